@@ -1,0 +1,509 @@
+/*
+ * offload.h: keep optimizer state in host memory, step it at memory-bus speed.
+ *
+ * This header is the manual. It is plain C99; link with -lhybridopt.
+ *
+ * THE STORY IN SIX CALLS
+ *
+ *   offload_context_create      pick a device, get worker threads
+ *   offload_optimizer_create    pick an algorithm and where its state lives
+ *   offload_optimizer_add_group / _add_params   register, nothing is allocated
+ *   offload_optimizer_commit    allocate, copy the fp32 masters in
+ *   offload_optimizer_step      queue one update, get a ticket
+ *   offload_optimizer_wait      wait for the ticket
+ *
+ * RULES, STATED ONCE
+ *
+ * Status.    Every function that can fail returns an int32_t status, OFFLOAD_OK (0) on success.
+ *            offload_last_error() then says which parameter, what was got, what was expected and
+ *            what to do about it. After INVALID_ARGUMENT, INVALID_STATE and UNSUPPORTED nothing
+ *            has changed. Bad input never crashes.
+ * Structs.   Set struct_size to sizeof the struct and everything else to zero first; zero always
+ *            means the documented default. A shorter struct of an older caller reads as zeros at
+ *            the end; a longer one of a newer caller is accepted while its unknown tail is zero,
+ *            else UNSUPPORTED. In an array of structs the elements lie struct_size bytes apart, and
+ *            all carry the same struct_size. Of an output struct the smaller of both sizes is
+ *            written; the caller sets struct_size before the call.
+ * Ownership. The caller owns parameters, gradients and streams; the library borrows the addresses
+ *            and never frees them. Strings and arrays passed in are copied before the call returns.
+ *            The library owns optimizer state; views of it are borrowed until destroy.
+ * Async.     A function that queues work returns a ticket. Tickets of one optimizer complete in
+ *            the order they were given out. From the queueing call until its ticket completes, the
+ *            gradients must not be written and the parameters not be touched, except on a stream
+ *            that offload_optimizer_stream_wait has put behind them.
+ * Failure.   When queued work fails, its optimizer is poisoned: whoever waits gets the cause, later
+ *            calls get POISONED, streams that wait on it are released, destroy works. The context
+ *            and its other optimizers go on, as far as the device does.
+ * Threads.   Different handles may be used by different threads at once. Calls on one handle are
+ *            serialised by the caller, except offload_optimizer_wait, _step_result, _stats and
+ *            _plan, which any thread may call at any time before destroy. Working threads belong
+ *            to the library; they start with the first work, not before.
+ * Fork.      Handles do not survive fork: in the child every call that takes one returns
+ *            INVALID_STATE and touches nothing. The parent goes on undisturbed.
+ * Process.   The library changes no process-wide setting: no signal handler, no floating-point
+ *            mode, no memory policy, no environment. It reads HYBRIDOPT_ISA (see
+ *            offload_context_create) and nothing else.
+ * Units.     count is elements, bytes is bytes, times are nanoseconds (_ns) or seconds (_seconds).
+ *
+ * WORDS
+ *
+ *   param       what the model computes with, on the device, in fp32, bf16 or fp16
+ *   master      the fp32 value of a param; what the optimizer really updates
+ *   state       masters and moments (exp_avg, exp_avg_sq, momentum_buffer, sum)
+ *   host share  the elements whose state lives in host memory and is updated by CPU threads
+ *   device share the elements whose state lives on the device and is updated there
+ *   chunk       unit of the pipeline that carries gradients down and params up
+ *   staging     the fixed ring of pinned chunks in between
+ *
+ * The bits of params and state after a step depend on the inputs and hyperparameters alone: not on
+ * the device share, chunk size, thread count, instruction set or timing. docs/NUMERICS.md has the
+ * formulas and the order of operations.
+ */
+#ifndef HYBRIDOPT_OFFLOAD_H
+#define HYBRIDOPT_OFFLOAD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define OFFLOAD_API __attribute__((visibility("default")))
+#else
+#define OFFLOAD_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* From here to the matching line below there is no preprocessor line: cffi and SWIG read it. */
+/* begin-plain-c99 */
+
+/* ------------------------------------------------------------------------------------ types -- */
+
+/* Every status. Values never change; gaps are for later ones of the same kind. */
+enum offload_status {
+  OFFLOAD_OK = 0,
+  OFFLOAD_INVALID_ARGUMENT = 10,    /* a parameter is wrong; nothing happened */
+  OFFLOAD_INVALID_STATE = 11,       /* not now, or not on this handle; nothing happened */
+  OFFLOAD_UNSUPPORTED = 12,         /* this build, device or release cannot; nothing happened */
+  OFFLOAD_OUT_OF_HOST_MEMORY = 20,  /* the text names bytes asked for and bytes there */
+  OFFLOAD_OUT_OF_DEVICE_MEMORY = 21,
+  OFFLOAD_DEVICE_FAILED = 30,       /* the device reported an error, perhaps of earlier work */
+  OFFLOAD_COMM_FAILED = 31,         /* another rank failed or vanished */
+  OFFLOAD_IO_FAILED = 40,           /* the text names the file and the system's error */
+  OFFLOAD_CHECKPOINT_CORRUPT = 41,  /* the bytes on disk are not what was written */
+  OFFLOAD_CHECKPOINT_MISMATCH = 42, /* a good checkpoint, but of another model */
+  OFFLOAD_TIMED_OUT = 50,           /* the work goes on; wait again */
+  OFFLOAD_POISONED = 60,            /* earlier queued work of this optimizer failed */
+  OFFLOAD_INTERNAL = 70             /* a bug of ours; please report the text */
+};
+
+enum offload_device_kind {
+  OFFLOAD_DEVICE_HOST = 0, /* params and grads in host memory: one pass over them, no staging */
+  OFFLOAD_DEVICE_SIM = 1,  /* an accelerator made of threads, for tests and GPU-less machines */
+  OFFLOAD_DEVICE_CUDA = 2
+};
+
+enum offload_algorithm {
+  OFFLOAD_ADAMW = 1,  /* Adam with decoupled weight decay; state exp_avg, exp_avg_sq */
+  OFFLOAD_ADAM = 2,   /* Adam with L2 weight decay; state exp_avg, exp_avg_sq */
+  OFFLOAD_SGD = 3,    /* momentum, dampening, nesterov; state momentum_buffer if momentum > 0 */
+  OFFLOAD_LION = 4,   /* sign of an interpolated momentum; state exp_avg */
+  OFFLOAD_ADAGRAD = 5 /* state sum */
+};
+
+enum offload_dtype { OFFLOAD_FP32 = 1, OFFLOAD_BF16 = 2, OFFLOAD_FP16 = 3 };
+
+enum offload_placement {
+  OFFLOAD_PLACE_AUTO = 0,  /* device_fraction decides */
+  OFFLOAD_PLACE_HOST = 1,  /* all state of this param on the host */
+  OFFLOAD_PLACE_DEVICE = 2 /* all state of this param on the device */
+};
+
+/* The kinds of state. A param has those its algorithm names, and a master where it needs one. */
+enum offload_state_kind {
+  OFFLOAD_STATE_MASTER = 0,
+  OFFLOAD_STATE_EXP_AVG = 1,
+  OFFLOAD_STATE_EXP_AVG_SQ = 2,
+  OFFLOAD_STATE_MOMENTUM_BUFFER = 3,
+  OFFLOAD_STATE_SUM = 4
+};
+
+enum offload_log_level { OFFLOAD_LOG_INFO = 1, OFFLOAD_LOG_WARNING = 2, OFFLOAD_LOG_ERROR = 3 };
+
+/* Handles. NULL, destroyed and foreign ones are recognised and refused. */
+typedef struct offload_context *offload_context_t;
+typedef struct offload_optimizer *offload_optimizer_t;
+
+/* A point on an optimizer's timeline. 0 stands for all that has been queued so far. */
+typedef uint64_t offload_ticket_t;
+
+/* A stream of the context's device: what offload_stream_create gave, or a cudaStream_t. NULL is
+ * the default stream of the simulated device, and the only stream of the host device. */
+typedef void *offload_stream_t;
+
+/* ---------------------------------------------------------------------------------- library -- */
+
+/* The ABI this library implements: major * 1000 + minor. Callers built against a header of the
+ * same major work. Never fails. */
+OFFLOAD_API uint32_t offload_abi_version(void);
+
+/* One line about this build: version, compiler, devices, instruction sets. Static; never NULL. */
+OFFLOAD_API const char *offload_build_info(void);
+
+/* "INVALID_ARGUMENT" for OFFLOAD_INVALID_ARGUMENT and so on; "UNKNOWN" for anything else. */
+OFFLOAD_API const char *offload_status_name(int32_t status);
+
+/* What went wrong in the last failed call of this thread; "" if none has. Valid until the next
+ * failed call of this thread. */
+OFFLOAD_API const char *offload_last_error(void);
+
+/* ---------------------------------------------------------------------------------- context -- */
+
+/* Called from any thread, library threads included; must not call back into the library. */
+typedef void (*offload_log_function_t)(void *user, int32_t level, const char *text);
+
+typedef struct offload_context_options {
+  uint32_t struct_size;
+  int32_t device_kind;  /* enum offload_device_kind; 0 = host */
+  int32_t device_index; /* which CUDA device; must be 0 for host and sim */
+  uint32_t threads;     /* CPU threads that update the host share; 0 = one per CPU this process may
+                           use (affinity mask and cgroup quota counted); at most 1024 */
+  uint64_t pinned_bytes_max;  /* cap on staging memory of this context; 0 = no cap */
+  uint64_t device_timeout_ns; /* device work that makes no progress for so long counts as failed;
+                                 0 = 120 s */
+  offload_log_function_t log; /* NULL = warnings and errors go to stderr */
+  void *log_user;             /* handed to log */
+  uint64_t sim_memory_bytes;  /* sim: capacity of the device; 0 = 1 GiB */
+  uint64_t sim_seed;          /* sim: seed of the random delays */
+  uint64_t sim_delay_ns_max;  /* sim: each command on a stream is delayed by 0 to this; 0 = none */
+} offload_context_options_t;
+
+typedef struct offload_context_info {
+  uint32_t struct_size;
+  int32_t device_kind;
+  uint32_t threads;       /* update threads, really */
+  uint32_t cpus_allowed;  /* CPUs in this process's affinity mask, cgroup quota counted */
+  uint32_t nodes;         /* NUMA nodes with CPUs this process may use */
+  int32_t threads_pinned; /* 1: each update thread stays on one CPU; 0: more threads than CPUs */
+  int32_t huge_pages;     /* 1: state memory asks for huge pages, as the system allows */
+  uint32_t optimizers;    /* alive in this context */
+  uint64_t device_memory_bytes;      /* capacity; 0 on the host device */
+  uint64_t device_memory_free_bytes; /* now */
+  uint64_t pinned_bytes;             /* staging memory in use by this context */
+  char isa[32];                      /* instruction set of the host kernels: "avx512", ... */
+  char device_name[64];
+} offload_context_info_t;
+
+/* Opens a device and learns the machine. Allocates little and starts no thread of the update pool.
+ * HYBRIDOPT_ISA in the environment (reference, avx2, avx512, neon) forces an instruction set.
+ * Errors: INVALID_ARGUMENT (field named), UNSUPPORTED (no such device or instruction set here).
+ * *context is written on success only. */
+OFFLOAD_API int32_t offload_context_create(const offload_context_options_t *options,
+                                           offload_context_t *context);
+
+/* Frees the context with the streams and device memory it gave out.
+ * Errors: INVALID_STATE while optimizers of it are alive. */
+OFFLOAD_API int32_t offload_context_destroy(offload_context_t context);
+
+/* What was really obtained. */
+OFFLOAD_API int32_t offload_context_get_info(offload_context_t context,
+                                             offload_context_info_t *info);
+
+/* -------------------------------------------------------------------------------- registering -- */
+
+typedef struct offload_optimizer_options {
+  uint32_t struct_size;
+  int32_t algorithm;       /* enum offload_algorithm; required */
+  double device_fraction;  /* share of the elements with OFFLOAD_PLACE_AUTO whose state lives on the
+                              device, in [0, 1]; 0 = all on the host. Device elements come first in
+                              registration order. The host device has one memory: no effect there */
+  uint64_t chunk_elements; /* elements a pipeline chunk holds at most, 1024 to 2^28; 0 = 2^20 */
+  uint32_t staging_slots;  /* chunks in the staging ring, 2 to 64; 0 = 4 */
+  uint32_t reserved;       /* 0 */
+} offload_optimizer_options_t;
+
+/* Hyperparameters of a group of params, as PyTorch names and means them (Lion as in its paper).
+ * There are no silent defaults here: zero means zero. A field that the algorithm does not use
+ * must be zero. All are finite and not negative. */
+typedef struct offload_group {
+  uint32_t struct_size;
+  int32_t nesterov;    /* SGD: 0 or 1; needs momentum > 0 and dampening 0 */
+  int32_t maximize;    /* 0 or 1: step along the gradient instead of against it */
+  uint32_t reserved;   /* 0 */
+  double lr;           /* all */
+  double beta1;        /* AdamW, Adam, Lion; in [0, 1) */
+  double beta2;        /* AdamW, Adam, Lion; in [0, 1) */
+  double eps;          /* AdamW, Adam, Adagrad; above 0 */
+  double weight_decay; /* all */
+  double momentum;     /* SGD; whether it is zero is settled at commit, see _set_group */
+  double dampening;    /* SGD; needs momentum > 0 */
+  double lr_decay;     /* Adagrad */
+  double initial_accumulator_value; /* Adagrad; fills sum at commit, ignored later */
+} offload_group_t;
+
+enum offload_shard_flag {
+  OFFLOAD_SHARD_RANGE = 1 /* range_begin and range_count are in force; else the whole boxes */
+};
+
+/* The part of a global tensor that this process owns: boxes in the tensor (tensor, expert and
+ * pipeline parallelism), then a row-major range inside the boxes, one after the other (ZeRO,
+ * distributed optimizer). Offsets are given, never derived. Empty shards are legal. */
+typedef struct offload_shard {
+  uint32_t struct_size;
+  uint32_t dimensions;          /* 1 to 8 */
+  uint32_t box_count;           /* boxes, at least 1; they must not overlap */
+  uint32_t flags;               /* enum offload_shard_flag, or-ed */
+  const int64_t *global_shape;  /* [dimensions], each at least 0 */
+  const int64_t *box_offsets;   /* [box_count][dimensions] */
+  const int64_t *box_extents;   /* [box_count][dimensions] */
+  uint64_t range_begin;         /* elements, counted through the boxes in order */
+  uint64_t range_count;         /* elements; must equal the param's count */
+} offload_shard_t;
+
+typedef struct offload_param {
+  uint32_t struct_size;
+  uint32_t group;      /* what offload_optimizer_add_group gave */
+  int32_t dtype;       /* of data: enum offload_dtype; required */
+  int32_t grad_dtype;  /* of grad; required */
+  int32_t placement;   /* enum offload_placement; 0 = device_fraction decides */
+  uint32_t reserved;   /* 0 */
+  const char *name;    /* the stable key across runs: unique, not empty, at most 1023 bytes */
+  void *data;          /* device address of count elements, contiguous; may be NULL if count is 0 */
+  const void *grad;    /* device address of count elements, or NULL: no gradient yet */
+  uint64_t count;      /* elements of this shard */
+  const offload_shard_t *shard; /* NULL = the whole of a one-dimensional tensor */
+} offload_param_t;
+
+typedef struct offload_binding {
+  uint32_t struct_size;
+  uint32_t param;   /* its id */
+  void *data;       /* new address; NULL = as before */
+  const void *grad; /* new address; NULL = no gradient: the next step leaves this param untouched */
+} offload_binding_t;
+
+/* What commit will take, by kind and place. Bytes include padding. */
+typedef struct offload_plan {
+  uint32_t struct_size;
+  uint32_t param_count;
+  uint64_t element_count;
+  uint64_t host_elements;   /* host share */
+  uint64_t device_elements; /* device share */
+  uint64_t host_state_bytes[8];   /* indexed by enum offload_state_kind */
+  uint64_t device_state_bytes[8]; /* likewise */
+  uint64_t staging_bytes;         /* pinned host memory */
+  uint64_t host_scratch_bytes;    /* tables, norm sums, queued-step snapshots */
+  uint64_t device_scratch_bytes;  /* norm sums and verdict */
+  uint64_t host_bytes;            /* all of the above on the host */
+  uint64_t device_bytes;          /* all of the above on the device */
+  uint64_t device_free_bytes;     /* on the device now; 0 on the host device */
+  uint64_t host_available_bytes;  /* on the host now, cgroup limit counted */
+  uint64_t pinned_bytes_left;     /* under the context's cap; UINT64_MAX without one */
+  uint64_t chunk_count;           /* chunks a full step moves */
+  uint64_t grads_down_bytes;      /* copied device to host by a full step */
+  uint64_t params_up_bytes;       /* copied host to device by a full step */
+  int32_t fits;                   /* 1: commit would find room for all of it now */
+  uint32_t reserved;
+} offload_plan_t;
+
+/* Makes an optimizer that registers params. Nothing is allocated before commit.
+ * Errors: INVALID_ARGUMENT (field named). *optimizer is written on success only. */
+OFFLOAD_API int32_t offload_optimizer_create(offload_context_t context,
+                                             const offload_optimizer_options_t *options,
+                                             offload_optimizer_t *optimizer);
+
+/* Finishes queued work (at most device_timeout_ns without progress), then frees everything. Views
+ * end here. After it the handle is refused everywhere. */
+OFFLOAD_API int32_t offload_optimizer_destroy(offload_optimizer_t optimizer);
+
+/* Adds a group of params that share hyperparameters; ids count from 0.
+ * Errors: INVALID_ARGUMENT (field named), INVALID_STATE after commit. */
+OFFLOAD_API int32_t offload_optimizer_add_group(offload_optimizer_t optimizer,
+                                                const offload_group_t *group, uint32_t *group_id);
+
+/* New hyperparameters for a group, at any time. Steps queued before keep the old values. A group
+ * committed with momentum 0 has no momentum_buffer and cannot get momentum later.
+ * Errors: INVALID_ARGUMENT (field named). */
+OFFLOAD_API int32_t offload_optimizer_set_group(offload_optimizer_t optimizer, uint32_t group_id,
+                                                const offload_group_t *group);
+
+/* Registers param_count params, all or none. Ids count from 0 in registration order; the first of
+ * this call goes to *first_id (which may be NULL). data may not overlap another param's data.
+ * Errors: INVALID_ARGUMENT (param and field named), INVALID_STATE after commit. */
+OFFLOAD_API int32_t offload_optimizer_add_params(offload_optimizer_t optimizer,
+                                                 const offload_param_t *params,
+                                                 uint32_t param_count, uint32_t *first_id);
+
+/* Tells new addresses, all or none. Steps queued before use the old ones. Cheap enough for every
+ * step: frameworks re-make gradients.
+ * Errors: INVALID_ARGUMENT (binding and field named). */
+OFFLOAD_API int32_t offload_optimizer_bind(offload_optimizer_t optimizer,
+                                           const offload_binding_t *bindings,
+                                           uint32_t binding_count);
+
+/* Every byte that commit will take, or has taken. Pure: call it as often as you like. */
+OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offload_plan_t *plan);
+
+/* Takes the memory of the plan, copies masters in from the params (after the work now queued on
+ * stream) and zeroes the moments. Returns when that is done. On an error nothing is kept and the
+ * optimizer still registers.
+ * Errors: INVALID_STATE (no params, or committed), OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY,
+ * INVALID_ARGUMENT (pinned_bytes_max too small: the text says how much is needed), DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_optimizer_commit(offload_optimizer_t optimizer,
+                                             offload_stream_t stream);
+
+/* ------------------------------------------------------------------------------------- stepping -- */
+
+enum offload_step_flag {
+  /* The caller vouches that every gradient is finite: without a norm to clip by, the pass that
+   * looks for Inf and NaN is left out. With a non-finite gradient the result is then undefined
+   * numbers (never undefined behaviour). */
+  OFFLOAD_STEP_ASSUME_FINITE = 1
+};
+
+typedef struct offload_step_options {
+  uint32_t struct_size;
+  uint32_t flags;          /* enum offload_step_flag, or-ed */
+  double grad_scale;       /* the loss scale: gradients are divided by it; above 0; 0 = 1 */
+  double grad_norm_max;    /* clip the global norm of the unscaled gradients to this, as
+                              torch.nn.utils.clip_grad_norm_ does; 0 = no clipping */
+  offload_stream_t stream; /* gradients and params are ready after the work now queued on it */
+} offload_step_options_t;
+
+typedef struct offload_step_result {
+  uint32_t struct_size;
+  int32_t skipped;         /* 1: a gradient was Inf or NaN; nothing at all has changed */
+  uint64_t step;           /* steps applied so far, this one included unless skipped */
+  double grad_norm;        /* global norm of the unscaled gradients before clipping; NaN if it was
+                              not computed (ASSUME_FINITE without clipping), Inf or NaN if skipped */
+  double grad_clip;        /* factor that clipping multiplied the gradients by; 1 = not clipped */
+  double total_seconds;    /* from the start of the work to its end */
+  double norm_seconds;     /* until the norm and the verdict were known */
+  double grads_down_seconds; /* lane: copying gradients to the host, as the device took it */
+  double update_seconds;   /* lane: CPU threads updating the host share */
+  double params_up_seconds;  /* lane: copying params to the device, as the device took it */
+  double device_update_seconds; /* lane: the device updating its share */
+  double stall_seconds;    /* CPU threads waiting for gradients or for a free staging slot */
+} offload_step_result_t;
+
+/* Queues one step over every param that has a gradient and returns at once; up to 8 steps may be
+ * queued. options may be NULL for the defaults. A step with any non-finite gradient is skipped
+ * exactly: no bit changes, step counts included. *ticket may be NULL.
+ * Errors: INVALID_ARGUMENT, INVALID_STATE (before commit, or 8 queued), POISONED. */
+OFFLOAD_API int32_t offload_optimizer_step(offload_optimizer_t optimizer,
+                                           const offload_step_options_t *options,
+                                           offload_ticket_t *ticket);
+
+/* What a completed step did. The last 64 steps are remembered; ticket 0 is the last one queued.
+ * Errors: INVALID_STATE (still running, or forgotten), INVALID_ARGUMENT (foreign ticket). */
+OFFLOAD_API int32_t offload_optimizer_step_result(offload_optimizer_t optimizer,
+                                                  offload_ticket_t ticket,
+                                                  offload_step_result_t *result);
+
+/* Blocks this thread until the ticket (0 = everything queued) completes, at most timeout_ns:
+ * 0 only looks, a negative one waits without limit.
+ * Errors: TIMED_OUT, the cause if the work failed, INVALID_ARGUMENT (foreign ticket). */
+OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offload_ticket_t ticket,
+                                           int64_t timeout_ns);
+
+/* Makes later work on stream wait until the params named (params NULL or param_count 0 = all) hold
+ * the values of the ticket. The host thread does not wait, except on the host device, whose only
+ * stream is the calling thread. If the step fails the stream is released.
+ * Errors: INVALID_ARGUMENT (unknown param id, foreign ticket), UNSUPPORTED. */
+OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
+                                                  offload_ticket_t ticket, offload_stream_t stream,
+                                                  const uint32_t *params, uint32_t param_count);
+
+/* A borrowed view of one kind of state of one param: its first device_count elements lie at
+ * device_data on the device, the next host_count at host_data in host memory. Valid until destroy;
+ * its content is stable while nothing is queued, and may be written then. */
+typedef struct offload_state_view {
+  uint32_t struct_size;
+  int32_t dtype;         /* enum offload_dtype */
+  void *device_data;     /* NULL if device_count is 0 */
+  uint64_t device_count; /* elements */
+  void *host_data;       /* NULL if host_count is 0 */
+  uint64_t host_count;   /* elements */
+  uint64_t step_count;   /* steps this param has taken part in */
+} offload_state_view_t;
+
+/* The view of one state kind. An fp32 param that is updated in place has no separate master: the
+ * view is then the param itself.
+ * Errors: INVALID_ARGUMENT (unknown param, kind this algorithm has not), INVALID_STATE (before
+ * commit, or while work is queued: wait first). */
+OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param,
+                                            int32_t kind, offload_state_view_t *view);
+
+typedef struct offload_stats {
+  uint32_t struct_size;
+  uint32_t queued;         /* steps queued or running now */
+  uint64_t steps_applied;
+  uint64_t steps_skipped;
+  uint64_t host_bytes;     /* held now, as in the plan */
+  uint64_t device_bytes;   /* held now, as in the plan */
+  uint64_t staging_bytes;  /* held now; part of host_bytes */
+  uint64_t grads_down_bytes; /* since create */
+  uint64_t params_up_bytes;  /* since create */
+  double total_seconds;      /* sums of the step results since create */
+  double norm_seconds;
+  double grads_down_seconds;
+  double update_seconds;
+  double params_up_seconds;
+  double device_update_seconds;
+  double stall_seconds;
+} offload_stats_t;
+
+/* Totals since create. */
+OFFLOAD_API int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer,
+                                                offload_stats_t *stats);
+
+/* ------------------------------------------------------------------------- device conveniences -- */
+/* For callers without a CUDA runtime of their own, and for the simulated device. On the host
+ * device memory is host memory, the only stream is NULL, and functions run at once. */
+
+/* Memory on the context's device, aligned to 256 bytes, with unspecified content. Owned by the
+ * caller until offload_device_free; the context frees what is left.
+ * Errors: OUT_OF_DEVICE_MEMORY (bytes asked and free), INVALID_ARGUMENT (bytes is 0). */
+OFFLOAD_API int32_t offload_device_alloc(offload_context_t context, uint64_t bytes, void **data);
+
+/* Errors: INVALID_ARGUMENT if data is not what offload_device_alloc gave. NULL is allowed. */
+OFFLOAD_API int32_t offload_device_free(offload_context_t context, void *data);
+
+/* Copy behind the work now queued on stream; they return when the copy is done.
+ * Errors: INVALID_ARGUMENT (a range outside the device's memory), DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_device_upload(offload_context_t context, void *device_data,
+                                          const void *host_data, uint64_t bytes,
+                                          offload_stream_t stream);
+OFFLOAD_API int32_t offload_device_download(offload_context_t context, void *host_data,
+                                            const void *device_data, uint64_t bytes,
+                                            offload_stream_t stream);
+
+/* Where a function that runs on the device sees device memory: the sim's device addresses fault
+ * when the host touches them, so that a missing copy shows. Only functions given to
+ * offload_stream_run may use the mapped address, but any thread may ask for it.
+ * Errors: INVALID_ARGUMENT (range outside the device's memory), UNSUPPORTED on CUDA. */
+OFFLOAD_API int32_t offload_device_map(offload_context_t context, void *device_data,
+                                       uint64_t bytes, void **mapped);
+
+OFFLOAD_API int32_t offload_stream_create(offload_context_t context, offload_stream_t *stream);
+
+/* Finishes the stream's work first. NULL is allowed and does nothing. */
+OFFLOAD_API int32_t offload_stream_destroy(offload_context_t context, offload_stream_t stream);
+
+/* Blocks until the work now queued on stream is done, at most timeout_ns (negative: no limit).
+ * Errors: TIMED_OUT, DEVICE_FAILED with the cause of an earlier asynchronous failure. */
+OFFLOAD_API int32_t offload_stream_synchronize(offload_context_t context, offload_stream_t stream,
+                                               int64_t timeout_ns);
+
+/* A function that stands for a kernel of the caller's; it must not call back into the library. */
+typedef void (*offload_stream_function_t)(void *user);
+
+/* Queues function(user) on stream. Errors: INVALID_ARGUMENT, UNSUPPORTED on CUDA. */
+OFFLOAD_API int32_t offload_stream_run(offload_context_t context, offload_stream_t stream,
+                                       offload_stream_function_t function, void *user);
+
+/* end-plain-c99 */
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* HYBRIDOPT_OFFLOAD_H */

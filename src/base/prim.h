@@ -1,0 +1,52 @@
+// The one door to the operating system. Preconditions are stated here once; everything above is
+// portable C++.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hybridopt::prim {
+
+// Nanoseconds of a clock that only goes forward.
+int64_t NowNs();
+
+// Counts forks: a handle made under another value belongs to an ancestor of this process.
+uint64_t ForkGeneration();
+
+// Anonymous zero pages, `bytes` > 0, rounded up to whole pages; huge pages are asked for (not
+// insisted on) when the region has room for one. No page is touched: the first toucher places it.
+// OUT_OF_HOST_MEMORY names the bytes.
+Result<void*> MapPages(uint64_t bytes);
+void UnmapPages(void* data, uint64_t bytes);
+
+// Address space that faults on any access.
+Result<void*> ReserveAddresses(uint64_t bytes);
+
+inline constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
+bool HugePagesAvailable();
+
+// Bytes this process could still allocate: free memory, and what the cgroup's limit leaves.
+uint64_t AvailableBytes();
+
+// CPUs in the affinity mask of the calling thread, ascending.
+std::vector<uint32_t> AllowedCpus();
+
+// Whole CPUs' worth of time the cgroup grants, rounded up; 0 = no limit.
+uint32_t CgroupCpuLimit();
+
+// NUMA nodes that have a CPU of `cpus`.
+uint32_t NodeCount(const std::vector<uint32_t>& cpus);
+
+// Ties the calling thread to one CPU. False where the system refuses.
+bool PinThisThread(uint32_t cpu);
+
+// Gives the calling thread the standard floating-point mode: threads inherit their creator's
+// flush-to-zero setting, which would change bits.
+void ResetFloatingPointMode();
+
+// Names the calling thread for debuggers; at most 15 bytes are kept.
+void NameThisThread(const char* name);
+
+}  // namespace hybridopt::prim

@@ -1,0 +1,64 @@
+// Status and Result<T>: how every function below the ABI reports failure. Nothing of ours throws.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "offload.h"
+
+namespace hybridopt {
+
+// OFFLOAD_OK, or one of enum offload_status with a text that names the parameter, what was got,
+// what was expected and the way out. An OK status owns no memory.
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+
+  [[gnu::format(printf, 2, 3)]] static Status Error(int32_t code, const char* format, ...);
+
+  bool ok() const { return code_ == OFFLOAD_OK; }
+  int32_t code() const { return code_; }
+  const std::string& message() const { return message_; }
+
+ private:
+  int32_t code_ = OFFLOAD_OK;
+  std::string message_;
+};
+
+// A value, or the status that says why there is none.
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : value_(std::move(value)) {}
+  Result(Status status) : status_(std::move(status)) {}
+
+  bool ok() const { return value_.has_value(); }
+  const Status& status() const { return status_; }
+  T& value() { return *value_; }
+  const T& value() const { return *value_; }
+
+ private:
+  Status status_;
+  std::optional<T> value_;
+};
+
+}  // namespace hybridopt
+
+// Returns the failure of `expression` (a Status) to the caller.
+#define HYBRIDOPT_TRY(expression)                                      \
+  do {                                                                 \
+    if (::hybridopt::Status try_status = (expression); !try_status.ok()) \
+      return try_status;                                               \
+  } while (false)
+
+#define HYBRIDOPT_JOIN_INNER(a, b) a##b
+#define HYBRIDOPT_JOIN(a, b) HYBRIDOPT_JOIN_INNER(a, b)
+
+// Moves the value of `expression` (a Result) into `target`, or returns its failure to the caller.
+#define HYBRIDOPT_ASSIGN(target, expression)                          \
+  auto HYBRIDOPT_JOIN(result_, __LINE__) = (expression);              \
+  if (!HYBRIDOPT_JOIN(result_, __LINE__).ok())                        \
+    return HYBRIDOPT_JOIN(result_, __LINE__).status();                \
+  target = std::move(HYBRIDOPT_JOIN(result_, __LINE__).value())

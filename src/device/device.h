@@ -1,0 +1,128 @@
+// The device port: memory, streams, events, copies and kernels of one device. The pipeline in
+// core/step.cpp is written against this alone, so that what holds on the simulated device holds on
+// a real one.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "base/status.h"
+#include "kernels/kernels.h"
+
+namespace hybridopt {
+
+// A point in a stream. Created by the device; bound to its latest record.
+struct DeviceEvent;
+using EventHandle = DeviceEvent*;
+using StreamHandle = offload_stream_t;
+
+// One span for a device-side update. The span's pointers are device addresses.
+struct DeviceUpdate {
+  UpdateSpan span;
+  int32_t grad_dtype;
+  int32_t param_dtype;
+  uint32_t coefficients;  // index; that entry's grad_factor holds only maximize's sign
+};
+
+// All updates of one launch. The arrays stay as they are until the launch has run.
+struct UpdateLaunch {
+  Rule rule;  // one rule for all; SGD params with and without momentum come in two launches
+  std::span<const DeviceUpdate> updates;
+  std::span<const Coefficients> coefficients;
+  const Verdict* verdict;  // device address: skip it all, or multiply by its grad_factor
+};
+
+// One param's gradient in a norm launch.
+struct NormInput {
+  const void* grad;      // device address
+  uint64_t count;
+  int32_t dtype;
+  uint64_t first_block;  // where its block sums go in block_sums
+};
+
+// The norm of all gradients and the verdict on it, in the fixed tree of kernels.h.
+struct NormLaunch {
+  std::span<const NormInput> inputs;  // in registration order; stays as it is until it has run
+  double* block_sums;                 // device scratch, one double per block
+  double grad_scale;
+  double grad_norm_max;
+  Verdict* verdict;                   // device address, written last
+};
+
+struct DeviceMemory {
+  uint64_t total_bytes;
+  uint64_t free_bytes;
+};
+
+// Commands on one stream run in order; different streams are unordered but for events. Functions
+// that queue return before the command has run. A failure of a command is sticky and asynchronous:
+// it shows in a later call, in Query or in Wait, as DEVICE_FAILED with the cause. Thread-safe.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual int32_t kind() const = 0;
+  virtual const char* name() const = 0;
+  // True where params and gradients are in host memory and the host updates them in place. Then
+  // only memory, the NULL stream and its Run are used.
+  virtual bool unified() const = 0;
+
+  virtual Result<DeviceMemory> Memory() const = 0;
+  virtual Result<void*> Allocate(uint64_t bytes) = 0;  // aligned to 256 bytes
+  virtual Status Free(void* data) = 0;                 // NULL is fine
+  virtual Result<void*> Map(void* data, uint64_t bytes) = 0;  // see offload_device_map
+
+  // Makes host memory fit for asynchronous copies, as this device needs it.
+  virtual Status PinHost(void* data, uint64_t bytes) = 0;
+  virtual void UnpinHost(void* data) = 0;
+
+  // `label` names what the stream or event is for; it shows in errors.
+  virtual Result<StreamHandle> CreateStream(const char* label) = 0;
+  virtual Status DestroyStream(StreamHandle stream) = 0;  // finishes its work first, if it can
+  virtual Status CheckStream(StreamHandle stream) const = 0;  // INVALID_ARGUMENT if not ours
+  virtual Result<EventHandle> CreateEvent(const char* label) = 0;
+  virtual void DestroyEvent(EventHandle event) = 0;
+
+  virtual Status Record(EventHandle event, StreamHandle stream) = 0;
+  // Later work on `stream` waits for what `event` was last recorded behind at the time of this
+  // call; an event never recorded is complete.
+  virtual Status StreamWait(StreamHandle stream, EventHandle event) = 0;
+  // Later work on `stream` waits until *flag >= value. The flag outlives the stream's work.
+  virtual Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
+                                uint64_t value) = 0;
+  // Blocks the calling thread until the event's latest record has been reached. TIMED_OUT after
+  // timeout_ns; negative: no limit.
+  virtual Status Wait(EventHandle event, int64_t timeout_ns) = 0;
+  // Seconds between two reached records of events on one stream.
+  virtual Result<double> Elapsed(EventHandle begin, EventHandle end) = 0;
+  virtual Status Synchronize(StreamHandle stream, int64_t timeout_ns) = 0;
+
+  virtual Status CopyToHost(StreamHandle stream, void* host, const void* device,
+                            uint64_t bytes) = 0;
+  virtual Status CopyToDevice(StreamHandle stream, void* device, const void* host,
+                              uint64_t bytes) = 0;
+  virtual Status Fill(StreamHandle stream, float* device, uint64_t count, float value) = 0;
+  virtual Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
+                        float* destination) = 0;  // all device addresses
+  virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;
+  virtual Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) = 0;
+  virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;
+  virtual Status Run(StreamHandle stream, offload_stream_function_t function, void* user) = 0;
+};
+
+// Params and gradients in host memory (device/host.cpp).
+std::unique_ptr<Device> CreateHostDevice();
+
+struct SimOptions {
+  uint64_t memory_bytes;
+  uint64_t seed;
+  uint64_t delay_ns_max;
+};
+
+// An accelerator made of threads (device/sim.cpp). Its kernels are `kernels`.
+Result<std::unique_ptr<Device>> CreateSimDevice(const SimOptions& options,
+                                                const KernelTable& kernels);
+
+}  // namespace hybridopt

@@ -1,0 +1,110 @@
+// The arithmetic: one update step and one norm over contiguous spans. reference.cpp is the
+// specification; every other implementation (simd.cpp here, the device kernels elsewhere) gives
+// the same bits. docs/NUMERICS.md has the formulas and why the operations come in this order.
+#pragma once
+
+#include <cstdint>
+#include <cstddef>
+#include <span>
+
+#include "base/status.h"
+
+namespace hybridopt {
+
+// Norms sum in a fixed tree. A block is this many elements of one param (the last may be shorter).
+// Inside a block, lane l of kNormLanes sums the squares of elements l, l + kNormLanes, ... in
+// double and in order; then the lanes are added in a tree: lane l += lane l + half, for half =
+// kNormLanes/2, ..., 1. The blocks of a param are added in order, then the params in registration
+// order.
+inline constexpr uint64_t kNormBlockElements = 4096;
+inline constexpr uint32_t kNormLanes = 16;
+
+// Indexes the kernel table. Adam and AdamW share a kernel: they differ in coefficients only.
+enum class Rule : int32_t { kAdam, kSgdMomentum, kSgdPlain, kLion, kAdagrad };
+inline constexpr int32_t kRuleCount = 5;
+inline constexpr int32_t kDtypeCount = 3;  // enum offload_dtype, from 1
+
+// All that is the same for every element of one param in one step. Computed in double, rounded
+// once. Fields that a rule does not name stay zero.
+struct Coefficients {
+  float grad_factor;      // all: unscale, clip and maximize's sign; multiplies the gradient first
+  float l2_decay;         // Adam, SGD, Adagrad: grad += l2_decay * param
+  float decoupled_decay;  // Adam, Lion: lr * weight_decay of AdamW and Lion
+  float step_size;        // Adam: lr / bias_correction1; Lion, SGD: lr; Adagrad: decayed lr
+  float keep0;            // Adam, Lion: beta1; SGD: momentum (0 at a param's first step)
+  float weight0;          // Adam, Lion: 1 - beta1; SGD: 1 - dampening (1 at the first step)
+  float keep1;            // Adam, Lion: beta2
+  float weight1;          // Adam, Lion: 1 - beta2
+  float inverse_sqrt_bias_correction2;  // Adam
+  float eps;              // Adam, Adagrad
+  float nesterov_momentum;  // SGD: momentum if nesterov
+  int32_t nesterov;         // SGD
+};
+
+// One contiguous run of elements. `master` is the fp32 value that is updated; `param` receives it
+// rounded to its dtype. For an fp32 param updated in place both are the same address. `moment0` is
+// exp_avg, momentum_buffer or sum, `moment1` is exp_avg_sq; NULL where the rule has none. Arrays
+// need only their element's natural alignment (2 or 4 bytes) and do not overlap otherwise.
+struct UpdateSpan {
+  const void* grad;
+  void* param;
+  float* master;
+  float* moment0;
+  float* moment1;
+  uint64_t count;
+};
+
+using UpdateFunction = void (*)(const Coefficients&, const UpdateSpan&);
+
+// Writes the sums of squares of the ceil(count / kNormBlockElements) blocks of `grad`, as it is
+// (not unscaled). A sum is Inf or NaN exactly if an element of the block is.
+using SumSquaresFunction = void (*)(const void* grad, uint64_t count, double* block_sums);
+
+// Widens count elements to fp32, exactly.
+using ToFp32Function = void (*)(const void* source, uint64_t count, float* destination);
+
+// One implementation for one instruction set.
+struct KernelTable {
+  const char* isa;
+  UpdateFunction update[kRuleCount][kDtypeCount][kDtypeCount];  // [rule][grad dtype][param dtype]
+  SumSquaresFunction sum_squares[kDtypeCount];
+  ToFp32Function to_fp32[kDtypeCount];
+
+  UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
+    return update[static_cast<int32_t>(rule)][grad_dtype - 1][param_dtype - 1];
+  }
+  SumSquaresFunction SumSquares(int32_t dtype) const { return sum_squares[dtype - 1]; }
+  ToFp32Function ToFp32(int32_t dtype) const { return to_fp32[dtype - 1]; }
+};
+
+// The scalar specification (kernels/reference.cpp).
+const KernelTable& ReferenceKernels();
+
+// Every SIMD implementation that is compiled in and that this CPU runs, best first
+// (kernels/simd.cpp). Empty where the CPU has no fused multiply-add.
+std::span<const KernelTable* const> SimdKernels();
+
+// The table to use: the best there is, or what HYBRIDOPT_ISA in the environment names.
+// INVALID_ARGUMENT for an unknown name, UNSUPPORTED for one this CPU cannot run; both texts list
+// what can be used here (kernels/select.cpp).
+Result<const KernelTable*> SelectKernels();
+
+inline uint64_t DtypeBytes(int32_t dtype) { return dtype == OFFLOAD_FP32 ? 4 : 2; }
+const char* DtypeName(int32_t dtype);
+
+// What the norm decides about a step. Lives in device memory for the device's updates.
+struct Verdict {
+  double grad_norm;    // of the unscaled gradients
+  double grad_clip;    // 1 if not clipped
+  float grad_factor;   // grad_clip / grad_scale, rounded once
+  int32_t skip;        // 1: a gradient is Inf or NaN
+};
+
+// The verdict on a total sum of squares; grad_norm_max 0 means no clipping. The clip factor is
+// PyTorch's: grad_norm_max / (norm + 1e-6), at most 1.
+Verdict Decide(double sum_squares, double grad_scale, double grad_norm_max);
+
+// The verdict when nobody asked for the norm.
+Verdict AssumeFinite(double grad_scale);
+
+}  // namespace hybridopt

@@ -1,0 +1,43 @@
+// Threads that stay on their CPUs and run one function together. Ranges are fixed by worker index,
+// so that the same worker meets the same memory in every step.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "base/function_ref.h"
+#include "base/status.h"
+
+namespace hybridopt {
+
+class WorkerPool {
+ public:
+  // threads 0 = one per CPU this process may use. Starts nothing.
+  explicit WorkerPool(uint32_t threads);
+  ~WorkerPool();  // joins the threads; in a forked child it leaves them alone
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  uint32_t threads() const;
+  uint32_t cpus_allowed() const;
+  bool pinned() const;  // true if no two threads share a CPU
+
+  // Calls body(index) once on each worker, index 0 to threads() - 1, and returns when all have
+  // returned. The first call starts the threads; that is the only way it fails. Callers from
+  // several threads take turns. body must not throw and must not call Run.
+  Status Run(FunctionRef<void(uint32_t)> body);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// The part [begin, end) of `count` elements that worker `index` of `workers` works on: contiguous,
+// in order, covering all, cut at multiples of `grain` elements.
+struct WorkRange {
+  uint64_t begin;
+  uint64_t end;
+};
+WorkRange RangeOfWorker(uint64_t count, uint64_t grain, uint32_t index, uint32_t workers);
+
+}  // namespace hybridopt
