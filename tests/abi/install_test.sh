@@ -1,0 +1,27 @@
+#!/bin/bash
+# Installs the build, moves the tree, then builds and runs a C99 consumer by pkg-config and a C++20
+# consumer by find_package against it. Usage: install_test.sh BUILD_DIR LIBDIR
+set -euo pipefail
+build=$1
+libdir=$2
+consumer=$(cd "$(dirname "$0")/consumer" && pwd)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+cmake --install "$build" --prefix "$scratch/first" >/dev/null
+mv "$scratch/first" "$scratch/moved"
+prefix=$scratch/moved
+[[ $(find "$prefix" -name '*.h') == "$prefix/include/offload.h" ]] ||
+  { echo "FAILED: offload.h must be the only header that is installed"; exit 1; }
+export LD_LIBRARY_PATH=$prefix/$libdir
+
+export PKG_CONFIG_PATH=$prefix/$libdir/pkgconfig
+gcc -std=c99 -Wall -Wextra -Wpedantic -Werror "$consumer/consumer.c" -o "$scratch/consumer" \
+  $(pkg-config --cflags --libs hybridopt)
+"$scratch/consumer"
+echo "C99 consumer by pkg-config: $(pkg-config --modversion hybridopt)"
+
+cmake -S "$consumer" -B "$scratch/build" -G Ninja -DCMAKE_PREFIX_PATH="$prefix"
+cmake --build "$scratch/build"
+"$scratch/build/consumer"
+echo "C++20 consumer by find_package"

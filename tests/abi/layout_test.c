@@ -1,0 +1,249 @@
+/*
+ * Pins the layout of every struct and the value of every constant of offload.h, as they are on
+ * LP64 (x86-64 and aarch64 Linux). Lines are only ever added: a changed one breaks every caller
+ * that is already compiled. header_test.sh checks that nothing is missing here.
+ *
+ * With --list it prints what it pins.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "offload.h"
+
+typedef struct pin {
+  const char* name;
+  long actual_offset;
+  long actual_size;
+  long expected_offset;
+  long expected_size;
+} pin_t;
+
+/* STRUCT(type, size), FIELD(type, field, offset, size), VALUE(constant, value) */
+#define STRUCT(type, size) \
+  { #type, 0, (long)sizeof(type), 0, size }
+#define FIELD(type, field, offset, size) \
+  { #type "." #field, (long)offsetof(type, field), (long)sizeof(((type*)0)->field), offset, size }
+#define VALUE(constant, value) \
+  { #constant, constant, 0, value, 0 }
+
+static const pin_t pins[] = {
+    /* clang-format off */
+    STRUCT(offload_context_options_t, 72),
+    FIELD(offload_context_options_t, struct_size, 0, 4),
+    FIELD(offload_context_options_t, device_kind, 4, 4),
+    FIELD(offload_context_options_t, device_index, 8, 4),
+    FIELD(offload_context_options_t, threads, 12, 4),
+    FIELD(offload_context_options_t, pinned_bytes_max, 16, 8),
+    FIELD(offload_context_options_t, device_timeout_ns, 24, 8),
+    FIELD(offload_context_options_t, log, 32, 8),
+    FIELD(offload_context_options_t, log_user, 40, 8),
+    FIELD(offload_context_options_t, sim_memory_bytes, 48, 8),
+    FIELD(offload_context_options_t, sim_seed, 56, 8),
+    FIELD(offload_context_options_t, sim_delay_ns_max, 64, 8),
+
+    STRUCT(offload_context_info_t, 152),
+    FIELD(offload_context_info_t, struct_size, 0, 4),
+    FIELD(offload_context_info_t, device_kind, 4, 4),
+    FIELD(offload_context_info_t, threads, 8, 4),
+    FIELD(offload_context_info_t, cpus_allowed, 12, 4),
+    FIELD(offload_context_info_t, nodes, 16, 4),
+    FIELD(offload_context_info_t, threads_pinned, 20, 4),
+    FIELD(offload_context_info_t, huge_pages, 24, 4),
+    FIELD(offload_context_info_t, optimizers, 28, 4),
+    FIELD(offload_context_info_t, device_memory_bytes, 32, 8),
+    FIELD(offload_context_info_t, device_memory_free_bytes, 40, 8),
+    FIELD(offload_context_info_t, pinned_bytes, 48, 8),
+    FIELD(offload_context_info_t, isa, 56, 32),
+    FIELD(offload_context_info_t, device_name, 88, 64),
+
+    STRUCT(offload_optimizer_options_t, 32),
+    FIELD(offload_optimizer_options_t, struct_size, 0, 4),
+    FIELD(offload_optimizer_options_t, algorithm, 4, 4),
+    FIELD(offload_optimizer_options_t, device_fraction, 8, 8),
+    FIELD(offload_optimizer_options_t, chunk_elements, 16, 8),
+    FIELD(offload_optimizer_options_t, staging_slots, 24, 4),
+    FIELD(offload_optimizer_options_t, reserved, 28, 4),
+
+    STRUCT(offload_group_t, 88),
+    FIELD(offload_group_t, struct_size, 0, 4),
+    FIELD(offload_group_t, nesterov, 4, 4),
+    FIELD(offload_group_t, maximize, 8, 4),
+    FIELD(offload_group_t, reserved, 12, 4),
+    FIELD(offload_group_t, lr, 16, 8),
+    FIELD(offload_group_t, beta1, 24, 8),
+    FIELD(offload_group_t, beta2, 32, 8),
+    FIELD(offload_group_t, eps, 40, 8),
+    FIELD(offload_group_t, weight_decay, 48, 8),
+    FIELD(offload_group_t, momentum, 56, 8),
+    FIELD(offload_group_t, dampening, 64, 8),
+    FIELD(offload_group_t, lr_decay, 72, 8),
+    FIELD(offload_group_t, initial_accumulator_value, 80, 8),
+
+    STRUCT(offload_shard_t, 56),
+    FIELD(offload_shard_t, struct_size, 0, 4),
+    FIELD(offload_shard_t, dimensions, 4, 4),
+    FIELD(offload_shard_t, box_count, 8, 4),
+    FIELD(offload_shard_t, flags, 12, 4),
+    FIELD(offload_shard_t, global_shape, 16, 8),
+    FIELD(offload_shard_t, box_offsets, 24, 8),
+    FIELD(offload_shard_t, box_extents, 32, 8),
+    FIELD(offload_shard_t, range_begin, 40, 8),
+    FIELD(offload_shard_t, range_count, 48, 8),
+
+    STRUCT(offload_param_t, 64),
+    FIELD(offload_param_t, struct_size, 0, 4),
+    FIELD(offload_param_t, group, 4, 4),
+    FIELD(offload_param_t, dtype, 8, 4),
+    FIELD(offload_param_t, grad_dtype, 12, 4),
+    FIELD(offload_param_t, placement, 16, 4),
+    FIELD(offload_param_t, reserved, 20, 4),
+    FIELD(offload_param_t, name, 24, 8),
+    FIELD(offload_param_t, data, 32, 8),
+    FIELD(offload_param_t, grad, 40, 8),
+    FIELD(offload_param_t, count, 48, 8),
+    FIELD(offload_param_t, shard, 56, 8),
+
+    STRUCT(offload_binding_t, 24),
+    FIELD(offload_binding_t, struct_size, 0, 4),
+    FIELD(offload_binding_t, param, 4, 4),
+    FIELD(offload_binding_t, data, 8, 8),
+    FIELD(offload_binding_t, grad, 16, 8),
+
+    STRUCT(offload_plan_t, 256),
+    FIELD(offload_plan_t, struct_size, 0, 4),
+    FIELD(offload_plan_t, param_count, 4, 4),
+    FIELD(offload_plan_t, element_count, 8, 8),
+    FIELD(offload_plan_t, host_elements, 16, 8),
+    FIELD(offload_plan_t, device_elements, 24, 8),
+    FIELD(offload_plan_t, host_state_bytes, 32, 64),
+    FIELD(offload_plan_t, device_state_bytes, 96, 64),
+    FIELD(offload_plan_t, staging_bytes, 160, 8),
+    FIELD(offload_plan_t, host_scratch_bytes, 168, 8),
+    FIELD(offload_plan_t, device_scratch_bytes, 176, 8),
+    FIELD(offload_plan_t, host_bytes, 184, 8),
+    FIELD(offload_plan_t, device_bytes, 192, 8),
+    FIELD(offload_plan_t, device_free_bytes, 200, 8),
+    FIELD(offload_plan_t, host_available_bytes, 208, 8),
+    FIELD(offload_plan_t, pinned_bytes_left, 216, 8),
+    FIELD(offload_plan_t, chunk_count, 224, 8),
+    FIELD(offload_plan_t, grads_down_bytes, 232, 8),
+    FIELD(offload_plan_t, params_up_bytes, 240, 8),
+    FIELD(offload_plan_t, fits, 248, 4),
+    FIELD(offload_plan_t, reserved, 252, 4),
+
+    STRUCT(offload_step_options_t, 32),
+    FIELD(offload_step_options_t, struct_size, 0, 4),
+    FIELD(offload_step_options_t, flags, 4, 4),
+    FIELD(offload_step_options_t, grad_scale, 8, 8),
+    FIELD(offload_step_options_t, grad_norm_max, 16, 8),
+    FIELD(offload_step_options_t, stream, 24, 8),
+
+    STRUCT(offload_step_result_t, 88),
+    FIELD(offload_step_result_t, struct_size, 0, 4),
+    FIELD(offload_step_result_t, skipped, 4, 4),
+    FIELD(offload_step_result_t, step, 8, 8),
+    FIELD(offload_step_result_t, grad_norm, 16, 8),
+    FIELD(offload_step_result_t, grad_clip, 24, 8),
+    FIELD(offload_step_result_t, total_seconds, 32, 8),
+    FIELD(offload_step_result_t, norm_seconds, 40, 8),
+    FIELD(offload_step_result_t, grads_down_seconds, 48, 8),
+    FIELD(offload_step_result_t, update_seconds, 56, 8),
+    FIELD(offload_step_result_t, params_up_seconds, 64, 8),
+    FIELD(offload_step_result_t, device_update_seconds, 72, 8),
+    FIELD(offload_step_result_t, stall_seconds, 80, 8),
+
+    STRUCT(offload_state_view_t, 48),
+    FIELD(offload_state_view_t, struct_size, 0, 4),
+    FIELD(offload_state_view_t, dtype, 4, 4),
+    FIELD(offload_state_view_t, device_data, 8, 8),
+    FIELD(offload_state_view_t, device_count, 16, 8),
+    FIELD(offload_state_view_t, host_data, 24, 8),
+    FIELD(offload_state_view_t, host_count, 32, 8),
+    FIELD(offload_state_view_t, step_count, 40, 8),
+
+    STRUCT(offload_stats_t, 120),
+    FIELD(offload_stats_t, struct_size, 0, 4),
+    FIELD(offload_stats_t, queued, 4, 4),
+    FIELD(offload_stats_t, steps_applied, 8, 8),
+    FIELD(offload_stats_t, steps_skipped, 16, 8),
+    FIELD(offload_stats_t, host_bytes, 24, 8),
+    FIELD(offload_stats_t, device_bytes, 32, 8),
+    FIELD(offload_stats_t, staging_bytes, 40, 8),
+    FIELD(offload_stats_t, grads_down_bytes, 48, 8),
+    FIELD(offload_stats_t, params_up_bytes, 56, 8),
+    FIELD(offload_stats_t, total_seconds, 64, 8),
+    FIELD(offload_stats_t, norm_seconds, 72, 8),
+    FIELD(offload_stats_t, grads_down_seconds, 80, 8),
+    FIELD(offload_stats_t, update_seconds, 88, 8),
+    FIELD(offload_stats_t, params_up_seconds, 96, 8),
+    FIELD(offload_stats_t, device_update_seconds, 104, 8),
+    FIELD(offload_stats_t, stall_seconds, 112, 8),
+
+    VALUE(OFFLOAD_OK, 0),
+    VALUE(OFFLOAD_INVALID_ARGUMENT, 10),
+    VALUE(OFFLOAD_INVALID_STATE, 11),
+    VALUE(OFFLOAD_UNSUPPORTED, 12),
+    VALUE(OFFLOAD_OUT_OF_HOST_MEMORY, 20),
+    VALUE(OFFLOAD_OUT_OF_DEVICE_MEMORY, 21),
+    VALUE(OFFLOAD_DEVICE_FAILED, 30),
+    VALUE(OFFLOAD_COMM_FAILED, 31),
+    VALUE(OFFLOAD_IO_FAILED, 40),
+    VALUE(OFFLOAD_CHECKPOINT_CORRUPT, 41),
+    VALUE(OFFLOAD_CHECKPOINT_MISMATCH, 42),
+    VALUE(OFFLOAD_TIMED_OUT, 50),
+    VALUE(OFFLOAD_POISONED, 60),
+    VALUE(OFFLOAD_INTERNAL, 70),
+
+    VALUE(OFFLOAD_DEVICE_HOST, 0),
+    VALUE(OFFLOAD_DEVICE_SIM, 1),
+    VALUE(OFFLOAD_DEVICE_CUDA, 2),
+
+    VALUE(OFFLOAD_ADAMW, 1),
+    VALUE(OFFLOAD_ADAM, 2),
+    VALUE(OFFLOAD_SGD, 3),
+    VALUE(OFFLOAD_LION, 4),
+    VALUE(OFFLOAD_ADAGRAD, 5),
+
+    VALUE(OFFLOAD_FP32, 1),
+    VALUE(OFFLOAD_BF16, 2),
+    VALUE(OFFLOAD_FP16, 3),
+
+    VALUE(OFFLOAD_PLACE_AUTO, 0),
+    VALUE(OFFLOAD_PLACE_HOST, 1),
+    VALUE(OFFLOAD_PLACE_DEVICE, 2),
+
+    VALUE(OFFLOAD_STATE_MASTER, 0),
+    VALUE(OFFLOAD_STATE_EXP_AVG, 1),
+    VALUE(OFFLOAD_STATE_EXP_AVG_SQ, 2),
+    VALUE(OFFLOAD_STATE_MOMENTUM_BUFFER, 3),
+    VALUE(OFFLOAD_STATE_SUM, 4),
+
+    VALUE(OFFLOAD_LOG_INFO, 1),
+    VALUE(OFFLOAD_LOG_WARNING, 2),
+    VALUE(OFFLOAD_LOG_ERROR, 3),
+
+    VALUE(OFFLOAD_SHARD_RANGE, 1),
+
+    VALUE(OFFLOAD_STEP_ASSUME_FINITE, 1),
+    /* clang-format on */
+};
+
+int main(int argc, char** argv) {
+  const size_t count = sizeof(pins) / sizeof(pins[0]);
+  int failures = 0;
+  size_t i;
+  if (argc == 2 && strcmp(argv[1], "--list") == 0) {
+    for (i = 0; i < count; i++) puts(pins[i].name);
+    return 0;
+  }
+  for (i = 0; i < count; i++) {
+    const pin_t* pin = &pins[i];
+    if (pin->actual_offset != pin->expected_offset || pin->actual_size != pin->expected_size) {
+      printf("%s: got value or offset %ld, size %ld; pinned %ld, %ld\n", pin->name,
+             pin->actual_offset, pin->actual_size, pin->expected_offset, pin->expected_size);
+      failures++;
+    }
+  }
+  printf("%lu of %lu pins hold\n", (unsigned long)(count - (size_t)failures), (unsigned long)count);
+  return failures != 0;
+}

@@ -1,0 +1,10 @@
+# Sourced by the style tests. Prints the files of the tree that match any of the given patterns,
+# build outputs left out. It does not ask git, so that it works in a source archive too.
+# Usage: files_of SOURCE_DIR PATTERN...
+files_of() {
+  local root=$1 pattern names=()
+  shift
+  for pattern in "$@"; do names+=(-o -name "$pattern"); done
+  find "$root" \( -path "$root/build" -o -path "$root/.git" -o -path "$root/.venv" \) -prune -o \
+    -type f \( "${names[@]:1}" \) -print | sort
+}

@@ -1,0 +1,57 @@
+#!/bin/bash
+# Includes inside src/ go downward only:
+#   abi -> core -> {checkpoint, comm} -> {memory, runtime} -> device -> kernels -> base
+# Layers in braces are neighbours and do not include each other. Usage: layers_test.sh SOURCE_DIR
+set -euo pipefail
+
+# Prints every include in DIR/src that breaks the order; succeeds if there is none.
+check_layers() {
+  (cd "$1/src" && find . -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.inc') |
+    sed 's|^\./||' | sort | (cd "$1/src" && xargs -r -d '\n' awk '
+    BEGIN {
+      rank["base"] = 0; rank["kernels"] = 1; rank["device"] = 2; rank["memory"] = 3
+      rank["runtime"] = 3; rank["checkpoint"] = 4; rank["comm"] = 4; rank["core"] = 5
+      rank["abi"] = 6
+    }
+    function layer(path) { sub(/[\/.].*/, "", path); return path }
+    function refuse(why) { print "src/" FILENAME ":" FNR ": " $0 "  (" why ")"; bad = 1 }
+    FNR == 1 { own = layer(FILENAME); if (!(own in rank)) refuse(own " is not a layer") }
+    /^[ \t]*#[ \t]*include[ \t]*"/ {
+      path = $0; sub(/^[^"]*"/, "", path); sub(/".*/, "", path)
+      if (path == "offload.h") next
+      target = layer(path)
+      if (!(target in rank)) refuse(target " is not a layer")
+      else if (own in rank && own != target && rank[target] >= rank[own])
+        refuse(own " may not include " target)
+    }
+    END { exit bad }')
+}
+
+# The check itself: a tree that must pass and four that must not.
+self_test() {
+  local scratch
+  scratch=$(mktemp -d)
+  mkdir -p "$scratch/src/core" "$scratch/src/base" "$scratch/src/memory" "$scratch/src/runtime"
+  local good='#include "base/status.h"'
+  echo "$good" >"$scratch/src/core/step.cpp"
+  check_layers "$scratch" || { echo "FAILED: the check refuses a good include"; exit 1; }
+  local file include
+  while read -r file include; do
+    echo "#include \"$include\"" >"$scratch/src/$file"
+    if check_layers "$scratch" >/dev/null; then
+      echo "FAILED: the check lets src/$file include \"$include\""
+      exit 1
+    fi
+    rm "$scratch/src/$file"
+  done <<'CASES'
+base/status.h core/step.h
+memory/arena.cpp runtime/worker_pool.h
+core/optimizer.cpp abi.h
+core/optimizer.cpp ../tests/helper.h
+CASES
+  rm -r "$scratch"
+}
+
+self_test
+check_layers "$1" || { echo "FAILED: includes must go downward"; exit 1; }
+echo "every include goes downward"
