@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "offload.h"
 
 namespace hybridopt {
@@ -32,7 +33,7 @@ template <typename T>
 class [[nodiscard]] Result {
  public:
   Result(T value) : value_(std::move(value)) {}
-  Result(Status status) : status_(std::move(status)) {}
+  Result(Status status) : status_(std::move(status)) { HYBRIDOPT_CHECK(!status_.ok()); }
 
   bool ok() const { return value_.has_value(); }
   const Status& status() const { return status_; }

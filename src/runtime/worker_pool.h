@@ -12,7 +12,7 @@ namespace hybridopt {
 
 class WorkerPool {
  public:
-  // threads 0 = one per CPU this process may use. Starts nothing.
+  // threads 0 = one per CPU this process may use; at most 1024. Starts nothing.
   explicit WorkerPool(uint32_t threads);
   ~WorkerPool();  // joins the threads; in a forked child it leaves them alone
   WorkerPool(const WorkerPool&) = delete;
@@ -23,14 +23,23 @@ class WorkerPool {
   bool pinned() const;  // true if no two threads share a CPU
 
   // Calls body(index) once on each worker, index 0 to threads() - 1, and returns when all have
-  // returned. The first call starts the threads; that is the only way it fails. Callers from
-  // several threads take turns. body must not throw and must not call Run.
+  // returned. Callers from several threads take turns. body must not throw and must not call Run.
+  // Errors: OUT_OF_HOST_MEMORY if the first call cannot start the threads (a later one tries
+  // again), INVALID_STATE in a child of fork.
   Status Run(FunctionRef<void(uint32_t)> body);
 
  private:
   struct State;
   std::unique_ptr<State> state_;
 };
+
+// How many threads a pool has, and whether each gets a CPU of its own. A cgroup that grants fewer
+// CPUs than the affinity mask shares them with others: the scheduler then knows better.
+struct PoolShape {
+  uint32_t threads;
+  bool pinned;
+};
+PoolShape ChoosePoolShape(uint32_t threads_asked, uint32_t cpus_allowed, uint32_t cpu_limit);
 
 // The part [begin, end) of `count` elements that worker `index` of `workers` works on: contiguous,
 // in order, covering all, cut at multiples of `grain` elements.

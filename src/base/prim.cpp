@@ -1,0 +1,299 @@
+// Linux.
+#include "base/prim.h"
+
+#include <fenv.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <sstream>
+#include <system_error>
+
+#include "base/check.h"
+#include "base/function_ref.h"
+
+namespace hybridopt::prim {
+namespace {
+
+std::string ErrorText(int error) { return std::generic_category().message(error); }
+
+// --- Pages ---
+
+uint64_t PageBytes() {
+  static const uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+// Saturates at the last whole page, a size no system grants.
+uint64_t RoundUpToPages(uint64_t bytes) {
+  const uint64_t mask = PageBytes() - 1;
+  return bytes > UINT64_MAX - mask ? ~mask : (bytes + mask) & ~mask;
+}
+
+// Null where the system refuses; errno says why.
+void* Map(uint64_t bytes, int protection, int flags) {
+  void* data = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+  return data == MAP_FAILED ? nullptr : data;
+}
+
+// Huge pages need an aligned start, which mmap does not promise: maps more and gives back the ends.
+void* MapAligned(uint64_t bytes) {
+  const uint64_t slack = kHugePageBytes - PageBytes();
+  void* mapped = Map(bytes > UINT64_MAX - slack ? bytes : bytes + slack, PROT_READ | PROT_WRITE, 0);
+  if (mapped == nullptr) return nullptr;
+  const uint64_t before = -reinterpret_cast<uintptr_t>(mapped) & (kHugePageBytes - 1);
+  char* data = static_cast<char*>(mapped) + before;
+  if (before > 0) UnmapPages(mapped, before);
+  if (before < slack) UnmapPages(data + bytes, slack - before);
+  madvise(data, bytes, MADV_HUGEPAGE);
+  return data;
+}
+
+Status Refused(uint64_t bytes) {
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "host memory: asked for %" PRIu64
+                       " bytes, the system refused (%s); about %" PRIu64
+                       " bytes are available. Ask for less, free memory, or raise the limit of the "
+                       "container (cgroup) or of the process (ulimit -v)",
+                       bytes, ErrorText(errno).c_str(), AvailableBytes());
+}
+
+// --- Small system files ---
+
+// The whole text; empty if the file cannot be read.
+std::string ReadText(const std::string& path) {
+  std::string text;
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return text;
+  char buffer[4096];
+  while (const size_t bytes = std::fread(buffer, 1, sizeof(buffer), file))
+    text.append(buffer, bytes);
+  std::fclose(file);
+  return text;
+}
+
+// The number that follows `key` in a file of lines "key number ..."; false if there is none.
+bool FindNumber(const std::string& path, const std::string& key, uint64_t* number) {
+  std::istringstream lines(ReadText(path));
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string word;
+    if (words >> word && word == key) return static_cast<bool>(words >> *number);
+  }
+  return false;
+}
+
+// The one number of a file; false if it is absent or a word such as "max".
+bool ReadNumber(const std::string& path, int64_t* number) {
+  return static_cast<bool>(std::istringstream(ReadText(path)) >> *number);
+}
+
+// Calls visit(directory) for the cgroup of this process that has `controller` and for each of its
+// ancestors. A container may see a path that does not exist below its own mount: the walk up ends
+// at the mount all the same, where the container's own limits are.
+void ForEachCgroup(const std::string& root, const std::string& controller,
+                   FunctionRef<void(const std::string&)> visit) {
+  std::istringstream lines(ReadText(root + "/proc/self/cgroup"));
+  for (std::string line; std::getline(lines, line);) {  // "4:memory:/path", or "0::/path" in v2
+    const size_t first = line.find(':');
+    const size_t second = line.find(':', first == std::string::npos ? first : first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const bool unified = controllers == ",,";
+    if (!unified && controllers.find("," + controller + ",") == std::string::npos) continue;
+    std::string path = line.substr(second + 1);
+    while (true) {
+      while (!path.empty() && path.back() == '/') path.pop_back();
+      const std::string mount = root + "/sys/fs/cgroup";
+      if (unified) visit(mount + path);
+      visit(mount + (unified ? "/unified" : "/" + controller) + path);
+      if (path.empty()) break;
+      path.resize(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
+    }
+  }
+}
+
+// What the memory limit of one cgroup leaves; UINT64_MAX without a limit.
+uint64_t CgroupBytesLeft(const std::string& directory) {
+  const struct {
+    const char *limit, *usage, *cache_prefix;
+  } versions[] = {{"/memory.max", "/memory.current", ""},
+                  {"/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_"}};
+  for (const auto& version : versions) {
+    int64_t limit = 0, usage = 0;
+    if (!ReadNumber(directory + version.limit, &limit)) continue;
+    if (!ReadNumber(directory + version.usage, &usage)) continue;
+    for (const char* list : {"active_file", "inactive_file"}) {
+      uint64_t cache = 0;
+      if (FindNumber(directory + "/memory.stat", std::string(version.cache_prefix) + list, &cache))
+        usage -= static_cast<int64_t>(cache);
+    }
+    return static_cast<uint64_t>(std::max<int64_t>(limit - std::max<int64_t>(usage, 0), 0));
+  }
+  return UINT64_MAX;
+}
+
+// CPUs granted to one cgroup, rounded up; 0 without a limit.
+uint32_t CgroupCpus(const std::string& directory) {
+  int64_t quota = 0, period = 0;
+  std::istringstream unified(ReadText(directory + "/cpu.max"));  // "200000 100000", "max 100000"
+  const bool limited =
+      (unified >> quota >> period) || (ReadNumber(directory + "/cpu.cfs_quota_us", &quota) &&
+                                       ReadNumber(directory + "/cpu.cfs_period_us", &period));
+  if (!limited || quota <= 0 || period <= 0) return 0;
+  return static_cast<uint32_t>(
+      std::min<int64_t>(quota / period + (quota % period != 0), UINT32_MAX));
+}
+
+// Reads the kernel's list format, "0-3,8,10-11".
+std::vector<uint32_t> ParseList(const std::string& text) {
+  std::vector<uint32_t> numbers;
+  std::istringstream ranges(text);
+  for (std::string range; std::getline(ranges, range, ',');) {
+    unsigned first = 0, last = 0;
+    const int fields = std::sscanf(range.c_str(), "%u-%u", &first, &last);
+    if (fields < 1) continue;
+    if (fields == 1) last = first;
+    for (uint64_t number = first; number <= last; ++number)
+      numbers.push_back(static_cast<uint32_t>(number));
+  }
+  return numbers;
+}
+
+// --- CPU sets ---
+
+// A cpu_set_t of any size: machines may have more CPUs than the fixed one holds.
+class CpuSet {
+ public:
+  explicit CpuSet(uint32_t count) : bytes_(CPU_ALLOC_SIZE(count)), words_(bytes_ / sizeof(long)) {}
+  cpu_set_t* get() { return reinterpret_cast<cpu_set_t*>(words_.data()); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  size_t bytes_;
+  std::vector<long> words_;
+};
+
+constexpr uint32_t kCpusMax = 1 << 16;
+
+std::atomic<uint64_t> fork_generation{0};
+
+}  // namespace
+
+int64_t NowNs() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+uint64_t ForkGeneration() {
+  static const int registered = pthread_atfork(
+      nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
+  HYBRIDOPT_CHECK(registered == 0);
+  return fork_generation.load(std::memory_order_relaxed);
+}
+
+Result<void*> MapPages(uint64_t bytes) {
+  HYBRIDOPT_CHECK(bytes > 0);
+  const uint64_t whole = RoundUpToPages(bytes);
+  void* data = whole < kHugePageBytes ? Map(whole, PROT_READ | PROT_WRITE, 0) : MapAligned(whole);
+  if (data == nullptr) return Refused(bytes);
+  return data;
+}
+
+void UnmapPages(void* data, uint64_t bytes) {
+  HYBRIDOPT_CHECK(munmap(data, RoundUpToPages(bytes)) == 0);
+}
+
+Result<void*> ReserveAddresses(uint64_t bytes) {
+  HYBRIDOPT_CHECK(bytes > 0);
+  void* data = Map(RoundUpToPages(bytes), PROT_NONE, MAP_NORESERVE);
+  if (data == nullptr) return Refused(bytes);
+  return data;
+}
+
+bool HugePagesAvailable() {
+  const std::string mode = ReadText("/sys/kernel/mm/transparent_hugepage/enabled");
+  return mode.find("[always]") != std::string::npos || mode.find("[madvise]") != std::string::npos;
+}
+
+uint64_t AvailableBytes(const std::string& root) {
+  uint64_t bytes = UINT64_MAX, kibibytes = 0;
+  if (FindNumber(root + "/proc/meminfo", "MemAvailable:", &kibibytes)) bytes = kibibytes * 1024;
+  ForEachCgroup(root, "memory", [&](const std::string& directory) {
+    bytes = std::min(bytes, CgroupBytesLeft(directory));
+  });
+  return bytes;
+}
+
+std::vector<uint32_t> AllowedCpus() {
+  for (uint32_t count = CPU_SETSIZE; count <= kCpusMax; count *= 2) {
+    CpuSet set(count);
+    if (sched_getaffinity(0, set.bytes(), set.get()) != 0) continue;  // EINVAL: set too small
+    std::vector<uint32_t> cpus;
+    for (uint32_t cpu = 0; cpu < count; ++cpu)
+      if (CPU_ISSET_S(cpu, set.bytes(), set.get())) cpus.push_back(cpu);
+    return cpus;
+  }
+  return {0};  // a system that does not say: there is always a first CPU
+}
+
+uint32_t CgroupCpuLimit(const std::string& root) {
+  uint32_t limit = 0;
+  ForEachCgroup(root, "cpu", [&](const std::string& directory) {
+    const uint32_t cpus = CgroupCpus(directory);
+    if (cpus != 0) limit = limit == 0 ? cpus : std::min(limit, cpus);
+  });
+  return limit;
+}
+
+uint32_t NodeCount(const std::vector<uint32_t>& cpus, const std::string& root) {
+  const std::string nodes = root + "/sys/devices/system/node/";
+  uint32_t count = 0;
+  for (uint32_t node : ParseList(ReadText(nodes + "online"))) {
+    const auto node_cpus = ParseList(ReadText(nodes + "node" + std::to_string(node) + "/cpulist"));
+    count += std::find_first_of(cpus.begin(), cpus.end(), node_cpus.begin(), node_cpus.end()) !=
+             cpus.end();
+  }
+  return std::max(count, 1u);
+}
+
+Result<pthread_t> StartThread(void* (*body)(void*), void* argument) {
+  sigset_t blocked, before;
+  sigfillset(&blocked);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&blocked, fault);
+  pthread_sigmask(SIG_BLOCK, &blocked, &before);  // a thread inherits its creator's mask
+  pthread_t thread;
+  const int error = pthread_create(&thread, nullptr, body, argument);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (error == 0) return thread;
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "the system refused another thread (%s): raise the limit of threads (ulimit "
+                       "-u, cgroup pids.max) or of memory, or ask for fewer threads",
+                       ErrorText(error).c_str());
+}
+
+void JoinThread(pthread_t thread) { HYBRIDOPT_CHECK(pthread_join(thread, nullptr) == 0); }
+
+bool PinThisThread(const std::vector<uint32_t>& cpus) {
+  CpuSet set(*std::max_element(cpus.begin(), cpus.end()) + 1);
+  for (uint32_t cpu : cpus) CPU_SET_S(cpu, set.bytes(), set.get());
+  return sched_setaffinity(0, set.bytes(), set.get()) == 0;
+}
+
+void ResetFloatingPointMode() { fesetenv(FE_DFL_ENV); }
+
+void NameThisThread(const char* name) {
+  char kept[16];
+  std::snprintf(kept, sizeof(kept), "%s", name);
+  pthread_setname_np(pthread_self(), kept);
+}
+
+}  // namespace hybridopt::prim
