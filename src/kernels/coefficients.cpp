@@ -1,0 +1,112 @@
+#include "kernels/coefficients.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/check.h"
+
+namespace hybridopt {
+namespace {
+
+// 1 - beta^t to a few ulp, however near to 1 beta is and whatever t is. The difference itself is
+// carried through the powers, 1 - ab = (1 - a) + a(1 - b), so that nothing cancels; and additions
+// and multiplications alone give the same bits under every libm.
+double OneMinusPower(double beta, uint64_t t) {
+  double result = 0.0;         // 1 - beta^(the bits of t so far)
+  double factor = 1.0 - beta;  // 1 - beta^(2^bit)
+  for (; t != 0; t >>= 1) {
+    if (t & 1) result += (1.0 - result) * factor;
+    factor += (1.0 - factor) * factor;
+  }
+  return result;
+}
+
+float Round(double value) { return static_cast<float>(value); }
+
+// An eps below fp32's range must not become 0: 0 / 0 would make NaN out of a zero gradient.
+float RoundAboveZero(double eps) {
+  return std::max(Round(eps), std::numeric_limits<float>::denorm_min());
+}
+
+void SetAdam(const offload_group_t& group, uint64_t step, Coefficients& c) {
+  c.step_size = Round(group.lr / OneMinusPower(group.beta1, step));
+  c.inverse_sqrt_bias_correction2 = Round(1.0 / std::sqrt(OneMinusPower(group.beta2, step)));
+  c.keep0 = Round(group.beta1);
+  c.weight0 = Round(1.0 - group.beta1);
+  c.keep1 = Round(group.beta2);
+  c.weight1 = Round(1.0 - group.beta2);
+  c.eps = RoundAboveZero(group.eps);
+}
+
+// The momentum_buffer starts as the first gradient, undamped.
+void SetSgd(const offload_group_t& group, uint64_t step, Coefficients& c) {
+  const bool first = step == 1;
+  c.step_size = Round(group.lr);
+  c.l2_decay = Round(group.weight_decay);
+  c.keep0 = first ? 0.0f : Round(group.momentum);
+  c.weight0 = first ? 1.0f : Round(1.0 - group.dampening);
+  c.nesterov = group.nesterov;
+  c.nesterov_momentum = group.nesterov ? Round(group.momentum) : 0.0f;
+}
+
+void SetLion(const offload_group_t& group, Coefficients& c) {
+  c.step_size = Round(group.lr);
+  c.decoupled_decay = Round(group.lr * group.weight_decay);
+  c.keep0 = Round(group.beta1);
+  c.weight0 = Round(1.0 - group.beta1);
+  c.keep1 = Round(group.beta2);
+  c.weight1 = Round(1.0 - group.beta2);
+}
+
+void SetAdagrad(const offload_group_t& group, uint64_t step, Coefficients& c) {
+  const double past_steps = static_cast<double>(step - 1);
+  c.step_size = Round(group.lr / (1.0 + past_steps * group.lr_decay));
+  c.l2_decay = Round(group.weight_decay);
+  c.eps = RoundAboveZero(group.eps);
+}
+
+}  // namespace
+
+Rule RuleOf(int32_t algorithm, double momentum) {
+  switch (algorithm) {
+    case OFFLOAD_ADAMW:
+    case OFFLOAD_ADAM:
+      return Rule::kAdam;
+    case OFFLOAD_SGD:
+      return momentum > 0.0 ? Rule::kSgdMomentum : Rule::kSgdPlain;
+    case OFFLOAD_LION:
+      return Rule::kLion;
+    default:
+      HYBRIDOPT_CHECK(algorithm == OFFLOAD_ADAGRAD);
+      return Rule::kAdagrad;
+  }
+}
+
+Coefficients MakeCoefficients(int32_t algorithm, const offload_group_t& group, uint64_t step) {
+  HYBRIDOPT_CHECK(step >= 1);
+  Coefficients c = {};
+  c.grad_factor = group.maximize ? -1.0f : 1.0f;
+  switch (algorithm) {
+    case OFFLOAD_ADAMW:
+      SetAdam(group, step, c);
+      c.decoupled_decay = Round(group.lr * group.weight_decay);
+      break;
+    case OFFLOAD_ADAM:
+      SetAdam(group, step, c);
+      c.l2_decay = Round(group.weight_decay);
+      break;
+    case OFFLOAD_SGD:
+      SetSgd(group, step, c);
+      break;
+    case OFFLOAD_LION:
+      SetLion(group, c);
+      break;
+    default:
+      HYBRIDOPT_CHECK(algorithm == OFFLOAD_ADAGRAD);
+      SetAdagrad(group, step, c);
+  }
+  return c;
+}
+
+}  // namespace hybridopt

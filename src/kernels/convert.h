@@ -1,0 +1,88 @@
+// bf16 and fp16 to and from fp32, in integer arithmetic alone, so that no floating-point mode can
+// change a bit. Rounding is to nearest, ties to even; denormals are exact; NaN stays NaN with its
+// sign and the top bits of its payload. simd.cpp uses the CPU's own conversions where they give
+// these bits.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "offload.h"
+
+namespace hybridopt {
+
+inline float Bf16ToFp32(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+inline uint16_t Fp32ToBf16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  // Rounding could carry a NaN's payload into the sign; setting the quiet bit cannot.
+  if (is_nan) return static_cast<uint16_t>((bits >> 16) | 0x0040);
+  return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+// A signalling NaN becomes quiet, as it does in the conversion instructions of x86 and Arm.
+inline float Fp16ToFp32(uint16_t half) {
+  const uint32_t sign = uint32_t{half & 0x8000u} << 16;
+  const uint32_t exponent = (half >> 10) & 0x1F;
+  const uint32_t mantissa = half & 0x3FF;
+  if (exponent == 0x1F) {
+    const uint32_t quiet = mantissa != 0 ? 0x00400000 : 0;
+    return std::bit_cast<float>(sign | 0x7F800000 | quiet | (mantissa << 13));
+  }
+  if (exponent != 0)
+    return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  if (mantissa == 0) return std::bit_cast<float>(sign);
+  // A denormal of fp16 is a normal fp32 number: move its leading bit to the implicit place.
+  const uint32_t shift = static_cast<uint32_t>(std::countl_zero(mantissa)) - 21;
+  const uint32_t fraction = (mantissa << shift) & 0x3FF;
+  return std::bit_cast<float>(sign | ((113 - shift) << 23) | (fraction << 13));
+}
+
+inline uint16_t Fp32ToFp16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  const uint32_t magnitude = bits & 0x7FFFFFFF;
+  uint32_t half;
+  if (magnitude > 0x7F800000) {  // NaN
+    half = 0x7E00 | ((magnitude >> 13) & 0x3FF);
+  } else if (magnitude >= 0x477FF000) {  // 65520 and above round to infinity
+    half = 0x7C00;
+  } else if (magnitude >= 0x38800000) {  // 2^-14 and above are normal
+    half = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+  } else {  // a multiple of 2^-24
+    const uint32_t shift = 126 - (magnitude >> 23);
+    const uint32_t significand = (magnitude & 0x007FFFFF) | 0x00800000;
+    half = shift > 24
+               ? 0
+               : (significand + (1u << (shift - 1)) - 1 + ((significand >> shift) & 1)) >> shift;
+  }
+  return static_cast<uint16_t>(sign | half);
+}
+
+// How an element of a dtype is stored, and its way to fp32 and back.
+template <int32_t kDtype>
+struct Element;
+
+template <>
+struct Element<OFFLOAD_FP32> {
+  using Stored = float;
+  static float Widen(float stored) { return stored; }
+  static float Round(float value) { return value; }
+};
+
+template <>
+struct Element<OFFLOAD_BF16> {
+  using Stored = uint16_t;
+  static float Widen(uint16_t stored) { return Bf16ToFp32(stored); }
+  static uint16_t Round(float value) { return Fp32ToBf16(value); }
+};
+
+template <>
+struct Element<OFFLOAD_FP16> {
+  using Stored = uint16_t;
+  static float Widen(uint16_t stored) { return Fp16ToFp32(stored); }
+  static uint16_t Round(float value) { return Fp32ToFp16(value); }
+};
+
+}  // namespace hybridopt

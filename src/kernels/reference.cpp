@@ -1,0 +1,147 @@
+// The specification. Every other implementation gives these bits: each line below is one
+// correctly rounded fp32 operation (or one fma), in this order.
+#include <cfloat>
+#include <cmath>
+#include <limits>
+
+#include "kernels/convert.h"
+#include "kernels/kernels.h"
+#include "kernels/table.h"
+
+#ifdef __FAST_MATH__
+#error "The arithmetic is exact: build without -ffast-math."
+#endif
+
+namespace hybridopt {
+namespace {
+
+// One element on its way through a rule.
+struct Value {
+  float grad;
+  float param;
+  float moment0;
+  float moment1;
+};
+
+// old * keep + next * weight with keep + weight = 1, starting from the nearer end so that the
+// rounding of keep and weight does not show.
+float Lerp(float old, float next, float keep, float weight) {
+  return weight < 0.5f ? std::fma(weight, next - old, old) : std::fma(keep, old - next, next);
+}
+
+float Saturate(float value) { return value < FLT_MAX ? value : FLT_MAX; }
+
+void Adam(const Coefficients& c, Value& x) {
+  const float grad = std::fma(c.l2_decay, x.param, x.grad);
+  x.moment0 = Lerp(x.moment0, grad, c.keep0, c.weight0);
+  const float square = Saturate(grad * grad);
+  x.moment1 = Lerp(x.moment1, square, c.keep1, c.weight1);
+  const float root = std::sqrt(x.moment1);
+  const float denominator = std::fma(root, c.inverse_sqrt_bias_correction2, c.eps);
+  const float quotient = x.moment0 / denominator;
+  float update = std::fma(c.step_size, quotient, 0.0f);
+  update = std::fma(c.decoupled_decay, x.param, update);
+  x.param = x.param - update;
+}
+
+void SgdMomentum(const Coefficients& c, Value& x) {
+  const float grad = std::fma(c.l2_decay, x.param, x.grad);
+  const float weighted = c.weight0 * grad;
+  x.moment0 = std::fma(c.keep0, x.moment0, weighted);
+  const float direction = c.nesterov ? std::fma(c.nesterov_momentum, x.moment0, grad) : x.moment0;
+  const float update = std::fma(c.step_size, direction, 0.0f);
+  x.param = x.param - update;
+}
+
+void SgdPlain(const Coefficients& c, Value& x) {
+  const float grad = std::fma(c.l2_decay, x.param, x.grad);
+  const float update = std::fma(c.step_size, grad, 0.0f);
+  x.param = x.param - update;
+}
+
+void Lion(const Coefficients& c, Value& x) {
+  const float interpolated = Lerp(x.moment0, x.grad, c.keep0, c.weight0);
+  const float sign = interpolated > 0.0f ? 1.0f : interpolated < 0.0f ? -1.0f : 0.0f;
+  float update = std::fma(c.step_size, sign, 0.0f);
+  update = std::fma(c.decoupled_decay, x.param, update);
+  x.param = x.param - update;
+  x.moment0 = Lerp(x.moment0, x.grad, c.keep1, c.weight1);
+}
+
+void Adagrad(const Coefficients& c, Value& x) {
+  const float grad = std::fma(c.l2_decay, x.param, x.grad);
+  x.moment0 = Saturate(std::fma(grad, grad, x.moment0));
+  const float root = std::sqrt(x.moment0);
+  const float denominator = root + c.eps;
+  const float quotient = grad / denominator;
+  const float update = std::fma(c.step_size, quotient, 0.0f);
+  x.param = x.param - update;
+}
+
+template <Rule kRule>
+void Apply(const Coefficients& c, Value& x) {
+  if constexpr (kRule == Rule::kAdam) Adam(c, x);
+  if constexpr (kRule == Rule::kSgdMomentum) SgdMomentum(c, x);
+  if constexpr (kRule == Rule::kSgdPlain) SgdPlain(c, x);
+  if constexpr (kRule == Rule::kLion) Lion(c, x);
+  if constexpr (kRule == Rule::kAdagrad) Adagrad(c, x);
+}
+
+template <int32_t kDtype>
+double SumSquaresOfBlock(const typename Element<kDtype>::Stored* grad, uint64_t count) {
+  double lanes[kNormLanes] = {};
+  for (uint64_t i = 0; i < count; ++i) {
+    const double value = Element<kDtype>::Widen(grad[i]);
+    lanes[i % kNormLanes] += value * value;  // the product of two fp32 numbers is exact in double
+  }
+  for (uint32_t half = kNormLanes / 2; half > 0; half /= 2) {
+    for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  // Which of several NaNs an addition hands on depends on the instruction: make them all one.
+  return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
+}
+
+struct Kernels {
+  template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype>
+  static void Update(const Coefficients& c, const UpdateSpan& span) {
+    using Grad = Element<kGradDtype>;
+    using Param = Element<kParamDtype>;
+    const auto* grad = static_cast<const typename Grad::Stored*>(span.grad);
+    auto* param = static_cast<typename Param::Stored*>(span.param);
+    for (uint64_t i = 0; i < span.count; ++i) {
+      Value x = {.grad = Grad::Widen(grad[i]) * c.grad_factor,
+                 .param = span.master[i],
+                 .moment0 = kHasMoment0<kRule> ? span.moment0[i] : 0.0f,
+                 .moment1 = kHasMoment1<kRule> ? span.moment1[i] : 0.0f};
+      Apply<kRule>(c, x);
+      if constexpr (kHasMoment0<kRule>) span.moment0[i] = x.moment0;
+      if constexpr (kHasMoment1<kRule>) span.moment1[i] = x.moment1;
+      span.master[i] = x.param;
+      param[i] = Param::Round(x.param);
+    }
+  }
+
+  template <int32_t kDtype>
+  static void SumSquares(const void* grad, uint64_t count, double* block_sums) {
+    const auto* elements = static_cast<const typename Element<kDtype>::Stored*>(grad);
+    for (uint64_t begin = 0; begin < count; begin += kNormBlockElements) {
+      const uint64_t left = count - begin;
+      *block_sums++ = SumSquaresOfBlock<kDtype>(
+          elements + begin, left < kNormBlockElements ? left : kNormBlockElements);
+    }
+  }
+
+  template <int32_t kDtype>
+  static void ToFp32(const void* source, uint64_t count, float* destination) {
+    const auto* elements = static_cast<const typename Element<kDtype>::Stored*>(source);
+    for (uint64_t i = 0; i < count; ++i) destination[i] = Element<kDtype>::Widen(elements[i]);
+  }
+};
+
+constexpr KernelTable kTable = MakeTable<Kernels>("reference");
+
+}  // namespace
+
+const KernelTable& ReferenceKernels() { return kTable; }
+
+}  // namespace hybridopt

@@ -1,0 +1,65 @@
+#include <cstdlib>
+#include <string>
+
+#include "kernels/kernels.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr const char* kNames[] = {"reference", "avx2", "avx512", "neon"};
+
+// The table that `name` names, or NULL if it is not among what this CPU runs.
+const KernelTable* FindUsable(const std::string& name) {
+  for (const KernelTable* table : SimdKernels()) {
+    if (name == table->isa) return table;
+  }
+  return name == ReferenceKernels().isa ? &ReferenceKernels() : nullptr;
+}
+
+bool IsKnown(const std::string& name) {
+  for (const char* known : kNames) {
+    if (name == known) return true;
+  }
+  return false;
+}
+
+std::string UsableNames() {
+  std::string names;
+  for (const KernelTable* table : SimdKernels()) names += std::string(table->isa) + ", ";
+  return names + ReferenceKernels().isa;
+}
+
+}  // namespace
+
+Result<const KernelTable*> SelectKernels() {
+  const char* name = std::getenv("HYBRIDOPT_ISA");
+  if (name == nullptr || *name == '\0') {
+    return SimdKernels().empty() ? &ReferenceKernels() : SimdKernels().front();
+  }
+  if (const KernelTable* table = FindUsable(name)) return table;
+  if (!IsKnown(name)) {
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "HYBRIDOPT_ISA is \"%s\", expected one of reference, avx2, avx512, neon; "
+                         "this CPU can use %s; unset it to get the best of them",
+                         name, UsableNames().c_str());
+  }
+  return Status::Error(OFFLOAD_UNSUPPORTED,
+                       "HYBRIDOPT_ISA is \"%s\", which this CPU or this build cannot run; "
+                       "it can use %s; unset it to get the best of them",
+                       name, UsableNames().c_str());
+}
+
+const char* DtypeName(int32_t dtype) {
+  switch (dtype) {
+    case OFFLOAD_FP32:
+      return "fp32";
+    case OFFLOAD_BF16:
+      return "bf16";
+    case OFFLOAD_FP16:
+      return "fp16";
+    default:
+      return "unknown";
+  }
+}
+
+}  // namespace hybridopt
