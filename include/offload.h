@@ -32,12 +32,13 @@
  *            gradients must not be written and the parameters not be touched, except on a stream
  *            that offload_optimizer_stream_wait has put behind them.
  * Failure.   When queued work fails, its optimizer is poisoned: whoever waits gets the cause, later
- *            calls get POISONED, streams that wait on it are released, destroy works. The context
- *            and its other optimizers go on, as far as the device does.
+ *            calls get POISONED (but for plan, state, get_stats and step_result), streams that wait
+ *            on it are released, destroy works. The context and its other optimizers go on, as far
+ *            as the device does.
  * Threads.   Different handles may be used by different threads at once. Calls on one handle are
- *            serialised by the caller, except offload_optimizer_wait, _step_result, _stats and
- *            _plan, which any thread may call at any time before destroy. Working threads belong
- *            to the library; they start with the first work, not before.
+ *            serialised by the caller, except offload_optimizer_wait, _step_result and
+ *            _get_stats, which any thread may call at any time before destroy. Working threads
+ *            belong to the library; they start with the first work, not before.
  * Fork.      Handles do not survive fork: in the child every call that takes one returns
  *            INVALID_STATE and touches nothing. The parent goes on undisturbed.
  * Process.   The library changes no process-wide setting: no signal handler, no floating-point
@@ -170,7 +171,7 @@ typedef struct offload_context_options {
                            use (affinity mask and cgroup quota counted); at most 1024 */
   uint64_t pinned_bytes_max;  /* cap on staging memory of this context; 0 = no cap */
   uint64_t device_timeout_ns; /* device work that makes no progress for so long counts as failed;
-                                 0 = 120 s */
+                                 0 = 600 s */
   offload_log_function_t log; /* NULL = warnings and errors go to stderr */
   void *log_user;             /* handed to log */
   uint64_t sim_memory_bytes;  /* sim: capacity of the device; 0 = 1 GiB */
@@ -383,6 +384,8 @@ typedef struct offload_step_result {
   double params_up_seconds;  /* lane: copying params to the device, as the device took it */
   double device_update_seconds; /* lane: the device updating its share */
   double stall_seconds;    /* CPU threads waiting for gradients or for a free staging slot */
+  uint64_t grads_down_bytes; /* copied device to host */
+  uint64_t params_up_bytes;  /* copied host to device */
 } offload_step_result_t;
 
 /* Queues one step over every param that has a gradient and returns at once; up to 8 steps may be

@@ -36,7 +36,7 @@ struct UpdateLaunch {
 
 // One param's gradient in a norm launch.
 struct NormInput {
-  const void* grad;      // device address
+  const void* grad;  // device address
   uint64_t count;
   int32_t dtype;
   uint64_t first_block;  // where its block sums go in block_sums
@@ -48,7 +48,7 @@ struct NormLaunch {
   double* block_sums;                 // device scratch, one double per block
   double grad_scale;
   double grad_norm_max;
-  Verdict* verdict;                   // device address, written last
+  Verdict* verdict;  // device address, written last
 };
 
 struct DeviceMemory {
@@ -70,9 +70,11 @@ class Device {
   virtual bool unified() const = 0;
 
   virtual Result<DeviceMemory> Memory() const = 0;
-  virtual Result<void*> Allocate(uint64_t bytes) = 0;  // aligned to 256 bytes
-  virtual Status Free(void* data) = 0;                 // NULL is fine
+  virtual Result<void*> Allocate(uint64_t bytes) = 0;         // aligned to 256 bytes
+  virtual Status Free(void* data) = 0;                        // NULL is fine
   virtual Result<void*> Map(void* data, uint64_t bytes) = 0;  // see offload_device_map
+  // INVALID_ARGUMENT if the range is known not to be memory of this device now.
+  virtual Status CheckRange(const void* data, uint64_t bytes) const = 0;
 
   // Makes host memory fit for asynchronous copies, as this device needs it.
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
@@ -80,7 +82,7 @@ class Device {
 
   // `label` names what the stream or event is for; it shows in errors.
   virtual Result<StreamHandle> CreateStream(const char* label) = 0;
-  virtual Status DestroyStream(StreamHandle stream) = 0;  // finishes its work first, if it can
+  virtual Status DestroyStream(StreamHandle stream) = 0;      // finishes its work first, if it can
   virtual Status CheckStream(StreamHandle stream) const = 0;  // INVALID_ARGUMENT if not ours
   virtual Result<EventHandle> CreateEvent(const char* label) = 0;
   virtual void DestroyEvent(EventHandle event) = 0;

@@ -1,0 +1,464 @@
+// The extern "C" bodies of offload.h: bring structs to this release's size, find the handle, call
+// core, translate. No decision is made here.
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+#include <type_traits>
+
+#include "core/context.h"
+#include "core/handle_table.h"
+#include "core/optimizer.h"
+
+namespace {
+
+using namespace hybridopt;  // NOLINT: this file is the library's outer face
+
+using Contexts = HandleTable<Context, HandleKind::kContext>;
+using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
+
+constexpr uint32_t kAbiVersion = 0 * 1000 + 1;
+constexpr uint32_t kMaxStructBytes = 1 << 16;
+
+std::string& LastError() {
+  thread_local std::string text;
+  return text;
+}
+
+int32_t Report(const Status& status) {
+  if (!status.ok()) LastError() = status.message();
+  return status.code();
+}
+
+// Every ABI body runs in here: no exception passes, and a failure leaves its text behind.
+template <typename Body>
+int32_t Guard(Body&& body) noexcept {
+  try {
+    return Report(body());
+  } catch (const std::bad_alloc&) {
+    return Report(Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                                "out of host memory for the library's own tables"));
+  } catch (const std::exception& error) {
+    return Report(Status::Error(OFFLOAD_INTERNAL, "unexpected exception: %s", error.what()));
+  }
+}
+
+Status CheckStructSize(uint32_t got, size_t expected, const char* name) {
+  if (got >= sizeof(uint32_t) && got <= kMaxStructBytes) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "%s.struct_size is %u, expected sizeof the struct (%zu here)", name, got,
+                       expected);
+}
+
+// Reads a struct of any release: what the caller's lacks is zero, what ours lacks must be zero.
+template <typename Struct>
+Result<Struct> Read(const Struct* source, const char* name) {
+  if (source == nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is NULL, expected a struct", name);
+  uint32_t size = 0;
+  std::memcpy(&size, source, sizeof(size));
+  HYBRIDOPT_TRY(CheckStructSize(size, sizeof(Struct), name));
+  const auto* bytes = reinterpret_cast<const unsigned char*>(source);
+  for (size_t i = sizeof(Struct); i < size; ++i)
+    if (bytes[i] != 0)
+      return Status::Error(OFFLOAD_UNSUPPORTED,
+                           "%s.struct_size is %u and byte %zu is not zero, but this library knows "
+                           "%zu bytes; it is older than the caller's header, leave the newer "
+                           "fields 0",
+                           name, size, i, sizeof(Struct));
+  Struct result{};
+  std::memcpy(static_cast<void*>(&result), source, size < sizeof(Struct) ? size : sizeof(Struct));
+  return result;
+}
+
+// Element i of an array of structs that lie struct_size of the first one apart.
+template <typename Struct>
+Result<Struct> ReadElement(const Struct* array, uint32_t i, const char* name) {
+  uint32_t stride = 0;
+  std::memcpy(&stride, array, sizeof(stride));
+  const auto* element = reinterpret_cast<const unsigned char*>(array) + uint64_t{stride} * i;
+  HYBRIDOPT_ASSIGN(Struct value, Read(reinterpret_cast<const Struct*>(element), name));
+  if (value.struct_size != stride)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "%s[%u].struct_size is %u, but the array's first element says %u; all "
+                         "must be equal",
+                         name, i, value.struct_size, stride);
+  return value;
+}
+
+// Whether an output struct can be written.
+template <typename Struct>
+Status CheckOutput(const Struct* target, const char* name) {
+  if (target == nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is NULL, expected a struct", name);
+  uint32_t size = 0;
+  std::memcpy(&size, target, sizeof(size));
+  return CheckStructSize(size, sizeof(Struct), name);
+}
+
+// Writes the smaller of both sizes; struct_size stays the caller's.
+template <typename Struct>
+void Write(Struct* target, Struct value) {
+  std::memcpy(&value.struct_size, target, sizeof(uint32_t));
+  const size_t size = value.struct_size < sizeof(Struct) ? value.struct_size : sizeof(Struct);
+  std::memcpy(static_cast<void*>(target), &value, size);
+}
+
+template <typename Pointer>
+Status CheckPointer(Pointer pointer, const char* name) {
+  if (pointer != nullptr) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is NULL, expected an address", name);
+}
+
+Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32_t count) {
+  std::vector<ParamInput> inputs;
+  inputs.reserve(count);
+  for (uint32_t i = 0; i < count; ++i) {
+    ParamInput input{};
+    HYBRIDOPT_ASSIGN(input.param, ReadElement(params, i, "params"));
+    if (input.param.shard != nullptr) {
+      HYBRIDOPT_ASSIGN(input.shard, Read(input.param.shard, "shard"));
+    }
+    inputs.push_back(input);
+  }
+  return inputs;
+}
+
+}  // namespace
+
+extern "C" {
+
+// -------------------------------------------------------------------------------------- library --
+
+uint32_t offload_abi_version(void) { return kAbiVersion; }
+
+const char* offload_build_info(void) {
+  return "hybridopt " HYBRIDOPT_VERSION ", " __VERSION__ ", devices host sim";
+}
+
+const char* offload_status_name(int32_t status) {
+  switch (status) {
+    case OFFLOAD_OK:
+      return "OK";
+    case OFFLOAD_INVALID_ARGUMENT:
+      return "INVALID_ARGUMENT";
+    case OFFLOAD_INVALID_STATE:
+      return "INVALID_STATE";
+    case OFFLOAD_UNSUPPORTED:
+      return "UNSUPPORTED";
+    case OFFLOAD_OUT_OF_HOST_MEMORY:
+      return "OUT_OF_HOST_MEMORY";
+    case OFFLOAD_OUT_OF_DEVICE_MEMORY:
+      return "OUT_OF_DEVICE_MEMORY";
+    case OFFLOAD_DEVICE_FAILED:
+      return "DEVICE_FAILED";
+    case OFFLOAD_COMM_FAILED:
+      return "COMM_FAILED";
+    case OFFLOAD_IO_FAILED:
+      return "IO_FAILED";
+    case OFFLOAD_CHECKPOINT_CORRUPT:
+      return "CHECKPOINT_CORRUPT";
+    case OFFLOAD_CHECKPOINT_MISMATCH:
+      return "CHECKPOINT_MISMATCH";
+    case OFFLOAD_TIMED_OUT:
+      return "TIMED_OUT";
+    case OFFLOAD_POISONED:
+      return "POISONED";
+    case OFFLOAD_INTERNAL:
+      return "INTERNAL";
+    default:
+      return "UNKNOWN";
+  }
+}
+
+const char* offload_last_error(void) { return LastError().c_str(); }
+
+// -------------------------------------------------------------------------------------- context --
+
+int32_t offload_context_create(const offload_context_options_t* options,
+                               offload_context_t* context) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_TRY(CheckPointer(context, "context"));
+    HYBRIDOPT_ASSIGN(const offload_context_options_t read, Read(options, "options"));
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Context> created, Context::Create(read));
+    *context = static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(created)));
+    return {};
+  });
+}
+
+int32_t offload_context_destroy(offload_context_t context) {
+  return Guard([&]() -> Status {
+    const auto unused = [](const Context& candidate) -> Status {
+      if (candidate.optimizers() == 0) return {};
+      return Status::Error(OFFLOAD_INVALID_STATE,
+                           "context still has %u optimizers; destroy them first",
+                           candidate.optimizers());
+    };
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Context> removed,
+                     Contexts::Instance().Remove(context, "context", unused));
+    return {};
+  });
+}
+
+int32_t offload_context_get_info(offload_context_t context, offload_context_info_t* info) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Context> found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckOutput(info, "info"));
+    HYBRIDOPT_ASSIGN(const offload_context_info_t value, found->Info());
+    Write(info, value);
+    return {};
+  });
+}
+
+// ------------------------------------------------------------------------------------ registering
+// --
+
+int32_t offload_optimizer_create(offload_context_t context,
+                                 const offload_optimizer_options_t* options,
+                                 offload_optimizer_t* optimizer) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Context> found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckPointer(optimizer, "optimizer"));
+    HYBRIDOPT_ASSIGN(const offload_optimizer_options_t read, Read(options, "options"));
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Optimizer> created, Optimizer::Create(found, read));
+    *optimizer =
+        static_cast<offload_optimizer_t>(Optimizers::Instance().Insert(std::move(created)));
+    return {};
+  });
+}
+
+int32_t offload_optimizer_destroy(offload_optimizer_t optimizer) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Optimizer> removed,
+                     Optimizers::Instance().Remove(optimizer, "optimizer",
+                                                   [](const Optimizer&) { return Status(); }));
+    return {};
+  });
+}
+
+int32_t offload_optimizer_add_group(offload_optimizer_t optimizer, const offload_group_t* group,
+                                    uint32_t* group_id) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_TRY(CheckPointer(group_id, "group_id"));
+    HYBRIDOPT_ASSIGN(const offload_group_t read, Read(group, "group"));
+    HYBRIDOPT_ASSIGN(*group_id, found->AddGroup(read));
+    return {};
+  });
+}
+
+int32_t offload_optimizer_set_group(offload_optimizer_t optimizer, uint32_t group_id,
+                                    const offload_group_t* group) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_ASSIGN(const offload_group_t read, Read(group, "group"));
+    return found->SetGroup(group_id, read);
+  });
+}
+
+int32_t offload_optimizer_add_params(offload_optimizer_t optimizer, const offload_param_t* params,
+                                     uint32_t param_count, uint32_t* first_id) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    if (param_count > 0) HYBRIDOPT_TRY(CheckPointer(params, "params"));
+    HYBRIDOPT_ASSIGN(const std::vector<ParamInput> inputs, ReadParams(params, param_count));
+    HYBRIDOPT_ASSIGN(const uint32_t first, found->AddParams(inputs));
+    if (first_id != nullptr) *first_id = first;
+    return {};
+  });
+}
+
+int32_t offload_optimizer_bind(offload_optimizer_t optimizer, const offload_binding_t* bindings,
+                               uint32_t binding_count) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    if (binding_count > 0) HYBRIDOPT_TRY(CheckPointer(bindings, "bindings"));
+    std::vector<offload_binding_t> read;
+    read.reserve(binding_count);
+    for (uint32_t i = 0; i < binding_count; ++i) {
+      HYBRIDOPT_ASSIGN(const offload_binding_t binding, ReadElement(bindings, i, "bindings"));
+      read.push_back(binding);
+    }
+    return found->Bind(read);
+  });
+}
+
+int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offload_plan_t* plan) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_TRY(CheckOutput(plan, "plan"));
+    HYBRIDOPT_ASSIGN(const offload_plan_t value, found->Plan());
+    Write(plan, value);
+    return {};
+  });
+}
+
+int32_t offload_optimizer_commit(offload_optimizer_t optimizer, offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    return found->Commit(stream);
+  });
+}
+
+// --------------------------------------------------------------------------------------- stepping
+// --
+
+int32_t offload_optimizer_step(offload_optimizer_t optimizer, const offload_step_options_t* options,
+                               offload_ticket_t* ticket) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    offload_step_options_t read{};
+    if (options != nullptr) {
+      HYBRIDOPT_ASSIGN(read, Read(options, "options"));
+    }
+    HYBRIDOPT_ASSIGN(const offload_ticket_t given, found->Step(read));
+    if (ticket != nullptr) *ticket = given;
+    return {};
+  });
+}
+
+int32_t offload_optimizer_step_result(offload_optimizer_t optimizer, offload_ticket_t ticket,
+                                      offload_step_result_t* result) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_TRY(CheckOutput(result, "result"));
+    HYBRIDOPT_ASSIGN(const offload_step_result_t value, found->StepResult(ticket));
+    Write(result, value);
+    return {};
+  });
+}
+
+int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offload_ticket_t ticket,
+                               int64_t timeout_ns) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    return found->Wait(ticket, timeout_ns);
+  });
+}
+
+int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer, offload_ticket_t ticket,
+                                      offload_stream_t stream, const uint32_t* params,
+                                      uint32_t param_count) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    if (params == nullptr) param_count = 0;
+    return found->StreamWait(ticket, stream, {params, param_count});
+  });
+}
+
+int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param, int32_t kind,
+                                offload_state_view_t* view) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_TRY(CheckOutput(view, "view"));
+    HYBRIDOPT_ASSIGN(const offload_state_view_t value, found->State(param, kind));
+    Write(view, value);
+    return {};
+  });
+}
+
+int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats_t* stats) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_TRY(CheckOutput(stats, "stats"));
+    Write(stats, found->Stats());
+    return {};
+  });
+}
+
+// --------------------------------------------------------------------------- device conveniences
+// --
+
+int32_t offload_device_alloc(offload_context_t context, uint64_t bytes, void** data) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckPointer(data, "data"));
+    if (bytes == 0)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT, "bytes is 0, expected at least 1");
+    HYBRIDOPT_ASSIGN(*data, found->device().Allocate(bytes));
+    return {};
+  });
+}
+
+int32_t offload_device_free(offload_context_t context, void* data) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    return found->device().Free(data);
+  });
+}
+
+int32_t offload_device_upload(offload_context_t context, void* device_data, const void* host_data,
+                              uint64_t bytes, offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    if (bytes == 0) return {};
+    HYBRIDOPT_TRY(CheckPointer(host_data, "host_data"));
+    HYBRIDOPT_TRY(CheckPointer(device_data, "device_data"));
+    Device& device = found->device();
+    HYBRIDOPT_TRY(device.CheckStream(stream));
+    HYBRIDOPT_TRY(device.CheckRange(device_data, bytes));
+    HYBRIDOPT_TRY(device.CopyToDevice(stream, device_data, host_data, bytes));
+    return device.Synchronize(stream, found->device_timeout_ns());
+  });
+}
+
+int32_t offload_device_download(offload_context_t context, void* host_data, const void* device_data,
+                                uint64_t bytes, offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    if (bytes == 0) return {};
+    HYBRIDOPT_TRY(CheckPointer(host_data, "host_data"));
+    HYBRIDOPT_TRY(CheckPointer(device_data, "device_data"));
+    Device& device = found->device();
+    HYBRIDOPT_TRY(device.CheckStream(stream));
+    HYBRIDOPT_TRY(device.CheckRange(device_data, bytes));
+    HYBRIDOPT_TRY(device.CopyToHost(stream, host_data, device_data, bytes));
+    return device.Synchronize(stream, found->device_timeout_ns());
+  });
+}
+
+int32_t offload_device_map(offload_context_t context, void* device_data, uint64_t bytes,
+                           void** mapped) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckPointer(mapped, "mapped"));
+    HYBRIDOPT_ASSIGN(*mapped, found->device().Map(device_data, bytes));
+    return {};
+  });
+}
+
+int32_t offload_stream_create(offload_context_t context, offload_stream_t* stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckPointer(stream, "stream"));
+    HYBRIDOPT_ASSIGN(*stream, found->device().CreateStream("caller"));
+    return {};
+  });
+}
+
+int32_t offload_stream_destroy(offload_context_t context, offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    if (stream == nullptr) return {};
+    return found->device().DestroyStream(stream);
+  });
+}
+
+int32_t offload_stream_synchronize(offload_context_t context, offload_stream_t stream,
+                                   int64_t timeout_ns) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    return found->device().Synchronize(stream, timeout_ns);
+  });
+}
+
+int32_t offload_stream_run(offload_context_t context, offload_stream_t stream,
+                           offload_stream_function_t function, void* user) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckPointer(function, "function"));
+    return found->device().Run(stream, function, user);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,62 @@
+// Context: one device, the worker threads and the kernels that go with it. Optimizers borrow it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "base/status.h"
+#include "device/device.h"
+#include "kernels/kernels.h"
+#include "runtime/worker_pool.h"
+
+namespace hybridopt {
+
+class Context {
+ public:
+  static Result<std::shared_ptr<Context>> Create(const offload_context_options_t& options);
+  // With a device of the caller's making; tests put faulty ones in.
+  Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
+          const KernelTable& kernels);
+
+  Device& device() { return *device_; }
+  WorkerPool& workers() { return workers_; }
+  const KernelTable& kernels() const { return kernels_; }
+  int64_t device_timeout_ns() const { return device_timeout_ns_; }
+
+  // Pinned memory under the cap: INVALID_ARGUMENT says how much is needed.
+  Status CheckPinned(uint64_t bytes) const;
+  Status ReservePinned(uint64_t bytes);
+  void ReleasePinned(uint64_t bytes);
+  uint64_t PinnedBytesLeft() const;
+
+  // A progress word for one optimizer. It lives as long as the context, because a stream may still
+  // be about to read it when its optimizer has gone.
+  std::atomic<uint64_t>& NewProgress();
+
+  void OptimizerCreated() { optimizers_ += 1; }
+  void OptimizerDestroyed() { optimizers_ -= 1; }
+  uint32_t optimizers() const { return optimizers_; }
+
+  Result<offload_context_info_t> Info() const;
+  void Log(int32_t level, const char* text) const;
+
+ private:
+  Status CheckPinnedLocked(uint64_t bytes) const;
+
+  const uint64_t pinned_bytes_max_;
+  const int64_t device_timeout_ns_;
+  const offload_log_function_t log_;
+  void* const log_user_;
+  const KernelTable& kernels_;
+  std::mutex progress_mutex_;
+  std::deque<std::atomic<uint64_t>> progress_;  // outlives the device's threads
+  std::unique_ptr<Device> device_;
+  WorkerPool workers_;
+  mutable std::mutex pinned_mutex_;
+  uint64_t pinned_bytes_ = 0;  // guarded by pinned_mutex_
+  std::atomic<uint32_t> optimizers_ = 0;
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,101 @@
+// HostShare: what the CPU workers do with the host share of one chunk. Workers split a chunk by
+// element, always alike, so that each meets the memory it touched first.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "core/placement.h"
+#include "core/state_memory.h"
+#include "runtime/worker_pool.h"
+
+namespace hybridopt {
+
+// Workers' parts of a chunk start at multiples of this many elements.
+inline constexpr uint64_t kWorkGrainElements = 64;
+
+// Where a chunk's gradients and params are for the workers: in a staging slot, or, with both NULL,
+// in place at the caller's addresses.
+struct ChunkBuffers {
+  std::byte* grads = nullptr;
+  std::byte* params = nullptr;
+};
+
+// One param's part in a step.
+struct StepParam {
+  Addresses addresses;
+  uint32_t coefficients;  // index of its coefficients
+  bool active;            // has a gradient, and elements
+};
+
+// Calls visit(fragment, first, count) for each stretch of the chunk that falls to this worker;
+// first counts from the fragment's begin.
+template <typename Visit>
+void ForEachStretch(const Placement& placement, const Chunk& chunk, uint32_t worker,
+                    uint32_t workers, Visit&& visit) {
+  const WorkRange range = RangeOfWorker(chunk.element_count, kWorkGrainElements, worker, workers);
+  if (range.begin == range.end) return;
+  const std::span<const Fragment> fragments(&placement.fragments[chunk.first_fragment],
+                                            chunk.fragment_count);
+  auto fragment = std::upper_bound(
+      fragments.begin(), fragments.end(), range.begin,
+      [](uint64_t element, const Fragment& f) { return element < f.first_element; });
+  --fragment;  // the first fragment starts at element 0, so there is one before
+  for (; fragment != fragments.end() && fragment->first_element < range.end; ++fragment) {
+    const uint64_t begin = std::max(range.begin, fragment->first_element);
+    const uint64_t end = std::min(range.end, fragment->first_element + fragment->count);
+    visit(*fragment, begin - fragment->first_element, end - begin);
+  }
+}
+
+class HostShare {
+ public:
+  HostShare(const ParamTable& table, const Placement& placement, const StateMemory& memory,
+            const KernelTable& kernels);
+
+  // One worker's part of the update of a chunk.
+  void Update(const Chunk& chunk, const ChunkBuffers& buffers, std::span<const StepParam> params,
+              std::span<const Coefficients> coefficients, uint32_t worker, uint32_t workers) const;
+
+  // One worker's part of giving a chunk its first state: masters widened from the params, moments
+  // zero (Adagrad's sum: its initial value). This is the first touch of the memory.
+  void Initialize(const Chunk& chunk, const ChunkBuffers& buffers,
+                  std::span<const Addresses> addresses, uint32_t worker, uint32_t workers) const;
+
+ private:
+  // A param's fixed facts, side by side for the workers.
+  struct Target {
+    UpdateFunction update;
+    ToFp32Function widen;
+    float* master;  // NULL: the param itself
+    float* moment0;
+    float* moment1;
+    float initial_moment0;
+    uint64_t device_count;
+    uint32_t grad_bytes;  // an element
+    uint32_t param_bytes;
+  };
+  // The stretch's element counted in the param's host share.
+  static uint64_t HostElement(const Target& target, const Fragment& fragment, uint64_t first) {
+    return fragment.begin - target.device_count + first;
+  }
+  static std::byte* ParamAt(const Target& target, const Fragment& fragment,
+                            const ChunkBuffers& buffers, void* data, uint64_t first) {
+    if (buffers.params != nullptr)
+      return buffers.params + fragment.param_offset + first * target.param_bytes;
+    return static_cast<std::byte*>(data) + (fragment.begin + first) * target.param_bytes;
+  }
+  static const std::byte* GradAt(const Target& target, const Fragment& fragment,
+                                 const ChunkBuffers& buffers, const void* grad, uint64_t first) {
+    if (buffers.grads != nullptr)
+      return buffers.grads + fragment.grad_offset + first * target.grad_bytes;
+    return static_cast<const std::byte*>(grad) + (fragment.begin + first) * target.grad_bytes;
+  }
+
+  const Placement& placement_;
+  std::vector<Target> targets_;
+};
+
+}  // namespace hybridopt

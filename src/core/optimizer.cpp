@@ -1,0 +1,403 @@
+#include "core/optimizer.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <exception>
+
+#include "base/prim.h"
+#include "core/group.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint64_t kDefaultChunkElements = uint64_t{1} << 20;
+constexpr uint64_t kMinChunkElements = 1024;
+constexpr uint64_t kMaxChunkElements = uint64_t{1} << 28;
+constexpr uint32_t kDefaultStagingSlots = 4;
+constexpr uint32_t kMinStagingSlots = 2;
+constexpr uint32_t kMaxStagingSlots = 64;
+
+// A ticket is a tag in the upper 16 bits and a sequence number in the lower 48.
+constexpr int kTagShift = 48;
+constexpr uint64_t kSequenceMask = (uint64_t{1} << kTagShift) - 1;
+
+uint64_t NewTicketTag() {
+  static std::atomic<uint64_t> next = 0;
+  return next.fetch_add(1) % 0xffff + 1;
+}
+
+double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+Status CheckOptions(const offload_optimizer_options_t& options) {
+  if (AlgorithmName(options.algorithm) == nullptr)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "options.algorithm is %d, expected OFFLOAD_ADAMW (1), _ADAM (2), _SGD (3), "
+        "_LION (4) or _ADAGRAD (5)",
+        options.algorithm);
+  if (!(options.device_fraction >= 0 && options.device_fraction <= 1))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.device_fraction is %g, expected 0 (all state on the host) to 1 "
+                         "(all on the device)",
+                         options.device_fraction);
+  if (options.chunk_elements != 0 &&
+      (options.chunk_elements < kMinChunkElements || options.chunk_elements > kMaxChunkElements))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.chunk_elements is %llu, expected 1024 to 2^28 (0 = 2^20)",
+                         static_cast<unsigned long long>(options.chunk_elements));
+  if (options.staging_slots != 0 &&
+      (options.staging_slots < kMinStagingSlots || options.staging_slots > kMaxStagingSlots))
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT, "options.staging_slots is %u, expected %u to %u (0 = %u)",
+        options.staging_slots, kMinStagingSlots, kMaxStagingSlots, kDefaultStagingSlots);
+  if (options.reserved != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
+                         options.reserved);
+  return {};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> context,
+                                                     const offload_optimizer_options_t& options) {
+  HYBRIDOPT_TRY(CheckOptions(options));
+  return std::make_shared<Optimizer>(std::move(context), options);
+}
+
+Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options)
+    : context_(std::move(context)),
+      options_(options),
+      ticket_tag_(NewTicketTag()),
+      table_(options.algorithm, context_->device()) {
+  context_->OptimizerCreated();
+}
+
+Optimizer::~Optimizer() {
+  committed_.reset();
+  context_->OptimizerDestroyed();
+}
+
+// --------------------------------------------------------------------------------- registering --
+
+Result<uint32_t> Optimizer::AddGroup(const offload_group_t& group) {
+  if (committed_ != nullptr)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "groups are fixed at commit; add them before, or make a new optimizer");
+  return table_.AddGroup(group);
+}
+
+Status Optimizer::SetGroup(uint32_t id, const offload_group_t& group) {
+  if (committed_ != nullptr) HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+  const bool gains_momentum = committed_ != nullptr && id < table_.groups().size() &&
+                              group.momentum > 0 && committed_->momentum_free[id];
+  if (gains_momentum)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "group.momentum is %g, but group %u was committed with momentum 0 and has "
+                         "no momentum_buffer; commit with momentum above 0 and lower it afterwards",
+                         group.momentum, id);
+  return table_.SetGroup(id, group);
+}
+
+Result<uint32_t> Optimizer::AddParams(std::span<const ParamInput> params) {
+  if (committed_ != nullptr)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "params are fixed at commit; add them before, or make a new optimizer");
+  return table_.AddParams(params);
+}
+
+Status Optimizer::Bind(std::span<const offload_binding_t> bindings) {
+  if (committed_ != nullptr) HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+  return table_.Bind(bindings);
+}
+
+// --------------------------------------------------------------------------------- plan, commit --
+
+PlacementOptions Optimizer::MakePlacementOptions() const {
+  PlacementOptions options{};
+  options.unified = context_->device().unified();
+  options.device_fraction = options_.device_fraction;
+  options.chunk_elements =
+      options_.chunk_elements != 0 ? options_.chunk_elements : kDefaultChunkElements;
+  options.staging_slots =
+      options_.staging_slots != 0 ? options_.staging_slots : kDefaultStagingSlots;
+  return options;
+}
+
+Result<offload_plan_t> Optimizer::Plan() const {
+  const Placement placement =
+      committed_ != nullptr ? committed_->placement : Place(table_, MakePlacementOptions());
+  offload_plan_t plan{};
+  plan.param_count = table_.size();
+  plan.host_elements = placement.host_elements;
+  plan.device_elements = placement.device_elements;
+  plan.element_count = placement.host_elements + placement.device_elements;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+    const int32_t kind = StateKindOf(table_.algorithm(), static_cast<StateSlot>(slot));
+    if (kind < 0) continue;
+    plan.host_state_bytes[kind] = placement.host_state_bytes[slot];
+    plan.device_state_bytes[kind] = placement.device_state_bytes[slot];
+  }
+  plan.host_scratch_bytes = StepPipeline::ScratchBytes(table_, placement);
+  plan.host_bytes = placement.host_arena_bytes + plan.host_scratch_bytes;
+  plan.device_bytes = placement.device_block_bytes;
+  plan.host_available_bytes = prim::AvailableBytes();
+  plan.pinned_bytes_left = context_->PinnedBytesLeft();
+  plan.chunk_count = placement.chunks.size();
+  plan.grads_down_bytes = placement.grads_down_bytes;
+  plan.params_up_bytes = placement.params_up_bytes;
+  if (!context_->device().unified()) {
+    plan.staging_bytes = Lanes::PinnedBytes(placement);
+    plan.host_bytes += plan.staging_bytes;
+    plan.device_scratch_bytes = Lanes::DeviceScratchBytes(placement);
+    plan.device_bytes += plan.device_scratch_bytes;
+    HYBRIDOPT_ASSIGN(const DeviceMemory memory, context_->device().Memory());
+    plan.device_free_bytes = memory.free_bytes;
+  }
+  plan.fits = committed_ != nullptr || CheckRoom(plan).ok() ? 1 : 0;
+  return plan;
+}
+
+Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
+  if (plan.device_bytes > plan.device_free_bytes)
+    return Status::Error(
+        OFFLOAD_OUT_OF_DEVICE_MEMORY,
+        "device_fraction %g needs %llu bytes (%.1f MiB) of optimizer state on %s, "
+        "but %llu (%.1f MiB) are free; lower device_fraction, or free device "
+        "memory",
+        options_.device_fraction, static_cast<unsigned long long>(plan.device_bytes),
+        MiB(plan.device_bytes), context_->device().name(),
+        static_cast<unsigned long long>(plan.device_free_bytes), MiB(plan.device_free_bytes));
+  if (plan.host_bytes > plan.host_available_bytes)
+    return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                         "the plan needs %llu bytes (%.1f MiB) of host memory, but %llu (%.1f MiB) "
+                         "are available to this process (cgroup limit counted); raise "
+                         "device_fraction, or free host memory",
+                         static_cast<unsigned long long>(plan.host_bytes), MiB(plan.host_bytes),
+                         static_cast<unsigned long long>(plan.host_available_bytes),
+                         MiB(plan.host_available_bytes));
+  return context_->CheckPinned(plan.staging_bytes);
+}
+
+Status Optimizer::Commit(StreamHandle stream) {
+  if (committed_ != nullptr)
+    return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer has been committed before");
+  if (table_.size() == 0)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "no params; call offload_optimizer_add_params before commit");
+  HYBRIDOPT_TRY(context_->device().CheckStream(stream));
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, Plan());
+  HYBRIDOPT_TRY(CheckRoom(plan));
+
+  if (plan.chunk_count + 2 > Timeline::kMarks)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "options.chunk_elements %llu cuts the host share into %llu chunks, at most "
+        "2^24 - 2 can be told apart; raise it",
+        static_cast<unsigned long long>(MakePlacementOptions().chunk_elements),
+        static_cast<unsigned long long>(plan.chunk_count));
+
+  auto committed = std::make_unique<Committed>();
+  committed->placement = Place(table_, MakePlacementOptions());
+  HYBRIDOPT_ASSIGN(committed->memory,
+                   StateMemory::Create(context_->device(), committed->placement));
+  HYBRIDOPT_ASSIGN(committed->lanes, Lanes::Create(*context_, committed->placement));
+  committed->pipeline = std::make_unique<StepPipeline>(*context_, table_, committed->placement,
+                                                       *committed->memory, *committed->lanes);
+  HYBRIDOPT_TRY(committed->pipeline->Initialize(table_.addresses(), stream));
+  for (uint32_t slot = 0; slot < Timeline::kCapacity; ++slot) {
+    committed->requests[slot].ready = committed->lanes->ready[slot];
+    committed->requests[slot].addresses.resize(table_.size());
+    committed->requests[slot].groups.resize(table_.groups().size());
+  }
+  for (const offload_group_t& group : table_.groups())
+    committed->momentum_free.push_back(group.momentum == 0);
+  committed->timeline = std::make_unique<Timeline>(
+      [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
+      context_->NewProgress());
+  committed_ = std::move(committed);
+
+  std::lock_guard lock(results_mutex_);
+  stats_.host_bytes = plan.host_bytes;
+  stats_.device_bytes = plan.device_bytes;
+  stats_.staging_bytes = plan.staging_bytes;
+  char text[160];
+  std::snprintf(text, sizeof(text), "committed %u params: %.1f MiB on the host, %.1f MiB on %s",
+                plan.param_count, MiB(plan.host_bytes), MiB(plan.device_bytes),
+                context_->device().name());
+  context_->Log(OFFLOAD_LOG_INFO, text);
+  return {};
+}
+
+Status Optimizer::CheckCommitted() const {
+  if (committed_ != nullptr) return {};
+  return Status::Error(OFFLOAD_INVALID_STATE, "not committed; call offload_optimizer_commit first");
+}
+
+// ------------------------------------------------------------------------------------- stepping --
+
+Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed_->timeline->NextSlot());
+  HYBRIDOPT_TRY(FillRequest(options, committed_->requests[slot]));
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());
+  return ticket_tag_ << kTagShift | sequence;
+}
+
+Status Optimizer::FillRequest(const offload_step_options_t& options, StepRequest& request) const {
+  if ((options.flags & ~uint32_t{OFFLOAD_STEP_ASSUME_FINITE}) != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known is 0x%x", options.flags,
+                         OFFLOAD_STEP_ASSUME_FINITE);
+  if (!(options.grad_scale >= 0) || std::isinf(options.grad_scale))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.grad_scale is %g, expected a finite number above 0 (0 = 1)",
+                         options.grad_scale);
+  if (!(options.grad_norm_max >= 0) || std::isinf(options.grad_norm_max))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.grad_norm_max is %g, expected a finite number of at least 0 "
+                         "(0 = no clipping)",
+                         options.grad_norm_max);
+  Device& device = context_->device();
+  HYBRIDOPT_TRY(device.CheckStream(options.stream));
+  if (!device.unified()) HYBRIDOPT_TRY(device.Record(request.ready, options.stream));
+  request.flags = options.flags;
+  request.grad_scale = options.grad_scale != 0 ? options.grad_scale : 1.0;
+  request.grad_norm_max = options.grad_norm_max;
+  std::copy(table_.addresses().begin(), table_.addresses().end(), request.addresses.begin());
+  std::copy(table_.groups().begin(), table_.groups().end(), request.groups.begin());
+  return {};
+}
+
+// Runs on the timeline's thread.
+Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
+  offload_step_result_t result{};
+  Status status = committed_->pipeline->Run(
+      committed_->requests[slot],
+      [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); }, &result);
+  if (status.ok()) {
+    Remember(sequence, result);
+  } else {
+    context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
+  }
+  return status;
+} catch (const std::exception& error) {
+  return Status::Error(OFFLOAD_INTERNAL, "a step ended in an exception: %s", error.what());
+}
+
+void Optimizer::Remember(uint64_t sequence, const offload_step_result_t& result) {
+  std::lock_guard lock(results_mutex_);
+  results_[sequence % results_.size()] = {sequence, result};
+  stats_.steps_applied += result.skipped == 0;
+  stats_.steps_skipped += result.skipped != 0;
+  stats_.grads_down_bytes += result.grads_down_bytes;
+  stats_.params_up_bytes += result.params_up_bytes;
+  stats_.total_seconds += result.total_seconds;
+  stats_.norm_seconds += result.norm_seconds;
+  stats_.grads_down_seconds += result.grads_down_seconds;
+  stats_.update_seconds += result.update_seconds;
+  stats_.params_up_seconds += result.params_up_seconds;
+  stats_.device_update_seconds += result.device_update_seconds;
+  stats_.stall_seconds += result.stall_seconds;
+}
+
+Result<uint64_t> Optimizer::SequenceOf(offload_ticket_t ticket) const {
+  const uint64_t submitted = committed_->timeline->submitted();
+  if (ticket == 0) return submitted;
+  const uint64_t sequence = ticket & kSequenceMask;
+  if (ticket >> kTagShift != ticket_tag_ || sequence == 0 || sequence > submitted)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "ticket is 0x%llx, which this optimizer has not given out; use the ticket "
+                         "of its own offload_optimizer_step, or 0 for everything queued",
+                         static_cast<unsigned long long>(ticket));
+  return sequence;
+}
+
+Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) const {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
+  if (sequence == 0) return Status::Error(OFFLOAD_INVALID_STATE, "no step has been queued yet");
+  if (Status status = committed_->timeline->Wait(sequence, 0); !status.ok()) {
+    if (status.code() != OFFLOAD_TIMED_OUT) return status;
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "the step is still running; call offload_optimizer_wait first");
+  }
+  std::lock_guard lock(results_mutex_);
+  const Remembered& remembered = results_[sequence % results_.size()];
+  if (remembered.sequence != sequence)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "only the results of the last %zu steps are remembered", results_.size());
+  return remembered.result;
+}
+
+Status Optimizer::Wait(offload_ticket_t ticket, int64_t timeout_ns) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
+  return committed_->timeline->Wait(sequence, timeout_ns);
+}
+
+Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
+                             std::span<const uint32_t> params) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
+  HYBRIDOPT_TRY(context_->device().CheckStream(stream));
+  uint64_t mark = params.empty() ? Timeline::kMarks : 0;
+  for (uint32_t id : params) {
+    if (id >= table_.size())
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "params names id %u, but only %u params have been added", id,
+                           table_.size());
+    mark = std::max(mark, committed_->pipeline->MarkOf(id));
+  }
+  Timeline& timeline = *committed_->timeline;
+  HYBRIDOPT_TRY(timeline.CheckPoison());
+  if (context_->device().unified()) return timeline.Wait(sequence, -1);
+  return context_->device().StreamWaitFlag(stream, &timeline.progress(),
+                                           Timeline::ProgressAt(sequence, mark));
+}
+
+// -------------------------------------------------------------------------------------- looking --
+
+Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) const {
+  HYBRIDOPT_TRY(CheckCommitted());
+  if (!committed_->timeline->idle())
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "steps are queued; call offload_optimizer_wait first");
+  if (param_id >= table_.size())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "param is %u, but only %u params have been added", param_id,
+                         table_.size());
+  const Param& param = table_.param(param_id);
+  const ParamPlace& place = committed_->placement.params[param_id];
+  uint32_t slot = 0;
+  while (slot < kStateSlots && (StateKindOf(table_.algorithm(), StateSlot{slot}) != kind ||
+                                !HasState(place.rule, StateSlot{slot})))
+    ++slot;
+  if (slot == kStateSlots)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "kind is %d, which %s does not keep for param '%.200s'; see enum "
+                         "offload_state_kind",
+                         kind, AlgorithmName(table_.algorithm()), param.name.c_str());
+  offload_state_view_t view{};
+  view.dtype = OFFLOAD_FP32;
+  view.device_count = place.device_count;
+  view.host_count = param.count - place.device_count;
+  view.step_count = committed_->pipeline->step_count(param_id);
+  // An fp32 param without a master of its own is its own master.
+  void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
+  float* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
+  float* const host_data = committed_->memory->Host(param_id, StateSlot{slot});
+  if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
+  if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
+  return view;
+}
+
+offload_stats_t Optimizer::Stats() const {
+  std::lock_guard lock(results_mutex_);
+  offload_stats_t stats = stats_;
+  if (committed_ != nullptr)
+    stats.queued = static_cast<uint32_t>(committed_->timeline->submitted() -
+                                         committed_->timeline->completed());
+  return stats;
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,77 @@
+// ParamTable: THE registry. Ids, names, groups, shards and addresses are here and nowhere else.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/status.h"
+#include "core/shard.h"
+#include "device/device.h"
+
+namespace hybridopt {
+
+// What a step reads of a param's addresses; both may change between steps.
+struct Addresses {
+  void* data;
+  const void* grad;
+};
+
+struct Param {
+  std::string name;
+  uint32_t group;
+  int32_t dtype;
+  int32_t grad_dtype;
+  int32_t placement;
+  uint64_t count;
+  Shard shard;
+};
+
+// An offload_param_t with the shard it points to, both brought to this release's size.
+struct ParamInput {
+  offload_param_t param;
+  std::optional<offload_shard_t> shard;
+};
+
+class ParamTable {
+ public:
+  ParamTable(int32_t algorithm, const Device& device) : algorithm_(algorithm), device_(device) {}
+
+  Result<uint32_t> AddGroup(const offload_group_t& group);
+  Status SetGroup(uint32_t id, const offload_group_t& group);
+  // All or none; gives the first id.
+  Result<uint32_t> AddParams(std::span<const ParamInput> inputs);
+  // All or none.
+  Status Bind(std::span<const offload_binding_t> bindings);
+
+  int32_t algorithm() const { return algorithm_; }
+  uint32_t size() const { return static_cast<uint32_t>(params_.size()); }
+  const Param& param(uint32_t id) const { return params_[id]; }
+  std::span<const Param> params() const { return params_; }
+  std::span<const Addresses> addresses() const { return addresses_; }
+  std::span<const offload_group_t> groups() const { return groups_; }
+
+ private:
+  Status AddOne(const ParamInput& input);
+  void RemoveLast();
+  Status CheckParam(const offload_param_t& param) const;
+  Status CheckAddress(const void* address, uint64_t count, int32_t dtype) const;
+  // Marks [data, data + bytes) as this param's; INVALID_ARGUMENT names the one it overlaps.
+  Status Occupy(uint32_t id, const void* data);
+  void Vacate(uint32_t id);
+  Status MoveData(std::span<const offload_binding_t> bindings);
+
+  const int32_t algorithm_;
+  const Device& device_;
+  std::vector<offload_group_t> groups_;
+  std::vector<Param> params_;
+  std::vector<Addresses> addresses_;
+  std::unordered_map<std::string, uint32_t> ids_by_name_;
+  std::map<uintptr_t, uint32_t> ids_by_address_;  // of params with data and elements
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,168 @@
+#include "core/placement.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/coefficients.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint64_t kHostAlignmentBytes = 64;  // a cache line: neighbours do not share one
+constexpr uint64_t kDeviceAlignmentBytes = 256;
+// State arrays that start at equal addresses modulo a page make a load of one look like a store to
+// another; regions are kept apart by an odd number of cache lines instead.
+constexpr uint64_t kRegionStaggerBytes = 5 * 64;
+
+uint64_t RoundUp(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// The device takes the first floor(fraction * elements) of the params that let the fraction decide.
+void SplitShares(const ParamTable& table, const PlacementOptions& options, Placement& placement) {
+  uint64_t automatic_count = 0;
+  for (const Param& param : table.params())
+    if (param.placement == OFFLOAD_PLACE_AUTO) automatic_count += param.count;
+  uint64_t left = static_cast<uint64_t>(
+      std::floor(options.device_fraction * static_cast<double>(automatic_count)));
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const Param& param = table.param(id);
+    uint64_t device_count = 0;
+    if (param.placement == OFFLOAD_PLACE_DEVICE) device_count = param.count;
+    if (param.placement == OFFLOAD_PLACE_AUTO) {
+      device_count = std::min(left, param.count);
+      left -= device_count;
+    }
+    if (options.unified) device_count = 0;
+    placement.params[id].device_count = device_count;
+    placement.device_elements += device_count;
+    placement.host_elements += param.count - device_count;
+  }
+}
+
+// Whether a share of this param keeps a state array of its own. An fp32 param is its own master,
+// but for the host share of a param that lives on a device: fetching it would cost a copy a step.
+bool KeepsState(const Param& param, Rule rule, StateSlot slot, bool staged_host_share) {
+  if (slot == kMaster) return param.dtype != OFFLOAD_FP32 || staged_host_share;
+  return HasState(rule, slot);
+}
+
+void LayOutState(const ParamTable& table, const PlacementOptions& options, Placement& placement) {
+  for (uint32_t slot_index = 0; slot_index < kStateSlots; ++slot_index) {
+    const StateSlot slot = static_cast<StateSlot>(slot_index);
+    const uint64_t host_begin = placement.host_arena_bytes;
+    const uint64_t device_begin = placement.device_block_bytes;
+    for (uint32_t id = 0; id < table.size(); ++id) {
+      const Param& param = table.param(id);
+      ParamPlace& place = placement.params[id];
+      const uint64_t host_count = param.count - place.device_count;
+      place.host_offset[slot] = kNoState;
+      place.device_offset[slot] = kNoState;
+      if (host_count > 0 && KeepsState(param, place.rule, slot, !options.unified)) {
+        place.host_offset[slot] = placement.host_arena_bytes;
+        placement.host_arena_bytes += RoundUp(host_count * sizeof(float), kHostAlignmentBytes);
+      }
+      if (place.device_count > 0 && KeepsState(param, place.rule, slot, false)) {
+        place.device_offset[slot] = placement.device_block_bytes;
+        placement.device_block_bytes +=
+            RoundUp(place.device_count * sizeof(float), kDeviceAlignmentBytes);
+      }
+    }
+    if (placement.host_arena_bytes > host_begin) placement.host_arena_bytes += kRegionStaggerBytes;
+    placement.host_state_bytes[slot] = placement.host_arena_bytes - host_begin;
+    placement.device_state_bytes[slot] = placement.device_block_bytes - device_begin;
+  }
+}
+
+// Cuts the host share into chunks. One pass, in registration order.
+class ChunkCutter {
+ public:
+  ChunkCutter(const PlacementOptions& options, Placement& placement)
+      : chunk_elements_(options.unified ? UINT64_MAX : options.chunk_elements),
+        placement_(placement) {}
+
+  void Add(uint32_t id, const Param& param, uint64_t begin, uint64_t count) {
+    while (count > 0) {
+      if (placement_.chunks.empty() || chunk().element_count == chunk_elements_) Open();
+      const uint64_t taken = std::min(count, chunk_elements_ - chunk().element_count);
+      placement_.fragments.push_back(
+          {id, begin, taken, chunk().element_count, grad_bytes_, param_bytes_});
+      grad_bytes_ += RoundUp(taken * DtypeBytes(param.grad_dtype), kHostAlignmentBytes);
+      param_bytes_ += RoundUp(taken * DtypeBytes(param.dtype), kHostAlignmentBytes);
+      placement_.slot_grad_bytes = std::max(placement_.slot_grad_bytes, grad_bytes_);
+      placement_.slot_param_bytes = std::max(placement_.slot_param_bytes, param_bytes_);
+      chunk().fragment_count += 1;
+      chunk().element_count += taken;
+      begin += taken;
+      count -= taken;
+    }
+    placement_.params[id].last_chunk_end = static_cast<uint32_t>(placement_.chunks.size());
+  }
+
+ private:
+  Chunk& chunk() { return placement_.chunks.back(); }
+  void Open() {
+    placement_.chunks.push_back({static_cast<uint32_t>(placement_.fragments.size()), 0, 0});
+    grad_bytes_ = 0;
+    param_bytes_ = 0;
+  }
+
+  const uint64_t chunk_elements_;
+  Placement& placement_;
+  uint64_t grad_bytes_ = 0;  // of the open chunk so far
+  uint64_t param_bytes_ = 0;
+};
+
+void CutChunks(const ParamTable& table, const PlacementOptions& options, Placement& placement) {
+  ChunkCutter cutter(options, placement);
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const Param& param = table.param(id);
+    const uint64_t device_count = placement.params[id].device_count;
+    const uint64_t host_count = param.count - device_count;
+    if (host_count == 0) continue;
+    cutter.Add(id, param, device_count, host_count);
+    placement.grads_down_bytes += host_count * DtypeBytes(param.grad_dtype);
+    placement.params_up_bytes += host_count * DtypeBytes(param.dtype);
+  }
+  if (!options.unified) {
+    const uint64_t chunk_count = placement.chunks.size();
+    placement.staging_slots =
+        static_cast<uint32_t>(std::min<uint64_t>(options.staging_slots, chunk_count));
+    return;
+  }
+  placement.slot_grad_bytes = placement.slot_param_bytes = 0;
+  placement.grads_down_bytes = placement.params_up_bytes = 0;
+}
+
+}  // namespace
+
+int32_t StateKindOf(int32_t algorithm, StateSlot slot) {
+  if (slot == kMaster) return OFFLOAD_STATE_MASTER;
+  const bool adam_family = algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM;
+  if (slot == kMoment1) return adam_family ? OFFLOAD_STATE_EXP_AVG_SQ : -1;
+  if (algorithm == OFFLOAD_SGD) return OFFLOAD_STATE_MOMENTUM_BUFFER;
+  if (algorithm == OFFLOAD_ADAGRAD) return OFFLOAD_STATE_SUM;
+  return OFFLOAD_STATE_EXP_AVG;
+}
+
+bool HasState(Rule rule, StateSlot slot) {
+  if (slot == kMaster || rule == Rule::kAdam) return true;
+  return slot == kMoment0 && rule != Rule::kSgdPlain;
+}
+
+Placement Place(const ParamTable& table, const PlacementOptions& options) {
+  Placement placement;
+  placement.params.resize(table.size());
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    ParamPlace& place = placement.params[id];
+    place.rule = RuleOf(table.algorithm(), table.groups()[table.param(id).group].momentum);
+    place.first_norm_block = placement.norm_blocks;
+    placement.norm_blocks += (table.param(id).count + kNormBlockElements - 1) / kNormBlockElements;
+  }
+  SplitShares(table, options, placement);
+  LayOutState(table, options, placement);
+  CutChunks(table, options, placement);
+  return placement;
+}
+
+}  // namespace hybridopt

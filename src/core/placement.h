@@ -1,0 +1,89 @@
+// Placement: which element ranges live where, and how many bytes that takes. Pure: no memory, no
+// device, no clock.
+//
+// Each param's elements are cut once: [0, device_count) is the device share, the rest the host
+// share. The host share of all params, in registration order, is cut into chunks:
+//
+//   params      | p0: device ..... host ....... | p1: host ....... | p2: host .. |
+//   fragments                    |  f0  |   f1  |   f2  |    f3    |     f4      |
+//   chunks                       |  0   |       1       |         2              |
+//
+// A chunk is what one staging slot holds. Where there is no staging all fragments form one chunk.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/param_table.h"
+#include "kernels/kernels.h"
+
+namespace hybridopt {
+
+// The three arrays a param's state can have. What the moments are called depends on the algorithm.
+enum StateSlot : uint32_t { kMaster = 0, kMoment0 = 1, kMoment1 = 2 };
+inline constexpr uint32_t kStateSlots = 3;
+
+// The ABI's name for a slot (enum offload_state_kind), or -1 if the algorithm has no such moment.
+int32_t StateKindOf(int32_t algorithm, StateSlot slot);
+
+// Whether a rule keeps that array at all.
+bool HasState(Rule rule, StateSlot slot);
+
+struct PlacementOptions {
+  bool unified;  // one memory: no device share, no staging
+  double device_fraction;
+  uint64_t chunk_elements;
+  uint32_t staging_slots;
+};
+
+inline constexpr uint64_t kNoState = UINT64_MAX;
+
+// Where one param's state lies: byte offsets into the host arena and the device's block, kNoState
+// where it has none. Offsets are to the first element of that share.
+struct ParamPlace {
+  Rule rule;
+  uint64_t device_count;
+  std::array<uint64_t, kStateSlots> host_offset;
+  std::array<uint64_t, kStateSlots> device_offset;
+  uint64_t first_norm_block;
+  uint32_t last_chunk_end;  // chunks that must be done before all of this param's host share is
+};
+
+struct Fragment {
+  uint32_t param;
+  uint64_t begin;  // first element, counted in the param
+  uint64_t count;
+  uint64_t first_element;  // counted in the chunk
+  uint64_t grad_offset;    // bytes into the slot's grads half
+  uint64_t param_offset;   // bytes into the slot's params half
+};
+
+struct Chunk {
+  uint32_t first_fragment;
+  uint32_t fragment_count;
+  uint64_t element_count;
+};
+
+struct Placement {
+  std::vector<ParamPlace> params;
+  std::vector<Fragment> fragments;
+  std::vector<Chunk> chunks;
+  uint64_t host_elements = 0;
+  uint64_t device_elements = 0;
+  uint64_t norm_blocks = 0;
+  std::array<uint64_t, kStateSlots> host_state_bytes{};
+  std::array<uint64_t, kStateSlots> device_state_bytes{};
+  uint64_t host_arena_bytes = 0;
+  uint64_t device_block_bytes = 0;
+  uint32_t staging_slots = 0;
+  uint64_t slot_grad_bytes = 0;
+  uint64_t slot_param_bytes = 0;
+  uint64_t grads_down_bytes = 0;
+  uint64_t params_up_bytes = 0;
+};
+
+Placement Place(const ParamTable& table, const PlacementOptions& options);
+
+}  // namespace hybridopt

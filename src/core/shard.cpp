@@ -1,0 +1,133 @@
+#include "core/shard.h"
+
+#include <algorithm>
+
+namespace hybridopt {
+namespace {
+
+using Extents = std::array<int64_t, kMaxDimensions>;
+
+// The product of the first `dimensions` entries; false if it passes INT64_MAX.
+bool Multiply(const Extents& extents, uint32_t dimensions, int64_t* product) {
+  // A zero anywhere makes the product zero, whatever overflow the others would cause.
+  const auto end = extents.begin() + dimensions;
+  *product = std::find(extents.begin(), end, 0) != end ? 0 : 1;
+  for (auto it = extents.begin(); *product != 0 && it != end; ++it)
+    if (__builtin_mul_overflow(*product, *it, product)) return false;
+  return true;
+}
+
+bool Overlap(const Box& a, const Box& b, uint32_t dimensions) {
+  for (uint32_t d = 0; d < dimensions; ++d) {
+    const int64_t begin = std::max(a.offset[d], b.offset[d]);
+    const int64_t end = std::min(a.offset[d] + a.extent[d], b.offset[d] + b.extent[d]);
+    if (begin >= end) return false;
+  }
+  return true;
+}
+
+Status CheckBox(const Shard& shard, uint32_t box_index) {
+  const Box& box = shard.boxes[box_index];
+  for (uint32_t d = 0; d < shard.dimensions; ++d) {
+    const bool inside = box.offset[d] >= 0 && box.extent[d] >= 0 &&
+                        box.offset[d] <= shard.global_shape[d] &&
+                        box.extent[d] <= shard.global_shape[d] - box.offset[d];
+    if (!inside)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "shard.box_offsets/box_extents: box %u reaches from %lld over %lld "
+                           "elements in dimension %u, outside global_shape %lld",
+                           box_index, static_cast<long long>(box.offset[d]),
+                           static_cast<long long>(box.extent[d]), d,
+                           static_cast<long long>(shard.global_shape[d]));
+  }
+  for (uint32_t other = 0; other < box_index; ++other)
+    if (Overlap(box, shard.boxes[other], shard.dimensions))
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "shard.box_offsets: boxes %u and %u overlap; give each element once",
+                           other, box_index);
+  return {};
+}
+
+Status CheckHeader(const offload_shard_t& shard) {
+  if (shard.dimensions < 1 || shard.dimensions > kMaxDimensions)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "shard.dimensions is %u, expected 1 to %u",
+                         shard.dimensions, kMaxDimensions);
+  if (shard.box_count < 1 || shard.box_count > kMaxBoxes)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "shard.box_count is %u, expected 1 to %u (an empty shard is one box with "
+                         "a zero extent, or an empty range)",
+                         shard.box_count, kMaxBoxes);
+  if ((shard.flags & ~uint32_t{OFFLOAD_SHARD_RANGE}) != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "shard.flags is 0x%x, known is 0x%x", shard.flags,
+                         OFFLOAD_SHARD_RANGE);
+  if (shard.global_shape == nullptr || shard.box_offsets == nullptr || shard.box_extents == nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "shard.global_shape, box_offsets or box_extents is NULL, expected arrays "
+                         "of [dimensions] and [box_count][dimensions]");
+  return {};
+}
+
+}  // namespace
+
+Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
+  HYBRIDOPT_TRY(CheckHeader(source));
+  Shard shard{};
+  shard.dimensions = source.dimensions;
+  for (uint32_t d = 0; d < shard.dimensions; ++d) {
+    shard.global_shape[d] = source.global_shape[d];
+    if (shard.global_shape[d] < 0)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "shard.global_shape[%u] is %lld, expected at least 0", d,
+                           static_cast<long long>(shard.global_shape[d]));
+  }
+  int64_t global_count = 0;
+  if (!Multiply(shard.global_shape, shard.dimensions, &global_count))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "shard.global_shape: its product does not fit 63 bits");
+  shard.boxes.resize(source.box_count);
+  uint64_t boxes_count = 0;
+  for (uint32_t b = 0; b < source.box_count; ++b) {
+    Box& box = shard.boxes[b];
+    std::copy_n(source.box_offsets + uint64_t{b} * shard.dimensions, shard.dimensions,
+                box.offset.begin());
+    std::copy_n(source.box_extents + uint64_t{b} * shard.dimensions, shard.dimensions,
+                box.extent.begin());
+    HYBRIDOPT_TRY(CheckBox(shard, b));
+    int64_t box_elements = 0;
+    // Inside global_shape and disjoint, so neither product nor sum can pass its product.
+    (void)Multiply(box.extent, shard.dimensions, &box_elements);
+    boxes_count += static_cast<uint64_t>(box_elements);
+  }
+  const bool ranged = (source.flags & OFFLOAD_SHARD_RANGE) != 0;
+  shard.range_begin = ranged ? source.range_begin : 0;
+  shard.range_count = ranged ? source.range_count : boxes_count;
+  if (!ranged && (source.range_begin != 0 || source.range_count != 0))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "shard.range_begin/range_count are set without OFFLOAD_SHARD_RANGE in "
+                         "shard.flags; set the flag, or leave them 0");
+  if (shard.range_begin > boxes_count || shard.range_count > boxes_count - shard.range_begin)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "shard.range_begin %llu + range_count %llu passes the %llu elements of "
+                         "its boxes",
+                         static_cast<unsigned long long>(shard.range_begin),
+                         static_cast<unsigned long long>(shard.range_count),
+                         static_cast<unsigned long long>(boxes_count));
+  if (shard.range_count != count)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "count is %llu, but the shard holds %llu elements; they must be equal",
+                         static_cast<unsigned long long>(count),
+                         static_cast<unsigned long long>(shard.range_count));
+  return shard;
+}
+
+Shard WholeTensor(uint64_t count) {
+  Shard shard{};
+  shard.dimensions = 1;
+  shard.global_shape[0] = static_cast<int64_t>(count);
+  shard.boxes.resize(1);
+  shard.boxes[0].extent[0] = static_cast<int64_t>(count);
+  shard.range_count = count;
+  return shard;
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,34 @@
+// Shard: the validated copy of an offload_shard_t.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hybridopt {
+
+inline constexpr uint32_t kMaxDimensions = 8;
+inline constexpr uint32_t kMaxBoxes = 4096;
+
+struct Box {
+  std::array<int64_t, kMaxDimensions> offset;
+  std::array<int64_t, kMaxDimensions> extent;
+};
+
+struct Shard {
+  uint32_t dimensions;
+  std::array<int64_t, kMaxDimensions> global_shape;
+  std::vector<Box> boxes;
+  uint64_t range_begin;
+  uint64_t range_count;
+};
+
+// Copies and checks a shard of `count` elements. Errors name the field, but not the param.
+Result<Shard> ValidateShard(const offload_shard_t& shard, uint64_t count);
+
+// What a param without a shard owns: all of a one-dimensional tensor.
+Shard WholeTensor(uint64_t count);
+
+}  // namespace hybridopt

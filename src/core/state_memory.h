@@ -1,0 +1,33 @@
+// StateMemory: the masters and moments of one optimizer, on the host and on the device.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "core/context.h"
+#include "core/placement.h"
+#include "memory/arena.h"
+
+namespace hybridopt {
+
+class StateMemory {
+ public:
+  // Takes the memory; its content is unspecified until masters.h fills it. `placement` outlives it.
+  static Result<std::unique_ptr<StateMemory>> Create(Device& device, const Placement& placement);
+  ~StateMemory();
+
+  // The first element of that share's array, or NULL where the param keeps none.
+  float* Host(uint32_t param, StateSlot slot) const;
+  float* OnDevice(uint32_t param, StateSlot slot) const;  // a device address
+
+ private:
+  StateMemory(Device& device, const Placement& placement)
+      : device_(device), placement_(placement) {}
+
+  Device& device_;
+  const Placement& placement_;
+  Arena arena_;
+  void* block_ = nullptr;  // device
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,114 @@
+// StepPipeline: one optimizer step, from gradients that are ready to params that are written.
+//
+//   caller's stream  ...backward | ready
+//   compute stream               | norm -> verdict | update of the device share
+//   down stream                  | chunk 0 | chunk 1 | chunk 2 | ...
+//   CPU workers                                 | chunk 0 | chunk 1 | ...
+//   up stream                                             | chunk 0 | chunk 1 | ...
+//
+// Chunks come down before the verdict is known, as far as the staging ring reaches; nothing is
+// written before it is. Where params are in host memory there are no streams: the workers make the
+// norm, then one pass over everything.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/function_ref.h"
+#include "core/context.h"
+#include "core/host_share.h"
+#include "core/lanes.h"
+#include "core/placement.h"
+#include "core/state_memory.h"
+
+namespace hybridopt {
+
+// A step as it was when it was queued.
+struct StepRequest {
+  uint32_t flags = 0;
+  double grad_scale = 1;
+  double grad_norm_max = 0;
+  EventHandle ready = nullptr;  // recorded behind the gradients; NULL where there are no streams
+  std::vector<Addresses> addresses;
+  std::vector<offload_group_t> groups;
+};
+
+class StepPipeline {
+ public:
+  StepPipeline(Context& context, const ParamTable& table, const Placement& placement,
+               const StateMemory& memory, Lanes& lanes);
+
+  // Fills masters from the params (after the work on `stream`) and moments with their first value.
+  Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
+
+  // `reached` is told the marks of a param's progress: kDeviceShareDone, then one more per chunk.
+  // Does not allocate. After an error the state is undefined.
+  Status Run(const StepRequest& request, FunctionRef<void(uint64_t mark)> reached,
+             offload_step_result_t* result);
+
+  static constexpr uint64_t kDeviceShareDone = 1;
+  // The mark at which the param is all written.
+  uint64_t MarkOf(uint32_t param) const {
+    return kDeviceShareDone + placement_.params[param].last_chunk_end;
+  }
+
+  uint64_t step_count(uint32_t param) const { return step_counts_[param]; }
+  // Bytes of the tables here and of one queued request, for the plan.
+  static uint64_t ScratchBytes(const ParamTable& table, const Placement& placement);
+
+ private:
+  void Prepare(const StepRequest& request);
+  uint32_t CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step);
+  void CountStep(const Verdict& verdict, offload_step_result_t* result);
+  void ScaleCoefficients(const Verdict& verdict);
+
+  Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
+  Result<Verdict> NormInPlace(const StepRequest& request);
+
+  Status RunStaged(const StepRequest& request, FunctionRef<void(uint64_t)> reached,
+                   offload_step_result_t* result, Verdict* verdict);
+  Status QueueVerdict(const StepRequest& request);
+  Result<Verdict> AwaitVerdict(const StepRequest& request);
+  Status QueueDeviceUpdates();
+  Status BringDown(uint32_t chunk, offload_step_result_t* result);
+  Status UpdateChunk(uint32_t chunk, offload_step_result_t* result);
+  Status SendUp(uint32_t chunk, offload_step_result_t* result);
+  Status Retire(uint32_t chunk, FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
+  Status AwaitDeviceShare(FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
+  Status InitializeDeviceShare(std::span<const Addresses> addresses);
+  Status InitializeChunk(uint32_t chunk, std::span<const Addresses> addresses);
+
+  bool NeedsNorm(const StepRequest& request) const {
+    return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
+  }
+  uint32_t SlotOf(uint32_t chunk) const { return chunk % placement_.staging_slots; }
+  uint32_t chunk_count() const { return static_cast<uint32_t>(placement_.chunks.size()); }
+  std::span<const Fragment> FragmentsOf(uint32_t chunk) const;
+
+  Context& context_;
+  Device& device_;
+  const ParamTable& table_;  // counts, dtypes and groups' ids only: addresses come with requests
+  const Placement& placement_;
+  const StateMemory& memory_;
+  Lanes& lanes_;
+  const HostShare host_share_;
+
+  uint64_t steps_applied_ = 0;
+  std::vector<uint64_t> step_counts_;  // per param
+
+  // Of the running step. Their capacity is taken when the pipeline is made.
+  std::vector<StepParam> params_;
+  std::vector<Coefficients> coefficients_;       // grad_factor: maximize's sign
+  std::vector<Coefficients> host_coefficients_;  // the same, with the verdict's factor in
+  struct Memo {
+    uint64_t step;
+    uint32_t coefficients;
+  };
+  std::vector<Memo> memos_;  // per group: the coefficients computed last
+  std::vector<NormInput> norm_inputs_;
+  std::vector<DeviceUpdate> device_updates_;
+  std::vector<double> block_sums_;  // where the workers make the norm
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,50 @@
+// StagingRing: the fixed ring of pinned chunks between device and host. All memory is taken when
+// it is made; the pipeline reuses slots in turn.
+//
+//   slot 0: | grads | params |   slot 1: | grads | params |   ...
+//
+// The grads half of a slot is free again once the update has read it, the params half once its
+// copy to the device has ended; the two are released apart.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/status.h"
+#include "device/device.h"
+#include "memory/arena.h"
+
+namespace hybridopt {
+
+class StagingRing {
+ public:
+  StagingRing() = default;
+  static Result<StagingRing> Create(Device& device, uint32_t slots, uint64_t grad_bytes,
+                                    uint64_t param_bytes);
+  ~StagingRing();
+  StagingRing(StagingRing&& other) noexcept { *this = std::move(other); }
+  StagingRing& operator=(StagingRing&& other) noexcept;
+
+  // What Create takes, padding included.
+  static uint64_t Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_bytes);
+
+  uint32_t slots() const { return slots_; }
+  std::byte* grads(uint32_t slot) const { return arena_.data() + slot * slot_bytes_; }
+  std::byte* params(uint32_t slot) const { return grads(slot) + grad_bytes_; }
+
+  // Say that nobody needs this half's content any more. On the simulated device it is then filled
+  // with NaNs, so that a consumer that did not wait shows in the bits.
+  void ReleaseGrads(uint32_t slot);
+  void ReleaseParams(uint32_t slot);
+
+ private:
+  Device* device_ = nullptr;
+  Arena arena_;
+  uint32_t slots_ = 0;
+  uint64_t grad_bytes_ = 0;
+  uint64_t slot_bytes_ = 0;
+  bool poison_ = false;
+};
+
+}  // namespace hybridopt
