@@ -1,0 +1,441 @@
+// train_lm.cpp: trains a byte-level language model on real text with its AdamW state offloaded.
+//
+// The model (train_lm/byte_model.h) runs on the simulated device, whose memory is capped so that
+// the model fits and its AdamW state does not. One step, all of it queued without waiting:
+//
+//   stream_run       forward, backward: bf16 params -> bf16 gradients      on the device's stream
+//   optimizer_step   gradients down, AdamW by CPU threads, params up       the library
+//   stream_wait      the next forward starts when its params are there     on the device's stream
+//
+// Read Trainer first: it holds every call of the library but the table of the plan.
+#include <stdio.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <vector>
+
+#include "offload.h"
+#include "train_lm/byte_model.h"
+#include "train_lm/options.h"
+#include "train_lm/text.h"
+
+namespace {
+
+constexpr double kMiB = 1024.0 * 1024.0;
+
+void must(int32_t status, const char* call) {
+  if (status == OFFLOAD_OK) return;
+  fail(std::string(call) + "\n" + offload_status_name(status) + ": " + offload_last_error());
+}
+#define MUST(call) must(call, #call)
+
+// A struct of the library, ready to fill: struct_size set, everything else zero.
+template <typename T>
+T sized() {
+  T value{};
+  value.struct_size = sizeof(T);
+  return value;
+}
+
+double now() {
+  using Clock = std::chrono::steady_clock;
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+// -------------------------------------------------------------------------------------- trainer
+
+// What a queued forward and backward works on. Two take turns, so that the host prepares one step
+// while the device runs the other.
+struct Job {
+  Model* model;
+  bool train;
+  Batch batch;
+  double loss;
+  offload_ticket_t ticket;
+};
+
+void run_job(void* user) {
+  Job* job = static_cast<Job*>(user);
+  job->loss = job->model->forward(job->batch);
+  if (job->train) job->model->backward(job->batch);
+}
+
+class Trainer {
+ public:
+  Trainer(const Options& options, uint64_t memory_bytes) {
+    auto context_options = sized<offload_context_options_t>();
+    context_options.device_kind = OFFLOAD_DEVICE_SIM;
+    context_options.threads = options.threads;
+    context_options.sim_memory_bytes = memory_bytes;
+    MUST(offload_context_create(&context_options, &context_));
+    MUST(offload_stream_create(context_, &stream_));
+    openblas_set_num_threads(static_cast<int>(info().threads));
+    random_.state = options.seed;
+    place_model();
+  }
+
+  ~Trainer() {
+    destroy_optimizer();
+    MUST(offload_stream_destroy(context_, stream_));
+    MUST(offload_context_destroy(context_));  // and its memory
+  }
+
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  // Registers every tensor; where the state of which share would live is then in plan().
+  void create_optimizer(double device_fraction) {
+    auto options = sized<offload_optimizer_options_t>();
+    options.algorithm = OFFLOAD_ADAMW;
+    options.device_fraction = device_fraction;
+    MUST(offload_optimizer_create(context_, &options, &optimizer_));
+    for (bool table : {false, true}) {
+      const offload_group_t group = hyperparameters(table, 0);
+      uint32_t id;
+      MUST(offload_optimizer_add_group(optimizer_, &group, &id));
+    }
+    uint64_t offset = 0;
+    Weights{}.for_each([&](const std::string& name, int count, double, bool table, float*) {
+      auto param = sized<offload_param_t>();
+      param.name = name.c_str();
+      param.group = table ? 1 : 0;
+      param.dtype = param.grad_dtype = OFFLOAD_BF16;
+      param.data = params_ + offset;
+      param.grad = grads_ + offset;
+      param.count = static_cast<uint64_t>(count);
+      MUST(offload_optimizer_add_params(optimizer_, &param, 1, nullptr));
+      offset += param.count;
+    });
+  }
+
+  void destroy_optimizer() {
+    if (optimizer_) MUST(offload_optimizer_destroy(optimizer_));
+    optimizer_ = nullptr;
+  }
+
+  int32_t commit() { return offload_optimizer_commit(optimizer_, stream_); }
+
+  offload_plan_t plan() const {
+    auto plan = sized<offload_plan_t>();
+    MUST(offload_optimizer_plan(optimizer_, &plan));
+    return plan;
+  }
+
+  offload_context_info_t info() const {
+    auto info = sized<offload_context_info_t>();
+    MUST(offload_context_get_info(context_, &info));
+    return info;
+  }
+
+  // rate scales the learning rates. Returns at once; at most two steps may be unfinished.
+  void queue_step(const Text& text, double rate) {
+    Job& job = jobs_[queued_++ % 2];
+    job.model = &model_;
+    job.train = true;
+    sample(job.batch, text.train, random_);
+    for (uint32_t group : {0, 1}) {
+      const offload_group_t values = hyperparameters(group == 1, rate);
+      MUST(offload_optimizer_set_group(optimizer_, group, &values));
+    }
+    MUST(offload_stream_run(context_, stream_, run_job, &job));
+    auto options = sized<offload_step_options_t>();
+    options.grad_norm_max = 1;
+    options.stream = stream_;
+    MUST(offload_optimizer_step(optimizer_, &options, &job.ticket));
+    MUST(offload_optimizer_stream_wait(optimizer_, job.ticket, stream_, nullptr, 0));
+  }
+
+  // Waits for the oldest unfinished step and returns its bits per byte.
+  double finish_step() {
+    const Job& job = jobs_[finished_++ % 2];
+    MUST(offload_optimizer_wait(optimizer_, job.ticket, -1));
+    return job.loss / log(2);
+  }
+
+  offload_stats_t stats() const {
+    auto stats = sized<offload_stats_t>();
+    MUST(offload_optimizer_get_stats(optimizer_, &stats));
+    return stats;
+  }
+
+  // Bits per byte of the held-out text.
+  double evaluate(const Text& text) {
+    constexpr int kParts = 8;
+    Job job{&model_, false, {}, 0, 0};
+    double loss = 0;
+    for (int i = 0; i < kParts; ++i) {
+      sample_evenly(job.batch, text.held_out, i, kParts);
+      MUST(offload_stream_run(context_, stream_, run_job, &job));
+      MUST(offload_stream_synchronize(context_, stream_, -1));
+      loss += job.loss;
+    }
+    return loss / kParts / log(2);
+  }
+
+  // FNV-1a over all bf16 params, as they lie on the device.
+  uint64_t params_hash() {
+    return hash_device(kHashStart, params_, Model::parameter_count() * sizeof(uint16_t));
+  }
+
+  // The same over all fp32 masters: of each tensor the device's share, then the host's.
+  uint64_t masters_hash() {
+    uint64_t hash = kHashStart;
+    for (uint32_t id = 0; id < plan().param_count; ++id) {
+      auto view = sized<offload_state_view_t>();
+      MUST(offload_optimizer_state(optimizer_, id, OFFLOAD_STATE_MASTER, &view));
+      hash = hash_device(hash, view.device_data, view.device_count * sizeof(float));
+      hash = hash_host(hash, view.host_data, view.host_count * sizeof(float));
+    }
+    return hash;
+  }
+
+ private:
+  static constexpr uint64_t kHashStart = 0xcbf29ce484222325u;
+
+  static uint64_t hash_host(uint64_t hash, const void* data, uint64_t bytes) {
+    const uint8_t* byte = static_cast<const uint8_t*>(data);
+    for (uint64_t i = 0; i < bytes; ++i) hash = (hash ^ byte[i]) * 0x100000001b3u;
+    return hash;
+  }
+
+  uint64_t hash_device(uint64_t hash, const void* data, uint64_t bytes) {
+    if (bytes == 0) return hash;
+    std::vector<uint8_t> copy(bytes);
+    MUST(offload_device_download(context_, copy.data(), data, bytes, stream_));
+    return hash_host(hash, copy.data(), bytes);
+  }
+
+  // Rows of a lookup table get few gradients: they take larger steps and no weight decay.
+  static offload_group_t hyperparameters(bool table, double rate) {
+    auto group = sized<offload_group_t>();
+    group.lr = rate * (table ? 3e-2 : 1e-3);
+    group.beta1 = 0.9;
+    group.beta2 = 0.98;
+    group.eps = 1e-8;
+    group.weight_decay = table ? 0 : 0.1;
+    return group;
+  }
+
+  // device_alloc, and where functions on a stream see the memory.
+  void* allocate(uint64_t bytes, void** mapped) {
+    void* data = nullptr;
+    MUST(offload_device_alloc(context_, bytes, &data));
+    MUST(offload_device_map(context_, data, bytes, mapped));
+    return data;
+  }
+
+  void place_model() {
+    const uint64_t count = Model::parameter_count(), bytes = count * sizeof(uint16_t);
+    void *params, *grads, *workspace;
+    params_ = static_cast<uint16_t*>(allocate(bytes, &params));
+    grads_ = static_cast<uint16_t*>(allocate(bytes, &grads));
+    allocate(Model::workspace_bytes(), &workspace);
+    model_.params = static_cast<uint16_t*>(params);
+    model_.grads = static_cast<uint16_t*>(grads);
+    model_.lay_out(static_cast<float*>(workspace));
+
+    std::vector<uint16_t> start;
+    Weights{}.for_each([&](const std::string&, int size, double deviation, bool, float*) {
+      for (int i = 0; i < size; ++i) {
+        start.push_back(narrow(static_cast<float>(deviation ? deviation * random_.normal() : 0)));
+      }
+    });
+    MUST(offload_device_upload(context_, params_, start.data(), bytes, stream_));
+  }
+
+  offload_context_t context_ = nullptr;
+  offload_stream_t stream_ = nullptr;
+  offload_optimizer_t optimizer_ = nullptr;
+  uint16_t *params_ = nullptr, *grads_ = nullptr;  // device addresses: never touched by the host
+  Model model_{};
+  Job jobs_[2];
+  uint64_t queued_ = 0, finished_ = 0;
+  Random random_{};
+};
+
+// ------------------------------------------------------------------------------------- the show
+
+// Room for the model, its gradients and activations, and for half of the AdamW state.
+uint64_t memory_cap() {
+  return Model::workspace_bytes() + Model::parameter_count() * (2 + 2 + 12 / 2);
+}
+
+void show_model(const Text& text, const offload_context_info_t& info) {
+  printf("%s\n", offload_build_info());
+  printf("machine  %u update threads on %u CPUs, %u NUMA node(s), kernels %s\n", info.threads,
+         info.cpus_allowed, info.nodes, info.isa);
+  printf("device   %s, capped to %.1f MiB\n", info.device_name, info.device_memory_bytes / kMiB);
+  printf("data     %s: %zu files, %.1f MB to learn, %.1f MB held out\n\n", text.where.c_str(),
+         text.files, text.train.size() / 1e6, text.held_out.size() / 1e6);
+  printf("model         tensors  parameters  bf16 MiB\n");
+  struct Row {
+    std::string group;
+    int tensors;
+    int64_t parameters;
+  };
+  std::vector<Row> rows;
+  Row total{"total", 0, 0};
+  Weights{}.for_each([&](const std::string& name, int count, double, bool, float*) {
+    const std::string group = name.substr(0, name.find('.'));
+    if (rows.empty() || rows.back().group != group) rows.push_back({group, 0, 0});
+    for (Row* row : {&rows.back(), &total}) ++row->tensors, row->parameters += count;
+  });
+  rows.push_back(total);
+  for (const Row& row : rows) {
+    printf("  %-11s %7d %11lld %9.2f\n", row.group.c_str(), row.tensors,
+           static_cast<long long>(row.parameters), 2 * row.parameters / kMiB);
+  }
+}
+
+void show_plans(const offload_plan_t& device, const offload_plan_t& host) {
+  printf("\nplan, MiB       device_fraction 1   device_fraction 0\n");
+  printf("                  device     host     device     host\n");
+  const auto row = [](const char* kind, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+    printf("  %-13s %8.2f %8.2f   %8.2f %8.2f\n", kind, a / kMiB, b / kMiB, c / kMiB, d / kMiB);
+  };
+  const char* kinds[] = {"master", "exp_avg", "exp_avg_sq"};
+  for (int i = OFFLOAD_STATE_MASTER; i <= OFFLOAD_STATE_EXP_AVG_SQ; ++i) {
+    row(kinds[i], device.device_state_bytes[i], device.host_state_bytes[i],
+        host.device_state_bytes[i], host.host_state_bytes[i]);
+  }
+  row("staging", 0, device.staging_bytes, 0, host.staging_bytes);
+  row("scratch", device.device_scratch_bytes, device.host_scratch_bytes, host.device_scratch_bytes,
+      host.host_scratch_bytes);
+  row("total", device.device_bytes, device.host_bytes, host.device_bytes, host.host_bytes);
+  row("free now", device.device_free_bytes, device.host_available_bytes, host.device_free_bytes,
+      host.host_available_bytes);
+  printf("  fits          %17s   %17s\n", device.fits ? "yes" : "no", host.fits ? "yes" : "no");
+}
+
+// All state on the device must be refused; leaves the optimizer with all state on the host.
+void show_refusal_and_commit(Trainer& trainer) {
+  trainer.create_optimizer(1);
+  const offload_plan_t device = trainer.plan();
+  const int32_t status = trainer.commit();
+  const std::string message = offload_last_error();
+  trainer.destroy_optimizer();
+  if (status != OFFLOAD_OUT_OF_DEVICE_MEMORY) fail("device_fraction 1 was not refused");
+  trainer.create_optimizer(0);
+  show_plans(device, trainer.plan());
+  printf("\ncommit at device_fraction 1: %s\n  %s\n", offload_status_name(status), message.c_str());
+  MUST(trainer.commit());
+  printf("commit at device_fraction 0: OK, %.1f MiB of device memory saved\n",
+         (device.device_bytes - trainer.plan().device_bytes) / kMiB);
+}
+
+// Warms up over 40 steps, then falls to zero over the last 70 % of the run.
+double learning_rate(int64_t step, double progress) {
+  return std::min(1.0, (step + 1) / 40.0) * std::clamp((1 - progress) / 0.7, 0.0, 1.0);
+}
+
+// One line: redrawn on a terminal, else written now and then.
+class Progress {
+ public:
+  void show(int64_t step, double progress, double elapsed, double bits) {
+    if (elapsed - shown_ < (terminal_ ? 0.1 : 10)) return;
+    shown_ = elapsed;
+    const int filled = static_cast<int>(24 * progress);
+    printf(
+        "%s  [%.*s%.*s] %3.0f %%  step %5lld  %6.0f tokens/s  train %.3f bits/byte  ETA %3.0f s%s",
+        terminal_ ? "\r" : "", filled, "########################", 24 - filled,
+        "........................", 100 * progress, static_cast<long long>(step),
+        step * kTokens / elapsed, bits, progress > 0 ? elapsed / progress - elapsed : 0,
+        terminal_ ? " " : "\n");
+    fflush(stdout);
+  }
+  void clear() const {
+    if (terminal_) printf("\r%100s\r", "");
+  }
+
+ private:
+  const bool terminal_ = isatty(STDOUT_FILENO);
+  double shown_ = 0;
+};
+
+void show_held_out(Trainer& trainer, const Text& text, int64_t step) {
+  printf("  step %5lld  held out %.3f bits/byte\n", static_cast<long long>(step),
+         trainer.evaluate(text));
+  fflush(stdout);
+}
+
+// Where the time of a step went, as the library measured it.
+void show_lanes(const offload_stats_t& stats, double elapsed) {
+  const double steps = std::max<double>(1, static_cast<double>(stats.steps_applied));
+  const auto row = [&](const char* lane, double seconds) {
+    printf("  %-34s %8.2f\n", lane, 1e3 * seconds / steps);
+  };
+  printf("\nmean of %.0f steps, ms (%llu skipped)\n", steps,
+         static_cast<unsigned long long>(stats.steps_skipped));
+  row("forward, backward and optimizer", elapsed);
+  row("optimizer, from start to end", stats.total_seconds);
+  row("  gradient norm and verdict known", stats.norm_seconds);
+  row("  lane: gradients down", stats.grads_down_seconds);
+  row("  lane: update on the CPU", stats.update_seconds);
+  row("  lane: params up", stats.params_up_seconds);
+  row("  stall: CPU waiting for a lane", stats.stall_seconds);
+}
+
+void train(Trainer& trainer, const Text& text, const Options& options) {
+  printf("\ntraining with all AdamW state on the host\n");
+  show_held_out(trainer, text, 0);
+  Progress line;
+  double bits = 8, elapsed = 0, evaluated = 0, next_evaluation = 0.2;
+  int64_t step = 0;
+  trainer.queue_step(text, learning_rate(0, 0));
+  for (double progress = 0, start = now(); progress < 1;) {
+    // The next step is queued before this one is looked at: the device never waits for the host.
+    const bool last = step + 1 >= options.steps || elapsed >= options.seconds;
+    if (!last) trainer.queue_step(text, learning_rate(step + 1, progress));
+    bits += (trainer.finish_step() - bits) * std::max(0.05, 1.0 / ++step);
+    elapsed = now() - start - evaluated;
+    progress = last ? 1
+                    : std::min(0.999, std::max(elapsed / options.seconds,
+                                               static_cast<double>(step) / options.steps));
+    line.show(step, progress, elapsed, bits);
+    if (progress < next_evaluation) continue;
+    while (next_evaluation <= progress) next_evaluation += 0.2;
+    line.clear();
+    const double before = now();
+    show_held_out(trainer, text, step);
+    evaluated += now() - before;
+  }
+  show_lanes(trainer.stats(), elapsed);
+}
+
+// The first steps once more, from the same seed, with the state at three places.
+bool replay(const Text& text, const Options& options) {
+  printf("\nthe first %d steps again, cap lifted\n", options.replay_steps);
+  printf("  device_fraction  hash of bf16 params  hash of fp32 masters\n");
+  std::vector<std::pair<uint64_t, uint64_t>> hashes;
+  for (double fraction : {0.0, 0.3, 1.0}) {
+    Trainer trainer(options, 2 * memory_cap());
+    trainer.create_optimizer(fraction);
+    MUST(trainer.commit());
+    for (int step = 0; step < options.replay_steps; ++step) {
+      trainer.queue_step(text, learning_rate(step, 0));
+      trainer.finish_step();
+    }
+    hashes.push_back({trainer.params_hash(), trainer.masters_hash()});
+    printf("  %15.1f     %016llx      %016llx\n", fraction,
+           static_cast<unsigned long long>(hashes.back().first),
+           static_cast<unsigned long long>(hashes.back().second));
+    fflush(stdout);
+  }
+  const bool same = hashes[0] == hashes[1] && hashes[0] == hashes[2];
+  printf("  same bits: %s\n", same ? "yes" : "NO");
+  return same;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const Options options = parse_options(count, arguments);
+  const Text text = load_text(options.data);
+  {
+    Trainer trainer(options, memory_cap());
+    show_model(text, trainer.info());
+    show_refusal_and_commit(trainer);
+    train(trainer, text, options);
+  }
+  return replay(text, options) ? 0 : 1;
+}

@@ -1,0 +1,77 @@
+// options.h: the command line of train_lm.
+#ifndef HYBRIDOPT_EXAMPLES_TRAIN_LM_OPTIONS_H
+#define HYBRIDOPT_EXAMPLES_TRAIN_LM_OPTIONS_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <string>
+
+[[noreturn]] inline void fail(const std::string& text) {
+  fprintf(stderr, "train_lm: %s\n", text.c_str());
+  exit(1);
+}
+
+struct Options {
+  std::string data;  // empty: the C and C++ headers below /usr/include
+  int64_t steps = INT64_MAX;
+  double seconds = 120;
+  uint64_t seed = 1;
+  uint32_t threads = 0;
+  int replay_steps = 20;
+};
+
+inline constexpr char kHelp[] =
+    "train_lm: trains a byte-level language model with its AdamW state offloaded\n"
+    "  --data FILE_OR_DIR  text to learn (default: the C and C++ headers below /usr/include)\n"
+    "  --steps N           train at most N steps (default: as many as the time allows)\n"
+    "  --seconds N         train at most N seconds (default 120)\n"
+    "  --seed N            of the first weights and the choice of text (default 1)\n"
+    "  --threads N         CPU threads, 0 = one per CPU (default 0)\n"
+    "  --quick             6 seconds and a short replay: the same output, a worse model\n";
+
+inline double number(const std::string& flag, const char* text, double least, double most) {
+  char* end = nullptr;
+  const double value = text ? strtod(text, &end) : 0;
+  if (!text || end == text || *end || !(value >= least && value <= most)) {
+    char range[64];
+    snprintf(range, sizeof range, "a number from %.15g to %.15g", least, most);
+    fail(flag + ": got " + (text ? "'" + std::string(text) + "'" : "nothing") + ", expected " +
+         range);
+  }
+  return value;
+}
+
+inline Options parse_options(int count, char** arguments) {
+  Options options;
+  for (int i = 1; i < count; ++i) {
+    const std::string flag = arguments[i];
+    const char* value = i + 1 < count ? arguments[i + 1] : nullptr;
+    if (flag == "--help") {
+      fputs(kHelp, stdout);
+      exit(0);
+    } else if (flag == "--quick") {
+      options.seconds = 6;
+      options.replay_steps = 5;
+      continue;
+    } else if (flag == "--data") {
+      if (!value) fail("--data: got nothing, expected a file or a directory");
+      options.data = value;
+    } else if (flag == "--steps") {
+      options.steps = static_cast<int64_t>(number(flag, value, 1, 1e9));
+    } else if (flag == "--seconds") {
+      options.seconds = number(flag, value, 1, 1e6);
+    } else if (flag == "--seed") {
+      options.seed = static_cast<uint64_t>(number(flag, value, 0, 1e15));
+    } else if (flag == "--threads") {
+      options.threads = static_cast<uint32_t>(number(flag, value, 0, 1024));
+    } else {
+      fail(flag + ": no such flag; --help lists them");
+    }
+    ++i;
+  }
+  return options;
+}
+
+#endif  // HYBRIDOPT_EXAMPLES_TRAIN_LM_OPTIONS_H
