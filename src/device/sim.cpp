@@ -1,0 +1,362 @@
+// The simulated device: an accelerator made of threads. What is queued here runs on other threads,
+// later, and on memory that the host cannot touch, so that a missing wait or copy shows as it would
+// on a real accelerator.
+#include <atomic>
+#include <cinttypes>
+#include <deque>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "base/prim.h"
+#include "device/device.h"
+#include "device/sim_command.h"
+#include "device/sim_memory.h"
+#include "device/sim_stream.h"
+
+namespace hybridopt {
+namespace {
+
+// The port: checks arguments, keeps the tables of streams and events, and queues.
+class SimDevice final : public Device {
+ public:
+  SimDevice(const SimOptions& options, const KernelTable& kernels,
+            std::unique_ptr<SimMemory> memory);
+  ~SimDevice() override;
+
+  int32_t kind() const override { return OFFLOAD_DEVICE_SIM; }
+  const char* name() const override { return "simulated accelerator"; }
+  bool unified() const override { return false; }
+
+  Result<DeviceMemory> Memory() const override { return memory_->Usage(); }
+  Result<void*> Allocate(uint64_t bytes) override;
+  Status Free(void* data) override { return memory_->Free(data); }
+  Result<void*> Map(void* data, uint64_t bytes) override {
+    return memory_->Translate(data, bytes, 1);
+  }
+  Status CheckRange(const void* data, uint64_t bytes) const override;
+
+  Status PinHost(void* data, uint64_t bytes) override;
+  void UnpinHost(void* data) override;
+
+  Result<StreamHandle> CreateStream(const char* label) override;
+  Status DestroyStream(StreamHandle stream) override;
+  Status CheckStream(StreamHandle stream) const override { return Find(stream).status(); }
+  Result<EventHandle> CreateEvent(const char* label) override;
+  void DestroyEvent(EventHandle event) override;
+
+  Status Record(EventHandle event, StreamHandle stream) override;
+  Status StreamWait(StreamHandle stream, EventHandle event) override;
+  Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
+                        uint64_t value) override;
+  Status Wait(EventHandle event, int64_t timeout_ns) override;
+  Result<double> Elapsed(EventHandle begin, EventHandle end) override;
+  Status Synchronize(StreamHandle stream, int64_t timeout_ns) override;
+
+  Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override;
+  Status CopyToDevice(StreamHandle stream, void* device, const void* host, uint64_t bytes) override;
+  Status Fill(StreamHandle stream, float* device, uint64_t count, float value) override {
+    return Queue(stream, sim::Fill{device, count, value}).status();
+  }
+  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
+                float* destination) override {
+    return Queue(stream, sim::ToFp32{source, dtype, count, destination}).status();
+  }
+  Status Norm(StreamHandle stream, const NormLaunch& launch) override {
+    return Queue(stream, sim::Norm{launch}).status();
+  }
+  Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
+    return Queue(stream, sim::SetVerdict{value, device}).status();
+  }
+  Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
+    return Queue(stream, sim::Update{launch}).status();
+  }
+  Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
+
+ private:
+  // Where an event's latest record stands; no stream: never recorded.
+  struct Point {
+    const SimStream* stream;
+    uint64_t sequence;
+    int64_t time_ns;
+  };
+
+  std::unique_ptr<SimStream> MakeStream(const char* label);
+  Result<SimStream*> Find(StreamHandle stream) const;
+  Result<SimEvent*> Find(EventHandle event) const;
+  Result<Point> LatestRecord(EventHandle event) const;
+  Result<int64_t> TimeOf(EventHandle event) const;
+  std::string LabelOf(EventHandle event) const;
+  Result<uint64_t> Queue(StreamHandle stream, const sim::Command& command);
+  Status CheckHost(const void* host, uint64_t bytes) const;
+
+  const SimOptions options_;
+  const uint64_t fork_generation_ = prim::ForkGeneration();
+  SimFault fault_;
+  std::unique_ptr<SimMemory> memory_;
+  const SimExecutor executor_;
+
+  mutable std::mutex mutex_;                         // guards all below; no command takes it
+  std::vector<std::unique_ptr<SimStream>> streams_;  // ever made; the first is the NULL stream
+  std::unordered_set<void*> live_streams_;           // handles, not NULL
+  std::deque<SimEvent> events_;
+  std::vector<SimEvent*> free_events_;
+  std::unordered_set<void*> live_events_;
+  std::map<uintptr_t, uint64_t> pinned_;  // address -> bytes
+};
+
+SimDevice::SimDevice(const SimOptions& options, const KernelTable& kernels,
+                     std::unique_ptr<SimMemory> memory)
+    : options_(options), memory_(std::move(memory)), executor_(*memory_, kernels, fault_) {
+  streams_.push_back(MakeStream("NULL"));
+}
+
+SimDevice::~SimDevice() {
+  if (fork_generation_ != prim::ForkGeneration()) {
+    // The threads live in the parent, and may have held any lock when this process was forked.
+    for (auto& stream : streams_) static_cast<void>(stream.release());
+    static_cast<void>(memory_.release());
+    return;
+  }
+  fault_.Stop();
+  for (auto& stream : streams_) stream->Close();
+}
+
+Result<void*> SimDevice::Allocate(uint64_t bytes) {
+  HYBRIDOPT_TRY(fault_.status());
+  return memory_->Allocate(bytes);
+}
+
+Status SimDevice::CheckRange(const void* data, uint64_t bytes) const {
+  if (bytes == 0) return Status();
+  return memory_->Translate(data, bytes, 1).status();
+}
+
+// The simulation needs no pinning; it holds callers to what a real device would refuse.
+Status SimDevice::PinHost(void* data, uint64_t bytes) {
+  HYBRIDOPT_TRY(fault_.status());
+  HYBRIDOPT_TRY(CheckHost(data, bytes));
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  std::lock_guard lock(mutex_);
+  const auto next = pinned_.lower_bound(begin);
+  const bool meets_next = next != pinned_.end() && next->first - begin < bytes;
+  const bool meets_previous =
+      next != pinned_.begin() && begin - std::prev(next)->first < std::prev(next)->second;
+  if (bytes == 0 || meets_next || meets_previous) {
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "cannot pin %" PRIu64
+                         " bytes at %p, expected host memory of which "
+                         "nothing is pinned yet",
+                         bytes, data);
+  }
+  pinned_.emplace(begin, bytes);
+  return Status();
+}
+
+void SimDevice::UnpinHost(void* data) {
+  std::lock_guard lock(mutex_);
+  HYBRIDOPT_CHECK(pinned_.erase(reinterpret_cast<uintptr_t>(data)) == 1);
+}
+
+std::unique_ptr<SimStream> SimDevice::MakeStream(const char* label) {
+  return std::make_unique<SimStream>(label, streams_.size(), options_, executor_, fault_);
+}
+
+Result<StreamHandle> SimDevice::CreateStream(const char* label) {
+  HYBRIDOPT_TRY(fault_.status());
+  std::lock_guard lock(mutex_);
+  std::unique_ptr<SimStream> stream = MakeStream(label);
+  HYBRIDOPT_TRY(stream->Start());
+  streams_.push_back(std::move(stream));
+  StreamHandle handle = streams_.back().get();
+  live_streams_.insert(handle);
+  return handle;
+}
+
+Status SimDevice::DestroyStream(StreamHandle stream) {
+  if (stream == nullptr) return Status();
+  HYBRIDOPT_ASSIGN(SimStream * found, Find(stream));
+  {
+    std::lock_guard lock(mutex_);
+    live_streams_.erase(stream);
+  }
+  found->Close();
+  return Status();
+}
+
+Result<EventHandle> SimDevice::CreateEvent(const char* label) {
+  HYBRIDOPT_TRY(fault_.status());
+  std::lock_guard lock(mutex_);
+  if (free_events_.empty()) free_events_.push_back(&events_.emplace_back());
+  SimEvent* event = free_events_.back();
+  free_events_.pop_back();
+  live_events_.insert(event);
+  std::lock_guard event_lock(event->mutex);
+  event->label = label;
+  return reinterpret_cast<EventHandle>(event);
+}
+
+void SimDevice::DestroyEvent(EventHandle event) {
+  if (event == nullptr) return;
+  std::lock_guard lock(mutex_);
+  HYBRIDOPT_CHECK(live_events_.erase(event) == 1);
+  auto* place = reinterpret_cast<SimEvent*>(event);
+  free_events_.push_back(place);
+  std::lock_guard event_lock(place->mutex);
+  ++place->number;  // records still queued belong to nobody
+  place->stream = nullptr;
+}
+
+Result<SimStream*> SimDevice::Find(StreamHandle stream) const {
+  std::lock_guard lock(mutex_);
+  if (stream == nullptr) return streams_.front().get();
+  if (live_streams_.count(stream) == 1) return static_cast<SimStream*>(stream);
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "stream is %p, expected NULL or a stream that this device created and that "
+                       "has not been destroyed",
+                       stream);
+}
+
+Result<SimEvent*> SimDevice::Find(EventHandle event) const {
+  std::lock_guard lock(mutex_);
+  if (live_events_.count(event) == 1) return reinterpret_cast<SimEvent*>(event);
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "event is %p, expected one that this device created and that has not been "
+                       "destroyed",
+                       static_cast<void*>(event));
+}
+
+Result<SimDevice::Point> SimDevice::LatestRecord(EventHandle event) const {
+  HYBRIDOPT_ASSIGN(SimEvent * found, Find(event));
+  std::lock_guard lock(found->mutex);
+  return Point{found->stream, found->sequence, found->time_ns};
+}
+
+Result<uint64_t> SimDevice::Queue(StreamHandle stream, const sim::Command& command) {
+  HYBRIDOPT_ASSIGN(SimStream * found, Find(stream));
+  HYBRIDOPT_TRY(fault_.status());
+  return found->Push(command);
+}
+
+Status SimDevice::Record(EventHandle event, StreamHandle stream) {
+  HYBRIDOPT_ASSIGN(SimStream * found_stream, Find(stream));
+  HYBRIDOPT_ASSIGN(SimEvent * found, Find(event));
+  uint64_t number = 0;
+  {
+    std::lock_guard lock(found->mutex);
+    number = ++found->number;
+  }
+  // Not under the lock: queueing may block until the stream has reached an older record.
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, Queue(stream, sim::Record{found, number}));
+  std::lock_guard lock(found->mutex);
+  if (found->number == number) {
+    found->stream = found_stream;
+    found->sequence = sequence;
+  }
+  return Status();
+}
+
+Status SimDevice::StreamWait(StreamHandle stream, EventHandle event) {
+  HYBRIDOPT_TRY(CheckStream(stream));
+  HYBRIDOPT_ASSIGN(const Point point, LatestRecord(event));
+  if (point.stream == nullptr) return fault_.status();
+  return Queue(stream, sim::WaitStream{point.stream, point.sequence}).status();
+}
+
+Status SimDevice::StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
+                                 uint64_t value) {
+  HYBRIDOPT_CHECK(flag != nullptr);
+  return Queue(stream, sim::WaitFlag{flag, value}).status();
+}
+
+Status SimDevice::Wait(EventHandle event, int64_t timeout_ns) {
+  HYBRIDOPT_ASSIGN(const Point point, LatestRecord(event));
+  HYBRIDOPT_TRY(fault_.status());
+  if (point.stream != nullptr && !point.stream->WaitUntil(point.sequence, timeout_ns)) {
+    return Status::Error(OFFLOAD_TIMED_OUT,
+                         "event \"%s\" on stream \"%s\" was not reached within %" PRId64
+                         " ns; the work goes on, wait again",
+                         LabelOf(event).c_str(), point.stream->label().c_str(), timeout_ns);
+  }
+  return fault_.status();
+}
+
+std::string SimDevice::LabelOf(EventHandle event) const {
+  Result<SimEvent*> found = Find(event);
+  if (!found.ok()) return "destroyed";
+  std::lock_guard lock(found.value()->mutex);
+  return found.value()->label;
+}
+
+Result<int64_t> SimDevice::TimeOf(EventHandle event) const {
+  HYBRIDOPT_ASSIGN(const Point point, LatestRecord(event));
+  if (point.stream == nullptr || !point.stream->WaitUntil(point.sequence, 0)) {
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "event \"%s\" has no time: it was not recorded, or its latest record has "
+                         "not been reached; wait for it first",
+                         LabelOf(event).c_str());
+  }
+  HYBRIDOPT_TRY(fault_.status());
+  HYBRIDOPT_ASSIGN(const Point reached, LatestRecord(event));
+  return reached.time_ns;
+}
+
+Result<double> SimDevice::Elapsed(EventHandle begin, EventHandle end) {
+  HYBRIDOPT_ASSIGN(const int64_t begin_ns, TimeOf(begin));
+  HYBRIDOPT_ASSIGN(const int64_t end_ns, TimeOf(end));
+  return static_cast<double>(end_ns - begin_ns) * 1e-9;
+}
+
+Status SimDevice::Synchronize(StreamHandle stream, int64_t timeout_ns) {
+  HYBRIDOPT_ASSIGN(SimStream * found, Find(stream));
+  HYBRIDOPT_TRY(fault_.status());
+  if (!found->WaitUntil(found->Queued(), timeout_ns)) {
+    return Status::Error(OFFLOAD_TIMED_OUT,
+                         "work queued on stream \"%s\" was not done within %" PRId64
+                         " ns; it goes on, wait again",
+                         found->label().c_str(), timeout_ns);
+  }
+  return fault_.status();
+}
+
+// A device address taken for a host address is the caller's bug: real devices see it at once.
+Status SimDevice::CheckHost(const void* host, uint64_t bytes) const {
+  if (bytes == 0 || (host != nullptr && !memory_->Overlaps(host, bytes))) return Status();
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "%" PRIu64 " bytes at %p, expected host memory: this is %s", bytes, host,
+                       host == nullptr ? "NULL" : "a device address");
+}
+
+Status SimDevice::CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) {
+  HYBRIDOPT_TRY(CheckHost(host, bytes));
+  return Queue(stream, sim::CopyToHost{host, device, bytes}).status();
+}
+
+Status SimDevice::CopyToDevice(StreamHandle stream, void* device, const void* host,
+                               uint64_t bytes) {
+  HYBRIDOPT_TRY(CheckHost(host, bytes));
+  return Queue(stream, sim::CopyToDevice{device, host, bytes}).status();
+}
+
+Status SimDevice::Run(StreamHandle stream, offload_stream_function_t function, void* user) {
+  if (function == nullptr) {
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "function is NULL, expected a function to run");
+  }
+  return Queue(stream, sim::Run{function, user}).status();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Device>> CreateSimDevice(const SimOptions& options,
+                                                const KernelTable& kernels) {
+  HYBRIDOPT_ASSIGN(std::unique_ptr<SimMemory> memory, SimMemory::Create(options.memory_bytes));
+  return std::unique_ptr<Device>(new SimDevice(options, kernels, std::move(memory)));
+}
+
+}  // namespace hybridopt

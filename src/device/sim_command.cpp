@@ -1,0 +1,205 @@
+#include "device/sim_command.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "base/check.h"
+#include "base/prim.h"
+#include "device/sim_stream.h"
+
+namespace hybridopt {
+namespace {
+
+// Copies have seams at this grain, where other threads get a chance to interfere.
+constexpr uint64_t kCopyPieceBytes = 64 << 10;
+
+constexpr int kFlagPollsBeforeSleep = 100;
+constexpr auto kFlagPollInterval = std::chrono::microseconds(20);
+
+void CopyInPieces(void* destination, const void* source, uint64_t bytes) {
+  for (uint64_t offset = 0; offset < bytes; offset += kCopyPieceBytes) {
+    if (offset > 0) std::this_thread::yield();
+    std::memcpy(static_cast<char*>(destination) + offset, static_cast<const char*>(source) + offset,
+                std::min(kCopyPieceBytes, bytes - offset));
+  }
+}
+
+}  // namespace
+
+const char* sim::NameOf(const Command& command) {
+  return std::visit([](const auto& any) { return any.kName; }, command);
+}
+
+void SimFault::Fail(const std::string& cause) {
+  {
+    std::lock_guard lock(mutex_);
+    if (cause_.empty()) cause_ = cause;
+  }
+  Stop();
+}
+
+Status SimFault::status() const {
+  if (!stopped()) return Status();
+  std::lock_guard lock(mutex_);
+  if (cause_.empty()) return Status();
+  return Status::Error(OFFLOAD_DEVICE_FAILED,
+                       "the simulated device failed: %s. It stays failed; destroy the context",
+                       cause_.c_str());
+}
+
+Result<void*> SimExecutor::Locate(const char* what, const void* device, uint64_t count,
+                                  uint64_t element_bytes, uint64_t alignment) const {
+  const uint64_t bytes = count > UINT64_MAX / element_bytes ? UINT64_MAX : count * element_bytes;
+  Result<void*> located = memory_.Translate(device, bytes, alignment);
+  if (located.ok()) return located;
+  return Status::Error(OFFLOAD_DEVICE_FAILED, "%s: %s", what, located.status().message().c_str());
+}
+
+template <typename T>
+Result<T*> SimExecutor::Locate(const char* what, T* device, uint64_t count) const {
+  HYBRIDOPT_ASSIGN(void* located, Locate(what, device, count, sizeof(T), alignof(T)));
+  return static_cast<T*>(located);
+}
+
+Result<void*> SimExecutor::LocateArray(const char* what, const void* device, int32_t dtype,
+                                       uint64_t count) const {
+  HYBRIDOPT_CHECK(dtype >= 1 && dtype <= kDtypeCount);
+  return Locate(what, device, count, DtypeBytes(dtype), DtypeBytes(dtype));
+}
+
+Result<UpdateSpan> SimExecutor::LocateSpan(const DeviceUpdate& update) const {
+  UpdateSpan span = update.span;
+  const uint64_t count = span.count;
+  if (count == 0) return span;
+  HYBRIDOPT_ASSIGN(span.grad, LocateArray("grad", span.grad, update.grad_dtype, count));
+  HYBRIDOPT_ASSIGN(span.param, LocateArray("param", span.param, update.param_dtype, count));
+  HYBRIDOPT_ASSIGN(span.master, Locate("master", span.master, count));
+  if (span.moment0 != nullptr) {
+    HYBRIDOPT_ASSIGN(span.moment0, Locate("moment0", span.moment0, count));
+  }
+  if (span.moment1 != nullptr) {
+    HYBRIDOPT_ASSIGN(span.moment1, Locate("moment1", span.moment1, count));
+  }
+  return span;
+}
+
+Status SimExecutor::Execute(const sim::Command& command) const {
+  return std::visit([this](const auto& one) { return Apply(one); }, command);
+}
+
+Status SimExecutor::Apply(const sim::CopyToHost& copy) const {
+  if (copy.bytes == 0) return Status();
+  HYBRIDOPT_ASSIGN(const void* source, Locate("source", copy.device, copy.bytes, 1, 1));
+  CopyInPieces(copy.host, source, copy.bytes);
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::CopyToDevice& copy) const {
+  if (copy.bytes == 0) return Status();
+  HYBRIDOPT_ASSIGN(void* destination, Locate("destination", copy.device, copy.bytes, 1, 1));
+  CopyInPieces(destination, copy.host, copy.bytes);
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::Fill& fill) const {
+  if (fill.count == 0) return Status();
+  HYBRIDOPT_ASSIGN(float* destination, Locate("destination", fill.device, fill.count));
+  std::fill_n(destination, fill.count, fill.value);
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::ToFp32& widen) const {
+  if (widen.count == 0) return Status();
+  HYBRIDOPT_ASSIGN(const void* source,
+                   LocateArray("source", widen.source, widen.dtype, widen.count));
+  HYBRIDOPT_ASSIGN(float* destination, Locate("destination", widen.destination, widen.count));
+  kernels_.ToFp32(widen.dtype)(source, widen.count, destination);
+  return Status();
+}
+
+Result<SimExecutor::NormBlocks> SimExecutor::LocateBlocks(const NormLaunch& launch,
+                                                          const NormInput& input) const {
+  if (input.count == 0) return NormBlocks{nullptr, nullptr, 0};
+  const uint64_t count = (input.count - 1) / kNormBlockElements + 1;
+  HYBRIDOPT_ASSIGN(const void* grad, LocateArray("grad", input.grad, input.dtype, input.count));
+  HYBRIDOPT_ASSIGN(double* sums,
+                   Locate("block_sums", launch.block_sums + input.first_block, count));
+  return NormBlocks{grad, sums, count};
+}
+
+Status SimExecutor::Apply(const sim::Norm& norm) const {
+  const NormLaunch& launch = norm.launch;
+  HYBRIDOPT_ASSIGN(Verdict * verdict, Locate("verdict", launch.verdict, 1));
+  for (const NormInput& input : launch.inputs) {
+    HYBRIDOPT_TRY(LocateBlocks(launch, input).status());
+  }
+  double total = 0;
+  for (const NormInput& input : launch.inputs) {
+    HYBRIDOPT_ASSIGN(const NormBlocks blocks, LocateBlocks(launch, input));
+    if (blocks.count == 0) continue;
+    kernels_.SumSquares(input.dtype)(blocks.grad, input.count, blocks.sums);
+    double of_param = 0;
+    for (uint64_t block = 0; block < blocks.count; ++block) of_param += blocks.sums[block];
+    total += of_param;
+  }
+  *verdict = Decide(total, launch.grad_scale, launch.grad_norm_max);
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::SetVerdict& set) const {
+  HYBRIDOPT_ASSIGN(Verdict * verdict, Locate("verdict", set.device, 1));
+  *verdict = set.value;
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::Update& update) const {
+  const UpdateLaunch& launch = update.launch;
+  HYBRIDOPT_ASSIGN(const Verdict* verdict, Locate("verdict", launch.verdict, 1));
+  for (const DeviceUpdate& one : launch.updates) {
+    HYBRIDOPT_CHECK(one.coefficients < launch.coefficients.size());
+    HYBRIDOPT_TRY(LocateSpan(one).status());
+  }
+  if (verdict->skip != 0) return Status();
+  for (const DeviceUpdate& one : launch.updates) {
+    HYBRIDOPT_ASSIGN(const UpdateSpan span, LocateSpan(one));
+    if (span.count == 0) continue;
+    Coefficients coefficients = launch.coefficients[one.coefficients];
+    coefficients.grad_factor *= verdict->grad_factor;
+    kernels_.Update(launch.rule, one.grad_dtype, one.param_dtype)(coefficients, span);
+  }
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::Run& run) const {
+  run.function(run.user);
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::Record& record) const {
+  std::lock_guard lock(record.event->mutex);
+  if (record.event->number == record.number) record.event->time_ns = prim::NowNs();
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::WaitStream& wait) const {
+  // It ends: streams wait only for what was queued before, and a stopped device drains its queues.
+  wait.stream->WaitUntil(wait.sequence, -1);
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::WaitFlag& wait) const {
+  for (int polls = 0; wait.flag->load(std::memory_order_acquire) < wait.value; ++polls) {
+    if (fault_.stopped()) break;
+    if (polls < kFlagPollsBeforeSleep) {
+      std::this_thread::yield();
+    } else {
+      polls = kFlagPollsBeforeSleep;
+      std::this_thread::sleep_for(kFlagPollInterval);
+    }
+  }
+  return Status();
+}
+
+}  // namespace hybridopt

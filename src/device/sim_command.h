@@ -1,0 +1,160 @@
+// What streams of the simulated device run: commands as plain data, what they do, and the failure
+// that ends them all.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <variant>
+
+#include "base/status.h"
+#include "device/device.h"
+#include "device/sim_memory.h"
+#include "kernels/kernels.h"
+
+namespace hybridopt {
+
+class SimStream;
+
+// A place for an event. Places are used again, and freed with the device only: records of destroyed
+// events may still be queued.
+struct SimEvent {
+  std::mutex mutex;
+  std::string label;
+  uint64_t number = 0;  // of the latest record; also counts destructions
+  // Where the latest record stands; no stream: never recorded. A later record binds the event
+  // anew, whoever waits already keeps what it has read here.
+  const SimStream* stream = nullptr;
+  uint64_t sequence = 0;
+  int64_t time_ns = 0;  // when the latest record was reached
+};
+
+// What can be queued. A command holds no memory of its own, so that queueing allocates nothing.
+namespace sim {
+
+struct CopyToHost {
+  static constexpr char kName[] = "CopyToHost";
+  void* host;
+  const void* device;
+  uint64_t bytes;
+};
+struct CopyToDevice {
+  static constexpr char kName[] = "CopyToDevice";
+  void* device;
+  const void* host;
+  uint64_t bytes;
+};
+struct Fill {
+  static constexpr char kName[] = "Fill";
+  float* device;
+  uint64_t count;
+  float value;
+};
+struct ToFp32 {
+  static constexpr char kName[] = "ToFp32";
+  const void* source;
+  int32_t dtype;
+  uint64_t count;
+  float* destination;
+};
+struct Norm {
+  static constexpr char kName[] = "Norm";
+  NormLaunch launch;
+};
+struct SetVerdict {
+  static constexpr char kName[] = "SetVerdict";
+  Verdict value;
+  Verdict* device;
+};
+struct Update {
+  static constexpr char kName[] = "Update";
+  UpdateLaunch launch;
+};
+struct Run {
+  static constexpr char kName[] = "Run";
+  offload_stream_function_t function;
+  void* user;
+};
+struct Record {
+  static constexpr char kName[] = "Record";
+  SimEvent* event;
+  uint64_t number;  // which record of that event
+};
+struct WaitStream {
+  static constexpr char kName[] = "StreamWait";
+  const SimStream* stream;
+  uint64_t sequence;  // of the command on that stream to wait for
+};
+struct WaitFlag {
+  static constexpr char kName[] = "StreamWaitFlag";
+  const std::atomic<uint64_t>* flag;
+  uint64_t value;
+};
+
+using Command = std::variant<CopyToHost, CopyToDevice, Fill, ToFp32, Norm, SetVerdict, Update, Run,
+                             Record, WaitStream, WaitFlag>;
+
+const char* NameOf(const Command& command);
+
+}  // namespace sim
+
+// The sticky state of one device. Once stopped, queued commands complete without effect, so that
+// nobody waits for ever.
+class SimFault {
+ public:
+  bool stopped() const { return stopped_.load(std::memory_order_acquire); }
+  void Fail(const std::string& cause);                              // the first cause stays
+  void Stop() { stopped_.store(true, std::memory_order_release); }  // the device goes away
+  Status status() const;  // OK, or DEVICE_FAILED with the cause
+
+ private:
+  std::atomic<bool> stopped_ = false;
+  mutable std::mutex mutex_;
+  std::string cause_;
+};
+
+// What the commands do. Addresses are checked when a command runs: a bad one fails the device, and
+// the command then has no effect.
+class SimExecutor {
+ public:
+  SimExecutor(const SimMemory& memory, const KernelTable& kernels, const SimFault& fault)
+      : memory_(memory), kernels_(kernels), fault_(fault) {}
+
+  Status Execute(const sim::Command& command) const;
+
+ private:
+  Status Apply(const sim::CopyToHost& copy) const;
+  Status Apply(const sim::CopyToDevice& copy) const;
+  Status Apply(const sim::Fill& fill) const;
+  Status Apply(const sim::ToFp32& widen) const;
+  Status Apply(const sim::Norm& norm) const;
+  Status Apply(const sim::SetVerdict& set) const;
+  Status Apply(const sim::Update& update) const;
+  Status Apply(const sim::Run& run) const;
+  Status Apply(const sim::Record& record) const;
+  Status Apply(const sim::WaitStream& wait) const;
+  Status Apply(const sim::WaitFlag& wait) const;
+
+  Result<void*> Locate(const char* what, const void* device, uint64_t count, uint64_t element_bytes,
+                       uint64_t alignment) const;
+  template <typename T>
+  Result<T*> Locate(const char* what, T* device, uint64_t count) const;
+  Result<void*> LocateArray(const char* what, const void* device, int32_t dtype,
+                            uint64_t count) const;
+  Result<UpdateSpan> LocateSpan(const DeviceUpdate& update) const;
+
+  // One input of a norm, where host code can use it.
+  struct NormBlocks {
+    const void* grad;
+    double* sums;
+    uint64_t count;
+  };
+  Result<NormBlocks> LocateBlocks(const NormLaunch& launch, const NormInput& input) const;
+
+  const SimMemory& memory_;
+  const KernelTable& kernels_;
+  const SimFault& fault_;
+};
+
+}  // namespace hybridopt

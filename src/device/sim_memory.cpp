@@ -1,0 +1,151 @@
+#include "device/sim_memory.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstring>
+#include <iterator>
+#include <mutex>
+
+#include "base/prim.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint64_t kAlignment = 256;
+constexpr int kPoison = 0xff;
+
+uint64_t RoundUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+Result<std::unique_ptr<SimMemory>> SimMemory::Create(uint64_t bytes) {
+  const uint64_t capacity = bytes / kAlignment * kAlignment;
+  if (capacity == 0) {
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "sim_memory_bytes is %" PRIu64 ", expected at least %" PRIu64, bytes,
+                         kAlignment);
+  }
+  HYBRIDOPT_ASSIGN(void* addresses, prim::ReserveAddresses(capacity));
+  Result<void*> backing = prim::MapPages(capacity);
+  if (!backing.ok()) {
+    prim::UnmapPages(addresses, capacity);
+    return backing.status();
+  }
+  return std::unique_ptr<SimMemory>(new SimMemory(capacity, addresses, backing.value()));
+}
+
+SimMemory::SimMemory(uint64_t capacity, void* addresses, void* backing)
+    : capacity_(capacity),
+      addresses_(static_cast<char*>(addresses)),
+      backing_(static_cast<char*>(backing)),
+      free_{{0, capacity}},
+      free_bytes_(capacity) {}
+
+SimMemory::~SimMemory() {
+  prim::UnmapPages(addresses_, capacity_);
+  prim::UnmapPages(backing_, capacity_);
+}
+
+DeviceMemory SimMemory::Usage() const {
+  std::shared_lock lock(mutex_);
+  return DeviceMemory{capacity_, free_bytes_};
+}
+
+Result<void*> SimMemory::Allocate(uint64_t bytes) {
+  if (bytes == 0) {
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "bytes is 0, expected at least 1");
+  }
+  uint64_t offset = 0;
+  uint64_t taken = 0;
+  {
+    std::unique_lock lock(mutex_);
+    // No request beyond the capacity is rounded, so rounding cannot overflow.
+    taken = bytes <= capacity_ ? RoundUp(bytes) : bytes;
+    const auto hole = std::find_if(free_.begin(), free_.end(),
+                                   [&](const auto& run) { return run.second >= taken; });
+    if (hole == free_.end()) {
+      uint64_t largest = 0;
+      for (const auto& run : free_) largest = std::max(largest, run.second);
+      return Status::Error(OFFLOAD_OUT_OF_DEVICE_MEMORY,
+                           "asked for %" PRIu64 " bytes of device memory, %" PRIu64
+                           " bytes of %" PRIu64 " are free, %" PRIu64
+                           " of them in one piece; ask for less, free some, or give the "
+                           "simulated device more sim_memory_bytes",
+                           bytes, free_bytes_, capacity_, largest);
+    }
+    offset = hole->first;
+    const uint64_t left = hole->second - taken;
+    free_.erase(hole);
+    if (left > 0) free_.emplace(offset + taken, left);
+    live_.emplace(offset, bytes);
+    free_bytes_ -= taken;
+  }
+  std::memset(backing_ + offset, kPoison, taken);
+  return static_cast<void*>(addresses_ + offset);
+}
+
+Status SimMemory::Free(void* data) {
+  if (data == nullptr) return Status();
+  const uint64_t offset =
+      reinterpret_cast<uintptr_t>(data) - reinterpret_cast<uintptr_t>(addresses_);
+  uint64_t bytes = 0;
+  {
+    std::unique_lock lock(mutex_);
+    const auto found = live_.find(offset);
+    if (found == live_.end()) {
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "data is %p, expected an address that this device allocated and that "
+                           "has not been freed yet",
+                           data);
+    }
+    bytes = RoundUp(found->second);
+    live_.erase(found);
+  }
+  // In between the range is neither live nor free: nobody can be given bytes being poisoned.
+  std::memset(backing_ + offset, kPoison, bytes);
+  std::unique_lock lock(mutex_);
+  free_bytes_ += bytes;
+  auto run = free_.emplace(offset, bytes).first;
+  if (const auto next = std::next(run); next != free_.end() && offset + bytes == next->first) {
+    run->second += next->second;
+    free_.erase(next);
+  }
+  if (run != free_.begin()) {
+    const auto previous = std::prev(run);
+    if (previous->first + previous->second == offset) {
+      previous->second += run->second;
+      free_.erase(run);
+    }
+  }
+  return Status();
+}
+
+Result<void*> SimMemory::Translate(const void* data, uint64_t bytes, uint64_t alignment) const {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const auto bad = [&](const char* why) {
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "%" PRIu64
+                         " bytes at address %p: %s, expected a range inside one live "
+                         "device allocation",
+                         bytes, data, why);
+  };
+  if (!Overlaps(data, 1)) return bad("not in this device's memory");
+  if (address % alignment != 0) return bad("not aligned to its elements");
+  const uint64_t offset = address - reinterpret_cast<uintptr_t>(addresses_);
+  std::shared_lock lock(mutex_);
+  auto allocation = live_.upper_bound(offset);
+  if (allocation == live_.begin()) return bad("freed or never allocated");
+  --allocation;
+  const uint64_t inside = offset - allocation->first;
+  if (inside >= allocation->second) return bad("freed or never allocated");
+  if (bytes > allocation->second - inside) return bad("runs past the end of its allocation");
+  return static_cast<void*>(backing_ + offset);
+}
+
+bool SimMemory::Overlaps(const void* data, uint64_t bytes) const {
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const auto first = reinterpret_cast<uintptr_t>(addresses_);
+  return begin < first ? bytes > first - begin : begin - first < capacity_ && bytes > 0;
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,139 @@
+#include "device/sim_stream.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "base/prim.h"
+
+namespace hybridopt {
+namespace {
+
+// Sleeping takes some 50 us longer than asked for: shorter delays are spent yielding.
+constexpr int64_t kSleepNsMin = 100'000;
+// A sleeper looks this often whether its device has stopped.
+constexpr int64_t kSleepNsMax = 1'000'000;
+
+// splitmix64.
+uint64_t NextRandom(uint64_t& state) {
+  uint64_t z = state += 0x9e3779b97f4a7c15;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+uint64_t SeedOfStream(uint64_t seed, uint64_t number) {
+  uint64_t state = NextRandom(seed) ^ number;
+  return NextRandom(state);
+}
+
+}  // namespace
+
+SimStream::SimStream(const char* label, uint64_t number, const SimOptions& options,
+                     const SimExecutor& executor, SimFault& fault)
+    : label_(label),
+      delay_ns_max_(std::min<uint64_t>(options.delay_ns_max, INT64_MAX / 2)),
+      executor_(executor),
+      fault_(fault),
+      random_state_(SeedOfStream(options.seed, number)) {}
+
+Status SimStream::Start() {
+  std::lock_guard lock(mutex_);
+  return StartLocked();
+}
+
+Status SimStream::StartLocked() {
+  if (started_) return Status();
+  ring_ = std::make_unique<sim::Command[]>(kQueueCommands);
+  const auto body = [](void* stream) -> void* {
+    static_cast<SimStream*>(stream)->RunCommands();
+    return nullptr;
+  };
+  HYBRIDOPT_ASSIGN(thread_, prim::StartThread(body, this));
+  started_ = true;
+  return Status();
+}
+
+Result<uint64_t> SimStream::Push(const sim::Command& command) {
+  std::unique_lock lock(mutex_);
+  if (!closed_) HYBRIDOPT_TRY(StartLocked());
+  completed_changed_.wait(lock, [&] { return queued_ - completed_ < kQueueCommands || closed_; });
+  if (closed_) {
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "stream \"%s\" was destroyed while in use",
+                         label_.c_str());
+  }
+  ring_[queued_ % kQueueCommands] = command;
+  ++queued_;
+  queued_changed_.notify_one();
+  return queued_;
+}
+
+uint64_t SimStream::Queued() const {
+  std::lock_guard lock(mutex_);
+  return queued_;
+}
+
+bool SimStream::WaitUntil(uint64_t sequence, int64_t timeout_ns) const {
+  std::unique_lock lock(mutex_);
+  const auto reached = [&] { return completed_ >= sequence; };
+  if (timeout_ns < 0 || timeout_ns > INT64_MAX / 2) {
+    completed_changed_.wait(lock, reached);
+    return true;
+  }
+  return completed_changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), reached);
+}
+
+void SimStream::Close() {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    queued_changed_.notify_one();
+    completed_changed_.notify_all();
+    if (!started_) return;
+  }
+  prim::JoinThread(thread_);
+  ring_.reset();
+}
+
+void SimStream::RunCommands() {
+  prim::NameThisThread(label_.c_str());
+  prim::ResetFloatingPointMode();
+  std::unique_lock lock(mutex_);
+  while (true) {
+    queued_changed_.wait(lock, [&] { return completed_ < queued_ || closed_; });
+    if (completed_ == queued_) return;
+    // The slot is not written again before the command has completed.
+    const sim::Command& command = ring_[completed_ % kQueueCommands];
+    lock.unlock();
+    Delay();
+    if (!fault_.stopped()) {
+      const Status status = executor_.Execute(command);
+      if (!status.ok()) {
+        fault_.Fail(std::string(sim::NameOf(command)) + " on stream \"" + label_ +
+                    "\": " + status.message());
+      }
+    }
+    lock.lock();
+    ++completed_;
+    completed_changed_.notify_all();
+  }
+}
+
+void SimStream::Delay() {
+  if (delay_ns_max_ == 0) return;
+  const auto delay_ns = static_cast<int64_t>(NextRandom(random_state_) % (delay_ns_max_ + 1));
+  const int64_t end_ns = prim::NowNs() + delay_ns;
+  while (!fault_.stopped()) {
+    const int64_t left_ns = end_ns - prim::NowNs();
+    if (left_ns <= 0) return;
+    if (left_ns < kSleepNsMin) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(
+          std::chrono::nanoseconds(std::min(left_ns - kSleepNsMin / 2, kSleepNsMax)));
+    }
+  }
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,66 @@
+// A stream of the simulated device: a queue of commands and the thread that runs them in order.
+#pragma once
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/status.h"
+#include "device/sim_command.h"
+
+namespace hybridopt {
+
+// The thread starts with the first command. The
+// object outlives its stream's destruction (Close): events still ask it what has been reached.
+class SimStream {
+ public:
+  static constexpr uint64_t kQueueCommands = 1024;
+
+  // Before each command comes a random delay of 0 to options.delay_ns_max, from a generator of its
+  // own that options.seed and `number` seed.
+  SimStream(const char* label, uint64_t number, const SimOptions& options,
+            const SimExecutor& executor, SimFault& fault);
+  ~SimStream() { Close(); }
+  SimStream(const SimStream&) = delete;
+  SimStream& operator=(const SimStream&) = delete;
+
+  const std::string& label() const { return label_; }
+
+  Status Start();  // now instead of with the first command
+  // Queues a command and gives its sequence number; blocks while the queue is full, as launch
+  // queues do.
+  Result<uint64_t> Push(const sim::Command& command);
+  uint64_t Queued() const;  // the sequence number of the last command; 0 if there was none
+  // Blocks until the command of that number has completed; false after timeout_ns (negative: no
+  // limit).
+  bool WaitUntil(uint64_t sequence, int64_t timeout_ns) const;
+  // Completes what is queued and ends the thread. Later commands are refused.
+  void Close();
+
+ private:
+  Status StartLocked();
+  void RunCommands();
+  void Delay();
+
+  const std::string label_;
+  const uint64_t delay_ns_max_;
+  const SimExecutor& executor_;
+  SimFault& fault_;
+  uint64_t random_state_;  // of the thread
+
+  mutable std::mutex mutex_;
+  std::condition_variable queued_changed_;             // the thread waits for it
+  mutable std::condition_variable completed_changed_;  // everybody else
+  std::unique_ptr<sim::Command[]> ring_;               // command n lies at n % kQueueCommands
+  uint64_t queued_ = 0;
+  uint64_t completed_ = 0;
+  bool started_ = false;
+  bool closed_ = false;
+  pthread_t thread_ = {};
+};
+
+}  // namespace hybridopt
