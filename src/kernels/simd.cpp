@@ -249,8 +249,6 @@ using F64 = hn::ScalableTag<double>;
 using Double = hn::Vec<F64>;
 constexpr uint64_t kDoubleLanes = HWY_LANES(double);
 constexpr uint64_t kNormVectors = kNormLanes / kDoubleLanes;
-// One block's additions depend on each other; several blocks side by side hide that.
-constexpr uint64_t kBlocksAtOnce = kNormVectors >= 8 ? 1 : 8 / kNormVectors;
 
 template <int32_t kDtype>
 HWY_INLINE Double LoadDouble(const Stored<kDtype>* source) {
@@ -281,6 +279,7 @@ HWY_INLINE void AddSquares(const Stored<kDtype>* grad, Double* lanes) {
 
 HWY_INLINE double SumLanes(const Double* vectors) {
   double lanes[kNormLanes];
+#pragma GCC unroll 8
   for (uint64_t k = 0; k < kNormVectors; ++k) {
     hn::StoreU(vectors[k], F64(), lanes + k * kDoubleLanes);
   }
@@ -290,29 +289,12 @@ HWY_INLINE double SumLanes(const Double* vectors) {
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
-// The sums of kBlocksAtOnce whole blocks.
-template <int32_t kDtype>
-void SumWholeBlocks(const Stored<kDtype>* grad, double* sums) {
-  Double lanes[kBlocksAtOnce][kNormVectors];
-#pragma GCC unroll 8
-  for (auto& block : lanes) {
-#pragma GCC unroll 8
-    for (Double& vector : block) vector = hn::Zero(F64());
-  }
-  for (uint64_t i = 0; i < kNormBlockElements; i += kNormLanes) {
-#pragma GCC unroll 8
-    for (uint64_t b = 0; b < kBlocksAtOnce; ++b) {
-      AddSquares<kDtype>(grad + b * kNormBlockElements + i, lanes[b]);
-    }
-  }
-  for (uint64_t b = 0; b < kBlocksAtOnce; ++b) sums[b] = SumLanes(lanes[b]);
-}
-
 // The sum of one block of at most kNormBlockElements. Padding adds zeros, which change no bit.
 template <int32_t kDtype>
 double SumBlock(const Stored<kDtype>* grad, uint64_t count) {
   Double lanes[kNormVectors];
-  for (Double& vector : lanes) vector = hn::Zero(F64());
+#pragma GCC unroll 8
+  for (uint64_t k = 0; k < kNormVectors; ++k) lanes[k] = hn::Zero(F64());
   const uint64_t whole = count - count % kNormLanes;
   for (uint64_t i = 0; i < whole; i += kNormLanes) AddSquares<kDtype>(grad + i, lanes);
   if (whole < count) {
@@ -339,12 +321,7 @@ struct Kernels {
   template <int32_t kDtype>
   static void SumSquares(const void* grad, uint64_t count, double* block_sums) {
     const auto* elements = static_cast<const Stored<kDtype>*>(grad);
-    constexpr uint64_t kStride = kBlocksAtOnce * kNormBlockElements;
-    uint64_t i = 0;
-    for (; count - i >= kStride; i += kStride, block_sums += kBlocksAtOnce) {
-      SumWholeBlocks<kDtype>(elements + i, block_sums);
-    }
-    for (; i < count; i += kNormBlockElements) {
+    for (uint64_t i = 0; i < count; i += kNormBlockElements) {
       *block_sums++ = SumBlock<kDtype>(elements + i, std::min(count - i, kNormBlockElements));
     }
   }
