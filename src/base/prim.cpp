@@ -57,12 +57,13 @@ void* MapAligned(uint64_t bytes) {
 }
 
 Status Refused(uint64_t bytes) {
+  const std::string reason = ErrorText(errno);  // before anything else sets errno
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
                        "host memory: asked for %" PRIu64
                        " bytes, the system refused (%s); about %" PRIu64
                        " bytes are available. Ask for less, free memory, or raise the limit of the "
                        "container (cgroup) or of the process (ulimit -v)",
-                       bytes, ErrorText(errno).c_str(), AvailableBytes());
+                       bytes, reason.c_str(), AvailableBytes());
 }
 
 // --- Small system files ---

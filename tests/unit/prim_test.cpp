@@ -1,0 +1,422 @@
+#include "base/prim.h"
+
+#include <fenv.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "floating_point_mode.h"
+
+namespace hybridopt::prim {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+// A tree that stands for / : what a test writes is there, and nothing else.
+class FakeRoot {
+ public:
+  FakeRoot() {
+    path_ = testing::TempDir() + "hybridopt-root-XXXXXX";
+    if (mkdtemp(path_.data()) == nullptr) std::abort();
+  }
+  ~FakeRoot() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+
+  void Write(const std::string& file, const std::string& text) const {
+    const std::filesystem::path whole(path_ + file);
+    std::filesystem::create_directories(whole.parent_path());
+    std::ofstream(whole) << text;
+  }
+
+ private:
+  std::string path_;
+};
+
+// --- Time ---
+
+TEST(ClockTest, OnlyGoesForward) {
+  int64_t before = NowNs();
+  EXPECT_GT(before, 0);
+  for (int i = 0; i < 1000; ++i) {
+    const int64_t now = NowNs();
+    EXPECT_GE(now, before);
+    before = now;
+  }
+}
+
+// --- Pages ---
+
+uint64_t PageBytes() { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
+
+// Address space this process has, read without allocating any.
+uint64_t VirtualBytes() {
+  char text[128] = {};
+  std::FILE* file = std::fopen("/proc/self/statm", "re");
+  std::setbuf(file, nullptr);
+  const size_t bytes = std::fread(text, 1, sizeof(text) - 1, file);
+  std::fclose(file);
+  return bytes == 0 ? 0 : std::strtoull(text, nullptr, 10) * PageBytes();
+}
+
+uint64_t PagesResident(void* data, uint64_t bytes) {
+  std::vector<unsigned char> pages((bytes + PageBytes() - 1) / PageBytes());
+  EXPECT_EQ(mincore(data, bytes, pages.data()), 0) << std::strerror(errno);
+  return static_cast<uint64_t>(
+      std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return page & 1; }));
+}
+
+TEST(MapPagesTest, GivesZeroedWritablePagesAndTakesThemBack) {
+  for (uint64_t bytes : {uint64_t{1}, uint64_t{4096}, uint64_t{4097}, 2 * kMiB - 1, 2 * kMiB,
+                         2 * kMiB + 1, 7 * kMiB + 4096 * 3 + 5}) {
+    SCOPED_TRACE(bytes);
+    Result<void*> mapped = MapPages(bytes);
+    ASSERT_TRUE(mapped.ok()) << mapped.status().message();
+    const uint64_t whole = (bytes + PageBytes() - 1) / PageBytes() * PageBytes();
+    unsigned char* data = static_cast<unsigned char*>(mapped.value());
+    const uint64_t alignment = bytes >= kHugePageBytes ? kHugePageBytes : PageBytes();
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(data) % alignment, 0u);
+    EXPECT_EQ(std::count(data, data + whole, 0), static_cast<int64_t>(whole));
+    std::memset(data, 0xff, whole);
+    EXPECT_EQ(data[whole - 1], 0xff);
+    UnmapPages(data, bytes);
+  }
+}
+
+TEST(MapPagesTest, TakesWholePagesAndNotOneMore) {
+  VirtualBytes();  // whatever the first call maps
+  for (uint64_t bytes : {uint64_t{4096}, 2 * kMiB, 9 * kMiB + 4096}) {
+    const uint64_t before = VirtualBytes();
+    Result<void*> mapped = MapPages(bytes);
+    const uint64_t with = VirtualBytes();
+    ASSERT_TRUE(mapped.ok());
+    UnmapPages(mapped.value(), bytes);
+    EXPECT_EQ(with - before, bytes);
+    EXPECT_EQ(VirtualBytes(), before);
+  }
+}
+
+TEST(MapPagesTest, TouchesNoPage) {
+  const uint64_t bytes = 8 * kMiB;
+  Result<void*> mapped = MapPages(bytes);
+  ASSERT_TRUE(mapped.ok());
+  EXPECT_EQ(PagesResident(mapped.value(), bytes), 0u);
+  *static_cast<volatile char*>(mapped.value()) = 1;
+  EXPECT_GE(PagesResident(mapped.value(), bytes), 1u);
+  UnmapPages(mapped.value(), bytes);
+}
+
+// True if the kernel notes the wish for huge pages at `data`.
+bool HugePagesAskedFor(const void* data) {
+  const uint64_t address = reinterpret_cast<uintptr_t>(data);
+  std::ifstream maps("/proc/self/smaps");
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long long begin = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%llx-%llx ", &begin, &end) == 2)
+      inside = begin <= address && address < end;
+    if (inside && line.rfind("VmFlags:", 0) == 0) return line.find(" hg") != std::string::npos;
+  }
+  return false;
+}
+
+TEST(MapPagesTest, AsksForHugePagesWhereOneFits) {
+  if (!HugePagesAvailable()) GTEST_SKIP() << "this kernel has no huge pages";
+  Result<void*> large = MapPages(4 * kMiB);
+  ASSERT_TRUE(large.ok());
+  EXPECT_TRUE(HugePagesAskedFor(large.value()));
+  UnmapPages(large.value(), 4 * kMiB);
+}
+
+TEST(MapPagesTest, RefusesWhatTheSystemHasNot) {
+  for (uint64_t bytes : {uint64_t{1} << 60, UINT64_MAX - 4096, UINT64_MAX}) {
+    Result<void*> mapped = MapPages(bytes);
+    ASSERT_FALSE(mapped.ok());
+    EXPECT_EQ(mapped.status().code(), OFFLOAD_OUT_OF_HOST_MEMORY);
+    const std::string& text = mapped.status().message();
+    EXPECT_NE(text.find("asked for " + std::to_string(bytes) + " bytes"), std::string::npos)
+        << text;
+    EXPECT_NE(text.find("Cannot allocate memory"), std::string::npos) << text;
+    EXPECT_NE(text.find("bytes are available"), std::string::npos) << text;
+    EXPECT_NE(text.find("raise the limit"), std::string::npos) << text;
+  }
+}
+
+TEST(MapPagesDeathTest, ZeroBytesAreABugOfOurs) {
+  EXPECT_DEATH((void)MapPages(0), "broken invariant bytes > 0");
+}
+
+TEST(ReserveAddressesTest, TakesAddressesButNoMemory) {
+  const uint64_t bytes = uint64_t{1} << 40;
+  Result<void*> reserved = ReserveAddresses(bytes);
+  ASSERT_TRUE(reserved.ok()) << reserved.status().message();
+  UnmapPages(reserved.value(), bytes);
+}
+
+TEST(ReserveAddressesTest, RefusesMoreThanThereAre) {
+  Result<void*> reserved = ReserveAddresses(uint64_t{1} << 62);
+  ASSERT_FALSE(reserved.ok());
+  EXPECT_EQ(reserved.status().code(), OFFLOAD_OUT_OF_HOST_MEMORY);
+  EXPECT_NE(reserved.status().message().find("4611686018427387904 bytes"), std::string::npos);
+}
+
+TEST(ReserveAddressesDeathTest, FaultsOnReadAndWriteAtBothEnds) {
+  const uint64_t bytes = 3 * PageBytes();
+  Result<void*> reserved = ReserveAddresses(bytes);
+  ASSERT_TRUE(reserved.ok());
+  volatile char* data = static_cast<char*>(reserved.value());
+  EXPECT_DEATH((void)data[0], "");
+  EXPECT_DEATH((void)data[bytes - 1], "");
+  EXPECT_DEATH(data[0] = 1, "");
+  EXPECT_DEATH(data[bytes - 1] = 1, "");
+  UnmapPages(reserved.value(), bytes);
+}
+
+// --- Bytes available ---
+
+TEST(AvailableBytesTest, IsSomethingAndAtMostAllMemoryHere) {
+  const uint64_t all = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * PageBytes();
+  EXPECT_GT(AvailableBytes(), 0u);
+  EXPECT_LE(AvailableBytes(), all);
+}
+
+TEST(AvailableBytesTest, NothingReadableIsNoLimit) {
+  const FakeRoot root;
+  EXPECT_EQ(AvailableBytes(root.path()), UINT64_MAX);
+}
+
+TEST(AvailableBytesTest, WithoutCgroupIsWhatTheKernelSays) {
+  const FakeRoot root;
+  root.Write("/proc/meminfo",
+             "MemTotal:        8000 kB\nMemFree: 1000 kB\nMemAvailable:    3000 kB\n");
+  EXPECT_EQ(AvailableBytes(root.path()), 3000u * 1024);
+}
+
+TEST(AvailableBytesTest, CgroupLimitLeavesLimitLessUsageAndFileCacheIsFree) {
+  const FakeRoot root;
+  root.Write("/proc/meminfo", "MemAvailable: 8000 kB\n");
+  root.Write("/proc/self/cgroup", "0::/job\n");
+  root.Write("/sys/fs/cgroup/job/memory.max", "1000000\n");
+  root.Write("/sys/fs/cgroup/job/memory.current", "700000\n");
+  EXPECT_EQ(AvailableBytes(root.path()), 300000u);
+  root.Write("/sys/fs/cgroup/job/memory.stat",
+             "anon 200000\nfile 500000\ninactive_file 300000\nactive_file 100000\n");
+  EXPECT_EQ(AvailableBytes(root.path()), 700000u);
+  root.Write("/sys/fs/cgroup/job/memory.max", "250000\n");  // lowered below what is in use
+  EXPECT_EQ(AvailableBytes(root.path()), 0u);
+  root.Write("/sys/fs/cgroup/job/memory.max", "max\n");
+  EXPECT_EQ(AvailableBytes(root.path()), 8000u * 1024);
+}
+
+TEST(AvailableBytesTest, TheTightestAncestorCounts) {
+  const FakeRoot root;
+  root.Write("/proc/self/cgroup", "0::/user/job/rank0\n");
+  for (const char* group : {"/user", "/user/job", "/user/job/rank0"})
+    root.Write(std::string("/sys/fs/cgroup") + group + "/memory.current", "100\n");
+  root.Write("/sys/fs/cgroup/user/memory.max", "5000\n");
+  root.Write("/sys/fs/cgroup/user/job/memory.max", "1100\n");
+  root.Write("/sys/fs/cgroup/user/job/rank0/memory.max", "9000\n");
+  EXPECT_EQ(AvailableBytes(root.path()), 1000u);
+  root.Write("/sys/fs/cgroup/user/memory.max", "900\n");
+  EXPECT_EQ(AvailableBytes(root.path()), 800u);
+}
+
+TEST(AvailableBytesTest, ReadsTheOldCgroupToo) {
+  const FakeRoot root;
+  root.Write("/proc/self/cgroup", "5:cpuset:/x\n4:memory:/job\n0::/\n");
+  const std::string group = "/sys/fs/cgroup/memory/job";
+  root.Write(group + "/memory.limit_in_bytes", "9223372036854771712\n");  // its word for none
+  root.Write(group + "/memory.usage_in_bytes", "4096\n");
+  EXPECT_GT(AvailableBytes(root.path()), uint64_t{1} << 60);
+  root.Write(group + "/memory.limit_in_bytes", "1000000\n");
+  root.Write(group + "/memory.usage_in_bytes", "600000\n");
+  root.Write(group + "/memory.stat",
+             "inactive_file 7\ntotal_inactive_file 100000\ntotal_active_file 1000\n");
+  EXPECT_EQ(AvailableBytes(root.path()), 501000u);
+}
+
+// --- CPU limit ---
+
+TEST(CgroupCpuLimitTest, NoFilesNoLimit) {
+  const FakeRoot root;
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 0u);
+  root.Write("/proc/self/cgroup", "0::/job\n");
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 0u);
+}
+
+TEST(CgroupCpuLimitTest, RoundsUpAndKnowsTheWordMax) {
+  const FakeRoot root;
+  root.Write("/proc/self/cgroup", "0::/job\n");
+  const std::pair<const char*, uint32_t> cases[] = {{"max 100000\n", 0},
+                                                    {"100000 100000\n", 1},
+                                                    {"100001 100000\n", 2},
+                                                    {"1000 100000\n", 1},
+                                                    {"6400000 100000\n", 64},
+                                                    {"25000 10000\n", 3},
+                                                    {"", 0},
+                                                    {"nonsense\n", 0},
+                                                    {"100000 0\n", 0},
+                                                    {"-1 100000\n", 0},
+                                                    {"9223372036854775807 1\n", UINT32_MAX}};
+  for (const auto& [text, cpus] : cases) {
+    root.Write("/sys/fs/cgroup/job/cpu.max", text);
+    EXPECT_EQ(CgroupCpuLimit(root.path()), cpus) << text;
+  }
+}
+
+TEST(CgroupCpuLimitTest, TheTightestAncestorCounts) {
+  const FakeRoot root;
+  root.Write("/proc/self/cgroup", "0::/user/job/rank0\n");
+  root.Write("/sys/fs/cgroup/user/cpu.max", "800000 100000\n");
+  root.Write("/sys/fs/cgroup/user/job/cpu.max", "300000 100000\n");
+  root.Write("/sys/fs/cgroup/user/job/rank0/cpu.max", "max 100000\n");
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 3u);
+  root.Write("/sys/fs/cgroup/user/cpu.max", "200000 100000\n");
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 2u);
+  root.Write("/sys/fs/cgroup/user/job/rank0/cpu.max", "50000 100000\n");
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 1u);
+}
+
+TEST(CgroupCpuLimitTest, FindsTheContainersLimitUnderAPathOfTheHost) {
+  const FakeRoot root;
+  root.Write("/sys/fs/cgroup/cpu.max", "200000 100000\n");
+  for (const char* path : {"/", "/docker/0123/init", "/../../slice", "/..", ""}) {
+    root.Write("/proc/self/cgroup", "0::" + std::string(path) + "\n");
+    EXPECT_EQ(CgroupCpuLimit(root.path()), 2u) << path;
+  }
+}
+
+TEST(CgroupCpuLimitTest, ReadsTheOldCgroupToo) {
+  const FakeRoot root;
+  root.Write("/proc/self/cgroup", "7:cpuset:/s\n3:cpu,cpuacct:/a/b\n0::/z\n");
+  const std::string group = "/sys/fs/cgroup/cpu/a";
+  root.Write(group + "/cpu.cfs_period_us", "100000\n");
+  root.Write(group + "/cpu.cfs_quota_us", "-1\n");
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 0u);
+  root.Write(group + "/cpu.cfs_quota_us", "250000\n");
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 3u);
+  root.Write("/sys/fs/cgroup/cpu/s/cpu.cfs_period_us", "100000\n");  // the path of cpuset
+  root.Write("/sys/fs/cgroup/cpu/s/cpu.cfs_quota_us", "100000\n");
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 3u);
+  root.Write("/sys/fs/cgroup/unified/z/cpu.max", "100000 100000\n");
+  EXPECT_EQ(CgroupCpuLimit(root.path()), 1u);
+}
+
+TEST(CgroupCpuLimitTest, OddLinesAreLeftOut) {
+  const FakeRoot root;
+  root.Write("/sys/fs/cgroup/cpu.max", "200000 100000\n");
+  for (const char* text : {"", "\n", "0", "0:", "::", ":", "no colon here\n\n"}) {
+    root.Write("/proc/self/cgroup", text);
+    const uint32_t cpus = CgroupCpuLimit(root.path());
+    EXPECT_EQ(cpus, std::strcmp(text, "::") == 0 ? 2u : 0u) << text;
+  }
+}
+
+// --- Nodes ---
+
+TEST(NodeCountTest, CountsNodesThatHaveOneOfTheCpus) {
+  const FakeRoot root;
+  root.Write("/sys/devices/system/node/online", "0-1,4\n");
+  root.Write("/sys/devices/system/node/node0/cpulist", "0-3,8-11\n");
+  root.Write("/sys/devices/system/node/node1/cpulist", "4-7,12-15\n");
+  root.Write("/sys/devices/system/node/node4/cpulist", "\n");  // memory without CPUs
+  EXPECT_EQ(NodeCount({0, 1, 2, 3}, root.path()), 1u);
+  EXPECT_EQ(NodeCount({11}, root.path()), 1u);
+  EXPECT_EQ(NodeCount({3, 4}, root.path()), 2u);
+  EXPECT_EQ(NodeCount({0, 5, 8, 12, 15}, root.path()), 2u);
+}
+
+TEST(NodeCountTest, IsOneWhereTheSystemDoesNotSay) {
+  const FakeRoot root;
+  EXPECT_EQ(NodeCount({0}, root.path()), 1u);
+  root.Write("/sys/devices/system/node/online", "0\n");
+  EXPECT_EQ(NodeCount({0}, root.path()), 1u);
+  EXPECT_GE(NodeCount(AllowedCpus()), 1u);
+}
+
+// --- Threads ---
+
+TEST(AllowedCpusTest, AgreesWithTheKernelAndFollowsThePin) {
+  const std::vector<uint32_t> cpus = AllowedCpus();
+  ASSERT_FALSE(cpus.empty());
+  EXPECT_TRUE(std::is_sorted(cpus.begin(), cpus.end()));
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    EXPECT_EQ(cpus.size(), static_cast<size_t>(CPU_COUNT(&set)));
+    for (uint32_t cpu : cpus) EXPECT_TRUE(CPU_ISSET(cpu, &set));
+  }
+  std::thread([&] {
+    for (uint32_t cpu : cpus) {
+      if (!PinThisThread({cpu})) continue;
+      EXPECT_EQ(AllowedCpus(), std::vector{cpu});
+      EXPECT_EQ(sched_getcpu(), static_cast<int>(cpu));
+    }
+    EXPECT_TRUE(PinThisThread(cpus));
+    EXPECT_EQ(AllowedCpus(), cpus);
+  }).join();
+}
+
+TEST(PinThisThreadTest, SaysWhenTheSystemRefuses) {
+  const std::vector<uint32_t> before = AllowedCpus();
+  EXPECT_FALSE(PinThisThread({60000}));
+  EXPECT_EQ(AllowedCpus(), before);
+}
+
+TEST(ResetFloatingPointModeTest, EndsFlushToZeroAndOddRounding) {
+  std::thread([] {
+    SetFlushToZero();
+    ASSERT_TRUE(FlushesToZero());
+    ResetFloatingPointMode();
+    EXPECT_FALSE(FlushesToZero());
+    fesetround(FE_UPWARD);
+    ResetFloatingPointMode();
+    EXPECT_EQ(fegetround(), FE_TONEAREST);
+  }).join();
+}
+
+TEST(NameThisThreadTest, KeepsFifteenBytes) {
+  std::thread([] {
+    char name[64];
+    NameThisThread("short");
+    pthread_getname_np(pthread_self(), name, sizeof(name));
+    EXPECT_STREQ(name, "short");
+    NameThisThread("hybridopt/123456789");
+    pthread_getname_np(pthread_self(), name, sizeof(name));
+    EXPECT_STREQ(name, "hybridopt/12345");
+  }).join();
+}
+
+TEST(StartThreadTest, RunsTheBodyWithSignalsBlockedAndLeavesTheCallersMask) {
+  sigset_t before, after, inside;
+  pthread_sigmask(SIG_SETMASK, nullptr, &before);
+  Result<pthread_t> thread = StartThread(
+      [](void* mask) -> void* {
+        pthread_sigmask(SIG_SETMASK, nullptr, static_cast<sigset_t*>(mask));
+        return nullptr;
+      },
+      &inside);
+  ASSERT_TRUE(thread.ok()) << thread.status().message();
+  JoinThread(thread.value());
+  pthread_sigmask(SIG_SETMASK, nullptr, &after);
+  for (int number = 1; number < 32; ++number)
+    EXPECT_EQ(sigismember(&before, number), sigismember(&after, number)) << number;
+  for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGALRM, SIGPROF, SIGCHLD, SIGPIPE,
+                     SIGABRT, SIGRTMIN, SIGRTMAX})
+    EXPECT_EQ(sigismember(&inside, number), 1) << number;
+  for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS})
+    EXPECT_EQ(sigismember(&inside, number), 0) << number;
+}
+
+}  // namespace
+}  // namespace hybridopt::prim
