@@ -278,13 +278,16 @@ Status SimDevice::StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t
 Status SimDevice::Wait(EventHandle event, int64_t timeout_ns) {
   HYBRIDOPT_ASSIGN(const Point point, LatestRecord(event));
   HYBRIDOPT_TRY(fault_.status());
-  if (point.stream != nullptr && !point.stream->WaitUntil(point.sequence, timeout_ns)) {
+  const bool reached =
+      point.stream == nullptr || point.stream->WaitUntil(point.sequence, timeout_ns);
+  HYBRIDOPT_TRY(fault_.status());
+  if (!reached) {
     return Status::Error(OFFLOAD_TIMED_OUT,
                          "event \"%s\" on stream \"%s\" was not reached within %" PRId64
                          " ns; the work goes on, wait again",
                          LabelOf(event).c_str(), point.stream->label().c_str(), timeout_ns);
   }
-  return fault_.status();
+  return Status();
 }
 
 std::string SimDevice::LabelOf(EventHandle event) const {
@@ -296,15 +299,16 @@ std::string SimDevice::LabelOf(EventHandle event) const {
 
 Result<int64_t> SimDevice::TimeOf(EventHandle event) const {
   HYBRIDOPT_ASSIGN(const Point point, LatestRecord(event));
-  if (point.stream == nullptr || !point.stream->WaitUntil(point.sequence, 0)) {
+  const bool reached = point.stream != nullptr && point.stream->WaitUntil(point.sequence, 0);
+  HYBRIDOPT_TRY(fault_.status());
+  if (!reached) {
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "event \"%s\" has no time: it was not recorded, or its latest record has "
                          "not been reached; wait for it first",
                          LabelOf(event).c_str());
   }
-  HYBRIDOPT_TRY(fault_.status());
-  HYBRIDOPT_ASSIGN(const Point reached, LatestRecord(event));
-  return reached.time_ns;
+  HYBRIDOPT_ASSIGN(const Point timed, LatestRecord(event));
+  return timed.time_ns;
 }
 
 Result<double> SimDevice::Elapsed(EventHandle begin, EventHandle end) {
@@ -316,13 +320,15 @@ Result<double> SimDevice::Elapsed(EventHandle begin, EventHandle end) {
 Status SimDevice::Synchronize(StreamHandle stream, int64_t timeout_ns) {
   HYBRIDOPT_ASSIGN(SimStream * found, Find(stream));
   HYBRIDOPT_TRY(fault_.status());
-  if (!found->WaitUntil(found->Queued(), timeout_ns)) {
+  const bool done = found->WaitUntil(found->Queued(), timeout_ns);
+  HYBRIDOPT_TRY(fault_.status());
+  if (!done) {
     return Status::Error(OFFLOAD_TIMED_OUT,
                          "work queued on stream \"%s\" was not done within %" PRId64
                          " ns; it goes on, wait again",
                          found->label().c_str(), timeout_ns);
   }
-  return fault_.status();
+  return Status();
 }
 
 // A device address taken for a host address is the caller's bug: real devices see it at once.
