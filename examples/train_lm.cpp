@@ -7,7 +7,7 @@
 //   optimizer_step   gradients down, AdamW by CPU threads, params up       the library
 //   stream_wait      the next forward starts when its params are there     on the device's stream
 //
-// Read Trainer first: it holds every call of the library but the table of the plan.
+// Read Trainer first: it makes the calls of the library, the rest prints.
 #include <stdio.h>
 #include <unistd.h>
 
@@ -83,7 +83,7 @@ class Trainer {
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  // Registers every tensor; where the state of which share would live is then in plan().
+  // Registers every tensor. Nothing is allocated: plan() tells what commit() would take.
   void create_optimizer(double device_fraction) {
     auto options = sized<offload_optimizer_options_t>();
     options.algorithm = OFFLOAD_ADAMW;
@@ -160,7 +160,7 @@ class Trainer {
 
   // Bits per byte of the held-out text.
   double evaluate(const Text& text) {
-    constexpr int kParts = 8;
+    constexpr int kParts = 16;
     Job job{&model_, false, {}, 0, 0};
     double loss = 0;
     for (int i = 0; i < kParts; ++i) {
@@ -328,23 +328,21 @@ double learning_rate(int64_t step, double progress) {
   return std::min(1.0, (step + 1) / 40.0) * std::clamp((1 - progress) / 0.7, 0.0, 1.0);
 }
 
-// One line: redrawn on a terminal, else written now and then.
+// One line of 78 columns: redrawn on a terminal, else written now and then.
 class Progress {
  public:
   void show(int64_t step, double progress, double elapsed, double bits) {
     if (elapsed - shown_ < (terminal_ ? 0.1 : 10)) return;
     shown_ = elapsed;
-    const int filled = static_cast<int>(24 * progress);
-    printf(
-        "%s  [%.*s%.*s] %3.0f %%  step %5lld  %6.0f tokens/s  train %.3f bits/byte  ETA %3.0f s%s",
-        terminal_ ? "\r" : "", filled, "########################", 24 - filled,
-        "........................", 100 * progress, static_cast<long long>(step),
-        step * kTokens / elapsed, bits, progress > 0 ? elapsed / progress - elapsed : 0,
-        terminal_ ? " " : "\n");
+    const int filled = static_cast<int>(12 * progress);
+    printf("%s  [%.*s%.*s] %3.0f %%  step %4lld  %5.0f tokens/s  %.3f bits/byte  ETA %3.0f s%s",
+           terminal_ ? "\r" : "", filled, "############", 12 - filled, "............",
+           100 * progress, static_cast<long long>(step), step * kTokens / elapsed, bits,
+           progress > 0 ? elapsed / progress - elapsed : 0, terminal_ ? "" : "\n");
     fflush(stdout);
   }
   void clear() const {
-    if (terminal_) printf("\r%100s\r", "");
+    if (terminal_) printf("\r\033[K");  // erase the line
   }
 
  private:
@@ -411,10 +409,12 @@ bool replay(const Text& text, const Options& options) {
     Trainer trainer(options, 2 * memory_cap());
     trainer.create_optimizer(fraction);
     MUST(trainer.commit());
-    for (int step = 0; step < options.replay_steps; ++step) {
-      trainer.queue_step(text, learning_rate(step, 0));
+    trainer.queue_step(text, learning_rate(0, 0));
+    for (int step = 1; step < options.replay_steps; ++step) {
+      trainer.queue_step(text, learning_rate(step, 0));  // behind one that runs, as in training
       trainer.finish_step();
     }
+    trainer.finish_step();
     hashes.push_back({trainer.params_hash(), trainer.masters_hash()});
     printf("  %15.1f     %016llx      %016llx\n", fraction,
            static_cast<unsigned long long>(hashes.back().first),

@@ -20,8 +20,8 @@ inline float widen(uint16_t bf16) {
   return value;
 }
 
-inline uint16_t narrow(
-    float value) {  // to bf16, nearest even; NaN stays NaN so that the step is skipped
+// To bf16, nearest even. NaN stays NaN, so that the library sees it and skips the step.
+inline uint16_t narrow(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -34,8 +34,7 @@ inline constexpr int kContext = 64, kBatch = 16, kTokens = kBatch * kContext;
 // Besides its byte a token looks up the hash of its last n bytes. The tables hold most of the
 // parameters but cost no products, so a few minutes on two cores are enough to learn from.
 inline constexpr int kNgrams[] = {2, 3, 4, 6}, kNgramTables = 4, kNgramRows = 4096;
-inline constexpr int kHistory =
-    8;  // bytes before the window that the first tokens' n-grams reach into
+inline constexpr int kHistory = 8;  // bytes before a window, for the n-grams of its first tokens
 
 // kBatch windows of text, each with its history in front and the last target behind.
 struct Batch {
@@ -97,8 +96,9 @@ struct Activations {
     for (float** p : {&residual, &final_norm, &d_residual, &d_norm, &d_query, &d_key, &d_value}) {
       visit(kWidth, *p);
     }
-    visit(1, final_scale), visit(kVocabulary, logits);
-    visit(kContext / kBatch, d_weights), visit(kHidden, d_hidden);
+    visit(1, final_scale), visit(kVocabulary, logits), visit(kHidden, d_hidden);
+    static_assert(kContext % kBatch == 0);
+    visit(kContext / kBatch, d_weights);  // one [context, context] in all
     for (Block& b : block) {
       for (float** p : {&b.attention_in, &b.query, &b.key, &b.value, &b.mixed, &b.mlp_in}) {
         visit(kWidth, *p);
