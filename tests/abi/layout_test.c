@@ -138,7 +138,7 @@ static const pin_t pins[] = {
     FIELD(offload_step_options_t, grad_norm_max, 16, 8),
     FIELD(offload_step_options_t, stream, 24, 8),
 
-    STRUCT(offload_step_result_t, 88),
+    STRUCT(offload_step_result_t, 104),
     FIELD(offload_step_result_t, struct_size, 0, 4),
     FIELD(offload_step_result_t, skipped, 4, 4),
     FIELD(offload_step_result_t, step, 8, 8),
@@ -151,6 +151,8 @@ static const pin_t pins[] = {
     FIELD(offload_step_result_t, params_up_seconds, 64, 8),
     FIELD(offload_step_result_t, device_update_seconds, 72, 8),
     FIELD(offload_step_result_t, stall_seconds, 80, 8),
+    FIELD(offload_step_result_t, grads_down_bytes, 88, 8),
+    FIELD(offload_step_result_t, params_up_bytes, 96, 8),
 
     STRUCT(offload_state_view_t, 48),
     FIELD(offload_state_view_t, struct_size, 0, 4),
