@@ -4,11 +4,11 @@
 #include <cstdio>
 #include <cstdlib>
 
-#define HYBRIDOPT_CHECK(condition)                                                       \
-  do {                                                                                   \
-    if (!(condition)) [[unlikely]] {                                                     \
+#define HYBRIDOPT_CHECK(condition)                                                            \
+  do {                                                                                        \
+    if (!(condition)) [[unlikely]] {                                                          \
       std::fprintf(stderr, "hybridopt: broken invariant %s at %s:%d\n", #condition, __FILE__, \
-                   __LINE__);                                                            \
-      std::abort();                                                                      \
-    }                                                                                    \
+                   __LINE__);                                                                 \
+      std::abort();                                                                           \
+    }                                                                                         \
   } while (false)

@@ -48,18 +48,16 @@ class [[nodiscard]] Result {
 }  // namespace hybridopt
 
 // Returns the failure of `expression` (a Status) to the caller.
-#define HYBRIDOPT_TRY(expression)                                      \
-  do {                                                                 \
-    if (::hybridopt::Status try_status = (expression); !try_status.ok()) \
-      return try_status;                                               \
+#define HYBRIDOPT_TRY(expression)                                                           \
+  do {                                                                                      \
+    if (::hybridopt::Status try_status = (expression); !try_status.ok()) return try_status; \
   } while (false)
 
 #define HYBRIDOPT_JOIN_INNER(a, b) a##b
 #define HYBRIDOPT_JOIN(a, b) HYBRIDOPT_JOIN_INNER(a, b)
 
 // Moves the value of `expression` (a Result) into `target`, or returns its failure to the caller.
-#define HYBRIDOPT_ASSIGN(target, expression)                          \
-  auto HYBRIDOPT_JOIN(result_, __LINE__) = (expression);              \
-  if (!HYBRIDOPT_JOIN(result_, __LINE__).ok())                        \
-    return HYBRIDOPT_JOIN(result_, __LINE__).status();                \
+#define HYBRIDOPT_ASSIGN(target, expression)                                                      \
+  auto HYBRIDOPT_JOIN(result_, __LINE__) = (expression);                                          \
+  if (!HYBRIDOPT_JOIN(result_, __LINE__).ok()) return HYBRIDOPT_JOIN(result_, __LINE__).status(); \
   target = std::move(HYBRIDOPT_JOIN(result_, __LINE__).value())
