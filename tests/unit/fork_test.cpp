@@ -20,7 +20,7 @@ constexpr char kRefusal[] =
 
 // What a child does with a pool it inherited; exits 0 if it is refused. A hang ends in SIGALRM.
 [[noreturn]] void UseAndDestroyInChild(std::unique_ptr<WorkerPool>& pool) {
-  alarm(60);
+  alarm(30);
   bool touched = false;
   for (int attempt = 0; attempt < 2; ++attempt) {
     const Status status = pool->Run([&](uint32_t) { touched = true; });
@@ -79,7 +79,7 @@ TEST(ForkDeathTest, AChildOfAForkInTheMiddleOfARunDoesNotHang) {
 }
 
 [[noreturn]] void MakeANewPoolInChild() {
-  alarm(60);
+  alarm(30);
   std::atomic<uint32_t> runs{0};
   {
     WorkerPool pool(2);

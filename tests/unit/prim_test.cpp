@@ -337,6 +337,16 @@ TEST(NodeCountTest, CountsNodesThatHaveOneOfTheCpus) {
   EXPECT_EQ(NodeCount({0, 5, 8, 12, 15}, root.path()), 2u);
 }
 
+TEST(NodeCountTest, ReadsListsOfSingleCpus) {
+  const FakeRoot root;
+  root.Write("/sys/devices/system/node/online", "0,1\n");
+  root.Write("/sys/devices/system/node/node0/cpulist", "0\n");
+  root.Write("/sys/devices/system/node/node1/cpulist", "2,4,6-7\n");
+  EXPECT_EQ(NodeCount({0, 1, 3, 5, 8}, root.path()), 1u);
+  EXPECT_EQ(NodeCount({0, 4}, root.path()), 2u);
+  EXPECT_EQ(NodeCount({0, 7}, root.path()), 2u);
+}
+
 TEST(NodeCountTest, IsOneWhereTheSystemDoesNotSay) {
   const FakeRoot root;
   EXPECT_EQ(NodeCount({0}, root.path()), 1u);

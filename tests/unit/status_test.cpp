@@ -65,7 +65,7 @@ TEST(ResultTest, HoldsTheReasonForNoValue) {
 }
 
 TEST(ResultDeathTest, NoValueNeedsAReason) {
-  EXPECT_DEATH(Result<int>{Status()}, "broken invariant !status_.ok\\(\\)");
+  EXPECT_DEATH((void)Result<int>(Status()), "broken invariant !status_.ok\\(\\)");
 }
 
 Status TryBoth(const Status& first, const Status& second, int* reached) {
