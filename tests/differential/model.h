@@ -1,0 +1,119 @@
+// Model: what the optimizer must do, as simply as it can be said: whole params, one after the
+// other, in plain loops over the scalar specification. It shares nothing else with the library:
+// the norm's tree, the step counts and the skip are its own.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kernels/coefficients.h"
+#include "kernels/kernels.h"
+#include "problem.h"
+
+namespace hybridopt {
+
+class Model {
+ public:
+  struct Param {
+    Bytes data;
+    std::vector<float> master;
+    std::vector<float> moment0;
+    std::vector<float> moment1;
+    uint64_t step_count = 0;
+  };
+
+  explicit Model(const Problem& problem) : problem_(&problem) {
+    for (size_t id = 0; id < problem.params.size(); ++id) {
+      const ParamSpec& spec = problem.params[id];
+      Param param;
+      param.data = problem.initial[id];
+      param.master = Widen(spec.dtype, spec.count, param.data);
+      const double first = problem.groups[spec.group].initial_accumulator_value;
+      param.moment0.assign(spec.count, static_cast<float>(first));
+      param.moment1.assign(spec.count, 0.0f);
+      params.push_back(std::move(param));
+    }
+  }
+
+  void Step(const StepInput& input) {
+    const double scale = input.grad_scale == 0 ? 1.0 : input.grad_scale;
+    const bool vouched = (input.flags & OFFLOAD_STEP_ASSUME_FINITE) != 0;
+    verdict = vouched && input.grad_norm_max == 0
+                  ? AssumeFinite(scale)
+                  : Decide(SumSquares(input), scale, input.grad_norm_max);
+    if (verdict.skip != 0) {
+      steps_skipped += 1;
+      return;
+    }
+    steps_applied += 1;
+    for (size_t id = 0; id < params.size(); ++id)
+      if (input.grads[id].has_value() && problem_->params[id].count > 0) Update(id, input);
+  }
+
+  std::vector<Param> params;
+  uint64_t steps_applied = 0;
+  uint64_t steps_skipped = 0;
+  Verdict verdict{};  // of the last step
+
+ private:
+  static std::vector<float> Widen(int32_t dtype, uint64_t count, const Bytes& array) {
+    std::vector<float> widened(count);
+    ReferenceKernels().ToFp32(dtype)(array.data(), count, widened.data());
+    return widened;
+  }
+
+  double SumSquares(const StepInput& input) const {
+    double sum = 0;
+    for (size_t id = 0; id < params.size(); ++id) {
+      const ParamSpec& spec = problem_->params[id];
+      if (!input.grads[id].has_value()) continue;
+      sum += SumSquaresOfParam(Widen(spec.grad_dtype, spec.count, *input.grads[id]));
+    }
+    return sum;
+  }
+
+  // Blocks of 4096 elements; in a block 16 sums, folded in halves; blocks in order.
+  static double SumSquaresOfParam(const std::vector<float>& grad) {
+    double sum = 0;
+    for (size_t begin = 0; begin < grad.size(); begin += 4096) {
+      double lanes[16] = {};
+      for (size_t i = begin; i < grad.size() && i < begin + 4096; ++i)
+        lanes[i % 16] += double{grad[i]} * double{grad[i]};
+      for (int l = 0; l < 8; ++l) lanes[l] += lanes[l + 8];
+      for (int l = 0; l < 4; ++l) lanes[l] += lanes[l + 4];
+      const double block = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+      sum += std::isnan(block) ? std::numeric_limits<double>::quiet_NaN() : block;
+    }
+    return sum;
+  }
+
+  void Update(size_t id, const StepInput& input) {
+    const ParamSpec& spec = problem_->params[id];
+    Param& param = params[id];
+    const double momentum_at_commit = problem_->groups[spec.group].momentum;
+    const Rule rule = RuleOf(problem_->algorithm, momentum_at_commit);
+    param.step_count += 1;
+    Coefficients coefficients =
+        MakeCoefficients(problem_->algorithm, input.groups[spec.group], param.step_count);
+    coefficients.grad_factor *= verdict.grad_factor;
+    const UpdateSpan span{input.grads[id]->data(), param.data.data(),    param.master.data(),
+                          param.moment0.data(),    param.moment1.data(), spec.count};
+    ReferenceKernels().Update(rule, spec.grad_dtype, spec.dtype)(coefficients, span);
+  }
+
+  const Problem* problem_;
+};
+
+// trace[i] is the model after i steps.
+inline std::vector<Model> TraceOf(const Problem& problem) {
+  std::vector<Model> trace = {Model(problem)};
+  for (const StepInput& input : problem.steps) {
+    trace.push_back(trace.back());
+    trace.back().Step(input);
+  }
+  return trace;
+}
+
+}  // namespace hybridopt

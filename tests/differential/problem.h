@@ -1,0 +1,227 @@
+// A seeded random training problem: params of every dtype mix and awkward counts, and what each
+// step brings: gradients (some missing), hyperparameters, loss scale, clipping.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/convert.h"
+#include "kernels/kernels.h"
+#include "offload.h"
+
+namespace hybridopt {
+
+using Bytes = std::vector<std::byte>;
+
+inline constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
+inline constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_SGD, OFFLOAD_LION,
+                                          OFFLOAD_ADAGRAD};
+
+// The share of a long test that this run does (HYBRIDOPT_TEST_SCALE).
+inline double TestScale() {
+  const char* text = std::getenv("HYBRIDOPT_TEST_SCALE");
+  return text == nullptr ? 1.0 : std::atof(text);
+}
+inline int Scaled(int count) {
+  return std::max(1, static_cast<int>(std::lround(count * TestScale())));
+}
+
+// splitmix64: the same numbers with every standard library.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15 + 1) {}
+  uint64_t Next() {
+    uint64_t z = state_ += 0x9e3779b97f4a7c15;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+  }
+  uint64_t Below(uint64_t bound) { return Next() % bound; }
+  bool OneIn(uint64_t n) { return Below(n) == 0; }
+  double Unit() { return static_cast<double>(Next() >> 11) * 0x1p-53; }
+  double Between(double low, double high) { return low + (high - low) * Unit(); }
+  template <typename T>
+  void Shuffle(std::vector<T>& items) {
+    for (size_t i = items.size(); i > 1; --i) std::swap(items[i - 1], items[Below(i)]);
+  }
+
+ private:
+  uint64_t state_;
+};
+
+struct ParamSpec {
+  int32_t dtype;
+  int32_t grad_dtype;
+  int32_t placement;
+  uint32_t group;
+  uint64_t count;
+
+  uint64_t data_bytes() const { return count * DtypeBytes(dtype); }
+  uint64_t grad_bytes() const { return count * DtypeBytes(grad_dtype); }
+  std::string Text() const {
+    return std::string(DtypeName(dtype)) + " param, " + DtypeName(grad_dtype) + " grad, " +
+           std::to_string(count) + " elements";
+  }
+};
+
+struct StepInput {
+  std::vector<std::optional<Bytes>> grads;  // per param; none = NULL
+  std::vector<offload_group_t> groups;
+  uint32_t flags = 0;
+  double grad_scale = 0;
+  double grad_norm_max = 0;
+};
+
+struct Problem {
+  int32_t algorithm;
+  std::vector<offload_group_t> groups;  // at commit
+  std::vector<ParamSpec> params;
+  std::vector<Bytes> initial;  // per param
+  std::vector<StepInput> steps;
+};
+
+// ------------------------------------------------------------------------------------ elements --
+
+inline void PutElement(Bytes& array, int32_t dtype, uint64_t index, uint32_t bits) {
+  std::memcpy(array.data() + index * DtypeBytes(dtype), &bits, DtypeBytes(dtype));
+}
+
+inline uint32_t BitsOf(int32_t dtype, float value) {
+  if (dtype == OFFLOAD_BF16) return Fp32ToBf16(value);
+  if (dtype == OFFLOAD_FP16) return Fp32ToFp16(value);
+  return std::bit_cast<uint32_t>(value);
+}
+
+inline uint32_t SignBit(int32_t dtype) { return dtype == OFFLOAD_FP32 ? 0x80000000 : 0x8000; }
+
+inline uint32_t RandomDenormal(int32_t dtype, Random& random) {
+  const uint32_t mantissas = dtype == OFFLOAD_FP32 ? 1u << 23 : dtype == OFFLOAD_BF16 ? 128 : 1024;
+  return 1 + static_cast<uint32_t>(random.Below(mantissas - 1));
+}
+
+// Ordinary numbers, with zeros and denormals of both signs among them. Huge ones stay so far below
+// overflow that no state becomes Inf: what NaN an operation then makes is not specified.
+inline uint32_t RandomBits(int32_t dtype, bool huge, Random& random) {
+  const uint32_t sign = random.OneIn(2) ? SignBit(dtype) : 0;
+  switch (random.Below(16)) {
+    case 0:
+      return sign;
+    case 1:
+      return sign | RandomDenormal(dtype, random);
+    case 2:
+      if (!huge) break;
+      return sign |
+             BitsOf(dtype, dtype == OFFLOAD_FP16 ? 65504.0f
+                                                 : static_cast<float>(random.Between(1e36, 1e37)));
+    case 3:  // far apart in magnitude
+      return sign | BitsOf(dtype, std::exp2(static_cast<float>(random.Between(-40, 10))));
+  }
+  return sign | BitsOf(dtype, static_cast<float>(random.Between(0.01, 2)));
+}
+
+inline Bytes RandomArray(int32_t dtype, uint64_t count, bool huge, Random& random) {
+  Bytes array(count * DtypeBytes(dtype));
+  for (uint64_t i = 0; i < count; ++i) PutElement(array, dtype, i, RandomBits(dtype, huge, random));
+  return array;
+}
+
+// ------------------------------------------------------------------------------------- problems --
+
+// Groups 0, 1 and 2 differ in the switches; the numbers are random. `first` of a problem decides
+// which SGD groups have a momentum_buffer.
+inline offload_group_t RandomGroup(int32_t algorithm, uint32_t index, bool first, Random& random) {
+  offload_group_t group{};
+  group.struct_size = sizeof(group);
+  group.maximize = index == 1;
+  group.lr = random.Between(1e-4, 1e-1);
+  group.weight_decay = random.OneIn(3) ? 0 : random.Between(0, 0.1);
+  const bool adam = algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM;
+  if (adam || algorithm == OFFLOAD_LION) {
+    group.beta1 = random.OneIn(4) ? 0 : random.Between(0.3, 0.99);
+    group.beta2 = random.Between(0.4, 0.9999);
+  }
+  if (adam || algorithm == OFFLOAD_ADAGRAD) group.eps = random.Between(1e-10, 1e-4);
+  if (algorithm == OFFLOAD_ADAGRAD) {
+    group.lr_decay = random.Between(0, 0.1);
+    group.initial_accumulator_value = index == 0 ? 0 : random.Between(0.01, 1);
+  }
+  if (algorithm == OFFLOAD_SGD && index != 1) {
+    // Momentum may fall to 0 after commit, and keeps its buffer.
+    group.momentum = !first && random.OneIn(4) ? 0 : random.Between(0.5, 0.99);
+    group.nesterov = index == 2 && group.momentum > 0;
+    group.dampening = index == 0 && group.momentum > 0 ? random.Between(0, 0.9) : 0;
+  }
+  return group;
+}
+
+inline constexpr uint32_t kGroupCount = 3;
+
+inline std::vector<offload_group_t> RandomGroups(int32_t algorithm, bool first, Random& random) {
+  std::vector<offload_group_t> groups;
+  for (uint32_t i = 0; i < kGroupCount; ++i)
+    groups.push_back(RandomGroup(algorithm, i, first, random));
+  return groups;
+}
+
+// Step kinds take turns: norm without clipping; unscaled and clipped; vouched finite.
+inline StepInput RandomStep(const Problem& problem, size_t number, Random& random) {
+  StepInput input;
+  input.groups = number == 0 ? problem.groups : RandomGroups(problem.algorithm, false, random);
+  const size_t kind = number % 3;
+  if (kind == 1) {
+    input.grad_scale = random.OneIn(2) ? 1024 : 3;
+    input.grad_norm_max = random.Between(0.1, 2);
+  }
+  if (kind == 2) input.flags = OFFLOAD_STEP_ASSUME_FINITE;
+  const bool huge = kind != 1;  // the clip factor would flush all else
+  for (const ParamSpec& param : problem.params) {
+    input.grads.emplace_back();
+    if (random.OneIn(8)) continue;
+    input.grads.back() = RandomArray(param.grad_dtype, param.count, huge, random);
+  }
+  return input;
+}
+
+// Params as given, in random order and groups, with random values and steps.
+inline Problem RandomProblem(int32_t algorithm, std::vector<ParamSpec> params, size_t steps,
+                             uint64_t seed) {
+  Random random(seed);
+  Problem problem;
+  problem.algorithm = algorithm;
+  problem.groups = RandomGroups(algorithm, true, random);
+  random.Shuffle(params);
+  problem.params = std::move(params);
+  for (ParamSpec& param : problem.params) {
+    param.group = static_cast<uint32_t>(random.Below(kGroupCount));
+    problem.initial.push_back(RandomArray(param.dtype, param.count, true, random));
+  }
+  for (size_t i = 0; i < steps; ++i) problem.steps.push_back(RandomStep(problem, i, random));
+  return problem;
+}
+
+// Every param dtype with every gradient dtype, each at a small and at a larger count: 0, 1, around
+// a SIMD register and a worker's grain, primes, across the norm's blocks, several chunks of 1024.
+inline std::vector<ParamSpec> AllDtypePairs() {
+  constexpr uint64_t kSmall[] = {0, 1, 31, 32, 33, 63, 65, 7, 16};
+  constexpr uint64_t kLarge[] = {997, 1024, 4099, 2048, 129, 3001, 1021, 4096, 257};
+  std::vector<ParamSpec> params;
+  size_t i = 0;
+  for (int32_t dtype : kDtypes) {
+    for (int32_t grad_dtype : kDtypes) {
+      params.push_back({dtype, grad_dtype, OFFLOAD_PLACE_AUTO, 0, kSmall[i]});
+      params.push_back({dtype, grad_dtype, OFFLOAD_PLACE_AUTO, 0, kLarge[i]});
+      ++i;
+    }
+  }
+  return params;
+}
+
+}  // namespace hybridopt
