@@ -172,6 +172,11 @@ class Rig {
     return blocks_.size() - 1;
   }
 
+  // Two params of equal bytes trade their places in a block; bind and fill it afterwards.
+  void SwapPlaces(size_t block, size_t a, size_t b) {
+    std::swap(blocks_[block].layout.data[a], blocks_[block].layout.data[b]);
+  }
+
   void PutParams(size_t block, const Model& model) {
     ExpectParams(block, model);
     Upload(block, 0, blocks_[block].layout.grads_begin);
