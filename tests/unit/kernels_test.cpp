@@ -113,7 +113,7 @@ std::vector<float> AwkwardValues(uint64_t count, uint64_t seed, float scale, flo
         value = unit * 1e-20f;
         break;
       case 6:
-        value = unit * 1e19f < max ? unit * 1e19f : max;
+        value = std::clamp(unit * 1e19f, -max, max);
         break;
       default:
         value = unit * scale;
@@ -122,6 +122,12 @@ std::vector<float> AwkwardValues(uint64_t count, uint64_t seed, float scale, flo
   return values;
 }
 
+struct Kind {
+  Rule rule;
+  int32_t grad_dtype;
+  int32_t param_dtype;
+};
+
 struct Inputs {
   std::vector<uint8_t> grad;
   std::vector<float> master;
@@ -129,21 +135,22 @@ struct Inputs {
   std::vector<float> moment1;
 };
 
-Inputs AwkwardInputs(uint64_t count, int32_t grad_dtype, uint64_t seed) {
-  const float max = grad_dtype == OFFLOAD_FP16 ? 65504.0f : 0x1.FEp127f;  // bf16's largest
-  Inputs inputs = {Narrow(AwkwardValues(count, seed, 1.0f, max), grad_dtype),
+// Sums of squares are not negative.
+void MakeSumsPositive(const Kind& kind, Inputs& inputs) {
+  for (float& value : inputs.moment1) value = std::fabs(value);
+  if (kind.rule != Rule::kAdagrad) return;
+  for (float& value : inputs.moment0) value = std::fabs(value);
+}
+
+Inputs AwkwardInputs(uint64_t count, const Kind& kind, uint64_t seed) {
+  const float max = kind.grad_dtype == OFFLOAD_FP16 ? 65504.0f : 0x1.FEp127f;  // bf16's largest
+  Inputs inputs = {Narrow(AwkwardValues(count, seed, 1.0f, max), kind.grad_dtype),
                    AwkwardValues(count, seed + 1, 0.1f, FLT_MAX),
                    AwkwardValues(count, seed + 2, 0.1f, FLT_MAX),
                    AwkwardValues(count, seed + 3, 0.01f, FLT_MAX)};
-  for (float& value : inputs.moment1) value = std::fabs(value);
+  MakeSumsPositive(kind, inputs);
   return inputs;
 }
-
-struct Kind {
-  Rule rule;
-  int32_t grad_dtype;
-  int32_t param_dtype;
-};
 
 std::vector<Kind> AllKinds() {
   std::vector<Kind> kinds;
@@ -256,7 +263,7 @@ void ExpectReferenceBits(const Kind& kind, const Coefficients& coefficients, con
 TEST(Update, EveryCountHasReferenceBits) {
   for (const Kind& kind : AllKinds()) {
     for (uint64_t count : {0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 1009, 4099}) {
-      const Inputs inputs = AwkwardInputs(count, kind.grad_dtype, count);
+      const Inputs inputs = AwkwardInputs(count, kind, count);
       for (float weight : {0.1f, 0.5f, 0.8f}) {
         ExpectReferenceBits(kind, AnyCoefficients(weight, weight > 0.5f), inputs);
       }
@@ -266,7 +273,7 @@ TEST(Update, EveryCountHasReferenceBits) {
 
 TEST(Update, EveryAddressHasReferenceBits) {
   for (const Kind& kind : AllKinds()) {
-    const Inputs inputs = AwkwardInputs(101, kind.grad_dtype, 5);
+    const Inputs inputs = AwkwardInputs(101, kind, 5);
     const Coefficients coefficients = AnyCoefficients(0.1f, 0);
     const Outputs aligned = RunUpdate(ReferenceKernels(), kind, coefficients, inputs);
     for (uint64_t shift = 0; shift < 32; ++shift) {
@@ -280,7 +287,7 @@ TEST(Update, EveryAddressHasReferenceBits) {
 TEST(Update, InPlaceHasReferenceBits) {
   for (const Kind& kind : AllKinds()) {
     if (kind.param_dtype != OFFLOAD_FP32) continue;
-    const Inputs inputs = AwkwardInputs(133, kind.grad_dtype, 6);
+    const Inputs inputs = AwkwardInputs(133, kind, 6);
     const Coefficients coefficients = AnyCoefficients(0.1f, 1);
     ExpectReferenceBits(kind, coefficients, inputs, {.in_place = true});
     EXPECT_TRUE(RunUpdate(ReferenceKernels(), kind, coefficients, inputs, {.in_place = true}) ==
@@ -290,7 +297,7 @@ TEST(Update, InPlaceHasReferenceBits) {
 
 TEST(Update, SplitAnywhereHasTheSameBits) {
   for (const Kind& kind : AllKinds()) {
-    const Inputs inputs = AwkwardInputs(100, kind.grad_dtype, 7);
+    const Inputs inputs = AwkwardInputs(100, kind, 7);
     const Coefficients coefficients = AnyCoefficients(0.1f, 0);
     const Outputs whole = RunUpdate(ReferenceKernels(), kind, coefficients, inputs);
     for (uint64_t split = 1; split <= 100; ++split) {
@@ -333,7 +340,7 @@ TEST(Update, ParamIsTheMasterRoundedWhateverItIs) {
 
 TEST(Update, ZeroLearningRateLeavesEveryWeightAsItIs) {
   for (const Kind& kind : AllKinds()) {
-    Inputs inputs = AwkwardInputs(256, kind.grad_dtype, 9);
+    Inputs inputs = AwkwardInputs(256, kind, 9);
     inputs.moment0.assign(256, 0.0f);
     inputs.grad = Narrow(std::vector<float>(256, -0.25f), kind.grad_dtype);
     Coefficients coefficients = AnyCoefficients(0.1f, 0);
@@ -363,6 +370,33 @@ TEST(Update, SecondMomentsStayFiniteForFiniteGradients) {
       EXPECT_TRUE(std::isfinite(state[i]));
     }
   }
+}
+
+// The same bits on every machine, from every compiler and in every release: a change here is a
+// change of the numbers users get.
+TEST(Update, BitsArePinned) {
+  constexpr uint64_t kCount = 1000;
+  Random random(11);
+  const auto values = [&random](float scale) {
+    std::vector<float> result(kCount);
+    for (float& value : result) {
+      const int exponent = static_cast<int>(random.Bits() % 24) - 12;
+      value = std::ldexp(random.Unit() * scale, exponent);
+    }
+    return result;
+  };
+  const std::vector<float> grad = values(1.0f);
+  const Inputs any = {{}, values(0.1f), values(0.1f), values(0.01f)};
+  uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (const Kind& kind : AllKinds()) {
+    Inputs inputs = any;
+    inputs.grad = Narrow(grad, kind.grad_dtype);
+    MakeSumsPositive(kind, inputs);
+    const Outputs outputs = RunUpdate(ReferenceKernels(), kind, AnyCoefficients(0.1f, 0), inputs);
+    for (uint8_t byte : outputs.param) hash = (hash ^ byte) * 1099511628211u;
+    for (uint8_t byte : outputs.state) hash = (hash ^ byte) * 1099511628211u;
+  }
+  EXPECT_EQ(hash, 0x7d3f7e3c6bb98200u);
 }
 
 // ------------------------------------------------------------------------------------- norm
