@@ -74,6 +74,7 @@ Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_o
 }
 
 Optimizer::~Optimizer() {
+  if (committed_ != nullptr) committed_->timeline->Drain();  // its work reads through committed_
   committed_.reset();
   context_->OptimizerDestroyed();
 }
@@ -216,6 +217,7 @@ Status Optimizer::Commit(StreamHandle stream) {
       [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
       context_->NewProgress());
   committed_ = std::move(committed);
+  is_committed_ = true;
 
   std::lock_guard lock(results_mutex_);
   stats_.host_bytes = plan.host_bytes;
@@ -230,7 +232,7 @@ Status Optimizer::Commit(StreamHandle stream) {
 }
 
 Status Optimizer::CheckCommitted() const {
-  if (committed_ != nullptr) return {};
+  if (is_committed_) return {};
   return Status::Error(OFFLOAD_INVALID_STATE, "not committed; call offload_optimizer_commit first");
 }
 
@@ -248,9 +250,13 @@ Status Optimizer::FillRequest(const offload_step_options_t& options, StepRequest
   if ((options.flags & ~uint32_t{OFFLOAD_STEP_ASSUME_FINITE}) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known is 0x%x", options.flags,
                          OFFLOAD_STEP_ASSUME_FINITE);
-  if (!(options.grad_scale >= 0) || std::isinf(options.grad_scale))
+  // Gradients are multiplied by its reciprocal, in fp32. Written so that NaN fails.
+  const double grad_scale = options.grad_scale != 0 ? options.grad_scale : 1.0;
+  const float reciprocal = static_cast<float>(1.0 / grad_scale);
+  if (!(reciprocal > 0) || std::isinf(reciprocal))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.grad_scale is %g, expected a finite number above 0 (0 = 1)",
+                         "options.grad_scale is %g, expected a number above 0 whose reciprocal is "
+                         "finite and above 0 in fp32 (0 = 1)",
                          options.grad_scale);
   if (!(options.grad_norm_max >= 0) || std::isinf(options.grad_norm_max))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -261,7 +267,7 @@ Status Optimizer::FillRequest(const offload_step_options_t& options, StepRequest
   HYBRIDOPT_TRY(device.CheckStream(options.stream));
   if (!device.unified()) HYBRIDOPT_TRY(device.Record(request.ready, options.stream));
   request.flags = options.flags;
-  request.grad_scale = options.grad_scale != 0 ? options.grad_scale : 1.0;
+  request.grad_scale = grad_scale;
   request.grad_norm_max = options.grad_norm_max;
   std::copy(table_.addresses().begin(), table_.addresses().end(), request.addresses.begin());
   std::copy(table_.groups().begin(), table_.groups().end(), request.groups.begin());
@@ -394,7 +400,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
 offload_stats_t Optimizer::Stats() const {
   std::lock_guard lock(results_mutex_);
   offload_stats_t stats = stats_;
-  if (committed_ != nullptr)
+  if (is_committed_ && !committed_->timeline->idle())
     stats.queued = static_cast<uint32_t>(committed_->timeline->submitted() -
                                          committed_->timeline->completed());
   return stats;
