@@ -3,8 +3,8 @@
 // the same bits. docs/NUMERICS.md has the formulas and why the operations come in this order.
 #pragma once
 
-#include <cstdint>
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "base/status.h"
@@ -36,9 +36,9 @@ struct Coefficients {
   float keep1;            // Adam, Lion: beta2
   float weight1;          // Adam, Lion: 1 - beta2
   float inverse_sqrt_bias_correction2;  // Adam
-  float eps;              // Adam, Adagrad
-  float nesterov_momentum;  // SGD: momentum if nesterov
-  int32_t nesterov;         // SGD
+  float eps;                            // Adam, Adagrad
+  float nesterov_momentum;              // SGD: momentum if nesterov
+  int32_t nesterov;                     // SGD
 };
 
 // One contiguous run of elements. `master` is the fp32 value that is updated; `param` receives it
@@ -94,10 +94,10 @@ const char* DtypeName(int32_t dtype);
 
 // What the norm decides about a step. Lives in device memory for the device's updates.
 struct Verdict {
-  double grad_norm;    // of the unscaled gradients
-  double grad_clip;    // 1 if not clipped
-  float grad_factor;   // grad_clip / grad_scale, rounded once
-  int32_t skip;        // 1: a gradient is Inf or NaN
+  double grad_norm;   // of the unscaled gradients
+  double grad_clip;   // 1 if not clipped
+  float grad_factor;  // grad_clip / grad_scale, rounded once
+  int32_t skip;       // 1: a gradient is Inf or NaN
 };
 
 // The verdict on a total sum of squares; grad_norm_max 0 means no clipping. The clip factor is
