@@ -54,6 +54,7 @@
  *   host share  the elements whose state lives in host memory and is updated by CPU threads
  *   device share the elements whose state lives on the device and is updated there
  *   chunk       unit of the pipeline that carries gradients down and params up
+ *   offload     copy from the device to the host and give the device memory up; reload: back
  *   staging     the fixed ring of pinned chunks in between
  *
  * The bits of params and state after a step depend on the inputs and hyperparameters alone: not on
@@ -127,6 +128,14 @@ enum offload_state_kind {
   OFFLOAD_STATE_EXP_AVG_SQ = 2,
   OFFLOAD_STATE_MOMENTUM_BUFFER = 3,
   OFFLOAD_STATE_SUM = 4
+};
+
+/* What offload_optimizer_offload_* may move. Room for it on the host is part of the plan. */
+enum offload_movable {
+  OFFLOAD_MOVABLE_PARAMS = 1,
+  OFFLOAD_MOVABLE_GRADS = 2,
+  OFFLOAD_MOVABLE_STATES = 4,
+  OFFLOAD_MOVABLE_ACCUMULATE = 8 /* gradients, and room to add them up in fp32; includes GRADS */
 };
 
 enum offload_log_level { OFFLOAD_LOG_INFO = 1, OFFLOAD_LOG_WARNING = 2, OFFLOAD_LOG_ERROR = 3 };
@@ -212,6 +221,24 @@ OFFLOAD_API int32_t offload_context_get_info(offload_context_t context,
 
 /* -------------------------------------------------------------------------------- registering -- */
 
+/* How ranks of one model talk to each other: a table of functions of the caller's, over MPI, NCCL,
+ * a process group or threads. Calls come from the library's thread of that optimizer, in the same
+ * order on all ranks. Each returns OFFLOAD_OK, OFFLOAD_TIMED_OUT, or any other status for a
+ * failure. Results must be the same bits on all ranks. */
+typedef struct offload_comm {
+  uint32_t struct_size;
+  int32_t rank;  /* 0 to world - 1 */
+  int32_t world; /* at least 1 */
+  uint32_t reserved; /* 0 */
+  void *user;        /* handed to the functions */
+  /* In place: the sum over all ranks of each of count values. */
+  int32_t (*sum)(void *user, double *values, uint32_t count, int64_t timeout_ns);
+  /* In place: the maximum over all ranks. */
+  int32_t (*max)(void *user, int32_t *values, uint32_t count, int64_t timeout_ns);
+  /* Returns when all ranks have called it. */
+  int32_t (*barrier)(void *user, int64_t timeout_ns);
+} offload_comm_t;
+
 typedef struct offload_optimizer_options {
   uint32_t struct_size;
   int32_t algorithm;       /* enum offload_algorithm; required */
@@ -220,7 +247,10 @@ typedef struct offload_optimizer_options {
                               registration order. The host device has one memory: no effect there */
   uint64_t chunk_elements; /* elements a pipeline chunk holds at most, 1024 to 2^28; 0 = 2^20 */
   uint32_t staging_slots;  /* chunks in the staging ring, 2 to 64; 0 = 4 */
-  uint32_t reserved;       /* 0 */
+  uint32_t movable;        /* enum offload_movable, or-ed; 0 = nothing is ever moved */
+  const offload_comm_t *comm; /* other ranks; NULL = none. Copied, but what its user points to must
+                                 live until destroy */
+  uint64_t comm_timeout_ns;   /* a rank that does not answer for so long has failed; 0 = 600 s */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params, as PyTorch names and means them (Lion as in its paper).
@@ -241,6 +271,10 @@ typedef struct offload_group {
   double lr_decay;     /* Adagrad */
   double initial_accumulator_value; /* Adagrad; fills sum at commit, ignored later */
 } offload_group_t;
+
+enum offload_param_flag {
+  OFFLOAD_PARAM_REPLICA = 1 /* another rank counts this shard in the norm; its Inf and NaN count */
+};
 
 enum offload_shard_flag {
   OFFLOAD_SHARD_RANGE = 1 /* range_begin and range_count are in force; else the whole boxes */
@@ -267,7 +301,7 @@ typedef struct offload_param {
   int32_t dtype;       /* of data: enum offload_dtype; required */
   int32_t grad_dtype;  /* of grad; required */
   int32_t placement;   /* enum offload_placement; 0 = device_fraction decides */
-  uint32_t reserved;   /* 0 */
+  uint32_t flags;      /* enum offload_param_flag, or-ed */
   const char *name;    /* the stable key across runs: unique, not empty, at most 1023 bytes */
   void *data;          /* device address of count elements, contiguous; may be NULL if count is 0 */
   const void *grad;    /* device address of count elements, or NULL: no gradient yet */
@@ -291,9 +325,12 @@ typedef struct offload_plan {
   uint64_t device_elements; /* device share */
   uint64_t host_state_bytes[8];   /* indexed by enum offload_state_kind */
   uint64_t device_state_bytes[8]; /* likewise */
-  uint64_t staging_bytes;         /* pinned host memory */
+  uint64_t staging_bytes;         /* pinned host memory: ring and verdict */
+  uint64_t host_params_bytes;     /* pinned: room for params that are offloaded */
+  uint64_t host_grads_bytes;      /* pinned: room for gradients that are offloaded */
+  uint64_t host_swap_bytes;       /* pinned: room for the device share's state */
   uint64_t host_scratch_bytes;    /* tables, norm sums, queued-step snapshots */
-  uint64_t device_scratch_bytes;  /* norm sums and verdict */
+  uint64_t device_scratch_bytes;  /* norm sums, verdict, gradients that come back for a step */
   uint64_t host_bytes;            /* all of the above on the host */
   uint64_t device_bytes;          /* all of the above on the device */
   uint64_t device_free_bytes;     /* on the device now; 0 on the host device */
@@ -416,6 +453,68 @@ OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket, offload_stream_t stream,
                                                   const uint32_t *params, uint32_t param_count);
 
+/* ------------------------------------------------------------------------------------ lifecycle -- */
+/* RL trainers give the device to the rollout and take it back; pre-training gives gradients away
+ * while the backward pass runs. docs/LIFECYCLE.md has the table of what is allowed when.
+ *
+ * A call moves all params or those named, and skips what is there already (idempotent). It is
+ * refused as a whole or done as a whole. It queues the copies and returns; when its ticket completes
+ * the device memory may be freed or reused. Offloading gives the device address up: before anything
+ * can come back, offload_optimizer_bind tells the new one (which may be the old one).
+ * What may be moved is said at create (movable). Content survives bit for bit. */
+
+enum offload_move_flag {
+  OFFLOAD_MOVE_ACCUMULATE = 1, /* offload_grads: add to what the host holds, in fp32 */
+  OFFLOAD_MOVE_DROP = 2        /* offload_grads: forget the gradients, wherever they are */
+};
+
+typedef struct offload_move_options {
+  uint32_t struct_size;
+  uint32_t flags;          /* enum offload_move_flag, or-ed */
+  const uint32_t *params;  /* ids; NULL = all */
+  uint32_t param_count;
+  uint32_t stream_count;   /* producers, at most 4; 0 = the NULL stream alone */
+  const offload_stream_t *streams; /* the copies wait for the work now queued on each of these */
+} offload_move_options_t;
+
+/* Params: their bits go to the host. Until they are back, a step that would update them is refused.
+ * Errors of all six: INVALID_ARGUMENT (unknown param or stream), INVALID_STATE (not movable, or the
+ * table in docs/LIFECYCLE.md says no; the text says what to call first), POISONED. */
+OFFLOAD_API int32_t offload_optimizer_offload_params(offload_optimizer_t optimizer,
+                                                     const offload_move_options_t *options,
+                                                     offload_ticket_t *ticket);
+OFFLOAD_API int32_t offload_optimizer_reload_params(offload_optimizer_t optimizer,
+                                                    const offload_move_options_t *options,
+                                                    offload_ticket_t *ticket);
+
+/* Gradients: they keep their values. The next step reads them where they are and uses them up; or
+ * they are reloaded first. With ACCUMULATE each call adds, in fp32 and in the order of the calls,
+ * and the step uses the sum. Norms are computed as gradients land. With DROP nothing is copied and
+ * the params named have no gradient until one is bound. */
+OFFLOAD_API int32_t offload_optimizer_offload_grads(offload_optimizer_t optimizer,
+                                                    const offload_move_options_t *options,
+                                                    offload_ticket_t *ticket);
+OFFLOAD_API int32_t offload_optimizer_reload_grads(offload_optimizer_t optimizer,
+                                                   const offload_move_options_t *options,
+                                                   offload_ticket_t *ticket);
+
+/* States: the device share of masters and moments. When all params' states are out, the library
+ * holds no byte on the device. Reload takes the memory before it returns.
+ * Errors: also OUT_OF_DEVICE_MEMORY (nothing changed). */
+OFFLOAD_API int32_t offload_optimizer_offload_states(offload_optimizer_t optimizer,
+                                                     const offload_move_options_t *options,
+                                                     offload_ticket_t *ticket);
+OFFLOAD_API int32_t offload_optimizer_reload_states(offload_optimizer_t optimizer,
+                                                    const offload_move_options_t *options,
+                                                    offload_ticket_t *ticket);
+
+/* Weights were loaded from outside: copies masters in from the params again. Moments and step
+ * counts stay. Without this the next step would bring the old weights back.
+ * Errors: as above. */
+OFFLOAD_API int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimizer,
+                                                      const offload_move_options_t *options,
+                                                      offload_ticket_t *ticket);
+
 /* A borrowed view of one kind of state of one param: its first device_count elements lie at
  * device_data on the device, the next host_count at host_data in host memory. Valid until destroy;
  * its content is stable while nothing is queued, and may be written then. */
@@ -444,8 +543,16 @@ typedef struct offload_stats {
   uint64_t host_bytes;     /* held now, as in the plan */
   uint64_t device_bytes;   /* held now, as in the plan */
   uint64_t staging_bytes;  /* held now; part of host_bytes */
+  uint64_t params_on_device_bytes; /* the caller's, of registered params with an address */
+  uint64_t params_on_host_bytes;   /* offloaded */
+  uint64_t grads_on_device_bytes;  /* the caller's, of gradients with an address */
+  uint64_t grads_on_host_bytes;    /* offloaded or accumulated */
+  uint64_t states_on_device_bytes; /* the device share */
+  uint64_t states_on_host_bytes;   /* the host share, and what was offloaded of the device share */
   uint64_t grads_down_bytes; /* since create */
   uint64_t params_up_bytes;  /* since create */
+  uint64_t offloaded_bytes;  /* since create, by offload_* */
+  uint64_t reloaded_bytes;   /* since create, by reload_* */
   double total_seconds;      /* sums of the step results since create */
   double norm_seconds;
   double grads_down_seconds;

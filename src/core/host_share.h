@@ -26,8 +26,15 @@ struct ChunkBuffers {
 // One param's part in a step.
 struct StepParam {
   Addresses addresses;
-  uint32_t coefficients;  // index of its coefficients
-  bool active;            // has a gradient, and elements
+  const std::byte* host_grad;  // the gradient, where the host holds it; else NULL
+  int32_t grad_dtype;          // as it is there
+  uint32_t coefficients;       // index of its coefficients
+  bool active;                 // has a gradient, and elements
+};
+
+// What Fill gives a param's state.
+struct FirstState {
+  bool moments = true;  // false: masters only
 };
 
 // Calls visit(fragment, first, count) for each stretch of the chunk that falls to this worker;
@@ -59,23 +66,24 @@ class HostShare {
   void Update(const Chunk& chunk, const ChunkBuffers& buffers, std::span<const StepParam> params,
               std::span<const Coefficients> coefficients, uint32_t worker, uint32_t workers) const;
 
-  // One worker's part of giving a chunk its first state: masters widened from the params, moments
-  // zero (Adagrad's sum: its initial value). This is the first touch of the memory.
-  void Initialize(const Chunk& chunk, const ChunkBuffers& buffers,
-                  std::span<const Addresses> addresses, uint32_t worker, uint32_t workers) const;
+  // One worker's part of giving a chunk its state: masters widened from the params, moments zero
+  // (Adagrad's sum: its initial value). At commit this is the first touch of the memory. Params with
+  // a NULL address are left alone.
+  void Fill(const Chunk& chunk, const ChunkBuffers& buffers, std::span<const Addresses> addresses,
+            const FirstState& first_state, uint32_t worker, uint32_t workers) const;
 
  private:
   // A param's fixed facts, side by side for the workers.
   struct Target {
-    UpdateFunction update;
+    Rule rule;
+    int32_t param_dtype;
     ToFp32Function widen;
     float* master;  // NULL: the param itself
     float* moment0;
     float* moment1;
     float initial_moment0;
     uint64_t device_count;
-    uint32_t grad_bytes;  // an element
-    uint32_t param_bytes;
+    uint32_t param_bytes;  // an element
   };
   // The stretch's element counted in the param's host share.
   static uint64_t HostElement(const Target& target, const Fragment& fragment, uint64_t first) {
@@ -87,13 +95,15 @@ class HostShare {
       return buffers.params + fragment.param_offset + first * target.param_bytes;
     return static_cast<std::byte*>(data) + (fragment.begin + first) * target.param_bytes;
   }
-  static const std::byte* GradAt(const Target& target, const Fragment& fragment,
-                                 const ChunkBuffers& buffers, const void* grad, uint64_t first) {
-    if (buffers.grads != nullptr)
-      return buffers.grads + fragment.grad_offset + first * target.grad_bytes;
-    return static_cast<const std::byte*>(grad) + (fragment.begin + first) * target.grad_bytes;
+  static const std::byte* GradAt(const StepParam& param, const Fragment& fragment,
+                                 const ChunkBuffers& buffers, uint64_t first) {
+    const uint64_t bytes = DtypeBytes(param.grad_dtype);
+    if (param.host_grad != nullptr) return param.host_grad + (fragment.begin + first) * bytes;
+    if (buffers.grads != nullptr) return buffers.grads + fragment.grad_offset + first * bytes;
+    return static_cast<const std::byte*>(param.addresses.grad) + (fragment.begin + first) * bytes;
   }
 
+  const KernelTable& kernels_;
   const Placement& placement_;
   std::vector<Target> targets_;
 };

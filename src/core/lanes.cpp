@@ -5,20 +5,25 @@ namespace {
 
 constexpr uint64_t kVerdictBytes = 256;
 
+uint64_t BlockSumsBytes(const Placement& placement) {
+  return (placement.norm_blocks * sizeof(double) + 255) / 256 * 256;
+}
+
 }  // namespace
 
 uint64_t Lanes::PinnedBytes(const Placement& placement) {
   return StagingRing::Bytes(placement.staging_slots, placement.slot_grad_bytes,
                             placement.slot_param_bytes) +
-         StagingRing::Bytes(1, kVerdictBytes, 0);
+         StagingRing::Bytes(1, kVerdictBytes + BlockSumsBytes(placement), 0);
 }
 
 uint64_t Lanes::DeviceScratchBytes(const Placement& placement) {
-  return placement.norm_blocks * sizeof(double) + kVerdictBytes;
+  return kVerdictBytes + BlockSumsBytes(placement) + placement.device_grad_elements * sizeof(float);
 }
 
 Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const Placement& placement) {
   std::unique_ptr<Lanes> lanes(new Lanes(context));
+  lanes->placement_ = &placement;
   if (!context.device().unified()) HYBRIDOPT_TRY(lanes->CreateAll(placement));
   return lanes;
 }
@@ -26,20 +31,23 @@ Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const Placement& 
 Status Lanes::CreateAll(const Placement& placement) {
   HYBRIDOPT_TRY(context_.ReservePinned(PinnedBytes(placement)));
   pinned_bytes_ = PinnedBytes(placement);
-  HYBRIDOPT_ASSIGN(ring_,
-                   StagingRing::Create(device(), placement.staging_slots, placement.slot_grad_bytes,
-                                       placement.slot_param_bytes));
-  HYBRIDOPT_ASSIGN(verdict_page_, StagingRing::Create(device(), 1, kVerdictBytes, 0));
+  HYBRIDOPT_ASSIGN(ring_, StagingRing::Create(device(), placement.staging_slots,
+                                              placement.slot_grad_bytes,
+                                              placement.slot_param_bytes));
+  HYBRIDOPT_ASSIGN(verdict_page_, StagingRing::Create(
+                                      device(), 1, kVerdictBytes + BlockSumsBytes(placement), 0));
   host_verdict = reinterpret_cast<Verdict*>(verdict_page_.grads(0));
-  HYBRIDOPT_ASSIGN(scratch_, device().Allocate(DeviceScratchBytes(placement)));
-  device_verdict = static_cast<Verdict*>(scratch_);
-  block_sums = reinterpret_cast<double*>(static_cast<std::byte*>(scratch_) + kVerdictBytes);
+  host_block_sums = reinterpret_cast<double*>(verdict_page_.grads(0) + kVerdictBytes);
+  HYBRIDOPT_ASSIGN(void* scratch, TakeScratch());
+  UseScratch(scratch);
   HYBRIDOPT_ASSIGN(down, NewStream("gradients down"));
   HYBRIDOPT_ASSIGN(up, NewStream("params up"));
   HYBRIDOPT_ASSIGN(compute, NewStream("device update"));
   HYBRIDOPT_TRY(NewTimedEvent("device updated", &device_updated));
   HYBRIDOPT_TRY(NewEvent("verdict known", &verdict_known));
-  for (EventHandle& event : ready) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
+  for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
+  ready_.resize(Timeline::kCapacity * kMaxProducers);
+  for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
   landed.resize(placement.staging_slots);
   uploaded.resize(placement.staging_slots);
   for (uint32_t slot = 0; slot < placement.staging_slots; ++slot) {
@@ -53,8 +61,26 @@ Lanes::~Lanes() {
   // Streams first: they may still be copying into the memory below.
   for (StreamHandle stream : streams_) (void)device().DestroyStream(stream);
   for (EventHandle event : events_) device().DestroyEvent(event);
-  if (scratch_ != nullptr) (void)device().Free(scratch_);
+  FreeScratch();
   context_.ReleasePinned(pinned_bytes_);
+}
+
+Result<void*> Lanes::TakeScratch() {
+  if (device().unified()) return static_cast<void*>(nullptr);
+  return device().Allocate(DeviceScratchBytes(*placement_));
+}
+
+void Lanes::UseScratch(void* scratch) {
+  scratch_ = scratch;
+  std::byte* const bytes = static_cast<std::byte*>(scratch);
+  device_verdict = reinterpret_cast<Verdict*>(bytes);
+  block_sums = reinterpret_cast<double*>(bytes + kVerdictBytes);
+  device_grads = reinterpret_cast<float*>(bytes + kVerdictBytes + BlockSumsBytes(*placement_));
+}
+
+void Lanes::FreeScratch() {
+  if (scratch_ != nullptr) (void)device().Free(scratch_);
+  scratch_ = nullptr;
 }
 
 Result<StreamHandle> Lanes::NewStream(const char* label) {

@@ -2,9 +2,9 @@
 // on. All of it is made at commit; a step only uses it.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "core/context.h"
@@ -31,6 +31,17 @@ class Lanes {
   // Bytes on the device for norm sums and the verdict.
   static uint64_t DeviceScratchBytes(const Placement& placement);
 
+  // The device scratch can be given away and taken again, like the state's block.
+  Result<void*> TakeScratch();
+  void UseScratch(void* scratch);
+  void FreeScratch();
+
+  // The events that tell when the work queued before a request is done.
+  std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
+    return std::span(ready_).subspan(slot * kMaxProducers, ready_.empty() ? 0 : kMaxProducers);
+  }
+  static constexpr uint32_t kMaxProducers = 4;
+
   // The pipeline's own waits: bounded, and a wait that runs out is a failure of the device.
   Status Wait(EventHandle event, const char* what);
   Result<double> Seconds(const TimedEvent& event);
@@ -43,12 +54,14 @@ class Lanes {
   StreamHandle compute = nullptr;                        // norm and updates on the device
   std::vector<TimedEvent> landed;                        // per slot: grads have come down
   std::vector<TimedEvent> uploaded;                      // per slot: params have gone up
-  std::array<EventHandle, Timeline::kCapacity> ready{};  // per queued step: gradients are there
   TimedEvent device_updated;
   EventHandle verdict_known = nullptr;
+  EventHandle moved[2] = {};  // copies of offload and reload, which use two streams
   double* block_sums = nullptr;       // device
   Verdict* device_verdict = nullptr;  // device
+  float* device_grads = nullptr;      // device: gradients that come back for a step
   Verdict* host_verdict = nullptr;    // pinned
+  double* host_block_sums = nullptr;  // pinned: block_sums, where the verdict is made on the host
 
  private:
   explicit Lanes(Context& context) : context_(context) {}
@@ -60,6 +73,8 @@ class Lanes {
   Context& context_;
   std::vector<StreamHandle> streams_;  // to destroy
   std::vector<EventHandle> events_;    // to destroy
+  std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
+  const Placement* placement_ = nullptr;
   void* scratch_ = nullptr;            // device
   uint64_t pinned_bytes_ = 0;          // reserved in the context
   StagingRing ring_;

@@ -59,6 +59,7 @@ Status ParamTable::AddOne(const ParamInput& input) {
   param.dtype = source.dtype;
   param.grad_dtype = source.grad_dtype;
   param.placement = source.placement;
+  param.flags = source.flags;
   param.count = source.count;
   if (input.shard.has_value()) {
     HYBRIDOPT_ASSIGN(param.shard, ValidateShard(*input.shard, source.count));
@@ -109,8 +110,9 @@ Status ParamTable::CheckParam(const offload_param_t& param) const {
                          "placement is %d, expected OFFLOAD_PLACE_AUTO (0), _HOST (1) or "
                          "_DEVICE (2)",
                          param.placement);
-  if (param.reserved != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "reserved is %u, expected 0", param.reserved);
+  if ((param.flags & ~uint32_t{OFFLOAD_PARAM_REPLICA}) != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "flags is 0x%x, known is 0x%x", param.flags,
+                         OFFLOAD_PARAM_REPLICA);
   if (param.count > kMaxParamElements)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "count is %llu, expected at most 2^44",
                          static_cast<unsigned long long>(param.count));
@@ -159,6 +161,11 @@ Status ParamTable::Occupy(uint32_t id, const void* data) {
 void ParamTable::Vacate(uint32_t id) {
   const auto it = ids_by_address_.find(reinterpret_cast<uintptr_t>(addresses_[id].data));
   if (it != ids_by_address_.end() && it->second == id) ids_by_address_.erase(it);
+}
+
+void ParamTable::ReleaseData(uint32_t id) {
+  Vacate(id);
+  addresses_[id].data = nullptr;
 }
 
 Status ParamTable::Bind(std::span<const offload_binding_t> bindings) {

@@ -27,6 +27,7 @@ struct Param {
   int32_t dtype;
   int32_t grad_dtype;
   int32_t placement;
+  uint32_t flags;
   uint64_t count;
   Shard shard;
 };
@@ -47,6 +48,10 @@ class ParamTable {
   Result<uint32_t> AddParams(std::span<const ParamInput> inputs);
   // All or none.
   Status Bind(std::span<const offload_binding_t> bindings);
+
+  // The caller takes the address back: the param has no data (or no gradient) until one is bound.
+  void ReleaseData(uint32_t id);
+  void ReleaseGrad(uint32_t id) { addresses_[id].grad = nullptr; }
 
   int32_t algorithm() const { return algorithm_; }
   uint32_t size() const { return static_cast<uint32_t>(params_.size()); }

@@ -74,6 +74,28 @@ void LayOutState(const ParamTable& table, const PlacementOptions& options, Place
   }
 }
 
+// Room on the host for what may be offloaded, whole params at their own sizes.
+void LayOutSwap(const ParamTable& table, const PlacementOptions& options, Placement& placement) {
+  const bool params = (options.movable & OFFLOAD_MOVABLE_PARAMS) != 0;
+  const bool accumulate = (options.movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0;
+  const bool grads = accumulate || (options.movable & OFFLOAD_MOVABLE_GRADS) != 0;
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const Param& param = table.param(id);
+    ParamPlace& place = placement.params[id];
+    place.swap_params_offset = placement.swap_params_bytes;
+    place.swap_grads_offset = placement.swap_grads_bytes;
+    const uint64_t grad_bytes = accumulate ? sizeof(float) : DtypeBytes(param.grad_dtype);
+    if (params)
+      placement.swap_params_bytes +=
+          RoundUp(param.count * DtypeBytes(param.dtype), kHostAlignmentBytes);
+    if (grads) placement.swap_grads_bytes += RoundUp(param.count * grad_bytes, kHostAlignmentBytes);
+  }
+  if ((options.movable & OFFLOAD_MOVABLE_STATES) != 0)
+    placement.swap_states_bytes = placement.device_block_bytes;
+  if (grads && placement.device_elements > 0)
+    placement.device_grad_elements = std::min(options.chunk_elements, placement.device_elements);
+}
+
 // Cuts the host share into chunks. One pass, in registration order.
 class ChunkCutter {
  public:
@@ -128,6 +150,12 @@ void CutChunks(const ParamTable& table, const PlacementOptions& options, Placeme
     const uint64_t chunk_count = placement.chunks.size();
     placement.staging_slots =
         static_cast<uint32_t>(std::min<uint64_t>(options.staging_slots, chunk_count));
+    if ((options.movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0) {
+      // Gradients to be added come down through the ring, even where all state is on the device.
+      placement.staging_slots = options.staging_slots;
+      placement.slot_grad_bytes =
+          std::max(placement.slot_grad_bytes, options.chunk_elements * sizeof(float));
+    }
     return;
   }
   placement.slot_grad_bytes = placement.slot_param_bytes = 0;
@@ -161,6 +189,7 @@ Placement Place(const ParamTable& table, const PlacementOptions& options) {
   }
   SplitShares(table, options, placement);
   LayOutState(table, options, placement);
+  LayOutSwap(table, options, placement);
   CutChunks(table, options, placement);
   return placement;
 }

@@ -36,6 +36,7 @@ struct PlacementOptions {
   double device_fraction;
   uint64_t chunk_elements;
   uint32_t staging_slots;
+  uint32_t movable;  // enum offload_movable, or-ed
 };
 
 inline constexpr uint64_t kNoState = UINT64_MAX;
@@ -47,6 +48,8 @@ struct ParamPlace {
   uint64_t device_count;
   std::array<uint64_t, kStateSlots> host_offset;
   std::array<uint64_t, kStateSlots> device_offset;
+  uint64_t swap_params_offset;  // bytes into the host's room for offloaded params
+  uint64_t swap_grads_offset;   // the same for gradients
   uint64_t first_norm_block;
   uint32_t last_chunk_end;  // chunks that must be done before all of this param's host share is
 };
@@ -77,6 +80,10 @@ struct Placement {
   std::array<uint64_t, kStateSlots> device_state_bytes{};
   uint64_t host_arena_bytes = 0;
   uint64_t device_block_bytes = 0;
+  uint64_t swap_params_bytes = 0;
+  uint64_t swap_grads_bytes = 0;
+  uint64_t swap_states_bytes = 0;       // a copy of the device's block
+  uint64_t device_grad_elements = 0;    // fp32 room for gradients that come back for a step
   uint32_t staging_slots = 0;
   uint64_t slot_grad_bytes = 0;
   uint64_t slot_param_bytes = 0;

@@ -6,14 +6,20 @@ Result<std::unique_ptr<StateMemory>> StateMemory::Create(Device& device,
                                                          const Placement& placement) {
   std::unique_ptr<StateMemory> memory(new StateMemory(device, placement));
   HYBRIDOPT_ASSIGN(memory->arena_, Arena::Map(placement.host_arena_bytes));
-  if (placement.device_block_bytes > 0) {
-    HYBRIDOPT_ASSIGN(memory->block_, device.Allocate(placement.device_block_bytes));
-  }
+  HYBRIDOPT_ASSIGN(memory->block_, memory->TakeBlock());
   return memory;
 }
 
-StateMemory::~StateMemory() {
+StateMemory::~StateMemory() { FreeBlock(); }
+
+Result<void*> StateMemory::TakeBlock() {
+  if (placement_.device_block_bytes == 0) return static_cast<void*>(nullptr);
+  return device_.Allocate(placement_.device_block_bytes);
+}
+
+void StateMemory::FreeBlock() {
   if (block_ != nullptr) (void)device_.Free(block_);
+  block_ = nullptr;
 }
 
 float* StateMemory::Host(uint32_t param, StateSlot slot) const {

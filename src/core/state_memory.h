@@ -16,6 +16,12 @@ class StateMemory {
   static Result<std::unique_ptr<StateMemory>> Create(Device& device, const Placement& placement);
   ~StateMemory();
 
+  // The device's block can be given away and taken again, with its content elsewhere meanwhile.
+  Result<void*> TakeBlock();         // allocates; NULL if there is no device share
+  void UseBlock(void* block) { block_ = block; }
+  void FreeBlock();
+  std::byte* block() const { return static_cast<std::byte*>(block_); }
+
   // The first element of that share's array, or NULL where the param keeps none.
   float* Host(uint32_t param, StateSlot slot) const;
   float* OnDevice(uint32_t param, StateSlot slot) const;  // a device address

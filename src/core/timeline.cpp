@@ -27,7 +27,7 @@ Result<uint32_t> Timeline::NextSlot() {
   const uint64_t queued = submitted_.load() - completed_.load();
   if (queued >= kCapacity)
     return Status::Error(OFFLOAD_INVALID_STATE,
-                         "%llu steps are queued, at most %u may be; wait for an earlier ticket",
+                         "%llu calls are queued, at most %u may be; wait for an earlier ticket",
                          static_cast<unsigned long long>(queued), kCapacity);
   return static_cast<uint32_t>((submitted_.load() + 1) % kCapacity);
 }

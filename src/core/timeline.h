@@ -20,7 +20,7 @@ namespace hybridopt {
 
 class Timeline {
  public:
-  static constexpr uint32_t kCapacity = 8;
+  static constexpr uint32_t kCapacity = 256;
 
   // Runs the work that was put into `slot` (0 to kCapacity - 1).
   using Execute = std::function<Status(uint32_t slot, uint64_t sequence)>;

@@ -63,18 +63,23 @@ using SumSquaresFunction = void (*)(const void* grad, uint64_t count, double* bl
 // Widens count elements to fp32, exactly.
 using ToFp32Function = void (*)(const void* source, uint64_t count, float* destination);
 
+// sum += grad, widened exactly; one fp32 addition an element.
+using AccumulateFunction = void (*)(const void* grad, uint64_t count, float* sum);
+
 // One implementation for one instruction set.
 struct KernelTable {
   const char* isa;
   UpdateFunction update[kRuleCount][kDtypeCount][kDtypeCount];  // [rule][grad dtype][param dtype]
   SumSquaresFunction sum_squares[kDtypeCount];
   ToFp32Function to_fp32[kDtypeCount];
+  AccumulateFunction accumulate[kDtypeCount];
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
     return update[static_cast<int32_t>(rule)][grad_dtype - 1][param_dtype - 1];
   }
   SumSquaresFunction SumSquares(int32_t dtype) const { return sum_squares[dtype - 1]; }
   ToFp32Function ToFp32(int32_t dtype) const { return to_fp32[dtype - 1]; }
+  AccumulateFunction Accumulate(int32_t dtype) const { return accumulate[dtype - 1]; }
 };
 
 // The scalar specification (kernels/reference.cpp).

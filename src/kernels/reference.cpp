@@ -136,6 +136,12 @@ struct Kernels {
     const auto* elements = static_cast<const typename Element<kDtype>::Stored*>(source);
     for (uint64_t i = 0; i < count; ++i) destination[i] = Element<kDtype>::Widen(elements[i]);
   }
+
+  template <int32_t kDtype>
+  static void Accumulate(const void* grad, uint64_t count, float* sum) {
+    const auto* elements = static_cast<const typename Element<kDtype>::Stored*>(grad);
+    for (uint64_t i = 0; i < count; ++i) sum[i] = sum[i] + Element<kDtype>::Widen(elements[i]);
+  }
 };
 
 constexpr KernelTable kTable = MakeTable<Kernels>("reference");

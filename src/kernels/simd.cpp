@@ -340,6 +340,24 @@ struct Kernels {
     hn::StoreU(LoadWide<kDtype>(narrow.values), F32(), wide.values);
     wide.CopyOut(destination + whole, count - whole);
   }
+
+  template <int32_t kDtype>
+  static void Accumulate(const void* grad, uint64_t count, float* sum) {
+    const auto* elements = static_cast<const Stored<kDtype>*>(grad);
+    const uint64_t whole = count - count % kLanes;
+    for (uint64_t i = 0; i < whole; i += kLanes) {
+      const Float old = hn::LoadU(F32(), sum + i);
+      hn::StoreU(hn::Add(old, LoadWide<kDtype>(elements + i)), F32(), sum + i);
+    }
+    if (whole == count) return;
+    Tail<Stored<kDtype>> narrow;
+    Tail<float> wide;
+    narrow.CopyIn(elements + whole, count - whole);
+    wide.CopyIn(sum + whole, count - whole);
+    const Float old = hn::LoadU(F32(), wide.values);
+    hn::StoreU(hn::Add(old, LoadWide<kDtype>(narrow.values)), F32(), wide.values);
+    wide.CopyOut(sum + whole, count - whole);
+  }
 };
 
 #if HWY_TARGET == HWY_AVX3

@@ -29,10 +29,11 @@ template <typename Kernels, int32_t kDtype>
 constexpr void FillDtype(KernelTable& table) {
   table.sum_squares[kDtype - 1] = Kernels::template SumSquares<kDtype>;
   table.to_fp32[kDtype - 1] = Kernels::template ToFp32<kDtype>;
+  table.accumulate[kDtype - 1] = Kernels::template Accumulate<kDtype>;
 }
 
 // Kernels has the static member templates Update<rule, grad dtype, param dtype>,
-// SumSquares<dtype> and ToFp32<dtype>.
+// SumSquares<dtype>, ToFp32<dtype> and Accumulate<dtype>.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};

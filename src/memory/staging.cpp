@@ -21,10 +21,9 @@ uint64_t StagingRing::Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_
 Result<StagingRing> StagingRing::Create(Device& device, uint32_t slots, uint64_t grad_bytes,
                                         uint64_t param_bytes) {
   StagingRing ring;
-  HYBRIDOPT_ASSIGN(ring.arena_, Arena::Map(Bytes(slots, grad_bytes, param_bytes)));
+  HYBRIDOPT_ASSIGN(ring.arena_,
+                   PinnedArena::Map(device, Bytes(slots, grad_bytes, param_bytes)));
   if (ring.arena_.bytes() == 0) return ring;
-  HYBRIDOPT_TRY(device.PinHost(ring.arena_.data(), ring.arena_.bytes()));
-  ring.device_ = &device;
   ring.slots_ = slots;
   ring.grad_bytes_ = RoundUpToPage(grad_bytes);
   ring.slot_bytes_ = ring.grad_bytes_ + RoundUpToPage(param_bytes);
@@ -34,20 +33,6 @@ Result<StagingRing> StagingRing::Create(Device& device, uint32_t slots, uint64_t
     ring.ReleaseParams(slot);
   }
   return ring;
-}
-
-StagingRing::~StagingRing() {
-  if (device_ != nullptr) device_->UnpinHost(arena_.data());
-}
-
-StagingRing& StagingRing::operator=(StagingRing&& other) noexcept {
-  std::swap(device_, other.device_);
-  std::swap(arena_, other.arena_);
-  std::swap(slots_, other.slots_);
-  std::swap(grad_bytes_, other.grad_bytes_);
-  std::swap(slot_bytes_, other.slot_bytes_);
-  std::swap(poison_, other.poison_);
-  return *this;
 }
 
 void StagingRing::ReleaseGrads(uint32_t slot) {

@@ -13,7 +13,7 @@
 
 #include "base/status.h"
 #include "device/device.h"
-#include "memory/arena.h"
+#include "memory/pinned_arena.h"
 
 namespace hybridopt {
 
@@ -22,14 +22,12 @@ class StagingRing {
   StagingRing() = default;
   static Result<StagingRing> Create(Device& device, uint32_t slots, uint64_t grad_bytes,
                                     uint64_t param_bytes);
-  ~StagingRing();
-  StagingRing(StagingRing&& other) noexcept { *this = std::move(other); }
-  StagingRing& operator=(StagingRing&& other) noexcept;
 
   // What Create takes, padding included.
   static uint64_t Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_bytes);
 
   uint32_t slots() const { return slots_; }
+  uint64_t grad_bytes() const { return grad_bytes_; }  // of a slot's grads half
   std::byte* grads(uint32_t slot) const { return arena_.data() + slot * slot_bytes_; }
   std::byte* params(uint32_t slot) const { return grads(slot) + grad_bytes_; }
 
@@ -39,8 +37,7 @@ class StagingRing {
   void ReleaseParams(uint32_t slot);
 
  private:
-  Device* device_ = nullptr;
-  Arena arena_;
+  PinnedArena arena_;
   uint32_t slots_ = 0;
   uint64_t grad_bytes_ = 0;
   uint64_t slot_bytes_ = 0;

@@ -1,0 +1,72 @@
+// Lifecycle: where each param's bits, gradient and device-share states are, and what may be done
+// to them from there. Pure: it decides, and remembers decisions in the order of the calls; moves.h
+// does the work. docs/LIFECYCLE.md is this file as a table.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/param_table.h"
+
+namespace hybridopt {
+
+// Whether the host holds a gradient of a param, and in which dtype.
+enum class HostGrad : uint8_t {
+  kNone,
+  kStored,      // in its own dtype, as it was on the device
+  kAccumulated  // in fp32
+};
+
+enum class Move : uint8_t {
+  kOffloadParams,
+  kReloadParams,
+  kOffloadGrads,
+  kAccumulateGrads,
+  kDropGrads,
+  kReloadGrads,
+  kOffloadStates,
+  kReloadStates,
+  kRefreshMasters
+};
+
+class Lifecycle {
+ public:
+  // `movable` is enum offload_movable, or-ed.
+  Lifecycle(const ParamTable& table, uint32_t movable);
+
+  // The params of `ids` for which the move has something to do; those that are there already are
+  // left out. INVALID_STATE if the move is not allowed for any of them; then nothing has changed.
+  Result<std::vector<uint32_t>> Check(Move move, std::span<const uint32_t> ids) const;
+  // Remembers the move; `ids` came from Check.
+  void Apply(Move move, std::span<const uint32_t> ids);
+
+  // Whether a step may be queued now, over the addresses the table has.
+  Status CheckStep() const;
+  // The step uses up what the host holds of gradients.
+  void ApplyStep();
+
+  HostGrad host_grad(uint32_t id) const { return params_[id].host_grad; }
+  bool params_on_host(uint32_t id) const { return params_[id].params_on_host; }
+  bool states_on_host(uint32_t id) const { return params_[id].states_on_host; }
+  bool all_states_on_host() const { return states_on_host_count_ == params_.size(); }
+  bool any_states_on_host() const { return states_on_host_count_ > 0; }
+
+ private:
+  struct ParamState {
+    bool params_on_host = false;
+    bool states_on_host = false;
+    HostGrad host_grad = HostGrad::kNone;
+  };
+  // Whether the move has something to do for this param, or why it may not be done.
+  Result<bool> CheckOne(Move move, uint32_t id) const;
+  Result<bool> CheckGrads(Move move, uint32_t id) const;
+  Status CheckMovable(Move move) const;
+
+  const ParamTable& table_;
+  const uint32_t movable_;
+  std::vector<ParamState> params_;
+  size_t states_on_host_count_ = 0;
+};
+
+}  // namespace hybridopt

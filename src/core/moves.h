@@ -1,0 +1,86 @@
+// Mover: carries params, gradients and states between device and host, and fills masters from
+// params. What may be moved when is lifecycle.h's business; here it is only done.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/context.h"
+#include "core/host_share.h"
+#include "core/lanes.h"
+#include "core/lifecycle.h"
+#include "core/norm_sums.h"
+#include "core/placement.h"
+#include "core/state_memory.h"
+#include "core/swap_memory.h"
+
+namespace hybridopt {
+
+struct MoveItem {
+  uint32_t param;
+  void* address;  // of its data or gradient when the call was made
+  bool first;     // accumulating: the host holds nothing of it yet
+};
+
+// A move as it was when it was queued.
+struct MoveRequest {
+  Move move;
+  std::vector<MoveItem> items;
+  uint32_t producer_count = 0;
+  bool frees_device_memory = false;
+  void* block = nullptr;    // device memory that reloading states brings along
+  void* scratch = nullptr;  // likewise
+};
+
+class Mover {
+ public:
+  Mover(Context& context, const ParamTable& table, const Placement& placement,
+        StateMemory& memory, Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums);
+
+  // Fills masters from the params (after the work on `stream`) and moments with their first value.
+  Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
+
+  // `ready` are the events behind the producers' work. Adds to *bytes what went over.
+  Status Run(const MoveRequest& request, std::span<const EventHandle> ready, uint64_t* bytes);
+
+ private:
+  struct Copy {
+    std::byte* device;
+    std::byte* host;
+    uint64_t bytes;
+  };
+  enum class Direction { kDown, kUp };
+
+  Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready);
+  void ListParams(const MoveRequest& request);
+  void ListGrads(const MoveRequest& request);
+  void ListStates(const MoveRequest& request);
+  Status CopyListed(Direction direction, uint64_t* bytes);
+  Status CopyByWorkers(Direction direction, uint64_t total_bytes);
+  Status SumLanded(const MoveRequest& request, int32_t dtype);
+  Status Accumulate(const MoveRequest& request, uint64_t* bytes);
+  Status AccumulateStaged(const MoveItem& item);
+  Status Add(const std::byte* grad, int32_t dtype, float* sum, uint64_t count, bool first);
+  void UseDeviceMemory(const MoveRequest& request);
+  Status Refresh(const MoveRequest& request);
+  Status FillChunk(uint32_t chunk, std::span<const Addresses> addresses,
+                   const FirstState& first_state);
+  Status FillDeviceShare(uint32_t id, void* data, bool moments);
+  Status AwaitDevice();
+
+  Context& context_;
+  Device& device_;
+  const ParamTable& table_;
+  const Placement& placement_;
+  StateMemory& memory_;
+  Lanes& lanes_;
+  const SwapMemory& swap_;
+  NormSums& norm_sums_;
+  const HostShare host_share_;
+  std::vector<Copy> copies_;           // of the running move
+  std::vector<NormInput> norm_inputs_;
+  std::vector<Addresses> addresses_;  // of a refresh; NULL for params it leaves alone
+};
+
+}  // namespace hybridopt
