@@ -1,5 +1,6 @@
 // The extern "C" bodies of offload.h: bring structs to this release's size, find the handle, call
 // core, translate. No decision is made here.
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -76,13 +77,19 @@ template <typename Struct>
 Result<Struct> ReadElement(const Struct* array, uint32_t i, const char* name) {
   uint32_t stride = 0;
   std::memcpy(&stride, array, sizeof(stride));
-  const auto* element = reinterpret_cast<const unsigned char*>(array) + uint64_t{stride} * i;
-  HYBRIDOPT_ASSIGN(Struct value, Read(reinterpret_cast<const Struct*>(element), name));
-  if (value.struct_size != stride)
+  const auto* bytes = reinterpret_cast<const unsigned char*>(array) + uint64_t{stride} * i;
+  const auto* element = reinterpret_cast<const Struct*>(bytes);
+  Result<Struct> value = Read(element, name);
+  if (!value.ok()) {
+    char indexed[32];  // made only now: bind comes with every step
+    std::snprintf(indexed, sizeof(indexed), "%s[%u]", name, i);
+    return Read(element, indexed).status();
+  }
+  if (value.value().struct_size != stride)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "%s[%u].struct_size is %u, but the array's first element says %u; all "
                          "must be equal",
-                         name, i, value.struct_size, stride);
+                         name, i, value.value().struct_size, stride);
   return value;
 }
 
@@ -117,7 +124,8 @@ Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32
     ParamInput input{};
     HYBRIDOPT_ASSIGN(input.param, ReadElement(params, i, "params"));
     if (input.param.shard != nullptr) {
-      HYBRIDOPT_ASSIGN(input.shard, Read(input.param.shard, "shard"));
+      const std::string name = "params[" + std::to_string(i) + "].shard";
+      HYBRIDOPT_ASSIGN(input.shard, Read(input.param.shard, name.c_str()));
     }
     inputs.push_back(input);
   }
@@ -273,7 +281,7 @@ int32_t offload_optimizer_bind(offload_optimizer_t optimizer, const offload_bind
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
     if (binding_count > 0) HYBRIDOPT_TRY(CheckPointer(bindings, "bindings"));
-    std::vector<offload_binding_t> read;
+    std::vector<offload_binding_t>& read = found->ClearedBindings();
     read.reserve(binding_count);
     for (uint32_t i = 0; i < binding_count; ++i) {
       HYBRIDOPT_ASSIGN(const offload_binding_t binding, ReadElement(bindings, i, "bindings"));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -29,6 +30,11 @@ class Optimizer {
   Status SetGroup(uint32_t id, const offload_group_t& group);
   Result<uint32_t> AddParams(std::span<const ParamInput> params);
   Status Bind(std::span<const offload_binding_t> bindings);
+  // Room for the bindings of one call, kept so that a bind before every step allocates nothing.
+  std::vector<offload_binding_t>& ClearedBindings() {
+    bindings_.clear();
+    return bindings_;
+  }
 
   Result<offload_plan_t> Plan() const;
   Status Commit(StreamHandle stream);
@@ -66,6 +72,7 @@ class Optimizer {
   const offload_optimizer_options_t options_;
   const uint64_t ticket_tag_;  // tells this optimizer's tickets from others'
   ParamTable table_;
+  std::vector<offload_binding_t> bindings_;  // of the running offload_optimizer_bind
 
   mutable std::mutex results_mutex_;
   struct Remembered {
@@ -76,6 +83,7 @@ class Optimizer {
   offload_stats_t stats_{};             // guarded by results_mutex_
 
   std::unique_ptr<Committed> committed_;
+  std::atomic<bool> is_committed_ = false;  // for the calls that any thread may make at any time
 };
 
 }  // namespace hybridopt

@@ -8,9 +8,13 @@
 namespace hybridopt {
 
 Timeline::Timeline(Execute execute, std::atomic<uint64_t>& progress)
-    : execute_(std::move(execute)), fork_generation_(prim::ForkGeneration()), progress_(progress) {}
+    : execute_(std::move(execute)), fork_generation_(prim::ForkGeneration()), progress_(progress) {
+  progress_.store(ProgressAt(1, 0));  // who waits for "all that is queued" waits for nothing yet
+}
 
-Timeline::~Timeline() {
+Timeline::~Timeline() { Drain(); }
+
+void Timeline::Drain() {
   if (fork_generation_ != prim::ForkGeneration()) return;  // the thread runs in the parent only
   {
     std::lock_guard lock(mutex_);
@@ -18,6 +22,7 @@ Timeline::~Timeline() {
   }
   changed_.notify_all();
   if (thread_.has_value()) prim::JoinThread(*thread_);
+  thread_.reset();
   // Streams that still wait, for whatever reason, must not wait for ever.
   progress_.store(UINT64_MAX);
 }

@@ -27,9 +27,12 @@ class Timeline {
 
   // `progress` outlives every stream that may wait on it.
   Timeline(Execute execute, std::atomic<uint64_t>& progress);
-  ~Timeline();  // runs what is queued, then ends the thread; in a forked child leaves it alone
+  ~Timeline();  // drains
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
+
+  // Runs what is queued, then ends the thread; in a forked child leaves it alone. The last call.
+  void Drain();
 
   // The slot that the next Submit will queue; its earlier content is no longer read.
   // INVALID_STATE when kCapacity pieces are queued, POISONED after a failure.

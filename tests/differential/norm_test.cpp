@@ -231,5 +231,33 @@ TEST(SkipTest, QueuedStepsGoOnBehindASkippedOne) {
   }
 }
 
+// What a complete ticket promises: nobody reads these gradients any more. The simulated device
+// fails when a copy meets freed memory.
+TEST(SkipTest, GradientsMayBeFreedOnceTheirStepIsComplete) {
+  for (int seed = 0; seed < Scaled(40); ++seed) {
+    Setting setting;
+    setting.context.device_kind = OFFLOAD_DEVICE_SIM;
+    setting.context.seed = static_cast<uint64_t>(seed);
+    setting.context.delay_ns_max = 50'000;
+    setting.optimizer = {0, 1024, 4};
+    Problem problem = FullProblem(kAlgorithms[seed % 5], 3, 11);
+    for (size_t id = 0; id < problem.params.size(); ++id) {
+      const ParamSpec& spec = problem.params[id];
+      if (spec.count == 1)
+        PutElement(*problem.steps[1].grads[id], spec.grad_dtype, 0, InfBits(spec.grad_dtype));
+    }
+    const std::vector<Model> trace = TraceOf(problem);
+    const TestContext context(setting.context);
+    Rig rig(context, problem, setting.optimizer);
+    for (size_t i = 0; i < problem.steps.size(); ++i) {
+      const size_t block = rig.AddBlock(i);
+      rig.Step(problem.steps[i], block);
+      rig.FreeBlock(block);
+      ASSERT_EQ(rig.Difference(trace[i + 1]), "") << "seed " << seed << ", step " << i + 1;
+    }
+    EXPECT_EQ(trace.back().steps_skipped, 1u);
+  }
+}
+
 }  // namespace
 }  // namespace hybridopt

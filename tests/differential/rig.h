@@ -172,6 +172,12 @@ class Rig {
     return blocks_.size() - 1;
   }
 
+  // The block is gone, as a framework frees gradients that nobody needs any more.
+  void FreeBlock(size_t block) {
+    MUST(offload_device_free(context_, blocks_[block].device));
+    blocks_[block].device = nullptr;
+  }
+
   // Two params of equal bytes trade their places in a block; bind and fill it afterwards.
   void SwapPlaces(size_t block, size_t a, size_t b) {
     std::swap(blocks_[block].layout.data[a], blocks_[block].layout.data[b]);
@@ -329,6 +335,7 @@ class Rig {
 
   std::string BlockDifference(size_t number) const {
     const Block& block = blocks_[number];
+    if (block.device == nullptr) return "";
     Bytes got(block.image.size());
     MUST(offload_device_download(context_, got.data(), block.device, got.size(), nullptr));
     if (got == block.image) return "";

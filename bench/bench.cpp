@@ -1,0 +1,50 @@
+// hybridopt_bench: measures the library against what the memory of this machine can give.
+// docs/PERFORMANCE.md says what the rows mean and how to read them.
+#include <CLI/CLI.hpp>
+#include <iostream>
+
+#include "library.h"
+#include "report.h"
+#include "suites.h"
+
+namespace bench {
+namespace {
+
+Report Measure(const Settings& settings) {
+  const Neighbours neighbours;
+  Report report{};
+  report.machine = DescribeMachine();
+  report.library = offload_build_info();
+  report.isa = Context(OFFLOAD_DEVICE_HOST, settings.threads).Info().isa;
+  report.elements = settings.elements;
+  report.rounds = settings.rounds;
+  MeasureAdamW28(settings, report);
+  MeasureOverhead(settings, report);
+  MeasureSim(settings, report);
+  report.machine.cpus_of_others = neighbours.CpusBusy();
+  return report;
+}
+
+}  // namespace
+}  // namespace bench
+
+int main(int argc, char** argv) {
+  bench::Settings settings;
+  bool json = false;
+  CLI::App app("Measures hybridopt against what the memory of this machine can give.");
+  app.add_option("--elements", settings.elements, "elements of the long array")
+      ->check(CLI::Range(uint64_t{1} << 16, uint64_t{1} << 40))
+      ->capture_default_str();
+  app.add_option("--rounds", settings.rounds, "rounds; every contender runs once in each")
+      ->check(CLI::Range(3, 10000))
+      ->capture_default_str();
+  app.add_option("--threads", settings.threads,
+                 "what 'all threads' means; 0: one per CPU this process may use")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  app.add_flag("--json", json, "print one JSON object instead of the table");
+  CLI11_PARSE(app, argc, argv);
+
+  const bench::Report report = bench::Measure(settings);
+  (json ? bench::PrintJson : bench::PrintTable)(std::cout, report);
+}

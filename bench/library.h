@@ -1,0 +1,62 @@
+// The library as its users see it: owners for the handles of offload.h. An error ends the process
+// with the library's own text.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "loops.h"
+#include "offload.h"
+
+namespace bench {
+
+// A struct of offload.h with its size filled in and all else zero.
+template <typename Struct>
+Struct Zeroed() {
+  Struct value{};
+  value.struct_size = sizeof(Struct);
+  return value;
+}
+
+void Require(int32_t status, const char* call);
+
+class Context {
+ public:
+  Context(int32_t device_kind, uint32_t threads, uint64_t sim_memory_bytes = 0);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  offload_context_t get() const { return context_; }
+  offload_context_info_t Info() const;
+
+ private:
+  offload_context_t context_ = nullptr;
+};
+
+// AdamW with bf16 gradients and params and fp32 state, all of it on the host.
+class Optimizer {
+ public:
+  struct Shape {
+    uint64_t params;
+    uint64_t elements;  // of each param
+    uint64_t stride;    // elements from one param to the next in the arrays
+  };
+  Optimizer(const Context& context, void* data, const void* grad, const Shape& shape);
+  ~Optimizer();
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
+
+  // Queues one step and waits for it.
+  void Step(uint32_t flags, double grad_norm_max = 0);
+  // Tells the gradients' addresses again, as frameworks do before every step.
+  void BindAll();
+  offload_step_result_t LastResult() const;
+  const float* Master() const;  // of the first param
+
+ private:
+  offload_optimizer_t optimizer_ = nullptr;
+  std::vector<offload_binding_t> bindings_;
+};
+
+}  // namespace bench

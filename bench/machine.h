@@ -1,0 +1,34 @@
+// Machine: where and when the figures were taken, and how quiet it was.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace bench {
+
+struct Machine {
+  std::string cpu;
+  uint32_t cpus;  // that this process may use
+  uint64_t memory_bytes;
+  std::string date;        // UTC
+  double huge_page_share;  // of this process's memory while the large arrays were there
+  double cpus_of_others;   // CPUs kept busy by other processes during the run, on average
+};
+
+Machine DescribeMachine();
+
+// The share of this process's anonymous memory that huge pages hold now.
+double HugePageShare();
+
+// Measures from its making on how many CPUs other processes keep busy.
+class Neighbours {
+ public:
+  Neighbours();
+  double CpusBusy() const;
+
+ private:
+  double wall_;    // seconds
+  double others_;  // CPU seconds
+};
+
+}  // namespace bench

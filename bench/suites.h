@@ -1,0 +1,26 @@
+// The suites: each adds its rows and figures to the report. A new contender is one more entry in a
+// suite's list; a new question is one more function here and one more file beside the others.
+#pragma once
+
+#include <cstdint>
+
+#include "report.h"
+
+namespace bench {
+
+struct Settings {
+  uint64_t elements = uint64_t{64} << 20;
+  uint32_t rounds = 41;
+  uint32_t threads = 0;  // of "all threads"; 0 = as many as the library takes
+};
+
+// The whole update of one long array against the memory ceiling and a plain loop (adamw28.cpp).
+void MeasureAdamW28(const Settings& settings, Report& report);
+
+// What a step over many small params costs beyond one over a single array (overhead.cpp).
+void MeasureOverhead(const Settings& settings, Report& report);
+
+// The pipeline on the simulated device: that it works, and where its time goes (sim.cpp).
+void MeasureSim(const Settings& settings, Report& report);
+
+}  // namespace bench

@@ -1,0 +1,32 @@
+// Team: threads for the comparison loops, pinned and given ranges as the library does it.
+#pragma once
+
+#include <barrier>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace bench {
+
+class Team {
+ public:
+  Team(uint32_t threads, bool pinned);
+  ~Team();
+
+  // Calls body(begin, end) on every thread with its part of `count` elements, cut at multiples of
+  // 64, and returns when all have returned.
+  void Split(uint64_t count, const std::function<void(uint64_t begin, uint64_t end)>& body);
+
+ private:
+  void ThreadMain(uint32_t index);
+
+  const uint32_t size_;
+  std::barrier<> begin_;
+  std::barrier<> end_;
+  uint64_t count_ = 0;
+  const std::function<void(uint64_t, uint64_t)>* body_ = nullptr;  // null: the threads end
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace bench

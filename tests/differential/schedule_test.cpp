@@ -1,0 +1,373 @@
+// The timing of streams does not show: a thousand random schedules of the simulated device; and a
+// test of that test, in which one kind of wait is left out and wrong bits must be seen.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+
+#include "core/context.h"
+#include "core/optimizer.h"
+#include "leaky_device.h"
+#include "rig.h"
+
+#if defined(__SANITIZE_THREAD__)
+#define HYBRIDOPT_THREAD_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define HYBRIDOPT_THREAD_SANITIZER 1
+#endif
+#endif
+
+namespace hybridopt {
+namespace {
+
+void Require(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message().c_str());
+  std::abort();
+}
+
+template <typename T>
+T Require(Result<T> result) {
+  if (!result.ok()) Require(result.status());
+  return std::move(result.value());
+}
+
+constexpr size_t kSteps = 2;
+
+// Chunks of 1024 of these wrap around every ring; the small params make chunks of many fragments.
+std::vector<ParamSpec> ScheduleParams(Random& random) {
+  std::vector<ParamSpec> params;
+  for (uint64_t count : {1500, 33, 700, 2100, 1, 1300, 1024})
+    params.push_back(
+        {kDtypes[random.Below(3)], kDtypes[random.Below(3)], OFFLOAD_PLACE_AUTO, 0, count});
+  return params;
+}
+
+// One of the steps is clipped and one is not, so that a verdict of another step shows; in some
+// problems the first or the second is skipped.
+Problem MakeProblem(uint64_t seed) {
+  Random random(seed);
+  Problem problem = RandomProblem(kAlgorithms[seed % 5], ScheduleParams(random), kSteps, seed);
+  StepInput& input = problem.steps[0];
+  if (seed % 2 == 0) std::swap(input.grads, problem.steps[1].grads);
+  if (seed % 2 == 0) std::swap(input.grad_scale, problem.steps[1].grad_scale);
+  if (seed % 2 == 0) std::swap(input.grad_norm_max, problem.steps[1].grad_norm_max);
+  if (seed % 3 == 1) problem.steps[seed % 2].flags = OFFLOAD_STEP_ASSUME_FINITE;
+  if (seed % 6 == 5) {
+    const ParamSpec& spec = problem.params[3];
+    Bytes grad = RandomArray(spec.grad_dtype, spec.count, false, random);
+    PutElement(grad, spec.grad_dtype, spec.count - 1, BitsOf(spec.grad_dtype, INFINITY));
+    problem.steps[seed / 6 % 2].grads[3] = grad;
+  }
+  return problem;
+}
+
+const Solved& SolvedProblem(uint64_t seed) {
+  static std::map<uint64_t, Solved> solved;
+  const auto found = solved.find(seed);
+  if (found != solved.end()) return found->second;
+  return solved.try_emplace(seed, MakeProblem(seed)).first->second;
+}
+
+struct Schedule {
+  uint64_t seed = 0;
+  uint64_t delay_ns_max = 0;
+  Leak leak = Leak::kNone;
+  bool leak_in_commit = false;  // else in the steps
+};
+
+enum class Outcome { kRight, kWrongBits, kFailed };
+
+// A training loop with nothing but streams to order it. The host thread queues everything, waits
+// once, and looks at once.
+class Training {
+ public:
+  Training(const Solved& solved, const Schedule& schedule)
+      : problem_(solved.problem),
+        trace_(solved.trace),
+        schedule_(schedule),
+        layout_(problem_, schedule.seed) {
+    Random random(schedule.seed);
+    shared_grads_ = random.OneIn(2);
+    MakeContext(1 + static_cast<uint32_t>(random.Below(2)));
+    offload_optimizer_options_t options{};
+    options.algorithm = problem_.algorithm;
+    options.device_fraction = std::vector<double>{0, 0.3, 0.7, 1}[random.Below(4)];
+    options.chunk_elements = 1024;
+    options.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));
+    optimizer_ = Require(Optimizer::Create(context_, options));
+    for (std::byte*& block : blocks_)
+      block = static_cast<std::byte*>(Require(device().Allocate(layout_.bytes)));
+    stream_ = Require(device().CreateStream("caller"));
+    Register();
+  }
+
+  ~Training() {
+    optimizer_.reset();
+    (void)device().Synchronize(stream_, -1);  // its functions use what is destroyed next
+  }
+
+  Outcome Run(std::string* difference) {
+    WriteParams();
+    leaking_ = schedule_.leak_in_commit;
+    if (!Good(optimizer_->Commit(stream_), difference)) return Outcome::kFailed;
+    leaking_ = !schedule_.leak_in_commit;
+    offload_ticket_t ticket = 0;
+    for (size_t i = 0; i < kSteps; ++i) {
+      const size_t block = shared_grads_ ? 0 : i;
+      if (i > 0 && shared_grads_ && !Good(ForwardPass(ticket, i), difference))
+        return Outcome::kFailed;
+      WriteGrads(block, problem_.steps[i]);
+      Result<offload_ticket_t> queued = Step(block, problem_.steps[i]);
+      if (!Good(queued.status(), difference)) return Outcome::kFailed;
+      ticket = queued.value();
+    }
+    if (!Good(ForwardPass(ticket, kSteps), difference)) return Outcome::kFailed;
+    if (!Good(optimizer_->Wait(ticket, -1), difference)) return Outcome::kFailed;
+    *difference = StateDifference();
+    if (!Good(device().Synchronize(stream_, -1), difference)) return Outcome::kFailed;
+    if (difference->empty()) *difference = ReadsDifference();
+    return difference->empty() ? Outcome::kRight : Outcome::kWrongBits;
+  }
+
+ private:
+  // A function on the caller's stream: copies bytes in or out of the device.
+  struct Transfer {
+    std::byte* to;
+    const std::byte* from;
+    uint64_t bytes;
+    static void Run(void* self) {
+      const auto* transfer = static_cast<const Transfer*>(self);
+      std::copy_n(transfer->from, transfer->bytes, transfer->to);
+    }
+  };
+  // A param as the caller's stream has read it, and as it was to be.
+  struct Read {
+    Bytes got;
+    const Bytes* expected;
+    std::string where;
+  };
+
+  static bool Good(const Status& status, std::string* difference) {
+    if (!status.ok()) *difference = status.message();
+    return status.ok();
+  }
+
+  Device& device() { return context_->device(); }
+
+  void MakeContext(uint32_t threads) {
+    offload_context_options_t options{};
+    options.threads = threads;
+    options.log = [](void*, int32_t, const char*) {};
+    const KernelTable& kernels = *Require(SelectKernels());
+    auto sim = Require(CreateSimDevice({1 << 20, schedule_.seed, schedule_.delay_ns_max}, kernels));
+    auto leaky = std::make_unique<LeakyDevice>(std::move(sim), schedule_.leak, leaking_);
+    context_ = std::make_shared<Context>(options, std::move(leaky), kernels);
+  }
+
+  void Register() {
+    for (const offload_group_t& group : problem_.groups) Require(optimizer_->AddGroup(group));
+    std::vector<ParamInput> inputs;
+    std::deque<std::string> names;
+    for (size_t id = 0; id < problem_.params.size(); ++id) {
+      const ParamSpec& spec = problem_.params[id];
+      ParamInput input{};
+      input.param.group = spec.group;
+      input.param.dtype = spec.dtype;
+      input.param.grad_dtype = spec.grad_dtype;
+      input.param.name = names.emplace_back("param" + std::to_string(id)).c_str();
+      input.param.data = blocks_[0] + layout_.data[id];
+      input.param.count = spec.count;
+      inputs.push_back(input);
+    }
+    Require(optimizer_->AddParams(inputs));
+  }
+
+  void Queue(std::byte* to, const std::byte* from, uint64_t bytes) {
+    Transfer& transfer = transfers_.emplace_back(Transfer{to, from, bytes});
+    Require(device().Run(stream_, Transfer::Run, &transfer));
+  }
+
+  std::byte* Mapped(std::byte* address, uint64_t bytes) {
+    return static_cast<std::byte*>(Require(device().Map(address, bytes)));
+  }
+
+  void WriteParams() {
+    for (size_t id = 0; id < problem_.params.size(); ++id) {
+      const Bytes& initial = problem_.initial[id];
+      Queue(Mapped(blocks_[0] + layout_.data[id], initial.size()), initial.data(), initial.size());
+    }
+  }
+
+  void WriteGrads(size_t block, const StepInput& input) {
+    for (size_t id = 0; id < problem_.params.size(); ++id) {
+      if (!input.grads[id].has_value()) continue;
+      const Bytes& grad = *input.grads[id];
+      Queue(Mapped(blocks_[block] + layout_.grad[id], grad.size()), grad.data(), grad.size());
+    }
+  }
+
+  Result<offload_ticket_t> Step(size_t block, const StepInput& input) {
+    std::vector<offload_binding_t> bindings;
+    for (uint32_t id = 0; id < problem_.params.size(); ++id) {
+      offload_binding_t binding{};
+      binding.param = id;
+      if (input.grads[id].has_value()) binding.grad = blocks_[block] + layout_.grad[id];
+      bindings.push_back(binding);
+    }
+    HYBRIDOPT_TRY(optimizer_->Bind(bindings));
+    for (uint32_t id = 0; id < input.groups.size(); ++id)
+      HYBRIDOPT_TRY(optimizer_->SetGroup(id, input.groups[id]));
+    offload_step_options_t options{};
+    options.grad_scale = input.grad_scale;
+    options.grad_norm_max = input.grad_norm_max;
+    options.flags = input.flags;
+    options.stream = stream_;
+    return optimizer_->Step(options);
+  }
+
+  // The caller's stream reads the first params as soon as they are there, then the others.
+  Status ForwardPass(offload_ticket_t ticket, size_t steps) {
+    const auto count = static_cast<uint32_t>(problem_.params.size());
+    for (uint32_t id = 0; id < count; ++id) {
+      if (id < 3) HYBRIDOPT_TRY(optimizer_->StreamWait(ticket, stream_, std::span(&id, 1)));
+      if (id == 3) HYBRIDOPT_TRY(optimizer_->StreamWait(ticket, stream_, {}));
+      const uint64_t bytes = problem_.params[id].data_bytes();
+      Read& read = reads_.emplace_back(
+          Read{Bytes(bytes), &trace_[steps].params[id].data,
+               "param " + std::to_string(id) + " read after step " + std::to_string(steps)});
+      Queue(read.got.data(), Mapped(blocks_[0] + layout_.data[id], bytes), bytes);
+    }
+    return {};
+  }
+
+  std::string ReadsDifference() const {
+    for (const Read& read : reads_)
+      if (read.got != *read.expected) return read.where;
+    return "";
+  }
+
+  std::string StateDifference() {
+    const Model& model = trace_.back();
+    for (uint32_t id = 0; id < problem_.params.size(); ++id) {
+      const Model::Param& expected = model.params[id];
+      const uint64_t bytes = expected.data.size();
+      const std::byte* data = Mapped(blocks_[0] + layout_.data[id], bytes);
+      if (!std::equal(expected.data.begin(), expected.data.end(), data))
+        return "data of param " + std::to_string(id);
+      for (int32_t kind = OFFLOAD_STATE_MASTER; kind <= OFFLOAD_STATE_SUM; ++kind) {
+        const Result<offload_state_view_t> view = optimizer_->State(id, kind);
+        if (view.ok() && !SameState(view.value(), ExpectedState(expected, kind), expected))
+          return "state " + std::to_string(kind) + " of param " + std::to_string(id);
+      }
+    }
+    const offload_step_result_t result = Require(optimizer_->StepResult(0));
+    const bool same_norm = std::bit_cast<uint64_t>(result.grad_norm) ==
+                           std::bit_cast<uint64_t>(model.verdict.grad_norm);
+    return same_norm && result.step == model.steps_applied ? "" : "result";
+  }
+
+  static const std::vector<float>& ExpectedState(const Model::Param& param, int32_t kind) {
+    if (kind == OFFLOAD_STATE_MASTER) return param.master;
+    return kind == OFFLOAD_STATE_EXP_AVG_SQ ? param.moment1 : param.moment0;
+  }
+
+  bool SameState(const offload_state_view_t& view, const std::vector<float>& expected,
+                 const Model::Param& param) {
+    const uint64_t device_bytes = view.device_count * sizeof(float);
+    const uint64_t host_bytes = view.host_count * sizeof(float);
+    const bool same_device =
+        device_bytes == 0 ||
+        std::memcmp(Mapped(static_cast<std::byte*>(view.device_data), device_bytes),
+                    expected.data(), device_bytes) == 0;
+    const bool same_host =
+        host_bytes == 0 ||
+        std::memcmp(view.host_data, expected.data() + view.device_count, host_bytes) == 0;
+    return same_device && same_host && view.step_count == param.step_count;
+  }
+
+  const Problem& problem_;
+  const std::vector<Model>& trace_;
+  const Schedule schedule_;
+  const Layout layout_;
+  bool shared_grads_ = false;  // both steps use one buffer, the second behind a stream wait
+  std::atomic<bool> leaking_ = false;
+  std::deque<Transfer> transfers_;
+  std::deque<Read> reads_;
+  std::shared_ptr<Context> context_;
+  std::shared_ptr<Optimizer> optimizer_;
+  std::byte* blocks_[kSteps] = {};
+  StreamHandle stream_ = nullptr;
+};
+
+Outcome Train(const Schedule& schedule, std::string* difference) {
+  Training training(SolvedProblem(schedule.seed % 30), schedule);
+  return training.Run(difference);
+}
+
+TEST(ScheduleTest, AThousandSchedulesGiveTheModelsBits) {
+  const int schedules = Scaled(1000);
+  for (int seed = 0; seed < schedules; ++seed) {
+    Schedule schedule;
+    schedule.seed = static_cast<uint64_t>(seed);
+    schedule.delay_ns_max = seed % 2 == 0 ? 20'000 : 60'000;
+    std::string difference;
+    ASSERT_EQ(Train(schedule, &difference), Outcome::kRight)
+        << "seed " << seed << ": " << difference;
+  }
+}
+
+// -------------------------------------------------------------------------- the test of the test
+// --
+
+struct LeakCase {
+  const char* name;
+  Leak leak;
+  bool in_commit;
+};
+
+void PrintTo(const LeakCase& leak_case, std::ostream* out) { *out << leak_case.name; }
+
+class LeakTest : public testing::TestWithParam<LeakCase> {};
+
+TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
+#ifdef HYBRIDOPT_THREAD_SANITIZER
+  GTEST_SKIP() << "a missing wait is a data race: the thread sanitizer would end the program";
+#endif
+  int wrong_bits = 0;
+  int failed = 0;
+  constexpr int kSchedules = 40;
+  for (int seed = 0; seed < kSchedules; ++seed) {
+    Schedule schedule;
+    schedule.seed = static_cast<uint64_t>(seed);
+    schedule.delay_ns_max = 100'000;
+    schedule.leak = GetParam().leak;
+    schedule.leak_in_commit = GetParam().in_commit;
+    std::string difference;
+    const Outcome outcome = Train(schedule, &difference);
+    wrong_bits += outcome == Outcome::kWrongBits;
+    failed += outcome == Outcome::kFailed;
+  }
+  RecordProperty("wrong_bits", wrong_bits);
+  EXPECT_GT(wrong_bits, 0) << "none of " << kSchedules << " schedules showed it; " << failed
+                           << " failed";
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Waits, LeakTest,
+    testing::Values(LeakCase{"GradientsBeforeTheyComeDown", Leak::kDownBehindGradients, false},
+                    LeakCase{"GradientsBeforeTheNorm", Leak::kComputeBehindGradients, false},
+                    LeakCase{"ChunkLanded", Leak::kLanded, false},
+                    LeakCase{"ChunkUploaded", Leak::kUploaded, false},
+                    LeakCase{"Verdict", Leak::kVerdict, false},
+                    LeakCase{"DeviceUpdated", Leak::kDeviceUpdated, false},
+                    LeakCase{"CallersStream", Leak::kCallersStream, false},
+                    LeakCase{"ParamsBeforeCommit", Leak::kVerdict, true},
+                    LeakCase{"ParamsLandedInCommit", Leak::kLanded, true}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace hybridopt

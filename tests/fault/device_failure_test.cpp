@@ -1,0 +1,486 @@
+// The device fails, refuses, or stops: whoever waits learns the cause, nobody hangs, nothing leaks,
+// and what failed before it began can be tried again.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <set>
+#include <thread>
+
+#include "base/prim.h"
+#include "core/context.h"
+#include "core/optimizer.h"
+#include "trainer.h"
+
+namespace hybridopt::fault {
+namespace {
+
+constexpr int64_t kLongNs = 120'000'000'000;  // no timed assertion: only the end of a hang
+
+bool Contains(const std::string& text, const std::string& word) {
+  return text.find(word) != std::string::npos;
+}
+
+// ------------------------------------------------------------------------------ through the ABI --
+
+TEST(AsynchronousFailure, ReachesTheWaiterWithItsCauseAndPoisonsTheRest) {
+  RunOptions run;
+  run.sim_delay_ns_max = 100'000;
+  Trainer trainer(run);
+  trainer.AddParams();
+  trainer.Commit();
+  trainer.Steps(0, 1);
+  offload_stream_t stream = nullptr;
+  ASSERT_OFFLOAD_OK(offload_stream_create(trainer.context, &stream));
+
+  // The caller's mistake: the gradient is freed while it is bound.
+  ASSERT_OFFLOAD_OK(offload_device_free(trainer.context, trainer.grads[2]));
+  std::vector<offload_ticket_t> tickets(3);
+  for (offload_ticket_t& ticket : tickets) {
+    const int32_t status = offload_optimizer_step(trainer.optimizer, nullptr, &ticket);
+    if (status != OFFLOAD_OK) break;  // the failure may be known already
+    const int32_t waited =
+        offload_optimizer_stream_wait(trainer.optimizer, ticket, stream, nullptr, 0);
+    if (waited != OFFLOAD_OK) break;
+  }
+  ASSERT_NE(tickets[0], 0u);
+  EXPECT_EQ(offload_optimizer_wait(trainer.optimizer, tickets[0], kLongNs), OFFLOAD_DEVICE_FAILED);
+  const std::string cause = offload_last_error();
+  EXPECT_TRUE(Contains(cause, "freed or never allocated")) << cause;
+  EXPECT_EQ(offload_optimizer_wait(trainer.optimizer, 0, kLongNs), OFFLOAD_DEVICE_FAILED);
+  EXPECT_EQ(cause, offload_last_error());
+
+  // What changes anything is refused with the cause.
+  auto binding = Make<offload_binding_t>();
+  const std::vector<std::function<int32_t()>> poisoned = {
+      [&] { return offload_optimizer_step(trainer.optimizer, nullptr, nullptr); },
+      [&] { return offload_optimizer_bind(trainer.optimizer, &binding, 1); },
+      [&] { return offload_optimizer_set_group(trainer.optimizer, 0, &trainer.group); },
+      [&] { return offload_optimizer_stream_wait(trainer.optimizer, 0, stream, nullptr, 0); }};
+  for (const auto& call : poisoned) {
+    EXPECT_EQ(call(), OFFLOAD_POISONED);
+    EXPECT_TRUE(Contains(offload_last_error(), cause)) << offload_last_error();
+  }
+
+  // What only looks still works.
+  auto plan = Make<offload_plan_t>();
+  EXPECT_OFFLOAD_OK(offload_optimizer_plan(trainer.optimizer, &plan));
+  EXPECT_EQ(plan.element_count, 5501u);
+  auto stats = Make<offload_stats_t>();
+  EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(trainer.optimizer, &stats));
+  EXPECT_EQ(stats.steps_applied, 1u);
+  auto view = Make<offload_state_view_t>();
+  EXPECT_OFFLOAD_OK(offload_optimizer_state(trainer.optimizer, 2, OFFLOAD_STATE_EXP_AVG, &view));
+  EXPECT_EQ(view.step_count, 1u);
+  auto result = Make<offload_step_result_t>();
+  EXPECT_OFFLOAD_OK(offload_optimizer_step_result(trainer.optimizer, tickets[0] - 1, &result));
+  EXPECT_EQ(result.step, 1u);
+  EXPECT_EQ(offload_optimizer_step_result(trainer.optimizer, tickets[0], &result),
+            OFFLOAD_DEVICE_FAILED);
+
+  // The stream that waited for the steps is not held: it says what happened.
+  EXPECT_EQ(offload_stream_synchronize(trainer.context, stream, kLongNs), OFFLOAD_DEVICE_FAILED);
+  EXPECT_TRUE(Contains(offload_last_error(), "freed or never allocated")) << offload_last_error();
+}
+
+// Holds a stream of the sim until told.
+struct Gate {
+  std::atomic<bool> open = false;
+  static void Hold(void* gate) {
+    while (!static_cast<Gate*>(gate)->open) std::this_thread::yield();
+  }
+};
+
+TEST(StuckStream, FailsTheStepAfterDeviceTimeoutAndReleasesWhoWaits) {
+  RunOptions run;
+  run.device_timeout_ns = 100'000'000;
+  Trainer trainer(run), other(run);
+  for (Trainer* t : {&trainer, &other}) {
+    t->AddParams();
+    t->Commit();
+    t->UploadGrads(0);
+  }
+  Gate gate;
+  offload_stream_t stuck = nullptr, waiting = nullptr;
+  ASSERT_OFFLOAD_OK(offload_stream_create(trainer.context, &stuck));
+  ASSERT_OFFLOAD_OK(offload_stream_create(trainer.context, &waiting));
+  ASSERT_OFFLOAD_OK(offload_stream_run(trainer.context, stuck, Gate::Hold, &gate));
+  auto options = Make<offload_step_options_t>();
+  options.stream = stuck;
+  offload_ticket_t ticket = 0;
+  ASSERT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, &options, &ticket));
+  const int32_t status =
+      offload_optimizer_stream_wait(trainer.optimizer, ticket, waiting, nullptr, 0);
+  EXPECT_TRUE(status == OFFLOAD_OK || status == OFFLOAD_POISONED) << offload_last_error();
+
+  EXPECT_EQ(offload_optimizer_wait(trainer.optimizer, ticket, kLongNs), OFFLOAD_DEVICE_FAILED);
+  for (const char* word : {"no progress for 0.1 s", "the gradients", "device_timeout_ns", "stuck"})
+    EXPECT_TRUE(Contains(offload_last_error(), word)) << offload_last_error();
+  EXPECT_EQ(offload_optimizer_step(trainer.optimizer, nullptr, nullptr), OFFLOAD_POISONED);
+  EXPECT_OFFLOAD_OK(offload_stream_synchronize(trainer.context, waiting, kLongNs));
+  other.Steps(0, 1);  // another context does not care
+
+  gate.open = true;  // before destroy: it waits for the copies queued behind the stuck stream
+}
+
+TEST(StuckStream, FailsACommitThatCanBeTriedAgain) {
+  RunOptions run;
+  run.device_timeout_ns = 100'000'000;
+  Trainer trainer(run), alone(run);
+  for (Trainer* t : {&trainer, &alone}) t->AddParams();
+  auto before = Make<offload_context_info_t>(), after = Make<offload_context_info_t>();
+  ASSERT_OFFLOAD_OK(offload_context_get_info(trainer.context, &before));
+  Gate gate;
+  offload_stream_t stuck = nullptr;
+  ASSERT_OFFLOAD_OK(offload_stream_create(trainer.context, &stuck));
+  ASSERT_OFFLOAD_OK(offload_stream_run(trainer.context, stuck, Gate::Hold, &gate));
+  EXPECT_EQ(offload_optimizer_commit(trainer.optimizer, stuck), OFFLOAD_DEVICE_FAILED);
+  EXPECT_TRUE(Contains(offload_last_error(), "the params given to commit")) << offload_last_error();
+  ASSERT_OFFLOAD_OK(offload_context_get_info(trainer.context, &after));
+  EXPECT_EQ(std::memcmp(&before, &after, sizeof(after)), 0);
+
+  gate.open = true;
+  for (Trainer* t : {&trainer, &alone}) {
+    t->Commit();
+    t->Steps(0, 2);
+  }
+  EXPECT_EQ(trainer.Bits(), alone.Bits());
+}
+
+TEST(Destroy, WithStepsQueuedAppliesThemFirst) {
+  for (int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    RunOptions run;
+    run.device_kind = device_kind;
+    run.sim_delay_ns_max = device_kind == OFFLOAD_DEVICE_SIM ? 200'000 : 0;
+    Trainer trainer(run), alone(run);
+    for (Trainer* t : {&trainer, &alone}) {
+      t->AddParams();
+      t->Commit();
+      t->UploadGrads(0);
+      for (int step = 0; step < 8; ++step)
+        ASSERT_OFFLOAD_OK(offload_optimizer_step(t->optimizer, nullptr, nullptr));
+    }
+    ASSERT_OFFLOAD_OK(offload_optimizer_destroy(trainer.optimizer));
+    ASSERT_OFFLOAD_OK(offload_optimizer_wait(alone.optimizer, 0, -1));
+    trainer.optimizer = nullptr;
+    for (uint32_t param = 0; param < trainer.size(); ++param)
+      EXPECT_EQ(trainer.ParamBits(param), alone.ParamBits(param));
+  }
+}
+
+// ------------------------------------------------------------------------- through the port
+// -------
+
+// What fails, when, and how.
+struct Plan {
+  uint64_t failing_call = UINT64_MAX;
+  int32_t code = OFFLOAD_DEVICE_FAILED;
+  bool sticky = false;  // all calls from then on
+  std::atomic<uint64_t> calls = 0;
+  std::atomic<int64_t> streams = 0, events = 0, pinned = 0, allocations = 0;  // held
+
+  Status Next(const char* call) {
+    const uint64_t number = calls++;
+    if (number == failing_call || (sticky && number > failing_call))
+      return Status::Error(code, "injected into call %llu, %s",
+                           static_cast<unsigned long long>(number), call);
+    return {};
+  }
+};
+
+// Forwards to a simulated device, and fails one call as the plan says. Giving back never fails.
+class FaultyDevice final : public Device {
+ public:
+  FaultyDevice(std::unique_ptr<Device> device, Plan& plan)
+      : device_(std::move(device)), plan_(plan) {}
+
+  int32_t kind() const override { return device_->kind(); }
+  const char* name() const override { return device_->name(); }
+  bool unified() const override { return device_->unified(); }
+  Result<DeviceMemory> Memory() const override {
+    HYBRIDOPT_TRY(plan_.Next("Memory"));
+    return device_->Memory();
+  }
+  Result<void*> Allocate(uint64_t bytes) override {
+    HYBRIDOPT_TRY(plan_.Next("Allocate"));
+    plan_.allocations += 1;
+    return device_->Allocate(bytes);
+  }
+  Status Free(void* data) override {
+    plan_.allocations -= 1;
+    return device_->Free(data);
+  }
+  Result<void*> Map(void* data, uint64_t bytes) override { return device_->Map(data, bytes); }
+  Status CheckRange(const void* data, uint64_t bytes) const override {
+    return device_->CheckRange(data, bytes);
+  }
+  Status PinHost(void* data, uint64_t bytes) override {
+    HYBRIDOPT_TRY(plan_.Next("PinHost"));
+    plan_.pinned += 1;
+    return device_->PinHost(data, bytes);
+  }
+  void UnpinHost(void* data) override {
+    plan_.pinned -= 1;
+    device_->UnpinHost(data);
+  }
+  Result<StreamHandle> CreateStream(const char* label) override {
+    HYBRIDOPT_TRY(plan_.Next("CreateStream"));
+    plan_.streams += 1;
+    return device_->CreateStream(label);
+  }
+  Status DestroyStream(StreamHandle stream) override {
+    plan_.streams -= 1;
+    return device_->DestroyStream(stream);
+  }
+  Status CheckStream(StreamHandle stream) const override { return device_->CheckStream(stream); }
+  Result<EventHandle> CreateEvent(const char* label) override {
+    HYBRIDOPT_TRY(plan_.Next("CreateEvent"));
+    plan_.events += 1;
+    return device_->CreateEvent(label);
+  }
+  void DestroyEvent(EventHandle event) override {
+    plan_.events -= 1;
+    device_->DestroyEvent(event);
+  }
+  Status Record(EventHandle event, StreamHandle stream) override {
+    HYBRIDOPT_TRY(plan_.Next("Record"));
+    return device_->Record(event, stream);
+  }
+  Status StreamWait(StreamHandle stream, EventHandle event) override {
+    HYBRIDOPT_TRY(plan_.Next("StreamWait"));
+    return device_->StreamWait(stream, event);
+  }
+  Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
+                        uint64_t value) override {
+    HYBRIDOPT_TRY(plan_.Next("StreamWaitFlag"));
+    return device_->StreamWaitFlag(stream, flag, value);
+  }
+  Status Wait(EventHandle event, int64_t timeout_ns) override {
+    HYBRIDOPT_TRY(plan_.Next("Wait"));
+    return device_->Wait(event, timeout_ns);
+  }
+  Result<double> Elapsed(EventHandle begin, EventHandle end) override {
+    HYBRIDOPT_TRY(plan_.Next("Elapsed"));
+    return device_->Elapsed(begin, end);
+  }
+  Status Synchronize(StreamHandle stream, int64_t timeout_ns) override {
+    return device_->Synchronize(stream, timeout_ns);
+  }
+  Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
+    HYBRIDOPT_TRY(plan_.Next("CopyToHost"));
+    return device_->CopyToHost(stream, host, device, bytes);
+  }
+  Status CopyToDevice(StreamHandle stream, void* device, const void* host,
+                      uint64_t bytes) override {
+    HYBRIDOPT_TRY(plan_.Next("CopyToDevice"));
+    return device_->CopyToDevice(stream, device, host, bytes);
+  }
+  Status Fill(StreamHandle stream, float* device, uint64_t count, float value) override {
+    HYBRIDOPT_TRY(plan_.Next("Fill"));
+    return device_->Fill(stream, device, count, value);
+  }
+  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
+                float* destination) override {
+    HYBRIDOPT_TRY(plan_.Next("ToFp32"));
+    return device_->ToFp32(stream, source, dtype, count, destination);
+  }
+  Status Norm(StreamHandle stream, const NormLaunch& launch) override {
+    HYBRIDOPT_TRY(plan_.Next("Norm"));
+    return device_->Norm(stream, launch);
+  }
+  Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
+    HYBRIDOPT_TRY(plan_.Next("SetVerdict"));
+    return device_->SetVerdict(stream, value, device);
+  }
+  Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
+    HYBRIDOPT_TRY(plan_.Next("Update"));
+    return device_->Update(stream, launch);
+  }
+  Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override {
+    return device_->Run(stream, function, user);
+  }
+
+ private:
+  const std::unique_ptr<Device> device_;
+  Plan& plan_;
+};
+
+constexpr uint64_t kCount = 2500;
+constexpr int kSteps = 3;
+
+// An optimizer on a faulty device: an SGD param with momentum and one without, device and host
+// shares, three chunks through two slots.
+class Rig {
+ public:
+  explicit Rig(Plan& plan) : plan_(plan) {
+    Result<const KernelTable*> kernels = SelectKernels();
+    Result<std::unique_ptr<Device>> sim =
+        CreateSimDevice({uint64_t{1} << 20, 1, 0}, *kernels.value());
+    auto options = Make<offload_context_options_t>();
+    options.device_kind = OFFLOAD_DEVICE_SIM;
+    options.threads = 2;
+    options.log = DropLog;
+    auto device = std::make_unique<FaultyDevice>(std::move(sim.value()), plan);
+    device_ = device.get();
+    context_ = std::make_shared<Context>(options, std::move(device), *kernels.value());
+    Result<void*> memory = device_->Allocate(4 * kArrays * kCount);
+    for (uint64_t i = 0; i < kArrays; ++i)
+      arrays_[i] = static_cast<char*>(memory.value()) + 4 * i * kCount;
+    FillArrays();
+    auto optimizer_options = Make<offload_optimizer_options_t>();
+    optimizer_options.algorithm = OFFLOAD_SGD;
+    optimizer_options.device_fraction = 0.3;
+    optimizer_options.chunk_elements = 1024;
+    optimizer_options.staging_slots = 2;
+    optimizer = Optimizer::Create(context_, optimizer_options).value();
+    Register();
+    idle_ = Held();
+  }
+
+  // Everything from commit on; the first failure.
+  Status Work() {
+    HYBRIDOPT_TRY(optimizer->Commit(nullptr));
+    committed = true;
+    for (int step = 0; step < kSteps; ++step) {
+      auto options = Make<offload_step_options_t>();
+      options.grad_norm_max = step == 1 ? 0 : 0.5;
+      options.flags = step == 1 ? OFFLOAD_STEP_ASSUME_FINITE : 0;
+      HYBRIDOPT_ASSIGN(const offload_ticket_t ticket, optimizer->Step(options));
+      HYBRIDOPT_TRY(optimizer->Wait(ticket, kLongNs));
+      HYBRIDOPT_TRY(optimizer->StreamWait(ticket, nullptr, {}));
+    }
+    return {};
+  }
+
+  std::vector<float> Params() {
+    std::vector<float> values(2 * kCount);
+    for (uint64_t i = 0; i < 2; ++i) {
+      EXPECT_TRUE(device_->CopyToHost(nullptr, &values[i * kCount], arrays_[i], 4 * kCount).ok());
+    }
+    EXPECT_TRUE(device_->Synchronize(nullptr, kLongNs).ok());
+    return values;
+  }
+
+  // Streams, events, pinned areas, allocations and device bytes.
+  std::array<int64_t, 5> Held() {
+    const uint64_t failing_call = std::exchange(plan_.failing_call, UINT64_MAX);
+    const int64_t free_bytes = static_cast<int64_t>(device_->Memory().value().free_bytes);
+    plan_.failing_call = failing_call;
+    return {plan_.streams, plan_.events, plan_.pinned, plan_.allocations, free_bytes};
+  }
+  bool HoldsWhatItHeldBeforeCommit() {
+    return Held() == idle_ && context_->Info().value().pinned_bytes == 0;
+  }
+
+  std::shared_ptr<Optimizer> optimizer;
+  bool committed = false;
+
+ private:
+  static constexpr uint64_t kArrays = 4;  // two params, two gradients
+
+  void FillArrays() {
+    std::vector<float> values(kCount);
+    for (uint64_t i = 0; i < kArrays; ++i) {
+      for (uint64_t e = 0; e < kCount; ++e)
+        values[e] = static_cast<float>(e % 97) / 97.0f - 0.25f * static_cast<float>(i);
+      EXPECT_TRUE(device_->CopyToDevice(nullptr, arrays_[i], values.data(), 4 * kCount).ok());
+      EXPECT_TRUE(device_->Synchronize(nullptr, kLongNs).ok());
+    }
+  }
+
+  void Register() {
+    auto group = Make<offload_group_t>();
+    group.lr = 0.1;
+    for (double momentum : {0.9, 0.0}) {
+      group.momentum = momentum;
+      EXPECT_TRUE(optimizer->AddGroup(group).ok());
+    }
+    const char* const names[] = {"with", "without"};
+    for (uint32_t i = 0; i < 2; ++i) {
+      ParamInput input{Make<offload_param_t>(), std::nullopt};
+      input.param.group = i;
+      input.param.dtype = input.param.grad_dtype = OFFLOAD_FP32;
+      input.param.name = names[i];
+      input.param.data = arrays_[i];
+      input.param.grad = arrays_[2 + i];
+      input.param.count = kCount;
+      EXPECT_TRUE(optimizer->AddParams({&input, 1}).ok());
+    }
+  }
+
+  Plan& plan_;
+  FaultyDevice* device_ = nullptr;
+  std::shared_ptr<Context> context_;
+  void* arrays_[kArrays] = {};
+  std::array<int64_t, 5> idle_{};
+};
+
+// Counts the calls of setting up a rig, which are not to fail.
+uint64_t CallsBeforeWork() {
+  Plan plan;
+  Rig rig(plan);
+  return plan.calls;
+}
+
+void FailEveryCallOnce(int32_t code, bool sticky) {
+  const uint64_t before = CallsBeforeWork();
+  std::vector<float> expected;
+  {
+    Plan plan;
+    Rig rig(plan);
+    const Status status = rig.Work();
+    ASSERT_TRUE(status.ok()) << status.message();
+    expected = rig.Params();
+    rig.optimizer.reset();
+    EXPECT_TRUE(rig.HoldsWhatItHeldBeforeCommit());
+  }
+  std::set<std::string> failed;  // the kinds of calls that were reached
+  bool passed = false;
+  for (uint64_t call = before; !passed; ++call) {
+    SCOPED_TRACE("call " + std::to_string(call));
+    Plan plan;
+    plan.failing_call = call;
+    plan.code = code;
+    plan.sticky = sticky;
+    Rig rig(plan);
+    const Status status = rig.Work();
+    plan.failing_call = UINT64_MAX;
+    if (status.ok()) {
+      passed = plan.calls <= call;
+      EXPECT_TRUE(passed) << "the failure was swallowed";
+      EXPECT_EQ(rig.Params(), expected);
+      break;
+    }
+    ASSERT_TRUE(Contains(status.message(), "injected into call " + std::to_string(call)))
+        << status.message();
+    EXPECT_TRUE(status.code() == code) << offload_status_name(status.code());
+    failed.insert(status.message().substr(status.message().rfind(' ') + 1));
+    if (!rig.committed) {
+      // Nothing is kept, and the optimizer still registers.
+      EXPECT_TRUE(rig.HoldsWhatItHeldBeforeCommit());
+      const Status retried = rig.Work();
+      ASSERT_TRUE(retried.ok()) << retried.message();
+      EXPECT_EQ(rig.Params(), expected);
+    }
+    rig.optimizer.reset();
+    EXPECT_TRUE(rig.HoldsWhatItHeldBeforeCommit());
+  }
+  for (const char* call : {"Memory", "Allocate", "PinHost", "CreateStream", "CreateEvent", "Record",
+                           "StreamWait", "StreamWaitFlag", "Wait", "Elapsed", "CopyToHost",
+                           "CopyToDevice", "Fill", "Norm", "SetVerdict", "Update"})
+    EXPECT_EQ(failed.count(call), 1u) << call << " was never made to fail";
+}
+
+TEST(InjectedFailure, OfAnyOneCallIsReportedAndLeaksNothing) {
+  FailEveryCallOnce(OFFLOAD_DEVICE_FAILED, false);
+}
+TEST(InjectedFailure, OfAllCallsFromAnyOneOnIsReportedAndLeaksNothing) {
+  FailEveryCallOnce(OFFLOAD_DEVICE_FAILED, true);
+}
+TEST(InjectedFailure, OfMemoryAtAnyCallIsReportedAndLeaksNothing) {
+  FailEveryCallOnce(OFFLOAD_OUT_OF_DEVICE_MEMORY, false);
+}
+
+}  // namespace
+}  // namespace hybridopt::fault
