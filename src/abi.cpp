@@ -132,6 +132,40 @@ Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32
   return inputs;
 }
 
+// The body of all moves. `move_of` turns the flags, of which `known` exist, into a move.
+int32_t QueueMove(offload_optimizer_t optimizer, const offload_move_options_t* options,
+                  offload_ticket_t* ticket, Move (*move_of)(uint32_t flags), uint32_t known) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    offload_move_options_t read{};
+    if (options != nullptr) {
+      HYBRIDOPT_ASSIGN(read, Read(options, "options"));
+    }
+    if ((read.flags & ~known) != 0)
+      return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known to this call is 0x%x",
+                           read.flags, known);
+    if (read.flags == (OFFLOAD_MOVE_ACCUMULATE | OFFLOAD_MOVE_DROP))
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "options.flags asks for OFFLOAD_MOVE_ACCUMULATE and OFFLOAD_MOVE_DROP; "
+                           "expected one of them");
+    if (read.stream_count > Lanes::kMaxProducers)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "options.stream_count is %u, expected at most %u", read.stream_count,
+                           Lanes::kMaxProducers);
+    if (read.stream_count > 0) HYBRIDOPT_TRY(CheckPointer(read.streams, "options.streams"));
+    if (read.param_count > 0) HYBRIDOPT_TRY(CheckPointer(read.params, "options.params"));
+    const offload_stream_t null_stream = nullptr;
+    const std::span<const offload_stream_t> streams =
+        read.stream_count > 0 ? std::span(read.streams, read.stream_count)
+                              : std::span(&null_stream, 1);
+    HYBRIDOPT_ASSIGN(
+        const offload_ticket_t given,
+        found->MoveResource(move_of(read.flags), {read.params, read.param_count}, streams));
+    if (ticket != nullptr) *ticket = given;
+    return {};
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -227,7 +261,12 @@ int32_t offload_optimizer_create(offload_context_t context,
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(std::shared_ptr<Context> found, Contexts::Instance().Find(context, "context"));
     HYBRIDOPT_TRY(CheckPointer(optimizer, "optimizer"));
-    HYBRIDOPT_ASSIGN(const offload_optimizer_options_t read, Read(options, "options"));
+    HYBRIDOPT_ASSIGN(offload_optimizer_options_t read, Read(options, "options"));
+    offload_comm_t comm{};
+    if (read.comm != nullptr) {
+      HYBRIDOPT_ASSIGN(comm, Read(read.comm, "options.comm"));
+      read.comm = &comm;
+    }
     HYBRIDOPT_ASSIGN(std::shared_ptr<Optimizer> created, Optimizer::Create(found, read));
     *optimizer =
         static_cast<offload_optimizer_t>(Optimizers::Instance().Insert(std::move(created)));
@@ -352,6 +391,62 @@ int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer, offload_tic
     if (params == nullptr) param_count = 0;
     return found->StreamWait(ticket, stream, {params, param_count});
   });
+}
+
+// ------------------------------------------------------------------------------------- lifecycle
+// --
+
+int32_t offload_optimizer_offload_params(offload_optimizer_t optimizer,
+                                         const offload_move_options_t* options,
+                                         offload_ticket_t* ticket) {
+  return QueueMove(
+      optimizer, options, ticket, [](uint32_t) { return Move::kOffloadParams; }, 0);
+}
+
+int32_t offload_optimizer_reload_params(offload_optimizer_t optimizer,
+                                        const offload_move_options_t* options,
+                                        offload_ticket_t* ticket) {
+  return QueueMove(
+      optimizer, options, ticket, [](uint32_t) { return Move::kReloadParams; }, 0);
+}
+
+int32_t offload_optimizer_offload_grads(offload_optimizer_t optimizer,
+                                        const offload_move_options_t* options,
+                                        offload_ticket_t* ticket) {
+  constexpr uint32_t kFlags = OFFLOAD_MOVE_ACCUMULATE | OFFLOAD_MOVE_DROP;
+  const auto move_of = [](uint32_t flags) {
+    if ((flags & OFFLOAD_MOVE_DROP) != 0) return Move::kDropGrads;
+    return flags == OFFLOAD_MOVE_ACCUMULATE ? Move::kAccumulateGrads : Move::kOffloadGrads;
+  };
+  return QueueMove(optimizer, options, ticket, move_of, kFlags);
+}
+
+int32_t offload_optimizer_reload_grads(offload_optimizer_t optimizer,
+                                       const offload_move_options_t* options,
+                                       offload_ticket_t* ticket) {
+  return QueueMove(
+      optimizer, options, ticket, [](uint32_t) { return Move::kReloadGrads; }, 0);
+}
+
+int32_t offload_optimizer_offload_states(offload_optimizer_t optimizer,
+                                         const offload_move_options_t* options,
+                                         offload_ticket_t* ticket) {
+  return QueueMove(
+      optimizer, options, ticket, [](uint32_t) { return Move::kOffloadStates; }, 0);
+}
+
+int32_t offload_optimizer_reload_states(offload_optimizer_t optimizer,
+                                        const offload_move_options_t* options,
+                                        offload_ticket_t* ticket) {
+  return QueueMove(
+      optimizer, options, ticket, [](uint32_t) { return Move::kReloadStates; }, 0);
+}
+
+int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimizer,
+                                          const offload_move_options_t* options,
+                                          offload_ticket_t* ticket) {
+  return QueueMove(
+      optimizer, options, ticket, [](uint32_t) { return Move::kRefreshMasters; }, 0);
 }
 
 int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param, int32_t kind,

@@ -36,28 +36,28 @@ void HostShare::Update(const Chunk& chunk, const ChunkBuffers& buffers,
                    span.moment1 = target.moment1 != nullptr ? target.moment1 + element : nullptr;
                    span.count = count;
                    kernels_.Update(target.rule, param.grad_dtype, target.param_dtype)(
-            coefficients[param.coefficients], span);
+                       coefficients[param.coefficients], span);
                  });
 }
 
 void HostShare::Fill(const Chunk& chunk, const ChunkBuffers& buffers,
                      std::span<const Addresses> addresses, const FirstState& first_state,
                      uint32_t worker, uint32_t workers) const {
-  ForEachStretch(
-      placement_, chunk, worker, workers,
-      [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-        void* const data = addresses[fragment.param].data;
-        if (data == nullptr) return;
-        const Target& target = targets_[fragment.param];
-        const uint64_t element = HostElement(target, fragment, first);
-        if (target.master != nullptr)
-          target.widen(ParamAt(target, fragment, buffers, data, first), count,
-                       target.master + element);
-        if (!first_state.moments) return;
-        if (target.moment0 != nullptr)
-          std::fill_n(target.moment0 + element, count, target.initial_moment0);
-        if (target.moment1 != nullptr) std::fill_n(target.moment1 + element, count, 0.0f);
-      });
+  ForEachStretch(placement_, chunk, worker, workers,
+                 [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+                   void* const data = addresses[fragment.param].data;
+                   if (data == nullptr) return;
+                   const Target& target = targets_[fragment.param];
+                   const uint64_t element = HostElement(target, fragment, first);
+                   if (target.master != nullptr)
+                     target.widen(ParamAt(target, fragment, buffers, data, first), count,
+                                  target.master + element);
+                   if (!first_state.moments) return;
+                   if (target.moment0 != nullptr)
+                     std::fill_n(target.moment0 + element, count, target.initial_moment0);
+                   if (target.moment1 != nullptr)
+                     std::fill_n(target.moment1 + element, count, 0.0f);
+                 });
 }
 
 }  // namespace hybridopt

@@ -67,8 +67,8 @@ class HostShare {
               std::span<const Coefficients> coefficients, uint32_t worker, uint32_t workers) const;
 
   // One worker's part of giving a chunk its state: masters widened from the params, moments zero
-  // (Adagrad's sum: its initial value). At commit this is the first touch of the memory. Params with
-  // a NULL address are left alone.
+  // (Adagrad's sum: its initial value). At commit this is the first touch of the memory. Params
+  // with a NULL address are left alone.
   void Fill(const Chunk& chunk, const ChunkBuffers& buffers, std::span<const Addresses> addresses,
             const FirstState& first_state, uint32_t worker, uint32_t workers) const;
 

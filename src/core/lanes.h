@@ -49,14 +49,14 @@ class Lanes {
   Device& device() { return context_.device(); }
   StagingRing& ring() { return ring_; }
 
-  StreamHandle down = nullptr;                           // device to host
-  StreamHandle up = nullptr;                             // host to device
-  StreamHandle compute = nullptr;                        // norm and updates on the device
-  std::vector<TimedEvent> landed;                        // per slot: grads have come down
-  std::vector<TimedEvent> uploaded;                      // per slot: params have gone up
+  StreamHandle down = nullptr;       // device to host
+  StreamHandle up = nullptr;         // host to device
+  StreamHandle compute = nullptr;    // norm and updates on the device
+  std::vector<TimedEvent> landed;    // per slot: grads have come down
+  std::vector<TimedEvent> uploaded;  // per slot: params have gone up
   TimedEvent device_updated;
   EventHandle verdict_known = nullptr;
-  EventHandle moved[2] = {};  // copies of offload and reload, which use two streams
+  EventHandle moved[2] = {};          // copies of offload and reload, which use two streams
   double* block_sums = nullptr;       // device
   Verdict* device_verdict = nullptr;  // device
   float* device_grads = nullptr;      // device: gradients that come back for a step
@@ -75,8 +75,8 @@ class Lanes {
   std::vector<EventHandle> events_;    // to destroy
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
   const Placement* placement_ = nullptr;
-  void* scratch_ = nullptr;            // device
-  uint64_t pinned_bytes_ = 0;          // reserved in the context
+  void* scratch_ = nullptr;    // device
+  uint64_t pinned_bytes_ = 0;  // reserved in the context
   StagingRing ring_;
   StagingRing verdict_page_;
 };

@@ -133,12 +133,22 @@ void Lifecycle::Apply(Move move, std::span<const uint32_t> ids) {
   for (uint32_t id : ids) {
     ParamState& state = params_[id];
     switch (move) {
-      case Move::kOffloadParams: state.params_on_host = true; break;
-      case Move::kReloadParams: state.params_on_host = false; break;
-      case Move::kOffloadGrads: state.host_grad = HostGrad::kStored; break;
-      case Move::kAccumulateGrads: state.host_grad = HostGrad::kAccumulated; break;
+      case Move::kOffloadParams:
+        state.params_on_host = true;
+        break;
+      case Move::kReloadParams:
+        state.params_on_host = false;
+        break;
+      case Move::kOffloadGrads:
+        state.host_grad = HostGrad::kStored;
+        break;
+      case Move::kAccumulateGrads:
+        state.host_grad = HostGrad::kAccumulated;
+        break;
       case Move::kDropGrads:
-      case Move::kReloadGrads: state.host_grad = HostGrad::kNone; break;
+      case Move::kReloadGrads:
+        state.host_grad = HostGrad::kNone;
+        break;
       case Move::kOffloadStates:
         state.states_on_host = true;
         states_on_host_count_ += 1;
@@ -147,7 +157,8 @@ void Lifecycle::Apply(Move move, std::span<const uint32_t> ids) {
         state.states_on_host = false;
         states_on_host_count_ -= 1;
         break;
-      case Move::kRefreshMasters: break;
+      case Move::kRefreshMasters:
+        break;
     }
   }
 }

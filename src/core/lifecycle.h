@@ -49,7 +49,7 @@ class Lifecycle {
   HostGrad host_grad(uint32_t id) const { return params_[id].host_grad; }
   bool params_on_host(uint32_t id) const { return params_[id].params_on_host; }
   bool states_on_host(uint32_t id) const { return params_[id].states_on_host; }
-  bool all_states_on_host() const { return states_on_host_count_ == params_.size(); }
+  size_t states_on_host_count() const { return states_on_host_count_; }
   bool any_states_on_host() const { return states_on_host_count_ > 0; }
 
  private:

@@ -27,8 +27,7 @@ Mover::Mover(Context& context, const ParamTable& table, const Placement& placeme
   norm_inputs_.reserve(table.size());
 }
 
-Status Mover::Run(const MoveRequest& request, std::span<const EventHandle> ready,
-                  uint64_t* bytes) {
+Status Mover::Run(const MoveRequest& request, std::span<const EventHandle> ready, uint64_t* bytes) {
   HYBRIDOPT_TRY(AwaitProducers(request, ready));
   copies_.clear();
   switch (request.move) {
@@ -98,8 +97,8 @@ void Mover::ListStates(const MoveRequest& request) {
     const ParamPlace& place = placement_.params[item.param];
     for (uint64_t offset : place.device_offset) {
       if (offset == kNoState) continue;
-      copies_.push_back({memory_.block() + offset, swap_.states() + offset,
-                         place.device_count * sizeof(float)});
+      copies_.push_back(
+          {memory_.block() + offset, swap_.states() + offset, place.device_count * sizeof(float)});
     }
   }
 }
@@ -122,11 +121,11 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
     for (uint64_t begin = 0; begin < copy.bytes; begin += kCopyPieceBytes, turn ^= 1) {
       const uint64_t piece = std::min(kCopyPieceBytes, copy.bytes - begin);
       if (direction == Direction::kDown) {
-        HYBRIDOPT_TRY(device_.CopyToHost(streams[turn], copy.host + begin, copy.device + begin,
-                                         piece));
+        HYBRIDOPT_TRY(
+            device_.CopyToHost(streams[turn], copy.host + begin, copy.device + begin, piece));
       } else {
-        HYBRIDOPT_TRY(device_.CopyToDevice(streams[turn], copy.device + begin, copy.host + begin,
-                                           piece));
+        HYBRIDOPT_TRY(
+            device_.CopyToDevice(streams[turn], copy.device + begin, copy.host + begin, piece));
       }
     }
   }
@@ -194,10 +193,9 @@ Status Mover::AccumulateStaged(const MoveItem& item) {
   const auto bring_down = [&](uint64_t piece) -> Status {
     const uint32_t slot = static_cast<uint32_t>(piece % slots);
     const uint64_t begin = piece * piece_count;
-    HYBRIDOPT_TRY(device_.CopyToHost(
-        lanes_.down, lanes_.ring().grads(slot),
-        static_cast<std::byte*>(item.address) + begin * element_bytes,
-        std::min(piece_count, param.count - begin) * element_bytes));
+    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, lanes_.ring().grads(slot),
+                                     static_cast<std::byte*>(item.address) + begin * element_bytes,
+                                     std::min(piece_count, param.count - begin) * element_bytes));
     return device_.Record(lanes_.landed[slot].end, lanes_.down);
   };
   for (uint64_t piece = 0; piece < std::min<uint64_t>(slots, pieces); ++piece)
@@ -226,7 +224,8 @@ Status Mover::Add(const std::byte* grad, int32_t dtype, float* sum, uint64_t cou
   });
 }
 
-// --------------------------------------------------------------------------- masters from params --
+// --------------------------------------------------------------------------- masters from params
+// --
 
 Status Mover::Initialize(std::span<const Addresses> addresses, StreamHandle stream) {
   if (!device_.unified()) {
@@ -258,8 +257,7 @@ Status Mover::FillDeviceShare(uint32_t id, void* data, bool moments) {
   if (float* master = memory_.OnDevice(id, kMaster); master != nullptr)
     HYBRIDOPT_TRY(device_.ToFp32(lanes_.compute, data, param.dtype, count, master));
   if (!moments) return {};
-  const float first =
-      static_cast<float>(table_.groups()[param.group].initial_accumulator_value);
+  const float first = static_cast<float>(table_.groups()[param.group].initial_accumulator_value);
   if (float* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
     HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count, first));
   if (float* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)

@@ -35,8 +35,8 @@ struct MoveRequest {
 
 class Mover {
  public:
-  Mover(Context& context, const ParamTable& table, const Placement& placement,
-        StateMemory& memory, Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums);
+  Mover(Context& context, const ParamTable& table, const Placement& placement, StateMemory& memory,
+        Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums);
 
   // Fills masters from the params (after the work on `stream`) and moments with their first value.
   Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
@@ -78,7 +78,7 @@ class Mover {
   const SwapMemory& swap_;
   NormSums& norm_sums_;
   const HostShare host_share_;
-  std::vector<Copy> copies_;           // of the running move
+  std::vector<Copy> copies_;  // of the running move
   std::vector<NormInput> norm_inputs_;
   std::vector<Addresses> addresses_;  // of a refresh; NULL for params it leaves alone
 };

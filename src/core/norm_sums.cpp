@@ -18,11 +18,10 @@ Status NormSums::Sum(Context& context, std::span<const NormInput> inputs) {
       block += blocks;
       if (end <= block - blocks + begin) continue;
       const uint64_t first = begin * kNormBlockElements;
-      const uint64_t last =
-          std::min(input.count, (end - (block - blocks)) * kNormBlockElements);
+      const uint64_t last = std::min(input.count, (end - (block - blocks)) * kNormBlockElements);
       context.kernels().SumSquares(input.dtype)(
-          static_cast<const std::byte*>(input.grad) + first * DtypeBytes(input.dtype),
-          last - first, &blocks_[input.first_block + begin]);
+          static_cast<const std::byte*>(input.grad) + first * DtypeBytes(input.dtype), last - first,
+          &blocks_[input.first_block + begin]);
     }
   });
 }

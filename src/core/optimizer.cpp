@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <exception>
+#include <numeric>
 
 #include "base/prim.h"
 #include "core/group.h"
@@ -17,6 +18,17 @@ constexpr uint64_t kMaxChunkElements = uint64_t{1} << 28;
 constexpr uint32_t kDefaultStagingSlots = 4;
 constexpr uint32_t kMinStagingSlots = 2;
 constexpr uint32_t kMaxStagingSlots = 64;
+
+constexpr uint32_t kMovable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
+                              OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
+constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
+
+Comm MakeComm(const offload_optimizer_options_t& options) {
+  if (options.comm == nullptr) return {};
+  return {*options.comm,
+          static_cast<int64_t>(options.comm_timeout_ns != 0 ? options.comm_timeout_ns
+                                                            : kDefaultCommTimeoutNs)};
+}
 
 // A ticket is a tag in the upper 16 bits and a sequence number in the lower 48.
 constexpr int kTagShift = 48;
@@ -51,10 +63,14 @@ Status CheckOptions(const offload_optimizer_options_t& options) {
     return Status::Error(
         OFFLOAD_INVALID_ARGUMENT, "options.staging_slots is %u, expected %u to %u (0 = %u)",
         options.staging_slots, kMinStagingSlots, kMaxStagingSlots, kDefaultStagingSlots);
-  if (options.reserved != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
-                         options.reserved);
-  return {};
+  if ((options.movable & ~kMovable) != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.movable is 0x%x, known is 0x%x",
+                         options.movable, kMovable);
+  if (options.comm_timeout_ns > INT64_MAX)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
+                         static_cast<unsigned long long>(options.comm_timeout_ns));
+  return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
 }
 
 }  // namespace
@@ -68,6 +84,7 @@ Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> co
 Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options)
     : context_(std::move(context)),
       options_(options),
+      comm_(MakeComm(options)),
       ticket_tag_(NewTicketTag()),
       table_(options.algorithm, context_->device()) {
   context_->OptimizerCreated();
@@ -117,6 +134,7 @@ Status Optimizer::Bind(std::span<const offload_binding_t> bindings) {
 PlacementOptions Optimizer::MakePlacementOptions() const {
   PlacementOptions options{};
   options.unified = context_->device().unified();
+  options.movable = options_.movable;
   options.device_fraction = options_.device_fraction;
   options.chunk_elements =
       options_.chunk_elements != 0 ? options_.chunk_elements : kDefaultChunkElements;
@@ -140,7 +158,11 @@ Result<offload_plan_t> Optimizer::Plan() const {
     plan.device_state_bytes[kind] = placement.device_state_bytes[slot];
   }
   plan.host_scratch_bytes = StepPipeline::ScratchBytes(table_, placement);
-  plan.host_bytes = placement.host_arena_bytes + plan.host_scratch_bytes;
+  plan.host_params_bytes = placement.swap_params_bytes;
+  plan.host_grads_bytes = placement.swap_grads_bytes;
+  plan.host_swap_bytes = placement.swap_states_bytes;
+  plan.host_bytes =
+      placement.host_arena_bytes + plan.host_scratch_bytes + SwapMemory::Bytes(placement);
   plan.device_bytes = placement.device_block_bytes;
   plan.host_available_bytes = prim::AvailableBytes();
   plan.pinned_bytes_left = context_->PinnedBytesLeft();
@@ -177,7 +199,9 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
                          static_cast<unsigned long long>(plan.host_bytes), MiB(plan.host_bytes),
                          static_cast<unsigned long long>(plan.host_available_bytes),
                          MiB(plan.host_available_bytes));
-  return context_->CheckPinned(plan.staging_bytes);
+  if (context_->device().unified()) return {};
+  return context_->CheckPinned(plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
+                               plan.host_swap_bytes);
 }
 
 Status Optimizer::Commit(StreamHandle stream) {
@@ -203,16 +227,28 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_ASSIGN(committed->memory,
                    StateMemory::Create(context_->device(), committed->placement));
   HYBRIDOPT_ASSIGN(committed->lanes, Lanes::Create(*context_, committed->placement));
-  committed->pipeline = std::make_unique<StepPipeline>(*context_, table_, committed->placement,
-                                                       *committed->memory, *committed->lanes);
-  HYBRIDOPT_TRY(committed->pipeline->Initialize(table_.addresses(), stream));
-  for (uint32_t slot = 0; slot < Timeline::kCapacity; ++slot) {
-    committed->requests[slot].ready = committed->lanes->ready[slot];
-    committed->requests[slot].addresses.resize(table_.size());
-    committed->requests[slot].groups.resize(table_.groups().size());
+  HYBRIDOPT_ASSIGN(committed->swap, SwapMemory::Create(*context_, committed->placement));
+  committed->norm_sums = std::make_unique<NormSums>(committed->placement);
+  committed->pipeline = std::make_unique<StepPipeline>(
+      *context_, table_, committed->placement, *committed->memory, *committed->lanes,
+      *committed->swap, *committed->norm_sums, comm_);
+  committed->mover =
+      std::make_unique<Mover>(*context_, table_, committed->placement, *committed->memory,
+                              *committed->lanes, *committed->swap, *committed->norm_sums);
+  HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
+  committed->lifecycle = std::make_unique<Lifecycle>(table_, options_.movable);
+  for (StepRequest& step : committed->steps) {
+    step.addresses.resize(table_.size());
+    step.host_grads.resize(table_.size());
+    step.groups.resize(table_.groups().size());
   }
   for (const offload_group_t& group : table_.groups())
     committed->momentum_free.push_back(group.momentum == 0);
+  committed->all_ids.resize(table_.size());
+  std::iota(committed->all_ids.begin(), committed->all_ids.end(), 0u);
+  for (uint32_t id = 0; id < table_.size() && !committed->partial_param.has_value(); ++id)
+    if (table_.param(id).shard.partial()) committed->partial_param = id;
+  committed->planned_device_bytes = plan.device_bytes;
   committed->timeline = std::make_unique<Timeline>(
       [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
       context_->NewProgress());
@@ -240,19 +276,32 @@ Status Optimizer::CheckCommitted() const {
 
 Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) {
   HYBRIDOPT_TRY(CheckCommitted());
-  HYBRIDOPT_ASSIGN(const uint32_t slot, committed_->timeline->NextSlot());
-  HYBRIDOPT_TRY(FillRequest(options, committed_->requests[slot]));
-  HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());
-  return ticket_tag_ << kTagShift | sequence;
+  Committed& committed = *committed_;
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  if (committed.steps_queued - committed.steps_done >= StepPipeline::kMaxQueuedSteps)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "%u steps are queued, and no more may be; wait for an earlier ticket",
+                         StepPipeline::kMaxQueuedSteps);
+  HYBRIDOPT_TRY(CheckStepOptions(options));
+  HYBRIDOPT_TRY(committed.lifecycle->CheckStep());
+  StepRequest& step = committed.steps[committed.steps_queued % committed.steps.size()];
+  FillStep(options, step);
+  committed.requests[slot].step = &step;
+  HYBRIDOPT_TRY(RecordProducers(slot, {&options.stream, 1}));
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, committed.timeline->Submit());
+  committed.steps_queued += 1;
+  committed.last_step = sequence;
+  committed.lifecycle->ApplyStep();
+  return TicketOf(sequence);
 }
 
-Status Optimizer::FillRequest(const offload_step_options_t& options, StepRequest& request) const {
+Status Optimizer::CheckStepOptions(const offload_step_options_t& options) const {
   if ((options.flags & ~uint32_t{OFFLOAD_STEP_ASSUME_FINITE}) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known is 0x%x", options.flags,
                          OFFLOAD_STEP_ASSUME_FINITE);
   // Gradients are multiplied by its reciprocal, in fp32. Written so that NaN fails.
-  const double grad_scale = options.grad_scale != 0 ? options.grad_scale : 1.0;
-  const float reciprocal = static_cast<float>(1.0 / grad_scale);
+  const float reciprocal =
+      options.grad_scale != 0 ? static_cast<float>(1.0 / options.grad_scale) : 1.0f;
   if (!(reciprocal > 0) || std::isinf(reciprocal))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.grad_scale is %g, expected a number above 0 whose reciprocal is "
@@ -263,36 +312,153 @@ Status Optimizer::FillRequest(const offload_step_options_t& options, StepRequest
                          "options.grad_norm_max is %g, expected a finite number of at least 0 "
                          "(0 = no clipping)",
                          options.grad_norm_max);
-  Device& device = context_->device();
-  HYBRIDOPT_TRY(device.CheckStream(options.stream));
-  if (!device.unified()) HYBRIDOPT_TRY(device.Record(request.ready, options.stream));
+  if (options.grad_norm_max > 0 && !comm_.present() && committed_->partial_param.has_value())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.grad_norm_max is %g, but param %u '%.200s' is a part of its "
+                         "tensor and no other rank can be asked for the rest of the norm; give a "
+                         "comm table at create (with world 1 if this part is all there is)",
+                         options.grad_norm_max, *committed_->partial_param,
+                         table_.param(*committed_->partial_param).name.c_str());
+  return context_->device().CheckStream(options.stream);
+}
+
+void Optimizer::FillStep(const offload_step_options_t& options, StepRequest& request) const {
   request.flags = options.flags;
-  request.grad_scale = grad_scale;
+  request.grad_scale = options.grad_scale != 0 ? options.grad_scale : 1.0;
   request.grad_norm_max = options.grad_norm_max;
   std::copy(table_.addresses().begin(), table_.addresses().end(), request.addresses.begin());
   std::copy(table_.groups().begin(), table_.groups().end(), request.groups.begin());
+  for (uint32_t id = 0; id < table_.size(); ++id)
+    request.host_grads[id] = committed_->lifecycle->host_grad(id);
+}
+
+// Marks the work that is queued now on the streams; what is submitted in this slot waits for it.
+Status Optimizer::RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams) {
+  Device& device = context_->device();
+  if (device.unified()) return {};
+  const std::span<const EventHandle> events = committed_->lanes->ReadyEvents(slot);
+  for (size_t i = 0; i < streams.size(); ++i) HYBRIDOPT_TRY(device.Record(events[i], streams[i]));
   return {};
 }
 
-// Runs on the timeline's thread.
-Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
-  offload_step_result_t result{};
-  Status status = committed_->pipeline->Run(
-      committed_->requests[slot],
-      [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); }, &result);
-  if (status.ok()) {
-    Remember(sequence, result);
-  } else {
-    context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
+offload_ticket_t Optimizer::TicketOf(uint64_t sequence) const {
+  return ticket_tag_ << kTagShift | sequence;
+}
+
+// --------------------------------------------------------------------------------------- moving --
+
+Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint32_t> params,
+                                                 std::span<const offload_stream_t> streams) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  Committed& committed = *committed_;
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  for (uint32_t id : params)
+    if (id >= table_.size())
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "options.params names id %u, but only %u params have been added", id,
+                           table_.size());
+  for (offload_stream_t stream : streams) HYBRIDOPT_TRY(context_->device().CheckStream(stream));
+  HYBRIDOPT_ASSIGN(const std::vector<uint32_t> ids,
+                   committed.lifecycle->Check(move, params.empty() ? committed.all_ids : params));
+
+  MoveRequest& request = committed.requests[slot].move;
+  committed.requests[slot].step = nullptr;
+  FillMove(move, ids, request);
+  request.producer_count = static_cast<uint32_t>(streams.size());
+  HYBRIDOPT_TRY(RecordProducers(slot, streams));
+  if (move == Move::kReloadStates && !ids.empty() && !committed.device_memory_held)
+    HYBRIDOPT_TRY(TakeDeviceMemory(request));
+  Result<uint64_t> sequence = committed.timeline->Submit();
+  if (!sequence.ok()) {
+    if (request.block != nullptr) (void)context_->device().Free(request.block);
+    if (request.scratch != nullptr) (void)context_->device().Free(request.scratch);
+    return sequence.status();
   }
+  committed.lifecycle->Apply(move, ids);
+  ReleaseAddresses(move, ids);
+  if (request.frees_device_memory) committed.device_memory_held = false;
+  if (request.scratch != nullptr) committed.device_memory_held = true;
+  return TicketOf(sequence.value());
+}
+
+void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request) {
+  const Lifecycle& lifecycle = *committed_->lifecycle;
+  request.move = move;
+  request.block = request.scratch = nullptr;
+  request.items.clear();
+  const bool grads =
+      move == Move::kOffloadGrads || move == Move::kAccumulateGrads || move == Move::kReloadGrads;
+  for (uint32_t id : ids) {
+    const Addresses& addresses = table_.addresses()[id];
+    void* const address = grads ? const_cast<void*>(addresses.grad) : addresses.data;
+    request.items.push_back({id, address, lifecycle.host_grad(id) == HostGrad::kNone});
+  }
+  request.frees_device_memory = move == Move::kOffloadStates && committed_->device_memory_held &&
+                                lifecycle.states_on_host_count() + ids.size() == table_.size();
+}
+
+// Both parts or none. The memory is taken here and not when the move runs, so that a full device
+// refuses the call instead of poisoning the optimizer.
+Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
+  HYBRIDOPT_ASSIGN(request.block, committed_->memory->TakeBlock());
+  Result<void*> scratch = committed_->lanes->TakeScratch();
+  if (!scratch.ok()) {
+    if (request.block != nullptr) (void)context_->device().Free(request.block);
+    request.block = nullptr;
+    return scratch.status();
+  }
+  request.scratch = scratch.value();
+  return {};
+}
+
+// Offloading gives addresses up: nothing may come from or go to them until new ones are bound.
+void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
+  for (uint32_t id : ids) {
+    if (move == Move::kOffloadParams) table_.ReleaseData(id);
+    if (move == Move::kOffloadGrads || move == Move::kAccumulateGrads || move == Move::kDropGrads)
+      table_.ReleaseGrad(id);
+  }
+}
+
+// ------------------------------------------------------------------ on the timeline's own thread
+// --
+
+Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
+  const Request& request = committed_->requests[slot];
+  Status status = request.step != nullptr ? ExecuteStep(*request.step, slot, sequence)
+                                          : ExecuteMove(request.move, slot);
+  if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
   return status;
 } catch (const std::exception& error) {
-  return Status::Error(OFFLOAD_INTERNAL, "a step ended in an exception: %s", error.what());
+  return Status::Error(OFFLOAD_INTERNAL, "queued work ended in an exception: %s", error.what());
+}
+
+Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence) {
+  offload_step_result_t result{};
+  const std::span<const EventHandle> ready = committed_->lanes->ReadyEvents(slot);
+  HYBRIDOPT_TRY(committed_->pipeline->Run(
+      request, ready.empty() ? nullptr : ready[0],
+      [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); }, &result));
+  Remember(sequence, result);
+  committed_->steps_done += 1;
+  return {};
+}
+
+Status Optimizer::ExecuteMove(const MoveRequest& request, uint32_t slot) {
+  uint64_t bytes = 0;
+  HYBRIDOPT_TRY(committed_->mover->Run(request, committed_->lanes->ReadyEvents(slot), &bytes));
+  const bool reload = request.move == Move::kReloadParams || request.move == Move::kReloadGrads ||
+                      request.move == Move::kReloadStates;
+  std::lock_guard lock(results_mutex_);
+  (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;
+  if (request.frees_device_memory) stats_.device_bytes = 0;
+  if (request.scratch != nullptr) stats_.device_bytes = committed_->planned_device_bytes;
+  return {};
 }
 
 void Optimizer::Remember(uint64_t sequence, const offload_step_result_t& result) {
   std::lock_guard lock(results_mutex_);
-  results_[sequence % results_.size()] = {sequence, result};
+  results_[(stats_.steps_applied + stats_.steps_skipped) % results_.size()] = {sequence, result};
   stats_.steps_applied += result.skipped == 0;
   stats_.steps_skipped += result.skipped != 0;
   stats_.grads_down_bytes += result.grads_down_bytes;
@@ -320,7 +486,8 @@ Result<uint64_t> Optimizer::SequenceOf(offload_ticket_t ticket) const {
 
 Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) const {
   HYBRIDOPT_TRY(CheckCommitted());
-  HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
+  HYBRIDOPT_ASSIGN(const uint64_t asked, SequenceOf(ticket));
+  const uint64_t sequence = ticket == 0 ? committed_->last_step.load() : asked;
   if (sequence == 0) return Status::Error(OFFLOAD_INVALID_STATE, "no step has been queued yet");
   if (Status status = committed_->timeline->Wait(sequence, 0); !status.ok()) {
     if (status.code() != OFFLOAD_TIMED_OUT) return status;
@@ -328,11 +495,11 @@ Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) con
                          "the step is still running; call offload_optimizer_wait first");
   }
   std::lock_guard lock(results_mutex_);
-  const Remembered& remembered = results_[sequence % results_.size()];
-  if (remembered.sequence != sequence)
-    return Status::Error(OFFLOAD_INVALID_STATE,
-                         "only the results of the last %zu steps are remembered", results_.size());
-  return remembered.result;
+  for (const Remembered& remembered : results_)
+    if (remembered.sequence == sequence) return remembered.result;
+  return Status::Error(OFFLOAD_INVALID_STATE,
+                       "the ticket is not of one of the last %zu steps, which are remembered",
+                       results_.size());
 }
 
 Status Optimizer::Wait(offload_ticket_t ticket, int64_t timeout_ns) {
@@ -388,12 +555,23 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   view.device_count = place.device_count;
   view.host_count = param.count - place.device_count;
   view.step_count = committed_->pipeline->step_count(param_id);
+  if (view.device_count > 0 && committed_->lifecycle->states_on_host(param_id))
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "the device share's states of param '%.200s' are on the host; call "
+                         "offload_optimizer_reload_states first",
+                         param.name.c_str());
   // An fp32 param without a master of its own is its own master.
   void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
   float* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
   float* const host_data = committed_->memory->Host(param_id, StateSlot{slot});
   if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
   if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
+  if ((view.device_count > 0 && view.device_data == nullptr) ||
+      (view.host_count > 0 && view.host_data == nullptr))
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "param '%.200s' is its own master and was offloaded; bind and "
+                         "reload_params first",
+                         param.name.c_str());
   return view;
 }
 

@@ -6,11 +6,15 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "comm/comm.h"
 #include "core/context.h"
 #include "core/lanes.h"
+#include "core/lifecycle.h"
+#include "core/moves.h"
 #include "core/param_table.h"
 #include "core/placement.h"
 #include "core/state_memory.h"
@@ -40,6 +44,9 @@ class Optimizer {
   Status Commit(StreamHandle stream);
 
   Result<offload_ticket_t> Step(const offload_step_options_t& options);
+  // Streams and params of the options as spans; params empty means all.
+  Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
+                                        std::span<const offload_stream_t> streams);
   Result<offload_step_result_t> StepResult(offload_ticket_t ticket) const;
   Status Wait(offload_ticket_t ticket, int64_t timeout_ns);
   Status StreamWait(offload_ticket_t ticket, StreamHandle stream, std::span<const uint32_t> params);
@@ -48,13 +55,31 @@ class Optimizer {
   offload_stats_t Stats() const;
 
  private:
+  // What one slot of the timeline holds.
+  struct Request {
+    StepRequest* step = nullptr;  // or, if NULL,
+    MoveRequest move;
+  };
+
   // What commit takes. The timeline comes last, so that its work ends before what it works on.
   struct Committed {
     Placement placement;
     std::unique_ptr<StateMemory> memory;
     std::unique_ptr<Lanes> lanes;
+    std::unique_ptr<SwapMemory> swap;
+    std::unique_ptr<NormSums> norm_sums;
     std::unique_ptr<StepPipeline> pipeline;
-    std::array<StepRequest, Timeline::kCapacity> requests;
+    std::unique_ptr<Mover> mover;
+    std::unique_ptr<Lifecycle> lifecycle;
+    std::array<Request, Timeline::kCapacity> requests;
+    std::array<StepRequest, StepPipeline::kMaxQueuedSteps> steps;  // used in turn
+    uint64_t steps_queued = 0;                                     // since commit
+    std::atomic<uint64_t> steps_done = 0;
+    std::atomic<uint64_t> last_step = 0;  // its sequence number
+    std::vector<uint32_t> all_ids;
+    std::optional<uint32_t> partial_param;  // the first that is a part of its tensor
+    bool device_memory_held = true;         // as of the calls made so far
+    uint64_t planned_device_bytes = 0;
     std::vector<bool> momentum_free;  // per group: committed without a momentum_buffer
     std::unique_ptr<Timeline> timeline;
   };
@@ -62,14 +87,23 @@ class Optimizer {
   PlacementOptions MakePlacementOptions() const;
   Status CheckRoom(const offload_plan_t& plan) const;
   Status CheckCommitted() const;
-  Status FillRequest(const offload_step_options_t& options, StepRequest& request) const;
+  Status CheckStepOptions(const offload_step_options_t& options) const;
+  void FillStep(const offload_step_options_t& options, StepRequest& request) const;
+  Status RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams);
+  Status TakeDeviceMemory(MoveRequest& request);
+  void FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request);
+  void ReleaseAddresses(Move move, std::span<const uint32_t> ids);
+  offload_ticket_t TicketOf(uint64_t sequence) const;
   Status Execute(uint32_t slot, uint64_t sequence);
+  Status ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence);
+  Status ExecuteMove(const MoveRequest& request, uint32_t slot);
   void Remember(uint64_t sequence, const offload_step_result_t& result);
   // The sequence number of a ticket of this optimizer; 0 stands for the last one.
   Result<uint64_t> SequenceOf(offload_ticket_t ticket) const;
 
   const std::shared_ptr<Context> context_;
   const offload_optimizer_options_t options_;
+  const Comm comm_;
   const uint64_t ticket_tag_;  // tells this optimizer's tickets from others'
   ParamTable table_;
   std::vector<offload_binding_t> bindings_;  // of the running offload_optimizer_bind

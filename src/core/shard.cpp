@@ -120,6 +120,12 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
   return shard;
 }
 
+bool Shard::partial() const {
+  int64_t global_count = 0;
+  (void)Multiply(global_shape, dimensions, &global_count);  // checked when the shard was made
+  return range_count < static_cast<uint64_t>(global_count);
+}
+
 Shard WholeTensor(uint64_t count) {
   Shard shard{};
   shard.dimensions = 1;

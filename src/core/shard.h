@@ -23,6 +23,9 @@ struct Shard {
   std::vector<Box> boxes;
   uint64_t range_begin;
   uint64_t range_count;
+
+  // Whether other elements of the tensor exist.
+  bool partial() const;
 };
 
 // Copies and checks a shard of `count` elements. Errors name the field, but not the param.

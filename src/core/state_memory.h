@@ -17,7 +17,7 @@ class StateMemory {
   ~StateMemory();
 
   // The device's block can be given away and taken again, with its content elsewhere meanwhile.
-  Result<void*> TakeBlock();         // allocates; NULL if there is no device share
+  Result<void*> TakeBlock();  // allocates; NULL if there is no device share
   void UseBlock(void* block) { block_ = block; }
   void FreeBlock();
   std::byte* block() const { return static_cast<std::byte*>(block_); }

@@ -1,5 +1,9 @@
 #include "core/step.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "base/check.h"
 #include "base/prim.h"
 #include "core/timeline.h"
@@ -33,34 +37,47 @@ const std::byte* At(const void* base, uint64_t element, int32_t dtype) {
 }  // namespace
 
 StepPipeline::StepPipeline(Context& context, const ParamTable& table, const Placement& placement,
-                           const StateMemory& memory, Lanes& lanes)
+                           const StateMemory& memory, Lanes& lanes, const SwapMemory& swap,
+                           NormSums& norm_sums, const Comm& comm)
     : context_(context),
       device_(context.device()),
       table_(table),
       placement_(placement),
       memory_(memory),
       lanes_(lanes),
+      swap_(swap),
+      norm_sums_(norm_sums),
+      comm_(comm),
       host_share_(table, placement, memory, context.kernels()),
       step_counts_(table.size()),
       params_(table.size()),
       memos_(table.groups().size()) {
+  for (const Param& param : table.params())
+    has_replicas_ = has_replicas_ || (param.flags & OFFLOAD_PARAM_REPLICA) != 0;
   // Every param may need coefficients of its own.
   coefficients_.reserve(table.size());
   host_coefficients_.reserve(table.size());
-  if (device_.unified()) {
-    block_sums_.resize(placement.norm_blocks);
-  } else {
-    norm_inputs_.reserve(table.size());
-    device_updates_.reserve(table.size());
-  }
+  norm_inputs_.reserve(table.size());
+  // A launch reads these while later ones are added: they must never move.
+  device_updates_.reserve(MaxDeviceUpdates(table, placement));
+}
+
+// One per param, and one per piece of a gradient that comes back from the host.
+uint64_t StepPipeline::MaxDeviceUpdates(const ParamTable& table, const Placement& placement) {
+  if (placement.device_elements == 0) return 0;
+  const uint64_t pieces = placement.device_grad_elements == 0
+                              ? 0
+                              : placement.device_elements / placement.device_grad_elements;
+  return table.size() + pieces;
 }
 
 uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const Placement& placement) {
   const uint64_t per_param = sizeof(uint64_t) + sizeof(StepParam) + 2 * sizeof(Coefficients) +
-                             sizeof(NormInput) + sizeof(DeviceUpdate) + sizeof(ParamPlace) +
-                             Timeline::kCapacity * sizeof(Addresses);
-  return table.size() * per_param + placement.norm_blocks * sizeof(double) +
-         placement.fragments.size() * sizeof(Fragment) + placement.chunks.size() * sizeof(Chunk);
+                             sizeof(NormInput) + sizeof(ParamPlace) +
+                             kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
+  return table.size() * per_param + MaxDeviceUpdates(table, placement) * sizeof(DeviceUpdate) +
+         placement.norm_blocks * sizeof(double) + placement.fragments.size() * sizeof(Fragment) +
+         placement.chunks.size() * sizeof(Chunk);
 }
 
 std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
@@ -70,14 +87,14 @@ std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
 
 // ------------------------------------------------------------------------------------- the step --
 
-Status StepPipeline::Run(const StepRequest& request, FunctionRef<void(uint64_t)> reached,
-                         offload_step_result_t* result) {
+Status StepPipeline::Run(const StepRequest& request, EventHandle ready,
+                         FunctionRef<void(uint64_t)> reached, offload_step_result_t* result) {
   Prepare(request);
   Verdict verdict{};
   if (device_.unified()) {
     HYBRIDOPT_TRY(RunInPlace(request, result, &verdict));
   } else {
-    HYBRIDOPT_TRY(RunStaged(request, reached, result, &verdict));
+    HYBRIDOPT_TRY(RunStaged(request, ready, reached, result, &verdict));
   }
   CountStep(verdict, result);
   return {};
@@ -91,8 +108,13 @@ void StepPipeline::Prepare(const StepRequest& request) {
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const Param& param = table_.param(id);
     StepParam& step_param = params_[id];
+    const HostGrad held = request.host_grads[id];
     step_param.addresses = request.addresses[id];
-    step_param.active = step_param.addresses.grad != nullptr && param.count > 0;
+    step_param.host_grad = held == HostGrad::kNone ? nullptr : swap_.Grads(id);
+    step_param.grad_dtype =
+        held == HostGrad::kAccumulated ? int32_t{OFFLOAD_FP32} : param.grad_dtype;
+    step_param.active =
+        param.count > 0 && (step_param.addresses.grad != nullptr || held != HostGrad::kNone);
     if (!step_param.active) continue;
     step_param.coefficients =
         CoefficientsFor(request.groups[param.group], param.group, step_counts_[id] + 1);
@@ -128,6 +150,40 @@ void StepPipeline::CountStep(const Verdict& verdict, offload_step_result_t* resu
   result->step = steps_applied_;
 }
 
+// ----------------------------------------------------------------------------------- the verdict
+// --
+
+// The gradients that nobody has summed yet, in registration order.
+void StepPipeline::ListNormInputs() {
+  norm_inputs_.clear();
+  for (uint32_t id = 0; id < table_.size(); ++id) {
+    const StepParam& param = params_[id];
+    if (param.active && param.host_grad == nullptr)
+      norm_inputs_.push_back({param.addresses.grad, table_.param(id).count, param.grad_dtype,
+                              placement_.params[id].first_norm_block});
+  }
+}
+
+// Adds up the params' sums, those of gradients the host holds and those in `landed_blocks`, then
+// asks the other ranks. The order is the device's.
+Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
+                                           const double* landed_blocks) {
+  double sum = 0;
+  bool finite = true;
+  for (uint32_t id = 0; id < table_.size(); ++id) {
+    if (!params_[id].active) continue;
+    const uint64_t first = placement_.params[id].first_norm_block;
+    const double* const blocks =
+        params_[id].host_grad != nullptr ? norm_sums_.blocks(first) : landed_blocks + first;
+    const double param_sum = AddBlocks(blocks, table_.param(id).count);
+    finite = finite && std::isfinite(param_sum);
+    if ((table_.param(id).flags & OFFLOAD_PARAM_REPLICA) == 0) sum += param_sum;
+  }
+  HYBRIDOPT_TRY(comm_.AgreeOnNorm(&sum, &finite));
+  if (!finite) sum = std::numeric_limits<double>::quiet_NaN();
+  return Decide(sum, request.grad_scale, request.grad_norm_max);
+}
+
 // ----------------------------------------------------------------------- params in host memory --
 
 Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_t* result,
@@ -135,7 +191,9 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   Stopwatch total(result->total_seconds);
   if (NeedsNorm(request)) {
     Stopwatch norm(result->norm_seconds);
-    HYBRIDOPT_ASSIGN(*verdict, NormInPlace(request));
+    ListNormInputs();
+    HYBRIDOPT_TRY(norm_sums_.Sum(context_, norm_inputs_));
+    HYBRIDOPT_ASSIGN(*verdict, DecideOnHost(request, norm_sums_.blocks(0)));
   } else {
     *verdict = AssumeFinite(request.grad_scale);
   }
@@ -148,50 +206,19 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   });
 }
 
-Result<Verdict> StepPipeline::NormInPlace(const StepRequest& request) {
-  const uint32_t workers = context_.workers().threads();
-  HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    const WorkRange blocks = RangeOfWorker(placement_.norm_blocks, 1, worker, workers);
-    uint64_t block = blocks.begin;
-    // The last param whose first block is not behind the range's.
-    auto place =
-        std::upper_bound(placement_.params.begin(), placement_.params.end(), block,
-                         [](uint64_t b, const ParamPlace& p) { return b < p.first_norm_block; });
-    for (uint32_t id = static_cast<uint32_t>(place - placement_.params.begin()) - 1;
-         block < blocks.end; ++id) {
-      const Param& param = table_.param(id);
-      const uint64_t begin = (block - placement_.params[id].first_norm_block) * kNormBlockElements;
-      const uint64_t end = std::min(param.count, begin + (blocks.end - block) * kNormBlockElements);
-      if (params_[id].active && begin < end)
-        context_.kernels().SumSquares(param.grad_dtype)(
-            At(params_[id].addresses.grad, begin, param.grad_dtype), end - begin,
-            &block_sums_[block]);
-      if (begin < end) block += (end - begin + kNormBlockElements - 1) / kNormBlockElements;
-    }
-  }));
-  double sum = 0;
-  for (uint32_t id = 0; id < table_.size(); ++id) {
-    if (!params_[id].active) continue;
-    const uint64_t first = placement_.params[id].first_norm_block;
-    const uint64_t blocks = (table_.param(id).count + kNormBlockElements - 1) / kNormBlockElements;
-    double param_sum = 0;
-    for (uint64_t block = first; block < first + blocks; ++block) param_sum += block_sums_[block];
-    sum += param_sum;
-  }
-  return Decide(sum, request.grad_scale, request.grad_norm_max);
-}
-
 // --------------------------------------------------------------------- params in device memory --
 
-Status StepPipeline::RunStaged(const StepRequest& request, FunctionRef<void(uint64_t)> reached,
-                               offload_step_result_t* result, Verdict* verdict) {
-  HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, request.ready));
-  HYBRIDOPT_TRY(device_.StreamWait(lanes_.compute, request.ready));
-  const uint32_t prefetched = std::min(placement_.staging_slots, chunk_count());
+Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
+                               FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
+                               Verdict* verdict) {
+  HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, ready));
+  HYBRIDOPT_TRY(device_.StreamWait(lanes_.compute, ready));
+  const uint32_t slots = placement_.staging_slots;
+  const uint32_t prefetched = std::min(slots, chunk_count());
   for (uint32_t chunk = 0; chunk < prefetched; ++chunk) HYBRIDOPT_TRY(BringDown(chunk, result));
   HYBRIDOPT_TRY(QueueVerdict(request));
   // The clock starts when the gradients are there: the caller's own work is not the step's.
-  HYBRIDOPT_TRY(lanes_.Wait(request.ready, "the gradients"));
+  HYBRIDOPT_TRY(lanes_.Wait(ready, "the gradients"));
   Stopwatch total(result->total_seconds);
   {
     Stopwatch norm(result->norm_seconds);
@@ -204,7 +231,6 @@ Status StepPipeline::RunStaged(const StepRequest& request, FunctionRef<void(uint
   }
   ScaleCoefficients(*verdict);
   HYBRIDOPT_TRY(QueueDeviceUpdates());
-  const uint32_t slots = placement_.staging_slots;
   for (uint32_t chunk = 0; chunk < chunk_count(); ++chunk) {
     // The slot's params half is written next: its last copy up must be over.
     if (chunk >= slots) HYBRIDOPT_TRY(Retire(chunk - slots, reached, result));
@@ -218,36 +244,49 @@ Status StepPipeline::RunStaged(const StepRequest& request, FunctionRef<void(uint
   return {};
 }
 
-// Norm and verdict are made on the device, where the gradients are, and stay there for its updates.
+// Where all gradients are on the device and no other rank is asked, the verdict is made there and
+// the device's updates need not wait for the host.
+bool StepPipeline::VerdictOnDevice() const {
+  const bool all_there = std::none_of(params_.begin(), params_.end(), [](const StepParam& param) {
+    return param.active && param.host_grad != nullptr;
+  });
+  return all_there && !comm_.present() && !has_replicas_;
+}
+
 Status StepPipeline::QueueVerdict(const StepRequest& request) {
   if (!NeedsNorm(request))
     return device_.SetVerdict(lanes_.compute, AssumeFinite(request.grad_scale),
                               lanes_.device_verdict);
-  norm_inputs_.clear();
-  for (uint32_t id = 0; id < table_.size(); ++id) {
-    if (!params_[id].active) continue;
-    norm_inputs_.push_back({params_[id].addresses.grad, table_.param(id).count,
-                            table_.param(id).grad_dtype, placement_.params[id].first_norm_block});
-  }
+  ListNormInputs();
+  const bool on_device = VerdictOnDevice();
   NormLaunch launch{};
   launch.inputs = norm_inputs_;
   launch.block_sums = lanes_.block_sums;
   launch.grad_scale = request.grad_scale;
   launch.grad_norm_max = request.grad_norm_max;
-  launch.verdict = lanes_.device_verdict;
+  launch.verdict = on_device ? lanes_.device_verdict : nullptr;
   HYBRIDOPT_TRY(device_.Norm(lanes_.compute, launch));
-  HYBRIDOPT_TRY(device_.CopyToHost(lanes_.compute, lanes_.host_verdict, lanes_.device_verdict,
-                                   sizeof(Verdict)));
+  if (on_device) {
+    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.compute, lanes_.host_verdict, lanes_.device_verdict,
+                                     sizeof(Verdict)));
+  } else if (!norm_inputs_.empty()) {
+    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.compute, lanes_.host_block_sums, lanes_.block_sums,
+                                     placement_.norm_blocks * sizeof(double)));
+  }
   return device_.Record(lanes_.verdict_known, lanes_.compute);
 }
 
 Result<Verdict> StepPipeline::AwaitVerdict(const StepRequest& request) {
   if (!NeedsNorm(request)) return AssumeFinite(request.grad_scale);
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.verdict_known, "the gradient norm"));
-  return *lanes_.host_verdict;
+  if (VerdictOnDevice()) return *lanes_.host_verdict;
+  HYBRIDOPT_ASSIGN(const Verdict verdict, DecideOnHost(request, lanes_.host_block_sums));
+  HYBRIDOPT_TRY(device_.SetVerdict(lanes_.compute, verdict, lanes_.device_verdict));
+  return verdict;
 }
 
-// One launch per rule: SGD params with and without momentum differ.
+// One launch per rule: SGD params with and without momentum differ. Params whose gradient the host
+// holds follow one by one.
 Status StepPipeline::QueueDeviceUpdates() {
   HYBRIDOPT_TRY(device_.Record(lanes_.device_updated.begin, lanes_.compute));
   device_updates_.clear();
@@ -255,38 +294,83 @@ Status StepPipeline::QueueDeviceUpdates() {
     const size_t first = device_updates_.size();
     for (uint32_t id = 0; id < table_.size(); ++id) {
       const ParamPlace& place = placement_.params[id];
-      if (!params_[id].active || place.device_count == 0 || place.rule != Rule{rule}) continue;
-      const Param& param = table_.param(id);
-      float* master = memory_.OnDevice(id, kMaster);
-      if (master == nullptr) master = static_cast<float*>(params_[id].addresses.data);
-      device_updates_.push_back(
-          {{params_[id].addresses.grad, params_[id].addresses.data, master,
-            memory_.OnDevice(id, kMoment0), memory_.OnDevice(id, kMoment1), place.device_count},
-           param.grad_dtype,
-           param.dtype,
-           params_[id].coefficients});
+      if (params_[id].active && params_[id].host_grad == nullptr && place.device_count > 0 &&
+          place.rule == Rule{rule})
+        device_updates_.push_back(DeviceUpdateOf(id));
     }
-    if (device_updates_.size() == first) continue;
-    UpdateLaunch launch{};
-    launch.rule = Rule{rule};
-    launch.updates = std::span(device_updates_).subspan(first);
-    launch.coefficients = coefficients_;
-    launch.verdict = lanes_.device_verdict;
-    HYBRIDOPT_TRY(device_.Update(lanes_.compute, launch));
+    HYBRIDOPT_TRY(QueueUpdate(Rule{rule}, first));
   }
+  for (uint32_t id = 0; id < table_.size(); ++id)
+    if (params_[id].active && params_[id].host_grad != nullptr &&
+        placement_.params[id].device_count > 0)
+      HYBRIDOPT_TRY(QueueUpdateFromHost(id));
   return device_.Record(lanes_.device_updated.end, lanes_.compute);
+}
+
+// The update of a param's whole device share.
+DeviceUpdate StepPipeline::DeviceUpdateOf(uint32_t id) const {
+  const StepParam& param = params_[id];
+  float* master = memory_.OnDevice(id, kMaster);
+  if (master == nullptr) master = static_cast<float*>(param.addresses.data);
+  DeviceUpdate update{};
+  update.span = {param.addresses.grad,
+                 param.addresses.data,
+                 master,
+                 memory_.OnDevice(id, kMoment0),
+                 memory_.OnDevice(id, kMoment1),
+                 placement_.params[id].device_count};
+  update.grad_dtype = param.grad_dtype;
+  update.param_dtype = table_.param(id).dtype;
+  update.coefficients = param.coefficients;
+  return update;
+}
+
+// Launches what was listed from `first` on.
+Status StepPipeline::QueueUpdate(Rule rule, size_t first) {
+  if (device_updates_.size() == first) return {};
+  UpdateLaunch launch{};
+  launch.rule = rule;
+  launch.updates = std::span(device_updates_).subspan(first);
+  launch.coefficients = coefficients_;
+  launch.verdict = lanes_.device_verdict;
+  return device_.Update(lanes_.compute, launch);
+}
+
+// The gradient's device share goes up piece by piece through one buffer; the stream's order keeps
+// the next piece from overtaking the update that reads the last one.
+Status StepPipeline::QueueUpdateFromHost(uint32_t id) {
+  const StepParam& param = params_[id];
+  const DeviceUpdate whole = DeviceUpdateOf(id);
+  const uint64_t grad_bytes = DtypeBytes(param.grad_dtype);
+  for (uint64_t begin = 0; begin < whole.span.count; begin += placement_.device_grad_elements) {
+    const uint64_t count = std::min(placement_.device_grad_elements, whole.span.count - begin);
+    HYBRIDOPT_TRY(device_.CopyToDevice(lanes_.compute, lanes_.device_grads,
+                                       param.host_grad + begin * grad_bytes, count * grad_bytes));
+    DeviceUpdate piece = whole;
+    piece.span.grad = lanes_.device_grads;
+    piece.span.param = At(whole.span.param, begin, whole.param_dtype);
+    piece.span.master += begin;
+    if (piece.span.moment0 != nullptr) piece.span.moment0 += begin;
+    if (piece.span.moment1 != nullptr) piece.span.moment1 += begin;
+    piece.span.count = count;
+    const size_t first = device_updates_.size();
+    HYBRIDOPT_CHECK(first < device_updates_.capacity());
+    device_updates_.push_back(piece);
+    HYBRIDOPT_TRY(QueueUpdate(placement_.params[id].rule, first));
+  }
+  return {};
 }
 
 Status StepPipeline::BringDown(uint32_t chunk, offload_step_result_t* result) {
   const uint32_t slot = SlotOf(chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.landed[slot].begin, lanes_.down));
   for (const Fragment& fragment : FragmentsOf(chunk)) {
-    if (!params_[fragment.param].active) continue;
-    const int32_t dtype = table_.param(fragment.param).grad_dtype;
-    HYBRIDOPT_TRY(
-        device_.CopyToHost(lanes_.down, lanes_.ring().grads(slot) + fragment.grad_offset,
-                           At(params_[fragment.param].addresses.grad, fragment.begin, dtype),
-                           fragment.count * DtypeBytes(dtype)));
+    const StepParam& param = params_[fragment.param];
+    if (!param.active || param.host_grad != nullptr) continue;
+    const int32_t dtype = param.grad_dtype;
+    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, lanes_.ring().grads(slot) + fragment.grad_offset,
+                                     At(param.addresses.grad, fragment.begin, dtype),
+                                     fragment.count * DtypeBytes(dtype)));
     result->grads_down_bytes += fragment.count * DtypeBytes(dtype);
   }
   return device_.Record(lanes_.landed[slot].end, lanes_.down);
@@ -348,55 +432,6 @@ Status StepPipeline::AwaitDeviceShare(FunctionRef<void(uint64_t)> reached,
   if (!device_updates_.empty()) result->device_update_seconds += seconds;
   reached(kDeviceShareDone);
   return {};
-}
-
-// ------------------------------------------------------------------------------ the first state --
-
-Status StepPipeline::Initialize(std::span<const Addresses> addresses, StreamHandle stream) {
-  if (!device_.unified()) {
-    HYBRIDOPT_TRY(device_.Record(lanes_.verdict_known, stream));
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.verdict_known, "the params given to commit"));
-    HYBRIDOPT_TRY(InitializeDeviceShare(addresses));
-  }
-  for (uint32_t chunk = 0; chunk < chunk_count(); ++chunk)
-    HYBRIDOPT_TRY(InitializeChunk(chunk, addresses));
-  if (device_.unified()) return {};
-  HYBRIDOPT_TRY(device_.Record(lanes_.verdict_known, lanes_.compute));
-  return lanes_.Wait(lanes_.verdict_known, "the device's first state");
-}
-
-Status StepPipeline::InitializeDeviceShare(std::span<const Addresses> addresses) {
-  for (uint32_t id = 0; id < table_.size(); ++id) {
-    const uint64_t count = placement_.params[id].device_count;
-    const Param& param = table_.param(id);
-    if (float* master = memory_.OnDevice(id, kMaster); master != nullptr)
-      HYBRIDOPT_TRY(device_.ToFp32(lanes_.compute, addresses[id].data, param.dtype, count, master));
-    const float first = static_cast<float>(table_.groups()[param.group].initial_accumulator_value);
-    if (float* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
-      HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count, first));
-    if (float* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
-      HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count, 0.0f));
-  }
-  return {};
-}
-
-Status StepPipeline::InitializeChunk(uint32_t chunk, std::span<const Addresses> addresses) {
-  ChunkBuffers buffers;
-  if (!device_.unified()) {
-    buffers = {lanes_.ring().grads(0), lanes_.ring().params(0)};
-    for (const Fragment& fragment : FragmentsOf(chunk)) {
-      const int32_t dtype = table_.param(fragment.param).dtype;
-      HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, buffers.params + fragment.param_offset,
-                                       At(addresses[fragment.param].data, fragment.begin, dtype),
-                                       fragment.count * DtypeBytes(dtype)));
-    }
-    HYBRIDOPT_TRY(device_.Record(lanes_.landed[0].end, lanes_.down));
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[0].end, "params coming down"));
-  }
-  const uint32_t workers = context_.workers().threads();
-  return context_.workers().Run([&](uint32_t worker) {
-    host_share_.Initialize(placement_.chunks[chunk], buffers, addresses, worker, workers);
-  });
 }
 
 }  // namespace hybridopt

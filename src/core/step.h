@@ -8,7 +8,8 @@
 //
 // Chunks come down before the verdict is known, as far as the staging ring reaches; nothing is
 // written before it is. Where params are in host memory there are no streams: the workers make the
-// norm, then one pass over everything.
+// norm, then one pass over everything. Gradients that the host holds already (moves.h) are read
+// where they are; the device's share of them goes up first.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +17,15 @@
 #include <vector>
 
 #include "base/function_ref.h"
+#include "comm/comm.h"
 #include "core/context.h"
 #include "core/host_share.h"
 #include "core/lanes.h"
+#include "core/lifecycle.h"
+#include "core/norm_sums.h"
 #include "core/placement.h"
 #include "core/state_memory.h"
+#include "core/swap_memory.h"
 
 namespace hybridopt {
 
@@ -29,23 +34,22 @@ struct StepRequest {
   uint32_t flags = 0;
   double grad_scale = 1;
   double grad_norm_max = 0;
-  EventHandle ready = nullptr;  // recorded behind the gradients; NULL where there are no streams
   std::vector<Addresses> addresses;
+  std::vector<HostGrad> host_grads;
   std::vector<offload_group_t> groups;
 };
 
 class StepPipeline {
  public:
   StepPipeline(Context& context, const ParamTable& table, const Placement& placement,
-               const StateMemory& memory, Lanes& lanes);
+               const StateMemory& memory, Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums,
+               const Comm& comm);
 
-  // Fills masters from the params (after the work on `stream`) and moments with their first value.
-  Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
-
-  // `reached` is told the marks of a param's progress: kDeviceShareDone, then one more per chunk.
-  // Does not allocate. After an error the state is undefined.
-  Status Run(const StepRequest& request, FunctionRef<void(uint64_t mark)> reached,
-             offload_step_result_t* result);
+  // `ready` is recorded behind the gradients; NULL where there are no streams. `reached` is told
+  // the marks of a param's progress: kDeviceShareDone, then one more per chunk. Does not allocate.
+  // After an error the state is undefined.
+  Status Run(const StepRequest& request, EventHandle ready,
+             FunctionRef<void(uint64_t mark)> reached, offload_step_result_t* result);
 
   static constexpr uint64_t kDeviceShareDone = 1;
   // The mark at which the param is all written.
@@ -54,30 +58,38 @@ class StepPipeline {
   }
 
   uint64_t step_count(uint32_t param) const { return step_counts_[param]; }
+  static constexpr uint32_t kMaxQueuedSteps = 8;
   // Bytes of the tables here and of one queued request, for the plan.
   static uint64_t ScratchBytes(const ParamTable& table, const Placement& placement);
 
  private:
+  static uint64_t MaxDeviceUpdates(const ParamTable& table, const Placement& placement);
   void Prepare(const StepRequest& request);
   uint32_t CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step);
   void CountStep(const Verdict& verdict, offload_step_result_t* result);
   void ScaleCoefficients(const Verdict& verdict);
 
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
-  Result<Verdict> NormInPlace(const StepRequest& request);
+  Status RunStaged(const StepRequest& request, EventHandle ready,
+                   FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
+                   Verdict* verdict);
 
-  Status RunStaged(const StepRequest& request, FunctionRef<void(uint64_t)> reached,
-                   offload_step_result_t* result, Verdict* verdict);
+  bool VerdictOnDevice() const;
   Status QueueVerdict(const StepRequest& request);
   Result<Verdict> AwaitVerdict(const StepRequest& request);
+  void ListNormInputs();
+  Result<Verdict> DecideOnHost(const StepRequest& request, const double* landed_blocks);
+
   Status QueueDeviceUpdates();
+  DeviceUpdate DeviceUpdateOf(uint32_t id) const;
+  Status QueueUpdate(Rule rule, size_t first);
+  Status QueueUpdateFromHost(uint32_t id);
+
   Status BringDown(uint32_t chunk, offload_step_result_t* result);
   Status UpdateChunk(uint32_t chunk, offload_step_result_t* result);
   Status SendUp(uint32_t chunk, offload_step_result_t* result);
   Status Retire(uint32_t chunk, FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
   Status AwaitDeviceShare(FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
-  Status InitializeDeviceShare(std::span<const Addresses> addresses);
-  Status InitializeChunk(uint32_t chunk, std::span<const Addresses> addresses);
 
   bool NeedsNorm(const StepRequest& request) const {
     return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
@@ -92,7 +104,11 @@ class StepPipeline {
   const Placement& placement_;
   const StateMemory& memory_;
   Lanes& lanes_;
+  const SwapMemory& swap_;
+  NormSums& norm_sums_;
+  const Comm& comm_;
   const HostShare host_share_;
+  bool has_replicas_ = false;
 
   uint64_t steps_applied_ = 0;
   std::vector<uint64_t> step_counts_;  // per param
@@ -108,7 +124,6 @@ class StepPipeline {
   std::vector<Memo> memos_;  // per group: the coefficients computed last
   std::vector<NormInput> norm_inputs_;
   std::vector<DeviceUpdate> device_updates_;
-  std::vector<double> block_sums_;  // where the workers make the norm
 };
 
 }  // namespace hybridopt

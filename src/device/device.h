@@ -48,7 +48,7 @@ struct NormLaunch {
   double* block_sums;                 // device scratch, one double per block
   double grad_scale;
   double grad_norm_max;
-  Verdict* verdict;  // device address, written last
+  Verdict* verdict;  // device address, written last; NULL: only the sums are wanted
 };
 
 struct DeviceMemory {

@@ -131,7 +131,10 @@ Result<SimExecutor::NormBlocks> SimExecutor::LocateBlocks(const NormLaunch& laun
 
 Status SimExecutor::Apply(const sim::Norm& norm) const {
   const NormLaunch& launch = norm.launch;
-  HYBRIDOPT_ASSIGN(Verdict * verdict, Locate("verdict", launch.verdict, 1));
+  Verdict* verdict = nullptr;
+  if (launch.verdict != nullptr) {
+    HYBRIDOPT_ASSIGN(verdict, Locate("verdict", launch.verdict, 1));
+  }
   for (const NormInput& input : launch.inputs) {
     HYBRIDOPT_TRY(LocateBlocks(launch, input).status());
   }
@@ -144,7 +147,7 @@ Status SimExecutor::Apply(const sim::Norm& norm) const {
     for (uint64_t block = 0; block < blocks.count; ++block) of_param += blocks.sums[block];
     total += of_param;
   }
-  *verdict = Decide(total, launch.grad_scale, launch.grad_norm_max);
+  if (verdict != nullptr) *verdict = Decide(total, launch.grad_scale, launch.grad_norm_max);
   return Status();
 }
 

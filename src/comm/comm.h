@@ -1,0 +1,35 @@
+// Comm: the other ranks of an optimizer, behind the caller's table of functions.
+#pragma once
+
+#include <cstdint>
+
+#include "base/status.h"
+
+namespace hybridopt {
+
+class Comm {
+ public:
+  Comm() = default;  // no other ranks
+  Comm(const offload_comm_t& functions, int64_t timeout_ns)
+      : functions_(functions), timeout_ns_(timeout_ns), present_(true) {}
+
+  // INVALID_ARGUMENT names the field.
+  static Status Check(const offload_comm_t& functions);
+
+  bool present() const { return present_; }
+  int32_t rank() const { return functions_.rank; }
+  int32_t world() const { return present_ ? functions_.world : 1; }
+
+  // All ranks get the sum of all ranks' sums of squares, and whether all of them are finite.
+  // COMM_FAILED if another rank does not answer.
+  Status AgreeOnNorm(double* sum, bool* finite) const;
+
+ private:
+  Status Translate(int32_t status, const char* what) const;
+
+  offload_comm_t functions_{};
+  int64_t timeout_ns_ = 0;
+  bool present_ = false;
+};
+
+}  // namespace hybridopt
