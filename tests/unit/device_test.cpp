@@ -899,6 +899,19 @@ TEST(SimFailure, EveryCommandChecksEveryAddressWhenItRuns) {
   }
 }
 
+TEST(SimFailure, ALaunchWithOneBadAddressWritesNothing) {
+  Arrays a;
+  const Coefficients coefficients = {1, 0, 0, 1, 0.5f, 0.5f, 0.5f, 0.5f, 1, 1, 0, 0};
+  DeviceUpdate updates[] = {a.update, a.update};
+  updates[1].span.param = a.host;
+  ASSERT_TRUE(Ok(a.device->Update(nullptr, {Rule::kAdam, updates, {&coefficients, 1}, a.verdict})));
+  EXPECT_TRUE(Fails(a.device->Synchronize(nullptr, -1), OFFLOAD_DEVICE_FAILED, {"param"}));
+  for (float* array : {a.param, a.master, a.moment0, a.moment1}) {
+    const auto* values = static_cast<float*>(a.device->Map(array, sizeof(a.host)).value());
+    EXPECT_EQ(std::count(values, values + Arrays::kCount, 0.5f), Arrays::kCount);
+  }
+}
+
 TEST(SimFailure, CommandsOnNothingNeedNoAddress) {
   auto device = MakeSim();
   auto* verdict = Upload(*device, std::vector<Verdict>{AssumeFinite(1)});
@@ -946,6 +959,9 @@ TEST(SimFailure, AForkedChildLeavesTheThreadsAlone) {
   std::atomic<int> ran{0};
   gate.Close(*device, stream);
   ASSERT_TRUE(Ok(device->Run(stream, Increment, &ran)));
+  // In the child an idle thread would still count as a waiter: destroying what it waits on hangs.
+  MakeStream(*device, "idle");
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   const pid_t child = fork();
   if (child == 0) {
     alarm(60);  // a child that hangs is a failed test
@@ -1007,9 +1023,9 @@ double TreeSum(const std::vector<float>& grad) {
 }
 
 TEST(SimKernels, TheNormFollowsTheFixedTree) {
+  const uint64_t counts[] = {1, 4096, 0, 10'000, 4097, 20'000, 33};
   for (bool finite : {true, false}) {
     auto device = MakeSim();
-    const uint64_t counts[] = {1, 4096, 0, 10'000, 4097, 33};
     std::vector<NormInput> inputs;
     uint64_t blocks = 0;
     double total = 0;
@@ -1023,11 +1039,28 @@ TEST(SimKernels, TheNormFollowsTheFixedTree) {
     }
     auto* sums = AllocateArray<double>(*device, blocks);
     auto* verdict = AllocateArray<Verdict>(*device, 1);
-    ASSERT_TRUE(Ok(device->Norm(nullptr, {inputs, sums, 1024, 0.01, verdict})));
-    const Verdict expected = Decide(total, 1024, 0.01);
+    ASSERT_TRUE(Ok(device->Norm(nullptr, {inputs, sums, 1, 0.01, verdict})));
+    const Verdict expected = Decide(total, 1, 0.01);
     EXPECT_EQ(expected.skip, finite ? 0 : 1);
     EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {expected}));
   }
+}
+
+// One block after the other, each 1 would be lost against 2^53.
+TEST(SimKernels, TheNormAddsTheBlocksOfAParamBeforeTheParams) {
+  constexpr uint64_t kBlocks = 64;
+  auto device = MakeSim(4 << 20);
+  const std::vector<float> huge(2, 0x1p26f);
+  std::vector<float> ones(kBlocks * kNormBlockElements, 0.0f);
+  for (uint64_t block = 0; block < kBlocks; ++block) ones[block * kNormBlockElements] = 1.0f;
+  const NormInput inputs[] = {{Upload(*device, huge), huge.size(), OFFLOAD_FP32, 0},
+                              {Upload(*device, ones), ones.size(), OFFLOAD_FP32, 1}};
+  auto* sums = AllocateArray<double>(*device, 1 + kBlocks);
+  auto* verdict = AllocateArray<Verdict>(*device, 1);
+  ASSERT_TRUE(Ok(device->Norm(nullptr, {inputs, sums, 1, 0, verdict})));
+  const Verdict expected = Decide(0x1p53 + kBlocks, 1, 0);
+  EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {expected}));
+  EXPECT_NE(expected.grad_norm, Decide(0x1p53, 1, 0).grad_norm);
 }
 
 TEST(SimKernels, AnUpdateGivesTheBitsOfTheHostKernelOrNone) {
