@@ -308,6 +308,9 @@ typedef struct offload_param {
   const void* grad;   /* device address of count elements, or NULL: no gradient yet */
   uint64_t count;     /* elements of this shard */
   const offload_shard_t* shard; /* NULL = the whole of a one-dimensional tensor */
+  int32_t chunk_order; /* params with a lower one go through the pipeline first; equal ones, and by
+                          default all, in registration order. Changes no bit */
+  uint32_t reserved;   /* 0 */
 } offload_param_t;
 
 typedef struct offload_binding {

@@ -33,8 +33,12 @@ Status Refuse(const Param& param, uint32_t id, const char* text) {
 
 }  // namespace
 
-Lifecycle::Lifecycle(const ParamTable& table, uint32_t movable)
-    : table_(table), movable_(movable), params_(table.size()) {}
+Lifecycle::Lifecycle(const ParamTable& table, uint32_t movable,
+                     std::vector<uint64_t> device_state_bytes)
+    : table_(table),
+      movable_(movable),
+      device_state_bytes_(std::move(device_state_bytes)),
+      params_(table.size()) {}
 
 Status Lifecycle::CheckMovable(Move move) const {
   const Need need = NeedOf(move);
@@ -131,36 +135,55 @@ Result<bool> Lifecycle::CheckGrads(Move move, uint32_t id) const {
 
 void Lifecycle::Apply(Move move, std::span<const uint32_t> ids) {
   for (uint32_t id : ids) {
-    ParamState& state = params_[id];
     switch (move) {
       case Move::kOffloadParams:
-        state.params_on_host = true;
+        SetParamsOnHost(id, true);
         break;
       case Move::kReloadParams:
-        state.params_on_host = false;
+        SetParamsOnHost(id, false);
         break;
       case Move::kOffloadGrads:
-        state.host_grad = HostGrad::kStored;
+        SetHostGrad(id, HostGrad::kStored);
         break;
       case Move::kAccumulateGrads:
-        state.host_grad = HostGrad::kAccumulated;
+        SetHostGrad(id, HostGrad::kAccumulated);
         break;
       case Move::kDropGrads:
       case Move::kReloadGrads:
-        state.host_grad = HostGrad::kNone;
+        SetHostGrad(id, HostGrad::kNone);
         break;
       case Move::kOffloadStates:
-        state.states_on_host = true;
-        states_on_host_count_ += 1;
+        SetStatesOnHost(id, true);
         break;
       case Move::kReloadStates:
-        state.states_on_host = false;
-        states_on_host_count_ -= 1;
+        SetStatesOnHost(id, false);
         break;
       case Move::kRefreshMasters:
         break;
     }
   }
+}
+
+void Lifecycle::SetParamsOnHost(uint32_t id, bool on_host) {
+  const uint64_t bytes = table_.param(id).count * DtypeBytes(table_.param(id).dtype);
+  params_on_host_bytes_ += on_host ? bytes : -bytes;
+  params_[id].params_on_host = on_host;
+}
+
+void Lifecycle::SetStatesOnHost(uint32_t id, bool on_host) {
+  states_on_host_bytes_ += on_host ? device_state_bytes_[id] : -device_state_bytes_[id];
+  states_on_host_count_ += on_host ? 1 : -1;
+  params_[id].states_on_host = on_host;
+}
+
+void Lifecycle::SetHostGrad(uint32_t id, HostGrad held) {
+  const Param& param = table_.param(id);
+  const auto bytes_of = [&](HostGrad grad) -> uint64_t {
+    if (grad == HostGrad::kNone) return 0;
+    return param.count * DtypeBytes(grad == HostGrad::kStored ? param.grad_dtype : OFFLOAD_FP32);
+  };
+  grads_on_host_bytes_ += bytes_of(held) - bytes_of(params_[id].host_grad);
+  params_[id].host_grad = held;
 }
 
 Status Lifecycle::CheckStep() const {
@@ -187,7 +210,7 @@ Status Lifecycle::CheckStep() const {
 }
 
 void Lifecycle::ApplyStep() {
-  for (ParamState& state : params_) state.host_grad = HostGrad::kNone;
+  for (uint32_t id = 0; id < params_.size(); ++id) SetHostGrad(id, HostGrad::kNone);
 }
 
 }  // namespace hybridopt

@@ -3,6 +3,7 @@
 // does the work. docs/LIFECYCLE.md is this file as a table.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -32,8 +33,9 @@ enum class Move : uint8_t {
 
 class Lifecycle {
  public:
-  // `movable` is enum offload_movable, or-ed.
-  Lifecycle(const ParamTable& table, uint32_t movable);
+  // `movable` is enum offload_movable, or-ed. `device_state_bytes` is what each param's states take
+  // on the device.
+  Lifecycle(const ParamTable& table, uint32_t movable, std::vector<uint64_t> device_state_bytes);
 
   // The params of `ids` for which the move has something to do; those that are there already are
   // left out. INVALID_STATE if the move is not allowed for any of them; then nothing has changed.
@@ -49,6 +51,11 @@ class Lifecycle {
   HostGrad host_grad(uint32_t id) const { return params_[id].host_grad; }
   bool params_on_host(uint32_t id) const { return params_[id].params_on_host; }
   bool states_on_host(uint32_t id) const { return params_[id].states_on_host; }
+  // Bytes that were offloaded and not brought back. Any thread.
+  uint64_t params_on_host_bytes() const { return params_on_host_bytes_; }
+  uint64_t grads_on_host_bytes() const { return grads_on_host_bytes_; }
+  uint64_t states_on_host_bytes() const { return states_on_host_bytes_; }
+
   size_t states_on_host_count() const { return states_on_host_count_; }
   bool any_states_on_host() const { return states_on_host_count_ > 0; }
 
@@ -62,11 +69,18 @@ class Lifecycle {
   Result<bool> CheckOne(Move move, uint32_t id) const;
   Result<bool> CheckGrads(Move move, uint32_t id) const;
   Status CheckMovable(Move move) const;
+  void SetHostGrad(uint32_t id, HostGrad held);
+  void SetParamsOnHost(uint32_t id, bool on_host);
+  void SetStatesOnHost(uint32_t id, bool on_host);
 
   const ParamTable& table_;
   const uint32_t movable_;
+  const std::vector<uint64_t> device_state_bytes_;
   std::vector<ParamState> params_;
   size_t states_on_host_count_ = 0;
+  std::atomic<uint64_t> params_on_host_bytes_ = 0;
+  std::atomic<uint64_t> grads_on_host_bytes_ = 0;
+  std::atomic<uint64_t> states_on_host_bytes_ = 0;
 };
 
 }  // namespace hybridopt

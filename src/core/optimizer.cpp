@@ -1,5 +1,6 @@
 #include "core/optimizer.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -71,6 +72,29 @@ Status CheckOptions(const offload_optimizer_options_t& options) {
                          "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
                          static_cast<unsigned long long>(options.comm_timeout_ns));
   return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
+}
+
+// What each param's states take on the device, without padding.
+std::vector<uint64_t> DeviceStateBytes(const Placement& placement) {
+  std::vector<uint64_t> bytes;
+  for (const ParamPlace& place : placement.params) {
+    const auto arrays =
+        kStateSlots - std::count(place.device_offset.begin(), place.device_offset.end(), kNoState);
+    bytes.push_back(static_cast<uint64_t>(arrays) * place.device_count * sizeof(float));
+  }
+  return bytes;
+}
+
+uint64_t HostStateBytes(const Placement& placement, const ParamTable& table) {
+  uint64_t bytes = 0;
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const ParamPlace& place = placement.params[id];
+    const auto arrays =
+        kStateSlots - std::count(place.host_offset.begin(), place.host_offset.end(), kNoState);
+    bytes += static_cast<uint64_t>(arrays) * (table.param(id).count - place.device_count) *
+             sizeof(float);
+  }
+  return bytes;
 }
 
 }  // namespace
@@ -236,7 +260,8 @@ Status Optimizer::Commit(StreamHandle stream) {
       std::make_unique<Mover>(*context_, table_, committed->placement, *committed->memory,
                               *committed->lanes, *committed->swap, *committed->norm_sums);
   HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
-  committed->lifecycle = std::make_unique<Lifecycle>(table_, options_.movable);
+  committed->lifecycle =
+      std::make_unique<Lifecycle>(table_, options_.movable, DeviceStateBytes(committed->placement));
   for (StepRequest& step : committed->steps) {
     step.addresses.resize(table_.size());
     step.host_grads.resize(table_.size());
@@ -249,6 +274,9 @@ Status Optimizer::Commit(StreamHandle stream) {
   for (uint32_t id = 0; id < table_.size() && !committed->partial_param.has_value(); ++id)
     if (table_.param(id).shard.partial()) committed->partial_param = id;
   committed->planned_device_bytes = plan.device_bytes;
+  committed->host_state_bytes = HostStateBytes(committed->placement, table_);
+  for (uint64_t bytes : DeviceStateBytes(committed->placement))
+    committed->device_state_bytes += bytes;
   committed->timeline = std::make_unique<Timeline>(
       [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
       context_->NewProgress());
@@ -578,7 +606,15 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
 offload_stats_t Optimizer::Stats() const {
   std::lock_guard lock(results_mutex_);
   offload_stats_t stats = stats_;
-  if (is_committed_ && !committed_->timeline->idle())
+  stats.params_on_device_bytes = table_.data_bytes();
+  stats.grads_on_device_bytes = table_.grad_bytes();
+  if (!is_committed_) return stats;
+  const Lifecycle& lifecycle = *committed_->lifecycle;
+  stats.params_on_host_bytes = lifecycle.params_on_host_bytes();
+  stats.grads_on_host_bytes = lifecycle.grads_on_host_bytes();
+  stats.states_on_host_bytes = committed_->host_state_bytes + lifecycle.states_on_host_bytes();
+  stats.states_on_device_bytes = committed_->device_state_bytes - lifecycle.states_on_host_bytes();
+  if (!committed_->timeline->idle())
     stats.queued = static_cast<uint32_t>(committed_->timeline->submitted() -
                                          committed_->timeline->completed());
   return stats;

@@ -80,6 +80,8 @@ class Optimizer {
     std::optional<uint32_t> partial_param;  // the first that is a part of its tensor
     bool device_memory_held = true;         // as of the calls made so far
     uint64_t planned_device_bytes = 0;
+    uint64_t host_state_bytes = 0;    // of the host share, without padding
+    uint64_t device_state_bytes = 0;  // of the device share, without padding
     std::vector<bool> momentum_free;  // per group: committed without a momentum_buffer
     std::unique_ptr<Timeline> timeline;
   };

@@ -59,6 +59,7 @@ Status ParamTable::AddOne(const ParamInput& input) {
   param.dtype = source.dtype;
   param.grad_dtype = source.grad_dtype;
   param.placement = source.placement;
+  param.chunk_order = source.chunk_order;
   param.flags = source.flags;
   param.count = source.count;
   if (input.shard.has_value()) {
@@ -68,18 +69,22 @@ Status ParamTable::AddOne(const ParamInput& input) {
   }
   const uint32_t id = size();
   params_.push_back(std::move(param));
-  addresses_.push_back({source.data, source.grad});
+  addresses_.push_back({nullptr, nullptr});
   if (Status status = Occupy(id, source.data); !status.ok()) {
     params_.pop_back();
     addresses_.pop_back();
     return status;
   }
+  SetData(id, source.data);
+  SetGrad(id, source.grad);
   ids_by_name_.emplace(params_.back().name, id);
   return {};
 }
 
 void ParamTable::RemoveLast() {
   Vacate(size() - 1);
+  SetData(size() - 1, nullptr);
+  SetGrad(size() - 1, nullptr);
   ids_by_name_.erase(params_.back().name);
   params_.pop_back();
   addresses_.pop_back();
@@ -110,6 +115,8 @@ Status ParamTable::CheckParam(const offload_param_t& param) const {
                          "placement is %d, expected OFFLOAD_PLACE_AUTO (0), _HOST (1) or "
                          "_DEVICE (2)",
                          param.placement);
+  if (param.reserved != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "reserved is %u, expected 0", param.reserved);
   if ((param.flags & ~uint32_t{OFFLOAD_PARAM_REPLICA}) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "flags is 0x%x, known is 0x%x", param.flags,
                          OFFLOAD_PARAM_REPLICA);
@@ -165,7 +172,21 @@ void ParamTable::Vacate(uint32_t id) {
 
 void ParamTable::ReleaseData(uint32_t id) {
   Vacate(id);
-  addresses_[id].data = nullptr;
+  SetData(id, nullptr);
+}
+
+void ParamTable::SetData(uint32_t id, void* data) {
+  const uint64_t bytes = params_[id].count * DtypeBytes(params_[id].dtype);
+  if (addresses_[id].data != nullptr) data_bytes_ -= bytes;
+  if (data != nullptr) data_bytes_ += bytes;
+  addresses_[id].data = data;
+}
+
+void ParamTable::SetGrad(uint32_t id, const void* grad) {
+  const uint64_t bytes = params_[id].count * DtypeBytes(params_[id].grad_dtype);
+  if (addresses_[id].grad != nullptr) grad_bytes_ -= bytes;
+  if (grad != nullptr) grad_bytes_ += bytes;
+  addresses_[id].grad = grad;
 }
 
 Status ParamTable::Bind(std::span<const offload_binding_t> bindings) {
@@ -182,7 +203,7 @@ Status ParamTable::Bind(std::span<const offload_binding_t> bindings) {
       return InContext(status, "bindings.grad", i, param.name.c_str());
   }
   HYBRIDOPT_TRY(MoveData(bindings));
-  for (const offload_binding_t& binding : bindings) addresses_[binding.param].grad = binding.grad;
+  for (const offload_binding_t& binding : bindings) SetGrad(binding.param, binding.grad);
   return {};
 }
 
@@ -190,7 +211,7 @@ Status ParamTable::Bind(std::span<const offload_binding_t> bindings) {
 Status ParamTable::MoveData(std::span<const offload_binding_t> bindings) {
   std::vector<std::pair<uint32_t, void*>> moved;  // param and its old address
   for (const offload_binding_t& binding : bindings) {
-    void*& data = addresses_[binding.param].data;
+    void* const data = addresses_[binding.param].data;
     if (binding.data == nullptr || binding.data == data) continue;
     moved.emplace_back(binding.param, data);
     Vacate(binding.param);
@@ -199,20 +220,19 @@ Status ParamTable::MoveData(std::span<const offload_binding_t> bindings) {
   Status status;
   for (size_t i = 0; status.ok() && i < bindings.size(); ++i) {
     const offload_binding_t& binding = bindings[i];
-    Addresses& addresses = addresses_[binding.param];
-    if (binding.data == nullptr || binding.data == addresses.data) continue;
+    if (binding.data == nullptr || binding.data == addresses_[binding.param].data) continue;
     Vacate(binding.param);  // in case an earlier binding of this call named it too
     status = Occupy(binding.param, binding.data);
     if (!status.ok()) {
       status = InContext(status, "bindings", i, params_[binding.param].name.c_str());
     } else {
-      addresses.data = binding.data;
+      SetData(binding.param, binding.data);
     }
   }
   if (status.ok()) return {};
   for (const auto& [id, data] : moved) Vacate(id);
   for (auto it = moved.rbegin(); it != moved.rend(); ++it) {
-    addresses_[it->first].data = it->second;
+    SetData(it->first, it->second);
   }
   for (const auto& [id, data] : moved) (void)Occupy(id, addresses_[id].data);
   return status;

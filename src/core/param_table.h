@@ -1,6 +1,7 @@
 // ParamTable: THE registry. Ids, names, groups, shards and addresses are here and nowhere else.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -27,6 +28,7 @@ struct Param {
   int32_t dtype;
   int32_t grad_dtype;
   int32_t placement;
+  int32_t chunk_order;
   uint32_t flags;
   uint64_t count;
   Shard shard;
@@ -51,7 +53,10 @@ class ParamTable {
 
   // The caller takes the address back: the param has no data (or no gradient) until one is bound.
   void ReleaseData(uint32_t id);
-  void ReleaseGrad(uint32_t id) { addresses_[id].grad = nullptr; }
+  void ReleaseGrad(uint32_t id) { SetGrad(id, nullptr); }
+  // Bytes of params and gradients that have an address now. Any thread.
+  uint64_t data_bytes() const { return data_bytes_; }
+  uint64_t grad_bytes() const { return grad_bytes_; }
 
   int32_t algorithm() const { return algorithm_; }
   uint32_t size() const { return static_cast<uint32_t>(params_.size()); }
@@ -68,6 +73,8 @@ class ParamTable {
   // Marks [data, data + bytes) as this param's; INVALID_ARGUMENT names the one it overlaps.
   Status Occupy(uint32_t id, const void* data);
   void Vacate(uint32_t id);
+  void SetData(uint32_t id, void* data);
+  void SetGrad(uint32_t id, const void* grad);
   Status MoveData(std::span<const offload_binding_t> bindings);
 
   const int32_t algorithm_;
@@ -75,6 +82,8 @@ class ParamTable {
   std::vector<offload_group_t> groups_;
   std::vector<Param> params_;
   std::vector<Addresses> addresses_;
+  std::atomic<uint64_t> data_bytes_ = 0;
+  std::atomic<uint64_t> grad_bytes_ = 0;
   std::unordered_map<std::string, uint32_t> ids_by_name_;
   std::map<uintptr_t, uint32_t> ids_by_address_;  // of params with data and elements
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "kernels/coefficients.h"
 
@@ -96,7 +97,7 @@ void LayOutSwap(const ParamTable& table, const PlacementOptions& options, Placem
     placement.device_grad_elements = std::min(options.chunk_elements, placement.device_elements);
 }
 
-// Cuts the host share into chunks. One pass, in registration order.
+// Cuts the host share into chunks, one param after the other.
 class ChunkCutter {
  public:
   ChunkCutter(const PlacementOptions& options, Placement& placement)
@@ -137,7 +138,12 @@ class ChunkCutter {
 
 void CutChunks(const ParamTable& table, const PlacementOptions& options, Placement& placement) {
   ChunkCutter cutter(options, placement);
-  for (uint32_t id = 0; id < table.size(); ++id) {
+  std::vector<uint32_t> order(table.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    return table.param(a).chunk_order < table.param(b).chunk_order;
+  });
+  for (uint32_t id : order) {
     const Param& param = table.param(id);
     const uint64_t device_count = placement.params[id].device_count;
     const uint64_t host_count = param.count - device_count;

@@ -2,7 +2,7 @@
 // device, no clock.
 //
 // Each param's elements are cut once: [0, device_count) is the device share, the rest the host
-// share. The host share of all params, in registration order, is cut into chunks:
+// share. The host share of all params, in chunk_order, is cut into chunks:
 //
 //   params      | p0: device ..... host ....... | p1: host ....... | p2: host .. |
 //   fragments                    |  f0  |   f1  |   f2  |    f3    |     f4      |
