@@ -52,8 +52,8 @@ class Optimizer {
   struct Committed {
     Placement placement;
     std::unique_ptr<StateMemory> memory;
-    std::unique_ptr<Lanes> lanes;
     std::unique_ptr<StepPipeline> pipeline;
+    std::unique_ptr<Lanes> lanes;  // behind the pipeline: streams may still read its tables
     std::array<StepRequest, Timeline::kCapacity> requests;
     std::vector<bool> momentum_free;  // per group: committed without a momentum_buffer
     std::unique_ptr<Timeline> timeline;
