@@ -83,10 +83,10 @@ extern "C" {
 /* Every status. Values never change; gaps are for later ones of the same kind. */
 enum offload_status {
   OFFLOAD_OK = 0,
-  OFFLOAD_INVALID_ARGUMENT = 10,    /* a parameter is wrong; nothing happened */
-  OFFLOAD_INVALID_STATE = 11,       /* not now, or not on this handle; nothing happened */
-  OFFLOAD_UNSUPPORTED = 12,         /* this build, device or release cannot; nothing happened */
-  OFFLOAD_OUT_OF_HOST_MEMORY = 20,  /* the text names bytes asked for and bytes there */
+  OFFLOAD_INVALID_ARGUMENT = 10,   /* a parameter is wrong; nothing happened */
+  OFFLOAD_INVALID_STATE = 11,      /* not now, or not on this handle; nothing happened */
+  OFFLOAD_UNSUPPORTED = 12,        /* this build, device or release cannot; nothing happened */
+  OFFLOAD_OUT_OF_HOST_MEMORY = 20, /* the text names bytes asked for and bytes there */
   OFFLOAD_OUT_OF_DEVICE_MEMORY = 21,
   OFFLOAD_DEVICE_FAILED = 30,       /* the device reported an error, perhaps of earlier work */
   OFFLOAD_COMM_FAILED = 31,         /* another rank failed or vanished */
@@ -132,15 +132,15 @@ enum offload_state_kind {
 enum offload_log_level { OFFLOAD_LOG_INFO = 1, OFFLOAD_LOG_WARNING = 2, OFFLOAD_LOG_ERROR = 3 };
 
 /* Handles. NULL, destroyed and foreign ones are recognised and refused. */
-typedef struct offload_context *offload_context_t;
-typedef struct offload_optimizer *offload_optimizer_t;
+typedef struct offload_context* offload_context_t;
+typedef struct offload_optimizer* offload_optimizer_t;
 
 /* A point on an optimizer's timeline. 0 stands for all that has been queued so far. */
 typedef uint64_t offload_ticket_t;
 
 /* A stream of the context's device: what offload_stream_create gave, or a cudaStream_t. NULL is
  * the default stream of the simulated device, and the only stream of the host device. */
-typedef void *offload_stream_t;
+typedef void* offload_stream_t;
 
 /* ---------------------------------------------------------------------------------- library -- */
 
@@ -149,19 +149,19 @@ typedef void *offload_stream_t;
 OFFLOAD_API uint32_t offload_abi_version(void);
 
 /* One line about this build: version, compiler, devices, instruction sets. Static; never NULL. */
-OFFLOAD_API const char *offload_build_info(void);
+OFFLOAD_API const char* offload_build_info(void);
 
 /* "INVALID_ARGUMENT" for OFFLOAD_INVALID_ARGUMENT and so on; "UNKNOWN" for anything else. */
-OFFLOAD_API const char *offload_status_name(int32_t status);
+OFFLOAD_API const char* offload_status_name(int32_t status);
 
 /* What went wrong in the last failed call of this thread; "" if none has. Valid until the next
  * failed call of this thread. */
-OFFLOAD_API const char *offload_last_error(void);
+OFFLOAD_API const char* offload_last_error(void);
 
 /* ---------------------------------------------------------------------------------- context -- */
 
 /* Called from any thread, library threads included; must not call back into the library. */
-typedef void (*offload_log_function_t)(void *user, int32_t level, const char *text);
+typedef void (*offload_log_function_t)(void* user, int32_t level, const char* text);
 
 typedef struct offload_context_options {
   uint32_t struct_size;
@@ -173,7 +173,7 @@ typedef struct offload_context_options {
   uint64_t device_timeout_ns; /* device work that makes no progress for so long counts as failed;
                                  0 = 600 s */
   offload_log_function_t log; /* NULL = warnings and errors go to stderr */
-  void *log_user;             /* handed to log */
+  void* log_user;             /* handed to log */
   uint64_t sim_memory_bytes;  /* sim: capacity of the device; 0 = 1 GiB */
   uint64_t sim_seed;          /* sim: seed of the random delays */
   uint64_t sim_delay_ns_max;  /* sim: each command on a stream is delayed by 0 to this; 0 = none */
@@ -199,8 +199,8 @@ typedef struct offload_context_info {
  * HYBRIDOPT_ISA in the environment (reference, avx2, avx512, neon) forces an instruction set.
  * Errors: INVALID_ARGUMENT (field named), UNSUPPORTED (no such device or instruction set here).
  * *context is written on success only. */
-OFFLOAD_API int32_t offload_context_create(const offload_context_options_t *options,
-                                           offload_context_t *context);
+OFFLOAD_API int32_t offload_context_create(const offload_context_options_t* options,
+                                           offload_context_t* context);
 
 /* Frees the context with the streams and device memory it gave out.
  * Errors: INVALID_STATE while optimizers of it are alive. */
@@ -208,9 +208,9 @@ OFFLOAD_API int32_t offload_context_destroy(offload_context_t context);
 
 /* What was really obtained. */
 OFFLOAD_API int32_t offload_context_get_info(offload_context_t context,
-                                             offload_context_info_t *info);
+                                             offload_context_info_t* info);
 
-/* -------------------------------------------------------------------------------- registering -- */
+/* ------------------------------------------------------------------------------ registering -- */
 
 typedef struct offload_optimizer_options {
   uint32_t struct_size;
@@ -251,35 +251,35 @@ enum offload_shard_flag {
  * distributed optimizer). Offsets are given, never derived. Empty shards are legal. */
 typedef struct offload_shard {
   uint32_t struct_size;
-  uint32_t dimensions;          /* 1 to 8 */
-  uint32_t box_count;           /* boxes, at least 1; they must not overlap */
-  uint32_t flags;               /* enum offload_shard_flag, or-ed */
-  const int64_t *global_shape;  /* [dimensions], each at least 0 */
-  const int64_t *box_offsets;   /* [box_count][dimensions] */
-  const int64_t *box_extents;   /* [box_count][dimensions] */
-  uint64_t range_begin;         /* elements, counted through the boxes in order */
-  uint64_t range_count;         /* elements; must equal the param's count */
+  uint32_t dimensions;         /* 1 to 8 */
+  uint32_t box_count;          /* boxes, at least 1; they must not overlap */
+  uint32_t flags;              /* enum offload_shard_flag, or-ed */
+  const int64_t* global_shape; /* [dimensions], each at least 0 */
+  const int64_t* box_offsets;  /* [box_count][dimensions] */
+  const int64_t* box_extents;  /* [box_count][dimensions] */
+  uint64_t range_begin;        /* elements, counted through the boxes in order */
+  uint64_t range_count;        /* elements; must equal the param's count */
 } offload_shard_t;
 
 typedef struct offload_param {
   uint32_t struct_size;
-  uint32_t group;      /* what offload_optimizer_add_group gave */
-  int32_t dtype;       /* of data: enum offload_dtype; required */
-  int32_t grad_dtype;  /* of grad; required */
-  int32_t placement;   /* enum offload_placement; 0 = device_fraction decides */
-  uint32_t reserved;   /* 0 */
-  const char *name;    /* the stable key across runs: unique, not empty, at most 1023 bytes */
-  void *data;          /* device address of count elements, contiguous; may be NULL if count is 0 */
-  const void *grad;    /* device address of count elements, or NULL: no gradient yet */
-  uint64_t count;      /* elements of this shard */
-  const offload_shard_t *shard; /* NULL = the whole of a one-dimensional tensor */
+  uint32_t group;     /* what offload_optimizer_add_group gave */
+  int32_t dtype;      /* of data: enum offload_dtype; required */
+  int32_t grad_dtype; /* of grad; required */
+  int32_t placement;  /* enum offload_placement; 0 = device_fraction decides */
+  uint32_t reserved;  /* 0 */
+  const char* name;   /* the stable key across runs: unique, not empty, at most 1023 bytes */
+  void* data;         /* device address of count elements, contiguous; may be NULL if count is 0 */
+  const void* grad;   /* device address of count elements, or NULL: no gradient yet */
+  uint64_t count;     /* elements of this shard */
+  const offload_shard_t* shard; /* NULL = the whole of a one-dimensional tensor */
 } offload_param_t;
 
 typedef struct offload_binding {
   uint32_t struct_size;
   uint32_t param;   /* its id */
-  void *data;       /* new address; NULL = as before */
-  const void *grad; /* new address; NULL = no gradient: the next step leaves this param untouched */
+  void* data;       /* new address; NULL = as before */
+  const void* grad; /* new address; NULL = no gradient: the next step leaves this param untouched */
 } offload_binding_t;
 
 /* What commit will take, by kind and place. Bytes include padding. */
@@ -287,8 +287,8 @@ typedef struct offload_plan {
   uint32_t struct_size;
   uint32_t param_count;
   uint64_t element_count;
-  uint64_t host_elements;   /* host share */
-  uint64_t device_elements; /* device share */
+  uint64_t host_elements;         /* host share */
+  uint64_t device_elements;       /* device share */
   uint64_t host_state_bytes[8];   /* indexed by enum offload_state_kind */
   uint64_t device_state_bytes[8]; /* likewise */
   uint64_t staging_bytes;         /* pinned host memory */
@@ -309,8 +309,8 @@ typedef struct offload_plan {
 /* Makes an optimizer that registers params. Nothing is allocated before commit.
  * Errors: INVALID_ARGUMENT (field named). *optimizer is written on success only. */
 OFFLOAD_API int32_t offload_optimizer_create(offload_context_t context,
-                                             const offload_optimizer_options_t *options,
-                                             offload_optimizer_t *optimizer);
+                                             const offload_optimizer_options_t* options,
+                                             offload_optimizer_t* optimizer);
 
 /* Finishes queued work (at most device_timeout_ns without progress), then frees everything. Views
  * end here. After it the handle is refused everywhere. */
@@ -319,40 +319,40 @@ OFFLOAD_API int32_t offload_optimizer_destroy(offload_optimizer_t optimizer);
 /* Adds a group of params that share hyperparameters; ids count from 0.
  * Errors: INVALID_ARGUMENT (field named), INVALID_STATE after commit. */
 OFFLOAD_API int32_t offload_optimizer_add_group(offload_optimizer_t optimizer,
-                                                const offload_group_t *group, uint32_t *group_id);
+                                                const offload_group_t* group, uint32_t* group_id);
 
 /* New hyperparameters for a group, at any time. Steps queued before keep the old values. A group
  * committed with momentum 0 has no momentum_buffer and cannot get momentum later.
  * Errors: INVALID_ARGUMENT (field named). */
 OFFLOAD_API int32_t offload_optimizer_set_group(offload_optimizer_t optimizer, uint32_t group_id,
-                                                const offload_group_t *group);
+                                                const offload_group_t* group);
 
 /* Registers param_count params, all or none. Ids count from 0 in registration order; the first of
  * this call goes to *first_id (which may be NULL). data may not overlap another param's data.
  * Errors: INVALID_ARGUMENT (param and field named), INVALID_STATE after commit. */
 OFFLOAD_API int32_t offload_optimizer_add_params(offload_optimizer_t optimizer,
-                                                 const offload_param_t *params,
-                                                 uint32_t param_count, uint32_t *first_id);
+                                                 const offload_param_t* params,
+                                                 uint32_t param_count, uint32_t* first_id);
 
 /* Tells new addresses, all or none. Steps queued before use the old ones. Cheap enough for every
  * step: frameworks re-make gradients.
  * Errors: INVALID_ARGUMENT (binding and field named). */
 OFFLOAD_API int32_t offload_optimizer_bind(offload_optimizer_t optimizer,
-                                           const offload_binding_t *bindings,
+                                           const offload_binding_t* bindings,
                                            uint32_t binding_count);
 
 /* Every byte that commit will take, or has taken. Pure: call it as often as you like. */
-OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offload_plan_t *plan);
+OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offload_plan_t* plan);
 
 /* Takes the memory of the plan, copies masters in from the params (after the work now queued on
  * stream) and zeroes the moments. Returns when that is done. On an error nothing is kept and the
  * optimizer still registers.
  * Errors: INVALID_STATE (no params, or committed), OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY,
- * INVALID_ARGUMENT (pinned_bytes_max too small: the text says how much is needed), DEVICE_FAILED. */
+ * INVALID_ARGUMENT (pinned_bytes_max too small: the text says what is needed), DEVICE_FAILED. */
 OFFLOAD_API int32_t offload_optimizer_commit(offload_optimizer_t optimizer,
                                              offload_stream_t stream);
 
-/* ------------------------------------------------------------------------------------- stepping -- */
+/* --------------------------------------------------------------------------------- stepping -- */
 
 enum offload_step_flag {
   /* The caller vouches that every gradient is finite: without a norm to clip by, the pass that
@@ -372,20 +372,20 @@ typedef struct offload_step_options {
 
 typedef struct offload_step_result {
   uint32_t struct_size;
-  int32_t skipped;         /* 1: a gradient was Inf or NaN; nothing at all has changed */
-  uint64_t step;           /* steps applied so far, this one included unless skipped */
-  double grad_norm;        /* global norm of the unscaled gradients before clipping; NaN if it was
-                              not computed (ASSUME_FINITE without clipping), Inf or NaN if skipped */
-  double grad_clip;        /* factor that clipping multiplied the gradients by; 1 = not clipped */
-  double total_seconds;    /* from the start of the work to its end */
-  double norm_seconds;     /* until the norm and the verdict were known */
+  int32_t skipped;           /* 1: a gradient was Inf or NaN; nothing at all has changed */
+  uint64_t step;             /* steps applied so far, this one included unless skipped */
+  double grad_norm;          /* global norm of the unscaled gradients before clipping; NaN if not
+                                computed (ASSUME_FINITE without clipping), Inf or NaN if skipped */
+  double grad_clip;          /* factor that clipping multiplied the gradients by; 1 = not clipped */
+  double total_seconds;      /* from the start of the work to its end */
+  double norm_seconds;       /* until the norm and the verdict were known */
   double grads_down_seconds; /* lane: copying gradients to the host, as the device took it */
-  double update_seconds;   /* lane: CPU threads updating the host share */
+  double update_seconds;     /* lane: CPU threads updating the host share */
   double params_up_seconds;  /* lane: copying params to the device, as the device took it */
   double device_update_seconds; /* lane: the device updating its share */
-  double stall_seconds;    /* CPU threads waiting for gradients or for a free staging slot */
-  uint64_t grads_down_bytes; /* copied device to host */
-  uint64_t params_up_bytes;  /* copied host to device */
+  double stall_seconds;         /* CPU threads waiting for gradients or for a free staging slot */
+  uint64_t grads_down_bytes;    /* copied device to host */
+  uint64_t params_up_bytes;     /* copied host to device */
 } offload_step_result_t;
 
 /* Queues one step over every param that has a gradient and returns at once; up to 8 steps may be
@@ -393,14 +393,14 @@ typedef struct offload_step_result {
  * exactly: no bit changes, step counts included. *ticket may be NULL.
  * Errors: INVALID_ARGUMENT, INVALID_STATE (before commit, or 8 queued), POISONED. */
 OFFLOAD_API int32_t offload_optimizer_step(offload_optimizer_t optimizer,
-                                           const offload_step_options_t *options,
-                                           offload_ticket_t *ticket);
+                                           const offload_step_options_t* options,
+                                           offload_ticket_t* ticket);
 
 /* What a completed step did. The last 64 steps are remembered; ticket 0 is the last one queued.
  * Errors: INVALID_STATE (still running, or forgotten), INVALID_ARGUMENT (foreign ticket). */
 OFFLOAD_API int32_t offload_optimizer_step_result(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket,
-                                                  offload_step_result_t *result);
+                                                  offload_step_result_t* result);
 
 /* Blocks this thread until the ticket (0 = everything queued) completes, at most timeout_ns:
  * 0 only looks, a negative one waits without limit.
@@ -414,7 +414,7 @@ OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offloa
  * Errors: INVALID_ARGUMENT (unknown param id, foreign ticket), UNSUPPORTED. */
 OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket, offload_stream_t stream,
-                                                  const uint32_t *params, uint32_t param_count);
+                                                  const uint32_t* params, uint32_t param_count);
 
 /* A borrowed view of one kind of state of one param: its first device_count elements lie at
  * device_data on the device, the next host_count at host_data in host memory. Valid until destroy;
@@ -422,9 +422,9 @@ OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
 typedef struct offload_state_view {
   uint32_t struct_size;
   int32_t dtype;         /* enum offload_dtype */
-  void *device_data;     /* NULL if device_count is 0 */
+  void* device_data;     /* NULL if device_count is 0 */
   uint64_t device_count; /* elements */
-  void *host_data;       /* NULL if host_count is 0 */
+  void* host_data;       /* NULL if host_count is 0 */
   uint64_t host_count;   /* elements */
   uint64_t step_count;   /* steps this param has taken part in */
 } offload_state_view_t;
@@ -434,16 +434,16 @@ typedef struct offload_state_view {
  * Errors: INVALID_ARGUMENT (unknown param, kind this algorithm has not), INVALID_STATE (before
  * commit, or while work is queued: wait first). */
 OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param,
-                                            int32_t kind, offload_state_view_t *view);
+                                            int32_t kind, offload_state_view_t* view);
 
 typedef struct offload_stats {
   uint32_t struct_size;
-  uint32_t queued;         /* steps queued or running now */
+  uint32_t queued; /* steps queued or running now */
   uint64_t steps_applied;
   uint64_t steps_skipped;
-  uint64_t host_bytes;     /* held now, as in the plan */
-  uint64_t device_bytes;   /* held now, as in the plan */
-  uint64_t staging_bytes;  /* held now; part of host_bytes */
+  uint64_t host_bytes;       /* held now, as in the plan */
+  uint64_t device_bytes;     /* held now, as in the plan */
+  uint64_t staging_bytes;    /* held now; part of host_bytes */
   uint64_t grads_down_bytes; /* since create */
   uint64_t params_up_bytes;  /* since create */
   double total_seconds;      /* sums of the step results since create */
@@ -457,37 +457,37 @@ typedef struct offload_stats {
 
 /* Totals since create. */
 OFFLOAD_API int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer,
-                                                offload_stats_t *stats);
+                                                offload_stats_t* stats);
 
-/* ------------------------------------------------------------------------- device conveniences -- */
+/* ---------------------------------------------------------------------- device conveniences -- */
 /* For callers without a CUDA runtime of their own, and for the simulated device. On the host
  * device memory is host memory, the only stream is NULL, and functions run at once. */
 
 /* Memory on the context's device, aligned to 256 bytes, with unspecified content. Owned by the
  * caller until offload_device_free; the context frees what is left.
  * Errors: OUT_OF_DEVICE_MEMORY (bytes asked and free), INVALID_ARGUMENT (bytes is 0). */
-OFFLOAD_API int32_t offload_device_alloc(offload_context_t context, uint64_t bytes, void **data);
+OFFLOAD_API int32_t offload_device_alloc(offload_context_t context, uint64_t bytes, void** data);
 
 /* Errors: INVALID_ARGUMENT if data is not what offload_device_alloc gave. NULL is allowed. */
-OFFLOAD_API int32_t offload_device_free(offload_context_t context, void *data);
+OFFLOAD_API int32_t offload_device_free(offload_context_t context, void* data);
 
 /* Copy behind the work now queued on stream; they return when the copy is done.
  * Errors: INVALID_ARGUMENT (a range outside the device's memory), DEVICE_FAILED. */
-OFFLOAD_API int32_t offload_device_upload(offload_context_t context, void *device_data,
-                                          const void *host_data, uint64_t bytes,
+OFFLOAD_API int32_t offload_device_upload(offload_context_t context, void* device_data,
+                                          const void* host_data, uint64_t bytes,
                                           offload_stream_t stream);
-OFFLOAD_API int32_t offload_device_download(offload_context_t context, void *host_data,
-                                            const void *device_data, uint64_t bytes,
+OFFLOAD_API int32_t offload_device_download(offload_context_t context, void* host_data,
+                                            const void* device_data, uint64_t bytes,
                                             offload_stream_t stream);
 
 /* Where a function that runs on the device sees device memory: the sim's device addresses fault
  * when the host touches them, so that a missing copy shows. Only functions given to
  * offload_stream_run may use the mapped address, but any thread may ask for it.
  * Errors: INVALID_ARGUMENT (range outside the device's memory), UNSUPPORTED on CUDA. */
-OFFLOAD_API int32_t offload_device_map(offload_context_t context, void *device_data,
-                                       uint64_t bytes, void **mapped);
+OFFLOAD_API int32_t offload_device_map(offload_context_t context, void* device_data, uint64_t bytes,
+                                       void** mapped);
 
-OFFLOAD_API int32_t offload_stream_create(offload_context_t context, offload_stream_t *stream);
+OFFLOAD_API int32_t offload_stream_create(offload_context_t context, offload_stream_t* stream);
 
 /* Finishes the stream's work first. NULL is allowed and does nothing. */
 OFFLOAD_API int32_t offload_stream_destroy(offload_context_t context, offload_stream_t stream);
@@ -498,11 +498,11 @@ OFFLOAD_API int32_t offload_stream_synchronize(offload_context_t context, offloa
                                                int64_t timeout_ns);
 
 /* A function that stands for a kernel of the caller's; it must not call back into the library. */
-typedef void (*offload_stream_function_t)(void *user);
+typedef void (*offload_stream_function_t)(void* user);
 
 /* Queues function(user) on stream. Errors: INVALID_ARGUMENT, UNSUPPORTED on CUDA. */
 OFFLOAD_API int32_t offload_stream_run(offload_context_t context, offload_stream_t stream,
-                                       offload_stream_function_t function, void *user);
+                                       offload_stream_function_t function, void* user);
 
 /* end-plain-c99 */
 #ifdef __cplusplus
