@@ -417,8 +417,8 @@ typedef struct offload_step_result {
   uint32_t struct_size;
   int32_t skipped;           /* 1: a gradient was Inf or NaN; nothing at all has changed */
   uint64_t step;             /* steps applied so far, this one included unless skipped */
-  double grad_norm;          /* global norm of the unscaled gradients before clipping; NaN if it was
-                                not computed (ASSUME_FINITE without clipping), Inf or NaN if skipped */
+  double grad_norm;          /* global norm of the unscaled gradients before clipping; NaN if not
+                              computed (ASSUME_FINITE without clipping), Inf or NaN if skipped */
   double grad_clip;          /* factor that clipping multiplied the gradients by; 1 = not clipped */
   double total_seconds;      /* from the start of the work to its end */
   double norm_seconds;       /* until the norm and the verdict were known */

@@ -12,8 +12,8 @@ HostShare::HostShare(const ParamTable& table, const Placement& placement, const 
     targets_.push_back({place.rule, param.dtype, kernels.ToFp32(param.dtype),
                         memory.Host(id, kMaster), memory.Host(id, kMoment0),
                         memory.Host(id, kMoment1),
-                        static_cast<float>(table.groups()[param.group].initial_accumulator_value),
-                        place.device_count, static_cast<uint32_t>(DtypeBytes(param.dtype))});
+                        table.groups()[param.group].initial_accumulator_value, place.device_count,
+                        static_cast<uint32_t>(DtypeBytes(param.dtype))});
   }
 }
 
@@ -54,7 +54,8 @@ void HostShare::Fill(const Chunk& chunk, const ChunkBuffers& buffers,
                                   target.master + element);
                    if (!first_state.moments) return;
                    if (target.moment0 != nullptr)
-                     std::fill_n(target.moment0 + element, count, target.initial_moment0);
+                     std::fill_n(target.moment0 + element, count,
+                                 static_cast<float>(target.initial_moment0));
                    if (target.moment1 != nullptr)
                      std::fill_n(target.moment1 + element, count, 0.0f);
                  });

@@ -81,7 +81,7 @@ class HostShare {
     float* master;  // NULL: the param itself
     float* moment0;
     float* moment1;
-    float initial_moment0;
+    double initial_moment0;  // rounded by a worker: the caller's rounding mode may be any
     uint64_t device_count;
     uint32_t param_bytes;  // an element
   };

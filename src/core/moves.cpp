@@ -232,8 +232,15 @@ Status Mover::Initialize(std::span<const Addresses> addresses, StreamHandle stre
     HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], stream));
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], "the params given to commit"));
   }
+  // Rounded by a worker: the caller's rounding mode may be any.
+  std::vector<float> first_moments0(table_.groups().size());
+  HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
+    for (size_t group = 0; worker == 0 && group < first_moments0.size(); ++group)
+      first_moments0[group] = static_cast<float>(table_.groups()[group].initial_accumulator_value);
+  }));
   for (uint32_t id = 0; id < table_.size(); ++id)
-    HYBRIDOPT_TRY(FillDeviceShare(id, addresses[id].data, true));
+    HYBRIDOPT_TRY(
+        FillDeviceShare(id, addresses[id].data, true, first_moments0[table_.param(id).group]));
   for (uint32_t chunk = 0; chunk < placement_.chunks.size(); ++chunk)
     HYBRIDOPT_TRY(FillChunk(chunk, addresses, {}));
   return AwaitDevice();
@@ -243,7 +250,7 @@ Status Mover::Refresh(const MoveRequest& request) {
   std::fill(addresses_.begin(), addresses_.end(), Addresses{nullptr, nullptr});
   for (const MoveItem& item : request.items) {
     addresses_[item.param].data = item.address;
-    HYBRIDOPT_TRY(FillDeviceShare(item.param, item.address, false));
+    HYBRIDOPT_TRY(FillDeviceShare(item.param, item.address, false, 0.0f));
   }
   const FirstState masters_only{.moments = false};
   for (uint32_t chunk = 0; chunk < placement_.chunks.size(); ++chunk)
@@ -251,15 +258,14 @@ Status Mover::Refresh(const MoveRequest& request) {
   return AwaitDevice();
 }
 
-Status Mover::FillDeviceShare(uint32_t id, void* data, bool moments) {
+Status Mover::FillDeviceShare(uint32_t id, void* data, bool moments, float first_moment0) {
   const uint64_t count = placement_.params[id].device_count;
   const Param& param = table_.param(id);
   if (float* master = memory_.OnDevice(id, kMaster); master != nullptr)
     HYBRIDOPT_TRY(device_.ToFp32(lanes_.compute, data, param.dtype, count, master));
   if (!moments) return {};
-  const float first = static_cast<float>(table_.groups()[param.group].initial_accumulator_value);
   if (float* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
-    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count, first));
+    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count, first_moment0));
   if (float* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
     HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count, 0.0f));
   return {};

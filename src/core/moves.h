@@ -66,7 +66,7 @@ class Mover {
   Status Refresh(const MoveRequest& request);
   Status FillChunk(uint32_t chunk, std::span<const Addresses> addresses,
                    const FirstState& first_state);
-  Status FillDeviceShare(uint32_t id, void* data, bool moments);
+  Status FillDeviceShare(uint32_t id, void* data, bool moments, float first_moment0);
   Status AwaitDevice();
 
   Context& context_;

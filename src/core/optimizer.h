@@ -65,11 +65,11 @@ class Optimizer {
   struct Committed {
     Placement placement;
     std::unique_ptr<StateMemory> memory;
-    std::unique_ptr<Lanes> lanes;
     std::unique_ptr<SwapMemory> swap;
     std::unique_ptr<NormSums> norm_sums;
     std::unique_ptr<StepPipeline> pipeline;
     std::unique_ptr<Mover> mover;
+    std::unique_ptr<Lanes> lanes;  // behind all that its streams may still read and write
     std::unique_ptr<Lifecycle> lifecycle;
     std::array<Request, Timeline::kCapacity> requests;
     std::array<StepRequest, StepPipeline::kMaxQueuedSteps> steps;  // used in turn

@@ -89,10 +89,12 @@ std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
 
 Status StepPipeline::Run(const StepRequest& request, EventHandle ready,
                          FunctionRef<void(uint64_t)> reached, offload_step_result_t* result) {
+  const int64_t begin_ns = prim::NowNs();
   Prepare(request);
   Verdict verdict{};
   if (device_.unified()) {
     HYBRIDOPT_TRY(RunInPlace(request, result, &verdict));
+    result->total_seconds = SecondsSince(begin_ns);
   } else {
     HYBRIDOPT_TRY(RunStaged(request, ready, reached, result, &verdict));
   }
@@ -188,7 +190,6 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
 
 Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_t* result,
                                 Verdict* verdict) {
-  Stopwatch total(result->total_seconds);
   if (NeedsNorm(request)) {
     Stopwatch norm(result->norm_seconds);
     ListNormInputs();

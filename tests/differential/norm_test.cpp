@@ -51,6 +51,20 @@ double NormOf(const Problem& problem, const StepInput& input) {
   return model.verdict.grad_norm;
 }
 
+// The sum of squares as it must not be added: all blocks of all params in one chain.
+double ChainedSumSquares(const Problem& problem, const StepInput& input) {
+  double sum = 0;
+  for (size_t id = 0; id < problem.params.size(); ++id) {
+    const ParamSpec& spec = problem.params[id];
+    if (!input.grads[id].has_value()) continue;
+    std::vector<double> blocks(spec.count / kNormBlockElements + 1);
+    ReferenceKernels().SumSquares(spec.grad_dtype)(input.grads[id]->data(), spec.count,
+                                                   blocks.data());
+    for (double block : blocks) sum += block;
+  }
+  return sum;
+}
+
 // ------------------------------------------------------------------------------------- clipping --
 
 // The norm just below, on and just above the threshold, with and without a loss scale.
@@ -96,6 +110,29 @@ TEST(NormTest, HugeAndTinyGradients) {
   const Solved solved(std::move(problem));
   EXPECT_GT(solved.trace[1].verdict.grad_norm, 1e38);
   EXPECT_LT(solved.trace[2].verdict.grad_norm, 1e-4);
+  for (const Setting& setting : Settings()) {
+    const TestContext context(setting.context);
+    EXPECT_EQ(RunAll(context, solved, setting.optimizer), "")
+        << Text(setting.context, setting.optimizer);
+  }
+}
+
+// Params of many blocks: adding the blocks in one chain gives other bits here.
+TEST(NormTest, BlocksAddUpParamByParam) {
+  std::vector<ParamSpec> params;
+  for (uint64_t count : {50'000, 4097, 8192, 33'333, 12'289})
+    params.push_back({OFFLOAD_FP32, kDtypes[count % 3], OFFLOAD_PLACE_AUTO, 0, count});
+  Problem problem = RandomProblem(OFFLOAD_SGD, params, 5, 4);
+  for (StepInput& input : problem.steps) input.flags = 0;
+  const Solved solved(std::move(problem));
+  int differs = 0;
+  for (size_t i = 0; i < solved.problem.steps.size(); ++i) {
+    const StepInput& input = solved.problem.steps[i];
+    const double scale = input.grad_scale == 0 ? 1 : input.grad_scale;
+    const Verdict chained = Decide(ChainedSumSquares(solved.problem, input), scale, 0);
+    differs += chained.grad_norm != solved.trace[i + 1].verdict.grad_norm;
+  }
+  ASSERT_GT(differs, 0) << "a problem on which the order shows is needed";
   for (const Setting& setting : Settings()) {
     const TestContext context(setting.context);
     EXPECT_EQ(RunAll(context, solved, setting.optimizer), "")

@@ -73,6 +73,7 @@ const Solved& SolvedProblem(uint64_t seed) {
 }
 
 struct Schedule {
+  uint64_t problem = 0;
   uint64_t seed = 0;
   uint64_t delay_ns_max = 0;
   Leak leak = Leak::kNone;
@@ -304,7 +305,7 @@ class Training {
 };
 
 Outcome Train(const Schedule& schedule, std::string* difference) {
-  Training training(SolvedProblem(schedule.seed % 30), schedule);
+  Training training(SolvedProblem(schedule.problem), schedule);
   return training.Run(difference);
 }
 
@@ -313,6 +314,7 @@ TEST(ScheduleTest, AThousandSchedulesGiveTheModelsBits) {
   for (int seed = 0; seed < schedules; ++seed) {
     Schedule schedule;
     schedule.seed = static_cast<uint64_t>(seed);
+    schedule.problem = schedule.seed % 30;
     schedule.delay_ns_max = seed % 2 == 0 ? 20'000 : 60'000;
     std::string difference;
     ASSERT_EQ(Train(schedule, &difference), Outcome::kRight)
@@ -343,6 +345,9 @@ TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
   for (int seed = 0; seed < kSchedules; ++seed) {
     Schedule schedule;
     schedule.seed = static_cast<uint64_t>(seed);
+    // None of these is vouched finite: with a wait missing, the next step, which then waits for no
+    // verdict, could rewrite a launch under the device, and a CHECK would end the program.
+    schedule.problem = schedule.seed * 3 % 30;
     schedule.delay_ns_max = 100'000;
     schedule.leak = GetParam().leak;
     schedule.leak_in_commit = GetParam().in_commit;

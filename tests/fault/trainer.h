@@ -69,12 +69,22 @@ inline void DropLog(void*, int32_t, const char*) {}
 // One context, one optimizer, some params. Params alternate bf16 and fp32, gradients the reverse.
 class Trainer {
  public:
-  explicit Trainer(const RunOptions& options) : options_(options) { Create(); }
+  explicit Trainer(const RunOptions& options) : options_(options) {
+    CreateContext();
+    CreateOptimizer();
+  }
+  // In a context of somebody else's.
+  Trainer(const RunOptions& options, offload_context_t shared_context)
+      : context(shared_context), options_(options), owns_context_(false) {
+    CreateOptimizer();
+  }
   ~Trainer() {
     if (optimizer != nullptr) {
       EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
     }
-    EXPECT_OFFLOAD_OK(offload_context_destroy(context));
+    if (owns_context_) {
+      EXPECT_OFFLOAD_OK(offload_context_destroy(context));
+    }
   }
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
@@ -156,7 +166,7 @@ class Trainer {
   std::vector<void*> data, grads;
 
  private:
-  void Create() {
+  void CreateContext() {
     auto options = Make<offload_context_options_t>();
     options.device_kind = options_.device_kind;
     options.threads = options_.threads;
@@ -168,6 +178,9 @@ class Trainer {
       options.sim_delay_ns_max = options_.sim_delay_ns_max;
     }
     ASSERT_OFFLOAD_OK(offload_context_create(&options, &context));
+  }
+
+  void CreateOptimizer() {
     auto optimizer_options = Make<offload_optimizer_options_t>();
     optimizer_options.algorithm = options_.algorithm;
     optimizer_options.device_fraction = options_.device_fraction;
@@ -227,6 +240,7 @@ class Trainer {
   }
 
   const RunOptions options_;
+  const bool owns_context_ = true;
   std::vector<std::string> names_;
 };
 

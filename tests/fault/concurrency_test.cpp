@@ -1,0 +1,129 @@
+// Different handles in different threads at once, and the three calls that any thread may make on
+// one handle. Mostly for the thread sanitizer; the bits must be those of a run alone.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "trainer.h"
+
+namespace hybridopt::fault {
+namespace {
+
+constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_SGD, OFFLOAD_LION, OFFLOAD_ADAGRAD};
+
+RunOptions Options(int32_t device_kind, int32_t algorithm) {
+  RunOptions run;
+  run.device_kind = device_kind;
+  run.algorithm = algorithm;
+  run.sim_memory_bytes = uint64_t{4} << 20;
+  run.sim_delay_ns_max = device_kind == OFFLOAD_DEVICE_SIM ? 20'000 : 0;
+  return run;
+}
+
+// Asks all that any thread may ask, until told to stop.
+void Ask(offload_optimizer_t optimizer, const std::atomic<bool>& stop) {
+  uint64_t applied = 0;
+  while (!stop) {
+    auto stats = Make<offload_stats_t>();
+    EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
+    EXPECT_GE(stats.steps_applied, applied);
+    EXPECT_LE(stats.queued, 8u);
+    applied = stats.steps_applied;
+    const int32_t waited = offload_optimizer_wait(optimizer, 0, 100'000);
+    EXPECT_TRUE(waited == OFFLOAD_OK || waited == OFFLOAD_TIMED_OUT ||
+                waited == OFFLOAD_INVALID_STATE)
+        << offload_last_error();
+    auto result = Make<offload_step_result_t>();
+    const int32_t asked = offload_optimizer_step_result(optimizer, 0, &result);
+    EXPECT_TRUE(asked == OFFLOAD_OK || asked == OFFLOAD_INVALID_STATE) << offload_last_error();
+    if (asked == OFFLOAD_OK) {
+      EXPECT_GE(result.step, 1u);
+    }
+    std::this_thread::yield();
+  }
+}
+
+// Registers, commits and trains while two threads ask.
+std::vector<unsigned char> TrainWhileAsked(Trainer& trainer, uint64_t steps) {
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> askers;
+  for (int i = 0; i < 2; ++i) askers.emplace_back([&] { Ask(trainer.optimizer, stop); });
+  trainer.AddParams();
+  trainer.Commit();
+  for (uint64_t step = 0; step < steps; ++step) {
+    if (step % 4 == 0) {
+      EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
+      trainer.UploadGrads(step);
+    }
+    EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
+  }
+  EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
+  stop = true;
+  for (std::thread& asker : askers) asker.join();
+  return trainer.Bits();
+}
+
+std::vector<unsigned char> TrainAlone(const RunOptions& run, uint64_t steps) {
+  Trainer trainer(run);
+  return TrainWhileAsked(trainer, steps);
+}
+
+TEST(Concurrency, OptimizersOfOneContextGiveTheBitsOfARunAlone) {
+  const uint64_t steps = 4 + Scaled(60);
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    Trainer owner(Options(device_kind, OFFLOAD_ADAMW));
+    std::vector<std::thread> threads;
+    std::vector<std::vector<unsigned char>> bits(std::size(kAlgorithms));
+    for (size_t i = 0; i < std::size(kAlgorithms); ++i)
+      threads.emplace_back([&, i] {
+        Trainer trainer(Options(device_kind, kAlgorithms[i]), owner.context);
+        bits[i] = TrainWhileAsked(trainer, steps);
+      });
+    for (std::thread& thread : threads) thread.join();
+    for (size_t i = 0; i < std::size(kAlgorithms); ++i)
+      EXPECT_EQ(bits[i], TrainAlone(Options(device_kind, kAlgorithms[i]), steps)) << i;
+  }
+}
+
+TEST(Concurrency, ContextsComeAndGo) {
+  const uint64_t rounds = 2 + Scaled(20);
+  std::vector<std::thread> threads;
+  for (const int32_t algorithm : kAlgorithms)
+    threads.emplace_back([&, algorithm] {
+      const int32_t device_kind = algorithm % 2 == 0 ? OFFLOAD_DEVICE_HOST : OFFLOAD_DEVICE_SIM;
+      const RunOptions run = Options(device_kind, algorithm);
+      const std::vector<unsigned char> expected = TrainAlone(run, 2);
+      for (uint64_t round = 0; round < rounds; ++round) {
+        Trainer trainer(run);
+        EXPECT_EQ(TrainWhileAsked(trainer, 2), expected);
+        // Left with work queued; destroy finishes it.
+        EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Each destroy succeeds once, however many threads try, and late calls are refused.
+TEST(Concurrency, DestroyIsForOneThreadOnly) {
+  for (uint64_t round = 0; round < 2 + Scaled(50); ++round) {
+    auto options = Make<offload_context_options_t>();
+    options.threads = 1;
+    offload_context_t context = nullptr;
+    ASSERT_OFFLOAD_OK(offload_context_create(&options, &context));
+    std::atomic<int> destroyed = 0;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&] {
+        auto info = Make<offload_context_info_t>();
+        const int32_t looked = offload_context_get_info(context, &info);
+        EXPECT_TRUE(looked == OFFLOAD_OK || looked == OFFLOAD_INVALID_ARGUMENT);
+        destroyed += offload_context_destroy(context) == OFFLOAD_OK;
+      });
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(destroyed, 1);
+  }
+}
+
+}  // namespace
+}  // namespace hybridopt::fault

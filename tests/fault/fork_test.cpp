@@ -1,0 +1,190 @@
+// A child of fork is refused by every call on a handle it inherited, may make handles of its own,
+// and leaves through exit(); the parent goes on as if nothing had happened.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "handle_calls.h"
+#include "trainer.h"
+
+namespace hybridopt::fault {
+namespace {
+
+// The sanitizer allows no threads after a fork of a process with threads.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kThreadsInChild = false;
+#else
+constexpr bool kThreadsInChild = true;
+#endif
+
+// Runs body in a child, which must come to its end. A hang ends in SIGALRM.
+template <typename Body>
+void RunInChild(Body&& body, void (*leave)(int) = std::exit) {
+  std::fflush(nullptr);  // the child would print it again
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(120);
+    body();
+    leave(testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+void ExpectInherited(const std::vector<HandleCall>& calls, void* handle) {
+  for (const HandleCall& one : calls) {
+    EXPECT_EQ(one.call(handle), OFFLOAD_INVALID_STATE) << one.name;
+    const std::string message = offload_last_error();
+    for (const char* word : {"was made before fork()", "parent process", "make a new one"})
+      EXPECT_NE(message.find(word), std::string::npos) << one.name << ": " << message;
+  }
+}
+
+void ExpectAllInherited(const Trainer& trainer) {
+  ExpectInherited(ContextCalls(), trainer.context);
+  ExpectInherited(OptimizerCalls(), trainer.optimizer);
+}
+
+std::vector<unsigned char> Train(const RunOptions& run) {
+  Trainer trainer(run);
+  trainer.AddParams();
+  trainer.Commit();
+  trainer.Steps(0, 3);
+  return trainer.Bits();
+}
+
+class Fork : public testing::TestWithParam<int32_t> {
+ protected:
+  Fork() { run_.device_kind = GetParam(); }
+  RunOptions run_;
+};
+
+TEST_P(Fork, OfIdleHandlesRefusesThemInTheChildOnly) {
+  Trainer trainer(run_);
+  trainer.AddParams();
+  RunInChild([&] { ExpectAllInherited(trainer); });  // before any thread has started
+  trainer.Commit();
+  trainer.Steps(0, 1);
+  for (int child = 0; child < 3; ++child) RunInChild([&] { ExpectAllInherited(trainer); });
+  trainer.Steps(1, 3);
+  EXPECT_EQ(trainer.Bits(), Train(run_));
+}
+
+TEST_P(Fork, ChildMayTrainOnHandlesOfItsOwn) {
+  if (!kThreadsInChild) GTEST_SKIP() << "the thread sanitizer allows no threads in the child";
+  const std::vector<unsigned char> expected = Train(run_);
+  Trainer trainer(run_);
+  trainer.AddParams();
+  trainer.Commit();
+  trainer.Steps(0, 1);
+  RunInChild([&] {
+    ExpectAllInherited(trainer);
+    EXPECT_EQ(Train(run_), expected);
+    ExpectAllInherited(trainer);
+    // And so on: handles of the child are foreign to its own child.
+    Trainer own(run_);
+    own.AddParams();
+    own.Commit();
+    RunInChild([&] {
+      ExpectAllInherited(own);
+      ExpectAllInherited(trainer);
+      EXPECT_EQ(Train(run_), expected);
+    });
+    own.Steps(0, 3);
+    EXPECT_EQ(own.Bits(), expected);
+  });
+  trainer.Steps(1, 3);
+  EXPECT_EQ(trainer.Bits(), expected);
+}
+
+TEST_P(Fork, InTheMiddleOfStepsDisturbsNobody) {
+  run_.sim_delay_ns_max = GetParam() == OFFLOAD_DEVICE_SIM ? 200'000 : 0;
+  run_.counts = {30000, 1, 20000};
+  std::vector<unsigned char> bits[2];
+  for (const bool forks : {false, true}) {
+    Trainer trainer(run_);
+    trainer.AddParams();
+    trainer.Commit();
+    trainer.UploadGrads(0);
+    for (int step = 0; step < 8; ++step) {
+      ASSERT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
+      if (forks && step % 3 == 0) RunInChild([&] { ExpectAllInherited(trainer); });
+    }
+    if (forks) RunInChild([&] { ExpectAllInherited(trainer); });
+    ASSERT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
+    bits[forks] = trainer.Bits();
+  }
+  EXPECT_EQ(bits[0], bits[1]);
+}
+
+// The locks of the library may be held by threads that the child does not have.
+TEST_P(Fork, WhileOtherThreadsAreInsideTheLibraryDoesNotHang) {
+  Trainer trainer(run_);
+  trainer.AddParams();
+  trainer.Commit();
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i)
+    threads.emplace_back([&] {
+      while (!stop) {
+        auto stats = Make<offload_stats_t>();
+        EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(trainer.optimizer, &stats));
+        auto info = Make<offload_context_info_t>();
+        EXPECT_OFFLOAD_OK(offload_context_get_info(trainer.context, &info));
+      }
+    });
+  for (uint64_t child = 0; child < 2 + Scaled(20); ++child)
+    RunInChild(
+        [&] {
+          ExpectAllInherited(trainer);
+          offload_context_t own = nullptr;
+          const auto options = Make<offload_context_options_t>();
+          EXPECT_OFFLOAD_OK(offload_context_create(&options, &own));
+          EXPECT_OFFLOAD_OK(offload_context_destroy(own));
+        },
+        std::_Exit);  // at exit, what those threads had in hand would count as leaked
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  trainer.Steps(0, 3);
+  EXPECT_EQ(trainer.Bits(), Train(run_));
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Fork, testing::Values(OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM),
+                         [](const testing::TestParamInfo<int32_t>& info) {
+                           return info.param == OFFLOAD_DEVICE_HOST ? "Host" : "Sim";
+                         });
+
+// A process may end with everything alive and work queued.
+TEST(Exit, WithLiveHandlesAndQueuedStepsIsClean) {
+  if (!kThreadsInChild) GTEST_SKIP() << "the thread sanitizer allows no threads in the child";
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM})
+    RunInChild([&] {
+      RunOptions run;
+      run.device_kind = device_kind;
+      run.sim_delay_ns_max = device_kind == OFFLOAD_DEVICE_SIM ? 1'000'000 : 0;
+      static Trainer* trainer = nullptr;
+      trainer = new Trainer(run);  // never destroyed
+      trainer->AddParams();
+      trainer->Commit();
+      trainer->UploadGrads(0);
+      for (int step = 0; step < 8; ++step)
+        EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer->optimizer, nullptr, nullptr));
+      // Handlers that run late may still call in.
+      std::atexit([] {
+        auto stats = Make<offload_stats_t>();
+        if (offload_optimizer_get_stats(trainer->optimizer, &stats) != OFFLOAD_OK) std::_Exit(3);
+        if (offload_optimizer_wait(trainer->optimizer, 0, -1) != OFFLOAD_OK) std::_Exit(4);
+      });
+    });
+}
+
+}  // namespace
+}  // namespace hybridopt::fault

@@ -1,0 +1,82 @@
+// Every call of the ABI that takes a handle, with arguments that are good otherwise.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "trainer.h"
+
+namespace hybridopt::fault {
+
+struct HandleCall {
+  const char* name;
+  std::function<int32_t(void*)> call;
+};
+
+// Every call that takes a context, with arguments that are good otherwise.
+inline std::vector<HandleCall> ContextCalls() {
+  static offload_context_info_t info;
+  static offload_optimizer_options_t options;
+  static offload_optimizer_t optimizer;
+  static void* data;
+  static offload_stream_t stream;
+  info = Make<offload_context_info_t>();
+  options = Make<offload_optimizer_options_t>();
+  options.algorithm = OFFLOAD_ADAMW;
+  const auto as = [](void* handle) { return static_cast<offload_context_t>(handle); };
+  return {
+      {"info", [=](void* h) { return offload_context_get_info(as(h), &info); }},
+      {"create", [=](void* h) { return offload_optimizer_create(as(h), &options, &optimizer); }},
+      {"alloc", [=](void* h) { return offload_device_alloc(as(h), 64, &data); }},
+      {"free", [=](void* h) { return offload_device_free(as(h), nullptr); }},
+      {"upload",
+       [=](void* h) { return offload_device_upload(as(h), nullptr, nullptr, 0, nullptr); }},
+      {"download",
+       [=](void* h) { return offload_device_download(as(h), nullptr, nullptr, 0, nullptr); }},
+      {"map", [=](void* h) { return offload_device_map(as(h), &options, 4, &data); }},
+      {"stream_create", [=](void* h) { return offload_stream_create(as(h), &stream); }},
+      {"stream_destroy", [=](void* h) { return offload_stream_destroy(as(h), nullptr); }},
+      {"synchronize", [=](void* h) { return offload_stream_synchronize(as(h), nullptr, 0); }},
+      {"run",
+       [=](void* h) {
+         return offload_stream_run(
+             as(h), nullptr, [](void*) {}, nullptr);
+       }},
+      {"destroy", [=](void* h) { return offload_context_destroy(as(h)); }},
+  };
+}
+
+// Every call that takes an optimizer.
+inline std::vector<HandleCall> OptimizerCalls() {
+  static offload_group_t group;
+  static offload_plan_t plan;
+  static offload_step_result_t result;
+  static offload_state_view_t view;
+  static offload_stats_t stats;
+  static uint32_t id;
+  group = Make<offload_group_t>();
+  plan = Make<offload_plan_t>();
+  result = Make<offload_step_result_t>();
+  view = Make<offload_state_view_t>();
+  stats = Make<offload_stats_t>();
+  const auto as = [](void* handle) { return static_cast<offload_optimizer_t>(handle); };
+  return {
+      {"add_group", [=](void* h) { return offload_optimizer_add_group(as(h), &group, &id); }},
+      {"set_group", [=](void* h) { return offload_optimizer_set_group(as(h), 0, &group); }},
+      {"add_params", [=](void* h) { return offload_optimizer_add_params(as(h), nullptr, 0, &id); }},
+      {"bind", [=](void* h) { return offload_optimizer_bind(as(h), nullptr, 0); }},
+      {"plan", [=](void* h) { return offload_optimizer_plan(as(h), &plan); }},
+      {"commit", [=](void* h) { return offload_optimizer_commit(as(h), nullptr); }},
+      {"step", [=](void* h) { return offload_optimizer_step(as(h), nullptr, nullptr); }},
+      {"step_result", [=](void* h) { return offload_optimizer_step_result(as(h), 0, &result); }},
+      {"wait", [=](void* h) { return offload_optimizer_wait(as(h), 0, 0); }},
+      {"stream_wait",
+       [=](void* h) { return offload_optimizer_stream_wait(as(h), 0, nullptr, nullptr, 0); }},
+      {"state",
+       [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
+      {"get_stats", [=](void* h) { return offload_optimizer_get_stats(as(h), &stats); }},
+      {"destroy", [=](void* h) { return offload_optimizer_destroy(as(h)); }},
+  };
+}
+
+}  // namespace hybridopt::fault
