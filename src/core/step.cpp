@@ -182,7 +182,8 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
     if ((table_.param(id).flags & OFFLOAD_PARAM_REPLICA) == 0) sum += param_sum;
   }
   HYBRIDOPT_TRY(comm_.AgreeOnNorm(&sum, &finite));
-  if (!finite) sum = std::numeric_limits<double>::quiet_NaN();
+  // A replica's gradient, or another rank's, does not show in the sum. Inf stays Inf.
+  if (!finite && std::isfinite(sum)) sum = std::numeric_limits<double>::quiet_NaN();
   return Decide(sum, request.grad_scale, request.grad_norm_max);
 }
 
