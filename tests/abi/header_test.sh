@@ -47,6 +47,7 @@ awk '
   /^\}/ { inside = ""; next }
   inside == "enum" { list($0) }
   inside == "struct" && /;/ {
+    if (sub(/.*\(\*/, "")) sub(/\).*/, "")  # a pointer to a function
     sub(/(\[[^]]*\])?;.*/, ""); sub(/.*[ *]/, ""); fields = fields " " $0
   }
   function list(text,   parts, i, count) {

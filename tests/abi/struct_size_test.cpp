@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -121,16 +122,17 @@ struct World {
     return param;
   }
 
-  void CreateOptimizer() {
-    const auto options = OptimizerOptions();
+  void CreateOptimizer(uint32_t movable = 0) {
+    auto options = OptimizerOptions();
+    options.movable = movable;
     EXPECT_EQ(Outcome(offload_optimizer_create(context, &options, &optimizer)), "OK");
   }
   void AddGroup() {
     const auto group = Group();
     EXPECT_EQ(Outcome(offload_optimizer_add_group(optimizer, &group, &group_id)), "OK");
   }
-  void Commit() {
-    CreateOptimizer();
+  void Commit(uint32_t movable = 0) {
+    CreateOptimizer(movable);
     AddGroup();
     const auto param = Param();
     EXPECT_EQ(Outcome(offload_optimizer_add_params(optimizer, &param, 1, nullptr)), "OK");
@@ -177,11 +179,31 @@ struct OptimizerOptions {
     options.device_fraction = 0.5;
     options.chunk_elements = 4096;
     options.staging_slots = 3;
+    options.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_ACCUMULATE;
+    options.comm_timeout_ns = 1'000'000'000;
     return options;
   }
   static int32_t Call(const Struct* options) {
     World world;
     return offload_optimizer_create(world.context, options, &world.optimizer);
+  }
+};
+
+struct Comm {
+  using Struct = offload_comm_t;
+  static Struct Valid() {
+    auto comm = Empty<Struct>();
+    comm.rank = 1;
+    comm.world = 2;
+    comm.sum = [](void*, double*, uint32_t, int64_t) -> int32_t { return OFFLOAD_OK; };
+    comm.max = [](void*, int32_t*, uint32_t, int64_t) -> int32_t { return OFFLOAD_OK; };
+    comm.barrier = [](void*, int64_t) -> int32_t { return OFFLOAD_OK; };
+    return comm;
+  }
+  static int32_t Call(const Struct* comm) {
+    auto options = World::OptimizerOptions();
+    options.comm = comm;
+    return OptimizerOptions::Call(&options);
   }
 };
 
@@ -279,6 +301,27 @@ struct StepOptions {
   }
 };
 
+// Moves need room that was asked for at create.
+struct MoveOptions {
+  using Struct = offload_move_options_t;
+  static Struct Valid() {
+    static const uint32_t params[] = {0};
+    static const offload_stream_t streams[] = {nullptr};
+    auto options = Empty<Struct>();
+    options.flags = OFFLOAD_MOVE_ACCUMULATE;
+    options.params = params;
+    options.param_count = 1;
+    options.stream_count = 1;
+    options.streams = streams;
+    return options;
+  }
+  static int32_t Call(const Struct* options) {
+    World world;
+    world.Commit(OFFLOAD_MOVABLE_ACCUMULATE);
+    return offload_optimizer_offload_grads(world.optimizer, options, nullptr);
+  }
+};
+
 struct TypeName {
   template <typename Type>
   static std::string GetName(int) {
@@ -290,8 +333,8 @@ struct TypeName {
 
 template <typename Input>
 class InputStructSize : public testing::Test {};
-using Inputs = testing::Types<ContextOptions, OptimizerOptions, Group, GroupAgain, Param, Shard,
-                              Binding, StepOptions>;
+using Inputs = testing::Types<ContextOptions, OptimizerOptions, Comm, Group, GroupAgain, Param,
+                              Shard, Binding, StepOptions, MoveOptions>;
 TYPED_TEST_SUITE(InputStructSize, Inputs, TypeName);
 
 TYPED_TEST(InputStructSize, TooSmallForItselfOrAbsurdIsRefused) {
@@ -374,9 +417,48 @@ TEST(ShorterInput, ParamWithoutShardIgnoresWhatLiesBehindIt) {
   for (const bool cut : {false, true}) {
     auto param = Param::Valid();
     param.shard = &shard;
-    GuardedBytes input = Resized(param, sizeof(param) - (cut ? sizeof(param.shard) : 0));
+    const uint32_t shorter = offsetof(offload_param_t, shard);
+    GuardedBytes input = Resized(param, cut ? shorter : sizeof(param));
     EXPECT_EQ(Param::Call(input.as<offload_param_t>()),
               cut ? OFFLOAD_OK : OFFLOAD_INVALID_ARGUMENT);
+  }
+}
+
+TEST(ShorterInput, OptimizerOptionsWithoutMovableMoveNothing) {
+  for (const bool cut : {false, true}) {
+    World world;
+    auto options = World::OptimizerOptions();
+    options.movable = OFFLOAD_MOVABLE_PARAMS;
+    const uint32_t shorter = offsetof(offload_optimizer_options_t, movable);
+    GuardedBytes input = Resized(options, cut ? shorter : sizeof(options));
+    ASSERT_EQ(Outcome(offload_optimizer_create(
+                  world.context, input.as<offload_optimizer_options_t>(), &world.optimizer)),
+              "OK");
+    world.AddGroup();
+    const auto param = world.Param();
+    ASSERT_EQ(Outcome(offload_optimizer_add_params(world.optimizer, &param, 1, nullptr)), "OK");
+    auto plan = Empty<offload_plan_t>();
+    ASSERT_EQ(Outcome(offload_optimizer_plan(world.optimizer, &plan)), "OK");
+    EXPECT_EQ(plan.host_params_bytes == 0, cut);
+  }
+}
+
+TEST(ShorterInput, MoveOptionsWithoutParamsMoveAll) {
+  for (const bool cut : {false, true}) {
+    World world;
+    world.Commit(OFFLOAD_MOVABLE_PARAMS);
+    auto options = Empty<offload_move_options_t>();
+    const uint32_t unknown = 7;  // shows whether it is read
+    options.params = &unknown;
+    options.param_count = 1;
+    GuardedBytes input = Resized(options, cut ? 8 : sizeof(options));
+    EXPECT_EQ(offload_optimizer_offload_params(world.optimizer, input.as<offload_move_options_t>(),
+                                               nullptr),
+              cut ? OFFLOAD_OK : OFFLOAD_INVALID_ARGUMENT);
+    ASSERT_EQ(Outcome(offload_optimizer_wait(world.optimizer, 0, -1)), "OK");
+    auto stats = Empty<offload_stats_t>();
+    ASSERT_EQ(Outcome(offload_optimizer_get_stats(world.optimizer, &stats)), "OK");
+    EXPECT_EQ(stats.params_on_host_bytes, cut ? sizeof(world.data) : 0u);
   }
 }
 

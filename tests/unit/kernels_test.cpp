@@ -601,6 +601,114 @@ TEST(Convert, NanKeepsItsSignAndTopPayloadBits) {
   EXPECT_EQ(std::bit_cast<uint32_t>(Bf16ToFp32(0x7F81)), 0x7F810000u);
 }
 
+// ---------------------------------------------------------------------------------- accumulate
+
+// `sum` after `grad` was added to it; the first `split` elements in a call of their own.
+std::vector<uint8_t> Accumulated(const KernelTable& table, int32_t dtype,
+                                 const std::vector<uint8_t>& grad, const std::vector<float>& sum,
+                                 const Layout& layout = {}) {
+  const uint64_t count = sum.size();
+  Guarded elements(grad.size(), layout.shift * DtypeBytes(dtype));
+  Guarded sums(count * 4, (layout.shift + 1) * 4 % 64);
+  if (count != 0) {
+    std::memcpy(elements.data(), grad.data(), grad.size());
+    std::memcpy(sums.data(), sum.data(), count * 4);
+  }
+  const AccumulateFunction add = table.Accumulate(dtype);
+  const auto* source = static_cast<const uint8_t*>(elements.data());
+  if (layout.split != 0) add(source, layout.split, sums.floats());
+  add(source + layout.split * DtypeBytes(dtype), count - layout.split,
+      sums.floats() + layout.split);
+  EXPECT_TRUE(sums.GuardsIntact() && elements.GuardsIntact());
+  if (count != 0) {
+    EXPECT_EQ(std::memcmp(elements.data(), grad.data(), grad.size()), 0) << "grad was written";
+  }
+  const auto* data = static_cast<const uint8_t*>(sums.data());
+  return {data, data + count * 4};
+}
+
+// One fp32 addition an element, by the definition of the dtypes.
+std::vector<uint8_t> AddedOneByOne(int32_t dtype, const std::vector<uint8_t>& grad,
+                                   std::vector<float> sum) {
+  for (uint64_t i = 0; i < sum.size(); ++i) {
+    float wide = 0;
+    uint16_t half = 0;
+    std::memcpy(&wide, &grad[i * DtypeBytes(dtype)], DtypeBytes(dtype) == 4 ? 4 : 0);
+    std::memcpy(&half, &grad[i * DtypeBytes(dtype)], 2);
+    if (dtype == OFFLOAD_BF16) wide = Bf16ToFp32(half);
+    if (dtype == OFFLOAD_FP16) wide = Fp16ToFp32(half);
+    sum[i] = sum[i] + wide;
+  }
+  return Narrow(sum, OFFLOAD_FP32);
+}
+
+TEST(Accumulate, EveryCountAndAddressIsOneFp32Addition) {
+  for (int32_t dtype : kDtypes) {
+    const float max = dtype == OFFLOAD_FP16 ? 65504.0f : 0x1.FEp127f;
+    for (uint64_t count : {0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 1009, 4099}) {
+      const std::vector<uint8_t> grad = Narrow(AwkwardValues(count, count, 1.0f, max), dtype);
+      const std::vector<float> sum = AwkwardValues(count, count + 1, 1.0f, FLT_MAX);
+      const std::vector<uint8_t> expected = AddedOneByOne(dtype, grad, sum);
+      EXPECT_TRUE(Accumulated(ReferenceKernels(), dtype, grad, sum) == expected)
+          << "reference " << DtypeName(dtype) << " " << count;
+      for (const KernelTable* table : SimdKernels()) {
+        for (uint64_t shift : {0, 1, 5, 13, 31}) {
+          EXPECT_TRUE(Accumulated(*table, dtype, grad, sum, {.shift = shift}) == expected)
+              << table->isa << " " << DtypeName(dtype) << " " << count << " shift " << shift;
+        }
+      }
+    }
+  }
+}
+
+TEST(Accumulate, SplitAnywhereHasTheSameBits) {
+  for (int32_t dtype : kDtypes) {
+    const std::vector<uint8_t> grad = Narrow(AwkwardValues(100, 12, 1.0f, 60000.0f), dtype);
+    const std::vector<float> sum = AwkwardValues(100, 13, 1.0f, FLT_MAX);
+    const std::vector<uint8_t> whole = AddedOneByOne(dtype, grad, sum);
+    for (const KernelTable* table : SimdKernels()) {
+      for (uint64_t split = 1; split <= 100; ++split) {
+        EXPECT_TRUE(Accumulated(*table, dtype, grad, sum, {.split = split}) == whole)
+            << table->isa << " " << DtypeName(dtype) << " split " << split;
+      }
+    }
+  }
+}
+
+// -0 + -0 is the only sum that is -0; 33 elements put every case in a whole vector and in a tail.
+TEST(Accumulate, SignedZerosAndWhatIsNotFinite) {
+  struct Case {
+    float sum, grad, expected;
+  };
+  const Case cases[] = {{-0.0f, -0.0f, -0.0f},       {-0.0f, 0.0f, 0.0f},
+                        {0.0f, -0.0f, 0.0f},         {1.0f, -1.0f, 0.0f},
+                        {FLT_MAX, 1.0f, FLT_MAX},    {INFINITY, 1.0f, INFINITY},
+                        {1.0f, -INFINITY, -INFINITY}};
+  std::vector<const KernelTable*> tables(SimdKernels().begin(), SimdKernels().end());
+  tables.push_back(&ReferenceKernels());
+  for (const Case& c : cases) {
+    for (int32_t dtype : kDtypes) {
+      const std::vector<uint8_t> grad = Narrow(std::vector<float>(33, c.grad), dtype);
+      const std::vector<uint8_t> expected =
+          Narrow(std::vector<float>(33, c.expected), OFFLOAD_FP32);
+      for (const KernelTable* table : tables) {
+        EXPECT_TRUE(Accumulated(*table, dtype, grad, std::vector<float>(33, c.sum)) == expected)
+            << table->isa << " " << DtypeName(dtype) << ": " << c.sum << " + " << c.grad;
+      }
+    }
+  }
+  const std::vector<float> grad(33, INFINITY);
+  for (const KernelTable* table : tables) {
+    const std::vector<uint8_t> nan = Accumulated(*table, OFFLOAD_FP32, Narrow(grad, OFFLOAD_FP32),
+                                                 std::vector<float>(33, -INFINITY));
+    for (uint64_t i = 0; i < 33; ++i) {
+      float value = 0;
+      std::memcpy(&value, &nan[4 * i], 4);
+      EXPECT_TRUE(std::isnan(value)) << table->isa << " element " << i;
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------- select
 
 class Select : public testing::Test {
