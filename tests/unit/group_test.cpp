@@ -1,0 +1,148 @@
+// Which hyperparameters an algorithm takes: every field against every algorithm.
+#include "core/group.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+namespace hybridopt {
+namespace {
+
+constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_SGD, OFFLOAD_LION,
+                                   OFFLOAD_ADAGRAD};
+
+bool UsesBetas(int32_t algorithm) {
+  return algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM || algorithm == OFFLOAD_LION;
+}
+bool UsesEps(int32_t algorithm) {
+  return algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM || algorithm == OFFLOAD_ADAGRAD;
+}
+
+// The least that an algorithm takes: all zero, but for eps.
+offload_group_t Least(int32_t algorithm) {
+  offload_group_t group{};
+  group.struct_size = sizeof(group);
+  if (UsesEps(algorithm)) group.eps = 1e-8;
+  return group;
+}
+
+struct Field {
+  const char* name;
+  double offload_group_t::*field;
+  bool (*used)(int32_t algorithm);
+};
+
+const Field kFields[] = {
+    {"lr", &offload_group_t::lr, [](int32_t) { return true; }},
+    {"weight_decay", &offload_group_t::weight_decay, [](int32_t) { return true; }},
+    {"beta1", &offload_group_t::beta1, UsesBetas},
+    {"beta2", &offload_group_t::beta2, UsesBetas},
+    {"eps", &offload_group_t::eps, UsesEps},
+    {"momentum", &offload_group_t::momentum, [](int32_t a) { return a == OFFLOAD_SGD; }},
+    {"dampening", &offload_group_t::dampening, [](int32_t a) { return a == OFFLOAD_SGD; }},
+    {"lr_decay", &offload_group_t::lr_decay, [](int32_t a) { return a == OFFLOAD_ADAGRAD; }},
+    {"initial_accumulator_value", &offload_group_t::initial_accumulator_value,
+     [](int32_t a) { return a == OFFLOAD_ADAGRAD; }},
+};
+
+void ExpectRefused(int32_t algorithm, const offload_group_t& group, const std::string& field) {
+  const Status status = ValidateGroup(algorithm, group);
+  EXPECT_EQ(status.code(), OFFLOAD_INVALID_ARGUMENT) << AlgorithmName(algorithm) << " " << field;
+  EXPECT_EQ(status.message().find("group." + field + " is "), 0u) << status.message();
+}
+
+TEST(Group, TakesWhatTheAlgorithmUsesAndRefusesTheRest) {
+  for (const int32_t algorithm : kAlgorithms) {
+    EXPECT_TRUE(ValidateGroup(algorithm, Least(algorithm)).ok()) << AlgorithmName(algorithm);
+    for (const Field& one : kFields) {
+      offload_group_t group = Least(algorithm);
+      if (std::string(one.name) == "dampening" && algorithm == OFFLOAD_SGD) group.momentum = 0.9;
+      group.*one.field = 0.5;
+      if (one.used(algorithm)) {
+        const Status status = ValidateGroup(algorithm, group);
+        EXPECT_TRUE(status.ok()) << status.message();
+      } else {
+        ExpectRefused(algorithm, group, one.name);
+      }
+      for (const double bad : {-1e-9, -1.0, -std::numeric_limits<double>::infinity(),
+                               std::numeric_limits<double>::infinity(),
+                               std::numeric_limits<double>::quiet_NaN(), 1e39}) {
+        group.*one.field = bad;
+        ExpectRefused(algorithm, group, one.name);
+      }
+    }
+  }
+}
+
+TEST(Group, BetasStayBelowOneInDouble) {
+  for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_LION})
+    for (auto field : {&offload_group_t::beta1, &offload_group_t::beta2}) {
+      offload_group_t group = Least(algorithm);
+      group.*field = std::nextafter(1.0, 0.0);
+      EXPECT_TRUE(ValidateGroup(algorithm, group).ok());
+      group.*field = 1.0;
+      ExpectRefused(algorithm, group, field == &offload_group_t::beta1 ? "beta1" : "beta2");
+    }
+}
+
+TEST(Group, EpsIsAboveZeroInFp32) {
+  for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_ADAGRAD}) {
+    offload_group_t group = Least(algorithm);
+    for (const double good : {1e-45, 1e-40, 1e-8, 1.0}) {
+      group.eps = good;
+      EXPECT_TRUE(ValidateGroup(algorithm, group).ok()) << good;
+    }
+    for (const double bad : {0.0, -0.0, 1e-46, 1e-50}) {
+      group.eps = bad;
+      ExpectRefused(algorithm, group, "eps");
+    }
+  }
+}
+
+TEST(Group, NesterovNeedsMomentumAndNoDampening) {
+  for (const double momentum : {0.0, 0.9})
+    for (const double dampening : {0.0, 0.1})
+      for (const int32_t nesterov : {0, 1}) {
+        offload_group_t group = Least(OFFLOAD_SGD);
+        group.momentum = momentum;
+        group.dampening = dampening;
+        group.nesterov = nesterov;
+        const bool good =
+            nesterov == 1 ? momentum > 0 && dampening == 0 : momentum > 0 || dampening == 0;
+        if (good) {
+          EXPECT_TRUE(ValidateGroup(OFFLOAD_SGD, group).ok());
+        } else {
+          ExpectRefused(OFFLOAD_SGD, group, nesterov == 1 ? "nesterov" : "dampening");
+        }
+      }
+  for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_LION, OFFLOAD_ADAGRAD}) {
+    offload_group_t group = Least(algorithm);
+    group.nesterov = 1;
+    ExpectRefused(algorithm, group, "nesterov");
+  }
+}
+
+TEST(Group, SwitchesAreZeroOrOne) {
+  for (const int32_t algorithm : kAlgorithms) {
+    offload_group_t group = Least(algorithm);
+    group.maximize = 1;
+    EXPECT_TRUE(ValidateGroup(algorithm, group).ok());
+    for (const int32_t bad : {-1, 2, INT32_MIN}) {
+      group.maximize = bad;
+      ExpectRefused(algorithm, group, "maximize");
+    }
+    group.maximize = 0;
+    group.reserved = 1;
+    EXPECT_EQ(ValidateGroup(algorithm, group).code(), OFFLOAD_UNSUPPORTED);
+  }
+}
+
+TEST(Group, AlgorithmsHaveNames) {
+  for (const int32_t algorithm : kAlgorithms) EXPECT_NE(AlgorithmName(algorithm), nullptr);
+  for (const int32_t unknown : {-1, 0, 6, INT32_MAX}) EXPECT_EQ(AlgorithmName(unknown), nullptr);
+}
+
+}  // namespace
+}  // namespace hybridopt

@@ -1,0 +1,102 @@
+// Handles are numbers, not pointers: nothing wrong is ever followed.
+#include "core/handle_table.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+#include <thread>
+
+namespace hybridopt {
+namespace {
+
+struct Object {
+  int value;
+};
+using Contexts = HandleTable<Object, HandleKind::kContext>;
+using Optimizers = HandleTable<Object, HandleKind::kOptimizer>;
+
+const auto kMayGo = [](const Object&) { return Status(); };
+
+std::string RefusalOf(Contexts& table, const void* handle) {
+  Result<std::shared_ptr<Object>> found = table.Find(handle, "context");
+  EXPECT_FALSE(found.ok());
+  EXPECT_EQ(found.status().code(), OFFLOAD_INVALID_ARGUMENT);
+  return found.status().message();
+}
+
+TEST(HandleTable, FindsWhatWasInserted) {
+  Contexts table(nullptr);
+  void* one = table.Insert(std::make_shared<Object>(Object{1}));
+  void* two = table.Insert(std::make_shared<Object>(Object{2}));
+  EXPECT_NE(one, two);
+  EXPECT_EQ(table.Find(one, "context").value()->value, 1);
+  EXPECT_EQ(table.Find(two, "context").value()->value, 2);
+}
+
+TEST(HandleTable, RefusesADestroyedHandleEvenWhenItsSlotIsUsedAgain) {
+  Contexts table(nullptr);
+  std::set<void*> dead;
+  for (int round = 0; round < 1000; ++round) {
+    void* handle = table.Insert(std::make_shared<Object>(Object{round}));
+    EXPECT_EQ(dead.count(handle), 0u) << "a handle came back";
+    EXPECT_EQ(table.Remove(handle, "context", kMayGo).value()->value, round);
+    dead.insert(handle);
+  }
+  void* alive = table.Insert(std::make_shared<Object>(Object{-1}));
+  for (void* handle : dead) {
+    EXPECT_NE(RefusalOf(table, handle).find("has been destroyed"), std::string::npos);
+    EXPECT_FALSE(table.Remove(handle, "context", kMayGo).ok());
+  }
+  EXPECT_EQ(table.Find(alive, "context").value()->value, -1);
+}
+
+TEST(HandleTable, TellsKindsApart) {
+  Contexts contexts(nullptr);
+  Optimizers optimizers(nullptr);
+  contexts.Insert(std::make_shared<Object>());
+  void* optimizer = optimizers.Insert(std::make_shared<Object>());
+  EXPECT_NE(RefusalOf(contexts, optimizer).find("not a handle of that kind"), std::string::npos);
+  EXPECT_NE(RefusalOf(contexts, nullptr).find("context is NULL"), std::string::npos);
+  EXPECT_NE(RefusalOf(contexts, &contexts).find("not a handle of that kind"), std::string::npos);
+}
+
+TEST(HandleTable, ObjectsMayRefuseToGo) {
+  Contexts table(nullptr);
+  void* handle = table.Insert(std::make_shared<Object>(Object{5}));
+  const auto busy = [](const Object& object) {
+    return Status::Error(OFFLOAD_INVALID_STATE, "%d reasons", object.value);
+  };
+  EXPECT_EQ(table.Remove(handle, "context", busy).status().message(), "5 reasons");
+  EXPECT_EQ(table.Find(handle, "context").value()->value, 5);
+}
+
+TEST(HandleTable, AnObjectInUseOutlivesItsHandle) {
+  Contexts table(nullptr);
+  auto object = std::make_shared<Object>();
+  const std::weak_ptr<Object> watch = object;
+  void* handle = table.Insert(std::move(object));
+  auto found = table.Find(handle, "context");
+  (void)table.Remove(handle, "context", kMayGo).ok();
+  EXPECT_FALSE(watch.expired());
+  found = Status::Error(OFFLOAD_INTERNAL, "let go");
+  EXPECT_TRUE(watch.expired());
+}
+
+TEST(HandleTable, ServesManyThreads) {
+  Contexts table(nullptr);
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread)
+    threads.emplace_back([&, thread] {
+      for (int round = 0; round < 500; ++round) {
+        void* handle = table.Insert(std::make_shared<Object>(Object{thread}));
+        EXPECT_EQ(table.Find(handle, "context").value()->value, thread);
+        EXPECT_TRUE(table.Remove(handle, "context", kMayGo).ok());
+        EXPECT_FALSE(table.Find(handle, "context").ok());
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace hybridopt

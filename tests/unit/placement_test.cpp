@@ -1,0 +1,308 @@
+// Placement is pure, so it can be checked element by element and byte by byte on random tables.
+#include "core/placement.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace hybridopt {
+namespace {
+
+constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_SGD, OFFLOAD_LION,
+                                   OFFLOAD_ADAGRAD};
+
+struct Case {
+  std::unique_ptr<Device> device = CreateHostDevice();  // takes any address
+  std::unique_ptr<ParamTable> table;
+  PlacementOptions options{};
+};
+
+Case RandomCase(std::mt19937& random) {
+  Case one;
+  const int32_t algorithm = kAlgorithms[random() % std::size(kAlgorithms)];
+  one.table = std::make_unique<ParamTable>(algorithm, *one.device);
+  for (const double momentum : {0.0, 0.9}) {
+    offload_group_t group{};
+    if (algorithm == OFFLOAD_SGD) group.momentum = momentum;
+    if (algorithm != OFFLOAD_SGD && algorithm != OFFLOAD_LION) group.eps = 1e-8;
+    EXPECT_TRUE(one.table->AddGroup(group).ok());
+  }
+  const uint64_t counts[] = {0, 1, 31, 32, 33, 1023, 1024, 1025, 4096, 5003, 20000};
+  const uint32_t params = 1 + random() % 12;
+  for (uint32_t id = 0; id < params; ++id) {
+    ParamInput input{};
+    const std::string name = "p" + std::to_string(id);
+    input.param.name = name.c_str();
+    input.param.group = random() % 2;
+    input.param.dtype = 1 + static_cast<int32_t>(random() % 3);
+    input.param.grad_dtype = 1 + static_cast<int32_t>(random() % 3);
+    input.param.placement = static_cast<int32_t>(random() % 3);
+    input.param.count = counts[random() % std::size(counts)];
+    input.param.data = reinterpret_cast<void*>((uint64_t{id} + 1) << 32);
+    EXPECT_TRUE(one.table->AddParams({&input, 1}).ok());
+  }
+  const double fractions[] = {0, 1, 0.25, 0.5, 1.0 / 3, 0.9999999};
+  one.options.unified = random() % 5 == 0;
+  one.options.device_fraction = fractions[random() % std::size(fractions)];
+  one.options.chunk_elements = 1024 << random() % 4;
+  one.options.staging_slots = 2 + random() % 4;
+  return one;
+}
+
+class PlacementTest : public testing::Test {
+ protected:
+  // Calls check(table, options, placement) on many random cases.
+  template <typename Check>
+  void ForRandomCases(Check&& check) {
+    std::mt19937 random(11);
+    for (int round = 0; round < 2000 && !HasFailure(); ++round) {
+      SCOPED_TRACE("round " + std::to_string(round));
+      const Case one = RandomCase(random);
+      check(*one.table, one.options, Place(*one.table, one.options));
+    }
+  }
+};
+
+// What a share of a param keeps, said again: an array or none.
+bool Keeps(const Param& param, const ParamPlace& place, uint32_t slot, bool staged_host_share) {
+  if (slot == kMaster) return param.dtype != OFFLOAD_FP32 || staged_host_share;
+  switch (place.rule) {
+    case Rule::kAdam:
+      return true;
+    case Rule::kSgdPlain:
+      return false;
+    default:
+      return slot == kMoment0;
+  }
+}
+
+TEST_F(PlacementTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {
+  ForRandomCases(
+      [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
+        uint64_t automatic = 0, automatic_on_device = 0, host = 0, device = 0;
+        bool host_share_seen = false;
+        for (uint32_t id = 0; id < table.size(); ++id) {
+          const Param& param = table.param(id);
+          const uint64_t device_count = placement.params[id].device_count;
+          ASSERT_LE(device_count, param.count);
+          device += device_count;
+          host += param.count - device_count;
+          if (options.unified) {
+            EXPECT_EQ(device_count, 0u);
+          } else if (param.placement == OFFLOAD_PLACE_HOST) {
+            EXPECT_EQ(device_count, 0u);
+          } else if (param.placement == OFFLOAD_PLACE_DEVICE) {
+            EXPECT_EQ(device_count, param.count);
+          } else {
+            automatic += param.count;
+            automatic_on_device += device_count;
+            if (host_share_seen) {
+              EXPECT_EQ(device_count, 0u) << "device elements come first";
+            }
+            host_share_seen |= device_count < param.count;
+          }
+        }
+        if (!options.unified) {
+          EXPECT_EQ(automatic_on_device,
+                    static_cast<uint64_t>(
+                        std::floor(options.device_fraction * static_cast<double>(automatic))));
+        }
+        EXPECT_EQ(placement.host_elements, host);
+        EXPECT_EQ(placement.device_elements, device);
+      });
+}
+
+TEST_F(PlacementTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
+  ForRandomCases(
+      [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
+        std::vector<uint64_t> next(table.size());
+        for (uint32_t id = 0; id < table.size(); ++id) next[id] = placement.params[id].device_count;
+        uint32_t param = 0, fragment_index = 0;
+        for (uint32_t c = 0; c < placement.chunks.size(); ++c) {
+          const Chunk& chunk = placement.chunks[c];
+          EXPECT_EQ(chunk.first_fragment, fragment_index);
+          EXPECT_GT(chunk.element_count, 0u);
+          uint64_t elements = 0;
+          for (uint32_t f = 0; f < chunk.fragment_count; ++f, ++fragment_index) {
+            const Fragment& fragment = placement.fragments[fragment_index];
+            ASSERT_GE(fragment.param, param) << "registration order";
+            param = fragment.param;
+            EXPECT_GT(fragment.count, 0u);
+            EXPECT_EQ(fragment.begin, next[param]);
+            EXPECT_EQ(fragment.first_element, elements);
+            EXPECT_LE(c, placement.params[param].last_chunk_end);
+            next[param] += fragment.count;
+            elements += fragment.count;
+            if (next[param] == table.param(param).count) {
+              EXPECT_EQ(placement.params[param].last_chunk_end, c + 1);
+            }
+          }
+          EXPECT_EQ(chunk.element_count, elements);
+          if (!options.unified) {
+            EXPECT_LE(elements, options.chunk_elements);
+            if (c + 1 < placement.chunks.size()) {
+              EXPECT_EQ(elements, options.chunk_elements) << "full";
+            }
+          }
+        }
+        EXPECT_EQ(fragment_index, placement.fragments.size());
+        if (options.unified) {
+          EXPECT_LE(placement.chunks.size(), 1u);
+        }
+        for (uint32_t id = 0; id < table.size(); ++id) {
+          EXPECT_EQ(next[id], table.param(id).count);
+          if (placement.params[id].device_count == table.param(id).count) {
+            EXPECT_EQ(placement.params[id].last_chunk_end, 0u) << "waits for no chunk";
+          }
+        }
+      });
+}
+
+struct Range {
+  uint64_t begin, end;
+};
+
+void ExpectDisjoint(std::vector<Range> ranges, uint64_t limit) {
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  uint64_t end = 0;
+  for (const Range& range : ranges) {
+    EXPECT_GE(range.begin, end);
+    end = range.end;
+  }
+  EXPECT_LE(end, limit);
+}
+
+TEST_F(PlacementTest, StagingOffsetsAreDisjointAlignedAndInsideTheirSlot) {
+  ForRandomCases(
+      [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
+        if (options.unified) {
+          EXPECT_EQ(placement.staging_slots, 0u);
+          EXPECT_EQ(placement.slot_grad_bytes + placement.slot_param_bytes, 0u);
+          EXPECT_EQ(placement.grads_down_bytes + placement.params_up_bytes, 0u);
+          return;
+        }
+        EXPECT_EQ(placement.staging_slots,
+                  std::min<uint64_t>(options.staging_slots, placement.chunks.size()));
+        uint64_t down = 0, up = 0;
+        for (const Chunk& chunk : placement.chunks) {
+          std::vector<Range> grads, params;
+          for (uint32_t f = 0; f < chunk.fragment_count; ++f) {
+            const Fragment& fragment = placement.fragments[chunk.first_fragment + f];
+            const Param& param = table.param(fragment.param);
+            const uint64_t grad_bytes = fragment.count * DtypeBytes(param.grad_dtype);
+            const uint64_t param_bytes = fragment.count * DtypeBytes(param.dtype);
+            EXPECT_EQ(fragment.grad_offset % 64, 0u);
+            EXPECT_EQ(fragment.param_offset % 64, 0u);
+            grads.push_back({fragment.grad_offset, fragment.grad_offset + grad_bytes});
+            params.push_back({fragment.param_offset, fragment.param_offset + param_bytes});
+            down += grad_bytes;
+            up += param_bytes;
+          }
+          ExpectDisjoint(grads, placement.slot_grad_bytes);
+          ExpectDisjoint(params, placement.slot_param_bytes);
+        }
+        EXPECT_EQ(placement.grads_down_bytes, down);
+        EXPECT_EQ(placement.params_up_bytes, up);
+      });
+}
+
+TEST_F(PlacementTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
+  ForRandomCases([](const ParamTable& table, const PlacementOptions& options,
+                    const Placement& placement) {
+    std::vector<Range> host, device;
+    uint64_t host_total = 0, device_total = 0;
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+      uint64_t host_least = 0, device_least = 0;
+      for (uint32_t id = 0; id < table.size(); ++id) {
+        const Param& param = table.param(id);
+        const ParamPlace& place = placement.params[id];
+        const uint64_t host_bytes = 4 * (param.count - place.device_count);
+        const uint64_t device_bytes = 4 * place.device_count;
+        const bool on_host = host_bytes > 0 && Keeps(param, place, slot, !options.unified);
+        const bool on_device = device_bytes > 0 && Keeps(param, place, slot, false);
+        ASSERT_EQ(place.host_offset[slot] != kNoState, on_host) << id << " slot " << slot;
+        ASSERT_EQ(place.device_offset[slot] != kNoState, on_device) << id << " slot " << slot;
+        if (on_host) {
+          EXPECT_EQ(place.host_offset[slot] % 64, 0u);
+          host.push_back({place.host_offset[slot], place.host_offset[slot] + host_bytes});
+          host_least += host_bytes;
+        }
+        if (on_device) {
+          EXPECT_EQ(place.device_offset[slot] % 256, 0u);
+          device.push_back({place.device_offset[slot], place.device_offset[slot] + device_bytes});
+          device_least += device_bytes;
+        }
+      }
+      // All of a kind's bytes, and little more: padding at each array and one stagger.
+      EXPECT_GE(placement.host_state_bytes[slot], host_least);
+      EXPECT_LE(placement.host_state_bytes[slot], host_least + 64 * table.size() + 320);
+      EXPECT_GE(placement.device_state_bytes[slot], device_least);
+      EXPECT_LE(placement.device_state_bytes[slot], device_least + 256 * table.size());
+      if (host_least == 0) {
+        EXPECT_EQ(placement.host_state_bytes[slot], 0u);
+      }
+      host_total += placement.host_state_bytes[slot];
+      device_total += placement.device_state_bytes[slot];
+    }
+    ExpectDisjoint(host, placement.host_arena_bytes);
+    ExpectDisjoint(device, placement.device_block_bytes);
+    EXPECT_EQ(placement.host_arena_bytes, host_total);
+    EXPECT_EQ(placement.device_block_bytes, device_total);
+  });
+}
+
+TEST_F(PlacementTest, NormBlocksFollowEachOther) {
+  ForRandomCases([](const ParamTable& table, const PlacementOptions&, const Placement& placement) {
+    uint64_t block = 0;
+    for (uint32_t id = 0; id < table.size(); ++id) {
+      EXPECT_EQ(placement.params[id].first_norm_block, block);
+      block += (table.param(id).count + kNormBlockElements - 1) / kNormBlockElements;
+    }
+    EXPECT_EQ(placement.norm_blocks, block);
+  });
+}
+
+// 28 bytes a parameter: nothing more is kept than a bf16 model with AdamW needs.
+TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) {
+  const std::unique_ptr<Device> device = CreateHostDevice();
+  for (const int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP32}) {
+    ParamTable table(OFFLOAD_ADAMW, *device);
+    offload_group_t group{};
+    group.eps = 1e-8;
+    EXPECT_TRUE(table.AddGroup(group).ok());
+    ParamInput input{};
+    input.param.name = "p";
+    input.param.dtype = input.param.grad_dtype = dtype;
+    input.param.count = 1 << 20;
+    input.param.data = reinterpret_cast<void*>(0x1000);
+    EXPECT_TRUE(table.AddParams({&input, 1}).ok());
+    const Placement placement = Place(table, {true, 0, 1024, 2});
+    const uint64_t bytes = (dtype == OFFLOAD_BF16 ? 12 : 8) * input.param.count;
+    EXPECT_GE(placement.host_arena_bytes, bytes);
+    EXPECT_LE(placement.host_arena_bytes, bytes + 4096);
+  }
+}
+
+TEST(Placement, StateKindsAreNamedByTheAlgorithm) {
+  const struct {
+    int32_t algorithm, moment0, moment1;
+  } rows[] = {{OFFLOAD_ADAMW, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
+              {OFFLOAD_ADAM, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
+              {OFFLOAD_SGD, OFFLOAD_STATE_MOMENTUM_BUFFER, -1},
+              {OFFLOAD_LION, OFFLOAD_STATE_EXP_AVG, -1},
+              {OFFLOAD_ADAGRAD, OFFLOAD_STATE_SUM, -1}};
+  for (const auto& row : rows) {
+    EXPECT_EQ(StateKindOf(row.algorithm, kMaster), OFFLOAD_STATE_MASTER);
+    EXPECT_EQ(StateKindOf(row.algorithm, kMoment0), row.moment0);
+    EXPECT_EQ(StateKindOf(row.algorithm, kMoment1), row.moment1);
+  }
+}
+
+}  // namespace
+}  // namespace hybridopt
