@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/check.h"
+
 namespace hybridopt {
 namespace {
 
@@ -124,6 +126,30 @@ bool Shard::partial() const {
   int64_t global_count = 0;
   (void)Multiply(global_shape, dimensions, &global_count);  // checked when the shard was made
   return range_count < static_cast<uint64_t>(global_count);
+}
+
+uint64_t Shard::GlobalIndex(uint64_t element) const {
+  HYBRIDOPT_CHECK(element < range_count);
+  uint64_t left = range_begin + element;
+  for (const Box& box : boxes) {
+    int64_t box_elements = 0;
+    (void)Multiply(box.extent, dimensions, &box_elements);
+    if (left >= static_cast<uint64_t>(box_elements)) {
+      left -= static_cast<uint64_t>(box_elements);
+      continue;
+    }
+    uint64_t index = 0;
+    uint64_t stride = 1;
+    for (uint32_t d = dimensions; d-- > 0;) {
+      const auto extent = static_cast<uint64_t>(box.extent[d]);
+      index += (static_cast<uint64_t>(box.offset[d]) + left % extent) * stride;
+      left /= extent;
+      stride *= static_cast<uint64_t>(global_shape[d]);
+    }
+    return index;
+  }
+  HYBRIDOPT_CHECK(false);  // the range lies inside the boxes
+  return 0;
 }
 
 Shard WholeTensor(uint64_t count) {

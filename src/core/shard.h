@@ -26,6 +26,9 @@ struct Shard {
 
   // Whether other elements of the tensor exist.
   bool partial() const;
+  // The row-major index in the whole tensor of this shard's element, which counts from 0 through
+  // the range. Looks through the boxes one by one.
+  uint64_t GlobalIndex(uint64_t element) const;
 };
 
 // Copies and checks a shard of `count` elements. Errors name the field, but not the param.
