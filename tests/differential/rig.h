@@ -43,6 +43,15 @@ struct OptimizerSetting {
   uint32_t staging_slots = 0;
 };
 
+// What makes an optimizer one of several ranks.
+struct RankSetting {
+  const offload_comm_t* comm = nullptr;
+  uint64_t comm_timeout_ns = 0;
+  uint32_t movable = 0;
+  std::vector<const offload_shard_t*> shards;  // per param
+  std::vector<uint32_t> flags;                 // per param
+};
+
 inline std::string Text(const ContextSetting& context, const OptimizerSetting& optimizer) {
   char text[256];
   std::snprintf(text, sizeof(text),
@@ -132,18 +141,22 @@ inline constexpr std::byte kGuard{0xa5};
 class Rig {
  public:
   // Commits at once; params and gradients are in block 0.
-  Rig(const TestContext& context, const Problem& problem, const OptimizerSetting& setting)
+  Rig(const TestContext& context, const Problem& problem, const OptimizerSetting& setting,
+      const RankSetting& rank = {})
       : context_(context.handle()), problem_(problem) {
     auto options = Make<offload_optimizer_options_t>();
     options.algorithm = problem.algorithm;
     options.device_fraction = setting.device_fraction;
     options.chunk_elements = setting.chunk_elements;
     options.staging_slots = setting.staging_slots;
+    options.comm = rank.comm;
+    options.comm_timeout_ns = rank.comm_timeout_ns;
+    options.movable = rank.movable;
     MUST(offload_optimizer_create(context_, &options, &handle_));
     for (const offload_group_t& group : problem.groups) AddGroup(group);
     AddBlock(1);
     PutParams(0, Model(problem));
-    AddParams();
+    AddParams(rank);
     MUST(offload_optimizer_commit(handle_, nullptr));
   }
   ~Rig() {
@@ -312,7 +325,7 @@ class Rig {
     MUST(offload_optimizer_add_group(handle_, &group, &id));
   }
 
-  void AddParams() {
+  void AddParams(const RankSetting& rank) {
     std::vector<offload_param_t> params;
     std::vector<std::string> names;
     for (size_t id = 0; id < problem_.params.size(); ++id)
@@ -327,6 +340,8 @@ class Rig {
       param.name = names[id].c_str();
       param.data = DataAddress(0, id);
       param.count = spec.count;
+      if (!rank.shards.empty()) param.shard = rank.shards[id];
+      if (!rank.flags.empty()) param.flags = rank.flags[id];
       params.push_back(param);
     }
     MUST(offload_optimizer_add_params(handle_, params.data(), static_cast<uint32_t>(params.size()),

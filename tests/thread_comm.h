@@ -1,0 +1,163 @@
+// ThreadComm: ranks that are threads of this process, behind the comm table of offload.h. A call
+// ends when all ranks have made it; values are combined in rank order. A rank can be made to die,
+// to hang or to fail in a call.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "offload.h"
+
+namespace hybridopt {
+
+class ThreadComm {
+ public:
+  enum class Fault {
+    kNone,
+    kDie,   // from this call on the rank is gone, and the others are told so at once
+    kHang,  // this call returns only after Release(), and the others hear nothing
+    kFail   // this call and later ones give the rank a status, and the others hear nothing
+  };
+
+  explicit ThreadComm(int32_t world) {
+    for (int32_t rank = 0; rank < world; ++rank) {
+      members_.emplace_back();
+      members_.back().comm = this;
+    }
+  }
+  ThreadComm(const ThreadComm&) = delete;
+  ThreadComm& operator=(const ThreadComm&) = delete;
+
+  offload_comm_t Table(int32_t rank) {
+    offload_comm_t table{};
+    table.struct_size = sizeof(table);
+    table.rank = rank;
+    table.world = static_cast<int32_t>(members_.size());
+    table.user = &members_[static_cast<size_t>(rank)];
+    table.sum = [](void* user, double* values, uint32_t count, int64_t timeout_ns) {
+      return Meet(user, 's', values, count, timeout_ns);
+    };
+    table.max = [](void* user, int32_t* values, uint32_t count, int64_t timeout_ns) {
+      return Meet(user, 'm', values, count, timeout_ns);
+    };
+    table.barrier = [](void* user, int64_t timeout_ns) {
+      return Meet(user, 'b', static_cast<double*>(nullptr), 0, timeout_ns);
+    };
+    return table;
+  }
+
+  // To be said while no call runs. `call` counts the rank's calls from 0.
+  void Inject(int32_t rank, uint64_t call, Fault fault, int32_t status = OFFLOAD_COMM_FAILED) {
+    Member& member = members_[static_cast<size_t>(rank)];
+    member.fault = fault;
+    member.fault_call = call;
+    member.fault_status = status;
+  }
+
+  // Lets the calls that hang return.
+  void Release() {
+    std::lock_guard lock(mutex_);
+    released_ = true;
+    changed_.notify_all();
+  }
+
+  uint64_t calls(int32_t rank) const {
+    std::lock_guard lock(mutex_);
+    return members_[static_cast<size_t>(rank)].calls;
+  }
+
+  // What the ranks brought to the last sum, in rank order.
+  std::vector<double> summands() const {
+    std::lock_guard lock(mutex_);
+    std::vector<double> summands;
+    for (const Member& member : members_) summands.push_back(member.summand);
+    return summands;
+  }
+
+ private:
+  struct Member {
+    ThreadComm* comm = nullptr;
+    uint64_t calls = 0;
+    Fault fault = Fault::kNone;
+    uint64_t fault_call = 0;
+    int32_t fault_status = 0;
+    std::vector<double> values;  // an int32_t fits a double
+    double summand = 0;
+  };
+
+  template <typename T>
+  static int32_t Meet(void* user, char kind, T* values, uint32_t count, int64_t timeout_ns) {
+    Member& member = *static_cast<Member*>(user);
+    ThreadComm& comm = *member.comm;
+    std::unique_lock lock(comm.mutex_);
+    if (const int32_t status = comm.Misbehave(member, lock); status != OFFLOAD_OK) return status;
+    member.values.assign(values, values + count);
+    if (kind == 's' && count > 0) member.summand = member.values[0];
+    if (const int32_t status = comm.Gather(kind, timeout_ns, lock); status != OFFLOAD_OK)
+      return status;
+    // No later call can have overwritten it: this rank has not made it yet.
+    std::transform(comm.result_.begin(), comm.result_.end(), values,
+                   [](double value) { return static_cast<T>(value); });
+    return OFFLOAD_OK;
+  }
+
+  int32_t Misbehave(Member& member, std::unique_lock<std::mutex>& lock) {
+    const uint64_t call = member.calls++;
+    if (member.fault == Fault::kNone || call < member.fault_call) return OFFLOAD_OK;
+    if (member.fault == Fault::kHang) {
+      changed_.wait(lock, [&] { return released_; });
+      return OFFLOAD_TIMED_OUT;
+    }
+    if (member.fault == Fault::kDie) {
+      dead_ = true;
+      changed_.notify_all();
+    }
+    return member.fault_status;
+  }
+
+  int32_t Gather(char kind, int64_t timeout_ns, std::unique_lock<std::mutex>& lock) {
+    constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
+    const std::chrono::nanoseconds timeout(std::min(timeout_ns, kYearsNs));
+    if (dead_) return OFFLOAD_COMM_FAILED;
+    if (arrived_ > 0 && kind != kind_) return OFFLOAD_INTERNAL;  // ranks out of step
+    kind_ = kind;
+    const uint64_t meeting = meetings_;
+    if (++arrived_ == members_.size()) {
+      Combine();
+      arrived_ = 0;
+      meetings_ += 1;
+      changed_.notify_all();
+      return OFFLOAD_OK;
+    }
+    const bool told =
+        changed_.wait_for(lock, timeout, [&] { return meetings_ != meeting || dead_; });
+    if (meetings_ != meeting) return OFFLOAD_OK;
+    arrived_ -= 1;  // who comes later must not take these values for an answer
+    return told ? OFFLOAD_COMM_FAILED : OFFLOAD_TIMED_OUT;
+  }
+
+  void Combine() {
+    result_ = members_[0].values;
+    for (size_t rank = 1; rank < members_.size(); ++rank) {
+      const std::vector<double>& values = members_[rank].values;
+      for (size_t i = 0; i < result_.size(); ++i)
+        result_[i] = kind_ == 's' ? result_[i] + values[i] : std::max(result_[i], values[i]);
+    }
+  }
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Member> members_;
+  char kind_ = 0;
+  size_t arrived_ = 0;
+  uint64_t meetings_ = 0;
+  std::vector<double> result_;
+  bool dead_ = false;
+  bool released_ = false;
+};
+
+}  // namespace hybridopt
