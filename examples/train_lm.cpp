@@ -11,10 +11,11 @@
 #include <stdio.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <vector>
 
+#include "numbers.h"
 #include "offload.h"
+#include "program.h"
 #include "train_lm/byte_model.h"
 #include "train_lm/options.h"
 #include "train_lm/text.h"
@@ -22,25 +23,6 @@
 namespace {
 
 constexpr double kMiB = 1024.0 * 1024.0;
-
-void must(int32_t status, const char* call) {
-  if (status == OFFLOAD_OK) return;
-  fail(std::string(call) + "\n" + offload_status_name(status) + ": " + offload_last_error());
-}
-#define MUST(call) must(call, #call)
-
-// A struct of the library, ready to fill: struct_size set, everything else zero.
-template <typename T>
-T sized() {
-  T value{};
-  value.struct_size = sizeof(T);
-  return value;
-}
-
-double now() {
-  using Clock = std::chrono::steady_clock;
-  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-}
 
 // -------------------------------------------------------------------------------------- trainer
 
@@ -184,25 +166,17 @@ class Trainer {
       auto view = sized<offload_state_view_t>();
       MUST(offload_optimizer_state(optimizer_, id, OFFLOAD_STATE_MASTER, &view));
       hash = hash_device(hash, view.device_data, view.device_count * sizeof(float));
-      hash = hash_host(hash, view.host_data, view.host_count * sizeof(float));
+      hash = hash_bytes(hash, view.host_data, view.host_count * sizeof(float));
     }
     return hash;
   }
 
  private:
-  static constexpr uint64_t kHashStart = 0xcbf29ce484222325u;
-
-  static uint64_t hash_host(uint64_t hash, const void* data, uint64_t bytes) {
-    const uint8_t* byte = static_cast<const uint8_t*>(data);
-    for (uint64_t i = 0; i < bytes; ++i) hash = (hash ^ byte[i]) * 0x100000001b3u;
-    return hash;
-  }
-
   uint64_t hash_device(uint64_t hash, const void* data, uint64_t bytes) {
     if (bytes == 0) return hash;
     std::vector<uint8_t> copy(bytes);
     MUST(offload_device_download(context_, copy.data(), data, bytes, stream_));
-    return hash_host(hash, copy.data(), bytes);
+    return hash_bytes(hash, copy.data(), bytes);
   }
 
   // Rows of a lookup table get few gradients: they take larger steps and no weight decay.

@@ -13,20 +13,7 @@
 #include <algorithm>
 #include <string>
 
-inline float widen(uint16_t bf16) {
-  const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// To bf16, nearest even. NaN stays NaN, so that the library sees it and skips the step.
-inline uint16_t narrow(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return static_cast<uint16_t>(value == value ? rounded : 0x7fc0);
-}
+#include "../numbers.h"
 
 inline constexpr int kVocabulary = 256, kWidth = 256, kBlocks = 2, kHeads = 4, kHidden = 4 * kWidth;
 inline constexpr int kHeadWidth = kWidth / kHeads;

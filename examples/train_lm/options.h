@@ -8,10 +8,7 @@
 
 #include <string>
 
-[[noreturn]] inline void fail(const std::string& text) {
-  fprintf(stderr, "train_lm: %s\n", text.c_str());
-  exit(1);
-}
+#include "../program.h"
 
 struct Options {
   std::string data;  // empty: the C and C++ headers below /usr/include
@@ -30,18 +27,6 @@ inline constexpr char kHelp[] =
     "  --seed N            of the first weights and the choice of text (default 1)\n"
     "  --threads N         CPU threads, 0 = one per CPU (default 0)\n"
     "  --quick             6 seconds and a short replay: the same output, a worse model\n";
-
-inline double number(const std::string& flag, const char* text, double least, double most) {
-  char* end = nullptr;
-  const double value = text ? strtod(text, &end) : 0;
-  if (!text || end == text || *end || !(value >= least && value <= most)) {
-    char range[64];
-    snprintf(range, sizeof range, "a number from %.15g to %.15g", least, most);
-    fail(flag + ": got " + (text ? "'" + std::string(text) + "'" : "nothing") + ", expected " +
-         range);
-  }
-  return value;
-}
 
 inline Options parse_options(int count, char** arguments) {
   Options options;

@@ -6,21 +6,9 @@
 #include <fstream>
 #include <vector>
 
+#include "../numbers.h"
 #include "byte_model.h"
 #include "options.h"
-
-// splitmix64: the same numbers on every machine, which the standard distributions do not promise.
-struct Random {
-  uint64_t state;
-  uint64_t next() {
-    uint64_t z = (state += 0x9e3779b97f4a7c15u);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-  }
-  double uniform() { return static_cast<double>(next() >> 11) * 0x1p-53; }
-  double normal() { return sqrt(-2 * log(1 - uniform())) * cos(6.283185307179586 * uniform()); }
-};
 
 inline constexpr uint64_t kTextBytesMin = 1000000, kTextBytesMax = 64000000;
 
