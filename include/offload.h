@@ -42,8 +42,8 @@
  * Fork.      Handles do not survive fork: in the child every call that takes one returns
  *            INVALID_STATE and touches nothing. The parent goes on undisturbed.
  * Process.   The library changes no process-wide setting: no signal handler, no floating-point
- *            mode, no memory policy, no environment. It reads HYBRIDOPT_ISA (see
- *            offload_context_create) and nothing else.
+ *            mode, no memory policy, no environment. Of the environment it reads HYBRIDOPT_ISA,
+ *            LOCAL_RANK and LOCAL_WORLD_SIZE (see offload_context_create) and nothing else.
  * Units.     count is elements, bytes is bytes, times are nanoseconds (_ns) or seconds (_seconds).
  *
  * WORDS
@@ -176,8 +176,8 @@ typedef struct offload_context_options {
   uint32_t struct_size;
   int32_t device_kind;  /* enum offload_device_kind; 0 = host */
   int32_t device_index; /* which CUDA device; must be 0 for host and sim */
-  uint32_t threads;     /* CPU threads that update the host share; 0 = one per CPU this process may
-                           use (affinity mask and cgroup quota counted); at most 1024 */
+  uint32_t threads;     /* CPU threads that update the host share; 0 = one per CPU of this rank's part
+                           (affinity mask and cgroup quota counted); at most 1024 */
   uint64_t pinned_bytes_max;  /* cap on staging memory of this context; 0 = no cap */
   uint64_t device_timeout_ns; /* device work that makes no progress for so long counts as failed;
                                  0 = 600 s */
@@ -186,13 +186,26 @@ typedef struct offload_context_options {
   uint64_t sim_memory_bytes;  /* sim: capacity of the device; 0 = 1 GiB */
   uint64_t sim_seed;          /* sim: seed of the random delays */
   uint64_t sim_delay_ns_max;  /* sim: each command on a stream is delayed by 0 to this; 0 = none */
+  uint64_t numa_nodes;        /* bit n: update threads and host memory on NUMA node n; 0 = the nodes
+                                 near the device, or all that have CPUs if its place is not known */
+  uint32_t local_rank;        /* 0 to local_world - 1: which part of the host's CPUs is this one's */
+  uint32_t local_world;       /* ranks that share this host's CPUs; 0 = as LOCAL_RANK and
+                                 LOCAL_WORLD_SIZE of the environment say, else alone; 1 = alone, for
+                                 ranks that the launcher has bound to CPUs of their own */
 } offload_context_options_t;
+
+/* How host memory gets near the threads that use it: the best that this system allows. */
+enum offload_numa_rung {
+  OFFLOAD_NUMA_NONE = 0,        /* pages lie where the system puts them */
+  OFFLOAD_NUMA_FIRST_TOUCH = 1, /* threads keep to their node and touch their pages first */
+  OFFLOAD_NUMA_PLACED = 2       /* and the kernel has been told which nodes to prefer (mbind) */
+};
 
 typedef struct offload_context_info {
   uint32_t struct_size;
   int32_t device_kind;
   uint32_t threads;       /* update threads, really */
-  uint32_t cpus_allowed;  /* CPUs in this process's affinity mask, cgroup quota counted */
+  uint32_t cpus_allowed;  /* CPUs in this process's affinity mask */
   uint32_t nodes;         /* NUMA nodes with CPUs this process may use */
   int32_t threads_pinned; /* 1: each update thread stays on one CPU; 0: more threads than CPUs */
   int32_t huge_pages;     /* 1: state memory asks for huge pages, as the system allows */
@@ -202,10 +215,17 @@ typedef struct offload_context_info {
   uint64_t pinned_bytes;             /* staging memory in use by this context */
   char isa[32];                      /* instruction set of the host kernels: "avx512", ... */
   char device_name[64];
+  uint32_t local_rank;  /* as the CPUs were shared out */
+  uint32_t local_world; /* likewise */
+  uint32_t cpus;        /* this rank's part of cpus_allowed */
+  int32_t numa_rung;    /* enum offload_numa_rung; final once the first work has started threads */
+  uint64_t numa_nodes;  /* bit n: there are update threads on node n (those above 63 not shown) */
+  char notes[256];      /* what fell short of the best, and why; "" if nothing did */
 } offload_context_info_t;
 
 /* Opens a device and learns the machine. Allocates little and starts no thread of the update pool.
- * HYBRIDOPT_ISA in the environment (reference, avx2, avx512, neon) forces an instruction set.
+ * HYBRIDOPT_ISA in the environment (reference, avx2, avx512, neon) forces an instruction set. Ranks
+ * on one host share its CPUs out, node by node, so that no two run on the same: docs/CONFIGURATION.md.
  * Errors: INVALID_ARGUMENT (field named), UNSUPPORTED (no such device or instruction set here).
  * *context is written on success only. */
 OFFLOAD_API int32_t offload_context_create(const offload_context_options_t* options,
@@ -478,8 +498,8 @@ enum offload_move_flag {
 typedef struct offload_move_options {
   uint32_t struct_size;
   uint32_t flags;         /* enum offload_move_flag, or-ed */
-  const uint32_t* params; /* ids; NULL = all */
-  uint32_t param_count;
+  const uint32_t* params; /* ids */
+  uint32_t param_count;   /* 0 = all */
   uint32_t stream_count;           /* producers, at most 4; 0 = the NULL stream alone */
   const offload_stream_t* streams; /* the copies wait for the work now queued on each of these */
 } offload_move_options_t;
@@ -524,7 +544,8 @@ OFFLOAD_API int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimi
 
 /* A borrowed view of one kind of state of one param: its first device_count elements lie at
  * device_data on the device, the next host_count at host_data in host memory. Valid until destroy;
- * its content is stable while nothing is queued, and may be written then. */
+ * device_data ends with offload_states, and where the param itself is its master, with its address.
+ * The content is stable while nothing is queued, and may be written then. */
 typedef struct offload_state_view {
   uint32_t struct_size;
   int32_t dtype;         /* enum offload_dtype */

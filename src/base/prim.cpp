@@ -2,19 +2,25 @@
 #include "base/prim.h"
 
 #include <fenv.h>
+#include <linux/mempolicy.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <cinttypes>
+#include <climits>
 #include <cstdio>
+#include <iterator>
 #include <sstream>
 #include <system_error>
+#include <utility>
 
 #include "base/check.h"
 #include "base/function_ref.h"
@@ -44,7 +50,7 @@ void* Map(uint64_t bytes, int protection, int flags) {
 }
 
 // Huge pages need an aligned start, which mmap does not promise: maps more and gives back the ends.
-void* MapAligned(uint64_t bytes) {
+void* MapForHugePages(uint64_t bytes) {
   const uint64_t slack = kHugePageBytes - PageBytes();
   void* mapped = Map(bytes > UINT64_MAX - slack ? bytes : bytes + slack, PROT_READ | PROT_WRITE, 0);
   if (mapped == nullptr) return nullptr;
@@ -80,14 +86,11 @@ std::string ReadText(const std::string& path) {
   return text;
 }
 
-// The number that follows `key` in a file of lines "key number ..."; false if there is none.
+// The number that follows the word `key` in a file; false if there is none.
 bool FindNumber(const std::string& path, const std::string& key, uint64_t* number) {
-  std::istringstream lines(ReadText(path));
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream words(line);
-    std::string word;
-    if (words >> word && word == key) return static_cast<bool>(words >> *number);
-  }
+  std::istringstream words(ReadText(path));
+  for (std::string word; words >> word;)
+    if (word == key) return static_cast<bool>(words >> *number);
   return false;
 }
 
@@ -168,6 +171,72 @@ std::vector<uint32_t> ParseList(const std::string& text) {
   return numbers;
 }
 
+// --- Nodes ---
+
+constexpr char kNodes[] = "/sys/devices/system/node/";
+
+std::string NodePath(uint32_t node, const std::string& root) {
+  return root + kNodes + "node" + std::to_string(node);
+}
+
+// Nodes that have memory at all, and of those the ones that this process may use.
+struct MemoryNodes {
+  std::vector<uint32_t> all;
+  std::vector<uint32_t> allowed;
+};
+
+MemoryNodes ReadMemoryNodes(const std::string& root) {
+  MemoryNodes nodes{ParseList(ReadText(root + kNodes + "has_memory")), {}};
+  if (nodes.all.empty()) nodes.all = ParseList(ReadText(root + kNodes + "online"));
+  const std::string status = ReadText(root + "/proc/self/status");
+  const std::string key = "Mems_allowed_list:";
+  const size_t at = status.find(key);
+  if (at == std::string::npos) return {nodes.all, nodes.all};
+  const size_t begin = at + key.size();
+  const auto listed = ParseList(status.substr(begin, status.find('\n', begin) - begin));
+  std::set_intersection(nodes.all.begin(), nodes.all.end(), listed.begin(), listed.end(),
+                        std::back_inserter(nodes.allowed));
+  return nodes;
+}
+
+// Bytes that could still be allocated on one node; UINT64_MAX if the system does not say.
+uint64_t NodeAvailableBytes(uint32_t node, const std::string& root) {
+  const std::string path = NodePath(node, root) + "/meminfo";  // "Node 0 MemFree:  123 kB"
+  uint64_t sum = 0, kibibytes = 0;
+  if (!FindNumber(path, "MemFree:", &sum)) return UINT64_MAX;
+  for (const char* cache : {"Active(file):", "Inactive(file):"})
+    if (FindNumber(path, cache, &kibibytes)) sum += kibibytes;
+  return sum * 1024;
+}
+
+// What the nodes leave that this process may use; UINT64_MAX where it may use all.
+uint64_t AllowedNodesBytes(const std::string& root) {
+  const MemoryNodes nodes = ReadMemoryNodes(root);
+  if (nodes.allowed.empty() || nodes.allowed == nodes.all) return UINT64_MAX;
+  uint64_t sum = 0;
+  for (uint32_t node : nodes.allowed) {
+    const uint64_t bytes = NodeAvailableBytes(node, root);
+    if (bytes == UINT64_MAX) return UINT64_MAX;
+    sum += bytes;
+  }
+  return sum;
+}
+
+// Sorts CPUs so that the threads of one core lie side by side. A part of the list is then whole
+// cores, and every second CPU of it a core of its own.
+void SortByCore(std::vector<uint32_t>& cpus, const std::string& root) {
+  std::vector<std::pair<uint32_t, uint32_t>> keys;  // the first thread of the core, the CPU
+  for (uint32_t cpu : cpus) {
+    const auto siblings =
+        ParseList(ReadText(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
+                           "/topology/thread_siblings_list"));
+    keys.emplace_back(siblings.empty() ? cpu : siblings.front(), cpu);
+  }
+  std::sort(keys.begin(), keys.end());
+  std::transform(keys.begin(), keys.end(), cpus.begin(),
+                 [](const auto& key) { return key.second; });
+}
+
 // --- CPU sets ---
 
 // A cpu_set_t of any size: machines may have more CPUs than the fixed one holds.
@@ -201,16 +270,41 @@ uint64_t ForkGeneration() {
   return fork_generation.load(std::memory_order_relaxed);
 }
 
-Result<void*> MapPages(uint64_t bytes) {
+Result<void*> MapPages(uint64_t bytes, bool huge_pages) {
   HYBRIDOPT_CHECK(bytes > 0);
   const uint64_t whole = RoundUpToPages(bytes);
-  void* data = whole < kHugePageBytes ? Map(whole, PROT_READ | PROT_WRITE, 0) : MapAligned(whole);
+  void* data = nullptr;
+  if (huge_pages && whole >= kHugePageBytes) {
+    data = MapForHugePages(whole);
+  } else {
+    data = Map(whole, PROT_READ | PROT_WRITE, 0);
+    // A system may give huge pages unasked.
+    if (data != nullptr && !huge_pages) madvise(data, whole, MADV_NOHUGEPAGE);
+  }
   if (data == nullptr) return Refused(bytes);
   return data;
 }
 
 void UnmapPages(void* data, uint64_t bytes) {
   HYBRIDOPT_CHECK(munmap(data, RoundUpToPages(bytes)) == 0);
+}
+
+// The system call itself: libnuma adds process-wide switches and messages on stderr, and may be
+// missing.
+Status PreferNodes(void* data, uint64_t bytes, PageHome home, const std::vector<uint32_t>& nodes) {
+  constexpr uint32_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
+  std::vector<unsigned long> mask(1);
+  if (home != PageHome::kToucher) {  // without nodes, "preferred" means the toucher's
+    HYBRIDOPT_CHECK(!nodes.empty() && (home == PageHome::kInterleaved || nodes.size() == 1));
+    mask.resize(*std::max_element(nodes.begin(), nodes.end()) / kWordBits + 1);
+    for (uint32_t node : nodes) mask[node / kWordBits] |= 1ul << (node % kWordBits);
+  }
+  const int mode = home == PageHome::kInterleaved ? MPOL_INTERLEAVE : MPOL_PREFERRED;
+  // The kernel reads one bit less than it is told.
+  if (syscall(SYS_mbind, data, RoundUpToPages(bytes), mode, mask.data(),
+              mask.size() * kWordBits + 1, 0) == 0)
+    return {};
+  return Status::Error(OFFLOAD_UNSUPPORTED, "mbind was refused (%s)", ErrorText(errno).c_str());
 }
 
 Result<void*> ReserveAddresses(uint64_t bytes) {
@@ -231,7 +325,7 @@ uint64_t AvailableBytes(const std::string& root) {
   ForEachCgroup(root, "memory", [&](const std::string& directory) {
     bytes = std::min(bytes, CgroupBytesLeft(directory));
   });
-  return bytes;
+  return std::min(bytes, AllowedNodesBytes(root));
 }
 
 std::vector<uint32_t> AllowedCpus() {
@@ -255,15 +349,37 @@ uint32_t CgroupCpuLimit(const std::string& root) {
   return limit;
 }
 
-uint32_t NodeCount(const std::vector<uint32_t>& cpus, const std::string& root) {
-  const std::string nodes = root + "/sys/devices/system/node/";
-  uint32_t count = 0;
-  for (uint32_t node : ParseList(ReadText(nodes + "online"))) {
-    const auto node_cpus = ParseList(ReadText(nodes + "node" + std::to_string(node) + "/cpulist"));
-    count += std::find_first_of(cpus.begin(), cpus.end(), node_cpus.begin(), node_cpus.end()) !=
-             cpus.end();
+std::vector<NumaNode> NumaNodes(const std::string& root) {
+  const std::vector<uint32_t> memory = ReadMemoryNodes(root).allowed;
+  std::vector<NumaNode> nodes;
+  for (uint32_t id : ParseList(ReadText(root + kNodes + "online"))) {
+    nodes.push_back({id, ParseList(ReadText(NodePath(id, root) + "/cpulist")),
+                     std::binary_search(memory.begin(), memory.end(), id)});
+    SortByCore(nodes.back().cpus, root);
   }
-  return std::max(count, 1u);
+  return nodes;
+}
+
+uint32_t NodeDistance(uint32_t from, uint32_t to, const std::string& root) {
+  // One number for each online node, in their order.
+  const auto online = ParseList(ReadText(root + kNodes + "online"));
+  std::istringstream row(ReadText(NodePath(from, root) + "/distance"));
+  for (uint32_t node : online) {
+    uint32_t distance = 0;
+    if (!(row >> distance)) break;
+    if (node == to) return distance;
+  }
+  return UINT32_MAX;
+}
+
+PciPlace PlaceOfPciDevice(const std::string& id, const std::string& root) {
+  std::string directory = id;  // CUDA writes its hexadecimal digits large, the kernel small
+  for (char& letter : directory)
+    letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  directory = root + "/sys/bus/pci/devices/" + directory;
+  PciPlace place{-1, ParseList(ReadText(directory + "/local_cpulist"))};
+  if (!ReadNumber(directory + "/numa_node", &place.node)) place.node = -1;
+  return place;
 }
 
 Result<pthread_t> StartThread(void* (*body)(void*), void* argument) {

@@ -19,10 +19,23 @@ int64_t NowNs();
 uint64_t ForkGeneration();
 
 // Anonymous zero pages, `bytes` > 0, rounded up to whole pages; huge pages are asked for (not
-// insisted on) when the region has room for one. No page is touched: the first toucher places it.
-// OUT_OF_HOST_MEMORY names the bytes.
-Result<void*> MapPages(uint64_t bytes);
+// insisted on) if wanted and when the region has room for one. No page is touched: the first
+// toucher places it. OUT_OF_HOST_MEMORY names the bytes.
+Result<void*> MapPages(uint64_t bytes, bool huge_pages = true);
 void UnmapPages(void* data, uint64_t bytes);
+
+// Which NUMA nodes the pages of a range prefer; no range is bound so tightly that a full node would
+// refuse it.
+enum class PageHome {
+  kNode,         // the one node of `nodes`
+  kToucher,      // the node of the thread that touches a page first
+  kInterleaved,  // in turn on each of `nodes`
+};
+
+// Tells the kernel, for pages from MapPages that nobody has touched. Policies that the thread or
+// process inherited (numactl) then do not count in this range. UNSUPPORTED where the system
+// refuses, as containers without CAP_SYS_NICE often do.
+Status PreferNodes(void* data, uint64_t bytes, PageHome home, const std::vector<uint32_t>& nodes);
 
 // Address space that faults on any access. UnmapPages gives it back.
 Result<void*> ReserveAddresses(uint64_t bytes);
@@ -34,7 +47,8 @@ bool HugePagesAvailable();
 // their own. What cannot be read counts as no limit.
 
 // Bytes this process could still allocate: free memory, and what the cgroup's limit leaves. File
-// cache that the kernel would drop counts as free in both.
+// cache that the kernel would drop counts as free in both. Where this process may not use every
+// node's memory, only what its own nodes have.
 uint64_t AvailableBytes(const std::string& root = "");
 
 // CPUs in the affinity mask of the calling thread, ascending.
@@ -43,8 +57,24 @@ std::vector<uint32_t> AllowedCpus();
 // Whole CPUs' worth of time the cgroup grants, rounded up; 0 = no limit.
 uint32_t CgroupCpuLimit(const std::string& root = "");
 
-// NUMA nodes that have a CPU of `cpus`; 1 if the system does not say.
-uint32_t NodeCount(const std::vector<uint32_t>& cpus, const std::string& root = "");
+struct NumaNode {
+  uint32_t id;
+  std::vector<uint32_t> cpus;  // the threads of one core side by side; empty: only memory
+  bool has_memory;             // that this process may use
+};
+
+// The online nodes, ascending; empty if the system does not say.
+std::vector<NumaNode> NumaNodes(const std::string& root = "");
+
+// The distance from one node to another, as the firmware tells it; UINT32_MAX if it does not.
+uint32_t NodeDistance(uint32_t from, uint32_t to, const std::string& root = "");
+
+// Where a PCI device is plugged in: its node, or -1 if that is not known, and the CPUs near it.
+struct PciPlace {
+  int64_t node;
+  std::vector<uint32_t> cpus;
+};
+PciPlace PlaceOfPciDevice(const std::string& id, const std::string& root = "");
 
 // Starts a thread that runs body(argument). The application's signal handlers never run on it: all
 // signals are blocked but those that a fault of the thread itself raises, which must still reach a

@@ -1,6 +1,8 @@
 #include "core/context.h"
 
 #include <cstdio>
+#include <utility>
+#include <vector>
 
 #include "base/prim.h"
 
@@ -64,17 +66,57 @@ Result<std::unique_ptr<Device>> CreateDevice(const offload_context_options_t& op
   return CreateSimDevice(sim, kernels);
 }
 
+SeatRequest SeatRequestOf(const offload_context_options_t& options, const Device& device) {
+  return {options.numa_nodes, options.local_rank, options.local_world, device.pci_id()};
+}
+
+std::vector<uint32_t> MemoryNodes(const Seats& seats) {
+  std::vector<uint32_t> ids;
+  for (const prim::NumaNode& node : seats.nodes)
+    if (node.has_memory) ids.push_back(node.id);
+  return ids;
+}
+
+// Tries it out on one page.
+Status TryToPlace(const std::vector<uint32_t>& nodes) {
+  if (nodes.empty())
+    return Status::Error(
+        OFFLOAD_UNSUPPORTED,
+        "the nodes of the update threads have no memory that this process may use");
+  HYBRIDOPT_ASSIGN(void* page, prim::MapPages(1));
+  const Status status = prim::PreferNodes(page, 1, prim::PageHome::kNode, {nodes.front()});
+  prim::UnmapPages(page, 1);
+  return status;
+}
+
+// Threads of several nodes that share each chunk of the pipeline own pieces of some 100 KiB: 2 MiB
+// pages would lie with the wrong thread more often than not. The host device has no chunks.
+PageWish StatePages(const Seats& seats, const Device& device, bool placeable) {
+  PageWish wish;
+  if (placeable) wish.nodes = MemoryNodes(seats);
+  wish.owners_touch_first = true;
+  wish.huge_pages = device.unified() || seats.nodes.size() == 1;
+  return wish;
+}
+
+PageWish PinnedPages(const Seats& seats, bool placeable) {
+  PageWish wish;
+  if (placeable) wish.nodes = MemoryNodes(seats);
+  return wish;
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Context>> Context::Create(const offload_context_options_t& options) {
   HYBRIDOPT_TRY(CheckOptions(options));
   HYBRIDOPT_ASSIGN(const KernelTable* kernels, SelectKernels());
   HYBRIDOPT_ASSIGN(std::unique_ptr<Device> device, CreateDevice(options, *kernels));
-  return std::make_shared<Context>(options, std::move(device), *kernels);
+  HYBRIDOPT_ASSIGN(Seats seats, ChooseSeats(SeatRequestOf(options, *device)));
+  return std::make_shared<Context>(options, std::move(device), *kernels, std::move(seats));
 }
 
 Context::Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
-                 const KernelTable& kernels)
+                 const KernelTable& kernels, Seats seats)
     : pinned_bytes_max_(options.pinned_bytes_max != 0 ? options.pinned_bytes_max : UINT64_MAX),
       device_timeout_ns_(static_cast<int64_t>(
           options.device_timeout_ns != 0 ? options.device_timeout_ns : kDefaultDeviceTimeoutNs)),
@@ -82,7 +124,11 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
       log_user_(options.log_user),
       kernels_(kernels),
       device_(std::move(device)),
-      workers_(options.threads) {}
+      seats_(std::move(seats)),
+      placeable_(TryToPlace(MemoryNodes(seats_))),
+      state_pages_(StatePages(seats_, *device_, placeable_.ok())),
+      pinned_pages_(PinnedPages(seats_, placeable_.ok())),
+      workers_(options.threads, seats_.nodes, seats_.cpu_limit) {}
 
 Status Context::CheckPinned(uint64_t bytes) const {
   std::lock_guard lock(pinned_mutex_);
@@ -122,14 +168,40 @@ std::atomic<uint64_t>& Context::NewProgress() {
   return progress_.emplace_back(0);
 }
 
+// Without threads that keep to their nodes, memory can still be on the right one if there is one.
+int32_t Context::NumaRung() const {
+  if (placeable_.ok() && (workers_.seated() || seats_.nodes.size() == 1))
+    return OFFLOAD_NUMA_PLACED;
+  return workers_.seated() ? OFFLOAD_NUMA_FIRST_TOUCH : OFFLOAD_NUMA_NONE;
+}
+
+std::string Context::Notes() const {
+  std::string notes = seats_.note;
+  if (!placeable_.ok()) notes += "memory is not placed: " + placeable_.message() + "; ";
+  if (!workers_.seated()) notes += "threads do not keep to their CPUs: the system refused; ";
+  if (!prim::HugePagesAvailable())
+    notes += "no huge pages: transparent_hugepage is off; ";
+  else if (!state_pages_.huge_pages)
+    notes += "no huge pages for state: several nodes share each chunk; ";
+  if (!notes.empty()) notes.resize(notes.size() - 2);
+  return notes;
+}
+
 Result<offload_context_info_t> Context::Info() const {
   offload_context_info_t info{};
   info.device_kind = device_->kind();
   info.threads = workers_.threads();
-  info.cpus_allowed = workers_.cpus_allowed();
-  info.nodes = prim::NodeCount(prim::AllowedCpus());
+  info.cpus_allowed = seats_.cpus_allowed;
+  info.nodes = seats_.nodes_allowed;
   info.threads_pinned = workers_.pinned() ? 1 : 0;
-  info.huge_pages = prim::HugePagesAvailable() ? 1 : 0;
+  info.huge_pages = prim::HugePagesAvailable() && state_pages_.huge_pages ? 1 : 0;
+  info.local_rank = seats_.local_rank;
+  info.local_world = seats_.local_world;
+  info.cpus = workers_.cpus();
+  info.numa_rung = NumaRung();
+  for (const prim::NumaNode& node : seats_.nodes)
+    if (node.id < 64) info.numa_nodes |= uint64_t{1} << node.id;
+  std::snprintf(info.notes, sizeof(info.notes), "%s", Notes().c_str());
   info.optimizers = optimizers_;
   if (!device_->unified()) {
     HYBRIDOPT_ASSIGN(const DeviceMemory memory, device_->Memory());

@@ -5,10 +5,13 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "base/status.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
+#include "memory/arena.h"
+#include "runtime/topology.h"
 #include "runtime/worker_pool.h"
 
 namespace hybridopt {
@@ -18,12 +21,15 @@ class Context {
   static Result<std::shared_ptr<Context>> Create(const offload_context_options_t& options);
   // With a device of the caller's making; tests put faulty ones in.
   Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
-          const KernelTable& kernels);
+          const KernelTable& kernels, Seats seats = ChooseSeats({.local_world = 1}).value());
 
   Device& device() { return *device_; }
   WorkerPool& workers() { return workers_; }
   const KernelTable& kernels() const { return kernels_; }
   int64_t device_timeout_ns() const { return device_timeout_ns_; }
+  // Where state should lie, which its workers touch first, and pinned memory, which has no owner.
+  const PageWish& state_pages() const { return state_pages_; }
+  const PageWish& pinned_pages() const { return pinned_pages_; }
 
   // Pinned memory under the cap: INVALID_ARGUMENT says how much is needed.
   Status CheckPinned(uint64_t bytes) const;
@@ -44,6 +50,8 @@ class Context {
 
  private:
   Status CheckPinnedLocked(uint64_t bytes) const;
+  int32_t NumaRung() const;
+  std::string Notes() const;
 
   const uint64_t pinned_bytes_max_;
   const int64_t device_timeout_ns_;
@@ -53,6 +61,10 @@ class Context {
   std::mutex progress_mutex_;
   std::deque<std::atomic<uint64_t>> progress_;  // outlives the device's threads
   std::unique_ptr<Device> device_;
+  const Seats seats_;
+  const Status placeable_;  // why pages cannot be placed, if they cannot
+  const PageWish state_pages_;
+  const PageWish pinned_pages_;
   WorkerPool workers_;
   mutable std::mutex pinned_mutex_;
   uint64_t pinned_bytes_ = 0;  // guarded by pinned_mutex_

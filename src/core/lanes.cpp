@@ -31,11 +31,13 @@ Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const Placement& 
 Status Lanes::CreateAll(const Placement& placement) {
   HYBRIDOPT_TRY(context_.ReservePinned(PinnedBytes(placement)));
   pinned_bytes_ = PinnedBytes(placement);
+  const PageWish& pages = context_.pinned_pages();
   HYBRIDOPT_ASSIGN(ring_,
                    StagingRing::Create(device(), placement.staging_slots, placement.slot_grad_bytes,
-                                       placement.slot_param_bytes));
-  HYBRIDOPT_ASSIGN(verdict_page_,
-                   StagingRing::Create(device(), 1, kVerdictBytes + BlockSumsBytes(placement), 0));
+                                       placement.slot_param_bytes, pages));
+  HYBRIDOPT_ASSIGN(
+      verdict_page_,
+      StagingRing::Create(device(), 1, kVerdictBytes + BlockSumsBytes(placement), 0, pages));
   host_verdict = reinterpret_cast<Verdict*>(verdict_page_.grads(0));
   host_block_sums = reinterpret_cast<double*>(verdict_page_.grads(0) + kVerdictBytes);
   HYBRIDOPT_ASSIGN(void* scratch, TakeScratch());

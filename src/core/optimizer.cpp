@@ -248,8 +248,7 @@ Status Optimizer::Commit(StreamHandle stream) {
 
   auto committed = std::make_unique<Committed>();
   committed->placement = Place(table_, MakePlacementOptions());
-  HYBRIDOPT_ASSIGN(committed->memory,
-                   StateMemory::Create(context_->device(), committed->placement));
+  HYBRIDOPT_ASSIGN(committed->memory, StateMemory::Create(*context_, committed->placement));
   HYBRIDOPT_ASSIGN(committed->lanes, Lanes::Create(*context_, committed->placement));
   HYBRIDOPT_ASSIGN(committed->swap, SwapMemory::Create(*context_, committed->placement));
   committed->norm_sums = std::make_unique<NormSums>(committed->placement);

@@ -2,10 +2,10 @@
 
 namespace hybridopt {
 
-Result<std::unique_ptr<StateMemory>> StateMemory::Create(Device& device,
+Result<std::unique_ptr<StateMemory>> StateMemory::Create(Context& context,
                                                          const Placement& placement) {
-  std::unique_ptr<StateMemory> memory(new StateMemory(device, placement));
-  HYBRIDOPT_ASSIGN(memory->arena_, Arena::Map(placement.host_arena_bytes));
+  std::unique_ptr<StateMemory> memory(new StateMemory(context.device(), placement));
+  HYBRIDOPT_ASSIGN(memory->arena_, Arena::Map(placement.host_arena_bytes, context.state_pages()));
   HYBRIDOPT_ASSIGN(memory->block_, memory->TakeBlock());
   return memory;
 }

@@ -13,7 +13,7 @@ namespace hybridopt {
 class StateMemory {
  public:
   // Takes the memory; its content is unspecified until masters.h fills it. `placement` outlives it.
-  static Result<std::unique_ptr<StateMemory>> Create(Device& device, const Placement& placement);
+  static Result<std::unique_ptr<StateMemory>> Create(Context& context, const Placement& placement);
   ~StateMemory();
 
   // The device's block can be given away and taken again, with its content elsewhere meanwhile.

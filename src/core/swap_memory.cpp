@@ -15,9 +15,10 @@ Result<std::unique_ptr<SwapMemory>> SwapMemory::Create(Context& context,
     HYBRIDOPT_TRY(context.ReservePinned(Bytes(placement)));
     swap->pinned_bytes_ = Bytes(placement);
   }
-  HYBRIDOPT_ASSIGN(swap->params_, PinnedArena::Map(device, placement.swap_params_bytes));
-  HYBRIDOPT_ASSIGN(swap->grads_, PinnedArena::Map(device, placement.swap_grads_bytes));
-  HYBRIDOPT_ASSIGN(swap->states_, PinnedArena::Map(device, placement.swap_states_bytes));
+  const PageWish& pages = context.pinned_pages();
+  HYBRIDOPT_ASSIGN(swap->params_, PinnedArena::Map(device, placement.swap_params_bytes, pages));
+  HYBRIDOPT_ASSIGN(swap->grads_, PinnedArena::Map(device, placement.swap_grads_bytes, pages));
+  HYBRIDOPT_ASSIGN(swap->states_, PinnedArena::Map(device, placement.swap_states_bytes, pages));
   return swap;
 }
 

@@ -65,6 +65,8 @@ class Device {
 
   virtual int32_t kind() const = 0;
   virtual const char* name() const = 0;
+  // Its PCI address, "0000:17:00.0", from which its NUMA node is looked up; "" if it has none.
+  virtual const char* pci_id() const { return ""; }
   // True where params and gradients are in host memory and the host updates them in place. Then
   // only memory, the NULL stream and its Run are used.
   virtual bool unified() const = 0;

@@ -1,13 +1,22 @@
 #include "memory/arena.h"
 
 namespace hybridopt {
+namespace {
 
-Result<Arena> Arena::Map(uint64_t bytes) {
+prim::PageHome HomeOf(const PageWish& wish) {
+  if (wish.nodes.size() == 1) return prim::PageHome::kNode;
+  return wish.owners_touch_first ? prim::PageHome::kToucher : prim::PageHome::kInterleaved;
+}
+
+}  // namespace
+
+Result<Arena> Arena::Map(uint64_t bytes, const PageWish& wish) {
   Arena arena;
   if (bytes == 0) return arena;
-  HYBRIDOPT_ASSIGN(void* data, prim::MapPages(bytes));
+  HYBRIDOPT_ASSIGN(void* data, prim::MapPages(bytes, wish.huge_pages));
   arena.data_ = static_cast<std::byte*>(data);
   arena.bytes_ = bytes;
+  if (!wish.nodes.empty()) (void)prim::PreferNodes(data, bytes, HomeOf(wish), wish.nodes);
   return arena;
 }
 

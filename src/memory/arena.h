@@ -1,5 +1,4 @@
-// Arena: one mapping of host memory for optimizer state. Its pages are placed by whoever touches
-// them first, which core arranges to be the worker that will update them.
+// Arena: one mapping of host memory for optimizer state.
 //
 //   | master of p0 | p1 | ... | pad | moment0 of p0 | p1 | ... | pad | moment1 of p0 | p1 | ... |
 //
@@ -9,16 +8,27 @@
 #include <cstddef>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "base/prim.h"
 #include "base/status.h"
 
 namespace hybridopt {
 
+// Where an arena's pages should lie. A wish: a system that refuses it, or a full node, costs speed
+// and nothing else.
+struct PageWish {
+  std::vector<uint32_t> nodes;  // empty: none
+  // With several nodes: whoever touches a page first is who will use it, and it should lie with
+  // him. Otherwise nobody owns a page, and they are dealt out to the nodes in turn.
+  bool owners_touch_first = false;
+  bool huge_pages = true;
+};
+
 class Arena {
  public:
   Arena() = default;
-  static Result<Arena> Map(uint64_t bytes);  // 0 bytes: an empty arena
+  static Result<Arena> Map(uint64_t bytes, const PageWish& wish = {});  // 0 bytes: an empty arena
   ~Arena();
   Arena(Arena&& other) noexcept { *this = std::move(other); }
   Arena& operator=(Arena&& other) noexcept;

@@ -2,9 +2,9 @@
 
 namespace hybridopt {
 
-Result<PinnedArena> PinnedArena::Map(Device& device, uint64_t bytes) {
+Result<PinnedArena> PinnedArena::Map(Device& device, uint64_t bytes, const PageWish& wish) {
   PinnedArena pinned;
-  HYBRIDOPT_ASSIGN(pinned.arena_, Arena::Map(bytes));
+  HYBRIDOPT_ASSIGN(pinned.arena_, Arena::Map(bytes, wish));
   if (bytes == 0) return pinned;
   HYBRIDOPT_TRY(device.PinHost(pinned.arena_.data(), bytes));
   pinned.device_ = &device;

@@ -9,7 +9,9 @@ namespace hybridopt {
 class PinnedArena {
  public:
   PinnedArena() = default;
-  static Result<PinnedArena> Map(Device& device, uint64_t bytes);  // 0 bytes: an empty arena
+  // 0 bytes: an empty arena. Pinning touches every page from the calling thread, so the wish
+  // decides where they lie.
+  static Result<PinnedArena> Map(Device& device, uint64_t bytes, const PageWish& wish = {});
   ~PinnedArena();
   PinnedArena(PinnedArena&& other) noexcept { *this = std::move(other); }
   PinnedArena& operator=(PinnedArena&& other) noexcept;

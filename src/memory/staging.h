@@ -21,7 +21,7 @@ class StagingRing {
  public:
   StagingRing() = default;
   static Result<StagingRing> Create(Device& device, uint32_t slots, uint64_t grad_bytes,
-                                    uint64_t param_bytes);
+                                    uint64_t param_bytes, const PageWish& wish = {});
 
   // What Create takes, padding included.
   static uint64_t Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_bytes);

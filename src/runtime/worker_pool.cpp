@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
@@ -47,13 +48,14 @@ struct WorkerPool::State {
     pthread_t thread;
   };
 
-  explicit State(uint32_t threads_asked);
+  State(uint32_t threads_asked, Nodes nodes_given, uint32_t cpu_limit);
   Status Start();
   void Stop(uint32_t count);
   static void* ThreadMain(void* worker);
 
   const uint64_t fork_generation = prim::ForkGeneration();
-  const std::vector<uint32_t> cpus = prim::AllowedCpus();
+  const Nodes nodes;
+  const uint32_t cpus;
   const PoolShape shape;
   const uint32_t spins;
 
@@ -62,6 +64,7 @@ struct WorkerPool::State {
   std::vector<Worker> workers;
   const FunctionRef<void(uint32_t)>* body = nullptr;  // null in a new job: the thread ends
   std::atomic<bool> pinned;
+  std::atomic<bool> seated = true;
 
   // Counts jobs. A worker that has seen another value has work to do; storing it hands out body.
   alignas(64) std::atomic<uint32_t> job{0};
@@ -70,10 +73,11 @@ struct WorkerPool::State {
   alignas(64) std::atomic<uint32_t> running{0};
 };
 
-WorkerPool::State::State(uint32_t threads_asked)
-    : shape(ChoosePoolShape(threads_asked, static_cast<uint32_t>(cpus.size()),
-                            prim::CgroupCpuLimit())),
-      spins(shape.pinned && shape.threads < cpus.size() ? kSpins : 0),
+WorkerPool::State::State(uint32_t threads_asked, Nodes nodes_given, uint32_t cpu_limit)
+    : nodes(std::move(nodes_given)),
+      cpus(CpuCount(nodes)),
+      shape(ChoosePoolShape(threads_asked, cpus, cpu_limit)),
+      spins(shape.pinned && shape.threads < cpus ? kSpins : 0),
       workers(shape.threads),
       pinned(shape.pinned) {}
 
@@ -107,10 +111,10 @@ void* WorkerPool::State::ThreadMain(void* worker) {
   char name[16];
   std::snprintf(name, sizeof(name), "hybridopt/%u", index);
   prim::NameThisThread(name);
-  // Unpinned threads get the pool's CPUs, not those of the thread that happened to call Run first.
-  const bool placed =
-      prim::PinThisThread(state.shape.pinned ? std::vector{state.cpus[index]} : state.cpus);
-  if (!placed) state.pinned = false;
+  // Unpinned threads get the CPUs of their node, not those of the thread that called Run first.
+  if (!prim::PinThisThread(
+          CpusOfThread(state.nodes, index, state.shape.threads, state.shape.pinned)))
+    state.pinned = state.seated = false;
 
   uint32_t job = 0;
   while (true) {
@@ -124,7 +128,11 @@ void* WorkerPool::State::ThreadMain(void* worker) {
   }
 }
 
-WorkerPool::WorkerPool(uint32_t threads) : state_(std::make_unique<State>(threads)) {}
+WorkerPool::WorkerPool(uint32_t threads, Nodes nodes, uint32_t cpu_limit)
+    : state_(std::make_unique<State>(threads, std::move(nodes), cpu_limit)) {}
+
+WorkerPool::WorkerPool(uint32_t threads)
+    : WorkerPool(threads, NodesOf(prim::AllowedCpus()), prim::CgroupCpuLimit()) {}
 
 WorkerPool::~WorkerPool() {
   const bool forked = prim::ForkGeneration() != state_->fork_generation;
@@ -132,8 +140,9 @@ WorkerPool::~WorkerPool() {
 }
 
 uint32_t WorkerPool::threads() const { return state_->shape.threads; }
-uint32_t WorkerPool::cpus_allowed() const { return static_cast<uint32_t>(state_->cpus.size()); }
+uint32_t WorkerPool::cpus() const { return state_->cpus; }
 bool WorkerPool::pinned() const { return state_->pinned; }
+bool WorkerPool::seated() const { return state_->seated; }
 
 Status WorkerPool::Run(FunctionRef<void(uint32_t)> body) {
   State& state = *state_;
@@ -153,11 +162,11 @@ Status WorkerPool::Run(FunctionRef<void(uint32_t)> body) {
   return Status();
 }
 
-PoolShape ChoosePoolShape(uint32_t threads_asked, uint32_t cpus_allowed, uint32_t cpu_limit) {
-  const bool limited = cpu_limit != 0 && cpu_limit < cpus_allowed;
-  const uint32_t usable = std::max(limited ? cpu_limit : cpus_allowed, 1u);
+PoolShape ChoosePoolShape(uint32_t threads_asked, uint32_t cpus, uint32_t cpu_limit) {
+  const bool limited = cpu_limit != 0 && cpu_limit < cpus;
+  const uint32_t usable = std::max(limited ? cpu_limit : cpus, 1u);
   const uint32_t threads = std::min(threads_asked == 0 ? usable : threads_asked, kThreadsMax);
-  return {threads, !limited && threads <= cpus_allowed};
+  return {threads, !limited && threads <= cpus};
 }
 
 WorkRange RangeOfWorker(uint64_t count, uint64_t grain, uint32_t index, uint32_t workers) {

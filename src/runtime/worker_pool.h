@@ -7,20 +7,24 @@
 
 #include "base/function_ref.h"
 #include "base/status.h"
+#include "runtime/topology.h"
 
 namespace hybridopt {
 
 class WorkerPool {
  public:
-  // threads 0 = one per CPU this process may use; at most 1024. Starts nothing.
-  explicit WorkerPool(uint32_t threads);
+  // On the CPUs of `nodes`, of which a cgroup may grant only cpu_limit (0 = all). threads 0 = one
+  // per CPU; at most 1024. Starts nothing.
+  WorkerPool(uint32_t threads, Nodes nodes, uint32_t cpu_limit);
+  explicit WorkerPool(uint32_t threads);  // on all CPUs this process may use
   ~WorkerPool();  // joins the threads; in a forked child it leaves them alone
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
   uint32_t threads() const;
-  uint32_t cpus_allowed() const;
-  bool pinned() const;  // true if no two threads share a CPU
+  uint32_t cpus() const;  // of the nodes given
+  bool pinned() const;    // true if no two threads share a CPU
+  bool seated() const;    // false if the system refused to keep a thread on its node
 
   // Calls body(index) once on each worker, index 0 to threads() - 1, and returns when all have
   // returned. Callers from several threads take turns. body must not throw and must not call Run.
@@ -39,7 +43,7 @@ struct PoolShape {
   uint32_t threads;
   bool pinned;
 };
-PoolShape ChoosePoolShape(uint32_t threads_asked, uint32_t cpus_allowed, uint32_t cpu_limit);
+PoolShape ChoosePoolShape(uint32_t threads_asked, uint32_t cpus, uint32_t cpu_limit);
 
 // The part [begin, end) of `count` elements that worker `index` of `workers` works on: contiguous,
 // in order, covering all, cut at multiples of `grain` elements.

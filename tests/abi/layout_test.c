@@ -28,7 +28,7 @@ typedef struct pin {
 
 static const pin_t pins[] = {
     /* clang-format off */
-    STRUCT(offload_context_options_t, 72),
+    STRUCT(offload_context_options_t, 88),
     FIELD(offload_context_options_t, struct_size, 0, 4),
     FIELD(offload_context_options_t, device_kind, 4, 4),
     FIELD(offload_context_options_t, device_index, 8, 4),
@@ -40,8 +40,11 @@ static const pin_t pins[] = {
     FIELD(offload_context_options_t, sim_memory_bytes, 48, 8),
     FIELD(offload_context_options_t, sim_seed, 56, 8),
     FIELD(offload_context_options_t, sim_delay_ns_max, 64, 8),
+    FIELD(offload_context_options_t, numa_nodes, 72, 8),
+    FIELD(offload_context_options_t, local_rank, 80, 4),
+    FIELD(offload_context_options_t, local_world, 84, 4),
 
-    STRUCT(offload_context_info_t, 152),
+    STRUCT(offload_context_info_t, 432),
     FIELD(offload_context_info_t, struct_size, 0, 4),
     FIELD(offload_context_info_t, device_kind, 4, 4),
     FIELD(offload_context_info_t, threads, 8, 4),
@@ -55,6 +58,12 @@ static const pin_t pins[] = {
     FIELD(offload_context_info_t, pinned_bytes, 48, 8),
     FIELD(offload_context_info_t, isa, 56, 32),
     FIELD(offload_context_info_t, device_name, 88, 64),
+    FIELD(offload_context_info_t, local_rank, 152, 4),
+    FIELD(offload_context_info_t, local_world, 156, 4),
+    FIELD(offload_context_info_t, cpus, 160, 4),
+    FIELD(offload_context_info_t, numa_rung, 164, 4),
+    FIELD(offload_context_info_t, numa_nodes, 168, 8),
+    FIELD(offload_context_info_t, notes, 176, 256),
 
     STRUCT(offload_comm_t, 48),
     FIELD(offload_comm_t, struct_size, 0, 4),
@@ -258,6 +267,9 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_MOVABLE_STATES, 4),
     VALUE(OFFLOAD_MOVABLE_ACCUMULATE, 8),
 
+    VALUE(OFFLOAD_NUMA_NONE, 0),
+    VALUE(OFFLOAD_NUMA_FIRST_TOUCH, 1),
+    VALUE(OFFLOAD_NUMA_PLACED, 2),
     VALUE(OFFLOAD_LOG_INFO, 1),
     VALUE(OFFLOAD_LOG_WARNING, 2),
     VALUE(OFFLOAD_LOG_ERROR, 3),

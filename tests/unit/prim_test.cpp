@@ -17,32 +17,13 @@
 #include <thread>
 #include <vector>
 
+#include "fake_root.h"
 #include "floating_point_mode.h"
 
 namespace hybridopt::prim {
 namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
-
-// A tree that stands for / : what a test writes is there, and nothing else.
-class FakeRoot {
- public:
-  FakeRoot() {
-    path_ = testing::TempDir() + "hybridopt-root-XXXXXX";
-    if (mkdtemp(path_.data()) == nullptr) std::abort();
-  }
-  ~FakeRoot() { std::filesystem::remove_all(path_); }
-  const std::string& path() const { return path_; }
-
-  void Write(const std::string& file, const std::string& text) const {
-    const std::filesystem::path whole(path_ + file);
-    std::filesystem::create_directories(whole.parent_path());
-    std::ofstream(whole) << text;
-  }
-
- private:
-  std::string path_;
-};
 
 // --- Time ---
 
@@ -325,34 +306,91 @@ TEST(CgroupCpuLimitTest, OddLinesAreLeftOut) {
 
 // --- Nodes ---
 
-TEST(NodeCountTest, CountsNodesThatHaveOneOfTheCpus) {
+TEST(NumaNodesTest, ListsOnlineNodesWithTheirCpusAndWhetherTheirMemoryIsAllowed) {
   const FakeRoot root;
-  root.Write("/sys/devices/system/node/online", "0-1,4\n");
-  root.Write("/sys/devices/system/node/node0/cpulist", "0-3,8-11\n");
-  root.Write("/sys/devices/system/node/node1/cpulist", "4-7,12-15\n");
-  root.Write("/sys/devices/system/node/node4/cpulist", "\n");  // memory without CPUs
-  EXPECT_EQ(NodeCount({0, 1, 2, 3}, root.path()), 1u);
-  EXPECT_EQ(NodeCount({11}, root.path()), 1u);
-  EXPECT_EQ(NodeCount({3, 4}, root.path()), 2u);
-  EXPECT_EQ(NodeCount({0, 5, 8, 12, 15}, root.path()), 2u);
+  root.WriteNodeList("online", "0-1,4");
+  root.WriteNodeList("has_memory", "0-1,4");
+  root.WriteNode(0, "0-2,8");
+  root.WriteNode(1, "4");
+  root.WriteNode(4, "");  // memory without CPUs
+  root.WriteAllowedMemory("0,4");
+  const std::vector<NumaNode> nodes = NumaNodes(root.path());
+  ASSERT_EQ(nodes.size(), 3u);
+  EXPECT_EQ(nodes[0].id, 0u);
+  EXPECT_EQ(nodes[0].cpus, (std::vector<uint32_t>{0, 1, 2, 8}));
+  EXPECT_TRUE(nodes[0].has_memory);
+  EXPECT_EQ(nodes[1].id, 1u);
+  EXPECT_EQ(nodes[1].cpus, std::vector<uint32_t>{4});
+  EXPECT_FALSE(nodes[1].has_memory);
+  EXPECT_EQ(nodes[2].id, 4u);
+  EXPECT_TRUE(nodes[2].cpus.empty());
+  EXPECT_TRUE(nodes[2].has_memory);
 }
 
-TEST(NodeCountTest, ReadsListsOfSingleCpus) {
+TEST(NumaNodesTest, ThreadsOfACoreLieSideBySide) {
   const FakeRoot root;
-  root.Write("/sys/devices/system/node/online", "0,1\n");
-  root.Write("/sys/devices/system/node/node0/cpulist", "0\n");
-  root.Write("/sys/devices/system/node/node1/cpulist", "2,4,6-7\n");
-  EXPECT_EQ(NodeCount({0, 1, 3, 5, 8}, root.path()), 1u);
-  EXPECT_EQ(NodeCount({0, 4}, root.path()), 2u);
-  EXPECT_EQ(NodeCount({0, 7}, root.path()), 2u);
+  root.WriteNodeList("online", "0");
+  root.WriteNode(0, "0-2,64-66");
+  for (int cpu = 0; cpu < 3; ++cpu)
+    for (int thread : {cpu, cpu + 64})
+      root.Write(
+          "/sys/devices/system/cpu/cpu" + std::to_string(thread) + "/topology/thread_siblings_list",
+          std::to_string(cpu) + "," + std::to_string(cpu + 64) + "\n");
+  EXPECT_EQ(NumaNodes(root.path())[0].cpus, (std::vector<uint32_t>{0, 64, 1, 65, 2, 66}));
 }
 
-TEST(NodeCountTest, IsOneWhereTheSystemDoesNotSay) {
+TEST(NumaNodesTest, IsEmptyWhereTheSystemDoesNotSay) {
   const FakeRoot root;
-  EXPECT_EQ(NodeCount({0}, root.path()), 1u);
-  root.Write("/sys/devices/system/node/online", "0\n");
-  EXPECT_EQ(NodeCount({0}, root.path()), 1u);
-  EXPECT_GE(NodeCount(AllowedCpus()), 1u);
+  EXPECT_TRUE(NumaNodes(root.path()).empty());
+}
+
+TEST(NodeDistanceTest, ReadsTheRowOfOnlineNodes) {
+  const FakeRoot root;
+  root.WriteNodeList("online", "0,2-3");
+  root.WriteNode(2, "0", "20 10 32");
+  EXPECT_EQ(NodeDistance(2, 0, root.path()), 20u);
+  EXPECT_EQ(NodeDistance(2, 2, root.path()), 10u);
+  EXPECT_EQ(NodeDistance(2, 3, root.path()), 32u);
+  EXPECT_EQ(NodeDistance(2, 1, root.path()), UINT32_MAX);
+  EXPECT_EQ(NodeDistance(0, 2, root.path()), UINT32_MAX);  // a row that is not there
+}
+
+TEST(PlaceOfPciDeviceTest, TakesAddressesAsCudaWritesThem) {
+  const FakeRoot root;
+  root.WritePciDevice("0000:c1:00.0", 3, "24-31");
+  const PciPlace place = PlaceOfPciDevice("0000:C1:00.0", root.path());
+  EXPECT_EQ(place.node, 3);
+  EXPECT_EQ(place.cpus.size(), 8u);
+  EXPECT_EQ(PlaceOfPciDevice("0000:c2:00.0", root.path()).node, -1);
+  EXPECT_TRUE(PlaceOfPciDevice("0000:c2:00.0", root.path()).cpus.empty());
+}
+
+// A machine of two nodes; 1000 MiB are free on node 0, 3000 MiB on node 1, cache included.
+void WriteTwoNodesWithMemory(const FakeRoot& root) {
+  root.Write("/proc/meminfo", "MemAvailable: 3900000 kB\n");
+  root.WriteNodeList("online", "0-1");
+  root.WriteNodeList("has_memory", "0-1");
+  for (int node = 0; node < 2; ++node) {
+    const std::string prefix = "Node " + std::to_string(node) + " ";
+    root.Write("/sys/devices/system/node/node" + std::to_string(node) + "/meminfo",
+               prefix + "MemTotal:  9999999 kB\n" + prefix +
+                   "MemFree:  " + (node == 0 ? "512000" : "2560000") + " kB\n" + prefix +
+                   "Active(file):  256000 kB\n" + prefix + "Inactive(file):  256000 kB\n");
+  }
+}
+
+TEST(AvailableBytesTest, CountsOnlyTheNodesWhoseMemoryIsAllowed) {
+  const FakeRoot root;
+  WriteTwoNodesWithMemory(root);
+  EXPECT_EQ(AvailableBytes(root.path()), 3900000u * uint64_t{1024});
+  root.WriteAllowedMemory("0-1");
+  EXPECT_EQ(AvailableBytes(root.path()), 3900000u * uint64_t{1024});
+  root.WriteAllowedMemory("0");
+  EXPECT_EQ(AvailableBytes(root.path()), 1000 * kMiB);
+  root.WriteAllowedMemory("1");
+  EXPECT_EQ(AvailableBytes(root.path()), 3000 * kMiB);
+  root.WriteAllowedMemory("0-127");  // as some kernels list nodes that are not there
+  EXPECT_EQ(AvailableBytes(root.path()), 3900000u * uint64_t{1024});
 }
 
 // --- Threads ---

@@ -210,7 +210,7 @@ TEST(WorkerPoolTest, ByDefaultHasOneThreadPerUsableCpu) {
   const uint32_t cpus = static_cast<uint32_t>(prim::AllowedCpus().size());
   const uint32_t limit = prim::CgroupCpuLimit();
   const WorkerPool pool(0);
-  EXPECT_EQ(pool.cpus_allowed(), cpus);
+  EXPECT_EQ(pool.cpus(), cpus);
   EXPECT_EQ(pool.threads(), limit == 0 ? cpus : std::min(cpus, limit));
 }
 
@@ -220,15 +220,26 @@ TEST(WorkerPoolTest, APinnedPoolHasEachThreadOnItsCpu) {
   const std::vector<Seen> seen = Look(pool);
   if (!pool.pinned()) GTEST_SKIP() << "a CPU quota, or a system that refuses pins";
   for (uint32_t index = 0; index < pool.threads(); ++index)
-    EXPECT_EQ(seen[index].cpus, std::vector{cpus[index]});
+    EXPECT_EQ(seen[index].cpus, CpusOfThread(NodesOf(cpus), index, pool.threads(), true));
+}
+
+// Unpinned threads run on any CPU of the node they belong to.
+void ExpectOnTheirNodes(const std::vector<Seen>& seen, const std::vector<uint32_t>& cpus) {
+  const uint32_t threads = static_cast<uint32_t>(seen.size());
+  for (uint32_t index = 0; index < threads; ++index) {
+    std::vector<uint32_t> expected = CpusOfThread(NodesOf(cpus), index, threads, false);
+    std::sort(expected.begin(), expected.end());
+    EXPECT_EQ(seen[index].cpus, expected);
+  }
 }
 
 TEST(WorkerPoolTest, MoreThreadsThanCpusAreNotPinned) {
   const std::vector<uint32_t> cpus = prim::AllowedCpus();
   WorkerPool pool(static_cast<uint32_t>(cpus.size()) + 1);
   EXPECT_FALSE(pool.pinned());
-  for (const Seen& seen : Look(pool)) EXPECT_EQ(seen.cpus, cpus);
+  ExpectOnTheirNodes(Look(pool), cpus);
   EXPECT_FALSE(pool.pinned());
+  EXPECT_TRUE(pool.seated());
 }
 
 TEST(WorkerPoolTest, UnpinnedThreadsAreNotTiedToTheCpuOfTheFirstCaller) {
@@ -236,7 +247,7 @@ TEST(WorkerPoolTest, UnpinnedThreadsAreNotTiedToTheCpuOfTheFirstCaller) {
   WorkerPool pool(static_cast<uint32_t>(cpus.size()) + 1);
   std::thread([&] {
     ASSERT_TRUE(prim::PinThisThread({cpus[0]}));
-    for (const Seen& seen : Look(pool)) EXPECT_EQ(seen.cpus, cpus);
+    ExpectOnTheirNodes(Look(pool), cpus);
   }).join();
 }
 
@@ -246,14 +257,23 @@ TEST(WorkerPoolTest, RespectsTheAffinityOfItsMaker) {
     ASSERT_TRUE(prim::PinThisThread(last));
     WorkerPool one(0), two(2);
     EXPECT_EQ(one.threads(), 1u);
-    EXPECT_EQ(one.cpus_allowed(), 1u);
+    EXPECT_EQ(one.cpus(), 1u);
     EXPECT_TRUE(one.pinned());
     EXPECT_EQ(Look(one)[0].cpus, last);
     EXPECT_TRUE(one.pinned());
-    EXPECT_EQ(two.cpus_allowed(), 1u);
+    EXPECT_EQ(two.cpus(), 1u);
     EXPECT_FALSE(two.pinned());
     for (const Seen& seen : Look(two)) EXPECT_EQ(seen.cpus, last);
   }).join();
+}
+
+TEST(WorkerPoolTest, SaysWhenTheSystemRefusesItsCpus) {
+  WorkerPool pool(2, {{0, {60000, 60001}, true}}, 0);
+  EXPECT_TRUE(pool.pinned());
+  EXPECT_TRUE(pool.seated());
+  Look(pool);
+  EXPECT_FALSE(pool.pinned());
+  EXPECT_FALSE(pool.seated());
 }
 
 TEST(PoolShapeTest, FollowsAffinityAndQuota) {

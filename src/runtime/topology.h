@@ -1,0 +1,67 @@
+// Topology: on which NUMA nodes and CPUs the update threads of this process sit. What the system
+// says is read through prim; the choices are pure.
+//
+// The CPUs this process may use, listed node by node, are cut into one part per rank of this host;
+// a rank's part is cut into one piece per thread. Neighbours in rank and index are neighbours in
+// the machine, so that a thread meets its own node's memory and no two ranks run on one CPU:
+//
+//   CPUs     | node 0: 0 1 2 3 4 5 6 7 | node 1: 8 9 10 11 12 13 14 15 |
+//   ranks    |    0     |      1       |       2       |       3       |
+//   threads  | 0 1 2 3  |  0  1  2  3  |  0   1   2  3 |  0   1   2  3 |
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/prim.h"
+#include "base/status.h"
+
+namespace hybridopt {
+
+using Nodes = std::vector<prim::NumaNode>;
+
+// The nodes that have CPUs of `allowed_cpus`, with those CPUs alone. Nodes without CPUs (memory of
+// an accelerator, as on Grace machines) are left out. Never empty: a system that says nothing is
+// one node.
+Nodes NodesOf(const std::vector<uint32_t>& allowed_cpus, const std::string& root = "");
+
+uint32_t CpuCount(const Nodes& nodes);
+
+// Those of `nodes` nearest to a PCI device: its own; if that has no CPUs here, the nearest by
+// distance; if it is not known, those of the CPUs that the device calls local. Empty: no such
+// device, or it does not say.
+Nodes NodesNear(const Nodes& nodes, const std::string& pci_id, const std::string& root = "");
+
+// One rank's part of the CPUs. With more ranks than CPUs each has one, shared as evenly as can be.
+Nodes PartOfRank(const Nodes& nodes, uint32_t rank, uint32_t world);
+
+// The CPUs that thread `index` of `threads` may run on: one of its own if pinned, else those of the
+// node it belongs to.
+std::vector<uint32_t> CpusOfThread(const Nodes& nodes, uint32_t index, uint32_t threads,
+                                   bool pinned);
+
+// What a context asks for, as in offload_context_options.
+struct SeatRequest {
+  uint64_t numa_nodes = 0;
+  uint32_t local_rank = 0;
+  uint32_t local_world = 0;
+  std::string pci_id = {};
+};
+
+struct Seats {
+  Nodes nodes;  // with the CPUs of this rank's part
+  uint32_t local_rank = 0;
+  uint32_t local_world = 1;
+  uint32_t cpus_allowed = 0;   // by the affinity mask
+  uint32_t nodes_allowed = 0;  // that have one of them
+  uint32_t cpu_limit = 0;      // this rank's part of the cgroup's grant; 0 = no limit
+  std::string note;            // what is not as good as it could be; "" if nothing
+};
+
+// Errors: INVALID_ARGUMENT (options.numa_nodes, options.local_*, or the environment's ranks).
+Result<Seats> ChooseSeats(const SeatRequest& request,
+                          const std::vector<uint32_t>& allowed_cpus = prim::AllowedCpus(),
+                          const std::string& root = "");
+
+}  // namespace hybridopt
