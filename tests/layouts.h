@@ -110,7 +110,7 @@ Deal DealDimension(int64_t extent, uint64_t members, Random& random) {
       break;
     }
     case 2: {  // strided: small blocks in turn, as virtual pipeline stages have it
-      const auto block = static_cast<int64_t>(1 + random.Below(3));
+      const int64_t block = extent / 32 + static_cast<int64_t>(1 + random.Below(3));
       uint64_t turn = 0;
       for (int64_t begin = 0; begin < extent; begin += block)
         deal[turn++ % members].push_back({begin, std::min(extent, begin + block)});
