@@ -14,6 +14,21 @@ namespace {
 constexpr uint64_t kAlignment = 256;
 constexpr int kPoison = 0xff;
 
+// Larger blocks get one line of poison in every page: all of it would take as long as copying the
+// block, and whoever uses a stale one that is so large still meets NaN.
+constexpr uint64_t kFullPoisonBytesMax = uint64_t{16} << 20;
+constexpr uint64_t kPoisonLineBytes = 64;
+constexpr uint64_t kPoisonStrideBytes = 4096;
+
+void Poison(char* data, uint64_t bytes) {
+  if (bytes <= kFullPoisonBytesMax) {
+    std::memset(data, kPoison, bytes);
+    return;
+  }
+  for (uint64_t offset = 0; offset < bytes; offset += kPoisonStrideBytes)
+    std::memset(data + offset, kPoison, std::min(kPoisonLineBytes, bytes - offset));
+}
+
 uint64_t RoundUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
@@ -80,7 +95,7 @@ Result<void*> SimMemory::Allocate(uint64_t bytes) {
     live_.emplace(offset, bytes);
     free_bytes_ -= taken;
   }
-  std::memset(backing_ + offset, kPoison, taken);
+  Poison(backing_ + offset, taken);
   return static_cast<void*>(addresses_ + offset);
 }
 
@@ -102,7 +117,7 @@ Status SimMemory::Free(void* data) {
     live_.erase(found);
   }
   // In between the range is neither live nor free: nobody can be given bytes being poisoned.
-  std::memset(backing_ + offset, kPoison, bytes);
+  Poison(backing_ + offset, bytes);
   std::unique_lock lock(mutex_);
   free_bytes_ += bytes;
   auto run = free_.emplace(offset, bytes).first;

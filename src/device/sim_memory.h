@@ -17,7 +17,8 @@ namespace hybridopt {
 //   addresses_  |......[ allocation ]..........|   what callers hold; no page is accessible
 //   backing_    |ffffff[ its bytes  ]ffffffffff|   what Translate gives to commands
 //
-// Fresh and freed bytes are 0xff, which is NaN in every dtype, so that stale use shows in bits.
+// Fresh and freed bytes are 0xff, which is NaN in every dtype, so that stale use shows in bits. (Of
+// blocks above 16 MiB, one line in each page.)
 // Thread-safe. Commands only read the tables, under a shared lock: it does not order them among
 // each other, so that a race detector still sees what the pipeline forgot to order.
 class SimMemory {

@@ -340,6 +340,22 @@ TEST(SimMemory, FreshAndFreedBytesArePoison) {
   EXPECT_TRUE(std::isnan(value));
 }
 
+TEST(SimMemory, LargeBlocksHavePoisonInEveryPage) {
+  constexpr size_t kBytes = (size_t{16} << 20) + 4096 + 256, kPageFloats = 4096 / sizeof(float);
+  auto device = MakeSim(2 * kBytes);
+  auto* data = AllocateArray<char>(*device, kBytes);
+  auto* mapped = static_cast<float*>(device->Map(data, kBytes).value());
+  const auto poisoned_everywhere = [&] {
+    for (size_t i = 0; i < kBytes / sizeof(float); i += kPageFloats)
+      if (!std::isnan(mapped[i])) return false;
+    return true;
+  };
+  EXPECT_TRUE(poisoned_everywhere());
+  std::memset(mapped, 1, kBytes);
+  ASSERT_TRUE(Ok(device->Free(data)));
+  EXPECT_TRUE(poisoned_everywhere());
+}
+
 TEST(SimMemoryDeathTest, TheHostCannotTouchDeviceAddresses) {
   auto device = MakeSim();
   volatile char* data = AllocateArray<char>(*device, 1000);
