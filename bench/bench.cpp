@@ -21,6 +21,7 @@ Report Measure(const Settings& settings) {
   MeasureAdamW28(settings, report);
   MeasureOverhead(settings, report);
   MeasureSim(settings, report);
+  MeasureLifecycle(settings, report);
   report.machine.cpus_of_others = neighbours.CpusBusy();
   return report;
 }

@@ -29,9 +29,12 @@ offload_context_info_t Context::Info() const {
   return info;
 }
 
-Optimizer::Optimizer(const Context& context, void* data, const void* grad, const Shape& shape) {
+Optimizer::Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
+                     const Lifecycle& lifecycle) {
   auto options = Zeroed<offload_optimizer_options_t>();
   options.algorithm = OFFLOAD_ADAMW;
+  options.device_fraction = lifecycle.device_fraction;
+  options.movable = lifecycle.movable;
   Require(offload_optimizer_create(context.get(), &options, &optimizer_),
           "offload_optimizer_create");
   const AdamWFactors factors;
@@ -73,6 +76,11 @@ void Optimizer::Step(uint32_t flags, double grad_norm_max) {
   Require(offload_optimizer_wait(optimizer_, 0, -1), "offload_optimizer_wait");
 }
 
+void Optimizer::Run(Move move) {
+  Require(move(optimizer_, nullptr, nullptr), "offload_optimizer_offload_ or _reload_");
+  Require(offload_optimizer_wait(optimizer_, 0, -1), "offload_optimizer_wait");
+}
+
 void Optimizer::BindAll() {
   Require(
       offload_optimizer_bind(optimizer_, bindings_.data(), static_cast<uint32_t>(bindings_.size())),
@@ -83,6 +91,12 @@ offload_step_result_t Optimizer::LastResult() const {
   auto result = Zeroed<offload_step_result_t>();
   Require(offload_optimizer_step_result(optimizer_, 0, &result), "offload_optimizer_step_result");
   return result;
+}
+
+offload_stats_t Optimizer::Stats() const {
+  auto stats = Zeroed<offload_stats_t>();
+  Require(offload_optimizer_get_stats(optimizer_, &stats), "offload_optimizer_get_stats");
+  return stats;
 }
 
 const float* Optimizer::Master() const {

@@ -34,7 +34,8 @@ class Context {
   offload_context_t context_ = nullptr;
 };
 
-// AdamW with bf16 gradients and params and fp32 state, all of it on the host.
+// AdamW with bf16 gradients and params and fp32 state, all of it on the host unless `lifecycle`
+// says otherwise.
 class Optimizer {
  public:
   struct Shape {
@@ -42,16 +43,25 @@ class Optimizer {
     uint64_t elements;  // of each param
     uint64_t stride;    // elements from one param to the next in the arrays
   };
-  Optimizer(const Context& context, void* data, const void* grad, const Shape& shape);
+  struct Lifecycle {
+    double device_fraction = 0;
+    uint32_t movable = 0;
+  };
+  Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
+            const Lifecycle& lifecycle = {0, 0});
   ~Optimizer();
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
   // Queues one step and waits for it.
   void Step(uint32_t flags, double grad_norm_max = 0);
+  // Queues one of the functions that move things, for all params, and waits for it.
+  using Move = int32_t (*)(offload_optimizer_t, const offload_move_options_t*, offload_ticket_t*);
+  void Run(Move move);
   // Tells the gradients' addresses again, as frameworks do before every step.
   void BindAll();
   offload_step_result_t LastResult() const;
+  offload_stats_t Stats() const;
   const float* Master() const;  // of the first param
 
  private:

@@ -23,4 +23,8 @@ void MeasureOverhead(const Settings& settings, Report& report);
 // The pipeline on the simulated device: that it works, and where its time goes (sim.cpp).
 void MeasureSim(const Settings& settings, Report& report);
 
+// Moves on the simulated device: states out and back against a plain copy, and the step that finds
+// its gradients on the host (lifecycle.cpp).
+void MeasureLifecycle(const Settings& settings, Report& report);
+
 }  // namespace bench
