@@ -139,11 +139,12 @@ Status Context::CheckPinnedLocked(uint64_t bytes) const {
   if (bytes <= pinned_bytes_max_ - pinned_bytes_) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "options.pinned_bytes_max of the context is %llu with %llu in use, but the "
-                       "staging ring needs %llu more; raise it, or make chunk_elements or "
-                       "staging_slots smaller",
+                       "staging ring and room for what is movable need %llu; raise it to at least "
+                       "%llu, or make chunk_elements, staging_slots or movable smaller",
                        static_cast<unsigned long long>(pinned_bytes_max_),
                        static_cast<unsigned long long>(pinned_bytes_),
-                       static_cast<unsigned long long>(bytes));
+                       static_cast<unsigned long long>(bytes),
+                       static_cast<unsigned long long>(pinned_bytes_ + bytes));
 }
 
 Status Context::ReservePinned(uint64_t bytes) {
