@@ -121,7 +121,7 @@ TEST(RanksTest, TheProblemsClipAndReplicate) {
   for (int kind : {clipped, replicas, empty, missing}) EXPECT_GT(kind, 50);
 }
 
-// ------------------------------------------------------------------------------------- the norm --
+// ------------------------------------------------------------------------------------ the norm --
 
 // One tensor a rank can be told by: tensor i of the problem belongs to rank i % world alone.
 std::unique_ptr<Sharded> Pipeline(uint32_t world, size_t steps, uint64_t seed) {
@@ -268,7 +268,7 @@ TEST(RanksTest, VouchedFiniteWithoutClippingAsksNobody) {
   }
 }
 
-// ------------------------------------------------------------------------------------- the skip --
+// ------------------------------------------------------------------------------------ the skip --
 
 // The rank's own input with one element that is not finite.
 StepInput Poisoned(const ShardedRank& rank, size_t step, size_t id, float value) {
@@ -324,7 +324,7 @@ TEST(RanksSkipTest, ANonFiniteGradientOfAReplicaSkipsOnAll) {
     EXPECT_EQ(SkipEverywhere(*Replicated(3, 2, 41), setting), "");
 }
 
-// --------------------------------------------------------------------------------------- queues --
+// -------------------------------------------------------------------------------------- queues --
 
 // Rank 0 queues all its steps at once; the others one by one. Every rank's comm calls come in the
 // order of the steps, whatever else it does.

@@ -143,6 +143,7 @@ class ShardedRank {
   }
 
   Rig& rig() { return *rig_; }
+  offload_context_t context() const { return context_.handle(); }
   const Problem& local() const { return sharded_.local(rank_); }
 
   // Gives the rank a step's inputs.

@@ -87,7 +87,7 @@ TEST(ShardLayoutTest, TheRandomLayoutsAreOfAllKinds) {
     EXPECT_GT(kind, 100);
 }
 
-// ------------------------------------------------------------------------------------ mutations --
+// ----------------------------------------------------------------------------------- mutations --
 
 // The refusal's text, or "accepted".
 std::string Refusal(const Piece& piece, uint64_t count) {
@@ -261,8 +261,7 @@ TEST_F(MutationTest, ARangeWithoutItsFlag) {
   });
 }
 
-// ----------------------------------------------------------------------------------------- edges
-// --
+// --------------------------------------------------------------------------------------- edges --
 
 TEST(ShardTest, TheLargestShapesCount) {
   Piece piece;

@@ -1,0 +1,347 @@
+// Ranks that die, hang, fail or never come: the others learn it within the timeout, with a text
+// that names rank, call and timeout; nothing has changed anywhere; handles can be destroyed.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../differential/sharded.h"
+#include "../thread_comm.h"
+
+namespace hybridopt {
+namespace {
+
+using Fault = ThreadComm::Fault;
+
+constexpr uint32_t kWorld = 3;
+constexpr uint32_t kBad = 1;  // the rank that something happens to
+constexpr uint64_t kTimeoutNs = 1'000'000'000;
+constexpr int64_t kLongNs = 300'000'000'000;  // a hang, if ever it is reached
+constexpr size_t kSteps = 4;
+
+::testing::AssertionResult Says(const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << '"' << text << "\" lacks \"" << part << '"';
+}
+
+// Rank numbers as the texts give them.
+std::string RankText(uint32_t rank) {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(kWorld) + ": ";
+}
+std::string TimeoutText(const char* call) {
+  return std::string("comm.") + call +
+         ": another rank did not answer within 1.0 s (options.comm_timeout_ns)";
+}
+
+// Three ranks that share a model.
+class RanksFaultTest : public ::testing::TestWithParam<int32_t> {
+ protected:
+  void SetUp() override {
+    sharded_ = RandomSharded(OFFLOAD_ADAMW, kWorld, kSteps, 5);
+    for (uint32_t rank = 0; rank < kWorld; ++rank) Create(rank);
+  }
+
+  void Create(uint32_t rank) {
+    ContextSetting context;
+    context.device_kind = GetParam();
+    context.threads = 2;
+    context.device_timeout_ns = kLongNs;
+    ranks_[rank] =
+        std::make_unique<ShardedRank>(*sharded_, rank, comm_.Table(static_cast<int32_t>(rank)),
+                                      context, OptimizerSetting{0.5, 1024, 2}, 0, kTimeoutNs);
+  }
+
+  offload_optimizer_t Handle(uint32_t rank) { return ranks_[rank]->rig().handle(); }
+
+  // Every step asks the other ranks.
+  StepInput Input(uint32_t rank, size_t step) const {
+    StepInput input = ranks_[rank]->local().steps[step];
+    input.flags = 0;
+    return input;
+  }
+  void Queue(uint32_t rank, size_t step) { ranks_[rank]->Queue(Input(rank, step)); }
+  void QueueAll(size_t step) {
+    for (uint32_t rank = 0; rank < kWorld; ++rank) Queue(rank, step);
+  }
+  int32_t Wait(uint32_t rank) { return offload_optimizer_wait(Handle(rank), 0, kLongNs); }
+
+  // A step that all ranks make.
+  void GoodStep(size_t step) {
+    QueueAll(step);
+    for (uint32_t rank = 0; rank < kWorld; ++rank)
+      ASSERT_EQ(Wait(rank), OFFLOAD_OK) << offload_last_error();
+  }
+
+  // The rank's queued step has failed with this text and has changed nothing; the handle is
+  // poisoned with the same text, and queries still answer.
+  void ExpectFailed(uint32_t rank, const std::string& text, const Bytes& before) {
+    EXPECT_EQ(Wait(rank), OFFLOAD_COMM_FAILED);
+    EXPECT_TRUE(Says(offload_last_error(), RankText(rank) + text));
+    auto result = Make<offload_step_result_t>();
+    EXPECT_EQ(offload_optimizer_step_result(Handle(rank), 0, &result), OFFLOAD_COMM_FAILED);
+    EXPECT_EQ(offload_optimizer_step(Handle(rank), nullptr, nullptr), OFFLOAD_POISONED);
+    EXPECT_TRUE(Says(offload_last_error(), RankText(rank) + text));
+    EXPECT_EQ(ranks_[rank]->Bits(), before) << "rank " << rank;
+    auto stats = Make<offload_stats_t>();
+    EXPECT_EQ(offload_optimizer_get_stats(Handle(rank), &stats), OFFLOAD_OK);
+    EXPECT_EQ(stats.steps_skipped, 0u);
+  }
+
+  // The second step's call hangs on one rank. The others can be destroyed while it still does.
+  void HangIn(uint64_t call, const char* name) {
+    comm_.Inject(kBad, call, Fault::kHang);
+    GoodStep(0);
+    const std::vector<Bytes> before = AllBits();
+    QueueAll(1);
+    for (uint32_t rank : {0u, 2u}) {
+      ExpectFailed(rank, TimeoutText(name), before[rank]);
+      ranks_[rank].reset();
+    }
+    EXPECT_EQ(offload_optimizer_wait(Handle(kBad), 0, 1), OFFLOAD_TIMED_OUT);
+    comm_.Release();
+    ExpectFailed(kBad, TimeoutText(name), before[kBad]);
+  }
+
+  std::vector<Bytes> AllBits() const {
+    std::vector<Bytes> bits;
+    for (const auto& rank : ranks_) bits.push_back(rank->Bits());
+    return bits;
+  }
+
+  std::unique_ptr<Sharded> sharded_;
+  ThreadComm comm_{kWorld};
+  std::unique_ptr<ShardedRank> ranks_[kWorld];
+};
+
+INSTANTIATE_TEST_SUITE_P(Devices, RanksFaultTest,
+                         ::testing::Values(OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM),
+                         [](const auto& info) {
+                           return info.param == OFFLOAD_DEVICE_HOST ? "Host" : "Sim";
+                         });
+
+TEST_P(RanksFaultTest, ARankThatNeverStepsTimesTheOthersOut) {
+  GoodStep(0);
+  const std::vector<Bytes> before = AllBits();
+  for (uint32_t rank : {0u, 2u}) Queue(rank, 1);
+  for (uint32_t rank : {0u, 2u}) ExpectFailed(rank, TimeoutText("sum"), before[rank]);
+  // Who comes too late finds nobody.
+  Queue(kBad, 1);
+  ExpectFailed(kBad, TimeoutText("sum"), before[kBad]);
+}
+
+// Its table does not even keep its own timeout.
+TEST_P(RanksFaultTest, ARankThatHangsInTheSumTimesTheOthersOut) { HangIn(2, "sum"); }
+TEST_P(RanksFaultTest, ARankThatHangsInTheMaxTimesTheOthersOut) { HangIn(3, "max"); }
+
+TEST_P(RanksFaultTest, ARankThatDiesInTheSumFailsTheOthersAtOnce) {
+  comm_.Inject(kBad, 2, Fault::kDie);
+  GoodStep(0);
+  const std::vector<Bytes> before = AllBits();
+  QueueAll(1);
+  for (uint32_t rank = 0; rank < kWorld; ++rank)
+    ExpectFailed(rank, "comm.sum returned 31; another rank has failed or is gone", before[rank]);
+}
+
+// All have the sum by now, and still nobody steps.
+TEST_P(RanksFaultTest, ARankThatDiesBetweenSumAndMaxLeavesNobodyHalfDone) {
+  comm_.Inject(kBad, 3, Fault::kDie);
+  GoodStep(0);
+  const std::vector<Bytes> before = AllBits();
+  QueueAll(1);
+  for (uint32_t rank = 0; rank < kWorld; ++rank)
+    ExpectFailed(rank, "comm.max returned 31; another rank has failed or is gone", before[rank]);
+}
+
+// Whatever number a function gives back, it is a failure of the other ranks and never OK.
+TEST_P(RanksFaultTest, AnyOtherStatusIsAFailure) {
+  const int32_t statuses[] = {OFFLOAD_INVALID_ARGUMENT, 999, -1};
+  for (uint32_t rank = 0; rank < kWorld; ++rank)
+    comm_.Inject(static_cast<int32_t>(rank), 0, Fault::kFail, statuses[rank]);
+  const std::vector<Bytes> before = AllBits();
+  QueueAll(0);
+  for (uint32_t rank = 0; rank < kWorld; ++rank)
+    ExpectFailed(rank, "comm.sum returned " + std::to_string(statuses[rank]), before[rank]);
+}
+
+// Steps that were done stay done, those behind the failure are not begun.
+TEST_P(RanksFaultTest, QueuedStepsBehindAFailureAreNotBegun) {
+  comm_.Inject(kBad, 2, Fault::kDie);
+  std::vector<offload_ticket_t> tickets;
+  for (size_t step = 0; step < 3; ++step) {
+    const size_t block = step == 0 ? 0 : ranks_[0]->rig().AddBlock(step);
+    tickets.push_back(ranks_[0]->Queue(Input(0, step), block));
+  }
+  for (uint32_t rank : {1u, 2u}) Queue(rank, 0);
+  EXPECT_EQ(offload_optimizer_wait(Handle(0), tickets[0], kLongNs), OFFLOAD_OK);
+  for (uint32_t rank : {1u, 2u}) EXPECT_EQ(Wait(rank), OFFLOAD_OK);
+  for (uint32_t rank : {1u, 2u}) Queue(rank, 1);
+  for (size_t step : {1, 2})
+    EXPECT_EQ(offload_optimizer_wait(Handle(0), tickets[step], kLongNs), OFFLOAD_COMM_FAILED);
+  auto stats = Make<offload_stats_t>();
+  MUST(offload_optimizer_get_stats(Handle(0), &stats));
+  EXPECT_EQ(stats.steps_applied, 1u);
+  EXPECT_EQ(comm_.calls(0), 3u);
+  // The first step's bits, by a run in which nothing fails.
+  const Bytes got = ranks_[0]->Bits();
+  ThreadComm good(kWorld);
+  std::unique_ptr<ShardedRank> others[kWorld];
+  ContextSetting context;
+  context.device_kind = GetParam();
+  for (uint32_t rank = 0; rank < kWorld; ++rank)
+    others[rank] =
+        std::make_unique<ShardedRank>(*sharded_, rank, good.Table(static_cast<int32_t>(rank)),
+                                      context, OptimizerSetting{0.5, 1024, 2});
+  for (uint32_t rank = 0; rank < kWorld; ++rank) others[rank]->Queue(Input(rank, 0));
+  for (auto& other : others) MUST(offload_optimizer_wait(other->rig().handle(), 0, -1));
+  EXPECT_EQ(got, others[0]->Bits());
+}
+
+// A stream that waits for the step must not wait for ever.
+TEST_P(RanksFaultTest, StreamsThatWaitAreReleased) {
+  if (GetParam() == OFFLOAD_DEVICE_HOST) GTEST_SKIP() << "its only stream is the caller's thread";
+  for (uint32_t rank : {0u, 2u}) {
+    Queue(rank, 0);
+    MUST(offload_optimizer_stream_wait(Handle(rank), 0, nullptr, nullptr, 0));
+  }
+  for (uint32_t rank : {0u, 2u}) {
+    EXPECT_EQ(offload_stream_synchronize(ranks_[rank]->context(), nullptr, kLongNs), OFFLOAD_OK);
+    EXPECT_EQ(Wait(rank), OFFLOAD_COMM_FAILED);
+  }
+}
+
+// The other way round: a rank whose device fails does not come, and the others hear of it.
+TEST_P(RanksFaultTest, ARankWhoseDeviceFailsTimesTheOthersOut) {
+  if (GetParam() == OFFLOAD_DEVICE_HOST) GTEST_SKIP() << "host memory cannot be taken away";
+  const std::vector<Bytes> before = AllBits();
+  for (uint32_t rank : {0u, 2u}) Queue(rank, 0);
+  Rig& rig = ranks_[kBad]->rig();
+  const size_t block = rig.AddBlock(9);
+  ranks_[kBad]->Put(Input(kBad, 0), block);
+  rig.FreeBlock(block);  // gradients that are gone when the step comes to them
+  rig.Queue(Input(kBad, 0));
+  EXPECT_EQ(Wait(kBad), OFFLOAD_DEVICE_FAILED);
+  for (uint32_t rank : {0u, 2u}) ExpectFailed(rank, TimeoutText("sum"), before[rank]);
+}
+
+// ------------------------------------------------------------------------------- bad arguments --
+
+int32_t Nothing(void*, int64_t) { return OFFLOAD_OK; }
+int32_t NoSum(void*, double*, uint32_t, int64_t) { return OFFLOAD_OK; }
+int32_t NoMax(void*, int32_t*, uint32_t, int64_t) { return OFFLOAD_OK; }
+
+struct Arguments {
+  offload_comm_t comm = Make<offload_comm_t>();
+  offload_optimizer_options_t options = Make<offload_optimizer_options_t>();
+};
+
+struct Row {
+  const char* name;
+  int32_t code;
+  std::vector<std::string> texts;
+  std::function<void(Arguments&)> spoil;
+};
+
+class RanksInputTest : public ::testing::TestWithParam<Row> {};
+
+TEST_P(RanksInputTest, IsRefusedWithItsReason) {
+  const TestContext context({});
+  Arguments arguments;
+  arguments.comm.rank = 1;
+  arguments.comm.world = 2;
+  arguments.comm.sum = NoSum;
+  arguments.comm.max = NoMax;
+  arguments.comm.barrier = Nothing;
+  arguments.options.algorithm = OFFLOAD_ADAMW;
+  arguments.options.comm = &arguments.comm;
+  GetParam().spoil(arguments);
+  offload_optimizer_t optimizer = nullptr;
+  EXPECT_EQ(offload_optimizer_create(context.handle(), &arguments.options, &optimizer),
+            GetParam().code);
+  if (GetParam().code == OFFLOAD_OK) {
+    MUST(offload_optimizer_destroy(optimizer));
+    return;
+  }
+  EXPECT_EQ(optimizer, nullptr);
+  for (const std::string& text : GetParam().texts) EXPECT_TRUE(Says(offload_last_error(), text));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Rows, RanksInputTest,
+    ::testing::Values(Row{"Good", OFFLOAD_OK, {}, [](Arguments&) {}},
+                      Row{"RankIsWorld",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"comm.rank is 2 and comm.world is 2", "0 <= rank < world"},
+                          [](Arguments& a) { a.comm.rank = 2; }},
+                      Row{"RankNegative",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"comm.rank is -1", "0 <= rank < world"},
+                          [](Arguments& a) { a.comm.rank = -1; }},
+                      Row{"WorldZero",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"comm.world is 0", "0 <= rank < world"},
+                          [](Arguments& a) { a.comm.rank = a.comm.world = 0; }},
+                      Row{"SumNull",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"comm.sum is NULL", "expected a function"},
+                          [](Arguments& a) { a.comm.sum = nullptr; }},
+                      Row{"MaxNull",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"comm.max is NULL", "expected a function"},
+                          [](Arguments& a) { a.comm.max = nullptr; }},
+                      Row{"BarrierNull",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"comm.barrier is NULL", "expected a function"},
+                          [](Arguments& a) { a.comm.barrier = nullptr; }},
+                      Row{"Reserved",
+                          OFFLOAD_UNSUPPORTED,
+                          {"comm.reserved is 3", "expected 0"},
+                          [](Arguments& a) { a.comm.reserved = 3; }},
+                      Row{"StructSizeZero",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"options.comm.struct_size is 0"},
+                          [](Arguments& a) { a.comm.struct_size = 0; }},
+                      // An older caller's table ends before its functions: they read as NULL.
+                      Row{"StructSizeShort",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"comm.sum is NULL"},
+                          [](Arguments& a) { a.comm.struct_size = offsetof(offload_comm_t, sum); }},
+                      Row{"TimeoutTooLong",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"options.comm_timeout_ns is 9223372036854775808", "at most 2^63 - 1"},
+                          [](Arguments& a) { a.options.comm_timeout_ns = uint64_t{1} << 63; }},
+                      Row{"TimeoutLongest",
+                          OFFLOAD_OK,
+                          {},
+                          [](Arguments& a) { a.options.comm_timeout_ns = INT64_MAX; }}),
+    [](const auto& info) { return info.param.name; });
+
+// Half a norm would clip differently on every rank.
+TEST(RanksClipTest, ClippingAPartOfATensorNeedsATable) {
+  const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, 1, 3);
+  const TestContext context({});
+  for (bool with_table : {false, true}) {
+    ThreadComm comm(1);
+    const offload_comm_t table = comm.Table(0);
+    std::vector<offload_shard_t> shards;
+    RankSetting setting;
+    setting.comm = with_table ? &table : nullptr;
+    for (size_t id = 0; id < sharded->whole.params.size(); ++id)
+      shards.push_back(sharded->piece(id, 0).Abi());
+    for (const offload_shard_t& shard : shards) setting.shards.push_back(&shard);
+    Rig rig(context, sharded->local(0), {}, setting);
+    auto options = Make<offload_step_options_t>();
+    options.grad_norm_max = 1;
+    if (with_table) {
+      MUST(offload_optimizer_step(rig.handle(), &options, nullptr));
+      continue;
+    }
+    EXPECT_EQ(offload_optimizer_step(rig.handle(), &options, nullptr), OFFLOAD_INVALID_ARGUMENT);
+    EXPECT_TRUE(Says(offload_last_error(), "options.grad_norm_max is 1"));
+    EXPECT_TRUE(Says(offload_last_error(), "is a part of its tensor"));
+    EXPECT_TRUE(Says(offload_last_error(), "give a comm table at create"));
+  }
+}
+
+}  // namespace
+}  // namespace hybridopt
