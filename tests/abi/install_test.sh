@@ -11,8 +11,11 @@ trap 'rm -rf "$scratch"' EXIT
 cmake --install "$build" --prefix "$scratch/first" >/dev/null
 mv "$scratch/first" "$scratch/moved"
 prefix=$scratch/moved
-[[ $(find "$prefix" -name '*.h') == "$prefix/include/offload.h" ]] ||
-  { echo "FAILED: offload.h must be the only header that is installed"; exit 1; }
+headers=offload.h
+[[ -e $prefix/$libdir/libhybridopt_mpi.so ]] && headers="offload.h offload_mpi.h"
+[[ $(find "$prefix" -name '*.h' -printf '%P\n' | sort | xargs) == \
+  "$(printf 'include/%s ' $headers | xargs)" ]] ||
+  { echo "FAILED: $headers must be the only header that is installed"; exit 1; }
 export LD_LIBRARY_PATH=$prefix/$libdir
 
 export PKG_CONFIG_PATH=$prefix/$libdir/pkgconfig
