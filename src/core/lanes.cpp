@@ -18,7 +18,9 @@ uint64_t Lanes::PinnedBytes(const Placement& placement) {
 }
 
 uint64_t Lanes::DeviceScratchBytes(const Placement& placement) {
-  return kVerdictBytes + BlockSumsBytes(placement) + placement.device_grad_elements * sizeof(float);
+  // Whole units of device memory, so that the plan says what the device counts.
+  const uint64_t grads_bytes = (placement.device_grad_elements * sizeof(float) + 255) / 256 * 256;
+  return kVerdictBytes + BlockSumsBytes(placement) + grads_bytes;
 }
 
 Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const Placement& placement) {

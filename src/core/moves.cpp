@@ -27,7 +27,8 @@ Mover::Mover(Context& context, const ParamTable& table, const Placement& placeme
   norm_inputs_.reserve(table.size());
 }
 
-Status Mover::Run(const MoveRequest& request, std::span<const EventHandle> ready, uint64_t* bytes) {
+Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready, uint64_t* bytes) {
+  UseDeviceMemory(request);
   HYBRIDOPT_TRY(AwaitProducers(request, ready));
   copies_.clear();
   switch (request.move) {
@@ -58,7 +59,6 @@ Status Mover::Run(const MoveRequest& request, std::span<const EventHandle> ready
       }
       return {};
     case Move::kReloadStates:
-      UseDeviceMemory(request);
       ListStates(request);
       return CopyListed(Direction::kUp, bytes);
     case Move::kRefreshMasters:
@@ -103,9 +103,11 @@ void Mover::ListStates(const MoveRequest& request) {
   }
 }
 
-void Mover::UseDeviceMemory(const MoveRequest& request) {
+// From here on the memory is freed with what it belongs to.
+void Mover::UseDeviceMemory(MoveRequest& request) {
   if (request.block != nullptr) memory_.UseBlock(request.block);
   if (request.scratch != nullptr) lanes_.UseScratch(request.scratch);
+  request.block = request.scratch = nullptr;
 }
 
 Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
@@ -290,8 +292,8 @@ Status Mover::FillChunk(uint32_t chunk, std::span<const Addresses> addresses,
                                        fragment.count * element_bytes));
     }
     if (!any) return {};
-    HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.down));
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], "params coming down"));
+    HYBRIDOPT_TRY(device_.Record(lanes_.landed[0].end, lanes_.down));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[0].end, "params coming down"));
   }
   const uint32_t workers = context_.workers().threads();
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {

@@ -29,7 +29,8 @@ struct MoveRequest {
   std::vector<MoveItem> items;
   uint32_t producer_count = 0;
   bool frees_device_memory = false;
-  void* block = nullptr;    // device memory that reloading states brings along
+  bool brings_device_memory = false;
+  void* block = nullptr;    // that memory, until the move has begun
   void* scratch = nullptr;  // likewise
 };
 
@@ -42,7 +43,7 @@ class Mover {
   Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
 
   // `ready` are the events behind the producers' work. Adds to *bytes what went over.
-  Status Run(const MoveRequest& request, std::span<const EventHandle> ready, uint64_t* bytes);
+  Status Run(MoveRequest& request, std::span<const EventHandle> ready, uint64_t* bytes);
 
  private:
   struct Copy {
@@ -62,7 +63,7 @@ class Mover {
   Status Accumulate(const MoveRequest& request, uint64_t* bytes);
   Status AccumulateStaged(const MoveItem& item);
   Status Add(const std::byte* grad, int32_t dtype, float* sum, uint64_t count, bool first);
-  void UseDeviceMemory(const MoveRequest& request);
+  void UseDeviceMemory(MoveRequest& request);
   Status Refresh(const MoveRequest& request);
   Status FillChunk(uint32_t chunk, std::span<const Addresses> addresses,
                    const FirstState& first_state);

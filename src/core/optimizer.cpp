@@ -115,7 +115,11 @@ Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_o
 }
 
 Optimizer::~Optimizer() {
-  if (committed_ != nullptr) committed_->timeline->Drain();  // its work reads through committed_
+  if (committed_ != nullptr) {
+    committed_->timeline->Drain();  // its work reads through committed_
+    // After a failure there may be reloads that have not run.
+    for (Request& request : committed_->requests) FreeDeviceMemory(request.move);
+  }
   committed_.reset();
   context_->OptimizerDestroyed();
 }
@@ -307,8 +311,8 @@ Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) 
   HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
   if (committed.steps_queued - committed.steps_done >= StepPipeline::kMaxQueuedSteps)
     return Status::Error(OFFLOAD_INVALID_STATE,
-                         "%u steps are queued, and no more may be; wait for an earlier ticket",
-                         StepPipeline::kMaxQueuedSteps);
+                         "%u steps are queued, at most %u may be; wait for an earlier ticket",
+                         StepPipeline::kMaxQueuedSteps, StepPipeline::kMaxQueuedSteps);
   HYBRIDOPT_TRY(CheckStepOptions(options));
   HYBRIDOPT_TRY(committed.lifecycle->CheckStep());
   StepRequest& step = committed.steps[committed.steps_queued % committed.steps.size()];
@@ -397,20 +401,20 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
     HYBRIDOPT_TRY(TakeDeviceMemory(request));
   Result<uint64_t> sequence = committed.timeline->Submit();
   if (!sequence.ok()) {
-    if (request.block != nullptr) (void)context_->device().Free(request.block);
-    if (request.scratch != nullptr) (void)context_->device().Free(request.scratch);
+    FreeDeviceMemory(request);
     return sequence.status();
   }
   committed.lifecycle->Apply(move, ids);
   ReleaseAddresses(move, ids);
   if (request.frees_device_memory) committed.device_memory_held = false;
-  if (request.scratch != nullptr) committed.device_memory_held = true;
+  if (request.brings_device_memory) committed.device_memory_held = true;
   return TicketOf(sequence.value());
 }
 
 void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request) {
   const Lifecycle& lifecycle = *committed_->lifecycle;
   request.move = move;
+  request.brings_device_memory = false;
   request.block = request.scratch = nullptr;
   request.items.clear();
   const bool grads =
@@ -430,12 +434,18 @@ Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
   HYBRIDOPT_ASSIGN(request.block, committed_->memory->TakeBlock());
   Result<void*> scratch = committed_->lanes->TakeScratch();
   if (!scratch.ok()) {
-    if (request.block != nullptr) (void)context_->device().Free(request.block);
-    request.block = nullptr;
+    FreeDeviceMemory(request);
     return scratch.status();
   }
   request.scratch = scratch.value();
+  request.brings_device_memory = true;
   return {};
+}
+
+void Optimizer::FreeDeviceMemory(MoveRequest& request) {
+  for (void* memory : {request.block, request.scratch})
+    if (memory != nullptr) (void)context_->device().Free(memory);
+  request.block = request.scratch = nullptr;
 }
 
 // Offloading gives addresses up: nothing may come from or go to them until new ones are bound.
@@ -451,7 +461,7 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
 // --
 
 Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
-  const Request& request = committed_->requests[slot];
+  Request& request = committed_->requests[slot];
   Status status = request.step != nullptr ? ExecuteStep(*request.step, slot, sequence)
                                           : ExecuteMove(request.move, slot);
   if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
@@ -471,7 +481,7 @@ Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_
   return {};
 }
 
-Status Optimizer::ExecuteMove(const MoveRequest& request, uint32_t slot) {
+Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
   uint64_t bytes = 0;
   HYBRIDOPT_TRY(committed_->mover->Run(request, committed_->lanes->ReadyEvents(slot), &bytes));
   const bool reload = request.move == Move::kReloadParams || request.move == Move::kReloadGrads ||
@@ -479,7 +489,7 @@ Status Optimizer::ExecuteMove(const MoveRequest& request, uint32_t slot) {
   std::lock_guard lock(results_mutex_);
   (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;
   if (request.frees_device_memory) stats_.device_bytes = 0;
-  if (request.scratch != nullptr) stats_.device_bytes = committed_->planned_device_bytes;
+  if (request.brings_device_memory) stats_.device_bytes = committed_->planned_device_bytes;
   return {};
 }
 

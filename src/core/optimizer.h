@@ -93,12 +93,13 @@ class Optimizer {
   void FillStep(const offload_step_options_t& options, StepRequest& request) const;
   Status RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams);
   Status TakeDeviceMemory(MoveRequest& request);
+  void FreeDeviceMemory(MoveRequest& request);
   void FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request);
   void ReleaseAddresses(Move move, std::span<const uint32_t> ids);
   offload_ticket_t TicketOf(uint64_t sequence) const;
   Status Execute(uint32_t slot, uint64_t sequence);
   Status ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence);
-  Status ExecuteMove(const MoveRequest& request, uint32_t slot);
+  Status ExecuteMove(MoveRequest& request, uint32_t slot);
   void Remember(uint64_t sequence, const offload_step_result_t& result);
   // The sequence number of a ticket of this optimizer; 0 stands for the last one.
   Result<uint64_t> SequenceOf(offload_ticket_t ticket) const;
