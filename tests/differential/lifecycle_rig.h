@@ -1,0 +1,376 @@
+// LifecycleRig: a framework around the library under test. It owns every param's and gradient's
+// buffer, frees and makes them anew, moves things with the library's calls, and compares all bits
+// with a Model, which knows nothing of residency.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/context.h"
+#include "core/handle_table.h"
+#include "rig.h"
+
+namespace hybridopt {
+
+inline constexpr uint32_t kMoveAll = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
+                                     OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
+
+struct LifecycleSetting {
+  int32_t device_kind = OFFLOAD_DEVICE_SIM;
+  uint32_t threads = 2;
+  uint64_t seed = 0;
+  uint64_t delay_ns_max = 0;
+  uint64_t memory_bytes = 8 << 20;
+  OptimizerSetting optimizer = {0, 1024, 2};
+  uint32_t movable = kMoveAll;
+  std::vector<int32_t> chunk_orders;  // per param; empty: all 0
+  const offload_comm_t* comm = nullptr;
+  // Puts a device of the test's between the library and the real one.
+  std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
+};
+
+using MoveFunction = int32_t (*)(offload_optimizer_t, const offload_move_options_t*,
+                                 offload_ticket_t*);
+
+struct MoveArguments {
+  std::vector<uint32_t> params = {};  // empty: all
+  uint32_t flags = 0;
+  std::vector<offload_stream_t> streams = {};
+};
+
+// A kernel of the caller's that runs until it is let go.
+class Gate {
+ public:
+  void Open() {
+    std::lock_guard lock(mutex_);
+    open_ = true;
+    opened_.notify_all();
+  }
+  // Queues a wait for Open() on a stream.
+  void Close(offload_context_t context, offload_stream_t stream) {
+    MUST(offload_stream_run(context, stream, Pass, this));
+  }
+
+ private:
+  static void Pass(void* self) {
+    auto* const gate = static_cast<Gate*>(self);
+    std::unique_lock lock(gate->mutex_);
+    gate->opened_.wait(lock, [gate] { return gate->open_; });
+  }
+  std::mutex mutex_;
+  std::condition_variable opened_;
+  bool open_ = false;
+};
+
+class LifecycleRig {
+ public:
+  LifecycleRig(const Problem& problem, const LifecycleSetting& setting)
+      : data(problem.params.size()),
+        grad(problem.params.size()),
+        problem_(problem),
+        setting_(setting) {
+    MakeContext();
+    MakeOptimizer();
+    for (uint32_t id = 0; id < size(); ++id) {
+      data[id] = Allocate(problem.params[id].data_bytes());
+      Write(data[id], problem.initial[id]);
+    }
+    AddParams();
+    MUST(offload_optimizer_commit(optimizer_, nullptr));
+  }
+  ~LifecycleRig() {
+    if (optimizer_ != nullptr) DestroyOptimizer();
+    for (const auto& [buffer, bytes] : buffers_) MUST(offload_device_free(context_, buffer));
+    MUST(offload_context_destroy(context_));
+  }
+  LifecycleRig(const LifecycleRig&) = delete;
+  LifecycleRig& operator=(const LifecycleRig&) = delete;
+
+  uint32_t size() const { return static_cast<uint32_t>(problem_.params.size()); }
+  offload_context_t context() const { return context_; }
+  offload_optimizer_t optimizer() const { return optimizer_; }
+  const Problem& problem() const { return problem_; }
+  void DestroyOptimizer() {
+    MUST(offload_optimizer_destroy(optimizer_));
+    optimizer_ = nullptr;
+  }
+
+  // ---- buffers
+
+  std::vector<void*> data;  // per param: where it is, or NULL
+  std::vector<void*> grad;  // per param: what Bind gives; NULL: no gradient
+
+  // At least one element, so that empty params have addresses too.
+  void* Allocate(uint64_t bytes) {
+    void* buffer = nullptr;
+    MUST(offload_device_alloc(context_, std::max<uint64_t>(bytes, 4), &buffer));
+    buffers_[buffer] = std::max<uint64_t>(bytes, 4);
+    return buffer;
+  }
+  void Free(void*& buffer) {
+    if (buffer == nullptr) return;
+    // Whoever still reads it gets NaNs, as on the simulated device.
+    if (setting_.device_kind == OFFLOAD_DEVICE_HOST) std::memset(buffer, 0xff, buffers_[buffer]);
+    MUST(offload_device_free(context_, buffer));
+    buffers_.erase(buffer);
+    buffer = nullptr;
+  }
+  void Write(void* buffer, const Bytes& bytes, offload_stream_t stream = nullptr) {
+    MUST(offload_device_upload(context_, buffer, bytes.data(), bytes.size(), stream));
+  }
+  Bytes Read(const void* buffer, uint64_t bytes) const {
+    Bytes read(bytes);
+    MUST(offload_device_download(context_, read.data(), buffer, bytes, nullptr));
+    return read;
+  }
+
+  // The gradient goes into a buffer of its own; the old one stays as it is, or is freed.
+  void NewGrad(uint32_t id, const Bytes& bytes) {
+    grad[id] = Allocate(bytes.size());
+    Write(grad[id], bytes);
+  }
+  void NewGrads(const StepInput& input) {
+    for (uint32_t id = 0; id < size(); ++id) {
+      Free(grad[id]);
+      if (input.grads[id].has_value()) NewGrad(id, *input.grads[id]);
+    }
+  }
+  void FreeAll() {
+    for (uint32_t id = 0; id < size(); ++id) {
+      Free(data[id]);
+      Free(grad[id]);
+    }
+  }
+  // New buffers, in random order and with gaps in between, so that no address stays.
+  void AllocateAll(bool grads_too, Random& random) {
+    std::vector<uint32_t> order;
+    for (uint32_t id = 0; id < size(); ++id) order.push_back(id);
+    random.Shuffle(order);
+    std::vector<void*> gaps;
+    for (uint32_t id : order) {
+      gaps.push_back(Allocate(256 * (1 + random.Below(8))));
+      data[id] = Allocate(problem_.params[id].data_bytes());
+      if (grads_too) grad[id] = Allocate(problem_.params[id].grad_bytes());
+    }
+    for (void* gap : gaps) Free(gap);
+  }
+  // What the device counts as the caller's.
+  uint64_t allocated_bytes() const {
+    uint64_t sum = 0;
+    for (const auto& [buffer, bytes] : buffers_) sum += (bytes + 255) / 256 * 256;
+    return sum;
+  }
+
+  // ---- calls
+
+  void Bind(const std::vector<uint32_t>& ids) {
+    std::vector<offload_binding_t> bindings;
+    for (uint32_t id : ids) {
+      auto binding = Make<offload_binding_t>();
+      binding.param = id;
+      binding.data = data[id];
+      binding.grad = grad[id];
+      bindings.push_back(binding);
+    }
+    MUST(offload_optimizer_bind(optimizer_, bindings.data(),
+                                static_cast<uint32_t>(bindings.size())));
+  }
+  void BindAll() {
+    std::vector<uint32_t> ids;
+    for (uint32_t id = 0; id < size(); ++id) ids.push_back(id);
+    Bind(ids);
+  }
+
+  int32_t TryMove(MoveFunction move, const MoveArguments& arguments = {},
+                  offload_ticket_t* ticket = nullptr) {
+    auto options = Make<offload_move_options_t>();
+    options.flags = arguments.flags;
+    options.params = arguments.params.data();
+    options.param_count = static_cast<uint32_t>(arguments.params.size());
+    options.streams = arguments.streams.data();
+    options.stream_count = static_cast<uint32_t>(arguments.streams.size());
+    return move(optimizer_, &options, ticket);
+  }
+  offload_ticket_t Move(MoveFunction move, const MoveArguments& arguments = {}) {
+    offload_ticket_t ticket = 0;
+    MUST(TryMove(move, arguments, &ticket));
+    return ticket;
+  }
+
+  void SetGroups(const std::vector<offload_group_t>& groups) {
+    for (uint32_t id = 0; id < groups.size(); ++id)
+      MUST(offload_optimizer_set_group(optimizer_, id, &groups[id]));
+  }
+  int32_t TryStep(const StepInput& input, offload_stream_t stream = nullptr,
+                  offload_ticket_t* ticket = nullptr) {
+    auto options = Make<offload_step_options_t>();
+    options.flags = input.flags;
+    options.grad_scale = input.grad_scale;
+    options.grad_norm_max = input.grad_norm_max;
+    options.stream = stream;
+    return offload_optimizer_step(optimizer_, &options, ticket);
+  }
+  offload_ticket_t Step(const StepInput& input, offload_stream_t stream = nullptr) {
+    SetGroups(input.groups);
+    offload_ticket_t ticket = 0;
+    MUST(TryStep(input, stream, &ticket));
+    return ticket;
+  }
+  void Wait(offload_ticket_t ticket = 0) { MUST(offload_optimizer_wait(optimizer_, ticket, -1)); }
+
+  offload_stats_t Stats() const {
+    auto stats = Make<offload_stats_t>();
+    MUST(offload_optimizer_get_stats(optimizer_, &stats));
+    return stats;
+  }
+  offload_plan_t Plan() const {
+    auto plan = Make<offload_plan_t>();
+    MUST(offload_optimizer_plan(optimizer_, &plan));
+    return plan;
+  }
+  uint64_t DeviceBytesUsed() const {
+    auto info = Make<offload_context_info_t>();
+    MUST(offload_context_get_info(context_, &info));
+    return info.device_memory_bytes - info.device_memory_free_bytes;
+  }
+
+  // ---- bits
+
+  // Empty if every bit of params, states and counts is the model's; else what differs first.
+  std::string Difference(const Model& model) const {
+    for (uint32_t id = 0; id < size(); ++id) {
+      const std::string where =
+          " of param " + std::to_string(id) + " (" + problem_.params[id].Text() + ")";
+      if (Read(data[id], problem_.params[id].data_bytes()) != model.params[id].data)
+        return "data" + where;
+      for (int32_t kind = OFFLOAD_STATE_MASTER; kind <= OFFLOAD_STATE_SUM; ++kind) {
+        const std::string difference = StateDifference(id, kind, model.params[id]);
+        if (!difference.empty()) return difference + where;
+      }
+    }
+    return "";
+  }
+
+  // What the result of a step must say, by the model that has just made it.
+  std::string ResultDifference(const Model& model, offload_ticket_t ticket = 0) const {
+    auto result = Make<offload_step_result_t>();
+    MUST(offload_optimizer_step_result(optimizer_, ticket, &result));
+    const Verdict& verdict = model.verdict;
+    char text[200] = "";
+    if (result.skipped != verdict.skip || result.step != model.steps_applied ||
+        std::bit_cast<uint64_t>(result.grad_norm) != std::bit_cast<uint64_t>(verdict.grad_norm) ||
+        std::bit_cast<uint64_t>(result.grad_clip) != std::bit_cast<uint64_t>(verdict.grad_clip))
+      std::snprintf(text, sizeof(text),
+                    "skipped %d, step %" PRIu64 ", norm %a, clip %a; expected %d, %" PRIu64
+                    ", %a, %a",
+                    result.skipped, result.step, result.grad_norm, result.grad_clip, verdict.skip,
+                    model.steps_applied, verdict.grad_norm, verdict.grad_clip);
+    return text;
+  }
+
+ private:
+  void MakeContext() {
+    offload_context_options_t options{};
+    options.threads = setting_.threads;
+    options.log = [](void*, int32_t, const char*) {};
+    const KernelTable& kernels = *SelectKernels().value();
+    const SimOptions sim{setting_.memory_bytes, setting_.seed, setting_.delay_ns_max};
+    std::unique_ptr<Device> device = setting_.device_kind == OFFLOAD_DEVICE_SIM
+                                         ? std::move(CreateSimDevice(sim, kernels).value())
+                                         : CreateHostDevice();
+    if (setting_.wrap) device = setting_.wrap(std::move(device));
+    using Contexts = HandleTable<Context, HandleKind::kContext>;
+    context_ = static_cast<offload_context_t>(Contexts::Instance().Insert(
+        std::make_shared<Context>(options, std::move(device), kernels)));
+  }
+
+  void MakeOptimizer() {
+    auto options = Make<offload_optimizer_options_t>();
+    options.algorithm = problem_.algorithm;
+    options.device_fraction = setting_.optimizer.device_fraction;
+    options.chunk_elements = setting_.optimizer.chunk_elements;
+    options.staging_slots = setting_.optimizer.staging_slots;
+    options.movable = setting_.movable;
+    options.comm = setting_.comm;
+    MUST(offload_optimizer_create(context_, &options, &optimizer_));
+    for (const offload_group_t& group : problem_.groups) {
+      uint32_t id = 0;
+      MUST(offload_optimizer_add_group(optimizer_, &group, &id));
+    }
+  }
+
+  void AddParams() {
+    for (uint32_t id = 0; id < size(); ++id) {
+      const ParamSpec& spec = problem_.params[id];
+      const std::string name = "param" + std::to_string(id);
+      auto param = Make<offload_param_t>();
+      param.group = spec.group;
+      param.dtype = spec.dtype;
+      param.grad_dtype = spec.grad_dtype;
+      param.placement = spec.placement;
+      param.name = name.c_str();
+      param.data = data[id];
+      param.count = spec.count;
+      if (!setting_.chunk_orders.empty()) param.chunk_order = setting_.chunk_orders[id];
+      MUST(offload_optimizer_add_params(optimizer_, &param, 1, nullptr));
+    }
+  }
+
+  std::string StateDifference(uint32_t id, int32_t kind, const Model::Param& param) const {
+    auto view = Make<offload_state_view_t>();
+    if (offload_optimizer_state(optimizer_, id, kind, &view) != OFFLOAD_OK)
+      return kind == OFFLOAD_STATE_MASTER ? offload_last_error() : "";  // not of this algorithm
+    if (view.step_count != param.step_count) return "step count";
+    const std::vector<float>& expected = kind == OFFLOAD_STATE_MASTER       ? param.master
+                                         : kind == OFFLOAD_STATE_EXP_AVG_SQ ? param.moment1
+                                                                            : param.moment0;
+    Bytes got = Read(view.device_data, view.device_count * 4);
+    const auto* host = static_cast<const std::byte*>(view.host_data);
+    if (view.host_count > 0) got.insert(got.end(), host, host + view.host_count * 4);
+    if (got.size() != expected.size() * 4) return "count of state " + std::to_string(kind);
+    for (size_t i = 0; i < expected.size(); ++i)
+      if (std::memcmp(&got[i * 4], &expected[i], 4) != 0)
+        return "element " + std::to_string(i) + " of state " + std::to_string(kind);
+    return "";
+  }
+
+  const Problem& problem_;
+  const LifecycleSetting setting_;
+  offload_context_t context_ = nullptr;
+  offload_optimizer_t optimizer_ = nullptr;
+  std::map<void*, uint64_t> buffers_;  // all that are allocated, with their bytes
+};
+
+// ------------------------------------------------------------------------------- helpers of models
+
+// A gradient widened to fp32, exactly.
+inline std::vector<float> Widened(int32_t dtype, const Bytes& array) {
+  std::vector<float> wide(array.size() / DtypeBytes(dtype));
+  ReferenceKernels().ToFp32(dtype)(array.data(), wide.size(), wide.data());
+  return wide;
+}
+
+// Adds one micro-batch, or starts with it.
+inline void AddTo(std::optional<std::vector<float>>& sum, int32_t dtype, const Bytes& grad) {
+  const std::vector<float> wide = Widened(dtype, grad);
+  if (!sum.has_value()) {
+    sum = wide;
+    return;
+  }
+  for (size_t i = 0; i < wide.size(); ++i) (*sum)[i] = (*sum)[i] + wide[i];
+}
+
+inline Bytes BytesOf(const std::vector<float>& values) {
+  Bytes bytes(values.size() * 4);
+  if (!values.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+  return bytes;
+}
+
+}  // namespace hybridopt
