@@ -176,8 +176,8 @@ typedef struct offload_context_options {
   uint32_t struct_size;
   int32_t device_kind;  /* enum offload_device_kind; 0 = host */
   int32_t device_index; /* which CUDA device; must be 0 for host and sim */
-  uint32_t threads;     /* CPU threads that update the host share; 0 = one per CPU of this rank's part
-                           (affinity mask and cgroup quota counted); at most 1024 */
+  uint32_t threads;     /* CPU threads that update the host share; 0 = one per CPU of this rank's
+                           part (affinity mask and cgroup quota counted); at most 1024 */
   uint64_t pinned_bytes_max;  /* cap on staging memory of this context; 0 = no cap */
   uint64_t device_timeout_ns; /* device work that makes no progress for so long counts as failed;
                                  0 = 600 s */
@@ -188,9 +188,9 @@ typedef struct offload_context_options {
   uint64_t sim_delay_ns_max;  /* sim: each command on a stream is delayed by 0 to this; 0 = none */
   uint64_t numa_nodes;        /* bit n: update threads and host memory on NUMA node n; 0 = the nodes
                                  near the device, or all that have CPUs if its place is not known */
-  uint32_t local_rank;        /* 0 to local_world - 1: which part of the host's CPUs is this one's */
-  uint32_t local_world;       /* ranks that share this host's CPUs; 0 = as LOCAL_RANK and
-                                 LOCAL_WORLD_SIZE of the environment say, else alone; 1 = alone, for
+  uint32_t local_rank;        /* 0 to local_world - 1: which part of the CPUs is this rank's */
+  uint32_t local_world;       /* ranks that share the host's CPUs; 0 = as LOCAL_RANK and
+                                 LOCAL_WORLD_SIZE of the environment say, else 1; 1 = alone, for
                                  ranks that the launcher has bound to CPUs of their own */
 } offload_context_options_t;
 
@@ -225,7 +225,7 @@ typedef struct offload_context_info {
 
 /* Opens a device and learns the machine. Allocates little and starts no thread of the update pool.
  * HYBRIDOPT_ISA in the environment (reference, avx2, avx512, neon) forces an instruction set. Ranks
- * on one host share its CPUs out, node by node, so that no two run on the same: docs/CONFIGURATION.md.
+ * on one host share its CPUs out, so that no two run on the same (docs/CONFIGURATION.md).
  * Errors: INVALID_ARGUMENT (field named), UNSUPPORTED (no such device or instruction set here).
  * *context is written on success only. */
 OFFLOAD_API int32_t offload_context_create(const offload_context_options_t* options,
