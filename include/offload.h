@@ -497,9 +497,9 @@ enum offload_move_flag {
 
 typedef struct offload_move_options {
   uint32_t struct_size;
-  uint32_t flags;         /* enum offload_move_flag, or-ed */
-  const uint32_t* params; /* ids */
-  uint32_t param_count;   /* 0 = all */
+  uint32_t flags;                  /* enum offload_move_flag, or-ed */
+  const uint32_t* params;          /* ids */
+  uint32_t param_count;            /* 0 = all */
   uint32_t stream_count;           /* producers, at most 4; 0 = the NULL stream alone */
   const offload_stream_t* streams; /* the copies wait for the work now queued on each of these */
 } offload_move_options_t;

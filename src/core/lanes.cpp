@@ -62,8 +62,9 @@ Status Lanes::CreateAll(const Placement& placement) {
 }
 
 Lanes::~Lanes() {
-  // Streams first: they may still be copying into the memory below.
-  for (StreamHandle stream : streams_) (void)device().DestroyStream(stream);
+  // Streams first: they may still be copying into the memory below. After a failure they may be
+  // waiting for a stream of the caller's that never ends; nobody wants that work any more.
+  for (StreamHandle stream : streams_) device().AbandonStream(stream);
   for (EventHandle event : events_) device().DestroyEvent(event);
   FreeScratch();
   context_.ReleasePinned(pinned_bytes_);

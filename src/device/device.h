@@ -84,7 +84,10 @@ class Device {
 
   // `label` names what the stream or event is for; it shows in errors.
   virtual Result<StreamHandle> CreateStream(const char* label) = 0;
-  virtual Status DestroyStream(StreamHandle stream) = 0;      // finishes its work first, if it can
+  virtual Status DestroyStream(StreamHandle stream) = 0;  // finishes its work first, if it can
+  // Destroys it without its queued work: what has not begun is dropped, and a wait for another
+  // stream ends. Returns when the stream touches no memory any more.
+  virtual void AbandonStream(StreamHandle stream) = 0;
   virtual Status CheckStream(StreamHandle stream) const = 0;  // INVALID_ARGUMENT if not ours
   virtual Result<EventHandle> CreateEvent(const char* label) = 0;
   virtual void DestroyEvent(EventHandle event) = 0;

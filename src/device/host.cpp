@@ -44,6 +44,7 @@ class HostDevice final : public Device {
 
   Result<StreamHandle> CreateStream(const char*) override { return StreamHandle{nullptr}; }
   Status DestroyStream(StreamHandle stream) override { return CheckStream(stream); }
+  void AbandonStream(StreamHandle) override {}
   Status CheckStream(StreamHandle stream) const override;
   Result<EventHandle> CreateEvent(const char*) override { return Unsupported("CreateEvent"); }
   void DestroyEvent(EventHandle) override {}

@@ -47,6 +47,7 @@ class SimDevice final : public Device {
 
   Result<StreamHandle> CreateStream(const char* label) override;
   Status DestroyStream(StreamHandle stream) override;
+  void AbandonStream(StreamHandle stream) override;
   Status CheckStream(StreamHandle stream) const override { return Find(stream).status(); }
   Result<EventHandle> CreateEvent(const char* label) override;
   void DestroyEvent(EventHandle event) override;
@@ -89,6 +90,7 @@ class SimDevice final : public Device {
 
   std::unique_ptr<SimStream> MakeStream(const char* label);
   Result<SimStream*> Find(StreamHandle stream) const;
+  Result<SimStream*> Forget(StreamHandle stream);
   Result<SimEvent*> Find(EventHandle event) const;
   Result<Point> LatestRecord(EventHandle event) const;
   Result<int64_t> TimeOf(EventHandle event) const;
@@ -181,13 +183,23 @@ Result<StreamHandle> SimDevice::CreateStream(const char* label) {
 
 Status SimDevice::DestroyStream(StreamHandle stream) {
   if (stream == nullptr) return Status();
-  HYBRIDOPT_ASSIGN(SimStream * found, Find(stream));
-  {
-    std::lock_guard lock(mutex_);
-    live_streams_.erase(stream);
-  }
+  HYBRIDOPT_ASSIGN(SimStream * found, Forget(stream));
   found->Close();
   return Status();
+}
+
+void SimDevice::AbandonStream(StreamHandle stream) {
+  if (stream == nullptr) return;
+  Result<SimStream*> found = Forget(stream);
+  if (found.ok()) found.value()->Abandon();
+}
+
+// From here on nobody can queue on it.
+Result<SimStream*> SimDevice::Forget(StreamHandle stream) {
+  HYBRIDOPT_ASSIGN(SimStream * found, Find(stream));
+  std::lock_guard lock(mutex_);
+  live_streams_.erase(stream);
+  return found;
 }
 
 Result<EventHandle> SimDevice::CreateEvent(const char* label) {

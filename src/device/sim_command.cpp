@@ -15,6 +15,7 @@ namespace {
 // Copies have seams at this grain, where other threads get a chance to interfere.
 constexpr uint64_t kCopyPieceBytes = 64 << 10;
 
+constexpr int64_t kAbandonPollNs = 1'000'000;
 constexpr int kFlagPollsBeforeSleep = 100;
 constexpr auto kFlagPollInterval = std::chrono::microseconds(20);
 
@@ -85,8 +86,17 @@ Result<UpdateSpan> SimExecutor::LocateSpan(const DeviceUpdate& update) const {
   return span;
 }
 
-Status SimExecutor::Execute(const sim::Command& command) const {
-  return std::visit([this](const auto& one) { return Apply(one); }, command);
+Status SimExecutor::Execute(const sim::Command& command, const std::atomic<bool>& abandoned) const {
+  return std::visit(
+      [&](const auto& one) {
+        using One = std::decay_t<decltype(one)>;
+        if constexpr (std::is_same_v<One, sim::WaitStream> || std::is_same_v<One, sim::WaitFlag>) {
+          return Apply(one, abandoned);
+        } else {
+          return Apply(one);
+        }
+      },
+      command);
 }
 
 Status SimExecutor::Apply(const sim::CopyToHost& copy) const {
@@ -186,15 +196,16 @@ Status SimExecutor::Apply(const sim::Record& record) const {
   return Status();
 }
 
-Status SimExecutor::Apply(const sim::WaitStream& wait) const {
+Status SimExecutor::Apply(const sim::WaitStream& wait, const std::atomic<bool>& abandoned) const {
   // It ends: streams wait only for what was queued before, and a stopped device drains its queues.
-  wait.stream->WaitUntil(wait.sequence, -1);
+  while (!wait.stream->WaitUntil(wait.sequence, kAbandonPollNs) && !abandoned) {
+  }
   return Status();
 }
 
-Status SimExecutor::Apply(const sim::WaitFlag& wait) const {
+Status SimExecutor::Apply(const sim::WaitFlag& wait, const std::atomic<bool>& abandoned) const {
   for (int polls = 0; wait.flag->load(std::memory_order_acquire) < wait.value; ++polls) {
-    if (fault_.stopped()) break;
+    if (fault_.stopped() || abandoned) break;
     if (polls < kFlagPollsBeforeSleep) {
       std::this_thread::yield();
     } else {

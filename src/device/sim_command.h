@@ -121,7 +121,8 @@ class SimExecutor {
   SimExecutor(const SimMemory& memory, const KernelTable& kernels, const SimFault& fault)
       : memory_(memory), kernels_(kernels), fault_(fault) {}
 
-  Status Execute(const sim::Command& command) const;
+  // `abandoned` ends waits for others.
+  Status Execute(const sim::Command& command, const std::atomic<bool>& abandoned) const;
 
  private:
   Status Apply(const sim::CopyToHost& copy) const;
@@ -133,8 +134,8 @@ class SimExecutor {
   Status Apply(const sim::Update& update) const;
   Status Apply(const sim::Run& run) const;
   Status Apply(const sim::Record& record) const;
-  Status Apply(const sim::WaitStream& wait) const;
-  Status Apply(const sim::WaitFlag& wait) const;
+  Status Apply(const sim::WaitStream& wait, const std::atomic<bool>& abandoned) const;
+  Status Apply(const sim::WaitFlag& wait, const std::atomic<bool>& abandoned) const;
 
   Result<void*> Locate(const char* what, const void* device, uint64_t count, uint64_t element_bytes,
                        uint64_t alignment) const;

@@ -96,6 +96,11 @@ void SimStream::Close() {
   ring_.reset();
 }
 
+void SimStream::Abandon() {
+  abandoned_ = true;
+  Close();
+}
+
 void SimStream::RunCommands() {
   prim::NameThisThread(label_.c_str());
   prim::ResetFloatingPointMode();
@@ -106,9 +111,9 @@ void SimStream::RunCommands() {
     // The slot is not written again before the command has completed.
     const sim::Command& command = ring_[completed_ % kQueueCommands];
     lock.unlock();
-    Delay();
-    if (!fault_.stopped()) {
-      const Status status = executor_.Execute(command);
+    if (!abandoned_) Delay();
+    if (!fault_.stopped() && !abandoned_) {
+      const Status status = executor_.Execute(command, abandoned_);
       if (!status.ok()) {
         fault_.Fail(std::string(sim::NameOf(command)) + " on stream \"" + label_ +
                     "\": " + status.message());

@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -40,6 +41,8 @@ class SimStream {
   bool WaitUntil(uint64_t sequence, int64_t timeout_ns) const;
   // Completes what is queued and ends the thread. Later commands are refused.
   void Close();
+  // The same, but drops what has not begun.
+  void Abandon();
 
  private:
   Status StartLocked();
@@ -60,6 +63,7 @@ class SimStream {
   uint64_t completed_ = 0;
   bool started_ = false;
   bool closed_ = false;
+  std::atomic<bool> abandoned_ = false;
   pthread_t thread_ = {};
 };
 

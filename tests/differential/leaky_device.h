@@ -58,6 +58,7 @@ class LeakyDevice final : public Device {
     if (Leaks(Leak::kLanded, event, "gradients landed")) return {};
     if (Leaks(Leak::kUploaded, event, "params uploaded")) return {};
     if (Leaks(Leak::kVerdict, event, "verdict known")) return {};
+    if (Leaks(Leak::kVerdict, event, "moved")) return {};  // commit waits for these
     if (Leaks(Leak::kDeviceUpdated, event, "device updated")) return {};
     return device_->Wait(event, timeout_ns);
   }
@@ -80,6 +81,7 @@ class LeakyDevice final : public Device {
   Status PinHost(void* data, uint64_t bytes) override { return device_->PinHost(data, bytes); }
   void UnpinHost(void* data) override { device_->UnpinHost(data); }
   Status DestroyStream(StreamHandle stream) override { return device_->DestroyStream(stream); }
+  void AbandonStream(StreamHandle stream) override { device_->AbandonStream(stream); }
   Status CheckStream(StreamHandle stream) const override { return device_->CheckStream(stream); }
   void DestroyEvent(EventHandle event) override { device_->DestroyEvent(event); }
   Status Record(EventHandle event, StreamHandle stream) override {

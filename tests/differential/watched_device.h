@@ -106,6 +106,7 @@ class WatchedDevice final : public Device {
     return device_->CreateStream(label);
   }
   Status DestroyStream(StreamHandle stream) override { return device_->DestroyStream(stream); }
+  void AbandonStream(StreamHandle stream) override { device_->AbandonStream(stream); }
   Status CheckStream(StreamHandle stream) const override { return device_->CheckStream(stream); }
   Result<EventHandle> CreateEvent(const char* label) override {
     return device_->CreateEvent(label);

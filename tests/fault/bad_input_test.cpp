@@ -275,8 +275,8 @@ INSTANTIATE_TEST_SUITE_P(
                      [](OptimizerOptions& o) { o.staging_slots = 1; }),
         OptimizerRow("ManySlots", OFFLOAD_INVALID_ARGUMENT, {"options.staging_slots is 65"},
                      [](OptimizerOptions& o) { o.staging_slots = 65; }),
-        OptimizerRow("OptimizerReserved", OFFLOAD_UNSUPPORTED, {"options.reserved is 7"},
-                     [](OptimizerOptions& o) { o.reserved = 7; })),
+        OptimizerRow("UnknownMovable", OFFLOAD_UNSUPPORTED, {"options.movable is 0x17", "0xf"},
+                     [](OptimizerOptions& o) { o.movable = 0x17; })),
     RowName);
 
 // --------------------------------------------------------------------------------------- groups --

@@ -391,7 +391,7 @@ class World {
     options.device_fraction = Number();
     options.chunk_elements = random_.OneOf<uint64_t>({0, 1024, 1024, 1024, 7, UINT64_MAX});
     options.staging_slots = random_.OneOf<uint32_t>({0, 2, 2, 3, 64, 1, UINT32_MAX});
-    if (optimizers_.size() >= 8) options.reserved = 1;  // enough of them
+    if (optimizers_.size() >= 8) options.movable = 16;  // enough of them
     offload_optimizer_t optimizer = nullptr;
     const int32_t status = offload_optimizer_create(context, &options, &optimizer);
     if (!Judge(status, context)) return;

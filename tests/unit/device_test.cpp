@@ -889,7 +889,7 @@ TEST(SimFailure, EveryCommandChecksEveryAddressWhenItRuns) {
        [](Arrays& a) { return a.device->SetVerdict(nullptr, {}, a.verdict + 1); }},
       {"Norm", "grad", [=](Arrays& a) { return a.input.count = past, queue_norm(a); }},
       {"Norm", "block_sums", [=](Arrays& a) { return a.input.first_block = 1, queue_norm(a); }},
-      {"Norm", "verdict", [=](Arrays& a) { return a.verdict = nullptr, queue_norm(a); }},
+      {"Norm", "verdict", [=](Arrays& a) { return ++a.verdict, queue_norm(a); }},
       {"Update", "grad", [=](Arrays& a) { return a.update.span.grad = a.host, queue_update(a); }},
       {"Update", "param", [=](Arrays& a) { return a.update.span.param = a.host, queue_update(a); }},
       {"Update", "master", [=](Arrays& a) { return ++a.update.span.master, queue_update(a); }},

@@ -282,7 +282,7 @@ TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemo
     input.param.count = 1 << 20;
     input.param.data = reinterpret_cast<void*>(0x1000);
     EXPECT_TRUE(table.AddParams({&input, 1}).ok());
-    const Placement placement = Place(table, {true, 0, 1024, 2});
+    const Placement placement = Place(table, {true, 0, 1024, 2, 0});
     const uint64_t bytes = (dtype == OFFLOAD_BF16 ? 12 : 8) * input.param.count;
     EXPECT_GE(placement.host_arena_bytes, bytes);
     EXPECT_LE(placement.host_arena_bytes, bytes + 4096);

@@ -60,7 +60,8 @@ TEST(Timeline, RunsInOrderAndCountsFromOne) {
   EXPECT_TRUE(line.timeline->Wait(100, kForever).ok());
   ASSERT_EQ(line.executed.size(), 100u);
   for (uint64_t i = 0; i < 100; ++i)
-    EXPECT_EQ(line.executed[i], std::make_pair(static_cast<uint32_t>((i + 1) % 8), i + 1));
+    EXPECT_EQ(line.executed[i],
+              std::make_pair(static_cast<uint32_t>((i + 1) % Timeline::kCapacity), i + 1));
   EXPECT_EQ(line.timeline->completed(), 100u);
   EXPECT_TRUE(line.timeline->idle());
 }
@@ -78,11 +79,11 @@ TEST(Timeline, SlotsOfQueuedWorkAreNotGivenOutAgain) {
   }
   const Result<uint32_t> full = line.timeline->NextSlot();
   EXPECT_EQ(full.status().code(), OFFLOAD_INVALID_STATE);
-  EXPECT_NE(full.status().message().find("8 steps are queued, at most 8"), std::string::npos);
+  EXPECT_NE(full.status().message().find("256 calls are queued, at most 256"), std::string::npos);
   line.Permit(1);
   EXPECT_TRUE(line.timeline->Wait(1, kForever).ok());
   EXPECT_TRUE(line.timeline->NextSlot().ok());
-  line.Permit(100);
+  line.Permit(Timeline::kCapacity);
 }
 
 TEST(Timeline, WaitsTimeOutAndTheWorkGoesOn) {
