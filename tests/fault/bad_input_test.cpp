@@ -5,11 +5,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <functional>
 #include <limits>
-#include <thread>
 
 #include "handle_calls.h"
 #include "trainer.h"
@@ -1225,14 +1223,6 @@ TEST(Handle, ChangedBitsOfAGoodHandleAreRefused) {
 }
 
 // ---------------------------------------------------------------------------------------- waits --
-
-// Holds a stream of the sim until told.
-struct Gate {
-  std::atomic<bool> open = false;
-  static void Hold(void* gate) {
-    while (!static_cast<Gate*>(gate)->open) std::this_thread::yield();
-  }
-};
 
 TEST(Wait, OfWorkThatIsHeldBackTimesOutAndTheWorkGoesOn) {
   RunOptions run;

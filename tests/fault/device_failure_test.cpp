@@ -6,7 +6,6 @@
 #include <functional>
 #include <memory>
 #include <set>
-#include <thread>
 
 #include "base/prim.h"
 #include "core/context.h"
@@ -16,7 +15,7 @@
 namespace hybridopt::fault {
 namespace {
 
-constexpr int64_t kLongNs = 120'000'000'000;  // no timed assertion: only the end of a hang
+constexpr int64_t kLongNs = 60'000'000'000;  // no timed assertion: only the end of a hang
 
 bool Contains(const std::string& text, const std::string& word) {
   return text.find(word) != std::string::npos;
@@ -84,14 +83,6 @@ TEST(AsynchronousFailure, ReachesTheWaiterWithItsCauseAndPoisonsTheRest) {
   EXPECT_TRUE(Contains(offload_last_error(), "freed or never allocated")) << offload_last_error();
 }
 
-// Holds a stream of the sim until told.
-struct Gate {
-  std::atomic<bool> open = false;
-  static void Hold(void* gate) {
-    while (!static_cast<Gate*>(gate)->open) std::this_thread::yield();
-  }
-};
-
 TEST(StuckStream, FailsTheStepAfterDeviceTimeoutAndReleasesWhoWaits) {
   RunOptions run;
   run.device_timeout_ns = 100'000'000;
@@ -109,7 +100,8 @@ TEST(StuckStream, FailsTheStepAfterDeviceTimeoutAndReleasesWhoWaits) {
   auto options = Make<offload_step_options_t>();
   options.stream = stuck;
   offload_ticket_t ticket = 0;
-  ASSERT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, &options, &ticket));
+  for (int step = 0; step < 2; ++step)  // the stream waits for the one that will never run
+    ASSERT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, &options, &ticket));
   const int32_t status =
       offload_optimizer_stream_wait(trainer.optimizer, ticket, waiting, nullptr, 0);
   EXPECT_TRUE(status == OFFLOAD_OK || status == OFFLOAD_POISONED) << offload_last_error();

@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "offload.h"
@@ -49,6 +51,14 @@ inline void FillPattern(std::vector<unsigned char>& bytes, int32_t dtype, uint64
     }
   }
 }
+
+// A function for offload_stream_run that holds its stream until told.
+struct Gate {
+  std::atomic<bool> open = false;
+  static void Hold(void* gate) {
+    while (!static_cast<Gate*>(gate)->open) std::this_thread::yield();
+  }
+};
 
 struct RunOptions {
   int32_t device_kind = OFFLOAD_DEVICE_SIM;
