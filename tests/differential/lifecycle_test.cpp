@@ -781,52 +781,56 @@ TEST(ProducersTest, AMissingWaitGivesWrongBits) {
       EXPECT_NE(StepBehindFourProducers(late, accumulate, true), "") << "late: " << late;
 }
 
-// What reload writes to may still be in use by the caller's streams: it waits for them too, and for
-// the weights that a refresh reads.
+// Lets the gate's stream go on a while after this, and waits for the ticket and then the stream.
+void OpenLater(const LifecycleRig& rig, Gate& gate, offload_ticket_t ticket,
+               offload_stream_t stream) {
+  std::thread later([&gate] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    gate.Open();
+  });
+  MUST(offload_optimizer_wait(rig.optimizer(), ticket, -1));
+  later.join();
+  MUST(offload_stream_synchronize(rig.context(), stream, -1));
+}
+
+// What reload writes to may still be in use by a stream of the caller's, and the weights that a
+// refresh reads may still be on their way: both wait.
 TEST(ProducersTest, ReloadAndRefreshWaitToo) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 103);
   LifecycleRig rig(problem, SettingOf(OFFLOAD_DEVICE_SIM, 0.3));
   Producers producers(rig);
+  const offload_stream_t stream = producers.streams[2];
   Model model(problem);
-  rig.Wait(rig.Move(offload_optimizer_offload_params));
-  // A last use of the new buffers by somebody else: fills them with garbage.
-  const Bytes garbage(1 << 16, std::byte{0x11});
-  Gate gate;
-  gate.Close(rig.context(), producers.streams[2]);
-  std::vector<Bytes> pieces;
   std::vector<Write> writes(2 * rig.size());
-  const auto queue_write = [&](uint32_t index, uint32_t id, const Bytes& bytes) {
+  const auto write_data = [&](Write& write, uint32_t id, const Bytes& bytes) {
     if (bytes.empty()) return;
     void* mapped = nullptr;
     MUST(offload_device_map(rig.context(), rig.data[id], bytes.size(), &mapped));
-    writes[index] = {mapped, &bytes};
-    MUST(offload_stream_run(rig.context(), producers.streams[2], Write::Run, &writes[index]));
+    write = {mapped, &bytes};
+    MUST(offload_stream_run(rig.context(), stream, Write::Run, &write));
   };
-  for (uint32_t id = 0; id < rig.size(); ++id)
-    pieces.emplace_back(problem.params[id].data_bytes(), std::byte{0x11});
-  for (uint32_t id = 0; id < rig.size(); ++id) {
+
+  rig.Wait(rig.Move(offload_optimizer_offload_params));
+  const std::vector<Bytes> weights = OtherWeights(problem);
+  Gate gate;
+  gate.Close(rig.context(), stream);
+  for (uint32_t id = 0; id < rig.size(); ++id) {  // somebody else's last use of the new buffers
     rig.data[id] = rig.Allocate(problem.params[id].data_bytes());
-    queue_write(id, id, pieces[id]);
+    write_data(writes[id], id, weights[id]);
   }
   rig.BindAll();
-  const offload_ticket_t reloaded =
-      rig.Move(offload_optimizer_reload_params, {{}, 0, {producers.streams[2]}});
-  gate.Open();
-  rig.Wait(reloaded);
+  OpenLater(rig, gate, rig.Move(offload_optimizer_reload_params, {{}, 0, {stream}}), stream);
   EXPECT_EQ(rig.Difference(model), "");
 
-  const std::vector<Bytes> weights = OtherWeights(problem);
   Gate second;
-  second.Close(rig.context(), producers.streams[2]);
-  for (uint32_t id = 0; id < rig.size(); ++id) queue_write(rig.size() + id, id, weights[id]);
-  const offload_ticket_t refreshed =
-      rig.Move(offload_optimizer_refresh_masters, {{}, 0, {nullptr, producers.streams[2]}});
-  second.Open();
-  rig.Wait(refreshed);
+  second.Close(rig.context(), stream);
   for (uint32_t id = 0; id < rig.size(); ++id) {
+    write_data(writes[rig.size() + id], id, weights[id]);
     model.params[id].data = weights[id];
     model.params[id].master = Widened(problem.params[id].dtype, weights[id]);
   }
+  OpenLater(rig, second, rig.Move(offload_optimizer_refresh_masters, {{}, 0, {nullptr, stream}}),
+            stream);
   EXPECT_EQ(rig.Difference(model), "");
 }
 
