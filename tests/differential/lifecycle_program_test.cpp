@@ -90,6 +90,7 @@ class Program {
   std::string BytesLeft() {
     rig_.Move(offload_optimizer_offload_grads, {{}, OFFLOAD_MOVE_DROP, {}});
     rig_.Move(offload_optimizer_offload_params);
+    Move(offload_optimizer_offload_states, Some());
     rig_.Move(offload_optimizer_offload_states);
     CollectGarbage();
     const uint64_t left = rig_.DeviceBytesUsed() - rig_.allocated_bytes();
