@@ -16,6 +16,9 @@
 #include "base/prim.h"
 #include "child.h"
 #include "core/context.h"
+#include "core/lanes.h"
+#include "core/placement.h"
+#include "core/swap_memory.h"
 #include "runtime/topology.h"
 #include "trainer.h"
 
@@ -239,6 +242,13 @@ TEST(Limits, NoLockedMemory) {
 
 // --- Page placement ---
 
+// The policy of the range that holds `data`, as the kernel numbers them; -1 if it does not say.
+int PolicyOf(const void* data) {
+  int mode = -1;
+  syscall(SYS_get_mempolicy, &mode, nullptr, 0, data, MPOL_F_ADDR);
+  return mode;
+}
+
 // The nodes that the pages of a range lie on; empty where the system does not tell.
 std::set<int> NodesOfPages(const void* data, uint64_t bytes) {
   const uint64_t page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
@@ -270,6 +280,7 @@ TEST(Placement, StateLiesOnTheNodesOfTheThreads) {
           auto view = Make<offload_state_view_t>();
           ASSERT_OFFLOAD_OK(offload_optimizer_state(trainer.optimizer, param, kind, &view));
           const std::set<int> nodes = NodesOfPages(view.host_data, 4 * view.host_count);
+          EXPECT_EQ(PolicyOf(view.host_data), MPOL_PREFERRED);
           if (nodes.empty()) continue;
           EXPECT_EQ(nodes, std::set<int>{static_cast<int>(node.id)});
         }
@@ -310,6 +321,36 @@ TEST(Placement, SeveralNodesAreAskedForWhereTheyAreNeeded) {
               kind == OFFLOAD_DEVICE_SIM || !prim::HugePagesAvailable())
         << info.notes;
   }
+}
+
+// Staging and room for what is offloaded: whoever pins it touches it, so nobody owns a page.
+TEST(Placement, PinnedMemoryOfSeveralNodesIsInterleaved) {
+  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
+  const uint32_t here = NodesOf(prim::AllowedCpus())[0].id;
+  const std::shared_ptr<Context> context =
+      ContextOn(OFFLOAD_DEVICE_SIM, {{here, {0}, true}, {here + 1, {1}, true}});
+  Placement placement;
+  placement.params.resize(1);
+  placement.staging_slots = 2;
+  placement.slot_grad_bytes = placement.slot_param_bytes = 4096;
+  placement.swap_params_bytes = placement.swap_grads_bytes = placement.swap_states_bytes = 4096;
+  const auto lanes = std::move(Lanes::Create(*context, placement).value());
+  const auto swap = std::move(SwapMemory::Create(*context, placement).value());
+  EXPECT_EQ(PolicyOf(lanes->ring().grads(0)), MPOL_INTERLEAVE);
+  EXPECT_EQ(PolicyOf(lanes->host_verdict), MPOL_INTERLEAVE);
+  EXPECT_EQ(PolicyOf(swap->Params(0)), MPOL_INTERLEAVE);
+  EXPECT_EQ(PolicyOf(swap->Grads(0)), MPOL_INTERLEAVE);
+  EXPECT_EQ(PolicyOf(swap->states()), MPOL_INTERLEAVE);
+}
+
+// Memory that lies with its first toucher is nowhere in particular if threads wander.
+TEST(Placement, SeveralNodesNeedThreadsThatKeepToThem) {
+  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
+  const std::shared_ptr<Context> context =
+      ContextOn(OFFLOAD_DEVICE_HOST, {{0, {60000}, true}, {1, {60001}, true}});
+  EXPECT_EQ(context->Info().value().numa_rung, OFFLOAD_NUMA_PLACED);
+  ASSERT_TRUE(context->workers().Run([](uint32_t) {}).ok());
+  EXPECT_EQ(context->Info().value().numa_rung, OFFLOAD_NUMA_NONE);
 }
 
 TEST(Placement, NodesWithoutMemoryAreNotAskedForAny) {

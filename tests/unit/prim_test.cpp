@@ -98,8 +98,8 @@ TEST(MapPagesTest, TouchesNoPage) {
   UnmapPages(mapped.value(), bytes);
 }
 
-// True if the kernel notes the wish for huge pages at `data`.
-bool HugePagesAskedFor(const void* data) {
+// True if the kernel notes that flag at `data`: "hg" for huge pages, "nh" for none.
+bool HasFlag(const void* data, const std::string& flag) {
   const uint64_t address = reinterpret_cast<uintptr_t>(data);
   std::ifstream maps("/proc/self/smaps");
   bool inside = false;
@@ -107,7 +107,7 @@ bool HugePagesAskedFor(const void* data) {
     unsigned long long begin = 0, end = 0;
     if (std::sscanf(line.c_str(), "%llx-%llx ", &begin, &end) == 2)
       inside = begin <= address && address < end;
-    if (inside && line.rfind("VmFlags:", 0) == 0) return line.find(" hg") != std::string::npos;
+    if (inside && line.rfind("VmFlags:", 0) == 0) return line.find(" " + flag) != std::string::npos;
   }
   return false;
 }
@@ -116,8 +116,17 @@ TEST(MapPagesTest, AsksForHugePagesWhereOneFits) {
   if (!HugePagesAvailable()) GTEST_SKIP() << "this kernel has no huge pages";
   Result<void*> large = MapPages(4 * kMiB);
   ASSERT_TRUE(large.ok());
-  EXPECT_TRUE(HugePagesAskedFor(large.value()));
+  EXPECT_TRUE(HasFlag(large.value(), "hg"));
   UnmapPages(large.value(), 4 * kMiB);
+}
+
+TEST(MapPagesTest, RefusesHugePagesWhereNoneAreWanted) {
+  if (!HugePagesAvailable()) GTEST_SKIP() << "this kernel has no huge pages";
+  Result<void*> small = MapPages(4 * kMiB, false);
+  ASSERT_TRUE(small.ok());
+  EXPECT_TRUE(HasFlag(small.value(), "nh"));
+  EXPECT_FALSE(HasFlag(small.value(), "hg"));
+  UnmapPages(small.value(), 4 * kMiB);
 }
 
 TEST(MapPagesTest, RefusesWhatTheSystemHasNot) {
