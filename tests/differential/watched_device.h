@@ -1,5 +1,5 @@
-// WatchedDevice: a device that passes everything on to another one, and lets a test see what the
-// library asked for, or leaves out the wait for one producer.
+// WatchedDevice: passes everything on to another device, and lets a test see what the library asked
+// for, or leaves out the wait for one producer.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/device.h"
+#include "../forwarding_device.h"
 
 namespace hybridopt {
 
@@ -45,17 +45,17 @@ class Watch {
   std::vector<uint64_t> flags_awaited_;
 };
 
-class WatchedDevice final : public Device {
+class WatchedDevice final : public ForwardingDevice {
  public:
   WatchedDevice(std::unique_ptr<Device> device, Watch& watch)
-      : device_(std::move(device)), watch_(watch) {}
+      : ForwardingDevice(std::move(device)), watch_(watch) {}
 
   Status Record(EventHandle event, StreamHandle stream) override {
     {
       std::lock_guard lock(watch_.mutex_);
       watch_.recorded_on_[event] = stream;
     }
-    return device_->Record(event, stream);
+    return ForwardingDevice::Record(event, stream);
   }
   Status StreamWait(StreamHandle stream, EventHandle event) override {
     {
@@ -63,7 +63,7 @@ class WatchedDevice final : public Device {
       const StreamHandle behind = watch_.recorded_on_[event];
       if (behind != nullptr && behind == watch_.dropped_) return {};
     }
-    return device_->StreamWait(stream, event);
+    return ForwardingDevice::StreamWait(stream, event);
   }
   Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                         uint64_t value) override {
@@ -71,15 +71,15 @@ class WatchedDevice final : public Device {
       std::lock_guard lock(watch_.mutex_);
       watch_.flags_awaited_.push_back(value);
     }
-    return device_->StreamWaitFlag(stream, flag, value);
+    return ForwardingDevice::StreamWaitFlag(stream, flag, value);
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
     CountWait();
-    return device_->Wait(event, timeout_ns);
+    return ForwardingDevice::Wait(event, timeout_ns);
   }
   Status Synchronize(StreamHandle stream, int64_t timeout_ns) override {
     CountWait();
-    return device_->Synchronize(stream, timeout_ns);
+    return ForwardingDevice::Synchronize(stream, timeout_ns);
   }
   Status CopyToDevice(StreamHandle stream, void* device, const void* host,
                       uint64_t bytes) override {
@@ -87,55 +87,7 @@ class WatchedDevice final : public Device {
       std::lock_guard lock(watch_.mutex_);
       watch_.copies_up_.push_back(device);
     }
-    return device_->CopyToDevice(stream, device, host, bytes);
-  }
-
-  int32_t kind() const override { return device_->kind(); }
-  const char* name() const override { return device_->name(); }
-  bool unified() const override { return device_->unified(); }
-  Result<DeviceMemory> Memory() const override { return device_->Memory(); }
-  Result<void*> Allocate(uint64_t bytes) override { return device_->Allocate(bytes); }
-  Status Free(void* data) override { return device_->Free(data); }
-  Result<void*> Map(void* data, uint64_t bytes) override { return device_->Map(data, bytes); }
-  Status CheckRange(const void* data, uint64_t bytes) const override {
-    return device_->CheckRange(data, bytes);
-  }
-  Status PinHost(void* data, uint64_t bytes) override { return device_->PinHost(data, bytes); }
-  void UnpinHost(void* data) override { device_->UnpinHost(data); }
-  Result<StreamHandle> CreateStream(const char* label) override {
-    return device_->CreateStream(label);
-  }
-  Status DestroyStream(StreamHandle stream) override { return device_->DestroyStream(stream); }
-  void AbandonStream(StreamHandle stream) override { device_->AbandonStream(stream); }
-  Status CheckStream(StreamHandle stream) const override { return device_->CheckStream(stream); }
-  Result<EventHandle> CreateEvent(const char* label) override {
-    return device_->CreateEvent(label);
-  }
-  void DestroyEvent(EventHandle event) override { device_->DestroyEvent(event); }
-  Result<double> Elapsed(EventHandle begin, EventHandle end) override {
-    return device_->Elapsed(begin, end);
-  }
-  Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
-    return device_->CopyToHost(stream, host, device, bytes);
-  }
-  Status Fill(StreamHandle stream, float* device, uint64_t count, float value) override {
-    return device_->Fill(stream, device, count, value);
-  }
-  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
-                float* destination) override {
-    return device_->ToFp32(stream, source, dtype, count, destination);
-  }
-  Status Norm(StreamHandle stream, const NormLaunch& launch) override {
-    return device_->Norm(stream, launch);
-  }
-  Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
-    return device_->SetVerdict(stream, value, device);
-  }
-  Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
-    return device_->Update(stream, launch);
-  }
-  Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override {
-    return device_->Run(stream, function, user);
+    return ForwardingDevice::CopyToDevice(stream, device, host, bytes);
   }
 
  private:
@@ -143,7 +95,6 @@ class WatchedDevice final : public Device {
     if (watch_.caller_ == std::this_thread::get_id()) watch_.host_waits_ += 1;
   }
 
-  const std::unique_ptr<Device> device_;
   Watch& watch_;
 };
 

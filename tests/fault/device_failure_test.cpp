@@ -7,6 +7,7 @@
 #include <memory>
 #include <set>
 
+#include "../forwarding_device.h"
 #include "base/prim.h"
 #include "core/context.h"
 #include "core/optimizer.h"
@@ -186,123 +187,108 @@ struct Plan {
 };
 
 // Forwards to a simulated device, and fails one call as the plan says. Giving back never fails.
-class FaultyDevice final : public Device {
+class FaultyDevice final : public ForwardingDevice {
  public:
   FaultyDevice(std::unique_ptr<Device> device, Plan& plan)
-      : device_(std::move(device)), plan_(plan) {}
+      : ForwardingDevice(std::move(device)), plan_(plan) {}
 
-  int32_t kind() const override { return device_->kind(); }
-  const char* name() const override { return device_->name(); }
-  bool unified() const override { return device_->unified(); }
   Result<DeviceMemory> Memory() const override {
     HYBRIDOPT_TRY(plan_.Next("Memory"));
-    return device_->Memory();
+    return ForwardingDevice::Memory();
   }
   Result<void*> Allocate(uint64_t bytes) override {
     HYBRIDOPT_TRY(plan_.Next("Allocate"));
     plan_.allocations += 1;
-    return device_->Allocate(bytes);
+    return ForwardingDevice::Allocate(bytes);
   }
   Status Free(void* data) override {
     plan_.allocations -= 1;
-    return device_->Free(data);
-  }
-  Result<void*> Map(void* data, uint64_t bytes) override { return device_->Map(data, bytes); }
-  Status CheckRange(const void* data, uint64_t bytes) const override {
-    return device_->CheckRange(data, bytes);
+    return ForwardingDevice::Free(data);
   }
   Status PinHost(void* data, uint64_t bytes) override {
     HYBRIDOPT_TRY(plan_.Next("PinHost"));
     plan_.pinned += 1;
-    return device_->PinHost(data, bytes);
+    return ForwardingDevice::PinHost(data, bytes);
   }
   void UnpinHost(void* data) override {
     plan_.pinned -= 1;
-    device_->UnpinHost(data);
+    ForwardingDevice::UnpinHost(data);
   }
   Result<StreamHandle> CreateStream(const char* label) override {
     HYBRIDOPT_TRY(plan_.Next("CreateStream"));
     plan_.streams += 1;
-    return device_->CreateStream(label);
+    return ForwardingDevice::CreateStream(label);
   }
   void AbandonStream(StreamHandle stream) override {
     plan_.streams -= 1;
-    device_->AbandonStream(stream);
+    ForwardingDevice::AbandonStream(stream);
   }
   Status DestroyStream(StreamHandle stream) override {
     plan_.streams -= 1;
-    return device_->DestroyStream(stream);
+    return ForwardingDevice::DestroyStream(stream);
   }
-  Status CheckStream(StreamHandle stream) const override { return device_->CheckStream(stream); }
   Result<EventHandle> CreateEvent(const char* label) override {
     HYBRIDOPT_TRY(plan_.Next("CreateEvent"));
     plan_.events += 1;
-    return device_->CreateEvent(label);
+    return ForwardingDevice::CreateEvent(label);
   }
   void DestroyEvent(EventHandle event) override {
     plan_.events -= 1;
-    device_->DestroyEvent(event);
+    ForwardingDevice::DestroyEvent(event);
   }
   Status Record(EventHandle event, StreamHandle stream) override {
     HYBRIDOPT_TRY(plan_.Next("Record"));
-    return device_->Record(event, stream);
+    return ForwardingDevice::Record(event, stream);
   }
   Status StreamWait(StreamHandle stream, EventHandle event) override {
     HYBRIDOPT_TRY(plan_.Next("StreamWait"));
-    return device_->StreamWait(stream, event);
+    return ForwardingDevice::StreamWait(stream, event);
   }
   Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                         uint64_t value) override {
     HYBRIDOPT_TRY(plan_.Next("StreamWaitFlag"));
-    return device_->StreamWaitFlag(stream, flag, value);
+    return ForwardingDevice::StreamWaitFlag(stream, flag, value);
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
     HYBRIDOPT_TRY(plan_.Next("Wait"));
-    return device_->Wait(event, timeout_ns);
+    return ForwardingDevice::Wait(event, timeout_ns);
   }
   Result<double> Elapsed(EventHandle begin, EventHandle end) override {
     HYBRIDOPT_TRY(plan_.Next("Elapsed"));
-    return device_->Elapsed(begin, end);
-  }
-  Status Synchronize(StreamHandle stream, int64_t timeout_ns) override {
-    return device_->Synchronize(stream, timeout_ns);
+    return ForwardingDevice::Elapsed(begin, end);
   }
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
     HYBRIDOPT_TRY(plan_.Next("CopyToHost"));
-    return device_->CopyToHost(stream, host, device, bytes);
+    return ForwardingDevice::CopyToHost(stream, host, device, bytes);
   }
   Status CopyToDevice(StreamHandle stream, void* device, const void* host,
                       uint64_t bytes) override {
     HYBRIDOPT_TRY(plan_.Next("CopyToDevice"));
-    return device_->CopyToDevice(stream, device, host, bytes);
+    return ForwardingDevice::CopyToDevice(stream, device, host, bytes);
   }
   Status Fill(StreamHandle stream, float* device, uint64_t count, float value) override {
     HYBRIDOPT_TRY(plan_.Next("Fill"));
-    return device_->Fill(stream, device, count, value);
+    return ForwardingDevice::Fill(stream, device, count, value);
   }
   Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
                 float* destination) override {
     HYBRIDOPT_TRY(plan_.Next("ToFp32"));
-    return device_->ToFp32(stream, source, dtype, count, destination);
+    return ForwardingDevice::ToFp32(stream, source, dtype, count, destination);
   }
   Status Norm(StreamHandle stream, const NormLaunch& launch) override {
     HYBRIDOPT_TRY(plan_.Next("Norm"));
-    return device_->Norm(stream, launch);
+    return ForwardingDevice::Norm(stream, launch);
   }
   Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
     HYBRIDOPT_TRY(plan_.Next("SetVerdict"));
-    return device_->SetVerdict(stream, value, device);
+    return ForwardingDevice::SetVerdict(stream, value, device);
   }
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
     HYBRIDOPT_TRY(plan_.Next("Update"));
-    return device_->Update(stream, launch);
-  }
-  Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override {
-    return device_->Run(stream, function, user);
+    return ForwardingDevice::Update(stream, launch);
   }
 
  private:
-  const std::unique_ptr<Device> device_;
   Plan& plan_;
 };
 

@@ -1,0 +1,93 @@
+// ForwardingDevice: passes every call on to another device. Tests derive from it and override what
+// they want to see, refuse or leave out; ForwardingDevice::X is then what the wrapped device does.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "device/device.h"
+
+namespace hybridopt {
+
+class ForwardingDevice : public Device {
+ public:
+  explicit ForwardingDevice(std::unique_ptr<Device> device) : device_(std::move(device)) {}
+
+  int32_t kind() const override { return device_->kind(); }
+  const char* name() const override { return device_->name(); }
+  const char* pci_id() const override { return device_->pci_id(); }
+  bool unified() const override { return device_->unified(); }
+
+  Result<DeviceMemory> Memory() const override { return device_->Memory(); }
+  Result<void*> Allocate(uint64_t bytes) override { return device_->Allocate(bytes); }
+  Status Free(void* data) override { return device_->Free(data); }
+  Result<void*> Map(void* data, uint64_t bytes) override { return device_->Map(data, bytes); }
+  Status CheckRange(const void* data, uint64_t bytes) const override {
+    return device_->CheckRange(data, bytes);
+  }
+  Status PinHost(void* data, uint64_t bytes) override { return device_->PinHost(data, bytes); }
+  void UnpinHost(void* data) override { device_->UnpinHost(data); }
+
+  Result<StreamHandle> CreateStream(const char* label) override {
+    return device_->CreateStream(label);
+  }
+  Status DestroyStream(StreamHandle stream) override { return device_->DestroyStream(stream); }
+  void AbandonStream(StreamHandle stream) override { device_->AbandonStream(stream); }
+  Status CheckStream(StreamHandle stream) const override { return device_->CheckStream(stream); }
+  Result<EventHandle> CreateEvent(const char* label) override {
+    return device_->CreateEvent(label);
+  }
+  void DestroyEvent(EventHandle event) override { device_->DestroyEvent(event); }
+
+  Status Record(EventHandle event, StreamHandle stream) override {
+    return device_->Record(event, stream);
+  }
+  Status StreamWait(StreamHandle stream, EventHandle event) override {
+    return device_->StreamWait(stream, event);
+  }
+  Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
+                        uint64_t value) override {
+    return device_->StreamWaitFlag(stream, flag, value);
+  }
+  Status Wait(EventHandle event, int64_t timeout_ns) override {
+    return device_->Wait(event, timeout_ns);
+  }
+  Result<double> Elapsed(EventHandle begin, EventHandle end) override {
+    return device_->Elapsed(begin, end);
+  }
+  Status Synchronize(StreamHandle stream, int64_t timeout_ns) override {
+    return device_->Synchronize(stream, timeout_ns);
+  }
+
+  Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
+    return device_->CopyToHost(stream, host, device, bytes);
+  }
+  Status CopyToDevice(StreamHandle stream, void* device, const void* host,
+                      uint64_t bytes) override {
+    return device_->CopyToDevice(stream, device, host, bytes);
+  }
+  Status Fill(StreamHandle stream, float* device, uint64_t count, float value) override {
+    return device_->Fill(stream, device, count, value);
+  }
+  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
+                float* destination) override {
+    return device_->ToFp32(stream, source, dtype, count, destination);
+  }
+  Status Norm(StreamHandle stream, const NormLaunch& launch) override {
+    return device_->Norm(stream, launch);
+  }
+  Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
+    return device_->SetVerdict(stream, value, device);
+  }
+  Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
+    return device_->Update(stream, launch);
+  }
+  Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override {
+    return device_->Run(stream, function, user);
+  }
+
+ private:
+  const std::unique_ptr<Device> device_;
+};
+
+}  // namespace hybridopt
