@@ -23,13 +23,17 @@ RunOptions Options(int32_t device_kind, int32_t algorithm) {
 
 // Asks all that any thread may ask, until told to stop.
 void Ask(offload_optimizer_t optimizer, const std::atomic<bool>& stop) {
-  uint64_t applied = 0;
+  uint64_t applied = 0, offloaded = 0, reloaded = 0;
   while (!stop) {
     auto stats = Make<offload_stats_t>();
     EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
     EXPECT_GE(stats.steps_applied, applied);
     EXPECT_LE(stats.queued, 8u);
+    EXPECT_GE(stats.offloaded_bytes, offloaded);
+    EXPECT_GE(stats.reloaded_bytes, reloaded);
     applied = stats.steps_applied;
+    offloaded = stats.offloaded_bytes;
+    reloaded = stats.reloaded_bytes;
     const int32_t waited = offload_optimizer_wait(optimizer, 0, 100'000);
     EXPECT_TRUE(waited == OFFLOAD_OK || waited == OFFLOAD_TIMED_OUT ||
                 waited == OFFLOAD_INVALID_STATE)
@@ -44,24 +48,31 @@ void Ask(offload_optimizer_t optimizer, const std::atomic<bool>& stop) {
   }
 }
 
-// Registers, commits and trains while two threads ask.
-std::vector<unsigned char> TrainWhileAsked(Trainer& trainer, uint64_t steps) {
+// Registers, commits and works while two threads ask.
+template <typename Work>
+std::vector<unsigned char> WorkWhileAsked(Trainer& trainer, Work&& work) {
   std::atomic<bool> stop = false;
   std::vector<std::thread> askers;
   for (int i = 0; i < 2; ++i) askers.emplace_back([&] { Ask(trainer.optimizer, stop); });
   trainer.AddParams();
   trainer.Commit();
-  for (uint64_t step = 0; step < steps; ++step) {
-    if (step % 4 == 0) {
-      EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
-      trainer.UploadGrads(step);
-    }
-    EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
-  }
+  work();
   EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
   stop = true;
   for (std::thread& asker : askers) asker.join();
   return trainer.Bits();
+}
+
+std::vector<unsigned char> TrainWhileAsked(Trainer& trainer, uint64_t steps) {
+  return WorkWhileAsked(trainer, [&] {
+    for (uint64_t step = 0; step < steps; ++step) {
+      if (step % 4 == 0) {
+        EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
+        trainer.UploadGrads(step);
+      }
+      EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
+    }
+  });
 }
 
 std::vector<unsigned char> TrainAlone(const RunOptions& run, uint64_t steps) {
@@ -85,6 +96,115 @@ TEST(Concurrency, OptimizersOfOneContextGiveTheBitsOfARunAlone) {
       EXPECT_EQ(bits[i], TrainAlone(Options(device_kind, kAlgorithms[i]), steps)) << i;
   }
 }
+
+// ------------------------------------------------------------------------------------ lifecycle --
+
+void Bind(const Trainer& trainer, bool with_grads) {
+  std::vector<offload_binding_t> bindings;
+  for (uint32_t i = 0; i < trainer.size(); ++i)
+    bindings.push_back(
+        {sizeof(offload_binding_t), i, trainer.data[i], with_grads ? trainer.grads[i] : nullptr});
+  EXPECT_OFFLOAD_OK(offload_optimizer_bind(trainer.optimizer, bindings.data(), trainer.size()));
+}
+
+// The rollout writes over all that the device held of params and gradients.
+void Rollout(const Trainer& trainer) {
+  for (uint32_t i = 0; i < trainer.size(); ++i) {
+    const offload_param_t param = trainer.Param(i);
+    const std::vector<unsigned char> rubbish(param.count * 4, 0xa5);
+    EXPECT_OFFLOAD_OK(offload_device_upload(trainer.context, trainer.data[i], rubbish.data(),
+                                            param.count * ElementBytes(param.dtype), nullptr));
+    EXPECT_OFFLOAD_OK(offload_device_upload(trainer.context, trainer.grads[i], rubbish.data(),
+                                            param.count * ElementBytes(param.grad_dtype), nullptr));
+  }
+}
+
+void Refresh(const Trainer& trainer, uint64_t number) {
+  if (number % 4 != 3) return;
+  EXPECT_OFFLOAD_OK(offload_optimizer_refresh_masters(trainer.optimizer, nullptr, nullptr));
+}
+
+// Step `number` and a rollout. Of three cycles one steps before it, the others keep the gradients
+// over it, as they are or as a sum of one.
+void Cycle(Trainer& trainer, uint64_t number) {
+  const offload_optimizer_t optimizer = trainer.optimizer;
+  const bool step_first = number % 3 == 0;
+  auto move = Make<offload_move_options_t>();
+  move.flags = step_first ? OFFLOAD_MOVE_DROP : number % 3 == 1 ? 0 : OFFLOAD_MOVE_ACCUMULATE;
+  Bind(trainer, true);
+  trainer.UploadGrads(number);
+  if (step_first) {
+    EXPECT_OFFLOAD_OK(offload_optimizer_step(optimizer, nullptr, nullptr));
+  }
+  EXPECT_OFFLOAD_OK(offload_optimizer_offload_grads(optimizer, &move, nullptr));
+  EXPECT_OFFLOAD_OK(offload_optimizer_offload_states(optimizer, nullptr, nullptr));
+  EXPECT_OFFLOAD_OK(offload_optimizer_offload_params(optimizer, nullptr, nullptr));
+  EXPECT_OFFLOAD_OK(offload_optimizer_wait(optimizer, 0, -1));
+  auto stats = Make<offload_stats_t>();
+  EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
+  EXPECT_EQ(stats.device_bytes, 0u);
+
+  Rollout(trainer);
+
+  const bool reload_grads = number % 3 == 1;
+  Bind(trainer, reload_grads);
+  EXPECT_OFFLOAD_OK(offload_optimizer_reload_states(optimizer, nullptr, nullptr));
+  EXPECT_OFFLOAD_OK(offload_optimizer_reload_params(optimizer, nullptr, nullptr));
+  if (reload_grads) {
+    EXPECT_OFFLOAD_OK(offload_optimizer_reload_grads(optimizer, nullptr, nullptr));
+  }
+  if (!step_first) {
+    EXPECT_OFFLOAD_OK(offload_optimizer_step(optimizer, nullptr, nullptr));
+  }
+  Refresh(trainer, number);
+  // The next gradients are written where these may still be read.
+  if (reload_grads) {
+    EXPECT_OFFLOAD_OK(offload_optimizer_wait(optimizer, 0, -1));
+  }
+}
+
+std::vector<unsigned char> CycleWhileAsked(Trainer& trainer, uint64_t cycles) {
+  return WorkWhileAsked(trainer, [&] {
+    for (uint64_t number = 0; number < cycles; ++number) Cycle(trainer, number);
+  });
+}
+
+// The same steps of an optimizer that never gives anything away.
+std::vector<unsigned char> StayAlone(const RunOptions& run, uint64_t steps) {
+  Trainer trainer(run);
+  trainer.AddParams();
+  trainer.Commit();
+  for (uint64_t number = 0; number < steps; ++number) {
+    trainer.UploadGrads(number);
+    EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
+    Refresh(trainer, number);
+    EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
+  }
+  return trainer.Bits();
+}
+
+// Each gives all its memory away and takes it back while others are in the middle of a step.
+TEST(Concurrency, CyclesOfOptimizersOfOneContextGiveTheBitsOfOneThatStays) {
+  const uint64_t cycles = 4 + Scaled(40);
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    Trainer owner(Options(device_kind, OFFLOAD_ADAMW));
+    std::vector<std::thread> threads;
+    std::vector<std::vector<unsigned char>> bits(std::size(kAlgorithms));
+    for (size_t i = 0; i < std::size(kAlgorithms); ++i)
+      threads.emplace_back([&, i] {
+        RunOptions run = Options(device_kind, kAlgorithms[i]);
+        run.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
+        Trainer trainer(run, owner.context);
+        bits[i] = CycleWhileAsked(trainer, cycles);
+      });
+    for (std::thread& thread : threads) thread.join();
+    for (size_t i = 0; i < std::size(kAlgorithms); ++i)
+      EXPECT_EQ(bits[i], StayAlone(Options(device_kind, kAlgorithms[i]), cycles)) << i;
+  }
+}
+
+// -------------------------------------------------------------------------- creating, destroying
+// --
 
 TEST(Concurrency, ContextsComeAndGo) {
   const uint64_t rounds = 2 + Scaled(20);

@@ -53,12 +53,16 @@ inline std::vector<HandleCall> OptimizerCalls() {
   static offload_step_result_t result;
   static offload_state_view_t view;
   static offload_stats_t stats;
+  static offload_move_options_t accumulate, drop;
   static uint32_t id;
   group = Make<offload_group_t>();
   plan = Make<offload_plan_t>();
   result = Make<offload_step_result_t>();
   view = Make<offload_state_view_t>();
   stats = Make<offload_stats_t>();
+  accumulate = drop = Make<offload_move_options_t>();
+  accumulate.flags = OFFLOAD_MOVE_ACCUMULATE;
+  drop.flags = OFFLOAD_MOVE_DROP;
   const auto as = [](void* handle) { return static_cast<offload_optimizer_t>(handle); };
   return {
       {"add_group", [=](void* h) { return offload_optimizer_add_group(as(h), &group, &id); }},
@@ -72,6 +76,24 @@ inline std::vector<HandleCall> OptimizerCalls() {
       {"wait", [=](void* h) { return offload_optimizer_wait(as(h), 0, 0); }},
       {"stream_wait",
        [=](void* h) { return offload_optimizer_stream_wait(as(h), 0, nullptr, nullptr, 0); }},
+      {"offload_params",
+       [=](void* h) { return offload_optimizer_offload_params(as(h), nullptr, nullptr); }},
+      {"reload_params",
+       [=](void* h) { return offload_optimizer_reload_params(as(h), nullptr, nullptr); }},
+      {"offload_grads",
+       [=](void* h) { return offload_optimizer_offload_grads(as(h), nullptr, nullptr); }},
+      {"offload_grads, accumulate",
+       [=](void* h) { return offload_optimizer_offload_grads(as(h), &accumulate, nullptr); }},
+      {"offload_grads, drop",
+       [=](void* h) { return offload_optimizer_offload_grads(as(h), &drop, nullptr); }},
+      {"reload_grads",
+       [=](void* h) { return offload_optimizer_reload_grads(as(h), nullptr, nullptr); }},
+      {"offload_states",
+       [=](void* h) { return offload_optimizer_offload_states(as(h), nullptr, nullptr); }},
+      {"reload_states",
+       [=](void* h) { return offload_optimizer_reload_states(as(h), nullptr, nullptr); }},
+      {"refresh_masters",
+       [=](void* h) { return offload_optimizer_refresh_masters(as(h), nullptr, nullptr); }},
       {"state",
        [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
       {"get_stats", [=](void* h) { return offload_optimizer_get_stats(as(h), &stats); }},

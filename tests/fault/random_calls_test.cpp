@@ -1,6 +1,7 @@
 // Many random calls, good and bad, on several contexts and optimizers at once. No call crashes;
 // every failure has a known status and a text; what was refused has changed nothing, which a model
-// that only counts is asked about.
+// that counts, and remembers what is where, is asked about. Of the lifecycle's calls it also knows
+// which must be done and which refused.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,6 +21,8 @@ constexpr uint64_t kCalls = 120'000;
 constexpr uint64_t kSeeds = 8;
 constexpr uint64_t kArrayBytes = 4096;
 constexpr uint32_t kGradArrays = 6;
+constexpr uint64_t kQueuedCalls = 256;  // at most
+constexpr uint64_t kQueuedSteps = 8;
 constexpr uint32_t kDataArrays = 8;  // per optimizer: two optimizers may not share params
 
 class Random {
@@ -50,16 +53,144 @@ struct ContextModel {
   std::vector<offload_stream_t> streams;
 };
 
+enum class Held { kNone, kStored, kAccumulated };
+
+// What is where of one param.
+struct ParamModel {
+  uint64_t count = 0;
+  int32_t dtype = 0, grad_dtype = 0;
+  void* data = nullptr;
+  const void* grad = nullptr;
+  bool params_out = false, states_out = false;
+  Held held = Held::kNone;  // gradient on the host
+
+  uint64_t param_bytes() const { return count * ElementBytes(dtype); }
+  uint64_t grad_bytes() const { return count * ElementBytes(grad_dtype); }
+  uint64_t held_bytes() const {
+    if (held == Held::kNone) return 0;
+    return held == Held::kStored ? grad_bytes() : count * 4;
+  }
+};
+
 struct OptimizerModel {
   offload_context_t context;
   int32_t algorithm;
+  uint32_t movable = 0;
   uint32_t groups = 0;
-  std::vector<uint64_t> counts;  // of the params
+  std::vector<ParamModel> params;
   bool committed = false;
   uint64_t steps = 0;  // queued since create
+  // Queued since all was last seen done: at most so many are queued now.
+  uint64_t calls_queued_max = 0, steps_queued_max = 0;
+  uint64_t device_state_bytes = 0;  // as stats said after commit
   std::vector<void*> data;
   std::vector<offload_ticket_t> tickets;
+
+  bool all_states_out() const {
+    return std::all_of(params.begin(), params.end(), [](const auto& p) { return p.states_out; });
+  }
 };
+
+// ------------------------------------------------------------------ the tables of LIFECYCLE.md --
+
+enum class Move {
+  kOffloadParams,
+  kReloadParams,
+  kOffloadGrads,
+  kAccumulateGrads,
+  kDropGrads,
+  kReloadGrads,
+  kOffloadStates,
+  kReloadStates,
+  kRefreshMasters
+};
+enum class Effect { kNothing, kDone, kRefused };
+
+Effect EffectOf(Move move, const ParamModel& param) {
+  const auto done_if = [](bool needed) { return needed ? Effect::kDone : Effect::kNothing; };
+  const bool bound = param.grad != nullptr;
+  switch (move) {
+    case Move::kOffloadParams:
+      return done_if(!param.params_out);
+    case Move::kReloadParams:
+      if (param.params_out && param.data == nullptr && param.count > 0) return Effect::kRefused;
+      return done_if(param.params_out);
+    case Move::kOffloadGrads:
+      return bound && param.held != Held::kNone ? Effect::kRefused : done_if(bound);
+    case Move::kAccumulateGrads:
+      return bound && param.held == Held::kStored ? Effect::kRefused : done_if(bound);
+    case Move::kDropGrads:
+      return done_if(bound || param.held != Held::kNone);
+    case Move::kReloadGrads:
+      if (param.held == Held::kNone) return Effect::kNothing;
+      if (!bound) return Effect::kRefused;
+      return param.held == Held::kAccumulated && param.grad_dtype != OFFLOAD_FP32 ? Effect::kRefused
+                                                                                  : Effect::kDone;
+    case Move::kOffloadStates:
+      return done_if(!param.states_out);
+    case Move::kReloadStates:
+      return done_if(param.states_out);
+    case Move::kRefreshMasters:
+      return param.params_out || param.states_out ? Effect::kRefused : Effect::kDone;
+  }
+  return Effect::kRefused;
+}
+
+void Apply(Move move, ParamModel& param) {
+  if (EffectOf(move, param) != Effect::kDone) return;
+  switch (move) {
+    case Move::kOffloadParams:
+      param.params_out = true;
+      param.data = nullptr;
+      break;
+    case Move::kReloadParams:
+      param.params_out = false;
+      break;
+    case Move::kOffloadGrads:
+    case Move::kAccumulateGrads:
+    case Move::kDropGrads:
+      param.held = move == Move::kOffloadGrads      ? Held::kStored
+                   : move == Move::kAccumulateGrads ? Held::kAccumulated
+                                                    : Held::kNone;
+      param.grad = nullptr;
+      break;
+    case Move::kReloadGrads:
+      param.held = Held::kNone;
+      break;
+    case Move::kOffloadStates:
+    case Move::kReloadStates:
+      param.states_out = move == Move::kOffloadStates;
+      break;
+    case Move::kRefreshMasters:
+      break;
+  }
+}
+
+bool MovableAllows(Move move, uint32_t movable) {
+  switch (move) {
+    case Move::kOffloadParams:
+    case Move::kReloadParams:
+      return (movable & OFFLOAD_MOVABLE_PARAMS) != 0;
+    case Move::kOffloadGrads:
+    case Move::kReloadGrads:
+      return (movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0;
+    case Move::kAccumulateGrads:
+      return (movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0;
+    case Move::kOffloadStates:
+    case Move::kReloadStates:
+      return (movable & OFFLOAD_MOVABLE_STATES) != 0;
+    default:
+      return true;
+  }
+}
+
+bool StepAllowed(const OptimizerModel& model) {
+  for (const ParamModel& param : model.params) {
+    const bool bound = param.grad != nullptr, held = param.held != Held::kNone;
+    if (param.states_out || (bound && held) || ((bound || held) && param.params_out)) return false;
+  }
+  return true;
+}
 
 void CountRun(void* counter) { static_cast<std::atomic<uint64_t>*>(counter)->fetch_add(1); }
 
@@ -130,15 +261,45 @@ class World {
     auto plan = Make<offload_plan_t>();
     ASSERT_OFFLOAD_OK(offload_optimizer_plan(optimizer, &plan));
     uint64_t elements = 0;
-    for (uint64_t count : model.counts) elements += count;
-    EXPECT_EQ(plan.param_count, model.counts.size());
+    for (const ParamModel& param : model.params) elements += param.count;
+    EXPECT_EQ(plan.param_count, model.params.size());
     EXPECT_EQ(plan.element_count, elements);
     EXPECT_EQ(plan.host_elements + plan.device_elements, elements);
     auto stats = Make<offload_stats_t>();
     ASSERT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
     EXPECT_EQ(stats.host_bytes > 0, model.committed);
-    EXPECT_LE(stats.queued, 8u);
+    CompareStats(stats, model);
+  }
+
+  void CompareStats(const offload_stats_t& stats, const OptimizerModel& model) {
+    EXPECT_LE(stats.queued, std::min(model.steps_queued_max, kQueuedSteps));
     EXPECT_LE(stats.steps_applied + stats.steps_skipped, model.steps);
+    uint64_t params_there = 0, params_out = 0, grads_there = 0, grads_held = 0;
+    bool any_states_out = false;
+    for (const ParamModel& param : model.params) {
+      if (param.data != nullptr) params_there += param.param_bytes();
+      if (param.params_out) params_out += param.param_bytes();
+      if (param.grad != nullptr) grads_there += param.grad_bytes();
+      grads_held += param.held_bytes();
+      any_states_out |= param.states_out;
+    }
+    EXPECT_EQ(stats.params_on_device_bytes, params_there);
+    EXPECT_EQ(stats.params_on_host_bytes, params_out);
+    EXPECT_EQ(stats.grads_on_device_bytes, grads_there);
+    EXPECT_EQ(stats.grads_on_host_bytes, grads_held);
+    if (!model.committed) return;
+    EXPECT_LE(stats.states_on_device_bytes, model.device_state_bytes);
+    if (!any_states_out) {
+      EXPECT_EQ(stats.states_on_device_bytes, model.device_state_bytes);
+    }
+    if (model.all_states_out()) {
+      EXPECT_EQ(stats.states_on_device_bytes, 0u);
+    }
+  }
+  void CompareStats(offload_optimizer_t optimizer) {
+    auto stats = Make<offload_stats_t>();
+    ASSERT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
+    CompareStats(stats, optimizers_.at(optimizer));
   }
 
   // Waits until nothing of a context is queued, so that its arrays may be written.
@@ -146,6 +307,7 @@ class World {
     for (auto& [handle, model] : optimizers_) {
       if (model.context != context || !model.committed) continue;
       if (!Judge(offload_optimizer_wait(handle, 0, -1), handle)) continue;
+      model.calls_queued_max = model.steps_queued_max = 0;
       auto stats = Make<offload_stats_t>();
       EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(handle, &stats));
       EXPECT_EQ(stats.steps_applied + stats.steps_skipped, model.steps);
@@ -391,11 +553,15 @@ class World {
     options.device_fraction = Number();
     options.chunk_elements = random_.OneOf<uint64_t>({0, 1024, 1024, 1024, 7, UINT64_MAX});
     options.staging_slots = random_.OneOf<uint32_t>({0, 2, 2, 3, 64, 1, UINT32_MAX});
+    if (random_.Chance(70)) options.movable = static_cast<uint32_t>(random_.Below(16));
     if (optimizers_.size() >= 8) options.movable = 16;  // enough of them
     offload_optimizer_t optimizer = nullptr;
     const int32_t status = offload_optimizer_create(context, &options, &optimizer);
     if (!Judge(status, context)) return;
-    OptimizerModel model{context, options.algorithm, 0, {}, false, 0, {}, {}};
+    OptimizerModel model{};
+    model.context = context;
+    model.algorithm = options.algorithm;
+    model.movable = options.movable;
     if (!contexts_.at(context).doomed)
       for (uint32_t i = 0; i < kDataArrays; ++i) model.data.push_back(TryNewArray(context));
     std::erase(model.data, nullptr);
@@ -469,11 +635,17 @@ class World {
         optimizer, random_.Chance(98) ? params.data() : nullptr, count, &first);
     if (!Judge(status, optimizer)) return;
     EXPECT_FALSE(found->second.committed);
-    EXPECT_EQ(first, found->second.counts.size());
+    EXPECT_EQ(first, found->second.params.size());
     for (const offload_param_t& param : params) {
       offload_param_t read{};  // what a shorter struct lacks is zero
       std::memcpy(&read, &param, std::min<size_t>(param.struct_size, sizeof(read)));
-      found->second.counts.push_back(read.count);
+      ParamModel known;
+      known.count = read.count;
+      known.dtype = read.dtype;
+      known.grad_dtype = read.grad_dtype;
+      known.data = read.data;
+      known.grad = read.grad;
+      found->second.params.push_back(known);
     }
   }
 
@@ -487,16 +659,26 @@ class World {
       binding.param = static_cast<uint32_t>(random_.Below(6));
       if (found == optimizers_.end()) continue;
       const ContextModel& context = contexts_.at(found->second.context);
-      const std::vector<uint64_t>& counts = found->second.counts;
+      const std::vector<ParamModel>& params = found->second.params;
+      const bool known = binding.param < params.size();
       // 4 bytes each are enough for every dtype.
-      const uint64_t bytes = binding.param < counts.size() ? 4 * counts[binding.param] : 4;
-      binding.grad = Pointer(context.grads, bytes, context.kind);
-      if (random_.Chance(30)) binding.data = Pointer(found->second.data, bytes, context.kind);
+      const uint64_t bytes = known ? 4 * params[binding.param].count : 4;
+      if (random_.Chance(80)) binding.grad = Pointer(context.grads, bytes, context.kind);
+      if (random_.Chance(known && params[binding.param].params_out ? 90 : 30))
+        binding.data = Pointer(found->second.data, bytes, context.kind);
     }
     const int32_t status =
         offload_optimizer_bind(optimizer, random_.Chance(98) ? bindings.data() : nullptr,
                                static_cast<uint32_t>(bindings.size()));
-    Judge(status, optimizer);
+    const bool done = Judge(status, optimizer);
+    if (found == optimizers_.end()) return;
+    for (const offload_binding_t& binding : bindings) {
+      if (!done) break;
+      ParamModel& param = found->second.params.at(binding.param);
+      if (binding.data != nullptr) param.data = binding.data;
+      param.grad = binding.grad;
+    }
+    CompareStats(optimizer);
   }
 
   void Plan() {
@@ -514,7 +696,10 @@ class World {
     const int32_t status = offload_optimizer_commit(optimizer, PickStream(context));
     if (!Judge(status, optimizer)) return;
     EXPECT_FALSE(found->second.committed);
-    EXPECT_FALSE(found->second.counts.empty());
+    EXPECT_FALSE(found->second.params.empty());
+    auto stats = Make<offload_stats_t>();
+    EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
+    found->second.device_state_bytes = stats.states_on_device_bytes;
     found->second.committed = true;
   }
 
@@ -528,14 +713,201 @@ class World {
     options.flags = static_cast<uint32_t>(random_.Below(random_.Chance(95) ? 2 : 99));
     if (found != optimizers_.end()) options.stream = PickStream(found->second.context);
     offload_ticket_t ticket = 0;
-    const int32_t status =
-        offload_optimizer_step(optimizer, random_.Chance(80) ? &options : nullptr, &ticket);
-    if (!Judge(status, optimizer)) return;
-    EXPECT_TRUE(found->second.committed);
-    EXPECT_NE(ticket, 0u);
-    found->second.steps += 1;
-    found->second.tickets.push_back(ticket);
+    const bool given = random_.Chance(80);
+    const int32_t status = offload_optimizer_step(optimizer, given ? &options : nullptr, &ticket);
+    const bool done = Judge(status, optimizer);
+    if (found == optimizers_.end()) return;
+    OptimizerModel& model = found->second;
+    const bool allowed = model.committed && StepAllowed(model);
+    const bool room =
+        model.calls_queued_max < kQueuedCalls && model.steps_queued_max < kQueuedSteps;
+    if (!given && allowed && room && !contexts_.at(model.context).doomed) {
+      EXPECT_TRUE(done) << offload_last_error();
+    }
+    if (done) {
+      EXPECT_TRUE(allowed);
+      EXPECT_NE(ticket, 0u);
+      model.steps += 1;
+      model.steps_queued_max += 1;
+      for (ParamModel& param : model.params) param.held = Held::kNone;
+      Queued(model, ticket);
+    }
+    CompareStats(optimizer);
+  }
+
+  void Queued(OptimizerModel& model, offload_ticket_t ticket) {
+    model.calls_queued_max += 1;
+    model.tickets.push_back(ticket);
     last_ticket_ = ticket;
+  }
+
+  // Arguments of a lifecycle call, and what may be said against them; nothing: it must be done.
+  struct MoveInput {
+    offload_move_options_t options = Make<offload_move_options_t>();
+    uint32_t params[4] = {};
+    offload_stream_t streams[5] = {};
+    std::set<int32_t> reasons;
+    bool certain = true;  // whether the streams are known to be good or bad
+  };
+  using MoveFunction = int32_t (*)(offload_optimizer_t, const offload_move_options_t*,
+                                   offload_ticket_t*);
+
+  void FillMoveFlags(MoveInput& input, uint32_t known) {
+    uint32_t& flags = input.options.flags;
+    if (known != 0) flags = random_.OneOf<uint32_t>({0, 0, 1, 1, 2});
+    if (random_.Chance(4)) flags = random_.OneOf<uint32_t>({1, 2, 3, 3, 4, 1u << 31, UINT32_MAX});
+    if ((flags & ~known) != 0) {
+      input.reasons.insert(OFFLOAD_UNSUPPORTED);
+    } else if (flags == (OFFLOAD_MOVE_ACCUMULATE | OFFLOAD_MOVE_DROP)) {
+      input.reasons.insert(OFFLOAD_INVALID_ARGUMENT);
+    }
+  }
+
+  void FillMoveParams(MoveInput& input, size_t size) {
+    offload_move_options_t& options = input.options;
+    options.params = random_.Chance(97) ? input.params : nullptr;
+    if (random_.Chance(50)) options.param_count = static_cast<uint32_t>(random_.Below(5));
+    if (options.param_count > 0 && options.params == nullptr)
+      input.reasons.insert(OFFLOAD_INVALID_ARGUMENT);
+    if (options.param_count == 0)  // all of them, or none, at an address that is not read
+      options.params = random_.Chance(90) ? nullptr : static_cast<uint32_t*>(Garbage());
+    for (uint32_t i = 0; i < options.param_count; ++i) {
+      const bool known = size > 0 && random_.Chance(98);
+      input.params[i] = known ? static_cast<uint32_t>(random_.Below(size))
+                              : random_.OneOf({static_cast<uint32_t>(size), UINT32_MAX});
+      if (input.params[i] >= size) input.reasons.insert(OFFLOAD_INVALID_ARGUMENT);
+    }
+  }
+
+  // Mostly of the context; or of another one, destroyed, or none.
+  void FillMoveStreams(MoveInput& input, offload_context_t context) {
+    offload_move_options_t& options = input.options;
+    options.streams = random_.Chance(97) ? input.streams : nullptr;
+    if (random_.Chance(50)) options.stream_count = static_cast<uint32_t>(random_.Below(5));
+    if (random_.Chance(2)) options.stream_count = random_.OneOf<uint32_t>({5, UINT32_MAX});
+    if (options.stream_count > 4 || (options.stream_count > 0 && options.streams == nullptr)) {
+      input.reasons.insert(OFFLOAD_INVALID_ARGUMENT);
+      return;
+    }
+    const std::vector<offload_stream_t>& own = contexts_.at(context).streams;
+    for (uint32_t i = 0; i < options.stream_count; ++i) {
+      offload_stream_t& stream = input.streams[i];
+      if (random_.Chance(95)) {
+        if (!own.empty() && random_.Chance(70)) stream = own[random_.Below(own.size())];
+        continue;
+      }
+      const auto& other =
+          std::next(contexts_.begin(), static_cast<int64_t>(random_.Below(contexts_.size())))
+              ->second;
+      if (!other.streams.empty()) stream = other.streams[0];
+      if (random_.Chance(30)) stream = PickStream(context);
+      if (stream == nullptr || std::count(own.begin(), own.end(), stream) > 0) continue;
+      input.reasons.insert(OFFLOAD_INVALID_ARGUMENT);
+      // A new stream, perhaps one of the library's, may have the place of a destroyed one.
+      if (std::count(dead_streams_.begin(), dead_streams_.end(), stream) > 0) input.certain = false;
+    }
+  }
+
+  // The params that the call means, as far as there are such.
+  static std::vector<ParamModel*> Named(OptimizerModel& model, const MoveInput& input) {
+    std::set<ParamModel*> named;
+    for (uint32_t i = 0; i < input.options.param_count; ++i)
+      if (input.params[i] < model.params.size()) named.insert(&model.params[input.params[i]]);
+    if (input.options.params == nullptr)
+      for (ParamModel& param : model.params) named.insert(&param);
+    return {named.begin(), named.end()};
+  }
+
+  // Whether two params would come back to one place, which would be the caller's race.
+  static bool ReloadsOverlap(const std::vector<ParamModel*>& params) {
+    uintptr_t end = 0;
+    std::map<uintptr_t, uintptr_t> ranges;
+    for (const ParamModel* param : params) {
+      if (param->held == Held::kNone || param->grad == nullptr || param->count == 0) continue;
+      const auto begin = reinterpret_cast<uintptr_t>(param->grad);
+      if (!ranges.emplace(begin, begin + param->grad_bytes()).second) return true;
+    }
+    for (const auto& [begin, range_end] : ranges) {
+      if (begin < end) return true;
+      end = range_end;
+    }
+    return false;
+  }
+
+  static Move MoveOf(Move move, uint32_t flags) {
+    if (move != Move::kOffloadGrads) return move;
+    if ((flags & OFFLOAD_MOVE_DROP) != 0) return Move::kDropGrads;
+    return (flags & OFFLOAD_MOVE_ACCUMULATE) != 0 ? Move::kAccumulateGrads : move;
+  }
+
+  template <Move kMove, MoveFunction kFunction>
+  void Lifecycle() {
+    const offload_optimizer_t optimizer = PickOptimizer();
+    const auto found = optimizers_.find(optimizer);
+    if (found == optimizers_.end()) {
+      Judge(kFunction(optimizer, nullptr, nullptr), optimizer);
+      return;
+    }
+    OptimizerModel& model = found->second;
+    MoveInput input;
+    FillMoveFlags(input, kMove == Move::kOffloadGrads ? 3 : 0);
+    FillMoveParams(input, model.params.size());
+    FillMoveStreams(input, model.context);
+    input.options.struct_size = StructSize(sizeof(input.options));
+    if (input.options.struct_size != sizeof(input.options))
+      input.reasons.insert({OFFLOAD_INVALID_ARGUMENT, OFFLOAD_UNSUPPORTED});
+    const bool given = random_.Chance(85);
+    if (!given) input = MoveInput();
+    const std::vector<ParamModel*> named = Named(model, input);
+    const Move move = MoveOf(kMove, input.options.flags);
+    if (move == Move::kReloadGrads) {
+      if (ReloadsOverlap(named)) return;
+      Settle(model.context);  // others may read gradients of theirs at the same place
+    }
+    AddReasons(move, model, named, input.reasons);
+    offload_ticket_t ticket = 0;
+    const bool take_ticket = random_.Chance(90);
+    const int32_t status =
+        kFunction(optimizer, given ? &input.options : nullptr, take_ticket ? &ticket : nullptr);
+    JudgeMove(status, move, optimizer, input);
+    EXPECT_EQ(ticket != 0, take_ticket && status == OFFLOAD_OK);
+    if (status == OFFLOAD_OK) {
+      for (ParamModel* param : named) Apply(move, *param);
+      Queued(model, take_ticket ? ticket : 0);
+    }
+    CompareStats(optimizer);
+    if (move == Move::kReloadGrads) Settle(model.context);
+  }
+
+  // What optimizer and params say against the move.
+  static void AddReasons(Move move, const OptimizerModel& model,
+                         const std::vector<ParamModel*>& named, std::set<int32_t>& reasons) {
+    const bool refused = std::any_of(named.begin(), named.end(), [&](const ParamModel* param) {
+      return EffectOf(move, *param) == Effect::kRefused;
+    });
+    if (!model.committed || !MovableAllows(move, model.movable) || refused)
+      reasons.insert(OFFLOAD_INVALID_STATE);
+  }
+
+  void JudgeMove(int32_t status, Move move, offload_optimizer_t optimizer, const MoveInput& input) {
+    const bool done = Judge(status, optimizer);
+    const OptimizerModel& model = optimizers_.at(optimizer);
+    const ContextModel& context = contexts_.at(model.context);
+    if (context.doomed || !input.certain) return;
+    if (!input.reasons.empty()) {
+      EXPECT_EQ(input.reasons.count(status), 1u)
+          << kEveryCall[call_].name << " gave " << offload_status_name(status) << ", expected "
+          << offload_status_name(*input.reasons.begin());
+      return;
+    }
+    if (done) return;
+    const bool device_full = status == OFFLOAD_OUT_OF_DEVICE_MEMORY &&
+                             move == Move::kReloadStates && context.kind == OFFLOAD_DEVICE_SIM &&
+                             model.all_states_out();
+    const bool queue_full =
+        status == OFFLOAD_INVALID_STATE && model.calls_queued_max >= kQueuedCalls;
+    EXPECT_TRUE(device_full || queue_full)
+        << kEveryCall[call_].name << " gave " << status << ": " << offload_last_error();
   }
 
   // Of this optimizer, of any optimizer, none, or noise.
@@ -560,12 +932,15 @@ class World {
   void Wait() {
     const offload_optimizer_t optimizer = PickOptimizer();
     const int64_t timeout_ns = random_.OneOf<int64_t>({0, 1, 100'000, -1, INT64_MIN, INT64_MAX});
-    const int32_t status = offload_optimizer_wait(optimizer, PickTicket(optimizer), timeout_ns);
+    const offload_ticket_t ticket = PickTicket(optimizer);
+    const int32_t status = offload_optimizer_wait(optimizer, ticket, timeout_ns);
     if (timeout_ns < 0) {
       EXPECT_NE(status, OFFLOAD_TIMED_OUT);
     }
     if (Judge(status, optimizer)) {
-      EXPECT_TRUE(optimizers_.at(optimizer).committed);
+      OptimizerModel& model = optimizers_.at(optimizer);
+      EXPECT_TRUE(model.committed);
+      if (ticket == 0) model.calls_queued_max = model.steps_queued_max = 0;
     }
   }
 
@@ -591,7 +966,7 @@ class World {
         offload_optimizer_state(optimizer, param, kind, random_.Chance(98) ? &view : nullptr);
     if (!Judge(status, optimizer)) return;
     const OptimizerModel& model = optimizers_.at(optimizer);
-    EXPECT_EQ(view.device_count + view.host_count, model.counts.at(param));
+    EXPECT_EQ(view.device_count + view.host_count, model.params.at(param).count);
     EXPECT_LE(view.step_count, model.steps);
     // Nothing is queued: the view may be read, and a sanitizer looks at where it points.
     const auto* values = static_cast<const unsigned char*>(view.host_data);
@@ -603,9 +978,7 @@ class World {
     auto stats = Make<offload_stats_t>();
     stats.struct_size = StructSize(sizeof(stats));
     if (!Judge(offload_optimizer_get_stats(optimizer, &stats), optimizer)) return;
-    const OptimizerModel& model = optimizers_.at(optimizer);
-    EXPECT_LE(stats.steps_applied + stats.steps_skipped, model.steps);
-    EXPECT_LE(stats.queued, std::min<uint64_t>(model.steps, 8));
+    CompareStats(stats, optimizers_.at(optimizer));
   }
 
   void Alloc() {
@@ -735,6 +1108,16 @@ class World {
       {"step_result", &World::StepResult, 8},
       {"wait", &World::Wait, 12},
       {"stream_wait", &World::StreamWait, 8},
+      {"offload_params", &World::Lifecycle<Move::kOffloadParams, offload_optimizer_offload_params>,
+       3},
+      {"reload_params", &World::Lifecycle<Move::kReloadParams, offload_optimizer_reload_params>, 8},
+      {"offload_grads", &World::Lifecycle<Move::kOffloadGrads, offload_optimizer_offload_grads>, 8},
+      {"reload_grads", &World::Lifecycle<Move::kReloadGrads, offload_optimizer_reload_grads>, 5},
+      {"offload_states", &World::Lifecycle<Move::kOffloadStates, offload_optimizer_offload_states>,
+       3},
+      {"reload_states", &World::Lifecycle<Move::kReloadStates, offload_optimizer_reload_states>, 8},
+      {"refresh_masters",
+       &World::Lifecycle<Move::kRefreshMasters, offload_optimizer_refresh_masters>, 4},
       {"state", &World::State, 8},
       {"get_stats", &World::Stats, 8},
       {"device_alloc", &World::Alloc, 3},
@@ -791,7 +1174,7 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
   }
   EXPECT_GE(total, calls);
   // Both good and bad input was really there.
-  EXPECT_EQ(outcomes.size(), 26u);
+  EXPECT_EQ(outcomes.size(), 33u);
   for (const auto& [name, count] : outcomes) {
     EXPECT_GT(count[0], 0u) << name << " was never refused";
     EXPECT_GT(count[1], 0u) << name << " never succeeded";

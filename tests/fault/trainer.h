@@ -67,6 +67,7 @@ struct RunOptions {
   uint32_t threads = 2;
   uint64_t chunk_elements = 1024;
   uint32_t staging_slots = 2;
+  uint32_t movable = 0;
   uint64_t sim_memory_bytes = uint64_t{1} << 20;
   uint64_t sim_seed = 1;
   uint64_t sim_delay_ns_max = 0;
@@ -196,6 +197,7 @@ class Trainer {
     optimizer_options.device_fraction = options_.device_fraction;
     optimizer_options.chunk_elements = options_.chunk_elements;
     optimizer_options.staging_slots = options_.staging_slots;
+    optimizer_options.movable = options_.movable;
     ASSERT_OFFLOAD_OK(offload_optimizer_create(context, &optimizer_options, &optimizer));
     FillGroup();
     uint32_t group_id = 0;
