@@ -58,11 +58,7 @@ class WatchedDevice final : public ForwardingDevice {
     return ForwardingDevice::Record(event, stream);
   }
   Status StreamWait(StreamHandle stream, EventHandle event) override {
-    {
-      std::lock_guard lock(watch_.mutex_);
-      const StreamHandle behind = watch_.recorded_on_[event];
-      if (behind != nullptr && behind == watch_.dropped_) return {};
-    }
+    if (IsDropped(event)) return {};
     return ForwardingDevice::StreamWait(stream, event);
   }
   Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
@@ -75,6 +71,7 @@ class WatchedDevice final : public ForwardingDevice {
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
     CountWait();
+    if (IsDropped(event)) return {};
     return ForwardingDevice::Wait(event, timeout_ns);
   }
   Status Synchronize(StreamHandle stream, int64_t timeout_ns) override {
@@ -91,6 +88,11 @@ class WatchedDevice final : public ForwardingDevice {
   }
 
  private:
+  bool IsDropped(EventHandle event) {
+    std::lock_guard lock(watch_.mutex_);
+    const StreamHandle behind = watch_.recorded_on_[event];
+    return behind != nullptr && behind == watch_.dropped_;
+  }
   void CountWait() {
     if (watch_.caller_ == std::this_thread::get_id()) watch_.host_waits_ += 1;
   }

@@ -119,6 +119,12 @@ void Rollout(const Trainer& trainer) {
   }
 }
 
+void ClippedStep(const Trainer& trainer) {
+  auto options = Make<offload_step_options_t>();
+  options.grad_norm_max = 1;
+  EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, &options, nullptr));
+}
+
 void Refresh(const Trainer& trainer, uint64_t number) {
   if (number % 4 != 3) return;
   EXPECT_OFFLOAD_OK(offload_optimizer_refresh_masters(trainer.optimizer, nullptr, nullptr));
@@ -133,9 +139,7 @@ void Cycle(Trainer& trainer, uint64_t number) {
   move.flags = step_first ? OFFLOAD_MOVE_DROP : number % 3 == 1 ? 0 : OFFLOAD_MOVE_ACCUMULATE;
   Bind(trainer, true);
   trainer.UploadGrads(number);
-  if (step_first) {
-    EXPECT_OFFLOAD_OK(offload_optimizer_step(optimizer, nullptr, nullptr));
-  }
+  if (step_first) ClippedStep(trainer);
   EXPECT_OFFLOAD_OK(offload_optimizer_offload_grads(optimizer, &move, nullptr));
   EXPECT_OFFLOAD_OK(offload_optimizer_offload_states(optimizer, nullptr, nullptr));
   EXPECT_OFFLOAD_OK(offload_optimizer_offload_params(optimizer, nullptr, nullptr));
@@ -153,9 +157,7 @@ void Cycle(Trainer& trainer, uint64_t number) {
   if (reload_grads) {
     EXPECT_OFFLOAD_OK(offload_optimizer_reload_grads(optimizer, nullptr, nullptr));
   }
-  if (!step_first) {
-    EXPECT_OFFLOAD_OK(offload_optimizer_step(optimizer, nullptr, nullptr));
-  }
+  if (!step_first) ClippedStep(trainer);
   Refresh(trainer, number);
   // The next gradients are written where these may still be read.
   if (reload_grads) {
@@ -176,7 +178,7 @@ std::vector<unsigned char> StayAlone(const RunOptions& run, uint64_t steps) {
   trainer.Commit();
   for (uint64_t number = 0; number < steps; ++number) {
     trainer.UploadGrads(number);
-    EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
+    ClippedStep(trainer);
     Refresh(trainer, number);
     EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
   }

@@ -104,6 +104,7 @@ enum class Move {
   kReloadStates,
   kRefreshMasters
 };
+constexpr size_t kMoves = 9;
 enum class Effect { kNothing, kDone, kRefused };
 
 Effect EffectOf(Move move, const ParamModel& param) {
@@ -217,6 +218,9 @@ class World {
   // Calls made so far, by function and status.
   using Tally = std::map<std::pair<std::string, int32_t>, uint64_t>;
   const Tally& tally() const { return tally_; }
+  // Params really moved, by Move.
+  using Moved = std::array<uint64_t, kMoves>;
+  const Moved& moved() const { return moved_; }
 
  private:
   // ------------------------------------------------------------------------------------ judging --
@@ -306,7 +310,10 @@ class World {
   void Settle(offload_context_t context) {
     for (auto& [handle, model] : optimizers_) {
       if (model.context != context || !model.committed) continue;
-      if (!Judge(offload_optimizer_wait(handle, 0, -1), handle)) continue;
+      if (offload_optimizer_wait(handle, 0, -1) != OFFLOAD_OK) {
+        EXPECT_TRUE(contexts_.at(context).doomed) << offload_last_error();
+        continue;
+      }
       model.calls_queued_max = model.steps_queued_max = 0;
       auto stats = Make<offload_stats_t>();
       EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(handle, &stats));
@@ -872,7 +879,10 @@ class World {
     JudgeMove(status, move, optimizer, input);
     EXPECT_EQ(ticket != 0, take_ticket && status == OFFLOAD_OK);
     if (status == OFFLOAD_OK) {
-      for (ParamModel* param : named) Apply(move, *param);
+      for (ParamModel* param : named) {
+        if (EffectOf(move, *param) == Effect::kDone) moved_[static_cast<size_t>(move)] += 1;
+        Apply(move, *param);
+      }
       Queued(model, take_ticket ? ticket : 0);
     }
     CompareStats(optimizer);
@@ -1145,6 +1155,7 @@ class World {
   offload_ticket_t last_ticket_ = 0;
   std::vector<unsigned char> host_array_ = std::vector<unsigned char>(kArrayBytes);
   Tally tally_;
+  Moved moved_{};
   std::atomic<uint64_t> runs_ = 0;
   uint64_t seen_ = 0;
 };
@@ -1156,12 +1167,14 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
   const uint64_t calls = kCalls;  // whatever the scale: it is what the address sanitizer is for
 #endif
   World::Tally tally;
+  World::Moved moved{};
   for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     World world(seed);
     for (uint64_t call = 0; call < calls / kSeeds && !HasFailure(); ++call) world.Call();
     world.DestroyAll();
     for (const auto& [key, count] : world.tally()) tally[key] += count;
+    for (size_t move = 0; move < kMoves; ++move) moved[move] += world.moved()[move];
     if (HasFailure()) return;
   }
   std::map<std::string, std::array<uint64_t, 2>> outcomes;  // refused, done
@@ -1178,6 +1191,10 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
   for (const auto& [name, count] : outcomes) {
     EXPECT_GT(count[0], 0u) << name << " was never refused";
     EXPECT_GT(count[1], 0u) << name << " never succeeded";
+  }
+  for (size_t move = 0; move < kMoves; ++move) {
+    std::printf("%8llu params by move %zu\n", static_cast<unsigned long long>(moved[move]), move);
+    EXPECT_GT(moved[move], 0u) << "move " << move << " never had anything to do";
   }
 }
 
