@@ -498,8 +498,8 @@ enum offload_move_flag {
 typedef struct offload_move_options {
   uint32_t struct_size;
   uint32_t flags;                  /* enum offload_move_flag, or-ed */
-  const uint32_t* params;          /* ids */
-  uint32_t param_count;            /* 0 = all */
+  const uint32_t* params;          /* ids; NULL = all */
+  uint32_t param_count;            /* 0 with params not NULL: none */
   uint32_t stream_count;           /* producers, at most 4; 0 = the NULL stream alone */
   const offload_stream_t* streams; /* the copies wait for the work now queued on each of these */
 } offload_move_options_t;
@@ -565,7 +565,7 @@ OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint3
 
 typedef struct offload_stats {
   uint32_t struct_size;
-  uint32_t queued; /* steps queued or running now */
+  uint32_t queued; /* calls queued or running now: steps and moves */
   uint64_t steps_applied;
   uint64_t steps_skipped;
   uint64_t host_bytes;             /* held now, as in the plan */
@@ -608,7 +608,9 @@ OFFLOAD_API int32_t offload_device_alloc(offload_context_t context, uint64_t byt
 OFFLOAD_API int32_t offload_device_free(offload_context_t context, void* data);
 
 /* Copy behind the work now queued on stream; they return when the copy is done.
- * Errors: INVALID_ARGUMENT (a range outside the device's memory), DEVICE_FAILED. */
+ * Errors: INVALID_ARGUMENT (a range outside the device's memory), DEVICE_FAILED (also when the
+ * stream makes no progress for device_timeout_ns: host_data must then outlive the stream's work).
+ */
 OFFLOAD_API int32_t offload_device_upload(offload_context_t context, void* device_data,
                                           const void* host_data, uint64_t bytes,
                                           offload_stream_t stream);

@@ -21,26 +21,27 @@ using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
 constexpr uint32_t kAbiVersion = 0 * 1000 + 1;
 constexpr uint32_t kMaxStructBytes = 1 << 16;
 
-std::string& LastError() {
-  thread_local std::string text;
-  return text;
-}
+// Room for the text is always there: it is needed most when memory is not.
+struct LastError {
+  char text[1024];
+};
+thread_local LastError last_error;
 
-int32_t Report(const Status& status) {
-  if (!status.ok()) LastError() = status.message();
-  return status.code();
+int32_t Report(int32_t code, const char* text) {
+  std::snprintf(last_error.text, sizeof(last_error.text), "%s", text);
+  return code;
 }
 
 // Every ABI body runs in here: no exception passes, and a failure leaves its text behind.
 template <typename Body>
 int32_t Guard(Body&& body) noexcept {
   try {
-    return Report(body());
+    const Status status = body();
+    return status.ok() ? OFFLOAD_OK : Report(status.code(), status.message().c_str());
   } catch (const std::bad_alloc&) {
-    return Report(Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
-                                "out of host memory for the library's own tables"));
+    return Report(OFFLOAD_OUT_OF_HOST_MEMORY, "out of host memory for the library's own tables");
   } catch (const std::exception& error) {
-    return Report(Status::Error(OFFLOAD_INTERNAL, "unexpected exception: %s", error.what()));
+    return Report(OFFLOAD_INTERNAL, error.what());
   }
 }
 
@@ -115,6 +116,16 @@ template <typename Pointer>
 Status CheckPointer(Pointer pointer, const char* name) {
   if (pointer != nullptr) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is NULL, expected an address", name);
+}
+
+// Waits for a copy that was queued for a convenience.
+Status FinishCopy(Context& context, StreamHandle stream) {
+  Status status = context.device().Synchronize(stream, context.device_timeout_ns());
+  if (status.code() != OFFLOAD_TIMED_OUT) return status;
+  return Status::Error(OFFLOAD_DEVICE_FAILED,
+                       "the stream made no progress for %.1f s (device_timeout_ns of the context); "
+                       "the copy is still queued on it: keep host_data until the stream is done",
+                       static_cast<double>(context.device_timeout_ns()) * 1e-9);
 }
 
 Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32_t count) {
@@ -213,7 +224,7 @@ const char* offload_status_name(int32_t status) {
   }
 }
 
-const char* offload_last_error(void) { return LastError().c_str(); }
+const char* offload_last_error(void) { return last_error.text; }
 
 // -------------------------------------------------------------------------------------- context --
 
@@ -478,7 +489,7 @@ int32_t offload_device_alloc(offload_context_t context, uint64_t bytes, void** d
     HYBRIDOPT_TRY(CheckPointer(data, "data"));
     if (bytes == 0)
       return Status::Error(OFFLOAD_INVALID_ARGUMENT, "bytes is 0, expected at least 1");
-    HYBRIDOPT_ASSIGN(*data, found->device().Allocate(bytes));
+    HYBRIDOPT_ASSIGN(*data, found->AllocateForCaller(bytes));
     return {};
   });
 }
@@ -486,7 +497,7 @@ int32_t offload_device_alloc(offload_context_t context, uint64_t bytes, void** d
 int32_t offload_device_free(offload_context_t context, void* data) {
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
-    return found->device().Free(data);
+    return found->FreeForCaller(data);
   });
 }
 
@@ -501,7 +512,7 @@ int32_t offload_device_upload(offload_context_t context, void* device_data, cons
     HYBRIDOPT_TRY(device.CheckStream(stream));
     HYBRIDOPT_TRY(device.CheckRange(device_data, bytes));
     HYBRIDOPT_TRY(device.CopyToDevice(stream, device_data, host_data, bytes));
-    return device.Synchronize(stream, found->device_timeout_ns());
+    return FinishCopy(*found, stream);
   });
 }
 
@@ -516,7 +527,7 @@ int32_t offload_device_download(offload_context_t context, void* host_data, cons
     HYBRIDOPT_TRY(device.CheckStream(stream));
     HYBRIDOPT_TRY(device.CheckRange(device_data, bytes));
     HYBRIDOPT_TRY(device.CopyToHost(stream, host_data, device_data, bytes));
-    return device.Synchronize(stream, found->device_timeout_ns());
+    return FinishCopy(*found, stream);
   });
 }
 

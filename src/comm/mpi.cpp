@@ -68,6 +68,10 @@ class MpiRanks {
   // Combines each of the values over all ranks, in place, in rank order.
   template <typename T, typename Combine>
   int32_t Reduce(T* values, uint32_t count, int64_t timeout_ns, Combine combine) {
+    // A gather that never ended may still be sending own_.
+    if (failed_)
+      return Fail(OFFLOAD_COMM_FAILED,
+                  "an earlier call failed; its ranks are out of step for good");
     const auto deadline = DeadlineAfter(timeout_ns);
     for (uint32_t begin = 0; begin < count; begin += kValuesAtOnce) {
       const uint32_t portion = std::min(count - begin, kValuesAtOnce);
@@ -102,9 +106,6 @@ class MpiRanks {
 
   // Every rank's first `bytes` of own_ to all_.
   int32_t Gather(size_t bytes, Clock::time_point deadline) {
-    if (failed_)
-      return Fail(OFFLOAD_COMM_FAILED,
-                  "an earlier call failed; its ranks are out of step for good");
     failed_ = true;  // until it has succeeded
     MPI_Request request = MPI_REQUEST_NULL;
     int error = MPI_Iallgather(own_.data(), static_cast<int>(bytes), MPI_BYTE, all_.data(),

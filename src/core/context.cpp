@@ -130,6 +130,25 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
       pinned_pages_(PinnedPages(seats_, placeable_.ok())),
       workers_(options.threads, seats_.nodes, seats_.cpu_limit) {}
 
+Result<void*> Context::AllocateForCaller(uint64_t bytes) {
+  std::lock_guard lock(allocations_mutex_);
+  HYBRIDOPT_ASSIGN(void* data, device_->Allocate(bytes));
+  allocations_.insert(data);
+  return data;
+}
+
+Status Context::FreeForCaller(void* data) {
+  if (data == nullptr) return {};
+  std::lock_guard lock(allocations_mutex_);
+  if (allocations_.erase(data) == 0)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "data is %p, expected an address that offload_device_alloc of this context gave "
+        "and that has not been freed",
+        data);
+  return device_->Free(data);
+}
+
 Status Context::CheckPinned(uint64_t bytes) const {
   std::lock_guard lock(pinned_mutex_);
   return CheckPinnedLocked(bytes);

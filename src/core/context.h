@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 
 #include "base/status.h"
@@ -30,6 +31,10 @@ class Context {
   // Where state should lie, which its workers touch first, and pinned memory, which has no owner.
   const PageWish& state_pages() const { return state_pages_; }
   const PageWish& pinned_pages() const { return pinned_pages_; }
+
+  // The caller's own device memory (offload_device_alloc): only that may be freed through here.
+  Result<void*> AllocateForCaller(uint64_t bytes);
+  Status FreeForCaller(void* data);
 
   // Pinned memory under the cap: INVALID_ARGUMENT says how much is needed.
   Status CheckPinned(uint64_t bytes) const;
@@ -69,6 +74,8 @@ class Context {
   mutable std::mutex pinned_mutex_;
   uint64_t pinned_bytes_ = 0;  // guarded by pinned_mutex_
   std::atomic<uint32_t> optimizers_ = 0;
+  std::mutex allocations_mutex_;
+  std::set<void*> allocations_;  // guarded by allocations_mutex_
 };
 
 }  // namespace hybridopt

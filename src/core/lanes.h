@@ -41,6 +41,8 @@ class Lanes {
     return std::span(ready_).subspan(slot * kMaxProducers, ready_.empty() ? 0 : kMaxProducers);
   }
   static constexpr uint32_t kMaxProducers = 4;
+  // Commands that may be queued on a stream behind work that is not ours. Launch queues hold 1024.
+  static constexpr uint64_t kMaxCommandsAhead = 512;
 
   // The pipeline's own waits: bounded, and a wait that runs out is a failure of the device.
   Status Wait(EventHandle event, const char* what);

@@ -54,6 +54,7 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready, uint
       ListStates(request);
       HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
       if (request.frees_device_memory) {
+        HYBRIDOPT_TRY(AwaitDevice());  // whatever an earlier step left there
         memory_.FreeBlock();
         lanes_.FreeScratch();
       }
@@ -67,12 +68,13 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready, uint
   return {};
 }
 
-// Every stream that a move uses waits for every producer.
+// The producers are waited for here and not by the streams: a move may queue more copies than a
+// launch queue holds, and its ticket must not complete before the producers' work has, even where
+// nothing is copied.
 Status Mover::AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready) {
   if (device_.unified()) return {};
   for (EventHandle event : ready.first(request.producer_count))
-    for (StreamHandle stream : {lanes_.down, lanes_.up, lanes_.compute})
-      HYBRIDOPT_TRY(device_.StreamWait(stream, event));
+    HYBRIDOPT_TRY(lanes_.Wait(event, "the streams given to a move"));
   return {};
 }
 

@@ -39,6 +39,11 @@ class Mover {
   Mover(Context& context, const ParamTable& table, const Placement& placement, StateMemory& memory,
         Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums);
 
+  // Bytes of the tables here, for the plan.
+  static uint64_t ScratchBytes(const ParamTable& table) {
+    return table.size() * (kStateSlots * sizeof(Copy) + sizeof(NormInput) + sizeof(Addresses));
+  }
+
   // Fills masters from the params (after the work on `stream`) and moments with their first value.
   Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
 

@@ -21,7 +21,7 @@ Status NormSums::Sum(Context& context, std::span<const NormInput> inputs) {
       const uint64_t last = std::min(input.count, (end - (block - blocks)) * kNormBlockElements);
       context.kernels().SumSquares(input.dtype)(
           static_cast<const std::byte*>(input.grad) + first * DtypeBytes(input.dtype), last - first,
-          &blocks_[input.first_block + begin]);
+          blocks_.data() + input.first_block + begin);
     }
   });
 }

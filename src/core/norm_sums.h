@@ -31,7 +31,7 @@ class NormSums {
   // The workers sum these gradients, whose addresses are host addresses here.
   Status Sum(Context& context, std::span<const NormInput> inputs);
 
-  const double* blocks(uint64_t first_block) const { return &blocks_[first_block]; }
+  const double* blocks(uint64_t first_block) const { return blocks_.data() + first_block; }
 
  private:
   std::vector<double> blocks_;

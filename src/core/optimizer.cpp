@@ -24,6 +24,12 @@ constexpr uint32_t kMovable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
                               OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
 constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
 
+// The caller's table has been copied by then, and may be gone.
+offload_optimizer_options_t WithoutComm(offload_optimizer_options_t options) {
+  options.comm = nullptr;
+  return options;
+}
+
 Comm MakeComm(const offload_optimizer_options_t& options) {
   if (options.comm == nullptr) return {};
   return {*options.comm,
@@ -107,7 +113,7 @@ Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> co
 
 Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options)
     : context_(std::move(context)),
-      options_(options),
+      options_(WithoutComm(options)),
       comm_(MakeComm(options)),
       ticket_tag_(NewTicketTag()),
       table_(options.algorithm, context_->device()) {
@@ -185,7 +191,8 @@ Result<offload_plan_t> Optimizer::Plan() const {
     plan.host_state_bytes[kind] = placement.host_state_bytes[slot];
     plan.device_state_bytes[kind] = placement.device_state_bytes[slot];
   }
-  plan.host_scratch_bytes = StepPipeline::ScratchBytes(table_, placement);
+  plan.host_scratch_bytes =
+      StepPipeline::ScratchBytes(table_, placement) + Mover::ScratchBytes(table_);
   plan.host_params_bytes = placement.swap_params_bytes;
   plan.host_grads_bytes = placement.swap_grads_bytes;
   plan.host_swap_bytes = placement.swap_states_bytes;
@@ -389,8 +396,9 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
                            "options.params names id %u, but only %u params have been added", id,
                            table_.size());
   for (offload_stream_t stream : streams) HYBRIDOPT_TRY(context_->device().CheckStream(stream));
-  HYBRIDOPT_ASSIGN(const std::vector<uint32_t> ids,
-                   committed.lifecycle->Check(move, params.empty() ? committed.all_ids : params));
+  HYBRIDOPT_ASSIGN(
+      const std::vector<uint32_t> ids,
+      committed.lifecycle->Check(move, params.data() == nullptr ? committed.all_ids : params));
 
   MoveRequest& request = committed.requests[slot].move;
   committed.requests[slot].step = nullptr;
@@ -486,6 +494,7 @@ Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
   HYBRIDOPT_TRY(committed_->mover->Run(request, committed_->lanes->ReadyEvents(slot), &bytes));
   const bool reload = request.move == Move::kReloadParams || request.move == Move::kReloadGrads ||
                       request.move == Move::kReloadStates;
+  request.items = {};  // 256 slots that each keep their longest list would add up
   std::lock_guard lock(results_mutex_);
   (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;
   if (request.frees_device_memory) stats_.device_bytes = 0;
@@ -598,17 +607,23 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "offload_optimizer_reload_states first",
                          param.name.c_str());
   // An fp32 param without a master of its own is its own master.
+  const bool own_master = slot == kMaster && param.dtype == OFFLOAD_FP32 &&
+                          (view.device_count > 0 || context_->device().unified());
+  if (own_master && committed_->lifecycle->params_on_host(param_id))
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "param '%.200s' is its own master and is on the host; bind and "
+                         "reload_params first",
+                         param.name.c_str());
+  if (view.device_count > 0 && committed_->memory->block() == nullptr && !own_master)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "the device share's states of param '%.200s' were on their way back when "
+                         "queued work failed; they are lost",
+                         param.name.c_str());
   void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
   float* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
   float* const host_data = committed_->memory->Host(param_id, StateSlot{slot});
   if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
   if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
-  if ((view.device_count > 0 && view.device_data == nullptr) ||
-      (view.host_count > 0 && view.host_data == nullptr))
-    return Status::Error(OFFLOAD_INVALID_STATE,
-                         "param '%.200s' is its own master and was offloaded; bind and "
-                         "reload_params first",
-                         param.name.c_str());
   return view;
 }
 

@@ -44,7 +44,7 @@ class Optimizer {
   Status Commit(StreamHandle stream);
 
   Result<offload_ticket_t> Step(const offload_step_options_t& options);
-  // Streams and params of the options as spans; params empty means all.
+  // Streams and params of the options as spans; params without an address mean all.
   Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
                                         std::span<const offload_stream_t> streams);
   Result<offload_step_result_t> StepResult(offload_ticket_t ticket) const;
@@ -73,7 +73,7 @@ class Optimizer {
     std::unique_ptr<Lifecycle> lifecycle;
     std::array<Request, Timeline::kCapacity> requests;
     std::array<StepRequest, StepPipeline::kMaxQueuedSteps> steps;  // used in turn
-    uint64_t steps_queued = 0;                                     // since commit
+    std::atomic<uint64_t> steps_queued = 0;                        // since commit
     std::atomic<uint64_t> steps_done = 0;
     std::atomic<uint64_t> last_step = 0;  // its sequence number
     std::vector<uint32_t> all_ids;

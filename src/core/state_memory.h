@@ -12,7 +12,7 @@ namespace hybridopt {
 
 class StateMemory {
  public:
-  // Takes the memory; its content is unspecified until masters.h fills it. `placement` outlives it.
+  // Takes the memory; its content is unspecified until moves.h fills it. `placement` outlives it.
   static Result<std::unique_ptr<StateMemory>> Create(Context& context, const Placement& placement);
   ~StateMemory();
 

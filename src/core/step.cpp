@@ -217,6 +217,12 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.compute, ready));
   const uint32_t slots = placement_.staging_slots;
   const uint32_t prefetched = std::min(slots, chunk_count());
+  // A full launch queue blocks for as long as the stream before it does: what might fill it is
+  // queued only when the gradients are there.
+  uint64_t copies = 0;
+  for (uint32_t chunk = 0; chunk < prefetched; ++chunk)
+    copies += placement_.chunks[chunk].fragment_count;
+  if (copies > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(lanes_.Wait(ready, "the gradients"));
   for (uint32_t chunk = 0; chunk < prefetched; ++chunk) HYBRIDOPT_TRY(BringDown(chunk, result));
   HYBRIDOPT_TRY(QueueVerdict(request));
   // The clock starts when the gradients are there: the caller's own work is not the step's.
@@ -283,7 +289,9 @@ Result<Verdict> StepPipeline::AwaitVerdict(const StepRequest& request) {
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.verdict_known, "the gradient norm"));
   if (VerdictOnDevice()) return *lanes_.host_verdict;
   HYBRIDOPT_ASSIGN(const Verdict verdict, DecideOnHost(request, lanes_.host_block_sums));
-  HYBRIDOPT_TRY(device_.SetVerdict(lanes_.compute, verdict, lanes_.device_verdict));
+  // A skipped step ends here: nothing of it may still be queued on the device.
+  if (verdict.skip == 0)
+    HYBRIDOPT_TRY(device_.SetVerdict(lanes_.compute, verdict, lanes_.device_verdict));
   return verdict;
 }
 

@@ -773,7 +773,8 @@ class World {
   void FillMoveParams(MoveInput& input, size_t size) {
     offload_move_options_t& options = input.options;
     options.params = random_.Chance(97) ? input.params : nullptr;
-    if (random_.Chance(50)) options.param_count = static_cast<uint32_t>(random_.Below(5));
+    if (random_.Chance(60))
+      options.param_count = random_.Chance(60) ? 1 : static_cast<uint32_t>(random_.Below(5));
     if (options.param_count > 0 && options.params == nullptr)
       input.reasons.insert(OFFLOAD_INVALID_ARGUMENT);
     if (options.param_count == 0)  // all of them, or none, at an address that is not read
@@ -1122,7 +1123,7 @@ class World {
        3},
       {"reload_params", &World::Lifecycle<Move::kReloadParams, offload_optimizer_reload_params>, 8},
       {"offload_grads", &World::Lifecycle<Move::kOffloadGrads, offload_optimizer_offload_grads>, 8},
-      {"reload_grads", &World::Lifecycle<Move::kReloadGrads, offload_optimizer_reload_grads>, 5},
+      {"reload_grads", &World::Lifecycle<Move::kReloadGrads, offload_optimizer_reload_grads>, 15},
       {"offload_states", &World::Lifecycle<Move::kOffloadStates, offload_optimizer_offload_states>,
        3},
       {"reload_states", &World::Lifecycle<Move::kReloadStates, offload_optimizer_reload_states>, 8},
