@@ -1195,6 +1195,7 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
   }
   for (size_t move = 0; move < kMoves; ++move) {
     std::printf("%8llu params by move %zu\n", static_cast<unsigned long long>(moved[move]), move);
+    if (calls < kCalls) continue;  // too few for what takes several calls in a row
     EXPECT_GT(moved[move], 0u) << "move " << move << " never had anything to do";
   }
 }
