@@ -276,7 +276,7 @@ class World {
   }
 
   void CompareStats(const offload_stats_t& stats, const OptimizerModel& model) {
-    EXPECT_LE(stats.queued, std::min(model.steps_queued_max, kQueuedSteps));
+    EXPECT_LE(stats.queued, std::min(model.calls_queued_max, kQueuedCalls));
     EXPECT_LE(stats.steps_applied + stats.steps_skipped, model.steps);
     uint64_t params_there = 0, params_out = 0, grads_there = 0, grads_held = 0;
     bool any_states_out = false;
