@@ -63,7 +63,9 @@ struct Rig {
   }
   ~Rig() {
     gate.open = true;
-    if (optimizer != nullptr) EXPECT_EQ(offload_optimizer_destroy(optimizer), OFFLOAD_OK);
+    if (optimizer != nullptr) {
+      EXPECT_EQ(offload_optimizer_destroy(optimizer), OFFLOAD_OK);
+    }
     EXPECT_EQ(offload_context_destroy(context), OFFLOAD_OK);
   }
 
