@@ -700,6 +700,7 @@ class World {
     const offload_optimizer_t optimizer = PickOptimizer();
     const auto found = optimizers_.find(optimizer);
     const offload_context_t context = found == optimizers_.end() ? nullptr : found->second.context;
+    if (IsDoomed(context)) return;
     const int32_t status = offload_optimizer_commit(optimizer, PickStream(context));
     if (!Judge(status, optimizer)) return;
     EXPECT_FALSE(found->second.committed);
@@ -857,6 +858,7 @@ class World {
       return;
     }
     OptimizerModel& model = found->second;
+    if (kMove == Move::kReloadStates && IsDoomed(model.context)) return;
     MoveInput input;
     FillMoveFlags(input, kMove == Move::kOffloadGrads ? 3 : 0);
     FillMoveParams(input, model.params.size());
@@ -994,6 +996,7 @@ class World {
 
   void Alloc() {
     const offload_context_t context = PickContext();
+    if (IsDoomed(context)) return;
     const uint64_t bytes =
         random_.OneOf<uint64_t>({0, 1, 256, 4000, uint64_t{1} << 50, UINT64_MAX});
     void* data = nullptr;
@@ -1084,6 +1087,12 @@ class World {
     Judge(offload_stream_run(context, PickStream(context), random_.Chance(95) ? CountRun : nullptr,
                              &runs_),
           context);
+  }
+
+  // There no memory is taken any more: it could lie where a gradient was freed that is still read.
+  bool IsDoomed(offload_context_t context) const {
+    const auto found = contexts_.find(context);
+    return found != contexts_.end() && found->second.doomed;
   }
 
   // On the simulated device queued work then fails; on the host it would be the caller's crash.
