@@ -186,7 +186,12 @@ extern "C" {
 uint32_t offload_abi_version(void) { return kAbiVersion; }
 
 const char* offload_build_info(void) {
-  return "hybridopt " HYBRIDOPT_VERSION ", " __VERSION__ ", devices host sim";
+#if defined(__clang__)
+#define HYBRIDOPT_COMPILER __VERSION__  // names itself
+#else
+#define HYBRIDOPT_COMPILER "gcc " __VERSION__
+#endif
+  return "hybridopt " HYBRIDOPT_VERSION ", " HYBRIDOPT_COMPILER ", devices host sim";
 }
 
 const char* offload_status_name(int32_t status) {
