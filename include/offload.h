@@ -33,8 +33,9 @@
  *            that offload_optimizer_stream_wait has put behind them.
  * Failure.   When queued work fails, its optimizer is poisoned: whoever waits gets the cause, later
  *            calls get POISONED (but for plan, state, get_stats and step_result), streams that wait
- *            on it are released, destroy works. The context and its other optimizers go on, as far
- *            as the device does.
+ *            on it are released, destroy works. A step that the device fails in the middle of may
+ *            have updated some params and not others: go back to saved state. The context and its
+ *            other optimizers go on, as far as the device does.
  * Threads.   Different handles may be used by different threads at once. Calls on one handle are
  *            serialised by the caller, except offload_optimizer_wait, _step_result and
  *            _get_stats, which any thread may call at any time before destroy. Working threads
