@@ -193,6 +193,11 @@ typedef struct offload_context_options {
   uint32_t local_world;       /* ranks that share the host's CPUs; 0 = as LOCAL_RANK and
                                  LOCAL_WORLD_SIZE of the environment say, else 1; 1 = alone, for
                                  ranks that the launcher has bound to CPUs of their own */
+  uint64_t sim_pinned_bytes_max; /* sim: host memory that it can pin, as a limit of the system or
+                                    the driver would have it; 0 = no limit */
+  int32_t allow_pageable; /* memory that the system does not pin: 0 = commit fails, 1 = it is used
+                             unpinned, which is slower */
+  uint32_t reserved;      /* 0 */
 } offload_context_options_t;
 
 /* How host memory gets near the threads that use it: the best that this system allows. */
@@ -213,7 +218,7 @@ typedef struct offload_context_info {
   uint32_t optimizers;    /* alive in this context */
   uint64_t device_memory_bytes;      /* capacity; 0 on the host device */
   uint64_t device_memory_free_bytes; /* now */
-  uint64_t pinned_bytes;             /* staging memory in use by this context */
+  uint64_t pinned_bytes;             /* host memory that is pinned for this context, really */
   char isa[32];                      /* instruction set of the host kernels: "avx512", ... */
   char device_name[64];
   uint32_t local_rank;  /* as the CPUs were shared out */

@@ -33,13 +33,21 @@ Status CheckOptions(const offload_context_options_t& options) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.threads is %u, expected at most %u (0 = one per CPU)",
                          options.threads, kMaxThreads);
+  if (options.allow_pageable != 0 && options.allow_pageable != 1)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.allow_pageable is %d, expected 0 (commit fails where memory "
+                         "cannot be pinned) or 1 (it is used unpinned)",
+                         options.allow_pageable);
+  if (options.reserved != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
+                         options.reserved);
   if (options.device_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.device_timeout_ns is %llu, expected at most 2^63 - 1",
                          static_cast<unsigned long long>(options.device_timeout_ns));
   const bool sim = options.device_kind == OFFLOAD_DEVICE_SIM;
-  if (!sim &&
-      (options.sim_memory_bytes != 0 || options.sim_seed != 0 || options.sim_delay_ns_max != 0))
+  if (!sim && (options.sim_memory_bytes != 0 || options.sim_seed != 0 ||
+               options.sim_delay_ns_max != 0 || options.sim_pinned_bytes_max != 0))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.sim_* are set, but device_kind is not OFFLOAD_DEVICE_SIM; leave "
                          "them 0");
@@ -63,6 +71,7 @@ Result<std::unique_ptr<Device>> CreateDevice(const offload_context_options_t& op
       options.sim_memory_bytes != 0 ? options.sim_memory_bytes : kDefaultSimMemoryBytes;
   sim.seed = options.sim_seed;
   sim.delay_ns_max = options.sim_delay_ns_max;
+  if (options.sim_pinned_bytes_max != 0) sim.pinned_bytes_max = options.sim_pinned_bytes_max;
   return CreateSimDevice(sim, kernels);
 }
 
@@ -128,7 +137,8 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
       placeable_(TryToPlace(MemoryNodes(seats_))),
       state_pages_(StatePages(seats_, *device_, placeable_.ok())),
       pinned_pages_(PinnedPages(seats_, placeable_.ok())),
-      workers_(options.threads, seats_.nodes, seats_.cpu_limit) {}
+      workers_(options.threads, seats_.nodes, seats_.cpu_limit),
+      allow_pageable_(options.allow_pageable != 0) {}
 
 Result<void*> Context::AllocateForCaller(uint64_t bytes) {
   std::lock_guard lock(allocations_mutex_);
@@ -195,6 +205,14 @@ int32_t Context::NumaRung() const {
   return workers_.seated() ? OFFLOAD_NUMA_FIRST_TOUCH : OFFLOAD_NUMA_NONE;
 }
 
+void Context::Note(const char* text) {
+  {
+    std::lock_guard lock(notes_mutex_);
+    notes_.insert(text);
+  }
+  Log(OFFLOAD_LOG_WARNING, text);
+}
+
 std::string Context::Notes() const {
   std::string notes = seats_.note;
   if (!placeable_.ok()) notes += "memory is not placed: " + placeable_.message() + "; ";
@@ -203,6 +221,10 @@ std::string Context::Notes() const {
     notes += "no huge pages: transparent_hugepage is off; ";
   else if (!state_pages_.huge_pages)
     notes += "no huge pages for state: several nodes share each chunk; ";
+  {
+    std::lock_guard lock(notes_mutex_);
+    for (const std::string& note : notes_) notes += note + "; ";
+  }
   if (!notes.empty()) notes.resize(notes.size() - 2);
   return notes;
 }

@@ -42,6 +42,10 @@ class Context {
   void ReleasePinned(uint64_t bytes);
   uint64_t PinnedBytesLeft() const;
 
+  bool allow_pageable() const { return allow_pageable_; }
+  // Something fell short of the best: a warning in the log, and in context_info from now on.
+  void Note(const char* text);
+
   // A progress word for one optimizer. It lives as long as the context, because a stream may still
   // be about to read it when its optimizer has gone.
   std::atomic<uint64_t>& NewProgress();
@@ -71,6 +75,9 @@ class Context {
   const PageWish state_pages_;
   const PageWish pinned_pages_;
   WorkerPool workers_;
+  const bool allow_pageable_;
+  mutable std::mutex notes_mutex_;
+  std::set<std::string> notes_;  // guarded by notes_mutex_
   mutable std::mutex pinned_mutex_;
   uint64_t pinned_bytes_ = 0;  // guarded by pinned_mutex_
   std::atomic<uint32_t> optimizers_ = 0;

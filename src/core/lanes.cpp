@@ -1,9 +1,12 @@
 #include "core/lanes.h"
 
+#include <algorithm>
+
 namespace hybridopt {
 namespace {
 
 constexpr uint64_t kVerdictBytes = 256;
+constexpr uint32_t kMinRingSlots = 2;  // one comes down while the other is worked on
 
 uint64_t BlockSumsBytes(const Placement& placement) {
   return (placement.norm_blocks * sizeof(double) + 255) / 256 * 256;
@@ -33,13 +36,13 @@ Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const Placement& 
 Status Lanes::CreateAll(const Placement& placement) {
   HYBRIDOPT_TRY(context_.ReservePinned(PinnedBytes(placement)));
   pinned_bytes_ = PinnedBytes(placement);
-  const PageWish& pages = context_.pinned_pages();
-  HYBRIDOPT_ASSIGN(ring_,
-                   StagingRing::Create(device(), placement.staging_slots, placement.slot_grad_bytes,
-                                       placement.slot_param_bytes, pages));
-  HYBRIDOPT_ASSIGN(
-      verdict_page_,
-      StagingRing::Create(device(), 1, kVerdictBytes + BlockSumsBytes(placement), 0, pages));
+  HYBRIDOPT_ASSIGN(verdict_page_,
+                   StagingRing::Create(device(), 1, kVerdictBytes + BlockSumsBytes(placement), 0,
+                                       context_.pinned_pages(), context_.allow_pageable()));
+  HYBRIDOPT_TRY(CreateRing(placement));  // last: it can do with less
+  const uint64_t pinned_bytes = ring_.pinned_bytes() + verdict_page_.pinned_bytes();
+  context_.ReleasePinned(pinned_bytes_ - pinned_bytes);
+  pinned_bytes_ = pinned_bytes;
   host_verdict = reinterpret_cast<Verdict*>(verdict_page_.grads(0));
   host_block_sums = reinterpret_cast<double*>(verdict_page_.grads(0) + kVerdictBytes);
   HYBRIDOPT_ASSIGN(void* scratch, TakeScratch());
@@ -52,12 +55,34 @@ Status Lanes::CreateAll(const Placement& placement) {
   for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
   ready_.resize(Timeline::kCapacity * kMaxProducers);
   for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
-  landed.resize(placement.staging_slots);
-  uploaded.resize(placement.staging_slots);
-  for (uint32_t slot = 0; slot < placement.staging_slots; ++slot) {
+  landed.resize(ring_.slots());
+  uploaded.resize(ring_.slots());
+  for (uint32_t slot = 0; slot < ring_.slots(); ++slot) {
     HYBRIDOPT_TRY(NewTimedEvent("gradients landed", &landed[slot]));
     HYBRIDOPT_TRY(NewTimedEvent("params uploaded", &uploaded[slot]));
   }
+  return {};
+}
+
+// The rungs: all slots pinned; fewer of them; none pinned, if the caller allows that.
+Status Lanes::CreateRing(const Placement& placement) {
+  const auto create = [&](uint32_t slots, bool allow_pageable) {
+    return StagingRing::Create(device(), slots, placement.slot_grad_bytes,
+                               placement.slot_param_bytes, context_.pinned_pages(), allow_pageable);
+  };
+  uint32_t slots = placement.staging_slots;
+  Result<StagingRing> ring = create(slots, false);
+  while (ring.status().code() == OFFLOAD_OUT_OF_HOST_MEMORY && slots > kMinRingSlots) {
+    slots = std::max(kMinRingSlots, slots / 2);
+    ring = create(slots, false);
+  }
+  if (ring.status().code() == OFFLOAD_OUT_OF_HOST_MEMORY && context_.allow_pageable())
+    ring = create(placement.staging_slots, true);
+  HYBRIDOPT_ASSIGN(ring_, std::move(ring));
+  if (ring_.pinned_bytes() < ring_.bytes())
+    context_.Note("staging is pageable: the system did not pin it");
+  else if (slots < placement.staging_slots)
+    context_.Note("staging has fewer slots than asked for: the system did not pin more");
   return {};
 }
 

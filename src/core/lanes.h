@@ -68,6 +68,7 @@ class Lanes {
  private:
   explicit Lanes(Context& context) : context_(context) {}
   Status CreateAll(const Placement& placement);
+  Status CreateRing(const Placement& placement);
   Result<StreamHandle> NewStream(const char* label);
   Status NewEvent(const char* label, EventHandle* event);
   Status NewTimedEvent(const char* label, TimedEvent* event);

@@ -193,7 +193,7 @@ Status Mover::AccumulateStaged(const MoveItem& item) {
   const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
   const uint64_t piece_count = lanes_.ring().grad_bytes() / sizeof(float);
   const uint64_t pieces = (param.count + piece_count - 1) / piece_count;
-  const uint32_t slots = placement_.staging_slots;
+  const uint32_t slots = lanes_.ring().slots();
   const auto bring_down = [&](uint64_t piece) -> Status {
     const uint32_t slot = static_cast<uint32_t>(piece % slots);
     const uint64_t begin = piece * piece_count;

@@ -215,7 +215,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
                                Verdict* verdict) {
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, ready));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.compute, ready));
-  const uint32_t slots = placement_.staging_slots;
+  const uint32_t slots = lanes_.ring().slots();
   const uint32_t prefetched = std::min(slots, chunk_count());
   // A full launch queue blocks for as long as the stream before it does: what might fill it is
   // queued only when the gradients are there.

@@ -94,7 +94,7 @@ class StepPipeline {
   bool NeedsNorm(const StepRequest& request) const {
     return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
   }
-  uint32_t SlotOf(uint32_t chunk) const { return chunk % placement_.staging_slots; }
+  uint32_t SlotOf(uint32_t chunk) const { return chunk % lanes_.ring().slots(); }
   uint32_t chunk_count() const { return static_cast<uint32_t>(placement_.chunks.size()); }
   std::span<const Fragment> FragmentsOf(uint32_t chunk) const;
 

@@ -15,10 +15,19 @@ Result<std::unique_ptr<SwapMemory>> SwapMemory::Create(Context& context,
     HYBRIDOPT_TRY(context.ReservePinned(Bytes(placement)));
     swap->pinned_bytes_ = Bytes(placement);
   }
-  const PageWish& pages = context.pinned_pages();
-  HYBRIDOPT_ASSIGN(swap->params_, PinnedArena::Map(device, placement.swap_params_bytes, pages));
-  HYBRIDOPT_ASSIGN(swap->grads_, PinnedArena::Map(device, placement.swap_grads_bytes, pages));
-  HYBRIDOPT_ASSIGN(swap->states_, PinnedArena::Map(device, placement.swap_states_bytes, pages));
+  const auto map = [&](uint64_t bytes) {
+    return PinnedArena::Map(device, bytes, context.pinned_pages(), context.allow_pageable());
+  };
+  HYBRIDOPT_ASSIGN(swap->params_, map(placement.swap_params_bytes));
+  HYBRIDOPT_ASSIGN(swap->grads_, map(placement.swap_grads_bytes));
+  HYBRIDOPT_ASSIGN(swap->states_, map(placement.swap_states_bytes));
+  if (device.unified()) return swap;
+  const uint64_t pinned_bytes =
+      swap->params_.pinned_bytes() + swap->grads_.pinned_bytes() + swap->states_.pinned_bytes();
+  if (pinned_bytes < Bytes(placement))
+    context.Note("room for what is offloaded is pageable: the system did not pin all of it");
+  context.ReleasePinned(swap->pinned_bytes_ - pinned_bytes);
+  swap->pinned_bytes_ = pinned_bytes;
   return swap;
 }
 

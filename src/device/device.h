@@ -78,7 +78,8 @@ class Device {
   // INVALID_ARGUMENT if the range is known not to be memory of this device now.
   virtual Status CheckRange(const void* data, uint64_t bytes) const = 0;
 
-  // Makes host memory fit for asynchronous copies, as this device needs it.
+  // Makes host memory fit for asynchronous copies, as this device needs it. OUT_OF_HOST_MEMORY
+  // where the system does not pin so much.
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
   virtual void UnpinHost(void* data) = 0;
 
@@ -126,6 +127,7 @@ struct SimOptions {
   uint64_t memory_bytes;
   uint64_t seed;
   uint64_t delay_ns_max;
+  uint64_t pinned_bytes_max = UINT64_MAX;  // PinHost refuses what goes beyond
 };
 
 // An accelerator made of threads (device/sim.cpp). Its kernels are `kernels`.

@@ -111,6 +111,7 @@ class SimDevice final : public Device {
   std::vector<SimEvent*> free_events_;
   std::unordered_set<void*> live_events_;
   std::map<uintptr_t, uint64_t> pinned_;  // address -> bytes
+  uint64_t pinned_bytes_ = 0;
 };
 
 SimDevice::SimDevice(const SimOptions& options, const KernelTable& kernels,
@@ -157,13 +158,23 @@ Status SimDevice::PinHost(void* data, uint64_t bytes) {
                          "nothing is pinned yet",
                          bytes, data);
   }
+  if (bytes > options_.pinned_bytes_max - pinned_bytes_) {
+    return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                         "cannot pin %" PRIu64 " bytes, %" PRIu64 " of at most %" PRIu64
+                         " are pinned (sim_pinned_bytes_max)",
+                         bytes, pinned_bytes_, options_.pinned_bytes_max);
+  }
   pinned_.emplace(begin, bytes);
+  pinned_bytes_ += bytes;
   return Status();
 }
 
 void SimDevice::UnpinHost(void* data) {
   std::lock_guard lock(mutex_);
-  HYBRIDOPT_CHECK(pinned_.erase(reinterpret_cast<uintptr_t>(data)) == 1);
+  const auto pinned = pinned_.find(reinterpret_cast<uintptr_t>(data));
+  HYBRIDOPT_CHECK(pinned != pinned_.end());
+  pinned_bytes_ -= pinned->second;
+  pinned_.erase(pinned);
 }
 
 std::unique_ptr<SimStream> SimDevice::MakeStream(const char* label) {

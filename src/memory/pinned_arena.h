@@ -11,13 +11,16 @@ class PinnedArena {
   PinnedArena() = default;
   // 0 bytes: an empty arena. Pinning touches every page from the calling thread, so the wish
   // decides where they lie.
-  static Result<PinnedArena> Map(Device& device, uint64_t bytes, const PageWish& wish = {});
+  // allow_pageable: memory that the system does not pin is mapped all the same.
+  static Result<PinnedArena> Map(Device& device, uint64_t bytes, const PageWish& wish = {},
+                                 bool allow_pageable = false);
   ~PinnedArena();
   PinnedArena(PinnedArena&& other) noexcept { *this = std::move(other); }
   PinnedArena& operator=(PinnedArena&& other) noexcept;
 
   std::byte* data() const { return arena_.data(); }
   uint64_t bytes() const { return arena_.bytes(); }
+  uint64_t pinned_bytes() const { return device_ != nullptr ? arena_.bytes() : 0; }
 
  private:
   Device* device_ = nullptr;  // set while pinned

@@ -19,10 +19,11 @@ uint64_t StagingRing::Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_
 }
 
 Result<StagingRing> StagingRing::Create(Device& device, uint32_t slots, uint64_t grad_bytes,
-                                        uint64_t param_bytes, const PageWish& wish) {
+                                        uint64_t param_bytes, const PageWish& wish,
+                                        bool allow_pageable) {
   StagingRing ring;
-  HYBRIDOPT_ASSIGN(ring.arena_,
-                   PinnedArena::Map(device, Bytes(slots, grad_bytes, param_bytes), wish));
+  HYBRIDOPT_ASSIGN(ring.arena_, PinnedArena::Map(device, Bytes(slots, grad_bytes, param_bytes),
+                                                 wish, allow_pageable));
   if (ring.arena_.bytes() == 0) return ring;
   ring.slots_ = slots;
   ring.grad_bytes_ = RoundUpToPage(grad_bytes);

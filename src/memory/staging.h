@@ -21,12 +21,15 @@ class StagingRing {
  public:
   StagingRing() = default;
   static Result<StagingRing> Create(Device& device, uint32_t slots, uint64_t grad_bytes,
-                                    uint64_t param_bytes, const PageWish& wish = {});
+                                    uint64_t param_bytes, const PageWish& wish = {},
+                                    bool allow_pageable = false);
 
   // What Create takes, padding included.
   static uint64_t Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_bytes);
 
   uint32_t slots() const { return slots_; }
+  uint64_t bytes() const { return arena_.bytes(); }
+  uint64_t pinned_bytes() const { return arena_.pinned_bytes(); }
   uint64_t grad_bytes() const { return grad_bytes_; }  // of a slot's grads half
   std::byte* grads(uint32_t slot) const { return arena_.data() + slot * slot_bytes_; }
   std::byte* params(uint32_t slot) const { return grads(slot) + grad_bytes_; }

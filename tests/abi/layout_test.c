@@ -28,7 +28,7 @@ typedef struct pin {
 
 static const pin_t pins[] = {
     /* clang-format off */
-    STRUCT(offload_context_options_t, 88),
+    STRUCT(offload_context_options_t, 104),
     FIELD(offload_context_options_t, struct_size, 0, 4),
     FIELD(offload_context_options_t, device_kind, 4, 4),
     FIELD(offload_context_options_t, device_index, 8, 4),
@@ -43,6 +43,9 @@ static const pin_t pins[] = {
     FIELD(offload_context_options_t, numa_nodes, 72, 8),
     FIELD(offload_context_options_t, local_rank, 80, 4),
     FIELD(offload_context_options_t, local_world, 84, 4),
+    FIELD(offload_context_options_t, sim_pinned_bytes_max, 88, 8),
+    FIELD(offload_context_options_t, allow_pageable, 96, 4),
+    FIELD(offload_context_options_t, reserved, 100, 4),
 
     STRUCT(offload_context_info_t, 432),
     FIELD(offload_context_info_t, struct_size, 0, 4),

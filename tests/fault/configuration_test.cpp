@@ -75,6 +75,13 @@ TEST(Configuration, TooManyThreads) {
       [](auto& o) { o.threads = 1025; }, [](auto& o) { o.threads = 1024; });
 }
 
+TEST(Configuration, PageableNeitherAllowedNorNot) {
+  ExpectContextRefused(
+      OFFLOAD_INVALID_ARGUMENT,
+      {"options.allow_pageable is 2", "0 (commit fails", "1 (it is used unpinned)"},
+      [](auto& o) { o.allow_pageable = 2; }, [](auto& o) { o.allow_pageable = 1; });
+}
+
 TEST(Configuration, DeviceTimeoutOutOfRange) {
   ExpectContextRefused(
       OFFLOAD_INVALID_ARGUMENT,
@@ -392,6 +399,21 @@ TEST(Configuration, PinnedCapTooSmall) {
     raised.trainer->AddParams();
     raised.trainer->Commit();
   }
+}
+
+TEST(Configuration, PinningRefused) {
+  RunOptions options = OnSim();
+  options.sim_pinned_bytes_max = 4096;
+  Trainer trainer(options);
+  trainer.AddParams();
+  ExpectText(offload_optimizer_commit(trainer.optimizer, nullptr), OFFLOAD_OUT_OF_HOST_MEMORY,
+             {"cannot pin", "of at most 4096 are pinned", "raise that limit",
+              "chunk_elements, staging_slots or movable smaller", "allow_pageable"});
+  EXPECT_EQ(BytesHeld(trainer.optimizer), 0u);
+  options.allow_pageable = 1;
+  Trainer allowed(options);
+  allowed.AddParams();
+  allowed.Commit();
 }
 
 TEST(Configuration, DeviceMemoryTooSmall) {

@@ -71,6 +71,8 @@ struct RunOptions {
   uint64_t sim_memory_bytes = uint64_t{1} << 20;
   uint64_t sim_seed = 1;
   uint64_t sim_delay_ns_max = 0;
+  uint64_t sim_pinned_bytes_max = 0;
+  int32_t allow_pageable = 0;
   uint64_t device_timeout_ns = 0;
   std::vector<uint64_t> counts = {3000, 1, 2500};
 };
@@ -182,11 +184,13 @@ class Trainer {
     options.device_kind = options_.device_kind;
     options.threads = options_.threads;
     options.device_timeout_ns = options_.device_timeout_ns;
+    options.allow_pageable = options_.allow_pageable;
     options.log = DropLog;
     if (options_.device_kind == OFFLOAD_DEVICE_SIM) {
       options.sim_memory_bytes = options_.sim_memory_bytes;
       options.sim_seed = options_.sim_seed;
       options.sim_delay_ns_max = options_.sim_delay_ns_max;
+      options.sim_pinned_bytes_max = options_.sim_pinned_bytes_max;
     }
     ASSERT_OFFLOAD_OK(offload_context_create(&options, &context));
   }
