@@ -348,7 +348,8 @@ TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
     // None of these is vouched finite: with a wait missing, the next step, which then waits for no
     // verdict, could rewrite a launch under the device, and a CHECK would end the program.
     schedule.problem = schedule.seed * 3 % 30;
-    schedule.delay_ns_max = 100'000;
+    // Commit starts the workers, which takes longer than a short delay of who writes the params.
+    schedule.delay_ns_max = GetParam().in_commit ? 2'000'000 : 100'000;
     schedule.leak = GetParam().leak;
     schedule.leak_in_commit = GetParam().in_commit;
     std::string difference;
