@@ -268,8 +268,7 @@ int32_t offload_context_get_info(offload_context_t context, offload_context_info
   });
 }
 
-// ------------------------------------------------------------------------------------ registering
-// --
+// ---------------------------------------------------------------------------------- registering --
 
 int32_t offload_optimizer_create(offload_context_t context,
                                  const offload_optimizer_options_t* options,
@@ -363,8 +362,7 @@ int32_t offload_optimizer_commit(offload_optimizer_t optimizer, offload_stream_t
   });
 }
 
-// --------------------------------------------------------------------------------------- stepping
-// --
+// ------------------------------------------------------------------------------------- stepping --
 
 int32_t offload_optimizer_step(offload_optimizer_t optimizer, const offload_step_options_t* options,
                                offload_ticket_t* ticket) {
@@ -409,8 +407,7 @@ int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer, offload_tic
   });
 }
 
-// ------------------------------------------------------------------------------------- lifecycle
-// --
+// ------------------------------------------------------------------------------------ lifecycle --
 
 int32_t offload_optimizer_offload_params(offload_optimizer_t optimizer,
                                          const offload_move_options_t* options,
@@ -485,8 +482,7 @@ int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats
   });
 }
 
-// --------------------------------------------------------------------------- device conveniences
-// --
+// -------------------------------------------------------------------------- device conveniences --
 
 int32_t offload_device_alloc(offload_context_t context, uint64_t bytes, void** data) {
   return Guard([&]() -> Status {

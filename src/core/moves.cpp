@@ -228,8 +228,7 @@ Status Mover::Add(const std::byte* grad, int32_t dtype, float* sum, uint64_t cou
   });
 }
 
-// --------------------------------------------------------------------------- masters from params
-// --
+// -------------------------------------------------------------------------- masters from params --
 
 Status Mover::Initialize(std::span<const Addresses> addresses, StreamHandle stream) {
   if (!device_.unified()) {

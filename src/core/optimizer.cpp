@@ -465,8 +465,7 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
   }
 }
 
-// ------------------------------------------------------------------ on the timeline's own thread
-// --
+// ----------------------------------------------------------------- on the timeline's own thread --
 
 Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
   Request& request = committed_->requests[slot];

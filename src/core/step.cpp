@@ -152,8 +152,7 @@ void StepPipeline::CountStep(const Verdict& verdict, offload_step_result_t* resu
   result->step = steps_applied_;
 }
 
-// ----------------------------------------------------------------------------------- the verdict
-// --
+// ---------------------------------------------------------------------------------- the verdict --
 
 // The gradients that nobody has summed yet, in registration order.
 void StepPipeline::ListNormInputs() {

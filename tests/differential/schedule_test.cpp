@@ -322,8 +322,7 @@ TEST(ScheduleTest, AThousandSchedulesGiveTheModelsBits) {
   }
 }
 
-// -------------------------------------------------------------------------- the test of the test
-// --
+// ------------------------------------------------------------------------- the test of the test --
 
 struct LeakCase {
   const char* name;

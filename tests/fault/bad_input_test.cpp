@@ -752,8 +752,7 @@ INSTANTIATE_TEST_SUITE_P(
                 [](Trainer&, offload_binding_t& b) { b.struct_size = 16; })),
     RowName);
 
-// ------------------------------------------------------------------------------ wrong time, place
-// --
+// ---------------------------------------------------------------------------- wrong time, place --
 
 offload_ticket_t LastTicket(Trainer& t) {
   offload_ticket_t ticket = 0;

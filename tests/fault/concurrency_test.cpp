@@ -205,8 +205,7 @@ TEST(Concurrency, CyclesOfOptimizersOfOneContextGiveTheBitsOfOneThatStays) {
   }
 }
 
-// -------------------------------------------------------------------------- creating, destroying
-// --
+// ------------------------------------------------------------------------- creating, destroying --
 
 TEST(Concurrency, ContextsComeAndGo) {
   const uint64_t rounds = 2 + Scaled(20);
