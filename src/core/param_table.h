@@ -10,8 +10,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/shard.h"
 #include "base/status.h"
-#include "core/shard.h"
 #include "device/device.h"
 
 namespace hybridopt {

@@ -9,7 +9,7 @@
 
 #include "../differential/problem.h"
 #include "../layouts.h"
-#include "core/shard.h"
+#include "base/shard.h"
 
 namespace hybridopt {
 namespace {

@@ -1,5 +1,5 @@
 // Shards against brute force: a global tensor small enough to mark every element.
-#include "core/shard.h"
+#include "base/shard.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "core/shard.h"
+#include "base/shard.h"
 
 #include <algorithm>
 
