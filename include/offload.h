@@ -35,7 +35,9 @@
  *            calls get POISONED (but for plan, state, get_stats and step_result), streams that wait
  *            on it are released, destroy works. A step that the device fails in the middle of may
  *            have updated some params and not others: go back to saved state. The context and its
- *            other optimizers go on, as far as the device does.
+ *            other optimizers go on, as far as the device does. A save or load that fails for its
+ *            files poisons nothing: its own ticket tells, and offload_optimizer_wait with ticket 0
+ *            tells once if nobody has been told before.
  * Threads.   Different handles may be used by different threads at once. Calls on one handle are
  *            serialised by the caller, except offload_optimizer_wait, _step_result and
  *            _get_stats, which any thread may call at any time before destroy. Working threads
@@ -57,6 +59,7 @@
  *   chunk       unit of the pipeline that carries gradients down and params up
  *   offload     copy from the device to the host and give the device memory up; reload: back
  *   staging     the fixed ring of pinned chunks in between
+ *   checkpoint  a directory that holds the state of one point of the timeline
  *
  * The bits of params and state after a step depend on the inputs and hyperparameters alone: not on
  * the device share, chunk size, thread count, instruction set or timing. docs/NUMERICS.md has the
@@ -599,6 +602,152 @@ typedef struct offload_stats {
 /* Totals since create. */
 OFFLOAD_API int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer,
                                                 offload_stats_t* stats);
+
+/* ---------------------------------------------------------------------------------- checkpoints --
+ */
+/* A checkpoint is a directory: safetensors files with the state, which any tool opens, and a
+ * manifest (docs/CHECKPOINT_FORMAT.md). It is whole or not there: it gets its name with the last
+ * system call of a save, when everything is on disk. What a crash leaves is a directory with
+ * another name, which the next save to the same path removes and nothing ever loads.
+ *
+ * Params are found by name; any world size, sharding, device fraction and thread count loads what
+ * any other has saved, bit for bit. Hyperparameters are kept for the reader; load does not set
+ * them: the caller's groups are in force. */
+
+/* Called from a thread of the library's, now and then and once at the end; the bytes never
+ * decrease. Must not call back into the library. */
+typedef void (*offload_progress_function_t)(void* user, uint64_t bytes_done, uint64_t bytes_total);
+
+enum offload_save_flag {
+  OFFLOAD_SAVE_MASTERS_ONLY = 1 /* without moments; loads with OFFLOAD_LOAD_FRESH_MOMENTS only */
+};
+
+typedef struct offload_save_options {
+  uint32_t struct_size;
+  uint32_t flags;          /* enum offload_save_flag, or-ed */
+  const char* path;        /* the directory to make; nothing of that name may exist, its parent
+                              must; the same one, shared, on all ranks; required */
+  offload_stream_t stream; /* fp32 params that are their own masters are read after the work now
+                              queued on it */
+  offload_progress_function_t progress; /* of this rank's bytes; NULL = none */
+  void* progress_user;                  /* handed to progress */
+  uint32_t io_depth;                    /* blocks of 8 MiB under way at once, 1 to 64; 0 = 4 */
+  uint32_t reserved;                    /* 0 */
+} offload_save_options_t;
+
+/* Queues a save of masters, moments and step counts as they are at this point of the timeline, and
+ * returns at once. Training goes on: a step queued behind the save follows it chunk by chunk, and
+ * the files hold nothing of it. While it runs a save holds io_depth blocks of host memory and a few
+ * hundred bytes per tensor, whatever the size of the model. Params that are their own masters must
+ * not be written by the caller until the ticket completes.
+ * With a comm table all ranks call it, each writes its own file, and rank 0 completes the
+ * directory; a rank that fails fails the save on all. Params with OFFLOAD_PARAM_REPLICA are left to
+ * the rank that counts them.
+ * A save that fails poisons nothing: its ticket tells why, nothing is left at path, training goes
+ * on. Errors: INVALID_ARGUMENT (field named; path exists), INVALID_STATE (before commit), POISONED;
+ * by the ticket IO_FAILED (file and system's error named), OUT_OF_HOST_MEMORY, COMM_FAILED and
+ * DEVICE_FAILED (these two poison). */
+OFFLOAD_API int32_t offload_optimizer_save(offload_optimizer_t optimizer,
+                                           const offload_save_options_t* options,
+                                           offload_ticket_t* ticket);
+
+enum offload_load_flag {
+  OFFLOAD_LOAD_FRESH_MOMENTS = 1, /* weights only: moments as after commit, step counts 0 */
+  OFFLOAD_LOAD_KEEP_STEPS = 2,    /* with FRESH_MOMENTS: step counts from the checkpoint all the
+                                     same */
+  OFFLOAD_LOAD_NO_VERIFY = 4      /* hashes are not compared before state is replaced: the files are
+                                     read once instead of twice */
+};
+
+typedef struct offload_load_options {
+  uint32_t struct_size;
+  uint32_t flags;                       /* enum offload_load_flag, or-ed */
+  const char* path;                     /* a checkpoint's directory; required */
+  offload_stream_t stream;              /* params are written after the work now queued on it */
+  offload_progress_function_t progress; /* of this rank's bytes; NULL = none */
+  void* progress_user;                  /* handed to progress */
+  uint32_t io_depth;                    /* as for save */
+  uint32_t reserved;                    /* 0 */
+} offload_load_options_t;
+
+/* Queues a load: masters, moments, step counts, and the params, rounded from the masters, at their
+ * addresses as of this call. Everything is checked first: manifest and headers always, every
+ * hash unless NO_VERIFY; on all ranks before any goes on. A load that is refused changes nothing
+ * and poisons nothing: its ticket tells why. Gradients are not touched.
+ * Errors: INVALID_ARGUMENT (field named), INVALID_STATE (before commit; params or states offloaded:
+ * reload them first), POISONED; by the ticket IO_FAILED, CHECKPOINT_CORRUPT (file, tensor and block
+ * named), CHECKPOINT_MISMATCH (the first few differences), OUT_OF_HOST_MEMORY, COMM_FAILED and
+ * DEVICE_FAILED (these two poison, as does a file that can no longer be read once state is being
+ * replaced). */
+OFFLOAD_API int32_t offload_optimizer_load(offload_optimizer_t optimizer,
+                                           const offload_load_options_t* options,
+                                           offload_ticket_t* ticket);
+
+/* What a manifest says of the whole. */
+typedef struct offload_checkpoint_info {
+  uint32_t struct_size;
+  uint32_t format_version;
+  int32_t algorithm;   /* enum offload_algorithm */
+  uint32_t save_flags; /* enum offload_save_flag, or-ed */
+  uint32_t world;      /* ranks that saved it */
+  uint32_t group_count;
+  uint64_t step;         /* steps applied when it was saved */
+  uint64_t param_count;  /* different names */
+  uint64_t tensor_count; /* parts of tensors, as visited */
+  uint64_t file_count;   /* safetensors files */
+  uint64_t bytes;        /* of all tensors */
+} offload_checkpoint_info_t;
+
+/* One stored array: one kind of state of one rank's part of one param. Strings and arrays are valid
+ * during the visit. */
+typedef struct offload_checkpoint_tensor {
+  uint32_t struct_size;
+  int32_t kind;                /* enum offload_state_kind */
+  int32_t dtype;               /* as stored: enum offload_dtype */
+  uint32_t rank;               /* that saved it */
+  uint32_t dimensions;         /* 1 to 8 */
+  uint32_t box_count;          /* of its shard */
+  const int64_t* global_shape; /* [dimensions] */
+  const int64_t* box_offsets;  /* [box_count][dimensions] */
+  const int64_t* box_extents;  /* [box_count][dimensions] */
+  uint64_t range_begin;        /* elements, counted through the boxes in order */
+  uint64_t range_count;        /* elements stored */
+  const char* name;            /* of the param */
+  const char* file;            /* inside the directory */
+  uint64_t file_offset;        /* bytes, of its first element in the file */
+  uint64_t bytes;
+  uint64_t step_count; /* steps the param has taken part in */
+} offload_checkpoint_tensor_t;
+
+/* tensor->struct_size is the library's: fields beyond it are not there. Must not call back into the
+ * library. */
+typedef void (*offload_tensor_function_t)(void* user, const offload_checkpoint_tensor_t* tensor);
+
+/* Reads and checks manifest and headers, not the data. info may be NULL; visit, unless NULL, is
+ * called on this thread for each tensor, in the order of the manifest, if all is well.
+ * Errors: INVALID_ARGUMENT, IO_FAILED (no such directory, say), CHECKPOINT_CORRUPT. */
+OFFLOAD_API int32_t offload_checkpoint_inspect(const char* path, offload_checkpoint_info_t* info,
+                                               offload_tensor_function_t visit, void* user);
+
+typedef struct offload_verify_options {
+  uint32_t struct_size;
+  uint32_t io_depth;                    /* as for save */
+  offload_progress_function_t progress; /* NULL = none; called on this thread */
+  void* progress_user;                  /* handed to progress */
+} offload_verify_options_t;
+
+/* Reads every byte and compares every hash. options may be NULL for the defaults.
+ * Errors: as for inspect; CHECKPOINT_CORRUPT names the first damaged tensors, with file and block.
+ */
+OFFLOAD_API int32_t offload_checkpoint_verify(const char* path,
+                                              const offload_verify_options_t* options);
+
+/* Among the checkpoints in `directory` the one with the highest step whose manifest and headers are
+ * good: writes its path, ended by a NUL, to path. No file that says "latest" is ever trusted.
+ * Errors: INVALID_ARGUMENT (path_bytes too small: the text says how much is needed), INVALID_STATE
+ * (there is none), IO_FAILED. */
+OFFLOAD_API int32_t offload_checkpoint_newest(const char* directory, char* path,
+                                              uint64_t path_bytes);
 
 /* ------------------------------------------------------------------------- device conveniences --
  */

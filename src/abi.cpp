@@ -177,6 +177,11 @@ int32_t QueueMove(offload_optimizer_t optimizer, const offload_move_options_t* o
   });
 }
 
+// Until core saves and loads.
+Status NoCheckpointsYet() {
+  return Status::Error(OFFLOAD_UNSUPPORTED, "checkpoints are not in this build yet");
+}
+
 }  // namespace
 
 extern "C" {
@@ -479,6 +484,56 @@ int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats
     HYBRIDOPT_TRY(CheckOutput(stats, "stats"));
     Write(stats, found->Stats());
     return {};
+  });
+}
+
+// ---------------------------------------------------------------------------------- checkpoints --
+
+int32_t offload_optimizer_save(offload_optimizer_t optimizer, const offload_save_options_t* options,
+                               offload_ticket_t* /*ticket*/) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_ASSIGN(const offload_save_options_t read, Read(options, "options"));
+    HYBRIDOPT_TRY(CheckPointer(read.path, "options.path"));
+    return NoCheckpointsYet();
+  });
+}
+
+int32_t offload_optimizer_load(offload_optimizer_t optimizer, const offload_load_options_t* options,
+                               offload_ticket_t* /*ticket*/) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_ASSIGN(const offload_load_options_t read, Read(options, "options"));
+    HYBRIDOPT_TRY(CheckPointer(read.path, "options.path"));
+    return NoCheckpointsYet();
+  });
+}
+
+int32_t offload_checkpoint_inspect(const char* path, offload_checkpoint_info_t* info,
+                                   offload_tensor_function_t /*visit*/, void* /*user*/) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_TRY(CheckPointer(path, "path"));
+    if (info != nullptr) HYBRIDOPT_TRY(CheckOutput(info, "info"));
+    return NoCheckpointsYet();
+  });
+}
+
+int32_t offload_checkpoint_verify(const char* path, const offload_verify_options_t* options) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_TRY(CheckPointer(path, "path"));
+    offload_verify_options_t read{};
+    if (options != nullptr) {
+      HYBRIDOPT_ASSIGN(read, Read(options, "options"));
+    }
+    return NoCheckpointsYet();
+  });
+}
+
+int32_t offload_checkpoint_newest(const char* directory, char* path, uint64_t /*path_bytes*/) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_TRY(CheckPointer(directory, "directory"));
+    HYBRIDOPT_TRY(CheckPointer(path, "path"));
+    return NoCheckpointsYet();
   });
 }
 
