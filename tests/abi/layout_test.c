@@ -3,7 +3,8 @@
  * LP64 (x86-64 and aarch64 Linux). Lines are only ever added: a changed one breaks every caller
  * that is already compiled. header_test.sh checks that nothing is missing here.
  *
- * With --list it prints what it pins.
+ * With --list it prints what it pins, with --table also offsets or values, and sizes: bindings
+ * compare their own with them.
  */
 #include <stdio.h>
 #include <string.h>
@@ -356,6 +357,11 @@ int main(int argc, char** argv) {
   size_t i;
   if (argc == 2 && strcmp(argv[1], "--list") == 0) {
     for (i = 0; i < count; i++) puts(pins[i].name);
+    return 0;
+  }
+  if (argc == 2 && strcmp(argv[1], "--table") == 0) {
+    for (i = 0; i < count; i++)
+      printf("%s %ld %ld\n", pins[i].name, pins[i].actual_offset, pins[i].actual_size);
     return 0;
   }
   for (i = 0; i < count; i++) {
