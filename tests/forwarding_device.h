@@ -66,8 +66,9 @@ class ForwardingDevice : public Device {
                       uint64_t bytes) override {
     return device_->CopyToDevice(stream, device, host, bytes);
   }
-  Status Fill(StreamHandle stream, float* device, uint64_t count, float value) override {
-    return device_->Fill(stream, device, count, value);
+  Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
+              float value) override {
+    return device_->Fill(stream, device, dtype, count, value);
   }
   Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
                 float* destination) override {

@@ -9,11 +9,15 @@ HostShare::HostShare(const ParamTable& table, const Placement& placement, const 
   for (uint32_t id = 0; id < table.size(); ++id) {
     const Param& param = table.param(id);
     const ParamPlace& place = placement.params[id];
-    targets_.push_back({place.rule, param.dtype, kernels.ToFp32(param.dtype),
-                        memory.Host(id, kMaster), memory.Host(id, kMoment0),
-                        memory.Host(id, kMoment1),
-                        table.groups()[param.group].initial_accumulator_value, place.device_count,
-                        static_cast<uint32_t>(DtypeBytes(param.dtype))});
+    targets_.push_back(
+        {place.rule,
+         param.dtype,
+         kernels.ToFp32(param.dtype),
+         {memory.Host(id, kMaster), memory.Host(id, kMoment0), memory.Host(id, kMoment1)},
+         place.state_dtype,
+         table.groups()[param.group].initial_accumulator_value,
+         place.device_count,
+         static_cast<uint32_t>(DtypeBytes(param.dtype))});
   }
 }
 
@@ -30,10 +34,10 @@ void HostShare::Update(const Chunk& chunk, const ChunkBuffers& buffers,
                    UpdateSpan span{};
                    span.grad = GradAt(param, fragment, buffers, first);
                    span.param = ParamAt(target, fragment, buffers, param.addresses.data, first);
-                   span.master = target.master != nullptr ? target.master + element
-                                                          : static_cast<float*>(span.param);
-                   span.moment0 = target.moment0 != nullptr ? target.moment0 + element : nullptr;
-                   span.moment1 = target.moment1 != nullptr ? target.moment1 + element : nullptr;
+                   span.master = StateAt(target, kMaster, element);
+                   if (span.master == nullptr) span.master = span.param;
+                   span.moment0 = StateAt(target, kMoment0, element);
+                   span.moment1 = StateAt(target, kMoment1, element);
                    span.count = count;
                    kernels_.Update(target.rule, param.grad_dtype, target.param_dtype)(
                        coefficients[param.coefficients], span);
@@ -49,15 +53,14 @@ void HostShare::Fill(const Chunk& chunk, const ChunkBuffers& buffers,
                    if (data == nullptr) return;
                    const Target& target = targets_[fragment.param];
                    const uint64_t element = HostElement(target, fragment, first);
-                   if (target.master != nullptr)
+                   if (std::byte* master = StateAt(target, kMaster, element); master != nullptr)
                      target.widen(ParamAt(target, fragment, buffers, data, first), count,
-                                  target.master + element);
+                                  reinterpret_cast<float*>(master));
                    if (!first_state.moments) return;
-                   if (target.moment0 != nullptr)
-                     std::fill_n(target.moment0 + element, count,
-                                 static_cast<float>(target.initial_moment0));
-                   if (target.moment1 != nullptr)
-                     std::fill_n(target.moment1 + element, count, 0.0f);
+                   FillArray(StateAt(target, kMoment0, element), target.state_dtype[kMoment0],
+                             count, static_cast<float>(target.initial_moment0));
+                   FillArray(StateAt(target, kMoment1, element), target.state_dtype[kMoment1],
+                             count, 0.0f);
                  });
 }
 

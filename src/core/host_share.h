@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -78,9 +79,8 @@ class HostShare {
     Rule rule;
     int32_t param_dtype;
     ToFp32Function widen;
-    float* master;  // NULL: the param itself
-    float* moment0;
-    float* moment1;
+    std::array<std::byte*, kStateSlots> state;  // NULL: no such array; without a master: the param
+    std::array<int32_t, kStateSlots> state_dtype;
     double initial_moment0;  // rounded by a worker: the caller's rounding mode may be any
     uint64_t device_count;
     uint32_t param_bytes;  // an element
@@ -88,6 +88,11 @@ class HostShare {
   // The stretch's element counted in the param's host share.
   static uint64_t HostElement(const Target& target, const Fragment& fragment, uint64_t first) {
     return fragment.begin - target.device_count + first;
+  }
+  // That element's place in one of the state arrays, or NULL where the param keeps none.
+  static std::byte* StateAt(const Target& target, StateSlot slot, uint64_t element) {
+    if (target.state[slot] == nullptr) return nullptr;
+    return target.state[slot] + element * DtypeBytes(target.state_dtype[slot]);
   }
   static std::byte* ParamAt(const Target& target, const Fragment& fragment,
                             const ChunkBuffers& buffers, void* data, uint64_t first) {

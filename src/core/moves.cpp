@@ -97,10 +97,11 @@ void Mover::ListGrads(const MoveRequest& request) {
 void Mover::ListStates(const MoveRequest& request) {
   for (const MoveItem& item : request.items) {
     const ParamPlace& place = placement_.params[item.param];
-    for (uint64_t offset : place.device_offset) {
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+      const uint64_t offset = place.device_offset[slot];
       if (offset == kNoState) continue;
-      copies_.push_back(
-          {memory_.block() + offset, swap_.states() + offset, place.device_count * sizeof(float)});
+      copies_.push_back({memory_.block() + offset, swap_.states() + offset,
+                         place.device_count * DtypeBytes(place.state_dtype[slot])});
     }
   }
 }
@@ -262,15 +263,18 @@ Status Mover::Refresh(const MoveRequest& request) {
 }
 
 Status Mover::FillDeviceShare(uint32_t id, void* data, bool moments, float first_moment0) {
-  const uint64_t count = placement_.params[id].device_count;
+  const ParamPlace& place = placement_.params[id];
+  const uint64_t count = place.device_count;
   const Param& param = table_.param(id);
-  if (float* master = memory_.OnDevice(id, kMaster); master != nullptr)
-    HYBRIDOPT_TRY(device_.ToFp32(lanes_.compute, data, param.dtype, count, master));
+  if (std::byte* master = memory_.OnDevice(id, kMaster); master != nullptr)
+    HYBRIDOPT_TRY(
+        device_.ToFp32(lanes_.compute, data, param.dtype, count, reinterpret_cast<float*>(master)));
   if (!moments) return {};
-  if (float* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
-    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count, first_moment0));
-  if (float* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
-    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count, 0.0f));
+  if (std::byte* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
+    HYBRIDOPT_TRY(
+        device_.Fill(lanes_.compute, moment, place.state_dtype[kMoment0], count, first_moment0));
+  if (std::byte* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
+    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, place.state_dtype[kMoment1], count, 0.0f));
   return {};
 }
 

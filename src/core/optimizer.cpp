@@ -80,14 +80,19 @@ Status CheckOptions(const offload_optimizer_options_t& options) {
   return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
 }
 
+// What one element's states take where the arrays lie at these offsets.
+uint64_t ElementBytes(const ParamPlace& place, const std::array<uint64_t, kStateSlots>& offset) {
+  uint64_t bytes = 0;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+    if (offset[slot] != kNoState) bytes += DtypeBytes(place.state_dtype[slot]);
+  return bytes;
+}
+
 // What each param's states take on the device, without padding.
 std::vector<uint64_t> DeviceStateBytes(const Placement& placement) {
   std::vector<uint64_t> bytes;
-  for (const ParamPlace& place : placement.params) {
-    const auto arrays =
-        kStateSlots - std::count(place.device_offset.begin(), place.device_offset.end(), kNoState);
-    bytes.push_back(static_cast<uint64_t>(arrays) * place.device_count * sizeof(float));
-  }
+  for (const ParamPlace& place : placement.params)
+    bytes.push_back(place.device_count * ElementBytes(place, place.device_offset));
   return bytes;
 }
 
@@ -95,10 +100,7 @@ uint64_t HostStateBytes(const Placement& placement, const ParamTable& table) {
   uint64_t bytes = 0;
   for (uint32_t id = 0; id < table.size(); ++id) {
     const ParamPlace& place = placement.params[id];
-    const auto arrays =
-        kStateSlots - std::count(place.host_offset.begin(), place.host_offset.end(), kNoState);
-    bytes += static_cast<uint64_t>(arrays) * (table.param(id).count - place.device_count) *
-             sizeof(float);
+    bytes += (table.param(id).count - place.device_count) * ElementBytes(place, place.host_offset);
   }
   return bytes;
 }
@@ -596,7 +598,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "offload_state_kind",
                          kind, AlgorithmName(table_.algorithm()), param.name.c_str());
   offload_state_view_t view{};
-  view.dtype = OFFLOAD_FP32;
+  view.dtype = place.state_dtype[slot];
   view.device_count = place.device_count;
   view.host_count = param.count - place.device_count;
   view.step_count = committed_->pipeline->step_count(param_id);
@@ -619,8 +621,8 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "queued work failed; they are lost",
                          param.name.c_str());
   void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
-  float* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
-  float* const host_data = committed_->memory->Host(param_id, StateSlot{slot});
+  void* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
+  void* const host_data = committed_->memory->Host(param_id, StateSlot{slot});
   if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
   if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
   return view;

@@ -59,14 +59,16 @@ void LayOutState(const ParamTable& table, const PlacementOptions& options, Place
       const uint64_t host_count = param.count - place.device_count;
       place.host_offset[slot] = kNoState;
       place.device_offset[slot] = kNoState;
+      place.state_dtype[slot] = OFFLOAD_FP32;
+      const uint64_t element_bytes = DtypeBytes(place.state_dtype[slot]);
       if (host_count > 0 && KeepsState(param, place.rule, slot, !options.unified)) {
         place.host_offset[slot] = placement.host_arena_bytes;
-        placement.host_arena_bytes += RoundUp(host_count * sizeof(float), kHostAlignmentBytes);
+        placement.host_arena_bytes += RoundUp(host_count * element_bytes, kHostAlignmentBytes);
       }
       if (place.device_count > 0 && KeepsState(param, place.rule, slot, false)) {
         place.device_offset[slot] = placement.device_block_bytes;
         placement.device_block_bytes +=
-            RoundUp(place.device_count * sizeof(float), kDeviceAlignmentBytes);
+            RoundUp(place.device_count * element_bytes, kDeviceAlignmentBytes);
       }
     }
     if (placement.host_arena_bytes > host_begin) placement.host_arena_bytes += kRegionStaggerBytes;

@@ -48,8 +48,9 @@ struct ParamPlace {
   uint64_t device_count;
   std::array<uint64_t, kStateSlots> host_offset;
   std::array<uint64_t, kStateSlots> device_offset;
-  uint64_t swap_params_offset;  // bytes into the host's room for offloaded params
-  uint64_t swap_grads_offset;   // the same for gradients
+  std::array<int32_t, kStateSlots> state_dtype;  // enum offload_dtype, of both shares
+  uint64_t swap_params_offset;                   // bytes into the host's room for offloaded params
+  uint64_t swap_grads_offset;                    // the same for gradients
   uint64_t first_norm_block;
   uint32_t last_chunk_end;  // chunks that must be done before all of this param's host share is
 };

@@ -22,15 +22,14 @@ void StateMemory::FreeBlock() {
   block_ = nullptr;
 }
 
-float* StateMemory::Host(uint32_t param, StateSlot slot) const {
+std::byte* StateMemory::Host(uint32_t param, StateSlot slot) const {
   const uint64_t offset = placement_.params[param].host_offset[slot];
-  return offset == kNoState ? nullptr : reinterpret_cast<float*>(arena_.data() + offset);
+  return offset == kNoState ? nullptr : arena_.data() + offset;
 }
 
-float* StateMemory::OnDevice(uint32_t param, StateSlot slot) const {
+std::byte* StateMemory::OnDevice(uint32_t param, StateSlot slot) const {
   const uint64_t offset = placement_.params[param].device_offset[slot];
-  return offset == kNoState ? nullptr
-                            : reinterpret_cast<float*>(static_cast<std::byte*>(block_) + offset);
+  return offset == kNoState ? nullptr : block() + offset;
 }
 
 }  // namespace hybridopt

@@ -22,9 +22,10 @@ class StateMemory {
   void FreeBlock();
   std::byte* block() const { return static_cast<std::byte*>(block_); }
 
-  // The first element of that share's array, or NULL where the param keeps none.
-  float* Host(uint32_t param, StateSlot slot) const;
-  float* OnDevice(uint32_t param, StateSlot slot) const;  // a device address
+  // The first element of that share's array, or NULL where the param keeps none. Its elements are
+  // of the placement's state_dtype.
+  std::byte* Host(uint32_t param, StateSlot slot) const;
+  std::byte* OnDevice(uint32_t param, StateSlot slot) const;  // a device address
 
  private:
   StateMemory(Device& device, const Placement& placement)

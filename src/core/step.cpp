@@ -319,8 +319,8 @@ Status StepPipeline::QueueDeviceUpdates() {
 // The update of a param's whole device share.
 DeviceUpdate StepPipeline::DeviceUpdateOf(uint32_t id) const {
   const StepParam& param = params_[id];
-  float* master = memory_.OnDevice(id, kMaster);
-  if (master == nullptr) master = static_cast<float*>(param.addresses.data);
+  void* master = memory_.OnDevice(id, kMaster);
+  if (master == nullptr) master = param.addresses.data;
   DeviceUpdate update{};
   update.span = {param.addresses.grad,
                  param.addresses.data,
@@ -358,9 +358,12 @@ Status StepPipeline::QueueUpdateFromHost(uint32_t id) {
     DeviceUpdate piece = whole;
     piece.span.grad = lanes_.device_grads;
     piece.span.param = At(whole.span.param, begin, whole.param_dtype);
-    piece.span.master += begin;
-    if (piece.span.moment0 != nullptr) piece.span.moment0 += begin;
-    if (piece.span.moment1 != nullptr) piece.span.moment1 += begin;
+    const std::array<int32_t, kStateSlots>& dtype = placement_.params[id].state_dtype;
+    piece.span.master = At(whole.span.master, begin, dtype[kMaster]);
+    if (piece.span.moment0 != nullptr)
+      piece.span.moment0 = At(whole.span.moment0, begin, dtype[kMoment0]);
+    if (piece.span.moment1 != nullptr)
+      piece.span.moment1 = At(whole.span.moment1, begin, dtype[kMoment1]);
     piece.span.count = count;
     const size_t first = device_updates_.size();
     HYBRIDOPT_CHECK(first < device_updates_.capacity());

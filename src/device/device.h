@@ -111,7 +111,9 @@ class Device {
                             uint64_t bytes) = 0;
   virtual Status CopyToDevice(StreamHandle stream, void* device, const void* host,
                               uint64_t bytes) = 0;
-  virtual Status Fill(StreamHandle stream, float* device, uint64_t count, float value) = 0;
+  // Every element becomes value, rounded to the dtype (to nearest).
+  virtual Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
+                      float value) = 0;
   virtual Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
                         float* destination) = 0;  // all device addresses
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;

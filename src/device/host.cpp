@@ -65,7 +65,9 @@ class HostDevice final : public Device {
                       uint64_t bytes) override {
     return Copy(stream, device, host, bytes);
   }
-  Status Fill(StreamHandle, float*, uint64_t, float) override { return Unsupported("Fill"); }
+  Status Fill(StreamHandle, void*, int32_t, uint64_t, float) override {
+    return Unsupported("Fill");
+  }
   Status ToFp32(StreamHandle, const void*, int32_t, uint64_t, float*) override {
     return Unsupported("ToFp32");
   }

@@ -76,12 +76,12 @@ Result<UpdateSpan> SimExecutor::LocateSpan(const DeviceUpdate& update) const {
   if (count == 0) return span;
   HYBRIDOPT_ASSIGN(span.grad, LocateArray("grad", span.grad, update.grad_dtype, count));
   HYBRIDOPT_ASSIGN(span.param, LocateArray("param", span.param, update.param_dtype, count));
-  HYBRIDOPT_ASSIGN(span.master, Locate("master", span.master, count));
+  HYBRIDOPT_ASSIGN(span.master, LocateArray("master", span.master, OFFLOAD_FP32, count));
   if (span.moment0 != nullptr) {
-    HYBRIDOPT_ASSIGN(span.moment0, Locate("moment0", span.moment0, count));
+    HYBRIDOPT_ASSIGN(span.moment0, LocateArray("moment0", span.moment0, OFFLOAD_FP32, count));
   }
   if (span.moment1 != nullptr) {
-    HYBRIDOPT_ASSIGN(span.moment1, Locate("moment1", span.moment1, count));
+    HYBRIDOPT_ASSIGN(span.moment1, LocateArray("moment1", span.moment1, OFFLOAD_FP32, count));
   }
   return span;
 }
@@ -115,8 +115,9 @@ Status SimExecutor::Apply(const sim::CopyToDevice& copy) const {
 
 Status SimExecutor::Apply(const sim::Fill& fill) const {
   if (fill.count == 0) return Status();
-  HYBRIDOPT_ASSIGN(float* destination, Locate("destination", fill.device, fill.count));
-  std::fill_n(destination, fill.count, fill.value);
+  HYBRIDOPT_ASSIGN(void* destination,
+                   LocateArray("destination", fill.device, fill.dtype, fill.count));
+  FillArray(destination, fill.dtype, fill.count, fill.value);
   return Status();
 }
 

@@ -47,7 +47,8 @@ struct CopyToDevice {
 };
 struct Fill {
   static constexpr char kName[] = "Fill";
-  float* device;
+  void* device;
+  int32_t dtype;
   uint64_t count;
   float value;
 };

@@ -42,15 +42,16 @@ struct Coefficients {
 };
 
 // One contiguous run of elements. `master` is the fp32 value that is updated; `param` receives it
-// rounded to its dtype. For an fp32 param updated in place both are the same address. `moment0` is
-// exp_avg, momentum_buffer or sum, `moment1` is exp_avg_sq; NULL where the rule has none. Arrays
-// need only their element's natural alignment (2 or 4 bytes) and do not overlap otherwise.
+// rounded to its dtype. Masters and moments are arrays of float. For an fp32 param updated in place
+// both are the same address. `moment0` is exp_avg, momentum_buffer or sum, `moment1` is exp_avg_sq;
+// NULL where the rule has none. Arrays need only their element's natural alignment (2 or 4 bytes)
+// and do not overlap otherwise.
 struct UpdateSpan {
   const void* grad;
   void* param;
-  float* master;
-  float* moment0;
-  float* moment1;
+  void* master;
+  void* moment0;
+  void* moment1;
   uint64_t count;
 };
 
@@ -93,6 +94,9 @@ std::span<const KernelTable* const> SimdKernels();
 // INVALID_ARGUMENT for an unknown name, UNSUPPORTED for one this CPU cannot run; both texts list
 // what can be used here (kernels/select.cpp).
 Result<const KernelTable*> SelectKernels();
+
+// array[0, count) = value, rounded to the dtype (to nearest). NULL is allowed and does nothing.
+void FillArray(void* array, int32_t dtype, uint64_t count, float value);
 
 inline uint64_t DtypeBytes(int32_t dtype) { return dtype == OFFLOAD_FP32 ? 4 : 2; }
 const char* DtypeName(int32_t dtype);

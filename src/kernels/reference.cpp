@@ -108,15 +108,18 @@ struct Kernels {
     using Param = Element<kParamDtype>;
     const auto* grad = static_cast<const typename Grad::Stored*>(span.grad);
     auto* param = static_cast<typename Param::Stored*>(span.param);
+    auto* master = static_cast<float*>(span.master);
+    auto* moment0 = static_cast<float*>(span.moment0);
+    auto* moment1 = static_cast<float*>(span.moment1);
     for (uint64_t i = 0; i < span.count; ++i) {
       Value x = {.grad = Grad::Widen(grad[i]) * c.grad_factor,
-                 .param = span.master[i],
-                 .moment0 = kHasMoment0<kRule> ? span.moment0[i] : 0.0f,
-                 .moment1 = kHasMoment1<kRule> ? span.moment1[i] : 0.0f};
+                 .param = master[i],
+                 .moment0 = kHasMoment0<kRule> ? moment0[i] : 0.0f,
+                 .moment1 = kHasMoment1<kRule> ? moment1[i] : 0.0f};
       Apply<kRule>(c, x);
-      if constexpr (kHasMoment0<kRule>) span.moment0[i] = x.moment0;
-      if constexpr (kHasMoment1<kRule>) span.moment1[i] = x.moment1;
-      span.master[i] = x.param;
+      if constexpr (kHasMoment0<kRule>) moment0[i] = x.moment0;
+      if constexpr (kHasMoment1<kRule>) moment1[i] = x.moment1;
+      master[i] = x.param;
       param[i] = Param::Round(x.param);
     }
   }

@@ -175,15 +175,18 @@ HWY_INLINE hn::Vec<U16> Pack(Float low, Float high) {
 template <Rule kRule, int32_t kGradDtype>
 HWY_INLINE Float UpdateVector(const Coefficients& c, const UpdateSpan& span, uint64_t begin) {
   const auto* grad = static_cast<const Stored<kGradDtype>*>(span.grad);
+  auto* master = static_cast<float*>(span.master);
+  auto* moment0 = static_cast<float*>(span.moment0);
+  auto* moment1 = static_cast<float*>(span.moment1);
   Value x = {};
   x.grad = hn::Mul(LoadWide<kGradDtype>(grad + begin), Broadcast(c.grad_factor));
-  x.param = hn::LoadU(F32(), span.master + begin);
-  if constexpr (kHasMoment0<kRule>) x.moment0 = hn::LoadU(F32(), span.moment0 + begin);
-  if constexpr (kHasMoment1<kRule>) x.moment1 = hn::LoadU(F32(), span.moment1 + begin);
+  x.param = hn::LoadU(F32(), master + begin);
+  if constexpr (kHasMoment0<kRule>) x.moment0 = hn::LoadU(F32(), moment0 + begin);
+  if constexpr (kHasMoment1<kRule>) x.moment1 = hn::LoadU(F32(), moment1 + begin);
   Apply<kRule>(c, x);
-  if constexpr (kHasMoment0<kRule>) hn::StoreU(x.moment0, F32(), span.moment0 + begin);
-  if constexpr (kHasMoment1<kRule>) hn::StoreU(x.moment1, F32(), span.moment1 + begin);
-  hn::StoreU(x.param, F32(), span.master + begin);
+  if constexpr (kHasMoment0<kRule>) hn::StoreU(x.moment0, F32(), moment0 + begin);
+  if constexpr (kHasMoment1<kRule>) hn::StoreU(x.moment1, F32(), moment1 + begin);
+  hn::StoreU(x.param, F32(), master + begin);
   return x.param;
 }
 
@@ -233,14 +236,18 @@ void UpdateTail(const Coefficients& c, const UpdateSpan& span, uint64_t begin, u
   Tail<float> moment0;
   Tail<float> moment1;
   grad.CopyIn(static_cast<const Stored<kGradDtype>*>(span.grad) + begin, count);
-  master.CopyIn(span.master + begin, count);
-  if constexpr (kHasMoment0<kRule>) moment0.CopyIn(span.moment0 + begin, count);
-  if constexpr (kHasMoment1<kRule>) moment1.CopyIn(span.moment1 + begin, count);
+  master.CopyIn(static_cast<float*>(span.master) + begin, count);
+  if constexpr (kHasMoment0<kRule>)
+    moment0.CopyIn(static_cast<float*>(span.moment0) + begin, count);
+  if constexpr (kHasMoment1<kRule>)
+    moment1.CopyIn(static_cast<float*>(span.moment1) + begin, count);
   UpdateUnits<kRule, kGradDtype, kParamDtype>(
       c, {grad.values, param.values, master.values, moment0.values, moment1.values, kUnit});
-  if constexpr (kHasMoment0<kRule>) moment0.CopyOut(span.moment0 + begin, count);
-  if constexpr (kHasMoment1<kRule>) moment1.CopyOut(span.moment1 + begin, count);
-  master.CopyOut(span.master + begin, count);
+  if constexpr (kHasMoment0<kRule>)
+    moment0.CopyOut(static_cast<float*>(span.moment0) + begin, count);
+  if constexpr (kHasMoment1<kRule>)
+    moment1.CopyOut(static_cast<float*>(span.moment1) + begin, count);
+  master.CopyOut(static_cast<float*>(span.master) + begin, count);
   param.CopyOut(static_cast<Stored<kParamDtype>*>(span.param) + begin, count);
 }
 

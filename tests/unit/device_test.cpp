@@ -228,7 +228,7 @@ TEST(HostDevice, RefusesWhatOnlyAPipelineNeeds) {
   EXPECT_TRUE(refuses(device->StreamWaitFlag(nullptr, &flag, 1), "StreamWaitFlag"));
   EXPECT_TRUE(refuses(device->Wait(nullptr, 0), "Wait"));
   EXPECT_TRUE(refuses(device->Elapsed(nullptr, nullptr).status(), "Elapsed"));
-  EXPECT_TRUE(refuses(device->Fill(nullptr, &value, 1, 2), "Fill"));
+  EXPECT_TRUE(refuses(device->Fill(nullptr, &value, OFFLOAD_FP32, 1, 2), "Fill"));
   EXPECT_TRUE(refuses(device->ToFp32(nullptr, &value, OFFLOAD_FP32, 1, &value), "ToFp32"));
   EXPECT_TRUE(refuses(device->Norm(nullptr, {}), "Norm"));
   EXPECT_TRUE(refuses(device->SetVerdict(nullptr, verdict, &verdict), "SetVerdict"));
@@ -539,7 +539,7 @@ TEST(SimStream, UnknownStreamsAndEventsAreRefusedByEveryFunction) {
                                device->Synchronize(stream, 0),
                                device->CopyToHost(stream, &value, data, 4),
                                device->CopyToDevice(stream, data, &value, 4),
-                               device->Fill(stream, data, 1, 1.0f),
+                               device->Fill(stream, data, OFFLOAD_FP32, 1, 1.0f),
                                device->ToFp32(stream, data, OFFLOAD_FP32, 1, data),
                                device->Norm(stream, {}),
                                device->SetVerdict(stream, {}, nullptr),
@@ -812,8 +812,8 @@ TEST(SimFailure, TheFirstCauseStays) {
   auto* data = AllocateArray<float>(*device, 64);
   Gate gate;
   gate.Close(*device, streams[1]);
-  EXPECT_TRUE(Ok(device->Fill(streams[1], data, 65, 0.0f)));
-  EXPECT_TRUE(Ok(device->Fill(streams[0], data + 64, 1, 0.0f)));
+  EXPECT_TRUE(Ok(device->Fill(streams[1], data, OFFLOAD_FP32, 65, 0.0f)));
+  EXPECT_TRUE(Ok(device->Fill(streams[0], data + 64, OFFLOAD_FP32, 1, 0.0f)));
   EXPECT_TRUE(Fails(device->Synchronize(streams[0], -1), OFFLOAD_DEVICE_FAILED, {"\"first\""}));
   gate.Open();
   EXPECT_TRUE(Fails(device->Synchronize(streams[1], -1), OFFLOAD_DEVICE_FAILED, {"\"first\""}));
@@ -822,7 +822,7 @@ TEST(SimFailure, TheFirstCauseStays) {
 TEST(SimFailure, FreeWorksOnAFailedDevice) {
   auto device = MakeSim(4096);
   auto* data = AllocateArray<float>(*device, 64);
-  EXPECT_TRUE(Ok(device->Fill(nullptr, data, 65, 0.0f)));
+  EXPECT_TRUE(Ok(device->Fill(nullptr, data, OFFLOAD_FP32, 65, 0.0f)));
   EXPECT_TRUE(Fails(device->Synchronize(nullptr, -1), OFFLOAD_DEVICE_FAILED, {"Fill"}));
   EXPECT_TRUE(Ok(device->Free(data)));
   EXPECT_EQ(device->Memory().value().free_bytes, 4096u);
@@ -861,6 +861,7 @@ TEST(SimFailure, EveryCommandChecksEveryAddressWhenItRuns) {
     std::function<Status(Arrays&)> queue;
   };
   const uint64_t past = Arrays::kCount + 1;
+  const auto advance = [](void*& array) { array = static_cast<float*>(array) + 1; };
   const auto queue_update = [](Arrays& a) { return a.device->Update(nullptr, a.Update()); };
   const auto queue_norm = [](Arrays& a) { return a.device->Norm(nullptr, a.Norm()); };
   const std::vector<Case> cases = {
@@ -871,13 +872,15 @@ TEST(SimFailure, EveryCommandChecksEveryAddressWhenItRuns) {
       {"CopyToDevice", "destination",
        [](Arrays& a) { return a.device->CopyToDevice(nullptr, a.grad + 1, a.host, 256); }},
       {"Fill", "destination",
-       [=](Arrays& a) { return a.device->Fill(nullptr, a.grad, past, 1.0f); }},
+       [=](Arrays& a) { return a.device->Fill(nullptr, a.grad, OFFLOAD_FP32, past, 1.0f); }},
       {"Fill", "runs past the end",
-       [](Arrays& a) { return a.device->Fill(nullptr, a.grad, UINT64_MAX / 2, 1.0f); }},
+       [](Arrays& a) {
+         return a.device->Fill(nullptr, a.grad, OFFLOAD_FP32, UINT64_MAX / 2, 1.0f);
+       }},
       {"Fill", "not aligned",
        [](Arrays& a) {
          auto* odd = reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(a.grad) + 2);
-         return a.device->Fill(nullptr, odd, 1, 1.0f);
+         return a.device->Fill(nullptr, odd, OFFLOAD_FP32, 1, 1.0f);
        }},
       {"ToFp32", "source",
        [=](Arrays& a) {
@@ -892,9 +895,12 @@ TEST(SimFailure, EveryCommandChecksEveryAddressWhenItRuns) {
       {"Norm", "verdict", [=](Arrays& a) { return ++a.verdict, queue_norm(a); }},
       {"Update", "grad", [=](Arrays& a) { return a.update.span.grad = a.host, queue_update(a); }},
       {"Update", "param", [=](Arrays& a) { return a.update.span.param = a.host, queue_update(a); }},
-      {"Update", "master", [=](Arrays& a) { return ++a.update.span.master, queue_update(a); }},
-      {"Update", "moment0", [=](Arrays& a) { return ++a.update.span.moment0, queue_update(a); }},
-      {"Update", "moment1", [=](Arrays& a) { return ++a.update.span.moment1, queue_update(a); }},
+      {"Update", "master",
+       [=](Arrays& a) { return advance(a.update.span.master), queue_update(a); }},
+      {"Update", "moment0",
+       [=](Arrays& a) { return advance(a.update.span.moment0), queue_update(a); }},
+      {"Update", "moment1",
+       [=](Arrays& a) { return advance(a.update.span.moment1), queue_update(a); }},
       {"Update", "verdict", [=](Arrays& a) { return ++a.verdict, queue_update(a); }},
   };
   for (const Case& one : cases) {
@@ -934,7 +940,7 @@ TEST(SimFailure, CommandsOnNothingNeedNoAddress) {
   const NormInput input = {nullptr, 0, OFFLOAD_FP32, 0};
   const DeviceUpdate update = {{}, OFFLOAD_FP32, OFFLOAD_FP32, 0};
   const Coefficients coefficients = {};
-  EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, 0, 1.0f)));
+  EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, OFFLOAD_FP32, 0, 1.0f)));
   EXPECT_TRUE(Ok(device->ToFp32(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
   EXPECT_TRUE(Ok(device->Norm(nullptr, {{&input, 1}, nullptr, 1, 0, verdict})));
   EXPECT_TRUE(
@@ -1007,7 +1013,7 @@ std::vector<float> RandomValues(uint64_t count, uint64_t seed) {
 TEST(SimKernels, FillAndWiden) {
   auto device = MakeSim();
   auto* data = AllocateArray<float>(*device, 100);
-  ASSERT_TRUE(Ok(device->Fill(nullptr, data + 1, 98, 2.5f)));
+  ASSERT_TRUE(Ok(device->Fill(nullptr, data + 1, OFFLOAD_FP32, 98, 2.5f)));
   const std::vector<float> filled = Download(*device, data, 100);
   EXPECT_TRUE(std::isnan(filled[0]) && std::isnan(filled[99]));
   EXPECT_EQ(std::count(filled.begin(), filled.end(), 2.5f), 98);
@@ -1117,9 +1123,10 @@ TEST(SimKernels, AnUpdateGivesTheBitsOfTheHostKernelOrNone) {
       const UpdateSpan& span = updates[i].span;
       auto* widened = AllocateArray<float>(*device, counts[i]);
       ASSERT_TRUE(Ok(device->ToFp32(nullptr, span.param, OFFLOAD_BF16, counts[i], widened)));
-      const float* results[] = {widened, span.master, span.moment0, span.moment1};
+      const void* results[] = {widened, span.master, span.moment0, span.moment1};
       for (size_t k = 0; k < 4; ++k) {
-        EXPECT_TRUE(SameBits(Download(*device, results[k], counts[i]), expected[4 * i + k]))
+        EXPECT_TRUE(SameBits(Download(*device, static_cast<const float*>(results[k]), counts[i]),
+                             expected[4 * i + k]))
             << "array " << k << " of update " << i << (skip ? ", skipped" : "");
       }
     }
@@ -1142,7 +1149,7 @@ TEST(SimQueue, QueueingAndRunningAllocateNothing) {
   const auto everything = [&] {
     Device& device = *a.device;
     return device.CopyToDevice(stream, a.grad, a.host, 256).ok() &&
-           device.Fill(stream, a.param, 64, 1.0f).ok() &&
+           device.Fill(stream, a.param, OFFLOAD_FP32, 64, 1.0f).ok() &&
            device.ToFp32(stream, a.grad, OFFLOAD_BF16, 64, a.param).ok() &&
            device.Norm(stream, a.Norm()).ok() &&
            device.SetVerdict(stream, AssumeFinite(1), a.verdict).ok() &&

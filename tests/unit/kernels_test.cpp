@@ -187,9 +187,9 @@ UpdateSpan Part(const UpdateSpan& span, const Kind& kind, uint64_t begin, uint64
   auto* param = static_cast<uint8_t*>(span.param);
   return {grad + begin * DtypeBytes(kind.grad_dtype),
           param + begin * DtypeBytes(kind.param_dtype),
-          span.master + begin,
-          span.moment0 == nullptr ? nullptr : span.moment0 + begin,
-          span.moment1 == nullptr ? nullptr : span.moment1 + begin,
+          static_cast<float*>(span.master) + begin,
+          span.moment0 == nullptr ? nullptr : static_cast<float*>(span.moment0) + begin,
+          span.moment1 == nullptr ? nullptr : static_cast<float*>(span.moment1) + begin,
           count};
 }
 
