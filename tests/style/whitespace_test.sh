@@ -5,7 +5,7 @@ source "$(dirname "$0")/files.sh"
 root=$(cd "$1" && pwd)
 
 mapfile -t files < <(
-  files_of "$root" '*.c' '*.h' '*.cpp' '*.cu' '*.inc' '*.sh' '*.cmake' '*.in' '*.map' \
+  files_of "$root" '*.c' '*.h' '*.cpp' '*.cu' '*.inc' '*.sh' '*.cmake' '*.in' '*.map' '*.py' \
     CMakeLists.txt CMakePresets.json
   find "$root/scripts" "$root/.ci" -type f
 )

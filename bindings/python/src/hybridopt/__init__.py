@@ -1,0 +1,1 @@
+"""hybridopt: optimizers whose state lives in host memory, for PyTorch and without it."""

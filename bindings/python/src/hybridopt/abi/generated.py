@@ -1,0 +1,674 @@
+"""The structs, constants and functions of offload.h, by the same names.
+
+Written by generate_abi.py; do not edit. The manual is the header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CFUNCTYPE, POINTER
+from typing import Any
+
+
+class Struct(ctypes.Structure):
+    """A struct of the ABI: zero but for struct_size and the fields that are named."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name, *_ in self._fields_[1:])
+        return f"{type(self).__name__}({fields})"
+
+
+OFFLOAD_OK = 0
+OFFLOAD_INVALID_ARGUMENT = 10
+OFFLOAD_INVALID_STATE = 11
+OFFLOAD_UNSUPPORTED = 12
+OFFLOAD_OUT_OF_HOST_MEMORY = 20
+OFFLOAD_OUT_OF_DEVICE_MEMORY = 21
+OFFLOAD_DEVICE_FAILED = 30
+OFFLOAD_COMM_FAILED = 31
+OFFLOAD_IO_FAILED = 40
+OFFLOAD_CHECKPOINT_CORRUPT = 41
+OFFLOAD_CHECKPOINT_MISMATCH = 42
+OFFLOAD_TIMED_OUT = 50
+OFFLOAD_POISONED = 60
+OFFLOAD_INTERNAL = 70
+OFFLOAD_DEVICE_HOST = 0
+OFFLOAD_DEVICE_SIM = 1
+OFFLOAD_DEVICE_CUDA = 2
+OFFLOAD_ADAMW = 1
+OFFLOAD_ADAM = 2
+OFFLOAD_SGD = 3
+OFFLOAD_LION = 4
+OFFLOAD_ADAGRAD = 5
+OFFLOAD_FP32 = 1
+OFFLOAD_BF16 = 2
+OFFLOAD_FP16 = 3
+OFFLOAD_PLACE_AUTO = 0
+OFFLOAD_PLACE_HOST = 1
+OFFLOAD_PLACE_DEVICE = 2
+OFFLOAD_STATE_MASTER = 0
+OFFLOAD_STATE_EXP_AVG = 1
+OFFLOAD_STATE_EXP_AVG_SQ = 2
+OFFLOAD_STATE_MOMENTUM_BUFFER = 3
+OFFLOAD_STATE_SUM = 4
+OFFLOAD_MOVABLE_PARAMS = 1
+OFFLOAD_MOVABLE_GRADS = 2
+OFFLOAD_MOVABLE_STATES = 4
+OFFLOAD_MOVABLE_ACCUMULATE = 8
+OFFLOAD_LOG_INFO = 1
+OFFLOAD_LOG_WARNING = 2
+OFFLOAD_LOG_ERROR = 3
+offload_context_t = ctypes.c_void_p
+offload_optimizer_t = ctypes.c_void_p
+offload_ticket_t = ctypes.c_uint64
+offload_stream_t = ctypes.c_void_p
+offload_log_function_t = CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
+
+
+class offload_context_options_t(Struct):
+    struct_size: int
+    device_kind: int
+    device_index: int
+    threads: int
+    pinned_bytes_max: int
+    device_timeout_ns: int
+    log: Any
+    log_user: int | None
+    sim_memory_bytes: int
+    sim_seed: int
+    sim_delay_ns_max: int
+    numa_nodes: int
+    local_rank: int
+    local_world: int
+    sim_pinned_bytes_max: int
+    allow_pageable: int
+    reserved: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("device_kind", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("threads", ctypes.c_uint32),
+        ("pinned_bytes_max", ctypes.c_uint64),
+        ("device_timeout_ns", ctypes.c_uint64),
+        ("log", offload_log_function_t),
+        ("log_user", ctypes.c_void_p),
+        ("sim_memory_bytes", ctypes.c_uint64),
+        ("sim_seed", ctypes.c_uint64),
+        ("sim_delay_ns_max", ctypes.c_uint64),
+        ("numa_nodes", ctypes.c_uint64),
+        ("local_rank", ctypes.c_uint32),
+        ("local_world", ctypes.c_uint32),
+        ("sim_pinned_bytes_max", ctypes.c_uint64),
+        ("allow_pageable", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+OFFLOAD_NUMA_NONE = 0
+OFFLOAD_NUMA_FIRST_TOUCH = 1
+OFFLOAD_NUMA_PLACED = 2
+
+
+class offload_context_info_t(Struct):
+    struct_size: int
+    device_kind: int
+    threads: int
+    cpus_allowed: int
+    nodes: int
+    threads_pinned: int
+    huge_pages: int
+    optimizers: int
+    device_memory_bytes: int
+    device_memory_free_bytes: int
+    pinned_bytes: int
+    isa: bytes
+    device_name: bytes
+    local_rank: int
+    local_world: int
+    cpus: int
+    numa_rung: int
+    numa_nodes: int
+    notes: bytes
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("device_kind", ctypes.c_int32),
+        ("threads", ctypes.c_uint32),
+        ("cpus_allowed", ctypes.c_uint32),
+        ("nodes", ctypes.c_uint32),
+        ("threads_pinned", ctypes.c_int32),
+        ("huge_pages", ctypes.c_int32),
+        ("optimizers", ctypes.c_uint32),
+        ("device_memory_bytes", ctypes.c_uint64),
+        ("device_memory_free_bytes", ctypes.c_uint64),
+        ("pinned_bytes", ctypes.c_uint64),
+        ("isa", ctypes.c_char * 32),
+        ("device_name", ctypes.c_char * 64),
+        ("local_rank", ctypes.c_uint32),
+        ("local_world", ctypes.c_uint32),
+        ("cpus", ctypes.c_uint32),
+        ("numa_rung", ctypes.c_int32),
+        ("numa_nodes", ctypes.c_uint64),
+        ("notes", ctypes.c_char * 256),
+    ]
+
+
+class offload_comm_t(Struct):
+    struct_size: int
+    rank: int
+    world: int
+    reserved: int
+    user: int | None
+    sum: Any
+    max: Any
+    barrier: Any
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("rank", ctypes.c_int32),
+        ("world", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+        ("user", ctypes.c_void_p),
+        ("sum", CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, POINTER(ctypes.c_double), ctypes.c_uint32, ctypes.c_int64)),
+        ("max", CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, POINTER(ctypes.c_int32), ctypes.c_uint32, ctypes.c_int64)),
+        ("barrier", CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64)),
+    ]
+
+
+class offload_optimizer_options_t(Struct):
+    struct_size: int
+    algorithm: int
+    device_fraction: float
+    chunk_elements: int
+    staging_slots: int
+    movable: int
+    comm: Any
+    comm_timeout_ns: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("algorithm", ctypes.c_int32),
+        ("device_fraction", ctypes.c_double),
+        ("chunk_elements", ctypes.c_uint64),
+        ("staging_slots", ctypes.c_uint32),
+        ("movable", ctypes.c_uint32),
+        ("comm", POINTER(offload_comm_t)),
+        ("comm_timeout_ns", ctypes.c_uint64),
+    ]
+
+
+class offload_group_t(Struct):
+    struct_size: int
+    nesterov: int
+    maximize: int
+    reserved: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    momentum: float
+    dampening: float
+    lr_decay: float
+    initial_accumulator_value: float
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("nesterov", ctypes.c_int32),
+        ("maximize", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+        ("lr", ctypes.c_double),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("eps", ctypes.c_double),
+        ("weight_decay", ctypes.c_double),
+        ("momentum", ctypes.c_double),
+        ("dampening", ctypes.c_double),
+        ("lr_decay", ctypes.c_double),
+        ("initial_accumulator_value", ctypes.c_double),
+    ]
+
+
+OFFLOAD_PARAM_REPLICA = 1
+OFFLOAD_SHARD_RANGE = 1
+
+
+class offload_shard_t(Struct):
+    struct_size: int
+    dimensions: int
+    box_count: int
+    flags: int
+    global_shape: Any
+    box_offsets: Any
+    box_extents: Any
+    range_begin: int
+    range_count: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("dimensions", ctypes.c_uint32),
+        ("box_count", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("global_shape", POINTER(ctypes.c_int64)),
+        ("box_offsets", POINTER(ctypes.c_int64)),
+        ("box_extents", POINTER(ctypes.c_int64)),
+        ("range_begin", ctypes.c_uint64),
+        ("range_count", ctypes.c_uint64),
+    ]
+
+
+class offload_param_t(Struct):
+    struct_size: int
+    group: int
+    dtype: int
+    grad_dtype: int
+    placement: int
+    flags: int
+    name: bytes | None
+    data: int | None
+    grad: int | None
+    count: int
+    shard: Any
+    chunk_order: int
+    reserved: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("group", ctypes.c_uint32),
+        ("dtype", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("placement", ctypes.c_int32),
+        ("flags", ctypes.c_uint32),
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("shard", POINTER(offload_shard_t)),
+        ("chunk_order", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class offload_binding_t(Struct):
+    struct_size: int
+    param: int
+    data: int | None
+    grad: int | None
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("param", ctypes.c_uint32),
+        ("data", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+    ]
+
+
+class offload_plan_t(Struct):
+    struct_size: int
+    param_count: int
+    element_count: int
+    host_elements: int
+    device_elements: int
+    host_state_bytes: ctypes.Array[ctypes.c_uint64]
+    device_state_bytes: ctypes.Array[ctypes.c_uint64]
+    staging_bytes: int
+    host_params_bytes: int
+    host_grads_bytes: int
+    host_swap_bytes: int
+    host_scratch_bytes: int
+    device_scratch_bytes: int
+    host_bytes: int
+    device_bytes: int
+    device_free_bytes: int
+    host_available_bytes: int
+    pinned_bytes_left: int
+    chunk_count: int
+    grads_down_bytes: int
+    params_up_bytes: int
+    fits: int
+    reserved: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("param_count", ctypes.c_uint32),
+        ("element_count", ctypes.c_uint64),
+        ("host_elements", ctypes.c_uint64),
+        ("device_elements", ctypes.c_uint64),
+        ("host_state_bytes", ctypes.c_uint64 * 8),
+        ("device_state_bytes", ctypes.c_uint64 * 8),
+        ("staging_bytes", ctypes.c_uint64),
+        ("host_params_bytes", ctypes.c_uint64),
+        ("host_grads_bytes", ctypes.c_uint64),
+        ("host_swap_bytes", ctypes.c_uint64),
+        ("host_scratch_bytes", ctypes.c_uint64),
+        ("device_scratch_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
+        ("device_free_bytes", ctypes.c_uint64),
+        ("host_available_bytes", ctypes.c_uint64),
+        ("pinned_bytes_left", ctypes.c_uint64),
+        ("chunk_count", ctypes.c_uint64),
+        ("grads_down_bytes", ctypes.c_uint64),
+        ("params_up_bytes", ctypes.c_uint64),
+        ("fits", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+OFFLOAD_STEP_ASSUME_FINITE = 1
+
+
+class offload_step_options_t(Struct):
+    struct_size: int
+    flags: int
+    grad_scale: float
+    grad_norm_max: float
+    stream: int | None
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("grad_scale", ctypes.c_double),
+        ("grad_norm_max", ctypes.c_double),
+        ("stream", offload_stream_t),
+    ]
+
+
+class offload_step_result_t(Struct):
+    struct_size: int
+    skipped: int
+    step: int
+    grad_norm: float
+    grad_clip: float
+    total_seconds: float
+    norm_seconds: float
+    grads_down_seconds: float
+    update_seconds: float
+    params_up_seconds: float
+    device_update_seconds: float
+    stall_seconds: float
+    grads_down_bytes: int
+    params_up_bytes: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("skipped", ctypes.c_int32),
+        ("step", ctypes.c_uint64),
+        ("grad_norm", ctypes.c_double),
+        ("grad_clip", ctypes.c_double),
+        ("total_seconds", ctypes.c_double),
+        ("norm_seconds", ctypes.c_double),
+        ("grads_down_seconds", ctypes.c_double),
+        ("update_seconds", ctypes.c_double),
+        ("params_up_seconds", ctypes.c_double),
+        ("device_update_seconds", ctypes.c_double),
+        ("stall_seconds", ctypes.c_double),
+        ("grads_down_bytes", ctypes.c_uint64),
+        ("params_up_bytes", ctypes.c_uint64),
+    ]
+
+
+OFFLOAD_MOVE_ACCUMULATE = 1
+OFFLOAD_MOVE_DROP = 2
+
+
+class offload_move_options_t(Struct):
+    struct_size: int
+    flags: int
+    params: Any
+    param_count: int
+    stream_count: int
+    streams: Any
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("params", POINTER(ctypes.c_uint32)),
+        ("param_count", ctypes.c_uint32),
+        ("stream_count", ctypes.c_uint32),
+        ("streams", POINTER(offload_stream_t)),
+    ]
+
+
+class offload_state_view_t(Struct):
+    struct_size: int
+    dtype: int
+    device_data: int | None
+    device_count: int
+    host_data: int | None
+    host_count: int
+    step_count: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("dtype", ctypes.c_int32),
+        ("device_data", ctypes.c_void_p),
+        ("device_count", ctypes.c_uint64),
+        ("host_data", ctypes.c_void_p),
+        ("host_count", ctypes.c_uint64),
+        ("step_count", ctypes.c_uint64),
+    ]
+
+
+class offload_stats_t(Struct):
+    struct_size: int
+    queued: int
+    steps_applied: int
+    steps_skipped: int
+    host_bytes: int
+    device_bytes: int
+    staging_bytes: int
+    params_on_device_bytes: int
+    params_on_host_bytes: int
+    grads_on_device_bytes: int
+    grads_on_host_bytes: int
+    states_on_device_bytes: int
+    states_on_host_bytes: int
+    grads_down_bytes: int
+    params_up_bytes: int
+    offloaded_bytes: int
+    reloaded_bytes: int
+    total_seconds: float
+    norm_seconds: float
+    grads_down_seconds: float
+    update_seconds: float
+    params_up_seconds: float
+    device_update_seconds: float
+    stall_seconds: float
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("queued", ctypes.c_uint32),
+        ("steps_applied", ctypes.c_uint64),
+        ("steps_skipped", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
+        ("staging_bytes", ctypes.c_uint64),
+        ("params_on_device_bytes", ctypes.c_uint64),
+        ("params_on_host_bytes", ctypes.c_uint64),
+        ("grads_on_device_bytes", ctypes.c_uint64),
+        ("grads_on_host_bytes", ctypes.c_uint64),
+        ("states_on_device_bytes", ctypes.c_uint64),
+        ("states_on_host_bytes", ctypes.c_uint64),
+        ("grads_down_bytes", ctypes.c_uint64),
+        ("params_up_bytes", ctypes.c_uint64),
+        ("offloaded_bytes", ctypes.c_uint64),
+        ("reloaded_bytes", ctypes.c_uint64),
+        ("total_seconds", ctypes.c_double),
+        ("norm_seconds", ctypes.c_double),
+        ("grads_down_seconds", ctypes.c_double),
+        ("update_seconds", ctypes.c_double),
+        ("params_up_seconds", ctypes.c_double),
+        ("device_update_seconds", ctypes.c_double),
+        ("stall_seconds", ctypes.c_double),
+    ]
+
+
+offload_progress_function_t = CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+OFFLOAD_SAVE_MASTERS_ONLY = 1
+
+
+class offload_save_options_t(Struct):
+    struct_size: int
+    flags: int
+    path: bytes | None
+    stream: int | None
+    progress: Any
+    progress_user: int | None
+    io_depth: int
+    reserved: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("path", ctypes.c_char_p),
+        ("stream", offload_stream_t),
+        ("progress", offload_progress_function_t),
+        ("progress_user", ctypes.c_void_p),
+        ("io_depth", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+OFFLOAD_LOAD_FRESH_MOMENTS = 1
+OFFLOAD_LOAD_KEEP_STEPS = 2
+OFFLOAD_LOAD_NO_VERIFY = 4
+
+
+class offload_load_options_t(Struct):
+    struct_size: int
+    flags: int
+    path: bytes | None
+    stream: int | None
+    progress: Any
+    progress_user: int | None
+    io_depth: int
+    reserved: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("path", ctypes.c_char_p),
+        ("stream", offload_stream_t),
+        ("progress", offload_progress_function_t),
+        ("progress_user", ctypes.c_void_p),
+        ("io_depth", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class offload_checkpoint_info_t(Struct):
+    struct_size: int
+    format_version: int
+    algorithm: int
+    save_flags: int
+    world: int
+    group_count: int
+    step: int
+    param_count: int
+    tensor_count: int
+    file_count: int
+    bytes: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("format_version", ctypes.c_uint32),
+        ("algorithm", ctypes.c_int32),
+        ("save_flags", ctypes.c_uint32),
+        ("world", ctypes.c_uint32),
+        ("group_count", ctypes.c_uint32),
+        ("step", ctypes.c_uint64),
+        ("param_count", ctypes.c_uint64),
+        ("tensor_count", ctypes.c_uint64),
+        ("file_count", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class offload_checkpoint_tensor_t(Struct):
+    struct_size: int
+    kind: int
+    dtype: int
+    rank: int
+    dimensions: int
+    box_count: int
+    global_shape: Any
+    box_offsets: Any
+    box_extents: Any
+    range_begin: int
+    range_count: int
+    name: bytes | None
+    file: bytes | None
+    file_offset: int
+    bytes: int
+    step_count: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("kind", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("rank", ctypes.c_uint32),
+        ("dimensions", ctypes.c_uint32),
+        ("box_count", ctypes.c_uint32),
+        ("global_shape", POINTER(ctypes.c_int64)),
+        ("box_offsets", POINTER(ctypes.c_int64)),
+        ("box_extents", POINTER(ctypes.c_int64)),
+        ("range_begin", ctypes.c_uint64),
+        ("range_count", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("file", ctypes.c_char_p),
+        ("file_offset", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("step_count", ctypes.c_uint64),
+    ]
+
+
+offload_tensor_function_t = CFUNCTYPE(None, ctypes.c_void_p, POINTER(offload_checkpoint_tensor_t))
+
+
+class offload_verify_options_t(Struct):
+    struct_size: int
+    io_depth: int
+    progress: Any
+    progress_user: int | None
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("io_depth", ctypes.c_uint32),
+        ("progress", offload_progress_function_t),
+        ("progress_user", ctypes.c_void_p),
+    ]
+
+
+offload_stream_function_t = CFUNCTYPE(None, ctypes.c_void_p)
+
+# Result and arguments of every function.
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "offload_abi_version": (ctypes.c_uint32, []),
+    "offload_build_info": (ctypes.c_char_p, []),
+    "offload_status_name": (ctypes.c_char_p, [ctypes.c_int32]),
+    "offload_last_error": (ctypes.c_char_p, []),
+    "offload_context_create": (ctypes.c_int32, [POINTER(offload_context_options_t), POINTER(offload_context_t)]),
+    "offload_context_destroy": (ctypes.c_int32, [offload_context_t]),
+    "offload_context_get_info": (ctypes.c_int32, [offload_context_t, POINTER(offload_context_info_t)]),
+    "offload_optimizer_create": (ctypes.c_int32, [offload_context_t, POINTER(offload_optimizer_options_t), POINTER(offload_optimizer_t)]),
+    "offload_optimizer_destroy": (ctypes.c_int32, [offload_optimizer_t]),
+    "offload_optimizer_add_group": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_group_t), POINTER(ctypes.c_uint32)]),
+    "offload_optimizer_set_group": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint32, POINTER(offload_group_t)]),
+    "offload_optimizer_add_params": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_param_t), ctypes.c_uint32, POINTER(ctypes.c_uint32)]),
+    "offload_optimizer_bind": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_binding_t), ctypes.c_uint32]),
+    "offload_optimizer_plan": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_plan_t)]),
+    "offload_optimizer_commit": (ctypes.c_int32, [offload_optimizer_t, offload_stream_t]),
+    "offload_optimizer_step": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_step_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_step_result": (ctypes.c_int32, [offload_optimizer_t, offload_ticket_t, POINTER(offload_step_result_t)]),
+    "offload_optimizer_wait": (ctypes.c_int32, [offload_optimizer_t, offload_ticket_t, ctypes.c_int64]),
+    "offload_optimizer_stream_wait": (ctypes.c_int32, [offload_optimizer_t, offload_ticket_t, offload_stream_t, POINTER(ctypes.c_uint32), ctypes.c_uint32]),
+    "offload_optimizer_offload_params": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_reload_params": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_offload_grads": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_reload_grads": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_offload_states": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_reload_states": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_refresh_masters": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_state": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint32, ctypes.c_int32, POINTER(offload_state_view_t)]),
+    "offload_optimizer_get_stats": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_stats_t)]),
+    "offload_optimizer_save": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_save_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_load": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_load_options_t), POINTER(offload_ticket_t)]),
+    "offload_checkpoint_inspect": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_checkpoint_info_t), offload_tensor_function_t, ctypes.c_void_p]),
+    "offload_checkpoint_verify": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_verify_options_t)]),
+    "offload_checkpoint_newest": (ctypes.c_int32, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64]),
+    "offload_device_alloc": (ctypes.c_int32, [offload_context_t, ctypes.c_uint64, POINTER(ctypes.c_void_p)]),
+    "offload_device_free": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p]),
+    "offload_device_upload": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, offload_stream_t]),
+    "offload_device_download": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, offload_stream_t]),
+    "offload_device_map": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p, ctypes.c_uint64, POINTER(ctypes.c_void_p)]),
+    "offload_stream_create": (ctypes.c_int32, [offload_context_t, POINTER(offload_stream_t)]),
+    "offload_stream_destroy": (ctypes.c_int32, [offload_context_t, offload_stream_t]),
+    "offload_stream_synchronize": (ctypes.c_int32, [offload_context_t, offload_stream_t, ctypes.c_int64]),
+    "offload_stream_run": (ctypes.c_int32, [offload_context_t, offload_stream_t, offload_stream_function_t, ctypes.c_void_p]),
+}

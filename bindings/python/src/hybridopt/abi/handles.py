@@ -1,0 +1,251 @@
+"""Contexts and optimizers of the ABI as objects. Keyword arguments are fields of the ABI's structs;
+what is not named is zero, which means the documented default."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from . import generated as c
+from .errors import InvalidStateError, TimedOutError
+from .library import call, function
+
+# A wait without limit is cut into waits of this length, so that Ctrl-C is heard.
+_WAIT_NS = 200_000_000
+
+Self = TypeVar("Self", bound="Handle")
+
+
+def make(struct: type[c.Struct], fields: dict[str, Any]) -> Any:
+    """A struct with those fields; one that it lacks is a TypeError, strings are encoded."""
+    known = [name for name, *_ in struct._fields_]
+    for name, value in fields.items():
+        if name not in known or name == "struct_size":
+            expected = ", ".join(field for field in known[1:] if field != "reserved")
+            raise TypeError(f"{struct.__name__} has no field {name!r}, expected some of {expected}")
+        if isinstance(value, (str, os.PathLike)):
+            fields = {**fields, name: os.fsencode(value)}
+    return struct(**fields)
+
+
+def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
+    """Ids as an array and its length; None stands for all."""
+    if params is None:
+        return None, 0
+    ids = list(params)
+    return (ctypes.c_uint32 * max(len(ids), 1))(*ids), len(ids)
+
+
+def _destroy(name: str, value: int, owner: int) -> None:
+    # Handles do not survive fork: in the child they are not ours to destroy.
+    if owner == os.getpid():
+        function(name)(value)
+
+
+class Handle:
+    """Closed by close(), at the end of a with statement or when nothing refers to it any more. At
+    the process's end what is left open is left to the system."""
+
+    _destroyer: str
+
+    def __init__(self, value: int) -> None:
+        self._value: int | None = value
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, _destroy, self._destroyer, value, self._owner)
+        self._finalizer.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        return self._value is None
+
+    @property
+    def value(self) -> int:
+        """What the ABI's functions take."""
+        if self._value is None:
+            raise InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
+        return self._value
+
+    def close(self) -> None:
+        """Destroys the handle; a closed one stays closed."""
+        if self._value is None:
+            return
+        if self._owner == os.getpid():
+            call(self._destroyer, self._value)
+        self._finalizer.detach()
+        self._value = None
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Context(Handle):
+    """A device and update threads. Fields: offload_context_options_t."""
+
+    _destroyer = "offload_context_destroy"
+
+    def __init__(self, **options: Any) -> None:
+        handle = c.offload_context_t()
+        fields = make(c.offload_context_options_t, options)
+        call("offload_context_create", fields, handle)
+        self._log = options.get("log")  # ctypes does not keep it alive
+        super().__init__(handle.value or 0)
+
+    def info(self) -> c.offload_context_info_t:
+        info = c.offload_context_info_t()
+        call("offload_context_get_info", self.value, info)
+        return info
+
+    def alloc(self, bytes: int) -> int:
+        data = ctypes.c_void_p()
+        call("offload_device_alloc", self.value, bytes, data)
+        return data.value or 0
+
+    def free(self, data: int) -> None:
+        call("offload_device_free", self.value, data)
+
+    def upload(self, device_data: int, host_data: int, bytes: int, stream: int = 0) -> None:
+        call("offload_device_upload", self.value, device_data, host_data, bytes, stream)
+
+    def download(self, host_data: int, device_data: int, bytes: int, stream: int = 0) -> None:
+        call("offload_device_download", self.value, host_data, device_data, bytes, stream)
+
+    def map(self, device_data: int, bytes: int) -> int:
+        mapped = ctypes.c_void_p()
+        call("offload_device_map", self.value, device_data, bytes, mapped)
+        return mapped.value or 0
+
+    def stream_create(self) -> int:
+        stream = c.offload_stream_t()
+        call("offload_stream_create", self.value, stream)
+        return stream.value or 0
+
+    def stream_destroy(self, stream: int) -> None:
+        call("offload_stream_destroy", self.value, stream)
+
+    def stream_synchronize(self, stream: int = 0, timeout_ns: int = -1) -> None:
+        _wait("offload_stream_synchronize", timeout_ns, self.value, stream)
+
+
+class Optimizer(Handle):
+    """An optimizer in a context. Fields: offload_optimizer_options_t."""
+
+    _destroyer = "offload_optimizer_destroy"
+
+    def __init__(self, context: Context, **options: Any) -> None:
+        handle = c.offload_optimizer_t()
+        fields = make(c.offload_optimizer_options_t, options)
+        call("offload_optimizer_create", context.value, fields, handle)
+        self.context = context
+        self._comm = options.get("comm")  # its functions are called until destroy
+        super().__init__(handle.value or 0)
+
+    def add_group(self, **group: Any) -> int:
+        group_id = ctypes.c_uint32()
+        call("offload_optimizer_add_group", self.value, make(c.offload_group_t, group), group_id)
+        return group_id.value
+
+    def set_group(self, group_id: int, **group: Any) -> None:
+        call("offload_optimizer_set_group", self.value, group_id, make(c.offload_group_t, group))
+
+    def add_params(self, params: Sequence[c.offload_param_t]) -> int:
+        """Registers params, all or none; the first one's id."""
+        array = (c.offload_param_t * max(len(params), 1))(*params)
+        first_id = ctypes.c_uint32()
+        call("offload_optimizer_add_params", self.value, array, len(params), first_id)
+        return first_id.value
+
+    def bind(self, bindings: Any, count: int) -> None:
+        """Tells new addresses: the first `count` of an array of offload_binding_t."""
+        call("offload_optimizer_bind", self.value, bindings, count)
+
+    def plan(self) -> c.offload_plan_t:
+        plan = c.offload_plan_t()
+        call("offload_optimizer_plan", self.value, plan)
+        return plan
+
+    def commit(self, stream: int = 0) -> None:
+        call("offload_optimizer_commit", self.value, stream)
+
+    def step(self, **options: Any) -> int:
+        """Queues a step. Fields: offload_step_options_t. Gives its ticket."""
+        ticket = c.offload_ticket_t()
+        fields = make(c.offload_step_options_t, options)
+        call("offload_optimizer_step", self.value, fields, ticket)
+        return ticket.value
+
+    def step_result(self, ticket: int = 0) -> c.offload_step_result_t:
+        result = c.offload_step_result_t()
+        call("offload_optimizer_step_result", self.value, ticket, result)
+        return result
+
+    def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
+        """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit)."""
+        _wait("offload_optimizer_wait", timeout_ns, self.value, ticket)
+
+    def stream_wait(self, stream: int, ticket: int = 0, params: Iterable[int] | None = None) -> None:
+        """Makes later work on the stream wait until the params (None: all) are updated."""
+        ids, count = ids_of(params)
+        call("offload_optimizer_stream_wait", self.value, ticket, stream, ids, count)
+
+    def offload_params(self, **options: Any) -> int:
+        return self._move("offload_optimizer_offload_params", options)
+
+    def reload_params(self, **options: Any) -> int:
+        return self._move("offload_optimizer_reload_params", options)
+
+    def offload_grads(self, **options: Any) -> int:
+        return self._move("offload_optimizer_offload_grads", options)
+
+    def reload_grads(self, **options: Any) -> int:
+        return self._move("offload_optimizer_reload_grads", options)
+
+    def offload_states(self, **options: Any) -> int:
+        return self._move("offload_optimizer_offload_states", options)
+
+    def reload_states(self, **options: Any) -> int:
+        return self._move("offload_optimizer_reload_states", options)
+
+    def refresh_masters(self, **options: Any) -> int:
+        return self._move("offload_optimizer_refresh_masters", options)
+
+    def state(self, param: int, kind: int) -> c.offload_state_view_t:
+        """Borrowed addresses of one kind of state of one param."""
+        view = c.offload_state_view_t()
+        call("offload_optimizer_state", self.value, param, kind, view)
+        return view
+
+    def stats(self) -> c.offload_stats_t:
+        stats = c.offload_stats_t()
+        call("offload_optimizer_get_stats", self.value, stats)
+        return stats
+
+    def _move(self, name: str, options: dict[str, Any]) -> int:
+        """`params` and `streams` are iterables here; params None stands for all."""
+        fields = dict(options)
+        ids, fields["param_count"] = ids_of(fields.pop("params", None))
+        streams = list(fields.pop("streams", ()))
+        array = (c.offload_stream_t * max(len(streams), 1))(*streams)
+        move = make(c.offload_move_options_t, {**fields, "stream_count": len(streams)})
+        move.params = ids
+        move.streams = array
+        ticket = c.offload_ticket_t()
+        call(name, self.value, move, ticket)
+        return ticket.value
+
+
+def _wait(name: str, timeout_ns: int, *arguments: Any) -> None:
+    if timeout_ns >= 0:
+        call(name, *arguments, timeout_ns)
+        return
+    while True:
+        try:
+            call(name, *arguments, _WAIT_NS)
+            return
+        except TimedOutError:
+            continue

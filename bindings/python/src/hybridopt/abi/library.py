@@ -1,0 +1,82 @@
+"""Finds libhybridopt.so and calls it. ctypes lets other Python threads run during every call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pathlib
+from typing import Any
+
+from . import generated as c
+from .errors import HybridoptError, UnsupportedError, error_of
+
+# Callers of one major work with every library of it.
+ABI_MAJOR = 0
+SONAME = f"libhybridopt.so.{ABI_MAJOR}"
+
+
+def library_path() -> str:
+    """HYBRIDOPT_LIBRARY, else the library in this package, else the system's."""
+    if path := os.environ.get("HYBRIDOPT_LIBRARY"):
+        return path
+    packaged = pathlib.Path(__file__).parents[1] / SONAME
+    return str(packaged) if packaged.exists() else SONAME
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library, loaded once, with the types of its functions."""
+    path = library_path()
+    try:
+        loaded = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"cannot load {path}: {error}; install the hybridopt package, which brings the library, "
+            "or name a libhybridopt.so in HYBRIDOPT_LIBRARY"
+        ) from error
+    version = loaded.offload_abi_version()
+    if version // 1000 != ABI_MAJOR:
+        raise ImportError(
+            f"{path} implements ABI {version // 1000}.{version % 1000}, expected {ABI_MAJOR}.x; "
+            "install the library and this package from one release"
+        )
+    return loaded
+
+
+@functools.cache
+def function(name: str) -> Any:
+    """A function of the library, typed. One that an older library lacks is an UnsupportedError."""
+    result, arguments = c.FUNCTIONS[name]
+    try:
+        found = getattr(library(), name)
+    except AttributeError:
+        raise UnsupportedError(
+            f"{name} is not in {library()._name} ({build_info()}); install a newer release"
+        ) from None
+    found.restype, found.argtypes = result, arguments
+    return found
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls a function that returns a status; anything but OFFLOAD_OK becomes an exception."""
+    status = function(name)(*arguments)
+    if status != c.OFFLOAD_OK:
+        raise last_error(status)
+
+
+def last_error(status: int) -> HybridoptError:
+    """The exception for what the last failed call of this thread returned."""
+    return error_of(status, function("offload_last_error")().decode(errors="replace"))
+
+
+def abi_version() -> int:
+    return function("offload_abi_version")()
+
+
+def build_info() -> str:
+    return function("offload_build_info")().decode()
+
+
+def status_name(status: int) -> str:
+    return function("offload_status_name")(status).decode()

@@ -1,0 +1,302 @@
+"""hybridopt.abi against the library of this build. No torch here."""
+
+import array
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hybridopt import abi
+
+
+def addressed(values):
+    """A float array and its address."""
+    data = array.array("f", values)
+    return data, data.buffer_info()[0]
+
+
+def registered(context, data_address, grad_address, count, **fields):
+    optimizer = abi.Optimizer(context, algorithm=abi.OFFLOAD_ADAMW)
+    group = optimizer.add_group(lr=0.5, beta1=0.9, beta2=0.99, eps=1e-8)
+    param = abi.offload_param_t(
+        group=group,
+        dtype=abi.OFFLOAD_FP32,
+        grad_dtype=abi.OFFLOAD_FP32,
+        name=b"weight",
+        data=data_address,
+        grad=grad_address,
+        count=count,
+        **fields,
+    )
+    optimizer.add_params([param])
+    return optimizer
+
+
+def test_no_torch_is_needed():
+    program = (
+        "import sys, hybridopt.abi as abi; abi.Context().close(); "
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_layout_is_that_of_the_compiled_header():
+    rows = subprocess.run(
+        [os.environ["HYBRIDOPT_LAYOUT_TEST"], "--table"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert len(rows) > 100
+    for row in rows:
+        name, offset, size = row.split()
+        if "." in name:
+            struct, field = name.split(".")
+            descriptor = getattr(getattr(abi, struct), field)
+            assert (descriptor.offset, descriptor.size) == (int(offset), int(size)), name
+        elif name.endswith("_t"):
+            assert ctypes.sizeof(getattr(abi, name)) == int(size), name
+        else:
+            assert getattr(abi, name) == int(offset), name
+
+
+def test_every_function_is_found():
+    for name in abi.FUNCTIONS:
+        assert abi.library()[name] is not None
+
+
+def test_a_step_updates_memory_of_ours():
+    weights, weights_address = addressed([1.0, 2.0, 3.0])
+    _, grad_address = grad = addressed([1.0, -1.0, 1.0])
+    with abi.Context(threads=1) as context:
+        with registered(context, weights_address, grad_address, 3) as optimizer:
+            assert optimizer.plan().element_count == 3
+            optimizer.commit()
+            ticket = optimizer.step()
+            optimizer.wait(ticket)
+            assert weights.tolist() == pytest.approx([0.5, 2.5, 2.5])
+            result = optimizer.step_result(ticket)
+            assert (result.step, result.skipped) == (1, 0)
+            assert result.grad_norm == pytest.approx(3**0.5)
+            view = optimizer.state(0, abi.OFFLOAD_STATE_EXP_AVG)
+            moments = (ctypes.c_float * view.host_count).from_address(view.host_data)
+            assert list(moments) == pytest.approx([0.1, -0.1, 0.1])
+            assert view.step_count == 1
+            assert optimizer.stats().steps_applied == 1
+    assert grad[0].tolist() == [1.0, -1.0, 1.0]
+
+
+def test_errors_carry_the_librarys_text_and_their_own_class():
+    with pytest.raises(abi.InvalidArgumentError, match="options.device_kind is 9"):
+        abi.Context(device_kind=9)
+    with pytest.raises(ValueError, match="options.threads is 5000"):
+        abi.Context(threads=5000)
+    with abi.Context() as context:
+        with pytest.raises(abi.InvalidArgumentError, match="options.algorithm is 0") as caught:
+            abi.Optimizer(context)
+        assert caught.value.status == abi.OFFLOAD_INVALID_ARGUMENT
+        with abi.Optimizer(context, algorithm=abi.OFFLOAD_SGD) as optimizer:
+            with pytest.raises(abi.InvalidStateError, match="no params"):
+                optimizer.commit()
+            with pytest.raises(abi.InvalidStateError, match="still has 1 optimizers"):
+                context.close()
+            assert not context.closed
+
+
+def test_every_status_has_its_class():
+    named = {value for name, value in vars(abi).items() if name in STATUSES}
+    assert len(named) == len(STATUSES)
+    for status in named:
+        error = abi.errors.error_of(status, "text")
+        assert error.status == status and type(error) is not abi.HybridoptError
+        assert abi.status_name(status) == abi_name(status)
+    assert abi.errors.error_of(999, "text").status == 999
+
+
+STATUSES = [
+    "OFFLOAD_INVALID_ARGUMENT",
+    "OFFLOAD_INVALID_STATE",
+    "OFFLOAD_UNSUPPORTED",
+    "OFFLOAD_OUT_OF_HOST_MEMORY",
+    "OFFLOAD_OUT_OF_DEVICE_MEMORY",
+    "OFFLOAD_DEVICE_FAILED",
+    "OFFLOAD_COMM_FAILED",
+    "OFFLOAD_IO_FAILED",
+    "OFFLOAD_CHECKPOINT_CORRUPT",
+    "OFFLOAD_CHECKPOINT_MISMATCH",
+    "OFFLOAD_TIMED_OUT",
+    "OFFLOAD_POISONED",
+    "OFFLOAD_INTERNAL",
+]
+
+
+def abi_name(status):
+    return next(name for name in STATUSES if getattr(abi, name) == status).removeprefix("OFFLOAD_")
+
+
+def test_fields_that_a_struct_lacks_are_named():
+    with pytest.raises(TypeError, match="has no field 'thread', expected some of .*threads"):
+        abi.Context(thread=1)
+
+
+def test_use_after_close():
+    context = abi.Context()
+    context.close()
+    context.close()
+    with pytest.raises(abi.InvalidStateError, match="this Context is closed; make a new one"):
+        context.info()
+
+
+def test_what_is_not_referred_to_is_destroyed():
+    context = abi.Context()
+    optimizer = abi.Optimizer(context, algorithm=abi.OFFLOAD_LION)
+    assert context.info().optimizers == 1
+    del optimizer
+    gc.collect()
+    assert context.info().optimizers == 0
+
+
+def test_a_foreign_handle_is_refused():
+    with abi.Context() as context:
+        with pytest.raises(abi.InvalidArgumentError, match="optimizer"):
+            abi.call("offload_optimizer_commit", context.value, None)
+
+
+def slow_context():
+    """A simulated device whose every command takes up to 50 ms."""
+    return abi.Context(
+        device_kind=abi.OFFLOAD_DEVICE_SIM, sim_delay_ns_max=50_000_000, sim_memory_bytes=1 << 20
+    )
+
+
+def committed_on(context):
+    data, grad = context.alloc(4096), context.alloc(4096)
+    zeros = (ctypes.c_float * 1024)()
+    for address in (data, grad):
+        context.upload(address, ctypes.addressof(zeros), 4096)
+    optimizer = registered(context, data, grad, 1024)
+    optimizer.commit()
+    return optimizer
+
+
+def test_other_threads_run_during_a_wait():
+    with slow_context() as context, committed_on(context) as optimizer:
+        waiting = threading.Event()
+
+        def wait():
+            waiting.set()
+            optimizer.wait()
+
+        for _ in range(8):
+            optimizer.step()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waiting.wait()
+        turns = 0
+        while thread.is_alive():
+            turns += 1
+        thread.join()
+        # With the interpreter's lock held this loop would turn only before and after the wait.
+        assert turns > 10
+
+
+def test_waits_hear_signals():
+    class Alarm(Exception):
+        pass
+
+    def ring(*_):
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with slow_context() as context, committed_on(context) as optimizer:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(Alarm):
+                while True:
+                    optimizer.step()
+                    optimizer.wait()
+            optimizer.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_timeout_is_a_timeout_error():
+    with slow_context() as context, committed_on(context) as optimizer:
+        for _ in range(8):
+            optimizer.step()
+        with pytest.raises(TimeoutError):
+            optimizer.wait(timeout_ns=0)
+        optimizer.wait()
+
+
+def test_moves_take_ids_and_streams():
+    with slow_context() as context:
+        stream = context.stream_create()
+        data, grad = context.alloc(4096), context.alloc(4096)
+        with abi.Optimizer(
+            context, algorithm=abi.OFFLOAD_LION, movable=abi.OFFLOAD_MOVABLE_PARAMS
+        ) as optimizer:
+            group = optimizer.add_group(lr=0.1)
+            optimizer.add_params(
+                [
+                    abi.offload_param_t(
+                        group=group, dtype=1, grad_dtype=1, name=b"w", data=data, grad=grad, count=9
+                    )
+                ]
+            )
+            optimizer.commit()
+            optimizer.offload_params(params=[])
+            assert optimizer.stats().params_on_host_bytes == 0
+            optimizer.wait(optimizer.offload_params(params=[0], streams=[stream]))
+            assert optimizer.stats().params_on_host_bytes == 36
+            with pytest.raises(abi.InvalidArgumentError, match="1 params have been added"):
+                optimizer.offload_params(params=[1])
+        context.stream_destroy(stream)
+
+
+def test_a_forked_child_is_refused_and_disturbs_nothing():
+    weights, weights_address = addressed([1.0])
+    _, grad_address = grad = addressed([1.0])
+    with abi.Context(threads=1) as context:
+        with registered(context, weights_address, grad_address, 1) as optimizer:
+            optimizer.commit()
+            optimizer.step()
+            optimizer.wait()
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    optimizer.step()
+                except abi.InvalidStateError as error:
+                    status = 0 if "fork" in str(error) else 2
+                optimizer.close()
+                context.close()
+                os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            optimizer.step()
+            optimizer.wait()
+            assert optimizer.stats().steps_applied == 2
+    assert grad[0].tolist() == [1.0]
+
+
+def test_log_lines_come_to_a_function_of_ours():
+    lines = []
+    log = abi.offload_log_function_t(lambda user, level, text: lines.append((level, text)))
+    with abi.Context(threads=2, log=log) as context:
+        assert context.info().threads == 2
+    assert all(level in (1, 2, 3) for level, _ in lines)
+
+
+def test_a_missing_library_says_what_to_do():
+    environment = {**os.environ, "HYBRIDOPT_LIBRARY": "/nowhere/libhybridopt.so"}
+    run = subprocess.run(
+        [sys.executable, "-c", "import hybridopt.abi as abi; abi.Context()"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert "cannot load /nowhere/libhybridopt.so" in run.stderr
+    assert "HYBRIDOPT_LIBRARY" in run.stderr.splitlines()[-1]
