@@ -1,0 +1,116 @@
+// What a checkpoint is: pure. The manifest in memory and as text, and the heads of the shard files
+// that go with it. docs/CHECKPOINT_FORMAT.md specifies both for other readers.
+//
+//   step-001000/                            a checkpoint is a directory
+//     manifest.json                         everything but the elements
+//     shard-00000-of-00002.safetensors      what rank 0 stored: its arrays, end to end
+//     shard-00001-of-00002.safetensors
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/shard.h"
+#include "base/status.h"
+#include "checkpoint/safetensors.h"
+
+namespace hybridopt::checkpoint {
+
+inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr char kManifestFile[] = "manifest.json";
+inline constexpr uint64_t kManifestBytesMax = uint64_t{1} << 30;
+inline constexpr uint64_t kBlockBytes = uint64_t{8} << 20;  // what this release writes
+inline constexpr uint64_t kBlockBytesMin = 4096;
+inline constexpr uint64_t kBlockBytesMax = uint64_t{1} << 30;
+inline constexpr uint32_t kWorldMax = 1 << 20;
+inline constexpr uint32_t kNameBytesMax = 1023;  // of a param's name, as the ABI has it
+
+// One array in one shard file: one kind of state of one shard. Its elements are those of the shard,
+// in the shard's order.
+struct StoredTensor {
+  int32_t kind;  // enum offload_state_kind
+  Dtype dtype;
+  uint32_t file;    // index into Manifest::files
+  uint64_t offset;  // bytes from the start of the file
+  uint64_t bytes;
+  std::vector<uint64_t> hashes;  // XXH3 of each block, counted from the array's start
+};
+
+// What one rank stored of a param. Empty shards are not stored.
+struct StoredShard {
+  uint32_t rank;
+  uint32_t group;  // index into Manifest::groups
+  uint64_t step_count;
+  Shard shard;  // in the global tensor
+  std::vector<StoredTensor> tensors;
+};
+
+struct StoredParam {
+  std::string name;
+  int32_t dtype;  // of the param itself: enum offload_dtype
+  std::vector<int64_t> shape;
+  std::vector<StoredShard> shards;
+};
+
+struct StoredFile {
+  std::string name;  // in the checkpoint's directory
+  uint32_t rank;
+  uint64_t bytes;
+  uint64_t data_begin;  // what lies before is the safetensors head
+  uint64_t head_hash;   // XXH3 of that
+};
+
+struct Manifest {
+  std::string writer;  // which program, for people
+  uint64_t step;       // steps applied
+  int32_t algorithm;   // enum offload_algorithm
+  std::string layout;  // how state is kept: "fp32" is masters and moments in fp32
+  uint32_t world;      // ranks that saved
+  uint64_t block_bytes;
+  std::vector<offload_group_t> groups;  // struct_size is this release's
+  std::vector<StoredFile> files;
+  std::vector<StoredParam> params;
+};
+
+// "exp_avg" for OFFLOAD_STATE_EXP_AVG; NULL for what is no kind.
+const char* KindName(int32_t kind);
+bool FindKind(std::string_view name, int32_t* kind);
+// "BF16" for OFFLOAD_BF16, and so on; NULL for what is no dtype.
+const char* ParamDtypeName(int32_t dtype);
+bool FindParamDtype(std::string_view name, int32_t* dtype);
+// "AdamW" for OFFLOAD_ADAMW, and so on; NULL for what is no algorithm.
+const char* AlgorithmText(int32_t algorithm);
+bool FindAlgorithm(std::string_view name, int32_t* algorithm);
+
+// "shard-00000-of-00002.safetensors"
+std::string ShardFileName(uint32_t rank, uint32_t world);
+
+// The array's name in its file: "<param>.<kind>".
+std::string TensorName(const StoredParam& param, const StoredTensor& tensor);
+
+// The array's shape in its file: that of the box if the shard is one whole box, else one dimension.
+std::vector<int64_t> StoredShape(const Shard& shard);
+
+// Gives the arrays their places in their files, in the order of the manifest but the wider elements
+// first, so that each is aligned to its own size. Writes bytes, data_begin and head_hash of the
+// files and returns the bytes of their heads. Everything but hashes and places must be there.
+Result<std::vector<std::string>> LayOutFiles(Manifest* manifest);
+
+// The heads that the files of this manifest must have.
+std::vector<Head> HeadsOf(const Manifest& manifest);
+
+// One text with a hash of its own at the end. UNSUPPORTED for names that are not UTF-8, or too
+// much text.
+Result<std::string> EncodeManifest(const Manifest& manifest);
+
+// Reads and checks everything that can be checked without the shard files. Errors do not name the
+// file: CHECKPOINT_CORRUPT, or UNSUPPORTED for the version of a newer release.
+Result<Manifest> ParseManifest(std::string_view text);
+
+// Makes one manifest of those of all ranks, each of which tells its own files and shards. Params
+// keep the order in which they are first met. CHECKPOINT_MISMATCH where ranks disagree.
+Result<Manifest> MergeManifests(std::vector<Manifest> parts);
+
+}  // namespace hybridopt::checkpoint

@@ -1,0 +1,57 @@
+// The head of a safetensors file: pure, text in and text out. Its rules are enforced on reading: at
+// most 100 MB that start with '{', every tensor's bytes match its shape, and the tensors fill the
+// data to the end of the file without a hole or an overlap.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hybridopt::checkpoint {
+
+// How elements are stored. The names are those of safetensors.
+enum class Dtype : uint8_t { kF32, kBF16, kF16, kU16 };
+const char* DtypeName(Dtype dtype);
+uint64_t DtypeBytes(Dtype dtype);
+bool FindDtype(std::string_view name, Dtype* dtype);
+
+struct HeadTensor {
+  std::string name;
+  Dtype dtype;
+  std::vector<int64_t> shape;
+  uint64_t begin;  // bytes from the start of the data
+  uint64_t end;
+
+  bool operator==(const HeadTensor&) const = default;
+};
+
+struct Head {
+  std::map<std::string, std::string> metadata;
+  std::vector<HeadTensor> tensors;  // in the order of their bytes
+
+  bool operator==(const Head&) const = default;
+};
+
+inline constexpr uint64_t kHeadBytesMax = 100'000'000;  // of the JSON text, as safetensors has it
+inline constexpr uint64_t kHeadLengthBytes = 8;
+inline constexpr uint64_t kDataAlignment = 4096;
+
+// The first bytes of a file, up to its data: the length, the JSON text, and spaces that bring the
+// data to a multiple of 4096. UNSUPPORTED where names are not UTF-8 or the text is too long.
+Result<std::string> EncodeHead(const Head& head);
+
+// From the first 8 bytes of a file of `file_bytes`: how many bytes lie before its data. Errors are
+// CHECKPOINT_CORRUPT and do not name the file.
+Result<uint64_t> BytesBeforeData(std::string_view first_bytes, uint64_t file_bytes);
+
+// Reads the bytes before the data, as many as BytesBeforeData said.
+Result<Head> ParseHead(std::string_view bytes, uint64_t file_bytes);
+
+// The product of a shape; false if it does not fit 63 bits or an extent is negative.
+bool CountElements(const std::vector<int64_t>& shape, uint64_t* count);
+
+}  // namespace hybridopt::checkpoint

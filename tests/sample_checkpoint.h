@@ -1,0 +1,132 @@
+// A small checkpoint made by hand, element by element: two ranks, boxes, ranges, uneven and missing
+// shards, one array of several blocks. What the library makes of it is held against Element().
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "checkpoint/format.h"
+#include "checkpoint/hash.h"
+
+namespace hybridopt::checkpoint {
+
+// The value of an element: tells its param, kind and place.
+inline float Element(size_t param, int32_t kind, uint64_t global_index) {
+  return static_cast<float>(param * 1000 + static_cast<size_t>(kind) * 100) +
+         static_cast<float>(global_index) / 8192;
+}
+
+class Sample {
+ public:
+  Sample() {
+    manifest.writer = "tests/sample_checkpoint.h";
+    manifest.step = 42;
+    manifest.algorithm = OFFLOAD_ADAMW;
+    manifest.layout = "fp32";
+    manifest.world = 2;
+    manifest.block_bytes = kBlockBytesMin;
+    manifest.groups = {Group(0.001, 0.1), Group(0.002, 0)};
+    for (uint32_t rank = 0; rank < 2; ++rank)
+      manifest.files.push_back({ShardFileName(rank, 2), rank, 0, 0, 0});
+    // Columns, as tensor parallelism has it.
+    AddParam("embed.weight", OFFLOAD_BF16, {6, 5});
+    AddShard(0, 0, {{0, 0}, {6, 2}});
+    AddShard(1, 0, {{0, 2}, {6, 3}});
+    // Uneven ranges of the whole, as ZeRO has it.
+    AddParam("blocks.0.\"qkv\"", OFFLOAD_BF16, {4, 8});
+    AddShard(0, 0, {{0, 0}, {4, 8}}, 0, 13);
+    AddShard(1, 0, {{0, 0}, {4, 8}}, 13, 19);
+    // On one rank alone, in several blocks.
+    AddParam("head.weight", OFFLOAD_FP32, {3000});
+    AddShard(1, 1, {{0}, {3000}});
+    // Nothing of it, so nothing is stored.
+    AddParam("n\xc3\xa4me", OFFLOAD_FP16, {0, 7});
+    Fill();
+  }
+
+  // Lays the files out and fills them, after a change to the manifest.
+  void Fill() {
+    Result<std::vector<std::string>> heads = LayOutFiles(&manifest);
+    ASSERT_TRUE(heads.ok()) << heads.status().message();
+    files = std::move(heads.value());
+    for (size_t f = 0; f < files.size(); ++f) files[f].resize(manifest.files[f].bytes);
+    for (size_t p = 0; p < manifest.params.size(); ++p) {
+      for (StoredShard& shard : manifest.params[p].shards) {
+        for (StoredTensor& tensor : shard.tensors) {
+          char* const data = files[tensor.file].data() + tensor.offset;
+          for (uint64_t i = 0; i < shard.shard.range_count; ++i) {
+            const float value = Element(p, tensor.kind, shard.shard.GlobalIndex(i));
+            std::memcpy(data + i * sizeof(value), &value, sizeof(value));
+          }
+          BlockHasher hasher(manifest.block_bytes);
+          hasher.Reset(tensor.bytes);
+          hasher.Add(data, tensor.bytes);
+          tensor.hashes = hasher.Take();
+        }
+      }
+    }
+    Result<std::string> encoded = EncodeManifest(manifest);
+    ASSERT_TRUE(encoded.ok()) << encoded.status().message();
+    text = std::move(encoded.value());
+  }
+
+  void Write(const std::filesystem::path& directory) const {
+    std::filesystem::create_directories(directory);
+    WriteFile(directory / kManifestFile, text);
+    for (size_t f = 0; f < files.size(); ++f)
+      WriteFile(directory / manifest.files[f].name, files[f]);
+  }
+
+  static void WriteFile(const std::filesystem::path& path, const std::string& bytes) {
+    std::ofstream out(path, std::ios::binary | std::ios::trunc);
+    out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    ASSERT_TRUE(out.flush()) << path;
+  }
+
+  static offload_group_t Group(double lr, double weight_decay) {
+    offload_group_t group{};
+    group.struct_size = sizeof(group);
+    group.lr = lr;
+    group.beta1 = 0.9;
+    group.beta2 = 0.999;
+    group.eps = 1e-8;
+    group.weight_decay = weight_decay;
+    return group;
+  }
+
+  void AddParam(const std::string& name, int32_t dtype, const std::vector<int64_t>& shape) {
+    manifest.params.push_back({name, dtype, shape, {}});
+  }
+
+  // To the last param; without a range, the whole box.
+  void AddShard(uint32_t rank, uint32_t group, const Box& box, uint64_t begin = 0,
+                uint64_t count = UINT64_MAX) {
+    StoredParam& param = manifest.params.back();
+    StoredShard stored{rank, group, 40 + rank, {}, {}};
+    stored.shard.dimensions = static_cast<uint32_t>(param.shape.size());
+    std::copy(param.shape.begin(), param.shape.end(), stored.shard.global_shape.begin());
+    stored.shard.boxes = {box};
+    if (count == UINT64_MAX) {
+      count = 1;
+      for (uint32_t d = 0; d < stored.shard.dimensions; ++d)
+        count *= static_cast<uint64_t>(box.extent[d]);
+    }
+    stored.shard.range_begin = begin;
+    stored.shard.range_count = count;
+    for (int32_t kind : {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ})
+      stored.tensors.push_back({kind, Dtype::kF32, rank, 0, count * 4, {}});
+    param.shards.push_back(std::move(stored));
+  }
+
+  Manifest manifest;
+  std::string text;                // of the manifest
+  std::vector<std::string> files;  // whole, as manifest.files
+};
+
+}  // namespace hybridopt::checkpoint
