@@ -572,6 +572,13 @@ typedef struct offload_state_view {
 OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param,
                                             int32_t kind, offload_state_view_t* view);
 
+/* How many steps a param has taken part in, for state that is not from here: what is written
+ * through views belongs to a count, by which bias corrections and first steps go. At most 2^53.
+ * Errors: INVALID_ARGUMENT (unknown param, count), INVALID_STATE (before commit, or while work is
+ * queued: wait first), POISONED. */
+OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimizer, uint32_t param,
+                                                     uint64_t step_count);
+
 typedef struct offload_stats {
   uint32_t struct_size;
   uint32_t queued; /* calls queued or running now: steps and moves */

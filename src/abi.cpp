@@ -478,6 +478,14 @@ int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param, i
   });
 }
 
+int32_t offload_optimizer_set_step_count(offload_optimizer_t optimizer, uint32_t param,
+                                         uint64_t step_count) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    return found->SetStepCount(param, step_count);
+  });
+}
+
 int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats_t* stats) {
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));

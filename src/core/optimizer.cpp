@@ -23,6 +23,7 @@ constexpr uint32_t kMaxStagingSlots = 64;
 constexpr uint32_t kMovable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
                               OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
 constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
+constexpr uint64_t kMaxStepCount = uint64_t{1} << 53;  // what a double can count
 
 // The caller's table has been copied by then, and may be gone.
 offload_optimizer_options_t WithoutComm(offload_optimizer_options_t options) {
@@ -626,6 +627,22 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
   if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
   return view;
+}
+
+Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+  if (!committed_->timeline->idle())
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "steps are queued; call offload_optimizer_wait first");
+  if (param >= table_.size())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "param is %u, but only %u params have been added", param, table_.size());
+  if (step_count > kMaxStepCount)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "step_count is %llu, expected at most 2^53",
+                         static_cast<unsigned long long>(step_count));
+  committed_->pipeline->set_step_count(param, step_count);
+  return {};
 }
 
 offload_stats_t Optimizer::Stats() const {

@@ -52,6 +52,7 @@ class Optimizer {
   Status StreamWait(offload_ticket_t ticket, StreamHandle stream, std::span<const uint32_t> params);
 
   Result<offload_state_view_t> State(uint32_t param, int32_t kind) const;
+  Status SetStepCount(uint32_t param, uint64_t step_count);
   offload_stats_t Stats() const;
 
  private:

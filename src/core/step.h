@@ -58,6 +58,7 @@ class StepPipeline {
   }
 
   uint64_t step_count(uint32_t param) const { return step_counts_[param]; }
+  void set_step_count(uint32_t param, uint64_t count) { step_counts_[param] = count; }
   static constexpr uint32_t kMaxQueuedSteps = 8;
   // Bytes of the tables here and of one queued request, for the plan.
   static uint64_t ScratchBytes(const ParamTable& table, const Placement& placement);

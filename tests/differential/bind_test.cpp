@@ -103,6 +103,44 @@ TEST_P(BindTest, TwoParamsSwapTheirBuffers) {
   }
 }
 
+// Counts come from elsewhere, each param's its own: the next step goes by them, the first one of
+// momentum buffers included.
+TEST_P(BindTest, StepCountsAreSet) {
+  const Problem problem = RandomProblem(algorithm(), AllDtypePairs(), 4, 5);
+  const TestContext context(OnDevice(device()));
+  Rig rig(context, problem, {0.4, 1024, 2});
+  Model model(problem);
+  for (const StepInput& input : problem.steps) {
+    for (uint32_t id = 0; id < problem.params.size(); ++id) {
+      model.params[id].step_count = id * 1000;
+      MUST(offload_optimizer_set_step_count(rig.handle(), id, id * 1000));
+    }
+    rig.Step(input);
+    model.Step(input);
+    ASSERT_EQ(rig.Difference(model), "");
+  }
+}
+
+// A count that changed under a queued step would be that step's or the next one's, as timing has
+// it.
+TEST(StepCountTest, RefusedWhileAStepIsQueued) {
+  const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 6);
+  const TestContext context(OnDevice(OFFLOAD_DEVICE_SIM));
+  const Stream stream(context);
+  Gate gate;
+  Rig rig(context, problem, {0.4, 1024, 2});
+  rig.PutGrads(0, problem.steps[0]);
+  rig.Bind(0, 0, problem.steps[0]);
+  gate.Close(context, stream);
+  rig.Queue(problem.steps[0], stream);
+  EXPECT_EQ(offload_optimizer_set_step_count(rig.handle(), 0, 7), OFFLOAD_INVALID_STATE);
+  EXPECT_NE(std::string(offload_last_error()).find("offload_optimizer_wait first"),
+            std::string::npos);
+  gate.Open();
+  MUST(offload_optimizer_wait(rig.handle(), 0, -1));
+  MUST(offload_optimizer_set_step_count(rig.handle(), 0, 7));
+}
+
 // Eight steps queued ahead, each with addresses, gradients that are missing and hyperparameters of
 // its own; afterwards all of these are changed again. On sim a gate makes sure that they really are
 // queued.

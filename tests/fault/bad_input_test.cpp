@@ -805,6 +805,10 @@ INSTANTIATE_TEST_SUITE_P(
               auto view = Make<offload_state_view_t>();
               return offload_optimizer_state(t.optimizer, 0, OFFLOAD_STATE_MASTER, &view);
             }},
+        Row{"SetStepCount",
+            OFFLOAD_INVALID_STATE,
+            {"not committed"},
+            [](Trainer& t) { return offload_optimizer_set_step_count(t.optimizer, 0, 1); }},
         Row{"CommitOnUnknownStream",
             OFFLOAD_INVALID_ARGUMENT,
             {"stream is"},
@@ -964,6 +968,16 @@ INSTANTIATE_TEST_SUITE_P(
             {"kind is 2", "Lion does not keep"},
             [](Trainer& t) { return StateOf(t, 0, OFFLOAD_STATE_EXP_AVG_SQ); },
             OFFLOAD_LION},
+        Row{"SetStepCountUnknownParam",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"param is 3", "only 3 params"},
+            [](Trainer& t) { return offload_optimizer_set_step_count(t.optimizer, 3, 1); }},
+        Row{"SetStepCountTooLarge",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"step_count is 9007199254740993", "at most 2^53"},
+            [](Trainer& t) {
+              return offload_optimizer_set_step_count(t.optimizer, 0, (uint64_t{1} << 53) + 1);
+            }},
         Row{"StateNull",
             OFFLOAD_INVALID_ARGUMENT,
             {"view is NULL"},

@@ -96,6 +96,7 @@ inline std::vector<HandleCall> OptimizerCalls() {
        [=](void* h) { return offload_optimizer_refresh_masters(as(h), nullptr, nullptr); }},
       {"state",
        [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
+      {"set_step_count", [=](void* h) { return offload_optimizer_set_step_count(as(h), 0, 0); }},
       {"get_stats", [=](void* h) { return offload_optimizer_get_stats(as(h), &stats); }},
       {"destroy", [=](void* h) { return offload_optimizer_destroy(as(h)); }},
   };
