@@ -220,6 +220,9 @@ class Optimizer(Handle):
         call("offload_optimizer_state", self.value, param, kind, view)
         return view
 
+    def set_step_count(self, param: int, step_count: int) -> None:
+        call("offload_optimizer_set_step_count", self.value, param, step_count)
+
     def stats(self) -> c.offload_stats_t:
         stats = c.offload_stats_t()
         call("offload_optimizer_get_stats", self.value, stats)
