@@ -114,6 +114,11 @@ extern "C" {
         kind: i32,
         view: *mut offload_state_view_t,
     ) -> i32;
+    pub fn offload_optimizer_set_step_count(
+        optimizer: offload_optimizer_t,
+        param: u32,
+        step_count: u64,
+    ) -> i32;
     pub fn offload_optimizer_get_stats(
         optimizer: offload_optimizer_t,
         stats: *mut offload_stats_t,
