@@ -19,16 +19,14 @@
 #include <cstdio>
 #include <iterator>
 #include <sstream>
-#include <system_error>
 #include <utility>
 
 #include "base/check.h"
+#include "base/files.h"
 #include "base/function_ref.h"
 
 namespace hybridopt::prim {
 namespace {
-
-std::string ErrorText(int error) { return std::generic_category().message(error); }
 
 // --- Pages ---
 

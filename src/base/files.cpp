@@ -1,0 +1,144 @@
+// Linux.
+#include "base/files.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <system_error>
+
+namespace hybridopt::prim {
+namespace {
+
+// What a call returned, or -errno.
+template <typename Number>
+Number Told(Number returned) {
+  return returned < 0 ? static_cast<Number>(-errno) : returned;
+}
+
+int FlagsOf(Files::Open how) {
+  switch (how) {
+    case Files::Open::kRead:
+      return O_RDONLY;
+    case Files::Open::kReadDirect:
+      return O_RDONLY | O_DIRECT;
+    case Files::Open::kCreate:
+      return O_WRONLY | O_CREAT | O_EXCL;
+    case Files::Open::kCreateDirect:
+      return O_WRONLY | O_CREAT | O_EXCL | O_DIRECT;
+    case Files::Open::kDirectory:
+      return O_RDONLY | O_DIRECTORY;
+  }
+  return O_RDONLY;
+}
+
+}  // namespace
+
+int Files::OpenFile(const std::string& path, Open how) {
+  return Told(open(path.c_str(), FlagsOf(how) | O_CLOEXEC, 0666));
+}
+
+int Files::Close(int file) { return Told(close(file)); }
+
+int64_t Files::Size(int file) {
+  struct stat status;
+  return fstat(file, &status) < 0 ? -errno : static_cast<int64_t>(status.st_size);
+}
+
+int64_t Files::Read(int file, void* data, uint64_t bytes, uint64_t offset) {
+  return Told(static_cast<int64_t>(pread(file, data, bytes, static_cast<off_t>(offset))));
+}
+
+int64_t Files::Write(int file, const void* data, uint64_t bytes, uint64_t offset) {
+  return Told(static_cast<int64_t>(pwrite(file, data, bytes, static_cast<off_t>(offset))));
+}
+
+int Files::Allocate(int file, uint64_t bytes) {
+  return Told(fallocate(file, 0, 0, static_cast<off_t>(bytes)));
+}
+
+int Files::Truncate(int file, uint64_t bytes) {
+  return Told(ftruncate(file, static_cast<off_t>(bytes)));
+}
+
+int Files::Sync(int file) { return Told(fsync(file)); }
+
+int Files::UseCache(int file) {
+  const int flags = fcntl(file, F_GETFL);
+  return flags < 0 ? -errno : Told(fcntl(file, F_SETFL, flags & ~O_DIRECT));
+}
+
+int Files::Lock(int file) { return Told(flock(file, LOCK_EX | LOCK_NB)); }
+int Files::Unlock(int file) { return Told(flock(file, LOCK_UN)); }
+
+int Files::Look(const std::string& path) {
+  struct stat status;
+  return Told(lstat(path.c_str(), &status));
+}
+
+int64_t Files::Identity(int file) {
+  struct stat status;
+  return fstat(file, &status) < 0 ? -errno : static_cast<int64_t>(status.st_ino & INT64_MAX);
+}
+
+int64_t Files::IdentityOf(const std::string& path) {
+  struct stat status;
+  return lstat(path.c_str(), &status) < 0 ? -errno
+                                          : static_cast<int64_t>(status.st_ino & INT64_MAX);
+}
+
+int Files::MakeDirectory(const std::string& path) { return Told(mkdir(path.c_str(), 0777)); }
+
+int Files::List(const std::string& path, std::vector<std::string>* names) {
+  DIR* const directory = opendir(path.c_str());
+  if (directory == nullptr) return -errno;
+  names->clear();
+  errno = 0;
+  while (const dirent* entry = readdir(directory)) {
+    const std::string name = entry->d_name;
+    if (name != "." && name != "..") names->push_back(name);
+  }
+  const int error = errno;
+  closedir(directory);
+  return -error;
+}
+
+// The system call itself: not every C library has the function.
+int Files::RenameNoReplace(const std::string& from, const std::string& to) {
+  constexpr unsigned kNoReplace = 1;
+  return Told(static_cast<int>(
+      syscall(SYS_renameat2, AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), kNoReplace)));
+}
+
+int Files::Rename(const std::string& from, const std::string& to) {
+  return Told(std::rename(from.c_str(), to.c_str()));
+}
+
+int Files::Remove(const std::string& path) { return Told(unlink(path.c_str())); }
+int Files::RemoveDirectory(const std::string& path) { return Told(rmdir(path.c_str())); }
+
+Files& SystemFiles() {
+  static Files files;
+  return files;
+}
+
+std::string ErrorText(int error) { return std::generic_category().message(error); }
+
+uint64_t RandomBits() {
+  uint64_t bits = 0;
+  // A busy system may refuse; then the clock and the process must do.
+  if (getrandom(&bits, sizeof(bits), GRND_NONBLOCK) == sizeof(bits)) return bits;
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  return static_cast<uint64_t>(now.tv_nsec) * 0x9e3779b97f4a7c15 ^
+         static_cast<uint64_t>(getpid()) << 32 ^ static_cast<uint64_t>(now.tv_sec);
+}
+
+}  // namespace hybridopt::prim

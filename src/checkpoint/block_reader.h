@@ -1,0 +1,68 @@
+// BlockReader: reads a list of extents in order through a fixed number of blocks of memory. Threads
+// read ahead while the caller works on one.
+#pragma once
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "checkpoint/file_io.h"
+
+namespace hybridopt::checkpoint {
+
+struct Extent {
+  uint32_t file;    // index into the files given
+  uint64_t offset;  // any
+  uint64_t bytes;   // at most what the reader was made for
+};
+
+class BlockReader {
+ public:
+  // What one block takes in memory for extents of at most `extent_bytes`: their ends are rounded
+  // outward.
+  static constexpr uint64_t BlockBytes(uint64_t extent_bytes) {
+    return RoundUpToDirect(extent_bytes) + kDirectAlignment;
+  }
+
+  // `memory` holds `blocks` of BlockBytes(extent_bytes) and is aligned to kDirectAlignment. Files
+  // and extents outlive the reader.
+  BlockReader(std::span<File* const> files, std::span<const Extent> extents, std::byte* memory,
+              uint32_t blocks, uint64_t extent_bytes);
+  ~BlockReader();
+  BlockReader(const BlockReader&) = delete;
+  BlockReader& operator=(const BlockReader&) = delete;
+
+  Status Start();
+  // The bytes of the next extent; what the last call gave may then be read over. IO_FAILED, or
+  // CHECKPOINT_CORRUPT where a file ends too early. Not to be called more often than there are
+  // extents.
+  Result<const std::byte*> Next();
+
+ private:
+  void Loop();
+  Status ReadOne(uint64_t index);
+  std::byte* BlockOf(uint64_t index) const { return memory_ + index % blocks_ * block_bytes_; }
+
+  const std::span<File* const> files_;
+  const std::span<const Extent> extents_;
+  std::byte* const memory_;
+  const uint32_t blocks_;
+  const uint64_t block_bytes_;
+  std::vector<pthread_t> threads_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<bool> done_;  // per block: its extent has been read; guarded by mutex_, as below
+  std::vector<Status> outcomes_;  // per block
+  uint64_t next_to_read_ = 0;
+  uint64_t given_ = 0;  // extents that Next has given
+  bool stopping_ = false;
+};
+
+}  // namespace hybridopt::checkpoint

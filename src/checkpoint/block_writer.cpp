@@ -1,0 +1,96 @@
+#include "checkpoint/block_writer.h"
+
+#include <cstring>
+
+#include "base/check.h"
+#include "base/prim.h"
+
+namespace hybridopt::checkpoint {
+
+BlockWriter::BlockWriter(File& file, std::byte* memory, uint32_t blocks, uint64_t block_bytes,
+                         FunctionRef<void(uint64_t)> wrote)
+    : file_(file), memory_(memory), blocks_(blocks), block_bytes_(block_bytes), wrote_(wrote) {
+  for (uint32_t block = blocks; block-- > 0;) free_.push_back(block);
+}
+
+BlockWriter::~BlockWriter() { Stop(); }
+
+Status BlockWriter::Start() {
+  const auto body = [](void* self) -> void* {
+    static_cast<BlockWriter*>(self)->Loop();
+    return nullptr;
+  };
+  for (uint32_t i = 0; i < blocks_; ++i) {
+    Result<pthread_t> thread = prim::StartThread(body, this);
+    // One is enough to go on.
+    if (!thread.ok() && i == 0) return thread.status();
+    if (!thread.ok()) break;
+    threads_.push_back(thread.value());
+  }
+  return {};
+}
+
+void BlockWriter::Stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    waiting_.clear();
+  }
+  changed_.notify_all();
+  for (pthread_t thread : threads_) prim::JoinThread(thread);
+  threads_.clear();
+}
+
+Result<std::byte*> BlockWriter::Next() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !free_.empty() || !failure_.ok(); });
+  if (!failure_.ok()) return failure_;
+  return At(free_.back());
+}
+
+void BlockWriter::Submit(uint64_t bytes) {
+  HYBRIDOPT_CHECK(bytes > 0 && bytes <= block_bytes_ && offset_ % block_bytes_ == 0);
+  {
+    std::lock_guard lock(mutex_);
+    waiting_.push_back({free_.back(), offset_, bytes});
+    free_.pop_back();
+  }
+  offset_ += bytes;
+  changed_.notify_all();
+}
+
+Status BlockWriter::Finish() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return (waiting_.empty() && writing_ == 0) || !failure_.ok(); });
+  return failure_;
+}
+
+void BlockWriter::Loop() {
+  prim::NameThisThread("hybridopt/write");
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return !waiting_.empty() || stopping_; });
+    if (waiting_.empty()) return;
+    const Piece piece = waiting_.front();
+    waiting_.pop_front();
+    writing_ += 1;
+    lock.unlock();
+    std::byte* const data = At(piece.block);
+    const uint64_t whole_bytes = RoundUpToDirect(piece.bytes);
+    std::memset(data + piece.bytes, 0, whole_bytes - piece.bytes);
+    Status status = file_.Write(data, whole_bytes, piece.offset);
+    lock.lock();
+    writing_ -= 1;
+    free_.push_back(piece.block);
+    if (status.ok()) {
+      bytes_written_ += piece.bytes;
+      wrote_(bytes_written_);
+    } else if (failure_.ok()) {
+      failure_ = std::move(status);
+      waiting_.clear();
+    }
+    changed_.notify_all();
+  }
+}
+
+}  // namespace hybridopt::checkpoint

@@ -1,0 +1,200 @@
+#include "checkpoint/file_io.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+namespace hybridopt::checkpoint {
+namespace {
+
+using Files = prim::Files;
+
+// Calls in a row that got nowhere, after which a file counts as broken.
+constexpr int kIdleCallsMax = 100;
+
+const char* AdviceFor(int64_t error) {
+  if (error == -ENOSPC || error == -EDQUOT) return "; free space there, or save somewhere else";
+  if (error == -EEXIST || error == -ENOTEMPTY) return "; choose a path that does not exist yet";
+  if (error == -ENOENT || error == -ENOTDIR) return "; the directory it lies in must exist";
+  return "";
+}
+
+}  // namespace
+
+Status IoError(const char* what, const std::string& path, int64_t error) {
+  return Status::Error(OFFLOAD_IO_FAILED, "could not %s '%.500s': %s (errno %lld)%s", what,
+                       path.c_str(), prim::ErrorText(static_cast<int>(-error)).c_str(),
+                       static_cast<long long>(-error), AdviceFor(error));
+}
+
+// ---------------------------------------------------------------------------------------- files --
+
+Result<File> File::Open(Files& files, std::string path, Files::Open direct, Files::Open cached,
+                        const char* what) {
+  int file = Uninterrupted([&] { return files.OpenFile(path, direct); });
+  const bool refused = file == -EINVAL || file == -EOPNOTSUPP;  // tmpfs, overlays, some networks
+  if (refused) file = Uninterrupted([&] { return files.OpenFile(path, cached); });
+  if (file < 0) return IoError(what, path, file);
+  return File(files, std::move(path), file, !refused);
+}
+
+Result<File> File::Create(Files& files, std::string path) {
+  return Open(files, std::move(path), Files::Open::kCreateDirect, Files::Open::kCreate, "create");
+}
+
+Result<File> File::Open(Files& files, std::string path) {
+  return Open(files, std::move(path), Files::Open::kReadDirect, Files::Open::kRead, "open");
+}
+
+File::~File() {
+  if (file_ >= 0) (void)files_->Close(file_);
+}
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(files_, other.files_);
+  std::swap(path_, other.path_);
+  std::swap(file_, other.file_);
+  direct_ = other.direct_.exchange(direct_);
+  return *this;
+}
+
+Result<uint64_t> File::Size() {
+  const int64_t bytes = files_->Size(file_);
+  if (bytes < 0) return IoError("look at", path_, bytes);
+  return static_cast<uint64_t>(bytes);
+}
+
+Status File::Allocate(uint64_t bytes) {
+  if (bytes == 0) return {};
+  const int error = Uninterrupted([&] { return files_->Allocate(file_, bytes); });
+  // Where room cannot be taken beforehand, writing tells.
+  if (error == 0 || error == -EOPNOTSUPP || error == -ENOSYS) return {};
+  return IoError("take room for", path_, error);
+}
+
+// A file system may take the flag when the file is opened and refuse it when data comes.
+bool File::GoThroughCache(int64_t error) {
+  return error == -EINVAL && direct_.exchange(false) && files_->UseCache(file_) == 0;
+}
+
+Status File::Write(const std::byte* data, uint64_t bytes, uint64_t offset) {
+  int idle_calls = 0;
+  for (uint64_t done = 0; done < bytes;) {
+    const int64_t wrote = files_->Write(file_, data + done, bytes - done, offset + done);
+    if (GoThroughCache(wrote)) continue;
+    if (wrote < 0 && wrote != -EINTR) return IoError("write", path_, wrote);
+    uint64_t advanced = wrote > 0 ? static_cast<uint64_t>(wrote) : 0;
+    // What was cut inside a unit of the disk is written again.
+    if (direct_ && done + advanced < bytes)
+      advanced = advanced / kDirectAlignment * kDirectAlignment;
+    done += advanced;
+    idle_calls = advanced > 0 ? 0 : idle_calls + 1;
+    if (idle_calls == kIdleCallsMax) return IoError("write", path_, wrote < 0 ? wrote : -EIO);
+  }
+  return {};
+}
+
+Result<uint64_t> File::Read(std::byte* data, uint64_t bytes, uint64_t offset) {
+  int idle_calls = 0;
+  for (uint64_t done = 0; done < bytes;) {
+    const int64_t read = files_->Read(file_, data + done, bytes - done, offset + done);
+    if (GoThroughCache(read)) continue;
+    if (read == 0) return done;
+    if (read < 0 && read != -EINTR) return IoError("read", path_, read);
+    uint64_t advanced = read > 0 ? static_cast<uint64_t>(read) : 0;
+    if (direct_ && advanced % kDirectAlignment != 0 && done + advanced < bytes) {
+      HYBRIDOPT_ASSIGN(const uint64_t size, Size());
+      if (offset + done + advanced >= size) return done + advanced;
+      advanced = advanced / kDirectAlignment * kDirectAlignment;
+    }
+    done += advanced;
+    idle_calls = advanced > 0 ? 0 : idle_calls + 1;
+    if (idle_calls == kIdleCallsMax) return IoError("read", path_, read < 0 ? read : -EIO);
+  }
+  return bytes;
+}
+
+Status File::Truncate(uint64_t bytes) {
+  const int error = Uninterrupted([&] { return files_->Truncate(file_, bytes); });
+  return error == 0 ? Status() : IoError("cut the end off", path_, error);
+}
+
+Status File::Sync() {
+  const int error = files_->Sync(file_);
+  return error == 0 ? Status() : IoError("sync", path_, error);
+}
+
+Status File::Close() {
+  const int error = files_->Close(std::exchange(file_, -1));
+  // After EINTR the file is closed all the same, and its data has been synced.
+  return error == 0 || error == -EINTR ? Status() : IoError("close", path_, error);
+}
+
+// ---------------------------------------------------------------------------------- small files --
+
+namespace {
+
+// Small files go through the page cache: their sizes are what they are.
+Status WriteAndSync(Files& files, int file, const std::string& path, const std::string& text) {
+  int idle_calls = 0;
+  for (uint64_t done = 0; done < text.size();) {
+    const int64_t wrote = files.Write(file, text.data() + done, text.size() - done, done);
+    if (wrote < 0 && wrote != -EINTR) return IoError("write", path, wrote);
+    done += wrote > 0 ? static_cast<uint64_t>(wrote) : 0;
+    idle_calls = wrote > 0 ? 0 : idle_calls + 1;
+    if (idle_calls == kIdleCallsMax) return IoError("write", path, wrote < 0 ? wrote : -EIO);
+  }
+  const int error = files.Sync(file);
+  return error == 0 ? Status() : IoError("sync", path, error);
+}
+
+Result<std::string> ReadAll(Files& files, int file, const std::string& path, uint64_t bytes_max) {
+  const int64_t bytes = files.Size(file);
+  if (bytes < 0) return IoError("look at", path, bytes);
+  if (static_cast<uint64_t>(bytes) > bytes_max)
+    return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "'%.500s' has %lld bytes, at most %llu may be",
+                         path.c_str(), static_cast<long long>(bytes),
+                         static_cast<unsigned long long>(bytes_max));
+  std::string text(static_cast<size_t>(bytes), '\0');
+  int idle_calls = 0;
+  for (uint64_t done = 0; done < text.size();) {
+    const int64_t read = files.Read(file, text.data() + done, text.size() - done, done);
+    if (read < 0 && read != -EINTR) return IoError("read", path, read);
+    done += read > 0 ? static_cast<uint64_t>(read) : 0;
+    idle_calls = read > 0 ? 0 : idle_calls + 1;
+    if (idle_calls == kIdleCallsMax) return IoError("read", path, read < 0 ? read : -EIO);
+  }
+  return text;
+}
+
+}  // namespace
+
+Status WriteSmallFile(Files& files, const std::string& path, const std::string& text) {
+  const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kCreate); });
+  if (file < 0) return IoError("create", path, file);
+  Status status = WriteAndSync(files, file, path, text);
+  const int error = files.Close(file);
+  if (status.ok() && error != 0 && error != -EINTR) return IoError("close", path, error);
+  return status;
+}
+
+Result<std::string> ReadSmallFile(Files& files, const std::string& path, uint64_t bytes_max) {
+  const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kRead); });
+  if (file < 0) return IoError("open", path, file);
+  Result<std::string> text = ReadAll(files, file, path, bytes_max);
+  (void)files.Close(file);
+  return text;
+}
+
+Status SyncDirectory(Files& files, const std::string& path) {
+  const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kDirectory); });
+  if (file < 0) return IoError("open", path, file);
+  const int error = files.Sync(file);
+  (void)files.Close(file);
+  // Some file systems have nothing to sync in a directory and say so.
+  if (error == 0 || error == -EINVAL) return {};
+  return IoError("sync", path, error);
+}
+
+}  // namespace hybridopt::checkpoint

@@ -1,0 +1,172 @@
+#include "checkpoint/pending_directory.h"
+
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/file_io.h"
+
+namespace hybridopt::checkpoint {
+namespace {
+
+using Files = prim::Files;
+
+constexpr char kMark[] = ".saving-";
+constexpr size_t kDigits = 16;
+constexpr int kNamesTried = 8;
+constexpr uint64_t kNumberMask = (uint64_t{1} << 62) - 1;  // two int32_t that are not negative
+
+std::string WithoutSlashes(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
+std::string PrefixOf(const std::string& target) { return "." + NameOf(target) + kMark; }
+
+bool IsPending(const std::string& name, const std::string& prefix) {
+  return name.size() == prefix.size() + kDigits && name.compare(0, prefix.size(), prefix) == 0 &&
+         name.find_first_not_of("0123456789abcdef", prefix.size()) == std::string::npos;
+}
+
+void RemoveTree(Files& files, const std::string& path) {
+  std::vector<std::string> names;
+  if (files.List(path, &names) != 0) return;
+  for (const std::string& name : names)
+    (void)Uninterrupted([&] { return files.Remove(path + "/" + name); });
+  (void)Uninterrupted([&] { return files.RemoveDirectory(path); });
+}
+
+// Removes the directory if nobody has it locked.
+void RemoveIfLeft(Files& files, const std::string& path) {
+  const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kDirectory); });
+  if (file < 0) return;
+  if (Uninterrupted([&] { return files.Lock(file); }) == 0) {
+    RemoveTree(files, path);
+    (void)files.Unlock(file);
+  }
+  (void)files.Close(file);
+}
+
+}  // namespace
+
+std::string ParentOf(const std::string& path) {
+  const std::string plain = WithoutSlashes(path);
+  const size_t slash = plain.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : WithoutSlashes(plain.substr(0, slash));
+}
+
+std::string NameOf(const std::string& path) {
+  const std::string plain = WithoutSlashes(path);
+  return plain.substr(plain.rfind('/') + 1);  // npos + 1 is 0
+}
+
+Status PendingDirectory::CheckTarget(Files& files, const std::string& target) {
+  const std::string name = NameOf(target);
+  if (name.empty() || name == "." || name == "..")
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.path is '%.500s', expected the name of a directory to make",
+                         target.c_str());
+  if (Uninterrupted([&] { return files.Look(target); }) == 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.path '%.500s' exists; a checkpoint never replaces anything: "
+                         "choose a new name, or remove what is there",
+                         target.c_str());
+  const std::string parent = ParentOf(target);
+  if (const int error = Uninterrupted([&] { return files.Look(parent); }); error != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.path '%.500s': its parent '%.500s' cannot be used: %s; make it "
+                         "first",
+                         target.c_str(), parent.c_str(), prim::ErrorText(-error).c_str());
+  return {};
+}
+
+PendingDirectory::PendingDirectory(Files& files, const std::string& target, uint64_t number)
+    : files_(&files), target_(WithoutSlashes(target)), number_(number) {
+  char digits[kDigits + 1];
+  std::snprintf(digits, sizeof(digits), "%016" PRIx64, number);
+  path_ = ParentOf(target_) + "/" + PrefixOf(target_) + digits;
+}
+
+Result<PendingDirectory> PendingDirectory::Make(Files& files, const std::string& target) {
+  std::vector<std::string> names;
+  const std::string parent = ParentOf(target);
+  if (const int error = Uninterrupted([&] { return files.List(parent, &names); }); error != 0)
+    return IoError("list", parent, error);
+  for (const std::string& name : names)
+    if (IsPending(name, PrefixOf(target))) RemoveIfLeft(files, parent + "/" + name);
+
+  Status status;
+  for (int tries = 0; tries < kNamesTried; ++tries) {
+    PendingDirectory directory(files, target, prim::RandomBits() & kNumberMask);
+    status = directory.Occupy();
+    if (status.ok()) return directory;
+    if (status.code() != OFFLOAD_INVALID_STATE) return status;
+  }
+  return IoError("make", PendingDirectory(files, target, 0).path_, -EEXIST);
+}
+
+PendingDirectory PendingDirectory::Join(Files& files, const std::string& target, uint64_t number) {
+  return PendingDirectory(files, target, number);
+}
+
+PendingDirectory::~PendingDirectory() {
+  if (lock_ < 0) return;
+  (void)files_->Unlock(lock_);
+  (void)files_->Close(lock_);
+}
+
+PendingDirectory& PendingDirectory::operator=(PendingDirectory&& other) noexcept {
+  std::swap(files_, other.files_);
+  std::swap(target_, other.target_);
+  std::swap(path_, other.path_);
+  std::swap(number_, other.number_);
+  std::swap(lock_, other.lock_);
+  return *this;
+}
+
+// INVALID_STATE if another process took it for something a crash has left, between the making and
+// the lock; then another name is tried.
+Status PendingDirectory::Occupy() {
+  const int made = Uninterrupted([&] { return files_->MakeDirectory(path_); });
+  if (made == -EEXIST) return Status::Error(OFFLOAD_INVALID_STATE, "the name is taken");
+  if (made != 0) return IoError("make", path_, made);
+  lock_ = Uninterrupted([&] { return files_->OpenFile(path_, Files::Open::kDirectory); });
+  if (lock_ == -ENOENT) return Status::Error(OFFLOAD_INVALID_STATE, "it is gone");
+  if (lock_ < 0) {
+    Status status = IoError("open", path_, lock_);
+    Remove();
+    return status;
+  }
+  const int locked = Uninterrupted([&] { return files_->Lock(lock_); });
+  if (locked == -EWOULDBLOCK) return Status::Error(OFFLOAD_INVALID_STATE, "it is being removed");
+  // Without locks nobody can tell what was left, so nobody removes anything.
+  if (locked != 0) return {};
+  if (files_->IdentityOf(path_) != files_->Identity(lock_))
+    return Status::Error(OFFLOAD_INVALID_STATE, "it was removed");
+  return {};
+}
+
+Status PendingDirectory::Rename() {
+  int error = Uninterrupted([&] { return files_->RenameNoReplace(path_, target_); });
+  // A directory never replaces a file or a directory with something in it, so that without the
+  // newer call nothing can be lost either.
+  if (error == -ENOSYS || error == -EINVAL)
+    error = Uninterrupted([&] { return files_->Rename(path_, target_); });
+  return error == 0 ? Status() : IoError("give its name to", target_, error);
+}
+
+Status PendingDirectory::Publish() {
+  HYBRIDOPT_TRY(Rename());
+  Status status = SyncDirectory(*files_, ParentOf(target_));
+  if (status.ok()) return status;
+  // A save that failed has left nothing: what might not outlive a crash is taken back.
+  (void)Uninterrupted([&] { return files_->Rename(target_, path_); });
+  return status;
+}
+
+void PendingDirectory::Remove() { RemoveTree(*files_, path_); }
+
+}  // namespace hybridopt::checkpoint
