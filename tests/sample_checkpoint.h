@@ -43,8 +43,8 @@ class Sample {
     AddShard(0, 0, {{0, 0}, {4, 8}}, 0, 13);
     AddShard(1, 0, {{0, 0}, {4, 8}}, 13, 19);
     // On one rank alone, in several blocks.
-    AddParam("head.weight", OFFLOAD_FP32, {3000});
-    AddShard(1, 1, {{0}, {3000}});
+    AddParam("head.weight", OFFLOAD_FP32, {1100});
+    AddShard(1, 1, {{0}, {1100}});
     // Nothing of it, so nothing is stored.
     AddParam("n\xc3\xa4me", OFFLOAD_FP16, {0, 7});
     Fill();

@@ -1,0 +1,205 @@
+#include "checkpoint/reader.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "checkpoint/block_reader.h"
+#include "checkpoint/hash.h"
+#include "memory/arena.h"
+
+namespace hybridopt::checkpoint {
+namespace {
+
+constexpr uint64_t kReadBytesMax = uint64_t{8} << 20;  // at once, whatever a hashed block has
+
+unsigned long long Wide(uint64_t number) { return number; }
+
+Status AtPath(const std::string& path, const Status& status) {
+  return Status::Error(status.code(), "'%.500s': %s", path.c_str(), status.message().c_str());
+}
+
+Status CorruptAt(const std::string& path, const char* text) {
+  return AtPath(path, Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text));
+}
+
+// One array of a file, and whose it is.
+struct Array {
+  const StoredParam* param;
+  const StoredShard* shard;
+  const StoredTensor* tensor;
+};
+
+// The arrays of each file, in the order of their bytes.
+std::vector<std::vector<Array>> ArraysByFile(const Manifest& manifest) {
+  std::vector<std::vector<Array>> arrays(manifest.files.size());
+  for (const StoredParam& param : manifest.params)
+    for (const StoredShard& shard : param.shards)
+      for (const StoredTensor& tensor : shard.tensors)
+        arrays[tensor.file].push_back({&param, &shard, &tensor});
+  for (auto& list : arrays)
+    std::sort(list.begin(), list.end(),
+              [](const Array& a, const Array& b) { return a.tensor->offset < b.tensor->offset; });
+  return arrays;
+}
+
+// Page by page, so that a few bytes cost a few bytes.
+Result<Arena> MapBuffer(uint64_t bytes) {
+  PageWish wish;
+  wish.huge_pages = false;
+  return Arena::Map(RoundUpToDirect(bytes), wish);
+}
+
+// Compares one file with its hashes.
+class FileVerifier {
+ public:
+  FileVerifier(const Manifest& manifest, uint32_t file, const std::vector<Array>& arrays,
+               VerifyResult* result)
+      : manifest_(manifest), file_(file), arrays_(arrays), result_(result) {
+    for (const Array& array : arrays) read_bytes_ = std::max(read_bytes_, array.tensor->bytes);
+    read_bytes_ = std::min(read_bytes_, kReadBytesMax);
+  }
+
+  Status Run(File& file, uint32_t blocks, FunctionRef<void(uint64_t)> progress) {
+    HYBRIDOPT_ASSIGN(Arena memory, MapBuffer(blocks * BlockReader::BlockBytes(read_bytes_)));
+    std::vector<Extent> extents;
+    for (const Array& array : arrays_)
+      for (uint64_t at = 0; at < array.tensor->bytes; at += read_bytes_)
+        extents.push_back(
+            {0, array.tensor->offset + at, std::min(read_bytes_, array.tensor->bytes - at)});
+    File* const files[] = {&file};
+    BlockReader reader(files, extents, memory.data(), blocks, read_bytes_);
+    HYBRIDOPT_TRY(reader.Start());
+    BlockHasher hasher(manifest_.block_bytes);
+    for (const Array& array : arrays_) {
+      hasher.Reset(array.tensor->bytes);
+      for (uint64_t at = 0; at < array.tensor->bytes; at += read_bytes_) {
+        const uint64_t bytes = std::min(read_bytes_, array.tensor->bytes - at);
+        HYBRIDOPT_ASSIGN(const std::byte* data, reader.Next());
+        hasher.Add(data, bytes);
+        result_->bytes += bytes;
+        progress(result_->bytes);
+      }
+      Compare(array, hasher.Take());
+    }
+    return {};
+  }
+
+ private:
+  void Compare(const Array& array, const std::vector<uint64_t>& hashes) {
+    for (uint64_t block = 0; block < hashes.size(); ++block) {
+      if (hashes[block] == array.tensor->hashes[block]) continue;
+      result_->damaged_blocks += 1;
+      if (result_->damages.size() == kDamagesMax) continue;
+      const uint64_t begin = block * manifest_.block_bytes;
+      const uint64_t end = std::min(begin + manifest_.block_bytes, array.tensor->bytes);
+      result_->damages.push_back({array.param->name, array.tensor->kind, array.shard->rank,
+                                  manifest_.files[file_].name, block, hashes.size(),
+                                  array.tensor->offset + begin, array.tensor->offset + end});
+    }
+  }
+
+  const Manifest& manifest_;
+  const uint32_t file_;
+  const std::vector<Array>& arrays_;
+  VerifyResult* result_;
+  uint64_t read_bytes_ = 0;
+};
+
+}  // namespace
+
+Status VerifyResult::status() const {
+  if (damaged_blocks == 0) return {};
+  constexpr size_t kNamed = 3;
+  std::string text = damaged_blocks == 1 ? "a block is damaged: "
+                                         : std::to_string(damaged_blocks) + " blocks are damaged: ";
+  for (size_t i = 0; i < std::min(kNamed, damages.size()); ++i) {
+    const Damage& damage = damages[i];
+    text += (i == 0 ? "" : "; ") + damage.param.substr(0, 128) + "." + KindName(damage.kind) +
+            " of rank " + std::to_string(damage.rank) + ", block " + std::to_string(damage.block) +
+            " of " + std::to_string(damage.block_count) + " (" + damage.file + ", bytes " +
+            std::to_string(damage.begin) + " to " + std::to_string(damage.end) + ")";
+  }
+  if (damaged_blocks > kNamed) text += "; ...";
+  return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text.c_str());
+}
+
+Result<Reader> Reader::Open(prim::Files& files, std::string path) {
+  const std::string manifest_path = path + "/" + kManifestFile;
+  HYBRIDOPT_ASSIGN(const std::string text, ReadSmallFile(files, manifest_path, kManifestBytesMax));
+  Result<Manifest> manifest = ParseManifest(text);
+  if (!manifest.ok()) return AtPath(manifest_path, manifest.status());
+  Reader reader(files, std::move(path), std::move(manifest.value()));
+  const std::vector<Head> heads = HeadsOf(reader.manifest_);
+  for (uint32_t file = 0; file < heads.size(); ++file)
+    HYBRIDOPT_TRY(reader.CheckHead(file, heads[file]));
+  return reader;
+}
+
+Status Reader::CheckHead(uint32_t index, const Head& expected) const {
+  const StoredFile& stored = manifest_.files[index];
+  const std::string path = FilePath(index);
+  HYBRIDOPT_ASSIGN(File file, OpenFile(index));
+  HYBRIDOPT_ASSIGN(const uint64_t bytes, file.Size());
+  if (bytes != stored.bytes)
+    return AtPath(path, Status::Error(OFFLOAD_CHECKPOINT_CORRUPT,
+                                      "the file has %llu bytes, the manifest says %llu",
+                                      Wide(bytes), Wide(stored.bytes)));
+  HYBRIDOPT_ASSIGN(Arena memory, MapBuffer(stored.data_begin));
+  HYBRIDOPT_ASSIGN(const uint64_t read, file.Read(memory.data(), memory.bytes(), 0));
+  if (read < stored.data_begin) return CorruptAt(path, "the file ends inside its header");
+  const std::string_view head(reinterpret_cast<const char*>(memory.data()), stored.data_begin);
+  if (Xxh3(head) != stored.head_hash)
+    return CorruptAt(path, "the header's hash is not the one the manifest tells: it was changed");
+  const Result<Head> parsed = ParseHead(head, bytes);
+  if (!parsed.ok()) return AtPath(path, parsed.status());
+  if (parsed.value() == expected) return {};
+  return CorruptAt(path, "the header does not describe what the manifest says of this file");
+}
+
+uint64_t Reader::bytes() const {
+  uint64_t bytes = 0;
+  for (const StoredFile& file : manifest_.files) bytes += file.bytes - file.data_begin;
+  return bytes;
+}
+
+Result<VerifyResult> Reader::Verify(
+    uint32_t io_depth, FunctionRef<void(uint64_t done, uint64_t total)> progress) const {
+  const uint64_t total = bytes();
+  const auto arrays = ArraysByFile(manifest_);
+  VerifyResult result;
+  progress(0, total);
+  for (uint32_t file = 0; file < arrays.size(); ++file) {
+    if (arrays[file].empty()) continue;
+    HYBRIDOPT_ASSIGN(File opened, OpenFile(file));
+    FileVerifier verifier(manifest_, file, arrays[file], &result);
+    HYBRIDOPT_TRY(verifier.Run(opened, io_depth, [&](uint64_t done) { progress(done, total); }));
+  }
+  return result;
+}
+
+Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory) {
+  std::vector<std::string> names;
+  const int error = Uninterrupted([&] {
+    names.clear();
+    return files.List(directory, &names);
+  });
+  if (error != 0) return IoError("list", directory, error);
+  std::sort(names.begin(), names.end());
+  std::optional<Reader> newest;
+  std::string refused;  // why the last one was not good
+  for (const std::string& name : names) {
+    const std::string path = directory + "/" + name;
+    // What a save has not finished has a name with a point in front.
+    if (name[0] == '.' || files.Look(path + "/" + kManifestFile) != 0) continue;
+    Result<Reader> reader = Reader::Open(files, path);
+    if (!reader.ok())
+      refused = "; the last one that was refused: " + reader.status().message();
+    else if (!newest || reader.value().manifest().step >= newest->manifest().step)
+      newest = std::move(reader.value());
+  }
+  if (newest) return newest->path();
+  return Status::Error(OFFLOAD_INVALID_STATE, "'%.500s' holds no good checkpoint%s",
+                       directory.c_str(), refused.c_str());
+}
+
+}  // namespace hybridopt::checkpoint

@@ -1,0 +1,71 @@
+// Reader: a checkpoint's directory, opened and checked. What it says of itself holds from there on:
+// the manifest is whole and every shard file has the size and the head that the manifest tells.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/files.h"
+#include "base/function_ref.h"
+#include "base/status.h"
+#include "checkpoint/file_io.h"
+#include "checkpoint/format.h"
+
+namespace hybridopt::checkpoint {
+
+// A block of an array whose bytes are not those that were written.
+struct Damage {
+  std::string param;
+  int32_t kind;
+  uint32_t rank;
+  std::string file;
+  uint64_t block;  // counts from 0
+  uint64_t block_count;
+  uint64_t begin;  // bytes in the file
+  uint64_t end;
+};
+
+struct VerifyResult {
+  uint64_t bytes = 0;
+  uint64_t damaged_blocks = 0;
+  std::vector<Damage> damages;  // the first kDamagesMax of them
+
+  // OK, or CHECKPOINT_CORRUPT that names the first few.
+  Status status() const;
+};
+inline constexpr size_t kDamagesMax = 1000;
+
+class Reader {
+ public:
+  // Reads the manifest and all heads. Errors name the file: IO_FAILED, CHECKPOINT_CORRUPT,
+  // UNSUPPORTED (of a newer release).
+  static Result<Reader> Open(prim::Files& files, std::string path);
+
+  const std::string& path() const { return path_; }
+  const Manifest& manifest() const { return manifest_; }
+  std::string FilePath(uint32_t file) const { return path_ + "/" + manifest_.files[file].name; }
+  uint64_t bytes() const;  // of all arrays
+
+  Result<File> OpenFile(uint32_t file) const { return File::Open(*files_, FilePath(file)); }
+
+  // Reads every block through `io_depth` buffers and compares every hash; goes on after damage.
+  // Fails only where it cannot read.
+  Result<VerifyResult> Verify(uint32_t io_depth,
+                              FunctionRef<void(uint64_t done, uint64_t total)> progress) const;
+
+ private:
+  Reader(prim::Files& files, std::string path, Manifest manifest)
+      : files_(&files), path_(std::move(path)), manifest_(std::move(manifest)) {}
+  Status CheckHead(uint32_t file, const Head& expected) const;
+
+  prim::Files* files_;
+  std::string path_;
+  Manifest manifest_;
+};
+
+// The path of the checkpoint with the highest step among those in a directory that Open finds good;
+// of equal ones the last by name. INVALID_STATE if there is none.
+Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory);
+
+}  // namespace hybridopt::checkpoint

@@ -1,0 +1,225 @@
+// Opening and verifying a small checkpoint, and every way to damage it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "../differential/problem.h"
+#include "../sample_checkpoint.h"
+#include "checkpoint/reader.h"
+#include "fake_root.h"
+
+namespace hybridopt::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr auto kQuiet = [](uint64_t, uint64_t) {};
+
+class ReaderTest : public testing::Test {
+ protected:
+  ReaderTest() : path_(root_.path() + "/step-42") { sample_.Write(path_); }
+
+  std::string PathOf(size_t file) const { return path_ + "/" + sample_.manifest.files[file].name; }
+  Result<Reader> Open() const { return Reader::Open(prim::SystemFiles(), path_); }
+
+  // Why the checkpoint is refused, by opening or by verifying it; "" if it is not.
+  std::string Refusal() const {
+    const Result<Reader> reader = Open();
+    if (!reader.ok()) return reader.status().message();
+    const Result<VerifyResult> result = reader.value().Verify(2, kQuiet);
+    return result.ok() ? result.value().status().message() : result.status().message();
+  }
+  void ExpectOpenRefused(const std::string& says, int32_t code = OFFLOAD_CHECKPOINT_CORRUPT) const {
+    const Result<Reader> reader = Open();
+    ASSERT_FALSE(reader.ok());
+    EXPECT_EQ(reader.status().code(), code);
+    EXPECT_NE(reader.status().message().find(says), std::string::npos)
+        << reader.status().message() << "\nexpected: " << says;
+  }
+
+  FakeRoot root_;
+  Sample sample_;
+  std::string path_;
+};
+
+TEST_F(ReaderTest, AGoodCheckpointIsReadAndProgressIsTold) {
+  const Result<Reader> reader = Open();
+  ASSERT_TRUE(reader.ok()) << reader.status().message();
+  EXPECT_EQ(EncodeManifest(reader.value().manifest()).value(), sample_.text);
+  const uint64_t bytes = 3 * 4 * (30 + 32 + 1100);
+  EXPECT_EQ(reader.value().bytes(), bytes);
+  std::vector<uint64_t> told;
+  const Result<VerifyResult> result = reader.value().Verify(1, [&](uint64_t done, uint64_t total) {
+    EXPECT_EQ(total, bytes);
+    told.push_back(done);
+  });
+  ASSERT_TRUE(result.ok()) << result.status().message();
+  EXPECT_TRUE(result.value().status().ok()) << result.value().status().message();
+  EXPECT_TRUE(std::is_sorted(told.begin(), told.end()));
+  EXPECT_EQ(told.front(), 0u);
+  EXPECT_EQ(told.back(), bytes);
+}
+
+// The files of a checkpoint in memory, so that each can be read a hundred thousand times.
+class MemoryFiles final : public prim::Files {
+ public:
+  explicit MemoryFiles(const Sample& sample) {
+    contents = {sample.text};
+    for (const std::string& file : sample.files) contents.push_back(file);
+    names_ = {kManifestFile};
+    for (const StoredFile& file : sample.manifest.files) names_.push_back(file.name);
+  }
+  int OpenFile(const std::string& path, Open) override {
+    const auto name = std::find(names_.begin(), names_.end(), path.substr(2));
+    return name == names_.end() ? -ENOENT : static_cast<int>(name - names_.begin());
+  }
+  int Close(int) override { return 0; }
+  int64_t Size(int file) override { return static_cast<int64_t>(contents[file].size()); }
+  int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {
+    const std::string& content = contents[file];
+    const uint64_t left = content.size() - std::min<uint64_t>(content.size(), offset);
+    bytes = std::min(bytes, left);
+    std::memcpy(data, content.data() + offset, bytes);
+    return static_cast<int64_t>(bytes);
+  }
+
+  // Why the checkpoint is refused, by opening or by verifying it; "" if it is not.
+  std::string Refusal() {
+    const Result<Reader> reader = Reader::Open(*this, "m");
+    if (!reader.ok()) return reader.status().message();
+    const Result<VerifyResult> result = reader.value().Verify(1, kQuiet);
+    return result.ok() ? result.value().status().message() : result.status().message();
+  }
+
+  std::vector<std::string> contents;  // the manifest first
+
+ private:
+  std::vector<std::string> names_;
+};
+
+// Manifest, heads, padding and data of all files. Of a data byte one bit, or as many as the scale
+// says: one hash looks at all of them alike.
+TEST_F(ReaderTest, EveryBitFlipIsFound) {
+  MemoryFiles files(sample_);
+  ASSERT_EQ(files.Refusal(), "");
+  const size_t stride = static_cast<size_t>(std::max(1.0, 1 / TestScale()));
+  const int data_bits = std::clamp(static_cast<int>(TestScale()), 1, 8);
+  size_t found = 0;
+  for (size_t f = 0; f < files.contents.size(); ++f) {
+    std::string& content = files.contents[f];
+    const size_t data_begin = f == 0 ? content.size() : sample_.manifest.files[f - 1].data_begin;
+    for (size_t i = 0; i < content.size(); i += stride) {
+      const int bits = i < data_begin ? 8 : data_bits;
+      for (size_t bit = 0; bit < static_cast<size_t>(bits); ++bit) {
+        const char mask = static_cast<char>(1 << (i + bit) % 8);
+        content[i] = static_cast<char>(content[i] ^ mask);
+        ASSERT_NE(files.Refusal(), "") << "file " << f << ", byte " << i << ", bit " << bit;
+        content[i] = static_cast<char>(content[i] ^ mask);
+        found += 1;
+      }
+    }
+  }
+  EXPECT_GT(found, 100'000 / stride);
+  EXPECT_EQ(files.Refusal(), "");
+}
+
+TEST_F(ReaderTest, EveryTruncationAndAnyByteTooManyIsFound) {
+  MemoryFiles files(sample_);
+  for (std::string& content : files.contents) {
+    const std::string good = content;
+    while (!content.empty()) {
+      content.pop_back();
+      ASSERT_FALSE(Reader::Open(files, "m").ok()) << "cut to " << content.size();
+    }
+    content = good + '\0';
+    ASSERT_FALSE(Reader::Open(files, "m").ok());
+    content = good;
+  }
+  EXPECT_EQ(files.Refusal(), "");
+}
+
+TEST_F(ReaderTest, DamageIsNamedByTensorAndBlock) {
+  const StoredTensor& tensor = sample_.manifest.params[2].shards[0].tensors[1];
+  std::string bytes = sample_.files[1];
+  bytes[tensor.offset + 4096 + 17] ^= 1;
+  Sample::WriteFile(PathOf(1), bytes);
+  const std::string begin = std::to_string(tensor.offset + 4096);
+  const std::string end = std::to_string(tensor.offset + 4400);
+  EXPECT_EQ(Refusal(),
+            "a block is damaged: head.weight.exp_avg of rank 1, block 1 of 2 "
+            "(shard-00001-of-00002.safetensors, bytes " +
+                begin + " to " + end + ")");
+  bytes[tensor.offset] ^= 1;
+  bytes[sample_.manifest.files[1].data_begin] ^= 1;
+  bytes[sample_.manifest.params[2].shards[0].tensors[2].offset] ^= 1;
+  Sample::WriteFile(PathOf(1), bytes);
+  const Result<VerifyResult> result = Open().value().Verify(3, kQuiet);
+  ASSERT_EQ(result.value().damages.size(), 4u);
+  EXPECT_EQ(result.value().damaged_blocks, 4u);
+  EXPECT_EQ(result.value().damages[0].param, "embed.weight");
+  EXPECT_EQ(result.value().damages[0].kind, OFFLOAD_STATE_MASTER);
+  EXPECT_EQ(result.value().damages[2].block, 1u);
+  EXPECT_EQ(result.value().damages[2].end, tensor.offset + 4400);
+  const std::string text = result.value().status().message();
+  EXPECT_EQ(result.value().status().code(), OFFLOAD_CHECKPOINT_CORRUPT);
+  EXPECT_EQ(text.find("4 blocks are damaged: embed.weight.master of rank 1, block 0 of 1"), 0u);
+  EXPECT_EQ(text.substr(text.size() - 5), "; ...");
+}
+
+TEST_F(ReaderTest, MissingFilesAreNamed) {
+  fs::remove(PathOf(1));
+  ExpectOpenRefused("could not open '" + PathOf(1) + "': No such file or directory",
+                    OFFLOAD_IO_FAILED);
+  fs::remove(path_ + "/" + kManifestFile);
+  ExpectOpenRefused("could not open '" + path_ + "/manifest.json'", OFFLOAD_IO_FAILED);
+}
+
+TEST_F(ReaderTest, FilesOfAnotherCheckpointAreRefused) {
+  Sample other;
+  other.manifest.step = 43;
+  other.Fill();
+  Sample::WriteFile(PathOf(0), other.files[0]);
+  ExpectOpenRefused("'" + PathOf(0) + "': the header's hash is not the one the manifest tells");
+  // Not even if hash and size are made to fit.
+  sample_.manifest.files[0].head_hash = other.manifest.files[0].head_hash;
+  Sample::WriteFile(path_ + "/" + kManifestFile, EncodeManifest(sample_.manifest).value());
+  ExpectOpenRefused("the header does not describe what the manifest says of this file");
+}
+
+TEST_F(ReaderTest, AFileOfAnotherSizeIsRefused) {
+  Sample::WriteFile(PathOf(0), sample_.files[0] + "x");
+  ExpectOpenRefused("the file has " + std::to_string(sample_.files[0].size() + 1) +
+                    " bytes, the manifest says " + std::to_string(sample_.files[0].size()));
+}
+
+TEST_F(ReaderTest, TheNewestIsTheGoodOneWithTheHighestStep) {
+  prim::Files& files = prim::SystemFiles();
+  EXPECT_EQ(NewestCheckpoint(files, root_.path()).value(), path_);
+  Sample later;
+  later.manifest.step = 100;
+  later.Fill();
+  later.Write(root_.path() + "/step-100");
+  later.Write(root_.path() + "/.step-200.saving-0123456789abcdef");
+  fs::create_directories(root_.path() + "/empty");
+  Sample::WriteFile(root_.path() + "/latest", "step-7");
+  EXPECT_EQ(NewestCheckpoint(files, root_.path()).value(), root_.path() + "/step-100");
+  Sample::WriteFile(root_.path() + "/step-100/manifest.json", later.text.substr(1));
+  EXPECT_EQ(NewestCheckpoint(files, root_.path()).value(), path_);
+  Sample::WriteFile(PathOf(0), "");
+  const Result<std::string> none = NewestCheckpoint(files, root_.path());
+  EXPECT_EQ(none.status().code(), OFFLOAD_INVALID_STATE);
+  EXPECT_NE(none.status().message().find("holds no good checkpoint; the last one that was refused"),
+            std::string::npos)
+      << none.status().message();
+  EXPECT_EQ(NewestCheckpoint(files, root_.path() + "/empty").status().message(),
+            "'" + root_.path() + "/empty' holds no good checkpoint");
+  EXPECT_EQ(NewestCheckpoint(files, root_.path() + "/none").status().code(), OFFLOAD_IO_FAILED);
+}
+
+}  // namespace
+}  // namespace hybridopt::checkpoint
