@@ -7,6 +7,9 @@
 #include <string>
 #include <type_traits>
 
+#include "base/files.h"
+#include "checkpoint/inspect.h"
+#include "checkpoint/reader.h"
 #include "core/context.h"
 #include "core/handle_table.h"
 #include "core/optimizer.h"
@@ -518,11 +521,18 @@ int32_t offload_optimizer_load(offload_optimizer_t optimizer, const offload_load
 }
 
 int32_t offload_checkpoint_inspect(const char* path, offload_checkpoint_info_t* info,
-                                   offload_tensor_function_t /*visit*/, void* /*user*/) {
+                                   offload_tensor_function_t visit, void* user) {
   return Guard([&]() -> Status {
     HYBRIDOPT_TRY(CheckPointer(path, "path"));
     if (info != nullptr) HYBRIDOPT_TRY(CheckOutput(info, "info"));
-    return NoCheckpointsYet();
+    HYBRIDOPT_ASSIGN(const checkpoint::Reader reader,
+                     checkpoint::Reader::Open(prim::SystemFiles(), path));
+    if (info != nullptr) Write(info, checkpoint::InfoOf(reader.manifest()));
+    if (visit == nullptr) return {};
+    checkpoint::ForEachTensor(reader.manifest(), [&](const offload_checkpoint_tensor_t& tensor) {
+      visit(user, &tensor);
+    });
+    return {};
   });
 }
 
@@ -533,15 +543,28 @@ int32_t offload_checkpoint_verify(const char* path, const offload_verify_options
     if (options != nullptr) {
       HYBRIDOPT_ASSIGN(read, Read(options, "options"));
     }
-    return NoCheckpointsYet();
+    HYBRIDOPT_ASSIGN(const checkpoint::Reader reader,
+                     checkpoint::Reader::Open(prim::SystemFiles(), path));
+    HYBRIDOPT_ASSIGN(const checkpoint::VerifyResult result,
+                     reader.Verify(read.io_depth, [&](uint64_t done, uint64_t total) {
+                       if (read.progress != nullptr) read.progress(read.progress_user, done, total);
+                     }));
+    return result.status();
   });
 }
 
-int32_t offload_checkpoint_newest(const char* directory, char* path, uint64_t /*path_bytes*/) {
+int32_t offload_checkpoint_newest(const char* directory, char* path, uint64_t path_bytes) {
   return Guard([&]() -> Status {
     HYBRIDOPT_TRY(CheckPointer(directory, "directory"));
     HYBRIDOPT_TRY(CheckPointer(path, "path"));
-    return NoCheckpointsYet();
+    HYBRIDOPT_ASSIGN(const std::string newest,
+                     checkpoint::NewestCheckpoint(prim::SystemFiles(), directory));
+    if (newest.size() >= path_bytes)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT, "path_bytes is %llu, '%.500s' needs %zu",
+                           static_cast<unsigned long long>(path_bytes), newest.c_str(),
+                           newest.size() + 1);
+    std::memcpy(path, newest.c_str(), newest.size() + 1);
+    return {};
   });
 }
 

@@ -124,7 +124,7 @@ class Sample {
     param.shards.push_back(std::move(stored));
   }
 
-  Manifest manifest;
+  Manifest manifest{};
   std::string text;                // of the manifest
   std::vector<std::string> files;  // whole, as manifest.files
 };

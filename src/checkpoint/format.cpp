@@ -83,6 +83,7 @@ Status Disagree(uint32_t part, const char* what) {
 Status CheckSameRun(const Manifest& first, const Manifest& part, uint32_t index) {
   if (part.step != first.step) return Disagree(index, "step");
   if (part.algorithm != first.algorithm) return Disagree(index, "algorithm");
+  if (part.masters_only != first.masters_only) return Disagree(index, "choice of moments");
   if (part.layout != first.layout) return Disagree(index, "state layout");
   if (part.world != first.world) return Disagree(index, "world");
   if (part.block_bytes != first.block_bytes) return Disagree(index, "block size");

@@ -66,6 +66,7 @@ struct Manifest {
   std::string writer;  // which program, for people
   uint64_t step;       // steps applied
   int32_t algorithm;   // enum offload_algorithm
+  bool masters_only;   // moments were left out
   std::string layout;  // how state is kept: "fp32" is masters and moments in fp32
   uint32_t world;      // ranks that saved
   uint64_t block_bytes;

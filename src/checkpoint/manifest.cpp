@@ -46,7 +46,9 @@ class ManifestWriter {
     Key("writer");
     AppendJsonString(&text_, manifest_.writer);
     Number(",\"step\"", manifest_.step);
-    text_ += std::string(",\"algorithm\":\"") + AlgorithmText(manifest_.algorithm) + "\",";
+    text_ += std::string(",\"algorithm\":\"") + AlgorithmText(manifest_.algorithm) + "\"";
+    Bool(",\"masters_only\"", manifest_.masters_only);
+    text_ += ",";
     Key("layout");
     AppendJsonString(&text_, manifest_.layout);
     Number(",\"world\"", manifest_.world);
@@ -68,6 +70,10 @@ class ManifestWriter {
 
   void Number(const char* quoted_key, uint64_t number) {
     text_ += std::string(quoted_key) + ":" + std::to_string(number);
+  }
+
+  void Bool(const char* quoted_key, bool value) {
+    text_ += std::string(quoted_key) + (value ? ":true" : ":false");
   }
 
   template <typename Items, typename Append>
@@ -113,8 +119,9 @@ class ManifestWriter {
       AppendJsonNumber(&text_, number);
       text_ += ",";
     }
-    text_ += std::string("\"nesterov\":") + (group.nesterov != 0 ? "true" : "false");
-    text_ += std::string(",\"maximize\":") + (group.maximize != 0 ? "true" : "false") + "}";
+    Bool("\"nesterov\"", group.nesterov != 0);
+    Bool(",\"maximize\"", group.maximize != 0);
+    text_ += "}";
   }
 
   void File(const StoredFile& file) {
@@ -197,6 +204,7 @@ class ManifestReader {
         {"writer", [&] { manifest_.writer = Text(kWriterBytesMax); }},
         {"step", [&] { manifest_.step = json_.Unsigned(); }},
         {"algorithm", [&] { Word(FindAlgorithm, "an algorithm", &manifest_.algorithm); }},
+        {"masters_only", [&] { manifest_.masters_only = json_.Bool(); }},
         {"layout", [&] { manifest_.layout = Text(kLayoutBytesMax); }},
         {"world", [&] { manifest_.world = Small(kWorldMax); }},
         {"block_bytes", [&] { manifest_.block_bytes = json_.Unsigned(kBlockBytesMax); }},

@@ -164,6 +164,10 @@ uint64_t Reader::bytes() const {
 
 Result<VerifyResult> Reader::Verify(
     uint32_t io_depth, FunctionRef<void(uint64_t done, uint64_t total)> progress) const {
+  if (io_depth > kIoDepthMax)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "io_depth is %u, expected 1 to %u, or 0 for %u",
+                         io_depth, kIoDepthMax, kIoDepth);
+  if (io_depth == 0) io_depth = kIoDepth;
   const uint64_t total = bytes();
   const auto arrays = ArraysByFile(manifest_);
   VerifyResult result;

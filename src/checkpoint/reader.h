@@ -35,6 +35,8 @@ struct VerifyResult {
   Status status() const;
 };
 inline constexpr size_t kDamagesMax = 1000;
+inline constexpr uint32_t kIoDepth = 4;
+inline constexpr uint32_t kIoDepthMax = 64;
 
 class Reader {
  public:
@@ -49,8 +51,8 @@ class Reader {
 
   Result<File> OpenFile(uint32_t file) const { return File::Open(*files_, FilePath(file)); }
 
-  // Reads every block through `io_depth` buffers and compares every hash; goes on after damage.
-  // Fails only where it cannot read.
+  // Reads every block through `io_depth` buffers (1 to 64; 0 = 4) and compares every hash; goes on
+  // after damage. INVALID_ARGUMENT, or IO_FAILED where it cannot read.
   Result<VerifyResult> Verify(uint32_t io_depth,
                               FunctionRef<void(uint64_t done, uint64_t total)> progress) const;
 

@@ -379,6 +379,7 @@ TEST(MergeTest, RanksThatDisagreeAreRefused) {
   } cases[] = {
       {[](Manifest* part) { part->step = 43; }, "part 1 of the checkpoint has another step"},
       {[](Manifest* part) { part->algorithm = OFFLOAD_ADAM; }, "another algorithm"},
+      {[](Manifest* part) { part->masters_only = true; }, "another choice of moments"},
       {[](Manifest* part) { part->layout = "split"; }, "another state layout"},
       {[](Manifest* part) { part->world = 3; }, "another world"},
       {[](Manifest* part) { part->block_bytes = 8192; }, "another block size"},
