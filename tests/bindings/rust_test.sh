@@ -17,3 +17,10 @@ export HYBRIDOPT_LAYOUT_TEST=$build/tests/abi_layout_test
 export HYBRIDOPT_TRAINING_STEP=$build/tests/bindings_training_step
 cd "$source_dir/bindings/rust"
 cargo test --offline --locked
+
+# The example trains, and offloading changes nothing.
+cargo run --offline --locked --quiet --example train | grep '^step' >"$build/rust/host"
+cargo run --offline --locked --quiet --example train -- --sim | grep '^step' >"$build/rust/sim"
+diff "$build/rust/host" "$build/rust/sim"
+[[ $(wc -l <"$build/rust/host") == 9 ]] || { echo "FAILED: not 9 lines of losses"; exit 1; }
+tail -n 1 "$build/rust/host"

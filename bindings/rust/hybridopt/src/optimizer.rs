@@ -1,0 +1,519 @@
+//! A committed optimizer: steps, memory, state.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr;
+
+use hybridopt_sys as sys;
+
+use crate::comm::Comm;
+use crate::contain::Payload;
+use crate::context::Context;
+use crate::device::{download, upload, Stream};
+use crate::element::{Dtype, Element};
+use crate::error::{check, Error, Result};
+use crate::memory::Memory;
+use crate::param::{check_count, Algorithm, Group, GroupId, Param, ParamId};
+use crate::queue::{Keep, Queue, Ticket};
+use crate::registration::OptimizerBuilder;
+use crate::report::{Plan, Stats, StepResult};
+
+/// The library's optimizer, destroyed when dropped.
+pub(crate) struct Handle(pub(crate) sys::offload_optimizer_t);
+
+// SAFETY: a number, valid on every thread. Which calls may run at the same time is settled by
+// `&self` and `&mut self` of those who own it.
+unsafe impl Send for Handle {}
+unsafe impl Sync for Handle {}
+
+impl Handle {
+    pub(crate) fn plan(&mut self) -> Result<Plan> {
+        let mut plan = sys::offload_plan_t::default();
+        // SAFETY: the handle is alive and the struct whole.
+        check(unsafe { sys::offload_optimizer_plan(self.0, &mut plan) })?;
+        Ok(Plan::from(&plan))
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // SAFETY: the handle is this object's own. After fork it is refused, and nothing runs.
+        unsafe { sys::offload_optimizer_destroy(self.0) };
+    }
+}
+
+/// A param as this side knows it.
+pub(crate) struct Slot<'a> {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
+    pub(crate) grad_dtype: Dtype,
+    pub(crate) count: usize,
+    /// None once the address was given up.
+    pub(crate) data: Option<Memory<'a>>,
+    pub(crate) grad: Option<Memory<'a>>,
+    /// The params' bits are on the host, whether there is an address or not.
+    pub(crate) offloaded: bool,
+}
+
+impl<'a> Slot<'a> {
+    pub(crate) fn new(param: Param<'a>) -> Self {
+        Slot {
+            name: param.name,
+            dtype: param.data.dtype,
+            grad_dtype: param.grad_dtype,
+            count: param.data.count,
+            data: Some(param.data),
+            grad: param.grad,
+            offloaded: false,
+        }
+    }
+
+    fn data(&self) -> Result<&Memory<'a>> {
+        match (&self.data, self.offloaded) {
+            (Some(data), false) => Ok(data),
+            (None, _) => Err(Error::invalid_state(format!(
+                "the address of '{}' was given up by offload_params; bind_data, then reload_params",
+                self.name
+            ))),
+            (Some(_), true) => Err(Error::invalid_state(format!(
+                "'{}' is on the host, and its new address is still empty; reload_params first",
+                self.name
+            ))),
+        }
+    }
+
+    fn grad(&self) -> Result<&Memory<'a>> {
+        self.grad.as_ref().ok_or_else(|| {
+            Error::invalid_state(format!("'{}' has no gradient; bind_grad one", self.name))
+        })
+    }
+}
+
+fn check_type<T: Element>(memory: &Memory<'_>, name: &str, what: &str) -> Result<()> {
+    if memory.dtype == T::DTYPE {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "the {what} of '{name}' is {:?}, not {:?}",
+        memory.dtype,
+        T::DTYPE
+    )))
+}
+
+fn check_host<T: Element>(memory: &Memory<'_>, name: &str, what: &str) -> Result<()> {
+    check_type::<T>(memory, name, what)?;
+    if memory.in_host_memory() {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "the {what} of '{name}' is in memory of a device, which has no slice; use the calls that \
+         copy (read, write, write_grad)"
+    )))
+}
+
+fn check_len(got: usize, expected: usize, name: &str) -> Result<()> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "values has {got} elements, expected {expected}, as many as '{name}'"
+    )))
+}
+
+/// How a step is to be done.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepOptions<'s> {
+    /// The loss scale: gradients are divided by it; 0 stands for 1.
+    pub grad_scale: f64,
+    /// The global norm of the unscaled gradients is clipped to this; 0 stands for no clipping.
+    pub grad_norm_max: f64,
+    /// Every gradient is finite, so nobody needs to look. If one is not, numbers come out
+    /// undefined.
+    pub assume_finite: bool,
+    /// Gradients and params are ready after the work that is on this stream now; None is the NULL
+    /// stream.
+    pub stream: Option<&'s Stream<'s>>,
+}
+
+impl StepOptions<'_> {
+    pub(crate) fn raw(&self) -> sys::offload_step_options_t {
+        sys::offload_step_options_t {
+            flags: if self.assume_finite { sys::OFFLOAD_STEP_ASSUME_FINITE } else { 0 },
+            grad_scale: self.grad_scale,
+            grad_norm_max: self.grad_norm_max,
+            stream: self.stream.map_or(ptr::null_mut(), |stream| stream.raw),
+            ..Default::default()
+        }
+    }
+}
+
+/// An optimizer that owns its state, and holds the memory of its params and gradients.
+///
+/// Outside [`queue`](Optimizer::queue) nothing is ever under way: what queues work waits for it
+/// before it returns. That is what makes it safe to look at params in between, and to leak the
+/// optimizer.
+///
+/// ```compile_fail,E0502
+/// # use hybridopt::{Algorithm, Context, Group, Optimizer, Param, StepOptions};
+/// # let context = Context::host()?;
+/// # let (mut weight, mut grad) = (vec![0f32; 4], vec![1f32; 4]);
+/// # let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+/// # let group = adding.add_group(&Group { lr: 0.1, ..Group::default() })?;
+/// # let param = adding.add_param(Param::new("weight", group, &mut weight).grad(&mut grad))?;
+/// # let mut optimizer = adding.commit()?;
+/// let before = optimizer.data::<f32>(param)?;
+/// optimizer.step(&StepOptions::default())?; // would write what `before` reads
+/// println!("{}", before[0]);
+/// # Ok::<(), hybridopt::Error>(())
+/// ```
+pub struct Optimizer<'a> {
+    // In this order: the handle goes before what the library may still reach.
+    pub(crate) handle: Handle,
+    pub(crate) context: &'a Context,
+    pub(crate) slots: Vec<Slot<'a>>,
+    /// What queued work needs until it is done.
+    pub(crate) kept: Vec<Keep<'a>>,
+    comm: Option<Comm<'a>>,
+}
+
+impl<'a> Optimizer<'a> {
+    /// Begins with the settings.
+    pub fn builder(context: &'a Context, algorithm: Algorithm) -> OptimizerBuilder<'a> {
+        OptimizerBuilder::new(context, algorithm)
+    }
+
+    pub(crate) fn new(
+        handle: Handle,
+        context: &'a Context,
+        slots: Vec<Slot<'a>>,
+        comm: Option<Comm<'a>>,
+    ) -> Self {
+        Optimizer { handle, context, slots, kept: Vec::new(), comm }
+    }
+
+    /// New hyperparameters for a group, for instance a learning rate.
+    pub fn set_group(&mut self, id: GroupId, group: &Group) -> Result<()> {
+        // SAFETY: the handle is alive and the struct whole.
+        check(unsafe { sys::offload_optimizer_set_group(self.handle.0, id.0, &group.raw()) })
+    }
+
+    /// One update of every param that has a gradient; returns when it is done. A step with any
+    /// non-finite gradient is skipped: no bit changes.
+    pub fn step(&mut self, options: &StepOptions<'_>) -> Result<StepResult> {
+        let ticket = self.queue(|queue| queue.step(options))?;
+        self.step_result(ticket)
+    }
+
+    /// What a completed step did; the last 64 are remembered.
+    pub fn step_result(&self, ticket: Ticket) -> Result<StepResult> {
+        step_result(self.handle.0, ticket)
+    }
+
+    /// Every byte that commit has taken.
+    pub fn plan(&mut self) -> Result<Plan> {
+        self.handle.plan()
+    }
+
+    /// Totals since create, and what is held now.
+    pub fn stats(&self) -> Result<Stats> {
+        stats(self.handle.0)
+    }
+
+    /// Queues several calls and goes on meanwhile. Everything is waited for before this returns,
+    /// whatever happens in `body`, so that the memory of params and gradients is out of everybody's
+    /// reach for just as long as the library works on it. An error of the body comes first, then
+    /// that of the work.
+    ///
+    /// ```
+    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, StepOptions};
+    /// # let context = Context::host()?;
+    /// # let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+    /// # let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
+    /// # let param = adding.add_param(Param::new("x", group, vec![3f32]).grad(vec![2f32]))?;
+    /// # let mut optimizer = adding.commit()?;
+    /// let batch = optimizer.queue(|queue| {
+    ///     let ticket = queue.step(&StepOptions::default())?;
+    ///     let batch = (1..5).sum::<i32>(); // the next batch is read while the step runs
+    ///     queue.wait(ticket, None)?;
+    ///     Ok::<_, Error>(batch)
+    /// })?;
+    /// assert_eq!((batch, optimizer.data::<f32>(param)?[0]), (10, 2.0));
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// The params cannot be reached from inside:
+    ///
+    /// ```compile_fail,E0502
+    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, StepOptions};
+    /// # let context = Context::host()?;
+    /// # let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+    /// # let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
+    /// # let param = adding.add_param(Param::new("x", group, vec![3f32]).grad(vec![2f32]))?;
+    /// # let mut optimizer = adding.commit()?;
+    /// optimizer.queue(|queue| {
+    ///     queue.step(&StepOptions::default())?;
+    ///     let x = optimizer.data::<f32>(param)?[0]; // the step may be writing it
+    ///     Ok::<_, Error>(x)
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// nor can the queue leave it:
+    ///
+    /// ```compile_fail,E0521
+    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, Queue, StepOptions};
+    /// # let context = Context::host()?;
+    /// # let mut optimizer = Optimizer::builder(&context, Algorithm::Sgd).create()?.commit()?;
+    /// let mut leaked: Option<&mut Queue<'_, '_>> = None;
+    /// optimizer.queue(|queue| {
+    ///     leaked = Some(queue);
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # drop(leaked);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn queue<R, E: From<Error>>(
+        &mut self,
+        body: impl FnOnce(&mut Queue<'_, 'a>) -> Result<R, E>,
+    ) -> Result<R, E> {
+        struct OnPanic(sys::offload_optimizer_t);
+        impl Drop for OnPanic {
+            fn drop(&mut self) {
+                // What the body had to say comes first.
+                let _ = finish(self.0);
+            }
+        }
+        let on_panic = OnPanic(self.handle.0);
+        let result = body(&mut Queue { optimizer: self });
+        std::mem::forget(on_panic);
+        let finished = finish(self.handle.0);
+        let panics: Vec<Payload> = self.kept.iter().filter_map(Keep::take_panic).collect();
+        if finished.is_ok() {
+            // After a failure device memory stays until the optimizer goes.
+            self.kept.clear();
+        }
+        if let Some(payload) = panics.into_iter().next() {
+            std::panic::resume_unwind(payload);
+        }
+        let value = result?;
+        finished?;
+        Ok(value)
+    }
+
+    // ------------------------------------------------------------------------------------ memory
+
+    pub(crate) fn slot(&self, id: ParamId) -> Result<&Slot<'a>> {
+        self.slots.get(id.0 as usize).ok_or_else(|| self.unknown(id))
+    }
+
+    pub(crate) fn unknown(&self, id: ParamId) -> Error {
+        Error::invalid_argument(format!(
+            "param id is {}, expected one of this optimizer's {}",
+            id.0,
+            self.slots.len()
+        ))
+    }
+
+    /// The name a param was registered with.
+    pub fn name(&self, id: ParamId) -> Result<&str> {
+        Ok(&self.slot(id)?.name)
+    }
+
+    /// The elements of a param in host memory.
+    pub fn data<T: Element>(&self, id: ParamId) -> Result<&[T]> {
+        let slot = self.slot(id)?;
+        let data = slot.data()?;
+        check_host::<T>(data, &slot.name, "data")?;
+        // SAFETY: nothing is queued, so only holders of `&mut self` could write.
+        Ok(unsafe { data.slice() })
+    }
+
+    /// The same to write to; call [`refresh_masters`](Optimizer::refresh_masters) afterwards, or
+    /// the next step brings the old values back.
+    pub fn data_mut<T: Element>(&mut self, id: ParamId) -> Result<&mut [T]> {
+        let slot = self.slot(id)?;
+        let data = slot.data()?;
+        check_host::<T>(data, &slot.name, "data")?;
+        // SAFETY: nothing is queued, and `self` is borrowed for as long.
+        Ok(unsafe { data.slice_mut() })
+    }
+
+    /// The gradient of a param in host memory.
+    pub fn grad<T: Element>(&self, id: ParamId) -> Result<&[T]> {
+        let slot = self.slot(id)?;
+        let grad = slot.grad()?;
+        check_host::<T>(grad, &slot.name, "gradient")?;
+        // SAFETY: as for `data`.
+        Ok(unsafe { grad.slice() })
+    }
+
+    /// The same to write to.
+    pub fn grad_mut<T: Element>(&mut self, id: ParamId) -> Result<&mut [T]> {
+        let slot = self.slot(id)?;
+        let grad = slot.grad()?;
+        check_host::<T>(grad, &slot.name, "gradient")?;
+        // SAFETY: as for `data_mut`.
+        Ok(unsafe { grad.slice_mut() })
+    }
+
+    /// Copies a param's elements out, wherever they are.
+    pub fn read<T: Element>(&self, id: ParamId, values: &mut [T]) -> Result<()> {
+        let slot = self.slot(id)?;
+        let data = slot.data()?;
+        check_type::<T>(data, &slot.name, "data")?;
+        check_len(values.len(), slot.count, &slot.name)?;
+        // SAFETY: nothing is queued, and both sides have that type and length.
+        unsafe { copy_out(self.context, data, values) }
+    }
+
+    /// Copies elements into a param, wherever it is; see [`data_mut`](Optimizer::data_mut).
+    pub fn write<T: Element>(&mut self, id: ParamId, values: &[T]) -> Result<()> {
+        let slot = self.slot(id)?;
+        let data = slot.data()?;
+        check_type::<T>(data, &slot.name, "data")?;
+        check_len(values.len(), slot.count, &slot.name)?;
+        // SAFETY: as for `read`, and `self` is borrowed.
+        unsafe { copy_in(self.context, data, values) }
+    }
+
+    /// Copies a gradient in, wherever it is.
+    pub fn write_grad<T: Element>(&mut self, id: ParamId, values: &[T]) -> Result<()> {
+        let slot = self.slot(id)?;
+        let grad = slot.grad()?;
+        check_type::<T>(grad, &slot.name, "gradient")?;
+        check_len(values.len(), slot.count, &slot.name)?;
+        // SAFETY: as for `write`.
+        unsafe { copy_in(self.context, grad, values) }
+    }
+
+    /// Copies a gradient out, wherever it is.
+    pub fn read_grad<T: Element>(&self, id: ParamId, values: &mut [T]) -> Result<()> {
+        let slot = self.slot(id)?;
+        let grad = slot.grad()?;
+        check_type::<T>(grad, &slot.name, "gradient")?;
+        check_len(values.len(), slot.count, &slot.name)?;
+        // SAFETY: as for `read`.
+        unsafe { copy_out(self.context, grad, values) }
+    }
+
+    /// A new address for a param, with the param's content or, after offload_params, for it.
+    pub fn bind_data(&mut self, id: ParamId, data: impl Into<Memory<'a>>) -> Result<()> {
+        let data = data.into();
+        data.check_context(self.context, "data")?;
+        let slot = self.slot(id)?;
+        if data.dtype != slot.dtype || data.count != slot.count {
+            return Err(Error::invalid_argument(format!(
+                "data is {} of {:?}, expected {} of {:?} as '{}' was registered",
+                data.count, data.dtype, slot.count, slot.dtype, slot.name
+            )));
+        }
+        let grad = slot.grad.as_ref().map_or(ptr::null_mut(), |grad| grad.address);
+        self.bind(id, data.data_address(), grad)?;
+        self.slots[id.0 as usize].data = Some(data);
+        Ok(())
+    }
+
+    /// A new gradient for a param.
+    pub fn bind_grad(&mut self, id: ParamId, grad: impl Into<Memory<'a>>) -> Result<()> {
+        let grad = grad.into();
+        grad.check_context(self.context, "grad")?;
+        let slot = self.slot(id)?;
+        check_count(grad.count, slot.count, &slot.name)?;
+        if grad.dtype != slot.grad_dtype {
+            return Err(Error::invalid_argument(format!(
+                "grad is {:?}, expected {:?} as '{}' was registered",
+                grad.dtype, slot.grad_dtype, slot.name
+            )));
+        }
+        self.bind(id, ptr::null_mut(), grad.address)?;
+        self.slots[id.0 as usize].grad = Some(grad);
+        Ok(())
+    }
+
+    /// No gradient: the next step leaves this param untouched.
+    pub fn clear_grad(&mut self, id: ParamId) -> Result<()> {
+        self.slot(id)?;
+        self.bind(id, ptr::null_mut(), ptr::null_mut())?;
+        self.slots[id.0 as usize].grad = None;
+        Ok(())
+    }
+
+    /// How many steps a param has taken part in, for state that comes from elsewhere and was
+    /// written through [`state`](Optimizer::state).
+    pub fn set_step_count(&mut self, id: ParamId, count: u64) -> Result<()> {
+        // SAFETY: the handle is alive.
+        check(unsafe { sys::offload_optimizer_set_step_count(self.handle.0, id.0, count) })
+    }
+
+    fn bind(&mut self, id: ParamId, data: *mut c_void, grad: *mut c_void) -> Result<()> {
+        let binding = sys::offload_binding_t { param: id.0, data, grad, ..Default::default() };
+        // SAFETY: the struct is whole; the callers keep the memory.
+        check(unsafe { sys::offload_optimizer_bind(self.handle.0, &binding, 1) })
+    }
+}
+
+impl fmt::Debug for Optimizer<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Optimizer")
+            .field("params", &self.slots.len())
+            .field("comm", &self.comm)
+            .finish_non_exhaustive()
+    }
+}
+
+/// # Safety
+/// Nothing else writes the memory, whose type and length are those of `values`.
+unsafe fn copy_out<T: Element>(
+    context: &Context,
+    memory: &Memory<'_>,
+    values: &mut [T],
+) -> Result<()> {
+    if memory.in_host_memory() {
+        // SAFETY: the caller's promise.
+        values.copy_from_slice(unsafe { memory.slice() });
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    unsafe { download(context, memory.address, values) }
+}
+
+/// # Safety
+/// As for `copy_out`, and nothing else reads the memory.
+unsafe fn copy_in<T: Element>(context: &Context, memory: &Memory<'_>, values: &[T]) -> Result<()> {
+    if memory.in_host_memory() {
+        // SAFETY: the caller's promise.
+        unsafe { memory.slice_mut() }.copy_from_slice(values);
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    unsafe { upload(context, memory.address, values) }
+}
+
+/// Waits until nothing is queued any more, and gives the first failure. A failed save or load is
+/// told once by a wait for everything, which then has not waited for what came later.
+fn finish(handle: sys::offload_optimizer_t) -> Result<()> {
+    const CALLS_QUEUED_AT_MOST: usize = 256;
+    let mut first = Ok(());
+    for _ in 0..=CALLS_QUEUED_AT_MOST {
+        // SAFETY: the handle is alive.
+        match check(unsafe { sys::offload_optimizer_wait(handle, 0, -1) }) {
+            Ok(()) => break,
+            Err(error) => first = first.and(Err(error)),
+        }
+    }
+    first
+}
+
+pub(crate) fn step_result(handle: sys::offload_optimizer_t, ticket: Ticket) -> Result<StepResult> {
+    let mut result = sys::offload_step_result_t::default();
+    // SAFETY: the handle is alive and the struct whole. Any thread may ask.
+    check(unsafe { sys::offload_optimizer_step_result(handle, ticket.0, &mut result) })?;
+    Ok(StepResult::from(&result))
+}
+
+pub(crate) fn stats(handle: sys::offload_optimizer_t) -> Result<Stats> {
+    let mut stats = sys::offload_stats_t::default();
+    // SAFETY: as above.
+    check(unsafe { sys::offload_optimizer_get_stats(handle, &mut stats) })?;
+    Ok(Stats::from(&stats))
+}

@@ -1,0 +1,297 @@
+//! What a param is made known with.
+
+use std::ffi::CString;
+
+use hybridopt_sys as sys;
+
+use crate::element::Dtype;
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+
+/// A group of an optimizer, as `add_group` numbered it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupId(pub(crate) u32);
+
+/// A param of an optimizer, as `add_param` numbered it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ParamId(pub(crate) u32);
+
+/// The update rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    /// Adam with decoupled weight decay.
+    AdamW,
+    /// Adam with L2 weight decay.
+    Adam,
+    /// Momentum, dampening, nesterov.
+    Sgd,
+    /// The sign of an interpolated momentum.
+    Lion,
+    /// A sum of squares.
+    Adagrad,
+}
+
+impl Algorithm {
+    pub(crate) fn raw(self) -> i32 {
+        match self {
+            Algorithm::AdamW => sys::OFFLOAD_ADAMW,
+            Algorithm::Adam => sys::OFFLOAD_ADAM,
+            Algorithm::Sgd => sys::OFFLOAD_SGD,
+            Algorithm::Lion => sys::OFFLOAD_LION,
+            Algorithm::Adagrad => sys::OFFLOAD_ADAGRAD,
+        }
+    }
+}
+
+/// Hyperparameters, as PyTorch names and means them. There are no silent defaults: `Default` is all
+/// zero, and a field that the algorithm does not use must stay zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Group {
+    /// All algorithms.
+    pub lr: f64,
+    /// AdamW, Adam, Lion; in [0, 1).
+    pub beta1: f64,
+    /// AdamW, Adam, Lion; in [0, 1).
+    pub beta2: f64,
+    /// AdamW, Adam, Adagrad; above 0.
+    pub eps: f64,
+    /// All algorithms.
+    pub weight_decay: f64,
+    /// SGD; whether it is zero is settled at commit.
+    pub momentum: f64,
+    /// SGD; needs momentum.
+    pub dampening: f64,
+    /// Adagrad.
+    pub lr_decay: f64,
+    /// Adagrad; fills the sum at commit.
+    pub initial_accumulator_value: f64,
+    /// SGD; needs momentum and no dampening.
+    pub nesterov: bool,
+    /// Step along the gradient instead of against it.
+    pub maximize: bool,
+}
+
+impl Group {
+    pub(crate) fn raw(&self) -> sys::offload_group_t {
+        sys::offload_group_t {
+            lr: self.lr,
+            beta1: self.beta1,
+            beta2: self.beta2,
+            eps: self.eps,
+            weight_decay: self.weight_decay,
+            momentum: self.momentum,
+            dampening: self.dampening,
+            lr_decay: self.lr_decay,
+            initial_accumulator_value: self.initial_accumulator_value,
+            nesterov: i32::from(self.nesterov),
+            maximize: i32::from(self.maximize),
+            ..Default::default()
+        }
+    }
+}
+
+/// Where the state of one param lives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Placement {
+    /// `device_fraction` decides.
+    #[default]
+    Auto,
+    /// All on the host.
+    Host,
+    /// All on the device.
+    Device,
+}
+
+impl Placement {
+    fn raw(self) -> i32 {
+        match self {
+            Placement::Auto => sys::OFFLOAD_PLACE_AUTO,
+            Placement::Host => sys::OFFLOAD_PLACE_HOST,
+            Placement::Device => sys::OFFLOAD_PLACE_DEVICE,
+        }
+    }
+}
+
+/// The part of a global tensor that this process owns: boxes in the tensor, then a row-major range
+/// inside them, one after the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shard {
+    global_shape: Vec<i64>,
+    offsets: Vec<i64>,
+    extents: Vec<i64>,
+    boxes: usize,
+    range: Option<(u64, u64)>,
+    error: Option<String>,
+}
+
+impl Shard {
+    /// Of a tensor of this shape; add the boxes next.
+    pub fn of(global_shape: &[i64]) -> Self {
+        Shard {
+            global_shape: global_shape.to_vec(),
+            offsets: Vec::new(),
+            extents: Vec::new(),
+            boxes: 0,
+            range: None,
+            error: None,
+        }
+    }
+
+    /// One more box, as many numbers each as the tensor has dimensions.
+    #[must_use]
+    pub fn with_box(mut self, offset: &[i64], extent: &[i64]) -> Self {
+        let dimensions = self.global_shape.len();
+        if offset.len() != dimensions || extent.len() != dimensions {
+            self.error.get_or_insert(format!(
+                "shard box {} has {} offsets and {} extents, but the tensor has {dimensions} \
+                 dimensions; give one of each per dimension",
+                self.boxes,
+                offset.len(),
+                extent.len()
+            ));
+        }
+        self.offsets.extend_from_slice(offset);
+        self.extents.extend_from_slice(extent);
+        self.boxes += 1;
+        self
+    }
+
+    /// Only these elements of the boxes, counted through them in order.
+    #[must_use]
+    pub fn with_range(mut self, begin: u64, count: u64) -> Self {
+        self.range = Some((begin, count));
+        self
+    }
+
+    fn raw(&self) -> Result<sys::offload_shard_t> {
+        if let Some(error) = &self.error {
+            return Err(Error::invalid_argument(error.clone()));
+        }
+        let (range_begin, range_count) = self.range.unwrap_or_default();
+        Ok(sys::offload_shard_t {
+            dimensions: self.global_shape.len() as u32,
+            box_count: self.boxes as u32,
+            flags: self.range.map_or(0, |_| sys::OFFLOAD_SHARD_RANGE),
+            global_shape: self.global_shape.as_ptr(),
+            box_offsets: self.offsets.as_ptr(),
+            box_extents: self.extents.as_ptr(),
+            range_begin,
+            range_count,
+            ..Default::default()
+        })
+    }
+}
+
+/// A param and its gradient, for `Registration::add_param`.
+#[must_use]
+#[derive(Debug)]
+pub struct Param<'a> {
+    pub(crate) name: String,
+    pub(crate) data: Memory<'a>,
+    pub(crate) grad: Option<Memory<'a>>,
+    pub(crate) grad_dtype: Dtype,
+    group: GroupId,
+    placement: Placement,
+    replica: bool,
+    chunk_order: i32,
+    shard: Option<Shard>,
+}
+
+impl<'a> Param<'a> {
+    /// `name` is the stable key across runs; `data` is a `&mut [T]`, a `Vec<T>` or a
+    /// [`DeviceBuffer`](crate::DeviceBuffer).
+    pub fn new(name: &str, group: GroupId, data: impl Into<Memory<'a>>) -> Self {
+        let data = data.into();
+        Param {
+            name: name.to_string(),
+            grad_dtype: data.dtype,
+            data,
+            grad: None,
+            group,
+            placement: Placement::Auto,
+            replica: false,
+            chunk_order: 0,
+            shard: None,
+        }
+    }
+
+    /// Where gradients are written to; as many elements as `data`. Without one the param waits for
+    /// `bind_grad`.
+    pub fn grad(mut self, grad: impl Into<Memory<'a>>) -> Self {
+        let grad = grad.into();
+        self.grad_dtype = grad.dtype;
+        self.grad = Some(grad);
+        self
+    }
+
+    /// Of gradients that are bound later; that of `data` by default.
+    pub fn grad_dtype(mut self, dtype: Dtype) -> Self {
+        self.grad_dtype = dtype;
+        self
+    }
+
+    /// Where its state lives.
+    pub fn placement(mut self, placement: Placement) -> Self {
+        self.placement = placement;
+        self
+    }
+
+    /// Another rank counts this shard in the norm.
+    pub fn replica(mut self, replica: bool) -> Self {
+        self.replica = replica;
+        self
+    }
+
+    /// Lower ones go through the pipeline first. Changes no bit.
+    pub fn chunk_order(mut self, order: i32) -> Self {
+        self.chunk_order = order;
+        self
+    }
+
+    /// Which part of which tensor it is; by default the whole of a one-dimensional one.
+    pub fn shard(mut self, shard: Shard) -> Self {
+        self.shard = Some(shard);
+        self
+    }
+
+    /// Calls `add` with the struct of the library, whose pointers end with the call.
+    pub(crate) fn with_raw<R>(
+        &self,
+        add: impl FnOnce(&sys::offload_param_t) -> Result<R>,
+    ) -> Result<R> {
+        let name = CString::new(self.name.as_str()).map_err(|_| {
+            Error::invalid_argument(format!(
+                "the param's name {:?} has a NUL in it; leave it out",
+                self.name
+            ))
+        })?;
+        if let Some(grad) = &self.grad {
+            check_count(grad.count, self.data.count, &self.name)?;
+        }
+        let shard = self.shard.as_ref().map(Shard::raw).transpose()?;
+        add(&sys::offload_param_t {
+            group: self.group.0,
+            dtype: self.data.dtype.raw(),
+            grad_dtype: self.grad_dtype.raw(),
+            placement: self.placement.raw(),
+            flags: if self.replica { sys::OFFLOAD_PARAM_REPLICA } else { 0 },
+            name: name.as_ptr(),
+            data: self.data.data_address(),
+            grad: self.grad.as_ref().map_or(std::ptr::null(), |grad| grad.address),
+            count: self.data.count as u64,
+            shard: shard.as_ref().map_or(std::ptr::null(), |shard| shard),
+            chunk_order: self.chunk_order,
+            ..Default::default()
+        })
+    }
+}
+
+/// The library is told one count for both.
+pub(crate) fn check_count(grad: usize, data: usize, name: &str) -> Result<()> {
+    if grad == data {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "the gradient of '{name}' has {grad} elements, expected {data}, as many as the param"
+    )))
+}

@@ -1,0 +1,165 @@
+//! Before commit: options, groups, params.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr;
+use std::time::Duration;
+
+use hybridopt_sys as sys;
+
+use crate::comm::Comm;
+use crate::context::{nanoseconds, Context};
+use crate::error::{check, Result};
+use crate::optimizer::{Handle, Optimizer, Slot};
+use crate::param::{Algorithm, Group, GroupId, Param, ParamId};
+use crate::report::Plan;
+
+/// What may be offloaded later; room for it on the host is part of the plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Movable {
+    /// Params.
+    pub params: bool,
+    /// Gradients.
+    pub grads: bool,
+    /// Masters and moments of the device share.
+    pub states: bool,
+    /// Gradients, and room to add them up in fp32; includes `grads`.
+    pub accumulate: bool,
+}
+
+impl Movable {
+    fn raw(self) -> u32 {
+        let flag = |set: bool, flag: u32| if set { flag } else { 0 };
+        flag(self.params, sys::OFFLOAD_MOVABLE_PARAMS)
+            | flag(self.grads, sys::OFFLOAD_MOVABLE_GRADS)
+            | flag(self.states, sys::OFFLOAD_MOVABLE_STATES)
+            | flag(self.accumulate, sys::OFFLOAD_MOVABLE_ACCUMULATE)
+    }
+}
+
+/// The settings of an [`Optimizer`]; all but the algorithm have defaults.
+#[must_use]
+pub struct OptimizerBuilder<'a> {
+    context: &'a Context,
+    options: sys::offload_optimizer_options_t,
+    comm: Option<Comm<'a>>,
+}
+
+impl<'a> OptimizerBuilder<'a> {
+    pub(crate) fn new(context: &'a Context, algorithm: Algorithm) -> Self {
+        let options =
+            sys::offload_optimizer_options_t { algorithm: algorithm.raw(), ..Default::default() };
+        OptimizerBuilder { context, options, comm: None }
+    }
+
+    /// Share of the elements whose state lives on the device, in [0, 1]; 0 by default. No effect
+    /// on the host device, which has one memory.
+    pub fn device_fraction(mut self, fraction: f64) -> Self {
+        self.options.device_fraction = fraction;
+        self
+    }
+
+    /// Elements a pipeline chunk holds at most; 2^20 by default.
+    pub fn chunk_elements(mut self, elements: u64) -> Self {
+        self.options.chunk_elements = elements;
+        self
+    }
+
+    /// Chunks in the staging ring; 4 by default.
+    pub fn staging_slots(mut self, slots: u32) -> Self {
+        self.options.staging_slots = slots;
+        self
+    }
+
+    /// What may be offloaded later; nothing by default.
+    pub fn movable(mut self, movable: Movable) -> Self {
+        self.options.movable = movable.raw();
+        self
+    }
+
+    /// The other ranks, and the time after which one that does not answer has failed.
+    pub fn comm(mut self, comm: Comm<'a>, timeout: Duration) -> Self {
+        self.comm = Some(comm);
+        self.options.comm_timeout_ns = nanoseconds(timeout);
+        self
+    }
+
+    /// Goes on to groups and params. Nothing is allocated before commit.
+    pub fn create(mut self) -> Result<Registration<'a>> {
+        let comm = self.comm.as_ref().map(Comm::raw);
+        self.options.comm = comm.as_ref().map_or(ptr::null(), |comm| comm);
+        let mut handle = ptr::null_mut();
+        check(self.context.with(|context| {
+            // SAFETY: `options` is a whole struct, what it points to lives during the call, and
+            // the closures behind `comm` outlive the optimizer.
+            unsafe { sys::offload_optimizer_create(context, &self.options, &mut handle) }
+        }))?;
+        Ok(Registration {
+            handle: Handle(handle),
+            context: self.context,
+            slots: Vec::new(),
+            comm: self.comm,
+        })
+    }
+}
+
+impl fmt::Debug for OptimizerBuilder<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OptimizerBuilder").finish_non_exhaustive()
+    }
+}
+
+/// An optimizer that groups and params are added to, up to [`commit`](Registration::commit).
+pub struct Registration<'a> {
+    // In this order: the handle goes before what the library may still reach.
+    handle: Handle,
+    context: &'a Context,
+    slots: Vec<Slot<'a>>,
+    comm: Option<Comm<'a>>,
+}
+
+impl<'a> Registration<'a> {
+    /// Adds a group of params that share hyperparameters.
+    pub fn add_group(&mut self, group: &Group) -> Result<GroupId> {
+        let mut id = 0;
+        // SAFETY: the handle is alive and the struct whole.
+        check(unsafe { sys::offload_optimizer_add_group(self.handle.0, &group.raw(), &mut id) })?;
+        Ok(GroupId(id))
+    }
+
+    /// Registers a param. Its memory is the optimizer's from now on, until that is dropped or the
+    /// address is given up.
+    pub fn add_param(&mut self, param: Param<'a>) -> Result<ParamId> {
+        param.data.check_context(self.context, "data")?;
+        if let Some(grad) = &param.grad {
+            grad.check_context(self.context, "grad")?;
+        }
+        let mut id = 0;
+        param.with_raw(|raw| {
+            // SAFETY: the struct is whole; its memory lives in the slot below.
+            check(unsafe { sys::offload_optimizer_add_params(self.handle.0, raw, 1, &mut id) })
+        })?;
+        debug_assert_eq!(id as usize, self.slots.len());
+        self.slots.push(Slot::new(param));
+        Ok(ParamId(id))
+    }
+
+    /// Every byte that commit will take.
+    pub fn plan(&mut self) -> Result<Plan> {
+        self.handle.plan()
+    }
+
+    /// Takes the memory of the plan, copies masters in from the params and zeroes the moments.
+    /// On an error everything is given back; begin anew with other settings.
+    pub fn commit(self) -> Result<Optimizer<'a>> {
+        // SAFETY: the handle is alive; NULL is a stream of every device.
+        check(unsafe { sys::offload_optimizer_commit(self.handle.0, ptr::null_mut::<c_void>()) })?;
+        Ok(Optimizer::new(self.handle, self.context, self.slots, self.comm))
+    }
+}
+
+impl fmt::Debug for Registration<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registration").field("params", &self.slots.len()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,158 @@
+//! The same bits as a C program gets, wherever the memory is.
+
+mod common;
+
+use common::*;
+use hybridopt::*;
+
+/// Steps, and what the C program would print then.
+fn train(mut optimizer: Optimizer<'_>, weight: ParamId, bias: ParamId) -> Result<String> {
+    let mut norm = f64::NAN;
+    for step in 1..=STEPS {
+        write_grads(&mut optimizer, weight, bias, step)?;
+        let result = optimizer.step(&step_options())?;
+        assert!(!result.skipped);
+        norm = result.grad_norm;
+    }
+    summary(&mut optimizer, weight, bias, norm)
+}
+
+#[test]
+fn borrowed_host_memory() -> Result<()> {
+    let (mut weights, mut weight_grads) = (values::<Bf16>(WEIGHTS, 1), vec![Bf16(0); WEIGHTS]);
+    let (mut biases, mut bias_grads) = (values::<f32>(BIASES, 2), vec![0f32; BIASES]);
+    let context = Context::host()?;
+    let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create()?;
+    let group = adding.add_group(&adamw())?;
+    let weight =
+        adding.add_param(Param::new("weight", group, &mut weights).grad(&mut weight_grads))?;
+    let bias = adding.add_param(Param::new("bias", group, &mut biases).grad(&mut bias_grads))?;
+    let optimizer = adding.commit()?;
+    assert_eq!(train(optimizer, weight, bias)?, expected());
+    // The optimizer is gone: the memory is the caller's again, with the new values.
+    assert_ne!(biases, values::<f32>(BIASES, 2));
+    Ok(())
+}
+
+#[test]
+fn owned_host_memory() -> Result<()> {
+    let context = Context::host()?;
+    let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create()?;
+    let group = adding.add_group(&adamw())?;
+    let weight = adding.add_param(
+        Param::new("weight", group, values::<Bf16>(WEIGHTS, 1)).grad(vec![Bf16(0); WEIGHTS]),
+    )?;
+    let bias = adding
+        .add_param(Param::new("bias", group, values::<f32>(BIASES, 2)).grad(vec![0f32; BIASES]))?;
+    let mut optimizer = adding.commit()?;
+    for step in 1..=STEPS {
+        optimizer.grad_mut(weight)?.copy_from_slice(&values::<Bf16>(WEIGHTS, 10 + step));
+        optimizer.grad_mut(bias)?.copy_from_slice(&values::<f32>(BIASES, 20 + step));
+        optimizer.step(&step_options())?;
+    }
+    assert_eq!(optimizer.grad::<f32>(bias)?, values::<f32>(BIASES, 20 + STEPS));
+    let expected = expected();
+    let mut hash = Hash::new();
+    hash.add_bf16(optimizer.data(weight)?);
+    hash.add_f32(optimizer.data(bias)?);
+    assert_eq!(expected.lines().next().unwrap(), format!("params {:016x}", hash.0));
+    Ok(())
+}
+
+#[test]
+fn any_fraction_of_a_device() -> Result<()> {
+    for fraction in [0.0, 0.37, 1.0] {
+        let context = sim();
+        let builder = Optimizer::builder(&context, Algorithm::AdamW)
+            .device_fraction(fraction)
+            .chunk_elements(1024);
+        let (optimizer, weight, bias) = on_device(&context, builder)?;
+        assert_eq!(train(optimizer, weight, bias)?, expected(), "fraction {fraction}");
+    }
+    Ok(())
+}
+
+/// Tests of other settings mean nothing if the bits do not depend on what is trained.
+#[test]
+fn other_gradients_give_other_bits() -> Result<()> {
+    let context = sim();
+    let builder = Optimizer::builder(&context, Algorithm::AdamW);
+    let (mut optimizer, weight, bias) = on_device(&context, builder)?;
+    let mut grads = values::<f32>(BIASES, 21);
+    grads[BIASES - 1] += 0.25;
+    write_grads(&mut optimizer, weight, bias, 1)?;
+    optimizer.write_grad(bias, &grads)?;
+    optimizer.step(&step_options())?;
+    assert_ne!(train(optimizer, weight, bias)?, expected());
+    Ok(())
+}
+
+#[test]
+fn other_algorithms_step() -> Result<()> {
+    let cases = [
+        (Algorithm::Sgd, Group { lr: 0.5, ..Group::default() }, 1.0 - 0.5 * 2.0),
+        (Algorithm::Lion, Group { lr: 0.5, beta1: 0.9, beta2: 0.99, ..Group::default() }, 0.5),
+        (Algorithm::Adagrad, Group { lr: 0.5, eps: 1e-10, ..Group::default() }, 0.5),
+        (
+            Algorithm::Adam,
+            Group { lr: 0.5, beta1: 0.9, beta2: 0.99, eps: 1e-12, ..Group::default() },
+            0.5,
+        ),
+        (Algorithm::Sgd, Group { lr: 0.5, maximize: true, ..Group::default() }, 1.0 + 0.5 * 2.0),
+    ];
+    for (algorithm, group, expected) in cases {
+        let context = Context::host()?;
+        let mut adding = Optimizer::builder(&context, algorithm).create()?;
+        let id = adding.add_group(&group)?;
+        let x = adding.add_param(Param::new("x", id, vec![1f32]).grad(vec![2f32]))?;
+        let mut optimizer = adding.commit()?;
+        optimizer.step(&StepOptions::default())?;
+        assert!((optimizer.data::<f32>(x)?[0] - expected).abs() < 1e-6, "{algorithm:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_scheduler_reaches_the_next_step() -> Result<()> {
+    let context = Context::host()?;
+    let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+    let group = adding.add_group(&Group { lr: 1.0, ..Group::default() })?;
+    let x = adding.add_param(Param::new("x", group, vec![0f32]).grad(vec![-1f32]))?;
+    let mut optimizer = adding.commit()?;
+    optimizer.step(&StepOptions::default())?;
+    optimizer.set_group(group, &Group { lr: 0.25, ..Group::default() })?;
+    optimizer.step(&StepOptions { assume_finite: true, ..StepOptions::default() })?;
+    assert_eq!(optimizer.data::<f32>(x)?, [1.25]);
+    optimizer.clear_grad(x)?;
+    optimizer.step(&StepOptions::default())?;
+    assert_eq!(optimizer.data::<f32>(x)?, [1.25]);
+    optimizer.bind_grad(x, vec![f32::INFINITY])?;
+    let result = optimizer.step(&StepOptions::default())?;
+    assert!(result.skipped && result.grad_norm.is_infinite());
+    assert_eq!(optimizer.data::<f32>(x)?, [1.25]);
+    assert_eq!(optimizer.stats()?.steps_skipped, 1);
+    Ok(())
+}
+
+#[test]
+fn weights_from_outside() -> Result<()> {
+    let context = Context::host()?;
+    let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+    let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
+    let x = adding
+        .add_param(Param::new("x", group, vec![Bf16::from(1.0)]).grad(vec![Bf16::from(1.0)]))?;
+    let mut optimizer = adding.commit()?;
+    optimizer.data_mut(x)?[0] = Bf16::from(8.0);
+    optimizer.refresh_masters(&Move::default())?;
+    optimizer.step(&StepOptions::default())?;
+    assert_eq!(f32::from(optimizer.data::<Bf16>(x)?[0]), 7.5);
+    // State may be written in place too.
+    let mut master = optimizer.state(x, StateKind::Master)?;
+    assert_eq!((master.host::<f32>()?, master.step_count()), (&[7.5f32][..], 1));
+    master.host_mut::<f32>()?[0] = 3.0;
+    optimizer.set_step_count(x, 7)?;
+    optimizer.step(&StepOptions::default())?;
+    assert_eq!(f32::from(optimizer.data::<Bf16>(x)?[0]), 2.5);
+    assert_eq!(optimizer.state(x, StateKind::Master)?.step_count(), 8);
+    Ok(())
+}
