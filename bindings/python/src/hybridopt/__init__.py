@@ -1,1 +1,33 @@
-"""hybridopt: optimizers whose state lives in host memory, for PyTorch and without it."""
+"""hybridopt: optimizers whose state lives in host memory, for PyTorch and, as hybridopt.abi, without
+it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .algorithms import SGD, Adagrad, Adam, AdamW, Lion
+    from .optimizer import OffloadOptimizer
+    from .plans import Plan, Stats, StepResult
+
+_MODULES = {
+    "Adagrad": "algorithms",
+    "Adam": "algorithms",
+    "AdamW": "algorithms",
+    "Lion": "algorithms",
+    "SGD": "algorithms",
+    "OffloadOptimizer": "optimizer",
+    "Plan": "plans",
+    "Stats": "plans",
+    "StepResult": "plans",
+}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch only when a name that needs it is used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,0 +1,256 @@
+"""The optimizers: torch's classes by name, arguments, checks and state_dict, and Lion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import abi
+from .optimizer import OffloadOptimizer, OffloadOptions
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+    from typing_extensions import Unpack
+
+
+def _adam_fields(group: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": float(group["lr"]),
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": int(group["maximize"]),
+    }
+
+
+class Adam(OffloadOptimizer, torch.optim.Adam):
+    """torch.optim.Adam with its state in host memory. `foreach` and `fused` change nothing here."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[OffloadOptions],
+    ) -> None:
+        self._configure(options)
+        torch.optim.Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+
+    def _algorithm(self) -> int:
+        decoupled = {bool(group["decoupled_weight_decay"]) for group in self.param_groups}
+        if len(decoupled) > 1:
+            raise ValueError(
+                "decoupled_weight_decay is True in some param groups and False in others; make two "
+                "optimizers"
+            )
+        return abi.OFFLOAD_ADAMW if decoupled.pop() else abi.OFFLOAD_ADAM
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return _adam_fields(group)
+
+
+class AdamW(OffloadOptimizer, torch.optim.AdamW):
+    """torch.optim.AdamW with its state in host memory. `foreach` and `fused` change nothing here."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[OffloadOptions],
+    ) -> None:
+        self._configure(options)
+        torch.optim.AdamW.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
+    def _algorithm(self) -> int:
+        return abi.OFFLOAD_ADAMW
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return _adam_fields(group)
+
+
+class SGD(OffloadOptimizer, torch.optim.SGD):
+    """torch.optim.SGD with its momentum in host memory. `foreach` and `fused` change nothing here."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[OffloadOptions],
+    ) -> None:
+        self._configure(options)
+        torch.optim.SGD.__init__(
+            self,
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
+    def _algorithm(self) -> int:
+        return abi.OFFLOAD_SGD
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        momentum = float(group["momentum"])
+        return {
+            "lr": float(group["lr"]),
+            "momentum": momentum,
+            "dampening": float(group["dampening"]) if momentum > 0 else 0.0,  # torch ignores it too
+            "weight_decay": float(group["weight_decay"]),
+            "nesterov": int(group["nesterov"]),
+            "maximize": int(group["maximize"]),
+        }
+
+
+class Lion(OffloadOptimizer):
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023) with its momentum in
+    host memory."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[OffloadOptions],
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for index, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        self._configure(options)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    def _algorithm(self) -> int:
+        return abi.OFFLOAD_LION
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "weight_decay": float(group["weight_decay"]),
+            "maximize": int(group["maximize"]),
+        }
+
+
+class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
+    """torch.optim.Adagrad with its sums in host memory. `foreach` and `fused` change nothing here."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[OffloadOptions],
+    ) -> None:
+        self._configure(options)
+        # torch's constructor would make all sums on the device; it shall only check the arguments.
+        checked = torch.optim.Adagrad(
+            [torch.zeros(1)],
+            lr,
+            lr_decay,
+            weight_decay,
+            initial_accumulator_value,
+            eps,
+            foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        torch.optim.Optimizer.__init__(self, params, checked.defaults)
+
+    def _algorithm(self) -> int:
+        return abi.OFFLOAD_ADAGRAD
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": float(group["lr"]),
+            "lr_decay": float(group["lr_decay"]),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "initial_accumulator_value": float(group["initial_accumulator_value"]),
+            "maximize": int(group["maximize"]),
+        }

@@ -1,0 +1,554 @@
+"""Engine: one optimizer of the library, bound to the tensors of one torch optimizer.
+
+Tensors of the optimizer's `state` are views of the library's memory, so nothing is kept twice. What
+somebody puts there instead of them is adopted before the next step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import abi
+from .tensors import (
+    DTYPES,
+    arranged,
+    cuda_view,
+    gradient_of,
+    host_view,
+    in_memory_order,
+    is_dense,
+    local,
+)
+
+# The moments of each algorithm by torch's names, and whether torch keeps a step count with them.
+MOMENTS = {
+    abi.OFFLOAD_ADAMW: {
+        "exp_avg": abi.OFFLOAD_STATE_EXP_AVG,
+        "exp_avg_sq": abi.OFFLOAD_STATE_EXP_AVG_SQ,
+    },
+    abi.OFFLOAD_ADAM: {
+        "exp_avg": abi.OFFLOAD_STATE_EXP_AVG,
+        "exp_avg_sq": abi.OFFLOAD_STATE_EXP_AVG_SQ,
+    },
+    abi.OFFLOAD_SGD: {"momentum_buffer": abi.OFFLOAD_STATE_MOMENTUM_BUFFER},
+    abi.OFFLOAD_LION: {"exp_avg": abi.OFFLOAD_STATE_EXP_AVG},
+    abi.OFFLOAD_ADAGRAD: {"sum": abi.OFFLOAD_STATE_SUM},
+}
+COUNTED = {abi.OFFLOAD_ADAMW, abi.OFFLOAD_ADAM, abi.OFFLOAD_ADAGRAD}
+MASTER = "master_param"
+QUEUED_STEPS = 8  # as many offload_optimizer_step takes ahead
+REMEMBERED_STEPS = 64  # by offload_optimizer_step_result
+
+
+@dataclass(frozen=True)
+class Member:
+    """A param of the torch optimizer that takes part."""
+
+    param: Tensor
+    name: str
+    group: int
+
+
+class Slot:
+    """A member as it is registered."""
+
+    def __init__(
+        self, id: int, member: Member, device: torch.device, moments: dict[str, int]
+    ) -> None:
+        current = local(member.param).detach()
+        grad = gradient_of(member.param)
+        self.id = id
+        self.param = member.param
+        self.name = member.name
+        self.group = member.group
+        self.dtype = current.dtype
+        self.grad_dtype = current.dtype if grad is None else local(grad).dtype
+        if self.grad_dtype not in DTYPES:
+            self.grad_dtype = current.dtype  # gradients will be converted
+        self.shape = current.shape
+        self.count = current.numel()
+        # A param with gaps between its elements is stepped in a dense copy, which is copied back.
+        self.copy = None if is_dense(current) else torch.empty_like(current).contiguous()
+        bound = current if self.copy is None else self.copy
+        self.stride = bound.stride()
+        self.row_major = bound.is_contiguous()
+        self.address = bound.data_ptr()
+        self.grad_address = 0
+        # The library holds a master of its own; it must notice when the param is written.
+        self.has_master = self.dtype != torch.float32 or device.type != "cpu"
+        self.version: int | None = None  # of the param when masters were last the same
+        self.moments = moments
+        low_precision = self.dtype != torch.float32  # an fp32 param shows no master: it is the same
+        self.kinds = {**moments, MASTER: abi.OFFLOAD_STATE_MASTER} if low_precision else moments
+        self.entry: dict[str, Any] | None = None  # in the optimizer's state, made here
+        self.views: dict[str, Tensor] = {}
+        self.copies: dict[str, int] = {}  # of views: those of state in two places, with versions
+        self.grad: Tensor | None = None
+
+    @property
+    def bound(self) -> Tensor:
+        return local(self.param).detach() if self.copy is None else self.copy
+
+
+class Engine:
+    """Registered when made, committed by commit(). Calls wait for nothing but where they say so."""
+
+    def __init__(
+        self,
+        context: abi.Context,
+        device: torch.device,
+        algorithm: int,
+        groups: list[dict[str, Any]],
+        members: list[Member],
+        **options: Any,
+    ) -> None:
+        self.context = context
+        self.device = device
+        self.algorithm = algorithm
+        self.handle = abi.Optimizer(context, algorithm=algorithm, **options)
+        self.groups = [dict(group) for group in groups]
+        for group in groups:
+            self.handle.add_group(**group)
+        self.slots = [
+            Slot(id, member, device, self._moments_of(groups[member.group]))
+            for id, member in enumerate(members)
+        ]
+        self.slot_of = {slot.param: slot for slot in self.slots}
+        self._register()
+        # One tensor for all, with a view for each, so that a step adds to them in one operation.
+        self.counts = torch.zeros(len(self.slots))
+        self._count_views = list(self.counts.unbind())
+        self._counts_version = self.counts._version
+        self._bindings = (abi.offload_binding_t * max(len(self.slots), 1))()
+        for binding in self._bindings:
+            binding.struct_size = ctypes.sizeof(binding)
+        self._active: list[Slot] = []  # with a gradient, as of bind()
+        self._unsettled_steps: list[tuple[int, list[Slot]]] = []  # tickets, and who took part
+        self._slots_with_copies: list[Slot] = []
+
+    # ------------------------------------------------------------------------------ registering --
+
+    def _moments_of(self, group: dict[str, Any]) -> dict[str, int]:
+        has_none = self.algorithm == abi.OFFLOAD_SGD and group["momentum"] == 0
+        return {} if has_none else MOMENTS[self.algorithm]
+
+    def _register(self) -> None:
+        shards = [self._shard(slot) for slot in self.slots]
+        self.handle.add_params(
+            [
+                abi.offload_param_t(
+                    group=slot.group,
+                    dtype=DTYPES[slot.dtype],
+                    grad_dtype=DTYPES[slot.grad_dtype],
+                    name=slot.name.encode(),
+                    data=slot.address or None,
+                    count=slot.count,
+                    shard=shard,
+                )
+                for slot, shard in zip(self.slots, shards)
+            ]
+        )
+
+    def _shard(self, slot: Slot) -> Any:
+        """The whole tensor, by its dimensions where its elements lie in their order."""
+        if not slot.row_major or not 1 <= len(slot.shape) <= 8:
+            return None
+        sizes = ctypes.c_int64 * len(slot.shape)
+        return ctypes.pointer(
+            abi.offload_shard_t(
+                dimensions=len(slot.shape),
+                box_count=1,
+                global_shape=sizes(*slot.shape),
+                box_offsets=sizes(),
+                box_extents=sizes(*slot.shape),
+            )
+        )
+
+    def plan(self) -> abi.offload_plan_t:
+        return self.handle.plan()
+
+    def commit(self) -> None:
+        self._fill_copies()
+        self.handle.commit(self.stream())
+        for slot in self.slots:
+            slot.version = local(slot.param)._version
+
+    def stream(self) -> int:
+        """The stream that gradients and params are ready on."""
+        if self.device.type == "cuda":
+            return torch.cuda.current_stream(self.device).cuda_stream
+        return 0
+
+    # --------------------------------------------------------------------------------- stepping --
+
+    def can_take(self, groups: list[dict[str, Any]]) -> bool:
+        """A group that was committed without momentum has no buffers for it."""
+        return all(
+            self._moments_of(new) == self._moments_of(old) for new, old in zip(groups, self.groups)
+        )
+
+    def set_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Passes on what has changed."""
+        for id, group in enumerate(groups):
+            if group != self.groups[id]:
+                self.handle.set_group(id, **group)
+                self.groups[id] = dict(group)
+
+    def bind(self) -> bool:
+        """Tells the library where params and gradients are now; False if there is no gradient."""
+        self._active = []
+        changed = []
+        for slot in self.slots:
+            address = self._address_of(slot)
+            grad = gradient_of(slot.param)
+            slot.grad = None if grad is None else self._usable(slot, local(grad))
+            grad_address = 0 if slot.grad is None else slot.grad.data_ptr()
+            if slot.grad is not None:
+                self._active.append(slot)
+            if address != slot.address or grad_address != slot.grad_address:
+                changed.append((slot, address, grad_address))
+        for binding, (slot, address, grad_address) in zip(self._bindings, changed):
+            binding.param = slot.id
+            binding.data = address or None
+            binding.grad = grad_address or None
+        self.handle.bind(self._bindings, len(changed))
+        for slot, address, grad_address in changed:
+            if address != slot.address:
+                slot.version = None  # other memory, perhaps with other content
+            slot.address, slot.grad_address = address, grad_address
+        return bool(self._active)
+
+    def _address_of(self, slot: Slot) -> int:
+        if slot.copy is not None:
+            return slot.address
+        current = local(slot.param)
+        address = current.data_ptr()
+        if address != slot.address or current.numel() != slot.count:
+            self._check_moved(slot, current)
+        return address
+
+    def _check_moved(self, slot: Slot, current: Tensor) -> None:
+        for what, now, before in (
+            ("has shape", tuple(current.shape), tuple(slot.shape)),
+            ("has dtype", current.dtype, slot.dtype),
+            ("is on", current.device.type, self.device.type),
+            ("has strides", current.stride(), slot.stride),
+        ):
+            if now != before:
+                raise abi.InvalidStateError(
+                    f"parameter {slot.name!r} {what} {now}, but its state was made when it {what} "
+                    f"{before}; make a new optimizer after changing parameters, and load this one's "
+                    "state_dict() into it"
+                )
+        if current.data_ptr() == 0 and slot.count > 0:
+            raise abi.InvalidStateError(
+                f"parameter {slot.name!r} has no memory: its storage was freed or resized to 0; "
+                "bring it back before step()"
+            )
+
+    def _usable(self, slot: Slot, grad: Tensor) -> Tensor:
+        """The gradient, copied where the library could not read it as it is."""
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"hybridopt does not support sparse gradients; parameter {slot.name!r} has one: make "
+                "its layer with sparse=False, or give it to torch.optim.SparseAdam"
+            )
+        if grad.dtype == slot.grad_dtype and grad.stride() == slot.stride:
+            return grad
+        if grad.shape != slot.shape:
+            raise abi.InvalidStateError(
+                f"the gradient of parameter {slot.name!r} has shape {tuple(grad.shape)}, expected "
+                f"{tuple(slot.shape)}; set it to None or compute it again"
+            )
+        return arranged(grad, slot.grad_dtype, slot.stride)
+
+    def _fill_copies(self) -> None:
+        for slot in self.slots:
+            if slot.copy is not None:
+                slot.copy.copy_(local(slot.param))
+
+    def step(self, state: dict[Tensor, Any], **options: Any) -> None:
+        """Queues a step over what is bound, and puts the current stream behind it. On the CPU the
+        step is done when this returns."""
+        self._fill_copies()
+        self._refresh_masters()
+        stream = self.stream()
+        if len(self._unsettled_steps) == REMEMBERED_STEPS:
+            self.settle(state)
+        if len(self._unsettled_steps) >= QUEUED_STEPS:
+            self.handle.wait(self._unsettled_steps[-QUEUED_STEPS][0])
+        ticket = self.handle.step(stream=stream, **options)
+        self._unsettled_steps.append((ticket, self._active))
+        if self.device.type == "cuda":
+            current_stream = torch.cuda.current_stream(self.device)
+            for slot in self._active:
+                slot.grad.record_stream(current_stream)  # its owner may free it any time now
+            self.handle.stream_wait(stream)
+        else:
+            self.handle.wait()
+        self._note_written()
+
+    def _note_written(self) -> None:
+        """As after any operation in place: autograd hears of it, and we know it was us."""
+        written = [slot for slot in self._active if slot.copy is None]
+        torch.autograd.graph.increment_version([slot.param for slot in written])
+        for slot in self._active:
+            if slot.copy is not None:
+                local(slot.param).copy_(slot.copy)
+            slot.version = local(slot.param)._version
+            slot.grad = None
+
+    # ------------------------------------------------------------------------------------ state --
+
+    def settle(self, state: dict[Tensor, Any]) -> None:
+        """Waits for queued steps; then `state` says what they have done."""
+        if not self._unsettled_steps:
+            return
+        self.handle.wait()
+        steps, self._unsettled_steps = self._unsettled_steps, []
+        for ticket, stepped in steps:
+            if self.handle.step_result(ticket).skipped:
+                continue
+            if len(stepped) == len(self.slots):
+                self.counts.add_(1)
+            else:
+                self.counts[[slot.id for slot in stepped]] += 1
+            for slot in stepped:
+                if slot.entry is None:
+                    self._publish(slot, state)
+        for slot in self._slots_with_copies:
+            for key in slot.copies:
+                slot.views[key].copy_(self._arrange(slot, self.read(slot, slot.kinds[key])))
+                slot.copies[key] = slot.views[key]._version
+        self._counts_version = self.counts._version
+
+    def _publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
+        """Puts views of a param's state where torch has its tensors."""
+        if not slot.views:
+            if self.algorithm in COUNTED:
+                slot.views["step"] = self._count_views[slot.id]
+            for key, kind in slot.kinds.items():
+                slot.views[key] = self._view(slot, key, kind)
+        if not slot.views:
+            return
+        entry = dict.get(state, slot.param)
+        if entry is None:
+            entry = {}
+            dict.__setitem__(state, slot.param, entry)
+        entry.update(slot.views)
+        slot.entry = entry
+
+    def _arrange(self, slot: Slot, flat: Tensor) -> Tensor:
+        return flat.as_strided(slot.shape, slot.stride)
+
+    def _view(self, slot: Slot, key: str, kind: int) -> Tensor:
+        """Zero-copy, but for a param whose state is partly here and partly there."""
+        view = self.handle.state(slot.id, kind)
+        if view.host_count == 0 and view.device_count > 0:
+            flat = cuda_view(view.device_data, view.device_count, self.handle, self.device)
+            return self._arrange(slot, flat)
+        flat = self.read(slot, kind)
+        if view.device_count > 0:
+            slot.copies[key] = flat._version
+            if slot not in self._slots_with_copies:
+                self._slots_with_copies.append(slot)
+        return self._arrange(slot, flat)
+
+    def read(self, slot: Slot, kind: int) -> Tensor:
+        """One kind of state in host memory and memory order; a view if it is all there."""
+        view = self.handle.state(slot.id, kind)
+        on_host = host_view(view.host_data, view.host_count, self.handle)
+        if view.device_count == 0:
+            return on_host
+        on_device = cuda_view(view.device_data, view.device_count, self.handle, self.device)
+        return torch.cat([on_device.cpu(), on_host])
+
+    def write(self, slot: Slot, kind: int, value: Tensor) -> None:
+        """Replaces one kind of state. Nothing may be queued."""
+        flat = in_memory_order(arranged(local(value).detach(), torch.float32, slot.stride))
+        view = self.handle.state(slot.id, kind)
+        if view.host_count > 0:
+            on_host = host_view(view.host_data, view.host_count, self.handle)
+            on_host.copy_(flat[view.device_count :])
+        if view.device_count > 0:
+            on_device = cuda_view(view.device_data, view.device_count, self.handle, self.device)
+            on_device.copy_(flat[: view.device_count])
+
+    def adopt(self, state: dict[Tensor, Any]) -> None:
+        """Takes over what others have put into `state`: loaded, assigned, deleted or written."""
+        if self.counts._version != self._counts_version:
+            self.settle(state)
+            for slot in self.slots:
+                self._push_count(slot, int(self._count_views[slot.id]))
+        for slot in self.slots:
+            entry = dict.get(state, slot.param)
+            if not entry and slot.entry is None:
+                continue
+            if entry is slot.entry and all(entry.get(key) is slot.views[key] for key in slot.views):
+                for key, version in slot.copies.items():
+                    if slot.views[key]._version != version:
+                        self.write(slot, slot.kinds[key], slot.views[key])
+                        slot.copies[key] = slot.views[key]._version
+                continue
+            self.handle.wait()
+            if entry:
+                self._adopt_entry(slot, entry, state)
+            else:
+                self._start_again(slot)
+        self._counts_version = self.counts._version
+
+    def _push_count(self, slot: Slot, count: int) -> None:
+        self.handle.set_step_count(slot.id, count)
+        if count != int(self._count_views[slot.id]):
+            self._count_views[slot.id].fill_(count)
+
+    def _start_again(self, slot: Slot) -> None:
+        """As torch does for a param without state. Masters stay: they are the param."""
+        slot.entry = None
+        self._push_count(slot, 0)
+        fresh = self.groups[slot.group].get("initial_accumulator_value", 0.0)
+        for kind in slot.moments.values():
+            value = torch.full((), fresh, device=self.device).expand(slot.shape)
+            self.write(slot, kind, value)
+
+    def _adopt_entry(self, slot: Slot, entry: dict[str, Any], state: dict[Tensor, Any]) -> None:
+        moments = {key: entry.get(key) for key in slot.moments}
+        count = int(entry.get("step", 0)) if self.algorithm in COUNTED else 1
+        if moments and all(value is None for value in moments.values()):
+            if self.algorithm in COUNTED and count > 0:
+                self._refuse(slot, f"has step {count} but lacks {', '.join(moments)}")
+            self._start_again(slot)
+            return
+        for key, value in moments.items():
+            if not isinstance(value, Tensor):
+                self._refuse(slot, f"lacks {key!r}")
+            if value.shape != slot.param.shape:
+                self._refuse(
+                    slot,
+                    f"has {key!r} of shape {tuple(value.shape)}, expected {tuple(slot.param.shape)}",
+                )
+        for key, value in moments.items():
+            self.write(slot, slot.moments[key], value)
+        if slot.dtype != torch.float32 and isinstance(entry.get(MASTER), Tensor):
+            self.write(slot, abi.OFFLOAD_STATE_MASTER, entry[MASTER])
+        else:
+            entry.pop(MASTER, None)  # an fp32 param is its own master
+        slot.version = None  # the param may not be what these masters stand for
+        self._push_count(slot, count)
+        self._publish(slot, state)
+
+    def _refuse(self, slot: Slot, what: str) -> None:
+        raise ValueError(
+            f"the state of parameter {slot.name!r} {what}; load a state_dict of the same optimizer "
+            "and model, or delete the parameter's entry to start its state afresh"
+        )
+
+    def leave_device(self) -> None:
+        """State on the device moves to host tensors, so that its memory is free for another engine
+        when this one ends."""
+        for slot in self.slots:
+            for key, tensor in slot.views.items():
+                if tensor.device.type != "cpu" and slot.entry is not None:
+                    slot.entry[key] = tensor.cpu()
+            slot.views = {}
+
+    # ---------------------------------------------------------------------------------- masters --
+
+    def forget_versions(self) -> None:
+        """The next step compares every master with its param."""
+        for slot in self.slots:
+            slot.version = None
+
+    def _refresh_masters(self) -> None:
+        """Params that others have written (weights were loaded, say) become their masters again."""
+        for slot in self.slots:
+            if slot.has_master and slot.version != local(slot.param)._version:
+                self.refresh_master(slot)
+                slot.version = local(slot.param)._version
+
+    def refresh_master(self, slot: Slot) -> None:
+        """Elements that are still their rounded masters keep those, down to the last bit."""
+        if slot.count == 0:
+            return
+        self.handle.wait()
+        if slot.dtype == torch.float32:
+            self.handle.refresh_masters(params=[slot.id], streams=[self.stream()])
+            return
+        master = self.read(slot, abi.OFFLOAD_STATE_MASTER)
+        param = in_memory_order(slot.bound).cpu()
+        written = master.to(slot.dtype).view(torch.int16) != param.view(torch.int16)
+        if written.any():
+            merged = torch.where(written, param.float(), master)
+            self.write(slot, abi.OFFLOAD_STATE_MASTER, self._arrange(slot, merged))
+
+
+class State(defaultdict):
+    """The `state` of an optimizer: waits for queued steps before it says anything."""
+
+    def __init__(self, optimizer: Any, content: Any = ()) -> None:
+        super().__init__(dict)
+        self._optimizer = weakref.ref(optimizer)
+        dict.update(self, content)
+
+    def _settle(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer._engine is not None:
+            optimizer._engine.settle(self)
+
+    def __getitem__(self, param: Any) -> Any:
+        self._settle()
+        return super().__getitem__(param)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        self._settle()
+        return super().get(param, default)
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        self._settle()
+        return super().pop(param, *default)
+
+    def __contains__(self, param: Any) -> bool:
+        self._settle()
+        return super().__contains__(param)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._settle()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._settle()
+        return super().__len__()
+
+    def keys(self) -> Any:
+        self._settle()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._settle()
+        return super().values()
+
+    def items(self) -> Any:
+        self._settle()
+        return super().items()
+
+    def clear(self) -> None:
+        self._settle()
+        super().clear()
+
+    def copy(self) -> defaultdict:
+        self._settle()
+        return defaultdict(dict, dict.items(self))
+
+    __copy__ = copy
+
+    def __reduce__(self) -> Any:  # for pickle and deepcopy
+        self._settle()
+        return defaultdict, (dict,), None, None, iter(list(dict.items(self)))

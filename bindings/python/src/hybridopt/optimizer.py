@@ -1,0 +1,382 @@
+"""OffloadOptimizer: what AdamW, Adam, SGD, Lion and Adagrad have in common. A torch optimizer in
+everything that can be seen; the state lives in the library and its step is one call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from . import abi, placement
+from .contexts import context_for
+from .engine import Engine, Member, State
+from .plans import Plan, Stats, StepResult, described
+from .tensors import DTYPES, gradient_of, local
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class OffloadOptions(TypedDict, total=False):
+    """Keyword arguments that all optimizers here have beside torch's."""
+
+    offload_fraction: float | str
+    """Share of the state that lives on the host: 1.0 (the default) is all; "auto" leaves as much on
+    the device as device_budget_bytes allows."""
+    device_budget_bytes: int | None
+    """With "auto": how many bytes of the device the state may take."""
+    threads: int
+    """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
+    pin: bool
+    """True (the default): staging memory that the system does not pin is an error; False: it is then
+    used unpinned, which is slower."""
+    max_grad_norm: float | None
+    """Clips the global norm of the gradients inside the step, as torch.nn.utils.clip_grad_norm_ does
+    before it; None (the default): no clipping."""
+
+
+DEFAULT_OPTIONS: OffloadOptions = {
+    "offload_fraction": 1.0,
+    "device_budget_bytes": None,
+    "threads": 0,
+    "pin": True,
+    "max_grad_norm": None,
+}
+# Options of torch's optimizers that change what is computed or how it is called.
+UNSUPPORTED = {
+    "amsgrad": "it keeps a third moment",
+    "capturable": "the step runs on the host and cannot be part of a CUDA graph",
+    "differentiable": "autograd does not see the step",
+}
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """The base class. Subclasses say which algorithm it is and what its hyperparameters are."""
+
+    _step_supports_amp_scaling = True  # GradScaler hands scale and verdict to step()
+    _engine: Engine | None = None
+    _options: OffloadOptions = DEFAULT_OPTIONS
+    _placement = placement.Placement(1.0, "no step yet")
+
+    # ------------------------------------------------------------------- what subclasses tell --
+
+    def _algorithm(self) -> int:
+        """enum offload_algorithm."""
+        raise NotImplementedError
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Fields of offload_group_t for a param group."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------- construction --
+
+    def _configure(self, options: OffloadOptions) -> None:
+        """Takes the options apart from torch's. Called before torch's constructor."""
+        for name in options:
+            if name not in DEFAULT_OPTIONS:
+                raise TypeError(
+                    f"{type(self).__name__}() got an unexpected keyword argument {name!r}, expected "
+                    f"torch's or some of {', '.join(DEFAULT_OPTIONS)}"
+                )
+        merged = {**DEFAULT_OPTIONS, **options}
+        placement.check(merged["offload_fraction"], merged["device_budget_bytes"])
+        if merged["max_grad_norm"] is not None and not merged["max_grad_norm"] > 0:
+            raise ValueError(
+                f"Invalid max_grad_norm: {merged['max_grad_norm']}, expected a number above 0, or "
+                "None for no clipping"
+            )
+        self._options = merged
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. After steps the state moves to new memory with room for the new params, so
+        that for a moment there is twice as much."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        for option, why in UNSUPPORTED.items():
+            if group.get(option):
+                raise RuntimeError(
+                    f"hybridopt.{type(self).__name__} does not support {option}=True (param group "
+                    f"{index}): {why}; set it to False"
+                )
+        for name, param in self._named(index, group):
+            if param.requires_grad and local(param).dtype not in DTYPES:
+                raise TypeError(
+                    f"parameter {name!r} is {param.dtype}, expected torch.float32, torch.bfloat16 or "
+                    "torch.float16; convert it, or leave it to a torch optimizer"
+                )
+
+    @staticmethod
+    def _named(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Params with the names they were given, else with their place."""
+        names = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            yield names[i] if names else f"param_groups.{index}.{i}", param
+
+    # ----------------------------------------------------------------------------------- state --
+
+    @property
+    def state(self) -> State:  # type: ignore[override]
+        """Per param, by torch's names: `step`, moments, and the fp32 `master_param` of a param in
+        lower precision. The tensors are views of the library's memory."""
+        return self._state
+
+    @state.setter
+    def state(self, content: dict[Any, Any]) -> None:
+        if self._engine is not None:
+            self._engine.settle(self._state)
+        self._state = State(self, content)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "state": dict(self.state.items()),
+            "_options": self._options,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "state" in state:
+            self.state = state.pop("state")
+        super().__setstate__(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, and for torch's optimizer of the same name too: tensors are references to live
+        state, so deepcopy what must not change with the next step."""
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state_dict of this class or of torch's optimizer of the same name. State stays in
+        fp32 on the host, whatever the params are; it is copied in at the next step."""
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+
+        loaded_groups = deepcopy(state_dict["param_groups"])
+        if len(loaded_groups) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        for own, loaded in zip(self.param_groups, loaded_groups):
+            if len(own["params"]) != len(loaded["params"]):
+                raise ValueError(
+                    "loaded state dict contains a parameter group that doesn't match the size of "
+                    "optimizer's group"
+                )
+        param_of = dict(
+            zip(
+                chain.from_iterable(group["params"] for group in loaded_groups),
+                chain.from_iterable(group["params"] for group in self.param_groups),
+            )
+        )
+        for index, (own, loaded) in enumerate(zip(self.param_groups, loaded_groups)):
+            loaded["params"] = own["params"]
+            if "param_names" in own:
+                loaded.setdefault("param_names", own["param_names"])
+            self._check_group(index, loaded)
+        state = {
+            param_of.get(key, key): dict(value) if isinstance(value, dict) else value
+            for key, value in state_dict["state"].items()
+        }
+        self.__setstate__({"state": state, "param_groups": loaded_groups})
+
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    # ------------------------------------------------------------------------------------ step --
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step over the params that have a gradient. CPU params are updated when it returns, on
+        CUDA it is queued and the current stream waits for it. Gradients stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._found_inf():
+            return loss
+        engine = self._prepare()
+        if engine is not None and engine.bind():
+            options = {"grad_scale": self._grad_scale()}
+            if self._options["max_grad_norm"] is not None:
+                options["grad_norm_max"] = self._options["max_grad_norm"]
+            engine.step(self._state, **options)
+            if engine.device.type == "cpu":
+                engine.settle(self._state)
+        return loss
+
+    def _found_inf(self) -> bool:
+        """GradScaler's verdict, which may be that of other ranks."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and float(found_inf) != 0.0
+
+    def _grad_scale(self) -> float:
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else float(scale)
+
+    def _prepare(self) -> Engine | None:
+        """The engine, committed and up to date with param groups and state; None while there is
+        nothing to step."""
+        groups = [self._hyperparameters(group) for group in self.param_groups]
+        known: Any = () if self._engine is None else self._engine.slot_of
+        if self._engine is not None and not self._fits(self._engine, groups):
+            self._drop_engine()
+        if self._engine is None:
+            members = self._members(known)
+            if all(gradient_of(member.param) is None for member in members):
+                return None
+            engine = self._new_engine(members, groups)
+            engine.commit()
+            self._engine = engine
+        self._engine.set_groups(groups)
+        self._engine.adopt(self._state)
+        return self._engine
+
+    def _fits(self, engine: Engine, groups: list[dict[str, Any]]) -> bool:
+        """Whether params, groups and algorithm are those that the engine was made for."""
+        if len(groups) != len(engine.groups) or self._algorithm() != engine.algorithm:
+            return False
+        if not engine.can_take(groups):
+            return False
+        known = 0
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                slot = engine.slot_of.get(param)
+                if slot is None:
+                    if takes_part(param):
+                        return False
+                elif slot.group != index:
+                    return False
+                else:
+                    known += 1
+        return known == len(engine.slots)
+
+    def _members(self, always: Any) -> list[Member]:
+        """Params that are trained. A frozen one without gradient gets no state."""
+        members: list[Member] = []
+        names: set[str] = set()
+        seen: set[Tensor] = set()
+        for index, group in enumerate(self.param_groups):
+            for name, param in self._named(index, group):
+                if param not in always and not takes_part(param):
+                    continue
+                if param in seen:
+                    raise ValueError(
+                        f"parameter {name!r} is twice in param group {index}, and would be updated "
+                        "twice in each step; name it once"
+                    )
+                while name in names:
+                    name += "'"
+                names.add(name)
+                seen.add(param)
+                members.append(Member(param, name, index))
+        return members
+
+    def _new_engine(self, members: list[Member], groups: list[dict[str, Any]]) -> Engine:
+        device = self._device_of(members)
+        context = context_for(
+            device, threads=self._options["threads"], allow_pageable=int(not self._options["pin"])
+        )
+
+        def engine_for(device_fraction: float) -> Engine:
+            return Engine(
+                context,
+                device,
+                self._algorithm(),
+                groups,
+                members,
+                device_fraction=device_fraction,
+            )
+
+        fraction = self._options["offload_fraction"]
+        self._placement = placement.choose(
+            fraction,
+            self._options["device_budget_bytes"],
+            device.type == "cpu",
+            lambda device_fraction: engine_for(device_fraction).plan(),
+        )
+        if fraction == placement.AUTO:
+            print(
+                f"hybridopt: offload_fraction {self._placement.offload_fraction:.4f}: "
+                f"{self._placement.reason}",
+                file=sys.stderr,
+            )
+        return engine_for(self._placement.device_fraction)
+
+    @staticmethod
+    def _device_of(members: list[Member]) -> torch.device:
+        devices = {local(member.param).device: member.name for member in members}
+        if len(devices) > 1:
+            places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+            raise ValueError(
+                f"the parameters are on several devices ({places}); make one optimizer for each "
+                "device"
+            )
+        return next(iter(devices))
+
+    def _drop_engine(self) -> None:
+        """Its state goes on in tensors of its memory until another engine adopts it."""
+        engine = self._engine
+        if engine is None:
+            return
+        engine.settle(self._state)
+        engine.leave_device()
+        self._engine = None
+
+    # --------------------------------------------------------------------------------- looking --
+
+    def plan(self) -> Plan:
+        """Every byte that the first step will take, or has taken."""
+        engine = self._engine
+        if engine is None:
+            groups = [self._hyperparameters(group) for group in self.param_groups]
+            members = self._members(())
+            if not members:
+                raise abi.InvalidStateError(
+                    "no parameter requires a gradient; there is nothing to plan for"
+                )
+            engine = self._new_engine(members, groups)
+        return described(
+            Plan,
+            engine.plan(),
+            offload_fraction=self._placement.offload_fraction,
+            reason=self._placement.reason,
+        )
+
+    def stats(self) -> Stats:
+        """Totals of steps, bytes and seconds; zeros before the first step."""
+        return described(Stats, self._engine.handle.stats()) if self._engine else Stats()
+
+    def last_step(self) -> StepResult:
+        """What the last step did: skipped? which gradient norm? Waits for it."""
+        if self._engine is None:
+            raise abi.InvalidStateError("no step yet; call step() first")
+        self._engine.settle(self._state)
+        return described(StepResult, self._engine.handle.step_result())
+
+    def refresh_masters(self) -> None:
+        """Weights were written in a way that tensors do not notice (`param.data` in place): the fp32
+        masters follow. Not needed after load_state_dict, copy_ and other operations on params."""
+        if self._engine is not None:
+            self._engine.forget_versions()
+
+    def close(self) -> None:
+        """Gives the state back; the next step starts afresh. What `state` has given out stays valid."""
+        if self._engine is not None:
+            self._engine.settle(self._state)
+            self._engine = None
+        self._state = State(self)
+
+
+def takes_part(param: Tensor) -> bool:
+    return param.requires_grad or gradient_of(param) is not None

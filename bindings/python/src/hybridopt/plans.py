@@ -1,0 +1,111 @@
+"""What the library will take, has taken and has done, as dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from . import abi
+
+_STATE_KINDS = {
+    abi.OFFLOAD_STATE_MASTER: "master_param",
+    abi.OFFLOAD_STATE_EXP_AVG: "exp_avg",
+    abi.OFFLOAD_STATE_EXP_AVG_SQ: "exp_avg_sq",
+    abi.OFFLOAD_STATE_MOMENTUM_BUFFER: "momentum_buffer",
+    abi.OFFLOAD_STATE_SUM: "sum",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every byte that the first step takes, or has taken (offload_plan_t)."""
+
+    param_count: int
+    element_count: int
+    host_elements: int
+    device_elements: int
+    host_state_bytes: dict[str, int]
+    device_state_bytes: dict[str, int]
+    staging_bytes: int
+    host_params_bytes: int
+    host_grads_bytes: int
+    host_swap_bytes: int
+    host_scratch_bytes: int
+    device_scratch_bytes: int
+    host_bytes: int
+    device_bytes: int
+    device_free_bytes: int
+    host_available_bytes: int
+    chunk_count: int
+    grads_down_bytes: int
+    params_up_bytes: int
+    fits: bool
+    offload_fraction: float
+    reason: str  # why the fraction is what it is
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Totals since the state was made (offload_stats_t)."""
+
+    queued: int = 0
+    steps_applied: int = 0
+    steps_skipped: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    staging_bytes: int = 0
+    params_on_device_bytes: int = 0
+    params_on_host_bytes: int = 0
+    grads_on_device_bytes: int = 0
+    grads_on_host_bytes: int = 0
+    states_on_device_bytes: int = 0
+    states_on_host_bytes: int = 0
+    grads_down_bytes: int = 0
+    params_up_bytes: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    total_seconds: float = 0.0
+    norm_seconds: float = 0.0
+    grads_down_seconds: float = 0.0
+    update_seconds: float = 0.0
+    params_up_seconds: float = 0.0
+    device_update_seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the last step did (offload_step_result_t)."""
+
+    skipped: bool
+    step: int
+    grad_norm: float
+    grad_clip: float
+    total_seconds: float
+    norm_seconds: float
+    grads_down_seconds: float
+    update_seconds: float
+    params_up_seconds: float
+    device_update_seconds: float
+    stall_seconds: float
+    grads_down_bytes: int
+    params_up_bytes: int
+
+
+Described = TypeVar("Described", Plan, Stats, StepResult)
+
+
+def described(cls: type[Described], struct: abi.Struct, **extra: Any) -> Described:
+    """The dataclass of a struct: fields of the same names, more readable where that is possible."""
+    values = dict(extra)
+    for field in dataclasses.fields(cls):
+        if field.name in values:
+            continue
+        value = getattr(struct, field.name)
+        if field.name.endswith("_state_bytes"):
+            value = {name: value[kind] for kind, name in _STATE_KINDS.items() if value[kind] > 0}
+        elif field.type == "bool":
+            value = bool(value)
+        values[field.name] = value
+    return cls(**values)

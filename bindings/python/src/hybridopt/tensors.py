@@ -1,0 +1,81 @@
+"""What the library needs to know of torch's tensors: where their elements lie, and how."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import abi
+
+DTYPES = {
+    torch.float32: abi.OFFLOAD_FP32,
+    torch.bfloat16: abi.OFFLOAD_BF16,
+    torch.float16: abi.OFFLOAD_FP16,
+}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: of a DTensor its shard, else all of it."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """The gradient that the next step takes."""
+    return param.grad
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one range of memory, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements as they lie in memory, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def arranged(tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> Tensor:
+    """The tensor in that dtype and memory order; itself if it is so already."""
+    if tensor.dtype == dtype and (tensor.stride() == stride or tensor.numel() == 0):
+        return tensor
+    copied = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
+    return copied.copy_(tensor)
+
+
+def host_view(address: int, count: int, owner: Any) -> Tensor:
+    """`count` fp32 elements of host memory as a tensor, which keeps their owner alive."""
+    if count == 0:
+        return torch.empty(0)
+    memory = (ctypes.c_float * count).from_address(address)
+    memory.owner = owner
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+class _CudaMemory:
+    def __init__(self, address: int, count: int, owner: Any) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "<f4",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def cuda_view(address: int, count: int, owner: Any, device: torch.device) -> Tensor:
+    """`count` fp32 elements of a GPU's memory as a tensor, which keeps their owner alive."""
+    if count == 0:
+        return torch.empty(0, device=device)
+    return torch.as_tensor(_CudaMemory(address, count, owner), device=device)

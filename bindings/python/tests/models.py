@@ -1,0 +1,56 @@
+"""Small models and what tests say of them."""
+
+import copy
+
+import torch
+from torch import nn
+
+import hybridopt
+
+# Every optimizer here with torch's of the same name (None: torch has none) and arguments for both.
+PAIRS = {
+    "AdamW": (hybridopt.AdamW, torch.optim.AdamW, {"lr": 1e-2}),
+    "Adam": (hybridopt.Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.01}),
+    "SGD": (hybridopt.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD plain": (hybridopt.SGD, torch.optim.SGD, {"lr": 1e-2}),
+    "Lion": (hybridopt.Lion, None, {"lr": 1e-3, "weight_decay": 0.01}),
+    "Adagrad": (hybridopt.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "weight_decay": 0.01}),
+}
+WITH_TORCH = {name: pair for name, pair in PAIRS.items() if pair[1] is not None}
+
+
+def perceptron(dtype=torch.float32):
+    return nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 3)).to(dtype)
+
+
+def set_gradients(params, seed, scale=1.0):
+    """Gradients that depend on the seed and nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        noise = torch.randn(param.shape, generator=generator)
+        param.grad = (noise * scale).to(param.dtype)
+
+
+def run(optimizer, params, seeds):
+    for seed in seeds:
+        set_gradients(params, seed)
+        optimizer.step()
+
+
+def bits(tensors):
+    """Every bit, to be compared with ==."""
+    return [tensor.detach().contiguous().view(torch.uint8).tolist() for tensor in tensors]
+
+
+def state_bits(optimizer):
+    """Every bit of the state, in the order of params."""
+    entries = optimizer.state_dict()["state"]
+    return {
+        (index, key): bits([value.reshape(-1)])
+        for index, entry in entries.items()
+        for key, value in entry.items()
+    }
+
+
+def clone(params):
+    return [copy.deepcopy(param) for param in params]

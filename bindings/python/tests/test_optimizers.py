@@ -1,0 +1,396 @@
+"""hybridopt's optimizers as torch optimizers: steps, state, state_dict and params that change."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hybridopt
+from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits
+
+every_optimizer = pytest.mark.parametrize("name", PAIRS)
+every_torch_pair = pytest.mark.parametrize("name", WITH_TORCH)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+# ----------------------------------------------------------------------------------------- state --
+
+
+@every_torch_pair
+def test_state_has_torchs_keys_and_shapes_when_torch_has_them(name):
+    ours_class, torchs_class, arguments = PAIRS[name]
+    model = perceptron()
+    ours, torchs = ours_class(model.parameters(), **arguments), None
+    reference = copy.deepcopy(model)
+    torchs = torchs_class(reference.parameters(), **arguments)
+    set_gradients(list(model.parameters())[:2], 1)
+    set_gradients(list(reference.parameters())[:2], 1)
+    ours.step()
+    torchs.step()
+    ours_state, torchs_state = ours.state_dict(), torchs.state_dict()
+    if name == "Adagrad":  # the one that makes state for params without gradients
+        torchs_state["state"] = {i: torchs_state["state"][i] for i in (0, 1)}
+    assert list(ours_state["state"]) == list(torchs_state["state"])
+    for index, entry in torchs_state["state"].items():
+        assert list(ours_state["state"][index]) == list(entry)
+        for key, value in entry.items():
+            ours_value = ours_state["state"][index][key]
+            assert ours_value.shape == value.shape and ours_value.dtype == value.dtype, key
+    assert ours_state["param_groups"] == torchs_state["param_groups"]
+
+
+def test_state_is_a_view_of_what_the_step_works_on():
+    param = nn.Parameter(torch.ones(4, 3))
+    optimizer = hybridopt.AdamW([param], lr=0.1)
+    run(optimizer, [param], [1])
+    moment = optimizer.state[param]["exp_avg"]
+    before = moment.clone()
+    run(optimizer, [param], [2])
+    assert optimizer.state[param]["exp_avg"] is moment
+    assert not torch.equal(moment, before)
+    assert optimizer.state[param]["step"] == 2
+    moment.zero_()  # written from outside: the next step must start from it
+    set_gradients([param], 3)
+    optimizer.step()
+    assert torch.allclose(moment, 0.1 * param.grad)
+
+
+def test_views_outlive_the_optimizer():
+    param = nn.Parameter(torch.ones(1000))
+    optimizer = hybridopt.AdamW([param])
+    run(optimizer, [param], [1])
+    moment = optimizer.state[param]["exp_avg"]
+    expected = moment.clone()
+    ended = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert ended() is None
+    assert torch.equal(moment, expected)
+
+
+def test_memory_is_given_back_without_views():
+    param = nn.Parameter(torch.ones(1000))
+    optimizer = hybridopt.AdamW([param])
+    run(optimizer, [param], [1])
+    context = optimizer._engine.context
+    assert context.info().optimizers == 1
+    optimizer.close()
+    gc.collect()
+    assert context.info().optimizers == 0
+
+
+def test_params_without_gradients_are_untouched_and_have_no_state():
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = hybridopt.AdamW(params, lr=0.1)
+    optimizer.step()
+    assert len(optimizer.state) == 0
+    params[1].grad = torch.ones(3)
+    optimizer.step()
+    assert list(optimizer.state) == [params[1]]
+    assert torch.equal(params[0], torch.ones(3))
+    params[1].grad = None
+    params[2].grad = torch.ones(3)
+    before = params[1].clone()
+    optimizer.step()
+    assert torch.equal(params[1], before)  # a gradient of None does not step the last one again
+    assert optimizer.state[params[1]]["step"] == 1 and optimizer.state[params[2]]["step"] == 1
+
+
+def test_frozen_params_take_no_memory_until_they_are_trained():
+    frozen = nn.Parameter(torch.ones(100_000), requires_grad=False)
+    trained = nn.Parameter(torch.ones(10))
+    optimizer = hybridopt.AdamW([frozen, trained])
+    run(optimizer, [trained], [1, 2])
+    assert optimizer.plan().element_count == 10
+    moment = optimizer.state[trained]["exp_avg"].clone()
+    frozen.requires_grad_()
+    frozen.grad = torch.ones_like(frozen)
+    trained.grad = None
+    optimizer.step()
+    assert optimizer.plan().element_count == 100_010
+    assert torch.equal(optimizer.state[trained]["exp_avg"], moment)
+    assert optimizer.state[trained]["step"] == 2 and optimizer.state[frozen]["step"] == 1
+
+
+@every_optimizer
+def test_state_that_is_deleted_starts_afresh(name):
+    ours, _, arguments = PAIRS[name]
+    start = [torch.randn(7, 5), torch.randn(3)]
+    for reset in (
+        lambda optimizer: optimizer.state.clear(),
+        lambda optimizer: setattr(optimizer, "state", {}),
+    ):
+        params = [nn.Parameter(tensor.clone()) for tensor in start]
+        optimizer = ours(params, **arguments)
+        run(optimizer, params, [1, 2])
+        reset(optimizer)
+        fresh_params = clone(params)
+        fresh = ours(fresh_params, **arguments)
+        run(optimizer, params, [3, 4])
+        run(fresh, fresh_params, [3, 4])
+        assert bits(params) == bits(fresh_params)
+        assert state_bits(optimizer) == state_bits(fresh)
+
+
+def test_step_counts_written_in_place_are_used():
+    params = [nn.Parameter(torch.ones(3))]
+    optimizer = hybridopt.AdamW(params, lr=0.1)
+    run(optimizer, params, [1])
+    optimizer.state[params[0]]["step"].fill_(100)
+    other_params = clone(params)
+    other = torch.optim.AdamW(other_params, lr=0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, params, [2])
+    run(other, other_params, [2])
+    assert optimizer.state[params[0]]["step"] == 101
+    assert torch.allclose(params[0], other_params[0], rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------ state_dict --
+
+
+@every_torch_pair
+def test_state_dict_goes_to_torch_and_back_bit_for_bit(name):
+    ours_class, torchs_class, arguments = PAIRS[name]
+    params = [nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(3))]
+    ours = ours_class(params, **arguments)
+    run(ours, params, [1, 2, 3])
+    torchs_params = clone(params)
+    torchs = torchs_class(torchs_params, **arguments)
+    torchs.load_state_dict(ours.state_dict())
+    assert state_bits(torchs) == state_bits(ours)
+
+    back_params = clone(params)
+    back = ours_class(back_params, **arguments)
+    back.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    assert state_bits(back) == state_bits(ours)
+    run(ours, params, [4, 5])
+    run(back, back_params, [4, 5])
+    assert bits(back_params) == bits(params)
+    assert state_bits(back) == state_bits(ours)
+
+    torchs.load_state_dict(copy.deepcopy(ours.state_dict()))  # after steps of ours
+    assert state_bits(torchs) == state_bits(ours)
+
+
+@every_torch_pair
+def test_training_begun_with_torch_goes_on_here(name):
+    ours_class, torchs_class, arguments = PAIRS[name]
+    params = [nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(3))]
+    torchs = torchs_class(params, **arguments)
+    run(torchs, params, [1, 2, 3])
+    ours_params = clone(params)
+    ours = ours_class(ours_params, **arguments)
+    ours.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    before = clone(params)
+    run(torchs, params, range(4, 14))
+    run(ours, ours_params, range(4, 14))
+    for ours_param, param, start in zip(ours_params, params, before):
+        update = (param - start).norm()
+        assert (ours_param - param).norm() < 1e-5 * update
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_resuming_through_a_file_changes_no_bit(name, dtype):
+    ours, _, arguments = PAIRS[name]
+    params = [nn.Parameter(torch.randn(7, 5).to(dtype)), nn.Parameter(torch.randn(3).to(dtype))]
+    optimizer = ours(params, **arguments)
+    run(optimizer, params, [1, 2, 3])
+    file = io.BytesIO()
+    torch.save({"params": [param.data for param in params], "opt": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    # Params before the optimizer's state, or after it: the masters keep their low bits.
+    for params_first in (True, False):
+        resumed_params = [nn.Parameter(torch.zeros_like(param)) for param in params]
+        resumed = ours(resumed_params, **arguments)
+        if not params_first:
+            resumed.load_state_dict(saved["opt"])
+        for param, value in zip(resumed_params, saved["params"]):
+            param.data.copy_(value)
+        if params_first:
+            resumed.load_state_dict(saved["opt"])
+        again, again_params = copy.deepcopy((optimizer, params))
+        run(again, again_params, [4, 5])
+        run(resumed, resumed_params, [4, 5])
+        assert bits(resumed_params) == bits(again_params)
+        assert state_bits(resumed) == state_bits(again)
+
+
+def test_state_stays_fp32_for_low_precision_params():
+    params = [nn.Parameter(torch.randn(5).bfloat16())]
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    entry = optimizer.state[params[0]]
+    assert list(entry) == ["step", "exp_avg", "exp_avg_sq", "master_param"]
+    assert all(value.dtype == torch.float32 for value in entry.values())
+    loaded_params = clone(params)
+    loaded = hybridopt.AdamW(loaded_params)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert state_bits(loaded) == state_bits(optimizer)
+    run(loaded, loaded_params, [2])
+    assert all(value.dtype == torch.float32 for value in loaded.state[loaded_params[0]].values())
+
+
+def test_state_of_another_shape_is_refused():
+    small, large = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    saved = hybridopt.AdamW([small])
+    run(saved, [small], [1])
+    optimizer = hybridopt.AdamW([("weight", large)])
+    optimizer.load_state_dict(saved.state_dict())
+    large.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"'weight' has 'exp_avg' of shape \(2,\), expected \(3,\)"):
+        optimizer.step()
+
+
+def test_state_that_lacks_a_moment_is_refused():
+    param = nn.Parameter(torch.ones(2))
+    optimizer = hybridopt.AdamW([("weight", param)])
+    run(optimizer, [param], [1])
+    del optimizer.state[param]["exp_avg_sq"]
+    with pytest.raises(ValueError, match="'weight' lacks 'exp_avg_sq'.*to start its state afresh"):
+        run(optimizer, [param], [2])
+
+
+def test_amsgrads_state_dict_is_refused():
+    param = nn.Parameter(torch.ones(2))
+    torchs = torch.optim.AdamW([param], amsgrad=True)
+    run(torchs, [param], [1])
+    optimizer = hybridopt.AdamW([param])
+    with pytest.raises(RuntimeError, match="does not support amsgrad=True .param group 0."):
+        optimizer.load_state_dict(torchs.state_dict())
+    assert not optimizer.param_groups[0]["amsgrad"] and len(optimizer.state) == 0
+
+
+# ---------------------------------------------------------------------------- copies, new groups --
+
+
+@every_optimizer
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies_go_on_by_themselves(name, copied):
+    ours, _, arguments = PAIRS[name]
+    params = [nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(3).bfloat16())]
+    optimizer = ours(params, threads=1, max_grad_norm=1.0, **arguments)
+    run(optimizer, params, [1, 2])
+    other, other_params = copied((optimizer, params))
+    assert other._options == optimizer._options
+    assert state_bits(other) == state_bits(optimizer)
+    run(optimizer, params, [3])
+    run(other, other_params, [3])
+    assert bits(params) == bits(other_params) and state_bits(other) == state_bits(optimizer)
+    run(optimizer, params, [4])
+    assert state_bits(other) != state_bits(optimizer) or name == "SGD plain"
+
+
+@every_optimizer
+def test_a_group_added_after_steps_changes_nothing_else(name):
+    ours, _, arguments = PAIRS[name]
+    params = [nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(3).bfloat16())]
+    late = nn.Parameter(torch.randn(4))
+    alone_params, alone_late = clone(params), clone([late])
+    optimizer = ours(params, **arguments)
+    run(optimizer, params, [1, 2])
+    optimizer.add_param_group({"params": [late], "lr": 0.5})
+    run(optimizer, [*params, late], [3, 4])
+
+    alone = ours(alone_params, **arguments)
+    run(alone, alone_params, [1, 2])
+    run(alone, alone_params, [3, 4])  # the same gradients come first
+    assert bits(alone_params) == bits(params)
+    lone = ours(alone_late, **{**arguments, "lr": 0.5})
+    for seed in (3, 4):
+        set_gradients([*alone_params, alone_late[0]], seed)
+        lone.step()
+    assert bits(alone_late) == bits([late])
+
+
+def test_a_group_added_after_steps_is_clipped_with_the_others():
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    optimizer = hybridopt.SGD([params[0]], lr=1.0, max_grad_norm=1.0)
+    params[0].grad = torch.zeros(2)
+    optimizer.step()
+    optimizer.add_param_group({"params": [params[1]]})
+    params[0].grad, params[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    optimizer.step()
+    assert optimizer.last_step().grad_norm == 5.0
+    assert torch.allclose(params[0], torch.tensor([1 - 0.6, 1.0]))
+    assert torch.allclose(params[1], torch.tensor([1.0, 1 - 0.8]))
+
+
+def test_a_momentum_that_comes_later_gets_its_buffers():
+    params = [nn.Parameter(torch.ones(3))]
+    other_params = clone(params)
+    optimizer, other = hybridopt.SGD(params, lr=0.1), torch.optim.SGD(other_params, lr=0.1)
+    for each, its_params in ((optimizer, params), (other, other_params)):
+        run(each, its_params, [1])
+        each.param_groups[0]["momentum"] = 0.9
+        run(each, its_params, [2, 3])
+    assert torch.allclose(params[0], other_params[0], rtol=1e-6)
+    assert list(optimizer.state[params[0]]) == ["momentum_buffer"]
+
+
+# ---------------------------------------------------------------------- weights from outside --
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["AdamW", "SGD plain"])
+def test_loaded_weights_are_not_reverted(name, dtype):
+    ours, _, arguments = PAIRS[name]
+    param = nn.Parameter(torch.randn(50).to(dtype))
+    optimizer = ours([param], **{**arguments, "lr": 0.0, "weight_decay": 0.0})
+    run(optimizer, [param], [1])
+    loaded = torch.randn(50).to(dtype)
+    for load in (
+        lambda: param.copy_(loaded),
+        lambda: setattr(param, "data", loaded.clone()),
+        lambda: (param.data.copy_(loaded), optimizer.refresh_masters()),
+    ):
+        with torch.no_grad():
+            load()
+        run(optimizer, [param], [2])
+        assert bits([param]) == bits([loaded])
+        with torch.no_grad():
+            param.zero_()
+        run(optimizer, [param], [3])
+
+
+def test_one_written_element_leaves_the_other_masters_alone():
+    param = nn.Parameter(torch.randn(50).bfloat16())
+    optimizer = hybridopt.AdamW([param], lr=1e-3)
+    run(optimizer, [param], [1, 2])
+    masters = optimizer.state[param]["master_param"].clone()
+    assert not torch.equal(masters, masters.bfloat16().float())
+    with torch.no_grad():
+        param[7] = 3.0
+    optimizer.param_groups[0]["lr"] = 0.0
+    run(optimizer, [param], [3])
+    masters[7] = 3.0
+    assert torch.equal(optimizer.state[param]["master_param"], masters)
+
+
+def test_two_optimizers_may_share_params():
+    for dtype in DTYPES:
+        param = nn.Parameter(torch.ones(10).to(dtype))
+        first = hybridopt.SGD([param], lr=0.5)
+        second = hybridopt.SGD([param], lr=0.25)
+        param.grad = torch.ones_like(param)
+        for _ in range(3):
+            first.step()
+            second.step()
+        assert torch.equal(param, torch.full((10,), 1 - 3 * 0.75).to(dtype))
+
+
+def test_autograd_notices_the_step():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = hybridopt.SGD([param], lr=0.1)
+    loss = (param * param).sum()
+    param.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
