@@ -1,0 +1,269 @@
+"""Which elements of a global tensor a process holds, and who counts them.
+
+The library takes a shard as boxes in the global tensor and never derives one from a placement. Here
+the boxes of a DTensor are made from its placements, by the rules by which torch cuts tensors:
+Shard(d) cuts what is left of dimension d as torch.chunk does, _StridedShard(d, k) first cuts it
+into k pieces and then takes one part of each. So what a rank holds along a dimension is a list of
+runs, and the local tensor is their product:
+
+    rows  0..1, 4..5  x  columns 0..7          two boxes, one after the other in memory
+    rows  0..1        x  columns 0..3, 8..11   four boxes: memory goes through the columns' runs
+                                               row by row
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from . import abi
+
+# A half-open range of indices along one dimension.
+Run = tuple[int, int]
+MAX_BOXES = 4096  # of the library
+# The attribute by which a plain tensor says what part of what it is (Megatron's buffers, say).
+SHARD_ATTRIBUTE = "offload_shard"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorShard:
+    """The part of a global tensor that a process holds: boxes (offsets, extents), and perhaps a
+    range of elements counted through the boxes in order. A replica is stepped here and counted in
+    the norm, and saved, by another rank."""
+
+    global_shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    range: tuple[int, int] | None = None  # first element, number of elements
+    replica: bool = False
+
+    def struct(self) -> abi.offload_shard_t:
+        """The shard as the ABI has it; it keeps its arrays alive."""
+        dimensions = len(self.global_shape)
+        begin, count = self.range or (0, 0)
+        return abi.offload_shard_t(
+            dimensions=dimensions,
+            box_count=len(self.boxes),
+            flags=abi.OFFLOAD_SHARD_RANGE if self.range else 0,
+            global_shape=_int64s(self.global_shape),
+            box_offsets=_int64s(i for offsets, _ in self.boxes for i in offsets),
+            box_extents=_int64s(i for _, extents in self.boxes for i in extents),
+            range_begin=begin,
+            range_count=count,
+        )
+
+
+def _int64s(values: Any) -> Any:
+    listed = list(values)
+    return (ctypes.c_int64 * len(listed))(*listed)
+
+
+def shard_of(param: Tensor, name: str) -> TensorShard | None:
+    """What a param says of itself; None for a plain tensor that says nothing."""
+    if isinstance(param, DTensor):
+        return _shard_of_dtensor(param, name)
+    shard = getattr(param, SHARD_ATTRIBUTE, None)
+    if shard is not None and not isinstance(shard, TensorShard):
+        raise TypeError(
+            f"param {name}: {SHARD_ATTRIBUTE} is a {type(shard).__name__}, expected a "
+            "hybridopt.TensorShard"
+        )
+    return shard
+
+
+def _shard_of_dtensor(param: DTensor, name: str) -> TensorShard:
+    mesh = param.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank holds none of it
+        nothing = (0,) * max(param.ndim, 1)
+        return TensorShard(tuple(param.shape) or (1,), ((nothing, nothing),), replica=True)
+    runs = runs_of(param.shape, mesh.shape, coordinate, param.placements, name)
+    local = param._local_tensor
+    extents = tuple(sum(end - begin for begin, end in dimension) for dimension in runs)
+    if extents != tuple(local.shape):
+        raise ValueError(
+            f"param {name}: its local tensor has the shape {tuple(local.shape)}, expected {extents} "
+            f"for {tuple(param.shape)} with {param.placements} on a mesh of {tuple(mesh.shape)}; "
+            "make it with distribute_tensor or fully_shard"
+        )
+    if not local.is_contiguous():
+        raise ValueError(
+            f"param {name}: its local tensor has the strides {local.stride()}, expected a contiguous "
+            "one; call contiguous() on the param before it is distributed"
+        )
+    replica = any(
+        isinstance(placement, Replicate) and index > 0
+        for placement, index in zip(param.placements, coordinate)
+    )
+    return TensorShard(tuple(param.shape) or (1,), boxes_of(runs, name), replica=replica)
+
+
+def runs_of(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+    name: str,
+) -> list[list[Run]]:
+    """What the rank at a mesh coordinate holds along each dimension, in the order of its memory."""
+    runs = [[(0, size)] if size else [] for size in global_shape]
+    for parts, part, placement in zip(mesh_shape, coordinate, placements):
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, _StridedShard):
+            pieces = _chunks(runs[placement.dim], int(placement.split_factor))
+        elif isinstance(placement, Shard):
+            pieces = [runs[placement.dim]]
+        else:
+            raise ValueError(
+                f"param {name}: placement {placement} is unsupported, expected Shard or Replicate; "
+                "redistribute it first"
+            )
+        held = [run for piece in pieces for run in _chunks(piece, parts)[part]]
+        runs[placement.dim] = _joined(held)
+    return runs
+
+
+def _chunks(runs: list[Run], count: int) -> list[list[Run]]:
+    """Runs cut into `count` parts as torch.chunk cuts: equal but for the last ones, which may be
+    shorter, or empty."""
+    size = sum(end - begin for begin, end in runs)
+    length = -(-size // count)
+    return [_slice(runs, i * length, (i + 1) * length) for i in range(count)]
+
+
+def _slice(runs: list[Run], first: int, last: int) -> list[Run]:
+    """The elements `first` to `last` of runs, counted through them."""
+    cut, passed = [], 0
+    for begin, end in runs:
+        low, high = max(first - passed, 0), min(last - passed, end - begin)
+        if low < high:
+            cut.append((begin + low, begin + high))
+        passed += end - begin
+    return cut
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Runs that follow each other directly made one."""
+    joined: list[Run] = []
+    for begin, end in runs:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def boxes_of(
+    runs: list[list[Run]], name: str
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """The product of each dimension's runs, as boxes in the order of a contiguous local tensor."""
+    if not runs:  # a scalar
+        return (((0,), (1,)),)
+    if any(not dimension for dimension in runs):
+        nothing = (0,) * len(runs)
+        return ((nothing, nothing),)
+    # Memory goes through the last cut dimension once for every index of the dimensions before it.
+    cut = max((d for d, dimension in enumerate(runs) if len(dimension) > 1), default=0)
+    before = [
+        [(i, i + 1) for begin, end in dimension for i in range(begin, end)]
+        for dimension in runs[:cut]
+    ]
+    count = math.prod(map(len, before + runs[cut:]))
+    if count > MAX_BOXES:
+        raise ValueError(
+            f"param {name}: its shard is {count} separate pieces of memory, expected at most "
+            f"{MAX_BOXES}; shard it along dimension 0, or along one dimension by one mesh dimension"
+        )
+    boxes = itertools.product(*before, *runs[cut:])
+    return tuple(
+        (tuple(begin for begin, _ in box), tuple(end - begin for begin, end in box))
+        for box in boxes
+    )
+
+
+def mark_replicas(
+    shards: dict[str, TensorShard | None], params: dict[str, Tensor], group: dist.ProcessGroup
+) -> dict[str, TensorShard | None]:
+    """Plain tensors have no mesh to say who counts them: of those with one name, the group's lowest
+    rank does, and they must be the same on all ranks. All ranks of the group call this."""
+    plain = {name: _digest(params[name]) for name, shard in shards.items() if shard is None}
+    gathered: list[dict[str, tuple]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, plain, group=group)
+    counting: dict[str, int] = {}
+    for rank, theirs in enumerate(gathered):
+        for name, digest in theirs.items():
+            first = counting.setdefault(name, rank)
+            if digest != gathered[first][name]:
+                raise ValueError(
+                    f"param {name}: ranks {first} and {rank} hold different tensors of this name, "
+                    f"{gathered[first][name][0]} and {digest[0]}; broadcast the model first if they "
+                    f"are replicas, else name them apart or set {SHARD_ATTRIBUTE}"
+                )
+    marked = dict(shards)
+    for name in plain:
+        if counting[name] != dist.get_rank(group):
+            shape = tuple(params[name].shape) or (1,)
+            whole = ((0,) * len(shape), shape)
+            marked[name] = TensorShard(shape, (whole,), replica=True)
+    return marked
+
+
+def _digest(param: Tensor) -> tuple[str, int, int]:
+    """Tells different tensors apart: shape and dtype, and two sums over the bits."""
+    with torch.no_grad():
+        bits = param.detach().contiguous().view(-1).view(_BITS[param.element_size()])
+        sums = [0, 0]
+        for piece in bits.split(_DIGEST_ELEMENTS):
+            wide = piece.to(torch.int64)
+            order = torch.arange(1, wide.numel() + 1, device=wide.device)
+            sums[0] += int(wide.sum())
+            sums[1] = (31 * sums[1] + int((wide * order).sum())) % (1 << 63)
+    return f"{tuple(param.shape)} {param.dtype}", sums[0], sums[1]
+
+
+_DIGEST_ELEMENTS = 1 << 22  # so many at once: their 64-bit copies take 64 MiB
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
+    """The part of a gradient that belongs to what this process holds of the param."""
+    if not isinstance(grad, DTensor):
+        return grad
+    if not isinstance(param, DTensor) or grad.placements != param.placements:
+        expected = param.placements if isinstance(param, DTensor) else "a plain tensor"
+        raise ValueError(
+            f"param {name}: its gradient has the placements {grad.placements}, expected {expected}; "
+            "call grad.redistribute() with the param's placements before step()"
+        )
+    return _arrived(grad._local_tensor)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The tensor itself, if it is what a collective will give once somebody looks."""
+    wait = getattr(tensor, "wait", None)
+    return wait() if callable(wait) else tensor
+
+
+def like_param(state: Tensor, param: Tensor) -> Tensor:
+    """A state tensor of this process's elements as what the param is: plain, or a DTensor of the
+    same placements, which shares its memory. It stays where it is, whatever the mesh's device."""
+    if not isinstance(param, DTensor):
+        return state
+    spec = param._spec
+    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, state.dtype)
+    return DTensor(
+        state.view(param._local_tensor.shape),
+        DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta),
+        requires_grad=False,
+    )
