@@ -99,7 +99,7 @@ def test_ranges_and_flags_reach_the_struct():
 
 
 def test_partial_placements_are_refused():
-    with pytest.raises(ValueError, match="param weight: placement .* is unsupported, expected Shard"):
+    with pytest.raises(ValueError, match="param weight: placement .* is unsupported"):
         sharding.runs_of((4,), (2,), (0,), [Partial()], "weight")
 
 
@@ -108,7 +108,7 @@ def test_shards_in_too_many_pieces_are_refused():
     runs = sharding.runs_of((2048, 8), (2,), (0,), columns, "weight")
     assert len(sharding.boxes_of(runs, "weight")) == 4096
     runs = sharding.runs_of((2049, 8), (2,), (0,), columns, "weight")
-    with pytest.raises(ValueError, match="param weight: its shard is 4098 separate pieces of memory"):
+    with pytest.raises(ValueError, match="its shard is 4098 separate pieces of memory"):
         sharding.boxes_of(runs, "weight")
 
 

@@ -92,14 +92,14 @@ def _shard_of_dtensor(param: DTensor, name: str) -> TensorShard:
     extents = tuple(sum(end - begin for begin, end in dimension) for dimension in runs)
     if extents != tuple(local.shape):
         raise ValueError(
-            f"param {name}: its local tensor has the shape {tuple(local.shape)}, expected {extents} "
-            f"for {tuple(param.shape)} with {param.placements} on a mesh of {tuple(mesh.shape)}; "
+            f"param {name}: its local tensor has the shape {tuple(local.shape)}, expected "
+            f"{extents} for {tuple(param.shape)} with {param.placements} on a mesh of {tuple(mesh.shape)}; "
             "make it with distribute_tensor or fully_shard"
         )
     if not local.is_contiguous():
         raise ValueError(
-            f"param {name}: its local tensor has the strides {local.stride()}, expected a contiguous "
-            "one; call contiguous() on the param before it is distributed"
+            f"param {name}: its local tensor has the strides {local.stride()}, expected a "
+            "contiguous one; call contiguous() on the param before it is distributed"
         )
     replica = any(
         isinstance(placement, Replicate) and index > 0
@@ -207,8 +207,8 @@ def mark_replicas(
             if digest != gathered[first][name]:
                 raise ValueError(
                     f"param {name}: ranks {first} and {rank} hold different tensors of this name, "
-                    f"{gathered[first][name][0]} and {digest[0]}; broadcast the model first if they "
-                    f"are replicas, else name them apart or set {SHARD_ATTRIBUTE}"
+                    f"{gathered[first][name][0]} and {digest[0]}; broadcast the model first if "
+                    f"they are replicas, else name them apart or set {SHARD_ATTRIBUTE}"
                 )
     marked = dict(shards)
     for name in plain:
@@ -243,8 +243,8 @@ def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
     if not isinstance(param, DTensor) or grad.placements != param.placements:
         expected = param.placements if isinstance(param, DTensor) else "a plain tensor"
         raise ValueError(
-            f"param {name}: its gradient has the placements {grad.placements}, expected {expected}; "
-            "call grad.redistribute() with the param's placements before step()"
+            f"param {name}: its gradient has the placements {grad.placements}, expected "
+            f"{expected}; call grad.redistribute() with the param's placements before step()"
         )
     return _arrived(grad._local_tensor)
 

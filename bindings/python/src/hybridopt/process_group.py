@@ -1,0 +1,139 @@
+"""The ranks of a torch.distributed process group as the library's comm table.
+
+A step asks the other ranks for two numbers: the sum of squares of all gradients, and whether any is
+Inf or NaN. It asks from the library's own thread, at a time of its own, while the training thread
+goes on. So the table has a group of its own, over gloo, whatever the training uses: gloo needs no
+device, and calls of its own group cannot get in between those of NCCL, whose order must be the same
+on all ranks.
+
+ctypes takes the interpreter's lock for each call, and torch gives it up while it waits for others,
+as ctypes does while Python waits for the library: nobody holds it who waits for someone else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import abi
+
+_log = logging.getLogger("hybridopt")
+
+
+class ProcessGroupComm:
+    """A comm table over the ranks of `group` (None: all of them). All ranks of it make one, at the
+    same point of their program, for the group of its own is made here.
+
+    Every rank gathers all values and combines them in rank order: the same bits everywhere."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout_seconds: float = 600.0
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "there is no process group; call torch.distributed.init_process_group() first"
+            )
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds is {timeout_seconds}, expected more than 0")
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(
+                "process_group does not contain this rank; give one that it is a member of"
+            )
+        self.world = dist.get_world_size(group)
+        self.timeout_ns = int(timeout_seconds * 1e9)
+        self.error = ""  # why the first call failed
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(group or dist.group.WORLD),
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+            backend="gloo",
+            use_local_synchronization=group is not None,
+            group_desc="hybridopt",
+        )
+        # The table's functions are called until the optimizer is destroyed; they live as long as
+        # the table, which the optimizer keeps.
+        self.table = abi.offload_comm_t(
+            rank=self.rank,
+            world=self.world,
+            sum=_field("sum")(self._sum),
+            max=_field("max")(self._max),
+            barrier=_field("barrier")(self._barrier),
+        )
+
+    def _sum(self, _: int | None, values: Any, count: int, timeout_ns: int) -> int:
+        return self._reduce(values, count, timeout_ns, torch.float64, torch.add)
+
+    def _max(self, _: int | None, values: Any, count: int, timeout_ns: int) -> int:
+        return self._reduce(values, count, timeout_ns, torch.int32, torch.maximum)
+
+    def _barrier(self, _: int | None, timeout_ns: int) -> int:
+        return self._guarded(lambda: self._gather(torch.zeros(1, dtype=torch.int32), timeout_ns))
+
+    def _reduce(
+        self,
+        values: Any,
+        count: int,
+        timeout_ns: int,
+        dtype: torch.dtype,
+        combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> int:
+        def reduce() -> None:
+            own = torch.tensor(values[:count], dtype=dtype)
+            first, *others = self._gather(own, timeout_ns)
+            for other in others:
+                first = combine(first, other)
+            for i, value in enumerate(first.tolist()):
+                values[i] = value
+
+        return self._guarded(reduce)
+
+    def _gather(self, own: torch.Tensor, timeout_ns: int) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order."""
+        gathered = [torch.empty_like(own) for _ in range(self.world)]
+        work = self._group.allgather([gathered], [own])
+        work.wait(datetime.timedelta(microseconds=max(1, timeout_ns // 1000)))
+        return gathered
+
+    def _guarded(self, action: Callable[[], object]) -> int:
+        """The status of an action. Nothing may be raised into the library, and after a failure the
+        ranks are out of step for good: what a later call gathered would be of an earlier one."""
+        if self.error:
+            return abi.OFFLOAD_COMM_FAILED
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001
+            self.error = f"{type(error).__name__}: {error}"
+            _log.error("rank %d of %d: %s", self.rank, self.world, self.error)
+            timed_out = "timed out" in str(error).lower()
+            return abi.OFFLOAD_TIMED_OUT if timed_out else abi.OFFLOAD_COMM_FAILED
+        return abi.OFFLOAD_OK
+
+
+def _field(name: str) -> Any:
+    """The type of a function of the table."""
+    return dict(abi.offload_comm_t._fields_)[name]
+
+
+def finish_at_exit(optimizer: abi.Optimizer, comm: ProcessGroupComm) -> None:
+    """Lets queued work end before the interpreter does: the library's thread cannot call functions
+    of an interpreter that is gone."""
+    referred = weakref.ref(optimizer)
+
+    def finish() -> None:
+        alive = referred()
+        if alive is None or alive.closed:
+            return
+        try:
+            alive.wait(timeout_ns=comm.timeout_ns)
+        except abi.HybridoptError as error:
+            _log.error("rank %d of %d: work queued at exit: %s", comm.rank, comm.world, error)
+
+    atexit.register(finish)
+    weakref.finalize(optimizer, atexit.unregister, finish).atexit = False

@@ -1,0 +1,41 @@
+"""Runs a function of a test in several processes that form a gloo group. Not a test itself."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# One process imports torch and is forked for every rank: it has no threads that a fork would lose.
+multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "hybridopt.abi"])
+
+
+def run(function, world, *arguments):
+    """Calls function(rank, world, *arguments) in each of `world` processes; what one of them raises
+    is raised here, with its traceback as text. Gives what each returned, by rank; None for one that
+    went away without a word."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _rank, (world, folder, function, arguments), nprocs=world, start_method="forkserver"
+        )
+        results = [os.path.join(folder, f"result{rank}") for rank in range(world)]
+        return [torch.load(path) if os.path.exists(path) else None for path in results]
+
+
+def _rank(rank, world, folder, function, arguments):
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
+    try:
+        result = function(rank, world, *arguments)
+    except BaseException:
+        # The others may wait for this rank for ever; start_processes ends them.
+        raise RuntimeError(traceback.format_exc()) from None
+    torch.save(result, os.path.join(folder, f"result{rank}"))
+    dist.barrier()
+    dist.destroy_process_group()
