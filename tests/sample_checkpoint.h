@@ -1,5 +1,5 @@
-// A small checkpoint made by hand, element by element: two ranks, boxes, ranges, uneven and missing
-// shards, one array of several blocks. What the library makes of it is held against Element().
+// Checkpoints made by hand, element by element, whatever the library's own saving does. What the
+// library makes of them is held against Element().
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,38 +16,23 @@
 
 namespace hybridopt::checkpoint {
 
-// The value of an element: tells its param, kind and place.
+// The value of an element: tells its param, kind and place, and has few digits.
 inline float Element(size_t param, int32_t kind, uint64_t global_index) {
-  return static_cast<float>(param * 1000 + static_cast<size_t>(kind) * 100) +
-         static_cast<float>(global_index) / 8192;
+  return static_cast<float>(4 * (param + 1)) + static_cast<float>(kind) / 2 +
+         static_cast<float>(global_index) / 4096;
 }
 
-class Sample {
+class HandMade {
  public:
-  Sample() {
+  HandMade(int32_t algorithm, uint32_t world) {
     manifest.writer = "tests/sample_checkpoint.h";
     manifest.step = 42;
-    manifest.algorithm = OFFLOAD_ADAMW;
+    manifest.algorithm = algorithm;
     manifest.layout = "fp32";
-    manifest.world = 2;
+    manifest.world = world;
     manifest.block_bytes = kBlockBytesMin;
-    manifest.groups = {Group(0.001, 0.1), Group(0.002, 0)};
-    for (uint32_t rank = 0; rank < 2; ++rank)
-      manifest.files.push_back({ShardFileName(rank, 2), rank, 0, 0, 0});
-    // Columns, as tensor parallelism has it.
-    AddParam("embed.weight", OFFLOAD_BF16, {6, 5});
-    AddShard(0, 0, {{0, 0}, {6, 2}});
-    AddShard(1, 0, {{0, 2}, {6, 3}});
-    // Uneven ranges of the whole, as ZeRO has it.
-    AddParam("blocks.0.\"qkv\"", OFFLOAD_BF16, {4, 8});
-    AddShard(0, 0, {{0, 0}, {4, 8}}, 0, 13);
-    AddShard(1, 0, {{0, 0}, {4, 8}}, 13, 19);
-    // On one rank alone, in several blocks.
-    AddParam("head.weight", OFFLOAD_FP32, {1100});
-    AddShard(1, 1, {{0}, {1100}});
-    // Nothing of it, so nothing is stored.
-    AddParam("n\xc3\xa4me", OFFLOAD_FP16, {0, 7});
-    Fill();
+    for (uint32_t rank = 0; rank < world; ++rank)
+      manifest.files.push_back({ShardFileName(rank, world), rank, 0, 0, 0});
   }
 
   // Lays the files out and fills them, after a change to the manifest.
@@ -89,44 +74,73 @@ class Sample {
     ASSERT_TRUE(out.flush()) << path;
   }
 
-  static offload_group_t Group(double lr, double weight_decay) {
-    offload_group_t group{};
-    group.struct_size = sizeof(group);
-    group.lr = lr;
-    group.beta1 = 0.9;
-    group.beta2 = 0.999;
-    group.eps = 1e-8;
-    group.weight_decay = weight_decay;
-    return group;
-  }
-
   void AddParam(const std::string& name, int32_t dtype, const std::vector<int64_t>& shape) {
     manifest.params.push_back({name, dtype, shape, {}});
   }
 
-  // To the last param; without a range, the whole box.
-  void AddShard(uint32_t rank, uint32_t group, const Box& box, uint64_t begin = 0,
+  // To the last param; without a range, the whole of the boxes.
+  void AddShard(uint32_t rank, uint32_t group, const std::vector<Box>& boxes, uint64_t begin = 0,
                 uint64_t count = UINT64_MAX) {
     StoredParam& param = manifest.params.back();
-    StoredShard stored{rank, group, 40 + rank, {}, {}};
+    StoredShard stored{rank, group, 40 + manifest.params.size(), {}, {}};
     stored.shard.dimensions = static_cast<uint32_t>(param.shape.size());
     std::copy(param.shape.begin(), param.shape.end(), stored.shard.global_shape.begin());
-    stored.shard.boxes = {box};
-    if (count == UINT64_MAX) {
-      count = 1;
-      for (uint32_t d = 0; d < stored.shard.dimensions; ++d)
-        count *= static_cast<uint64_t>(box.extent[d]);
-    }
+    stored.shard.boxes = boxes;
     stored.shard.range_begin = begin;
     stored.shard.range_count = count;
-    for (int32_t kind : {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ})
-      stored.tensors.push_back({kind, Dtype::kF32, rank, 0, count * 4, {}});
+    if (count == UINT64_MAX) {
+      stored.shard.range_count = 0;
+      for (const Box& box : boxes) {
+        uint64_t elements = 1;
+        for (size_t d = 0; d < param.shape.size(); ++d)
+          elements *= static_cast<uint64_t>(box.extent[d]);
+        stored.shard.range_count += elements;
+      }
+    }
+    for (int32_t kind : kinds)
+      stored.tensors.push_back(
+          {kind, Dtype::kF32, rank, 0, stored.shard.range_count * sizeof(float), {}});
     param.shards.push_back(std::move(stored));
   }
 
+  std::vector<int32_t> kinds = {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG,
+                                OFFLOAD_STATE_EXP_AVG_SQ};  // of the shards that are added
   Manifest manifest{};
   std::string text;                // of the manifest
   std::vector<std::string> files;  // whole, as manifest.files
+};
+
+inline offload_group_t AdamGroup(double lr, double weight_decay) {
+  offload_group_t group{};
+  group.struct_size = sizeof(group);
+  group.lr = lr;
+  group.beta1 = 0.9;
+  group.beta2 = 0.999;
+  group.eps = 1e-8;
+  group.weight_decay = weight_decay;
+  return group;
+}
+
+// Two ranks, boxes, ranges, uneven and missing shards, one param of several blocks.
+class Sample : public HandMade {
+ public:
+  Sample() : HandMade(OFFLOAD_ADAMW, 2) {
+    manifest.groups = {AdamGroup(0.001, 0.1), AdamGroup(0.002, 0)};
+    // Columns, as tensor parallelism has it.
+    AddParam("embed.weight", OFFLOAD_BF16, {6, 5});
+    AddShard(0, 0, {{{0, 0}, {6, 2}}});
+    AddShard(1, 0, {{{0, 2}, {6, 3}}});
+    // Uneven ranges of the whole, as ZeRO has it.
+    AddParam("blocks.0.\"qkv\"", OFFLOAD_BF16, {4, 8});
+    AddShard(0, 0, {{{0, 0}, {4, 8}}}, 0, 13);
+    AddShard(1, 0, {{{0, 0}, {4, 8}}}, 13, 19);
+    // On one rank alone, in several blocks.
+    AddParam("head.weight", OFFLOAD_FP32, {1100});
+    AddShard(1, 1, {{{0}, {1100}}});
+    // Nothing of it, so nothing is stored.
+    AddParam("n\xc3\xa4me", OFFLOAD_FP16, {0, 7});
+    Fill();
+  }
 };
 
 }  // namespace hybridopt::checkpoint
