@@ -81,7 +81,7 @@ void BlockWriter::Loop() {
     Status status = file_.Write(data, whole_bytes, piece.offset);
     lock.lock();
     writing_ -= 1;
-    free_.push_back(piece.block);
+    free_.insert(free_.begin(), piece.block);  // at the back stays what Next may have given
     if (status.ok()) {
       bytes_written_ += piece.bytes;
       wrote_(bytes_written_);
