@@ -194,6 +194,11 @@ class Lion(OffloadOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)  # a state_dict of another Lion may lack it
+
     def _algorithm(self) -> int:
         return abi.OFFLOAD_LION
 
