@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridopt import abi
-from hybridopt.process_group import ProcessGroupComm, finish_at_exit
+from hybridopt.process_group import ProcessGroupComm
 
 SECOND_NS = 1_000_000_000
 
@@ -62,7 +62,7 @@ def steps_of_a_shard(rank, world, elements, options):
         optimizer = abi.Optimizer(
             context,
             algorithm=abi.OFFLOAD_ADAMW,
-            comm=ctypes.pointer(comm.table) if comm else None,
+            **(comm.options() if comm else {}),
         )
         with optimizer:
             group = optimizer.add_group(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
@@ -143,8 +143,7 @@ def a_rank_that_dies(rank, world, folder):
         optimizer = abi.Optimizer(
             context,
             algorithm=abi.OFFLOAD_LION,
-            comm=ctypes.pointer(comm.table),
-            comm_timeout_ns=60 * SECOND_NS,
+            **comm.options(),
         )
         with optimizer:
             group = optimizer.add_group(lr=0.5)
@@ -181,20 +180,20 @@ EXIT_PROGRAM = """
 import atexit, ctypes, sys, time
 import torch, torch.distributed as dist
 from hybridopt import abi
-from hybridopt.process_group import ProcessGroupComm, finish_at_exit
+from hybridopt.process_group import ProcessGroupComm
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 comm = ProcessGroupComm(timeout_seconds=30)
 data, grad = torch.ones(8), torch.ones(8)
 context = abi.Context(threads=1)
-optimizer = abi.Optimizer(context, algorithm=abi.OFFLOAD_LION, comm=ctypes.pointer(comm.table))
+optimizer = abi.Optimizer(context, algorithm=abi.OFFLOAD_LION, **comm.options())
 group = optimizer.add_group(lr=0.5)
 param = abi.offload_param_t(group=group, dtype=1, grad_dtype=1, name=b"weight", count=8)
 param.data, param.grad = data.data_ptr(), grad.data_ptr()
 optimizer.add_params([param])
 optimizer.commit()
 atexit.register(lambda: print(data.tolist()))  # runs after what is registered later
-finish_at_exit(optimizer, comm)
+comm.finish_at_exit(optimizer)
 time.sleep(rank)  # rank 0 is at its end long before the other one answers
 optimizer.step(grad_norm_max=1.0)
 """

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .algorithms import SGD, Adagrad, Adam, AdamW, Lion
     from .optimizer import OffloadOptimizer
     from .plans import Plan, Stats, StepResult
+    from .sharding import TensorShard
 
 _MODULES = {
     "Adagrad": "algorithms",
@@ -21,6 +22,7 @@ _MODULES = {
     "Plan": "plans",
     "Stats": "plans",
     "StepResult": "plans",
+    "TensorShard": "sharding",
 }
 
 __all__ = list(_MODULES)

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,14 @@ from .tensors import (
     host_view,
     in_memory_order,
     is_dense,
+    like_param,
     local,
+    local_gradient,
+    local_part,
 )
+
+if TYPE_CHECKING:
+    from .sharding import TensorShard
 
 # The moments of each algorithm by torch's names, and whether torch keeps a step count with them.
 MOMENTS = {
@@ -55,6 +61,7 @@ class Member:
     param: Tensor
     name: str
     group: int
+    shard: TensorShard | None = None  # None: all of a tensor
 
 
 class Slot:
@@ -69,6 +76,7 @@ class Slot:
         self.param = member.param
         self.name = member.name
         self.group = member.group
+        self.shard = member.shard
         self.dtype = current.dtype
         self.grad_dtype = current.dtype if grad is None else local(grad).dtype
         if self.grad_dtype not in DTYPES:
@@ -152,13 +160,17 @@ class Engine:
                     data=slot.address or None,
                     count=slot.count,
                     shard=shard,
+                    flags=abi.OFFLOAD_PARAM_REPLICA if slot.shard and slot.shard.replica else 0,
                 )
                 for slot, shard in zip(self.slots, shards)
             ]
         )
 
     def _shard(self, slot: Slot) -> Any:
-        """The whole tensor, by its dimensions where its elements lie in their order."""
+        """What the member says, else the whole tensor, by its dimensions where its elements lie in
+        their order."""
+        if slot.shard is not None:
+            return ctypes.pointer(slot.shard.struct())
         if not slot.row_major or not 1 <= len(slot.shape) <= 8:
             return None
         sizes = ctypes.c_int64 * len(slot.shape)
@@ -209,7 +221,7 @@ class Engine:
         for slot in self.slots:
             address = self._address_of(slot)
             grad = gradient_of(slot.param)
-            slot.grad = None if grad is None else self._usable(slot, local(grad))
+            slot.grad = None if grad is None else self._usable(slot, grad)
             grad_address = 0 if slot.grad is None else slot.grad.data_ptr()
             if slot.grad is not None:
                 self._active.append(slot)
@@ -256,6 +268,7 @@ class Engine:
 
     def _usable(self, slot: Slot, grad: Tensor) -> Tensor:
         """The gradient, copied where the library could not read it as it is."""
+        grad = local_gradient(grad, slot.param, slot.name)
         if grad.layout != torch.strided:
             raise RuntimeError(
                 f"hybridopt does not support sparse gradients; parameter {slot.name!r} has one: make "
@@ -326,8 +339,9 @@ class Engine:
                     self._publish(slot, state)
         for slot in self._slots_with_copies:
             for key in slot.copies:
-                slot.views[key].copy_(self._arrange(slot, self.read(slot, slot.kinds[key])))
-                slot.copies[key] = slot.views[key]._version
+                view = local(slot.views[key])
+                view.copy_(self._arrange(slot, self.read(slot, slot.kinds[key])))
+                slot.copies[key] = view._version
         self._counts_version = self.counts._version
 
     def _publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
@@ -336,7 +350,7 @@ class Engine:
             if self.algorithm in COUNTED:
                 slot.views["step"] = self._count_views[slot.id]
             for key, kind in slot.kinds.items():
-                slot.views[key] = self._view(slot, key, kind)
+                slot.views[key] = like_param(self._view(slot, key, kind), slot.param)
         if not slot.views:
             return
         entry = dict.get(state, slot.param)
@@ -373,7 +387,7 @@ class Engine:
 
     def write(self, slot: Slot, kind: int, value: Tensor) -> None:
         """Replaces one kind of state. Nothing may be queued."""
-        flat = in_memory_order(arranged(local(value).detach(), torch.float32, slot.stride))
+        flat = in_memory_order(arranged(value.detach(), torch.float32, slot.stride))
         view = self.handle.state(slot.id, kind)
         if view.host_count > 0:
             on_host = host_view(view.host_data, view.host_count, self.handle)
@@ -394,9 +408,10 @@ class Engine:
                 continue
             if entry is slot.entry and all(entry.get(key) is slot.views[key] for key in slot.views):
                 for key, version in slot.copies.items():
-                    if slot.views[key]._version != version:
-                        self.write(slot, slot.kinds[key], slot.views[key])
-                        slot.copies[key] = slot.views[key]._version
+                    view = local(slot.views[key])
+                    if view._version != version:
+                        self.write(slot, slot.kinds[key], view)
+                        slot.copies[key] = view._version
                 continue
             self.handle.wait()
             if entry:
@@ -436,9 +451,9 @@ class Engine:
                     f"has {key!r} of shape {tuple(value.shape)}, expected {tuple(slot.param.shape)}",
                 )
         for key, value in moments.items():
-            self.write(slot, slot.moments[key], value)
+            self.write(slot, slot.moments[key], local_part(value, slot.param))
         if slot.dtype != torch.float32 and isinstance(entry.get(MASTER), Tensor):
-            self.write(slot, abi.OFFLOAD_STATE_MASTER, entry[MASTER])
+            self.write(slot, abi.OFFLOAD_STATE_MASTER, local_part(entry[MASTER], slot.param))
         else:
             entry.pop(MASTER, None)  # an fp32 param is its own master
         slot.version = None  # the param may not be what these masters stand for

@@ -16,9 +16,10 @@ from . import abi, placement
 from .contexts import context_for
 from .engine import Engine, Member, State
 from .plans import Plan, Stats, StepResult, described
-from .tensors import DTYPES, gradient_of, local
+from .tensors import DTYPES, gradient_of, is_spread, local
 
 if TYPE_CHECKING:
+    from .process_group import ProcessGroupComm
     from typing_extensions import Unpack
 
 
@@ -38,6 +39,11 @@ class OffloadOptions(TypedDict, total=False):
     max_grad_norm: float | None
     """Clips the global norm of the gradients inside the step, as torch.nn.utils.clip_grad_norm_ does
     before it; None (the default): no clipping."""
+    process_group: Any
+    """The ranks that agree on norm, clipping and skipped steps, as a torch.distributed.ProcessGroup;
+    None (the default): those of the DTensors' mesh, or this process alone."""
+    comm_timeout_seconds: float
+    """A rank that does not answer for so long has failed; 600 (the default) is 10 minutes."""
 
 
 DEFAULT_OPTIONS: OffloadOptions = {
@@ -46,6 +52,8 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "threads": 0,
     "pin": True,
     "max_grad_norm": None,
+    "process_group": None,
+    "comm_timeout_seconds": 600.0,
 }
 # Options of torch's optimizers that change what is computed or how it is called.
 UNSUPPORTED = {
@@ -60,6 +68,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler hands scale and verdict to step()
     _engine: Engine | None = None
+    _comm: ProcessGroupComm | None = None
     _options: OffloadOptions = DEFAULT_OPTIONS
     _placement = placement.Placement(1.0, "no step yet")
 
@@ -141,7 +150,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return {
             **super().__getstate__(),
             "state": dict(self.state.items()),
-            "_options": self._options,
+            "_options": {**self._options, "process_group": None},  # which belongs to its process
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,7 +215,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._found_inf():
             return loss
         engine = self._prepare()
-        if engine is not None and engine.bind():
+        if engine is not None and (engine.bind() or self._comm is not None):
             options = {"grad_scale": self._grad_scale()}
             if self._options["max_grad_norm"] is not None:
                 options["grad_norm_max"] = self._options["max_grad_norm"]
@@ -232,11 +241,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._engine is not None and not self._fits(self._engine, groups):
             self._drop_engine()
         if self._engine is None:
-            members = self._members(known)
-            if all(gradient_of(member.param) is None for member in members):
+            members = self._spread(self._members(known))
+            # On several ranks all step together, those without gradients too.
+            if self._comm is None and all(gradient_of(m.param) is None for m in members):
                 return None
             engine = self._new_engine(members, groups)
             engine.commit()
+            if self._comm is not None:
+                self._comm.finish_at_exit(engine.handle)
             self._engine = engine
         self._engine.set_groups(groups)
         self._engine.adopt(self._state)
@@ -282,6 +294,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 members.append(Member(param, name, index))
         return members
 
+    def _spread(self, members: list[Member]) -> list[Member]:
+        """Members that know their shards; finds the other ranks. All of them call this."""
+        group = self._options["process_group"]
+        if group is None and not any(is_spread(member.param) for member in members):
+            return members
+        from . import distributed  # which imports much
+
+        if self._comm is None:
+            self._comm = distributed.comm_for(
+                members, group, self._options["comm_timeout_seconds"]
+            )
+        return distributed.with_shards(members, self._comm)
+
     def _new_engine(self, members: list[Member], groups: list[dict[str, Any]]) -> Engine:
         device = self._device_of(members)
         context = context_for(
@@ -296,6 +321,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 groups,
                 members,
                 device_fraction=device_fraction,
+                **({} if self._comm is None else self._comm.options()),
             )
 
         fraction = self._options["offload_fraction"]

@@ -13,10 +13,11 @@ as ctypes does while Python waits for the library: nobody holds it who waits for
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ _log = logging.getLogger("hybridopt")
 
 
 class ProcessGroupComm:
-    """A comm table over the ranks of `group` (None: all of them). All ranks of it make one, at the
-    same point of their program, for the group of its own is made here.
+    """A comm table over some ranks (None: all). Each of them makes one, at the same point of its
+    program, for the table's own group is made here.
 
     Every rank gathers all values and combines them in rank order: the same bits everywhere."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout_seconds: float = 600.0
+        self, ranks: Sequence[int] | None = None, timeout_seconds: float = 600.0
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -42,19 +43,22 @@ class ProcessGroupComm:
             )
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, expected more than 0")
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
+        ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        if dist.get_rank() not in ranks:
             raise ValueError(
-                "process_group does not contain this rank; give one that it is a member of"
+                f"rank {dist.get_rank()} is not among the ranks {ranks} of the process group; make "
+                "the optimizer on those only"
             )
-        self.world = dist.get_world_size(group)
+        self.rank = ranks.index(dist.get_rank())
+        self.world = len(ranks)
         self.timeout_ns = int(timeout_seconds * 1e9)
         self.error = ""  # why the first call failed
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group or dist.group.WORLD),
+        self.group = dist.new_group(
+            ranks,
             timeout=datetime.timedelta(seconds=timeout_seconds),
             backend="gloo",
-            use_local_synchronization=group is not None,
+            use_local_synchronization=True,
+            sort_ranks=False,
             group_desc="hybridopt",
         )
         # The table's functions are called until the optimizer is destroyed; they live as long as
@@ -66,6 +70,27 @@ class ProcessGroupComm:
             max=_field("max")(self._max),
             barrier=_field("barrier")(self._barrier),
         )
+
+    def options(self) -> dict[str, Any]:
+        """Fields of offload_optimizer_options_t."""
+        return {"comm": ctypes.pointer(self.table), "comm_timeout_ns": self.timeout_ns}
+
+    def finish_at_exit(self, optimizer: abi.Optimizer) -> None:
+        """Lets queued work end before the interpreter does: the library's thread cannot call
+        functions of an interpreter that is gone."""
+        referred = weakref.ref(optimizer)
+
+        def finish() -> None:
+            alive = referred()
+            if alive is None or alive.closed:
+                return
+            try:
+                alive.wait(timeout_ns=self.timeout_ns)
+            except abi.HybridoptError as error:
+                _log.error("rank %d of %d: work queued at exit: %s", self.rank, self.world, error)
+
+        atexit.register(finish)
+        weakref.finalize(optimizer, atexit.unregister, finish).atexit = False
 
     def _sum(self, _: int | None, values: Any, count: int, timeout_ns: int) -> int:
         return self._reduce(values, count, timeout_ns, torch.float64, torch.add)
@@ -97,7 +122,7 @@ class ProcessGroupComm:
     def _gather(self, own: torch.Tensor, timeout_ns: int) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order."""
         gathered = [torch.empty_like(own) for _ in range(self.world)]
-        work = self._group.allgather([gathered], [own])
+        work = self.group.allgather([gathered], [own])
         work.wait(datetime.timedelta(microseconds=max(1, timeout_ns // 1000)))
         return gathered
 
@@ -120,20 +145,3 @@ def _field(name: str) -> Any:
     """The type of a function of the table."""
     return dict(abi.offload_comm_t._fields_)[name]
 
-
-def finish_at_exit(optimizer: abi.Optimizer, comm: ProcessGroupComm) -> None:
-    """Lets queued work end before the interpreter does: the library's thread cannot call functions
-    of an interpreter that is gone."""
-    referred = weakref.ref(optimizer)
-
-    def finish() -> None:
-        alive = referred()
-        if alive is None or alive.closed:
-            return
-        try:
-            alive.wait(timeout_ns=comm.timeout_ns)
-        except abi.HybridoptError as error:
-            _log.error("rank %d of %d: work queued at exit: %s", comm.rank, comm.world, error)
-
-    atexit.register(finish)
-    weakref.finalize(optimizer, atexit.unregister, finish).atexit = False

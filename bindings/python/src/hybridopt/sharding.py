@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -93,8 +93,8 @@ def _shard_of_dtensor(param: DTensor, name: str) -> TensorShard:
     if extents != tuple(local.shape):
         raise ValueError(
             f"param {name}: its local tensor has the shape {tuple(local.shape)}, expected "
-            f"{extents} for {tuple(param.shape)} with {param.placements} on a mesh of {tuple(mesh.shape)}; "
-            "make it with distribute_tensor or fully_shard"
+            f"{extents} for {tuple(param.shape)} with {param.placements} on a mesh of "
+            f"{tuple(mesh.shape)}; make it with distribute_tensor or fully_shard"
         )
     if not local.is_contiguous():
         raise ValueError(
@@ -236,34 +236,22 @@ _DIGEST_ELEMENTS = 1 << 22  # so many at once: their 64-bit copies take 64 MiB
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
-    """The part of a gradient that belongs to what this process holds of the param."""
-    if not isinstance(grad, DTensor):
-        return grad
-    if not isinstance(param, DTensor) or grad.placements != param.placements:
-        expected = param.placements if isinstance(param, DTensor) else "a plain tensor"
-        raise ValueError(
-            f"param {name}: its gradient has the placements {grad.placements}, expected "
-            f"{expected}; call grad.redistribute() with the param's placements before step()"
-        )
-    return _arrived(grad._local_tensor)
+def as_dtensor(state: Tensor, param: DTensor) -> DTensor:
+    """A tensor of this process's elements as a DTensor of the param's placements, which shares its
+    memory. It stays where it is, whatever the mesh's device."""
+    meta = TensorMeta(param._spec.tensor_meta.shape, param._spec.tensor_meta.stride, state.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
+    return DTensor(state, spec, requires_grad=False)
 
 
-def _arrived(tensor: Tensor) -> Tensor:
-    """The tensor itself, if it is what a collective will give once somebody looks."""
-    wait = getattr(tensor, "wait", None)
-    return wait() if callable(wait) else tensor
-
-
-def like_param(state: Tensor, param: Tensor) -> Tensor:
-    """A state tensor of this process's elements as what the param is: plain, or a DTensor of the
-    same placements, which shares its memory. It stays where it is, whatever the mesh's device."""
+def local_part(value: Tensor, param: Tensor) -> Tensor:
+    """What belongs to this process of a state tensor that came from elsewhere: plain ones of the
+    global shape, and DTensors of other placements, are cut as the param is."""
     if not isinstance(param, DTensor):
-        return state
-    spec = param._spec
-    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, state.dtype)
-    return DTensor(
-        state.view(param._local_tensor.shape),
-        DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta),
-        requires_grad=False,
-    )
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        whole = value.to(param._local_tensor.device)
+        value = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    elif value.placements != param.placements or value.device_mesh != param.device_mesh:
+        value = value.redistribute(param.device_mesh, param.placements)
+    return value._local_tensor

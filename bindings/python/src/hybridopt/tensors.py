@@ -23,8 +23,46 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """The gradient that the next step takes."""
-    return param.grad
+    """The gradient that the next step takes: `decoupled_grad` of a param that has this attribute
+    (Megatron keeps gradients of another dtype there), else `grad`."""
+    return param.decoupled_grad if hasattr(param, "decoupled_grad") else param.grad
+
+
+def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
+    """The part of a gradient that belongs to what this process holds of the param."""
+    if not hasattr(grad, "_local_tensor"):
+        return grad
+    expected = getattr(param, "placements", "a plain tensor")
+    if grad.placements != expected:
+        raise ValueError(
+            f"the gradient of parameter {name!r} has the placements {grad.placements}, expected "
+            f"{expected}; redistribute() it before step()"
+        )
+    wait = getattr(grad._local_tensor, "wait", None)  # what a collective will give when asked
+    return grad._local_tensor if wait is None else wait()
+
+
+def is_spread(param: Tensor) -> bool:
+    """Whether a param says that it is a part of something: a DTensor, or with an offload_shard."""
+    return hasattr(param, "_local_tensor") or hasattr(param, "offload_shard")
+
+
+def like_param(state: Tensor, param: Tensor) -> Tensor:
+    """A state tensor of this process's elements as what the param is: plain, or a DTensor."""
+    if not hasattr(param, "_local_tensor"):
+        return state
+    from . import sharding  # which imports much
+
+    return sharding.as_dtensor(state, param)
+
+
+def local_part(value: Tensor, param: Tensor) -> Tensor:
+    """What belongs to this process of a state tensor that came from elsewhere."""
+    if not hasattr(param, "_local_tensor") and not hasattr(value, "_local_tensor"):
+        return value
+    from . import sharding
+
+    return sharding.local_part(value, param)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -1,0 +1,306 @@
+"""Optimizers on several ranks: DTensor, FSDP2, replicas, torch's distributed checkpoints. Real
+processes over gloo; sharded results are compared, bit for bit, with an unsharded optimizer that
+gets the same gradients."""
+
+import copy
+import itertools
+
+import models
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hybridopt
+from hybridopt import sharding
+
+
+def model(seed=0):
+    """Dimensions that 2 and 4 do not divide: shards are uneven, and some are empty."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, 10, generator=generator), torch.randn(6, 3, generator=generator)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def optimizer_for(module, **options):
+    options = {"lr": 0.05, "weight_decay": 0.1, **options}
+    return hybridopt.AdamW(module.named_parameters(), threads=1, **options)
+
+
+def backward(module, seed):
+    inputs, targets = batch(seed)
+    loss = nn.functional.mse_loss(module(inputs), targets)
+    loss.backward()
+    return float(loss.detach())
+
+
+def train(module, optimizer, seeds, follower=None):
+    """Losses of some steps. The follower's model gets the same gradients, unsharded."""
+    losses = []
+    for seed in seeds:
+        losses.append(backward(module, seed))
+        if follower is not None:
+            for own, param in zip(follower.param_groups[0]["params"], module.parameters()):
+                own.grad = full(param.grad).detach().clone()
+            follower.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same_bits(module, optimizer, plain, follower):
+    for param, own in zip(module.parameters(), plain.parameters()):
+        assert models.bits([full(param)]) == models.bits([own])
+        state, expected = optimizer.state[param], follower.state[own]
+        assert set(state) == set(expected) == {"step", "exp_avg", "exp_avg_sq"}
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(state[key], DTensor)
+            assert state[key].placements == param.placements
+            assert models.bits([full(state[key])]) == models.bits([expected[key]])
+        assert float(state["step"]) == float(expected["step"])
+
+
+def sharded_training(rank, world, policy):
+    plain = model()
+    module = fully_shard(copy.deepcopy(plain), offload_policy=policy)
+    sizes = [param._local_tensor.numel() for param in module.parameters()]
+    optimizer = optimizer_for(module)
+    follower = optimizer_for(plain)
+    torchs = fully_shard(model(), offload_policy=policy)
+    torchs_optimizer = torch.optim.AdamW(torchs.parameters(), lr=0.05, weight_decay=0.1)
+    losses = train(module, optimizer, range(5), follower)
+    assert losses == pytest.approx(train(torchs, torchs_optimizer, range(5)), rel=1e-5)
+    assert_same_bits(module, optimizer, plain, follower)
+    return sizes, losses
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("policy", [None, CPUOffloadPolicy(pin_memory=False)])
+def test_fsdp2_steps_as_one_process_would(world, policy):
+    results = ranks.run(sharded_training, world, policy)
+    assert all(losses == results[0][1] for _, losses in results)
+    if world == 4:
+        assert any(0 in sizes for sizes, _ in results)
+
+
+def clipped_training(rank, world, mesh_shape):
+    names = ("replicas", "shards")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    plain = model()
+    module = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    optimizer = optimizer_for(module, max_grad_norm=0.3)
+    norms = []
+    for seed in range(3):
+        backward(module, seed)
+        grads = torch.cat([full(param.grad).double().flatten() for param in module.parameters()])
+        before = [full(param).double() for param in module.parameters()]
+        optimizer.step()
+        result = optimizer.last_step()
+        assert result.grad_norm == pytest.approx(float(grads.norm()), rel=1e-12)
+        assert result.grad_clip == pytest.approx(0.3 / (float(grads.norm()) + 1e-6), rel=1e-6)
+        after = [full(param).double() for param in module.parameters()]
+        assert models.bits(before) != models.bits(after)
+        norms.append((result.grad_norm.hex(), result.grad_clip.hex()))
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_ranks_clip_by_the_norm_of_the_whole(mesh_shape):
+    world = mesh_shape[0] * mesh_shape[-1] if len(mesh_shape) > 1 else mesh_shape[0]
+    norms = ranks.run(clipped_training, world, mesh_shape)
+    assert all(norm == norms[0] for norm in norms)
+
+
+def one_rank_has_an_infinity(rank, world):
+    module = fully_shard(model())
+    optimizer = optimizer_for(module)
+    train(module, optimizer, [0])
+    before = [full(param).clone() for param in module.parameters()]
+    backward(module, 1)
+    weight = next(module.parameters())
+    if rank == 1:
+        weight.grad._local_tensor.view(-1)[0] = float("inf")
+    optimizer.step()
+    assert optimizer.last_step().skipped
+    assert models.bits(before) == models.bits([full(param) for param in module.parameters()])
+    assert float(optimizer.state[weight]["step"]) == 1
+    return None
+
+
+def test_an_infinity_on_one_rank_skips_the_step_on_all():
+    ranks.run(one_rank_has_an_infinity, 2)
+
+
+def save_on(rank, world, folder):
+    plain = model()
+    module = fully_shard(copy.deepcopy(plain))
+    optimizer, follower = optimizer_for(module), optimizer_for(plain)
+    train(module, optimizer, range(3), follower)
+    state, optimizer_state = get_state_dict(module, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    train(module, optimizer, range(3, 6), follower)
+    return {
+        "params": [full(param).detach().clone() for param in module.parameters()],
+        "state": models.state_bits(follower),
+    }
+
+
+def load_on(rank, world, folder):
+    module = fully_shard(model(seed=9))  # other weights, to be replaced
+    optimizer = optimizer_for(module, lr=0.7)
+    state, optimizer_state = get_state_dict(module, optimizer)
+    content = {"model": state, "optimizer": optimizer_state}
+    dcp.load(content, checkpoint_id=folder)
+    set_state_dict(
+        module,
+        optimizer,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optimizer"],
+    )
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    return continued(module, optimizer)
+
+
+def continued(module, optimizer):
+    """Three more steps with the gradients of four ranks: those of the whole batch are the same."""
+    train(module, optimizer, range(3, 6))
+    unsharded = {
+        (index, key): models.bits([full(value).reshape(-1)])
+        for index, entry in optimizer.state_dict()["state"].items()
+        for key, value in entry.items()
+    }
+    return {
+        "params": [full(param).detach().clone() for param in module.parameters()],
+        "state": unsharded,
+    }
+
+
+@pytest.mark.parametrize("world", [2, 1])
+def test_torchs_distributed_checkpoint_goes_from_four_ranks_to_fewer(tmp_path, world):
+    saved = ranks.run(save_on, 4, str(tmp_path))[0]
+    for loaded in ranks.run(load_on, world, str(tmp_path)):
+        assert models.bits(loaded["params"]) == models.bits(saved["params"])
+        assert loaded["state"] == saved["state"]
+
+
+def placed_params(rank, world):
+    """Shards of params against what torch gives this rank of a tensor of indices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    choices = [Replicate(), Shard(0), Shard(1)]
+    for shape in [(7, 3), (5, 9), (1, 2)]:
+        whole = torch.arange(shape[0] * shape[1]).view(shape)
+        for placements in itertools.product(choices, repeat=2):
+            param = distribute_tensor(whole, mesh, placements)
+            assert_elements(param, whole)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
+    parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(module, mesh=mesh["data"])
+    strided = 0
+    for name, param in module.named_parameters():
+        strided += "Strided" in repr(param.placements)
+        whole = torch.arange(param.numel()).view(param.shape)
+        assert_elements(distribute_tensor(whole, mesh, param.placements), whole)
+        assert sharding.shard_of(param, name).boxes
+    assert strided > 0
+    train_two_dimensions(module, mesh)
+
+
+def assert_elements(param, whole):
+    shard = sharding.shard_of(param, "param")
+    listed = []
+    for offsets, extents in shard.boxes:
+        box = whole[tuple(slice(o, o + e) for o, e in zip(offsets, extents))]
+        listed += box.flatten().tolist()
+    assert listed == param._local_tensor.flatten().tolist(), param.placements
+    counted = torch.tensor(0 if shard.replica else len(listed))
+    dist.all_reduce(counted)
+    assert int(counted) == whole.numel()  # every element by one rank
+
+
+def train_two_dimensions(module, mesh):
+    """The norm counts each element once, whatever mesh dimensions a param is replicated over."""
+    optimizer = optimizer_for(module, max_grad_norm=1.0)
+    for param in module.parameters():
+        noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel()))
+        param.grad = distribute_tensor(noise, param.device_mesh, param.placements)
+    grads = torch.cat([full(param.grad).double().flatten() for param in module.parameters()])
+    optimizer.step()
+    assert optimizer.last_step().grad_norm == pytest.approx(float(grads.norm()), rel=1e-12)
+
+
+def test_shards_are_what_torch_gives_each_rank():
+    ranks.run(placed_params, 4)
+
+
+def replicated_training(rank, world):
+    """As under DistributedDataParallel: all ranks hold the whole of every param."""
+    module, plain = model(), model()
+    optimizer = optimizer_for(module, max_grad_norm=0.3, process_group=dist.group.WORLD)
+    follower = optimizer_for(plain, max_grad_norm=0.3)
+    train(module, optimizer, range(3), follower)
+    assert models.bits(module.parameters()) == models.bits(plain.parameters())
+    assert optimizer.last_step().grad_norm == follower.last_step().grad_norm
+    copied = copy.deepcopy(optimizer)  # without its group, which belongs to the process
+    assert copied.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+    other = optimizer_for(model(seed=rank), process_group=dist.group.WORLD)
+    for param in other.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="param 0.weight: ranks 0 and 1 hold different tensors"):
+        other.step()
+
+
+def test_replicas_are_counted_once():
+    ranks.run(replicated_training, 2)
+
+
+def a_rank_without_gradients(rank, world):
+    weight = nn.Parameter(torch.ones(4))
+    bias = nn.Parameter(torch.full((2,), float(rank)))
+    bias.offload_shard = sharding.TensorShard((4,), (((2 * rank,), (2,)),))
+    optimizer = hybridopt.SGD(
+        [("weight", weight), ("bias", bias)], lr=1.0, process_group=dist.group.WORLD, threads=1
+    )
+    if rank == 0:
+        bias.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert optimizer.last_step().grad_norm == 5.0
+    return weight.tolist(), bias.tolist()
+
+
+def test_a_rank_without_gradients_steps_with_the_others():
+    results = ranks.run(a_rank_without_gradients, 2)
+    assert results == [([1.0] * 4, [-3.0, -4.0]), ([1.0] * 4, [1.0, 1.0])]
+
+
+def wrong_gradients(rank, world):
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)]))
+    optimizer = hybridopt.SGD([("weight", weight)], lr=1.0, threads=1)
+    weight.grad = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    optimizer.step()
+    # Behind autograd's back, as frameworks with gradients of their own have it.
+    weight.decoupled_grad = distribute_tensor(torch.ones(5, 2), mesh, [Replicate()])
+    with pytest.raises(ValueError, match="gradient of parameter 'weight' has the placements"):
+        optimizer.step()
+
+
+def test_gradients_of_other_placements_are_refused():
+    ranks.run(wrong_gradients, 2)
