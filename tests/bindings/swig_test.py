@@ -1,0 +1,169 @@
+"""hybridopt_swig trains to the bits of the C program, and turns statuses into exceptions.
+
+Usage: swig_test.py TRAINING_STEP
+"""
+
+import ctypes
+import sys
+
+import hybridopt_swig as h
+from training_step import BIASES, STEPS, WEIGHTS, bf16, check, hash_bytes, summary, values
+
+
+def address(array):
+    return array.buffer_info()[0]
+
+
+def make(kind, **fields):
+    made = kind()
+    for name, value in fields.items():
+        assert hasattr(made, name), name
+        setattr(made, name, value)
+    return made
+
+
+def adamw():
+    return make(
+        h.offload_group_t, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1
+    )
+
+
+def train():
+    weight, bias = bf16(values(WEIGHTS, 1)), values(BIASES, 2)
+    weight_grad, bias_grad = bf16(values(WEIGHTS, 0)), values(BIASES, 0)
+
+    context = h.offload_context_create(h.offload_context_options_t())
+    options = make(h.offload_optimizer_options_t, algorithm=h.OFFLOAD_ADAMW)
+    optimizer = h.offload_optimizer_create(context, options)
+    group = h.offload_optimizer_add_group(optimizer, adamw())
+    params = h.ParamArray(2)
+    params[0] = make(
+        h.offload_param_t,
+        group=group,
+        dtype=h.OFFLOAD_BF16,
+        grad_dtype=h.OFFLOAD_BF16,
+        name="weight",
+        data=address(weight),
+        grad=address(weight_grad),
+        count=WEIGHTS,
+    )
+    params[1] = make(
+        h.offload_param_t,
+        group=group,
+        dtype=h.OFFLOAD_FP32,
+        grad_dtype=h.OFFLOAD_FP32,
+        name="bias",
+        data=address(bias),
+        grad=address(bias_grad),
+        count=BIASES,
+    )
+    assert h.offload_optimizer_add_params(optimizer, params.cast(), 2) == 0
+    h.offload_optimizer_commit(optimizer, None)
+
+    for step in range(1, STEPS + 1):
+        weight_grad[:] = bf16(values(WEIGHTS, 10 + step))
+        bias_grad[:] = values(BIASES, 20 + step)
+        options = make(h.offload_step_options_t, grad_scale=4, grad_norm_max=1)
+        ticket = h.offload_optimizer_step(optimizer, options)
+        h.offload_optimizer_wait(optimizer, ticket, -1)
+    result = h.offload_step_result_t()
+    h.offload_optimizer_step_result(optimizer, ticket, result)
+    assert (result.step, result.skipped) == (STEPS, 0)
+
+    states = hash_bytes(b"")
+    for param in range(2):
+        for kind in (h.OFFLOAD_STATE_MASTER, h.OFFLOAD_STATE_EXP_AVG, h.OFFLOAD_STATE_EXP_AVG_SQ):
+            view = h.offload_state_view_t()
+            h.offload_optimizer_state(optimizer, param, kind, view)
+            states = hash_bytes(ctypes.string_at(view.host_data, 4 * view.host_count), states)
+    got = summary(hash_bytes(bias, hash_bytes(weight)), states, result.grad_norm)
+    h.offload_optimizer_destroy(optimizer)
+    h.offload_context_destroy(context)
+    return got
+
+
+def refused(call, *arguments, status, words):
+    try:
+        call(*arguments)
+    except h.Error as error:
+        assert error.status == status, error
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"{call.__name__} was not refused")
+
+
+def test_errors():
+    bad = h.OFFLOAD_INVALID_ARGUMENT
+    options = make(h.offload_context_options_t, threads=5000)
+    words = ["INVALID_ARGUMENT", "threads", "1024"]
+    refused(h.offload_context_create, options, status=bad, words=words)
+    refused(h.offload_context_destroy, None, status=bad, words=["context is NULL"])
+    refused(h.offload_context_destroy, 12345, status=bad, words=["not a handle"])
+    context = h.offload_context_create(h.offload_context_options_t())
+    options = make(h.offload_optimizer_options_t, algorithm=h.OFFLOAD_SGD)
+    optimizer = h.offload_optimizer_create(context, options)
+    state = h.OFFLOAD_INVALID_STATE
+    refused(h.offload_optimizer_commit, optimizer, None, status=state, words=["add_params"])
+    refused(h.offload_context_destroy, context, status=state, words=["optimizers"])
+    h.offload_optimizer_destroy(optimizer)
+    h.offload_context_destroy(context)
+    refused(h.offload_optimizer_destroy, optimizer, status=bad, words=["destroyed"])
+    try:
+        h.offload_device_free(context, "text")
+    except TypeError:
+        pass
+    else:
+        raise AssertionError("a text passed for an address")
+
+
+def test_device_and_log():
+    """Memory of the simulated device, and a log that Python hears from the library."""
+    heard = []
+    options = make(h.offload_context_options_t, device_kind=h.OFFLOAD_DEVICE_SIM)
+    options.sim_pinned_bytes_max = 1
+    options.allow_pageable = 1
+    options.set_log(lambda level, text: heard.append((level, text)))
+    context = h.offload_context_create(options)
+    data, grad = (h.offload_device_alloc(context, 4 * BIASES) for _ in range(2))
+    stream = h.offload_stream_create(context)
+    bias = values(BIASES, 1)
+    for target in (data, grad):
+        h.offload_device_upload(context, target, address(bias), 4 * BIASES, stream)
+    options = make(h.offload_optimizer_options_t, algorithm=h.OFFLOAD_ADAMW)
+    optimizer = h.offload_optimizer_create(context, options)
+    param = make(h.offload_param_t, name="bias", dtype=h.OFFLOAD_FP32, grad_dtype=h.OFFLOAD_FP32)
+    param.group = h.offload_optimizer_add_group(optimizer, adamw())
+    param.data, param.grad, param.count = data, grad, BIASES
+    h.offload_optimizer_add_params(optimizer, param, 1)
+    h.offload_optimizer_commit(optimizer, stream)
+    plan = h.offload_plan_t()
+    h.offload_optimizer_plan(optimizer, plan)
+    by_kind = h.Uint64Array.frompointer(plan.host_state_bytes)
+    assert by_kind[h.OFFLOAD_STATE_EXP_AVG] >= 4 * BIASES
+    ticket = h.offload_optimizer_step(optimizer, None)
+    h.offload_optimizer_stream_wait(optimizer, ticket, stream, None, 0)
+    after = values(BIASES, 1)
+    h.offload_device_download(context, address(after), data, 4 * BIASES, stream)
+    assert all(abs(new) < abs(old) or old == 0 for new, old in zip(after, bias))
+    info = h.offload_context_info_t()
+    h.offload_context_get_info(context, info)
+    assert "pin" in info.notes, info.notes
+    assert any(level == h.OFFLOAD_LOG_WARNING and "pin" in text for level, text in heard), heard
+    h.offload_optimizer_destroy(optimizer)
+    h.offload_stream_destroy(context, stream)
+    h.offload_device_free(context, data)
+    h.offload_context_destroy(context)
+
+
+def test_structs_are_sized():
+    structs = [kind for name, kind in vars(h).items() if name.endswith("_t")]
+    assert len(structs) >= 19, structs
+    for kind in structs:
+        assert kind().struct_size > 4, f"{kind.__name__} needs a SIZED in hybridopt_swig.i"
+
+
+test_structs_are_sized()
+test_errors()
+test_device_and_log()
+check(sys.argv[1], train())
+print("hybridopt_swig:", h.offload_build_info())
