@@ -180,11 +180,6 @@ int32_t QueueMove(offload_optimizer_t optimizer, const offload_move_options_t* o
   });
 }
 
-// Until core saves and loads.
-Status NoCheckpointsYet() {
-  return Status::Error(OFFLOAD_UNSUPPORTED, "checkpoints are not in this build yet");
-}
-
 }  // namespace
 
 extern "C" {
@@ -501,22 +496,24 @@ int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats
 // ---------------------------------------------------------------------------------- checkpoints --
 
 int32_t offload_optimizer_save(offload_optimizer_t optimizer, const offload_save_options_t* options,
-                               offload_ticket_t* /*ticket*/) {
+                               offload_ticket_t* ticket) {
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
     HYBRIDOPT_ASSIGN(const offload_save_options_t read, Read(options, "options"));
-    HYBRIDOPT_TRY(CheckPointer(read.path, "options.path"));
-    return NoCheckpointsYet();
+    HYBRIDOPT_ASSIGN(const offload_ticket_t given, found->Save(read));
+    if (ticket != nullptr) *ticket = given;
+    return {};
   });
 }
 
 int32_t offload_optimizer_load(offload_optimizer_t optimizer, const offload_load_options_t* options,
-                               offload_ticket_t* /*ticket*/) {
+                               offload_ticket_t* ticket) {
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
     HYBRIDOPT_ASSIGN(const offload_load_options_t read, Read(options, "options"));
-    HYBRIDOPT_TRY(CheckPointer(read.path, "options.path"));
-    return NoCheckpointsYet();
+    HYBRIDOPT_ASSIGN(const offload_ticket_t given, found->Load(read));
+    if (ticket != nullptr) *ticket = given;
+    return {};
   });
 }
 

@@ -31,6 +31,11 @@ Status Comm::AgreeOnNorm(double* sum, bool* finite) const {
   return {};
 }
 
+Status Comm::AgreeOnMax(int32_t* values, uint32_t count) const {
+  if (world() == 1) return {};
+  return Translate(functions_.max(functions_.user, values, count, timeout_ns_), "max");
+}
+
 Status Comm::Translate(int32_t status, const char* what) const {
   if (status == OFFLOAD_OK) return {};
   if (status == OFFLOAD_TIMED_OUT)

@@ -23,6 +23,8 @@ class Comm {
   // All ranks get the sum of all ranks' sums of squares, and whether all of them are finite.
   // COMM_FAILED if another rank does not answer.
   Status AgreeOnNorm(double* sum, bool* finite) const;
+  // In place: the largest of each of count values over all ranks. Nothing is asked in a world of 1.
+  Status AgreeOnMax(int32_t* values, uint32_t count) const;
 
  private:
   Status Translate(int32_t status, const char* what) const;

@@ -8,6 +8,7 @@
 #include <set>
 #include <string>
 
+#include "base/files.h"
 #include "base/status.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
@@ -46,6 +47,10 @@ class Context {
   // Something fell short of the best: a warning in the log, and in context_info from now on.
   void Note(const char* text);
 
+  // Where checkpoints are written and read; tests put others in before the first use.
+  prim::Files& files() const { return *files_; }
+  void UseFiles(prim::Files& files) { files_ = &files; }
+
   // A progress word for one optimizer. It lives as long as the context, because a stream may still
   // be about to read it when its optimizer has gone.
   std::atomic<uint64_t>& NewProgress();
@@ -76,6 +81,7 @@ class Context {
   const PageWish pinned_pages_;
   WorkerPool workers_;
   const bool allow_pageable_;
+  prim::Files* files_ = &prim::SystemFiles();
   mutable std::mutex notes_mutex_;
   std::set<std::string> notes_;  // guarded by notes_mutex_
   mutable std::mutex pinned_mutex_;

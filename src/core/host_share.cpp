@@ -21,11 +21,11 @@ HostShare::HostShare(const ParamTable& table, const Placement& placement, const 
   }
 }
 
-void HostShare::Update(const Chunk& chunk, const ChunkBuffers& buffers,
+void HostShare::Update(const Chunk& chunk, const ChunkPart& part, const ChunkBuffers& buffers,
                        std::span<const StepParam> params,
                        std::span<const Coefficients> coefficients, uint32_t worker,
                        uint32_t workers) const {
-  ForEachStretch(placement_, chunk, worker, workers,
+  ForEachStretch(placement_, chunk, part, worker, workers,
                  [&](const Fragment& fragment, uint64_t first, uint64_t count) {
                    const StepParam& param = params[fragment.param];
                    if (!param.active) return;
@@ -47,7 +47,7 @@ void HostShare::Update(const Chunk& chunk, const ChunkBuffers& buffers,
 void HostShare::Fill(const Chunk& chunk, const ChunkBuffers& buffers,
                      std::span<const Addresses> addresses, const FirstState& first_state,
                      uint32_t worker, uint32_t workers) const {
-  ForEachStretch(placement_, chunk, worker, workers,
+  ForEachStretch(placement_, chunk, {0, chunk.element_count}, worker, workers,
                  [&](const Fragment& fragment, uint64_t first, uint64_t count) {
                    void* const data = addresses[fragment.param].data;
                    if (data == nullptr) return;

@@ -38,13 +38,21 @@ struct FirstState {
   bool moments = true;  // false: masters only
 };
 
-// Calls visit(fragment, first, count) for each stretch of the chunk that falls to this worker;
-// first counts from the fragment's begin.
+// A part of a chunk, counted in its elements.
+struct ChunkPart {
+  uint64_t begin;
+  uint64_t count;
+};
+
+// Calls visit(fragment, first, count) for each stretch of a part of the chunk that falls to this
+// worker; first counts from the fragment's begin.
 template <typename Visit>
-void ForEachStretch(const Placement& placement, const Chunk& chunk, uint32_t worker,
-                    uint32_t workers, Visit&& visit) {
-  const WorkRange range = RangeOfWorker(chunk.element_count, kWorkGrainElements, worker, workers);
+void ForEachStretch(const Placement& placement, const Chunk& chunk, const ChunkPart& part,
+                    uint32_t worker, uint32_t workers, Visit&& visit) {
+  WorkRange range = RangeOfWorker(part.count, kWorkGrainElements, worker, workers);
   if (range.begin == range.end) return;
+  range.begin += part.begin;
+  range.end += part.begin;
   const std::span<const Fragment> fragments(&placement.fragments[chunk.first_fragment],
                                             chunk.fragment_count);
   auto fragment = std::upper_bound(
@@ -63,9 +71,10 @@ class HostShare {
   HostShare(const ParamTable& table, const Placement& placement, const StateMemory& memory,
             const KernelTable& kernels);
 
-  // One worker's part of the update of a chunk.
-  void Update(const Chunk& chunk, const ChunkBuffers& buffers, std::span<const StepParam> params,
-              std::span<const Coefficients> coefficients, uint32_t worker, uint32_t workers) const;
+  // One worker's share of the update of a part of a chunk.
+  void Update(const Chunk& chunk, const ChunkPart& part, const ChunkBuffers& buffers,
+              std::span<const StepParam> params, std::span<const Coefficients> coefficients,
+              uint32_t worker, uint32_t workers) const;
 
   // One worker's part of giving a chunk its state: masters widened from the params, moments zero
   // (Adagrad's sum: its initial value). At commit this is the first touch of the memory. Params

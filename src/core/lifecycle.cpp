@@ -209,6 +209,18 @@ Status Lifecycle::CheckStep() const {
   return {};
 }
 
+Status Lifecycle::CheckLoad() const {
+  for (uint32_t id = 0; id < params_.size(); ++id) {
+    if (params_[id].params_on_host)
+      return Refuse(table_.param(id), id,
+                    "a load writes the params at their addresses, and this one's is given up; bind "
+                    "and reload_params first");
+    if (params_[id].states_on_host)
+      return Refuse(table_.param(id), id, "its states are on the host; reload_states first");
+  }
+  return {};
+}
+
 void Lifecycle::ApplyStep() {
   for (uint32_t id = 0; id < params_.size(); ++id) SetHostGrad(id, HostGrad::kNone);
 }

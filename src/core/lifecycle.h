@@ -31,6 +31,14 @@ enum class Move : uint8_t {
   kRefreshMasters
 };
 
+// Whether the move reads, writes or frees what a save reads: masters, moments, and params that are
+// their own masters.
+inline bool MovesState(Move move) {
+  return move == Move::kOffloadParams || move == Move::kReloadParams ||
+         move == Move::kOffloadStates || move == Move::kReloadStates ||
+         move == Move::kRefreshMasters;
+}
+
 class Lifecycle {
  public:
   // `movable` is enum offload_movable, or-ed. `device_state_bytes` is what each param's states take
@@ -45,6 +53,8 @@ class Lifecycle {
 
   // Whether a step may be queued now, over the addresses the table has.
   Status CheckStep() const;
+  // Whether a load may be queued now: it writes params and states where a step would.
+  Status CheckLoad() const;
   // The step uses up what the host holds of gradients.
   void ApplyStep();
 

@@ -272,6 +272,11 @@ Status Optimizer::Commit(StreamHandle stream) {
   committed->mover =
       std::make_unique<Mover>(*context_, table_, committed->placement, *committed->memory,
                               *committed->lanes, *committed->swap, *committed->norm_sums);
+  committed->checkpoints =
+      std::make_unique<Checkpoints>(*context_, table_, committed->placement,
+                                    StatePlaces(table_, committed->placement, *committed->memory,
+                                                *committed->swap, context_->device().unified()),
+                                    *committed->pipeline, comm_);
   HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
   committed->lifecycle =
       std::make_unique<Lifecycle>(table_, options_.movable, DeviceStateBytes(committed->placement));
@@ -292,7 +297,7 @@ Status Optimizer::Commit(StreamHandle stream) {
     committed->device_state_bytes += bytes;
   committed->timeline = std::make_unique<Timeline>(
       [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
-      context_->NewProgress());
+      [this](bool failure) { return Settle(failure); }, context_->NewProgress());
   committed_ = std::move(committed);
   is_committed_ = true;
 
@@ -405,6 +410,8 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
 
   MoveRequest& request = committed.requests[slot].move;
   committed.requests[slot].step = nullptr;
+  committed.requests[slot].save = nullptr;
+  committed.requests[slot].load = nullptr;
   FillMove(move, ids, request);
   request.producer_count = static_cast<uint32_t>(streams.size());
   HYBRIDOPT_TRY(RecordProducers(slot, streams));
@@ -472,19 +479,35 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
 
 Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
   Request& request = committed_->requests[slot];
-  Status status = request.step != nullptr ? ExecuteStep(*request.step, slot, sequence)
-                                          : ExecuteMove(request.move, slot);
+  Checkpoints& checkpoints = *committed_->checkpoints;
+  Timeline& timeline = *committed_->timeline;
+  Status status;
+  if (request.step != nullptr)
+    status = ExecuteStep(*request.step, slot, sequence);
+  else if (request.save != nullptr)
+    status = checkpoints.Save(std::move(*request.save), ReadyEvent(slot), timeline, sequence);
+  else if (request.load != nullptr)
+    status = checkpoints.Load(*request.load, ReadyEvent(slot), timeline, sequence);
+  else
+    status = ExecuteMove(request.move, slot);
   if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
   return status;
 } catch (const std::exception& error) {
   return Status::Error(OFFLOAD_INTERNAL, "queued work ended in an exception: %s", error.what());
 }
 
+EventHandle Optimizer::ReadyEvent(uint32_t slot) const {
+  const std::span<const EventHandle> ready = committed_->lanes->ReadyEvents(slot);
+  return ready.empty() ? nullptr : ready[0];
+}
+
 Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence) {
   offload_step_result_t result{};
-  const std::span<const EventHandle> ready = committed_->lanes->ReadyEvents(slot);
+  Checkpoints& checkpoints = *committed_->checkpoints;
+  if (StepPipeline::NeedsNorm(request))
+    HYBRIDOPT_TRY(checkpoints.BeforeStep(*committed_->timeline));
   HYBRIDOPT_TRY(committed_->pipeline->Run(
-      request, ready.empty() ? nullptr : ready[0],
+      request, ReadyEvent(slot), checkpoints.capture(),
       [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); }, &result));
   Remember(sequence, result);
   committed_->steps_done += 1;
@@ -492,6 +515,8 @@ Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_
 }
 
 Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
+  // A running save may still read params and states where they are.
+  if (MovesState(request.move)) committed_->checkpoints->AwaitCapture();
   uint64_t bytes = 0;
   HYBRIDOPT_TRY(committed_->mover->Run(request, committed_->lanes->ReadyEvents(slot), &bytes));
   const bool reload = request.move == Move::kReloadParams || request.move == Move::kReloadGrads ||
@@ -553,7 +578,8 @@ Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) con
 Status Optimizer::Wait(offload_ticket_t ticket, int64_t timeout_ns) {
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
-  return committed_->timeline->Wait(sequence, timeout_ns);
+  HYBRIDOPT_TRY(committed_->timeline->Wait(sequence, timeout_ns));
+  return ticket == 0 ? committed_->timeline->Untold(sequence) : Status();
 }
 
 Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "core/checkpoints.h"
 #include "core/context.h"
 #include "core/lanes.h"
 #include "core/lifecycle.h"
@@ -47,6 +48,9 @@ class Optimizer {
   // Streams and params of the options as spans; params without an address mean all.
   Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
                                         std::span<const offload_stream_t> streams);
+  // Bodies of these two are in optimizer_checkpoint.cpp.
+  Result<offload_ticket_t> Save(const offload_save_options_t& options);
+  Result<offload_ticket_t> Load(const offload_load_options_t& options);
   Result<offload_step_result_t> StepResult(offload_ticket_t ticket) const;
   Status Wait(offload_ticket_t ticket, int64_t timeout_ns);
   Status StreamWait(offload_ticket_t ticket, StreamHandle stream, std::span<const uint32_t> params);
@@ -59,6 +63,8 @@ class Optimizer {
   // What one slot of the timeline holds.
   struct Request {
     StepRequest* step = nullptr;  // or, if NULL,
+    std::unique_ptr<SaveRequest> save;
+    std::unique_ptr<LoadRequest> load;
     MoveRequest move;
   };
 
@@ -70,6 +76,7 @@ class Optimizer {
     std::unique_ptr<NormSums> norm_sums;
     std::unique_ptr<StepPipeline> pipeline;
     std::unique_ptr<Mover> mover;
+    std::unique_ptr<Checkpoints> checkpoints;
     std::unique_ptr<Lanes> lanes;  // behind all that its streams may still read and write
     std::unique_ptr<Lifecycle> lifecycle;
     std::array<Request, Timeline::kCapacity> requests;
@@ -101,6 +108,9 @@ class Optimizer {
   Status Execute(uint32_t slot, uint64_t sequence);
   Status ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence);
   Status ExecuteMove(MoveRequest& request, uint32_t slot);
+  EventHandle ReadyEvent(uint32_t slot) const;
+  Status Settle(bool failure);
+  std::vector<Residency> ResidencyNow() const;
   void Remember(uint64_t sequence, const offload_step_result_t& result);
   // The sequence number of a ticket of this optimizer; 0 stands for the last one.
   Result<uint64_t> SequenceOf(offload_ticket_t ticket) const;

@@ -188,6 +188,7 @@ bool HasState(Rule rule, StateSlot slot) {
 
 Placement Place(const ParamTable& table, const PlacementOptions& options) {
   Placement placement;
+  placement.piece_elements = options.chunk_elements;
   placement.params.resize(table.size());
   for (uint32_t id = 0; id < table.size(); ++id) {
     ParamPlace& place = placement.params[id];

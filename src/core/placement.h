@@ -85,6 +85,7 @@ struct Placement {
   uint64_t swap_grads_bytes = 0;
   uint64_t swap_states_bytes = 0;     // a copy of the device's block
   uint64_t device_grad_elements = 0;  // fp32 room for gradients that come back for a step
+  uint64_t piece_elements = 0;        // what a pass over all elements is cut into where it must be
   uint32_t staging_slots = 0;
   uint64_t slot_grad_bytes = 0;
   uint64_t slot_param_bytes = 0;

@@ -87,9 +87,10 @@ std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
 
 // ------------------------------------------------------------------------------------- the step --
 
-Status StepPipeline::Run(const StepRequest& request, EventHandle ready,
+Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture* capture,
                          FunctionRef<void(uint64_t)> reached, offload_step_result_t* result) {
   const int64_t begin_ns = prim::NowNs();
+  capture_ = capture;
   Prepare(request);
   Verdict verdict{};
   if (device_.unified()) {
@@ -202,9 +203,37 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   ScaleCoefficients(*verdict);
   Stopwatch update(result->update_seconds);
   const uint32_t workers = context_.workers().threads();
-  return context_.workers().Run([&](uint32_t worker) {
-    host_share_.Update(placement_.chunks[0], {}, params_, host_coefficients_, worker, workers);
-  });
+  const Chunk& all = placement_.chunks[0];
+  // One pass, but in pieces while a save reads ahead of it.
+  const uint64_t piece_elements = capture_ != nullptr ? placement_.piece_elements : UINT64_MAX;
+  for (uint64_t begin = 0; begin < all.element_count;) {
+    const ChunkPart part{begin, std::min(piece_elements, all.element_count - begin)};
+    AwaitCaptureOf(all, part);
+    HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
+      host_share_.Update(all, part, {}, params_, host_coefficients_, worker, workers);
+    }));
+    begin += part.count;
+  }
+  return {};
+}
+
+// --------------------------------------------------------------------------------- behind a save
+// --
+
+void StepPipeline::AwaitCaptureOf(const Chunk& chunk, const ChunkPart& part) {
+  if (capture_ == nullptr) return;
+  ForEachStretch(placement_, chunk, part, 0, 1,
+                 [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+                   if (params_[fragment.param].active)
+                     capture_->Await(fragment.param, fragment.begin + first + count);
+                 });
+}
+
+void StepPipeline::AwaitCaptureOfDeviceShare() {
+  if (capture_ == nullptr) return;
+  for (uint32_t id = 0; id < table_.size(); ++id)
+    if (params_[id].active && placement_.params[id].device_count > 0)
+      capture_->Await(id, placement_.params[id].device_count);
 }
 
 // --------------------------------------------------------------------- params in device memory --
@@ -237,6 +266,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
     return {};
   }
   ScaleCoefficients(*verdict);
+  AwaitCaptureOfDeviceShare();
   HYBRIDOPT_TRY(QueueDeviceUpdates());
   for (uint32_t chunk = 0; chunk < chunk_count(); ++chunk) {
     // The slot's params half is written next: its last copy up must be over.
@@ -396,12 +426,17 @@ Status StepPipeline::UpdateChunk(uint32_t chunk, offload_step_result_t* result) 
   }
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed[slot]));
   result->grads_down_seconds += seconds;
+  const Chunk& updated = placement_.chunks[chunk];
+  const ChunkPart whole{0, updated.element_count};
+  {
+    Stopwatch stall(result->stall_seconds);
+    AwaitCaptureOf(updated, whole);
+  }
   Stopwatch update(result->update_seconds);
   const ChunkBuffers buffers{lanes_.ring().grads(slot), lanes_.ring().params(slot)};
   const uint32_t workers = context_.workers().threads();
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    host_share_.Update(placement_.chunks[chunk], buffers, params_, host_coefficients_, worker,
-                       workers);
+    host_share_.Update(updated, whole, buffers, params_, host_coefficients_, worker, workers);
   }));
   lanes_.ring().ReleaseGrads(slot);
   return {};

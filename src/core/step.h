@@ -18,6 +18,7 @@
 
 #include "base/function_ref.h"
 #include "comm/comm.h"
+#include "core/capture.h"
 #include "core/context.h"
 #include "core/host_share.h"
 #include "core/lanes.h"
@@ -45,11 +46,17 @@ class StepPipeline {
                const StateMemory& memory, Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums,
                const Comm& comm);
 
-  // `ready` is recorded behind the gradients; NULL where there are no streams. `reached` is told
-  // the marks of a param's progress: kDeviceShareDone, then one more per chunk. Does not allocate.
-  // After an error the state is undefined.
-  Status Run(const StepRequest& request, EventHandle ready,
+  // `ready` is recorded behind the gradients; NULL where there are no streams. `capture` is the
+  // save that the step must not overtake; NULL if none is running. `reached` is told the marks of a
+  // param's progress: kDeviceShareDone, then one more per chunk. Does not allocate. After an error
+  // the state is undefined.
+  Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
              FunctionRef<void(uint64_t mark)> reached, offload_step_result_t* result);
+
+  // Whether the step looks at all gradients first, those of other ranks included.
+  static bool NeedsNorm(const StepRequest& request) {
+    return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
+  }
 
   static constexpr uint64_t kDeviceShareDone = 1;
   // The mark at which the param is all written.
@@ -59,6 +66,9 @@ class StepPipeline {
 
   uint64_t step_count(uint32_t param) const { return step_counts_[param]; }
   void set_step_count(uint32_t param, uint64_t count) { step_counts_[param] = count; }
+  uint64_t steps_applied() const { return steps_applied_; }
+  void set_steps_applied(uint64_t steps) { steps_applied_ = steps; }
+
   static constexpr uint32_t kMaxQueuedSteps = 8;
   // Bytes of the tables here and of one queued request, for the plan.
   static uint64_t ScratchBytes(const ParamTable& table, const Placement& placement);
@@ -71,6 +81,8 @@ class StepPipeline {
   void ScaleCoefficients(const Verdict& verdict);
 
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
+  void AwaitCaptureOf(const Chunk& chunk, const ChunkPart& part);
+  void AwaitCaptureOfDeviceShare();
   Status RunStaged(const StepRequest& request, EventHandle ready,
                    FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
                    Verdict* verdict);
@@ -92,9 +104,6 @@ class StepPipeline {
   Status Retire(uint32_t chunk, FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
   Status AwaitDeviceShare(FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
 
-  bool NeedsNorm(const StepRequest& request) const {
-    return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
-  }
   uint32_t SlotOf(uint32_t chunk) const { return chunk % lanes_.ring().slots(); }
   uint32_t chunk_count() const { return static_cast<uint32_t>(placement_.chunks.size()); }
   std::span<const Fragment> FragmentsOf(uint32_t chunk) const;
@@ -114,6 +123,7 @@ class StepPipeline {
   uint64_t steps_applied_ = 0;
   std::vector<uint64_t> step_counts_;  // per param
 
+  Capture* capture_ = nullptr;  // of the running step
   // Of the running step. Their capacity is taken when the pipeline is made.
   std::vector<StepParam> params_;
   std::vector<Coefficients> coefficients_;       // grad_factor: maximize's sign

@@ -3,12 +3,16 @@
 #include <algorithm>
 #include <chrono>
 
+#include "base/check.h"
 #include "base/prim.h"
 
 namespace hybridopt {
 
-Timeline::Timeline(Execute execute, std::atomic<uint64_t>& progress)
-    : execute_(std::move(execute)), fork_generation_(prim::ForkGeneration()), progress_(progress) {
+Timeline::Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progress)
+    : execute_(std::move(execute)),
+      settle_(std::move(settle)),
+      fork_generation_(prim::ForkGeneration()),
+      progress_(progress) {
   progress_.store(ProgressAt(1, 0));  // who waits for "all that is queued" waits for nothing yet
 }
 
@@ -67,7 +71,56 @@ Status Timeline::Wait(uint64_t sequence, int64_t timeout_ns) {
                          "ticket not complete after %.3f s; the work goes on, wait again",
                          static_cast<double>(timeout_ns) * 1e-9);
   }
-  return completed_.load() >= sequence ? Status() : cause_;
+  return completed_.load() >= sequence ? OutcomeOf(sequence) : cause_;
+}
+
+Status Timeline::OutcomeOf(uint64_t sequence) {
+  for (Failure& failure : failures_) {
+    if (failure.sequence != sequence) continue;
+    failure.told = true;
+    return failure.status;
+  }
+  return {};
+}
+
+void Timeline::Report(uint64_t sequence, Status failure) {
+  std::lock_guard lock(mutex_);
+  if (failures_.size() == kFailuresKept) failures_.pop_front();
+  failures_.push_back({sequence, std::move(failure), false});
+}
+
+Status Timeline::Untold(uint64_t sequence) {
+  std::lock_guard lock(mutex_);
+  for (Failure& failure : failures_) {
+    if (failure.told || failure.sequence > sequence) continue;
+    failure.told = true;
+    return failure.status;
+  }
+  return {};
+}
+
+void Timeline::Hold(uint64_t sequence) {
+  std::lock_guard lock(mutex_);
+  HYBRIDOPT_CHECK(held_ == 0);
+  held_ = sequence;
+}
+
+void Timeline::Release() {
+  {
+    std::lock_guard lock(mutex_);
+    held_ = 0;
+    awake_ = false;
+    completed_.store(executed_);
+  }
+  changed_.notify_all();
+}
+
+void Timeline::Wake() {
+  {
+    std::lock_guard lock(mutex_);
+    awake_ = held_ != 0;
+  }
+  changed_.notify_all();
 }
 
 bool Timeline::idle() const {
@@ -85,32 +138,65 @@ Status Timeline::CheckPoison() const {
 void Timeline::Loop() {
   prim::NameThisThread("hybridopt/line");
   prim::ResetFloatingPointMode();
-  for (uint64_t sequence = 1;; ++sequence) {
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return submitted_.load() >= sequence || stopping_; });
-      if (submitted_.load() < sequence) return;
+  for (uint64_t sequence = 1;;) {
+    const Turn turn = NextTurn(sequence);
+    if (turn == Turn::kEnd) return;
+    if (turn == Turn::kSettle) {
+      if (!SettleBackground(false)) return;
+      continue;
     }
     progress_.store(ProgressAt(sequence, 0));
     Status status = execute_(static_cast<uint32_t>(sequence % kCapacity), sequence);
-    const bool failed = !status.ok();
-    Finish(sequence, std::move(status));
-    if (failed) return;
+    if (!status.ok()) {
+      // What was queued before does not suffer if it can help it.
+      if (SettleBackground(true)) Poison(std::move(status));
+      return;
+    }
+    Passed(sequence++);
   }
 }
 
-void Timeline::Finish(uint64_t sequence, Status status) {
+// The background goes first: whoever waits for it has waited longest.
+Timeline::Turn Timeline::NextTurn(uint64_t sequence) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(
+      lock, [&] { return awake_ || submitted_.load() >= sequence || (stopping_ && held_ == 0); });
+  if (awake_) return Turn::kSettle;
+  return submitted_.load() >= sequence ? Turn::kExecute : Turn::kEnd;
+}
+
+// False if it failed and has poisoned all.
+bool Timeline::SettleBackground(bool failure) {
   {
     std::lock_guard lock(mutex_);
-    if (status.ok()) {
-      completed_.store(sequence);
-    } else {
-      cause_ = std::move(status);
-    }
+    awake_ = false;
+    if (held_ == 0) return true;
+  }
+  Status status = settle_(failure);
+  if (status.ok()) return true;
+  Poison(std::move(status));
+  return false;
+}
+
+void Timeline::Passed(uint64_t sequence) {
+  {
+    std::lock_guard lock(mutex_);
+    executed_ = sequence;
+    if (held_ == 0) completed_.store(sequence);
+  }
+  // Streams that wait for what is done need not wait for the background.
+  progress_.store(ProgressAt(sequence + 1, 0));
+  changed_.notify_all();
+}
+
+void Timeline::Poison(Status cause) {
+  {
+    std::lock_guard lock(mutex_);
+    cause_ = std::move(cause);
   }
   // After a failure every stream is let go: a hung device would be worse than a wrong value that
   // the caller is told about.
-  progress_.store(cause_.ok() ? ProgressAt(sequence + 1, 0) : UINT64_MAX);
+  progress_.store(UINT64_MAX);
   changed_.notify_all();
 }
 

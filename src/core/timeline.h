@@ -3,6 +3,9 @@
 // One thread runs the work, first in first out. Each piece has a sequence number, from 1; a piece
 // completes, or it fails and poisons all that comes after. Progress inside a piece shows in one
 // 64-bit word that only grows, so that device streams can wait on it without the host.
+//
+// A piece may go on in the background (a save): later ones then run, but complete only with it. And
+// it may fail on its own (its files): then it completes with that status, and nothing else suffers.
 #pragma once
 
 #include <pthread.h>
@@ -10,6 +13,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -24,9 +28,12 @@ class Timeline {
 
   // Runs the work that was put into `slot` (0 to kCapacity - 1).
   using Execute = std::function<Status(uint32_t slot, uint64_t sequence)>;
+  // Brings the background to its end, as Wake has asked for, or, after `failure` of a later piece,
+  // in any case. It calls Release.
+  using Settle = std::function<Status(bool failure)>;
 
   // `progress` outlives every stream that may wait on it.
-  Timeline(Execute execute, std::atomic<uint64_t>& progress);
+  Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progress);
   ~Timeline();  // drains
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
@@ -44,6 +51,18 @@ class Timeline {
   // timeout_ns (0 only looks, negative waits without limit). Any thread.
   Status Wait(uint64_t sequence, int64_t timeout_ns);
 
+  // Said while the piece runs: it and later ones complete when Release is called. One at a time.
+  void Hold(uint64_t sequence);
+  void Release();  // on the timeline's own thread
+  // The background has come so far that Settle has something to do. Any thread.
+  void Wake();
+  // Said before the piece completes: it has failed, and that is nobody else's concern. The last
+  // kFailuresKept are remembered.
+  void Report(uint64_t sequence, Status failure);
+  static constexpr size_t kFailuresKept = 64;
+  // Such failures up to a piece that nobody has been told of: the first, else OK. Any thread.
+  Status Untold(uint64_t sequence);
+
   uint64_t submitted() const { return submitted_.load(); }
   uint64_t completed() const { return completed_.load(); }
   bool idle() const;  // nothing queued or running
@@ -57,18 +76,33 @@ class Timeline {
   const std::atomic<uint64_t>& progress() const { return progress_; }
 
  private:
+  enum class Turn { kSettle, kExecute, kEnd };
   void Loop();
-  void Finish(uint64_t sequence, Status status);
+  Turn NextTurn(uint64_t sequence);
+  bool SettleBackground(bool failure);
+  void Passed(uint64_t sequence);
+  void Poison(Status cause);
+  Status OutcomeOf(uint64_t sequence);
 
   const Execute execute_;
+  const Settle settle_;
   const uint64_t fork_generation_;
   std::atomic<uint64_t>& progress_;
   std::atomic<uint64_t> submitted_ = 0;
   std::atomic<uint64_t> completed_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  Status cause_;  // of the failure; guarded by mutex_
+  Status cause_;  // of the failure; guarded by mutex_, as all below but the thread
   bool stopping_ = false;
+  uint64_t executed_ = 0;  // the last piece that has run
+  uint64_t held_ = 0;      // the piece that goes on in the background; 0: none
+  bool awake_ = false;     // Settle has something to do
+  struct Failure {
+    uint64_t sequence;
+    Status status;
+    bool told;
+  };
+  std::deque<Failure> failures_;     // of pieces that failed on their own, in order
   std::optional<pthread_t> thread_;  // started by the first Submit
 };
 

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../temporary_directory.h"
 #include "offload.h"
 
 namespace {
@@ -322,6 +323,75 @@ struct MoveOptions {
   }
 };
 
+void* CheckpointUser() {
+  static int user;
+  return &user;
+}
+
+// Its directory goes with the program.
+const std::string& CheckpointPath() {
+  static const hybridopt::TemporaryDirectory directory;
+  static const std::string path = directory / "checkpoint";
+  return path;
+}
+
+struct SaveOptions {
+  using Struct = offload_save_options_t;
+  static Struct Valid() {
+    auto options = Empty<Struct>();
+    options.flags = OFFLOAD_SAVE_MASTERS_ONLY;
+    options.path = CheckpointPath().c_str();
+    options.progress = [](void*, uint64_t, uint64_t) {};
+    options.progress_user = CheckpointUser();
+    options.io_depth = 1;
+    return options;
+  }
+  static int32_t Call(const Struct* options) {
+    World world;
+    world.Commit();
+    std::filesystem::remove_all(CheckpointPath());
+    const int32_t status = offload_optimizer_save(world.optimizer, options, nullptr);
+    return status == OFFLOAD_OK ? offload_optimizer_wait(world.optimizer, 0, -1) : status;
+  }
+};
+
+struct LoadOptions {
+  using Struct = offload_load_options_t;
+  static Struct Valid() {
+    const offload_save_options_t saved = SaveOptions::Valid();
+    EXPECT_EQ(Outcome(SaveOptions::Call(&saved)), "OK");
+    auto options = Empty<Struct>();
+    options.flags = OFFLOAD_LOAD_FRESH_MOMENTS;
+    options.path = CheckpointPath().c_str();
+    options.progress = [](void*, uint64_t, uint64_t) {};
+    options.progress_user = CheckpointUser();
+    options.io_depth = 1;
+    return options;
+  }
+  static int32_t Call(const Struct* options) {
+    World world;
+    world.Commit();
+    const int32_t status = offload_optimizer_load(world.optimizer, options, nullptr);
+    return status == OFFLOAD_OK ? offload_optimizer_wait(world.optimizer, 0, -1) : status;
+  }
+};
+
+struct VerifyOptions {
+  using Struct = offload_verify_options_t;
+  static Struct Valid() {
+    const offload_save_options_t saved = SaveOptions::Valid();
+    EXPECT_EQ(Outcome(SaveOptions::Call(&saved)), "OK");
+    auto options = Empty<Struct>();
+    options.io_depth = 1;
+    options.progress = [](void*, uint64_t, uint64_t) {};
+    options.progress_user = CheckpointUser();
+    return options;
+  }
+  static int32_t Call(const Struct* options) {
+    return offload_checkpoint_verify(CheckpointPath().c_str(), options);
+  }
+};
+
 struct TypeName {
   template <typename Type>
   static std::string GetName(int) {
@@ -333,8 +403,9 @@ struct TypeName {
 
 template <typename Input>
 class InputStructSize : public testing::Test {};
-using Inputs = testing::Types<ContextOptions, OptimizerOptions, Comm, Group, GroupAgain, Param,
-                              Shard, Binding, StepOptions, MoveOptions>;
+using Inputs =
+    testing::Types<ContextOptions, OptimizerOptions, Comm, Group, GroupAgain, Param, Shard, Binding,
+                   StepOptions, MoveOptions, SaveOptions, LoadOptions, VerifyOptions>;
 TYPED_TEST_SUITE(InputStructSize, Inputs, TypeName);
 
 TYPED_TEST(InputStructSize, TooSmallForItselfOrAbsurdIsRefused) {

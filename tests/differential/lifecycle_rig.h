@@ -34,6 +34,7 @@ struct LifecycleSetting {
   const offload_comm_t* comm = nullptr;
   // Puts a device of the test's between the library and the real one.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
+  prim::Files* files = nullptr;  // where checkpoints go; NULL: the system's
 };
 
 using MoveFunction = int32_t (*)(offload_optimizer_t, const offload_move_options_t*,
@@ -223,6 +224,23 @@ class LifecycleRig {
     MUST(TryStep(input, stream, &ticket));
     return ticket;
   }
+  offload_ticket_t Save(const std::string& path, uint32_t io_depth = 0) {
+    auto options = Make<offload_save_options_t>();
+    options.path = path.c_str();
+    options.io_depth = io_depth;
+    offload_ticket_t ticket = 0;
+    MUST(offload_optimizer_save(optimizer_, &options, &ticket));
+    return ticket;
+  }
+  // Loads and waits: the outcome.
+  int32_t TryLoad(const std::string& path, uint32_t flags = 0) {
+    auto options = Make<offload_load_options_t>();
+    options.path = path.c_str();
+    options.flags = flags;
+    offload_ticket_t ticket = 0;
+    const int32_t status = offload_optimizer_load(optimizer_, &options, &ticket);
+    return status == OFFLOAD_OK ? offload_optimizer_wait(optimizer_, ticket, -1) : status;
+  }
   void Wait(offload_ticket_t ticket = 0) { MUST(offload_optimizer_wait(optimizer_, ticket, -1)); }
 
   offload_stats_t Stats() const {
@@ -287,8 +305,9 @@ class LifecycleRig {
                                          : CreateHostDevice();
     if (setting_.wrap) device = setting_.wrap(std::move(device));
     using Contexts = HandleTable<Context, HandleKind::kContext>;
-    context_ = static_cast<offload_context_t>(Contexts::Instance().Insert(
-        std::make_shared<Context>(options, std::move(device), kernels)));
+    auto context = std::make_shared<Context>(options, std::move(device), kernels);
+    if (setting_.files != nullptr) context->UseFiles(*setting_.files);
+    context_ = static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(context)));
   }
 
   void MakeOptimizer() {

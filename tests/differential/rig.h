@@ -248,8 +248,14 @@ class Rig {
   // Empty if every bit is the model's: the last step's result, the totals, every byte of every
   // block (guards and gradients included), masters, moments and counts. Else what differs first.
   std::string Difference(const Model& model) {
+    const std::string difference = ResultDifference(model);
+    return difference.empty() ? BitsDifference(model) : difference;
+  }
+
+  // The same but for the result.
+  std::string BitsDifference(const Model& model) {
     ExpectParams(data_block_, model);
-    std::string difference = ResultDifference(model);
+    std::string difference;
     for (size_t block = 0; block < blocks_.size() && difference.empty(); ++block)
       difference = BlockDifference(block);
     for (size_t id = 0; id < problem_.params.size() && difference.empty(); ++id)

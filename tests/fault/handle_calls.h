@@ -54,7 +54,12 @@ inline std::vector<HandleCall> OptimizerCalls() {
   static offload_state_view_t view;
   static offload_stats_t stats;
   static offload_move_options_t accumulate, drop;
+  static offload_save_options_t save;
+  static offload_load_options_t load;
   static uint32_t id;
+  save = Make<offload_save_options_t>();
+  load = Make<offload_load_options_t>();
+  save.path = load.path = "checkpoint";
   group = Make<offload_group_t>();
   plan = Make<offload_plan_t>();
   result = Make<offload_step_result_t>();
@@ -98,6 +103,8 @@ inline std::vector<HandleCall> OptimizerCalls() {
        [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
       {"set_step_count", [=](void* h) { return offload_optimizer_set_step_count(as(h), 0, 0); }},
       {"get_stats", [=](void* h) { return offload_optimizer_get_stats(as(h), &stats); }},
+      {"save", [=](void* h) { return offload_optimizer_save(as(h), &save, nullptr); }},
+      {"load", [=](void* h) { return offload_optimizer_load(as(h), &load, nullptr); }},
       {"destroy", [=](void* h) { return offload_optimizer_destroy(as(h)); }},
   };
 }

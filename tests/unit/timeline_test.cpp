@@ -19,7 +19,7 @@ class Line {
       : timeline(
             std::in_place,
             [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
-            progress) {}
+            [this](bool failure) { return Settle(failure); }, progress) {}
 
   uint64_t Queue() {
     const Result<uint32_t> slot = timeline->NextSlot();
@@ -32,7 +32,12 @@ class Line {
   }
 
   std::atomic<uint64_t> progress = 0;
-  std::atomic<uint64_t> failing = 0;  // this sequence number fails
+  std::atomic<uint64_t> failing = 0;    // this sequence number fails
+  std::atomic<uint64_t> reporting = 0;  // this one fails on its own
+  std::atomic<uint64_t> holding = 0;    // this one goes on in the background
+  std::atomic<int> settled = 0;
+  std::atomic<int> settled_after_failure = 0;
+  Status settle_outcome;
   std::vector<std::pair<uint32_t, uint64_t>> executed;
   std::optional<Timeline> timeline;
 
@@ -42,8 +47,16 @@ class Line {
     permits_ -= 1;
     executed.emplace_back(slot, sequence);
     timeline->Reached(sequence, 5);
+    if (sequence == holding) timeline->Hold(sequence);
+    if (sequence == reporting)
+      timeline->Report(sequence, Status::Error(OFFLOAD_IO_FAILED, "no room for %d", 8));
     if (sequence == failing) return Status::Error(OFFLOAD_DEVICE_FAILED, "broken at %d", 7);
     return {};
+  }
+  Status Settle(bool failure) {
+    (failure ? settled_after_failure : settled) += 1;
+    timeline->Release();
+    return settle_outcome;
   }
   std::atomic<int> permits_ = 0;
 };
@@ -161,6 +174,118 @@ TEST(Timeline, EndsAtOnceIfItNeverBegan) {
   line.timeline.reset();
   EXPECT_TRUE(line.executed.empty());
   EXPECT_EQ(line.progress, UINT64_MAX);
+}
+
+// ------------------------------------------------------------------------ failing on its own --
+
+TEST(Timeline, APieceThatFailsOnItsOwnTellsItsTicketAndNothingElseSuffers) {
+  Line line;
+  line.reporting = 2;
+  line.Permit(3);
+  for (int i = 0; i < 3; ++i) line.Queue();
+  EXPECT_TRUE(line.timeline->Wait(3, kForever).ok());
+  EXPECT_TRUE(line.timeline->Wait(1, 0).ok());
+  for (int again = 0; again < 2; ++again) {
+    const Status status = line.timeline->Wait(2, 0);
+    EXPECT_EQ(status.code(), OFFLOAD_IO_FAILED);
+    EXPECT_EQ(status.message(), "no room for 8");
+  }
+  EXPECT_TRUE(line.timeline->CheckPoison().ok());
+  EXPECT_TRUE(line.timeline->Untold(3).ok());  // its ticket has told
+}
+
+TEST(Timeline, WhoWaitsForEverythingIsToldOnceOfAFailureThatNobodyHasHeardOf) {
+  Line line;
+  line.reporting = 1;
+  line.Permit(2);
+  line.Queue();
+  line.Queue();
+  EXPECT_TRUE(line.timeline->Wait(2, kForever).ok());
+  EXPECT_EQ(line.timeline->Untold(2).code(), OFFLOAD_IO_FAILED);
+  EXPECT_TRUE(line.timeline->Untold(2).ok());
+  EXPECT_EQ(line.timeline->Wait(1, 0).code(), OFFLOAD_IO_FAILED);
+}
+
+TEST(Timeline, RemembersTheLastFailures) {
+  Line line;
+  line.Permit(1000);
+  const uint64_t count = Timeline::kFailuresKept + 2;
+  for (uint64_t sequence = 1; sequence <= count; ++sequence) {
+    line.reporting = sequence;
+    line.Queue();
+    (void)line.timeline->Wait(sequence, kForever);
+  }
+  EXPECT_TRUE(line.timeline->Wait(2, 0).ok());
+  EXPECT_EQ(line.timeline->Wait(3, 0).code(), OFFLOAD_IO_FAILED);
+}
+
+// ---------------------------------------------------------------------------- in the background --
+
+TEST(Timeline, LaterPiecesRunBesideTheBackgroundAndCompleteWithIt) {
+  Line line;
+  line.holding = 1;
+  line.Permit(3);
+  for (int i = 0; i < 3; ++i) line.Queue();
+  while (line.progress.load() < Timeline::ProgressAt(4, 0)) std::this_thread::yield();
+  EXPECT_EQ(line.executed.size(), 3u);
+  for (uint64_t sequence : {1, 2, 3})
+    EXPECT_EQ(line.timeline->Wait(sequence, 0).code(), OFFLOAD_TIMED_OUT);
+  EXPECT_FALSE(line.timeline->idle());
+  line.timeline->Wake();
+  EXPECT_TRUE(line.timeline->Wait(3, kForever).ok());
+  EXPECT_EQ(line.settled, 1);
+  EXPECT_TRUE(line.timeline->idle());
+}
+
+TEST(Timeline, TheBackgroundGoesBeforeWhatIsQueued) {
+  Line line;
+  line.holding = 1;
+  line.Permit(1);
+  line.Queue();
+  while (line.progress.load() < Timeline::ProgressAt(2, 0)) std::this_thread::yield();
+  line.timeline->Wake();
+  EXPECT_TRUE(line.timeline->Wait(1, kForever).ok());
+  line.Queue();
+  EXPECT_EQ(line.settled, 1);
+  line.Permit(1);
+  EXPECT_TRUE(line.timeline->Wait(2, kForever).ok());
+}
+
+TEST(Timeline, DrainingWaitsForTheBackground) {
+  Line line;
+  line.holding = 1;
+  line.Permit(1);
+  line.Queue();
+  while (line.progress.load() < Timeline::ProgressAt(2, 0)) std::this_thread::yield();
+  std::thread waker([&] { line.timeline->Wake(); });
+  line.timeline->Drain();
+  waker.join();
+  EXPECT_EQ(line.settled, 1);
+}
+
+TEST(Timeline, AFailureBehindTheBackgroundLeavesItTheChanceToEnd) {
+  Line line;
+  line.holding = 1;
+  line.failing = 2;
+  line.Permit(2);
+  line.Queue();
+  line.Queue();
+  EXPECT_EQ(line.timeline->Wait(2, kForever).code(), OFFLOAD_DEVICE_FAILED);
+  EXPECT_TRUE(line.timeline->Wait(1, kForever).ok());
+  EXPECT_EQ(line.settled_after_failure, 1);
+}
+
+TEST(Timeline, ABackgroundThatFailsForMoreThanItselfPoisons) {
+  Line line;
+  line.holding = 1;
+  line.settle_outcome = Status::Error(OFFLOAD_COMM_FAILED, "a rank is gone");
+  line.Permit(1);
+  line.Queue();
+  while (line.progress.load() < Timeline::ProgressAt(2, 0)) std::this_thread::yield();
+  line.timeline->Wake();
+  while (line.timeline->CheckPoison().ok()) std::this_thread::yield();
+  EXPECT_EQ(line.timeline->CheckPoison().code(), OFFLOAD_POISONED);
+  EXPECT_EQ(line.timeline->NextSlot().status().code(), OFFLOAD_POISONED);
 }
 
 }  // namespace

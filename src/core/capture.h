@@ -1,0 +1,70 @@
+// Capture: how far a running save has come in reading state. A save reads all arrays in the order
+// of its file; a step that runs behind it asks here before it overwrites anything.
+//
+//   file   | head | p0.master | p0.exp_avg | p0.exp_avg_sq | p1.master | ...
+//                                              ^ position: up to here nobody needs memory any more
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace hybridopt {
+
+class Capture {
+ public:
+  explicit Capture(uint32_t param_count) : params_(param_count) {}
+
+  // A param's last array in the file: its place there, and what an element takes. Params without
+  // one are not saved and never waited for.
+  void SetLastArray(uint32_t param, uint64_t begin, uint64_t element_bytes) {
+    params_[param] = {begin, element_bytes};
+  }
+
+  // Told by the save as it goes; positions grow.
+  void Advance(uint64_t position) {
+    position_.store(position);
+    Tell();
+  }
+  // The save needs nothing any more, whether it went well or not.
+  void End() {
+    position_.store(UINT64_MAX);
+    Tell();
+  }
+
+  // Returns when the first `end` elements of all of the param's arrays have been read.
+  void Await(uint32_t param, uint64_t end) { AwaitPosition(PositionOf(param, end)); }
+  void AwaitAll() { AwaitPosition(UINT64_MAX); }
+
+ private:
+  struct LastArray {
+    uint64_t begin = 0;
+    uint64_t element_bytes = 0;
+  };
+  uint64_t PositionOf(uint32_t param, uint64_t end) const {
+    return params_[param].begin + end * params_[param].element_bytes;
+  }
+  void AwaitPosition(uint64_t position) {
+    if (position_.load() >= position) return;
+    std::unique_lock lock(mutex_);
+    waiting_ = true;
+    advanced_.wait(lock, [&] { return position_.load() >= position; });
+    waiting_ = false;
+  }
+  // Whoever is about to wait has seen the new position or is seen here.
+  void Tell() {
+    if (!waiting_.load()) return;
+    { std::lock_guard lock(mutex_); }
+    advanced_.notify_all();
+  }
+
+  std::vector<LastArray> params_;
+  std::atomic<uint64_t> position_ = 0;
+  std::atomic<bool> waiting_ = false;
+  std::mutex mutex_;
+  std::condition_variable advanced_;
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,232 @@
+#include "core/checkpoints.h"
+
+#include <utility>
+#include <vector>
+
+#include "checkpoint/file_io.h"
+#include "core/checkpoint_files.h"
+
+namespace hybridopt {
+namespace {
+
+using checkpoint::PendingDirectory;
+
+// A broken device or a lost rank breaks more than a save or load; a full disk does not.
+bool ConcernsFilesOnly(const Status& status) {
+  return status.code() != OFFLOAD_DEVICE_FAILED && status.code() != OFFLOAD_COMM_FAILED;
+}
+
+// Another rank's failure is told as a failure here too, with its code.
+Status FailureOfRank(int32_t rank, int32_t code) {
+  return Status::Error(code,
+                       "rank %d has failed, so no rank goes on with this checkpoint; that rank's "
+                       "own error says why",
+                       rank);
+}
+
+}  // namespace
+
+// All ranks learn whether one has failed. What comes back is a failure to ask.
+Status Checkpoints::AgreeOnFailure(Status* status) const {
+  int32_t failed[2] = {status->ok() ? 0 : comm_.rank() + 1, status->code()};
+  HYBRIDOPT_TRY(comm_.AgreeOnMax(failed, 2));
+  if (failed[0] != 0 && status->ok()) *status = FailureOfRank(failed[0] - 1, failed[1]);
+  return {};
+}
+
+// ---------------------------------------------------------------------------------------- begin --
+
+Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timeline,
+                         uint64_t sequence) {
+  HYBRIDOPT_TRY(Complete(timeline));  // one at a time
+  Status status = Begin(std::move(request), ready);
+  if (!status.ok()) {
+    saver_.reset();
+    directory_.reset();
+    context_.Log(OFFLOAD_LOG_ERROR, status.message().c_str());
+    timeline.Report(sequence, status);
+    return ConcernsFilesOnly(status) ? Status() : status;
+  }
+  sequence_ = sequence;
+  timeline.Hold(sequence);  // first: the saver may have ended before Start returns
+  saver_->Start(directory_->path(), [&timeline] { timeline.Wake(); });
+  return {};
+}
+
+SavePoint Checkpoints::PointOf(EventHandle ready) const {
+  SavePoint point{};
+  point.step = pipeline_.steps_applied();
+  for (uint32_t id = 0; id < table_.size(); ++id)
+    point.step_counts.push_back(pipeline_.step_count(id));
+  point.rank = static_cast<uint32_t>(comm_.rank());
+  point.world = static_cast<uint32_t>(comm_.world());
+  point.ready = ready;
+  return point;
+}
+
+// Rank 0 makes the directory and tells the others its number.
+Status Checkpoints::Begin(SaveRequest request, EventHandle ready) {
+  const std::string target = request.path;
+  Result<std::unique_ptr<Saver>> saver =
+      Saver::Create(context_, table_, placement_, places_, std::move(request), PointOf(ready));
+  Status status = saver.status();
+  if (status.ok()) saver_ = std::move(saver.value());
+  if (status.ok() && comm_.rank() == 0) {
+    Result<PendingDirectory> made = PendingDirectory::Make(context_.files(), target);
+    status = made.status();
+    if (status.ok()) directory_.emplace(std::move(made.value()));
+  }
+  const uint64_t made = directory_.has_value() ? directory_->number() : 0;
+  int32_t number[2] = {static_cast<int32_t>(made >> 31), static_cast<int32_t>(made & INT32_MAX)};
+  Status asked = comm_.AgreeOnMax(number, 2);
+  if (asked.ok()) asked = AgreeOnFailure(&status);
+  if (asked.ok() && status.ok()) {
+    if (comm_.rank() != 0)
+      directory_.emplace(PendingDirectory::Join(
+          context_.files(), target,
+          static_cast<uint64_t>(number[0]) << 31 | static_cast<uint64_t>(number[1])));
+    return {};
+  }
+  if (directory_.has_value()) directory_->Remove();
+  return asked.ok() ? status : asked;
+}
+
+// ------------------------------------------------------------------------------------- complete --
+
+Status Checkpoints::BeforeStep(Timeline& timeline) {
+  if (saver_ == nullptr) return {};
+  int32_t ended = saver_->ended() ? 1 : 0;
+  if (Status asked = comm_.AgreeOnMax(&ended, 1); !asked.ok())
+    return End(std::move(asked), timeline);
+  return ended != 0 ? CompleteAgreed(timeline) : Status();
+}
+
+Status Checkpoints::Complete(Timeline& timeline) {
+  if (saver_ == nullptr) return {};
+  int32_t ended = 1;
+  if (Status asked = comm_.AgreeOnMax(&ended, 1); !asked.ok())
+    return End(std::move(asked), timeline);
+  return CompleteAgreed(timeline);
+}
+
+Status Checkpoints::CompleteAgreed(Timeline& timeline) {
+  Status outcome = saver_->Join();
+  if (Status asked = AgreeOnFailure(&outcome); !asked.ok()) return End(std::move(asked), timeline);
+  if (!outcome.ok()) return End(std::move(outcome), timeline);
+  if (comm_.rank() == 0) outcome = Publish();
+  if (Status asked = AgreeOnFailure(&outcome); !asked.ok()) return End(std::move(asked), timeline);
+  return End(std::move(outcome), timeline);
+}
+
+Status Checkpoints::CompleteAlone(Timeline& timeline) {
+  if (saver_ == nullptr) return {};
+  Status outcome = saver_->Join();
+  if (outcome.ok() && comm_.world() > 1)
+    outcome = Status::Error(OFFLOAD_COMM_FAILED,
+                            "rank %d: later queued work failed before all ranks had written; the "
+                            "save was given up",
+                            comm_.rank());
+  if (outcome.ok()) outcome = Publish();
+  (void)End(std::move(outcome), timeline);
+  return {};
+}
+
+// The save's ticket gets the outcome; what concerns more than files comes back.
+Status Checkpoints::End(Status outcome, Timeline& timeline) {
+  (void)saver_->Join();
+  if (!outcome.ok() && comm_.rank() == 0) directory_->Remove();
+  saver_.reset();
+  directory_.reset();
+  if (!outcome.ok()) {
+    context_.Log(OFFLOAD_LOG_ERROR, outcome.message().c_str());
+    timeline.Report(sequence_, outcome);
+  }
+  timeline.Release();
+  return ConcernsFilesOnly(outcome) ? Status() : outcome;
+}
+
+// Everything before the rename only prepares it: after a crash either the whole checkpoint has its
+// name or nothing has.
+Status Checkpoints::Publish() {
+  prim::Files& files = context_.files();
+  const std::string& path = directory_->path();
+  HYBRIDOPT_TRY(checkpoint::SyncDirectory(files, path));
+  HYBRIDOPT_ASSIGN(const checkpoint::Manifest manifest, WholeManifest());
+  HYBRIDOPT_ASSIGN(const std::string text, checkpoint::EncodeManifest(manifest));
+  HYBRIDOPT_TRY(checkpoint::WriteSmallFile(files, path + "/" + checkpoint::kManifestFile, text));
+  HYBRIDOPT_TRY(checkpoint::SyncDirectory(files, path));
+  return directory_->Publish();
+}
+
+// Rank 0's own part and those that the others have left beside their files.
+Result<checkpoint::Manifest> Checkpoints::WholeManifest() {
+  std::vector<checkpoint::Manifest> parts;
+  parts.push_back(saver_->TakeManifest());
+  prim::Files& files = context_.files();
+  const auto world = static_cast<uint32_t>(comm_.world());
+  for (uint32_t rank = 1; rank < world; ++rank) {
+    const std::string path = directory_->path() + "/" + PartFileName(rank, world);
+    HYBRIDOPT_ASSIGN(const std::string text,
+                     checkpoint::ReadSmallFile(files, path, checkpoint::kManifestBytesMax));
+    HYBRIDOPT_ASSIGN(checkpoint::Manifest part, checkpoint::ParseManifest(text));
+    parts.push_back(std::move(part));
+    const int error = checkpoint::Uninterrupted([&] { return files.Remove(path); });
+    if (error != 0) return checkpoint::IoError("remove", path, error);
+  }
+  return checkpoint::MergeManifests(std::move(parts));
+}
+
+// ----------------------------------------------------------------------------------------- load --
+
+Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline& timeline,
+                         uint64_t sequence) {
+  HYBRIDOPT_TRY(Complete(timeline));
+  Loader loader(context_, table_, placement_, places_, request);
+  Status refusal;
+  HYBRIDOPT_TRY(Prepare(loader, &refusal));
+  if (!refusal.ok()) {
+    context_.Log(OFFLOAD_LOG_ERROR, refusal.message().c_str());
+    timeline.Report(sequence, refusal);
+    return ConcernsFilesOnly(refusal) ? Status() : refusal;
+  }
+  Status status = loader.Replace(ready);
+  if (status.ok()) loader.SetCounts(pipeline_);
+  HYBRIDOPT_TRY(AgreeOnFailure(&status));
+  if (status.ok()) return {};
+  return Status::Error(status.code(),
+                       "state was being replaced when it failed, and is a mixture now: %s",
+                       status.message().c_str());
+}
+
+// All that can be refused, on all ranks, before any of them changes anything. What comes back is a
+// failure to ask the others.
+Status Checkpoints::Prepare(Loader& loader, Status* refusal) {
+  *refusal = loader.Open();
+  HYBRIDOPT_TRY(AgreeOnFailure(refusal));
+  if (!refusal->ok()) return {};
+  HYBRIDOPT_TRY(AgreeOnCheckpoint(loader, refusal));
+  if (!refusal->ok()) return {};
+  *refusal = loader.Verify();
+  return AgreeOnFailure(refusal);
+}
+
+// All ranks read the same checkpoint, and between them know all that is in it.
+Status Checkpoints::AgreeOnCheckpoint(const Loader& loader, Status* refusal) const {
+  const auto fingerprint = static_cast<int32_t>(loader.fingerprint());
+  int32_t ends[2] = {fingerprint, -fingerprint};
+  HYBRIDOPT_TRY(comm_.AgreeOnMax(ends, 2));
+  if (ends[0] != -ends[1]) {
+    *refusal = Status::Error(OFFLOAD_CHECKPOINT_MISMATCH,
+                             "rank %d: the ranks load different checkpoints; give all of them the "
+                             "same options.path on a file system they share",
+                             comm_.rank());
+    return {};
+  }
+  std::vector<int32_t> known = loader.Known();
+  if (!known.empty())
+    HYBRIDOPT_TRY(comm_.AgreeOnMax(known.data(), static_cast<uint32_t>(known.size())));
+  *refusal = loader.CheckAllKnown(known);
+  return {};
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,80 @@
+// Checkpoints: an optimizer's saves and loads, and what its ranks agree on for them. Everything
+// here runs on the timeline's thread; the saver has one of its own.
+//
+// A save begins where it stands on the timeline, goes on in the background, and is completed later
+// on the timeline's thread again, because only there may other ranks be asked: their calls must
+// come in the same order everywhere. Completing goes before whatever else is next. A step that asks
+// the ranks for the norm while some are still writing first agrees with them on what comes next:
+// the step if nobody's writing has ended, else the completion.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "checkpoint/pending_directory.h"
+#include "comm/comm.h"
+#include "core/loader.h"
+#include "core/saver.h"
+#include "core/step.h"
+#include "core/timeline.h"
+
+namespace hybridopt {
+
+class Checkpoints {
+ public:
+  Checkpoints(Context& context, const ParamTable& table, const Placement& placement,
+              const StatePlaces& places, StepPipeline& pipeline, const Comm& comm)
+      : context_(context),
+        table_(table),
+        placement_(placement),
+        places_(places),
+        pipeline_(pipeline),
+        comm_(comm) {}
+
+  // Begins a save, which holds the timeline's completions. What concerns only the files is reported
+  // to the timeline; what comes back is poison.
+  Status Save(SaveRequest request, EventHandle ready, Timeline& timeline, uint64_t sequence);
+
+  // Loads, or changes nothing. What concerns only the files is reported to the timeline; what comes
+  // back is poison.
+  Status Load(const LoadRequest& request, EventHandle ready, Timeline& timeline, uint64_t sequence);
+
+  // To be called before a step that asks the other ranks.
+  Status BeforeStep(Timeline& timeline);
+  // What a step must not overtake; NULL if no save is running.
+  Capture* capture() const { return saver_ != nullptr ? &saver_->capture() : nullptr; }
+  // Before anything else touches state, or the params' memory.
+  void AwaitCapture() {
+    if (saver_ != nullptr) saver_->capture().AwaitAll();
+  }
+
+  // Completes the running save, if there is one: its writing has ended, or is waited for.
+  Status Complete(Timeline& timeline);
+  // The same after later work failed. Other ranks can then no longer be asked.
+  Status CompleteAlone(Timeline& timeline);
+
+ private:
+  Status Prepare(Loader& loader, Status* refusal);
+  Status AgreeOnCheckpoint(const Loader& loader, Status* refusal) const;
+  SavePoint PointOf(EventHandle ready) const;
+  Status Begin(SaveRequest request, EventHandle ready);
+  Status CompleteAgreed(Timeline& timeline);
+  Status AgreeOnFailure(Status* status) const;
+  Status Publish();
+  Result<checkpoint::Manifest> WholeManifest();
+  Status End(Status outcome, Timeline& timeline);
+
+  Context& context_;
+  const ParamTable& table_;
+  const Placement& placement_;
+  const StatePlaces places_;
+  StepPipeline& pipeline_;
+  const Comm& comm_;
+
+  std::unique_ptr<Saver> saver_;  // of the running save
+  std::optional<checkpoint::PendingDirectory> directory_;
+  uint64_t sequence_ = 0;
+};
+
+}  // namespace hybridopt

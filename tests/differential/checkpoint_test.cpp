@@ -1,0 +1,121 @@
+// Saved at any step and loaded into any other setting, a run goes on with the bits of one that was
+// never interrupted.
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "../temporary_directory.h"
+#include "rig.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr size_t kSteps = 6;
+
+struct Setting {
+  ContextSetting context;
+  OptimizerSetting optimizer;
+};
+
+Setting RandomSetting(Random& random) {
+  Setting setting;
+  setting.context.device_kind = random.OneIn(2) ? OFFLOAD_DEVICE_HOST : OFFLOAD_DEVICE_SIM;
+  setting.context.threads = static_cast<uint32_t>(1 + random.Below(4));
+  setting.context.seed = random.Below(1000);
+  constexpr double kFractions[] = {0, 0.3, 1};
+  setting.optimizer.device_fraction = kFractions[random.Below(3)];
+  constexpr uint64_t kChunks[] = {1024, 1500, 4096, 0};
+  setting.optimizer.chunk_elements = kChunks[random.Below(4)];
+  setting.optimizer.staging_slots = static_cast<uint32_t>(2 + random.Below(3));
+  return setting;
+}
+
+std::string Text(const Setting& setting) { return Text(setting.context, setting.optimizer); }
+
+offload_save_options_t SaveTo(const std::string& path) {
+  auto options = Make<offload_save_options_t>();
+  options.path = path.c_str();
+  return options;
+}
+offload_load_options_t LoadFrom(const std::string& path, uint32_t flags = 0) {
+  auto options = Make<offload_load_options_t>();
+  options.path = path.c_str();
+  options.flags = flags;
+  return options;
+}
+
+offload_ticket_t Save(Rig& rig, const std::string& path, uint32_t flags = 0) {
+  offload_save_options_t options = SaveTo(path);
+  options.flags = flags;
+  offload_ticket_t ticket = 0;
+  MUST(offload_optimizer_save(rig.handle(), &options, &ticket));
+  return ticket;
+}
+void Load(Rig& rig, const std::string& path, uint32_t flags = 0) {
+  const offload_load_options_t options = LoadFrom(path, flags);
+  offload_ticket_t ticket = 0;
+  MUST(offload_optimizer_load(rig.handle(), &options, &ticket));
+  MUST(offload_optimizer_wait(rig.handle(), ticket, -1));
+}
+
+class CheckpointTest : public testing::TestWithParam<int32_t> {};
+
+TEST_P(CheckpointTest, SavedAnywhereAndLoadedAnywhereGoesOnWithTheSameBits) {
+  const TemporaryDirectory directory;
+  const int rounds = Scaled(12);
+  for (int round = 0; round < rounds; ++round) {
+    const uint64_t seed = static_cast<uint64_t>(round) * 5 + static_cast<uint64_t>(GetParam());
+    Random random(seed);
+    const Solved solved(RandomProblem(GetParam(), AllDtypePairs(), kSteps, seed));
+    const size_t saved_after = random.Below(kSteps);
+    const std::string path = directory / ("checkpoint-" + std::to_string(round));
+    const Setting from = RandomSetting(random);
+    {
+      const TestContext context(from.context);
+      Rig rig(context, solved.problem, from.optimizer);
+      for (size_t step = 0; step < saved_after; ++step) rig.Step(solved.problem.steps[step]);
+      MUST(offload_optimizer_wait(rig.handle(), Save(rig, path), -1));
+    }
+    for (int load = 0; load < 3; ++load) {
+      const Setting to = RandomSetting(random);
+      const TestContext context(to.context);
+      Rig rig(context, solved.problem, to.optimizer);
+      // Whatever was there before is gone.
+      if (random.OneIn(2)) rig.Step(solved.problem.steps[0]);
+      Load(rig, path, random.OneIn(4) ? OFFLOAD_LOAD_NO_VERIFY : 0);
+      for (size_t step = saved_after; step < kSteps; ++step) {
+        rig.Step(solved.problem.steps[step]);
+        ASSERT_EQ(rig.Difference(solved.trace[step + 1]), "")
+            << "seed " << seed << ", saved after " << saved_after << " by " << Text(from)
+            << ", loaded by " << Text(to) << ", step " << step;
+      }
+    }
+  }
+}
+
+TEST_P(CheckpointTest, ALoadBringsEveryBitAtOnce) {
+  const TemporaryDirectory directory;
+  const Solved solved(RandomProblem(GetParam(), AllDtypePairs(), 3, 7));
+  ContextSetting setting;
+  setting.device_kind = OFFLOAD_DEVICE_SIM;
+  setting.threads = 2;
+  const TestContext context(setting);
+  Rig rig(context, solved.problem, {0.5, 1024, 2});
+  for (size_t step = 0; step < 3; ++step) {
+    Save(rig, directory / std::to_string(step));
+    rig.Step(solved.problem.steps[step]);
+  }
+  for (size_t step : {2, 0, 1}) {
+    Load(rig, directory / std::to_string(step));
+    EXPECT_EQ(rig.BitsDifference(solved.trace[step]), "") << step;
+  }
+}
+
+std::string AlgorithmText(const testing::TestParamInfo<int32_t>& info) {
+  constexpr const char* kNames[] = {"", "AdamW", "Adam", "Sgd", "Lion", "Adagrad"};
+  return kNames[info.param];
+}
+INSTANTIATE_TEST_SUITE_P(Algorithms, CheckpointTest, testing::ValuesIn(kAlgorithms), AlgorithmText);
+
+}  // namespace
+}  // namespace hybridopt

@@ -1,0 +1,227 @@
+// Every call of the file system that a save or load makes fails in every way: the ticket tells what
+// and where, nothing is left behind, the checkpoint before is as good as ever, and training goes on
+// with the bits of a run that nothing happened to.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "../differential/lifecycle_rig.h"
+#include "../temporary_directory.h"
+#include "faulty_files.h"
+
+namespace hybridopt {
+namespace {
+
+// Two dtypes, so that some params are their own masters.
+Problem SmallProblem() {
+  const std::vector<ParamSpec> params = {{OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 1500},
+                                         {OFFLOAD_FP32, OFFLOAD_BF16, 0, 0, 2100}};
+  return RandomProblem(OFFLOAD_ADAMW, params, 4, 3);
+}
+
+LifecycleSetting SettingOf(prim::Files& files, int32_t device_kind) {
+  LifecycleSetting setting;
+  setting.device_kind = device_kind;
+  setting.optimizer = {0.4, 1024, 2};
+  setting.movable = 0;
+  setting.files = &files;
+  return setting;
+}
+
+class CheckpointIoTest : public testing::Test {
+ protected:
+  // A trained optimizer with one good checkpoint "old" of its first step.
+  void Start(int32_t device_kind = OFFLOAD_DEVICE_HOST) {
+    rig_.emplace(solved_.problem, SettingOf(files_, device_kind));
+    Step(0);
+    rig_->Wait(rig_->Save(directory_ / "old"));
+  }
+  void Step(size_t step) {
+    rig_->NewGrads(solved_.problem.steps[step]);
+    rig_->BindAll();
+    rig_->Step(solved_.problem.steps[step]);
+    rig_->Wait();
+  }
+  std::string Text() const { return offload_last_error(); }
+
+  const Solved solved_{SmallProblem()};
+  const TemporaryDirectory directory_;
+  FaultyFiles files_;
+  std::optional<LifecycleRig> rig_;
+};
+
+const int kErrors[] = {ENOSPC, EIO, EDQUOT, EINTR, kShort};
+
+std::string ErrorName(int error) { return error == kShort ? "short" : prim::ErrorText(error); }
+
+// What a save may survive: a signal and a short write, once; and what it asks for without need.
+bool MaySurvive(Operation operation, int error, bool sticky) {
+  if (operation == Operation::kLock || operation == Operation::kRemove ||
+      operation == Operation::kRemoveDirectory || operation == Operation::kClose)
+    return true;                                    // of a directory, say
+  if (operation == Operation::kSync) return false;  // never tried again
+  if (error == EINTR || error == kShort) return !sticky || error == kShort;
+  return false;
+}
+
+TEST_F(CheckpointIoTest, EveryFailureOfEveryCallOfASaveIsToldAndLeavesNothing) {
+  Start();
+  files_.Inject(Operation::kOpen, 0, 0, false);
+  files_.Heal();
+  rig_->Wait(rig_->Save(directory_ / "counted"));
+  uint64_t counts[kOperations];
+  for (int i = 0; i < kOperations; ++i) counts[i] = files_.count(Operation(i));
+  std::filesystem::remove_all(directory_ / "counted");
+  uint64_t cases = 0, told = 0, survived = 0;
+  for (int i = 0; i < kOperations; ++i) {
+    const Operation operation{i};
+    for (uint64_t call = 0; call < counts[i]; ++call) {
+      for (int error : kErrors) {
+        if (error == kShort && operation != Operation::kWrite) continue;
+        for (bool sticky : {false, true}) {
+          const std::string what = std::string(OperationName(operation)) + " " +
+                                   std::to_string(call) + ", " + ErrorName(error) +
+                                   (sticky ? ", from then on" : "");
+          ++cases;
+          files_.Inject(operation, call, error, sticky);
+          const offload_ticket_t ticket = rig_->Save(directory_ / "new");
+          const int32_t status = offload_optimizer_wait(rig_->optimizer(), ticket, -1);
+          files_.Heal();
+          EXPECT_GT(files_.failed(), 0u) << what;
+          if (status == OFFLOAD_OK) {
+            ++survived;
+            EXPECT_TRUE(MaySurvive(operation, error, sticky)) << what;
+            ASSERT_EQ(rig_->TryLoad(directory_ / "new"), OFFLOAD_OK) << what << ": " << Text();
+            std::filesystem::remove_all(directory_ / "new");
+          } else {
+            ++told;
+            EXPECT_EQ(status, OFFLOAD_IO_FAILED) << what;
+            const std::string text = Text();
+            if (error != kShort) {
+              EXPECT_NE(text.find("errno " + std::to_string(error)), std::string::npos)
+                  << what << ": " << text;
+            }
+            EXPECT_NE(text.find(directory_.path()), std::string::npos) << what << ": " << text;
+            if (error == ENOSPC || error == EDQUOT) {
+              EXPECT_NE(text.find("free space there"), std::string::npos) << text;
+            }
+          }
+          // What could not be removed then is removed by the next save.
+          if (directory_.Names().size() > 1) {
+            rig_->Wait(rig_->Save(directory_ / "next"));
+            std::filesystem::remove_all(directory_ / "next");
+            std::filesystem::remove_all(directory_ / "new");
+            for (const std::string& name : directory_.Names())
+              if (name[0] == '.') std::filesystem::remove_all(directory_ / name);
+            EXPECT_TRUE(operation == Operation::kRemove ||
+                        operation == Operation::kRemoveDirectory || sticky)
+                << what;
+          }
+          ASSERT_EQ(directory_.Names(), std::vector<std::string>{"old"}) << what;
+        }
+      }
+    }
+  }
+  EXPECT_GT(cases, 100u);
+  EXPECT_GT(told, 50u);
+  EXPECT_GT(survived, 10u);
+  std::printf("%llu cases: %llu told, %llu survived\n", static_cast<unsigned long long>(cases),
+              static_cast<unsigned long long>(told), static_cast<unsigned long long>(survived));
+  // Nothing of all this has touched the run, or the checkpoint of before.
+  EXPECT_EQ(rig_->Difference(solved_.trace[1]), "");
+  Step(1);
+  EXPECT_EQ(rig_->Difference(solved_.trace[2]), "");
+  ASSERT_EQ(rig_->TryLoad(directory_ / "old"), OFFLOAD_OK) << Text();
+  EXPECT_EQ(rig_->Difference(solved_.trace[1]), "");
+}
+
+TEST_F(CheckpointIoTest, AFailedLoadIsToldAndChangesNothing) {
+  Start();
+  Step(1);
+  files_.Inject(Operation::kOpen, 0, 0, false);
+  files_.Heal();
+  ASSERT_EQ(rig_->TryLoad(directory_ / "old"), OFFLOAD_OK);
+  const uint64_t opens = files_.count(Operation::kOpen);
+  EXPECT_EQ(rig_->Difference(solved_.trace[1]), "");
+  Step(1);
+  // The last reads and what comes with them replace state already.
+  const uint64_t reads = files_.count(Operation::kRead) / 2;
+  for (int error : {EIO, EINTR}) {
+    for (bool sticky : {false, true}) {
+      for (Operation operation : {Operation::kOpen, Operation::kRead}) {
+        for (uint64_t call = 0; call < (operation == Operation::kOpen ? opens : reads); ++call) {
+          files_.Inject(operation, call, error, sticky);
+          const int32_t status = rig_->TryLoad(directory_ / "old");
+          files_.Heal();
+          const std::string what = std::string(OperationName(operation)) + " " +
+                                   std::to_string(call) + ", " + ErrorName(error);
+          if (status == OFFLOAD_OK) {
+            EXPECT_TRUE(error == EINTR && !sticky) << what;
+            ASSERT_EQ(rig_->Difference(solved_.trace[1]), "") << what;
+            Step(1);
+          } else {
+            EXPECT_EQ(status, OFFLOAD_IO_FAILED) << what;
+            EXPECT_NE(Text().find("old"), std::string::npos) << Text();
+          }
+          ASSERT_EQ(rig_->Difference(solved_.trace[2]), "") << what;
+        }
+      }
+    }
+  }
+  Step(2);
+  EXPECT_EQ(rig_->Difference(solved_.trace[3]), "");
+}
+
+TEST_F(CheckpointIoTest, AFileThatCanNoLongerBeReadWhileStateIsReplacedPoisons) {
+  Start();
+  files_.Inject(Operation::kRead, 0, 0, false);
+  files_.Heal();
+  ASSERT_EQ(rig_->TryLoad(directory_ / "old"), OFFLOAD_OK);
+  files_.Inject(Operation::kRead, files_.count(Operation::kRead) - 1, EIO, true);
+  EXPECT_EQ(rig_->TryLoad(directory_ / "old"), OFFLOAD_IO_FAILED);
+  EXPECT_NE(Text().find("a mixture now"), std::string::npos) << Text();
+  EXPECT_EQ(offload_optimizer_step(rig_->optimizer(), nullptr, nullptr), OFFLOAD_POISONED);
+}
+
+TEST_F(CheckpointIoTest, WhoWaitsForEverythingIsToldOnceOfAFailedSave) {
+  Start();
+  files_.Inject(Operation::kWrite, 0, ENOSPC, true);
+  const offload_ticket_t ticket = rig_->Save(directory_ / "new");
+  rig_->NewGrads(solved_.problem.steps[1]);
+  rig_->BindAll();
+  const offload_ticket_t step = rig_->Step(solved_.problem.steps[1]);
+  EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), step, -1), OFFLOAD_OK);
+  EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), 0, -1), OFFLOAD_IO_FAILED);
+  EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), 0, -1), OFFLOAD_OK);
+  EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), ticket, -1), OFFLOAD_IO_FAILED);
+  EXPECT_NE(Text().find("No space left on device"), std::string::npos) << Text();
+  EXPECT_EQ(rig_->Difference(solved_.trace[2]), "");
+}
+
+// Two saves to one name: the first has it.
+TEST_F(CheckpointIoTest, ASaveNeverReplacesAnything) {
+  Start(OFFLOAD_DEVICE_SIM);
+  auto options = Make<offload_save_options_t>();
+  const std::string old = directory_ / "old";
+  options.path = old.c_str();
+  EXPECT_EQ(offload_optimizer_save(rig_->optimizer(), &options, nullptr), OFFLOAD_INVALID_ARGUMENT);
+  EXPECT_NE(Text().find("exists"), std::string::npos) << Text();
+  // Made behind the call, before the save gets to its end.
+  const offload_ticket_t first = rig_->Save(directory_ / "new");
+  auto again = Make<offload_save_options_t>();
+  const std::string path = directory_ / "new";
+  again.path = path.c_str();
+  offload_ticket_t second = 0;
+  const int32_t queued = offload_optimizer_save(rig_->optimizer(), &again, &second);
+  EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), first, -1), OFFLOAD_OK);
+  if (queued == OFFLOAD_OK) {
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), second, -1), OFFLOAD_IO_FAILED);
+    EXPECT_NE(Text().find("choose a path that does not exist yet"), std::string::npos) << Text();
+  } else {
+    EXPECT_EQ(queued, OFFLOAD_INVALID_ARGUMENT);
+  }
+  EXPECT_EQ(directory_.Names(), (std::vector<std::string>{"new", "old"}));
+}
+
+}  // namespace
+}  // namespace hybridopt

@@ -1,0 +1,47 @@
+// TemporaryDirectory: a fresh directory that goes with its content.
+#pragma once
+
+#include <stdlib.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace hybridopt {
+
+class TemporaryDirectory {
+ public:
+  // In the directory for temporary files, or in one of the caller's choice.
+  explicit TemporaryDirectory(const std::string& parent = std::filesystem::temp_directory_path())
+      : path_(parent + "/hybridopt-XXXXXX") {
+    if (mkdtemp(path_.data()) == nullptr) {
+      std::perror(path_.c_str());
+      std::abort();
+    }
+  }
+  ~TemporaryDirectory() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+
+  const std::string& path() const { return path_; }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+  // What lies in it, hidden names too, in order.
+  std::vector<std::string> Names() const {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(path_))
+      names.push_back(entry.path().filename());
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+ private:
+  std::string path_;
+};
+
+}  // namespace hybridopt
