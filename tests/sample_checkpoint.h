@@ -13,6 +13,7 @@
 
 #include "checkpoint/format.h"
 #include "checkpoint/hash.h"
+#include "kernels/convert.h"
 
 namespace hybridopt::checkpoint {
 
@@ -47,7 +48,12 @@ class HandMade {
           char* const data = files[tensor.file].data() + tensor.offset;
           for (uint64_t i = 0; i < shard.shard.range_count; ++i) {
             const float value = Element(p, tensor.kind, shard.shard.GlobalIndex(i));
-            std::memcpy(data + i * sizeof(value), &value, sizeof(value));
+            const uint16_t half =
+                tensor.dtype == Dtype::kF16 ? Fp32ToFp16(value) : Fp32ToBf16(value);
+            if (tensor.dtype == Dtype::kF32)
+              std::memcpy(data + i * sizeof(value), &value, sizeof(value));
+            else
+              std::memcpy(data + i * sizeof(half), &half, sizeof(half));
           }
           BlockHasher hasher(manifest.block_bytes);
           hasher.Reset(tensor.bytes);
@@ -72,6 +78,16 @@ class HandMade {
     std::ofstream out(path, std::ios::binary | std::ios::trunc);
     out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
     ASSERT_TRUE(out.flush()) << path;
+  }
+
+  // Stores one kind of the last param's last shard in another dtype.
+  void Store(int32_t kind, Dtype dtype) {
+    StoredShard& shard = manifest.params.back().shards.back();
+    for (StoredTensor& tensor : shard.tensors) {
+      if (tensor.kind != kind) continue;
+      tensor.dtype = dtype;
+      tensor.bytes = shard.shard.range_count * DtypeBytes(dtype);
+    }
   }
 
   void AddParam(const std::string& name, int32_t dtype, const std::vector<int64_t>& shape) {

@@ -18,6 +18,10 @@ headers=offload.h
   { echo "FAILED: $headers must be the only header that is installed"; exit 1; }
 export LD_LIBRARY_PATH=$prefix/$libdir
 
+if [[ -e $build/tools/hybridopt ]]; then
+  "$prefix/bin/hybridopt" --version
+fi
+
 export PKG_CONFIG_PATH=$prefix/$libdir/pkgconfig
 gcc -std=c99 -Wall -Wextra -Wpedantic -Werror "$consumer/consumer.c" -o "$scratch/consumer" \
   $(pkg-config --cflags --libs hybridopt)

@@ -1,0 +1,503 @@
+"""The hybridopt command-line tool: what it prints, writes and returns.
+
+HYBRIDOPT_TOOL and HYBRIDOPT_MAKE_SAMPLE are the programs.
+"""
+
+import json
+import os
+import pathlib
+import pty
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import read_by_the_page
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+TOOL = os.environ["HYBRIDOPT_TOOL"]
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+GOLDENS = sorted(path for path in GOLDEN.iterdir() if path.is_dir())
+TAIL = 28
+
+DONE, BAD, USAGE, FAILED = 0, 1, 2, 3
+
+
+def tool(*arguments, **options):
+    return subprocess.run(
+        [TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def succeed(*arguments):
+    result = tool(*arguments)
+    assert (result.returncode, result.stderr) == (DONE, ""), result
+    return result.stdout
+
+
+def refuse(code, text, *arguments, **options):
+    """The tool fails with this code and text, as text and as JSON."""
+    result = tool(*arguments, **options)
+    assert result.returncode == code, result
+    assert text in result.stderr and result.stderr.startswith("hybridopt: "), result.stderr
+    answer = tool(*arguments, "--json", **options)
+    assert answer.returncode == code and answer.stderr == ""
+    assert text in json.loads(answer.stdout)["error"]
+    return json.loads(answer.stdout)["status"]
+
+
+def make_sample(which, directory):
+    subprocess.run([os.environ["HYBRIDOPT_MAKE_SAMPLE"], which, str(directory)], check=True)
+    return directory
+
+
+@pytest.fixture
+def sample(tmp_path):
+    return make_sample("sample", tmp_path / "sample")
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def edit_manifest(directory, edit):
+    """Changes a manifest and makes its hash right again."""
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["xxh3"]
+    edit(manifest)
+    text = json.dumps(manifest, separators=(",", ":")).encode()[:-1]
+    path.write_bytes(text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}\n')
+
+
+def drop_rank(directory, rank):
+    """What would be left if one rank's file had never been part of the checkpoint."""
+
+    def edit(manifest):
+        manifest["files"] = [file for file in manifest["files"] if file["rank"] != rank]
+        for param in manifest["params"]:
+            param["shards"] = [shard for shard in param["shards"] if shard["rank"] != rank]
+            for shard in param["shards"]:
+                for tensor in shard["tensors"]:
+                    tensor["file"] = 0
+
+    edit_manifest(directory, edit)
+
+
+# --- inspect ---
+
+
+def test_inspect_prints_a_table_that_lines_up():
+    assert succeed("inspect", GOLDEN / "sgd-world3").splitlines() == [
+        "step 42, SGD, fp32 state, saved by 3 ranks with hybridopt 0.1.0, "
+        "tests/golden/make_golden.cpp",
+        "",
+        "tensor                shape   dtype  shards  steps  size",
+        "flat.master           11 x 2  F32         3     41  88 B",
+        "flat.momentum_buffer  11 x 2  F32         3     41  88 B",
+        "two.master            2       F32         2     42   8 B",
+        "two.momentum_buffer   2       F32         2     42   8 B",
+        "nothing               0 x 4   -           0      -   0 B",
+        "",
+        "3 params, 4 tensors, 3 files, 192 B of state",
+    ]
+    assert "masters only" in succeed("inspect", GOLDEN / "masters-world1")
+
+
+def test_inspect_lines_up_names_of_many_bytes(sample):
+    lines = succeed("inspect", sample).splitlines()
+    assert "n\u00e4me                       0 x 7  -           0      -      0 B" in lines
+    assert "head.weight.exp_avg        1100   F32         1     43  4.3 KiB" in lines
+
+
+@pytest.mark.parametrize("directory", GOLDENS, ids=lambda path: path.name)
+def test_inspect_as_json_tells_what_the_manifest_says(directory):
+    told = json.loads(succeed("inspect", directory, "--json"))
+    manifest = read_by_the_page.read_manifest(directory)
+    assert told["status"] == "OK" and told["format_version"] == manifest["version"]
+    for key in ["writer", "step", "algorithm", "masters_only", "layout", "world", "groups"]:
+        assert told[key] == manifest[key]
+    assert told["state_bytes"] == sum(f["bytes"] - f["data_begin"] for f in manifest["files"])
+    for param in manifest["params"]:
+        for shard in param["shards"]:
+            for tensor in shard["tensors"]:
+                tensor["file"] = manifest["files"][tensor["file"]]["name"]
+                del tensor["xxh3"]
+    assert told["params"] == manifest["params"]
+    assert [file["name"] for file in told["files"]] == [f["name"] for f in manifest["files"]]
+
+
+def test_inspect_of_what_is_no_good_checkpoint(sample, tmp_path):
+    missing = f"could not open '{tmp_path}/none/manifest.json': No such file or directory"
+    assert refuse(FAILED, missing, "inspect", tmp_path / "none") == "IO_FAILED"
+    other = tmp_path / "other"
+    shutil.copytree(sample, other)
+    (other / "manifest.json").write_text("{}")
+    assert refuse(BAD, "too few", "inspect", other) == "CHECKPOINT_CORRUPT"
+    text = (sample / "manifest.json").read_bytes()[:-TAIL].replace(b'"version":1', b'"version":2')
+    tail = b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}\n'
+    (other / "manifest.json").write_bytes(text + tail)
+    assert refuse(FAILED, "format version 2", "inspect", other) == "UNSUPPORTED"
+    flip(sample / "shard-00001-of-00002.safetensors", 100)
+    refuse(BAD, "shard-00001-of-00002.safetensors': the header's hash", "inspect", sample)
+
+
+# --- verify ---
+
+
+def test_verify_of_good_ones(sample):
+    assert succeed("verify", sample) == "good: 13.6 KiB of state in 2 files match their hashes\n"
+    told = json.loads(succeed("verify", sample, "--json"))
+    assert told == {"status": "OK", "bytes": 13944, "damaged_blocks": 0, "damages": []}
+    for directory in GOLDENS:
+        assert succeed("verify", directory).startswith("good: ")
+
+
+def test_verify_names_damaged_tensors_and_blocks(sample):
+    file = sample / "shard-00001-of-00002.safetensors"
+    size = file.stat().st_size
+    flip(file, 4096)
+    flip(file, size - 1)
+    result = tool("verify", sample)
+    assert result.returncode == BAD
+    assert result.stdout.splitlines() == [
+        "damaged tensor          rank   block  file                              bytes",
+        f"embed.weight.master        1  0 of 1  {file.name}  4096 to 4168",
+        f"head.weight.exp_avg_sq     1  1 of 2  {file.name}  {size - 304} to {size}",
+    ]
+    assert "2 blocks are damaged: embed.weight.master of rank 1, block 0 of 1" in result.stderr
+    answer = tool("verify", sample, "--json")
+    assert answer.returncode == BAD and answer.stderr == ""
+    told = json.loads(answer.stdout)
+    assert told["status"] == "CHECKPOINT_CORRUPT" and told["damaged_blocks"] == 2
+    assert told["damages"][1] == {
+        "param": "head.weight",
+        "kind": "exp_avg_sq",
+        "rank": 1,
+        "file": file.name,
+        "block": 1,
+        "block_count": 2,
+        "begin": size - 304,
+        "end": size,
+    }
+
+
+def on_a_terminal(*arguments):
+    """What the tool writes to a terminal, standard output apart."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [TOOL, *map(str, arguments)], stdout=subprocess.PIPE, stderr=theirs, text=True
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the last writer has gone
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    out = process.stdout.read()
+    process.stdout.close()
+    assert process.wait() == DONE
+    return shown.decode(), out
+
+
+def test_a_bar_is_shown_on_a_terminal_and_wiped(sample, tmp_path):
+    shown, out = on_a_terminal("verify", sample)
+    assert "\rverifying [" + "#" * 40 + "] 100 % of 13.6 KiB" in shown
+    assert shown.endswith("\r\x1b[K") and out.startswith("good: ")
+    shown, _ = on_a_terminal("reshard", sample, tmp_path / "out", "--world", "1")
+    assert "resharding [" in shown and "verifying [" in shown
+    shown, _ = on_a_terminal("export", sample, tmp_path / "out.safetensors")
+    assert "exporting [" in shown and shown.endswith("\r\x1b[K")
+
+
+# --- reshard ---
+
+
+@pytest.mark.parametrize("directory", GOLDENS, ids=lambda path: path.name)
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_reshard_keeps_every_bit_and_deals_evenly(directory, world, tmp_path):
+    out = tmp_path / "out"
+    assert str(out) in succeed("reshard", directory, out, "--world", world)
+    assert succeed("verify", out).startswith("good: ")
+    before = read_by_the_page.read_manifest(directory)
+    after = read_by_the_page.read_manifest(out)
+    assert read_by_the_page.load(out) == read_by_the_page.load(directory)
+    assert after["world"] == world and len(after["files"]) == world
+    for key in ["step", "algorithm", "masters_only", "layout", "groups", "block_bytes"]:
+        assert after[key] == before[key]
+    for old, new in zip(before["params"], after["params"], strict=True):
+        assert [new[key] for key in ("name", "dtype", "shape")] == [
+            old[key] for key in ("name", "dtype", "shape")
+        ]
+        counts = [shard["range"][1] for shard in new["shards"]]
+        if counts:
+            everyone = counts + [0] * (world - len(counts))
+            assert max(everyone) - min(everyone) <= 1
+        for shard in new["shards"]:
+            assert shard["step_count"] == old["shards"][0]["step_count"]
+    # With one rank the tensors are whole, for any reader of safetensors.
+    if world == 1:
+        arrays = load_file(out / "shard-00000-of-00001.safetensors")
+        for param in after["params"]:
+            if param["shards"]:
+                assert list(arrays[param["name"] + ".master"].shape) == param["shape"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_reshard_there_and_back_gives_the_same_files(sample, tmp_path):
+    succeed("reshard", sample, tmp_path / "one", "--world", 1)
+    succeed("reshard", tmp_path / "one", tmp_path / "five", "--world", 5)
+    succeed("reshard", tmp_path / "five", tmp_path / "again", "--world", 1)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+def test_reshard_as_json(sample, tmp_path):
+    told = json.loads(succeed("reshard", sample, tmp_path / "out", "--world", 4, "--json"))
+    assert told == {
+        "status": "OK",
+        "path": str(tmp_path / "out"),
+        "world": 4,
+        "state_bytes": 13944,
+    }
+
+
+def test_reshard_removes_what_a_crash_left(sample, tmp_path):
+    left = tmp_path / ".out.saving-0123456789abcdef"
+    left.mkdir()
+    (left / "shard-00000-of-00001.safetensors").write_text("half")
+    succeed("reshard", sample, tmp_path / "out", "--world", 1)
+    assert not left.exists()
+
+
+def test_reshard_makes_nothing_where_it_is_refused(sample, tmp_path):
+    out = tmp_path / "out"
+
+    def expect(code, text):
+        refuse(code, text, "reshard", sample, out, "--world", 2)
+        assert [path.name for path in tmp_path.iterdir()] == ["sample"]
+
+    intact = tmp_path.with_name(tmp_path.name + "-intact")
+    shutil.copytree(sample, intact)
+
+    def again():
+        shutil.rmtree(sample)
+        shutil.copytree(intact, sample)
+
+    flip(sample / "shard-00000-of-00002.safetensors", 4096)
+    expect(BAD, "a block is damaged: embed.weight.master of rank 0")
+    again()
+    drop_rank(sample, 1)
+    expect(BAD, "param 'embed.weight', master: element (0, 2) of the tensor is in none of the 1")
+    again()
+    edit_manifest(sample, lambda m: m["params"][1]["shards"][1].update(step_count=7))
+    expect(BAD, "'blocks.0.\"qkv\"': ranks 0 and 1 stored different step counts")
+    again()
+    edit_manifest(sample, lambda m: m["params"][1]["shards"][1].update(group=1))
+    expect(BAD, "ranks 0 and 1 stored different groups")
+    shutil.rmtree(sample)
+    make_sample("mixed", sample)
+    expect(BAD, "param 'w', exp_avg: rank 0 stored it as F32, rank 1 as BF16")
+    again()
+    refuse(USAGE, f"OUT '{sample}' exists", "reshard", sample, sample, "--world", 2)
+    nowhere = tmp_path / "none" / "out"
+    refuse(USAGE, f"OUT '{nowhere}': its parent", "reshard", sample, nowhere, "--world", 2)
+    refuse(FAILED, "could not open", "reshard", tmp_path / "none", out, "--world", 2)
+
+
+def limit_files_to_5000_bytes():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+
+
+def test_a_full_disk_leaves_nothing(sample, tmp_path):
+    # A limit on the size of files stands for the disk.
+    for command in (["reshard", sample, tmp_path / "out", "--world", "1"],
+                    ["export", sample, tmp_path / "out"]):
+        refuse(FAILED, "File too large", *command, preexec_fn=limit_files_to_5000_bytes)
+        assert [path.name for path in tmp_path.iterdir()] == ["sample"]
+
+
+# --- export ---
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("directory", GOLDENS, ids=lambda path: path.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_export_writes_whole_tensors_rounded_to_nearest(directory, dtype, tmp_path):
+    state = read_by_the_page.load(directory)
+    manifest = read_by_the_page.read_manifest(directory)
+    kinds = sorted({kind for kinds in state.values() for kind in kinds})
+    for kind in kinds:
+        out = tmp_path / f"{kind}.safetensors"
+        succeed("export", directory, out, "--what", kind, "--dtype", dtype)
+        tensors = load_file(out)
+        shapes = {param["name"]: param["shape"] for param in manifest["params"]}
+        for name, values in state.items():
+            if kind not in values and not (kind == "master" and 0 in shapes[name]):
+                continue
+            expected = torch.tensor(values.get(kind, []), dtype=torch.float32)
+            expected = expected.to(DTYPES[dtype]).reshape(shapes[name])
+            assert tensors[name].dtype == DTYPES[dtype]
+            assert torch.equal(tensors.pop(name), expected)
+        assert not tensors
+        with safe_open(out, framework="pt") as handle:
+            assert handle.metadata() == {
+                "format": "pt",
+                "hybridopt_state": kind,
+                "hybridopt_step": "42",
+            }
+    assert len(list(tmp_path.iterdir())) == len(kinds)
+
+
+def test_export_tells_what_it_wrote_and_masters_in_fp32_are_the_default(sample, tmp_path):
+    out = tmp_path / "w.safetensors"
+    assert succeed("export", sample, out) == f"{out}: master of 4 tensors in fp32, 4.5 KiB\n"
+    told = json.loads(succeed("export", sample, tmp_path / "b", "--dtype", "bf16", "--json"))
+    assert told == {
+        "status": "OK",
+        "path": str(tmp_path / "b"),
+        "what": "master",
+        "dtype": "bf16",
+        "tensors": 4,
+        "bytes": 2 * 1162,
+    }
+
+
+def test_export_reads_state_of_16_bits(tmp_path):
+    halves = make_sample("halves", tmp_path / "halves")
+    exact = torch.tensor([4 + 0.5 + i / 4096 for i in range(21)]).reshape(7, 3)
+    succeed("export", halves, tmp_path / "a", "--what", "exp_avg")
+    assert torch.equal(load_file(tmp_path / "a")["w"], exact.bfloat16().float())
+    succeed("export", halves, tmp_path / "s", "--what", "exp_avg_sq", "--dtype", "bf16")
+    assert torch.equal(load_file(tmp_path / "s")["w"], (exact + 0.5).half().float().bfloat16())
+    text = "param 'w': master is stored as U16"
+    assert refuse(FAILED, text, "export", halves, tmp_path / "m") == "UNSUPPORTED"
+    succeed("reshard", halves, tmp_path / "two", "--world", 2)
+    succeed("reshard", tmp_path / "two", tmp_path / "one", "--world", 1)
+    for file in halves.glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "one" / file.name).read_bytes()
+
+
+def test_export_makes_nothing_where_it_is_refused(sample, tmp_path):
+    out = tmp_path / "out"
+
+    def expect(code, text, *arguments):
+        refuse(code, text, "export", sample, out, *arguments)
+        assert [path.name for path in tmp_path.iterdir()] == ["sample"]
+
+    expect(BAD, "the checkpoint holds no sum of any param", "--what", "sum")
+    flip(sample / "shard-00001-of-00002.safetensors", 4096)
+    expect(BAD, "a block is damaged: embed.weight.master of rank 1")
+    flip(sample / "shard-00001-of-00002.safetensors", 4096)
+    drop_rank(sample, 0)
+    expect(BAD, "param 'embed.weight', master: element (0, 0) of the tensor is in none")
+    refuse(USAGE, f"OUT '{sample}' exists", "export", sample, sample)
+    refuse(USAGE, "its folder is not there", "export", sample, tmp_path / "none" / "out")
+    refuse(FAILED, "could not open", "export", tmp_path / "none", out)
+
+
+def test_a_kind_that_a_rank_did_not_store_is_told(tmp_path):
+    mixed = make_sample("mixed", tmp_path / "mixed")
+    file = mixed / "shard-00001-of-00002.safetensors"
+
+    def edit(manifest):  # takes the last array, of the second rank, away
+        tensors = manifest["params"][0]["shards"][1]["tensors"]
+        gone = next(t for t in tensors if t["kind"] == "exp_avg")
+        tensors.remove(gone)
+        entry = manifest["files"][1]
+        data = file.read_bytes()
+        head = json.loads(data[8 : entry["data_begin"]])
+        del head["w.exp_avg"]
+        text = json.dumps(head).encode().ljust(entry["data_begin"] - 8)
+        entry["head_xxh3"] = xxhash.xxh3_64_hexdigest(data[:8] + text)
+        entry["bytes"] -= gone["bytes"]
+        file.write_bytes((data[:8] + text + data[entry["data_begin"] :])[: entry["bytes"]])
+
+    edit_manifest(mixed, edit)
+    text = "param 'w', exp_avg: rank 1 did not store it"
+    refuse(BAD, text, "export", mixed, tmp_path / "o", "--what", "exp_avg")
+    text = "ranks 0 and 1 stored different kinds of state"
+    refuse(BAD, text, "reshard", mixed, tmp_path / "o", "--world", 1)
+
+
+# --- all ---
+
+
+def peak_mib(*arguments):
+    """The most memory that was resident, as far as looking every millisecond tells. (What wait4
+    tells counts this process too, from before the tool took its place.)"""
+    process = subprocess.Popen([TOOL, *map(str, arguments)], stdout=subprocess.DEVNULL)
+    peaks = [0]
+    while process.poll() is None:
+        status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+        is_tool = "Name:\thybridopt\n" in status
+        peaks += [int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line and is_tool]
+        time.sleep(0.001)
+    assert process.returncode == DONE
+    return max(peaks) / 1024
+
+
+def test_memory_is_bounded_whatever_the_size(tmp_path):
+    large = make_sample("large", tmp_path / "large")
+    assert sum(file.stat().st_size for file in large.iterdir()) > 90 << 20
+    assert peak_mib("inspect", large) < 64
+    assert 1 < peak_mib("verify", large) < 64
+    assert 1 < peak_mib("reshard", large, tmp_path / "three", "--world", 3) < 64
+    assert 1 < peak_mib("export", large, tmp_path / "out", "--dtype", "bf16") < 64
+    # Columns came together again.
+    whole = load_file(tmp_path / "out")["columns"]
+    place = torch.arange(4_000_000, dtype=torch.float32).reshape(40_000, 100)
+    assert torch.equal(whole, (4 + place / 4096).bfloat16())
+    succeed("reshard", tmp_path / "three", tmp_path / "one", "--world", 1)
+    arrays = load_file(tmp_path / "one" / "shard-00000-of-00001.safetensors")
+    assert torch.equal(arrays["columns.exp_avg"], 4.5 + place / 4096)
+    flat = torch.arange(4_000_001, dtype=torch.float32)
+    assert torch.equal(arrays["ranges.exp_avg_sq"], 8 + 1 + flat / 4096)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["frobnicate"],
+        ["inspect"],
+        ["verify", "a", "b"],
+        ["reshard", "a", "b"],
+        ["reshard", "a", "b", "--world", "0"],
+        ["reshard", "a", "b", "--world", "many"],
+        ["export", "a"],
+        ["export", "a", "b", "--what", "grad"],
+        ["export", "a", "b", "--dtype", "fp8"],
+    ],
+)
+def test_wrong_usage(arguments):
+    result = tool(*arguments)
+    assert result.returncode == USAGE and result.stdout == "" and result.stderr != ""
+
+
+def test_help_and_version():
+    for command in ("inspect", "verify", "reshard", "export"):
+        assert command in succeed("--help")
+        assert "--json" in succeed(command, "--help")
+    assert succeed("--version").startswith("hybridopt ")
+
+
+def test_output_that_cannot_be_written_is_a_failure(sample):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([TOOL, "inspect", sample], stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == FAILED
+    assert b"could not write to standard output" in result.stderr

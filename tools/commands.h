@@ -1,0 +1,48 @@
+// The commands of the hybridopt tool. Each prints its result to standard output, for people or as
+// one JSON object, and returns a status that main turns into an exit code.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "base/status.h"
+
+namespace tool {
+
+using Json = nlohmann::ordered_json;
+using hybridopt::Result;
+using hybridopt::Status;
+
+struct InspectOptions {
+  std::string directory;
+};
+struct VerifyOptions {
+  std::string directory;
+};
+struct ReshardOptions {
+  std::string directory;
+  std::string out;
+  uint32_t world = 1;
+};
+struct ExportOptions {
+  std::string directory;
+  std::string out;
+  std::string what = "master";
+  std::string dtype = "fp32";
+};
+
+// What a command has to say, in both ways. A command that found damage has something to say and a
+// status as well.
+struct Report {
+  std::string text;
+  Json json;
+  Status status;
+};
+
+Result<Report> Inspect(const InspectOptions& options);
+Result<Report> Verify(const VerifyOptions& options);
+Result<Report> Reshard(const ReshardOptions& options);
+Result<Report> Export(const ExportOptions& options);
+
+}  // namespace tool

@@ -1,0 +1,187 @@
+#include <cstdio>
+#include <cstring>
+
+#include "checkpoint/pending_directory.h"
+#include "commands.h"
+#include "gatherer.h"
+#include "kernels/convert.h"
+#include "stream_file.h"
+#include "text.h"
+
+namespace tool {
+namespace {
+
+using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
+using hybridopt::prim::SystemFiles;
+
+Dtype TargetDtype(const std::string& name) {
+  return name == "bf16" ? Dtype::kBF16 : name == "fp16" ? Dtype::kF16 : Dtype::kF32;
+}
+
+// Rounds elements that arrive as bytes; gives bytes.
+class Converter {
+ public:
+  Converter(Dtype from, Dtype to) : from_(from), to_(to) {}
+
+  const std::vector<std::byte>& Convert(const std::byte* data, uint64_t bytes) {
+    const uint64_t count = bytes / DtypeBytes(from_);
+    out_.resize(count * DtypeBytes(to_));
+    for (uint64_t i = 0; i < count; ++i) Store(i, Load(data, i));
+    return out_;
+  }
+
+ private:
+  float Load(const std::byte* data, uint64_t i) const {
+    if (from_ == Dtype::kF32) {
+      float value = 0;
+      std::memcpy(&value, data + i * sizeof(value), sizeof(value));
+      return value;
+    }
+    uint16_t bits = 0;
+    std::memcpy(&bits, data + i * sizeof(bits), sizeof(bits));
+    return from_ == Dtype::kBF16 ? hybridopt::Bf16ToFp32(bits) : hybridopt::Fp16ToFp32(bits);
+  }
+
+  void Store(uint64_t i, float value) {
+    if (to_ == Dtype::kF32) {
+      std::memcpy(out_.data() + i * sizeof(value), &value, sizeof(value));
+      return;
+    }
+    const uint16_t bits =
+        to_ == Dtype::kBF16 ? hybridopt::Fp32ToBf16(value) : hybridopt::Fp32ToFp16(value);
+    std::memcpy(out_.data() + i * sizeof(bits), &bits, sizeof(bits));
+  }
+
+  const Dtype from_, to_;
+  std::vector<std::byte> out_;
+};
+
+bool Holds(const StoredParam& param, int32_t kind) {
+  for (const StoredShard& shard : param.shards)
+    for (const StoredTensor& tensor : shard.tensors)
+      if (tensor.kind == kind) return true;
+  // A tensor without elements has a master all the same.
+  return param.shards.empty() && kind == OFFLOAD_STATE_MASTER;
+}
+
+struct Entry {
+  const StoredParam* param;
+  Dtype from;
+};
+
+class Exporter {
+ public:
+  Exporter(const Reader& reader, Gatherer* gatherer, int32_t kind, Dtype to)
+      : reader_(reader), gatherer_(gatherer), kind_(kind), to_(to) {}
+
+  // What there is to write, and the file's head.
+  Status Plan() {
+    const Manifest& manifest = reader_.manifest();
+    head_.metadata = {{"format", "pt"},
+                      {"hybridopt_state", KindName(kind_)},
+                      {"hybridopt_step", std::to_string(manifest.step)}};
+    for (const StoredParam& param : manifest.params) {
+      if (!Holds(param, kind_)) continue;
+      HYBRIDOPT_ASSIGN(const Dtype from, gatherer_->Check(param, kind_));
+      if (from == Dtype::kU16)
+        return Status::Error(OFFLOAD_UNSUPPORTED,
+                             "param '%.256s': %s is stored as U16, which is part of a number only",
+                             param.name.c_str(), KindName(kind_));
+      uint64_t elements = 0;
+      (void)CountElements(param.shape, &elements);  // checked when the manifest was read
+      const uint64_t end = data_bytes_ + elements * DtypeBytes(to_);
+      head_.tensors.push_back({param.name, to_, param.shape, data_bytes_, end});
+      entries_.push_back({&param, from});
+      data_bytes_ = end;
+    }
+    if (!entries_.empty()) return {};
+    return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH, "the checkpoint holds no %s of any param",
+                         KindName(kind_));
+  }
+
+  Status Write(const std::string& path) {
+    HYBRIDOPT_ASSIGN(const std::string head, EncodeHead(head_));
+    HYBRIDOPT_ASSIGN(auto stream, StreamFile::Create(path, head.size() + data_bytes_));
+    HYBRIDOPT_TRY(stream->Append(head.data(), head.size()));
+    ProgressBar bar("exporting");
+    uint64_t done = 0;
+    for (const Entry& entry : entries_) {
+      Converter converter(entry.from, to_);
+      const auto take = [&](const std::byte* data, uint64_t bytes) -> Status {
+        const std::vector<std::byte>& converted = converter.Convert(data, bytes);
+        done += converted.size();
+        bar.Show(done, data_bytes_);
+        return stream->Append(converted.data(), converted.size());
+      };
+      HYBRIDOPT_TRY(gatherer_->Read(*entry.param, kind_, WholeShard(entry.param->shape), take));
+    }
+    return stream->Finish();
+  }
+
+  size_t tensors() const { return entries_.size(); }
+  uint64_t data_bytes() const { return data_bytes_; }
+
+ private:
+  const Reader& reader_;
+  Gatherer* const gatherer_;
+  const int32_t kind_;
+  const Dtype to_;
+  Head head_;
+  std::vector<Entry> entries_;
+  uint64_t data_bytes_ = 0;
+};
+
+Status CheckOut(const std::string& out) {
+  if (SystemFiles().Look(out) == 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "OUT '%.500s' exists; choose a new name, or remove what is there",
+                         out.c_str());
+  if (SystemFiles().Look(ParentOf(out)) == 0 && !NameOf(out).empty()) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "OUT '%.500s': its folder is not there",
+                       out.c_str());
+}
+
+// The file has another name until it is whole.
+Status WriteAndName(Exporter* exporter, const std::string& out) {
+  char digits[17];
+  std::snprintf(digits, sizeof(digits), "%016llx",
+                static_cast<unsigned long long>(hybridopt::prim::RandomBits()));
+  const std::string pending = ParentOf(out) + "/." + NameOf(out) + ".saving-" + digits;
+  Status status = exporter->Write(pending);
+  if (status.ok()) {
+    const int error = SystemFiles().RenameNoReplace(pending, out);
+    status = error == 0 ? SyncDirectory(SystemFiles(), ParentOf(out)) : IoError("name", out, error);
+  }
+  if (!status.ok()) (void)SystemFiles().Remove(pending);
+  return status;
+}
+
+}  // namespace
+
+Result<Report> Export(const ExportOptions& options) {
+  HYBRIDOPT_TRY(CheckOut(options.out));
+  int32_t kind = 0;
+  if (!FindKind(options.what, &kind))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "--what is %s, expected a kind of state",
+                         options.what.c_str());
+  HYBRIDOPT_ASSIGN(const Reader reader, Reader::Open(SystemFiles(), options.directory));
+  HYBRIDOPT_ASSIGN(Gatherer gatherer, Gatherer::Make(reader));
+  Exporter exporter(reader, &gatherer, kind, TargetDtype(options.dtype));
+  HYBRIDOPT_TRY(exporter.Plan());
+  {
+    ProgressBar bar("verifying");
+    const auto show = [&](uint64_t done, uint64_t total) { bar.Show(done, total); };
+    HYBRIDOPT_ASSIGN(const VerifyResult verified, reader.Verify(kIoDepth, show));
+    HYBRIDOPT_TRY(verified.status());
+  }
+  HYBRIDOPT_TRY(WriteAndName(&exporter, options.out));
+  Report report;
+  report.text = options.out + ": " + options.what + " of " + std::to_string(exporter.tensors()) +
+                " tensors in " + options.dtype + ", " + SizeText(exporter.data_bytes()) + "\n";
+  report.json = {
+      {"status", "OK"},         {"path", options.out},           {"what", options.what},
+      {"dtype", options.dtype}, {"tensors", exporter.tensors()}, {"bytes", exporter.data_bytes()}};
+  return report;
+}
+
+}  // namespace tool

@@ -1,0 +1,53 @@
+// Gatherer: the elements of one kind of state in any order that is wanted, read from wherever its
+// shards lie, through a fixed amount of memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+
+#include "base/function_ref.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/reshard.h"
+#include "memory/arena.h"
+
+namespace tool {
+
+using hybridopt::FunctionRef;
+using hybridopt::Result;
+using hybridopt::Shard;
+using hybridopt::Status;
+
+class Gatherer {
+ public:
+  // The reader outlives it.
+  static Result<Gatherer> Make(const hybridopt::checkpoint::Reader& reader);
+
+  // Whether every element of a kind is stored, once and in one dtype. CHECKPOINT_MISMATCH or
+  // _CORRUPT names the param.
+  Result<hybridopt::checkpoint::Dtype> Check(const hybridopt::checkpoint::StoredParam& param,
+                                             int32_t kind) const;
+
+  // Hands the bytes of the wanted shard's elements out in its order, some at a time: always whole
+  // elements. Check has been OK.
+  Status Read(const hybridopt::checkpoint::StoredParam& param, int32_t kind, const Shard& wanted,
+              FunctionRef<Status(const std::byte* data, uint64_t bytes)> take);
+
+ private:
+  Gatherer(const hybridopt::checkpoint::Reader& reader, hybridopt::Arena memory)
+      : reader_(&reader), memory_(std::move(memory)) {}
+  std::byte* window() const { return memory_.data(); }
+  std::byte* block() const;
+  Status CopySegments(const hybridopt::checkpoint::StoredTensor& tensor,
+                      std::span<const hybridopt::checkpoint::Segment> segments);
+  Result<hybridopt::checkpoint::File*> FileOf(uint32_t file);
+
+  const hybridopt::checkpoint::Reader* reader_;
+  hybridopt::Arena memory_;                                // the window, then the block
+  std::map<uint32_t, hybridopt::checkpoint::File> files_;  // open now
+};
+
+// The whole tensor as one shard.
+Shard WholeShard(const std::vector<int64_t>& shape);
+
+}  // namespace tool

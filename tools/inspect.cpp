@@ -1,0 +1,156 @@
+#include <algorithm>
+#include <map>
+#include <set>
+#include <sstream>
+
+#include "checkpoint/reader.h"
+#include "commands.h"
+#include "text.h"
+
+namespace tool {
+namespace {
+
+using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
+using hybridopt::Box;
+using hybridopt::Shard;
+
+struct KindSummary {
+  std::set<std::string> dtypes;
+  uint64_t shards = 0;
+  uint64_t bytes = 0;
+};
+
+// By kind, in the order of the ABI.
+std::map<int32_t, KindSummary> Summarize(const StoredParam& param) {
+  std::map<int32_t, KindSummary> kinds;
+  for (const StoredShard& shard : param.shards) {
+    for (const StoredTensor& tensor : shard.tensors) {
+      KindSummary& kind = kinds[tensor.kind];
+      kind.dtypes.insert(DtypeName(tensor.dtype));
+      kind.shards += 1;
+      kind.bytes += tensor.bytes;
+    }
+  }
+  return kinds;
+}
+
+// "41", or "40 to 41" where ranks differ, "-" where nothing is stored.
+std::string StepsText(const StoredParam& param) {
+  if (param.shards.empty()) return "-";
+  const auto [least, most] =
+      std::minmax_element(param.shards.begin(), param.shards.end(),
+                          [](const auto& a, const auto& b) { return a.step_count < b.step_count; });
+  const std::string text = std::to_string(least->step_count);
+  if (least->step_count == most->step_count) return text;
+  return text + " to " + std::to_string(most->step_count);
+}
+
+std::string Joined(const std::set<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
+  return text;
+}
+
+std::string TextOf(const Reader& reader) {
+  const Manifest& manifest = reader.manifest();
+  std::ostringstream out;
+  out << "step " << manifest.step << ", " << AlgorithmText(manifest.algorithm) << ", "
+      << manifest.layout << " state" << (manifest.masters_only ? " (masters only)" : "")
+      << ", saved by " << manifest.world << (manifest.world == 1 ? " rank" : " ranks") << " with "
+      << manifest.writer << "\n\n";
+  using Align = Table::Align;
+  Table table({{"tensor", Align::kLeft},
+               {"shape", Align::kLeft},
+               {"dtype", Align::kLeft},
+               {"shards", Align::kRight},
+               {"steps", Align::kRight},
+               {"size", Align::kRight}});
+  size_t tensors = 0;
+  for (const StoredParam& param : manifest.params) {
+    const auto kinds = Summarize(param);
+    for (const auto& [kind, summary] : kinds)
+      table.Add({param.name + "." + KindName(kind), ShapeText(param.shape), Joined(summary.dtypes),
+                 std::to_string(summary.shards), StepsText(param), SizeText(summary.bytes)});
+    if (kinds.empty())
+      table.Add({param.name, ShapeText(param.shape), "-", "0", StepsText(param), SizeText(0)});
+    tensors += kinds.size();
+  }
+  table.Print(out);
+  out << "\n"
+      << manifest.params.size() << " params, " << tensors << " tensors, " << manifest.files.size()
+      << (manifest.files.size() == 1 ? " file, " : " files, ") << SizeText(reader.bytes())
+      << " of state\n";
+  return out.str();
+}
+
+Json JsonOf(const offload_group_t& group) {
+  return {{"lr", group.lr},
+          {"beta1", group.beta1},
+          {"beta2", group.beta2},
+          {"eps", group.eps},
+          {"weight_decay", group.weight_decay},
+          {"momentum", group.momentum},
+          {"dampening", group.dampening},
+          {"lr_decay", group.lr_decay},
+          {"initial_accumulator_value", group.initial_accumulator_value},
+          {"nesterov", group.nesterov != 0},
+          {"maximize", group.maximize != 0}};
+}
+
+Json JsonOf(const Manifest& manifest, const StoredShard& stored) {
+  const Shard& shard = stored.shard;
+  Json boxes = Json::array(), tensors = Json::array();
+  for (const Box& box : shard.boxes)
+    boxes.push_back({std::vector(box.offset.begin(), box.offset.begin() + shard.dimensions),
+                     std::vector(box.extent.begin(), box.extent.begin() + shard.dimensions)});
+  for (const StoredTensor& tensor : stored.tensors)
+    tensors.push_back({{"kind", KindName(tensor.kind)},
+                       {"dtype", DtypeName(tensor.dtype)},
+                       {"file", manifest.files[tensor.file].name},
+                       {"offset", tensor.offset},
+                       {"bytes", tensor.bytes}});
+  return {{"rank", stored.rank},
+          {"group", stored.group},
+          {"step_count", stored.step_count},
+          {"boxes", boxes},
+          {"range", {shard.range_begin, shard.range_count}},
+          {"tensors", tensors}};
+}
+
+Json JsonOf(const Reader& reader) {
+  const Manifest& manifest = reader.manifest();
+  Json groups = Json::array(), files = Json::array(), params = Json::array();
+  for (const offload_group_t& group : manifest.groups) groups.push_back(JsonOf(group));
+  for (const StoredFile& file : manifest.files)
+    files.push_back({{"name", file.name}, {"rank", file.rank}, {"bytes", file.bytes}});
+  for (const StoredParam& param : manifest.params) {
+    Json shards = Json::array();
+    for (const StoredShard& shard : param.shards) shards.push_back(JsonOf(manifest, shard));
+    params.push_back({{"name", param.name},
+                      {"dtype", ParamDtypeName(param.dtype)},
+                      {"shape", param.shape},
+                      {"shards", shards}});
+  }
+  return {{"status", "OK"},
+          {"format_version", kFormatVersion},
+          {"writer", manifest.writer},
+          {"step", manifest.step},
+          {"algorithm", AlgorithmText(manifest.algorithm)},
+          {"masters_only", manifest.masters_only},
+          {"layout", manifest.layout},
+          {"world", manifest.world},
+          {"state_bytes", reader.bytes()},
+          {"groups", groups},
+          {"files", files},
+          {"params", params}};
+}
+
+}  // namespace
+
+Result<Report> Inspect(const InspectOptions& options) {
+  HYBRIDOPT_ASSIGN(const Reader reader,
+                   Reader::Open(hybridopt::prim::SystemFiles(), options.directory));
+  return Report{TextOf(reader), JsonOf(reader), {}};
+}
+
+}  // namespace tool

@@ -1,0 +1,76 @@
+#include "text.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <ostream>
+
+namespace tool {
+namespace {
+
+// Letters of a UTF-8 text: bytes that do not continue one.
+size_t Width(const std::string& text) {
+  return static_cast<size_t>(
+      std::count_if(text.begin(), text.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));
+}
+
+}  // namespace
+
+std::string SizeText(uint64_t bytes) {
+  if (bytes < 1024) return std::to_string(bytes) + " B";
+  const char* const units[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  double size = static_cast<double>(bytes) / 1024;
+  size_t unit = 0;
+  for (; size >= 1024 && unit + 1 < std::size(units); ++unit) size /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f %s", size, units[unit]);
+  return text;
+}
+
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (int64_t extent : shape) text += (text.empty() ? "" : " x ") + std::to_string(extent);
+  return text;
+}
+
+void Table::Print(std::ostream& out) const {
+  std::vector<size_t> widths;
+  for (const Column& column : columns_) widths.push_back(Width(column.title));
+  for (const auto& row : rows_)
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], Width(row[i]));
+  const auto print = [&](const auto& cell_of) {
+    std::string line;
+    for (size_t i = 0; i < columns_.size(); ++i) {
+      const std::string cell = cell_of(i);
+      const std::string fill(widths[i] - Width(cell), ' ');
+      if (i > 0) line += "  ";
+      line += columns_[i].align == Align::kLeft ? cell + fill : fill + cell;
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    out << line << '\n';
+  };
+  print([&](size_t i) { return std::string(columns_[i].title); });
+  for (const auto& row : rows_) print([&](size_t i) { return row[i]; });
+}
+
+ProgressBar::ProgressBar(const char* what) : what_(what), terminal_(isatty(STDERR_FILENO) == 1) {}
+
+ProgressBar::~ProgressBar() {
+  if (percent_ >= 0) std::fputs("\r\033[K", stderr);
+}
+
+void ProgressBar::Show(uint64_t done, uint64_t total) {
+  constexpr int kWidth = 40;
+  const int percent =
+      total == 0 ? 100
+                 : static_cast<int>(100 * static_cast<double>(done) / static_cast<double>(total));
+  if (!terminal_ || percent == percent_) return;
+  percent_ = percent;
+  const std::string bar(static_cast<size_t>(percent * kWidth / 100), '#');
+  std::fprintf(stderr, "\r%s [%-*s] %3d %% of %s", what_, kWidth, bar.c_str(), percent,
+               SizeText(total).c_str());
+  std::fflush(stderr);
+}
+
+}  // namespace tool

@@ -1,0 +1,47 @@
+// What people read: tables whose columns line up, sizes with units, a progress bar.
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <string>
+#include <vector>
+
+namespace tool {
+
+// "13.6 KiB"; below 1024 plain "17 B".
+std::string SizeText(uint64_t bytes);
+
+// "6 x 5"
+std::string ShapeText(const std::vector<int64_t>& shape);
+
+class Table {
+ public:
+  enum class Align { kLeft, kRight };
+  struct Column {
+    const char* title;
+    Align align;
+  };
+  explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
+
+  void Add(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
+  void Print(std::ostream& out) const;
+
+ private:
+  const std::vector<Column> columns_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+// A bar on standard error while that is a terminal, else nothing.
+class ProgressBar {
+ public:
+  explicit ProgressBar(const char* what);
+  ~ProgressBar();  // wipes the bar
+  void Show(uint64_t done, uint64_t total);
+
+ private:
+  const char* const what_;
+  const bool terminal_;
+  int percent_ = -1;  // as shown
+};
+
+}  // namespace tool
