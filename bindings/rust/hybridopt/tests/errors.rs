@@ -335,10 +335,21 @@ fn the_log_is_heard_and_its_panics_end_there() -> Result<()> {
 }
 
 #[test]
+fn a_context_ends_with_its_log() -> Result<()> {
+    let held_by_log = Arc::new(());
+    let held = held_by_log.clone();
+    drop(Context::builder().log(move |_, _| drop(held.clone())).create()?);
+    assert_eq!(Arc::strong_count(&held_by_log), 1);
+    Ok(())
+}
+
+#[test]
 fn a_leaked_optimizer_keeps_what_it_needs() -> Result<()> {
     let mut weights = values::<f32>(1000, 1);
+    let held_by_log = Arc::new(());
     {
-        let context = Context::builder().log(|_, _| {}).create()?;
+        let held = held_by_log.clone();
+        let context = Context::builder().log(move |_, _| drop(held.clone())).create()?;
         let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create()?;
         let group = adding.add_group(&adamw())?;
         let x =
@@ -348,6 +359,8 @@ fn a_leaked_optimizer_keeps_what_it_needs() -> Result<()> {
         assert_eq!(optimizer.data::<f32>(x)?.len(), 1000);
         std::mem::forget(optimizer);
     }
+    // The context lives on with its optimizer, and may still log.
+    assert_eq!(Arc::strong_count(&held_by_log), 2);
     // Nothing runs any more: the memory is ours, and stepped.
     assert_ne!(weights, values::<f32>(1000, 1));
     weights.fill(0.0);

@@ -144,3 +144,41 @@ fn streams_are_waited_for() -> Result<()> {
     assert_eq!(runs.try_recv(), Ok(99));
     Ok(())
 }
+
+/// A gradient that a stream writes, late.
+fn write_late(stream: &Stream<'_>, mapped: *mut f32, value: f32) -> Result<()> {
+    let address = mapped as usize;
+    stream.run(move || {
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        // SAFETY: one element of a buffer that the optimizer holds; nothing else is under way.
+        unsafe { *(address as *mut f32) = value };
+    })
+}
+
+#[test]
+fn gradients_are_taken_behind_their_stream() -> Result<()> {
+    let context = sim();
+    let movable = Movable { accumulate: true, ..Movable::default() };
+    let mut adding = Optimizer::builder(&context, Algorithm::Sgd).movable(movable).create()?;
+    let group = adding.add_group(&Group { lr: 1.0, ..Group::default() })?;
+    let x =
+        adding.add_param(Param::new("x", group, DeviceBuffer::from_slice(&context, &[0f32])?))?;
+    let mut optimizer = adding.commit()?;
+    let stream = Stream::new(&context)?;
+
+    let grad = DeviceBuffer::from_slice(&context, &[100f32])?;
+    let mapped = grad.map()?;
+    optimizer.bind_grad(x, grad)?;
+    write_late(&stream, mapped, 1.0)?;
+    optimizer.step(&StepOptions { stream: Some(&stream), ..StepOptions::default() })?;
+    let mut value = [0f32];
+    optimizer.read(x, &mut value)?;
+    assert_eq!(value, [-1.0], "the step took the gradient before it was written");
+
+    write_late(&stream, mapped, 2.0)?;
+    optimizer.accumulate_grads(&Move { streams: &[&stream], ..Move::default() })?;
+    optimizer.step(&StepOptions::default())?;
+    optimizer.read(x, &mut value)?;
+    assert_eq!(value, [-3.0], "the move took the gradient before it was written");
+    Ok(())
+}
