@@ -36,5 +36,6 @@ for name in $needed; do
   [[ $name =~ ^(libstdc\+\+|libm|libgcc_s|libc|ld-linux.*)\.so\.[0-9]+$ ]] ||
     fail "needs $name; a bare system need not have it"
 done
+grep -q 'Flags:.*NODELETE' "$scratch/dynamic" || fail "dlclose would take its threads' code away"
 ! grep -E 'RPATH|RUNPATH|TEXTREL' "$scratch/dynamic" || fail "carries a run path or text relocations"
 echo "needs only" $needed
