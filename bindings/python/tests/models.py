@@ -39,14 +39,14 @@ def run(optimizer, params, seeds):
 
 def bits(tensors):
     """Every bit, to be compared with ==."""
-    return [tensor.detach().contiguous().view(torch.uint8).tolist() for tensor in tensors]
+    return [tensor.detach().reshape(-1).contiguous().view(torch.uint8).tolist() for tensor in tensors]
 
 
 def state_bits(optimizer):
     """Every bit of the state, in the order of params."""
     entries = optimizer.state_dict()["state"]
     return {
-        (index, key): bits([value.reshape(-1)])
+        (index, key): bits([value])
         for index, entry in entries.items()
         for key, value in entry.items()
     }

@@ -71,6 +71,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _comm: ProcessGroupComm | None = None
     _options: OffloadOptions = DEFAULT_OPTIONS
     _placement = placement.Placement(1.0, "no step yet")
+    _closed = False
 
     # ------------------------------------------------------------------- what subclasses tell --
 
@@ -236,6 +237,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _prepare(self) -> Engine | None:
         """The engine, committed and up to date with param groups and state; None while there is
         nothing to step."""
+        if self._closed:
+            raise abi.InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
         groups = [self._hyperparameters(group) for group in self.param_groups]
         known: Any = () if self._engine is None else self._engine.slot_of
         if self._engine is not None and not self._fits(self._engine, groups):
@@ -397,11 +400,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine.forget_versions()
 
     def close(self) -> None:
-        """Gives the state back; the next step starts afresh. What `state` has given out stays valid."""
+        """Gives the memory of the state back, as the end of the object does. Tensors that `state` has
+        given out stay valid and hold on to their part."""
         if self._engine is not None:
             self._engine.settle(self._state)
             self._engine = None
         self._state = State(self)
+        self._closed = True
 
 
 def takes_part(param: Tensor) -> bool:

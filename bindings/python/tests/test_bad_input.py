@@ -1,0 +1,366 @@
+"""What goes wrong is a Python exception that says what to do, and changes nothing; what only looks
+wrong works."""
+
+import gc
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import hybridopt
+from hybridopt import abi
+from models import bits, clone, perceptron, run, set_gradients, state_bits
+
+
+def stepped(param, **kwargs):
+    optimizer = hybridopt.AdamW([("weight", param)], **kwargs)
+    run(optimizer, [param], [1])
+    return optimizer
+
+
+# ------------------------------------------------------------------------- params that change --
+
+
+def test_a_param_of_another_dtype_is_refused():
+    model = nn.Linear(3, 2)
+    optimizer = hybridopt.AdamW(model.named_parameters())
+    run(optimizer, list(model.parameters()), [1])
+    model.half()
+    set_gradients(model.parameters(), 2)
+    before = bits(model.parameters())
+    with pytest.raises(
+        abi.InvalidStateError,
+        match="'weight' has dtype torch.float16, but .* has dtype torch.float32; make a new optim",
+    ):
+        optimizer.step()
+    assert bits(model.parameters()) == before
+    model.float()
+    set_gradients(model.parameters(), 2)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("replacement", [torch.zeros(5), torch.zeros(4)[:3]])
+def test_a_param_of_another_shape_is_refused(replacement):
+    param = Parameter(torch.ones(4))
+    optimizer = stepped(param)
+    param.grad = None
+    param.data = replacement
+    param.grad = torch.ones_like(replacement)
+    with pytest.raises(abi.InvalidStateError, match=r"'weight' has shape .*, but .* \(4,\)"):
+        optimizer.step()
+    assert torch.equal(param, replacement)
+
+
+def test_a_param_cut_short_in_place_is_refused():
+    param = Parameter(torch.ones(4))
+    optimizer = stepped(param)
+    param.grad = None
+    param.data = param.data[:2]
+    param.grad = torch.ones(2)
+    with pytest.raises(abi.InvalidStateError, match=r"'weight' has shape \(2,\), but"):
+        optimizer.step()
+
+
+def test_a_param_with_other_strides_is_refused():
+    param = Parameter(torch.ones(2, 3))
+    optimizer = stepped(param)
+    param.data = torch.ones(3, 2).T
+    with pytest.raises(abi.InvalidStateError, match=r"'weight' has strides \(1, 2\), but"):
+        run(optimizer, [param], [2])
+
+
+def test_a_param_whose_storage_is_gone_is_refused_until_it_is_back():
+    param = Parameter(torch.ones(4))
+    optimizer = stepped(param)
+    kept = param.detach().clone()
+    param.untyped_storage().resize_(0)
+    param.grad = torch.ones(4)
+    with pytest.raises(abi.InvalidStateError, match="'weight' has no memory.*bring it back before"):
+        optimizer.step()
+    param.untyped_storage().resize_(16)
+    with torch.no_grad():
+        param.copy_(kept)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 2
+
+
+def test_a_param_may_move():
+    param, twin = Parameter(torch.ones(4)), Parameter(torch.ones(4))
+    optimizer, other = stepped(param), stepped(twin)
+    for seed in (2, 3):
+        param.data = param.data.clone()
+        run(optimizer, [param], [seed])
+        run(other, [twin], [seed])
+    assert bits([param]) == bits([twin])
+    assert state_bits(optimizer) == state_bits(other)
+
+
+def test_params_live_as_long_as_their_optimizer():
+    model = perceptron()
+    optimizer = hybridopt.AdamW(model.parameters())
+    set_gradients(model.parameters(), 1)
+    del model
+    gc.collect()
+    for _ in range(3):
+        optimizer.step()
+    assert optimizer.stats().steps_applied == 3
+
+
+def test_params_that_overlap_are_refused():
+    memory = torch.ones(10)
+    params = [Parameter(memory[:6]), Parameter(memory[4:])]
+    optimizer = hybridopt.AdamW([("left", params[0]), ("right", params[1])])
+    with pytest.raises(abi.InvalidArgumentError, match="right.*left"):
+        run(optimizer, params, [1])
+    assert torch.equal(memory, torch.ones(10))
+
+
+def test_a_param_named_twice_is_refused():
+    param = Parameter(torch.ones(2))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = hybridopt.AdamW([("weight", param), ("weight", param)])
+    with pytest.raises(ValueError, match="'weight' is twice in param group 0.*name it once"):
+        run(optimizer, [param], [1])
+
+
+def test_equal_names_are_told_apart():
+    params = [Parameter(torch.ones(2)), Parameter(torch.ones(2))]
+    optimizer = hybridopt.AdamW([("weight", params[0]), ("weight", params[1])])
+    run(optimizer, params, [1])
+    assert [slot.name for slot in optimizer._engine.slots] == ["weight", "weight'"]
+
+
+# ---------------------------------------------------------------------------------- devices --
+
+
+def test_params_on_several_devices_are_refused():
+    params = [Parameter(torch.ones(2)), Parameter(torch.ones(2, device="meta"))]
+    optimizer = hybridopt.AdamW([("here", params[0]), ("there", params[1])])
+    params[0].grad = torch.ones(2)
+    with pytest.raises(ValueError, match="'here' on cpu, 'there' on meta.*one optimizer for each"):
+        optimizer.step()
+
+
+def test_a_device_that_is_not_supported_is_refused():
+    param = Parameter(torch.ones(2, device="meta"))
+    optimizer = hybridopt.AdamW([param])
+    param.grad = torch.ones(2, device="meta")
+    with pytest.raises(ValueError, match="on meta, expected cpu or cuda; move the model there"):
+        optimizer.step()
+
+
+# -------------------------------------------------------------------------------- gradients --
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda grad: grad.T.contiguous().T,
+        lambda grad: torch.stack([grad, grad], -1)[..., 0],
+        lambda grad: grad[:1].expand(4, 3),
+    ],
+    ids=["transposed", "strided", "expanded"],
+)
+def test_gradients_in_any_memory_order(arrange):
+    start = torch.randn(4, 3)
+    params, twins = [Parameter(start.clone())], [Parameter(start.clone())]
+    optimizer, other = hybridopt.AdamW(params), hybridopt.AdamW(twins)
+    for _ in range(3):
+        grad = arrange(torch.randn(4, 3))
+        params[0].grad, twins[0].grad = grad, grad.contiguous()
+        optimizer.step()
+        other.step()
+        assert params[0].grad is grad
+    assert bits(params) == bits(twins)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_params_in_any_memory_order(dtype):
+    image = torch.randn(4, 3, 5, 5).to(dtype)
+    orders = [
+        image.clone(),
+        image.clone(memory_format=torch.channels_last),
+        image.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+        torch.stack([image, image], -1)[..., 0],
+    ]
+    results = []
+    for data in orders:
+        param = Parameter(data)
+        assert param.stride() == data.stride()
+        optimizer = hybridopt.AdamW([param], lr=0.1)
+        for seed in range(3):
+            set_gradients([param], seed)
+            param.grad = param.grad.to(memory_format=torch.channels_last)
+            optimizer.step()
+        results.append((bits([param]), bits(optimizer.state[param].values())))
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_step_with_a_gradient_that_is_not_finite_changes_no_bit(value):
+    params = [Parameter(torch.randn(5)), Parameter(torch.randn(3).bfloat16())]
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    before = bits(params), state_bits(optimizer)
+    set_gradients(params, 2)
+    params[1].grad[1] = value
+    optimizer.step()
+    assert (bits(params), state_bits(optimizer)) == before
+    assert optimizer.last_step().skipped and optimizer.stats().steps_skipped == 1
+    run(optimizer, params, [3])
+    assert optimizer.state[params[0]]["step"] == 2 and not optimizer.last_step().skipped
+
+
+# -------------------------------------------------------------------------- hyperparameters --
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"lr": -1.0}, "group.lr is -1"),
+        ({"lr": float("nan")}, "group.lr is nan"),
+        ({"betas": (1.0, 0.9)}, "group.beta1 is 1"),
+        ({"eps": 0.0}, "group.eps is 0"),
+        ({"weight_decay": float("inf")}, "group.weight_decay is inf"),
+    ],
+)
+def test_a_hyperparameter_that_cannot_be_is_refused_and_can_be_put_right(change, text):
+    params = [Parameter(torch.ones(3))]
+    twins = clone(params)
+    optimizer, other = hybridopt.AdamW(params), hybridopt.AdamW(twins)
+    run(optimizer, params, [1])
+    run(other, twins, [1])
+    good = {key: optimizer.param_groups[0][key] for key in change}
+    optimizer.param_groups[0].update(change)
+    before = bits(params)
+    with pytest.raises(abi.InvalidArgumentError, match=text):
+        run(optimizer, params, [2])
+    assert bits(params) == before
+    optimizer.param_groups[0].update(good)
+    run(optimizer, params, [2])
+    run(other, twins, [2])
+    assert bits(params) == bits(twins)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"offload_fraction": 1.5}, ValueError, "Invalid offload_fraction: 1.5, expected 0.0"),
+        ({"offload_fraction": "some"}, ValueError, "Invalid offload_fraction: 'some'"),
+        ({"offload_fraction": "auto"}, ValueError, "device_budget_bytes=None, expected how many"),
+        ({"device_budget_bytes": 10}, ValueError, "set offload_fraction='auto'"),
+        ({"max_grad_norm": 0}, ValueError, "Invalid max_grad_norm: 0, expected a number above 0"),
+        ({"max_norm": 1}, TypeError, "unexpected keyword argument 'max_norm', expected .*threads"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, error, text):
+    for name in ("AdamW", "Adam", "SGD", "Lion", "Adagrad"):
+        with pytest.raises(error, match=text):
+            getattr(hybridopt, name)([Parameter(torch.ones(1))], **options)
+
+
+def test_more_threads_than_there_can_be_are_refused_at_the_first_step():
+    param = Parameter(torch.ones(1))
+    optimizer = hybridopt.AdamW([param], threads=5000)
+    param.grad = torch.ones(1)
+    with pytest.raises(abi.InvalidArgumentError, match="options.threads is 5000"):
+        optimizer.step()
+
+
+def test_groups_that_disagree_on_decoupled_decay_are_refused():
+    params = [Parameter(torch.ones(1)), Parameter(torch.ones(1))]
+    groups = [{"params": [params[0]]}, {"params": [params[1]], "decoupled_weight_decay": True}]
+    optimizer = hybridopt.Adam(groups)
+    with pytest.raises(ValueError, match="decoupled_weight_decay is True in some.*two optimizers"):
+        run(optimizer, params, [1])
+
+
+def test_nothing_to_plan_for():
+    optimizer = hybridopt.AdamW([Parameter(torch.ones(1), requires_grad=False)])
+    with pytest.raises(abi.InvalidStateError, match="no parameter requires a gradient"):
+        optimizer.plan()
+    with pytest.raises(abi.InvalidStateError, match="no step yet"):
+        optimizer.last_step()
+
+
+# --------------------------------------------------------------------------- close and fork --
+
+
+def test_use_after_close():
+    param = Parameter(torch.ones(3))
+    optimizer = stepped(param)
+    optimizer.close()
+    optimizer.close()
+    assert len(optimizer.state) == 0
+    with pytest.raises(abi.InvalidStateError, match="this AdamW is closed; make a new one"):
+        optimizer.step()
+    hybridopt.AdamW([param]).step()
+
+
+def in_child(function):
+    """Runs a function in a forked child; its exit status, 99 for an exception."""
+    child = os.fork()
+    if child == 0:
+        status = 99
+        try:
+            status = function()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_cannot_step_its_parents_optimizer():
+    param, twin = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    optimizer, other = stepped(param), stepped(twin)
+
+    def child():
+        try:
+            run(optimizer, [param], [2])
+        except abi.InvalidStateError as error:
+            return 0 if "fork" in str(error) else 1
+        return 2
+
+    assert in_child(child) == 0
+    run(optimizer, [param], [2])
+    run(other, [twin], [2])
+    assert bits([param]) == bits([twin])
+
+
+def test_a_forked_child_can_make_its_own():
+    stepped(Parameter(torch.ones(3)))
+
+    def child():
+        param = Parameter(torch.ones(3))
+        run(hybridopt.AdamW([param], threads=1), [param], [1, 2])
+        return 0
+
+    assert in_child(child) == 0
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, optimizer):
+        self.optimizer = optimizer  # as a careless training script might have it
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.tensor(float(index))
+
+
+def test_data_loader_workers_disturb_nothing():
+    param, twin = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    optimizer, other = stepped(param), stepped(twin)
+    loader = torch.utils.data.DataLoader(
+        Samples(optimizer), num_workers=2, multiprocessing_context="fork"
+    )
+    for _ in range(2):
+        for seed, sample in enumerate(loader):
+            assert sample.item() == seed
+            run(optimizer, [param], [seed])
+            run(other, [twin], [seed])
+    assert bits([param]) == bits([twin])
+    assert state_bits(optimizer) == state_bits(other)
