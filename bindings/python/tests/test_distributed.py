@@ -304,3 +304,30 @@ def wrong_gradients(rank, world):
 
 def test_gradients_of_other_placements_are_refused():
     ranks.run(wrong_gradients, 2)
+
+
+def moving(rank, world):
+    """Gradients hooked during backward and a phase between steps, over FSDP2's params."""
+    module, other = fully_shard(model()), fully_shard(model())
+    optimizer = optimizer_for(module, movable=("params", "grads", "states"), max_grad_norm=0.3)
+    plain = optimizer_for(other, max_grad_norm=0.3)
+    with optimizer.hook_gradients():
+        for step in range(2):
+            for seed in (2 * step, 2 * step + 1):
+                backward(module, seed), backward(other, seed)
+            assert all(param.grad is None for param in module.parameters())
+            optimizer.step(), plain.step()
+            optimizer.zero_grad(), plain.zero_grad()
+    backward(module, 7), backward(other, 7)
+    with optimizer.offloaded():
+        for param in module.parameters():
+            assert param._local_tensor.untyped_storage().nbytes() == 0
+    assert all(isinstance(param.grad, DTensor) for param in module.parameters() if param.numel())
+    optimizer.step(), plain.step()
+    assert optimizer.last_step().grad_norm == plain.last_step().grad_norm
+    for param, expected in zip(module.parameters(), other.parameters()):
+        assert models.bits([full(param)]) == models.bits([full(expected)])
+
+
+def test_gradients_and_params_of_fsdp2_go_and_come_back():
+    ranks.run(moving, 2)

@@ -7,8 +7,9 @@ somebody puts there instead of them is adopted before the next step.
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,14 @@ COUNTED = {abi.OFFLOAD_ADAMW, abi.OFFLOAD_ADAM, abi.OFFLOAD_ADAGRAD}
 MASTER = "master_param"
 QUEUED_STEPS = 8  # as many offload_optimizer_step takes ahead
 REMEMBERED_STEPS = 64  # by offload_optimizer_step_result
+REMEMBERED_RESULTS = 1024
+REMEMBERED_SAMPLES = 4096
+MOVABLE = {
+    "params": abi.OFFLOAD_MOVABLE_PARAMS,
+    "grads": abi.OFFLOAD_MOVABLE_GRADS,
+    "states": abi.OFFLOAD_MOVABLE_STATES,
+    "accumulate": abi.OFFLOAD_MOVABLE_ACCUMULATE | abi.OFFLOAD_MOVABLE_GRADS,
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,9 @@ class Slot:
         self.views: dict[str, Tensor] = {}
         self.copies: dict[str, int] = {}  # of views: those of state in two places, with versions
         self.grad: Tensor | None = None
+        self.hosted = False  # the library holds the gradient, on the host
+        self.in_sync = True  # whether masters were those of the param when it was offloaded
+        self.hidden = False  # state has been taken from sight while it is offloaded
 
     @property
     def bound(self) -> Tensor:
@@ -122,6 +134,12 @@ class Engine:
         self.device = device
         self.algorithm = algorithm
         self.handle = abi.Optimizer(context, algorithm=algorithm, **options)
+        self.movable = options.get("movable", 0)
+        self.states_out = False
+        self.made = time.monotonic()
+        # For pictures: what steps did, and who held how much.
+        self.results: deque[abi.offload_step_result_t] = deque(maxlen=REMEMBERED_RESULTS)
+        self.samples: deque[Any] = deque(maxlen=REMEMBERED_SAMPLES)
         self.groups = [dict(group) for group in groups]
         for group in groups:
             self.handle.add_group(**group)
@@ -223,7 +241,7 @@ class Engine:
             grad = gradient_of(slot.param)
             slot.grad = None if grad is None else self._usable(slot, grad)
             grad_address = 0 if slot.grad is None else slot.grad.data_ptr()
-            if slot.grad is not None:
+            if slot.grad is not None or slot.hosted:
                 self._active.append(slot)
             if address != slot.address or grad_address != slot.grad_address:
                 changed.append((slot, address, grad_address))
@@ -303,7 +321,8 @@ class Engine:
         if self.device.type == "cuda":
             current_stream = torch.cuda.current_stream(self.device)
             for slot in self._active:
-                slot.grad.record_stream(current_stream)  # its owner may free it any time now
+                if slot.grad is not None:
+                    slot.grad.record_stream(current_stream)  # its owner may free it any time now
             self.handle.stream_wait(stream)
         else:
             self.handle.wait()
@@ -318,6 +337,78 @@ class Engine:
                 local(slot.param).copy_(slot.copy)
             slot.version = local(slot.param)._version
             slot.grad = None
+            slot.hosted = False  # a step uses up what the host holds
+
+    # ------------------------------------------------------------------------------------ moves --
+
+    def can_move(self, name: str) -> bool:
+        """Whether there is room on the host for "params", "grads" or "states"."""
+        return bool(self.movable & MOVABLE[name])
+
+    def tell(self, slot: Slot, grad_address: int) -> None:
+        """Binds one param where it is now, with that gradient (0: none)."""
+        address = self._address_of(slot)
+        binding = self._bindings[0]
+        binding.param = slot.id
+        binding.data = address or None
+        binding.grad = grad_address or None
+        self.handle.bind(self._bindings, 1)
+        if address != slot.address:
+            slot.version = None
+        slot.address, slot.grad_address = address, grad_address
+
+    def send_gradient(self, slot: Slot, grad: Tensor, flags: int) -> tuple[int, Tensor]:
+        """Queues the copy of a gradient to the host: its ticket, and what must live until then."""
+        usable = self._usable(slot, grad)
+        self.tell(slot, usable.data_ptr())
+        streams = [self.stream()]
+        ticket = self.handle.offload_grads(params=[slot.id], flags=flags, streams=streams)
+        slot.hosted, slot.grad_address = True, 0  # offloading gives the address up
+        return ticket, usable
+
+    def send_gradients(self) -> None:
+        """The same for all gradients there are, and waits for the end."""
+        sent = []
+        for slot in self.slots:
+            grad = gradient_of(slot.param)
+            if grad is not None:
+                sent.append(self.send_gradient(slot, grad, 0))
+        self.handle.wait()
+
+    def note_versions(self) -> None:
+        """Before params are offloaded: moving them is no reason to compare them with masters."""
+        for slot in self.slots:
+            slot.in_sync = slot.version == local(slot.param)._version
+
+    def restore_versions(self) -> None:
+        for slot in self.slots:
+            slot.version = local(slot.param)._version if slot.in_sync else None
+
+    def hide_device_state(self, state: dict[Tensor, Any]) -> None:
+        """Takes views of device memory that is about to go from where others find them."""
+        for slot in self.slots:
+            on_device = any(local(view).device.type != "cpu" for view in slot.views.values())
+            if not on_device and not slot.copies:
+                continue
+            slot.hidden = slot.entry is not None
+            if slot.hidden and dict.get(state, slot.param) is slot.entry:
+                dict.pop(state, slot.param)
+            slot.entry, slot.views, slot.copies = None, {}, {}
+        self._slots_with_copies.clear()
+
+    def show_device_state(self, state: dict[Tensor, Any]) -> None:
+        """Puts views of the new memory there again."""
+        for slot in self.slots:
+            if slot.hidden:
+                self.handle.wait()
+                self._publish(slot, state)
+                slot.hidden = False
+
+    def refuse_hidden(self) -> None:
+        if any(slot.hidden for slot in self.slots):
+            raise abi.InvalidStateError(
+                "states are offloaded and cannot be looked at; call reload(states=True) first"
+            )
 
     # ------------------------------------------------------------------------------------ state --
 
@@ -328,7 +419,9 @@ class Engine:
         self.handle.wait()
         steps, self._unsettled_steps = self._unsettled_steps, []
         for ticket, stepped in steps:
-            if self.handle.step_result(ticket).skipped:
+            result = self.handle.step_result(ticket)
+            self.results.append(result)
+            if result.skipped:
                 continue
             if len(stepped) == len(self.slots):
                 self.counts.add_(1)
@@ -516,6 +609,7 @@ class State(defaultdict):
     def _settle(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._engine is not None:
+            optimizer._engine.refuse_hidden()
             optimizer._engine.settle(self)
 
     def __getitem__(self, param: Any) -> Any:

@@ -4,7 +4,7 @@ everything that can be seen; the state lives in the library and its step is one 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -15,6 +15,7 @@ from torch import Tensor
 from . import abi, placement
 from .contexts import context_for
 from .engine import Engine, Member, State
+from .lifecycle import Lifecycle, movable_bits
 from .plans import Plan, Stats, StepResult, described
 from .tensors import DTYPES, gradient_of, is_spread, local
 
@@ -39,6 +40,9 @@ class OffloadOptions(TypedDict, total=False):
     max_grad_norm: float | None
     """Clips the global norm of the gradients inside the step, as torch.nn.utils.clip_grad_norm_ does
     before it; None (the default): no clipping."""
+    movable: Iterable[str]
+    """What offload() may move: some of "params", "grads" and "states". Room for it on the host is
+    taken with the state; none (the default) is taken for nothing."""
     process_group: Any
     """The ranks that agree on norm, clipping and skipped steps, as a torch.distributed.ProcessGroup;
     None (the default): those of the DTensors' mesh, or this process alone."""
@@ -52,6 +56,7 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "threads": 0,
     "pin": True,
     "max_grad_norm": None,
+    "movable": (),
     "process_group": None,
     "comm_timeout_seconds": 600.0,
 }
@@ -63,7 +68,7 @@ UNSUPPORTED = {
 }
 
 
-class OffloadOptimizer(torch.optim.Optimizer):
+class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
     """The base class. Subclasses say which algorithm it is and what its hyperparameters are."""
 
     _step_supports_amp_scaling = True  # GradScaler hands scale and verdict to step()
@@ -100,6 +105,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"Invalid max_grad_norm: {merged['max_grad_norm']}, expected a number above 0, or "
                 "None for no clipping"
             )
+        movable_bits(merged["movable"])
         self._options = merged
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -108,6 +114,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
+            if self._hooks is not None:
+                self._prepare(always=True)  # the new params' gradients are hooked too
         except Exception:
             self.param_groups.pop()
             raise
@@ -221,8 +229,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if self._options["max_grad_norm"] is not None:
                 options["grad_norm_max"] = self._options["max_grad_norm"]
             engine.step(self._state, **options)
+            if self._hooks is not None:
+                self._hooks.release()
             if engine.device.type == "cpu":
                 engine.settle(self._state)
+            self._sample("step")
         return loss
 
     def _found_inf(self) -> bool:
@@ -234,9 +245,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else float(scale)
 
-    def _prepare(self) -> Engine | None:
+    def _ready_engine(self) -> Engine:
+        """The engine, committed, whether there are gradients or not."""
+        engine = self._engine if self._engine is not None else self._prepare(always=True)
+        if engine is None:
+            raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move")
+        return engine
+
+    def _prepare(self, always: bool = False) -> Engine | None:
         """The engine, committed and up to date with param groups and state; None while there is
-        nothing to step."""
+        nothing to step, but for `always`."""
         if self._closed:
             raise abi.InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
         groups = [self._hyperparameters(group) for group in self.param_groups]
@@ -246,13 +264,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._engine is None:
             members = self._spread(self._members(known))
             # On several ranks all step together, those without gradients too.
-            if self._comm is None and all(gradient_of(m.param) is None for m in members):
+            stepped = always or self._comm is not None
+            if not members or not (stepped or any(has_gradient(m.param) for m in members)):
                 return None
             engine = self._new_engine(members, groups)
             engine.commit()
             if self._comm is not None:
                 self._comm.finish_at_exit(engine.handle)
             self._engine = engine
+            if self._hooks is not None:
+                self._hooks.attach(engine)
         self._engine.set_groups(groups)
         self._engine.adopt(self._state)
         return self._engine
@@ -324,6 +345,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 groups,
                 members,
                 device_fraction=device_fraction,
+                movable=movable_bits(self._options["movable"]),
                 **({} if self._comm is None else self._comm.options()),
             )
 
@@ -358,6 +380,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine = self._engine
         if engine is None:
             return
+        self._check_all_here()
         engine.settle(self._state)
         engine.leave_device()
         self._engine = None
@@ -403,11 +426,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Gives the memory of the state back, as the end of the object does. Tensors that `state` has
         given out stay valid and hold on to their part."""
         if self._engine is not None:
+            self._check_all_here()
             self._engine.settle(self._state)
             self._engine = None
         self._state = State(self)
         self._closed = True
 
 
+def has_gradient(param: Tensor) -> bool:
+    return gradient_of(param) is not None
+
+
 def takes_part(param: Tensor) -> bool:
-    return param.requires_grad or gradient_of(param) is not None
+    return param.requires_grad or has_gradient(param)

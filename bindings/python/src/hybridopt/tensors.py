@@ -28,6 +28,11 @@ def gradient_of(param: Tensor) -> Tensor | None:
     return param.decoupled_grad if hasattr(param, "decoupled_grad") else param.grad
 
 
+def set_gradient(param: Tensor, grad: Tensor | None) -> None:
+    """Puts a gradient where gradient_of() finds it."""
+    setattr(param, "decoupled_grad" if hasattr(param, "decoupled_grad") else "grad", grad)
+
+
 def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
     """The part of a gradient that belongs to what this process holds of the param."""
     if not hasattr(grad, "_local_tensor"):

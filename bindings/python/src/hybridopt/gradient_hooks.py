@@ -1,0 +1,84 @@
+"""Gradients that leave the device while the backward pass still runs.
+
+A hook on each param hands its gradient to the library as soon as autograd has accumulated it, and
+takes it off the param. The copy runs behind the work now queued on the current stream; the tensor
+is let go when the copy has ended. The step finds the gradients on the host.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import abi
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .optimizer import OffloadOptimizer
+
+# The library takes 256 queued calls. Gradients beyond these wait for the oldest copy to end.
+MAX_IN_FLIGHT = 64
+
+
+class GradientHooks:
+    """What hook_gradients() gives: remove() takes the hooks off, as does the end of a with."""
+
+    def __init__(self, optimizer: OffloadOptimizer, accumulate: bool) -> None:
+        self._optimizer = optimizer
+        self._flags = abi.OFFLOAD_MOVE_ACCUMULATE if accumulate else 0
+        self._handles: dict[Tensor, Any] = {}
+        # Copies that may still be under way, with what they read.
+        self._in_flight: collections.deque[tuple[int, Tensor]] = collections.deque()
+
+    def attach(self, engine: Engine) -> None:
+        """Hooks the params of an engine that have none yet."""
+        for slot in engine.slots:
+            if slot.param not in self._handles and slot.param.requires_grad:
+                handle = slot.param.register_post_accumulate_grad_hook(self._ready)
+                self._handles[slot.param] = handle
+
+    def remove(self) -> None:
+        """Gradients stay with their params from now on; those on the host are for the next step."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        if self._optimizer._hooks is self:
+            self._optimizer._hooks = None
+            if self._optimizer._engine is not None:
+                self._optimizer._engine.handle.wait()
+        self.release()
+
+    def __enter__(self) -> GradientHooks:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+    def release(self) -> None:
+        """Lets all gradients go: nothing reads them any more, or only before what the current
+        stream does next."""
+        self._in_flight.clear()
+
+    @torch.no_grad()
+    def _ready(self, param: Tensor) -> None:
+        if param.grad is None:  # another hook has taken it
+            return
+        engine = self._optimizer._ready_engine()
+        self._let_go(engine)
+        ticket, grad = engine.send_gradient(engine.slot_of[param], param.grad, self._flags)
+        self._in_flight.append((ticket, grad))
+        param.grad = None
+
+    def _let_go(self, engine: Engine) -> None:
+        """Drops what has been copied; waits where too much has not."""
+        while self._in_flight:
+            ticket, _ = self._in_flight[0]
+            patience_ns = -1 if len(self._in_flight) >= MAX_IN_FLIGHT else 0
+            try:
+                engine.handle.wait(ticket, timeout_ns=patience_ns)
+            except abi.TimedOutError:
+                return
+            self._in_flight.popleft()

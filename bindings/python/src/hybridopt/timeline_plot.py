@@ -1,0 +1,96 @@
+"""A picture of memory_timeline(), and of what the lanes of each step did. Needs matplotlib, the
+optional extra "plot"."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from .lifecycle import MemorySample
+
+if TYPE_CHECKING:
+    from .optimizer import OffloadOptimizer
+
+# The lanes of a step, in the order of the pipeline, by fields of offload_step_result_t.
+LANES = {
+    "norm_seconds": "norm and verdict",
+    "grads_down_seconds": "gradients down",
+    "update_seconds": "update on the host",
+    "params_up_seconds": "params up",
+    "device_update_seconds": "update on the device",
+    "stall_seconds": "stalled",
+    "total_seconds": "whole step",
+}
+KINDS = ("params", "grads", "states")
+COLORS = ("#4477aa", "#ee6677", "#228833")
+
+
+def plot_timeline(optimizer: OffloadOptimizer, path: str | os.PathLike[str]) -> None:
+    """Writes a PNG (or what the path's ending says): above, the bytes of params, gradients and
+    states on the device and on the host after every step and move; below, how long each lane of the
+    last steps was busy. Waits for queued steps."""
+    samples = optimizer.memory_timeline()
+    if not samples:
+        raise RuntimeError("there is nothing to plot yet; call step() first")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(
+            "plots need matplotlib; install it, or hybridopt with its extra: "
+            "pip install 'hybridopt[plot]'"
+        ) from None
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    device, host, lanes = figure.subplots(3, 1, height_ratios=[2, 2, 3])
+    _plot_memory(device, samples, "on_device", "on the device")
+    _plot_memory(host, samples, "on_host", "on the host")
+    _plot_lanes(lanes, optimizer.step_results())
+    figure.savefig(path, dpi=120)
+
+
+def _plot_memory(axes: Any, samples: list[MemorySample], place: str, title: str) -> None:
+    seconds = [sample.seconds for sample in samples]
+    heights = [[getattr(sample, f"{kind}_{place}_bytes") for sample in samples] for kind in KINDS]
+    unit, name = _unit(max(map(sum, zip(*heights))))
+    heights = [[value / unit for value in kind] for kind in heights]
+    # A sample holds until the next one.
+    axes.stackplot(seconds, *heights, labels=KINDS, colors=COLORS, step="post")
+    for sample in samples:
+        if sample.label != "step":
+            axes.axvline(sample.seconds, color="black", linewidth=0.5, linestyle=":")
+            axes.annotate(
+                sample.label,
+                (sample.seconds, 1),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                fontsize=7,
+                ha="right",
+                va="top",
+            )
+    axes.set_title(f"Memory {title}", loc="left")
+    axes.set_ylabel(name)
+    axes.set_xlabel("seconds")
+    axes.set_xlim(seconds[0], max(seconds[-1], seconds[0] + 1e-6))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _unit(bytes_max: int) -> tuple[int, str]:
+    for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if bytes_max >= 1 << shift:
+            return 1 << shift, name
+    return 1, "bytes"
+
+
+def _plot_lanes(axes: Any, results: list[Any]) -> None:
+    """One column a step, one row a lane, as bright as the lane was busy."""
+    busy = [[1e3 * getattr(result, field) for result in results] for field in LANES]
+    if not results:
+        axes.set_axis_off()
+        return
+    last = results[-1].step
+    extent = (last - len(results) + 0.5, last + 0.5, len(LANES) - 0.5, -0.5)
+    image = axes.imshow(busy, aspect="auto", interpolation="nearest", extent=extent)
+    axes.set_yticks(range(len(LANES)), LANES.values())
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("step")
+    axes.set_title("Milliseconds each lane of a step was busy", loc="left")
+    axes.figure.colorbar(image, ax=axes, label="ms")

@@ -1,0 +1,353 @@
+"""Gradients that leave during backward, and phases that need the device: on the CPU, where memory
+that is given up shows in the storages. Every bit is compared with training that moves nothing."""
+
+import copy
+import sys
+
+import matplotlib.image
+import models
+import pytest
+import torch
+from torch import nn
+
+import hybridopt
+import hybridopt.timeline_plot
+from hybridopt import abi
+
+ALL = ("params", "grads", "states")
+
+
+def adamw(module, **options):
+    options = {"lr": 0.05, "weight_decay": 0.1, "threads": 1, **options}
+    return hybridopt.AdamW(module.parameters(), **options)
+
+
+def backward(module, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(module.parameters()).dtype
+    inputs = torch.randn(8, 10, generator=generator).to(dtype)
+    (module(inputs).float().square().sum() * scale).backward()
+
+
+def trained(module, optimizer, micro_batches=1, steps=4):
+    results = []
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            backward(module, 10 * step + micro_batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(optimizer.last_step().grad_norm.hex())
+    return results
+
+
+def pair(dtype=torch.float32, **options):
+    module = models.perceptron(dtype)
+    other = copy.deepcopy(module)
+    return module, adamw(module, **options), other, adamw(other, **options)
+
+
+# ----------------------------------------------------------------------------------- gradients --
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_hooked_gradients_step_to_the_same_bits(accumulate, dtype, max_grad_norm):
+    module, optimizer, other, plain = pair(dtype, max_grad_norm=max_grad_norm)
+    optimizer.hook_gradients(accumulate=accumulate)
+    assert trained(module, optimizer) == trained(other, plain)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    assert models.state_bits(optimizer) == models.state_bits(plain)
+
+
+def test_micro_batches_add_up_as_torch_adds_them():
+    module, optimizer, other, plain = pair(max_grad_norm=0.5)
+    with optimizer.hook_gradients():
+        assert trained(module, optimizer, 3) == trained(other, plain, 3)
+        assert models.bits(module.parameters()) == models.bits(other.parameters())
+    # Without hooks it goes on as ever.
+    assert trained(module, optimizer, 2) == trained(other, plain, 2)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_low_precision_micro_batches_add_up_in_fp32():
+    module = models.perceptron(torch.bfloat16)
+    exact = copy.deepcopy(module).float()
+    optimizer = adamw(module)
+    optimizer.hook_gradients()
+    sums = [torch.zeros_like(param, dtype=torch.float32) for param in module.parameters()]
+    for seed in range(5):
+        for param, total in zip(module.parameters(), sums):
+            noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+            param.grad = noise.bfloat16()
+            total += param.grad.float()
+        send_by_hand(optimizer)
+    optimizer.step()
+    expected = adamw(exact)
+    for param, total in zip(exact.parameters(), sums):
+        param.grad = total
+    expected.step()
+    for param, own in zip(module.parameters(), exact.parameters()):
+        assert models.bits([optimizer.state[param]["master_param"]]) == models.bits([own])
+
+
+def send_by_hand(optimizer):
+    """What autograd does when a gradient is there."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer._hooks._ready(param)
+
+
+def test_gradients_are_gone_after_backward_and_dropped_by_zero_grad():
+    module = models.perceptron()
+    optimizer = adamw(module)
+    optimizer.hook_gradients()
+    sizes = sum(4 * param.numel() for param in module.parameters())
+    backward(module, 0)
+    assert all(param.grad is None for param in module.parameters())
+    assert optimizer.stats().grads_on_host_bytes == sizes
+    assert optimizer.stats().grads_on_device_bytes == 0
+    optimizer.zero_grad()
+    assert optimizer.stats().grads_on_host_bytes == 0
+    before = models.bits(module.parameters())
+    optimizer.step()
+    assert models.bits(module.parameters()) == before
+    assert len(optimizer.state) == 0
+
+
+def test_hooks_come_to_params_that_are_added():
+    module, optimizer, other, plain = pair()
+    optimizer.hook_gradients()
+    trained(module, optimizer), trained(other, plain)
+    for each, its_module in ((optimizer, module), (plain, other)):
+        torch.manual_seed(3)
+        its_module.append(nn.Linear(3, 2))
+        each.add_param_group({"params": its_module[-1].parameters(), "lr": 0.1})
+    trained(module, optimizer), trained(other, plain)
+    backward(module, 0)
+    assert all(param.grad is None for param in module.parameters())
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_many_gradients_wait_for_the_oldest():
+    module = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(400)])
+    optimizer = hybridopt.SGD(module.parameters(), lr=1.0, threads=1)
+    optimizer.hook_gradients()
+    for _ in range(2):
+        torch.stack([param.sum() for param in module]).sum().backward()
+    optimizer.step()
+    assert all(param.tolist() == [-1.0] * 3 for param in module)
+
+
+def test_a_second_backward_without_accumulate_is_refused():
+    module = models.perceptron()
+    optimizer = adamw(module)
+    hooks = optimizer.hook_gradients(accumulate=False)
+    backward(module, 0)
+    with pytest.raises(abi.InvalidStateError, match="already holds a gradient of it"):
+        backward(module, 1)
+    with pytest.raises(abi.InvalidStateError, match="gradients are hooked already; call remove"):
+        optimizer.hook_gradients()
+    hooks.remove()
+    optimizer.zero_grad()
+    backward(module, 2)
+    assert all(param.grad is not None for param in module.parameters())
+
+
+def test_gradients_on_the_host_are_not_lost_with_the_param_groups():
+    module = models.perceptron()
+    optimizer = adamw(module)
+    optimizer.hook_gradients()
+    backward(module, 0)
+    with pytest.raises(abi.InvalidStateError, match="gradients are on the host and would be lost"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(abi.InvalidStateError, match="gradients are on the host and would be lost"):
+        optimizer.close()
+    optimizer.step()
+    optimizer.close()
+
+
+# -------------------------------------------------------------------------------------- phases --
+
+
+def storages(module):
+    return sum(param.untyped_storage().nbytes() for param in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everything_goes_and_comes_back_bit_for_bit(dtype):
+    module, optimizer, other, plain = pair(dtype, movable=ALL)
+    for _ in range(2):
+        trained(module, optimizer, steps=2), trained(other, plain, steps=2)
+        backward(module, 5), backward(other, 5)
+        held = storages(module)
+        before = models.bits(module.parameters())
+        gradients = models.bits([param.grad for param in module.parameters()])
+        with optimizer.offloaded():
+            assert storages(module) == 0
+            assert all(param.grad is None for param in module.parameters())
+            assert optimizer.stats().params_on_host_bytes == held
+            assert optimizer.stats().params_on_device_bytes == 0
+        assert models.bits(module.parameters()) == before
+        assert models.bits([param.grad for param in module.parameters()]) == gradients
+        optimizer.step(), plain.step()
+        assert models.bits(module.parameters()) == models.bits(other.parameters())
+    assert models.state_bits(optimizer) == models.state_bits(plain)
+
+
+def test_offloaded_gradients_are_stepped_where_they_are():
+    module, optimizer, other, plain = pair(movable=ALL, max_grad_norm=0.1)
+    backward(module, 0), backward(other, 0)
+    optimizer.offload(grads=True)
+    assert all(param.grad is None for param in module.parameters())
+    optimizer.step(), plain.step()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_params_in_one_buffer_come_back_with_what_lies_between_them():
+    buffer = torch.arange(20, dtype=torch.float32)
+    params = [nn.Parameter(buffer[2:7]), nn.Parameter(buffer[9:15])]
+    optimizer = hybridopt.SGD(params, lr=1.0, movable=["params"], threads=1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = buffer.tolist()
+    optimizer.offload(params=True)
+    assert buffer.untyped_storage().nbytes() == 0
+    optimizer.reload(params=True)
+    assert buffer.tolist() == before
+    optimizer.step()
+    assert params[1].tolist() == [value - 2 for value in range(9, 15)]
+
+
+def test_moving_twice_is_moving_once():
+    module, optimizer, other, plain = pair(movable=ALL)
+    backward(module, 0), backward(other, 0)
+    for _ in range(2):
+        optimizer.offload(params=True, states=True)
+    for _ in range(2):
+        optimizer.reload(params=True, states=True)
+    optimizer.step(), plain.step()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_weights_loaded_before_and_after_a_phase_are_the_next_steps():
+    module, optimizer, other, plain = pair(torch.bfloat16, movable=ALL)
+    trained(module, optimizer), trained(other, plain)
+    loaded = models.perceptron(torch.bfloat16).state_dict()
+    for each in (module, other):
+        each.load_state_dict({name: value + 1 for name, value in loaded.items()})
+    with optimizer.offloaded(grads=False):
+        pass
+    with torch.no_grad():
+        module[0].bias.fill_(3), other[0].bias.fill_(3)
+    assert trained(module, optimizer) == trained(other, plain)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_what_is_out_cannot_be_stepped():
+    module = models.perceptron()
+    optimizer = adamw(module, movable=ALL)
+    backward(module, 0)
+    optimizer.offload(params=True)
+    with pytest.raises(abi.InvalidStateError, match="has no memory: its storage was freed"):
+        optimizer.step()
+    with pytest.raises(abi.InvalidStateError, match="params or states are offloaded; call reload"):
+        optimizer.close()
+    optimizer.reload(params=True)
+    optimizer.offload(states=True)
+    with pytest.raises(abi.InvalidStateError, match="reload_states"):
+        optimizer.step()
+    optimizer.reload(states=True)
+    optimizer.step()
+
+
+def test_a_second_gradient_beside_one_on_the_host_is_refused():
+    module = models.perceptron()
+    optimizer = adamw(module, movable=ALL)
+    backward(module, 0)
+    optimizer.offload(grads=True)
+    backward(module, 1)
+    with pytest.raises(abi.InvalidStateError, match="has a gradient on the host and another one"):
+        optimizer.reload(grads=True)
+
+
+def test_what_has_no_room_is_refused_with_the_option_to_set():
+    module = models.perceptron()
+    optimizer = adamw(module, movable=["grads"])
+    with pytest.raises(abi.InvalidStateError, match=r"no room on the host for params; .*movable="):
+        optimizer.offload(params=True)
+    with pytest.raises(ValueError, match="Invalid movable: 'weights', expected some of params"):
+        adamw(module, movable=["weights"])
+    with pytest.raises(abi.InvalidStateError, match="nothing to move"):
+        hybridopt.SGD([torch.ones(1)], lr=1.0, movable=["params"]).offload(params=True)
+
+
+def test_decoupled_gradients_are_used_and_cleared():
+    module, optimizer, other, plain = pair(torch.bfloat16, movable=["grads"])
+    for seed in range(3):
+        models.set_gradients(other.parameters(), seed)
+        for param, its in zip(module.parameters(), other.parameters()):
+            param.decoupled_grad = its.grad.clone()
+            param.grad = torch.full_like(param, float("nan"))  # never looked at
+        if seed == 1:
+            optimizer.offload(grads=True)
+            assert all(param.decoupled_grad is None for param in module.parameters())
+            optimizer.reload(grads=True)
+        optimizer.step(), plain.step()
+        assert models.bits(module.parameters()) == models.bits(other.parameters())
+    optimizer.zero_grad()
+    assert all(param.decoupled_grad is None for param in module.parameters())
+    before = models.bits(module.parameters())
+    optimizer.step()
+    assert models.bits(module.parameters()) == before
+
+
+# ------------------------------------------------------------------------------------ timeline --
+
+
+def test_the_timeline_says_who_held_what():
+    module = models.perceptron()
+    optimizer = adamw(module, movable=ALL)
+    assert optimizer.memory_timeline() == []
+    backward(module, 0)
+    optimizer.step()
+    with optimizer.offloaded():
+        pass
+    stepped, out, back = optimizer.memory_timeline()
+    assert [sample.label for sample in (stepped, out, back)] == ["step", "offload", "reload"]
+    held = sum(4 * param.numel() for param in module.parameters())
+    assert stepped.params_on_device_bytes == out.params_on_host_bytes == held
+    assert stepped.params_on_host_bytes == out.params_on_device_bytes == 0
+    assert out.grads_on_host_bytes == back.grads_on_device_bytes == held
+    assert stepped.states_on_host_bytes == 2 * held
+    assert stepped.seconds <= out.seconds <= back.seconds
+
+
+def test_the_timeline_is_a_picture(tmp_path):
+    module = models.perceptron()
+    optimizer = adamw(module, movable=ALL)
+    with pytest.raises(RuntimeError, match=r"nothing to plot yet; call step\(\) first"):
+        optimizer.plot_timeline(tmp_path / "timeline.png")
+    assert optimizer.step_results() == []
+    trained(module, optimizer)
+    with optimizer.offloaded():
+        pass
+    assert [result.step for result in optimizer.step_results()] == [1, 2, 3, 4]
+    optimizer.plot_timeline(tmp_path / "timeline.png")
+    pixels = matplotlib.image.imread(tmp_path / "timeline.png")
+    assert pixels.shape[:2] == (960, 1200)
+    for color in hybridopt.timeline_plot.COLORS:  # each kind of memory is there to be seen
+        rgb = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        near = (torch.from_numpy(pixels[..., :3]) - rgb).abs().amax(-1) < 0.01
+        assert int(near.sum()) > 100, color
+
+
+def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
+    module = models.perceptron()
+    optimizer = adamw(module)
+    trained(module, optimizer)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'hybridopt\[plot\]'"):
+        optimizer.plot_timeline(tmp_path / "timeline.png")
