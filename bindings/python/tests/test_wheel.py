@@ -1,0 +1,88 @@
+"""The wheel that `pip install ./bindings/python` makes, around the library of this build. With
+HYBRIDOPT_TEST_WHEEL=build the library is built for it too, as pip does."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[1]
+
+TRAINING = """
+import torch, hybridopt, hybridopt.abi as abi
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = hybridopt.SGD([weight], lr=0.5)
+weight.sum().backward()
+optimizer.step()
+assert weight.tolist() == [0.5, 0.5, 0.5]
+print(abi.library_path())
+print(hybridopt.__file__)
+"""
+
+
+def pip(*arguments):
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    subprocess.run(command, check=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    settings = ["--config-settings=cmake.define.HYBRIDOPT_LIBRARY=" + os.environ["HYBRIDOPT_LIBRARY"]]
+    if os.environ.get("HYBRIDOPT_TEST_WHEEL") == "build":
+        settings = []
+    pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, *settings, PACKAGE)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_holds_the_package_and_one_library(wheel):
+    assert wheel.name.startswith("hybridopt-") and "-py3-none-linux_" in wheel.name
+    files = zipfile.ZipFile(wheel).namelist()
+    modules = {
+        str(path.relative_to(PACKAGE / "src"))
+        for path in (PACKAGE / "src").rglob("*")
+        if path.suffix in (".py", ".typed")
+    }
+    ours = {name for name in files if ".dist-info/" not in name}
+    assert ours == modules | {"hybridopt/libhybridopt.so.0"}
+
+
+def test_is_of_the_librarys_version(wheel):
+    from hybridopt import abi
+
+    version = wheel.name.split("-")[1]
+    assert abi.build_info().startswith(f"hybridopt {version},")
+
+
+def test_trains_where_nothing_else_is(wheel, tmp_path):
+    pip("install", "--no-deps", "--no-index", "--target", tmp_path / "installed", wheel)
+    environment = {k: v for k, v in os.environ.items() if k != "HYBRIDOPT_LIBRARY"}
+    environment["PYTHONPATH"] = str(tmp_path / "installed")
+    run = subprocess.run(
+        [sys.executable, "-c", TRAINING],
+        env=environment,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    package = tmp_path / "installed" / "hybridopt"
+    assert run.stdout.split() == [
+        str(package / "libhybridopt.so.0"),
+        str(package / "__init__.py"),
+    ]
+
+
+def test_without_the_librarys_sources_the_build_says_where_to_run(tmp_path):
+    copied = tmp_path / "python"
+    subprocess.run(["cp", "-r", PACKAGE, copied], check=True)
+    run = subprocess.run(
+        ["cmake", "-S", copied, "-B", tmp_path / "build"], capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    assert "pip in a checkout of the repository" in " ".join(run.stderr.split())
