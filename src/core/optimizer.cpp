@@ -578,8 +578,8 @@ Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) con
 Status Optimizer::Wait(offload_ticket_t ticket, int64_t timeout_ns) {
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
-  HYBRIDOPT_TRY(committed_->timeline->Wait(sequence, timeout_ns));
-  return ticket == 0 ? committed_->timeline->Untold(sequence) : Status();
+  Timeline& timeline = *committed_->timeline;
+  return ticket == 0 ? timeline.WaitForAll(timeout_ns) : timeline.Wait(sequence, timeout_ns);
 }
 
 Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,

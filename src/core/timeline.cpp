@@ -60,8 +60,20 @@ Result<uint64_t> Timeline::Submit() {
 }
 
 Status Timeline::Wait(uint64_t sequence, int64_t timeout_ns) {
-  const auto done = [&] { return completed_.load() >= sequence || !cause_.ok(); };
   std::unique_lock lock(mutex_);
+  HYBRIDOPT_TRY(Await(lock, sequence, timeout_ns));
+  return OutcomeOf(sequence);
+}
+
+Status Timeline::WaitForAll(int64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  const uint64_t sequence = submitted_.load();
+  HYBRIDOPT_TRY(Await(lock, sequence, timeout_ns));
+  return Untold(sequence);
+}
+
+Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns) {
+  const auto done = [&] { return completed_.load() >= sequence || !cause_.ok(); };
   constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
   if (timeout_ns < 0) {
     changed_.wait(lock, done);
@@ -71,7 +83,7 @@ Status Timeline::Wait(uint64_t sequence, int64_t timeout_ns) {
                          "ticket not complete after %.3f s; the work goes on, wait again",
                          static_cast<double>(timeout_ns) * 1e-9);
   }
-  return completed_.load() >= sequence ? OutcomeOf(sequence) : cause_;
+  return completed_.load() >= sequence ? Status() : cause_;
 }
 
 Status Timeline::OutcomeOf(uint64_t sequence) {
@@ -90,7 +102,6 @@ void Timeline::Report(uint64_t sequence, Status failure) {
 }
 
 Status Timeline::Untold(uint64_t sequence) {
-  std::lock_guard lock(mutex_);
   for (Failure& failure : failures_) {
     if (failure.told || failure.sequence > sequence) continue;
     failure.told = true;

@@ -50,6 +50,9 @@ class Timeline {
   // OK once the piece has completed; the cause if it or an earlier one failed; TIMED_OUT after
   // timeout_ns (0 only looks, negative waits without limit). Any thread.
   Status Wait(uint64_t sequence, int64_t timeout_ns);
+  // The same for all that is submitted now; of the failures that concern nobody else the first that
+  // nobody has been told of, once each.
+  Status WaitForAll(int64_t timeout_ns);
 
   // Said while the piece runs: it and later ones complete when Release is called. One at a time.
   void Hold(uint64_t sequence);
@@ -60,8 +63,6 @@ class Timeline {
   // kFailuresKept are remembered.
   void Report(uint64_t sequence, Status failure);
   static constexpr size_t kFailuresKept = 64;
-  // Such failures up to a piece that nobody has been told of: the first, else OK. Any thread.
-  Status Untold(uint64_t sequence);
 
   uint64_t submitted() const { return submitted_.load(); }
   uint64_t completed() const { return completed_.load(); }
@@ -82,7 +83,10 @@ class Timeline {
   bool SettleBackground(bool failure);
   void Passed(uint64_t sequence);
   void Poison(Status cause);
+  // These three with mutex_ held.
+  Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns);
   Status OutcomeOf(uint64_t sequence);
+  Status Untold(uint64_t sequence);
 
   const Execute execute_;
   const Settle settle_;

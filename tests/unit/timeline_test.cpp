@@ -191,7 +191,7 @@ TEST(Timeline, APieceThatFailsOnItsOwnTellsItsTicketAndNothingElseSuffers) {
     EXPECT_EQ(status.message(), "no room for 8");
   }
   EXPECT_TRUE(line.timeline->CheckPoison().ok());
-  EXPECT_TRUE(line.timeline->Untold(3).ok());  // its ticket has told
+  EXPECT_TRUE(line.timeline->WaitForAll(0).ok());  // its ticket has told
 }
 
 TEST(Timeline, WhoWaitsForEverythingIsToldOnceOfAFailureThatNobodyHasHeardOf) {
@@ -200,10 +200,22 @@ TEST(Timeline, WhoWaitsForEverythingIsToldOnceOfAFailureThatNobodyHasHeardOf) {
   line.Permit(2);
   line.Queue();
   line.Queue();
-  EXPECT_TRUE(line.timeline->Wait(2, kForever).ok());
-  EXPECT_EQ(line.timeline->Untold(2).code(), OFFLOAD_IO_FAILED);
-  EXPECT_TRUE(line.timeline->Untold(2).ok());
+  EXPECT_EQ(line.timeline->WaitForAll(kForever).code(), OFFLOAD_IO_FAILED);
+  EXPECT_TRUE(line.timeline->WaitForAll(0).ok());
   EXPECT_EQ(line.timeline->Wait(1, 0).code(), OFFLOAD_IO_FAILED);
+}
+
+TEST(Timeline, AFailureOfTheLastPieceIsToldOnceToo) {
+  Line line;
+  line.Permit(2);
+  line.reporting = 1;
+  line.Queue();
+  EXPECT_EQ(line.timeline->Wait(1, kForever).code(), OFFLOAD_IO_FAILED);
+  EXPECT_TRUE(line.timeline->WaitForAll(0).ok()) << "its ticket has told";
+  line.reporting = 2;
+  line.Queue();
+  EXPECT_EQ(line.timeline->WaitForAll(kForever).code(), OFFLOAD_IO_FAILED);
+  EXPECT_TRUE(line.timeline->WaitForAll(0).ok());
 }
 
 TEST(Timeline, RemembersTheLastFailures) {
