@@ -116,8 +116,8 @@
 //! reaches C: a comm closure that panics counts as failed, a progress closure's panic goes on where
 //! the call is waited for, the others' end with the closure.
 #![deny(missing_docs, unsafe_op_in_unsafe_fn)]
-#![allow(dead_code)] // saves and loads follow
 
+mod checkpoint;
 mod comm;
 mod contain;
 mod context;
@@ -133,6 +133,9 @@ mod registration;
 mod report;
 mod state;
 
+pub use checkpoint::{
+    inspect, newest, verify, CheckpointTensor, LoadOptions, SaveOptions, VerifyOptions,
+};
 pub use comm::{Comm, CommError};
 pub use context::{Context, ContextBuilder, DeviceKind, LogLevel};
 pub use device::{DeviceBuffer, Stream};

@@ -489,8 +489,8 @@ unsafe fn copy_in<T: Element>(context: &Context, memory: &Memory<'_>, values: &[
     unsafe { upload(context, memory.address, values) }
 }
 
-/// Waits until nothing is queued any more, and gives the first failure. A failed save or load is
-/// told once by a wait for everything, which then has not waited for what came later.
+/// Waits until nothing is queued any more, and gives the first failure. A wait for everything tells
+/// one failed save or load at a time; the others must not be left for the next queue to find.
 fn finish(handle: sys::offload_optimizer_t) -> Result<()> {
     const CALLS_QUEUED_AT_MOST: usize = 256;
     let mut first = Ok(());
