@@ -32,9 +32,10 @@ class TemporaryDirectory {
   std::string operator/(const std::string& name) const { return path_ + "/" + name; }
 
   // What lies in it, hidden names too, in order.
-  std::vector<std::string> Names() const {
+  std::vector<std::string> Names() const { return NamesIn(path_); }
+  static std::vector<std::string> NamesIn(const std::string& path) {
     std::vector<std::string> names;
-    for (const auto& entry : std::filesystem::directory_iterator(path_))
+    for (const auto& entry : std::filesystem::directory_iterator(path))
       names.push_back(entry.path().filename());
     std::sort(names.begin(), names.end());
     return names;

@@ -1,0 +1,271 @@
+// Several ranks save one checkpoint, and any number of ranks with any sharding load it: the bits
+// are those of the whole model, stepped by one without a stop.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "../temporary_directory.h"
+#include "../thread_comm.h"
+#include "sharded.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr size_t kSteps = 4;
+
+struct Setting {
+  ContextSetting context;
+  OptimizerSetting optimizer;
+};
+
+Setting RandomSetting(Random& random) {
+  Setting setting;
+  setting.context.device_kind = random.OneIn(3) ? OFFLOAD_DEVICE_HOST : OFFLOAD_DEVICE_SIM;
+  setting.context.threads = 1;
+  setting.context.delay_ns_max =
+      setting.context.device_kind == OFFLOAD_DEVICE_SIM && random.OneIn(2) ? 20'000 : 0;
+  constexpr double kFractions[] = {0, 0.3, 1};
+  setting.optimizer = {kFractions[random.Below(3)], 1024, 2};
+  return setting;
+}
+
+class Ranks {
+ public:
+  Ranks(const Sharded& sharded, const Setting& setting, uint64_t comm_timeout_ns = 0)
+      : comm_(static_cast<int32_t>(sharded.world())) {
+    for (uint32_t rank = 0; rank < sharded.world(); ++rank) {
+      Setting own = setting;
+      own.context.seed = rank;
+      ranks_.push_back(
+          std::make_unique<ShardedRank>(sharded, rank, comm_.Table(static_cast<int32_t>(rank)),
+                                        own.context, own.optimizer, 0, comm_timeout_ns));
+    }
+  }
+
+  ThreadComm& comm() { return comm_; }
+  uint32_t world() const { return static_cast<uint32_t>(ranks_.size()); }
+  ShardedRank& operator[](uint32_t rank) { return *ranks_[rank]; }
+  offload_optimizer_t handle(uint32_t rank) { return ranks_[rank]->rig().handle(); }
+
+  void Step(size_t step) {
+    for (auto& rank : ranks_) rank->Queue(step);
+    Wait();
+  }
+  // In blocks of its own, so that the gradients of a queued step stay.
+  void Queue(size_t step) {
+    for (auto& rank : ranks_)
+      rank->Queue(rank->local().steps[step], rank->rig().AddBlock(100 + step));
+  }
+  void Wait() {
+    for (auto& rank : ranks_) MUST(offload_optimizer_wait(rank->rig().handle(), 0, -1));
+  }
+  std::vector<offload_ticket_t> Save(const std::string& path) {
+    std::vector<offload_ticket_t> tickets;
+    for (auto& rank : ranks_) {
+      auto options = Make<offload_save_options_t>();
+      options.path = path.c_str();
+      tickets.push_back(0);
+      MUST(offload_optimizer_save(rank->rig().handle(), &options, &tickets.back()));
+    }
+    return tickets;
+  }
+  // The outcome on each rank; the text of the last failure.
+  std::vector<int32_t> Outcomes(const std::vector<offload_ticket_t>& tickets,
+                                std::vector<std::string>* texts = nullptr) {
+    std::vector<int32_t> outcomes;
+    for (uint32_t rank = 0; rank < world(); ++rank) {
+      outcomes.push_back(offload_optimizer_wait(handle(rank), tickets[rank], -1));
+      if (texts != nullptr)
+        texts->push_back(outcomes.back() == OFFLOAD_OK ? "" : offload_last_error());
+    }
+    return outcomes;
+  }
+  std::vector<offload_ticket_t> Load(const std::string& path) {
+    std::vector<offload_ticket_t> tickets;
+    for (auto& rank : ranks_) {
+      auto options = Make<offload_load_options_t>();
+      options.path = path.c_str();
+      tickets.push_back(0);
+      MUST(offload_optimizer_load(rank->rig().handle(), &options, &tickets.back()));
+    }
+    return tickets;
+  }
+  std::string Difference(size_t steps) {
+    std::string difference;
+    for (auto& rank : ranks_)
+      if (difference.empty()) difference = rank->Difference(steps);
+    return difference;
+  }
+
+ private:
+  ThreadComm comm_;
+  std::vector<std::unique_ptr<ShardedRank>> ranks_;
+};
+
+std::vector<int32_t> AllOf(uint32_t world, int32_t status) {
+  return std::vector<int32_t>(world, status);
+}
+
+// The same tensors, dealt out to another world in another way.
+std::unique_ptr<Sharded> Resharded(const Sharded& sharded, uint32_t world, uint64_t seed) {
+  Random random(seed);
+  std::vector<std::vector<Piece>> pieces;
+  for (size_t id = 0; id < sharded.whole.params.size(); ++id)
+    pieces.push_back(RandomLayout(sharded.piece(id, 0).shape, world, random));
+  return std::make_unique<Sharded>(sharded.whole, std::move(pieces));
+}
+
+TEST(CheckpointRanks, AnyWorldLoadsWhatAnyOtherHasSaved) {
+  uint64_t seed = 1000;
+  const int rounds = Scaled(20);
+  for (int round = 0; round < rounds; ++round) {
+    ++seed;
+    Random random(seed);
+    const TemporaryDirectory directory;
+    const std::string path = directory / "checkpoint";
+    const auto world = static_cast<uint32_t>(1 + random.Below(4));
+    const auto sharded = RandomSharded(kAlgorithms[seed % 5], world, kSteps, seed);
+    const size_t saved_after = random.Below(kSteps);
+    {
+      Ranks ranks(*sharded, RandomSetting(random));
+      for (size_t step = 0; step < saved_after; ++step) ranks.Step(step);
+      std::vector<std::string> texts;
+      ASSERT_EQ(ranks.Outcomes(ranks.Save(path), &texts), AllOf(world, OFFLOAD_OK))
+          << "seed " << seed << ": " << texts[0] << texts.back();
+    }
+    EXPECT_EQ(directory.Names(), std::vector<std::string>{"checkpoint"});
+    EXPECT_EQ(offload_checkpoint_verify(path.c_str(), nullptr), OFFLOAD_OK);
+    for (const std::string& name : TemporaryDirectory::NamesIn(path))
+      EXPECT_EQ(name.find("part-"), std::string::npos) << name;
+    for (int load = 0; load < 2; ++load) {
+      const auto other_world = static_cast<uint32_t>(1 + random.Below(5));
+      const auto other = Resharded(*sharded, other_world, seed * 10 + static_cast<uint64_t>(load));
+      Ranks ranks(*other, RandomSetting(random));
+      std::vector<std::string> texts;
+      ASSERT_EQ(ranks.Outcomes(ranks.Load(path), &texts), AllOf(other_world, OFFLOAD_OK))
+          << "seed " << seed << ": " << texts[0] << texts.back();
+      for (size_t step = saved_after; step < kSteps; ++step) {
+        ranks.Step(step);
+        ASSERT_EQ(ranks.Difference(step + 1), "")
+            << "seed " << seed << ", saved by " << world << " after " << saved_after
+            << ", loaded by " << other_world;
+      }
+    }
+  }
+}
+
+// Saves and steps are queued on one rank after the other, so that some ranks have written all when
+// others have not begun: whatever comes first everywhere, the order of the calls is the same.
+TEST(CheckpointRanks, StepsQueuedBehindASaveDoNotShowInIt) {
+  uint64_t seed = 2000;
+  for (int round = 0; round < Scaled(10); ++round) {
+    ++seed;
+    Random random(seed);
+    const TemporaryDirectory directory;
+    const auto sharded = RandomSharded(kAlgorithms[seed % 5], 3, kSteps, seed);
+    Ranks ranks(*sharded, RandomSetting(random));
+    for (size_t step = 0; step < kSteps; ++step) {
+      ranks.Save(directory / std::to_string(step));
+      ranks.Queue(step);
+    }
+    ranks.Wait();
+    ASSERT_EQ(ranks.Difference(kSteps), "") << "seed " << seed;
+    for (size_t step = 0; step < kSteps; ++step) {
+      const auto other = Resharded(*sharded, 2, seed + step);
+      Ranks loaded(*other, RandomSetting(random));
+      ASSERT_EQ(loaded.Outcomes(loaded.Load(directory / std::to_string(step))),
+                AllOf(2, OFFLOAD_OK));
+      loaded.Step(step);
+      ASSERT_EQ(loaded.Difference(step + 1), "") << "seed " << seed << ", step " << step;
+    }
+  }
+}
+
+// A rank whose part cannot be written: here something has its file's name already.
+TEST(CheckpointRanks, ARankThatFailsFailsTheSaveOnAllAndNothingIsLeft) {
+  const auto sharded = RandomSharded(OFFLOAD_ADAMW, 3, kSteps, 3000);
+  const TemporaryDirectory directory;
+  Random random(1);
+  Ranks ranks(*sharded, RandomSetting(random));
+  ranks.Step(0);
+  for (uint32_t bad = 0; bad < 3; ++bad) {
+    const std::string path = directory / "new";
+    std::vector<offload_ticket_t> tickets;
+    for (uint32_t rank = 0; rank < 3; ++rank) {
+      auto options = Make<offload_save_options_t>();
+      // This rank is told another parent, which has no such directory in it.
+      const std::string other = directory / "other";
+      std::filesystem::create_directory(other);
+      const std::string wrong = other + "/new";
+      options.path = rank == bad ? wrong.c_str() : path.c_str();
+      tickets.push_back(0);
+      MUST(offload_optimizer_save(ranks.handle(rank), &options, &tickets.back()));
+    }
+    std::vector<std::string> texts;
+    EXPECT_EQ(ranks.Outcomes(tickets, &texts), AllOf(3, OFFLOAD_IO_FAILED)) << "rank " << bad;
+    const uint32_t blamed = bad == 0 ? 2 : bad;  // all but rank 0 then look in the wrong place
+    for (uint32_t rank = 0; rank < 3; ++rank) {
+      const bool own = bad == 0 ? rank != 0 : rank == bad;
+      const std::string expected =
+          own ? "No such file" : "rank " + std::to_string(blamed) + " has failed";
+      EXPECT_NE(texts[rank].find(expected), std::string::npos) << rank << ": " << texts[rank];
+    }
+    std::filesystem::remove_all(directory / "other");
+    EXPECT_TRUE(directory.Names().empty());
+  }
+  ranks.Step(1);
+  EXPECT_EQ(ranks.Difference(2), "");
+}
+
+TEST(CheckpointRanks, ARankThatRefusesALoadRefusesItForAll) {
+  const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3001);
+  const TemporaryDirectory directory;
+  Random random(2);
+  Ranks ranks(*sharded, RandomSetting(random));
+  ranks.Step(0);
+  for (const char* name : {"one", "two"}) {
+    ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / name)), AllOf(2, OFFLOAD_OK));
+    ranks.Step(name[0] == 'o' ? 1 : 2);
+  }
+  const auto load = [&](const std::string& first, const std::string& second) {
+    std::vector<offload_ticket_t> tickets;
+    for (const std::string* path : {&first, &second}) {
+      auto options = Make<offload_load_options_t>();
+      options.path = path->c_str();
+      tickets.push_back(0);
+      MUST(offload_optimizer_load(ranks.handle(static_cast<uint32_t>(tickets.size() - 1)), &options,
+                                  &tickets.back()));
+    }
+    return tickets;
+  };
+  std::vector<std::string> texts;
+  EXPECT_EQ(ranks.Outcomes(load(directory / "one", directory / "none"), &texts),
+            AllOf(2, OFFLOAD_IO_FAILED));
+  EXPECT_NE(texts[0].find("rank 1 has failed"), std::string::npos) << texts[0];
+  EXPECT_NE(texts[1].find("none/manifest.json"), std::string::npos) << texts[1];
+  texts.clear();
+  EXPECT_EQ(ranks.Outcomes(load(directory / "one", directory / "two"), &texts),
+            AllOf(2, OFFLOAD_CHECKPOINT_MISMATCH));
+  EXPECT_NE(texts[0].find("different checkpoints"), std::string::npos) << texts[0];
+  EXPECT_EQ(ranks.Difference(3), "");
+}
+
+// A lost rank is more than a failed save.
+TEST(CheckpointRanks, ARankThatIsGonePoisonsAfterTheTimeout) {
+  const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3002);
+  const TemporaryDirectory directory;
+  Random random(3);
+  Ranks ranks(*sharded, RandomSetting(random), 50'000'000);
+  ranks.Step(0);
+  auto options = Make<offload_save_options_t>();
+  const std::string path = directory / "new";
+  options.path = path.c_str();
+  offload_ticket_t ticket = 0;
+  MUST(offload_optimizer_save(ranks.handle(0), &options, &ticket));
+  EXPECT_EQ(offload_optimizer_wait(ranks.handle(0), ticket, -1), OFFLOAD_COMM_FAILED);
+  EXPECT_EQ(offload_optimizer_save(ranks.handle(0), &options, nullptr), OFFLOAD_POISONED);
+  EXPECT_TRUE(directory.Names().empty());
+}
+
+}  // namespace
+}  // namespace hybridopt
