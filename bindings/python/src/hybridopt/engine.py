@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -301,6 +299,31 @@ class Engine:
             )
         return arranged(grad, slot.grad_dtype, slot.stride)
 
+    def before_save(self) -> None:
+        """Masters and copies are what the params are."""
+        for slot in self.slots:
+            if not slot.row_major:
+                raise abi.UnsupportedError(
+                    f"parameter {slot.name!r} has strides {slot.stride}, and checkpoints hold elements "
+                    "in the order of dimensions; make it contiguous(), or save state_dict()"
+                )
+        self._fill_copies()
+        self._refresh_masters()
+
+    def after_load(self, state: dict[Tensor, Any]) -> None:
+        """The library has written params, state and step counts."""
+        if self.device.type == "cuda":
+            self.handle.stream_wait(self.stream())
+        self._note_written(self.slots)
+        for slot in self.slots:
+            kinds = list(slot.kinds.values())
+            count = self.handle.state(slot.id, kinds[0]).step_count if kinds else 0
+            self._count_views[slot.id].fill_(count)
+            if count > 0 and slot.entry is None:
+                self._publish(slot, state)
+        self._refresh_copies()
+        self._counts_version = self.counts._version
+
     def _fill_copies(self) -> None:
         for slot in self.slots:
             if slot.copy is not None:
@@ -326,18 +349,19 @@ class Engine:
             self.handle.stream_wait(stream)
         else:
             self.handle.wait()
-        self._note_written()
-
-    def _note_written(self) -> None:
-        """As after any operation in place: autograd hears of it, and we know it was us."""
-        written = [slot for slot in self._active if slot.copy is None]
-        torch.autograd.graph.increment_version([slot.param for slot in written])
+        self._note_written(self._active)
         for slot in self._active:
+            slot.grad = None
+            slot.hosted = False  # a step uses up what the host holds
+
+    def _note_written(self, slots: list[Slot]) -> None:
+        """As after any operation in place: autograd hears of it, and we know it was us."""
+        written = [slot for slot in slots if slot.copy is None]
+        torch.autograd.graph.increment_version([slot.param for slot in written])
+        for slot in slots:
             if slot.copy is not None:
                 local(slot.param).copy_(slot.copy)
             slot.version = local(slot.param)._version
-            slot.grad = None
-            slot.hosted = False  # a step uses up what the host holds
 
     # ------------------------------------------------------------------------------------ moves --
 
@@ -430,12 +454,15 @@ class Engine:
             for slot in stepped:
                 if slot.entry is None:
                     self._publish(slot, state)
+        self._refresh_copies()
+        self._counts_version = self.counts._version
+
+    def _refresh_copies(self) -> None:
         for slot in self._slots_with_copies:
             for key in slot.copies:
                 view = local(slot.views[key])
                 view.copy_(self._arrange(slot, self.read(slot, slot.kinds[key])))
                 slot.copies[key] = view._version
-        self._counts_version = self.counts._version
 
     def _publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
         """Puts views of a param's state where torch has its tensors."""
@@ -596,68 +623,3 @@ class Engine:
         if written.any():
             merged = torch.where(written, param.float(), master)
             self.write(slot, abi.OFFLOAD_STATE_MASTER, self._arrange(slot, merged))
-
-
-class State(defaultdict):
-    """The `state` of an optimizer: waits for queued steps before it says anything."""
-
-    def __init__(self, optimizer: Any, content: Any = ()) -> None:
-        super().__init__(dict)
-        self._optimizer = weakref.ref(optimizer)
-        dict.update(self, content)
-
-    def _settle(self) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None and optimizer._engine is not None:
-            optimizer._engine.refuse_hidden()
-            optimizer._engine.settle(self)
-
-    def __getitem__(self, param: Any) -> Any:
-        self._settle()
-        return super().__getitem__(param)
-
-    def get(self, param: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().get(param, default)
-
-    def pop(self, param: Any, *default: Any) -> Any:
-        self._settle()
-        return super().pop(param, *default)
-
-    def __contains__(self, param: Any) -> bool:
-        self._settle()
-        return super().__contains__(param)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._settle()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._settle()
-        return super().__len__()
-
-    def keys(self) -> Any:
-        self._settle()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._settle()
-        return super().values()
-
-    def items(self) -> Any:
-        self._settle()
-        return super().items()
-
-    def clear(self) -> None:
-        self._settle()
-        super().clear()
-
-    def copy(self) -> defaultdict:
-        self._settle()
-        return defaultdict(dict, dict.items(self))
-
-    __copy__ = copy
-
-    def __reduce__(self) -> Any:  # for pickle and deepcopy
-        self._settle()
-        return defaultdict, (dict,), None, None, iter(list(dict.items(self)))

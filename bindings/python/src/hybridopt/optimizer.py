@@ -3,6 +3,7 @@ everything that can be seen; the state lives in the library and its step is one 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from . import abi, placement
+from . import abi, checkpoints, placement
 from .contexts import context_for
-from .engine import Engine, Member, State
+from .engine import Engine, Member
 from .lifecycle import Lifecycle, movable_bits
 from .plans import Plan, Stats, StepResult, described
+from .state import State
 from .tensors import DTYPES, gradient_of, is_spread, local
 
 if TYPE_CHECKING:
@@ -211,6 +213,41 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
+    @torch.no_grad()
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        masters_only: bool = False,
+        wait: bool = True,
+        progress: checkpoints.Progress = None,
+    ) -> checkpoints.Transfer:
+        """Writes masters, moments and step counts as a new directory of safetensors files and a
+        manifest: whole or not there. On several ranks all call this. With wait=False training goes
+        on meanwhile, but nobody may write fp32 params on the CPU but step(), until wait() of what
+        this returns. `progress` is a function of bytes done and bytes in all, or True or False for a
+        tqdm bar; None (the default) shows one on a terminal."""
+        engine = self._ready_engine()
+        engine.adopt(self._state)
+        return checkpoints.save(engine, path, masters_only, wait, progress)
+
+    @torch.no_grad()
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fresh_moments: bool = False,
+        keep_steps: bool = False,
+        verify: bool = True,
+        progress: checkpoints.Progress = None,
+    ) -> None:
+        """Reads a directory that save_checkpoint or any other program of the library has written, by
+        any number of ranks: state and params. Param groups stay as they are; a refused checkpoint
+        changes nothing. fresh_moments takes the weights only, and keep_steps the step counts too;
+        verify=False reads the files once instead of twice."""
+        engine = self._ready_engine()
+        checkpoints.load(engine, self._state, path, fresh_moments, keep_steps, verify, progress)
+
     # ------------------------------------------------------------------------------------ step --
 
     @torch.no_grad()
@@ -249,7 +286,7 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         """The engine, committed, whether there are gradients or not."""
         engine = self._engine if self._engine is not None else self._prepare(always=True)
         if engine is None:
-            raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move")
+            raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move or save")
         return engine
 
     def _prepare(self, always: bool = False) -> Engine | None:

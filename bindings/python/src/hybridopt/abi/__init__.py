@@ -1,6 +1,7 @@
 """The C ABI in Python: its structs, constants and functions by their names, its statuses as
 exceptions, its handles as objects. Needs no torch. The manual is offload.h."""
 
+from .checkpoints import StoredTensor, checkpoint_inspect, checkpoint_newest, checkpoint_verify
 from .errors import (
     CheckpointCorruptError,
     CheckpointError,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -29,6 +30,15 @@ def make(struct: type[c.Struct], fields: dict[str, Any]) -> Any:
         if isinstance(value, (str, os.PathLike)):
             fields = {**fields, name: os.fsencode(value)}
     return struct(**fields)
+
+
+def progress_of(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Options with a Python function for `progress` made one for C, which must be kept."""
+    progress = options.get("progress")
+    if progress is None:
+        return {name: value for name, value in options.items() if name != "progress"}, None
+    kept = c.offload_progress_function_t(lambda user, done, total: progress(done, total))
+    return {**options, "progress": kept}, kept
 
 
 def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
@@ -143,6 +153,7 @@ class Optimizer(Handle):
         call("offload_optimizer_create", context.value, fields, handle)
         self.context = context
         self._comm = options.get("comm")  # its functions are called until destroy
+        self._callbacks: deque[Any] = deque(maxlen=256)  # as many calls may be queued
         super().__init__(handle.value or 0)
 
     def add_group(self, **group: Any) -> int:
@@ -227,6 +238,21 @@ class Optimizer(Handle):
         stats = c.offload_stats_t()
         call("offload_optimizer_get_stats", self.value, stats)
         return stats
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> int:
+        """Queues a save. Fields: offload_save_options_t; `progress` may be a Python function."""
+        return self._transfer("offload_optimizer_save", c.offload_save_options_t, path, options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> int:
+        """Queues a load. Fields: offload_load_options_t; `progress` may be a Python function."""
+        return self._transfer("offload_optimizer_load", c.offload_load_options_t, path, options)
+
+    def _transfer(self, name: str, struct: type[c.Struct], path: Any, options: Any) -> int:
+        fields, kept = progress_of(options)
+        ticket = c.offload_ticket_t()
+        call(name, self.value, make(struct, {**fields, "path": path}), ticket)
+        self._callbacks.append(kept)  # called until the ticket completes
+        return ticket.value
 
     def _move(self, name: str, options: dict[str, Any]) -> int:
         """`params` and `streams` are iterables here; params None stands for all."""

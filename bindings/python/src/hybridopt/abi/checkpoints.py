@@ -1,0 +1,79 @@
+"""What a checkpoint's directory holds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from . import generated as c
+from .handles import make, progress_of
+from .library import call
+
+_PATH_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One kind of state of one rank's part of one param (offload_checkpoint_tensor_t)."""
+
+    name: str
+    kind: int
+    dtype: int
+    rank: int
+    global_shape: tuple[int, ...]
+    box_offsets: tuple[tuple[int, ...], ...]
+    box_extents: tuple[tuple[int, ...], ...]
+    range_begin: int
+    range_count: int
+    file: str
+    file_offset: int
+    bytes: int
+    step_count: int
+
+
+def _stored(tensor: c.offload_checkpoint_tensor_t) -> StoredTensor:
+    def rows(values: Any) -> tuple[tuple[int, ...], ...]:
+        width = tensor.dimensions
+        return tuple(tuple(values[i * width : (i + 1) * width]) for i in range(tensor.box_count))
+
+    return StoredTensor(
+        name=os.fsdecode(tensor.name),
+        kind=tensor.kind,
+        dtype=tensor.dtype,
+        rank=tensor.rank,
+        global_shape=tuple(tensor.global_shape[: tensor.dimensions]),
+        box_offsets=rows(tensor.box_offsets),
+        box_extents=rows(tensor.box_extents),
+        range_begin=tensor.range_begin,
+        range_count=tensor.range_count,
+        file=os.fsdecode(tensor.file),
+        file_offset=tensor.file_offset,
+        bytes=tensor.bytes,
+        step_count=tensor.step_count,
+    )
+
+
+def checkpoint_inspect(
+    path: str | os.PathLike[str],
+) -> tuple[c.offload_checkpoint_info_t, list[StoredTensor]]:
+    """Reads and checks the manifest and the headers, not the data."""
+    tensors: list[StoredTensor] = []
+    visit = c.offload_tensor_function_t(lambda user, tensor: tensors.append(_stored(tensor[0])))
+    info = c.offload_checkpoint_info_t()
+    call("offload_checkpoint_inspect", os.fsencode(path), info, visit, None)
+    return info, tensors
+
+
+def checkpoint_verify(path: str | os.PathLike[str], **options: Any) -> None:
+    """Reads every byte and compares every hash. Fields: offload_verify_options_t."""
+    fields, _kept = progress_of(options)
+    call("offload_checkpoint_verify", os.fsencode(path), make(c.offload_verify_options_t, fields))
+
+
+def checkpoint_newest(directory: str | os.PathLike[str]) -> str:
+    """The checkpoint in a directory with the highest step that is whole."""
+    path = ctypes.create_string_buffer(_PATH_BYTES)
+    call("offload_checkpoint_newest", os.fsencode(directory), path, len(path))
+    return os.fsdecode(path.value)

@@ -1,0 +1,239 @@
+"""save_checkpoint and load_checkpoint, and what hybridopt.abi says of a checkpoint's directory."""
+
+import os
+import pathlib
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import hybridopt
+from hybridopt import abi
+from models import PAIRS, bits, clone, run, set_gradients, state_bits
+
+every_optimizer = pytest.mark.parametrize("name", PAIRS)
+
+
+def three_params():
+    return [
+        Parameter(torch.randn(7, 5)),
+        Parameter(torch.randn(3).bfloat16()),
+        Parameter(torch.randn(2, 3, 4).half()),
+    ]
+
+
+@every_optimizer
+def test_resuming_changes_no_bit(name, tmp_path):
+    ours, _, arguments = PAIRS[name]
+    params = three_params()
+    optimizer = ours(params, **arguments)
+    run(optimizer, params, [1, 2])
+    params[0].grad = None  # counts differ between params
+    optimizer.step()
+    optimizer.save_checkpoint(tmp_path / "saved")
+
+    other_params = [Parameter(torch.zeros_like(param)) for param in params]
+    other = ours(other_params, **arguments)
+    other.load_checkpoint(tmp_path / "saved")
+    assert bits(other_params) == bits(params)
+    if name != "SGD plain":  # its masters are all the state there is
+        assert state_bits(other) == state_bits(optimizer)
+    run(optimizer, params, [4, 5])
+    run(other, other_params, [4, 5])
+    assert bits(other_params) == bits(params)
+
+
+def test_loading_over_steps_replaces_them(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1, 2])
+    saved = bits(params), state_bits(optimizer)
+    views = [optimizer.state[param]["exp_avg"] for param in params]
+    optimizer.save_checkpoint(tmp_path / "saved")
+    run(optimizer, params, [3, 4, 5])
+    versions = [param._version for param in params]
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert (bits(params), state_bits(optimizer)) == saved
+    assert all(optimizer.state[p]["exp_avg"] is view for p, view in zip(params, views))
+    assert all(param._version > version for param, version in zip(params, versions))
+
+
+def test_saving_before_the_first_step_saves_the_weights(tmp_path):
+    params = three_params()
+    hybridopt.AdamW(params).save_checkpoint(tmp_path / "saved")
+    other_params = [Parameter(torch.zeros_like(param)) for param in params]
+    other = hybridopt.AdamW(other_params)
+    other.load_checkpoint(tmp_path / "saved")
+    assert bits(other_params) == bits(params) and len(other.state) == 0
+
+
+def test_weights_and_state_from_outside_are_in_the_checkpoint(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    with torch.no_grad():
+        for param in params:
+            param.fill_(0.5)
+    optimizer.state[params[0]]["step"].fill_(77)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    other_params = [Parameter(torch.zeros_like(param)) for param in params]
+    other = hybridopt.AdamW(other_params)
+    other.load_checkpoint(tmp_path / "saved")
+    assert bits(other_params) == bits(params)
+    assert other.state[other_params[0]]["step"] == 77
+
+
+def test_params_with_gaps_are_saved_and_loaded(tmp_path):
+    params = [Parameter(torch.randn(4, 3, 2)[..., 0])]
+    optimizer = hybridopt.AdamW([("weight", params[0])])
+    run(optimizer, params, [1])
+    optimizer.save_checkpoint(tmp_path / "saved")
+    other_params = [Parameter(torch.zeros(4, 3))]
+    other = hybridopt.AdamW([("weight", other_params[0])])
+    other.load_checkpoint(tmp_path / "saved")
+    assert bits(other_params) == bits(params)
+    kept = bits(params)
+    run(optimizer, params, [2])
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert bits(params) == kept
+
+
+def test_params_in_another_order_of_dimensions_are_refused(tmp_path):
+    param = Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    optimizer = hybridopt.AdamW([("weight", param)])
+    with pytest.raises(abi.UnsupportedError, match="'weight' has strides .*contiguous"):
+        optimizer.save_checkpoint(tmp_path / "saved")
+
+
+def test_training_goes_on_during_a_save(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    at_save = bits(params), state_bits(optimizer)
+    transfer = optimizer.save_checkpoint(tmp_path / "saved", wait=False)
+    run(optimizer, params, [2, 3])
+    transfer.wait()
+    assert transfer.done()
+    other_params = clone(params)
+    other = hybridopt.AdamW(other_params)
+    other.load_checkpoint(tmp_path / "saved")
+    assert (bits(other_params), state_bits(other)) == at_save
+
+
+def test_masters_only_and_fresh_moments(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1, 2])
+    optimizer.save_checkpoint(tmp_path / "weights", masters_only=True)
+    with pytest.raises(abi.CheckpointMismatchError, match="has no exp_avg"):
+        optimizer.load_checkpoint(tmp_path / "weights")
+    before = bits(params)
+    optimizer.load_checkpoint(tmp_path / "weights", fresh_moments=True)
+    assert bits(params) == before
+    entry = optimizer.state[params[0]]
+    assert entry["step"] == 0 and not entry["exp_avg"].any()
+    optimizer.load_checkpoint(tmp_path / "weights", fresh_moments=True, keep_steps=True)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_progress(tmp_path, capfd):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    calls = []
+    optimizer.save_checkpoint(tmp_path / "saved", progress=lambda *call: calls.append(call))
+    assert calls and calls[-1][0] == calls[-1][1] > 0
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert capfd.readouterr().err == ""  # not on a terminal
+    optimizer.load_checkpoint(tmp_path / "saved", progress=True)
+    error = capfd.readouterr().err
+    assert f"load {tmp_path / 'saved'}: 100%" in error
+
+
+def test_an_existing_path_is_refused_and_stays(tmp_path):
+    param = Parameter(torch.ones(3))
+    optimizer = hybridopt.AdamW([param])
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "mine").write_text("kept")
+    with pytest.raises(abi.InvalidArgumentError, match="saved"):
+        optimizer.save_checkpoint(tmp_path / "saved")
+    assert (tmp_path / "saved" / "mine").read_text() == "kept"
+
+
+def test_a_missing_checkpoint_and_one_of_another_model(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    before = bits(params), state_bits(optimizer)
+    with pytest.raises(abi.IoFailedError, match="nowhere"):
+        optimizer.load_checkpoint(tmp_path / "nowhere")
+    hybridopt.AdamW([("weight", Parameter(torch.ones(3)))]).save_checkpoint(tmp_path / "other")
+    with pytest.raises(abi.CheckpointMismatchError, match="param_groups.0.0"):
+        optimizer.load_checkpoint(tmp_path / "other")
+    assert (bits(params), state_bits(optimizer)) == before
+    run(optimizer, params, [2])
+
+
+def test_a_flipped_bit_is_found_and_changes_nothing(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    optimizer.save_checkpoint(tmp_path / "saved")
+    _, tensors = abi.checkpoint_inspect(tmp_path / "saved")
+    victim = next(t for t in tensors if t.kind == abi.OFFLOAD_STATE_EXP_AVG)
+    with open(tmp_path / "saved" / victim.file, "r+b") as file:
+        file.seek(victim.file_offset)
+        byte = file.read(1)[0]
+        file.seek(victim.file_offset)
+        file.write(bytes([byte ^ 1]))
+    before = bits(params), state_bits(optimizer)
+    with pytest.raises(abi.CheckpointCorruptError, match=victim.file):
+        abi.checkpoint_verify(tmp_path / "saved")
+    with pytest.raises(abi.CheckpointCorruptError, match=victim.file):
+        optimizer.load_checkpoint(tmp_path / "saved")
+    assert (bits(params), state_bits(optimizer)) == before
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    params = [Parameter(torch.randn(7, 5)), Parameter(torch.randn(3).bfloat16())]
+    optimizer = hybridopt.AdamW([("embedding", params[0]), ("bias", params[1])])
+    run(optimizer, params, [1, 2])
+    for step in (1, 2):
+        optimizer.save_checkpoint(tmp_path / f"step-{step}")
+        run(optimizer, params, [step])
+    info, tensors = abi.checkpoint_inspect(tmp_path / "step-1")
+    assert (info.step, info.world, info.param_count) == (2, 1, 2)
+    by_name = {(t.name, t.kind): t for t in tensors}
+    assert set(by_name) == {(name, kind) for name in ("embedding", "bias") for kind in (0, 1, 2)}
+    moment = by_name["embedding", abi.OFFLOAD_STATE_EXP_AVG]
+    assert moment.global_shape == (7, 5) and moment.box_extents == ((7, 5),)
+    assert (moment.bytes, moment.step_count) == (7 * 5 * 4, 2)
+    calls = []
+    abi.checkpoint_verify(tmp_path / "step-1", progress=lambda *call: calls.append(call))
+    assert calls[-1][0] == calls[-1][1]
+    assert abi.checkpoint_newest(tmp_path) == os.fspath(tmp_path / "step-2")
+
+
+def test_other_tools_read_it(tmp_path):
+    from safetensors.torch import load_file
+
+    param = Parameter(torch.randn(7, 5))
+    optimizer = hybridopt.AdamW([("weight", param)])
+    run(optimizer, [param], [1])
+    optimizer.save_checkpoint(tmp_path / "saved")
+    arrays = {}
+    for file in pathlib.Path(tmp_path / "saved").glob("*.safetensors"):
+        arrays.update(load_file(file))
+    moment = optimizer.state[param]["exp_avg"].flatten()
+    assert any(torch.equal(array.flatten(), moment) for array in arrays.values())
+
+
+def test_gradients_are_left_alone(tmp_path):
+    param = Parameter(torch.ones(3))
+    optimizer = hybridopt.AdamW([param])
+    set_gradients([param], 1)
+    grad = param.grad.clone()
+    optimizer.save_checkpoint(tmp_path / "saved")
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert torch.equal(param.grad, grad)
