@@ -132,6 +132,49 @@ def test_log():
     assert any(level == lib.OFFLOAD_LOG_WARNING and "pin" in text for level, text in heard), heard
 
 
+def test_checkpoints():
+    x = values(BIASES, 1)
+    context = ffi.new("offload_context_t*")
+    optimizer = ffi.new("offload_optimizer_t*")
+    must(lib.offload_context_create(struct("offload_context_options_t"), context))
+    options = struct("offload_optimizer_options_t", algorithm=lib.OFFLOAD_SGD)
+    must(lib.offload_optimizer_create(context[0], options, optimizer))
+    group = ffi.new("uint32_t*")
+    must(lib.offload_optimizer_add_group(optimizer[0], struct("offload_group_t", lr=1), group))
+    name = ffi.new("char[]", b"x")
+    param = struct("offload_param_t", name=name, data=ffi.from_buffer(x), count=BIASES)
+    param.dtype = param.grad_dtype = lib.OFFLOAD_FP32
+    must(lib.offload_optimizer_add_params(optimizer[0], param, 1, ffi.NULL))
+    must(lib.offload_optimizer_commit(optimizer[0], ffi.NULL))
+    seen, heard = [], []
+
+    @ffi.callback("void(void*, uint64_t, uint64_t)")
+    def progress(user, done, total):
+        heard.append((done, total))
+
+    @ffi.callback("void(void*, const offload_checkpoint_tensor_t*)")
+    def visit(user, tensor):
+        shape = [tensor.global_shape[i] for i in range(tensor.dimensions)]
+        seen.append((ffi.string(tensor.name), tensor.kind, shape, tensor.bytes))
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = ffi.new("char[]", f"{directory}/saved".encode())
+        options = struct("offload_save_options_t", path=path, progress=progress)
+        must(lib.offload_optimizer_save(optimizer[0], options, ffi.NULL))
+        must(lib.offload_optimizer_wait(optimizer[0], 0, -1))
+        must(lib.offload_checkpoint_inspect(path, ffi.NULL, visit, ffi.NULL))
+        must(lib.offload_checkpoint_verify(path, ffi.NULL))
+        before, x[:] = x[:], values(BIASES, 2)
+        options = struct("offload_load_options_t", path=path)
+        must(lib.offload_optimizer_load(optimizer[0], options, ffi.NULL))
+        must(lib.offload_optimizer_wait(optimizer[0], 0, -1))
+    assert x == before
+    assert seen == [(b"x", lib.OFFLOAD_STATE_MASTER, [BIASES], 4 * BIASES)], seen
+    assert heard and heard[-1][0] == heard[-1][1] > 0, heard
+    must(lib.offload_optimizer_destroy(optimizer[0]))
+    must(lib.offload_context_destroy(context[0]))
+
+
 def test_another_header():
     try:
         hybridopt_cffi.declarations(__file__)
@@ -143,6 +186,7 @@ def test_another_header():
 
 test_errors()
 test_log()
+test_checkpoints()
 test_another_header()
 check(training_step, train())
 print(f"cffi, {mode.upper()} mode:", ffi.string(lib.offload_build_info()).decode())

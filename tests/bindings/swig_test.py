@@ -5,6 +5,7 @@ Usage: swig_test.py TRAINING_STEP
 
 import ctypes
 import sys
+import tempfile
 
 import hybridopt_swig as h
 from training_step import BIASES, STEPS, WEIGHTS, bf16, check, hash_bytes, summary, values
@@ -155,6 +156,39 @@ def test_device_and_log():
     h.offload_context_destroy(context)
 
 
+def test_checkpoints():
+    x = values(BIASES, 1)
+    context = h.offload_context_create(h.offload_context_options_t())
+    options = make(h.offload_optimizer_options_t, algorithm=h.OFFLOAD_ADAMW)
+    optimizer = h.offload_optimizer_create(context, options)
+    param = make(h.offload_param_t, name="x", dtype=h.OFFLOAD_FP32, grad_dtype=h.OFFLOAD_FP32)
+    param.group = h.offload_optimizer_add_group(optimizer, adamw())
+    param.data, param.count = address(x), BIASES
+    h.offload_optimizer_add_params(optimizer, param, 1)
+    h.offload_optimizer_commit(optimizer, None)
+    with tempfile.TemporaryDirectory() as directory:
+        heard = []
+        options = make(h.offload_save_options_t, path=f"{directory}/saved")
+        options.set_progress(lambda done, total: heard.append((done, total)))
+        h.offload_optimizer_wait(optimizer, h.offload_optimizer_save(optimizer, options), -1)
+        assert heard and heard[-1][0] == heard[-1][1] > 0, heard
+        assert h.offload_checkpoint_newest(directory, 4096) == f"{directory}/saved"
+        info = h.offload_checkpoint_info_t()
+        h.offload_checkpoint_inspect(f"{directory}/saved", info, None, None)
+        assert (info.param_count, info.tensor_count, info.step) == (1, 3, 0)
+        h.offload_checkpoint_verify(f"{directory}/saved", None)
+        before, x[:] = x[:], values(BIASES, 2)
+        options = make(h.offload_load_options_t, path=f"{directory}/saved")
+        h.offload_optimizer_wait(optimizer, h.offload_optimizer_load(optimizer, options), -1)
+        assert x == before
+        options.path = f"{directory}/nowhere"
+        ticket = h.offload_optimizer_load(optimizer, options)
+        failed = h.OFFLOAD_IO_FAILED
+        refused(h.offload_optimizer_wait, optimizer, ticket, -1, status=failed, words=["nowhere"])
+    h.offload_optimizer_destroy(optimizer)
+    h.offload_context_destroy(context)
+
+
 def test_structs_are_sized():
     structs = [kind for name, kind in vars(h).items() if name.endswith("_t")]
     assert len(structs) >= 19, structs
@@ -165,5 +199,6 @@ def test_structs_are_sized():
 test_structs_are_sized()
 test_errors()
 test_device_and_log()
+test_checkpoints()
 check(sys.argv[1], train())
 print("hybridopt_swig:", h.offload_build_info())
