@@ -3,6 +3,7 @@ that is given up shows in the storages. Every bit is compared with training that
 
 import copy
 import sys
+import time
 
 import matplotlib.image
 import models
@@ -315,8 +316,9 @@ def test_the_timeline_says_who_held_what():
     optimizer.step()
     with optimizer.offloaded():
         pass
-    stepped, out, back = optimizer.memory_timeline()
-    assert [sample.label for sample in (stepped, out, back)] == ["step", "offload", "reload"]
+    samples = optimizer.memory_timeline()
+    _, stepped, out, back = samples
+    assert [sample.label for sample in samples] == ["gradients", "step", "offload", "reload"]
     held = sum(4 * param.numel() for param in module.parameters())
     assert stepped.params_on_device_bytes == out.params_on_host_bytes == held
     assert stepped.params_on_host_bytes == out.params_on_device_bytes == 0
@@ -332,8 +334,9 @@ def test_the_timeline_is_a_picture(tmp_path):
         optimizer.plot_timeline(tmp_path / "timeline.png")
     assert optimizer.step_results() == []
     trained(module, optimizer)
+    backward(module, 0)
     with optimizer.offloaded():
-        pass
+        time.sleep(0.1)
     assert [result.step for result in optimizer.step_results()] == [1, 2, 3, 4]
     optimizer.plot_timeline(tmp_path / "timeline.png")
     pixels = matplotlib.image.imread(tmp_path / "timeline.png")
@@ -341,7 +344,7 @@ def test_the_timeline_is_a_picture(tmp_path):
     for color in hybridopt.timeline_plot.COLORS:  # each kind of memory is there to be seen
         rgb = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
         near = (torch.from_numpy(pixels[..., :3]) - rgb).abs().amax(-1) < 0.01
-        assert int(near.sum()) > 100, color
+        assert int(near.sum()) > 2000, color  # more than in the legends
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):

@@ -33,7 +33,8 @@ def movable_bits(names: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Who holds how much after a step or a move."""
+    """Who holds how much: before a step (`gradients`) and after it (`step`), after an `offload` and
+    after a `reload`."""
 
     seconds: float  # since the library's state was made
     label: str
@@ -249,7 +250,8 @@ class Lifecycle:
     # -------------------------------------------------------------------------------- timeline --
 
     def memory_timeline(self) -> list[MemorySample]:
-        """Bytes by kind and place after each step and move, the last 4096 of them."""
+        """Bytes by kind and place before and after each step and after each move, the last 4096 of
+        them."""
         return [] if self._engine is None else list(self._engine.samples)
 
     def step_results(self) -> list[StepResult]:

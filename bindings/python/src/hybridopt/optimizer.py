@@ -265,6 +265,7 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
             options = {"grad_scale": self._grad_scale()}
             if self._options["max_grad_norm"] is not None:
                 options["grad_norm_max"] = self._options["max_grad_norm"]
+            self._sample("gradients")
             engine.step(self._state, **options)
             if self._hooks is not None:
                 self._hooks.release()

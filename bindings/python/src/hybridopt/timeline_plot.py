@@ -21,14 +21,16 @@ LANES = {
     "stall_seconds": "stalled",
     "total_seconds": "whole step",
 }
+LANE_COLORS = ("#aa3377", "#ee6677", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#bbbbbb")
+STEPS = 12  # as many have room
 KINDS = ("params", "grads", "states")
 COLORS = ("#4477aa", "#ee6677", "#228833")
 
 
 def plot_timeline(optimizer: OffloadOptimizer, path: str | os.PathLike[str]) -> None:
-    """Writes a PNG (or what the path's ending says): above, the bytes of params, gradients and
-    states on the device and on the host after every step and move; below, how long each lane of the
-    last steps was busy. Waits for queued steps."""
+    """Writes a PNG (or what the ending of the path says): above, the bytes of params, gradients and
+    states on the device and on the host around every step and move; below, how long each lane of
+    the last steps was busy. Waits for queued steps."""
     samples = optimizer.memory_timeline()
     if not samples:
         raise RuntimeError("there is nothing to plot yet; call step() first")
@@ -55,7 +57,7 @@ def _plot_memory(axes: Any, samples: list[MemorySample], place: str, title: str)
     # A sample holds until the next one.
     axes.stackplot(seconds, *heights, labels=KINDS, colors=COLORS, step="post")
     for sample in samples:
-        if sample.label != "step":
+        if sample.label in ("offload", "reload"):
             axes.axvline(sample.seconds, color="black", linewidth=0.5, linestyle=":")
             axes.annotate(
                 sample.label,
@@ -63,7 +65,7 @@ def _plot_memory(axes: Any, samples: list[MemorySample], place: str, title: str)
                 xycoords=("data", "axes fraction"),
                 rotation=90,
                 fontsize=7,
-                ha="right",
+                ha="right" if sample.label == "offload" else "left",
                 va="top",
             )
     axes.set_title(f"Memory {title}", loc="left")
@@ -81,16 +83,19 @@ def _unit(bytes_max: int) -> tuple[int, str]:
 
 
 def _plot_lanes(axes: Any, results: list[Any]) -> None:
-    """One column a step, one row a lane, as bright as the lane was busy."""
-    busy = [[1e3 * getattr(result, field) for result in results] for field in LANES]
-    if not results:
-        axes.set_axis_off()
-        return
-    last = results[-1].step
-    extent = (last - len(results) + 0.5, last + 0.5, len(LANES) - 0.5, -0.5)
-    image = axes.imshow(busy, aspect="auto", interpolation="nearest", extent=extent)
+    """One row a lane. Steps follow each other; within one each bar begins with it and is as long as
+    the lane was busy."""
+    start_ms = 0.0
+    for result in results[-STEPS:]:
+        for row, (field, color) in enumerate(zip(LANES, LANE_COLORS)):
+            busy_ms = 1e3 * getattr(result, field)
+            axes.broken_barh([(start_ms, busy_ms)], (row - 0.35, 0.7), color=color, linewidth=0)
+        end_ms = start_ms + 1e3 * result.total_seconds
+        axes.axvline(end_ms, color="black", linewidth=0.5, linestyle=":")
+        axes.text((start_ms + end_ms) / 2, -0.6, result.step, ha="center", fontsize=7)
+        start_ms = end_ms
     axes.set_yticks(range(len(LANES)), LANES.values())
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("step")
-    axes.set_title("Milliseconds each lane of a step was busy", loc="left")
-    axes.figure.colorbar(image, ax=axes, label="ms")
+    axes.set_ylim(len(LANES) - 0.5, -0.9)
+    axes.set_xlim(0, max(start_ms, 1e-6))
+    axes.set_xlabel("milliseconds of stepping, one step after the other")
+    axes.set_title("Lanes of the last steps", loc="left")

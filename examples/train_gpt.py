@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Trains a byte-level GPT with its AdamW state in host memory.
+
+    scripts/demo_python               builds the library and runs this
+    scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses
+
+The text is that of this machine's Python standard library, or --data's. On a GPU where there is
+one, else on the CPU. What matters is marked: the lines that other training programs need too.
+"""
+
+import argparse
+import copy
+import math
+import pathlib
+import sys
+import sysconfig
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hybridopt  # (1)
+
+TEXT_BYTES = 8 << 20
+VALIDATION_PART = 20  # one byte in so many
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a byte-level GPT, optimizer offloaded.")
+    parser.add_argument("--data", type=pathlib.Path, help="a text, or a folder of them")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--context", type=int, default=128, help="bytes a sequence")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--dtype", choices=DTYPES, help="of params; on a GPU bfloat16")
+    parser.add_argument("--offload-fraction", type=float, default=1.0)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--overlap", action="store_true", help="gradients leave during backward")
+    parser.add_argument("--compare", action="store_true", help="train with torch.optim.AdamW too")
+    parser.add_argument("--plot", type=pathlib.Path, default=pathlib.Path("train_gpt.png"))
+    parser.add_argument("--timeline", type=pathlib.Path, help="a picture of memory and lanes")
+    parser.add_argument("--check", action="store_true", help="follow the steps in float64")
+    parser.add_argument("--quick", action="store_true", help="20 small steps, checked")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.batch, options.context = 20, 8, 64
+        options.layers, options.width, options.heads = 2, 64, 4
+        options.check = not options.overlap
+    if options.check and options.overlap:
+        parser.error("--check looks at gradients that --overlap has taken away; give one of them")
+    return options
+
+
+# ------------------------------------------------------------------------------------------ text --
+
+
+def read_text(path: pathlib.Path | None) -> Tensor:
+    """Bytes of text, the same at each run on one machine."""
+    root = path or pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = [root] if root.is_file() else sorted(root.glob("*.txt")) + sorted(root.rglob("*.py"))
+    text = bytearray()
+    for file in files:
+        if "site-packages" in file.parts or not file.is_file():
+            continue
+        text += file.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8).long()
+
+
+def sample(text: Tensor, batch: int, context: int, generator: torch.Generator) -> tuple:
+    """Sequences from random places, and what follows each byte."""
+    starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
+    places = starts + torch.arange(context + 1)
+    sequences = text[places]
+    return sequences[:, :-1], sequences[:, 1:]
+
+
+# ----------------------------------------------------------------------------------------- model --
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, options.width)
+        self.places = nn.Embedding(options.context, options.width)
+        self.blocks = nn.Sequential(
+            *(Block(options.width, options.heads) for _ in range(options.layers))
+        )
+        self.norm = nn.LayerNorm(options.width)
+        self.head = nn.Linear(options.width, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        return self.head(self.norm(self.blocks(self.bytes(x) + self.places(places))))
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+
+
+# ----------------------------------------------------------------------------------------- check --
+
+
+class Float64Adamw:
+    """The same steps in float64, with the gradients that the model under test gets."""
+
+    def __init__(self, params: list[Tensor], group: dict, max_grad_norm: float) -> None:
+        self.start = [param.detach().double().cpu() for param in params]
+        self.params = [param.clone() for param in self.start]
+        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.params]
+        self.group, self.max_grad_norm, self.steps = group, max_grad_norm, 0
+        self.rounding = 0.0  # squares of what rounding params to fp32 may add up to
+
+    def step(self, grads: list[Tensor]) -> None:
+        lr, (beta1, beta2) = self.group["lr"], self.group["betas"]
+        grads = [grad.detach().double().cpu() for grad in grads]
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+        clip = min(1.0, self.max_grad_norm / (norm + 1e-6))
+        self.steps += 1
+        for param, grad, (first, second) in zip(self.params, grads, self.moments):
+            grad = grad * clip
+            param.mul_(1 - lr * self.group["weight_decay"])
+            first.mul_(beta1).add_(grad, alpha=1 - beta1)
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            root = (second / (1 - beta2**self.steps)).sqrt() + self.group["eps"]
+            param.sub_(lr / (1 - beta1**self.steps) * first / root)
+            self.rounding += float(param.square().sum()) * 2.0**-48
+
+    def distance(self, masters: list[Tensor]) -> tuple[float, float]:
+        """How far masters are from here, as a part of the way from the start; and how far rounding
+        alone may have brought them, and 1e-6 more."""
+        pairs = [(m.double().cpu(), p) for m, p in zip(masters, self.params)]
+        off = math.sqrt(sum(float((m - p).square().sum()) for m, p in pairs))
+        way = math.sqrt(sum(float((p - s).square().sum()) for p, s in zip(self.params, self.start)))
+        return off / way, math.sqrt(self.rounding) / way + 1e-6
+
+
+def masters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What the optimizer really updates: fp32 masters, or the params themselves."""
+    params = optimizer.param_groups[0]["params"]
+    return [optimizer.state[param].get("master_param", param).detach() for param in params]
+
+
+# ----------------------------------------------------------------------------------------- train --
+
+
+def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, options):
+    """Losses of all steps, and the tokens that went through in a second."""
+    clip_here = not isinstance(optimizer, hybridopt.OffloadOptimizer)
+    params = list(model.parameters())
+    generator = torch.Generator().manual_seed(1)  # the same sequences for everyone
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+    follower = None
+    if options.check:
+        follower = Float64Adamw(params, optimizer.param_groups[0], options.max_grad_norm)
+    losses, seconds = [], 0.0
+    for step in range(options.steps):
+        inputs, targets = sample(text, options.batch, options.context, generator)
+        inputs, targets = inputs.to(params[0].device), targets.to(params[0].device)
+        begin = time.perf_counter()
+        loss = loss_of(model, inputs, targets)
+        loss.backward()
+        seconds += time.perf_counter() - begin
+        if follower is not None:
+            follower.step([param.grad for param in params])
+        begin = time.perf_counter()
+        if clip_here:
+            nn.utils.clip_grad_norm_(params, options.max_grad_norm)
+        optimizer.step()  # (3)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds += time.perf_counter() - begin
+        schedule.step()
+        if step % max(1, options.steps // 10) == 0 or step == options.steps - 1:
+            print(f"  {name}: step {step + 1}, loss {losses[-1]:.4f}")
+    tokens_per_second = options.steps * options.batch * options.context / seconds
+    print(f"  {name}: {tokens_per_second:.0f} tokens/s")
+    distance = follower.distance(masters_of(optimizer)) if follower is not None else None
+    return losses, distance
+
+
+def say_memory(optimizer: "hybridopt.AdamW", device: torch.device) -> None:
+    """Where the bytes are; beside them what torch would hold on the device."""
+    stats = optimizer.stats()
+    mib = 1 / (1 << 20)
+    state = (stats.states_on_host_bytes + stats.states_on_device_bytes) * mib
+    saved = stats.states_on_host_bytes * mib
+    if device.type == "cuda":
+        own = (stats.device_bytes - stats.states_on_device_bytes) * mib
+        print(f"memory saved on the GPU: {saved:.1f} of {state:.1f} MiB of state")
+        print(f"the library's own there beside state: {own:.1f} MiB")
+        print(f"peak of torch's own: {torch.cuda.max_memory_allocated(device) * mib:.1f} MiB")
+    else:
+        print(f"memory: {state:.1f} MiB of state in host memory, which a GPU need not hold")
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, text: Tensor, options: argparse.Namespace) -> float:
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(2)
+    batches = [sample(text, options.batch, options.context, generator) for _ in range(8)]
+    losses = [loss_of(model, x.to(device), y.to(device)).item() for x, y in batches]
+    return sum(losses) / len(losses)
+
+
+def plot_losses(losses: dict[str, list[float]], path: pathlib.Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    styles = iter(("-", "--"))
+    for name, values in losses.items():
+        axes.plot(range(1, len(values) + 1), values, next(styles), label=name, linewidth=1.2)
+    axes.set(xlabel="step", ylabel="loss, nats a byte", title="Byte-level GPT")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    print(f"losses plotted in {path}")
+
+
+def main() -> int:
+    options = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = DTYPES[options.dtype] if options.dtype else default
+    text = read_text(options.data)
+    cut = len(text) - len(text) // VALIDATION_PART
+    torch.manual_seed(0)
+    model = Gpt(options).to(device, dtype)
+    other = copy.deepcopy(model) if options.compare else None
+    count = sum(param.numel() for param in model.parameters())
+    print(f"{count} params in {dtype} on {device}, {len(text)} bytes of text")
+
+    arguments = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = hybridopt.AdamW(  # (2)
+        model.parameters(),
+        **arguments,
+        offload_fraction=options.offload_fraction,
+        max_grad_norm=options.max_grad_norm,
+    )
+    if options.overlap:
+        optimizer.hook_gradients()
+    losses, distances = {}, {}
+    losses["hybridopt"], distances["hybridopt"] = train(
+        "hybridopt", model, optimizer, text[:cut], options
+    )
+    say_memory(optimizer, device)
+    print(f"validation loss {validation_loss(model, text[cut:], options):.4f}")
+    if options.timeline:
+        optimizer.plot_timeline(options.timeline)
+    if other is not None:
+        torchs = torch.optim.AdamW(other.parameters(), **arguments)
+        losses["torch"], distances["torch"] = train("torch", other, torchs, text[:cut], options)
+        plot_losses(losses, options.plot)
+    if not options.check:
+        return 0
+    for name, (distance, allowed) in distances.items():
+        print(f"{name}: {distance:.1e} of the way off float64, fp32 may be {allowed:.1e} off")
+    good = distances["hybridopt"][0] <= distances["hybridopt"][1]
+    print(f"as float64 has it: {'yes' if good else 'NO'}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
