@@ -1,0 +1,117 @@
+"""python -m hybridopt: what is installed here, and what a model's optimizer state would take."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import abi
+
+ALGORITHMS = {
+    "adamw": (abi.OFFLOAD_ADAMW, {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}),
+    "adam": (abi.OFFLOAD_ADAM, {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}),
+    "sgd": (abi.OFFLOAD_SGD, {"momentum": 0.9}),
+    "lion": (abi.OFFLOAD_LION, {"beta1": 0.9, "beta2": 0.99}),
+    "adagrad": (abi.OFFLOAD_ADAGRAD, {"eps": 1e-10}),
+}
+DTYPES = {
+    "float32": (abi.OFFLOAD_FP32, 4),
+    "bfloat16": (abi.OFFLOAD_BF16, 2),
+    "float16": (abi.OFFLOAD_FP16, 2),
+}
+# Two models that are small enough for a simulated device and large enough to fill its staging ring.
+SMALL, LARGE = 8 << 20, 16 << 20
+
+
+def info() -> None:
+    print(abi.build_info())
+    print(f"library   {abi.library()._name}")
+    print(f"ABI       {abi.abi_version() // 1000}.{abi.abi_version() % 1000}")
+    with abi.Context() as context:
+        it = context.info()
+        print(f"kernels   {it.isa.decode()}")
+        print(f"threads   {it.threads} on {it.nodes} NUMA node(s), {it.cpus_allowed} CPUs allowed")
+        if it.notes:
+            print(f"notes     {it.notes.decode()}")
+    try:
+        with abi.Context(device_kind=abi.OFFLOAD_DEVICE_CUDA) as context:
+            it = context.info()
+            free, all_bytes = it.device_memory_free_bytes, it.device_memory_bytes
+            print(f"CUDA      {it.device_name.decode()}, {gigabytes(free)} of {gigabytes(all_bytes)} free")
+    except abi.HybridoptError as error:
+        print(f"CUDA      none: {error}")
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def small_plan(
+    elements: int, arguments: argparse.Namespace, offload_fraction: float
+) -> abi.offload_plan_t:
+    """A real plan, of the simulated device: nothing is committed."""
+    algorithm, hyperparameters = ALGORITHMS[arguments.algorithm]
+    dtype, bytes_each = DTYPES[arguments.dtype]
+    with abi.Context(
+        device_kind=abi.OFFLOAD_DEVICE_SIM, sim_memory_bytes=LARGE * (bytes_each + 1)
+    ) as context, abi.Optimizer(
+        context, algorithm=algorithm, device_fraction=1.0 - offload_fraction
+    ) as optimizer:
+        param = abi.offload_param_t(
+            group=optimizer.add_group(lr=1.0, **hyperparameters),
+            dtype=dtype,
+            grad_dtype=dtype,
+            name=b"all",
+            data=context.alloc(elements * bytes_each),
+            count=elements,
+        )
+        optimizer.add_params([param])
+        return optimizer.plan()
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    elements = int(float(arguments.elements))
+    if elements < 1 or not 0 <= arguments.offload_fraction <= 1:
+        sys.exit(
+            f"hybridopt plan: {elements} elements with an offload fraction of "
+            f"{arguments.offload_fraction}, expected at least 1 element and 0 to 1"
+        )
+    fraction = arguments.offload_fraction
+    small, large = (small_plan(count, arguments, fraction) for count in (SMALL, LARGE))
+    staging = small_plan(LARGE, arguments, float(fraction > 0)).staging_bytes  # with a full ring
+    for each in (small, large):
+        each.host_bytes -= each.staging_bytes
+
+    def size(of: str) -> float:
+        """Every size but that of the ring is a constant and a slope."""
+        slope = (getattr(large, of) - getattr(small, of)) / (LARGE - SMALL)
+        return max(0.0, getattr(large, of) + slope * (elements - LARGE))
+
+    print(
+        f"{arguments.algorithm} over {elements:,} elements of {arguments.dtype}, "
+        f"{fraction:.0%} of the state on the host"
+    )
+    host = size("host_bytes") + staging
+    print(f"host      {gigabytes(host)}, of it {gigabytes(staging)} pinned")
+    print(f"device    {gigabytes(size('device_bytes'))}")
+    print(f"per step  {gigabytes(size('grads_down_bytes'))} down, {gigabytes(size('params_up_bytes'))} up")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hybridopt", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="the library, this machine and its devices")
+    planner = commands.add_parser("plan", help="bytes that optimizer state takes beside a GPU")
+    planner.add_argument("elements", help="how many parameters, for example 7e9")
+    planner.add_argument("--algorithm", choices=ALGORITHMS, default="adamw")
+    planner.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    planner.add_argument("--offload-fraction", type=float, default=1.0)
+    arguments = parser.parse_args(argv)
+    if arguments.command == "info":
+        info()
+    else:
+        plan(arguments)
+
+
+if __name__ == "__main__":
+    main()

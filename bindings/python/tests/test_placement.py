@@ -1,0 +1,99 @@
+"""How much state goes on the device, and what the command line says of it."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hybridopt.placement import AUTO, choose
+
+
+def planner(calls, least=100, most=1100, step=1):
+    """Plans of a device that takes memory in units of `step` bytes."""
+
+    def plan_of(fraction):
+        calls.append(fraction)
+        needed = least + fraction * (most - least)
+        return SimpleNamespace(device_bytes=-(-int(needed) // step) * step)
+
+    return plan_of
+
+
+@pytest.mark.parametrize("step", [1, 7, 64])
+@pytest.mark.parametrize("budget", [101, 300, 550, 1000, 1099])
+def test_auto_fills_the_budget_and_no_more(budget, step):
+    calls = []
+    placement = choose(AUTO, budget, False, planner(calls, step=step))
+    if placement.offload_fraction == 1.0:
+        assert budget < 100 + 2 * step
+    used = planner([], step=step)(placement.device_fraction).device_bytes
+    assert used <= max(budget, 100 + step)
+    assert used > budget - 2 * step - 2
+    assert len(calls) < 20
+    assert placement.reason
+
+
+def test_auto_at_its_ends():
+    everything = choose(AUTO, 1100, False, planner([]))
+    assert everything.offload_fraction == 0.0 and "all state is" in everything.reason
+    nothing = choose(AUTO, 100, False, planner([]))
+    assert nothing.offload_fraction == 1.0 and "even without state" in nothing.reason
+
+
+def test_on_the_host_there_is_nothing_to_choose():
+    placement = choose(AUTO, 1, True, None)
+    assert placement.offload_fraction == 1.0 and "in host memory" in placement.reason
+    assert choose(0.25, None, False, None).device_fraction == 0.75
+
+
+def test_auto_says_why(capfd):
+    import torch
+
+    import hybridopt
+
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = hybridopt.AdamW([param], offload_fraction="auto", device_budget_bytes=10)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert "hybridopt: offload_fraction 1.0000: the parameters are in" in capfd.readouterr().err
+    plan = optimizer.plan()
+    assert (plan.offload_fraction, plan.element_count, plan.fits) == (1.0, 3, True)
+    assert "in host memory" in plan.reason
+    assert plan.host_state_bytes.keys() == {"exp_avg", "exp_avg_sq"}
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "hybridopt", *arguments], capture_output=True, text=True
+    )
+
+
+def test_info():
+    run = command("info")
+    assert run.returncode == 0, run.stderr
+    first, *rest = run.stdout.splitlines()
+    assert first.startswith("hybridopt 0.")
+    assert [line.split()[0] for line in rest[:4]] == ["library", "ABI", "kernels", "threads"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "host", "device"),
+    [
+        (["7e9"], 7e9 * 12, 0),  # master and two moments
+        (["7e9", "--offload-fraction", "0.25"], 7e9 * 3, 7e9 * 9),
+        (["1e9", "--algorithm", "lion", "--dtype", "float32"], 1e9 * 8, 0),
+        (["2e9", "--algorithm", "sgd", "--dtype", "float16"], 2e9 * 8, 0),
+    ],
+)
+def test_plan(arguments, host, device):
+    run = command("plan", *arguments)
+    assert run.returncode == 0, run.stderr
+    sizes = {line.split()[0]: float(line.split()[1]) for line in run.stdout.splitlines()[1:3]}
+    assert sizes["host"] == pytest.approx(host / 2**30, rel=0.002, abs=0.06)
+    assert sizes["device"] == pytest.approx(device / 2**30, rel=0.002, abs=0.06)
+
+
+def test_plan_of_nothing():
+    run = command("plan", "0")
+    assert run.returncode == 1 and "expected at least 1 element" in run.stderr

@@ -1,0 +1,18 @@
+"""The README's lines of PyTorch run as they are."""
+
+import pathlib
+import re
+
+README = pathlib.Path(__file__).parents[3] / "README.md"
+
+
+def test_ten_lines_of_pytorch(tmp_path, monkeypatch, capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = (block for block in blocks if "hybridopt.AdamW(" in block)
+    monkeypatch.chdir(tmp_path)
+    variables = {}
+    exec(compile(code, "README.md", "exec"), variables)
+    assert variables["optimizer"].stats().steps_applied == 100
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert (tmp_path / "step-100").is_dir()
