@@ -251,8 +251,14 @@ impl Context {
             });
             left = left.map(|left| left - slice);
             match result {
-                Err(error) if error.code() == Code::TimedOut && left != Some(Duration::ZERO) => {}
+                Err(error) if error.code() == Code::TimedOut => {}
                 other => return other,
+            }
+            if left == Some(Duration::ZERO) {
+                return Err(Error::timed_out(format!(
+                    "work on the stream was not done within {:?}; it goes on, wait again",
+                    timeout.unwrap_or_default()
+                )));
             }
         }
     }

@@ -105,6 +105,10 @@ impl Error {
         Error { code: Code::InvalidArgument, message }
     }
 
+    pub(crate) fn timed_out(message: String) -> Self {
+        Error { code: Code::TimedOut, message }
+    }
+
     pub(crate) fn invalid_state(message: String) -> Self {
         Error { code: Code::InvalidState, message }
     }

@@ -254,21 +254,27 @@ fn host_memory() -> Result<()> {
 
 #[test]
 fn queues() -> Result<()> {
-    let context = Context::builder()
-        .device(DeviceKind::Sim)
-        .sim_delay_max(Duration::from_millis(20), 3)
-        .create()?;
+    let context = sim();
     let builder = Optimizer::builder(&context, Algorithm::AdamW).chunk_elements(1024);
     let (mut optimizer, weight, bias) = on_device(&context, builder)?;
     write_grads(&mut optimizer, weight, bias, 1)?;
-    let result = optimizer.queue(|queue| {
-        let ticket = queue.step(&step_options())?;
+    // The steps stand behind a stream that goes on when it is told to, or when a failed assertion
+    // drops the sender.
+    let stream = &Stream::new(&context)?;
+    let (go_on, told) = std::sync::mpsc::channel::<()>();
+    stream.run(move || drop(told.recv()))?;
+    let result = optimizer.queue(move |queue| {
+        let behind = StepOptions { stream: Some(stream), ..step_options() };
+        let ticket = queue.step(&behind)?;
         assert_error(queue.step_result(ticket), Code::InvalidState, &["running"]);
         assert_error(queue.wait(ticket, Some(Duration::ZERO)), Code::TimedOut, &["wait again"]);
+        let a_moment = Some(Duration::from_millis(45));
+        assert_error(stream.synchronize(a_moment), Code::TimedOut, &["within 45ms"]);
         assert_eq!(queue.stats()?.queued, 1);
         // 8 fit, this one included.
-        let refused = (0..8).map(|_| queue.step(&step_options())).find_map(Result::err);
+        let refused = (0..8).map(|_| queue.step(&behind)).find_map(Result::err);
         assert_error(refused.map_or(Ok(()), Err), Code::InvalidState, &["8 steps"]);
+        go_on.send(()).unwrap();
         Ok::<_, Error>(ticket)
     });
     assert_eq!(optimizer.step_result(result?)?.step, 1);
