@@ -21,6 +21,27 @@ inline uint16_t Fp32ToBf16(float value) {
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
+// The same with exact ties away from zero: then what is lost by rounding, the lower half read as a
+// signed number, fits 16 bits.
+inline uint16_t Fp32ToBf16TiesAway(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  if (is_nan) return static_cast<uint16_t>((bits >> 16) | 0x0040);
+  return static_cast<uint16_t>((bits + 0x8000) >> 16);
+}
+
+// A split master: the rounded upper half and the lower half, which is 0 for NaN. Joined they are
+// the fp32 number, bit for bit (of a NaN: sign and upper payload).
+inline uint16_t LowHalf(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  return is_nan ? 0 : static_cast<uint16_t>(bits);
+}
+inline float JoinHalves(uint16_t high, uint16_t low) {
+  const uint32_t lost = static_cast<uint32_t>(int32_t{static_cast<int16_t>(low)});
+  return std::bit_cast<float>((uint32_t{high} << 16) + lost);
+}
+
 // A signalling NaN becomes quiet, as it does in the conversion instructions of x86 and Arm.
 inline float Fp16ToFp32(uint16_t half) {
   const uint32_t sign = uint32_t{half & 0x8000u} << 16;

@@ -24,6 +24,18 @@ enum class Rule : int32_t { kAdam, kSgdMomentum, kSgdPlain, kLion, kAdagrad };
 inline constexpr int32_t kRuleCount = 5;
 inline constexpr int32_t kDtypeCount = 3;  // enum offload_dtype, from 1
 
+// How the state of a param is stored.
+//   split         the fp32 master is the bf16 param (its upper half, rounded) and a 16-bit lower
+//   half bf16 moments  exp_avg and the like are rounded to bf16 when they are stored
+enum class StateLayout : int32_t { kFp32, kSplit, kBf16Moments, kSplitBf16Moments };
+inline constexpr int32_t kStateLayoutCount = 4;
+constexpr bool IsSplit(StateLayout layout) {
+  return layout == StateLayout::kSplit || layout == StateLayout::kSplitBf16Moments;
+}
+constexpr bool HasBf16Moments(StateLayout layout) {
+  return layout == StateLayout::kBf16Moments || layout == StateLayout::kSplitBf16Moments;
+}
+
 // All that is the same for every element of one param in one step. Computed in double, rounded
 // once. Fields that a rule does not name stay zero.
 struct Coefficients {
@@ -41,8 +53,26 @@ struct Coefficients {
   int32_t nesterov;                     // SGD
 };
 
-// One contiguous run of elements. `master` is the fp32 value that is updated; `param` receives it
-// rounded to its dtype. Masters and moments are arrays of float. For an fp32 param updated in place
+// How values are rounded when they are stored.
+struct Rounding {
+  bool stochastic = false;  // bf16 moments: at random (rounding.h); else to nearest
+  bool ties_away = false;   // bf16 params: exact ties go away from zero, as split masters need it
+  uint32_t key0 = 0;        // of this param in this step, where stochastic
+  uint32_t key1 = 0;
+};
+
+// Where a span's elements lie in their whole tensor: in rows, which are row_stride apart. Element k
+// is the one at first + (c / row_length) * row_stride + c % row_length with c = column + k.
+struct ElementOrder {
+  uint64_t first = 0;
+  uint64_t row_length = UINT64_MAX;
+  uint64_t row_stride = 0;
+  uint64_t column = 0;
+};
+
+// One contiguous run of elements. `master` is the fp32 value that is updated, or, where masters are
+// split, its lower halves (uint16_t); `param` receives it rounded to its dtype. Moments are float
+// or bf16. For an fp32 param updated in place
 // both are the same address. `moment0` is exp_avg, momentum_buffer or sum, `moment1` is exp_avg_sq;
 // NULL where the rule has none. Arrays need only their element's natural alignment (2 or 4 bytes)
 // and do not overlap otherwise.
@@ -53,7 +83,22 @@ struct UpdateSpan {
   void* moment0;
   void* moment1;
   uint64_t count;
+  Rounding rounding = {};
+  ElementOrder order = {};  // read where rounding is stochastic
 };
+
+// What a span's arrays hold.
+struct SpanTypes {
+  int32_t grad_dtype;
+  int32_t param_dtype;
+  StateLayout layout;
+
+  constexpr uint64_t master_bytes() const { return IsSplit(layout) ? 2 : 4; }
+  constexpr uint64_t moment_bytes() const { return HasBf16Moments(layout) ? 2 : 4; }
+};
+
+// The span without its first `begin` elements; its count stays as it is.
+UpdateSpan Advanced(const UpdateSpan& span, const SpanTypes& types, uint64_t begin);
 
 using UpdateFunction = void (*)(const Coefficients&, const UpdateSpan&);
 
@@ -70,13 +115,19 @@ using AccumulateFunction = void (*)(const void* grad, uint64_t count, float* sum
 // One implementation for one instruction set.
 struct KernelTable {
   const char* isa;
-  UpdateFunction update[kRuleCount][kDtypeCount][kDtypeCount];  // [rule][grad dtype][param dtype]
+  // [layout][rule][grad dtype][param dtype]; NULL where a split layout meets a param that is not
+  // bf16
+  UpdateFunction update[kStateLayoutCount][kRuleCount][kDtypeCount][kDtypeCount];
   SumSquaresFunction sum_squares[kDtypeCount];
   ToFp32Function to_fp32[kDtypeCount];
   AccumulateFunction accumulate[kDtypeCount];
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
-    return update[static_cast<int32_t>(rule)][grad_dtype - 1][param_dtype - 1];
+    return Update(rule, {grad_dtype, param_dtype, StateLayout::kFp32});
+  }
+  UpdateFunction Update(Rule rule, const SpanTypes& types) const {
+    return update[static_cast<int32_t>(types.layout)][static_cast<int32_t>(rule)]
+                 [types.grad_dtype - 1][types.param_dtype - 1];
   }
   SumSquaresFunction SumSquares(int32_t dtype) const { return sum_squares[dtype - 1]; }
   ToFp32Function ToFp32(int32_t dtype) const { return to_fp32[dtype - 1]; }
@@ -98,7 +149,7 @@ Result<const KernelTable*> SelectKernels();
 // array[0, count) = value, rounded to the dtype (to nearest). NULL is allowed and does nothing.
 void FillArray(void* array, int32_t dtype, uint64_t count, float value);
 
-inline uint64_t DtypeBytes(int32_t dtype) { return dtype == OFFLOAD_FP32 ? 4 : 2; }
+constexpr uint64_t DtypeBytes(int32_t dtype) { return dtype == OFFLOAD_FP32 ? 4 : 2; }
 const char* DtypeName(int32_t dtype);
 
 // What the norm decides about a step. Lives in device memory for the device's updates.

@@ -6,6 +6,7 @@
 
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
+#include "kernels/rounding.h"
 #include "kernels/table.h"
 
 #ifdef __FAST_MATH__
@@ -101,26 +102,90 @@ double SumSquaresOfBlock(const typename Element<kDtype>::Stored* grad, uint64_t 
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
+constexpr float kBf16Max = 0x1.FEp127f;
+
+// A moment as it is stored. What is a sum of squares stays finite.
+template <bool kBf16>
+struct Moment {
+  using Stored = float;
+  static float Widen(float stored) { return stored; }
+  template <bool kIsSum>
+  static float Round(float value, const Rounding&, uint32_t) {
+    return value;
+  }
+};
+
+template <>
+struct Moment<true> {
+  using Stored = uint16_t;
+  static float Widen(uint16_t stored) { return Bf16ToFp32(stored); }
+  template <bool kIsSum>
+  static uint16_t Round(float value, const Rounding& rounding, uint32_t random) {
+    if (kIsSum) value = value < kBf16Max ? value : kBf16Max;
+    return rounding.stochastic ? Fp32ToBf16Randomly(value, random) : Fp32ToBf16(value);
+  }
+};
+
+uint64_t IndexOf(const ElementOrder& order, uint64_t element) {
+  const uint64_t c = order.column + element;
+  return order.first + c / order.row_length * order.row_stride + c % order.row_length;
+}
+
+uint32_t RandomBitsOf(const UpdateSpan& span, uint64_t element) {
+  if (!span.rounding.stochastic) return 0;
+  const uint64_t index = IndexOf(span.order, element);
+  return RandomBits(CounterOf(span.rounding, index), TweakOf(span.rounding, index));
+}
+
+// The params' elements and, where it is not split into them, the masters'.
+template <int32_t kParamDtype, bool kSplit>
+struct Weights {
+  using Param = Element<kParamDtype>;
+  static float Load(const UpdateSpan& span, uint64_t i) {
+    return static_cast<const float*>(span.master)[i];
+  }
+  static void Store(const UpdateSpan& span, uint64_t i, float value) {
+    static_cast<float*>(span.master)[i] = value;
+    const bool ties_away = kParamDtype == OFFLOAD_BF16 && span.rounding.ties_away;
+    static_cast<typename Param::Stored*>(span.param)[i] =
+        ties_away ? Fp32ToBf16TiesAway(value) : Param::Round(value);
+  }
+};
+
+template <>
+struct Weights<OFFLOAD_BF16, true> {
+  static float Load(const UpdateSpan& span, uint64_t i) {
+    return JoinHalves(static_cast<const uint16_t*>(span.param)[i],
+                      static_cast<const uint16_t*>(span.master)[i]);
+  }
+  static void Store(const UpdateSpan& span, uint64_t i, float value) {
+    static_cast<uint16_t*>(span.param)[i] = Fp32ToBf16TiesAway(value);
+    static_cast<uint16_t*>(span.master)[i] = LowHalf(value);
+  }
+};
+
 struct Kernels {
-  template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype>
+  template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
     using Grad = Element<kGradDtype>;
-    using Param = Element<kParamDtype>;
+    using Weight = Weights<kParamDtype, IsSplit(kLayout)>;
+    using Stored = Moment<HasBf16Moments(kLayout)>;
     const auto* grad = static_cast<const typename Grad::Stored*>(span.grad);
-    auto* param = static_cast<typename Param::Stored*>(span.param);
-    auto* master = static_cast<float*>(span.master);
-    auto* moment0 = static_cast<float*>(span.moment0);
-    auto* moment1 = static_cast<float*>(span.moment1);
+    auto* moment0 = static_cast<typename Stored::Stored*>(span.moment0);
+    auto* moment1 = static_cast<typename Stored::Stored*>(span.moment1);
     for (uint64_t i = 0; i < span.count; ++i) {
       Value x = {.grad = Grad::Widen(grad[i]) * c.grad_factor,
-                 .param = master[i],
-                 .moment0 = kHasMoment0<kRule> ? moment0[i] : 0.0f,
-                 .moment1 = kHasMoment1<kRule> ? moment1[i] : 0.0f};
+                 .param = Weight::Load(span, i),
+                 .moment0 = kHasMoment0<kRule> ? Stored::Widen(moment0[i]) : 0.0f,
+                 .moment1 = kHasMoment1<kRule> ? Stored::Widen(moment1[i]) : 0.0f};
       Apply<kRule>(c, x);
-      if constexpr (kHasMoment0<kRule>) moment0[i] = x.moment0;
-      if constexpr (kHasMoment1<kRule>) moment1[i] = x.moment1;
-      master[i] = x.param;
-      param[i] = Param::Round(x.param);
+      const uint32_t random = HasBf16Moments(kLayout) ? RandomBitsOf(span, i) : 0;
+      if constexpr (kHasMoment0<kRule>)
+        moment0[i] =
+            Stored::template Round<kMoment0IsSum<kRule>>(x.moment0, span.rounding, random & 0xFFFF);
+      if constexpr (kHasMoment1<kRule>)
+        moment1[i] = Stored::template Round<true>(x.moment1, span.rounding, random >> 16);
+      Weight::Store(span, i, x.param);
     }
   }
 

@@ -57,6 +57,8 @@ const char* DtypeName(int32_t dtype) {
       return "bf16";
     case OFFLOAD_FP16:
       return "fp16";
+    case OFFLOAD_U16:
+      return "u16";
     default:
       return "unknown";
   }

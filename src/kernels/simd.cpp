@@ -23,9 +23,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
+#include "kernels/rounding.h"
 #include "kernels/table.h"
 
 #ifdef __FAST_MATH__
@@ -149,21 +151,29 @@ HWY_INLINE Float LoadWide(const Stored<kDtype>* source) {
   }
 }
 
-// bf16 in the upper half of each lane; the lower half is rubbish.
-HWY_INLINE hn::Vec<U16> RoundToBf16(Float value) {
+// bf16 in the upper half of each lane; the lower half is rubbish. `half` and `ties_to_even` are
+// 0x7FFF and 1, or 0x8000 and 0 for ties away from zero.
+HWY_INLINE hn::Vec<U16> RoundToBf16(Float value, hn::Vec<U32> half, hn::Vec<U32> ties_to_even) {
   const auto bits = hn::BitCast(U32(), value);
-  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 1));
-  const auto rounded = hn::Add(hn::Add(bits, hn::Set(U32(), 0x7FFF)), odd);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), ties_to_even);
+  const auto rounded = hn::Add(hn::Add(bits, half), odd);
   const auto quiet_nan = hn::Or(bits, hn::Set(U32(), 0x00400000));
   const auto is_nan = hn::RebindMask(U32(), hn::IsNaN(value));
   return hn::BitCast(U16(), hn::IfThenElse(is_nan, quiet_nan, rounded));
 }
 
+// Packs the upper halves of a unit's lanes.
+HWY_INLINE hn::Vec<U16> PackUpper(hn::Vec<U16> low, hn::Vec<U16> high) {
+  return hn::ConcatOdd(U16(), high, low);
+}
+
 // Rounds and packs one unit.
 template <int32_t kDtype>
-HWY_INLINE hn::Vec<U16> Pack(Float low, Float high) {
+HWY_INLINE hn::Vec<U16> Pack(Float low, Float high, const Rounding& rounding) {
   if constexpr (kDtype == OFFLOAD_BF16) {
-    return hn::ConcatOdd(U16(), RoundToBf16(high), RoundToBf16(low));
+    const auto half = hn::Set(U32(), rounding.ties_away ? 0x8000 : 0x7FFF);
+    const auto ties_to_even = hn::Set(U32(), rounding.ties_away ? 0 : 1);
+    return PackUpper(RoundToBf16(low, half, ties_to_even), RoundToBf16(high, half, ties_to_even));
   } else {
     const auto low_half = hn::BitCast(HalfU16(), hn::DemoteTo(HalfF16(), low));
     const auto high_half = hn::BitCast(HalfU16(), hn::DemoteTo(HalfF16(), high));
@@ -171,46 +181,167 @@ HWY_INLINE hn::Vec<U16> Pack(Float low, Float high) {
   }
 }
 
-// Updates the vector at `begin`; returns its params.
-template <Rule kRule, int32_t kGradDtype>
-HWY_INLINE Float UpdateVector(const Coefficients& c, const UpdateSpan& span, uint64_t begin) {
+// How a run's moments are rounded: its first element's counter and tweak.
+struct RunRounding {
+  Rounding rounding;
+  uint32_t counter;
+  uint32_t tweak;
+};
+
+// rounding.h's RandomBits of the vector whose first element's counter is `counter`.
+HWY_INLINE hn::Vec<U32> RandomBitsOfVector(uint32_t counter, uint32_t tweak) {
+  auto x = hn::Iota(U32(), counter);
+  x = hn::Xor(x, hn::ShiftRight<16>(x));
+  x = hn::Mul(x, hn::Set(U32(), kHashFactor0));
+  x = hn::Xor(x, hn::Set(U32(), tweak));
+  x = hn::Xor(x, hn::ShiftRight<15>(x));
+  x = hn::Mul(x, hn::Set(U32(), kHashFactor1));
+  return hn::Xor(x, hn::ShiftRight<16>(x));
+}
+
+// A moment in bf16 in the upper half of each lane. `random` is below 2^16.
+template <bool kIsSum>
+HWY_INLINE hn::Vec<U16> RoundMoment(Float value, bool stochastic, hn::Vec<U32> random) {
+  if constexpr (kIsSum) {
+    const Float max = Broadcast(0x1.FEp127f);
+    value = hn::IfThenElse(hn::Lt(value, max), value, max);  // no NaN is left
+  }
+  const auto bits = hn::BitCast(U32(), value);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 1));
+  const auto lost = stochastic ? random : hn::Add(odd, hn::Set(U32(), 0x7FFF));
+  const auto rounded = hn::Add(bits, lost);
+  if constexpr (kIsSum) return hn::BitCast(U16(), rounded);
+  const auto quiet_nan = hn::Or(bits, hn::Set(U32(), 0x00400000));
+  const auto is_nan = hn::RebindMask(U32(), hn::IsNaN(value));
+  return hn::BitCast(U16(), hn::IfThenElse(is_nan, quiet_nan, rounded));
+}
+
+template <bool kBf16>
+using StoredMoment = std::conditional_t<kBf16, uint16_t, float>;
+
+template <bool kBf16>
+HWY_INLINE Float LoadMoment(const void* moments, uint64_t begin) {
+  const auto* stored = static_cast<const StoredMoment<kBf16>*>(moments);
+  return LoadWide < kBf16 ? OFFLOAD_BF16 : OFFLOAD_FP32 > (stored + begin);
+}
+
+// Stores a unit of moments. kUpper: the upper half of the random bits is this moment's.
+template <bool kBf16, bool kIsSum, bool kUpper>
+HWY_INLINE void StoreMoments(Float low, Float high, const RunRounding& run, hn::Vec<U32> random_low,
+                             hn::Vec<U32> random_high, void* moments, uint64_t begin) {
+  auto* stored = static_cast<StoredMoment<kBf16>*>(moments) + begin;
+  if constexpr (kBf16) {
+    const auto mine = [](hn::Vec<U32> random) HWY_ATTR {
+      if constexpr (kUpper) return hn::ShiftRight<16>(random);
+      return hn::And(random, hn::Set(U32(), 0xFFFF));
+    };
+    const bool stochastic = run.rounding.stochastic;
+    const auto rounded_low = RoundMoment<kIsSum>(low, stochastic, mine(random_low));
+    const auto rounded_high = RoundMoment<kIsSum>(high, stochastic, mine(random_high));
+    hn::StoreU(PackUpper(rounded_low, rounded_high), U16(), stored);
+  } else {
+    hn::StoreU(low, F32(), stored);
+    hn::StoreU(high, F32(), stored + kLanes);
+  }
+}
+
+template <bool kSplit>
+HWY_INLINE Float LoadMaster(const UpdateSpan& span, uint64_t begin) {
+  if constexpr (kSplit) {
+    const auto* high = static_cast<const uint16_t*>(span.param) + begin;
+    const auto* low = static_cast<const int16_t*>(span.master) + begin;
+    const hn::RebindToSigned<U32> i32;
+    const auto lost = hn::PromoteTo(i32, hn::LoadU(hn::RebindToSigned<HalfU16>(), low));
+    const auto rounded = hn::BitCast(i32, LoadWide<OFFLOAD_BF16>(high));
+    return hn::BitCast(F32(), hn::Add(rounded, lost));
+  } else {
+    return hn::LoadU(F32(), static_cast<const float*>(span.master) + begin);
+  }
+}
+
+// One half of a unit, NaNs with their quiet bit set and their lower half 0.
+HWY_INLINE hn::Vec<U32> WithoutLowNan(Float value) {
+  const auto bits = hn::BitCast(U32(), value);
+  const auto upper = hn::Set(U32(), 0xFFFF0000);
+  const auto nan = hn::And(hn::Or(bits, hn::Set(U32(), 0x00400000)), upper);
+  return hn::IfThenElse(hn::RebindMask(U32(), hn::IsNaN(value)), nan, bits);
+}
+
+// Stores a unit of masters as their two halves. Both have just been read: no store past the caches.
+HWY_INLINE void StoreHalves(Float low, Float high, const UpdateSpan& span, uint64_t begin) {
+  const auto low_bits = WithoutLowNan(low), high_bits = WithoutLowNan(high);
+  const auto half = hn::Set(U32(), 0x8000);
+  const auto params = PackUpper(hn::BitCast(U16(), hn::Add(low_bits, half)),
+                                hn::BitCast(U16(), hn::Add(high_bits, half)));
+  const auto lower =
+      hn::ConcatEven(U16(), hn::BitCast(U16(), high_bits), hn::BitCast(U16(), low_bits));
+  hn::StoreU(params, U16(), static_cast<uint16_t*>(span.param) + begin);
+  hn::StoreU(lower, U16(), static_cast<uint16_t*>(span.master) + begin);
+}
+
+// Updates the vector at `begin`, but stores nothing.
+template <Rule kRule, int32_t kGradDtype, StateLayout kLayout>
+HWY_INLINE Value UpdateVector(const Coefficients& c, const UpdateSpan& span, uint64_t begin) {
+  constexpr bool kBf16 = HasBf16Moments(kLayout);
   const auto* grad = static_cast<const Stored<kGradDtype>*>(span.grad);
-  auto* master = static_cast<float*>(span.master);
-  auto* moment0 = static_cast<float*>(span.moment0);
-  auto* moment1 = static_cast<float*>(span.moment1);
   Value x = {};
   x.grad = hn::Mul(LoadWide<kGradDtype>(grad + begin), Broadcast(c.grad_factor));
-  x.param = hn::LoadU(F32(), master + begin);
-  if constexpr (kHasMoment0<kRule>) x.moment0 = hn::LoadU(F32(), moment0 + begin);
-  if constexpr (kHasMoment1<kRule>) x.moment1 = hn::LoadU(F32(), moment1 + begin);
+  x.param = LoadMaster<IsSplit(kLayout)>(span, begin);
+  if constexpr (kHasMoment0<kRule>) x.moment0 = LoadMoment<kBf16>(span.moment0, begin);
+  if constexpr (kHasMoment1<kRule>) x.moment1 = LoadMoment<kBf16>(span.moment1, begin);
   Apply<kRule>(c, x);
-  if constexpr (kHasMoment0<kRule>) hn::StoreU(x.moment0, F32(), moment0 + begin);
-  if constexpr (kHasMoment1<kRule>) hn::StoreU(x.moment1, F32(), moment1 + begin);
-  hn::StoreU(x.param, F32(), master + begin);
-  return x.param;
+  return x;
+}
+
+template <Rule kRule, StateLayout kLayout>
+HWY_INLINE void StoreUnitMoments(const Value& low, const Value& high, const UpdateSpan& span,
+                                 const RunRounding& run, uint64_t begin) {
+  constexpr bool kBf16 = HasBf16Moments(kLayout);
+  auto random_low = hn::Zero(U32()), random_high = hn::Zero(U32());
+  if constexpr (kBf16) {
+    if (run.rounding.stochastic) {
+      const uint32_t counter = run.counter + static_cast<uint32_t>(begin);
+      random_low = RandomBitsOfVector(counter, run.tweak);
+      random_high = RandomBitsOfVector(counter + static_cast<uint32_t>(kLanes), run.tweak);
+    }
+  }
+  if constexpr (kHasMoment0<kRule>)
+    StoreMoments<kBf16, kMoment0IsSum<kRule>, false>(low.moment0, high.moment0, run, random_low,
+                                                     random_high, span.moment0, begin);
+  if constexpr (kHasMoment1<kRule>)
+    StoreMoments<kBf16, true, true>(low.moment1, high.moment1, run, random_low, random_high,
+                                    span.moment1, begin);
 }
 
 // Updates whole units: span.count is a multiple of kUnit. The arguments are copies, so that no
 // store below can alias them.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype>
-void UpdateUnits(const Coefficients c, const UpdateSpan span) {
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
+void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding run) {
   auto* param = static_cast<Stored<kParamDtype>*>(span.param);
   const bool in_place = span.param == span.master;
   // The step does not read the low-precision param again: it goes past the caches.
   const bool stream = reinterpret_cast<uintptr_t>(param) % sizeof(hn::Vec<U16>) == 0;
   for (uint64_t i = 0; i < span.count; i += kUnit) {
-    const Float low = UpdateVector<kRule, kGradDtype>(c, span, i);
-    const Float high = UpdateVector<kRule, kGradDtype>(c, span, i + kLanes);
+    const Value low = UpdateVector<kRule, kGradDtype, kLayout>(c, span, i);
+    const Value high = UpdateVector<kRule, kGradDtype, kLayout>(c, span, i + kLanes);
+    StoreUnitMoments<kRule, kLayout>(low, high, span, run, i);
+    if constexpr (IsSplit(kLayout)) {
+      StoreHalves(low.param, high.param, span, i);
+      continue;
+    }
+    auto* master = static_cast<float*>(span.master);
+    hn::StoreU(low.param, F32(), master + i);
+    hn::StoreU(high.param, F32(), master + i + kLanes);
     if constexpr (kParamDtype != OFFLOAD_FP32) {
-      const auto packed = Pack<kParamDtype>(low, high);
+      const auto packed = Pack<kParamDtype>(low.param, high.param, run.rounding);
       if (stream) {
         hn::Stream(packed, U16(), param + i);
       } else {
         hn::StoreU(packed, U16(), param + i);
       }
     } else if (!in_place) {
-      hn::StoreU(low, F32(), param + i);
-      hn::StoreU(high, F32(), param + i + kLanes);
+      hn::StoreU(low.param, F32(), param + i);
+      hn::StoreU(high.param, F32(), param + i + kLanes);
     }
   }
 }
@@ -220,35 +351,48 @@ template <typename T>
 struct Tail {
   T values[kUnit] = {};
 
-  void CopyIn(const T* source, uint64_t count) { std::memcpy(values, source, count * sizeof(T)); }
-  void CopyOut(T* destination, uint64_t count) const {
-    std::memcpy(destination, values, count * sizeof(T));
+  void CopyIn(const void* source, uint64_t begin, uint64_t count) {
+    std::memcpy(values, static_cast<const T*>(source) + begin, count * sizeof(T));
+  }
+  void CopyOut(void* destination, uint64_t begin, uint64_t count) const {
+    std::memcpy(static_cast<T*>(destination) + begin, values, count * sizeof(T));
   }
 };
 
 // The last elements, fewer than a unit, run the loop's own code on padded copies. Padding is zero,
 // which every rule maps to finite numbers.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype>
-void UpdateTail(const Coefficients& c, const UpdateSpan& span, uint64_t begin, uint64_t count) {
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
+void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding& run,
+                uint64_t begin, uint64_t count) {
   Tail<Stored<kGradDtype>> grad;
   Tail<Stored<kParamDtype>> param;
-  Tail<float> master;
-  Tail<float> moment0;
-  Tail<float> moment1;
-  grad.CopyIn(static_cast<const Stored<kGradDtype>*>(span.grad) + begin, count);
-  master.CopyIn(static_cast<float*>(span.master) + begin, count);
-  if constexpr (kHasMoment0<kRule>)
-    moment0.CopyIn(static_cast<float*>(span.moment0) + begin, count);
-  if constexpr (kHasMoment1<kRule>)
-    moment1.CopyIn(static_cast<float*>(span.moment1) + begin, count);
-  UpdateUnits<kRule, kGradDtype, kParamDtype>(
-      c, {grad.values, param.values, master.values, moment0.values, moment1.values, kUnit});
-  if constexpr (kHasMoment0<kRule>)
-    moment0.CopyOut(static_cast<float*>(span.moment0) + begin, count);
-  if constexpr (kHasMoment1<kRule>)
-    moment1.CopyOut(static_cast<float*>(span.moment1) + begin, count);
-  master.CopyOut(static_cast<float*>(span.master) + begin, count);
-  param.CopyOut(static_cast<Stored<kParamDtype>*>(span.param) + begin, count);
+  Tail<std::conditional_t<IsSplit(kLayout), uint16_t, float>> master;
+  Tail<StoredMoment<HasBf16Moments(kLayout)>> moment0;
+  Tail<StoredMoment<HasBf16Moments(kLayout)>> moment1;
+  grad.CopyIn(span.grad, begin, count);
+  if constexpr (IsSplit(kLayout)) param.CopyIn(span.param, begin, count);
+  master.CopyIn(span.master, begin, count);
+  if constexpr (kHasMoment0<kRule>) moment0.CopyIn(span.moment0, begin, count);
+  if constexpr (kHasMoment1<kRule>) moment1.CopyIn(span.moment1, begin, count);
+  RunRounding rest = run;
+  rest.counter += static_cast<uint32_t>(begin);
+  UpdateUnits<kRule, kGradDtype, kParamDtype, kLayout>(
+      c, {grad.values, param.values, master.values, moment0.values, moment1.values, kUnit}, rest);
+  if constexpr (kHasMoment0<kRule>) moment0.CopyOut(span.moment0, begin, count);
+  if constexpr (kHasMoment1<kRule>) moment1.CopyOut(span.moment1, begin, count);
+  master.CopyOut(span.master, begin, count);
+  param.CopyOut(span.param, begin, count);
+}
+
+// Updates elements whose indices follow each other.
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
+void UpdateRun(const Coefficients& c, const UpdateSpan& span, const RunRounding& run) {
+  const uint64_t tail = span.count % kUnit;
+  UpdateSpan units = span;
+  units.count = span.count - tail;
+  UpdateUnits<kRule, kGradDtype, kParamDtype, kLayout>(c, units, run);
+  if (tail != 0)
+    UpdateTail<kRule, kGradDtype, kParamDtype, kLayout>(c, span, run, units.count, tail);
 }
 
 // The norm's lanes are vectors of double. An fma of an exact product rounds as the addition does.
@@ -313,16 +457,21 @@ double SumBlock(const Stored<kDtype>* grad, uint64_t count) {
 }
 
 struct Kernels {
-  template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype>
+  template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
-    const uint64_t tail = span.count % kUnit;
-    const uint64_t whole = span.count - tail;
-    UpdateSpan units = span;
-    units.count = whole;
-    UpdateUnits<kRule, kGradDtype, kParamDtype>(c, units);
-    if (tail != 0) UpdateTail<kRule, kGradDtype, kParamDtype>(c, span, whole, tail);
+    if (HasBf16Moments(kLayout) && span.rounding.stochastic) {
+      ForEachRun(span.order, span.count, [&](uint64_t begin, uint64_t count, uint64_t index) {
+        UpdateSpan run = Advanced(span, {kGradDtype, kParamDtype, kLayout}, begin);
+        run.count = count;
+        UpdateRun<kRule, kGradDtype, kParamDtype, kLayout>(
+            c, run,
+            {span.rounding, CounterOf(span.rounding, index), TweakOf(span.rounding, index)});
+      });
+    } else {
+      UpdateRun<kRule, kGradDtype, kParamDtype, kLayout>(c, span, {span.rounding, 0, 0});
+    }
     // Streamed stores are weakly ordered: whoever is told of this update must see them.
-    if constexpr (kParamDtype != OFFLOAD_FP32) hwy::FlushStream();
+    if constexpr (kParamDtype != OFFLOAD_FP32 && !IsSplit(kLayout)) hwy::FlushStream();
   }
 
   template <int32_t kDtype>
@@ -343,9 +492,9 @@ struct Kernels {
     if (whole == count) return;
     Tail<Stored<kDtype>> narrow;
     Tail<float> wide;
-    narrow.CopyIn(elements + whole, count - whole);
+    narrow.CopyIn(source, whole, count - whole);
     hn::StoreU(LoadWide<kDtype>(narrow.values), F32(), wide.values);
-    wide.CopyOut(destination + whole, count - whole);
+    wide.CopyOut(destination, whole, count - whole);
   }
 
   template <int32_t kDtype>
@@ -359,11 +508,11 @@ struct Kernels {
     if (whole == count) return;
     Tail<Stored<kDtype>> narrow;
     Tail<float> wide;
-    narrow.CopyIn(elements + whole, count - whole);
-    wide.CopyIn(sum + whole, count - whole);
+    narrow.CopyIn(grad, whole, count - whole);
+    wide.CopyIn(sum, whole, count - whole);
     const Float old = hn::LoadU(F32(), wide.values);
     hn::StoreU(hn::Add(old, LoadWide<kDtype>(narrow.values)), F32(), wide.values);
-    wide.CopyOut(sum + whole, count - whole);
+    wide.CopyOut(sum, whole, count - whole);
   }
 };
 

@@ -10,19 +10,38 @@ inline constexpr bool kHasMoment0 = kRule != Rule::kSgdPlain;
 template <Rule kRule>
 inline constexpr bool kHasMoment1 = kRule == Rule::kAdam;
 
-template <typename Kernels, Rule kRule, int32_t kGradDtype>
+// Sums of squares never fall below zero; they are kept from becoming infinite.
+template <Rule kRule>
+inline constexpr bool kMoment0IsSum = kRule == Rule::kAdagrad;
+
+template <typename Kernels, Rule kRule, int32_t kGradDtype, StateLayout kAsked>
 constexpr void FillParamDtypes(KernelTable& table) {
-  UpdateFunction* row = table.update[static_cast<int32_t>(kRule)][kGradDtype - 1];
-  row[OFFLOAD_FP32 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_FP32>;
-  row[OFFLOAD_BF16 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_BF16>;
-  row[OFFLOAD_FP16 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_FP16>;
+  // Without moments it does not matter how they are stored.
+  constexpr StateLayout kLayout = kHasMoment0<kRule> ? kAsked
+                                  : IsSplit(kAsked)  ? StateLayout::kSplit
+                                                     : StateLayout::kFp32;
+  UpdateFunction* row =
+      table.update[static_cast<int32_t>(kAsked)][static_cast<int32_t>(kRule)][kGradDtype - 1];
+  row[OFFLOAD_BF16 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_BF16, kLayout>;
+  if constexpr (!IsSplit(kLayout)) {
+    row[OFFLOAD_FP32 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_FP32, kLayout>;
+    row[OFFLOAD_FP16 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_FP16, kLayout>;
+  }
+}
+
+template <typename Kernels, Rule kRule, StateLayout kLayout>
+constexpr void FillGradDtypes(KernelTable& table) {
+  FillParamDtypes<Kernels, kRule, OFFLOAD_FP32, kLayout>(table);
+  FillParamDtypes<Kernels, kRule, OFFLOAD_BF16, kLayout>(table);
+  FillParamDtypes<Kernels, kRule, OFFLOAD_FP16, kLayout>(table);
 }
 
 template <typename Kernels, Rule kRule>
 constexpr void FillRule(KernelTable& table) {
-  FillParamDtypes<Kernels, kRule, OFFLOAD_FP32>(table);
-  FillParamDtypes<Kernels, kRule, OFFLOAD_BF16>(table);
-  FillParamDtypes<Kernels, kRule, OFFLOAD_FP16>(table);
+  FillGradDtypes<Kernels, kRule, StateLayout::kFp32>(table);
+  FillGradDtypes<Kernels, kRule, StateLayout::kSplit>(table);
+  FillGradDtypes<Kernels, kRule, StateLayout::kBf16Moments>(table);
+  FillGradDtypes<Kernels, kRule, StateLayout::kSplitBf16Moments>(table);
 }
 
 template <typename Kernels, int32_t kDtype>
@@ -32,7 +51,7 @@ constexpr void FillDtype(KernelTable& table) {
   table.accumulate[kDtype - 1] = Kernels::template Accumulate<kDtype>;
 }
 
-// Kernels has the static member templates Update<rule, grad dtype, param dtype>,
+// Kernels has the static member templates Update<rule, grad dtype, param dtype, layout>,
 // SumSquares<dtype>, ToFp32<dtype> and Accumulate<dtype>.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {

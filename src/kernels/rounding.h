@@ -1,0 +1,89 @@
+// Rounding fp32 to bf16 at random, so that the mean of many roundings is the number itself: what a
+// moment that changes by less than half a bf16 step per update needs. The random bits are a
+// function of a key and of the element's index in its whole tensor; there is no state, so that no
+// cut of the work into threads, chunks, devices or ranks can change a bit.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "kernels/convert.h"
+#include "kernels/kernels.h"
+
+namespace hybridopt {
+
+// The multipliers and shifts of "lowbias32", found by Chris Wellons' search for 32-bit hashes with
+// little bias (https://nullprogram.com/blog/2018/07/31/, public domain). The key goes in at two
+// places, so that one key's sequence is no shifted copy of another's.
+inline constexpr uint32_t kHashFactor0 = 0x7FEB352D;
+inline constexpr uint32_t kHashFactor1 = 0x846CA68B;
+
+// 32 random bits for one element: moment0 is rounded with the lower half, moment1 with the upper.
+inline uint32_t RandomBits(uint32_t counter, uint32_t tweak) {
+  uint32_t x = counter;
+  x ^= x >> 16;
+  x *= kHashFactor0;
+  x ^= tweak;
+  x ^= x >> 15;
+  x *= kHashFactor1;
+  x ^= x >> 16;
+  return x;
+}
+
+// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014). 0 stays 0.
+inline uint64_t Mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+inline constexpr uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;
+
+// What RandomBits gets for the element at `index` of its tensor. Every 2^32 elements both change.
+inline uint64_t BlockKey(uint64_t index) { return Mix64((index >> 32) * kGoldenRatio); }
+inline uint32_t CounterOf(const Rounding& rounding, uint64_t index) {
+  return static_cast<uint32_t>(index) + (rounding.key0 ^ static_cast<uint32_t>(BlockKey(index)));
+}
+inline uint32_t TweakOf(const Rounding& rounding, uint64_t index) {
+  return rounding.key1 ^ static_cast<uint32_t>(BlockKey(index) >> 32);
+}
+
+// The key of one param in its step number `step`. Every step, param and seed has a stream of its
+// own.
+inline Rounding StochasticRounding(uint64_t seed, uint64_t name_hash, uint64_t step) {
+  const uint64_t key = Mix64(Mix64(Mix64(seed + kGoldenRatio) ^ name_hash) + step * kGoldenRatio);
+  return {.stochastic = true,
+          .ties_away = false,
+          .key0 = static_cast<uint32_t>(key),
+          .key1 = static_cast<uint32_t>(key >> 32)};
+}
+
+// Up with the probability that the discarded bits say; `random` is 16 bits. NaN stays NaN.
+inline uint16_t Fp32ToBf16Randomly(float value, uint32_t random) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  if (is_nan) return static_cast<uint16_t>((bits >> 16) | 0x0040);
+  return static_cast<uint16_t>((bits + random) >> 16);
+}
+
+// Calls visit(begin, count, index) for each run of span elements whose indices follow each other
+// within 32 bits: elements [begin, begin + count) are those from `index` on.
+template <typename Visit>
+void ForEachRun(const ElementOrder& order, uint64_t span_count, Visit&& visit) {
+  uint64_t row = order.column / order.row_length;
+  uint64_t column = order.column % order.row_length;
+  for (uint64_t begin = 0; begin < span_count;) {
+    const uint64_t index = order.first + row * order.row_stride + column;
+    const uint64_t in_row = std::min(order.row_length - column, span_count - begin);
+    const uint64_t count = std::min(in_row, (uint64_t{1} << 32) - (index & 0xFFFFFFFF));
+    visit(begin, count, index);
+    begin += count;
+    column += count;
+    if (column == order.row_length) {
+      column = 0;
+      row += 1;
+    }
+  }
+}
+
+}  // namespace hybridopt
