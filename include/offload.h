@@ -117,7 +117,24 @@ enum offload_algorithm {
   OFFLOAD_ADAGRAD = 5 /* state sum */
 };
 
-enum offload_dtype { OFFLOAD_FP32 = 1, OFFLOAD_BF16 = 2, OFFLOAD_FP16 = 3 };
+enum offload_dtype {
+  OFFLOAD_FP32 = 1,
+  OFFLOAD_BF16 = 2,
+  OFFLOAD_FP16 = 3,
+  OFFLOAD_U16 = 4 /* of state only: lower halves of split masters */
+};
+
+/* How the fp32 master of a bf16 param is kept. Its bits are the same either way. */
+enum offload_master_layout {
+  OFFLOAD_MASTER_FP32 = 0, /* as 4 bytes of state */
+  OFFLOAD_MASTER_SPLIT = 1 /* the bf16 param is its upper half, 2 bytes of state are the lower */
+};
+
+/* How moments kept in bf16 are rounded. */
+enum offload_rounding {
+  OFFLOAD_ROUND_STOCHASTIC = 0, /* at random: the mean of many roundings is the number itself */
+  OFFLOAD_ROUND_NEAREST = 1     /* to nearest, ties to even: small changes are lost */
+};
 
 enum offload_placement {
   OFFLOAD_PLACE_AUTO = 0,  /* device_fraction decides */
@@ -131,7 +148,10 @@ enum offload_state_kind {
   OFFLOAD_STATE_EXP_AVG = 1,
   OFFLOAD_STATE_EXP_AVG_SQ = 2,
   OFFLOAD_STATE_MOMENTUM_BUFFER = 3,
-  OFFLOAD_STATE_SUM = 4
+  OFFLOAD_STATE_SUM = 4,
+  /* The lower 16 bits of split masters. The upper are in the param, rounded:
+   * master bits = (param bits << 16) + (MASTER_LOW bits, read as a signed number). */
+  OFFLOAD_STATE_MASTER_LOW = 5
 };
 
 /* What offload_optimizer_offload_* may move. Room for it on the host is part of the plan. */
@@ -281,6 +301,12 @@ typedef struct offload_optimizer_options {
   const offload_comm_t* comm; /* other ranks; NULL = none. Copied, but what its user points to must
                                  live until destroy */
   uint64_t comm_timeout_ns;   /* a rank that does not answer for so long has failed; 0 = 600 s */
+  int32_t master_layout;      /* enum offload_master_layout. Where the host updates params that are
+                                 on a device, masters stay fp32: the param is not there to read */
+  int32_t moment_dtype;       /* OFFLOAD_FP32 or OFFLOAD_BF16; 0 = OFFLOAD_FP32 */
+  int32_t moment_rounding;    /* enum offload_rounding, of bf16 moments */
+  uint32_t reserved;          /* 0 */
+  uint64_t rounding_seed;     /* of stochastic rounding: the same on all ranks, and after a load */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params, as PyTorch names and means them (Lion as in its paper).
@@ -566,7 +592,8 @@ typedef struct offload_state_view {
 } offload_state_view_t;
 
 /* The view of one state kind. An fp32 param that is updated in place has no separate master: the
- * view is then the param itself.
+ * view is then the param itself. Of a bf16 param in OFFLOAD_MASTER_SPLIT the elements with a fp32
+ * master show as MASTER and those with halves as MASTER_LOW; a view counts only its own.
  * Errors: INVALID_ARGUMENT (unknown param, kind this algorithm has not), INVALID_STATE (before
  * commit, or while work is queued: wait first). */
 OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param,

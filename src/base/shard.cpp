@@ -69,6 +69,46 @@ Status CheckHeader(const offload_shard_t& shard) {
   return {};
 }
 
+// The row-major index in the whole tensor of a box's element.
+uint64_t IndexInTensor(const Shard& shard, const Box& box, uint64_t element) {
+  uint64_t index = 0;
+  uint64_t stride = 1;
+  for (uint32_t d = shard.dimensions; d-- > 0;) {
+    const auto extent = static_cast<uint64_t>(box.extent[d]);
+    index += (static_cast<uint64_t>(box.offset[d]) + element % extent) * stride;
+    element /= extent;
+    stride *= static_cast<uint64_t>(shard.global_shape[d]);
+  }
+  return index;
+}
+
+// How a box that is not empty lies in its tensor: rows of row_length elements, rows_per_stripe of
+// them at equal distances.
+struct BoxRows {
+  uint64_t row_length = 1;
+  uint64_t row_stride = 1;
+  uint64_t rows_per_stripe = 1;
+};
+
+BoxRows RowsOf(const Shard& shard, const Box& box) {
+  BoxRows rows;
+  const auto full = [&](uint32_t d) { return box.extent[d] == shard.global_shape[d]; };
+  uint32_t d = shard.dimensions;
+  // A row goes on through dimensions that the box fills, and one more.
+  do {
+    d -= 1;
+    rows.row_length *= static_cast<uint64_t>(box.extent[d]);
+    rows.row_stride *= static_cast<uint64_t>(shard.global_shape[d]);
+  } while (d > 0 && full(d));
+  // So does the distance between rows.
+  while (d > 0) {
+    d -= 1;
+    rows.rows_per_stripe *= static_cast<uint64_t>(box.extent[d]);
+    if (!full(d)) break;
+  }
+  return rows;
+}
+
 }  // namespace
 
 Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
@@ -138,18 +178,35 @@ uint64_t Shard::GlobalIndex(uint64_t element) const {
       left -= static_cast<uint64_t>(box_elements);
       continue;
     }
-    uint64_t index = 0;
-    uint64_t stride = 1;
-    for (uint32_t d = dimensions; d-- > 0;) {
-      const auto extent = static_cast<uint64_t>(box.extent[d]);
-      index += (static_cast<uint64_t>(box.offset[d]) + left % extent) * stride;
-      left /= extent;
-      stride *= static_cast<uint64_t>(global_shape[d]);
-    }
-    return index;
+    return IndexInTensor(*this, box, left);
   }
   HYBRIDOPT_CHECK(false);  // the range lies inside the boxes
   return 0;
+}
+
+void AddStripes(const Shard& shard, std::vector<Stripe>& stripes) {
+  uint64_t box_begin = 0;  // counted through the boxes
+  const uint64_t range_end = shard.range_begin + shard.range_count;
+  for (const Box& box : shard.boxes) {
+    int64_t box_elements = 0;
+    (void)Multiply(box.extent, shard.dimensions, &box_elements);
+    const uint64_t box_end = box_begin + static_cast<uint64_t>(box_elements);
+    uint64_t begin = std::max(box_begin, shard.range_begin);
+    const uint64_t end = std::min(box_end, range_end);
+    if (begin < end) {
+      const BoxRows rows = RowsOf(shard, box);
+      const uint64_t stripe_elements = rows.row_length * rows.rows_per_stripe;
+      while (begin < end) {
+        const uint64_t column = (begin - box_begin) % stripe_elements;
+        const uint64_t count = std::min(stripe_elements - column, end - begin);
+        stripes.push_back({begin - shard.range_begin, count,
+                           IndexInTensor(shard, box, begin - box_begin - column), rows.row_length,
+                           rows.row_stride, column});
+        begin += count;
+      }
+    }
+    box_begin = box_end;
+  }
 }
 
 Shard WholeTensor(uint64_t count) {

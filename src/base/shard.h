@@ -31,6 +31,20 @@ struct Shard {
   uint64_t GlobalIndex(uint64_t element) const;
 };
 
+// Elements [begin, begin + count) of a shard. In the whole tensor they lie in rows: element begin +
+// k has the index first + (c / row_length) * row_stride + c % row_length with c = column + k.
+struct Stripe {
+  uint64_t begin;
+  uint64_t count;
+  uint64_t first;
+  uint64_t row_length;
+  uint64_t row_stride;
+  uint64_t column;
+};
+
+// Appends the stripes of a shard, in order: mostly one for each box.
+void AddStripes(const Shard& shard, std::vector<Stripe>& stripes);
+
 // Copies and checks a shard of `count` elements. Errors name the field, but not the param.
 Result<Shard> ValidateShard(const offload_shard_t& shard, uint64_t count);
 

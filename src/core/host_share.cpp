@@ -9,15 +9,16 @@ HostShare::HostShare(const ParamTable& table, const Placement& placement, const 
   for (uint32_t id = 0; id < table.size(); ++id) {
     const Param& param = table.param(id);
     const ParamPlace& place = placement.params[id];
-    targets_.push_back(
-        {place.rule,
-         param.dtype,
-         kernels.ToFp32(param.dtype),
-         {memory.Host(id, kMaster), memory.Host(id, kMoment0), memory.Host(id, kMoment1)},
-         place.state_dtype,
-         table.groups()[param.group].initial_accumulator_value,
-         place.device_count,
-         static_cast<uint32_t>(DtypeBytes(param.dtype))});
+    targets_.push_back({place.rule,
+                        place.host_layout,
+                        param.dtype,
+                        kernels.ToFp32(param.dtype),
+                        {memory.Host(id, kMaster), memory.Host(id, kMoment0),
+                         memory.Host(id, kMoment1), memory.Host(id, kMasterLow)},
+                        place.state_dtype,
+                        table.groups()[param.group].initial_accumulator_value,
+                        place.device_count,
+                        static_cast<uint32_t>(DtypeBytes(param.dtype))});
   }
 }
 
@@ -34,13 +35,20 @@ void HostShare::Update(const Chunk& chunk, const ChunkPart& part, const ChunkBuf
                    UpdateSpan span{};
                    span.grad = GradAt(param, fragment, buffers, first);
                    span.param = ParamAt(target, fragment, buffers, param.addresses.data, first);
-                   span.master = StateAt(target, kMaster, element);
-                   if (span.master == nullptr) span.master = span.param;
+                   span.master = MasterAt(target, element, span.param);
                    span.moment0 = StateAt(target, kMoment0, element);
                    span.moment1 = StateAt(target, kMoment1, element);
-                   span.count = count;
-                   kernels_.Update(target.rule, param.grad_dtype, target.param_dtype)(
-                       coefficients[param.coefficients], span);
+                   span.rounding = param.rounding;
+                   const SpanTypes types{param.grad_dtype, target.param_dtype, target.layout};
+                   const UpdateFunction update = kernels_.Update(target.rule, types);
+                   ForEachStripe(placement_, placement_.params[fragment.param],
+                                 fragment.begin + first, count,
+                                 [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
+                                   UpdateSpan part = Advanced(span, types, offset);
+                                   part.count = part_count;
+                                   part.order = order;
+                                   update(coefficients[param.coefficients], part);
+                                 });
                  });
 }
 
@@ -56,6 +64,7 @@ void HostShare::Fill(const Chunk& chunk, const ChunkBuffers& buffers,
                    if (std::byte* master = StateAt(target, kMaster, element); master != nullptr)
                      target.widen(ParamAt(target, fragment, buffers, data, first), count,
                                   reinterpret_cast<float*>(master));
+                   FillArray(StateAt(target, kMasterLow, element), OFFLOAD_U16, count, 0.0f);
                    if (!first_state.moments) return;
                    FillArray(StateAt(target, kMoment0, element), target.state_dtype[kMoment0],
                              count, static_cast<float>(target.initial_moment0));

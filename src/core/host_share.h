@@ -31,6 +31,7 @@ struct StepParam {
   int32_t grad_dtype;          // as it is there
   uint32_t coefficients;       // index of its coefficients
   bool active;                 // has a gradient, and elements
+  Rounding rounding;
 };
 
 // What Fill gives a param's state.
@@ -86,9 +87,10 @@ class HostShare {
   // A param's fixed facts, side by side for the workers.
   struct Target {
     Rule rule;
+    StateLayout layout;
     int32_t param_dtype;
     ToFp32Function widen;
-    std::array<std::byte*, kStateSlots> state;  // NULL: no such array; without a master: the param
+    std::array<std::byte*, kStateSlots> state;  // NULL: no such array
     std::array<int32_t, kStateSlots> state_dtype;
     double initial_moment0;  // rounded by a worker: the caller's rounding mode may be any
     uint64_t device_count;
@@ -115,6 +117,13 @@ class HostShare {
     if (param.host_grad != nullptr) return param.host_grad + (fragment.begin + first) * bytes;
     if (buffers.grads != nullptr) return buffers.grads + fragment.grad_offset + first * bytes;
     return static_cast<const std::byte*>(param.addresses.grad) + (fragment.begin + first) * bytes;
+  }
+
+  // Masters, lower halves, or the param itself.
+  static std::byte* MasterAt(const Target& target, uint64_t element, void* param) {
+    if (IsSplit(target.layout)) return StateAt(target, kMasterLow, element);
+    std::byte* const master = StateAt(target, kMaster, element);
+    return master != nullptr ? master : static_cast<std::byte*>(param);
   }
 
   const KernelTable& kernels_;

@@ -269,6 +269,8 @@ Status Mover::FillDeviceShare(uint32_t id, void* data, bool moments, float first
   if (std::byte* master = memory_.OnDevice(id, kMaster); master != nullptr)
     HYBRIDOPT_TRY(
         device_.ToFp32(lanes_.compute, data, param.dtype, count, reinterpret_cast<float*>(master)));
+  if (std::byte* low = memory_.OnDevice(id, kMasterLow); low != nullptr)
+    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, low, OFFLOAD_U16, count, 0.0f));
   if (!moments) return {};
   if (std::byte* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
     HYBRIDOPT_TRY(

@@ -49,6 +49,41 @@ uint64_t NewTicketTag() {
 
 double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
+Status CheckLayout(const offload_optimizer_options_t& options) {
+  if (options.master_layout != OFFLOAD_MASTER_FP32 && options.master_layout != OFFLOAD_MASTER_SPLIT)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.master_layout is %d, expected OFFLOAD_MASTER_FP32 (0) or _SPLIT "
+                         "(1)",
+                         options.master_layout);
+  const bool bf16 = options.moment_dtype == OFFLOAD_BF16;
+  if (!bf16 && options.moment_dtype != 0 && options.moment_dtype != OFFLOAD_FP32)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.moment_dtype is %d, expected OFFLOAD_FP32 (1) or OFFLOAD_BF16 "
+                         "(2) (0 = OFFLOAD_FP32)",
+                         options.moment_dtype);
+  if (options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC &&
+      options.moment_rounding != OFFLOAD_ROUND_NEAREST)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.moment_rounding is %d, expected OFFLOAD_ROUND_STOCHASTIC (0) or "
+                         "_NEAREST (1)",
+                         options.moment_rounding);
+  if (!bf16 && options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.moment_rounding is OFFLOAD_ROUND_NEAREST, but fp32 moments are "
+                         "not rounded; set moment_dtype to OFFLOAD_BF16, or leave it 0");
+  const bool stochastic = bf16 && options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
+  if (!stochastic && options.rounding_seed != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.rounding_seed is %llu, but nothing is rounded at random; set "
+                         "moment_dtype to OFFLOAD_BF16 and moment_rounding to "
+                         "OFFLOAD_ROUND_STOCHASTIC, or leave it 0",
+                         static_cast<unsigned long long>(options.rounding_seed));
+  if (options.reserved != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
+                         options.reserved);
+  return {};
+}
+
 Status CheckOptions(const offload_optimizer_options_t& options) {
   if (AlgorithmName(options.algorithm) == nullptr)
     return Status::Error(
@@ -74,11 +109,20 @@ Status CheckOptions(const offload_optimizer_options_t& options) {
   if ((options.movable & ~kMovable) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.movable is 0x%x, known is 0x%x",
                          options.movable, kMovable);
+  HYBRIDOPT_TRY(CheckLayout(options));
   if (options.comm_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
                          static_cast<unsigned long long>(options.comm_timeout_ns));
   return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
+}
+
+// Whether any share of the param has that state; of a param without elements, either.
+bool Has(const Param& param, const ParamPlace& place, StateSlot slot) {
+  const bool none = param.count == 0;
+  return ((none || place.device_count > 0) && HasState(place.rule, place.device_layout, slot)) ||
+         ((none || place.device_count < param.count) &&
+          HasState(place.rule, place.host_layout, slot));
 }
 
 // What one element's states take where the arrays lie at these offsets.
@@ -172,6 +216,9 @@ PlacementOptions Optimizer::MakePlacementOptions() const {
   PlacementOptions options{};
   options.unified = context_->device().unified();
   options.movable = options_.movable;
+  options.master_layout = options_.master_layout;
+  options.moment_dtype = options_.moment_dtype == OFFLOAD_BF16 ? OFFLOAD_BF16 : OFFLOAD_FP32;
+  options.stochastic = options_.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
   options.device_fraction = options_.device_fraction;
   options.chunk_elements =
       options_.chunk_elements != 0 ? options_.chunk_elements : kDefaultChunkElements;
@@ -268,7 +315,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   committed->norm_sums = std::make_unique<NormSums>(committed->placement);
   committed->pipeline = std::make_unique<StepPipeline>(
       *context_, table_, committed->placement, *committed->memory, *committed->lanes,
-      *committed->swap, *committed->norm_sums, comm_);
+      *committed->swap, *committed->norm_sums, comm_, options_.rounding_seed);
   committed->mover =
       std::make_unique<Mover>(*context_, table_, committed->placement, *committed->memory,
                               *committed->lanes, *committed->swap, *committed->norm_sums);
@@ -617,8 +664,15 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   const ParamPlace& place = committed_->placement.params[param_id];
   uint32_t slot = 0;
   while (slot < kStateSlots && (StateKindOf(table_.algorithm(), StateSlot{slot}) != kind ||
-                                !HasState(place.rule, StateSlot{slot})))
+                                !Has(param, place, StateSlot{slot})))
     ++slot;
+  if (slot == kStateSlots && kind == OFFLOAD_STATE_MASTER)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "kind is OFFLOAD_STATE_MASTER, but the masters of param '%.200s' are split "
+        "(options.master_layout); ask for OFFLOAD_STATE_MASTER_LOW and join it "
+        "with the param",
+        param.name.c_str());
   if (slot == kStateSlots)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "kind is %d, which %s does not keep for param '%.200s'; see enum "
@@ -626,8 +680,11 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          kind, AlgorithmName(table_.algorithm()), param.name.c_str());
   offload_state_view_t view{};
   view.dtype = place.state_dtype[slot];
-  view.device_count = place.device_count;
-  view.host_count = param.count - place.device_count;
+  view.device_count =
+      HasState(place.rule, place.device_layout, StateSlot{slot}) ? place.device_count : 0;
+  view.host_count = HasState(place.rule, place.host_layout, StateSlot{slot})
+                        ? param.count - place.device_count
+                        : 0;
   view.step_count = committed_->pipeline->step_count(param_id);
   if (view.device_count > 0 && committed_->lifecycle->states_on_host(param_id))
     return Status::Error(OFFLOAD_INVALID_STATE,

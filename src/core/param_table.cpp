@@ -15,6 +15,13 @@ bool IsDtype(int32_t value) {
   return value == OFFLOAD_FP32 || value == OFFLOAD_BF16 || value == OFFLOAD_FP16;
 }
 
+// FNV-1a.
+uint64_t HashOf(const std::string& name) {
+  uint64_t hash = 0xCBF29CE484222325;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3;
+  return hash;
+}
+
 // Puts "what[index] 'name': " before an error's text.
 Status InContext(const Status& status, const char* what, size_t index, const char* name) {
   return Status::Error(status.code(), "%s[%zu] '%.200s': %s", what, index, name,
@@ -55,6 +62,7 @@ Status ParamTable::AddOne(const ParamInput& input) {
   HYBRIDOPT_TRY(CheckParam(source));
   Param param{};
   param.name = source.name;
+  param.name_hash = HashOf(param.name);
   param.group = source.group;
   param.dtype = source.dtype;
   param.grad_dtype = source.grad_dtype;

@@ -24,6 +24,7 @@ struct Addresses {
 
 struct Param {
   std::string name;
+  uint64_t name_hash;  // keys its random bits: the same on all ranks and systems
   uint32_t group;
   int32_t dtype;
   int32_t grad_dtype;

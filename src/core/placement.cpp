@@ -43,9 +43,33 @@ void SplitShares(const ParamTable& table, const PlacementOptions& options, Place
 
 // Whether a share of this param keeps a state array of its own. An fp32 param is its own master,
 // but for the host share of a param that lives on a device: fetching it would cost a copy a step.
-bool KeepsState(const Param& param, Rule rule, StateSlot slot, bool staged_host_share) {
-  if (slot == kMaster) return param.dtype != OFFLOAD_FP32 || staged_host_share;
-  return HasState(rule, slot);
+bool KeepsState(const Param& param, Rule rule, StateLayout layout, StateSlot slot,
+                bool staged_host_share) {
+  if (!HasState(rule, layout, slot)) return false;
+  return slot != kMaster || param.dtype != OFFLOAD_FP32 || staged_host_share;
+}
+
+// The host share of a param that lives on a device has no upper halves to read: its masters are not
+// split, whatever was asked for.
+void ChooseLayouts(const ParamTable& table, const PlacementOptions& options, Placement& placement) {
+  const bool bf16 = options.moment_dtype == OFFLOAD_BF16;
+  const StateLayout whole = bf16 ? StateLayout::kBf16Moments : StateLayout::kFp32;
+  const StateLayout halves = bf16 ? StateLayout::kSplitBf16Moments : StateLayout::kSplit;
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const bool split =
+        options.master_layout == OFFLOAD_MASTER_SPLIT && table.param(id).dtype == OFFLOAD_BF16;
+    ParamPlace& place = placement.params[id];
+    place.host_layout = split && options.unified ? halves : whole;
+    place.device_layout = split ? halves : whole;
+    place.ties_away = split;
+    place.state_dtype[kMaster] = OFFLOAD_FP32;
+    place.state_dtype[kMasterLow] = OFFLOAD_U16;
+    place.state_dtype[kMoment0] = place.state_dtype[kMoment1] = options.moment_dtype;
+    if (!options.stochastic || !bf16 || place.rule == Rule::kSgdPlain) continue;
+    place.first_stripe = static_cast<uint32_t>(placement.stripes.size());
+    AddStripes(table.param(id).shard, placement.stripes);
+    place.stripe_count = static_cast<uint32_t>(placement.stripes.size()) - place.first_stripe;
+  }
 }
 
 void LayOutState(const ParamTable& table, const PlacementOptions& options, Placement& placement) {
@@ -59,13 +83,14 @@ void LayOutState(const ParamTable& table, const PlacementOptions& options, Place
       const uint64_t host_count = param.count - place.device_count;
       place.host_offset[slot] = kNoState;
       place.device_offset[slot] = kNoState;
-      place.state_dtype[slot] = OFFLOAD_FP32;
       const uint64_t element_bytes = DtypeBytes(place.state_dtype[slot]);
-      if (host_count > 0 && KeepsState(param, place.rule, slot, !options.unified)) {
+      if (host_count > 0 &&
+          KeepsState(param, place.rule, place.host_layout, slot, !options.unified)) {
         place.host_offset[slot] = placement.host_arena_bytes;
         placement.host_arena_bytes += RoundUp(host_count * element_bytes, kHostAlignmentBytes);
       }
-      if (place.device_count > 0 && KeepsState(param, place.rule, slot, false)) {
+      if (place.device_count > 0 &&
+          KeepsState(param, place.rule, place.device_layout, slot, false)) {
         place.device_offset[slot] = placement.device_block_bytes;
         placement.device_block_bytes +=
             RoundUp(place.device_count * element_bytes, kDeviceAlignmentBytes);
@@ -174,6 +199,7 @@ void CutChunks(const ParamTable& table, const PlacementOptions& options, Placeme
 
 int32_t StateKindOf(int32_t algorithm, StateSlot slot) {
   if (slot == kMaster) return OFFLOAD_STATE_MASTER;
+  if (slot == kMasterLow) return OFFLOAD_STATE_MASTER_LOW;
   const bool adam_family = algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM;
   if (slot == kMoment1) return adam_family ? OFFLOAD_STATE_EXP_AVG_SQ : -1;
   if (algorithm == OFFLOAD_SGD) return OFFLOAD_STATE_MOMENTUM_BUFFER;
@@ -181,9 +207,17 @@ int32_t StateKindOf(int32_t algorithm, StateSlot slot) {
   return OFFLOAD_STATE_EXP_AVG;
 }
 
-bool HasState(Rule rule, StateSlot slot) {
-  if (slot == kMaster || rule == Rule::kAdam) return true;
-  return slot == kMoment0 && rule != Rule::kSgdPlain;
+bool HasState(Rule rule, StateLayout layout, StateSlot slot) {
+  switch (slot) {
+    case kMaster:
+      return !IsSplit(layout);
+    case kMasterLow:
+      return IsSplit(layout);
+    case kMoment1:
+      return rule == Rule::kAdam;
+    default:
+      return rule != Rule::kSgdPlain;
+  }
 }
 
 Placement Place(const ParamTable& table, const PlacementOptions& options) {
@@ -197,6 +231,7 @@ Placement Place(const ParamTable& table, const PlacementOptions& options) {
     placement.norm_blocks += (table.param(id).count + kNormBlockElements - 1) / kNormBlockElements;
   }
   SplitShares(table, options, placement);
+  ChooseLayouts(table, options, placement);
   LayOutState(table, options, placement);
   LayOutSwap(table, options, placement);
   CutChunks(table, options, placement);

@@ -11,6 +11,7 @@
 // A chunk is what one staging slot holds. Where there is no staging all fragments form one chunk.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -21,15 +22,17 @@
 
 namespace hybridopt {
 
-// The three arrays a param's state can have. What the moments are called depends on the algorithm.
-enum StateSlot : uint32_t { kMaster = 0, kMoment0 = 1, kMoment1 = 2 };
-inline constexpr uint32_t kStateSlots = 3;
+// The arrays a param's state can have. What the moments are called depends on the algorithm. A
+// share keeps masters or, where they are split, their lower halves.
+enum StateSlot : uint32_t { kMaster = 0, kMoment0 = 1, kMoment1 = 2, kMasterLow = 3 };
+inline constexpr uint32_t kStateSlots = 4;
 
 // The ABI's name for a slot (enum offload_state_kind), or -1 if the algorithm has no such moment.
 int32_t StateKindOf(int32_t algorithm, StateSlot slot);
 
-// Whether a rule keeps that array at all.
-bool HasState(Rule rule, StateSlot slot);
+// Whether a share has that state: moments as the rule says, masters or their lower halves as the
+// layout does. A master may be the param itself.
+bool HasState(Rule rule, StateLayout layout, StateSlot slot);
 
 struct PlacementOptions {
   bool unified;  // one memory: no device share, no staging
@@ -37,6 +40,9 @@ struct PlacementOptions {
   uint64_t chunk_elements;
   uint32_t staging_slots;
   uint32_t movable;  // enum offload_movable, or-ed
+  int32_t master_layout = OFFLOAD_MASTER_FP32;
+  int32_t moment_dtype = OFFLOAD_FP32;  // or OFFLOAD_BF16
+  bool stochastic = false;              // bf16 moments are rounded at random
 };
 
 inline constexpr uint64_t kNoState = UINT64_MAX;
@@ -49,8 +55,14 @@ struct ParamPlace {
   std::array<uint64_t, kStateSlots> host_offset;
   std::array<uint64_t, kStateSlots> device_offset;
   std::array<int32_t, kStateSlots> state_dtype;  // enum offload_dtype, of both shares
-  uint64_t swap_params_offset;                   // bytes into the host's room for offloaded params
-  uint64_t swap_grads_offset;                    // the same for gradients
+  StateLayout host_layout;
+  StateLayout device_layout;
+  bool ties_away;  // how the param is rounded, wherever it is updated
+  // Where its elements lie in the whole tensor, for the rounding at random; none without that.
+  uint32_t first_stripe;
+  uint32_t stripe_count;
+  uint64_t swap_params_offset;  // bytes into the host's room for offloaded params
+  uint64_t swap_grads_offset;   // the same for gradients
   uint64_t first_norm_block;
   uint32_t last_chunk_end;  // chunks that must be done before all of this param's host share is
 };
@@ -74,6 +86,7 @@ struct Placement {
   std::vector<ParamPlace> params;
   std::vector<Fragment> fragments;
   std::vector<Chunk> chunks;
+  std::vector<Stripe> stripes;
   uint64_t host_elements = 0;
   uint64_t device_elements = 0;
   uint64_t norm_blocks = 0;
@@ -92,6 +105,27 @@ struct Placement {
   uint64_t grads_down_bytes = 0;
   uint64_t params_up_bytes = 0;
 };
+
+// Calls visit(offset, count, order) for each stretch of elements [begin, begin + count) of a param
+// that lies in one stripe; offset counts from `begin`. Without stripes that is all of them.
+template <typename Visit>
+void ForEachStripe(const Placement& placement, const ParamPlace& place, uint64_t begin,
+                   uint64_t count, Visit&& visit) {
+  if (place.stripe_count == 0) return visit(0, count, ElementOrder{});
+  const std::span<const Stripe> stripes(&placement.stripes[place.first_stripe], place.stripe_count);
+  auto stripe =
+      std::upper_bound(stripes.begin(), stripes.end(), begin,
+                       [](uint64_t element, const Stripe& s) { return element < s.begin; });
+  --stripe;  // the first stripe starts at element 0, so there is one before
+  for (const uint64_t end = begin + count; stripe != stripes.end() && stripe->begin < end;
+       ++stripe) {
+    const uint64_t first = std::max(begin, stripe->begin);
+    const uint64_t last = std::min(end, stripe->begin + stripe->count);
+    ElementOrder order{stripe->first, stripe->row_length, stripe->row_stride, stripe->column};
+    order.column += first - stripe->begin;
+    visit(first - begin, last - first, order);
+  }
+}
 
 Placement Place(const ParamTable& table, const PlacementOptions& options);
 

@@ -8,6 +8,7 @@
 #include "base/prim.h"
 #include "core/timeline.h"
 #include "kernels/coefficients.h"
+#include "kernels/rounding.h"
 
 namespace hybridopt {
 namespace {
@@ -38,7 +39,7 @@ const std::byte* At(const void* base, uint64_t element, int32_t dtype) {
 
 StepPipeline::StepPipeline(Context& context, const ParamTable& table, const Placement& placement,
                            const StateMemory& memory, Lanes& lanes, const SwapMemory& swap,
-                           NormSums& norm_sums, const Comm& comm)
+                           NormSums& norm_sums, const Comm& comm, uint64_t rounding_seed)
     : context_(context),
       device_(context.device()),
       table_(table),
@@ -48,6 +49,7 @@ StepPipeline::StepPipeline(Context& context, const ParamTable& table, const Plac
       swap_(swap),
       norm_sums_(norm_sums),
       comm_(comm),
+      rounding_seed_(rounding_seed),
       host_share_(table, placement, memory, context.kernels()),
       step_counts_(table.size()),
       params_(table.size()),
@@ -62,13 +64,14 @@ StepPipeline::StepPipeline(Context& context, const ParamTable& table, const Plac
   device_updates_.reserve(MaxDeviceUpdates(table, placement));
 }
 
-// One per param, and one per piece of a gradient that comes back from the host.
+// One per param, and one more where a piece of a gradient that comes back from the host or a stripe
+// begins.
 uint64_t StepPipeline::MaxDeviceUpdates(const ParamTable& table, const Placement& placement) {
   if (placement.device_elements == 0) return 0;
   const uint64_t pieces = placement.device_grad_elements == 0
                               ? 0
                               : placement.device_elements / placement.device_grad_elements;
-  return table.size() + pieces;
+  return table.size() + pieces + placement.stripes.size();
 }
 
 uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const Placement& placement) {
@@ -77,7 +80,7 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const Placement& pl
                              kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
   return table.size() * per_param + MaxDeviceUpdates(table, placement) * sizeof(DeviceUpdate) +
          placement.norm_blocks * sizeof(double) + placement.fragments.size() * sizeof(Fragment) +
-         placement.chunks.size() * sizeof(Chunk);
+         placement.chunks.size() * sizeof(Chunk) + placement.stripes.size() * sizeof(Stripe);
 }
 
 std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
@@ -119,8 +122,13 @@ void StepPipeline::Prepare(const StepRequest& request) {
     step_param.active =
         param.count > 0 && (step_param.addresses.grad != nullptr || held != HostGrad::kNone);
     if (!step_param.active) continue;
-    step_param.coefficients =
-        CoefficientsFor(request.groups[param.group], param.group, step_counts_[id] + 1);
+    const uint64_t step = step_counts_[id] + 1;
+    step_param.coefficients = CoefficientsFor(request.groups[param.group], param.group, step);
+    const ParamPlace& place = placement_.params[id];
+    step_param.rounding = {};
+    if (place.stripe_count > 0)
+      step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);
+    step_param.rounding.ties_away = place.ties_away;
   }
 }
 
@@ -335,7 +343,7 @@ Status StepPipeline::QueueDeviceUpdates() {
       const ParamPlace& place = placement_.params[id];
       if (params_[id].active && params_[id].host_grad == nullptr && place.device_count > 0 &&
           place.rule == Rule{rule})
-        device_updates_.push_back(DeviceUpdateOf(id));
+        AddDeviceUpdates(DeviceUpdateOf(id), id, 0, place.device_count);
     }
     HYBRIDOPT_TRY(QueueUpdate(Rule{rule}, first));
   }
@@ -349,19 +357,36 @@ Status StepPipeline::QueueDeviceUpdates() {
 // The update of a param's whole device share.
 DeviceUpdate StepPipeline::DeviceUpdateOf(uint32_t id) const {
   const StepParam& param = params_[id];
-  void* master = memory_.OnDevice(id, kMaster);
+  const ParamPlace& place = placement_.params[id];
+  void* master = memory_.OnDevice(id, IsSplit(place.device_layout) ? kMasterLow : kMaster);
   if (master == nullptr) master = param.addresses.data;
   DeviceUpdate update{};
-  update.span = {param.addresses.grad,
-                 param.addresses.data,
-                 master,
-                 memory_.OnDevice(id, kMoment0),
-                 memory_.OnDevice(id, kMoment1),
-                 placement_.params[id].device_count};
+  update.span = {
+      param.addresses.grad,           param.addresses.data,           master,
+      memory_.OnDevice(id, kMoment0), memory_.OnDevice(id, kMoment1), place.device_count};
+  update.span.rounding = param.rounding;
   update.grad_dtype = param.grad_dtype;
   update.param_dtype = table_.param(id).dtype;
   update.coefficients = param.coefficients;
+  update.layout = place.device_layout;
   return update;
+}
+
+// Lists the update of elements [begin, begin + count) of a param, stripe by stripe. `whole` has the
+// addresses of element 0, but for the gradient's, which is that of element `begin`.
+void StepPipeline::AddDeviceUpdates(const DeviceUpdate& whole, uint32_t id, uint64_t begin,
+                                    uint64_t count) {
+  DeviceUpdate stretch = whole;
+  stretch.span = Advanced(whole.span, whole.types(), begin);
+  stretch.span.grad = whole.span.grad;
+  ForEachStripe(placement_, placement_.params[id], begin, count,
+                [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
+                  HYBRIDOPT_CHECK(device_updates_.size() < device_updates_.capacity());
+                  DeviceUpdate& part = device_updates_.emplace_back(stretch);
+                  part.span = Advanced(stretch.span, stretch.types(), offset);
+                  part.span.count = part_count;
+                  part.span.order = order;
+                });
 }
 
 // Launches what was listed from `first` on.
@@ -379,25 +404,15 @@ Status StepPipeline::QueueUpdate(Rule rule, size_t first) {
 // the next piece from overtaking the update that reads the last one.
 Status StepPipeline::QueueUpdateFromHost(uint32_t id) {
   const StepParam& param = params_[id];
-  const DeviceUpdate whole = DeviceUpdateOf(id);
+  DeviceUpdate whole = DeviceUpdateOf(id);
   const uint64_t grad_bytes = DtypeBytes(param.grad_dtype);
   for (uint64_t begin = 0; begin < whole.span.count; begin += placement_.device_grad_elements) {
     const uint64_t count = std::min(placement_.device_grad_elements, whole.span.count - begin);
     HYBRIDOPT_TRY(device_.CopyToDevice(lanes_.compute, lanes_.device_grads,
                                        param.host_grad + begin * grad_bytes, count * grad_bytes));
-    DeviceUpdate piece = whole;
-    piece.span.grad = lanes_.device_grads;
-    piece.span.param = At(whole.span.param, begin, whole.param_dtype);
-    const std::array<int32_t, kStateSlots>& dtype = placement_.params[id].state_dtype;
-    piece.span.master = At(whole.span.master, begin, dtype[kMaster]);
-    if (piece.span.moment0 != nullptr)
-      piece.span.moment0 = At(whole.span.moment0, begin, dtype[kMoment0]);
-    if (piece.span.moment1 != nullptr)
-      piece.span.moment1 = At(whole.span.moment1, begin, dtype[kMoment1]);
-    piece.span.count = count;
     const size_t first = device_updates_.size();
-    HYBRIDOPT_CHECK(first < device_updates_.capacity());
-    device_updates_.push_back(piece);
+    whole.span.grad = lanes_.device_grads;
+    AddDeviceUpdates(whole, id, begin, count);
     HYBRIDOPT_TRY(QueueUpdate(placement_.params[id].rule, first));
   }
   return {};

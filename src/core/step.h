@@ -44,7 +44,7 @@ class StepPipeline {
  public:
   StepPipeline(Context& context, const ParamTable& table, const Placement& placement,
                const StateMemory& memory, Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums,
-               const Comm& comm);
+               const Comm& comm, uint64_t rounding_seed);
 
   // `ready` is recorded behind the gradients; NULL where there are no streams. `capture` is the
   // save that the step must not overtake; NULL if none is running. `reached` is told the marks of a
@@ -95,6 +95,7 @@ class StepPipeline {
 
   Status QueueDeviceUpdates();
   DeviceUpdate DeviceUpdateOf(uint32_t id) const;
+  void AddDeviceUpdates(const DeviceUpdate& whole, uint32_t id, uint64_t begin, uint64_t count);
   Status QueueUpdate(Rule rule, size_t first);
   Status QueueUpdateFromHost(uint32_t id);
 
@@ -117,6 +118,7 @@ class StepPipeline {
   const SwapMemory& swap_;
   NormSums& norm_sums_;
   const Comm& comm_;
+  const uint64_t rounding_seed_;
   const HostShare host_share_;
   bool has_replicas_ = false;
 

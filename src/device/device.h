@@ -24,6 +24,9 @@ struct DeviceUpdate {
   int32_t grad_dtype;
   int32_t param_dtype;
   uint32_t coefficients;  // index; that entry's grad_factor holds only maximize's sign
+  StateLayout layout = StateLayout::kFp32;
+
+  SpanTypes types() const { return {grad_dtype, param_dtype, layout}; }
 };
 
 // All updates of one launch. The arrays stay as they are until the launch has run.

@@ -66,7 +66,7 @@ Result<T*> SimExecutor::Locate(const char* what, T* device, uint64_t count) cons
 
 Result<void*> SimExecutor::LocateArray(const char* what, const void* device, int32_t dtype,
                                        uint64_t count) const {
-  HYBRIDOPT_CHECK(dtype >= 1 && dtype <= kDtypeCount);
+  HYBRIDOPT_CHECK(dtype >= OFFLOAD_FP32 && dtype <= OFFLOAD_U16);
   return Locate(what, device, count, DtypeBytes(dtype), DtypeBytes(dtype));
 }
 
@@ -76,12 +76,14 @@ Result<UpdateSpan> SimExecutor::LocateSpan(const DeviceUpdate& update) const {
   if (count == 0) return span;
   HYBRIDOPT_ASSIGN(span.grad, LocateArray("grad", span.grad, update.grad_dtype, count));
   HYBRIDOPT_ASSIGN(span.param, LocateArray("param", span.param, update.param_dtype, count));
-  HYBRIDOPT_ASSIGN(span.master, LocateArray("master", span.master, OFFLOAD_FP32, count));
+  const int32_t master = IsSplit(update.layout) ? OFFLOAD_U16 : OFFLOAD_FP32;
+  const int32_t moment = HasBf16Moments(update.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
+  HYBRIDOPT_ASSIGN(span.master, LocateArray("master", span.master, master, count));
   if (span.moment0 != nullptr) {
-    HYBRIDOPT_ASSIGN(span.moment0, LocateArray("moment0", span.moment0, OFFLOAD_FP32, count));
+    HYBRIDOPT_ASSIGN(span.moment0, LocateArray("moment0", span.moment0, moment, count));
   }
   if (span.moment1 != nullptr) {
-    HYBRIDOPT_ASSIGN(span.moment1, LocateArray("moment1", span.moment1, OFFLOAD_FP32, count));
+    HYBRIDOPT_ASSIGN(span.moment1, LocateArray("moment1", span.moment1, moment, count));
   }
   return span;
 }
@@ -181,7 +183,7 @@ Status SimExecutor::Apply(const sim::Update& update) const {
     if (span.count == 0) continue;
     Coefficients coefficients = launch.coefficients[one.coefficients];
     coefficients.grad_factor *= verdict->grad_factor;
-    kernels_.Update(launch.rule, one.grad_dtype, one.param_dtype)(coefficients, span);
+    kernels_.Update(launch.rule, one.types())(coefficients, span);
   }
   return Status();
 }

@@ -79,7 +79,7 @@ static const pin_t pins[] = {
     FIELD(offload_comm_t, max, 32, 8),
     FIELD(offload_comm_t, barrier, 40, 8),
 
-    STRUCT(offload_optimizer_options_t, 48),
+    STRUCT(offload_optimizer_options_t, 72),
     FIELD(offload_optimizer_options_t, struct_size, 0, 4),
     FIELD(offload_optimizer_options_t, algorithm, 4, 4),
     FIELD(offload_optimizer_options_t, device_fraction, 8, 8),
@@ -88,6 +88,11 @@ static const pin_t pins[] = {
     FIELD(offload_optimizer_options_t, movable, 28, 4),
     FIELD(offload_optimizer_options_t, comm, 32, 8),
     FIELD(offload_optimizer_options_t, comm_timeout_ns, 40, 8),
+    FIELD(offload_optimizer_options_t, master_layout, 48, 4),
+    FIELD(offload_optimizer_options_t, moment_dtype, 52, 4),
+    FIELD(offload_optimizer_options_t, moment_rounding, 56, 4),
+    FIELD(offload_optimizer_options_t, reserved, 60, 4),
+    FIELD(offload_optimizer_options_t, rounding_seed, 64, 8),
 
     STRUCT(offload_group_t, 88),
     FIELD(offload_group_t, struct_size, 0, 4),
@@ -312,6 +317,11 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_FP32, 1),
     VALUE(OFFLOAD_BF16, 2),
     VALUE(OFFLOAD_FP16, 3),
+    VALUE(OFFLOAD_U16, 4),
+    VALUE(OFFLOAD_MASTER_FP32, 0),
+    VALUE(OFFLOAD_MASTER_SPLIT, 1),
+    VALUE(OFFLOAD_ROUND_STOCHASTIC, 0),
+    VALUE(OFFLOAD_ROUND_NEAREST, 1),
 
     VALUE(OFFLOAD_PLACE_AUTO, 0),
     VALUE(OFFLOAD_PLACE_HOST, 1),
@@ -322,6 +332,7 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_STATE_EXP_AVG_SQ, 2),
     VALUE(OFFLOAD_STATE_MOMENTUM_BUFFER, 3),
     VALUE(OFFLOAD_STATE_SUM, 4),
+    VALUE(OFFLOAD_STATE_MASTER_LOW, 5),
 
     VALUE(OFFLOAD_MOVABLE_PARAMS, 1),
     VALUE(OFFLOAD_MOVABLE_GRADS, 2),

@@ -27,7 +27,9 @@ std::vector<ParamSpec> ProgramParams(Random& random) {
 
 Problem ProgramProblem(uint64_t seed) {
   Random random(seed + 1);
-  return RandomProblem(kAlgorithms[seed % 5], ProgramParams(random), 1, seed);
+  Problem problem = RandomProblem(kAlgorithms[seed % 5], ProgramParams(random), 1, seed);
+  problem.state = StateChoices()[seed / 5 % 6];
+  return problem;
 }
 
 LifecycleSetting ProgramSetting(uint64_t seed) {

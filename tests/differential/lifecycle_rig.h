@@ -318,6 +318,7 @@ class LifecycleRig {
     options.staging_slots = setting_.optimizer.staging_slots;
     options.movable = setting_.movable;
     options.comm = setting_.comm;
+    problem_.state.Put(options);
     MUST(offload_optimizer_create(context_, &options, &optimizer_));
     for (const offload_group_t& group : problem_.groups) {
       uint32_t id = 0;
@@ -343,19 +344,18 @@ class LifecycleRig {
   }
 
   std::string StateDifference(uint32_t id, int32_t kind, const Model::Param& param) const {
-    auto view = Make<offload_state_view_t>();
-    if (offload_optimizer_state(optimizer_, id, kind, &view) != OFFLOAD_OK)
-      return kind == OFFLOAD_STATE_MASTER ? offload_last_error() : "";  // not of this algorithm
-    if (view.step_count != param.step_count) return "step count";
+    const StateBits state =
+        ReadState(optimizer_, id, kind, param.data,
+                  [this](const void* data, uint64_t bytes) { return Read(data, bytes); });
+    if (!state.error.empty())
+      return kind == OFFLOAD_STATE_MASTER ? state.error : "";  // not of this algorithm
+    if (state.step_count != param.step_count) return "step count";
     const std::vector<float>& expected = kind == OFFLOAD_STATE_MASTER       ? param.master
                                          : kind == OFFLOAD_STATE_EXP_AVG_SQ ? param.moment1
                                                                             : param.moment0;
-    Bytes got = Read(view.device_data, view.device_count * 4);
-    const auto* host = static_cast<const std::byte*>(view.host_data);
-    if (view.host_count > 0) got.insert(got.end(), host, host + view.host_count * 4);
-    if (got.size() != expected.size() * 4) return "count of state " + std::to_string(kind);
+    if (state.values.size() != expected.size()) return "count of state " + std::to_string(kind);
     for (size_t i = 0; i < expected.size(); ++i)
-      if (std::memcmp(&got[i * 4], &expected[i], 4) != 0)
+      if (std::memcmp(&state.values[i], &expected[i], 4) != 0)
         return "element " + std::to_string(i) + " of state " + std::to_string(kind);
     return "";
   }

@@ -10,6 +10,7 @@
 
 #include "kernels/coefficients.h"
 #include "kernels/kernels.h"
+#include "kernels/rounding.h"
 #include "problem.h"
 
 namespace hybridopt {
@@ -31,7 +32,9 @@ class Model {
       param.data = problem.initial[id];
       param.master = Widen(spec.dtype, spec.count, param.data);
       const double first = problem.groups[spec.group].initial_accumulator_value;
-      param.moment0.assign(spec.count, static_cast<float>(first));
+      const auto first_sum = static_cast<float>(first);
+      param.moment0.assign(spec.count,
+                           problem.state.bf16() ? Bf16ToFp32(Fp32ToBf16(first_sum)) : first_sum);
       param.moment1.assign(spec.count, 0.0f);
       params.push_back(std::move(param));
     }
@@ -98,9 +101,44 @@ class Model {
     Coefficients coefficients =
         MakeCoefficients(problem_->algorithm, input.groups[spec.group], param.step_count);
     coefficients.grad_factor *= verdict.grad_factor;
-    const UpdateSpan span{input.grads[id]->data(), param.data.data(),    param.master.data(),
-                          param.moment0.data(),    param.moment1.data(), spec.count};
-    ReferenceKernels().Update(rule, spec.grad_dtype, spec.dtype)(coefficients, span);
+    UpdateSpan span{input.grads[id]->data(), param.data.data(),    param.master.data(),
+                    param.moment0.data(),    param.moment1.data(), spec.count};
+    const StateChoice& state = problem_->state;
+    span.rounding.ties_away = state.split() && spec.dtype == OFFLOAD_BF16;
+    if (!state.bf16()) {
+      ReferenceKernels().Update(rule, spec.grad_dtype, spec.dtype)(coefficients, span);
+      return;
+    }
+    if (state.moment_rounding == OFFLOAD_ROUND_STOCHASTIC) {
+      const Rounding keyed =
+          StochasticRounding(state.rounding_seed, HashOfName(id), param.step_count);
+      span.rounding = {true, span.rounding.ties_away, keyed.key0, keyed.key1};
+    }
+    std::vector<uint16_t> moment0 = Narrow(param.moment0), moment1 = Narrow(param.moment1);
+    span.moment0 = moment0.data();
+    span.moment1 = moment1.data();
+    ReferenceKernels().Update(rule, {spec.grad_dtype, spec.dtype, StateLayout::kBf16Moments})(
+        coefficients, span);
+    param.moment0 = Widen(OFFLOAD_BF16, moment0);
+    param.moment1 = Widen(OFFLOAD_BF16, moment1);
+  }
+
+  // FNV-1a of "param0" and so on, which all rigs call them.
+  static uint64_t HashOfName(size_t id) {
+    uint64_t hash = 14695981039346656037u;
+    for (char c : "param" + std::to_string(id)) hash = (hash ^ uint64_t(c)) * 1099511628211u;
+    return hash;
+  }
+
+  static std::vector<uint16_t> Narrow(const std::vector<float>& values) {
+    std::vector<uint16_t> narrow;
+    for (float value : values) narrow.push_back(Fp32ToBf16(value));
+    return narrow;
+  }
+  static std::vector<float> Widen(int32_t dtype, const std::vector<uint16_t>& narrow) {
+    std::vector<float> widened(narrow.size());
+    ReferenceKernels().ToFp32(dtype)(narrow.data(), narrow.size(), widened.data());
+    return widened;
   }
 
   const Problem* problem_;

@@ -80,12 +80,47 @@ struct StepInput {
   double grad_norm_max = 0;
 };
 
+// How state is stored; the default is all fp32.
+struct StateChoice {
+  int32_t master_layout = OFFLOAD_MASTER_FP32;
+  int32_t moment_dtype = 0;
+  int32_t moment_rounding = OFFLOAD_ROUND_STOCHASTIC;
+  uint64_t rounding_seed = 0;
+
+  bool bf16() const { return moment_dtype == OFFLOAD_BF16; }
+  bool split() const { return master_layout == OFFLOAD_MASTER_SPLIT; }
+  void Put(offload_optimizer_options_t& options) const {
+    options.master_layout = master_layout;
+    options.moment_dtype = moment_dtype;
+    options.moment_rounding = moment_rounding;
+    options.rounding_seed = rounding_seed;
+  }
+  std::string Text() const {
+    return std::string(split() ? "split masters" : "fp32 masters") +
+           (!bf16()                                       ? ", fp32 moments"
+            : moment_rounding == OFFLOAD_ROUND_STOCHASTIC ? ", bf16 moments at random"
+                                                          : ", bf16 moments to nearest");
+  }
+};
+
+// All of them.
+inline std::vector<StateChoice> StateChoices() {
+  std::vector<StateChoice> choices;
+  for (int32_t master : {OFFLOAD_MASTER_FP32, OFFLOAD_MASTER_SPLIT}) {
+    choices.push_back({master, 0, 0, 0});
+    choices.push_back({master, OFFLOAD_BF16, OFFLOAD_ROUND_STOCHASTIC, 77});
+    choices.push_back({master, OFFLOAD_BF16, OFFLOAD_ROUND_NEAREST, 0});
+  }
+  return choices;
+}
+
 struct Problem {
   int32_t algorithm;
   std::vector<offload_group_t> groups;  // at commit
   std::vector<ParamSpec> params;
   std::vector<Bytes> initial;  // per param
   std::vector<StepInput> steps;
+  StateChoice state = {};
 };
 
 // ------------------------------------------------------------------------------------ elements --

@@ -10,6 +10,7 @@
 
 #include "model.h"
 #include "problem.h"
+#include "state_bits.h"
 
 namespace hybridopt {
 
@@ -152,6 +153,7 @@ class Rig {
     options.comm = rank.comm;
     options.comm_timeout_ns = rank.comm_timeout_ns;
     options.movable = rank.movable;
+    problem.state.Put(options);
     MUST(offload_optimizer_create(context_, &options, &handle_));
     for (const offload_group_t& group : problem.groups) AddGroup(group);
     AddBlock(1);
@@ -394,22 +396,25 @@ class Rig {
     return ArrayDifference(id, kind, expected.moment0, expected);
   }
 
+  Bytes Download(const void* data, uint64_t bytes) const {
+    Bytes copy(bytes);
+    MUST(offload_device_download(context_, copy.data(), data, bytes, nullptr));
+    return copy;
+  }
+
   std::string ArrayDifference(size_t id, int32_t kind, const std::vector<float>& expected,
                               const Model::Param& param) const {
-    auto view = Make<offload_state_view_t>();
-    MUST(offload_optimizer_state(handle_, static_cast<uint32_t>(id), kind, &view));
+    const StateBits state =
+        ReadState(handle_, static_cast<uint32_t>(id), kind, param.data,
+                  [this](const void* data, uint64_t bytes) { return Download(data, bytes); });
     const std::string where = "state " + std::to_string(kind) + " of param " + std::to_string(id) +
                               " (" + problem_.params[id].Text() + ")";
-    if (view.device_count + view.host_count != expected.size()) return where + ": count";
-    if (view.step_count != param.step_count)
-      return where + ": step count " + std::to_string(view.step_count) + ", expected " +
+    if (!state.error.empty()) return where + ": " + state.error;
+    const std::vector<float>& got = state.values;
+    if (got.size() != expected.size()) return where + ": count";
+    if (state.step_count != param.step_count)
+      return where + ": step count " + std::to_string(state.step_count) + ", expected " +
              std::to_string(param.step_count);
-    std::vector<float> got(expected.size());
-    if (view.device_count > 0)
-      MUST(offload_device_download(context_, got.data(), view.device_data, view.device_count * 4,
-                                   nullptr));
-    if (view.host_count > 0)
-      std::memcpy(got.data() + view.device_count, view.host_data, view.host_count * 4);
     for (size_t i = 0; i < got.size(); ++i) {
       if (std::bit_cast<uint32_t>(got[i]) == std::bit_cast<uint32_t>(expected[i])) continue;
       char text[96];

@@ -106,6 +106,7 @@ inline std::unique_ptr<Sharded> RandomSharded(int32_t algorithm, uint32_t world,
   }
   for (size_t i = 0; i < specs.size(); ++i) specs[i].count = ElementsOf(shapes[i]);
   Problem problem = RandomProblem(algorithm, specs, steps, seed);
+  problem.state = StateChoices()[seed / 5 % 6];
   std::vector<std::vector<Piece>> pieces;
   // RandomProblem has put the params in an order of its own: any shape of as many elements will do.
   for (const ParamSpec& spec : problem.params) {
@@ -170,13 +171,13 @@ class ShardedRank {
     Bytes bits;
     for (size_t id = 0; id < local().params.size(); ++id) {
       AppendDevice(bits, rig_->DataAddress(0, id), local().params[id].data_bytes());
-      for (int32_t kind = OFFLOAD_STATE_MASTER; kind <= OFFLOAD_STATE_SUM; ++kind) {
+      for (int32_t kind = OFFLOAD_STATE_MASTER; kind <= OFFLOAD_STATE_MASTER_LOW; ++kind) {
         auto view = Make<offload_state_view_t>();
         if (offload_optimizer_state(rig_->handle(), static_cast<uint32_t>(id), kind, &view) !=
             OFFLOAD_OK)
           continue;
-        AppendDevice(bits, view.device_data, view.device_count * 4);
-        Append(bits, view.host_data, view.host_count * 4);
+        AppendDevice(bits, view.device_data, view.device_count * DtypeBytes(view.dtype));
+        Append(bits, view.host_data, view.host_count * DtypeBytes(view.dtype));
         Append(bits, &view.step_count, sizeof(view.step_count));
       }
     }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cfenv>
+#include <deque>
 #include <map>
 #include <thread>
 
@@ -46,6 +47,36 @@ TEST_P(StepTest, EverySettingGivesTheModelsBits) {
             const OptimizerSetting setting{fraction, chunk, 0};
             ASSERT_EQ(RunAll(context, solved[index % 3], setting), "")
                 << Text(context_setting, setting);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(StepTest, EverySettingGivesTheModelsBitsInEveryLayout) {
+  std::deque<Solved> solved;
+  for (const StateChoice& choice : StateChoices()) {
+    Problem problem = RandomProblem(GetParam(), AllDtypePairs(), kSteps, 41 + solved.size());
+    problem.state = choice;
+    solved.emplace_back(std::move(problem));
+  }
+  uint64_t index = 1000;
+  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    for (const std::string& isa : UsableIsas()) {
+      for (uint32_t threads : {1u, 3u}) {
+        ContextSetting context_setting;
+        context_setting.device_kind = device;
+        context_setting.threads = threads;
+        context_setting.isa = isa;
+        const TestContext context(context_setting);
+        for (double fraction : {0.0, 0.3, 1.0}) {
+          if (device == OFFLOAD_DEVICE_HOST && fraction != 0) continue;  // no effect there
+          for (const Solved& one : solved) {
+            if (!Chosen(++index)) continue;
+            const OptimizerSetting setting{fraction, index % 2 == 0 ? 1024u : 4096u, 0};
+            ASSERT_EQ(RunAll(context, one, setting), "")
+                << one.problem.state.Text() << ", " << Text(context_setting, setting);
           }
         }
       }

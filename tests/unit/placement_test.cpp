@@ -51,6 +51,9 @@ Case RandomCase(std::mt19937& random) {
   one.options.device_fraction = fractions[random() % std::size(fractions)];
   one.options.chunk_elements = 1024 << random() % 4;
   one.options.staging_slots = 2 + random() % 4;
+  one.options.master_layout = static_cast<int32_t>(random() % 2);
+  one.options.moment_dtype = random() % 2 == 0 ? OFFLOAD_FP32 : OFFLOAD_BF16;
+  one.options.stochastic = random() % 2 == 0;
   return one;
 }
 
@@ -69,8 +72,12 @@ class PlacementTest : public testing::Test {
 };
 
 // What a share of a param keeps, said again: an array or none.
-bool Keeps(const Param& param, const ParamPlace& place, uint32_t slot, bool staged_host_share) {
-  if (slot == kMaster) return param.dtype != OFFLOAD_FP32 || staged_host_share;
+bool Keeps(const Param& param, const ParamPlace& place, const PlacementOptions& options,
+           uint32_t slot, bool staged_host_share) {
+  const bool split = options.master_layout == OFFLOAD_MASTER_SPLIT && param.dtype == OFFLOAD_BF16 &&
+                     !staged_host_share;
+  if (slot == kMasterLow) return split;
+  if (slot == kMaster) return !split && (param.dtype != OFFLOAD_FP32 || staged_host_share);
   switch (place.rule) {
     case Rule::kAdam:
       return true;
@@ -222,10 +229,16 @@ TEST_F(PlacementTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
       for (uint32_t id = 0; id < table.size(); ++id) {
         const Param& param = table.param(id);
         const ParamPlace& place = placement.params[id];
-        const uint64_t host_bytes = 4 * (param.count - place.device_count);
-        const uint64_t device_bytes = 4 * place.device_count;
-        const bool on_host = host_bytes > 0 && Keeps(param, place, slot, !options.unified);
-        const bool on_device = device_bytes > 0 && Keeps(param, place, slot, false);
+        const bool moment = slot == kMoment0 || slot == kMoment1;
+        const int32_t dtype = slot == kMasterLow ? OFFLOAD_U16
+                              : moment           ? options.moment_dtype
+                                                 : OFFLOAD_FP32;
+        ASSERT_EQ(place.state_dtype[slot], dtype);
+        const uint64_t element_bytes = dtype == OFFLOAD_FP32 ? 4 : 2;
+        const uint64_t host_bytes = element_bytes * (param.count - place.device_count);
+        const uint64_t device_bytes = element_bytes * place.device_count;
+        const bool on_host = host_bytes > 0 && Keeps(param, place, options, slot, !options.unified);
+        const bool on_device = device_bytes > 0 && Keeps(param, place, options, slot, false);
         ASSERT_EQ(place.host_offset[slot] != kNoState, on_host) << id << " slot " << slot;
         ASSERT_EQ(place.device_offset[slot] != kNoState, on_device) << id << " slot " << slot;
         if (on_host) {
@@ -268,6 +281,32 @@ TEST_F(PlacementTest, NormBlocksFollowEachOther) {
   });
 }
 
+// Any stretch of a param is cut where its stripes end, and says of every element where it lies.
+TEST_F(PlacementTest, StripesSayWhereEveryElementLies) {
+  ForRandomCases(
+      [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
+        for (uint32_t id = 0; id < table.size(); ++id) {
+          const ParamPlace& place = placement.params[id];
+          const uint64_t count = table.param(id).count;
+          const bool random = options.stochastic && options.moment_dtype == OFFLOAD_BF16 &&
+                              place.rule != Rule::kSgdPlain;
+          ASSERT_EQ(place.stripe_count > 0, random && count > 0);
+          if (count == 0) continue;
+          uint64_t next = 0;
+          ForEachStripe(placement, place, count / 3, count - count / 3,
+                        [&](uint64_t offset, uint64_t part, const ElementOrder& order) {
+                          ASSERT_EQ(offset, next);
+                          ASSERT_GT(part, 0u);
+                          next += part;
+                          if (random) {
+                            ASSERT_EQ(order.first + order.column, count / 3 + offset);
+                          }
+                        });
+          ASSERT_EQ(next, count - count / 3);
+        }
+      });
+}
+
 // 28 bytes a parameter: nothing more is kept than a bf16 model with AdamW needs.
 TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) {
   const std::unique_ptr<Device> device = CreateHostDevice();
@@ -282,10 +321,18 @@ TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemo
     input.param.count = 1 << 20;
     input.param.data = reinterpret_cast<void*>(0x1000);
     EXPECT_TRUE(table.AddParams({&input, 1}).ok());
-    const Placement placement = Place(table, {true, 0, 1024, 2, 0});
-    const uint64_t bytes = (dtype == OFFLOAD_BF16 ? 12 : 8) * input.param.count;
-    EXPECT_GE(placement.host_arena_bytes, bytes);
-    EXPECT_LE(placement.host_arena_bytes, bytes + 4096);
+    for (const int32_t master : {OFFLOAD_MASTER_FP32, OFFLOAD_MASTER_SPLIT}) {
+      for (const int32_t moments : {OFFLOAD_FP32, OFFLOAD_BF16}) {
+        const Placement placement = Place(table, {true, 0, 1024, 2, 0, master, moments});
+        const uint64_t master_bytes = dtype == OFFLOAD_FP32            ? 0
+                                      : master == OFFLOAD_MASTER_SPLIT ? 2
+                                                                       : 4;
+        const uint64_t moment_bytes = moments == OFFLOAD_BF16 ? 4 : 8;
+        const uint64_t bytes = (master_bytes + moment_bytes) * input.param.count;
+        EXPECT_GE(placement.host_arena_bytes, bytes);
+        EXPECT_LE(placement.host_arena_bytes, bytes + 4096);
+      }
+    }
   }
 }
 
@@ -299,6 +346,7 @@ TEST(Placement, StateKindsAreNamedByTheAlgorithm) {
               {OFFLOAD_ADAGRAD, OFFLOAD_STATE_SUM, -1}};
   for (const auto& row : rows) {
     EXPECT_EQ(StateKindOf(row.algorithm, kMaster), OFFLOAD_STATE_MASTER);
+    EXPECT_EQ(StateKindOf(row.algorithm, kMasterLow), OFFLOAD_STATE_MASTER_LOW);
     EXPECT_EQ(StateKindOf(row.algorithm, kMoment0), row.moment0);
     EXPECT_EQ(StateKindOf(row.algorithm, kMoment1), row.moment1);
   }

@@ -46,6 +46,33 @@ TEST(ShardLayoutTest, ElementsAreWhereBruteForceFindsThem) {
   }
 }
 
+TEST(ShardLayoutTest, StripesSayWhereElementsAre) {
+  int of_many_rows = 0;
+  for (int seed = 0; seed < Scaled(kLayouts); ++seed) {
+    const Layout layout(static_cast<uint64_t>(seed));
+    for (const Piece& piece : layout.pieces) {
+      const Shard shard = Validated(piece);
+      std::vector<Stripe> stripes;
+      AddStripes(shard, stripes);
+      uint64_t element = 0;
+      for (const Stripe& stripe : stripes) {
+        ASSERT_EQ(stripe.begin, element) << "seed " << seed;
+        ASSERT_GT(stripe.count, 0u);
+        for (uint64_t k = 0; k < stripe.count; ++k, ++element) {
+          const uint64_t c = stripe.column + k;
+          ASSERT_EQ(
+              stripe.first + c / stripe.row_length * stripe.row_stride + c % stripe.row_length,
+              shard.GlobalIndex(element))
+              << "seed " << seed << ", element " << element;
+        }
+        of_many_rows += stripe.count > 2 * stripe.row_length;
+      }
+      ASSERT_EQ(element, piece.count) << "seed " << seed;
+    }
+  }
+  EXPECT_GT(of_many_rows, Scaled(kLayouts) / 10);
+}
+
 TEST(ShardLayoutTest, AllRanksTogetherHoldEachElementOnce) {
   for (int seed = 0; seed < Scaled(kLayouts); ++seed) {
     const Layout layout(static_cast<uint64_t>(seed));

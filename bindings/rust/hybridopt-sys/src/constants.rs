@@ -32,6 +32,13 @@ pub const OFFLOAD_ADAGRAD: i32 = 5;
 pub const OFFLOAD_FP32: i32 = 1;
 pub const OFFLOAD_BF16: i32 = 2;
 pub const OFFLOAD_FP16: i32 = 3;
+pub const OFFLOAD_U16: i32 = 4;
+
+pub const OFFLOAD_MASTER_FP32: i32 = 0;
+pub const OFFLOAD_MASTER_SPLIT: i32 = 1;
+
+pub const OFFLOAD_ROUND_STOCHASTIC: i32 = 0;
+pub const OFFLOAD_ROUND_NEAREST: i32 = 1;
 
 // enum offload_placement
 pub const OFFLOAD_PLACE_AUTO: i32 = 0;
@@ -44,6 +51,7 @@ pub const OFFLOAD_STATE_EXP_AVG: i32 = 1;
 pub const OFFLOAD_STATE_EXP_AVG_SQ: i32 = 2;
 pub const OFFLOAD_STATE_MOMENTUM_BUFFER: i32 = 3;
 pub const OFFLOAD_STATE_SUM: i32 = 4;
+pub const OFFLOAD_STATE_MASTER_LOW: i32 = 5;
 
 // enum offload_movable
 pub const OFFLOAD_MOVABLE_PARAMS: u32 = 1;

@@ -105,6 +105,11 @@ pub struct offload_optimizer_options_t {
     pub movable: u32,
     pub comm: *const offload_comm_t,
     pub comm_timeout_ns: u64,
+    pub master_layout: i32,
+    pub moment_dtype: i32,
+    pub moment_rounding: i32,
+    pub reserved: u32,
+    pub rounding_seed: u64,
 }
 
 #[repr(C)]

@@ -58,7 +58,8 @@ fn ours() -> Table {
         }
         offload_optimizer_options_t {
             struct_size, algorithm, device_fraction, chunk_elements, staging_slots, movable, comm,
-            comm_timeout_ns,
+            comm_timeout_ns, master_layout, moment_dtype, moment_rounding, reserved,
+            rounding_seed,
         }
         offload_group_t {
             struct_size, nesterov, maximize, reserved, lr, beta1, beta2, eps, weight_decay,
@@ -149,6 +150,11 @@ fn ours() -> Table {
         OFFLOAD_FP32,
         OFFLOAD_BF16,
         OFFLOAD_FP16,
+        OFFLOAD_U16,
+        OFFLOAD_MASTER_FP32,
+        OFFLOAD_MASTER_SPLIT,
+        OFFLOAD_ROUND_STOCHASTIC,
+        OFFLOAD_ROUND_NEAREST,
         OFFLOAD_PLACE_AUTO,
         OFFLOAD_PLACE_HOST,
         OFFLOAD_PLACE_DEVICE,
@@ -157,6 +163,7 @@ fn ours() -> Table {
         OFFLOAD_STATE_EXP_AVG_SQ,
         OFFLOAD_STATE_MOMENTUM_BUFFER,
         OFFLOAD_STATE_SUM,
+        OFFLOAD_STATE_MASTER_LOW,
         OFFLOAD_MOVABLE_PARAMS,
         OFFLOAD_MOVABLE_GRADS,
         OFFLOAD_MOVABLE_STATES,

@@ -46,6 +46,11 @@ OFFLOAD_ADAGRAD = 5
 OFFLOAD_FP32 = 1
 OFFLOAD_BF16 = 2
 OFFLOAD_FP16 = 3
+OFFLOAD_U16 = 4
+OFFLOAD_MASTER_FP32 = 0
+OFFLOAD_MASTER_SPLIT = 1
+OFFLOAD_ROUND_STOCHASTIC = 0
+OFFLOAD_ROUND_NEAREST = 1
 OFFLOAD_PLACE_AUTO = 0
 OFFLOAD_PLACE_HOST = 1
 OFFLOAD_PLACE_DEVICE = 2
@@ -54,6 +59,7 @@ OFFLOAD_STATE_EXP_AVG = 1
 OFFLOAD_STATE_EXP_AVG_SQ = 2
 OFFLOAD_STATE_MOMENTUM_BUFFER = 3
 OFFLOAD_STATE_SUM = 4
+OFFLOAD_STATE_MASTER_LOW = 5
 OFFLOAD_MOVABLE_PARAMS = 1
 OFFLOAD_MOVABLE_GRADS = 2
 OFFLOAD_MOVABLE_STATES = 4
@@ -185,6 +191,11 @@ class offload_optimizer_options_t(Struct):
     movable: int
     comm: Any
     comm_timeout_ns: int
+    master_layout: int
+    moment_dtype: int
+    moment_rounding: int
+    reserved: int
+    rounding_seed: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("algorithm", ctypes.c_int32),
@@ -194,6 +205,11 @@ class offload_optimizer_options_t(Struct):
         ("movable", ctypes.c_uint32),
         ("comm", POINTER(offload_comm_t)),
         ("comm_timeout_ns", ctypes.c_uint64),
+        ("master_layout", ctypes.c_int32),
+        ("moment_dtype", ctypes.c_int32),
+        ("moment_rounding", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+        ("rounding_seed", ctypes.c_uint64),
     ]
 
 
