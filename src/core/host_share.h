@@ -39,31 +39,61 @@ struct FirstState {
   bool moments = true;  // false: masters only
 };
 
-// A part of a chunk, counted in its elements.
+// The elements that a step updates, counted so that workers get equal parts of them: those of
+// params without a gradient count nothing.
+class ActiveElements {
+ public:
+  explicit ActiveElements(const Placement& placement)
+      : placement_(placement),
+        before_(placement.fragments.size()),
+        in_chunk_(placement.chunks.size()) {}
+  static uint64_t Bytes(const Placement& placement) {
+    return (placement.fragments.size() + placement.chunks.size()) * sizeof(uint64_t);
+  }
+
+  void Count(std::span<const StepParam> params);
+  // Active elements of the fragment's chunk that come before it.
+  uint64_t before(const Fragment& fragment) const {
+    return before_[static_cast<size_t>(&fragment - placement_.fragments.data())];
+  }
+  uint64_t in_chunk(uint32_t chunk) const { return in_chunk_[chunk]; }
+
+ private:
+  const Placement& placement_;
+  std::vector<uint64_t> before_;    // per fragment
+  std::vector<uint64_t> in_chunk_;  // per chunk
+};
+
+// A part of a chunk, counted in the elements that take part in what is done with it.
 struct ChunkPart {
   uint64_t begin;
   uint64_t count;
 };
 
-// Calls visit(fragment, first, count) for each stretch of a part of the chunk that falls to this
-// worker; first counts from the fragment's begin.
-template <typename Visit>
-void ForEachStretch(const Placement& placement, const Chunk& chunk, const ChunkPart& part,
-                    uint32_t worker, uint32_t workers, Visit&& visit) {
+inline std::span<const Fragment> FragmentsOf(const Placement& placement, const Chunk& chunk) {
+  return {&placement.fragments[chunk.first_fragment], chunk.fragment_count};
+}
+
+// Calls visit(fragment, first, count) for each stretch of `part` that falls to this worker; first
+// counts from the fragment's begin. The fragments hold `total` elements that take part; before(f)
+// is how many of them come before fragment f.
+template <typename Before, typename Visit>
+void ForEachStretch(std::span<const Fragment> fragments, uint64_t total, Before&& before,
+                    const ChunkPart& part, uint32_t worker, uint32_t workers, Visit&& visit) {
   WorkRange range = RangeOfWorker(part.count, kWorkGrainElements, worker, workers);
   if (range.begin == range.end) return;
   range.begin += part.begin;
   range.end += part.begin;
-  const std::span<const Fragment> fragments(&placement.fragments[chunk.first_fragment],
-                                            chunk.fragment_count);
-  auto fragment = std::upper_bound(
-      fragments.begin(), fragments.end(), range.begin,
-      [](uint64_t element, const Fragment& f) { return element < f.first_element; });
-  --fragment;  // the first fragment starts at element 0, so there is one before
-  for (; fragment != fragments.end() && fragment->first_element < range.end; ++fragment) {
-    const uint64_t begin = std::max(range.begin, fragment->first_element);
-    const uint64_t end = std::min(range.end, fragment->first_element + fragment->count);
-    visit(*fragment, begin - fragment->first_element, end - begin);
+  auto fragment =
+      std::upper_bound(fragments.begin(), fragments.end(), range.begin,
+                       [&](uint64_t element, const Fragment& f) { return element < before(f); });
+  --fragment;  // nothing comes before the first fragment, so there is one before
+  for (; fragment != fragments.end() && before(*fragment) < range.end; ++fragment) {
+    const auto next = fragment + 1;
+    const uint64_t fragment_end = next == fragments.end() ? total : before(*next);
+    const uint64_t begin = std::max(range.begin, before(*fragment));
+    const uint64_t end = std::min(range.end, fragment_end);
+    if (begin < end) visit(*fragment, begin - before(*fragment), end - begin);
   }
 }
 
@@ -72,10 +102,10 @@ class HostShare {
   HostShare(const ParamTable& table, const Placement& placement, const StateMemory& memory,
             const KernelTable& kernels);
 
-  // One worker's share of the update of a part of a chunk.
-  void Update(const Chunk& chunk, const ChunkPart& part, const ChunkBuffers& buffers,
-              std::span<const StepParam> params, std::span<const Coefficients> coefficients,
-              uint32_t worker, uint32_t workers) const;
+  // One worker's share of the update of a part of a chunk, counted in active elements.
+  void Update(uint32_t chunk, const ChunkPart& part, const ChunkBuffers& buffers,
+              std::span<const StepParam> params, const ActiveElements& active,
+              std::span<const Coefficients> coefficients, uint32_t worker, uint32_t workers) const;
 
   // One worker's part of giving a chunk its state: masters widened from the params, moments zero
   // (Adagrad's sum: its initial value). At commit this is the first touch of the memory. Params

@@ -60,7 +60,7 @@ class StatePlaces {
   // Whether the param has this array at all.
   bool Has(uint32_t id, StateSlot slot) const {
     return table_.param(id).count > 0 && StateKindOf(table_.algorithm(), slot) >= 0 &&
-           HasState(placement_.params[id].rule, slot);
+           HasState(placement_.params[id].rule, StateLayout::kFp32, slot);
   }
 
  private:

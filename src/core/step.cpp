@@ -53,6 +53,7 @@ StepPipeline::StepPipeline(Context& context, const ParamTable& table, const Plac
       host_share_(table, placement, memory, context.kernels()),
       step_counts_(table.size()),
       params_(table.size()),
+      active_(placement),
       memos_(table.groups().size()) {
   for (const Param& param : table.params())
     has_replicas_ = has_replicas_ || (param.flags & OFFLOAD_PARAM_REPLICA) != 0;
@@ -80,7 +81,8 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const Placement& pl
                              kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
   return table.size() * per_param + MaxDeviceUpdates(table, placement) * sizeof(DeviceUpdate) +
          placement.norm_blocks * sizeof(double) + placement.fragments.size() * sizeof(Fragment) +
-         placement.chunks.size() * sizeof(Chunk) + placement.stripes.size() * sizeof(Stripe);
+         placement.chunks.size() * sizeof(Chunk) + placement.stripes.size() * sizeof(Stripe) +
+         ActiveElements::Bytes(placement);
 }
 
 std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
@@ -130,6 +132,7 @@ void StepPipeline::Prepare(const StepRequest& request) {
       step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);
     step_param.rounding.ties_away = place.ties_away;
   }
+  active_.Count(params_);
 }
 
 uint32_t StepPipeline::CoefficientsFor(const offload_group_t& group, uint32_t group_id,
@@ -211,30 +214,30 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   ScaleCoefficients(*verdict);
   Stopwatch update(result->update_seconds);
   const uint32_t workers = context_.workers().threads();
-  const Chunk& all = placement_.chunks[0];
+  const uint64_t total = active_.in_chunk(0);
   // One pass, but in pieces while a save reads ahead of it.
   const uint64_t piece_elements = capture_ != nullptr ? placement_.piece_elements : UINT64_MAX;
-  for (uint64_t begin = 0; begin < all.element_count;) {
-    const ChunkPart part{begin, std::min(piece_elements, all.element_count - begin)};
-    AwaitCaptureOf(all, part);
+  for (uint64_t begin = 0; begin < total;) {
+    const ChunkPart part{begin, std::min(piece_elements, total - begin)};
+    AwaitCaptureOf(0, part);
     HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-      host_share_.Update(all, part, {}, params_, host_coefficients_, worker, workers);
+      host_share_.Update(0, part, {}, params_, active_, host_coefficients_, worker, workers);
     }));
     begin += part.count;
   }
   return {};
 }
 
-// --------------------------------------------------------------------------------- behind a save
-// --
+// ------------------------------------------------------------------------------- behind a save --
 
-void StepPipeline::AwaitCaptureOf(const Chunk& chunk, const ChunkPart& part) {
+void StepPipeline::AwaitCaptureOf(uint32_t chunk, const ChunkPart& part) {
   if (capture_ == nullptr) return;
-  ForEachStretch(placement_, chunk, part, 0, 1,
-                 [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-                   if (params_[fragment.param].active)
-                     capture_->Await(fragment.param, fragment.begin + first + count);
-                 });
+  ForEachStretch(
+      FragmentsOf(chunk), active_.in_chunk(chunk),
+      [&](const Fragment& fragment) { return active_.before(fragment); }, part, 0, 1,
+      [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+        capture_->Await(fragment.param, fragment.begin + first + count);
+      });
 }
 
 void StepPipeline::AwaitCaptureOfDeviceShare() {
@@ -441,17 +444,17 @@ Status StepPipeline::UpdateChunk(uint32_t chunk, offload_step_result_t* result) 
   }
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed[slot]));
   result->grads_down_seconds += seconds;
-  const Chunk& updated = placement_.chunks[chunk];
-  const ChunkPart whole{0, updated.element_count};
+  const ChunkPart whole{0, active_.in_chunk(chunk)};
   {
     Stopwatch stall(result->stall_seconds);
-    AwaitCaptureOf(updated, whole);
+    AwaitCaptureOf(chunk, whole);
   }
   Stopwatch update(result->update_seconds);
   const ChunkBuffers buffers{lanes_.ring().grads(slot), lanes_.ring().params(slot)};
   const uint32_t workers = context_.workers().threads();
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    host_share_.Update(updated, whole, buffers, params_, host_coefficients_, worker, workers);
+    host_share_.Update(chunk, whole, buffers, params_, active_, host_coefficients_, worker,
+                       workers);
   }));
   lanes_.ring().ReleaseGrads(slot);
   return {};

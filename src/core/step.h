@@ -81,7 +81,7 @@ class StepPipeline {
   void ScaleCoefficients(const Verdict& verdict);
 
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
-  void AwaitCaptureOf(const Chunk& chunk, const ChunkPart& part);
+  void AwaitCaptureOf(uint32_t chunk, const ChunkPart& part);
   void AwaitCaptureOfDeviceShare();
   Status RunStaged(const StepRequest& request, EventHandle ready,
                    FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
@@ -128,6 +128,7 @@ class StepPipeline {
   Capture* capture_ = nullptr;  // of the running step
   // Of the running step. Their capacity is taken when the pipeline is made.
   std::vector<StepParam> params_;
+  ActiveElements active_;
   std::vector<Coefficients> coefficients_;       // grad_factor: maximize's sign
   std::vector<Coefficients> host_coefficients_;  // the same, with the verdict's factor in
   struct Memo {

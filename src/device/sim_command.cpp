@@ -185,6 +185,7 @@ Status SimExecutor::Apply(const sim::Update& update) const {
     coefficients.grad_factor *= verdict->grad_factor;
     kernels_.Update(launch.rule, one.types())(coefficients, span);
   }
+  kernels_.publish();
   return Status();
 }
 

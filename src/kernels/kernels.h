@@ -115,6 +115,9 @@ using AccumulateFunction = void (*)(const void* grad, uint64_t count, float* sum
 // One implementation for one instruction set.
 struct KernelTable {
   const char* isa;
+  // Updates may store params past the caches, weakly ordered. The thread that made them calls this
+  // before it tells anybody that they are done.
+  void (*publish)();
   // [layout][rule][grad dtype][param dtype]; NULL where a split layout meets a param that is not
   // bf16
   UpdateFunction update[kStateLayoutCount][kRuleCount][kDtypeCount][kDtypeCount];

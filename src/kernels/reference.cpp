@@ -189,6 +189,8 @@ struct Kernels {
     }
   }
 
+  static void Publish() {}
+
   template <int32_t kDtype>
   static void SumSquares(const void* grad, uint64_t count, double* block_sums) {
     const auto* elements = static_cast<const typename Element<kDtype>::Stored*>(grad);

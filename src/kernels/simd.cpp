@@ -181,7 +181,10 @@ HWY_INLINE hn::Vec<U16> Pack(Float low, Float high, const Rounding& rounding) {
   }
 }
 
-// How a run's moments are rounded: its first element's counter and tweak.
+// How the kernel stores moments. What is one fixed thing for a whole span is no branch in its loop.
+enum class MomentForm { kFp32, kNearest, kStochastic };
+
+// A run's roundings: of the param, and its first element's counter and tweak.
 struct RunRounding {
   Rounding rounding;
   uint32_t counter;
@@ -200,48 +203,49 @@ HWY_INLINE hn::Vec<U32> RandomBitsOfVector(uint32_t counter, uint32_t tweak) {
 }
 
 // A moment in bf16 in the upper half of each lane. `random` is below 2^16.
-template <bool kIsSum>
-HWY_INLINE hn::Vec<U16> RoundMoment(Float value, bool stochastic, hn::Vec<U32> random) {
+template <MomentForm kForm, bool kIsSum>
+HWY_INLINE hn::Vec<U16> RoundMoment(Float value, hn::Vec<U32> random) {
   if constexpr (kIsSum) {
     const Float max = Broadcast(0x1.FEp127f);
     value = hn::IfThenElse(hn::Lt(value, max), value, max);  // no NaN is left
   }
   const auto bits = hn::BitCast(U32(), value);
-  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 1));
-  const auto lost = stochastic ? random : hn::Add(odd, hn::Set(U32(), 0x7FFF));
-  const auto rounded = hn::Add(bits, lost);
+  auto rounded = hn::Add(bits, random);
+  if constexpr (kForm == MomentForm::kNearest) {
+    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 1));
+    rounded = hn::Add(hn::Add(bits, odd), hn::Set(U32(), 0x7FFF));
+  }
   if constexpr (kIsSum) return hn::BitCast(U16(), rounded);
   const auto quiet_nan = hn::Or(bits, hn::Set(U32(), 0x00400000));
   const auto is_nan = hn::RebindMask(U32(), hn::IsNaN(value));
   return hn::BitCast(U16(), hn::IfThenElse(is_nan, quiet_nan, rounded));
 }
 
-template <bool kBf16>
-using StoredMoment = std::conditional_t<kBf16, uint16_t, float>;
+template <MomentForm kForm>
+using StoredMoment = std::conditional_t<kForm == MomentForm::kFp32, float, uint16_t>;
 
-template <bool kBf16>
+template <MomentForm kForm>
 HWY_INLINE Float LoadMoment(const void* moments, uint64_t begin) {
-  const auto* stored = static_cast<const StoredMoment<kBf16>*>(moments);
-  return LoadWide < kBf16 ? OFFLOAD_BF16 : OFFLOAD_FP32 > (stored + begin);
+  const auto* stored = static_cast<const StoredMoment<kForm>*>(moments);
+  return LoadWide < kForm == MomentForm::kFp32 ? OFFLOAD_FP32 : OFFLOAD_BF16 > (stored + begin);
 }
 
 // Stores a unit of moments. kUpper: the upper half of the random bits is this moment's.
-template <bool kBf16, bool kIsSum, bool kUpper>
-HWY_INLINE void StoreMoments(Float low, Float high, const RunRounding& run, hn::Vec<U32> random_low,
+template <MomentForm kForm, bool kIsSum, bool kUpper>
+HWY_INLINE void StoreMoments(Float low, Float high, hn::Vec<U32> random_low,
                              hn::Vec<U32> random_high, void* moments, uint64_t begin) {
-  auto* stored = static_cast<StoredMoment<kBf16>*>(moments) + begin;
-  if constexpr (kBf16) {
+  auto* stored = static_cast<StoredMoment<kForm>*>(moments) + begin;
+  if constexpr (kForm == MomentForm::kFp32) {
+    hn::StoreU(low, F32(), stored);
+    hn::StoreU(high, F32(), stored + kLanes);
+  } else {
     const auto mine = [](hn::Vec<U32> random) HWY_ATTR {
       if constexpr (kUpper) return hn::ShiftRight<16>(random);
       return hn::And(random, hn::Set(U32(), 0xFFFF));
     };
-    const bool stochastic = run.rounding.stochastic;
-    const auto rounded_low = RoundMoment<kIsSum>(low, stochastic, mine(random_low));
-    const auto rounded_high = RoundMoment<kIsSum>(high, stochastic, mine(random_high));
+    const auto rounded_low = RoundMoment<kForm, kIsSum>(low, mine(random_low));
+    const auto rounded_high = RoundMoment<kForm, kIsSum>(high, mine(random_high));
     hn::StoreU(PackUpper(rounded_low, rounded_high), U16(), stored);
-  } else {
-    hn::StoreU(low, F32(), stored);
-    hn::StoreU(high, F32(), stored + kLanes);
   }
 }
 
@@ -280,52 +284,48 @@ HWY_INLINE void StoreHalves(Float low, Float high, const UpdateSpan& span, uint6
 }
 
 // Updates the vector at `begin`, but stores nothing.
-template <Rule kRule, int32_t kGradDtype, StateLayout kLayout>
+template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm>
 HWY_INLINE Value UpdateVector(const Coefficients& c, const UpdateSpan& span, uint64_t begin) {
-  constexpr bool kBf16 = HasBf16Moments(kLayout);
   const auto* grad = static_cast<const Stored<kGradDtype>*>(span.grad);
   Value x = {};
   x.grad = hn::Mul(LoadWide<kGradDtype>(grad + begin), Broadcast(c.grad_factor));
-  x.param = LoadMaster<IsSplit(kLayout)>(span, begin);
-  if constexpr (kHasMoment0<kRule>) x.moment0 = LoadMoment<kBf16>(span.moment0, begin);
-  if constexpr (kHasMoment1<kRule>) x.moment1 = LoadMoment<kBf16>(span.moment1, begin);
+  x.param = LoadMaster<kSplit>(span, begin);
+  if constexpr (kHasMoment0<kRule>) x.moment0 = LoadMoment<kForm>(span.moment0, begin);
+  if constexpr (kHasMoment1<kRule>) x.moment1 = LoadMoment<kForm>(span.moment1, begin);
   Apply<kRule>(c, x);
   return x;
 }
 
-template <Rule kRule, StateLayout kLayout>
+template <Rule kRule, MomentForm kForm>
 HWY_INLINE void StoreUnitMoments(const Value& low, const Value& high, const UpdateSpan& span,
                                  const RunRounding& run, uint64_t begin) {
-  constexpr bool kBf16 = HasBf16Moments(kLayout);
   auto random_low = hn::Zero(U32()), random_high = hn::Zero(U32());
-  if constexpr (kBf16) {
-    if (run.rounding.stochastic) {
-      const uint32_t counter = run.counter + static_cast<uint32_t>(begin);
-      random_low = RandomBitsOfVector(counter, run.tweak);
-      random_high = RandomBitsOfVector(counter + static_cast<uint32_t>(kLanes), run.tweak);
-    }
+  if constexpr (kForm == MomentForm::kStochastic) {
+    const uint32_t counter = run.counter + static_cast<uint32_t>(begin);
+    random_low = RandomBitsOfVector(counter, run.tweak);
+    random_high = RandomBitsOfVector(counter + static_cast<uint32_t>(kLanes), run.tweak);
   }
   if constexpr (kHasMoment0<kRule>)
-    StoreMoments<kBf16, kMoment0IsSum<kRule>, false>(low.moment0, high.moment0, run, random_low,
+    StoreMoments<kForm, kMoment0IsSum<kRule>, false>(low.moment0, high.moment0, random_low,
                                                      random_high, span.moment0, begin);
   if constexpr (kHasMoment1<kRule>)
-    StoreMoments<kBf16, true, true>(low.moment1, high.moment1, run, random_low, random_high,
+    StoreMoments<kForm, true, true>(low.moment1, high.moment1, random_low, random_high,
                                     span.moment1, begin);
 }
 
 // Updates whole units: span.count is a multiple of kUnit. The arguments are copies, so that no
 // store below can alias them.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding run) {
   auto* param = static_cast<Stored<kParamDtype>*>(span.param);
   const bool in_place = span.param == span.master;
   // The step does not read the low-precision param again: it goes past the caches.
   const bool stream = reinterpret_cast<uintptr_t>(param) % sizeof(hn::Vec<U16>) == 0;
   for (uint64_t i = 0; i < span.count; i += kUnit) {
-    const Value low = UpdateVector<kRule, kGradDtype, kLayout>(c, span, i);
-    const Value high = UpdateVector<kRule, kGradDtype, kLayout>(c, span, i + kLanes);
-    StoreUnitMoments<kRule, kLayout>(low, high, span, run, i);
-    if constexpr (IsSplit(kLayout)) {
+    const Value low = UpdateVector<kRule, kGradDtype, kSplit, kForm>(c, span, i);
+    const Value high = UpdateVector<kRule, kGradDtype, kSplit, kForm>(c, span, i + kLanes);
+    StoreUnitMoments<kRule, kForm>(low, high, span, run, i);
+    if constexpr (kSplit) {
       StoreHalves(low.param, high.param, span, i);
       continue;
     }
@@ -361,22 +361,22 @@ struct Tail {
 
 // The last elements, fewer than a unit, run the loop's own code on padded copies. Padding is zero,
 // which every rule maps to finite numbers.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding& run,
                 uint64_t begin, uint64_t count) {
   Tail<Stored<kGradDtype>> grad;
   Tail<Stored<kParamDtype>> param;
-  Tail<std::conditional_t<IsSplit(kLayout), uint16_t, float>> master;
-  Tail<StoredMoment<HasBf16Moments(kLayout)>> moment0;
-  Tail<StoredMoment<HasBf16Moments(kLayout)>> moment1;
+  Tail<std::conditional_t<kSplit, uint16_t, float>> master;
+  Tail<StoredMoment<kForm>> moment0;
+  Tail<StoredMoment<kForm>> moment1;
   grad.CopyIn(span.grad, begin, count);
-  if constexpr (IsSplit(kLayout)) param.CopyIn(span.param, begin, count);
+  if constexpr (kSplit) param.CopyIn(span.param, begin, count);
   master.CopyIn(span.master, begin, count);
   if constexpr (kHasMoment0<kRule>) moment0.CopyIn(span.moment0, begin, count);
   if constexpr (kHasMoment1<kRule>) moment1.CopyIn(span.moment1, begin, count);
   RunRounding rest = run;
   rest.counter += static_cast<uint32_t>(begin);
-  UpdateUnits<kRule, kGradDtype, kParamDtype, kLayout>(
+  UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(
       c, {grad.values, param.values, master.values, moment0.values, moment1.values, kUnit}, rest);
   if constexpr (kHasMoment0<kRule>) moment0.CopyOut(span.moment0, begin, count);
   if constexpr (kHasMoment1<kRule>) moment1.CopyOut(span.moment1, begin, count);
@@ -385,14 +385,14 @@ void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding
 }
 
 // Updates elements whose indices follow each other.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateRun(const Coefficients& c, const UpdateSpan& span, const RunRounding& run) {
   const uint64_t tail = span.count % kUnit;
   UpdateSpan units = span;
   units.count = span.count - tail;
-  UpdateUnits<kRule, kGradDtype, kParamDtype, kLayout>(c, units, run);
+  UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, units, run);
   if (tail != 0)
-    UpdateTail<kRule, kGradDtype, kParamDtype, kLayout>(c, span, run, units.count, tail);
+    UpdateTail<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, run, units.count, tail);
 }
 
 // The norm's lanes are vectors of double. An fma of an exact product rounds as the addition does.
@@ -440,6 +440,22 @@ HWY_INLINE double SumLanes(const Double* vectors) {
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
+// Sums kBlocks whole blocks side by side: a lane's additions must wait for each other, those of
+// other blocks need not.
+template <int32_t kDtype, uint64_t kBlocks>
+void SumWholeBlocks(const Stored<kDtype>* grad, double* block_sums) {
+  Double lanes[kBlocks][kNormVectors];
+#pragma GCC unroll 8
+  for (uint64_t k = 0; k < kBlocks * kNormVectors; ++k)
+    lanes[k / kNormVectors][k % kNormVectors] = hn::Zero(F64());
+  for (uint64_t i = 0; i < kNormBlockElements; i += kNormLanes) {
+#pragma GCC unroll 8
+    for (uint64_t block = 0; block < kBlocks; ++block)
+      AddSquares<kDtype>(grad + block * kNormBlockElements + i, lanes[block]);
+  }
+  for (uint64_t block = 0; block < kBlocks; ++block) block_sums[block] = SumLanes(lanes[block]);
+}
+
 // The sum of one block of at most kNormBlockElements. Padding adds zeros, which change no bit.
 template <int32_t kDtype>
 double SumBlock(const Stored<kDtype>* grad, uint64_t count) {
@@ -459,27 +475,36 @@ double SumBlock(const Stored<kDtype>* grad, uint64_t count) {
 struct Kernels {
   template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
-    if (HasBf16Moments(kLayout) && span.rounding.stochastic) {
+    constexpr bool kSplit = IsSplit(kLayout);
+    if constexpr (!HasBf16Moments(kLayout)) {
+      UpdateRun<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kFp32>(c, span,
+                                                                           {span.rounding, 0, 0});
+    } else if (!span.rounding.stochastic) {
+      UpdateRun<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kNearest>(
+          c, span, {span.rounding, 0, 0});
+    } else {
       ForEachRun(span.order, span.count, [&](uint64_t begin, uint64_t count, uint64_t index) {
         UpdateSpan run = Advanced(span, {kGradDtype, kParamDtype, kLayout}, begin);
         run.count = count;
-        UpdateRun<kRule, kGradDtype, kParamDtype, kLayout>(
+        UpdateRun<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kStochastic>(
             c, run,
             {span.rounding, CounterOf(span.rounding, index), TweakOf(span.rounding, index)});
       });
-    } else {
-      UpdateRun<kRule, kGradDtype, kParamDtype, kLayout>(c, span, {span.rounding, 0, 0});
     }
-    // Streamed stores are weakly ordered: whoever is told of this update must see them.
-    if constexpr (kParamDtype != OFFLOAD_FP32 && !IsSplit(kLayout)) hwy::FlushStream();
   }
+
+  static void Publish() { hwy::FlushStream(); }
 
   template <int32_t kDtype>
   static void SumSquares(const void* grad, uint64_t count, double* block_sums) {
     const auto* elements = static_cast<const Stored<kDtype>*>(grad);
-    for (uint64_t i = 0; i < count; i += kNormBlockElements) {
+    constexpr uint64_t kTogether = 2;
+    constexpr uint64_t kElementsTogether = kTogether * kNormBlockElements;
+    uint64_t i = 0;
+    for (; i + kElementsTogether <= count; i += kElementsTogether, block_sums += kTogether)
+      SumWholeBlocks<kDtype, kTogether>(elements + i, block_sums);
+    for (; i < count; i += kNormBlockElements)
       *block_sums++ = SumBlock<kDtype>(elements + i, std::min(count - i, kNormBlockElements));
-    }
   }
 
   template <int32_t kDtype>

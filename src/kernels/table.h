@@ -52,11 +52,12 @@ constexpr void FillDtype(KernelTable& table) {
 }
 
 // Kernels has the static member templates Update<rule, grad dtype, param dtype, layout>,
-// SumSquares<dtype>, ToFp32<dtype> and Accumulate<dtype>.
+// SumSquares<dtype>, ToFp32<dtype> and Accumulate<dtype>, and Publish.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
   table.isa = isa;
+  table.publish = Kernels::Publish;
   FillRule<Kernels, Rule::kAdam>(table);
   FillRule<Kernels, Rule::kSgdMomentum>(table);
   FillRule<Kernels, Rule::kSgdPlain>(table);

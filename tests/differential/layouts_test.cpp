@@ -91,6 +91,25 @@ TEST(LayoutsTest, AMasterThatIsSplitIsRefusedWithTheWayOut) {
     EXPECT_NE(std::string(offload_last_error()).find(words), std::string::npos) << words;
 }
 
+TEST(LayoutsTest, CheckpointsOfThemAreRefusedWithTheWayOut) {
+  for (const StateChoice& choice : StateChoices()) {
+    if (!choice.split() && !choice.bf16()) continue;
+    const TestContext context({});
+    const Problem problem = OneBf16Param(choice);
+    Rig rig(context, problem, {});
+    auto save = Make<offload_save_options_t>();
+    auto load = Make<offload_load_options_t>();
+    save.path = load.path = "/nonexistent/checkpoint";
+    for (int call : {0, 1}) {
+      const int32_t status = call == 0 ? offload_optimizer_save(rig.handle(), &save, nullptr)
+                                       : offload_optimizer_load(rig.handle(), &load, nullptr);
+      EXPECT_EQ(status, OFFLOAD_UNSUPPORTED);
+      for (const char* words : {"master_layout", "moment_dtype", "offload_optimizer_state"})
+        EXPECT_NE(std::string(offload_last_error()).find(words), std::string::npos) << words;
+    }
+  }
+}
+
 // Another seed gives other moments: the key is really used.
 TEST(LayoutsTest, TheSeedDecidesTheBits) {
   std::vector<float> moments[2];
