@@ -1,0 +1,43 @@
+#!/bin/bash
+# Counts the instructions an element of each kernel (AVX2) with valgrind, and compares them with what
+# recorded.csv has for this compiler: 3 % more fail. Counts do not depend on the machine's load.
+# What got better, or is meant to cost more, is recorded by running this with "record" behind it.
+# Usage: instructions_test.sh PROGRAM RECORDED [record]
+set -euo pipefail
+program=$1 recorded=$2 record=${3:-}
+
+command -v valgrind >/dev/null || { echo "SKIPPED: valgrind is missing; run scripts/setup"; exit 77; }
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+
+compiler=$("$program" none | sed -n 's/^compiler //p') || { echo "SKIPPED: no AVX2 here"; exit 77; }
+elements=$("$program" none | sed -n 's/^elements //p')
+if [[ -z $record ]] && ! grep -q "^$compiler," "$recorded"; then
+  echo "SKIPPED: $recorded has nothing for the compiler '$compiler'; record it with"
+  echo "  bash $0 $* record"
+  exit 77
+fi
+
+failed=0
+for kernel in fp32 split bf16_moments split_bf16_moments norm; do
+  valgrind --tool=callgrind --callgrind-out-file="$out/callgrind" \
+    --toggle-collect=MeasuredUpdate --toggle-collect=MeasuredNorm "$program" "$kernel" \
+    >"$out/log" 2>&1 || { echo "SKIPPED: valgrind cannot run this here"; cat "$out/log"; exit 77; }
+  total=$(sed -n 's/.*Collected : *\([0-9]*\).*/\1/p' "$out/log")
+  count=$(awk -v total="$total" -v elements="$elements" 'BEGIN { printf "%.3f", total / elements }')
+  if [[ $record ]]; then
+    sed -i "/^$compiler,$kernel,/d" "$recorded"
+    printf '%s,%s,%s\n' "$compiler" "$kernel" "$count" >>"$recorded"
+    continue
+  fi
+  limit=$(awk -F , -v c="$compiler" -v k="$kernel" '$1 == c && $2 == k { print $3 }' "$recorded")
+  [[ $limit ]] || { echo "FAILED: $recorded has no figure for $kernel"; failed=1; continue; }
+  if awk -v count="$count" -v limit="$limit" 'BEGIN { exit !(count > limit * 1.03 || count == 0) }'
+  then
+    echo "FAILED: $kernel takes $count instructions an element, recorded are $limit"
+    failed=1
+  else
+    echo "$kernel: $count instructions an element, recorded $limit"
+  fi
+done
+exit $failed
