@@ -262,7 +262,9 @@ fn queues() -> Result<()> {
     // drops the sender.
     let stream = &Stream::new(&context)?;
     let (go_on, told) = std::sync::mpsc::channel::<()>();
-    stream.run(move || drop(told.recv()))?;
+    stream.run(move || {
+        let _ = told.recv();
+    })?;
     let result = optimizer.queue(move |queue| {
         let behind = StepOptions { stream: Some(stream), ..step_options() };
         let ticket = queue.step(&behind)?;
