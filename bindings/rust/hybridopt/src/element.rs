@@ -11,6 +11,8 @@ pub enum Dtype {
     Bf16,
     /// [`Fp16`]
     Fp16,
+    /// `u16`, of state only: the lower halves of split masters.
+    U16,
 }
 
 impl Dtype {
@@ -19,18 +21,21 @@ impl Dtype {
             Dtype::Fp32 => sys::OFFLOAD_FP32,
             Dtype::Bf16 => sys::OFFLOAD_BF16,
             Dtype::Fp16 => sys::OFFLOAD_FP16,
+            Dtype::U16 => sys::OFFLOAD_U16,
         }
     }
 
     pub(crate) fn from_raw(raw: i32) -> Option<Self> {
-        [Dtype::Fp32, Dtype::Bf16, Dtype::Fp16].into_iter().find(|dtype| dtype.raw() == raw)
+        [Dtype::Fp32, Dtype::Bf16, Dtype::Fp16, Dtype::U16]
+            .into_iter()
+            .find(|dtype| dtype.raw() == raw)
     }
 
     /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {
             Dtype::Fp32 => 4,
-            Dtype::Bf16 | Dtype::Fp16 => 2,
+            Dtype::Bf16 | Dtype::Fp16 | Dtype::U16 => 2,
         }
     }
 }
@@ -65,11 +70,12 @@ impl From<f32> for Bf16 {
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
+    impl Sealed for u16 {}
     impl Sealed for super::Bf16 {}
     impl Sealed for super::Fp16 {}
 }
 
-/// `f32`, [`Bf16`] and [`Fp16`].
+/// `f32`, [`Bf16`] and [`Fp16`]; `u16` for state only.
 pub trait Element: Copy + Default + Send + Sync + 'static + sealed::Sealed {
     /// The same as a value.
     const DTYPE: Dtype;
@@ -77,6 +83,10 @@ pub trait Element: Copy + Default + Send + Sync + 'static + sealed::Sealed {
 
 impl Element for f32 {
     const DTYPE: Dtype = Dtype::Fp32;
+}
+
+impl Element for u16 {
+    const DTYPE: Dtype = Dtype::U16;
 }
 
 impl Element for Bf16 {

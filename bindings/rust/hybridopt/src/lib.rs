@@ -146,6 +146,6 @@ pub use memory::Memory;
 pub use optimizer::{Optimizer, StepOptions};
 pub use param::{Algorithm, Group, GroupId, Param, ParamId, Placement, Shard};
 pub use queue::{Queue, Ticket, Waiter};
-pub use registration::{Movable, OptimizerBuilder, Registration};
+pub use registration::{MasterLayout, Movable, OptimizerBuilder, Registration, Rounding};
 pub use report::{CheckpointInfo, ContextInfo, Plan, Stats, StepResult};
 pub use state::{State, StateKind};

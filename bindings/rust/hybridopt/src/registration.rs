@@ -9,6 +9,7 @@ use hybridopt_sys as sys;
 
 use crate::comm::Comm;
 use crate::context::{nanoseconds, Context};
+use crate::element::Dtype;
 use crate::error::{check, Result};
 use crate::optimizer::{Handle, Optimizer, Slot};
 use crate::param::{Algorithm, Group, GroupId, Param, ParamId};
@@ -35,6 +36,26 @@ impl Movable {
             | flag(self.states, sys::OFFLOAD_MOVABLE_STATES)
             | flag(self.accumulate, sys::OFFLOAD_MOVABLE_ACCUMULATE)
     }
+}
+
+/// How the fp32 master of a bf16 param is kept. Its bits are the same either way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum MasterLayout {
+    /// As 4 bytes of state.
+    #[default]
+    Fp32,
+    /// The bf16 param is its upper half, 2 bytes of state are the lower.
+    Split,
+}
+
+/// How moments kept in bf16 are rounded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Rounding {
+    /// At random: the mean of many roundings is the number itself.
+    #[default]
+    Stochastic,
+    /// To nearest, ties to even: small changes are lost.
+    Nearest,
 }
 
 /// The settings of an [`Optimizer`]; all but the algorithm have defaults.
@@ -74,6 +95,32 @@ impl<'a> OptimizerBuilder<'a> {
     /// What may be offloaded later; nothing by default.
     pub fn movable(mut self, movable: Movable) -> Self {
         self.options.movable = movable.raw();
+        self
+    }
+
+    /// How the fp32 masters of bf16 params are kept; as fp32 by default.
+    pub fn master_layout(mut self, layout: MasterLayout) -> Self {
+        self.options.master_layout = match layout {
+            MasterLayout::Fp32 => sys::OFFLOAD_MASTER_FP32,
+            MasterLayout::Split => sys::OFFLOAD_MASTER_SPLIT,
+        };
+        self
+    }
+
+    /// What moments are kept in, fp32 or bf16; fp32 by default.
+    pub fn moment_dtype(mut self, dtype: Dtype) -> Self {
+        self.options.moment_dtype = dtype.raw();
+        self
+    }
+
+    /// How bf16 moments are rounded; at random by default, from a seed that is the same on all
+    /// ranks and after a load.
+    pub fn moment_rounding(mut self, rounding: Rounding, seed: u64) -> Self {
+        self.options.moment_rounding = match rounding {
+            Rounding::Stochastic => sys::OFFLOAD_ROUND_STOCHASTIC,
+            Rounding::Nearest => sys::OFFLOAD_ROUND_NEAREST,
+        };
+        self.options.rounding_seed = seed;
         self
     }
 

@@ -23,15 +23,18 @@ pub enum StateKind {
     MomentumBuffer,
     /// Adagrad.
     Sum,
+    /// The lower 16 bits of split masters, as `u16`.
+    MasterLow,
 }
 
 impl StateKind {
-    const ALL: [StateKind; 5] = [
+    const ALL: [StateKind; 6] = [
         StateKind::Master,
         StateKind::ExpAvg,
         StateKind::ExpAvgSq,
         StateKind::MomentumBuffer,
         StateKind::Sum,
+        StateKind::MasterLow,
     ];
 
     pub(crate) fn raw(self) -> i32 {
@@ -41,6 +44,7 @@ impl StateKind {
             StateKind::ExpAvgSq => sys::OFFLOAD_STATE_EXP_AVG_SQ,
             StateKind::MomentumBuffer => sys::OFFLOAD_STATE_MOMENTUM_BUFFER,
             StateKind::Sum => sys::OFFLOAD_STATE_SUM,
+            StateKind::MasterLow => sys::OFFLOAD_STATE_MASTER_LOW,
         }
     }
 

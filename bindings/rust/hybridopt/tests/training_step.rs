@@ -156,3 +156,38 @@ fn weights_from_outside() -> Result<()> {
     assert_eq!(optimizer.state(x, StateKind::Master)?.step_count(), 8);
     Ok(())
 }
+
+#[test]
+fn less_state_on_the_host() -> Result<()> {
+    let context = Context::host()?;
+    let train = |builder: OptimizerBuilder<'_>| -> Result<(u64, Vec<Bf16>, Option<u16>, Dtype)> {
+        let mut adding = builder.create()?;
+        let group = adding.add_group(&adamw())?;
+        let grad = values::<Bf16>(WEIGHTS, 11);
+        let x = adding.add_param(Param::new("x", group, values::<Bf16>(WEIGHTS, 1)).grad(grad))?;
+        let plan = adding.plan()?;
+        let mut optimizer = adding.commit()?;
+        for _ in 0..STEPS {
+            optimizer.step(&step_options())?;
+        }
+        let low = match optimizer.state(x, StateKind::MasterLow) {
+            Ok(state) => state.host::<u16>()?.first().copied(),
+            Err(_) => None,
+        };
+        let dtype = optimizer.state(x, StateKind::ExpAvg)?.dtype();
+        Ok((plan.host_state_bytes.iter().sum(), optimizer.data(x)?.to_vec(), low, dtype))
+    };
+    let builder = || Optimizer::builder(&context, Algorithm::AdamW);
+    let full = train(builder())?;
+    let split = train(builder().master_layout(MasterLayout::Split))?;
+    assert_eq!(split.1, full.1, "the bits of the params");
+    assert!(split.0 < full.0 && split.2.is_some() && full.2.is_none());
+    let small =
+        |rounding, seed| train(builder().moment_dtype(Dtype::Bf16).moment_rounding(rounding, seed));
+    let nearest = small(Rounding::Nearest, 0)?;
+    assert_eq!((nearest.3, full.3), (Dtype::Bf16, Dtype::Fp32));
+    assert!(nearest.0 < full.0);
+    assert_ne!(small(Rounding::Stochastic, 1)?.1, nearest.1);
+    assert_ne!(small(Rounding::Stochastic, 1)?.1, small(Rounding::Stochastic, 2)?.1);
+    Ok(())
+}
