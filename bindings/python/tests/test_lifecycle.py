@@ -2,6 +2,7 @@
 that is given up shows in the storages. Every bit is compared with training that moves nothing."""
 
 import copy
+import gc
 import sys
 import time
 
@@ -152,6 +153,23 @@ def test_a_second_backward_without_accumulate_is_refused():
     hooks.remove()
     optimizer.zero_grad()
     backward(module, 2)
+    assert all(param.grad is not None for param in module.parameters())
+
+
+def test_hooks_end_with_their_optimizer():
+    module = models.perceptron()
+    optimizer = adamw(module)
+    optimizer.hook_gradients()
+    backward(module, 0)
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    backward(module, 0)
+    assert all(param.grad is not None for param in module.parameters())
+    closed = adamw(module)
+    closed.hook_gradients()
+    closed.close()
+    backward(module, 0)
     assert all(param.grad is not None for param in module.parameters())
 
 

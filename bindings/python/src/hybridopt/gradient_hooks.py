@@ -8,6 +8,7 @@ is let go when the copy has ended. The step finds the gradients on the host.
 from __future__ import annotations
 
 import collections
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,8 @@ class GradientHooks:
     """What hook_gradients() gives: remove() takes the hooks off, as does the end of a with."""
 
     def __init__(self, optimizer: OffloadOptimizer, accumulate: bool) -> None:
-        self._optimizer = optimizer
+        # Params hold their hooks: those must not hold on to an optimizer that nobody else wants.
+        self._optimizer = weakref.ref(optimizer)
         self._flags = abi.OFFLOAD_MOVE_ACCUMULATE if accumulate else 0
         self._handles: dict[Tensor, Any] = {}
         # Copies that may still be under way, with what they read.
@@ -45,11 +47,12 @@ class GradientHooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        if self._optimizer._hooks is self:
-            self._optimizer._hooks = None
-            if self._optimizer._engine is not None:
-                self._optimizer._engine.handle.wait()
-        self.release()
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer._hooks is self:
+            optimizer._hooks = None
+            if optimizer._engine is not None:
+                optimizer._engine.handle.wait()
+        self._in_flight.clear()
 
     def __enter__(self) -> GradientHooks:
         return self
@@ -58,15 +61,22 @@ class GradientHooks:
         self.remove()
 
     def release(self) -> None:
-        """Lets all gradients go: nothing reads them any more, or only before what the current
-        stream does next."""
+        """Lets all gradients go, for the current stream has been put behind their copies. They may
+        be another stream's (FSDP2 reduces on one of its own)."""
+        for _, grad in self._in_flight:
+            if grad.is_cuda:
+                grad.record_stream(torch.cuda.current_stream(grad.device))
         self._in_flight.clear()
 
     @torch.no_grad()
     def _ready(self, param: Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            self.remove()
+            return
         if param.grad is None:  # another hook has taken it
             return
-        engine = self._optimizer._ready_engine()
+        engine = optimizer._ready_engine()
         self._let_go(engine)
         ticket, grad = engine.send_gradient(engine.slot_of[param], param.grad, self._flags)
         self._in_flight.append((ticket, grad))

@@ -465,6 +465,8 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         given out stay valid and hold on to their part."""
         if self._engine is not None:
             self._check_all_here()
+            if self._hooks is not None:
+                self._hooks.remove()
             self._engine.settle(self._state)
             self._engine = None
         self._state = State(self)
