@@ -212,6 +212,11 @@ class Engine:
     def stream(self) -> int:
         """The stream that gradients and params are ready on."""
         if self.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "the optimizer's step runs on the host and cannot be captured into a CUDA graph; "
+                    "call it after the graph"
+                )
             return torch.cuda.current_stream(self.device).cuda_stream
         return 0
 

@@ -1,0 +1,300 @@
+"""Params on a GPU. Not part of ctest, which runs where there is none:
+
+    python -m pytest bindings/python/tests/cuda
+"""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import hybridopt
+from models import PAIRS, WITH_TORCH, bits, clone, run, set_gradients
+
+FRACTIONS = [1.0, 0.4, 0.0]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_optimizer = pytest.mark.parametrize("name", PAIRS)
+every_fraction = pytest.mark.parametrize("fraction", FRACTIONS)
+
+
+def test_there_is_a_gpu():
+    assert torch.cuda.is_available()
+
+
+def pair(dtype, sizes=((70, 50), (3,), (2, 3, 4), (0, 2))):
+    """The same params on the CPU and on the GPU."""
+    on_cpu = [Parameter(torch.randn(size).to(dtype)) for size in sizes]
+    return on_cpu, [Parameter(param.detach().cuda()) for param in on_cpu]
+
+
+def set_both(on_cpu, on_gpu, seed):
+    set_gradients(on_cpu, seed)
+    for param, other in zip(on_cpu, on_gpu):
+        other.grad = None if param.grad is None else param.grad.cuda()
+
+
+def on_host(tensors):
+    return bits([tensor.detach().cpu() for tensor in tensors])
+
+
+def state_on_host(optimizer):
+    return {
+        (index, key): on_host([value])
+        for index, entry in optimizer.state_dict()["state"].items()
+        for key, value in entry.items()
+    }
+
+
+@every_optimizer
+@every_fraction
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_as_on_the_cpu(name, fraction, dtype):
+    ours, _, arguments = PAIRS[name]
+    on_cpu, on_gpu = pair(dtype)
+    cpu = ours(on_cpu, max_grad_norm=5.0, **arguments)
+    gpu = ours(on_gpu, max_grad_norm=5.0, offload_fraction=fraction, **arguments)
+    for seed in range(12):  # more than can be queued
+        set_both(on_cpu, on_gpu, seed)
+        if seed % 3 == 1:
+            on_cpu[1].grad = on_gpu[1].grad = None
+        cpu.step()
+        gpu.step()
+    assert on_host(on_gpu) == bits(on_cpu)
+    assert state_on_host(gpu) == state_on_host(cpu)
+    assert gpu.last_step().grad_norm == cpu.last_step().grad_norm
+
+
+@every_fraction
+def test_gradients_may_go_at_once_and_the_next_forward_sees_new_params(fraction):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)).cuda().bfloat16()
+    twin = copy.deepcopy(model)
+    data = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+    losses = []
+    for each, waits in ((model, False), (twin, True)):
+        optimizer = hybridopt.AdamW(each.parameters(), lr=1e-2, offload_fraction=fraction)
+        for _ in range(20):
+            loss = (each(data) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            junk = [torch.full((512, 512), torch.nan, device="cuda") for _ in range(4)]
+            del junk
+            losses.append(loss)
+            if waits:
+                torch.cuda.synchronize()
+    assert on_host(model.parameters()) == on_host(twin.parameters())
+    assert losses[19] < losses[0] / 2
+
+
+def test_on_a_stream_of_ones_own():
+    on_cpu, on_gpu = pair(torch.bfloat16)
+    cpu, gpu = hybridopt.AdamW(on_cpu), hybridopt.AdamW(on_gpu, offload_fraction=0.5)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for seed in range(5):
+            set_both(on_cpu, on_gpu, seed)
+            cpu.step()
+            gpu.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert on_host(on_gpu) == bits(on_cpu)
+
+
+@pytest.mark.parametrize("name", WITH_TORCH)
+@every_fraction
+def test_state_dict_goes_to_torch_and_back(name, fraction):
+    ours_class, torchs_class, arguments = PAIRS[name]
+    _, params = pair(torch.float32, ((70, 50), (3,)))
+    ours = ours_class(params, offload_fraction=fraction, **arguments)
+    run_on_gpu(ours, params, [1, 2, 3])
+    torchs = torchs_class(clone(params), **arguments)
+    torchs.load_state_dict(ours.state_dict())
+    assert state_on_host(torchs) == state_on_host(ours)
+    back_params = clone(params)
+    back = ours_class(back_params, offload_fraction=fraction, **arguments)
+    back.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    run_on_gpu(ours, params, [4, 5])
+    run_on_gpu(back, back_params, [4, 5])
+    assert on_host(back_params) == on_host(params)
+    assert state_on_host(back) == state_on_host(ours)
+
+
+def run_on_gpu(optimizer, params, seeds):
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype).cuda()
+        optimizer.step()
+
+
+@every_fraction
+def test_state_is_a_view_and_may_be_written(fraction):
+    on_cpu, on_gpu = pair(torch.bfloat16)
+    cpu, gpu = hybridopt.AdamW(on_cpu), hybridopt.AdamW(on_gpu, offload_fraction=fraction)
+    for seed in range(3):
+        set_both(on_cpu, on_gpu, seed)
+        cpu.step()
+        gpu.step()
+        for params, optimizer in ((on_cpu, cpu), (on_gpu, gpu)):
+            optimizer.state[params[0]]["exp_avg"].mul_(0.5)
+            optimizer.state[params[1]]["exp_avg_sq"] = torch.ones(3)
+    assert on_host(on_gpu) == bits(on_cpu)
+    assert state_on_host(gpu) == state_on_host(cpu)
+
+
+@every_fraction
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_from_outside_are_not_reverted(fraction, dtype):
+    on_cpu, on_gpu = pair(dtype)
+    cpu, gpu = hybridopt.AdamW(on_cpu), hybridopt.AdamW(on_gpu, offload_fraction=fraction)
+    for seed in range(4):
+        set_both(on_cpu, on_gpu, seed)
+        cpu.step()
+        gpu.step()
+        with torch.no_grad():
+            for param, other in zip(on_cpu, on_gpu):
+                if seed == 1:
+                    param[:1].fill_(0.25)
+                    other[:1].fill_(0.25)
+                if seed == 2:
+                    param.data, other.data = param.data + 1, other.data + 1
+    assert on_host(on_gpu) == bits(on_cpu)
+    assert state_on_host(gpu) == state_on_host(cpu)
+
+
+@every_fraction
+def test_groups_added_after_steps(fraction):
+    on_cpu, on_gpu = pair(torch.bfloat16)
+    cpu = hybridopt.AdamW(on_cpu[:1], max_grad_norm=1.0)
+    gpu = hybridopt.AdamW(on_gpu[:1], max_grad_norm=1.0, offload_fraction=fraction)
+    for seed in range(5):
+        if seed == 2:
+            cpu.add_param_group({"params": on_cpu[1:], "lr": 0.1})
+            gpu.add_param_group({"params": on_gpu[1:], "lr": 0.1})
+        set_both(on_cpu, on_gpu, seed)
+        cpu.step()
+        gpu.step()
+    assert on_host(on_gpu) == bits(on_cpu)
+    assert state_on_host(gpu) == state_on_host(cpu)
+
+
+@every_fraction
+def test_copies(fraction):
+    _, params = pair(torch.bfloat16)
+    optimizer = hybridopt.AdamW(params, offload_fraction=fraction)
+    run_on_gpu(optimizer, params, [1, 2])
+    other, other_params = copy.deepcopy((optimizer, params))
+    run_on_gpu(optimizer, params, [3])
+    run_on_gpu(other, other_params, [3])
+    assert on_host(params) == on_host(other_params)
+    assert state_on_host(other) == state_on_host(optimizer)
+
+
+@every_fraction
+def test_checkpoints_go_between_devices(fraction, tmp_path):
+    on_cpu, on_gpu = pair(torch.bfloat16)
+    gpu = hybridopt.AdamW(on_gpu, offload_fraction=fraction)
+    run_on_gpu(gpu, on_gpu, [1, 2])
+    gpu.save_checkpoint(tmp_path / "saved")
+    cpu = hybridopt.AdamW(on_cpu)
+    cpu.load_checkpoint(tmp_path / "saved")
+    assert on_host(on_gpu) == bits(on_cpu)
+    assert state_on_host(gpu) == state_on_host(cpu)
+    run_on_gpu(gpu, on_gpu, [3])
+    gpu.load_checkpoint(tmp_path / "saved")
+    assert on_host(on_gpu) == bits(on_cpu)
+    assert state_on_host(gpu) == state_on_host(cpu)
+
+
+def test_auto_keeps_to_the_budget():
+    params = [Parameter(torch.randn(1 << 20, device="cuda")) for _ in range(8)]
+    budget = 40 << 20
+    optimizer = hybridopt.AdamW(params, offload_fraction="auto", device_budget_bytes=budget)
+    run_on_gpu(optimizer, params, [1])
+    plan = optimizer.plan()
+    assert 0.9 * budget < plan.device_bytes <= budget
+    assert 0 < plan.offload_fraction < 1
+
+
+def test_grad_scaler():
+    model = nn.Linear(8, 4).cuda()
+    twin = copy.deepcopy(model)
+    optimizer = hybridopt.AdamW(model.parameters(), offload_fraction=0.5)
+    other = hybridopt.AdamW(twin.parameters(), offload_fraction=0.5)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=100)
+    for step in range(4):
+        data = torch.randn(16, 8, device="cuda")
+        optimizer.zero_grad()
+        scaler.scale(model(data).square().mean()).backward()
+        for param, copied in zip(model.parameters(), twin.parameters()):
+            copied.grad = param.grad / scaler.get_scale()
+        if step == 2:
+            model.weight.grad[0, 0] = torch.inf
+        else:
+            other.step()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert on_host(model.parameters()) == on_host(twin.parameters())
+    assert optimizer.stats().steps_applied == 3
+
+
+def test_a_graph_capture_is_refused():
+    param = Parameter(torch.ones(3, device="cuda"))
+    optimizer = hybridopt.AdamW([param])
+    run_on_gpu(optimizer, [param], [1])
+    before = on_host([param])
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"):
+        with torch.cuda.graph(graph):
+            optimizer.step()
+    assert on_host([param]) == before
+
+
+def test_params_on_two_kinds_of_device_are_refused():
+    params = [Parameter(torch.ones(2)), Parameter(torch.ones(2, device="cuda"))]
+    optimizer = hybridopt.AdamW([("here", params[0]), ("there", params[1])])
+    params[0].grad, params[1].grad = torch.ones(2), torch.ones(2, device="cuda")
+    with pytest.raises(ValueError, match="'here' on cpu, 'there' on cuda:0"):
+        optimizer.step()
+
+
+def test_a_model_moved_after_steps_is_refused():
+    model = nn.Linear(3, 2)
+    optimizer = hybridopt.AdamW(model.named_parameters())
+    run(optimizer, list(model.parameters()), [1])
+    model.cuda()
+    set_gradients([], 0)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match="'weight' is on cuda, but its state was made when"):
+        optimizer.step()
+
+
+def test_a_model_may_move_before_its_first_step():
+    model = nn.Linear(3, 2)
+    optimizer = hybridopt.AdamW(model.parameters(), offload_fraction=0.5)
+    model.cuda()
+    run_on_gpu(optimizer, list(model.parameters()), [1])
+    assert optimizer.stats().steps_applied == 1
+
+
+def test_memory_comes_back():
+    gc.collect()
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    param = Parameter(torch.ones(16 << 20, device="cuda"))
+    optimizer = hybridopt.AdamW([param], offload_fraction=0.0)
+    run_on_gpu(optimizer, [param], [1])
+    assert optimizer.stats().device_bytes > 128 << 20
+    optimizer.close()
+    param.grad = None
+    del optimizer, param
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] > free - (32 << 20)
