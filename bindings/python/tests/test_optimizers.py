@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import Parameter
 
 import hybridopt
 from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits
@@ -394,3 +395,40 @@ def test_autograd_notices_the_step():
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# ------------------------------------------------------------------------------- moments in bf16 --
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_in_bf16(name, dtype):
+    ours, _, arguments = PAIRS[name]
+    start = [torch.randn(70, 50).to(dtype), torch.randn(3).to(dtype)]
+    params, exact_params = ([Parameter(tensor.clone()) for tensor in start] for _ in range(2))
+    optimizer = ours(params, state_dtype=torch.bfloat16, **arguments)
+    exact = ours(exact_params, **arguments)
+    run(optimizer, params, range(5))
+    run(exact, exact_params, range(5))
+    for entry in optimizer.state.values():
+        for key, value in entry.items():
+            assert value.dtype == (
+                torch.float32 if key in ("step", "master_param") else torch.bfloat16
+            )
+    if name == "AdamW":
+        assert bits(params) != bits(exact_params)
+    assert (params[0] - exact_params[0]).norm() < 0.3 * (exact_params[0] - start[0]).norm()
+
+    resumed_params = clone(params)
+    resumed = ours(resumed_params, state_dtype=torch.bfloat16, **arguments)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, params, [5])
+    run(resumed, resumed_params, [5])
+    if name not in ("SGD", "Lion"):  # whose state_dict has no step, which random rounding goes by
+        assert bits(resumed_params) == bits(params)
+        assert state_bits(resumed) == state_bits(optimizer)
+
+
+def test_other_moment_dtypes_are_refused():
+    with pytest.raises(ValueError, match="Invalid state_dtype: torch.float16, expected torch.float32"):
+        hybridopt.AdamW([Parameter(torch.ones(1))], state_dtype=torch.float16)

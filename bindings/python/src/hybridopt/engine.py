@@ -18,6 +18,7 @@ from torch import Tensor
 from . import abi
 from .tensors import (
     DTYPES,
+    STATE_DTYPES,
     arranged,
     cuda_view,
     gradient_of,
@@ -492,8 +493,7 @@ class Engine:
         """Zero-copy, but for a param whose state is partly here and partly there."""
         view = self.handle.state(slot.id, kind)
         if view.host_count == 0 and view.device_count > 0:
-            flat = cuda_view(view.device_data, view.device_count, self.handle, self.device)
-            return self._arrange(slot, flat)
+            return self._arrange(slot, cuda_view(view, self.handle, self.device))
         flat = self.read(slot, kind)
         if view.device_count > 0:
             slot.copies[key] = flat._version
@@ -504,22 +504,19 @@ class Engine:
     def read(self, slot: Slot, kind: int) -> Tensor:
         """One kind of state in host memory and memory order; a view if it is all there."""
         view = self.handle.state(slot.id, kind)
-        on_host = host_view(view.host_data, view.host_count, self.handle)
+        on_host = host_view(view, self.handle)
         if view.device_count == 0:
             return on_host
-        on_device = cuda_view(view.device_data, view.device_count, self.handle, self.device)
-        return torch.cat([on_device.cpu(), on_host])
+        return torch.cat([cuda_view(view, self.handle, self.device).cpu(), on_host])
 
     def write(self, slot: Slot, kind: int, value: Tensor) -> None:
         """Replaces one kind of state. Nothing may be queued."""
-        flat = in_memory_order(arranged(value.detach(), torch.float32, slot.stride))
         view = self.handle.state(slot.id, kind)
+        flat = in_memory_order(arranged(value.detach(), STATE_DTYPES[view.dtype], slot.stride))
         if view.host_count > 0:
-            on_host = host_view(view.host_data, view.host_count, self.handle)
-            on_host.copy_(flat[view.device_count :])
+            host_view(view, self.handle).copy_(flat[view.device_count :])
         if view.device_count > 0:
-            on_device = cuda_view(view.device_data, view.device_count, self.handle, self.device)
-            on_device.copy_(flat[: view.device_count])
+            cuda_view(view, self.handle, self.device).copy_(flat[: view.device_count])
 
     def adopt(self, state: dict[Tensor, Any]) -> None:
         """Takes over what others have put into `state`: loaded, assigned, deleted or written."""

@@ -34,6 +34,9 @@ class OffloadOptions(TypedDict, total=False):
     the device as device_budget_bytes allows."""
     device_budget_bytes: int | None
     """With "auto": how many bytes of the device the state may take."""
+    state_dtype: torch.dtype
+    """Of moments: torch.float32 (the default), or torch.bfloat16, rounded at random so that small
+    changes are not lost. Masters stay in fp32."""
     threads: int
     """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
     pin: bool
@@ -55,6 +58,7 @@ class OffloadOptions(TypedDict, total=False):
 DEFAULT_OPTIONS: OffloadOptions = {
     "offload_fraction": 1.0,
     "device_budget_bytes": None,
+    "state_dtype": torch.float32,
     "threads": 0,
     "pin": True,
     "max_grad_norm": None,
@@ -106,6 +110,11 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
             raise ValueError(
                 f"Invalid max_grad_norm: {merged['max_grad_norm']}, expected a number above 0, or "
                 "None for no clipping"
+            )
+        if merged["state_dtype"] not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"Invalid state_dtype: {merged['state_dtype']}, expected torch.float32 or "
+                "torch.bfloat16"
             )
         movable_bits(merged["movable"])
         self._options = merged
@@ -384,6 +393,7 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
                 members,
                 device_fraction=device_fraction,
                 movable=movable_bits(self._options["movable"]),
+                moment_dtype=DTYPES[self._options["state_dtype"]],
                 **({} if self._comm is None else self._comm.options()),
             )
 

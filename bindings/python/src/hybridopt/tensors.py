@@ -16,6 +16,8 @@ DTYPES = {
     torch.float16: abi.OFFLOAD_FP16,
 }
 
+STATE_DTYPES = {abi.OFFLOAD_FP32: torch.float32, abi.OFFLOAD_BF16: torch.bfloat16}
+
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds: of a DTensor its shard, else all of it."""
@@ -97,28 +99,32 @@ def arranged(tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> Ten
     return copied.copy_(tensor)
 
 
-def host_view(address: int, count: int, owner: Any) -> Tensor:
-    """`count` fp32 elements of host memory as a tensor, which keeps their owner alive."""
-    if count == 0:
-        return torch.empty(0)
-    memory = (ctypes.c_float * count).from_address(address)
+def host_view(view: abi.offload_state_view_t, owner: Any) -> Tensor:
+    """The host's part of a piece of state as a tensor, which keeps its owner alive."""
+    dtype = STATE_DTYPES[view.dtype]
+    if view.host_count == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_byte * (view.host_count * dtype.itemsize)).from_address(view.host_data)
     memory.owner = owner
-    return torch.frombuffer(memory, dtype=torch.float32)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 class _CudaMemory:
-    def __init__(self, address: int, count: int, owner: Any) -> None:
+    def __init__(self, address: int, typestr: str, count: int, owner: Any) -> None:
         self.owner = owner
         self.__cuda_array_interface__ = {
             "shape": (count,),
-            "typestr": "<f4",
+            "typestr": typestr,
             "data": (address, False),
             "version": 3,
         }
 
 
-def cuda_view(address: int, count: int, owner: Any, device: torch.device) -> Tensor:
-    """`count` fp32 elements of a GPU's memory as a tensor, which keeps their owner alive."""
-    if count == 0:
-        return torch.empty(0, device=device)
-    return torch.as_tensor(_CudaMemory(address, count, owner), device=device)
+def cuda_view(view: abi.offload_state_view_t, owner: Any, device: torch.device) -> Tensor:
+    """The GPU's part of a piece of state as a tensor, which keeps its owner alive."""
+    dtype = STATE_DTYPES[view.dtype]
+    if view.device_count == 0:
+        return torch.empty(0, dtype=dtype, device=device)
+    typestr = f"<i{dtype.itemsize}"  # the interface knows no bf16
+    memory = _CudaMemory(view.device_data, typestr, view.device_count, owner)
+    return torch.as_tensor(memory, device=device).view(dtype)
