@@ -50,7 +50,6 @@ MOMENTS = {
 }
 COUNTED = {abi.OFFLOAD_ADAMW, abi.OFFLOAD_ADAM, abi.OFFLOAD_ADAGRAD}
 MASTER = "master_param"
-QUEUED_STEPS = 8  # as many offload_optimizer_step takes ahead
 REMEMBERED_STEPS = 64  # by offload_optimizer_step_result
 REMEMBERED_RESULTS = 1024
 REMEMBERED_SAMPLES = 4096
@@ -318,8 +317,6 @@ class Engine:
 
     def after_load(self, state: dict[Tensor, Any]) -> None:
         """The library has written params, state and step counts."""
-        if self.device.type == "cuda":
-            self.handle.stream_wait(self.stream())
         self._note_written(self.slots)
         for slot in self.slots:
             kinds = list(slot.kinds.values())
@@ -336,25 +333,17 @@ class Engine:
                 slot.copy.copy_(local(slot.param))
 
     def step(self, state: dict[Tensor, Any], **options: Any) -> None:
-        """Queues a step over what is bound, and puts the current stream behind it. On the CPU the
-        step is done when this returns."""
+        """A step over what is bound, done when this returns.
+
+        On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): torch's
+        copies into memory that is not pinned, such as .cpu(), did not return behind such a wait."""
         self._fill_copies()
         self._refresh_masters()
-        stream = self.stream()
         if len(self._unsettled_steps) == REMEMBERED_STEPS:
             self.settle(state)
-        if len(self._unsettled_steps) >= QUEUED_STEPS:
-            self.handle.wait(self._unsettled_steps[-QUEUED_STEPS][0])
-        ticket = self.handle.step(stream=stream, **options)
+        ticket = self.handle.step(stream=self.stream(), **options)
         self._unsettled_steps.append((ticket, self._active))
-        if self.device.type == "cuda":
-            current_stream = torch.cuda.current_stream(self.device)
-            for slot in self._active:
-                if slot.grad is not None:
-                    slot.grad.record_stream(current_stream)  # its owner may free it any time now
-            self.handle.stream_wait(stream)
-        else:
-            self.handle.wait()
+        self.handle.wait()
         self._note_written(self._active)
         for slot in self._active:
             slot.grad = None

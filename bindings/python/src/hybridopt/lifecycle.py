@@ -169,8 +169,7 @@ class Lifecycle:
 
     @torch.no_grad()
     def reload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
-        """Moves content back into memory of torch's. On the CPU it is there when this returns, on
-        CUDA the current stream waits for it."""
+        """Moves content back into memory of torch's, where it is when this returns."""
         engine = self._ready_engine()
         self._check_movable(engine, params=params, grads=grads, states=states)
         streams = [engine.stream()]
@@ -188,10 +187,7 @@ class Lifecycle:
             engine.restore_versions()
         if grads:
             self._reload_grads(engine, streams)
-        if engine.device.type == "cuda":
-            engine.handle.stream_wait(streams[0])
-        else:
-            engine.handle.wait()
+        engine.handle.wait()
         self._sample("reload")
 
     def _reload_grads(self, engine: Engine, streams: list[int]) -> None:

@@ -261,8 +261,8 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step over the params that have a gradient. CPU params are updated when it returns, on
-        CUDA it is queued and the current stream waits for it. Gradients stay as they are."""
+        """One step over the params that have a gradient, done when this returns. Gradients stay as
+        they are."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
