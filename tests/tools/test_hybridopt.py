@@ -330,6 +330,31 @@ def test_a_full_disk_leaves_nothing(sample, tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["sample"]
 
 
+def test_a_reshard_that_is_killed_leaves_all_or_nothing(tmp_path):
+    large = make_sample("large", tmp_path / "large")
+    out = tmp_path / "out"
+    command = [TOOL, "reshard", str(large), str(out), "--world", "2"]
+    began = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    seconds = time.monotonic() - began
+    expected = (out / "manifest.json").read_bytes()
+    killed = left = 0
+    for i in range(12):
+        shutil.rmtree(out, ignore_errors=True)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        time.sleep(seconds * i / 12)
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        left += any(path.name.startswith(".out.saving-") for path in tmp_path.iterdir())
+        if out.exists():
+            assert (out / "manifest.json").read_bytes() == expected
+            assert tool("verify", out).returncode == DONE
+    assert killed > 3 and left > 1
+    shutil.rmtree(out, ignore_errors=True)
+    succeed("reshard", large, out, "--world", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "out"]
+
+
 # --- export ---
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -487,6 +512,25 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
 def test_wrong_usage(arguments):
     result = tool(*arguments)
     assert result.returncode == USAGE and result.stdout == "" and result.stderr != ""
+
+
+def test_the_readme_shows_what_the_tool_prints(tmp_path):
+    readme = (GOLDEN.parent.parent / "README.md").read_text()
+    block = readme.split("## Look into checkpoints")[1].split("```")[1]
+    sessions = [part.split("\n", 1) for part in block.split("\n$ ")[1:]]
+    assert [line.split()[:2] for line, _ in sessions] == [
+        ["hybridopt", command] for command in ("inspect", "verify", "reshard", "export")
+    ]
+    shutil.copytree(GOLDEN / "sgd-world3", tmp_path / "step-42")
+    damaged = tmp_path / "step-42" / "shard-00001-of-00003.safetensors"
+    for line, shown in sessions:
+        arguments = line.split("#")[0].split()[1:]
+        if arguments[0] == "verify":
+            flip(damaged, 4101)
+        result = tool(*arguments, cwd=tmp_path)
+        if arguments[0] == "verify":
+            flip(damaged, 4101)
+        assert (result.stdout + result.stderr).rstrip("\n") == shown.rstrip("\n")
 
 
 def test_help_and_version():

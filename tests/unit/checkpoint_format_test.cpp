@@ -366,6 +366,12 @@ TEST(MergeTest, PartsBecomeTheWhole) {
   EXPECT_EQ(merged.value().params.size(), 4u);
   EXPECT_EQ(merged.value().groups.size(), 2u);
   EXPECT_EQ(merged.value().params[0].shards.size(), 2u);
+  for (size_t p = 0; p < 3; ++p) {
+    for (const StoredShard& shard : merged.value().params[p].shards) {
+      EXPECT_EQ(merged.value().groups[shard.group].lr, p == 2 ? 0.002 : 0.001);
+      for (const StoredTensor& tensor : shard.tensors) EXPECT_EQ(tensor.file, shard.rank);
+    }
+  }
   // One rank's part is a manifest itself, and merging one is no change.
   EXPECT_EQ(EncodeManifest(MergeManifests({sample.manifest}).value()).value(), sample.text);
 }
