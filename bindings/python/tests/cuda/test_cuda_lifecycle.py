@@ -1,0 +1,157 @@
+"""Gradients that leave during backward, and phases, with params on a GPU: memory is counted by
+torch's allocator, bits are compared with a CPU optimizer that moves nothing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hybridopt
+from hybridopt import abi
+from models import bits, clone, set_gradients
+
+ALL = ("params", "grads", "states")
+every_fraction = pytest.mark.parametrize("fraction", [1.0, 0.4, 0.0])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def pair(dtype, fraction, **options):
+    """The same params and optimizer on the CPU and on the GPU."""
+    on_cpu = [nn.Parameter(torch.randn(size).to(dtype)) for size in ((300, 500), (3,), (7, 9))]
+    on_gpu = [nn.Parameter(param.detach().cuda()) for param in on_cpu]
+    arguments = {"lr": 1e-2, "max_grad_norm": 1.0}
+    cpu = hybridopt.AdamW(on_cpu, **arguments)
+    gpu = hybridopt.AdamW(on_gpu, offload_fraction=fraction, **arguments, **options)
+    return on_cpu, cpu, on_gpu, gpu
+
+
+def set_both(on_cpu, on_gpu, seed):
+    set_gradients(on_cpu, seed)
+    for param, other in zip(on_cpu, on_gpu):
+        other.grad = param.grad.cuda()
+
+
+def step_both(on_cpu, cpu, on_gpu, gpu, seed):
+    set_both(on_cpu, on_gpu, seed)
+    cpu.step(), gpu.step()
+
+
+def same(on_cpu, cpu, on_gpu, gpu):
+    torch.cuda.synchronize()
+    for param, other in zip(on_cpu, on_gpu):
+        assert bits([param]) == bits([other.cpu()])
+        state, others = cpu.state[param], gpu.state[other]
+        assert state.keys() == others.keys()
+        for key in state:
+            assert bits([state[key].reshape(-1)]) == bits([others[key].cpu().reshape(-1)])
+    return True
+
+
+@every_fraction
+@every_dtype
+def test_everything_leaves_the_gpu_and_comes_back(fraction, dtype):
+    both = on_cpu, cpu, on_gpu, gpu = pair(dtype, fraction, movable=ALL)
+    for seed in range(3):
+        step_both(*both, seed)
+    for cycle in range(2):
+        set_both(on_cpu, on_gpu, 10 + cycle)
+        gradients = bits([param.grad for param in on_cpu])
+        held = torch.cuda.memory_allocated()
+        with gpu.offloaded():
+            sizes = sum(param.numel() * param.element_size() for param in on_cpu)
+            assert torch.cuda.memory_allocated() <= held - 2 * sizes
+            assert gpu.stats().device_bytes == 0
+            if fraction < 1.0:
+                with pytest.raises(abi.InvalidStateError, match="states are offloaded and cannot"):
+                    gpu.state_dict()
+        assert bits([param.grad.cpu() for param in on_gpu]) == gradients
+        cpu.step(), gpu.step()
+        assert same(*both)
+
+
+@every_fraction
+def test_offloaded_gradients_are_stepped_where_they_are(fraction):
+    both = on_cpu, cpu, on_gpu, gpu = pair(torch.bfloat16, fraction, movable=ALL)
+    for seed in range(3):
+        set_both(on_cpu, on_gpu, seed)
+        gpu.offload(grads=True)
+        assert all(param.grad is None for param in on_gpu)
+        cpu.step(), gpu.step()
+    assert same(*both)
+
+
+@every_fraction
+def test_weights_written_before_a_phase_are_the_next_steps(fraction):
+    both = on_cpu, cpu, on_gpu, gpu = pair(torch.bfloat16, fraction, movable=ALL)
+    step_both(*both, 0)
+    with torch.no_grad():
+        on_cpu[0].fill_(0.5), on_gpu[0].fill_(0.5)
+    with gpu.offloaded(grads=False):
+        pass
+    with torch.no_grad():
+        on_cpu[1].fill_(-2), on_gpu[1].fill_(-2)
+    step_both(*both, 1)
+    assert same(*both)
+
+
+def model(dtype):
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).to("cuda", dtype)
+
+
+# In lower precision torch adds micro-batches up in that, and hooks in fp32.
+@every_fraction
+@pytest.mark.parametrize(
+    "dtype, micro_batches", [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 1)]
+)
+def test_hooked_gradients_step_to_the_same_bits(fraction, dtype, micro_batches):
+    module = model(dtype)
+    other = copy.deepcopy(module)
+    options = {"lr": 1e-2, "max_grad_norm": 0.5, "offload_fraction": fraction}
+    hooked = hybridopt.AdamW(module.parameters(), **options)
+    plain = hybridopt.AdamW(other.parameters(), **options)
+    hooked.hook_gradients()
+    for step in range(12):
+        for micro_batch in range(micro_batches):
+            inputs = torch.randn(32, 64, device="cuda").to(dtype)
+            for each in (module, other):
+                each(inputs).float().square().mean().backward()
+        assert all(param.grad is None for param in module.parameters())
+        hooked.step(), plain.step()
+        hooked.zero_grad(), plain.zero_grad()
+    torch.cuda.synchronize()
+    for param, expected in zip(module.parameters(), other.parameters()):
+        assert bits([param.cpu()]) == bits([expected.cpu()])
+    assert hooked.last_step().grad_norm == plain.last_step().grad_norm
+
+
+def test_gradients_are_gone_from_the_gpu_after_backward():
+    layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
+    one = 4 * 2048 * 2048
+    optimizer = hybridopt.SGD(layers.parameters(), lr=1e-3)
+    optimizer.hook_gradients()
+    layers(torch.randn(1, 2048, device="cuda")).sum().backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    layers(torch.randn(1, 2048, device="cuda")).sum().backward()
+    optimizer._engine.handle.wait()
+    optimizer._hooks._let_go(optimizer._engine)
+    assert torch.cuda.memory_allocated() < held + one
+    assert optimizer.stats().grads_on_host_bytes == 8 * one
+
+
+def test_copies_of_params_are_not_disturbed():
+    """Params in one buffer, with something between them."""
+    buffer = torch.arange(20, dtype=torch.float32, device="cuda")
+    params = [nn.Parameter(buffer[2:7]), nn.Parameter(buffer[9:15])]
+    on_cpu = clone([param.cpu() for param in params])
+    optimizer = hybridopt.SGD(params, lr=1.0, movable=["params"])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = buffer.tolist()
+    with optimizer.offloaded(grads=False, states=False):
+        assert buffer.untyped_storage().nbytes() == 0
+    assert buffer.tolist() == before
+    assert params[0].tolist() == [value - 1 for value in on_cpu[0].tolist()]
