@@ -329,7 +329,7 @@ def test_a_forked_child_cannot_step_its_parents_optimizer():
 
 
 def test_a_forked_child_can_make_its_own():
-    stepped(Parameter(torch.ones(3)))
+    parents = stepped(Parameter(torch.ones(3)), threads=1)  # its context is there to be shared
 
     def child():
         param = Parameter(torch.ones(3))
@@ -337,6 +337,7 @@ def test_a_forked_child_can_make_its_own():
         return 0
 
     assert in_child(child) == 0
+    assert parents.stats().steps_applied == 1
 
 
 class Samples(torch.utils.data.Dataset):

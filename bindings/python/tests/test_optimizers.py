@@ -361,6 +361,22 @@ def test_loaded_weights_are_not_reverted(name, dtype):
         run(optimizer, [param], [3])
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_masters_of_other_weights_do_not_replace_params(steps_before):
+    other = nn.Parameter(torch.randn(50).bfloat16())
+    saved = hybridopt.AdamW([other])
+    run(saved, [other], [1])
+    param = nn.Parameter(torch.randn(50).bfloat16())
+    optimizer = hybridopt.AdamW([param], lr=0.0)
+    run(optimizer, [param], range(steps_before))
+    before = bits([param])
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    optimizer.param_groups[0]["lr"] = 0.0
+    run(optimizer, [param], [5])
+    assert bits([param]) == before
+    assert optimizer.state[param]["step"] == 2
+
+
 def test_one_written_element_leaves_the_other_masters_alone():
     param = nn.Parameter(torch.randn(50).bfloat16())
     optimizer = hybridopt.AdamW([param], lr=1e-3)

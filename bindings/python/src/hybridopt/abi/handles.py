@@ -49,10 +49,8 @@ def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
     return (ctypes.c_uint32 * max(len(ids), 1))(*ids), len(ids)
 
 
-def _destroy(name: str, value: int, owner: int) -> None:
-    # Handles do not survive fork: in the child they are not ours to destroy.
-    if owner == os.getpid():
-        function(name)(value)
+def _destroy(name: str, value: int) -> None:
+    function(name)(value)  # in a forked child the library refuses it, and nothing happens
 
 
 class Handle:
@@ -64,7 +62,7 @@ class Handle:
     def __init__(self, value: int) -> None:
         self._value: int | None = value
         self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _destroy, self._destroyer, value, self._owner)
+        self._finalizer = weakref.finalize(self, _destroy, self._destroyer, value)
         self._finalizer.atexit = False
 
     @property
