@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import abi
     from .algorithms import SGD, Adagrad, Adam, AdamW, Lion
     from .optimizer import OffloadOptimizer
     from .plans import Plan, Stats, StepResult
@@ -25,11 +26,13 @@ _MODULES = {
     "TensorShard": "sharding",
 }
 
-__all__ = list(_MODULES)
+__all__ = [*_MODULES, "abi"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports torch only when a name that needs it is used."""
+    if name == "abi":
+        return importlib.import_module(".abi", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
