@@ -305,6 +305,10 @@ def test_what_has_no_room_is_refused_with_the_option_to_set():
 
 def test_decoupled_gradients_are_used_and_cleared():
     module, optimizer, other, plain = pair(torch.bfloat16, movable=["grads"])
+    for param in module.parameters():
+        param.decoupled_grad = None
+    with optimizer.hook_gradients():  # which are about .grad
+        backward(module, 0)
     for seed in range(3):
         models.set_gradients(other.parameters(), seed)
         for param, its in zip(module.parameters(), other.parameters()):

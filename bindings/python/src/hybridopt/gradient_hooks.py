@@ -61,11 +61,7 @@ class GradientHooks:
         self.remove()
 
     def release(self) -> None:
-        """Lets all gradients go, for the current stream has been put behind their copies. They may
-        be another stream's (FSDP2 reduces on one of its own)."""
-        for _, grad in self._in_flight:
-            if grad.is_cuda:
-                grad.record_stream(torch.cuda.current_stream(grad.device))
+        """After a step, which has read all gradients: lets them go."""
         self._in_flight.clear()
 
     @torch.no_grad()
@@ -74,7 +70,7 @@ class GradientHooks:
         if optimizer is None:
             self.remove()
             return
-        if param.grad is None:  # another hook has taken it
+        if param.grad is None or hasattr(param, "decoupled_grad"):  # not what a step takes
             return
         engine = optimizer._ready_engine()
         self._let_go(engine)
