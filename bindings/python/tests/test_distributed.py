@@ -4,6 +4,7 @@ gets the same gradients."""
 
 import copy
 import itertools
+import os
 
 import models
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hybridopt
-from hybridopt import sharding
+from hybridopt import abi, sharding
 
 
 def model(seed=0):
@@ -314,6 +315,33 @@ def a_rank_without_gradients(rank, world):
 def test_a_rank_without_gradients_steps_with_the_others():
     results = ranks.run(a_rank_without_gradients, 2)
     assert results == [([1.0] * 4, [-3.0, -4.0]), ([1.0] * 4, [1.0, 1.0])]
+
+
+def a_rank_dies(rank, world, folder):
+    module = fully_shard(model())
+    optimizer = optimizer_for(module, max_grad_norm=0.3)
+    train(module, optimizer, [0])
+    backward(module, 1)
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    params = [param._local_tensor for param in module.parameters()]
+    before = models.bits(params)
+    with pytest.raises(abi.CommFailedError, match="rank 0 of 2: comm.sum"):
+        optimizer.step()
+    assert models.bits(params) == before
+    weight = next(module.parameters())
+    assert float(optimizer.state[weight]["step"]) == 1  # state can still be looked at
+    with pytest.raises(abi.PoisonedError):
+        optimizer.step()
+    optimizer.close()
+    torch.save("seen", f"{folder}/result")
+    os._exit(0)
+
+
+def test_a_rank_that_dies_fails_the_step_of_the_others(tmp_path):
+    ranks.run(a_rank_dies, 2, str(tmp_path))
+    assert torch.load(tmp_path / "result") == "seen"
 
 
 def wrong_gradients(rank, world):

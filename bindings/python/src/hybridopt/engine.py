@@ -342,8 +342,12 @@ class Engine:
         if len(self._unsettled_steps) == REMEMBERED_STEPS:
             self.settle(state)
         ticket = self.handle.step(stream=self.stream(), **options)
-        self._unsettled_steps.append((ticket, self._active))
-        self.handle.wait()
+        self._unsettled_steps.append((ticket, self._active))  # also if Ctrl-C ends the wait
+        try:
+            self.handle.wait()
+        except abi.HybridoptError:
+            self._unsettled_steps.pop()  # it has not happened
+            raise
         self._note_written(self._active)
         for slot in self._active:
             slot.grad = None
