@@ -5,7 +5,7 @@
     scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses
 
 The text is that of this machine's Python standard library, or --data's. On a GPU where there is
-one, else on the CPU. What matters is marked: the lines that other training programs need too.
+one, else on the CPU. (1), (2) and (3) mark what other training programs need too.
 """
 
 import argparse

@@ -374,5 +374,5 @@ def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
     optimizer = adamw(module)
     trained(module, optimizer)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'hybridopt\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'hybridopt\[plots\]'"):
         optimizer.plot_timeline(tmp_path / "timeline.png")

@@ -11,15 +11,18 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import abi
-from .engine import MOVABLE, Engine, Slot
+from .engine import Engine, Slot
 from .gradient_hooks import GradientHooks
+from .moves import MOVABLE
 from .plans import StepResult, described
 from .tensors import gradient_of, like_param, local, set_gradient
+
 
 def movable_bits(names: Iterable[str]) -> int:
     """enum offload_movable, or-ed, for words of the `movable` option."""

@@ -1,5 +1,5 @@
 """A picture of memory_timeline(), and of what the lanes of each step did. Needs matplotlib, the
-optional extra "plot"."""
+optional extra "plots"."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plot_timeline(optimizer: OffloadOptimizer, path: str | os.PathLike[str]) -> 
     except ImportError:
         raise ImportError(
             "plots need matplotlib; install it, or hybridopt with its extra: "
-            "pip install 'hybridopt[plot]'"
+            "pip install 'hybridopt[plots]'"
         ) from None
     figure = Figure(figsize=(10, 8), layout="constrained")
     device, host, lanes = figure.subplots(3, 1, height_ratios=[2, 2, 3])
