@@ -17,6 +17,7 @@ class ForwardingDevice : public Device {
   const char* name() const override { return device_->name(); }
   const char* pci_id() const override { return device_->pci_id(); }
   bool unified() const override { return device_->unified(); }
+  bool knows_layouts() const override { return device_->knows_layouts(); }
 
   Result<DeviceMemory> Memory() const override { return device_->Memory(); }
   Result<void*> Allocate(uint64_t bytes) override { return device_->Allocate(bytes); }

@@ -38,8 +38,14 @@ const StoredTensor* FindKind(const StoredShard& shard, int32_t kind) {
   return nullptr;
 }
 
-// Rounds count fp32 values, which may lie anywhere, to a dtype.
-void Round(const std::byte* values, uint64_t count, int32_t dtype, std::byte* rounded) {
+// Masters are stored in fp32 whatever the layout; moments in fp32 or bf16.
+bool Converts(checkpoint::Dtype dtype, StateSlot slot) {
+  return dtype == checkpoint::Dtype::kF32 || (slot != kMaster && dtype == checkpoint::Dtype::kBF16);
+}
+
+// Rounds count fp32 values, which may lie anywhere.
+void Round(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded) {
+  const int32_t dtype = to.dtype;
   if (dtype == OFFLOAD_FP32) {
     std::memcpy(rounded, values, count * sizeof(float));
     return;
@@ -47,7 +53,9 @@ void Round(const std::byte* values, uint64_t count, int32_t dtype, std::byte* ro
   for (uint64_t i = 0; i < count; ++i) {
     float value;
     std::memcpy(&value, values + i * sizeof(float), sizeof(value));
-    const uint16_t bits = dtype == OFFLOAD_BF16 ? Fp32ToBf16(value) : Fp32ToFp16(value);
+    const uint16_t bits = dtype == OFFLOAD_FP16 ? Fp32ToFp16(value)
+                          : to.ties_away        ? Fp32ToBf16TiesAway(value)
+                                                : Fp32ToBf16(value);
     std::memcpy(rounded + i * sizeof(bits), &bits, sizeof(bits));
   }
 }
@@ -144,10 +152,10 @@ void Loader::CompareArrays(uint32_t id, const StoredShard& shard) {
     if (tensor == nullptr)
       Differ(name + "has no " + checkpoint::KindName(kind) +
              (slot == kMaster ? "" : " (OFFLOAD_LOAD_FRESH_MOMENTS takes the weights alone)"));
-    else if (tensor->dtype != StoredDtype(placement_.params[id].state_dtype[slot]))
+    else if (!Converts(tensor->dtype, slot))
       Differ(name + "has " + checkpoint::KindName(kind) + " in " +
-             checkpoint::DtypeName(tensor->dtype) + ", here it is in " +
-             checkpoint::DtypeName(StoredDtype(placement_.params[id].state_dtype[slot])));
+             checkpoint::DtypeName(tensor->dtype) + ", expected " +
+             (slot == kMaster ? "F32" : "F32 or BF16"));
   }
   if ((request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) != 0) return;
   for (const StoredTensor& tensor : shard.tensors) {
@@ -236,7 +244,9 @@ Status Loader::ForEachUnitOf(uint32_t id, StateSlot slot,
       }
       const uint64_t into = tensor.offset + at - extent.offset;
       const uint64_t count = std::min(segment.count - done, (extent.bytes - into) / element_bytes);
-      HYBRIDOPT_TRY(visit({id, slot, segment.destination + done, count, into}));
+      HYBRIDOPT_TRY(
+          visit({id, slot, segment.destination + done, count, into,
+                 tensor.dtype == checkpoint::Dtype::kBF16 ? OFFLOAD_BF16 : OFFLOAD_FP32}));
       done += count;
     }
     return {};
@@ -366,18 +376,55 @@ Status Loader::Replace(EventHandle ready) {
 }
 
 Status Loader::Put(const Piece& piece, const std::byte* data) {
-  const uint64_t element_bytes = DtypeBytes(placement_.params[piece.param].state_dtype[piece.slot]);
+  const uint64_t element_bytes = DtypeBytes(piece.dtype);
+  const bool convert = piece.dtype != placement_.params[piece.param].state_dtype[piece.slot];
   const Residency& residency = request_.residency[piece.param];
   for (uint64_t done = 0; done < piece.count;) {
     const StateStretch stretch =
         places_.At(piece.param, piece.slot, piece.element + done, piece.count - done, residency);
     const std::byte* const from = data + done * element_bytes;
-    HYBRIDOPT_TRY(Copy(from, stretch.data, stretch.count * element_bytes, stretch.on_device));
+    if (stretch.upper != nullptr) {
+      HYBRIDOPT_TRY(PutLowerHalves(stretch, from));
+    } else if (convert) {
+      HYBRIDOPT_TRY(PutConverted(piece, stretch, from));
+    } else {
+      HYBRIDOPT_TRY(Copy(from, stretch.data, stretch.count * element_bytes, stretch.on_device));
+    }
     if (piece.slot == kMaster && !stretch.is_param)
       HYBRIDOPT_TRY(PutParams(piece.param, piece.element + done, stretch.count, from));
     done += stretch.count;
   }
   return {};
+}
+
+// PutParams brings the upper ones.
+Status Loader::PutLowerHalves(const StateStretch& stretch, const std::byte* masters) {
+  std::vector<uint16_t> lower(stretch.count);
+  for (uint64_t i = 0; i < stretch.count; ++i) {
+    float master;
+    std::memcpy(&master, masters + i * sizeof(float), sizeof(master));
+    lower[i] = LowHalf(master);
+  }
+  HYBRIDOPT_TRY(Copy(reinterpret_cast<const std::byte*>(lower.data()), stretch.data,
+                     stretch.count * sizeof(uint16_t), stretch.on_device));
+  return AwaitCopies();
+}
+
+// Moments of another layout: bf16 widens exactly, fp32 is rounded to nearest.
+Status Loader::PutConverted(const Piece& piece, const StateStretch& stretch,
+                            const std::byte* from) {
+  const int32_t dtype = placement_.params[piece.param].state_dtype[piece.slot];
+  std::vector<std::byte> converted(stretch.count * DtypeBytes(dtype));
+  if (piece.dtype == OFFLOAD_FP32) {
+    Round(from, stretch.count, {dtype, false}, converted.data());
+  } else {
+    std::vector<uint16_t> narrow(stretch.count);  // `from` may lie anywhere
+    std::memcpy(narrow.data(), from, stretch.count * sizeof(uint16_t));
+    context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), stretch.count,
+                                            reinterpret_cast<float*>(converted.data()));
+  }
+  HYBRIDOPT_TRY(Copy(converted.data(), stretch.data, converted.size(), stretch.on_device));
+  return AwaitCopies();
 }
 
 Status Loader::Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device) {
@@ -410,7 +457,8 @@ Status Loader::PutParams(uint32_t id, uint64_t element, uint64_t count, const st
     if (!context_.device().unified()) {
       HYBRIDOPT_ASSIGN(rounded, Stage(now * param_bytes));
     }
-    HYBRIDOPT_TRY(RoundAll(masters + done * sizeof(float), now, dtype, rounded));
+    HYBRIDOPT_TRY(RoundAll(masters + done * sizeof(float), now,
+                           {dtype, placement_.params[id].ties_away}, rounded));
     if (!context_.device().unified())
       HYBRIDOPT_TRY(Copy(rounded, params + done * param_bytes, now * param_bytes, true));
     done += now;
@@ -418,17 +466,17 @@ Status Loader::PutParams(uint32_t id, uint64_t element, uint64_t count, const st
   return {};
 }
 
-Status Loader::RoundAll(const std::byte* values, uint64_t count, int32_t dtype,
+Status Loader::RoundAll(const std::byte* values, uint64_t count, const RoundTo& to,
                         std::byte* rounded) {
   if (count * sizeof(float) < kSharedBytes) {
-    Round(values, count, dtype, rounded);
+    Round(values, count, to, rounded);
     return {};
   }
   const uint32_t workers = context_.workers().threads();
   return context_.workers().Run([&](uint32_t worker) {
     const WorkRange range = RangeOfWorker(count, kWorkGrainElements, worker, workers);
-    Round(values + range.begin * sizeof(float), range.end - range.begin, dtype,
-          rounded + range.begin * DtypeBytes(dtype));
+    Round(values + range.begin * sizeof(float), range.end - range.begin, to,
+          rounded + range.begin * DtypeBytes(to.dtype));
   });
 }
 

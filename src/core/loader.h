@@ -30,6 +30,12 @@ struct LoadRequest {
   std::vector<double> first_moments;  // per group: what the first moments begin with
 };
 
+// How params are rounded from masters.
+struct RoundTo {
+  int32_t dtype;
+  bool ties_away;
+};
+
 class Loader {
  public:
   Loader(Context& context, const ParamTable& table, const Placement& placement,
@@ -75,6 +81,7 @@ class Loader {
     uint64_t element;  // the first, counted in the param
     uint64_t count;
     uint64_t into;  // bytes from the unit's begin
+    int32_t dtype;  // as stored
   };
   // What is compared and read of one param.
   struct Source {
@@ -104,8 +111,10 @@ class Loader {
 
   Status Put(const Piece& piece, const std::byte* data);
   Status Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device);
+  Status PutLowerHalves(const StateStretch& stretch, const std::byte* masters);
+  Status PutConverted(const Piece& piece, const StateStretch& stretch, const std::byte* from);
   Status PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters);
-  Status RoundAll(const std::byte* values, uint64_t count, int32_t dtype, std::byte* rounded);
+  Status RoundAll(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded);
   Result<std::byte*> Stage(uint64_t bytes);
   Status FillMoments();
   Status AwaitCopies();

@@ -155,6 +155,12 @@ uint64_t HostStateBytes(const Placement& placement, const ParamTable& table) {
 Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> context,
                                                      const offload_optimizer_options_t& options) {
   HYBRIDOPT_TRY(CheckOptions(options));
+  if (!context->device().knows_layouts() &&
+      (options.master_layout != OFFLOAD_MASTER_FP32 || options.moment_dtype == OFFLOAD_BF16))
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.master_layout is %d and moment_dtype is %d, but %s updates fp32 "
+                         "state only; leave both 0",
+                         options.master_layout, options.moment_dtype, context->device().name());
   return std::make_shared<Optimizer>(std::move(context), options);
 }
 

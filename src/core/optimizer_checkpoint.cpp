@@ -43,15 +43,6 @@ void FillCommon(const Options& options, Request& request) {
   request.progress_user = options.progress_user;
 }
 
-Status CheckLayout(const offload_optimizer_options_t& options) {
-  if (options.master_layout == OFFLOAD_MASTER_FP32 && options.moment_dtype != OFFLOAD_BF16)
-    return {};
-  return Status::Error(OFFLOAD_UNSUPPORTED,
-                       "checkpoints hold fp32 state, and this optimizer has split masters or bf16 "
-                       "moments (options.master_layout and moment_dtype of its create); read the "
-                       "views of offload_optimizer_state instead, or create it without them");
-}
-
 }  // namespace
 
 std::vector<Residency> Optimizer::ResidencyNow() const {
@@ -66,7 +57,6 @@ Result<offload_ticket_t> Optimizer::Save(const offload_save_options_t& options) 
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_ASSIGN(const uint32_t slot, committed_->timeline->NextSlot());
   HYBRIDOPT_TRY(CheckOptions(options, OFFLOAD_SAVE_MASTERS_ONLY));
-  HYBRIDOPT_TRY(CheckLayout(options_));
   HYBRIDOPT_TRY(checkpoint::PendingDirectory::CheckTarget(context_->files(), options.path));
   HYBRIDOPT_TRY(context_->device().CheckStream(options.stream));
   auto request = std::make_unique<SaveRequest>();
@@ -88,7 +78,6 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
   constexpr uint32_t kFlags =
       OFFLOAD_LOAD_FRESH_MOMENTS | OFFLOAD_LOAD_KEEP_STEPS | OFFLOAD_LOAD_NO_VERIFY;
   HYBRIDOPT_TRY(CheckOptions(options, kFlags));
-  HYBRIDOPT_TRY(CheckLayout(options_));
   if ((options.flags & OFFLOAD_LOAD_KEEP_STEPS) != 0 &&
       (options.flags & OFFLOAD_LOAD_FRESH_MOMENTS) == 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,

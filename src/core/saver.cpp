@@ -1,6 +1,7 @@
 #include "core/saver.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <exception>
 #include <numeric>
@@ -9,6 +10,7 @@
 #include "checkpoint/file_io.h"
 #include "checkpoint/hash.h"
 #include "core/checkpoint_files.h"
+#include "kernels/convert.h"
 
 namespace hybridopt {
 namespace {
@@ -36,6 +38,8 @@ Status Saver::LayOut(const ParamTable& table, const Placement& placement) {
   const bool masters_only = (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0;
   manifest_ =
       NewManifest(table.algorithm(), point_.step, point_.world, masters_only, request_.groups);
+  for (const ParamPlace& place : placement.params)
+    if (place.state_dtype[kMoment0] == OFFLOAD_BF16) manifest_.layout = "bf16 moments";
   manifest_.files.push_back(
       {checkpoint::ShardFileName(point_.rank, point_.world), point_.rank, 0, 0, 0});
   // In the order in which a step overwrites them.
@@ -225,7 +229,11 @@ Status Saver::AppendArray(const Array& array) {
   for (uint64_t first = 0; first < count;) {
     const StateStretch stretch =
         places_.At(array.param, array.slot, first, count - first, request_.residency[array.param]);
-    HYBRIDOPT_TRY(AppendStretch(stretch, stretch.count * element_bytes, hasher));
+    if (stretch.upper != nullptr) {
+      HYBRIDOPT_TRY(AppendJoined(stretch, hasher));
+    } else {
+      HYBRIDOPT_TRY(AppendStretch(stretch, stretch.count * element_bytes, hasher));
+    }
     first += stretch.count;
   }
   array.tensor->hashes = hasher.Take();
@@ -246,6 +254,32 @@ Status Saver::AppendStretch(const StateStretch& stretch, uint64_t bytes,
     hasher.Add(into, piece);
     Filled(piece);
     done += piece;
+  }
+  return {};
+}
+
+// Split masters are stored as the fp32 numbers that they are.
+Status Saver::AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher& hasher) {
+  constexpr uint64_t kTogether = 8192;
+  std::array<uint16_t, kTogether> lower, upper;
+  std::array<float, kTogether> joined;
+  for (uint64_t done = 0; done < stretch.count;) {
+    const uint64_t count = std::min(kTogether, stretch.count - done);
+    const uint64_t bytes = count * sizeof(uint16_t);
+    const auto fetch = [&](std::byte* into, const std::byte* halves, bool on_device) -> Status {
+      halves += done * sizeof(uint16_t);
+      if (on_device) return CopyDown(into, halves, bytes);
+      std::memcpy(into, halves, bytes);
+      return {};
+    };
+    HYBRIDOPT_TRY(
+        fetch(reinterpret_cast<std::byte*>(lower.data()), stretch.data, stretch.on_device));
+    HYBRIDOPT_TRY(
+        fetch(reinterpret_cast<std::byte*>(upper.data()), stretch.upper, stretch.upper_on_device));
+    for (uint64_t i = 0; i < count; ++i) joined[i] = JoinHalves(upper[i], lower[i]);
+    hasher.Add(reinterpret_cast<const std::byte*>(joined.data()), count * sizeof(float));
+    HYBRIDOPT_TRY(Append(joined.data(), count * sizeof(float)));
+    done += count;
   }
   return {};
 }

@@ -95,6 +95,7 @@ class Saver {
   void Filled(uint64_t bytes);
   Status Append(const void* data, uint64_t bytes);
   Status AppendArray(const Array& array);
+  Status AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher& hasher);
   Status AppendStretch(const StateStretch& stretch, uint64_t bytes,
                        checkpoint::BlockHasher& hasher);
   Status CopyDown(std::byte* into, const std::byte* data, uint64_t bytes);

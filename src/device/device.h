@@ -122,6 +122,8 @@ class Device {
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;
   virtual Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) = 0;
   virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;
+  // Whether its updates know layouts other than fp32.
+  virtual bool knows_layouts() const { return false; }
   virtual Status Run(StreamHandle stream, offload_stream_function_t function, void* user) = 0;
 };
 

@@ -66,7 +66,9 @@ TEST_P(CheckpointTest, SavedAnywhereAndLoadedAnywhereGoesOnWithTheSameBits) {
   for (int round = 0; round < rounds; ++round) {
     const uint64_t seed = static_cast<uint64_t>(round) * 5 + static_cast<uint64_t>(GetParam());
     Random random(seed);
-    const Solved solved(RandomProblem(GetParam(), AllDtypePairs(), kSteps, seed));
+    Problem problem = RandomProblem(GetParam(), AllDtypePairs(), kSteps, seed);
+    problem.state = StateChoices()[round % 6];
+    const Solved solved(std::move(problem));
     const size_t saved_after = random.Below(kSteps);
     const std::string path = directory / ("checkpoint-" + std::to_string(round));
     const Setting from = RandomSetting(random);
@@ -88,6 +90,55 @@ TEST_P(CheckpointTest, SavedAnywhereAndLoadedAnywhereGoesOnWithTheSameBits) {
         ASSERT_EQ(rig.Difference(solved.trace[step + 1]), "")
             << "seed " << seed << ", saved after " << saved_after << " by " << Text(from)
             << ", loaded by " << Text(to) << ", step " << step;
+      }
+    }
+  }
+}
+
+// What a load into another layout must bring: the same masters, params as that layout rounds them,
+// moments widened or rounded to nearest.
+Model Converted(const Model& saved, const Problem& problem) {
+  Model model = saved;
+  for (size_t id = 0; id < problem.params.size(); ++id) {
+    Model::Param& param = model.params[id];
+    const int32_t dtype = problem.params[id].dtype;
+    for (size_t i = 0; i < param.master.size(); ++i) {
+      const float master = param.master[i];
+      const bool away = dtype == OFFLOAD_BF16 && problem.state.split();
+      PutElement(param.data, dtype, i, away ? Fp32ToBf16TiesAway(master) : BitsOf(dtype, master));
+      if (!problem.state.bf16()) continue;
+      param.moment0[i] = Bf16ToFp32(Fp32ToBf16(param.moment0[i]));
+      param.moment1[i] = Bf16ToFp32(Fp32ToBf16(param.moment1[i]));
+    }
+  }
+  return model;
+}
+
+TEST_P(CheckpointTest, AnyLayoutLoadsWhatAnyOtherSaved) {
+  const TemporaryDirectory directory;
+  for (const StateChoice& from : StateChoices()) {
+    Problem problem = RandomProblem(GetParam(), AllDtypePairs(), 2, 17);
+    problem.state = from;
+    const Solved solved(std::move(problem));
+    ContextSetting setting;
+    setting.device_kind = from.split() ? OFFLOAD_DEVICE_SIM : OFFLOAD_DEVICE_HOST;
+    const TestContext context(setting);
+    const std::string path = directory / from.Text();
+    {
+      Rig rig(context, solved.problem, {0.4, 1024, 2});
+      for (const StepInput& step : solved.problem.steps) rig.Step(step);
+      MUST(offload_optimizer_wait(rig.handle(), Save(rig, path), -1));
+    }
+    for (const StateChoice& to : StateChoices()) {
+      for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+        setting.device_kind = device;
+        const TestContext other(setting);
+        Problem loaded = solved.problem;
+        loaded.state = to;
+        Rig rig(other, loaded, {0.6, 1024, 2});
+        Load(rig, path);
+        EXPECT_EQ(rig.BitsDifference(Converted(solved.trace.back(), loaded)), "")
+            << "from " << from.Text() << " to " << to.Text() << ", device " << device;
       }
     }
   }

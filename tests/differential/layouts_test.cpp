@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "../forwarding_device.h"
+#include "core/optimizer.h"
 #include "rig.h"
 
 namespace hybridopt {
@@ -91,22 +93,29 @@ TEST(LayoutsTest, AMasterThatIsSplitIsRefusedWithTheWayOut) {
     EXPECT_NE(std::string(offload_last_error()).find(words), std::string::npos) << words;
 }
 
-TEST(LayoutsTest, CheckpointsOfThemAreRefusedWithTheWayOut) {
+// A device whose updates know fp32 state alone.
+class PlainDevice final : public ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+  bool knows_layouts() const override { return false; }
+};
+
+TEST(LayoutsTest, ADeviceThatDoesNotKnowThemRefuses) {
   for (const StateChoice& choice : StateChoices()) {
-    if (!choice.split() && !choice.bf16()) continue;
-    const TestContext context({});
-    const Problem problem = OneBf16Param(choice);
-    Rig rig(context, problem, {});
-    auto save = Make<offload_save_options_t>();
-    auto load = Make<offload_load_options_t>();
-    save.path = load.path = "/nonexistent/checkpoint";
-    for (int call : {0, 1}) {
-      const int32_t status = call == 0 ? offload_optimizer_save(rig.handle(), &save, nullptr)
-                                       : offload_optimizer_load(rig.handle(), &load, nullptr);
-      EXPECT_EQ(status, OFFLOAD_UNSUPPORTED);
-      for (const char* words : {"master_layout", "moment_dtype", "offload_optimizer_state"})
-        EXPECT_NE(std::string(offload_last_error()).find(words), std::string::npos) << words;
+    auto context = std::make_shared<Context>(offload_context_options_t{},
+                                             std::make_unique<PlainDevice>(CreateHostDevice()),
+                                             ReferenceKernels());
+    auto options = Make<offload_optimizer_options_t>();
+    options.algorithm = OFFLOAD_ADAMW;
+    choice.Put(options);
+    const Result<std::shared_ptr<Optimizer>> made = Optimizer::Create(context, options);
+    if (!choice.split() && !choice.bf16()) {
+      EXPECT_TRUE(made.ok());
+      continue;
     }
+    EXPECT_EQ(made.status().code(), OFFLOAD_UNSUPPORTED);
+    for (const char* words : {"master_layout", "moment_dtype", "fp32 state only", "leave both 0"})
+      EXPECT_NE(made.status().message().find(words), std::string::npos) << words;
   }
 }
 
