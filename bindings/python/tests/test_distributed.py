@@ -99,6 +99,21 @@ def test_fsdp2_steps_as_one_process_would(world, policy):
         assert any(0 in sizes for sizes, _ in results)
 
 
+def low_precision_moments(rank, world):
+    """Moments in bf16 are rounded at random by the element's place in the global tensor."""
+    plain = model()
+    module = fully_shard(copy.deepcopy(plain))
+    optimizer = optimizer_for(module, state_dtype=torch.bfloat16)
+    follower = optimizer_for(plain, state_dtype=torch.bfloat16)
+    train(module, optimizer, range(3), follower)
+    assert all(entry["exp_avg"].dtype == torch.bfloat16 for entry in optimizer.state.values())
+    assert_same_bits(module, optimizer, plain, follower)
+
+
+def test_randomly_rounded_moments_do_not_depend_on_the_sharding():
+    ranks.run(low_precision_moments, 4)
+
+
 def clipped_training(rank, world, mesh_shape):
     names = ("replicas", "shards")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
