@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hybridopt
 from hybridopt import abi, sharding
+from hybridopt.process_group import ProcessGroupComm
 
 
 def model(seed=0):
@@ -330,6 +331,36 @@ def a_rank_without_gradients(rank, world):
 def test_a_rank_without_gradients_steps_with_the_others():
     results = ranks.run(a_rank_without_gradients, 2)
     assert results == [([1.0] * 4, [-3.0, -4.0]), ([1.0] * 4, [1.0, 1.0])]
+
+
+def part_of_the_ranks(rank, world):
+    """Ranks 1 and 3 train; the others have nothing to do with it."""
+    few, all_ranks = DeviceMesh("cpu", [1, 3]), DeviceMesh("cpu", [0, 1, 2, 3])
+    group = dist.new_group([1, 3])
+    if rank in (0, 2):
+        with pytest.raises(ValueError, match=r"rank . is not among the ranks \[1, 3\]"):
+            ProcessGroupComm([1, 3])
+        return None
+    weight = nn.Parameter(distribute_tensor(torch.ones(5, 2), few, [Shard(0)]))
+    weight.grad = distribute_tensor(torch.ones(5, 2), few, [Shard(0)])
+    norms = []
+    for process_group in (None, group):
+        optimizer = hybridopt.SGD([weight], lr=1.0, process_group=process_group, threads=1)
+        optimizer.step()
+        norms.append(optimizer.last_step().grad_norm ** 2)
+    shard = torch.ones(2 if rank == 1 else 1, 2)
+    elsewhere = DTensor.from_local(
+        shard, all_ranks, [Shard(0)], run_check=False, shape=(7, 2), stride=(2, 1)
+    )
+    params = [("weight", weight), ("other", nn.Parameter(elsewhere))]
+    with pytest.raises(ValueError, match="'weight' on ranks .1, 3., 'other' on ranks .0, 1, 2, 3"):
+        hybridopt.SGD(params, lr=1.0).step()
+    return norms
+
+
+def test_some_of_the_ranks_are_enough():
+    _, one, _, three = ranks.run(part_of_the_ranks, 4)
+    assert one == three == pytest.approx([10.0, 10.0])
 
 
 def a_rank_dies(rank, world, folder):
