@@ -20,6 +20,7 @@ Report Measure(const Settings& settings) {
   report.rounds = settings.rounds;
   MeasureAdamW28(settings, report);
   MeasureOverhead(settings, report);
+  MeasureShapes(settings, report);
   MeasureSim(settings, report);
   MeasureLifecycle(settings, report);
   report.machine.cpus_of_others = neighbours.CpusBusy();

@@ -29,13 +29,15 @@ offload_context_info_t Context::Info() const {
   return info;
 }
 
-Optimizer::Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
-                     const Lifecycle& lifecycle) {
+namespace {
+
+offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& lifecycle) {
+  offload_optimizer_t optimizer = nullptr;
   auto options = Zeroed<offload_optimizer_options_t>();
   options.algorithm = OFFLOAD_ADAMW;
   options.device_fraction = lifecycle.device_fraction;
   options.movable = lifecycle.movable;
-  Require(offload_optimizer_create(context.get(), &options, &optimizer_),
+  Require(offload_optimizer_create(context.get(), &options, &optimizer),
           "offload_optimizer_create");
   const AdamWFactors factors;
   auto group = Zeroed<offload_group_t>();
@@ -44,24 +46,50 @@ Optimizer::Optimizer(const Context& context, void* data, const void* grad, const
   group.beta2 = factors.beta2;
   group.eps = factors.eps;
   group.weight_decay = factors.weight_decay;
-  auto param = Zeroed<offload_param_t>();
-  Require(offload_optimizer_add_group(optimizer_, &group, &param.group),
-          "offload_optimizer_add_group");
-  param.dtype = OFFLOAD_BF16;
-  param.grad_dtype = OFFLOAD_BF16;
-  param.count = shape.elements;
-  for (uint64_t i = 0; i < shape.params; ++i) {
-    const std::string name = "param" + std::to_string(i);
-    param.name = name.c_str();
-    param.data = static_cast<uint16_t*>(data) + i * shape.stride;
-    param.grad = static_cast<const uint16_t*>(grad) + i * shape.stride;
-    auto binding = Zeroed<offload_binding_t>();
-    Require(offload_optimizer_add_params(optimizer_, &param, 1, &binding.param),
-            "offload_optimizer_add_params");
-    binding.grad = param.grad;
-    bindings_.push_back(binding);
+  uint32_t id = 0;  // the only group
+  Require(offload_optimizer_add_group(optimizer, &group, &id), "offload_optimizer_add_group");
+  return optimizer;
+}
+
+}  // namespace
+
+Optimizer::Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
+                     const Lifecycle& lifecycle)
+    : optimizer_(Create(context, lifecycle)) {
+  for (uint64_t i = 0; i < shape.params; ++i) Add(i * shape.stride, shape.elements, data, grad);
+  Require(offload_optimizer_commit(optimizer_, nullptr), "offload_optimizer_commit");
+}
+
+Optimizer::Optimizer(const Context& context, void* data, const void* grad,
+                     std::span<const uint64_t> counts)
+    : optimizer_(Create(context, {})) {
+  uint64_t element = 0;
+  for (uint64_t count : counts) {
+    Add(element, count, data, grad);
+    element += AlignedCount(count);
   }
   Require(offload_optimizer_commit(optimizer_, nullptr), "offload_optimizer_commit");
+}
+
+void Optimizer::Add(uint64_t element, uint64_t count, void* data, const void* grad) {
+  const std::string name = "param" + std::to_string(bindings_.size());
+  auto param = Zeroed<offload_param_t>();
+  param.dtype = OFFLOAD_BF16;
+  param.grad_dtype = OFFLOAD_BF16;
+  param.count = count;
+  param.name = name.c_str();
+  param.data = static_cast<uint16_t*>(data) + element;
+  param.grad = static_cast<const uint16_t*>(grad) + element;
+  auto binding = Zeroed<offload_binding_t>();
+  Require(offload_optimizer_add_params(optimizer_, &param, 1, &binding.param),
+          "offload_optimizer_add_params");
+  binding.grad = param.grad;
+  bindings_.push_back(binding);
+}
+
+void Optimizer::DropEverySecondGrad() {
+  for (size_t i = 0; i < bindings_.size(); i += 2) bindings_[i].grad = nullptr;
+  BindAll();
 }
 
 Optimizer::~Optimizer() {

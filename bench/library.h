@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "loops.h"
@@ -19,6 +20,9 @@ Struct Zeroed() {
 }
 
 void Require(int32_t status, const char* call);
+
+// Room for a param that ends with its last cache line.
+inline uint64_t AlignedCount(uint64_t count) { return (count + 31) / 32 * 32; }
 
 class Context {
  public:
@@ -49,6 +53,8 @@ class Optimizer {
   };
   Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
             const Lifecycle& lifecycle = {0, 0});
+  // Params of these counts, each at the next cache line of the arrays.
+  Optimizer(const Context& context, void* data, const void* grad, std::span<const uint64_t> counts);
   ~Optimizer();
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
@@ -60,11 +66,15 @@ class Optimizer {
   void Run(Move move);
   // Tells the gradients' addresses again, as frameworks do before every step.
   void BindAll();
+  // Takes the gradients of every second param away.
+  void DropEverySecondGrad();
   offload_step_result_t LastResult() const;
   offload_stats_t Stats() const;
   const float* Master() const;  // of the first param
 
  private:
+  void Add(uint64_t element, uint64_t count, void* data, const void* grad);
+
   offload_optimizer_t optimizer_ = nullptr;
   std::vector<offload_binding_t> bindings_;
 };

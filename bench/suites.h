@@ -20,6 +20,9 @@ void MeasureAdamW28(const Settings& settings, Report& report);
 // What a step over many small params costs beyond one over a single array (overhead.cpp).
 void MeasureOverhead(const Settings& settings, Report& report);
 
+// The step over the params of real models against one array of as many elements (shapes.cpp).
+void MeasureShapes(const Settings& settings, Report& report);
+
 // The pipeline on the simulated device: that it works, and where its time goes (sim.cpp).
 void MeasureSim(const Settings& settings, Report& report);
 

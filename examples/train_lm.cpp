@@ -44,7 +44,7 @@ void run_job(void* user) {
 
 class Trainer {
  public:
-  Trainer(const Options& options, uint64_t memory_bytes) {
+  Trainer(const Options& options, uint64_t memory_bytes) : bf16_moments_(options.bf16_moments) {
     auto context_options = sized<offload_context_options_t>();
     context_options.device_kind = OFFLOAD_DEVICE_SIM;
     context_options.threads = options.threads;
@@ -70,6 +70,7 @@ class Trainer {
     auto options = sized<offload_optimizer_options_t>();
     options.algorithm = OFFLOAD_ADAMW;
     options.device_fraction = device_fraction;
+    if (bf16_moments_) options.moment_dtype = OFFLOAD_BF16;
     MUST(offload_optimizer_create(context_, &options, &optimizer_));
     for (bool table : {false, true}) {
       const offload_group_t group = hyperparameters(table, 0);
@@ -218,6 +219,7 @@ class Trainer {
   }
 
   offload_context_t context_ = nullptr;
+  const bool bf16_moments_;
   offload_stream_t stream_ = nullptr;
   offload_optimizer_t optimizer_ = nullptr;
   uint16_t *params_ = nullptr, *grads_ = nullptr;  // device addresses: never touched by the host

@@ -17,6 +17,7 @@ struct Options {
   uint64_t seed = 1;
   uint32_t threads = 0;
   int replay_steps = 20;
+  bool bf16_moments = false;
 };
 
 inline constexpr char kHelp[] =
@@ -26,6 +27,7 @@ inline constexpr char kHelp[] =
     "  --seconds N         train at most N seconds (default 120)\n"
     "  --seed N            of the first weights and the choice of text (default 1)\n"
     "  --threads N         CPU threads, 0 = one per CPU (default 0)\n"
+    "  --moments KIND      fp32, or bf16 rounded at random (default fp32)\n"
     "  --quick             6 seconds and a short replay: the same output, a worse model\n";
 
 inline Options parse_options(int count, char** arguments) {
@@ -49,6 +51,11 @@ inline Options parse_options(int count, char** arguments) {
       options.seconds = number(flag, value, 1, 1e6);
     } else if (flag == "--seed") {
       options.seed = static_cast<uint64_t>(number(flag, value, 0, 1e15));
+    } else if (flag == "--moments") {
+      const std::string kind = value ? value : "nothing";
+      if (kind != "fp32" && kind != "bf16")
+        fail("--moments: got " + kind + ", expected fp32 or bf16");
+      options.bf16_moments = kind == "bf16";
     } else if (flag == "--threads") {
       options.threads = static_cast<uint32_t>(number(flag, value, 0, 1024));
     } else {
