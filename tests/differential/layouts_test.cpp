@@ -119,6 +119,26 @@ TEST(LayoutsTest, ADeviceThatDoesNotKnowThemRefuses) {
   }
 }
 
+// Lower halves of old masters must not stay under new params.
+TEST(LayoutsTest, ARefreshLeavesNothingOfTheOldMasters) {
+  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    const Solved solved(OneBf16Param({OFFLOAD_MASTER_SPLIT, 0, 0, 0}));
+    const TestContext context(On(device));
+    Rig rig(context, solved.problem, {0.5, 1024, 2});
+    for (const StepInput& step : solved.problem.steps) rig.Step(step);
+    Model model = solved.trace.back();
+    Model::Param& param = model.params[0];
+    Random random(3);
+    param.data = RandomArray(OFFLOAD_BF16, kCount, false, random);
+    const std::vector<uint16_t> bits = ElementsOf<uint16_t>(param.data);
+    std::transform(bits.begin(), bits.end(), param.master.begin(), Bf16ToFp32);
+    rig.PutParams(0, model);
+    MUST(offload_optimizer_refresh_masters(rig.handle(), nullptr, nullptr));
+    MUST(offload_optimizer_wait(rig.handle(), 0, -1));
+    EXPECT_EQ(rig.BitsDifference(model), "") << "device " << device;
+  }
+}
+
 // Another seed gives other moments: the key is really used.
 TEST(LayoutsTest, TheSeedDecidesTheBits) {
   std::vector<float> moments[2];
