@@ -12,7 +12,9 @@ cmake --install "$build" --prefix "$scratch/first" >/dev/null
 mv "$scratch/first" "$scratch/moved"
 prefix=$scratch/moved
 headers=offload.h
-[[ -e $prefix/$libdir/libhybridopt_mpi.so ]] && headers="offload.h offload_mpi.h"
+for adaptor in mpi nccl; do
+  [[ ! -e $prefix/$libdir/libhybridopt_$adaptor.so ]] || headers+=" offload_$adaptor.h"
+done
 [[ $(find "$prefix" -name '*.h' -printf '%P\n' | sort | xargs) == \
   "$(printf 'include/%s ' $headers | xargs)" ]] ||
   { echo "FAILED: $headers must be the only header that is installed"; exit 1; }

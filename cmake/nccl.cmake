@@ -1,0 +1,16 @@
+# The comm table over NCCL. A library of its own, built where CUDA is; it finds NCCL when it runs.
+if(NOT HYBRIDOPT_HAS_CUDA)
+  return()
+endif()
+
+set(nccl_map ${PROJECT_SOURCE_DIR}/src/comm/nccl.map)
+add_library(hybridopt_nccl SHARED src/comm/nccl/functions.cpp src/comm/nccl/ranks.cpp)
+set_target_properties(hybridopt_nccl PROPERTIES
+  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINK_DEPENDS ${nccl_map})
+target_include_directories(hybridopt_nccl PUBLIC include PRIVATE src)
+target_include_directories(hybridopt_nccl SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+target_link_libraries(hybridopt_nccl PRIVATE hybridopt_flags CUDA::cudart_static ${CMAKE_DL_LIBS})
+target_link_options(hybridopt_nccl PRIVATE -Wl,--version-script=${nccl_map} -Wl,--as-needed)
+
+install(TARGETS hybridopt_nccl LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(FILES ${PROJECT_SOURCE_DIR}/include/offload_nccl.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
