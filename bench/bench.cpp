@@ -10,7 +10,7 @@
 namespace bench {
 namespace {
 
-Report Measure(const Settings& settings) {
+Report Measure(const Settings& settings, bool gpu) {
   const Neighbours neighbours;
   Report report{};
   report.machine = DescribeMachine();
@@ -18,11 +18,16 @@ Report Measure(const Settings& settings) {
   report.isa = Context(OFFLOAD_DEVICE_HOST, settings.threads).Info().isa;
   report.elements = settings.elements;
   report.rounds = settings.rounds;
-  MeasureAdamW28(settings, report);
-  MeasureOverhead(settings, report);
-  MeasureShapes(settings, report);
-  MeasureSim(settings, report);
-  MeasureLifecycle(settings, report);
+  if (gpu) {
+    report.elements = settings.gpu_elements;
+    MeasureGpu(settings, report);
+  } else {
+    MeasureAdamW28(settings, report);
+    MeasureOverhead(settings, report);
+    MeasureShapes(settings, report);
+    MeasureSim(settings, report);
+    MeasureLifecycle(settings, report);
+  }
   report.machine.cpus_of_others = neighbours.CpusBusy();
   return report;
 }
@@ -33,6 +38,7 @@ Report Measure(const Settings& settings) {
 int main(int argc, char** argv) {
   bench::Settings settings;
   bool json = false;
+  bool gpu = false;
   CLI::App app("Measures hybridopt against what the memory of this machine can give.");
   app.add_option("--elements", settings.elements, "elements of the long array")
       ->check(CLI::Range(uint64_t{1} << 16, uint64_t{1} << 40))
@@ -44,9 +50,17 @@ int main(int argc, char** argv) {
                  "what 'all threads' means; 0: one per CPU this process may use")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
+  app.add_flag("--gpu", gpu, "measure the GPU instead");
+  app.add_option("--gpu-elements", settings.gpu_elements,
+                 "elements of the whole steps on the GPU; takes 40 bytes of host memory each")
+      ->check(CLI::Range(uint64_t{1} << 20, uint64_t{1} << 40))
+      ->capture_default_str();
+  app.add_option("--chunk-elements", settings.chunk_elements,
+                 "elements of a chunk on the GPU; 0: as the library chooses")
+      ->capture_default_str();
   app.add_flag("--json", json, "print one JSON object instead of the table");
   CLI11_PARSE(app, argc, argv);
 
-  const bench::Report report = bench::Measure(settings);
+  const bench::Report report = bench::Measure(settings, gpu);
   (json ? bench::PrintJson : bench::PrintTable)(std::cout, report);
 }

@@ -37,6 +37,7 @@ offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& l
   options.algorithm = OFFLOAD_ADAMW;
   options.device_fraction = lifecycle.device_fraction;
   options.movable = lifecycle.movable;
+  options.chunk_elements = lifecycle.chunk_elements;
   Require(offload_optimizer_create(context.get(), &options, &optimizer),
           "offload_optimizer_create");
   const AdamWFactors factors;

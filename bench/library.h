@@ -50,9 +50,10 @@ class Optimizer {
   struct Lifecycle {
     double device_fraction = 0;
     uint32_t movable = 0;
+    uint64_t chunk_elements = 0;
   };
   Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
-            const Lifecycle& lifecycle = {0, 0});
+            const Lifecycle& lifecycle = {0, 0, 0});
   // Params of these counts, each at the next cache line of the arrays.
   Optimizer(const Context& context, void* data, const void* grad, std::span<const uint64_t> counts);
   ~Optimizer();

@@ -30,7 +30,7 @@ void MeasureStates(const Settings& settings, Report& report) {
   void* params = Upload(context, 0x3f80);  // 1.0
   void* grads = Upload(context, 0x3c00);   // 0.0078
   Optimizer optimizer(context, params, grads, {1, kElements, kElements},
-                      {1.0, OFFLOAD_MOVABLE_STATES});
+                      {1.0, OFFLOAD_MOVABLE_STATES, 0});
   Team team(info.threads, info.threads <= info.cpus_allowed);
   const Pages near_pages(kStateBytes), far_pages(kStateBytes);
   const auto copy = [&](std::byte* to, const std::byte* from) {
@@ -73,7 +73,7 @@ void MeasureHostGrads(const Settings& settings, Report& report) {
   void* params = Upload(context, 0x3f80);  // 1.0
   void* grads = Upload(context, 0x3c00);   // 0.0078
   Optimizer optimizer(context, params, grads, {1, kElements, kElements},
-                      {0.0, OFFLOAD_MOVABLE_GRADS});
+                      {0.0, OFFLOAD_MOVABLE_GRADS, 0});
   // Only the step counts, not the offloading before it: the library's own clock has that.
   std::vector<Times> times(2);
   const auto step = [&](size_t contender) {

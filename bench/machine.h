@@ -8,7 +8,8 @@ namespace bench {
 
 struct Machine {
   std::string cpu;
-  uint32_t cpus;  // that this process may use
+  std::string gpu;  // where it is measured
+  uint32_t cpus;    // that this process may use
   uint64_t memory_bytes;
   std::string date;        // UTC
   double huge_page_share;  // of this process's memory while the large arrays were there

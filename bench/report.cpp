@@ -23,9 +23,10 @@ std::string Short(double value) {
 
 void PrintMachine(std::ostream& out, const Report& report) {
   const Machine& machine = report.machine;
-  out << Format("%s, %u CPUs, %.0f GiB; %s; isa %s; %s\n", machine.cpu.c_str(), machine.cpus,
-                static_cast<double>(machine.memory_bytes) / (1 << 30), report.library.c_str(),
-                report.isa.c_str(), machine.date.c_str());
+  const std::string gpu = machine.gpu.empty() ? "" : "; " + machine.gpu;
+  out << Format("%s, %u CPUs, %.0f GiB%s; %s; isa %s; %s\n", machine.cpu.c_str(), machine.cpus,
+                static_cast<double>(machine.memory_bytes) / (1 << 30), gpu.c_str(),
+                report.library.c_str(), report.isa.c_str(), machine.date.c_str());
   out << Format(
       "%.1f Mi elements, %u rounds; %.0f %% of the memory in huge pages; other processes kept "
       "%.1f CPUs busy\n\n",
@@ -91,6 +92,7 @@ void PrintJson(std::ostream& out, const Report& report) {
   json["machine"] = {{"cpu", machine.cpu},
                      {"cpus", machine.cpus},
                      {"memory_bytes", machine.memory_bytes},
+                     {"gpu", machine.gpu},
                      {"date", machine.date},
                      {"huge_page_share", machine.huge_page_share},
                      {"cpus_of_others", machine.cpus_of_others}};

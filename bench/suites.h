@@ -12,6 +12,8 @@ struct Settings {
   uint64_t elements = uint64_t{64} << 20;
   uint32_t rounds = 61;
   uint32_t threads = 0;  // of "all threads"; 0 = as many as the library takes
+  uint64_t gpu_elements = uint64_t{1} << 30;
+  uint64_t chunk_elements = 0;  // of the GPU's pipeline; 0 = the library's choice
 };
 
 // The whole update of one long array against the memory ceiling and a plain loop (adamw28.cpp).
@@ -29,5 +31,8 @@ void MeasureSim(const Settings& settings, Report& report);
 // Moves on the simulated device: states out and back against a plain copy, and the step that finds
 // its gradients on the host (lifecycle.cpp).
 void MeasureLifecycle(const Settings& settings, Report& report);
+
+// A real GPU: ceilings of its memory and link, and whole steps against them (gpu.cpp).
+void MeasureGpu(const Settings& settings, Report& report);
 
 }  // namespace bench

@@ -1,0 +1,14 @@
+// What a build without CUDA has instead of gpu.cpp.
+#include <cstdio>
+#include <cstdlib>
+
+#include "suites.h"
+
+namespace bench {
+
+void MeasureGpu(const Settings&, Report&) {
+  std::fprintf(stderr, "hybridopt_bench: --gpu: this build has no CUDA (HYBRIDOPT_CUDA)\n");
+  std::exit(1);
+}
+
+}  // namespace bench
