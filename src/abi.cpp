@@ -194,7 +194,12 @@ const char* offload_build_info(void) {
 #else
 #define HYBRIDOPT_COMPILER "gcc " __VERSION__
 #endif
-  return "hybridopt " HYBRIDOPT_VERSION ", " HYBRIDOPT_COMPILER ", devices host sim";
+#if defined(HYBRIDOPT_HAS_CUDA)
+#define HYBRIDOPT_CUDA " cuda"
+#else
+#define HYBRIDOPT_CUDA ""
+#endif
+  return "hybridopt " HYBRIDOPT_VERSION ", " HYBRIDOPT_COMPILER ", devices host sim" HYBRIDOPT_CUDA;
 }
 
 const char* offload_status_name(int32_t status) {
@@ -629,7 +634,7 @@ int32_t offload_stream_create(offload_context_t context, offload_stream_t* strea
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
     HYBRIDOPT_TRY(CheckPointer(stream, "stream"));
-    HYBRIDOPT_ASSIGN(*stream, found->device().CreateStream("caller"));
+    HYBRIDOPT_ASSIGN(*stream, found->device().CreateStream(kCallersStreamLabel));
     return {};
   });
 }

@@ -21,11 +21,7 @@ Status CheckOptions(const offload_context_options_t& options) {
                          "options.device_kind is %d, expected OFFLOAD_DEVICE_HOST (0), _SIM (1) or "
                          "_CUDA (2)",
                          options.device_kind);
-  if (options.device_kind == OFFLOAD_DEVICE_CUDA)
-    return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.device_kind is OFFLOAD_DEVICE_CUDA, but this build has no CUDA; "
-                         "use OFFLOAD_DEVICE_HOST or OFFLOAD_DEVICE_SIM");
-  if (options.device_index != 0)
+  if (options.device_index != 0 && options.device_kind != OFFLOAD_DEVICE_CUDA)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.device_index is %d, expected 0 for the host and sim devices",
                          options.device_index);
@@ -63,9 +59,16 @@ Status CheckOptions(const offload_context_options_t& options) {
   return {};
 }
 
+int64_t TimeoutNs(const offload_context_options_t& options) {
+  return static_cast<int64_t>(options.device_timeout_ns != 0 ? options.device_timeout_ns
+                                                             : kDefaultDeviceTimeoutNs);
+}
+
 Result<std::unique_ptr<Device>> CreateDevice(const offload_context_options_t& options,
                                              const KernelTable& kernels) {
   if (options.device_kind == OFFLOAD_DEVICE_HOST) return CreateHostDevice();
+  if (options.device_kind == OFFLOAD_DEVICE_CUDA)
+    return CreateCudaDevice({options.device_index, TimeoutNs(options)});
   SimOptions sim{};
   sim.memory_bytes =
       options.sim_memory_bytes != 0 ? options.sim_memory_bytes : kDefaultSimMemoryBytes;
@@ -127,8 +130,7 @@ Result<std::shared_ptr<Context>> Context::Create(const offload_context_options_t
 Context::Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
                  const KernelTable& kernels, Seats seats)
     : pinned_bytes_max_(options.pinned_bytes_max != 0 ? options.pinned_bytes_max : UINT64_MAX),
-      device_timeout_ns_(static_cast<int64_t>(
-          options.device_timeout_ns != 0 ? options.device_timeout_ns : kDefaultDeviceTimeoutNs)),
+      device_timeout_ns_(TimeoutNs(options)),
       log_(options.log),
       log_user_(options.log_user),
       kernels_(kernels),
@@ -191,11 +193,6 @@ void Context::ReleasePinned(uint64_t bytes) {
 uint64_t Context::PinnedBytesLeft() const {
   std::lock_guard lock(pinned_mutex_);
   return pinned_bytes_max_ == UINT64_MAX ? UINT64_MAX : pinned_bytes_max_ - pinned_bytes_;
-}
-
-std::atomic<uint64_t>& Context::NewProgress() {
-  std::lock_guard lock(progress_mutex_);
-  return progress_.emplace_back(0);
 }
 
 // Without threads that keep to their nodes, memory can still be on the right one if there is one.

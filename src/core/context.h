@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -51,10 +50,6 @@ class Context {
   prim::Files& files() const { return *files_; }
   void UseFiles(prim::Files& files) { files_ = &files; }
 
-  // A progress word for one optimizer. It lives as long as the context, because a stream may still
-  // be about to read it when its optimizer has gone.
-  std::atomic<uint64_t>& NewProgress();
-
   void OptimizerCreated() { optimizers_ += 1; }
   void OptimizerDestroyed() { optimizers_ -= 1; }
   uint32_t optimizers() const { return optimizers_; }
@@ -72,8 +67,6 @@ class Context {
   const offload_log_function_t log_;
   void* const log_user_;
   const KernelTable& kernels_;
-  std::mutex progress_mutex_;
-  std::deque<std::atomic<uint64_t>> progress_;  // outlives the device's threads
   std::unique_ptr<Device> device_;
   const Seats seats_;
   const Status placeable_;  // why pages cannot be placed, if they cannot

@@ -348,9 +348,10 @@ Status Optimizer::Commit(StreamHandle stream) {
   committed->host_state_bytes = HostStateBytes(committed->placement, table_);
   for (uint64_t bytes : DeviceStateBytes(committed->placement))
     committed->device_state_bytes += bytes;
+  HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
   committed->timeline = std::make_unique<Timeline>(
       [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
-      [this](bool failure) { return Settle(failure); }, context_->NewProgress());
+      [this](bool failure) { return Settle(failure); }, *progress);
   committed_ = std::move(committed);
   is_committed_ = true;
 
@@ -561,7 +562,8 @@ Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_
     HYBRIDOPT_TRY(checkpoints.BeforeStep(*committed_->timeline));
   HYBRIDOPT_TRY(committed_->pipeline->Run(
       request, ReadyEvent(slot), checkpoints.capture(),
-      [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); }, &result));
+      [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); },
+      [&] { committed_->timeline->Issued(sequence); }, &result));
   Remember(sequence, result);
   committed_->steps_done += 1;
   return {};
@@ -651,6 +653,8 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
   Timeline& timeline = *committed_->timeline;
   HYBRIDOPT_TRY(timeline.CheckPoison());
   if (context_->device().unified()) return timeline.Wait(sequence, -1);
+  if (context_->device().shares_queues())
+    HYBRIDOPT_TRY(timeline.AwaitIssued(sequence, context_->device_timeout_ns()));
   return context_->device().StreamWaitFlag(stream, &timeline.progress(),
                                            Timeline::ProgressAt(sequence, mark));
 }

@@ -7,6 +7,11 @@
 #include "base/prim.h"
 
 namespace hybridopt {
+namespace {
+
+constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
+
+}  // namespace
 
 Timeline::Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progress)
     : execute_(std::move(execute)),
@@ -28,7 +33,7 @@ void Timeline::Drain() {
   if (thread_.has_value()) prim::JoinThread(*thread_);
   thread_.reset();
   // Streams that still wait, for whatever reason, must not wait for ever.
-  progress_.store(UINT64_MAX);
+  progress_.store(kReleased);
 }
 
 Result<uint32_t> Timeline::NextSlot() {
@@ -74,7 +79,6 @@ Status Timeline::WaitForAll(int64_t timeout_ns) {
 
 Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns) {
   const auto done = [&] { return completed_.load() >= sequence || !cause_.ok(); };
-  constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
   if (timeout_ns < 0) {
     changed_.wait(lock, done);
   } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, kYearsNs)),
@@ -132,6 +136,25 @@ void Timeline::Wake() {
     awake_ = held_ != 0;
   }
   changed_.notify_all();
+}
+
+void Timeline::Issued(uint64_t sequence) {
+  {
+    std::lock_guard lock(mutex_);
+    issued_ = sequence;
+  }
+  changed_.notify_all();
+}
+
+Status Timeline::AwaitIssued(uint64_t sequence, int64_t timeout_ns) {
+  const auto done = [&] { return issued_ >= sequence || executed_ >= sequence || !cause_.ok(); };
+  std::unique_lock lock(mutex_);
+  if (changed_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, kYearsNs)), done))
+    return {};
+  return Status::Error(OFFLOAD_TIMED_OUT,
+                       "the work before this ticket was not done within %.3f s; it goes on, call "
+                       "again",
+                       static_cast<double>(timeout_ns) * 1e-9);
 }
 
 bool Timeline::idle() const {
@@ -207,7 +230,7 @@ void Timeline::Poison(Status cause) {
   }
   // After a failure every stream is let go: a hung device would be worse than a wrong value that
   // the caller is told about.
-  progress_.store(UINT64_MAX);
+  progress_.store(kReleased);
   changed_.notify_all();
 }
 

@@ -63,6 +63,10 @@ class Timeline {
   // kFailuresKept are remembered.
   void Report(uint64_t sequence, Status failure);
   static constexpr size_t kFailuresKept = 64;
+  // Says that no kernel of the piece remains to be queued on the device; completion says it too.
+  void Issued(uint64_t sequence);
+  // Waits for that, or for a failure. TIMED_OUT after timeout_ns.
+  Status AwaitIssued(uint64_t sequence, int64_t timeout_ns);
 
   uint64_t submitted() const { return submitted_.load(); }
   uint64_t completed() const { return completed_.load(); }
@@ -70,6 +74,9 @@ class Timeline {
   // POISONED with the cause in its text after a failure, else OK.
   Status CheckPoison() const;
 
+  // What lets every stream go. A device may compare as counters that wrap around, so it is not the
+  // largest number there is.
+  static constexpr uint64_t kReleased = INT64_MAX;
   // Marks inside a piece: mark 0 is its start; all marks are reached when it completes.
   static constexpr uint64_t kMarks = uint64_t{1} << 24;
   static uint64_t ProgressAt(uint64_t sequence, uint64_t mark) { return sequence * kMarks + mark; }
@@ -97,6 +104,7 @@ class Timeline {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Status cause_;  // of the failure; guarded by mutex_, as all below but the thread
+  uint64_t issued_ = 0;
   bool stopping_ = false;
   uint64_t executed_ = 0;  // the last piece that has run
   uint64_t held_ = 0;      // the piece that goes on in the background; 0: none

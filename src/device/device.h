@@ -73,6 +73,10 @@ class Device {
   // True where params and gradients are in host memory and the host updates them in place. Then
   // only memory, the NULL stream and its Run are used.
   virtual bool unified() const = 0;
+  // True where streams share queues of the hardware: a stream that waits for a flag may then hold
+  // up kernels of others that are queued after the wait, so those that raise the flag must come
+  // before.
+  virtual bool shares_queues() const { return false; }
 
   virtual Result<DeviceMemory> Memory() const = 0;
   virtual Result<void*> Allocate(uint64_t bytes) = 0;         // aligned to 256 bytes
@@ -85,6 +89,9 @@ class Device {
   // where the system does not pin so much.
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
   virtual void UnpinHost(void* data) = 0;
+  // A word, 0 at first, that streams can wait for. It lives as long as the device: a stream may
+  // still be about to look at it when whoever asked for it has gone.
+  virtual Result<std::atomic<uint64_t>*> NewFlag() = 0;
 
   // `label` names what the stream or event is for; it shows in errors.
   virtual Result<StreamHandle> CreateStream(const char* label) = 0;
@@ -100,7 +107,8 @@ class Device {
   // Later work on `stream` waits for what `event` was last recorded behind at the time of this
   // call; an event never recorded is complete.
   virtual Status StreamWait(StreamHandle stream, EventHandle event) = 0;
-  // Later work on `stream` waits until *flag >= value. The flag outlives the stream's work.
+  // Later work on `stream` waits until *flag >= value, both below 2^63. The flag outlives the
+  // stream's work; a real device can only look at those of NewFlag.
   virtual Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                                 uint64_t value) = 0;
   // Blocks the calling thread until the event's latest record has been reached. TIMED_OUT after
@@ -127,6 +135,9 @@ class Device {
   virtual Status Run(StreamHandle stream, offload_stream_function_t function, void* user) = 0;
 };
 
+// The label of streams that callers ask for. A device keeps its pipeline's own apart from them.
+inline constexpr char kCallersStreamLabel[] = "caller";
+
 // Params and gradients in host memory (device/host.cpp).
 std::unique_ptr<Device> CreateHostDevice();
 
@@ -140,5 +151,14 @@ struct SimOptions {
 // An accelerator made of threads (device/sim.cpp). Its kernels are `kernels`.
 Result<std::unique_ptr<Device>> CreateSimDevice(const SimOptions& options,
                                                 const KernelTable& kernels);
+
+struct CudaOptions {
+  int32_t device_index = 0;  // among those that are visible
+  int64_t timeout_ns;        // work that takes longer has failed
+};
+
+// An NVIDIA GPU (device/cuda), UNSUPPORTED where there is none, no driver, or no CUDA in this
+// build.
+Result<std::unique_ptr<Device>> CreateCudaDevice(const CudaOptions& options);
 
 }  // namespace hybridopt

@@ -3,6 +3,7 @@
 #include <cinttypes>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <unordered_set>
 
@@ -42,6 +43,10 @@ class HostDevice final : public Device {
 
   Status PinHost(void*, uint64_t) override { return Status(); }
   void UnpinHost(void*) override {}
+  Result<std::atomic<uint64_t>*> NewFlag() override {
+    std::lock_guard lock(mutex_);
+    return &flags_.emplace_back(0);
+  }
 
   Result<StreamHandle> CreateStream(const char*) override { return StreamHandle{nullptr}; }
   Status DestroyStream(StreamHandle stream) override { return CheckStream(stream); }
@@ -84,6 +89,7 @@ class HostDevice final : public Device {
 
   std::mutex mutex_;
   std::unordered_set<void*> allocations_;
+  std::deque<std::atomic<uint64_t>> flags_;
 };
 
 Result<void*> HostDevice::Allocate(uint64_t bytes) {

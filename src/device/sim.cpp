@@ -45,6 +45,7 @@ class SimDevice final : public Device {
 
   Status PinHost(void* data, uint64_t bytes) override;
   void UnpinHost(void* data) override;
+  Result<std::atomic<uint64_t>*> NewFlag() override;
 
   Result<StreamHandle> CreateStream(const char* label) override;
   Status DestroyStream(StreamHandle stream) override;
@@ -114,6 +115,7 @@ class SimDevice final : public Device {
   std::unordered_set<void*> live_events_;
   std::map<uintptr_t, uint64_t> pinned_;  // address -> bytes
   uint64_t pinned_bytes_ = 0;
+  std::deque<std::atomic<uint64_t>> flags_;
 };
 
 SimDevice::SimDevice(const SimOptions& options, const KernelTable& kernels,
@@ -177,6 +179,11 @@ void SimDevice::UnpinHost(void* data) {
   HYBRIDOPT_CHECK(pinned != pinned_.end());
   pinned_bytes_ -= pinned->second;
   pinned_.erase(pinned);
+}
+
+Result<std::atomic<uint64_t>*> SimDevice::NewFlag() {
+  std::lock_guard lock(mutex_);
+  return &flags_.emplace_back(0);
 }
 
 std::unique_ptr<SimStream> SimDevice::MakeStream(const char* label) {

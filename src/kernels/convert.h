@@ -9,11 +9,20 @@
 
 #include "offload.h"
 
+// CUDA's kernels use these functions too.
+#ifdef __CUDACC__
+#define HYBRIDOPT_EVERYWHERE __host__ __device__
+#else
+#define HYBRIDOPT_EVERYWHERE
+#endif
+
 namespace hybridopt {
 
-inline float Bf16ToFp32(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+HYBRIDOPT_EVERYWHERE inline float Bf16ToFp32(uint16_t bits) {
+  return std::bit_cast<float>(uint32_t{bits} << 16);
+}
 
-inline uint16_t Fp32ToBf16(float value) {
+HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
   // Rounding could carry a NaN's payload into the sign; setting the quiet bit cannot.
@@ -43,7 +52,7 @@ inline float JoinHalves(uint16_t high, uint16_t low) {
 }
 
 // A signalling NaN becomes quiet, as it does in the conversion instructions of x86 and Arm.
-inline float Fp16ToFp32(uint16_t half) {
+HYBRIDOPT_EVERYWHERE inline float Fp16ToFp32(uint16_t half) {
   const uint32_t sign = uint32_t{half & 0x8000u} << 16;
   const uint32_t exponent = (half >> 10) & 0x1F;
   const uint32_t mantissa = half & 0x3FF;
@@ -60,7 +69,7 @@ inline float Fp16ToFp32(uint16_t half) {
   return std::bit_cast<float>(sign | ((113 - shift) << 23) | (fraction << 13));
 }
 
-inline uint16_t Fp32ToFp16(float value) {
+HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToFp16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7FFFFFFF;
@@ -88,22 +97,22 @@ struct Element;
 template <>
 struct Element<OFFLOAD_FP32> {
   using Stored = float;
-  static float Widen(float stored) { return stored; }
-  static float Round(float value) { return value; }
+  HYBRIDOPT_EVERYWHERE static float Widen(float stored) { return stored; }
+  HYBRIDOPT_EVERYWHERE static float Round(float value) { return value; }
 };
 
 template <>
 struct Element<OFFLOAD_BF16> {
   using Stored = uint16_t;
-  static float Widen(uint16_t stored) { return Bf16ToFp32(stored); }
-  static uint16_t Round(float value) { return Fp32ToBf16(value); }
+  HYBRIDOPT_EVERYWHERE static float Widen(uint16_t stored) { return Bf16ToFp32(stored); }
+  HYBRIDOPT_EVERYWHERE static uint16_t Round(float value) { return Fp32ToBf16(value); }
 };
 
 template <>
 struct Element<OFFLOAD_FP16> {
   using Stored = uint16_t;
-  static float Widen(uint16_t stored) { return Fp16ToFp32(stored); }
-  static uint16_t Round(float value) { return Fp32ToFp16(value); }
+  HYBRIDOPT_EVERYWHERE static float Widen(uint16_t stored) { return Fp16ToFp32(stored); }
+  HYBRIDOPT_EVERYWHERE static uint16_t Round(float value) { return Fp32ToFp16(value); }
 };
 
 }  // namespace hybridopt

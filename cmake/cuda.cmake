@@ -1,0 +1,48 @@
+# The CUDA device (src/device/cuda, src/kernels/cuda). The runtime is linked statically and opens the
+# driver itself, so that libhybridopt.so needs neither.
+set(HYBRIDOPT_CUDA AUTO CACHE STRING "Build the CUDA device: AUTO (where there is nvcc), ON, OFF")
+set_property(CACHE HYBRIDOPT_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(HYBRIDOPT_CUDA_ARCHITECTURES "80-real;90-real;100" CACHE STRING
+  "What kernels are compiled for, as CMAKE_CUDA_ARCHITECTURES; by default with PTX for what comes")
+
+set(HYBRIDOPT_HAS_CUDA OFF)
+if(HYBRIDOPT_CUDA)
+  set(CMAKE_CUDA_ARCHITECTURES ${HYBRIDOPT_CUDA_ARCHITECTURES})
+  if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+    find_program(HYBRIDOPT_NVCC nvcc PATHS /usr/local/cuda/bin)
+    mark_as_advanced(HYBRIDOPT_NVCC)
+    if(HYBRIDOPT_NVCC)
+      set(CMAKE_CUDA_COMPILER ${HYBRIDOPT_NVCC})
+    endif()
+  endif()
+  if(HYBRIDOPT_CUDA STREQUAL "AUTO")
+    include(CheckLanguage)
+    check_language(CUDA)
+  endif()
+  if(CMAKE_CUDA_COMPILER OR NOT HYBRIDOPT_CUDA STREQUAL "AUTO")
+    enable_language(CUDA)
+    find_package(CUDAToolkit 12.4 REQUIRED)
+    set(HYBRIDOPT_HAS_CUDA ON)
+  endif()
+endif()
+if(NOT HYBRIDOPT_HAS_CUDA)
+  message(STATUS "Building without CUDA")
+  return()
+endif()
+
+if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.26 does not know that nvcc has it
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+endif()
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_EXTENSIONS OFF)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+
+# Every operation is spelt out, so there is nothing to contract; relaxed constexpr is for std::bit_cast.
+set(HYBRIDOPT_NVCC_FLAGS --expt-relaxed-constexpr -fmad=false -Xcompiler=-Wall,-Wextra)
+if(HYBRIDOPT_WERROR)
+  list(APPEND HYBRIDOPT_NVCC_FLAGS -Werror=all-warnings -Xcompiler=-Werror)
+endif()
+message(STATUS "Building with CUDA ${CUDAToolkit_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")

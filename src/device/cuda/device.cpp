@@ -1,0 +1,664 @@
+// The CUDA device. Streams are the caller's cudaStream_t; every call works in a Scope, so that the
+// calling thread keeps its own device, and nothing here waits without a bound.
+#include "device/device.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cctype>
+#include <cinttypes>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "base/prim.h"
+#include "device/cuda/driver.h"
+#include "device/cuda/memory.h"
+#include "device/cuda/poll.h"
+#include "device/cuda/tables.h"
+#include "kernels/cuda/launch.h"
+
+namespace hybridopt {
+namespace cuda {
+namespace {
+
+constexpr uint64_t kFlagStrideBytes = 64;  // each in a cache line of its own
+constexpr uint64_t kFlagPageBytes = 4096;
+// How long a stream that is given up may take to end: it can only be waited for, not stopped.
+constexpr int64_t kDrainNs = 2'000'000'000;
+
+cudaStream_t Of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
+
+// An event, and what to call it. Its handle is its address.
+struct Event {
+  cudaEvent_t event = nullptr;
+  std::string label;
+  std::atomic<StreamHandle> stream = nullptr;  // of the latest record
+};
+
+Event& Of(EventHandle event) {
+  HYBRIDOPT_CHECK(event != nullptr);
+  return *reinterpret_cast<Event*>(event);
+}
+
+template <typename... Pointers>
+bool MultiplesOf(uint64_t bytes, Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % bytes == 0) && ...);
+}
+
+class CudaDevice final : public Device {
+ public:
+  static Result<std::unique_ptr<Device>> Create(const CudaOptions& options);
+  ~CudaDevice() override;
+
+  int32_t kind() const override { return OFFLOAD_DEVICE_CUDA; }
+  const char* name() const override { return name_.c_str(); }
+  const char* pci_id() const override { return pci_id_.c_str(); }
+  bool unified() const override { return false; }
+  bool shares_queues() const override { return true; }
+
+  Result<DeviceMemory> Memory() const override;
+  Result<void*> Allocate(uint64_t bytes) override;
+  Status Free(void* data) override;
+  Result<void*> Map(void* data, uint64_t bytes) override;
+  Status CheckRange(const void* data, uint64_t bytes) const override;
+
+  Status PinHost(void* data, uint64_t bytes) override;
+  void UnpinHost(void* data) override;
+  Result<std::atomic<uint64_t>*> NewFlag() override;
+
+  Result<StreamHandle> CreateStream(const char* label) override;
+  Status DestroyStream(StreamHandle stream) override;
+  void AbandonStream(StreamHandle stream) override;
+  Status CheckStream(StreamHandle stream) const override;
+  Result<EventHandle> CreateEvent(const char* label) override;
+  void DestroyEvent(EventHandle event) override;
+
+  Status Record(EventHandle event, StreamHandle stream) override;
+  Status StreamWait(StreamHandle stream, EventHandle event) override;
+  Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
+                        uint64_t value) override;
+  Status Wait(EventHandle event, int64_t timeout_ns) override;
+  Result<double> Elapsed(EventHandle begin, EventHandle end) override;
+  Status Synchronize(StreamHandle stream, int64_t timeout_ns) override;
+
+  Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
+    return Copy(stream, host, device, bytes, host, "copy to the host");
+  }
+  Status CopyToDevice(StreamHandle stream, void* device, const void* host,
+                      uint64_t bytes) override {
+    return Copy(stream, device, host, bytes, host, "copy to the device");
+  }
+  Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
+              float value) override;
+  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
+                float* destination) override;
+  Status Norm(StreamHandle stream, const NormLaunch& launch) override;
+  Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override;
+  Status Update(StreamHandle stream, const UpdateLaunch& launch) override;
+  Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
+
+ private:
+  CudaDevice(const CudaOptions& options, const Driver& driver)
+      : options_(options), driver_(driver), memory_(driver_, fault_, options.device_index) {}
+
+  Status Initialize();
+  Status CheckAttributes(CUdevice device);
+  Scope Enter() const { return Scope(driver_, context_); }
+  Status Check(cudaError_t error, const char* what, StreamHandle stream) const;
+  std::string LabelOf(StreamHandle stream) const;
+  Result<bool> StreamDone(StreamHandle stream) const;
+  void Forget(StreamHandle stream);
+  Status Copy(StreamHandle stream, void* to, const void* from, uint64_t bytes, const void* host,
+              const char* what);
+  Status AwaitIfPageable(StreamHandle stream, const void* host);
+  Status SumBlocks(StreamHandle stream, const NormLaunch& launch, size_t begin, size_t* end);
+  Status UpdateSome(StreamHandle stream, const UpdateLaunch& launch, size_t begin, size_t* end);
+
+  const CudaOptions options_;
+  const Driver driver_;
+  const uint64_t fork_generation_ = prim::ForkGeneration();
+  CUcontext context_ = nullptr;  // the primary one, which the runtime and frameworks use
+  std::string name_;
+  std::string pci_id_;
+  mutable Fault fault_;
+  BlockMemory memory_;
+  std::unique_ptr<Tables> tables_;
+
+  mutable std::mutex mutex_;                     // guards all below
+  std::map<StreamHandle, std::string> streams_;  // that we made, with their labels
+  std::byte* flags_ = nullptr;                   // the page that NewFlag takes from
+  uint64_t flags_taken_ = 0;                     // of that page
+  bool stuck_ = false;                           // a stream that was given up goes on
+};
+
+// ------------------------------------------------------------------------------------- creating --
+
+Result<std::unique_ptr<Device>> CudaDevice::Create(const CudaOptions& options) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.device_kind is OFFLOAD_DEVICE_CUDA, but there is no CUDA device "
+                         "here: %s; install an NVIDIA driver of CUDA 12.4 or newer, or use "
+                         "OFFLOAD_DEVICE_HOST or OFFLOAD_DEVICE_SIM",
+                         error != cudaSuccess ? TextOf(error).c_str() : "no device is visible");
+  if (options.device_index < 0 || options.device_index >= count)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.device_index is %d, expected 0 to %d: %d CUDA devices are "
+                         "visible (CUDA_VISIBLE_DEVICES counts)",
+                         options.device_index, count - 1, count);
+  HYBRIDOPT_ASSIGN(const Driver driver, Driver::Find());
+  std::unique_ptr<CudaDevice> device(new CudaDevice(options, driver));
+  HYBRIDOPT_TRY(device->Initialize());
+  return std::unique_ptr<Device>(std::move(device));
+}
+
+Status CudaDevice::Initialize() {
+  CUdevice device = 0;
+  HYBRIDOPT_TRY(fault_.Check(driver_.device_get(&device, options_.device_index), "cuDeviceGet"));
+  HYBRIDOPT_TRY(CheckAttributes(device));
+  CUcontext context = nullptr;
+  HYBRIDOPT_TRY(
+      fault_.Check(driver_.primary_ctx_retain(&context, device), "cuDevicePrimaryCtxRetain"));
+  context_ = context;
+  const Scope scope = Enter();
+  cudaDeviceProp properties{};
+  HYBRIDOPT_TRY(fault_.Check(cudaGetDeviceProperties(&properties, options_.device_index),
+                             "cudaGetDeviceProperties"));
+  name_ = properties.name;
+  char pci_id[32] = "";
+  HYBRIDOPT_TRY(fault_.Check(cudaDeviceGetPCIBusId(pci_id, sizeof(pci_id), options_.device_index),
+                             "cudaDeviceGetPCIBusId"));
+  for (const char* c = pci_id; *c != '\0'; ++c)
+    pci_id_ += static_cast<char>(std::tolower(static_cast<unsigned char>(*c)));  // as in sysfs
+  HYBRIDOPT_TRY(fault_.Check(LoadKernels(), "loading the kernels"));
+  HYBRIDOPT_ASSIGN(tables_, Tables::Create(fault_));
+  return {};
+}
+
+Status CudaDevice::CheckAttributes(CUdevice device) {
+  struct Need {
+    CUdevice_attribute attribute;
+    int least;
+    const char* what;
+  };
+  constexpr Need kNeeds[] = {
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 8, "compute capability 8.0 or higher"},
+      {CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, 1,
+       "host memory at the host's addresses"},
+      {CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, 1, "streams that wait for memory"},
+      {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1, "virtual memory management"},
+  };
+  for (const Need& need : kNeeds) {
+    int got = 0;
+    HYBRIDOPT_TRY(fault_.Check(driver_.device_get_attribute(&got, need.attribute, device),
+                               "cuDeviceGetAttribute"));
+    if (got < need.least)
+      return Status::Error(OFFLOAD_UNSUPPORTED,
+                           "CUDA device %d has not got %s; use another device, or "
+                           "OFFLOAD_DEVICE_HOST or OFFLOAD_DEVICE_SIM",
+                           options_.device_index, need.what);
+  }
+  return {};
+}
+
+CudaDevice::~CudaDevice() {
+  if (fork_generation_ != prim::ForkGeneration()) {
+    (void)tables_.release();  // CUDA does not survive fork: everything is the parent's
+    memory_.KeepMapped();
+    return;
+  }
+  if (context_ == nullptr) return;
+  const Scope scope = Enter();
+  while (!streams_.empty()) AbandonStream(streams_.begin()->first);
+  // Pages of flags stay: a stream of the caller's may still be about to look at one.
+  if (stuck_) (void)tables_.release();
+  tables_.reset();
+  memory_.FreeAll();
+  CUdevice device = 0;
+  (void)driver_.device_get(&device, options_.device_index);
+  (void)driver_.primary_ctx_release(device);
+}
+
+// --------------------------------------------------------------------------------------- memory --
+
+Result<DeviceMemory> CudaDevice::Memory() const {
+  const Scope scope = Enter();
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  HYBRIDOPT_TRY(fault_.Check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo"));
+  return DeviceMemory{total_bytes, free_bytes};
+}
+
+Result<void*> CudaDevice::Allocate(uint64_t bytes) {
+  const Scope scope = Enter();
+  return memory_.Allocate(bytes);
+}
+
+Status CudaDevice::Free(void* data) {
+  const Scope scope = Enter();
+  return memory_.Free(data);
+}
+
+Result<void*> CudaDevice::Map(void*, uint64_t) {
+  return Status::Error(OFFLOAD_UNSUPPORTED,
+                       "the host cannot see the memory of a CUDA device; use "
+                       "offload_device_upload and offload_device_download");
+}
+
+// The driver knows where each address lies, but not always where its allocation ends: the first and
+// the last byte are asked about.
+Status CudaDevice::CheckRange(const void* data, uint64_t bytes) const {
+  if (bytes == 0) return {};
+  const Scope scope = Enter();
+  const auto first = reinterpret_cast<CUdeviceptr>(data);
+  for (const CUdeviceptr address : {first, first + bytes - 1}) {
+    CUmemorytype type{};
+    int ordinal = -1;
+    CUpointer_attribute asked[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+                                   CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
+    void* answers[] = {&type, &ordinal};
+    HYBRIDOPT_TRY(fault_.Check(driver_.pointer_get_attributes(2, asked, answers, address),
+                               "cuPointerGetAttributes"));
+    if (type == CU_MEMORYTYPE_DEVICE && ordinal == options_.device_index) continue;
+    const char* const where = type == CU_MEMORYTYPE_DEVICE ? "memory of another CUDA device"
+                              : type == CU_MEMORYTYPE_HOST ? "pinned host memory"
+                                                           : "not in this device's memory";
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "%" PRIu64
+                         " bytes at address %p: %s%s, expected a range inside one live "
+                         "allocation of CUDA device %d",
+                         bytes, data, address == first ? "" : "the end is ", where,
+                         options_.device_index);
+  }
+  return {};
+}
+
+Status CudaDevice::PinHost(void* data, uint64_t bytes) {
+  const Scope scope = Enter();
+  const cudaError_t error =
+      cudaHostRegister(data, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  if (error == cudaErrorMemoryAllocation || error == cudaErrorOperatingSystem) {
+    (void)cudaGetLastError();
+    HYBRIDOPT_TRY(fault_.status());
+    return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                         "cannot pin %" PRIu64 " bytes: cudaHostRegister: %s", bytes,
+                         TextOf(error).c_str());
+  }
+  if (error == cudaErrorInvalidValue || error == cudaErrorHostMemoryAlreadyRegistered) {
+    (void)cudaGetLastError();
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "cannot pin %" PRIu64
+                         " bytes at %p, expected host memory of which nothing is pinned yet: "
+                         "cudaHostRegister: %s",
+                         bytes, data, TextOf(error).c_str());
+  }
+  return fault_.Check(error, "cudaHostRegister");
+}
+
+void CudaDevice::UnpinHost(void* data) {
+  const Scope scope = Enter();
+  {
+    // What a stuck stream may still copy to stays pinned: no page of it goes to anybody else.
+    std::lock_guard lock(mutex_);
+    if (stuck_) return;
+  }
+  (void)fault_.Check(cudaHostUnregister(data), "cudaHostUnregister");
+}
+
+Result<std::atomic<uint64_t>*> CudaDevice::NewFlag() {
+  std::lock_guard lock(mutex_);
+  if (flags_ == nullptr || flags_taken_ == kFlagPageBytes / kFlagStrideBytes) {
+    HYBRIDOPT_ASSIGN(void* page, prim::MapPages(kFlagPageBytes, false));
+    const Scope scope = Enter();
+    const Status pinned = fault_.Check(
+        cudaHostRegister(page, kFlagPageBytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+        "cudaHostRegister of a page of flags");
+    if (!pinned.ok()) {
+      prim::UnmapPages(page, kFlagPageBytes);
+      return pinned;
+    }
+    flags_ = static_cast<std::byte*>(page);
+    flags_taken_ = 0;
+  }
+  return new (flags_ + kFlagStrideBytes * flags_taken_++) std::atomic<uint64_t>(0);
+}
+
+// -------------------------------------------------------------------------------------- streams --
+
+// The pipeline's few kernels go first: what the caller's streams wait for should not wait for them.
+Result<StreamHandle> CudaDevice::CreateStream(const char* label) {
+  const Scope scope = Enter();
+  int lowest = 0;
+  int highest = 0;
+  HYBRIDOPT_TRY(fault_.Check(cudaDeviceGetStreamPriorityRange(&lowest, &highest),
+                             "cudaDeviceGetStreamPriorityRange"));
+  const bool callers = std::strcmp(label, kCallersStreamLabel) == 0;
+  cudaStream_t stream = nullptr;
+  HYBRIDOPT_TRY(fault_.Check(
+      cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, callers ? 0 : highest),
+      "cudaStreamCreateWithPriority"));
+  std::lock_guard lock(mutex_);
+  streams_[stream] = label;
+  return static_cast<StreamHandle>(stream);
+}
+
+std::string CudaDevice::LabelOf(StreamHandle stream) const {
+  std::lock_guard lock(mutex_);
+  const auto found = streams_.find(stream);
+  if (found != streams_.end()) return found->second;
+  return stream == nullptr ? "NULL" : "the caller's";
+}
+
+Status CudaDevice::Check(cudaError_t error, const char* what, StreamHandle stream) const {
+  if (error == cudaSuccess) return fault_.status();
+  return fault_.Check(error, what, LabelOf(stream).c_str());
+}
+
+Result<bool> CudaDevice::StreamDone(StreamHandle stream) const {
+  const cudaError_t error = cudaStreamQuery(Of(stream));
+  if (error == cudaErrorNotReady) return false;
+  HYBRIDOPT_TRY(Check(error, "cudaStreamQuery", stream));
+  return true;
+}
+
+Status CudaDevice::Synchronize(StreamHandle stream, int64_t timeout_ns) {
+  const Scope scope = Enter();
+  HYBRIDOPT_ASSIGN(const bool done, PollUntil([&] { return StreamDone(stream); }, timeout_ns));
+  if (done) return {};
+  return Status::Error(OFFLOAD_TIMED_OUT,
+                       "work queued on stream \"%s\" was not done within %" PRId64
+                       " ns; it goes on, wait again",
+                       LabelOf(stream).c_str(), timeout_ns);
+}
+
+Status CudaDevice::DestroyStream(StreamHandle stream) {
+  if (stream == nullptr) return {};
+  {
+    std::lock_guard lock(mutex_);
+    if (streams_.count(stream) == 0)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "stream is %p, expected NULL or a stream that this device created and "
+                           "that has not been destroyed",
+                           stream);
+  }
+  HYBRIDOPT_TRY(Synchronize(stream, options_.timeout_ns));
+  Forget(stream);
+  return {};
+}
+
+void CudaDevice::Forget(StreamHandle stream) {
+  const Scope scope = Enter();
+  {
+    std::lock_guard lock(mutex_);
+    streams_.erase(stream);
+  }
+  (void)cudaStreamDestroy(Of(stream));  // returns at once; what is queued goes on
+}
+
+// CUDA cannot drop what is queued. Where it does not end soon, all memory that it may touch stays.
+void CudaDevice::AbandonStream(StreamHandle stream) {
+  if (stream == nullptr) return;
+  if (Synchronize(stream, kDrainNs).code() == OFFLOAD_TIMED_OUT) {
+    memory_.KeepMapped();
+    std::lock_guard lock(mutex_);
+    stuck_ = true;
+  }
+  Forget(stream);
+}
+
+// Any cudaStream_t will do; one that captures will not.
+Status CudaDevice::CheckStream(StreamHandle stream) const {
+  const Scope scope = Enter();
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  HYBRIDOPT_TRY(
+      Check(cudaStreamIsCapturing(Of(stream), &capture), "cudaStreamIsCapturing", stream));
+  if (capture != cudaStreamCaptureStatusNone)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "stream %p is capturing a graph, which a step or move cannot be part of; "
+                         "call this outside the capture",
+                         stream);
+#if CUDART_VERSION >= 12080
+  int device = options_.device_index;
+  const bool special =
+      stream == nullptr || Of(stream) == cudaStreamLegacy || Of(stream) == cudaStreamPerThread;
+  if (!special && cudaStreamGetDevice(Of(stream), &device) != cudaSuccess) {
+    (void)cudaGetLastError();  // an older driver cannot say
+    device = options_.device_index;
+  }
+  if (device != options_.device_index)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "stream %p is of CUDA device %d, but the context is on device %d", stream,
+                         device, options_.device_index);
+#endif
+  return {};
+}
+
+// --------------------------------------------------------------------------------------- events --
+
+Result<EventHandle> CudaDevice::CreateEvent(const char* label) {
+  const Scope scope = Enter();
+  auto event = std::make_unique<Event>();
+  event->label = label;
+  HYBRIDOPT_TRY(fault_.Check(cudaEventCreateWithFlags(&event->event, cudaEventDefault),
+                             "cudaEventCreate", label));
+  return reinterpret_cast<EventHandle>(event.release());
+}
+
+void CudaDevice::DestroyEvent(EventHandle event) {
+  if (event == nullptr) return;
+  const Scope scope = Enter();
+  (void)cudaEventDestroy(Of(event).event);
+  delete &Of(event);
+}
+
+Status CudaDevice::Record(EventHandle event, StreamHandle stream) {
+  const Scope scope = Enter();
+  Of(event).stream = stream;
+  return Check(cudaEventRecord(Of(event).event, Of(stream)), "cudaEventRecord", stream);
+}
+
+Status CudaDevice::StreamWait(StreamHandle stream, EventHandle event) {
+  const Scope scope = Enter();
+  return Check(cudaStreamWaitEvent(Of(stream), Of(event).event, 0), "cudaStreamWaitEvent", stream);
+}
+
+// The comparison is that of a counter that wraps around: a released flag must not be more than 2^63
+// ahead (Timeline::kReleased).
+Status CudaDevice::StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
+                                  uint64_t value) {
+  HYBRIDOPT_CHECK(flag != nullptr);
+  const Scope scope = Enter();
+  const CUresult error = driver_.stream_wait_value64(
+      Of(stream), reinterpret_cast<CUdeviceptr>(flag), value, CU_STREAM_WAIT_VALUE_GEQ);
+  return Check(static_cast<cudaError_t>(error), "cuStreamWaitValue64", stream);
+}
+
+Status CudaDevice::Wait(EventHandle event, int64_t timeout_ns) {
+  const Scope scope = Enter();
+  const Event& waited = Of(event);
+  const auto reached = [&]() -> Result<bool> {
+    const cudaError_t error = cudaEventQuery(waited.event);
+    if (error == cudaErrorNotReady) return false;
+    HYBRIDOPT_TRY(Check(error, "cudaEventQuery", waited.stream));
+    return true;
+  };
+  HYBRIDOPT_ASSIGN(const bool done, PollUntil(reached, timeout_ns));
+  if (done) return {};
+  return Status::Error(OFFLOAD_TIMED_OUT,
+                       "event \"%s\" on stream \"%s\" was not reached within %" PRId64
+                       " ns; the work goes on, wait again",
+                       waited.label.c_str(), LabelOf(waited.stream).c_str(), timeout_ns);
+}
+
+Result<double> CudaDevice::Elapsed(EventHandle begin, EventHandle end) {
+  const Scope scope = Enter();
+  float milliseconds = 0;
+  const cudaError_t error = cudaEventElapsedTime(&milliseconds, Of(begin).event, Of(end).event);
+  if (error == cudaErrorNotReady || error == cudaErrorInvalidResourceHandle) {
+    (void)cudaGetLastError();
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "event \"%s\" or \"%s\" has no time: it was not recorded, or its latest "
+                         "record has not been reached; wait for it first",
+                         Of(begin).label.c_str(), Of(end).label.c_str());
+  }
+  HYBRIDOPT_TRY(fault_.Check(error, "cudaEventElapsedTime"));
+  return static_cast<double>(milliseconds) * 1e-3;
+}
+
+// ------------------------------------------------------------------------------------- commands --
+
+Status CudaDevice::Copy(StreamHandle stream, void* to, const void* from, uint64_t bytes,
+                        const void* host, const char* what) {
+  if (bytes == 0) return {};
+  const Scope scope = Enter();
+  HYBRIDOPT_TRY(AwaitIfPageable(stream, host));
+  const cudaMemcpyKind kind = host == to ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
+  return Check(cudaMemcpyAsync(to, from, bytes, kind, Of(stream)), what, stream);
+}
+
+// With memory that is not pinned the driver copies only when the stream has come there, and blocks
+// until then, without a bound of its own.
+Status CudaDevice::AwaitIfPageable(StreamHandle stream, const void* host) {
+  cudaPointerAttributes attributes{};
+  HYBRIDOPT_TRY(
+      Check(cudaPointerGetAttributes(&attributes, host), "cudaPointerGetAttributes", stream));
+  if (attributes.type != cudaMemoryTypeUnregistered) return {};
+  const Status status = Synchronize(stream, options_.timeout_ns);
+  if (status.code() != OFFLOAD_TIMED_OUT) return status;
+  return Status::Error(OFFLOAD_DEVICE_FAILED,
+                       "a copy of memory that is not pinned waits for its stream: %s",
+                       status.message().c_str());
+}
+
+Status CudaDevice::Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
+                        float value) {
+  const Scope scope = Enter();
+  return Check(LaunchFill(Of(stream), device, dtype, count, value), "fill", stream);
+}
+
+Status CudaDevice::ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
+                          float* destination) {
+  const Scope scope = Enter();
+  return Check(LaunchToFp32(Of(stream), source, dtype, count, destination), "widen", stream);
+}
+
+Status CudaDevice::SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) {
+  const Scope scope = Enter();
+  return Check(LaunchSetVerdict(Of(stream), value, device), "set the verdict", stream);
+}
+
+// As many tables as it takes; without any gradient the verdict is on a sum of 0.
+Status CudaDevice::Norm(StreamHandle stream, const NormLaunch& launch) {
+  const Scope scope = Enter();
+  size_t begin = 0;
+  do {
+    HYBRIDOPT_TRY(SumBlocks(stream, launch, begin, &begin));
+  } while (begin < launch.inputs.size());
+  return {};
+}
+
+Status CudaDevice::SumBlocks(StreamHandle stream, const NormLaunch& launch, size_t begin,
+                             size_t* end) {
+  HYBRIDOPT_ASSIGN(const Tables::Table table, tables_->Take(options_.timeout_ns));
+  auto* const rows = static_cast<NormRow*>(table.host);
+  uint32_t count = 0;
+  uint32_t groups = 0;
+  size_t next = begin;
+  for (; next < launch.inputs.size() && (count + 1) * sizeof(NormRow) <= Tables::kBytes; ++next) {
+    const NormInput& input = launch.inputs[next];
+    if (input.count == 0) continue;
+    rows[count++] = {input.grad,
+                     input.count,
+                     input.first_block,
+                     groups,
+                     static_cast<uint8_t>(input.dtype),
+                     static_cast<uint8_t>(MultiplesOf(16, input.grad))};
+    groups += NormGroups(input.count, input.dtype);
+  }
+  *end = next;
+  const auto* const there = static_cast<const NormRow*>(table.device);
+  const NormTotal total{begin == 0, next == launch.inputs.size(), launch.grad_scale,
+                        launch.grad_norm_max};
+  Status status;
+  if (count > 0) {
+    status = tables_->Send(table, count * sizeof(NormRow), Of(stream));
+    if (status.ok())
+      status = Check(LaunchBlockSums(Of(stream), there, count, groups, launch.block_sums),
+                     "sum of squares", stream);
+  }
+  if (status.ok() && launch.verdict != nullptr)
+    status = Check(
+        LaunchVerdictOfSums(Of(stream), there, count, launch.block_sums, total, launch.verdict),
+        "verdict", stream);
+  const Status given_back = tables_->GiveBack(table, Of(stream));
+  return status.ok() ? given_back : status;
+}
+
+Status CudaDevice::Update(StreamHandle stream, const UpdateLaunch& launch) {
+  const Scope scope = Enter();
+  size_t begin = 0;
+  while (begin < launch.updates.size()) HYBRIDOPT_TRY(UpdateSome(stream, launch, begin, &begin));
+  return {};
+}
+
+Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch, size_t begin,
+                              size_t* end) {
+  HYBRIDOPT_ASSIGN(const Tables::Table table, tables_->Take(options_.timeout_ns));
+  auto* const rows = static_cast<UpdateRow*>(table.host);
+  uint32_t count = 0;
+  uint32_t tiles = 0;
+  size_t next = begin;
+  for (; next < launch.updates.size() && (count + 1) * sizeof(UpdateRow) <= Tables::kBytes;
+       ++next) {
+    const DeviceUpdate& update = launch.updates[next];
+    HYBRIDOPT_CHECK(update.coefficients < launch.coefficients.size());
+    const UpdateSpan& span = update.span;
+    if (span.count == 0) continue;
+    const bool vectors = MultiplesOf(16, span.master, span.moment0, span.moment1) &&
+                         MultiplesOf(4 * DtypeBytes(update.grad_dtype), span.grad) &&
+                         MultiplesOf(4 * DtypeBytes(update.param_dtype), span.param);
+    rows[count++] = {span,
+                     launch.coefficients[update.coefficients],
+                     tiles,
+                     static_cast<uint8_t>(update.grad_dtype),
+                     static_cast<uint8_t>(update.param_dtype),
+                     static_cast<uint8_t>(vectors)};
+    tiles += static_cast<uint32_t>((span.count + kTileElements - 1) / kTileElements);
+  }
+  *end = next;
+  Status status;
+  if (count > 0) {
+    status = tables_->Send(table, count * sizeof(UpdateRow), Of(stream));
+    if (status.ok())
+      status =
+          Check(LaunchUpdate(Of(stream), launch.rule, static_cast<const UpdateRow*>(table.device),
+                             count, tiles, launch.verdict),
+                "update", stream);
+  }
+  const Status given_back = tables_->GiveBack(table, Of(stream));
+  return status.ok() ? given_back : status;
+}
+
+// A host callback is not called after an error of the device: whoever waited for it would wait for
+// ever.
+Status CudaDevice::Run(StreamHandle, offload_stream_function_t, void*) {
+  return Status::Error(OFFLOAD_UNSUPPORTED,
+                       "functions do not run on the streams of a CUDA device; queue a kernel, or "
+                       "cudaLaunchHostFunc, on the stream yourself");
+}
+
+}  // namespace
+}  // namespace cuda
+
+Result<std::unique_ptr<Device>> CreateCudaDevice(const CudaOptions& options) {
+  return cuda::CudaDevice::Create(options);
+}
+
+}  // namespace hybridopt

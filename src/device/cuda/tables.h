@@ -1,0 +1,49 @@
+// Tables: how what a launch must know gets to the device. Pinned pieces on the host, each with its
+// place on the device, are taken in turn: filled, copied down the launch's stream, and free again
+// when the launch has run. Nothing is allocated and the caller's arrays are not kept.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "base/status.h"
+#include "device/cuda/driver.h"
+
+namespace hybridopt::cuda {
+
+class Tables {
+ public:
+  static constexpr uint64_t kBytes = uint64_t{128} << 10;  // of one table
+  static constexpr uint32_t kCount = 16;
+
+  static Result<std::unique_ptr<Tables>> Create(Fault& fault);
+  ~Tables();
+  Tables(const Tables&) = delete;
+  Tables& operator=(const Tables&) = delete;
+
+  struct Table {
+    uint32_t index;
+    void* host;
+    void* device;
+  };
+  // One that no launch needs any more; waits for it up to timeout_ns.
+  Result<Table> Take(int64_t timeout_ns);
+  // Copies the table's first bytes to the device.
+  Status Send(const Table& table, uint64_t bytes, cudaStream_t stream);
+  // Later takers wait for what is on the stream now.
+  Status GiveBack(const Table& table, cudaStream_t stream);
+
+ private:
+  explicit Tables(Fault& fault) : fault_(fault) {}
+
+  Fault& fault_;
+  void* host_ = nullptr;
+  void* device_ = nullptr;
+  cudaEvent_t done_[kCount] = {};  // recorded behind a table's latest launch
+  std::mutex mutex_;
+  bool taken_[kCount] = {};  // guarded by mutex_
+  uint32_t next_ = 0;        // guarded by mutex_
+};
+
+}  // namespace hybridopt::cuda

@@ -1,0 +1,12 @@
+// What a build without CUDA has instead of device/cuda.
+#include "device/device.h"
+
+namespace hybridopt {
+
+Result<std::unique_ptr<Device>> CreateCudaDevice(const CudaOptions&) {
+  return Status::Error(OFFLOAD_UNSUPPORTED,
+                       "options.device_kind is OFFLOAD_DEVICE_CUDA, but this build has no CUDA; "
+                       "use OFFLOAD_DEVICE_HOST or OFFLOAD_DEVICE_SIM");
+}
+
+}  // namespace hybridopt

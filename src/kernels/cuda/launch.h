@@ -1,0 +1,65 @@
+// The kernels of the CUDA device: the operations of reference.cpp in the same order, one launch for
+// many params. What differs per param is a row of a table in device memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/kernels.h"
+
+namespace hybridopt::cuda {
+
+// What one thread block updates: the rows' elements are cut into tiles of this many.
+inline constexpr uint64_t kTileElements = 8192;
+
+// One span of an update.
+struct alignas(16) UpdateRow {
+  UpdateSpan span;  // device addresses; count > 0
+  Coefficients coefficients;
+  uint32_t first_tile;  // tiles of the rows before
+  uint8_t grad_dtype;
+  uint8_t param_dtype;
+  uint8_t vectors;  // 1: every array starts where four of its elements can be read at once
+};
+
+// One gradient of a norm.
+struct alignas(16) NormRow {
+  const void* grad;  // device address
+  uint64_t count;    // > 0
+  uint64_t first_block;
+  uint32_t first_group;  // thread blocks of the rows before
+  uint8_t dtype;
+  uint8_t vectors;  // 1: starts at a multiple of 16 bytes
+};
+
+// Thread blocks that sum a gradient.
+uint32_t NormGroups(uint64_t count, int32_t dtype);
+
+// How a verdict comes from block sums. A table that is too long for one launch comes in several,
+// which hand the sum so far on in the verdict.
+struct NormTotal {
+  bool first;
+  bool last;
+  double grad_scale;
+  double grad_norm_max;
+};
+
+cudaError_t LaunchUpdate(cudaStream_t stream, Rule rule, const UpdateRow* rows, uint32_t row_count,
+                         uint32_t tiles, const Verdict* verdict);
+cudaError_t LaunchBlockSums(cudaStream_t stream, const NormRow* rows, uint32_t row_count,
+                            uint32_t groups, double* block_sums);
+// Block sums are used up.
+cudaError_t LaunchVerdictOfSums(cudaStream_t stream, const NormRow* rows, uint32_t row_count,
+                                double* block_sums, const NormTotal& total, Verdict* verdict);
+cudaError_t LaunchSetVerdict(cudaStream_t stream, const Verdict& value, Verdict* verdict);
+cudaError_t LaunchFill(cudaStream_t stream, void* destination, int32_t dtype, uint64_t count,
+                       float value);
+cudaError_t LaunchToFp32(cudaStream_t stream, const void* source, int32_t dtype, uint64_t count,
+                         float* destination);
+
+// Loads all of the above into the current context. Left to the first launch of each, loading could
+// wait for a stream that waits for that very launch.
+cudaError_t LoadKernels();
+
+}  // namespace hybridopt::cuda
