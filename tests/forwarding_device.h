@@ -18,6 +18,7 @@ class ForwardingDevice : public Device {
   const char* pci_id() const override { return device_->pci_id(); }
   bool unified() const override { return device_->unified(); }
   bool knows_layouts() const override { return device_->knows_layouts(); }
+  bool shares_queues() const override { return device_->shares_queues(); }
 
   Result<DeviceMemory> Memory() const override { return device_->Memory(); }
   Result<void*> Allocate(uint64_t bytes) override { return device_->Allocate(bytes); }
@@ -28,6 +29,7 @@ class ForwardingDevice : public Device {
   }
   Status PinHost(void* data, uint64_t bytes) override { return device_->PinHost(data, bytes); }
   void UnpinHost(void* data) override { device_->UnpinHost(data); }
+  Result<std::atomic<uint64_t>*> NewFlag() override { return device_->NewFlag(); }
 
   Result<StreamHandle> CreateStream(const char* label) override {
     return device_->CreateStream(label);

@@ -183,8 +183,7 @@ TEST_P(BindTest, QueuedStepsUseWhatHeldWhenTheyWereQueued) {
 
 INSTANTIATE_TEST_SUITE_P(Algorithms, BindTest,
                          testing::Combine(testing::ValuesIn(kAlgorithms),
-                                          testing::Values(OFFLOAD_DEVICE_HOST,
-                                                          OFFLOAD_DEVICE_SIM)));
+                                          testing::ValuesIn(DevicesUnderTest())));
 
 // --------------------------------------------------------------------------------- stream waits --
 

@@ -33,6 +33,9 @@ class LeakyDevice final : public ForwardingDevice {
   LeakyDevice(std::unique_ptr<Device> device, Leak leak, const std::atomic<bool>& leaking)
       : ForwardingDevice(std::move(device)), leak_(leak), leaking_(leaking) {}
 
+  // Where nothing leaks the pipeline is to queue its kernels as early as on a real device.
+  bool shares_queues() const override { return leak_ == Leak::kNone; }
+
   Result<StreamHandle> CreateStream(const char* label) override {
     Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
     if (stream.ok()) SetLabel(stream.value(), label);

@@ -165,7 +165,8 @@ class LifecycleRig {
   // What the device counts as the caller's.
   uint64_t allocated_bytes() const {
     uint64_t sum = 0;
-    for (const auto& [buffer, bytes] : buffers_) sum += (bytes + 255) / 256 * 256;
+    const uint64_t unit = setting_.device_kind == OFFLOAD_DEVICE_CUDA ? 2 << 20 : 256;
+    for (const auto& [buffer, bytes] : buffers_) sum += (bytes + unit - 1) / unit * unit;
     return sum;
   }
 
@@ -256,7 +257,7 @@ class LifecycleRig {
   uint64_t DeviceBytesUsed() const {
     auto info = Make<offload_context_info_t>();
     MUST(offload_context_get_info(context_, &info));
-    return info.device_memory_bytes - info.device_memory_free_bytes;
+    return info.device_memory_bytes - info.device_memory_free_bytes - idle_bytes_;
   }
 
   // ---- bits
@@ -300,14 +301,16 @@ class LifecycleRig {
     options.log = [](void*, int32_t, const char*) {};
     const KernelTable& kernels = *SelectKernels().value();
     const SimOptions sim{setting_.memory_bytes, setting_.seed, setting_.delay_ns_max};
-    std::unique_ptr<Device> device = setting_.device_kind == OFFLOAD_DEVICE_SIM
-                                         ? std::move(CreateSimDevice(sim, kernels).value())
-                                         : CreateHostDevice();
+    std::unique_ptr<Device> device = setting_.device_kind == OFFLOAD_DEVICE_HOST
+                                         ? CreateHostDevice()
+                                         : std::move(MakeAccelerator(sim, kernels).value());
     if (setting_.wrap) device = setting_.wrap(std::move(device));
     using Contexts = HandleTable<Context, HandleKind::kContext>;
     auto context = std::make_shared<Context>(options, std::move(device), kernels);
     if (setting_.files != nullptr) context->UseFiles(*setting_.files);
     context_ = static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(context)));
+    idle_bytes_ = 0;
+    idle_bytes_ = DeviceBytesUsed();
   }
 
   void MakeOptimizer() {
@@ -365,6 +368,7 @@ class LifecycleRig {
   offload_context_t context_ = nullptr;
   offload_optimizer_t optimizer_ = nullptr;
   std::map<void*, uint64_t> buffers_;  // all that are allocated, with their bytes
+  uint64_t idle_bytes_ = 0;            // what a real device's driver takes for itself
 };
 
 // ------------------------------------------------------------------------------- helpers of models

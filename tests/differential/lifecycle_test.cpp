@@ -36,8 +36,8 @@ struct CycleCase {
 };
 
 void PrintTo(const CycleCase& c, std::ostream* out) {
-  *out << (c.device_kind == OFFLOAD_DEVICE_SIM ? "sim" : "host") << ", fraction " << c.fraction
-       << ", " << c.algorithm << ", " << c.cycles << " cycles";
+  *out << DeviceText(c.device_kind) << ", fraction " << c.fraction << ", " << c.algorithm << ", "
+       << c.cycles << " cycles";
 }
 
 LifecycleSetting SettingOf(int32_t device_kind, double fraction) {
@@ -57,6 +57,7 @@ TEST_P(CycleTest, GivesTheBitsOfNeverMoving) {
   Model model(problem);
   Random random(99);
   const int cycles = Scaled(c.cycles);
+  uint64_t drivers_bytes = 0;
   for (int cycle = 0; cycle < cycles; ++cycle) {
     const StepInput& input = problem.steps[static_cast<size_t>(cycle) % problem.steps.size()];
     rig.NewGrads(input);
@@ -70,7 +71,9 @@ TEST_P(CycleTest, GivesTheBitsOfNeverMoving) {
     rig.Wait();
     ASSERT_EQ(rig.ResultDifference(model), "") << "cycle " << cycle;
     rig.FreeAll();
-    ASSERT_EQ(rig.DeviceBytesUsed(), 0u) << "cycle " << cycle;
+    // A real driver takes something for the streams themselves, once.
+    if (cycle == 0 && c.device_kind == OFFLOAD_DEVICE_CUDA) drivers_bytes = rig.DeviceBytesUsed();
+    ASSERT_EQ(rig.DeviceBytesUsed(), drivers_bytes) << "cycle " << cycle;
     ASSERT_EQ(rig.Stats().device_bytes, 0u);
 
     void* rollout = rig.Allocate(100'000 + 1000 * random.Below(100));
@@ -84,15 +87,18 @@ TEST_P(CycleTest, GivesTheBitsOfNeverMoving) {
   }
 }
 
+// The host device has one memory: a device share would change nothing.
+std::vector<double> FractionsOn(int32_t device_kind) {
+  if (device_kind == OFFLOAD_DEVICE_HOST) return {0};
+  return {std::begin(kFractions), std::end(kFractions)};
+}
+
 std::vector<CycleCase> CycleCases() {
-  std::vector<CycleCase> cases = {{OFFLOAD_DEVICE_HOST, 0, OFFLOAD_ADAMW, 100}};
-  for (double fraction : kFractions)
-    cases.push_back({OFFLOAD_DEVICE_SIM, fraction, OFFLOAD_ADAMW, 100});
-  for (int32_t algorithm : {OFFLOAD_ADAM, OFFLOAD_SGD, OFFLOAD_LION, OFFLOAD_ADAGRAD}) {
-    cases.push_back({OFFLOAD_DEVICE_HOST, 0, algorithm, 6});
-    for (double fraction : kFractions)
-      cases.push_back({OFFLOAD_DEVICE_SIM, fraction, algorithm, 6});
-  }
+  std::vector<CycleCase> cases;
+  for (int32_t algorithm : kAlgorithms)
+    for (int32_t device_kind : DevicesUnderTest())
+      for (double fraction : FractionsOn(device_kind))
+        cases.push_back({device_kind, fraction, algorithm, algorithm == OFFLOAD_ADAMW ? 100 : 6});
   return cases;
 }
 
@@ -239,7 +245,7 @@ INSTANTIATE_TEST_SUITE_P(Lifecycle, FractionTest, testing::ValuesIn(kFractions))
 class DeviceTest : public testing::TestWithParam<int32_t> {
  protected:
   LifecycleSetting Setting(double fraction = 0.3) const {
-    return SettingOf(GetParam(), GetParam() == OFFLOAD_DEVICE_SIM ? fraction : 0);
+    return SettingOf(GetParam(), GetParam() == OFFLOAD_DEVICE_HOST ? 0 : fraction);
   }
 };
 
@@ -623,11 +629,8 @@ TEST_P(DeviceTest, WithoutRefreshTheOldWeightsComeBack) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Lifecycle, DeviceTest,
-                         testing::Values(OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM),
-                         [](const auto& info) {
-                           return info.param == OFFLOAD_DEVICE_SIM ? "Sim" : "Host";
-                         });
+INSTANTIATE_TEST_SUITE_P(Lifecycle, DeviceTest, testing::ValuesIn(DevicesUnderTest()),
+                         [](const auto& info) { return std::string(DeviceText(info.param)); });
 
 // ----------------------------------------------------------------------------------- full devices
 

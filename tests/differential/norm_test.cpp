@@ -17,7 +17,7 @@ struct Setting {
 // One of each kind; the first is the plainest.
 std::vector<Setting> Settings() {
   std::vector<Setting> settings;
-  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+  for (int32_t device : DevicesUnderTest()) {
     for (const std::string& isa : UsableIsas()) {
       for (double fraction : {0.0, 0.3, 1.0}) {
         Setting setting;
@@ -268,12 +268,12 @@ TEST(SkipTest, QueuedStepsGoOnBehindASkippedOne) {
   }
 }
 
-// What a complete ticket promises: nobody reads these gradients any more. The simulated device
-// fails when a copy meets freed memory.
+// What a complete ticket promises: nobody reads these gradients any more. Devices
+// with memory of their own fail when a copy meets freed memory.
 TEST(SkipTest, GradientsMayBeFreedOnceTheirStepIsComplete) {
   for (int seed = 0; seed < Scaled(40); ++seed) {
     Setting setting;
-    setting.context.device_kind = OFFLOAD_DEVICE_SIM;
+    setting.context.device_kind = AcceleratorsUnderTest().front();
     setting.context.seed = static_cast<uint64_t>(seed);
     setting.context.delay_ns_max = 50'000;
     setting.optimizer = {0, 1024, 4};

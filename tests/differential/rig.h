@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "../devices.h"
 #include "model.h"
 #include "problem.h"
 #include "state_bits.h"
@@ -57,9 +58,8 @@ inline std::string Text(const ContextSetting& context, const OptimizerSetting& o
   char text[256];
   std::snprintf(text, sizeof(text),
                 "%s, isa '%s', %u threads, fraction %g, chunks of %" PRIu64 ", %u slots",
-                context.device_kind == OFFLOAD_DEVICE_SIM ? "sim" : "host", context.isa.c_str(),
-                context.threads, optimizer.device_fraction, optimizer.chunk_elements,
-                optimizer.staging_slots);
+                DeviceText(context.device_kind), context.isa.c_str(), context.threads,
+                optimizer.device_fraction, optimizer.chunk_elements, optimizer.staging_slots);
   return text;
 }
 
@@ -209,6 +209,16 @@ class Rig {
     Upload(block, layout.grads_begin, layout.bytes - layout.grads_begin);
   }
 
+  // The block will hold these, whoever puts them there.
+  void ExpectGrads(size_t block, const StepInput& input) {
+    for (size_t id = 0; id < input.grads.size(); ++id) {
+      if (!input.grads[id].has_value()) continue;
+      std::copy(
+          input.grads[id]->begin(), input.grads[id]->end(),
+          blocks_[block].image.begin() + static_cast<ptrdiff_t>(blocks_[block].layout.grad[id]));
+    }
+  }
+
   void Bind(size_t data_block, size_t grad_block, const StepInput& input) {
     std::vector<offload_binding_t> bindings;
     for (size_t id = 0; id < problem_.params.size(); ++id) {
@@ -317,15 +327,6 @@ class Rig {
       std::copy(
           model.params[id].data.begin(), model.params[id].data.end(),
           blocks_[block].image.begin() + static_cast<ptrdiff_t>(blocks_[block].layout.data[id]));
-  }
-
-  void ExpectGrads(size_t block, const StepInput& input) {
-    for (size_t id = 0; id < input.grads.size(); ++id) {
-      if (!input.grads[id].has_value()) continue;
-      std::copy(
-          input.grads[id]->begin(), input.grads[id]->end(),
-          blocks_[block].image.begin() + static_cast<ptrdiff_t>(blocks_[block].layout.grad[id]));
-    }
   }
 
   void AddGroup(const offload_group_t& group) {

@@ -32,7 +32,7 @@ TEST_P(StepTest, EverySettingGivesTheModelsBits) {
                            Solved(RandomProblem(algorithm, AllDtypePairs(), kSteps, 2)),
                            Solved(RandomProblem(algorithm, AllDtypePairs(), kSteps, 3))};
   uint64_t index = 0;
-  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+  for (int32_t device : DevicesUnderTest()) {
     for (const std::string& isa : UsableIsas()) {
       for (uint32_t threads : {1u, 2u, 3u, 7u}) {
         ContextSetting context_setting;
@@ -87,7 +87,7 @@ TEST_P(StepTest, EverySettingGivesTheModelsBitsInEveryLayout) {
 TEST_P(StepTest, PlacementOverridesDoNotChangeBits) {
   std::vector<ParamSpec> params = AllDtypePairs();
   for (size_t i = 0; i < params.size(); ++i) params[i].placement = static_cast<int32_t>(i % 3);
-  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+  for (int32_t device : DevicesUnderTest()) {
     ContextSetting context_setting;
     context_setting.device_kind = device;
     context_setting.threads = 2;
@@ -104,7 +104,7 @@ TEST_P(StepTest, PlacementOverridesDoNotChangeBits) {
 
 TEST_P(StepTest, TheCallersFloatingPointModeDoesNotMatter) {
   const Solved solved(RandomProblem(GetParam(), AllDtypePairs(), kSteps, 21));
-  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+  for (int32_t device : DevicesUnderTest()) {
     for (int rounding : {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO}) {
       ContextSetting context_setting;
       context_setting.device_kind = device;
@@ -137,7 +137,7 @@ TEST_P(StepTest, ALearningRateOfZeroLeavesParamsAndMastersAlone) {
     ASSERT_EQ(trace.front().params[id].data, trace.back().params[id].data);
     ASSERT_TRUE(before.empty() || std::memcmp(before.data(), after.data(), before.size() * 4) == 0);
   }
-  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+  for (int32_t device : DevicesUnderTest()) {
     ContextSetting context_setting;
     context_setting.device_kind = device;
     const TestContext context(context_setting);

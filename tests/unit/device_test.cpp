@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "device_calls.h"
 #include "kernels/kernels.h"
 
 #if defined(__has_feature)
@@ -54,84 +55,11 @@ extern "C" void* malloc(size_t bytes) noexcept {
 namespace hybridopt {
 namespace {
 
-using ::testing::AssertionFailure;
-using ::testing::AssertionResult;
-using ::testing::AssertionSuccess;
-
-AssertionResult Ok(const Status& status) {
-  if (status.ok()) return AssertionSuccess();
-  return AssertionFailure() << status.code() << ": " << status.message();
-}
-
-template <typename T>
-AssertionResult Ok(const Result<T>& result) {
-  return Ok(result.status());
-}
-
-// That `status` has this code and that its text has all these words.
-AssertionResult Fails(const Status& status, int32_t code, const std::vector<std::string>& words) {
-  if (status.code() != code) {
-    return AssertionFailure() << "code " << status.code() << ": " << status.message();
-  }
-  for (const std::string& word : words) {
-    if (status.message().find(word) == std::string::npos) {
-      return AssertionFailure() << "no \"" << word << "\" in: " << status.message();
-    }
-  }
-  return AssertionSuccess();
-}
-
-template <typename T>
-AssertionResult Fails(const Result<T>& result, int32_t code,
-                      const std::vector<std::string>& words) {
-  return Fails(result.status(), code, words);
-}
-
 std::unique_ptr<Device> MakeSim(uint64_t memory_bytes = 1 << 20, uint64_t seed = 0,
                                 uint64_t delay_ns_max = 0) {
   auto device = CreateSimDevice({memory_bytes, seed, delay_ns_max}, ReferenceKernels());
   EXPECT_TRUE(Ok(device));
   return std::move(device.value());
-}
-
-StreamHandle MakeStream(Device& device, const char* label) {
-  auto stream = device.CreateStream(label);
-  EXPECT_TRUE(Ok(stream));
-  return stream.value();
-}
-
-EventHandle MakeEvent(Device& device, const char* label = "event") {
-  auto event = device.CreateEvent(label);
-  EXPECT_TRUE(Ok(event));
-  return event.value();
-}
-
-template <typename T>
-T* AllocateArray(Device& device, uint64_t count) {
-  auto data = device.Allocate(count * sizeof(T));
-  EXPECT_TRUE(Ok(data));
-  return static_cast<T*>(data.value());
-}
-
-template <typename T>
-T* Upload(Device& device, const std::vector<T>& values) {
-  T* data = AllocateArray<T>(device, values.size());
-  EXPECT_TRUE(Ok(device.CopyToDevice(nullptr, data, values.data(), values.size() * sizeof(T))));
-  EXPECT_TRUE(Ok(device.Synchronize(nullptr, -1)));
-  return data;
-}
-
-template <typename T>
-std::vector<T> Download(Device& device, const T* data, uint64_t count) {
-  std::vector<T> values(count);
-  EXPECT_TRUE(Ok(device.CopyToHost(nullptr, values.data(), data, count * sizeof(T))));
-  EXPECT_TRUE(Ok(device.Synchronize(nullptr, -1)));
-  return values;
-}
-
-template <typename T>
-bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
 // Holds up a stream until it is opened.
@@ -592,86 +520,7 @@ TEST(SimStream, ThreadsHaveTheStandardFloatingPointMode) {
   EXPECT_EQ(mode, FE_TONEAREST);
 }
 
-TEST(SimStream, WaitsTimeOutAndTheWorkGoesOn) {
-  auto device = MakeSim();
-  StreamHandle stream = MakeStream(*device, "slow lane");
-  EventHandle event = MakeEvent(*device, "end of work");
-  Gate gate;
-  gate.Close(*device, stream);
-  ASSERT_TRUE(Ok(device->Record(event, stream)));
-  for (int64_t timeout_ns : {0, 1'000'000}) {
-    EXPECT_TRUE(Fails(device->Synchronize(stream, timeout_ns), OFFLOAD_TIMED_OUT,
-                      {"slow lane", std::to_string(timeout_ns) + " ns"}));
-    EXPECT_TRUE(Fails(device->Wait(event, timeout_ns), OFFLOAD_TIMED_OUT,
-                      {"end of work", "slow lane", std::to_string(timeout_ns) + " ns"}));
-  }
-  gate.Open();
-  EXPECT_TRUE(Ok(device->Wait(event, INT64_MAX)));
-  EXPECT_TRUE(Ok(device->Synchronize(stream, INT64_MAX)));
-  EXPECT_TRUE(Ok(device->Wait(event, 0)));
-  EXPECT_TRUE(Ok(device->Synchronize(stream, 0)));
-}
-
 // ------------------------------------------------------------------------------ sim: events --
-
-TEST(SimEvent, NeverRecordedIsComplete) {
-  auto device = MakeSim();
-  EventHandle event = MakeEvent(*device);
-  EXPECT_TRUE(Ok(device->Wait(event, 0)));
-  EXPECT_TRUE(Ok(device->StreamWait(nullptr, event)));
-  EXPECT_TRUE(Ok(device->Synchronize(nullptr, -1)));
-}
-
-TEST(SimEvent, StandsForItsLatestRecord) {
-  auto device = MakeSim();
-  StreamHandle blocked = MakeStream(*device, "blocked"), open = MakeStream(*device, "open");
-  EventHandle event = MakeEvent(*device);
-  Gate gate;
-  gate.Close(*device, blocked);
-  ASSERT_TRUE(Ok(device->Record(event, blocked)));
-  EXPECT_TRUE(Fails(device->Wait(event, 0), OFFLOAD_TIMED_OUT, {}));
-  ASSERT_TRUE(Ok(device->Record(event, open)));
-  EXPECT_TRUE(Ok(device->Wait(event, -1)));  // although the older record was not reached
-  ASSERT_TRUE(Ok(device->Record(event, blocked)));
-  EXPECT_TRUE(Fails(device->Wait(event, 0), OFFLOAD_TIMED_OUT, {}));
-  gate.Open();
-  EXPECT_TRUE(Ok(device->Wait(event, -1)));
-}
-
-TEST(SimEvent, RecordingAgainDoesNotMoveWhoWaitsAlready) {
-  auto device = MakeSim();
-  StreamHandle first = MakeStream(*device, "first"), second = MakeStream(*device, "second");
-  StreamHandle waiter = MakeStream(*device, "waiter");
-  EventHandle event = MakeEvent(*device);
-  Gate first_gate, second_gate;
-  first_gate.Close(*device, first);
-  second_gate.Close(*device, second);
-  std::atomic<int> ran{0};
-  ASSERT_TRUE(Ok(device->Record(event, first)));
-  ASSERT_TRUE(Ok(device->StreamWait(waiter, event)));
-  ASSERT_TRUE(Ok(device->Run(waiter, Increment, &ran)));
-  ASSERT_TRUE(Ok(device->Record(event, second)));
-  EXPECT_TRUE(Fails(device->Synchronize(waiter, 1'000'000), OFFLOAD_TIMED_OUT, {}));
-  EXPECT_EQ(ran, 0);
-  first_gate.Open();
-  EXPECT_TRUE(Ok(device->Synchronize(waiter, -1)));  // the second gate is still closed
-  EXPECT_EQ(ran, 1);
-
-  // The other way round: a later record that is reached does not release who waits for an older.
-  Gate third_gate;
-  third_gate.Close(*device, first);
-  ASSERT_TRUE(Ok(device->Record(event, first)));
-  ASSERT_TRUE(Ok(device->StreamWait(waiter, event)));
-  ASSERT_TRUE(Ok(device->Run(waiter, Increment, &ran)));
-  second_gate.Open();
-  ASSERT_TRUE(Ok(device->Record(event, second)));
-  ASSERT_TRUE(Ok(device->Wait(event, -1)));
-  EXPECT_TRUE(Fails(device->Synchronize(waiter, 1'000'000), OFFLOAD_TIMED_OUT, {}));
-  EXPECT_EQ(ran, 1);
-  third_gate.Open();
-  EXPECT_TRUE(Ok(device->Synchronize(waiter, -1)));
-  EXPECT_EQ(ran, 2);
-}
 
 TEST(SimEvent, MayBeDestroyedWhileItsRecordIsQueued) {
   auto device = MakeSim();
@@ -998,139 +847,6 @@ TEST(SimFailure, AForkedChildLeavesTheThreadsAlone) {
   gate.Open();
   EXPECT_TRUE(Ok(device->Synchronize(stream, -1)));
   EXPECT_EQ(ran, 1);
-}
-
-// ----------------------------------------------------------------------------- sim: kernels --
-
-std::vector<float> RandomValues(uint64_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(count);
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
-TEST(SimKernels, FillAndWiden) {
-  auto device = MakeSim();
-  auto* data = AllocateArray<float>(*device, 100);
-  ASSERT_TRUE(Ok(device->Fill(nullptr, data + 1, OFFLOAD_FP32, 98, 2.5f)));
-  const std::vector<float> filled = Download(*device, data, 100);
-  EXPECT_TRUE(std::isnan(filled[0]) && std::isnan(filled[99]));
-  EXPECT_EQ(std::count(filled.begin(), filled.end(), 2.5f), 98);
-
-  const std::vector<uint16_t> bf16 = {0x3f80, 0xc000, 0x0001, 0x7fc0, 0x8000};
-  auto* source = Upload(*device, bf16);
-  std::vector<float> expected(5);
-  ReferenceKernels().ToFp32(OFFLOAD_BF16)(bf16.data(), 5, expected.data());
-  ASSERT_TRUE(Ok(device->ToFp32(nullptr, source, OFFLOAD_BF16, 5, data)));
-  EXPECT_TRUE(SameBits(Download(*device, data, 5), expected));
-  EXPECT_EQ(expected[1], -2.0f);
-}
-
-// The tree of kernels.h, written down once more.
-double TreeSum(const std::vector<float>& grad) {
-  double of_param = 0;
-  for (uint64_t begin = 0; begin < grad.size(); begin += kNormBlockElements) {
-    double lanes[kNormLanes] = {};
-    const uint64_t end = std::min<uint64_t>(begin + kNormBlockElements, grad.size());
-    for (uint64_t i = begin; i < end; ++i) {
-      lanes[(i - begin) % kNormLanes] += static_cast<double>(grad[i]) * grad[i];
-    }
-    for (uint32_t half = kNormLanes / 2; half >= 1; half /= 2) {
-      for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    }
-    of_param += lanes[0];
-  }
-  return of_param;
-}
-
-TEST(SimKernels, TheNormFollowsTheFixedTree) {
-  const uint64_t counts[] = {1, 4096, 0, 10'000, 4097, 20'000, 33};
-  for (bool finite : {true, false}) {
-    auto device = MakeSim();
-    std::vector<NormInput> inputs;
-    uint64_t blocks = 0;
-    double total = 0;
-    for (uint64_t count : counts) {
-      std::vector<float> grad = RandomValues(count, count);
-      if (!finite && count == 4097) grad[4096] = std::numeric_limits<float>::infinity();
-      total += TreeSum(grad);
-      float* data = count == 0 ? nullptr : Upload(*device, grad);
-      inputs.push_back({data, count, OFFLOAD_FP32, blocks});
-      blocks += (count + kNormBlockElements - 1) / kNormBlockElements;
-    }
-    auto* sums = AllocateArray<double>(*device, blocks);
-    auto* verdict = AllocateArray<Verdict>(*device, 1);
-    ASSERT_TRUE(Ok(device->Norm(nullptr, {inputs, sums, 1, 0.01, verdict})));
-    const Verdict expected = Decide(total, 1, 0.01);
-    EXPECT_EQ(expected.skip, finite ? 0 : 1);
-    EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {expected}));
-  }
-}
-
-// One block after the other, each 1 would be lost against 2^53.
-TEST(SimKernels, TheNormAddsTheBlocksOfAParamBeforeTheParams) {
-  constexpr uint64_t kBlocks = 64;
-  auto device = MakeSim(4 << 20);
-  const std::vector<float> huge(2, 0x1p26f);
-  std::vector<float> ones(kBlocks * kNormBlockElements, 0.0f);
-  for (uint64_t block = 0; block < kBlocks; ++block) ones[block * kNormBlockElements] = 1.0f;
-  const NormInput inputs[] = {{Upload(*device, huge), huge.size(), OFFLOAD_FP32, 0},
-                              {Upload(*device, ones), ones.size(), OFFLOAD_FP32, 1}};
-  auto* sums = AllocateArray<double>(*device, 1 + kBlocks);
-  auto* verdict = AllocateArray<Verdict>(*device, 1);
-  ASSERT_TRUE(Ok(device->Norm(nullptr, {inputs, sums, 1, 0, verdict})));
-  const Verdict expected = Decide(0x1p53 + kBlocks, 1, 0);
-  EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {expected}));
-  EXPECT_NE(expected.grad_norm, Decide(0x1p53, 1, 0).grad_norm);
-}
-
-TEST(SimKernels, AnUpdateGivesTheBitsOfTheHostKernelOrNone) {
-  const std::vector<uint64_t> counts = {1, 33, 1000};
-  for (bool skip : {false, true}) {
-    auto device = MakeSim();
-    std::vector<DeviceUpdate> updates;
-    std::vector<Coefficients> coefficients;
-    std::vector<std::vector<float>> expected;
-    Verdict verdict = Decide(3.0, 8, 0.5);
-    verdict.skip = skip;
-    for (size_t i = 0; i < counts.size(); ++i) {
-      const float sign = i == 1 ? -1.0f : 1.0f;  // one group maximizes
-      coefficients.push_back({sign, 0, 1e-4f, 1e-3f, 0.9f, 0.1f, 0.99f, 0.01f, 3, 1e-8f, 0, 0});
-      std::vector<float> grad = RandomValues(counts[i], 1), master = RandomValues(counts[i], 2);
-      std::vector<float> moment0 = RandomValues(counts[i], 3), moment1(counts[i], 0.5f);
-      std::vector<uint16_t> param(counts[i], 0x3f80);
-      updates.push_back({{Upload(*device, grad), Upload(*device, param), Upload(*device, master),
-                          Upload(*device, moment0), Upload(*device, moment1), counts[i]},
-                         OFFLOAD_FP32,
-                         OFFLOAD_BF16,
-                         static_cast<uint32_t>(i)});
-      if (!skip) {
-        Coefficients scaled = coefficients.back();
-        scaled.grad_factor = sign * verdict.grad_factor;
-        ReferenceKernels().Update(Rule::kAdam, OFFLOAD_FP32, OFFLOAD_BF16)(
-            scaled,
-            {grad.data(), param.data(), master.data(), moment0.data(), moment1.data(), counts[i]});
-      }
-      std::vector<float> widened(counts[i]);
-      ReferenceKernels().ToFp32(OFFLOAD_BF16)(param.data(), counts[i], widened.data());
-      for (auto* array : {&widened, &master, &moment0, &moment1}) expected.push_back(*array);
-    }
-    auto* device_verdict = AllocateArray<Verdict>(*device, 1);
-    ASSERT_TRUE(Ok(device->SetVerdict(nullptr, verdict, device_verdict)));
-    ASSERT_TRUE(Ok(device->Update(nullptr, {Rule::kAdam, updates, coefficients, device_verdict})));
-    for (size_t i = 0; i < counts.size(); ++i) {
-      const UpdateSpan& span = updates[i].span;
-      auto* widened = AllocateArray<float>(*device, counts[i]);
-      ASSERT_TRUE(Ok(device->ToFp32(nullptr, span.param, OFFLOAD_BF16, counts[i], widened)));
-      const void* results[] = {widened, span.master, span.moment0, span.moment1};
-      for (size_t k = 0; k < 4; ++k) {
-        EXPECT_TRUE(SameBits(Download(*device, static_cast<const float*>(results[k]), counts[i]),
-                             expected[4 * i + k]))
-            << "array " << k << " of update " << i << (skip ? ", skipped" : "");
-      }
-    }
-  }
 }
 
 // ------------------------------------------------------------------------------ sim: malloc --

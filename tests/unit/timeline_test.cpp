@@ -134,7 +134,7 @@ TEST(Timeline, AFailurePoisonsWhatComesAfterButNotWhatWasBefore) {
   EXPECT_EQ(line.executed.size(), 3u) << "what was queued behind the failure never runs";
   EXPECT_EQ(line.timeline->completed(), 2u);
   EXPECT_TRUE(line.timeline->idle());
-  EXPECT_EQ(line.progress, UINT64_MAX) << "streams that wait are let go";
+  EXPECT_EQ(line.progress, Timeline::kReleased) << "streams that wait are let go";
   for (const Status& status : {line.timeline->CheckPoison(), line.timeline->NextSlot().status()}) {
     EXPECT_EQ(status.code(), OFFLOAD_POISONED);
     EXPECT_NE(status.message().find("broken at 7"), std::string::npos) << status.message();
@@ -164,7 +164,7 @@ TEST(Timeline, EndsWhenItsQueueHasRun) {
   line.Permit(100);
   line.timeline->Drain();
   EXPECT_EQ(line.executed.size(), 8u);
-  EXPECT_EQ(line.progress, UINT64_MAX);
+  EXPECT_EQ(line.progress, Timeline::kReleased);
   EXPECT_TRUE(line.timeline->Wait(8, 0).ok());
   line.timeline.reset();  // drained twice, harmlessly
 }
@@ -173,7 +173,7 @@ TEST(Timeline, EndsAtOnceIfItNeverBegan) {
   Line line;
   line.timeline.reset();
   EXPECT_TRUE(line.executed.empty());
-  EXPECT_EQ(line.progress, UINT64_MAX);
+  EXPECT_EQ(line.progress, Timeline::kReleased);
 }
 
 // ------------------------------------------------------------------------ failing on its own --

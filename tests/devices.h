@@ -1,0 +1,42 @@
+// The devices that a test program runs on: host and sim, or what HYBRIDOPT_TEST_DEVICES names.
+// ctest has an entry of its own for "cuda" (tests/gpu), which is skipped where there is no GPU.
+#pragma once
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "device/device.h"
+#include "offload.h"
+
+namespace hybridopt {
+
+inline bool TestsRunOnCuda() {
+  const char* const names = std::getenv("HYBRIDOPT_TEST_DEVICES");
+  return names != nullptr && std::string(names) == "cuda";
+}
+
+inline std::vector<int32_t> DevicesUnderTest() {
+  if (TestsRunOnCuda()) return {OFFLOAD_DEVICE_CUDA};
+  return {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM};
+}
+
+// Those with memory of their own.
+inline std::vector<int32_t> AcceleratorsUnderTest() {
+  if (TestsRunOnCuda()) return {OFFLOAD_DEVICE_CUDA};
+  return {OFFLOAD_DEVICE_SIM};
+}
+
+// The first of these; tests of the internals make a device themselves.
+inline Result<std::unique_ptr<Device>> MakeAccelerator(const SimOptions& sim,
+                                                       const KernelTable& kernels) {
+  constexpr int64_t kTimeoutNs = 60'000'000'000;
+  if (TestsRunOnCuda()) return CreateCudaDevice({0, kTimeoutNs});
+  return CreateSimDevice(sim, kernels);
+}
+
+inline const char* DeviceText(int32_t kind) {
+  return kind == OFFLOAD_DEVICE_CUDA ? "Cuda" : kind == OFFLOAD_DEVICE_SIM ? "Sim" : "Host";
+}
+
+}  // namespace hybridopt

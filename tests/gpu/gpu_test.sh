@@ -1,0 +1,13 @@
+#!/bin/bash
+# Runs a test program on the GPU; skipped (status 77) where PROBE finds none.
+# Usage: gpu_test.sh PROBE PROGRAM ARGUMENT...
+set -euo pipefail
+probe=$1
+shift
+
+if ! [[ -x $probe ]]; then
+  echo "skipped: this build has no CUDA"
+  exit 77
+fi
+"$probe"
+HYBRIDOPT_TEST_DEVICES=cuda exec "$@"
