@@ -271,7 +271,6 @@ void MeasureFractions(const Settings& settings, const Context& context, Report& 
 void MeasureGpu(const Settings& settings, Report& report) {
   const Context context(OFFLOAD_DEVICE_CUDA, settings.threads);
   report.machine.gpu = context.Info().device_name;
-  const char* only = getenv("BENCH_ONLY");  // TEMP
   MeasureLink(settings, report);
   MeasurePinning(report);
   MeasureDeviceUpdate(settings, context, report);

@@ -295,7 +295,8 @@ typedef struct offload_optimizer_options {
   double device_fraction;  /* share of the elements with OFFLOAD_PLACE_AUTO whose state lives on the
                               device, in [0, 1]; 0 = all on the host. Device elements come first in
                               registration order. The host device has one memory: no effect there */
-  uint64_t chunk_elements; /* elements a pipeline chunk holds at most, 1024 to 2^28; 0 = 2^20 */
+  uint64_t chunk_elements; /* elements a pipeline chunk holds at most, 1024 to 2^28; 0 = 2^20, or
+                              2^22 on CUDA */
   uint32_t staging_slots;  /* chunks in the staging ring, 2 to 64; 0 = 4 */
   uint32_t movable;        /* enum offload_movable, or-ed; 0 = nothing is ever moved */
   const offload_comm_t* comm; /* other ranks; NULL = none. Copied, but what its user points to must
@@ -508,7 +509,11 @@ OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offloa
 
 /* Makes later work on stream wait until the params named (params NULL or param_count 0 = all) hold
  * the values of the ticket. The host thread does not wait, except on the host device, whose only
- * stream is the calling thread. If the step fails the stream is released.
+ * stream is the calling thread; and on CUDA until the ticket's kernels are queued, since the
+ * hardware's queues are shared and what waits must not stand before what is waited for: that takes
+ * microseconds for a step with nothing before it, and for a move as long as the move. On CUDA, call
+ * neither cudaFree nor cudaFreeHost while a stream waits here: they wait for the stream, and keep
+ * the driver from the step meanwhile. If the step fails the stream is released.
  * Errors: INVALID_ARGUMENT (unknown param id, foreign ticket), UNSUPPORTED. */
 OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket, offload_stream_t stream,

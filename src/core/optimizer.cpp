@@ -14,6 +14,8 @@ namespace hybridopt {
 namespace {
 
 constexpr uint64_t kDefaultChunkElements = uint64_t{1} << 20;
+// A driver takes some 50 us to queue a chunk's copies and events, in which no worker works.
+constexpr uint64_t kDefaultCudaChunkElements = uint64_t{1} << 22;
 constexpr uint64_t kMinChunkElements = 1024;
 constexpr uint64_t kMaxChunkElements = uint64_t{1} << 28;
 constexpr uint32_t kDefaultStagingSlots = 4;
@@ -226,8 +228,11 @@ PlacementOptions Optimizer::MakePlacementOptions() const {
   options.moment_dtype = options_.moment_dtype == OFFLOAD_BF16 ? OFFLOAD_BF16 : OFFLOAD_FP32;
   options.stochastic = options_.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
   options.device_fraction = options_.device_fraction;
-  options.chunk_elements =
-      options_.chunk_elements != 0 ? options_.chunk_elements : kDefaultChunkElements;
+  options.chunk_elements = options_.chunk_elements;
+  if (options.chunk_elements == 0)
+    options.chunk_elements = context_->device().kind() == OFFLOAD_DEVICE_CUDA
+                                 ? kDefaultCudaChunkElements
+                                 : kDefaultChunkElements;
   options.staging_slots =
       options_.staging_slots != 0 ? options_.staging_slots : kDefaultStagingSlots;
   return options;
