@@ -508,12 +508,10 @@ OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offloa
                                            int64_t timeout_ns);
 
 /* Makes later work on stream wait until the params named (params NULL or param_count 0 = all) hold
- * the values of the ticket. The host thread does not wait, except on the host device, whose only
- * stream is the calling thread; and on CUDA until the ticket's kernels are queued, since the
- * hardware's queues are shared and what waits must not stand before what is waited for: that takes
- * microseconds for a step with nothing before it, and for a move as long as the move. On CUDA, call
- * neither cudaFree nor cudaFreeHost while a stream waits here: they wait for the stream, and keep
- * the driver from the step meanwhile. If the step fails the stream is released.
+ * the values of the ticket. On the simulated device the host thread does not wait. On the host
+ * device it is the only stream. On CUDA it waits until those params are there, and the stream then
+ * need not: streams share the hardware's queues, and one that waited could stand before the work
+ * that it waits for. If the step fails the stream is released.
  * Errors: INVALID_ARGUMENT (unknown param id, foreign ticket), UNSUPPORTED. */
 OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket, offload_stream_t stream,

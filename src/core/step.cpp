@@ -93,8 +93,7 @@ std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
 // ------------------------------------------------------------------------------------- the step --
 
 Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture* capture,
-                         FunctionRef<void(uint64_t)> reached, FunctionRef<void()> issued,
-                         offload_step_result_t* result) {
+                         FunctionRef<void(uint64_t)> reached, offload_step_result_t* result) {
   const int64_t begin_ns = prim::NowNs();
   capture_ = capture;
   Prepare(request);
@@ -103,7 +102,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
     HYBRIDOPT_TRY(RunInPlace(request, result, &verdict));
     result->total_seconds = SecondsSince(begin_ns);
   } else {
-    HYBRIDOPT_TRY(RunStaged(request, ready, reached, issued, result, &verdict));
+    HYBRIDOPT_TRY(RunStaged(request, ready, reached, result, &verdict));
   }
   CountStep(verdict, result);
   return {};
@@ -251,17 +250,10 @@ void StepPipeline::AwaitCaptureOfDeviceShare() {
 // --------------------------------------------------------------------- params in device memory --
 
 Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
-                               FunctionRef<void(uint64_t)> reached, FunctionRef<void()> issued,
-                               offload_step_result_t* result, Verdict* verdict) {
+                               FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
+                               Verdict* verdict) {
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, ready));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.compute, ready));
-  // Kernels first: whoever makes a stream wait for this step waits until they are queued.
-  HYBRIDOPT_TRY(QueueVerdict(request));
-  const bool ahead = UpdatesGoAhead(request);
-  if (ahead) {
-    HYBRIDOPT_TRY(QueueDeviceUpdates());
-    issued();
-  }
   const uint32_t slots = lanes_.ring().slots();
   const uint32_t prefetched = std::min(slots, chunk_count());
   // A full launch queue blocks for as long as the stream before it does: what might fill it is
@@ -271,6 +263,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
     copies += placement_.chunks[chunk].fragment_count;
   if (copies > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(lanes_.Wait(ready, "the gradients"));
   for (uint32_t chunk = 0; chunk < prefetched; ++chunk) HYBRIDOPT_TRY(BringDown(chunk, result));
+  HYBRIDOPT_TRY(QueueVerdict(request));
   // The clock starts when the gradients are there: the caller's own work is not the step's.
   HYBRIDOPT_TRY(lanes_.Wait(ready, "the gradients"));
   Stopwatch total(result->total_seconds);
@@ -281,16 +274,11 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   if (verdict->skip != 0) {
     for (uint32_t chunk = 0; chunk < prefetched; ++chunk)
       HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(chunk)].end, "gradients coming down"));
-    // The device's updates have seen the same verdict and done nothing.
-    if (ahead) HYBRIDOPT_TRY(lanes_.Wait(lanes_.device_updated.end, "the device's own update"));
     return {};
   }
   ScaleCoefficients(*verdict);
-  if (!ahead) {
-    AwaitCaptureOfDeviceShare();
-    HYBRIDOPT_TRY(QueueDeviceUpdates());
-    issued();
-  }
+  AwaitCaptureOfDeviceShare();
+  HYBRIDOPT_TRY(QueueDeviceUpdates());
   for (uint32_t chunk = 0; chunk < chunk_count(); ++chunk) {
     // The slot's params half is written next: its last copy up must be over.
     if (chunk >= slots) HYBRIDOPT_TRY(Retire(chunk - slots, reached, result));
@@ -304,24 +292,13 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   return {};
 }
 
-bool StepPipeline::AllGradsOnDevice() const {
-  return std::none_of(params_.begin(), params_.end(), [](const StepParam& param) {
-    return param.active && param.host_grad != nullptr;
-  });
-}
-
 // Where all gradients are on the device and no other rank is asked, the verdict is made there and
 // the device's updates need not wait for the host.
 bool StepPipeline::VerdictOnDevice() const {
-  return AllGradsOnDevice() && !comm_.present() && !has_replicas_;
-}
-
-// Then they are queued before the host knows the verdict; they skip themselves.
-bool StepPipeline::UpdatesGoAhead(const StepRequest& request) const {
-  if (!device_.shares_queues()) return false;        // nobody is in their way later either
-  if (placement_.device_elements == 0) return true;  // there are none
-  if (capture_ != nullptr) return false;             // the device share may still be read
-  return VerdictOnDevice() || (AllGradsOnDevice() && !NeedsNorm(request));
+  const bool all_there = std::none_of(params_.begin(), params_.end(), [](const StepParam& param) {
+    return param.active && param.host_grad != nullptr;
+  });
+  return all_there && !comm_.present() && !has_replicas_;
 }
 
 Status StepPipeline::QueueVerdict(const StepRequest& request) {
@@ -353,7 +330,7 @@ Result<Verdict> StepPipeline::AwaitVerdict(const StepRequest& request) {
   if (VerdictOnDevice()) return *lanes_.host_verdict;
   HYBRIDOPT_ASSIGN(const Verdict verdict, DecideOnHost(request, lanes_.host_block_sums));
   // A skipped step ends here: nothing of it may still be queued on the device.
-  if (verdict.skip == 0 && placement_.device_elements > 0)
+  if (verdict.skip == 0)
     HYBRIDOPT_TRY(device_.SetVerdict(lanes_.compute, verdict, lanes_.device_verdict));
   return verdict;
 }

@@ -48,12 +48,10 @@ class StepPipeline {
 
   // `ready` is recorded behind the gradients; NULL where there are no streams. `capture` is the
   // save that the step must not overtake; NULL if none is running. `reached` is told the marks of a
-  // param's progress: kDeviceShareDone, then one more per chunk. `issued` is called when all that
-  // is left to be queued on the device are copies. Does not allocate. After an error the state is
-  // undefined.
+  // param's progress: kDeviceShareDone, then one more per chunk. Does not allocate. After an error
+  // the state is undefined.
   Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
-             FunctionRef<void(uint64_t mark)> reached, FunctionRef<void()> issued,
-             offload_step_result_t* result);
+             FunctionRef<void(uint64_t mark)> reached, offload_step_result_t* result);
 
   // Whether the step looks at all gradients first, those of other ranks included.
   static bool NeedsNorm(const StepRequest& request) {
@@ -86,12 +84,10 @@ class StepPipeline {
   void AwaitCaptureOf(uint32_t chunk, const ChunkPart& part);
   void AwaitCaptureOfDeviceShare();
   Status RunStaged(const StepRequest& request, EventHandle ready,
-                   FunctionRef<void(uint64_t)> reached, FunctionRef<void()> issued,
-                   offload_step_result_t* result, Verdict* verdict);
+                   FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
+                   Verdict* verdict);
 
-  bool AllGradsOnDevice() const;
   bool VerdictOnDevice() const;
-  bool UpdatesGoAhead(const StepRequest& request) const;
   Status QueueVerdict(const StepRequest& request);
   Result<Verdict> AwaitVerdict(const StepRequest& request);
   void ListNormInputs();

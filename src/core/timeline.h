@@ -63,10 +63,8 @@ class Timeline {
   // kFailuresKept are remembered.
   void Report(uint64_t sequence, Status failure);
   static constexpr size_t kFailuresKept = 64;
-  // Says that no kernel of the piece remains to be queued on the device; completion says it too.
-  void Issued(uint64_t sequence);
-  // Waits for that, or for a failure. TIMED_OUT after timeout_ns.
-  Status AwaitIssued(uint64_t sequence, int64_t timeout_ns);
+  // Waits until a mark is reached, on the calling thread; the cause if it never will be.
+  Status AwaitMark(uint64_t sequence, uint64_t mark);
 
   uint64_t submitted() const { return submitted_.load(); }
   uint64_t completed() const { return completed_.load(); }
@@ -104,7 +102,6 @@ class Timeline {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Status cause_;  // of the failure; guarded by mutex_, as all below but the thread
-  uint64_t issued_ = 0;
   bool stopping_ = false;
   uint64_t executed_ = 0;  // the last piece that has run
   uint64_t held_ = 0;      // the piece that goes on in the background; 0: none

@@ -73,9 +73,8 @@ class Device {
   // True where params and gradients are in host memory and the host updates them in place. Then
   // only memory, the NULL stream and its Run are used.
   virtual bool unified() const = 0;
-  // True where streams share queues of the hardware: a stream that waits for a flag may then hold
-  // up kernels of others that are queued after the wait, so those that raise the flag must come
-  // before.
+  // True where streams share queues of the hardware: one that waits for a flag may then hold up the
+  // very work that raises it, so callers' streams are not made to wait for flags.
   virtual bool shares_queues() const { return false; }
 
   virtual Result<DeviceMemory> Memory() const = 0;

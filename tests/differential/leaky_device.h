@@ -30,11 +30,17 @@ enum class Leak {
 class LeakyDevice final : public ForwardingDevice {
  public:
   // Leaks only while `leaking`, which outlives the device.
-  LeakyDevice(std::unique_ptr<Device> device, Leak leak, const std::atomic<bool>& leaking)
-      : ForwardingDevice(std::move(device)), leak_(leak), leaking_(leaking) {}
+  LeakyDevice(std::unique_ptr<Device> device, Leak leak, const std::atomic<bool>& leaking,
+              bool shares_queues)
+      : ForwardingDevice(std::move(device)),
+        leak_(leak),
+        leaking_(leaking),
+        shares_queues_(shares_queues) {}
 
-  // Where nothing leaks the pipeline is to queue its kernels as early as on a real device.
-  bool shares_queues() const override { return leak_ == Leak::kNone; }
+  // Then the caller's streams are put behind steps by the host, as on a real device.
+  bool shares_queues() const override {
+    return shares_queues_ || ForwardingDevice::shares_queues();
+  }
 
   Result<StreamHandle> CreateStream(const char* label) override {
     Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
@@ -85,6 +91,7 @@ class LeakyDevice final : public ForwardingDevice {
 
   const Leak leak_;
   const std::atomic<bool>& leaking_;
+  const bool shares_queues_;
   std::mutex mutex_;
   std::map<const void*, std::string> labels_;  // of streams and events; guarded by mutex_
 };
