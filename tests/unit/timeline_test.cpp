@@ -114,6 +114,22 @@ TEST(Timeline, WaitsTimeOutAndTheWorkGoesOn) {
   EXPECT_TRUE(line.timeline->Wait(1, 0).ok());
 }
 
+TEST(Timeline, AMarkIsAwaitedByTheCallingThread) {
+  Line line;
+  line.failing = 2;
+  line.Queue();
+  line.Queue();
+  std::thread permits([&] { line.Permit(2); });
+  const Status reached = line.timeline->AwaitMark(1, 5);
+  EXPECT_TRUE(reached.ok() || reached.code() == OFFLOAD_POISONED) << reached.message();
+  EXPECT_GE(line.progress, Timeline::ProgressAt(1, 5));
+  // The second piece reaches mark 5, then fails.
+  const Status failed = line.timeline->AwaitMark(2, 6);
+  EXPECT_EQ(failed.code(), OFFLOAD_POISONED);
+  EXPECT_NE(failed.message().find("broken at 7"), std::string::npos) << failed.message();
+  permits.join();
+}
+
 TEST(Timeline, AFailurePoisonsWhatComesAfterButNotWhatWasBefore) {
   Line line;
   line.failing = 3;
