@@ -300,23 +300,6 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
                                plan.host_swap_bytes);
 }
 
-// The GPU's kernels know one layout of the device share.
-Status Optimizer::CheckLayouts() const {
-  if (context_->device().kind() != OFFLOAD_DEVICE_CUDA) return {};
-  const Placement placement = Place(table_, MakePlacementOptions());
-  for (uint32_t id = 0; id < table_.size(); ++id) {
-    const ParamPlace& place = placement.params[id];
-    if (place.device_count > 0 && place.device_layout != StateLayout::kFp32)
-      return Status::Error(
-          OFFLOAD_UNSUPPORTED,
-          "param '%.200s' has a device share, which on CUDA keeps its state in fp32 only; leave "
-          "options.master_layout and moment_dtype 0, or device_fraction 0 and its placement "
-          "OFFLOAD_PLACE_HOST",
-          table_.param(id).name.c_str());
-  }
-  return {};
-}
-
 Status Optimizer::Commit(StreamHandle stream) {
   if (committed_ != nullptr)
     return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer has been committed before");
@@ -327,7 +310,6 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, Plan());
   HYBRIDOPT_TRY(CheckRoom(plan));
 
-  HYBRIDOPT_TRY(CheckLayouts());
   if (plan.chunk_count + 2 > Timeline::kMarks)
     return Status::Error(
         OFFLOAD_INVALID_ARGUMENT,

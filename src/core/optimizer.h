@@ -96,7 +96,6 @@ class Optimizer {
 
   PlacementOptions MakePlacementOptions() const;
   Status CheckRoom(const offload_plan_t& plan) const;
-  Status CheckLayouts() const;
   Status CheckCommitted() const;
   Status CheckStepOptions(const offload_step_options_t& options) const;
   void FillStep(const offload_step_options_t& options, StepRequest& request) const;

@@ -619,7 +619,7 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch, s
        ++next) {
     const DeviceUpdate& update = launch.updates[next];
     HYBRIDOPT_CHECK(update.coefficients < launch.coefficients.size());
-    HYBRIDOPT_CHECK(update.layout == StateLayout::kFp32);  // commit refuses others
+    HYBRIDOPT_CHECK(update.layout == StateLayout::kFp32);  // create refuses others
     const UpdateSpan& span = update.span;
     if (span.count == 0) continue;
     const bool vectors = MultiplesOf(16, span.master, span.moment0, span.moment1) &&
