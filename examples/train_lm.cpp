@@ -8,9 +8,12 @@
 //   stream_wait      the next forward starts when its params are there     on the device's stream
 //
 // Read Trainer first: it makes the calls of the library, the rest prints.
+#include <signal.h>
 #include <stdio.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <vector>
 
 #include "numbers.h"
@@ -133,6 +136,28 @@ class Trainer {
     const Job& job = jobs_[finished_++ % 2];
     MUST(offload_optimizer_wait(optimizer_, job.ticket, -1));
     return job.loss / log(2);
+  }
+
+  // The state after all steps that are queued; training goes on meanwhile.
+  void save(const std::string& path) {
+    auto options = sized<offload_save_options_t>();
+    options.path = path.c_str();
+    MUST(offload_optimizer_save(optimizer_, &options, nullptr));
+  }
+
+  // Goes on where a checkpoint was saved, and draws the text again that was drawn until then.
+  // Returns its step.
+  uint64_t load(const std::string& path, const Text& text) {
+    auto info = sized<offload_checkpoint_info_t>();
+    MUST(offload_checkpoint_inspect(path.c_str(), &info, nullptr, nullptr));
+    auto options = sized<offload_load_options_t>();
+    options.path = path.c_str();
+    options.stream = stream_;
+    offload_ticket_t ticket;
+    MUST(offload_optimizer_load(optimizer_, &options, &ticket));
+    MUST(offload_optimizer_wait(optimizer_, ticket, -1));
+    for (uint64_t i = 0; i < info.step; ++i) sample(jobs_[0].batch, text.train, random_);
+    return info.step;
   }
 
   offload_stats_t stats() const {
@@ -376,7 +401,60 @@ void train(Trainer& trainer, const Text& text, const Options& options) {
   show_lanes(trainer.stats(), elapsed);
 }
 
-// The first steps once more, from the same seed, with the state at three places.
+// The job of the replay, which saves at its middle and is killed in a step after that.
+[[noreturn]] void be_killed(const Text& text, const Options& options) {
+  Trainer trainer(options, 2 * memory_cap());
+  trainer.create_optimizer(0.3);
+  MUST(trainer.commit());
+  const int middle = options.replay_steps / 2;
+  for (int step = 0;; ++step) {
+    trainer.queue_step(text, learning_rate(step, 0));
+    if (step + 1 == middle) trainer.save(options.killed + "/middle");
+    trainer.finish_step();
+    if (step == middle) trainer.queue_step(text, learning_rate(step + 1, 0)), raise(SIGKILL);
+  }
+}
+
+// Runs that job as a process of its own, then goes on from what it left to the end of the replay.
+std::pair<uint64_t, uint64_t> kill_and_resume(const Text& text, const Options& options) {
+  char directory[] = "/tmp/train_lm-XXXXXX";
+  if (!mkdtemp(directory)) fail("cannot make a directory in /tmp");
+  fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    const std::string threads = std::to_string(options.threads),
+                      seed = std::to_string(options.seed),
+                      steps = std::to_string(options.replay_steps);
+    execl("/proc/self/exe", "train_lm", "--killed", directory, "--threads", threads.c_str(),
+          "--seed", seed.c_str(), "--replay-steps", steps.c_str(), "--moments",
+          options.bf16_moments ? "bf16" : "fp32", options.data.empty() ? nullptr : "--data",
+          options.data.c_str(), nullptr);
+    _exit(127);
+  }
+  int status = 0;
+  if (child < 0 || waitpid(child, &status, 0) != child) fail("cannot run a process");
+  if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL) fail("the job was not killed");
+
+  char path[4096];
+  MUST(offload_checkpoint_newest(directory, path, sizeof path));
+  Trainer trainer(options, 2 * memory_cap());
+  trainer.create_optimizer(0.6);
+  MUST(trainer.commit());
+  const uint64_t saved = trainer.load(path, text);
+  for (int step = static_cast<int>(saved); step < options.replay_steps; ++step) {
+    trainer.queue_step(text, learning_rate(step, 0));
+    trainer.finish_step();
+  }
+  const uint64_t params = trainer.params_hash(), masters = trainer.masters_hash();
+  printf("  killed, resumed  %016llx      %016llx\n", static_cast<unsigned long long>(params),
+         static_cast<unsigned long long>(masters));
+  printf("  (saved after step %llu at device_fraction 0.3, killed in step %llu, resumed at 0.6)\n",
+         static_cast<unsigned long long>(saved), static_cast<unsigned long long>(saved + 2));
+  std::filesystem::remove_all(directory);
+  return {params, masters};
+}
+
+// The first steps once more, from the same seed, with the state at three places, and once killed.
 bool replay(const Text& text, const Options& options) {
   printf("\nthe first %d steps again, cap lifted\n", options.replay_steps);
   printf("  device_fraction  hash of bf16 params  hash of fp32 masters\n");
@@ -397,7 +475,8 @@ bool replay(const Text& text, const Options& options) {
            static_cast<unsigned long long>(hashes.back().second));
     fflush(stdout);
   }
-  const bool same = hashes[0] == hashes[1] && hashes[0] == hashes[2];
+  hashes.push_back(kill_and_resume(text, options));
+  const bool same = hashes[0] == hashes[1] && hashes[0] == hashes[2] && hashes[0] == hashes[3];
   printf("  same bits: %s\n", same ? "yes" : "NO");
   return same;
 }
@@ -407,6 +486,7 @@ bool replay(const Text& text, const Options& options) {
 int main(int count, char** arguments) {
   const Options options = parse_options(count, arguments);
   const Text text = load_text(options.data);
+  if (!options.killed.empty()) be_killed(text, options);
   {
     Trainer trainer(options, memory_cap());
     show_model(text, trainer.info());

@@ -18,6 +18,7 @@ struct Options {
   uint32_t threads = 0;
   int replay_steps = 20;
   bool bf16_moments = false;
+  std::string killed;  // a directory: be the job that saves there at the middle and is then killed
 };
 
 inline constexpr char kHelp[] =
@@ -42,6 +43,11 @@ inline Options parse_options(int count, char** arguments) {
       options.seconds = 6;
       options.replay_steps = 5;
       continue;
+    } else if (flag == "--killed") {  // not in the help: the program runs itself with it
+      if (!value) fail("--killed: got nothing, expected a directory");
+      options.killed = value;
+    } else if (flag == "--replay-steps") {  // likewise
+      options.replay_steps = static_cast<int>(number(flag, value, 4, 1e6));
     } else if (flag == "--data") {
       if (!value) fail("--data: got nothing, expected a file or a directory");
       options.data = value;

@@ -5,6 +5,9 @@ set -euo pipefail
 text=$1
 shift
 
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+[[ ${*: -1} == --test ]] && set -- "$@" "$scratch"  # which wants a directory
 status=0
 output=$("$@") || status=$?
 echo "$output"
