@@ -27,6 +27,7 @@ Report Measure(const Settings& settings, bool gpu) {
     MeasureShapes(settings, report);
     MeasureSim(settings, report);
     MeasureLifecycle(settings, report);
+    MeasureCheckpoint(settings, report);
   }
   report.machine.cpus_of_others = neighbours.CpusBusy();
   return report;
@@ -57,6 +58,13 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--chunk-elements", settings.chunk_elements,
                  "elements of a chunk on the GPU; 0: as the library chooses")
+      ->capture_default_str();
+  app.add_option("--checkpoint-mib", settings.checkpoint_mib,
+                 "MiB of state to save and load; 0 leaves that out")
+      ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 24))
+      ->capture_default_str();
+  app.add_option("--checkpoint-dir", settings.checkpoint_dir, "where checkpoints are written")
+      ->check(CLI::ExistingDirectory)
       ->capture_default_str();
   app.add_flag("--json", json, "print one JSON object instead of the table");
   CLI11_PARSE(app, argc, argv);

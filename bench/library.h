@@ -60,6 +60,8 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
+  offload_optimizer_t get() const { return optimizer_; }
+
   // Queues one step and waits for it.
   void Step(uint32_t flags, double grad_norm_max = 0);
   // Queues one of the functions that move things, for all params, and waits for it.

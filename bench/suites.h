@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "report.h"
 
@@ -13,7 +14,9 @@ struct Settings {
   uint32_t rounds = 61;
   uint32_t threads = 0;  // of "all threads"; 0 = as many as the library takes
   uint64_t gpu_elements = uint64_t{1} << 30;
-  uint64_t chunk_elements = 0;  // of the GPU's pipeline; 0 = the library's choice
+  uint64_t chunk_elements = 0;     // of the GPU's pipeline; 0 = the library's choice
+  uint64_t checkpoint_mib = 4096;  // of state that is saved and loaded; 0: that suite is left out
+  std::string checkpoint_dir = ".";
 };
 
 // The whole update of one long array against the memory ceiling and a plain loop (adamw28.cpp).
@@ -34,5 +37,7 @@ void MeasureLifecycle(const Settings& settings, Report& report);
 
 // A real GPU: ceilings of its memory and link, and whole steps against them (gpu.cpp).
 void MeasureGpu(const Settings& settings, Report& report);
+// Saves and loads against plain readers and writers of as many bytes (checkpoint.cpp).
+void MeasureCheckpoint(const Settings& settings, Report& report);
 
 }  // namespace bench
