@@ -482,7 +482,7 @@ typedef struct offload_step_result {
   double update_seconds;     /* lane: CPU threads updating the host share */
   double params_up_seconds;  /* lane: copying params to the device, as the device took it */
   double device_update_seconds; /* lane: the device updating its share */
-  double stall_seconds;         /* CPU threads waiting for gradients or for a free staging slot */
+  double stall_seconds;         /* CPU threads waiting: gradients, staging slot, a running save */
   uint64_t grads_down_bytes;    /* copied device to host */
   uint64_t params_up_bytes;     /* copied host to device */
 } offload_step_result_t;
@@ -674,9 +674,9 @@ typedef struct offload_save_options {
 
 /* Queues a save of masters, moments and step counts as they are at this point of the timeline, and
  * returns at once. Training goes on: a step queued behind the save follows it chunk by chunk, and
- * the files hold nothing of it. While it runs a save holds io_depth blocks of host memory and a few
- * hundred bytes per tensor, whatever the size of the model. Params that are their own masters must
- * not be written by the caller until the ticket completes.
+ * the files hold nothing of it; its ticket completes with the save. A save holds io_depth blocks of
+ * host memory and a few hundred bytes per tensor while it runs, whatever the size of the model.
+ * Params that are their own masters must not be written by the caller until the ticket completes.
  * With a comm table all ranks call it, each writes its own file, and rank 0 completes the
  * directory; a rank that fails fails the save on all. Params with OFFLOAD_PARAM_REPLICA are left to
  * the rank that counts them.
