@@ -679,11 +679,12 @@ typedef struct offload_save_options {
  * Params that are their own masters must not be written by the caller until the ticket completes.
  * With a comm table all ranks call it, each writes its own file, and rank 0 completes the
  * directory; a rank that fails fails the save on all. Params with OFFLOAD_PARAM_REPLICA are left to
- * the rank that counts them.
- * A save that fails poisons nothing: its ticket tells why, nothing is left at path, training goes
- * on. Errors: INVALID_ARGUMENT (field named; path exists), INVALID_STATE (before commit), POISONED;
- * by the ticket IO_FAILED (file and system's error named), OUT_OF_HOST_MEMORY, COMM_FAILED and
- * DEVICE_FAILED (these two poison). */
+ * the rank that counts them. While it runs the ranks meet in max, up to 50 times a second where
+ * they have nothing else to do, and no step begins before all of them have read their state; how
+ * long a rank's disk takes is not bounded by comm_timeout_ns. A save that fails poisons nothing:
+ * its ticket tells why, nothing is left at path, training goes on. Errors: INVALID_ARGUMENT (field
+ * named; path exists), INVALID_STATE (before commit), POISONED; by the ticket IO_FAILED (file and
+ * system's error named), OUT_OF_HOST_MEMORY, COMM_FAILED and DEVICE_FAILED (these two poison). */
 OFFLOAD_API int32_t offload_optimizer_save(offload_optimizer_t optimizer,
                                            const offload_save_options_t* options,
                                            offload_ticket_t* ticket);

@@ -19,6 +19,7 @@ class Comm {
   bool present() const { return present_; }
   int32_t rank() const { return functions_.rank; }
   int32_t world() const { return present_ ? functions_.world : 1; }
+  int64_t timeout_ns() const { return timeout_ns_; }  // of each call
 
   // All ranks get the sum of all ranks' sums of squares, and whether all of them are finite.
   // COMM_FAILED if another rank does not answer.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -37,6 +38,8 @@ class Capture {
   // Returns when the first `end` elements of all of the param's arrays have been read.
   void Await(uint32_t param, uint64_t end) { AwaitPosition(PositionOf(param, end)); }
   void AwaitAll() { AwaitPosition(UINT64_MAX); }
+  // The same for at most so long; whether all has been read.
+  bool AwaitAll(int64_t timeout_ns) { return AwaitPosition(UINT64_MAX, timeout_ns); }
 
  private:
   struct LastArray {
@@ -46,12 +49,17 @@ class Capture {
   uint64_t PositionOf(uint32_t param, uint64_t end) const {
     return params_[param].begin + end * params_[param].element_bytes;
   }
-  void AwaitPosition(uint64_t position) {
-    if (position_.load() >= position) return;
+  bool AwaitPosition(uint64_t position, int64_t timeout_ns = -1) {
+    if (position_.load() >= position) return true;
+    const auto read = [&] { return position_.load() >= position; };
     std::unique_lock lock(mutex_);
     waiting_ = true;
-    advanced_.wait(lock, [&] { return position_.load() >= position; });
+    if (timeout_ns < 0)
+      advanced_.wait(lock, read);
+    else
+      advanced_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), read);
     waiting_ = false;
+    return read();
   }
   // Whoever is about to wait has seen the new position or is seen here.
   void Tell() {

@@ -1,5 +1,6 @@
 #include "core/checkpoints.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -10,6 +11,8 @@ namespace hybridopt {
 namespace {
 
 using checkpoint::PendingDirectory;
+
+constexpr int64_t kRoundNs = 20'000'000;
 
 // A broken device or a lost rank breaks more than a save or load; a full disk does not.
 bool ConcernsFilesOnly(const Status& status) {
@@ -48,7 +51,9 @@ Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timel
     return ConcernsFilesOnly(status) ? Status() : status;
   }
   sequence_ = sequence;
-  timeline.Hold(sequence);  // first: the saver may have ended before Start returns
+  timeline.Hold(sequence, comm_.world() == 1
+                              ? 0
+                              : RoundNs());  // first: the saver may have ended before Start returns
   saver_->Start(directory_->path(), [&timeline] { timeline.Wake(); });
   return {};
 }
@@ -93,20 +98,50 @@ Status Checkpoints::Begin(SaveRequest request, EventHandle ready) {
 
 // ------------------------------------------------------------------------------------- complete --
 
-Status Checkpoints::BeforeStep(Timeline& timeline) {
-  if (saver_ == nullptr) return {};
-  int32_t ended = saver_->ended() ? 1 : 0;
-  if (Status asked = comm_.AgreeOnMax(&ended, 1); !asked.ok())
-    return End(std::move(asked), timeline);
-  return ended != 0 ? CompleteAgreed(timeline) : Status();
+// How often a rank that cannot go on takes part in the others' rounds.
+int64_t Checkpoints::RoundNs() const {
+  return comm_.world() == 1 ? -1 : std::min(kRoundNs, comm_.timeout_ns() / 4 + 1);
 }
 
-Status Checkpoints::Complete(Timeline& timeline) {
-  if (saver_ == nullptr) return {};
-  int32_t ended = 1;
-  if (Status asked = comm_.AgreeOnMax(&ended, 1); !asked.ok())
+// One round. Whatever comes of it comes of it on all ranks.
+Status Checkpoints::Meet(bool at_step, bool* step, Timeline& timeline) {
+  int32_t missing[2] = {saver_->ended() ? 0 : 1, at_step ? 0 : 1};
+  if (Status asked = comm_.AgreeOnMax(missing, 2); !asked.ok())
     return End(std::move(asked), timeline);
-  return CompleteAgreed(timeline);
+  if (missing[0] == 0) return CompleteAgreed(timeline);
+  *step = missing[1] == 0;
+  return {};
+}
+
+Status Checkpoints::BeforeStep(Timeline& timeline) {
+  // Alone the step follows the save chunk by chunk. Among others a step that waits for this rank's
+  // disk would let all wait without a word.
+  for (bool step = false; saver_ != nullptr && !step;) {
+    const bool at_step = comm_.world() == 1 || capture()->AwaitAll(RoundNs());
+    HYBRIDOPT_TRY(Meet(at_step, &step, timeline));
+  }
+  return {};
+}
+
+Status Checkpoints::AwaitCapture(Timeline& timeline) {
+  bool step = false;
+  while (saver_ != nullptr && !capture()->AwaitAll(RoundNs()))
+    HYBRIDOPT_TRY(Meet(false, &step, timeline));
+  return {};
+}
+
+Status Checkpoints::Settle(Timeline& timeline) {
+  bool step = false;
+  return saver_ == nullptr ? Status() : Meet(false, &step, timeline);
+}
+
+// Completes the running save, if there is one, before other work that the ranks do together.
+Status Checkpoints::Complete(Timeline& timeline) {
+  for (bool step = false; saver_ != nullptr;) {
+    saver_->AwaitEnd(RoundNs());
+    HYBRIDOPT_TRY(Meet(false, &step, timeline));
+  }
+  return {};
 }
 
 Status Checkpoints::CompleteAgreed(Timeline& timeline) {

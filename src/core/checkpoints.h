@@ -3,9 +3,16 @@
 //
 // A save begins where it stands on the timeline, goes on in the background, and is completed later
 // on the timeline's thread again, because only there may other ranks be asked: their calls must
-// come in the same order everywhere. Completing goes before whatever else is next. A step that asks
-// the ranks for the norm while some are still writing first agrees with them on what comes next:
-// the step if nobody's writing has ended, else the completion.
+// come in the same order everywhere. So while a save runs all ranks meet in rounds, and what comes
+// next is the same on all:
+//
+//   nobody is writing any more             the completion
+//   everybody is at a step and has read    the step, as without a save
+//     all that it would overwrite
+//   else                                   another round
+//
+// A rank that has nothing to do, or waits for its own disk, takes part every kRoundNs: a disk may
+// be slower than others for as long as it likes, and only a rank that is gone is missed.
 #pragma once
 
 #include <memory>
@@ -40,17 +47,15 @@ class Checkpoints {
   // back is poison.
   Status Load(const LoadRequest& request, EventHandle ready, Timeline& timeline, uint64_t sequence);
 
-  // To be called before a step that asks the other ranks.
+  // To be called before every step.
   Status BeforeStep(Timeline& timeline);
   // What a step must not overtake; NULL if no save is running.
   Capture* capture() const { return saver_ != nullptr ? &saver_->capture() : nullptr; }
   // Before anything else touches state, or the params' memory.
-  void AwaitCapture() {
-    if (saver_ != nullptr) saver_->capture().AwaitAll();
-  }
+  Status AwaitCapture(Timeline& timeline);
 
-  // Completes the running save, if there is one: its writing has ended, or is waited for.
-  Status Complete(Timeline& timeline);
+  // A round of the ranks while nothing else is to be done.
+  Status Settle(Timeline& timeline);
   // The same after later work failed. Other ranks can then no longer be asked.
   Status CompleteAlone(Timeline& timeline);
 
@@ -59,6 +64,9 @@ class Checkpoints {
   Status AgreeOnCheckpoint(const Loader& loader, Status* refusal) const;
   SavePoint PointOf(EventHandle ready) const;
   Status Begin(SaveRequest request, EventHandle ready);
+  int64_t RoundNs() const;
+  Status Meet(bool at_step, bool* step, Timeline& timeline);
+  Status Complete(Timeline& timeline);
   Status CompleteAgreed(Timeline& timeline);
   Status AgreeOnFailure(Status* status) const;
   Status Publish();

@@ -563,8 +563,7 @@ EventHandle Optimizer::ReadyEvent(uint32_t slot) const {
 Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence) {
   offload_step_result_t result{};
   Checkpoints& checkpoints = *committed_->checkpoints;
-  if (StepPipeline::NeedsNorm(request))
-    HYBRIDOPT_TRY(checkpoints.BeforeStep(*committed_->timeline));
+  HYBRIDOPT_TRY(checkpoints.BeforeStep(*committed_->timeline));
   HYBRIDOPT_TRY(committed_->pipeline->Run(
       request, ReadyEvent(slot), checkpoints.capture(),
       [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); }, &result));
@@ -575,7 +574,8 @@ Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_
 
 Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
   // A running save may still read params and states where they are.
-  if (MovesState(request.move)) committed_->checkpoints->AwaitCapture();
+  if (MovesState(request.move))
+    HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
   uint64_t bytes = 0;
   HYBRIDOPT_TRY(committed_->mover->Run(request, committed_->lanes->ReadyEvents(slot), &bytes));
   const bool reload = request.move == Move::kReloadParams || request.move == Move::kReloadGrads ||

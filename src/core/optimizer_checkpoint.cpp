@@ -104,7 +104,7 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
 Status Optimizer::Settle(bool failure) try {
   Checkpoints& checkpoints = *committed_->checkpoints;
   return failure ? checkpoints.CompleteAlone(*committed_->timeline)
-                 : checkpoints.Complete(*committed_->timeline);
+                 : checkpoints.Settle(*committed_->timeline);
 } catch (const std::exception& error) {
   return Status::Error(OFFLOAD_INTERNAL, "a save ended in an exception: %s", error.what());
 }

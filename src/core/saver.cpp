@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <numeric>
@@ -100,9 +101,7 @@ void Saver::Start(const std::string& directory, std::function<void()> ended) {
     return;
   }
   outcome_ = thread.status();
-  capture_.End();
-  ended_ = true;
-  tell_end_();
+  TellEnd();
 }
 
 void Saver::RunAndTell() {
@@ -115,9 +114,26 @@ void Saver::RunAndTell() {
   } catch (const std::exception& error) {
     outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save ended in an exception: %s", error.what());
   }
+  TellEnd();
+}
+
+void Saver::TellEnd() {
   capture_.End();
-  ended_ = true;
+  {
+    std::lock_guard lock(end_mutex_);
+    ended_ = true;
+  }
+  end_told_.notify_all();
   tell_end_();
+}
+
+void Saver::AwaitEnd(int64_t timeout_ns) {
+  const auto ended = [this] { return ended_.load(); };
+  std::unique_lock lock(end_mutex_);
+  if (timeout_ns < 0)
+    end_told_.wait(lock, ended);
+  else
+    end_told_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
 }
 
 Status Saver::Join() {

@@ -7,6 +7,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -62,6 +63,8 @@ class Saver {
   // What a later step must ask before it overwrites state.
   Capture& capture() { return capture_; }
   bool ended() const { return ended_; }
+  // Waits for that, at most so long; without limit if negative.
+  void AwaitEnd(int64_t timeout_ns);
   // Waits for the end. OK: this rank's file, and but for rank 0 its part of the manifest, are on
   // disk.
   Status Join();
@@ -87,6 +90,7 @@ class Saver {
   Status LayOut(const ParamTable& table, const Placement& placement);
   void ListShard(const Param& param, uint32_t id, const ParamPlace& place);
   void RunAndTell();
+  void TellEnd();
   Status Run();
   Status TakeMemory();
   Status Write();
@@ -127,7 +131,9 @@ class Saver {
   std::function<void()> tell_end_;
   std::optional<pthread_t> thread_;
   Status outcome_;
-  std::atomic<bool> ended_ = false;
+  std::atomic<bool> ended_ = false;  // set with end_mutex_ held
+  std::mutex end_mutex_;
+  std::condition_variable end_told_;
 };
 
 }  // namespace hybridopt

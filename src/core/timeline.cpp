@@ -115,10 +115,11 @@ Status Timeline::Untold(uint64_t sequence) {
   return {};
 }
 
-void Timeline::Hold(uint64_t sequence) {
+void Timeline::Hold(uint64_t sequence, int64_t round_ns) {
   std::lock_guard lock(mutex_);
   HYBRIDOPT_CHECK(held_ == 0);
   held_ = sequence;
+  round_ns_ = round_ns;
 }
 
 void Timeline::Release() {
@@ -189,8 +190,13 @@ void Timeline::Loop() {
 // The background goes first: whoever waits for it has waited longest.
 Timeline::Turn Timeline::NextTurn(uint64_t sequence) {
   std::unique_lock lock(mutex_);
-  changed_.wait(
-      lock, [&] { return awake_ || submitted_.load() >= sequence || (stopping_ && held_ == 0); });
+  const auto due = [&] {
+    return awake_ || submitted_.load() >= sequence || (stopping_ && held_ == 0);
+  };
+  if (held_ == 0 || round_ns_ == 0)
+    changed_.wait(lock, due);
+  else if (!changed_.wait_for(lock, std::chrono::nanoseconds(round_ns_), due))
+    return Turn::kSettle;
   if (awake_) return Turn::kSettle;
   return submitted_.load() >= sequence ? Turn::kExecute : Turn::kEnd;
 }

@@ -55,7 +55,8 @@ class Timeline {
   Status WaitForAll(int64_t timeout_ns);
 
   // Said while the piece runs: it and later ones complete when Release is called. One at a time.
-  void Hold(uint64_t sequence);
+  // Until then Settle is called every `round_ns` where nothing else is to be done; 0: not.
+  void Hold(uint64_t sequence, int64_t round_ns);
   void Release();  // on the timeline's own thread
   // The background has come so far that Settle has something to do. Any thread.
   void Wake();
@@ -105,6 +106,7 @@ class Timeline {
   bool stopping_ = false;
   uint64_t executed_ = 0;  // the last piece that has run
   uint64_t held_ = 0;      // the piece that goes on in the background; 0: none
+  int64_t round_ns_ = 0;   // how often Settle is called for it
   bool awake_ = false;     // Settle has something to do
   struct Failure {
     uint64_t sequence;

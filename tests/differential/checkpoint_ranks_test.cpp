@@ -2,10 +2,15 @@
 // are those of the whole model, stepped by one without a stop.
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <filesystem>
+#include <thread>
 
 #include "../temporary_directory.h"
 #include "../thread_comm.h"
+#include "core/context.h"
+#include "core/handle_table.h"
 #include "sharded.h"
 
 namespace hybridopt {
@@ -248,6 +253,71 @@ TEST(CheckpointRanks, ARankThatRefusesALoadRefusesItForAll) {
             AllOf(2, OFFLOAD_CHECKPOINT_MISMATCH));
   EXPECT_NE(texts[0].find("different checkpoints"), std::string::npos) << texts[0];
   EXPECT_EQ(ranks.Difference(3), "");
+}
+
+// A disk that takes its time: before it gives room, or before it has written all.
+class HeldFiles : public prim::Files {
+ public:
+  explicit HeldFiles(bool before_reading) : before_reading_(before_reading) {}
+  int Allocate(int file, uint64_t bytes) override {
+    if (before_reading_) Wait();
+    return Files::Allocate(file, bytes);
+  }
+  int Truncate(int file, uint64_t bytes) override {
+    if (!before_reading_) Wait();
+    return Files::Truncate(file, bytes);
+  }
+  std::atomic<bool> held = true;
+
+ private:
+  void Wait() const {
+    while (held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const bool before_reading_;
+};
+
+void UseFiles(ShardedRank& rank, prim::Files& files) {
+  using Contexts = HandleTable<Context, HandleKind::kContext>;
+  Contexts::Instance().Find(rank.context(), "context").value()->UseFiles(files);
+}
+
+uint64_t StepsApplied(offload_optimizer_t optimizer) {
+  auto stats = Make<offload_stats_t>();
+  MUST(offload_optimizer_get_stats(optimizer, &stats));
+  return stats.steps_applied;
+}
+
+// Longer than comm_timeout_ns: what counts is that the rank answers.
+TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
+  constexpr uint64_t kTimeoutNs = 1'500'000'000;
+  for (const bool before_reading : {false, true}) {
+    const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3003);
+    const TemporaryDirectory directory;
+    HeldFiles files(before_reading);
+    Random random(4);
+    Ranks ranks(*sharded, RandomSetting(random), kTimeoutNs);
+    UseFiles(ranks[1], files);
+    ranks.Step(0);
+    const std::vector<offload_ticket_t> tickets = ranks.Save(directory / "new");
+    ranks.Queue(1);
+    ranks.Queue(2);
+    // They have run, though their tickets complete with the save's; or something has failed.
+    while (!before_reading && StepsApplied(ranks.handle(0)) < 3 &&
+           offload_optimizer_wait(ranks.handle(0), 0, 0) == OFFLOAD_TIMED_OUT)
+      std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::nanoseconds(2 * kTimeoutNs));
+    EXPECT_EQ(StepsApplied(ranks.handle(1)), before_reading ? 1u : 3u);
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), 0, 0), OFFLOAD_TIMED_OUT)
+          << offload_last_error();
+    }
+    files.held = false;
+    std::vector<std::string> texts;
+    ASSERT_EQ(ranks.Outcomes(tickets, &texts), AllOf(2, OFFLOAD_OK)) << texts[0] << texts[1];
+    ranks.Wait();
+    EXPECT_EQ(ranks.Difference(3), "");
+    EXPECT_EQ(offload_checkpoint_verify((directory / "new").c_str(), nullptr), OFFLOAD_OK);
+  }
 }
 
 // A lost rank is more than a failed save.

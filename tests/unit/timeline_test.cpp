@@ -47,7 +47,7 @@ class Line {
     permits_ -= 1;
     executed.emplace_back(slot, sequence);
     timeline->Reached(sequence, 5);
-    if (sequence == holding) timeline->Hold(sequence);
+    if (sequence == holding) timeline->Hold(sequence, 0);
     if (sequence == reporting)
       timeline->Report(sequence, Status::Error(OFFLOAD_IO_FAILED, "no room for %d", 8));
     if (sequence == failing) return Status::Error(OFFLOAD_DEVICE_FAILED, "broken at %d", 7);
