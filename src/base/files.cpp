@@ -26,17 +26,32 @@ Number Told(Number returned) {
 int FlagsOf(Files::Open how) {
   switch (how) {
     case Files::Open::kRead:
-      return O_RDONLY;
+      return O_RDONLY | O_NONBLOCK;  // a pipe of that name would wait for its writer
     case Files::Open::kReadDirect:
-      return O_RDONLY | O_DIRECT;
+      return O_RDONLY | O_NONBLOCK | O_DIRECT;
     case Files::Open::kCreate:
       return O_WRONLY | O_CREAT | O_EXCL;
     case Files::Open::kCreateDirect:
       return O_WRONLY | O_CREAT | O_EXCL | O_DIRECT;
     case Files::Open::kDirectory:
       return O_RDONLY | O_DIRECTORY;
+    case Files::Open::kOwnDirectory:
+      return O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
   }
   return O_RDONLY;
+}
+
+// Closes it.
+int ReadNames(DIR* directory, std::vector<std::string>* names) {
+  names->clear();
+  errno = 0;
+  while (const dirent* entry = readdir(directory)) {
+    const std::string name = entry->d_name;
+    if (name != "." && name != "..") names->push_back(name);
+  }
+  const int error = errno;
+  closedir(directory);
+  return -error;
 }
 
 }  // namespace
@@ -49,7 +64,8 @@ int Files::Close(int file) { return Told(close(file)); }
 
 int64_t Files::Size(int file) {
   struct stat status;
-  return fstat(file, &status) < 0 ? -errno : static_cast<int64_t>(status.st_size);
+  if (fstat(file, &status) < 0) return -errno;
+  return S_ISREG(status.st_mode) ? static_cast<int64_t>(status.st_size) : -ESPIPE;
 }
 
 int64_t Files::Read(int file, void* data, uint64_t bytes, uint64_t offset) {
@@ -98,15 +114,16 @@ int Files::MakeDirectory(const std::string& path) { return Told(mkdir(path.c_str
 
 int Files::List(const std::string& path, std::vector<std::string>* names) {
   DIR* const directory = opendir(path.c_str());
-  if (directory == nullptr) return -errno;
-  names->clear();
-  errno = 0;
-  while (const dirent* entry = readdir(directory)) {
-    const std::string name = entry->d_name;
-    if (name != "." && name != "..") names->push_back(name);
-  }
+  return directory == nullptr ? -errno : ReadNames(directory, names);
+}
+
+int Files::ListOpen(int directory, std::vector<std::string>* names) {
+  // Opened anew: what has been read of a directory is remembered with the open one.
+  const int file = openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (file < 0) return -errno;
+  if (DIR* const opened = fdopendir(file); opened != nullptr) return ReadNames(opened, names);
   const int error = errno;
-  closedir(directory);
+  close(file);
   return -error;
 }
 
@@ -122,6 +139,9 @@ int Files::Rename(const std::string& from, const std::string& to) {
 }
 
 int Files::Remove(const std::string& path) { return Told(unlink(path.c_str())); }
+int Files::RemoveIn(int directory, const std::string& name) {
+  return Told(unlinkat(directory, name.c_str(), 0));
+}
 int Files::RemoveDirectory(const std::string& path) { return Told(rmdir(path.c_str())); }
 
 Files& SystemFiles() {

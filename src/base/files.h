@@ -19,11 +19,12 @@ class Files {
     kReadDirect,    // around the page cache: addresses, offsets and sizes are multiples of 4096
     kCreate,        // a new file, for writing; one that exists is not opened
     kCreateDirect,  // likewise, around the page cache
-    kDirectory      // to be synced or locked
+    kDirectory,     // to be synced
+    kOwnDirectory   // to be locked or emptied; not through a symbolic link
   };
   virtual int OpenFile(const std::string& path, Open how);
   virtual int Close(int file);
-  virtual int64_t Size(int file);
+  virtual int64_t Size(int file);  // -ESPIPE if it is a pipe or a device
   virtual int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset);
   virtual int64_t Write(int file, const void* data, uint64_t bytes, uint64_t offset);
   virtual int Allocate(int file, uint64_t bytes);  // room on disk, so that it cannot run out later
@@ -39,9 +40,11 @@ class Files {
   virtual int64_t IdentityOf(const std::string& path);
   virtual int MakeDirectory(const std::string& path);
   virtual int List(const std::string& path, std::vector<std::string>* names);
+  virtual int ListOpen(int directory, std::vector<std::string>* names);
   virtual int RenameNoReplace(const std::string& from, const std::string& to);
   virtual int Rename(const std::string& from, const std::string& to);
   virtual int Remove(const std::string& path);
+  virtual int RemoveIn(int directory, const std::string& name);
   virtual int RemoveDirectory(const std::string& path);
 };
 

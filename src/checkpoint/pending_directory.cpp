@@ -3,10 +3,12 @@
 #include <cerrno>
 #include <cinttypes>
 #include <cstdio>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/file_io.h"
+#include "checkpoint/format.h"
 
 namespace hybridopt::checkpoint {
 namespace {
@@ -30,20 +32,32 @@ bool IsPending(const std::string& name, const std::string& prefix) {
          name.find_first_not_of("0123456789abcdef", prefix.size()) == std::string::npos;
 }
 
-void RemoveTree(Files& files, const std::string& path) {
+bool IsBetween(const std::string& name, std::string_view begin, std::string_view end) {
+  return name.size() > begin.size() + end.size() && name.starts_with(begin) && name.ends_with(end);
+}
+
+// Whether a save makes files of this name.
+bool IsOurs(const std::string& name) {
+  return name == kManifestFile || IsBetween(name, "shard-", ".safetensors") ||
+         IsBetween(name, "part-", ".json");
+}
+
+// Goes by the open directory and not by its path, which may mean another one by now. What is not
+// ours stays, and the directory with it.
+void RemoveTree(Files& files, int directory, const std::string& path) {
   std::vector<std::string> names;
-  if (files.List(path, &names) != 0) return;
+  if (files.ListOpen(directory, &names) != 0) return;
   for (const std::string& name : names)
-    (void)Uninterrupted([&] { return files.Remove(path + "/" + name); });
+    if (IsOurs(name)) (void)Uninterrupted([&] { return files.RemoveIn(directory, name); });
   (void)Uninterrupted([&] { return files.RemoveDirectory(path); });
 }
 
 // Removes the directory if nobody has it locked.
 void RemoveIfLeft(Files& files, const std::string& path) {
-  const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kDirectory); });
+  const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kOwnDirectory); });
   if (file < 0) return;
   if (Uninterrupted([&] { return files.Lock(file); }) == 0) {
-    RemoveTree(files, path);
+    RemoveTree(files, file, path);
     (void)files.Unlock(file);
   }
   (void)files.Close(file);
@@ -133,12 +147,11 @@ Status PendingDirectory::Occupy() {
   const int made = Uninterrupted([&] { return files_->MakeDirectory(path_); });
   if (made == -EEXIST) return Status::Error(OFFLOAD_INVALID_STATE, "the name is taken");
   if (made != 0) return IoError("make", path_, made);
-  lock_ = Uninterrupted([&] { return files_->OpenFile(path_, Files::Open::kDirectory); });
+  lock_ = Uninterrupted([&] { return files_->OpenFile(path_, Files::Open::kOwnDirectory); });
   if (lock_ == -ENOENT) return Status::Error(OFFLOAD_INVALID_STATE, "it is gone");
   if (lock_ < 0) {
-    Status status = IoError("open", path_, lock_);
-    Remove();
-    return status;
+    (void)Uninterrupted([&] { return files_->RemoveDirectory(path_); });
+    return IoError("open", path_, lock_);
   }
   const int locked = Uninterrupted([&] { return files_->Lock(lock_); });
   if (locked == -EWOULDBLOCK) return Status::Error(OFFLOAD_INVALID_STATE, "it is being removed");
@@ -167,6 +180,10 @@ Status PendingDirectory::Publish() {
   return status;
 }
 
-void PendingDirectory::Remove() { RemoveTree(*files_, path_); }
+void PendingDirectory::Remove() {
+  // What has got its name is no longer pending.
+  if (lock_ >= 0 && files_->IdentityOf(path_) == files_->Identity(lock_))
+    RemoveTree(*files_, lock_, path_);
+}
 
 }  // namespace hybridopt::checkpoint

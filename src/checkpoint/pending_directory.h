@@ -31,7 +31,7 @@ class PendingDirectory {
 
   // Gives it its name, for good: what is in it has been synced. After a failure it is as before.
   Status Publish();
-  // With all files in it; as far as the system lets us.
+  // With all files of a save in it; as far as the system lets us. Only by who has made it.
   void Remove();
 
  private:

@@ -159,7 +159,13 @@ class DeadlyFiles : public prim::Files {
   int RenameNoReplace(const std::string& from, const std::string& to) override {
     return Count(), Files::RenameNoReplace(from, to);
   }
+  int ListOpen(int directory, std::vector<std::string>* names) override {
+    return Count(), Files::ListOpen(directory, names);
+  }
   int Remove(const std::string& path) override { return Count(), Files::Remove(path); }
+  int RemoveIn(int directory, const std::string& name) override {
+    return Count(), Files::RemoveIn(directory, name);
+  }
   int RemoveDirectory(const std::string& path) override {
     return Count(), Files::RemoveDirectory(path);
   }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
 
 #include "../differential/lifecycle_rig.h"
 #include "../temporary_directory.h"
@@ -196,6 +197,29 @@ TEST_F(CheckpointIoTest, WhoWaitsForEverythingIsToldOnceOfAFailedSave) {
   EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), ticket, -1), OFFLOAD_IO_FAILED);
   EXPECT_NE(Text().find("No space left on device"), std::string::npos) << Text();
   EXPECT_EQ(rig_->Difference(solved_.trace[2]), "");
+}
+
+// Whoever may write beside the checkpoints may also leave something with a pending name there.
+TEST_F(CheckpointIoTest, OnlyWhatASaveHasMadeIsRemoved) {
+  Start();
+  const auto put = [&](const std::string& name, const std::vector<std::string>& files) {
+    std::filesystem::create_directory(directory_ / name);
+    for (const std::string& file : files) std::ofstream(directory_ / name + "/" + file) << "bytes";
+  };
+  const std::vector<std::string> made = {"manifest.json", "part-00001-of-00002.json",
+                                         "shard-00000-of-00002.safetensors"};
+  put(".new.saving-0000000000000001", made);
+  put(".new.saving-0000000000000002", {"manifest.json", "mine"});
+  put("elsewhere", made);
+  std::filesystem::create_directory_symlink(directory_ / "elsewhere",
+                                            directory_ / ".new.saving-0000000000000003");
+  rig_->Wait(rig_->Save(directory_ / "new"));
+  EXPECT_EQ(directory_.Names(),
+            (std::vector<std::string>{".new.saving-0000000000000002",
+                                      ".new.saving-0000000000000003", "elsewhere", "new", "old"}));
+  EXPECT_EQ(TemporaryDirectory::NamesIn(directory_ / ".new.saving-0000000000000002"),
+            std::vector<std::string>{"mine"});
+  EXPECT_EQ(TemporaryDirectory::NamesIn(directory_ / "elsewhere"), made);
 }
 
 // Two saves to one name: the first has it.

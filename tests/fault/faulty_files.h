@@ -115,6 +115,14 @@ class FaultyFiles : public prim::Files {
     const int error = Fault(Operation::kRemove);
     return error > 0 ? -error : Files::Remove(path);
   }
+  int ListOpen(int directory, std::vector<std::string>* names) override {
+    const int error = Fault(Operation::kList);
+    return error > 0 ? -error : Files::ListOpen(directory, names);
+  }
+  int RemoveIn(int directory, const std::string& name) override {
+    const int error = Fault(Operation::kRemove);
+    return error > 0 ? -error : Files::RemoveIn(directory, name);
+  }
   int RemoveDirectory(const std::string& path) override {
     const int error = Fault(Operation::kRemoveDirectory);
     return error > 0 ? -error : Files::RemoveDirectory(path);

@@ -104,6 +104,12 @@ class RecordingFiles : public prim::Files {
     return error;
   }
   int Remove(const std::string& path) override { return Forget(path, Files::Remove(path)); }
+  int RemoveIn(int directory, const std::string& name) override {
+    const int error = Files::RemoveIn(directory, name);
+    std::lock_guard lock(mutex_);
+    if (error == 0) changes_.push_back({open_[directory], Change::kRemove, name, "", -1, 0, ""});
+    return error;
+  }
   int RemoveDirectory(const std::string& path) override {
     return Forget(path, Files::RemoveDirectory(path));
   }
