@@ -1,15 +1,16 @@
 #include "checkpoint/block_reader.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "base/prim.h"
 
 namespace hybridopt::checkpoint {
 
-BlockReader::BlockReader(std::span<File* const> files, std::span<const Extent> extents,
-                         std::byte* memory, uint32_t blocks, uint64_t extent_bytes)
-    : files_(files),
+BlockReader::BlockReader(Open open, std::span<const Extent> extents, std::byte* memory,
+                         uint32_t blocks, uint64_t extent_bytes)
+    : open_(std::move(open)),
       extents_(extents),
       memory_(memory),
       blocks_(blocks),
@@ -78,12 +79,12 @@ Status BlockReader::ReadOne(uint64_t index) {
   const uint64_t begin = extent.offset / kDirectAlignment * kDirectAlignment;
   const uint64_t bytes = RoundUpToDirect(extent.offset + extent.bytes) - begin;
   HYBRIDOPT_CHECK(bytes <= block_bytes_);
-  File& file = *files_[extent.file];
-  HYBRIDOPT_ASSIGN(const uint64_t read, file.Read(BlockOf(index), bytes, begin));
+  HYBRIDOPT_ASSIGN(const std::shared_ptr<File> file, open_(extent.file));
+  HYBRIDOPT_ASSIGN(const uint64_t read, file->Read(BlockOf(index), bytes, begin));
   if (begin + read >= extent.offset + extent.bytes) return {};
   return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT,
                        "'%.500s' ends at byte %llu, but state reaches to byte %llu",
-                       file.path().c_str(), static_cast<unsigned long long>(begin + read),
+                       file->path().c_str(), static_cast<unsigned long long>(begin + read),
                        static_cast<unsigned long long>(extent.offset + extent.bytes));
 }
 

@@ -7,6 +7,8 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -17,7 +19,7 @@
 namespace hybridopt::checkpoint {
 
 struct Extent {
-  uint32_t file;    // index into the files given
+  uint32_t file;    // as the reader's `open` counts them
   uint64_t offset;  // any
   uint64_t bytes;   // at most what the reader was made for
 };
@@ -30,10 +32,11 @@ class BlockReader {
     return RoundUpToDirect(extent_bytes) + kDirectAlignment;
   }
 
-  // `memory` holds `blocks` of BlockBytes(extent_bytes) and is aligned to kDirectAlignment. Files
-  // and extents outlive the reader.
-  BlockReader(std::span<File* const> files, std::span<const Extent> extents, std::byte* memory,
-              uint32_t blocks, uint64_t extent_bytes);
+  // `memory` holds `blocks` of BlockBytes(extent_bytes) and is aligned to kDirectAlignment. Extents
+  // outlive the reader. `open` gives the file of an extent, on any thread.
+  using Open = std::function<Result<std::shared_ptr<File>>(uint32_t file)>;
+  BlockReader(Open open, std::span<const Extent> extents, std::byte* memory, uint32_t blocks,
+              uint64_t extent_bytes);
   ~BlockReader();
   BlockReader(const BlockReader&) = delete;
   BlockReader& operator=(const BlockReader&) = delete;
@@ -49,7 +52,7 @@ class BlockReader {
   Status ReadOne(uint64_t index);
   std::byte* BlockOf(uint64_t index) const { return memory_ + index % blocks_ * block_bytes_; }
 
-  const std::span<File* const> files_;
+  const Open open_;
   const std::span<const Extent> extents_;
   std::byte* const memory_;
   const uint32_t blocks_;

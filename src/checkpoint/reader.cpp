@@ -66,8 +66,10 @@ class FileVerifier {
       for (uint64_t at = 0; at < array.tensor->bytes; at += read_bytes_)
         extents.push_back(
             {0, array.tensor->offset + at, std::min(read_bytes_, array.tensor->bytes - at)});
-    File* const files[] = {&file};
-    BlockReader reader(files, extents, memory.data(), blocks, read_bytes_);
+    const auto open = [&](uint32_t) -> Result<std::shared_ptr<File>> {
+      return std::shared_ptr<File>(std::shared_ptr<void>(), &file);  // which others close
+    };
+    BlockReader reader(open, extents, memory.data(), blocks, read_bytes_);
     HYBRIDOPT_TRY(reader.Start());
     BlockHasher hasher(manifest_.block_bytes);
     for (const Array& array : arrays_) {

@@ -289,12 +289,7 @@ Status Loader::TakeMemory() {
   const uint64_t staging_bytes = context_.device().unified() ? 0 : kStagingBytes;
   HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, reading_bytes + staging_bytes));
   staging_ = memory_.data() + reading_bytes;
-  files_.reserve(reader_->manifest().files.size());
-  for (uint32_t file = 0; file < reader_->manifest().files.size(); ++file) {
-    HYBRIDOPT_ASSIGN(checkpoint::File opened, reader_->OpenFile(file));
-    files_.push_back(std::move(opened));
-    file_pointers_.push_back(&files_.back());
-  }
+  files_.emplace(*reader_);
   if (context_.device().unified()) return {};
   HYBRIDOPT_ASSIGN(stream_, context_.device().CreateStream("checkpoint"));
   HYBRIDOPT_ASSIGN(written_, context_.device().CreateEvent("state copied from a checkpoint"));
@@ -314,7 +309,7 @@ Status Loader::Verify() {
       bytes_total_ += extents.back().bytes;
     }
   }
-  checkpoint::BlockReader reader(file_pointers_, extents, memory_.data(), blocks_, unit_bytes_);
+  checkpoint::BlockReader reader(Opening(), extents, memory_.data(), blocks_, unit_bytes_);
   HYBRIDOPT_TRY(reader.Start());
   checkpoint::BlockHasher hasher(block_bytes());
   for (const Unit& touched : touched_) {
@@ -360,7 +355,7 @@ void Loader::Progress(uint64_t bytes) {
 
 Status Loader::Replace(EventHandle ready) {
   if (ready != nullptr) HYBRIDOPT_TRY(WaitFor(ready, "the stream given to it"));
-  checkpoint::BlockReader reader(file_pointers_, units_, memory_.data(), blocks_, unit_bytes_);
+  checkpoint::BlockReader reader(Opening(), units_, memory_.data(), blocks_, unit_bytes_);
   HYBRIDOPT_TRY(reader.Start());
   const std::byte* data = nullptr;
   const auto begin_unit = [&](const Unit& unit) -> Status {

@@ -11,6 +11,7 @@
 
 #include "base/function_ref.h"
 #include "checkpoint/block_reader.h"
+#include "checkpoint/open_files.h"
 #include "checkpoint/reader.h"
 #include "core/context.h"
 #include "core/state_places.h"
@@ -104,6 +105,9 @@ class Loader {
                        FunctionRef<Status(const Piece&)> visit) const;
   Status ListUnits();
   Status TakeMemory();
+  checkpoint::BlockReader::Open Opening() {
+    return [this](uint32_t file) { return files_->Get(file); };
+  }
   uint64_t block_bytes() const { return reader_->manifest().block_bytes; }
   uint64_t BlockEnd(const Unit& unit) const;  // bytes from the tensor's begin
   Status Damaged(const Unit& unit) const;
@@ -131,8 +135,7 @@ class Loader {
   std::vector<std::string> differences_;
   uint64_t difference_count_ = 0;
 
-  std::vector<checkpoint::File> files_;
-  std::vector<checkpoint::File*> file_pointers_;
+  std::optional<checkpoint::OpenFiles> files_;
   uint64_t unit_bytes_ = 0;                // read at a time
   std::vector<checkpoint::Extent> units_;  // in the order of Replace
   std::vector<Unit> touched_;              // one for each block that they touch

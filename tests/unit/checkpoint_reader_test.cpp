@@ -1,5 +1,7 @@
 // Opening and verifying a small checkpoint, and every way to damage it.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -9,7 +11,9 @@
 #include <vector>
 
 #include "../differential/problem.h"
+#include "../fault/child.h"
 #include "../sample_checkpoint.h"
+#include "checkpoint/open_files.h"
 #include "checkpoint/reader.h"
 #include "fake_root.h"
 
@@ -63,6 +67,66 @@ TEST_F(ReaderTest, AGoodCheckpointIsReadAndProgressIsTold) {
   EXPECT_TRUE(std::is_sorted(told.begin(), told.end()));
   EXPECT_EQ(told.front(), 0u);
   EXPECT_EQ(told.back(), bytes);
+}
+
+// One file per rank that saved it, far more than this process may open.
+TEST_F(ReaderTest, FilesAreOpenedAsTheyAreReadAndNotAllStayOpen) {
+  constexpr uint32_t kWorld = 300;
+  HandMade large(OFFLOAD_SGD, kWorld);
+  large.manifest.groups = {AdamGroup(0.001, 0)};
+  large.kinds = {OFFLOAD_STATE_MASTER};
+  large.AddParam("flat", OFFLOAD_FP32, {kWorld});
+  for (uint32_t rank = 0; rank < kWorld; ++rank)
+    large.AddShard(rank, 0, {{{0}, {kWorld}}}, rank, 1);
+  large.Fill();
+  large.Write(root_.path() + "/large");
+  fault::InChild([&] {
+    const rlimit limit{40, 40};
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    const Result<Reader> reader = Reader::Open(prim::SystemFiles(), root_.path() + "/large");
+    ASSERT_TRUE(reader.ok()) << reader.status().message();
+    OpenFiles files(reader.value());
+    for (uint32_t file = 0; file < kWorld; ++file) {
+      const Result<std::shared_ptr<File>> opened = files.Get(file);
+      ASSERT_TRUE(opened.ok()) << opened.status().message();
+      EXPECT_EQ(files.Get(file).value(), opened.value());
+    }
+
+    offload_context_options_t context_options{};
+    context_options.struct_size = sizeof(context_options);
+    context_options.threads = 1;
+    offload_context_t context = nullptr;
+    ASSERT_EQ(offload_context_create(&context_options, &context), OFFLOAD_OK);
+    offload_optimizer_options_t options{};
+    options.struct_size = sizeof(options);
+    options.algorithm = OFFLOAD_SGD;
+    offload_optimizer_t optimizer = nullptr;
+    ASSERT_EQ(offload_optimizer_create(context, &options, &optimizer), OFFLOAD_OK);
+    offload_group_t group{};
+    group.struct_size = sizeof(group);
+    uint32_t id = 0;
+    ASSERT_EQ(offload_optimizer_add_group(optimizer, &group, &id), OFFLOAD_OK);
+    std::vector<float> data(kWorld), expected(kWorld);
+    for (uint32_t i = 0; i < kWorld; ++i) expected[i] = Element(0, OFFLOAD_STATE_MASTER, i);
+    offload_param_t param{};
+    param.struct_size = sizeof(param);
+    param.dtype = param.grad_dtype = OFFLOAD_FP32;
+    param.name = "flat";
+    param.data = data.data();
+    param.count = kWorld;
+    ASSERT_EQ(offload_optimizer_add_params(optimizer, &param, 1, nullptr), OFFLOAD_OK);
+    ASSERT_EQ(offload_optimizer_commit(optimizer, nullptr), OFFLOAD_OK) << offload_last_error();
+    offload_load_options_t load{};
+    load.struct_size = sizeof(load);
+    const std::string path = root_.path() + "/large";
+    load.path = path.c_str();
+    offload_ticket_t ticket = 0;
+    ASSERT_EQ(offload_optimizer_load(optimizer, &load, &ticket), OFFLOAD_OK);
+    EXPECT_EQ(offload_optimizer_wait(optimizer, ticket, -1), OFFLOAD_OK) << offload_last_error();
+    EXPECT_EQ(data, expected);
+    EXPECT_EQ(offload_optimizer_destroy(optimizer), OFFLOAD_OK);
+    EXPECT_EQ(offload_context_destroy(context), OFFLOAD_OK);
+  });
 }
 
 // The files of a checkpoint in memory, so that each can be read a hundred thousand times.
@@ -177,6 +241,14 @@ TEST_F(ReaderTest, MissingFilesAreNamed) {
                     OFFLOAD_IO_FAILED);
   fs::remove(path_ + "/" + kManifestFile);
   ExpectOpenRefused("could not open '" + path_ + "/manifest.json'", OFFLOAD_IO_FAILED);
+}
+
+TEST_F(ReaderTest, APipeIsRefusedAndNotWaitedFor) {
+  for (const std::string& path : {PathOf(1), path_ + "/manifest.json"}) {
+    fs::remove(path);
+    ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+    ExpectOpenRefused("expected a regular file", OFFLOAD_IO_FAILED);
+  }
 }
 
 TEST_F(ReaderTest, FilesOfAnotherCheckpointAreRefused) {
