@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <utility>
 
 namespace hybridopt::checkpoint {
@@ -16,6 +17,7 @@ constexpr int kIdleCallsMax = 100;
 const char* AdviceFor(int64_t error) {
   if (error == -ENOSPC || error == -EDQUOT) return "; free space there, or save somewhere else";
   if (error == -EEXIST || error == -ENOTEMPTY) return "; choose a path that does not exist yet";
+  if (error == -ESPIPE) return "; expected a regular file";
   if (error == -ENOENT || error == -ENOTDIR) return "; the directory it lies in must exist";
   return "";
 }
@@ -74,19 +76,27 @@ Status File::Allocate(uint64_t bytes) {
 }
 
 // A file system may take the flag when the file is opened and refuse it when data comes.
-bool File::GoThroughCache(int64_t error) {
-  return error == -EINVAL && direct_.exchange(false) && files_->UseCache(file_) == 0;
+// Several calls may be under way then: one of them switches, and all are made again.
+bool File::GoThroughCache(int64_t error, bool direct) {
+  static std::mutex switching;
+  if (error != -EINVAL || !direct) return false;
+  std::lock_guard lock(switching);
+  if (!direct_) return true;
+  if (files_->UseCache(file_) != 0) return false;
+  direct_ = false;
+  return true;
 }
 
 Status File::Write(const std::byte* data, uint64_t bytes, uint64_t offset) {
   int idle_calls = 0;
   for (uint64_t done = 0; done < bytes;) {
+    const bool direct = direct_;
     const int64_t wrote = files_->Write(file_, data + done, bytes - done, offset + done);
-    if (GoThroughCache(wrote)) continue;
+    if (GoThroughCache(wrote, direct)) continue;
     if (wrote < 0 && wrote != -EINTR) return IoError("write", path_, wrote);
     uint64_t advanced = wrote > 0 ? static_cast<uint64_t>(wrote) : 0;
     // What was cut inside a unit of the disk is written again.
-    if (direct_ && done + advanced < bytes)
+    if (direct && done + advanced < bytes)
       advanced = advanced / kDirectAlignment * kDirectAlignment;
     done += advanced;
     idle_calls = advanced > 0 ? 0 : idle_calls + 1;
@@ -98,12 +108,13 @@ Status File::Write(const std::byte* data, uint64_t bytes, uint64_t offset) {
 Result<uint64_t> File::Read(std::byte* data, uint64_t bytes, uint64_t offset) {
   int idle_calls = 0;
   for (uint64_t done = 0; done < bytes;) {
+    const bool direct = direct_;
     const int64_t read = files_->Read(file_, data + done, bytes - done, offset + done);
-    if (GoThroughCache(read)) continue;
+    if (GoThroughCache(read, direct)) continue;
     if (read == 0) return done;
     if (read < 0 && read != -EINTR) return IoError("read", path_, read);
     uint64_t advanced = read > 0 ? static_cast<uint64_t>(read) : 0;
-    if (direct_ && advanced % kDirectAlignment != 0 && done + advanced < bytes) {
+    if (direct && advanced % kDirectAlignment != 0 && done + advanced < bytes) {
       HYBRIDOPT_ASSIGN(const uint64_t size, Size());
       if (offset + done + advanced >= size) return done + advanced;
       advanced = advanced / kDirectAlignment * kDirectAlignment;

@@ -51,8 +51,8 @@ class File {
       : files_(&files), path_(std::move(path)), file_(file), direct_(direct) {}
   static Result<File> Open(prim::Files& files, std::string path, prim::Files::Open direct,
                            prim::Files::Open cached, const char* what);
-  // Whether the call is to be made again, through the page cache.
-  bool GoThroughCache(int64_t error);
+  // Whether the call, issued `direct`, is to be made again, through the page cache.
+  bool GoThroughCache(int64_t error, bool direct);
 
   prim::Files* files_ = nullptr;
   std::string path_;
