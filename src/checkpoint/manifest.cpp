@@ -193,6 +193,8 @@ struct ShardText {
   uint64_t range_count = 0;
 };
 
+constexpr uint64_t kStepsMax = uint64_t{1} << 53;  // what a double can count, as when they are set
+
 class ManifestReader {
  public:
   explicit ManifestReader(std::string_view text) : json_(text) {}
@@ -202,7 +204,7 @@ class ManifestReader {
         {"format", [&] { json_.String(); }},  // known since the first bytes
         {"version", [&] { json_.Unsigned(); }},
         {"writer", [&] { manifest_.writer = Text(kWriterBytesMax); }},
-        {"step", [&] { manifest_.step = json_.Unsigned(); }},
+        {"step", [&] { manifest_.step = json_.Unsigned(kStepsMax); }},
         {"algorithm", [&] { Word(FindAlgorithm, "an algorithm", &manifest_.algorithm); }},
         {"masters_only", [&] { manifest_.masters_only = json_.Bool(); }},
         {"layout", [&] { manifest_.layout = Text(kLayoutBytesMax); }},
@@ -315,7 +317,7 @@ class ManifestReader {
     json_.Object({
         {"rank", [&] { stored.rank = Small(kWorldMax); }},
         {"group", [&] { stored.group = Small(UINT32_MAX); }},
-        {"step_count", [&] { stored.step_count = json_.Unsigned(); }},
+        {"step_count", [&] { stored.step_count = json_.Unsigned(kStepsMax); }},
         {"boxes", [&] { json_.Array([&] { OneBox(text); }); }},
         {"range", [&] { Range(text); }},
         {"tensors", [&] { json_.Array([&] { stored.tensors.push_back(Tensor()); }); }},

@@ -13,6 +13,8 @@
 namespace hybridopt {
 namespace {
 
+constexpr uint32_t kNoCoefficients = UINT32_MAX;  // of an empty memo
+
 double SecondsSince(int64_t begin_ns) {
   return static_cast<double>(prim::NowNs() - begin_ns) * 1e-9;
 }
@@ -112,7 +114,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
 // step may still be skipped.
 void StepPipeline::Prepare(const StepRequest& request) {
   coefficients_.clear();
-  std::fill(memos_.begin(), memos_.end(), Memo{0, 0});
+  std::fill(memos_.begin(), memos_.end(), Memo{0, kNoCoefficients});
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const Param& param = table_.param(id);
     StepParam& step_param = params_[id];
@@ -139,7 +141,7 @@ uint32_t StepPipeline::CoefficientsFor(const offload_group_t& group, uint32_t gr
                                        uint64_t step) {
   // Params of a group nearly always share their step count: then this is computed once.
   Memo& memo = memos_[group_id];
-  if (memo.step != step) {
+  if (memo.coefficients == kNoCoefficients || memo.step != step) {
     memo = {step, static_cast<uint32_t>(coefficients_.size())};
     coefficients_.push_back(MakeCoefficients(table_.algorithm(), group, step));
   }

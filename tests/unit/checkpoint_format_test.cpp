@@ -109,6 +109,8 @@ TEST(ManifestTest, ForgedTextsAreRefused) {
       {"\"step\":42", "\"step\":4e1", "4e1 is not a whole number"},
       {"\"step\":42", "\"step\":042", "042 is not a whole number"},
       {"\"step\":42", "\"step\":18446744073709551616", "is too large"},
+      {"\"step\":42", "\"step\":9007199254740993", "is too large, at most 9007199254740992"},
+      {"\"step_count\":41", "\"step_count\":18446744073709551615", "at most 9007199254740992"},
       {"\"step\":42", "\"step\":42,\"step\":42", "the key \"step\" stands twice"},
       {"\"step\":42", "\"stop\":42", "the key \"stop\" is not known here"},
       {"\"step\":42,", "", "the key \"step\" is missing"},
