@@ -1,6 +1,7 @@
 #include "core/checkpoints.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,15 @@ Status FailureOfRank(int32_t rank, int32_t code) {
                        rank);
 }
 
+// Other ranks are asked all the same where memory has run out, and the optimizer goes on.
+template <typename Call>
+auto WithinMemory(const char* what, Call&& call) -> decltype(call()) try {
+  return call();
+} catch (const std::bad_alloc&) {
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "out of host memory for the tables of a %s; nothing was changed", what);
+}
+
 }  // namespace
 
 // All ranks learn whether one has failed. What comes back is a failure to ask.
@@ -51,6 +61,7 @@ Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timel
     return ConcernsFilesOnly(status) ? Status() : status;
   }
   sequence_ = sequence;
+  publishing_ = false;
   timeline.Hold(sequence, comm_.world() == 1
                               ? 0
                               : RoundNs());  // first: the saver may have ended before Start returns
@@ -72,12 +83,14 @@ SavePoint Checkpoints::PointOf(EventHandle ready) const {
 // Rank 0 makes the directory and tells the others its number.
 Status Checkpoints::Begin(SaveRequest request, EventHandle ready) {
   const std::string target = request.path;
-  Result<std::unique_ptr<Saver>> saver =
-      Saver::Create(context_, table_, placement_, places_, std::move(request), PointOf(ready));
+  Result<std::unique_ptr<Saver>> saver = WithinMemory("save", [&] {
+    return Saver::Create(context_, table_, placement_, places_, std::move(request), PointOf(ready));
+  });
   Status status = saver.status();
   if (status.ok()) saver_ = std::move(saver.value());
   if (status.ok() && comm_.rank() == 0) {
-    Result<PendingDirectory> made = PendingDirectory::Make(context_.files(), target);
+    Result<PendingDirectory> made =
+        WithinMemory("save", [&] { return PendingDirectory::Make(context_.files(), target); });
     status = made.status();
     if (status.ok()) directory_.emplace(std::move(made.value()));
   }
@@ -148,7 +161,7 @@ Status Checkpoints::CompleteAgreed(Timeline& timeline) {
   Status outcome = saver_->Join();
   if (Status asked = AgreeOnFailure(&outcome); !asked.ok()) return End(std::move(asked), timeline);
   if (!outcome.ok()) return End(std::move(outcome), timeline);
-  if (comm_.rank() == 0) outcome = Publish();
+  if (comm_.rank() == 0) outcome = PublishOnce();
   if (Status asked = AgreeOnFailure(&outcome); !asked.ok()) return End(std::move(asked), timeline);
   return End(std::move(outcome), timeline);
 }
@@ -161,7 +174,7 @@ Status Checkpoints::CompleteAlone(Timeline& timeline) {
                             "rank %d: later queued work failed before all ranks had written; the "
                             "save was given up",
                             comm_.rank());
-  if (outcome.ok()) outcome = Publish();
+  if (outcome.ok()) outcome = PublishOnce();
   (void)End(std::move(outcome), timeline);
   return {};
 }
@@ -178,6 +191,13 @@ Status Checkpoints::End(Status outcome, Timeline& timeline) {
   }
   timeline.Release();
   return ConcernsFilesOnly(outcome) ? Status() : outcome;
+}
+
+// A second time there would be nothing left to publish.
+Status Checkpoints::PublishOnce() {
+  if (std::exchange(publishing_, true))
+    return Status::Error(OFFLOAD_INTERNAL, "a save was given up after an exception at its end");
+  return WithinMemory("save", [this] { return Publish(); });
 }
 
 // Everything before the rename only prepares it: after a crash either the whole checkpoint has its
@@ -236,12 +256,12 @@ Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline
 // All that can be refused, on all ranks, before any of them changes anything. What comes back is a
 // failure to ask the others.
 Status Checkpoints::Prepare(Loader& loader, Status* refusal) {
-  *refusal = loader.Open();
+  *refusal = WithinMemory("load", [&] { return loader.Open(); });
   HYBRIDOPT_TRY(AgreeOnFailure(refusal));
   if (!refusal->ok()) return {};
   HYBRIDOPT_TRY(AgreeOnCheckpoint(loader, refusal));
   if (!refusal->ok()) return {};
-  *refusal = loader.Verify();
+  *refusal = WithinMemory("load", [&] { return loader.Verify(); });
   return AgreeOnFailure(refusal);
 }
 

@@ -70,6 +70,7 @@ class Checkpoints {
   Status CompleteAgreed(Timeline& timeline);
   Status AgreeOnFailure(Status* status) const;
   Status Publish();
+  Status PublishOnce();
   Result<checkpoint::Manifest> WholeManifest();
   Status End(Status outcome, Timeline& timeline);
 
@@ -83,6 +84,7 @@ class Checkpoints {
   std::unique_ptr<Saver> saver_;  // of the running save
   std::optional<checkpoint::PendingDirectory> directory_;
   uint64_t sequence_ = 0;
+  bool publishing_ = false;  // has been tried, and is not tried again
 };
 
 }  // namespace hybridopt

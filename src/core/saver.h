@@ -130,7 +130,7 @@ class Saver {
 
   std::function<void()> tell_end_;
   std::optional<pthread_t> thread_;
-  Status outcome_;
+  Status outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save that has not run");
   std::atomic<bool> ended_ = false;  // set with end_mutex_ held
   std::mutex end_mutex_;
   std::condition_variable end_told_;
