@@ -3,8 +3,10 @@
 // with the bits of a run that nothing happened to.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
+#include <new>
 
 #include "../differential/lifecycle_rig.h"
 #include "../temporary_directory.h"
@@ -197,6 +199,37 @@ TEST_F(CheckpointIoTest, WhoWaitsForEverythingIsToldOnceOfAFailedSave) {
   EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), ticket, -1), OFFLOAD_IO_FAILED);
   EXPECT_NE(Text().find("No space left on device"), std::string::npos) << Text();
   EXPECT_EQ(rig_->Difference(solved_.trace[2]), "");
+}
+
+// Memory runs out where the manifest is made or read.
+class ForgetfulFiles : public prim::Files {
+ public:
+  int OpenFile(const std::string& path, Open how) override {
+    if (forgetful && path.ends_with("/manifest.json")) throw std::bad_alloc();
+    return Files::OpenFile(path, how);
+  }
+  std::atomic<bool> forgetful = false;
+};
+
+TEST(CheckpointMemory, RunningOutOfItIsToldAndPoisonsNothing) {
+  const Solved solved{SmallProblem()};
+  const TemporaryDirectory directory;
+  ForgetfulFiles files;
+  LifecycleRig rig(solved.problem, SettingOf(files, OFFLOAD_DEVICE_HOST));
+  rig.Wait(rig.Save(directory / "old"));
+  files.forgetful = true;
+  const offload_ticket_t ticket = rig.Save(directory / "new");
+  EXPECT_EQ(offload_optimizer_wait(rig.optimizer(), ticket, -1), OFFLOAD_OUT_OF_HOST_MEMORY);
+  EXPECT_STREQ(offload_last_error(),
+               "out of host memory for the tables of a save; nothing was changed");
+  EXPECT_EQ(rig.TryLoad(directory / "old"), OFFLOAD_OUT_OF_HOST_MEMORY);
+  EXPECT_STREQ(offload_last_error(),
+               "out of host memory for the tables of a load; nothing was changed");
+  EXPECT_EQ(directory.Names(), std::vector<std::string>{"old"});
+  files.forgetful = false;
+  EXPECT_EQ(rig.TryLoad(directory / "old"), OFFLOAD_OK) << offload_last_error();
+  rig.Wait(rig.Save(directory / "new"));
+  EXPECT_EQ(directory.Names(), (std::vector<std::string>{"new", "old"}));
 }
 
 // Whoever may write beside the checkpoints may also leave something with a pending name there.
