@@ -79,7 +79,7 @@ Status Timeline::WaitForAll(int64_t timeout_ns) {
 }
 
 Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns) {
-  const auto done = [&] { return completed_.load() >= sequence || !cause_.ok(); };
+  const auto done = [&] { return completed_.load() >= sequence || Suffers(sequence); };
   if (timeout_ns < 0) {
     changed_.wait(lock, done);
   } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, kYearsNs)),
@@ -156,7 +156,7 @@ Status Timeline::AwaitMark(uint64_t sequence, uint64_t mark) {
 
 bool Timeline::idle() const {
   std::lock_guard lock(mutex_);
-  return completed_.load() == submitted_.load() || !cause_.ok();
+  return completed_.load() == submitted_.load() || (!cause_.ok() && held_ == 0);
 }
 
 Status Timeline::CheckPoison() const {
@@ -179,8 +179,9 @@ void Timeline::Loop() {
     progress_.store(ProgressAt(sequence, 0));
     Status status = execute_(static_cast<uint32_t>(sequence % kCapacity), sequence);
     if (!status.ok()) {
-      // What was queued before does not suffer if it can help it.
-      if (SettleBackground(true)) Poison(std::move(status));
+      // Told at once, for the background may take long. It does not suffer if it can help it.
+      Poison(sequence, std::move(status));
+      (void)SettleBackground(true);
       return;
     }
     Passed(sequence++);
@@ -210,7 +211,7 @@ bool Timeline::SettleBackground(bool failure) {
   }
   Status status = settle_(failure);
   if (status.ok()) return true;
-  Poison(std::move(status));
+  Poison(0, std::move(status));
   return false;
 }
 
@@ -225,10 +226,18 @@ void Timeline::Passed(uint64_t sequence) {
   changed_.notify_all();
 }
 
-void Timeline::Poison(Status cause) {
+// Whether a piece that has not completed never will.
+bool Timeline::Suffers(uint64_t sequence) const {
+  return !cause_.ok() && (sequence >= failed_ || held_ == 0);
+}
+
+void Timeline::Poison(uint64_t sequence, Status cause) {
   {
     std::lock_guard lock(mutex_);
-    cause_ = std::move(cause);
+    if (cause_.ok()) {
+      cause_ = std::move(cause);
+      failed_ = sequence;
+    }
   }
   // After a failure every stream is let go: a hung device would be worse than a wrong value that
   // the caller is told about.

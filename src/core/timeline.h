@@ -88,7 +88,8 @@ class Timeline {
   Turn NextTurn(uint64_t sequence);
   bool SettleBackground(bool failure);
   void Passed(uint64_t sequence);
-  void Poison(Status cause);
+  void Poison(uint64_t sequence, Status cause);
+  bool Suffers(uint64_t sequence) const;  // with mutex_ held
   // These three with mutex_ held.
   Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns);
   Status OutcomeOf(uint64_t sequence);
@@ -102,7 +103,8 @@ class Timeline {
   std::atomic<uint64_t> completed_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  Status cause_;  // of the failure; guarded by mutex_, as all below but the thread
+  Status cause_;         // of the failure; guarded by mutex_, as all below but the thread
+  uint64_t failed_ = 0;  // the piece that failed; earlier ones may still complete
   bool stopping_ = false;
   uint64_t executed_ = 0;  // the last piece that has run
   uint64_t held_ = 0;      // the piece that goes on in the background; 0: none

@@ -37,6 +37,7 @@ class Line {
   std::atomic<uint64_t> holding = 0;    // this one goes on in the background
   std::atomic<int> settled = 0;
   std::atomic<int> settled_after_failure = 0;
+  std::atomic<bool> settling_slowly = false;
   Status settle_outcome;
   std::vector<std::pair<uint32_t, uint64_t>> executed;
   std::optional<Timeline> timeline;
@@ -55,6 +56,7 @@ class Line {
   }
   Status Settle(bool failure) {
     (failure ? settled_after_failure : settled) += 1;
+    while (settling_slowly) std::this_thread::yield();
     timeline->Release();
     return settle_outcome;
   }
@@ -301,6 +303,24 @@ TEST(Timeline, AFailureBehindTheBackgroundLeavesItTheChanceToEnd) {
   EXPECT_EQ(line.timeline->Wait(2, kForever).code(), OFFLOAD_DEVICE_FAILED);
   EXPECT_TRUE(line.timeline->Wait(1, kForever).ok());
   EXPECT_EQ(line.settled_after_failure, 1);
+}
+
+TEST(Timeline, AFailureIsToldBeforeTheBackgroundHasEnded) {
+  Line line;
+  line.holding = 1;
+  line.failing = 2;
+  line.settling_slowly = true;
+  line.Permit(2);
+  line.Queue();
+  line.Queue();
+  while (line.settled_after_failure == 0) std::this_thread::yield();
+  EXPECT_EQ(line.timeline->CheckPoison().code(), OFFLOAD_POISONED);
+  EXPECT_EQ(line.timeline->Wait(2, 0).code(), OFFLOAD_DEVICE_FAILED);
+  EXPECT_EQ(line.progress.load(), Timeline::kReleased);
+  EXPECT_EQ(line.timeline->Wait(1, 0).code(), OFFLOAD_TIMED_OUT);
+  EXPECT_FALSE(line.timeline->idle());
+  line.settling_slowly = false;
+  EXPECT_TRUE(line.timeline->Wait(1, kForever).ok());
 }
 
 TEST(Timeline, ABackgroundThatFailsForMoreThanItselfPoisons) {
