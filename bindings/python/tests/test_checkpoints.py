@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import resource
 
 import pytest
 import torch
@@ -118,6 +119,24 @@ def test_training_goes_on_during_a_save(tmp_path):
     other = hybridopt.AdamW(other_params)
     other.load_checkpoint(tmp_path / "saved")
     assert (bits(other_params), state_bits(other)) == at_save
+
+
+def test_a_step_behind_a_failed_save_tells_nothing_of_it(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, unlimited[1]))  # Python ignores SIGXFSZ
+    try:
+        transfer = optimizer.save_checkpoint(tmp_path / "saved", wait=False)
+        run(optimizer, params, [2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert optimizer.last_step().step == 2
+    with pytest.raises(abi.IoFailedError, match="saved.*File too large"):
+        transfer.wait()
+    run(optimizer, params, [3])
+    assert optimizer.state[params[0]]["step"] == 3 and not list(tmp_path.iterdir())
 
 
 def test_masters_only_and_fresh_moments(tmp_path):

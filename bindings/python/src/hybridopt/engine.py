@@ -6,6 +6,7 @@ somebody puts there instead of them is adopted before the next step.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections import deque
@@ -339,7 +340,7 @@ class Engine(Moves):
         ticket = self.handle.step(stream=self.stream(), **options)
         self._unsettled_steps.append((ticket, self._active))  # also if Ctrl-C ends the wait
         try:
-            self.handle.wait()
+            self.handle.wait(ticket)  # not for all: a failed save is told to whoever waits for it
         except abi.HybridoptError:
             self._unsettled_steps.pop()  # it has not happened
             raise
@@ -363,7 +364,9 @@ class Engine(Moves):
         """Waits for queued steps; then `state` says what they have done."""
         if not self._unsettled_steps:
             return
-        self.handle.wait()
+        self.handle.wait(self._unsettled_steps[-1][0])
+        with contextlib.suppress(abi.CheckpointError, abi.OutOfHostMemoryError):
+            self.handle.wait()  # for a save behind them; its ticket tells of its failure
         steps, self._unsettled_steps = self._unsettled_steps, []
         for ticket, stepped in steps:
             result = self.handle.step_result(ticket)
