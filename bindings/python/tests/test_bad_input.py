@@ -198,6 +198,53 @@ def test_params_in_any_memory_order(dtype):
     assert all(result == results[0] for result in results)
 
 
+def put_behind_grad(param, grad):
+    param.grad = torch.ones_like(param)
+    param.grad.data = grad
+
+
+def put_beside_grad(param, grad):
+    param.decoupled_grad = grad
+
+
+@pytest.mark.parametrize("put", [put_behind_grad, put_beside_grad])
+def test_a_gradient_of_another_shape_is_refused(put):
+    """In one dimension strides are the same, whatever the length."""
+    params = [Parameter(torch.ones(1 << 20)), Parameter(torch.ones(1 << 20))]
+    optimizer = hybridopt.AdamW([("left", params[0]), ("right", params[1])])
+    run(optimizer, params, [1])
+    before = bits([param[:100] for param in params])
+    put(params[1], torch.ones(3))
+    with pytest.raises(
+        abi.InvalidStateError,
+        match=r"gradient of parameter 'right' has shape \(3,\), expected \(1048576,\); set it to None",
+    ):
+        optimizer.step()
+    assert bits([param[:100] for param in params]) == before
+    put(params[1], torch.ones(1 << 20))
+    optimizer.step()
+    assert optimizer.state[params[1]]["step"] == 2
+
+
+def test_a_gradient_on_another_device_is_refused():
+    param = Parameter(torch.ones(4))
+    optimizer = stepped(param)
+    param.decoupled_grad = torch.ones(4, device="meta")
+    with pytest.raises(abi.InvalidStateError, match="'weight' is on meta, expected cpu; set it to"):
+        optimizer.step()
+
+
+def test_a_gradient_whose_storage_is_gone_is_refused():
+    param = Parameter(torch.ones(4))
+    optimizer = stepped(param)
+    param.grad.untyped_storage().resize_(0)
+    with pytest.raises(abi.InvalidStateError, match="gradient of parameter 'weight' has no memory"):
+        optimizer.step()
+    assert optimizer.state[param]["step"] == 1
+    run(optimizer, [param], [2])
+    assert optimizer.state[param]["step"] == 2
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_step_with_a_gradient_that_is_not_finite_changes_no_bit(value):
     params = [Parameter(torch.randn(5)), Parameter(torch.randn(3).bfloat16())]

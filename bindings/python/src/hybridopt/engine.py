@@ -291,12 +291,17 @@ class Engine(Moves):
                 f"hybridopt does not support sparse gradients; parameter {slot.name!r} has one: make "
                 "its layer with sparse=False, or give it to torch.optim.SparseAdam"
             )
-        if grad.dtype == slot.grad_dtype and grad.stride() == slot.stride:
-            return grad
+        # torch checks what is assigned to .grad, but not .grad.data, nor decoupled_grad.
+        wrong = None
         if grad.shape != slot.shape:
+            wrong = f"has shape {tuple(grad.shape)}, expected {tuple(slot.shape)}"
+        elif grad.device != self.device:
+            wrong = f"is on {grad.device}, expected {self.device}"
+        elif slot.count > 0 and grad.data_ptr() == 0:
+            wrong = "has no memory: its storage was freed or resized to 0"
+        if wrong is not None:
             raise abi.InvalidStateError(
-                f"the gradient of parameter {slot.name!r} has shape {tuple(grad.shape)}, expected "
-                f"{tuple(slot.shape)}; set it to None or compute it again"
+                f"the gradient of parameter {slot.name!r} {wrong}; set it to None or compute it again"
             )
         return arranged(grad, slot.grad_dtype, slot.stride)
 
