@@ -3,6 +3,8 @@
 import os
 import pathlib
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -119,6 +121,39 @@ def test_training_goes_on_during_a_save(tmp_path):
     other = hybridopt.AdamW(other_params)
     other.load_checkpoint(tmp_path / "saved")
     assert (bits(other_params), state_bits(other)) == at_save
+
+
+SAVE_AND_LET_GO = """
+import gc, hybridopt, sys, torch
+param = torch.nn.Parameter(torch.ones(1 << 24))
+optimizer = hybridopt.AdamW([("weight", param)], lr=1e-3)
+param.grad = torch.ones_like(param)
+optimizer.step()
+state = optimizer.state_dict()
+saved = float(param.detach()[0])
+transfer = optimizer.save_checkpoint(sys.argv[1], wait=False)
+{then}
+loaded = torch.nn.Parameter(torch.zeros(1 << 24))
+hybridopt.AdamW([("weight", loaded)]).load_checkpoint(sys.argv[1])
+assert (loaded == saved).all()
+print("as saved")
+"""
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        "del param, optimizer, transfer; gc.collect(); del state",
+        "optimizer.close(); del param, optimizer; gc.collect(); transfer.wait()",
+        "param.data = torch.zeros(1 << 24); optimizer.step(); transfer.wait()",
+        "param.data = torch.zeros(1); gc.collect(); transfer.wait()",
+    ],
+)
+def test_memory_of_params_outlives_a_save_of_it(then, tmp_path):
+    script = SAVE_AND_LET_GO.format(then=then)
+    command = [sys.executable, "-c", script, os.fspath(tmp_path / "saved")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "as saved\n"), ended.stderr
 
 
 def test_a_step_behind_a_failed_save_tells_nothing_of_it(tmp_path):

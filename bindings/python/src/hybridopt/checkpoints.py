@@ -83,7 +83,9 @@ def save(
     function = shown(progress, f"save {os.fspath(path)}")
     flags = abi.OFFLOAD_SAVE_MASTERS_ONLY if masters_only else 0
     stream = engine.stream() or None
-    ticket = engine.handle.save(path, flags=flags, stream=stream, progress=function)
+    ticket = engine.handle.save(
+        path, keep=engine.storages(), flags=flags, stream=stream, progress=function
+    )
     transfer = Transfer(engine, ticket, function)
     if wait:
         transfer.wait()
@@ -104,6 +106,9 @@ def load(
     flags |= abi.OFFLOAD_LOAD_FRESH_MOMENTS if fresh_moments else 0
     flags |= abi.OFFLOAD_LOAD_KEEP_STEPS if keep_steps else 0
     function = shown(progress, f"load {os.fspath(path)}")
-    ticket = engine.handle.load(path, flags=flags, stream=engine.stream() or None, progress=function)
+    stream = engine.stream() or None
+    ticket = engine.handle.load(
+        path, keep=engine.storages(), flags=flags, stream=stream, progress=function
+    )
     Transfer(engine, ticket, function).wait()
     engine.after_load(state)

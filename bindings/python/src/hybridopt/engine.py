@@ -255,6 +255,10 @@ class Engine(Moves):
             slot.address, slot.grad_address = address, grad_address
         return bool(self._active)
 
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Those of bound params, which a save or load must not outlive."""
+        return [slot.bound.untyped_storage() for slot in self.slots]
+
     def _address_of(self, slot: Slot) -> int:
         if slot.copy is not None:
             return slot.address

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from .library import call, function
 
 # A wait without limit is cut into waits of this length, so that Ctrl-C is heard.
 _WAIT_NS = 200_000_000
+MOST_QUEUED = 256  # calls; older ones have ended
 
 Self = TypeVar("Self", bound="Handle")
 
@@ -49,7 +49,7 @@ def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
     return (ctypes.c_uint32 * max(len(ids), 1))(*ids), len(ids)
 
 
-def _destroy(name: str, value: int) -> None:
+def _destroy(name: str, value: int, _: Any) -> None:
     function(name)(value)  # in a forked child the library refuses it, and nothing happens
 
 
@@ -62,7 +62,9 @@ class Handle:
     def __init__(self, value: int) -> None:
         self._value: int | None = value
         self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _destroy, self._destroyer, value)
+        self._kept: dict[int, Any] = {}  # by the ticket of the work that uses it
+        # What is kept for the library goes after the handle, whoever goes first.
+        self._finalizer = weakref.finalize(self, _destroy, self._destroyer, value, self._kept)
         self._finalizer.atexit = False
 
     @property
@@ -151,7 +153,6 @@ class Optimizer(Handle):
         call("offload_optimizer_create", context.value, fields, handle)
         self.context = context
         self._comm = options.get("comm")  # its functions are called until destroy
-        self._callbacks: deque[Any] = deque(maxlen=256)  # as many calls may be queued
         super().__init__(handle.value or 0)
 
     def add_group(self, **group: Any) -> int:
@@ -195,7 +196,10 @@ class Optimizer(Handle):
 
     def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
         """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit)."""
+        ended = [kept for kept in list(self._kept) if ticket == 0 or kept <= ticket]
         _wait("offload_optimizer_wait", timeout_ns, self.value, ticket)
+        for kept in ended:
+            self._kept.pop(kept, None)
 
     def stream_wait(self, stream: int, ticket: int = 0, params: Iterable[int] | None = None) -> None:
         """Makes later work on the stream wait until the params (None: all) are updated."""
@@ -237,19 +241,24 @@ class Optimizer(Handle):
         call("offload_optimizer_get_stats", self.value, stats)
         return stats
 
-    def save(self, path: str | os.PathLike[str], **options: Any) -> int:
-        """Queues a save. Fields: offload_save_options_t; `progress` may be a Python function."""
-        return self._transfer("offload_optimizer_save", c.offload_save_options_t, path, options)
+    def save(self, path: str | os.PathLike[str], keep: Any = None, **options: Any) -> int:
+        """Queues a save. Fields: offload_save_options_t; `progress` may be a Python function. What
+        is in `keep` lives until the save has ended: the owners of bound memory, say."""
+        return self._transfer("offload_optimizer_save", c.offload_save_options_t, path, keep, options)
 
-    def load(self, path: str | os.PathLike[str], **options: Any) -> int:
-        """Queues a load. Fields: offload_load_options_t; `progress` may be a Python function."""
-        return self._transfer("offload_optimizer_load", c.offload_load_options_t, path, options)
+    def load(self, path: str | os.PathLike[str], keep: Any = None, **options: Any) -> int:
+        """Queues a load. Fields: offload_load_options_t; `progress` and `keep` as for save()."""
+        return self._transfer("offload_optimizer_load", c.offload_load_options_t, path, keep, options)
 
-    def _transfer(self, name: str, struct: type[c.Struct], path: Any, options: Any) -> int:
+    def _transfer(
+        self, name: str, struct: type[c.Struct], path: Any, keep: Any, options: Any
+    ) -> int:
         fields, kept = progress_of(options)
         ticket = c.offload_ticket_t()
         call(name, self.value, make(struct, {**fields, "path": path}), ticket)
-        self._callbacks.append(kept)  # called until the ticket completes
+        self._kept[ticket.value] = (kept, keep)
+        if len(self._kept) > MOST_QUEUED:
+            self._kept.pop(next(iter(self._kept)))
         return ticket.value
 
     def _move(self, name: str, options: dict[str, Any]) -> int:
