@@ -71,6 +71,45 @@ def test_a_param_with_other_strides_is_refused():
         run(optimizer, [param], [2])
 
 
+def test_a_param_with_other_strides_in_the_same_memory_is_refused():
+    param = Parameter(torch.randn(8, 8))
+    optimizer = stepped(param)
+    param.data = param.data.T
+    before = bits([param])
+    with pytest.raises(abi.InvalidStateError, match=r"'weight' has strides \(1, 8\), but"):
+        run(optimizer, [param], [2])
+    assert bits([param]) == before
+    param.data = param.data.T
+    optimizer.step()
+
+
+def test_a_param_of_another_dtype_in_the_same_memory_is_refused():
+    param = Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = stepped(param)
+    param.grad = None
+    param.data = param.data.view(torch.float16)
+    with pytest.raises(abi.InvalidStateError, match="'weight' has dtype torch.float16, but"):
+        run(optimizer, [param], [2])
+
+
+def test_a_param_with_gaps_of_another_shape_is_refused():
+    """It is stepped in a copy, which would take any shape that can be broadcast."""
+    param = Parameter(torch.ones(4, 2)[:, 0])
+    optimizer = stepped(param)
+    param.grad = None
+    param.data = torch.ones(1)
+    with pytest.raises(abi.InvalidStateError, match=r"'weight' has shape \(1,\), but .* \(4,\)"):
+        run(optimizer, [param], [2])
+
+
+def test_strides_of_one_element_may_be_any():
+    param = Parameter(torch.ones(4, 1))
+    optimizer = stepped(param)
+    param.data = param.data.as_strided((4, 1), (1, 7))
+    run(optimizer, [param], [2])
+    assert optimizer.state[param]["step"] == 2
+
+
 def test_a_param_whose_storage_is_gone_is_refused_until_it_is_back():
     param = Parameter(torch.ones(4))
     optimizer = stepped(param)

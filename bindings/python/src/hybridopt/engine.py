@@ -27,6 +27,7 @@ from .tensors import (
     host_view,
     in_memory_order,
     is_dense,
+    is_same_order,
     like_param,
     local,
     local_gradient,
@@ -260,20 +261,28 @@ class Engine(Moves):
         return [slot.bound.untyped_storage() for slot in self.slots]
 
     def _address_of(self, slot: Slot) -> int:
-        if slot.copy is not None:
-            return slot.address
         current = local(slot.param)
         address = current.data_ptr()
-        if address != slot.address or current.numel() != slot.count:
-            self._check_moved(slot, current)
-        return address
+        if (
+            address != slot.address
+            or current.shape != slot.shape
+            or current.stride() != slot.stride
+            or current.dtype != slot.dtype
+        ):
+            self._check_same(slot, current)
+        return address if slot.copy is None else slot.address
 
-    def _check_moved(self, slot: Slot, current: Tensor) -> None:
+    def _check_same(self, slot: Slot, current: Tensor) -> None:
+        """The library sees no more of a param than its address; all else must be as it was."""
+        stride = current.stride()
+        # A copy is filled from any strides. Those of one element lead nowhere.
+        if slot.copy is not None or is_same_order(slot.shape, stride, slot.stride):
+            stride = slot.stride
         for what, now, before in (
             ("has shape", tuple(current.shape), tuple(slot.shape)),
             ("has dtype", current.dtype, slot.dtype),
-            ("is on", current.device.type, self.device.type),
-            ("has strides", current.stride(), slot.stride),
+            ("is on", current.device, self.device),
+            ("has strides", stride, slot.stride),
         ):
             if now != before:
                 raise abi.InvalidStateError(

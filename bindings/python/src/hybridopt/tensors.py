@@ -86,6 +86,13 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def is_same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether strides put all elements at the same places: those of a dimension of one put none."""
+    return shape.numel() == 0 or all(
+        a == b for size, a, b in zip(shape, one, other) if size != 1
+    )
+
+
 def in_memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor's elements as they lie in memory, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
