@@ -123,6 +123,62 @@ def test_training_goes_on_during_a_save(tmp_path):
     assert (bits(other_params), state_bits(other)) == at_save
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_params_in_other_memory_are_saved_and_loaded_there(dtype, tmp_path):
+    param = Parameter(torch.zeros(1000, dtype=dtype))
+    optimizer = hybridopt.AdamW([("weight", param)])
+    run(optimizer, [param], [1])
+    before = param.data
+    param.data = torch.full_like(param, 5.0)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    loaded = Parameter(torch.zeros(1000, dtype=dtype))
+    hybridopt.AdamW([("weight", loaded)]).load_checkpoint(tmp_path / "saved")
+    assert (loaded == 5.0).all()
+
+    before.fill_(77)
+    moved, param.data = param.data, torch.zeros_like(param)
+    moved.fill_(77)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert (param == 5.0).all() and (before == 77).all() and (moved == 77).all()
+
+
+def saved_names(path):
+    return {tensor.name for tensor in abi.checkpoint_inspect(path)[1]}
+
+
+def test_a_save_knows_params_and_groups_as_they_are_now(tmp_path):
+    params = three_params()
+    params[1].requires_grad_(False)
+    optimizer = hybridopt.AdamW([("a", params[0]), ("b", params[1])])
+    run(optimizer, params[:1], [1])
+    params[1].requires_grad_(True)
+    optimizer.save_checkpoint(tmp_path / "unfrozen")
+    assert saved_names(tmp_path / "unfrozen") == {"a", "b"}
+    optimizer.add_param_group({"params": [("c", params[2])]})
+    optimizer.save_checkpoint(tmp_path / "added")
+    assert saved_names(tmp_path / "added") == {"a", "b", "c"}
+    other = Parameter(torch.full_like(params[0], 9.0))
+    optimizer.param_groups[0]["params"][0] = other
+    optimizer.save_checkpoint(tmp_path / "replaced")
+    run(optimizer, [other], [2])
+    optimizer.load_checkpoint(tmp_path / "replaced")
+    assert (other == 9.0).all()
+
+
+def test_a_load_knows_params_added_since_the_last_step(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW([("a", params[0]), ("b", params[1])])
+    run(optimizer, params, [1])
+    optimizer.save_checkpoint(tmp_path / "saved")
+    other_params = [Parameter(torch.zeros_like(param)) for param in params]
+    other = hybridopt.AdamW([("a", other_params[0])])
+    run(other, other_params[:1], [1])
+    other.add_param_group({"params": [("b", other_params[1])]})
+    other.load_checkpoint(tmp_path / "saved")
+    assert bits(other_params[:2]) == bits(params[:2])
+    assert other.state[other_params[1]]["step"] == 1
+
+
 SAVE_AND_LET_GO = """
 import gc, hybridopt, sys, torch
 param = torch.nn.Parameter(torch.ones(1 << 24))

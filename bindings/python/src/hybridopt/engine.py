@@ -245,6 +245,15 @@ class Engine(Moves):
                 self._active.append(slot)
             if address != slot.address or grad_address != slot.grad_address:
                 changed.append((slot, address, grad_address))
+        self._tell_all(changed)
+        return bool(self._active)
+
+    def bind_params(self) -> None:
+        """The same for params alone: gradients are told before a step or a move reads them."""
+        moved = [(slot, self._address_of(slot), 0) for slot in self.slots]
+        self._tell_all([change for change in moved if change[1] != change[0].address])
+
+    def _tell_all(self, changed: list[tuple[Slot, int, int]]) -> None:
         for binding, (slot, address, grad_address) in zip(self._bindings, changed):
             binding.param = slot.id
             binding.data = address or None
@@ -254,7 +263,6 @@ class Engine(Moves):
             if address != slot.address:
                 slot.version = None  # other memory, perhaps with other content
             slot.address, slot.grad_address = address, grad_address
-        return bool(self._active)
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Those of bound params, which a save or load must not outlive."""

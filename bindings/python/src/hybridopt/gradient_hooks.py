@@ -72,7 +72,7 @@ class GradientHooks:
             return
         if param.grad is None or hasattr(param, "decoupled_grad"):  # not what a step takes
             return
-        engine = optimizer._ready_engine()
+        engine = optimizer._ready_engine() if optimizer._engine is None else optimizer._engine
         self._let_go(engine)
         ticket, grad = engine.send_gradient(engine.slot_of[param], param.grad, self._flags)
         self._in_flight.append((ticket, grad))

@@ -173,7 +173,7 @@ class Lifecycle:
     @torch.no_grad()
     def reload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
         """Moves content back into memory of torch's, where it is when this returns."""
-        engine = self._ready_engine()
+        engine = self._ready_engine() if self._engine is None else self._engine  # as it was offloaded
         self._check_movable(engine, params=params, grads=grads, states=states)
         streams = [engine.stream()]
         if states and engine.states_out:

@@ -236,9 +236,7 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         on meanwhile, but nobody may write fp32 params on the CPU but step(), until wait() of what
         this returns. `progress` is a function of bytes done and bytes in all, or True or False for a
         tqdm bar; None (the default) shows one on a terminal."""
-        engine = self._ready_engine()
-        engine.adopt(self._state)
-        return checkpoints.save(engine, path, masters_only, wait, progress)
+        return checkpoints.save(self._ready_engine(), path, masters_only, wait, progress)
 
     @torch.no_grad()
     def load_checkpoint(
@@ -293,10 +291,13 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         return 1.0 if scale is None else float(scale)
 
     def _ready_engine(self) -> Engine:
-        """The engine, committed, whether there are gradients or not."""
-        engine = self._engine if self._engine is not None else self._prepare(always=True)
+        """The engine, committed and up to date with params, groups and state, whether there are
+        gradients or not."""
+        engine = self._prepare(always=True)
         if engine is None:
             raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move or save")
+        if self._storages is None:
+            engine.bind_params()
         return engine
 
     def _prepare(self, always: bool = False) -> Engine | None:
