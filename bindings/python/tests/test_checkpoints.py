@@ -1,5 +1,6 @@
 """save_checkpoint and load_checkpoint, and what hybridopt.abi says of a checkpoint's directory."""
 
+import copy
 import os
 import pathlib
 import resource
@@ -177,6 +178,46 @@ def test_a_load_knows_params_added_since_the_last_step(tmp_path):
     other.load_checkpoint(tmp_path / "saved")
     assert bits(other_params[:2]) == bits(params[:2])
     assert other.state[other_params[1]]["step"] == 1
+
+
+@pytest.mark.parametrize("touch", ["clear", "load_state_dict", "replace", "delete one"])
+def test_a_load_replaces_state_that_was_touched_before(touch, tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    other = copy.deepcopy(optimizer.state_dict())
+    run(optimizer, params, [2])
+    saved = bits(params), state_bits(optimizer)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    run(optimizer, params, [3])
+    expected = bits(params), state_bits(optimizer)
+    if touch == "clear":
+        optimizer.state.clear()
+    elif touch == "load_state_dict":
+        optimizer.load_state_dict(other)
+    elif touch == "replace":
+        optimizer.state[params[0]]["exp_avg"] = torch.ones(7, 5)
+    else:
+        del optimizer.state[params[1]]
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert (bits(params), state_bits(optimizer)) == saved
+    run(optimizer, params, [3])
+    assert (bits(params), state_bits(optimizer)) == expected
+
+
+def test_masters_loaded_with_fresh_moments_keep_their_low_bits(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params, lr=1e-4)
+    run(optimizer, params, [1])
+    masters = bits(optimizer.state[param]["master_param"] for param in params[1:])
+    optimizer.save_checkpoint(tmp_path / "saved")
+    others = [Parameter(torch.zeros_like(param)) for param in params]
+    other = hybridopt.AdamW(others, lr=0.0, weight_decay=0.0)
+    other.load_checkpoint(tmp_path / "saved", fresh_moments=True)
+    other.add_param_group({"params": [Parameter(torch.ones(2))]})  # another engine takes over
+    run(other, others, [1])
+    assert bits(other.state[param]["master_param"] for param in others[1:]) == masters
+    assert all(other.state[param]["step"] == 1 for param in others)
 
 
 SAVE_AND_LET_GO = """

@@ -344,10 +344,18 @@ class Engine(Moves):
             kinds = list(slot.kinds.values())
             count = self.handle.state(slot.id, kinds[0]).step_count if kinds else 0
             self._count_views[slot.id].fill_(count)
-            if count > 0 and slot.entry is None:
+            if count > 0 or slot.entry is not None or self._has_low_bits(slot):
                 self._publish(slot, state)
         self._refresh_copies()
         self._counts_version = self.counts._version
+
+    def _has_low_bits(self, slot: Slot) -> bool:
+        """Whether the master is more than the param: another engine could not make it again."""
+        if MASTER not in slot.kinds:
+            return False
+        return not torch.equal(
+            self.read(slot, abi.OFFLOAD_STATE_MASTER), in_memory_order(slot.bound).cpu().float()
+        )
 
     def _fill_copies(self) -> None:
         for slot in self.slots:
