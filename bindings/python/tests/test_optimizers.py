@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import hybridopt
@@ -359,6 +360,37 @@ def test_loaded_weights_are_not_reverted(name, dtype):
         with torch.no_grad():
             param.zero_()
         run(optimizer, [param], [3])
+
+
+def test_weights_at_the_address_of_others_are_not_reverted():
+    """What has been freed may be given out again: two assignments come back to one address."""
+    memory = bytearray(16)
+    param = nn.Parameter(torch.frombuffer(memory, dtype=torch.bfloat16))
+    optimizer = hybridopt.SGD([param], lr=0.0)
+    run(optimizer, [param], [1])
+    param.data = torch.frombuffer(memory, dtype=torch.bfloat16)
+    param.data.fill_(3.0)
+    run(optimizer, [param], [2])
+    assert torch.equal(param, torch.full_like(param, 3.0))
+
+
+def test_weights_with_gaps_from_elsewhere_are_not_reverted():
+    param = nn.Parameter(torch.ones(4, 2).bfloat16()[:, 0])
+    optimizer = hybridopt.SGD([param], lr=0.0)
+    run(optimizer, [param], [1])
+    param.data = torch.full((4, 2), 3.0).bfloat16()[:, 0]
+    run(optimizer, [param], [2])
+    assert torch.equal(param, torch.full_like(param, 3.0))
+
+
+def test_memory_that_a_param_has_left_is_not_held():
+    param = nn.Parameter(torch.ones(4))
+    optimizer = hybridopt.AdamW([param])
+    run(optimizer, [param], [1])
+    param.grad = None
+    storage = StorageWeakRef(param.untyped_storage())
+    param.data = torch.ones(4)
+    assert storage.expired()
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])

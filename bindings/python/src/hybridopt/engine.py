@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import abi
 from .moves import Moves
@@ -93,6 +94,8 @@ class Slot:
         self.stride = bound.stride()
         self.row_major = bound.is_contiguous()
         self.address = bound.data_ptr()
+        # Of the param. Its address would not tell it from one that was made where it has been freed.
+        self.storage = StorageWeakRef(current.untyped_storage())
         self.grad_address = 0
         # The library holds a master of its own; it must notice when the param is written.
         self.has_master = self.dtype != torch.float32 or device.type != "cpu"
@@ -243,7 +246,7 @@ class Engine(Moves):
             grad_address = 0 if slot.grad is None else slot.grad.data_ptr()
             if slot.grad is not None or slot.hosted:
                 self._active.append(slot)
-            if address != slot.address or grad_address != slot.grad_address:
+            if self._has_moved(slot, address) or grad_address != slot.grad_address:
                 changed.append((slot, address, grad_address))
         self._tell_all(changed)
         return bool(self._active)
@@ -251,7 +254,7 @@ class Engine(Moves):
     def bind_params(self) -> None:
         """The same for params alone: gradients are told before a step or a move reads them."""
         moved = [(slot, self._address_of(slot), 0) for slot in self.slots]
-        self._tell_all([change for change in moved if change[1] != change[0].address])
+        self._tell_all([change for change in moved if self._has_moved(*change[:2])])
 
     def _tell_all(self, changed: list[tuple[Slot, int, int]]) -> None:
         for binding, (slot, address, grad_address) in zip(self._bindings, changed):
@@ -260,13 +263,22 @@ class Engine(Moves):
             binding.grad = grad_address or None
         self.handle.bind(self._bindings, len(changed))
         for slot, address, grad_address in changed:
-            if address != slot.address:
-                slot.version = None  # other memory, perhaps with other content
-            slot.address, slot.grad_address = address, grad_address
+            self._note_bound(slot, address, grad_address)
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Those of bound params, which a save or load must not outlive."""
         return [slot.bound.untyped_storage() for slot in self.slots]
+
+    @staticmethod
+    def _has_moved(slot: Slot, address: int) -> bool:
+        storage = local(slot.param).untyped_storage()
+        return address != slot.address or storage._cdata != slot.storage.cdata
+
+    def _note_bound(self, slot: Slot, address: int, grad_address: int) -> None:
+        if self._has_moved(slot, address):
+            slot.version = None  # other memory, perhaps with other content
+            slot.storage = StorageWeakRef(local(slot.param).untyped_storage())
+        slot.address, slot.grad_address = address, grad_address
 
     def _address_of(self, slot: Slot) -> int:
         current = local(slot.param)

@@ -35,9 +35,7 @@ class Moves:
         binding.data = address or None
         binding.grad = grad_address or None
         self.handle.bind(self._bindings, 1)
-        if address != slot.address:
-            slot.version = None
-        slot.address, slot.grad_address = address, grad_address
+        self._note_bound(slot, address, grad_address)
 
     def send_gradient(self, slot: Slot, grad: Tensor, flags: int) -> tuple[int, Tensor]:
         """Queues the copy of a gradient to the host: its ticket, and what must live until then."""
