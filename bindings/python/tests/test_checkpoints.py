@@ -253,6 +253,35 @@ def test_memory_of_params_outlives_a_save_of_it(then, tmp_path):
     assert (ended.returncode, ended.stdout) == (0, "as saved\n"), ended.stderr
 
 
+SAVE_AND_END = """
+import hybridopt, os, resource, sys, torch
+param = torch.nn.Parameter(torch.zeros(1 << 24))
+optimizer = hybridopt.AdamW([("weight", param)])
+progress = {"none": None, "function": lambda done, total: None, "bar": True}[sys.argv[2]]
+if sys.argv[3] == "fails":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+optimizer.save_checkpoint(sys.argv[1], wait=False, progress=progress)
+"""
+
+
+def save_and_end(path, progress, how):
+    command = [sys.executable, "-c", SAVE_AND_END, os.fspath(path), progress, how]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("progress", ["none", "function", "bar"])
+def test_a_save_at_the_end_of_a_script_ends_first(progress, tmp_path):
+    ended = save_and_end(tmp_path / "saved", progress, "works")
+    assert ended.returncode == 0, ended.stderr
+    abi.checkpoint_verify(tmp_path / "saved")
+
+
+def test_a_save_at_the_end_of_a_script_tells_why_it_failed(tmp_path):
+    ended = save_and_end(tmp_path / "saved", "none", "fails")
+    assert "a save that was not waited for: " in ended.stderr and "File too large" in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_step_behind_a_failed_save_tells_nothing_of_it(tmp_path):
     params = three_params()
     optimizer = hybridopt.AdamW(params)

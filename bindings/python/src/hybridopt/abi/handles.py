@@ -3,15 +3,19 @@ what is not named is zero, which means the documented default."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from . import generated as c
-from .errors import InvalidStateError, TimedOutError
+from .errors import HybridoptError, InvalidStateError, TimedOutError
 from .library import call, function
+
+_log = logging.getLogger("hybridopt")
 
 # A wait without limit is cut into waits of this length, so that Ctrl-C is heard.
 _WAIT_NS = 200_000_000
@@ -55,7 +59,7 @@ def _destroy(name: str, value: int, _: Any) -> None:
 
 class Handle:
     """Closed by close(), at the end of a with statement or when nothing refers to it any more. At
-    the process's end what is left open is left to the system."""
+    the process's end what is left open is left to the system, once running saves have ended."""
 
     _destroyer: str
 
@@ -257,6 +261,7 @@ class Optimizer(Handle):
         ticket = c.offload_ticket_t()
         call(name, self.value, make(struct, {**fields, "path": path}), ticket)
         self._kept[ticket.value] = (kept, keep)
+        _transferring.add(self)
         if len(self._kept) > MOST_QUEUED:
             self._kept.pop(next(iter(self._kept)))
         return ticket.value
@@ -273,6 +278,23 @@ class Optimizer(Handle):
         ticket = c.offload_ticket_t()
         call(name, self.value, move, ticket)
         return ticket.value
+
+
+# Whoever has queued a save or load and may not have waited for it.
+_transferring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_transferring.clear)  # it is the parent's
+
+
+@atexit.register
+def _finish_transfers() -> None:
+    """Lets saves end while there is an interpreter for their progress functions to run in."""
+    for optimizer in list(_transferring):
+        if optimizer.closed or not optimizer._kept:
+            continue
+        try:
+            optimizer.wait(max(optimizer._kept))
+        except HybridoptError as error:
+            _log.error("a save that was not waited for: %s", error)
 
 
 def _wait(name: str, timeout_ns: int, *arguments: Any) -> None:
