@@ -6,6 +6,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -251,6 +252,51 @@ def test_memory_of_params_outlives_a_save_of_it(then, tmp_path):
     command = [sys.executable, "-c", script, os.fspath(tmp_path / "saved")]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "as saved\n"), ended.stderr
+
+
+def slowly(done, total):
+    """A progress function that keeps a save running for a while."""
+    time.sleep(0.2)
+
+
+@pytest.mark.parametrize("edit", ["step", "moment", "clear"])
+def test_state_that_is_edited_during_a_save_is_taken_behind_it(edit, tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1, 2])
+    at_save = bits(params), state_bits(optimizer)
+    transfer = optimizer.save_checkpoint(tmp_path / "saved", wait=False, progress=slowly)
+    if edit == "step":
+        optimizer.state[params[0]]["step"].fill_(76)
+    elif edit == "moment":
+        optimizer.state[params[0]]["exp_avg"] = torch.zeros(7, 5)
+    else:
+        optimizer.state.clear()
+    run(optimizer, params, [3])
+    assert optimizer.state[params[0]]["step"] == {"step": 77, "moment": 3, "clear": 1}[edit]
+    transfer.wait()
+    others = clone(params)
+    other = hybridopt.AdamW(others)
+    other.load_checkpoint(tmp_path / "saved")
+    assert (bits(others), state_bits(other)) == at_save
+
+
+def test_weights_written_behind_a_failed_save_tell_nothing_of_it(tmp_path):
+    param = Parameter(torch.randn(50).bfloat16())
+    optimizer = hybridopt.AdamW([param])
+    run(optimizer, [param], [1])
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, unlimited[1]))
+    try:
+        transfer = optimizer.save_checkpoint(tmp_path / "saved", wait=False)
+        with torch.no_grad():
+            param.fill_(1.0)
+        run(optimizer, [param], [2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert optimizer.state[param]["step"] == 2
+    with pytest.raises(abi.IoFailedError, match="saved.*File too large"):
+        transfer.wait()
 
 
 SAVE_AND_END = """

@@ -406,13 +406,17 @@ class Engine(Moves):
 
     # ------------------------------------------------------------------------------------ state --
 
+    def wait(self) -> None:
+        """Waits for everything queued. Of a failed save its own ticket tells."""
+        with contextlib.suppress(abi.CheckpointError, abi.OutOfHostMemoryError):
+            self.handle.wait()
+
     def settle(self, state: dict[Tensor, Any]) -> None:
         """Waits for queued steps; then `state` says what they have done."""
         if not self._unsettled_steps:
             return
         self.handle.wait(self._unsettled_steps[-1][0])
-        with contextlib.suppress(abi.CheckpointError, abi.OutOfHostMemoryError):
-            self.handle.wait()  # for a save behind them; its ticket tells of its failure
+        self.wait()  # for a save behind them
         steps, self._unsettled_steps = self._unsettled_steps, []
         for ticket, stepped in steps:
             result = self.handle.step_result(ticket)
@@ -488,6 +492,7 @@ class Engine(Moves):
         """Takes over what others have put into `state`: loaded, assigned, deleted or written."""
         if self.counts._version != self._counts_version:
             self.settle(state)
+            self.wait()
             for slot in self.slots:
                 self._push_count(slot, int(self._count_views[slot.id]))
         for slot in self.slots:
@@ -498,10 +503,11 @@ class Engine(Moves):
                 for key, version in slot.copies.items():
                     view = local(slot.views[key])
                     if view._version != version:
+                        self.wait()
                         self.write(slot, slot.kinds[key], view)
                         slot.copies[key] = view._version
                 continue
-            self.handle.wait()
+            self.wait()
             if entry:
                 self._adopt_entry(slot, entry, state)
             else:
@@ -581,7 +587,7 @@ class Engine(Moves):
         """Elements that are still their rounded masters keep those, down to the last bit."""
         if slot.count == 0:
             return
-        self.handle.wait()
+        self.wait()
         if slot.dtype == torch.float32:
             self.handle.refresh_masters(params=[slot.id], streams=[self.stream()])
             return

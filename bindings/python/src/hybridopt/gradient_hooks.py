@@ -51,7 +51,7 @@ class GradientHooks:
         if optimizer is not None and optimizer._hooks is self:
             optimizer._hooks = None
             if optimizer._engine is not None:
-                optimizer._engine.handle.wait()
+                optimizer._engine.wait()
         self._in_flight.clear()
 
     def __enter__(self) -> GradientHooks:

@@ -161,7 +161,7 @@ class Lifecycle:
             engine.bind()
             engine.note_versions()
             engine.handle.offload_params(streams=streams)
-        engine.handle.wait()
+        engine.wait()
         if grads:
             for slot in engine.slots:
                 if slot.hosted:
@@ -190,7 +190,7 @@ class Lifecycle:
             engine.restore_versions()
         if grads:
             self._reload_grads(engine, streams)
-        engine.handle.wait()
+        engine.wait()
         self._sample("reload")
 
     def _reload_grads(self, engine: Engine, streams: list[int]) -> None:

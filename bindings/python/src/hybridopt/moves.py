@@ -53,7 +53,7 @@ class Moves:
             grad = gradient_of(slot.param)
             if grad is not None:
                 sent.append(self.send_gradient(slot, grad, 0))
-        self.handle.wait()
+        self.wait()
 
     def note_versions(self) -> None:
         """Before params are offloaded: moving them is no reason to compare them with masters."""
@@ -80,7 +80,7 @@ class Moves:
         """Puts views of the new memory there again."""
         for slot in self.slots:
             if slot.hidden:
-                self.handle.wait()
+                self.wait()
                 self._publish(slot, state)
                 slot.hidden = False
 
