@@ -306,12 +306,17 @@ optimizer = hybridopt.AdamW([("weight", param)])
 progress = {"none": None, "function": lambda done, total: None, "bar": True}[sys.argv[2]]
 if sys.argv[3] == "fails":
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-optimizer.save_checkpoint(sys.argv[1], wait=False, progress=progress)
+transfer = optimizer.save_checkpoint(sys.argv[1], wait=False, progress=progress)
+if sys.argv[4:] == ["waits"]:
+    try:
+        transfer.wait()
+    except OSError:
+        print("told")
 """
 
 
-def save_and_end(path, progress, how):
-    command = [sys.executable, "-c", SAVE_AND_END, os.fspath(path), progress, how]
+def save_and_end(path, progress, *how):
+    command = [sys.executable, "-c", SAVE_AND_END, os.fspath(path), progress, *how]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -326,6 +331,11 @@ def test_a_save_at_the_end_of_a_script_tells_why_it_failed(tmp_path):
     ended = save_and_end(tmp_path / "saved", "none", "fails")
     assert "a save that was not waited for: " in ended.stderr and "File too large" in ended.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_save_that_was_waited_for_is_told_once(tmp_path):
+    ended = save_and_end(tmp_path / "saved", "none", "fails", "waits")
+    assert ended.stdout == "told\n" and "not waited for" not in ended.stderr
 
 
 def test_a_step_behind_a_failed_save_tells_nothing_of_it(tmp_path):

@@ -157,6 +157,7 @@ class Optimizer(Handle):
         call("offload_optimizer_create", context.value, fields, handle)
         self.context = context
         self._comm = options.get("comm")  # its functions are called until destroy
+        self._told = 0  # the last ticket whose failure has been raised
         super().__init__(handle.value or 0)
 
     def add_group(self, **group: Any) -> int:
@@ -201,7 +202,13 @@ class Optimizer(Handle):
     def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
         """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit)."""
         ended = [kept for kept in list(self._kept) if ticket == 0 or kept <= ticket]
-        _wait("offload_optimizer_wait", timeout_ns, self.value, ticket)
+        try:
+            _wait("offload_optimizer_wait", timeout_ns, self.value, ticket)
+        except TimedOutError:
+            raise
+        except HybridoptError:
+            self._told = max(self._told, ticket)
+            raise
         for kept in ended:
             self._kept.pop(kept, None)
 
@@ -291,10 +298,12 @@ def _finish_transfers() -> None:
     for optimizer in list(_transferring):
         if optimizer.closed or not optimizer._kept:
             continue
+        ticket, told = max(optimizer._kept), optimizer._told
         try:
-            optimizer.wait(max(optimizer._kept))
+            optimizer.wait(ticket)
         except HybridoptError as error:
-            _log.error("a save that was not waited for: %s", error)
+            if ticket > told:
+                _log.error("a save that was not waited for: %s", error)
 
 
 def _wait(name: str, timeout_ns: int, *arguments: Any) -> None:
