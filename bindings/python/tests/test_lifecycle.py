@@ -327,6 +327,68 @@ def test_decoupled_gradients_are_used_and_cleared():
     assert models.bits(module.parameters()) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_resumed_run_does_not_round_decoupled_gradients(tmp_path, dtype):
+    """The state is there before the first gradient tells its dtype."""
+
+    def train(optimizer, param, seeds):
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            param.decoupled_grad = torch.randn(50, generator=generator).to(dtype)
+            optimizer.step()
+
+    def made(options={}):
+        param = torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16))
+        other = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+        named = [("weight", param), ("other", other)]
+        return param, hybridopt.AdamW(named, lr=0.05, threads=1, **options)
+
+    param, optimizer = made()
+    train(optimizer, param, [0, 1])
+    optimizer.save_checkpoint(tmp_path / "there")
+    train(optimizer, param, [2, 3])
+    resumed, again = made({"movable": ["grads"]})
+    again.load_checkpoint(tmp_path / "there")
+    train(again, resumed, [2, 3])
+    states = [each.state[each.param_groups[0]["params"][0]] for each in (optimizer, again)]
+    assert models.bits(states[0].values()) == models.bits(states[1].values())
+    assert models.bits([param]) == models.bits([resumed])
+    # Once seen, room for them stays, whoever has a gradient when state moves to new memory.
+    del resumed.decoupled_grad
+    again.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(3)))]})
+    again.offload()
+    assert again._engine.slots[0].grad_dtype == torch.float32
+
+
+class Fp32Gradient(torch.autograd.Function):
+    """The sum of a param times what its gradient is to be."""
+
+    @staticmethod
+    def forward(context, param, grad):
+        context.save_for_backward(grad)
+        return (param * grad).sum()
+
+    @staticmethod
+    def backward(context, _):
+        return context.saved_tensors[0], None
+
+
+def test_hooks_do_not_round_gradients_that_autograd_makes_in_fp32():
+    params = [torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizers = [hybridopt.AdamW([param], lr=0.05, threads=1) for param in params]
+    grads = torch.randn(3, 50)
+    for param in params:
+        param.grad_dtype = torch.float32
+    optimizers[0].hook_gradients(accumulate=False)
+    for grad in grads:
+        for param, optimizer in zip(params, optimizers):
+            optimizer.zero_grad()
+            Fp32Gradient.apply(param, grad).backward()
+            optimizer.step()
+    masters = [optimizer.state[param]["master_param"] for optimizer, param in zip(optimizers, params)]
+    assert models.bits(masters[:1]) == models.bits(masters[1:])
+
+
 # ------------------------------------------------------------------------------------ timeline --
 
 

@@ -24,6 +24,7 @@ from .tensors import (
     STATE_DTYPES,
     arranged,
     cuda_view,
+    gradient_dtype,
     gradient_of,
     host_view,
     in_memory_order,
@@ -67,6 +68,7 @@ class Member:
     name: str
     group: int
     shard: TensorShard | None = None  # None: all of a tensor
+    wide_gradient: bool = False  # it has had gradients in fp32 before
 
 
 class Slot:
@@ -76,16 +78,15 @@ class Slot:
         self, id: int, member: Member, device: torch.device, moments: dict[str, int]
     ) -> None:
         current = local(member.param).detach()
-        grad = gradient_of(member.param)
         self.id = id
         self.param = member.param
         self.name = member.name
         self.group = member.group
         self.shard = member.shard
         self.dtype = current.dtype
-        self.grad_dtype = current.dtype if grad is None else local(grad).dtype
-        if self.grad_dtype not in DTYPES:
-            self.grad_dtype = current.dtype  # gradients will be converted
+        self.grad_dtype = gradient_dtype(member.param)
+        if self.grad_dtype not in DTYPES or member.wide_gradient:
+            self.grad_dtype = torch.float32  # gradients of other dtypes will be converted
         self.shape = current.shape
         self.count = current.numel()
         # A param with gaps between its elements is stepped in a dense copy, which is copied back.
@@ -110,6 +111,13 @@ class Slot:
         self.hosted = False  # the library holds the gradient, on the host
         self.in_sync = True  # whether masters were those of the param when it was offloaded
         self.hidden = False  # state has been taken from sight while it is offloaded
+
+    def can_take(self, grad: Tensor | None) -> bool:
+        """Whether a gradient would not be rounded to fewer bits. (A param of another dtype is refused
+        later.)"""
+        if grad is None or self.grad_dtype in (torch.float32, local(grad).dtype):
+            return True
+        return local(self.param).dtype != self.dtype
 
     @property
     def bound(self) -> Tensor:

@@ -328,7 +328,8 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         return self._engine
 
     def _fits(self, engine: Engine, groups: list[dict[str, Any]]) -> bool:
-        """Whether params, groups and algorithm are those that the engine was made for."""
+        """Whether params, groups, algorithm and dtypes of gradients are those that the engine was
+        made for."""
         if len(groups) != len(engine.groups) or self._algorithm() != engine.algorithm:
             return False
         if not engine.can_take(groups):
@@ -340,20 +341,21 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
                 if slot is None:
                     if takes_part(param):
                         return False
-                elif slot.group != index:
+                elif slot.group != index or not slot.can_take(gradient_of(param)):
                     return False
                 else:
                     known += 1
         return known == len(engine.slots)
 
-    def _members(self, always: Any) -> list[Member]:
-        """Params that are trained. A frozen one without gradient gets no state."""
+    def _members(self, known: Any) -> list[Member]:
+        """Params that are trained, and those of slots known before. A frozen one without gradient
+        gets no state."""
         members: list[Member] = []
         names: set[str] = set()
         seen: set[Tensor] = set()
         for index, group in enumerate(self.param_groups):
             for name, param in self._named(index, group):
-                if param not in always and not takes_part(param):
+                if param not in known and not takes_part(param):
                     continue
                 if param in seen:
                     raise ValueError(
@@ -364,7 +366,8 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
                     name += "'"
                 names.add(name)
                 seen.add(param)
-                members.append(Member(param, name, index))
+                wide = param in known and known[param].grad_dtype == torch.float32
+                members.append(Member(param, name, index, wide_gradient=wide))
         return members
 
     def _spread(self, members: list[Member]) -> list[Member]:

@@ -30,6 +30,14 @@ def gradient_of(param: Tensor) -> Tensor | None:
     return param.decoupled_grad if hasattr(param, "decoupled_grad") else param.grad
 
 
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """That of the gradient there is, else of the one that autograd will make."""
+    grad = gradient_of(param)
+    if grad is not None:
+        return local(grad).dtype
+    return param.grad_dtype or param.dtype  # None: any
+
+
 def set_gradient(param: Tensor, grad: Tensor | None) -> None:
     """Puts a gradient where gradient_of() finds it."""
     setattr(param, "decoupled_grad" if hasattr(param, "decoupled_grad") else "grad", grad)
