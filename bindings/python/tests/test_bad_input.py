@@ -330,6 +330,21 @@ def test_a_hyperparameter_that_cannot_be_is_refused_and_can_be_put_right(change,
     assert bits(params) == bits(twins)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Adagrad"])
+def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
+    param = Parameter(torch.ones(4))
+    optimizer = getattr(hybridopt, name)([param], lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, end_factor=0.0, total_iters=10)
+    rates = []
+    for seed in range(12):
+        before = bits([param])
+        run(optimizer, [param], [seed])
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert -1e-12 < min(rates) < 0.0
+    assert bits([param]) == before
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

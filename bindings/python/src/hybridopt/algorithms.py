@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+def _learning_rate(group: dict[str, Any]) -> float:
+    """Schedulers that go to 0 in steps of their own end a rounding error below it: that is 0."""
+    lr = float(group["lr"])
+    return 0.0 if -1e-12 < lr < 0.0 else lr
+
+
 def _adam_fields(group: dict[str, Any]) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     return {
-        "lr": float(group["lr"]),
+        "lr": _learning_rate(group),
         "beta1": float(beta1),
         "beta2": float(beta2),
         "eps": float(group["eps"]),
@@ -158,7 +164,7 @@ class SGD(OffloadOptimizer, torch.optim.SGD):
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         momentum = float(group["momentum"])
         return {
-            "lr": float(group["lr"]),
+            "lr": _learning_rate(group),
             "momentum": momentum,
             "dampening": float(group["dampening"]) if momentum > 0 else 0.0,  # torch ignores it too
             "weight_decay": float(group["weight_decay"]),
@@ -205,7 +211,7 @@ class Lion(OffloadOptimizer):
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         return {
-            "lr": float(group["lr"]),
+            "lr": _learning_rate(group),
             "beta1": float(beta1),
             "beta2": float(beta2),
             "weight_decay": float(group["weight_decay"]),
@@ -252,7 +258,7 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "lr": float(group["lr"]),
+            "lr": _learning_rate(group),
             "lr_decay": float(group["lr_decay"]),
             "eps": float(group["eps"]),
             "weight_decay": float(group["weight_decay"]),
