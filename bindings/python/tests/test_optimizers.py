@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import hybridopt
+from hybridopt import abi
 from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits
 
 every_optimizer = pytest.mark.parametrize("name", PAIRS)
@@ -258,6 +259,17 @@ def test_state_that_lacks_a_moment_is_refused():
     del optimizer.state[param]["exp_avg_sq"]
     with pytest.raises(ValueError, match="'weight' lacks 'exp_avg_sq'.*to start its state afresh"):
         run(optimizer, [param], [2])
+
+
+def test_state_without_moments_starts_again_once():
+    param = Parameter(torch.ones(3))
+    optimizer = hybridopt.SGD([param], lr=0.1, momentum=0.9)
+    run(optimizer, [param], [1])
+    optimizer._engine.settle = lambda state: None  # on a GPU steps are settled when state is asked for
+    dict.__setitem__(optimizer._state, param, {"momentum_buffer": None})
+    run(optimizer, [param], [1, 1])
+    momentum = optimizer._engine.read(optimizer._engine.slots[0], abi.OFFLOAD_STATE_MOMENTUM_BUFFER)
+    assert torch.allclose(momentum, 1.9 * param.grad)
 
 
 def test_amsgrads_state_dict_is_refused():

@@ -543,6 +543,7 @@ class Engine(Moves):
             if self.algorithm in COUNTED and count > 0:
                 self._refuse(slot, f"has step {count} but lacks {', '.join(moments)}")
             self._start_again(slot)
+            self._publish(slot, state)  # or the next step would start again, if none settles before
             return
         for key, value in moments.items():
             if not isinstance(value, Tensor):
