@@ -16,8 +16,9 @@ namespace {
 constexpr double kBytes = 28;              // bf16 grad in, three fp32 arrays in and out, bf16 out
 constexpr double kBytesTwoReads = 28 + 2;  // the norm reads the gradients once more
 constexpr double kGradNormMax = 1;         // far below the norm of these gradients: it clips
-// Keeps arrays that are read and written side by side apart modulo a page.
-constexpr uint64_t kStaggerBytes = 21 * 64;
+// Keeps arrays that are read and written side by side apart, modulo a page and in the banks of the
+// memory: the ceiling must not be lower than it could be.
+constexpr uint64_t kStaggerBytes = (96 << 10) + 21 * 64;
 
 // Gradients of both signs around 0.01, the same on every run.
 uint16_t GradAt(uint64_t i) {
@@ -46,7 +47,7 @@ class Arrays {
     });
   }
   AdamWArrays get() const {
-    return {grad_.at<uint16_t>(), param_.at<uint16_t>(), state_.at<float>(),
+    return {grad_.at<uint16_t>(), param_.at<uint16_t>(kStaggerBytes), state_.at<float>(),
             state_.at<float>(bytes_), state_.at<float>(2 * bytes_)};
   }
 

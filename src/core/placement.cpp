@@ -11,9 +11,13 @@ namespace {
 
 constexpr uint64_t kHostAlignmentBytes = 64;  // a cache line: neighbours do not share one
 constexpr uint64_t kDeviceAlignmentBytes = 256;
-// State arrays that start at equal addresses modulo a page make a load of one look like a store to
-// another; regions are kept apart by an odd number of cache lines instead.
-constexpr uint64_t kRegionStaggerBytes = 5 * 64;
+// Arrays that are walked side by side must not start at like addresses. Modulo a page, a load of
+// one would look like a store to another, so an odd number of cache lines keeps them apart. Modulo
+// a high power of two, all would use one bank of memory at a time (docs/PERFORMANCE.md has what
+// that costs). What is small enough to stay in caches needs no more than the lines.
+constexpr uint64_t kStaggerLinesBytes = 5 * 64;
+constexpr uint64_t kStaggerBanksBytes = uint64_t{128} << 10;
+constexpr uint64_t kBanksMatterElements = uint64_t{1} << 22;
 
 uint64_t RoundUp(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -72,7 +76,15 @@ void ChooseLayouts(const ParamTable& table, const PlacementOptions& options, Pla
   }
 }
 
+uint64_t HostStaggerBytes(const ParamTable& table, const Placement& placement) {
+  uint64_t host_count = 0;
+  for (uint32_t id = 0; id < table.size(); ++id)
+    host_count += table.param(id).count - placement.params[id].device_count;
+  return kStaggerLinesBytes + (host_count < kBanksMatterElements ? 0 : kStaggerBanksBytes);
+}
+
 void LayOutState(const ParamTable& table, const PlacementOptions& options, Placement& placement) {
+  const uint64_t stagger_bytes = HostStaggerBytes(table, placement);
   for (uint32_t slot_index = 0; slot_index < kStateSlots; ++slot_index) {
     const StateSlot slot = static_cast<StateSlot>(slot_index);
     const uint64_t host_begin = placement.host_arena_bytes;
@@ -86,6 +98,8 @@ void LayOutState(const ParamTable& table, const PlacementOptions& options, Place
       const uint64_t element_bytes = DtypeBytes(place.state_dtype[slot]);
       if (host_count > 0 &&
           KeepsState(param, place.rule, place.host_layout, slot, !options.unified)) {
+        // The first region too: the caller's arrays often start where pages do.
+        if (placement.host_arena_bytes == host_begin) placement.host_arena_bytes += stagger_bytes;
         place.host_offset[slot] = placement.host_arena_bytes;
         placement.host_arena_bytes += RoundUp(host_count * element_bytes, kHostAlignmentBytes);
       }
@@ -96,7 +110,6 @@ void LayOutState(const ParamTable& table, const PlacementOptions& options, Place
             RoundUp(place.device_count * element_bytes, kDeviceAlignmentBytes);
       }
     }
-    if (placement.host_arena_bytes > host_begin) placement.host_arena_bytes += kRegionStaggerBytes;
     placement.host_state_bytes[slot] = placement.host_arena_bytes - host_begin;
     placement.device_state_bytes[slot] = placement.device_block_bytes - device_begin;
   }

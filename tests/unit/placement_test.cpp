@@ -336,6 +336,32 @@ TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemo
   }
 }
 
+// Arrays of 2^26 elements one right behind the other would share a bank of memory all the way.
+TEST(Placement, LargeStateArraysStartInDifferentBanks) {
+  const std::unique_ptr<Device> device = CreateHostDevice();
+  ParamTable table(OFFLOAD_ADAMW, *device);
+  offload_group_t group{};
+  group.eps = 1e-8;
+  EXPECT_TRUE(table.AddGroup(group).ok());
+  ParamInput input{};
+  input.param.name = "p";
+  input.param.dtype = input.param.grad_dtype = OFFLOAD_BF16;
+  input.param.count = uint64_t{1} << 26;
+  input.param.data = reinterpret_cast<void*>(0x1000);
+  EXPECT_TRUE(table.AddParams({&input, 1}).ok());
+  const Placement placement =
+      Place(table, {true, 0, 1 << 20, 2, 0, OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
+  std::vector<uint64_t> begins = {0};  // where a caller's array would begin, in a page of 2 MiB
+  for (const StateSlot slot : {kMaster, kMoment0, kMoment1}) {
+    const uint64_t begin = placement.params[0].host_offset[slot] % (2 << 20);
+    for (const uint64_t other : begins) {
+      EXPECT_GE(begin > other ? begin - other : other - begin, uint64_t{64} << 10) << slot;
+      EXPECT_NE(begin % 4096, other % 4096) << slot;
+    }
+    begins.push_back(begin);
+  }
+}
+
 TEST(Placement, StateKindsAreNamedByTheAlgorithm) {
   const struct {
     int32_t algorithm, moment0, moment1;
