@@ -43,21 +43,30 @@ bool Converts(checkpoint::Dtype dtype, StateSlot slot) {
   return dtype == checkpoint::Dtype::kF32 || (slot != kMaster && dtype == checkpoint::Dtype::kBF16);
 }
 
-// Rounds count fp32 values, which may lie anywhere.
-void Round(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded) {
-  const int32_t dtype = to.dtype;
-  if (dtype == OFFLOAD_FP32) {
-    std::memcpy(rounded, values, count * sizeof(float));
-    return;
-  }
+// A loop for each way to round, so that the compiler can take many values at once.
+template <typename RoundOne>
+void RoundEach(const std::byte* values, uint64_t count, RoundOne round_one, std::byte* rounded) {
   for (uint64_t i = 0; i < count; ++i) {
     float value;
     std::memcpy(&value, values + i * sizeof(float), sizeof(value));
-    const uint16_t bits = dtype == OFFLOAD_FP16 ? Fp32ToFp16(value)
-                          : to.ties_away        ? Fp32ToBf16TiesAway(value)
-                                                : Fp32ToBf16(value);
+    const uint16_t bits = round_one(value);
     std::memcpy(rounded + i * sizeof(bits), &bits, sizeof(bits));
   }
+}
+
+// Rounds count fp32 values, which may lie anywhere.
+void Round(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded) {
+  if (to.dtype == OFFLOAD_FP32)
+    std::memcpy(rounded, values, count * sizeof(float));
+  else if (to.dtype == OFFLOAD_FP16)
+    RoundEach(
+        values, count, [](float value) { return Fp32ToFp16(value); }, rounded);
+  else if (to.ties_away)
+    RoundEach(
+        values, count, [](float value) { return Fp32ToBf16TiesAway(value); }, rounded);
+  else
+    RoundEach(
+        values, count, [](float value) { return Fp32ToBf16(value); }, rounded);
 }
 
 // The unit that holds a byte of an array: blocks are cut into units, so that none spans two.
@@ -215,8 +224,7 @@ Status Loader::CheckAllKnown(const std::vector<int32_t>& known) const {
   return told.Differences();
 }
 
-// -------------------------------------------------------------------------------------- verifying
-// --
+// ------------------------------------------------------------------------------------ verifying --
 
 Status Loader::ForEachUnit(FunctionRef<Status(const Unit&)> begin_unit,
                            FunctionRef<Status(const Piece&)> visit) const {
@@ -350,8 +358,7 @@ void Loader::Progress(uint64_t bytes) {
     request_.progress(request_.progress_user, bytes_done_, bytes_total_);
 }
 
-// -------------------------------------------------------------------------------------- replacing
-// --
+// ------------------------------------------------------------------------------------ replacing --
 
 Status Loader::Replace(EventHandle ready) {
   if (ready != nullptr) HYBRIDOPT_TRY(WaitFor(ready, "the stream given to it"));

@@ -14,7 +14,8 @@ class TransferMemory {
   TransferMemory() = default;
   static Result<TransferMemory> Take(Context& context, uint64_t bytes) {
     TransferMemory memory;
-    const PageWish wish{context.pinned_pages().nodes, false, false};
+    // Direct access to a disk takes what is contiguous at once: through small pages half as fast.
+    const PageWish wish{context.pinned_pages().nodes, false, true};
     if (!context.device().unified() && context.ReservePinned(bytes).ok()) {
       memory.context_ = &context;
       memory.pinned_bytes_ = bytes;
