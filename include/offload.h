@@ -28,9 +28,11 @@
  *            and never frees them. Strings and arrays passed in are copied before the call returns.
  *            The library owns optimizer state; views of it are borrowed until destroy.
  * Async.     A function that queues work returns a ticket. Tickets of one optimizer complete in
- *            the order they were given out. From the queueing call until its ticket completes, the
- *            gradients must not be written and the parameters not be touched, except on a stream
- *            that offload_optimizer_stream_wait has put behind them.
+ *            the order they were given out, except a save's: it completes when its files are there,
+ *            and later work neither waits for it nor says that it has completed. From the queueing
+ *            call until its ticket completes, the gradients must not be written and the parameters
+ *            not be touched, except on a stream that offload_optimizer_stream_wait has put behind
+ *            them. A save only reads, and of the parameters only some: see there.
  * Failure.   When queued work fails, its optimizer is poisoned: whoever waits gets the cause, later
  *            calls get POISONED (but for plan, state, get_stats and step_result), streams that wait
  *            on it are released, destroy works. A step that the device fails in the middle of may
@@ -501,17 +503,18 @@ OFFLOAD_API int32_t offload_optimizer_step_result(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket,
                                                   offload_step_result_t* result);
 
-/* Blocks this thread until the ticket (0 = everything queued) completes, at most timeout_ns:
- * 0 only looks, a negative one waits without limit.
- * Errors: TIMED_OUT, the cause if the work failed, INVALID_ARGUMENT (foreign ticket). */
+/* Blocks this thread until the ticket (0 = everything queued, saves included) completes, at most
+ * timeout_ns: 0 only looks, a negative one waits without limit.
+ * Errors: TIMED_OUT, the cause if the work failed, INVALID_ARGUMENT (foreign ticket), INVALID_STATE
+ * (it was a save or load that failed, and 64 others have failed since: why has been forgotten). */
 OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offload_ticket_t ticket,
                                            int64_t timeout_ns);
 
 /* Makes later work on stream wait until the params named (params NULL or param_count 0 = all) hold
- * the values of the ticket. On the simulated device the host thread does not wait. On the host
- * device it is the only stream. On CUDA it waits until those params are there, and the stream then
- * need not: streams share the hardware's queues, and one that waited could stand before the work
- * that it waits for. If the step fails the stream is released.
+ * the values of the ticket, and no save up to it reads params any more. On the simulated device the
+ * host thread does not wait. On the host device it is the only stream. On CUDA it waits until those
+ * params are there, and the stream then need not: streams share the hardware's queues, and one that
+ * waited could stand before the work that it waits for. If the step fails the stream is released.
  * Errors: INVALID_ARGUMENT (unknown param id, foreign ticket), UNSUPPORTED. */
 OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket, offload_stream_t stream,
@@ -611,7 +614,7 @@ OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimiz
 
 typedef struct offload_stats {
   uint32_t struct_size;
-  uint32_t queued; /* calls queued or running now: steps and moves */
+  uint32_t queued; /* calls queued or running now, a save until its ticket completes */
   uint64_t steps_applied;
   uint64_t steps_skipped;
   uint64_t host_bytes;             /* held now, as in the plan */
@@ -674,17 +677,26 @@ typedef struct offload_save_options {
 
 /* Queues a save of masters, moments and step counts as they are at this point of the timeline, and
  * returns at once. Training goes on: a step queued behind the save follows it chunk by chunk, and
- * the files hold nothing of it; its ticket completes with the save. A save holds io_depth blocks of
- * host memory and a few hundred bytes per tensor while it runs, whatever the size of the model.
- * Params that are their own masters must not be written by the caller until the ticket completes.
+ * the files hold nothing of it; its ticket completes when it has run, however long the files take.
+ * A save holds io_depth blocks of host memory and a few hundred bytes per tensor while it runs,
+ * whatever the size of the model.
+ * Params that are their own masters (fp32 ones where they are updated in place), and bf16 ones that
+ * are halves of split masters, are read where they are. The caller must neither write nor free them
+ * until they have been read: that is so when the save's own ticket has completed, or that of a
+ * step, load, or move of params or states queued behind it, and on a stream that
+ * offload_optimizer_stream_wait has put behind the save. Queued steps know it by themselves. One
+ * save runs at a time: a save or load behind another begins when that one has completed.
  * With a comm table all ranks call it, each writes its own file, and rank 0 completes the
  * directory; a rank that fails fails the save on all. Params with OFFLOAD_PARAM_REPLICA are left to
  * the rank that counts them. While it runs the ranks meet in max, up to 50 times a second where
  * they have nothing else to do, and no step begins before all of them have read their state; how
  * long a rank's disk takes is not bounded by comm_timeout_ns. A save that fails poisons nothing:
- * its ticket tells why, nothing is left at path, training goes on. Errors: INVALID_ARGUMENT (field
- * named; path exists), INVALID_STATE (before commit), POISONED; by the ticket IO_FAILED (file and
- * system's error named), OUT_OF_HOST_MEMORY, COMM_FAILED and DEVICE_FAILED (these two poison). */
+ * its ticket tells why, nothing is left at path, training goes on.
+ * Errors: INVALID_ARGUMENT (field named; path exists, or its parent does not), INVALID_STATE
+ * (before commit, or 256 calls queued), UNSUPPORTED (unknown flag), POISONED; by the ticket
+ * IO_FAILED (file and system's error named), UNSUPPORTED (a name that is not UTF-8, or more names
+ * and shards than a file may hold), OUT_OF_HOST_MEMORY, and another rank's failure with its code;
+ * COMM_FAILED and DEVICE_FAILED (these two poison). */
 OFFLOAD_API int32_t offload_optimizer_save(offload_optimizer_t optimizer,
                                            const offload_save_options_t* options,
                                            offload_ticket_t* ticket);
@@ -693,8 +705,8 @@ enum offload_load_flag {
   OFFLOAD_LOAD_FRESH_MOMENTS = 1, /* weights only: moments as after commit, step counts 0 */
   OFFLOAD_LOAD_KEEP_STEPS = 2,    /* with FRESH_MOMENTS: step counts from the checkpoint all the
                                      same */
-  OFFLOAD_LOAD_NO_VERIFY = 4      /* hashes are not compared before state is replaced: the files are
-                                     read once instead of twice */
+  OFFLOAD_LOAD_NO_VERIFY = 4      /* hashes of the data are not compared, neither before nor while
+                                     it replaces state: the files are read once, not twice */
 };
 
 typedef struct offload_load_options {
@@ -710,13 +722,14 @@ typedef struct offload_load_options {
 
 /* Queues a load: masters, moments, step counts, and the params, rounded from the masters, at their
  * addresses as of this call. Everything is checked first: manifest and headers always, every
- * hash unless NO_VERIFY; on all ranks before any goes on. A load that is refused changes nothing
- * and poisons nothing: its ticket tells why. Gradients are not touched.
- * Errors: INVALID_ARGUMENT (field named), INVALID_STATE (before commit; params or states offloaded:
- * reload them first), POISONED; by the ticket IO_FAILED, CHECKPOINT_CORRUPT (file, tensor and block
- * named), CHECKPOINT_MISMATCH (the first few differences), OUT_OF_HOST_MEMORY, COMM_FAILED and
- * DEVICE_FAILED (these two poison, as does a file that can no longer be read once state is being
- * replaced). */
+ * hash unless NO_VERIFY; on all ranks before any goes on, however long one takes. A load that is
+ * refused changes nothing and poisons nothing: its ticket tells why. Gradients are not touched.
+ * Errors: INVALID_ARGUMENT (field named), INVALID_STATE (before commit, or 256 calls queued; params
+ * or states offloaded: reload them first), UNSUPPORTED (unknown flag), POISONED; by the ticket
+ * IO_FAILED, CHECKPOINT_CORRUPT (file, tensor and block named), CHECKPOINT_MISMATCH (the first few
+ * differences), UNSUPPORTED (format of another release), OUT_OF_HOST_MEMORY, and another rank's
+ * failure with its code; COMM_FAILED and DEVICE_FAILED (these two poison, as does whatever fails
+ * once state is being replaced on any rank). */
 OFFLOAD_API int32_t offload_optimizer_load(offload_optimizer_t optimizer,
                                            const offload_load_options_t* options,
                                            offload_ticket_t* ticket);
@@ -763,7 +776,8 @@ typedef void (*offload_tensor_function_t)(void* user, const offload_checkpoint_t
 
 /* Reads and checks manifest and headers, not the data. info may be NULL; visit, unless NULL, is
  * called on this thread for each tensor, in the order of the manifest, if all is well.
- * Errors: INVALID_ARGUMENT, IO_FAILED (no such directory, say), CHECKPOINT_CORRUPT. */
+ * Errors: INVALID_ARGUMENT (path NULL, struct_size), IO_FAILED (no such directory, say),
+ * CHECKPOINT_CORRUPT, UNSUPPORTED (format of another release), OUT_OF_HOST_MEMORY. */
 OFFLOAD_API int32_t offload_checkpoint_inspect(const char* path, offload_checkpoint_info_t* info,
                                                offload_tensor_function_t visit, void* user);
 
@@ -775,15 +789,16 @@ typedef struct offload_verify_options {
 } offload_verify_options_t;
 
 /* Reads every byte and compares every hash. options may be NULL for the defaults.
- * Errors: as for inspect; CHECKPOINT_CORRUPT names the first damaged tensors, with file and block.
- */
+ * Errors: as for inspect; INVALID_ARGUMENT (io_depth), UNSUPPORTED (unknown tail of options);
+ * CHECKPOINT_CORRUPT names the first damaged tensors, with file and block. */
 OFFLOAD_API int32_t offload_checkpoint_verify(const char* path,
                                               const offload_verify_options_t* options);
 
 /* Among the checkpoints in `directory` the one with the highest step whose manifest and headers are
  * good: writes its path, ended by a NUL, to path. No file that says "latest" is ever trusted.
- * Errors: INVALID_ARGUMENT (path_bytes too small: the text says how much is needed), INVALID_STATE
- * (there is none), IO_FAILED. */
+ * Errors: INVALID_ARGUMENT (NULL; path_bytes too small: the text says how much is needed),
+ * INVALID_STATE (there is none: the text says why the last candidate was refused), IO_FAILED (the
+ * directory cannot be listed), OUT_OF_HOST_MEMORY. */
 OFFLOAD_API int32_t offload_checkpoint_newest(const char* directory, char* path,
                                               uint64_t path_bytes);
 

@@ -3,6 +3,9 @@
 //
 //   file   | head | p0.master | p0.exp_avg | p0.exp_avg_sq | p1.master | ...
 //                                              ^ position: up to here nobody needs memory any more
+//
+// What it reads is the library's, but for params that are masters, or halves of them: these are
+// borrowed from the caller, who may write them when a step behind the save has completed.
 #pragma once
 
 #include <atomic>
@@ -24,6 +27,12 @@ class Capture {
     params_[param] = {begin, element_bytes};
   }
 
+  // Up to here it reads what is the caller's; 0, as before this is said: nowhere.
+  void SetBorrowedEnd(uint64_t position) { borrowed_end_ = position; }
+  bool borrows() const { return borrowed_end_ > 0; }
+  // Whether all of that has been read.
+  bool gave_back() const { return position_.load() >= borrowed_end_; }
+
   // Told by the save as it goes; positions grow.
   void Advance(uint64_t position) {
     position_.store(position);
@@ -37,8 +46,8 @@ class Capture {
 
   // Returns when the first `end` elements of all of the param's arrays have been read.
   void Await(uint32_t param, uint64_t end) { AwaitPosition(PositionOf(param, end)); }
-  void AwaitAll() { AwaitPosition(UINT64_MAX); }
-  // The same for at most so long; whether all has been read.
+  void AwaitBorrowed() { AwaitPosition(borrowed_end_); }
+  // For at most so long, if not negative; whether all has been read.
   bool AwaitAll(int64_t timeout_ns) { return AwaitPosition(UINT64_MAX, timeout_ns); }
 
  private:
@@ -69,6 +78,7 @@ class Capture {
   }
 
   std::vector<LastArray> params_;
+  uint64_t borrowed_end_ = 0;
   std::atomic<uint64_t> position_ = 0;
   std::atomic<bool> waiting_ = false;
   std::mutex mutex_;

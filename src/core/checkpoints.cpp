@@ -62,10 +62,11 @@ Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timel
   }
   sequence_ = sequence;
   publishing_ = false;
-  timeline.Hold(sequence, comm_.world() == 1
-                              ? 0
-                              : RoundNs());  // first: the saver may have ended before Start returns
-  saver_->Start(directory_->path(), [&timeline] { timeline.Wake(); });
+  // First: the saver may have ended before Start returns.
+  timeline.Hold(sequence, comm_.world() == 1 ? 0 : RoundNs(), capture()->borrows());
+  saver_->Start(
+      directory_->path(), [&timeline] { timeline.ReleaseStreams(); },
+      [&timeline] { timeline.Wake(); });
   return {};
 }
 

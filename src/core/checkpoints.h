@@ -39,7 +39,7 @@ class Checkpoints {
         pipeline_(pipeline),
         comm_(comm) {}
 
-  // Begins a save, which holds the timeline's completions. What concerns only the files is reported
+  // Begins a save, which completes in the background. What concerns only the files is reported
   // to the timeline; what comes back is poison.
   Status Save(SaveRequest request, EventHandle ready, Timeline& timeline, uint64_t sequence);
 

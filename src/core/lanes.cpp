@@ -55,6 +55,7 @@ Status Lanes::CreateAll(const Placement& placement) {
   for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
   ready_.resize(Timeline::kCapacity * kMaxProducers);
   for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
+  HYBRIDOPT_TRY(NewEvent("params ready", &kept_ready_));
   landed.resize(ring_.slots());
   uploaded.resize(ring_.slots());
   for (uint32_t slot = 0; slot < ring_.slots(); ++slot) {

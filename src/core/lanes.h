@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "core/context.h"
@@ -39,6 +40,13 @@ class Lanes {
   // The events that tell when the work queued before a request is done.
   std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
     return std::span(ready_).subspan(slot * kMaxProducers, ready_.empty() ? 0 : kMaxProducers);
+  }
+  // Takes a slot's first one out of it, for work that goes on when the slot is used again. It is
+  // put back with the next call.
+  EventHandle KeepReadyEvent(uint32_t slot) {
+    if (ready_.empty()) return nullptr;
+    std::swap(ready_[slot * kMaxProducers], kept_ready_);
+    return kept_ready_;
   }
   static constexpr uint32_t kMaxProducers = 4;
   // Commands that may be queued on a stream behind work that is not ours. Launch queues hold 1024.
@@ -77,6 +85,7 @@ class Lanes {
   std::vector<StreamHandle> streams_;  // to destroy
   std::vector<EventHandle> events_;    // to destroy
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
+  EventHandle kept_ready_ = nullptr;   // of no slot
   const Placement* placement_ = nullptr;
   void* scratch_ = nullptr;    // device
   uint64_t pinned_bytes_ = 0;  // reserved in the context

@@ -377,6 +377,16 @@ Status Optimizer::CheckCommitted() const {
   return Status::Error(OFFLOAD_INVALID_STATE, "not committed; call offload_optimizer_commit first");
 }
 
+// What is queued works on state; so does a save that is all that is left.
+Status Optimizer::CheckIdle() const {
+  const uint32_t queued = committed_->timeline->queued();
+  if (queued == 0) return {};
+  return Status::Error(OFFLOAD_INVALID_STATE,
+                       "%u calls are queued (a save counts until its ticket completes); call "
+                       "offload_optimizer_wait first",
+                       queued);
+}
+
 // ------------------------------------------------------------------------------------- stepping --
 
 Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) {
@@ -544,7 +554,8 @@ Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
   if (request.step != nullptr)
     status = ExecuteStep(*request.step, slot, sequence);
   else if (request.save != nullptr)
-    status = checkpoints.Save(std::move(*request.save), ReadyEvent(slot), timeline, sequence);
+    status = checkpoints.Save(std::move(*request.save), committed_->lanes->KeepReadyEvent(slot),
+                              timeline, sequence);
   else if (request.load != nullptr)
     status = checkpoints.Load(*request.load, ReadyEvent(slot), timeline, sequence);
   else
@@ -656,8 +667,8 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
   }
   Timeline& timeline = *committed_->timeline;
   HYBRIDOPT_TRY(timeline.CheckPoison());
-  if (context_->device().unified()) return timeline.Wait(sequence, -1);
-  if (context_->device().shares_queues()) return timeline.AwaitMark(sequence, mark);
+  if (context_->device().unified() || context_->device().shares_queues())
+    return timeline.AwaitMark(sequence, mark);
   return context_->device().StreamWaitFlag(stream, &timeline.progress(),
                                            Timeline::ProgressAt(sequence, mark));
 }
@@ -666,9 +677,7 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
 
 Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) const {
   HYBRIDOPT_TRY(CheckCommitted());
-  if (!committed_->timeline->idle())
-    return Status::Error(OFFLOAD_INVALID_STATE,
-                         "steps are queued; call offload_optimizer_wait first");
+  HYBRIDOPT_TRY(CheckIdle());
   if (param_id >= table_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "param is %u, but only %u params have been added", param_id,
@@ -728,9 +737,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
 Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
-  if (!committed_->timeline->idle())
-    return Status::Error(OFFLOAD_INVALID_STATE,
-                         "steps are queued; call offload_optimizer_wait first");
+  HYBRIDOPT_TRY(CheckIdle());
   if (param >= table_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "param is %u, but only %u params have been added", param, table_.size());
@@ -752,9 +759,7 @@ offload_stats_t Optimizer::Stats() const {
   stats.grads_on_host_bytes = lifecycle.grads_on_host_bytes();
   stats.states_on_host_bytes = committed_->host_state_bytes + lifecycle.states_on_host_bytes();
   stats.states_on_device_bytes = committed_->device_state_bytes - lifecycle.states_on_host_bytes();
-  if (!committed_->timeline->idle())
-    stats.queued = static_cast<uint32_t>(committed_->timeline->submitted() -
-                                         committed_->timeline->completed());
+  stats.queued = committed_->timeline->queued();
   return stats;
 }
 

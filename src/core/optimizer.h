@@ -97,6 +97,7 @@ class Optimizer {
   PlacementOptions MakePlacementOptions() const;
   Status CheckRoom(const offload_plan_t& plan) const;
   Status CheckCommitted() const;
+  Status CheckIdle() const;
   Status CheckStepOptions(const offload_step_options_t& options) const;
   void FillStep(const offload_step_options_t& options, StepRequest& request) const;
   Status RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams);

@@ -64,10 +64,30 @@ Status Saver::LayOut(const ParamTable& table, const Placement& placement) {
   std::stable_sort(arrays_.begin(), arrays_.end(), [](const Array& a, const Array& b) {
     return a.tensor->offset < b.tensor->offset;
   });
-  for (const Array& array : arrays_)
+  TellCapture();
+  return {};
+}
+
+void Saver::TellCapture() {
+  for (const Array& array : arrays_) {
     capture_.SetLastArray(array.param, array.tensor->offset,
                           checkpoint::DtypeBytes(array.tensor->dtype));
-  return {};
+    if (Borrows(array)) capture_.SetBorrowedEnd(array.tensor->offset + array.tensor->bytes);
+  }
+}
+
+// Whether any element of it is read from the caller's memory.
+bool Saver::Borrows(const Array& array) const {
+  const Residency& residency = request_.residency[array.param];
+  if (array.slot != kMaster || residency.params_on_host) return false;
+  const uint64_t count = array.tensor->bytes / checkpoint::DtypeBytes(array.tensor->dtype);
+  for (uint64_t first = 0; first < count;) {
+    const StateStretch stretch =
+        places_.At(array.param, array.slot, first, count - first, residency);
+    if (stretch.is_param || stretch.upper != nullptr) return true;
+    first += stretch.count;
+  }
+  return false;
 }
 
 void Saver::ListShard(const Param& param, uint32_t id, const ParamPlace& place) {
@@ -87,8 +107,10 @@ void Saver::ListShard(const Param& param, uint32_t id, const ParamPlace& place) 
 
 // --------------------------------------------------------------------------------------- thread --
 
-void Saver::Start(const std::string& directory, std::function<void()> ended) {
+void Saver::Start(const std::string& directory, std::function<void()> gave_back,
+                  std::function<void()> ended) {
   directory_ = directory;
+  tell_gave_back_ = std::move(gave_back);
   tell_end_ = std::move(ended);
   const auto body = [](void* saver) -> void* {
     prim::NameThisThread("hybridopt/save");
@@ -119,6 +141,7 @@ void Saver::RunAndTell() {
 
 void Saver::TellEnd() {
   capture_.End();
+  tell_gave_back_();
   {
     std::lock_guard lock(end_mutex_);
     ended_ = true;
@@ -201,7 +224,11 @@ Status Saver::Write() {
 Status Saver::WriteArrays(checkpoint::BlockWriter& writer) {
   writer_ = &writer;
   HYBRIDOPT_TRY(Append(head_.data(), head_.size()));
-  for (const Array& array : arrays_) HYBRIDOPT_TRY(AppendArray(array));
+  for (const Array& array : arrays_) {
+    const bool borrowing = !capture_.gave_back();
+    HYBRIDOPT_TRY(AppendArray(array));
+    if (borrowing && capture_.gave_back()) tell_gave_back_();
+  }
   if (filled_bytes_ > 0) writer.Submit(filled_bytes_);
   return {};
 }

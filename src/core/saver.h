@@ -57,9 +57,11 @@ class Saver {
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
 
-  // Writes into a directory that is there. `ended` is called as the last act of the saver's thread;
-  // if there can be none, before this returns.
-  void Start(const std::string& directory, std::function<void()> ended);
+  // Writes into a directory that is there. `gave_back` is called when nothing of the caller's is
+  // read any more, and `ended` as the last act of the saver's thread; if there can be none, before
+  // this returns.
+  void Start(const std::string& directory, std::function<void()> gave_back,
+             std::function<void()> ended);
   // What a later step must ask before it overwrites state.
   Capture& capture() { return capture_; }
   bool ended() const { return ended_; }
@@ -89,6 +91,8 @@ class Saver {
 
   Status LayOut(const ParamTable& table, const Placement& placement);
   void ListShard(const Param& param, uint32_t id, const ParamPlace& place);
+  void TellCapture();
+  bool Borrows(const Array& array) const;
   void RunAndTell();
   void TellEnd();
   Status Run();
@@ -128,6 +132,7 @@ class Saver {
   uint64_t filled_bytes_ = 0;   // of it
   uint64_t position_ = 0;       // in the file
 
+  std::function<void()> tell_gave_back_;
   std::function<void()> tell_end_;
   std::optional<pthread_t> thread_;
   Status outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save that has not run");

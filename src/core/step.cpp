@@ -106,6 +106,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   } else {
     HYBRIDOPT_TRY(RunStaged(request, ready, reached, result, &verdict));
   }
+  AwaitBorrowed(result);
   CountStep(verdict, result);
   return {};
 }
@@ -247,6 +248,13 @@ void StepPipeline::AwaitCaptureOfDeviceShare() {
   for (uint32_t id = 0; id < table_.size(); ++id)
     if (params_[id].active && placement_.params[id].device_count > 0)
       capture_->Await(id, placement_.params[id].device_count);
+}
+
+// Once the step has completed the caller may write any param, those that it left alone too.
+void StepPipeline::AwaitBorrowed(offload_step_result_t* result) {
+  if (capture_ == nullptr) return;
+  Stopwatch total(result->total_seconds), stall(result->stall_seconds);
+  capture_->AwaitBorrowed();
 }
 
 // --------------------------------------------------------------------- params in device memory --

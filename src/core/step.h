@@ -83,6 +83,7 @@ class StepPipeline {
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
   void AwaitCaptureOf(uint32_t chunk, const ChunkPart& part);
   void AwaitCaptureOfDeviceShare();
+  void AwaitBorrowed(offload_step_result_t* result);
   Status RunStaged(const StepRequest& request, EventHandle ready,
                    FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
                    Verdict* verdict);

@@ -18,8 +18,9 @@ Timeline::Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progre
     : execute_(std::move(execute)),
       settle_(std::move(settle)),
       fork_generation_(prim::ForkGeneration()),
-      progress_(progress) {
-  progress_.store(ProgressAt(1, 0));  // who waits for "all that is queued" waits for nothing yet
+      progress_(progress),
+      reached_(ProgressAt(1, 0)) {  // who waits for "all that is queued" waits for nothing yet
+  progress_.store(reached_);
 }
 
 Timeline::~Timeline() { Drain(); }
@@ -39,11 +40,10 @@ void Timeline::Drain() {
 
 Result<uint32_t> Timeline::NextSlot() {
   HYBRIDOPT_TRY(CheckPoison());
-  const uint64_t queued = submitted_.load() - completed_.load();
-  if (queued >= kCapacity)
+  if (const uint32_t queued = this->queued(); queued >= kCapacity)
     return Status::Error(OFFLOAD_INVALID_STATE,
-                         "%llu calls are queued, at most %u may be; wait for an earlier ticket",
-                         static_cast<unsigned long long>(queued), kCapacity);
+                         "%u calls are queued, at most %u may be; wait for an earlier ticket",
+                         queued, kCapacity);
   return static_cast<uint32_t>((submitted_.load() + 1) % kCapacity);
 }
 
@@ -67,19 +67,22 @@ Result<uint64_t> Timeline::Submit() {
 
 Status Timeline::Wait(uint64_t sequence, int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
-  HYBRIDOPT_TRY(Await(lock, sequence, timeout_ns));
+  const auto completed = [&] { return executed_ >= sequence && (held_ == 0 || held_ != sequence); };
+  HYBRIDOPT_TRY(Await(lock, sequence, completed, timeout_ns));
   return OutcomeOf(sequence);
 }
 
 Status Timeline::WaitForAll(int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
-  const uint64_t sequence = submitted_.load();
-  HYBRIDOPT_TRY(Await(lock, sequence, timeout_ns));
-  return Untold(sequence);
+  const uint64_t last = submitted_.load();
+  const auto completed = [&] { return executed_ >= last && (held_ == 0 || held_ > last); };
+  HYBRIDOPT_TRY(Await(lock, last, completed, timeout_ns));
+  return Untold(last);
 }
 
-Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns) {
-  const auto done = [&] { return completed_.load() >= sequence || Suffers(sequence); };
+Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence,
+                       FunctionRef<bool()> completed, int64_t timeout_ns) {
+  const auto done = [&] { return completed() || Suffers(sequence); };
   if (timeout_ns < 0) {
     changed_.wait(lock, done);
   } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, kYearsNs)),
@@ -88,7 +91,7 @@ Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, in
                          "ticket not complete after %.3f s; the work goes on, wait again",
                          static_cast<double>(timeout_ns) * 1e-9);
   }
-  return completed_.load() >= sequence ? Status() : cause_;
+  return completed() ? Status() : cause_;
 }
 
 Status Timeline::OutcomeOf(uint64_t sequence) {
@@ -97,12 +100,20 @@ Status Timeline::OutcomeOf(uint64_t sequence) {
     failure.told = true;
     return failure.status;
   }
+  if (std::binary_search(forgotten_.begin(), forgotten_.end(), sequence))
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "the save or load of this ticket failed, and why has been forgotten: the "
+                         "last %zu failures are remembered; wait for each ticket soon",
+                         kFailuresKept);
   return {};
 }
 
 void Timeline::Report(uint64_t sequence, Status failure) {
   std::lock_guard lock(mutex_);
-  if (failures_.size() == kFailuresKept) failures_.pop_front();
+  if (failures_.size() == kFailuresKept) {
+    forgotten_.push_back(failures_.front().sequence);
+    failures_.pop_front();
+  }
   failures_.push_back({sequence, std::move(failure), false});
 }
 
@@ -115,19 +126,26 @@ Status Timeline::Untold(uint64_t sequence) {
   return {};
 }
 
-void Timeline::Hold(uint64_t sequence, int64_t round_ns) {
+void Timeline::Hold(uint64_t sequence, int64_t round_ns, bool holds_streams) {
   std::lock_guard lock(mutex_);
   HYBRIDOPT_CHECK(held_ == 0);
   held_ = sequence;
   round_ns_ = round_ns;
+  holds_streams_ = holds_streams;
+}
+
+void Timeline::ReleaseStreams() {
+  std::lock_guard lock(mutex_);
+  holds_streams_ = false;
+  progress_.store(reached_);
 }
 
 void Timeline::Release() {
+  ReleaseStreams();
   {
     std::lock_guard lock(mutex_);
     held_ = 0;
     awake_ = false;
-    completed_.store(executed_);
   }
   changed_.notify_all();
 }
@@ -140,6 +158,16 @@ void Timeline::Wake() {
   changed_.notify_all();
 }
 
+void Timeline::Reached(uint64_t sequence, uint64_t mark) {
+  std::lock_guard lock(mutex_);
+  Show(ProgressAt(sequence, mark));
+}
+
+void Timeline::Show(uint64_t progress) {
+  reached_ = progress;
+  if (!holds_streams_) progress_.store(progress);
+}
+
 // Marks come every 100 us or so, and nobody is told of them: they are looked for.
 Status Timeline::AwaitMark(uint64_t sequence, uint64_t mark) {
   constexpr int kLooksBeforeNaps = 1000;
@@ -148,15 +176,17 @@ Status Timeline::AwaitMark(uint64_t sequence, uint64_t mark) {
     if (looks < kLooksBeforeNaps) {
       std::this_thread::yield();
     } else {
+      HYBRIDOPT_TRY(CheckPoison());  // streams may still be held then
       std::this_thread::sleep_for(kNap);
     }
   }
   return CheckPoison();
 }
 
-bool Timeline::idle() const {
+uint32_t Timeline::queued() const {
   std::lock_guard lock(mutex_);
-  return completed_.load() == submitted_.load() || (!cause_.ok() && held_ == 0);
+  const uint64_t to_run = cause_.ok() ? submitted_.load() - executed_ : 0;
+  return static_cast<uint32_t>(to_run) + (held_ != 0 ? 1 : 0);
 }
 
 Status Timeline::CheckPoison() const {
@@ -176,7 +206,7 @@ void Timeline::Loop() {
       if (!SettleBackground(false)) return;
       continue;
     }
-    progress_.store(ProgressAt(sequence, 0));
+    Reached(sequence, 0);
     Status status = execute_(static_cast<uint32_t>(sequence % kCapacity), sequence);
     if (!status.ok()) {
       // Told at once, for the background may take long. It does not suffer if it can help it.
@@ -219,29 +249,26 @@ void Timeline::Passed(uint64_t sequence) {
   {
     std::lock_guard lock(mutex_);
     executed_ = sequence;
-    if (held_ == 0) completed_.store(sequence);
+    Show(ProgressAt(sequence + 1, 0));
   }
-  // Streams that wait for what is done need not wait for the background.
-  progress_.store(ProgressAt(sequence + 1, 0));
   changed_.notify_all();
 }
 
-// Whether a piece that has not completed never will.
+// Whether a piece that has not completed never will: what is queued behind a failure does not run,
+// and the background ends unless the failure is its own.
 bool Timeline::Suffers(uint64_t sequence) const {
-  return !cause_.ok() && (sequence >= failed_ || held_ == 0);
+  return !cause_.ok() && (sequence > executed_ || failed_ == 0);
 }
 
+// After a failure every stream is let go: a hung device would be worse than a wrong value that the
+// caller is told about. The background ends by itself, so it may hold them for as long as it reads.
 void Timeline::Poison(uint64_t sequence, Status cause) {
   {
     std::lock_guard lock(mutex_);
-    if (cause_.ok()) {
-      cause_ = std::move(cause);
-      failed_ = sequence;
-    }
+    if (cause_.ok()) cause_ = std::move(cause);  // the first one counts
+    failed_ = sequence;
+    Show(kReleased);
   }
-  // After a failure every stream is let go: a hung device would be worse than a wrong value that
-  // the caller is told about.
-  progress_.store(kReleased);
   changed_.notify_all();
 }
 

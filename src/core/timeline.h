@@ -1,11 +1,12 @@
 // Timeline: the order of one optimizer's queued work, and who waits for it.
 //
 // One thread runs the work, first in first out. Each piece has a sequence number, from 1; a piece
-// completes, or it fails and poisons all that comes after. Progress inside a piece shows in one
-// 64-bit word that only grows, so that device streams can wait on it without the host.
+// completes when it has run, or it fails and poisons all that comes after. Progress inside a piece
+// shows in one 64-bit word that only grows, so that device streams can wait on it without the host.
 //
-// A piece may go on in the background (a save): later ones then run, but complete only with it. And
-// it may fail on its own (its files): then it completes with that status, and nothing else suffers.
+// One piece at a time may go on in the background (a save): it completes late, and later ones do
+// not wait for it. While it reads what streams may write, the word stands still. And a piece may
+// fail on its own (its files): then it completes with that status, and nothing else suffers.
 #pragma once
 
 #include <pthread.h>
@@ -17,7 +18,9 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <vector>
 
+#include "base/function_ref.h"
 #include "base/status.h"
 
 namespace hybridopt {
@@ -41,8 +44,8 @@ class Timeline {
   // Runs what is queued, then ends the thread; in a forked child leaves it alone. The last call.
   void Drain();
 
-  // The slot that the next Submit will queue; its earlier content is no longer read.
-  // INVALID_STATE when kCapacity pieces are queued, POISONED after a failure.
+  // The slot that the next Submit will queue; its earlier content has been executed, and is no
+  // longer read. INVALID_STATE when kCapacity pieces are queued, POISONED after a failure.
   Result<uint32_t> NextSlot();
   // Queues that slot and gives its sequence number. Starts the thread the first time.
   Result<uint64_t> Submit();
@@ -54,22 +57,25 @@ class Timeline {
   // nobody has been told of, once each.
   Status WaitForAll(int64_t timeout_ns);
 
-  // Said while the piece runs: it and later ones complete when Release is called. One at a time.
-  // Until then Settle is called every `round_ns` where nothing else is to be done; 0: not.
-  void Hold(uint64_t sequence, int64_t round_ns);
-  void Release();  // on the timeline's own thread
+  // Said while the piece runs: it completes when Release is called, and until then Settle is called
+  // every `round_ns` where nothing else is to be done; 0: not. With `holds_streams` the word stays
+  // at the piece's start until ReleaseStreams. One at a time.
+  void Hold(uint64_t sequence, int64_t round_ns, bool holds_streams);
+  void ReleaseStreams();  // any thread, any number of times
+  void Release();         // on the timeline's own thread
   // The background has come so far that Settle has something to do. Any thread.
   void Wake();
-  // Said before the piece completes: it has failed, and that is nobody else's concern. The last
-  // kFailuresKept are remembered.
+  // Said before the piece completes: it has failed, and that is nobody else's concern. Why is
+  // remembered of the last kFailuresKept.
   void Report(uint64_t sequence, Status failure);
   static constexpr size_t kFailuresKept = 64;
-  // Waits until a mark is reached, on the calling thread; the cause if it never will be.
+  // Waits until a mark shows in the word, on the calling thread; the cause if it never will.
   Status AwaitMark(uint64_t sequence, uint64_t mark);
 
   uint64_t submitted() const { return submitted_.load(); }
-  uint64_t completed() const { return completed_.load(); }
-  bool idle() const;  // nothing queued or running
+  // Pieces that are waiting, running or in the background; after a failure what is still going on.
+  uint32_t queued() const;
+  bool idle() const { return queued() == 0; }
   // POISONED with the cause in its text after a failure, else OK.
   Status CheckPoison() const;
 
@@ -79,7 +85,7 @@ class Timeline {
   // Marks inside a piece: mark 0 is its start; all marks are reached when it completes.
   static constexpr uint64_t kMarks = uint64_t{1} << 24;
   static uint64_t ProgressAt(uint64_t sequence, uint64_t mark) { return sequence * kMarks + mark; }
-  void Reached(uint64_t sequence, uint64_t mark) { progress_.store(ProgressAt(sequence, mark)); }
+  void Reached(uint64_t sequence, uint64_t mark);
   const std::atomic<uint64_t>& progress() const { return progress_; }
 
  private:
@@ -89,9 +95,11 @@ class Timeline {
   bool SettleBackground(bool failure);
   void Passed(uint64_t sequence);
   void Poison(uint64_t sequence, Status cause);
-  bool Suffers(uint64_t sequence) const;  // with mutex_ held
-  // These three with mutex_ held.
-  Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns);
+  // These with mutex_ held.
+  void Show(uint64_t progress);
+  bool Suffers(uint64_t sequence) const;
+  Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, FunctionRef<bool()> completed,
+               int64_t timeout_ns);
   Status OutcomeOf(uint64_t sequence);
   Status Untold(uint64_t sequence);
 
@@ -100,22 +108,24 @@ class Timeline {
   const uint64_t fork_generation_;
   std::atomic<uint64_t>& progress_;
   std::atomic<uint64_t> submitted_ = 0;
-  std::atomic<uint64_t> completed_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Status cause_;         // of the failure; guarded by mutex_, as all below but the thread
-  uint64_t failed_ = 0;  // the piece that failed; earlier ones may still complete
+  uint64_t failed_ = 0;  // the piece that failed; 0: none, or the background
   bool stopping_ = false;
-  uint64_t executed_ = 0;  // the last piece that has run
-  uint64_t held_ = 0;      // the piece that goes on in the background; 0: none
-  int64_t round_ns_ = 0;   // how often Settle is called for it
-  bool awake_ = false;     // Settle has something to do
+  uint64_t executed_ = 0;       // the last piece that has run
+  uint64_t held_ = 0;           // the piece that goes on in the background; 0: none
+  int64_t round_ns_ = 0;        // how often Settle is called for it
+  bool awake_ = false;          // Settle has something to do
+  bool holds_streams_ = false;  // the background reads what streams may write
+  uint64_t reached_;            // what the word will say when nothing holds it
   struct Failure {
     uint64_t sequence;
     Status status;
     bool told;
   };
   std::deque<Failure> failures_;     // of pieces that failed on their own, in order
+  std::vector<uint64_t> forgotten_;  // earlier ones, in order: that they failed, not why
   std::optional<pthread_t> thread_;  // started by the first Submit
 };
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <thread>
 
+#include "../held_files.h"
 #include "../temporary_directory.h"
 #include "lifecycle_rig.h"
 
@@ -37,16 +38,6 @@ class SlowFiles : public prim::Files {
   }
   const uint64_t delay_us_max_;
   std::atomic<uint64_t> turn_ = 1;
-};
-
-// Files that hold a save before it has read the first byte of state.
-class HeldFiles : public prim::Files {
- public:
-  int Allocate(int file, uint64_t bytes) override {
-    while (held) std::this_thread::yield();
-    return Files::Allocate(file, bytes);
-  }
-  std::atomic<bool> held = false;
 };
 
 constexpr size_t kSteps = 4;
@@ -140,7 +131,7 @@ class HeldSave : public testing::Test {
  protected:
   // A save of the state after one step, which stands still.
   void Start(int32_t device, double fraction) {
-    files_.held = true;
+    files_.before_reading = true;
     rig_.emplace(solved_.problem, SettingOf(files_, device, fraction));
     QueueStep(*rig_, solved_.problem.steps[0]);
     rig_->Wait();
@@ -151,10 +142,10 @@ class HeldSave : public testing::Test {
   void Finish() {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, 0), OFFLOAD_TIMED_OUT);
-    files_.held = false;
+    files_.before_reading = false;
     rig_->Wait();
     EXPECT_EQ(LoadedDifference(solved_.problem, path_, solved_.trace[1]), "");
-    files_.held = true;
+    files_.before_reading = true;
   }
 
   const Solved solved_{RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 3, 9)};
@@ -186,7 +177,7 @@ TEST_F(HeldSave, ParamsAndStatesThatGoAndComeBackElsewhere) {
       const offload_ticket_t moved = rig_->Move(offload_optimizer_offload_params);
       std::thread opener([this] {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        files_.held = false;
+        files_.before_reading = false;
       });
       rig_->Wait(moved);
       opener.join();

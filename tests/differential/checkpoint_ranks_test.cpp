@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "../held_files.h"
 #include "../temporary_directory.h"
 #include "../thread_comm.h"
 #include "core/context.h"
@@ -57,9 +58,11 @@ class Ranks {
     Wait();
   }
   // In blocks of its own, so that the gradients of a queued step stay.
-  void Queue(size_t step) {
+  std::vector<offload_ticket_t> Queue(size_t step) {
+    std::vector<offload_ticket_t> tickets;
     for (auto& rank : ranks_)
-      rank->Queue(rank->local().steps[step], rank->rig().AddBlock(100 + step));
+      tickets.push_back(rank->Queue(rank->local().steps[step], rank->rig().AddBlock(100 + step)));
+    return tickets;
   }
   void Wait() {
     for (auto& rank : ranks_) MUST(offload_optimizer_wait(rank->rig().handle(), 0, -1));
@@ -255,27 +258,6 @@ TEST(CheckpointRanks, ARankThatRefusesALoadRefusesItForAll) {
   EXPECT_EQ(ranks.Difference(3), "");
 }
 
-// A disk that takes its time: before it gives room, or before it has written all.
-class HeldFiles : public prim::Files {
- public:
-  explicit HeldFiles(bool before_reading) : before_reading_(before_reading) {}
-  int Allocate(int file, uint64_t bytes) override {
-    if (before_reading_) Wait();
-    return Files::Allocate(file, bytes);
-  }
-  int Truncate(int file, uint64_t bytes) override {
-    if (!before_reading_) Wait();
-    return Files::Truncate(file, bytes);
-  }
-  std::atomic<bool> held = true;
-
- private:
-  void Wait() const {
-    while (held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  const bool before_reading_;
-};
-
 void UseFiles(ShardedRank& rank, prim::Files& files) {
   using Contexts = HandleTable<Context, HandleKind::kContext>;
   Contexts::Instance().Find(rank.context(), "context").value()->UseFiles(files);
@@ -293,25 +275,26 @@ TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
   for (const bool before_reading : {false, true}) {
     const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3003);
     const TemporaryDirectory directory;
-    HeldFiles files(before_reading);
+    HeldFiles files;
+    std::atomic<bool>& held = before_reading ? files.before_reading : files.before_end;
+    held = true;
     Random random(4);
     Ranks ranks(*sharded, RandomSetting(random), kTimeoutNs);
     UseFiles(ranks[1], files);
     ranks.Step(0);
     const std::vector<offload_ticket_t> tickets = ranks.Save(directory / "new");
     ranks.Queue(1);
-    ranks.Queue(2);
-    // They have run, though their tickets complete with the save's; or something has failed.
-    while (!before_reading && StepsApplied(ranks.handle(0)) < 3 &&
-           offload_optimizer_wait(ranks.handle(0), 0, 0) == OFFLOAD_TIMED_OUT)
-      std::this_thread::yield();
+    const std::vector<offload_ticket_t> last = ranks.Queue(2);
+    for (uint32_t rank = 0; rank < 2 && !before_reading; ++rank)
+      EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), last[rank], -1), OFFLOAD_OK)
+          << offload_last_error();
     std::this_thread::sleep_for(std::chrono::nanoseconds(2 * kTimeoutNs));
     EXPECT_EQ(StepsApplied(ranks.handle(1)), before_reading ? 1u : 3u);
     for (uint32_t rank = 0; rank < 2; ++rank) {
       EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), 0, 0), OFFLOAD_TIMED_OUT)
           << offload_last_error();
     }
-    files.held = false;
+    held = false;
     std::vector<std::string> texts;
     ASSERT_EQ(ranks.Outcomes(tickets, &texts), AllOf(2, OFFLOAD_OK)) << texts[0] << texts[1];
     ranks.Wait();

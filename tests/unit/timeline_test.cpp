@@ -35,6 +35,7 @@ class Line {
   std::atomic<uint64_t> failing = 0;    // this sequence number fails
   std::atomic<uint64_t> reporting = 0;  // this one fails on its own
   std::atomic<uint64_t> holding = 0;    // this one goes on in the background
+  std::atomic<bool> holding_streams = false;
   std::atomic<int> settled = 0;
   std::atomic<int> settled_after_failure = 0;
   std::atomic<bool> settling_slowly = false;
@@ -48,7 +49,7 @@ class Line {
     permits_ -= 1;
     executed.emplace_back(slot, sequence);
     timeline->Reached(sequence, 5);
-    if (sequence == holding) timeline->Hold(sequence, 0);
+    if (sequence == holding) timeline->Hold(sequence, 0, holding_streams);
     if (sequence == reporting)
       timeline->Report(sequence, Status::Error(OFFLOAD_IO_FAILED, "no room for %d", 8));
     if (sequence == failing) return Status::Error(OFFLOAD_DEVICE_FAILED, "broken at %d", 7);
@@ -77,7 +78,7 @@ TEST(Timeline, RunsInOrderAndCountsFromOne) {
   for (uint64_t i = 0; i < 100; ++i)
     EXPECT_EQ(line.executed[i],
               std::make_pair(static_cast<uint32_t>((i + 1) % Timeline::kCapacity), i + 1));
-  EXPECT_EQ(line.timeline->completed(), 100u);
+  EXPECT_EQ(line.timeline->queued(), 0u);
   EXPECT_TRUE(line.timeline->idle());
 }
 
@@ -150,7 +151,7 @@ TEST(Timeline, AFailurePoisonsWhatComesAfterButNotWhatWasBefore) {
   line.Permit(100);
   for (std::thread& waiter : waiters) waiter.join();
   EXPECT_EQ(line.executed.size(), 3u) << "what was queued behind the failure never runs";
-  EXPECT_EQ(line.timeline->completed(), 2u);
+  EXPECT_EQ(line.timeline->queued(), 0u);
   EXPECT_TRUE(line.timeline->idle());
   EXPECT_EQ(line.progress, Timeline::kReleased) << "streams that wait are let go";
   for (const Status& status : {line.timeline->CheckPoison(), line.timeline->NextSlot().status()}) {
@@ -236,35 +237,117 @@ TEST(Timeline, AFailureOfTheLastPieceIsToldOnceToo) {
   EXPECT_TRUE(line.timeline->WaitForAll(0).ok());
 }
 
-TEST(Timeline, RemembersTheLastFailures) {
+TEST(Timeline, RemembersWhyTheLastHaveFailedAndOfAllThatTheyHave) {
   Line line;
   line.Permit(1000);
-  const uint64_t count = Timeline::kFailuresKept + 2;
+  const uint64_t count = Timeline::kFailuresKept + 3;
   for (uint64_t sequence = 1; sequence <= count; ++sequence) {
-    line.reporting = sequence;
+    if (sequence != 2) line.reporting = sequence;
     line.Queue();
     (void)line.timeline->Wait(sequence, kForever);
   }
   EXPECT_TRUE(line.timeline->Wait(2, 0).ok());
-  EXPECT_EQ(line.timeline->Wait(3, 0).code(), OFFLOAD_IO_FAILED);
+  for (uint64_t sequence : {1, 3}) {
+    const Status status = line.timeline->Wait(sequence, 0);
+    EXPECT_EQ(status.code(), OFFLOAD_INVALID_STATE);
+    EXPECT_NE(status.message().find("failed, and why has been forgotten: the last 64 failures are "
+                                    "remembered"),
+              std::string::npos)
+        << status.message();
+  }
+  for (uint64_t sequence = 4; sequence <= count; ++sequence)
+    EXPECT_EQ(line.timeline->Wait(sequence, 0).code(), OFFLOAD_IO_FAILED);
 }
 
 // ---------------------------------------------------------------------------- in the background --
 
-TEST(Timeline, LaterPiecesRunBesideTheBackgroundAndCompleteWithIt) {
+TEST(Timeline, LaterPiecesRunAndCompleteBesideTheBackground) {
   Line line;
   line.holding = 1;
   line.Permit(3);
   for (int i = 0; i < 3; ++i) line.Queue();
-  while (line.progress.load() < Timeline::ProgressAt(4, 0)) std::this_thread::yield();
+  EXPECT_TRUE(line.timeline->Wait(2, kForever).ok());
+  EXPECT_TRUE(line.timeline->Wait(3, kForever).ok());
   EXPECT_EQ(line.executed.size(), 3u);
-  for (uint64_t sequence : {1, 2, 3})
-    EXPECT_EQ(line.timeline->Wait(sequence, 0).code(), OFFLOAD_TIMED_OUT);
+  EXPECT_EQ(line.timeline->Wait(1, 0).code(), OFFLOAD_TIMED_OUT);
+  EXPECT_EQ(line.timeline->WaitForAll(0).code(), OFFLOAD_TIMED_OUT);
+  EXPECT_EQ(line.timeline->queued(), 1u);
   EXPECT_FALSE(line.timeline->idle());
   line.timeline->Wake();
-  EXPECT_TRUE(line.timeline->Wait(3, kForever).ok());
+  EXPECT_TRUE(line.timeline->Wait(1, kForever).ok());
+  EXPECT_TRUE(line.timeline->WaitForAll(0).ok());
   EXPECT_EQ(line.settled, 1);
   EXPECT_TRUE(line.timeline->idle());
+}
+
+// It counts as one of those that may be queued, and its slot is given out again.
+TEST(Timeline, AnyNumberOfPiecesPassesTheBackground) {
+  Line line;
+  line.holding = 1;
+  line.Permit(1);
+  line.Queue();
+  for (uint64_t round = 0; round < 3; ++round) {
+    const uint64_t first = line.timeline->submitted() + 1;
+    while (line.timeline->queued() > 1) std::this_thread::yield();
+    for (uint32_t i = 1; i < Timeline::kCapacity; ++i) line.Queue();
+    const Result<uint32_t> full = line.timeline->NextSlot();
+    EXPECT_EQ(full.status().code(), OFFLOAD_INVALID_STATE);
+    line.Permit(Timeline::kCapacity - 1);
+    for (uint64_t sequence = first; sequence <= line.timeline->submitted(); ++sequence)
+      EXPECT_TRUE(line.timeline->Wait(sequence, kForever).ok());
+  }
+  EXPECT_EQ(line.executed.size(), 3 * 255u + 1);
+  EXPECT_EQ(line.timeline->Wait(1, 0).code(), OFFLOAD_TIMED_OUT);
+  line.timeline->Wake();
+  EXPECT_TRUE(line.timeline->WaitForAll(kForever).ok());
+}
+
+TEST(Timeline, AFailureInTheBackgroundIsItsOwn) {
+  Line line;
+  line.holding = line.reporting = 1;
+  line.Permit(2);
+  line.Queue();
+  line.Queue();
+  EXPECT_TRUE(line.timeline->Wait(2, kForever).ok());
+  line.timeline->Wake();
+  EXPECT_EQ(line.timeline->WaitForAll(kForever).code(), OFFLOAD_IO_FAILED);
+  EXPECT_EQ(line.timeline->Wait(1, 0).code(), OFFLOAD_IO_FAILED);
+  EXPECT_TRUE(line.timeline->Wait(2, 0).ok());
+}
+
+// A stream that waits for the piece, or for a later one, must not write what it reads.
+TEST(Timeline, TheBackgroundHoldsStreamsUntilItHasRead) {
+  Line line;
+  line.holding = 1;
+  line.holding_streams = true;
+  line.Permit(3);
+  for (int i = 0; i < 3; ++i) line.Queue();
+  EXPECT_TRUE(line.timeline->Wait(3, kForever).ok());
+  EXPECT_EQ(line.progress, Timeline::ProgressAt(1, 5)) << "streams that wait for 1 stand still";
+  line.timeline->ReleaseStreams();
+  EXPECT_EQ(line.progress, Timeline::ProgressAt(4, 0));
+  line.timeline->ReleaseStreams();
+  EXPECT_EQ(line.progress, Timeline::ProgressAt(4, 0));
+  EXPECT_EQ(line.timeline->Wait(1, 0).code(), OFFLOAD_TIMED_OUT);
+  line.timeline->Wake();
+  EXPECT_TRUE(line.timeline->Wait(1, kForever).ok());
+}
+
+TEST(Timeline, AFailureLetsStreamsGoWhenTheBackgroundHasRead) {
+  Line line;
+  line.holding = 1;
+  line.holding_streams = true;
+  line.failing = 2;
+  line.settling_slowly = true;
+  line.Permit(2);
+  line.Queue();
+  line.Queue();
+  EXPECT_EQ(line.timeline->AwaitMark(2, 0).code(), OFFLOAD_POISONED) << "whoever asks is told";
+  EXPECT_EQ(line.progress, Timeline::ProgressAt(1, 5));
+  line.timeline->ReleaseStreams();
+  EXPECT_EQ(line.progress, Timeline::kReleased);
+  line.settling_slowly = false;
+  EXPECT_TRUE(line.timeline->Wait(1, kForever).ok());
 }
 
 TEST(Timeline, TheBackgroundGoesBeforeWhatIsQueued) {

@@ -232,10 +232,9 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         progress: checkpoints.Progress = None,
     ) -> checkpoints.Transfer:
         """Writes masters, moments and step counts as a new directory of safetensors files and a
-        manifest: whole or not there. On several ranks all call this. With wait=False forward
-        and backward passes go on meanwhile, but the next step() returns when the save has ended too,
-        and until then (or wait() of what this returns) nobody but step() may write fp32 params on the
-        CPU, or moments and masters in place. `progress` is a function of bytes done and bytes in
+        manifest: whole or not there. On several ranks all call this. With wait=False training goes
+        on meanwhile; until the next step() has returned (or wait() of what this returns) nobody else
+        may write fp32 params on the CPU, and until that wait() moments and masters in place. `progress` is a function of bytes done and bytes in
         all, or True or False for a tqdm bar; None (the default) shows one on a terminal."""
         return checkpoints.save(self._ready_engine(), path, masters_only, wait, progress)
 

@@ -16,8 +16,8 @@ use crate::optimizer::{stats, step_result, Handle, Optimizer, StepOptions};
 use crate::param::ParamId;
 use crate::report::{Stats, StepResult};
 
-/// A point on an optimizer's timeline; tickets complete in the order they were given out. It holds
-/// nothing: to forget it forgets no work.
+/// A point on an optimizer's timeline; tickets complete in the order they were given out, but for a
+/// save's, which later ones do not wait for. It holds nothing: to forget it forgets no work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(pub(crate) u64);
 

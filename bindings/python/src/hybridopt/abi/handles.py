@@ -201,7 +201,9 @@ class Optimizer(Handle):
 
     def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
         """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit)."""
-        ended = [kept for kept in list(self._kept) if ticket == 0 or kept <= ticket]
+        # Saves and loads complete in order, steps behind a save before it.
+        ordered = ticket == 0 or ticket in self._kept
+        ended = [kept for kept in list(self._kept) if ordered and (ticket == 0 or kept <= ticket)]
         try:
             _wait("offload_optimizer_wait", timeout_ns, self.value, ticket)
         except TimedOutError:

@@ -1,0 +1,320 @@
+// A save that takes its time: what is queued behind it runs, completes and tells what it did, any
+// number of calls, and the files hold the state of the save's own point all the same. What the save
+// reads of the caller's memory is the caller's again when a later step has completed.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <optional>
+#include <thread>
+
+#include "../forwarding_device.h"
+#include "../held_files.h"
+#include "../temporary_directory.h"
+#include "core/timeline.h"
+#include "lifecycle_rig.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr int64_t kAWhileNs = 20'000'000;  // for what must not happen; nothing is late by it
+
+// Some params have masters of their own and some, where the step is in place, are theirs.
+Problem SmallProblem(size_t steps, StateChoice state = {}) {
+  const std::vector<ParamSpec> params = {{OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 1500},
+                                         {OFFLOAD_FP32, OFFLOAD_BF16, 0, 0, 2100},
+                                         {OFFLOAD_BF16, OFFLOAD_FP32, 0, 0, 700}};
+  Problem problem = RandomProblem(OFFLOAD_ADAMW, params, steps, 3);
+  problem.state = state;
+  for (StepInput& step : problem.steps)  // the first one is there before the save
+    for (uint32_t id = 0; id < params.size() && &step == &problem.steps[0]; ++id)
+      if (!step.grads[id].has_value()) step.grads[id] = Bytes(problem.params[id].grad_bytes());
+  return problem;
+}
+
+struct Place {
+  int32_t device;
+  double fraction;
+};
+
+class BesideASave : public testing::Test {
+ protected:
+  // A save of the state after one step, which stands still before it has read anything, or when it
+  // has read all.
+  void Start(const Problem& problem, const Place& place, bool before_reading,
+             offload_stream_t* stream = nullptr) {
+    solved_.emplace(problem);
+    (before_reading ? files_.before_reading : files_.before_end) = true;
+    LifecycleSetting setting;
+    setting.device_kind = place.device;
+    setting.optimizer = {place.fraction, 1024, 2};
+    setting.files = &files_;
+    setting.wrap = wrap_;
+    rig_.emplace(solved_->problem, setting);
+    rig_->NewGrads(solved_->problem.steps[0]);
+    rig_->BindAll();
+    rig_->Wait(rig_->Step(solved_->problem.steps[0]));
+    path_ = directory_ / std::to_string(saves_++);
+    if (stream == nullptr) save_ = rig_->Save(path_);
+  }
+  int32_t Look(offload_ticket_t ticket) {
+    return offload_optimizer_wait(rig_->optimizer(), ticket, 0);
+  }
+  // A step that updates nothing.
+  offload_ticket_t EmptyStep() {
+    for (void*& grad : rig_->grad) rig_->Free(grad);
+    rig_->BindAll();
+    return rig_->Step({std::vector<std::optional<Bytes>>(rig_->size()), {}});
+  }
+  offload_ticket_t DropGrads() {
+    return rig_->Move(offload_optimizer_offload_grads, {{}, OFFLOAD_MOVE_DROP});
+  }
+  // What the save holds, against the state of its point.
+  std::string SavedDifference() {
+    LifecycleSetting setting;
+    setting.device_kind = OFFLOAD_DEVICE_HOST;
+    LifecycleRig rig(solved_->problem, setting);
+    if (rig.TryLoad(path_) != OFFLOAD_OK) return offload_last_error();
+    return rig.Difference(solved_->trace[1]);
+  }
+
+  const TemporaryDirectory directory_;
+  HeldFiles files_;
+  std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap_;
+  std::optional<Solved> solved_;
+  std::optional<LifecycleRig> rig_;
+  std::string path_;
+  int saves_ = 0;
+  offload_ticket_t save_ = 0;
+};
+
+TEST_F(BesideASave, AnyNumberOfStepsCompletes) {
+  constexpr size_t kSteps = 300;  // more than may be queued
+  const Problem problem = SmallProblem(kSteps);
+  for (const Place& place : {Place{OFFLOAD_DEVICE_HOST, 0}, Place{OFFLOAD_DEVICE_SIM, 0.4}}) {
+    Start(problem, place, false);
+    for (size_t step = 1; step < kSteps; ++step) {
+      rig_->NewGrads(problem.steps[step]);
+      rig_->BindAll();
+      const offload_ticket_t ticket = rig_->Step(problem.steps[step]);
+      ASSERT_EQ(offload_optimizer_wait(rig_->optimizer(), ticket, -1), OFFLOAD_OK)
+          << offload_last_error();
+      const Model& model = solved_->trace[step + 1];
+      ASSERT_EQ(rig_->ResultDifference(model, ticket), "") << "step " << step;
+      for (uint32_t id = 0; id < rig_->size(); ++id)
+        ASSERT_EQ(rig_->Read(rig_->data[id], problem.params[id].data_bytes()),
+                  model.params[id].data)
+            << "step " << step << ", param " << id;
+    }
+    EXPECT_EQ(Look(save_), OFFLOAD_TIMED_OUT);
+    EXPECT_EQ(Look(0), OFFLOAD_TIMED_OUT);
+    EXPECT_EQ(rig_->Stats().queued, 1u);
+    EXPECT_EQ(rig_->Stats().steps_applied + rig_->Stats().steps_skipped, kSteps);
+    files_.before_end = false;
+    rig_->Wait(save_);
+    EXPECT_EQ(rig_->Stats().queued, 0u);
+    EXPECT_EQ(SavedDifference(), "");
+    EXPECT_EQ(rig_->Difference(solved_->trace[kSteps]), "");
+  }
+}
+
+TEST_F(BesideASave, StateIsNotToBeSeenUntilItHasEnded) {
+  Start(SmallProblem(1), {OFFLOAD_DEVICE_HOST, 0}, false);
+  rig_->Wait(EmptyStep());
+  auto view = Make<offload_state_view_t>();
+  for (const int32_t status :
+       {offload_optimizer_state(rig_->optimizer(), 0, OFFLOAD_STATE_EXP_AVG, &view),
+        offload_optimizer_set_step_count(rig_->optimizer(), 0, 7)})
+    EXPECT_EQ(status, OFFLOAD_INVALID_STATE);
+  EXPECT_NE(std::string(offload_last_error()).find("1 calls are queued (a save counts until"),
+            std::string::npos)
+      << offload_last_error();
+  files_.before_end = false;
+  rig_->Wait();
+  EXPECT_EQ(offload_optimizer_state(rig_->optimizer(), 0, OFFLOAD_STATE_EXP_AVG, &view),
+            OFFLOAD_OK);
+}
+
+// Params that are masters, or their halves, are read where they are. Whoever has waited for a step
+// behind the save may write them, though the step left them alone.
+TEST_F(BesideASave, AStepCompletesWhenNothingOfTheCallersIsReadAnyMore) {
+  const StateChoice split{OFFLOAD_MASTER_SPLIT};
+  for (const StateChoice& state : {StateChoice(), split}) {
+    for (const Place& place : {Place{OFFLOAD_DEVICE_HOST, 0}, Place{OFFLOAD_DEVICE_SIM, 1}}) {
+      Start(SmallProblem(1, state), place, true);
+      files_.before_end = true;
+      const offload_ticket_t step = EmptyStep();
+      EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), step, kAWhileNs), OFFLOAD_TIMED_OUT);
+      files_.before_reading = false;
+      rig_->Wait(step);
+      EXPECT_EQ(Look(save_), OFFLOAD_TIMED_OUT);
+      for (uint32_t id = 0; id < rig_->size(); ++id)
+        rig_->Write(rig_->data[id],
+                    Bytes(solved_->problem.params[id].data_bytes(), std::byte{255}));
+      files_.before_end = false;
+      rig_->Wait(save_);
+      EXPECT_EQ(SavedDifference(), "") << state.Text() << ", device " << place.device;
+    }
+  }
+}
+
+TEST_F(BesideASave, WhereMastersAreApartNothingIsHeldUp) {
+  Start(SmallProblem(1), {OFFLOAD_DEVICE_SIM, 0}, true);
+  rig_->Wait(EmptyStep());
+  for (uint32_t id = 0; id < rig_->size(); ++id)
+    rig_->Write(rig_->data[id], Bytes(solved_->problem.params[id].data_bytes(), std::byte{255}));
+  MUST(offload_optimizer_stream_wait(rig_->optimizer(), save_, nullptr, nullptr, 0));
+  MUST(offload_stream_synchronize(rig_->context(), nullptr, -1));
+  EXPECT_EQ(Look(save_), OFFLOAD_TIMED_OUT);
+  files_.before_reading = false;
+  rig_->Wait(save_);
+  EXPECT_EQ(SavedDifference(), "");
+}
+
+// Memory of the device, overwritten by work on a stream.
+struct Overwriting {
+  void* mapped;
+  uint64_t bytes;
+  static void Run(void* self) {
+    const auto* const it = static_cast<Overwriting*>(self);
+    std::memset(it->mapped, 0xff, it->bytes);
+  }
+};
+
+// Work on a stream that waits for the save, or for anything behind it, may write params when the
+// save has read them, and before it has ended.
+TEST_F(BesideASave, AStreamBehindItWaitsUntilItHasRead) {
+  for (int behind = 0; behind < 4; ++behind) {
+    for (const bool named : {false, true}) {
+      Start(SmallProblem(1), {OFFLOAD_DEVICE_SIM, 1}, true);
+      files_.before_end = true;
+      const offload_ticket_t ticket = behind == 0   ? save_
+                                      : behind == 1 ? DropGrads()
+                                      : behind == 2 ? EmptyStep()
+                                                    : 0;
+      if (behind == 1) rig_->Wait(ticket);  // says nothing of params
+      offload_stream_t stream = nullptr;
+      MUST(offload_stream_create(rig_->context(), &stream));
+      const std::vector<uint32_t> ids = {0, 1, 2};
+      MUST(offload_optimizer_stream_wait(rig_->optimizer(), ticket, stream,
+                                         named ? ids.data() : nullptr, named ? 3 : 0));
+      std::vector<Overwriting> writes(ids.size());
+      for (uint32_t id : ids) {
+        writes[id].bytes = solved_->problem.params[id].data_bytes();
+        MUST(offload_device_map(rig_->context(), rig_->data[id], writes[id].bytes,
+                                &writes[id].mapped));
+        MUST(offload_stream_run(rig_->context(), stream, Overwriting::Run, &writes[id]));
+      }
+      EXPECT_EQ(offload_stream_synchronize(rig_->context(), stream, kAWhileNs), OFFLOAD_TIMED_OUT);
+      files_.before_reading = false;
+      MUST(offload_stream_synchronize(rig_->context(), stream, -1));
+      EXPECT_EQ(Look(save_), OFFLOAD_TIMED_OUT);
+      files_.before_end = false;
+      rig_->Wait(save_);
+      EXPECT_EQ(SavedDifference(), "") << "behind " << behind;
+    }
+  }
+}
+
+// On the host the caller itself is the stream.
+TEST_F(BesideASave, OnTheHostTheCallerWaitsUntilItHasRead) {
+  Start(SmallProblem(1), {OFFLOAD_DEVICE_HOST, 0}, true);
+  files_.before_end = true;
+  rig_->Wait(DropGrads());
+  std::atomic<bool> returned = false;
+  std::thread caller([&] {
+    MUST(offload_optimizer_stream_wait(rig_->optimizer(), 0, nullptr, nullptr, 0));
+    returned = true;
+  });
+  std::this_thread::sleep_for(std::chrono::nanoseconds(kAWhileNs));
+  EXPECT_FALSE(returned);
+  files_.before_reading = false;
+  caller.join();
+  EXPECT_EQ(Look(save_), OFFLOAD_TIMED_OUT);
+  for (uint32_t id = 0; id < rig_->size(); ++id)
+    rig_->Write(rig_->data[id], Bytes(solved_->problem.params[id].data_bytes(), std::byte{255}));
+  files_.before_end = false;
+  rig_->Wait(save_);
+  EXPECT_EQ(SavedDifference(), "");
+}
+
+// Stops the first thread that waits for an event, once told to, in front of its wait.
+struct Stop {
+  std::atomic<bool> armed = false, reached = false, held = true;
+};
+class StoppingDevice final : public ForwardingDevice {
+ public:
+  StoppingDevice(std::unique_ptr<Device> device, Stop& stop)
+      : ForwardingDevice(std::move(device)), stop_(stop) {}
+  Status Wait(EventHandle event, int64_t timeout_ns) override {
+    if (stop_.armed.exchange(false)) {
+      stop_.reached = true;
+      while (stop_.held) std::this_thread::yield();
+    }
+    return ForwardingDevice::Wait(event, timeout_ns);
+  }
+
+ private:
+  Stop& stop_;
+};
+
+// The events of its place in the queue are used again by then, for other streams.
+TEST_F(BesideASave, ItWaitsForItsOwnStreamHoweverManyCallsComeBehindIt) {
+  Stop stop;
+  wrap_ = [&](std::unique_ptr<Device> device) {
+    return std::make_unique<StoppingDevice>(std::move(device), stop);
+  };
+  offload_stream_t stream = nullptr;
+  Start(SmallProblem(1), {OFFLOAD_DEVICE_SIM, 1}, false, &stream);
+  files_.before_end = false;
+  MUST(offload_stream_create(rig_->context(), &stream));
+  Gate gate;
+  gate.Close(rig_->context(), stream);
+  const uint32_t own_master = solved_->problem.params[0].dtype == OFFLOAD_FP32   ? 0
+                              : solved_->problem.params[1].dtype == OFFLOAD_FP32 ? 1
+                                                                                 : 2;
+  Overwriting writing{nullptr, solved_->problem.params[own_master].data_bytes()};
+  MUST(offload_device_map(rig_->context(), rig_->data[own_master], writing.bytes, &writing.mapped));
+  MUST(offload_stream_run(rig_->context(), stream, Overwriting::Run, &writing));
+  stop.armed = true;
+  auto options = Make<offload_save_options_t>();
+  options.path = path_.c_str();
+  options.stream = stream;
+  MUST(offload_optimizer_save(rig_->optimizer(), &options, &save_));
+  while (!stop.reached) std::this_thread::yield();
+  for (uint32_t i = 0; i <= Timeline::kCapacity; ++i) rig_->Wait(DropGrads());
+  stop.held = false;
+  EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, kAWhileNs), OFFLOAD_TIMED_OUT);
+  gate.Open();
+  rig_->Wait(save_);
+  LifecycleSetting setting;
+  LifecycleRig loaded(solved_->problem, setting);
+  ASSERT_EQ(loaded.TryLoad(path_), OFFLOAD_OK) << offload_last_error();
+  EXPECT_EQ(loaded.Read(loaded.data[own_master], writing.bytes),
+            Bytes(writing.bytes, std::byte{255}));
+}
+
+TEST_F(BesideASave, DestroyWaitsForItAndNotForMore) {
+  for (const Place& place : {Place{OFFLOAD_DEVICE_HOST, 0}, Place{OFFLOAD_DEVICE_SIM, 0.4}}) {
+    Start(SmallProblem(1), place, false);
+    rig_->Wait(EmptyStep());
+    std::thread destroyer([this] { rig_->DestroyOptimizer(); });
+    files_.before_end = false;
+    destroyer.join();
+    EXPECT_EQ(SavedDifference(), "");
+  }
+}
+
+TEST_F(BesideASave, AFailureOfItIsItsOwn) {
+  Start(SmallProblem(1), {OFFLOAD_DEVICE_HOST, 0}, false);
+  const offload_ticket_t step = EmptyStep();
+  rig_->Wait(step);
+  std::filesystem::create_directory(path_);  // somebody has taken the name
+  files_.before_end = false;
+  EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, -1), OFFLOAD_IO_FAILED);
+  rig_->Wait(step);
+  rig_->Wait();
+  rig_->Wait(EmptyStep());
+}
+
+}  // namespace
+}  // namespace hybridopt

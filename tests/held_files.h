@@ -1,0 +1,31 @@
+// HeldFiles: a disk that takes its time, at two places of a save, until it is told to go on.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "base/files.h"
+
+namespace hybridopt {
+
+class HeldFiles : public prim::Files {
+ public:
+  int Allocate(int file, uint64_t bytes) override {
+    WaitWhile(before_reading);
+    return Files::Allocate(file, bytes);
+  }
+  int Truncate(int file, uint64_t bytes) override {
+    WaitWhile(before_end);
+    return Files::Truncate(file, bytes);
+  }
+  std::atomic<bool> before_reading = false;  // no byte of state has been read
+  std::atomic<bool> before_end = false;      // all has been read, and the save goes on
+
+ private:
+  static void WaitWhile(const std::atomic<bool>& held) {
+    while (held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+};
+
+}  // namespace hybridopt
