@@ -13,19 +13,9 @@ namespace {
 
 using checkpoint::PendingDirectory;
 
-constexpr int64_t kRoundNs = 20'000'000;
-
 // A broken device or a lost rank breaks more than a save or load; a full disk does not.
 bool ConcernsFilesOnly(const Status& status) {
   return status.code() != OFFLOAD_DEVICE_FAILED && status.code() != OFFLOAD_COMM_FAILED;
-}
-
-// Another rank's failure is told as a failure here too, with its code.
-Status FailureOfRank(int32_t rank, int32_t code) {
-  return Status::Error(code,
-                       "rank %d has failed, so no rank goes on with this checkpoint; that rank's "
-                       "own error says why",
-                       rank);
 }
 
 // Other ranks are asked all the same where memory has run out, and the optimizer goes on.
@@ -39,14 +29,6 @@ auto WithinMemory(const char* what, Call&& call) -> decltype(call()) try {
 
 }  // namespace
 
-// All ranks learn whether one has failed. What comes back is a failure to ask.
-Status Checkpoints::AgreeOnFailure(Status* status) const {
-  int32_t failed[2] = {status->ok() ? 0 : comm_.rank() + 1, status->code()};
-  HYBRIDOPT_TRY(comm_.AgreeOnMax(failed, 2));
-  if (failed[0] != 0 && status->ok()) *status = FailureOfRank(failed[0] - 1, failed[1]);
-  return {};
-}
-
 // ---------------------------------------------------------------------------------------- begin --
 
 Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timeline,
@@ -54,16 +36,15 @@ Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timel
   HYBRIDOPT_TRY(Complete(timeline));  // one at a time
   Status status = Begin(std::move(request), ready);
   if (!status.ok()) {
+    if (comm_.rank() == 0 && directory_.has_value()) directory_->Remove();  // a rank is gone
     saver_.reset();
     directory_.reset();
-    context_.Log(OFFLOAD_LOG_ERROR, status.message().c_str());
-    timeline.Report(sequence, status);
-    return ConcernsFilesOnly(status) ? Status() : status;
+    return Refuse(std::move(status), timeline, sequence);
   }
   sequence_ = sequence;
   publishing_ = false;
   // First: the saver may have ended before Start returns.
-  timeline.Hold(sequence, comm_.world() == 1 ? 0 : RoundNs(), capture()->borrows());
+  timeline.Hold(sequence, comm_.world() == 1 ? 0 : agreement_.RoundNs(), capture()->borrows());
   saver_->Start(
       directory_->path(), [&timeline] { timeline.ReleaseStreams(); },
       [&timeline] { timeline.Wake(); });
@@ -84,38 +65,43 @@ SavePoint Checkpoints::PointOf(EventHandle ready) const {
 // Rank 0 makes the directory and tells the others its number.
 Status Checkpoints::Begin(SaveRequest request, EventHandle ready) {
   const std::string target = request.path;
-  Result<std::unique_ptr<Saver>> saver = WithinMemory("save", [&] {
-    return Saver::Create(context_, table_, placement_, places_, std::move(request), PointOf(ready));
-  });
-  Status status = saver.status();
-  if (status.ok()) saver_ = std::move(saver.value());
-  if (status.ok() && comm_.rank() == 0) {
-    Result<PendingDirectory> made =
-        WithinMemory("save", [&] { return PendingDirectory::Make(context_.files(), target); });
-    status = made.status();
-    if (status.ok()) directory_.emplace(std::move(made.value()));
+  const auto prepare = [&]() -> Status {
+    HYBRIDOPT_ASSIGN(saver_, Saver::Create(context_, table_, placement_, places_,
+                                           std::move(request), PointOf(ready)));
+    if (comm_.rank() != 0) return {};
+    HYBRIDOPT_ASSIGN(directory_, PendingDirectory::Make(context_.files(), target));
+    return {};
+  };
+  Status status;
+  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return WithinMemory("save", prepare); }, &status));
+  if (!status.ok()) {
+    HYBRIDOPT_TRY(RemoveDirectory());
+    return status;
   }
   const uint64_t made = directory_.has_value() ? directory_->number() : 0;
   int32_t number[2] = {static_cast<int32_t>(made >> 31), static_cast<int32_t>(made & INT32_MAX)};
-  Status asked = comm_.AgreeOnMax(number, 2);
-  if (asked.ok()) asked = AgreeOnFailure(&status);
-  if (asked.ok() && status.ok()) {
-    if (comm_.rank() != 0)
-      directory_.emplace(PendingDirectory::Join(
-          context_.files(), target,
-          static_cast<uint64_t>(number[0]) << 31 | static_cast<uint64_t>(number[1])));
-    return {};
-  }
-  if (directory_.has_value()) directory_->Remove();
-  return asked.ok() ? status : asked;
+  HYBRIDOPT_TRY(comm_.AgreeOnMax(number, 2));
+  if (comm_.rank() != 0)
+    directory_.emplace(PendingDirectory::Join(
+        context_.files(), target,
+        static_cast<uint64_t>(number[0]) << 31 | static_cast<uint64_t>(number[1])));
+  return {};
+}
+
+// Of a save that has failed on all ranks. A disk may take its time for that too.
+Status Checkpoints::RemoveDirectory() {
+  Status removed;
+  Status asked = agreement_.DoTogether(
+      [this] {
+        if (comm_.rank() == 0 && directory_.has_value()) directory_->Remove();
+        return Status();
+      },
+      &removed);
+  directory_.reset();
+  return asked;
 }
 
 // ------------------------------------------------------------------------------------- complete --
-
-// How often a rank that cannot go on takes part in the others' rounds.
-int64_t Checkpoints::RoundNs() const {
-  return comm_.world() == 1 ? -1 : std::min(kRoundNs, comm_.timeout_ns() / 4 + 1);
-}
 
 // One round. Whatever comes of it comes of it on all ranks.
 Status Checkpoints::Meet(bool at_step, bool* step, Timeline& timeline) {
@@ -131,7 +117,7 @@ Status Checkpoints::BeforeStep(Timeline& timeline) {
   // Alone the step follows the save chunk by chunk. Among others a step that waits for this rank's
   // disk would let all wait without a word.
   for (bool step = false; saver_ != nullptr && !step;) {
-    const bool at_step = comm_.world() == 1 || capture()->AwaitAll(RoundNs());
+    const bool at_step = comm_.world() == 1 || capture()->AwaitAll(agreement_.RoundNs());
     HYBRIDOPT_TRY(Meet(at_step, &step, timeline));
   }
   return {};
@@ -139,7 +125,7 @@ Status Checkpoints::BeforeStep(Timeline& timeline) {
 
 Status Checkpoints::AwaitCapture(Timeline& timeline) {
   bool step = false;
-  while (saver_ != nullptr && !capture()->AwaitAll(RoundNs()))
+  while (saver_ != nullptr && !capture()->AwaitAll(agreement_.RoundNs()))
     HYBRIDOPT_TRY(Meet(false, &step, timeline));
   return {};
 }
@@ -152,7 +138,7 @@ Status Checkpoints::Settle(Timeline& timeline) {
 // Completes the running save, if there is one, before other work that the ranks do together.
 Status Checkpoints::Complete(Timeline& timeline) {
   for (bool step = false; saver_ != nullptr;) {
-    saver_->AwaitEnd(RoundNs());
+    saver_->AwaitEnd(agreement_.RoundNs());
     HYBRIDOPT_TRY(Meet(false, &step, timeline));
   }
   return {};
@@ -160,11 +146,12 @@ Status Checkpoints::Complete(Timeline& timeline) {
 
 Status Checkpoints::CompleteAgreed(Timeline& timeline) {
   Status outcome = saver_->Join();
-  if (Status asked = AgreeOnFailure(&outcome); !asked.ok()) return End(std::move(asked), timeline);
-  if (!outcome.ok()) return End(std::move(outcome), timeline);
-  if (comm_.rank() == 0) outcome = PublishOnce();
-  if (Status asked = AgreeOnFailure(&outcome); !asked.ok()) return End(std::move(asked), timeline);
-  return End(std::move(outcome), timeline);
+  Status asked = agreement_.OnFailure(&outcome);
+  if (asked.ok() && outcome.ok())
+    asked = agreement_.DoTogether([this] { return comm_.rank() == 0 ? PublishOnce() : Status(); },
+                                  &outcome);
+  if (asked.ok() && !outcome.ok()) asked = RemoveDirectory();
+  return End(asked.ok() ? std::move(outcome) : std::move(asked), timeline);
 }
 
 Status Checkpoints::CompleteAlone(Timeline& timeline) {
@@ -183,7 +170,7 @@ Status Checkpoints::CompleteAlone(Timeline& timeline) {
 // The save's ticket gets the outcome; what concerns more than files comes back.
 Status Checkpoints::End(Status outcome, Timeline& timeline) {
   (void)saver_->Join();
-  if (!outcome.ok() && comm_.rank() == 0) directory_->Remove();
+  if (!outcome.ok() && comm_.rank() == 0 && directory_.has_value()) directory_->Remove();
   saver_.reset();
   directory_.reset();
   if (!outcome.ok()) {
@@ -238,32 +225,39 @@ Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline
                          uint64_t sequence) {
   HYBRIDOPT_TRY(Complete(timeline));
   Loader loader(context_, table_, placement_, places_, request);
-  Status refusal;
-  HYBRIDOPT_TRY(Prepare(loader, &refusal));
-  if (!refusal.ok()) {
-    context_.Log(OFFLOAD_LOG_ERROR, refusal.message().c_str());
-    timeline.Report(sequence, refusal);
-    return ConcernsFilesOnly(refusal) ? Status() : refusal;
+  Status status;
+  HYBRIDOPT_TRY(Prepare(loader, &status));
+  if (!status.ok()) return Refuse(std::move(status), timeline, sequence);
+  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return loader.Replace(ready); }, &status));
+  if (status.ok()) {
+    loader.SetCounts(pipeline_);
+    return {};
   }
-  Status status = loader.Replace(ready);
-  if (status.ok()) loader.SetCounts(pipeline_);
-  HYBRIDOPT_TRY(AgreeOnFailure(&status));
-  if (status.ok()) return {};
+  int32_t replaced = loader.has_replaced() ? 1 : 0;
+  HYBRIDOPT_TRY(comm_.AgreeOnMax(&replaced, 1));
+  if (replaced == 0) return Refuse(std::move(status), timeline, sequence);
   return Status::Error(status.code(),
                        "state was being replaced when it failed, and is a mixture now: %s",
                        status.message().c_str());
 }
 
+// Nothing was changed anywhere.
+Status Checkpoints::Refuse(Status refusal, Timeline& timeline, uint64_t sequence) {
+  context_.Log(OFFLOAD_LOG_ERROR, refusal.message().c_str());
+  timeline.Report(sequence, refusal);
+  return ConcernsFilesOnly(refusal) ? Status() : refusal;
+}
+
 // All that can be refused, on all ranks, before any of them changes anything. What comes back is a
 // failure to ask the others.
 Status Checkpoints::Prepare(Loader& loader, Status* refusal) {
-  *refusal = WithinMemory("load", [&] { return loader.Open(); });
-  HYBRIDOPT_TRY(AgreeOnFailure(refusal));
+  const auto open = [&] { return WithinMemory("load", [&] { return loader.Open(); }); };
+  HYBRIDOPT_TRY(agreement_.DoTogether(open, refusal));
   if (!refusal->ok()) return {};
   HYBRIDOPT_TRY(AgreeOnCheckpoint(loader, refusal));
   if (!refusal->ok()) return {};
-  *refusal = WithinMemory("load", [&] { return loader.Verify(); });
-  return AgreeOnFailure(refusal);
+  const auto verify = [&] { return WithinMemory("load", [&] { return loader.Verify(); }); };
+  return agreement_.DoTogether(verify, refusal);
 }
 
 // All ranks read the same checkpoint, and between them know all that is in it.

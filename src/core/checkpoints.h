@@ -11,8 +11,9 @@
 //     all that it would overwrite
 //   else                                   another round
 //
-// A rank that has nothing to do, or waits for its own disk, takes part every kRoundNs: a disk may
-// be slower than others for as long as it likes, and only a rank that is gone is missed.
+// A rank that has nothing to do, or waits for its own disk, takes part now and then: a disk may be
+// slower than others for as long as it likes, and only a rank that is gone is missed. All other
+// work on files is done together (agreement.h), which has rounds of its own.
 #pragma once
 
 #include <memory>
@@ -21,6 +22,7 @@
 
 #include "checkpoint/pending_directory.h"
 #include "comm/comm.h"
+#include "core/agreement.h"
 #include "core/loader.h"
 #include "core/saver.h"
 #include "core/step.h"
@@ -37,7 +39,8 @@ class Checkpoints {
         placement_(placement),
         places_(places),
         pipeline_(pipeline),
-        comm_(comm) {}
+        comm_(comm),
+        agreement_(comm) {}
 
   // Begins a save, which completes in the background. What concerns only the files is reported
   // to the timeline; what comes back is poison.
@@ -60,15 +63,15 @@ class Checkpoints {
   Status CompleteAlone(Timeline& timeline);
 
  private:
+  Status Refuse(Status refusal, Timeline& timeline, uint64_t sequence);
   Status Prepare(Loader& loader, Status* refusal);
   Status AgreeOnCheckpoint(const Loader& loader, Status* refusal) const;
   SavePoint PointOf(EventHandle ready) const;
   Status Begin(SaveRequest request, EventHandle ready);
-  int64_t RoundNs() const;
   Status Meet(bool at_step, bool* step, Timeline& timeline);
   Status Complete(Timeline& timeline);
   Status CompleteAgreed(Timeline& timeline);
-  Status AgreeOnFailure(Status* status) const;
+  Status RemoveDirectory();
   Status Publish();
   Status PublishOnce();
   Result<checkpoint::Manifest> WholeManifest();
@@ -80,6 +83,7 @@ class Checkpoints {
   const StatePlaces places_;
   StepPipeline& pipeline_;
   const Comm& comm_;
+  const Agreement agreement_;
 
   std::unique_ptr<Saver> saver_;  // of the running save
   std::optional<checkpoint::PendingDirectory> directory_;

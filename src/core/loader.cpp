@@ -378,6 +378,7 @@ Status Loader::Replace(EventHandle ready) {
 }
 
 Status Loader::Put(const Piece& piece, const std::byte* data) {
+  has_replaced_ = true;
   const uint64_t element_bytes = DtypeBytes(piece.dtype);
   const bool convert = piece.dtype != placement_.params[piece.param].state_dtype[piece.slot];
   const Residency& residency = request_.residency[piece.param];
@@ -492,6 +493,7 @@ Result<std::byte*> Loader::Stage(uint64_t bytes) {
 
 // As after commit.
 Status Loader::FillMoments() {
+  has_replaced_ = true;
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const Param& param = table_.param(id);
     for (StateSlot slot : {kMoment0, kMoment1}) {

@@ -61,8 +61,9 @@ class Loader {
   Status Verify();
 
   // Writes state and params, behind the work that `ready` stands for. After a failure they are
-  // a mixture.
+  // a mixture if anything has been replaced.
   Status Replace(EventHandle ready);
+  bool has_replaced() const { return has_replaced_; }
   // The counts that go with them.
   void SetCounts(StepPipeline& pipeline) const;
 
@@ -149,6 +150,7 @@ class Loader {
   std::byte* staging_ = nullptr;  // for params on their way to the device
   uint64_t staged_bytes_ = 0;
   bool copying_ = false;  // something is queued on stream_
+  bool has_replaced_ = false;
 };
 
 }  // namespace hybridopt

@@ -3,13 +3,19 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <filesystem>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #include "../held_files.h"
 #include "../temporary_directory.h"
 #include "../thread_comm.h"
+#include "base/prim.h"
 #include "core/context.h"
 #include "core/handle_table.h"
 #include "sharded.h"
@@ -88,11 +94,12 @@ class Ranks {
     }
     return outcomes;
   }
-  std::vector<offload_ticket_t> Load(const std::string& path) {
+  std::vector<offload_ticket_t> Load(const std::string& path, uint32_t flags = 0) {
     std::vector<offload_ticket_t> tickets;
     for (auto& rank : ranks_) {
       auto options = Make<offload_load_options_t>();
       options.path = path.c_str();
+      options.flags = flags;
       tickets.push_back(0);
       MUST(offload_optimizer_load(rank->rig().handle(), &options, &tickets.back()));
     }
@@ -109,6 +116,17 @@ class Ranks {
   ThreadComm comm_;
   std::vector<std::unique_ptr<ShardedRank>> ranks_;
 };
+
+void UseFiles(ShardedRank& rank, prim::Files& files) {
+  using Contexts = HandleTable<Context, HandleKind::kContext>;
+  Contexts::Instance().Find(rank.context(), "context").value()->UseFiles(files);
+}
+
+uint64_t StepsApplied(offload_optimizer_t optimizer) {
+  auto stats = Make<offload_stats_t>();
+  MUST(offload_optimizer_get_stats(optimizer, &stats));
+  return stats.steps_applied;
+}
 
 std::vector<int32_t> AllOf(uint32_t world, int32_t status) {
   return std::vector<int32_t>(world, status);
@@ -258,20 +276,103 @@ TEST(CheckpointRanks, ARankThatRefusesALoadRefusesItForAll) {
   EXPECT_EQ(ranks.Difference(3), "");
 }
 
-void UseFiles(ShardedRank& rank, prim::Files& files) {
-  using Contexts = HandleTable<Context, HandleKind::kContext>;
-  Contexts::Instance().Find(rank.context(), "context").value()->UseFiles(files);
+// Of several failures one is told to those that have none, its rank and its code.
+TEST(CheckpointRanks, TheRankThatIsToldOfIsTheOneThatFailedSo) {
+  const auto sharded = RandomSharded(OFFLOAD_ADAMW, 3, kSteps, 3005);
+  const TemporaryDirectory directory;
+  Random random(6);
+  Ranks ranks(*sharded, RandomSetting(random));
+  ranks.Step(0);
+  ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / "good")), AllOf(3, OFFLOAD_OK));
+  std::filesystem::create_directory(directory / "damaged");
+  std::ofstream(directory / "damaged/manifest.json") << "nonsense";
+  const std::string paths[] = {directory / "damaged", directory / "good", directory / "none"};
+  std::vector<offload_ticket_t> tickets;
+  for (uint32_t rank = 0; rank < 3; ++rank) {
+    auto options = Make<offload_load_options_t>();
+    options.path = paths[rank].c_str();
+    tickets.push_back(0);
+    MUST(offload_optimizer_load(ranks.handle(rank), &options, &tickets.back()));
+  }
+  std::vector<std::string> texts;
+  EXPECT_EQ(
+      ranks.Outcomes(tickets, &texts),
+      (std::vector<int32_t>{OFFLOAD_CHECKPOINT_CORRUPT, OFFLOAD_IO_FAILED, OFFLOAD_IO_FAILED}));
+  EXPECT_NE(texts[1].find("rank 2 has failed"), std::string::npos) << texts[1];
 }
 
-uint64_t StepsApplied(offload_optimizer_t optimizer) {
-  auto stats = Make<offload_stats_t>();
-  MUST(offload_optimizer_get_stats(optimizer, &stats));
-  return stats.steps_applied;
+// Files whose shards cannot be read any more once their heads have been.
+class FailingFiles : public prim::Files {
+ public:
+  int OpenFile(const std::string& path, Open how) override {
+    const int file = Files::OpenFile(path, how);
+    std::lock_guard lock(mutex_);
+    if (file >= 0 && path.ends_with(".safetensors")) shards_.insert(file);
+    return file;
+  }
+  int Close(int file) override {
+    std::lock_guard lock(mutex_);
+    shards_.erase(file);
+    return Files::Close(file);
+  }
+  int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {
+    std::lock_guard lock(mutex_);
+    if (failing && offset > 0 && shards_.count(file) > 0) return -EIO;
+    return Files::Read(file, data, bytes, offset);
+  }
+  std::atomic<bool> failing = false;
+
+ private:
+  std::mutex mutex_;
+  std::set<int> shards_;
+};
+
+// Where no rank has replaced anything, a load that fails late is still one that is refused.
+TEST(CheckpointRanks, StateIsAMixtureOnlyIfSomeRankHasReplacedSome) {
+  const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3006);
+  const TemporaryDirectory directory;
+  Random random(7);
+  FailingFiles files[2];
+  Ranks ranks(*sharded, RandomSetting(random));
+  for (uint32_t rank = 0; rank < 2; ++rank) UseFiles(ranks[rank], files[rank]);
+  ranks.Step(0);
+  ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / "new")), AllOf(2, OFFLOAD_OK));
+  ranks.Step(1);
+  const auto load = [&](bool first, bool second, std::vector<std::string>* texts) {
+    files[0].failing = first;
+    files[1].failing = second;
+    return ranks.Outcomes(ranks.Load(directory / "new", OFFLOAD_LOAD_NO_VERIFY), texts);
+  };
+  std::vector<std::string> texts;
+  EXPECT_EQ(load(true, true, &texts), AllOf(2, OFFLOAD_IO_FAILED));
+  for (const std::string& text : texts) {
+    EXPECT_EQ(text.find("mixture"), std::string::npos) << text;
+    EXPECT_NE(text.find("shard-"), std::string::npos) << text;
+  }
+  EXPECT_EQ(ranks.Difference(2), "");
+  ranks.Step(2);
+  EXPECT_EQ(ranks.Difference(3), "");
+  texts.clear();
+  EXPECT_EQ(load(false, true, &texts), AllOf(2, OFFLOAD_IO_FAILED));
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    EXPECT_NE(texts[rank].find("is a mixture now"), std::string::npos) << texts[rank];
+    EXPECT_EQ(offload_optimizer_step(ranks.handle(rank), nullptr, nullptr), OFFLOAD_POISONED);
+  }
 }
 
-// Longer than comm_timeout_ns: what counts is that the rank answers.
+// A rank that takes its time is one that goes on answering, so a test need not wait for a timeout:
+// the others must have met it several times meanwhile. Without that they would be stuck in one
+// call.
+constexpr uint64_t kTimeoutNs = 20'000'000'000;
+
+void AwaitMeetings(const ThreadComm& comm, int32_t rank) {
+  const uint64_t before = comm.calls(rank);
+  const int64_t given_up_ns = prim::NowNs() + 2 * static_cast<int64_t>(kTimeoutNs);
+  while (comm.calls(rank) < before + 3 && prim::NowNs() < given_up_ns)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
-  constexpr uint64_t kTimeoutNs = 1'500'000'000;
   for (const bool before_reading : {false, true}) {
     const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3003);
     const TemporaryDirectory directory;
@@ -288,10 +389,10 @@ TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
     for (uint32_t rank = 0; rank < 2 && !before_reading; ++rank)
       EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), last[rank], -1), OFFLOAD_OK)
           << offload_last_error();
-    std::this_thread::sleep_for(std::chrono::nanoseconds(2 * kTimeoutNs));
+    for (int32_t rank : {0, 1}) AwaitMeetings(ranks.comm(), rank);
     EXPECT_EQ(StepsApplied(ranks.handle(1)), before_reading ? 1u : 3u);
     for (uint32_t rank = 0; rank < 2; ++rank) {
-      EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), 0, 0), OFFLOAD_TIMED_OUT)
+      EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), tickets[rank], 0), OFFLOAD_TIMED_OUT)
           << offload_last_error();
     }
     held = false;
@@ -300,6 +401,94 @@ TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
     ranks.Wait();
     EXPECT_EQ(ranks.Difference(3), "");
     EXPECT_EQ(offload_checkpoint_verify((directory / "new").c_str(), nullptr), OFFLOAD_OK);
+  }
+}
+
+// Everything but the save's own writing: what rank 0 does for all, and what each does for a load.
+class SlowFiles : public prim::Files {
+ public:
+  SlowFiles(const ThreadComm& comm, int32_t rank) : comm_(comm), rank_(rank) {}
+  int List(const std::string& path, std::vector<std::string>* names) override {
+    Take("list");
+    return Files::List(path, names);
+  }
+  int RemoveIn(int directory, const std::string& name) override {
+    Take("remove");
+    return Files::RemoveIn(directory, name);
+  }
+  int RenameNoReplace(const std::string& from, const std::string& to) override {
+    Take("rename");
+    return Files::RenameNoReplace(from, to);
+  }
+  int OpenFile(const std::string& path, Open how) override {
+    if (path.ends_with("/manifest.json")) Take("open");
+    return Files::OpenFile(path, how);
+  }
+  int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {
+    Take("read");
+    return Files::Read(file, data, bytes, offset);
+  }
+
+  // Calls that have taken their time, by name. Only the first ones do, or the test would.
+  std::map<std::string, int> taken() {
+    std::lock_guard lock(mutex_);
+    return taken_;
+  }
+  void Forget() {
+    std::lock_guard lock(mutex_);
+    taken_.clear();
+  }
+
+ private:
+  void Take(const char* name) {
+    {
+      std::lock_guard lock(mutex_);
+      if (++taken_[name] > kTaken) return;
+    }
+    AwaitMeetings(comm_, rank_);
+  }
+  static constexpr int kTaken = 8;
+  const ThreadComm& comm_;
+  const int32_t rank_;
+  std::mutex mutex_;
+  std::map<std::string, int> taken_;
+};
+
+TEST(CheckpointRanks, NoWorkOnFilesOfOneRankCountsAgainstTheTimeoutOfAnother) {
+  const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3004);
+  const TemporaryDirectory directory;
+  Random random(5);
+  Ranks ranks(*sharded, RandomSetting(random), kTimeoutNs);
+  SlowFiles first(ranks.comm(), 0), second(ranks.comm(), 1);
+  UseFiles(ranks[0], first);
+  UseFiles(ranks[1], second);
+  ranks.Step(0);
+  const std::string left = directory / ".new.saving-0000000000000001";
+  std::filesystem::create_directory(left);
+  std::ofstream(left + "/manifest.json") << "left";
+  ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / "new")), AllOf(2, OFFLOAD_OK));
+  EXPECT_EQ(directory.Names(), std::vector<std::string>{"new"});
+  for (const char* name : {"list", "remove", "rename"}) EXPECT_GT(first.taken()[name], 0) << name;
+  // One that fails: somebody takes the name meanwhile.
+  first.Forget();
+  const std::vector<offload_ticket_t> failing = ranks.Save(directory / "taken");
+  std::filesystem::create_directory(directory / "taken");
+  EXPECT_EQ(ranks.Outcomes(failing), AllOf(2, OFFLOAD_IO_FAILED));
+  EXPECT_EQ(directory.Names(), (std::vector<std::string>{"new", "taken"}));
+  EXPECT_GT(first.taken()["remove"], 0);
+  // A load: each rank is slower than the other by turns.
+  ranks.Step(1);
+  for (SlowFiles* slow : {&first, &second}) {
+    UseFiles(ranks[0], slow == &first ? first : prim::SystemFiles());
+    UseFiles(ranks[1], slow == &first ? prim::SystemFiles() : second);
+    for (const uint32_t flags : {0u, uint32_t{OFFLOAD_LOAD_NO_VERIFY}}) {
+      slow->Forget();
+      ASSERT_EQ(ranks.Outcomes(ranks.Load(directory / "new", flags)), AllOf(2, OFFLOAD_OK));
+      EXPECT_GT(slow->taken()["open"], 0);
+      EXPECT_GT(slow->taken()["read"], 0);
+      ranks.Step(1);
+      EXPECT_EQ(ranks.Difference(2), "");
+    }
   }
 }
 
