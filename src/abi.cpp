@@ -634,7 +634,7 @@ int32_t offload_stream_create(offload_context_t context, offload_stream_t* strea
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
     HYBRIDOPT_TRY(CheckPointer(stream, "stream"));
-    HYBRIDOPT_ASSIGN(*stream, found->device().CreateStream(kCallersStreamLabel));
+    HYBRIDOPT_ASSIGN(*stream, found->CreateStreamForCaller());
     return {};
   });
 }
@@ -642,8 +642,7 @@ int32_t offload_stream_create(offload_context_t context, offload_stream_t* strea
 int32_t offload_stream_destroy(offload_context_t context, offload_stream_t stream) {
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
-    if (stream == nullptr) return {};
-    return found->device().DestroyStream(stream);
+    return found->DestroyStreamForCaller(stream);
   });
 }
 

@@ -143,7 +143,7 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
       allow_pageable_(options.allow_pageable != 0) {}
 
 Result<void*> Context::AllocateForCaller(uint64_t bytes) {
-  std::lock_guard lock(allocations_mutex_);
+  std::lock_guard lock(given_out_mutex_);
   HYBRIDOPT_ASSIGN(void* data, device_->Allocate(bytes));
   allocations_.insert(data);
   return data;
@@ -151,7 +151,7 @@ Result<void*> Context::AllocateForCaller(uint64_t bytes) {
 
 Status Context::FreeForCaller(void* data) {
   if (data == nullptr) return {};
-  std::lock_guard lock(allocations_mutex_);
+  std::lock_guard lock(given_out_mutex_);
   if (allocations_.erase(data) == 0)
     return Status::Error(
         OFFLOAD_INVALID_ARGUMENT,
@@ -159,6 +159,30 @@ Status Context::FreeForCaller(void* data) {
         "and that has not been freed",
         data);
   return device_->Free(data);
+}
+
+Result<StreamHandle> Context::CreateStreamForCaller() {
+  HYBRIDOPT_ASSIGN(const StreamHandle stream, device_->CreateStream(kCallersStreamLabel));
+  std::lock_guard lock(given_out_mutex_);
+  streams_.insert(stream);
+  return stream;
+}
+
+Status Context::DestroyStreamForCaller(StreamHandle stream) {
+  if (stream == nullptr) return {};
+  {
+    std::lock_guard lock(given_out_mutex_);
+    if (streams_.count(stream) == 0)
+      return Status::Error(
+          OFFLOAD_INVALID_ARGUMENT,
+          "stream is %p, expected NULL or a stream that offload_stream_create of this context gave "
+          "and that has not been destroyed",
+          stream);
+  }
+  HYBRIDOPT_TRY(device_->DestroyStream(stream));
+  std::lock_guard lock(given_out_mutex_);
+  streams_.erase(stream);
+  return {};
 }
 
 Status Context::CheckPinned(uint64_t bytes) const {

@@ -35,6 +35,9 @@ class Context {
   // The caller's own device memory (offload_device_alloc): only that may be freed through here.
   Result<void*> AllocateForCaller(uint64_t bytes);
   Status FreeForCaller(void* data);
+  // Likewise the caller's own streams: a stale handle may look like a stream of an optimizer's.
+  Result<StreamHandle> CreateStreamForCaller();
+  Status DestroyStreamForCaller(StreamHandle stream);
 
   // Pinned memory under the cap: INVALID_ARGUMENT says how much is needed.
   Status CheckPinned(uint64_t bytes) const;
@@ -80,8 +83,9 @@ class Context {
   mutable std::mutex pinned_mutex_;
   uint64_t pinned_bytes_ = 0;  // guarded by pinned_mutex_
   std::atomic<uint32_t> optimizers_ = 0;
-  std::mutex allocations_mutex_;
-  std::set<void*> allocations_;  // guarded by allocations_mutex_
+  std::mutex given_out_mutex_;
+  std::set<void*> allocations_;     // guarded by given_out_mutex_
+  std::set<StreamHandle> streams_;  // guarded by given_out_mutex_
 };
 
 }  // namespace hybridopt

@@ -999,5 +999,46 @@ TEST(Queue, HoldsTwoHundredAndFiftySixCalls) {
   EXPECT_EQ(rig.Difference(model), "");
 }
 
+// Remembers every stream that anybody has made on it.
+class ListingDevice final : public ForwardingDevice {
+ public:
+  ListingDevice(std::unique_ptr<Device> device, std::vector<StreamHandle>& made)
+      : ForwardingDevice(std::move(device)), made_(made) {}
+  Result<StreamHandle> CreateStream(const char* label) override {
+    Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
+    if (stream.ok()) made_.push_back(stream.value());
+    return stream;
+  }
+
+ private:
+  std::vector<StreamHandle>& made_;
+};
+
+// A handle of a context that is gone may have the address of such a one.
+TEST(ForeignStreams, OfTheOptimizerAreNotTheCallersToDestroy) {
+  const Solved solved(RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 5));
+  std::vector<StreamHandle> made;
+  LifecycleSetting setting;
+  setting.wrap = [&](std::unique_ptr<Device> device) {
+    return std::make_unique<ListingDevice>(std::move(device), made);
+  };
+  LifecycleRig rig(solved.problem, setting);
+  const std::vector<StreamHandle> streams = made;
+  ASSERT_FALSE(streams.empty());
+  for (StreamHandle stream : streams) {
+    EXPECT_EQ(offload_stream_destroy(rig.context(), stream), OFFLOAD_INVALID_ARGUMENT);
+    EXPECT_NE(
+        std::string(offload_last_error())
+            .find("expected NULL or a stream that offload_stream_create of this context gave"),
+        std::string::npos)
+        << offload_last_error();
+  }
+  rig.NewGrads(solved.problem.steps[0]);
+  rig.BindAll();
+  rig.Step(solved.problem.steps[0]);
+  rig.Wait();
+  EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+}
+
 }  // namespace
 }  // namespace hybridopt
