@@ -255,8 +255,8 @@ typedef struct offload_context_info {
 } offload_context_info_t;
 
 /* Opens a device and learns the machine. Allocates little and starts no thread of the update pool.
- * HYBRIDOPT_ISA in the environment (reference, avx2, avx512, neon) forces an instruction set. Ranks
- * on one host share its CPUs out, so that no two run on the same (docs/CONFIGURATION.md).
+ * HYBRIDOPT_ISA in the environment (reference, avx2, avx512, neon, sve) forces an instruction set.
+ * Ranks on one host share its CPUs out, so that no two run on the same (docs/CONFIGURATION.md).
  * Errors: INVALID_ARGUMENT (field named), UNSUPPORTED (no such device or instruction set here).
  * *context is written on success only. */
 OFFLOAD_API int32_t offload_context_create(const offload_context_options_t* options,

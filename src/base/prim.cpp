@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -404,6 +405,11 @@ bool PinThisThread(const std::vector<uint32_t>& cpus) {
 }
 
 void ResetFloatingPointMode() { fesetenv(FE_DFL_ENV); }
+
+uint64_t SveVectorBytes() {
+  const int answer = prctl(PR_SVE_GET_VL);
+  return answer < 0 ? 0 : static_cast<uint64_t>(answer & PR_SVE_VL_LEN_MASK);
+}
 
 void NameThisThread(const char* name) {
   char kept[16];

@@ -89,6 +89,9 @@ bool PinThisThread(const std::vector<uint32_t>& cpus);
 // flush-to-zero setting and rounding mode, which would change bits.
 void ResetFloatingPointMode();
 
+// Length of the calling thread's SVE vectors; 0 where the CPU or the system has none.
+uint64_t SveVectorBytes();
+
 // Names the calling thread for debuggers; at most 15 bytes are kept.
 void NameThisThread(const char* name);
 

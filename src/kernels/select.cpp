@@ -6,7 +6,7 @@
 namespace hybridopt {
 namespace {
 
-constexpr const char* kNames[] = {"reference", "avx2", "avx512", "neon"};
+constexpr const char* kNames[] = {"reference", "avx2", "avx512", "neon", "sve"};
 
 // The table that `name` names, or NULL if it is not among what this CPU runs.
 const KernelTable* FindUsable(const std::string& name) {
@@ -39,8 +39,8 @@ Result<const KernelTable*> SelectKernels() {
   if (const KernelTable* table = FindUsable(name)) return table;
   if (!IsKnown(name)) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "HYBRIDOPT_ISA is \"%s\", expected one of reference, avx2, avx512, neon; "
-                         "this CPU can use %s; unset it to get the best of them",
+                         "HYBRIDOPT_ISA is \"%s\", expected one of reference, avx2, avx512, neon, "
+                         "sve; this CPU can use %s; unset it to get the best of them",
                          name, UsableNames().c_str());
   }
   return Status::Error(OFFLOAD_UNSUPPORTED,

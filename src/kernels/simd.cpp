@@ -5,11 +5,12 @@
 // Only Highway's headers are used: its library keeps process-wide state about the CPU.
 #define HWY_COMPILE_ALL_ATTAINABLE
 #define HWY_DISABLE_PCLMUL_AES
-// SSE has no fused multiply-add. AVX3_DL would add nothing that is used here. SVE and RVV have
-// vectors of unknown length, which the norm's lanes are not written for.
+// SSE has no fused multiply-add. AVX3_DL would add nothing that is used here; nor would AVX-512's
+// instructions for bf16, which flush denormals to zero. HWY_SVE takes vectors of any length: SVE2
+// and the targets for one length would add nothing either.
 #define HWY_DISABLED_TARGETS                                                              \
-  (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | \
-   HWY_RVV | HWY_WASM | HWY_WASM_EMU256)
+  (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | \
+   HWY_WASM | HWY_WASM_EMU256)
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/simd.cpp"
@@ -51,19 +52,22 @@ using HalfU16 = hn::Rebind<uint16_t, F32>;
 using HalfF16 = hn::Rebind<hwy::float16_t, F32>;
 using Float = hn::Vec<F32>;
 
-constexpr uint64_t kLanes = HWY_LANES(float);
+// A constant, but where only the CPU knows how long its vectors are (SVE). There, vectors are no
+// members of structs and arrays either.
+HWY_INLINE HWY_MAYBE_UNUSED uint64_t Lanes() { return hn::Lanes(F32()); }
 // The loop's unit: two vectors of fp32, one full vector of bf16 or fp16.
-constexpr uint64_t kUnit = 2 * kLanes;
+HWY_INLINE HWY_MAYBE_UNUSED uint64_t Unit() { return 2 * Lanes(); }
+constexpr uint64_t kUnitMax = 2 * HWY_LANES(float);
 
 template <int32_t kDtype>
 using Stored = typename Element<kDtype>::Stored;
 
 // One vector of elements on its way through a rule.
 struct Value {
-  Float grad;
-  Float param;
-  Float moment0;
-  Float moment1;
+  Float& grad;
+  Float& param;
+  Float& moment0;
+  Float& moment1;
 };
 
 HWY_INLINE Float Broadcast(float value) { return hn::Set(F32(), value); }
@@ -79,7 +83,7 @@ HWY_INLINE Float Saturate(Float value) {
   return hn::IfThenElse(hn::Lt(value, max), value, max);
 }
 
-HWY_INLINE void Adam(const Coefficients& c, Value& x) {
+HWY_INLINE void Adam(const Coefficients& c, const Value& x) {
   const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
   x.moment0 = Lerp(x.moment0, grad, c.keep0, c.weight0);
   const Float square = Saturate(hn::Mul(grad, grad));
@@ -93,7 +97,7 @@ HWY_INLINE void Adam(const Coefficients& c, Value& x) {
   x.param = hn::Sub(x.param, update);
 }
 
-HWY_INLINE void SgdMomentum(const Coefficients& c, Value& x) {
+HWY_INLINE void SgdMomentum(const Coefficients& c, const Value& x) {
   const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
   const Float weighted = hn::Mul(Broadcast(c.weight0), grad);
   x.moment0 = hn::MulAdd(Broadcast(c.keep0), x.moment0, weighted);
@@ -103,13 +107,13 @@ HWY_INLINE void SgdMomentum(const Coefficients& c, Value& x) {
   x.param = hn::Sub(x.param, update);
 }
 
-HWY_INLINE void SgdPlain(const Coefficients& c, Value& x) {
+HWY_INLINE void SgdPlain(const Coefficients& c, const Value& x) {
   const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
   const Float update = hn::MulAdd(Broadcast(c.step_size), grad, Broadcast(0.0f));
   x.param = hn::Sub(x.param, update);
 }
 
-HWY_INLINE void Lion(const Coefficients& c, Value& x) {
+HWY_INLINE void Lion(const Coefficients& c, const Value& x) {
   const Float zero = Broadcast(0.0f);
   const Float interpolated = Lerp(x.moment0, x.grad, c.keep0, c.weight0);
   const Float not_positive = hn::IfThenElse(hn::Lt(interpolated, zero), Broadcast(-1.0f), zero);
@@ -120,7 +124,7 @@ HWY_INLINE void Lion(const Coefficients& c, Value& x) {
   x.moment0 = Lerp(x.moment0, x.grad, c.keep1, c.weight1);
 }
 
-HWY_INLINE void Adagrad(const Coefficients& c, Value& x) {
+HWY_INLINE void Adagrad(const Coefficients& c, const Value& x) {
   const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
   x.moment0 = Saturate(hn::MulAdd(grad, grad, x.moment0));
   const Float root = hn::Sqrt(x.moment0);
@@ -131,7 +135,7 @@ HWY_INLINE void Adagrad(const Coefficients& c, Value& x) {
 }
 
 template <Rule kRule>
-HWY_INLINE void Apply(const Coefficients& c, Value& x) {
+HWY_INLINE void Apply(const Coefficients& c, const Value& x) {
   if constexpr (kRule == Rule::kAdam) Adam(c, x);
   if constexpr (kRule == Rule::kSgdMomentum) SgdMomentum(c, x);
   if constexpr (kRule == Rule::kSgdPlain) SgdPlain(c, x);
@@ -237,7 +241,7 @@ HWY_INLINE void StoreMoments(Float low, Float high, hn::Vec<U32> random_low,
   auto* stored = static_cast<StoredMoment<kForm>*>(moments) + begin;
   if constexpr (kForm == MomentForm::kFp32) {
     hn::StoreU(low, F32(), stored);
-    hn::StoreU(high, F32(), stored + kLanes);
+    hn::StoreU(high, F32(), stored + Lanes());
   } else {
     const auto mine = [](hn::Vec<U32> random) HWY_ATTR {
       if constexpr (kUpper) return hn::ShiftRight<16>(random);
@@ -285,15 +289,14 @@ HWY_INLINE void StoreHalves(Float low, Float high, const UpdateSpan& span, uint6
 
 // Updates the vector at `begin`, but stores nothing.
 template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm>
-HWY_INLINE Value UpdateVector(const Coefficients& c, const UpdateSpan& span, uint64_t begin) {
+HWY_INLINE void UpdateVector(const Coefficients& c, const UpdateSpan& span, uint64_t begin,
+                             const Value& x) {
   const auto* grad = static_cast<const Stored<kGradDtype>*>(span.grad);
-  Value x = {};
   x.grad = hn::Mul(LoadWide<kGradDtype>(grad + begin), Broadcast(c.grad_factor));
   x.param = LoadMaster<kSplit>(span, begin);
   if constexpr (kHasMoment0<kRule>) x.moment0 = LoadMoment<kForm>(span.moment0, begin);
   if constexpr (kHasMoment1<kRule>) x.moment1 = LoadMoment<kForm>(span.moment1, begin);
   Apply<kRule>(c, x);
-  return x;
 }
 
 template <Rule kRule, MomentForm kForm>
@@ -303,7 +306,7 @@ HWY_INLINE void StoreUnitMoments(const Value& low, const Value& high, const Upda
   if constexpr (kForm == MomentForm::kStochastic) {
     const uint32_t counter = run.counter + static_cast<uint32_t>(begin);
     random_low = RandomBitsOfVector(counter, run.tweak);
-    random_high = RandomBitsOfVector(counter + static_cast<uint32_t>(kLanes), run.tweak);
+    random_high = RandomBitsOfVector(counter + static_cast<uint32_t>(Lanes()), run.tweak);
   }
   if constexpr (kHasMoment0<kRule>)
     StoreMoments<kForm, kMoment0IsSum<kRule>, false>(low.moment0, high.moment0, random_low,
@@ -313,17 +316,21 @@ HWY_INLINE void StoreUnitMoments(const Value& low, const Value& high, const Upda
                                     span.moment1, begin);
 }
 
-// Updates whole units: span.count is a multiple of kUnit. The arguments are copies, so that no
+// Updates whole units: span.count is a multiple of Unit(). The arguments are copies, so that no
 // store below can alias them.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding run) {
   auto* param = static_cast<Stored<kParamDtype>*>(span.param);
   const bool in_place = span.param == span.master;
   // The step does not read the low-precision param again: it goes past the caches.
-  const bool stream = reinterpret_cast<uintptr_t>(param) % sizeof(hn::Vec<U16>) == 0;
-  for (uint64_t i = 0; i < span.count; i += kUnit) {
-    const Value low = UpdateVector<kRule, kGradDtype, kSplit, kForm>(c, span, i);
-    const Value high = UpdateVector<kRule, kGradDtype, kSplit, kForm>(c, span, i + kLanes);
+  const bool stream = reinterpret_cast<uintptr_t>(param) % (Unit() * sizeof(uint16_t)) == 0;
+  for (uint64_t i = 0; i < span.count; i += Unit()) {
+    Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
+    Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
+    const Value low = {grad0, param0, first0, second0};
+    const Value high = {grad1, param1, first1, second1};
+    UpdateVector<kRule, kGradDtype, kSplit, kForm>(c, span, i, low);
+    UpdateVector<kRule, kGradDtype, kSplit, kForm>(c, span, i + Lanes(), high);
     StoreUnitMoments<kRule, kForm>(low, high, span, run, i);
     if constexpr (kSplit) {
       StoreHalves(low.param, high.param, span, i);
@@ -331,7 +338,7 @@ void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding 
     }
     auto* master = static_cast<float*>(span.master);
     hn::StoreU(low.param, F32(), master + i);
-    hn::StoreU(high.param, F32(), master + i + kLanes);
+    hn::StoreU(high.param, F32(), master + i + Lanes());
     if constexpr (kParamDtype != OFFLOAD_FP32) {
       const auto packed = Pack<kParamDtype>(low.param, high.param, run.rounding);
       if (stream) {
@@ -341,7 +348,7 @@ void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding 
       }
     } else if (!in_place) {
       hn::StoreU(low.param, F32(), param + i);
-      hn::StoreU(high.param, F32(), param + i + kLanes);
+      hn::StoreU(high.param, F32(), param + i + Lanes());
     }
   }
 }
@@ -349,7 +356,7 @@ void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding 
 // A padded copy of the last elements of an array.
 template <typename T>
 struct Tail {
-  T values[kUnit] = {};
+  T values[kUnitMax] = {};
 
   void CopyIn(const void* source, uint64_t begin, uint64_t count) {
     std::memcpy(values, static_cast<const T*>(source) + begin, count * sizeof(T));
@@ -377,7 +384,7 @@ void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding
   RunRounding rest = run;
   rest.counter += static_cast<uint32_t>(begin);
   UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(
-      c, {grad.values, param.values, master.values, moment0.values, moment1.values, kUnit}, rest);
+      c, {grad.values, param.values, master.values, moment0.values, moment1.values, Unit()}, rest);
   if constexpr (kHasMoment0<kRule>) moment0.CopyOut(span.moment0, begin, count);
   if constexpr (kHasMoment1<kRule>) moment1.CopyOut(span.moment1, begin, count);
   master.CopyOut(span.master, begin, count);
@@ -387,7 +394,7 @@ void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding
 // Updates elements whose indices follow each other.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateRun(const Coefficients& c, const UpdateSpan& span, const RunRounding& run) {
-  const uint64_t tail = span.count % kUnit;
+  const uint64_t tail = span.count % Unit();
   UpdateSpan units = span;
   units.count = span.count - tail;
   UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, units, run);
@@ -396,10 +403,8 @@ void UpdateRun(const Coefficients& c, const UpdateSpan& span, const RunRounding&
 }
 
 // The norm's lanes are vectors of double. An fma of an exact product rounds as the addition does.
-using F64 = hn::ScalableTag<double>;
+using F64 = hn::CappedTag<double, kNormLanes>;
 using Double = hn::Vec<F64>;
-constexpr uint64_t kDoubleLanes = HWY_LANES(double);
-constexpr uint64_t kNormVectors = kNormLanes / kDoubleLanes;
 
 template <int32_t kDtype>
 HWY_INLINE Double LoadDouble(const Stored<kDtype>* source) {
@@ -418,58 +423,98 @@ HWY_INLINE Double LoadDouble(const Stored<kDtype>* source) {
   }
 }
 
-// Adds the squares of kNormLanes elements.
 template <int32_t kDtype>
-HWY_INLINE void AddSquares(const Stored<kDtype>* grad, Double* lanes) {
-#pragma GCC unroll 8
-  for (uint64_t k = 0; k < kNormVectors; ++k) {
-    const Double value = LoadDouble<kDtype>(grad + k * kDoubleLanes);
-    lanes[k] = hn::MulAdd(value, value, lanes[k]);
-  }
+HWY_INLINE Double AddSquares(const Stored<kDtype>* grad, Double sums) {
+  const Double value = LoadDouble<kDtype>(grad);
+  return hn::MulAdd(value, value, sums);
 }
 
-HWY_INLINE double SumLanes(const Double* vectors) {
-  double lanes[kNormLanes];
-#pragma GCC unroll 8
-  for (uint64_t k = 0; k < kNormVectors; ++k) {
-    hn::StoreU(vectors[k], F64(), lanes + k * kDoubleLanes);
+// AddRows adds the squares of the first `count` elements (rows of kNormLanes) of kBlocks blocks to
+// the lanes of each. Blocks go side by side: a lane's additions must wait for each other, those of
+// other blocks need not.
+#if HWY_HAVE_SCALABLE
+constexpr uint64_t kBlocksTogether = 4;
+
+// One vector of lanes after the other: what is no array element can be a variable.
+template <int32_t kDtype, uint64_t kBlocks>
+HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lanes)[kNormLanes]) {
+  static_assert(kBlocks == 1 || kBlocks == kBlocksTogether);
+  const Stored<kDtype>* blocks[kBlocksTogether];
+  for (uint64_t block = 0; block < kBlocksTogether; ++block)
+    blocks[block] = grad + block % kBlocks * kNormBlockElements;
+  for (uint64_t k = 0; k < kNormLanes; k += hn::Lanes(F64())) {
+    Double sums0 = hn::LoadU(F64(), lanes[0] + k);
+    Double sums1 = hn::LoadU(F64(), lanes[1 % kBlocks] + k);
+    Double sums2 = hn::LoadU(F64(), lanes[2 % kBlocks] + k);
+    Double sums3 = hn::LoadU(F64(), lanes[3 % kBlocks] + k);
+    for (uint64_t i = k; i < count; i += kNormLanes) {
+      sums0 = AddSquares<kDtype>(blocks[0] + i, sums0);
+      if constexpr (kBlocks == 1) continue;
+      sums1 = AddSquares<kDtype>(blocks[1] + i, sums1);
+      sums2 = AddSquares<kDtype>(blocks[2] + i, sums2);
+      sums3 = AddSquares<kDtype>(blocks[3] + i, sums3);
+    }
+    hn::StoreU(sums0, F64(), lanes[0] + k);
+    if constexpr (kBlocks == 1) continue;
+    hn::StoreU(sums1, F64(), lanes[1 % kBlocks] + k);
+    hn::StoreU(sums2, F64(), lanes[2 % kBlocks] + k);
+    hn::StoreU(sums3, F64(), lanes[3 % kBlocks] + k);
   }
+}
+#else
+constexpr uint64_t kBlocksTogether = 2;
+
+template <int32_t kDtype, uint64_t kBlocks>
+HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lanes)[kNormLanes]) {
+  constexpr uint64_t kDoubleLanes = HWY_LANES(double);
+  constexpr uint64_t kVectors = kNormLanes / kDoubleLanes;
+  Double sums[kBlocks][kVectors];
+#pragma GCC unroll 16
+  for (uint64_t k = 0; k < kBlocks * kVectors; ++k)
+    sums[k / kVectors][k % kVectors] =
+        hn::LoadU(F64(), lanes[k / kVectors] + k % kVectors * kDoubleLanes);
+  for (uint64_t i = 0; i < count; i += kNormLanes) {
+#pragma GCC unroll 16
+    for (uint64_t k = 0; k < kBlocks * kVectors; ++k) {
+      const uint64_t block = k / kVectors, vector = k % kVectors;
+      sums[block][vector] = AddSquares<kDtype>(
+          grad + block * kNormBlockElements + i + vector * kDoubleLanes, sums[block][vector]);
+    }
+  }
+#pragma GCC unroll 16
+  for (uint64_t k = 0; k < kBlocks * kVectors; ++k)
+    hn::StoreU(sums[k / kVectors][k % kVectors], F64(),
+               lanes[k / kVectors] + k % kVectors * kDoubleLanes);
+}
+#endif
+
+HWY_INLINE double SumLanes(double* lanes) {
   for (uint32_t half = kNormLanes / 2; half > 0; half /= 2) {
     for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
-// Sums kBlocks whole blocks side by side: a lane's additions must wait for each other, those of
-// other blocks need not.
-template <int32_t kDtype, uint64_t kBlocks>
+template <int32_t kDtype>
 void SumWholeBlocks(const Stored<kDtype>* grad, double* block_sums) {
-  Double lanes[kBlocks][kNormVectors];
-#pragma GCC unroll 8
-  for (uint64_t k = 0; k < kBlocks * kNormVectors; ++k)
-    lanes[k / kNormVectors][k % kNormVectors] = hn::Zero(F64());
-  for (uint64_t i = 0; i < kNormBlockElements; i += kNormLanes) {
-#pragma GCC unroll 8
-    for (uint64_t block = 0; block < kBlocks; ++block)
-      AddSquares<kDtype>(grad + block * kNormBlockElements + i, lanes[block]);
-  }
-  for (uint64_t block = 0; block < kBlocks; ++block) block_sums[block] = SumLanes(lanes[block]);
+  double lanes[kBlocksTogether][kNormLanes] = {};
+  AddRows<kDtype, kBlocksTogether>(grad, kNormBlockElements, lanes);
+  for (uint64_t block = 0; block < kBlocksTogether; ++block)
+    block_sums[block] = SumLanes(lanes[block]);
 }
 
 // The sum of one block of at most kNormBlockElements. Padding adds zeros, which change no bit.
 template <int32_t kDtype>
 double SumBlock(const Stored<kDtype>* grad, uint64_t count) {
-  Double lanes[kNormVectors];
-#pragma GCC unroll 8
-  for (uint64_t k = 0; k < kNormVectors; ++k) lanes[k] = hn::Zero(F64());
+  double lanes[1][kNormLanes] = {};
   const uint64_t whole = count - count % kNormLanes;
-  for (uint64_t i = 0; i < whole; i += kNormLanes) AddSquares<kDtype>(grad + i, lanes);
+  AddRows<kDtype, 1>(grad, whole, lanes);
   if (whole < count) {
     Stored<kDtype> padded[kNormLanes] = {};
     std::memcpy(padded, grad + whole, (count - whole) * sizeof(padded[0]));
-    AddSquares<kDtype>(padded, lanes);
+    AddRows<kDtype, 1>(padded, kNormLanes, lanes);
   }
-  return SumLanes(lanes);
+  return SumLanes(lanes[0]);
 }
 
 struct Kernels {
@@ -498,11 +543,10 @@ struct Kernels {
   template <int32_t kDtype>
   static void SumSquares(const void* grad, uint64_t count, double* block_sums) {
     const auto* elements = static_cast<const Stored<kDtype>*>(grad);
-    constexpr uint64_t kTogether = 2;
-    constexpr uint64_t kElementsTogether = kTogether * kNormBlockElements;
+    constexpr uint64_t kElementsTogether = kBlocksTogether * kNormBlockElements;
     uint64_t i = 0;
-    for (; i + kElementsTogether <= count; i += kElementsTogether, block_sums += kTogether)
-      SumWholeBlocks<kDtype, kTogether>(elements + i, block_sums);
+    for (; i + kElementsTogether <= count; i += kElementsTogether, block_sums += kBlocksTogether)
+      SumWholeBlocks<kDtype>(elements + i, block_sums);
     for (; i < count; i += kNormBlockElements)
       *block_sums++ = SumBlock<kDtype>(elements + i, std::min(count - i, kNormBlockElements));
   }
@@ -510,8 +554,8 @@ struct Kernels {
   template <int32_t kDtype>
   static void ToFp32(const void* source, uint64_t count, float* destination) {
     const auto* elements = static_cast<const Stored<kDtype>*>(source);
-    const uint64_t whole = count - count % kLanes;
-    for (uint64_t i = 0; i < whole; i += kLanes) {
+    const uint64_t whole = count - count % Lanes();
+    for (uint64_t i = 0; i < whole; i += Lanes()) {
       hn::StoreU(LoadWide<kDtype>(elements + i), F32(), destination + i);
     }
     if (whole == count) return;
@@ -525,8 +569,8 @@ struct Kernels {
   template <int32_t kDtype>
   static void Accumulate(const void* grad, uint64_t count, float* sum) {
     const auto* elements = static_cast<const Stored<kDtype>*>(grad);
-    const uint64_t whole = count - count % kLanes;
-    for (uint64_t i = 0; i < whole; i += kLanes) {
+    const uint64_t whole = count - count % Lanes();
+    for (uint64_t i = 0; i < whole; i += Lanes()) {
       const Float old = hn::LoadU(F32(), sum + i);
       hn::StoreU(hn::Add(old, LoadWide<kDtype>(elements + i)), F32(), sum + i);
     }
@@ -545,6 +589,8 @@ struct Kernels {
 constexpr const char* kIsa = "avx512";
 #elif HWY_TARGET == HWY_AVX2
 constexpr const char* kIsa = "avx2";
+#elif HWY_TARGET == HWY_SVE
+constexpr const char* kIsa = "sve";
 #else
 constexpr const char* kIsa = "neon";
 #endif
@@ -564,6 +610,10 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ARCH_X86
 #include <cpuid.h>
+#else
+#include <bit>
+
+#include "base/prim.h"
 #endif
 
 namespace hybridopt {
@@ -603,8 +653,17 @@ struct Usable {
 #if HWY_TARGETS & HWY_AVX2
     if (HasAvx2()) tables[count++] = &N_AVX2::kTable;
 #endif
+#if HWY_TARGETS & HWY_SVE
+    const uint64_t sve_bytes = prim::SveVectorBytes();
+    // Vectors of NEON's length would gain nothing. A length that is no power of two, as the first
+    // SVE allowed, does not divide the norm's lanes.
+    if (sve_bytes > 16 && std::has_single_bit(sve_bytes)) tables[count++] = &N_SVE::kTable;
+#endif
 #if HWY_TARGETS & HWY_NEON
     tables[count++] = &N_NEON::kTable;
+#endif
+#if HWY_TARGETS & HWY_SVE
+    if (sve_bytes == 16) tables[count++] = &N_SVE::kTable;
 #endif
   }
 };

@@ -17,8 +17,14 @@
 #include <string>
 #include <vector>
 
+#include "base/prim.h"
 #include "kernels/coefficients.h"
 #include "kernels/convert.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 namespace hybridopt {
 namespace {
@@ -752,7 +758,7 @@ TEST_F(Select, UnknownNameIsRefusedWithTheList) {
   EXPECT_EQ(selected.status().code(), OFFLOAD_INVALID_ARGUMENT);
   const std::string& message = selected.status().message();
   EXPECT_NE(
-      message.find("HYBRIDOPT_ISA is \"AVX2\", expected one of reference, avx2, avx512, neon"),
+      message.find("HYBRIDOPT_ISA is \"AVX2\", expected one of reference, avx2, avx512, neon, sve"),
       std::string::npos)
       << message;
   EXPECT_NE(message.find("this CPU can use"), std::string::npos) << message;
@@ -794,6 +800,18 @@ TEST_F(Select, WhatTheKernelSaysTheCpuHasIsThere) {
   std::vector<std::string> expected;
   if (avx512) expected.push_back("avx512");
   if (avx2) expected.push_back("avx2");
+  std::vector<std::string> got;
+  for (const KernelTable* table : SimdKernels()) got.push_back(table->isa);
+  EXPECT_EQ(got, expected);
+}
+#elif defined(__aarch64__) && defined(__linux__)
+// Vectors longer than NEON's go first, those of its length last, those of odd lengths nowhere.
+TEST_F(Select, WhatTheKernelSaysTheCpuHasIsThere) {
+  std::vector<std::string> expected = {"neon"};
+  const uint64_t bytes = prim::SveVectorBytes();
+  EXPECT_EQ(bytes != 0, (getauxval(AT_HWCAP) & HWCAP_SVE) != 0);
+  if (std::has_single_bit(bytes))
+    expected.insert(bytes > 16 ? expected.begin() : expected.end(), "sve");
   std::vector<std::string> got;
   for (const KernelTable* table : SimdKernels()) got.push_back(table->isa);
   EXPECT_EQ(got, expected);
