@@ -40,6 +40,7 @@ def with_shards(members: list[Member], comm: ProcessGroupComm | None) -> list[Me
     this."""
     shards = {member.name: shard_of(member.param, member.name) for member in members}
     if comm is not None:
+        comm.register()
         params = {member.name: member.param for member in members}
         shards = mark_replicas(shards, params, comm.group)
     return [dataclasses.replace(member, shard=shards[member.name]) for member in members]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import datetime
+import enum
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,27 @@ import torch.distributed as dist
 from . import abi
 
 _log = logging.getLogger("hybridopt")
+
+# Values that go along with the word what they are for; more of them follow it.
+SHORT = 32
+
+
+class Call(enum.IntEnum):
+    """What ranks meet for, in the words of error texts."""
+
+    STEPPING = 1
+    STEPPING_OR_SAVING = 2
+    WAITING = 3
+    REGISTERING = 4
+
+    def __str__(self) -> str:
+        return {
+            Call.STEPPING: "in step()",
+            Call.STEPPING_OR_SAVING: "in step(), save_checkpoint() or load_checkpoint()",
+            Call.WAITING: "at a barrier",
+            Call.REGISTERING: "registering parameters, as before a first step and when some have been "
+            "added, unfrozen or taken out",
+        }[self]
 
 
 class ProcessGroupComm:
@@ -93,34 +115,63 @@ class ProcessGroupComm:
         weakref.finalize(optimizer, atexit.unregister, finish).atexit = False
 
     def _sum(self, _: int | None, values: Any, count: int, timeout_ns: int) -> int:
-        return self._reduce(values, count, timeout_ns, torch.float64, torch.add)
+        return self._reduce(Call.STEPPING, values, count, timeout_ns, float, torch.add)
 
     def _max(self, _: int | None, values: Any, count: int, timeout_ns: int) -> int:
-        return self._reduce(values, count, timeout_ns, torch.int32, torch.maximum)
+        return self._reduce(
+            Call.STEPPING_OR_SAVING, values, count, timeout_ns, int, torch.maximum
+        )
 
     def _barrier(self, _: int | None, timeout_ns: int) -> int:
-        return self._guarded(lambda: self._gather(torch.zeros(1, dtype=torch.int32), timeout_ns))
+        return self._guarded(lambda: self._meet(Call.WAITING, timeout_ns))
+
+    def register(self) -> None:
+        """All ranks call this before they tell each other of their params."""
+        if self._guarded(lambda: self._meet(Call.REGISTERING, self.timeout_ns)) != abi.OFFLOAD_OK:
+            raise abi.CommFailedError(self.error)
+
+    def _meet(self, call: Call, timeout_ns: int) -> None:
+        self._gather(call, torch.empty(0, dtype=torch.float64), timeout_ns)
 
     def _reduce(
         self,
+        call: Call,
         values: Any,
         count: int,
         timeout_ns: int,
-        dtype: torch.dtype,
+        number: type[float] | type[int],
         combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> int:
         def reduce() -> None:
-            own = torch.tensor(values[:count], dtype=dtype)
-            first, *others = self._gather(own, timeout_ns)
+            own = torch.tensor(values[:count], dtype=torch.float64)  # which holds 32-bit ints too
+            first, *others = self._gather(call, own, timeout_ns)
             for other in others:
                 first = combine(first, other)
             for i, value in enumerate(first.tolist()):
-                values[i] = value
+                values[i] = number(value)
 
         return self._guarded(reduce)
 
-    def _gather(self, own: torch.Tensor, timeout_ns: int) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order."""
+    def _gather(self, call: Call, own: torch.Tensor, timeout_ns: int) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order. It goes with what it is for: ranks that are not at the
+        same call hear of it, instead of taking each other's values or waiting."""
+        count = own.numel()
+        message = torch.zeros(2 + SHORT, dtype=torch.float64)
+        message[0], message[1] = int(call), count
+        if count <= SHORT:
+            message[2 : 2 + count] = own
+        gathered = self._all(message, timeout_ns)
+        for rank, other in enumerate(gathered):
+            if other[0] != message[0]:
+                raise RuntimeError(
+                    f"rank {rank} is {Call(int(other[0]))}, while rank {self.rank} is {call}; all "
+                    "ranks must make the same calls, and change what is trained before the same step"
+                )
+        if count <= SHORT:
+            return [other[2 : 2 + count] for other in gathered]
+        return self._all(own, timeout_ns)
+
+    def _all(self, own: torch.Tensor, timeout_ns: int) -> list[torch.Tensor]:
         gathered = [torch.empty_like(own) for _ in range(self.world)]
         work = self.group.allgather([gathered], [own])
         work.wait(datetime.timedelta(microseconds=max(1, timeout_ns // 1000)))
@@ -143,5 +194,5 @@ class ProcessGroupComm:
 
 def _field(name: str) -> Any:
     """The type of a function of the table."""
-    return dict(abi.offload_comm_t._fields_)[name]
+    return next(field[1] for field in abi.offload_comm_t._fields_ if field[0] == name)
 
