@@ -39,7 +39,7 @@ def _stored(tensor: c.offload_checkpoint_tensor_t) -> StoredTensor:
         return tuple(tuple(values[i * width : (i + 1) * width]) for i in range(tensor.box_count))
 
     return StoredTensor(
-        name=os.fsdecode(tensor.name),
+        name=os.fsdecode(tensor.name or b""),
         kind=tensor.kind,
         dtype=tensor.dtype,
         rank=tensor.rank,
@@ -48,7 +48,7 @@ def _stored(tensor: c.offload_checkpoint_tensor_t) -> StoredTensor:
         box_extents=rows(tensor.box_extents),
         range_begin=tensor.range_begin,
         range_count=tensor.range_count,
-        file=os.fsdecode(tensor.file),
+        file=os.fsdecode(tensor.file or b""),
         file_offset=tensor.file_offset,
         bytes=tensor.bytes,
         step_count=tensor.step_count,

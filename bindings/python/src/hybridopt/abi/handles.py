@@ -19,7 +19,6 @@ _log = logging.getLogger("hybridopt")
 
 # A wait without limit is cut into waits of this length, so that Ctrl-C is heard.
 _WAIT_NS = 200_000_000
-MOST_QUEUED = 256  # calls; older ones have ended
 
 Self = TypeVar("Self", bound="Handle")
 
@@ -157,7 +156,6 @@ class Optimizer(Handle):
         call("offload_optimizer_create", context.value, fields, handle)
         self.context = context
         self._comm = options.get("comm")  # its functions are called until destroy
-        self._told = 0  # the last ticket whose failure has been raised
         super().__init__(handle.value or 0)
 
     def add_group(self, **group: Any) -> int:
@@ -201,15 +199,14 @@ class Optimizer(Handle):
 
     def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
         """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit)."""
-        # Saves and loads complete in order, steps behind a save before it.
-        ordered = ticket == 0 or ticket in self._kept
-        ended = [kept for kept in list(self._kept) if ordered and (ticket == 0 or kept <= ticket)]
+        # Steps behind a save complete before it. Of an earlier save that failed its own wait tells.
+        ended = list(self._kept) if ticket == 0 else [ticket]
         try:
             _wait("offload_optimizer_wait", timeout_ns, self.value, ticket)
         except TimedOutError:
             raise
         except HybridoptError:
-            self._told = max(self._told, ticket)
+            self._kept.pop(ticket, None)  # it has been told
             raise
         for kept in ended:
             self._kept.pop(kept, None)
@@ -266,14 +263,22 @@ class Optimizer(Handle):
     def _transfer(
         self, name: str, struct: type[c.Struct], path: Any, keep: Any, options: Any
     ) -> int:
+        self._forget_ended()
         fields, kept = progress_of(options)
         ticket = c.offload_ticket_t()
         call(name, self.value, make(struct, {**fields, "path": path}), ticket)
         self._kept[ticket.value] = (kept, keep)
         _transferring.add(self)
-        if len(self._kept) > MOST_QUEUED:
-            self._kept.pop(next(iter(self._kept)))
         return ticket.value
+
+    def _forget_ended(self) -> None:
+        """What earlier saves and loads needed goes, also if nobody has waited for them."""
+        for ticket in list(self._kept):
+            try:
+                call("offload_optimizer_wait", self.value, ticket, 0)
+            except HybridoptError:  # still running, or failed: at the end somebody hears of it
+                continue
+            self._kept.pop(ticket, None)
 
     def _move(self, name: str, options: dict[str, Any]) -> int:
         """`params` and `streams` are iterables here; params None stands for all."""
@@ -300,11 +305,10 @@ def _finish_transfers() -> None:
     for optimizer in list(_transferring):
         if optimizer.closed or not optimizer._kept:
             continue
-        ticket, told = max(optimizer._kept), optimizer._told
-        try:
-            optimizer.wait(ticket)
-        except HybridoptError as error:
-            if ticket > told:
+        for ticket in sorted(optimizer._kept):
+            try:
+                optimizer.wait(ticket)
+            except HybridoptError as error:
                 _log.error("a save that was not waited for: %s", error)
 
 
