@@ -39,6 +39,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dtype", choices=DTYPES, help="of params; on a GPU bfloat16")
     parser.add_argument("--offload-fraction", type=float, default=1.0)
+    parser.add_argument(
+        "--master-layout", choices=("fp32", "split"), default="fp32", help="of bf16 params' masters"
+    )
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--overlap", action="store_true", help="gradients leave during backward")
     parser.add_argument("--compare", action="store_true", help="train with torch.optim.AdamW too")
@@ -161,7 +164,9 @@ class Float64Adamw:
 def masters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What the optimizer really updates: fp32 masters, or the params themselves."""
     params = optimizer.param_groups[0]["params"]
-    return [optimizer.state[param].get("master_param", param).detach() for param in params]
+    if isinstance(optimizer, hybridopt.OffloadOptimizer):
+        return [optimizer.master_of(param) for param in params]
+    return [param.detach() for param in params]
 
 
 # ----------------------------------------------------------------------------------------- train --
@@ -258,6 +263,7 @@ def main() -> int:
         model.parameters(),
         **arguments,
         offload_fraction=options.offload_fraction,
+        master_layout=options.master_layout,
         max_grad_norm=options.max_grad_norm,
     )
     if options.overlap:

@@ -308,7 +308,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_no_bit(value):
         ({"lr": -1.0}, "group.lr is -1"),
         ({"lr": float("nan")}, "group.lr is nan"),
         ({"betas": (1.0, 0.9)}, "group.beta1 is 1"),
-        ({"eps": 0.0}, "group.eps is 0"),
+        ({"eps": -1e-8}, "group.eps is -1e-08"),
         ({"weight_decay": float("inf")}, "group.weight_decay is inf"),
     ],
 )
@@ -352,6 +352,7 @@ def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
         ({"offload_fraction": "some"}, ValueError, "Invalid offload_fraction: 'some'"),
         ({"offload_fraction": "auto"}, ValueError, "device_budget_bytes=None, expected how many"),
         ({"device_budget_bytes": 10}, ValueError, "set offload_fraction='auto'"),
+        ({"master_layout": "half"}, ValueError, "Invalid master_layout: 'half', expected 'fp32' or 's"),
         ({"max_grad_norm": 0}, ValueError, "Invalid max_grad_norm: 0, expected a number above 0"),
         ({"max_norm": 1}, TypeError, "unexpected keyword argument 'max_norm', expected .*threads"),
     ],

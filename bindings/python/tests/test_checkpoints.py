@@ -281,6 +281,20 @@ def test_state_that_is_edited_during_a_save_is_taken_behind_it(edit, tmp_path):
     assert (bits(others), state_bits(other)) == at_save
 
 
+def test_params_added_during_a_save_wait_for_its_end(tmp_path):
+    """State moves to new memory, but params are where they were: the save reads them."""
+    params = [Parameter(torch.zeros(1 << 22)), Parameter(torch.zeros(3))]
+    optimizer = hybridopt.SGD(params[:1], lr=1.0)
+    optimizer.plan()
+    transfer = optimizer.save_checkpoint(tmp_path / "saved", wait=False, progress=slowly)
+    optimizer.add_param_group({"params": params[1:]})
+    run(optimizer, params, [1])
+    assert transfer.done()
+    loaded = Parameter(torch.ones(1 << 22))
+    hybridopt.SGD([loaded], lr=1.0).load_checkpoint(tmp_path / "saved")
+    assert not loaded.any()
+
+
 def test_weights_written_behind_a_failed_save_tell_nothing_of_it(tmp_path):
     param = Parameter(torch.randn(50).bfloat16())
     optimizer = hybridopt.AdamW([param])

@@ -115,6 +115,36 @@ def test_randomly_rounded_moments_do_not_depend_on_the_sharding():
     ranks.run(low_precision_moments, 4)
 
 
+def split_masters(rank, world):
+    """FSDP2's local shards in bf16 on the CPU are the upper halves of their masters."""
+    made = []
+    for layout in ("split", "fp32"):
+        module = fully_shard(model().bfloat16())
+        optimizer = optimizer_for(module, master_layout=layout)
+        for seed in range(4):
+            inputs, targets = (tensor.bfloat16() for tensor in batch(seed))
+            nn.functional.mse_loss(module(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        made.append((module, optimizer))
+    (split, optimizer), (whole, expected) = made
+    for param, own in zip(split.parameters(), whole.parameters()):
+        assert optimizer.state[param]["master_low"].placements == param.placements
+        masters = optimizer.master_of(param), expected.master_of(own)
+        assert models.bits([full(masters[0])]) == models.bits([full(masters[1])])
+    state, optimizer_state = get_state_dict(split, optimizer)
+    module = fully_shard(model(seed=9).bfloat16())
+    again = optimizer_for(module)
+    set_state_dict(module, again, model_state_dict=state, optim_state_dict=optimizer_state)
+    for param, own in zip(module.parameters(), whole.parameters()):
+        masters = again.master_of(param), expected.master_of(own)
+        assert models.bits([full(masters[0])]) == models.bits([full(masters[1])])
+
+
+def test_split_masters_of_fsdp2_are_the_fp32_masters():
+    ranks.run(split_masters, 2)
+
+
 def clipped_training(rank, world, mesh_shape):
     names = ("replicas", "shards")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
@@ -331,6 +361,53 @@ def a_rank_without_gradients(rank, world):
 def test_a_rank_without_gradients_steps_with_the_others():
     results = ranks.run(a_rank_without_gradients, 2)
     assert results == [([1.0] * 4, [-3.0, -4.0]), ([1.0] * 4, [1.0, 1.0])]
+
+
+def a_wider_gradient_on_one_rank(rank, world):
+    """Each rank has a tensor of its own in bf16; gradients of one of them become fp32 one step
+    later than those of the other."""
+    weight = nn.Parameter(torch.ones(50).bfloat16())
+    weight.offload_shard = sharding.TensorShard((100,), (((50 * rank,), (50,)),))
+    optimizer = hybridopt.AdamW([("weight", weight)], lr=0.1, process_group=dist.group.WORLD, threads=1)
+    twin = nn.Parameter(torch.ones(50).bfloat16())
+    alone = hybridopt.AdamW([("weight", twin)], lr=0.1, threads=1)
+    for step, grad in enumerate(torch.randn(5, 50)):
+        dtype = torch.float32 if step >= 2 + rank else torch.bfloat16
+        weight.decoupled_grad = twin.decoupled_grad = grad.to(dtype)
+        optimizer.step(), alone.step()
+    assert models.state_bits(optimizer) == models.state_bits(alone)
+    assert optimizer.last_step().grad_norm > alone.last_step().grad_norm
+
+
+def test_a_gradient_that_gets_wider_on_one_rank_first_holds_nobody_up():
+    ranks.run(a_wider_gradient_on_one_rank, 2)
+
+
+def a_param_unfrozen_on_one_rank(rank, world):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for param in module.parameters():
+        nn.init.ones_(param)
+    module[0].requires_grad_(False)
+    optimizer = optimizer_for(module, process_group=dist.group.WORLD)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = models.bits(module.parameters())
+    if rank == 1:
+        module[0].requires_grad_(True)
+    module(torch.ones(1, 2)).sum().backward()
+    doings = ["in step()", "registering parameters, as before a first step and when some have been added"]
+    with pytest.raises(abi.CommFailedError) as caught:
+        optimizer.step()
+    assert f"rank {1 - rank} is {doings[1 - rank]}" in str(caught.value), caught.value
+    assert f"while rank {rank} is {doings[rank]}" in str(caught.value)
+    assert "change what is trained before the same step" in str(caught.value)
+    assert models.bits(module.parameters()) == before
+    with pytest.raises(abi.HybridoptError):
+        optimizer.step()
+
+
+def test_ranks_that_train_different_params_hear_of_it():
+    ranks.run(a_param_unfrozen_on_one_rank, 2)
 
 
 def part_of_the_ranks(rank, world):

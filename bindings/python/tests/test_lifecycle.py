@@ -187,6 +187,152 @@ def test_gradients_on_the_host_are_not_lost_with_the_param_groups():
     optimizer.close()
 
 
+def scaled_training(module, optimizer, scaler, steps=6, overflow_at=2):
+    """Two micro-batches a step, one of them with an infinity; bits and scales after each."""
+    seen = []
+    for step in range(steps):
+        for micro_batch in range(2):
+            scale = float(scaler.scale(torch.ones(())))
+            backward(module, 10 * step + micro_batch, torch.inf if step == overflow_at else scale)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append((scaler.get_scale(), models.bits(module.parameters())))
+    return seen
+
+
+def scaler_of():
+    return torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
+
+
+def test_grad_scaler_is_told_what_a_step_with_hooks_has_found():
+    module, optimizer, other, plain = pair(max_grad_norm=0.5)
+    scaler = scaler_of()
+    optimizer.hook_gradients(grad_scaler=scaler)
+    seen = scaled_training(module, optimizer, scaler)
+    assert seen == scaled_training(other, plain, scaler_of())
+    assert [scale for scale, _ in seen] == [128.0, 256.0, 128.0, 128.0, 256.0, 256.0]
+    assert seen[2][1] == seen[1][1] != seen[3][1]
+    assert optimizer.stats().steps_skipped == 1
+    assert models.state_bits(optimizer) == models.state_bits(plain)
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_grad_scaler_that_cannot_be_told_is_refused_before_the_step(hooked):
+    module = models.perceptron()
+    optimizer = adamw(module, movable=ALL)
+    if hooked:
+        optimizer.hook_gradients()
+    scaler = scaler_of()
+    before = models.bits(module.parameters())
+    backward(module, 0, float(scaler.scale(torch.ones(()))))
+    if not hooked:
+        optimizer.offload(grads=True)
+    with pytest.raises(
+        abi.InvalidStateError,
+        match=r"GradScaler cannot look for Inf .* hook_gradients\(grad_scaler=...\), or call reload",
+    ):
+        scaler.step(optimizer)
+    assert models.bits(module.parameters()) == before
+    with pytest.raises(TypeError, match="grad_scaler is a float, expected the torch.amp.GradScaler"):
+        adamw(module).hook_gradients(grad_scaler=128.0)
+
+
+def test_unscaling_gradients_that_hooks_have_taken_is_refused():
+    module = models.perceptron()
+    optimizer = adamw(module)
+    scaler = scaler_of()
+    optimizer.hook_gradients(grad_scaler=scaler)
+    before = models.bits(module.parameters())
+    backward(module, 0, float(scaler.scale(torch.ones(()))))
+    scaler.unscale_(optimizer)
+    with pytest.raises(abi.InvalidStateError, match=r"leave unscale_\(\) out.*clip by max_grad_norm"):
+        scaler.step(optimizer)
+    assert models.bits(module.parameters()) == before
+
+
+def test_gradients_that_were_unscaled_and_then_offloaded_are_stepped():
+    module, optimizer, other, plain = pair(movable=ALL)
+    for each, its_optimizer in ((module, optimizer), (other, plain)):
+        scaler = scaler_of()
+        backward(each, 0, float(scaler.scale(torch.ones(()))))
+        scaler.unscale_(its_optimizer)
+        if its_optimizer is optimizer:
+            optimizer.offload(grads=True)
+        scaler.step(its_optimizer)
+        scaler.update()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_a_step_that_another_rank_has_skipped_uses_up_gradients_on_the_host():
+    module = models.perceptron()
+    optimizer = adamw(module)
+    optimizer.hook_gradients(grad_scaler=scaler_of())
+    backward(module, 0)
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
+    optimizer.step()
+    assert optimizer.stats().grads_on_host_bytes == 0
+
+
+def test_params_that_are_unfrozen_under_hooks_are_hooked_too():
+    module, optimizer, other, plain = pair()
+    for each in (module, other):
+        each[0].requires_grad_(False)
+    optimizer.hook_gradients()
+    trained(module, optimizer), trained(other, plain)
+    for each in (module, other):
+        each[0].requires_grad_(True)
+    for _ in range(2):
+        trained(module, optimizer, 2), trained(other, plain, 2)
+        backward(module, 0)
+        assert all(param.grad is None for param in module.parameters())
+        optimizer.zero_grad()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    assert models.state_bits(optimizer) == models.state_bits(plain)
+
+
+def test_params_that_are_unfrozen_in_the_middle_of_a_step_are_refused_until_it_is_over():
+    module, optimizer, other, plain = pair()
+    for each in (module, other):
+        each[0].requires_grad_(False)
+    optimizer.hook_gradients()
+    backward(module, 0), backward(other, 0)
+    module[0].requires_grad_(True)
+    backward(module, 1), backward(other, 1)
+    before = models.bits(module.parameters())
+    with pytest.raises(
+        abi.InvalidStateError,
+        match=r"'param_groups.0.0' has been added or unfrozen, but gradients are on the host and would "
+        r"be lost; step\(\) without that first, or drop the gradients with zero_grad\(\)",
+    ):
+        optimizer.step()
+    assert models.bits(module.parameters()) == before
+    module[0].requires_grad_(False)  # the first way out
+    for param in module[0].parameters():
+        param.grad = None
+    optimizer.step(), plain.step()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    backward(module, 2)
+    module[0].requires_grad_(True)
+    optimizer.zero_grad()  # the second one
+    backward(module, 3)
+    optimizer.step()
+    assert len(optimizer.state) == 4
+
+
+def test_a_first_momentum_under_hooks_gets_its_buffers():
+    module = models.perceptron()
+    other = copy.deepcopy(module)
+    optimizer, plain = (hybridopt.SGD(each.parameters(), lr=0.1) for each in (module, other))
+    optimizer.hook_gradients()
+    for momentum in (0.0, 0.9):
+        for each in (optimizer, plain):
+            each.param_groups[0]["momentum"] = momentum
+        trained(module, optimizer), trained(other, plain)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    assert len(optimizer.state) == 4
+
+
 # -------------------------------------------------------------------------------------- phases --
 
 
@@ -373,20 +519,45 @@ class Fp32Gradient(torch.autograd.Function):
         return context.saved_tensors[0], None
 
 
-def test_hooks_do_not_round_gradients_that_autograd_makes_in_fp32():
-    params = [torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16)) for _ in range(2)]
-    optimizers = [hybridopt.AdamW([param], lr=0.05, threads=1) for param in params]
-    grads = torch.randn(3, 50)
-    for param in params:
-        param.grad_dtype = torch.float32
+@pytest.mark.parametrize("declared", ["before", "between", "any"])
+def test_hooks_do_not_round_gradients_that_autograd_makes_in_fp32(declared):
+    params = [torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16)) for _ in range(4)]
+    optimizers = [hybridopt.AdamW(each, lr=0.05, threads=1) for each in (params[:2], params[2:])]
+    if declared != "between":
+        for param in params:
+            param.grad_dtype = None if declared == "any" else torch.float32
     optimizers[0].hook_gradients(accumulate=False)
-    for grad in grads:
-        for param, optimizer in zip(params, optimizers):
+    for step, grad in enumerate(torch.randn(4, 50)):
+        for optimizer in optimizers:
             optimizer.zero_grad()
-            Fp32Gradient.apply(param, grad).backward()
+        for param in params if declared == "between" and step == 2 else ():
+            param.grad_dtype = torch.float32
+        for pair, optimizer in zip((params[:2], params[2:]), optimizers):
+            sum(Fp32Gradient.apply(param, grad) for param in pair).backward()
             optimizer.step()
-    masters = [optimizer.state[param]["master_param"] for optimizer, param in zip(optimizers, params)]
-    assert models.bits(masters[:1]) == models.bits(masters[1:])
+    masters = [[opt.state[p]["master_param"] for p in opt.param_groups[0]["params"]] for opt in optimizers]
+    assert models.bits(masters[0]) == models.bits(masters[1])
+
+
+def test_gradients_that_get_wider_in_the_middle_of_a_step_are_refused_under_hooks():
+    params = [torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = hybridopt.AdamW([("left", params[0]), ("right", params[1])], lr=0.05, threads=1)
+    optimizer.hook_gradients()
+    grad = torch.randn(50)
+    Fp32Gradient.apply(params[0], grad).backward()
+    params[1].grad_dtype = torch.float32
+    with pytest.raises(
+        abi.InvalidStateError,
+        match=r"'right' is torch.float32 and would be rounded to torch.bfloat16, .* set grad_dtype of "
+        r"the parameter between step\(\) and the next backward pass, or drop .* zero_grad",
+    ):
+        Fp32Gradient.apply(params[1], grad).backward()
+    optimizer.zero_grad()
+    for param in params:
+        Fp32Gradient.apply(param, grad).backward()
+    optimizer.step()
+    assert torch.equal(optimizer.state[params[1]]["exp_avg"], torch.zeros(50).lerp(grad, 0.1))
+    assert optimizer._engine.slots[1].grad_dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------ timeline --

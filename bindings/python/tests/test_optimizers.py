@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import hybridopt
+import hybridopt.masters as masters_of_engines
 from hybridopt import abi
 from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits
 
@@ -45,6 +46,18 @@ def test_state_has_torchs_keys_and_shapes_when_torch_has_them(name):
             ours_value = ours_state["state"][index][key]
             assert ours_value.shape == value.shape and ours_value.dtype == value.dtype, key
     assert ours_state["param_groups"] == torchs_state["param_groups"]
+
+
+def test_a_first_momentum_leaves_masters_their_low_bits():
+    for layout in ("fp32", "split"):
+        param = Parameter(torch.randn(50).bfloat16())
+        optimizer = hybridopt.SGD([param], lr=1e-3, master_layout=layout)
+        run(optimizer, [param], [1, 2])
+        before = optimizer.master_of(param).clone()
+        assert not torch.equal(before, before.bfloat16().float())
+        optimizer.param_groups[0].update(momentum=0.9, lr=0.0)
+        run(optimizer, [param], [3])
+        assert bits([optimizer.master_of(param)]) == bits([before])
 
 
 def test_state_is_a_view_of_what_the_step_works_on():
@@ -352,17 +365,19 @@ def test_a_momentum_that_comes_later_gets_its_buffers():
 # ---------------------------------------------------------------------- weights from outside --
 
 
+@pytest.mark.parametrize("options", [{}, {"master_layout": "split"}, {"check_weights": True}])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["AdamW", "SGD plain"])
-def test_loaded_weights_are_not_reverted(name, dtype):
+def test_loaded_weights_are_not_reverted(name, dtype, options):
     ours, _, arguments = PAIRS[name]
-    param = nn.Parameter(torch.randn(50).to(dtype))
-    optimizer = ours([param], **{**arguments, "lr": 0.0, "weight_decay": 0.0})
+    param = nn.Parameter(torch.randn(5000).to(dtype))
+    optimizer = ours([param], **{**arguments, "lr": 0.0, "weight_decay": 0.0}, **options)
     run(optimizer, [param], [1])
-    loaded = torch.randn(50).to(dtype)
+    loaded = torch.randn(5000).to(dtype)
     for load in (
         lambda: param.copy_(loaded),
         lambda: setattr(param, "data", loaded.clone()),
+        lambda: param.data.copy_(loaded),
         lambda: (param.data.copy_(loaded), optimizer.refresh_masters()),
     ):
         with torch.no_grad():
@@ -372,6 +387,76 @@ def test_loaded_weights_are_not_reverted(name, dtype):
         with torch.no_grad():
             param.zero_()
         run(optimizer, [param], [3])
+
+
+def low_precision_pair(**options):
+    """A small and a large param in bf16 whose masters have low bits."""
+    params = [nn.Parameter(torch.randn(10).bfloat16()), nn.Parameter(torch.randn(5000).bfloat16())]
+    optimizer = hybridopt.AdamW(params, lr=1e-3, threads=1, **options)
+    run(optimizer, params, [1, 2])
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    return params, optimizer
+
+
+def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere():
+    """A sample of the large param misses one element; the small one is all looked at."""
+    params, optimizer = low_precision_pair()
+    masters = [optimizer.state[param]["master_param"].clone() for param in params]
+    unseen = 100
+    before = optimizer._engine.slots[1].sample
+    params[1].data[unseen] = 7.0
+    assert optimizer._engine._samples([optimizer._engine.slots[1]]) == [before]
+    params[0].data[3] = 5.0
+    run(optimizer, params, [3])
+    assert params[0][3] == 5.0 and params[1][unseen] == 7.0
+    masters[0][3], masters[1][unseen] = 5.0, 7.0
+    assert bits(optimizer.state[param]["master_param"] for param in params) == bits(masters)
+
+
+def test_one_element_written_behind_our_back_is_kept_where_all_are_checked():
+    params, optimizer = low_precision_pair(check_weights=True)
+    masters = [optimizer.state[param]["master_param"].clone() for param in params]
+    params[1].data[100] = masters[1][100] = 7.0
+    run(optimizer, params, [3])
+    assert params[1][100] == 7.0
+    assert bits(optimizer.state[param]["master_param"] for param in params) == bits(masters)
+
+
+def test_samples_are_the_same_wherever_a_param_is():
+    for count in (0, 1, 255, 256, 257, 300, 5000, 99_999):
+        for dtype in DTYPES:
+            tensor = torch.randn(count).to(dtype)
+            here = masters_of_engines.samples_on_host(tensor.data_ptr(), tensor.nbytes)
+            assert masters_of_engines.samples_of_tensors([tensor, tensor]) == [here, here]
+            assert len(here) == min(tensor.nbytes, 512)
+
+
+def test_weights_written_behind_our_back_before_a_phase_are_not_reverted():
+    params, optimizer = low_precision_pair(movable=["params"])
+    for param in params:
+        param.data.fill_(3.0)
+    optimizer.offload(params=True)
+    optimizer.reload(params=True)
+    run(optimizer, params, [3])
+    assert all((param == 3.0).all() for param in params)
+
+
+def test_a_save_does_not_take_masters_of_weights_that_were_written_and_offloaded(tmp_path):
+    params, optimizer = low_precision_pair(movable=["params"])
+    params[1].data.fill_(3.0)
+    optimizer.offload(params=True)
+    with pytest.raises(abi.InvalidStateError, match=r"'param_groups.0.0' has been written and then off"):
+        optimizer.save_checkpoint(tmp_path / "saved")
+    optimizer.reload(params=True)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    optimizer.offload(params=True)
+    optimizer.save_checkpoint(tmp_path / "again")
+    optimizer.reload(params=True)
+    for name in ("saved", "again"):
+        others = [nn.Parameter(torch.zeros_like(param)) for param in params]
+        hybridopt.AdamW(others).load_checkpoint(tmp_path / name)
+        assert bits(others) == bits(params)
 
 
 def test_weights_at_the_address_of_others_are_not_reverted():
@@ -492,3 +577,214 @@ def test_moments_in_bf16(name, dtype):
 def test_other_moment_dtypes_are_refused():
     with pytest.raises(ValueError, match="Invalid state_dtype: torch.float16, expected torch.float32"):
         hybridopt.AdamW([Parameter(torch.ones(1))], state_dtype=torch.float16)
+
+
+# --------------------------------------------------------------------------------- split masters --
+
+
+def split_pair(name, seeds=range(5), in_order=False, **options):
+    """An optimizer with split masters and one with fp32 masters after the same steps."""
+    ours, _, arguments = PAIRS[name]
+    torch.manual_seed(5)
+    start = [torch.randn(70, 50).bfloat16(), torch.randn(3), torch.randn(5).half(), torch.randn(1, 0)]
+    if not in_order:
+        start.append(torch.randn(4, 3, 2).bfloat16().permute(2, 0, 1))
+    made = []
+    for layout in ("split", "fp32"):
+        params = [Parameter(tensor.clone()) for tensor in start]
+        if not in_order:  # and with gaps
+            params.append(Parameter(torch.ones(9, 2).bfloat16()[:, 0]))
+        optimizer = ours(params, master_layout=layout, **arguments, **options)
+        run(optimizer, params, seeds)
+        made.append((optimizer, params))
+    return made
+
+
+@every_optimizer
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_split_masters_are_the_fp32_masters(name, moments):
+    (split, params), (whole, whole_params) = split_pair(name, state_dtype=moments)
+    keys = [set(split.state.get(param, {})) for param in params]
+    assert "master_low" in keys[0] and not any("master_param" in each for each in keys[:2])
+    assert "master_param" in keys[2]  # fp16 has none to split
+    for param, own in zip(params, whole_params):
+        assert bits([split.master_of(param)]) == bits([whole.master_of(own)])
+        assert split.master_of(param).shape == param.shape
+        for key, value in whole.state.get(own, {}).items():
+            if key != "master_param":
+                assert bits([split.state[param][key]]) == bits([value])
+    assert split.state[params[0]]["master_low"].dtype == torch.int16
+    plan, whole_plan = split.plan(), whole.plan()
+    count = sum(p.numel() for p in params if p.dtype == torch.bfloat16)
+    assert plan.host_state_bytes["master_low"] >= 2 * count
+    assert "master_low" not in whole_plan.host_state_bytes
+    assert sum(plan.host_state_bytes.values()) < sum(whole_plan.host_state_bytes.values())
+
+
+def through_state_dict(optimizer, params, layout, params_first, tmp_path):
+    saved = copy.deepcopy(optimizer.state_dict())
+    others = [Parameter(torch.zeros_like(param)) for param in params]
+    other = hybridopt.AdamW(others, lr=1e-2, master_layout=layout)
+    if not params_first:
+        other.load_state_dict(saved)
+    with torch.no_grad():
+        for own, param in zip(others, params):
+            own.copy_(param)
+    if params_first:
+        other.load_state_dict(saved)
+    return other, others
+
+
+def through_checkpoint(optimizer, params, layout, params_first, tmp_path):
+    path = tmp_path / f"from_{optimizer._options['master_layout']}_to_{layout}"
+    optimizer.save_checkpoint(path)
+    others = [Parameter(torch.zeros_like(param)) for param in params]
+    other = hybridopt.AdamW(others, lr=1e-2, master_layout=layout)
+    other.load_checkpoint(path)
+    return other, others
+
+
+@pytest.mark.parametrize(
+    ("through", "params_first"),
+    [(through_state_dict, True), (through_state_dict, False), (through_checkpoint, True)],
+)
+def test_state_goes_from_either_master_layout_to_either(through, params_first, tmp_path):
+    in_order = through is through_checkpoint  # which wants elements in the order of dimensions
+    for optimizer, params in split_pair("AdamW", range(20), in_order):
+        for layout in ("split", "fp32"):
+            other, others = through(optimizer, params, layout, params_first, tmp_path)
+            run(other, others, range(20, 23))
+            _, (expected, own) = split_pair("AdamW", range(23), in_order)
+            masters = bits(expected.master_of(param) for param in own)
+            assert bits(other.master_of(param) for param in others) == masters
+
+
+def test_masters_between_two_numbers_keep_every_bit_in_either_layout():
+    """fp32 masters round them to the even one, split masters away from zero."""
+    masters = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F80FFFF], dtype=torch.int32)
+    masters = masters.view(torch.float32)
+    for layout in ("split", "fp32"):
+        param = Parameter(masters.bfloat16())
+        optimizer = hybridopt.AdamW([param], lr=0.0, weight_decay=0.0, master_layout=layout)
+        state = {"step": torch.tensor(1.0), "master_param": masters.clone()}
+        state.update(exp_avg=torch.zeros(4), exp_avg_sq=torch.ones(4))
+        optimizer.state = {param: state}
+        run(optimizer, [param], [1])
+        assert bits([optimizer.master_of(param)]) == bits([masters])
+        back = Parameter(param.detach().clone())
+        other = hybridopt.AdamW([back], lr=0.0, weight_decay=0.0)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        other.param_groups[0].update(lr=0.0, weight_decay=0.0)
+        run(other, [back], [1])
+        assert bits([other.master_of(back)]) == bits([masters])
+
+
+def test_low_halves_of_weights_that_were_written_are_dropped_on_demand():
+    (optimizer, params), _ = split_pair("AdamW")
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    low = optimizer.state[params[0]]["master_low"]
+    assert low.any()
+    with torch.no_grad():
+        params[0].fill_(1.0)
+    run(optimizer, params, [7])
+    assert (params[0] == 1.0).all() and low.any()  # less than what bf16 rounds off
+    assert not torch.equal(optimizer.master_of(params[0]), torch.ones(70, 50))
+    optimizer.refresh_masters()
+    assert not low.any() and torch.equal(optimizer.master_of(params[0]), torch.ones(70, 50))
+
+
+def test_the_master_of_a_param_that_is_not_here_is_refused():
+    (optimizer, params), _ = split_pair("AdamW")
+    with pytest.raises(ValueError, match="this parameter has no state here"):
+        optimizer.master_of(Parameter(torch.ones(1)))
+    assert optimizer.master_of(params[1]).data_ptr() == params[1].data_ptr()
+
+
+# ------------------------------------------------------------------------------ as torch has it --
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad"])
+def test_eps_may_be_zero(name):
+    """As with torch, but that a param without any gradient yet stays where it is: 0 / 0 there."""
+    params = [Parameter(torch.randn(50)), Parameter(torch.randn(3))]
+    others = clone(params)
+    optimizer = getattr(hybridopt, name)(params, lr=1e-2, eps=0.0, weight_decay=0.0)
+    other = getattr(torch.optim, name)(others[:1], lr=1e-2, eps=0.0, weight_decay=0.0)
+    before, start = bits(params[1:]), params[0].detach().clone()
+    for seed in range(5):
+        set_gradients(params, seed)
+        params[1].grad.zero_()
+        others[0].grad = params[0].grad.clone()
+        optimizer.step(), other.step()
+    assert (params[0] - others[0]).norm() < 1e-5 * (others[0] - start).norm()
+    assert bits(params[1:]) == before
+
+
+def sgd_pair(change=lambda group, step: None, steps=6, missing=(), **arguments):
+    """Ours and torch's SGD over the same gradients, with groups changed before steps."""
+    params = [Parameter(torch.randn(50)), Parameter(torch.randn(3))]
+    others = clone(params)
+    start = clone(params)
+    pair = hybridopt.SGD(params, lr=0.1, **arguments), torch.optim.SGD(others, lr=0.1, **arguments)
+    for step in range(steps):
+        for each, its_params in zip(pair, (params, others)):
+            change(each.param_groups[0], step)
+            set_gradients(its_params, step)
+            if step in missing:
+                its_params[1].grad = None
+            each.step()
+    for param, other, began in zip(params, others, start):
+        assert (param - other).norm() < 1e-6 * (other - began).norm(), arguments
+    return pair, params, others
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "dampening": 1.0},
+        {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.9, "nesterov": True},
+        {"dampening": 0.5},
+    ],
+)
+def test_dampening_begins_with_a_params_second_step(arguments):
+    """Whichever step of the others that is."""
+    sgd_pair(missing=(0, 1, 3), **arguments)
+
+
+def test_dampening_goes_on_where_momentum_is_resumed_and_begins_where_it_is_new():
+    (ours, torchs), params, others = sgd_pair(momentum=0.9, dampening=0.5)
+    again = hybridopt.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
+    again.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    start = clone(params)
+    for each, its_params in ((again, params), (torchs, others)):
+        dict.pop(each.state, its_params[1])  # torch makes its buffer anew
+        run(each, its_params, [7, 8])
+    for param, other, began in zip(params, others, start):
+        assert (param - other).norm() < 1e-5 * (other - began).norm()
+
+
+def momentum_that_comes(group, step):
+    group["momentum"] = 0.0 if step < 2 else 0.9
+
+
+def momentum_that_pauses(group, step):
+    group["momentum"] = 0.0 if step == 3 else 0.9
+
+
+@pytest.mark.parametrize("change", [momentum_that_comes, momentum_that_pauses])
+@pytest.mark.parametrize("arguments", [{"dampening": 0.5}, {"nesterov": True}])
+def test_momentum_that_comes_or_pauses_is_as_with_torch(change, arguments):
+    sgd_pair(change, steps=8, momentum=0.9, **arguments)
+
+
+def test_nesterov_with_dampening_is_refused_later_as_well():
+    param = Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="Nesterov momentum requires a momentum and zero dampening"):
+        hybridopt.SGD([param], lr=0.1, momentum=0.9, dampening=0.5, nesterov=True)
+    optimizer = hybridopt.SGD([param], lr=0.1, momentum=0.9, nesterov=True)
+    run(optimizer, [param], [1])
+    optimizer.param_groups[0]["dampening"] = 0.5
+    with pytest.raises(abi.InvalidArgumentError, match="nesterov"):
+        run(optimizer, [param], [2])

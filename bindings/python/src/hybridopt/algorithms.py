@@ -21,13 +21,19 @@ def _learning_rate(group: dict[str, Any]) -> float:
     return 0.0 if -1e-12 < lr < 0.0 else lr
 
 
+def _eps(group: dict[str, Any]) -> float:
+    """torch takes an eps of 0; the library makes the smallest fp32 number of what is below that."""
+    eps = float(group["eps"])
+    return eps if eps != 0.0 else 1e-45
+
+
 def _adam_fields(group: dict[str, Any]) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     return {
         "lr": _learning_rate(group),
         "beta1": float(beta1),
         "beta2": float(beta2),
-        "eps": float(group["eps"]),
+        "eps": _eps(group),
         "weight_decay": float(group["weight_decay"]),
         "maximize": int(group["maximize"]),
     }
@@ -168,7 +174,7 @@ class SGD(OffloadOptimizer, torch.optim.SGD):
             "momentum": momentum,
             "dampening": float(group["dampening"]) if momentum > 0 else 0.0,  # torch ignores it too
             "weight_decay": float(group["weight_decay"]),
-            "nesterov": int(group["nesterov"]),
+            "nesterov": int(group["nesterov"] and momentum > 0),  # likewise
             "maximize": int(group["maximize"]),
         }
 
@@ -260,7 +266,7 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
         return {
             "lr": _learning_rate(group),
             "lr_decay": float(group["lr_decay"]),
-            "eps": float(group["eps"]),
+            "eps": _eps(group),
             "weight_decay": float(group["weight_decay"]),
             "initial_accumulator_value": float(group["initial_accumulator_value"]),
             "maximize": int(group["maximize"]),

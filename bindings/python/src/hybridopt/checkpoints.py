@@ -19,7 +19,7 @@ class Bar:
     """A tqdm bar as a function of bytes done and bytes in all."""
 
     def __init__(self, title: str) -> None:
-        from tqdm import tqdm
+        from tqdm import tqdm  # type: ignore[import-untyped]
 
         self._bar = tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1024)
 

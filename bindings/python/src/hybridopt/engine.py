@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import abi
+from .adopting import COUNTED, Adopting
+from .masters import MASTER, MASTER_LOW, Masters
 from .moves import Moves
 from .tensors import (
     DTYPES,
@@ -33,13 +35,12 @@ from .tensors import (
     like_param,
     local,
     local_gradient,
-    local_part,
 )
 
 if TYPE_CHECKING:
     from .sharding import TensorShard
 
-# The moments of each algorithm by torch's names, and whether torch keeps a step count with them.
+# The moments of each algorithm by torch's names.
 MOMENTS = {
     abi.OFFLOAD_ADAMW: {
         "exp_avg": abi.OFFLOAD_STATE_EXP_AVG,
@@ -53,8 +54,6 @@ MOMENTS = {
     abi.OFFLOAD_LION: {"exp_avg": abi.OFFLOAD_STATE_EXP_AVG},
     abi.OFFLOAD_ADAGRAD: {"sum": abi.OFFLOAD_STATE_SUM},
 }
-COUNTED = {abi.OFFLOAD_ADAMW, abi.OFFLOAD_ADAM, abi.OFFLOAD_ADAGRAD}
-MASTER = "master_param"
 REMEMBERED_STEPS = 64  # by offload_optimizer_step_result
 REMEMBERED_RESULTS = 1024
 REMEMBERED_SAMPLES = 4096
@@ -75,7 +74,12 @@ class Slot:
     """A member as it is registered."""
 
     def __init__(
-        self, id: int, member: Member, device: torch.device, moments: dict[str, int]
+        self,
+        id: int,
+        member: Member,
+        device: torch.device,
+        moments: dict[str, int],
+        split_masters: bool,
     ) -> None:
         current = local(member.param).detach()
         self.id = id
@@ -89,6 +93,7 @@ class Slot:
             self.grad_dtype = torch.float32  # gradients of other dtypes will be converted
         self.shape = current.shape
         self.count = current.numel()
+        self.bytes = current.numel() * current.element_size()
         # A param with gaps between its elements is stepped in a dense copy, which is copied back.
         self.copy = None if is_dense(current) else torch.empty_like(current).contiguous()
         bound = current if self.copy is None else self.copy
@@ -98,33 +103,43 @@ class Slot:
         # Of the param. Its address would not tell it from one that was made where it has been freed.
         self.storage = StorageWeakRef(current.untyped_storage())
         self.grad_address = 0
+        self.split = split_masters and self.dtype == torch.bfloat16
         # The library holds a master of its own; it must notice when the param is written.
-        self.has_master = self.dtype != torch.float32 or device.type != "cpu"
+        own_master = self.dtype != torch.float32 or device.type != "cpu"
+        self.has_master = own_master and not self.split
         self.version: int | None = None  # of the param when masters were last the same
+        self.sample = b""  # some bits of it, as they were then
         self.moments = moments
-        low_precision = self.dtype != torch.float32  # an fp32 param shows no master: it is the same
-        self.kinds = {**moments, MASTER: abi.OFFLOAD_STATE_MASTER} if low_precision else moments
+        self.kinds = dict(moments)
+        if self.split:
+            self.kinds[MASTER_LOW] = abi.OFFLOAD_STATE_MASTER_LOW
+        elif self.dtype != torch.float32:  # an fp32 param shows no master: it is the same
+            self.kinds[MASTER] = abi.OFFLOAD_STATE_MASTER
         self.entry: dict[str, Any] | None = None  # in the optimizer's state, made here
         self.views: dict[str, Tensor] = {}
         self.copies: dict[str, int] = {}  # of views: those of state in two places, with versions
         self.grad: Tensor | None = None
         self.hosted = False  # the library holds the gradient, on the host
+        self.hooked = False  # and a hook has brought it there
         self.in_sync = True  # whether masters were those of the param when it was offloaded
         self.hidden = False  # state has been taken from sight while it is offloaded
 
-    def can_take(self, grad: Tensor | None) -> bool:
-        """Whether a gradient would not be rounded to fewer bits. (A param of another dtype is refused
-        later.)"""
-        if grad is None or self.grad_dtype in (torch.float32, local(grad).dtype):
+    def takes_gradient(self) -> bool:
+        """Whether the gradient there is, or that which autograd is to make in fp32, would not be
+        rounded to fewer bits. (A param of another dtype is refused later.)"""
+        if self.grad_dtype == torch.float32 or local(self.param).dtype != self.dtype:
             return True
-        return local(self.param).dtype != self.dtype
+        dtype = gradient_dtype(self.param)
+        return dtype == self.grad_dtype or (
+            gradient_of(self.param) is None and dtype != torch.float32
+        )
 
     @property
     def bound(self) -> Tensor:
         return local(self.param).detach() if self.copy is None else self.copy
 
 
-class Engine(Moves):
+class Engine(Adopting, Masters, Moves):
     """Registered when made, committed by commit(). Calls wait for nothing but where they say so."""
 
     def __init__(
@@ -134,14 +149,16 @@ class Engine(Moves):
         algorithm: int,
         groups: list[dict[str, Any]],
         members: list[Member],
+        check_weights: bool,
         **options: Any,
     ) -> None:
         self.context = context
         self.device = device
         self.algorithm = algorithm
         self.handle = abi.Optimizer(context, algorithm=algorithm, **options)
+        self.check_weights = check_weights
         self.movable = options.get("movable", 0)
-        self.states_out = False
+        self.states_out = self.params_out = False
         self.made = time.monotonic()
         # For pictures: what steps did, and who held how much.
         self.results: deque[abi.offload_step_result_t] = deque(maxlen=REMEMBERED_RESULTS)
@@ -149,8 +166,9 @@ class Engine(Moves):
         self.groups = [dict(group) for group in groups]
         for group in groups:
             self.handle.add_group(**group)
+        split_masters = options.get("master_layout", 0) == abi.OFFLOAD_MASTER_SPLIT
         self.slots = [
-            Slot(id, member, device, self._moments_of(groups[member.group]))
+            Slot(id, member, device, self._moments_of(groups[member.group]), split_masters)
             for id, member in enumerate(members)
         ]
         self.slot_of = {slot.param: slot for slot in self.slots}
@@ -214,8 +232,7 @@ class Engine(Moves):
     def commit(self) -> None:
         self._fill_copies()
         self.handle.commit(self.stream())
-        for slot in self.slots:
-            slot.version = local(slot.param)._version
+        self.note_in_sync(self.slots)
 
     def stream(self) -> int:
         """The stream that gradients and params are ready on."""
@@ -354,8 +371,14 @@ class Engine(Moves):
                     f"parameter {slot.name!r} has strides {slot.stride}, and checkpoints hold elements "
                     "in the order of dimensions; make it contiguous(), or save state_dict()"
                 )
+        for slot in self.slots:
+            if self.params_out and slot.has_master and not slot.in_sync:
+                raise abi.InvalidStateError(
+                    f"parameter {slot.name!r} has been written and then offloaded, and its master is "
+                    "not that yet; call reload(params=True) before saving"
+                )
         self._fill_copies()
-        self._refresh_masters()
+        self.refresh_masters()
 
     def after_load(self, state: dict[Tensor, Any]) -> None:
         """The library has written params, state and step counts."""
@@ -371,24 +394,24 @@ class Engine(Moves):
 
     def _has_low_bits(self, slot: Slot) -> bool:
         """Whether the master is more than the param: another engine could not make it again."""
-        if MASTER not in slot.kinds:
+        if slot.dtype == torch.float32:
             return False
-        return not torch.equal(
-            self.read(slot, abi.OFFLOAD_STATE_MASTER), in_memory_order(slot.bound).cpu().float()
-        )
+        return not torch.equal(self.master_of(slot), in_memory_order(slot.bound).cpu().float())
 
     def _fill_copies(self) -> None:
+        if self.params_out:
+            return
         for slot in self.slots:
             if slot.copy is not None:
                 slot.copy.copy_(local(slot.param))
 
-    def step(self, state: dict[Tensor, Any], **options: Any) -> None:
-        """A step over what is bound, done when this returns.
+    def step(self, state: dict[Tensor, Any], **options: Any) -> bool:
+        """A step over what is bound, done when this returns. Whether it has been skipped.
 
         On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): torch's
         copies into memory that is not pinned, such as .cpu(), did not return behind such a wait."""
         self._fill_copies()
-        self._refresh_masters()
+        self.refresh_masters()
         if len(self._unsettled_steps) == REMEMBERED_STEPS:
             self.settle(state)
         ticket = self.handle.step(stream=self.stream(), **options)
@@ -402,6 +425,7 @@ class Engine(Moves):
         for slot in self._active:
             slot.grad = None
             slot.hosted = False  # a step uses up what the host holds
+        return bool(self.handle.step_result(ticket).skipped)
 
     def _note_written(self, slots: list[Slot]) -> None:
         """As after any operation in place: autograd hears of it, and we know it was us."""
@@ -410,7 +434,7 @@ class Engine(Moves):
         for slot in slots:
             if slot.copy is not None:
                 local(slot.param).copy_(slot.copy)
-            slot.version = local(slot.param)._version
+        self.note_in_sync(slots)
 
     # ------------------------------------------------------------------------------------ state --
 
@@ -420,11 +444,10 @@ class Engine(Moves):
             self.handle.wait()
 
     def settle(self, state: dict[Tensor, Any]) -> None:
-        """Waits for queued steps; then `state` says what they have done."""
+        """Waits for queued steps, but for no save; then `state` says what they have done."""
         if not self._unsettled_steps:
             return
         self.handle.wait(self._unsettled_steps[-1][0])
-        self.wait()  # for a save behind them
         steps, self._unsettled_steps = self._unsettled_steps, []
         for ticket, stepped in steps:
             result = self.handle.step_result(ticket)
@@ -442,6 +465,8 @@ class Engine(Moves):
         self._counts_version = self.counts._version
 
     def _refresh_copies(self) -> None:
+        if self._slots_with_copies:
+            self.wait()
         for slot in self._slots_with_copies:
             for key in slot.copies:
                 view = local(slot.views[key])
@@ -453,6 +478,8 @@ class Engine(Moves):
         if not slot.views:
             if self.algorithm in COUNTED:
                 slot.views["step"] = self._count_views[slot.id]
+            if slot.kinds:
+                self.wait()
             for key, kind in slot.kinds.items():
                 slot.views[key] = like_param(self._view(slot, key, kind), slot.param)
         if not slot.views:
@@ -496,79 +523,6 @@ class Engine(Moves):
         if view.device_count > 0:
             cuda_view(view, self.handle, self.device).copy_(flat[: view.device_count])
 
-    def adopt(self, state: dict[Tensor, Any]) -> None:
-        """Takes over what others have put into `state`: loaded, assigned, deleted or written."""
-        if self.counts._version != self._counts_version:
-            self.settle(state)
-            self.wait()
-            for slot in self.slots:
-                self._push_count(slot, int(self._count_views[slot.id]))
-        for slot in self.slots:
-            entry = dict.get(state, slot.param)
-            if not entry and slot.entry is None:
-                continue
-            if entry is slot.entry and all(entry.get(key) is slot.views[key] for key in slot.views):
-                for key, version in slot.copies.items():
-                    view = local(slot.views[key])
-                    if view._version != version:
-                        self.wait()
-                        self.write(slot, slot.kinds[key], view)
-                        slot.copies[key] = view._version
-                continue
-            self.wait()
-            if entry:
-                self._adopt_entry(slot, entry, state)
-            else:
-                self._start_again(slot)
-        self._counts_version = self.counts._version
-
-    def _push_count(self, slot: Slot, count: int) -> None:
-        self.handle.set_step_count(slot.id, count)
-        if count != int(self._count_views[slot.id]):
-            self._count_views[slot.id].fill_(count)
-
-    def _start_again(self, slot: Slot) -> None:
-        """As torch does for a param without state. Masters stay: they are the param."""
-        slot.entry = None
-        self._push_count(slot, 0)
-        fresh = self.groups[slot.group].get("initial_accumulator_value", 0.0)
-        for kind in slot.moments.values():
-            value = torch.full((), fresh, device=self.device).expand(slot.shape)
-            self.write(slot, kind, value)
-
-    def _adopt_entry(self, slot: Slot, entry: dict[str, Any], state: dict[Tensor, Any]) -> None:
-        moments = {key: entry.get(key) for key in slot.moments}
-        count = int(entry.get("step", 0)) if self.algorithm in COUNTED else 1
-        if moments and all(value is None for value in moments.values()):
-            if self.algorithm in COUNTED and count > 0:
-                self._refuse(slot, f"has step {count} but lacks {', '.join(moments)}")
-            self._start_again(slot)
-            self._publish(slot, state)  # or the next step would start again, if none settles before
-            return
-        for key, value in moments.items():
-            if not isinstance(value, Tensor):
-                self._refuse(slot, f"lacks {key!r}")
-            if value.shape != slot.param.shape:
-                self._refuse(
-                    slot,
-                    f"has {key!r} of shape {tuple(value.shape)}, expected {tuple(slot.param.shape)}",
-                )
-        for key, value in moments.items():
-            self.write(slot, slot.moments[key], local_part(value, slot.param))
-        if slot.dtype != torch.float32 and isinstance(entry.get(MASTER), Tensor):
-            self.write(slot, abi.OFFLOAD_STATE_MASTER, local_part(entry[MASTER], slot.param))
-        else:
-            entry.pop(MASTER, None)  # an fp32 param is its own master
-        slot.version = None  # the param may not be what these masters stand for
-        self._push_count(slot, count)
-        self._publish(slot, state)
-
-    def _refuse(self, slot: Slot, what: str) -> None:
-        raise ValueError(
-            f"the state of parameter {slot.name!r} {what}; load a state_dict of the same optimizer "
-            "and model, or delete the parameter's entry to start its state afresh"
-        )
-
     def leave_device(self) -> None:
         """State on the device moves to host tensors, so that its memory is free for another engine
         when this one ends."""
@@ -577,32 +531,3 @@ class Engine(Moves):
                 if tensor.device.type != "cpu" and slot.entry is not None:
                     slot.entry[key] = tensor.cpu()
             slot.views = {}
-
-    # ---------------------------------------------------------------------------------- masters --
-
-    def forget_versions(self) -> None:
-        """The next step compares every master with its param."""
-        for slot in self.slots:
-            slot.version = None
-
-    def _refresh_masters(self) -> None:
-        """Params that others have written (weights were loaded, say) become their masters again."""
-        for slot in self.slots:
-            if slot.has_master and slot.version != local(slot.param)._version:
-                self.refresh_master(slot)
-                slot.version = local(slot.param)._version
-
-    def refresh_master(self, slot: Slot) -> None:
-        """Elements that are still their rounded masters keep those, down to the last bit."""
-        if slot.count == 0:
-            return
-        self.wait()
-        if slot.dtype == torch.float32:
-            self.handle.refresh_masters(params=[slot.id], streams=[self.stream()])
-            return
-        master = self.read(slot, abi.OFFLOAD_STATE_MASTER)
-        param = in_memory_order(slot.bound).cpu()
-        written = master.to(slot.dtype).view(torch.int16) != param.view(torch.int16)
-        if written.any():
-            merged = torch.where(written, param.float(), master)
-            self.write(slot, abi.OFFLOAD_STATE_MASTER, self._arrange(slot, merged))

@@ -18,7 +18,7 @@ from . import abi
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .optimizer import OffloadOptimizer
+    from .lifecycle import Lifecycle
 
 # The library takes 256 queued calls. Gradients beyond these wait for the oldest copy to end.
 MAX_IN_FLIGHT = 64
@@ -27,13 +27,25 @@ MAX_IN_FLIGHT = 64
 class GradientHooks:
     """What hook_gradients() gives: remove() takes the hooks off, as does the end of a with."""
 
-    def __init__(self, optimizer: OffloadOptimizer, accumulate: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Lifecycle,
+        accumulate: bool,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+            raise TypeError(
+                f"grad_scaler is a {type(grad_scaler).__name__}, expected the torch.amp.GradScaler "
+                "whose step() will step this optimizer"
+            )
         # Params hold their hooks: those must not hold on to an optimizer that nobody else wants.
         self._optimizer = weakref.ref(optimizer)
         self._flags = abi.OFFLOAD_MOVE_ACCUMULATE if accumulate else 0
         self._handles: dict[Tensor, Any] = {}
         # Copies that may still be under way, with what they read.
         self._in_flight: collections.deque[tuple[int, Tensor]] = collections.deque()
+        self._begun = False  # the host has gradients for the next step
+        self.grad_scaler = grad_scaler
 
     def attach(self, engine: Engine) -> None:
         """Hooks the params of an engine that have none yet."""
@@ -63,6 +75,21 @@ class GradientHooks:
     def release(self) -> None:
         """After a step, which has read all gradients: lets them go."""
         self._in_flight.clear()
+        self._begun = False
+
+    def begin_again(self) -> None:
+        """Gradients on the host have been dropped."""
+        self._begun = False
+
+    def tell_scaler(self, found_inf: bool) -> None:
+        """Puts the verdict of the step where GradScaler.update() looks for it. There is no other way:
+        the scaler itself finds gradients in `grad` alone."""
+        optimizer, scaler = self._optimizer(), self.grad_scaler
+        if optimizer is None or scaler is None or optimizer._engine is None:
+            return
+        device = optimizer._engine.device
+        verdict = torch.full((), float(found_inf), device=device)
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"][device] = verdict
 
     @torch.no_grad()
     def _ready(self, param: Tensor) -> None:
@@ -72,9 +99,25 @@ class GradientHooks:
             return
         if param.grad is None or hasattr(param, "decoupled_grad"):  # not what a step takes
             return
-        engine = optimizer._ready_engine() if optimizer._engine is None else optimizer._engine
+        engine = optimizer._engine
+        if engine is None or not self._begun:
+            # The first one of a step: state can still move to where there is room for what has been
+            # unfrozen, or for a group's momentum. Later the gradients on the host would be lost.
+            engine = optimizer._ready_engine()
         self._let_go(engine)
-        ticket, grad = engine.send_gradient(engine.slot_of[param], param.grad, self._flags)
+        slot = engine.slot_of.get(param)
+        if slot is None:  # no param of this optimizer any more
+            return
+        if not slot.takes_gradient():
+            raise abi.InvalidStateError(
+                f"the gradient of parameter {slot.name!r} is {param.grad.dtype} and would be rounded "
+                f"to {slot.grad_dtype}, as gradients of this step are on the host already; set "
+                "grad_dtype of the parameter between step() and the next backward pass, or drop the "
+                "gradients with zero_grad() and start the step again"
+            )
+        ticket, grad = engine.send_gradient(slot, param.grad, self._flags)
+        slot.hooked = True
+        self._begun = True
         self._in_flight.append((ticket, grad))
         param.grad = None
 

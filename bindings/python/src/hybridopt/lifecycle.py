@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .engine import Engine, Slot
 from .gradient_hooks import GradientHooks
 from .moves import MOVABLE
 from .plans import StepResult, described
+from .state import State
 from .tensors import gradient_of, like_param, local, set_gradient
 
 
@@ -73,7 +74,7 @@ class Storage:
         for slot in slots:
             if slot.copy is None:
                 tensor = local(slot.param)
-                begin = tensor.storage_offset() * tensor.element_size()
+                begin = int(tensor.storage_offset()) * tensor.element_size()
                 taken.append((begin, begin + slot.count * tensor.element_size()))
         for begin, end in sorted(taken):
             if begin > passed:
@@ -89,36 +90,46 @@ class Storage:
                 self._all()[begin : begin + content.numel()].copy_(content)
 
 
-class Lifecycle:
+class Lifecycle(torch.optim.Optimizer):
     """Part of OffloadOptimizer."""
 
     _engine: Engine | None
+    _state: State
     _hooks: GradientHooks | None = None
     _storages: list[Storage] | None = None  # given up, in the order of params
     _options: Any
 
+    if TYPE_CHECKING:  # OffloadOptimizer has them
+
+        def _ready_engine(self) -> Engine: ...
+        def _drop_engine(self, why: str) -> None: ...
+
     # ------------------------------------------------------------------------------- gradients --
 
-    def hook_gradients(self, accumulate: bool = True) -> GradientHooks:
+    def hook_gradients(
+        self, accumulate: bool = True, *, grad_scaler: torch.amp.GradScaler | None = None
+    ) -> GradientHooks:
         """From now on gradients go to the host during the backward pass, one by one as they become
         ready, and are taken off their params (`grad` is None after it). The next step uses them up;
         zero_grad() drops them. With `accumulate` several backward passes add up, in fp32; without
         it there is half the memory for low-precision gradients, and one backward pass a step.
 
         Takes the memory for state and gradients now. Clip by max_grad_norm: there is nothing here
-        for torch.nn.utils.clip_grad_norm_ to look at."""
+        for torch.nn.utils.clip_grad_norm_ to look at, nor for GradScaler: one that steps this
+        optimizer must be named as `grad_scaler`, to be told what the step has found."""
         if self._hooks is not None:
             raise abi.InvalidStateError(
                 "gradients are hooked already; call remove() on what hook_gradients() gave"
             )
+        hooks = GradientHooks(self, accumulate, grad_scaler)
         needed = "accumulate" if accumulate else "grads"
         if needed not in self._options["movable"]:
-            self._drop_engine()  # another one, with room for the gradients, goes on from its state
+            self._drop_engine("hooks need room for gradients")  # another one, with room for the gradients, goes on from its state
             self._options = {
                 **self._options,
                 "movable": (*self._options["movable"], needed),
             }
-        self._hooks = GradientHooks(self, accumulate)
+        self._hooks = hooks
         self._hooks.attach(self._ready_engine())
         return self._hooks
 
@@ -129,14 +140,20 @@ class Lifecycle:
             for param in group["params"]:
                 if getattr(param, "decoupled_grad", None) is not None:
                     set_gradient(param, None if set_to_none else param.decoupled_grad.zero_())
+        self._drop_hosted()
+
+    def _drop_hosted(self) -> None:
+        """Forgets the gradients that are on the host."""
         engine = self._engine
         hosted = [] if engine is None else [slot for slot in engine.slots if slot.hosted]
-        if hosted:
+        if engine is not None and hosted:
             engine.handle.offload_grads(
                 params=[slot.id for slot in hosted], flags=abi.OFFLOAD_MOVE_DROP
             )
             for slot in hosted:
                 slot.hosted = False
+        if self._hooks is not None:
+            self._hooks.begin_again()
 
     # ---------------------------------------------------------------------------------- phases --
 
@@ -168,6 +185,7 @@ class Lifecycle:
                     set_gradient(slot.param, None)
         if params and self._storages is None:
             self._storages = give_up(engine.slots)
+            engine.params_out = True
         self._sample("offload")
 
     @torch.no_grad()
@@ -187,6 +205,7 @@ class Lifecycle:
             for slot in engine.slots:
                 engine.tell(slot, 0)
             engine.handle.reload_params(streams=streams)
+            engine.params_out = False
             engine.restore_versions()
         if grads:
             self._reload_grads(engine, streams)
@@ -231,19 +250,20 @@ class Lifecycle:
                 f"movable={tuple(name for name, want in wanted.items() if want)}"
             )
 
-    def _check_all_here(self) -> None:
+    def _check_all_here(self, why: str) -> None:
         """Before the engine is given up."""
         engine = self._engine
         if engine is None:
             return
         if self._storages is not None or engine.states_out:
             raise abi.InvalidStateError(
-                "params or states are offloaded; call reload(params=True, states=True) first"
+                f"{why}, but params or states are offloaded; call reload(params=True, states=True) "
+                "first"
             )
         if any(slot.hosted for slot in engine.slots):
             raise abi.InvalidStateError(
-                "gradients are on the host and would be lost; change params, groups and options "
-                "after step(), or drop them with zero_grad()"
+                f"{why}, but gradients are on the host and would be lost; step() without that first, "
+                "or drop the gradients with zero_grad()"
             )
 
     # -------------------------------------------------------------------------------- timeline --

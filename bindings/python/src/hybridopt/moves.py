@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from . import abi
+from .parts import Part
 from .tensors import gradient_of, local
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ MOVABLE = {
 }
 
 
-class Moves:
+class Moves(Part):
     """Part of Engine, which has the rest."""
 
     def can_move(self, name: str) -> bool:
@@ -43,7 +44,7 @@ class Moves:
         self.tell(slot, usable.data_ptr())
         streams = [self.stream()]
         ticket = self.handle.offload_grads(params=[slot.id], flags=flags, streams=streams)
-        slot.hosted, slot.grad_address = True, 0  # offloading gives the address up
+        slot.hosted, slot.hooked, slot.grad_address = True, False, 0  # offloading gives the address up
         return ticket, usable
 
     def send_gradients(self) -> None:
@@ -57,6 +58,7 @@ class Moves:
 
     def note_versions(self) -> None:
         """Before params are offloaded: moving them is no reason to compare them with masters."""
+        self.notice_writes()
         for slot in self.slots:
             slot.in_sync = slot.version == local(slot.param)._version
 

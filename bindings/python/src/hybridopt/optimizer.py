@@ -3,6 +3,7 @@ everything that can be seen; the state lives in the library and its step is one 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from . import abi, checkpoints, placement
 from .contexts import context_for
-from .engine import Engine, Member
+from .engine import Engine, Member, Slot
 from .lifecycle import Lifecycle, movable_bits
 from .plans import Plan, Stats, StepResult, described
 from .state import State
-from .tensors import DTYPES, gradient_of, is_spread, local
+from .tensors import DTYPES, gradient_of, is_spread, like_param, local
 
 if TYPE_CHECKING:
     from .process_group import ProcessGroupComm
@@ -37,6 +38,13 @@ class OffloadOptions(TypedDict, total=False):
     state_dtype: torch.dtype
     """Of moments: torch.float32 (the default), or torch.bfloat16, rounded at random so that small
     changes are not lost. Masters stay in fp32."""
+    master_layout: str
+    """Of the fp32 masters of bf16 params on the CPU: "fp32" (the default), 4 bytes an element, or
+    "split", 2 bytes: the param is the upper half, and only the lower one is kept. The same bits."""
+    check_weights: bool
+    """True: every param is compared with its master before each step, which reads both once more.
+    False (the default): where a param's version says that it has been written, or 512 bytes of it
+    do."""
     threads: int
     """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
     pin: bool
@@ -55,10 +63,13 @@ class OffloadOptions(TypedDict, total=False):
     """A rank that does not answer for so long has failed; 600 (the default) is 10 minutes."""
 
 
+MASTER_LAYOUTS = {"fp32": abi.OFFLOAD_MASTER_FP32, "split": abi.OFFLOAD_MASTER_SPLIT}
 DEFAULT_OPTIONS: OffloadOptions = {
     "offload_fraction": 1.0,
     "device_budget_bytes": None,
     "state_dtype": torch.float32,
+    "master_layout": "fp32",
+    "check_weights": False,
     "threads": 0,
     "pin": True,
     "max_grad_norm": None,
@@ -74,7 +85,7 @@ UNSUPPORTED = {
 }
 
 
-class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
+class OffloadOptimizer(Lifecycle):
     """The base class. Subclasses say which algorithm it is and what its hyperparameters are."""
 
     _step_supports_amp_scaling = True  # GradScaler hands scale and verdict to step()
@@ -104,7 +115,7 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
                     f"{type(self).__name__}() got an unexpected keyword argument {name!r}, expected "
                     f"torch's or some of {', '.join(DEFAULT_OPTIONS)}"
                 )
-        merged = {**DEFAULT_OPTIONS, **options}
+        merged: OffloadOptions = {**DEFAULT_OPTIONS, **options}
         placement.check(merged["offload_fraction"], merged["device_budget_bytes"])
         if merged["max_grad_norm"] is not None and not merged["max_grad_norm"] > 0:
             raise ValueError(
@@ -115,6 +126,10 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
             raise ValueError(
                 f"Invalid state_dtype: {merged['state_dtype']}, expected torch.float32 or "
                 "torch.bfloat16"
+            )
+        if merged["master_layout"] not in MASTER_LAYOUTS:
+            raise ValueError(
+                f"Invalid master_layout: {merged['master_layout']!r}, expected 'fp32' or 'split'"
             )
         movable_bits(merged["movable"])
         self._options = merged
@@ -155,7 +170,7 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
     # ----------------------------------------------------------------------------------- state --
 
     @property
-    def state(self) -> State:  # type: ignore[override]
+    def state(self) -> State:
         """Per param, by torch's names: `step`, moments, and the fp32 `master_param` of a param in
         lower precision. The tensors are views of the library's memory."""
         return self._state
@@ -219,8 +234,8 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         }
         self.__setstate__({"state": state, "param_groups": loaded_groups})
 
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     @torch.no_grad()
     def save_checkpoint(
@@ -258,14 +273,16 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------ step --
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over the params that have a gradient, done when this returns. Gradients stay as
         they are."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_scaler()
         if self._found_inf():
+            self._drop_hosted()  # a step that is skipped uses them up too
             return loss
         engine = self._prepare()
         if engine is not None and (engine.bind() or self._comm is not None):
@@ -273,13 +290,44 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
             if self._options["max_grad_norm"] is not None:
                 options["grad_norm_max"] = self._options["max_grad_norm"]
             self._sample("gradients")
-            engine.step(self._state, **options)
+            self._step(engine, options)
             if self._hooks is not None:
                 self._hooks.release()
             if engine.device.type == "cpu":
                 engine.settle(self._state)
             self._sample("step")
         return loss
+
+    def _step(self, engine: Engine, options: dict[str, float]) -> None:
+        try:
+            skipped = engine.step(self._state, **options)
+        except abi.CommFailedError as error:
+            if self._comm is None or not self._comm.error:
+                raise
+            raise abi.CommFailedError(f"{error}: {self._comm.error}") from None
+        if self._hooks is not None and hasattr(self, "found_inf"):
+            self._hooks.tell_scaler(skipped)
+
+    def _check_scaler(self) -> None:
+        """GradScaler looks for Inf and NaN in `grad`; gradients on the host are not there."""
+        engine = self._engine
+        if engine is None or not hasattr(self, "found_inf"):
+            return
+        hosted = [slot for slot in engine.slots if slot.hosted]
+        unscaled = getattr(self, "grad_scale", None) is None
+        if unscaled and any(slot.hooked for slot in hosted):
+            raise abi.InvalidStateError(
+                "GradScaler.unscale_() has not seen the gradients that hooks have brought to the host, "
+                "and this step would take them as they are, scaled; leave unscale_() out, for the step "
+                "unscales, and clip by max_grad_norm"
+            )
+        known = self._hooks is not None and self._hooks.grad_scaler is not None
+        if hosted and not unscaled and not known:
+            raise abi.InvalidStateError(
+                "gradients are on the host, where GradScaler cannot look for Inf and NaN, and its "
+                "update() would not know what this step found; make the hooks with "
+                "hook_gradients(grad_scaler=...), or call reload(grads=True) before GradScaler.step()"
+            )
 
     def _found_inf(self) -> bool:
         """GradScaler's verdict, which may be that of other ranks."""
@@ -306,11 +354,13 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         if self._closed:
             raise abi.InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
         groups = [self._hyperparameters(group) for group in self.param_groups]
-        known: Any = () if self._engine is None else self._engine.slot_of
-        if self._engine is not None and not self._fits(self._engine, groups):
-            self._drop_engine()
+        known: Any = {} if self._engine is None else self._engine.slot_of
+        if self._engine is not None:
+            changed = self._what_has_changed(self._engine, groups)
+            if changed:
+                self._drop_engine(changed)
         if self._engine is None:
-            members = self._spread(self._members(known))
+            members = self._spread(self._members(known), known)
             # On several ranks all step together, those without gradients too.
             stepped = always or self._comm is not None
             if not members or not (stepped or any(has_gradient(m.param) for m in members)):
@@ -326,25 +376,28 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
         self._engine.adopt(self._state)
         return self._engine
 
-    def _fits(self, engine: Engine, groups: list[dict[str, Any]]) -> bool:
-        """Whether params, groups, algorithm and dtypes of gradients are those that the engine was
-        made for."""
+    def _what_has_changed(self, engine: Engine, groups: list[dict[str, Any]]) -> str:
+        """Params, groups, algorithm or dtypes of gradients that are not those that the engine was made
+        for; "" if all are."""
         if len(groups) != len(engine.groups) or self._algorithm() != engine.algorithm:
-            return False
+            return "param groups are others"
         if not engine.can_take(groups):
-            return False
+            return "a param group has got its first momentum, or has none any more"
         known = 0
         for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
+            for place, param in enumerate(group["params"]):
                 slot = engine.slot_of.get(param)
                 if slot is None:
                     if takes_part(param):
-                        return False
-                elif slot.group != index or not slot.can_take(gradient_of(param)):
-                    return False
+                        name = group.get("param_names", {place: f"param_groups.{index}.{place}"})[place]
+                        return f"parameter {name!r} has been added or unfrozen"
+                elif slot.group != index:
+                    return f"parameter {slot.name!r} is in another group"
+                elif not slot.takes_gradient():
+                    return f"the gradient of parameter {slot.name!r} is in a wider dtype than before"
                 else:
                     known += 1
-        return known == len(engine.slots)
+        return "" if known == len(engine.slots) else "parameters have been taken out"
 
     def _members(self, known: Any) -> list[Member]:
         """Params that are trained, and those of slots known before. A frozen one without gradient
@@ -369,8 +422,12 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
                 members.append(Member(param, name, index, wide_gradient=wide))
         return members
 
-    def _spread(self, members: list[Member]) -> list[Member]:
-        """Members that know their shards; finds the other ranks. All of them call this."""
+    def _spread(self, members: list[Member], known: dict[Tensor, Slot]) -> list[Member]:
+        """Members that know their shards; finds the other ranks. All of them call this, but for the
+        members of before: that a gradient is wider may show on one rank alone."""
+        before = {param: slot.name for param, slot in known.items()}
+        if self._comm is not None and before == {m.param: m.name for m in members}:
+            return [dataclasses.replace(m, shard=known[m.param].shard) for m in members]
         group = self._options["process_group"]
         if group is None and not any(is_spread(member.param) for member in members):
             return members
@@ -395,9 +452,11 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
                 self._algorithm(),
                 groups,
                 members,
+                self._options["check_weights"],
                 device_fraction=device_fraction,
                 movable=movable_bits(self._options["movable"]),
                 moment_dtype=DTYPES[self._options["state_dtype"]],
+                master_layout=MASTER_LAYOUTS[self._options["master_layout"]],
                 **({} if self._comm is None else self._comm.options()),
             )
 
@@ -427,13 +486,16 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
             )
         return next(iter(devices))
 
-    def _drop_engine(self) -> None:
+    def _drop_engine(self, why: str) -> None:
         """Its state goes on in tensors of its memory until another engine adopts it."""
         engine = self._engine
         if engine is None:
             return
-        self._check_all_here()
+        self._check_all_here(why)
         engine.settle(self._state)
+        engine.wait()  # a save reads params that the next engine will write
+        if self._hooks is not None:
+            self._hooks.release()
         engine.leave_device()
         self._engine = None
 
@@ -470,15 +532,29 @@ class OffloadOptimizer(Lifecycle, torch.optim.Optimizer):
 
     def refresh_masters(self) -> None:
         """Weights were written in a way that tensors do not notice (`param.data` in place): the fp32
-        masters follow. Not needed after load_state_dict, copy_ and other operations on params."""
+        masters follow. Not needed after load_state_dict, copy_ and other operations on params. Split
+        masters follow by themselves, but for lower halves left from before, which this drops."""
         if self._engine is not None:
             self._engine.forget_versions()
+            if any(slot.split for slot in self._engine.slots):
+                self._ready_engine().drop_low_halves()
+
+    def master_of(self, param: Tensor) -> Tensor:
+        """The fp32 numbers that steps update, rounded to which they are the param: a view of the
+        library's memory where they lie there as such, else a copy. Waits for queued work."""
+        engine = self._ready_engine()
+        slot = engine.slot_of.get(param)
+        if slot is None:
+            raise ValueError("this parameter has no state here; is it one of the optimizer's, and trained?")
+        engine.settle(self._state)
+        engine.refresh_masters()
+        return like_param(engine.master_of(slot).as_strided(slot.shape, slot.stride), param)
 
     def close(self) -> None:
         """Gives the memory of the state back, as the end of the object does. Tensors that `state` has
         given out stay valid and hold on to their part."""
         if self._engine is not None:
-            self._check_all_here()
+            self._check_all_here("the optimizer is to be closed")
             if self._hooks is not None:
                 self._hooks.remove()
             self._engine.settle(self._state)

@@ -14,6 +14,7 @@ _STATE_KINDS = {
     abi.OFFLOAD_STATE_EXP_AVG_SQ: "exp_avg_sq",
     abi.OFFLOAD_STATE_MOMENTUM_BUFFER: "momentum_buffer",
     abi.OFFLOAD_STATE_SUM: "sum",
+    abi.OFFLOAD_STATE_MASTER_LOW: "master_low",
 }
 
 

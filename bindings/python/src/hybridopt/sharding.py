@@ -239,7 +239,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def as_dtensor(state: Tensor, param: DTensor) -> DTensor:
     """A tensor of this process's elements as a DTensor of the param's placements, which shares its
     memory. It stays where it is, whatever the mesh's device."""
-    meta = TensorMeta(param._spec.tensor_meta.shape, param._spec.tensor_meta.stride, state.dtype)
+    known = param._spec.tensor_meta
+    assert known is not None  # of a DTensor that is there
+    meta = TensorMeta(known.shape, known.stride, state.dtype)
     spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
     return DTensor(state, spec, requires_grad=False)
 

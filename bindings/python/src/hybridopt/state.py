@@ -62,7 +62,7 @@ class State(defaultdict):
         self._settle()
         super().clear()
 
-    def copy(self) -> defaultdict:
+    def copy(self) -> Any:
         self._settle()
         return defaultdict(dict, dict.items(self))
 

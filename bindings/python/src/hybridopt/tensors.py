@@ -16,7 +16,11 @@ DTYPES = {
     torch.float16: abi.OFFLOAD_FP16,
 }
 
-STATE_DTYPES = {abi.OFFLOAD_FP32: torch.float32, abi.OFFLOAD_BF16: torch.bfloat16}
+STATE_DTYPES = {
+    abi.OFFLOAD_FP32: torch.float32,
+    abi.OFFLOAD_BF16: torch.bfloat16,
+    abi.OFFLOAD_U16: torch.int16,  # which torch can do more with
+}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -35,7 +39,7 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
     grad = gradient_of(param)
     if grad is not None:
         return local(grad).dtype
-    return param.grad_dtype or param.dtype  # None: any
+    return param.grad_dtype or torch.float32  # None: any
 
 
 def set_gradient(param: Tensor, grad: Tensor | None) -> None:
@@ -48,9 +52,10 @@ def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
     if not hasattr(grad, "_local_tensor"):
         return grad
     expected = getattr(param, "placements", "a plain tensor")
-    if grad.placements != expected:
+    placements = getattr(grad, "placements", None)
+    if placements != expected:
         raise ValueError(
-            f"the gradient of parameter {name!r} has the placements {grad.placements}, expected "
+            f"the gradient of parameter {name!r} has the placements {placements}, expected "
             f"{expected}; redistribute() it before step()"
         )
     wait = getattr(grad._local_tensor, "wait", None)  # what a collective will give when asked
@@ -68,6 +73,7 @@ def like_param(state: Tensor, param: Tensor) -> Tensor:
         return state
     from . import sharding  # which imports much
 
+    assert isinstance(param, sharding.DTensor)
     return sharding.as_dtensor(state, param)
 
 
@@ -117,10 +123,10 @@ def arranged(tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> Ten
 def host_view(view: abi.offload_state_view_t, owner: Any) -> Tensor:
     """The host's part of a piece of state as a tensor, which keeps its owner alive."""
     dtype = STATE_DTYPES[view.dtype]
-    if view.host_count == 0:
+    if view.host_count == 0 or view.host_data is None:
         return torch.empty(0, dtype=dtype)
     memory = (ctypes.c_byte * (view.host_count * dtype.itemsize)).from_address(view.host_data)
-    memory.owner = owner
+    memory.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=dtype)
 
 
@@ -138,7 +144,7 @@ class _CudaMemory:
 def cuda_view(view: abi.offload_state_view_t, owner: Any, device: torch.device) -> Tensor:
     """The GPU's part of a piece of state as a tensor, which keeps its owner alive."""
     dtype = STATE_DTYPES[view.dtype]
-    if view.device_count == 0:
+    if view.device_count == 0 or view.device_data is None:
         return torch.empty(0, dtype=dtype, device=device)
     typestr = f"<i{dtype.itemsize}"  # the interface knows no bf16
     memory = _CudaMemory(view.device_data, typestr, view.device_count, owner)

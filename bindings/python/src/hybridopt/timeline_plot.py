@@ -4,12 +4,9 @@ optional extra "plots"."""
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .lifecycle import MemorySample
-
-if TYPE_CHECKING:
-    from .optimizer import OffloadOptimizer
+from .lifecycle import Lifecycle, MemorySample
 
 # The lanes of a step, in the order of the pipeline, by fields of offload_step_result_t.
 LANES = {
@@ -27,7 +24,7 @@ KINDS = ("params", "grads", "states")
 COLORS = ("#4477aa", "#ee6677", "#228833")
 
 
-def plot_timeline(optimizer: OffloadOptimizer, path: str | os.PathLike[str]) -> None:
+def plot_timeline(optimizer: Lifecycle, path: str | os.PathLike[str]) -> None:
     """Writes a PNG (or what the ending of the path says): above, the bytes of params, gradients and
     states on the device and on the host around every step and move; below, how long each lane of
     the last steps was busy. Waits for queued steps."""

@@ -1,0 +1,188 @@
+"""What an engine does about masters: they follow params that others have written, and are shown as
+numbers where they are kept in halves."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import abi
+from .parts import Part
+from .tensors import arranged, in_memory_order, local
+
+if TYPE_CHECKING:
+    from .engine import Slot
+
+MASTER = "master_param"
+MASTER_LOW = "master_low"
+# What is looked at of each param: so many runs of so many bytes, spread over it.
+RUNS, RUN_BYTES = 8, 64
+
+
+def joined(param: Tensor, low: Tensor) -> Tensor:
+    """Split masters as numbers: the bf16 param is the upper half, rounded."""
+    upper = param.view(torch.int16).to(torch.int32)
+    return ((upper << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def halves(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower halves of masters as int16. Ties are rounded away from zero, so that what
+    rounding has changed fits into the lower half."""
+    bits = master.contiguous().view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
+
+
+def samples_on_host(address: int, size_bytes: int) -> bytes:
+    if size_bytes <= RUNS * RUN_BYTES:
+        return ctypes.string_at(address, size_bytes) if size_bytes else b""
+    stride = (size_bytes - RUN_BYTES) // (RUNS - 1) // 2 * 2
+    return b"".join(ctypes.string_at(address + i * stride, RUN_BYTES) for i in range(RUNS))
+
+
+def samples_of_tensors(tensors: list[Tensor]) -> list[bytes]:
+    """The same of dense tensors anywhere, in one copy."""
+    parts = []
+    for tensor in tensors:
+        flat = in_memory_order(tensor).view(torch.int16)
+        stride = (flat.numel() * 2 - RUN_BYTES) // (RUNS - 1) // 2
+        if flat.numel() * 2 > RUNS * RUN_BYTES:
+            flat = flat.as_strided(
+                (RUNS, RUN_BYTES // 2), (stride, 1), flat.storage_offset()
+            ).reshape(-1)
+        parts.append(flat)
+    together = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.int16)
+    content = ctypes.string_at(together.data_ptr(), 2 * together.numel())
+    cut, begin = [], 0
+    for part in parts:
+        cut.append(content[begin : begin + 2 * part.numel()])
+        begin += 2 * part.numel()
+    return cut
+
+
+class Masters(Part):
+    """Part of Engine, which has the rest."""
+
+    def note_in_sync(self, slots: list[Slot]) -> None:
+        """Masters and params of these are the same now."""
+        for slot in slots:
+            slot.version = local(slot.param)._version
+        watched = [slot for slot in slots if slot.has_master]
+        for slot, sample in zip(watched, self._samples(watched)):
+            slot.sample = sample
+
+    def _samples(self, slots: list[Slot]) -> list[bytes]:
+        if self.device.type != "cpu":
+            return samples_of_tensors([slot.bound for slot in slots])
+        return [samples_on_host(slot.address, slot.bytes) for slot in slots]
+
+    def notice_writes(self) -> None:
+        """Whoever writes `param.data` in place leaves the version as it is. Where a sample of one
+        param has changed, all are compared."""
+        known = [
+            slot
+            for slot in self.slots
+            if slot.has_master and slot.count > 0 and slot.version == local(slot.param)._version
+        ]
+        if any(slot.sample != now for slot, now in zip(known, self._samples(known))):
+            self.forget_versions()
+
+    def forget_versions(self) -> None:
+        """The next step compares every master with its param."""
+        for slot in self.slots:
+            slot.version = None
+
+    def refresh_masters(self) -> None:
+        """Params that others have written (weights were loaded, say) become their masters again."""
+        if self.params_out:  # reload() finds out
+            return
+        if self.check_weights:
+            self.forget_versions()
+        else:
+            self.notice_writes()
+        written = [
+            slot
+            for slot in self.slots
+            if slot.has_master and slot.version != local(slot.param)._version
+        ]
+        for slot in written:
+            self._refresh_master(slot)
+        if written:
+            self.note_in_sync(written)
+
+    def _refresh_master(self, slot: Slot) -> None:
+        """Elements that are still their rounded masters keep those, down to the last bit."""
+        if slot.count == 0:
+            return
+        self.wait()
+        if slot.dtype == torch.float32:
+            self.handle.refresh_masters(params=[slot.id], streams=[self.stream()])
+            return
+        master = self.read(slot, abi.OFFLOAD_STATE_MASTER)
+        param = in_memory_order(slot.bound).cpu()
+        bits = param.view(torch.int16)
+        written = master.to(slot.dtype).view(torch.int16) != bits
+        if slot.dtype == torch.bfloat16 and written.any():
+            written &= halves(master)[0] != bits  # split masters come with ties rounded up
+        if written.any():
+            merged = torch.where(written, param.float(), master)
+            self.write(slot, abi.OFFLOAD_STATE_MASTER, self._arrange(slot, merged))
+
+    def drop_low_halves(self) -> None:
+        """Split masters become their params. Nothing notices when those are written: they are the
+        masters, but for lower halves that were others'."""
+        split = [slot.id for slot in self.slots if slot.split]
+        if split:
+            self.handle.refresh_masters(params=split, streams=[self.stream()])
+            self.wait()
+
+    # ----------------------------------------------------------------------------------- values --
+
+    def master_of(self, slot: Slot) -> Tensor:
+        """Masters in fp32, on the host, in memory order: a view where there is one."""
+        self.wait()
+        if slot.split:
+            low = self.read(slot, abi.OFFLOAD_STATE_MASTER_LOW)
+            return joined(in_memory_order(slot.bound).cpu(), low)
+        if MASTER in slot.kinds:
+            return self.read(slot, abi.OFFLOAD_STATE_MASTER)
+        return in_memory_order(slot.bound).cpu()
+
+    def adopt_master(self, slot: Slot, entry: dict[str, Any], part: Any) -> None:
+        """Masters from state that came from elsewhere, in either layout; `part` gives what belongs to
+        this process. State without any leaves fp32 masters to be compared with the param."""
+        master, low = entry.get(MASTER), entry.get(MASTER_LOW)
+        if slot.split:
+            if isinstance(low, Tensor):
+                self.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, part(low))
+            elif isinstance(master, Tensor):
+                self._split(slot, part(master))
+            else:
+                zeros = torch.zeros((), dtype=torch.int16).expand(slot.shape)
+                self.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, zeros)
+        elif slot.dtype != torch.float32 and isinstance(master, Tensor):
+            self.write(slot, abi.OFFLOAD_STATE_MASTER, part(master))
+        elif slot.dtype == torch.bfloat16 and isinstance(low, Tensor):
+            flat = in_memory_order(arranged(part(low), torch.int16, slot.stride)).cpu()
+            whole = joined(in_memory_order(slot.bound).cpu(), flat)
+            self.write(slot, abi.OFFLOAD_STATE_MASTER, self._arrange(slot, whole))
+        for key in (MASTER, MASTER_LOW):
+            if key not in slot.kinds:
+                entry.pop(key, None)
+
+    def _split(self, slot: Slot, master: Tensor) -> None:
+        """Masters in halves. Where a param is not its master's upper half it has been written since,
+        and is right; but a master between two bf16 numbers may have been rounded the other way."""
+        flat = in_memory_order(arranged(master, torch.float32, slot.stride)).cpu()
+        param = in_memory_order(slot.bound).cpu()
+        upper, low = halves(flat)
+        as_even = flat.bfloat16().view(torch.int16) == param.view(torch.int16)
+        same = upper == param.view(torch.int16)
+        if (as_even & ~same).any():
+            rounded = torch.where(as_even, upper, param.view(torch.int16)).view(torch.bfloat16)
+            slot.bound.copy_(self._arrange(slot, rounded))
+        low = torch.where(same | as_even, low, torch.zeros_like(low))
+        self.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, self._arrange(slot, low))

@@ -1,0 +1,46 @@
+"""What the parts of an engine know of each other, for type checkers: at run time there is nothing
+here. Engine has it all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from . import abi
+    from .engine import Slot
+
+
+class Part:
+    """The base class of Engine's parts."""
+
+    if TYPE_CHECKING:
+        device: torch.device
+        algorithm: int
+        groups: list[dict[str, Any]]
+        counts: Tensor
+        handle: abi.Optimizer
+        slots: list[Slot]
+        movable: int
+        check_weights: bool
+        params_out: bool
+        states_out: bool
+        _bindings: Any
+        _slots_with_copies: list[Slot]
+        _count_views: list[Tensor]
+        _counts_version: int
+
+        def stream(self) -> int: ...
+        def wait(self) -> None: ...
+        def settle(self, state: dict[Tensor, Any]) -> None: ...
+        def read(self, slot: Slot, kind: int) -> Tensor: ...
+        def write(self, slot: Slot, kind: int, value: Tensor) -> None: ...
+        def notice_writes(self) -> None: ...
+        def adopt_master(self, slot: Slot, entry: dict[str, Any], part: Any) -> None: ...
+        def _address_of(self, slot: Slot) -> int: ...
+        def _arrange(self, slot: Slot, flat: Tensor) -> Tensor: ...
+        def _note_bound(self, slot: Slot, address: int, grad_address: int) -> None: ...
+        def _publish(self, slot: Slot, state: dict[Tensor, Any]) -> None: ...
+        def _usable(self, slot: Slot, grad: Tensor) -> Tensor: ...
