@@ -77,15 +77,25 @@ def plan(arguments: argparse.Namespace) -> None:
             f"{arguments.offload_fraction}, expected at least 1 element and 0 to 1"
         )
     fraction = arguments.offload_fraction
-    small, large = (small_plan(count, arguments, fraction) for count in (SMALL, LARGE))
     staging = small_plan(LARGE, arguments, float(fraction > 0)).staging_bytes  # with a full ring
-    for each in (small, large):
-        each.host_bytes -= each.staging_bytes
+    # Each share by itself: what it takes is then a constant and a slope.
+    shares = [(elements * part, where) for part, where in ((fraction, 1.0), (1 - fraction, 0.0))]
+    plans = [
+        (count, small_plan(SMALL, arguments, where), small_plan(LARGE, arguments, where))
+        for count, where in shares
+        if count > 0
+    ]
+    for _, *both in plans:
+        for each in both:
+            each.host_bytes -= each.staging_bytes
 
     def size(of: str) -> float:
-        """Every size but that of the ring is a constant and a slope."""
-        slope = (getattr(large, of) - getattr(small, of)) / (LARGE - SMALL)
-        return max(0.0, getattr(large, of) + slope * (elements - LARGE))
+        """Every size but that of the ring."""
+        total = 0.0
+        for count, small, large in plans:
+            slope = (getattr(large, of) - getattr(small, of)) / (LARGE - SMALL)
+            total += max(0.0, getattr(large, of) + slope * (count - LARGE))
+        return total
 
     print(
         f"{arguments.algorithm} over {elements:,} elements of {arguments.dtype}, "
