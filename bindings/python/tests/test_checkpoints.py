@@ -6,6 +6,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -274,6 +275,34 @@ def test_state_that_is_edited_during_a_save_is_taken_behind_it(edit, tmp_path):
         optimizer.state.clear()
     run(optimizer, params, [3])
     assert optimizer.state[params[0]]["step"] == {"step": 77, "moment": 3, "clear": 1}[edit]
+    transfer.wait()
+    others = clone(params)
+    other = hybridopt.AdamW(others)
+    other.load_checkpoint(tmp_path / "saved")
+    assert (bits(others), state_bits(other)) == at_save
+
+
+def test_steps_do_not_wait_for_the_end_of_a_save(tmp_path):
+    """Its progress function, which says at the end that all is written, holds this one up."""
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    at_save = bits(params), state_bits(optimizer)
+    go_on = threading.Event()
+
+    def held(done, total):
+        if done == total:
+            go_on.wait()
+
+    transfer = optimizer.save_checkpoint(tmp_path / "saved", wait=False, progress=held)
+    try:
+        for seed in range(2, 12):
+            run(optimizer, params, [seed])
+            assert optimizer.state[params[0]]["step"] == seed
+            assert optimizer.last_step().step == seed
+        assert not transfer.done()
+    finally:
+        go_on.set()
     transfer.wait()
     others = clone(params)
     other = hybridopt.AdamW(others)
