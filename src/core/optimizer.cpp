@@ -632,7 +632,7 @@ Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) con
   HYBRIDOPT_ASSIGN(const uint64_t asked, SequenceOf(ticket));
   const uint64_t sequence = ticket == 0 ? committed_->last_step.load() : asked;
   if (sequence == 0) return Status::Error(OFFLOAD_INVALID_STATE, "no step has been queued yet");
-  if (Status status = committed_->timeline->Wait(sequence, 0); !status.ok()) {
+  if (Status status = committed_->timeline->Look(sequence); !status.ok()) {
     if (status.code() != OFFLOAD_TIMED_OUT) return status;
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "the step is still running; call offload_optimizer_wait first");

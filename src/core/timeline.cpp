@@ -67,9 +67,19 @@ Result<uint64_t> Timeline::Submit() {
 
 Status Timeline::Wait(uint64_t sequence, int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
-  const auto completed = [&] { return executed_ >= sequence && (held_ == 0 || held_ != sequence); };
-  HYBRIDOPT_TRY(Await(lock, sequence, completed, timeout_ns));
+  HYBRIDOPT_TRY(AwaitOne(lock, sequence, timeout_ns));
   return OutcomeOf(sequence);
+}
+
+Status Timeline::Look(uint64_t sequence) {
+  std::unique_lock lock(mutex_);
+  return AwaitOne(lock, sequence, 0);
+}
+
+Status Timeline::AwaitOne(std::unique_lock<std::mutex>& lock, uint64_t sequence,
+                          int64_t timeout_ns) {
+  const auto completed = [&] { return executed_ >= sequence && (held_ == 0 || held_ != sequence); };
+  return Await(lock, sequence, completed, timeout_ns);
 }
 
 Status Timeline::WaitForAll(int64_t timeout_ns) {
@@ -186,7 +196,8 @@ Status Timeline::AwaitMark(uint64_t sequence, uint64_t mark) {
 uint32_t Timeline::queued() const {
   std::lock_guard lock(mutex_);
   const uint64_t to_run = cause_.ok() ? submitted_.load() - executed_ : 0;
-  return static_cast<uint32_t>(to_run) + (held_ != 0 ? 1 : 0);
+  const bool beside = held_ != 0 && held_ <= executed_;  // it is not running itself any more
+  return static_cast<uint32_t>(to_run) + (beside ? 1 : 0);
 }
 
 Status Timeline::CheckPoison() const {

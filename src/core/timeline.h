@@ -53,7 +53,9 @@ class Timeline {
   // OK once the piece has completed; the cause if it or an earlier one failed; TIMED_OUT after
   // timeout_ns (0 only looks, negative waits without limit). Any thread.
   Status Wait(uint64_t sequence, int64_t timeout_ns);
-  // The same for all that is submitted now; of the failures that concern nobody else the first that
+  // Whether it has completed, as Wait would say now; a failure that is its own is not told.
+  Status Look(uint64_t sequence);
+  // Waits for all that is submitted now; of the failures that concern nobody else the first that
   // nobody has been told of, once each.
   Status WaitForAll(int64_t timeout_ns);
 
@@ -100,6 +102,7 @@ class Timeline {
   bool Suffers(uint64_t sequence) const;
   Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, FunctionRef<bool()> completed,
                int64_t timeout_ns);
+  Status AwaitOne(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns);
   Status OutcomeOf(uint64_t sequence);
   Status Untold(uint64_t sequence);
 

@@ -49,7 +49,10 @@ class Line {
     permits_ -= 1;
     executed.emplace_back(slot, sequence);
     timeline->Reached(sequence, 5);
-    if (sequence == holding) timeline->Hold(sequence, 0, holding_streams);
+    if (sequence == holding) {
+      timeline->Hold(sequence, 0, holding_streams);
+      EXPECT_EQ(timeline->queued(), timeline->submitted() - executed.size() + 1) << "counted once";
+    }
     if (sequence == reporting)
       timeline->Report(sequence, Status::Error(OFFLOAD_IO_FAILED, "no room for %d", 8));
     if (sequence == failing) return Status::Error(OFFLOAD_DEVICE_FAILED, "broken at %d", 7);
@@ -211,6 +214,17 @@ TEST(Timeline, APieceThatFailsOnItsOwnTellsItsTicketAndNothingElseSuffers) {
   }
   EXPECT_TRUE(line.timeline->CheckPoison().ok());
   EXPECT_TRUE(line.timeline->WaitForAll(0).ok());  // its ticket has told
+}
+
+TEST(Timeline, WhoOnlyLooksIsToldNothing) {
+  Line line;
+  line.reporting = 1;
+  line.Queue();
+  EXPECT_EQ(line.timeline->Look(1).code(), OFFLOAD_TIMED_OUT);
+  line.Permit(1);
+  while (line.timeline->Look(1).code() == OFFLOAD_TIMED_OUT) std::this_thread::yield();
+  EXPECT_TRUE(line.timeline->Look(1).ok());
+  EXPECT_EQ(line.timeline->WaitForAll(0).code(), OFFLOAD_IO_FAILED);
 }
 
 TEST(Timeline, WhoWaitsForEverythingIsToldOnceOfAFailureThatNobodyHasHeardOf) {
