@@ -12,6 +12,7 @@
 #include <map>
 #include <set>
 
+#include "../temporary_directory.h"
 #include "trainer.h"
 
 namespace hybridopt::fault {
@@ -80,6 +81,10 @@ struct OptimizerModel {
   std::vector<ParamModel> params;
   bool committed = false;
   uint64_t steps = 0;  // queued since create
+  uint64_t steps_counted_max =
+      0;                   // no count of applied steps is above: loads bring those of others
+  std::string checkpoint;  // its last save's
+  bool saving = false;     // a save has been queued since all was last seen done
   // Queued since all was last seen done: at most so many are queued now.
   uint64_t calls_queued_max = 0, steps_queued_max = 0;
   uint64_t device_state_bytes = 0;  // as stats said after commit
@@ -193,6 +198,13 @@ bool StepAllowed(const OptimizerModel& model) {
   return true;
 }
 
+// In memory where the system has such a place: this is about calls, not about disks.
+std::string CheckpointParent() {
+  constexpr char kInMemory[] = "/dev/shm";
+  return std::filesystem::is_directory(kInMemory) ? kInMemory
+                                                  : std::filesystem::temp_directory_path().string();
+}
+
 void CountRun(void* counter) { static_cast<std::atomic<uint64_t>*>(counter)->fetch_add(1); }
 
 class World {
@@ -221,6 +233,7 @@ class World {
   // Params really moved, by Move.
   using Moved = std::array<uint64_t, kMoves>;
   const Moved& moved() const { return moved_; }
+  uint64_t loaded() const { return loaded_; }
 
  private:
   // ------------------------------------------------------------------------------------ judging --
@@ -310,15 +323,26 @@ class World {
   void Settle(offload_context_t context) {
     for (auto& [handle, model] : optimizers_) {
       if (model.context != context || !model.committed) continue;
-      if (offload_optimizer_wait(handle, 0, -1) != OFFLOAD_OK) {
+      int32_t status = offload_optimizer_wait(handle, 0, -1);
+      while (IsOfATransfer(status)) status = offload_optimizer_wait(handle, 0, -1);
+      if (status != OFFLOAD_OK) {
         EXPECT_TRUE(contexts_.at(context).doomed) << offload_last_error();
         continue;
       }
-      model.calls_queued_max = model.steps_queued_max = 0;
+      AllSeenDone(model);
       auto stats = Make<offload_stats_t>();
       EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(handle, &stats));
       EXPECT_EQ(stats.steps_applied + stats.steps_skipped, model.steps);
     }
+  }
+
+  static void AllSeenDone(OptimizerModel& model) {
+    model.calls_queued_max = model.steps_queued_max = 0;
+    model.saving = false;
+  }
+  // What a load of no checkpoint, or of another model's, ends with; it is told by whoever waits.
+  static bool IsOfATransfer(int32_t status) {
+    return status == OFFLOAD_IO_FAILED || status == OFFLOAD_CHECKPOINT_MISMATCH;
   }
 
   // -------------------------------------------------------------------------------- making input
@@ -674,6 +698,8 @@ class World {
       if (random_.Chance(known && params[binding.param].params_out ? 90 : 30))
         binding.data = Pointer(found->second.data, bytes, context.kind);
     }
+    // A param must not come to lie where a save still reads another.
+    if (found != optimizers_.end() && found->second.saving) Settle(found->second.context);
     const int32_t status =
         offload_optimizer_bind(optimizer, random_.Chance(98) ? bindings.data() : nullptr,
                                static_cast<uint32_t>(bindings.size()));
@@ -736,6 +762,7 @@ class World {
       EXPECT_TRUE(allowed);
       EXPECT_NE(ticket, 0u);
       model.steps += 1;
+      model.steps_counted_max += 1;
       model.steps_queued_max += 1;
       for (ParamModel& param : model.params) param.held = Held::kNone;
       Queued(model, ticket);
@@ -939,7 +966,7 @@ class World {
     result.struct_size = StructSize(sizeof(result));
     const int32_t status = offload_optimizer_step_result(optimizer, PickTicket(optimizer), &result);
     if (!Judge(status, optimizer)) return;
-    EXPECT_LE(result.step, optimizers_.at(optimizer).steps);
+    EXPECT_LE(result.step, optimizers_.at(optimizer).steps_counted_max);
   }
 
   void Wait() {
@@ -950,10 +977,15 @@ class World {
     if (timeout_ns < 0) {
       EXPECT_NE(status, OFFLOAD_TIMED_OUT);
     }
+    if (IsOfATransfer(status)) {
+      EXPECT_NE(std::string(offload_last_error()).find(directory_.path()), std::string::npos)
+          << offload_last_error();
+      return;
+    }
     if (Judge(status, optimizer)) {
       OptimizerModel& model = optimizers_.at(optimizer);
       EXPECT_TRUE(model.committed);
-      if (ticket == 0) model.calls_queued_max = model.steps_queued_max = 0;
+      if (ticket == 0) AllSeenDone(model);
     }
   }
 
@@ -980,10 +1012,124 @@ class World {
     if (!Judge(status, optimizer)) return;
     const OptimizerModel& model = optimizers_.at(optimizer);
     EXPECT_EQ(view.device_count + view.host_count, model.params.at(param).count);
-    EXPECT_LE(view.step_count, model.steps);
+    EXPECT_LE(view.step_count, model.steps_counted_max);
     // Nothing is queued: the view may be read, and a sanitizer looks at where it points.
     const auto* values = static_cast<const unsigned char*>(view.host_data);
     if (view.host_count > 0) seen_ += values[0] + values[4 * view.host_count - 1];
+  }
+
+  // ------------------------------------------------------------------------------- checkpoints --
+
+  struct PathInput {
+    std::string text;
+    bool null = false;
+    bool wrong = false;  // the call must be refused
+    const char* path() const { return null ? nullptr : text.c_str(); }
+  };
+  // Mostly a new name, or an optimizer's own checkpoint.
+  PathInput PickPath(bool to_save, const OptimizerModel& model) {
+    switch (random_.Below(20)) {
+      case 0:
+        return {"", true, true};
+      case 1:
+        return {"", false, true};
+      case 2:
+        return {directory_.path(), false, to_save};
+      case 3:
+        return {directory_ / "none/new", false, to_save};
+    }
+    if (to_save) return {directory_ / std::to_string(saved_)};
+    if (!model.checkpoint.empty() && random_.Chance(70)) return {model.checkpoint};
+    return {directory_ / std::to_string(random_.Below(saved_ + 1))};
+  }
+
+  // Fields that both calls have; whether all of them are right.
+  template <typename Options>
+  bool FillTransfer(Options& options, uint32_t known_flags, offload_context_t context) {
+    options.struct_size = StructSize(sizeof(options));
+    options.flags = static_cast<uint32_t>(random_.Next()) & known_flags;
+    if (random_.Chance(3)) options.flags = random_.OneOf<uint32_t>({8, 1u << 31, UINT32_MAX});
+    options.io_depth = random_.OneOf<uint32_t>({0, 1, 2, 64});
+    if (random_.Chance(3)) options.io_depth = random_.OneOf<uint32_t>({65, UINT32_MAX});
+    if (random_.Chance(2)) options.reserved = 1;
+    options.stream = PickStream(context);
+    if (random_.Chance(50)) {
+      options.progress = [](void* user, uint64_t done, uint64_t total) {
+        static_cast<std::atomic<uint64_t>*>(user)->fetch_add(done <= total ? 1 : UINT32_MAX);
+      };
+      options.progress_user = &progress_calls_;
+    }
+    const auto& own = contexts_.at(context).streams;
+    const bool stream_good =
+        options.stream == nullptr || std::count(own.begin(), own.end(), options.stream) > 0;
+    return options.struct_size == sizeof(options) && (options.flags & ~known_flags) == 0 &&
+           options.io_depth <= 64 && options.reserved == 0 && stream_good;
+  }
+
+  // What a call that queues a save or load gave, against what is known of its input.
+  bool JudgeTransfer(int32_t status, offload_optimizer_t optimizer, bool right, bool wrong) {
+    const bool done = Judge(status, optimizer);
+    OptimizerModel& model = optimizers_.at(optimizer);
+    if (!model.committed || wrong) {
+      EXPECT_FALSE(done);
+    } else if (right && model.calls_queued_max < kQueuedCalls &&
+               !contexts_.at(model.context).doomed) {
+      EXPECT_TRUE(done) << offload_last_error();
+    }
+    return done;
+  }
+
+  void Save() {
+    const offload_optimizer_t optimizer = PickOptimizer();
+    const auto found = optimizers_.find(optimizer);
+    if (found == optimizers_.end()) {
+      Judge(offload_optimizer_save(optimizer, nullptr, nullptr), optimizer);
+      return;
+    }
+    OptimizerModel& model = found->second;
+    const PathInput path = PickPath(true, model);
+    auto options = Make<offload_save_options_t>();
+    const bool right = FillTransfer(options, OFFLOAD_SAVE_MASTERS_ONLY, model.context);
+    options.path = path.path();
+    const bool given = random_.Chance(98);
+    offload_ticket_t ticket = 0;
+    const int32_t status = offload_optimizer_save(optimizer, given ? &options : nullptr, &ticket);
+    const bool wrong = path.wrong || !given;
+    if (!JudgeTransfer(status, optimizer, right && !wrong, wrong)) return;
+    model.checkpoint = path.text;
+    saved_ += 1;  // whatever becomes of it, the name is used
+    model.saving = true;
+    most_steps_ = std::max(most_steps_, model.steps_counted_max);
+    Queued(model, ticket);
+    CompareStats(optimizer);
+  }
+
+  void Load() {
+    const offload_optimizer_t optimizer = PickOptimizer();
+    const auto found = optimizers_.find(optimizer);
+    if (found == optimizers_.end()) {
+      Judge(offload_optimizer_load(optimizer, nullptr, nullptr), optimizer);
+      return;
+    }
+    OptimizerModel& model = found->second;
+    const PathInput path = PickPath(false, model);
+    auto options = Make<offload_load_options_t>();
+    constexpr uint32_t kFlags =
+        OFFLOAD_LOAD_FRESH_MOMENTS | OFFLOAD_LOAD_KEEP_STEPS | OFFLOAD_LOAD_NO_VERIFY;
+    bool right = FillTransfer(options, kFlags, model.context);
+    options.path = path.path();
+    right = right && ((options.flags & OFFLOAD_LOAD_KEEP_STEPS) == 0 ||
+                      (options.flags & OFFLOAD_LOAD_FRESH_MOMENTS) != 0);
+    const bool away = std::any_of(model.params.begin(), model.params.end(),
+                                  [](const auto& p) { return p.params_out || p.states_out; });
+    offload_ticket_t ticket = 0;
+    const int32_t status = offload_optimizer_load(optimizer, &options, &ticket);
+    if (!JudgeTransfer(status, optimizer, right && !path.wrong && !away, path.wrong || away))
+      return;
+    model.steps_counted_max = std::max(model.steps_counted_max, most_steps_);
+    Queued(model, ticket);
+    CompareStats(optimizer);
+    if (random_.Chance(50)) loaded_ += offload_optimizer_wait(optimizer, ticket, -1) == OFFLOAD_OK;
   }
 
   void Stats() {
@@ -1138,6 +1284,8 @@ class World {
       {"reload_states", &World::Lifecycle<Move::kReloadStates, offload_optimizer_reload_states>, 8},
       {"refresh_masters",
        &World::Lifecycle<Move::kRefreshMasters, offload_optimizer_refresh_masters>, 4},
+      {"save", &World::Save, 2},
+      {"load", &World::Load, 2},
       {"state", &World::State, 8},
       {"get_stats", &World::Stats, 8},
       {"device_alloc", &World::Alloc, 3},
@@ -1166,6 +1314,11 @@ class World {
   std::vector<unsigned char> host_array_ = std::vector<unsigned char>(kArrayBytes);
   Tally tally_;
   Moved moved_{};
+  const TemporaryDirectory directory_{CheckpointParent()};  // they are named by their numbers
+  uint64_t saved_ = 0;
+  uint64_t most_steps_ = 0;  // that a checkpoint can hold
+  uint64_t loaded_ = 0;      // that somebody has waited for
+  std::atomic<uint64_t> progress_calls_ = 0;
   std::atomic<uint64_t> runs_ = 0;
   uint64_t seen_ = 0;
 };
@@ -1178,6 +1331,7 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
 #endif
   World::Tally tally;
   World::Moved moved{};
+  uint64_t loaded = 0;
   for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     World world(seed);
@@ -1185,6 +1339,7 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
     world.DestroyAll();
     for (const auto& [key, count] : world.tally()) tally[key] += count;
     for (size_t move = 0; move < kMoves; ++move) moved[move] += world.moved()[move];
+    loaded += world.loaded();
     if (HasFailure()) return;
   }
   std::map<std::string, std::array<uint64_t, 2>> outcomes;  // refused, done
@@ -1197,7 +1352,7 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
   }
   EXPECT_GE(total, calls);
   // Both good and bad input was really there.
-  EXPECT_EQ(outcomes.size(), 33u);
+  EXPECT_EQ(outcomes.size(), 35u);
   for (const auto& [name, count] : outcomes) {
     EXPECT_GT(count[0], 0u) << name << " was never refused";
     EXPECT_GT(count[1], 0u) << name << " never succeeded";
@@ -1206,6 +1361,10 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
     std::printf("%8llu params by move %zu\n", static_cast<unsigned long long>(moved[move]), move);
     if (calls < kCalls) continue;  // too few for what takes several calls in a row
     EXPECT_GT(moved[move], 0u) << "move " << move << " never had anything to do";
+  }
+  std::printf("%8llu loads succeeded\n", static_cast<unsigned long long>(loaded));
+  if (calls >= kCalls) {
+    EXPECT_GT(loaded, 0u);
   }
 }
 
