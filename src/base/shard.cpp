@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "base/overlap.h"
 
 namespace hybridopt {
 namespace {
@@ -19,13 +20,10 @@ bool Multiply(const Extents& extents, uint32_t dimensions, int64_t* product) {
   return true;
 }
 
-bool Overlap(const Box& a, const Box& b, uint32_t dimensions) {
-  for (uint32_t d = 0; d < dimensions; ++d) {
-    const int64_t begin = std::max(a.offset[d], b.offset[d]);
-    const int64_t end = std::min(a.offset[d] + a.extent[d], b.offset[d] + b.extent[d]);
-    if (begin >= end) return false;
-  }
-  return true;
+uint64_t ElementsOf(const Box& box, uint32_t dimensions) {
+  int64_t elements = 0;
+  (void)Multiply(box.extent, dimensions, &elements);
+  return static_cast<uint64_t>(elements);
 }
 
 Status CheckBox(const Shard& shard, uint32_t box_index) {
@@ -42,12 +40,15 @@ Status CheckBox(const Shard& shard, uint32_t box_index) {
                            static_cast<long long>(box.extent[d]), d,
                            static_cast<long long>(shard.global_shape[d]));
   }
-  for (uint32_t other = 0; other < box_index; ++other)
-    if (Overlap(box, shard.boxes[other], shard.dimensions))
-      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                           "shard.box_offsets: boxes %u and %u overlap; give each element once",
-                           other, box_index);
   return {};
+}
+
+Status CheckDisjoint(const Shard& shard) {
+  const auto overlap = FindOverlap(shard.boxes, shard.dimensions).found;
+  if (!overlap.has_value()) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "shard.box_offsets: boxes %u and %u overlap; give each element once",
+                       overlap->first, overlap->second);
 }
 
 Status CheckHeader(const offload_shard_t& shard) {
@@ -109,6 +110,28 @@ BoxRows RowsOf(const Shard& shard, const Box& box) {
   return rows;
 }
 
+// Appends elements [begin, end) of a box, which has one coordinate in each dimension before d.
+void CutBox(const Box& box, uint32_t dimensions, uint32_t d, uint64_t begin, uint64_t end,
+            std::vector<Box>& boxes) {
+  if (begin >= end) return;
+  uint64_t row = 1;  // elements for each coordinate in dimension d
+  for (uint32_t inner = d + 1; inner < dimensions; ++inner)
+    row *= static_cast<uint64_t>(box.extent[inner]);
+  const auto part = [&](uint64_t first, uint64_t count) {
+    Box rows = box;
+    rows.offset[d] += static_cast<int64_t>(first);
+    rows.extent[d] = static_cast<int64_t>(count);
+    return rows;
+  };
+  const uint64_t first = (begin + row - 1) / row;  // of the whole rows
+  const uint64_t last = end / row;
+  if (first > last)
+    return CutBox(part(last, 1), dimensions, d + 1, begin - last * row, end - last * row, boxes);
+  CutBox(part(first - 1, 1), dimensions, d + 1, begin + row - first * row, row, boxes);
+  if (first < last) boxes.push_back(part(first, last - first));
+  CutBox(part(last, 1), dimensions, d + 1, 0, end - last * row, boxes);
+}
+
 }  // namespace
 
 Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
@@ -127,7 +150,6 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "shard.global_shape: its product does not fit 63 bits");
   shard.boxes.resize(source.box_count);
-  uint64_t boxes_count = 0;
   for (uint32_t b = 0; b < source.box_count; ++b) {
     Box& box = shard.boxes[b];
     std::copy_n(source.box_offsets + uint64_t{b} * shard.dimensions, shard.dimensions,
@@ -135,11 +157,11 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
     std::copy_n(source.box_extents + uint64_t{b} * shard.dimensions, shard.dimensions,
                 box.extent.begin());
     HYBRIDOPT_TRY(CheckBox(shard, b));
-    int64_t box_elements = 0;
-    // Inside global_shape and disjoint, so neither product nor sum can pass its product.
-    (void)Multiply(box.extent, shard.dimensions, &box_elements);
-    boxes_count += static_cast<uint64_t>(box_elements);
   }
+  HYBRIDOPT_TRY(CheckDisjoint(shard));
+  uint64_t boxes_count = 0;
+  // Inside global_shape and disjoint, so neither a product nor the sum can pass its product.
+  for (const Box& box : shard.boxes) boxes_count += ElementsOf(box, shard.dimensions);
   const bool ranged = (source.flags & OFFLOAD_SHARD_RANGE) != 0;
   shard.range_begin = ranged ? source.range_begin : 0;
   shard.range_count = ranged ? source.range_count : boxes_count;
@@ -172,10 +194,9 @@ uint64_t Shard::GlobalIndex(uint64_t element) const {
   HYBRIDOPT_CHECK(element < range_count);
   uint64_t left = range_begin + element;
   for (const Box& box : boxes) {
-    int64_t box_elements = 0;
-    (void)Multiply(box.extent, dimensions, &box_elements);
-    if (left >= static_cast<uint64_t>(box_elements)) {
-      left -= static_cast<uint64_t>(box_elements);
+    const uint64_t box_elements = ElementsOf(box, dimensions);
+    if (left >= box_elements) {
+      left -= box_elements;
       continue;
     }
     return IndexInTensor(*this, box, left);
@@ -188,9 +209,7 @@ void AddStripes(const Shard& shard, std::vector<Stripe>& stripes) {
   uint64_t box_begin = 0;  // counted through the boxes
   const uint64_t range_end = shard.range_begin + shard.range_count;
   for (const Box& box : shard.boxes) {
-    int64_t box_elements = 0;
-    (void)Multiply(box.extent, shard.dimensions, &box_elements);
-    const uint64_t box_end = box_begin + static_cast<uint64_t>(box_elements);
+    const uint64_t box_end = box_begin + ElementsOf(box, shard.dimensions);
     uint64_t begin = std::max(box_begin, shard.range_begin);
     const uint64_t end = std::min(box_end, range_end);
     if (begin < end) {
@@ -206,6 +225,18 @@ void AddStripes(const Shard& shard, std::vector<Stripe>& stripes) {
       }
     }
     box_begin = box_end;
+  }
+}
+
+void AppendBoxes(const Shard& shard, std::vector<Box>& boxes) {
+  uint64_t before = 0;
+  const uint64_t range_end = shard.range_begin + shard.range_count;
+  for (const Box& box : shard.boxes) {
+    const uint64_t elements = ElementsOf(box, shard.dimensions);
+    const uint64_t begin = std::max(before, shard.range_begin);
+    const uint64_t end = std::min(before + elements, range_end);
+    if (begin < end) CutBox(box, shard.dimensions, 0, begin - before, end - before, boxes);
+    before += elements;
   }
 }
 

@@ -45,6 +45,10 @@ struct Stripe {
 // Appends the stripes of a shard, in order: mostly one for each box.
 void AddStripes(const Shard& shard, std::vector<Stripe>& stripes);
 
+// Appends the elements of a shard as boxes without a range, which cuts the first and the last box
+// into at most 2 * dimensions - 1 each.
+void AppendBoxes(const Shard& shard, std::vector<Box>& boxes);
+
 // Copies and checks a shard of `count` elements. Errors name the field, but not the param.
 Result<Shard> ValidateShard(const offload_shard_t& shard, uint64_t count);
 

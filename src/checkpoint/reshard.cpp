@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/check.h"
+#include "base/overlap.h"
 
 namespace hybridopt::checkpoint {
 namespace {
@@ -133,24 +134,26 @@ bool Apart(const Box& a, const Box& b, uint32_t dimensions) {
   return false;
 }
 
-bool BoxesMeet(const Shard& a, const Shard& b) {
-  if (Apart(Hull(a), Hull(b), a.dimensions)) return false;
-  for (const Box& x : a.boxes)
-    for (const Box& y : b.boxes)
-      if (CommonRows(a.dimensions, x, y).count() > 0) return true;
-  return false;
+uint64_t CommonElements(const Box& a, const Box& b, uint32_t dimensions) {
+  uint64_t elements = 1;
+  for (uint32_t d = 0; d < dimensions; ++d) {
+    const int64_t begin = std::max(a.offset[d], b.offset[d]);
+    const int64_t end = std::min(a.offset[d] + a.extent[d], b.offset[d] + b.extent[d]);
+    if (begin >= end) return 0;
+    elements *= static_cast<uint64_t>(end - begin);
+  }
+  return elements;
 }
 
-bool SameBoxes(const Shard& a, const Shard& b) {
-  return std::equal(
-      a.boxes.begin(), a.boxes.end(), b.boxes.begin(), b.boxes.end(),
-      [&](const Box& x, const Box& y) {
-        return std::equal(x.offset.begin(), x.offset.begin() + a.dimensions, y.offset.begin()) &&
-               std::equal(x.extent.begin(), x.extent.begin() + a.dimensions, y.extent.begin());
-      });
+// "(3, 0, 17)": the first element of both.
+std::string FirstCommon(const Box& a, const Box& b, uint32_t dimensions) {
+  std::string text;
+  for (uint32_t d = 0; d < dimensions; ++d)
+    text += (d == 0 ? "" : ", ") + std::to_string(std::max(a.offset[d], b.offset[d]));
+  return "(" + text + ")";
 }
 
-// "(3, 0, 17)" for a row-major index in the global tensor.
+// The same for a row-major index in the global tensor.
 std::string Coordinates(const Shard& shard, uint64_t index) {
   std::string text;
   for (uint32_t d = shard.dimensions; d-- > 0;) {
@@ -161,62 +164,26 @@ std::string Coordinates(const Shard& shard, uint64_t index) {
   return "(" + text + ")";
 }
 
-Status Doubled(std::span<const Shard* const> stored, uint32_t a, uint32_t b,
-               uint64_t element_of_b) {
-  return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT,
-                       "stored shards %u and %u both hold element %s of the tensor", std::min(a, b),
-                       std::max(a, b),
-                       Coordinates(*stored[b], stored[b]->GlobalIndex(element_of_b)).c_str());
-}
-
-// Fails if two shards share an element.
-Status CheckPair(std::span<const Shard* const> stored, uint32_t a, uint32_t b) {
-  return ForEachSegment({&stored[a], 1}, *stored[b], [&](const Segment& segment) {
-    return Doubled(stored, a, b, segment.destination);
-  });
-}
-
-// Shards of the same boxes share elements where their ranges overlap: those that begin one after
-// the other are enough to look at. `members` is sorted by where ranges begin.
-Status CheckRanges(std::span<const Shard* const> stored, const std::vector<uint32_t>& members) {
-  for (size_t i = 1; i < members.size(); ++i) {
-    const Shard& before = *stored[members[i - 1]];
-    const Shard& after = *stored[members[i]];
-    if (after.range_begin < before.range_begin + before.range_count)
-      return Doubled(stored, members[i - 1], members[i], 0);
-  }
-  return {};
-}
-
-// How many elements from the first wanted one on a stored shard holds.
-uint64_t HeldFromStart(const Shard& stored, const Shard& wanted,
-                       const std::vector<PlacedBox>& wanted_boxes) {
+// How many of the wanted elements the stored boxes hold.
+uint64_t CountHeld(const std::vector<Box>& stored, const Shard& wanted) {
+  std::vector<Box> boxes;
+  AppendBoxes(wanted, boxes);
   uint64_t held = 0;
-  for (const PlacedBox& from : PlaceBoxes(stored)) {
-    for (const PlacedBox& to : wanted_boxes) {
-      // Elements ascend: the first segment of a pair of boxes tells.
-      (void)VisitBoxes(0, stored, from, wanted, to, [&](const Segment& segment) {
-        if (segment.destination == 0) held = segment.count;
-        return Status::Error(OFFLOAD_INTERNAL, "seen enough");
-      });
-      if (held > 0) return held;
-    }
-  }
-  return 0;
+  for (const Box& from : stored)
+    for (const Box& to : boxes) held += CommonElements(from, to, wanted.dimensions);
+  return held;
 }
 
-// The first wanted element that no stored shard holds; one is missing.
-uint64_t FirstMissing(std::span<const Shard* const> stored, const Shard& wanted) {
-  const std::vector<PlacedBox> wanted_boxes = PlaceBoxes(wanted);
-  Shard rest = wanted;
-  for (uint64_t held = 1; held > 0;) {
-    held = 0;
-    for (size_t i = 0; held == 0 && i < stored.size(); ++i)
-      held = HeldFromStart(*stored[i], rest, wanted_boxes);
-    rest.range_begin += held;
-    rest.range_count -= held;
+// The first wanted element that no stored box holds; one is missing, and none is held twice. So
+// those up to one are all there if as many are held.
+uint64_t FirstMissing(const std::vector<Box>& stored, const Shard& wanted) {
+  Shard part = wanted;
+  uint64_t held = 0, missing = wanted.range_count;  // the first so many are held, are not
+  while (missing - held > 1) {
+    part.range_count = held + (missing - held) / 2;
+    (CountHeld(stored, part) == part.range_count ? held : missing) = part.range_count;
   }
-  return rest.range_begin - wanted.range_begin;
+  return held;
 }
 
 }  // namespace
@@ -237,41 +204,31 @@ Status ForEachSegment(std::span<const Shard* const> stored, const Shard& wanted,
 }
 
 Status CheckDisjoint(std::span<const Shard* const> stored) {
-  std::vector<std::vector<uint32_t>> families;  // of the same boxes
-  for (uint32_t i = 0; i < stored.size(); ++i) {
-    if (stored[i]->range_count == 0) continue;
-    const auto family = std::find_if(families.begin(), families.end(), [&](const auto& members) {
-      return SameBoxes(*stored[members[0]], *stored[i]);
-    });
-    if (family == families.end())
-      families.push_back({i});
-    else
-      family->push_back(i);
+  std::vector<Box> boxes;
+  std::vector<size_t> ends;  // of each shard's boxes
+  for (const Shard* shard : stored) {
+    AppendBoxes(*shard, boxes);
+    ends.push_back(boxes.size());
   }
-  for (size_t a = 0; a < families.size(); ++a) {
-    std::sort(families[a].begin(), families[a].end(), [&](uint32_t x, uint32_t y) {
-      return stored[x]->range_begin < stored[y]->range_begin;
-    });
-    HYBRIDOPT_TRY(CheckRanges(stored, families[a]));
-    for (size_t b = 0; b < a; ++b) {
-      if (!BoxesMeet(*stored[families[a][0]], *stored[families[b][0]])) continue;
-      for (const uint32_t x : families[a])
-        for (const uint32_t y : families[b]) HYBRIDOPT_TRY(CheckPair(stored, y, x));
-    }
-  }
-  return {};
+  if (boxes.empty()) return {};
+  const auto overlap = FindOverlap(boxes, stored[0]->dimensions).found;
+  if (!overlap.has_value()) return {};
+  const auto shard_of = [&](uint32_t box) {
+    return static_cast<unsigned>(std::upper_bound(ends.begin(), ends.end(), box) - ends.begin());
+  };
+  return Status::Error(
+      OFFLOAD_CHECKPOINT_CORRUPT, "stored shards %u and %u both hold element %s of the tensor",
+      shard_of(overlap->first), shard_of(overlap->second),
+      FirstCommon(boxes[overlap->first], boxes[overlap->second], stored[0]->dimensions).c_str());
 }
 
 Status CheckCoverage(std::span<const Shard* const> stored, const Shard& wanted) {
   HYBRIDOPT_TRY(CheckDisjoint(stored));
   // Nothing twice: all of them are there if their number is right.
-  uint64_t found = 0;
-  HYBRIDOPT_TRY(ForEachSegment(stored, wanted, [&](const Segment& segment) -> Status {
-    found += segment.count;
-    return {};
-  }));
-  if (found == wanted.range_count) return {};
-  const uint64_t missing = FirstMissing(stored, wanted);
+  std::vector<Box> boxes;
+  for (const Shard* shard : stored) AppendBoxes(*shard, boxes);
+  if (CountHeld(boxes, wanted) == wanted.range_count) return {};
+  const uint64_t missing = FirstMissing(boxes, wanted);
   return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH,
                        "element %s of the tensor is in none of the %llu stored shards",
                        Coordinates(wanted, wanted.GlobalIndex(missing)).c_str(),

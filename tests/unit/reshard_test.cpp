@@ -217,6 +217,34 @@ TEST(ReshardTest, LargeTensorsTakeStepsForTheirSegmentsOnly) {
                 ", 1) of the tensor is in none of the 2 stored shards");
 }
 
+// What took minutes, or did not end: thousands of shards, and shards of thousands of boxes.
+TEST(ReshardTest, ManyShardsAreCheckedTogether) {
+  const int64_t rows = 3 * Scaled(20'000);
+  std::vector<Shard> shards;
+  for (int64_t row = 0; row < rows; row += 3) shards.push_back(Matrix(rows, 7, {{row, 0}, {3, 7}}));
+  for (size_t i = 1; i < shards.size(); i += 2) {  // every second one by boxes, cut inside a row
+    shards[i].boxes.push_back(shards[i].boxes[0]);
+    shards[i].boxes[0].extent[1] = 3;
+    shards[i].boxes[1].offset[1] = 3;
+    shards[i].boxes[1].extent[1] = 4;
+  }
+  std::vector<const Shard*> stored;
+  for (const Shard& shard : shards) stored.push_back(&shard);
+  Shard whole = Matrix(rows, 7, {{0, 0}, {rows, 7}});
+  EXPECT_TRUE(CheckCoverage(stored, whole).ok());
+  shards.back().range_count -= 1;
+  EXPECT_EQ(CheckCoverage(stored, whole).message(),
+            "element (" + std::to_string(rows - 1) + ", 6) of the tensor is in none of the " +
+                std::to_string(shards.size()) + " stored shards");
+  shards.back().range_count += 1;
+  shards[shards.size() - 2].boxes[0].extent[0] = 4;
+  shards[shards.size() - 2].range_count += 1;
+  EXPECT_EQ(CheckDisjoint(stored).message(), "stored shards " + std::to_string(shards.size() - 2) +
+                                                 " and " + std::to_string(shards.size() - 1) +
+                                                 " both hold element (" + std::to_string(rows - 3) +
+                                                 ", 0) of the tensor");
+}
+
 TEST(ReshardTest, AFailureOfVisitStopsAndReachesTheCaller) {
   const Shard whole = Matrix(8, 4, {{0, 0}, {8, 4}});
   const Shard column = Matrix(8, 4, {{0, 1}, {8, 1}});

@@ -1,0 +1,139 @@
+#include "base/overlap.h"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <vector>
+
+namespace hybridopt {
+namespace {
+
+// Lists this short are compared pair by pair.
+constexpr size_t kFew = 16;
+
+// Two boxes meet where in every dimension one of them begins inside the other. So in one dimension
+// after the other those that reach over the begins of many are split off and looked at together;
+// the others end somewhere between the begins, and few of them do so in both halves of these.
+class Searcher {
+ public:
+  Searcher(std::span<const Box> boxes, uint32_t dimensions) : boxes_(boxes) {
+    for (uint32_t i = 0; i < boxes.size(); ++i)
+      if (!Empty(boxes[i], dimensions)) members_.push_back(i);
+    for (uint32_t d = 0; d < dimensions; ++d)
+      if (TellsApart(d)) dimensions_[dimension_count_++] = d;
+  }
+
+  OverlapSearch Run() {
+    std::vector<uint32_t> points = members_;
+    if (dimension_count_ > 0)
+      (void)Meet(members_, points, dimension_count_ - 1);
+    else if (members_.size() > 1)
+      (void)Found(members_[0], members_[1]);
+    return search_;
+  }
+
+ private:
+  using Indices = std::span<uint32_t>;
+
+  int64_t Begin(uint32_t box, uint32_t d) const { return boxes_[box].offset[d]; }
+  int64_t End(uint32_t box, uint32_t d) const {
+    return boxes_[box].offset[d] + boxes_[box].extent[d];
+  }
+
+  static bool Empty(const Box& box, uint32_t dimensions) {
+    const auto end = box.extent.begin() + dimensions;
+    return std::find(box.extent.begin(), end, 0) != end;
+  }
+
+  // False where all boxes have a coordinate in common.
+  bool TellsApart(uint32_t d) const {
+    int64_t last_begin = INT64_MIN, first_end = INT64_MAX;
+    for (const uint32_t box : members_) {
+      last_begin = std::max(last_begin, Begin(box, d));
+      first_end = std::min(first_end, End(box, d));
+    }
+    return last_begin >= first_end;
+  }
+
+  bool Found(uint32_t a, uint32_t b) {
+    search_.found = std::minmax(a, b);
+    return true;
+  }
+
+  // Whether one of `intervals` and another one of `points` meet in dimensions 0 to `index`, the
+  // point beginning inside the interval in the last of these. In all others they do meet. Reorders
+  // both.
+  bool Meet(Indices intervals, Indices points, uint32_t index) {
+    if (std::min(intervals.size(), points.size()) <= kFew)
+      return MeetInPairs(intervals, points, index);
+    search_.looked_at += intervals.size() + points.size();
+    const uint32_t d = dimensions_[index];
+    const auto by_begin = [&](uint32_t a, uint32_t b) { return Begin(a, d) < Begin(b, d); };
+    const auto [first, last] = std::minmax_element(points.begin(), points.end(), by_begin);
+    const int64_t least = Begin(*first, d), most = Begin(*last, d);
+    intervals = Those(intervals,
+                      [&](uint32_t box) { return Begin(box, d) <= most && End(box, d) > least; });
+    const Indices over_all = Those(
+        intervals, [&](uint32_t box) { return Begin(box, d) <= least && End(box, d) > most; });
+    if (index == 0) {
+      if (!over_all.empty())
+        return Found(over_all[0], points[0] != over_all[0] ? points[0] : points[1]);
+    } else if (Meet(over_all, points, index - 1) || Meet(points, over_all, index - 1)) {
+      return true;
+    }
+    const Indices others = intervals.subspan(over_all.size());
+    if (others.empty()) return false;
+    const int64_t middle = Middle(points, d, least);
+    const Indices left = Those(points, [&](uint32_t box) { return Begin(box, d) < middle; });
+    return Meet(others, left, index) || Meet(others, points.subspan(left.size()), index);
+  }
+
+  bool MeetInPairs(Indices intervals, Indices points, uint32_t index) {
+    search_.looked_at += intervals.size() * points.size();
+    for (const uint32_t a : intervals)
+      for (const uint32_t b : points)
+        if (a != b && Overlap(a, b, index)) return Found(a, b);
+    return false;
+  }
+
+  bool Overlap(uint32_t a, uint32_t b, uint32_t index) const {
+    for (uint32_t i = 0; i <= index; ++i) {
+      const uint32_t d = dimensions_[i];
+      if (Begin(a, d) >= End(b, d) || Begin(b, d) >= End(a, d)) return false;
+    }
+    return true;
+  }
+
+  // Brings those for which `is` holds to the front.
+  template <typename Is>
+  static Indices Those(Indices all, Is&& is) {
+    const auto end = std::partition(all.begin(), all.end(), is);
+    return all.first(static_cast<size_t>(end - all.begin()));
+  }
+
+  // A begin above `least` with about as many before it as behind, or as near to that as it gets.
+  int64_t Middle(Indices points, uint32_t d, int64_t least) const {
+    const auto median = points.begin() + static_cast<ptrdiff_t>(points.size() / 2);
+    std::nth_element(points.begin(), median, points.end(),
+                     [&](uint32_t a, uint32_t b) { return Begin(a, d) < Begin(b, d); });
+    if (Begin(*median, d) > least) return Begin(*median, d);
+    int64_t next = INT64_MAX;
+    for (const uint32_t box : points)
+      if (Begin(box, d) > least) next = std::min(next, Begin(box, d));
+    return next;
+  }
+
+  const std::span<const Box> boxes_;
+  std::vector<uint32_t> members_;  // the boxes with elements
+  std::array<uint32_t, kMaxDimensions> dimensions_{};
+  uint32_t dimension_count_ = 0;
+  OverlapSearch search_;
+};
+
+}  // namespace
+
+OverlapSearch FindOverlap(std::span<const Box> boxes, uint32_t dimensions) {
+  return Searcher(boxes, dimensions).Run();
+}
+
+}  // namespace hybridopt
