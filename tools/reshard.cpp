@@ -80,8 +80,9 @@ class Resharder {
   // All files but the manifest.
   Status Write(const std::string& directory) {
     HYBRIDOPT_ASSIGN(const std::vector<std::string> heads, LayOutFiles(plan_));
+    const std::vector<std::vector<Array>> arrays = ArraysByFile();
     for (uint32_t file = 0; file < heads.size(); ++file)
-      HYBRIDOPT_TRY(WriteFile(directory + "/" + plan_->files[file].name, file, heads[file]));
+      HYBRIDOPT_TRY(WriteFile(directory, plan_->files[file], heads[file], arrays[file]));
     return {};
   }
 
@@ -92,15 +93,22 @@ class Resharder {
     StoredTensor* tensor;
   };
 
-  Status WriteFile(const std::string& path, uint32_t file, const std::string& head) {
-    std::vector<Array> arrays;
+  // In the order of their bytes.
+  std::vector<std::vector<Array>> ArraysByFile() const {
+    std::vector<std::vector<Array>> arrays(plan_->files.size());
     for (size_t p = 0; p < plan_->params.size(); ++p)
       for (StoredShard& shard : plan_->params[p].shards)
         for (StoredTensor& tensor : shard.tensors)
-          if (tensor.file == file) arrays.push_back({p, &shard, &tensor});
-    std::sort(arrays.begin(), arrays.end(),
-              [](const Array& a, const Array& b) { return a.tensor->offset < b.tensor->offset; });
-    HYBRIDOPT_ASSIGN(auto stream, StreamFile::Create(path, plan_->files[file].bytes));
+          arrays[tensor.file].push_back({p, &shard, &tensor});
+    for (auto& list : arrays)
+      std::sort(list.begin(), list.end(),
+                [](const Array& a, const Array& b) { return a.tensor->offset < b.tensor->offset; });
+    return arrays;
+  }
+
+  Status WriteFile(const std::string& directory, const StoredFile& file, const std::string& head,
+                   const std::vector<Array>& arrays) {
+    HYBRIDOPT_ASSIGN(auto stream, StreamFile::Create(directory + "/" + file.name, file.bytes));
     HYBRIDOPT_TRY(stream->Append(head.data(), head.size()));
     for (const Array& array : arrays) HYBRIDOPT_TRY(Copy(array, stream.get()));
     return stream->Finish();
