@@ -23,6 +23,8 @@ constexpr size_t kDifferencesTold = 5;
 constexpr uint64_t kUnitBytesMax = uint64_t{8} << 20;
 // Params on their way to the device; with it a load takes less than 1 MiB beside its blocks.
 constexpr uint64_t kStagingBytes = uint64_t{512} << 10;
+// Converted at a time where state is kept in another layout than it was saved in.
+constexpr uint64_t kConvertedElements = uint64_t{1} << 15;
 // Worth waking the workers for.
 constexpr uint64_t kSharedBytes = uint64_t{256} << 10;
 
@@ -402,32 +404,44 @@ Status Loader::Put(const Piece& piece, const std::byte* data) {
 
 // PutParams brings the upper ones.
 Status Loader::PutLowerHalves(const StateStretch& stretch, const std::byte* masters) {
-  std::vector<uint16_t> lower(stretch.count);
-  for (uint64_t i = 0; i < stretch.count; ++i) {
-    float master;
-    std::memcpy(&master, masters + i * sizeof(float), sizeof(master));
-    lower[i] = LowHalf(master);
+  std::vector<uint16_t> lower(std::min(stretch.count, kConvertedElements));
+  for (uint64_t done = 0; done < stretch.count; done += lower.size()) {
+    const uint64_t now = std::min<uint64_t>(stretch.count - done, lower.size());
+    for (uint64_t i = 0; i < now; ++i) {
+      float master;
+      std::memcpy(&master, masters + (done + i) * sizeof(float), sizeof(master));
+      lower[i] = LowHalf(master);
+    }
+    HYBRIDOPT_TRY(Copy(reinterpret_cast<const std::byte*>(lower.data()),
+                       stretch.data + done * sizeof(uint16_t), now * sizeof(uint16_t),
+                       stretch.on_device));
+    HYBRIDOPT_TRY(AwaitCopies());
   }
-  HYBRIDOPT_TRY(Copy(reinterpret_cast<const std::byte*>(lower.data()), stretch.data,
-                     stretch.count * sizeof(uint16_t), stretch.on_device));
-  return AwaitCopies();
+  return {};
 }
 
 // Moments of another layout: bf16 widens exactly, fp32 is rounded to nearest.
 Status Loader::PutConverted(const Piece& piece, const StateStretch& stretch,
                             const std::byte* from) {
   const int32_t dtype = placement_.params[piece.param].state_dtype[piece.slot];
-  std::vector<std::byte> converted(stretch.count * DtypeBytes(dtype));
-  if (piece.dtype == OFFLOAD_FP32) {
-    Round(from, stretch.count, {dtype, false}, converted.data());
-  } else {
-    std::vector<uint16_t> narrow(stretch.count);  // `from` may lie anywhere
-    std::memcpy(narrow.data(), from, stretch.count * sizeof(uint16_t));
-    context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), stretch.count,
-                                            reinterpret_cast<float*>(converted.data()));
+  const uint64_t room = std::min(stretch.count, kConvertedElements);
+  std::vector<std::byte> converted(room * DtypeBytes(dtype));
+  std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` may lie anywhere
+  for (uint64_t done = 0; done < stretch.count; done += room) {
+    const uint64_t now = std::min(stretch.count - done, room);
+    const std::byte* const stored = from + done * DtypeBytes(piece.dtype);
+    if (piece.dtype == OFFLOAD_FP32) {
+      Round(stored, now, {dtype, false}, converted.data());
+    } else {
+      std::memcpy(narrow.data(), stored, now * sizeof(uint16_t));
+      context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), now,
+                                              reinterpret_cast<float*>(converted.data()));
+    }
+    HYBRIDOPT_TRY(Copy(converted.data(), stretch.data + done * DtypeBytes(dtype),
+                       now * DtypeBytes(dtype), stretch.on_device));
+    HYBRIDOPT_TRY(AwaitCopies());
   }
-  HYBRIDOPT_TRY(Copy(converted.data(), stretch.data, converted.size(), stretch.on_device));
-  return AwaitCopies();
+  return {};
 }
 
 Status Loader::Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device) {
