@@ -666,7 +666,9 @@ typedef struct offload_save_options {
   uint32_t struct_size;
   uint32_t flags;          /* enum offload_save_flag, or-ed */
   const char* path;        /* the directory to make; nothing of that name may exist, its parent
-                              must; the same one, shared, on all ranks; required */
+                              must; the name is UTF-8, of at most 230 bytes on most file systems,
+                              and begins with no '.'; a relative path starts where the process is
+                              now; the same one, shared, on all ranks; required */
   offload_stream_t stream; /* fp32 params that are their own masters are read after the work now
                               queued on it */
   offload_progress_function_t progress; /* of this rank's bytes; NULL = none */
@@ -692,11 +694,11 @@ typedef struct offload_save_options {
  * they have nothing else to do, and no step begins before all of them have read their state; how
  * long a rank's disk takes is not bounded by comm_timeout_ns. A save that fails poisons nothing:
  * its ticket tells why, nothing is left at path, training goes on.
- * Errors: INVALID_ARGUMENT (field named; path exists, or its parent does not), INVALID_STATE
- * (before commit, or 256 calls queued), UNSUPPORTED (unknown flag), POISONED; by the ticket
- * IO_FAILED (file and system's error named), UNSUPPORTED (a name that is not UTF-8, or more names
- * and shards than a file may hold), OUT_OF_HOST_MEMORY, and another rank's failure with its code;
- * COMM_FAILED and DEVICE_FAILED (these two poison). */
+ * Errors: INVALID_ARGUMENT (field named; path exists, or its parent does not; the name of a path or
+ * param that no checkpoint can have), INVALID_STATE (before commit, or 256 calls queued),
+ * UNSUPPORTED (unknown flag), POISONED; by the ticket IO_FAILED (file and system's error named),
+ * UNSUPPORTED (more names and shards than a file may hold), OUT_OF_HOST_MEMORY, and another rank's
+ * failure with its code; COMM_FAILED and DEVICE_FAILED (these two poison). */
 OFFLOAD_API int32_t offload_optimizer_save(offload_optimizer_t optimizer,
                                            const offload_save_options_t* options,
                                            offload_ticket_t* ticket);
@@ -712,7 +714,8 @@ enum offload_load_flag {
 typedef struct offload_load_options {
   uint32_t struct_size;
   uint32_t flags;                       /* enum offload_load_flag, or-ed */
-  const char* path;                     /* a checkpoint's directory; required */
+  const char* path;                     /* a checkpoint's directory; a relative path starts where
+                                           the process is now; required */
   offload_stream_t stream;              /* params are written after the work now queued on it */
   offload_progress_function_t progress; /* of this rank's bytes; NULL = none */
   void* progress_user;                  /* handed to progress */

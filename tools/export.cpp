@@ -1,7 +1,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "checkpoint/pending_directory.h"
+#include "checkpoint/paths.h"
 #include "commands.h"
 #include "gatherer.h"
 #include "kernels/convert.h"

@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -93,6 +94,13 @@ int Files::UseCache(int file) {
 
 int Files::Lock(int file) { return Told(flock(file, LOCK_EX | LOCK_NB)); }
 int Files::Unlock(int file) { return Told(flock(file, LOCK_UN)); }
+
+int Files::WorkingDirectory(std::string* path) {
+  char text[PATH_MAX];
+  if (getcwd(text, sizeof(text)) == nullptr) return -errno;
+  *path = text;
+  return 0;
+}
 
 int Files::Look(const std::string& path) {
   struct stat status;

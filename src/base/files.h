@@ -35,6 +35,7 @@ class Files {
   virtual int Lock(int file);
   virtual int Unlock(int file);  // also where a forked child still holds the file open
 
+  virtual int WorkingDirectory(std::string* path);
   virtual int Look(const std::string& path);  // 0 if something has that name
   virtual int64_t Identity(int file);         // tells this file from any other of its file system
   virtual int64_t IdentityOf(const std::string& path);

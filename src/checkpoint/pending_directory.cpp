@@ -9,6 +9,8 @@
 
 #include "checkpoint/file_io.h"
 #include "checkpoint/format.h"
+#include "checkpoint/json.h"
+#include "checkpoint/paths.h"
 
 namespace hybridopt::checkpoint {
 namespace {
@@ -20,12 +22,28 @@ constexpr size_t kDigits = 16;
 constexpr int kNamesTried = 8;
 constexpr uint64_t kNumberMask = (uint64_t{1} << 62) - 1;  // two int32_t that are not negative
 
-std::string WithoutSlashes(std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
-  return path;
+std::string PrefixOf(const std::string& target) { return "." + NameOf(target) + kMark; }
+
+std::string PendingPath(const std::string& target, uint64_t number) {
+  char digits[kDigits + 1];
+  std::snprintf(digits, sizeof(digits), "%016" PRIx64, number);
+  return ParentOf(target) + "/" + PrefixOf(target) + digits;
 }
 
-std::string PrefixOf(const std::string& target) { return "." + NameOf(target) + kMark; }
+// The file system knows how long names and paths may be; nothing need be there for that.
+Status CheckLength(Files& files, const std::string& target) {
+  const std::string pending = PendingPath(target, 0);
+  const std::string longest = pending + "/" + ShardFileName(kWorldMax, kWorldMax);
+  if (Uninterrupted([&] { return files.Look(pending); }) != -ENAMETOOLONG &&
+      Uninterrupted([&] { return files.Look(longest); }) != -ENAMETOOLONG)
+    return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "options.path '%.200s' has %zu bytes, %zu of them its name: more than the "
+                       "file system takes with the %zu that are added while it is written; choose "
+                       "a shorter one",
+                       target.c_str(), target.size(), NameOf(target).size(),
+                       NameOf(pending).size() - NameOf(target).size());
+}
 
 bool IsPending(const std::string& name, const std::string& prefix) {
   return name.size() == prefix.size() + kDigits && name.compare(0, prefix.size(), prefix) == 0 &&
@@ -43,21 +61,34 @@ bool IsOurs(const std::string& name) {
 }
 
 // Goes by the open directory and not by its path, which may mean another one by now. What is not
-// ours stays, and the directory with it.
-void RemoveTree(Files& files, int directory, const std::string& path) {
+// ours stays, and the directory with it: then this is false.
+bool RemoveTree(Files& files, int directory, const std::string& path) {
   std::vector<std::string> names;
-  if (files.ListOpen(directory, &names) != 0) return;
+  if (files.ListOpen(directory, &names) != 0) return false;
   for (const std::string& name : names)
     if (IsOurs(name)) (void)Uninterrupted([&] { return files.RemoveIn(directory, name); });
-  (void)Uninterrupted([&] { return files.RemoveDirectory(path); });
+  return Uninterrupted([&] { return files.RemoveDirectory(path); }) == 0;
 }
 
-// Removes the directory if nobody has it locked.
-void RemoveIfLeft(Files& files, const std::string& path) {
+// A directory never replaces a file or a directory with something in it, so that without the newer
+// call nothing can be lost either.
+int RenameDirectory(Files& files, const std::string& from, const std::string& to) {
+  const int error = Uninterrupted([&] { return files.RenameNoReplace(from, to); });
+  if (error != -ENOSYS && error != -EINVAL) return error;
+  return Uninterrupted([&] { return files.Rename(from, to); });
+}
+
+uint64_t RandomNumber() { return prim::RandomBits() & kNumberMask; }
+
+// Removes the directory if nobody has it locked. It loses its name first: should a lock not reach
+// another machine, what is being saved there can then no longer be published, with a part missing.
+void RemoveIfLeft(Files& files, const std::string& path, const std::string& target) {
   const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kOwnDirectory); });
   if (file < 0) return;
   if (Uninterrupted([&] { return files.Lock(file); }) == 0) {
-    RemoveTree(files, file, path);
+    const std::string taken = PendingPath(target, RandomNumber());
+    if (RenameDirectory(files, path, taken) == 0 && !RemoveTree(files, file, taken))
+      (void)RenameDirectory(files, taken, path);
     (void)files.Unlock(file);
   }
   (void)files.Close(file);
@@ -65,24 +96,23 @@ void RemoveIfLeft(Files& files, const std::string& path) {
 
 }  // namespace
 
-std::string ParentOf(const std::string& path) {
-  const std::string plain = WithoutSlashes(path);
-  const size_t slash = plain.rfind('/');
-  if (slash == std::string::npos) return ".";
-  return slash == 0 ? "/" : WithoutSlashes(plain.substr(0, slash));
-}
-
-std::string NameOf(const std::string& path) {
-  const std::string plain = WithoutSlashes(path);
-  return plain.substr(plain.rfind('/') + 1);  // npos + 1 is 0
-}
-
 Status PendingDirectory::CheckTarget(Files& files, const std::string& target) {
   const std::string name = NameOf(target);
   if (name.empty() || name == "." || name == "..")
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.path is '%.500s', expected the name of a directory to make",
                          target.c_str());
+  if (name[0] == '.')
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.path '%.500s': a name that begins with '.' is for saves under "
+                         "way and never found again; choose another one",
+                         target.c_str());
+  if (!IsUtf8(name))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.path: the %zu bytes of its last part are not UTF-8, expected a "
+                         "name that every tool can show; choose another one",
+                         name.size());
+  HYBRIDOPT_TRY(CheckLength(files, target));
   if (Uninterrupted([&] { return files.Look(target); }) == 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.path '%.500s' exists; a checkpoint never replaces anything: "
@@ -98,11 +128,10 @@ Status PendingDirectory::CheckTarget(Files& files, const std::string& target) {
 }
 
 PendingDirectory::PendingDirectory(Files& files, const std::string& target, uint64_t number)
-    : files_(&files), target_(WithoutSlashes(target)), number_(number) {
-  char digits[kDigits + 1];
-  std::snprintf(digits, sizeof(digits), "%016" PRIx64, number);
-  path_ = ParentOf(target_) + "/" + PrefixOf(target_) + digits;
-}
+    : files_(&files),
+      target_(WithoutSlashes(target)),
+      path_(PendingPath(target_, number)),
+      number_(number) {}
 
 Result<PendingDirectory> PendingDirectory::Make(Files& files, const std::string& target) {
   std::vector<std::string> names;
@@ -110,11 +139,11 @@ Result<PendingDirectory> PendingDirectory::Make(Files& files, const std::string&
   if (const int error = Uninterrupted([&] { return files.List(parent, &names); }); error != 0)
     return IoError("list", parent, error);
   for (const std::string& name : names)
-    if (IsPending(name, PrefixOf(target))) RemoveIfLeft(files, parent + "/" + name);
+    if (IsPending(name, PrefixOf(target))) RemoveIfLeft(files, parent + "/" + name, target);
 
   Status status;
   for (int tries = 0; tries < kNamesTried; ++tries) {
-    PendingDirectory directory(files, target, prim::RandomBits() & kNumberMask);
+    PendingDirectory directory(files, target, RandomNumber());
     status = directory.Occupy();
     if (status.ok()) return directory;
     if (status.code() != OFFLOAD_INVALID_STATE) return status;
@@ -162,17 +191,14 @@ Status PendingDirectory::Occupy() {
   return {};
 }
 
-Status PendingDirectory::Rename() {
-  int error = Uninterrupted([&] { return files_->RenameNoReplace(path_, target_); });
-  // A directory never replaces a file or a directory with something in it, so that without the
-  // newer call nothing can be lost either.
-  if (error == -ENOSYS || error == -EINVAL)
-    error = Uninterrupted([&] { return files_->Rename(path_, target_); });
-  return error == 0 ? Status() : IoError("give its name to", target_, error);
-}
-
 Status PendingDirectory::Publish() {
-  HYBRIDOPT_TRY(Rename());
+  const int error = RenameDirectory(*files_, path_, target_);
+  if (error == -ENOENT)
+    return Status::Error(OFFLOAD_IO_FAILED,
+                         "could not give its name to '%.500s': '%.500s' is gone; if another "
+                         "process saves to the same path, give each a path of its own",
+                         target_.c_str(), path_.c_str());
+  if (error != 0) return IoError("give its name to", target_, error);
   Status status = SyncDirectory(*files_, ParentOf(target_));
   if (status.ok()) return status;
   // A save that failed has left nothing: what might not outlive a crash is taken back.
@@ -183,7 +209,7 @@ Status PendingDirectory::Publish() {
 void PendingDirectory::Remove() {
   // What has got its name is no longer pending.
   if (lock_ >= 0 && files_->IdentityOf(path_) == files_->Identity(lock_))
-    RemoveTree(*files_, lock_, path_);
+    (void)RemoveTree(*files_, lock_, path_);
 }
 
 }  // namespace hybridopt::checkpoint

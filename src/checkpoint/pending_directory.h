@@ -1,6 +1,13 @@
 // PendingDirectory: where a checkpoint grows before it has its name. It lies beside its target as
 // ".<name>.saving-<16 hex digits>" and is locked by the process that makes it, so that what a crash
 // left can be told from what another process is writing: a lock ends with its process.
+//
+// The lock is flock()'s, on the directory. On a local disk every process sees it. File systems of a
+// network may tell it to the processes of one machine only, or refuse it. Where it is refused the
+// save goes on without, and nothing that others have left is removed, because nobody can tell.
+// Where it does not reach another machine, a save to the same path there may take this directory
+// for left: it takes its name away before it removes anything, and the save whose directory it was
+// fails. What gets its name is whole, whatever locks do.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +44,6 @@ class PendingDirectory {
  private:
   PendingDirectory(prim::Files& files, const std::string& target, uint64_t number);
   Status Occupy();
-  Status Rename();
 
   prim::Files* files_ = nullptr;
   std::string target_;
@@ -45,9 +51,5 @@ class PendingDirectory {
   uint64_t number_ = 0;
   int lock_ = -1;
 };
-
-// The directory a path lies in, and its last part.
-std::string ParentOf(const std::string& path);
-std::string NameOf(const std::string& path);
 
 }  // namespace hybridopt::checkpoint

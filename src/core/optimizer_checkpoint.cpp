@@ -1,6 +1,9 @@
 // Optimizer's saves and loads: checked and queued here, done in checkpoints.cpp.
 #include <exception>
+#include <utility>
 
+#include "checkpoint/json.h"
+#include "checkpoint/paths.h"
 #include "checkpoint/pending_directory.h"
 #include "core/optimizer.h"
 
@@ -34,13 +37,26 @@ Status CheckOptions(const Options& options, uint32_t known_flags) {
   return {};
 }
 
+// Paths are made absolute when they are told: the process may change its directory while the work
+// is queued.
 template <typename Request, typename Options>
-void FillCommon(const Options& options, Request& request) {
-  request.path = options.path;
+void FillCommon(const Options& options, std::string path, Request& request) {
+  request.path = std::move(path);
   request.flags = options.flags;
   request.io_depth = IoDepth(options.io_depth).value();
   request.progress = options.progress;
   request.progress_user = options.progress_user;
+}
+
+// A checkpoint's files are JSON, which takes no other text.
+Status CheckNames(const ParamTable& table) {
+  for (uint32_t id = 0; id < table.size(); ++id)
+    if (!checkpoint::IsUtf8(table.param(id).name))
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "params.name of param %u is not UTF-8, which a checkpoint's files need; "
+                           "register it by another name",
+                           id);
+  return {};
 }
 
 }  // namespace
@@ -57,10 +73,12 @@ Result<offload_ticket_t> Optimizer::Save(const offload_save_options_t& options) 
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_ASSIGN(const uint32_t slot, committed_->timeline->NextSlot());
   HYBRIDOPT_TRY(CheckOptions(options, OFFLOAD_SAVE_MASTERS_ONLY));
-  HYBRIDOPT_TRY(checkpoint::PendingDirectory::CheckTarget(context_->files(), options.path));
+  HYBRIDOPT_ASSIGN(std::string path, checkpoint::AbsolutePath(context_->files(), options.path));
+  HYBRIDOPT_TRY(checkpoint::PendingDirectory::CheckTarget(context_->files(), path));
+  HYBRIDOPT_TRY(CheckNames(table_));
   HYBRIDOPT_TRY(context_->device().CheckStream(options.stream));
   auto request = std::make_unique<SaveRequest>();
-  FillCommon(options, *request);
+  FillCommon(options, std::move(path), *request);
   request->residency = ResidencyNow();
   request->groups.assign(table_.groups().begin(), table_.groups().end());
   Request& queued = committed_->requests[slot];
@@ -84,10 +102,12 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
                          "options.flags is 0x%x: OFFLOAD_LOAD_KEEP_STEPS says what to do beside "
                          "OFFLOAD_LOAD_FRESH_MOMENTS; a full load always brings the step counts",
                          options.flags);
+  HYBRIDOPT_ASSIGN(std::string path, checkpoint::AbsolutePath(context_->files(), options.path));
+  HYBRIDOPT_TRY(checkpoint::CheckSource(context_->files(), path));
   HYBRIDOPT_TRY(context_->device().CheckStream(options.stream));
   HYBRIDOPT_TRY(committed_->lifecycle->CheckLoad());
   auto request = std::make_unique<LoadRequest>();
-  FillCommon(options, *request);
+  FillCommon(options, std::move(path), *request);
   request->residency = ResidencyNow();
   for (const offload_group_t& group : table_.groups())
     request->first_moments.push_back(group.initial_accumulator_value);

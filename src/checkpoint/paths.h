@@ -1,0 +1,24 @@
+// Paths of checkpoints, as callers give them.
+#pragma once
+
+#include <string>
+
+#include "base/files.h"
+#include "base/status.h"
+
+namespace hybridopt::checkpoint {
+
+// The directory a path lies in, and its last part.
+std::string ParentOf(const std::string& path);
+std::string NameOf(const std::string& path);
+std::string WithoutSlashes(std::string path);  // at its end
+
+// What a path means now, whatever the working directory is when it is used. Errors are
+// INVALID_ARGUMENT and call it options.path, as below.
+Result<std::string> AbsolutePath(prim::Files& files, const std::string& path);
+
+// Whether a checkpoint could be there at all: what has too long a name for the file system is not
+// worth queueing for.
+Status CheckSource(prim::Files& files, const std::string& path);
+
+}  // namespace hybridopt::checkpoint
