@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -42,6 +43,31 @@ void Step(LifecycleRig& rig, size_t step) {
   rig.NewGrads(TheProblem().problem.steps[step]);
   rig.BindAll();
   rig.Step(TheProblem().problem.steps[step]);
+}
+
+// ----------------------------------------------------------------------------------- the judge --
+
+// The step of the newest checkpoint in a directory; 0 if there is none. Whatever has a name must be
+// whole, to the last byte: a damaged one is no excuse to take the one before. Whatever has none
+// must be recognised by its own, ".<name>.saving-<16 digits>".
+uint64_t NewestStep(const std::string& directory) {
+  uint64_t newest = 0;
+  for (const std::string& name : TemporaryDirectory::NamesIn(directory)) {
+    if (name[0] == '.') {
+      const size_t mark = name.find(".saving-");
+      EXPECT_TRUE(mark != std::string::npos && mark > 1 && name.size() == mark + 8 + 16 &&
+                  name.find_first_not_of("0123456789abcdef", mark + 8) == std::string::npos)
+          << "'" << name << "' is no name of a save under way";
+      continue;
+    }
+    const auto reader = checkpoint::Reader::Open(prim::SystemFiles(), directory + "/" + name);
+    EXPECT_TRUE(reader.ok()) << "'" << name << "' is broken: " << reader.status().message();
+    if (!reader.ok()) continue;
+    const auto verified = reader.value().Verify(1, [](uint64_t, uint64_t) {});
+    EXPECT_TRUE(verified.ok() && verified.value().status().ok()) << "'" << name << "' is damaged";
+    newest = std::max(newest, reader.value().manifest().step);
+  }
+  return newest;
 }
 
 // ------------------------------------------------------------------------------------- processes
@@ -92,6 +118,7 @@ int RunJob(const std::string& directory, size_t* promised,
   waitpid(child, &status, 0);
   for (char done; read(ends[0], &done, 1) == 1;) *promised = static_cast<size_t>(done);
   close(ends[0]);
+  EXPECT_GE(NewestStep(directory), *promised);
   return status;
 }
 
@@ -124,6 +151,7 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyMomentGoesOnFromItsLastCheckpoint) {
         },
         system_files);
     ASSERT_TRUE(Killed(status) || Done(status)) << "status " << status;
+    ASSERT_FALSE(HasFailure());
     killed += Killed(status);
     done += Done(status);
     if (!Done(status)) continue;
@@ -188,6 +216,7 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyCallGoesOnFromItsLastCheckpoint) {
     const int status = RunJob(directory.path(), &promised, leave_alone,
                               [&] { return std::make_unique<DeadlyFiles>(call); });
     ASSERT_TRUE(Killed(status) || Done(status)) << "call " << call << ", status " << status;
+    ASSERT_FALSE(HasFailure()) << "call " << call;
     if (Killed(status)) {
       ++kills;
       continue;
@@ -216,17 +245,6 @@ void Put(const RecordingFiles::Disk& disk, RecordingFiles::Inode inode, const st
   std::ofstream stream(path, std::ios::binary);
   if (file != disk.files.end())
     stream.write(file->second.data(), static_cast<std::streamsize>(file->second.size()));
-}
-
-// The step of the newest checkpoint, whose every byte is good; 0 if there is none.
-uint64_t NewestStep(const std::string& directory) {
-  const Result<std::string> path = checkpoint::NewestCheckpoint(prim::SystemFiles(), directory);
-  if (!path.ok()) return 0;
-  const auto reader = checkpoint::Reader::Open(prim::SystemFiles(), path.value());
-  if (!reader.ok()) return UINT64_MAX;
-  const auto verified = reader.value().Verify(1, [](uint64_t, uint64_t) {});
-  if (!verified.ok() || !verified.value().status().ok()) return UINT64_MAX - 1;
-  return reader.value().manifest().step;
 }
 
 TEST(CheckpointCrash, ADiskThatLostWhatWasNotSyncedHoldsTheOldCheckpointOrTheNew) {
@@ -258,6 +276,7 @@ TEST(CheckpointCrash, ADiskThatLostWhatWasNotSyncedHoldsTheOldCheckpointOrTheNew
       } else {
         ASSERT_TRUE(step == 1 || step == 2) << "step " << step << " behind change " << count;
       }
+      ASSERT_FALSE(HasFailure()) << "behind change " << count;
       ++states;
       old_found += step == 1;
       new_found += step == 2;
