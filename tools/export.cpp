@@ -1,7 +1,8 @@
-#include <cstdio>
+#include <cerrno>
 #include <cstring>
 
 #include "checkpoint/paths.h"
+#include "checkpoint/pending_directory.h"
 #include "commands.h"
 #include "gatherer.h"
 #include "kernels/convert.h"
@@ -141,18 +142,24 @@ Status CheckOut(const std::string& out) {
                        out.c_str());
 }
 
-// The file has another name until it is whole.
+// Never replaces anything, where the system can promise that.
+int NameFile(const std::string& from, const std::string& out) {
+  const int error = SystemFiles().RenameNoReplace(from, out);
+  if (error != -ENOSYS && error != -EINVAL) return error;
+  return SystemFiles().Look(out) == 0 ? -EEXIST : SystemFiles().Rename(from, out);
+}
+
+// The file grows in a directory as checkpoints do. What is left of an export that was killed is
+// recognised by that, and removed by the next one to the same place.
 Status WriteAndName(Exporter* exporter, const std::string& out) {
-  char digits[17];
-  std::snprintf(digits, sizeof(digits), "%016llx",
-                static_cast<unsigned long long>(hybridopt::prim::RandomBits()));
-  const std::string pending = ParentOf(out) + "/." + NameOf(out) + ".saving-" + digits;
-  Status status = exporter->Write(pending);
+  HYBRIDOPT_ASSIGN(PendingDirectory pending, PendingDirectory::Make(SystemFiles(), out));
+  const std::string path = pending.path() + "/" + ShardFileName(0, 1);
+  Status status = exporter->Write(path);
   if (status.ok()) {
-    const int error = SystemFiles().RenameNoReplace(pending, out);
+    const int error = NameFile(path, out);
     status = error == 0 ? SyncDirectory(SystemFiles(), ParentOf(out)) : IoError("name", out, error);
   }
-  if (!status.ok()) (void)SystemFiles().Remove(pending);
+  pending.Remove();
   return status;
 }
 
