@@ -3,6 +3,7 @@
 #include <set>
 #include <sstream>
 
+#include "checkpoint/group_fields.h"
 #include "checkpoint/reader.h"
 #include "commands.h"
 #include "text.h"
@@ -84,17 +85,11 @@ std::string TextOf(const Reader& reader) {
 }
 
 Json JsonOf(const offload_group_t& group) {
-  return {{"lr", group.lr},
-          {"beta1", group.beta1},
-          {"beta2", group.beta2},
-          {"eps", group.eps},
-          {"weight_decay", group.weight_decay},
-          {"momentum", group.momentum},
-          {"dampening", group.dampening},
-          {"lr_decay", group.lr_decay},
-          {"initial_accumulator_value", group.initial_accumulator_value},
-          {"nesterov", group.nesterov != 0},
-          {"maximize", group.maximize != 0}};
+  Json object;
+  ForEachGroupField(
+      group, [&](const char* key, double number) { object[key] = number; },
+      [&](const char* key, int32_t flag) { object[key] = flag != 0; });
+  return object;
 }
 
 Json JsonOf(const Manifest& manifest, const StoredShard& stored) {

@@ -98,7 +98,7 @@ void JsonReader::Members(FunctionRef<void(std::string)> member) {
   Consume('}');
 }
 
-void JsonReader::Object(std::initializer_list<Field> fields) {
+void JsonReader::Object(std::span<const Field> fields) {
   HYBRIDOPT_CHECK(fields.size() <= 64);
   uint64_t seen = 0;
   Members([&](const std::string& key) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -24,7 +25,10 @@ class JsonReader {
     FunctionRef<void()> read;
   };
   // An object with exactly these keys, each once, in any order.
-  void Object(std::initializer_list<Field> fields);
+  void Object(std::span<const Field> fields);
+  void Object(std::initializer_list<Field> fields) {
+    Object(std::span<const Field>(fields.begin(), fields.size()));
+  }
   // An object with any keys; telling doubled ones is left to the caller.
   void Members(FunctionRef<void(std::string key)> member);
   void Array(FunctionRef<void()> element);

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <functional>
 #include <unordered_set>
+#include <utility>
 
 #include "base/check.h"
 #include "checkpoint/format.h"
+#include "checkpoint/group_fields.h"
 #include "checkpoint/hash.h"
 #include "checkpoint/json.h"
 
@@ -103,24 +106,22 @@ class ManifestWriter {
   }
 
   void Group(const offload_group_t& group) {
-    const std::pair<const char*, double> numbers[] = {
-        {"lr", group.lr},
-        {"beta1", group.beta1},
-        {"beta2", group.beta2},
-        {"eps", group.eps},
-        {"weight_decay", group.weight_decay},
-        {"momentum", group.momentum},
-        {"dampening", group.dampening},
-        {"lr_decay", group.lr_decay},
-        {"initial_accumulator_value", group.initial_accumulator_value}};
-    text_ += "{";
-    for (const auto& [key, number] : numbers) {
+    const char* before = "{";
+    const auto next = [&](const char* key) {
+      text_ += before;
       Key(key);
-      AppendJsonNumber(&text_, number);
-      text_ += ",";
-    }
-    Bool("\"nesterov\"", group.nesterov != 0);
-    Bool(",\"maximize\"", group.maximize != 0);
+      before = ",";
+    };
+    ForEachGroupField(
+        group,
+        [&](const char* key, double number) {
+          next(key);
+          AppendJsonNumber(&text_, number);
+        },
+        [&](const char* key, int32_t flag) {
+          next(key);
+          text_ += flag != 0 ? "true" : "false";
+        });
     text_ += "}";
   }
 
@@ -265,19 +266,18 @@ class ManifestReader {
   offload_group_t Group() {
     offload_group_t group{};
     group.struct_size = sizeof(group);
-    json_.Object({
-        {"lr", [&] { group.lr = Hyperparameter(); }},
-        {"beta1", [&] { group.beta1 = Hyperparameter(); }},
-        {"beta2", [&] { group.beta2 = Hyperparameter(); }},
-        {"eps", [&] { group.eps = Hyperparameter(); }},
-        {"weight_decay", [&] { group.weight_decay = Hyperparameter(); }},
-        {"momentum", [&] { group.momentum = Hyperparameter(); }},
-        {"dampening", [&] { group.dampening = Hyperparameter(); }},
-        {"lr_decay", [&] { group.lr_decay = Hyperparameter(); }},
-        {"initial_accumulator_value", [&] { group.initial_accumulator_value = Hyperparameter(); }},
-        {"nesterov", [&] { group.nesterov = json_.Bool(); }},
-        {"maximize", [&] { group.maximize = json_.Bool(); }},
-    });
+    std::vector<std::pair<const char*, std::function<void()>>> fields;
+    ForEachGroupField(
+        group,
+        [&](const char* key, double& number) {
+          fields.emplace_back(key, [&] { number = Hyperparameter(); });
+        },
+        [&](const char* key, int32_t& flag) {
+          fields.emplace_back(key, [&] { flag = json_.Bool(); });
+        });
+    std::vector<JsonReader::Field> readers;
+    for (const auto& [key, read] : fields) readers.push_back({key, read});
+    json_.Object(readers);
     return group;
   }
 
