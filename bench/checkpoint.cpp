@@ -139,7 +139,7 @@ void MeasureCheckpoint(const Settings& settings, Report& report) {
   const Pages blocks(kDepth * kBlockBytes);
   std::memset(blocks.at<std::byte>(), 0x5a, kDepth * kBlockBytes);
 
-  std::vector<Times> times(6);
+  std::vector<Times> times(7);
   const auto timed = [&](size_t contender, const std::function<void()>& work) {
     const double begin = Now();
     work();
@@ -168,8 +168,14 @@ void MeasureCheckpoint(const Settings& settings, Report& report) {
                 std::filesystem::remove(buffered);
               },
               [&] { timed(3, [&] { ReadRaw(raw, bytes, blocks.at<std::byte>()); }); },
-              [&] { timed(4, [&] { Load(optimizer, saved, 0); }); },
-              [&] { timed(5, [&] { Load(optimizer, saved, OFFLOAD_LOAD_NO_VERIFY); }); }});
+              [&] { timed(4, [&] { Load(optimizer, saved, OFFLOAD_LOAD_NO_VERIFY); }); },
+              [&] {
+                timed(5, [&] {
+                  ReadRaw(raw, bytes, blocks.at<std::byte>());
+                  ReadRaw(raw, bytes, blocks.at<std::byte>());
+                });
+              },
+              [&] { timed(6, [&] { Load(optimizer, saved, 0); }); }});
   for (Times& all : times) all.erase(all.begin(), all.end() - rounds);  // the warm-up
 
   Times alone, behind;
@@ -183,10 +189,14 @@ void MeasureCheckpoint(const Settings& settings, Report& report) {
   }
   std::filesystem::remove_all(directory);
 
-  const char* names[] = {
-      "checkpoint, raw direct writer", "checkpoint, save", "checkpoint, buffered, 1 thread",
-      "checkpoint, raw direct reader", "checkpoint, load", "checkpoint, load, hashes not compared"};
-  const size_t against[] = {0, 0, 0, 3, 3, 3};
+  const char* names[] = {"checkpoint, raw direct writer",
+                         "checkpoint, save",
+                         "checkpoint, buffered, 1 thread",
+                         "checkpoint, raw direct reader",
+                         "checkpoint, load, hashes not compared",
+                         "checkpoint, raw direct reader, twice",
+                         "checkpoint, load"};
+  const size_t against[] = {0, 0, 0, 3, 3, 5, 5};
   for (size_t i = 0; i < times.size(); ++i) {
     report.rows.push_back({names[i], kDepth, elements, 3 * sizeof(float), SpreadOf(times[i]),
                            SpreadOf(Ratios(times[against[i]], times[i]))});
@@ -200,11 +210,17 @@ void MeasureCheckpoint(const Settings& settings, Report& report) {
   report.figures.push_back(
       {"save_vs_raw", SpreadOf(Ratios(times[0], times[1])), "", "at least 0.85"});
   report.figures.push_back({"save_vs_buffered", SpreadOf(Ratios(times[2], times[1])), "", ""});
-  report.figures.push_back({"load_gb_per_s", rate(times[4]), "GB/s", ""});
-  // A load reads everything twice: half a reader's speed is all there is, unless told otherwise.
-  report.figures.push_back({"load_verified_vs_raw", SpreadOf(Ratios(times[3], times[4])), "", ""});
+  // A load reads everything twice, once to compare all hashes before anything is replaced and once
+  // to replace. It is held against a reader that does the same, and without its first pass against
+  // one that reads once.
+  report.figures.push_back({"load_unverified_gb_per_s", rate(times[4]), "GB/s", ""});
   report.figures.push_back(
-      {"load_vs_raw", SpreadOf(Ratios(times[3], times[5])), "", "at least 0.85"});
+      {"load_vs_raw", SpreadOf(Ratios(times[3], times[4])), "", "at least 0.85"});
+  report.figures.push_back({"load_verified_gb_per_s", rate(times[6]), "GB/s", ""});
+  report.figures.push_back(
+      {"load_verified_vs_raw_twice", SpreadOf(Ratios(times[5], times[6])), "", "at least 0.85"});
+  report.figures.push_back(
+      {"load_verified_vs_raw_once", SpreadOf(Ratios(times[3], times[6])), "", ""});
   report.figures.push_back({"save_extra_rss_mib", SpreadOf(extra_mib), "MiB", "at most 33"});
   report.figures.push_back({"step_behind_save_vs_alone", SpreadOf(Ratios(behind, alone)), "", ""});
 }
