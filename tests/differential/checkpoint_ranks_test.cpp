@@ -14,24 +14,18 @@
 
 #include "../held_files.h"
 #include "../temporary_directory.h"
-#include "../thread_comm.h"
 #include "base/prim.h"
 #include "core/context.h"
 #include "core/handle_table.h"
-#include "sharded.h"
+#include "ranks_rig.h"
 
 namespace hybridopt {
 namespace {
 
 constexpr size_t kSteps = 4;
 
-struct Setting {
-  ContextSetting context;
-  OptimizerSetting optimizer;
-};
-
-Setting RandomSetting(Random& random) {
-  Setting setting;
+RanksSetting RandomSetting(Random& random) {
+  RanksSetting setting;
   setting.context.device_kind = random.OneIn(3) ? OFFLOAD_DEVICE_HOST : OFFLOAD_DEVICE_SIM;
   setting.context.threads = 1;
   setting.context.delay_ns_max =
@@ -41,49 +35,35 @@ Setting RandomSetting(Random& random) {
   return setting;
 }
 
-class Ranks {
+// Ranks that save and load together.
+class SavingRanks : public Ranks {
  public:
-  Ranks(const Sharded& sharded, const Setting& setting, uint64_t comm_timeout_ns = 0)
-      : comm_(static_cast<int32_t>(sharded.world())) {
-    for (uint32_t rank = 0; rank < sharded.world(); ++rank) {
-      Setting own = setting;
-      own.context.seed = rank;
-      ranks_.push_back(
-          std::make_unique<ShardedRank>(sharded, rank, comm_.Table(static_cast<int32_t>(rank)),
-                                        own.context, own.optimizer, 0, comm_timeout_ns));
-    }
-  }
+  SavingRanks(const Sharded& sharded, const RanksSetting& setting, uint64_t comm_timeout_ns = 0)
+      : Ranks(sharded, setting, 0, comm_timeout_ns) {}
 
-  ThreadComm& comm() { return comm_; }
-  uint32_t world() const { return static_cast<uint32_t>(ranks_.size()); }
-  ShardedRank& operator[](uint32_t rank) { return *ranks_[rank]; }
-  offload_optimizer_t handle(uint32_t rank) { return ranks_[rank]->rig().handle(); }
-
-  void Step(size_t step) {
-    for (auto& rank : ranks_) rank->Queue(step);
-    Wait();
-  }
   // In blocks of its own, so that the gradients of a queued step stay.
-  std::vector<offload_ticket_t> Queue(size_t step) {
-    std::vector<offload_ticket_t> tickets;
-    for (auto& rank : ranks_)
-      tickets.push_back(rank->Queue(rank->local().steps[step], rank->rig().AddBlock(100 + step)));
-    return tickets;
-  }
-  void Wait() {
-    for (auto& rank : ranks_) MUST(offload_optimizer_wait(rank->rig().handle(), 0, -1));
+  std::vector<offload_ticket_t> QueueApart(size_t step) {
+    return OnEach([&](uint32_t index, offload_ticket_t* ticket) {
+      ShardedRank& rank = (*this)[index];
+      *ticket = rank.Queue(rank.local().steps[step], rank.rig().AddBlock(100 + step));
+    });
   }
   std::vector<offload_ticket_t> Save(const std::string& path) {
-    std::vector<offload_ticket_t> tickets;
-    for (auto& rank : ranks_) {
+    return OnEach([&](uint32_t rank, offload_ticket_t* ticket) {
       auto options = Make<offload_save_options_t>();
       options.path = path.c_str();
-      tickets.push_back(0);
-      MUST(offload_optimizer_save(rank->rig().handle(), &options, &tickets.back()));
-    }
-    return tickets;
+      MUST(offload_optimizer_save(handle(rank), &options, ticket));
+    });
   }
-  // The outcome on each rank; the text of the last failure.
+  std::vector<offload_ticket_t> Load(const std::string& path, uint32_t flags = 0) {
+    return OnEach([&](uint32_t rank, offload_ticket_t* ticket) {
+      auto options = Make<offload_load_options_t>();
+      options.path = path.c_str();
+      options.flags = flags;
+      MUST(offload_optimizer_load(handle(rank), &options, ticket));
+    });
+  }
+  // The outcome on each rank, and the texts of failures.
   std::vector<int32_t> Outcomes(const std::vector<offload_ticket_t>& tickets,
                                 std::vector<std::string>* texts = nullptr) {
     std::vector<int32_t> outcomes;
@@ -94,27 +74,14 @@ class Ranks {
     }
     return outcomes;
   }
-  std::vector<offload_ticket_t> Load(const std::string& path, uint32_t flags = 0) {
-    std::vector<offload_ticket_t> tickets;
-    for (auto& rank : ranks_) {
-      auto options = Make<offload_load_options_t>();
-      options.path = path.c_str();
-      options.flags = flags;
-      tickets.push_back(0);
-      MUST(offload_optimizer_load(rank->rig().handle(), &options, &tickets.back()));
-    }
-    return tickets;
-  }
-  std::string Difference(size_t steps) {
-    std::string difference;
-    for (auto& rank : ranks_)
-      if (difference.empty()) difference = rank->Difference(steps);
-    return difference;
-  }
 
  private:
-  ThreadComm comm_;
-  std::vector<std::unique_ptr<ShardedRank>> ranks_;
+  template <typename Call>
+  std::vector<offload_ticket_t> OnEach(Call&& call) {
+    std::vector<offload_ticket_t> tickets(world());
+    for (uint32_t rank = 0; rank < world(); ++rank) call(rank, &tickets[rank]);
+    return tickets;
+  }
 };
 
 void UseFiles(ShardedRank& rank, prim::Files& files) {
@@ -153,7 +120,7 @@ TEST(CheckpointRanks, AnyWorldLoadsWhatAnyOtherHasSaved) {
     const auto sharded = RandomSharded(kAlgorithms[seed % 5], world, kSteps, seed);
     const size_t saved_after = random.Below(kSteps);
     {
-      Ranks ranks(*sharded, RandomSetting(random));
+      SavingRanks ranks(*sharded, RandomSetting(random));
       for (size_t step = 0; step < saved_after; ++step) ranks.Step(step);
       std::vector<std::string> texts;
       ASSERT_EQ(ranks.Outcomes(ranks.Save(path), &texts), AllOf(world, OFFLOAD_OK))
@@ -166,7 +133,7 @@ TEST(CheckpointRanks, AnyWorldLoadsWhatAnyOtherHasSaved) {
     for (int load = 0; load < 2; ++load) {
       const auto other_world = static_cast<uint32_t>(1 + random.Below(5));
       const auto other = Resharded(*sharded, other_world, seed * 10 + static_cast<uint64_t>(load));
-      Ranks ranks(*other, RandomSetting(random));
+      SavingRanks ranks(*other, RandomSetting(random));
       std::vector<std::string> texts;
       ASSERT_EQ(ranks.Outcomes(ranks.Load(path), &texts), AllOf(other_world, OFFLOAD_OK))
           << "seed " << seed << ": " << texts[0] << texts.back();
@@ -189,16 +156,16 @@ TEST(CheckpointRanks, StepsQueuedBehindASaveDoNotShowInIt) {
     Random random(seed);
     const TemporaryDirectory directory;
     const auto sharded = RandomSharded(kAlgorithms[seed % 5], 3, kSteps, seed);
-    Ranks ranks(*sharded, RandomSetting(random));
+    SavingRanks ranks(*sharded, RandomSetting(random));
     for (size_t step = 0; step < kSteps; ++step) {
       ranks.Save(directory / std::to_string(step));
-      ranks.Queue(step);
+      ranks.QueueApart(step);
     }
     ranks.Wait();
     ASSERT_EQ(ranks.Difference(kSteps), "") << "seed " << seed;
     for (size_t step = 0; step < kSteps; ++step) {
       const auto other = Resharded(*sharded, 2, seed + step);
-      Ranks loaded(*other, RandomSetting(random));
+      SavingRanks loaded(*other, RandomSetting(random));
       ASSERT_EQ(loaded.Outcomes(loaded.Load(directory / std::to_string(step))),
                 AllOf(2, OFFLOAD_OK));
       loaded.Step(step);
@@ -212,7 +179,7 @@ TEST(CheckpointRanks, ARankThatFailsFailsTheSaveOnAllAndNothingIsLeft) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 3, kSteps, 3000);
   const TemporaryDirectory directory;
   Random random(1);
-  Ranks ranks(*sharded, RandomSetting(random));
+  SavingRanks ranks(*sharded, RandomSetting(random));
   ranks.Step(0);
   for (uint32_t bad = 0; bad < 3; ++bad) {
     const std::string path = directory / "new";
@@ -247,7 +214,7 @@ TEST(CheckpointRanks, ARankThatRefusesALoadRefusesItForAll) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3001);
   const TemporaryDirectory directory;
   Random random(2);
-  Ranks ranks(*sharded, RandomSetting(random));
+  SavingRanks ranks(*sharded, RandomSetting(random));
   ranks.Step(0);
   for (const char* name : {"one", "two"}) {
     ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / name)), AllOf(2, OFFLOAD_OK));
@@ -281,7 +248,7 @@ TEST(CheckpointRanks, TheRankThatIsToldOfIsTheOneThatFailedSo) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 3, kSteps, 3005);
   const TemporaryDirectory directory;
   Random random(6);
-  Ranks ranks(*sharded, RandomSetting(random));
+  SavingRanks ranks(*sharded, RandomSetting(random));
   ranks.Step(0);
   ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / "good")), AllOf(3, OFFLOAD_OK));
   std::filesystem::create_directory(directory / "damaged");
@@ -333,7 +300,7 @@ TEST(CheckpointRanks, StateIsAMixtureOnlyIfSomeRankHasReplacedSome) {
   const TemporaryDirectory directory;
   Random random(7);
   FailingFiles files[2];
-  Ranks ranks(*sharded, RandomSetting(random));
+  SavingRanks ranks(*sharded, RandomSetting(random));
   for (uint32_t rank = 0; rank < 2; ++rank) UseFiles(ranks[rank], files[rank]);
   ranks.Step(0);
   ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / "new")), AllOf(2, OFFLOAD_OK));
@@ -380,12 +347,12 @@ TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
     std::atomic<bool>& held = before_reading ? files.before_reading : files.before_end;
     held = true;
     Random random(4);
-    Ranks ranks(*sharded, RandomSetting(random), kTimeoutNs);
+    SavingRanks ranks(*sharded, RandomSetting(random), kTimeoutNs);
     UseFiles(ranks[1], files);
     ranks.Step(0);
     const std::vector<offload_ticket_t> tickets = ranks.Save(directory / "new");
-    ranks.Queue(1);
-    const std::vector<offload_ticket_t> last = ranks.Queue(2);
+    ranks.QueueApart(1);
+    const std::vector<offload_ticket_t> last = ranks.QueueApart(2);
     for (uint32_t rank = 0; rank < 2 && !before_reading; ++rank)
       EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), last[rank], -1), OFFLOAD_OK)
           << offload_last_error();
@@ -458,7 +425,7 @@ TEST(CheckpointRanks, NoWorkOnFilesOfOneRankCountsAgainstTheTimeoutOfAnother) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3004);
   const TemporaryDirectory directory;
   Random random(5);
-  Ranks ranks(*sharded, RandomSetting(random), kTimeoutNs);
+  SavingRanks ranks(*sharded, RandomSetting(random), kTimeoutNs);
   SlowFiles first(ranks.comm(), 0), second(ranks.comm(), 1);
   UseFiles(ranks[0], first);
   UseFiles(ranks[1], second);
@@ -497,7 +464,7 @@ TEST(CheckpointRanks, ARankThatIsGonePoisonsAfterTheTimeout) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3002);
   const TemporaryDirectory directory;
   Random random(3);
-  Ranks ranks(*sharded, RandomSetting(random), 50'000'000);
+  SavingRanks ranks(*sharded, RandomSetting(random), 50'000'000);
   ranks.Step(0);
   auto options = Make<offload_save_options_t>();
   const std::string path = directory / "new";

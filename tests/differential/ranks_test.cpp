@@ -5,16 +5,12 @@
 #include <cmath>
 #include <limits>
 
-#include "../thread_comm.h"
-#include "sharded.h"
+#include "ranks_rig.h"
 
 namespace hybridopt {
 namespace {
 
-struct Setting {
-  ContextSetting context;
-  OptimizerSetting optimizer;
-};
+using Setting = RanksSetting;
 
 std::vector<Setting> Settings() {
   std::vector<Setting> settings(5);
@@ -30,49 +26,6 @@ std::vector<Setting> Settings() {
   settings[4].context.delay_ns_max = 50'000;
   return settings;
 }
-
-// All ranks of a sharded model. Each steps on its optimizer's own thread, so that queueing on one
-// after the other makes them run together.
-class Ranks {
- public:
-  Ranks(const Sharded& sharded, const Setting& setting, uint32_t movable = 0)
-      : sharded_(sharded), comm_(static_cast<int32_t>(sharded.world())) {
-    for (uint32_t rank = 0; rank < sharded.world(); ++rank) {
-      Setting own = setting;
-      own.context.seed = rank;
-      ranks_.push_back(std::make_unique<ShardedRank>(sharded, rank,
-                                                     comm_.Table(static_cast<int32_t>(rank)),
-                                                     own.context, own.optimizer, movable));
-    }
-  }
-
-  ThreadComm& comm() { return comm_; }
-  uint32_t world() const { return sharded_.world(); }
-  ShardedRank& operator[](uint32_t rank) { return *ranks_[rank]; }
-
-  void Queue(size_t step) {
-    for (auto& rank : ranks_) rank->Queue(step);
-  }
-  void Wait() {
-    for (auto& rank : ranks_) MUST(offload_optimizer_wait(rank->rig().handle(), 0, -1));
-  }
-  offload_step_result_t Result(uint32_t rank) {
-    auto result = Make<offload_step_result_t>();
-    MUST(offload_optimizer_step_result(ranks_[rank]->rig().handle(), 0, &result));
-    return result;
-  }
-  std::string Difference(size_t steps) {
-    std::string difference;
-    for (auto& rank : ranks_)
-      if (difference.empty()) difference = rank->Difference(steps);
-    return difference;
-  }
-
- private:
-  const Sharded& sharded_;
-  ThreadComm comm_;
-  std::vector<std::unique_ptr<ShardedRank>> ranks_;
-};
 
 uint64_t BitsOfDouble(double value) { return std::bit_cast<uint64_t>(value); }
 
