@@ -52,6 +52,95 @@ TEST(BlockWriterTest, ABlockThatIsFilledStaysTheCallersWhileOthersAreWritten) {
         << "block " << i;
 }
 
+// A disk that is full from some place on.
+class FullFiles : public prim::Files {
+ public:
+  explicit FullFiles(uint64_t bytes) : bytes_(bytes) {}
+  int64_t Write(int file, const void* data, uint64_t bytes, uint64_t offset) override {
+    return offset >= bytes_ ? -ENOSPC : Files::Write(file, data, bytes, offset);
+  }
+
+ private:
+  const uint64_t bytes_;
+};
+
+TEST(BlockWriterTest, AWriteThatFailsIsToldByTheNextCallsAndNothingElseIsWritten) {
+  const FakeRoot root;
+  constexpr uint64_t kBytes = 4096;
+  for (const uint32_t blocks : {1, 3}) {
+    for (const uint64_t good : {0, 5}) {
+      const std::string path =
+          root.path() + "/" + std::to_string(blocks) + "-" + std::to_string(good);
+      FullFiles files(good * kBytes);
+      Result<File> file = File::Create(files, path);
+      ASSERT_TRUE(file.ok()) << file.status().message();
+      Result<Arena> memory = Arena::Map(blocks * kBytes);
+      uint64_t told = 0;
+      const auto wrote = [&](uint64_t bytes) { told = bytes; };
+      BlockWriter writer(file.value(), memory.value().data(), blocks, kBytes, wrote);
+      ASSERT_TRUE(writer.Start().ok());
+      Status status;
+      for (uint64_t i = 0; status.ok() && i < good + blocks + 1; ++i) {
+        Result<std::byte*> block = writer.Next();
+        status = block.status();
+        if (status.ok()) writer.Submit(kBytes);
+      }
+      // There are more pieces than blocks behind the first bad one: Next has told.
+      EXPECT_EQ(status.code(), OFFLOAD_IO_FAILED);
+      EXPECT_EQ(status.message(), "could not write '" + path +
+                                      "': No space left on device (errno 28); free space there, or "
+                                      "save somewhere else");
+      EXPECT_EQ(writer.Finish().message(), status.message());
+      EXPECT_LE(told, good * kBytes);
+    }
+  }
+}
+
+TEST(BlockWriterTest, TheLastBlockMayBeShortAndIsFilledUpWithZeros) {
+  const FakeRoot root;
+  const std::string path = root.path() + "/file";
+  Result<File> file = File::Create(prim::SystemFiles(), path);
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  Result<Arena> memory = Arena::Map(2 * 8192);
+  std::memset(memory.value().data(), 0x55, 2 * 8192);
+  uint64_t told = 0;
+  const auto wrote = [&](uint64_t bytes) { told = bytes; };
+  {
+    BlockWriter writer(file.value(), memory.value().data(), 2, 8192, wrote);
+    ASSERT_TRUE(writer.Start().ok());
+    for (const uint64_t bytes : {8192, 8192, 4097}) {
+      Result<std::byte*> block = writer.Next();
+      ASSERT_TRUE(block.ok());
+      std::memset(block.value(), 0x55, bytes);
+      writer.Submit(bytes);
+    }
+    ASSERT_TRUE(writer.Finish().ok());
+  }
+  EXPECT_EQ(told, 2 * 8192u + 4097);
+  std::ifstream in(path, std::ios::binary);
+  const std::string content{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+  EXPECT_EQ(content, std::string(2 * 8192 + 4097, 0x55) + std::string(4095, '\0'));
+}
+
+// What has been submitted and not been written is dropped, not waited for.
+TEST(BlockWriterTest, MayBeGivenUpAtAnyTime) {
+  const FakeRoot root;
+  const std::string path = root.path() + "/file";
+  Result<File> file = File::Create(prim::SystemFiles(), path);
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  Result<Arena> memory = Arena::Map(4 * 4096);
+  const auto wrote = [](uint64_t) {};
+  for (int submitted = 0; submitted < 4; ++submitted) {
+    BlockWriter writer(file.value(), memory.value().data(), 4, 4096, wrote);
+    ASSERT_TRUE(writer.Start().ok());
+    for (int i = 0; i < submitted; ++i) {
+      ASSERT_TRUE(writer.Next().ok());
+      writer.Submit(4096);
+    }
+    ASSERT_TRUE(writer.Next().ok());  // and one that is being filled
+  }
+}
+
 // A file system that takes O_DIRECT when a file is opened and refuses it when data comes: several
 // calls at once, and more while the first of them ends direct access.
 class RefusingFiles : public prim::Files {
