@@ -105,9 +105,25 @@ fn c_path(path: &Path) -> Result<CString> {
     })
 }
 
-impl SaveOptions<'_> {
+/// What a save and a load have in common: they are queued and may tell of their progress.
+trait Transfer<'p> {
+    fn take_progress(&mut self) -> Option<ProgressFunction<'p>>;
+
     /// # Safety
-    /// `progress` lives until the save is done.
+    /// `progress` lives until the work is done.
+    unsafe fn queue(
+        &self,
+        handle: sys::offload_optimizer_t,
+        path: &Path,
+        progress: Option<&Arc<Progress>>,
+    ) -> Result<Ticket>;
+}
+
+impl<'p> Transfer<'p> for SaveOptions<'p> {
+    fn take_progress(&mut self) -> Option<ProgressFunction<'p>> {
+        self.progress.take()
+    }
+
     unsafe fn queue(
         &self,
         handle: sys::offload_optimizer_t,
@@ -132,9 +148,11 @@ impl SaveOptions<'_> {
     }
 }
 
-impl LoadOptions<'_> {
-    /// # Safety
-    /// `progress` lives until the load is done.
+impl<'p> Transfer<'p> for LoadOptions<'p> {
+    fn take_progress(&mut self) -> Option<ProgressFunction<'p>> {
+        self.progress.take()
+    }
+
     unsafe fn queue(
         &self,
         handle: sys::offload_optimizer_t,
@@ -162,55 +180,50 @@ impl LoadOptions<'_> {
 }
 
 impl<'a> Queue<'_, 'a> {
-    /// Saves masters, moments and step counts as they are at this point, while later steps follow.
-    /// A save that fails poisons nothing; its ticket tells why.
-    pub fn save(&mut self, path: impl AsRef<Path>, mut options: SaveOptions<'a>) -> Result<Ticket> {
+    fn transfer(&mut self, path: &Path, mut options: impl Transfer<'a>) -> Result<Ticket> {
         // SAFETY: kept with the optimizer, whose lifetime the closure has.
-        let progress = options.progress.take().map(|function| unsafe { Progress::new(function) });
+        let progress = options.take_progress().map(|function| unsafe { Progress::new(function) });
         // SAFETY: kept until the end of the queue.
-        let ticket = unsafe { options.queue(self.handle(), path.as_ref(), progress.as_ref()) };
+        let ticket = unsafe { options.queue(self.handle(), path, progress.as_ref()) };
         self.optimizer.kept.extend(progress.map(Keep::progress));
         ticket
+    }
+
+    /// Saves masters, moments and step counts as they are at this point, while later steps follow.
+    /// A save that fails poisons nothing; its ticket tells why.
+    pub fn save(&mut self, path: impl AsRef<Path>, options: SaveOptions<'a>) -> Result<Ticket> {
+        self.transfer(path.as_ref(), options)
     }
 
     /// Loads masters, moments, step counts and the params. A load that is refused changes nothing;
     /// its ticket tells why.
-    pub fn load(&mut self, path: impl AsRef<Path>, mut options: LoadOptions<'a>) -> Result<Ticket> {
-        // SAFETY: kept with the optimizer, whose lifetime the closure has.
-        let progress = options.progress.take().map(|function| unsafe { Progress::new(function) });
-        // SAFETY: as above.
-        let ticket = unsafe { options.queue(self.handle(), path.as_ref(), progress.as_ref()) };
-        self.optimizer.kept.extend(progress.map(Keep::progress));
-        ticket
+    pub fn load(&mut self, path: impl AsRef<Path>, options: LoadOptions<'a>) -> Result<Ticket> {
+        self.transfer(path.as_ref(), options)
     }
 }
 
 impl Optimizer<'_> {
-    /// See [`Queue::save`]; returns when the checkpoint is whole and on disk.
-    pub fn save(&mut self, path: impl AsRef<Path>, mut options: SaveOptions<'_>) -> Result<()> {
+    fn transfer<'p>(&mut self, path: &Path, mut options: impl Transfer<'p>) -> Result<()> {
         // SAFETY: it ends with this frame.
-        let progress = options.progress.take().map(|function| unsafe { Progress::new(function) });
+        let progress = options.take_progress().map(|function| unsafe { Progress::new(function) });
         let result = self.queue(|queue| {
             // SAFETY: `progress` lives in this frame, which `queue` does not leave before it is
             // done.
-            let ticket = unsafe { options.queue(queue.handle(), path.as_ref(), progress.as_ref()) };
+            let ticket = unsafe { options.queue(queue.handle(), path, progress.as_ref()) };
             queue.wait(ticket?, None)
         });
         resume(progress.as_ref());
         result
     }
 
+    /// See [`Queue::save`]; returns when the checkpoint is whole and on disk.
+    pub fn save(&mut self, path: impl AsRef<Path>, options: SaveOptions<'_>) -> Result<()> {
+        self.transfer(path.as_ref(), options)
+    }
+
     /// See [`Queue::load`]; returns when it is done.
-    pub fn load(&mut self, path: impl AsRef<Path>, mut options: LoadOptions<'_>) -> Result<()> {
-        // SAFETY: it ends with this frame.
-        let progress = options.progress.take().map(|function| unsafe { Progress::new(function) });
-        let result = self.queue(|queue| {
-            // SAFETY: as for save.
-            let ticket = unsafe { options.queue(queue.handle(), path.as_ref(), progress.as_ref()) };
-            queue.wait(ticket?, None)
-        });
-        resume(progress.as_ref());
-        result
+    pub fn load(&mut self, path: impl AsRef<Path>, options: LoadOptions<'_>) -> Result<()> {
+        self.transfer(path.as_ref(), options)
     }
 }
 
