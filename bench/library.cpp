@@ -31,13 +31,16 @@ offload_context_info_t Context::Info() const {
 
 namespace {
 
-offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& lifecycle) {
+offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& lifecycle,
+                           const Optimizer::Layout& layout) {
   offload_optimizer_t optimizer = nullptr;
   auto options = Zeroed<offload_optimizer_options_t>();
   options.algorithm = OFFLOAD_ADAMW;
   options.device_fraction = lifecycle.device_fraction;
   options.movable = lifecycle.movable;
   options.chunk_elements = lifecycle.chunk_elements;
+  options.master_layout = layout.masters;
+  options.moment_dtype = layout.moments;
   Require(offload_optimizer_create(context.get(), &options, &optimizer),
           "offload_optimizer_create");
   const AdamWFactors factors;
@@ -56,14 +59,14 @@ offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& l
 
 Optimizer::Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
                      const Lifecycle& lifecycle)
-    : optimizer_(Create(context, lifecycle)) {
+    : optimizer_(Create(context, lifecycle, {OFFLOAD_MASTER_FP32, OFFLOAD_FP32})) {
   for (uint64_t i = 0; i < shape.params; ++i) Add(i * shape.stride, shape.elements, data, grad);
   Require(offload_optimizer_commit(optimizer_, nullptr), "offload_optimizer_commit");
 }
 
 Optimizer::Optimizer(const Context& context, void* data, const void* grad,
-                     std::span<const uint64_t> counts)
-    : optimizer_(Create(context, {})) {
+                     std::span<const uint64_t> counts, const Layout& layout)
+    : optimizer_(Create(context, {}, layout)) {
   uint64_t element = 0;
   for (uint64_t count : counts) {
     Add(element, count, data, grad);

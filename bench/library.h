@@ -38,8 +38,8 @@ class Context {
   offload_context_t context_ = nullptr;
 };
 
-// AdamW with bf16 gradients and params and fp32 state, all of it on the host unless `lifecycle`
-// says otherwise.
+// AdamW with bf16 gradients and params; fp32 state unless `layout` says otherwise, all of it on the
+// host unless `lifecycle` does.
 class Optimizer {
  public:
   struct Shape {
@@ -54,8 +54,13 @@ class Optimizer {
   };
   Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
             const Lifecycle& lifecycle = {0, 0, 0});
+  struct Layout {
+    int32_t masters;  // enum offload_master_layout
+    int32_t moments;  // enum offload_dtype
+  };
   // Params of these counts, each at the next cache line of the arrays.
-  Optimizer(const Context& context, void* data, const void* grad, std::span<const uint64_t> counts);
+  Optimizer(const Context& context, void* data, const void* grad, std::span<const uint64_t> counts,
+            const Layout& layout = {OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
   ~Optimizer();
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;

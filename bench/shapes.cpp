@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <deque>
 #include <numeric>
 
 #include "library.h"
@@ -60,20 +61,35 @@ struct Model {
   Counts counts;
 };
 
+// Params and gradients of a model, one param behind the other.
+class Arrays {
+ public:
+  explicit Arrays(const Counts& counts)
+      : space_(std::accumulate(
+            counts.begin(), counts.end(), uint64_t{0},
+            [](uint64_t sum, uint64_t count) { return sum + AlignedCount(count); })),
+        grads_(space_ * sizeof(uint16_t)),
+        params_(space_ * sizeof(uint16_t)) {
+    std::fill_n(grads(), space_, uint16_t{0x3c00});   // 0.0078
+    std::fill_n(params(), space_, uint16_t{0x3f80});  // 1.0
+  }
+  uint16_t* grads() const { return grads_.at<uint16_t>(); }
+  uint16_t* params() const { return params_.at<uint16_t>(); }
+
+ private:
+  uint64_t space_;
+  Pages grads_;
+  Pages params_;
+};
+
 void MeasureModel(const Settings& settings, const Model& model, uint32_t threads,
                   const std::string& suffix, Report& report) {
   const uint64_t elements = std::accumulate(model.counts.begin(), model.counts.end(), uint64_t{0});
-  uint64_t space = 0;
-  for (uint64_t count : model.counts) space += AlignedCount(count);
-  const Pages grad_pages(space * sizeof(uint16_t)), param_pages(space * sizeof(uint16_t));
-  uint16_t* grads = grad_pages.at<uint16_t>();
-  uint16_t* params = param_pages.at<uint16_t>();
-  std::fill_n(grads, space, uint16_t{0x3c00});   // 0.0078
-  std::fill_n(params, space, uint16_t{0x3f80});  // 1.0
+  const Arrays arrays(model.counts);
   const Context context(OFFLOAD_DEVICE_HOST, threads);
-  Optimizer flat(context, params, grads, Counts{elements});
-  Optimizer shaped(context, params, grads, model.counts);
-  Optimizer half(context, params, grads, model.counts);
+  Optimizer flat(context, arrays.params(), arrays.grads(), Counts{elements});
+  Optimizer shaped(context, arrays.params(), arrays.grads(), model.counts);
+  Optimizer half(context, arrays.params(), arrays.grads(), model.counts);
   half.DropEverySecondGrad();
   const std::vector<Times> times = TimeRounds(model.name + suffix, settings.rounds / 3 + 3,
                                               {[&] { flat.Step(OFFLOAD_STEP_ASSUME_FINITE); },
@@ -93,6 +109,45 @@ void MeasureModel(const Settings& settings, const Model& model, uint32_t threads
                             SpreadOf(Ratios(times[0], times[1])), "", "at least 0.97"});
 }
 
+struct NamedLayout {
+  const char* name;
+  const char* key;
+  const char* goal;
+  double bytes;
+  Optimizer::Layout layout;
+};
+constexpr NamedLayout kLayouts[] = {
+    {"fp32 state", "", "", kBytes, {OFFLOAD_MASTER_FP32, OFFLOAD_FP32}},
+    {"split masters", "split26", "at least 1.05", 26, {OFFLOAD_MASTER_SPLIT, OFFLOAD_FP32}},
+    {"bf16 moments", "bf16_20", "at least 1.25", 20, {OFFLOAD_MASTER_FP32, OFFLOAD_BF16}},
+    {"both", "split18", "at least 1.45", 18, {OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16}}};
+
+// The same params with their state in each layout, against fp32 state.
+void MeasureLayouts(const Settings& settings, const Model& model, uint32_t threads,
+                    const std::string& suffix, Report& report) {
+  const uint64_t elements = std::accumulate(model.counts.begin(), model.counts.end(), uint64_t{0});
+  const Arrays arrays(model.counts);
+  const Context context(OFFLOAD_DEVICE_HOST, threads);
+  std::deque<Optimizer> optimizers;
+  std::vector<std::function<void()>> contenders;
+  for (const NamedLayout& one : kLayouts) {
+    Optimizer& optimizer =
+        optimizers.emplace_back(context, arrays.params(), arrays.grads(), model.counts, one.layout);
+    contenders.push_back([&optimizer] { optimizer.Step(OFFLOAD_STEP_ASSUME_FINITE); });
+  }
+  const std::vector<Times> times =
+      TimeRounds(model.name + suffix + ", layouts", settings.rounds / 3 + 3, contenders);
+  for (size_t i = 0; i < std::size(kLayouts); ++i) {
+    const NamedLayout& one = kLayouts[i];
+    const Spread speed = SpreadOf(Ratios(times[0], times[i]));
+    report.rows.push_back({std::string(model.name) + ", " + one.name, context.Info().threads,
+                           elements, one.bytes, SpreadOf(times[i]), speed});
+    if (i == 0) continue;
+    report.figures.push_back(
+        {std::string(model.key) + "_" + one.key + "_vs_fp32" + suffix, speed, "", one.goal});
+  }
+}
+
 }  // namespace
 
 void MeasureShapes(const Settings& settings, Report& report) {
@@ -101,6 +156,8 @@ void MeasureShapes(const Settings& settings, Report& report) {
         Model{"Qwen3-30B-A3B, 1/192", "qwen3", Qwen3()}}) {
     MeasureModel(settings, model, 1, "_1t", report);
     MeasureModel(settings, model, settings.threads, "_allt", report);
+    MeasureLayouts(settings, model, 1, "_1t", report);
+    MeasureLayouts(settings, model, settings.threads, "_allt", report);
   }
 }
 
