@@ -578,6 +578,7 @@ def test_the_timeline_says_who_held_what():
     assert stepped.params_on_device_bytes == out.params_on_host_bytes == held
     assert stepped.params_on_host_bytes == out.params_on_device_bytes == 0
     assert out.grads_on_host_bytes == back.grads_on_device_bytes == held
+    assert out.grads_on_device_bytes == back.grads_on_host_bytes == 0
     assert stepped.states_on_host_bytes == 2 * held
     assert stepped.seconds <= out.seconds <= back.seconds
 

@@ -175,7 +175,6 @@ class Lifecycle(torch.optim.Optimizer):
             engine.handle.offload_states(streams=streams)
             engine.states_out = True
         if params and self._storages is None:
-            engine.bind()
             engine.note_versions()
             engine.handle.offload_params(streams=streams)
         engine.wait()
