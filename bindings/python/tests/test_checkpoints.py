@@ -4,7 +4,6 @@ import copy
 import os
 import pathlib
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from torch.nn import Parameter
 import hybridopt
 from hybridopt import abi
 from models import PAIRS, bits, clone, run, set_gradients, state_bits
+from scripts import Scripts
 
 every_optimizer = pytest.mark.parametrize("name", PAIRS)
 
@@ -222,9 +222,16 @@ def test_masters_loaded_with_fresh_moments_keep_their_low_bits(tmp_path):
     assert all(other.state[param]["step"] == 1 for param in others)
 
 
+@pytest.fixture(scope="module")
+def scripts():
+    made = Scripts()
+    yield made
+    made.close()
+
+
 SAVE_AND_LET_GO = """
 import gc, hybridopt, sys, torch
-param = torch.nn.Parameter(torch.ones(1 << 24))
+param = torch.nn.Parameter(torch.ones(1 << 22))
 optimizer = hybridopt.AdamW([("weight", param)], lr=1e-3)
 param.grad = torch.ones_like(param)
 optimizer.step()
@@ -232,7 +239,7 @@ state = optimizer.state_dict()
 saved = float(param.detach()[0])
 transfer = optimizer.save_checkpoint(sys.argv[1], wait=False)
 {then}
-loaded = torch.nn.Parameter(torch.zeros(1 << 24))
+loaded = torch.nn.Parameter(torch.zeros(1 << 22))
 hybridopt.AdamW([("weight", loaded)]).load_checkpoint(sys.argv[1])
 assert (loaded == saved).all()
 print("as saved")
@@ -244,14 +251,12 @@ print("as saved")
     [
         "del param, optimizer, transfer; gc.collect(); del state",
         "optimizer.close(); del param, optimizer; gc.collect(); transfer.wait()",
-        "param.data = torch.zeros(1 << 24); optimizer.step(); transfer.wait()",
+        "param.data = torch.zeros(1 << 22); optimizer.step(); transfer.wait()",
         "param.data = torch.zeros(1); gc.collect(); transfer.wait()",
     ],
 )
-def test_memory_of_params_outlives_a_save_of_it(then, tmp_path):
-    script = SAVE_AND_LET_GO.format(then=then)
-    command = [sys.executable, "-c", script, os.fspath(tmp_path / "saved")]
-    ended = subprocess.run(command, capture_output=True, text=True)
+def test_memory_of_params_outlives_a_save_of_it(then, tmp_path, scripts):
+    ended = scripts.run(SAVE_AND_LET_GO.format(then=then), tmp_path / "saved")
     assert (ended.returncode, ended.stdout) == (0, "as saved\n"), ended.stderr
 
 
@@ -344,7 +349,7 @@ def test_weights_written_behind_a_failed_save_tell_nothing_of_it(tmp_path):
 
 SAVE_AND_END = """
 import hybridopt, os, resource, sys, torch
-param = torch.nn.Parameter(torch.zeros(1 << 24))
+param = torch.nn.Parameter(torch.zeros(1 << 22))
 optimizer = hybridopt.AdamW([("weight", param)])
 progress = {"none": None, "function": lambda done, total: None, "bar": True}[sys.argv[2]]
 if sys.argv[3] == "fails":
@@ -358,26 +363,21 @@ if sys.argv[4:] == ["waits"]:
 """
 
 
-def save_and_end(path, progress, *how):
-    command = [sys.executable, "-c", SAVE_AND_END, os.fspath(path), progress, *how]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("progress", ["none", "function", "bar"])
-def test_a_save_at_the_end_of_a_script_ends_first(progress, tmp_path):
-    ended = save_and_end(tmp_path / "saved", progress, "works")
+def test_a_save_at_the_end_of_a_script_ends_first(progress, tmp_path, scripts):
+    ended = scripts.run(SAVE_AND_END, tmp_path / "saved", progress, "works")
     assert ended.returncode == 0, ended.stderr
     abi.checkpoint_verify(tmp_path / "saved")
 
 
-def test_a_save_at_the_end_of_a_script_tells_why_it_failed(tmp_path):
-    ended = save_and_end(tmp_path / "saved", "none", "fails")
+def test_a_save_at_the_end_of_a_script_tells_why_it_failed(tmp_path, scripts):
+    ended = scripts.run(SAVE_AND_END, tmp_path / "saved", "none", "fails")
     assert "a save that was not waited for: " in ended.stderr and "File too large" in ended.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_save_that_was_waited_for_is_told_once(tmp_path):
-    ended = save_and_end(tmp_path / "saved", "none", "fails", "waits")
+def test_a_failed_save_that_was_waited_for_is_told_once(tmp_path, scripts):
+    ended = scripts.run(SAVE_AND_END, tmp_path / "saved", "none", "fails", "waits")
     assert ended.stdout == "told\n" and "not waited for" not in ended.stderr
 
 

@@ -1,0 +1,57 @@
+"""Runs Python programs to the end of their interpreter. Not a test itself. They are forked from one
+process that has imported torch, which takes longer than most of them; it has no threads."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+SERVER = """
+import json, os, sys
+import hybridopt.algorithms, torch
+import torch._dynamo  # an optimizer's first call does it
+
+for line in sys.stdin:
+    request = json.loads(line)
+    pipes = [os.pipe(), os.pipe()]
+    child = os.fork()
+    if child == 0:
+        for number, pipe in enumerate(pipes, 1):
+            os.dup2(pipe[1], number)
+            os.close(pipe[0]), os.close(pipe[1])
+        sys.argv = request["argv"]
+        # Among the globals of this program, which are there until the interpreter ends.
+        exec(compile(request["code"], "script", "exec"), globals())
+        break
+    texts = []
+    for reading, writing in pipes:
+        os.close(writing)
+        with open(reading) as output:
+            texts.append(output.read())
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *texts]), flush=True)
+"""
+
+
+class Scripts:
+    """run() is subprocess.run() of `python -c CODE ARGUMENT...`, with its output as text."""
+
+    def __init__(self):
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, code, *arguments):
+        request = {"code": code, "argv": ["-c", *map(os.fspath, arguments)]}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        status, stdout, stderr = json.loads(self._server.stdout.readline())
+        return SimpleNamespace(returncode=status, stdout=stdout, stderr=stderr)
+
+    def close(self):
+        self._server.stdin.close()
+        self._server.stdout.close()
+        self._server.wait()
