@@ -515,7 +515,7 @@ OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offloa
  * host thread does not wait. On the host device it is the only stream. On CUDA it waits until those
  * params are there, and the stream then need not: streams share the hardware's queues, and one that
  * waited could stand before the work that it waits for. If the step fails the stream is released.
- * Errors: INVALID_ARGUMENT (unknown param id, foreign ticket), UNSUPPORTED. */
+ * Errors: INVALID_ARGUMENT (unknown param id, foreign ticket), UNSUPPORTED, POISONED. */
 OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket, offload_stream_t stream,
                                                   const uint32_t* params, uint32_t param_count);

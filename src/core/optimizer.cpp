@@ -9,23 +9,12 @@
 
 #include "base/prim.h"
 #include "core/group.h"
+#include "core/optimizer_options.h"
 
 namespace hybridopt {
 namespace {
 
-constexpr uint64_t kDefaultChunkElements = uint64_t{1} << 20;
-// A driver takes some 50 us to queue a chunk's copies and events, in which no worker works.
-constexpr uint64_t kDefaultCudaChunkElements = uint64_t{1} << 22;
-constexpr uint64_t kMinChunkElements = 1024;
-constexpr uint64_t kMaxChunkElements = uint64_t{1} << 28;
-constexpr uint32_t kDefaultStagingSlots = 4;
-constexpr uint32_t kMinStagingSlots = 2;
-constexpr uint32_t kMaxStagingSlots = 64;
-
-constexpr uint32_t kMovable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
-                              OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
 constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
-constexpr uint64_t kMaxStepCount = uint64_t{1} << 53;  // what a double can count
 
 // The caller's table has been copied by then, and may be gone.
 offload_optimizer_options_t WithoutComm(offload_optimizer_options_t options) {
@@ -50,82 +39,6 @@ uint64_t NewTicketTag() {
 }
 
 double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
-
-Status CheckLayout(const offload_optimizer_options_t& options) {
-  if (options.master_layout != OFFLOAD_MASTER_FP32 && options.master_layout != OFFLOAD_MASTER_SPLIT)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.master_layout is %d, expected OFFLOAD_MASTER_FP32 (0) or _SPLIT "
-                         "(1)",
-                         options.master_layout);
-  const bool bf16 = options.moment_dtype == OFFLOAD_BF16;
-  if (!bf16 && options.moment_dtype != 0 && options.moment_dtype != OFFLOAD_FP32)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.moment_dtype is %d, expected OFFLOAD_FP32 (1) or OFFLOAD_BF16 "
-                         "(2) (0 = OFFLOAD_FP32)",
-                         options.moment_dtype);
-  if (options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC &&
-      options.moment_rounding != OFFLOAD_ROUND_NEAREST)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.moment_rounding is %d, expected OFFLOAD_ROUND_STOCHASTIC (0) or "
-                         "_NEAREST (1)",
-                         options.moment_rounding);
-  if (!bf16 && options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.moment_rounding is OFFLOAD_ROUND_NEAREST, but fp32 moments are "
-                         "not rounded; set moment_dtype to OFFLOAD_BF16, or leave it 0");
-  const bool stochastic = bf16 && options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
-  if (!stochastic && options.rounding_seed != 0)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.rounding_seed is %llu, but nothing is rounded at random; set "
-                         "moment_dtype to OFFLOAD_BF16 and moment_rounding to "
-                         "OFFLOAD_ROUND_STOCHASTIC, or leave it 0",
-                         static_cast<unsigned long long>(options.rounding_seed));
-  if (options.reserved != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
-                         options.reserved);
-  return {};
-}
-
-Status CheckOptions(const offload_optimizer_options_t& options) {
-  if (AlgorithmName(options.algorithm) == nullptr)
-    return Status::Error(
-        OFFLOAD_INVALID_ARGUMENT,
-        "options.algorithm is %d, expected OFFLOAD_ADAMW (1), _ADAM (2), _SGD (3), "
-        "_LION (4) or _ADAGRAD (5)",
-        options.algorithm);
-  if (!(options.device_fraction >= 0 && options.device_fraction <= 1))
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.device_fraction is %g, expected 0 (all state on the host) to 1 "
-                         "(all on the device)",
-                         options.device_fraction);
-  if (options.chunk_elements != 0 &&
-      (options.chunk_elements < kMinChunkElements || options.chunk_elements > kMaxChunkElements))
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.chunk_elements is %llu, expected 1024 to 2^28 (0 = 2^20)",
-                         static_cast<unsigned long long>(options.chunk_elements));
-  if (options.staging_slots != 0 &&
-      (options.staging_slots < kMinStagingSlots || options.staging_slots > kMaxStagingSlots))
-    return Status::Error(
-        OFFLOAD_INVALID_ARGUMENT, "options.staging_slots is %u, expected %u to %u (0 = %u)",
-        options.staging_slots, kMinStagingSlots, kMaxStagingSlots, kDefaultStagingSlots);
-  if ((options.movable & ~kMovable) != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "options.movable is 0x%x, known is 0x%x",
-                         options.movable, kMovable);
-  HYBRIDOPT_TRY(CheckLayout(options));
-  if (options.comm_timeout_ns > INT64_MAX)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
-                         static_cast<unsigned long long>(options.comm_timeout_ns));
-  return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
-}
-
-// Whether any share of the param has that state; of a param without elements, either.
-bool Has(const Param& param, const ParamPlace& place, StateSlot slot) {
-  const bool none = param.count == 0;
-  return ((none || place.device_count > 0) && HasState(place.rule, place.device_layout, slot)) ||
-         ((none || place.device_count < param.count) &&
-          HasState(place.rule, place.host_layout, slot));
-}
 
 // What one element's states take where the arrays lie at these offsets.
 uint64_t ElementBytes(const ParamPlace& place, const std::array<uint64_t, kStateSlots>& offset) {
@@ -156,13 +69,7 @@ uint64_t HostStateBytes(const Placement& placement, const ParamTable& table) {
 
 Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> context,
                                                      const offload_optimizer_options_t& options) {
-  HYBRIDOPT_TRY(CheckOptions(options));
-  if (!context->device().knows_layouts() &&
-      (options.master_layout != OFFLOAD_MASTER_FP32 || options.moment_dtype == OFFLOAD_BF16))
-    return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.master_layout is %d and moment_dtype is %d, but %s updates fp32 "
-                         "state only; leave both 0",
-                         options.master_layout, options.moment_dtype, context->device().name());
+  HYBRIDOPT_TRY(CheckOptimizerOptions(options, context->device()));
   return std::make_shared<Optimizer>(std::move(context), options);
 }
 
@@ -179,7 +86,8 @@ Optimizer::~Optimizer() {
   if (committed_ != nullptr) {
     committed_->timeline->Drain();  // its work reads through committed_
     // After a failure there may be reloads that have not run.
-    for (Request& request : committed_->requests) FreeDeviceMemory(request.move);
+    for (Request& request : committed_->requests)
+      if (auto* const move = std::get_if<MoveRequest>(&request)) FreeDeviceMemory(*move);
   }
   committed_.reset();
   context_->OptimizerDestroyed();
@@ -220,27 +128,10 @@ Status Optimizer::Bind(std::span<const offload_binding_t> bindings) {
 
 // --------------------------------------------------------------------------------- plan, commit --
 
-PlacementOptions Optimizer::MakePlacementOptions() const {
-  PlacementOptions options{};
-  options.unified = context_->device().unified();
-  options.movable = options_.movable;
-  options.master_layout = options_.master_layout;
-  options.moment_dtype = options_.moment_dtype == OFFLOAD_BF16 ? OFFLOAD_BF16 : OFFLOAD_FP32;
-  options.stochastic = options_.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
-  options.device_fraction = options_.device_fraction;
-  options.chunk_elements = options_.chunk_elements;
-  if (options.chunk_elements == 0)
-    options.chunk_elements = context_->device().kind() == OFFLOAD_DEVICE_CUDA
-                                 ? kDefaultCudaChunkElements
-                                 : kDefaultChunkElements;
-  options.staging_slots =
-      options_.staging_slots != 0 ? options_.staging_slots : kDefaultStagingSlots;
-  return options;
-}
-
 Result<offload_plan_t> Optimizer::Plan() const {
-  const Placement placement =
-      committed_ != nullptr ? committed_->placement : Place(table_, MakePlacementOptions());
+  const Placement placement = committed_ != nullptr
+                                  ? committed_->placement
+                                  : Place(table_, PlacementOptionsOf(options_, context_->device()));
   offload_plan_t plan{};
   plan.param_count = table_.size();
   plan.host_elements = placement.host_elements;
@@ -315,11 +206,12 @@ Status Optimizer::Commit(StreamHandle stream) {
         OFFLOAD_INVALID_ARGUMENT,
         "options.chunk_elements %llu cuts the host share into %llu chunks, at most "
         "2^24 - 2 can be told apart; raise it",
-        static_cast<unsigned long long>(MakePlacementOptions().chunk_elements),
+        static_cast<unsigned long long>(
+            PlacementOptionsOf(options_, context_->device()).chunk_elements),
         static_cast<unsigned long long>(plan.chunk_count));
 
   auto committed = std::make_unique<Committed>();
-  committed->placement = Place(table_, MakePlacementOptions());
+  committed->placement = Place(table_, PlacementOptionsOf(options_, context_->device()));
   HYBRIDOPT_ASSIGN(committed->memory, StateMemory::Create(*context_, committed->placement));
   HYBRIDOPT_ASSIGN(committed->lanes, Lanes::Create(*context_, committed->placement));
   HYBRIDOPT_ASSIGN(committed->swap, SwapMemory::Create(*context_, committed->placement));
@@ -377,16 +269,6 @@ Status Optimizer::CheckCommitted() const {
   return Status::Error(OFFLOAD_INVALID_STATE, "not committed; call offload_optimizer_commit first");
 }
 
-// What is queued works on state; so does a save that is all that is left.
-Status Optimizer::CheckIdle() const {
-  const uint32_t queued = committed_->timeline->queued();
-  if (queued == 0) return {};
-  return Status::Error(OFFLOAD_INVALID_STATE,
-                       "%u calls are queued (a save counts until its ticket completes); call "
-                       "offload_optimizer_wait first",
-                       queued);
-}
-
 // ------------------------------------------------------------------------------------- stepping --
 
 Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) {
@@ -401,7 +283,7 @@ Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) 
   HYBRIDOPT_TRY(committed.lifecycle->CheckStep());
   StepRequest& step = committed.steps[committed.steps_queued % committed.steps.size()];
   FillStep(options, step);
-  committed.requests[slot].step = &step;
+  committed.requests[slot] = &step;
   HYBRIDOPT_TRY(RecordProducers(slot, {&options.stream, 1}));
   HYBRIDOPT_ASSIGN(const uint64_t sequence, committed.timeline->Submit());
   committed.steps_queued += 1;
@@ -477,10 +359,7 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
       const std::vector<uint32_t> ids,
       committed.lifecycle->Check(move, params.data() == nullptr ? committed.all_ids : params));
 
-  MoveRequest& request = committed.requests[slot].move;
-  committed.requests[slot].step = nullptr;
-  committed.requests[slot].save = nullptr;
-  committed.requests[slot].load = nullptr;
+  MoveRequest& request = committed.requests[slot].emplace<MoveRequest>();
   FillMove(move, ids, request);
   request.producer_count = static_cast<uint32_t>(streams.size());
   HYBRIDOPT_TRY(RecordProducers(slot, streams));
@@ -551,15 +430,15 @@ Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
   Checkpoints& checkpoints = *committed_->checkpoints;
   Timeline& timeline = *committed_->timeline;
   Status status;
-  if (request.step != nullptr)
-    status = ExecuteStep(*request.step, slot, sequence);
-  else if (request.save != nullptr)
-    status = checkpoints.Save(std::move(*request.save), committed_->lanes->KeepReadyEvent(slot),
-                              timeline, sequence);
-  else if (request.load != nullptr)
-    status = checkpoints.Load(*request.load, ReadyEvent(slot), timeline, sequence);
+  if (const auto* const step = std::get_if<StepRequest*>(&request))
+    status = ExecuteStep(**step, slot, sequence);
+  else if (auto* const save = std::get_if<SaveRequest>(&request))
+    status = checkpoints.Save(std::move(*save), committed_->lanes->KeepReadyEvent(slot), timeline,
+                              sequence);
+  else if (const auto* const load = std::get_if<LoadRequest>(&request))
+    status = checkpoints.Load(*load, ReadyEvent(slot), timeline, sequence);
   else
-    status = ExecuteMove(request.move, slot);
+    status = ExecuteMove(std::get<MoveRequest>(request), slot);
   if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
   return status;
 } catch (const std::exception& error) {
@@ -671,96 +550,6 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
     return timeline.AwaitMark(sequence, mark);
   return context_->device().StreamWaitFlag(stream, &timeline.progress(),
                                            Timeline::ProgressAt(sequence, mark));
-}
-
-// -------------------------------------------------------------------------------------- looking --
-
-Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) const {
-  HYBRIDOPT_TRY(CheckCommitted());
-  HYBRIDOPT_TRY(CheckIdle());
-  if (param_id >= table_.size())
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "param is %u, but only %u params have been added", param_id,
-                         table_.size());
-  const Param& param = table_.param(param_id);
-  const ParamPlace& place = committed_->placement.params[param_id];
-  uint32_t slot = 0;
-  while (slot < kStateSlots && (StateKindOf(table_.algorithm(), StateSlot{slot}) != kind ||
-                                !Has(param, place, StateSlot{slot})))
-    ++slot;
-  if (slot == kStateSlots && kind == OFFLOAD_STATE_MASTER)
-    return Status::Error(
-        OFFLOAD_INVALID_ARGUMENT,
-        "kind is OFFLOAD_STATE_MASTER, but the masters of param '%.200s' are split "
-        "(options.master_layout); ask for OFFLOAD_STATE_MASTER_LOW and join it "
-        "with the param",
-        param.name.c_str());
-  if (slot == kStateSlots)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "kind is %d, which %s does not keep for param '%.200s'; see enum "
-                         "offload_state_kind",
-                         kind, AlgorithmName(table_.algorithm()), param.name.c_str());
-  offload_state_view_t view{};
-  view.dtype = place.state_dtype[slot];
-  view.device_count =
-      HasState(place.rule, place.device_layout, StateSlot{slot}) ? place.device_count : 0;
-  view.host_count = HasState(place.rule, place.host_layout, StateSlot{slot})
-                        ? param.count - place.device_count
-                        : 0;
-  view.step_count = committed_->pipeline->step_count(param_id);
-  if (view.device_count > 0 && committed_->lifecycle->states_on_host(param_id))
-    return Status::Error(OFFLOAD_INVALID_STATE,
-                         "the device share's states of param '%.200s' are on the host; call "
-                         "offload_optimizer_reload_states first",
-                         param.name.c_str());
-  // An fp32 param without a master of its own is its own master.
-  const bool own_master = slot == kMaster && param.dtype == OFFLOAD_FP32 &&
-                          (view.device_count > 0 || context_->device().unified());
-  if (own_master && committed_->lifecycle->params_on_host(param_id))
-    return Status::Error(OFFLOAD_INVALID_STATE,
-                         "param '%.200s' is its own master and is on the host; bind and "
-                         "reload_params first",
-                         param.name.c_str());
-  if (view.device_count > 0 && committed_->memory->block() == nullptr && !own_master)
-    return Status::Error(OFFLOAD_INVALID_STATE,
-                         "the device share's states of param '%.200s' were on their way back when "
-                         "queued work failed; they are lost",
-                         param.name.c_str());
-  void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
-  void* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
-  void* const host_data = committed_->memory->Host(param_id, StateSlot{slot});
-  if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
-  if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
-  return view;
-}
-
-Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
-  HYBRIDOPT_TRY(CheckCommitted());
-  HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
-  HYBRIDOPT_TRY(CheckIdle());
-  if (param >= table_.size())
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "param is %u, but only %u params have been added", param, table_.size());
-  if (step_count > kMaxStepCount)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "step_count is %llu, expected at most 2^53",
-                         static_cast<unsigned long long>(step_count));
-  committed_->pipeline->set_step_count(param, step_count);
-  return {};
-}
-
-offload_stats_t Optimizer::Stats() const {
-  std::lock_guard lock(results_mutex_);
-  offload_stats_t stats = stats_;
-  stats.params_on_device_bytes = table_.data_bytes();
-  stats.grads_on_device_bytes = table_.grad_bytes();
-  if (!is_committed_) return stats;
-  const Lifecycle& lifecycle = *committed_->lifecycle;
-  stats.params_on_host_bytes = lifecycle.params_on_host_bytes();
-  stats.grads_on_host_bytes = lifecycle.grads_on_host_bytes();
-  stats.states_on_host_bytes = committed_->host_state_bytes + lifecycle.states_on_host_bytes();
-  stats.states_on_device_bytes = committed_->device_state_bytes - lifecycle.states_on_host_bytes();
-  stats.queued = committed_->timeline->queued();
-  return stats;
 }
 
 }  // namespace hybridopt

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <variant>
 #include <vector>
 
 #include "comm/comm.h"
@@ -55,18 +56,14 @@ class Optimizer {
   Status Wait(offload_ticket_t ticket, int64_t timeout_ns);
   Status StreamWait(offload_ticket_t ticket, StreamHandle stream, std::span<const uint32_t> params);
 
+  // Bodies of these are in optimizer_state.cpp.
   Result<offload_state_view_t> State(uint32_t param, int32_t kind) const;
   Status SetStepCount(uint32_t param, uint64_t step_count);
   offload_stats_t Stats() const;
 
  private:
   // What one slot of the timeline holds.
-  struct Request {
-    StepRequest* step = nullptr;  // or, if NULL,
-    std::unique_ptr<SaveRequest> save;
-    std::unique_ptr<LoadRequest> load;
-    MoveRequest move;
-  };
+  using Request = std::variant<std::monostate, StepRequest*, MoveRequest, SaveRequest, LoadRequest>;
 
   // What commit takes. The timeline comes last, so that its work ends before what it works on.
   struct Committed {
@@ -94,7 +91,6 @@ class Optimizer {
     std::unique_ptr<Timeline> timeline;
   };
 
-  PlacementOptions MakePlacementOptions() const;
   Status CheckRoom(const offload_plan_t& plan) const;
   Status CheckCommitted() const;
   Status CheckIdle() const;

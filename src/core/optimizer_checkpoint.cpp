@@ -77,14 +77,10 @@ Result<offload_ticket_t> Optimizer::Save(const offload_save_options_t& options) 
   HYBRIDOPT_TRY(checkpoint::PendingDirectory::CheckTarget(context_->files(), path));
   HYBRIDOPT_TRY(CheckNames(table_));
   HYBRIDOPT_TRY(context_->device().CheckStream(options.stream));
-  auto request = std::make_unique<SaveRequest>();
-  FillCommon(options, std::move(path), *request);
-  request->residency = ResidencyNow();
-  request->groups.assign(table_.groups().begin(), table_.groups().end());
-  Request& queued = committed_->requests[slot];
-  queued.step = nullptr;
-  queued.load = nullptr;
-  queued.save = std::move(request);
+  SaveRequest& request = committed_->requests[slot].emplace<SaveRequest>();
+  FillCommon(options, std::move(path), request);
+  request.residency = ResidencyNow();
+  request.groups.assign(table_.groups().begin(), table_.groups().end());
   HYBRIDOPT_TRY(RecordProducers(slot, {&options.stream, 1}));
   HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());
   return TicketOf(sequence);
@@ -106,15 +102,11 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
   HYBRIDOPT_TRY(checkpoint::CheckSource(context_->files(), path));
   HYBRIDOPT_TRY(context_->device().CheckStream(options.stream));
   HYBRIDOPT_TRY(committed_->lifecycle->CheckLoad());
-  auto request = std::make_unique<LoadRequest>();
-  FillCommon(options, std::move(path), *request);
-  request->residency = ResidencyNow();
+  LoadRequest& request = committed_->requests[slot].emplace<LoadRequest>();
+  FillCommon(options, std::move(path), request);
+  request.residency = ResidencyNow();
   for (const offload_group_t& group : table_.groups())
-    request->first_moments.push_back(group.initial_accumulator_value);
-  Request& queued = committed_->requests[slot];
-  queued.step = nullptr;
-  queued.save = nullptr;
-  queued.load = std::move(request);
+    request.first_moments.push_back(group.initial_accumulator_value);
   HYBRIDOPT_TRY(RecordProducers(slot, {&options.stream, 1}));
   HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());
   return TicketOf(sequence);
