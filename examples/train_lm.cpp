@@ -139,11 +139,14 @@ class Trainer {
   }
 
   // The state after all steps that are queued; training goes on meanwhile.
-  void save(const std::string& path) {
+  offload_ticket_t save(const std::string& path) {
     auto options = sized<offload_save_options_t>();
     options.path = path.c_str();
-    MUST(offload_optimizer_save(optimizer_, &options, nullptr));
+    offload_ticket_t ticket;
+    MUST(offload_optimizer_save(optimizer_, &options, &ticket));
+    return ticket;
   }
+  void wait(offload_ticket_t ticket) { MUST(offload_optimizer_wait(optimizer_, ticket, -1)); }
 
   // Goes on where a checkpoint was saved, and draws the text again that was drawn until then.
   // Returns its step.
@@ -407,11 +410,15 @@ void train(Trainer& trainer, const Text& text, const Options& options) {
   trainer.create_optimizer(0.3);
   MUST(trainer.commit());
   const int middle = options.replay_steps / 2;
+  offload_ticket_t save = 0;
   for (int step = 0;; ++step) {
     trainer.queue_step(text, learning_rate(step, 0));
-    if (step + 1 == middle) trainer.save(options.killed + "/middle");
+    if (step + 1 == middle) save = trainer.save(options.killed + "/middle");
     trainer.finish_step();
-    if (step == middle) trainer.queue_step(text, learning_rate(step + 1, 0)), raise(SIGKILL);
+    if (step < middle) continue;
+    trainer.wait(save);  // steps do not; killed before, it would leave nothing to resume
+    trainer.queue_step(text, learning_rate(step + 1, 0));
+    raise(SIGKILL);
   }
 }
 

@@ -33,13 +33,14 @@
  *            call until its ticket completes, the gradients must not be written and the parameters
  *            not be touched, except on a stream that offload_optimizer_stream_wait has put behind
  *            them. A save only reads, and of the parameters only some: see there.
- * Failure.   When queued work fails, its optimizer is poisoned: whoever waits gets the cause, later
- *            calls get POISONED (but for plan, state, get_stats and step_result), streams that wait
- *            on it are released, destroy works. A step that the device fails in the middle of may
- *            have updated some params and not others: go back to saved state. The context and its
- *            other optimizers go on, as far as the device does. A save or load that fails for its
- *            files poisons nothing: its own ticket tells, and offload_optimizer_wait with ticket 0
- *            tells once if nobody has been told before.
+ * Failure.   When queued work fails, its optimizer is poisoned: whoever waits gets the cause (when
+ *            no save reads the caller's memory any more), later calls get POISONED (but for plan,
+ *            state, get_stats and step_result), streams that wait on it are released, destroy
+ *            works. A step that the device fails in the middle of may have updated some params and
+ *            not others: go back to saved state. The context and its other optimizers go on, as far
+ *            as the device does. A save or load that fails for its files poisons nothing: its own
+ *            ticket tells, and offload_optimizer_wait with ticket 0 tells once if nobody has been
+ *            told before.
  * Threads.   Different handles may be used by different threads at once. Calls on one handle are
  *            serialised by the caller, except offload_optimizer_wait, _step_result and
  *            _get_stats, which any thread may call at any time before destroy. Working threads

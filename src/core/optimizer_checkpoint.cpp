@@ -118,7 +118,10 @@ Status Optimizer::Settle(bool failure) try {
   return failure ? checkpoints.CompleteAlone(*committed_->timeline)
                  : checkpoints.Settle(*committed_->timeline);
 } catch (const std::exception& error) {
-  return Status::Error(OFFLOAD_INTERNAL, "a save ended in an exception: %s", error.what());
+  Status told = Status::Error(OFFLOAD_INTERNAL, "a save ended in an exception: %s", error.what());
+  // Poison follows, and nobody would end the save then.
+  if (!failure) (void)Settle(true);
+  return told;
 }
 
 }  // namespace hybridopt

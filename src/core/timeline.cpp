@@ -92,7 +92,8 @@ Status Timeline::WaitForAll(int64_t timeout_ns) {
 
 Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence,
                        FunctionRef<bool()> completed, int64_t timeout_ns) {
-  const auto done = [&] { return completed() || Suffers(sequence); };
+  // Who is told of a failure may write and free what was lent, so nothing may read it any more.
+  const auto done = [&] { return completed() || (Suffers(sequence) && !holds_streams_); };
   if (timeout_ns < 0) {
     changed_.wait(lock, done);
   } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, kYearsNs)),
@@ -145,9 +146,12 @@ void Timeline::Hold(uint64_t sequence, int64_t round_ns, bool holds_streams) {
 }
 
 void Timeline::ReleaseStreams() {
-  std::lock_guard lock(mutex_);
-  holds_streams_ = false;
-  progress_.store(reached_);
+  {
+    std::lock_guard lock(mutex_);
+    holds_streams_ = false;
+    progress_.store(reached_);
+  }
+  changed_.notify_all();
 }
 
 void Timeline::Release() {

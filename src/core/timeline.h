@@ -50,8 +50,9 @@ class Timeline {
   // Queues that slot and gives its sequence number. Starts the thread the first time.
   Result<uint64_t> Submit();
 
-  // OK once the piece has completed; the cause if it or an earlier one failed; TIMED_OUT after
-  // timeout_ns (0 only looks, negative waits without limit). Any thread.
+  // OK once the piece has completed; the cause if it or an earlier one failed, as soon as the
+  // background has read what it holds streams for; TIMED_OUT after timeout_ns (0 only looks,
+  // negative waits without limit). Any thread.
   Status Wait(uint64_t sequence, int64_t timeout_ns);
   // Whether it has completed, as Wait would say now; a failure that is its own is not told.
   Status Look(uint64_t sequence);

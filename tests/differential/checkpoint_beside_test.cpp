@@ -39,6 +39,9 @@ struct Place {
 
 class BesideASave : public testing::Test {
  protected:
+  // After a failed assertion too the save must end, or destroy would wait for it.
+  void TearDown() override { files_.before_reading = files_.before_end = false; }
+
   // A save of the state after one step, which stands still before it has read anything, or when it
   // has read all.
   void Start(const Problem& problem, const Place& place, bool before_reading,

@@ -129,6 +129,9 @@ TEST(CheckpointOrder, AStepFollowsASaveOfManyBlocks) {
 // Whatever else is queued behind a save that has not read anything yet.
 class HeldSave : public testing::Test {
  protected:
+  // After a failed assertion too the save must end, or destroy would wait for it.
+  void TearDown() override { files_.before_reading = false; }
+
   // A save of the state after one step, which stands still.
   void Start(int32_t device, double fraction) {
     files_.before_reading = true;

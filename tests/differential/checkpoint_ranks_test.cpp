@@ -385,6 +385,7 @@ class SlowFiles : public prim::Files {
   }
   int RenameNoReplace(const std::string& from, const std::string& to) override {
     Take("rename");
+    if (name_is_lost) std::filesystem::create_directory(to);
     return Files::RenameNoReplace(from, to);
   }
   int OpenFile(const std::string& path, Open how) override {
@@ -395,6 +396,8 @@ class SlowFiles : public prim::Files {
     Take("read");
     return Files::Read(file, data, bytes, offset);
   }
+
+  std::atomic<bool> name_is_lost = false;  // somebody else takes it just before
 
   // Calls that have taken their time, by name. Only the first ones do, or the test would.
   std::map<std::string, int> taken() {
@@ -436,11 +439,10 @@ TEST(CheckpointRanks, NoWorkOnFilesOfOneRankCountsAgainstTheTimeoutOfAnother) {
   ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / "new")), AllOf(2, OFFLOAD_OK));
   EXPECT_EQ(directory.Names(), std::vector<std::string>{"new"});
   for (const char* name : {"list", "remove", "rename"}) EXPECT_GT(first.taken()[name], 0) << name;
-  // One that fails: somebody takes the name meanwhile.
+  // One that fails.
   first.Forget();
-  const std::vector<offload_ticket_t> failing = ranks.Save(directory / "taken");
-  std::filesystem::create_directory(directory / "taken");
-  EXPECT_EQ(ranks.Outcomes(failing), AllOf(2, OFFLOAD_IO_FAILED));
+  first.name_is_lost = true;
+  EXPECT_EQ(ranks.Outcomes(ranks.Save(directory / "taken")), AllOf(2, OFFLOAD_IO_FAILED));
   EXPECT_EQ(directory.Names(), (std::vector<std::string>{"new", "taken"}));
   EXPECT_GT(first.taken()["remove"], 0);
   // A load: each rank is slower than the other by turns.
@@ -465,7 +467,6 @@ TEST(CheckpointRanks, ARankThatIsGonePoisonsAfterTheTimeout) {
   const TemporaryDirectory directory;
   Random random(3);
   SavingRanks ranks(*sharded, RandomSetting(random), 50'000'000);
-  ranks.Step(0);
   auto options = Make<offload_save_options_t>();
   const std::string path = directory / "new";
   options.path = path.c_str();

@@ -22,7 +22,7 @@ if [[ -z $clang ]] || ! "$clang" "${flags[@]}" "$scratch/probe.cpp" -o "$scratch
 fi
 
 "$clang" "${flags[@]}" -I"$root/src" -I"$root/include" -o "$scratch/$target" \
-  "$root/tests/fuzz/${target}_fuzz.cpp" "$root/src/base/shard.cpp" "$root/src/base/status.cpp" \
+  "$root/tests/fuzz/${target}_fuzz.cpp" "$root"/src/base/{overlap,shard,status}.cpp \
   "$root"/src/checkpoint/{format,hash,json,manifest,reshard,safetensors}.cpp
 
 # No input asks for memory beyond what a few times its size takes.
