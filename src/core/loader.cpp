@@ -21,8 +21,9 @@ using checkpoint::StoredTensor;
 
 constexpr size_t kDifferencesTold = 5;
 constexpr uint64_t kUnitBytesMax = uint64_t{8} << 20;
-// Params on their way to the device; with it a load takes less than 1 MiB beside its blocks.
+// What is made on its way to the device; with it a load takes less than 1 MiB beside its blocks.
 constexpr uint64_t kStagingBytes = uint64_t{512} << 10;
+constexpr uint64_t kStagedAlignment = 64;
 // Converted at a time where state is kept in another layout than it was saved in.
 constexpr uint64_t kConvertedElements = uint64_t{1} << 15;
 // Worth waking the workers for.
@@ -404,20 +405,9 @@ Status Loader::Put(const Piece& piece, const std::byte* data) {
 
 // PutParams brings the upper ones.
 Status Loader::PutLowerHalves(const StateStretch& stretch, const std::byte* masters) {
-  std::vector<uint16_t> lower(std::min(stretch.count, kConvertedElements));
-  for (uint64_t done = 0; done < stretch.count; done += lower.size()) {
-    const uint64_t now = std::min<uint64_t>(stretch.count - done, lower.size());
-    for (uint64_t i = 0; i < now; ++i) {
-      float master;
-      std::memcpy(&master, masters + (done + i) * sizeof(float), sizeof(master));
-      lower[i] = LowHalf(master);
-    }
-    HYBRIDOPT_TRY(Copy(reinterpret_cast<const std::byte*>(lower.data()),
-                       stretch.data + done * sizeof(uint16_t), now * sizeof(uint16_t),
-                       stretch.on_device));
-    HYBRIDOPT_TRY(AwaitCopies());
-  }
-  return {};
+  return PutMade(stretch, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
+    RoundEach(masters + first * sizeof(float), count, LowHalf, into);
+  });
 }
 
 // Moments of another layout: bf16 widens exactly, fp32 is rounded to nearest.
@@ -425,21 +415,31 @@ Status Loader::PutConverted(const Piece& piece, const StateStretch& stretch,
                             const std::byte* from) {
   const int32_t dtype = placement_.params[piece.param].state_dtype[piece.slot];
   const uint64_t room = std::min(stretch.count, kConvertedElements);
-  std::vector<std::byte> converted(room * DtypeBytes(dtype));
   std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` may lie anywhere
-  for (uint64_t done = 0; done < stretch.count; done += room) {
-    const uint64_t now = std::min(stretch.count - done, room);
-    const std::byte* const stored = from + done * DtypeBytes(piece.dtype);
+  return PutMade(stretch, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
+    const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
     if (piece.dtype == OFFLOAD_FP32) {
-      Round(stored, now, {dtype, false}, converted.data());
+      Round(stored, count, {dtype, false}, into);
     } else {
-      std::memcpy(narrow.data(), stored, now * sizeof(uint16_t));
-      context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), now,
-                                              reinterpret_cast<float*>(converted.data()));
+      std::memcpy(narrow.data(), stored, count * sizeof(uint16_t));
+      context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), count, reinterpret_cast<float*>(into));
     }
-    HYBRIDOPT_TRY(Copy(converted.data(), stretch.data + done * DtypeBytes(dtype),
-                       now * DtypeBytes(dtype), stretch.on_device));
-    HYBRIDOPT_TRY(AwaitCopies());
+  });
+}
+
+// State that `make` makes some elements at a time: in place, or staged on its way to the device.
+Status Loader::PutMade(const StateStretch& stretch, uint64_t element_bytes,
+                       FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
+  for (uint64_t done = 0; done < stretch.count;) {
+    const uint64_t now = std::min(stretch.count - done, kConvertedElements);
+    std::byte* const place = stretch.data + done * element_bytes;
+    std::byte* made = place;
+    if (stretch.on_device) {
+      HYBRIDOPT_ASSIGN(made, Stage(now * element_bytes));
+    }
+    make(done, now, made);
+    if (stretch.on_device) HYBRIDOPT_TRY(Copy(made, place, now * element_bytes, true));
+    done += now;
   }
   return {};
 }
@@ -497,11 +497,12 @@ Status Loader::RoundAll(const std::byte* values, uint64_t count, const RoundTo& 
   });
 }
 
-// Room for params on their way to the device.
+// Room for what is on its way to the device: for any type, and there until stream_ has been given
+// up, for a device that hangs may read it until then.
 Result<std::byte*> Loader::Stage(uint64_t bytes) {
   if (staged_bytes_ + bytes > kStagingBytes) HYBRIDOPT_TRY(AwaitCopies());
   std::byte* const room = staging_ + staged_bytes_;
-  staged_bytes_ += bytes;
+  staged_bytes_ += (bytes + kStagedAlignment - 1) / kStagedAlignment * kStagedAlignment;
   return room;
 }
 

@@ -118,6 +118,8 @@ class Loader {
   Status Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device);
   Status PutLowerHalves(const StateStretch& stretch, const std::byte* masters);
   Status PutConverted(const Piece& piece, const StateStretch& stretch, const std::byte* from);
+  Status PutMade(const StateStretch& stretch, uint64_t element_bytes,
+                 FunctionRef<void(uint64_t, uint64_t, std::byte*)> make);
   Status PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters);
   Status RoundAll(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded);
   Result<std::byte*> Stage(uint64_t bytes);
@@ -147,7 +149,7 @@ class Loader {
 
   StreamHandle stream_ = nullptr;
   EventHandle written_ = nullptr;
-  std::byte* staging_ = nullptr;  // for params on their way to the device
+  std::byte* staging_ = nullptr;  // for what is made on its way to the device
   uint64_t staged_bytes_ = 0;
   bool copying_ = false;  // something is queued on stream_
   bool has_replaced_ = false;

@@ -303,11 +303,9 @@ Status Saver::AppendStretch(const StateStretch& stretch, uint64_t bytes,
 
 // Split masters are stored as the fp32 numbers that they are.
 Status Saver::AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher& hasher) {
-  constexpr uint64_t kTogether = 8192;
-  std::array<uint16_t, kTogether> lower, upper;
-  std::array<float, kTogether> joined;
+  std::array<float, kJoinedTogether> joined;
   for (uint64_t done = 0; done < stretch.count;) {
-    const uint64_t count = std::min(kTogether, stretch.count - done);
+    const uint64_t count = std::min(kJoinedTogether, stretch.count - done);
     const uint64_t bytes = count * sizeof(uint16_t);
     const auto fetch = [&](std::byte* into, const std::byte* halves, bool on_device) -> Status {
       halves += done * sizeof(uint16_t);
@@ -316,10 +314,10 @@ Status Saver::AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher&
       return {};
     };
     HYBRIDOPT_TRY(
-        fetch(reinterpret_cast<std::byte*>(lower.data()), stretch.data, stretch.on_device));
+        fetch(reinterpret_cast<std::byte*>(lower_.data()), stretch.data, stretch.on_device));
     HYBRIDOPT_TRY(
-        fetch(reinterpret_cast<std::byte*>(upper.data()), stretch.upper, stretch.upper_on_device));
-    for (uint64_t i = 0; i < count; ++i) joined[i] = JoinHalves(upper[i], lower[i]);
+        fetch(reinterpret_cast<std::byte*>(upper_.data()), stretch.upper, stretch.upper_on_device));
+    for (uint64_t i = 0; i < count; ++i) joined[i] = JoinHalves(upper_[i], lower_[i]);
     hasher.Add(reinterpret_cast<const std::byte*>(joined.data()), count * sizeof(float));
     HYBRIDOPT_TRY(Append(joined.data(), count * sizeof(float)));
     done += count;

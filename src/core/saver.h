@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -127,6 +128,9 @@ class Saver {
   uint32_t blocks_ = 0;
   StreamHandle stream_ = nullptr;
   EventHandle copied_ = nullptr;
+  // Halves of masters. A device that hangs may write them until stream_ has been given up.
+  static constexpr uint64_t kJoinedTogether = 8192;
+  std::array<uint16_t, kJoinedTogether> lower_, upper_;
   checkpoint::BlockWriter* writer_ = nullptr;
   std::byte* block_ = nullptr;  // being filled
   uint64_t filled_bytes_ = 0;   // of it

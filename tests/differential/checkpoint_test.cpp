@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <map>
+#include <string_view>
 
+#include "../forwarding_device.h"
 #include "../temporary_directory.h"
-#include "rig.h"
+#include "lifecycle_rig.h"
 
 namespace hybridopt {
 namespace {
@@ -167,6 +170,88 @@ std::string AlgorithmText(const testing::TestParamInfo<int32_t>& info) {
   return kNames[info.param];
 }
 INSTANTIATE_TEST_SUITE_P(Algorithms, CheckpointTest, testing::ValuesIn(kAlgorithms), AlgorithmText);
+
+// What the copies of a load read, seen when their stream is given up.
+struct WatchedCopies {
+  StreamHandle stream = nullptr;
+  std::map<const std::byte*, uint64_t> pinned, copied;  // bytes
+  int given_up = 0;
+  int strays = 0;  // copies from memory that is not pinned, or not any more
+
+  bool IsPinned(const std::byte* data, uint64_t bytes) const {
+    const auto next = pinned.upper_bound(data);
+    if (next == pinned.begin()) return false;
+    const auto& [begin, size] = *std::prev(next);
+    return data + bytes <= begin + size;
+  }
+};
+class CopyWatchingDevice final : public ForwardingDevice {
+ public:
+  CopyWatchingDevice(std::unique_ptr<Device> device, WatchedCopies& watched)
+      : ForwardingDevice(std::move(device)), watched_(watched) {}
+  Status PinHost(void* data, uint64_t bytes) override {
+    watched_.pinned[static_cast<std::byte*>(data)] = bytes;
+    return ForwardingDevice::PinHost(data, bytes);
+  }
+  void UnpinHost(void* data) override {
+    watched_.pinned.erase(static_cast<std::byte*>(data));
+    ForwardingDevice::UnpinHost(data);
+  }
+  Result<StreamHandle> CreateStream(const char* label) override {
+    Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
+    if (std::string_view(label) == "checkpoint") watched_.stream = stream.value();
+    return stream;
+  }
+  Status CopyToDevice(StreamHandle stream, void* device, const void* host,
+                      uint64_t bytes) override {
+    if (stream != nullptr && stream == watched_.stream)
+      watched_.copied[static_cast<const std::byte*>(host)] = bytes;
+    return ForwardingDevice::CopyToDevice(stream, device, host, bytes);
+  }
+  void AbandonStream(StreamHandle stream) override {
+    if (stream == watched_.stream) {
+      watched_.given_up += 1;
+      for (const auto& [host, bytes] : watched_.copied)
+        if (!watched_.IsPinned(host, bytes)) watched_.strays += 1;
+    }
+    ForwardingDevice::AbandonStream(stream);
+  }
+
+ private:
+  WatchedCopies& watched_;
+};
+
+// A device that hangs may read it until then, though the load has long failed.
+TEST(CheckpointCopies, ReadMemoryThatIsThereUntilTheirStreamIsGivenUp) {
+  const StateChoice full, split{OFFLOAD_MASTER_SPLIT},
+      narrow{OFFLOAD_MASTER_FP32, OFFLOAD_BF16, OFFLOAD_ROUND_NEAREST};
+  const std::pair<StateChoice, StateChoice> cases[] = {
+      {full, full}, {full, split}, {full, narrow}, {narrow, full}};
+  for (const auto& [saved, loaded] : cases) {
+    SCOPED_TRACE(saved.Text() + " into " + loaded.Text());
+    const TemporaryDirectory directory;
+    const std::string path = directory / "saved";
+    const std::vector<ParamSpec> params(3, {OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 40'001});
+    Problem problem = RandomProblem(OFFLOAD_ADAMW, params, 1, 3);
+    LifecycleSetting setting;
+    setting.optimizer.device_fraction = 1;
+    problem.state = saved;
+    {
+      LifecycleRig rig(problem, setting);
+      rig.Wait(rig.Save(path));
+    }
+    problem.state = loaded;
+    WatchedCopies watched;
+    setting.wrap = [&](std::unique_ptr<Device> device) {
+      return std::make_unique<CopyWatchingDevice>(std::move(device), watched);
+    };
+    LifecycleRig rig(problem, setting);
+    ASSERT_EQ(rig.TryLoad(path), OFFLOAD_OK) << offload_last_error();
+    EXPECT_EQ(watched.given_up, 1);
+    EXPECT_GT(watched.copied.size(), 0u);
+    EXPECT_EQ(watched.strays, 0);
+  }
+}
 
 }  // namespace
 }  // namespace hybridopt
