@@ -46,8 +46,8 @@ class Capture {
 
   // Returns when the first `end` elements of all of the param's arrays have been read.
   void Await(uint32_t param, uint64_t end) { AwaitPosition(PositionOf(param, end)); }
-  void AwaitBorrowed() { AwaitPosition(borrowed_end_); }
-  // For at most so long, if not negative; whether all has been read.
+  // For at most so long, if not negative; whether all that is borrowed, or all, has been read.
+  bool AwaitBorrowed(int64_t timeout_ns = -1) { return AwaitPosition(borrowed_end_, timeout_ns); }
   bool AwaitAll(int64_t timeout_ns) { return AwaitPosition(UINT64_MAX, timeout_ns); }
 
  private:

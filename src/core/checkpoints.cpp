@@ -130,6 +130,14 @@ Status Checkpoints::AwaitCapture(Timeline& timeline) {
   return {};
 }
 
+Result<bool> Checkpoints::AwaitBorrowed(Timeline& timeline) {
+  if (saver_ == nullptr || !capture()->borrows()) return false;
+  bool step = false;
+  while (saver_ != nullptr && !capture()->AwaitBorrowed(agreement_.RoundNs()))
+    HYBRIDOPT_TRY(Meet(false, &step, timeline));
+  return true;
+}
+
 Status Checkpoints::Settle(Timeline& timeline) {
   bool step = false;
   return saver_ == nullptr ? Status() : Meet(false, &step, timeline);

@@ -56,6 +56,8 @@ class Checkpoints {
   Capture* capture() const { return saver_ != nullptr ? &saver_->capture() : nullptr; }
   // Before anything else touches state, or the params' memory.
   Status AwaitCapture(Timeline& timeline);
+  // Until a running save has read what is the caller's; false if none borrows anything.
+  Result<bool> AwaitBorrowed(Timeline& timeline);
 
   // A round of the ranks while nothing else is to be done.
   Status Settle(Timeline& timeline);

@@ -133,7 +133,18 @@ Status Lanes::NewTimedEvent(const char* label, TimedEvent* event) {
 
 Status Lanes::Wait(EventHandle event, const char* what) {
   Status status = device().Wait(event, context_.device_timeout_ns());
+  return status.code() == OFFLOAD_TIMED_OUT ? NoProgress(what) : status;
+}
+
+Status Lanes::WaitForCaller(EventHandle event, const char* what,
+                            FunctionRef<Result<bool>()> await_borrowed) {
+  Status status = device().Wait(event, context_.device_timeout_ns());
   if (status.code() != OFFLOAD_TIMED_OUT) return status;
+  HYBRIDOPT_ASSIGN(const bool borrowed, await_borrowed());
+  return borrowed ? Wait(event, what) : NoProgress(what);
+}
+
+Status Lanes::NoProgress(const char* what) const {
   return Status::Error(OFFLOAD_DEVICE_FAILED,
                        "the device made no progress for %.1f s while waiting for %s "
                        "(device_timeout_ns of the context); is the stream given to the step stuck?",

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/function_ref.h"
 #include "core/context.h"
 #include "core/placement.h"
 #include "core/timeline.h"
@@ -54,6 +55,11 @@ class Lanes {
 
   // The pipeline's own waits: bounded, and a wait that runs out is a failure of the device.
   Status Wait(EventHandle event, const char* what);
+  // The same for work on a stream of the caller's, which may itself wait until a save has read what
+  // it borrows: a slow disk is no failure of the device. `await_borrowed` waits for that reading
+  // and says whether there is a save that borrows; then the work has all its time once more.
+  Status WaitForCaller(EventHandle event, const char* what,
+                       FunctionRef<Result<bool>()> await_borrowed);
   Result<double> Seconds(const TimedEvent& event);
 
   Device& device() { return context_.device(); }
@@ -75,6 +81,7 @@ class Lanes {
 
  private:
   explicit Lanes(Context& context) : context_(context) {}
+  Status NoProgress(const char* what) const;
   Status CreateAll(const Placement& placement);
   Status CreateRing(const Placement& placement);
   Result<StreamHandle> NewStream(const char* label);

@@ -27,9 +27,10 @@ Mover::Mover(Context& context, const ParamTable& table, const Placement& placeme
   norm_inputs_.reserve(table.size());
 }
 
-Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready, uint64_t* bytes) {
+Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
+                  FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes) {
   UseDeviceMemory(request);
-  HYBRIDOPT_TRY(AwaitProducers(request, ready));
+  HYBRIDOPT_TRY(AwaitProducers(request, ready, await_borrowed));
   copies_.clear();
   switch (request.move) {
     case Move::kOffloadParams:
@@ -71,10 +72,11 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready, uint
 // The producers are waited for here and not by the streams: a move may queue more copies than a
 // launch queue holds, and its ticket must not complete before the producers' work has, even where
 // nothing is copied.
-Status Mover::AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready) {
+Status Mover::AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
+                             FunctionRef<Result<bool>()> await_borrowed) {
   if (device_.unified()) return {};
   for (EventHandle event : ready.first(request.producer_count))
-    HYBRIDOPT_TRY(lanes_.Wait(event, "the streams given to a move"));
+    HYBRIDOPT_TRY(lanes_.WaitForCaller(event, "the streams given to a move", await_borrowed));
   return {};
 }
 

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "base/function_ref.h"
 #include "core/context.h"
 #include "core/host_share.h"
 #include "core/lanes.h"
@@ -47,8 +48,10 @@ class Mover {
   // Fills masters from the params (after the work on `stream`) and moments with their first value.
   Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
 
-  // `ready` are the events behind the producers' work. Adds to *bytes what went over.
-  Status Run(MoveRequest& request, std::span<const EventHandle> ready, uint64_t* bytes);
+  // `ready` are the events behind the producers' work, which may wait for a save: see
+  // Lanes::WaitForCaller. Adds to *bytes what went over.
+  Status Run(MoveRequest& request, std::span<const EventHandle> ready,
+             FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes);
 
  private:
   struct Copy {
@@ -58,7 +61,8 @@ class Mover {
   };
   enum class Direction { kDown, kUp };
 
-  Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready);
+  Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
+                        FunctionRef<Result<bool>()> await_borrowed);
   void ListParams(const MoveRequest& request);
   void ListGrads(const MoveRequest& request);
   void ListStates(const MoveRequest& request);

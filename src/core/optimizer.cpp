@@ -467,7 +467,9 @@ Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
   if (MovesState(request.move))
     HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
   uint64_t bytes = 0;
-  HYBRIDOPT_TRY(committed_->mover->Run(request, committed_->lanes->ReadyEvents(slot), &bytes));
+  HYBRIDOPT_TRY(committed_->mover->Run(
+      request, committed_->lanes->ReadyEvents(slot),
+      [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }, &bytes));
   const bool reload = request.move == Move::kReloadParams || request.move == Move::kReloadGrads ||
                       request.move == Move::kReloadStates;
   request.items = {};  // 256 slots that each keep their longest list would add up

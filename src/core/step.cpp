@@ -257,6 +257,14 @@ void StepPipeline::AwaitBorrowed(offload_step_result_t* result) {
   capture_->AwaitBorrowed();
 }
 
+// The caller's stream may wait for the save too.
+Status StepPipeline::AwaitGradients(EventHandle ready) {
+  return lanes_.WaitForCaller(ready, "the gradients", [this]() -> Result<bool> {
+    if (capture_ == nullptr || !capture_->borrows()) return false;
+    return capture_->AwaitBorrowed();
+  });
+}
+
 // --------------------------------------------------------------------- params in device memory --
 
 Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
@@ -271,11 +279,11 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   uint64_t copies = 0;
   for (uint32_t chunk = 0; chunk < prefetched; ++chunk)
     copies += placement_.chunks[chunk].fragment_count;
-  if (copies > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(lanes_.Wait(ready, "the gradients"));
+  if (copies > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(AwaitGradients(ready));
   for (uint32_t chunk = 0; chunk < prefetched; ++chunk) HYBRIDOPT_TRY(BringDown(chunk, result));
   HYBRIDOPT_TRY(QueueVerdict(request));
   // The clock starts when the gradients are there: the caller's own work is not the step's.
-  HYBRIDOPT_TRY(lanes_.Wait(ready, "the gradients"));
+  HYBRIDOPT_TRY(AwaitGradients(ready));
   Stopwatch total(result->total_seconds);
   {
     Stopwatch norm(result->norm_seconds);

@@ -84,6 +84,7 @@ class StepPipeline {
   void AwaitCaptureOf(uint32_t chunk, const ChunkPart& part);
   void AwaitCaptureOfDeviceShare();
   void AwaitBorrowed(offload_step_result_t* result);
+  Status AwaitGradients(EventHandle ready);
   Status RunStaged(const StepRequest& request, EventHandle ready,
                    FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
                    Verdict* verdict);

@@ -320,5 +320,79 @@ TEST_F(BesideASave, AFailureOfItIsItsOwn) {
   rig_->Wait(EmptyStep());
 }
 
+// The time that a device may take runs out at once in one wait for the work on a stream.
+struct Impatience {
+  std::atomic<StreamHandle> stream = nullptr;
+  std::atomic<EventHandle> event = nullptr;  // behind that work
+  std::atomic<bool> ran_out = false;
+};
+class ImpatientDevice final : public ForwardingDevice {
+ public:
+  ImpatientDevice(std::unique_ptr<Device> device, Impatience& impatience)
+      : ForwardingDevice(std::move(device)), impatience_(impatience) {}
+  Status Record(EventHandle event, StreamHandle stream) override {
+    if (stream != nullptr && stream == impatience_.stream) impatience_.event = event;
+    return ForwardingDevice::Record(event, stream);
+  }
+  Status Wait(EventHandle event, int64_t timeout_ns) override {
+    if (event != impatience_.event || impatience_.ran_out)
+      return ForwardingDevice::Wait(event, timeout_ns);
+    Status status = ForwardingDevice::Wait(event, 0);
+    impatience_.ran_out = true;
+    return status;
+  }
+
+ private:
+  Impatience& impatience_;
+};
+
+// A stream given to a step or move may wait for the save: then the disk takes the time.
+TEST_F(BesideASave, ADeviceThatWaitsForASlowDiskHasNotFailed) {
+  using Call = std::function<offload_ticket_t(offload_stream_t)>;
+  const auto move = [&](MoveFunction function, uint32_t flags) -> Call {
+    return [this, function, flags](offload_stream_t stream) {
+      return rig_->Move(function, {{}, flags, {stream}});
+    };
+  };
+  const Call calls[] = {
+      [&](offload_stream_t stream) { return rig_->Step(solved_->problem.steps[0], stream); },
+      move(offload_optimizer_offload_grads, 0),
+      move(offload_optimizer_offload_grads, OFFLOAD_MOVE_ACCUMULATE),
+      [&](offload_stream_t stream) {
+        rig_->Move(offload_optimizer_offload_grads);
+        rig_->BindAll();
+        return move(offload_optimizer_reload_grads, 0)(stream);
+      }};
+  for (const Call& call : calls) {
+    SCOPED_TRACE(&call - calls);
+    Impatience impatience;
+    wrap_ = [&](std::unique_ptr<Device> device) {
+      return std::make_unique<ImpatientDevice>(std::move(device), impatience);
+    };
+    Start(SmallProblem(1), {OFFLOAD_DEVICE_SIM, 1}, true);
+    offload_stream_t stream = nullptr;
+    MUST(offload_stream_create(rig_->context(), &stream));
+    MUST(offload_optimizer_stream_wait(rig_->optimizer(), save_, stream, nullptr, 0));
+    std::vector<Overwriting> writes(rig_->size());
+    for (uint32_t id = 0; id < rig_->size(); ++id) {
+      writes[id].bytes = solved_->problem.params[id].data_bytes();
+      MUST(offload_device_map(rig_->context(), rig_->data[id], writes[id].bytes,
+                              &writes[id].mapped));
+      MUST(offload_stream_run(rig_->context(), stream, Overwriting::Run, &writes[id]));
+    }
+    impatience.stream = stream;
+    const offload_ticket_t ticket = call(stream);
+    while (!impatience.ran_out) std::this_thread::yield();
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), ticket, kAWhileNs), OFFLOAD_TIMED_OUT)
+        << offload_last_error();
+    files_.before_reading = false;
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), ticket, -1), OFFLOAD_OK)
+        << offload_last_error();
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, -1), OFFLOAD_OK);
+    EXPECT_EQ(SavedDifference(), "");
+    rig_.reset();  // it uses the device's impatience
+  }
+}
+
 }  // namespace
 }  // namespace hybridopt
