@@ -24,6 +24,11 @@ std::string NameOf(const std::string& path) {
   return plain.substr(plain.rfind('/') + 1);  // npos + 1 is 0
 }
 
+int LookIn(prim::Files& files, const std::string& directory) {
+  const std::string itself = directory + "/.";
+  return Uninterrupted([&] { return files.Look(itself); });
+}
+
 Result<std::string> AbsolutePath(prim::Files& files, const std::string& path) {
   if (path.starts_with('/')) return path;
   std::string directory;

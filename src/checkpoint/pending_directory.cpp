@@ -113,17 +113,19 @@ Status PendingDirectory::CheckTarget(Files& files, const std::string& target) {
                          "name that every tool can show; choose another one",
                          name.size());
   HYBRIDOPT_TRY(CheckLength(files, target));
-  if (Uninterrupted([&] { return files.Look(target); }) == 0)
+  // With a slash behind it, what is there and no directory would not be found.
+  const std::string plain = WithoutSlashes(target);
+  if (Uninterrupted([&] { return files.Look(plain); }) == 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.path '%.500s' exists; a checkpoint never replaces anything: "
                          "choose a new name, or remove what is there",
                          target.c_str());
   const std::string parent = ParentOf(target);
-  if (const int error = Uninterrupted([&] { return files.Look(parent); }); error != 0)
+  if (const int error = LookIn(files, parent); error != 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.path '%.500s': its parent '%.500s' cannot be used: %s; make it "
-                         "first",
-                         target.c_str(), parent.c_str(), prim::ErrorText(-error).c_str());
+                         "options.path '%.500s': its parent '%.500s' cannot be used: %s; %s",
+                         target.c_str(), parent.c_str(), prim::ErrorText(-error).c_str(),
+                         error == -ENOENT ? "make it first" : "choose another one");
   return {};
 }
 

@@ -4,6 +4,7 @@
 
 #include <condition_variable>
 #include <filesystem>
+#include <fstream>
 #include <mutex>
 #include <string>
 
@@ -132,6 +133,21 @@ TEST_F(CheckpointPathsTest, NamesThatCanNeverWorkAreRefusedByTheCall) {
   const std::string longest = here_ / std::string(230, 'n');
   rig_->Wait(rig_->Save(longest));
   EXPECT_EQ(rig_->TryLoad(longest), OFFLOAD_OK);
+}
+
+TEST_F(CheckpointPathsTest, WhatIsInTheWayIsToldByTheCall) {
+  std::ofstream(there_ / "file") << "bytes";
+  std::filesystem::create_symlink("nowhere", there_ / "dangling");
+  for (const std::string& name : {there_ / "file", there_ / "dangling"}) {
+    for (const char* const slashes : {"", "/", "//"})
+      RefuseSave(name + slashes,
+                 "options.path '" + name + slashes + "' exists; a checkpoint never");
+    RefuseSave(name + "/step-1", "its parent '" + name + "' cannot be used: ");
+  }
+  EXPECT_EQ(there_.Names(), (std::vector<std::string>{"dangling", "file"}));
+  // Slashes behind a name that is free are no part of it.
+  rig_->Wait(rig_->Save(here_ / "step-1//"));
+  EXPECT_EQ(here_.Names(), std::vector<std::string>{"step-1"});
 }
 
 TEST_F(CheckpointPathsTest, AWorkingDirectoryThatIsGoneIsTold) {

@@ -210,6 +210,9 @@ TEST_F(PendingDirectoryTest, ANameThatMightNotLastIsTakenBack) {
 
 TEST_F(PendingDirectoryTest, NamesThatCanNeverWorkAreRefused) {
   Put(root_ / "there", {});
+  Put(root_.path(), {"file"});
+  std::filesystem::create_symlink("nowhere", root_ / "dangling");
+  std::filesystem::create_directory_symlink("there", root_ / "link");
   std::string deep = root_.path();  // a path may be too long with short names in it, too
   while (deep.size() < 4000) deep += "/.";
   deep += "/" + std::string(60, 'n');
@@ -225,7 +228,14 @@ TEST_F(PendingDirectoryTest, NamesThatCanNeverWorkAreRefused) {
       {root_ / std::string(1000, 'n'), "1000 of them its name: more than the file system takes"},
       {deep, "60 of them its name: more than the file system takes"},
       {root_ / "there", "there' exists; a checkpoint never replaces anything"},
+      {root_ / "there//", "there//' exists; a checkpoint never replaces anything"},
+      {root_ / "file/", "file/' exists; a checkpoint never replaces anything"},
+      {root_ / "dangling/", "dangling/' exists; a checkpoint never replaces anything"},
       {root_ / "none/new", "new': its parent '" + (root_ / "none") + "' cannot be used"},
+      {root_ / "none/new/", "cannot be used: No such file or directory; make it first"},
+      {root_ / "file/new", "file' cannot be used: Not a directory; choose another one"},
+      {root_ / "dangling/new",
+       "dangling' cannot be used: No such file or directory; make it first"},
   };
   for (const auto& row : rows) {
     const Status status = PendingDirectory::CheckTarget(files_, row.target);
@@ -234,7 +244,8 @@ TEST_F(PendingDirectoryTest, NamesThatCanNeverWorkAreRefused) {
   }
   // What passes can be made.
   for (const std::string& name :
-       {std::string(230, 'n'), std::string("n\xc3\xa4me"), std::string("a b"), std::string("a.")}) {
+       {std::string(230, 'n'), std::string("n\xc3\xa4me"), std::string("a b"), std::string("a."),
+        std::string("slashes//"), std::string("link/behind"), std::string("there//inside/")}) {
     ASSERT_TRUE(PendingDirectory::CheckTarget(files_, root_ / name).ok()) << name;
     Result<PendingDirectory> made = PendingDirectory::Make(files_, root_ / name);
     ASSERT_TRUE(made.ok()) << made.status().message();
