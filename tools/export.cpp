@@ -133,20 +133,35 @@ class Exporter {
 };
 
 Status CheckOut(const std::string& out) {
+  if (out.empty() || out.back() == '/')
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "OUT is '%.500s', expected the name of a file to make", out.c_str());
   if (SystemFiles().Look(out) == 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "OUT '%.500s' exists; choose a new name, or remove what is there",
                          out.c_str());
-  if (SystemFiles().Look(ParentOf(out)) == 0 && !NameOf(out).empty()) return {};
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "OUT '%.500s': its folder is not there",
-                       out.c_str());
+  const std::string folder = ParentOf(out);
+  const int error = LookIn(SystemFiles(), folder);
+  if (error == 0) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "OUT '%.500s': its folder '%.500s' cannot be used: %s; %s", out.c_str(),
+                       folder.c_str(), hybridopt::prim::ErrorText(-error).c_str(),
+                       error == -ENOENT ? "make it first" : "choose another one");
 }
 
 // Never replaces anything, where the system can promise that.
-int NameFile(const std::string& from, const std::string& out) {
+int RenameFile(const std::string& from, const std::string& out) {
   const int error = SystemFiles().RenameNoReplace(from, out);
   if (error != -ENOSYS && error != -EINVAL) return error;
   return SystemFiles().Look(out) == 0 ? -EEXIST : SystemFiles().Rename(from, out);
+}
+
+Status NameFile(const std::string& from, const std::string& out) {
+  if (const int error = RenameFile(from, out); error != 0) return IoError("name", out, error);
+  Status status = SyncDirectory(SystemFiles(), ParentOf(out));
+  // An export that failed has left nothing: what might not outlive a crash is taken back.
+  if (!status.ok()) (void)SystemFiles().Rename(out, from);
+  return status;
 }
 
 // The file grows in a directory as checkpoints do. What is left of an export that was killed is
@@ -155,10 +170,7 @@ Status WriteAndName(Exporter* exporter, const std::string& out) {
   HYBRIDOPT_ASSIGN(PendingDirectory pending, PendingDirectory::Make(SystemFiles(), out));
   const std::string path = pending.path() + "/" + ShardFileName(0, 1);
   Status status = exporter->Write(path);
-  if (status.ok()) {
-    const int error = NameFile(path, out);
-    status = error == 0 ? SyncDirectory(SystemFiles(), ParentOf(out)) : IoError("name", out, error);
-  }
+  if (status.ok()) status = NameFile(path, out);
   pending.Remove();
   return status;
 }

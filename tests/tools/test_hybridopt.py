@@ -1,6 +1,6 @@
 """The hybridopt command-line tool: what it prints, writes and returns.
 
-HYBRIDOPT_TOOL and HYBRIDOPT_MAKE_SAMPLE are the programs.
+HYBRIDOPT_TOOL and HYBRIDOPT_MAKE_SAMPLE are the programs, HYBRIDOPT_FAILING_SYNC is preloaded.
 """
 
 import json
@@ -450,8 +450,41 @@ def test_export_makes_nothing_where_it_is_refused(sample, tmp_path):
     drop_rank(sample, 0)
     expect(BAD, "param 'embed.weight', master: element (0, 0) of the tensor is in none")
     refuse(USAGE, f"OUT '{sample}' exists", "export", sample, sample)
-    refuse(USAGE, "its folder is not there", "export", sample, tmp_path / "none" / "out")
-    refuse(FAILED, "could not open", "export", tmp_path / "none", out)
+    none = tmp_path / "none"
+    text = f"OUT '{none}/out': its folder '{none}' cannot be used: No such file or directory; make"
+    refuse(USAGE, text, "export", sample, none / "out")
+    refuse(FAILED, "could not open", "export", none, out)
+
+
+def test_what_is_in_the_way_is_told_before_anything_is_written(sample, tmp_path):
+    (tmp_path / "file").write_text("bytes")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    for name in ("file", "dangling"):
+        there = tmp_path / name
+        folder = f"'{there}' cannot be used: "
+        text = f"OUT '{there}' exists; choose a new name, or remove what is there"
+        refuse(USAGE, text, "export", sample, there)
+        text = f"OUT '{there}/' exists; a checkpoint never replaces anything"
+        refuse(USAGE, text, "reshard", sample, f"{there}/", "--world", 2)
+        refuse(USAGE, f"its folder {folder}", "export", sample, there / "out")
+        refuse(USAGE, f"its parent {folder}", "reshard", sample, there / "out", "--world", 2)
+    for out in (tmp_path / "file", tmp_path / "dangling", tmp_path / "new"):
+        text = f"OUT is '{out}/', expected the name of a file to make"
+        refuse(USAGE, text, "export", sample, f"{out}/")
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    succeed("reshard", sample, f"{tmp_path}/new/", "--world", 2)  # it makes a directory
+    succeed("verify", tmp_path / "new")
+
+
+def test_a_name_that_might_not_last_is_taken_back(sample, tmp_path):
+    """Once the file has its name, its folder cannot be synced."""
+    out = tmp_path / "out"
+    failing = {**os.environ, "LD_PRELOAD": os.environ["HYBRIDOPT_FAILING_SYNC"]}
+    text = f"could not sync '{tmp_path}': Input/output error"
+    assert refuse(FAILED, text, "export", sample, out, env=failing) == "IO_FAILED"
+    assert [path.name for path in tmp_path.iterdir()] == ["sample"]
+    succeed("export", sample, out)
 
 
 def test_a_kind_that_a_rank_did_not_store_is_told(tmp_path):
