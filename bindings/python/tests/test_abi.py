@@ -1,9 +1,11 @@
 """hybridopt.abi against the library of this build. No torch here."""
 
 import array
+import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,8 +22,8 @@ def addressed(values):
     return data, data.buffer_info()[0]
 
 
-def registered(context, data_address, grad_address, count, **fields):
-    optimizer = abi.Optimizer(context, algorithm=abi.OFFLOAD_ADAMW)
+def registered(context, data_address, grad_address, count, options=None, **fields):
+    optimizer = abi.Optimizer(context, algorithm=abi.OFFLOAD_ADAMW, **(options or {}))
     group = optimizer.add_group(lr=0.5, beta1=0.9, beta2=0.99, eps=1e-8)
     param = abi.offload_param_t(
         group=group,
@@ -162,6 +164,106 @@ def test_a_foreign_handle_is_refused():
     with abi.Context() as context:
         with pytest.raises(abi.InvalidArgumentError, match="optimizer"):
             abi.call("offload_optimizer_commit", context.value, None)
+
+
+@contextlib.contextmanager
+def full_disk():
+    """A limit on the size of files stands for it. Python ignores the signal that comes with it."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+@pytest.fixture
+def saver():
+    """An optimizer that can save. Its saves run one after the other."""
+    weights, weights_address = addressed([1.0, 2.0, 3.0])
+    grad, grad_address = addressed([0.0, 0.0, 0.0])
+    with abi.Context(threads=1) as context:
+        with registered(context, weights_address, grad_address, 3) as optimizer:
+            optimizer.commit()
+            yield optimizer
+    assert len(weights) == len(grad)
+
+
+def fail_unheard(optimizer, path):
+    """A save that has failed before the call returns, of which nobody has been told."""
+    with full_disk():
+        ticket = optimizer.save(path)
+        with pytest.raises(abi.IoFailedError, match=r"/\.behind\..*File too large"):
+            optimizer.wait(optimizer.save(path.with_name("behind")))
+    return ticket
+
+
+@pytest.mark.parametrize("how", ["its ticket", "all"])
+def test_a_save_that_failed_is_told_once_though_others_have_begun(how, saver, tmp_path):
+    failed = fail_unheard(saver, tmp_path / "failed")
+    works = saver.save(tmp_path / "works")
+    saver.wait(works)
+    with pytest.raises(abi.IoFailedError, match=r"/\.failed\..*File too large"):
+        saver.wait(failed if how == "its ticket" else 0)
+    saver.wait()
+    saver.wait(works)
+
+
+def test_each_save_that_failed_is_told(saver, tmp_path):
+    fail_unheard(saver, tmp_path / "first")
+    fail_unheard(saver, tmp_path / "second")
+    saver.save(tmp_path / "works")
+    for name in ("first", "second"):
+        with pytest.raises(abi.IoFailedError, match=rf"/\.{name}\..*File too large"):
+            saver.wait()
+    saver.wait()
+
+
+def test_whoever_only_asks_takes_no_failure_away(saver, tmp_path):
+    failed = fail_unheard(saver, tmp_path / "failed")
+    assert saver.ended(failed)
+    saver.drain()
+    saver.drain()
+    with pytest.raises(abi.IoFailedError, match=r"/\.failed\..*File too large"):
+        saver.wait()
+    saver.wait()
+
+
+def test_draining_tells_what_concerns_all():
+    types = dict(field[:2] for field in abi.offload_comm_t._fields_)
+    comm = abi.offload_comm_t(
+        world=2,
+        sum=types["sum"](lambda *_: 1),  # the other rank is gone
+        max=types["max"](lambda *_: 0),
+        barrier=types["barrier"](lambda *_: 0),
+    )
+    _, address = memory = addressed([1.0])
+    options = {"comm": ctypes.pointer(comm)}
+    with abi.Context(threads=1) as context:
+        with registered(context, address, address, 1, options) as optimizer:
+            optimizer.commit()
+            optimizer.step(grad_norm_max=1.0)
+            for wait in (optimizer.drain, optimizer.wait, optimizer.drain):
+                with pytest.raises(abi.CommFailedError, match="comm.sum"):
+                    wait()
+    assert memory[0].tolist() == [1.0]
+
+
+def test_a_failure_that_was_heard_keeps_no_optimizer(tmp_path):
+    _, address = memory = addressed([1.0])
+    with abi.Context(threads=1) as context:
+        optimizer = registered(context, address, address, 1)
+        optimizer.commit()
+        fail_unheard(optimizer, tmp_path / "failed")
+        optimizer.drain()
+        gc.collect()
+        gc.disable()
+        try:
+            del optimizer
+            assert context.info().optimizers == 0
+        finally:
+            gc.enable()
+    assert len(memory[0]) == 1
 
 
 def slow_context():

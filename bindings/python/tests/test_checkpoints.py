@@ -355,6 +355,10 @@ progress = {"none": None, "function": lambda done, total: None, "bar": True}[sys
 if sys.argv[3] == "fails":
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 transfer = optimizer.save_checkpoint(sys.argv[1], wait=False, progress=progress)
+if sys.argv[4:] == ["asks"]:
+    while not transfer.done():
+        pass
+    optimizer._engine.wait()  # as work on weights does
 if sys.argv[4:] == ["waits"]:
     try:
         transfer.wait()
@@ -370,8 +374,9 @@ def test_a_save_at_the_end_of_a_script_ends_first(progress, tmp_path, scripts):
     abi.checkpoint_verify(tmp_path / "saved")
 
 
-def test_a_save_at_the_end_of_a_script_tells_why_it_failed(tmp_path, scripts):
-    ended = scripts.run(SAVE_AND_END, tmp_path / "saved", "none", "fails")
+@pytest.mark.parametrize("then", [[], ["asks"]])
+def test_a_save_at_the_end_of_a_script_tells_why_it_failed(then, tmp_path, scripts):
+    ended = scripts.run(SAVE_AND_END, tmp_path / "saved", "none", "fails", *then)
     assert "a save that was not waited for: " in ended.stderr and "File too large" in ended.stderr
     assert not list(tmp_path.iterdir())
 

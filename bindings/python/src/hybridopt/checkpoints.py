@@ -55,13 +55,7 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether wait() would return at once, or raise."""
-        try:
-            self._engine.handle.wait(self._ticket, timeout_ns=0)
-        except abi.TimedOutError:
-            return False
-        except abi.HybridoptError:
-            return True
-        return True
+        return self._engine.handle.ended(self._ticket)
 
     def wait(self) -> None:
         """Returns when everything is on disk; what went wrong is raised here."""

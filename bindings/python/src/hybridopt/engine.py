@@ -6,7 +6,6 @@ somebody puts there instead of them is adopted before the next step.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import time
 from collections import deque
@@ -440,8 +439,7 @@ class Engine(Adopting, Masters, Moves):
 
     def wait(self) -> None:
         """Waits for everything queued. Of a failed save its own ticket tells."""
-        with contextlib.suppress(abi.CheckpointError, abi.OutOfHostMemoryError):
-            self.handle.wait()
+        self.handle.drain()
 
     def settle(self, state: dict[Tensor, Any]) -> None:
         """Waits for queued steps, but for no save; then `state` says what they have done."""

@@ -156,6 +156,7 @@ class Optimizer(Handle):
         call("offload_optimizer_create", context.value, fields, handle)
         self.context = context
         self._comm = options.get("comm")  # its functions are called until destroy
+        self._failed: dict[int, HybridoptError] = {}  # by ticket: what nobody has been told yet
         super().__init__(handle.value or 0)
 
     def add_group(self, **group: Any) -> int:
@@ -198,9 +199,16 @@ class Optimizer(Handle):
         return result
 
     def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
-        """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit)."""
-        # Steps behind a save complete before it. Of an earlier save that failed its own wait tells.
-        ended = list(self._kept) if ticket == 0 else [ticket]
+        """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit).
+        Why a save or load failed is told by its own ticket, and once by 0, one failure a call, if
+        nobody has been told before."""
+        if ticket == 0:
+            self.drain(timeout_ns)
+            if self._failed:
+                raise self._failed.pop(min(self._failed))
+            return
+        if ticket in self._failed:
+            raise self._failed.pop(ticket)
         try:
             _wait("offload_optimizer_wait", timeout_ns, self.value, ticket)
         except TimedOutError:
@@ -208,8 +216,25 @@ class Optimizer(Handle):
         except HybridoptError:
             self._kept.pop(ticket, None)  # it has been told
             raise
-        for kept in ended:
-            self._kept.pop(kept, None)
+        self._kept.pop(ticket, None)
+
+    def drain(self, timeout_ns: int = -1) -> None:
+        """Waits for everything queued, as wait() does, but raises only what concerns all of it: why
+        a save or load failed is left for wait() to tell."""
+        try:
+            _wait("offload_optimizer_wait", timeout_ns, self.value, 0)
+        except TimedOutError:
+            raise
+        except HybridoptError:
+            pass  # either it is heard again from its own ticket, or it is told again below
+        self._hear()
+        _wait("offload_optimizer_wait", timeout_ns, self.value, 0)
+
+    def ended(self, ticket: int) -> bool:
+        """Whether wait() for a save or load would return at once, or raise."""
+        if not self.closed:
+            self._hear()
+        return self.closed or ticket not in self._kept
 
     def stream_wait(self, stream: int, ticket: int = 0, params: Iterable[int] | None = None) -> None:
         """Makes later work on the stream wait until the params (None: all) are updated."""
@@ -263,7 +288,7 @@ class Optimizer(Handle):
     def _transfer(
         self, name: str, struct: type[c.Struct], path: Any, keep: Any, options: Any
     ) -> int:
-        self._forget_ended()
+        self._hear()
         fields, kept = progress_of(options)
         ticket = c.offload_ticket_t()
         call(name, self.value, make(struct, {**fields, "path": path}), ticket)
@@ -271,13 +296,19 @@ class Optimizer(Handle):
         _transferring.add(self)
         return ticket.value
 
-    def _forget_ended(self) -> None:
-        """What earlier saves and loads needed goes, also if nobody has waited for them."""
-        for ticket in list(self._kept):
+    def _hear(self) -> None:
+        """What ended saves and loads needed goes, also if nobody has waited for them. The library
+        takes a failure for told when it has told us: it is kept until wait() has told somebody."""
+        value = self.value
+        for ticket in sorted(self._kept):
             try:
-                call("offload_optimizer_wait", self.value, ticket, 0)
-            except HybridoptError:  # still running, or failed: at the end somebody hears of it
+                call("offload_optimizer_wait", value, ticket, 0)
+            except TimedOutError:
                 continue
+            except HybridoptError as error:
+                if ticket in self._kept:  # no other thread has heard of it meanwhile
+                    error.__traceback__ = error.__context__ = None  # they refer to this optimizer
+                    self._failed[ticket] = error
             self._kept.pop(ticket, None)
 
     def _move(self, name: str, options: dict[str, Any]) -> int:
@@ -303,9 +334,9 @@ os.register_at_fork(after_in_child=_transferring.clear)  # it is the parent's
 def _finish_transfers() -> None:
     """Lets saves end while there is an interpreter for their progress functions to run in."""
     for optimizer in list(_transferring):
-        if optimizer.closed or not optimizer._kept:
+        if optimizer.closed:
             continue
-        for ticket in sorted(optimizer._kept):
+        for ticket in sorted({*optimizer._kept, *optimizer._failed}):
             try:
                 optimizer.wait(ticket)
             except HybridoptError as error:
