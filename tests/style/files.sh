@@ -5,6 +5,7 @@ files_of() {
   local root=$1 pattern names=()
   shift
   for pattern in "$@"; do names+=(-o -name "$pattern"); done
-  find "$root" \( -path "$root/build" -o -path "$root/.git" -o -path "$root/.venv" \) -prune -o \
+  find "$root" \( -path "$root/build" -o -path "$root/.git" -o -path "$root/.venv" -o \
+    -path "$root/.venv-peers" \) -prune -o \
     -type f \( "${names[@]:1}" \) -print | sort
 }
