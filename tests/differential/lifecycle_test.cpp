@@ -10,16 +10,9 @@
 #include <thread>
 #include <vector>
 
+#include "../sanitizers.h"
 #include "lifecycle_rig.h"
 #include "watched_device.h"
-
-#if defined(__SANITIZE_THREAD__)
-#define HYBRIDOPT_THREAD_SANITIZER 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define HYBRIDOPT_THREAD_SANITIZER 1
-#endif
-#endif
 
 namespace hybridopt {
 namespace {
@@ -776,9 +769,8 @@ TEST(ProducersTest, EachIsWaitedFor) {
 
 // A test of the test above.
 TEST(ProducersTest, AMissingWaitGivesWrongBits) {
-#ifdef HYBRIDOPT_THREAD_SANITIZER
-  GTEST_SKIP() << "a missing wait is a data race: the thread sanitizer would end the program";
-#endif
+  if (HYBRIDOPT_TSAN)
+    GTEST_SKIP() << "a missing wait is a data race: the thread sanitizer would end the program";
   for (bool accumulate : {false, true})
     for (uint32_t late = 0; late < Producers::kCount; ++late)
       EXPECT_NE(StepBehindFourProducers(late, accumulate, true), "") << "late: " << late;

@@ -8,19 +8,12 @@
 #include <map>
 #include <memory>
 
+#include "../sanitizers.h"
 #include "core/context.h"
 #include "core/optimizer.h"
 #include "leaky_device.h"
 #include "memory/pinned_arena.h"
 #include "rig.h"
-
-#if defined(__SANITIZE_THREAD__)
-#define HYBRIDOPT_THREAD_SANITIZER 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define HYBRIDOPT_THREAD_SANITIZER 1
-#endif
-#endif
 
 namespace hybridopt {
 namespace {
@@ -360,9 +353,8 @@ void PrintTo(const LeakCase& leak_case, std::ostream* out) { *out << leak_case.n
 class LeakTest : public testing::TestWithParam<LeakCase> {};
 
 TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
-#ifdef HYBRIDOPT_THREAD_SANITIZER
-  GTEST_SKIP() << "a missing wait is a data race: the thread sanitizer would end the program";
-#endif
+  if (HYBRIDOPT_TSAN)
+    GTEST_SKIP() << "a missing wait is a data race: the thread sanitizer would end the program";
   // Whether a schedule shows it is chance, so delays grow until one does.
   constexpr int kSchedulesMax = 400;
   bool shown = false;

@@ -3,68 +3,22 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cerrno>
 #include <cmath>
 
+#include "../malloc_hooks.h"
 #include "trainer.h"
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define HYBRIDOPT_COUNTS 0  // a sanitizer has an allocator of its own
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define HYBRIDOPT_COUNTS 0
-#endif
-#endif
-#ifndef HYBRIDOPT_COUNTS
-#define HYBRIDOPT_COUNTS 1
-#endif
 
 namespace {
 
 std::atomic<bool> counting = false;
 std::atomic<uint64_t> allocations = 0;
 
-[[maybe_unused]] void Count() {
-  if (counting.load(std::memory_order_relaxed)) allocations.fetch_add(1);
-}
-
 }  // namespace
 
-// glibc lets a program bring these; operator new of libstdc++ ends in malloc.
-#if HYBRIDOPT_COUNTS
-extern "C" {
-void* __libc_malloc(size_t bytes);
-void* __libc_calloc(size_t count, size_t bytes);
-void* __libc_realloc(void* data, size_t bytes);
-void* __libc_memalign(size_t alignment, size_t bytes);
-
-void* malloc(size_t bytes) {
-  Count();
-  return __libc_malloc(bytes);
+void malloc_hooks::Allocated(void*) {
+  if (counting.load(std::memory_order_relaxed)) allocations.fetch_add(1);
 }
-void* calloc(size_t count, size_t bytes) {
-  Count();
-  return __libc_calloc(count, bytes);
-}
-void* realloc(void* data, size_t bytes) {
-  Count();
-  return __libc_realloc(data, bytes);
-}
-void* aligned_alloc(size_t alignment, size_t bytes) {
-  Count();
-  return __libc_memalign(alignment, bytes);
-}
-void* memalign(size_t alignment, size_t bytes) {
-  Count();
-  return __libc_memalign(alignment, bytes);
-}
-int posix_memalign(void** data, size_t alignment, size_t bytes) {
-  Count();
-  *data = __libc_memalign(alignment, bytes);
-  return *data != nullptr ? 0 : ENOMEM;
-}
-}
-#endif
+void malloc_hooks::Freeing(void*) {}
 
 namespace hybridopt::fault {
 namespace {
@@ -147,7 +101,7 @@ void CountAllocationsOfSteps(const Case& one) {
 }
 
 TEST(Allocation, IsSeenByTheCounter) {
-  if (!HYBRIDOPT_COUNTS) GTEST_SKIP() << "the sanitizer's allocator is in force";
+  if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
   allocations = 0;
   counting = true;
   std::vector<int> vector(100);
@@ -159,7 +113,7 @@ TEST(Allocation, IsSeenByTheCounter) {
 }
 
 TEST(Allocation, DoesNotHappenInSteps) {
-  if (!HYBRIDOPT_COUNTS) GTEST_SKIP() << "the sanitizer's allocator is in force";
+  if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
   for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_SGD, OFFLOAD_LION, OFFLOAD_ADAGRAD})
     for (const Case& one :
          {Case{OFFLOAD_DEVICE_HOST, 0, algorithm}, Case{OFFLOAD_DEVICE_SIM, 0, algorithm},

@@ -7,24 +7,13 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cerrno>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "../malloc_hooks.h"
 #include "../temporary_directory.h"
 #include "trainer.h"
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define HYBRIDOPT_COUNTS 0  // a sanitizer has an allocator of its own
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define HYBRIDOPT_COUNTS 0
-#endif
-#endif
-#ifndef HYBRIDOPT_COUNTS
-#define HYBRIDOPT_COUNTS 1
-#endif
 
 namespace {
 
@@ -32,52 +21,22 @@ namespace {
 std::atomic<int64_t> held = 0;
 std::atomic<int64_t> most = 0;
 
-[[maybe_unused]] void Look(int64_t now) {
+void Look(int64_t now) {
   for (int64_t before = most; now > before && !most.compare_exchange_weak(before, now);) {
   }
 }
 
-[[maybe_unused]] void Add(int64_t bytes) { Look(held.fetch_add(bytes) + bytes); }
-
-[[maybe_unused]] void* Counted(void* data) {
-  if (data != nullptr) Add(static_cast<int64_t>(malloc_usable_size(data)));
-  return data;
-}
+void Add(int64_t bytes) { Look(held.fetch_add(bytes) + bytes); }
 
 }  // namespace
 
-// glibc lets a program bring these; operator new of libstdc++ ends in malloc.
-#if HYBRIDOPT_COUNTS
+void malloc_hooks::Allocated(void* data) {
+  if (data != nullptr) Add(static_cast<int64_t>(malloc_usable_size(data)));
+}
+void malloc_hooks::Freeing(void* data) { Add(-static_cast<int64_t>(malloc_usable_size(data))); }
+
+#if HYBRIDOPT_SEES_MALLOC
 extern "C" {
-void* __libc_malloc(size_t bytes);
-void* __libc_calloc(size_t count, size_t bytes);
-void* __libc_realloc(void* data, size_t bytes);
-void* __libc_memalign(size_t alignment, size_t bytes);
-void __libc_free(void* data);
-
-void* malloc(size_t bytes) { return Counted(__libc_malloc(bytes)); }
-void* calloc(size_t count, size_t bytes) { return Counted(__libc_calloc(count, bytes)); }
-void* realloc(void* data, size_t bytes) {
-  const auto before = data == nullptr ? 0 : static_cast<int64_t>(malloc_usable_size(data));
-  void* const moved = __libc_realloc(data, bytes);
-  if (moved != nullptr || bytes == 0) Add(-before);
-  return Counted(moved);
-}
-void* aligned_alloc(size_t alignment, size_t bytes) {
-  return Counted(__libc_memalign(alignment, bytes));
-}
-void* memalign(size_t alignment, size_t bytes) {
-  return Counted(__libc_memalign(alignment, bytes));
-}
-int posix_memalign(void** data, size_t alignment, size_t bytes) {
-  *data = Counted(__libc_memalign(alignment, bytes));
-  return *data != nullptr ? 0 : ENOMEM;
-}
-void free(void* data) {
-  if (data != nullptr) Add(-static_cast<int64_t>(malloc_usable_size(data)));
-  __libc_free(data);
-}
-
 // The ends of a mapping for huge pages are given back before anybody touches it; then the library
 // tells the system which pages it wants, and that is when to look.
 void* mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset) {
@@ -187,7 +146,7 @@ int64_t ExtraBytes(Work&& work) {
 }
 
 TEST(CheckpointMemory, IsSeenByTheCounter) {
-  if (!HYBRIDOPT_COUNTS) GTEST_SKIP() << "the sanitizer's allocator is in force";
+  if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
   EXPECT_GE(ExtraBytes([] { std::vector<char> vector(3 << 20); }), 3 * kMiB);
   EXPECT_LT(ExtraBytes([] { std::vector<char> vector(3 << 10); }), kMiB);
   const int64_t mapped = ExtraBytes([] {
@@ -200,7 +159,7 @@ TEST(CheckpointMemory, IsSeenByTheCounter) {
 }
 
 TEST(CheckpointMemory, OfASaveOrLoadIsItsBlocksAndLessThanOneMiBForAnyModel) {
-  if (!HYBRIDOPT_COUNTS) GTEST_SKIP() << "the sanitizer's allocator is in force";
+  if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
   const Layout full, split{OFFLOAD_MASTER_SPLIT, OFFLOAD_FP32},
       narrow{OFFLOAD_MASTER_FP32, OFFLOAD_BF16};
   const Case cases[] = {{"host", OFFLOAD_DEVICE_HOST, 0, full, full},

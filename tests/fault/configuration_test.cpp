@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "../sanitizers.h"
 #include "child.h"
 #include "trainer.h"
 
@@ -472,9 +473,8 @@ uint64_t AddressSpaceBytes() {
 
 // There is memory, but the process may not have it.
 TEST(Configuration, AddressSpaceLimited) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "sanitizers need address space of their own";
-#endif
+  if (HYBRIDOPT_ASAN || HYBRIDOPT_TSAN)
+    GTEST_SKIP() << "sanitizers need address space of their own";
   InChild([] {
     RunOptions options;
     options.device_kind = OFFLOAD_DEVICE_HOST;

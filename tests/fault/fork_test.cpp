@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <thread>
 
+#include "../sanitizers.h"
 #include "handle_calls.h"
 #include "trainer.h"
 
@@ -16,19 +17,11 @@ namespace hybridopt::fault {
 namespace {
 
 // The sanitizer allows no threads after a fork of a process with threads.
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadsInChild = false;
-#else
-constexpr bool kThreadsInChild = true;
-#endif
+constexpr bool kThreadsInChild = !HYBRIDOPT_TSAN;
 
 // gcc's address sanitizer may leave its allocator's locks, and so its leak check, held in a child
 // of threads that allocate.
-#if defined(__SANITIZE_ADDRESS__)
-constexpr bool kAllocatorSurvivesFork = false;
-#else
-constexpr bool kAllocatorSurvivesFork = true;
-#endif
+constexpr bool kAllocatorSurvivesFork = !HYBRIDOPT_ASAN;
 
 // Runs body in a child, which must come to its end. A hang ends in SIGALRM.
 template <typename Body>

@@ -12,6 +12,7 @@
 #include <map>
 #include <set>
 
+#include "../sanitizers.h"
 #include "../temporary_directory.h"
 #include "trainer.h"
 
@@ -1324,11 +1325,8 @@ class World {
 };
 
 TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
-#if defined(__SANITIZE_THREAD__)
-  const uint64_t calls = Scaled(kCalls);
-#else
-  const uint64_t calls = kCalls;  // whatever the scale: it is what the address sanitizer is for
-#endif
+  // Else whatever the scale: it is what the address sanitizer is for.
+  const uint64_t calls = HYBRIDOPT_TSAN ? Scaled(kCalls) : kCalls;
   World::Tally tally;
   World::Moved moved{};
   uint64_t loaded = 0;

@@ -22,35 +22,18 @@
 #include <thread>
 #include <vector>
 
+#include "../malloc_hooks.h"
 #include "device_calls.h"
 #include "kernels/kernels.h"
 
-#if defined(__has_feature)
-#define HYBRIDOPT_HAS_FEATURE(feature) __has_feature(feature)
-#else
-#define HYBRIDOPT_HAS_FEATURE(feature) 0
-#endif
-#if defined(__SANITIZE_THREAD__) || HYBRIDOPT_HAS_FEATURE(thread_sanitizer)
-#define HYBRIDOPT_TSAN 1
-#else
-#define HYBRIDOPT_TSAN 0
-#endif
-#if HYBRIDOPT_TSAN || defined(__SANITIZE_ADDRESS__) || HYBRIDOPT_HAS_FEATURE(address_sanitizer)
-#define HYBRIDOPT_COUNTS_MALLOC 0
-#else
-#define HYBRIDOPT_COUNTS_MALLOC 1
-#endif
+namespace {
 
 std::atomic<uint64_t> malloc_calls{0};
 
-#if HYBRIDOPT_COUNTS_MALLOC
-// All allocation of the process comes through here, that of operator new included.
-extern "C" void* __libc_malloc(size_t bytes);
-extern "C" void* malloc(size_t bytes) noexcept {
-  malloc_calls.fetch_add(1, std::memory_order_relaxed);
-  return __libc_malloc(bytes);
-}
-#endif
+}  // namespace
+
+void malloc_hooks::Allocated(void*) { malloc_calls.fetch_add(1, std::memory_order_relaxed); }
+void malloc_hooks::Freeing(void*) {}
 
 namespace hybridopt {
 namespace {
@@ -854,7 +837,7 @@ TEST(SimFailure, AForkedChildLeavesTheThreadsAlone) {
 // ------------------------------------------------------------------------------ sim: malloc --
 
 TEST(SimQueue, QueueingAndRunningAllocateNothing) {
-  if (!HYBRIDOPT_COUNTS_MALLOC) GTEST_SKIP() << "sanitizers have a malloc of their own";
+  if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "sanitizers have a malloc of their own";
   const uint64_t control = malloc_calls;
   ::operator delete(::operator new(1));  // spelt out, or the compiler removes both
   ASSERT_GT(malloc_calls, control) << "allocations are not counted";

@@ -8,6 +8,7 @@
 #include <memory>
 #include <thread>
 
+#include "../sanitizers.h"
 #include "base/prim.h"
 #include "runtime/worker_pool.h"
 
@@ -91,9 +92,7 @@ TEST(ForkDeathTest, AChildOfAForkInTheMiddleOfARunDoesNotHang) {
 
 // The way out that the error names.
 TEST(ForkDeathTest, AChildMayMakeAPoolOfItsOwn) {
-#if defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "the thread sanitizer allows no threads after such a fork";
-#endif
+  if (HYBRIDOPT_TSAN) GTEST_SKIP() << "the thread sanitizer allows no threads after such a fork";
   WorkerPool pool(2);
   ExpectParentGoesOn(pool);
   EXPECT_EXIT(MakeANewPoolInChild(), testing::ExitedWithCode(0), "");

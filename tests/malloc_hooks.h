@@ -1,0 +1,61 @@
+// MallocHooks: every allocation of a test program, of all its threads and libraries, is told. For
+// one source of a program, which defines both functions. glibc lets a program bring malloc and the
+// others; operator new of libstdc++ ends there. Sanitizers have an allocator of their own, which is
+// left alone: HYBRIDOPT_SEES_MALLOC is 0 then.
+#pragma once
+
+#include <cerrno>
+#include <cstddef>
+
+#include "sanitizers.h"
+
+#define HYBRIDOPT_SEES_MALLOC (!HYBRIDOPT_ASAN && !HYBRIDOPT_TSAN)
+
+namespace malloc_hooks {
+
+void Allocated(void* data);  // NULL where there was no memory
+void Freeing(void* data);    // not NULL; it is there still
+
+}  // namespace malloc_hooks
+
+#if HYBRIDOPT_SEES_MALLOC
+extern "C" {
+void* __libc_malloc(size_t bytes);
+void* __libc_calloc(size_t count, size_t bytes);
+void* __libc_realloc(void* data, size_t bytes);
+void* __libc_memalign(size_t alignment, size_t bytes);
+void __libc_free(void* data);
+
+void* malloc(size_t bytes) noexcept {
+  void* const data = __libc_malloc(bytes);
+  malloc_hooks::Allocated(data);
+  return data;
+}
+void* calloc(size_t count, size_t bytes) noexcept {
+  void* const data = __libc_calloc(count, bytes);
+  malloc_hooks::Allocated(data);
+  return data;
+}
+void* realloc(void* data, size_t bytes) noexcept {
+  if (data != nullptr) malloc_hooks::Freeing(data);
+  void* const moved = __libc_realloc(data, bytes);
+  const bool kept = moved == nullptr && bytes > 0;
+  malloc_hooks::Allocated(kept ? data : moved);
+  return moved;
+}
+void* memalign(size_t alignment, size_t bytes) noexcept {
+  void* const data = __libc_memalign(alignment, bytes);
+  malloc_hooks::Allocated(data);
+  return data;
+}
+void* aligned_alloc(size_t alignment, size_t bytes) noexcept { return memalign(alignment, bytes); }
+int posix_memalign(void** data, size_t alignment, size_t bytes) noexcept {
+  *data = memalign(alignment, bytes);
+  return *data != nullptr ? 0 : ENOMEM;
+}
+void free(void* data) noexcept {
+  if (data != nullptr) malloc_hooks::Freeing(data);
+  __libc_free(data);
+}
+}
+#endif
