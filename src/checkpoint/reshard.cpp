@@ -18,6 +18,21 @@ uint64_t Product(const Extents& extents, uint32_t begin, uint32_t end) {
   return product;
 }
 
+// What two boxes share; some extent is 0 if that is nothing.
+Box Common(const Box& a, const Box& b, uint32_t dimensions) {
+  Box common{};
+  for (uint32_t d = 0; d < dimensions; ++d) {
+    common.offset[d] = std::max(a.offset[d], b.offset[d]);
+    const int64_t end = std::min(a.offset[d] + a.extent[d], b.offset[d] + b.extent[d]);
+    common.extent[d] = std::max<int64_t>(end - common.offset[d], 0);
+  }
+  return common;
+}
+
+uint64_t CommonElements(const Box& a, const Box& b, uint32_t dimensions) {
+  return Product(Common(a, b, dimensions).extent, 0, dimensions);
+}
+
 // A box and where its elements begin, counted through the shard's boxes.
 struct PlacedBox {
   const Box* box;
@@ -38,19 +53,15 @@ std::vector<PlacedBox> PlaceBoxes(const Shard& shard) {
 // count in row-major order, so that their places in both boxes ascend.
 class CommonRows {
  public:
-  CommonRows(uint32_t dimensions, const Box& a, const Box& b) : dimensions_(dimensions) {
-    for (uint32_t d = 0; d < dimensions; ++d) {
-      begin_[d] = std::max(a.offset[d], b.offset[d]);
-      const int64_t end = std::min(a.offset[d] + a.extent[d], b.offset[d] + b.extent[d]);
-      extent_[d] = std::max<int64_t>(end - begin_[d], 0);
-    }
+  CommonRows(uint32_t dimensions, const Box& a, const Box& b)
+      : dimensions_(dimensions), common_(Common(a, b, dimensions)) {
     // A row spans the last dimension, and those before it while both boxes are spanned as a whole.
     row_begin_ = dimensions - 1;
-    while (row_begin_ > 0 && extent_[row_begin_] == a.extent[row_begin_] &&
-           extent_[row_begin_] == b.extent[row_begin_])
+    while (row_begin_ > 0 && common_.extent[row_begin_] == a.extent[row_begin_] &&
+           common_.extent[row_begin_] == b.extent[row_begin_])
       --row_begin_;
-    elements_ = Product(extent_, row_begin_, dimensions);
-    count_ = elements_ == 0 ? 0 : Product(extent_, 0, row_begin_);
+    elements_ = Product(common_.extent, row_begin_, dimensions);
+    count_ = elements_ == 0 ? 0 : Product(common_.extent, 0, row_begin_);
   }
 
   uint64_t count() const { return count_; }
@@ -62,10 +73,10 @@ class CommonRows {
     for (uint32_t d = dimensions_; d-- > 0;) {
       uint64_t at = 0;
       if (d < row_begin_) {
-        at = row % static_cast<uint64_t>(extent_[d]);
-        row /= static_cast<uint64_t>(extent_[d]);
+        at = row % static_cast<uint64_t>(common_.extent[d]);
+        row /= static_cast<uint64_t>(common_.extent[d]);
       }
-      place += (at + static_cast<uint64_t>(begin_[d] - box.offset[d])) * stride;
+      place += (at + static_cast<uint64_t>(common_.offset[d] - box.offset[d])) * stride;
       stride *= static_cast<uint64_t>(box.extent[d]);
     }
     return place;
@@ -73,9 +84,8 @@ class CommonRows {
 
  private:
   const uint32_t dimensions_;
+  const Box common_;
   uint32_t row_begin_;
-  Extents begin_;
-  Extents extent_;
   uint64_t elements_;
   uint64_t count_;
 };
@@ -127,29 +137,12 @@ Box Hull(const Shard& shard) {
   return hull;
 }
 
-bool Apart(const Box& a, const Box& b, uint32_t dimensions) {
-  for (uint32_t d = 0; d < dimensions; ++d)
-    if (a.offset[d] + a.extent[d] <= b.offset[d] || b.offset[d] + b.extent[d] <= a.offset[d])
-      return true;
-  return false;
-}
-
-uint64_t CommonElements(const Box& a, const Box& b, uint32_t dimensions) {
-  uint64_t elements = 1;
-  for (uint32_t d = 0; d < dimensions; ++d) {
-    const int64_t begin = std::max(a.offset[d], b.offset[d]);
-    const int64_t end = std::min(a.offset[d] + a.extent[d], b.offset[d] + b.extent[d]);
-    if (begin >= end) return 0;
-    elements *= static_cast<uint64_t>(end - begin);
-  }
-  return elements;
-}
-
 // "(3, 0, 17)": the first element of both.
 std::string FirstCommon(const Box& a, const Box& b, uint32_t dimensions) {
+  const Box common = Common(a, b, dimensions);
   std::string text;
   for (uint32_t d = 0; d < dimensions; ++d)
-    text += (d == 0 ? "" : ", ") + std::to_string(std::max(a.offset[d], b.offset[d]));
+    text += (d == 0 ? "" : ", ") + std::to_string(common.offset[d]);
   return "(" + text + ")";
 }
 
@@ -186,25 +179,8 @@ uint64_t FirstMissing(const std::vector<Box>& stored, const Shard& wanted) {
   return held;
 }
 
-}  // namespace
-
-Status ForEachSegment(std::span<const Shard* const> stored, const Shard& wanted,
-                      FunctionRef<Status(const Segment&)> visit) {
-  const std::vector<PlacedBox> wanted_boxes = PlaceBoxes(wanted);
-  const Box wanted_hull = Hull(wanted);
-  for (uint32_t piece = 0; piece < stored.size(); ++piece) {
-    const Shard& shard = *stored[piece];
-    HYBRIDOPT_CHECK(shard.dimensions == wanted.dimensions);
-    if (Apart(Hull(shard), wanted_hull, wanted.dimensions)) continue;
-    for (const PlacedBox& from : PlaceBoxes(shard))
-      for (const PlacedBox& to : wanted_boxes)
-        HYBRIDOPT_TRY(VisitBoxes(piece, shard, from, wanted, to, visit));
-  }
-  return {};
-}
-
-Status CheckDisjoint(std::span<const Shard* const> stored) {
-  std::vector<Box> boxes;
+// Gives the boxes of all shards, without ranges, and fails where two of them share an element.
+Status CheckDisjointBoxes(std::span<const Shard* const> stored, std::vector<Box>& boxes) {
   std::vector<size_t> ends;  // of each shard's boxes
   for (const Shard* shard : stored) {
     AppendBoxes(*shard, boxes);
@@ -222,11 +198,32 @@ Status CheckDisjoint(std::span<const Shard* const> stored) {
       FirstCommon(boxes[overlap->first], boxes[overlap->second], stored[0]->dimensions).c_str());
 }
 
-Status CheckCoverage(std::span<const Shard* const> stored, const Shard& wanted) {
-  HYBRIDOPT_TRY(CheckDisjoint(stored));
-  // Nothing twice: all of them are there if their number is right.
+}  // namespace
+
+Status ForEachSegment(std::span<const Shard* const> stored, const Shard& wanted,
+                      FunctionRef<Status(const Segment&)> visit) {
+  const std::vector<PlacedBox> wanted_boxes = PlaceBoxes(wanted);
+  const Box wanted_hull = Hull(wanted);
+  for (uint32_t piece = 0; piece < stored.size(); ++piece) {
+    const Shard& shard = *stored[piece];
+    HYBRIDOPT_CHECK(shard.dimensions == wanted.dimensions);
+    if (CommonElements(Hull(shard), wanted_hull, wanted.dimensions) == 0) continue;
+    for (const PlacedBox& from : PlaceBoxes(shard))
+      for (const PlacedBox& to : wanted_boxes)
+        HYBRIDOPT_TRY(VisitBoxes(piece, shard, from, wanted, to, visit));
+  }
+  return {};
+}
+
+Status CheckDisjoint(std::span<const Shard* const> stored) {
   std::vector<Box> boxes;
-  for (const Shard* shard : stored) AppendBoxes(*shard, boxes);
+  return CheckDisjointBoxes(stored, boxes);
+}
+
+Status CheckCoverage(std::span<const Shard* const> stored, const Shard& wanted) {
+  std::vector<Box> boxes;
+  HYBRIDOPT_TRY(CheckDisjointBoxes(stored, boxes));
+  // Nothing twice: all of them are there if their number is right.
   if (CountHeld(boxes, wanted) == wanted.range_count) return {};
   const uint64_t missing = FirstMissing(boxes, wanted);
   return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH,
