@@ -25,7 +25,8 @@ inline constexpr uint64_t kBlockBytes = uint64_t{8} << 20;  // what this release
 inline constexpr uint64_t kBlockBytesMin = 4096;
 inline constexpr uint64_t kBlockBytesMax = uint64_t{1} << 30;
 inline constexpr uint32_t kWorldMax = 1 << 20;
-inline constexpr uint32_t kNameBytesMax = 1023;  // of a param's name, as the ABI has it
+inline constexpr uint64_t kStepsMax = uint64_t{1} << 53;  // what a double can count
+inline constexpr uint32_t kNameBytesMax = 1023;           // of a param's name, as the ABI has it
 
 // One array in one shard file: one kind of state of one shard. Its elements are those of the shard,
 // in the shard's order.

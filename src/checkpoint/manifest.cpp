@@ -194,8 +194,6 @@ struct ShardText {
   uint64_t range_count = 0;
 };
 
-constexpr uint64_t kStepsMax = uint64_t{1} << 53;  // what a double can count, as when they are set
-
 class ManifestReader {
  public:
   explicit ManifestReader(std::string_view text) : json_(text) {}

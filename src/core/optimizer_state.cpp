@@ -1,11 +1,10 @@
 // Optimizer's views of its state and what it counts.
+#include "checkpoint/format.h"
 #include "core/group.h"
 #include "core/optimizer.h"
 
 namespace hybridopt {
 namespace {
-
-constexpr uint64_t kMaxStepCount = uint64_t{1} << 53;  // what a double can count
 
 // Whether any share of the param has that state; of a param without elements, either.
 bool Has(const Param& param, const ParamPlace& place, StateSlot slot) {
@@ -93,7 +92,7 @@ Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
   if (param >= table_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "param is %u, but only %u params have been added", param, table_.size());
-  if (step_count > kMaxStepCount)
+  if (step_count > checkpoint::kStepsMax)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "step_count is %llu, expected at most 2^53",
                          static_cast<unsigned long long>(step_count));
   committed_->pipeline->set_step_count(param, step_count);
