@@ -19,6 +19,7 @@ class ForwardingDevice : public Device {
   bool unified() const override { return device_->unified(); }
   bool knows_layouts() const override { return device_->knows_layouts(); }
   bool shares_queues() const override { return device_->shares_queues(); }
+  uint64_t default_chunk_elements() const override { return device_->default_chunk_elements(); }
 
   Result<DeviceMemory> Memory() const override { return device_->Memory(); }
   Result<void*> Allocate(uint64_t bytes) override { return device_->Allocate(bytes); }

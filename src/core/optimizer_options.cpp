@@ -6,9 +6,6 @@
 namespace hybridopt {
 namespace {
 
-constexpr uint64_t kDefaultChunkElements = uint64_t{1} << 20;
-// A driver takes some 50 us to queue a chunk's copies and events, in which no worker works.
-constexpr uint64_t kDefaultCudaChunkElements = uint64_t{1} << 22;
 constexpr uint64_t kMinChunkElements = 1024;
 constexpr uint64_t kMaxChunkElements = uint64_t{1} << 28;
 constexpr uint32_t kDefaultStagingSlots = 4;
@@ -108,10 +105,8 @@ PlacementOptions PlacementOptionsOf(const offload_optimizer_options_t& options,
   placement.moment_dtype = options.moment_dtype == OFFLOAD_BF16 ? OFFLOAD_BF16 : OFFLOAD_FP32;
   placement.stochastic = options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
   placement.device_fraction = options.device_fraction;
-  placement.chunk_elements = options.chunk_elements;
-  if (placement.chunk_elements == 0)
-    placement.chunk_elements =
-        device.kind() == OFFLOAD_DEVICE_CUDA ? kDefaultCudaChunkElements : kDefaultChunkElements;
+  placement.chunk_elements =
+      options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
   placement.staging_slots =
       options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return placement;
