@@ -30,13 +30,7 @@ class Moves(Part):
 
     def tell(self, slot: Slot, grad_address: int) -> None:
         """Binds one param where it is now, with that gradient (0: none)."""
-        address = self._address_of(slot)
-        binding = self._bindings[0]
-        binding.param = slot.id
-        binding.data = address or None
-        binding.grad = grad_address or None
-        self.handle.bind(self._bindings, 1)
-        self._note_bound(slot, address, grad_address)
+        self._tell_all([(slot, self._address_of(slot), grad_address)])
 
     def send_gradient(self, slot: Slot, grad: Tensor, flags: int) -> tuple[int, Tensor]:
         """Queues the copy of a gradient to the host: its ticket, and what must live until then."""
