@@ -48,17 +48,23 @@ class SavingRanks : public Ranks {
       *ticket = rank.Queue(rank.local().steps[step], rank.rig().AddBlock(100 + step));
     });
   }
-  std::vector<offload_ticket_t> Save(const std::string& path) {
+  std::vector<offload_ticket_t> Save(const std::string& path) { return SaveEach(ToAll(path)); }
+  std::vector<offload_ticket_t> Load(const std::string& path, uint32_t flags = 0) {
+    return LoadEach(ToAll(path), flags);
+  }
+  // Each rank with a path of its own.
+  std::vector<offload_ticket_t> SaveEach(const std::vector<std::string>& paths) {
     return OnEach([&](uint32_t rank, offload_ticket_t* ticket) {
       auto options = Make<offload_save_options_t>();
-      options.path = path.c_str();
+      options.path = paths[rank].c_str();
       MUST(offload_optimizer_save(handle(rank), &options, ticket));
     });
   }
-  std::vector<offload_ticket_t> Load(const std::string& path, uint32_t flags = 0) {
+  std::vector<offload_ticket_t> LoadEach(const std::vector<std::string>& paths,
+                                         uint32_t flags = 0) {
     return OnEach([&](uint32_t rank, offload_ticket_t* ticket) {
       auto options = Make<offload_load_options_t>();
-      options.path = path.c_str();
+      options.path = paths[rank].c_str();
       options.flags = flags;
       MUST(offload_optimizer_load(handle(rank), &options, ticket));
     });
@@ -76,6 +82,9 @@ class SavingRanks : public Ranks {
   }
 
  private:
+  std::vector<std::string> ToAll(const std::string& path) const {
+    return std::vector<std::string>(world(), path);
+  }
   template <typename Call>
   std::vector<offload_ticket_t> OnEach(Call&& call) {
     std::vector<offload_ticket_t> tickets(world());
@@ -182,20 +191,13 @@ TEST(CheckpointRanks, ARankThatFailsFailsTheSaveOnAllAndNothingIsLeft) {
   SavingRanks ranks(*sharded, RandomSetting(random));
   ranks.Step(0);
   for (uint32_t bad = 0; bad < 3; ++bad) {
-    const std::string path = directory / "new";
-    std::vector<offload_ticket_t> tickets;
-    for (uint32_t rank = 0; rank < 3; ++rank) {
-      auto options = Make<offload_save_options_t>();
-      // This rank is told another parent, which has no such directory in it.
-      const std::string other = directory / "other";
-      std::filesystem::create_directory(other);
-      const std::string wrong = other + "/new";
-      options.path = rank == bad ? wrong.c_str() : path.c_str();
-      tickets.push_back(0);
-      MUST(offload_optimizer_save(ranks.handle(rank), &options, &tickets.back()));
-    }
+    // This rank is told another parent, which has no such directory in it.
+    std::filesystem::create_directory(directory / "other");
+    std::vector<std::string> paths(3, directory / "new");
+    paths[bad] = directory / "other/new";
     std::vector<std::string> texts;
-    EXPECT_EQ(ranks.Outcomes(tickets, &texts), AllOf(3, OFFLOAD_IO_FAILED)) << "rank " << bad;
+    EXPECT_EQ(ranks.Outcomes(ranks.SaveEach(paths), &texts), AllOf(3, OFFLOAD_IO_FAILED))
+        << "rank " << bad;
     const uint32_t blamed = bad == 0 ? 2 : bad;  // all but rank 0 then look in the wrong place
     for (uint32_t rank = 0; rank < 3; ++rank) {
       const bool own = bad == 0 ? rank != 0 : rank == bad;
@@ -220,24 +222,13 @@ TEST(CheckpointRanks, ARankThatRefusesALoadRefusesItForAll) {
     ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / name)), AllOf(2, OFFLOAD_OK));
     ranks.Step(name[0] == 'o' ? 1 : 2);
   }
-  const auto load = [&](const std::string& first, const std::string& second) {
-    std::vector<offload_ticket_t> tickets;
-    for (const std::string* path : {&first, &second}) {
-      auto options = Make<offload_load_options_t>();
-      options.path = path->c_str();
-      tickets.push_back(0);
-      MUST(offload_optimizer_load(ranks.handle(static_cast<uint32_t>(tickets.size() - 1)), &options,
-                                  &tickets.back()));
-    }
-    return tickets;
-  };
   std::vector<std::string> texts;
-  EXPECT_EQ(ranks.Outcomes(load(directory / "one", directory / "none"), &texts),
+  EXPECT_EQ(ranks.Outcomes(ranks.LoadEach({directory / "one", directory / "none"}), &texts),
             AllOf(2, OFFLOAD_IO_FAILED));
   EXPECT_NE(texts[0].find("rank 1 has failed"), std::string::npos) << texts[0];
   EXPECT_NE(texts[1].find("none/manifest.json"), std::string::npos) << texts[1];
   texts.clear();
-  EXPECT_EQ(ranks.Outcomes(load(directory / "one", directory / "two"), &texts),
+  EXPECT_EQ(ranks.Outcomes(ranks.LoadEach({directory / "one", directory / "two"}), &texts),
             AllOf(2, OFFLOAD_CHECKPOINT_MISMATCH));
   EXPECT_NE(texts[0].find("different checkpoints"), std::string::npos) << texts[0];
   EXPECT_EQ(ranks.Difference(3), "");
@@ -253,17 +244,11 @@ TEST(CheckpointRanks, TheRankThatIsToldOfIsTheOneThatFailedSo) {
   ASSERT_EQ(ranks.Outcomes(ranks.Save(directory / "good")), AllOf(3, OFFLOAD_OK));
   std::filesystem::create_directory(directory / "damaged");
   std::ofstream(directory / "damaged/manifest.json") << "nonsense";
-  const std::string paths[] = {directory / "damaged", directory / "good", directory / "none"};
-  std::vector<offload_ticket_t> tickets;
-  for (uint32_t rank = 0; rank < 3; ++rank) {
-    auto options = Make<offload_load_options_t>();
-    options.path = paths[rank].c_str();
-    tickets.push_back(0);
-    MUST(offload_optimizer_load(ranks.handle(rank), &options, &tickets.back()));
-  }
+  const std::vector<std::string> paths = {directory / "damaged", directory / "good",
+                                          directory / "none"};
   std::vector<std::string> texts;
   EXPECT_EQ(
-      ranks.Outcomes(tickets, &texts),
+      ranks.Outcomes(ranks.LoadEach(paths), &texts),
       (std::vector<int32_t>{OFFLOAD_CHECKPOINT_CORRUPT, OFFLOAD_IO_FAILED, OFFLOAD_IO_FAILED}));
   EXPECT_NE(texts[1].find("rank 2 has failed"), std::string::npos) << texts[1];
 }

@@ -307,20 +307,25 @@ TEST_F(PlacementTest, StripesSayWhereEveryElementLies) {
       });
 }
 
+void AddOneParam(ParamTable& table, int32_t dtype, uint64_t count) {
+  offload_group_t group{};
+  group.eps = 1e-8;
+  EXPECT_TRUE(table.AddGroup(group).ok());
+  ParamInput input{};
+  input.param.name = "p";
+  input.param.dtype = input.param.grad_dtype = dtype;
+  input.param.count = count;
+  input.param.data = reinterpret_cast<void*>(0x1000);
+  EXPECT_TRUE(table.AddParams({&input, 1}).ok());
+}
+
 // 28 bytes a parameter: nothing more is kept than a bf16 model with AdamW needs.
 TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) {
   const std::unique_ptr<Device> device = CreateHostDevice();
   for (const int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP32}) {
     ParamTable table(OFFLOAD_ADAMW, *device);
-    offload_group_t group{};
-    group.eps = 1e-8;
-    EXPECT_TRUE(table.AddGroup(group).ok());
-    ParamInput input{};
-    input.param.name = "p";
-    input.param.dtype = input.param.grad_dtype = dtype;
-    input.param.count = 1 << 20;
-    input.param.data = reinterpret_cast<void*>(0x1000);
-    EXPECT_TRUE(table.AddParams({&input, 1}).ok());
+    constexpr uint64_t kCount = 1 << 20;
+    AddOneParam(table, dtype, kCount);
     for (const int32_t master : {OFFLOAD_MASTER_FP32, OFFLOAD_MASTER_SPLIT}) {
       for (const int32_t moments : {OFFLOAD_FP32, OFFLOAD_BF16}) {
         const Placement placement = Place(table, {true, 0, 1024, 2, 0, master, moments});
@@ -328,7 +333,7 @@ TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemo
                                       : master == OFFLOAD_MASTER_SPLIT ? 2
                                                                        : 4;
         const uint64_t moment_bytes = moments == OFFLOAD_BF16 ? 4 : 8;
-        const uint64_t bytes = (master_bytes + moment_bytes) * input.param.count;
+        const uint64_t bytes = (master_bytes + moment_bytes) * kCount;
         EXPECT_GE(placement.host_arena_bytes, bytes);
         EXPECT_LE(placement.host_arena_bytes, bytes + 4096);
       }
@@ -340,15 +345,7 @@ TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemo
 TEST(Placement, LargeStateArraysStartInDifferentBanks) {
   const std::unique_ptr<Device> device = CreateHostDevice();
   ParamTable table(OFFLOAD_ADAMW, *device);
-  offload_group_t group{};
-  group.eps = 1e-8;
-  EXPECT_TRUE(table.AddGroup(group).ok());
-  ParamInput input{};
-  input.param.name = "p";
-  input.param.dtype = input.param.grad_dtype = OFFLOAD_BF16;
-  input.param.count = uint64_t{1} << 26;
-  input.param.data = reinterpret_cast<void*>(0x1000);
-  EXPECT_TRUE(table.AddParams({&input, 1}).ok());
+  AddOneParam(table, OFFLOAD_BF16, uint64_t{1} << 26);
   const Placement placement =
       Place(table, {true, 0, 1 << 20, 2, 0, OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
   std::vector<uint64_t> begins = {0};  // where a caller's array would begin, in a page of 2 MiB

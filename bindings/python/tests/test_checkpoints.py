@@ -111,6 +111,14 @@ def test_params_in_another_order_of_dimensions_are_refused(tmp_path):
         optimizer.save_checkpoint(tmp_path / "saved")
 
 
+def as_loaded(path, params):
+    """Params and state as a new optimizer finds them in a checkpoint."""
+    others = clone(params)
+    other = hybridopt.AdamW(others)
+    other.load_checkpoint(path)
+    return bits(others), state_bits(other)
+
+
 def test_training_goes_on_during_a_save(tmp_path):
     params = three_params()
     optimizer = hybridopt.AdamW(params)
@@ -120,10 +128,7 @@ def test_training_goes_on_during_a_save(tmp_path):
     run(optimizer, params, [2, 3])
     transfer.wait()
     assert transfer.done()
-    other_params = clone(params)
-    other = hybridopt.AdamW(other_params)
-    other.load_checkpoint(tmp_path / "saved")
-    assert (bits(other_params), state_bits(other)) == at_save
+    assert as_loaded(tmp_path / "saved", params) == at_save
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,10 +286,7 @@ def test_state_that_is_edited_during_a_save_is_taken_behind_it(edit, tmp_path):
     run(optimizer, params, [3])
     assert optimizer.state[params[0]]["step"] == {"step": 77, "moment": 3, "clear": 1}[edit]
     transfer.wait()
-    others = clone(params)
-    other = hybridopt.AdamW(others)
-    other.load_checkpoint(tmp_path / "saved")
-    assert (bits(others), state_bits(other)) == at_save
+    assert as_loaded(tmp_path / "saved", params) == at_save
 
 
 def test_steps_do_not_wait_for_the_end_of_a_save(tmp_path):
@@ -309,10 +311,7 @@ def test_steps_do_not_wait_for_the_end_of_a_save(tmp_path):
     finally:
         go_on.set()
     transfer.wait()
-    others = clone(params)
-    other = hybridopt.AdamW(others)
-    other.load_checkpoint(tmp_path / "saved")
-    assert (bits(others), state_bits(other)) == at_save
+    assert as_loaded(tmp_path / "saved", params) == at_save
 
 
 def test_params_added_during_a_save_wait_for_its_end(tmp_path):
