@@ -27,7 +27,9 @@ inline std::vector<int32_t> AcceleratorsUnderTest() {
   return {OFFLOAD_DEVICE_SIM};
 }
 
-// The first of these; tests of the internals make a device themselves.
+inline int32_t AcceleratorUnderTest() { return AcceleratorsUnderTest()[0]; }
+
+// Tests of the internals make a device themselves.
 inline Result<std::unique_ptr<Device>> MakeAccelerator(const SimOptions& sim,
                                                        const KernelTable& kernels) {
   constexpr int64_t kTimeoutNs = 60'000'000'000;

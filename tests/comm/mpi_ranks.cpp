@@ -3,34 +3,14 @@
 #include <offload_mpi.h>
 #include <unistd.h>
 
-#include <cinttypes>
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "../differential/sharded.h"
-#include "../thread_comm.h"
+#include "ranks.h"
 
 namespace hybridopt {
 namespace {
-
-int world = 0;
-int rank = -1;
-
-// Aborts all ranks.
-#define EXPECT(condition) Expect((condition), #condition, __LINE__)
-void Expect(bool condition, const char* text, int line) {
-  if (condition) return;
-  std::fprintf(stderr, "FAILED: rank %d, line %d: %s\n  mpi: %s\n  offload: %s\n", rank, line, text,
-               offload_mpi_last_error(), offload_last_error());
-  MPI_Abort(MPI_COMM_WORLD, 1);
-}
-
-bool Says(const char* text, const char* part) {
-  return std::string(text).find(part) != std::string::npos;
-}
 
 void Init() {
   int provided = 0;
@@ -40,6 +20,18 @@ void Init() {
   MPI_Comm_size(MPI_COMM_WORLD, &world);
 }
 
+int* NewSharedCounter(MPI_Win* window) {
+  int* counter = nullptr;
+  MPI_Win_allocate_shared(rank == 0 ? sizeof(int) : 0, 1, MPI_INFO_NULL, MPI_COMM_WORLD, &counter,
+                          window);
+  MPI_Aint bytes = 0;
+  int unit = 0;
+  MPI_Win_shared_query(*window, 0, &bytes, &unit, &counter);
+  if (rank == 0) *counter = 0;
+  MPI_Barrier(MPI_COMM_WORLD);
+  return counter;
+}
+
 offload_comm_t MakeTable() {
   offload_comm_t table{};
   EXPECT(offload_mpi_create(MPI_COMM_WORLD, &table) == OFFLOAD_OK);
@@ -47,60 +39,7 @@ offload_comm_t MakeTable() {
   return table;
 }
 
-constexpr int64_t kLongNs = 300'000'000'000;
-
 // --------------------------------------------------------------------------------------- table --
-
-// Values of every magnitude: their sum depends on the order.
-std::vector<double> Values(int of_rank, uint32_t count, uint64_t seed) {
-  Random random(seed * 100 + static_cast<uint64_t>(of_rank));
-  std::vector<double> values;
-  for (uint32_t i = 0; i < count; ++i)
-    values.push_back(std::exp2(random.Between(-60, 60)) * (random.OneIn(2) ? -1 : 1));
-  return values;
-}
-
-// The sums in rank order, of all ranks' values as each of them can make.
-void CheckSums(const offload_comm_t& table, uint32_t count, uint64_t seed) {
-  std::vector<double> expected = Values(0, count, seed);
-  for (int other = 1; other < world; ++other) {
-    const std::vector<double> values = Values(other, count, seed);
-    for (uint32_t i = 0; i < count; ++i) expected[i] += values[i];
-  }
-  std::vector<double> got = Values(rank, count, seed);
-  EXPECT(table.sum(table.user, got.data(), count, kLongNs) == OFFLOAD_OK);
-  EXPECT(count == 0 || std::memcmp(got.data(), expected.data(), count * sizeof(double)) == 0);
-}
-
-void CheckMaxima(const offload_comm_t& table, uint32_t count) {
-  std::vector<int32_t> got(count);
-  for (uint32_t i = 0; i < count; ++i) {
-    const bool largest_here = static_cast<int>(i) % world == rank;
-    got[i] = i % 2 == 0 ? largest_here : (largest_here ? INT32_MIN + 1 : INT32_MIN);
-  }
-  EXPECT(table.max(table.user, got.data(), count, kLongNs) == OFFLOAD_OK);
-  for (uint32_t i = 0; i < count; ++i) EXPECT(got[i] == (i % 2 == 0 ? 1 : INT32_MIN + 1));
-}
-
-// Nobody leaves the barrier before all have come: a counter in shared memory tells.
-void CheckBarrier(const offload_comm_t& table) {
-  int* counter = nullptr;
-  MPI_Win window;
-  MPI_Win_allocate_shared(rank == 0 ? sizeof(int) : 0, 1, MPI_INFO_NULL, MPI_COMM_WORLD, &counter,
-                          &window);
-  MPI_Aint bytes = 0;
-  int unit = 0;
-  MPI_Win_shared_query(window, 0, &bytes, &unit, &counter);
-  if (rank == 0) *counter = 0;
-  MPI_Barrier(MPI_COMM_WORLD);
-  for (int round = 1; round <= 50; ++round) {
-    if (round % world == rank) usleep(2000);
-    __atomic_add_fetch(counter, 1, __ATOMIC_SEQ_CST);
-    EXPECT(table.barrier(table.user, kLongNs) == OFFLOAD_OK);
-    EXPECT(__atomic_load_n(counter, __ATOMIC_SEQ_CST) >= round * world);
-  }
-  MPI_Win_free(&window);
-}
 
 void CheckRefusals() {
   offload_comm_t untouched{};
@@ -131,11 +70,10 @@ int Table() {
   Init();
   EXPECT(std::string(offload_mpi_last_error()).empty());
   offload_comm_t table = MakeTable();
-  for (uint32_t count : {0u, 1u, 2u, 63u, 64u, 65u, 1000u}) {
-    CheckSums(table, count, count + 1);
-    CheckMaxima(table, count);
-  }
-  CheckBarrier(table);
+  CheckReductions(table);
+  MPI_Win window;
+  CheckBarrier(table, NewSharedCounter(&window));
+  MPI_Win_free(&window);
   // Two tables used by two threads at once do not hear each other.
   offload_comm_t other = MakeTable();
   std::thread thread([&] {
@@ -171,48 +109,12 @@ int State() {
 
 // --------------------------------------------------------------------------------------- steps --
 
-constexpr size_t kSteps = 6;
-
-struct Setting {
-  ContextSetting context;
-  OptimizerSetting optimizer;
-};
-
 std::vector<Setting> Settings() {
   Setting host, sim;
   host.context.threads = sim.context.threads = 1;
   sim.context.device_kind = OFFLOAD_DEVICE_SIM;
   sim.optimizer = {0.4, 1024, 2};
   return {host, sim};
-}
-
-// FNV-1a over a rank's params, states and last norm.
-uint64_t Hash(ShardedRank& rank_of) {
-  Bytes bits = rank_of.Bits();
-  auto result = Make<offload_step_result_t>();
-  MUST(offload_optimizer_step_result(rank_of.rig().handle(), 0, &result));
-  const auto* norm = reinterpret_cast<const std::byte*>(&result.grad_norm);
-  bits.insert(bits.end(), norm, norm + sizeof(result.grad_norm));
-  uint64_t hash = 0xcbf29ce484222325;
-  for (std::byte byte : bits) hash = (hash ^ static_cast<uint64_t>(byte)) * 0x100000001b3;
-  return hash;
-}
-
-// The same program with this process's threads for ranks.
-std::vector<uint64_t> HashesOfThreads(const Sharded& sharded, const Setting& setting) {
-  ThreadComm comm(world);
-  std::vector<std::unique_ptr<ShardedRank>> ranks;
-  for (int other = 0; other < world; ++other)
-    ranks.push_back(std::make_unique<ShardedRank>(sharded, static_cast<uint32_t>(other),
-                                                  comm.Table(other), setting.context,
-                                                  setting.optimizer));
-  for (size_t step = 0; step < kSteps; ++step) {
-    for (auto& each : ranks) each->Queue(step);
-    for (auto& each : ranks) MUST(offload_optimizer_wait(each->rig().handle(), 0, -1));
-  }
-  std::vector<uint64_t> hashes;
-  for (auto& each : ranks) hashes.push_back(Hash(*each));
-  return hashes;
 }
 
 int Step() {
@@ -222,27 +124,12 @@ int Step() {
         RandomSharded(kAlgorithms[seed % 5], static_cast<uint32_t>(world), kSteps, seed);
     for (const Setting& setting : Settings()) {
       offload_comm_t table = MakeTable();
-      uint64_t hash = 0;
-      {
-        ShardedRank own(*sharded, static_cast<uint32_t>(rank), table, setting.context,
-                        setting.optimizer);
-        for (size_t step = 0; step < kSteps; ++step) {
-          own.Queue(step);
-          MUST(offload_optimizer_wait(own.rig().handle(), 0, kLongNs));
-          const std::string difference = own.Difference(step + 1);
-          if (!difference.empty()) std::fprintf(stderr, "%s\n", difference.c_str());
-          EXPECT(difference.empty());
-        }
-        hash = Hash(own);
-      }
+      const uint64_t hash = TakeSteps(*sharded, setting, table);
       EXPECT(offload_mpi_destroy(&table) == OFFLOAD_OK);
       std::vector<uint64_t> hashes(static_cast<size_t>(world));
       MPI_Gather(&hash, 1, MPI_UINT64_T, hashes.data(), 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
       if (rank != 0) continue;
-      EXPECT(hashes == HashesOfThreads(*sharded, setting));
-      std::printf("seed %" PRIu64 ", %s:", seed, Text(setting.context, setting.optimizer).c_str());
-      for (uint64_t each : hashes) std::printf(" %016" PRIx64, each);
-      std::printf("\n");
+      CheckHashes(*sharded, setting, seed, hashes);
     }
   }
   if (rank == 0) std::printf("%d processes and %d threads: the same hashes\n", world, world);
@@ -261,32 +148,10 @@ void ExitEarly() { _exit(5); }
 // Rank 1 makes one step with the others and then none; `vanish` is how.
 int Lose(void (*vanish)()) {
   Init();
-  const auto sharded = RandomSharded(OFFLOAD_ADAMW, static_cast<uint32_t>(world), kSteps, 5);
   offload_comm_t table = MakeTable();
-  {
-    const Setting setting = Settings()[1];
-    ShardedRank own(*sharded, static_cast<uint32_t>(rank), table, setting.context,
-                    setting.optimizer, 0, 5'000'000'000);
-    const auto input = [&](size_t step) {
-      StepInput asks = own.local().steps[step];
-      asks.flags = 0;
-      return asks;
-    };
-    own.Queue(input(0));
-    MUST(offload_optimizer_wait(own.rig().handle(), 0, kLongNs));
-    if (rank == 1) vanish();
-    const Bytes before = own.Bits();
-    own.Queue(input(1));
-    EXPECT(offload_optimizer_wait(own.rig().handle(), 0, kLongNs) == OFFLOAD_COMM_FAILED);
-    std::printf("rank %d got COMM_FAILED: %s\n", rank, offload_last_error());
-    const std::string text = offload_last_error();
-    EXPECT(Says(text.c_str(), ("rank " + std::to_string(rank) + " of 4: comm.sum").c_str()));
-    // MPI itself may notice an exit, but not a rank that hangs.
-    if (vanish == HangForEver)
-      EXPECT(Says(text.c_str(), "did not answer within 5.0 s (options.comm_timeout_ns)"));
-    EXPECT(offload_optimizer_step(own.rig().handle(), nullptr, nullptr) == OFFLOAD_POISONED);
-    EXPECT(own.Bits() == before);
-  }
+  // MPI itself may notice an exit, but not a rank that hangs.
+  LoseRank1(Settings()[1], table, vanish,
+            vanish == HangForEver ? "did not answer within 5.0 s (options.comm_timeout_ns)" : "");
   double value = 1;
   EXPECT(table.sum(table.user, &value, 1, kLongNs) == OFFLOAD_COMM_FAILED);  // at once
   EXPECT(Says(offload_mpi_last_error(), "an earlier call failed"));
@@ -308,6 +173,8 @@ int Lose(void (*vanish)()) {
 }  // namespace hybridopt
 
 int main(int argc, char** argv) {
+  hybridopt::adaptor_error = offload_mpi_last_error;
+  hybridopt::end_all_ranks = [] { MPI_Abort(MPI_COMM_WORLD, 1); };
   const std::string mode = argc == 2 ? argv[1] : "";
   if (mode == "table") return hybridopt::Table();
   if (mode == "state") return hybridopt::State();

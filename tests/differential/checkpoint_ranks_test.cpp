@@ -26,10 +26,10 @@ constexpr size_t kSteps = 4;
 
 RanksSetting RandomSetting(Random& random) {
   RanksSetting setting;
-  setting.context.device_kind = random.OneIn(3) ? OFFLOAD_DEVICE_HOST : OFFLOAD_DEVICE_SIM;
+  setting.context.device_kind = random.OneIn(3) ? OFFLOAD_DEVICE_HOST : AcceleratorUnderTest();
   setting.context.threads = 1;
   setting.context.delay_ns_max =
-      setting.context.device_kind == OFFLOAD_DEVICE_SIM && random.OneIn(2) ? 20'000 : 0;
+      setting.context.device_kind != OFFLOAD_DEVICE_HOST && random.OneIn(2) ? 20'000 : 0;
   constexpr double kFractions[] = {0, 0.3, 1};
   setting.optimizer = {kFractions[random.Below(3)], 1024, 2};
   return setting;

@@ -22,7 +22,7 @@ struct Setting {
 
 Setting RandomSetting(Random& random) {
   Setting setting;
-  setting.context.device_kind = random.OneIn(2) ? OFFLOAD_DEVICE_HOST : OFFLOAD_DEVICE_SIM;
+  setting.context.device_kind = random.OneIn(2) ? OFFLOAD_DEVICE_HOST : AcceleratorUnderTest();
   setting.context.threads = static_cast<uint32_t>(1 + random.Below(4));
   setting.context.seed = random.Below(1000);
   constexpr double kFractions[] = {0, 0.3, 1};
@@ -124,7 +124,7 @@ TEST_P(CheckpointTest, AnyLayoutLoadsWhatAnyOtherSaved) {
     problem.state = from;
     const Solved solved(std::move(problem));
     ContextSetting setting;
-    setting.device_kind = from.split() ? OFFLOAD_DEVICE_SIM : OFFLOAD_DEVICE_HOST;
+    setting.device_kind = from.split() ? AcceleratorUnderTest() : OFFLOAD_DEVICE_HOST;
     const TestContext context(setting);
     const std::string path = directory / from.Text();
     {
@@ -133,7 +133,7 @@ TEST_P(CheckpointTest, AnyLayoutLoadsWhatAnyOtherSaved) {
       MUST(offload_optimizer_wait(rig.handle(), Save(rig, path), -1));
     }
     for (const StateChoice& to : StateChoices()) {
-      for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+      for (int32_t device : {int32_t{OFFLOAD_DEVICE_HOST}, AcceleratorUnderTest()}) {
         setting.device_kind = device;
         const TestContext other(setting);
         Problem loaded = solved.problem;
@@ -151,7 +151,7 @@ TEST_P(CheckpointTest, ALoadBringsEveryBitAtOnce) {
   const TemporaryDirectory directory;
   const Solved solved(RandomProblem(GetParam(), AllDtypePairs(), 3, 7));
   ContextSetting setting;
-  setting.device_kind = OFFLOAD_DEVICE_SIM;
+  setting.device_kind = AcceleratorUnderTest();
   setting.threads = 2;
   const TestContext context(setting);
   Rig rig(context, solved.problem, {0.5, 1024, 2});

@@ -19,7 +19,8 @@ std::vector<Setting> Settings() {
     setting.optimizer.chunk_elements = 1024;
     setting.optimizer.staging_slots = 2;
   }
-  for (size_t i = 1; i < settings.size(); ++i) settings[i].context.device_kind = OFFLOAD_DEVICE_SIM;
+  for (size_t i = 1; i < settings.size(); ++i)
+    settings[i].context.device_kind = AcceleratorUnderTest();
   settings[2].optimizer.device_fraction = 0.3;
   settings[3].optimizer.device_fraction = 1;
   settings[4].optimizer.device_fraction = 0.5;

@@ -37,6 +37,7 @@ struct ContextSetting {
   uint64_t seed = 0;
   uint64_t delay_ns_max = 0;
   uint64_t device_timeout_ns = 0;
+  int32_t device_index = 0;
 };
 
 struct OptimizerSetting {
@@ -68,6 +69,7 @@ class TestContext {
   explicit TestContext(const ContextSetting& setting) {
     auto options = Make<offload_context_options_t>();
     options.device_kind = setting.device_kind;
+    options.device_index = setting.device_index;
     options.threads = setting.threads;
     options.device_timeout_ns = setting.device_timeout_ns;
     options.log = [](void*, int32_t, const char*) {};
