@@ -254,6 +254,7 @@ class LifecycleRig {
     MUST(offload_optimizer_plan(optimizer_, &plan));
     return plan;
   }
+  // Of a GPU, what everybody on it has taken: tests that count want it to themselves.
   uint64_t DeviceBytesUsed() const {
     auto info = Make<offload_context_info_t>();
     MUST(offload_context_get_info(context_, &info));
