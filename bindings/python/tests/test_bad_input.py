@@ -32,7 +32,7 @@ def test_a_param_of_another_dtype_is_refused():
     before = bits(model.parameters())
     with pytest.raises(
         abi.InvalidStateError,
-        match="'weight' has dtype torch.float16, but .* has dtype torch.float32; make a new optim",
+        match="'weight' has dtype torch.float16, but .* it had dtype torch.float32; make a new optim",
     ):
         optimizer.step()
     assert bits(model.parameters()) == before
@@ -51,6 +51,33 @@ def test_a_param_of_another_shape_is_refused(replacement):
     with pytest.raises(abi.InvalidStateError, match=r"'weight' has shape .*, but .* \(4,\)"):
         optimizer.step()
     assert torch.equal(param, replacement)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda optimizer, param: optimizer.step(lambda: pytest.fail("the closure has been called")),
+        lambda optimizer, param: optimizer.offload(params=True),
+        lambda optimizer, param: optimizer.reload(params=True),
+        lambda optimizer, param: optimizer.save_checkpoint("/nowhere"),
+        lambda optimizer, param: optimizer.load_checkpoint("/nowhere"),
+        lambda optimizer, param: optimizer.master_of(param),
+    ],
+    ids=["step", "offload", "reload", "save", "load", "master_of"],
+)
+def test_a_graph_capture_is_refused_before_anything_happens(call, monkeypatch):
+    param = Parameter(torch.ones(4))
+    optimizer = stepped(param)
+    before = bits([param]), state_bits(optimizer)
+    with monkeypatch.context() as capture:
+        for function in ("is_initialized", "is_current_stream_capturing"):
+            capture.setattr(torch.cuda, function, lambda: True)
+        for name in vars(abi.Optimizer):  # nor is the library asked for anything
+            if not name.startswith("_"):
+                capture.setattr(abi.Optimizer, name, None)
+        with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph; call it outs"):
+            call(optimizer, param)
+    assert (bits([param]), state_bits(optimizer)) == before
 
 
 def test_a_param_cut_short_in_place_is_refused():

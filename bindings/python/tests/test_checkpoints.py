@@ -49,6 +49,30 @@ def test_resuming_changes_no_bit(name, tmp_path):
     assert bits(other_params) == bits(params)
 
 
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_params_without_elements_keep_their_state(name, dtype, tmp_path):
+    ours, _, arguments = PAIRS[name]
+    if name == "SGD plain":  # which has none to keep
+        arguments = {**arguments, "momentum": 0.5}
+    params = [Parameter(torch.zeros(size, dtype=dtype)) for size in ((3,), (0, 2))]
+    optimizer = ours(params, **arguments)
+    run(optimizer, params, [1, 2])
+    saved = state_bits(optimizer)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    other_params = clone(params)
+    other = ours(other_params, **arguments)
+    other.load_checkpoint(tmp_path / "saved")
+    assert state_bits(other) == saved
+    run(optimizer, params, [3, 4])
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert state_bits(optimizer) == saved
+    other.load_checkpoint(tmp_path / "saved", fresh_moments=True)
+    run(other, other_params, [3])
+    if "step" in other.state[other_params[1]]:
+        assert other.state[other_params[1]]["step"] == 1
+
+
 def test_loading_over_steps_replaces_them(tmp_path):
     params = three_params()
     optimizer = hybridopt.AdamW(params)

@@ -58,6 +58,15 @@ REMEMBERED_RESULTS = 1024
 REMEMBERED_SAMPLES = 4096
 
 
+def refuse_capture() -> None:
+    """Before anything asks the device: that would end the capture with a text about something else."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "what the optimizer does runs on the host and cannot be captured into a CUDA graph; call "
+            "it outside of torch.cuda.graph()"
+        )
+
+
 @dataclass(frozen=True)
 class Member:
     """A param of the torch optimizer that takes part."""
@@ -236,11 +245,7 @@ class Engine(Adopting, Masters, Moves):
     def stream(self) -> int:
         """The stream that gradients and params are ready on."""
         if self.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "the optimizer's step runs on the host and cannot be captured into a CUDA graph; "
-                    "call it after the graph"
-                )
+            refuse_capture()
             return torch.cuda.current_stream(self.device).cuda_stream
         return 0
 
@@ -322,15 +327,15 @@ class Engine(Adopting, Masters, Moves):
         # A copy is filled from any strides. Those of one element lead nowhere.
         if slot.copy is not None or is_same_order(slot.shape, stride, slot.stride):
             stride = slot.stride
-        for what, now, before in (
-            ("has shape", tuple(current.shape), tuple(slot.shape)),
-            ("has dtype", current.dtype, slot.dtype),
-            ("is on", current.device, self.device),
-            ("has strides", stride, slot.stride),
+        for is_so, was_so, now, before in (
+            ("has shape", "had shape", tuple(current.shape), tuple(slot.shape)),
+            ("has dtype", "had dtype", current.dtype, slot.dtype),
+            ("is on", "was on", current.device, self.device),
+            ("has strides", "had strides", stride, slot.stride),
         ):
             if now != before:
                 raise abi.InvalidStateError(
-                    f"parameter {slot.name!r} {what} {now}, but its state was made when it {what} "
+                    f"parameter {slot.name!r} {is_so} {now}, but its state was made when it {was_so} "
                     f"{before}; make a new optimizer after changing parameters, and load this one's "
                     "state_dict() into it"
                 )
@@ -379,12 +384,14 @@ class Engine(Adopting, Masters, Moves):
         self._fill_copies()
         self.refresh_masters()
 
-    def after_load(self, state: dict[Tensor, Any]) -> None:
-        """The library has written params, state and step counts."""
+    def after_load(self, state: dict[Tensor, Any], steps: int) -> None:
+        """The library has written params, state and step counts. It stores nothing of params without
+        elements, whose steps torch counts: they take `steps`."""
         self._note_written(self.slots)
         for slot in self.slots:
             kinds = list(slot.kinds.values())
             count = self.handle.state(slot.id, kinds[0]).step_count if kinds else 0
+            count = steps if slot.count == 0 else count
             self._count_views[slot.id].fill_(count)
             if count > 0 or slot.entry is not None or self._has_low_bits(slot):
                 self._publish(slot, state)

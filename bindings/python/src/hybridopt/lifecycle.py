@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import abi
-from .engine import Engine, Slot
+from .engine import Engine, Slot, refuse_capture
 from .gradient_hooks import GradientHooks
 from .moves import MOVABLE
 from .plans import StepResult, described
@@ -190,6 +190,7 @@ class Lifecycle(torch.optim.Optimizer):
     @torch.no_grad()
     def reload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
         """Moves content back into memory of torch's, where it is when this returns."""
+        refuse_capture()
         engine = self._ready_engine() if self._engine is None else self._engine  # as it was offloaded
         self._check_movable(engine, params=params, grads=grads, states=states)
         streams = [engine.stream()]

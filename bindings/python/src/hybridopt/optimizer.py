@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import abi, checkpoints, placement
 from .contexts import context_for
-from .engine import Engine, Member, Slot
+from .engine import Engine, Member, Slot, refuse_capture
 from .lifecycle import Lifecycle, movable_bits
 from .plans import Plan, Stats, StepResult, described
 from .state import State
@@ -276,6 +276,7 @@ class OffloadOptimizer(Lifecycle):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over the params that have a gradient, done when this returns. Gradients stay as
         they are."""
+        refuse_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -341,6 +342,7 @@ class OffloadOptimizer(Lifecycle):
     def _ready_engine(self) -> Engine:
         """The engine, committed and up to date with params, groups and state, whether there are
         gradients or not."""
+        refuse_capture()
         engine = self._prepare(always=True)
         if engine is None:
             raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move or save")

@@ -9,7 +9,7 @@ from torch import nn
 
 import hybridopt
 from hybridopt import abi
-from models import bits, clone, set_gradients
+from models import bits, set_gradients
 
 ALL = ("params", "grads", "states")
 every_fraction = pytest.mark.parametrize("fraction", [1.0, 0.4, 0.0])
@@ -145,7 +145,7 @@ def test_copies_of_params_are_not_disturbed():
     """Params in one buffer, with something between them."""
     buffer = torch.arange(20, dtype=torch.float32, device="cuda")
     params = [nn.Parameter(buffer[2:7]), nn.Parameter(buffer[9:15])]
-    on_cpu = clone([param.cpu() for param in params])
+    on_cpu = [nn.Parameter(param.detach().cpu()) for param in params]
     optimizer = hybridopt.SGD(params, lr=1.0, movable=["params"])
     for param in params:
         param.grad = torch.ones_like(param)
