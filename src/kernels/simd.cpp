@@ -430,9 +430,10 @@ HWY_INLINE Double AddSquares(const Stored<kDtype>* grad, Double sums) {
 }
 
 // AddRows adds the squares of the first `count` elements (rows of kNormLanes) of kBlocks blocks to
-// the lanes of each. Blocks go side by side: a lane's additions must wait for each other, those of
-// other blocks need not.
+// the lanes of each.
 #if HWY_HAVE_SCALABLE
+// Blocks go side by side: a lane's additions must wait for each other, those of other blocks need
+// not.
 constexpr uint64_t kBlocksTogether = 4;
 
 // One vector of lanes after the other: what is no array element can be a variable.
@@ -462,29 +463,68 @@ HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lan
   }
 }
 #else
-constexpr uint64_t kBlocksTogether = 2;
+// Memory is read in order: two blocks side by side would be two streams, each too short for the
+// CPU to fetch ahead, at half the speed (docs/PERFORMANCE.md).
+constexpr uint64_t kBlocksTogether = 1;
+
+// The squares of two vectors of elements. bf16 widens cheapest in pairs, the even ones shifted up
+// and the odd ones masked, so that its lanes alternate between both.
+template <int32_t kDtype>
+HWY_INLINE void AddPairOfSquares(const Stored<kDtype>* grad, Double& sums0, Double& sums1) {
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    const hn::Rebind<uint32_t, F64> u32;
+    const hn::Rebind<float, F64> f32;
+    const auto pairs =
+        hn::BitCast(u32, hn::LoadU(hn::Repartition<uint16_t, decltype(u32)>(), grad));
+    const auto even = hn::ShiftLeft<16>(pairs);
+    const auto odd = hn::And(pairs, hn::Set(u32, 0xFFFF0000));
+    const Double value0 = hn::PromoteTo(F64(), hn::BitCast(f32, even));
+    const Double value1 = hn::PromoteTo(F64(), hn::BitCast(f32, odd));
+    sums0 = hn::MulAdd(value0, value0, sums0);
+    sums1 = hn::MulAdd(value1, value1, sums1);
+  } else {
+    sums0 = AddSquares<kDtype>(grad, sums0);
+    sums1 = AddSquares<kDtype>(grad + hn::Lanes(F64()), sums1);
+  }
+}
+
+template <int32_t kDtype>
+HWY_INLINE void LoadLanes(const double* lanes, Double& sums0, Double& sums1) {
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    hn::LoadInterleaved2(F64(), lanes, sums0, sums1);
+  } else {
+    sums0 = hn::LoadU(F64(), lanes);
+    sums1 = hn::LoadU(F64(), lanes + hn::Lanes(F64()));
+  }
+}
+
+template <int32_t kDtype>
+HWY_INLINE void StoreLanes(Double sums0, Double sums1, double* lanes) {
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    hn::StoreInterleaved2(sums0, sums1, F64(), lanes);
+  } else {
+    hn::StoreU(sums0, F64(), lanes);
+    hn::StoreU(sums1, F64(), lanes + hn::Lanes(F64()));
+  }
+}
 
 template <int32_t kDtype, uint64_t kBlocks>
 HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lanes)[kNormLanes]) {
-  constexpr uint64_t kDoubleLanes = HWY_LANES(double);
-  constexpr uint64_t kVectors = kNormLanes / kDoubleLanes;
-  Double sums[kBlocks][kVectors];
-#pragma GCC unroll 16
-  for (uint64_t k = 0; k < kBlocks * kVectors; ++k)
-    sums[k / kVectors][k % kVectors] =
-        hn::LoadU(F64(), lanes[k / kVectors] + k % kVectors * kDoubleLanes);
+  static_assert(kBlocks == 1);
+  constexpr uint64_t kPairElements = 2 * HWY_LANES(double);
+  constexpr uint64_t kPairs = kNormLanes / kPairElements;
+  Double sums0[kPairs], sums1[kPairs];
+#pragma GCC unroll 4
+  for (uint64_t k = 0; k < kPairs; ++k)
+    LoadLanes<kDtype>(lanes[0] + k * kPairElements, sums0[k], sums1[k]);
   for (uint64_t i = 0; i < count; i += kNormLanes) {
-#pragma GCC unroll 16
-    for (uint64_t k = 0; k < kBlocks * kVectors; ++k) {
-      const uint64_t block = k / kVectors, vector = k % kVectors;
-      sums[block][vector] = AddSquares<kDtype>(
-          grad + block * kNormBlockElements + i + vector * kDoubleLanes, sums[block][vector]);
-    }
+#pragma GCC unroll 4
+    for (uint64_t k = 0; k < kPairs; ++k)
+      AddPairOfSquares<kDtype>(grad + i + k * kPairElements, sums0[k], sums1[k]);
   }
-#pragma GCC unroll 16
-  for (uint64_t k = 0; k < kBlocks * kVectors; ++k)
-    hn::StoreU(sums[k / kVectors][k % kVectors], F64(),
-               lanes[k / kVectors] + k % kVectors * kDoubleLanes);
+#pragma GCC unroll 4
+  for (uint64_t k = 0; k < kPairs; ++k)
+    StoreLanes<kDtype>(sums0[k], sums1[k], lanes[0] + k * kPairElements);
 }
 #endif
 
