@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import abi
 from .adopting import COUNTED, Adopting
-from .masters import MASTER, MASTER_LOW, Masters
+from .masters import MASTER, MASTER_LOW, Masters, Samples
 from .moves import Moves
 from .tensors import (
     DTYPES,
@@ -191,6 +191,7 @@ class Engine(Adopting, Masters, Moves):
         self._active: list[Slot] = []  # with a gradient, as of bind()
         self._unsettled_steps: list[tuple[int, list[Slot]]] = []  # tickets, and who took part
         self._slots_with_copies: list[Slot] = []
+        self._kept: Samples | None = None  # of the params that were last in sync together
 
     # ------------------------------------------------------------------------------ registering --
 

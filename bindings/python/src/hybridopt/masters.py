@@ -39,45 +39,75 @@ def halves(master: Tensor) -> tuple[Tensor, Tensor]:
 def samples_on_host(address: int, size_bytes: int) -> bytes:
     if size_bytes <= RUNS * RUN_BYTES:
         return ctypes.string_at(address, size_bytes) if size_bytes else b""
-    stride = (size_bytes - RUN_BYTES) // (RUNS - 1) // 2 * 2
+    stride = (size_bytes - RUN_BYTES) // (RUNS - 1) // 4 * 4
     return b"".join(ctypes.string_at(address + i * stride, RUN_BYTES) for i in range(RUNS))
 
 
-def samples_of_tensors(tensors: list[Tensor]) -> list[bytes]:
-    """The same of dense tensors anywhere, in one copy."""
-    parts = []
-    for tensor in tensors:
-        flat = in_memory_order(tensor).view(torch.int16)
-        stride = (flat.numel() * 2 - RUN_BYTES) // (RUNS - 1) // 2
-        if flat.numel() * 2 > RUNS * RUN_BYTES:
-            flat = flat.as_strided(
-                (RUNS, RUN_BYTES // 2), (stride, 1), flat.storage_offset()
-            ).reshape(-1)
-        parts.append(flat)
-    together = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.int16)
-    content = ctypes.string_at(together.data_ptr(), 2 * together.numel())
-    cut, begin = [], 0
-    for part in parts:
-        cut.append(content[begin : begin + 2 * part.numel()])
-        begin += 2 * part.numel()
-    return cut
+def sample_of(tensor: Tensor) -> Tensor:
+    """The same of a dense tensor anywhere, as a view."""
+    itemsize, count = tensor.element_size(), tensor.numel()
+    if count * itemsize <= RUNS * RUN_BYTES:
+        return in_memory_order(tensor).view(torch.int16)
+    stride = (count * itemsize - RUN_BYTES) // (RUNS - 1) // 4 * 4 // itemsize
+    runs = (RUNS, RUN_BYTES // itemsize)
+    return tensor.as_strided(runs, (stride, 1), tensor.storage_offset()).view(torch.int16)
+
+
+class Samples:
+    """Those of some slots' params, taken where they are in two copies, however many they are."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = slots
+        views = [sample_of(slot.bound) for slot in slots]
+        self._lengths = [view.numel() for view in views]
+        self._order = sorted(range(len(views)), key=lambda index: views[index].dim())
+        short = [views[index] for index in self._order if views[index].dim() == 1]
+        long = [views[index] for index in self._order if views[index].dim() == 2]
+        parts = [torch.cat(views).reshape(-1) for views in (short, long) if views]
+        self._content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16)
+
+    def equal(self, others: Samples) -> bool:
+        """Whether those of the same slots are the same, asked in one question."""
+        return torch.equal(self._content, others._content)
+
+    def bytes(self) -> list[bytes]:
+        """Each one's."""
+        on_host = self._content.cpu()
+        content = ctypes.string_at(on_host.data_ptr(), 2 * on_host.numel())
+        cut, begin = [b""] * len(self.slots), 0
+        for index in self._order:
+            end = begin + 2 * self._lengths[index]
+            cut[index] = content[begin:end]
+            begin = end
+        return cut
 
 
 class Masters(Part):
     """Part of Engine, which has the rest."""
 
+    def _are_away(self) -> bool:
+        """Whether params are where the host cannot read them."""
+        return self.device.type != "cpu"
+
     def note_in_sync(self, slots: list[Slot]) -> None:
         """Masters and params of these are the same now."""
         for slot in slots:
             slot.version = local(slot.param)._version
-        watched = [slot for slot in slots if slot.has_master]
-        for slot, sample in zip(watched, self._samples(watched)):
-            slot.sample = sample
+        watched = [slot for slot in slots if slot.has_master and slot.count > 0]
+        if self._are_away():
+            if self._kept is not None and self._kept.slots != watched:
+                self._cut_kept()
+            self._kept = Samples(watched)
+            return
+        for slot in watched:
+            slot.sample = samples_on_host(slot.address, slot.bytes)
 
-    def _samples(self, slots: list[Slot]) -> list[bytes]:
-        if self.device.type != "cpu":
-            return samples_of_tensors([slot.bound for slot in slots])
-        return [samples_on_host(slot.address, slot.bytes) for slot in slots]
+    def _cut_kept(self) -> None:
+        """Every slot gets its own sample, so that they may be compared one by one."""
+        if self._kept is not None:
+            for slot, sample in zip(self._kept.slots, self._kept.bytes()):
+                slot.sample = sample
+            self._kept = None
 
     def notice_writes(self) -> None:
         """Whoever writes `param.data` in place leaves the version as it is. Where a sample of one
@@ -87,8 +117,19 @@ class Masters(Part):
             for slot in self.slots
             if slot.has_master and slot.count > 0 and slot.version == local(slot.param)._version
         ]
-        if any(slot.sample != now for slot, now in zip(known, self._samples(known))):
+        if not self._are_as_sampled(known):
             self.forget_versions()
+
+    def _are_as_sampled(self, slots: list[Slot]) -> bool:
+        if not self._are_away():
+            return all(slot.sample == samples_on_host(slot.address, slot.bytes) for slot in slots)
+        if not slots:
+            return True
+        now = Samples(slots)
+        if self._kept is not None and self._kept.slots == slots:
+            return now.equal(self._kept)
+        self._cut_kept()
+        return all(slot.sample == sample for slot, sample in zip(slots, now.bytes()))
 
     def forget_versions(self) -> None:
         """The next step compares every master with its param."""

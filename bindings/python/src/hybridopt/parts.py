@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from . import abi
     from .engine import Slot
+    from .masters import Samples
 
 
 class Part:
@@ -29,6 +30,7 @@ class Part:
         states_out: bool
         _bindings: Any
         _slots_with_copies: list[Slot]
+        _kept: Samples | None
         _count_views: list[Tensor]
         _counts_version: int
 
