@@ -10,8 +10,10 @@ one, else on the CPU. (1), (2) and (3) mark what other training programs need to
 
 import argparse
 import copy
+import dataclasses
 import math
 import pathlib
+import statistics
 import sys
 import sysconfig
 import time
@@ -25,18 +27,31 @@ import hybridopt  # (1)
 TEXT_BYTES = 8 << 20
 VALIDATION_PART = 20  # one byte in so many
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Seconds of work on either: two million params on a CPU, GPT-2 small's 85 million on a GPU.
+SIZES = {
+    "cpu": {"steps": 300, "batch": 16, "context": 128, "layers": 4, "width": 192, "heads": 6,
+            "lr": 1e-3},
+    "cuda": {"steps": 200, "batch": 32, "context": 512, "layers": 12, "width": 768, "heads": 12,
+             "lr": 3e-4},
+}  # fmt: skip
+WHAT = {
+    "steps": "optimizer steps",
+    "batch": "sequences a step",
+    "context": "bytes a sequence",
+    "layers": "blocks of the model",
+    "width": "of the model",
+    "heads": "of each block",
+    "lr": "learning rate, at first",
+}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a byte-level GPT, optimizer offloaded.")
     parser.add_argument("--data", type=pathlib.Path, help="a text, or a folder of them")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
-    parser.add_argument("--context", type=int, default=128, help="bytes a sequence")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    small, large = SIZES["cpu"], SIZES["cuda"]
+    for name, what in WHAT.items():
+        text = f"{what}; {small[name]} on a CPU, {large[name]} on a GPU"
+        parser.add_argument(f"--{name}", type=type(small[name]), help=text)
     parser.add_argument("--dtype", choices=DTYPES, help="of params; on a GPU bfloat16")
     parser.add_argument("--offload-fraction", type=float, default=1.0)
     parser.add_argument(
@@ -50,10 +65,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="follow the steps in float64")
     parser.add_argument("--quick", action="store_true", help="20 small steps, checked")
     options = parser.parse_args()
+    sizes = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
     if options.quick:
-        options.steps, options.batch, options.context = 20, 8, 64
-        options.layers, options.width, options.heads = 2, 64, 4
+        sizes = {**SIZES["cpu"], "steps": 20, "batch": 8, "context": 64, "layers": 2, "width": 64,
+                 "heads": 4}
         options.check = not options.overlap
+    for name, size in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, size)
     if options.check and options.overlap:
         parser.error("--check looks at gradients that --overlap has taken away; give one of them")
     return options
@@ -172,8 +191,18 @@ def masters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 # ----------------------------------------------------------------------------------------- train --
 
 
+@dataclasses.dataclass
+class Run:
+    """What training has given, and how long its steps took: all of them, and the optimizer's part."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    optimizer_seconds: list[float] = dataclasses.field(default_factory=list)
+    distance: tuple[float, float] | None = None  # from float64
+
+
 def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, options):
-    """Losses of all steps, and the tokens that went through in a second."""
+    """Trains, and says how it went."""
     clip_here = not isinstance(optimizer, hybridopt.OffloadOptimizer)
     params = list(model.parameters())
     generator = torch.Generator().manual_seed(1)  # the same sequences for everyone
@@ -181,33 +210,65 @@ def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, text: T
     follower = None
     if options.check:
         follower = Float64Adamw(params, optimizer.param_groups[0], options.max_grad_norm)
-    losses, seconds = [], 0.0
+    run = Run()
     for step in range(options.steps):
         inputs, targets = sample(text, options.batch, options.context, generator)
         inputs, targets = inputs.to(params[0].device), targets.to(params[0].device)
         begin = time.perf_counter()
         loss = loss_of(model, inputs, targets)
         loss.backward()
-        seconds += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         if follower is not None:
             follower.step([param.grad for param in params])
         begin = time.perf_counter()
         if clip_here:
             nn.utils.clip_grad_norm_(params, options.max_grad_norm)
+        stepped = time.perf_counter()
         optimizer.step()  # (3)
+        run.optimizer_seconds.append(time.perf_counter() - stepped)
         optimizer.zero_grad()
-        losses.append(loss.item())
-        seconds += time.perf_counter() - begin
+        run.losses.append(loss.item())  # waits for the GPU
+        run.step_seconds.append(seconds + time.perf_counter() - begin)
         schedule.step()
         if step % max(1, options.steps // 10) == 0 or step == options.steps - 1:
-            print(f"  {name}: step {step + 1}, loss {losses[-1]:.4f}")
-    tokens_per_second = options.steps * options.batch * options.context / seconds
-    print(f"  {name}: {tokens_per_second:.0f} tokens/s")
-    distance = follower.distance(masters_of(optimizer)) if follower is not None else None
-    return losses, distance
+            print(f"  {name}: step {step + 1}, loss {run.losses[-1]:.4f}")
+    if follower is not None:
+        run.distance = follower.distance(masters_of(optimizer))
+    return run
 
 
-def say_memory(optimizer: "hybridopt.AdamW", device: torch.device) -> None:
+def say_speed(name: str, run: Run, options: argparse.Namespace) -> None:
+    """Without the first step, which makes what the others use."""
+    first, later = run.step_seconds[0], run.step_seconds[1:]
+    if not later:
+        return
+    tokens_per_second = options.batch * options.context * len(later) / sum(later)
+    print(
+        f"  {name}: {tokens_per_second:.0f} tokens/s; a step takes {ms(later)} ms (median), the first "
+        f"took {first * 1e3:.1f} ms"
+    )
+
+
+def say_lanes(run: Run, optimizer: hybridopt.AdamW) -> None:
+    """Where the time of a step goes. Lanes run at the same time; their sum is no sum."""
+    results = [result for result in optimizer.step_results()[1:] if not result.skipped]
+    if not results:
+        return
+    later, first = run.optimizer_seconds[1:], run.optimizer_seconds[0]
+    print(
+        f"optimizer.step() takes {ms(later)} ms, on a GPU with the wait for the backward pass; the "
+        f"first, which makes the state, {first * 1e3:.1f} ms. In the library:"
+    )
+    for name in ("total", "norm", "grads_down", "update", "params_up", "device_update", "stall"):
+        lane = [getattr(result, f"{name}_seconds") for result in results]
+        print(f"  {name.replace('_', ' '):14}{ms(lane):>8} ms")
+
+
+def ms(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.1f}"
+
+
+def say_memory(optimizer: hybridopt.AdamW, device: torch.device) -> None:
     """Where the bytes are; beside them what torch would hold on the device."""
     stats = optimizer.stats()
     mib = 1 / (1 << 20)
@@ -268,23 +329,30 @@ def main() -> int:
     )
     if options.overlap:
         optimizer.hook_gradients()
-    losses, distances = {}, {}
-    losses["hybridopt"], distances["hybridopt"] = train(
-        "hybridopt", model, optimizer, text[:cut], options
-    )
+    runs = {"hybridopt": train("hybridopt", model, optimizer, text[:cut], options)}
+    say_speed("hybridopt", runs["hybridopt"], options)
+    say_lanes(runs["hybridopt"], optimizer)
     say_memory(optimizer, device)
     print(f"validation loss {validation_loss(model, text[cut:], options):.4f}")
     if options.timeline:
         optimizer.plot_timeline(options.timeline)
     if other is not None:
         torchs = torch.optim.AdamW(other.parameters(), **arguments)
-        losses["torch"], distances["torch"] = train("torch", other, torchs, text[:cut], options)
-        plot_losses(losses, options.plot)
-    if not options.check:
-        return 0
-    for name, (distance, allowed) in distances.items():
+        runs["torch"] = train("torch", other, torchs, text[:cut], options)
+        say_speed("torch", runs["torch"], options)
+        plot_losses({name: run.losses for name, run in runs.items()}, options.plot)
+    return say_distances(runs)
+
+
+def say_distances(runs: dict[str, Run]) -> int:
+    """How far off float64 everyone is, where that was asked; the exit status."""
+    for name, run in runs.items():
+        if run.distance is None:
+            return 0
+        distance, allowed = run.distance
         print(f"{name}: {distance:.1e} of the way off float64, fp32 may be {allowed:.1e} off")
-    good = distances["hybridopt"][0] <= distances["hybridopt"][1]
+    distance, allowed = runs["hybridopt"].distance
+    good = distance <= allowed
     print(f"as float64 has it: {'yes' if good else 'NO'}")
     return 0 if good else 1
 

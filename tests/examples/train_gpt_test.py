@@ -1,6 +1,7 @@
 """Runs examples/train_gpt.py in its quick mode, in its ways. Usage: train_gpt_test.py PATH"""
 
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,9 @@ with tempfile.TemporaryDirectory() as folder:
     output = run("--compare", "--plot", str(plot))
     assert "as float64 has it: yes" in output
     assert len(losses(output, "torch")) == len(losses(output, "hybridopt")) == 11
+    for name in ("torch", "hybridopt"):
+        assert re.search(rf"{name}: [1-9]\d* tokens/s; a step takes \d+\.\d ms \(median\)", output)
+    assert re.search(r"^  update +\d+\.\d ms$", output, re.MULTILINE)
     assert matplotlib.image.imread(plot).shape[:2] == (600, 960)
     # Gradients that have left during backward make the same steps, to the last digit shown.
     overlapped = run("--overlap")
