@@ -13,20 +13,20 @@
 
 namespace hybridopt {
 
-// The multipliers and shifts of "lowbias32", found by Chris Wellons' search for 32-bit hashes with
-// little bias (https://nullprogram.com/blog/2018/07/31/, public domain). The key goes in at two
-// places, so that one key's sequence is no shifted copy of another's.
-inline constexpr uint32_t kHashFactor0 = 0x7FEB352D;
-inline constexpr uint32_t kHashFactor1 = 0x846CA68B;
+// Odd numbers from a search among random ones (docs/NUMERICS.md says for what).
+inline constexpr uint32_t kHashFactor0 = 0x07BE90C7;
+inline constexpr uint32_t kHashFactor1 = 0x3D73EB59;
+inline constexpr uint32_t kHashFactor2 = 0x45AA351B;
 
 // 32 random bits for one element: moment0 is rounded with the lower half, moment1 with the upper.
+// Where counters agree in their upper halves, the first line is a sum that grows by a constant. The
+// key is in the counter and in the tweak, so that one key's sequence is no shifted copy of
+// another's.
 inline uint32_t RandomBits(uint32_t counter, uint32_t tweak) {
-  uint32_t x = counter;
-  x ^= x >> 16;
-  x *= kHashFactor0;
+  uint32_t x = counter * kHashFactor0 + (counter >> 16) * kHashFactor1;
   x ^= tweak;
-  x ^= x >> 15;
-  x *= kHashFactor1;
+  x ^= x >> 13;
+  x *= kHashFactor2;
   x ^= x >> 16;
   return x;
 }

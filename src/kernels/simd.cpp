@@ -73,15 +73,21 @@ struct Value {
 HWY_INLINE Float Broadcast(float value) { return hn::Set(F32(), value); }
 
 HWY_INLINE Float Lerp(Float old, Float next, float keep, float weight) {
-  return weight < 0.5f ? hn::MulAdd(Broadcast(weight), hn::Sub(next, old), old)
-                       : hn::MulAdd(Broadcast(keep), hn::Sub(old, next), next);
+  const Float factor = Broadcast(weight < 0.5f ? weight : keep);
+  return weight < 0.5f ? hn::MulAdd(factor, hn::Sub(next, old), old)
+                       : hn::MulAdd(factor, hn::Sub(old, next), next);
 }
 
-// Not Min, which instruction sets define differently for NaN.
-HWY_INLINE Float Saturate(Float value) {
-  const Float max = Broadcast(FLT_MAX);
+// value < max ? value : max. Instruction sets define Min differently for NaN; x86's is this.
+HWY_INLINE Float AtMost(Float value, Float max) {
+#if HWY_ARCH_X86
+  return hn::Min(value, max);
+#else
   return hn::IfThenElse(hn::Lt(value, max), value, max);
+#endif
 }
+
+HWY_INLINE Float Saturate(Float value) { return AtMost(value, Broadcast(FLT_MAX)); }
 
 HWY_INLINE void Adam(const Coefficients& c, const Value& x) {
   const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
@@ -155,38 +161,90 @@ HWY_INLINE Float LoadWide(const Stored<kDtype>* source) {
   }
 }
 
-// bf16 in the upper half of each lane; the lower half is rubbish. `half` and `ties_to_even` are
-// 0x7FFF and 1, or 0x8000 and 0 for ties away from zero.
-HWY_INLINE hn::Vec<U16> RoundToBf16(Float value, hn::Vec<U32> half, hn::Vec<U32> ties_to_even) {
-  const auto bits = hn::BitCast(U32(), value);
-  const auto odd = hn::And(hn::ShiftRight<16>(bits), ties_to_even);
-  const auto rounded = hn::Add(hn::Add(bits, half), odd);
-  const auto quiet_nan = hn::Or(bits, hn::Set(U32(), 0x00400000));
-  const auto is_nan = hn::RebindMask(U32(), hn::IsNaN(value));
-  return hn::BitCast(U16(), hn::IfThenElse(is_nan, quiet_nan, rounded));
+// How the kernel stores moments. What is one fixed thing for a whole span is no branch in its loop.
+enum class MomentForm { kFp32, kNearest, kStochastic };
+
+// A unit is read into two vectors: its halves, or, where `kPaired`, its even and its odd elements.
+// Pairs are cheaper where all arrays have elements of 16 bits: to widen and to pack them takes a
+// shift and a mask.
+template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm>
+inline constexpr bool kPaired = kSplit&& kGradDtype == OFFLOAD_BF16 &&
+                                (kForm != MomentForm::kFp32 || !kHasMoment0<kRule>);
+
+template <int32_t kDtype, bool kInPairs>
+HWY_INLINE void LoadUnit(const Stored<kDtype>* source, Float& first, Float& second) {
+  if constexpr (kInPairs) {
+    static_assert(kDtype == OFFLOAD_BF16);
+    const auto pairs = hn::BitCast(U32(), hn::LoadU(U16(), source));
+    first = hn::BitCast(F32(), hn::ShiftLeft<16>(pairs));
+    second = hn::BitCast(F32(), hn::And(pairs, hn::Set(U32(), 0xFFFF0000)));
+  } else {
+    first = LoadWide<kDtype>(source);
+    second = LoadWide<kDtype>(source + Lanes());
+  }
 }
 
 // Packs the upper halves of a unit's lanes.
-HWY_INLINE hn::Vec<U16> PackUpper(hn::Vec<U16> low, hn::Vec<U16> high) {
-  return hn::ConcatOdd(U16(), high, low);
+template <bool kInPairs>
+HWY_INLINE hn::Vec<U16> PackUpper(hn::Vec<U32> first, hn::Vec<U32> second) {
+  const auto odd = hn::BitCast(U16(), second);
+  if constexpr (kInPairs)
+    return hn::OddEven(odd, hn::BitCast(U16(), hn::ShiftRight<16>(first)));
+  else
+    return hn::ConcatOdd(U16(), odd, hn::BitCast(U16(), first));
+}
+
+// Packs the lower halves.
+template <bool kInPairs>
+HWY_INLINE hn::Vec<U16> PackLower(hn::Vec<U32> first, hn::Vec<U32> second) {
+  const auto even = hn::BitCast(U16(), first);
+  if constexpr (kInPairs)
+    return hn::OddEven(hn::BitCast(U16(), hn::ShiftLeft<16>(second)), even);
+  else
+    return hn::ConcatEven(U16(), hn::BitCast(U16(), second), even);
+}
+
+// Rounding NaN takes a compare and a choice for each value. So all of a unit are looked at
+// together, and what follows comes twice: where there may be a NaN, and where there is none.
+// Infinities of both signs may be taken for one.
+HWY_INLINE bool MayHaveNan(Float first, Float second) {
+  return !hn::AllFalse(F32(), hn::IsNaN(hn::Add(first, second)));
+}
+
+// `nan` for a NaN, else `bits`, the value rounded.
+template <bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> UnlessNan(Float value, hn::Vec<U32> nan, hn::Vec<U32> bits) {
+  if constexpr (!kMayBeNan) return bits;
+  return hn::IfThenElse(hn::RebindMask(U32(), hn::IsNaN(value)), nan, bits);
+}
+
+HWY_INLINE hn::Vec<U32> Quieted(hn::Vec<U32> nan) {
+  return hn::Or(nan, hn::Set(U32(), 0x00400000));
+}
+
+// bf16 in the upper half of each lane; the lower half is rubbish. `half` and `ties_to_even` are
+// 0x7FFF and 1, or 0x8000 and 0 for ties away from zero.
+template <bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> RoundToBf16(Float value, hn::Vec<U32> half, hn::Vec<U32> ties_to_even) {
+  const auto bits = hn::BitCast(U32(), value);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), ties_to_even);
+  return UnlessNan<kMayBeNan>(value, Quieted(bits), hn::Add(hn::Add(bits, half), odd));
 }
 
 // Rounds and packs one unit.
-template <int32_t kDtype>
+template <int32_t kDtype, bool kMayBeNan>
 HWY_INLINE hn::Vec<U16> Pack(Float low, Float high, const Rounding& rounding) {
   if constexpr (kDtype == OFFLOAD_BF16) {
     const auto half = hn::Set(U32(), rounding.ties_away ? 0x8000 : 0x7FFF);
     const auto ties_to_even = hn::Set(U32(), rounding.ties_away ? 0 : 1);
-    return PackUpper(RoundToBf16(low, half, ties_to_even), RoundToBf16(high, half, ties_to_even));
+    return PackUpper<false>(RoundToBf16<kMayBeNan>(low, half, ties_to_even),
+                            RoundToBf16<kMayBeNan>(high, half, ties_to_even));
   } else {
     const auto low_half = hn::BitCast(HalfU16(), hn::DemoteTo(HalfF16(), low));
     const auto high_half = hn::BitCast(HalfU16(), hn::DemoteTo(HalfF16(), high));
     return hn::Combine(U16(), high_half, low_half);
   }
 }
-
-// How the kernel stores moments. What is one fixed thing for a whole span is no branch in its loop.
-enum class MomentForm { kFp32, kNearest, kStochastic };
 
 // A run's roundings: of the param, and its first element's counter and tweak.
 struct RunRounding {
@@ -195,160 +253,229 @@ struct RunRounding {
   uint32_t tweak;
 };
 
-// rounding.h's RandomBits of the vector whose first element's counter is `counter`.
-HWY_INLINE hn::Vec<U32> RandomBitsOfVector(uint32_t counter, uint32_t tweak) {
-  auto x = hn::Iota(U32(), counter);
-  x = hn::Xor(x, hn::ShiftRight<16>(x));
-  x = hn::Mul(x, hn::Set(U32(), kHashFactor0));
-  x = hn::Xor(x, hn::Set(U32(), tweak));
-  x = hn::Xor(x, hn::ShiftRight<15>(x));
-  x = hn::Mul(x, hn::Set(U32(), kHashFactor1));
-  return hn::Xor(x, hn::ShiftRight<16>(x));
+// The random bits of a unit's vectors, for moment0 and for moment1.
+struct Draw {
+  hn::Vec<U32>& first0;
+  hn::Vec<U32>& second0;
+  hn::Vec<U32>& first1;
+  hn::Vec<U32>& second1;
+};
+
+// What is left of rounding.h's RandomBits once counters are mixed: its lower and its upper half.
+// Xor and shift of the tweak are done on its one number.
+HWY_INLINE void FinishRandomBits(hn::Vec<U32> x, uint32_t tweak, hn::Vec<U32>& lower,
+                                 hn::Vec<U32>& upper) {
+  x = hn::Xor3(x, hn::ShiftRight<13>(x), hn::Set(U32(), tweak ^ (tweak >> 13)));
+  x = hn::Mul(x, hn::Set(U32(), kHashFactor2));
+  upper = hn::ShiftRight<16>(x);
+  lower = hn::And(hn::Xor(x, upper), hn::Set(U32(), 0xFFFF));
+}
+
+HWY_INLINE hn::Vec<U32> MixCounters(hn::Vec<U32> counters) {
+  return hn::Add(hn::Mul(counters, hn::Set(U32(), kHashFactor0)),
+                 hn::Mul(hn::ShiftRight<16>(counters), hn::Set(U32(), kHashFactor1)));
+}
+
+// RandomBits of a unit whose first element's counter is `counter`.
+template <bool kInPairs>
+HWY_INLINE void RandomBitsOfUnit(uint32_t counter, uint32_t tweak, const Draw& draw) {
+  constexpr uint32_t kStep = kInPairs ? 2 : 1;
+  const uint32_t ahead = kInPairs ? 1 : static_cast<uint32_t>(Lanes());
+  const auto offsets = hn::Mul(hn::Iota(U32(), 0), hn::Set(U32(), kStep));
+  hn::Vec<U32> first, second;
+  if (HWY_LIKELY((counter & 0xFFFF) + Unit() <= 0x10000)) {
+    const uint32_t mixed = counter * kHashFactor0 + (counter >> 16) * kHashFactor1;
+    first = hn::Add(hn::Set(U32(), mixed), hn::Mul(offsets, hn::Set(U32(), kHashFactor0)));
+    second = hn::Add(first, hn::Set(U32(), ahead * kHashFactor0));
+  } else {
+    first = MixCounters(hn::Add(hn::Set(U32(), counter), offsets));
+    second = MixCounters(hn::Add(hn::Set(U32(), counter + ahead), offsets));
+  }
+  FinishRandomBits(first, tweak, draw.first0, draw.first1);
+  FinishRandomBits(second, tweak, draw.second0, draw.second1);
 }
 
 // A moment in bf16 in the upper half of each lane. `random` is below 2^16.
-template <MomentForm kForm, bool kIsSum>
-HWY_INLINE hn::Vec<U16> RoundMoment(Float value, hn::Vec<U32> random) {
-  if constexpr (kIsSum) {
-    const Float max = Broadcast(0x1.FEp127f);
-    value = hn::IfThenElse(hn::Lt(value, max), value, max);  // no NaN is left
-  }
+template <MomentForm kForm, bool kIsSum, bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> RoundMoment(Float value, hn::Vec<U32> random) {
+  if constexpr (kIsSum) value = AtMost(value, Broadcast(0x1.FEp127f));  // no NaN is left
   const auto bits = hn::BitCast(U32(), value);
   auto rounded = hn::Add(bits, random);
   if constexpr (kForm == MomentForm::kNearest) {
     const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 1));
     rounded = hn::Add(hn::Add(bits, odd), hn::Set(U32(), 0x7FFF));
   }
-  if constexpr (kIsSum) return hn::BitCast(U16(), rounded);
-  const auto quiet_nan = hn::Or(bits, hn::Set(U32(), 0x00400000));
-  const auto is_nan = hn::RebindMask(U32(), hn::IsNaN(value));
-  return hn::BitCast(U16(), hn::IfThenElse(is_nan, quiet_nan, rounded));
+  return UnlessNan < kMayBeNan && !kIsSum > (value, Quieted(bits), rounded);
 }
 
 template <MomentForm kForm>
 using StoredMoment = std::conditional_t<kForm == MomentForm::kFp32, float, uint16_t>;
 
-template <MomentForm kForm>
-HWY_INLINE Float LoadMoment(const void* moments, uint64_t begin) {
-  const auto* stored = static_cast<const StoredMoment<kForm>*>(moments);
-  return LoadWide < kForm == MomentForm::kFp32 ? OFFLOAD_FP32 : OFFLOAD_BF16 > (stored + begin);
+template <MomentForm kForm, bool kInPairs>
+HWY_INLINE void LoadMoments(const void* moments, uint64_t begin, Float& first, Float& second) {
+  constexpr int32_t kDtype = kForm == MomentForm::kFp32 ? OFFLOAD_FP32 : OFFLOAD_BF16;
+  LoadUnit<kDtype, kInPairs>(static_cast<const StoredMoment<kForm>*>(moments) + begin, first,
+                             second);
 }
 
-// Stores a unit of moments. kUpper: the upper half of the random bits is this moment's.
-template <MomentForm kForm, bool kIsSum, bool kUpper>
-HWY_INLINE void StoreMoments(Float low, Float high, hn::Vec<U32> random_low,
-                             hn::Vec<U32> random_high, void* moments, uint64_t begin) {
+// Stores a unit of moments.
+template <MomentForm kForm, bool kInPairs, bool kIsSum, bool kMayBeNan>
+HWY_INLINE void StoreMoments(Float first, Float second, hn::Vec<U32> random_first,
+                             hn::Vec<U32> random_second, void* moments, uint64_t begin) {
   auto* stored = static_cast<StoredMoment<kForm>*>(moments) + begin;
   if constexpr (kForm == MomentForm::kFp32) {
-    hn::StoreU(low, F32(), stored);
-    hn::StoreU(high, F32(), stored + Lanes());
+    hn::StoreU(first, F32(), stored);
+    hn::StoreU(second, F32(), stored + Lanes());
   } else {
-    const auto mine = [](hn::Vec<U32> random) HWY_ATTR {
-      if constexpr (kUpper) return hn::ShiftRight<16>(random);
-      return hn::And(random, hn::Set(U32(), 0xFFFF));
-    };
-    const auto rounded_low = RoundMoment<kForm, kIsSum>(low, mine(random_low));
-    const auto rounded_high = RoundMoment<kForm, kIsSum>(high, mine(random_high));
-    hn::StoreU(PackUpper(rounded_low, rounded_high), U16(), stored);
+    const auto packed =
+        PackUpper<kInPairs>(RoundMoment<kForm, kIsSum, kMayBeNan>(first, random_first),
+                            RoundMoment<kForm, kIsSum, kMayBeNan>(second, random_second));
+    hn::StoreU(packed, U16(), stored);
   }
 }
 
-template <bool kSplit>
-HWY_INLINE Float LoadMaster(const UpdateSpan& span, uint64_t begin) {
+template <bool kSplit, bool kInPairs>
+HWY_INLINE void LoadMasters(const UpdateSpan& span, uint64_t begin, Float& first, Float& second) {
   if constexpr (kSplit) {
+    const hn::RebindToSigned<U32> i32;
     const auto* high = static_cast<const uint16_t*>(span.param) + begin;
     const auto* low = static_cast<const int16_t*>(span.master) + begin;
-    const hn::RebindToSigned<U32> i32;
-    const auto lost = hn::PromoteTo(i32, hn::LoadU(hn::RebindToSigned<HalfU16>(), low));
-    const auto rounded = hn::BitCast(i32, LoadWide<OFFLOAD_BF16>(high));
-    return hn::BitCast(F32(), hn::Add(rounded, lost));
+    LoadUnit<OFFLOAD_BF16, kInPairs>(high, first, second);
+    const auto join = [&](Float rounded, hn::Vec<hn::RebindToSigned<U32>> lost) HWY_ATTR {
+      return hn::BitCast(F32(), hn::Add(hn::BitCast(i32, rounded), lost));
+    };
+    if constexpr (kInPairs) {
+      const auto pairs = hn::BitCast(i32, hn::LoadU(hn::RebindToSigned<U16>(), low));
+      first = join(first, hn::ShiftRight<16>(hn::ShiftLeft<16>(pairs)));
+      second = join(second, hn::ShiftRight<16>(pairs));
+    } else {
+      const hn::RebindToSigned<HalfU16> half_i16;
+      first = join(first, hn::PromoteTo(i32, hn::LoadU(half_i16, low)));
+      second = join(second, hn::PromoteTo(i32, hn::LoadU(half_i16, low + Lanes())));
+    }
   } else {
-    return hn::LoadU(F32(), static_cast<const float*>(span.master) + begin);
+    LoadUnit<OFFLOAD_FP32, false>(static_cast<const float*>(span.master) + begin, first, second);
   }
 }
 
-// One half of a unit, NaNs with their quiet bit set and their lower half 0.
+// One vector of a unit of masters, NaNs with their quiet bit set and their lower half 0.
+template <bool kMayBeNan>
 HWY_INLINE hn::Vec<U32> WithoutLowNan(Float value) {
   const auto bits = hn::BitCast(U32(), value);
-  const auto upper = hn::Set(U32(), 0xFFFF0000);
-  const auto nan = hn::And(hn::Or(bits, hn::Set(U32(), 0x00400000)), upper);
-  return hn::IfThenElse(hn::RebindMask(U32(), hn::IsNaN(value)), nan, bits);
+  return UnlessNan<kMayBeNan>(value, hn::And(Quieted(bits), hn::Set(U32(), 0xFFFF0000)), bits);
 }
 
 // Stores a unit of masters as their two halves. Both have just been read: no store past the caches.
-HWY_INLINE void StoreHalves(Float low, Float high, const UpdateSpan& span, uint64_t begin) {
-  const auto low_bits = WithoutLowNan(low), high_bits = WithoutLowNan(high);
+template <bool kInPairs, bool kMayBeNan>
+HWY_INLINE void StoreHalves(Float first, Float second, const UpdateSpan& span, uint64_t begin) {
+  const auto first_bits = WithoutLowNan<kMayBeNan>(first);
+  const auto second_bits = WithoutLowNan<kMayBeNan>(second);
   const auto half = hn::Set(U32(), 0x8000);
-  const auto params = PackUpper(hn::BitCast(U16(), hn::Add(low_bits, half)),
-                                hn::BitCast(U16(), hn::Add(high_bits, half)));
-  const auto lower =
-      hn::ConcatEven(U16(), hn::BitCast(U16(), high_bits), hn::BitCast(U16(), low_bits));
+  const auto params = PackUpper<kInPairs>(hn::Add(first_bits, half), hn::Add(second_bits, half));
   hn::StoreU(params, U16(), static_cast<uint16_t*>(span.param) + begin);
-  hn::StoreU(lower, U16(), static_cast<uint16_t*>(span.master) + begin);
+  hn::StoreU(PackLower<kInPairs>(first_bits, second_bits), U16(),
+             static_cast<uint16_t*>(span.master) + begin);
 }
 
-// Updates the vector at `begin`, but stores nothing.
+// Updates the unit at `begin`, but stores nothing.
 template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm>
-HWY_INLINE void UpdateVector(const Coefficients& c, const UpdateSpan& span, uint64_t begin,
-                             const Value& x) {
+HWY_INLINE void UpdateUnit(const Coefficients& c, const UpdateSpan& span, uint64_t begin,
+                           const Value& first, const Value& second) {
+  constexpr bool kInPairs = kPaired<kRule, kGradDtype, kSplit, kForm>;
   const auto* grad = static_cast<const Stored<kGradDtype>*>(span.grad);
-  x.grad = hn::Mul(LoadWide<kGradDtype>(grad + begin), Broadcast(c.grad_factor));
-  x.param = LoadMaster<kSplit>(span, begin);
-  if constexpr (kHasMoment0<kRule>) x.moment0 = LoadMoment<kForm>(span.moment0, begin);
-  if constexpr (kHasMoment1<kRule>) x.moment1 = LoadMoment<kForm>(span.moment1, begin);
-  Apply<kRule>(c, x);
+  LoadUnit<kGradDtype, kInPairs>(grad + begin, first.grad, second.grad);
+  first.grad = hn::Mul(first.grad, Broadcast(c.grad_factor));
+  second.grad = hn::Mul(second.grad, Broadcast(c.grad_factor));
+  LoadMasters<kSplit, kInPairs>(span, begin, first.param, second.param);
+  if constexpr (kHasMoment0<kRule>)
+    LoadMoments<kForm, kInPairs>(span.moment0, begin, first.moment0, second.moment0);
+  if constexpr (kHasMoment1<kRule>)
+    LoadMoments<kForm, kInPairs>(span.moment1, begin, first.moment1, second.moment1);
+  Apply<kRule>(c, first);
+  Apply<kRule>(c, second);
 }
 
-template <Rule kRule, MomentForm kForm>
-HWY_INLINE void StoreUnitMoments(const Value& low, const Value& high, const UpdateSpan& span,
+template <Rule kRule, MomentForm kForm, bool kInPairs, bool kMayBeNan>
+HWY_INLINE void StoreUnitMoments(const Value& first, const Value& second, const UpdateSpan& span,
                                  const RunRounding& run, uint64_t begin) {
-  auto random_low = hn::Zero(U32()), random_high = hn::Zero(U32());
-  if constexpr (kForm == MomentForm::kStochastic) {
-    const uint32_t counter = run.counter + static_cast<uint32_t>(begin);
-    random_low = RandomBitsOfVector(counter, run.tweak);
-    random_high = RandomBitsOfVector(counter + static_cast<uint32_t>(Lanes()), run.tweak);
-  }
+  auto first0 = hn::Zero(U32()), second0 = first0, first1 = first0, second1 = first0;
+  if constexpr (kForm == MomentForm::kStochastic)
+    RandomBitsOfUnit<kInPairs>(run.counter + static_cast<uint32_t>(begin), run.tweak,
+                               {first0, second0, first1, second1});
   if constexpr (kHasMoment0<kRule>)
-    StoreMoments<kForm, kMoment0IsSum<kRule>, false>(low.moment0, high.moment0, random_low,
-                                                     random_high, span.moment0, begin);
+    StoreMoments<kForm, kInPairs, kMoment0IsSum<kRule>, kMayBeNan>(
+        first.moment0, second.moment0, first0, second0, span.moment0, begin);
   if constexpr (kHasMoment1<kRule>)
-    StoreMoments<kForm, true, true>(low.moment1, high.moment1, random_low, random_high,
-                                    span.moment1, begin);
+    StoreMoments<kForm, kInPairs, true, kMayBeNan>(first.moment1, second.moment1, first1, second1,
+                                                   span.moment1, begin);
+}
+
+// How a unit's params and masters are stored.
+struct ParamStore {
+  bool in_place;  // the param is the master
+  bool stream;    // the step does not read the low-precision param again: it goes past the caches
+};
+
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm,
+          bool kMayBeNan>
+HWY_INLINE void StoreUnit(const Value& first, const Value& second, const UpdateSpan& span,
+                          const RunRounding& run, const ParamStore& store, uint64_t begin) {
+  constexpr bool kInPairs = kPaired<kRule, kGradDtype, kSplit, kForm>;
+  StoreUnitMoments<kRule, kForm, kInPairs, kMayBeNan>(first, second, span, run, begin);
+  if constexpr (kSplit) {
+    StoreHalves<kInPairs, kMayBeNan>(first.param, second.param, span, begin);
+  } else {
+    auto* master = static_cast<float*>(span.master) + begin;
+    auto* param = static_cast<Stored<kParamDtype>*>(span.param) + begin;
+    hn::StoreU(first.param, F32(), master);
+    hn::StoreU(second.param, F32(), master + Lanes());
+    if constexpr (kParamDtype != OFFLOAD_FP32) {
+      const auto packed = Pack<kParamDtype, kMayBeNan>(first.param, second.param, run.rounding);
+      if (store.stream) {
+        hn::Stream(packed, U16(), param);
+      } else {
+        hn::StoreU(packed, U16(), param);
+      }
+    } else if (!store.in_place) {
+      hn::StoreU(first.param, F32(), param);
+      hn::StoreU(second.param, F32(), param + Lanes());
+    }
+  }
+}
+
+// Whether something of the unit is rounded to bf16 that may be NaN.
+template <Rule kRule, int32_t kParamDtype, MomentForm kForm>
+HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
+  constexpr bool kParams = kParamDtype == OFFLOAD_BF16;
+  constexpr bool kMoments =
+      kForm != MomentForm::kFp32 && kHasMoment0<kRule> && !kMoment0IsSum<kRule>;
+  // All rules but Lion, which takes the sign, make a NaN of the param where the moment is one.
+  constexpr bool kParamsTell = kParams && kRule != Rule::kLion;
+  bool nan = false;
+  if constexpr (kParams) nan = MayHaveNan(first.param, second.param);
+  if constexpr (kMoments && !kParamsTell) nan = nan || MayHaveNan(first.moment0, second.moment0);
+  return nan;
 }
 
 // Updates whole units: span.count is a multiple of Unit(). The arguments are copies, so that no
 // store below can alias them.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding run) {
-  auto* param = static_cast<Stored<kParamDtype>*>(span.param);
-  const bool in_place = span.param == span.master;
-  // The step does not read the low-precision param again: it goes past the caches.
-  const bool stream = reinterpret_cast<uintptr_t>(param) % (Unit() * sizeof(uint16_t)) == 0;
+  const auto param_address = reinterpret_cast<uintptr_t>(span.param);
+  const ParamStore store = {span.param == span.master,
+                            param_address % (Unit() * sizeof(uint16_t)) == 0};
   for (uint64_t i = 0; i < span.count; i += Unit()) {
     Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
     Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
-    const Value low = {grad0, param0, first0, second0};
-    const Value high = {grad1, param1, first1, second1};
-    UpdateVector<kRule, kGradDtype, kSplit, kForm>(c, span, i, low);
-    UpdateVector<kRule, kGradDtype, kSplit, kForm>(c, span, i + Lanes(), high);
-    StoreUnitMoments<kRule, kForm>(low, high, span, run, i);
-    if constexpr (kSplit) {
-      StoreHalves(low.param, high.param, span, i);
-      continue;
-    }
-    auto* master = static_cast<float*>(span.master);
-    hn::StoreU(low.param, F32(), master + i);
-    hn::StoreU(high.param, F32(), master + i + Lanes());
-    if constexpr (kParamDtype != OFFLOAD_FP32) {
-      const auto packed = Pack<kParamDtype>(low.param, high.param, run.rounding);
-      if (stream) {
-        hn::Stream(packed, U16(), param + i);
-      } else {
-        hn::StoreU(packed, U16(), param + i);
-      }
-    } else if (!in_place) {
-      hn::StoreU(low.param, F32(), param + i);
-      hn::StoreU(high.param, F32(), param + i + Lanes());
+    const Value first = {grad0, param0, first0, second0};
+    const Value second = {grad1, param1, first1, second1};
+    UpdateUnit<kRule, kGradDtype, kSplit, kForm>(c, span, i, first, second);
+    if (HWY_UNLIKELY((RoundsNan<kRule, kParamDtype, kForm>(first, second)))) {
+      StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(first, second, span, run,
+                                                                     store, i);
+    } else {
+      StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, false>(first, second, span, run,
+                                                                      store, i);
     }
   }
 }
