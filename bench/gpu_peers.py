@@ -1,44 +1,113 @@
 #!/usr/bin/env python3
-"""One optimizer step of several kinds on one GPU, each over the same bf16 model, in turn; and how
-much of an offloaded step hides behind matrix products. Needs torch with CUDA and the package of
-bindings/python; peers that cannot be imported are named and left out.
+"""hybridopt's AdamW with 0 to 100 % of its state on the host, beside torch's, torchao's and
+DeepSpeed's, on one GPU and in one process: time of a step, memory of the GPU and of the host, and how
+much of a step hides behind matrix products. Every contender steps the same params, once a round;
+ratios pair the times of one round. Needs torch with CUDA and the package of bindings/python; peers
+that cannot be imported or made are named and left out.
 
-    HYBRIDOPT_LIBRARY=build/release/libhybridopt.so PYTHONPATH=bindings/python/src \
-        python3 bench/gpu_peers.py --elements 536870912 --json peers.json
+    HYBRIDOPT_LIBRARY=build/release/libhybridopt.so PYTHONPATH=bindings/python/src \\
+        python3 bench/gpu_peers.py --json peers.json
+
+At 2^29 elements all contenders live at the same time: 60 GiB of the GPU, 60 GiB of the host. Where they
+do not fit they take turns in groups, and the first contender, the yardstick, is in every group.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
+import os
+import platform
 import statistics
 import time
-from typing import Callable
+from collections.abc import Callable
+
+# Threads of OpenMP that spin after their work would take the CPUs from whoever runs next.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
 
 import hybridopt
 
+DEVICE = "cuda"
 LAYERS = 32  # as many params; what is copied per parameter pays for each
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+PRODUCT_SIDE = 16384  # of the matrices that keep the GPU busy: 9 TFLOP a product
+GIB = 1 << 30
+
+
+def numbers(elements: int, dtype: torch.dtype, seed: int, std: float) -> torch.Tensor:
+    """The same in every dtype: rounded to bf16 first."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    exact = torch.empty(elements, device=DEVICE).normal_(std=std, generator=generator)
+    return exact.bfloat16().to(dtype)
 
 
 def make_params(elements: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    each = elements // LAYERS
+    """Small random params: a step of lr moves one in bf16 by more than rounding takes back."""
     params = []
     for layer in range(LAYERS):
-        generator = torch.Generator("cuda").manual_seed(layer)
-        param = torch.nn.Parameter(torch.ones(each, dtype=dtype, device="cuda"))
-        param.grad = torch.empty_like(param).normal_(std=0.01, generator=generator)
+        param = torch.nn.Parameter(numbers(elements // LAYERS, dtype, layer, 0.02))
+        param.grad = numbers(elements // LAYERS, dtype, LAYERS + layer, 0.01)
         params.append(param)
     return params
 
 
-class TorchOnGpu:
-    """torch's fused AdamW with fp32 params on the GPU: 28 bytes a parameter move there too."""
+def bytes_of(tensors: list[torch.Tensor], kind: str) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t.device.type == kind)
 
-    name = "torch AdamW fused, fp32 on the GPU"
+
+def states_of(optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    return [
+        value
+        for optimizer in optimizers
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+class Contender:
+    """A model on the GPU and its optimizer, which knows where its tensors beside both are."""
+
+    params: list[torch.nn.Parameter]
+    has_masters = True  # without, bf16 params and moments are rounded at each step
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def tensors(self) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def gpu_bytes(self) -> int:
+        """What the optimizer holds there, beside params and gradients."""
+        return bytes_of(self.tensors(), "cuda")
+
+    def host_bytes(self) -> int:
+        return bytes_of(self.tensors(), "cpu")
+
+
+class Ours(Contender):
+    def __init__(self, elements: int, offload_fraction: float, **options) -> None:
+        self.params = make_params(elements, torch.bfloat16)
+        self.optimizer = hybridopt.AdamW(
+            self.params, offload_fraction=offload_fraction, **options, **HYPERPARAMETERS
+        )
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def gpu_bytes(self) -> int:
+        return self.optimizer.stats().device_bytes
+
+    def host_bytes(self) -> int:
+        return self.optimizer.stats().host_bytes
+
+
+class TorchOnGpu(Contender):
+    """fp32 params on the GPU: 28 bytes an element move there, as they do elsewhere on the host."""
 
     def __init__(self, elements: int) -> None:
         self.params = make_params(elements, torch.float32)
@@ -47,24 +116,23 @@ class TorchOnGpu:
     def step(self) -> None:
         self.optimizer.step()
 
+    def tensors(self) -> list[torch.Tensor]:
+        return states_of([self.optimizer])
 
-class TorchOnCpu:
+
+class OnCpu(Contender):
     """What Megatron's HybridDeviceOptimizer does: per parameter, the gradient goes to pinned host
-    memory, torch's fused AdamW updates an fp32 copy there, and the result comes back."""
+    memory, an optimizer on the CPU updates an fp32 copy there, and the result comes back."""
 
-    name = "torch AdamW fused on the CPU, pinned copies per parameter"
-
-    def __init__(self, elements: int) -> None:
+    def __init__(self, elements: int, make: Callable) -> None:
         self.params = make_params(elements, torch.bfloat16)
         self.masters, self.grads = [], []
         for param in self.params:
-            master = torch.nn.Parameter(param.detach().float().cpu().pin_memory())
-            master.grad = torch.empty_like(master, pin_memory=True)
+            master = torch.nn.Parameter(pinned(param.shape, torch.float32).copy_(param.detach()))
+            master.grad = pinned(param.shape, torch.float32)
             self.masters.append(master)
-            self.grads.append(torch.empty(param.shape, dtype=param.dtype, pin_memory=True))
-        self.optimizers = [
-            torch.optim.AdamW([master], fused=True, **HYPERPARAMETERS) for master in self.masters
-        ]
+            self.grads.append(pinned(param.shape, param.dtype))
+        self.optimizers = [make([master]) for master in self.masters]
         self.stream = torch.cuda.Stream()
 
     def step(self) -> None:
@@ -84,138 +152,271 @@ class TorchOnCpu:
                 param.data.copy_(master.data, non_blocking=True)
         torch.cuda.current_stream().wait_stream(self.stream)
 
-
-class Ours:
-    def __init__(self, elements: int, offload_fraction: float) -> None:
-        self.name = f"hybridopt AdamW, {offload_fraction:.0%} offloaded"
-        self.params = make_params(elements, torch.bfloat16)
-        self.optimizer = hybridopt.AdamW(
-            self.params, offload_fraction=offload_fraction, **HYPERPARAMETERS
-        )
-
-    def step(self) -> None:
-        self.optimizer.step()
+    def tensors(self) -> list[torch.Tensor]:
+        held = [*self.masters, *(master.grad for master in self.masters), *self.grads]
+        return held + states_of(self.optimizers)
 
 
-class TorchAo:
-    name = "torchao CPUOffloadOptimizer"
+def pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def __init__(self, elements: int) -> None:
+
+def torch_on_cpu(params: list) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True, **HYPERPARAMETERS)
+
+
+def deepspeed_on_cpu(params: list) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(params, adamw_mode=True, **HYPERPARAMETERS)
+
+
+class TorchAo(Contender):
+    """It steps params in their own dtype, and listens to the backward pass, so it is given one."""
+
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
         from torchao.optim import CPUOffloadOptimizer
 
-        self.params = make_params(elements, torch.bfloat16)
-        for param in self.params:  # it listens to the backward pass, so it is given one
+        self.params = make_params(elements, dtype)
+        self.has_masters = dtype == torch.float32
+        self.grads = [param.grad for param in self.params]
+        for param in self.params:
             param.grad = None
         self.optimizer = CPUOffloadOptimizer(
             self.params, torch.optim.AdamW, fused=True, **HYPERPARAMETERS
         )
 
     def step(self) -> None:
-        torch.stack([param.sum() for param in self.params]).sum().backward()
+        for param, grad in zip(self.params, self.grads):
+            torch.dot(param, grad).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-
-class DeepSpeed:
-    name = "DeepSpeed CPUAdam, copies per parameter"
-
-    def __init__(self, elements: int) -> None:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        self.cpu = TorchOnCpu(elements)
-        self.cpu.optimizers = [
-            DeepSpeedCPUAdam([master], adamw_mode=True, **HYPERPARAMETERS)
-            for master in self.cpu.masters
-        ]
-        self.params = self.cpu.params
-
-    def step(self) -> None:
-        self.cpu.step()
+    def tensors(self) -> list[torch.Tensor]:
+        copies = list(self.optimizer.param_d2h_map.values())
+        held = copies + [copy.grad for copy in copies]
+        return held + states_of(list(self.optimizer.optim_dict.values()))
 
 
-def timed(work: Callable[[], None]) -> float:
+# Everyone: name, how to make it, and bytes of the GPU and of the host that an element needs.
+def contenders(elements: int) -> list[tuple[str, Callable[[], Contender], float, float]]:
+    def ours(fraction: float, **options) -> tuple:
+        words = ", split masters, bf16 moments" if options else ""
+        name = f"hybridopt, {fraction:.0%} of the state offloaded{words}"
+        make = lambda: Ours(elements, fraction, **options)  # noqa: E731
+        return name, make, 4 + 12.5 * (1 - fraction), 12.5 * fraction + 0.5
+
+    small = {"master_layout": "split", "state_dtype": torch.bfloat16}
+    return [
+        ours(1.0),
+        ours(0.75),
+        ours(0.5),
+        ours(0.25),
+        ours(0.0),
+        ours(1.0, **small),
+        ("torch fused on the GPU, fp32 params", lambda: TorchOnGpu(elements), 16, 0),
+        ("torch fused on the CPU, pinned copies per param",
+         lambda: OnCpu(elements, torch_on_cpu), 4.5, 18),
+        ("DeepSpeed CPUAdam, the same copies",
+         lambda: OnCpu(elements, deepspeed_on_cpu), 4.5, 18),
+        ("torchao CPUOffloadOptimizer, fp32 params",
+         lambda: TorchAo(elements, torch.float32), 12.5, 16),
+        ("torchao CPUOffloadOptimizer, all in bf16",
+         lambda: TorchAo(elements, torch.bfloat16), 6.5, 8),
+    ]  # fmt: skip
+
+
+def grouped(everyone: list[tuple], elements: int) -> list[list[tuple]]:
+    """Those that fit beside the yardstick at the same time, in order."""
+    gpu_room = 0.9 * torch.cuda.mem_get_info()[0] - 2 * GIB
+    host_room = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yardstick, *rest = everyone
+    groups: list[list[tuple]] = [[yardstick]]
+    for each in rest:
+        group = [*groups[-1], each]
+        fits = all(
+            sum(one[place] for one in group) * elements <= room
+            for place, room in ((2, gpu_room), (3, host_room))
+        )
+        if not fits and len(groups[-1]) > 1:
+            groups.append([yardstick])
+        groups[-1].append(each)
+    return groups
+
+
+def timed(*works: Callable[[], None]) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    work()
+    for work in works:
+        work()
     torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
-def measure(make: Callable[[], object], rounds: int) -> tuple[str, list[float]]:
-    contender = make()
-    first = [param.detach().float().mean().item() for param in contender.params[:2]]
+def first_step(contender: Contender) -> list[torch.Tensor]:
+    """Steps once, sees that params have changed, and gives the begin of each."""
+    begins = [slice(0, min(4096, param.numel())) for param in contender.params]
+    before = [param.detach()[part].clone() for param, part in zip(contender.params, begins)]
     contender.step()
     torch.cuda.synchronize()
-    after = [param.detach().float().mean().item() for param in contender.params[:2]]
-    assert first != after, f"{contender.name}: a step has changed nothing"
-    times = [timed(contender.step) for _ in range(rounds)]
-    return contender.name, times
+    after = [param.detach()[part].float() for param, part in zip(contender.params, begins)]
+    for one, other in zip(before, after):
+        assert not torch.equal(one.float(), other), "a step has changed nothing"
+    return after
 
 
-def hidden(elements: int, rounds: int) -> dict[str, float]:
-    """Products on one stream beside a step that starts when they do."""
-    ours = Ours(elements, 1.0)
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    out = torch.empty_like(a)
-    ours.step()
-    torch.cuda.synchronize()
-    steps = statistics.median(timed(ours.step) for _ in range(rounds))
-    once = statistics.median(timed(lambda: torch.mm(a, a, out=out)) for _ in range(rounds))
-    products = max(1, round(steps / once))
+def check_same(name: str, params: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Contenders that do other work cannot be compared. bf16 params are rounded."""
+    for one, other in zip(params, others):
+        off = ((one - other).abs() - other.abs() * 2.0**-7).max().item()
+        assert off < 2e-5, f"{name}: a step has led elsewhere, {off} apart"
 
-    def load() -> None:
-        for _ in range(products):
-            torch.mm(a, a, out=out)
 
-    other = torch.cuda.Stream()
+class Load:
+    """Products on a stream of their own, as the next forward pass would be."""
 
-    def both() -> None:
-        with torch.cuda.stream(other):
-            load()
-        ours.step()
+    def __init__(self) -> None:
+        side = PRODUCT_SIDE
+        self.a = torch.randn(side, side, dtype=torch.bfloat16, device=DEVICE)
+        self.out = torch.empty_like(self.a)
+        self.stream = torch.cuda.Stream()
+        self.count = 1
+        self()
+        self.seconds_each = statistics.median(timed(self) for _ in range(3))
 
-    loads = statistics.median(timed(load) for _ in range(rounds))
-    boths = statistics.median(timed(both) for _ in range(rounds))
-    return {
-        "step_s": steps,
-        "products_s": loads,
-        "both_s": boths,
-        "hidden_share_of_step": (loads + steps - boths) / steps,
-    }
+    def __call__(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(self.count):
+                torch.mm(self.a, self.a, out=self.out)
+
+    def hidden_share(self, step: Callable[[], None], step_seconds: float) -> dict[str, float]:
+        """How much of a step passes while products run that take a little longer than it."""
+        self.count = max(1, round(1.25 * step_seconds / self.seconds_each + 0.5))
+        alone, products, both = timed(step), timed(self), timed(self, step)
+        return {
+            "step_s": alone,
+            "products_s": products,
+            "both_s": both,
+            "hidden": 1 - (both - products) / alone,
+        }
+
+
+class Result:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seconds: list[float] = []
+        self.ratios: list[float] = []  # to the yardstick's of the same round
+        self.overlap: list[dict[str, float]] = []
+        self.gpu_bytes = self.host_bytes = 0
+
+
+def measure(
+    group: list[tuple], rounds: int, overlap_rounds: int, reference: list[torch.Tensor]
+) -> list[Result]:
+    alive: list[tuple[Contender, Result]] = []
+    for name, make, _, _ in group:
+        begin = time.perf_counter()
+        try:
+            contender = make()
+            after = first_step(contender)
+            if contender.has_masters:
+                reference[:] = reference or after
+                check_same(name, after, reference)
+        except Exception as error:  # a peer that does not work here must not end the run
+            print(f"left out: {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            contender = None
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
+        result = Result(name)
+        result.gpu_bytes, result.host_bytes = contender.gpu_bytes(), contender.host_bytes()
+        alive.append((contender, result))
+        print(f"made in {time.perf_counter() - begin:5.1f} s: {name}", flush=True)
+    for index in range(rounds):
+        for place in range(len(alive)):
+            contender, result = alive[(index + place) % len(alive)]
+            time.sleep(0.02)
+            result.seconds.append(timed(contender.step))
+        for _, result in alive:
+            result.ratios.append(result.seconds[-1] / alive[0][1].seconds[-1])
+    load = Load()
+    for _ in range(overlap_rounds):
+        for contender, result in alive:
+            time.sleep(0.02)
+            step_seconds = statistics.median(result.seconds)
+            result.overlap.append(load.hidden_share(contender.step, step_seconds))
+    return [result for _, result in alive]
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else 3 * values
+    return low, middle, high
+
+
+def print_table(results: list[Result], elements: int) -> None:
+    heads = ("ms", "quartiles", "Mparam/s", "to 1st", "quartiles", "GPU GiB", "host GiB", "hidden")
+    widths = (10, 20, 10, 8, 16, 9, 10, 8)
+    space = max(len(result.name) for result in results)
+    print("\n" + " " * space + "".join(f"{h:>{w}}" for h, w in zip(heads, widths)))
+    for result in results:
+        low, middle, high = (value * 1e3 for value in quartiles(result.seconds))
+        least, ratio, most = quartiles(result.ratios)
+        hidden = statistics.median(each["hidden"] for each in result.overlap)
+        cells = (
+            f"{middle:.1f}",
+            f"{low:.1f} .. {high:.1f}",
+            f"{elements / middle * 1e-3:.0f}",
+            f"{ratio:.2f}",
+            f"{least:.2f} .. {most:.2f}",
+            f"{result.gpu_bytes / GIB:.2f}",
+            f"{result.host_bytes / GIB:.2f}",
+            f"{hidden:.0%}",
+        )
+        print(f"{result.name:{space}}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths)))
+    print(
+        "GPU GiB, host GiB: of the optimizer, without params and gradients on the GPU. hidden: the "
+        "part\nof a step that passes while products on another stream take no longer than without it."
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--elements", type=int, default=1 << 29)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--overlap-rounds", type=int, default=3)
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    elements, rounds = arguments.elements, arguments.rounds
-
-    makers: list[Callable[[], object]] = [lambda: TorchOnGpu(elements)]
-    for fraction in (0.0, 0.25, 0.5, 1.0):
-        makers.append(lambda fraction=fraction: Ours(elements, fraction))
-    makers += [lambda: TorchOnCpu(elements), lambda: TorchAo(elements), lambda: DeepSpeed(elements)]
-    results = {}
-    print(f"{elements:,} parameters in {LAYERS} tensors; {torch.cuda.get_device_name()}, torch "
-          f"{torch.__version__}, {torch.get_num_threads()} threads", flush=True)
-    for make in makers:
-        try:
-            name, times = measure(make, rounds)
-        except ImportError as error:
-            print(f"not installed: {error}", flush=True)
-            continue
-        results[name] = times
-        print(f"{name:60} {statistics.median(times) * 1e3:9.1f} ms  "
-              f"{elements / statistics.median(times) * 1e-6:9.0f} Mparam/s", flush=True)
+    elements = arguments.elements
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "host": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "hybridopt": hybridopt.abi.build_info(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+    }
+    print("; ".join(f"{key} {value}" for key, value in machine.items()))
+    print(f"{elements:,} elements in {LAYERS} params, {arguments.rounds} rounds", flush=True)
+    results: dict[str, Result] = {}
+    reference: list[torch.Tensor] = []
+    for group in grouped(contenders(elements), elements):
+        for result in measure(group, arguments.rounds, arguments.overlap_rounds, reference):
+            results.setdefault(result.name, result)  # the yardstick's first
         gc.collect()
         torch.cuda.empty_cache()
-    overlap = hidden(elements, rounds)
-    print(f"hidden behind products on another stream: {overlap['hidden_share_of_step']:.0%} of a "
-          f"step of {overlap['step_s'] * 1e3:.1f} ms", flush=True)
+    print_table(list(results.values()), elements)
     if arguments.json:
+        report = {
+            "machine": machine,
+            "elements": elements,
+            "contenders": [vars(result) for result in results.values()],
+        }
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"seconds": results, "overlap": overlap}, file, indent=2)
+            json.dump(report, file, indent=2)
 
 
 if __name__ == "__main__":
