@@ -185,7 +185,7 @@ class Trainer {
 
   // FNV-1a over all bf16 params, as they lie on the device.
   uint64_t params_hash() {
-    return hash_device(kHashStart, params_, Model::parameter_count() * sizeof(uint16_t));
+    return hash_device(kHashStart, params_, parameter_count() * sizeof(uint16_t));
   }
 
   // The same over all fp32 masters: of each tensor the device's share, then the host's.
@@ -228,7 +228,7 @@ class Trainer {
   }
 
   void place_model() {
-    const uint64_t count = Model::parameter_count(), bytes = count * sizeof(uint16_t);
+    const uint64_t count = parameter_count(), bytes = count * sizeof(uint16_t);
     void *params, *grads, *workspace;
     params_ = static_cast<uint16_t*>(allocate(bytes, &params));
     grads_ = static_cast<uint16_t*>(allocate(bytes, &grads));
@@ -260,9 +260,7 @@ class Trainer {
 // ------------------------------------------------------------------------------------- the show
 
 // Room for the model, its gradients and activations, and for half of the AdamW state.
-uint64_t memory_cap() {
-  return Model::workspace_bytes() + Model::parameter_count() * (2 + 2 + 12 / 2);
-}
+uint64_t memory_cap() { return Model::workspace_bytes() + parameter_count() * (2 + 2 + 12 / 2); }
 
 void show_model(const Text& text, const offload_context_info_t& info) {
   printf("%s\n", offload_build_info());

@@ -14,59 +14,7 @@
 #include <string>
 
 #include "../numbers.h"
-
-inline constexpr int kVocabulary = 256, kWidth = 256, kBlocks = 2, kHeads = 4, kHidden = 4 * kWidth;
-inline constexpr int kHeadWidth = kWidth / kHeads;
-inline constexpr int kContext = 64, kBatch = 16, kTokens = kBatch * kContext;
-// Besides its byte a token looks up the hash of its last n bytes. The tables hold most of the
-// parameters but cost no products, so a few minutes on two cores are enough to learn from.
-inline constexpr int kNgrams[] = {2, 3, 4, 6}, kNgramTables = 4, kNgramRows = 4096;
-inline constexpr int kHistory = 8;  // bytes before a window, for the n-grams of its first tokens
-
-// kBatch windows of text, each with its history in front and the last target behind.
-struct Batch {
-  static constexpr int kStride = kHistory + kContext + 1;
-  uint8_t bytes[kBatch][kStride];
-  uint8_t token(int t, int ahead = 0) const {
-    return bytes[t / kContext][kHistory + t % kContext + ahead];
-  }
-  int ngram_row(int t, int n) const {
-    uint64_t key;  // the last eight bytes, the newest on top
-    memcpy(&key, &bytes[t / kContext][kHistory + t % kContext - 7], sizeof key);
-    return static_cast<int>((((key >> (64 - 8 * n)) * 0x9e3779b97f4a7c15u) >> 32) % kNgramRows);
-  }
-};
-
-// Every tensor of the model, once for the values and once for the gradients.
-struct Weights {
-  float *embedding, *position, *ngram[kNgramTables], *head;
-  struct Block {
-    float *query, *key, *value, *output, *up, *down;
-  } block[kBlocks];
-
-  // visit(name, count, standard deviation at the start, is a lookup table, pointer)
-  template <typename Visit>
-  void for_each(Visit visit) {
-    visit("embedding.weight", kVocabulary * kWidth, 0.5, true, embedding);
-    visit("position.weight", kContext * kWidth, 0.1, true, position);
-    for (int i = 0; i < kNgramTables; ++i) {
-      const std::string name = "ngram" + std::to_string(kNgrams[i]) + ".weight";
-      visit(name, kNgramRows * kWidth, 0.0, true, ngram[i]);
-    }
-    const int square = kWidth * kWidth;
-    const double scale = 1 / sqrt(kWidth);
-    for (int i = 0; i < kBlocks; ++i) {
-      const std::string name = "block" + std::to_string(i);
-      visit(name + ".attention.query.weight", square, scale, false, block[i].query);
-      visit(name + ".attention.key.weight", square, scale, false, block[i].key);
-      visit(name + ".attention.value.weight", square, scale, false, block[i].value);
-      visit(name + ".attention.output.weight", square, 0.0, false, block[i].output);
-      visit(name + ".mlp.up.weight", kHidden * kWidth, scale, false, block[i].up);
-      visit(name + ".mlp.down.weight", kWidth * kHidden, 0.0, false, block[i].down);
-    }
-    visit("head.weight", kVocabulary * kWidth, 0.0, false, head);  // starts at 8 bits per byte
-  }
-};
+#include "shape.h"
 
 // What forward leaves for backward, and the gradients that flow between.
 struct Activations {
@@ -147,12 +95,6 @@ struct Model {
   Activations act;
   const uint16_t* params;  // bf16, as the optimizer leaves them
   uint16_t* grads;         // bf16, as the optimizer takes them
-
-  static uint64_t parameter_count() {
-    uint64_t sum = 0;
-    Weights{}.for_each([&](const std::string&, int count, double, bool, float*) { sum += count; });
-    return sum;
-  }
 
   static uint64_t workspace_bytes() {
     uint64_t floats = 2 * parameter_count();

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "../numbers.h"
-#include "byte_model.h"
 #include "options.h"
+#include "shape.h"
 
 inline constexpr uint64_t kTextBytesMin = 1000000, kTextBytesMax = 64000000;
 
