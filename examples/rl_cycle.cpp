@@ -7,6 +7,10 @@
 // byte on the device; afterwards it comes back, to other addresses. The gradients of the last batch
 // have not been stepped yet when that happens: they go along, and no bit of them may be lost.
 //
+// Where there is a GPU, the work runs there (rl_cycle/gpu_policy.cu), queued on a CUDA stream of
+// the program's own. A GPU has room for both phases; the table then has what cudaMemGetInfo
+// measures.
+//
 // Read Trainer first: make_room and come_back are what an RL trainer has to write.
 #include <string.h>
 
@@ -14,9 +18,11 @@
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "numbers.h"
 #include "offload.h"
 #include "program.h"
+#include "rl_cycle/gpu_policy.h"
 #include "rl_cycle/policy.h"
 #include "rl_cycle/timeline.h"
 
@@ -24,7 +30,7 @@ namespace {
 
 constexpr uint64_t kParamBytes = kParamCount * sizeof(uint16_t);
 
-// Device memory, and where functions on a stream see it.
+// Device memory, and where functions on a stream of the simulated device see it.
 template <typename T>
 struct Buffer {
   T* device = nullptr;
@@ -46,12 +52,18 @@ struct Job {
 
 class Trainer {
  public:
-  explicit Trainer(uint64_t device_bytes) {
+  Trainer(bool gpu, uint64_t device_bytes) {
     auto options = sized<offload_context_options_t>();
-    options.device_kind = OFFLOAD_DEVICE_SIM;
-    options.sim_memory_bytes = device_bytes;
+    options.device_kind = gpu ? OFFLOAD_DEVICE_CUDA : OFFLOAD_DEVICE_SIM;
+    if (!gpu) options.sim_memory_bytes = device_bytes;
     MUST(offload_context_create(&options, &context_));
-    MUST(offload_stream_create(context_, &stream_));
+    if (gpu) {
+      gpu_ = make_gpu_policy();
+      gpu_free_at_start_ = gpu_->free_bytes();
+      stream_ = gpu_->stream();
+    } else {
+      MUST(offload_stream_create(context_, &stream_));
+    }
     MUST(allocate(kParamBytes, &params_));
     MUST(allocate(kParamBytes, &grads_));
     load_first_values();
@@ -60,7 +72,8 @@ class Trainer {
 
   ~Trainer() {
     MUST(offload_optimizer_destroy(optimizer_));
-    MUST(offload_stream_destroy(context_, stream_));
+    if (!gpu_) MUST(offload_stream_destroy(context_, stream_));
+    gpu_.reset();
     MUST(offload_context_destroy(context_));  // and its memory
   }
 
@@ -77,6 +90,10 @@ class Trainer {
 
   // The generator gets the weights of now.
   void hand_over_weights() {
+    if (gpu_) {
+      gpu_->copy(weights_.device, params_.device, kParamCount);
+      return finish();
+    }
     run([](void* user) {
       const Job* job = static_cast<Job*>(user);
       memcpy(job->weights, job->params, kParamBytes);
@@ -118,24 +135,24 @@ class Trainer {
 
   void rollout(int iteration) {
     prompts_ = std::make_unique<Prompts>(iteration);
+    if (gpu_) {
+      gpu_->generate(*prompts_, weights_.device, cache_.device);
+      return finish();
+    }
     run([](void* user) {
       const Job* job = static_cast<Job*>(user);
       generate(*job->prompts, job->weights, job->cache, job->scores);
     });
   }
-  double error() const { return scores_.mean(); }  // mean squared, of the last rollout
+  // Mean squared, of the last rollout.
+  double error() const { return gpu_ ? gpu_->scores().mean() : scores_.mean(); }
 
   // A batch's gradients are stepped when the next batch begins, the last ones after the next
   // rollout.
   void train() {
     for (int step = 0; step < kTrainSteps; ++step) {
       if (has_grads_) queue_step();
-      run(
-          [](void* user) {
-            const Job* job = static_cast<Job*>(user);
-            learn(*job->prompts, *job->scores, job->step, job->params, job->grads);
-          },
-          step);
+      make_grads(step);
       has_grads_ = true;
     }
   }
@@ -151,7 +168,14 @@ class Trainer {
     bytes.weights = weights_.device ? kParamBytes : 0;
     bytes.cache = cache_.device ? kCacheBytes : 0;
     bytes.free = info.device_memory_free_bytes;
+    if (gpu_) measure(&bytes);
     return bytes;
+  }
+
+  std::string device_name() const {
+    auto info = sized<offload_context_info_t>();
+    MUST(offload_context_get_info(context_, &info));
+    return info.device_name;
   }
 
   // Over the bf16 params as they lie on the device.
@@ -177,7 +201,7 @@ class Trainer {
     void *device = nullptr, *mapped = nullptr;
     const int32_t status = offload_device_alloc(context_, bytes, &device);
     if (status != OFFLOAD_OK) return status;
-    MUST(offload_device_map(context_, device, bytes, &mapped));
+    if (!gpu_) MUST(offload_device_map(context_, device, bytes, &mapped));
     *buffer = {static_cast<T*>(device), static_cast<T*>(mapped)};
     return OFFLOAD_OK;
   }
@@ -201,6 +225,7 @@ class Trainer {
     auto options = sized<offload_optimizer_options_t>();
     options.algorithm = OFFLOAD_ADAMW;
     options.device_fraction = 0.5;
+    options.chunk_elements = kParamCount;  // a GPU's larger default would only take more scratch
     options.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
     MUST(offload_optimizer_create(context_, &options, &optimizer_));
     auto group = sized<offload_group_t>();
@@ -231,12 +256,39 @@ class Trainer {
     MUST(offload_optimizer_stream_wait(optimizer_, ticket, stream_, nullptr, 0));
   }
 
-  // Runs a function on the device's stream and waits for it.
+  void make_grads(int step) {
+    if (gpu_) {
+      gpu_->learn(step, params_.device, grads_.device);
+      return finish();
+    }
+    run(
+        [](void* user) {
+          const Job* job = static_cast<Job*>(user);
+          learn(*job->prompts, *job->scores, job->step, job->params, job->grads);
+        },
+        step);
+  }
+
+  // Of a GPU as much is shown as the simulated device has, from what was free at the start. What
+  // cudaMemGetInfo misses of it beyond what is counted is scratch, too: pages are of 2 MiB.
+  void measure(Bytes* bytes) const {
+    const uint64_t free = gpu_->free_bytes();
+    const uint64_t used = gpu_free_at_start_ - std::min(gpu_free_at_start_, free);
+    const offload_stats_t& library = bytes->library;
+    const uint64_t counted = library.params_on_device_bytes + library.grads_on_device_bytes +
+                             library.states_on_device_bytes + bytes->weights + bytes->cache;
+    bytes->scratch = std::clamp(used, counted, kDeviceBytes) - counted;
+    bytes->free = kDeviceBytes - counted - bytes->scratch;
+  }
+
+  void finish() { MUST(offload_stream_synchronize(context_, stream_, -1)); }
+
+  // Runs a function on the simulated device's stream and waits for it.
   void run(offload_stream_function_t function, int step = 0) {
     Job job{prompts_.get(), &scores_,        step,         params_.mapped,
             grads_.mapped,  weights_.mapped, cache_.mapped};
     MUST(offload_stream_run(context_, stream_, function, &job));
-    MUST(offload_stream_synchronize(context_, stream_, -1));
+    finish();
   }
 
   uint64_t hash_device(uint64_t hash, const void* data, uint64_t bytes) {
@@ -247,6 +299,8 @@ class Trainer {
   }
 
   offload_context_t context_ = nullptr;
+  std::unique_ptr<GpuPolicy> gpu_;  // on a GPU
+  uint64_t gpu_free_at_start_ = 0;
   offload_stream_t stream_ = nullptr;
   offload_optimizer_t optimizer_ = nullptr;
   Buffer<uint16_t> params_, grads_, weights_;
@@ -258,8 +312,13 @@ class Trainer {
 
 // ------------------------------------------------------------------------------------- the show
 
-// While training holds its memory there is no room for the KV cache, and the device says so.
-void show_refusal(Trainer& trainer) {
+// While training holds its memory there is no room for the KV cache, and the device says so. A GPU
+// has room.
+void show_refusal(Trainer& trainer, bool gpu) {
+  if (gpu) {
+    printf("\nThis GPU has room for the KV cache while training holds its memory.\n");
+    return;
+  }
   MUST(trainer.allocate_weights());
   const int32_t status = trainer.allocate_cache();
   const std::string message = offload_last_error();
@@ -276,16 +335,16 @@ struct Hashes {
 };
 
 // With `offloading`, everything of training leaves the device for each rollout; else nothing ever
-// moves. Either way the same work is done.
-Hashes run_cycles(Trainer& trainer, int iterations, bool offloading) {
+// moves. Either way the same work is done. `shown`: as the table.
+Hashes run_cycles(Trainer& trainer, int iterations, bool offloading, bool shown) {
   for (int iteration = 1; iteration <= iterations; ++iteration) {
     std::string when = std::to_string(iteration);  // shown once
     const auto phase = [&](const char* name, auto body) {
       const double start = now();
       body();
-      if (offloading) show(std::exchange(when, ""), name, now() - start, trainer.bytes());
+      if (shown) show(std::exchange(when, ""), name, now() - start, trainer.bytes());
     };
-    if (offloading) printf("\n");
+    if (shown) printf("\n");
     phase("offload", [&] {
       MUST(trainer.allocate_weights());
       trainer.hand_over_weights();
@@ -300,63 +359,78 @@ Hashes run_cycles(Trainer& trainer, int iterations, bool offloading) {
       if (offloading) trainer.come_back(iteration);
     });
     phase("train", [&] { trainer.train(); });
-    if (offloading) printf("      mean squared error of the rollout: %.3f\n", trainer.error());
+    if (shown) printf("      mean squared error of the rollout: %.3f\n", trainer.error());
   }
   return {trainer.params_hash(), trainer.states_hash()};
 }
 
-bool compare(const Hashes& moved, const Hashes& stayed) {
+bool compare(const Hashes& moved, const Hashes& stayed, bool gpu) {
   const auto row = [](const char* run, const Hashes& hashes) {
     printf("  %-32s %016llx   %016llx\n", run, static_cast<unsigned long long>(hashes.params),
            static_cast<unsigned long long>(hashes.states));
   };
   printf("\n  hashes                           params             states\n");
   row("offloaded for every rollout", moved);
-  row("nothing ever moved, cap lifted", stayed);
+  row(gpu ? "nothing ever moved" : "nothing ever moved, cap lifted", stayed);
   const bool same = moved.params == stayed.params && moved.states == stayed.states;
   printf("  same bits: %s\n", same ? "yes" : "NO");
   return same;
 }
 
+struct Options {
+  int iterations = 4;
+  std::string device = "auto";
+};
+
 constexpr char kHelp[] =
     "rl_cycle: rollout and training take turns on a device that holds only one of them\n"
     "  --iterations N  rollouts, each followed by training (default 4)\n"
+    "  --device KIND   gpu, cpu, or auto: a GPU where there is one (default auto)\n"
     "  --quick         2 iterations\n";
 
-int parse_iterations(int count, char** arguments) {
-  int iterations = 4;
+Options parse_options(int count, char** arguments) {
+  Options options;
   for (int i = 1; i < count; ++i) {
     const std::string flag = arguments[i];
+    const char* value = i + 1 < count ? arguments[i + 1] : nullptr;
     if (flag == "--help") {
       fputs(kHelp, stdout);
       exit(0);
     } else if (flag == "--quick") {
-      iterations = 2;
+      options.iterations = 2;
+      continue;
     } else if (flag == "--iterations") {
-      ++i;
-      iterations = static_cast<int>(number(flag, i < count ? arguments[i] : nullptr, 1, 1000));
+      options.iterations = static_cast<int>(number(flag, value, 1, 1000));
+    } else if (flag == "--device") {
+      options.device = device_flag(value);
     } else {
       fail(flag + ": no such flag; --help lists them");
     }
+    ++i;
   }
-  return iterations;
+  return options;
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-  const int iterations = parse_iterations(count, arguments);
+  const Options options = parse_options(count, arguments);
+  const bool gpu = use_gpu(options.device);
+  if (gpu) {  // What CUDA takes when something is first used stays with it: before bytes are shown.
+    Trainer trainer(gpu, 0);
+    run_cycles(trainer, 1, true, false);
+  }
   Hashes moved, stayed;
   {
-    Trainer trainer(kDeviceBytes);
-    show_header();
+    Trainer trainer(gpu, kDeviceBytes);
+    show_header(gpu ? trainer.device_name() : "");
     show("", "start", 0, trainer.bytes());
-    show_refusal(trainer);
-    moved = run_cycles(trainer, iterations, true);
+    show_refusal(trainer, gpu);
+    moved = run_cycles(trainer, options.iterations, true, true);
   }
   {
-    Trainer trainer(2 * kDeviceBytes);
-    stayed = run_cycles(trainer, iterations, false);
+    Trainer trainer(gpu, 2 * kDeviceBytes);
+    stayed = run_cycles(trainer, options.iterations, false, false);
   }
-  return compare(moved, stayed) ? 0 : 1;
+  return compare(moved, stayed, gpu) ? 0 : 1;
 }

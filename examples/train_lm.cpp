@@ -7,6 +7,10 @@
 //   optimizer_step   gradients down, AdamW by CPU threads, params up       the library
 //   stream_wait      the next forward starts when its params are there     on the device's stream
 //
+// Where there is a GPU, the model runs there (train_lm/gpu_model.cu): kernels and cuBLAS are queued
+// on a CUDA stream of the program's own instead of the function. A GPU has no cap; what the state
+// takes there is measured.
+//
 // Read Trainer first: it makes the calls of the library, the rest prints.
 #include <signal.h>
 #include <stdio.h>
@@ -14,12 +18,16 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <memory>
+#include <utility>
 #include <vector>
 
+#include "device.h"
 #include "numbers.h"
 #include "offload.h"
 #include "program.h"
 #include "train_lm/byte_model.h"
+#include "train_lm/gpu_model.h"
 #include "train_lm/options.h"
 #include "train_lm/text.h"
 
@@ -32,16 +40,16 @@ constexpr double kMiB = 1024.0 * 1024.0;
 // What a queued forward and backward works on. Two take turns, so that the host prepares one step
 // while the device runs the other.
 struct Job {
-  Model* model;
+  Model* model;  // on the CPU
   bool train;
   Batch batch;
-  double loss;
+  double* loss;
   offload_ticket_t ticket;
 };
 
 void run_job(void* user) {
   Job* job = static_cast<Job*>(user);
-  job->loss = job->model->forward(job->batch);
+  *job->loss = job->model->forward(job->batch);
   if (job->train) job->model->backward(job->batch);
 }
 
@@ -49,19 +57,25 @@ class Trainer {
  public:
   Trainer(const Options& options, uint64_t memory_bytes) : bf16_moments_(options.bf16_moments) {
     auto context_options = sized<offload_context_options_t>();
-    context_options.device_kind = OFFLOAD_DEVICE_SIM;
+    context_options.device_kind = options.gpu ? OFFLOAD_DEVICE_CUDA : OFFLOAD_DEVICE_SIM;
     context_options.threads = options.threads;
-    context_options.sim_memory_bytes = memory_bytes;
+    if (!options.gpu) context_options.sim_memory_bytes = memory_bytes;
     MUST(offload_context_create(&context_options, &context_));
-    MUST(offload_stream_create(context_, &stream_));
-    openblas_set_num_threads(static_cast<int>(info().threads));
+    if (options.gpu) {
+      gpu_ = make_gpu_model();
+      stream_ = gpu_->stream();
+    } else {
+      MUST(offload_stream_create(context_, &stream_));
+      openblas_set_num_threads(static_cast<int>(info().threads));
+    }
     random_.state = options.seed;
     place_model();
   }
 
   ~Trainer() {
     destroy_optimizer();
-    MUST(offload_stream_destroy(context_, stream_));
+    if (!gpu_) MUST(offload_stream_destroy(context_, stream_));
+    gpu_.reset();
     MUST(offload_context_destroy(context_));  // and its memory
   }
 
@@ -113,17 +127,17 @@ class Trainer {
     return info;
   }
 
-  // rate scales the learning rates. Returns at once; at most two steps may be unfinished.
+  // rate scales the learning rates. At most two steps may be unfinished. Returns at once; on CUDA
+  // stream_wait waits on the host.
   void queue_step(const Text& text, double rate) {
     Job& job = jobs_[queued_++ % 2];
-    job.model = &model_;
     job.train = true;
     sample(job.batch, text.train, random_);
     for (uint32_t group : {0, 1}) {
       const offload_group_t values = hyperparameters(group == 1, rate);
       MUST(offload_optimizer_set_group(optimizer_, group, &values));
     }
-    MUST(offload_stream_run(context_, stream_, run_job, &job));
+    queue_model(job);
     auto options = sized<offload_step_options_t>();
     options.grad_norm_max = 1;
     options.stream = stream_;
@@ -135,7 +149,7 @@ class Trainer {
   double finish_step() {
     const Job& job = jobs_[finished_++ % 2];
     MUST(offload_optimizer_wait(optimizer_, job.ticket, -1));
-    return job.loss / log(2);
+    return *job.loss / log(2);
   }
 
   // The state after all steps that are queued; training goes on meanwhile.
@@ -172,16 +186,20 @@ class Trainer {
   // Bits per byte of the held-out text.
   double evaluate(const Text& text) {
     constexpr int kParts = 16;
-    Job job{&model_, false, {}, 0, 0};
+    Job& job = jobs_[2];
+    job.train = false;
     double loss = 0;
     for (int i = 0; i < kParts; ++i) {
       sample_evenly(job.batch, text.held_out, i, kParts);
-      MUST(offload_stream_run(context_, stream_, run_job, &job));
+      queue_model(job);
       MUST(offload_stream_synchronize(context_, stream_, -1));
-      loss += job.loss;
+      loss += *job.loss;
     }
     return loss / kParts / log(2);
   }
+
+  // What cudaMemGetInfo says, on a GPU.
+  uint64_t gpu_free_bytes() const { return gpu_->free_bytes(); }
 
   // FNV-1a over all bf16 params, as they lie on the device.
   uint64_t params_hash() {
@@ -219,23 +237,46 @@ class Trainer {
     return group;
   }
 
-  // device_alloc, and where functions on a stream see the memory.
-  void* allocate(uint64_t bytes, void** mapped) {
+  // Forward, and backward if it trains, behind what is on the stream.
+  void queue_model(Job& job) {
+    if (gpu_) {
+      gpu_->queue(job.batch, job.train, job.loss);
+    } else {
+      MUST(offload_stream_run(context_, stream_, run_job, &job));
+    }
+  }
+
+  template <typename T>
+  T* allocate(uint64_t bytes) {
     void* data = nullptr;
     MUST(offload_device_alloc(context_, bytes, &data));
-    MUST(offload_device_map(context_, data, bytes, mapped));
-    return data;
+    return static_cast<T*>(data);
+  }
+
+  // Where functions on a stream of the simulated device see its memory.
+  template <typename T>
+  T* map(T* data, uint64_t bytes) {
+    void* mapped = nullptr;
+    MUST(offload_device_map(context_, data, bytes, &mapped));
+    return static_cast<T*>(mapped);
   }
 
   void place_model() {
-    const uint64_t count = parameter_count(), bytes = count * sizeof(uint16_t);
-    void *params, *grads, *workspace;
-    params_ = static_cast<uint16_t*>(allocate(bytes, &params));
-    grads_ = static_cast<uint16_t*>(allocate(bytes, &grads));
-    allocate(Model::workspace_bytes(), &workspace);
-    model_.params = static_cast<uint16_t*>(params);
-    model_.grads = static_cast<uint16_t*>(grads);
-    model_.lay_out(static_cast<float*>(workspace));
+    const uint64_t bytes = parameter_count() * sizeof(uint16_t);
+    params_ = allocate<uint16_t>(bytes);
+    grads_ = allocate<uint16_t>(bytes);
+    if (gpu_) {
+      gpu_->place(params_, grads_);
+    } else {
+      const uint64_t workspace_bytes = Model::workspace_bytes();
+      model_.params = map(params_, bytes);
+      model_.grads = map(grads_, bytes);
+      model_.lay_out(map(allocate<float>(workspace_bytes), workspace_bytes));
+    }
+    for (int i = 0; i < kJobs; ++i) {
+      jobs_[i].model = &model_;
+      jobs_[i].loss = gpu_ ? gpu_->losses() + i : &losses_[i];
+    }
 
     std::vector<uint16_t> start;
     Weights{}.for_each([&](const std::string&, int size, double deviation, bool, float*) {
@@ -252,7 +293,11 @@ class Trainer {
   offload_optimizer_t optimizer_ = nullptr;
   uint16_t *params_ = nullptr, *grads_ = nullptr;  // device addresses: never touched by the host
   Model model_{};
-  Job jobs_[2];
+  std::unique_ptr<GpuModel> gpu_;  // instead of it, on a GPU
+  static constexpr int kJobs = 3;  // two that train, and one that evaluates
+  static_assert(kJobs <= GpuModel::kLosses);
+  Job jobs_[kJobs];
+  double losses_[kJobs];
   uint64_t queued_ = 0, finished_ = 0;
   Random random_{};
 };
@@ -266,7 +311,9 @@ void show_model(const Text& text, const offload_context_info_t& info) {
   printf("%s\n", offload_build_info());
   printf("machine  %u update threads on %u CPUs, %u NUMA node(s), kernels %s\n", info.threads,
          info.cpus_allowed, info.nodes, info.isa);
-  printf("device   %s, capped to %.1f MiB\n", info.device_name, info.device_memory_bytes / kMiB);
+  printf("device   %s, %s%.1f MiB\n", info.device_name,
+         info.device_kind == OFFLOAD_DEVICE_CUDA ? "" : "capped to ",
+         info.device_memory_bytes / kMiB);
   printf("data     %s: %zu files, %.1f MB to learn, %.1f MB held out\n\n", text.where.c_str(),
          text.files, text.train.size() / 1e6, text.held_out.size() / 1e6);
   printf("model         tensors  parameters  bf16 MiB\n");
@@ -323,6 +370,28 @@ void show_refusal_and_commit(Trainer& trainer) {
   MUST(trainer.commit());
   printf("commit at device_fraction 0: OK, %.1f MiB of device memory saved\n",
          (device.device_bytes - trainer.plan().device_bytes) / kMiB);
+}
+
+// The same on a GPU, which has room for all: what each commit takes of it is measured. Leaves the
+// optimizer with all state on the host.
+void measure_and_commit(Trainer& trainer) {
+  offload_plan_t plans[2];
+  double taken[2];  // MiB
+  // The first commit is not counted: what CUDA takes when something is first used stays with it.
+  for (double fraction : {1.0, 1.0, 0.0}) {
+    trainer.destroy_optimizer();
+    trainer.create_optimizer(fraction);
+    const int place = fraction == 1 ? 0 : 1;
+    plans[place] = trainer.plan();
+    const double before = trainer.gpu_free_bytes() / kMiB;
+    MUST(trainer.commit());
+    taken[place] = before - trainer.gpu_free_bytes() / kMiB;
+  }
+  show_plans(plans[0], plans[1]);
+  printf("\ncommit at device_fraction 1: OK, cudaMemGetInfo shows %.1f MiB less\n", taken[0]);
+  printf("commit at device_fraction 0: OK, cudaMemGetInfo shows %.1f MiB less\n", taken[1]);
+  printf("  %.1f MiB of device memory saved, %.1f MiB by the plan\n", taken[0] - taken[1],
+         (plans[0].device_bytes - plans[1].device_bytes) / kMiB);
 }
 
 // Warms up over 40 steps, then falls to zero over the last 70 % of the run.
@@ -432,8 +501,8 @@ std::pair<uint64_t, uint64_t> kill_and_resume(const Text& text, const Options& o
                       steps = std::to_string(options.replay_steps);
     execl("/proc/self/exe", "train_lm", "--killed", directory, "--threads", threads.c_str(),
           "--seed", seed.c_str(), "--replay-steps", steps.c_str(), "--moments",
-          options.bf16_moments ? "bf16" : "fp32", options.data.empty() ? nullptr : "--data",
-          options.data.c_str(), nullptr);
+          options.bf16_moments ? "bf16" : "fp32", "--device", options.gpu ? "gpu" : "cpu",
+          options.data.empty() ? nullptr : "--data", options.data.c_str(), nullptr);
     _exit(127);
   }
   int status = 0;
@@ -461,7 +530,7 @@ std::pair<uint64_t, uint64_t> kill_and_resume(const Text& text, const Options& o
 
 // The first steps once more, from the same seed, with the state at three places, and once killed.
 bool replay(const Text& text, const Options& options) {
-  printf("\nthe first %d steps again, cap lifted\n", options.replay_steps);
+  printf("\nthe first %d steps again%s\n", options.replay_steps, options.gpu ? "" : ", cap lifted");
   printf("  device_fraction  hash of bf16 params  hash of fp32 masters\n");
   std::vector<std::pair<uint64_t, uint64_t>> hashes;
   for (double fraction : {0.0, 0.3, 1.0}) {
@@ -489,13 +558,18 @@ bool replay(const Text& text, const Options& options) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const Options options = parse_options(count, arguments);
+  Options options = parse_options(count, arguments);
+  options.gpu = use_gpu(options.device);
   const Text text = load_text(options.data);
   if (!options.killed.empty()) be_killed(text, options);
   {
     Trainer trainer(options, memory_cap());
     show_model(text, trainer.info());
-    show_refusal_and_commit(trainer);
+    if (options.gpu) {
+      measure_and_commit(trainer);
+    } else {
+      show_refusal_and_commit(trainer);
+    }
     train(trainer, text, options);
   }
   return replay(text, options) ? 0 : 1;

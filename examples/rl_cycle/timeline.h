@@ -63,10 +63,16 @@ inline void print_wrapped(const std::string& text) {
   printf("\n");
 }
 
-inline void show_header() {
+// gpu: its name; "" for the simulated device
+inline void show_header(const std::string& gpu) {
   printf("%s\n", offload_build_info());
-  printf("A simulated device of %.0f MiB. Training needs P + G + S + x, the rollout W + C:\n\n",
-         mib(kDeviceBytes));
+  if (gpu.empty()) {
+    printf("A simulated device of %.0f MiB.", mib(kDeviceBytes));
+  } else {
+    printf("%s; %.0f MiB of it, as cudaMemGetInfo measures them.\n", gpu.c_str(),
+           mib(kDeviceBytes));
+  }
+  printf("%sTraining needs P + G + S + x, the rollout W + C:\n\n", gpu.empty() ? " " : "");
   printf("  P  params, bf16                    W  weights of the generator, bf16\n");
   printf("  G  gradients, bf16                 C  KV cache of the generator\n");
   printf("  S  states: masters and moments     .  free\n");

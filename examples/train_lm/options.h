@@ -8,6 +8,7 @@
 
 #include <string>
 
+#include "../device.h"
 #include "../program.h"
 
 struct Options {
@@ -18,6 +19,8 @@ struct Options {
   uint32_t threads = 0;
   int replay_steps = 20;
   bool bf16_moments = false;
+  std::string device = "auto";
+  bool gpu = false;    // what `device` has come to
   std::string killed;  // a directory: be the job that saves there at the middle and is then killed
 };
 
@@ -28,6 +31,7 @@ inline constexpr char kHelp[] =
     "  --seconds N         train at most N seconds (default 120)\n"
     "  --seed N            of the first weights and the choice of text (default 1)\n"
     "  --threads N         CPU threads, 0 = one per CPU (default 0)\n"
+    "  --device KIND       gpu, cpu, or auto: a GPU where there is one (default auto)\n"
     "  --moments KIND      fp32, or bf16 rounded at random (default fp32)\n"
     "  --quick             6 seconds and a short replay: the same output, a worse model\n";
 
@@ -62,6 +66,8 @@ inline Options parse_options(int count, char** arguments) {
       if (kind != "fp32" && kind != "bf16")
         fail("--moments: got " + kind + ", expected fp32 or bf16");
       options.bf16_moments = kind == "bf16";
+    } else if (flag == "--device") {
+      options.device = device_flag(value);
     } else if (flag == "--threads") {
       options.threads = static_cast<uint32_t>(number(flag, value, 0, 1024));
     } else {

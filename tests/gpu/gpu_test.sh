@@ -6,7 +6,7 @@ probe=$1
 shift
 
 if ! [[ -x $probe ]]; then
-  echo "skipped: this build has no CUDA"
+  echo "skipped: this build has no CUDA, or no cuBLAS where an example needs it"
   exit 77
 fi
 "$probe"
