@@ -238,6 +238,41 @@ TEST(StateLayouts, EveryCountAndAddressHasReferenceBits) {
   }
 }
 
+// A NaN whose lower bits would carry into its sign if it were rounded as a number. One alone: of
+// two in one operation the processor chooses.
+TEST(StateLayouts, OneNanHasReferenceBits) {
+  constexpr uint64_t kCount = 70;
+  const auto put_nan = [](Array& array, int32_t dtype, uint64_t at) {
+    if (dtype == OFFLOAD_FP32)
+      static_cast<uint32_t*>(array.data())[at] = 0x7FFFFFFF;
+    else
+      static_cast<uint16_t*>(array.data())[at] = 0x7FFF;
+  };
+  for (const Kind& kind : AllKinds()) {
+    const int32_t master = IsSplit(kind.types.layout) ? OFFLOAD_U16 : OFFLOAD_FP32;
+    const int32_t moment = HasBf16Moments(kind.types.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
+    for (const Rounding& rounding : Roundings()) {
+      for (uint64_t at : {0, 1, 31, 33, 69}) {
+        const auto updated = [&](const KernelTable& table, int where) {
+          Arrays arrays(kind, kCount, at);
+          if (where == 0) put_nan(arrays.grad, kind.types.grad_dtype, at);
+          if (where == 1) put_nan(arrays.master, master, at);
+          if (where == 1) put_nan(arrays.param, kind.types.param_dtype, at);
+          if (where == 2) put_nan(arrays.moment0, moment, at);
+          arrays.Update(table, AnyCoefficients(), rounding);
+          return arrays;
+        };
+        for (int where : {0, 1, 2}) {
+          const Arrays expected = updated(ReferenceKernels(), where);
+          for (const KernelTable* table : SimdKernels())
+            ASSERT_TRUE(updated(*table, where) == expected)
+                << Text(*table, kind) << " element " << at << " array " << where;
+        }
+      }
+    }
+  }
+}
+
 TEST(StateLayouts, CutAnywhereHasTheSameBits) {
   for (const Kind& kind : AllKinds()) {
     if (kind.types.grad_dtype != OFFLOAD_BF16 || kind.types.param_dtype != OFFLOAD_BF16) continue;
