@@ -1,0 +1,187 @@
+// The sums of squares, in the tree of kernels.h. A part of simd.cpp, like simd_rules.h.
+#if defined(HYBRIDOPT_KERNELS_SIMD_NORM_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef HYBRIDOPT_KERNELS_SIMD_NORM_H
+#undef HYBRIDOPT_KERNELS_SIMD_NORM_H
+#else
+#define HYBRIDOPT_KERNELS_SIMD_NORM_H
+#endif
+
+#include <hwy/highway.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/kernels.h"
+#include "kernels/simd_unit.h"
+
+#if HWY_NATIVE_FMA
+
+HWY_BEFORE_NAMESPACE();
+namespace hybridopt {
+namespace HWY_NAMESPACE {
+namespace {
+
+// The norm's lanes are vectors of double. An fma of an exact product rounds as the addition does.
+using F64 = hn::CappedTag<double, kNormLanes>;
+using Double = hn::Vec<F64>;
+
+template <int32_t kDtype>
+HWY_INLINE Double LoadDouble(const Stored<kDtype>* source) {
+  const hn::Rebind<float, F64> f32;
+  if constexpr (kDtype == OFFLOAD_FP32) {
+    return hn::PromoteTo(F64(), hn::LoadU(f32, source));
+  } else {
+    const auto stored = hn::LoadU(hn::Rebind<uint16_t, F64>(), source);
+    if constexpr (kDtype == OFFLOAD_BF16) {
+      const auto wide = hn::PromoteTo(hn::Rebind<uint32_t, F64>(), stored);
+      return hn::PromoteTo(F64(), hn::BitCast(f32, hn::ShiftLeft<16>(wide)));
+    } else {
+      const hn::Rebind<hwy::float16_t, F64> f16;
+      return hn::PromoteTo(F64(), hn::PromoteTo(f32, hn::BitCast(f16, stored)));
+    }
+  }
+}
+
+template <int32_t kDtype>
+HWY_INLINE Double AddSquares(const Stored<kDtype>* grad, Double sums) {
+  const Double value = LoadDouble<kDtype>(grad);
+  return hn::MulAdd(value, value, sums);
+}
+
+// AddRows adds the squares of the first `count` elements (rows of kNormLanes) of kBlocks blocks to
+// the lanes of each.
+#if HWY_HAVE_SCALABLE
+// Blocks go side by side: a lane's additions must wait for each other, those of other blocks need
+// not.
+constexpr uint64_t kBlocksTogether = 4;
+
+// One vector of lanes after the other: what is no array element can be a variable.
+template <int32_t kDtype, uint64_t kBlocks>
+HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lanes)[kNormLanes]) {
+  static_assert(kBlocks == 1 || kBlocks == kBlocksTogether);
+  const Stored<kDtype>* blocks[kBlocksTogether];
+  for (uint64_t block = 0; block < kBlocksTogether; ++block)
+    blocks[block] = grad + block % kBlocks * kNormBlockElements;
+  for (uint64_t k = 0; k < kNormLanes; k += hn::Lanes(F64())) {
+    Double sums0 = hn::LoadU(F64(), lanes[0] + k);
+    Double sums1 = hn::LoadU(F64(), lanes[1 % kBlocks] + k);
+    Double sums2 = hn::LoadU(F64(), lanes[2 % kBlocks] + k);
+    Double sums3 = hn::LoadU(F64(), lanes[3 % kBlocks] + k);
+    for (uint64_t i = k; i < count; i += kNormLanes) {
+      sums0 = AddSquares<kDtype>(blocks[0] + i, sums0);
+      if constexpr (kBlocks == 1) continue;
+      sums1 = AddSquares<kDtype>(blocks[1] + i, sums1);
+      sums2 = AddSquares<kDtype>(blocks[2] + i, sums2);
+      sums3 = AddSquares<kDtype>(blocks[3] + i, sums3);
+    }
+    hn::StoreU(sums0, F64(), lanes[0] + k);
+    if constexpr (kBlocks == 1) continue;
+    hn::StoreU(sums1, F64(), lanes[1 % kBlocks] + k);
+    hn::StoreU(sums2, F64(), lanes[2 % kBlocks] + k);
+    hn::StoreU(sums3, F64(), lanes[3 % kBlocks] + k);
+  }
+}
+#else
+// Memory is read in order: two blocks side by side would be two streams, each too short for the
+// CPU to fetch ahead, at half the speed (docs/PERFORMANCE.md).
+constexpr uint64_t kBlocksTogether = 1;
+
+// The squares of two vectors of elements. bf16 widens cheapest in pairs, the even ones shifted up
+// and the odd ones masked, so that its lanes alternate between both.
+template <int32_t kDtype>
+HWY_INLINE void AddPairOfSquares(const Stored<kDtype>* grad, Double& sums0, Double& sums1) {
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    const hn::Rebind<uint32_t, F64> u32;
+    const hn::Rebind<float, F64> f32;
+    const auto pairs =
+        hn::BitCast(u32, hn::LoadU(hn::Repartition<uint16_t, decltype(u32)>(), grad));
+    const auto even = hn::ShiftLeft<16>(pairs);
+    const auto odd = hn::And(pairs, hn::Set(u32, 0xFFFF0000));
+    const Double value0 = hn::PromoteTo(F64(), hn::BitCast(f32, even));
+    const Double value1 = hn::PromoteTo(F64(), hn::BitCast(f32, odd));
+    sums0 = hn::MulAdd(value0, value0, sums0);
+    sums1 = hn::MulAdd(value1, value1, sums1);
+  } else {
+    sums0 = AddSquares<kDtype>(grad, sums0);
+    sums1 = AddSquares<kDtype>(grad + hn::Lanes(F64()), sums1);
+  }
+}
+
+template <int32_t kDtype>
+HWY_INLINE void LoadLanes(const double* lanes, Double& sums0, Double& sums1) {
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    hn::LoadInterleaved2(F64(), lanes, sums0, sums1);
+  } else {
+    sums0 = hn::LoadU(F64(), lanes);
+    sums1 = hn::LoadU(F64(), lanes + hn::Lanes(F64()));
+  }
+}
+
+template <int32_t kDtype>
+HWY_INLINE void StoreLanes(Double sums0, Double sums1, double* lanes) {
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    hn::StoreInterleaved2(sums0, sums1, F64(), lanes);
+  } else {
+    hn::StoreU(sums0, F64(), lanes);
+    hn::StoreU(sums1, F64(), lanes + hn::Lanes(F64()));
+  }
+}
+
+template <int32_t kDtype, uint64_t kBlocks>
+HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lanes)[kNormLanes]) {
+  static_assert(kBlocks == 1);
+  constexpr uint64_t kPairElements = 2 * HWY_LANES(double);
+  constexpr uint64_t kPairs = kNormLanes / kPairElements;
+  Double sums0[kPairs], sums1[kPairs];
+#pragma GCC unroll 4
+  for (uint64_t k = 0; k < kPairs; ++k)
+    LoadLanes<kDtype>(lanes[0] + k * kPairElements, sums0[k], sums1[k]);
+  for (uint64_t i = 0; i < count; i += kNormLanes) {
+#pragma GCC unroll 4
+    for (uint64_t k = 0; k < kPairs; ++k)
+      AddPairOfSquares<kDtype>(grad + i + k * kPairElements, sums0[k], sums1[k]);
+  }
+#pragma GCC unroll 4
+  for (uint64_t k = 0; k < kPairs; ++k)
+    StoreLanes<kDtype>(sums0[k], sums1[k], lanes[0] + k * kPairElements);
+}
+#endif
+
+HWY_INLINE double SumLanes(double* lanes) {
+  for (uint32_t half = kNormLanes / 2; half > 0; half /= 2) {
+    for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
+}
+
+template <int32_t kDtype>
+void SumWholeBlocks(const Stored<kDtype>* grad, double* block_sums) {
+  double lanes[kBlocksTogether][kNormLanes] = {};
+  AddRows<kDtype, kBlocksTogether>(grad, kNormBlockElements, lanes);
+  for (uint64_t block = 0; block < kBlocksTogether; ++block)
+    block_sums[block] = SumLanes(lanes[block]);
+}
+
+// The sum of one block of at most kNormBlockElements. Padding adds zeros, which change no bit.
+template <int32_t kDtype>
+double SumBlock(const Stored<kDtype>* grad, uint64_t count) {
+  double lanes[1][kNormLanes] = {};
+  const uint64_t whole = count - count % kNormLanes;
+  AddRows<kDtype, 1>(grad, whole, lanes);
+  if (whole < count) {
+    Stored<kDtype> padded[kNormLanes] = {};
+    std::memcpy(padded, grad + whole, (count - whole) * sizeof(padded[0]));
+    AddRows<kDtype, 1>(padded, kNormLanes, lanes);
+  }
+  return SumLanes(lanes[0]);
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace hybridopt
+HWY_AFTER_NAMESPACE();
+
+#endif  // HWY_NATIVE_FMA
+
+#endif  // per-target include guard

@@ -1,0 +1,265 @@
+// How units, two vectors of elements, are read, rounded and stored in every layout. A part of
+// simd.cpp, like simd_rules.h.
+#if defined(HYBRIDOPT_KERNELS_SIMD_UNIT_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef HYBRIDOPT_KERNELS_SIMD_UNIT_H
+#undef HYBRIDOPT_KERNELS_SIMD_UNIT_H
+#else
+#define HYBRIDOPT_KERNELS_SIMD_UNIT_H
+#endif
+
+#include <hwy/cache_control.h>
+#include <hwy/highway.h>
+
+#include <type_traits>
+
+#include "kernels/convert.h"
+#include "kernels/kernels.h"
+#include "kernels/rounding.h"
+#include "kernels/simd_rules.h"
+#include "kernels/table.h"
+
+#if HWY_NATIVE_FMA
+
+HWY_BEFORE_NAMESPACE();
+namespace hybridopt {
+namespace HWY_NAMESPACE {
+namespace {
+
+template <int32_t kDtype>
+HWY_INLINE Float LoadWide(const Stored<kDtype>* source) {
+  if constexpr (kDtype == OFFLOAD_FP32) {
+    return hn::LoadU(F32(), source);
+  } else if constexpr (kDtype == OFFLOAD_BF16) {
+    const auto wide = hn::PromoteTo(U32(), hn::LoadU(HalfU16(), source));
+    return hn::BitCast(F32(), hn::ShiftLeft<16>(wide));
+  } else {
+    return hn::PromoteTo(F32(), hn::BitCast(HalfF16(), hn::LoadU(HalfU16(), source)));
+  }
+}
+
+// How the kernel stores moments. What is one fixed thing for a whole span is no branch in its loop.
+enum class MomentForm { kFp32, kNearest, kStochastic };
+
+// A unit is read into two vectors: its halves, or, where IsPaired(), its even and its odd elements.
+// Pairs are cheaper where all arrays have elements of 16 bits: to widen and to pack them takes a
+// shift and a mask.
+template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm>
+constexpr bool IsPaired() {
+  return kSplit && kGradDtype == OFFLOAD_BF16 &&
+         (kForm != MomentForm::kFp32 || !kHasMoment0<kRule>);
+}
+
+template <int32_t kDtype, bool kInPairs>
+HWY_INLINE void LoadUnit(const Stored<kDtype>* source, Float& first, Float& second) {
+  if constexpr (kInPairs) {
+    static_assert(kDtype == OFFLOAD_BF16);
+    const auto pairs = hn::BitCast(U32(), hn::LoadU(U16(), source));
+    first = hn::BitCast(F32(), hn::ShiftLeft<16>(pairs));
+    second = hn::BitCast(F32(), hn::And(pairs, hn::Set(U32(), 0xFFFF0000)));
+  } else {
+    first = LoadWide<kDtype>(source);
+    second = LoadWide<kDtype>(source + Lanes());
+  }
+}
+
+// Packs the upper halves of a unit's lanes.
+template <bool kInPairs>
+HWY_INLINE hn::Vec<U16> PackUpper(hn::Vec<U32> first, hn::Vec<U32> second) {
+  const auto odd = hn::BitCast(U16(), second);
+  if constexpr (kInPairs)
+    return hn::OddEven(odd, hn::BitCast(U16(), hn::ShiftRight<16>(first)));
+  else
+    return hn::ConcatOdd(U16(), odd, hn::BitCast(U16(), first));
+}
+
+// Packs the lower halves.
+template <bool kInPairs>
+HWY_INLINE hn::Vec<U16> PackLower(hn::Vec<U32> first, hn::Vec<U32> second) {
+  const auto even = hn::BitCast(U16(), first);
+  if constexpr (kInPairs)
+    return hn::OddEven(hn::BitCast(U16(), hn::ShiftLeft<16>(second)), even);
+  else
+    return hn::ConcatEven(U16(), hn::BitCast(U16(), second), even);
+}
+
+// Rounding NaN takes a compare and a choice for each value. So all of a unit are looked at
+// together, and what follows comes twice: where there may be a NaN, and where there is none.
+// Infinities of both signs may be taken for one.
+HWY_INLINE bool MayHaveNan(Float first, Float second) {
+  return !hn::AllFalse(F32(), hn::IsNaN(hn::Add(first, second)));
+}
+
+// `nan` for a NaN, else `bits`, the value rounded.
+template <bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> UnlessNan(Float value, hn::Vec<U32> nan, hn::Vec<U32> bits) {
+  if constexpr (!kMayBeNan) return bits;
+  return hn::IfThenElse(hn::RebindMask(U32(), hn::IsNaN(value)), nan, bits);
+}
+
+HWY_INLINE hn::Vec<U32> Quieted(hn::Vec<U32> nan) {
+  return hn::Or(nan, hn::Set(U32(), 0x00400000));
+}
+
+// bf16 in the upper half of each lane; the lower half is rubbish. `half` and `ties_to_even` are
+// 0x7FFF and 1, or 0x8000 and 0 for ties away from zero.
+template <bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> RoundToBf16(Float value, hn::Vec<U32> half, hn::Vec<U32> ties_to_even) {
+  const auto bits = hn::BitCast(U32(), value);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), ties_to_even);
+  return UnlessNan<kMayBeNan>(value, Quieted(bits), hn::Add(hn::Add(bits, half), odd));
+}
+
+// Rounds and packs one unit.
+template <int32_t kDtype, bool kMayBeNan>
+HWY_INLINE hn::Vec<U16> Pack(Float low, Float high, const Rounding& rounding) {
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    const auto half = hn::Set(U32(), rounding.ties_away ? 0x8000 : 0x7FFF);
+    const auto ties_to_even = hn::Set(U32(), rounding.ties_away ? 0 : 1);
+    return PackUpper<false>(RoundToBf16<kMayBeNan>(low, half, ties_to_even),
+                            RoundToBf16<kMayBeNan>(high, half, ties_to_even));
+  } else {
+    const auto low_half = hn::BitCast(HalfU16(), hn::DemoteTo(HalfF16(), low));
+    const auto high_half = hn::BitCast(HalfU16(), hn::DemoteTo(HalfF16(), high));
+    return hn::Combine(U16(), high_half, low_half);
+  }
+}
+
+// A run's roundings: of the param, and its first element's counter and tweak.
+struct RunRounding {
+  Rounding rounding;
+  uint32_t counter;
+  uint32_t tweak;
+};
+
+// The random bits of a unit's vectors, for moment0 and for moment1.
+struct Draw {
+  hn::Vec<U32>& first0;
+  hn::Vec<U32>& second0;
+  hn::Vec<U32>& first1;
+  hn::Vec<U32>& second1;
+};
+
+// What is left of rounding.h's RandomBits once counters are mixed: its lower and its upper half.
+// Xor and shift of the tweak are done on its one number.
+HWY_INLINE void FinishRandomBits(hn::Vec<U32> x, uint32_t tweak, hn::Vec<U32>& lower,
+                                 hn::Vec<U32>& upper) {
+  x = hn::Xor3(x, hn::ShiftRight<13>(x), hn::Set(U32(), tweak ^ (tweak >> 13)));
+  x = hn::Mul(x, hn::Set(U32(), kHashFactor2));
+  upper = hn::ShiftRight<16>(x);
+  lower = hn::And(hn::Xor(x, upper), hn::Set(U32(), 0xFFFF));
+}
+
+HWY_INLINE hn::Vec<U32> MixCounters(hn::Vec<U32> counters) {
+  return hn::Add(hn::Mul(counters, hn::Set(U32(), kHashFactor0)),
+                 hn::Mul(hn::ShiftRight<16>(counters), hn::Set(U32(), kHashFactor1)));
+}
+
+// RandomBits of a unit whose first element's counter is `counter`.
+template <bool kInPairs>
+HWY_INLINE void RandomBitsOfUnit(uint32_t counter, uint32_t tweak, const Draw& draw) {
+  constexpr uint32_t kStep = kInPairs ? 2 : 1;
+  const uint32_t ahead = kInPairs ? 1 : static_cast<uint32_t>(Lanes());
+  const auto offsets = hn::Mul(hn::Iota(U32(), 0), hn::Set(U32(), kStep));
+  hn::Vec<U32> first, second;
+  if (HWY_LIKELY((counter & 0xFFFF) + Unit() <= 0x10000)) {
+    const uint32_t mixed = counter * kHashFactor0 + (counter >> 16) * kHashFactor1;
+    first = hn::Add(hn::Set(U32(), mixed), hn::Mul(offsets, hn::Set(U32(), kHashFactor0)));
+    second = hn::Add(first, hn::Set(U32(), ahead * kHashFactor0));
+  } else {
+    first = MixCounters(hn::Add(hn::Set(U32(), counter), offsets));
+    second = MixCounters(hn::Add(hn::Set(U32(), counter + ahead), offsets));
+  }
+  FinishRandomBits(first, tweak, draw.first0, draw.first1);
+  FinishRandomBits(second, tweak, draw.second0, draw.second1);
+}
+
+// A moment in bf16 in the upper half of each lane. `random` is below 2^16.
+template <MomentForm kForm, bool kIsSum, bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> RoundMoment(Float value, hn::Vec<U32> random) {
+  if constexpr (kIsSum) value = AtMost(value, Broadcast(0x1.FEp127f));  // no NaN is left
+  const auto bits = hn::BitCast(U32(), value);
+  auto rounded = hn::Add(bits, random);
+  if constexpr (kForm == MomentForm::kNearest) {
+    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 1));
+    rounded = hn::Add(hn::Add(bits, odd), hn::Set(U32(), 0x7FFF));
+  }
+  return UnlessNan < kMayBeNan && !kIsSum > (value, Quieted(bits), rounded);
+}
+
+template <MomentForm kForm>
+using StoredMoment = std::conditional_t<kForm == MomentForm::kFp32, float, uint16_t>;
+
+template <MomentForm kForm, bool kInPairs>
+HWY_INLINE void LoadMoments(const void* moments, uint64_t begin, Float& first, Float& second) {
+  constexpr int32_t kDtype = kForm == MomentForm::kFp32 ? OFFLOAD_FP32 : OFFLOAD_BF16;
+  LoadUnit<kDtype, kInPairs>(static_cast<const StoredMoment<kForm>*>(moments) + begin, first,
+                             second);
+}
+
+// Stores a unit of moments.
+template <MomentForm kForm, bool kInPairs, bool kIsSum, bool kMayBeNan>
+HWY_INLINE void StoreMoments(Float first, Float second, hn::Vec<U32> random_first,
+                             hn::Vec<U32> random_second, void* moments, uint64_t begin) {
+  auto* stored = static_cast<StoredMoment<kForm>*>(moments) + begin;
+  if constexpr (kForm == MomentForm::kFp32) {
+    hn::StoreU(first, F32(), stored);
+    hn::StoreU(second, F32(), stored + Lanes());
+  } else {
+    const auto packed =
+        PackUpper<kInPairs>(RoundMoment<kForm, kIsSum, kMayBeNan>(first, random_first),
+                            RoundMoment<kForm, kIsSum, kMayBeNan>(second, random_second));
+    hn::StoreU(packed, U16(), stored);
+  }
+}
+
+template <bool kSplit, bool kInPairs>
+HWY_INLINE void LoadMasters(const UpdateSpan& span, uint64_t begin, Float& first, Float& second) {
+  if constexpr (kSplit) {
+    const hn::RebindToSigned<U32> i32;
+    const auto* high = static_cast<const uint16_t*>(span.param) + begin;
+    const auto* low = static_cast<const int16_t*>(span.master) + begin;
+    LoadUnit<OFFLOAD_BF16, kInPairs>(high, first, second);
+    const auto join = [&](Float rounded, hn::Vec<hn::RebindToSigned<U32>> lost) HWY_ATTR {
+      return hn::BitCast(F32(), hn::Add(hn::BitCast(i32, rounded), lost));
+    };
+    if constexpr (kInPairs) {
+      const auto pairs = hn::BitCast(i32, hn::LoadU(hn::RebindToSigned<U16>(), low));
+      first = join(first, hn::ShiftRight<16>(hn::ShiftLeft<16>(pairs)));
+      second = join(second, hn::ShiftRight<16>(pairs));
+    } else {
+      const hn::RebindToSigned<HalfU16> half_i16;
+      first = join(first, hn::PromoteTo(i32, hn::LoadU(half_i16, low)));
+      second = join(second, hn::PromoteTo(i32, hn::LoadU(half_i16, low + Lanes())));
+    }
+  } else {
+    LoadUnit<OFFLOAD_FP32, false>(static_cast<const float*>(span.master) + begin, first, second);
+  }
+}
+
+// One vector of a unit of masters, NaNs with their quiet bit set and their lower half 0.
+template <bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> WithoutLowNan(Float value) {
+  const auto bits = hn::BitCast(U32(), value);
+  return UnlessNan<kMayBeNan>(value, hn::And(Quieted(bits), hn::Set(U32(), 0xFFFF0000)), bits);
+}
+
+// Stores a unit of masters as their two halves. Both have just been read: no store past the caches.
+template <bool kInPairs, bool kMayBeNan>
+HWY_INLINE void StoreHalves(Float first, Float second, const UpdateSpan& span, uint64_t begin) {
+  const auto first_bits = WithoutLowNan<kMayBeNan>(first);
+  const auto second_bits = WithoutLowNan<kMayBeNan>(second);
+  const auto half = hn::Set(U32(), 0x8000);
+  const auto params = PackUpper<kInPairs>(hn::Add(first_bits, half), hn::Add(second_bits, half));
+  hn::StoreU(params, U16(), static_cast<uint16_t*>(span.param) + begin);
+  hn::StoreU(PackLower<kInPairs>(first_bits, second_bits), U16(),
+             static_cast<uint16_t*>(span.master) + begin);
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace hybridopt
+HWY_AFTER_NAMESPACE();
+
+#endif  // HWY_NATIVE_FMA
+
+#endif  // per-target include guard
