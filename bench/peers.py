@@ -292,39 +292,6 @@ def print_table(report: dict) -> None:
               f"{value['goal']}")
 
 
-def plot(report: dict, path: str) -> None:
-    """Params per second against bytes a parameter, all threads, bf16 gradients."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in report["rows"]
-            if row["threads"] == report["threads"] and row["grads"] == "bf16" and row["bytes"]]
-    rate = {row["key"]: report["elements"] / row["seconds"]["median"] / 1e9 for row in rows}
-    ceiling = max(rate["memory_cached"], rate["memory_streamed"]) * 28
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
-    bytes_axis = numpy.linspace(15, 45, 100)
-    axes.plot(bytes_axis, ceiling / bytes_axis, color="0.6", label="what the memory gives")
-    for row in rows:
-        if row["key"].startswith("memory") or row["key"].startswith(("adamw28_", "bf16_20_")):
-            continue
-        ours = row["name"].startswith("hybridopt")
-        axes.plot(row["bytes"], rate[row["key"]], "o" if ours else "s",
-                  color="tab:blue" if ours else "tab:orange")
-        label = NAMES[row["key"]][0]
-        if label.startswith(".."):
-            label = row["key"].split("_")[0] + " " + label[3:]
-        axes.annotate(label, (row["bytes"], rate[row["key"]]), xytext=(5, 4),
-                      textcoords="offset points", fontsize=7)
-    axes.set(xlabel="bytes moved per parameter", ylabel="10⁹ parameters per second",
-             title=f"AdamW step, {report['threads']} threads, {report['machine']['cpu']}",
-             ylim=(0, None))
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench --peers", description=__doc__)
     parser.add_argument("--elements", type=int, default=32 << 20)
@@ -375,7 +342,9 @@ def main() -> None:
             del found
             context.close()
     if options.plot:
-        plot(report, options.plot)
+        import peers_plot
+
+        peers_plot.plot(report, options.plot)
     if options.json:
         medians = {key: value["median"] for key, value in report["figures"].items()}
         print(json.dumps({**medians, **report}, indent=2))
