@@ -4,6 +4,7 @@ set(HYBRIDOPT_CUDA AUTO CACHE STRING "Build the CUDA device: AUTO (where there i
 set_property(CACHE HYBRIDOPT_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(HYBRIDOPT_CUDA_ARCHITECTURES "80-real;90-real;100" CACHE STRING
   "What kernels are compiled for, as CMAKE_CUDA_ARCHITECTURES; by default with PTX for what comes")
+option(HYBRIDOPT_NVTX "With CUDA: name what runs for NVIDIA's profilers" ON)
 
 set(HYBRIDOPT_HAS_CUDA OFF)
 if(HYBRIDOPT_CUDA)
@@ -50,4 +51,5 @@ set(HYBRIDOPT_NVCC_FLAGS --expt-relaxed-constexpr -fmad=false -Xcompiler=-Wall,-
 if(HYBRIDOPT_WERROR)
   list(APPEND HYBRIDOPT_NVCC_FLAGS -Werror=all-warnings -Xcompiler=-Werror)
 endif()
+set(HYBRIDOPT_HAS_NVTX ${HYBRIDOPT_NVTX})
 message(STATUS "Building with CUDA ${CUDAToolkit_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/ranges.h"
 #include "checkpoint/file_io.h"
 #include "core/checkpoint_files.h"
 
@@ -199,6 +200,7 @@ Status Checkpoints::PublishOnce() {
 // Everything before the rename only prepares it: after a crash either the whole checkpoint has its
 // name or nothing has.
 Status Checkpoints::Publish() {
+  const Range range("publish save");
   prim::Files& files = context_.files();
   const std::string& path = directory_->path();
   HYBRIDOPT_TRY(checkpoint::SyncDirectory(files, path));
@@ -232,6 +234,7 @@ Result<checkpoint::Manifest> Checkpoints::WholeManifest() {
 Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline& timeline,
                          uint64_t sequence) {
   HYBRIDOPT_TRY(Complete(timeline));
+  const Range range("load");
   Loader loader(context_, table_, placement_, places_, request);
   Status status;
   HYBRIDOPT_TRY(Prepare(loader, &status));

@@ -3,8 +3,17 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/ranges.h"
+
 namespace hybridopt {
 namespace {
+
+const char* NameOf(Move move) {
+  constexpr const char* kNames[] = {"offload params",   "reload params", "offload grads",
+                                    "accumulate grads", "drop grads",    "reload grads",
+                                    "offload states",   "reload states", "refresh masters"};
+  return kNames[static_cast<size_t>(move)];
+}
 
 // Copies are cut, so that both streams always have one under way.
 constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
@@ -29,6 +38,7 @@ Mover::Mover(Context& context, const ParamTable& table, const Placement& placeme
 
 Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
                   FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes) {
+  const Range range(NameOf(request.move));
   UseDeviceMemory(request);
   HYBRIDOPT_TRY(AwaitProducers(request, ready, await_borrowed));
   copies_.clear();

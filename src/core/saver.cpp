@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "base/prim.h"
+#include "base/ranges.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/hash.h"
 #include "core/checkpoint_files.h"
@@ -166,6 +167,7 @@ Status Saver::Join() {
 }
 
 Status Saver::Run() {
+  const Range range("save");
   Status status = TakeMemory();
   if (status.ok()) status = Write();
   // A save's streams and memory are its own, and go with it.

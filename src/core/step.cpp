@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/prim.h"
+#include "base/ranges.h"
 #include "core/timeline.h"
 #include "kernels/coefficients.h"
 #include "kernels/rounding.h"
@@ -96,6 +97,7 @@ std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
 
 Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture* capture,
                          FunctionRef<void(uint64_t)> reached, offload_step_result_t* result) {
+  const Range range("step", steps_applied_ + 1);
   const int64_t begin_ns = prim::NowNs();
   capture_ = capture;
   Prepare(request);
@@ -206,6 +208,7 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
 Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_t* result,
                                 Verdict* verdict) {
   if (NeedsNorm(request)) {
+    const Range range("norm");
     Stopwatch norm(result->norm_seconds);
     ListNormInputs();
     HYBRIDOPT_TRY(norm_sums_.Sum(context_, norm_inputs_));
@@ -223,6 +226,7 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   for (uint64_t begin = 0; begin < total;) {
     const ChunkPart part{begin, std::min(piece_elements, total - begin)};
     AwaitCaptureOf(0, part);
+    const Range range("update", 0);
     HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
       host_share_.Update(0, part, {}, params_, active_, host_coefficients_, worker, workers);
     }));
@@ -259,6 +263,7 @@ void StepPipeline::AwaitBorrowed(offload_step_result_t* result) {
 
 // The caller's stream may wait for the save too.
 Status StepPipeline::AwaitGradients(EventHandle ready) {
+  const Range range("await gradients");
   return lanes_.WaitForCaller(ready, "the gradients", [this]() -> Result<bool> {
     if (capture_ == nullptr || !capture_->borrows()) return false;
     return capture_->AwaitBorrowed();
@@ -286,6 +291,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   HYBRIDOPT_TRY(AwaitGradients(ready));
   Stopwatch total(result->total_seconds);
   {
+    const Range range("norm");
     Stopwatch norm(result->norm_seconds);
     HYBRIDOPT_ASSIGN(*verdict, AwaitVerdict(request));
   }
@@ -440,6 +446,7 @@ Status StepPipeline::QueueUpdateFromHost(uint32_t id) {
 }
 
 Status StepPipeline::BringDown(uint32_t chunk, offload_step_result_t* result) {
+  const Range range("queue grads down", chunk);
   const uint32_t slot = SlotOf(chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.landed[slot].begin, lanes_.down));
   for (const Fragment& fragment : FragmentsOf(chunk)) {
@@ -457,6 +464,7 @@ Status StepPipeline::BringDown(uint32_t chunk, offload_step_result_t* result) {
 Status StepPipeline::UpdateChunk(uint32_t chunk, offload_step_result_t* result) {
   const uint32_t slot = SlotOf(chunk);
   {
+    const Range range("await grads down", chunk);
     Stopwatch stall(result->stall_seconds);
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[slot].end, "gradients coming down"));
   }
@@ -467,10 +475,12 @@ Status StepPipeline::UpdateChunk(uint32_t chunk, offload_step_result_t* result) 
     Stopwatch stall(result->stall_seconds);
     AwaitCaptureOf(chunk, whole);
   }
+  const Range range("update", chunk);
   Stopwatch update(result->update_seconds);
   const ChunkBuffers buffers{lanes_.ring().grads(slot), lanes_.ring().params(slot)};
   const uint32_t workers = context_.workers().threads();
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
+    const Range part("update", chunk);
     host_share_.Update(chunk, whole, buffers, params_, active_, host_coefficients_, worker,
                        workers);
   }));
@@ -479,6 +489,7 @@ Status StepPipeline::UpdateChunk(uint32_t chunk, offload_step_result_t* result) 
 }
 
 Status StepPipeline::SendUp(uint32_t chunk, offload_step_result_t* result) {
+  const Range range("queue params up", chunk);
   const uint32_t slot = SlotOf(chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.uploaded[slot].begin, lanes_.up));
   for (const Fragment& fragment : FragmentsOf(chunk)) {
@@ -498,6 +509,7 @@ Status StepPipeline::Retire(uint32_t chunk, FunctionRef<void(uint64_t)> reached,
   if (chunk == 0) HYBRIDOPT_TRY(AwaitDeviceShare(reached, result));
   const uint32_t slot = SlotOf(chunk);
   {
+    const Range range("await params up", chunk);
     Stopwatch stall(result->stall_seconds);
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded[slot].end, "params going up"));
   }
@@ -510,6 +522,7 @@ Status StepPipeline::Retire(uint32_t chunk, FunctionRef<void(uint64_t)> reached,
 
 Status StepPipeline::AwaitDeviceShare(FunctionRef<void(uint64_t)> reached,
                                       offload_step_result_t* result) {
+  const Range range("await device update");
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.device_updated.end, "the device's own update"));
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.device_updated));
   if (!device_updates_.empty()) result->device_update_seconds += seconds;

@@ -20,6 +20,7 @@
 #include "device/cuda/driver.h"
 #include "device/cuda/memory.h"
 #include "device/cuda/poll.h"
+#include "device/cuda/stream_name.h"
 #include "device/cuda/tables.h"
 #include "kernels/cuda/launch.h"
 
@@ -346,6 +347,7 @@ Result<StreamHandle> CudaDevice::CreateStream(const char* label) {
   HYBRIDOPT_TRY(fault_.Check(
       cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, callers ? 0 : highest),
       "cudaStreamCreateWithPriority"));
+  if (!callers) NameStream(stream, label);
   std::lock_guard lock(mutex_);
   streams_[stream] = label;
   return static_cast<StreamHandle>(stream);

@@ -1,0 +1,57 @@
+#include "base/ranges.h"
+
+#ifdef HYBRIDOPT_HAS_NVTX
+#include <nvtx3/nvToolsExt.h>
+
+#include <cinttypes>
+#include <cstdio>
+#endif
+
+namespace hybridopt {
+
+#ifdef HYBRIDOPT_HAS_NVTX
+namespace {
+
+constexpr size_t kNameBytes = 64;
+
+// NULL without a profiler: NVTX looks for one in the environment, once.
+nvtxDomainHandle_t Domain() {
+  static const nvtxDomainHandle_t domain = nvtxDomainCreateA("hybridopt");
+  return domain;
+}
+
+void Push(const char* name) {
+  nvtxEventAttributes_t event{};
+  event.version = NVTX_VERSION;
+  event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+  event.messageType = NVTX_MESSAGE_TYPE_ASCII;
+  event.message.ascii = name;
+  (void)nvtxDomainRangePushEx(Domain(), &event);
+}
+
+}  // namespace
+
+Range::Range(const char* name) {
+  if (Domain() != nullptr) Push(name);
+}
+
+Range::Range(const char* name, uint64_t number) {
+  if (Domain() == nullptr) return;
+  char numbered[kNameBytes];
+  std::snprintf(numbered, sizeof numbered, "%s %" PRIu64, name, number);
+  Push(numbered);
+}
+
+Range::~Range() {
+  if (Domain() != nullptr) (void)nvtxDomainRangePop(Domain());
+}
+
+#else
+
+Range::Range(const char*) {}
+Range::Range(const char*, uint64_t) {}
+Range::~Range() = default;
+
+#endif
+
+}  // namespace hybridopt
