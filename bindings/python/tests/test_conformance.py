@@ -50,7 +50,7 @@ def registered():
                 ),
             ],
             optim_error_inputs_func=lambda device, dtype: [],
-            supported_impls=(),
+            supported_impls=("foreach", "fused"),
             not_og_supported_flags=("maximize",),
             supports_complex=False,
         )
@@ -404,6 +404,28 @@ def test_load_nontensor_step(info, case):
         assert "step" not in entry or torch.is_tensor(entry["step"])
     optimizer.step(closure)
     assert all(entry.get("step", 7) == 7 for entry in optimizer.state.values())
+
+
+@every_case
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_set_default_dtype_works_with_foreach(info, case, default):
+    if "foreach" not in info.supported_impls:
+        pytest.fail(f"{info.name} takes no foreach")
+    torch.set_default_dtype(default)
+    try:
+        params = [Parameter(torch.rand(2, 3, dtype=torch.float32)) for _ in range(2)]
+        optimizer = info.optim_cls(params, **{**kwargs_of(case), "foreach": True, "fused": False})
+        for param in params:
+            param.grad = torch.rand_like(param)
+        for _ in range(5):
+            optimizer.step()
+        expected = torch.float64 if default == torch.float64 else torch.float32
+        for entry in optimizer.state.values():
+            assert "step" not in entry or (entry["step"].dtype == expected and entry["step"] == 5)
+            moments = [value for key, value in entry.items() if key != "step"]
+            assert all(value.dtype == torch.float32 for value in moments)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @every_case

@@ -23,6 +23,8 @@ class Adopting(Part):
 
     def adopt(self, state: dict[Tensor, Any]) -> None:
         """Takes over what others have put into `state`: loaded, assigned, deleted or written."""
+        if self.counts.data_ptr() != self._counts_place:  # as in _forget_moved()
+            self._set_counts(self.counts.clone())
         if self.counts._version != self._counts_version:
             self.settle(state)
             self.wait()
@@ -41,6 +43,7 @@ class Adopting(Part):
                         slot.copies[key] = view._version
                 continue
             self.wait()
+            self._forget_moved(slot)
             if entry:
                 self._adopt_entry(slot, entry, state)
             else:
@@ -50,7 +53,20 @@ class Adopting(Part):
     @staticmethod
     def _is_ours(slot: Slot, entry: dict[str, Any]) -> bool:
         """Whether an entry is as it was put there, but for what may be written in it."""
-        return entry is slot.entry and all(entry.get(key) is slot.views[key] for key in slot.views)
+        return entry is slot.entry and all(
+            entry.get(key) is view and local(view).data_ptr() == slot.places[key]
+            for key, view in slot.views.items()
+        )
+
+    def _forget_moved(self, slot: Slot) -> None:
+        """Views that are not of the library's memory any more: torch.multiprocessing moves what it
+        sends into memory of its own, in place, and `.data` leads a tensor anywhere."""
+        for key, view in list(slot.views.items()):
+            if local(view).data_ptr() != slot.places[key]:
+                del slot.views[key]
+                slot.copies.pop(key, None)
+                if key == "step":
+                    self._count_views[slot.id] = self.counts[slot.id]
 
     def _push_count(self, slot: Slot, count: int) -> None:
         self.handle.set_step_count(slot.id, count)
@@ -63,7 +79,7 @@ class Adopting(Part):
         self._push_count(slot, 0)
         fresh = self.groups[slot.group].get("initial_accumulator_value", 0.0)
         for kind in slot.moments.values():
-            value = torch.full((), fresh, device=self.device).expand(slot.shape)
+            value = torch.full((), fresh, dtype=torch.float32, device=self.device).expand(slot.shape)
             self.write(slot, kind, value)
 
     def _adopt_entry(self, slot: Slot, entry: dict[str, Any], state: dict[Tensor, Any]) -> None:

@@ -181,7 +181,7 @@ class SGD(OffloadOptimizer, torch.optim.SGD):
 
 class Lion(OffloadOptimizer):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023) with its momentum in
-    host memory."""
+    host memory. `foreach` and `fused` change nothing here."""
 
     def __init__(
         self,
@@ -190,7 +190,10 @@ class Lion(OffloadOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0,
         *,
+        foreach: bool | None = None,
         maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         **options: Unpack[OffloadOptions],
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -202,14 +205,27 @@ class Lion(OffloadOptimizer):
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if foreach and fused:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self._configure(options)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("maximize", False)  # a state_dict of another Lion may lack it
+        for group in self.param_groups:  # a state_dict of another Lion may lack these
+            group.setdefault("foreach", None)
+            group.setdefault("maximize", False)
+            group.setdefault("differentiable", False)
+            group.setdefault("fused", None)
 
     def _algorithm(self) -> int:
         return abi.OFFLOAD_LION
@@ -246,7 +262,7 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
         self._configure(options)
         # torch's constructor would make all sums on the device; it shall only check the arguments.
         checked = torch.optim.Adagrad(
-            [torch.zeros(1)],
+            [torch.zeros(1, device="cpu")],
             lr,
             lr_decay,
             weight_decay,

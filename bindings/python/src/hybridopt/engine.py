@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import abi
 from .adopting import COUNTED, Adopting
 from .masters import MASTER, MASTER_LOW, Masters, Samples
+from .modes import in_no_mode
 from .moves import Moves
 from .tensors import (
     DTYPES,
@@ -65,6 +66,11 @@ def refuse_capture() -> None:
             "what the optimizer does runs on the host and cannot be captured into a CUDA graph; call "
             "it outside of torch.cuda.graph()"
         )
+
+
+def count_dtype() -> torch.dtype:
+    """Of step counts, as torch has it: 16 bits would not count beyond 256."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ class Slot:
             self.kinds[MASTER] = abi.OFFLOAD_STATE_MASTER
         self.entry: dict[str, Any] | None = None  # in the optimizer's state, made here
         self.views: dict[str, Tensor] = {}
+        self.places: dict[str, int] = {}  # where they lie: torch may lead a tensor elsewhere
         self.copies: dict[str, int] = {}  # of views: those of state in two places, with versions
         self.grad: Tensor | None = None
         self.hosted = False  # the library holds the gradient, on the host
@@ -181,10 +188,7 @@ class Engine(Adopting, Masters, Moves):
         ]
         self.slot_of = {slot.param: slot for slot in self.slots}
         self._register()
-        # One tensor for all, with a view for each, so that a step adds to them in one operation.
-        self.counts = torch.zeros(len(self.slots))
-        self._count_views = list(self.counts.unbind())
-        self._counts_version = self.counts._version
+        self._set_counts(torch.zeros(len(self.slots), dtype=count_dtype(), device="cpu"))
         self._bindings = (abi.offload_binding_t * max(len(self.slots), 1))()
         for binding in self._bindings:
             binding.struct_size = ctypes.sizeof(binding)
@@ -445,10 +449,18 @@ class Engine(Adopting, Masters, Moves):
 
     # ------------------------------------------------------------------------------------ state --
 
+    def _set_counts(self, counts: Tensor) -> None:
+        """One tensor for all, with a view for each, so that a step adds to them in one operation."""
+        self.counts = counts
+        self._counts_place = counts.data_ptr()
+        self._counts_version = counts._version
+        self._count_views = list(counts.unbind())
+
     def wait(self) -> None:
         """Waits for everything queued. Of a failed save its own ticket tells."""
         self.handle.drain()
 
+    @in_no_mode
     def settle(self, state: dict[Tensor, Any]) -> None:
         """Waits for queued steps, but for no save; then `state` says what they have done."""
         if not self._unsettled_steps:
@@ -481,15 +493,15 @@ class Engine(Adopting, Masters, Moves):
 
     def _publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
         """Puts views of a param's state where torch has its tensors."""
-        if not slot.views:
-            if self.algorithm in COUNTED:
-                slot.views["step"] = self._count_views[slot.id]
-            if slot.kinds:
+        if self.algorithm in COUNTED:
+            slot.views["step"] = self._count_views[slot.id]
+        for key, kind in slot.kinds.items():
+            if key not in slot.views:
                 self.wait()
-            for key, kind in slot.kinds.items():
                 slot.views[key] = like_param(self._view(slot, key, kind), slot.param)
         if not slot.views:
             return
+        slot.places = {key: local(view).data_ptr() for key, view in slot.views.items()}
         entry = dict.get(state, slot.param)
         if entry is None:
             entry = {}

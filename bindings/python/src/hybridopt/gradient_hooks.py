@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import abi
+from .modes import in_no_mode
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -88,10 +89,10 @@ class GradientHooks:
         if optimizer is None or scaler is None or optimizer._engine is None:
             return
         device = optimizer._engine.device
-        verdict = torch.full((), float(found_inf), device=device)
+        verdict = torch.full((), float(found_inf), dtype=torch.float32, device=device)
         scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"][device] = verdict
 
-    @torch.no_grad()
+    @in_no_mode
     def _ready(self, param: Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is None:

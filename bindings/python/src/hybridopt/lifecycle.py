@@ -19,6 +19,7 @@ from torch import Tensor
 from . import abi
 from .engine import Engine, Slot, refuse_capture
 from .gradient_hooks import GradientHooks
+from .modes import in_no_mode
 from .moves import MOVABLE
 from .plans import StepResult, described
 from .state import State
@@ -106,6 +107,7 @@ class Lifecycle(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------- gradients --
 
+    @in_no_mode
     def hook_gradients(
         self, accumulate: bool = True, *, grad_scaler: torch.amp.GradScaler | None = None
     ) -> GradientHooks:
@@ -129,9 +131,10 @@ class Lifecycle(torch.optim.Optimizer):
                 **self._options,
                 "movable": (*self._options["movable"], needed),
             }
+        engine = self._ready_engine()
         self._hooks = hooks
-        self._hooks.attach(self._ready_engine())
-        return self._hooks
+        hooks.attach(engine)
+        return hooks
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are on the host are dropped too."""
@@ -157,7 +160,7 @@ class Lifecycle(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------------------------- phases --
 
-    @torch.no_grad()
+    @in_no_mode
     def offload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
         """Moves content to the host, bit for bit, and gives the memory back. What is there already
         stays. Returns when the memory is free. The `movable` option must name what is moved.
@@ -187,7 +190,7 @@ class Lifecycle(torch.optim.Optimizer):
             engine.params_out = True
         self._sample("offload")
 
-    @torch.no_grad()
+    @in_no_mode
     def reload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
         """Moves content back into memory of torch's, where it is when this returns."""
         refuse_capture()
@@ -273,6 +276,7 @@ class Lifecycle(torch.optim.Optimizer):
         them."""
         return [] if self._engine is None else list(self._engine.samples)
 
+    @in_no_mode
     def step_results(self) -> list[StepResult]:
         """What the last 1024 steps did, skipped ones too. Waits for queued steps."""
         if self._engine is None:

@@ -64,7 +64,7 @@ class Samples:
         short = [views[index] for index in self._order if views[index].dim() == 1]
         long = [views[index] for index in self._order if views[index].dim() == 2]
         parts = [torch.cat(views).reshape(-1) for views in (short, long) if views]
-        self._content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16)
+        self._content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device="cpu")
 
     def equal(self, others: Samples) -> bool:
         """Whether those of the same slots are the same, asked in one question."""
@@ -202,7 +202,7 @@ class Masters(Part):
             elif isinstance(master, Tensor):
                 self._split(slot, part(master))
             else:
-                zeros = torch.zeros((), dtype=torch.int16).expand(slot.shape)
+                zeros = torch.zeros((), dtype=torch.int16, device="cpu").expand(slot.shape)
                 self.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, zeros)
         elif slot.dtype != torch.float32 and isinstance(master, Tensor):
             self.write(slot, abi.OFFLOAD_STATE_MASTER, part(master))

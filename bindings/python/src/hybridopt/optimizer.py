@@ -18,6 +18,7 @@ from . import abi, checkpoints, placement
 from .contexts import context_for
 from .engine import Engine, Member, Slot, refuse_capture
 from .lifecycle import Lifecycle, movable_bits
+from .modes import in_no_mode
 from .plans import Plan, Stats, StepResult, described
 from .state import State
 from .tensors import DTYPES, gradient_of, is_spread, like_param, local
@@ -134,6 +135,7 @@ class OffloadOptimizer(Lifecycle):
         movable_bits(merged["movable"])
         self._options = merged
 
+    @in_no_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. After steps the state moves to new memory with room for the new params, so
         that for a moment there is twice as much."""
@@ -237,7 +239,7 @@ class OffloadOptimizer(Lifecycle):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    @torch.no_grad()
+    @in_no_mode
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -253,7 +255,7 @@ class OffloadOptimizer(Lifecycle):
         all, or True or False for a tqdm bar; None (the default) shows one on a terminal."""
         return checkpoints.save(self._ready_engine(), path, masters_only, wait, progress)
 
-    @torch.no_grad()
+    @in_no_mode
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -272,7 +274,7 @@ class OffloadOptimizer(Lifecycle):
 
     # ------------------------------------------------------------------------------------ step --
 
-    @torch.no_grad()
+    @in_no_mode
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over the params that have a gradient, done when this returns. Gradients stay as
         they are."""
@@ -503,6 +505,7 @@ class OffloadOptimizer(Lifecycle):
 
     # --------------------------------------------------------------------------------- looking --
 
+    @in_no_mode
     def plan(self) -> Plan:
         """Every byte that the first step will take, or has taken."""
         engine = self._engine
@@ -525,6 +528,7 @@ class OffloadOptimizer(Lifecycle):
         """Totals of steps, bytes and seconds; zeros before the first step."""
         return described(Stats, self._engine.handle.stats()) if self._engine else Stats()
 
+    @in_no_mode
     def last_step(self) -> StepResult:
         """What the last step did: skipped? which gradient norm? Waits for it."""
         if self._engine is None:
@@ -532,6 +536,7 @@ class OffloadOptimizer(Lifecycle):
         self._engine.settle(self._state)
         return described(StepResult, self._engine.handle.step_result())
 
+    @in_no_mode
     def refresh_masters(self) -> None:
         """Weights were written in a way that tensors do not notice (`param.data` in place): the fp32
         masters follow. Not needed after load_state_dict, copy_ and other operations on params. Split
@@ -541,6 +546,7 @@ class OffloadOptimizer(Lifecycle):
             if any(slot.split for slot in self._engine.slots):
                 self._ready_engine().drop_low_halves()
 
+    @in_no_mode
     def master_of(self, param: Tensor) -> Tensor:
         """The fp32 numbers that steps update, rounded to which they are the param: a view of the
         library's memory where they lie there as such, else a copy. Waits for queued work."""
@@ -552,6 +558,7 @@ class OffloadOptimizer(Lifecycle):
         engine.refresh_masters()
         return like_param(engine.master_of(slot).as_strided(slot.shape, slot.stride), param)
 
+    @in_no_mode
     def close(self) -> None:
         """Gives the memory of the state back, as the end of the object does. Tensors that `state` has
         given out stay valid and hold on to their part."""

@@ -131,7 +131,7 @@ class ProcessGroupComm:
             raise abi.CommFailedError(self.error)
 
     def _meet(self, call: Call, timeout_ns: int) -> None:
-        self._gather(call, torch.empty(0, dtype=torch.float64), timeout_ns)
+        self._gather(call, torch.empty(0, dtype=torch.float64, device="cpu"), timeout_ns)
 
     def _reduce(
         self,
@@ -143,7 +143,8 @@ class ProcessGroupComm:
         combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> int:
         def reduce() -> None:
-            own = torch.tensor(values[:count], dtype=torch.float64)  # which holds 32-bit ints too
+            # In doubles, which hold 32-bit ints too.
+            own = torch.tensor(values[:count], dtype=torch.float64, device="cpu")
             first, *others = self._gather(call, own, timeout_ns)
             for other in others:
                 first = combine(first, other)
@@ -156,7 +157,7 @@ class ProcessGroupComm:
         """Every rank's tensor, in rank order. It goes with what it is for: ranks that are not at the
         same call hear of it, instead of taking each other's values or waiting."""
         count = own.numel()
-        message = torch.zeros(2 + SHORT, dtype=torch.float64)
+        message = torch.zeros(2 + SHORT, dtype=torch.float64, device="cpu")
         message[0], message[1] = int(call), count
         if count <= SHORT:
             message[2 : 2 + count] = own

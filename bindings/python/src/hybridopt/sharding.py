@@ -226,7 +226,7 @@ def _digest(param: Tensor) -> tuple[str, int, int]:
         sums = [0, 0]
         for piece in bits.split(_DIGEST_ELEMENTS):
             wide = piece.to(torch.int64)
-            order = torch.arange(1, wide.numel() + 1, device=wide.device)
+            order = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device)
             sums[0] += int(wide.sum())
             sums[1] = (31 * sums[1] + int((wide * order).sum())) % (1 << 63)
     return f"{tuple(param.shape)} {param.dtype}", sums[0], sums[1]

@@ -124,7 +124,7 @@ def host_view(view: abi.offload_state_view_t, owner: Any) -> Tensor:
     """The host's part of a piece of state as a tensor, which keeps its owner alive."""
     dtype = STATE_DTYPES[view.dtype]
     if view.host_count == 0 or view.host_data is None:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     memory = (ctypes.c_byte * (view.host_count * dtype.itemsize)).from_address(view.host_data)
     memory.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=dtype)
