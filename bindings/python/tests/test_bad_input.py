@@ -1,6 +1,7 @@
 """What goes wrong is a Python exception that says what to do, and changes nothing; what only looks
 wrong works."""
 
+import copy
 import gc
 import os
 
@@ -11,7 +12,7 @@ from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi
-from models import bits, clone, perceptron, run, set_gradients, state_bits
+from models import PAIRS, bits, clone, perceptron, run, set_gradients, state_bits
 
 
 def stepped(param, **kwargs):
@@ -494,3 +495,131 @@ def test_data_loader_workers_disturb_nothing():
             run(other, [twin], [seed])
     assert bits([param]) == bits([twin])
     assert state_bits(optimizer) == state_bits(other)
+
+
+# --------------------------------------------------------------------- dtypes, switches, dicts --
+
+
+UNSUPPORTED_DTYPE = "'weight' is torch.float64, expected torch.float32, torch.bfloat16 or torch.float16"
+
+
+@pytest.mark.parametrize("call", [lambda o: o.step(), lambda o: o.plan(), lambda o: o.hook_gradients()])
+def test_a_model_cast_to_another_dtype_before_its_first_step_is_refused(call):
+    model = nn.Linear(3, 2)
+    optimizer = hybridopt.AdamW(model.named_parameters())
+    model.double()
+    set_gradients(model.parameters(), 1)
+    with pytest.raises(TypeError, match=UNSUPPORTED_DTYPE):
+        call(optimizer)
+    model.float()
+    set_gradients(model.parameters(), 1)
+    call(optimizer)
+
+
+def test_a_param_unfrozen_in_another_dtype_is_refused_and_the_others_go_on():
+    weight, bias = Parameter(torch.ones(3)), Parameter(torch.ones(2))
+    weight.requires_grad_(False)
+    optimizer = hybridopt.AdamW([("weight", weight), ("bias", bias)])
+    run(optimizer, [bias], [1])
+    before = bits([bias]), state_bits(optimizer)
+    weight.data = weight.data.double()
+    weight.requires_grad_()
+    bias.grad = torch.ones(2)
+    with pytest.raises(TypeError, match=UNSUPPORTED_DTYPE):
+        optimizer.step()
+    assert (bits([bias]), state_bits(optimizer)) == before
+    weight.requires_grad_(False)
+    optimizer.step()
+    assert optimizer.state[bias]["step"] == 2 and optimizer.stats().steps_applied == 2
+
+
+@pytest.mark.parametrize("switch", ["amsgrad", "capturable", "differentiable"])
+def test_a_switch_set_after_construction_is_refused(switch):
+    param = Parameter(torch.ones(3))
+    optimizer = stepped(param)
+    optimizer.param_groups[0][switch] = True
+    before = bits([param]), state_bits(optimizer)
+    param.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=rf"does not support {switch}=True \(param group 0\)"):
+        optimizer.step()
+    assert (bits([param]), state_bits(optimizer)) == before
+    optimizer.param_groups[0][switch] = False
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 2
+
+
+FOREIGN = {
+    ("SGD", "AdamW"): "param group 0 .* lacks betas, eps, expected lr, betas, eps, weight_decay; load "
+    "a state_dict of hybridopt.AdamW or torch.optim.AdamW",
+    ("SGD", "Adagrad"): "param group 0 .* lacks lr_decay, eps, initial_accumulator_value",
+    ("SGD", "Lion"): "param group 0 .* lacks betas, expected lr, betas, weight_decay; load a state_dict "
+    "of hybridopt.Lion",
+    ("AdamW", "SGD"): "param group 0 .* lacks momentum, dampening",
+    ("AdamW", "Lion"): "the state of parameter 0 .* has exp_avg_sq, expected exp_avg; load a state_dict "
+    "of hybridopt.Lion",
+    ("AdamW", "Adagrad"): "param group 0 .* lacks lr_decay",
+    ("Lion", "Adam"): "param group 0 .* lacks eps",
+    ("Adagrad", "AdamW"): "param group 0 .* lacks betas",
+    ("Adagrad", "SGD"): "param group 0 .* lacks momentum",
+}
+
+
+@pytest.mark.parametrize(("saved", "loads"), FOREIGN, ids=[" into ".join(pair) for pair in FOREIGN])
+def test_a_state_dict_of_another_optimizer_is_refused(saved, loads):
+    optimizers = []
+    for name in (saved, loads):
+        param = Parameter(torch.ones(3))
+        cls, _, arguments = PAIRS[name]
+        optimizers.append((cls([param], **arguments), param))
+        run(optimizers[-1][0], [param], [1, 2])
+    foreign = optimizers[0][0].state_dict()
+    optimizer, param = optimizers[1]
+    groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    before = bits([param]), state_bits(optimizer)
+    with pytest.raises(ValueError, match=FOREIGN[saved, loads]):
+        optimizer.load_state_dict(foreign)
+    assert (bits([param]), state_bits(optimizer)) == before
+    assert optimizer.state_dict()["param_groups"] == groups
+    run(optimizer, [param], [3])
+    assert optimizer.stats().steps_applied == 3
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"step": torch.tensor(2.0), "exp_avg": torch.ones(3)}, "is not whole and lacks exp_avg_sq"),
+        ({"step": torch.tensor(2.0)}, "is not whole and lacks exp_avg, exp_avg_sq"),
+        ({"momentum_buffer": torch.ones(3)}, "has momentum_buffer and lacks exp_avg, exp_avg_sq"),
+    ],
+)
+def test_a_state_dict_that_lacks_a_moment_changes_nothing(entry, text):
+    param = Parameter(torch.ones(3))
+    optimizer = stepped(param)
+    before = state_bits(optimizer)
+    loaded = {"state": {0: entry}, "param_groups": optimizer.state_dict()["param_groups"]}
+    with pytest.raises(ValueError, match=f"the state of parameter 0 .* {text}, expected exp_avg, exp_"):
+        optimizer.load_state_dict(loaded)
+    assert state_bits(optimizer) == before
+
+
+def test_a_group_that_lacks_a_hyperparameter_is_refused():
+    param = Parameter(torch.ones(3))
+    optimizer = stepped(param)
+    loaded = copy.deepcopy(optimizer.state_dict())
+    del loaded["param_groups"][0]["weight_decay"]
+    with pytest.raises(ValueError, match="param group 0 of the loaded state_dict lacks weight_decay"):
+        optimizer.load_state_dict(loaded)
+    run(optimizer, [param], [2])
+    assert optimizer.state[param]["step"] == 2
+
+
+def test_lion_takes_the_switches_of_the_others():
+    param = Parameter(torch.ones(3))
+    for switches in ({"foreach": True}, {"fused": True}, {"foreach": False, "fused": False}):
+        optimizer = hybridopt.Lion([param], **switches)
+        assert switches.items() <= optimizer.param_groups[0].items()
+        run(optimizer, [param], [1])
+    with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
+        hybridopt.Lion([param], foreach=True, fused=True)
+    with pytest.raises(RuntimeError, match="hybridopt.Lion does not support differentiable=True"):
+        hybridopt.Lion([param], differentiable=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from . import abi, checkpoints, placement
+from . import abi, checkpoints, loading, placement
 from .contexts import context_for
 from .engine import Engine, Member, Slot, refuse_capture
 from .lifecycle import Lifecycle, movable_bits
@@ -106,6 +106,12 @@ class OffloadOptimizer(Lifecycle):
         """Fields of offload_group_t for a param group."""
         raise NotImplementedError
 
+    def _kind(self) -> str:
+        """Whose state_dicts fit, for texts."""
+        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(__package__))
+        known = f" or torch.optim.{name}" if hasattr(torch.optim, name) else ""
+        return f"hybridopt.{name}{known}"
+
     # ---------------------------------------------------------------------------- construction --
 
     def _configure(self, options: OffloadOptions) -> None:
@@ -149,17 +155,17 @@ class OffloadOptimizer(Lifecycle):
             raise
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        self._check_switches(index, group)
+        for name, param in self._named(index, group):
+            if param.requires_grad:
+                check_dtype(name, param)
+
+    def _check_switches(self, index: int, group: dict[str, Any]) -> None:
         for option, why in UNSUPPORTED.items():
             if group.get(option):
                 raise RuntimeError(
                     f"hybridopt.{type(self).__name__} does not support {option}=True (param group "
                     f"{index}): {why}; set it to False"
-                )
-        for name, param in self._named(index, group):
-            if param.requires_grad and local(param).dtype not in DTYPES:
-                raise TypeError(
-                    f"parameter {name!r} is {param.dtype}, expected torch.float32, torch.bfloat16 or "
-                    "torch.float16; convert it, or leave it to a torch optimizer"
                 )
 
     @staticmethod
@@ -226,6 +232,7 @@ class OffloadOptimizer(Lifecycle):
             )
         )
         for index, (own, loaded) in enumerate(zip(self.param_groups, loaded_groups)):
+            loading.check_group(self._kind(), index, loaded, self.defaults)
             loaded["params"] = own["params"]
             if "param_names" in own:
                 loaded.setdefault("param_names", own["param_names"])
@@ -234,6 +241,8 @@ class OffloadOptimizer(Lifecycle):
             param_of.get(key, key): dict(value) if isinstance(value, dict) else value
             for key, value in state_dict["state"].items()
         }
+        for key, value in state_dict["state"].items():
+            loading.check_entry(self._kind(), key, value, self._algorithm())
         self.__setstate__({"state": state, "param_groups": loaded_groups})
 
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -357,11 +366,14 @@ class OffloadOptimizer(Lifecycle):
         nothing to step, but for `always`."""
         if self._closed:
             raise abi.InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
+        for index, group in enumerate(self.param_groups):
+            self._check_switches(index, group)
         groups = [self._hyperparameters(group) for group in self.param_groups]
         known: Any = {} if self._engine is None else self._engine.slot_of
         if self._engine is not None:
             changed = self._what_has_changed(self._engine, groups)
             if changed:
+                self._members(known)  # or what is refused would be so when the engine is gone
                 self._drop_engine(changed)
         if self._engine is None:
             members = self._spread(self._members(known), known)
@@ -413,6 +425,7 @@ class OffloadOptimizer(Lifecycle):
             for name, param in self._named(index, group):
                 if param not in known and not takes_part(param):
                     continue
+                check_dtype(name, param)  # it may have been converted
                 if param in seen:
                     raise ValueError(
                         f"parameter {name!r} is twice in param group {index}, and would be updated "
@@ -570,6 +583,14 @@ class OffloadOptimizer(Lifecycle):
             self._engine = None
         self._state = State(self)
         self._closed = True
+
+
+def check_dtype(name: str, param: Tensor) -> None:
+    if local(param).dtype not in DTYPES:
+        raise TypeError(
+            f"parameter {name!r} is {param.dtype}, expected torch.float32, torch.bfloat16 or "
+            "torch.float16; convert it, or leave it to a torch optimizer"
+        )
 
 
 def has_gradient(param: Tensor) -> bool:
