@@ -26,7 +26,20 @@ _MODULES = {
     "TensorShard": "sharding",
 }
 
-__all__ = [*_MODULES, "abi"]
+# Spelled out for type checkers, which export nothing else.
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "OffloadOptimizer",
+    "Plan",
+    "Stats",
+    "StepResult",
+    "TensorShard",
+    "abi",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,25 +1,34 @@
 """The C ABI in Python: its structs, constants and functions by their names, its statuses as
 exceptions, its handles as objects. Needs no torch. The manual is offload.h."""
 
-from .checkpoints import StoredTensor, checkpoint_inspect, checkpoint_newest, checkpoint_verify
-from .errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CommFailedError,
-    DeviceFailedError,
-    HybridoptError,
-    InternalError,
-    InvalidArgumentError,
-    InvalidStateError,
-    IoFailedError,
-    OutOfDeviceMemoryError,
-    OutOfHostMemoryError,
-    OutOfMemoryError,
-    PoisonedError,
-    TimedOutError,
-    UnsupportedError,
-)
+# "as": type checkers export no other names.
+from .checkpoints import StoredTensor as StoredTensor
+from .checkpoints import checkpoint_inspect as checkpoint_inspect
+from .checkpoints import checkpoint_newest as checkpoint_newest
+from .checkpoints import checkpoint_verify as checkpoint_verify
+from .errors import CheckpointCorruptError as CheckpointCorruptError
+from .errors import CheckpointError as CheckpointError
+from .errors import CheckpointMismatchError as CheckpointMismatchError
+from .errors import CommFailedError as CommFailedError
+from .errors import DeviceFailedError as DeviceFailedError
+from .errors import HybridoptError as HybridoptError
+from .errors import InternalError as InternalError
+from .errors import InvalidArgumentError as InvalidArgumentError
+from .errors import InvalidStateError as InvalidStateError
+from .errors import IoFailedError as IoFailedError
+from .errors import OutOfDeviceMemoryError as OutOfDeviceMemoryError
+from .errors import OutOfHostMemoryError as OutOfHostMemoryError
+from .errors import OutOfMemoryError as OutOfMemoryError
+from .errors import PoisonedError as PoisonedError
+from .errors import TimedOutError as TimedOutError
+from .errors import UnsupportedError as UnsupportedError
 from .generated import *  # noqa: F403
-from .handles import Context, Handle, Optimizer
-from .library import abi_version, build_info, call, library, library_path, status_name
+from .handles import Context as Context
+from .handles import Handle as Handle
+from .handles import Optimizer as Optimizer
+from .library import abi_version as abi_version
+from .library import build_info as build_info
+from .library import call as call
+from .library import library as library
+from .library import library_path as library_path
+from .library import status_name as status_name
