@@ -18,6 +18,8 @@
 
 namespace hybridopt {
 
+inline constexpr float kBf16Max = 0x1.FEp127f;
+
 HYBRIDOPT_EVERYWHERE inline float Bf16ToFp32(uint16_t bits) {
   return std::bit_cast<float>(uint32_t{bits} << 16);
 }
@@ -32,7 +34,7 @@ HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16(float value) {
 
 // The same with exact ties away from zero: then what is lost by rounding, the lower half read as a
 // signed number, fits 16 bits.
-inline uint16_t Fp32ToBf16TiesAway(float value) {
+HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16TiesAway(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
   if (is_nan) return static_cast<uint16_t>((bits >> 16) | 0x0040);
@@ -41,12 +43,12 @@ inline uint16_t Fp32ToBf16TiesAway(float value) {
 
 // A split master: the rounded upper half and the lower half, which is 0 for NaN. Joined they are
 // the fp32 number, bit for bit (of a NaN: sign and upper payload).
-inline uint16_t LowHalf(float value) {
+HYBRIDOPT_EVERYWHERE inline uint16_t LowHalf(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
   return is_nan ? 0 : static_cast<uint16_t>(bits);
 }
-inline float JoinHalves(uint16_t high, uint16_t low) {
+HYBRIDOPT_EVERYWHERE inline float JoinHalves(uint16_t high, uint16_t low) {
   const uint32_t lost = static_cast<uint32_t>(int32_t{static_cast<int16_t>(low)});
   return std::bit_cast<float>((uint32_t{high} << 16) + lost);
 }

@@ -102,8 +102,6 @@ double SumSquaresOfBlock(const typename Element<kDtype>::Stored* grad, uint64_t 
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
-constexpr float kBf16Max = 0x1.FEp127f;
-
 // A moment as it is stored. What is a sum of squares stays finite.
 template <bool kBf16>
 struct Moment {

@@ -22,7 +22,7 @@ inline constexpr uint32_t kHashFactor2 = 0x45AA351B;
 // Where counters agree in their upper halves, the first line is a sum that grows by a constant. The
 // key is in the counter and in the tweak, so that one key's sequence is no shifted copy of
 // another's.
-inline uint32_t RandomBits(uint32_t counter, uint32_t tweak) {
+HYBRIDOPT_EVERYWHERE inline uint32_t RandomBits(uint32_t counter, uint32_t tweak) {
   uint32_t x = counter * kHashFactor0 + (counter >> 16) * kHashFactor1;
   x ^= tweak;
   x ^= x >> 13;
@@ -32,7 +32,7 @@ inline uint32_t RandomBits(uint32_t counter, uint32_t tweak) {
 }
 
 // The finalizer of SplitMix64 (Steele, Lea and Flood, 2014). 0 stays 0.
-inline uint64_t Mix64(uint64_t x) {
+HYBRIDOPT_EVERYWHERE inline uint64_t Mix64(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
   return x ^ (x >> 31);
@@ -40,11 +40,13 @@ inline uint64_t Mix64(uint64_t x) {
 inline constexpr uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;
 
 // What RandomBits gets for the element at `index` of its tensor. Every 2^32 elements both change.
-inline uint64_t BlockKey(uint64_t index) { return Mix64((index >> 32) * kGoldenRatio); }
-inline uint32_t CounterOf(const Rounding& rounding, uint64_t index) {
+HYBRIDOPT_EVERYWHERE inline uint64_t BlockKey(uint64_t index) {
+  return Mix64((index >> 32) * kGoldenRatio);
+}
+HYBRIDOPT_EVERYWHERE inline uint32_t CounterOf(const Rounding& rounding, uint64_t index) {
   return static_cast<uint32_t>(index) + (rounding.key0 ^ static_cast<uint32_t>(BlockKey(index)));
 }
-inline uint32_t TweakOf(const Rounding& rounding, uint64_t index) {
+HYBRIDOPT_EVERYWHERE inline uint32_t TweakOf(const Rounding& rounding, uint64_t index) {
   return rounding.key1 ^ static_cast<uint32_t>(BlockKey(index) >> 32);
 }
 
@@ -59,7 +61,7 @@ inline Rounding StochasticRounding(uint64_t seed, uint64_t name_hash, uint64_t s
 }
 
 // Up with the probability that the discarded bits say; `random` is 16 bits. NaN stays NaN.
-inline uint16_t Fp32ToBf16Randomly(float value, uint32_t random) {
+HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16Randomly(float value, uint32_t random) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
   if (is_nan) return static_cast<uint16_t>((bits >> 16) | 0x0040);

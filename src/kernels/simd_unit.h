@@ -176,7 +176,7 @@ HWY_INLINE void RandomBitsOfUnit(uint32_t counter, uint32_t tweak, const Draw& d
 // A moment in bf16 in the upper half of each lane. `random` is below 2^16.
 template <MomentForm kForm, bool kIsSum, bool kMayBeNan>
 HWY_INLINE hn::Vec<U32> RoundMoment(Float value, hn::Vec<U32> random) {
-  if constexpr (kIsSum) value = AtMost(value, Broadcast(0x1.FEp127f));  // no NaN is left
+  if constexpr (kIsSum) value = AtMost(value, Broadcast(kBf16Max));  // no NaN is left
   const auto bits = hn::BitCast(U32(), value);
   auto rounded = hn::Add(bits, random);
   if constexpr (kForm == MomentForm::kNearest) {

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Runs the kernels on the GPU under compute-sanitizer: reads and writes outside of allocations fail.
 # Skipped (status 77) where PROBE finds no GPU, or where there is no compute-sanitizer.
-# Usage: memcheck_test.sh PROBE COMPUTE_SANITIZER PORT_TEST STEP_TEST
+# Usage: memcheck_test.sh PROBE COMPUTE_SANITIZER PORT_TEST LAYOUTS_TEST STEP_TEST
 set -euo pipefail
-probe=$1 sanitizer=$2 port_test=$3 step_test=$4
+probe=$1 sanitizer=$2 port_test=$3 layouts_test=$4 step_test=$5
 
 if ! [[ -x $probe ]]; then
   echo "skipped: this build has no CUDA"
@@ -21,4 +21,5 @@ check() {
   "$sanitizer" --tool memcheck --error-exitcode 9 --report-api-errors no "$@"
 }
 check "$port_test" --gtest_filter='*Norm*:*Update*:*Widen*:*BlockSums*'
+check "$layouts_test" --gtest_filter='*Order*:*AllKinds*:*Nan*'
 check "$step_test" --gtest_filter='*EverySetting*'

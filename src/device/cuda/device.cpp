@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bitset>
 #include <cctype>
 #include <cinttypes>
 #include <cstring>
@@ -22,6 +23,7 @@
 #include "device/cuda/poll.h"
 #include "device/cuda/stream_name.h"
 #include "device/cuda/tables.h"
+#include "device/cuda/update_rows.h"
 #include "kernels/cuda/launch.h"
 
 namespace hybridopt {
@@ -121,7 +123,8 @@ class CudaDevice final : public Device {
               const char* what);
   Status AwaitIfPageable(StreamHandle stream, const void* host);
   Status SumBlocks(StreamHandle stream, const NormLaunch& launch, size_t begin, size_t* end);
-  Status UpdateSome(StreamHandle stream, const UpdateLaunch& launch, size_t begin, size_t* end);
+  Status UpdateSome(StreamHandle stream, const UpdateLaunch& launch, const UpdateKind& kind,
+                    size_t begin, size_t* end);
 
   const CudaOptions options_;
   const Driver driver_;
@@ -605,15 +608,22 @@ Status CudaDevice::SumBlocks(StreamHandle stream, const NormLaunch& launch, size
   return status.ok() ? given_back : status;
 }
 
+// Updates of different kinds go in different launches.
 Status CudaDevice::Update(StreamHandle stream, const UpdateLaunch& launch) {
   const Scope scope = Enter();
-  size_t begin = 0;
-  while (begin < launch.updates.size()) HYBRIDOPT_TRY(UpdateSome(stream, launch, begin, &begin));
+  std::bitset<kUpdateKindCount> queued;
+  for (size_t i = 0; i < launch.updates.size(); ++i) {
+    const UpdateKind kind = KindOf(launch.rule, launch.updates[i]);
+    if (launch.updates[i].span.count == 0 || queued[NumberOf(kind)]) continue;
+    queued.set(NumberOf(kind));
+    for (size_t begin = i; begin < launch.updates.size();)
+      HYBRIDOPT_TRY(UpdateSome(stream, launch, kind, begin, &begin));
+  }
   return {};
 }
 
-Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch, size_t begin,
-                              size_t* end) {
+Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch,
+                              const UpdateKind& kind, size_t begin, size_t* end) {
   HYBRIDOPT_ASSIGN(const Tables::Table table, tables_->Take(options_.timeout_ns));
   auto* const rows = static_cast<UpdateRow*>(table.host);
   uint32_t count = 0;
@@ -623,29 +633,18 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch, s
        ++next) {
     const DeviceUpdate& update = launch.updates[next];
     HYBRIDOPT_CHECK(update.coefficients < launch.coefficients.size());
-    HYBRIDOPT_CHECK(update.layout == StateLayout::kFp32);  // create refuses others
-    const UpdateSpan& span = update.span;
-    if (span.count == 0) continue;
-    const bool vectors = MultiplesOf(16, span.master, span.moment0, span.moment1) &&
-                         MultiplesOf(4 * DtypeBytes(update.grad_dtype), span.grad) &&
-                         MultiplesOf(4 * DtypeBytes(update.param_dtype), span.param);
-    rows[count++] = {span,
-                     launch.coefficients[update.coefficients],
-                     tiles,
-                     static_cast<uint8_t>(update.grad_dtype),
-                     static_cast<uint8_t>(update.param_dtype),
-                     static_cast<uint8_t>(vectors)};
-    tiles += static_cast<uint32_t>((span.count + kTileElements - 1) / kTileElements);
+    if (update.span.count == 0 || NumberOf(KindOf(launch.rule, update)) != NumberOf(kind)) continue;
+    rows[count++] = RowOf(update, launch.coefficients[update.coefficients], tiles);
+    tiles += static_cast<uint32_t>((update.span.count + kTileElements - 1) / kTileElements);
   }
   *end = next;
   Status status;
   if (count > 0) {
     status = tables_->Send(table, count * sizeof(UpdateRow), Of(stream));
     if (status.ok())
-      status =
-          Check(LaunchUpdate(Of(stream), launch.rule, static_cast<const UpdateRow*>(table.device),
-                             count, tiles, launch.verdict),
-                "update", stream);
+      status = Check(LaunchUpdate(Of(stream), kind, static_cast<const UpdateRow*>(table.device),
+                                  count, tiles, launch.verdict),
+                     "update", stream);
   }
   const Status given_back = tables_->GiveBack(table, Of(stream));
   return status.ok() ? given_back : status;

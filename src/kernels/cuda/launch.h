@@ -18,9 +18,14 @@ struct alignas(16) UpdateRow {
   UpdateSpan span;  // device addresses; count > 0
   Coefficients coefficients;
   uint32_t first_tile;  // tiles of the rows before
-  uint8_t grad_dtype;
-  uint8_t param_dtype;
-  uint8_t vectors;  // 1: every array starts where four of its elements can be read at once
+  uint32_t vectors;     // 1: every array starts where four of its elements can be read at once
+};
+
+// What all rows of a launch have in common.
+struct UpdateKind {
+  Rule rule;
+  SpanTypes types;
+  bool ties_away;
 };
 
 // One gradient of a norm.
@@ -45,8 +50,8 @@ struct NormTotal {
   double grad_norm_max;
 };
 
-cudaError_t LaunchUpdate(cudaStream_t stream, Rule rule, const UpdateRow* rows, uint32_t row_count,
-                         uint32_t tiles, const Verdict* verdict);
+cudaError_t LaunchUpdate(cudaStream_t stream, const UpdateKind& kind, const UpdateRow* rows,
+                         uint32_t row_count, uint32_t tiles, const Verdict* verdict);
 cudaError_t LaunchBlockSums(cudaStream_t stream, const NormRow* rows, uint32_t row_count,
                             uint32_t groups, double* block_sums);
 // Block sums are used up.

@@ -3,6 +3,7 @@
 
 #include "kernels/convert.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/piece.h"
 
 namespace hybridopt::cuda {
 namespace {
@@ -25,11 +26,6 @@ constexpr uint32_t kThreadsOfBlock = kNormLanes / kLanesOfThread<kDtype>;
 __host__ __device__ uint64_t NormBlocks(uint64_t count) {
   return (count + kNormBlockElements - 1) / kNormBlockElements;
 }
-
-template <typename T, uint32_t kCount>
-struct alignas(kCount * sizeof(T)) Piece {
-  T at[kCount];
-};
 
 // The product of two fp32 numbers is exact in double, so the fma rounds as the addition does.
 __device__ double AddSquare(double sum, float value) {
@@ -56,8 +52,7 @@ __device__ void SumBlock(const NormRow& row, uint32_t group, double* block_sums)
       Piece<Stored, kLanes> pieces[kRowsAtOnce];
 #pragma unroll
       for (uint32_t r = 0; r < kRowsAtOnce; ++r)
-        pieces[r] =
-            *reinterpret_cast<const Piece<Stored, kLanes>*>(elements + first + r * kNormLanes);
+        pieces[r] = LoadPiece<kLanes>(elements, first + r * kNormLanes);
 #pragma unroll
       for (uint32_t r = 0; r < kRowsAtOnce; ++r)
 #pragma unroll

@@ -1,6 +1,7 @@
 // The update of many params in one launch. A thread block finds its row by its tile, then runs the
-// code of that row's dtypes.
-#include "kernels/cuda/element.h"
+// code of that row's dtypes. Each state layout has a kernel of its own, so that none takes
+// registers from another.
+#include "kernels/cuda/arrays.h"
 #include "kernels/cuda/launch.h"
 
 namespace hybridopt::cuda {
@@ -8,7 +9,8 @@ namespace {
 
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kBlocksOfProcessor = 4;  // at least; enough bytes under way to fill the memory
-constexpr uint64_t kStride = kThreads * kQuad;  // elements that a thread block reads at once
+constexpr uint32_t kQuad = 4;
+constexpr uint32_t kStride = kThreads * kQuad;  // elements that a thread block reads at once
 
 // The last row that starts at this tile or before.
 __device__ const UpdateRow& RowOfTile(const UpdateRow* rows, uint32_t row_count, uint32_t tile) {
@@ -25,44 +27,7 @@ __device__ const UpdateRow& RowOfTile(const UpdateRow* rows, uint32_t row_count,
   return rows[first];
 }
 
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype>
-__device__ void UpdateTile(const UpdateRow& row, const Coefficients& c, uint64_t begin,
-                           uint64_t end) {
-  const Arrays<kRule, kGradDtype, kParamDtype> arrays(row.span);
-  uint64_t done = begin;
-  if (row.vectors) {
-    const uint64_t whole = begin + (end - begin) / kQuad * kQuad;
-    done = whole;
-    // Two quads at a time: both are under way before the first is needed.
-    for (uint64_t first = begin + threadIdx.x * kQuad; first < whole; first += 2 * kStride) {
-      const uint64_t second = first + kStride;
-      auto a = arrays.Load(first);
-      if (second < whole) {
-        auto b = arrays.Load(second);
-        arrays.UpdateAndStore(c, first, a);
-        arrays.UpdateAndStore(c, second, b);
-      } else {
-        arrays.UpdateAndStore(c, first, a);
-      }
-    }
-  }
-  for (uint64_t i = done + threadIdx.x; i < end; i += kThreads) arrays.UpdateOne(c, i);
-}
-
-template <Rule kRule, int32_t kGradDtype>
-__device__ void UpdateTile(const UpdateRow& row, const Coefficients& c, uint64_t begin,
-                           uint64_t end) {
-  switch (row.param_dtype) {
-    case OFFLOAD_FP32:
-      return UpdateTile<kRule, kGradDtype, OFFLOAD_FP32>(row, c, begin, end);
-    case OFFLOAD_BF16:
-      return UpdateTile<kRule, kGradDtype, OFFLOAD_BF16>(row, c, begin, end);
-    case OFFLOAD_FP16:
-      return UpdateTile<kRule, kGradDtype, OFFLOAD_FP16>(row, c, begin, end);
-  }
-}
-
-template <Rule kRule>
+template <Rule kRule, StateLayout kLayout, int32_t kGradDtype, int32_t kParamDtype, bool kTiesAway>
 __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
     Update(const UpdateRow* __restrict__ rows, uint32_t row_count, const Verdict* verdict) {
   if (verdict->skip != 0) return;
@@ -71,35 +36,121 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
   c.grad_factor = __fmul_rn(c.grad_factor, verdict->grad_factor);
   const uint64_t begin = (blockIdx.x - row.first_tile) * kTileElements;
   const uint64_t end = min(begin + kTileElements, row.span.count);
-  switch (row.grad_dtype) {
-    case OFFLOAD_FP32:
-      return UpdateTile<kRule, OFFLOAD_FP32>(row, c, begin, end);
-    case OFFLOAD_BF16:
-      return UpdateTile<kRule, OFFLOAD_BF16>(row, c, begin, end);
-    case OFFLOAD_FP16:
-      return UpdateTile<kRule, OFFLOAD_FP16>(row, c, begin, end);
+  const TileArrays<kRule, kLayout, kGradDtype, kParamDtype, kTiesAway> arrays(
+      row.span, begin, static_cast<uint32_t>(end - begin));
+  uint64_t done = begin;
+  if (row.vectors && arrays.pieces()) {
+    done = end / kQuad * kQuad;
+    // Two quads at a time: both are under way before the first is needed.
+    for (uint64_t first = begin + threadIdx.x * kQuad; first < done; first += 2 * kStride) {
+      const uint64_t second = first + kStride;
+      auto a = arrays.template Load<kQuad>(first);
+      if (second < done) {
+        auto b = arrays.template Load<kQuad>(second);
+        arrays.UpdateAndStore(c, first, a);
+        arrays.UpdateAndStore(c, second, b);
+      } else {
+        arrays.UpdateAndStore(c, first, a);
+      }
+    }
+  }
+  for (uint64_t i = done + threadIdx.x; i < end; i += kThreads) {
+    auto one = arrays.template Load<1>(i);
+    arrays.UpdateAndStore(c, i, one);
   }
 }
 
 using UpdateKernel = void (*)(const UpdateRow*, uint32_t, const Verdict*);
-constexpr UpdateKernel kKernels[kRuleCount] = {Update<Rule::kAdam>, Update<Rule::kSgdMomentum>,
-                                               Update<Rule::kSgdPlain>, Update<Rule::kLion>,
-                                               Update<Rule::kAdagrad>};
+
+template <Rule kRule, StateLayout kLayout, int32_t kGradDtype>
+UpdateKernel KernelOf(const UpdateKind& kind) {
+  if constexpr (IsSplit(kLayout)) {
+    return Update<kRule, kLayout, kGradDtype, OFFLOAD_BF16, true>;
+  } else {
+    switch (kind.types.param_dtype) {
+      case OFFLOAD_FP32:
+        return Update<kRule, kLayout, kGradDtype, OFFLOAD_FP32, false>;
+      case OFFLOAD_BF16:
+        if (kind.ties_away) return Update<kRule, kLayout, kGradDtype, OFFLOAD_BF16, true>;
+        return Update<kRule, kLayout, kGradDtype, OFFLOAD_BF16, false>;
+      default:
+        return Update<kRule, kLayout, kGradDtype, OFFLOAD_FP16, false>;
+    }
+  }
+}
+
+template <Rule kRule, StateLayout kAsked>
+UpdateKernel KernelOf(const UpdateKind& kind) {
+  constexpr StateLayout kLayout = kLayoutOfKernel<kRule, kAsked>;
+  switch (kind.types.grad_dtype) {
+    case OFFLOAD_FP32:
+      return KernelOf<kRule, kLayout, OFFLOAD_FP32>(kind);
+    case OFFLOAD_BF16:
+      return KernelOf<kRule, kLayout, OFFLOAD_BF16>(kind);
+    default:
+      return KernelOf<kRule, kLayout, OFFLOAD_FP16>(kind);
+  }
+}
+
+template <Rule kRule>
+UpdateKernel KernelOf(const UpdateKind& kind) {
+  switch (kind.types.layout) {
+    case StateLayout::kFp32:
+      return KernelOf<kRule, StateLayout::kFp32>(kind);
+    case StateLayout::kSplit:
+      return KernelOf<kRule, StateLayout::kSplit>(kind);
+    case StateLayout::kBf16Moments:
+      return KernelOf<kRule, StateLayout::kBf16Moments>(kind);
+    case StateLayout::kSplitBf16Moments:
+      return KernelOf<kRule, StateLayout::kSplitBf16Moments>(kind);
+  }
+  return nullptr;
+}
+
+UpdateKernel KernelOf(const UpdateKind& kind) {
+  switch (kind.rule) {
+    case Rule::kAdam:
+      return KernelOf<Rule::kAdam>(kind);
+    case Rule::kSgdMomentum:
+      return KernelOf<Rule::kSgdMomentum>(kind);
+    case Rule::kSgdPlain:
+      return KernelOf<Rule::kSgdPlain>(kind);
+    case Rule::kLion:
+      return KernelOf<Rule::kLion>(kind);
+    case Rule::kAdagrad:
+      return KernelOf<Rule::kAdagrad>(kind);
+  }
+  return nullptr;
+}
 
 }  // namespace
 
-cudaError_t LaunchUpdate(cudaStream_t stream, Rule rule, const UpdateRow* rows, uint32_t row_count,
-                         uint32_t tiles, const Verdict* verdict) {
-  kKernels[static_cast<int32_t>(rule)]<<<tiles, kThreads, 0, stream>>>(rows, row_count, verdict);
+cudaError_t LaunchUpdate(cudaStream_t stream, const UpdateKind& kind, const UpdateRow* rows,
+                         uint32_t row_count, uint32_t tiles, const Verdict* verdict) {
+  KernelOf(kind)<<<tiles, kThreads, 0, stream>>>(rows, row_count, verdict);
   return cudaGetLastError();
 }
 
+namespace {
+
+cudaError_t LoadUpdateKernel(const UpdateKind& kind) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, KernelOf(kind));
+}
+
+}  // namespace
+
 cudaError_t LoadUpdateKernels() {
-  for (UpdateKernel kernel : kKernels) {
-    cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-    if (error != cudaSuccess) return error;
-  }
+  for (int32_t rule = 0; rule < kRuleCount; ++rule)
+    for (int32_t layout = 0; layout < kStateLayoutCount; ++layout)
+      for (int32_t grad_dtype = 1; grad_dtype <= kDtypeCount; ++grad_dtype)
+        for (int32_t param_dtype = 1; param_dtype <= kDtypeCount; ++param_dtype)
+          for (bool ties_away : {false, true}) {
+            const UpdateKind kind = {
+                Rule{rule}, {grad_dtype, param_dtype, StateLayout{layout}}, ties_away};
+            const cudaError_t error = LoadUpdateKernel(kind);
+            if (error != cudaSuccess) return error;
+          }
   return cudaSuccess;
 }
 

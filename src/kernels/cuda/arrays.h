@@ -1,0 +1,154 @@
+// The arrays of a span whose types are known, and how several elements at once go through a rule.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/convert.h"
+#include "kernels/cuda/element.h"
+#include "kernels/cuda/piece.h"
+#include "kernels/cuda/tile_random.h"
+#include "kernels/kernels.h"
+#include "kernels/rounding.h"
+#include "kernels/table.h"
+
+namespace hybridopt::cuda {
+
+// How a tile's moments are stored. What is a sum of squares stays finite.
+template <bool kBf16>
+class Moments {
+ public:
+  using Stored = float;
+  __device__ Moments(const UpdateSpan&, uint64_t, uint32_t) {}
+
+  __device__ bool pieces() const { return true; }
+  template <uint32_t kCount>
+  __device__ Piece<uint32_t, kCount> RandomAt(uint64_t) const {
+    return {};
+  }
+  __device__ static float Widen(float stored) { return stored; }
+  template <bool kIsSum>
+  __device__ float Round(float value, uint32_t) const {
+    return value;
+  }
+};
+
+template <>
+class Moments<true> {
+ public:
+  using Stored = uint16_t;
+  __device__ Moments(const UpdateSpan& span, uint64_t begin, uint32_t count)
+      : stochastic_(span.rounding.stochastic), random_(span, begin, count) {}
+
+  // Whether RandomAt can be asked for several at once.
+  __device__ bool pieces() const { return !stochastic_ || random_.share_tweak(); }
+  template <uint32_t kCount>
+  __device__ Piece<uint32_t, kCount> RandomAt(uint64_t first) const {
+    if (!stochastic_) return {};
+    if constexpr (kCount == 1) return {random_.Of(first)};
+    return random_.At<kCount>(first);
+  }
+  __device__ static float Widen(uint16_t stored) { return Bf16ToFp32(stored); }
+  template <bool kIsSum>
+  __device__ uint16_t Round(float value, uint32_t random) const {
+    if (kIsSum) value = value < kBf16Max ? value : kBf16Max;
+    return stochastic_ ? Fp32ToBf16Randomly(value, random) : Fp32ToBf16(value);
+  }
+
+ private:
+  const bool stochastic_;
+  const TileRandom random_;
+};
+
+// kTiesAway: how params of bf16 are rounded; split masters need it.
+template <Rule kRule, StateLayout kLayout, int32_t kGradDtype, int32_t kParamDtype, bool kTiesAway>
+class TileArrays {
+  static constexpr bool kSplit = IsSplit(kLayout);
+  static_assert(kSplit ? kTiesAway : kParamDtype == OFFLOAD_BF16 || !kTiesAway);
+  using Grad = Element<kGradDtype>;
+  using Param = Element<kParamDtype>;
+  using Master = std::conditional_t<kSplit, uint16_t, float>;
+  using StoredMoments = Moments<HasBf16Moments(kLayout)>;
+  using Moment = typename StoredMoments::Stored;
+
+ public:
+  // Of elements [begin, begin + count) of the span. Below they count from 0.
+  __device__ TileArrays(const UpdateSpan& span, uint64_t begin, uint32_t count)
+      : moments_(span, begin, count),
+        grad_(static_cast<const typename Grad::Stored*>(span.grad)),
+        param_(static_cast<typename Param::Stored*>(span.param)),
+        master_(static_cast<Master*>(span.master)),
+        moment0_(static_cast<Moment*>(span.moment0)),
+        moment1_(static_cast<Moment*>(span.moment1)) {}
+
+  // Whether several elements may go at once.
+  __device__ bool pieces() const { return moments_.pieces(); }
+
+  // What is read of some elements, before anything is written; then what is written of them.
+  template <uint32_t kCount>
+  struct Loaded {
+    Piece<typename Grad::Stored, kCount> grad;
+    Piece<typename Param::Stored, kCount> param;
+    Piece<Master, kCount> master;
+    Piece<Moment, kCount> moment0;
+    Piece<Moment, kCount> moment1;
+  };
+
+  template <uint32_t kCount>
+  __device__ Loaded<kCount> Load(uint64_t first) const {
+    Loaded<kCount> loaded;
+    loaded.grad = LoadPiece<kCount>(grad_, first);
+    loaded.master = LoadPiece<kCount>(master_, first);
+    if constexpr (kSplit) loaded.param = LoadPiece<kCount>(param_, first);
+    if constexpr (kHasMoment0<kRule>) loaded.moment0 = LoadPiece<kCount>(moment0_, first);
+    if constexpr (kHasMoment1<kRule>) loaded.moment1 = LoadPiece<kCount>(moment1_, first);
+    return loaded;
+  }
+
+  template <uint32_t kCount>
+  __device__ void UpdateAndStore(const Coefficients& c, uint64_t first,
+                                 Loaded<kCount>& loaded) const {
+    const Piece<uint32_t, kCount> random = moments_.template RandomAt<kCount>(first);
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      Value x = {Grad::Widen(loaded.grad.at[i]), 0.0f, 0.0f, 0.0f};
+      if constexpr (kSplit) {
+        x.param = JoinHalves(loaded.param.at[i], loaded.master.at[i]);
+      } else {
+        x.param = loaded.master.at[i];
+      }
+      if constexpr (kHasMoment0<kRule>) x.moment0 = moments_.Widen(loaded.moment0.at[i]);
+      if constexpr (kHasMoment1<kRule>) x.moment1 = moments_.Widen(loaded.moment1.at[i]);
+      Apply<kRule>(c, x);
+      if constexpr (kHasMoment0<kRule>)
+        loaded.moment0.at[i] =
+            moments_.template Round<kMoment0IsSum<kRule>>(x.moment0, random.at[i] & 0xFFFF);
+      if constexpr (kHasMoment1<kRule>)
+        loaded.moment1.at[i] = moments_.template Round<true>(x.moment1, random.at[i] >> 16);
+      if constexpr (kSplit) {
+        loaded.master.at[i] = LowHalf(x.param);
+      } else {
+        loaded.master.at[i] = x.param;
+      }
+      if constexpr (kTiesAway) {
+        loaded.param.at[i] = Fp32ToBf16TiesAway(x.param);
+      } else {
+        loaded.param.at[i] = Param::Round(x.param);
+      }
+    }
+    if constexpr (kHasMoment0<kRule>) StorePiece(moment0_, first, loaded.moment0);
+    if constexpr (kHasMoment1<kRule>) StorePiece(moment1_, first, loaded.moment1);
+    StorePiece(master_, first, loaded.master);
+    StorePiece(param_, first, loaded.param);
+  }
+
+ private:
+  const StoredMoments moments_;
+  const typename Grad::Stored* const grad_;
+  typename Param::Stored* const param_;
+  Master* const master_;
+  Moment* const moment0_;
+  Moment* const moment1_;
+};
+
+}  // namespace hybridopt::cuda

@@ -1,0 +1,83 @@
+// The random bits of a tile's elements (rounding.h), whatever their order in the tensor.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/piece.h"
+#include "kernels/kernels.h"
+#include "kernels/rounding.h"
+
+namespace hybridopt::cuda {
+
+// Where all indices agree in their upper half, which is nearly everywhere, they share a tweak and
+// their counters differ as they do: by 1, and by a gap from row to row. Only the first takes a
+// division of 64 bits, and only an element in a later row one of 32.
+class TileRandom {
+ public:
+  // Of elements [begin, begin + count) of the span.
+  __device__ TileRandom(const UpdateSpan& span, uint64_t begin, uint32_t count)
+      : span_(span), begin_(begin) {
+    const ElementOrder& order = span.order;
+    uint64_t column = order.column + begin;
+    if (column >= order.row_length) column %= order.row_length;
+    const uint64_t left = order.row_length - column;
+    left_ = left < count ? static_cast<uint32_t>(left) : count;
+    row_length_ = order.row_length < count ? static_cast<uint32_t>(order.row_length) : count;
+    gap_ = static_cast<uint32_t>(order.row_stride - order.row_length);
+    const uint64_t first = IndexOf(begin);
+    share_tweak_ = first >> 32 == IndexOf(begin + count - 1) >> 32;  // indices ascend
+    counter_ = CounterOf(span.rounding, first);
+    tweak_ = TweakOf(span.rounding, first);
+  }
+
+  // Whether At can be asked; else Of.
+  __device__ bool share_tweak() const { return share_tweak_; }
+
+  // Of the span's elements from `first` on, which is one of the tile.
+  template <uint32_t kCount>
+  __device__ Piece<uint32_t, kCount> At(uint64_t first) const {
+    const auto offset = static_cast<uint32_t>(first) - static_cast<uint32_t>(begin_);
+    uint32_t counter = counter_ + offset;
+    uint32_t left = left_ - offset;
+    if (offset >= left_) {
+      const uint32_t row = (offset - left_) / row_length_;
+      counter += (row + 1) * gap_;
+      left = (row + 1) * row_length_ + left_ - offset;
+    }
+    Piece<uint32_t, kCount> random;
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      random.at[i] = RandomBits(counter, tweak_);
+      counter += 1;
+      if (--left == 0) {
+        counter += gap_;
+        left = row_length_;
+      }
+    }
+    return random;
+  }
+
+  __device__ uint32_t Of(uint64_t element) const {
+    const uint64_t index = IndexOf(element);
+    return RandomBits(CounterOf(span_.rounding, index), TweakOf(span_.rounding, index));
+  }
+
+ private:
+  __device__ uint64_t IndexOf(uint64_t element) const {
+    const ElementOrder& order = span_.order;
+    const uint64_t column = order.column + element;
+    if (column < order.row_length) return order.first + column;
+    return order.first + column / order.row_length * order.row_stride + column % order.row_length;
+  }
+
+  const UpdateSpan& span_;
+  const uint64_t begin_;
+  uint32_t left_;        // elements that the first row has in this tile
+  uint32_t row_length_;  // of the other rows, cut to the tile
+  uint32_t gap_;         // what an index grows by, beyond 1, from one row to the next
+  uint32_t counter_;     // of the first element
+  uint32_t tweak_;
+  bool share_tweak_;
+};
+
+}  // namespace hybridopt::cuda
