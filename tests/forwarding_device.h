@@ -17,7 +17,6 @@ class ForwardingDevice : public Device {
   const char* name() const override { return device_->name(); }
   const char* pci_id() const override { return device_->pci_id(); }
   bool unified() const override { return device_->unified(); }
-  bool knows_layouts() const override { return device_->knows_layouts(); }
   bool shares_queues() const override { return device_->shares_queues(); }
   uint64_t default_chunk_elements() const override { return device_->default_chunk_elements(); }
 

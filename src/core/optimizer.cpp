@@ -69,7 +69,7 @@ uint64_t HostStateBytes(const Placement& placement, const ParamTable& table) {
 
 Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> context,
                                                      const offload_optimizer_options_t& options) {
-  HYBRIDOPT_TRY(CheckOptimizerOptions(options, context->device()));
+  HYBRIDOPT_TRY(CheckOptimizerOptions(options));
   return std::make_shared<Optimizer>(std::move(context), options);
 }
 

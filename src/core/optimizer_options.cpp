@@ -50,7 +50,9 @@ Status CheckLayout(const offload_optimizer_options_t& options) {
   return {};
 }
 
-Status CheckEach(const offload_optimizer_options_t& options) {
+}  // namespace
+
+Status CheckOptimizerOptions(const offload_optimizer_options_t& options) {
   if (AlgorithmName(options.algorithm) == nullptr)
     return Status::Error(
         OFFLOAD_INVALID_ARGUMENT,
@@ -81,19 +83,6 @@ Status CheckEach(const offload_optimizer_options_t& options) {
                          "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
                          static_cast<unsigned long long>(options.comm_timeout_ns));
   return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
-}
-
-}  // namespace
-
-Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const Device& device) {
-  HYBRIDOPT_TRY(CheckEach(options));
-  if (!device.knows_layouts() &&
-      (options.master_layout != OFFLOAD_MASTER_FP32 || options.moment_dtype == OFFLOAD_BF16))
-    return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.master_layout is %d and moment_dtype is %d, but %s updates fp32 "
-                         "state only; leave both 0",
-                         options.master_layout, options.moment_dtype, device.name());
-  return {};
 }
 
 PlacementOptions PlacementOptionsOf(const offload_optimizer_options_t& options,

@@ -129,8 +129,6 @@ class Device {
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;
   virtual Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) = 0;
   virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;
-  // Whether its updates know layouts other than fp32.
-  virtual bool knows_layouts() const { return false; }
   // How much of the host share goes at a time where the caller does not say.
   virtual uint64_t default_chunk_elements() const { return uint64_t{1} << 20; }
   virtual Status Run(StreamHandle stream, offload_stream_function_t function, void* user) = 0;

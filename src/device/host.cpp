@@ -31,7 +31,6 @@ class HostDevice final : public Device {
   int32_t kind() const override { return OFFLOAD_DEVICE_HOST; }
   const char* name() const override { return "host memory"; }
   bool unified() const override { return true; }
-  bool knows_layouts() const override { return true; }
 
   // No capacity of its own: the arenas count host memory.
   Result<DeviceMemory> Memory() const override { return DeviceMemory{0, 0}; }

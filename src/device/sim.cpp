@@ -33,7 +33,6 @@ class SimDevice final : public Device {
   int32_t kind() const override { return OFFLOAD_DEVICE_SIM; }
   const char* name() const override { return "simulated accelerator"; }
   bool unified() const override { return false; }
-  bool knows_layouts() const override { return true; }
 
   Result<DeviceMemory> Memory() const override { return memory_->Usage(); }
   Result<void*> Allocate(uint64_t bytes) override;

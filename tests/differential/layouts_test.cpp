@@ -4,8 +4,6 @@
 
 #include <cmath>
 
-#include "../forwarding_device.h"
-#include "core/optimizer.h"
 #include "rig.h"
 
 namespace hybridopt {
@@ -38,14 +36,14 @@ TEST(LayoutsTest, ThePlanSaysWhatEachLayoutTakes) {
   for (const StateChoice& choice : StateChoices()) {
     const uint64_t moments = choice.bf16() ? 4 : 8;
     const uint64_t halves = choice.split() ? 2 : 4;
-    for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    for (int32_t device : DevicesUnderTest()) {
       for (double fraction : {0.0, 1.0}) {
         const TestContext context(On(device));
         const Problem problem = OneBf16Param(choice);
         Rig rig(context, problem, {fraction, 1024, 2});
         auto plan = Make<offload_plan_t>();
         MUST(offload_optimizer_plan(rig.handle(), &plan));
-        const bool on_device = device == OFFLOAD_DEVICE_SIM && fraction == 1;
+        const bool on_device = device != OFFLOAD_DEVICE_HOST && fraction == 1;
         const uint64_t* of = on_device ? plan.device_state_bytes : plan.host_state_bytes;
         const bool split = choice.split() && (on_device || device == OFFLOAD_DEVICE_HOST);
         const uint64_t least = kCount * (moments + (split ? halves : 4));
@@ -63,7 +61,7 @@ TEST(LayoutsTest, ThePlanSaysWhatEachLayoutTakes) {
 
 TEST(LayoutsTest, ViewsHaveTheStoredDtypesAndCountTheirOwnElements) {
   const StateChoice choice{OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16, OFFLOAD_ROUND_STOCHASTIC, 1};
-  const TestContext context(On(OFFLOAD_DEVICE_SIM));
+  const TestContext context(On(AcceleratorUnderTest()));
   const Problem problem = OneBf16Param(choice);
   Rig rig(context, problem, {0.5, 1024, 2});
   auto view = Make<offload_state_view_t>();
@@ -83,9 +81,9 @@ TEST(LayoutsTest, ViewsHaveTheStoredDtypesAndCountTheirOwnElements) {
 
 TEST(LayoutsTest, AMasterThatIsSplitIsRefusedWithTheWayOut) {
   const StateChoice choice{OFFLOAD_MASTER_SPLIT, 0, 0, 0};
-  const TestContext context({});
+  const TestContext context(On(DevicesUnderTest().front()));
   const Problem problem = OneBf16Param(choice);
-  Rig rig(context, problem, {});
+  Rig rig(context, problem, {1, 1024, 2});
   auto view = Make<offload_state_view_t>();
   EXPECT_EQ(offload_optimizer_state(rig.handle(), 0, OFFLOAD_STATE_MASTER, &view),
             OFFLOAD_INVALID_ARGUMENT);
@@ -93,35 +91,9 @@ TEST(LayoutsTest, AMasterThatIsSplitIsRefusedWithTheWayOut) {
     EXPECT_NE(std::string(offload_last_error()).find(words), std::string::npos) << words;
 }
 
-// A device whose updates know fp32 state alone.
-class PlainDevice final : public ForwardingDevice {
- public:
-  using ForwardingDevice::ForwardingDevice;
-  bool knows_layouts() const override { return false; }
-};
-
-TEST(LayoutsTest, ADeviceThatDoesNotKnowThemRefuses) {
-  for (const StateChoice& choice : StateChoices()) {
-    auto context = std::make_shared<Context>(offload_context_options_t{},
-                                             std::make_unique<PlainDevice>(CreateHostDevice()),
-                                             ReferenceKernels());
-    auto options = Make<offload_optimizer_options_t>();
-    options.algorithm = OFFLOAD_ADAMW;
-    choice.Put(options);
-    const Result<std::shared_ptr<Optimizer>> made = Optimizer::Create(context, options);
-    if (!choice.split() && !choice.bf16()) {
-      EXPECT_TRUE(made.ok());
-      continue;
-    }
-    EXPECT_EQ(made.status().code(), OFFLOAD_UNSUPPORTED);
-    for (const char* words : {"master_layout", "moment_dtype", "fp32 state only", "leave both 0"})
-      EXPECT_NE(made.status().message().find(words), std::string::npos) << words;
-  }
-}
-
 // Lower halves of old masters must not stay under new params.
 TEST(LayoutsTest, ARefreshLeavesNothingOfTheOldMasters) {
-  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+  for (int32_t device : DevicesUnderTest()) {
     const Solved solved(OneBf16Param({OFFLOAD_MASTER_SPLIT, 0, 0, 0}));
     const TestContext context(On(device));
     Rig rig(context, solved.problem, {0.5, 1024, 2});
@@ -144,8 +116,8 @@ TEST(LayoutsTest, TheSeedDecidesTheBits) {
   std::vector<float> moments[2];
   for (uint64_t seed : {1, 2}) {
     const Solved solved(OneBf16Param({0, OFFLOAD_BF16, OFFLOAD_ROUND_STOCHASTIC, seed}));
-    const TestContext context({});
-    ASSERT_EQ(RunAll(context, solved, {}), "");
+    const TestContext context(On(DevicesUnderTest().front()));
+    ASSERT_EQ(RunAll(context, solved, {1, 1024, 2}), "");
     moments[seed - 1] = solved.trace.back().params[0].moment0;
   }
   EXPECT_NE(moments[0], moments[1]);
@@ -180,8 +152,8 @@ TEST(LayoutsTest, UpdatesFollowDoublePrecision) {
       target[i] = weight[i] + (random.OneIn(2) ? 1 : -1) * random.Between(0.3, 0.6);
     }
     const std::vector<double> start = weight;
-    const TestContext context({});
-    Rig rig(context, problem, {});
+    const TestContext context(On(DevicesUnderTest().back()));
+    Rig rig(context, problem, {1, 1024, 2});
     for (int t = 1; t <= kSteps; ++t) {
       StepInput step;
       step.groups = problem.groups;
@@ -200,8 +172,12 @@ TEST(LayoutsTest, UpdatesFollowDoublePrecision) {
     Bytes data(kWeights * 2);
     MUST(offload_device_download(context.handle(), data.data(), rig.DataAddress(0, 0), data.size(),
                                  nullptr));
-    const StateBits state = ReadState(rig.handle(), 0, OFFLOAD_STATE_MASTER, data,
-                                      [](const void*, uint64_t bytes) { return Bytes(bytes); });
+    const auto read = [&](const void* from, uint64_t bytes) {
+      Bytes copied(bytes);
+      MUST(offload_device_download(context.handle(), copied.data(), from, bytes, nullptr));
+      return copied;
+    };
+    const StateBits state = ReadState(rig.handle(), 0, OFFLOAD_STATE_MASTER, data, read);
     ASSERT_EQ(state.error, "");
     double error = 0, moved = 0;
     for (uint64_t i = 0; i < kWeights; ++i) {

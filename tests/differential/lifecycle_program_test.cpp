@@ -28,7 +28,7 @@ std::vector<ParamSpec> ProgramParams(Random& random) {
 Problem ProgramProblem(uint64_t seed) {
   Random random(seed + 1);
   Problem problem = RandomProblem(kAlgorithms[seed % 5], ProgramParams(random), 1, seed);
-  if (!TestsRunOnCuda()) problem.state = StateChoices()[seed / 5 % 6];
+  problem.state = StateChoices()[seed / 5 % 6];
   return problem;
 }
 

@@ -62,7 +62,7 @@ TEST_P(StepTest, EverySettingGivesTheModelsBitsInEveryLayout) {
     solved.emplace_back(std::move(problem));
   }
   uint64_t index = 1000;
-  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+  for (int32_t device : DevicesUnderTest()) {
     for (const std::string& isa : UsableIsas()) {
       for (uint32_t threads : {1u, 3u}) {
         ContextSetting context_setting;

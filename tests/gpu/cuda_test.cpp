@@ -384,16 +384,6 @@ TEST(FullDevice, CommitNamesTheBytesAndWorksOnceThereIsRoom) {
   MUST(offload_device_free(context.handle(), param.data));
 }
 
-// Of the state layouts the GPU's kernels know fp32.
-TEST(StateLayouts, OtherThanFp32AreRefused) {
-  const TestContext context(CudaSetting());
-  auto options = Make<offload_optimizer_options_t>();
-  options.algorithm = OFFLOAD_ADAMW;
-  options.moment_dtype = OFFLOAD_BF16;
-  offload_optimizer_t optimizer = nullptr;
-  EXPECT_EQ(offload_optimizer_create(context.handle(), &options, &optimizer), OFFLOAD_UNSUPPORTED);
-}
-
 // Memory of the caller's own runtime is as good as ours; host memory is not.
 TEST(Addresses, OfTheCallersAllocatorAreTakenAndHostMemoryIsNot) {
   const TestContext context(CudaSetting());
@@ -424,15 +414,22 @@ TEST(Addresses, OfTheCallersAllocatorAreTakenAndHostMemoryIsNot) {
 
 // --------------------------------------------------------------------------------------- tables --
 
+const StateChoice kSmallest = {OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16, OFFLOAD_ROUND_STOCHASTIC, 3};
+
 // More params than one table of a launch holds.
 TEST(ManyParams, TakeSeveralTablesALaunch) {
   std::vector<ParamSpec> params;
   for (uint64_t i = 0; i < 5000; ++i)
     params.push_back({kDtypes[i % 3], kDtypes[i / 3 % 3], OFFLOAD_PLACE_AUTO, 0, i % 37});
-  const Solved solved(RandomProblem(OFFLOAD_ADAMW, params, 2, 8));
   const TestContext context(CudaSetting());
-  for (double fraction : {0.5, 1.0})
-    EXPECT_EQ(RunAll(context, solved, {fraction, 4096, 2}), "") << fraction;
+  for (const StateChoice& choice : {StateChoice(), kSmallest}) {
+    Problem problem = RandomProblem(OFFLOAD_ADAMW, params, 2, 8);
+    problem.state = choice;
+    const Solved solved(std::move(problem));
+    for (double fraction : {0.5, 1.0})
+      EXPECT_EQ(RunAll(context, solved, {fraction, 4096, 2}), "")
+          << choice.Text() << ", fraction " << fraction;
+  }
 }
 
 // Params of many tiles, blocks and chunks.
@@ -442,10 +439,14 @@ TEST(LargeParams, GiveTheModelsBits) {
     params.push_back({kDtypes[count % 3], OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, count});
   const TestContext context(CudaSetting());
   for (int32_t algorithm : kAlgorithms) {
-    const Solved solved(RandomProblem(algorithm, params, 3, 9));
-    for (double fraction : {0.0, 0.3, 1.0})
-      ASSERT_EQ(RunAll(context, solved, {fraction, 100'000, 3}), "")
-          << "algorithm " << algorithm << ", fraction " << fraction;
+    for (const StateChoice& choice : {StateChoice(), kSmallest}) {
+      Problem problem = RandomProblem(algorithm, params, 3, 9);
+      problem.state = choice;
+      const Solved solved(std::move(problem));
+      for (double fraction : {0.0, 0.3, 1.0})
+        ASSERT_EQ(RunAll(context, solved, {fraction, 100'000, 3}), "")
+            << "algorithm " << algorithm << ", " << choice.Text() << ", fraction " << fraction;
+    }
   }
 }
 
