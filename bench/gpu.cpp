@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "library.h"
 #include "loops.h"
@@ -144,6 +145,19 @@ void MeasurePinning(Report& report) {
 
 // --------------------------------------------------------------------------------- device share --
 
+// How state is stored, and the bytes an update moves for a param.
+struct LayoutCase {
+  const char* name;
+  Optimizer::Layout layout;
+  double bytes;
+};
+constexpr LayoutCase kLayouts[] = {
+    {"adamw28", {OFFLOAD_MASTER_FP32, OFFLOAD_FP32}, kBytes},
+    {"split26", {OFFLOAD_MASTER_SPLIT, OFFLOAD_FP32}, 26},
+    {"moments20", {OFFLOAD_MASTER_FP32, OFFLOAD_BF16}, 20},
+    {"both18", {OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16}, 18},
+};
+
 // All state on the device: the update kernel alone, by the device's clock, against a device copy.
 void MeasureDeviceUpdate(const Settings& settings, const Context& context, Report& report) {
   constexpr uint64_t kElements = uint64_t{256} << 20;
@@ -155,10 +169,11 @@ void MeasureDeviceUpdate(const Settings& settings, const Context& context, Repor
   cudaEvent_t begin, end;
   REQUIRE_CUDA(cudaEventCreate(&begin));
   REQUIRE_CUDA(cudaEventCreate(&end));
-  Times copies, updates, norms;
-  {
+  Times norms;
+  for (const LayoutCase& one : kLayouts) {
     Optimizer optimizer(context, params.data(), grads.data(), {1, kElements, kElements},
-                        {1.0, 0, 0});
+                        {1.0, 0, 0}, one.layout);
+    Times copies, updates;
     for (uint32_t round = 0; round < settings.rounds + 1; ++round) {
       REQUIRE_CUDA(cudaEventRecord(begin, stream.get()));
       REQUIRE_CUDA(cudaMemcpyAsync(to.data(), from.data(), 4 * kGiB, cudaMemcpyDeviceToDevice,
@@ -175,17 +190,17 @@ void MeasureDeviceUpdate(const Settings& settings, const Context& context, Repor
       updates.push_back(update);
       norms.push_back(optimizer.LastResult().norm_seconds);
     }
+    const double bytes = one.bytes * kElements;
+    const std::string key = std::string("gpu_") + one.name;
+    AddFigure(report, key + "_gb_per_s", Rates(updates, bytes), "GB/s");
+    AddFigure(
+        report, key + "_vs_device_copy",
+        Paired(copies, updates,
+               [&](double copy, double update) { return bytes / update / (8.0 * kGiB / copy); }),
+        "", "at least 0.9");
   }
   REQUIRE_CUDA(cudaEventDestroy(begin));
   REQUIRE_CUDA(cudaEventDestroy(end));
-  const double update_bytes = kBytes * kElements;
-  AddFigure(report, "gpu_adamw28_gb_per_s", Rates(updates, update_bytes), "GB/s");
-  AddFigure(report, "gpu_adamw28_vs_device_copy",
-            Paired(copies, updates,
-                   [&](double copy, double update) {
-                     return update_bytes / update / (8.0 * kGiB / copy);
-                   }),
-            "", "at least 0.9");
   AddFigure(report, "gpu_norm_ms", Paired(norms, norms, [](double s, double) { return s * 1e3; }),
             "ms");
 }

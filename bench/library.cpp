@@ -58,8 +58,8 @@ offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& l
 }  // namespace
 
 Optimizer::Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
-                     const Lifecycle& lifecycle)
-    : optimizer_(Create(context, lifecycle, {OFFLOAD_MASTER_FP32, OFFLOAD_FP32})) {
+                     const Lifecycle& lifecycle, const Layout& layout)
+    : optimizer_(Create(context, lifecycle, layout)) {
   for (uint64_t i = 0; i < shape.params; ++i) Add(i * shape.stride, shape.elements, data, grad);
   Require(offload_optimizer_commit(optimizer_, nullptr), "offload_optimizer_commit");
 }
