@@ -120,7 +120,10 @@ class Slot:
         self.split = split_masters and self.dtype == torch.bfloat16
         # The library holds a master of its own; it must notice when the param is written.
         own_master = self.dtype != torch.float32 or device.type != "cpu"
-        self.has_master = own_master and not self.split
+        # Split masters of a param on a GPU are in halves there only; its host share has them whole.
+        self.part_split = self.split and device.type != "cpu"
+        self.split_count: int | None = None  # elements that are; the first ones
+        self.has_master = own_master and (not self.split or self.part_split)
         self.version: int | None = None  # of the param when masters were last the same
         self.sample = b""  # some bits of it, as they were then
         self.moments = moments
@@ -395,7 +398,7 @@ class Engine(Adopting, Masters, Moves):
         self._note_written(self.slots)
         for slot in self.slots:
             kinds = list(slot.kinds.values())
-            count = self.handle.state(slot.id, kinds[0]).step_count if kinds else 0
+            count = self.view_of(slot, kinds[0]).step_count if kinds else 0
             count = steps if slot.count == 0 else count
             self._count_views[slot.id].fill_(count)
             if count > 0 or slot.entry is not None or self._has_low_bits(slot):
@@ -513,29 +516,40 @@ class Engine(Adopting, Masters, Moves):
         return flat.as_strided(slot.shape, slot.stride)
 
     def _view(self, slot: Slot, key: str, kind: int) -> Tensor:
-        """Zero-copy, but for a param whose state is partly here and partly there."""
-        view = self.handle.state(slot.id, kind)
-        if view.host_count == 0 and view.device_count > 0:
+        """Zero-copy, but for a param whose state is partly here and partly there, and for lower
+        halves of masters that are whole."""
+        view = self.view_of(slot, kind)
+        if view.device_count == slot.count and slot.count > 0:
             return self._arrange(slot, cuda_view(view, self.handle, self.device))
         flat = self.read(slot, kind)
-        if view.device_count > 0:
+        if view.host_count < slot.count:
             slot.copies[key] = flat._version
             if slot not in self._slots_with_copies:
                 self._slots_with_copies.append(slot)
         return self._arrange(slot, flat)
 
+    def view_of(self, slot: Slot, kind: int) -> abi.offload_state_view_t:
+        """Where one kind of state lies. Of lower halves, those that there are."""
+        if slot.part_split and kind == abi.OFFLOAD_STATE_MASTER_LOW:
+            return self.low_view(slot)
+        return self.handle.state(slot.id, kind)
+
     def read(self, slot: Slot, kind: int) -> Tensor:
         """One kind of state in host memory and memory order; a view if it is all there."""
-        view = self.handle.state(slot.id, kind)
+        view = self.view_of(slot, kind)
         on_host = host_view(view, self.handle)
+        if slot.part_split and kind == abi.OFFLOAD_STATE_MASTER_LOW:
+            on_host = self.low_of_whole_masters(slot)
         if view.device_count == 0:
             return on_host
         return torch.cat([cuda_view(view, self.handle, self.device).cpu(), on_host])
 
     def write(self, slot: Slot, kind: int, value: Tensor) -> None:
         """Replaces one kind of state. Nothing may be queued."""
-        view = self.handle.state(slot.id, kind)
+        view = self.view_of(slot, kind)
         flat = in_memory_order(arranged(value.detach(), STATE_DTYPES[view.dtype], slot.stride))
+        if slot.part_split and kind == abi.OFFLOAD_STATE_MASTER_LOW:
+            self.join_whole_masters(slot, flat[view.device_count :].cpu())
         if view.host_count > 0:
             host_view(view, self.handle).copy_(flat[view.device_count :])
         if view.device_count > 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import abi
 from .parts import Part
-from .tensors import arranged, in_memory_order, local
+from .tensors import arranged, host_view, in_memory_order, local
 
 if TYPE_CHECKING:
     from .engine import Slot
@@ -159,6 +159,9 @@ class Masters(Part):
         if slot.count == 0:
             return
         self.wait()
+        if slot.part_split:
+            self.join_whole_masters(slot, self.low_of_whole_masters(slot))
+            return
         if slot.dtype == torch.float32:
             self.handle.refresh_masters(params=[slot.id], streams=[self.stream()])
             return
@@ -179,6 +182,43 @@ class Masters(Part):
         if split:
             self.handle.refresh_masters(params=split, streams=[self.stream()])
             self.wait()
+            self._refresh_copies()
+
+    # ------------------------------------------------------------------------------ split on a GPU --
+    # There the host's share of the masters is whole: the params, their upper halves, are elsewhere.
+    # It is shown and written by its lower halves all the same, so that the share shows in nothing.
+
+    def low_view(self, slot: Slot) -> abi.offload_state_view_t:
+        """The lower halves in the device's share."""
+        if slot.split_count is None:
+            try:
+                slot.split_count = self.handle.state(
+                    slot.id, abi.OFFLOAD_STATE_MASTER_LOW
+                ).device_count
+            except abi.InvalidArgumentError:  # it has no such state: all is on the host
+                slot.split_count = 0
+        if slot.split_count > 0:
+            return self.handle.state(slot.id, abi.OFFLOAD_STATE_MASTER_LOW)
+        view = abi.offload_state_view_t(dtype=abi.OFFLOAD_U16)
+        if slot.count > 0:
+            view.step_count = self.handle.state(slot.id, abi.OFFLOAD_STATE_MASTER).step_count
+        return view
+
+    def _whole_masters(self, slot: Slot) -> Tensor:
+        """Those of the host's share, as a view."""
+        if self.low_view(slot).device_count == slot.count:
+            return torch.empty(0)
+        return host_view(self.handle.state(slot.id, abi.OFFLOAD_STATE_MASTER), self.handle)
+
+    def low_of_whole_masters(self, slot: Slot) -> Tensor:
+        return halves(self._whole_masters(slot))[1]
+
+    def join_whole_masters(self, slot: Slot, low: Tensor) -> None:
+        """What the params are now, with these lower halves."""
+        masters = self._whole_masters(slot)
+        if masters.numel() > 0:
+            upper = in_memory_order(slot.bound)[slot.count - masters.numel() :].cpu()
+            masters.copy_(joined(upper, low))
 
     # ----------------------------------------------------------------------------------- values --
 

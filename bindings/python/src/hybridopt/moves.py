@@ -64,13 +64,14 @@ class Moves(Part):
         """Takes views of device memory that is about to go from where others find them."""
         for slot in self.slots:
             on_device = any(local(view).device.type != "cpu" for view in slot.views.values())
-            if not on_device and not slot.copies:
+            all_on_host = not on_device and slot.split_count == 0
+            if all_on_host or not (on_device or slot.copies):
                 continue
             slot.hidden = slot.entry is not None
             if slot.hidden and dict.get(state, slot.param) is slot.entry:
                 dict.pop(state, slot.param)
             slot.entry, slot.views, slot.copies = None, {}, {}
-        self._slots_with_copies.clear()
+        self._slots_with_copies = [slot for slot in self._slots_with_copies if slot.copies]
 
     def show_device_state(self, state: dict[Tensor, Any]) -> None:
         """Puts views of the new memory there again."""

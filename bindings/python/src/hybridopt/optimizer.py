@@ -40,8 +40,9 @@ class OffloadOptions(TypedDict, total=False):
     """Of moments: torch.float32 (the default), or torch.bfloat16, rounded at random so that small
     changes are not lost. Masters stay in fp32."""
     master_layout: str
-    """Of the fp32 masters of bf16 params on the CPU: "fp32" (the default), 4 bytes an element, or
-    "split", 2 bytes: the param is the upper half, and only the lower one is kept. The same bits."""
+    """Of the fp32 masters of bf16 params: "fp32" (the default), 4 bytes an element, or "split", 2
+    bytes: the param is the upper half, and only the lower one is kept. The same bits. What the host
+    keeps of a param on a GPU stays whole."""
     check_weights: bool
     """True: every param is compared with its master before each step, which reads both once more.
     False (the default): where a param's version says that it has been written, or 512 bytes of it

@@ -67,6 +67,96 @@ def test_same_bits_as_on_the_cpu(name, fraction, dtype):
     assert gpu.last_step().grad_norm == cpu.last_step().grad_norm
 
 
+# ---------------------------------------------------------------------------------- state layouts --
+
+
+def same_everywhere(on_cpu, cpu, on_gpu, gpu):
+    assert on_host(on_gpu) == bits(on_cpu)
+    assert state_on_host(gpu) == state_on_host(cpu)
+    for param, other in zip(on_cpu, on_gpu):
+        assert on_host([gpu.master_of(other)]) == bits([cpu.master_of(param)])
+
+
+@every_optimizer
+@every_fraction
+@pytest.mark.parametrize("layout", ["fp32", "split"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_state_layouts_have_the_bits_of_the_cpu(name, fraction, layout, moments):
+    ours, _, arguments = PAIRS[name]
+    on_cpu, on_gpu = pair(torch.bfloat16)
+    options = {"master_layout": layout, "state_dtype": moments, "max_grad_norm": 5.0, **arguments}
+    cpu, gpu = ours(on_cpu, **options), ours(on_gpu, offload_fraction=fraction, **options)
+    for seed in range(5):
+        set_both(on_cpu, on_gpu, seed)
+        if seed == 2:
+            on_cpu[1].grad = on_gpu[1].grad = None
+        cpu.step()
+        gpu.step()
+    same_everywhere(on_cpu, cpu, on_gpu, gpu)
+    plan = gpu.plan()
+    in_halves = "master_low" in plan.device_state_bytes
+    assert in_halves == (layout == "split" and fraction < 1.0)
+    assert ("master_param" in plan.host_state_bytes) == (fraction > 0.0)
+
+
+@every_fraction
+def test_split_masters_follow_what_others_write(fraction):
+    on_cpu, on_gpu = pair(torch.bfloat16)
+    both = [(on_cpu, hybridopt.AdamW(on_cpu, lr=1e-2, master_layout="split"))]
+    gpu = hybridopt.AdamW(on_gpu, lr=1e-2, master_layout="split", offload_fraction=fraction)
+    both.append((on_gpu, gpu))
+    for seed in range(6):
+        set_both(on_cpu, on_gpu, seed)
+        for params, optimizer in both:
+            optimizer.step()
+            with torch.no_grad():
+                if seed == 1:
+                    params[0][:40].fill_(0.25)
+                if seed == 2:
+                    params[0].data = params[0].data + 1
+                if seed == 3:
+                    optimizer.state[params[0]]["master_low"].fill_(77)
+                if seed == 4:
+                    params[0].fill_(0.5)
+                    optimizer.refresh_masters()
+                    assert not optimizer.state[params[0]]["master_low"].any()
+                    assert (optimizer.master_of(params[0]) == 0.5).all()
+    same_everywhere(*both[0], *both[1])
+
+
+@every_fraction
+@pytest.mark.parametrize("layout", ["fp32", "split"])
+@pytest.mark.parametrize("through", ["state_dict", "checkpoint"])
+def test_split_masters_go_between_devices_and_layouts(fraction, layout, through, tmp_path):
+    on_cpu, on_gpu = pair(torch.bfloat16)
+    gpu = hybridopt.AdamW(on_gpu, lr=1e-2, master_layout="split", offload_fraction=fraction)
+    run_on_gpu(gpu, on_gpu, range(5))
+    cpu = hybridopt.AdamW(on_cpu, lr=1e-2, master_layout=layout)
+    back_params = [Parameter(torch.zeros_like(param)) for param in on_gpu]
+    back = hybridopt.AdamW(
+        back_params, lr=1e-2, master_layout="split", offload_fraction=1.0 - fraction
+    )
+    for source, source_params, target, target_params in (
+        (gpu, on_gpu, cpu, on_cpu),
+        (cpu, on_cpu, back, back_params),
+    ):
+        if through == "checkpoint":
+            path = tmp_path / str(len(list(tmp_path.iterdir())))
+            source.save_checkpoint(path)
+            target.load_checkpoint(path)
+        else:
+            target.load_state_dict(copy.deepcopy(source.state_dict()))
+            with torch.no_grad():
+                for param, other in zip(source_params, target_params):
+                    other.copy_(param)
+    for seed in (5, 6):
+        for params, optimizer in ((on_gpu, gpu), (back_params, back)):
+            run_on_gpu(optimizer, params, [seed])
+    for param, other in zip(on_gpu, back_params):
+        assert on_host([gpu.master_of(param)]) == on_host([back.master_of(other)])
+    assert state_on_host(gpu) == state_on_host(back)
+
+
 @every_fraction
 def test_gradients_may_go_at_once_and_the_next_forward_sees_new_params(fraction):
     torch.manual_seed(1)
