@@ -2,6 +2,8 @@
 #ifndef HYBRIDOPT_EXAMPLES_TRAIN_LM_PLAIN_BLAS_CBLAS_H
 #define HYBRIDOPT_EXAMPLES_TRAIN_LM_PLAIN_BLAS_CBLAS_H
 
+#include <stddef.h>
+
 #include <vector>
 
 enum CBLAS_ORDER { CblasRowMajor = 101 };
