@@ -220,11 +220,7 @@ struct Kernels {
   template <int32_t kDtype>
   static void SumSquares(const void* grad, uint64_t count, double* block_sums) {
     const auto* elements = static_cast<const Stored<kDtype>*>(grad);
-    constexpr uint64_t kElementsTogether = kBlocksTogether * kNormBlockElements;
-    uint64_t i = 0;
-    for (; i + kElementsTogether <= count; i += kElementsTogether, block_sums += kBlocksTogether)
-      SumWholeBlocks<kDtype>(elements + i, block_sums);
-    for (; i < count; i += kNormBlockElements)
+    for (uint64_t i = 0; i < count; i += kNormBlockElements)
       *block_sums++ = SumBlock<kDtype>(elements + i, std::min(count - i, kNormBlockElements));
   }
 

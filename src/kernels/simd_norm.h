@@ -49,44 +49,41 @@ HWY_INLINE Double AddSquares(const Stored<kDtype>* grad, Double sums) {
   return hn::MulAdd(value, value, sums);
 }
 
-// AddRows adds the squares of the first `count` elements (rows of kNormLanes) of kBlocks blocks to
-// the lanes of each.
+// AddRows adds the squares of `count` elements of one block, rows of kNormLanes, to its lanes.
+// Blocks follow each other: two side by side would be two streams, each too short for the CPU to
+// fetch ahead, at half the speed (docs/PERFORMANCE.md).
 #if HWY_HAVE_SCALABLE
-// Blocks go side by side: a lane's additions must wait for each other, those of other blocks need
-// not.
-constexpr uint64_t kBlocksTogether = 4;
-
-// One vector of lanes after the other: what is no array element can be a variable.
-template <int32_t kDtype, uint64_t kBlocks>
-HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lanes)[kNormLanes]) {
-  static_assert(kBlocks == 1 || kBlocks == kBlocksTogether);
-  const Stored<kDtype>* blocks[kBlocksTogether];
-  for (uint64_t block = 0; block < kBlocksTogether; ++block)
-    blocks[block] = grad + block % kBlocks * kNormBlockElements;
-  for (uint64_t k = 0; k < kNormLanes; k += hn::Lanes(F64())) {
-    Double sums0 = hn::LoadU(F64(), lanes[0] + k);
-    Double sums1 = hn::LoadU(F64(), lanes[1 % kBlocks] + k);
-    Double sums2 = hn::LoadU(F64(), lanes[2 % kBlocks] + k);
-    Double sums3 = hn::LoadU(F64(), lanes[3 % kBlocks] + k);
-    for (uint64_t i = k; i < count; i += kNormLanes) {
-      sums0 = AddSquares<kDtype>(blocks[0] + i, sums0);
-      if constexpr (kBlocks == 1) continue;
-      sums1 = AddSquares<kDtype>(blocks[1] + i, sums1);
-      sums2 = AddSquares<kDtype>(blocks[2] + i, sums2);
-      sums3 = AddSquares<kDtype>(blocks[3] + i, sums3);
-    }
-    hn::StoreU(sums0, F64(), lanes[0] + k);
-    if constexpr (kBlocks == 1) continue;
-    hn::StoreU(sums1, F64(), lanes[1 % kBlocks] + k);
-    hn::StoreU(sums2, F64(), lanes[2 % kBlocks] + k);
-    hn::StoreU(sums3, F64(), lanes[3 % kBlocks] + k);
+// Those of kVectors vectors of lanes, 4, 2 or 1: what is no array element can be a variable.
+template <int32_t kDtype, uint64_t kVectors>
+HWY_INLINE void AddRowsOf(const Stored<kDtype>* grad, uint64_t count, double* lanes) {
+  const uint64_t vector = hn::Lanes(F64());
+  const uint64_t at1 = 1 % kVectors * vector, at2 = 2 % kVectors * vector;
+  const uint64_t at3 = 3 % kVectors * vector;
+  Double sums0 = hn::LoadU(F64(), lanes);
+  Double sums1 = hn::LoadU(F64(), lanes + at1);
+  Double sums2 = hn::LoadU(F64(), lanes + at2);
+  Double sums3 = hn::LoadU(F64(), lanes + at3);
+  for (uint64_t i = 0; i < count; i += kNormLanes) {
+    sums0 = AddSquares<kDtype>(grad + i, sums0);
+    if constexpr (kVectors > 1) sums1 = AddSquares<kDtype>(grad + i + at1, sums1);
+    if constexpr (kVectors > 2) sums2 = AddSquares<kDtype>(grad + i + at2, sums2);
+    if constexpr (kVectors > 2) sums3 = AddSquares<kDtype>(grad + i + at3, sums3);
   }
+  hn::StoreU(sums0, F64(), lanes);
+  if constexpr (kVectors > 1) hn::StoreU(sums1, F64(), lanes + at1);
+  if constexpr (kVectors > 2) hn::StoreU(sums2, F64(), lanes + at2);
+  if constexpr (kVectors > 2) hn::StoreU(sums3, F64(), lanes + at3);
+}
+
+template <int32_t kDtype>
+HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double* lanes) {
+  const uint64_t vectors = kNormLanes / hn::Lanes(F64());
+  if (vectors == 1) return AddRowsOf<kDtype, 1>(grad, count, lanes);
+  if (vectors == 2) return AddRowsOf<kDtype, 2>(grad, count, lanes);
+  for (uint64_t k = 0; k < kNormLanes; k += 4 * hn::Lanes(F64()))
+    AddRowsOf<kDtype, 4>(grad + k, count, lanes + k);
 }
 #else
-// Memory is read in order: two blocks side by side would be two streams, each too short for the
-// CPU to fetch ahead, at half the speed (docs/PERFORMANCE.md).
-constexpr uint64_t kBlocksTogether = 1;
-
 // The squares of two vectors of elements. bf16 widens cheapest in pairs, the even ones shifted up
 // and the odd ones masked, so that its lanes alternate between both.
 template <int32_t kDtype>
@@ -128,15 +125,14 @@ HWY_INLINE void StoreLanes(Double sums0, Double sums1, double* lanes) {
   }
 }
 
-template <int32_t kDtype, uint64_t kBlocks>
-HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lanes)[kNormLanes]) {
-  static_assert(kBlocks == 1);
+template <int32_t kDtype>
+HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double* lanes) {
   constexpr uint64_t kPairElements = 2 * HWY_LANES(double);
   constexpr uint64_t kPairs = kNormLanes / kPairElements;
   Double sums0[kPairs], sums1[kPairs];
 #pragma GCC unroll 4
   for (uint64_t k = 0; k < kPairs; ++k)
-    LoadLanes<kDtype>(lanes[0] + k * kPairElements, sums0[k], sums1[k]);
+    LoadLanes<kDtype>(lanes + k * kPairElements, sums0[k], sums1[k]);
   for (uint64_t i = 0; i < count; i += kNormLanes) {
 #pragma GCC unroll 4
     for (uint64_t k = 0; k < kPairs; ++k)
@@ -144,7 +140,7 @@ HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double (*lan
   }
 #pragma GCC unroll 4
   for (uint64_t k = 0; k < kPairs; ++k)
-    StoreLanes<kDtype>(sums0[k], sums1[k], lanes[0] + k * kPairElements);
+    StoreLanes<kDtype>(sums0[k], sums1[k], lanes + k * kPairElements);
 }
 #endif
 
@@ -155,26 +151,18 @@ HWY_INLINE double SumLanes(double* lanes) {
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
-template <int32_t kDtype>
-void SumWholeBlocks(const Stored<kDtype>* grad, double* block_sums) {
-  double lanes[kBlocksTogether][kNormLanes] = {};
-  AddRows<kDtype, kBlocksTogether>(grad, kNormBlockElements, lanes);
-  for (uint64_t block = 0; block < kBlocksTogether; ++block)
-    block_sums[block] = SumLanes(lanes[block]);
-}
-
 // The sum of one block of at most kNormBlockElements. Padding adds zeros, which change no bit.
 template <int32_t kDtype>
 double SumBlock(const Stored<kDtype>* grad, uint64_t count) {
-  double lanes[1][kNormLanes] = {};
+  double lanes[kNormLanes] = {};
   const uint64_t whole = count - count % kNormLanes;
-  AddRows<kDtype, 1>(grad, whole, lanes);
+  AddRows<kDtype>(grad, whole, lanes);
   if (whole < count) {
     Stored<kDtype> padded[kNormLanes] = {};
     std::memcpy(padded, grad + whole, (count - whole) * sizeof(padded[0]));
-    AddRows<kDtype, 1>(padded, kNormLanes, lanes);
+    AddRows<kDtype>(padded, kNormLanes, lanes);
   }
-  return SumLanes(lanes[0]);
+  return SumLanes(lanes);
 }
 
 }  // namespace
