@@ -81,6 +81,10 @@ class Contender:
     def tensors(self) -> list[torch.Tensor]:
         raise NotImplementedError
 
+    def lanes(self) -> dict[str, float]:
+        """Where the last step's time has gone, for who can tell."""
+        return {}
+
     def gpu_bytes(self) -> int:
         """What the optimizer holds there, beside params and gradients."""
         return bytes_of(self.tensors(), "cuda")
@@ -98,6 +102,11 @@ class Ours(Contender):
 
     def step(self) -> None:
         self.optimizer.step()
+
+    def lanes(self) -> dict[str, float]:
+        result = self.optimizer.last_step()
+        names = ("total", "norm", "grads_down", "update", "params_up", "device_update", "stall")
+        return {f"{name}_s": getattr(result, f"{name}_seconds") for name in names}
 
     def gpu_bytes(self) -> int:
         return self.optimizer.stats().device_bytes
@@ -226,11 +235,13 @@ def contenders(elements: int) -> list[tuple[str, Callable[[], Contender], float,
     ]  # fmt: skip
 
 
-def grouped(everyone: list[tuple], elements: int) -> list[list[tuple]]:
-    """Those that fit beside the yardstick at the same time, in order."""
+def grouped(everyone: list[tuple], elements: int, apart: bool) -> list[list[tuple]]:
+    """Those that fit beside the yardstick at the same time, in order; one of them, if `apart`."""
     gpu_room = 0.9 * torch.cuda.mem_get_info()[0] - 2 * GIB
     host_room = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yardstick, *rest = everyone
+    if apart:
+        return [[yardstick, each] for each in rest]
     groups: list[list[tuple]] = [[yardstick]]
     for each in rest:
         group = [*groups[-1], each]
@@ -272,6 +283,25 @@ def check_same(name: str, params: list[torch.Tensor], others: list[torch.Tensor]
         assert off < 2e-5, f"{name}: a step has led elsewhere, {off} apart"
 
 
+class HostMemory:
+    """What the host's memory gives while contenders run: it is shared with whoever else is there."""
+
+    def __init__(self) -> None:
+        self.source, self.target = (torch.ones(GIB // 4) for _ in range(2))
+        self.gb_per_s: list[float] = []
+
+    def measure(self) -> None:
+        seconds = timed(lambda: self.target.copy_(self.source))
+        self.gb_per_s.append(2 * GIB / seconds * 1e-9)
+
+    @staticmethod
+    def huge_share() -> float:
+        """The part of this process's own memory that is in huge pages."""
+        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+            kib = {line.split(":")[0]: int(line.split()[1]) for line in file if "kB" in line}
+        return kib["AnonHugePages"] / kib["Anonymous"]
+
+
 class Load:
     """Products on a stream of their own, as the next forward pass would be."""
 
@@ -307,12 +337,17 @@ class Result:
         self.name = name
         self.seconds: list[float] = []
         self.ratios: list[float] = []  # to the yardstick's of the same round
+        self.lanes: list[dict[str, float]] = []
         self.overlap: list[dict[str, float]] = []
         self.gpu_bytes = self.host_bytes = 0
 
 
 def measure(
-    group: list[tuple], rounds: int, overlap_rounds: int, reference: list[torch.Tensor]
+    group: list[tuple],
+    rounds: int,
+    overlap_rounds: int,
+    reference: list[torch.Tensor],
+    memory: HostMemory,
 ) -> list[Result]:
     alive: list[tuple[Contender, Result]] = []
     for name, make, _, _ in group:
@@ -338,8 +373,11 @@ def measure(
             contender, result = alive[(index + place) % len(alive)]
             time.sleep(0.02)
             result.seconds.append(timed(contender.step))
+            result.lanes.append(contender.lanes())
+        memory.measure()
         for _, result in alive:
             result.ratios.append(result.seconds[-1] / alive[0][1].seconds[-1])
+    print(f"{memory.huge_share():.0%} of this process's memory is in huge pages", flush=True)
     load = Load()
     for _ in range(overlap_rounds):
         for contender, result in alive:
@@ -374,6 +412,14 @@ def print_table(results: list[Result], elements: int) -> None:
             f"{hidden:.0%}",
         )
         print(f"{result.name:{space}}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths)))
+    for result in results:
+        if result.lanes and result.lanes[0]:
+            lanes = {
+                name[:-2]: statistics.median(each[name] for each in result.lanes) * 1e3
+                for name in result.lanes[0]
+            }
+            words = ", ".join(f"{name} {value:.1f}" for name, value in lanes.items() if value)
+            print(f"{result.name:{space}}  ms: {words}")
     print(
         "GPU GiB, host GiB: of the optimizer, without params and gradients on the GPU. hidden: the "
         "part\nof a step that passes while products on another stream take no longer than without it."
@@ -387,6 +433,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1 << 29)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--overlap-rounds", type=int, default=3)
+    parser.add_argument("--apart", action="store_true", help="one at a time beside the yardstick")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     elements = arguments.elements
@@ -403,16 +450,22 @@ def main() -> None:
     print(f"{elements:,} elements in {LAYERS} params, {arguments.rounds} rounds", flush=True)
     results: dict[str, Result] = {}
     reference: list[torch.Tensor] = []
-    for group in grouped(contenders(elements), elements):
-        for result in measure(group, arguments.rounds, arguments.overlap_rounds, reference):
+    memory = HostMemory()
+    for group in grouped(contenders(elements), elements, arguments.apart):
+        for result in measure(
+            group, arguments.rounds, arguments.overlap_rounds, reference, memory
+        ):
             results.setdefault(result.name, result)  # the yardstick's first
         gc.collect()
         torch.cuda.empty_cache()
     print_table(list(results.values()), elements)
+    low, middle, high = quartiles(memory.gb_per_s)
+    print(f"host memory, plain copies in each round: {middle:.1f} GB/s ({low:.1f} .. {high:.1f})")
     if arguments.json:
         report = {
             "machine": machine,
             "elements": elements,
+            "host_copy_gb_per_s": memory.gb_per_s,
             "contenders": [vars(result) for result in results.values()],
         }
         with open(arguments.json, "w", encoding="utf-8") as file:
