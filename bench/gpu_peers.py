@@ -388,7 +388,9 @@ def measure(
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else 3 * values
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
 
 
