@@ -14,15 +14,12 @@ inline constexpr bool kHasMoment1 = kRule == Rule::kAdam;
 template <Rule kRule>
 inline constexpr bool kMoment0IsSum = kRule == Rule::kAdagrad;
 
-// Without moments it does not matter how they are stored.
-template <Rule kRule, StateLayout kAsked>
-inline constexpr StateLayout kLayoutOfKernel = kHasMoment0<kRule> ? kAsked
-                                               : IsSplit(kAsked)  ? StateLayout::kSplit
-                                                                  : StateLayout::kFp32;
-
 template <typename Kernels, Rule kRule, int32_t kGradDtype, StateLayout kAsked>
 constexpr void FillParamDtypes(KernelTable& table) {
-  constexpr StateLayout kLayout = kLayoutOfKernel<kRule, kAsked>;
+  // Without moments it does not matter how they are stored.
+  constexpr StateLayout kLayout = kHasMoment0<kRule> ? kAsked
+                                  : IsSplit(kAsked)  ? StateLayout::kSplit
+                                                     : StateLayout::kFp32;
   UpdateFunction* row =
       table.update[static_cast<int32_t>(kAsked)][static_cast<int32_t>(kRule)][kGradDtype - 1];
   row[OFFLOAD_BF16 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_BF16, kLayout>;

@@ -25,13 +25,16 @@ UpdateKind KindOf(Rule rule, const DeviceUpdate& update) {
   const SpanTypes types = update.types();
   const bool is_bf16 = types.param_dtype == OFFLOAD_BF16;
   HYBRIDOPT_CHECK(is_bf16 || !IsSplit(types.layout));
-  return {rule, types, IsSplit(types.layout) || (is_bf16 && update.span.rounding.ties_away)};
+  const Rounding& rounding = update.span.rounding;
+  return {rule, types, IsSplit(types.layout) || (is_bf16 && rounding.ties_away),
+          HasBf16Moments(types.layout) && rounding.stochastic};
 }
 
 uint32_t NumberOf(const UpdateKind& kind) {
   const auto layout = static_cast<int32_t>(kind.types.layout);
   const int32_t dtypes = (kind.types.grad_dtype - 1) * kDtypeCount + kind.types.param_dtype - 1;
-  return static_cast<uint32_t>((layout * kDtypeCount * kDtypeCount + dtypes) * 2 + kind.ties_away);
+  const int32_t roundings = 2 * kind.ties_away + kind.stochastic;
+  return static_cast<uint32_t>((layout * kDtypeCount * kDtypeCount + dtypes) * 4 + roundings);
 }
 
 UpdateRow RowOf(const DeviceUpdate& update, const Coefficients& coefficients, uint32_t first_tile) {

@@ -9,7 +9,7 @@ namespace hybridopt::cuda {
 UpdateKind KindOf(Rule rule, const DeviceUpdate& update);
 
 // Kinds of one rule's updates, numbered.
-inline constexpr uint32_t kUpdateKindCount = kStateLayoutCount * kDtypeCount * kDtypeCount * 2;
+inline constexpr uint32_t kUpdateKindCount = kStateLayoutCount * kDtypeCount * kDtypeCount * 4;
 uint32_t NumberOf(const UpdateKind& kind);
 
 // `first_tile`: tiles of the rows before.

@@ -1,6 +1,7 @@
 // The arrays of a span whose types are known, and how several elements at once go through a rule.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <type_traits>
 
@@ -14,11 +15,13 @@
 
 namespace hybridopt::cuda {
 
+enum class MomentForm { kFp32, kNearest, kStochastic };
+
 // How a tile's moments are stored. What is a sum of squares stays finite.
-template <bool kBf16>
+template <MomentForm kForm>
 class Moments {
  public:
-  using Stored = float;
+  using Stored = std::conditional_t<kForm == MomentForm::kFp32, float, uint16_t>;
   __device__ Moments(const UpdateSpan&, uint64_t, uint32_t) {}
 
   __device__ bool pieces() const { return true; }
@@ -26,53 +29,54 @@ class Moments {
   __device__ Piece<uint32_t, kCount> RandomAt(uint64_t) const {
     return {};
   }
-  __device__ static float Widen(float stored) { return stored; }
-  template <bool kIsSum>
-  __device__ float Round(float value, uint32_t) const {
-    return value;
-  }
 };
 
 template <>
-class Moments<true> {
+class Moments<MomentForm::kStochastic> {
  public:
   using Stored = uint16_t;
   __device__ Moments(const UpdateSpan& span, uint64_t begin, uint32_t count)
-      : stochastic_(span.rounding.stochastic), random_(span, begin, count) {}
+      : random_(span, begin, count) {}
 
   // Whether RandomAt can be asked for several at once.
-  __device__ bool pieces() const { return !stochastic_ || random_.share_tweak(); }
+  __device__ bool pieces() const { return random_.share_tweak(); }
   template <uint32_t kCount>
   __device__ Piece<uint32_t, kCount> RandomAt(uint64_t first) const {
-    if (!stochastic_) return {};
     if constexpr (kCount == 1) return {random_.Of(first)};
     return random_.At<kCount>(first);
   }
-  __device__ static float Widen(uint16_t stored) { return Bf16ToFp32(stored); }
-  template <bool kIsSum>
-  __device__ uint16_t Round(float value, uint32_t random) const {
-    if (kIsSum) value = value < kBf16Max ? value : kBf16Max;
-    return stochastic_ ? Fp32ToBf16Randomly(value, random) : Fp32ToBf16(value);
-  }
 
  private:
-  const bool stochastic_;
   const TileRandom random_;
 };
 
+__device__ inline float WidenMoment(float stored) { return stored; }
+__device__ inline float WidenMoment(uint16_t stored) { return Bf16ToFp32(stored); }
+
+// `random` is 16 bits.
+template <MomentForm kForm, bool kIsSum>
+__device__ typename Moments<kForm>::Stored RoundMoment(float value, uint32_t random) {
+  if constexpr (kForm == MomentForm::kFp32) return value;
+  if constexpr (kIsSum) value = value < kBf16Max ? value : kBf16Max;
+  if constexpr (kForm == MomentForm::kNearest) return Fp32ToBf16(value);
+  // Of a sum no NaN is left.
+  if constexpr (kIsSum)
+    return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + random) >> 16);
+  return Fp32ToBf16Randomly(value, random);
+}
+
 // kTiesAway: how params of bf16 are rounded; split masters need it.
-template <Rule kRule, StateLayout kLayout, int32_t kGradDtype, int32_t kParamDtype, bool kTiesAway>
+template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype, int32_t kParamDtype,
+          bool kTiesAway>
 class TileArrays {
-  static constexpr bool kSplit = IsSplit(kLayout);
   static_assert(kSplit ? kTiesAway : kParamDtype == OFFLOAD_BF16 || !kTiesAway);
   using Grad = Element<kGradDtype>;
   using Param = Element<kParamDtype>;
   using Master = std::conditional_t<kSplit, uint16_t, float>;
-  using StoredMoments = Moments<HasBf16Moments(kLayout)>;
-  using Moment = typename StoredMoments::Stored;
+  using Moment = typename Moments<kForm>::Stored;
 
  public:
-  // Of elements [begin, begin + count) of the span. Below they count from 0.
+  // Of elements [begin, begin + count) of the span.
   __device__ TileArrays(const UpdateSpan& span, uint64_t begin, uint32_t count)
       : moments_(span, begin, count),
         grad_(static_cast<const typename Grad::Stored*>(span.grad)),
@@ -117,14 +121,14 @@ class TileArrays {
       } else {
         x.param = loaded.master.at[i];
       }
-      if constexpr (kHasMoment0<kRule>) x.moment0 = moments_.Widen(loaded.moment0.at[i]);
-      if constexpr (kHasMoment1<kRule>) x.moment1 = moments_.Widen(loaded.moment1.at[i]);
+      if constexpr (kHasMoment0<kRule>) x.moment0 = WidenMoment(loaded.moment0.at[i]);
+      if constexpr (kHasMoment1<kRule>) x.moment1 = WidenMoment(loaded.moment1.at[i]);
       Apply<kRule>(c, x);
       if constexpr (kHasMoment0<kRule>)
         loaded.moment0.at[i] =
-            moments_.template Round<kMoment0IsSum<kRule>>(x.moment0, random.at[i] & 0xFFFF);
+            RoundMoment<kForm, kMoment0IsSum<kRule>>(x.moment0, random.at[i] & 0xFFFF);
       if constexpr (kHasMoment1<kRule>)
-        loaded.moment1.at[i] = moments_.template Round<true>(x.moment1, random.at[i] >> 16);
+        loaded.moment1.at[i] = RoundMoment<kForm, true>(x.moment1, random.at[i] >> 16);
       if constexpr (kSplit) {
         loaded.master.at[i] = LowHalf(x.param);
       } else {
@@ -143,7 +147,7 @@ class TileArrays {
   }
 
  private:
-  const StoredMoments moments_;
+  const Moments<kForm> moments_;
   const typename Grad::Stored* const grad_;
   typename Param::Stored* const param_;
   Master* const master_;

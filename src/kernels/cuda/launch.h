@@ -26,6 +26,7 @@ struct UpdateKind {
   Rule rule;
   SpanTypes types;
   bool ties_away;
+  bool stochastic;
 };
 
 // One gradient of a norm.

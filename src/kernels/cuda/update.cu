@@ -27,7 +27,8 @@ __device__ const UpdateRow& RowOfTile(const UpdateRow* rows, uint32_t row_count,
   return rows[first];
 }
 
-template <Rule kRule, StateLayout kLayout, int32_t kGradDtype, int32_t kParamDtype, bool kTiesAway>
+template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype, int32_t kParamDtype,
+          bool kTiesAway>
 __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
     Update(const UpdateRow* __restrict__ rows, uint32_t row_count, const Verdict* verdict) {
   if (verdict->skip != 0) return;
@@ -36,22 +37,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
   c.grad_factor = __fmul_rn(c.grad_factor, verdict->grad_factor);
   const uint64_t begin = (blockIdx.x - row.first_tile) * kTileElements;
   const uint64_t end = min(begin + kTileElements, row.span.count);
-  const TileArrays<kRule, kLayout, kGradDtype, kParamDtype, kTiesAway> arrays(
+  const TileArrays<kRule, kSplit, kForm, kGradDtype, kParamDtype, kTiesAway> arrays(
       row.span, begin, static_cast<uint32_t>(end - begin));
   uint64_t done = begin;
   if (row.vectors && arrays.pieces()) {
     done = end / kQuad * kQuad;
     // Two quads at a time: both are under way before the first is needed.
-    for (uint64_t first = begin + threadIdx.x * kQuad; first < done; first += 2 * kStride) {
-      const uint64_t second = first + kStride;
+    uint64_t first = begin + threadIdx.x * kQuad;
+    for (; first + kStride < done; first += 2 * kStride) {
       auto a = arrays.template Load<kQuad>(first);
-      if (second < done) {
-        auto b = arrays.template Load<kQuad>(second);
-        arrays.UpdateAndStore(c, first, a);
-        arrays.UpdateAndStore(c, second, b);
-      } else {
-        arrays.UpdateAndStore(c, first, a);
-      }
+      auto b = arrays.template Load<kQuad>(first + kStride);
+      arrays.UpdateAndStore(c, first, a);
+      arrays.UpdateAndStore(c, first + kStride, b);
+    }
+    if (first < done) {
+      auto a = arrays.template Load<kQuad>(first);
+      arrays.UpdateAndStore(c, first, a);
     }
   }
   for (uint64_t i = done + threadIdx.x; i < end; i += kThreads) {
@@ -62,49 +63,50 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
 
 using UpdateKernel = void (*)(const UpdateRow*, uint32_t, const Verdict*);
 
-template <Rule kRule, StateLayout kLayout, int32_t kGradDtype>
+template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype>
 UpdateKernel KernelOf(const UpdateKind& kind) {
-  if constexpr (IsSplit(kLayout)) {
-    return Update<kRule, kLayout, kGradDtype, OFFLOAD_BF16, true>;
+  if constexpr (kSplit) {
+    return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_BF16, true>;
   } else {
     switch (kind.types.param_dtype) {
       case OFFLOAD_FP32:
-        return Update<kRule, kLayout, kGradDtype, OFFLOAD_FP32, false>;
+        return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_FP32, false>;
       case OFFLOAD_BF16:
-        if (kind.ties_away) return Update<kRule, kLayout, kGradDtype, OFFLOAD_BF16, true>;
-        return Update<kRule, kLayout, kGradDtype, OFFLOAD_BF16, false>;
+        if (kind.ties_away) return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_BF16, true>;
+        return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_BF16, false>;
       default:
-        return Update<kRule, kLayout, kGradDtype, OFFLOAD_FP16, false>;
+        return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_FP16, false>;
     }
   }
 }
 
-template <Rule kRule, StateLayout kAsked>
+template <Rule kRule, bool kSplit, MomentForm kForm>
 UpdateKernel KernelOf(const UpdateKind& kind) {
-  constexpr StateLayout kLayout = kLayoutOfKernel<kRule, kAsked>;
   switch (kind.types.grad_dtype) {
     case OFFLOAD_FP32:
-      return KernelOf<kRule, kLayout, OFFLOAD_FP32>(kind);
+      return KernelOf<kRule, kSplit, kForm, OFFLOAD_FP32>(kind);
     case OFFLOAD_BF16:
-      return KernelOf<kRule, kLayout, OFFLOAD_BF16>(kind);
+      return KernelOf<kRule, kSplit, kForm, OFFLOAD_BF16>(kind);
     default:
-      return KernelOf<kRule, kLayout, OFFLOAD_FP16>(kind);
+      return KernelOf<kRule, kSplit, kForm, OFFLOAD_FP16>(kind);
   }
+}
+
+template <Rule kRule, bool kSplit>
+UpdateKernel KernelOf(const UpdateKind& kind) {
+  // Without moments it does not matter how they are stored.
+  if constexpr (kHasMoment0<kRule>) {
+    if (HasBf16Moments(kind.types.layout)) {
+      if (kind.stochastic) return KernelOf<kRule, kSplit, MomentForm::kStochastic>(kind);
+      return KernelOf<kRule, kSplit, MomentForm::kNearest>(kind);
+    }
+  }
+  return KernelOf<kRule, kSplit, MomentForm::kFp32>(kind);
 }
 
 template <Rule kRule>
 UpdateKernel KernelOf(const UpdateKind& kind) {
-  switch (kind.types.layout) {
-    case StateLayout::kFp32:
-      return KernelOf<kRule, StateLayout::kFp32>(kind);
-    case StateLayout::kSplit:
-      return KernelOf<kRule, StateLayout::kSplit>(kind);
-    case StateLayout::kBf16Moments:
-      return KernelOf<kRule, StateLayout::kBf16Moments>(kind);
-    case StateLayout::kSplitBf16Moments:
-      return KernelOf<kRule, StateLayout::kSplitBf16Moments>(kind);
-  }
-  return nullptr;
+  return IsSplit(kind.types.layout) ? KernelOf<kRule, true>(kind) : KernelOf<kRule, false>(kind);
 }
 
 UpdateKernel KernelOf(const UpdateKind& kind) {
@@ -145,12 +147,13 @@ cudaError_t LoadUpdateKernels() {
     for (int32_t layout = 0; layout < kStateLayoutCount; ++layout)
       for (int32_t grad_dtype = 1; grad_dtype <= kDtypeCount; ++grad_dtype)
         for (int32_t param_dtype = 1; param_dtype <= kDtypeCount; ++param_dtype)
-          for (bool ties_away : {false, true}) {
-            const UpdateKind kind = {
-                Rule{rule}, {grad_dtype, param_dtype, StateLayout{layout}}, ties_away};
-            const cudaError_t error = LoadUpdateKernel(kind);
-            if (error != cudaSuccess) return error;
-          }
+          for (bool ties_away : {false, true})
+            for (bool stochastic : {false, true}) {
+              const SpanTypes types = {grad_dtype, param_dtype, StateLayout{layout}};
+              const cudaError_t error =
+                  LoadUpdateKernel({Rule{rule}, types, ties_away, stochastic});
+              if (error != cudaSuccess) return error;
+            }
   return cudaSuccess;
 }
 
