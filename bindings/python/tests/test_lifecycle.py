@@ -583,6 +583,60 @@ def test_the_timeline_says_who_held_what():
     assert stepped.seconds <= out.seconds <= back.seconds
 
 
+def test_what_was_done_is_told_of_whatever_moves_the_state(tmp_path):
+    module = models.perceptron()
+    *first, last = list(module.named_parameters())
+    frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    optimizer = hybridopt.AdamW([*first, ("frozen", frozen)], movable=ALL, threads=1)
+    with pytest.raises(abi.InvalidStateError, match="no step yet; call step"):
+        optimizer.last_step()
+
+    def stepped(expected):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.requires_grad:
+                (param.sum() * 2.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.last_step().step == expected
+        assert optimizer.stats().steps_applied == expected
+        results = optimizer.step_results()
+        assert [result.step for result in results] == list(range(1, expected + 1))
+        assert optimizer.stats().total_seconds == pytest.approx(
+            sum(result.total_seconds for result in results)
+        )
+        samples = optimizer.memory_timeline()
+        assert [sample.label for sample in samples].count("step") == expected
+        assert all(one.seconds <= two.seconds for one, two in zip(samples, samples[1:]))
+
+    stepped(1)
+    with optimizer.offloaded(params=False, grads=False):
+        pass
+    offloaded_bytes = optimizer.stats().offloaded_bytes
+    optimizer.add_param_group({"params": [last]})
+    stepped(2)
+    frozen.requires_grad_()
+    stepped(3)
+    assert optimizer.last_step().step == 3  # also of an engine that has not stepped
+    optimizer.hook_gradients()
+    assert optimizer.last_step().step == 3 and optimizer.stats().steps_applied == 3
+    stepped(4)
+    assert optimizer.stats().offloaded_bytes >= offloaded_bytes
+    optimizer.save_checkpoint(tmp_path / "saved")
+    stepped(5)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    copied = copy.deepcopy(optimizer)
+    assert copied.step_results() == [] and copied.stats().steps_applied == 0
+    last[1].grad = torch.full_like(last[1], float("inf"))
+    optimizer.step()
+    assert optimizer.last_step().skipped
+    last[1].grad = None
+    optimizer.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(2)))]})
+    optimizer.plan(), optimizer.save_checkpoint(tmp_path / "again")  # by a new engine
+    assert optimizer.last_step().skipped and optimizer.stats().steps_skipped == 1
+    optimizer.close()
+    assert optimizer.stats().steps_applied == 5 and optimizer.stats().host_bytes == 0
+
+
 def test_the_timeline_is_a_picture(tmp_path):
     module = models.perceptron()
     optimizer = adamw(module, movable=ALL)

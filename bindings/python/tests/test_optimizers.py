@@ -373,7 +373,9 @@ def where(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("options", [{}, {"master_layout": "split"}, {"check_weights": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"master_layout": "split"}, {"check_weights": True}, {"check_weights": False}]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["AdamW", "SGD plain"])
 def test_loaded_weights_are_not_reverted(name, dtype, options, where):
@@ -410,7 +412,7 @@ def low_precision_pair(**options):
 @pytest.mark.parametrize("stepped_last", [[0, 1], [1]])
 def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere(where, stepped_last):
     """A sample of the large param misses one element; the small one is all looked at."""
-    params, optimizer = low_precision_pair()
+    params, optimizer = low_precision_pair(check_weights=False)
     set_gradients(params, 3)
     for index, param in enumerate(params):
         param.grad = param.grad if index in stepped_last else None
@@ -426,13 +428,55 @@ def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere(where, stepped_
     assert bits(optimizer.state[param]["master_param"] for param in params) == bits(masters)
 
 
-def test_one_element_written_behind_our_back_is_kept_where_all_are_checked(where):
-    params, optimizer = low_precision_pair(check_weights=True)
+@pytest.mark.parametrize("options", [{}, {"check_weights": True}])
+def test_one_element_written_behind_our_back_is_kept_where_all_are_checked(where, options):
+    params, optimizer = low_precision_pair(**options)
     masters = [optimizer.state[param]["master_param"].clone() for param in params]
     params[1].data[100] = masters[1][100] = 7.0
     run(optimizer, params, [3])
     assert params[1][100] == 7.0
     assert bits(optimizer.state[param]["master_param"] for param in params) == bits(masters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype, monkeypatch):
+    monkeypatch.setattr(masters_of_engines, "COMPARED_ELEMENTS", 16)
+    whole = torch.randn(103).to(dtype)  # params at places that words do not begin at, of odd lengths
+    params = [Parameter(whole[:32]), Parameter(whole[33:63]), Parameter(whole[63:])]
+    optimizer = hybridopt.AdamW(params, lr=1e-3, weight_decay=0.0, threads=1)
+    run(optimizer, params, [1, 2])
+    optimizer.param_groups[0]["lr"] = 0.0
+    for param in params:
+        for index in range(param.numel()):
+            masters = [optimizer.master_of(each).clone() for each in params]
+            written = float(param.detach()[index]) + 1.0
+            param.data[index] = written
+            versions = [each._version for each in params]
+            assert all(slot.version == v for slot, v in zip(optimizer._engine.slots, versions))
+            run(optimizer, params, [3])
+            expected = torch.tensor(written).to(dtype)
+            assert param.detach()[index] == expected
+            for each, master in zip(params, masters):
+                if each is param:
+                    master[index] = float(expected)
+                assert bits([optimizer.master_of(each)]) == bits([master])
+
+
+def test_rows_zeroed_behind_our_back_before_a_save_or_a_phase_are_kept(tmp_path):
+    embedding = nn.Embedding(300, 64, dtype=torch.bfloat16)
+    optimizer = hybridopt.AdamW(embedding.named_parameters(), lr=1e-3, movable=["params"])
+    run(optimizer, [embedding.weight], [1, 2])
+    embedding.weight.data[77].zero_()
+    optimizer.save_checkpoint(tmp_path / "saved")
+    embedding.weight.data[78].zero_()
+    optimizer.offload(params=True)
+    optimizer.reload(params=True)
+    optimizer.param_groups[0]["lr"] = 0.0
+    run(optimizer, [embedding.weight], [3])
+    assert not embedding.weight[77:79].any() and embedding.weight[76].any()
+    other = nn.Embedding(300, 64, dtype=torch.bfloat16)
+    hybridopt.AdamW(other.named_parameters()).load_checkpoint(tmp_path / "saved")
+    assert not other.weight[77].any() and other.weight[78].any()
 
 
 def test_samples_are_the_same_wherever_a_param_is():
@@ -460,7 +504,7 @@ def test_a_save_does_not_take_masters_of_weights_that_were_written_and_offloaded
     params, optimizer = low_precision_pair(movable=["params"])
     params[1].data.fill_(3.0)
     optimizer.offload(params=True)
-    with pytest.raises(abi.InvalidStateError, match=r"'param_groups.0.0' has been written and then off"):
+    with pytest.raises(abi.InvalidStateError, match=r"'param_groups.0.1' has been written and then off"):
         optimizer.save_checkpoint(tmp_path / "saved")
     optimizer.reload(params=True)
     optimizer.save_checkpoint(tmp_path / "saved")

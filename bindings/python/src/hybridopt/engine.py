@@ -7,8 +7,6 @@ somebody puts there instead of them is adopted before the next step.
 from __future__ import annotations
 
 import ctypes
-import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import abi
 from .adopting import COUNTED, Adopting
+from .history import History
 from .masters import MASTER, MASTER_LOW, Masters, Samples
 from .modes import in_no_mode
 from .moves import Moves
@@ -55,8 +54,6 @@ MOMENTS = {
     abi.OFFLOAD_ADAGRAD: {"sum": abi.OFFLOAD_STATE_SUM},
 }
 REMEMBERED_STEPS = 64  # by offload_optimizer_step_result
-REMEMBERED_RESULTS = 1024
-REMEMBERED_SAMPLES = 4096
 
 
 def refuse_capture() -> None:
@@ -124,6 +121,7 @@ class Slot:
         self.part_split = self.split and device.type != "cpu"
         self.split_count: int | None = None  # elements that are; the first ones
         self.has_master = own_master and (not self.split or self.part_split)
+        self.master: Tensor | None = None  # where the host compares it with the param
         self.version: int | None = None  # of the param when masters were last the same
         self.sample = b""  # some bits of it, as they were then
         self.moments = moments
@@ -168,6 +166,7 @@ class Engine(Adopting, Masters, Moves):
         groups: list[dict[str, Any]],
         members: list[Member],
         check_weights: bool,
+        history: History,
         **options: Any,
     ) -> None:
         self.context = context
@@ -175,12 +174,9 @@ class Engine(Adopting, Masters, Moves):
         self.algorithm = algorithm
         self.handle = abi.Optimizer(context, algorithm=algorithm, **options)
         self.check_weights = check_weights
+        self.history = history
         self.movable = options.get("movable", 0)
         self.states_out = self.params_out = False
-        self.made = time.monotonic()
-        # For pictures: what steps did, and who held how much.
-        self.results: deque[abi.offload_step_result_t] = deque(maxlen=REMEMBERED_RESULTS)
-        self.samples: deque[Any] = deque(maxlen=REMEMBERED_SAMPLES)
         self.groups = [dict(group) for group in groups]
         for group in groups:
             self.handle.add_group(**group)
@@ -248,6 +244,7 @@ class Engine(Adopting, Masters, Moves):
     def commit(self) -> None:
         self._fill_copies()
         self.handle.commit(self.stream())
+        self.keep_masters()
         self.note_in_sync(self.slots)
 
     def stream(self) -> int:
@@ -396,6 +393,7 @@ class Engine(Adopting, Masters, Moves):
         """The library has written params, state and step counts. It stores nothing of params without
         elements, whose steps torch counts: they take `steps`."""
         self._note_written(self.slots)
+        self.history.note_load()
         for slot in self.slots:
             kinds = list(slot.kinds.values())
             count = self.view_of(slot, kinds[0]).step_count if kinds else 0
@@ -463,16 +461,20 @@ class Engine(Adopting, Masters, Moves):
         """Waits for everything queued. Of a failed save its own ticket tells."""
         self.handle.drain()
 
+    def wait_for_steps(self) -> None:
+        if self._unsettled_steps:
+            self.handle.wait(self._unsettled_steps[-1][0])
+
     @in_no_mode
     def settle(self, state: dict[Tensor, Any]) -> None:
         """Waits for queued steps, but for no save; then `state` says what they have done."""
         if not self._unsettled_steps:
             return
-        self.handle.wait(self._unsettled_steps[-1][0])
+        self.wait_for_steps()
         steps, self._unsettled_steps = self._unsettled_steps, []
         for ticket, stepped in steps:
             result = self.handle.step_result(ticket)
-            self.results.append(result)
+            self.history.add(result)
             if result.skipped:
                 continue
             if len(stepped) == len(self.slots):

@@ -19,9 +19,10 @@ from torch import Tensor
 from . import abi
 from .engine import Engine, Slot, refuse_capture
 from .gradient_hooks import GradientHooks
+from .history import History
 from .modes import in_no_mode
 from .moves import MOVABLE
-from .plans import StepResult, described
+from .plans import StepResult
 from .state import State
 from .tensors import gradient_of, like_param, local, set_gradient
 
@@ -41,7 +42,7 @@ class MemorySample:
     """Who holds how much: before a step (`gradients`) and after it (`step`), after an `offload` and
     after a `reload`."""
 
-    seconds: float  # since the library's state was made
+    seconds: float  # since the optimizer was made
     label: str
     params_on_device_bytes: int
     params_on_host_bytes: int
@@ -96,6 +97,7 @@ class Lifecycle(torch.optim.Optimizer):
 
     _engine: Engine | None
     _state: State
+    _history: History
     _hooks: GradientHooks | None = None
     _storages: list[Storage] | None = None  # given up, in the order of params
     _options: Any
@@ -274,15 +276,14 @@ class Lifecycle(torch.optim.Optimizer):
     def memory_timeline(self) -> list[MemorySample]:
         """Bytes by kind and place before and after each step and after each move, the last 4096 of
         them."""
-        return [] if self._engine is None else list(self._engine.samples)
+        return list(self._history.samples)
 
     @in_no_mode
     def step_results(self) -> list[StepResult]:
         """What the last 1024 steps did, skipped ones too. Waits for queued steps."""
-        if self._engine is None:
-            return []
-        self._engine.settle(self._state)
-        return [described(StepResult, result) for result in self._engine.results]
+        if self._engine is not None:
+            self._engine.settle(self._state)
+        return list(self._history.results)
 
     def plot_timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes a picture of memory_timeline() and of the lanes of the last steps; needs
@@ -297,9 +298,9 @@ class Lifecycle(torch.optim.Optimizer):
             return
         stats = engine.handle.stats()
         fields = (name for name in MemorySample.__annotations__ if name.endswith("_bytes"))
-        engine.samples.append(
+        self._history.samples.append(
             MemorySample(
-                seconds=time.monotonic() - engine.made,
+                seconds=time.monotonic() - self._history.made,
                 label=label,
                 **{name: getattr(stats, name) for name in fields},
             )

@@ -20,6 +20,8 @@ MASTER = "master_param"
 MASTER_LOW = "master_low"
 # What is looked at of each param: so many runs of so many bytes, spread over it.
 RUNS, RUN_BYTES = 8, 64
+# So many masters are rounded at once where all are looked at: they stay in the cache.
+COMPARED_ELEMENTS = 1 << 20
 
 
 def joined(param: Tensor, low: Tensor) -> Tensor:
@@ -82,6 +84,22 @@ class Samples:
         return cut
 
 
+def words(flat: Tensor) -> Tensor:
+    """Elements of 16 bits as integers, the widest they can be: torch compares those fastest."""
+    whole = flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0
+    return flat.view(torch.int64 if whole else torch.int16)
+
+
+def are_rounded(master: Tensor, param: Tensor) -> bool:
+    """Whether params in 16 bits are their masters, rounded. Both flat, on the host."""
+    rounded = torch.empty(min(master.numel(), COMPARED_ELEMENTS), dtype=param.dtype, device="cpu")
+    for masters, params in zip(master.split(COMPARED_ELEMENTS), param.split(COMPARED_ELEMENTS)):
+        now = rounded[: masters.numel()].copy_(masters)
+        if not torch.equal(words(now), words(params)):
+            return False
+    return True
+
+
 class Masters(Part):
     """Part of Engine, which has the rest."""
 
@@ -93,6 +111,8 @@ class Masters(Part):
         """Masters and params of these are the same now."""
         for slot in slots:
             slot.version = local(slot.param)._version
+        if self.check_weights:  # samples are not asked
+            return
         watched = [slot for slot in slots if slot.has_master and slot.count > 0]
         if self._are_away():
             if self._kept is not None and self._kept.slots != watched:
@@ -110,8 +130,11 @@ class Masters(Part):
             self._kept = None
 
     def notice_writes(self) -> None:
-        """Whoever writes `param.data` in place leaves the version as it is. Where a sample of one
-        param has changed, all are compared."""
+        """Whoever writes `param.data` in place leaves the version as it is. With check_weights every
+        param is looked at; without, where a sample of one has changed, all are compared."""
+        if self.check_weights:
+            self._compare_with_masters()
+            return
         known = [
             slot
             for slot in self.slots
@@ -119,6 +142,24 @@ class Masters(Part):
         ]
         if not self._are_as_sampled(known):
             self.forget_versions()
+
+    def keep_masters(self) -> None:
+        """Views of masters, for comparisons: they cannot be asked for while a save runs."""
+        for slot in self.slots:
+            if self.check_weights and slot.has_master and slot.count > 0 and not self._are_away():
+                slot.master = self.read(slot, abi.OFFLOAD_STATE_MASTER)
+
+    def _compare_with_masters(self) -> None:
+        """Notes which params are not what their masters are rounded to."""
+        if self._are_away():
+            self.forget_versions()  # the next step fetches and compares them
+            return
+        self.wait_for_steps()  # and for no save, which changes nothing
+        for slot in self.slots:
+            if slot.master is None or slot.version is None:
+                continue
+            if not are_rounded(slot.master, in_memory_order(slot.bound)):
+                slot.version = None
 
     def _are_as_sampled(self, slots: list[Slot]) -> bool:
         if not self._are_away():
@@ -140,10 +181,7 @@ class Masters(Part):
         """Params that others have written (weights were loaded, say) become their masters again."""
         if self.params_out:  # reload() finds out
             return
-        if self.check_weights:
-            self.forget_versions()
-        else:
-            self.notice_writes()
+        self.notice_writes()
         written = [
             slot
             for slot in self.slots

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import abi, checkpoints, loading, placement
 from .contexts import context_for
 from .engine import Engine, Member, Slot, refuse_capture
+from .history import History
 from .lifecycle import Lifecycle, movable_bits
 from .modes import in_no_mode
 from .plans import Plan, Stats, StepResult, described
@@ -43,10 +44,10 @@ class OffloadOptions(TypedDict, total=False):
     """Of the fp32 masters of bf16 params: "fp32" (the default), 4 bytes an element, or "split", 2
     bytes: the param is the upper half, and only the lower one is kept. The same bits. What the host
     keeps of a param on a GPU stays whole."""
-    check_weights: bool
-    """True: every param is compared with its master before each step, which reads both once more.
-    False (the default): where a param's version says that it has been written, or 512 bytes of it
-    do."""
+    check_weights: bool | None
+    """True: every param in 16 bits is compared with its master before each step, so that no write is
+    missed; it reads both once more. False: where a param's version says that it has been written, or
+    512 bytes of it do. None (the default) is True for params on the CPU, False for those on a GPU."""
     threads: int
     """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
     pin: bool
@@ -71,7 +72,7 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "device_budget_bytes": None,
     "state_dtype": torch.float32,
     "master_layout": "fp32",
-    "check_weights": False,
+    "check_weights": None,
     "threads": 0,
     "pin": True,
     "max_grad_norm": None,
@@ -141,6 +142,7 @@ class OffloadOptimizer(Lifecycle):
             )
         movable_bits(merged["movable"])
         self._options = merged
+        self._history = History()
 
     @in_no_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -199,6 +201,8 @@ class OffloadOptimizer(Lifecycle):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
+        if "_history" not in vars(self):  # a copy begins with nothing
+            self._history = History()
         if "state" in state:
             self.state = state.pop("state")
         super().__setstate__(state)
@@ -259,10 +263,16 @@ class OffloadOptimizer(Lifecycle):
         progress: checkpoints.Progress = None,
     ) -> checkpoints.Transfer:
         """Writes masters, moments and step counts as a new directory of safetensors files and a
-        manifest: whole or not there. On several ranks all call this. With wait=False training goes
-        on meanwhile; until the next step() has returned (or wait() of what this returns) nobody else
-        may write fp32 params on the CPU, and until that wait() moments and masters in place. `progress` is a function of bytes done and bytes in
-        all, or True or False for a tqdm bar; None (the default) shows one on a terminal."""
+        manifest: whole or not there. On several ranks all call this. It returns when all is on disk.
+
+        With wait=False training goes on meanwhile; until the next step() has returned (or wait() of
+        what this returns) nobody else may write fp32 params on the CPU, and until that wait() moments
+        and masters in place. Nor may storages of params on the CPU be resized, freed, or moved by
+        share_memory_() or torch.multiprocessing until that wait(): the save reads memory that would
+        be gone, and the process may crash.
+
+        `progress` is a function of bytes done and bytes in all, or True or False for a tqdm bar;
+        None (the default) shows one on a terminal."""
         return checkpoints.save(self._ready_engine(), path, masters_only, wait, progress)
 
     @in_no_mode
@@ -463,6 +473,8 @@ class OffloadOptimizer(Lifecycle):
             device, threads=self._options["threads"], allow_pageable=int(not self._options["pin"])
         )
 
+        check_weights = self._options["check_weights"]
+
         def engine_for(device_fraction: float) -> Engine:
             return Engine(
                 context,
@@ -470,7 +482,8 @@ class OffloadOptimizer(Lifecycle):
                 self._algorithm(),
                 groups,
                 members,
-                self._options["check_weights"],
+                device.type == "cpu" if check_weights is None else check_weights,
+                self._history,
                 device_fraction=device_fraction,
                 movable=movable_bits(self._options["movable"]),
                 moment_dtype=DTYPES[self._options["state_dtype"]],
@@ -515,6 +528,7 @@ class OffloadOptimizer(Lifecycle):
         if self._hooks is not None:
             self._hooks.release()
         engine.leave_device()
+        self._history.note_end(engine.handle.stats())
         self._engine = None
 
     # --------------------------------------------------------------------------------- looking --
@@ -540,15 +554,15 @@ class OffloadOptimizer(Lifecycle):
 
     def stats(self) -> Stats:
         """Totals of steps, bytes and seconds; zeros before the first step."""
-        return described(Stats, self._engine.handle.stats()) if self._engine else Stats()
+        return self._history.stats(None if self._engine is None else self._engine.handle.stats())
 
     @in_no_mode
     def last_step(self) -> StepResult:
         """What the last step did: skipped? which gradient norm? Waits for it."""
-        if self._engine is None:
+        results = self.step_results()
+        if not results:
             raise abi.InvalidStateError("no step yet; call step() first")
-        self._engine.settle(self._state)
-        return described(StepResult, self._engine.handle.step_result())
+        return results[-1]
 
     @in_no_mode
     def refresh_masters(self) -> None:
@@ -581,6 +595,7 @@ class OffloadOptimizer(Lifecycle):
             if self._hooks is not None:
                 self._hooks.remove()
             self._engine.settle(self._state)
+            self._history.note_end(self._engine.handle.stats())
             self._engine = None
         self._state = State(self)
         self._closed = True

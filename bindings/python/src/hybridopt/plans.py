@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stats:
-    """Totals since the state was made (offload_stats_t)."""
+    """Totals since the optimizer was made, and what is held now (offload_stats_t)."""
 
     queued: int = 0
     steps_applied: int = 0
