@@ -623,3 +623,53 @@ def test_lion_takes_the_switches_of_the_others():
         hybridopt.Lion([param], foreach=True, fused=True)
     with pytest.raises(RuntimeError, match="hybridopt.Lion does not support differentiable=True"):
         hybridopt.Lion([param], differentiable=True)
+
+
+# --------------------------------------------------------------------------------------- options --
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"offload_fraction": None}, "Invalid offload_fraction: None, expected 0.0 .* or 'auto'"),
+        ({"offload_fraction": float("nan")}, "Invalid offload_fraction: nan, expected"),
+        ({"offload_fraction": "half"}, "Invalid offload_fraction: 'half', expected"),
+        ({"threads": -1}, "Invalid threads: -1, expected a whole number, or 0 for one thread per"),
+        ({"threads": "4"}, "Invalid threads: '4', expected a whole number"),
+        ({"threads": 1.5}, "Invalid threads: 1.5, expected a whole number"),
+        ({"movable": "everything"}, "Invalid movable: 'everything', expected some of params, grads"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_at_once(options, text):
+    with pytest.raises(ValueError, match=text):
+        hybridopt.AdamW([Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize("movable", ["params", ["params"], iter(["params"])])
+def test_what_may_move_is_a_word_or_some(movable):
+    param = Parameter(torch.ones(2))
+    optimizer = stepped(param, movable=movable)
+    optimizer.hook_gradients()
+    optimizer.offload(params=True)
+    assert param.untyped_storage().nbytes() == 0
+    optimizer.reload(params=True)
+
+
+def test_hooks_under_distributed_data_parallel_are_refused(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        other = hybridopt.AdamW(nn.Linear(3, 2).parameters())
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        optimizer = hybridopt.AdamW(model.parameters())
+        with pytest.raises(abi.InvalidStateError, match="before DistributedDataParallel, .* averaged"):
+            optimizer.hook_gradients()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()  # goes on without them
+        assert optimizer.stats().steps_applied == 1
+        other.hook_gradients()
+        del model, optimizer
+    finally:
+        gc.collect()
+        torch.distributed.destroy_process_group()

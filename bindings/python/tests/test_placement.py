@@ -94,6 +94,20 @@ def test_plan(arguments, host, device):
     assert sizes["device"] == pytest.approx(device / 2**30, rel=0.002, abs=0.06)
 
 
-def test_plan_of_nothing():
-    run = command("plan", "0")
-    assert run.returncode == 1 and "expected at least 1 element" in run.stderr
+@pytest.mark.parametrize("text", ["0", "abc", "nan", "inf", "-7B", "B", "", "7BB", "0.5"])
+def test_plan_of_what_is_no_number(text):
+    run = command("plan", "--", text)
+    assert run.returncode == 2
+    assert f"argument elements: {text!r}, expected how many parameters, at least 1, as 7e9" in run.stderr
+
+
+@pytest.mark.parametrize("text", ["2", "-1", "nan", "half"])
+def test_plan_of_no_fraction(text):
+    run = command("plan", "7B", f"--offload-fraction={text}")
+    assert run.returncode == 2
+    assert f"argument --offload-fraction: {text!r}, expected 0 (all on the device) to 1" in run.stderr
+
+
+def test_plan_takes_numbers_as_people_write_them():
+    plans = {command("plan", text).stdout for text in ("7e9", "7B", "7b", "7000M", "7000000000")}
+    assert len(plans) == 1 and "7,000,000,000 elements" in plans.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import math
 
 from . import abi
 
@@ -19,6 +19,7 @@ DTYPES = {
     "bfloat16": (abi.OFFLOAD_BF16, 2),
     "float16": (abi.OFFLOAD_FP16, 2),
 }
+UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Two models that are small enough for a simulated device and large enough to fill its staging ring.
 SMALL, LARGE = 8 << 20, 16 << 20
 
@@ -69,13 +70,32 @@ def small_plan(
         return optimizer.plan()
 
 
-def plan(arguments: argparse.Namespace) -> None:
-    elements = int(float(arguments.elements))
-    if elements < 1 or not 0 <= arguments.offload_fraction <= 1:
-        sys.exit(
-            f"hybridopt plan: {elements} elements with an offload fraction of "
-            f"{arguments.offload_fraction}, expected at least 1 element and 0 to 1"
+def count_of(text: str) -> int:
+    """A number of parameters as people write it: 7e9, 7B, 350M."""
+    factor = UNITS.get(text[-1:].upper(), 1)
+    try:
+        count = float(text if factor == 1 else text[:-1]) * factor
+    except ValueError:
+        count = math.nan
+    if not 1 <= count < 1e18:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}, expected how many parameters, at least 1, as 7e9, 7B or 350M"
         )
+    return int(count)
+
+
+def fraction_of(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not 0 <= fraction <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected 0 (all on the device) to 1 (on the host)")
+    return fraction
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    elements = arguments.elements
     fraction = arguments.offload_fraction
     staging = small_plan(LARGE, arguments, float(fraction > 0)).staging_bytes  # with a full ring
     # Each share by itself: what it takes is then a constant and a slope.
@@ -112,10 +132,10 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="the library, this machine and its devices")
     planner = commands.add_parser("plan", help="bytes that optimizer state takes beside a GPU")
-    planner.add_argument("elements", help="how many parameters, for example 7e9")
+    planner.add_argument("elements", type=count_of, help="how many parameters: 7e9, 7B, 350M")
     planner.add_argument("--algorithm", choices=ALGORITHMS, default="adamw")
     planner.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    planner.add_argument("--offload-fraction", type=float, default=1.0)
+    planner.add_argument("--offload-fraction", type=fraction_of, default=1.0)
     arguments = parser.parse_args(argv)
     if arguments.command == "info":
         info()

@@ -8,11 +8,14 @@ is let go when the copy has ended. The step finds the gradients on the host.
 from __future__ import annotations
 
 import collections
+import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from . import abi
 from .modes import in_no_mode
@@ -23,6 +26,22 @@ if TYPE_CHECKING:
 
 # The library takes 256 queued calls. Gradients beyond these wait for the oldest copy to end.
 MAX_IN_FLIGHT = 64
+
+
+def refuse_replicas(params: set[Tensor]) -> None:
+    """DistributedDataParallel would find nothing to average, and the ranks would drift apart without a
+    word. It leaves no mark on its params, so it is looked for among all objects."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel) and any(
+            param in params for param in found.parameters()
+        ):
+            raise abi.InvalidStateError(
+                "hook_gradients() takes gradients away before DistributedDataParallel, which these "
+                "params are in, has averaged them; leave the hooks out, or shard the model by "
+                "torch.distributed.fsdp.fully_shard"
+            )
 
 
 class GradientHooks:
@@ -50,6 +69,7 @@ class GradientHooks:
 
     def attach(self, engine: Engine) -> None:
         """Hooks the params of an engine that have none yet."""
+        refuse_replicas({slot.param for slot in engine.slots})
         for slot in engine.slots:
             if slot.param not in self._handles and slot.param.requires_grad:
                 handle = slot.param.register_post_accumulate_grad_hook(self._ready)

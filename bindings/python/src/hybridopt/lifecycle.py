@@ -133,9 +133,8 @@ class Lifecycle(torch.optim.Optimizer):
                 **self._options,
                 "movable": (*self._options["movable"], needed),
             }
-        engine = self._ready_engine()
+        hooks.attach(self._ready_engine())
         self._hooks = hooks
-        hooks.attach(engine)
         return hooks
 
     def zero_grad(self, set_to_none: bool = True) -> None:

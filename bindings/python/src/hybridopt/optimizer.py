@@ -56,8 +56,8 @@ class OffloadOptions(TypedDict, total=False):
     max_grad_norm: float | None
     """Clips the global norm of the gradients inside the step, as torch.nn.utils.clip_grad_norm_ does
     before it; None (the default): no clipping."""
-    movable: Iterable[str]
-    """What offload() may move: some of "params", "grads" and "states". Room for it on the host is
+    movable: str | Iterable[str]
+    """What offload() may move: one or some of "params", "grads" and "states". Room for it on the host is
     taken with the state; none (the default) is taken for nothing."""
     process_group: Any
     """The ranks that agree on norm, clipping and skipped steps, as a torch.distributed.ProcessGroup;
@@ -140,6 +140,14 @@ class OffloadOptimizer(Lifecycle):
             raise ValueError(
                 f"Invalid master_layout: {merged['master_layout']!r}, expected 'fp32' or 'split'"
             )
+        threads = merged["threads"]
+        if not isinstance(threads, int) or threads < 0:
+            raise ValueError(
+                f"Invalid threads: {threads!r}, expected a whole number, or 0 for one thread per CPU of "
+                "this rank"
+            )
+        movable = merged["movable"]
+        merged["movable"] = (movable,) if isinstance(movable, str) else tuple(movable)
         movable_bits(merged["movable"])
         self._options = merged
         self._history = History()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ def check(offload_fraction: float | str, device_budget_bytes: int | None) -> Non
                 "how many bytes of the device optimizer state may take"
             )
         return
-    if isinstance(offload_fraction, str) or not 0.0 <= offload_fraction <= 1.0:
+    if not isinstance(offload_fraction, numbers.Real) or not 0.0 <= offload_fraction <= 1.0:
         raise ValueError(
             f"Invalid offload_fraction: {offload_fraction!r}, expected 0.0 (all state on the device) "
             "to 1.0 (all on the host), or 'auto'"
