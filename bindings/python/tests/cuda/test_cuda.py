@@ -113,7 +113,7 @@ def test_split_masters_follow_what_others_write(fraction):
                 if seed == 1:
                     params[0][:40].fill_(0.25)
                 if seed == 2:
-                    params[0].data = params[0].data + 1
+                    params[0].data = params[0].data * 2  # never 0: a lower half below is NaN
                 if seed == 3:
                     optimizer.state[params[0]]["master_low"].fill_(77)
                 if seed == 4:
