@@ -80,7 +80,8 @@ TEST(TwoDevices, ParamsInMemoryOfTheOtherAreRefused) {
   MUST(offload_optimizer_create(context.handle(), &options, &optimizer));
   auto group = Make<offload_group_t>();
   group.lr = 1e-3;
-  MUST(offload_optimizer_add_group(optimizer, &group, nullptr));
+  uint32_t id = 0;
+  MUST(offload_optimizer_add_group(optimizer, &group, &id));
   auto param = Make<offload_param_t>();
   param.name = "weight";
   param.dtype = param.grad_dtype = OFFLOAD_FP32;
