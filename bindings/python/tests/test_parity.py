@@ -12,6 +12,10 @@ from torch import nn
 from models import WITH_TORCH
 
 STEPS = 200
+# Where torch's fp32 has as many roundings as ours, but at other places on other CPUs: it fuses
+# multiplications and additions as its kernels for their instructions happen to. Either may be closer,
+# by 3 % at most: 0.974 to 1.018 of torch's distance over three seeds and two sets of instructions.
+TIES = {"SGD": 1.03, "Adagrad": 1.03}
 TEXT = pathlib.Path(torch.__file__).read_bytes()[:20_000]  # any text will do
 
 
@@ -81,4 +85,4 @@ def test_updates_are_those_of_float64(name):
     torchs = distance(runs[torchs_class][0], exact, start)
     print(f"{name}: ours {ours:.2e}, torch's {torchs:.2e}")
     assert ours < 1e-6
-    assert ours <= 1.05 * torchs  # where roundings fall differs by some percent
+    assert ours <= TIES.get(name, 1.0) * torchs
