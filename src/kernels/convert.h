@@ -42,15 +42,18 @@ HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16TiesAway(float value) {
 }
 
 // A split master: the rounded upper half and the lower half, which is 0 for NaN. Joined they are
-// the fp32 number, bit for bit (of a NaN: sign and upper payload).
+// the fp32 number, bit for bit (of a NaN: sign and upper payload). No number has a zero for its
+// upper half and a negative lower one: others have written that zero, and it stays one.
 HYBRIDOPT_EVERYWHERE inline uint16_t LowHalf(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
   return is_nan ? 0 : static_cast<uint16_t>(bits);
 }
 HYBRIDOPT_EVERYWHERE inline float JoinHalves(uint16_t high, uint16_t low) {
-  const uint32_t lost = static_cast<uint32_t>(int32_t{static_cast<int16_t>(low)});
-  return std::bit_cast<float>((uint32_t{high} << 16) + lost);
+  const int32_t lost = int32_t{static_cast<int16_t>(low)};
+  const uint32_t upper = uint32_t{high} << 16;
+  const bool zeroed = (upper << 1) == 0 && lost < 0;
+  return std::bit_cast<float>(zeroed ? upper : upper + static_cast<uint32_t>(lost));
 }
 
 // A signalling NaN becomes quiet, as it does in the conversion instructions of x86 and Arm.

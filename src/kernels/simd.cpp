@@ -43,7 +43,7 @@ namespace HWY_NAMESPACE {
 namespace {
 
 // Updates the unit at `begin`, but stores nothing.
-template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm>
+template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm, bool kMayBeNan>
 HWY_INLINE void UpdateUnit(const Coefficients& c, const UpdateSpan& span, uint64_t begin,
                            const Value& first, const Value& second) {
   constexpr bool kInPairs = IsPaired<kRule, kGradDtype, kSplit, kForm>();
@@ -51,7 +51,7 @@ HWY_INLINE void UpdateUnit(const Coefficients& c, const UpdateSpan& span, uint64
   LoadUnit<kGradDtype, kInPairs>(grad + begin, first.grad, second.grad);
   first.grad = hn::Mul(first.grad, Broadcast(c.grad_factor));
   second.grad = hn::Mul(second.grad, Broadcast(c.grad_factor));
-  LoadMasters<kSplit, kInPairs>(span, begin, first.param, second.param);
+  LoadMasters<kSplit, kInPairs, kMayBeNan>(span, begin, first.param, second.param);
   if constexpr (kHasMoment0<kRule>)
     LoadMoments<kForm, kInPairs>(span.moment0, begin, first.moment0, second.moment0);
   if constexpr (kHasMoment1<kRule>)
@@ -122,26 +122,49 @@ HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
   return nan;
 }
 
-// Updates whole units: span.count is a multiple of Unit(). The arguments are copies, so that no
-// store below can alias them.
+// Updates units from `begin` on, up to one of which something is NaN, and returns where it ended.
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
+HWY_INLINE uint64_t UpdateUntilNan(const Coefficients& c, const UpdateSpan& span,
+                                   const RunRounding& run, const ParamStore& store,
+                                   uint64_t begin) {
+  for (; begin < span.count; begin += Unit()) {
+    Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
+    Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
+    const Value first = {grad0, param0, first0, second0};
+    const Value second = {grad1, param1, first1, second1};
+    UpdateUnit<kRule, kGradDtype, kSplit, kForm, false>(c, span, begin, first, second);
+    if (HWY_UNLIKELY((RoundsNan<kRule, kParamDtype, kForm>(first, second)))) break;
+    StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, false>(first, second, span, run, store,
+                                                                    begin);
+  }
+  return begin;
+}
+
+// One unit, of which nothing has been stored yet, with a look at every value. A master may be no
+// NaN but what ZeroStays is for.
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
+HWY_NOINLINE void UpdateNanUnit(Coefficients c, UpdateSpan span, RunRounding run, ParamStore store,
+                                uint64_t begin) {
+  Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
+  Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
+  const Value first = {grad0, param0, first0, second0};
+  const Value second = {grad1, param1, first1, second1};
+  UpdateUnit<kRule, kGradDtype, kSplit, kForm, true>(c, span, begin, first, second);
+  StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(first, second, span, run, store,
+                                                                 begin);
+}
+
+// Updates whole units: span.count is a multiple of Unit(). The arguments are copies, here and where
+// they are handed on, so that no store can alias them.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding run) {
   const auto param_address = reinterpret_cast<uintptr_t>(span.param);
   const ParamStore store = {span.param == span.master,
                             param_address % (Unit() * sizeof(uint16_t)) == 0};
   for (uint64_t i = 0; i < span.count; i += Unit()) {
-    Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
-    Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
-    const Value first = {grad0, param0, first0, second0};
-    const Value second = {grad1, param1, first1, second1};
-    UpdateUnit<kRule, kGradDtype, kSplit, kForm>(c, span, i, first, second);
-    if (HWY_UNLIKELY((RoundsNan<kRule, kParamDtype, kForm>(first, second)))) {
-      StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(first, second, span, run,
-                                                                     store, i);
-    } else {
-      StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, false>(first, second, span, run,
-                                                                      store, i);
-    }
+    i = UpdateUntilNan<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, run, store, i);
+    if (i < span.count)
+      UpdateNanUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, run, store, i);
   }
 }
 

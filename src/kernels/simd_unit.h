@@ -212,24 +212,36 @@ HWY_INLINE void StoreMoments(Float first, Float second, hn::Vec<U32> random_firs
   }
 }
 
-template <bool kSplit, bool kInPairs>
+// convert.h's zero that others have written. Joined with a negative lower half it looks like a NaN,
+// and makes one of the param.
+HWY_INLINE Float ZeroStays(Float upper, Float joined) {
+  const auto zeroed = hn::And(hn::Eq(upper, Broadcast(0)), hn::IsNaN(joined));
+  return hn::IfThenElse(zeroed, upper, joined);
+}
+
+template <bool kSplit, bool kInPairs, bool kMayBeNan>
 HWY_INLINE void LoadMasters(const UpdateSpan& span, uint64_t begin, Float& first, Float& second) {
   if constexpr (kSplit) {
     const hn::RebindToSigned<U32> i32;
     const auto* high = static_cast<const uint16_t*>(span.param) + begin;
     const auto* low = static_cast<const int16_t*>(span.master) + begin;
-    LoadUnit<OFFLOAD_BF16, kInPairs>(high, first, second);
-    const auto join = [&](Float rounded, hn::Vec<hn::RebindToSigned<U32>> lost) HWY_ATTR {
-      return hn::BitCast(F32(), hn::Add(hn::BitCast(i32, rounded), lost));
+    Float first_upper, second_upper;
+    LoadUnit<OFFLOAD_BF16, kInPairs>(high, first_upper, second_upper);
+    const auto join = [&](Float upper, hn::Vec<hn::RebindToSigned<U32>> lost) HWY_ATTR {
+      return hn::BitCast(F32(), hn::Add(hn::BitCast(i32, upper), lost));
     };
     if constexpr (kInPairs) {
       const auto pairs = hn::BitCast(i32, hn::LoadU(hn::RebindToSigned<U16>(), low));
-      first = join(first, hn::ShiftRight<16>(hn::ShiftLeft<16>(pairs)));
-      second = join(second, hn::ShiftRight<16>(pairs));
+      first = join(first_upper, hn::ShiftRight<16>(hn::ShiftLeft<16>(pairs)));
+      second = join(second_upper, hn::ShiftRight<16>(pairs));
     } else {
       const hn::RebindToSigned<HalfU16> half_i16;
-      first = join(first, hn::PromoteTo(i32, hn::LoadU(half_i16, low)));
-      second = join(second, hn::PromoteTo(i32, hn::LoadU(half_i16, low + Lanes())));
+      first = join(first_upper, hn::PromoteTo(i32, hn::LoadU(half_i16, low)));
+      second = join(second_upper, hn::PromoteTo(i32, hn::LoadU(half_i16, low + Lanes())));
+    }
+    if constexpr (kMayBeNan) {
+      first = ZeroStays(first_upper, first);
+      second = ZeroStays(second_upper, second);
     }
   } else {
     LoadUnit<OFFLOAD_FP32, false>(static_cast<const float*>(span.master) + begin, first, second);

@@ -80,6 +80,7 @@ TEST(TwoDevices, ParamsInMemoryOfTheOtherAreRefused) {
   MUST(offload_optimizer_create(context.handle(), &options, &optimizer));
   auto group = Make<offload_group_t>();
   group.lr = 1e-3;
+  group.eps = 1e-8;
   uint32_t id = 0;
   MUST(offload_optimizer_add_group(optimizer, &group, &id));
   auto param = Make<offload_param_t>();

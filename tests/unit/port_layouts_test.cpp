@@ -57,13 +57,16 @@ constexpr ElementOrder kOrders[] = {
      .row_stride = uint64_t{1} << 34,
      .column = (uint64_t{1} << 33) - 777}};
 
-// Elements of all kinds; not_finite: NaN and infinity among them.
+// Elements of all kinds, zeros too, which over halves of masters are what others have written;
+// not_finite: NaN and infinity among them.
 std::vector<std::byte> Numbers(int32_t dtype, uint64_t count, bool positive, bool not_finite,
                                std::mt19937_64& random) {
   std::vector<std::byte> array = AnyArray(dtype, count, random);
   const uint64_t bytes = DtypeBytes(dtype);
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (uint64_t i = 0; i < count; ++i)
+    if (random() % 8 == 0) std::memset(&array[i * bytes], 0, bytes - random() % 2);
   for (uint64_t i = 0; not_finite && i < count; ++i) {
     if (random() % 4 != 0) continue;
     const float value = std::vector<float>{kInfinity, -kInfinity, kNan, -kNan,

@@ -330,6 +330,33 @@ TEST(SplitMasters, HalvesJoinToTheNumberTheyCameFrom) {
   }
 }
 
+// What others write over masters with any lower half is what the step goes on from, and one with
+// lr 0 leaves zeros zero.
+TEST(SplitMasters, ZerosThatOthersWriteStayZeros) {
+  constexpr uint64_t kCount = 131;
+  Coefficients still = AnyCoefficients();
+  still.step_size = still.decoupled_decay = 0;
+  for (const Kind& kind : AllKinds()) {
+    if (!IsSplit(kind.types.layout)) continue;
+    for (const uint16_t zero : {uint16_t{0}, uint16_t{0x8000}}) {
+      const auto updated = [&](const KernelTable& table) {
+        Arrays arrays(kind, kCount, 5, 0, 65504.0f);
+        auto* const params = static_cast<uint8_t*>(arrays.param.data());
+        for (uint64_t i = 0; i < kCount; i += 3) std::memcpy(params + 2 * i, &zero, sizeof(zero));
+        arrays.Update(table, still, {});
+        return arrays;
+      };
+      const Arrays expected = updated(ReferenceKernels());
+      for (uint64_t i = 0; i < kCount; i += 3) {
+        ASSERT_EQ(expected.param.at<uint16_t>(i), zero) << "element " << i;
+        ASSERT_LT(std::abs(expected.Master(i)), FLT_MIN) << "element " << i;
+      }
+      for (const KernelTable* table : SimdKernels())
+        ASSERT_TRUE(updated(*table) == expected) << Text(*table, kind);
+    }
+  }
+}
+
 // Whatever happens in 50 steps, masters are those of the fp32 layout.
 TEST(SplitMasters, MastersHaveTheBitsOfFp32Masters) {
   for (int32_t rule = 0; rule < kRuleCount; ++rule) {

@@ -658,6 +658,20 @@ def split_pair(name, seeds=range(5), in_order=False, **options):
     return made
 
 
+def test_zeros_over_split_masters_stay_zeros():
+    param = torch.nn.Parameter(torch.randn(4000).bfloat16())
+    optimizer = hybridopt.AdamW([param], lr=1e-3, weight_decay=0.0, master_layout="split")
+    param.grad = torch.randn(4000).bfloat16()
+    optimizer.step()
+    low = optimizer.state[param]["master_low"].view(torch.int16)
+    assert (low < 0).any() and (low > 0).any()
+    param.data.zero_()
+    assert (optimizer.master_of(param).abs() < 2.0**-126).all()
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert param.isfinite().all() and optimizer.master_of(param).isfinite().all()
+
+
 @every_optimizer
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_split_masters_are_the_fp32_masters(name, moments):

@@ -25,9 +25,12 @@ COMPARED_ELEMENTS = 1 << 20
 
 
 def joined(param: Tensor, low: Tensor) -> Tensor:
-    """Split masters as numbers: the bf16 param is the upper half, rounded."""
-    upper = param.view(torch.int16).to(torch.int32)
-    return ((upper << 16) + low.to(torch.int32)).view(torch.float32)
+    """Split masters as numbers: the bf16 param is the upper half, rounded. A zero that others have
+    written over a larger number stays one, though the lower half may be negative."""
+    upper = param.view(torch.int16).to(torch.int32) << 16
+    lost = low.to(torch.int32)
+    zeroed = (upper << 1 == 0) & (lost < 0)
+    return torch.where(zeroed, upper, upper + lost).view(torch.float32)
 
 
 def halves(master: Tensor) -> tuple[Tensor, Tensor]:
