@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import abi
 from .adopting import COUNTED, Adopting
 from .history import History
-from .masters import MASTER, MASTER_LOW, Masters
+from .masters import MASTER, MASTER_LOW, Masters, Samples
 from .modes import in_no_mode
 from .moves import Moves
 from .tensors import (
@@ -123,7 +123,7 @@ class Slot:
         self.has_master = own_master and (not self.split or self.part_split)
         self.master: Tensor | None = None  # where the host compares it with the param
         self.version: int | None = None  # of the param when masters were last the same
-        self.seen = torch.empty(0, device="cpu")  # what was remembered of it then
+        self.sample = b""  # some bits of it, as they were then
         self.moments = moments
         self.kinds = dict(moments)
         if self.split:
@@ -165,7 +165,7 @@ class Engine(Adopting, Masters, Moves):
         algorithm: int,
         groups: list[dict[str, Any]],
         members: list[Member],
-        check_weights: bool | None,
+        check_weights: bool,
         history: History,
         **options: Any,
     ) -> None:
@@ -194,6 +194,7 @@ class Engine(Adopting, Masters, Moves):
         self._active: list[Slot] = []  # with a gradient, as of bind()
         self._unsettled_steps: list[tuple[int, list[Slot]]] = []  # tickets, and who took part
         self._slots_with_copies: list[Slot] = []
+        self._kept: Samples | None = None  # of the params that were last in sync together
 
     # ------------------------------------------------------------------------------ registering --
 

@@ -3,6 +3,7 @@ numbers where they are kept in halves."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 
 MASTER = "master_param"
 MASTER_LOW = "master_low"
-# A sample of a param: so many runs of so many bytes, spread over it.
+# What is looked at of each param: so many runs of so many bytes, spread over it.
 RUNS, RUN_BYTES = 8, 64
-# What one sum is of. Rows that change places are seen where they do not share one.
-SUMMED_BYTES = 1024
 # So many masters are rounded at once where all are looked at: they stay in the cache.
 COMPARED_ELEMENTS = 1 << 20
 
@@ -42,20 +41,15 @@ def halves(master: Tensor) -> tuple[Tensor, Tensor]:
     return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
 
 
-def samples_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Some bits of each dense tensor, taken in two copies, however many they are."""
-    samples = [torch.empty(0, dtype=torch.int16, device="cpu")] * len(tensors)
-    views = [sample_of(tensor) for tensor in tensors]
-    for dimensions in (1, 2):  # the short and the long
-        ids = [id for id, view in enumerate(views) if view.dim() == dimensions]
-        if ids:
-            copied = torch.cat([views[id] for id in ids])
-            for id, sample in zip(ids, copied.split([len(views[id]) for id in ids])):
-                samples[id] = sample.reshape(-1)
-    return samples
+def samples_on_host(address: int, size_bytes: int) -> bytes:
+    if size_bytes <= RUNS * RUN_BYTES:
+        return ctypes.string_at(address, size_bytes) if size_bytes else b""
+    stride = (size_bytes - RUN_BYTES) // (RUNS - 1) // 4 * 4
+    return b"".join(ctypes.string_at(address + i * stride, RUN_BYTES) for i in range(RUNS))
 
 
 def sample_of(tensor: Tensor) -> Tensor:
+    """The same of a dense tensor anywhere, as a view."""
     itemsize, count = tensor.element_size(), tensor.numel()
     if count * itemsize <= RUNS * RUN_BYTES:
         return in_memory_order(tensor).view(torch.int16)
@@ -64,20 +58,33 @@ def sample_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided(runs, (stride, 1), tensor.storage_offset()).view(torch.int16)
 
 
-def sums_of(tensor: Tensor) -> Tensor:
-    """Sums of a dense tensor's bits in blocks, modulo 2^64; and as they are, those that fill none."""
-    units, edges = in_memory_order(tensor).view(torch.int16), []
-    begin = -(units.data_ptr() // 2) % 4  # the first one at a multiple of 8 bytes
-    aligned = units.data_ptr() % 2 == 0 and (units.storage_offset() + begin) % 4 == 0
-    if aligned and units.numel() >= 8:
-        end = begin + (units.numel() - begin) // 4 * 4
-        edges = [units[:begin], units[end:]]
-        units = units[begin:end].view(torch.int64)
-    per_block = SUMMED_BYTES // units.element_size()
-    in_blocks = units.numel() // per_block * per_block
-    sums = units[:in_blocks].view(-1, per_block).sum(dim=1, dtype=torch.int64)
-    rest = [part.long() for part in (units[in_blocks:], *edges) if part.numel() > 0]
-    return torch.cat([sums, *rest]) if rest else sums
+class Samples:
+    """Those of some slots' params, taken where they are in two copies, however many they are."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = slots
+        views = [sample_of(slot.bound) for slot in slots]
+        self._lengths = [view.numel() for view in views]
+        self._order = sorted(range(len(views)), key=lambda index: views[index].dim())
+        short = [views[index] for index in self._order if views[index].dim() == 1]
+        long = [views[index] for index in self._order if views[index].dim() == 2]
+        parts = [torch.cat(views).reshape(-1) for views in (short, long) if views]
+        self._content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device="cpu")
+
+    def equal(self, others: Samples) -> bool:
+        """Whether those of the same slots are the same, asked in one question."""
+        return torch.equal(self._content, others._content)
+
+    def bytes(self) -> list[bytes]:
+        """Each one's."""
+        on_host = self._content.cpu()
+        content = ctypes.string_at(on_host.data_ptr(), 2 * on_host.numel())
+        cut, begin = [b""] * len(self.slots), 0
+        for index in self._order:
+            end = begin + 2 * self._lengths[index]
+            cut[index] = content[begin:end]
+            begin = end
+        return cut
 
 
 def words(flat: Tensor) -> Tensor:
@@ -107,21 +114,27 @@ class Masters(Part):
         """Masters and params of these are the same now."""
         for slot in slots:
             slot.version = local(slot.param)._version
-        if self.check_weights:  # what was seen is not asked
+        if self.check_weights:  # samples are not asked
             return
         watched = [slot for slot in slots if slot.has_master and slot.count > 0]
-        for slot, seen in zip(watched, self._look_at(watched)):
-            slot.seen = seen
+        if self._are_away():
+            if self._kept is not None and self._kept.slots != watched:
+                self._cut_kept()
+            self._kept = Samples(watched)
+            return
+        for slot in watched:
+            slot.sample = samples_on_host(slot.address, slot.bytes)
 
-    def _look_at(self, slots: list[Slot]) -> list[Tensor]:
-        """What is remembered of these params."""
-        bound = [slot.bound for slot in slots]
-        return samples_of(bound) if self.check_weights is False else [sums_of(one) for one in bound]
+    def _cut_kept(self) -> None:
+        """Every slot gets its own sample, so that they may be compared one by one."""
+        if self._kept is not None:
+            for slot, sample in zip(self._kept.slots, self._kept.bytes()):
+                slot.sample = sample
+            self._kept = None
 
     def notice_writes(self) -> None:
         """Whoever writes `param.data` in place leaves the version as it is. With check_weights every
-        param is compared with its master; by default its sums are with what they were; without, its
-        sample is, and where that has changed, all are compared."""
+        param is looked at; without, where a sample of one has changed, all are compared."""
         if self.check_weights:
             self._compare_with_masters()
             return
@@ -130,18 +143,8 @@ class Masters(Part):
             for slot in self.slots
             if slot.has_master and slot.count > 0 and slot.version == local(slot.param)._version
         ]
-        written = self._written_of(known)
-        if written and self.check_weights is False:
+        if not self._are_as_sampled(known):
             self.forget_versions()
-        for slot in written:
-            slot.version = None
-
-    def _written_of(self, slots: list[Slot]) -> list[Slot]:
-        """Those that do not look as they did. Where all do, that is one question to a GPU."""
-        seen, now = [slot.seen for slot in slots], self._look_at(slots)
-        if not slots or torch.equal(torch.cat(seen), torch.cat(now)):
-            return []
-        return [slot for slot, a, b in zip(slots, seen, now) if not torch.equal(a, b)]
 
     def keep_masters(self) -> None:
         """Views of masters, for comparisons: they cannot be asked for while a save runs."""
@@ -160,6 +163,17 @@ class Masters(Part):
                 continue
             if not are_rounded(slot.master, in_memory_order(slot.bound)):
                 slot.version = None
+
+    def _are_as_sampled(self, slots: list[Slot]) -> bool:
+        if not self._are_away():
+            return all(slot.sample == samples_on_host(slot.address, slot.bytes) for slot in slots)
+        if not slots:
+            return True
+        now = Samples(slots)
+        if self._kept is not None and self._kept.slots == slots:
+            return now.equal(self._kept)
+        self._cut_kept()
+        return all(slot.sample == sample for slot, sample in zip(slots, now.bytes()))
 
     def forget_versions(self) -> None:
         """The next step compares every master with its param."""

@@ -45,9 +45,9 @@ class OffloadOptions(TypedDict, total=False):
     bytes: the param is the upper half, and only the lower one is kept. The same bits. What the host
     keeps of a param on a GPU stays whole."""
     check_weights: bool | None
-    """How writes of `param.data` in place are noticed, which torch does not count. None (the default):
-    sums of each param's bits, taken after a step, are compared before the next. True: params are
-    compared with their masters. False: 512 bytes of each param are compared."""
+    """True: every param in 16 bits is compared with its master before each step, so that no write is
+    missed; it reads both once more. False: where a param's version says that it has been written, or
+    512 bytes of it do. None (the default) is True for params on the CPU, False for those on a GPU."""
     threads: int
     """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
     pin: bool
@@ -481,6 +481,8 @@ class OffloadOptimizer(Lifecycle):
             device, threads=self._options["threads"], allow_pageable=int(not self._options["pin"])
         )
 
+        check_weights = self._options["check_weights"]
+
         def engine_for(device_fraction: float) -> Engine:
             return Engine(
                 context,
@@ -488,7 +490,7 @@ class OffloadOptimizer(Lifecycle):
                 self._algorithm(),
                 groups,
                 members,
-                self._options["check_weights"],
+                device.type == "cpu" if check_weights is None else check_weights,
                 self._history,
                 device_fraction=device_fraction,
                 movable=movable_bits(self._options["movable"]),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from . import abi
     from .engine import Slot
+    from .masters import Samples
 
 
 class Part:
@@ -24,11 +25,12 @@ class Part:
         handle: abi.Optimizer
         slots: list[Slot]
         movable: int
-        check_weights: bool | None
+        check_weights: bool
         params_out: bool
         states_out: bool
         _bindings: Any
         _slots_with_copies: list[Slot]
+        _kept: Samples | None
         _count_views: list[Tensor]
         _counts_version: int
         _counts_place: int
