@@ -427,6 +427,21 @@ def test_a_step_behind_a_failed_save_tells_nothing_of_it(tmp_path):
     assert optimizer.state[params[0]]["step"] == 3 and not list(tmp_path.iterdir())
 
 
+def test_steps_count_on_where_a_loaded_state_moves_to_new_memory(tmp_path):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1, 2, 3])
+    optimizer.save_checkpoint(tmp_path / "saved")
+    others = three_params()
+    other = hybridopt.AdamW(others)
+    run(other, others, [1])
+    other.load_checkpoint(tmp_path / "saved")
+    more = torch.nn.Parameter(torch.ones(3))
+    other.add_param_group({"params": [more]})
+    run(other, [*others, more], [4])
+    assert other.last_step().step == 4 and other.state[others[0]]["step"] == 4
+
+
 def test_masters_only_and_fresh_moments(tmp_path):
     params = three_params()
     optimizer = hybridopt.AdamW(params)

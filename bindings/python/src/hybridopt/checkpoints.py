@@ -105,12 +105,9 @@ def load(
         path, keep=engine.storages(), flags=flags, stream=stream, progress=function
     )
     Transfer(engine, ticket, function).wait()
-    counted = keep_steps or not fresh_moments
-    needed = counted and any(slot.count == 0 for slot in engine.slots)
-    engine.after_load(state, most_steps(path) if needed else 0)
-
-
-def most_steps(path: str | os.PathLike[str]) -> int:
-    """The step count of the param that was stepped most."""
-    info, tensors = abi.checkpoint_inspect(path)
-    return max((tensor.step_count for tensor in tensors), default=info.step)
+    if keep_steps or not fresh_moments:
+        info, tensors = abi.checkpoint_inspect(path)
+        most = max((tensor.step_count for tensor in tensors), default=info.step)
+        engine.after_load(state, info.step, most)
+    else:
+        engine.after_load(state, 0, 0)

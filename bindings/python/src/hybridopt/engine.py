@@ -389,15 +389,16 @@ class Engine(Adopting, Masters, Moves):
         self._fill_copies()
         self.refresh_masters()
 
-    def after_load(self, state: dict[Tensor, Any], steps: int) -> None:
-        """The library has written params, state and step counts. It stores nothing of params without
-        elements, whose steps torch counts: they take `steps`."""
+    def after_load(self, state: dict[Tensor, Any], steps: int, most: int) -> None:
+        """The library has written params, state and step counts, its own among them, which is `steps`.
+        It stores nothing of params without elements, whose steps torch counts: they take `most`, those
+        of the param that was stepped most."""
         self._note_written(self.slots)
-        self.history.note_load()
+        self.history.note_load(steps)
         for slot in self.slots:
             kinds = list(slot.kinds.values())
             count = self.view_of(slot, kinds[0]).step_count if kinds else 0
-            count = steps if slot.count == 0 else count
+            count = most if slot.count == 0 else count
             self._count_views[slot.id].fill_(count)
             if count > 0 or slot.entry is not None or self._has_low_bits(slot):
                 self._publish(slot, state)

@@ -69,7 +69,6 @@ class GradientHooks:
 
     def attach(self, engine: Engine) -> None:
         """Hooks the params of an engine that have none yet."""
-        refuse_replicas({slot.param for slot in engine.slots})
         for slot in engine.slots:
             if slot.param not in self._handles and slot.param.requires_grad:
                 handle = slot.param.register_post_accumulate_grad_hook(self._ready)

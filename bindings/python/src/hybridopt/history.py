@@ -30,9 +30,11 @@ class History:
         self.samples: deque[Any] = deque(maxlen=REMEMBERED_SAMPLES)
         self._before = Stats()  # of engines that have ended
         self._steps_before = 0  # that the engine does not count
+        self._steps_now = 0  # by the latest result, or by the checkpoint that was loaded since
 
     def add(self, result: abi.offload_step_result_t) -> None:
         result.step += self._steps_before
+        self._steps_now = result.step
         self.results.append(described(StepResult, result))
 
     def stats(self, own: abi.offload_stats_t | None) -> Stats:
@@ -45,9 +47,9 @@ class History:
         """The engine ends. All of its results are here."""
         sums = self.stats(own)
         self._before = Stats(**{name: getattr(sums, name) for name in TOTALS})
-        if self.results:
-            self._steps_before = self.results[-1].step
+        self._steps_before = self._steps_now
 
-    def note_load(self) -> None:
+    def note_load(self, steps: int) -> None:
         """The engine counts from the checkpoint's steps on."""
         self._steps_before = 0
+        self._steps_now = steps

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import abi
 from .engine import Engine, Slot, refuse_capture
-from .gradient_hooks import GradientHooks
+from .gradient_hooks import GradientHooks, refuse_replicas
 from .history import History
 from .modes import in_no_mode
 from .moves import MOVABLE
@@ -126,6 +126,7 @@ class Lifecycle(torch.optim.Optimizer):
                 "gradients are hooked already; call remove() on what hook_gradients() gave"
             )
         hooks = GradientHooks(self, accumulate, grad_scaler)
+        refuse_replicas({param for group in self.param_groups for param in group["params"]})
         needed = "accumulate" if accumulate else "grads"
         if needed not in self._options["movable"]:
             self._drop_engine("hooks need room for gradients")  # another one, with room for the gradients, goes on from its state

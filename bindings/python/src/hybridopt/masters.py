@@ -87,10 +87,12 @@ class Samples:
         return cut
 
 
-def words(flat: Tensor) -> Tensor:
-    """Elements of 16 bits as integers, the widest they can be: torch compares those fastest."""
-    whole = flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0
-    return flat.view(torch.int64 if whole else torch.int16)
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Of flat tensors of as many elements of 16 bits: as integers, the widest they can be, which torch
+    compares fastest."""
+    whole = all(flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 for flat in (one, other))
+    dtype = torch.int64 if whole else torch.int16
+    return torch.equal(one.view(dtype), other.view(dtype))
 
 
 def are_rounded(master: Tensor, param: Tensor) -> bool:
@@ -98,7 +100,7 @@ def are_rounded(master: Tensor, param: Tensor) -> bool:
     rounded = torch.empty(min(master.numel(), COMPARED_ELEMENTS), dtype=param.dtype, device="cpu")
     for masters, params in zip(master.split(COMPARED_ELEMENTS), param.split(COMPARED_ELEMENTS)):
         now = rounded[: masters.numel()].copy_(masters)
-        if not torch.equal(words(now), words(params)):
+        if not same_bits(now, params):
             return False
     return True
 
@@ -248,7 +250,7 @@ class Masters(Part):
     def _whole_masters(self, slot: Slot) -> Tensor:
         """Those of the host's share, as a view."""
         if self.low_view(slot).device_count == slot.count:
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         return host_view(self.handle.state(slot.id, abi.OFFLOAD_STATE_MASTER), self.handle)
 
     def low_of_whole_masters(self, slot: Slot) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import abi, checkpoints, loading, placement
 from .contexts import context_for
 from .engine import Engine, Member, Slot, refuse_capture
+from .gradient_hooks import refuse_replicas
 from .history import History
 from .lifecycle import Lifecycle, movable_bits
 from .modes import in_no_mode
@@ -400,6 +401,8 @@ class OffloadOptimizer(Lifecycle):
             stepped = always or self._comm is not None
             if not members or not (stepped or any(has_gradient(m.param) for m in members)):
                 return None
+            if self._hooks is not None:
+                refuse_replicas({member.param for member in members})
             engine = self._new_engine(members, groups)
             engine.commit()
             if self._comm is not None:
