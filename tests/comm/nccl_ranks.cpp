@@ -5,6 +5,7 @@
 #include <offload_nccl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -129,6 +130,7 @@ template <typename Work>
 pid_t Start(Work work) {
   const pid_t child = fork();
   if (child != 0) return child;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // no rank outlives the program
   const int status = work();
   std::fflush(stdout);
   _exit(status);

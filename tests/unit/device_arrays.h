@@ -15,12 +15,13 @@
 
 namespace hybridopt {
 
-// Finite numbers of every magnitude, zeros and denormals among them.
+// Finite numbers of every magnitude, zeros and denormals among them. Lower halves are any.
 inline uint32_t AnyFiniteBits(int32_t dtype, std::mt19937_64& random) {
   const auto bits = static_cast<uint32_t>(random());
   if (bits % 16 == 0) return 0;
   if (dtype == OFFLOAD_FP32) return (bits & 0x7f800000) == 0x7f800000 ? bits & 0xff7fffff : bits;
   const uint32_t half = bits & 0xffff;
+  if (dtype == OFFLOAD_U16) return half;
   const uint32_t exponent = dtype == OFFLOAD_BF16 ? 0x7f80 : 0x7c00;
   return (half & exponent) == exponent ? half & ~0x0400u & ~0x0080u : half;
 }
