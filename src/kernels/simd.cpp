@@ -122,36 +122,28 @@ HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
   return nan;
 }
 
-// Updates units from `begin` on, up to one of which something is NaN, and returns where it ended.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
-HWY_INLINE uint64_t UpdateUntilNan(const Coefficients& c, const UpdateSpan& span,
-                                   const RunRounding& run, const ParamStore& store,
-                                   uint64_t begin) {
-  for (; begin < span.count; begin += Unit()) {
-    Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
-    Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
-    const Value first = {grad0, param0, first0, second0};
-    const Value second = {grad1, param1, first1, second1};
-    UpdateUnit<kRule, kGradDtype, kSplit, kForm, false>(c, span, begin, first, second);
-    if (HWY_UNLIKELY((RoundsNan<kRule, kParamDtype, kForm>(first, second)))) break;
-    StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, false>(first, second, span, run, store,
-                                                                    begin);
-  }
-  return begin;
-}
-
-// One unit, of which nothing has been stored yet, with a look at every value. A master may be no
-// NaN but what ZeroStays is for.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
-HWY_NOINLINE void UpdateNanUnit(Coefficients c, UpdateSpan span, RunRounding run, ParamStore store,
-                                uint64_t begin) {
+// Updates one unit, or stores nothing of it and returns false: where something is NaN and kMayBeNan
+// has not been asked for, which looks at every value.
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm,
+          bool kMayBeNan>
+HWY_INLINE bool TryUnit(const Coefficients& c, const UpdateSpan& span, const RunRounding& run,
+                        const ParamStore& store, uint64_t begin) {
   Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
   Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
   const Value first = {grad0, param0, first0, second0};
   const Value second = {grad1, param1, first1, second1};
-  UpdateUnit<kRule, kGradDtype, kSplit, kForm, true>(c, span, begin, first, second);
-  StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(first, second, span, run, store,
-                                                                 begin);
+  UpdateUnit<kRule, kGradDtype, kSplit, kForm, kMayBeNan>(c, span, begin, first, second);
+  if (!kMayBeNan && HWY_UNLIKELY((RoundsNan<kRule, kParamDtype, kForm>(first, second))))
+    return false;
+  StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, kMayBeNan>(first, second, span, run,
+                                                                      store, begin);
+  return true;
+}
+
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
+HWY_NOINLINE void UpdateNanUnit(Coefficients c, UpdateSpan span, RunRounding run, ParamStore store,
+                                uint64_t begin) {
+  TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, run, store, begin);
 }
 
 // Updates whole units: span.count is a multiple of Unit(). The arguments are copies, here and where
@@ -161,10 +153,20 @@ void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding 
   const auto param_address = reinterpret_cast<uintptr_t>(span.param);
   const ParamStore store = {span.param == span.master,
                             param_address % (Unit() * sizeof(uint16_t)) == 0};
+  const auto try_unit = [&](uint64_t i) HWY_ATTR {
+    return TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, false>(c, span, run, store, i);
+  };
   for (uint64_t i = 0; i < span.count; i += Unit()) {
-    i = UpdateUntilNan<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, run, store, i);
+#if HWY_HAVE_SCALABLE
+    // gcc 12 counts the loop below up before it has stored.
+    if (!try_unit(i))
+      TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, run, store, i);
+#else
+    // A call inside the loop would take the registers that its constants are in.
+    while (i < span.count && try_unit(i)) i += Unit();
     if (i < span.count)
       UpdateNanUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, run, store, i);
+#endif
   }
 }
 
