@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../devices.h"
 #include "device/device.h"
 
 namespace hybridopt {
@@ -46,6 +47,17 @@ AssertionResult Fails(const Result<T>& result, int32_t code,
                       const std::vector<std::string>& words) {
   return Fails(result.status(), code, words);
 }
+
+// A test of what every device with memory of its own promises.
+class AcceleratorTest : public testing::TestWithParam<int32_t> {
+ protected:
+  static std::unique_ptr<Device> Make() {
+    auto device = MakeAccelerator({uint64_t{256} << 20, 1, 0}, ReferenceKernels());
+    EXPECT_TRUE(Ok(device));
+    EXPECT_EQ(device.value()->kind(), GetParam());
+    return std::move(device.value());
+  }
+};
 
 inline StreamHandle MakeStream(Device& device, const char* label) {
   auto stream = device.CreateStream(label);

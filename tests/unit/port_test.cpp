@@ -18,15 +18,7 @@
 namespace hybridopt {
 namespace {
 
-class PortTest : public testing::TestWithParam<int32_t> {
- protected:
-  static std::unique_ptr<Device> Make() {
-    auto device = MakeAccelerator({uint64_t{256} << 20, 1, 0}, ReferenceKernels());
-    EXPECT_TRUE(Ok(device));
-    EXPECT_EQ(device.value()->kind(), GetParam());
-    return std::move(device.value());
-  }
-};
+class PortTest : public AcceleratorTest {};
 
 INSTANTIATE_TEST_SUITE_P(Devices, PortTest, testing::ValuesIn(AcceleratorsUnderTest()),
                          [](const auto& info) { return std::string(DeviceText(info.param)); });
