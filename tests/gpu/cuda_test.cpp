@@ -9,17 +9,12 @@
 #include <vector>
 
 #include "../differential/rig.h"
+#include "cuda_calls.h"
 
 namespace hybridopt {
 namespace {
 
 constexpr int64_t kLongNs = 10'000'000'000;  // no timed assertion: only the end of a hang
-
-#define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess)
-
-bool LastErrorHas(const std::string& words) {
-  return std::string(offload_last_error()).find(words) != std::string::npos;
-}
 
 ContextSetting CudaSetting() {
   ContextSetting setting;
@@ -346,16 +341,7 @@ TEST(FullDevice, CommitNamesTheBytesAndWorksOnceThereIsRoom) {
   const TestContext context(CudaSetting());
   constexpr uint64_t kCount = uint64_t{64} << 20;  // 768 MiB of state
   const ParamSpec spec = {OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, kCount};
-  auto options = Make<offload_optimizer_options_t>();
-  options.algorithm = OFFLOAD_ADAMW;
-  options.device_fraction = 1;
-  offload_optimizer_t optimizer = nullptr;
-  MUST(offload_optimizer_create(context.handle(), &options, &optimizer));
-  auto group = Make<offload_group_t>();
-  group.lr = 1e-3;
-  group.eps = 1e-8;
-  uint32_t id = 0;
-  MUST(offload_optimizer_add_group(optimizer, &group, &id));
+  const offload_optimizer_t optimizer = NewAdamW(context, 1);
   auto param = Make<offload_param_t>();
   param.dtype = param.grad_dtype = OFFLOAD_BF16;
   param.name = "p";

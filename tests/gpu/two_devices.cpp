@@ -6,15 +6,10 @@
 #include <vector>
 
 #include "../differential/rig.h"
+#include "cuda_calls.h"
 
 namespace hybridopt {
 namespace {
-
-#define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess)
-
-bool LastErrorHas(const std::string& words) {
-  return std::string(offload_last_error()).find(words) != std::string::npos;
-}
 
 ContextSetting OnDevice(int32_t index) {
   ContextSetting setting;
@@ -74,15 +69,7 @@ TEST(TwoDevices, StreamsOfTheOtherAreRefused) {
 
 TEST(TwoDevices, ParamsInMemoryOfTheOtherAreRefused) {
   const TestContext context(OnDevice(0));
-  auto options = Make<offload_optimizer_options_t>();
-  options.algorithm = OFFLOAD_ADAMW;
-  offload_optimizer_t optimizer = nullptr;
-  MUST(offload_optimizer_create(context.handle(), &options, &optimizer));
-  auto group = Make<offload_group_t>();
-  group.lr = 1e-3;
-  group.eps = 1e-8;
-  uint32_t id = 0;
-  MUST(offload_optimizer_add_group(optimizer, &group, &id));
+  const offload_optimizer_t optimizer = NewAdamW(context, 0);
   auto param = Make<offload_param_t>();
   param.name = "weight";
   param.dtype = param.grad_dtype = OFFLOAD_FP32;
