@@ -124,11 +124,6 @@ struct Moment<true> {
   }
 };
 
-uint64_t IndexOf(const ElementOrder& order, uint64_t element) {
-  const uint64_t c = order.column + element;
-  return order.first + c / order.row_length * order.row_stride + c % order.row_length;
-}
-
 uint32_t RandomBitsOf(const UpdateSpan& span, uint64_t element) {
   if (!span.rounding.stochastic) return 0;
   const uint64_t index = IndexOf(span.order, element);

@@ -68,6 +68,14 @@ HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16Randomly(float value, uint32_t ra
   return static_cast<uint16_t>((bits + random) >> 16);
 }
 
+// The index of one element of a span. Most lie in its first row: a division of 64 bits is slow on
+// GPUs.
+HYBRIDOPT_EVERYWHERE inline uint64_t IndexOf(const ElementOrder& order, uint64_t element) {
+  const uint64_t column = order.column + element;
+  if (column < order.row_length) return order.first + column;
+  return order.first + column / order.row_length * order.row_stride + column % order.row_length;
+}
+
 // Calls visit(begin, count, index) for each run of span elements whose indices follow each other
 // within 32 bits: elements [begin, begin + count) are those from `index` on.
 template <typename Visit>

@@ -37,9 +37,6 @@ HWY_INLINE Float LoadWide(const Stored<kDtype>* source) {
   }
 }
 
-// How the kernel stores moments. What is one fixed thing for a whole span is no branch in its loop.
-enum class MomentForm { kFp32, kNearest, kStochastic };
-
 // A unit is read into two vectors: its halves, or, where IsPaired(), its even and its odd elements.
 // Pairs are cheaper where all arrays have elements of 16 bits: to widen and to pack them takes a
 // shift and a mask.

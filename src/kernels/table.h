@@ -10,6 +10,9 @@ inline constexpr bool kHasMoment0 = kRule != Rule::kSgdPlain;
 template <Rule kRule>
 inline constexpr bool kHasMoment1 = kRule == Rule::kAdam;
 
+// How a kernel stores moments. What is one fixed thing for a whole span is no branch in its loop.
+enum class MomentForm { kFp32, kNearest, kStochastic };
+
 // Sums of squares never fall below zero; they are kept from becoming infinite.
 template <Rule kRule>
 inline constexpr bool kMoment0IsSum = kRule == Rule::kAdagrad;

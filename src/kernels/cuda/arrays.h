@@ -15,8 +15,6 @@
 
 namespace hybridopt::cuda {
 
-enum class MomentForm { kFp32, kNearest, kStochastic };
-
 // How a tile's moments are stored. What is a sum of squares stays finite.
 template <MomentForm kForm>
 class Moments {

@@ -24,8 +24,8 @@ class TileRandom {
     left_ = left < count ? static_cast<uint32_t>(left) : count;
     row_length_ = order.row_length < count ? static_cast<uint32_t>(order.row_length) : count;
     gap_ = static_cast<uint32_t>(order.row_stride - order.row_length);
-    const uint64_t first = IndexOf(begin);
-    share_tweak_ = first >> 32 == IndexOf(begin + count - 1) >> 32;  // indices ascend
+    const uint64_t first = IndexOf(order, begin);
+    share_tweak_ = first >> 32 == IndexOf(order, begin + count - 1) >> 32;  // indices ascend
     counter_ = CounterOf(span.rounding, first);
     tweak_ = TweakOf(span.rounding, first);
   }
@@ -58,18 +58,11 @@ class TileRandom {
   }
 
   __device__ uint32_t Of(uint64_t element) const {
-    const uint64_t index = IndexOf(element);
+    const uint64_t index = IndexOf(span_.order, element);
     return RandomBits(CounterOf(span_.rounding, index), TweakOf(span_.rounding, index));
   }
 
  private:
-  __device__ uint64_t IndexOf(uint64_t element) const {
-    const ElementOrder& order = span_.order;
-    const uint64_t column = order.column + element;
-    if (column < order.row_length) return order.first + column;
-    return order.first + column / order.row_length * order.row_stride + column % order.row_length;
-  }
-
   const UpdateSpan& span_;
   const uint64_t begin_;
   uint32_t left_;        // elements that the first row has in this tile

@@ -1,6 +1,6 @@
-// The update of many params in one launch. A thread block finds its row by its tile, then runs the
-// code of that row's dtypes. Each state layout has a kernel of its own, so that none takes
-// registers from another.
+// The update of many params of one kind in one launch. A thread block finds its row by its tile.
+// Each mix of layout, dtypes and rounding has a kernel of its own, so that none takes registers
+// from another.
 #include "kernels/cuda/arrays.h"
 #include "kernels/cuda/launch.h"
 
