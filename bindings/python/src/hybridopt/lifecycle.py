@@ -129,7 +129,8 @@ class Lifecycle(torch.optim.Optimizer):
         refuse_replicas({param for group in self.param_groups for param in group["params"]})
         needed = "accumulate" if accumulate else "grads"
         if needed not in self._options["movable"]:
-            self._drop_engine("hooks need room for gradients")  # another one, with room for the gradients, goes on from its state
+            # Another engine, with room for the gradients, goes on from its state.
+            self._drop_engine("hooks need room for gradients")
             self._options = {
                 **self._options,
                 "movable": (*self._options["movable"], needed),
