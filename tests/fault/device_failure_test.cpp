@@ -1,13 +1,18 @@
 // The device fails, refuses, or stops: whoever waits learns the cause, nobody hangs, nothing leaks,
 // and what failed before it began can be tried again.
+#include <execinfo.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
 #include <set>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "../devices.h"
 #include "../forwarding_device.h"
@@ -172,6 +177,21 @@ TEST(Destroy, WithStepsQueuedAppliesThemFirst) {
 // ------------------------------------------------------------------------- through the port
 // -------
 
+// The lines of code that a call comes from, as return addresses.
+using Place = std::vector<void*>;
+
+Place PlaceOfCaller() {
+  std::array<void*, 32> frames;
+  const int count = backtrace(frames.data(), static_cast<int>(frames.size()));
+  return {frames.begin(), frames.begin() + count};
+}
+
+struct Call {
+  std::string name;
+  int step;  // 0 while committing, then from 1
+  Place place;
+};
+
 // What fails, when, and how.
 struct Plan {
   uint64_t failing_call = UINT64_MAX;
@@ -179,11 +199,12 @@ struct Plan {
   bool sticky = false;  // all calls from then on
   std::atomic<uint64_t> calls = 0;
   std::atomic<int64_t> streams = 0, events = 0, pinned = 0, allocations = 0;  // held
-  std::vector<const char*> names;  // of all calls; in one thread at a time
+  int step = 0;
+  std::vector<Call> made;  // in one thread at a time; only where nothing is to fail
 
   Status Next(const char* call) {
     const uint64_t number = calls++;
-    names.push_back(call);
+    if (failing_call == UINT64_MAX) made.push_back({call, step, PlaceOfCaller()});
     if (number == failing_call || (sticky && number > failing_call))
       return Status::Error(code, "injected into call %llu, %s",
                            static_cast<unsigned long long>(number), call);
@@ -335,6 +356,7 @@ class Rig {
     HYBRIDOPT_TRY(optimizer->Commit(nullptr));
     committed = true;
     for (int step = 0; step < kSteps; ++step) {
+      plan_.step = step + 1;
       auto options = Make<offload_step_options_t>();
       options.grad_norm_max = step == 1 ? 0 : 0.5;
       options.flags = step == 1 ? OFFLOAD_STEP_ASSUME_FINITE : 0;
@@ -418,19 +440,25 @@ uint64_t CallsBeforeWork() {
   return plan.calls;
 }
 
-// Which calls to fail, of `names`: all of them, and one that is not made any more. On a real
-// device, where each try takes longer, the first and the last few of each kind.
-std::vector<uint64_t> CallsToFail(uint64_t before, const std::vector<const char*>& names) {
-  constexpr size_t kOfEachEnd = 4;
-  std::map<std::string, std::vector<uint64_t>> of_kind;
-  for (uint64_t call = before; call < names.size(); ++call) of_kind[names[call]].push_back(call);
+// Which calls to fail: all of them, and one that is not made any more. On a real device, where each
+// try takes longer, the first and the last few of each kind; under a sanitizer, where it takes a
+// tenth of a second, in each step the first and the last from each place.
+std::vector<uint64_t> CallsToFail(uint64_t before, const std::vector<Call>& made) {
+  const bool every_call = Scaled(10) >= 10;
+  const size_t of_each_end = TestsRunOnCuda() ? 4 : every_call ? made.size() : 1;
+  std::map<std::tuple<std::string, int, Place>, std::vector<uint64_t>> alike;
+  for (uint64_t number = before; number < made.size(); ++number) {
+    const Call& call = made[number];
+    alike[TestsRunOnCuda() ? std::tuple(call.name, 0, Place())
+                           : std::tuple(call.name, call.step, call.place)]
+        .push_back(number);
+  }
   std::vector<uint64_t> calls;
-  for (const auto& [name, of_name] : of_kind)
-    for (size_t i = 0; i < of_name.size(); ++i)
-      if (!TestsRunOnCuda() || i < kOfEachEnd || i + kOfEachEnd >= of_name.size())
-        calls.push_back(of_name[i]);
+  for (const auto& [kind, of_kind] : alike)
+    for (size_t i = 0; i < of_kind.size(); ++i)
+      if (i < of_each_end || i + of_each_end >= of_kind.size()) calls.push_back(of_kind[i]);
   std::sort(calls.begin(), calls.end());
-  calls.push_back(names.size());
+  calls.push_back(made.size());
   return calls;
 }
 
@@ -445,7 +473,8 @@ void FailEveryCallOnce(int32_t code, bool sticky) {
     waits_for_flags = !rig.shares_queues();
     const Status status = rig.Work();
     ASSERT_TRUE(status.ok()) << status.message();
-    calls = CallsToFail(before, plan.names);
+    calls = CallsToFail(before, plan.made);
+
     expected = rig.Params();
     rig.optimizer.reset();
     EXPECT_TRUE(rig.HoldsWhatItHeldBeforeCommit());
