@@ -1,6 +1,6 @@
 """The wheel that `pip install ./bindings/python` makes: around the library of this build, and with a
-library that is built for it, as pip does. That takes a minute and a half on two cores, without CUDA,
-which would take longer and which the wheel of a machine with nvcc has; all else is as for users."""
+library that is built for it, as pip does. That one is built without CUDA and without optimization,
+which take minutes; `scripts/test --wheel` builds what users get."""
 
 import os
 import pathlib
@@ -30,17 +30,18 @@ def pip(*arguments):
     subprocess.run(command, check=True, env=environment)
 
 
+AS_FOR_USERS = os.environ.get("HYBRIDOPT_TEST_WHEEL") == "users"
 SETTINGS = {
-    "around": "HYBRIDOPT_LIBRARY=" + os.environ["HYBRIDOPT_LIBRARY"],
-    "built": "HYBRIDOPT_CUDA=OFF",
+    "around": ["HYBRIDOPT_LIBRARY=" + os.environ["HYBRIDOPT_LIBRARY"]],
+    "built": [] if AS_FOR_USERS else ["HYBRIDOPT_CUDA=OFF", "CMAKE_CXX_FLAGS_RELEASE=-O0"],
 }
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
 def wheel(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    setting = "--config-settings=cmake.define." + SETTINGS[request.param]
-    pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, setting, PACKAGE)
+    settings = ["--config-settings=cmake.define." + setting for setting in SETTINGS[request.param]]
+    pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, *settings, PACKAGE)
     (made,) = folder.glob("*.whl")
     return made
 
