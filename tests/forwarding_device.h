@@ -52,6 +52,7 @@ class ForwardingDevice : public Device {
                         uint64_t value) override {
     return device_->StreamWaitFlag(stream, flag, value);
   }
+  Result<bool> Reached(EventHandle event) override { return device_->Reached(event); }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
     return device_->Wait(event, timeout_ns);
   }

@@ -61,7 +61,7 @@ struct DeviceMemory {
 
 // Commands on one stream run in order; different streams are unordered but for events. Functions
 // that queue return before the command has run. A failure of a command is sticky and asynchronous:
-// it shows in a later call, in Query or in Wait, as DEVICE_FAILED with the cause. Thread-safe.
+// it shows in a later call, in Reached or in Wait, as DEVICE_FAILED with the cause. Thread-safe.
 class Device {
  public:
   virtual ~Device() = default;
@@ -110,6 +110,8 @@ class Device {
   // stream's work; a real device can only look at those of NewFlag.
   virtual Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                                 uint64_t value) = 0;
+  // Whether the event's latest record has been reached. Does not wait.
+  virtual Result<bool> Reached(EventHandle event) = 0;
   // Blocks the calling thread until the event's latest record has been reached. TIMED_OUT after
   // timeout_ns; negative: no limit.
   virtual Status Wait(EventHandle event, int64_t timeout_ns) = 0;

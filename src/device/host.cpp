@@ -59,6 +59,7 @@ class HostDevice final : public Device {
   Status StreamWaitFlag(StreamHandle, const std::atomic<uint64_t>*, uint64_t) override {
     return Unsupported("StreamWaitFlag");
   }
+  Result<bool> Reached(EventHandle) override { return Unsupported("Reached"); }
   Status Wait(EventHandle, int64_t) override { return Unsupported("Wait"); }
   Result<double> Elapsed(EventHandle, EventHandle) override { return Unsupported("Elapsed"); }
   Status Synchronize(StreamHandle stream, int64_t) override { return CheckStream(stream); }

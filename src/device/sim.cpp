@@ -57,6 +57,7 @@ class SimDevice final : public Device {
   Status StreamWait(StreamHandle stream, EventHandle event) override;
   Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                         uint64_t value) override;
+  Result<bool> Reached(EventHandle event) override;
   Status Wait(EventHandle event, int64_t timeout_ns) override;
   Result<double> Elapsed(EventHandle begin, EventHandle end) override;
   Status Synchronize(StreamHandle stream, int64_t timeout_ns) override;
@@ -90,6 +91,7 @@ class SimDevice final : public Device {
     int64_t time_ns;
   };
 
+  Result<bool> Reached(const Point& point, int64_t timeout_ns) const;
   std::unique_ptr<SimStream> MakeStream(const char* label);
   Result<SimStream*> Find(StreamHandle stream) const;
   Result<SimStream*> Forget(StreamHandle stream);
@@ -306,12 +308,22 @@ Status SimDevice::StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t
   return Queue(stream, sim::WaitFlag{flag, value}).status();
 }
 
-Status SimDevice::Wait(EventHandle event, int64_t timeout_ns) {
+Result<bool> SimDevice::Reached(EventHandle event) {
   HYBRIDOPT_ASSIGN(const Point point, LatestRecord(event));
+  return Reached(point, 0);
+}
+
+Result<bool> SimDevice::Reached(const Point& point, int64_t timeout_ns) const {
   HYBRIDOPT_TRY(fault_.status());
   const bool reached =
       point.stream == nullptr || point.stream->WaitUntil(point.sequence, timeout_ns);
   HYBRIDOPT_TRY(fault_.status());
+  return reached;
+}
+
+Status SimDevice::Wait(EventHandle event, int64_t timeout_ns) {
+  HYBRIDOPT_ASSIGN(const Point point, LatestRecord(event));
+  HYBRIDOPT_ASSIGN(const bool reached, Reached(point, timeout_ns));
   if (!reached) {
     return Status::Error(OFFLOAD_TIMED_OUT,
                          "event \"%s\" on stream \"%s\" was not reached within %" PRId64

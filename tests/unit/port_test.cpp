@@ -67,6 +67,7 @@ TEST_P(PortTest, WaitsTimeOutAndTheWorkGoesOn) {
 TEST_P(PortTest, NeverRecordedIsComplete) {
   auto device = Make();
   EventHandle event = MakeEvent(*device);
+  EXPECT_TRUE(device->Reached(event).value());
   EXPECT_TRUE(Ok(device->Wait(event, 0)));
   EXPECT_TRUE(Ok(device->StreamWait(nullptr, event)));
   EXPECT_TRUE(Ok(device->Synchronize(nullptr, -1)));
@@ -79,9 +80,11 @@ TEST_P(PortTest, StandsForItsLatestRecord) {
   Gate gate(*device);
   gate.Close(blocked);
   ASSERT_TRUE(Ok(device->Record(event, blocked)));
+  EXPECT_FALSE(device->Reached(event).value());
   EXPECT_TRUE(Fails(device->Wait(event, 0), OFFLOAD_TIMED_OUT, {}));
   ASSERT_TRUE(Ok(device->Record(event, open)));
   EXPECT_TRUE(Ok(device->Wait(event, -1)));  // although the older record was not reached
+  EXPECT_TRUE(device->Reached(event).value());
   ASSERT_TRUE(Ok(device->Record(event, blocked)));
   EXPECT_TRUE(Fails(device->Wait(event, 0), OFFLOAD_TIMED_OUT, {}));
   gate.Open();

@@ -88,6 +88,7 @@ class CudaDevice final : public Device {
   Status StreamWait(StreamHandle stream, EventHandle event) override;
   Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                         uint64_t value) override;
+  Result<bool> Reached(EventHandle event) override;
   Status Wait(EventHandle event, int64_t timeout_ns) override;
   Result<double> Elapsed(EventHandle begin, EventHandle end) override;
   Status Synchronize(StreamHandle stream, int64_t timeout_ns) override;
@@ -118,6 +119,7 @@ class CudaDevice final : public Device {
   Status Check(cudaError_t error, const char* what, StreamHandle stream) const;
   std::string LabelOf(StreamHandle stream) const;
   Result<bool> StreamDone(StreamHandle stream) const;
+  Result<bool> EventDone(const Event& event) const;
   void Forget(StreamHandle stream);
   Status Copy(StreamHandle stream, void* to, const void* from, uint64_t bytes, const void* host,
               const char* what);
@@ -487,16 +489,22 @@ Status CudaDevice::StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_
   return Check(static_cast<cudaError_t>(error), "cuStreamWaitValue64", stream);
 }
 
+Result<bool> CudaDevice::Reached(EventHandle event) {
+  const Scope scope = Enter();
+  return EventDone(Of(event));
+}
+
+Result<bool> CudaDevice::EventDone(const Event& event) const {
+  const cudaError_t error = cudaEventQuery(event.event);
+  if (error == cudaErrorNotReady) return false;
+  HYBRIDOPT_TRY(Check(error, "cudaEventQuery", event.stream));
+  return true;
+}
+
 Status CudaDevice::Wait(EventHandle event, int64_t timeout_ns) {
   const Scope scope = Enter();
   const Event& waited = Of(event);
-  const auto reached = [&]() -> Result<bool> {
-    const cudaError_t error = cudaEventQuery(waited.event);
-    if (error == cudaErrorNotReady) return false;
-    HYBRIDOPT_TRY(Check(error, "cudaEventQuery", waited.stream));
-    return true;
-  };
-  HYBRIDOPT_ASSIGN(const bool done, PollUntil(reached, timeout_ns));
+  HYBRIDOPT_ASSIGN(const bool done, PollUntil([&] { return EventDone(waited); }, timeout_ns));
   if (done) return {};
   return Status::Error(OFFLOAD_TIMED_OUT,
                        "event \"%s\" on stream \"%s\" was not reached within %" PRId64
