@@ -35,15 +35,29 @@ void ActiveElements::Count(std::span<const StepParam> params) {
   }
 }
 
-void HostShare::Update(uint32_t chunk, const ChunkPart& part, const ChunkBuffers& buffers,
-                       std::span<const StepParam> params, const ActiveElements& active,
-                       std::span<const Coefficients> coefficients, uint32_t worker,
-                       uint32_t workers) const {
+void HostShare::AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const {
+  if (step.capture == nullptr) return;
   ForEachStretch(
-      FragmentsOf(placement_, placement_.chunks[chunk]), active.in_chunk(chunk),
-      [&](const Fragment& fragment) { return active.before(fragment); }, part, worker, workers,
+      FragmentsOf(placement_, placement_.chunks[chunk]), step.active.in_chunk(chunk),
+      [&](const Fragment& fragment) { return step.active.before(fragment); }, range,
       [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-        const StepParam& param = params[fragment.param];
+        step.capture->Await(fragment.param, fragment.begin + first + count);
+      });
+}
+
+void HostShare::Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
+                       WorkPieces& pieces, uint32_t worker) const {
+  pieces.Take(worker, [&](const WorkRange& piece) { UpdatePiece(step, chunk, buffers, piece); });
+  kernels_.publish();
+}
+
+void HostShare::UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
+                            const WorkRange& piece) const {
+  ForEachStretch(
+      FragmentsOf(placement_, placement_.chunks[chunk]), step.active.in_chunk(chunk),
+      [&](const Fragment& fragment) { return step.active.before(fragment); }, piece,
+      [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+        const StepParam& param = step.params[fragment.param];
         const Target& target = targets_[fragment.param];
         const uint64_t element = HostElement(target, fragment, first);
         UpdateSpan span{};
@@ -60,10 +74,9 @@ void HostShare::Update(uint32_t chunk, const ChunkPart& part, const ChunkBuffers
                         UpdateSpan part = Advanced(span, types, offset);
                         part.count = part_count;
                         part.order = order;
-                        update(coefficients[param.coefficients], part);
+                        update(step.coefficients[param.coefficients], part);
                       });
       });
-  kernels_.publish();
 }
 
 void HostShare::Fill(const Chunk& chunk, const ChunkBuffers& buffers,
@@ -71,8 +84,8 @@ void HostShare::Fill(const Chunk& chunk, const ChunkBuffers& buffers,
                      uint32_t worker, uint32_t workers) const {
   ForEachStretch(
       FragmentsOf(placement_, chunk), chunk.element_count,
-      [](const Fragment& fragment) { return fragment.first_element; }, {0, chunk.element_count},
-      worker, workers,
+      [](const Fragment& fragment) { return fragment.first_element; },
+      RangeOfWorker(chunk.element_count, kWorkGrainElements, worker, workers),
       [&](const Fragment& fragment, uint64_t first, uint64_t count) {
         void* const data = addresses[fragment.param].data;
         if (data == nullptr) return;

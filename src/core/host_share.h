@@ -1,5 +1,5 @@
 // HostShare: what the CPU workers do with the host share of one chunk. Workers split a chunk by
-// element, always alike, so that each meets the memory it touched first.
+// element, each first doing its part of the chunk, so that it meets the memory it touched first.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +8,18 @@
 #include <cstdint>
 #include <span>
 
+#include "core/capture.h"
 #include "core/placement.h"
 #include "core/state_memory.h"
+#include "runtime/work_pieces.h"
 #include "runtime/worker_pool.h"
 
 namespace hybridopt {
 
 // Workers' parts of a chunk start at multiples of this many elements.
 inline constexpr uint64_t kWorkGrainElements = 64;
+// What a worker takes at a time in a step: some 50 us of work.
+inline constexpr uint64_t kWorkPieceElements = 256 * kWorkGrainElements;
 
 // Where a chunk's gradients and params are for the workers: in a staging slot, or, with both NULL,
 // in place at the caller's addresses.
@@ -64,26 +68,25 @@ class ActiveElements {
   std::vector<uint64_t> in_chunk_;  // per chunk
 };
 
-// A part of a chunk, counted in the elements that take part in what is done with it.
-struct ChunkPart {
-  uint64_t begin;
-  uint64_t count;
+// What one step does to the host share.
+struct HostStep {
+  std::span<const StepParam> params;
+  const ActiveElements& active;
+  std::span<const Coefficients> coefficients;  // with the verdict's factor in
+  Capture* capture;                            // of the save that runs beside it, or NULL
 };
 
 inline std::span<const Fragment> FragmentsOf(const Placement& placement, const Chunk& chunk) {
   return {&placement.fragments[chunk.first_fragment], chunk.fragment_count};
 }
 
-// Calls visit(fragment, first, count) for each stretch of `part` that falls to this worker; first
-// counts from the fragment's begin. The fragments hold `total` elements that take part; before(f)
-// is how many of them come before fragment f.
+// Calls visit(fragment, first, count) for each stretch of `range`, which is counted in the elements
+// that take part; first counts from the fragment's begin. The fragments hold `total` such elements;
+// before(f) is how many of them come before fragment f.
 template <typename Before, typename Visit>
 void ForEachStretch(std::span<const Fragment> fragments, uint64_t total, Before&& before,
-                    const ChunkPart& part, uint32_t worker, uint32_t workers, Visit&& visit) {
-  WorkRange range = RangeOfWorker(part.count, kWorkGrainElements, worker, workers);
+                    const WorkRange& range, Visit&& visit) {
   if (range.begin == range.end) return;
-  range.begin += part.begin;
-  range.end += part.begin;
   auto fragment =
       std::upper_bound(fragments.begin(), fragments.end(), range.begin,
                        [&](uint64_t element, const Fragment& f) { return element < before(f); });
@@ -102,10 +105,11 @@ class HostShare {
   HostShare(const ParamTable& table, const Placement& placement, const StateMemory& memory,
             const KernelTable& kernels);
 
-  // One worker's share of the update of a part of a chunk, counted in active elements.
-  void Update(uint32_t chunk, const ChunkPart& part, const ChunkBuffers& buffers,
-              std::span<const StepParam> params, const ActiveElements& active,
-              std::span<const Coefficients> coefficients, uint32_t worker, uint32_t workers) const;
+  // What one worker does of the update of a chunk's active elements that `pieces` holds.
+  void Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers, WorkPieces& pieces,
+              uint32_t worker) const;
+  // Returns when the running save has read what the update of these elements writes.
+  void AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const;
 
   // One worker's part of giving a chunk its state: masters widened from the params, moments zero
   // (Adagrad's sum: its initial value). At commit this is the first touch of the memory. Params
@@ -114,6 +118,8 @@ class HostShare {
             const FirstState& first_state, uint32_t worker, uint32_t workers) const;
 
  private:
+  void UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
+                   const WorkRange& piece) const;
   // A param's fixed facts, side by side for the workers.
   struct Target {
     Rule rule;

@@ -178,10 +178,14 @@ Status Mover::SumLanded(const MoveRequest& request, int32_t dtype) {
   norm_inputs_.clear();
   for (const MoveItem& item : request.items) {
     const Param& param = table_.param(item.param);
+    if (param.count == 0) continue;
     norm_inputs_.push_back({swap_.Grads(item.param), param.count,
                             dtype != 0 ? dtype : param.grad_dtype,
                             placement_.params[item.param].first_norm_block});
   }
+  // The caller names params in any order.
+  std::sort(norm_inputs_.begin(), norm_inputs_.end(),
+            [](const NormInput& a, const NormInput& b) { return a.first_block < b.first_block; });
   return norm_sums_.Sum(context_, norm_inputs_);
 }
 

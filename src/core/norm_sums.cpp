@@ -3,27 +3,39 @@
 #include <algorithm>
 
 namespace hybridopt {
+namespace {
+
+constexpr uint64_t kPieceBlocks = 16;
+
+uint64_t EndOf(const NormInput& input) { return input.first_block + NormBlocksOf(input.count); }
+
+}  // namespace
 
 Status NormSums::Sum(Context& context, std::span<const NormInput> inputs) {
-  uint64_t total = 0;
-  for (const NormInput& input : inputs) total += NormBlocksOf(input.count);
-  const uint32_t workers = context.workers().threads();
+  if (inputs.empty()) return {};
+  pieces_.Reset({inputs.front().first_block, EndOf(inputs.back())}, 1, kPieceBlocks);
   return context.workers().Run([&](uint32_t worker) {
-    const WorkRange range = RangeOfWorker(total, 1, worker, workers);
-    uint64_t block = 0;  // the input's first, counted through all inputs
-    for (const NormInput& input : inputs) {
-      const uint64_t blocks = NormBlocksOf(input.count);
-      const uint64_t begin = std::max(range.begin, block) - block;
-      const uint64_t end = std::min(range.end, block + blocks);
-      block += blocks;
-      if (end <= block - blocks + begin) continue;
-      const uint64_t first = begin * kNormBlockElements;
-      const uint64_t last = std::min(input.count, (end - (block - blocks)) * kNormBlockElements);
-      context.kernels().SumSquares(input.dtype)(
-          static_cast<const std::byte*>(input.grad) + first * DtypeBytes(input.dtype), last - first,
-          blocks_.data() + input.first_block + begin);
-    }
+    pieces_.Take(worker,
+                 [&](const WorkRange& piece) { SumPiece(context.kernels(), inputs, piece); });
   });
+}
+
+// Between the inputs may lie blocks of params that take no part.
+void NormSums::SumPiece(const KernelTable& kernels, std::span<const NormInput> inputs,
+                        const WorkRange& piece) {
+  auto input = std::upper_bound(
+      inputs.begin(), inputs.end(), piece.begin,
+      [](uint64_t block, const NormInput& candidate) { return block < EndOf(candidate); });
+  for (; input != inputs.end() && input->first_block < piece.end; ++input) {
+    const uint64_t begin = std::max(piece.begin, input->first_block) - input->first_block;
+    const uint64_t end = std::min(piece.end, EndOf(*input)) - input->first_block;
+    const uint64_t first = begin * kNormBlockElements;
+    const uint64_t last = std::min(input->count, end * kNormBlockElements);
+    if (first >= last) continue;
+    kernels.SumSquares(input->dtype)(
+        static_cast<const std::byte*>(input->grad) + first * DtypeBytes(input->dtype), last - first,
+        blocks_.data() + input->first_block + begin);
+  }
 }
 
 }  // namespace hybridopt

@@ -10,6 +10,7 @@
 #include "core/context.h"
 #include "core/placement.h"
 #include "device/device.h"
+#include "runtime/work_pieces.h"
 
 namespace hybridopt {
 
@@ -26,15 +27,21 @@ inline double AddBlocks(const double* blocks, uint64_t count) {
 
 class NormSums {
  public:
-  explicit NormSums(const Placement& placement) : blocks_(placement.norm_blocks) {}
+  NormSums(const Placement& placement, uint32_t workers)
+      : blocks_(placement.norm_blocks), pieces_(workers) {}
 
-  // The workers sum these gradients, whose addresses are host addresses here.
+  // The workers sum these gradients, in registration order and none empty. Addresses are host
+  // addresses here.
   Status Sum(Context& context, std::span<const NormInput> inputs);
 
   const double* blocks(uint64_t first_block) const { return blocks_.data() + first_block; }
 
  private:
+  void SumPiece(const KernelTable& kernels, std::span<const NormInput> inputs,
+                const WorkRange& piece);
+
   std::vector<double> blocks_;
+  WorkPieces pieces_;
 };
 
 }  // namespace hybridopt

@@ -215,7 +215,8 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_ASSIGN(committed->memory, StateMemory::Create(*context_, committed->placement));
   HYBRIDOPT_ASSIGN(committed->lanes, Lanes::Create(*context_, committed->placement));
   HYBRIDOPT_ASSIGN(committed->swap, SwapMemory::Create(*context_, committed->placement));
-  committed->norm_sums = std::make_unique<NormSums>(committed->placement);
+  committed->norm_sums =
+      std::make_unique<NormSums>(committed->placement, context_->workers().threads());
   committed->pipeline = std::make_unique<StepPipeline>(
       *context_, table_, committed->placement, *committed->memory, *committed->lanes,
       *committed->swap, *committed->norm_sums, comm_, options_.rounding_seed);

@@ -7,7 +7,7 @@
 #include "base/check.h"
 #include "base/prim.h"
 #include "base/ranges.h"
-#include "core/timeline.h"
+#include "core/stopwatch.h"
 #include "kernels/coefficients.h"
 #include "kernels/rounding.h"
 
@@ -15,28 +15,6 @@ namespace hybridopt {
 namespace {
 
 constexpr uint32_t kNoCoefficients = UINT32_MAX;  // of an empty memo
-
-double SecondsSince(int64_t begin_ns) {
-  return static_cast<double>(prim::NowNs() - begin_ns) * 1e-9;
-}
-
-// Adds the time until its end of scope to a sum.
-class Stopwatch {
- public:
-  explicit Stopwatch(double& sum) : sum_(sum) {}
-  ~Stopwatch() { sum_ += SecondsSince(begin_ns_); }
-
- private:
-  double& sum_;
-  const int64_t begin_ns_ = prim::NowNs();
-};
-
-std::byte* At(void* base, uint64_t element, int32_t dtype) {
-  return static_cast<std::byte*>(base) + element * DtypeBytes(dtype);
-}
-const std::byte* At(const void* base, uint64_t element, int32_t dtype) {
-  return static_cast<const std::byte*>(base) + element * DtypeBytes(dtype);
-}
 
 }  // namespace
 
@@ -54,6 +32,8 @@ StepPipeline::StepPipeline(Context& context, const ParamTable& table, const Plac
       comm_(comm),
       rounding_seed_(rounding_seed),
       host_share_(table, placement, memory, context.kernels()),
+      chunks_(context, table, placement, lanes, host_share_),
+      pieces_(context.workers().threads()),
       step_counts_(table.size()),
       params_(table.size()),
       active_(placement),
@@ -86,11 +66,6 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const Placement& pl
          placement.norm_blocks * sizeof(double) + placement.fragments.size() * sizeof(Fragment) +
          placement.chunks.size() * sizeof(Chunk) + placement.stripes.size() * sizeof(Stripe) +
          ActiveElements::Bytes(placement);
-}
-
-std::span<const Fragment> StepPipeline::FragmentsOf(uint32_t chunk) const {
-  return {&placement_.fragments[placement_.chunks[chunk].first_fragment],
-          placement_.chunks[chunk].fragment_count};
 }
 
 // ------------------------------------------------------------------------------------- the step --
@@ -219,33 +194,22 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   if (verdict->skip != 0 || placement_.chunks.empty()) return {};
   ScaleCoefficients(*verdict);
   Stopwatch update(result->update_seconds);
-  const uint32_t workers = context_.workers().threads();
+  const HostStep step = HostStepNow();
   const uint64_t total = active_.in_chunk(0);
   // One pass, but in pieces while a save reads ahead of it.
-  const uint64_t piece_elements = capture_ != nullptr ? placement_.piece_elements : UINT64_MAX;
-  for (uint64_t begin = 0; begin < total;) {
-    const ChunkPart part{begin, std::min(piece_elements, total - begin)};
-    AwaitCaptureOf(0, part);
-    const Range range("update", 0);
-    HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-      host_share_.Update(0, part, {}, params_, active_, host_coefficients_, worker, workers);
-    }));
-    begin += part.count;
+  const uint64_t most = capture_ != nullptr ? placement_.piece_elements : total;
+  for (WorkRange range{0, 0}; range.end < total;) {
+    range = {range.end, std::min(range.end + most, total)};
+    host_share_.AwaitCapture(step, 0, range);
+    const Range updating("update", 0);
+    pieces_.Reset(range, kWorkGrainElements, kWorkPieceElements);
+    HYBRIDOPT_TRY(context_.workers().Run(
+        [&](uint32_t worker) { host_share_.Update(step, 0, {}, pieces_, worker); }));
   }
   return {};
 }
 
 // ------------------------------------------------------------------------------- behind a save --
-
-void StepPipeline::AwaitCaptureOf(uint32_t chunk, const ChunkPart& part) {
-  if (capture_ == nullptr) return;
-  ForEachStretch(
-      FragmentsOf(chunk), active_.in_chunk(chunk),
-      [&](const Fragment& fragment) { return active_.before(fragment); }, part, 0, 1,
-      [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-        capture_->Await(fragment.param, fragment.begin + first + count);
-      });
-}
 
 void StepPipeline::AwaitCaptureOfDeviceShare() {
   if (capture_ == nullptr) return;
@@ -277,15 +241,10 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
                                Verdict* verdict) {
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, ready));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.compute, ready));
-  const uint32_t slots = lanes_.ring().slots();
-  const uint32_t prefetched = std::min(slots, chunk_count());
   // A full launch queue blocks for as long as the stream before it does: what might fill it is
   // queued only when the gradients are there.
-  uint64_t copies = 0;
-  for (uint32_t chunk = 0; chunk < prefetched; ++chunk)
-    copies += placement_.chunks[chunk].fragment_count;
-  if (copies > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(AwaitGradients(ready));
-  for (uint32_t chunk = 0; chunk < prefetched; ++chunk) HYBRIDOPT_TRY(BringDown(chunk, result));
+  if (chunks_.PrefetchCopies() > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(AwaitGradients(ready));
+  HYBRIDOPT_TRY(chunks_.Prefetch(params_, result));
   HYBRIDOPT_TRY(QueueVerdict(request));
   // The clock starts when the gradients are there: the caller's own work is not the step's.
   HYBRIDOPT_TRY(AwaitGradients(ready));
@@ -295,25 +254,18 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
     Stopwatch norm(result->norm_seconds);
     HYBRIDOPT_ASSIGN(*verdict, AwaitVerdict(request));
   }
-  if (verdict->skip != 0) {
-    for (uint32_t chunk = 0; chunk < prefetched; ++chunk)
-      HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(chunk)].end, "gradients coming down"));
-    return {};
-  }
+  if (verdict->skip != 0) return chunks_.AwaitPrefetched();
   ScaleCoefficients(*verdict);
   AwaitCaptureOfDeviceShare();
   HYBRIDOPT_TRY(QueueDeviceUpdates());
-  for (uint32_t chunk = 0; chunk < chunk_count(); ++chunk) {
-    // The slot's params half is written next: its last copy up must be over.
-    if (chunk >= slots) HYBRIDOPT_TRY(Retire(chunk - slots, reached, result));
-    HYBRIDOPT_TRY(UpdateChunk(chunk, result));
-    HYBRIDOPT_TRY(SendUp(chunk, result));
-    if (chunk + slots < chunk_count()) HYBRIDOPT_TRY(BringDown(chunk + slots, result));
-  }
-  for (uint32_t chunk = chunk_count() - prefetched; chunk < chunk_count(); ++chunk)
-    HYBRIDOPT_TRY(Retire(chunk, reached, result));
-  if (chunk_count() == 0) HYBRIDOPT_TRY(AwaitDeviceShare(reached, result));
-  return {};
+  // Chunks retire behind the device share, so that one mark tells a param's progress.
+  const auto retired = [&](uint32_t chunk) -> Status {
+    if (chunk == 0) HYBRIDOPT_TRY(AwaitDeviceShare(reached, result));
+    reached(kDeviceShareDone + chunk + 1);
+    return {};
+  };
+  HYBRIDOPT_TRY(chunks_.Run(HostStepNow(), retired, result));
+  return chunks_.count() > 0 ? Status() : AwaitDeviceShare(reached, result);
 }
 
 // Where all gradients are on the device and no other rank is asked, the verdict is made there and
@@ -442,81 +394,6 @@ Status StepPipeline::QueueUpdateFromHost(uint32_t id) {
     AddDeviceUpdates(whole, id, begin, count);
     HYBRIDOPT_TRY(QueueUpdate(placement_.params[id].rule, first));
   }
-  return {};
-}
-
-Status StepPipeline::BringDown(uint32_t chunk, offload_step_result_t* result) {
-  const Range range("queue grads down", chunk);
-  const uint32_t slot = SlotOf(chunk);
-  HYBRIDOPT_TRY(device_.Record(lanes_.landed[slot].begin, lanes_.down));
-  for (const Fragment& fragment : FragmentsOf(chunk)) {
-    const StepParam& param = params_[fragment.param];
-    if (!param.active || param.host_grad != nullptr) continue;
-    const int32_t dtype = param.grad_dtype;
-    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, lanes_.ring().grads(slot) + fragment.grad_offset,
-                                     At(param.addresses.grad, fragment.begin, dtype),
-                                     fragment.count * DtypeBytes(dtype)));
-    result->grads_down_bytes += fragment.count * DtypeBytes(dtype);
-  }
-  return device_.Record(lanes_.landed[slot].end, lanes_.down);
-}
-
-Status StepPipeline::UpdateChunk(uint32_t chunk, offload_step_result_t* result) {
-  const uint32_t slot = SlotOf(chunk);
-  {
-    const Range range("await grads down", chunk);
-    Stopwatch stall(result->stall_seconds);
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[slot].end, "gradients coming down"));
-  }
-  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed[slot]));
-  result->grads_down_seconds += seconds;
-  const ChunkPart whole{0, active_.in_chunk(chunk)};
-  {
-    Stopwatch stall(result->stall_seconds);
-    AwaitCaptureOf(chunk, whole);
-  }
-  const Range range("update", chunk);
-  Stopwatch update(result->update_seconds);
-  const ChunkBuffers buffers{lanes_.ring().grads(slot), lanes_.ring().params(slot)};
-  const uint32_t workers = context_.workers().threads();
-  HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    const Range part("update", chunk);
-    host_share_.Update(chunk, whole, buffers, params_, active_, host_coefficients_, worker,
-                       workers);
-  }));
-  lanes_.ring().ReleaseGrads(slot);
-  return {};
-}
-
-Status StepPipeline::SendUp(uint32_t chunk, offload_step_result_t* result) {
-  const Range range("queue params up", chunk);
-  const uint32_t slot = SlotOf(chunk);
-  HYBRIDOPT_TRY(device_.Record(lanes_.uploaded[slot].begin, lanes_.up));
-  for (const Fragment& fragment : FragmentsOf(chunk)) {
-    if (!params_[fragment.param].active) continue;
-    const int32_t dtype = table_.param(fragment.param).dtype;
-    HYBRIDOPT_TRY(device_.CopyToDevice(
-        lanes_.up, At(params_[fragment.param].addresses.data, fragment.begin, dtype),
-        lanes_.ring().params(slot) + fragment.param_offset, fragment.count * DtypeBytes(dtype)));
-    result->params_up_bytes += fragment.count * DtypeBytes(dtype);
-  }
-  return device_.Record(lanes_.uploaded[slot].end, lanes_.up);
-}
-
-// Chunks retire in order, behind the device share, so that one mark tells a param's progress.
-Status StepPipeline::Retire(uint32_t chunk, FunctionRef<void(uint64_t)> reached,
-                            offload_step_result_t* result) {
-  if (chunk == 0) HYBRIDOPT_TRY(AwaitDeviceShare(reached, result));
-  const uint32_t slot = SlotOf(chunk);
-  {
-    const Range range("await params up", chunk);
-    Stopwatch stall(result->stall_seconds);
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded[slot].end, "params going up"));
-  }
-  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.uploaded[slot]));
-  result->params_up_seconds += seconds;
-  lanes_.ring().ReleaseParams(slot);
-  reached(kDeviceShareDone + chunk + 1);
   return {};
 }
 

@@ -7,9 +7,10 @@
 //   up stream                                             | chunk 0 | chunk 1 | ...
 //
 // Chunks come down before the verdict is known, as far as the staging ring reaches; nothing is
-// written before it is. Where params are in host memory there are no streams: the workers make the
-// norm, then one pass over everything. Gradients that the host holds already (moves.h) are read
-// where they are; the device's share of them goes up first.
+// written before it is. How they go through the workers is told in chunk_pipeline.h. Where params
+// are in host memory there are no streams: the workers make the norm, then one pass over
+// everything. Gradients that the host holds already (moves.h) are read where they are; the device's
+// share of them goes up first.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +20,7 @@
 #include "base/function_ref.h"
 #include "comm/comm.h"
 #include "core/capture.h"
+#include "core/chunk_pipeline.h"
 #include "core/context.h"
 #include "core/host_share.h"
 #include "core/lanes.h"
@@ -79,9 +81,9 @@ class StepPipeline {
   uint32_t CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step);
   void CountStep(const Verdict& verdict, offload_step_result_t* result);
   void ScaleCoefficients(const Verdict& verdict);
+  HostStep HostStepNow() const { return {params_, active_, host_coefficients_, capture_}; }
 
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
-  void AwaitCaptureOf(uint32_t chunk, const ChunkPart& part);
   void AwaitCaptureOfDeviceShare();
   void AwaitBorrowed(offload_step_result_t* result);
   Status AwaitGradients(EventHandle ready);
@@ -101,15 +103,7 @@ class StepPipeline {
   Status QueueUpdate(Rule rule, size_t first);
   Status QueueUpdateFromHost(uint32_t id);
 
-  Status BringDown(uint32_t chunk, offload_step_result_t* result);
-  Status UpdateChunk(uint32_t chunk, offload_step_result_t* result);
-  Status SendUp(uint32_t chunk, offload_step_result_t* result);
-  Status Retire(uint32_t chunk, FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
   Status AwaitDeviceShare(FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
-
-  uint32_t SlotOf(uint32_t chunk) const { return chunk % lanes_.ring().slots(); }
-  uint32_t chunk_count() const { return static_cast<uint32_t>(placement_.chunks.size()); }
-  std::span<const Fragment> FragmentsOf(uint32_t chunk) const;
 
   Context& context_;
   Device& device_;
@@ -122,6 +116,8 @@ class StepPipeline {
   const Comm& comm_;
   const uint64_t rounding_seed_;
   const HostShare host_share_;
+  ChunkPipeline chunks_;
+  WorkPieces pieces_;  // of a step in place
   bool has_replicas_ = false;
 
   uint64_t steps_applied_ = 0;

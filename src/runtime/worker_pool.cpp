@@ -1,9 +1,11 @@
 #include "runtime/worker_pool.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -15,9 +17,9 @@ namespace {
 
 constexpr uint32_t kThreadsMax = 1024;
 
-// Some 50 us: Runs that follow each other closely, as those of chunks do, need no sleep in between.
+// Some 50 us: jobs that follow each other closely, as those of chunks do, need no sleep in between.
 // Only with a CPU to spare: with as many threads as CPUs one of them spins where another has to
-// run, and a Run that took 7 us takes 160 (measured). Under a CPU quota spinning would eat it.
+// run, and a job that took 7 us takes 160 (measured). Under a CPU quota spinning would eat it.
 constexpr uint32_t kSpins = 1000;
 
 void Pause() {
@@ -26,6 +28,11 @@ void Pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// Jobs are counted, and the count wraps around.
+bool HasFinished(WorkerPool::Job finished, WorkerPool::Job job) {
+  return static_cast<int32_t>(finished - job) >= 0;
 }
 
 // Returns the value of `word` once it differs from `old`.
@@ -47,11 +54,19 @@ struct WorkerPool::State {
     uint32_t index;
     pthread_t thread;
   };
+  struct alignas(64) Slot {
+    std::optional<Work> work;          // none: the thread ends
+    std::atomic<uint32_t> running{0};  // workers that have not done their part
+  };
 
   State(uint32_t threads_asked, Nodes nodes_given, uint32_t cpu_limit);
   Status Start();
   void Stop(uint32_t count);
+  void AwaitFinished(Job job) const;
+  Slot& SlotOf(Job job) { return slots[job % kJobsMax]; }
   static void* ThreadMain(void* worker);
+  void WorkThroughJobs(uint32_t index);
+  bool HandOut(const Work& work, Job* job);
 
   const uint64_t fork_generation = prim::ForkGeneration();
   const Nodes nodes;
@@ -59,18 +74,16 @@ struct WorkerPool::State {
   const PoolShape shape;
   const uint32_t spins;
 
-  std::mutex turn;  // held for a whole Run; guards started and body
+  std::mutex handing_out;  // guards started, and what follows but for its atomics
   bool started = false;
   std::vector<Worker> workers;
-  const FunctionRef<void(uint32_t)>* body = nullptr;  // null in a new job: the thread ends
+  std::array<Slot, kJobsMax> slots;
   std::atomic<bool> pinned;
   std::atomic<bool> seated = true;
 
-  // Counts jobs. A worker that has seen another value has work to do; storing it hands out body.
-  alignas(64) std::atomic<uint32_t> job{0};
-  // The job that all workers have finished last.
-  alignas(64) std::atomic<uint32_t> finished{0};
-  alignas(64) std::atomic<uint32_t> running{0};
+  // Counts of jobs. Storing `begun` hands out the slot of that job.
+  alignas(64) std::atomic<Job> begun{0};
+  alignas(64) std::atomic<Job> finished{0};
 };
 
 WorkerPool::State::State(uint32_t threads_asked, Nodes nodes_given, uint32_t cpu_limit)
@@ -82,7 +95,7 @@ WorkerPool::State::State(uint32_t threads_asked, Nodes nodes_given, uint32_t cpu
       pinned(shape.pinned) {}
 
 Status WorkerPool::State::Start() {
-  job = finished = 0;
+  begun = finished = 0;
   for (uint32_t index = 0; index < shape.threads; ++index) {
     workers[index] = {this, index, {}};
     Result<pthread_t> thread = prim::StartThread(ThreadMain, &workers[index]);
@@ -98,10 +111,15 @@ Status WorkerPool::State::Start() {
 }
 
 void WorkerPool::State::Stop(uint32_t count) {
-  body = nullptr;
-  job.fetch_add(1);
-  job.notify_all();
+  SlotOf(begun + 1).work.reset();
+  begun.fetch_add(1);
+  begun.notify_all();
   for (uint32_t index = 0; index < count; ++index) prim::JoinThread(workers[index].thread);
+}
+
+void WorkerPool::State::AwaitFinished(Job job) const {
+  Job seen = finished.load(std::memory_order_acquire);
+  while (!HasFinished(seen, job)) seen = AwaitChange(finished, seen, spins);
 }
 
 void* WorkerPool::State::ThreadMain(void* worker) {
@@ -111,19 +129,26 @@ void* WorkerPool::State::ThreadMain(void* worker) {
   char name[16];
   std::snprintf(name, sizeof(name), "hybridopt/%u", index);
   prim::NameThisThread(name);
-  // Unpinned threads get the CPUs of their node, not those of the thread that called Run first.
+  // Unpinned threads get the CPUs of their node, not those of the thread that called Begin first.
   if (!prim::PinThisThread(
           CpusOfThread(state.nodes, index, state.shape.threads, state.shape.pinned)))
     state.pinned = state.seated = false;
+  state.WorkThroughJobs(index);
+  return nullptr;
+}
 
-  uint32_t job = 0;
-  while (true) {
-    job = AwaitChange(state.job, job, state.spins);
-    if (state.body == nullptr) return nullptr;
-    (*state.body)(index);
-    if (state.running.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      state.finished.store(job);
-      state.finished.notify_one();
+void WorkerPool::State::WorkThroughJobs(uint32_t index) {
+  for (Job done = 0;;) {
+    const Job last = AwaitChange(begun, done, spins);
+    while (done != last) {
+      Slot& slot = SlotOf(++done);
+      if (!slot.work) return;
+      slot.work->body(index);
+      // Whoever is last has done all jobs before this one: they finish in order.
+      if (slot.running.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+      slot.work->finished();
+      finished.store(done);
+      finished.notify_all();
     }
   }
 }
@@ -144,22 +169,52 @@ uint32_t WorkerPool::cpus() const { return state_->cpus; }
 bool WorkerPool::pinned() const { return state_->pinned; }
 bool WorkerPool::seated() const { return state_->seated; }
 
-Status WorkerPool::Run(FunctionRef<void(uint32_t)> body) {
+// False if there is no room. Called with handing_out locked.
+bool WorkerPool::State::HandOut(const Work& work, Job* job) {
+  const Job next = begun.load(std::memory_order_relaxed) + 1;
+  if (!HasFinished(finished.load(std::memory_order_acquire), next - kJobsMax)) return false;
+  Slot& slot = SlotOf(next);
+  slot.work = work;
+  slot.running.store(shape.threads, std::memory_order_relaxed);
+  *job = next;
+  begun.store(next);
+  begun.notify_all();
+  return true;
+}
+
+Status WorkerPool::Begin(const Work& work, Job* job) {
   State& state = *state_;
   // Looked at before the mutex, which a thread that the child does not have may hold for ever.
   if (prim::ForkGeneration() != state.fork_generation)
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "this process was forked after its worker pool was made, and threads do "
                          "not survive fork: make a new context in the child");
-  std::lock_guard turn(state.turn);
-  if (!state.started) HYBRIDOPT_TRY(state.Start());
-  state.body = &body;
-  state.running.store(state.shape.threads, std::memory_order_relaxed);
-  const uint32_t before = state.finished.load(std::memory_order_relaxed);
-  state.job.fetch_add(1);
-  state.job.notify_all();
-  AwaitChange(state.finished, before, state.spins);
-  return Status();
+  while (true) {
+    Job oldest;
+    {
+      std::lock_guard lock(state.handing_out);
+      if (!state.started) HYBRIDOPT_TRY(state.Start());
+      if (state.HandOut(work, job)) return {};
+      oldest = state.begun.load(std::memory_order_relaxed) + 1 - kJobsMax;
+    }
+    // Without the lock: workers that finish a job may want to hand out another.
+    state.AwaitFinished(oldest);
+  }
+}
+
+bool WorkerPool::TryBegin(const Work& work, Job* job) {
+  std::lock_guard lock(state_->handing_out);
+  return state_->HandOut(work, job);
+}
+
+void WorkerPool::Await(Job job) { state_->AwaitFinished(job); }
+
+Status WorkerPool::Run(FunctionRef<void(uint32_t)> body) {
+  const auto nothing = [] {};
+  Job job = 0;
+  HYBRIDOPT_TRY(Begin({body, nothing}, &job));
+  Await(job);
+  return {};
 }
 
 PoolShape ChoosePoolShape(uint32_t threads_asked, uint32_t cpus, uint32_t cpu_limit) {

@@ -1,5 +1,5 @@
-// Threads that stay on their CPUs and run one function together. Ranges are fixed by worker index,
-// so that the same worker meets the same memory in every step.
+// Threads that stay on their CPUs and work through one queue of jobs. Each does its part of every
+// job, in order and at its own pace: none waits for the others before it goes on to the next job.
 #pragma once
 
 #include <cstdint>
@@ -26,10 +26,25 @@ class WorkerPool {
   bool pinned() const;    // true if no two threads share a CPU
   bool seated() const;    // false if the system refused to keep a thread on its node
 
-  // Calls body(index) once on each worker, index 0 to threads() - 1, and returns when all have
-  // returned. Callers from several threads take turns. body must not throw and must not call Run.
-  // Errors: OUT_OF_HOST_MEMORY if the first call cannot start the threads (a later one tries
-  // again), INVALID_STATE in a child of fork.
+  // A job that has been handed out. Jobs finish in the order in which they were.
+  using Job = uint32_t;
+  static constexpr uint32_t kJobsMax = 64;  // at a time
+
+  struct Work {
+    FunctionRef<void(uint32_t)> body;  // every worker, 0 to threads() - 1, calls it once
+    FunctionRef<void()> finished;      // then the worker that was last calls this
+  };
+  // Hands out a job: workers do their parts behind the jobs before it. Returns without waiting for
+  // that, but while kJobsMax are under way. `*job` is written before anybody begins. What the
+  // functions refer to must live until Await has returned; they must not throw, nor wait for a job.
+  // Thread-safe. Errors: OUT_OF_HOST_MEMORY if the first call cannot start the threads (a later one
+  // tries again), INVALID_STATE in a child of fork.
+  Status Begin(const Work& work, Job* job);
+  // The same, for a worker: returns false where Begin would wait. Only while a job is under way.
+  bool TryBegin(const Work& work, Job* job);
+  // Returns when the job's `finished` has returned.
+  void Await(Job job);
+  // Begins a job, and waits for it.
   Status Run(FunctionRef<void(uint32_t)> body);
 
  private:

@@ -275,6 +275,13 @@ class FaultyDevice final : public ForwardingDevice {
     HYBRIDOPT_TRY(plan_.Next("StreamWaitFlag"));
     return ForwardingDevice::StreamWaitFlag(stream, flag, value);
   }
+  // Waits, so that the number of calls does not depend on how fast the device is: chunks then go
+  // to the workers as early as they ever can.
+  Result<bool> Reached(EventHandle event) override {
+    HYBRIDOPT_TRY(plan_.Next("Reached"));
+    HYBRIDOPT_TRY(ForwardingDevice::Wait(event, -1));
+    return ForwardingDevice::Reached(event);
+  }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
     HYBRIDOPT_TRY(plan_.Next("Wait"));
     return ForwardingDevice::Wait(event, timeout_ns);

@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -174,6 +175,142 @@ TEST(WorkerPoolTest, CallersTakeTurns) {
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(overlaps, 0);
   EXPECT_EQ(sums, std::vector<uint64_t>(2, 250 * (0 + 1 + 2 + 3)));
+}
+
+// --- Jobs that nobody waits for at once ---
+
+constexpr auto kNothing = [] {};
+
+template <typename Body>
+WorkerPool::Job Begin(WorkerPool& pool, const Body& body) {
+  WorkerPool::Job job = 0;
+  EXPECT_TRUE(pool.Begin({body, kNothing}, &job).ok());
+  return job;
+}
+
+TEST(WorkerPoolTest, AWorkerGoesOnToTheNextJobWithoutTheOthers) {
+  WorkerPool pool(3);
+  std::atomic<bool> held{true};
+  std::atomic<uint32_t> ahead{0};
+  const auto first = [&](uint32_t index) {
+    if (index == 0) held.wait(true);
+  };
+  const auto second = [&](uint32_t index) {
+    if (index != 0) ahead += 1;
+    ahead.notify_all();
+  };
+  const WorkerPool::Job a = Begin(pool, first), b = Begin(pool, second);
+  // Worker 0 is still at the first job.
+  for (uint32_t seen = 0; seen < 2; seen = ahead) ahead.wait(seen);
+  held = false;
+  held.notify_all();
+  pool.Await(b);
+  pool.Await(a);  // long finished: order does not matter
+}
+
+TEST(WorkerPoolTest, AwaitReturnsAfterItsOwnJobNotAfterLaterOnes) {
+  WorkerPool pool(2);
+  std::atomic<bool> held{true};
+  uint32_t done = 0;
+  const auto first = [&](uint32_t index) { done += index; };
+  const auto second = [&](uint32_t) { held.wait(true); };
+  const WorkerPool::Job a = Begin(pool, first), b = Begin(pool, second);
+  pool.Await(a);
+  EXPECT_EQ(done, 1u);
+  held = false;
+  held.notify_all();
+  pool.Await(b);
+}
+
+// What EveryWorkerDoesAllJobsInOrder hands out.
+struct Numbered {
+  std::atomic<bool>& held;
+  std::vector<std::vector<uint32_t>>& done;
+  uint32_t number;
+
+  void operator()(uint32_t index) const {
+    if (number == 0 && index == 2) held.wait(true);
+    done[index].push_back(number);
+    if (number + 1 != WorkerPool::kJobsMax || index != 0) return;
+    held = false;
+    held.notify_all();
+  }
+};
+
+// More jobs than there is room for, and a worker that does not get to its first one until there is
+// no room left.
+TEST(WorkerPoolTest, EveryWorkerDoesAllJobsInOrder) {
+  constexpr uint32_t kJobs = 5 * WorkerPool::kJobsMax;
+  WorkerPool pool(3);
+  std::atomic<bool> held{true};
+  std::vector<std::vector<uint32_t>> done(3);
+  std::vector<Numbered> bodies;
+  for (uint32_t number = 0; number < kJobs; ++number) bodies.push_back({held, done, number});
+  WorkerPool::Job last = 0;
+  for (const Numbered& body : bodies) last = Begin(pool, body);
+  pool.Await(last);
+  std::vector<uint32_t> all(kJobs);
+  std::iota(all.begin(), all.end(), 0u);
+  for (const std::vector<uint32_t>& one : done) EXPECT_EQ(one, all);
+}
+
+// A job that goes on for as long as it hands itself out again, as chunks do.
+struct Chain {
+  WorkerPool& pool;
+  uint32_t left;
+  std::vector<uint32_t> done;  // per worker
+  WorkerPool::Job job = 0;
+  std::atomic<bool> over = false;
+
+  void operator()(uint32_t index) { done[index] += 1; }
+  void operator()() {
+    if (left > 0 && pool.TryBegin({*this, *this}, &job)) {
+      left -= 1;
+      return;
+    }
+    over = true;
+    over.notify_all();
+  }
+};
+
+TEST(WorkerPoolTest, TheLastWorkerHandsOutTheNextJob) {
+  WorkerPool pool(3);
+  Chain chain{pool, 1000, {0, 0, 0}};
+  ASSERT_TRUE(pool.Begin({chain, chain}, &chain.job).ok());
+  chain.over.wait(false);
+  pool.Await(chain.job);
+  EXPECT_EQ(chain.left, 0u);
+  EXPECT_EQ(chain.done, std::vector<uint32_t>(3, 1001));
+}
+
+TEST(WorkerPoolTest, AJobIsFinishedWhenWhatFollowsItHasReturned) {
+  WorkerPool pool(2);
+  uint32_t finished = 0;  // plain: Await must order it
+  const auto body = [](uint32_t) {};
+  const auto count = [&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    finished += 1;
+  };
+  for (uint32_t round = 1; round <= 10; ++round) {
+    WorkerPool::Job job = 0;
+    ASSERT_TRUE(pool.Begin({body, count}, &job).ok());
+    pool.Await(job);
+    ASSERT_EQ(finished, round);
+  }
+}
+
+TEST(WorkerPoolTest, TryBeginDoesNotWaitForRoom) {
+  WorkerPool pool(2);
+  std::atomic<bool> held{true};
+  const auto hold = [&](uint32_t) { held.wait(true); };
+  WorkerPool::Job last = 0;
+  for (uint32_t job = 0; job < WorkerPool::kJobsMax; ++job) last = Begin(pool, hold);
+  EXPECT_FALSE(pool.TryBegin({hold, kNothing}, &last));
+  held = false;
+  held.notify_all();
+  pool.Await(last);
+  EXPECT_TRUE(pool.TryBegin({hold, kNothing}, &last));
+  pool.Await(last);
 }
 
 // --- What threads inherit from their creator, and must not ---

@@ -1,0 +1,56 @@
+// WorkPieces: elements that workers share out among themselves as they go. Each begins with a part
+// of its own, always the same, so that it meets the memory that it touched first. One that has done
+// that takes pieces of the others' parts: nobody waits long for a worker whose CPU is needed
+// elsewhere.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "runtime/worker_pool.h"
+
+namespace hybridopt {
+
+class WorkPieces {
+ public:
+  explicit WorkPieces(uint32_t workers) : parts_(workers) {}
+
+  // Before the workers begin. Parts are cut at multiples of `grain` elements, and pieces have
+  // `piece_elements`, a multiple of it.
+  void Reset(const WorkRange& whole, uint64_t grain, uint64_t piece_elements) {
+    piece_elements_ = piece_elements;
+    const uint32_t workers = static_cast<uint32_t>(parts_.size());
+    for (uint32_t worker = 0; worker < workers; ++worker) {
+      const WorkRange part = RangeOfWorker(whole.end - whole.begin, grain, worker, workers);
+      parts_[worker].next.store(whole.begin + part.begin, std::memory_order_relaxed);
+      parts_[worker].end = whole.begin + part.end;
+    }
+  }
+
+  // Calls visit(piece) for one piece after the other until none is left that nobody has taken.
+  template <typename Visit>
+  void Take(uint32_t worker, Visit&& visit) {
+    const uint32_t workers = static_cast<uint32_t>(parts_.size());
+    for (uint32_t i = 0; i < workers; ++i) {
+      Part& part = parts_[(worker + i) % workers];
+      // Looked at first: an empty part's line can then stay in every worker's cache.
+      while (part.next.load(std::memory_order_relaxed) < part.end) {
+        const uint64_t begin = part.next.fetch_add(piece_elements_, std::memory_order_relaxed);
+        if (begin >= part.end) break;
+        visit(WorkRange{begin, std::min(begin + piece_elements_, part.end)});
+      }
+    }
+  }
+
+ private:
+  struct alignas(64) Part {
+    std::atomic<uint64_t> next{0};
+    uint64_t end = 0;
+  };
+  std::vector<Part> parts_;
+  uint64_t piece_elements_ = 0;
+};
+
+}  // namespace hybridopt
