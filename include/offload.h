@@ -239,7 +239,7 @@ typedef struct offload_context_info {
   uint32_t threads;       /* update threads, really */
   uint32_t cpus_allowed;  /* CPUs in this process's affinity mask */
   uint32_t nodes;         /* NUMA nodes with CPUs this process may use */
-  int32_t threads_pinned; /* 1: each update thread stays on one CPU; 0: more threads than CPUs */
+  int32_t threads_seated; /* 1: each update thread keeps to its NUMA node; 0: the system refused */
   int32_t huge_pages;     /* 1: state memory asks for huge pages, as the system allows */
   uint32_t optimizers;    /* alive in this context */
   uint64_t device_memory_bytes;      /* capacity; 0 on the host device */

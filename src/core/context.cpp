@@ -237,7 +237,7 @@ void Context::Note(const char* text) {
 std::string Context::Notes() const {
   std::string notes = seats_.note;
   if (!placeable_.ok()) notes += "memory is not placed: " + placeable_.message() + "; ";
-  if (!workers_.seated()) notes += "threads do not keep to their CPUs: the system refused; ";
+  if (!workers_.seated()) notes += "threads do not keep to their node: the system refused; ";
   if (!prim::HugePagesAvailable())
     notes += "no huge pages: transparent_hugepage is off; ";
   else if (!state_pages_.huge_pages)
@@ -256,7 +256,7 @@ Result<offload_context_info_t> Context::Info() const {
   info.threads = workers_.threads();
   info.cpus_allowed = seats_.cpus_allowed;
   info.nodes = seats_.nodes_allowed;
-  info.threads_pinned = workers_.pinned() ? 1 : 0;
+  info.threads_seated = workers_.seated() ? 1 : 0;
   info.huge_pages = prim::HugePagesAvailable() && state_pages_.huge_pages ? 1 : 0;
   info.local_rank = seats_.local_rank;
   info.local_world = seats_.local_world;

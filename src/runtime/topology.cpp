@@ -153,13 +153,12 @@ Nodes PartOfRank(const Nodes& nodes, uint32_t rank, uint32_t world) {
   return Cut(nodes, begin, std::max(end, begin + 1));
 }
 
-std::vector<uint32_t> CpusOfThread(const Nodes& nodes, uint32_t index, uint32_t threads,
-                                   bool pinned) {
+const std::vector<uint32_t>& CpusOfThread(const Nodes& nodes, uint32_t index, uint32_t threads) {
   HYBRIDOPT_CHECK(index < threads && !nodes.empty());
   uint64_t at = uint64_t{CpuCount(nodes)} * index / threads;
   auto node = nodes.begin();
   for (; at >= node->cpus.size() && node + 1 != nodes.end(); ++node) at -= node->cpus.size();
-  return pinned ? std::vector{node->cpus[at]} : node->cpus;
+  return node->cpus;
 }
 
 Result<Seats> ChooseSeats(const SeatRequest& request, const std::vector<uint32_t>& allowed_cpus,

@@ -36,10 +36,8 @@ Nodes NodesNear(const Nodes& nodes, const std::string& pci_id, const std::string
 // One rank's part of the CPUs. With more ranks than CPUs each has one, shared as evenly as can be.
 Nodes PartOfRank(const Nodes& nodes, uint32_t rank, uint32_t world);
 
-// The CPUs that thread `index` of `threads` may run on: one of its own if pinned, else those of the
-// node it belongs to.
-std::vector<uint32_t> CpusOfThread(const Nodes& nodes, uint32_t index, uint32_t threads,
-                                   bool pinned);
+// The CPUs that thread `index` of `threads` runs on: those of the node it belongs to.
+const std::vector<uint32_t>& CpusOfThread(const Nodes& nodes, uint32_t index, uint32_t threads);
 
 // What a context asks for, as in offload_context_options.
 struct SeatRequest {

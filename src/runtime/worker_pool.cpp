@@ -78,7 +78,6 @@ struct WorkerPool::State {
   bool started = false;
   std::vector<Worker> workers;
   std::array<Slot, kJobsMax> slots;
-  std::atomic<bool> pinned;
   std::atomic<bool> seated = true;
 
   // Counts of jobs. Storing `begun` hands out the slot of that job.
@@ -90,9 +89,8 @@ WorkerPool::State::State(uint32_t threads_asked, Nodes nodes_given, uint32_t cpu
     : nodes(std::move(nodes_given)),
       cpus(CpuCount(nodes)),
       shape(ChoosePoolShape(threads_asked, cpus, cpu_limit)),
-      spins(shape.pinned && shape.threads < cpus ? kSpins : 0),
-      workers(shape.threads),
-      pinned(shape.pinned) {}
+      spins(shape.spare_cpus ? kSpins : 0),
+      workers(shape.threads) {}
 
 Status WorkerPool::State::Start() {
   begun = finished = 0;
@@ -129,10 +127,10 @@ void* WorkerPool::State::ThreadMain(void* worker) {
   char name[16];
   std::snprintf(name, sizeof(name), "hybridopt/%u", index);
   prim::NameThisThread(name);
-  // Unpinned threads get the CPUs of their node, not those of the thread that called Begin first.
-  if (!prim::PinThisThread(
-          CpusOfThread(state.nodes, index, state.shape.threads, state.shape.pinned)))
-    state.pinned = state.seated = false;
+  // All CPUs of its node, and not those of the thread that called Begin first. Not one of them: a
+  // thread whose CPU is needed by something else goes on on another.
+  if (!prim::PinThisThread(CpusOfThread(state.nodes, index, state.shape.threads)))
+    state.seated = false;
   state.WorkThroughJobs(index);
   return nullptr;
 }
@@ -166,7 +164,6 @@ WorkerPool::~WorkerPool() {
 
 uint32_t WorkerPool::threads() const { return state_->shape.threads; }
 uint32_t WorkerPool::cpus() const { return state_->cpus; }
-bool WorkerPool::pinned() const { return state_->pinned; }
 bool WorkerPool::seated() const { return state_->seated; }
 
 // False if there is no room. Called with handing_out locked.
@@ -221,7 +218,7 @@ PoolShape ChoosePoolShape(uint32_t threads_asked, uint32_t cpus, uint32_t cpu_li
   const bool limited = cpu_limit != 0 && cpu_limit < cpus;
   const uint32_t usable = std::max(limited ? cpu_limit : cpus, 1u);
   const uint32_t threads = std::min(threads_asked == 0 ? usable : threads_asked, kThreadsMax);
-  return {threads, !limited && threads <= cpus};
+  return {threads, !limited && threads < cpus};
 }
 
 WorkRange RangeOfWorker(uint64_t count, uint64_t grain, uint32_t index, uint32_t workers) {

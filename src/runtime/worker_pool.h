@@ -1,5 +1,6 @@
-// Threads that stay on their CPUs and work through one queue of jobs. Each does its part of every
-// job, in order and at its own pace: none waits for the others before it goes on to the next job.
+// Threads that stay on their NUMA node and work through one queue of jobs. Each does its part of
+// every job, in order and at its own pace: none waits for the others before it goes on to the next
+// job.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,6 @@ class WorkerPool {
 
   uint32_t threads() const;
   uint32_t cpus() const;  // of the nodes given
-  bool pinned() const;    // true if no two threads share a CPU
   bool seated() const;    // false if the system refused to keep a thread on its node
 
   // A job that has been handed out. Jobs finish in the order in which they were.
@@ -52,11 +52,11 @@ class WorkerPool {
   std::unique_ptr<State> state_;
 };
 
-// How many threads a pool has, and whether each gets a CPU of its own. A cgroup that grants fewer
-// CPUs than the affinity mask shares them with others: the scheduler then knows better.
+// How many threads a pool has, and whether CPUs are left over when all of them run. A cgroup that
+// grants fewer CPUs than the affinity mask grants time, and none is left over.
 struct PoolShape {
   uint32_t threads;
-  bool pinned;
+  bool spare_cpus;
 };
 PoolShape ChoosePoolShape(uint32_t threads_asked, uint32_t cpus, uint32_t cpu_limit);
 

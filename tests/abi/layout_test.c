@@ -54,7 +54,7 @@ static const pin_t pins[] = {
     FIELD(offload_context_info_t, threads, 8, 4),
     FIELD(offload_context_info_t, cpus_allowed, 12, 4),
     FIELD(offload_context_info_t, nodes, 16, 4),
-    FIELD(offload_context_info_t, threads_pinned, 20, 4),
+    FIELD(offload_context_info_t, threads_seated, 20, 4),
     FIELD(offload_context_info_t, huge_pages, 24, 4),
     FIELD(offload_context_info_t, optimizers, 28, 4),
     FIELD(offload_context_info_t, device_memory_bytes, 32, 8),

@@ -200,34 +200,10 @@ TEST(PartOfRankTest, MoreRanksThanCpusGetOneEachAndShareEvenly) {
 
 // --- Threads ---
 
-TEST(CpusOfThreadTest, PinnedThreadsHaveCpusOfTheirOwnSpreadInOrder) {
-  const Nodes nodes = {{0, Range(0, 6), true}, {3, Range(6, 12), true}};
-  for (uint32_t threads = 1; threads <= 12; ++threads) {
-    std::set<uint32_t> used;
-    uint32_t last = 0, on_first = 0;
-    for (uint32_t index = 0; index < threads; ++index) {
-      const Cpus cpus = CpusOfThread(nodes, index, threads, true);
-      ASSERT_EQ(cpus.size(), 1u);
-      EXPECT_GE(cpus[0], last);
-      last = cpus[0];
-      used.insert(cpus[0]);
-      on_first += cpus[0] < 6;
-    }
-    EXPECT_EQ(used.size(), threads);
-    EXPECT_EQ(on_first, (threads + 1) / 2);  // contiguous blocks of threads, a half on each node
-  }
-}
-
-TEST(CpusOfThreadTest, FewerThreadsThanCpusGetACoreEach) {
-  const Nodes nodes = {{0, {0, 64, 1, 65, 2, 66, 3, 67}, true}};
-  for (uint32_t index = 0; index < 4; ++index)
-    EXPECT_EQ(CpusOfThread(nodes, index, 4, true), Cpus{index});
-}
-
-TEST(CpusOfThreadTest, UnpinnedThreadsKeepToTheirNode) {
+TEST(CpusOfThreadTest, ThreadsKeepToTheirNode) {
   const Nodes nodes = {{0, Range(0, 2), true}, {1, Range(2, 6), true}};
   for (uint32_t index = 0; index < 9; ++index)
-    EXPECT_EQ(CpusOfThread(nodes, index, 9, false), nodes[index < 3 ? 0 : 1].cpus) << index;
+    EXPECT_EQ(CpusOfThread(nodes, index, 9), nodes[index < 3 ? 0 : 1].cpus) << index;
 }
 
 // --- Seats ---

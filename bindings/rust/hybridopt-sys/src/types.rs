@@ -51,7 +51,7 @@ pub struct offload_context_info_t {
     pub threads: u32,
     pub cpus_allowed: u32,
     pub nodes: u32,
-    pub threads_pinned: i32,
+    pub threads_seated: i32,
     pub huge_pages: i32,
     pub optimizers: u32,
     pub device_memory_bytes: u64,

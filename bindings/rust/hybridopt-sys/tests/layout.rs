@@ -49,7 +49,7 @@ fn ours() -> Table {
             local_world, sim_pinned_bytes_max, allow_pageable, reserved,
         }
         offload_context_info_t {
-            struct_size, device_kind, threads, cpus_allowed, nodes, threads_pinned, huge_pages,
+            struct_size, device_kind, threads, cpus_allowed, nodes, threads_seated, huge_pages,
             optimizers, device_memory_bytes, device_memory_free_bytes, pinned_bytes, isa,
             device_name, local_rank, local_world, cpus, numa_rung, numa_nodes, notes,
         }

@@ -68,7 +68,7 @@ report! {
         /// NUMA nodes with CPUs this process may use.
         nodes: u32,
         /// Each update thread stays on one CPU; else there are more threads than CPUs.
-        threads_pinned: bool,
+        threads_seated: bool,
         /// State memory asks for huge pages, as the system allows.
         huge_pages: bool,
         /// Alive in this context.

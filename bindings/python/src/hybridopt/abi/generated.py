@@ -124,7 +124,7 @@ class offload_context_info_t(Struct):
     threads: int
     cpus_allowed: int
     nodes: int
-    threads_pinned: int
+    threads_seated: int
     huge_pages: int
     optimizers: int
     device_memory_bytes: int
@@ -144,7 +144,7 @@ class offload_context_info_t(Struct):
         ("threads", ctypes.c_uint32),
         ("cpus_allowed", ctypes.c_uint32),
         ("nodes", ctypes.c_uint32),
-        ("threads_pinned", ctypes.c_int32),
+        ("threads_seated", ctypes.c_int32),
         ("huge_pages", ctypes.c_int32),
         ("optimizers", ctypes.c_uint32),
         ("device_memory_bytes", ctypes.c_uint64),
