@@ -300,7 +300,7 @@ typedef struct offload_optimizer_options {
                               registration order. The host device has one memory: no effect there */
   uint64_t chunk_elements; /* elements a pipeline chunk holds at most, 1024 to 2^28; 0 = 2^20, or
                               2^22 on CUDA */
-  uint32_t staging_slots;  /* chunks in the staging ring, 2 to 64; 0 = 4 */
+  uint32_t staging_slots;  /* chunks in the staging ring, 2 to 64; 0 = 8 */
   uint32_t movable;        /* enum offload_movable, or-ed; 0 = nothing is ever moved */
   const offload_comm_t* comm; /* other ranks; NULL = none. Copied, but what its user points to must
                                  live until destroy */

@@ -8,7 +8,7 @@ namespace {
 
 constexpr uint64_t kMinChunkElements = 1024;
 constexpr uint64_t kMaxChunkElements = uint64_t{1} << 28;
-constexpr uint32_t kDefaultStagingSlots = 4;
+constexpr uint32_t kDefaultStagingSlots = 8;
 constexpr uint32_t kMinStagingSlots = 2;
 constexpr uint32_t kMaxStagingSlots = 64;
 

@@ -255,7 +255,7 @@ TEST(Configuration, StagingBelowTheMinimum) {
   for (const uint32_t wrong : {1u, 65u})
     ExpectOptimizerRefused(
         OFFLOAD_INVALID_ARGUMENT,
-        {"options.staging_slots is " + std::to_string(wrong), "expected 2 to 64 (0 = 4)"},
+        {"options.staging_slots is " + std::to_string(wrong), "expected 2 to 64 (0 = 8)"},
         [&](auto& o) { o.staging_slots = wrong; }, [](auto& o) { o.staging_slots = 2; });
 }
 
