@@ -1,4 +1,4 @@
-// Team: threads for the comparison loops, pinned and given ranges as the library does it.
+// Team: threads for the comparison loops, each pinned to a CPU, with the ranges that the library begins with.
 #pragma once
 
 #include <barrier>

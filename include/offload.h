@@ -485,7 +485,8 @@ typedef struct offload_step_result {
   double update_seconds;     /* lane: CPU threads updating the host share */
   double params_up_seconds;  /* lane: copying params to the device, as the device took it */
   double device_update_seconds; /* lane: the device updating its share */
-  double stall_seconds;         /* CPU threads waiting: gradients, staging slot, a running save */
+  double stall_seconds;         /* CPU threads waiting: gradients, staging slot, the device's own
+                                   update, a running save */
   uint64_t grads_down_bytes;    /* copied device to host */
   uint64_t params_up_bytes;     /* copied host to device */
 } offload_step_result_t;

@@ -40,7 +40,7 @@ Status ChunkPipeline::AwaitPrefetched() {
   return {};
 }
 
-// ---------------------------------------------------------------------------- the step's thread --
+// --------------------------------------------------------------------------- the step's thread --
 
 Status ChunkPipeline::Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
                           offload_step_result_t* result) {
@@ -60,26 +60,32 @@ Status ChunkPipeline::GiveAll() {
     AwaitWorkers();
     HYBRIDOPT_TRY(status_);
   }
-  Stopwatch stall(task_->result->stall_seconds);
   while (retired_ < count()) HYBRIDOPT_TRY(Retire());
+  task_->result->stall_seconds += SecondsSince(idle_since_ns_);
   return {};
 }
 
 Status ChunkPipeline::AwaitNext() {
-  while (retired_ + lanes_.ring().slots() <= given_) HYBRIDOPT_TRY(Retire());
-  const Range range("await grads down", given_);
-  HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(given_)].end, "gradients coming down"));
+  while (!HasSlot()) HYBRIDOPT_TRY(Retire());
+  {
+    const Range range("await grads down", given_);
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(given_)].end, "gradients coming down"));
+  }
   host_share_.AwaitCapture(task_->step, given_, {0, task_->step.active.in_chunk(given_)});
   task_->result->stall_seconds += SecondsSince(idle_since_ns_);
   return {};
 }
 
-// From here on the workers act.
+// From here on the workers act, unless it fails.
 Status ChunkPipeline::GiveNext() {
   const WorkerPool::Work work = PrepareNext();
   busy_since_ns_ = prim::NowNs();
   busy_.test_and_set();
-  return context_.workers().Begin(work, &job_);
+  Status status = context_.workers().Begin(work, &job_);
+  if (status.ok()) return status;
+  given_ -= 1;
+  busy_.clear();
+  return status;
 }
 
 void ChunkPipeline::AwaitWorkers() {
@@ -98,15 +104,17 @@ WorkerPool::Work ChunkPipeline::PrepareNext() {
 
 Status ChunkPipeline::Retire() {
   const uint32_t slot = SlotOf(retired_);
-  HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded[slot].end, "params going up"));
+  {
+    const Range range("await params up", retired_);
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded[slot].end, "params going up"));
+  }
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.uploaded[slot]));
   task_->result->params_up_seconds += seconds;
   lanes_.ring().ReleaseParams(slot);
   return task_->retired(retired_++);
 }
 
-// --------------------------------------------------------------------------------------- workers
-// --
+// ------------------------------------------------------------------------------------- workers --
 
 void ChunkPipeline::Update(Slot& slot, uint32_t worker) {
   const Range range("update", slot.chunk);
@@ -134,33 +142,39 @@ Status ChunkPipeline::MoveOn(uint32_t chunk) {
   HYBRIDOPT_TRY(SendUp(chunk));
   const uint32_t next = chunk + lanes_.ring().slots();
   if (next < count()) HYBRIDOPT_TRY(BringDown(next, task_->step.params, task_->result));
+  // Now rather than when the slot is needed: somebody may be waiting for these params.
+  while (true) {
+    HYBRIDOPT_ASSIGN(const bool may_retire, MayRetire());
+    if (!may_retire) break;
+    HYBRIDOPT_TRY(Retire());
+  }
   while (true) {
     HYBRIDOPT_ASSIGN(const bool may_give, MayGive());
     if (!may_give) return {};
-    if (given_ >= lanes_.ring().slots()) HYBRIDOPT_TRY(Retire());
     if (context_.workers().TryBegin(PrepareNext(), &job_)) continue;
     given_ -= 1;  // other optimizers have filled the workers' queue
     return {};
   }
 }
 
-// Whether the next chunk can be given without a wait. Behind a save none is given ahead: the step's
-// thread may have to wait until the save has read it.
-Result<bool> ChunkPipeline::MayGive() {
-  const uint32_t slots = lanes_.ring().slots();
-  if (given_ == count() || given_ - sent_ == slots || task_->step.capture != nullptr) return false;
-  const uint32_t slot = SlotOf(given_);
-  HYBRIDOPT_ASSIGN(const bool landed, device_.Reached(lanes_.landed[slot].end));
-  if (!landed || given_ < slots) return landed;
+// Whether the oldest chunk that is not retired can be, without a wait.
+Result<bool> ChunkPipeline::MayRetire() {
+  if (retired_ == sent_) return false;
   if (retired_ == 0) {
     HYBRIDOPT_ASSIGN(const bool updated, device_.Reached(lanes_.device_updated.end));
     if (!updated) return false;
   }
-  return device_.Reached(lanes_.uploaded[slot].end);
+  return device_.Reached(lanes_.uploaded[SlotOf(retired_)].end);
 }
 
-// ---------------------------------------------------------------------------------------- copies
-// --
+// Whether the next chunk can be given without a wait. Behind a save none is given ahead: the step's
+// thread may have to wait until the save has read it.
+Result<bool> ChunkPipeline::MayGive() {
+  if (given_ == count() || !HasSlot() || task_->step.capture != nullptr) return false;
+  return device_.Reached(lanes_.landed[SlotOf(given_)].end);
+}
+
+// -------------------------------------------------------------------------------------- copies --
 
 Status ChunkPipeline::BringDown(uint32_t chunk, std::span<const StepParam> params,
                                 offload_step_result_t* result) {

@@ -73,6 +73,7 @@ class ChunkPipeline {
   void Update(Slot& slot, uint32_t worker);
   void AfterUpdate();
   Status MoveOn(uint32_t chunk);
+  Result<bool> MayRetire();
   Result<bool> MayGive();
   // Both.
   WorkerPool::Work PrepareNext();
@@ -82,6 +83,8 @@ class ChunkPipeline {
   Status SendUp(uint32_t chunk);
 
   uint32_t SlotOf(uint32_t chunk) const { return chunk % lanes_.ring().slots(); }
+  // Whether the next chunk's slot is free: whoever had it is retired.
+  bool HasSlot() const { return given_ < retired_ + lanes_.ring().slots(); }
 
   Context& context_;
   Device& device_;

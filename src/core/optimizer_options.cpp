@@ -2,6 +2,7 @@
 
 #include "comm/comm.h"
 #include "core/group.h"
+#include "runtime/worker_pool.h"
 
 namespace hybridopt {
 namespace {
@@ -11,6 +12,7 @@ constexpr uint64_t kMaxChunkElements = uint64_t{1} << 28;
 constexpr uint32_t kDefaultStagingSlots = 8;
 constexpr uint32_t kMinStagingSlots = 2;
 constexpr uint32_t kMaxStagingSlots = 64;
+static_assert(kMaxStagingSlots < WorkerPool::kJobsMax);
 
 constexpr uint32_t kMovable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
                               OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;

@@ -2,8 +2,9 @@
 // says is read through prim; the choices are pure.
 //
 // The CPUs this process may use, listed node by node, are cut into one part per rank of this host;
-// a rank's part is cut into one piece per thread. Neighbours in rank and index are neighbours in
-// the machine, so that a thread meets its own node's memory and no two ranks run on one CPU:
+// a rank's part is cut into one piece per thread, which says on what node that thread runs.
+// Neighbours in rank and index are neighbours in the machine, so that a thread meets its own node's
+// memory and no two ranks run on one CPU:
 //
 //   CPUs     | node 0: 0 1 2 3 4 5 6 7 | node 1: 8 9 10 11 12 13 14 15 |
 //   ranks    |    0     |      1       |       2       |       3       |

@@ -76,6 +76,7 @@ struct WorkerPool::State {
 
   std::mutex handing_out;  // guards started, and what follows but for its atomics
   bool started = false;
+  uint32_t waiting = 0;  // in Begin, for room
   std::vector<Worker> workers;
   std::array<Slot, kJobsMax> slots;
   std::atomic<bool> seated = true;
@@ -186,22 +187,22 @@ Status WorkerPool::Begin(const Work& work, Job* job) {
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "this process was forked after its worker pool was made, and threads do "
                          "not survive fork: make a new context in the child");
-  while (true) {
-    Job oldest;
-    {
-      std::lock_guard lock(state.handing_out);
-      if (!state.started) HYBRIDOPT_TRY(state.Start());
-      if (state.HandOut(work, job)) return {};
-      oldest = state.begun.load(std::memory_order_relaxed) + 1 - kJobsMax;
-    }
-    // Without the lock: workers that finish a job may want to hand out another.
+  std::unique_lock lock(state.handing_out);
+  if (!state.started) HYBRIDOPT_TRY(state.Start());
+  while (!state.HandOut(work, job)) {
+    const Job oldest = state.begun.load(std::memory_order_relaxed) + 1 - kJobsMax;
+    state.waiting += 1;
+    lock.unlock();  // a worker that finishes a job looks whether it may hand out another
     state.AwaitFinished(oldest);
+    lock.lock();
+    state.waiting -= 1;
   }
+  return {};
 }
 
 bool WorkerPool::TryBegin(const Work& work, Job* job) {
   std::lock_guard lock(state_->handing_out);
-  return state_->HandOut(work, job);
+  return state_->waiting == 0 && state_->HandOut(work, job);
 }
 
 void WorkerPool::Await(Job job) { state_->AwaitFinished(job); }

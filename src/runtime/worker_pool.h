@@ -28,7 +28,7 @@ class WorkerPool {
 
   // A job that has been handed out. Jobs finish in the order in which they were.
   using Job = uint32_t;
-  static constexpr uint32_t kJobsMax = 64;  // at a time
+  static constexpr uint32_t kJobsMax = 128;  // at a time: more than an optimizer ever begins ahead
 
   struct Work {
     FunctionRef<void(uint32_t)> body;  // every worker, 0 to threads() - 1, calls it once
@@ -40,7 +40,8 @@ class WorkerPool {
   // Thread-safe. Errors: OUT_OF_HOST_MEMORY if the first call cannot start the threads (a later one
   // tries again), INVALID_STATE in a child of fork.
   Status Begin(const Work& work, Job* job);
-  // The same, for a worker: returns false where Begin would wait. Only while a job is under way.
+  // The same, for a worker: returns false where Begin would wait, and where somebody waits in
+  // Begin. Only while a job is under way.
   bool TryBegin(const Work& work, Job* job);
   // Returns when the job's `finished` has returned.
   void Await(Job job);

@@ -19,12 +19,12 @@ enum class Leak {
   kNone,
   kDownBehindGradients,     // StreamWait of the down stream on the caller's gradients
   kComputeBehindGradients,  // StreamWait of the compute stream on them
-  kLanded,                  // Wait for a chunk's gradients
-  kUploaded,       // Wait for a chunk's params, before its slot and its mark are given free
-  kVerdict,        // Wait for norm and verdict
-  kDeviceUpdated,  // Wait for the device's own update
-  kCallersStream,  // StreamWaitFlag of the caller's stream
-  kReady,          // Wait for the gradients by the timeline's thread
+  kLanded,                  // Wait for a chunk's gradients, or a look whether they are there
+  kUploaded,                // the same for its params, before its slot and its mark are given free
+  kVerdict,                 // Wait for norm and verdict
+  kDeviceUpdated,           // Wait for the device's own update, or a look
+  kCallersStream,           // StreamWaitFlag of the caller's stream
+  kReady,                   // Wait for the gradients by the timeline's thread
 };
 
 class LeakyDevice final : public ForwardingDevice {
@@ -62,6 +62,12 @@ class LeakyDevice final : public ForwardingDevice {
                         uint64_t value) override {
     if (leaking_ && leak_ == Leak::kCallersStream) return {};
     return ForwardingDevice::StreamWaitFlag(stream, flag, value);
+  }
+  Result<bool> Reached(EventHandle event) override {
+    if (Leaks(Leak::kLanded, event, "gradients landed")) return true;
+    if (Leaks(Leak::kUploaded, event, "params uploaded")) return true;
+    if (Leaks(Leak::kDeviceUpdated, event, "device updated")) return true;
+    return ForwardingDevice::Reached(event);
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
     if (Leaks(Leak::kLanded, event, "gradients landed")) return {};

@@ -97,6 +97,34 @@ TEST(Concurrency, OptimizersOfOneContextGiveTheBitsOfARunAlone) {
   }
 }
 
+// Optimizers that together, and one that nearly alone, would give the workers more chunks ahead
+// than they take.
+TEST(Concurrency, StepsWhoseChunksFillTheWorkersQueueGiveTheSameBits) {
+  struct {
+    uint32_t slots;
+    size_t optimizers;
+  } const cases[] = {{64, 1}, {64, 3}, {8, 20}};
+  for (const auto& one : cases) {
+    RunOptions run;
+    run.counts = {150'000, 1, 50'000};  // 196 chunks
+    run.sim_memory_bytes = uint64_t{64} << 20;
+    run.device_fraction = 0;
+    const std::vector<unsigned char> expected = TrainAlone(run, 3);  // with two slots
+    run.staging_slots = one.slots;
+    Trainer owner(run);
+    std::vector<std::thread> threads;
+    std::vector<std::vector<unsigned char>> bits(one.optimizers);
+    for (std::vector<unsigned char>& mine : bits)
+      threads.emplace_back([&] {
+        Trainer trainer(run, owner.context);
+        mine = TrainWhileAsked(trainer, 3);
+      });
+    for (std::thread& thread : threads) thread.join();
+    for (const std::vector<unsigned char>& mine : bits)
+      EXPECT_TRUE(mine == expected) << one.slots << " slots, " << one.optimizers << " optimizers";
+  }
+}
+
 // ------------------------------------------------------------------------------------ lifecycle --
 
 void Bind(const Trainer& trainer, bool with_grads) {

@@ -102,7 +102,8 @@ TEST(Ranges, OfAStepAreItsLanesAndChunks) {
   EXPECT_EQ(std::erase(told, "await grads down 0"), 1u);
   std::erase(told, "await grads down 1");
   std::erase(told, "await grads down 2");
-  EXPECT_EQ(told, (Told{"await device update", "await gradients", "norm", "queue grads down 0",
+  EXPECT_EQ(told, (Told{"await device update", "await gradients", "await params up 0",
+                        "await params up 1", "await params up 2", "norm", "queue grads down 0",
                         "queue grads down 1", "queue grads down 2", "queue params up 0",
                         "queue params up 1", "queue params up 2", "step 1", "update 0", "update 0",
                         "update 1", "update 1", "update 2", "update 2"}));

@@ -86,7 +86,7 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// Chunks in the staging ring; 4 by default.
+    /// Chunks in the staging ring; 8 by default.
     pub fn staging_slots(mut self, slots: u32) -> Self {
         self.options.staging_slots = slots;
         self

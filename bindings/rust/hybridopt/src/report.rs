@@ -67,7 +67,7 @@ report! {
         cpus_allowed: u32,
         /// NUMA nodes with CPUs this process may use.
         nodes: u32,
-        /// Each update thread stays on one CPU; else there are more threads than CPUs.
+        /// Each update thread keeps to its NUMA node; else the system refused.
         threads_seated: bool,
         /// State memory asks for huge pages, as the system allows.
         huge_pages: bool,
