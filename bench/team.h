@@ -1,4 +1,5 @@
-// Team: threads for the comparison loops, each pinned to a CPU, with the ranges that the library begins with.
+// Team: threads for the comparison loops, each pinned to a CPU, with the ranges that the library
+// begins with.
 #pragma once
 
 #include <barrier>
