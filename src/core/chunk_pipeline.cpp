@@ -1,7 +1,5 @@
 #include "core/chunk_pipeline.h"
 
-#include <algorithm>
-
 #include "base/prim.h"
 #include "base/ranges.h"
 #include "core/stopwatch.h"
@@ -23,19 +21,19 @@ ChunkPipeline::ChunkPipeline(Context& context, const ParamTable& table, const Pl
 
 uint64_t ChunkPipeline::PrefetchCopies() const {
   uint64_t copies = 0;
-  for (uint32_t chunk = 0; chunk < std::min(lanes_.ring().slots(), count()); ++chunk)
+  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
     copies += placement_.chunks[chunk].fragment_count;
   return copies;
 }
 
 Status ChunkPipeline::Prefetch(std::span<const StepParam> params, offload_step_result_t* result) {
-  for (uint32_t chunk = 0; chunk < std::min(lanes_.ring().slots(), count()); ++chunk)
+  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
     HYBRIDOPT_TRY(BringDown(chunk, params, result));
   return {};
 }
 
 Status ChunkPipeline::AwaitPrefetched() {
-  for (uint32_t chunk = 0; chunk < std::min(lanes_.ring().slots(), count()); ++chunk)
+  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(chunk)].end, "gradients coming down"));
   return {};
 }

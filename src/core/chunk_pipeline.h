@@ -17,6 +17,7 @@
 // last otherwise.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <optional>
@@ -82,6 +83,7 @@ class ChunkPipeline {
                    offload_step_result_t* result);
   Status SendUp(uint32_t chunk);
 
+  uint32_t prefetched() const { return std::min(lanes_.ring().slots(), count()); }
   uint32_t SlotOf(uint32_t chunk) const { return chunk % lanes_.ring().slots(); }
   // Whether the next chunk's slot is free: whoever had it is retired.
   bool HasSlot() const { return given_ < retired_ + lanes_.ring().slots(); }

@@ -1,5 +1,7 @@
 #include "core/host_share.h"
 
+#include <utility>
+
 namespace hybridopt {
 
 HostShare::HostShare(const ParamTable& table, const Placement& placement, const StateMemory& memory,
@@ -35,14 +37,21 @@ void ActiveElements::Count(std::span<const StepParam> params) {
   }
 }
 
-void HostShare::AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const {
-  if (step.capture == nullptr) return;
+template <typename Visit>
+void HostShare::ForEachActiveStretch(const HostStep& step, uint32_t chunk, const WorkRange& range,
+                                     Visit&& visit) const {
   ForEachStretch(
       FragmentsOf(placement_, placement_.chunks[chunk]), step.active.in_chunk(chunk),
       [&](const Fragment& fragment) { return step.active.before(fragment); }, range,
-      [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-        step.capture->Await(fragment.param, fragment.begin + first + count);
-      });
+      std::forward<Visit>(visit));
+}
+
+void HostShare::AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const {
+  if (step.capture == nullptr) return;
+  ForEachActiveStretch(step, chunk, range,
+                       [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+                         step.capture->Await(fragment.param, fragment.begin + first + count);
+                       });
 }
 
 void HostShare::Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
@@ -53,10 +62,8 @@ void HostShare::Update(const HostStep& step, uint32_t chunk, const ChunkBuffers&
 
 void HostShare::UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                             const WorkRange& piece) const {
-  ForEachStretch(
-      FragmentsOf(placement_, placement_.chunks[chunk]), step.active.in_chunk(chunk),
-      [&](const Fragment& fragment) { return step.active.before(fragment); }, piece,
-      [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+  ForEachActiveStretch(
+      step, chunk, piece, [&](const Fragment& fragment, uint64_t first, uint64_t count) {
         const StepParam& param = step.params[fragment.param];
         const Target& target = targets_[fragment.param];
         const uint64_t element = HostElement(target, fragment, first);

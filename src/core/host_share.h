@@ -118,8 +118,13 @@ class HostShare {
             const FirstState& first_state, uint32_t worker, uint32_t workers) const;
 
  private:
+  // ForEachStretch over the chunk's active elements.
+  template <typename Visit>
+  void ForEachActiveStretch(const HostStep& step, uint32_t chunk, const WorkRange& range,
+                            Visit&& visit) const;
   void UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                    const WorkRange& piece) const;
+
   // A param's fixed facts, side by side for the workers.
   struct Target {
     Rule rule;

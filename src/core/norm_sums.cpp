@@ -31,7 +31,6 @@ void NormSums::SumPiece(const KernelTable& kernels, std::span<const NormInput> i
     const uint64_t end = std::min(piece.end, EndOf(*input)) - input->first_block;
     const uint64_t first = begin * kNormBlockElements;
     const uint64_t last = std::min(input->count, end * kNormBlockElements);
-    if (first >= last) continue;
     kernels.SumSquares(input->dtype)(
         static_cast<const std::byte*>(input->grad) + first * DtypeBytes(input->dtype), last - first,
         blocks_.data() + input->first_block + begin);

@@ -152,6 +152,19 @@ void WorkerPool::State::WorkThroughJobs(uint32_t index) {
   }
 }
 
+// False if there is no room. Called with handing_out locked.
+bool WorkerPool::State::HandOut(const Work& work, Job* job) {
+  const Job next = begun.load(std::memory_order_relaxed) + 1;
+  if (!HasFinished(finished.load(std::memory_order_acquire), next - kJobsMax)) return false;
+  Slot& slot = SlotOf(next);
+  slot.work = work;
+  slot.running.store(shape.threads, std::memory_order_relaxed);
+  *job = next;
+  begun.store(next);
+  begun.notify_all();
+  return true;
+}
+
 WorkerPool::WorkerPool(uint32_t threads, Nodes nodes, uint32_t cpu_limit)
     : state_(std::make_unique<State>(threads, std::move(nodes), cpu_limit)) {}
 
@@ -166,19 +179,6 @@ WorkerPool::~WorkerPool() {
 uint32_t WorkerPool::threads() const { return state_->shape.threads; }
 uint32_t WorkerPool::cpus() const { return state_->cpus; }
 bool WorkerPool::seated() const { return state_->seated; }
-
-// False if there is no room. Called with handing_out locked.
-bool WorkerPool::State::HandOut(const Work& work, Job* job) {
-  const Job next = begun.load(std::memory_order_relaxed) + 1;
-  if (!HasFinished(finished.load(std::memory_order_acquire), next - kJobsMax)) return false;
-  Slot& slot = SlotOf(next);
-  slot.work = work;
-  slot.running.store(shape.threads, std::memory_order_relaxed);
-  *job = next;
-  begun.store(next);
-  begun.notify_all();
-  return true;
-}
 
 Status WorkerPool::Begin(const Work& work, Job* job) {
   State& state = *state_;

@@ -481,7 +481,6 @@ void FailEveryCallOnce(int32_t code, bool sticky) {
     const Status status = rig.Work();
     ASSERT_TRUE(status.ok()) << status.message();
     calls = CallsToFail(before, plan.made);
-
     expected = rig.Params();
     rig.optimizer.reset();
     EXPECT_TRUE(rig.HoldsWhatItHeldBeforeCommit());
