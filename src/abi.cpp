@@ -10,9 +10,9 @@
 #include "base/files.h"
 #include "checkpoint/inspect.h"
 #include "checkpoint/reader.h"
-#include "core/context.h"
-#include "core/handle_table.h"
-#include "core/optimizer.h"
+#include "machine/context.h"
+#include "optimizer/handle_table.h"
+#include "optimizer/optimizer.h"
 
 namespace {
 

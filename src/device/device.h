@@ -1,5 +1,5 @@
 // The device port: memory, streams, events, copies and kernels of one device. The pipeline in
-// core/step.cpp is written against this alone, so that what holds on the simulated device holds on
+// step/step.cpp is written against this alone, so that what holds on the simulated device holds on
 // a real one.
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 //   | master of p0 | p1 | ... | pad | moment0 of p0 | p1 | ... | pad | moment1 of p0 | p1 | ... |
 //
-// (core/placement.cpp computes the offsets; the arena knows only bytes.)
+// (state/placement.cpp computes the offsets; the arena knows only bytes.)
 #pragma once
 
 #include <cstddef>

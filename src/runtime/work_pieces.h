@@ -13,6 +13,11 @@
 
 namespace hybridopt {
 
+// Workers' parts of a chunk start at multiples of this many elements.
+inline constexpr uint64_t kWorkGrainElements = 64;
+// What a worker takes at a time in a step: some 50 us of work.
+inline constexpr uint64_t kWorkPieceElements = 256 * kWorkGrainElements;
+
 class WorkPieces {
  public:
   explicit WorkPieces(uint32_t workers) : parts_(workers) {}

@@ -10,8 +10,8 @@
 #include "../forwarding_device.h"
 #include "../held_files.h"
 #include "../temporary_directory.h"
-#include "core/timeline.h"
 #include "lifecycle_rig.h"
+#include "machine/timeline.h"
 
 namespace hybridopt {
 namespace {

@@ -15,8 +15,8 @@
 #include "../held_files.h"
 #include "../temporary_directory.h"
 #include "base/prim.h"
-#include "core/context.h"
-#include "core/handle_table.h"
+#include "machine/context.h"
+#include "optimizer/handle_table.h"
 #include "ranks_rig.h"
 
 namespace hybridopt {

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/lifecycle.h"
 #include "lifecycle_rig.h"
+#include "state/lifecycle.h"
 
 namespace hybridopt {
 namespace {

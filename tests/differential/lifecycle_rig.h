@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/context.h"
-#include "core/handle_table.h"
+#include "machine/context.h"
+#include "optimizer/handle_table.h"
 #include "rig.h"
 
 namespace hybridopt {

@@ -9,10 +9,10 @@
 #include <memory>
 
 #include "../sanitizers.h"
-#include "core/context.h"
-#include "core/optimizer.h"
 #include "leaky_device.h"
+#include "machine/context.h"
 #include "memory/pinned_arena.h"
+#include "optimizer/optimizer.h"
 #include "rig.h"
 
 namespace hybridopt {

@@ -17,8 +17,8 @@
 #include "../devices.h"
 #include "../forwarding_device.h"
 #include "base/prim.h"
-#include "core/context.h"
-#include "core/optimizer.h"
+#include "machine/context.h"
+#include "optimizer/optimizer.h"
 #include "trainer.h"
 
 namespace hybridopt::fault {

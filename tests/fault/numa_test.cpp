@@ -15,11 +15,11 @@
 
 #include "base/prim.h"
 #include "child.h"
-#include "core/context.h"
-#include "core/lanes.h"
-#include "core/placement.h"
-#include "core/swap_memory.h"
+#include "machine/context.h"
+#include "machine/lanes.h"
 #include "runtime/topology.h"
+#include "state/placement.h"
+#include "state/swap_memory.h"
 #include "trainer.h"
 
 namespace hybridopt::fault {
@@ -331,10 +331,10 @@ TEST(Placement, PinnedMemoryOfSeveralNodesIsInterleaved) {
       ContextOn(OFFLOAD_DEVICE_SIM, {{here, {0}, true}, {here + 1, {1}, true}});
   Placement placement;
   placement.params.resize(1);
-  placement.staging_slots = 2;
-  placement.slot_grad_bytes = placement.slot_param_bytes = 4096;
+  placement.lanes.staging_slots = 2;
+  placement.lanes.slot_grad_bytes = placement.lanes.slot_param_bytes = 4096;
   placement.swap_params_bytes = placement.swap_grads_bytes = placement.swap_states_bytes = 4096;
-  const auto lanes = std::move(Lanes::Create(*context, placement).value());
+  const auto lanes = std::move(Lanes::Create(*context, placement.lanes).value());
   const auto swap = std::move(SwapMemory::Create(*context, placement).value());
   EXPECT_EQ(PolicyOf(lanes->ring().grads(0)), MPOL_INTERLEAVE);
   EXPECT_EQ(PolicyOf(lanes->host_verdict), MPOL_INTERLEAVE);

@@ -7,8 +7,8 @@
 
 #include "../devices.h"
 #include "../fault/trainer.h"
-#include "core/context.h"
-#include "core/handle_table.h"
+#include "machine/context.h"
+#include "optimizer/handle_table.h"
 
 namespace hybridopt::fault {
 namespace {

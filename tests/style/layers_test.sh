@@ -1,6 +1,7 @@
 #!/bin/bash
 # Includes inside src/ go downward only:
-#   abi -> core -> {checkpoint, comm} -> {memory, runtime} -> device -> kernels -> base
+#   abi -> optimizer -> {step, save} -> state -> machine -> {checkpoint, comm} -> {memory, runtime}
+#       -> device -> kernels -> base
 # Layers in braces are neighbours and do not include each other. Usage: layers_test.sh SOURCE_DIR
 set -euo pipefail
 
@@ -10,8 +11,9 @@ check_layers() {
     sed 's|^\./||' | sort | (cd "$1/src" && xargs -r -d '\n' awk '
     BEGIN {
       rank["base"] = 0; rank["kernels"] = 1; rank["device"] = 2; rank["memory"] = 3
-      rank["runtime"] = 3; rank["checkpoint"] = 4; rank["comm"] = 4; rank["core"] = 5
-      rank["abi"] = 6
+      rank["runtime"] = 3; rank["checkpoint"] = 4; rank["comm"] = 4; rank["machine"] = 5
+      rank["state"] = 6; rank["step"] = 7; rank["save"] = 7; rank["optimizer"] = 8
+      rank["abi"] = 9
     }
     function layer(path) { sub(/[\/.].*/, "", path); return path }
     function refuse(why) { print "src/" FILENAME ":" FNR ": " $0 "  (" why ")"; bad = 1 }
@@ -27,13 +29,14 @@ check_layers() {
     END { exit bad }')
 }
 
-# The check itself: a tree that must pass and four that must not.
+# The check itself: a tree that must pass and six that must not.
 self_test() {
   local scratch
   scratch=$(mktemp -d)
-  mkdir -p "$scratch/src/core" "$scratch/src/base" "$scratch/src/memory" "$scratch/src/runtime"
+  mkdir -p "$scratch/src/optimizer" "$scratch/src/step" "$scratch/src/save" "$scratch/src/state" \
+    "$scratch/src/base" "$scratch/src/memory" "$scratch/src/runtime"
   local good='#include "base/status.h"'
-  echo "$good" >"$scratch/src/core/step.cpp"
+  echo "$good" >"$scratch/src/step/step.cpp"
   check_layers "$scratch" || { echo "FAILED: the check refuses a good include"; exit 1; }
   local file include
   while read -r file include; do
@@ -44,10 +47,12 @@ self_test() {
     fi
     rm "$scratch/src/$file"
   done <<'CASES'
-base/status.h core/step.h
+base/status.h step/step.h
 memory/arena.cpp runtime/worker_pool.h
-core/optimizer.cpp abi.h
-core/optimizer.cpp ../tests/helper.h
+save/loader.h step/step.h
+step/step.h save/saver.h
+optimizer/optimizer.cpp abi.h
+optimizer/optimizer.cpp ../tests/helper.h
 CASES
   rm -r "$scratch"
 }

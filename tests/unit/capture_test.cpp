@@ -1,5 +1,5 @@
 // How far a save has read, and who waits for it.
-#include "core/capture.h"
+#include "state/capture.h"
 
 #include <gtest/gtest.h>
 

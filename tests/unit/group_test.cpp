@@ -1,5 +1,5 @@
 // Which hyperparameters an algorithm takes: every field against every algorithm.
-#include "core/group.h"
+#include "state/group.h"
 
 #include <gtest/gtest.h>
 

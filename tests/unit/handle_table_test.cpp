@@ -1,5 +1,5 @@
 // Handles are numbers, not pointers: nothing wrong is ever followed.
-#include "core/handle_table.h"
+#include "optimizer/handle_table.h"
 
 #include <gtest/gtest.h>
 

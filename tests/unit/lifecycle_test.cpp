@@ -1,6 +1,6 @@
 // The tables of docs/LIFECYCLE.md, one test a cell: what class Lifecycle decides, and what a caller
 // of the ABI sees on the simulated device.
-#include "core/lifecycle.h"
+#include "state/lifecycle.h"
 
 #include <gtest/gtest.h>
 
@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "core/param_table.h"
 #include "device/device.h"
 #include "offload.h"
+#include "state/param_table.h"
 
 namespace hybridopt {
 namespace {

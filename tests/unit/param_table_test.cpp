@@ -1,6 +1,6 @@
 // The registry: all or none, names and addresses against a model that looks at every byte. The
 // addresses are never followed, so they are made up.
-#include "core/param_table.h"
+#include "state/param_table.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Placement is pure, so it can be checked element by element and byte by byte on random tables.
-#include "core/placement.h"
+#include "state/placement.h"
 
 #include <gtest/gtest.h>
 
@@ -189,12 +189,12 @@ TEST_F(PlacementTest, StagingOffsetsAreDisjointAlignedAndInsideTheirSlot) {
   ForRandomCases(
       [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
         if (options.unified) {
-          EXPECT_EQ(placement.staging_slots, 0u);
-          EXPECT_EQ(placement.slot_grad_bytes + placement.slot_param_bytes, 0u);
+          EXPECT_EQ(placement.lanes.staging_slots, 0u);
+          EXPECT_EQ(placement.lanes.slot_grad_bytes + placement.lanes.slot_param_bytes, 0u);
           EXPECT_EQ(placement.grads_down_bytes + placement.params_up_bytes, 0u);
           return;
         }
-        EXPECT_EQ(placement.staging_slots,
+        EXPECT_EQ(placement.lanes.staging_slots,
                   std::min<uint64_t>(options.staging_slots, placement.chunks.size()));
         uint64_t down = 0, up = 0;
         for (const Chunk& chunk : placement.chunks) {
@@ -211,8 +211,8 @@ TEST_F(PlacementTest, StagingOffsetsAreDisjointAlignedAndInsideTheirSlot) {
             down += grad_bytes;
             up += param_bytes;
           }
-          ExpectDisjoint(grads, placement.slot_grad_bytes);
-          ExpectDisjoint(params, placement.slot_param_bytes);
+          ExpectDisjoint(grads, placement.lanes.slot_grad_bytes);
+          ExpectDisjoint(params, placement.lanes.slot_param_bytes);
         }
         EXPECT_EQ(placement.grads_down_bytes, down);
         EXPECT_EQ(placement.params_up_bytes, up);
@@ -277,7 +277,7 @@ TEST_F(PlacementTest, NormBlocksFollowEachOther) {
       EXPECT_EQ(placement.params[id].first_norm_block, block);
       block += (table.param(id).count + kNormBlockElements - 1) / kNormBlockElements;
     }
-    EXPECT_EQ(placement.norm_blocks, block);
+    EXPECT_EQ(placement.lanes.norm_blocks, block);
   });
 }
 

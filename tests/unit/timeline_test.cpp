@@ -1,5 +1,5 @@
 // The order of queued work, its failure, and who waits.
-#include "core/timeline.h"
+#include "machine/timeline.h"
 
 #include <gtest/gtest.h>
 

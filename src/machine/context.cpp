@@ -1,0 +1,291 @@
+#include "machine/context.h"
+
+#include <cstdio>
+#include <utility>
+#include <vector>
+
+#include "base/prim.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint32_t kMaxThreads = 1024;
+constexpr uint64_t kDefaultSimMemoryBytes = uint64_t{1} << 30;
+constexpr uint64_t kMinSimMemoryBytes = 4096;
+constexpr uint64_t kMaxSimDelayNs = 1'000'000'000;
+constexpr uint64_t kDefaultDeviceTimeoutNs = 600'000'000'000;
+
+Status CheckOptions(const offload_context_options_t& options) {
+  if (options.device_kind < OFFLOAD_DEVICE_HOST || options.device_kind > OFFLOAD_DEVICE_CUDA)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.device_kind is %d, expected OFFLOAD_DEVICE_HOST (0), _SIM (1) or "
+                         "_CUDA (2)",
+                         options.device_kind);
+  if (options.device_index != 0 && options.device_kind != OFFLOAD_DEVICE_CUDA)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.device_index is %d, expected 0 for the host and sim devices",
+                         options.device_index);
+  if (options.threads > kMaxThreads)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.threads is %u, expected at most %u (0 = one per CPU)",
+                         options.threads, kMaxThreads);
+  if (options.allow_pageable != 0 && options.allow_pageable != 1)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.allow_pageable is %d, expected 0 (commit fails where memory "
+                         "cannot be pinned) or 1 (it is used unpinned)",
+                         options.allow_pageable);
+  if (options.reserved != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
+                         options.reserved);
+  if (options.device_timeout_ns > INT64_MAX)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.device_timeout_ns is %llu, expected at most 2^63 - 1",
+                         static_cast<unsigned long long>(options.device_timeout_ns));
+  const bool sim = options.device_kind == OFFLOAD_DEVICE_SIM;
+  if (!sim && (options.sim_memory_bytes != 0 || options.sim_seed != 0 ||
+               options.sim_delay_ns_max != 0 || options.sim_pinned_bytes_max != 0))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.sim_* are set, but device_kind is not OFFLOAD_DEVICE_SIM; leave "
+                         "them 0");
+  if (options.sim_memory_bytes != 0 && options.sim_memory_bytes < kMinSimMemoryBytes)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.sim_memory_bytes is %llu, expected at least %llu (0 = 1 GiB)",
+                         static_cast<unsigned long long>(options.sim_memory_bytes),
+                         static_cast<unsigned long long>(kMinSimMemoryBytes));
+  if (options.sim_delay_ns_max > kMaxSimDelayNs)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.sim_delay_ns_max is %llu, expected at most 1 s",
+                         static_cast<unsigned long long>(options.sim_delay_ns_max));
+  return {};
+}
+
+int64_t TimeoutNs(const offload_context_options_t& options) {
+  return static_cast<int64_t>(options.device_timeout_ns != 0 ? options.device_timeout_ns
+                                                             : kDefaultDeviceTimeoutNs);
+}
+
+Result<std::unique_ptr<Device>> CreateDevice(const offload_context_options_t& options,
+                                             const KernelTable& kernels) {
+  if (options.device_kind == OFFLOAD_DEVICE_HOST) return CreateHostDevice();
+  if (options.device_kind == OFFLOAD_DEVICE_CUDA)
+    return CreateCudaDevice({options.device_index, TimeoutNs(options)});
+  SimOptions sim{};
+  sim.memory_bytes =
+      options.sim_memory_bytes != 0 ? options.sim_memory_bytes : kDefaultSimMemoryBytes;
+  sim.seed = options.sim_seed;
+  sim.delay_ns_max = options.sim_delay_ns_max;
+  if (options.sim_pinned_bytes_max != 0) sim.pinned_bytes_max = options.sim_pinned_bytes_max;
+  return CreateSimDevice(sim, kernels);
+}
+
+SeatRequest SeatRequestOf(const offload_context_options_t& options, const Device& device) {
+  return {options.numa_nodes, options.local_rank, options.local_world, device.pci_id()};
+}
+
+std::vector<uint32_t> MemoryNodes(const Seats& seats) {
+  std::vector<uint32_t> ids;
+  for (const prim::NumaNode& node : seats.nodes)
+    if (node.has_memory) ids.push_back(node.id);
+  return ids;
+}
+
+// Tries it out on one page.
+Status TryToPlace(const std::vector<uint32_t>& nodes) {
+  if (nodes.empty())
+    return Status::Error(
+        OFFLOAD_UNSUPPORTED,
+        "the nodes of the update threads have no memory that this process may use");
+  HYBRIDOPT_ASSIGN(void* page, prim::MapPages(1));
+  const Status status = prim::PreferNodes(page, 1, prim::PageHome::kNode, {nodes.front()});
+  prim::UnmapPages(page, 1);
+  return status;
+}
+
+// Threads of several nodes that share each chunk of the pipeline own pieces of some 100 KiB: 2 MiB
+// pages would lie with the wrong thread more often than not. The host device has no chunks.
+PageWish StatePages(const Seats& seats, const Device& device, bool placeable) {
+  PageWish wish;
+  if (placeable) wish.nodes = MemoryNodes(seats);
+  wish.owners_touch_first = true;
+  wish.huge_pages = device.unified() || seats.nodes.size() == 1;
+  return wish;
+}
+
+PageWish PinnedPages(const Seats& seats, bool placeable) {
+  PageWish wish;
+  if (placeable) wish.nodes = MemoryNodes(seats);
+  return wish;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Context>> Context::Create(const offload_context_options_t& options) {
+  HYBRIDOPT_TRY(CheckOptions(options));
+  HYBRIDOPT_ASSIGN(const KernelTable* kernels, SelectKernels());
+  HYBRIDOPT_ASSIGN(std::unique_ptr<Device> device, CreateDevice(options, *kernels));
+  HYBRIDOPT_ASSIGN(Seats seats, ChooseSeats(SeatRequestOf(options, *device)));
+  return std::make_shared<Context>(options, std::move(device), *kernels, std::move(seats));
+}
+
+Context::Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
+                 const KernelTable& kernels, Seats seats)
+    : pinned_bytes_max_(options.pinned_bytes_max != 0 ? options.pinned_bytes_max : UINT64_MAX),
+      device_timeout_ns_(TimeoutNs(options)),
+      log_(options.log),
+      log_user_(options.log_user),
+      kernels_(kernels),
+      device_(std::move(device)),
+      seats_(std::move(seats)),
+      placeable_(TryToPlace(MemoryNodes(seats_))),
+      state_pages_(StatePages(seats_, *device_, placeable_.ok())),
+      pinned_pages_(PinnedPages(seats_, placeable_.ok())),
+      workers_(options.threads, seats_.nodes, seats_.cpu_limit),
+      allow_pageable_(options.allow_pageable != 0) {}
+
+Result<void*> Context::AllocateForCaller(uint64_t bytes) {
+  std::lock_guard lock(given_out_mutex_);
+  HYBRIDOPT_ASSIGN(void* data, device_->Allocate(bytes));
+  allocations_.insert(data);
+  return data;
+}
+
+Status Context::FreeForCaller(void* data) {
+  if (data == nullptr) return {};
+  std::lock_guard lock(given_out_mutex_);
+  if (allocations_.erase(data) == 0)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "data is %p, expected an address that offload_device_alloc of this context gave "
+        "and that has not been freed",
+        data);
+  return device_->Free(data);
+}
+
+Result<StreamHandle> Context::CreateStreamForCaller() {
+  HYBRIDOPT_ASSIGN(const StreamHandle stream, device_->CreateStream(kCallersStreamLabel));
+  std::lock_guard lock(given_out_mutex_);
+  streams_.insert(stream);
+  return stream;
+}
+
+Status Context::DestroyStreamForCaller(StreamHandle stream) {
+  if (stream == nullptr) return {};
+  {
+    std::lock_guard lock(given_out_mutex_);
+    if (streams_.count(stream) == 0)
+      return Status::Error(
+          OFFLOAD_INVALID_ARGUMENT,
+          "stream is %p, expected NULL or a stream that offload_stream_create of this context gave "
+          "and that has not been destroyed",
+          stream);
+  }
+  HYBRIDOPT_TRY(device_->DestroyStream(stream));
+  std::lock_guard lock(given_out_mutex_);
+  streams_.erase(stream);
+  return {};
+}
+
+Status Context::CheckPinned(uint64_t bytes) const {
+  std::lock_guard lock(pinned_mutex_);
+  return CheckPinnedLocked(bytes);
+}
+
+Status Context::CheckPinnedLocked(uint64_t bytes) const {
+  if (bytes <= pinned_bytes_max_ - pinned_bytes_) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "options.pinned_bytes_max of the context is %llu with %llu in use, but the "
+                       "staging ring and room for what is movable need %llu; raise it to at least "
+                       "%llu, or make chunk_elements, staging_slots or movable smaller",
+                       static_cast<unsigned long long>(pinned_bytes_max_),
+                       static_cast<unsigned long long>(pinned_bytes_),
+                       static_cast<unsigned long long>(bytes),
+                       static_cast<unsigned long long>(pinned_bytes_ + bytes));
+}
+
+Status Context::ReservePinned(uint64_t bytes) {
+  std::lock_guard lock(pinned_mutex_);
+  HYBRIDOPT_TRY(CheckPinnedLocked(bytes));
+  pinned_bytes_ += bytes;
+  return {};
+}
+
+void Context::ReleasePinned(uint64_t bytes) {
+  std::lock_guard lock(pinned_mutex_);
+  pinned_bytes_ -= bytes;
+}
+
+uint64_t Context::PinnedBytesLeft() const {
+  std::lock_guard lock(pinned_mutex_);
+  return pinned_bytes_max_ == UINT64_MAX ? UINT64_MAX : pinned_bytes_max_ - pinned_bytes_;
+}
+
+// Without threads that keep to their nodes, memory can still be on the right one if there is one.
+int32_t Context::NumaRung() const {
+  if (placeable_.ok() && (workers_.seated() || seats_.nodes.size() == 1))
+    return OFFLOAD_NUMA_PLACED;
+  return workers_.seated() ? OFFLOAD_NUMA_FIRST_TOUCH : OFFLOAD_NUMA_NONE;
+}
+
+void Context::Note(const char* text) {
+  {
+    std::lock_guard lock(notes_mutex_);
+    notes_.insert(text);
+  }
+  Log(OFFLOAD_LOG_WARNING, text);
+}
+
+std::string Context::Notes() const {
+  std::string notes = seats_.note;
+  if (!placeable_.ok()) notes += "memory is not placed: " + placeable_.message() + "; ";
+  if (!workers_.seated()) notes += "threads do not keep to their node: the system refused; ";
+  if (!prim::HugePagesAvailable())
+    notes += "no huge pages: transparent_hugepage is off; ";
+  else if (!state_pages_.huge_pages)
+    notes += "no huge pages for state: several nodes share each chunk; ";
+  {
+    std::lock_guard lock(notes_mutex_);
+    for (const std::string& note : notes_) notes += note + "; ";
+  }
+  if (!notes.empty()) notes.resize(notes.size() - 2);
+  return notes;
+}
+
+Result<offload_context_info_t> Context::Info() const {
+  offload_context_info_t info{};
+  info.device_kind = device_->kind();
+  info.threads = workers_.threads();
+  info.cpus_allowed = seats_.cpus_allowed;
+  info.nodes = seats_.nodes_allowed;
+  info.threads_seated = workers_.seated() ? 1 : 0;
+  info.huge_pages = prim::HugePagesAvailable() && state_pages_.huge_pages ? 1 : 0;
+  info.local_rank = seats_.local_rank;
+  info.local_world = seats_.local_world;
+  info.cpus = workers_.cpus();
+  info.numa_rung = NumaRung();
+  for (const prim::NumaNode& node : seats_.nodes)
+    if (node.id < 64) info.numa_nodes |= uint64_t{1} << node.id;
+  std::snprintf(info.notes, sizeof(info.notes), "%s", Notes().c_str());
+  info.optimizers = optimizers_;
+  if (!device_->unified()) {
+    HYBRIDOPT_ASSIGN(const DeviceMemory memory, device_->Memory());
+    info.device_memory_bytes = memory.total_bytes;
+    info.device_memory_free_bytes = memory.free_bytes;
+  }
+  {
+    std::lock_guard lock(pinned_mutex_);
+    info.pinned_bytes = pinned_bytes_;
+  }
+  std::snprintf(info.isa, sizeof(info.isa), "%s", kernels_.isa);
+  std::snprintf(info.device_name, sizeof(info.device_name), "%s", device_->name());
+  return info;
+}
+
+void Context::Log(int32_t level, const char* text) const {
+  if (log_ != nullptr) {
+    log_(log_user_, level, text);
+  } else if (level >= OFFLOAD_LOG_WARNING) {
+    std::fprintf(stderr, "hybridopt: %s\n", text);
+  }
+}
+
+}  // namespace hybridopt

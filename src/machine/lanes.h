@@ -1,0 +1,111 @@
+// Lanes: the streams, events, staging slots and device scratch that one optimizer's pipeline runs
+// on. All of it is made at commit; a step only uses it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/function_ref.h"
+#include "machine/context.h"
+#include "machine/timeline.h"
+#include "memory/arena.h"
+#include "memory/staging.h"
+
+namespace hybridopt {
+
+// A stretch of work on a stream, timed by the device.
+struct TimedEvent {
+  EventHandle begin = nullptr;
+  EventHandle end = nullptr;
+};
+
+// What the lanes of an optimizer are made from.
+struct LaneSizes {
+  uint32_t staging_slots = 0;  // 0: no ring
+  uint64_t slot_grad_bytes = 0;
+  uint64_t slot_param_bytes = 0;
+  uint64_t norm_blocks = 0;
+  uint64_t device_grad_elements = 0;  // fp32 room on the device for gradients the host holds
+};
+
+class Lanes {
+ public:
+  static Result<std::unique_ptr<Lanes>> Create(Context& context, const LaneSizes& sizes);
+  ~Lanes();
+
+  // The staging ring, in host memory.
+  static uint64_t PinnedBytes(const LaneSizes& sizes);
+  // Bytes on the device for norm sums and the verdict.
+  static uint64_t DeviceScratchBytes(const LaneSizes& sizes);
+
+  // The device scratch can be given away and taken again, like the state's block.
+  Result<void*> TakeScratch();
+  void UseScratch(void* scratch);
+  void FreeScratch();
+
+  // The events that tell when the work queued before a request is done.
+  std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
+    return std::span(ready_).subspan(slot * kMaxProducers, ready_.empty() ? 0 : kMaxProducers);
+  }
+  // Takes a slot's first one out of it, for work that goes on when the slot is used again. It is
+  // put back with the next call.
+  EventHandle KeepReadyEvent(uint32_t slot) {
+    if (ready_.empty()) return nullptr;
+    std::swap(ready_[slot * kMaxProducers], kept_ready_);
+    return kept_ready_;
+  }
+  static constexpr uint32_t kMaxProducers = 4;
+  // Commands that may be queued on a stream behind work that is not ours. Launch queues hold 1024.
+  static constexpr uint64_t kMaxCommandsAhead = 512;
+
+  // The pipeline's own waits: bounded, and a wait that runs out is a failure of the device.
+  Status Wait(EventHandle event, const char* what);
+  // The same for work on a stream of the caller's, which may itself wait until a save has read what
+  // it borrows: a slow disk is no failure of the device. `await_borrowed` waits for that reading
+  // and says whether there is a save that borrows; then the work has all its time once more.
+  Status WaitForCaller(EventHandle event, const char* what,
+                       FunctionRef<Result<bool>()> await_borrowed);
+  Result<double> Seconds(const TimedEvent& event);
+
+  Device& device() { return context_.device(); }
+  StagingRing& ring() { return ring_; }
+
+  StreamHandle down = nullptr;       // device to host
+  StreamHandle up = nullptr;         // host to device
+  StreamHandle compute = nullptr;    // norm and updates on the device
+  std::vector<TimedEvent> landed;    // per slot: grads have come down
+  std::vector<TimedEvent> uploaded;  // per slot: params have gone up
+  TimedEvent device_updated;
+  EventHandle verdict_known = nullptr;
+  EventHandle moved[2] = {};          // copies of offload and reload, which use two streams
+  double* block_sums = nullptr;       // device
+  Verdict* device_verdict = nullptr;  // device
+  float* device_grads = nullptr;      // device: gradients that come back for a step
+  Verdict* host_verdict = nullptr;    // pinned
+  double* host_block_sums = nullptr;  // pinned: block_sums, where the verdict is made on the host
+
+ private:
+  Lanes(Context& context, const LaneSizes& sizes) : context_(context), sizes_(sizes) {}
+  Status NoProgress(const char* what) const;
+  Status CreateAll();
+  Status CreateRing();
+  Result<StreamHandle> NewStream(const char* label);
+  Status NewEvent(const char* label, EventHandle* event);
+  Status NewTimedEvent(const char* label, TimedEvent* event);
+
+  Context& context_;
+  const LaneSizes sizes_;
+  std::vector<StreamHandle> streams_;  // to destroy
+  std::vector<EventHandle> events_;    // to destroy
+  std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
+  EventHandle kept_ready_ = nullptr;   // of no slot
+  void* scratch_ = nullptr;            // device
+  uint64_t pinned_bytes_ = 0;          // reserved in the context
+  StagingRing ring_;
+  StagingRing verdict_page_;
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,290 @@
+#include "machine/timeline.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "base/check.h"
+#include "base/prim.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
+
+}  // namespace
+
+Timeline::Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progress)
+    : execute_(std::move(execute)),
+      settle_(std::move(settle)),
+      fork_generation_(prim::ForkGeneration()),
+      progress_(progress),
+      reached_(ProgressAt(1, 0)) {  // who waits for "all that is queued" waits for nothing yet
+  progress_.store(reached_);
+}
+
+Timeline::~Timeline() { Drain(); }
+
+void Timeline::Drain() {
+  if (fork_generation_ != prim::ForkGeneration()) return;  // the thread runs in the parent only
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.has_value()) prim::JoinThread(*thread_);
+  thread_.reset();
+  // Streams that still wait, for whatever reason, must not wait for ever.
+  progress_.store(kReleased);
+}
+
+Result<uint32_t> Timeline::NextSlot() {
+  HYBRIDOPT_TRY(CheckPoison());
+  if (const uint32_t queued = this->queued(); queued >= kCapacity)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "%u calls are queued, at most %u may be; wait for an earlier ticket",
+                         queued, kCapacity);
+  return static_cast<uint32_t>((submitted_.load() + 1) % kCapacity);
+}
+
+Result<uint64_t> Timeline::Submit() {
+  if (!thread_.has_value()) {
+    HYBRIDOPT_ASSIGN(thread_, prim::StartThread(
+                                  [](void* self) -> void* {
+                                    static_cast<Timeline*>(self)->Loop();
+                                    return nullptr;
+                                  },
+                                  this));
+  }
+  uint64_t sequence = 0;
+  {
+    std::lock_guard lock(mutex_);
+    sequence = ++submitted_;
+  }
+  changed_.notify_all();
+  return sequence;
+}
+
+Status Timeline::Wait(uint64_t sequence, int64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  HYBRIDOPT_TRY(AwaitOne(lock, sequence, timeout_ns));
+  return OutcomeOf(sequence);
+}
+
+Status Timeline::Look(uint64_t sequence) {
+  std::unique_lock lock(mutex_);
+  return AwaitOne(lock, sequence, 0);
+}
+
+Status Timeline::AwaitOne(std::unique_lock<std::mutex>& lock, uint64_t sequence,
+                          int64_t timeout_ns) {
+  const auto completed = [&] { return executed_ >= sequence && (held_ == 0 || held_ != sequence); };
+  return Await(lock, sequence, completed, timeout_ns);
+}
+
+Status Timeline::WaitForAll(int64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  const uint64_t last = submitted_.load();
+  const auto completed = [&] { return executed_ >= last && (held_ == 0 || held_ > last); };
+  HYBRIDOPT_TRY(Await(lock, last, completed, timeout_ns));
+  return Untold(last);
+}
+
+Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence,
+                       FunctionRef<bool()> completed, int64_t timeout_ns) {
+  // Who is told of a failure may write and free what was lent, so nothing may read it any more.
+  const auto done = [&] { return completed() || (Suffers(sequence) && !holds_streams_); };
+  if (timeout_ns < 0) {
+    changed_.wait(lock, done);
+  } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, kYearsNs)),
+                                done)) {
+    return Status::Error(OFFLOAD_TIMED_OUT,
+                         "ticket not complete after %.3f s; the work goes on, wait again",
+                         static_cast<double>(timeout_ns) * 1e-9);
+  }
+  return completed() ? Status() : cause_;
+}
+
+Status Timeline::OutcomeOf(uint64_t sequence) {
+  for (Failure& failure : failures_) {
+    if (failure.sequence != sequence) continue;
+    failure.told = true;
+    return failure.status;
+  }
+  if (std::binary_search(forgotten_.begin(), forgotten_.end(), sequence))
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "the save or load of this ticket failed, and why has been forgotten: the "
+                         "last %zu failures are remembered; wait for each ticket soon",
+                         kFailuresKept);
+  return {};
+}
+
+void Timeline::Report(uint64_t sequence, Status failure) {
+  std::lock_guard lock(mutex_);
+  if (failures_.size() == kFailuresKept) {
+    forgotten_.push_back(failures_.front().sequence);
+    failures_.pop_front();
+  }
+  failures_.push_back({sequence, std::move(failure), false});
+}
+
+Status Timeline::Untold(uint64_t sequence) {
+  for (Failure& failure : failures_) {
+    if (failure.told || failure.sequence > sequence) continue;
+    failure.told = true;
+    return failure.status;
+  }
+  return {};
+}
+
+void Timeline::Hold(uint64_t sequence, int64_t round_ns, bool holds_streams) {
+  std::lock_guard lock(mutex_);
+  HYBRIDOPT_CHECK(held_ == 0);
+  held_ = sequence;
+  round_ns_ = round_ns;
+  holds_streams_ = holds_streams;
+}
+
+void Timeline::ReleaseStreams() {
+  {
+    std::lock_guard lock(mutex_);
+    holds_streams_ = false;
+    progress_.store(reached_);
+  }
+  changed_.notify_all();
+}
+
+void Timeline::Release() {
+  ReleaseStreams();
+  {
+    std::lock_guard lock(mutex_);
+    held_ = 0;
+    awake_ = false;
+  }
+  changed_.notify_all();
+}
+
+void Timeline::Wake() {
+  {
+    std::lock_guard lock(mutex_);
+    awake_ = held_ != 0;
+  }
+  changed_.notify_all();
+}
+
+void Timeline::Reached(uint64_t sequence, uint64_t mark) {
+  std::lock_guard lock(mutex_);
+  Show(ProgressAt(sequence, mark));
+}
+
+void Timeline::Show(uint64_t progress) {
+  reached_ = progress;
+  if (!holds_streams_) progress_.store(progress);
+}
+
+// Marks come every 100 us or so, and nobody is told of them: they are looked for.
+Status Timeline::AwaitMark(uint64_t sequence, uint64_t mark) {
+  constexpr int kLooksBeforeNaps = 1000;
+  constexpr auto kNap = std::chrono::microseconds(20);
+  for (int looks = 0; progress_.load() < ProgressAt(sequence, mark); ++looks) {
+    if (looks < kLooksBeforeNaps) {
+      std::this_thread::yield();
+    } else {
+      HYBRIDOPT_TRY(CheckPoison());  // streams may still be held then
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  return CheckPoison();
+}
+
+uint32_t Timeline::queued() const {
+  std::lock_guard lock(mutex_);
+  const uint64_t to_run = cause_.ok() ? submitted_.load() - executed_ : 0;
+  const bool beside = held_ != 0 && held_ <= executed_;  // it is not running itself any more
+  return static_cast<uint32_t>(to_run) + (beside ? 1 : 0);
+}
+
+Status Timeline::CheckPoison() const {
+  std::lock_guard lock(mutex_);
+  if (cause_.ok()) return {};
+  return Status::Error(OFFLOAD_POISONED, "earlier queued work failed, destroy this optimizer: %s",
+                       cause_.message().c_str());
+}
+
+void Timeline::Loop() {
+  prim::NameThisThread("hybridopt/line");
+  prim::ResetFloatingPointMode();
+  for (uint64_t sequence = 1;;) {
+    const Turn turn = NextTurn(sequence);
+    if (turn == Turn::kEnd) return;
+    if (turn == Turn::kSettle) {
+      if (!SettleBackground(false)) return;
+      continue;
+    }
+    Reached(sequence, 0);
+    Status status = execute_(static_cast<uint32_t>(sequence % kCapacity), sequence);
+    if (!status.ok()) {
+      // Told at once, for the background may take long. It does not suffer if it can help it.
+      Poison(sequence, std::move(status));
+      (void)SettleBackground(true);
+      return;
+    }
+    Passed(sequence++);
+  }
+}
+
+// The background goes first: whoever waits for it has waited longest.
+Timeline::Turn Timeline::NextTurn(uint64_t sequence) {
+  std::unique_lock lock(mutex_);
+  const auto due = [&] {
+    return awake_ || submitted_.load() >= sequence || (stopping_ && held_ == 0);
+  };
+  if (held_ == 0 || round_ns_ == 0)
+    changed_.wait(lock, due);
+  else if (!changed_.wait_for(lock, std::chrono::nanoseconds(round_ns_), due))
+    return Turn::kSettle;
+  if (awake_) return Turn::kSettle;
+  return submitted_.load() >= sequence ? Turn::kExecute : Turn::kEnd;
+}
+
+// False if it failed and has poisoned all.
+bool Timeline::SettleBackground(bool failure) {
+  {
+    std::lock_guard lock(mutex_);
+    awake_ = false;
+    if (held_ == 0) return true;
+  }
+  Status status = settle_(failure);
+  if (status.ok()) return true;
+  Poison(0, std::move(status));
+  return false;
+}
+
+void Timeline::Passed(uint64_t sequence) {
+  {
+    std::lock_guard lock(mutex_);
+    executed_ = sequence;
+    Show(ProgressAt(sequence + 1, 0));
+  }
+  changed_.notify_all();
+}
+
+// Whether a piece that has not completed never will: what is queued behind a failure does not run,
+// and the background ends unless the failure is its own.
+bool Timeline::Suffers(uint64_t sequence) const {
+  return !cause_.ok() && (sequence > executed_ || failed_ == 0);
+}
+
+// After a failure every stream is let go: a hung device would be worse than a wrong value that the
+// caller is told about. The background ends by itself, so it may hold them for as long as it reads.
+void Timeline::Poison(uint64_t sequence, Status cause) {
+  {
+    std::lock_guard lock(mutex_);
+    if (cause_.ok()) cause_ = std::move(cause);  // the first one counts
+    failed_ = sequence;
+    Show(kReleased);
+  }
+  changed_.notify_all();
+}
+
+}  // namespace hybridopt

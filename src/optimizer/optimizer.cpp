@@ -1,0 +1,560 @@
+#include "optimizer/optimizer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <exception>
+#include <numeric>
+
+#include "base/prim.h"
+#include "optimizer/optimizer_options.h"
+#include "state/group.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
+
+// The caller's table has been copied by then, and may be gone.
+offload_optimizer_options_t WithoutComm(offload_optimizer_options_t options) {
+  options.comm = nullptr;
+  return options;
+}
+
+Comm MakeComm(const offload_optimizer_options_t& options) {
+  if (options.comm == nullptr) return {};
+  return {*options.comm,
+          static_cast<int64_t>(options.comm_timeout_ns != 0 ? options.comm_timeout_ns
+                                                            : kDefaultCommTimeoutNs)};
+}
+
+// A ticket is a tag in the upper 16 bits and a sequence number in the lower 48.
+constexpr int kTagShift = 48;
+constexpr uint64_t kSequenceMask = (uint64_t{1} << kTagShift) - 1;
+
+uint64_t NewTicketTag() {
+  static std::atomic<uint64_t> next = 0;
+  return next.fetch_add(1) % 0xffff + 1;
+}
+
+double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+// What one element's states take where the arrays lie at these offsets.
+uint64_t ElementBytes(const ParamPlace& place, const std::array<uint64_t, kStateSlots>& offset) {
+  uint64_t bytes = 0;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+    if (offset[slot] != kNoState) bytes += DtypeBytes(place.state_dtype[slot]);
+  return bytes;
+}
+
+// What each param's states take on the device, without padding.
+std::vector<uint64_t> DeviceStateBytes(const Placement& placement) {
+  std::vector<uint64_t> bytes;
+  for (const ParamPlace& place : placement.params)
+    bytes.push_back(place.device_count * ElementBytes(place, place.device_offset));
+  return bytes;
+}
+
+uint64_t HostStateBytes(const Placement& placement, const ParamTable& table) {
+  uint64_t bytes = 0;
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const ParamPlace& place = placement.params[id];
+    bytes += (table.param(id).count - place.device_count) * ElementBytes(place, place.host_offset);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> context,
+                                                     const offload_optimizer_options_t& options) {
+  HYBRIDOPT_TRY(CheckOptimizerOptions(options));
+  return std::make_shared<Optimizer>(std::move(context), options);
+}
+
+Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options)
+    : context_(std::move(context)),
+      options_(WithoutComm(options)),
+      comm_(MakeComm(options)),
+      ticket_tag_(NewTicketTag()),
+      table_(options.algorithm, context_->device()) {
+  context_->OptimizerCreated();
+}
+
+Optimizer::~Optimizer() {
+  if (committed_ != nullptr) {
+    committed_->timeline->Drain();  // its work reads through committed_
+    // After a failure there may be reloads that have not run.
+    for (Request& request : committed_->requests)
+      if (auto* const move = std::get_if<MoveRequest>(&request)) FreeDeviceMemory(*move);
+  }
+  committed_.reset();
+  context_->OptimizerDestroyed();
+}
+
+// --------------------------------------------------------------------------------- registering --
+
+Result<uint32_t> Optimizer::AddGroup(const offload_group_t& group) {
+  if (committed_ != nullptr)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "groups are fixed at commit; add them before, or make a new optimizer");
+  return table_.AddGroup(group);
+}
+
+Status Optimizer::SetGroup(uint32_t id, const offload_group_t& group) {
+  if (committed_ != nullptr) HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+  const bool gains_momentum = committed_ != nullptr && id < table_.groups().size() &&
+                              group.momentum > 0 && committed_->momentum_free[id];
+  if (gains_momentum)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "group.momentum is %g, but group %u was committed with momentum 0 and has "
+                         "no momentum_buffer; commit with momentum above 0 and lower it afterwards",
+                         group.momentum, id);
+  return table_.SetGroup(id, group);
+}
+
+Result<uint32_t> Optimizer::AddParams(std::span<const ParamInput> params) {
+  if (committed_ != nullptr)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "params are fixed at commit; add them before, or make a new optimizer");
+  return table_.AddParams(params);
+}
+
+Status Optimizer::Bind(std::span<const offload_binding_t> bindings) {
+  if (committed_ != nullptr) HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+  return table_.Bind(bindings);
+}
+
+// --------------------------------------------------------------------------------- plan, commit --
+
+Result<offload_plan_t> Optimizer::Plan() const {
+  const Placement placement = committed_ != nullptr
+                                  ? committed_->placement
+                                  : Place(table_, PlacementOptionsOf(options_, context_->device()));
+  offload_plan_t plan{};
+  plan.param_count = table_.size();
+  plan.host_elements = placement.host_elements;
+  plan.device_elements = placement.device_elements;
+  plan.element_count = placement.host_elements + placement.device_elements;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+    const int32_t kind = StateKindOf(table_.algorithm(), static_cast<StateSlot>(slot));
+    if (kind < 0) continue;
+    plan.host_state_bytes[kind] = placement.host_state_bytes[slot];
+    plan.device_state_bytes[kind] = placement.device_state_bytes[slot];
+  }
+  plan.host_scratch_bytes =
+      StepPipeline::ScratchBytes(table_, placement) + Mover::ScratchBytes(table_);
+  plan.host_params_bytes = placement.swap_params_bytes;
+  plan.host_grads_bytes = placement.swap_grads_bytes;
+  plan.host_swap_bytes = placement.swap_states_bytes;
+  plan.host_bytes =
+      placement.host_arena_bytes + plan.host_scratch_bytes + SwapMemory::Bytes(placement);
+  plan.device_bytes = placement.device_block_bytes;
+  plan.host_available_bytes = prim::AvailableBytes();
+  plan.pinned_bytes_left = context_->PinnedBytesLeft();
+  plan.chunk_count = placement.chunks.size();
+  plan.grads_down_bytes = placement.grads_down_bytes;
+  plan.params_up_bytes = placement.params_up_bytes;
+  if (!context_->device().unified()) {
+    plan.staging_bytes = Lanes::PinnedBytes(placement.lanes);
+    plan.host_bytes += plan.staging_bytes;
+    plan.device_scratch_bytes = Lanes::DeviceScratchBytes(placement.lanes);
+    plan.device_bytes += plan.device_scratch_bytes;
+    HYBRIDOPT_ASSIGN(const DeviceMemory memory, context_->device().Memory());
+    plan.device_free_bytes = memory.free_bytes;
+  }
+  plan.fits = committed_ != nullptr || CheckRoom(plan).ok() ? 1 : 0;
+  return plan;
+}
+
+Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
+  if (plan.device_bytes > plan.device_free_bytes)
+    return Status::Error(
+        OFFLOAD_OUT_OF_DEVICE_MEMORY,
+        "device_fraction %g needs %llu bytes (%.1f MiB) of optimizer state on %s, "
+        "but %llu (%.1f MiB) are free; lower device_fraction, or free device "
+        "memory",
+        options_.device_fraction, static_cast<unsigned long long>(plan.device_bytes),
+        MiB(plan.device_bytes), context_->device().name(),
+        static_cast<unsigned long long>(plan.device_free_bytes), MiB(plan.device_free_bytes));
+  if (plan.host_bytes > plan.host_available_bytes)
+    return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                         "the plan needs %llu bytes (%.1f MiB) of host memory, but %llu (%.1f MiB) "
+                         "are available to this process (cgroup limit counted); raise "
+                         "device_fraction, or free host memory",
+                         static_cast<unsigned long long>(plan.host_bytes), MiB(plan.host_bytes),
+                         static_cast<unsigned long long>(plan.host_available_bytes),
+                         MiB(plan.host_available_bytes));
+  if (context_->device().unified()) return {};
+  return context_->CheckPinned(plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
+                               plan.host_swap_bytes);
+}
+
+Status Optimizer::Commit(StreamHandle stream) {
+  if (committed_ != nullptr)
+    return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer has been committed before");
+  if (table_.size() == 0)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "no params; call offload_optimizer_add_params before commit");
+  HYBRIDOPT_TRY(context_->device().CheckStream(stream));
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, Plan());
+  HYBRIDOPT_TRY(CheckRoom(plan));
+
+  if (plan.chunk_count + 2 > Timeline::kMarks)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "options.chunk_elements %llu cuts the host share into %llu chunks, at most "
+        "2^24 - 2 can be told apart; raise it",
+        static_cast<unsigned long long>(
+            PlacementOptionsOf(options_, context_->device()).chunk_elements),
+        static_cast<unsigned long long>(plan.chunk_count));
+
+  auto committed = std::make_unique<Committed>();
+  committed->placement = Place(table_, PlacementOptionsOf(options_, context_->device()));
+  HYBRIDOPT_ASSIGN(committed->memory, StateMemory::Create(*context_, committed->placement));
+  HYBRIDOPT_ASSIGN(committed->lanes, Lanes::Create(*context_, committed->placement.lanes));
+  HYBRIDOPT_ASSIGN(committed->swap, SwapMemory::Create(*context_, committed->placement));
+  committed->norm_sums =
+      std::make_unique<NormSums>(committed->placement, context_->workers().threads());
+  committed->step_counts.emplace(table_.size());
+  committed->pipeline =
+      std::make_unique<StepPipeline>(*context_, table_, committed->placement, *committed->memory,
+                                     *committed->lanes, *committed->swap, *committed->norm_sums,
+                                     comm_, *committed->step_counts, options_.rounding_seed);
+  committed->mover =
+      std::make_unique<Mover>(*context_, table_, committed->placement, *committed->memory,
+                              *committed->lanes, *committed->swap, *committed->norm_sums);
+  committed->checkpoints =
+      std::make_unique<Checkpoints>(*context_, table_, committed->placement,
+                                    StatePlaces(table_, committed->placement, *committed->memory,
+                                                *committed->swap, context_->device().unified()),
+                                    *committed->step_counts, comm_);
+  HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
+  committed->lifecycle =
+      std::make_unique<Lifecycle>(table_, options_.movable, DeviceStateBytes(committed->placement));
+  for (StepRequest& step : committed->steps) {
+    step.addresses.resize(table_.size());
+    step.host_grads.resize(table_.size());
+    step.groups.resize(table_.groups().size());
+  }
+  for (const offload_group_t& group : table_.groups())
+    committed->momentum_free.push_back(group.momentum == 0);
+  committed->all_ids.resize(table_.size());
+  std::iota(committed->all_ids.begin(), committed->all_ids.end(), 0u);
+  for (uint32_t id = 0; id < table_.size() && !committed->partial_param.has_value(); ++id)
+    if (table_.param(id).shard.partial()) committed->partial_param = id;
+  committed->planned_device_bytes = plan.device_bytes;
+  committed->host_state_bytes = HostStateBytes(committed->placement, table_);
+  for (uint64_t bytes : DeviceStateBytes(committed->placement))
+    committed->device_state_bytes += bytes;
+  HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
+  committed->timeline = std::make_unique<Timeline>(
+      [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
+      [this](bool failure) { return Settle(failure); }, *progress);
+  committed_ = std::move(committed);
+  is_committed_ = true;
+
+  std::lock_guard lock(results_mutex_);
+  stats_.host_bytes = plan.host_bytes;
+  stats_.device_bytes = plan.device_bytes;
+  stats_.staging_bytes = plan.staging_bytes;
+  char text[160];
+  std::snprintf(text, sizeof(text), "committed %u params: %.1f MiB on the host, %.1f MiB on %s",
+                plan.param_count, MiB(plan.host_bytes), MiB(plan.device_bytes),
+                context_->device().name());
+  context_->Log(OFFLOAD_LOG_INFO, text);
+  return {};
+}
+
+Status Optimizer::CheckCommitted() const {
+  if (is_committed_) return {};
+  return Status::Error(OFFLOAD_INVALID_STATE, "not committed; call offload_optimizer_commit first");
+}
+
+// ------------------------------------------------------------------------------------- stepping --
+
+Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  Committed& committed = *committed_;
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  if (committed.steps_queued - committed.steps_done >= StepPipeline::kMaxQueuedSteps)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "%u steps are queued, at most %u may be; wait for an earlier ticket",
+                         StepPipeline::kMaxQueuedSteps, StepPipeline::kMaxQueuedSteps);
+  HYBRIDOPT_TRY(CheckStepOptions(options));
+  HYBRIDOPT_TRY(committed.lifecycle->CheckStep());
+  StepRequest& step = committed.steps[committed.steps_queued % committed.steps.size()];
+  FillStep(options, step);
+  committed.requests[slot] = &step;
+  HYBRIDOPT_TRY(RecordProducers(slot, {&options.stream, 1}));
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, committed.timeline->Submit());
+  committed.steps_queued += 1;
+  committed.last_step = sequence;
+  committed.lifecycle->ApplyStep();
+  return TicketOf(sequence);
+}
+
+Status Optimizer::CheckStepOptions(const offload_step_options_t& options) const {
+  if ((options.flags & ~uint32_t{OFFLOAD_STEP_ASSUME_FINITE}) != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known is 0x%x", options.flags,
+                         OFFLOAD_STEP_ASSUME_FINITE);
+  // Gradients are multiplied by its reciprocal, in fp32. Written so that NaN fails.
+  const float reciprocal =
+      options.grad_scale != 0 ? static_cast<float>(1.0 / options.grad_scale) : 1.0f;
+  if (!(reciprocal > 0) || std::isinf(reciprocal))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.grad_scale is %g, expected a number above 0 whose reciprocal is "
+                         "finite and above 0 in fp32 (0 = 1)",
+                         options.grad_scale);
+  if (!(options.grad_norm_max >= 0) || std::isinf(options.grad_norm_max))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.grad_norm_max is %g, expected a finite number of at least 0 "
+                         "(0 = no clipping)",
+                         options.grad_norm_max);
+  if (options.grad_norm_max > 0 && !comm_.present() && committed_->partial_param.has_value())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.grad_norm_max is %g, but param %u '%.200s' is a part of its "
+                         "tensor and no other rank can be asked for the rest of the norm; give a "
+                         "comm table at create (with world 1 if this part is all there is)",
+                         options.grad_norm_max, *committed_->partial_param,
+                         table_.param(*committed_->partial_param).name.c_str());
+  return context_->device().CheckStream(options.stream);
+}
+
+void Optimizer::FillStep(const offload_step_options_t& options, StepRequest& request) const {
+  request.flags = options.flags;
+  request.grad_scale = options.grad_scale != 0 ? options.grad_scale : 1.0;
+  request.grad_norm_max = options.grad_norm_max;
+  std::copy(table_.addresses().begin(), table_.addresses().end(), request.addresses.begin());
+  std::copy(table_.groups().begin(), table_.groups().end(), request.groups.begin());
+  for (uint32_t id = 0; id < table_.size(); ++id)
+    request.host_grads[id] = committed_->lifecycle->host_grad(id);
+}
+
+// Marks the work that is queued now on the streams; what is submitted in this slot waits for it.
+Status Optimizer::RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams) {
+  Device& device = context_->device();
+  if (device.unified()) return {};
+  const std::span<const EventHandle> events = committed_->lanes->ReadyEvents(slot);
+  for (size_t i = 0; i < streams.size(); ++i) HYBRIDOPT_TRY(device.Record(events[i], streams[i]));
+  return {};
+}
+
+offload_ticket_t Optimizer::TicketOf(uint64_t sequence) const {
+  return ticket_tag_ << kTagShift | sequence;
+}
+
+// --------------------------------------------------------------------------------------- moving --
+
+Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint32_t> params,
+                                                 std::span<const offload_stream_t> streams) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  Committed& committed = *committed_;
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  for (uint32_t id : params)
+    if (id >= table_.size())
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "options.params names id %u, but only %u params have been added", id,
+                           table_.size());
+  for (offload_stream_t stream : streams) HYBRIDOPT_TRY(context_->device().CheckStream(stream));
+  HYBRIDOPT_ASSIGN(
+      const std::vector<uint32_t> ids,
+      committed.lifecycle->Check(move, params.data() == nullptr ? committed.all_ids : params));
+
+  MoveRequest& request = committed.requests[slot].emplace<MoveRequest>();
+  FillMove(move, ids, request);
+  request.producer_count = static_cast<uint32_t>(streams.size());
+  HYBRIDOPT_TRY(RecordProducers(slot, streams));
+  if (move == Move::kReloadStates && !ids.empty() && !committed.device_memory_held)
+    HYBRIDOPT_TRY(TakeDeviceMemory(request));
+  Result<uint64_t> sequence = committed.timeline->Submit();
+  if (!sequence.ok()) {
+    FreeDeviceMemory(request);
+    return sequence.status();
+  }
+  committed.lifecycle->Apply(move, ids);
+  ReleaseAddresses(move, ids);
+  if (request.frees_device_memory) committed.device_memory_held = false;
+  if (request.brings_device_memory) committed.device_memory_held = true;
+  return TicketOf(sequence.value());
+}
+
+void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request) {
+  const Lifecycle& lifecycle = *committed_->lifecycle;
+  request.move = move;
+  request.brings_device_memory = false;
+  request.block = request.scratch = nullptr;
+  request.items.clear();
+  const bool grads =
+      move == Move::kOffloadGrads || move == Move::kAccumulateGrads || move == Move::kReloadGrads;
+  for (uint32_t id : ids) {
+    const Addresses& addresses = table_.addresses()[id];
+    void* const address = grads ? const_cast<void*>(addresses.grad) : addresses.data;
+    request.items.push_back({id, address, lifecycle.host_grad(id) == HostGrad::kNone});
+  }
+  request.frees_device_memory = move == Move::kOffloadStates && committed_->device_memory_held &&
+                                lifecycle.states_on_host_count() + ids.size() == table_.size();
+}
+
+// Both parts or none. The memory is taken here and not when the move runs, so that a full device
+// refuses the call instead of poisoning the optimizer.
+Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
+  HYBRIDOPT_ASSIGN(request.block, committed_->memory->TakeBlock());
+  Result<void*> scratch = committed_->lanes->TakeScratch();
+  if (!scratch.ok()) {
+    FreeDeviceMemory(request);
+    return scratch.status();
+  }
+  request.scratch = scratch.value();
+  request.brings_device_memory = true;
+  return {};
+}
+
+void Optimizer::FreeDeviceMemory(MoveRequest& request) {
+  for (void* memory : {request.block, request.scratch})
+    if (memory != nullptr) (void)context_->device().Free(memory);
+  request.block = request.scratch = nullptr;
+}
+
+// Offloading gives addresses up: nothing may come from or go to them until new ones are bound.
+void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
+  for (uint32_t id : ids) {
+    if (move == Move::kOffloadParams) table_.ReleaseData(id);
+    if (move == Move::kOffloadGrads || move == Move::kAccumulateGrads || move == Move::kDropGrads)
+      table_.ReleaseGrad(id);
+  }
+}
+
+// ----------------------------------------------------------------- on the timeline's own thread --
+
+Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
+  Request& request = committed_->requests[slot];
+  Checkpoints& checkpoints = *committed_->checkpoints;
+  Timeline& timeline = *committed_->timeline;
+  Status status;
+  if (const auto* const step = std::get_if<StepRequest*>(&request))
+    status = ExecuteStep(**step, slot, sequence);
+  else if (auto* const save = std::get_if<SaveRequest>(&request))
+    status = checkpoints.Save(std::move(*save), committed_->lanes->KeepReadyEvent(slot), timeline,
+                              sequence);
+  else if (const auto* const load = std::get_if<LoadRequest>(&request))
+    status = checkpoints.Load(*load, ReadyEvent(slot), timeline, sequence);
+  else
+    status = ExecuteMove(std::get<MoveRequest>(request), slot);
+  if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
+  return status;
+} catch (const std::exception& error) {
+  return Status::Error(OFFLOAD_INTERNAL, "queued work ended in an exception: %s", error.what());
+}
+
+EventHandle Optimizer::ReadyEvent(uint32_t slot) const {
+  const std::span<const EventHandle> ready = committed_->lanes->ReadyEvents(slot);
+  return ready.empty() ? nullptr : ready[0];
+}
+
+Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence) {
+  offload_step_result_t result{};
+  Checkpoints& checkpoints = *committed_->checkpoints;
+  HYBRIDOPT_TRY(checkpoints.BeforeStep(*committed_->timeline));
+  HYBRIDOPT_TRY(committed_->pipeline->Run(
+      request, ReadyEvent(slot), checkpoints.capture(),
+      [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); }, &result));
+  Remember(sequence, result);
+  committed_->steps_done += 1;
+  return {};
+}
+
+Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
+  // A running save may still read params and states where they are.
+  if (MovesState(request.move))
+    HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
+  uint64_t bytes = 0;
+  HYBRIDOPT_TRY(committed_->mover->Run(
+      request, committed_->lanes->ReadyEvents(slot),
+      [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }, &bytes));
+  const bool reload = request.move == Move::kReloadParams || request.move == Move::kReloadGrads ||
+                      request.move == Move::kReloadStates;
+  request.items = {};  // 256 slots that each keep their longest list would add up
+  std::lock_guard lock(results_mutex_);
+  (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;
+  if (request.frees_device_memory) stats_.device_bytes = 0;
+  if (request.brings_device_memory) stats_.device_bytes = committed_->planned_device_bytes;
+  return {};
+}
+
+void Optimizer::Remember(uint64_t sequence, const offload_step_result_t& result) {
+  std::lock_guard lock(results_mutex_);
+  results_[(stats_.steps_applied + stats_.steps_skipped) % results_.size()] = {sequence, result};
+  stats_.steps_applied += result.skipped == 0;
+  stats_.steps_skipped += result.skipped != 0;
+  stats_.grads_down_bytes += result.grads_down_bytes;
+  stats_.params_up_bytes += result.params_up_bytes;
+  stats_.total_seconds += result.total_seconds;
+  stats_.norm_seconds += result.norm_seconds;
+  stats_.grads_down_seconds += result.grads_down_seconds;
+  stats_.update_seconds += result.update_seconds;
+  stats_.params_up_seconds += result.params_up_seconds;
+  stats_.device_update_seconds += result.device_update_seconds;
+  stats_.stall_seconds += result.stall_seconds;
+}
+
+Result<uint64_t> Optimizer::SequenceOf(offload_ticket_t ticket) const {
+  const uint64_t submitted = committed_->timeline->submitted();
+  if (ticket == 0) return submitted;
+  const uint64_t sequence = ticket & kSequenceMask;
+  if (ticket >> kTagShift != ticket_tag_ || sequence == 0 || sequence > submitted)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "ticket is 0x%llx, which this optimizer has not given out; use the ticket "
+                         "of its own offload_optimizer_step, or 0 for everything queued",
+                         static_cast<unsigned long long>(ticket));
+  return sequence;
+}
+
+Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) const {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_ASSIGN(const uint64_t asked, SequenceOf(ticket));
+  const uint64_t sequence = ticket == 0 ? committed_->last_step.load() : asked;
+  if (sequence == 0) return Status::Error(OFFLOAD_INVALID_STATE, "no step has been queued yet");
+  if (Status status = committed_->timeline->Look(sequence); !status.ok()) {
+    if (status.code() != OFFLOAD_TIMED_OUT) return status;
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "the step is still running; call offload_optimizer_wait first");
+  }
+  std::lock_guard lock(results_mutex_);
+  for (const Remembered& remembered : results_)
+    if (remembered.sequence == sequence) return remembered.result;
+  return Status::Error(OFFLOAD_INVALID_STATE,
+                       "the ticket is not of one of the last %zu steps, which are remembered",
+                       results_.size());
+}
+
+Status Optimizer::Wait(offload_ticket_t ticket, int64_t timeout_ns) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
+  Timeline& timeline = *committed_->timeline;
+  return ticket == 0 ? timeline.WaitForAll(timeout_ns) : timeline.Wait(sequence, timeout_ns);
+}
+
+Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
+                             std::span<const uint32_t> params) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
+  HYBRIDOPT_TRY(context_->device().CheckStream(stream));
+  uint64_t mark = params.empty() ? Timeline::kMarks : 0;
+  for (uint32_t id : params) {
+    if (id >= table_.size())
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "params names id %u, but only %u params have been added", id,
+                           table_.size());
+    mark = std::max(mark, committed_->pipeline->MarkOf(id));
+  }
+  Timeline& timeline = *committed_->timeline;
+  HYBRIDOPT_TRY(timeline.CheckPoison());
+  if (context_->device().unified() || context_->device().shares_queues())
+    return timeline.AwaitMark(sequence, mark);
+  return context_->device().StreamWaitFlag(stream, &timeline.progress(),
+                                           Timeline::ProgressAt(sequence, mark));
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,106 @@
+#include "optimizer/optimizer_options.h"
+
+#include "comm/comm.h"
+#include "runtime/worker_pool.h"
+#include "state/group.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint64_t kMinChunkElements = 1024;
+constexpr uint64_t kMaxChunkElements = uint64_t{1} << 28;
+constexpr uint32_t kDefaultStagingSlots = 8;
+constexpr uint32_t kMinStagingSlots = 2;
+constexpr uint32_t kMaxStagingSlots = 64;
+static_assert(kMaxStagingSlots < WorkerPool::kJobsMax);
+
+constexpr uint32_t kMovable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
+                              OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
+
+Status CheckLayout(const offload_optimizer_options_t& options) {
+  if (options.master_layout != OFFLOAD_MASTER_FP32 && options.master_layout != OFFLOAD_MASTER_SPLIT)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.master_layout is %d, expected OFFLOAD_MASTER_FP32 (0) or _SPLIT "
+                         "(1)",
+                         options.master_layout);
+  const bool bf16 = options.moment_dtype == OFFLOAD_BF16;
+  if (!bf16 && options.moment_dtype != 0 && options.moment_dtype != OFFLOAD_FP32)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.moment_dtype is %d, expected OFFLOAD_FP32 (1) or OFFLOAD_BF16 "
+                         "(2) (0 = OFFLOAD_FP32)",
+                         options.moment_dtype);
+  if (options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC &&
+      options.moment_rounding != OFFLOAD_ROUND_NEAREST)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.moment_rounding is %d, expected OFFLOAD_ROUND_STOCHASTIC (0) or "
+                         "_NEAREST (1)",
+                         options.moment_rounding);
+  if (!bf16 && options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.moment_rounding is OFFLOAD_ROUND_NEAREST, but fp32 moments are "
+                         "not rounded; set moment_dtype to OFFLOAD_BF16, or leave it 0");
+  const bool stochastic = bf16 && options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
+  if (!stochastic && options.rounding_seed != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.rounding_seed is %llu, but nothing is rounded at random; set "
+                         "moment_dtype to OFFLOAD_BF16 and moment_rounding to "
+                         "OFFLOAD_ROUND_STOCHASTIC, or leave it 0",
+                         static_cast<unsigned long long>(options.rounding_seed));
+  if (options.reserved != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
+                         options.reserved);
+  return {};
+}
+
+}  // namespace
+
+Status CheckOptimizerOptions(const offload_optimizer_options_t& options) {
+  if (AlgorithmName(options.algorithm) == nullptr)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "options.algorithm is %d, expected OFFLOAD_ADAMW (1), _ADAM (2), _SGD (3), "
+        "_LION (4) or _ADAGRAD (5)",
+        options.algorithm);
+  if (!(options.device_fraction >= 0 && options.device_fraction <= 1))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.device_fraction is %g, expected 0 (all state on the host) to 1 "
+                         "(all on the device)",
+                         options.device_fraction);
+  if (options.chunk_elements != 0 &&
+      (options.chunk_elements < kMinChunkElements || options.chunk_elements > kMaxChunkElements))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.chunk_elements is %llu, expected 1024 to 2^28 (0 = 2^20)",
+                         static_cast<unsigned long long>(options.chunk_elements));
+  if (options.staging_slots != 0 &&
+      (options.staging_slots < kMinStagingSlots || options.staging_slots > kMaxStagingSlots))
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT, "options.staging_slots is %u, expected %u to %u (0 = %u)",
+        options.staging_slots, kMinStagingSlots, kMaxStagingSlots, kDefaultStagingSlots);
+  if ((options.movable & ~kMovable) != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.movable is 0x%x, known is 0x%x",
+                         options.movable, kMovable);
+  HYBRIDOPT_TRY(CheckLayout(options));
+  if (options.comm_timeout_ns > INT64_MAX)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
+                         static_cast<unsigned long long>(options.comm_timeout_ns));
+  return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
+}
+
+PlacementOptions PlacementOptionsOf(const offload_optimizer_options_t& options,
+                                    const Device& device) {
+  PlacementOptions placement{};
+  placement.unified = device.unified();
+  placement.movable = options.movable;
+  placement.master_layout = options.master_layout;
+  placement.moment_dtype = options.moment_dtype == OFFLOAD_BF16 ? OFFLOAD_BF16 : OFFLOAD_FP32;
+  placement.stochastic = options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
+  placement.device_fraction = options.device_fraction;
+  placement.chunk_elements =
+      options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
+  placement.staging_slots =
+      options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
+  return placement;
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,117 @@
+// Optimizer's views of its state and what it counts.
+#include "checkpoint/format.h"
+#include "optimizer/optimizer.h"
+#include "state/group.h"
+
+namespace hybridopt {
+namespace {
+
+// Whether any share of the param has that state; of a param without elements, either.
+bool Has(const Param& param, const ParamPlace& place, StateSlot slot) {
+  const bool none = param.count == 0;
+  return ((none || place.device_count > 0) && HasState(place.rule, place.device_layout, slot)) ||
+         ((none || place.device_count < param.count) &&
+          HasState(place.rule, place.host_layout, slot));
+}
+
+}  // namespace
+
+// What is queued works on state; so does a save that is all that is left.
+Status Optimizer::CheckIdle() const {
+  const uint32_t queued = committed_->timeline->queued();
+  if (queued == 0) return {};
+  return Status::Error(OFFLOAD_INVALID_STATE,
+                       "%u calls are queued (a save counts until its ticket completes); call "
+                       "offload_optimizer_wait first",
+                       queued);
+}
+
+Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) const {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_TRY(CheckIdle());
+  if (param_id >= table_.size())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "param is %u, but only %u params have been added", param_id,
+                         table_.size());
+  const Param& param = table_.param(param_id);
+  const ParamPlace& place = committed_->placement.params[param_id];
+  uint32_t slot = 0;
+  while (slot < kStateSlots && (StateKindOf(table_.algorithm(), StateSlot{slot}) != kind ||
+                                !Has(param, place, StateSlot{slot})))
+    ++slot;
+  if (slot == kStateSlots && kind == OFFLOAD_STATE_MASTER)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "kind is OFFLOAD_STATE_MASTER, but the masters of param '%.200s' are split "
+        "(options.master_layout); ask for OFFLOAD_STATE_MASTER_LOW and join it "
+        "with the param",
+        param.name.c_str());
+  if (slot == kStateSlots)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "kind is %d, which %s does not keep for param '%.200s'; see enum "
+                         "offload_state_kind",
+                         kind, AlgorithmName(table_.algorithm()), param.name.c_str());
+  offload_state_view_t view{};
+  view.dtype = place.state_dtype[slot];
+  view.device_count =
+      HasState(place.rule, place.device_layout, StateSlot{slot}) ? place.device_count : 0;
+  view.host_count = HasState(place.rule, place.host_layout, StateSlot{slot})
+                        ? param.count - place.device_count
+                        : 0;
+  view.step_count = committed_->step_counts->of(param_id);
+  if (view.device_count > 0 && committed_->lifecycle->states_on_host(param_id))
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "the device share's states of param '%.200s' are on the host; call "
+                         "offload_optimizer_reload_states first",
+                         param.name.c_str());
+  // An fp32 param without a master of its own is its own master.
+  const bool own_master = slot == kMaster && param.dtype == OFFLOAD_FP32 &&
+                          (view.device_count > 0 || context_->device().unified());
+  if (own_master && committed_->lifecycle->params_on_host(param_id))
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "param '%.200s' is its own master and is on the host; bind and "
+                         "reload_params first",
+                         param.name.c_str());
+  if (view.device_count > 0 && committed_->memory->block() == nullptr && !own_master)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "the device share's states of param '%.200s' were on their way back when "
+                         "queued work failed; they are lost",
+                         param.name.c_str());
+  void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
+  void* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
+  void* const host_data = committed_->memory->Host(param_id, StateSlot{slot});
+  if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
+  if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
+  return view;
+}
+
+Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+  HYBRIDOPT_TRY(CheckIdle());
+  if (param >= table_.size())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "param is %u, but only %u params have been added", param, table_.size());
+  if (step_count > checkpoint::kStepsMax)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "step_count is %llu, expected at most 2^53",
+                         static_cast<unsigned long long>(step_count));
+  committed_->step_counts->set(param, step_count);
+  return {};
+}
+
+offload_stats_t Optimizer::Stats() const {
+  std::lock_guard lock(results_mutex_);
+  offload_stats_t stats = stats_;
+  stats.params_on_device_bytes = table_.data_bytes();
+  stats.grads_on_device_bytes = table_.grad_bytes();
+  if (!is_committed_) return stats;
+  const Lifecycle& lifecycle = *committed_->lifecycle;
+  stats.params_on_host_bytes = lifecycle.params_on_host_bytes();
+  stats.grads_on_host_bytes = lifecycle.grads_on_host_bytes();
+  stats.states_on_host_bytes = committed_->host_state_bytes + lifecycle.states_on_host_bytes();
+  stats.states_on_device_bytes = committed_->device_state_bytes - lifecycle.states_on_host_bytes();
+  stats.queued = committed_->timeline->queued();
+  return stats;
+}
+
+}  // namespace hybridopt

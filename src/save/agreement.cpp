@@ -1,0 +1,121 @@
+#include "save/agreement.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <optional>
+
+#include "base/prim.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr int64_t kRoundNs = 20'000'000;
+
+// A failure as one number, so that rank and code cannot come from two: ranks count from 1 above the
+// lower bits, which hold any status.
+constexpr int kCodeBits = 8;
+constexpr int32_t kCodeMask = (1 << kCodeBits) - 1;
+
+// Another rank's failure is told as a failure here too, with its code.
+Status FailureOfRank(int32_t rank, int32_t code) {
+  return Status::Error(code,
+                       "rank %d has failed, so no rank goes on with this checkpoint; that rank's "
+                       "own error says why",
+                       rank);
+}
+
+Status Guarded(FunctionRef<Status()> part) try {
+  return part();
+} catch (const std::exception& error) {
+  return Status::Error(OFFLOAD_INTERNAL, "work on a checkpoint ended in an exception: %s",
+                       error.what());
+}
+
+// A part that runs on a thread of its own, while this one meets the other ranks.
+class Beside {
+ public:
+  explicit Beside(FunctionRef<Status()> part) : part_(part) {
+    const auto body = [](void* self) -> void* {
+      prim::NameThisThread("hybridopt/file");
+      prim::ResetFloatingPointMode();
+      static_cast<Beside*>(self)->Run();
+      return nullptr;
+    };
+    Result<pthread_t> thread = prim::StartThread(body, this);
+    if (thread.ok()) {
+      thread_ = thread.value();
+    } else {
+      outcome_ = thread.status();
+      ended_ = true;
+    }
+  }
+  ~Beside() { (void)Join(); }
+  Beside(const Beside&) = delete;
+  Beside& operator=(const Beside&) = delete;
+
+  // Waits for its end at most so long; whether it has ended.
+  bool AwaitEnd(int64_t timeout_ns) {
+    std::unique_lock lock(mutex_);
+    return told_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [this] { return ended_; });
+  }
+  Status Join() {
+    if (thread_.has_value()) prim::JoinThread(*thread_);
+    thread_.reset();
+    return outcome_;
+  }
+
+ private:
+  void Run() {
+    outcome_ = Guarded(part_);
+    {
+      std::lock_guard lock(mutex_);
+      ended_ = true;
+    }
+    told_.notify_all();
+  }
+
+  const FunctionRef<Status()> part_;
+  Status outcome_;  // the thread's until it has ended
+  std::optional<pthread_t> thread_;
+  std::mutex mutex_;
+  std::condition_variable told_;
+  bool ended_ = false;  // guarded by mutex_
+};
+
+}  // namespace
+
+int64_t Agreement::RoundNs() const {
+  return comm_.world() == 1 ? -1 : std::min(kRoundNs, comm_.timeout_ns() / 4 + 1);
+}
+
+Status Agreement::OnFailure(Status* status) const {
+  int32_t failure = status->ok() ? 0 : (comm_.rank() + 1) << kCodeBits | status->code();
+  HYBRIDOPT_TRY(comm_.AgreeOnMax(&failure, 1));
+  if (failure != 0 && status->ok())
+    *status = FailureOfRank((failure >> kCodeBits) - 1, failure & kCodeMask);
+  return {};
+}
+
+Status Agreement::DoTogether(FunctionRef<Status()> part, Status* outcome) const {
+  if (comm_.world() == 1) {
+    *outcome = Guarded(part);
+    return {};
+  }
+  Status asked;
+  {
+    Beside beside(part);
+    for (int32_t working = 1; asked.ok() && working != 0;) {
+      working = beside.AwaitEnd(RoundNs()) ? 0 : 1;
+      asked = comm_.AgreeOnMax(&working, 1);
+    }
+    *outcome = beside.Join();
+  }
+  return asked.ok() ? OnFailure(outcome) : asked;
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,292 @@
+#include "save/checkpoints.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "base/ranges.h"
+#include "checkpoint/file_io.h"
+#include "save/checkpoint_files.h"
+
+namespace hybridopt {
+namespace {
+
+using checkpoint::PendingDirectory;
+
+// A broken device or a lost rank breaks more than a save or load; a full disk does not.
+bool ConcernsFilesOnly(const Status& status) {
+  return status.code() != OFFLOAD_DEVICE_FAILED && status.code() != OFFLOAD_COMM_FAILED;
+}
+
+// Other ranks are asked all the same where memory has run out, and the optimizer goes on.
+template <typename Call>
+auto WithinMemory(const char* what, Call&& call) -> decltype(call()) try {
+  return call();
+} catch (const std::bad_alloc&) {
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "out of host memory for the tables of a %s; nothing was changed", what);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------- begin --
+
+Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timeline,
+                         uint64_t sequence) {
+  HYBRIDOPT_TRY(Complete(timeline));  // one at a time
+  Status status = Begin(std::move(request), ready);
+  if (!status.ok()) {
+    if (comm_.rank() == 0 && directory_.has_value()) directory_->Remove();  // a rank is gone
+    saver_.reset();
+    directory_.reset();
+    return Refuse(std::move(status), timeline, sequence);
+  }
+  sequence_ = sequence;
+  publishing_ = false;
+  // First: the saver may have ended before Start returns.
+  timeline.Hold(sequence, comm_.world() == 1 ? 0 : agreement_.RoundNs(), capture()->borrows());
+  saver_->Start(
+      directory_->path(), [&timeline] { timeline.ReleaseStreams(); },
+      [&timeline] { timeline.Wake(); });
+  return {};
+}
+
+SavePoint Checkpoints::PointOf(EventHandle ready) const {
+  SavePoint point{};
+  point.step = step_counts_.applied();
+  for (uint32_t id = 0; id < table_.size(); ++id) point.step_counts.push_back(step_counts_.of(id));
+  point.rank = static_cast<uint32_t>(comm_.rank());
+  point.world = static_cast<uint32_t>(comm_.world());
+  point.ready = ready;
+  return point;
+}
+
+// Rank 0 makes the directory and tells the others its number.
+Status Checkpoints::Begin(SaveRequest request, EventHandle ready) {
+  const std::string target = request.path;
+  const auto prepare = [&]() -> Status {
+    HYBRIDOPT_ASSIGN(saver_, Saver::Create(context_, table_, placement_, places_,
+                                           std::move(request), PointOf(ready)));
+    if (comm_.rank() != 0) return {};
+    HYBRIDOPT_ASSIGN(directory_, PendingDirectory::Make(context_.files(), target));
+    return {};
+  };
+  Status status;
+  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return WithinMemory("save", prepare); }, &status));
+  if (!status.ok()) {
+    HYBRIDOPT_TRY(RemoveDirectory());
+    return status;
+  }
+  const uint64_t made = directory_.has_value() ? directory_->number() : 0;
+  int32_t number[2] = {static_cast<int32_t>(made >> 31), static_cast<int32_t>(made & INT32_MAX)};
+  HYBRIDOPT_TRY(comm_.AgreeOnMax(number, 2));
+  if (comm_.rank() != 0)
+    directory_.emplace(PendingDirectory::Join(
+        context_.files(), target,
+        static_cast<uint64_t>(number[0]) << 31 | static_cast<uint64_t>(number[1])));
+  return {};
+}
+
+// Of a save that has failed on all ranks. A disk may take its time for that too.
+Status Checkpoints::RemoveDirectory() {
+  Status removed;
+  Status asked = agreement_.DoTogether(
+      [this] {
+        if (comm_.rank() == 0 && directory_.has_value()) directory_->Remove();
+        return Status();
+      },
+      &removed);
+  directory_.reset();
+  return asked;
+}
+
+// ------------------------------------------------------------------------------------- complete --
+
+// One round. Whatever comes of it comes of it on all ranks.
+Status Checkpoints::Meet(bool at_step, bool* step, Timeline& timeline) {
+  int32_t missing[2] = {saver_->ended() ? 0 : 1, at_step ? 0 : 1};
+  if (Status asked = comm_.AgreeOnMax(missing, 2); !asked.ok())
+    return End(std::move(asked), timeline);
+  if (missing[0] == 0) return CompleteAgreed(timeline);
+  *step = missing[1] == 0;
+  return {};
+}
+
+Status Checkpoints::BeforeStep(Timeline& timeline) {
+  // Alone the step follows the save chunk by chunk. Among others a step that waits for this rank's
+  // disk would let all wait without a word.
+  for (bool step = false; saver_ != nullptr && !step;) {
+    const bool at_step = comm_.world() == 1 || capture()->AwaitAll(agreement_.RoundNs());
+    HYBRIDOPT_TRY(Meet(at_step, &step, timeline));
+  }
+  return {};
+}
+
+Status Checkpoints::AwaitCapture(Timeline& timeline) {
+  bool step = false;
+  while (saver_ != nullptr && !capture()->AwaitAll(agreement_.RoundNs()))
+    HYBRIDOPT_TRY(Meet(false, &step, timeline));
+  return {};
+}
+
+Result<bool> Checkpoints::AwaitBorrowed(Timeline& timeline) {
+  if (saver_ == nullptr || !capture()->borrows()) return false;
+  bool step = false;
+  while (saver_ != nullptr && !capture()->AwaitBorrowed(agreement_.RoundNs()))
+    HYBRIDOPT_TRY(Meet(false, &step, timeline));
+  return true;
+}
+
+Status Checkpoints::Settle(Timeline& timeline) {
+  bool step = false;
+  return saver_ == nullptr ? Status() : Meet(false, &step, timeline);
+}
+
+// Completes the running save, if there is one, before other work that the ranks do together.
+Status Checkpoints::Complete(Timeline& timeline) {
+  for (bool step = false; saver_ != nullptr;) {
+    saver_->AwaitEnd(agreement_.RoundNs());
+    HYBRIDOPT_TRY(Meet(false, &step, timeline));
+  }
+  return {};
+}
+
+Status Checkpoints::CompleteAgreed(Timeline& timeline) {
+  Status outcome = saver_->Join();
+  Status asked = agreement_.OnFailure(&outcome);
+  if (asked.ok() && outcome.ok())
+    asked = agreement_.DoTogether([this] { return comm_.rank() == 0 ? PublishOnce() : Status(); },
+                                  &outcome);
+  if (asked.ok() && !outcome.ok()) asked = RemoveDirectory();
+  return End(asked.ok() ? std::move(outcome) : std::move(asked), timeline);
+}
+
+Status Checkpoints::CompleteAlone(Timeline& timeline) {
+  if (saver_ == nullptr) return {};
+  Status outcome = saver_->Join();
+  if (outcome.ok() && comm_.world() > 1)
+    outcome = Status::Error(OFFLOAD_COMM_FAILED,
+                            "rank %d: later queued work failed before all ranks had written; the "
+                            "save was given up",
+                            comm_.rank());
+  if (outcome.ok()) outcome = PublishOnce();
+  (void)End(std::move(outcome), timeline);
+  return {};
+}
+
+// The save's ticket gets the outcome; what concerns more than files comes back.
+Status Checkpoints::End(Status outcome, Timeline& timeline) {
+  (void)saver_->Join();
+  if (!outcome.ok() && comm_.rank() == 0 && directory_.has_value()) directory_->Remove();
+  saver_.reset();
+  directory_.reset();
+  if (!outcome.ok()) {
+    context_.Log(OFFLOAD_LOG_ERROR, outcome.message().c_str());
+    timeline.Report(sequence_, outcome);
+  }
+  timeline.Release();
+  return ConcernsFilesOnly(outcome) ? Status() : outcome;
+}
+
+// A second time there would be nothing left to publish.
+Status Checkpoints::PublishOnce() {
+  if (std::exchange(publishing_, true))
+    return Status::Error(OFFLOAD_INTERNAL, "a save was given up after an exception at its end");
+  return WithinMemory("save", [this] { return Publish(); });
+}
+
+// Everything before the rename only prepares it: after a crash either the whole checkpoint has its
+// name or nothing has.
+Status Checkpoints::Publish() {
+  const Range range("publish save");
+  prim::Files& files = context_.files();
+  const std::string& path = directory_->path();
+  HYBRIDOPT_TRY(checkpoint::SyncDirectory(files, path));
+  HYBRIDOPT_ASSIGN(const checkpoint::Manifest manifest, WholeManifest());
+  HYBRIDOPT_ASSIGN(const std::string text, checkpoint::EncodeManifest(manifest));
+  HYBRIDOPT_TRY(checkpoint::WriteSmallFile(files, path + "/" + checkpoint::kManifestFile, text));
+  HYBRIDOPT_TRY(checkpoint::SyncDirectory(files, path));
+  return directory_->Publish();
+}
+
+// Rank 0's own part and those that the others have left beside their files.
+Result<checkpoint::Manifest> Checkpoints::WholeManifest() {
+  std::vector<checkpoint::Manifest> parts;
+  parts.push_back(saver_->TakeManifest());
+  prim::Files& files = context_.files();
+  const auto world = static_cast<uint32_t>(comm_.world());
+  for (uint32_t rank = 1; rank < world; ++rank) {
+    const std::string path = directory_->path() + "/" + PartFileName(rank, world);
+    HYBRIDOPT_ASSIGN(const std::string text,
+                     checkpoint::ReadSmallFile(files, path, checkpoint::kManifestBytesMax));
+    HYBRIDOPT_ASSIGN(checkpoint::Manifest part, checkpoint::ParseManifest(text));
+    parts.push_back(std::move(part));
+    const int error = checkpoint::Uninterrupted([&] { return files.Remove(path); });
+    if (error != 0) return checkpoint::IoError("remove", path, error);
+  }
+  return checkpoint::MergeManifests(std::move(parts));
+}
+
+// ----------------------------------------------------------------------------------------- load --
+
+Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline& timeline,
+                         uint64_t sequence) {
+  HYBRIDOPT_TRY(Complete(timeline));
+  const Range range("load");
+  Loader loader(context_, table_, placement_, places_, request);
+  Status status;
+  HYBRIDOPT_TRY(Prepare(loader, &status));
+  if (!status.ok()) return Refuse(std::move(status), timeline, sequence);
+  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return loader.Replace(ready); }, &status));
+  if (status.ok()) {
+    loader.SetCounts(step_counts_);
+    return {};
+  }
+  int32_t replaced = loader.has_replaced() ? 1 : 0;
+  HYBRIDOPT_TRY(comm_.AgreeOnMax(&replaced, 1));
+  if (replaced == 0) return Refuse(std::move(status), timeline, sequence);
+  return Status::Error(status.code(),
+                       "state was being replaced when it failed, and is a mixture now: %s",
+                       status.message().c_str());
+}
+
+// Nothing was changed anywhere.
+Status Checkpoints::Refuse(Status refusal, Timeline& timeline, uint64_t sequence) {
+  context_.Log(OFFLOAD_LOG_ERROR, refusal.message().c_str());
+  timeline.Report(sequence, refusal);
+  return ConcernsFilesOnly(refusal) ? Status() : refusal;
+}
+
+// All that can be refused, on all ranks, before any of them changes anything. What comes back is a
+// failure to ask the others.
+Status Checkpoints::Prepare(Loader& loader, Status* refusal) {
+  const auto open = [&] { return WithinMemory("load", [&] { return loader.Open(); }); };
+  HYBRIDOPT_TRY(agreement_.DoTogether(open, refusal));
+  if (!refusal->ok()) return {};
+  HYBRIDOPT_TRY(AgreeOnCheckpoint(loader, refusal));
+  if (!refusal->ok()) return {};
+  const auto verify = [&] { return WithinMemory("load", [&] { return loader.Verify(); }); };
+  return agreement_.DoTogether(verify, refusal);
+}
+
+// All ranks read the same checkpoint, and between them know all that is in it.
+Status Checkpoints::AgreeOnCheckpoint(const Loader& loader, Status* refusal) const {
+  const auto fingerprint = static_cast<int32_t>(loader.fingerprint());
+  int32_t ends[2] = {fingerprint, -fingerprint};
+  HYBRIDOPT_TRY(comm_.AgreeOnMax(ends, 2));
+  if (ends[0] != -ends[1]) {
+    *refusal = Status::Error(OFFLOAD_CHECKPOINT_MISMATCH,
+                             "rank %d: the ranks load different checkpoints; give all of them the "
+                             "same options.path on a file system they share",
+                             comm_.rank());
+    return {};
+  }
+  std::vector<int32_t> known = loader.Known();
+  if (!known.empty())
+    HYBRIDOPT_TRY(comm_.AgreeOnMax(known.data(), static_cast<uint32_t>(known.size())));
+  *refusal = loader.CheckAllKnown(known);
+  return {};
+}
+
+}  // namespace hybridopt

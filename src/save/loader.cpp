@@ -1,0 +1,570 @@
+#include "save/loader.h"
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "checkpoint/hash.h"
+#include "checkpoint/reshard.h"
+#include "kernels/convert.h"
+#include "runtime/work_pieces.h"
+#include "save/checkpoint_files.h"
+#include "state/group.h"
+
+namespace hybridopt {
+namespace {
+
+using checkpoint::Extent;
+using checkpoint::StoredShard;
+using checkpoint::StoredTensor;
+
+constexpr size_t kDifferencesTold = 5;
+constexpr uint64_t kUnitBytesMax = uint64_t{8} << 20;
+// What is made on its way to the device; with it a load takes less than 1 MiB beside its blocks.
+constexpr uint64_t kStagingBytes = uint64_t{512} << 10;
+constexpr uint64_t kStagedAlignment = 64;
+// Converted at a time where state is kept in another layout than it was saved in.
+constexpr uint64_t kConvertedElements = uint64_t{1} << 15;
+// Worth waking the workers for.
+constexpr uint64_t kSharedBytes = uint64_t{256} << 10;
+
+std::string Text(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (int64_t extent : shape) text += (text.empty() ? "(" : ", ") + std::to_string(extent);
+  return text + ")";
+}
+
+const StoredTensor* FindKind(const StoredShard& shard, int32_t kind) {
+  for (const StoredTensor& tensor : shard.tensors)
+    if (tensor.kind == kind) return &tensor;
+  return nullptr;
+}
+
+// Masters are stored in fp32 whatever the layout; moments in fp32 or bf16.
+bool Converts(checkpoint::Dtype dtype, StateSlot slot) {
+  return dtype == checkpoint::Dtype::kF32 || (slot != kMaster && dtype == checkpoint::Dtype::kBF16);
+}
+
+// A loop for each way to round, so that the compiler can take many values at once.
+template <typename RoundOne>
+void RoundEach(const std::byte* values, uint64_t count, RoundOne round_one, std::byte* rounded) {
+  for (uint64_t i = 0; i < count; ++i) {
+    float value;
+    std::memcpy(&value, values + i * sizeof(float), sizeof(value));
+    const uint16_t bits = round_one(value);
+    std::memcpy(rounded + i * sizeof(bits), &bits, sizeof(bits));
+  }
+}
+
+// Rounds count fp32 values, which may lie anywhere.
+void Round(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded) {
+  if (to.dtype == OFFLOAD_FP32)
+    std::memcpy(rounded, values, count * sizeof(float));
+  else if (to.dtype == OFFLOAD_FP16)
+    RoundEach(
+        values, count, [](float value) { return Fp32ToFp16(value); }, rounded);
+  else if (to.ties_away)
+    RoundEach(
+        values, count, [](float value) { return Fp32ToBf16TiesAway(value); }, rounded);
+  else
+    RoundEach(
+        values, count, [](float value) { return Fp32ToBf16(value); }, rounded);
+}
+
+// The unit that holds a byte of an array: blocks are cut into units, so that none spans two.
+Extent UnitAt(const StoredTensor& tensor, uint64_t block_bytes, uint64_t unit_bytes, uint64_t at) {
+  const uint64_t block = at / block_bytes * block_bytes;
+  const uint64_t begin = block + (at - block) / unit_bytes * unit_bytes;
+  const uint64_t end = std::min({begin + unit_bytes, block + block_bytes, tensor.bytes});
+  return {tensor.file, tensor.offset + begin, end - begin};
+}
+
+}  // namespace
+
+Loader::~Loader() {
+  if (stream_ != nullptr) context_.device().AbandonStream(stream_);
+  if (written_ != nullptr) context_.device().DestroyEvent(written_);
+}
+
+// ------------------------------------------------------------------------------------ comparing --
+
+bool Loader::Wants(uint32_t id, StateSlot slot) const {
+  return places_.Has(id, slot) &&
+         (slot == kMaster || (request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) == 0);
+}
+
+void Loader::Differ(const std::string& text) {
+  difference_count_ += 1;
+  if (differences_.size() < kDifferencesTold) differences_.push_back(text);
+}
+
+Status Loader::Differences() const {
+  if (difference_count_ == 0) return {};
+  std::string text;
+  for (const std::string& difference : differences_)
+    text += (text.empty() ? "" : "; ") + difference;
+  if (difference_count_ > differences_.size())
+    text += "; and " + std::to_string(difference_count_ - differences_.size()) + " more";
+  return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH, "'%.300s' is of another model: %s",
+                       request_.path.c_str(), text.c_str());
+}
+
+Status Loader::Open() {
+  HYBRIDOPT_ASSIGN(reader_, checkpoint::Reader::Open(context_.files(), request_.path));
+  const checkpoint::Manifest& manifest = reader_->manifest();
+  if (manifest.algorithm != table_.algorithm() &&
+      (request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) == 0)
+    Differ(std::string("it was saved by ") + checkpoint::AlgorithmText(manifest.algorithm) +
+           ", this optimizer is " + AlgorithmName(table_.algorithm()) +
+           " (OFFLOAD_LOAD_FRESH_MOMENTS takes the weights alone)");
+  std::unordered_map<std::string_view, const checkpoint::StoredParam*> by_name;
+  for (const checkpoint::StoredParam& param : manifest.params) by_name[param.name] = &param;
+  sources_.resize(table_.size());
+  for (uint32_t id = 0; id < table_.size(); ++id) {
+    const auto found = by_name.find(table_.param(id).name);
+    sources_[id].stored = found == by_name.end() ? nullptr : found->second;
+    CompareParam(id);
+  }
+  return Differences();
+}
+
+void Loader::CompareParam(uint32_t id) {
+  const Param& param = table_.param(id);
+  Source& source = sources_[id];
+  const std::string name = "param '" + param.name.substr(0, 128) + "' ";
+  if (source.stored == nullptr) {
+    if (param.count > 0) Differ(name + "is missing");
+    return;
+  }
+  const checkpoint::StoredParam& stored = *source.stored;
+  if (stored.shape != ShapeOf(param.shard)) {
+    Differ(name + "has shape " + Text(stored.shape) + ", here " + Text(ShapeOf(param.shard)));
+    return;
+  }
+  if (stored.dtype != param.dtype)
+    Differ(name + "is in " + checkpoint::ParamDtypeName(stored.dtype) + ", here in " +
+           checkpoint::ParamDtypeName(param.dtype));
+  for (const StoredShard& shard : stored.shards) source.shards.push_back(&shard.shard);
+  if (param.count == 0) return;
+  if (Status covered = checkpoint::CheckCoverage(source.shards, param.shard); !covered.ok())
+    Differ(name + covered.message());
+  for (const StoredShard& shard : stored.shards) CompareArrays(id, shard);
+  CompareCounts(id);
+}
+
+void Loader::CompareArrays(uint32_t id, const StoredShard& shard) {
+  const std::string name = "param '" + table_.param(id).name.substr(0, 128) + "' of rank " +
+                           std::to_string(shard.rank) + " ";
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    const StateSlot slot{index};
+    if (!Wants(id, slot)) continue;
+    const int32_t kind = places_.KindOf(slot);
+    const StoredTensor* const tensor = FindKind(shard, kind);
+    if (tensor == nullptr)
+      Differ(name + "has no " + checkpoint::KindName(kind) +
+             (slot == kMaster ? "" : " (OFFLOAD_LOAD_FRESH_MOMENTS takes the weights alone)"));
+    else if (!Converts(tensor->dtype, slot))
+      Differ(name + "has " + checkpoint::KindName(kind) + " in " +
+             checkpoint::DtypeName(tensor->dtype) + ", expected " +
+             (slot == kMaster ? "F32" : "F32 or BF16"));
+  }
+  if ((request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) != 0) return;
+  for (const StoredTensor& tensor : shard.tensors) {
+    bool kept = false;
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+      kept = kept || (Wants(id, StateSlot{slot}) && places_.KindOf(StateSlot{slot}) == tensor.kind);
+    if (!kept)
+      Differ(name + "has " + checkpoint::KindName(tensor.kind) + ", which is not kept here");
+  }
+}
+
+// One count goes with all elements of a shard.
+void Loader::CompareCounts(uint32_t id) {
+  const checkpoint::StoredParam& stored = *sources_[id].stored;
+  std::optional<uint32_t> first;
+  bool told = false;
+  (void)checkpoint::ForEachSegment(
+      sources_[id].shards, table_.param(id).shard, [&](const checkpoint::Segment& segment) {
+        if (!first.has_value()) first = segment.piece;
+        const uint64_t counts[] = {stored.shards[*first].step_count,
+                                   stored.shards[segment.piece].step_count};
+        if (counts[0] == counts[1] || told) return Status();
+        told = true;
+        Differ("param '" + stored.name.substr(0, 128) + "' was stepped " +
+               std::to_string(counts[0]) + " times on rank " +
+               std::to_string(stored.shards[*first].rank) + " and " + std::to_string(counts[1]) +
+               " times on rank " + std::to_string(stored.shards[segment.piece].rank) +
+               ", and this shard has parts of both");
+        return Status();
+      });
+}
+
+uint32_t Loader::fingerprint() const {
+  uint64_t hash = reader_->manifest().step;
+  for (const checkpoint::StoredFile& file : reader_->manifest().files)
+    hash = hash * 0x9e3779b97f4a7c15 + file.head_hash;
+  for (const checkpoint::StoredParam& param : reader_->manifest().params)
+    for (const StoredShard& shard : param.shards)
+      for (const StoredTensor& tensor : shard.tensors)
+        for (uint64_t block : tensor.hashes) hash = hash * 0x9e3779b97f4a7c15 + block;
+  return static_cast<uint32_t>(hash >> 33);
+}
+
+std::vector<int32_t> Loader::Known() const {
+  std::vector<int32_t> known(reader_->manifest().params.size());
+  for (const Source& source : sources_)
+    if (source.stored != nullptr) known[source.stored - reader_->manifest().params.data()] = 1;
+  return known;
+}
+
+Status Loader::CheckAllKnown(const std::vector<int32_t>& known) const {
+  Loader told(context_, table_, placement_, places_, request_);
+  for (size_t i = 0; i < known.size(); ++i)
+    if (known[i] == 0)
+      told.Differ("param '" + reader_->manifest().params[i].name.substr(0, 128) +
+                  "' is stored, but not registered here");
+  return told.Differences();
+}
+
+// ------------------------------------------------------------------------------------ verifying --
+
+Status Loader::ForEachUnit(FunctionRef<Status(const Unit&)> begin_unit,
+                           FunctionRef<Status(const Piece&)> visit) const {
+  for (uint32_t id = 0; id < table_.size(); ++id)
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+      if (Wants(id, StateSlot{slot}))
+        HYBRIDOPT_TRY(ForEachUnitOf(id, StateSlot{slot}, begin_unit, visit));
+  return {};
+}
+
+Status Loader::ForEachUnitOf(uint32_t id, StateSlot slot,
+                             FunctionRef<Status(const Unit&)> begin_unit,
+                             FunctionRef<Status(const Piece&)> visit) const {
+  const std::vector<StoredShard>& shards = sources_[id].stored->shards;
+  Extent extent{0, 0, 0};
+  const auto visit_segment = [&](const checkpoint::Segment& segment) -> Status {
+    const StoredTensor& tensor = *FindKind(shards[segment.piece], places_.KindOf(slot));
+    const uint64_t element_bytes = checkpoint::DtypeBytes(tensor.dtype);
+    for (uint64_t done = 0; done < segment.count;) {
+      const uint64_t at = (segment.source + done) * element_bytes;
+      const Extent next = UnitAt(tensor, block_bytes(), unit_bytes_, at);
+      if (next.file != extent.file || next.offset != extent.offset || extent.bytes == 0) {
+        extent = next;
+        HYBRIDOPT_TRY(begin_unit({extent, &tensor, id, segment.piece, at / block_bytes()}));
+      }
+      const uint64_t into = tensor.offset + at - extent.offset;
+      const uint64_t count = std::min(segment.count - done, (extent.bytes - into) / element_bytes);
+      HYBRIDOPT_TRY(
+          visit({id, slot, segment.destination + done, count, into,
+                 tensor.dtype == checkpoint::Dtype::kBF16 ? OFFLOAD_BF16 : OFFLOAD_FP32}));
+      done += count;
+    }
+    return {};
+  };
+  return checkpoint::ForEachSegment(sources_[id].shards, table_.param(id).shard, visit_segment);
+}
+
+// What will be read, in order, and which blocks that touches.
+Status Loader::ListUnits() {
+  uint64_t largest = 1;
+  for (const Source& source : sources_)
+    if (source.stored != nullptr)
+      for (const StoredShard& shard : source.stored->shards)
+        for (const StoredTensor& tensor : shard.tensors) largest = std::max(largest, tensor.bytes);
+  unit_bytes_ = std::min({kUnitBytesMax, block_bytes(), checkpoint::RoundUpToDirect(largest)});
+  HYBRIDOPT_TRY(ForEachUnit(
+      [&](const Unit& unit) {
+        units_.push_back(unit.extent);
+        bytes_total_ += unit.extent.bytes;
+        if (touched_.empty() || touched_.back().tensor != unit.tensor ||
+            touched_.back().block != unit.block)
+          touched_.push_back(unit);
+        return Status();
+      },
+      [](const Piece&) { return Status(); }));
+  const auto key = [](const Unit& unit) {
+    return std::tuple(unit.tensor->file, unit.tensor->offset, unit.block);
+  };
+  std::sort(touched_.begin(), touched_.end(),
+            [&](const Unit& a, const Unit& b) { return key(a) < key(b); });
+  touched_.erase(std::unique(touched_.begin(), touched_.end(),
+                             [&](const Unit& a, const Unit& b) { return key(a) == key(b); }),
+                 touched_.end());
+  return {};
+}
+
+Status Loader::TakeMemory() {
+  blocks_ = static_cast<uint32_t>(std::clamp<uint64_t>(units_.size(), 1, request_.io_depth));
+  const uint64_t reading_bytes = blocks_ * checkpoint::BlockReader::BlockBytes(unit_bytes_);
+  const uint64_t staging_bytes = context_.device().unified() ? 0 : kStagingBytes;
+  HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, reading_bytes + staging_bytes));
+  staging_ = memory_.data() + reading_bytes;
+  files_.emplace(*reader_);
+  if (context_.device().unified()) return {};
+  HYBRIDOPT_ASSIGN(stream_, context_.device().CreateStream("checkpoint"));
+  HYBRIDOPT_ASSIGN(written_, context_.device().CreateEvent("state copied from a checkpoint"));
+  return {};
+}
+
+Status Loader::Verify() {
+  HYBRIDOPT_TRY(ListUnits());
+  HYBRIDOPT_TRY(TakeMemory());
+  if ((request_.flags & OFFLOAD_LOAD_NO_VERIFY) != 0) return {};
+  std::vector<Extent> extents;
+  for (const Unit& touched : touched_) {
+    const uint64_t begin = touched.block * block_bytes();
+    for (uint64_t at = begin; at < BlockEnd(touched);) {
+      extents.push_back(UnitAt(*touched.tensor, block_bytes(), unit_bytes_, at));
+      at += extents.back().bytes;
+      bytes_total_ += extents.back().bytes;
+    }
+  }
+  checkpoint::BlockReader reader(Opening(), extents, memory_.data(), blocks_, unit_bytes_);
+  HYBRIDOPT_TRY(reader.Start());
+  checkpoint::BlockHasher hasher(block_bytes());
+  for (const Unit& touched : touched_) {
+    uint64_t left = BlockEnd(touched) - touched.block * block_bytes();
+    hasher.Reset(left);
+    while (left > 0) {
+      const uint64_t bytes = std::min(left, unit_bytes_);
+      HYBRIDOPT_ASSIGN(const std::byte* data, reader.Next());
+      hasher.Add(data, bytes);
+      left -= bytes;
+      Progress(bytes);
+    }
+    if (hasher.Take()[0] != touched.tensor->hashes[touched.block]) return Damaged(touched);
+  }
+  return {};
+}
+
+uint64_t Loader::BlockEnd(const Unit& unit) const {
+  return std::min((unit.block + 1) * block_bytes(), unit.tensor->bytes);
+}
+
+Status Loader::Damaged(const Unit& unit) const {
+  const checkpoint::StoredParam& stored = *sources_[unit.param].stored;
+  const uint64_t begin = unit.tensor->offset + unit.block * block_bytes();
+  return Status::Error(
+      OFFLOAD_CHECKPOINT_CORRUPT,
+      "'%.500s': block %llu of %.128s.%s (bytes %llu to %llu) is not what was written; nothing was "
+      "changed; load an older checkpoint (offload_checkpoint_verify lists all damage)",
+      reader_->FilePath(unit.tensor->file).c_str(), static_cast<unsigned long long>(unit.block),
+      stored.name.c_str(), checkpoint::KindName(unit.tensor->kind),
+      static_cast<unsigned long long>(begin),
+      static_cast<unsigned long long>(unit.tensor->offset + BlockEnd(unit)));
+}
+
+void Loader::Progress(uint64_t bytes) {
+  bytes_done_ += bytes;
+  if (request_.progress != nullptr)
+    request_.progress(request_.progress_user, bytes_done_, bytes_total_);
+}
+
+// ------------------------------------------------------------------------------------ replacing --
+
+Status Loader::Replace(EventHandle ready) {
+  if (ready != nullptr) HYBRIDOPT_TRY(WaitFor(ready, "the stream given to it"));
+  checkpoint::BlockReader reader(Opening(), units_, memory_.data(), blocks_, unit_bytes_);
+  HYBRIDOPT_TRY(reader.Start());
+  const std::byte* data = nullptr;
+  const auto begin_unit = [&](const Unit& unit) -> Status {
+    HYBRIDOPT_TRY(AwaitCopies());  // they may still read the unit before
+    HYBRIDOPT_ASSIGN(data, reader.Next());
+    Progress(unit.extent.bytes);
+    return {};
+  };
+  HYBRIDOPT_TRY(
+      ForEachUnit(begin_unit, [&](const Piece& piece) { return Put(piece, data + piece.into); }));
+  if ((request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) != 0) HYBRIDOPT_TRY(FillMoments());
+  return AwaitCopies();
+}
+
+Status Loader::Put(const Piece& piece, const std::byte* data) {
+  has_replaced_ = true;
+  const uint64_t element_bytes = DtypeBytes(piece.dtype);
+  const bool convert = piece.dtype != placement_.params[piece.param].state_dtype[piece.slot];
+  const Residency& residency = request_.residency[piece.param];
+  for (uint64_t done = 0; done < piece.count;) {
+    const StateStretch stretch =
+        places_.At(piece.param, piece.slot, piece.element + done, piece.count - done, residency);
+    const std::byte* const from = data + done * element_bytes;
+    if (stretch.upper != nullptr) {
+      HYBRIDOPT_TRY(PutLowerHalves(stretch, from));
+    } else if (convert) {
+      HYBRIDOPT_TRY(PutConverted(piece, stretch, from));
+    } else {
+      HYBRIDOPT_TRY(Copy(from, stretch.data, stretch.count * element_bytes, stretch.on_device));
+    }
+    if (piece.slot == kMaster && !stretch.is_param)
+      HYBRIDOPT_TRY(PutParams(piece.param, piece.element + done, stretch.count, from));
+    done += stretch.count;
+  }
+  return {};
+}
+
+// PutParams brings the upper ones.
+Status Loader::PutLowerHalves(const StateStretch& stretch, const std::byte* masters) {
+  return PutMade(stretch, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
+    RoundEach(masters + first * sizeof(float), count, LowHalf, into);
+  });
+}
+
+// Moments of another layout: bf16 widens exactly, fp32 is rounded to nearest.
+Status Loader::PutConverted(const Piece& piece, const StateStretch& stretch,
+                            const std::byte* from) {
+  const int32_t dtype = placement_.params[piece.param].state_dtype[piece.slot];
+  const uint64_t room = std::min(stretch.count, kConvertedElements);
+  std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` may lie anywhere
+  return PutMade(stretch, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
+    const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
+    if (piece.dtype == OFFLOAD_FP32) {
+      Round(stored, count, {dtype, false}, into);
+    } else {
+      std::memcpy(narrow.data(), stored, count * sizeof(uint16_t));
+      context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), count, reinterpret_cast<float*>(into));
+    }
+  });
+}
+
+// State that `make` makes some elements at a time: in place, or staged on its way to the device.
+Status Loader::PutMade(const StateStretch& stretch, uint64_t element_bytes,
+                       FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
+  for (uint64_t done = 0; done < stretch.count;) {
+    const uint64_t now = std::min(stretch.count - done, kConvertedElements);
+    std::byte* const place = stretch.data + done * element_bytes;
+    std::byte* made = place;
+    if (stretch.on_device) {
+      HYBRIDOPT_ASSIGN(made, Stage(now * element_bytes));
+    }
+    make(done, now, made);
+    if (stretch.on_device) HYBRIDOPT_TRY(Copy(made, place, now * element_bytes, true));
+    done += now;
+  }
+  return {};
+}
+
+Status Loader::Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device) {
+  if (to_device) {
+    copying_ = true;
+    return context_.device().CopyToDevice(stream_, to, from, bytes);
+  }
+  if (bytes < kSharedBytes) {
+    std::memcpy(to, from, bytes);
+    return {};
+  }
+  const uint32_t workers = context_.workers().threads();
+  return context_.workers().Run([&](uint32_t worker) {
+    const WorkRange range = RangeOfWorker(bytes, checkpoint::kDirectAlignment, worker, workers);
+    std::memcpy(to + range.begin, from + range.begin, range.end - range.begin);
+  });
+}
+
+// The params are what their masters round to.
+Status Loader::PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters) {
+  const int32_t dtype = table_.param(id).dtype;
+  const uint64_t param_bytes = DtypeBytes(dtype);
+  auto* const params = static_cast<std::byte*>(request_.residency[id].data) + element * param_bytes;
+  if (!context_.device().unified() && dtype == OFFLOAD_FP32)
+    return Copy(masters, params, count * param_bytes, true);
+  const uint64_t room = context_.device().unified() ? count : kStagingBytes / param_bytes;
+  for (uint64_t done = 0; done < count;) {
+    const uint64_t now = std::min(count - done, room);
+    std::byte* rounded = params;
+    if (!context_.device().unified()) {
+      HYBRIDOPT_ASSIGN(rounded, Stage(now * param_bytes));
+    }
+    HYBRIDOPT_TRY(RoundAll(masters + done * sizeof(float), now,
+                           {dtype, placement_.params[id].ties_away}, rounded));
+    if (!context_.device().unified())
+      HYBRIDOPT_TRY(Copy(rounded, params + done * param_bytes, now * param_bytes, true));
+    done += now;
+  }
+  return {};
+}
+
+Status Loader::RoundAll(const std::byte* values, uint64_t count, const RoundTo& to,
+                        std::byte* rounded) {
+  if (count * sizeof(float) < kSharedBytes) {
+    Round(values, count, to, rounded);
+    return {};
+  }
+  const uint32_t workers = context_.workers().threads();
+  return context_.workers().Run([&](uint32_t worker) {
+    const WorkRange range = RangeOfWorker(count, kWorkGrainElements, worker, workers);
+    Round(values + range.begin * sizeof(float), range.end - range.begin, to,
+          rounded + range.begin * DtypeBytes(to.dtype));
+  });
+}
+
+// Room for what is on its way to the device: for any type, and there until stream_ has been given
+// up, for a device that hangs may read it until then.
+Result<std::byte*> Loader::Stage(uint64_t bytes) {
+  if (staged_bytes_ + bytes > kStagingBytes) HYBRIDOPT_TRY(AwaitCopies());
+  std::byte* const room = staging_ + staged_bytes_;
+  staged_bytes_ += (bytes + kStagedAlignment - 1) / kStagedAlignment * kStagedAlignment;
+  return room;
+}
+
+// As after commit.
+Status Loader::FillMoments() {
+  has_replaced_ = true;
+  for (uint32_t id = 0; id < table_.size(); ++id) {
+    const Param& param = table_.param(id);
+    for (StateSlot slot : {kMoment0, kMoment1}) {
+      if (!places_.Has(id, slot)) continue;
+      const float value =
+          slot == kMoment0 ? static_cast<float>(request_.first_moments[param.group]) : 0.0f;
+      const int32_t dtype = placement_.params[id].state_dtype[slot];
+      for (uint64_t first = 0; first < param.count;) {
+        const StateStretch stretch =
+            places_.At(id, slot, first, param.count - first, request_.residency[id]);
+        if (!stretch.on_device) {
+          FillArray(stretch.data, dtype, stretch.count, value);
+        } else {
+          copying_ = true;
+          HYBRIDOPT_TRY(context_.device().Fill(stream_, stretch.data, dtype, stretch.count, value));
+        }
+        first += stretch.count;
+      }
+    }
+  }
+  return {};
+}
+
+// What the copies read may then be used again.
+Status Loader::AwaitCopies() {
+  staged_bytes_ = 0;
+  if (!copying_) return {};
+  copying_ = false;
+  HYBRIDOPT_TRY(context_.device().Record(written_, stream_));
+  return WaitFor(written_, "state going up");
+}
+
+Status Loader::WaitFor(EventHandle event, const char* what) {
+  Status status = context_.device().Wait(event, context_.device_timeout_ns());
+  if (status.code() != OFFLOAD_TIMED_OUT) return status;
+  return Status::Error(OFFLOAD_DEVICE_FAILED,
+                       "the device made no progress for %.1f s while a load waited for %s "
+                       "(device_timeout_ns of the context)",
+                       static_cast<double>(context_.device_timeout_ns()) * 1e-9, what);
+}
+
+void Loader::SetCounts(StepCounts& step_counts) const {
+  const bool fresh = (request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) != 0 &&
+                     (request_.flags & OFFLOAD_LOAD_KEEP_STEPS) == 0;
+  step_counts.set_applied(fresh ? 0 : reader_->manifest().step);
+  for (uint32_t id = 0; id < table_.size(); ++id) {
+    if (table_.param(id).count == 0) continue;
+    uint64_t count = 0;
+    (void)checkpoint::ForEachSegment(
+        sources_[id].shards, table_.param(id).shard, [&](const checkpoint::Segment& segment) {
+          count = sources_[id].stored->shards[segment.piece].step_count;
+          return Status::Error(OFFLOAD_INTERNAL, "the first tells");
+        });
+    step_counts.set(id, fresh ? 0 : count);
+  }
+}
+
+}  // namespace hybridopt

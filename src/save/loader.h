@@ -1,0 +1,158 @@
+// Loader: brings the state of a checkpoint into an optimizer, whatever world, sharding and fraction
+// it was saved with. Check reads and compares everything and changes nothing; only then Replace
+// writes. The files are read twice for that (unless the caller does without): a second copy of the
+// state would not fit in the memory of those who offload it, and state that is half replaced when a
+// damaged block turns up could not be brought back.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/function_ref.h"
+#include "checkpoint/block_reader.h"
+#include "checkpoint/open_files.h"
+#include "checkpoint/reader.h"
+#include "machine/context.h"
+#include "save/transfer_memory.h"
+#include "state/state_places.h"
+#include "state/step_counts.h"
+
+namespace hybridopt {
+
+// A load as it was when it was queued.
+struct LoadRequest {
+  std::string path;
+  uint32_t flags = 0;
+  uint32_t io_depth = 0;  // not 0
+  offload_progress_function_t progress = nullptr;
+  void* progress_user = nullptr;
+  std::vector<Residency> residency;   // per param
+  std::vector<double> first_moments;  // per group: what the first moments begin with
+};
+
+// How params are rounded from masters.
+struct RoundTo {
+  int32_t dtype;
+  bool ties_away;
+};
+
+class Loader {
+ public:
+  Loader(Context& context, const ParamTable& table, const Placement& placement,
+         const StatePlaces& places, const LoadRequest& request)
+      : context_(context),
+        table_(table),
+        placement_(placement),
+        places_(places),
+        request_(request) {}
+  ~Loader();
+
+  // Opens the checkpoint and compares what it holds with what this optimizer keeps:
+  // CHECKPOINT_MISMATCH tells the first few differences.
+  Status Open();
+  // Tells this checkpoint from others.
+  uint32_t fingerprint() const;
+  // Per param of the checkpoint, after Open: 1 if this optimizer has it, else 0.
+  std::vector<int32_t> Known() const;
+  // CHECKPOINT_MISMATCH names the first params that are known nowhere.
+  Status CheckAllKnown(const std::vector<int32_t>& known) const;
+  // Takes the memory for reading, and compares the hashes of all that will be read.
+  Status Verify();
+
+  // Writes state and params, behind the work that `ready` stands for. After a failure they are
+  // a mixture if anything has been replaced.
+  Status Replace(EventHandle ready);
+  bool has_replaced() const { return has_replaced_; }
+  // The counts that go with them.
+  void SetCounts(StepCounts& step_counts) const;
+
+ private:
+  // What is read at a time: a block of an array, or a part of a large one.
+  struct Unit {
+    checkpoint::Extent extent;
+    const checkpoint::StoredTensor* tensor;
+    uint32_t param;
+    uint32_t shard;
+    uint64_t block;  // of the tensor
+  };
+  // Elements that lie side by side in a unit and in the param.
+  struct Piece {
+    uint32_t param;
+    StateSlot slot;
+    uint64_t element;  // the first, counted in the param
+    uint64_t count;
+    uint64_t into;  // bytes from the unit's begin
+    int32_t dtype;  // as stored
+  };
+  // What is compared and read of one param.
+  struct Source {
+    const checkpoint::StoredParam* stored;
+    std::vector<const Shard*> shards;  // of `stored`
+  };
+
+  bool Wants(uint32_t id, StateSlot slot) const;
+  void Differ(const std::string& text);
+  void CompareParam(uint32_t id);
+  void CompareArrays(uint32_t id, const checkpoint::StoredShard& shard);
+  void CompareCounts(uint32_t id);
+  Status Differences() const;
+
+  // Calls begin_unit for each unit that holds elements of ours, and visit for each piece in it. A
+  // unit may come up again where shards have several boxes.
+  Status ForEachUnit(FunctionRef<Status(const Unit&)> begin_unit,
+                     FunctionRef<Status(const Piece&)> visit) const;
+  Status ForEachUnitOf(uint32_t id, StateSlot slot, FunctionRef<Status(const Unit&)> begin_unit,
+                       FunctionRef<Status(const Piece&)> visit) const;
+  Status ListUnits();
+  Status TakeMemory();
+  checkpoint::BlockReader::Open Opening() {
+    return [this](uint32_t file) { return files_->Get(file); };
+  }
+  uint64_t block_bytes() const { return reader_->manifest().block_bytes; }
+  uint64_t BlockEnd(const Unit& unit) const;  // bytes from the tensor's begin
+  Status Damaged(const Unit& unit) const;
+  void Progress(uint64_t bytes);
+
+  Status Put(const Piece& piece, const std::byte* data);
+  Status Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device);
+  Status PutLowerHalves(const StateStretch& stretch, const std::byte* masters);
+  Status PutConverted(const Piece& piece, const StateStretch& stretch, const std::byte* from);
+  Status PutMade(const StateStretch& stretch, uint64_t element_bytes,
+                 FunctionRef<void(uint64_t, uint64_t, std::byte*)> make);
+  Status PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters);
+  Status RoundAll(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded);
+  Result<std::byte*> Stage(uint64_t bytes);
+  Status FillMoments();
+  Status AwaitCopies();
+  Status WaitFor(EventHandle event, const char* what);
+
+  Context& context_;
+  const ParamTable& table_;
+  const Placement& placement_;
+  const StatePlaces places_;
+  const LoadRequest& request_;
+
+  std::optional<checkpoint::Reader> reader_;
+  std::vector<Source> sources_;  // per param
+  std::vector<std::string> differences_;
+  uint64_t difference_count_ = 0;
+
+  std::optional<checkpoint::OpenFiles> files_;
+  uint64_t unit_bytes_ = 0;                // read at a time
+  std::vector<checkpoint::Extent> units_;  // in the order of Replace
+  std::vector<Unit> touched_;              // one for each block that they touch
+  uint32_t blocks_ = 0;                    // of memory
+  TransferMemory memory_;
+  uint64_t bytes_done_ = 0;
+  uint64_t bytes_total_ = 0;
+
+  StreamHandle stream_ = nullptr;
+  EventHandle written_ = nullptr;
+  std::byte* staging_ = nullptr;  // for what is made on its way to the device
+  uint64_t staged_bytes_ = 0;
+  bool copying_ = false;  // something is queued on stream_
+  bool has_replaced_ = false;
+};
+
+}  // namespace hybridopt

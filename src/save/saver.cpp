@@ -1,0 +1,349 @@
+#include "save/saver.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <numeric>
+
+#include "base/prim.h"
+#include "base/ranges.h"
+#include "checkpoint/file_io.h"
+#include "checkpoint/hash.h"
+#include "kernels/convert.h"
+#include "save/checkpoint_files.h"
+
+namespace hybridopt {
+namespace {
+
+// Copied and hashed at a time: small enough to be in the cache for both.
+constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
+// The same from the device, where each copy is waited for.
+constexpr uint64_t kDevicePieceBytes = uint64_t{4} << 20;
+
+}  // namespace
+
+Result<std::unique_ptr<Saver>> Saver::Create(Context& context, const ParamTable& table,
+                                             const Placement& placement, const StatePlaces& places,
+                                             SaveRequest request, const SavePoint& point) {
+  std::unique_ptr<Saver> saver(new Saver(context, std::move(request), point, places, table.size()));
+  HYBRIDOPT_TRY(saver->LayOut(table, placement));
+  return saver;
+}
+
+Saver::~Saver() { (void)Join(); }
+
+// --------------------------------------------------------------------------------------- layout --
+
+Status Saver::LayOut(const ParamTable& table, const Placement& placement) {
+  const bool masters_only = (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0;
+  manifest_ =
+      NewManifest(table.algorithm(), point_.step, point_.world, masters_only, request_.groups);
+  for (const ParamPlace& place : placement.params)
+    if (place.state_dtype[kMoment0] == OFFLOAD_BF16) manifest_.layout = "bf16 moments";
+  manifest_.files.push_back(
+      {checkpoint::ShardFileName(point_.rank, point_.world), point_.rank, 0, 0, 0});
+  // In the order in which a step overwrites them.
+  std::vector<uint32_t> order(table.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    return table.param(a).chunk_order < table.param(b).chunk_order;
+  });
+  std::vector<uint32_t> ids;  // of the params in the manifest
+  for (uint32_t id : order) {
+    const Param& param = table.param(id);
+    if (param.count == 0 || (param.flags & OFFLOAD_PARAM_REPLICA) != 0) continue;
+    ListShard(param, id, placement.params[id]);
+    ids.push_back(id);
+  }
+  HYBRIDOPT_ASSIGN(std::vector<std::string> heads, checkpoint::LayOutFiles(&manifest_));
+  head_ = std::move(heads[0]);
+  for (size_t i = 0; i < ids.size(); ++i)
+    for (checkpoint::StoredTensor& tensor : manifest_.params[i].shards[0].tensors)
+      arrays_.push_back({ids[i], SlotOf(table.algorithm(), tensor.kind), &tensor});
+  std::stable_sort(arrays_.begin(), arrays_.end(), [](const Array& a, const Array& b) {
+    return a.tensor->offset < b.tensor->offset;
+  });
+  TellCapture();
+  return {};
+}
+
+void Saver::TellCapture() {
+  for (const Array& array : arrays_) {
+    capture_.SetLastArray(array.param, array.tensor->offset,
+                          checkpoint::DtypeBytes(array.tensor->dtype));
+    if (Borrows(array)) capture_.SetBorrowedEnd(array.tensor->offset + array.tensor->bytes);
+  }
+}
+
+// Whether any element of it is read from the caller's memory.
+bool Saver::Borrows(const Array& array) const {
+  const Residency& residency = request_.residency[array.param];
+  if (array.slot != kMaster || residency.params_on_host) return false;
+  const uint64_t count = array.tensor->bytes / checkpoint::DtypeBytes(array.tensor->dtype);
+  for (uint64_t first = 0; first < count;) {
+    const StateStretch stretch =
+        places_.At(array.param, array.slot, first, count - first, residency);
+    if (stretch.is_param || stretch.upper != nullptr) return true;
+    first += stretch.count;
+  }
+  return false;
+}
+
+void Saver::ListShard(const Param& param, uint32_t id, const ParamPlace& place) {
+  checkpoint::StoredParam stored{param.name, param.dtype, ShapeOf(param.shard), {}};
+  checkpoint::StoredShard shard{point_.rank, param.group, point_.step_counts[id], param.shard, {}};
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    const StateSlot slot{index};
+    if (!places_.Has(id, slot)) continue;
+    if (slot != kMaster && (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0) continue;
+    const int32_t dtype = place.state_dtype[slot];
+    shard.tensors.push_back(
+        {places_.KindOf(slot), StoredDtype(dtype), 0, 0, param.count * DtypeBytes(dtype), {}});
+  }
+  stored.shards.push_back(std::move(shard));
+  manifest_.params.push_back(std::move(stored));
+}
+
+// --------------------------------------------------------------------------------------- thread --
+
+void Saver::Start(const std::string& directory, std::function<void()> gave_back,
+                  std::function<void()> ended) {
+  directory_ = directory;
+  tell_gave_back_ = std::move(gave_back);
+  tell_end_ = std::move(ended);
+  const auto body = [](void* saver) -> void* {
+    prim::NameThisThread("hybridopt/save");
+    static_cast<Saver*>(saver)->RunAndTell();
+    return nullptr;
+  };
+  Result<pthread_t> thread = prim::StartThread(body, this);
+  if (thread.ok()) {
+    thread_ = thread.value();
+    return;
+  }
+  outcome_ = thread.status();
+  TellEnd();
+}
+
+void Saver::RunAndTell() {
+  try {
+    outcome_ = Run();
+  } catch (const std::bad_alloc&) {
+    outcome_ = Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                             "out of host memory for the tables of a save to '%.500s'",
+                             request_.path.c_str());
+  } catch (const std::exception& error) {
+    outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save ended in an exception: %s", error.what());
+  }
+  TellEnd();
+}
+
+void Saver::TellEnd() {
+  capture_.End();
+  tell_gave_back_();
+  {
+    std::lock_guard lock(end_mutex_);
+    ended_ = true;
+  }
+  end_told_.notify_all();
+  tell_end_();
+}
+
+void Saver::AwaitEnd(int64_t timeout_ns) {
+  const auto ended = [this] { return ended_.load(); };
+  std::unique_lock lock(end_mutex_);
+  if (timeout_ns < 0)
+    end_told_.wait(lock, ended);
+  else
+    end_told_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
+}
+
+Status Saver::Join() {
+  if (thread_.has_value()) prim::JoinThread(*thread_);
+  thread_.reset();
+  return outcome_;
+}
+
+Status Saver::Run() {
+  const Range range("save");
+  Status status = TakeMemory();
+  if (status.ok()) status = Write();
+  // A save's streams and memory are its own, and go with it.
+  Device& device = context_.device();
+  if (stream_ != nullptr) device.AbandonStream(stream_);
+  if (copied_ != nullptr) device.DestroyEvent(copied_);
+  stream_ = nullptr;
+  copied_ = nullptr;
+  memory_ = TransferMemory();
+  if (status.ok() && point_.rank != 0) return WritePart();
+  return status;
+}
+
+Status Saver::TakeMemory() {
+  const uint64_t file_bytes = checkpoint::RoundUpToDirect(manifest_.files[0].bytes);
+  block_bytes_ = std::min(checkpoint::kBlockBytes, file_bytes);
+  blocks_ = static_cast<uint32_t>(
+      std::min<uint64_t>(request_.io_depth, (file_bytes + block_bytes_ - 1) / block_bytes_));
+  HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, blocks_ * block_bytes_));
+  if (context_.device().unified()) return {};
+  HYBRIDOPT_ASSIGN(stream_, context_.device().CreateStream("checkpoint"));
+  HYBRIDOPT_ASSIGN(copied_, context_.device().CreateEvent("state copied for a checkpoint"));
+  return {};
+}
+
+Status Saver::WaitFor(EventHandle event, const char* what) {
+  Status status = context_.device().Wait(event, context_.device_timeout_ns());
+  if (status.code() != OFFLOAD_TIMED_OUT) return status;
+  return Status::Error(OFFLOAD_DEVICE_FAILED,
+                       "the device made no progress for %.1f s while a save waited for %s "
+                       "(device_timeout_ns of the context)",
+                       static_cast<double>(context_.device_timeout_ns()) * 1e-9, what);
+}
+
+// -------------------------------------------------------------------------------------- writing --
+
+Status Saver::Write() {
+  if (point_.ready != nullptr) HYBRIDOPT_TRY(WaitFor(point_.ready, "the stream given to it"));
+  const checkpoint::StoredFile& stored = manifest_.files[0];
+  HYBRIDOPT_ASSIGN(checkpoint::File file,
+                   checkpoint::File::Create(context_.files(), directory_ + "/" + stored.name));
+  HYBRIDOPT_TRY(file.Allocate(stored.bytes));
+  {
+    const auto wrote = [this](uint64_t bytes) { Wrote(bytes); };
+    checkpoint::BlockWriter writer(file, memory_.data(), blocks_, block_bytes_, wrote);
+    HYBRIDOPT_TRY(writer.Start());
+    HYBRIDOPT_TRY(WriteArrays(writer));
+    capture_.End();
+    HYBRIDOPT_TRY(writer.Finish());
+  }
+  HYBRIDOPT_TRY(file.Truncate(stored.bytes));
+  HYBRIDOPT_TRY(file.Sync());
+  return file.Close();
+}
+
+Status Saver::WriteArrays(checkpoint::BlockWriter& writer) {
+  writer_ = &writer;
+  HYBRIDOPT_TRY(Append(head_.data(), head_.size()));
+  for (const Array& array : arrays_) {
+    const bool borrowing = !capture_.gave_back();
+    HYBRIDOPT_TRY(AppendArray(array));
+    if (borrowing && capture_.gave_back()) tell_gave_back_();
+  }
+  if (filled_bytes_ > 0) writer.Submit(filled_bytes_);
+  return {};
+}
+
+// Makes room in the block that is being filled; there may be less than asked for.
+Status Saver::Room(uint64_t* bytes) {
+  if (filled_bytes_ == block_bytes_) {
+    writer_->Submit(filled_bytes_);
+    block_ = nullptr;
+    filled_bytes_ = 0;
+  }
+  if (block_ == nullptr) {
+    HYBRIDOPT_ASSIGN(block_, writer_->Next());
+  }
+  *bytes = std::min(*bytes, block_bytes_ - filled_bytes_);
+  return {};
+}
+
+Status Saver::Append(const void* data, uint64_t bytes) {
+  for (uint64_t done = 0; done < bytes;) {
+    uint64_t piece = bytes - done;
+    HYBRIDOPT_TRY(Room(&piece));
+    std::memcpy(block_ + filled_bytes_, static_cast<const std::byte*>(data) + done, piece);
+    Filled(piece);
+    done += piece;
+  }
+  return {};
+}
+
+void Saver::Filled(uint64_t bytes) {
+  filled_bytes_ += bytes;
+  position_ += bytes;
+  capture_.Advance(position_);
+}
+
+Status Saver::AppendArray(const Array& array) {
+  const uint64_t element_bytes = checkpoint::DtypeBytes(array.tensor->dtype);
+  const uint64_t count = array.tensor->bytes / element_bytes;
+  checkpoint::BlockHasher hasher(manifest_.block_bytes);
+  hasher.Reset(array.tensor->bytes);
+  for (uint64_t first = 0; first < count;) {
+    const StateStretch stretch =
+        places_.At(array.param, array.slot, first, count - first, request_.residency[array.param]);
+    if (stretch.upper != nullptr) {
+      HYBRIDOPT_TRY(AppendJoined(stretch, hasher));
+    } else {
+      HYBRIDOPT_TRY(AppendStretch(stretch, stretch.count * element_bytes, hasher));
+    }
+    first += stretch.count;
+  }
+  array.tensor->hashes = hasher.Take();
+  return {};
+}
+
+Status Saver::AppendStretch(const StateStretch& stretch, uint64_t bytes,
+                            checkpoint::BlockHasher& hasher) {
+  for (uint64_t done = 0; done < bytes;) {
+    uint64_t piece = std::min(bytes - done, stretch.on_device ? kDevicePieceBytes : kPieceBytes);
+    HYBRIDOPT_TRY(Room(&piece));
+    std::byte* const into = block_ + filled_bytes_;
+    if (stretch.on_device) {
+      HYBRIDOPT_TRY(CopyDown(into, stretch.data + done, piece));
+    } else {
+      std::memcpy(into, stretch.data + done, piece);
+    }
+    hasher.Add(into, piece);
+    Filled(piece);
+    done += piece;
+  }
+  return {};
+}
+
+// Split masters are stored as the fp32 numbers that they are.
+Status Saver::AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher& hasher) {
+  std::array<float, kJoinedTogether> joined;
+  for (uint64_t done = 0; done < stretch.count;) {
+    const uint64_t count = std::min(kJoinedTogether, stretch.count - done);
+    const uint64_t bytes = count * sizeof(uint16_t);
+    const auto fetch = [&](std::byte* into, const std::byte* halves, bool on_device) -> Status {
+      halves += done * sizeof(uint16_t);
+      if (on_device) return CopyDown(into, halves, bytes);
+      std::memcpy(into, halves, bytes);
+      return {};
+    };
+    HYBRIDOPT_TRY(
+        fetch(reinterpret_cast<std::byte*>(lower_.data()), stretch.data, stretch.on_device));
+    HYBRIDOPT_TRY(
+        fetch(reinterpret_cast<std::byte*>(upper_.data()), stretch.upper, stretch.upper_on_device));
+    for (uint64_t i = 0; i < count; ++i) joined[i] = JoinHalves(upper_[i], lower_[i]);
+    hasher.Add(reinterpret_cast<const std::byte*>(joined.data()), count * sizeof(float));
+    HYBRIDOPT_TRY(Append(joined.data(), count * sizeof(float)));
+    done += count;
+  }
+  return {};
+}
+
+Status Saver::CopyDown(std::byte* into, const std::byte* data, uint64_t bytes) {
+  Device& device = context_.device();
+  HYBRIDOPT_TRY(device.CopyToHost(stream_, into, data, bytes));
+  HYBRIDOPT_TRY(device.Record(copied_, stream_));
+  return WaitFor(copied_, "state coming down");
+}
+
+void Saver::Wrote(uint64_t bytes) {
+  if (request_.progress != nullptr)
+    request_.progress(request_.progress_user, bytes, manifest_.files[0].bytes);
+}
+
+// What rank 0 needs to know for the manifest.
+Status Saver::WritePart() {
+  HYBRIDOPT_ASSIGN(const std::string text, checkpoint::EncodeManifest(manifest_));
+  return checkpoint::WriteSmallFile(
+      context_.files(), directory_ + "/" + PartFileName(point_.rank, point_.world), text);
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,148 @@
+// Saver: one running save of one rank. It reads all state in the order of its file, through a fixed
+// number of blocks, on a thread of its own; the timeline goes on meanwhile.
+//
+//   arenas, device --copy, hash--> blocks --threads--> file --truncate, sync--> (part) --> ready
+#pragma once
+
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/files.h"
+#include "checkpoint/block_writer.h"
+#include "checkpoint/format.h"
+#include "checkpoint/hash.h"
+#include "machine/context.h"
+#include "save/transfer_memory.h"
+#include "state/capture.h"
+#include "state/state_places.h"
+
+namespace hybridopt {
+
+// A save as it was when it was queued.
+struct SaveRequest {
+  std::string path;
+  uint32_t flags = 0;
+  uint32_t io_depth = 0;  // not 0
+  offload_progress_function_t progress = nullptr;
+  void* progress_user = nullptr;
+  std::vector<Residency> residency;  // per param
+  std::vector<offload_group_t> groups;
+};
+
+// What else is saved, as of the save's point on the timeline.
+struct SavePoint {
+  uint64_t step;
+  std::vector<uint64_t> step_counts;  // per param
+  uint32_t rank;
+  uint32_t world;
+  EventHandle ready;  // behind the caller's work that the save waits for; NULL on the host device
+};
+
+class Saver {
+ public:
+  // Settles what goes where in the file.
+  static Result<std::unique_ptr<Saver>> Create(Context& context, const ParamTable& table,
+                                               const Placement& placement,
+                                               const StatePlaces& places, SaveRequest request,
+                                               const SavePoint& point);
+  ~Saver();  // waits for its thread
+  Saver(const Saver&) = delete;
+  Saver& operator=(const Saver&) = delete;
+
+  // Writes into a directory that is there. `gave_back` is called when nothing of the caller's is
+  // read any more, and `ended` as the last act of the saver's thread; if there can be none, before
+  // this returns.
+  void Start(const std::string& directory, std::function<void()> gave_back,
+             std::function<void()> ended);
+  // What a later step must ask before it overwrites state.
+  Capture& capture() { return capture_; }
+  bool ended() const { return ended_; }
+  // Waits for that, at most so long; without limit if negative.
+  void AwaitEnd(int64_t timeout_ns);
+  // Waits for the end. OK: this rank's file, and but for rank 0 its part of the manifest, are on
+  // disk.
+  Status Join();
+
+  const SaveRequest& request() const { return request_; }
+  // This rank's part of the manifest, once Join was OK.
+  checkpoint::Manifest TakeManifest() { return std::move(manifest_); }
+
+ private:
+  struct Array {
+    uint32_t param;
+    StateSlot slot;
+    checkpoint::StoredTensor* tensor;
+  };
+  Saver(Context& context, SaveRequest request, const SavePoint& point, const StatePlaces& places,
+        uint32_t param_count)
+      : context_(context),
+        request_(std::move(request)),
+        point_(point),
+        places_(places),
+        capture_(param_count) {}
+
+  Status LayOut(const ParamTable& table, const Placement& placement);
+  void ListShard(const Param& param, uint32_t id, const ParamPlace& place);
+  void TellCapture();
+  bool Borrows(const Array& array) const;
+  void RunAndTell();
+  void TellEnd();
+  Status Run();
+  Status TakeMemory();
+  Status Write();
+  Status WriteArrays(checkpoint::BlockWriter& writer);
+  Status Room(uint64_t* bytes);
+  void Filled(uint64_t bytes);
+  Status Append(const void* data, uint64_t bytes);
+  Status AppendArray(const Array& array);
+  Status AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher& hasher);
+  Status AppendStretch(const StateStretch& stretch, uint64_t bytes,
+                       checkpoint::BlockHasher& hasher);
+  Status CopyDown(std::byte* into, const std::byte* data, uint64_t bytes);
+  Status WaitFor(EventHandle event, const char* what);
+  Status WritePart();
+  void Wrote(uint64_t bytes);
+
+  Context& context_;
+  const SaveRequest request_;
+  const SavePoint point_;
+  const StatePlaces places_;
+  std::string directory_;
+  Capture capture_;
+  std::string head_;
+  checkpoint::Manifest manifest_;
+  std::vector<Array> arrays_;  // in the order of the file
+
+  // Of the running thread.
+  TransferMemory memory_;
+  uint64_t block_bytes_ = 0;
+  uint32_t blocks_ = 0;
+  StreamHandle stream_ = nullptr;
+  EventHandle copied_ = nullptr;
+  // Halves of masters. A device that hangs may write them until stream_ has been given up.
+  static constexpr uint64_t kJoinedTogether = 8192;
+  std::array<uint16_t, kJoinedTogether> lower_, upper_;
+  checkpoint::BlockWriter* writer_ = nullptr;
+  std::byte* block_ = nullptr;  // being filled
+  uint64_t filled_bytes_ = 0;   // of it
+  uint64_t position_ = 0;       // in the file
+
+  std::function<void()> tell_gave_back_;
+  std::function<void()> tell_end_;
+  std::optional<pthread_t> thread_;
+  Status outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save that has not run");
+  std::atomic<bool> ended_ = false;  // set with end_mutex_ held
+  std::mutex end_mutex_;
+  std::condition_variable end_told_;
+};
+
+}  // namespace hybridopt

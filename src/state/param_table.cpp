@@ -1,0 +1,249 @@
+#include "state/param_table.h"
+
+#include <cstring>
+#include <iterator>
+
+#include "state/group.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr size_t kMaxNameBytes = 1023;
+constexpr uint64_t kMaxParamElements = uint64_t{1} << 44;
+
+bool IsDtype(int32_t value) {
+  return value == OFFLOAD_FP32 || value == OFFLOAD_BF16 || value == OFFLOAD_FP16;
+}
+
+// FNV-1a.
+uint64_t HashOf(const std::string& name) {
+  uint64_t hash = 0xCBF29CE484222325;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3;
+  return hash;
+}
+
+// Puts "what[index] 'name': " before an error's text.
+Status InContext(const Status& status, const char* what, size_t index, const char* name) {
+  return Status::Error(status.code(), "%s[%zu] '%.200s': %s", what, index, name,
+                       status.message().c_str());
+}
+
+}  // namespace
+
+Result<uint32_t> ParamTable::AddGroup(const offload_group_t& group) {
+  HYBRIDOPT_TRY(ValidateGroup(algorithm_, group));
+  groups_.push_back(group);
+  return static_cast<uint32_t>(groups_.size() - 1);
+}
+
+Status ParamTable::SetGroup(uint32_t id, const offload_group_t& group) {
+  if (id >= groups_.size())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "group_id is %u, but only %zu groups have been added", id, groups_.size());
+  HYBRIDOPT_TRY(ValidateGroup(algorithm_, group));
+  groups_[id] = group;
+  return {};
+}
+
+Result<uint32_t> ParamTable::AddParams(std::span<const ParamInput> inputs) {
+  const uint32_t first_id = size();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Status status = AddOne(inputs[i]);
+    if (status.ok()) continue;
+    while (size() > first_id) RemoveLast();
+    const char* name = inputs[i].param.name;
+    return InContext(status, "params", i, name == nullptr ? "(no name)" : name);
+  }
+  return first_id;
+}
+
+Status ParamTable::AddOne(const ParamInput& input) {
+  const offload_param_t& source = input.param;
+  HYBRIDOPT_TRY(CheckParam(source));
+  Param param{};
+  param.name = source.name;
+  param.name_hash = HashOf(param.name);
+  param.group = source.group;
+  param.dtype = source.dtype;
+  param.grad_dtype = source.grad_dtype;
+  param.placement = source.placement;
+  param.chunk_order = source.chunk_order;
+  param.flags = source.flags;
+  param.count = source.count;
+  if (input.shard.has_value()) {
+    HYBRIDOPT_ASSIGN(param.shard, ValidateShard(*input.shard, source.count));
+  } else {
+    param.shard = WholeTensor(source.count);
+  }
+  const uint32_t id = size();
+  params_.push_back(std::move(param));
+  addresses_.push_back({nullptr, nullptr});
+  if (Status status = Occupy(id, source.data); !status.ok()) {
+    params_.pop_back();
+    addresses_.pop_back();
+    return status;
+  }
+  SetData(id, source.data);
+  SetGrad(id, source.grad);
+  ids_by_name_.emplace(params_.back().name, id);
+  return {};
+}
+
+void ParamTable::RemoveLast() {
+  Vacate(size() - 1);
+  SetData(size() - 1, nullptr);
+  SetGrad(size() - 1, nullptr);
+  ids_by_name_.erase(params_.back().name);
+  params_.pop_back();
+  addresses_.pop_back();
+}
+
+Status ParamTable::CheckParam(const offload_param_t& param) const {
+  if (param.name == nullptr || param.name[0] == '\0')
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "name is %s, expected a unique name; checkpoints are keyed by it",
+                         param.name == nullptr ? "NULL" : "empty");
+  if (strnlen(param.name, kMaxNameBytes + 1) > kMaxNameBytes)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "name is longer than %zu bytes", kMaxNameBytes);
+  if (auto it = ids_by_name_.find(param.name); it != ids_by_name_.end())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "name is taken by param %u; names must be unique", it->second);
+  if (param.group >= groups_.size())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "group is %u, but %zu groups have been added; call "
+                         "offload_optimizer_add_group first",
+                         param.group, groups_.size());
+  if (!IsDtype(param.dtype) || !IsDtype(param.grad_dtype))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "dtype is %d and grad_dtype is %d, expected OFFLOAD_FP32 (1), "
+                         "OFFLOAD_BF16 (2) or OFFLOAD_FP16 (3)",
+                         param.dtype, param.grad_dtype);
+  if (param.placement < OFFLOAD_PLACE_AUTO || param.placement > OFFLOAD_PLACE_DEVICE)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "placement is %d, expected OFFLOAD_PLACE_AUTO (0), _HOST (1) or "
+                         "_DEVICE (2)",
+                         param.placement);
+  if (param.reserved != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "reserved is %u, expected 0", param.reserved);
+  if ((param.flags & ~uint32_t{OFFLOAD_PARAM_REPLICA}) != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "flags is 0x%x, known is 0x%x", param.flags,
+                         OFFLOAD_PARAM_REPLICA);
+  if (param.count > kMaxParamElements)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "count is %llu, expected at most 2^44",
+                         static_cast<unsigned long long>(param.count));
+  if (param.data == nullptr && param.count > 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "data is NULL, expected the address of %llu elements",
+                         static_cast<unsigned long long>(param.count));
+  if (Status status = CheckAddress(param.data, param.count, param.dtype); !status.ok())
+    return Status::Error(status.code(), "data: %s", status.message().c_str());
+  if (Status status = CheckAddress(param.grad, param.count, param.grad_dtype); !status.ok())
+    return Status::Error(status.code(), "grad: %s", status.message().c_str());
+  return {};
+}
+
+Status ParamTable::CheckAddress(const void* address, uint64_t count, int32_t dtype) const {
+  if (address == nullptr || count == 0) return {};
+  const uint64_t element_bytes = DtypeBytes(dtype);
+  if (reinterpret_cast<uintptr_t>(address) % element_bytes != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "address %p is not aligned to its %llu-byte elements (%s)", address,
+                         static_cast<unsigned long long>(element_bytes), DtypeName(dtype));
+  return device_.CheckRange(address, count * element_bytes);
+}
+
+Status ParamTable::Occupy(uint32_t id, const void* data) {
+  const uint64_t bytes = params_[id].count * DtypeBytes(params_[id].dtype);
+  if (data == nullptr || bytes == 0) return {};
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  const auto after = ids_by_address_.lower_bound(begin);
+  std::optional<uint32_t> other;
+  if (after != ids_by_address_.end() && after->first < begin + bytes) other = after->second;
+  if (after != ids_by_address_.begin()) {
+    const auto before = std::prev(after);
+    const Param& param = params_[before->second];
+    if (before->first + param.count * DtypeBytes(param.dtype) > begin) other = before->second;
+  }
+  if (other.has_value())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "data %p overlaps the data of param %u '%.200s'; register tied weights "
+                         "once",
+                         data, *other, params_[*other].name.c_str());
+  ids_by_address_.emplace(begin, id);
+  return {};
+}
+
+void ParamTable::Vacate(uint32_t id) {
+  const auto it = ids_by_address_.find(reinterpret_cast<uintptr_t>(addresses_[id].data));
+  if (it != ids_by_address_.end() && it->second == id) ids_by_address_.erase(it);
+}
+
+void ParamTable::ReleaseData(uint32_t id) {
+  Vacate(id);
+  SetData(id, nullptr);
+}
+
+void ParamTable::SetData(uint32_t id, void* data) {
+  const uint64_t bytes = params_[id].count * DtypeBytes(params_[id].dtype);
+  if (addresses_[id].data != nullptr) data_bytes_ -= bytes;
+  if (data != nullptr) data_bytes_ += bytes;
+  addresses_[id].data = data;
+}
+
+void ParamTable::SetGrad(uint32_t id, const void* grad) {
+  const uint64_t bytes = params_[id].count * DtypeBytes(params_[id].grad_dtype);
+  if (addresses_[id].grad != nullptr) grad_bytes_ -= bytes;
+  if (grad != nullptr) grad_bytes_ += bytes;
+  addresses_[id].grad = grad;
+}
+
+Status ParamTable::Bind(std::span<const offload_binding_t> bindings) {
+  for (size_t i = 0; i < bindings.size(); ++i) {
+    const offload_binding_t& binding = bindings[i];
+    if (binding.param >= size())
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "bindings[%zu].param is %u, but only %u params have been added", i,
+                           binding.param, size());
+    const Param& param = params_[binding.param];
+    if (Status status = CheckAddress(binding.data, param.count, param.dtype); !status.ok())
+      return InContext(status, "bindings.data", i, param.name.c_str());
+    if (Status status = CheckAddress(binding.grad, param.count, param.grad_dtype); !status.ok())
+      return InContext(status, "bindings.grad", i, param.name.c_str());
+  }
+  HYBRIDOPT_TRY(MoveData(bindings));
+  for (const offload_binding_t& binding : bindings) SetGrad(binding.param, binding.grad);
+  return {};
+}
+
+// All old places are given up before the first new one is taken, so that params may trade places.
+Status ParamTable::MoveData(std::span<const offload_binding_t> bindings) {
+  std::vector<std::pair<uint32_t, void*>> moved;  // param and its old address
+  for (const offload_binding_t& binding : bindings) {
+    void* const data = addresses_[binding.param].data;
+    if (binding.data == nullptr || binding.data == data) continue;
+    moved.emplace_back(binding.param, data);
+    Vacate(binding.param);
+  }
+  if (moved.empty()) return {};
+  Status status;
+  for (size_t i = 0; status.ok() && i < bindings.size(); ++i) {
+    const offload_binding_t& binding = bindings[i];
+    if (binding.data == nullptr || binding.data == addresses_[binding.param].data) continue;
+    Vacate(binding.param);  // in case an earlier binding of this call named it too
+    status = Occupy(binding.param, binding.data);
+    if (!status.ok()) {
+      status = InContext(status, "bindings", i, params_[binding.param].name.c_str());
+    } else {
+      SetData(binding.param, binding.data);
+    }
+  }
+  if (status.ok()) return {};
+  for (const auto& [id, data] : moved) Vacate(id);
+  for (auto it = moved.rbegin(); it != moved.rend(); ++it) {
+    SetData(it->first, it->second);
+  }
+  for (const auto& [id, data] : moved) (void)Occupy(id, addresses_[id].data);
+  return status;
+}
+
+}  // namespace hybridopt

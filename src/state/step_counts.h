@@ -1,0 +1,27 @@
+// StepCounts: how many steps each param has had, and how many the optimizer has applied. Written by
+// steps, loads and offload_optimizer_set_step_count, and read by saves, all on the timeline's
+// thread or while nothing is queued.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace hybridopt {
+
+class StepCounts {
+ public:
+  explicit StepCounts(uint32_t param_count) : counts_(param_count) {}
+
+  uint64_t of(uint32_t param) const { return counts_[param]; }
+  void set(uint32_t param, uint64_t count) { counts_[param] = count; }
+  std::span<const uint64_t> all() const { return counts_; }
+  uint64_t applied() const { return applied_; }
+  void set_applied(uint64_t steps) { applied_ = steps; }
+
+ private:
+  std::vector<uint64_t> counts_;
+  uint64_t applied_ = 0;
+};
+
+}  // namespace hybridopt

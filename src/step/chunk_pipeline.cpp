@@ -1,0 +1,211 @@
+#include "step/chunk_pipeline.h"
+
+#include "base/prim.h"
+#include "base/ranges.h"
+#include "machine/stopwatch.h"
+
+namespace hybridopt {
+
+ChunkPipeline::ChunkPipeline(Context& context, const ParamTable& table, const Placement& placement,
+                             Lanes& lanes, const HostShare& host_share)
+    : context_(context),
+      device_(context.device()),
+      table_(table),
+      placement_(placement),
+      lanes_(lanes),
+      host_share_(host_share) {
+  slots_.reserve(lanes.ring().slots());
+  for (uint32_t slot = 0; slot < lanes.ring().slots(); ++slot)
+    slots_.push_back({this, WorkPieces(context.workers().threads())});
+}
+
+uint64_t ChunkPipeline::PrefetchCopies() const {
+  uint64_t copies = 0;
+  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
+    copies += placement_.chunks[chunk].fragment_count;
+  return copies;
+}
+
+Status ChunkPipeline::Prefetch(std::span<const StepParam> params, offload_step_result_t* result) {
+  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
+    HYBRIDOPT_TRY(BringDown(chunk, params, result));
+  return {};
+}
+
+Status ChunkPipeline::AwaitPrefetched() {
+  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(chunk)].end, "gradients coming down"));
+  return {};
+}
+
+// --------------------------------------------------------------------------- the step's thread --
+
+Status ChunkPipeline::Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
+                          offload_step_result_t* result) {
+  task_.emplace(Task{step, retired, result});
+  given_ = sent_ = retired_ = 0;
+  status_ = {};
+  idle_since_ns_ = prim::NowNs();
+  const Status status = GiveAll();
+  task_.reset();
+  return status;
+}
+
+Status ChunkPipeline::GiveAll() {
+  while (sent_ < count()) {
+    HYBRIDOPT_TRY(AwaitNext());
+    HYBRIDOPT_TRY(GiveNext());
+    AwaitWorkers();
+    HYBRIDOPT_TRY(status_);
+  }
+  while (retired_ < count()) HYBRIDOPT_TRY(Retire());
+  task_->result->stall_seconds += SecondsSince(idle_since_ns_);
+  return {};
+}
+
+Status ChunkPipeline::AwaitNext() {
+  while (!HasSlot()) HYBRIDOPT_TRY(Retire());
+  {
+    const Range range("await grads down", given_);
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(given_)].end, "gradients coming down"));
+  }
+  host_share_.AwaitCapture(task_->step, given_, {0, task_->step.active.in_chunk(given_)});
+  task_->result->stall_seconds += SecondsSince(idle_since_ns_);
+  return {};
+}
+
+// From here on the workers act, unless it fails.
+Status ChunkPipeline::GiveNext() {
+  const WorkerPool::Work work = PrepareNext();
+  busy_since_ns_ = prim::NowNs();
+  busy_.test_and_set();
+  Status status = context_.workers().Begin(work, &job_);
+  if (status.ok()) return status;
+  given_ -= 1;
+  busy_.clear();
+  return status;
+}
+
+void ChunkPipeline::AwaitWorkers() {
+  const Range range("await workers");
+  busy_.wait(true);
+  context_.workers().Await(job_);  // the last one may still be about to return
+}
+
+WorkerPool::Work ChunkPipeline::PrepareNext() {
+  Slot& slot = slots_[SlotOf(given_)];
+  slot.chunk = given_++;
+  slot.pieces.Reset({0, task_->step.active.in_chunk(slot.chunk)}, kWorkGrainElements,
+                    kWorkPieceElements);
+  return {slot, slot};
+}
+
+Status ChunkPipeline::Retire() {
+  const uint32_t slot = SlotOf(retired_);
+  {
+    const Range range("await params up", retired_);
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded[slot].end, "params going up"));
+  }
+  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.uploaded[slot]));
+  task_->result->params_up_seconds += seconds;
+  lanes_.ring().ReleaseParams(slot);
+  return task_->retired(retired_++);
+}
+
+// ------------------------------------------------------------------------------------- workers --
+
+void ChunkPipeline::Update(Slot& slot, uint32_t worker) {
+  const Range range("update", slot.chunk);
+  const uint32_t index = SlotOf(slot.chunk);
+  const ChunkBuffers buffers{lanes_.ring().grads(index), lanes_.ring().params(index)};
+  host_share_.Update(task_->step, slot.chunk, buffers, slot.pieces, worker);
+}
+
+// Jobs finish in order, so this is the oldest chunk that has been given.
+void ChunkPipeline::AfterUpdate() {
+  const uint32_t chunk = sent_++;
+  if (status_.ok()) status_ = MoveOn(chunk);
+  if (sent_ < given_) return;
+  idle_since_ns_ = prim::NowNs();
+  task_->result->update_seconds += static_cast<double>(idle_since_ns_ - busy_since_ns_) * 1e-9;
+  busy_.clear();
+  busy_.notify_one();
+}
+
+Status ChunkPipeline::MoveOn(uint32_t chunk) {
+  const uint32_t slot = SlotOf(chunk);
+  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed[slot]));
+  task_->result->grads_down_seconds += seconds;
+  lanes_.ring().ReleaseGrads(slot);
+  HYBRIDOPT_TRY(SendUp(chunk));
+  const uint32_t next = chunk + lanes_.ring().slots();
+  if (next < count()) HYBRIDOPT_TRY(BringDown(next, task_->step.params, task_->result));
+  // Now rather than when the slot is needed: somebody may be waiting for these params.
+  while (true) {
+    HYBRIDOPT_ASSIGN(const bool may_retire, MayRetire());
+    if (!may_retire) break;
+    HYBRIDOPT_TRY(Retire());
+  }
+  while (true) {
+    HYBRIDOPT_ASSIGN(const bool may_give, MayGive());
+    if (!may_give) return {};
+    if (context_.workers().TryBegin(PrepareNext(), &job_)) continue;
+    given_ -= 1;  // other optimizers have filled the workers' queue
+    return {};
+  }
+}
+
+// Whether the oldest chunk that is not retired can be, without a wait.
+Result<bool> ChunkPipeline::MayRetire() {
+  if (retired_ == sent_) return false;
+  if (retired_ == 0) {
+    HYBRIDOPT_ASSIGN(const bool updated, device_.Reached(lanes_.device_updated.end));
+    if (!updated) return false;
+  }
+  return device_.Reached(lanes_.uploaded[SlotOf(retired_)].end);
+}
+
+// Whether the next chunk can be given without a wait. Behind a save none is given ahead: the step's
+// thread may have to wait until the save has read it.
+Result<bool> ChunkPipeline::MayGive() {
+  if (given_ == count() || !HasSlot() || task_->step.capture != nullptr) return false;
+  return device_.Reached(lanes_.landed[SlotOf(given_)].end);
+}
+
+// -------------------------------------------------------------------------------------- copies --
+
+Status ChunkPipeline::BringDown(uint32_t chunk, std::span<const StepParam> params,
+                                offload_step_result_t* result) {
+  const Range range("queue grads down", chunk);
+  const uint32_t slot = SlotOf(chunk);
+  HYBRIDOPT_TRY(device_.Record(lanes_.landed[slot].begin, lanes_.down));
+  for (const Fragment& fragment : FragmentsOf(placement_, placement_.chunks[chunk])) {
+    const StepParam& param = params[fragment.param];
+    if (!param.active || param.host_grad != nullptr) continue;
+    const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
+    HYBRIDOPT_TRY(device_.CopyToHost(
+        lanes_.down, lanes_.ring().grads(slot) + fragment.grad_offset,
+        static_cast<const std::byte*>(param.addresses.grad) + fragment.begin * element_bytes,
+        fragment.count * element_bytes));
+    result->grads_down_bytes += fragment.count * element_bytes;
+  }
+  return device_.Record(lanes_.landed[slot].end, lanes_.down);
+}
+
+Status ChunkPipeline::SendUp(uint32_t chunk) {
+  const Range range("queue params up", chunk);
+  const uint32_t slot = SlotOf(chunk);
+  HYBRIDOPT_TRY(device_.Record(lanes_.uploaded[slot].begin, lanes_.up));
+  for (const Fragment& fragment : FragmentsOf(placement_, placement_.chunks[chunk])) {
+    const StepParam& param = task_->step.params[fragment.param];
+    if (!param.active) continue;
+    const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
+    HYBRIDOPT_TRY(device_.CopyToDevice(
+        lanes_.up, static_cast<std::byte*>(param.addresses.data) + fragment.begin * element_bytes,
+        lanes_.ring().params(slot) + fragment.param_offset, fragment.count * element_bytes));
+    task_->result->params_up_bytes += fragment.count * element_bytes;
+  }
+  return device_.Record(lanes_.uploaded[slot].end, lanes_.up);
+}
+
+}  // namespace hybridopt

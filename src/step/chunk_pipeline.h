@@ -1,0 +1,111 @@
+// ChunkPipeline: the host share of one step on a device with memory of its own, chunk by chunk
+// through the staging ring.
+//
+//   down stream  | 0 | 1 | 2 | 3 |                  gradients to the host
+//   worker 0         | 0 | 1 | 2 | 3 |              its part of the update of each chunk
+//   worker 1         | 0 |  1  | 2 | 3 |            at its own pace
+//   up stream            | 0 |   | 1 | 2 | 3 |      params to the device
+//
+// A chunk is *given* to the workers when its gradients have landed and its slot's params half is
+// free, *sent* up when all workers have done their part, and *retired* when its params are there.
+// The worker that does the last part of a chunk moves the pipeline on: it sends that chunk, brings
+// down the next one, and gives what has landed, ahead of the other workers as far as the ring
+// reaches. The step's own thread sleeps meanwhile: it waits for the device when the workers have
+// nothing to do. So nobody waits for a thread whose CPU is needed by something else for a while.
+//
+// One thread at a time acts: the step's while nothing is given that is not sent, the worker that is
+// last otherwise.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/function_ref.h"
+#include "machine/context.h"
+#include "machine/lanes.h"
+#include "state/placement.h"
+#include "step/host_share.h"
+
+namespace hybridopt {
+
+class ChunkPipeline {
+ public:
+  ChunkPipeline(Context& context, const ParamTable& table, const Placement& placement, Lanes& lanes,
+                const HostShare& host_share);
+
+  uint32_t count() const { return static_cast<uint32_t>(placement_.chunks.size()); }
+  // Copies that Prefetch queues at most.
+  uint64_t PrefetchCopies() const;
+  // Queues the gradients of as many chunks as the ring holds. What Run does with them comes later,
+  // or never: then AwaitPrefetched ends it.
+  Status Prefetch(std::span<const StepParam> params, offload_step_result_t* result);
+  Status AwaitPrefetched();
+  // Does the rest, and calls retired(chunk) for each chunk in order, the first one behind the
+  // device's own update; maybe on a worker. `step` is the workers' until this returns.
+  Status Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
+             offload_step_result_t* result);
+
+ private:
+  // A slot of the ring, with the chunk that the workers are given in it.
+  struct Slot {
+    ChunkPipeline* pipeline;
+    WorkPieces pieces;
+    uint32_t chunk = 0;
+
+    void operator()(uint32_t worker) { pipeline->Update(*this, worker); }
+    void operator()() { pipeline->AfterUpdate(); }
+  };
+  struct Task {
+    const HostStep& step;
+    FunctionRef<Status(uint32_t)> retired;
+    offload_step_result_t* result;
+  };
+
+  // The step's own thread.
+  Status GiveAll();
+  Status AwaitNext();
+  Status GiveNext();
+  void AwaitWorkers();
+  // Workers.
+  void Update(Slot& slot, uint32_t worker);
+  void AfterUpdate();
+  Status MoveOn(uint32_t chunk);
+  Result<bool> MayRetire();
+  Result<bool> MayGive();
+  // Both.
+  WorkerPool::Work PrepareNext();
+  Status Retire();
+  Status BringDown(uint32_t chunk, std::span<const StepParam> params,
+                   offload_step_result_t* result);
+  Status SendUp(uint32_t chunk);
+
+  uint32_t prefetched() const { return std::min(lanes_.ring().slots(), count()); }
+  uint32_t SlotOf(uint32_t chunk) const { return chunk % lanes_.ring().slots(); }
+  // Whether the next chunk's slot is free: whoever had it is retired.
+  bool HasSlot() const { return given_ < retired_ + lanes_.ring().slots(); }
+
+  Context& context_;
+  Device& device_;
+  const ParamTable& table_;
+  const Placement& placement_;
+  Lanes& lanes_;
+  const HostShare& host_share_;
+  std::vector<Slot> slots_;
+
+  // Of the running step.
+  std::optional<Task> task_;
+  uint32_t given_ = 0;  // chunks so far
+  uint32_t sent_ = 0;
+  uint32_t retired_ = 0;
+  Status status_;            // the first failure on a worker: from then on nothing is given
+  WorkerPool::Job job_ = 0;  // of the chunk given last
+  int64_t busy_since_ns_ = 0;
+  int64_t idle_since_ns_ = 0;
+  std::atomic_flag busy_;  // something is given that is not sent
+};
+
+}  // namespace hybridopt

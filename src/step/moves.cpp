@@ -1,0 +1,335 @@
+#include "step/moves.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/ranges.h"
+
+namespace hybridopt {
+namespace {
+
+const char* NameOf(Move move) {
+  constexpr const char* kNames[] = {"offload params",   "reload params", "offload grads",
+                                    "accumulate grads", "drop grads",    "reload grads",
+                                    "offload states",   "reload states", "refresh masters"};
+  return kNames[static_cast<size_t>(move)];
+}
+
+// Copies are cut, so that both streams always have one under way.
+constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
+
+}  // namespace
+
+Mover::Mover(Context& context, const ParamTable& table, const Placement& placement,
+             StateMemory& memory, Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums)
+    : context_(context),
+      device_(context.device()),
+      table_(table),
+      placement_(placement),
+      memory_(memory),
+      lanes_(lanes),
+      swap_(swap),
+      norm_sums_(norm_sums),
+      host_share_(table, placement, memory, context.kernels()),
+      addresses_(table.size()) {
+  copies_.reserve(kStateSlots * table.size());
+  norm_inputs_.reserve(table.size());
+}
+
+Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
+                  FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes) {
+  const Range range(NameOf(request.move));
+  UseDeviceMemory(request);
+  HYBRIDOPT_TRY(AwaitProducers(request, ready, await_borrowed));
+  copies_.clear();
+  switch (request.move) {
+    case Move::kOffloadParams:
+      ListParams(request);
+      return CopyListed(Direction::kDown, bytes);
+    case Move::kReloadParams:
+      ListParams(request);
+      return CopyListed(Direction::kUp, bytes);
+    case Move::kOffloadGrads:
+      ListGrads(request);
+      HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
+      return SumLanded(request, 0);
+    case Move::kReloadGrads:
+      ListGrads(request);
+      return CopyListed(Direction::kUp, bytes);
+    case Move::kAccumulateGrads:
+      HYBRIDOPT_TRY(Accumulate(request, bytes));
+      return SumLanded(request, OFFLOAD_FP32);
+    case Move::kDropGrads:
+      return {};
+    case Move::kOffloadStates:
+      ListStates(request);
+      HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
+      if (request.frees_device_memory) {
+        HYBRIDOPT_TRY(AwaitDevice());  // whatever an earlier step left there
+        memory_.FreeBlock();
+        lanes_.FreeScratch();
+      }
+      return {};
+    case Move::kReloadStates:
+      ListStates(request);
+      return CopyListed(Direction::kUp, bytes);
+    case Move::kRefreshMasters:
+      return Refresh(request);
+  }
+  return {};
+}
+
+// The producers are waited for here and not by the streams: a move may queue more copies than a
+// launch queue holds, and its ticket must not complete before the producers' work has, even where
+// nothing is copied.
+Status Mover::AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
+                             FunctionRef<Result<bool>()> await_borrowed) {
+  if (device_.unified()) return {};
+  for (EventHandle event : ready.first(request.producer_count))
+    HYBRIDOPT_TRY(lanes_.WaitForCaller(event, "the streams given to a move", await_borrowed));
+  return {};
+}
+
+void Mover::ListParams(const MoveRequest& request) {
+  for (const MoveItem& item : request.items) {
+    const Param& param = table_.param(item.param);
+    copies_.push_back({static_cast<std::byte*>(item.address), swap_.Params(item.param),
+                       param.count * DtypeBytes(param.dtype)});
+  }
+}
+
+void Mover::ListGrads(const MoveRequest& request) {
+  for (const MoveItem& item : request.items) {
+    const Param& param = table_.param(item.param);
+    copies_.push_back({static_cast<std::byte*>(item.address), swap_.Grads(item.param),
+                       param.count * DtypeBytes(param.grad_dtype)});
+  }
+}
+
+void Mover::ListStates(const MoveRequest& request) {
+  for (const MoveItem& item : request.items) {
+    const ParamPlace& place = placement_.params[item.param];
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+      const uint64_t offset = place.device_offset[slot];
+      if (offset == kNoState) continue;
+      copies_.push_back({memory_.block() + offset, swap_.states() + offset,
+                         place.device_count * DtypeBytes(place.state_dtype[slot])});
+    }
+  }
+}
+
+// From here on the memory is freed with what it belongs to.
+void Mover::UseDeviceMemory(MoveRequest& request) {
+  if (request.block != nullptr) memory_.UseBlock(request.block);
+  if (request.scratch != nullptr) lanes_.UseScratch(request.scratch);
+  request.block = request.scratch = nullptr;
+}
+
+Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
+  uint64_t total_bytes = 0;
+  for (const Copy& copy : copies_) total_bytes += copy.bytes;
+  *bytes += total_bytes;
+  if (total_bytes == 0) return {};
+  if (device_.unified()) return CopyByWorkers(direction, total_bytes);
+  const StreamHandle streams[2] = {direction == Direction::kDown ? lanes_.down : lanes_.up,
+                                   lanes_.compute};
+  uint32_t turn = 0;
+  for (const Copy& copy : copies_) {
+    for (uint64_t begin = 0; begin < copy.bytes; begin += kCopyPieceBytes, turn ^= 1) {
+      const uint64_t piece = std::min(kCopyPieceBytes, copy.bytes - begin);
+      if (direction == Direction::kDown) {
+        HYBRIDOPT_TRY(
+            device_.CopyToHost(streams[turn], copy.host + begin, copy.device + begin, piece));
+      } else {
+        HYBRIDOPT_TRY(
+            device_.CopyToDevice(streams[turn], copy.device + begin, copy.host + begin, piece));
+      }
+    }
+  }
+  for (uint32_t i : {0, 1}) HYBRIDOPT_TRY(device_.Record(lanes_.moved[i], streams[i]));
+  for (EventHandle event : lanes_.moved)
+    HYBRIDOPT_TRY(lanes_.Wait(event, "params, gradients or states being moved"));
+  return {};
+}
+
+// In one memory the workers copy, each its part of all bytes.
+Status Mover::CopyByWorkers(Direction direction, uint64_t total_bytes) {
+  const uint32_t workers = context_.workers().threads();
+  return context_.workers().Run([&](uint32_t worker) {
+    const WorkRange range = RangeOfWorker(total_bytes, 4096, worker, workers);
+    uint64_t first = 0;  // the copy's first byte, counted through all copies
+    for (const Copy& copy : copies_) {
+      const uint64_t begin = std::max(range.begin, first);
+      const uint64_t end = std::min(range.end, first + copy.bytes);
+      if (begin < end) {
+        std::byte* const device = copy.device + (begin - first);
+        std::byte* const host = copy.host + (begin - first);
+        const bool down = direction == Direction::kDown;
+        std::memcpy(down ? host : device, down ? device : host, end - begin);
+      }
+      first += copy.bytes;
+    }
+  });
+}
+
+// The norm of what has landed, while it is warm: the step need not read it again. dtype 0 stands
+// for each gradient's own.
+Status Mover::SumLanded(const MoveRequest& request, int32_t dtype) {
+  norm_inputs_.clear();
+  for (const MoveItem& item : request.items) {
+    const Param& param = table_.param(item.param);
+    if (param.count == 0) continue;
+    norm_inputs_.push_back({swap_.Grads(item.param), param.count,
+                            dtype != 0 ? dtype : param.grad_dtype,
+                            placement_.params[item.param].first_norm_block});
+  }
+  // The caller names params in any order.
+  std::sort(norm_inputs_.begin(), norm_inputs_.end(),
+            [](const NormInput& a, const NormInput& b) { return a.first_block < b.first_block; });
+  return norm_sums_.Sum(context_, norm_inputs_);
+}
+
+Status Mover::Accumulate(const MoveRequest& request, uint64_t* bytes) {
+  for (const MoveItem& item : request.items) {
+    const Param& param = table_.param(item.param);
+    *bytes += param.count * DtypeBytes(param.grad_dtype);
+    if (!device_.unified()) {
+      HYBRIDOPT_TRY(AccumulateStaged(item));
+    } else {
+      HYBRIDOPT_TRY(Add(static_cast<std::byte*>(item.address), param.grad_dtype,
+                        reinterpret_cast<float*>(swap_.Grads(item.param)), param.count,
+                        item.first));
+    }
+  }
+  return {};
+}
+
+// Pieces of the gradient come down through the ring, ahead of the workers that add them.
+Status Mover::AccumulateStaged(const MoveItem& item) {
+  const Param& param = table_.param(item.param);
+  const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
+  const uint64_t piece_count = lanes_.ring().grad_bytes() / sizeof(float);
+  const uint64_t pieces = (param.count + piece_count - 1) / piece_count;
+  const uint32_t slots = lanes_.ring().slots();
+  const auto bring_down = [&](uint64_t piece) -> Status {
+    const uint32_t slot = static_cast<uint32_t>(piece % slots);
+    const uint64_t begin = piece * piece_count;
+    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, lanes_.ring().grads(slot),
+                                     static_cast<std::byte*>(item.address) + begin * element_bytes,
+                                     std::min(piece_count, param.count - begin) * element_bytes));
+    return device_.Record(lanes_.landed[slot].end, lanes_.down);
+  };
+  for (uint64_t piece = 0; piece < std::min<uint64_t>(slots, pieces); ++piece)
+    HYBRIDOPT_TRY(bring_down(piece));
+  for (uint64_t piece = 0; piece < pieces; ++piece) {
+    const uint32_t slot = static_cast<uint32_t>(piece % slots);
+    const uint64_t begin = piece * piece_count;
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[slot].end, "gradients coming down"));
+    HYBRIDOPT_TRY(Add(lanes_.ring().grads(slot), param.grad_dtype,
+                      reinterpret_cast<float*>(swap_.Grads(item.param)) + begin,
+                      std::min(piece_count, param.count - begin), item.first));
+    lanes_.ring().ReleaseGrads(slot);
+    if (piece + slots < pieces) HYBRIDOPT_TRY(bring_down(piece + slots));
+  }
+  return {};
+}
+
+// The first gradient is taken as it is, not added to zero: that would lose the sign of -0.
+Status Mover::Add(const std::byte* grad, int32_t dtype, float* sum, uint64_t count, bool first) {
+  const uint32_t workers = context_.workers().threads();
+  const KernelTable& kernels = context_.kernels();
+  const auto add = first ? kernels.ToFp32(dtype) : kernels.Accumulate(dtype);
+  return context_.workers().Run([&](uint32_t worker) {
+    const WorkRange range = RangeOfWorker(count, kWorkGrainElements, worker, workers);
+    add(grad + range.begin * DtypeBytes(dtype), range.end - range.begin, sum + range.begin);
+  });
+}
+
+// -------------------------------------------------------------------------- masters from params --
+
+Status Mover::Initialize(std::span<const Addresses> addresses, StreamHandle stream) {
+  if (!device_.unified()) {
+    HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], stream));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], "the params given to commit"));
+  }
+  // Rounded by a worker: the caller's rounding mode may be any.
+  std::vector<float> first_moments0(table_.groups().size());
+  HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
+    for (size_t group = 0; worker == 0 && group < first_moments0.size(); ++group)
+      first_moments0[group] = static_cast<float>(table_.groups()[group].initial_accumulator_value);
+  }));
+  for (uint32_t id = 0; id < table_.size(); ++id)
+    HYBRIDOPT_TRY(
+        FillDeviceShare(id, addresses[id].data, true, first_moments0[table_.param(id).group]));
+  for (uint32_t chunk = 0; chunk < placement_.chunks.size(); ++chunk)
+    HYBRIDOPT_TRY(FillChunk(chunk, addresses, {}));
+  return AwaitDevice();
+}
+
+Status Mover::Refresh(const MoveRequest& request) {
+  std::fill(addresses_.begin(), addresses_.end(), Addresses{nullptr, nullptr});
+  for (const MoveItem& item : request.items) {
+    addresses_[item.param].data = item.address;
+    HYBRIDOPT_TRY(FillDeviceShare(item.param, item.address, false, 0.0f));
+  }
+  const FirstState masters_only{.moments = false};
+  for (uint32_t chunk = 0; chunk < placement_.chunks.size(); ++chunk)
+    HYBRIDOPT_TRY(FillChunk(chunk, addresses_, masters_only));
+  return AwaitDevice();
+}
+
+Status Mover::FillDeviceShare(uint32_t id, void* data, bool moments, float first_moment0) {
+  const ParamPlace& place = placement_.params[id];
+  const uint64_t count = place.device_count;
+  const Param& param = table_.param(id);
+  if (std::byte* master = memory_.OnDevice(id, kMaster); master != nullptr)
+    HYBRIDOPT_TRY(
+        device_.ToFp32(lanes_.compute, data, param.dtype, count, reinterpret_cast<float*>(master)));
+  if (std::byte* low = memory_.OnDevice(id, kMasterLow); low != nullptr)
+    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, low, OFFLOAD_U16, count, 0.0f));
+  if (!moments) return {};
+  if (std::byte* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
+    HYBRIDOPT_TRY(
+        device_.Fill(lanes_.compute, moment, place.state_dtype[kMoment0], count, first_moment0));
+  if (std::byte* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
+    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, place.state_dtype[kMoment1], count, 0.0f));
+  return {};
+}
+
+// Params with a NULL address are left as they are.
+Status Mover::FillChunk(uint32_t chunk, std::span<const Addresses> addresses,
+                        const FirstState& first_state) {
+  const Chunk& filled = placement_.chunks[chunk];
+  ChunkBuffers buffers;
+  if (!device_.unified()) {
+    buffers = {lanes_.ring().grads(0), lanes_.ring().params(0)};
+    bool any = false;
+    for (const Fragment& fragment :
+         std::span(placement_.fragments).subspan(filled.first_fragment, filled.fragment_count)) {
+      const std::byte* data = static_cast<const std::byte*>(addresses[fragment.param].data);
+      if (data == nullptr) continue;
+      any = true;
+      const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
+      HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, buffers.params + fragment.param_offset,
+                                       data + fragment.begin * element_bytes,
+                                       fragment.count * element_bytes));
+    }
+    if (!any) return {};
+    HYBRIDOPT_TRY(device_.Record(lanes_.landed[0].end, lanes_.down));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[0].end, "params coming down"));
+  }
+  const uint32_t workers = context_.workers().threads();
+  HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
+    host_share_.Fill(filled, buffers, addresses, first_state, worker, workers);
+  }));
+  if (!device_.unified()) lanes_.ring().ReleaseParams(0);
+  return {};
+}
+
+Status Mover::AwaitDevice() {
+  if (device_.unified()) return {};
+  HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.compute));
+  return lanes_.Wait(lanes_.moved[0], "masters on the device");
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,40 @@
+#include "step/norm_sums.h"
+
+#include <algorithm>
+
+namespace hybridopt {
+namespace {
+
+constexpr uint64_t kPieceBlocks = 16;
+
+uint64_t EndOf(const NormInput& input) { return input.first_block + NormBlocksOf(input.count); }
+
+}  // namespace
+
+Status NormSums::Sum(Context& context, std::span<const NormInput> inputs) {
+  if (inputs.empty()) return {};
+  pieces_.Reset({inputs.front().first_block, EndOf(inputs.back())}, 1, kPieceBlocks);
+  return context.workers().Run([&](uint32_t worker) {
+    pieces_.Take(worker,
+                 [&](const WorkRange& piece) { SumPiece(context.kernels(), inputs, piece); });
+  });
+}
+
+// Between the inputs may lie blocks of params that take no part.
+void NormSums::SumPiece(const KernelTable& kernels, std::span<const NormInput> inputs,
+                        const WorkRange& piece) {
+  auto input = std::upper_bound(
+      inputs.begin(), inputs.end(), piece.begin,
+      [](uint64_t block, const NormInput& candidate) { return block < EndOf(candidate); });
+  for (; input != inputs.end() && input->first_block < piece.end; ++input) {
+    const uint64_t begin = std::max(piece.begin, input->first_block) - input->first_block;
+    const uint64_t end = std::min(piece.end, EndOf(*input)) - input->first_block;
+    const uint64_t first = begin * kNormBlockElements;
+    const uint64_t last = std::min(input->count, end * kNormBlockElements);
+    kernels.SumSquares(input->dtype)(
+        static_cast<const std::byte*>(input->grad) + first * DtypeBytes(input->dtype), last - first,
+        blocks_.data() + input->first_block + begin);
+  }
+}
+
+}  // namespace hybridopt
