@@ -1,6 +1,6 @@
-//! The C ABI of [hybridopt](https://docs.rs/hybridopt), declared by hand. The manual is `offload.h`;
-//! tests compare every declaration here with it, and every size, offset and value with what a C
-//! compiler says.
+//! The C ABI of [hybridopt](https://docs.rs/hybridopt). The manual is `offload.h`, from which
+//! `bindings/generate_abi.py` writes every declaration here; a test compares every size, offset and
+//! value with what a C compiler says.
 //!
 //! Structs have a `Default`: all zero, which always stands for the documented default, and
 //! `struct_size` set.
@@ -20,10 +20,21 @@
 //! ```
 #![allow(non_camel_case_types)]
 
-mod constants;
-mod functions;
-mod types;
+/// All zero, which stands for the documented defaults, and `struct_size` set.
+macro_rules! default_is_zero {
+    ($name:ident) => {
+        impl Default for $name {
+            fn default() -> Self {
+                // SAFETY: numbers, null pointers and `None` functions are valid when all zero.
+                let mut zero: Self = unsafe { std::mem::zeroed() };
+                zero.struct_size = std::mem::size_of::<Self>() as u32;
+                zero
+            }
+        }
+    };
+}
 
-pub use constants::*;
-pub use functions::*;
-pub use types::*;
+#[rustfmt::skip]
+mod generated;
+
+pub use generated::*;

@@ -1,0 +1,382 @@
+#!/usr/bin/env python3
+"""Writes what the bindings declare of include/offload.h; with --check it only compares.
+
+Python gets structs, constants and functions for ctypes. Rust gets the declarations of the crate
+hybridopt-sys, and the names that its layout test compares with C.
+
+The middle of the header is plain C99 in one style, so that a few patterns read all of it. The
+generator refuses what they do not match; it never leaves a declaration out.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import re
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+HEADER = HERE.parent / "include" / "offload.h"
+
+SCALARS = ("char", "double", "int32_t", "int64_t", "uint32_t", "uint64_t", "void")
+
+
+# ------------------------------------------------------------------------ what the header declares
+
+
+@dataclasses.dataclass
+class Type:
+    name: str  # of a scalar, or of what the header declares
+    pointers: tuple[bool, ...] = ()  # one entry a `*`; True where it points to something const
+    length: int = 0  # of an array; 0 = no array
+
+
+@dataclasses.dataclass
+class Value:
+    """A field or a parameter."""
+
+    name: str
+    type: "Type | FunctionType"
+
+
+@dataclasses.dataclass
+class FunctionType:
+    """A pointer to a function."""
+
+    result: Type
+    parameters: list[Value]
+
+
+@dataclasses.dataclass
+class Enum:
+    is_flags: bool  # its values are or-ed into a uint32_t field
+    constants: list[tuple[str, int]]
+
+
+@dataclasses.dataclass
+class Handle:
+    """A pointer to a struct that nobody sees into."""
+
+    name: str
+    target: str
+
+
+@dataclasses.dataclass
+class Alias:
+    name: str
+    type: Type | FunctionType
+
+
+@dataclasses.dataclass
+class Struct:
+    name: str
+    fields: list[Value]
+
+
+@dataclasses.dataclass
+class Function:
+    name: str
+    type: FunctionType
+
+
+class Header:
+    """The declarations of the header, in its order."""
+
+    def __init__(self, text):
+        match = re.search(r"/\* begin-plain-c99 \*/(.*)/\* end-plain-c99 \*/", text, re.S)
+        if match is None:
+            raise ValueError("begin- and end-plain-c99 not found")
+        # Fields name their enum in a comment; flags are "enum NAME, or-ed".
+        self.flags = set(re.findall(r"enum (\w+), or-ed", match[1]))
+        self.names = set(SCALARS)
+        self.declarations = []
+        code = re.sub(r"/\*.*?\*/", " ", match[1], flags=re.S)
+        for declaration in split_declarations(code):
+            self.declarations.append(self.declaration(" ".join(declaration.split())))
+
+    def of(self, kind):
+        return [declared for declared in self.declarations if isinstance(declared, kind)]
+
+    def declaration(self, text):
+        if match := re.fullmatch(r"enum (\w+) \{(.*)\}", text):
+            return self.enum(match[1], match[2])
+        if match := re.fullmatch(r"typedef struct \w+ \{(.*)\} (\w+)", text):
+            fields = [self.value(field) for field in match[1].split(";") if field.strip()]
+            return self.named(Struct(match[2], fields))
+        if match := re.fullmatch(r"typedef (\w+) \(\*(\w+)\)\((.*)\)", text):
+            return self.named(Alias(match[2], self.function(match[1], match[3])))
+        if match := re.fullmatch(r"typedef struct (\w+)\* ?(\w+)", text):
+            return self.named(Handle(match[2], match[1]))
+        if match := re.fullmatch(r"typedef (\w+\*?) (\w+)", text):
+            return self.named(Alias(match[2], self.type(match[1])))
+        if match := re.fullmatch(r"OFFLOAD_API ((?:const )?\w+\*?) (\w+)\((.*)\)", text):
+            return Function(match[2], self.function(match[1], match[3]))
+        raise ValueError(f"not understood: {text!r}")
+
+    def named(self, declared):
+        self.names.add(declared.name)
+        return declared
+
+    def enum(self, name, body):
+        items = [item.split("=") for item in body.split(",") if item.strip()]
+        return Enum(name in self.flags, [(key.strip(), int(value, 0)) for key, value in items])
+
+    def value(self, text):
+        text = text.strip()
+        if match := re.fullmatch(r"(\w+) \(\*(\w+)\)\((.*)\)", text):
+            return Value(match[2], self.function(match[1], match[3]))
+        if match := re.fullmatch(r"(\w+) (\w+)\[(\d+)\]", text):
+            return Value(match[2], Type(self.type(match[1]).name, length=int(match[3])))
+        if match := re.fullmatch(r"((?:const )?\w+\**) (\w+)", text):
+            return Value(match[2], self.type(match[1]))
+        raise ValueError(f"field or parameter not understood: {text!r}")
+
+    def function(self, result, parameters):
+        values = [] if parameters == "void" else parameters.split(",")
+        return FunctionType(self.type(result), [self.value(value) for value in values])
+
+    def type(self, text):
+        name = text.removeprefix("const ").rstrip("*")
+        if name not in self.names:
+            raise ValueError(f"type not understood: {text!r}")
+        pointers = text.count("*")
+        is_const = text.startswith("const ")
+        return Type(name, tuple(is_const and level == 0 for level in range(pointers)))
+
+
+def split_declarations(code):
+    """Declarations end at a semicolon outside of braces."""
+    depth, start = 0, 0
+    for position, character in enumerate(code):
+        depth += (character == "{") - (character == "}")
+        if character == ";" and depth == 0:
+            yield code[start:position]
+            start = position + 1
+    if code[start:].strip():
+        raise ValueError(f"not understood: {code[start:]!r}")
+
+
+# ---------------------------------------------------------------------------------------- Python
+
+PYTHON_PREAMBLE = '''"""The structs, constants and functions of offload.h, by the same names.
+
+Written by generate_abi.py; do not edit. The manual is the header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CFUNCTYPE, POINTER
+from typing import Any
+
+
+class Struct(ctypes.Structure):
+    """A struct of the ABI: zero but for struct_size and the fields that are named."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name, *_ in self._fields_[1:])
+        return f"{type(self).__name__}({fields})"
+
+
+'''
+
+PYTHON_SCALARS = {
+    "char": "ctypes.c_char",
+    "double": "ctypes.c_double",
+    "int32_t": "ctypes.c_int32",
+    "int64_t": "ctypes.c_int64",
+    "uint32_t": "ctypes.c_uint32",
+    "uint64_t": "ctypes.c_uint64",
+    "char*": "ctypes.c_char_p",
+    "void*": "ctypes.c_void_p",
+}
+
+# What a field of that ctypes type holds; those of other types are their own, or Any.
+PYTHON_HINTS = {
+    "ctypes.c_char_p": "bytes | None",
+    "ctypes.c_double": "float",
+    "ctypes.c_int32": "int",
+    "ctypes.c_int64": "int",
+    "ctypes.c_uint32": "int",
+    "ctypes.c_uint64": "int",
+    "ctypes.c_void_p": "int | None",
+}
+
+
+class Python:
+    def __init__(self, header):
+        self.hints = dict(PYTHON_HINTS)
+        lines = []
+        for declared in header.declarations:
+            if isinstance(declared, Enum):
+                lines += [f"{name} = {value}" for name, value in declared.constants]
+            elif isinstance(declared, (Handle, Alias)):
+                lines.append(self.alias(declared))
+            elif isinstance(declared, Struct):
+                lines += ["", "", *self.struct(declared), "", ""]
+        text = PYTHON_PREAMBLE + re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).rstrip("\n")
+        text += "\n\n# Result and arguments of every function.\n"
+        text += "FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {\n"
+        text += "".join(self.function(function) for function in header.of(Function))
+        self.text = text + "}\n"
+
+    def alias(self, declared):
+        pointer = isinstance(declared, Handle)
+        ctype = "ctypes.c_void_p" if pointer else self.ctype(declared.type)
+        self.hints[declared.name] = self.hints.get(ctype, "Any")
+        return f"{declared.name} = {ctype}"
+
+    def struct(self, declared):
+        self.hints[declared.name] = declared.name
+        fields = [(field.name, self.ctype(field.type), field.type) for field in declared.fields]
+        hints = [f"    {name}: {self.hint(ctype, c)}" for name, ctype, c in fields]
+        pairs = [f'        ("{name}", {ctype}),' for name, ctype, _ in fields]
+        return [f"class {declared.name}(Struct):", *hints, "    _fields_ = [", *pairs, "    ]"]
+
+    def function(self, declared):
+        result, *parameters = self.signature(declared.type)
+        return f'    "{declared.name}": ({result}, [{", ".join(parameters)}]),\n'
+
+    def signature(self, function):
+        result = function.result
+        yield "None" if result == Type("void") else self.ctype(result)
+        for parameter in function.parameters:
+            yield self.ctype(parameter.type)
+
+    def ctype(self, c):
+        if isinstance(c, FunctionType):
+            return f"CFUNCTYPE({', '.join(self.signature(c))})"
+        if c.length:
+            return f"{self.ctype(Type(c.name))} * {c.length}"
+        if not c.pointers:
+            return PYTHON_SCALARS.get(c.name, c.name)
+        if len(c.pointers) == 1 and f"{c.name}*" in PYTHON_SCALARS:
+            return PYTHON_SCALARS[f"{c.name}*"]
+        return f"POINTER({self.ctype(Type(c.name, c.pointers[:-1]))})"
+
+    def hint(self, ctype, c):
+        if isinstance(c, Type) and c.length:
+            return "bytes" if c.name == "char" else f"ctypes.Array[{self.ctype(Type(c.name))}]"
+        return self.hints.get(ctype, "Any")
+
+
+# ------------------------------------------------------------------------------------------ Rust
+
+RUST_PREAMBLE = """\
+//! The constants, structs and functions of offload.h, by the same names. The statuses and the
+//! enumerators of `int32_t` fields are `i32`, flags are `u32`.
+//!
+//! Written by generate_abi.py; do not edit. The manual is the header.
+
+use std::os::raw::{c_char, c_void};
+"""
+
+RUST_NAMES_PREAMBLE = """\
+//! The names that the layout test compares with C. Written by generate_abi.py; do not edit.
+
+use super::*;
+
+"""
+
+RUST_SCALARS = {
+    "char": "c_char",
+    "double": "f64",
+    "int32_t": "i32",
+    "int64_t": "i64",
+    "uint32_t": "u32",
+    "uint64_t": "u64",
+    "void": "c_void",
+}
+
+
+class Rust:
+    def __init__(self, header):
+        self.text = RUST_PREAMBLE
+        for declared in header.declarations:
+            if isinstance(declared, Enum):
+                rust = "i32" if not declared.is_flags else "u32"
+                constants = declared.constants
+                lines = [f"pub const {name}: {rust} = {value};" for name, value in constants]
+                self.text += "\n" + "\n".join(lines) + "\n"
+            elif isinstance(declared, Handle):
+                self.text += f"\n#[repr(C)]\npub struct {declared.target} {{\n"
+                self.text += f"    _private: [u8; 0],\n}}\n"
+                self.text += f"pub type {declared.name} = *mut {declared.target};\n"
+            elif isinstance(declared, Alias):
+                self.text += f"\npub type {declared.name} = {self.type(declared.type)};\n"
+            elif isinstance(declared, Struct):
+                self.text += "\n#[repr(C)]\n#[derive(Clone, Copy)]\n"
+                self.text += self.listed(f"pub struct {declared.name}", declared, "    pub {}: {},")
+                self.text += f"default_is_zero!({declared.name});\n"
+        functions = "".join(self.function(function) for function in header.of(Function))
+        self.text += f'\nextern "C" {{\n{functions}}}\n'
+
+    def listed(self, head, declared, line):
+        fields = [line.format(field.name, self.type(field.type)) for field in declared.fields]
+        return "\n".join([f"{head} {{", *fields, "}\n"])
+
+    def function(self, declared):
+        parameters = self.parameters(declared.type)
+        head, result = f"    pub fn {declared.name}(", f"){self.arrow(declared.type)};\n"
+        line = head + ", ".join(parameters) + result
+        if len(line) <= 100:
+            return line
+        return f"{head}\n" + "".join(f"        {each},\n" for each in parameters) + f"    {result}"
+
+    def parameters(self, function):
+        return [f"{value.name}: {self.type(value.type)}" for value in function.parameters]
+
+    def arrow(self, function):
+        return "" if function.result == Type("void") else f" -> {self.type(function.result)}"
+
+    def type(self, c):
+        if isinstance(c, FunctionType):
+            parameters = ", ".join(self.parameters(c))
+            return f'Option<unsafe extern "C" fn({parameters}){self.arrow(c)}>'
+        name = RUST_SCALARS.get(c.name, c.name)
+        for is_const in c.pointers:
+            name = f"*{'const' if is_const else 'mut'} {name}"
+        return f"[{name}; {c.length}]" if c.length else name
+
+
+def rust_names(header):
+    """What the crate's layout test looks at: every field and every constant."""
+    text = RUST_NAMES_PREAMBLE + "pub fn table() -> Table {\n    let mut table = Table::new();\n"
+    for struct in header.of(Struct):
+        fields = "".join(f"        {field.name},\n" for field in struct.fields)
+        text += f"    fields!(table, {struct.name} {{\n{fields}    }});\n"
+    for enum in header.of(Enum):
+        names = "".join(f"        {name},\n" for name, _ in enum.constants)
+        text += f"    values!(table,\n{names}    );\n"
+    return text + "    table\n}\n"
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def outputs(header):
+    crate = HERE / "rust" / "hybridopt-sys"
+    return {
+        HERE / "python" / "src" / "hybridopt" / "abi" / "generated.py": Python(header).text,
+        crate / "src" / "generated.rs": Rust(header).text,
+        crate / "tests" / "layout" / "names.rs": rust_names(header),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if a file is not up to date")
+    check = parser.parse_args().check
+    for path, text in outputs(Header(HEADER.read_text())).items():
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"FAILED: {path} does not match {HEADER}; run {__file__}")
+        else:
+            print(f"{path.name} matches {HEADER.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,628 @@
+//! The constants, structs and functions of offload.h, by the same names. The statuses and the
+//! enumerators of `int32_t` fields are `i32`, flags are `u32`.
+//!
+//! Written by generate_abi.py; do not edit. The manual is the header.
+
+use std::os::raw::{c_char, c_void};
+
+pub const OFFLOAD_OK: i32 = 0;
+pub const OFFLOAD_INVALID_ARGUMENT: i32 = 10;
+pub const OFFLOAD_INVALID_STATE: i32 = 11;
+pub const OFFLOAD_UNSUPPORTED: i32 = 12;
+pub const OFFLOAD_OUT_OF_HOST_MEMORY: i32 = 20;
+pub const OFFLOAD_OUT_OF_DEVICE_MEMORY: i32 = 21;
+pub const OFFLOAD_DEVICE_FAILED: i32 = 30;
+pub const OFFLOAD_COMM_FAILED: i32 = 31;
+pub const OFFLOAD_IO_FAILED: i32 = 40;
+pub const OFFLOAD_CHECKPOINT_CORRUPT: i32 = 41;
+pub const OFFLOAD_CHECKPOINT_MISMATCH: i32 = 42;
+pub const OFFLOAD_TIMED_OUT: i32 = 50;
+pub const OFFLOAD_POISONED: i32 = 60;
+pub const OFFLOAD_INTERNAL: i32 = 70;
+
+pub const OFFLOAD_DEVICE_HOST: i32 = 0;
+pub const OFFLOAD_DEVICE_SIM: i32 = 1;
+pub const OFFLOAD_DEVICE_CUDA: i32 = 2;
+
+pub const OFFLOAD_ADAMW: i32 = 1;
+pub const OFFLOAD_ADAM: i32 = 2;
+pub const OFFLOAD_SGD: i32 = 3;
+pub const OFFLOAD_LION: i32 = 4;
+pub const OFFLOAD_ADAGRAD: i32 = 5;
+
+pub const OFFLOAD_FP32: i32 = 1;
+pub const OFFLOAD_BF16: i32 = 2;
+pub const OFFLOAD_FP16: i32 = 3;
+pub const OFFLOAD_U16: i32 = 4;
+
+pub const OFFLOAD_MASTER_FP32: i32 = 0;
+pub const OFFLOAD_MASTER_SPLIT: i32 = 1;
+
+pub const OFFLOAD_ROUND_STOCHASTIC: i32 = 0;
+pub const OFFLOAD_ROUND_NEAREST: i32 = 1;
+
+pub const OFFLOAD_PLACE_AUTO: i32 = 0;
+pub const OFFLOAD_PLACE_HOST: i32 = 1;
+pub const OFFLOAD_PLACE_DEVICE: i32 = 2;
+
+pub const OFFLOAD_STATE_MASTER: i32 = 0;
+pub const OFFLOAD_STATE_EXP_AVG: i32 = 1;
+pub const OFFLOAD_STATE_EXP_AVG_SQ: i32 = 2;
+pub const OFFLOAD_STATE_MOMENTUM_BUFFER: i32 = 3;
+pub const OFFLOAD_STATE_SUM: i32 = 4;
+pub const OFFLOAD_STATE_MASTER_LOW: i32 = 5;
+
+pub const OFFLOAD_MOVABLE_PARAMS: u32 = 1;
+pub const OFFLOAD_MOVABLE_GRADS: u32 = 2;
+pub const OFFLOAD_MOVABLE_STATES: u32 = 4;
+pub const OFFLOAD_MOVABLE_ACCUMULATE: u32 = 8;
+
+pub const OFFLOAD_LOG_INFO: i32 = 1;
+pub const OFFLOAD_LOG_WARNING: i32 = 2;
+pub const OFFLOAD_LOG_ERROR: i32 = 3;
+
+#[repr(C)]
+pub struct offload_context {
+    _private: [u8; 0],
+}
+pub type offload_context_t = *mut offload_context;
+
+#[repr(C)]
+pub struct offload_optimizer {
+    _private: [u8; 0],
+}
+pub type offload_optimizer_t = *mut offload_optimizer;
+
+pub type offload_ticket_t = u64;
+
+pub type offload_stream_t = *mut c_void;
+
+pub type offload_log_function_t = Option<unsafe extern "C" fn(user: *mut c_void, level: i32, text: *const c_char)>;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_context_options_t {
+    pub struct_size: u32,
+    pub device_kind: i32,
+    pub device_index: i32,
+    pub threads: u32,
+    pub pinned_bytes_max: u64,
+    pub device_timeout_ns: u64,
+    pub log: offload_log_function_t,
+    pub log_user: *mut c_void,
+    pub sim_memory_bytes: u64,
+    pub sim_seed: u64,
+    pub sim_delay_ns_max: u64,
+    pub numa_nodes: u64,
+    pub local_rank: u32,
+    pub local_world: u32,
+    pub sim_pinned_bytes_max: u64,
+    pub allow_pageable: i32,
+    pub reserved: u32,
+}
+default_is_zero!(offload_context_options_t);
+
+pub const OFFLOAD_NUMA_NONE: i32 = 0;
+pub const OFFLOAD_NUMA_FIRST_TOUCH: i32 = 1;
+pub const OFFLOAD_NUMA_PLACED: i32 = 2;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_context_info_t {
+    pub struct_size: u32,
+    pub device_kind: i32,
+    pub threads: u32,
+    pub cpus_allowed: u32,
+    pub nodes: u32,
+    pub threads_seated: i32,
+    pub huge_pages: i32,
+    pub optimizers: u32,
+    pub device_memory_bytes: u64,
+    pub device_memory_free_bytes: u64,
+    pub pinned_bytes: u64,
+    pub isa: [c_char; 32],
+    pub device_name: [c_char; 64],
+    pub local_rank: u32,
+    pub local_world: u32,
+    pub cpus: u32,
+    pub numa_rung: i32,
+    pub numa_nodes: u64,
+    pub notes: [c_char; 256],
+}
+default_is_zero!(offload_context_info_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_comm_t {
+    pub struct_size: u32,
+    pub rank: i32,
+    pub world: i32,
+    pub reserved: u32,
+    pub user: *mut c_void,
+    pub sum: Option<unsafe extern "C" fn(user: *mut c_void, values: *mut f64, count: u32, timeout_ns: i64) -> i32>,
+    pub max: Option<unsafe extern "C" fn(user: *mut c_void, values: *mut i32, count: u32, timeout_ns: i64) -> i32>,
+    pub barrier: Option<unsafe extern "C" fn(user: *mut c_void, timeout_ns: i64) -> i32>,
+}
+default_is_zero!(offload_comm_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_optimizer_options_t {
+    pub struct_size: u32,
+    pub algorithm: i32,
+    pub device_fraction: f64,
+    pub chunk_elements: u64,
+    pub staging_slots: u32,
+    pub movable: u32,
+    pub comm: *const offload_comm_t,
+    pub comm_timeout_ns: u64,
+    pub master_layout: i32,
+    pub moment_dtype: i32,
+    pub moment_rounding: i32,
+    pub reserved: u32,
+    pub rounding_seed: u64,
+}
+default_is_zero!(offload_optimizer_options_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_group_t {
+    pub struct_size: u32,
+    pub nesterov: i32,
+    pub maximize: i32,
+    pub reserved: u32,
+    pub lr: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    pub momentum: f64,
+    pub dampening: f64,
+    pub lr_decay: f64,
+    pub initial_accumulator_value: f64,
+}
+default_is_zero!(offload_group_t);
+
+pub const OFFLOAD_PARAM_REPLICA: u32 = 1;
+
+pub const OFFLOAD_SHARD_RANGE: u32 = 1;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_shard_t {
+    pub struct_size: u32,
+    pub dimensions: u32,
+    pub box_count: u32,
+    pub flags: u32,
+    pub global_shape: *const i64,
+    pub box_offsets: *const i64,
+    pub box_extents: *const i64,
+    pub range_begin: u64,
+    pub range_count: u64,
+}
+default_is_zero!(offload_shard_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_param_t {
+    pub struct_size: u32,
+    pub group: u32,
+    pub dtype: i32,
+    pub grad_dtype: i32,
+    pub placement: i32,
+    pub flags: u32,
+    pub name: *const c_char,
+    pub data: *mut c_void,
+    pub grad: *const c_void,
+    pub count: u64,
+    pub shard: *const offload_shard_t,
+    pub chunk_order: i32,
+    pub reserved: u32,
+}
+default_is_zero!(offload_param_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_binding_t {
+    pub struct_size: u32,
+    pub param: u32,
+    pub data: *mut c_void,
+    pub grad: *const c_void,
+}
+default_is_zero!(offload_binding_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_plan_t {
+    pub struct_size: u32,
+    pub param_count: u32,
+    pub element_count: u64,
+    pub host_elements: u64,
+    pub device_elements: u64,
+    pub host_state_bytes: [u64; 8],
+    pub device_state_bytes: [u64; 8],
+    pub staging_bytes: u64,
+    pub host_params_bytes: u64,
+    pub host_grads_bytes: u64,
+    pub host_swap_bytes: u64,
+    pub host_scratch_bytes: u64,
+    pub device_scratch_bytes: u64,
+    pub host_bytes: u64,
+    pub device_bytes: u64,
+    pub device_free_bytes: u64,
+    pub host_available_bytes: u64,
+    pub pinned_bytes_left: u64,
+    pub chunk_count: u64,
+    pub grads_down_bytes: u64,
+    pub params_up_bytes: u64,
+    pub fits: i32,
+    pub reserved: u32,
+}
+default_is_zero!(offload_plan_t);
+
+pub const OFFLOAD_STEP_ASSUME_FINITE: u32 = 1;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_step_options_t {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub grad_scale: f64,
+    pub grad_norm_max: f64,
+    pub stream: offload_stream_t,
+}
+default_is_zero!(offload_step_options_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_step_result_t {
+    pub struct_size: u32,
+    pub skipped: i32,
+    pub step: u64,
+    pub grad_norm: f64,
+    pub grad_clip: f64,
+    pub total_seconds: f64,
+    pub norm_seconds: f64,
+    pub grads_down_seconds: f64,
+    pub update_seconds: f64,
+    pub params_up_seconds: f64,
+    pub device_update_seconds: f64,
+    pub stall_seconds: f64,
+    pub grads_down_bytes: u64,
+    pub params_up_bytes: u64,
+}
+default_is_zero!(offload_step_result_t);
+
+pub const OFFLOAD_MOVE_ACCUMULATE: u32 = 1;
+pub const OFFLOAD_MOVE_DROP: u32 = 2;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_move_options_t {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub params: *const u32,
+    pub param_count: u32,
+    pub stream_count: u32,
+    pub streams: *const offload_stream_t,
+}
+default_is_zero!(offload_move_options_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_state_view_t {
+    pub struct_size: u32,
+    pub dtype: i32,
+    pub device_data: *mut c_void,
+    pub device_count: u64,
+    pub host_data: *mut c_void,
+    pub host_count: u64,
+    pub step_count: u64,
+}
+default_is_zero!(offload_state_view_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_stats_t {
+    pub struct_size: u32,
+    pub queued: u32,
+    pub steps_applied: u64,
+    pub steps_skipped: u64,
+    pub host_bytes: u64,
+    pub device_bytes: u64,
+    pub staging_bytes: u64,
+    pub params_on_device_bytes: u64,
+    pub params_on_host_bytes: u64,
+    pub grads_on_device_bytes: u64,
+    pub grads_on_host_bytes: u64,
+    pub states_on_device_bytes: u64,
+    pub states_on_host_bytes: u64,
+    pub grads_down_bytes: u64,
+    pub params_up_bytes: u64,
+    pub offloaded_bytes: u64,
+    pub reloaded_bytes: u64,
+    pub total_seconds: f64,
+    pub norm_seconds: f64,
+    pub grads_down_seconds: f64,
+    pub update_seconds: f64,
+    pub params_up_seconds: f64,
+    pub device_update_seconds: f64,
+    pub stall_seconds: f64,
+}
+default_is_zero!(offload_stats_t);
+
+pub type offload_progress_function_t = Option<unsafe extern "C" fn(user: *mut c_void, bytes_done: u64, bytes_total: u64)>;
+
+pub const OFFLOAD_SAVE_MASTERS_ONLY: u32 = 1;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_save_options_t {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub path: *const c_char,
+    pub stream: offload_stream_t,
+    pub progress: offload_progress_function_t,
+    pub progress_user: *mut c_void,
+    pub io_depth: u32,
+    pub reserved: u32,
+}
+default_is_zero!(offload_save_options_t);
+
+pub const OFFLOAD_LOAD_FRESH_MOMENTS: u32 = 1;
+pub const OFFLOAD_LOAD_KEEP_STEPS: u32 = 2;
+pub const OFFLOAD_LOAD_NO_VERIFY: u32 = 4;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_load_options_t {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub path: *const c_char,
+    pub stream: offload_stream_t,
+    pub progress: offload_progress_function_t,
+    pub progress_user: *mut c_void,
+    pub io_depth: u32,
+    pub reserved: u32,
+}
+default_is_zero!(offload_load_options_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_checkpoint_info_t {
+    pub struct_size: u32,
+    pub format_version: u32,
+    pub algorithm: i32,
+    pub save_flags: u32,
+    pub world: u32,
+    pub group_count: u32,
+    pub step: u64,
+    pub param_count: u64,
+    pub tensor_count: u64,
+    pub file_count: u64,
+    pub bytes: u64,
+}
+default_is_zero!(offload_checkpoint_info_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_checkpoint_tensor_t {
+    pub struct_size: u32,
+    pub kind: i32,
+    pub dtype: i32,
+    pub rank: u32,
+    pub dimensions: u32,
+    pub box_count: u32,
+    pub global_shape: *const i64,
+    pub box_offsets: *const i64,
+    pub box_extents: *const i64,
+    pub range_begin: u64,
+    pub range_count: u64,
+    pub name: *const c_char,
+    pub file: *const c_char,
+    pub file_offset: u64,
+    pub bytes: u64,
+    pub step_count: u64,
+}
+default_is_zero!(offload_checkpoint_tensor_t);
+
+pub type offload_tensor_function_t = Option<unsafe extern "C" fn(user: *mut c_void, tensor: *const offload_checkpoint_tensor_t)>;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_verify_options_t {
+    pub struct_size: u32,
+    pub io_depth: u32,
+    pub progress: offload_progress_function_t,
+    pub progress_user: *mut c_void,
+}
+default_is_zero!(offload_verify_options_t);
+
+pub type offload_stream_function_t = Option<unsafe extern "C" fn(user: *mut c_void)>;
+
+extern "C" {
+    pub fn offload_abi_version() -> u32;
+    pub fn offload_build_info() -> *const c_char;
+    pub fn offload_status_name(status: i32) -> *const c_char;
+    pub fn offload_last_error() -> *const c_char;
+    pub fn offload_context_create(
+        options: *const offload_context_options_t,
+        context: *mut offload_context_t,
+    ) -> i32;
+    pub fn offload_context_destroy(context: offload_context_t) -> i32;
+    pub fn offload_context_get_info(
+        context: offload_context_t,
+        info: *mut offload_context_info_t,
+    ) -> i32;
+    pub fn offload_optimizer_create(
+        context: offload_context_t,
+        options: *const offload_optimizer_options_t,
+        optimizer: *mut offload_optimizer_t,
+    ) -> i32;
+    pub fn offload_optimizer_destroy(optimizer: offload_optimizer_t) -> i32;
+    pub fn offload_optimizer_add_group(
+        optimizer: offload_optimizer_t,
+        group: *const offload_group_t,
+        group_id: *mut u32,
+    ) -> i32;
+    pub fn offload_optimizer_set_group(
+        optimizer: offload_optimizer_t,
+        group_id: u32,
+        group: *const offload_group_t,
+    ) -> i32;
+    pub fn offload_optimizer_add_params(
+        optimizer: offload_optimizer_t,
+        params: *const offload_param_t,
+        param_count: u32,
+        first_id: *mut u32,
+    ) -> i32;
+    pub fn offload_optimizer_bind(
+        optimizer: offload_optimizer_t,
+        bindings: *const offload_binding_t,
+        binding_count: u32,
+    ) -> i32;
+    pub fn offload_optimizer_plan(
+        optimizer: offload_optimizer_t,
+        plan: *mut offload_plan_t,
+    ) -> i32;
+    pub fn offload_optimizer_commit(
+        optimizer: offload_optimizer_t,
+        stream: offload_stream_t,
+    ) -> i32;
+    pub fn offload_optimizer_step(
+        optimizer: offload_optimizer_t,
+        options: *const offload_step_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_step_result(
+        optimizer: offload_optimizer_t,
+        ticket: offload_ticket_t,
+        result: *mut offload_step_result_t,
+    ) -> i32;
+    pub fn offload_optimizer_wait(
+        optimizer: offload_optimizer_t,
+        ticket: offload_ticket_t,
+        timeout_ns: i64,
+    ) -> i32;
+    pub fn offload_optimizer_stream_wait(
+        optimizer: offload_optimizer_t,
+        ticket: offload_ticket_t,
+        stream: offload_stream_t,
+        params: *const u32,
+        param_count: u32,
+    ) -> i32;
+    pub fn offload_optimizer_offload_params(
+        optimizer: offload_optimizer_t,
+        options: *const offload_move_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_reload_params(
+        optimizer: offload_optimizer_t,
+        options: *const offload_move_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_offload_grads(
+        optimizer: offload_optimizer_t,
+        options: *const offload_move_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_reload_grads(
+        optimizer: offload_optimizer_t,
+        options: *const offload_move_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_offload_states(
+        optimizer: offload_optimizer_t,
+        options: *const offload_move_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_reload_states(
+        optimizer: offload_optimizer_t,
+        options: *const offload_move_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_refresh_masters(
+        optimizer: offload_optimizer_t,
+        options: *const offload_move_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_state(
+        optimizer: offload_optimizer_t,
+        param: u32,
+        kind: i32,
+        view: *mut offload_state_view_t,
+    ) -> i32;
+    pub fn offload_optimizer_set_step_count(
+        optimizer: offload_optimizer_t,
+        param: u32,
+        step_count: u64,
+    ) -> i32;
+    pub fn offload_optimizer_get_stats(
+        optimizer: offload_optimizer_t,
+        stats: *mut offload_stats_t,
+    ) -> i32;
+    pub fn offload_optimizer_save(
+        optimizer: offload_optimizer_t,
+        options: *const offload_save_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_optimizer_load(
+        optimizer: offload_optimizer_t,
+        options: *const offload_load_options_t,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
+    pub fn offload_checkpoint_inspect(
+        path: *const c_char,
+        info: *mut offload_checkpoint_info_t,
+        visit: offload_tensor_function_t,
+        user: *mut c_void,
+    ) -> i32;
+    pub fn offload_checkpoint_verify(
+        path: *const c_char,
+        options: *const offload_verify_options_t,
+    ) -> i32;
+    pub fn offload_checkpoint_newest(
+        directory: *const c_char,
+        path: *mut c_char,
+        path_bytes: u64,
+    ) -> i32;
+    pub fn offload_device_alloc(
+        context: offload_context_t,
+        bytes: u64,
+        data: *mut *mut c_void,
+    ) -> i32;
+    pub fn offload_device_free(context: offload_context_t, data: *mut c_void) -> i32;
+    pub fn offload_device_upload(
+        context: offload_context_t,
+        device_data: *mut c_void,
+        host_data: *const c_void,
+        bytes: u64,
+        stream: offload_stream_t,
+    ) -> i32;
+    pub fn offload_device_download(
+        context: offload_context_t,
+        host_data: *mut c_void,
+        device_data: *const c_void,
+        bytes: u64,
+        stream: offload_stream_t,
+    ) -> i32;
+    pub fn offload_device_map(
+        context: offload_context_t,
+        device_data: *mut c_void,
+        bytes: u64,
+        mapped: *mut *mut c_void,
+    ) -> i32;
+    pub fn offload_stream_create(context: offload_context_t, stream: *mut offload_stream_t) -> i32;
+    pub fn offload_stream_destroy(context: offload_context_t, stream: offload_stream_t) -> i32;
+    pub fn offload_stream_synchronize(
+        context: offload_context_t,
+        stream: offload_stream_t,
+        timeout_ns: i64,
+    ) -> i32;
+    pub fn offload_stream_run(
+        context: offload_context_t,
+        stream: offload_stream_t,
+        function: offload_stream_function_t,
+        user: *mut c_void,
+    ) -> i32;
+}
