@@ -11,11 +11,11 @@ if(NOT HYBRIDOPT_MPI OR NOT MPI_C_FOUND)
   return()
 endif()
 
-set(mpi_map ${PROJECT_SOURCE_DIR}/src/comm/mpi.map)
-add_library(hybridopt_mpi SHARED src/comm/mpi.cpp)
+set(mpi_map ${PROJECT_SOURCE_DIR}/src/comm/adaptors/mpi.map)
+add_library(hybridopt_mpi SHARED src/comm/adaptors/mpi.cpp src/comm/adaptors/ranks.cpp)
 set_target_properties(hybridopt_mpi PROPERTIES
   VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINK_DEPENDS ${mpi_map})
-target_include_directories(hybridopt_mpi PUBLIC include)
+target_include_directories(hybridopt_mpi PUBLIC include PRIVATE src)
 # Only MPI's C interface is used.
 target_compile_definitions(hybridopt_mpi PUBLIC OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
 target_link_libraries(hybridopt_mpi PUBLIC MPI::MPI_C PRIVATE hybridopt_flags)

@@ -3,8 +3,9 @@ if(NOT HYBRIDOPT_HAS_CUDA)
   return()
 endif()
 
-set(nccl_map ${PROJECT_SOURCE_DIR}/src/comm/nccl.map)
-add_library(hybridopt_nccl SHARED src/comm/nccl/functions.cpp src/comm/nccl/ranks.cpp)
+set(nccl_map ${PROJECT_SOURCE_DIR}/src/comm/adaptors/nccl.map)
+add_library(hybridopt_nccl SHARED
+  src/comm/adaptors/nccl.cpp src/comm/adaptors/nccl_functions.cpp src/comm/adaptors/ranks.cpp)
 set_target_properties(hybridopt_nccl PROPERTIES
   VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINK_DEPENDS ${nccl_map})
 target_include_directories(hybridopt_nccl PUBLIC include PRIVATE src)

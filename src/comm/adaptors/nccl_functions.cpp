@@ -1,11 +1,11 @@
-#include "comm/nccl/functions.h"
+#include "comm/adaptors/nccl_functions.h"
 
 #include <dlfcn.h>
 
 #include <cstdlib>
 #include <mutex>
 
-namespace hybridopt::nccl {
+namespace hybridopt::adaptor {
 namespace {
 
 constexpr char kName[] = "libnccl.so.2";
@@ -46,12 +46,12 @@ std::string FileOf(const void* function) {
   return dladdr(function, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "?";
 }
 
-bool Load(Functions* functions, std::string* why) {
+bool Load(NcclFunctions* functions, std::string* why) {
   void* const library = Open(why);
   if (library == nullptr && !why->empty()) return false;
   if (!Take(library, "ncclGetVersion", &functions->get_version, why)) return false;
   int version = 0;
-  if (functions->get_version(&version) != kSuccess || version < kVersionMin) {
+  if (functions->get_version(&version) != kNcclSuccess || version < kVersionMin) {
     *why = FileOf(reinterpret_cast<const void*>(functions->get_version)) + " is NCCL " +
            std::to_string(version) + ", expected 21400 (2.14) or newer";
     return false;
@@ -66,13 +66,13 @@ bool Load(Functions* functions, std::string* why) {
 
 }  // namespace
 
-const Functions* Find(std::string* why) {
+const NcclFunctions* FindNccl(std::string* why) {
   static std::mutex mutex;
-  static Functions functions;
+  static NcclFunctions functions;
   static bool found = false;
   std::lock_guard lock(mutex);
   if (!found) found = Load(&functions, why);
   return found ? &functions : nullptr;
 }
 
-}  // namespace hybridopt::nccl
+}  // namespace hybridopt::adaptor

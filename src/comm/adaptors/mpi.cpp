@@ -1,0 +1,130 @@
+// The comm table over MPI, a small library of its own: nothing else of the project knows MPI.
+//
+// Every call is a non-blocking gather that is looked at until the timeout, for MPI's blocking calls
+// have none.
+#include <offload_mpi.h>
+
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "comm/adaptors/ranks.h"
+
+namespace hybridopt::adaptor {
+namespace {
+
+int32_t FailMpi(const char* call, int error) {
+  char text[MPI_MAX_ERROR_STRING] = "unknown error";
+  int length = 0;
+  (void)MPI_Error_string(error, text, &length);
+  return Fail(OFFLOAD_COMM_FAILED, "%s: %s", call, text);
+}
+
+class MpiRanks final : public Ranks {
+ public:
+  MpiRanks(int32_t rank, int32_t world) : Ranks(rank, world), buffer_(BufferBytes()) {}
+
+  // On an error there is nothing to free.
+  int32_t Initialize(MPI_Comm communicator) {
+    if (int error = MPI_Comm_dup(communicator, &communicator_); error != MPI_SUCCESS)
+      return FailMpi("MPI_Comm_dup", error);
+    (void)MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
+    return OFFLOAD_OK;
+  }
+
+  int32_t Free() {
+    const int error = MPI_Comm_free(&communicator_);
+    return error == MPI_SUCCESS ? int32_t{OFFLOAD_OK} : FailMpi("MPI_Comm_free", error);
+  }
+
+ private:
+  std::byte* buffer() override { return buffer_.data(); }
+
+  int32_t Gather(size_t bytes, Clock::time_point deadline) override {
+    MPI_Request request = MPI_REQUEST_NULL;
+    int error = MPI_Iallgather(buffer(), static_cast<int>(bytes), MPI_BYTE, AllOf(buffer()),
+                               static_cast<int>(bytes), MPI_BYTE, communicator_, &request);
+    if (error != MPI_SUCCESS) return FailMpi("MPI_Iallgather", error);
+    Poll poll(deadline);
+    for (;;) {
+      int done = 0;
+      error = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+      if (error != MPI_SUCCESS) return FailMpi("MPI_Test", error);
+      if (done != 0) return OFFLOAD_OK;
+      if (!poll.Again()) return TimedOut("MPI_Iallgather");
+    }
+  }
+
+  MPI_Comm communicator_ = MPI_COMM_NULL;
+  std::vector<std::byte> buffer_;  // MPI may use it until a gather ends, and one may never end
+};
+
+// -------------------------------------------------------------------------------------- checks --
+
+int32_t CheckMpi() {
+  int initialized = 0, finalized = 0, provided = MPI_THREAD_SINGLE;
+  (void)MPI_Initialized(&initialized);
+  (void)MPI_Finalized(&finalized);
+  if (initialized == 0 || finalized != 0)
+    return Fail(OFFLOAD_INVALID_STATE,
+                "MPI is %s; call this between MPI_Init_thread and MPI_Finalize",
+                finalized != 0 ? "finalized" : "not initialised");
+  (void)MPI_Query_thread(&provided);
+  if (provided != MPI_THREAD_MULTIPLE)
+    return Fail(OFFLOAD_INVALID_STATE,
+                "MPI gives thread level %d, expected MPI_THREAD_MULTIPLE (%d), for the library "
+                "calls MPI from a thread of its own; ask MPI_Init_thread for it",
+                provided, MPI_THREAD_MULTIPLE);
+  return OFFLOAD_OK;
+}
+
+int32_t CheckCommunicator(MPI_Comm communicator) {
+  if (communicator == MPI_COMM_NULL)
+    return Fail(OFFLOAD_INVALID_ARGUMENT, "communicator is MPI_COMM_NULL, expected the ranks' own");
+  int inter = 0;
+  if (int error = MPI_Comm_test_inter(communicator, &inter); error != MPI_SUCCESS)
+    return FailMpi("MPI_Comm_test_inter", error);
+  if (inter != 0)
+    return Fail(OFFLOAD_INVALID_ARGUMENT,
+                "communicator is an inter-communicator; MPI_Intercomm_merge makes one that serves");
+  return OFFLOAD_OK;
+}
+
+}  // namespace
+}  // namespace hybridopt::adaptor
+
+using hybridopt::adaptor::Fail;
+using hybridopt::adaptor::LastError;
+using hybridopt::adaptor::MpiRanks;
+using hybridopt::adaptor::Ranks;
+
+int32_t offload_mpi_create(MPI_Comm communicator, offload_comm_t* table) try {
+  if (table == nullptr)
+    return Fail(OFFLOAD_INVALID_ARGUMENT, "table is NULL, expected where to write it");
+  if (int32_t status = hybridopt::adaptor::CheckMpi(); status != OFFLOAD_OK) return status;
+  if (int32_t status = hybridopt::adaptor::CheckCommunicator(communicator); status != OFFLOAD_OK)
+    return status;
+  int rank = 0, world = 1;
+  (void)MPI_Comm_rank(communicator, &rank);
+  (void)MPI_Comm_size(communicator, &world);
+  auto ranks = std::make_unique<MpiRanks>(rank, world);
+  if (int32_t status = ranks->Initialize(communicator); status != OFFLOAD_OK) return status;
+  *table = ranks.release()->Table();
+  return OFFLOAD_OK;
+} catch (const std::bad_alloc&) {
+  return Fail(OFFLOAD_OUT_OF_HOST_MEMORY, "no memory for the table's buffers");
+}
+
+int32_t offload_mpi_destroy(offload_comm_t* table) {
+  auto* const ranks = static_cast<MpiRanks*>(Ranks::Of(table, "offload_mpi_create"));
+  if (ranks == nullptr) return OFFLOAD_INVALID_ARGUMENT;
+  *table = {};
+  // A gather that never ended may still write to the buffer, and freeing the communicator would
+  // wait for its ranks.
+  if (ranks->failed()) return OFFLOAD_OK;
+  const int32_t status = ranks->Free();
+  delete ranks;
+  return status;
+}
+
+const char* offload_mpi_last_error(void) { return LastError(); }

@@ -1,0 +1,114 @@
+#include "comm/adaptors/ranks.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <mutex>
+#include <thread>
+
+namespace hybridopt::adaptor {
+namespace {
+
+constexpr size_t kTextBytes = 512;
+std::mutex last_error_mutex;
+char last_error[kTextBytes];  // guarded by last_error_mutex
+
+}  // namespace
+
+int32_t Fail(int32_t code, const char* format, ...) {
+  std::lock_guard lock(last_error_mutex);
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(last_error, kTextBytes, format, arguments);
+  va_end(arguments);
+  return code;
+}
+
+const char* LastError() {
+  thread_local char text[kTextBytes];
+  std::lock_guard lock(last_error_mutex);
+  std::copy_n(last_error, kTextBytes, text);
+  return text;
+}
+
+Clock::time_point DeadlineAfter(int64_t timeout_ns) {
+  constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
+  return Clock::now() + std::chrono::nanoseconds(std::clamp<int64_t>(timeout_ns, 0, kYearsNs));
+}
+
+// Ranks come together within microseconds, or one has much left to do: then it gets the core.
+bool Poll::Again() {
+  if (Clock::now() >= deadline_) return false;
+  if (pauses_++ < 1000) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
+}
+
+offload_comm_t Ranks::Table() {
+  offload_comm_t table{};
+  table.struct_size = sizeof(table);
+  table.rank = rank_;
+  table.world = world_;
+  table.user = this;
+  table.sum = Sum;
+  table.max = Max;
+  table.barrier = Barrier;
+  return table;
+}
+
+Ranks* Ranks::Of(const offload_comm_t* table, const char* create) {
+  if (table != nullptr && table->sum == Sum && table->user != nullptr)
+    return static_cast<Ranks*>(table->user);
+  Fail(OFFLOAD_INVALID_ARGUMENT, "table is %s, expected one of %s that has not been destroyed",
+       table == nullptr ? "NULL" : "not such a one", create);
+  return nullptr;
+}
+
+int32_t Ranks::TimedOut(const char* call) const {
+  return Fail(OFFLOAD_TIMED_OUT, "%s, rank %d of %d: not all ranks came in time", call, rank_,
+              world_);
+}
+
+// Combines each of the values over all ranks, in place, in rank order.
+template <typename T, typename Combine>
+int32_t Ranks::Reduce(T* values, uint32_t count, int64_t timeout_ns, Combine combine) {
+  if (failed_)
+    return Fail(OFFLOAD_COMM_FAILED, "an earlier call failed; its ranks are out of step for good");
+  const Clock::time_point deadline = DeadlineAfter(timeout_ns);
+  for (uint32_t begin = 0; begin < count; begin += kValuesAtOnce) {
+    const uint32_t portion = std::min(count - begin, kValuesAtOnce);
+    std::copy_n(values + begin, portion, reinterpret_cast<T*>(buffer()));
+    const int32_t status = Gather(portion * sizeof(T), deadline);
+    failed_ = status != OFFLOAD_OK;
+    if (failed_) return status;
+    const T* const all = reinterpret_cast<const T*>(AllOf(buffer()));
+    for (uint32_t i = 0; i < portion; ++i) {
+      values[begin + i] = all[i];
+      for (int rank = 1; rank < world_; ++rank)
+        values[begin + i] =
+            combine(values[begin + i], all[static_cast<uint32_t>(rank) * portion + i]);
+    }
+  }
+  return OFFLOAD_OK;
+}
+
+int32_t Ranks::Sum(void* user, double* values, uint32_t count, int64_t timeout_ns) {
+  return static_cast<Ranks*>(user)->Reduce(values, count, timeout_ns,
+                                           [](double a, double b) { return a + b; });
+}
+
+int32_t Ranks::Max(void* user, int32_t* values, uint32_t count, int64_t timeout_ns) {
+  return static_cast<Ranks*>(user)->Reduce(values, count, timeout_ns,
+                                           [](int32_t a, int32_t b) { return std::max(a, b); });
+}
+
+int32_t Ranks::Barrier(void* user, int64_t timeout_ns) {
+  int32_t nothing = 0;
+  return static_cast<Ranks*>(user)->Reduce(&nothing, 1, timeout_ns,
+                                           [](int32_t a, int32_t) { return a; });
+}
+
+}  // namespace hybridopt::adaptor

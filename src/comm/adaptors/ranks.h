@@ -1,0 +1,85 @@
+// Ranks: what the comm tables over MPI and over NCCL share. An adaptor gathers the bytes of all
+// ranks; each rank then combines all values by itself, in rank order, so that all get the same
+// bits.
+//
+// Each adaptor is a library of its own and has its own copy of this code.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+#include "offload.h"
+
+namespace hybridopt::adaptor {
+
+// Keeps the text for LastError() and returns the code.
+[[gnu::format(printf, 2, 3)]] int32_t Fail(int32_t code, const char* format, ...);
+// The text of this library's last Fail(), on any thread; "" if there was none. Valid until this
+// thread asks again.
+const char* LastError();
+
+using Clock = std::chrono::steady_clock;
+Clock::time_point DeadlineAfter(int64_t timeout_ns);
+
+// The pauses of a loop that looks again and again whether something has ended.
+class Poll {
+ public:
+  explicit Poll(Clock::time_point deadline) : deadline_(deadline) {}
+
+  // False once the deadline has passed; otherwise true, after a pause.
+  bool Again();
+
+ private:
+  const Clock::time_point deadline_;
+  uint32_t pauses_ = 0;
+};
+
+// Calls come from one thread at a time: the library's thread of the optimizer.
+class Ranks {
+ public:
+  Ranks(int32_t rank, int32_t world) : rank_(rank), world_(world) {}
+  virtual ~Ranks() = default;
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+
+  // A table whose functions call this object.
+  offload_comm_t Table();
+  // The object behind a table of this library, or NULL after Fail(INVALID_ARGUMENT); `create` is
+  // the function that makes such tables.
+  static Ranks* Of(const offload_comm_t* table, const char* create);
+
+  int32_t rank() const { return rank_; }
+  int32_t world() const { return world_; }
+  // A call has failed: the ranks are out of step, and all later calls fail at once.
+  bool failed() const { return failed_; }
+
+ protected:
+  // What one gather carries of each rank. Fixed, so that no call allocates.
+  static constexpr uint32_t kValuesAtOnce = 64;
+  static constexpr size_t kOwnBytes = kValuesAtOnce * sizeof(double);
+  // The buffer holds this rank's own bytes, then from AllOf() on those of all ranks.
+  size_t BufferBytes() const { return kOwnBytes * (1 + static_cast<size_t>(world_)); }
+  static std::byte* AllOf(std::byte* buffer) { return buffer + kOwnBytes; }
+
+  // In host memory, BufferBytes() long, aligned for double.
+  virtual std::byte* buffer() = 0;
+  // Copies the first `bytes` of every rank's own part to AllOf(buffer()), in rank order.
+  virtual int32_t Gather(size_t bytes, Clock::time_point deadline) = 0;
+
+  int32_t TimedOut(const char* call) const;
+
+ private:
+  template <typename T, typename Combine>
+  int32_t Reduce(T* values, uint32_t count, int64_t timeout_ns, Combine combine);
+
+  static int32_t Sum(void* user, double* values, uint32_t count, int64_t timeout_ns);
+  static int32_t Max(void* user, int32_t* values, uint32_t count, int64_t timeout_ns);
+  static int32_t Barrier(void* user, int64_t timeout_ns);
+
+  const int32_t rank_;
+  const int32_t world_;
+  bool failed_ = false;
+};
+
+}  // namespace hybridopt::adaptor
