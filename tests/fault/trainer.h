@@ -26,6 +26,14 @@ Struct Make() {
 #define ASSERT_OFFLOAD_OK(call) ASSERT_EQ(call, OFFLOAD_OK) << ::offload_last_error()
 #define EXPECT_OFFLOAD_OK(call) EXPECT_EQ(call, OFFLOAD_OK) << ::offload_last_error()
 
+// A call gave that status, and the text of this thread's last error has all the words.
+inline void ExpectError(int32_t got, int32_t status, const std::vector<std::string>& words) {
+  const std::string text = offload_last_error();
+  EXPECT_STREQ(offload_status_name(got), offload_status_name(status)) << text;
+  for (const std::string& word : words)
+    EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
+}
+
 // `full` iterations of a long test, fewer where HYBRIDOPT_TEST_SCALE says so.
 inline uint64_t Scaled(uint64_t full) {
   const char* scale = std::getenv("HYBRIDOPT_TEST_SCALE");

@@ -1,0 +1,341 @@
+// Options of contexts, optimizers and groups that are refused; docs/CONFIGURATION.md has those that
+// configuration_test.cpp asks for.
+#include <gtest/gtest.h>
+
+#include "bad_input.h"
+
+namespace hybridopt::fault {
+namespace {
+
+// ------------------------------------------------------------------------------------- contexts --
+
+// A row about options of a context or an optimizer to be made; the handle must stay unwritten.
+template <typename Options>
+Row ContextRow(const char* name, int32_t status, std::vector<std::string> words, Options&& edit) {
+  return {name, status, std::move(words), [edit](Trainer&) {
+            auto options = Make<offload_context_options_t>();
+            edit(options);
+            const auto unwritten = reinterpret_cast<offload_context_t>(Address(0x5a5a));
+            offload_context_t context = unwritten;
+            const int32_t status = offload_context_create(&options, &context);
+            EXPECT_EQ(context, unwritten);
+            return status;
+          }};
+}
+
+template <typename Options>
+Row OptimizerRow(const char* name, int32_t status, std::vector<std::string> words, Options&& edit) {
+  return {name, status, std::move(words), [edit](Trainer& trainer) {
+            auto options = Make<offload_optimizer_options_t>();
+            options.algorithm = OFFLOAD_ADAMW;
+            edit(options);
+            const auto unwritten = reinterpret_cast<offload_optimizer_t>(Address(0x5a5a));
+            offload_optimizer_t optimizer = unwritten;
+            const int32_t status = offload_optimizer_create(trainer.context, &options, &optimizer);
+            EXPECT_EQ(optimizer, unwritten);
+            return status;
+          }};
+}
+
+using ContextOptions = offload_context_options_t;
+using OptimizerOptions = offload_optimizer_options_t;
+
+INSTANTIATE_TEST_SUITE_P(
+    Create, OnSim,
+    testing::Values(
+        Row{"ContextOptionsNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"options is NULL"},
+            [](Trainer&) {
+              offload_context_t context;
+              return offload_context_create(nullptr, &context);
+            }},
+        Row{"ContextOutNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"context is NULL"},
+            [](Trainer&) {
+              const auto options = Make<ContextOptions>();
+              return offload_context_create(&options, nullptr);
+            }},
+        Row{"ContextTail",
+            OFFLOAD_UNSUPPORTED,
+            {"options.struct_size", "newer"},
+            [](Trainer&) {
+              const WithTail<ContextOptions> options;
+              offload_context_t context;
+              return offload_context_create(&options.value, &context);
+            }},
+        ContextRow("ContextStructSize", OFFLOAD_INVALID_ARGUMENT,
+                   {"options.struct_size is 2", "expected", std::to_string(sizeof(ContextOptions))},
+                   [](ContextOptions& o) { o.struct_size = 2; }),
+        Row{"OptimizerOptionsNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"options is NULL"},
+            [](Trainer& t) {
+              offload_optimizer_t optimizer;
+              return offload_optimizer_create(t.context, nullptr, &optimizer);
+            }},
+        Row{"OptimizerOutNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"optimizer is NULL"},
+            [](Trainer& t) {
+              const auto options = Make<OptimizerOptions>();
+              return offload_optimizer_create(t.context, &options, nullptr);
+            }},
+        Row{"OptimizerTail",
+            OFFLOAD_UNSUPPORTED,
+            {"options.struct_size", "newer"},
+            [](Trainer& t) {
+              const WithTail<OptimizerOptions> options;
+              offload_optimizer_t optimizer;
+              return offload_optimizer_create(t.context, &options.value, &optimizer);
+            }},
+        OptimizerRow("OptimizerStructSize", OFFLOAD_INVALID_ARGUMENT, {"options.struct_size is 0"},
+                     [](OptimizerOptions& o) { o.struct_size = 0; }),
+        OptimizerRow("UnknownMasterLayout", OFFLOAD_INVALID_ARGUMENT,
+                     {"options.master_layout is 2", "OFFLOAD_MASTER_FP32 (0) or _SPLIT (1)"},
+                     [](OptimizerOptions& o) { o.master_layout = 2; }),
+        OptimizerRow("MomentsInFp16", OFFLOAD_INVALID_ARGUMENT,
+                     {"options.moment_dtype is 3", "OFFLOAD_FP32 (1) or OFFLOAD_BF16 (2)"},
+                     [](OptimizerOptions& o) { o.moment_dtype = OFFLOAD_FP16; }),
+        OptimizerRow("UnknownRounding", OFFLOAD_INVALID_ARGUMENT,
+                     {"options.moment_rounding is 2", "OFFLOAD_ROUND_STOCHASTIC (0)"},
+                     [](OptimizerOptions& o) { o.moment_rounding = 2; }),
+        OptimizerRow("RoundingOfFp32", OFFLOAD_INVALID_ARGUMENT,
+                     {"OFFLOAD_ROUND_NEAREST", "fp32 moments are not rounded", "moment_dtype"},
+                     [](OptimizerOptions& o) { o.moment_rounding = OFFLOAD_ROUND_NEAREST; }),
+        OptimizerRow("SeedWithoutRandom", OFFLOAD_INVALID_ARGUMENT,
+                     {"options.rounding_seed is 7", "nothing is rounded at random"},
+                     [](OptimizerOptions& o) {
+                       o.rounding_seed = 7;
+                       o.moment_dtype = OFFLOAD_BF16;
+                       o.moment_rounding = OFFLOAD_ROUND_NEAREST;
+                     }),
+        OptimizerRow("OptimizerReserved", OFFLOAD_UNSUPPORTED, {"options.reserved is 1"},
+                     [](OptimizerOptions& o) { o.reserved = 1; })),
+    RowName);
+
+// --------------------------------------------------------------------------------------- groups --
+
+// Adding and setting a group refuse alike.
+std::vector<Row> GroupRows() {
+  struct Case {
+    const char* name;
+    int32_t algorithm;
+    int32_t status;
+    std::vector<std::string> words;
+    std::function<void(offload_group_t&)> edit;
+  };
+  const std::vector<Case> cases = {
+      {"LrNan",
+       OFFLOAD_ADAMW,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.lr is", "nan", "expected"},
+       [](auto& g) { g.lr = kNan; }},
+      {"LrNegative",
+       OFFLOAD_ADAMW,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.lr is -1", "at least 0"},
+       [](auto& g) { g.lr = -1; }},
+      {"LrInfinite",
+       OFFLOAD_SGD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.lr is inf", "finite"},
+       [](auto& g) { g.lr = kInfinity; }},
+      {"LrTooLarge",
+       OFFLOAD_LION,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.lr is 1e+300", "fp32"},
+       [](auto& g) { g.lr = 1e300; }},
+      {"WeightDecayNegative",
+       OFFLOAD_ADAGRAD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.weight_decay"},
+       [](auto& g) { g.weight_decay = -1e-3; }},
+      {"Beta1One",
+       OFFLOAD_ADAMW,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.beta1 is 1", "< 1"},
+       [](auto& g) { g.beta1 = 1; }},
+      {"Beta2Nan",
+       OFFLOAD_LION,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.beta2", "nan"},
+       [](auto& g) { g.beta2 = kNan; }},
+      {"Beta1Negative",
+       OFFLOAD_LION,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.beta1 is -0.5"},
+       [](auto& g) { g.beta1 = -0.5; }},
+      {"EpsZero",
+       OFFLOAD_ADAMW,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.eps is 0", "above 0"},
+       [](auto& g) { g.eps = 0; }},
+      {"EpsVanishes",
+       OFFLOAD_ADAGRAD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.eps is 1e-50", "above 0 in fp32"},
+       [](auto& g) { g.eps = 1e-50; }},
+      {"EpsNegative",
+       OFFLOAD_ADAM,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.eps is -1e-08"},
+       [](auto& g) { g.eps = -1e-8; }},
+      {"EpsUnused",
+       OFFLOAD_LION,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.eps", "Lion"},
+       [](auto& g) { g.eps = 1e-8; }},
+      {"BetaUnused",
+       OFFLOAD_SGD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.beta1", "SGD"},
+       [](auto& g) { g.beta1 = 0.9; }},
+      {"UnusedNan",
+       OFFLOAD_SGD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.eps", "SGD"},
+       [](auto& g) { g.eps = kNan; }},
+      {"LrDecayUnused",
+       OFFLOAD_ADAM,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.lr_decay", "Adam"},
+       [](auto& g) { g.lr_decay = 0.1; }},
+      {"AccumulatorNegative",
+       OFFLOAD_ADAGRAD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.initial_accumulator_value is -1"},
+       [](auto& g) { g.initial_accumulator_value = -1; }},
+      {"NesterovTwo",
+       OFFLOAD_SGD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.nesterov is 2", "0 or 1"},
+       [](auto& g) { g.nesterov = 2; }},
+      {"NesterovUnused",
+       OFFLOAD_ADAMW,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.nesterov is 1", "AdamW"},
+       [](auto& g) { g.nesterov = 1; }},
+      {"NesterovWithoutMomentum",
+       OFFLOAD_SGD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.nesterov is 1 with momentum 0", "above 0"},
+       [](auto& g) {
+         g.nesterov = 1;
+         g.momentum = 0;
+       }},
+      {"NesterovWithDampening",
+       OFFLOAD_SGD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.nesterov is 1", "dampening 0.1"},
+       [](auto& g) {
+         g.nesterov = 1;
+         g.dampening = 0.1;
+       }},
+      {"DampeningWithoutMomentum",
+       OFFLOAD_SGD,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.dampening is 0.5 with momentum 0"},
+       [](auto& g) {
+         g.momentum = 0;
+         g.dampening = 0.5;
+       }},
+      {"MaximizeNegative",
+       OFFLOAD_ADAMW,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.maximize is -1"},
+       [](auto& g) { g.maximize = -1; }},
+      {"GroupReserved",
+       OFFLOAD_ADAMW,
+       OFFLOAD_UNSUPPORTED,
+       {"group.reserved is 1"},
+       [](auto& g) { g.reserved = 1; }},
+      {"GroupStructSize",
+       OFFLOAD_ADAMW,
+       OFFLOAD_INVALID_ARGUMENT,
+       {"group.struct_size is 3"},
+       [](auto& g) { g.struct_size = 3; }},
+  };
+  std::vector<Row> rows;
+  for (const Case& one : cases) {
+    rows.push_back({one.name, one.status, one.words,
+                    [edit = one.edit](Trainer& t) {
+                      offload_group_t group = t.group;
+                      edit(group);
+                      uint32_t id = 99;
+                      const int32_t status = offload_optimizer_add_group(t.optimizer, &group, &id);
+                      EXPECT_EQ(id, 99u);
+                      EXPECT_EQ(offload_optimizer_set_group(t.optimizer, 0, &group), status);
+                      return status;
+                    },
+                    one.algorithm});
+  }
+  return rows;
+}
+INSTANTIATE_TEST_SUITE_P(Group, Registering, testing::ValuesIn(GroupRows()), RowName);
+
+INSTANTIATE_TEST_SUITE_P(
+    GroupCall, Anytime,
+    testing::Values(
+        Row{"AddGroupNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"group is NULL"},
+            [](Trainer& t) {
+              uint32_t id;
+              return offload_optimizer_add_group(t.optimizer, nullptr, &id);
+            }},
+        Row{"AddGroupIdNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"group_id is NULL"},
+            [](Trainer& t) { return offload_optimizer_add_group(t.optimizer, &t.group, nullptr); }},
+        Row{"AddGroupTail",
+            OFFLOAD_UNSUPPORTED,
+            {"group.struct_size"},
+            [](Trainer& t) {
+              WithTail<offload_group_t> group;
+              uint32_t id;
+              return offload_optimizer_add_group(t.optimizer, &group.value, &id);
+            }},
+        Row{"SetGroupNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"group is NULL"},
+            [](Trainer& t) { return offload_optimizer_set_group(t.optimizer, 0, nullptr); }},
+        Row{"SetGroupUnknown",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"group_id is 1", "only 1 groups"},
+            [](Trainer& t) { return offload_optimizer_set_group(t.optimizer, 1, &t.group); }},
+        Row{"SetGroupNan",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"group.lr", "nan"},
+            [](Trainer& t) {
+              offload_group_t group = t.group;
+              group.lr = kNan;
+              return offload_optimizer_set_group(t.optimizer, 0, &group);
+            }}),
+    RowName);
+
+TEST(SetGroup, CannotGainMomentumAfterCommit) {
+  for (int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    RunOptions run;
+    run.device_kind = device_kind;
+    run.algorithm = OFFLOAD_SGD;
+    Trainer trainer(run), alone(run);
+    for (Trainer* t : {&trainer, &alone}) {
+      t->group.momentum = 0;
+      ASSERT_OFFLOAD_OK(offload_optimizer_set_group(t->optimizer, 0, &t->group));
+      Begin(*t, Phase::kCommitted);
+    }
+    offload_group_t group = trainer.group;
+    group.momentum = 0.9;
+    EXPECT_EQ(offload_optimizer_set_group(trainer.optimizer, 0, &group), OFFLOAD_INVALID_ARGUMENT);
+    const std::string message = offload_last_error();
+    for (const char* word : {"group.momentum is 0.9", "group 0", "no momentum_buffer"})
+      EXPECT_NE(message.find(word), std::string::npos) << message;
+    EXPECT_EQ(StateOf(trainer, 0, OFFLOAD_STATE_MOMENTUM_BUFFER), OFFLOAD_INVALID_ARGUMENT);
+    EXPECT_EQ(Finish(trainer, Phase::kCommitted).bits, Finish(alone, Phase::kCommitted).bits);
+  }
+}
+
+}  // namespace
+}  // namespace hybridopt::fault
