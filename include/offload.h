@@ -43,7 +43,9 @@
  *            told before.
  * Threads.   Different handles may be used by different threads at once. Calls on one handle are
  *            serialised by the caller, except offload_optimizer_wait, _step_result and
- *            _get_stats, which any thread may call at any time before destroy. Working threads
+ *            _get_stats, which any thread may call at any time before destroy. Destroy ends queued
+ *            work and returns when no other call uses the handle any more: a wait that another
+ *            thread is in returns first, with the outcome of what it waits for. Working threads
  *            belong to the library; they start with the first work, not before.
  * Fork.      Handles do not survive fork: in the child every call that takes one returns
  *            INVALID_STATE and touches nothing. The parent goes on undisturbed.

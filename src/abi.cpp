@@ -254,21 +254,19 @@ int32_t offload_context_create(const offload_context_options_t* options,
 
 int32_t offload_context_destroy(offload_context_t context) {
   return Guard([&]() -> Status {
-    const auto unused = [](const Context& candidate) -> Status {
+    const auto check_unused = [](const Context& candidate) -> Status {
       if (candidate.optimizers() == 0) return {};
       return Status::Error(OFFLOAD_INVALID_STATE,
                            "context still has %u optimizers; destroy them first",
                            candidate.optimizers());
     };
-    HYBRIDOPT_ASSIGN(std::shared_ptr<Context> removed,
-                     Contexts::Instance().Remove(context, "context", unused));
-    return {};
+    return Contexts::Instance().Destroy(context, "context", check_unused, [](Context&) {});
   });
 }
 
 int32_t offload_context_get_info(offload_context_t context, offload_context_info_t* info) {
   return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(std::shared_ptr<Context> found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
     HYBRIDOPT_TRY(CheckOutput(info, "info"));
     HYBRIDOPT_ASSIGN(const offload_context_info_t value, found->Info());
     Write(info, value);
@@ -282,7 +280,7 @@ int32_t offload_optimizer_create(offload_context_t context,
                                  const offload_optimizer_options_t* options,
                                  offload_optimizer_t* optimizer) {
   return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(std::shared_ptr<Context> found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
     HYBRIDOPT_TRY(CheckPointer(optimizer, "optimizer"));
     HYBRIDOPT_ASSIGN(offload_optimizer_options_t read, Read(options, "options"));
     offload_comm_t comm{};
@@ -290,7 +288,7 @@ int32_t offload_optimizer_create(offload_context_t context,
       HYBRIDOPT_ASSIGN(comm, Read(read.comm, "options.comm"));
       read.comm = &comm;
     }
-    HYBRIDOPT_ASSIGN(std::shared_ptr<Optimizer> created, Optimizer::Create(found, read));
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Optimizer> created, Optimizer::Create(found.shared(), read));
     *optimizer =
         static_cast<offload_optimizer_t>(Optimizers::Instance().Insert(std::move(created)));
     return {};
@@ -299,10 +297,9 @@ int32_t offload_optimizer_create(offload_context_t context,
 
 int32_t offload_optimizer_destroy(offload_optimizer_t optimizer) {
   return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(std::shared_ptr<Optimizer> removed,
-                     Optimizers::Instance().Remove(optimizer, "optimizer",
-                                                   [](const Optimizer&) { return Status(); }));
-    return {};
+    return Optimizers::Instance().Destroy(
+        optimizer, "optimizer", [](const Optimizer&) { return Status(); },
+        [](Optimizer& closing) { closing.Close(); });
   });
 }
 

@@ -48,17 +48,18 @@ Result<uint32_t> Timeline::NextSlot() {
 }
 
 Result<uint64_t> Timeline::Submit() {
-  if (!thread_.has_value()) {
-    HYBRIDOPT_ASSIGN(thread_, prim::StartThread(
-                                  [](void* self) -> void* {
-                                    static_cast<Timeline*>(self)->Loop();
-                                    return nullptr;
-                                  },
-                                  this));
-  }
   uint64_t sequence = 0;
   {
     std::lock_guard lock(mutex_);
+    if (stopping_) return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer is being destroyed");
+    if (!thread_.has_value()) {
+      HYBRIDOPT_ASSIGN(thread_, prim::StartThread(
+                                    [](void* self) -> void* {
+                                      static_cast<Timeline*>(self)->Loop();
+                                      return nullptr;
+                                    },
+                                    this));
+    }
     sequence = ++submitted_;
   }
   changed_.notify_all();

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/prim.h"
@@ -19,9 +20,48 @@ namespace hybridopt {
 
 enum class HandleKind : uint8_t { kContext = 1, kOptimizer = 2 };
 
+// An object behind a handle, and how many calls are using it now.
+template <typename Object>
+struct HandleTarget {
+  explicit HandleTarget(std::shared_ptr<Object> made) : object(std::move(made)) {}
+
+  void AwaitLastUse() const {
+    for (uint32_t now = uses.load(); now != 0; now = uses.load()) uses.wait(now);
+  }
+
+  std::shared_ptr<Object> object;
+  std::atomic<uint32_t> uses = 0;
+};
+
+// One call's use of an object. Destroying the handle waits until no call uses the object any more.
+template <typename Object>
+class HandleUse {
+ public:
+  // Called with the table locked, so that nobody can take the object out meanwhile.
+  explicit HandleUse(std::shared_ptr<HandleTarget<Object>> target) : target_(std::move(target)) {
+    target_->uses += 1;
+  }
+  HandleUse(HandleUse&& other) = default;
+  HandleUse& operator=(HandleUse&& other) = delete;
+  ~HandleUse() {
+    if (target_ == nullptr) return;  // moved from
+    if (target_->uses.fetch_sub(1) == 1) target_->uses.notify_all();
+  }
+
+  Object* operator->() const { return target_->object.get(); }
+  Object& operator*() const { return *target_->object; }
+  // For whoever keeps the object beyond the call.
+  const std::shared_ptr<Object>& shared() const { return target_->object; }
+
+ private:
+  std::shared_ptr<HandleTarget<Object>> target_;
+};
+
 template <typename Object, HandleKind kKind>
 class HandleTable {
  public:
+  using Use = HandleUse<Object>;
+
   // The table of this process. After fork the child gets a fresh one: the parent's may have been
   // locked at that moment. It is never destroyed, so that threads may still use it at exit.
   static HandleTable& Instance() {
@@ -37,38 +77,49 @@ class HandleTable {
   explicit HandleTable(HandleTable* inherited) : inherited_(inherited) {}
 
   void* Insert(std::shared_ptr<Object> object) {
+    auto target = std::make_shared<Target>(std::move(object));
     std::lock_guard lock(mutex_);
     uint64_t slot = 0;
-    while (slot < entries_.size() && entries_[slot].object != nullptr) ++slot;
+    while (slot < entries_.size() && entries_[slot].target != nullptr) ++slot;
     if (slot == entries_.size()) entries_.emplace_back();
     Entry& entry = entries_[slot];
     entry.generation = (entry.generation + 1) & kGenerationMask;
-    entry.object = std::move(object);
+    entry.target = std::move(target);
     return reinterpret_cast<void*>(Bits(slot, entry.generation));
   }
 
   // `name` is the parameter's, for the error text.
-  Result<std::shared_ptr<Object>> Find(const void* handle, const char* name) {
+  Result<Use> Find(const void* handle, const char* name) {
     HYBRIDOPT_TRY(CheckForm(handle, name));
     std::lock_guard lock(mutex_);
     HYBRIDOPT_ASSIGN(Entry * entry, Locate(handle, name));
-    return entry->object;
+    return Use(entry->target);
   }
 
-  // Takes the object out; its handle is refused from now on. `may_go` can object.
-  template <typename Check>
-  Result<std::shared_ptr<Object>> Remove(const void* handle, const char* name, Check&& may_go) {
+  // Refuses the handle from now on, unless may_destroy(object) objects. Then calls close(object),
+  // which makes the calls return that are using the object, waits until they have, and lets the
+  // object go.
+  template <typename MayDestroy, typename Close>
+  Status Destroy(const void* handle, const char* name, MayDestroy&& may_destroy, Close&& close) {
     HYBRIDOPT_TRY(CheckForm(handle, name));
-    std::lock_guard lock(mutex_);
-    HYBRIDOPT_ASSIGN(Entry * entry, Locate(handle, name));
-    HYBRIDOPT_TRY(may_go(*entry->object));
-    return std::move(entry->object);
+    std::shared_ptr<Target> target;
+    {
+      std::lock_guard lock(mutex_);
+      HYBRIDOPT_ASSIGN(Entry * entry, Locate(handle, name));
+      HYBRIDOPT_TRY(may_destroy(*entry->target->object));
+      target = std::move(entry->target);
+    }
+    close(*target->object);
+    target->AwaitLastUse();
+    target->object.reset();
+    return {};
   }
 
  private:
+  using Target = HandleTarget<Object>;
   struct Entry {
     uint64_t generation = 0;
-    std::shared_ptr<Object> object;
+    std::shared_ptr<Target> target;  // NULL: the slot is free
   };
   static constexpr uint64_t kSlotBits = 24;
   static constexpr uint64_t kSlotMask = (uint64_t{1} << kSlotBits) - 1;
@@ -98,7 +149,7 @@ class HandleTable {
   Result<Entry*> Locate(const void* handle, const char* name) {
     const uint64_t bits = reinterpret_cast<uint64_t>(handle);
     const uint64_t slot = bits & kSlotMask;
-    if (slot < entries_.size() && entries_[slot].object != nullptr &&
+    if (slot < entries_.size() && entries_[slot].target != nullptr &&
         Bits(slot, entries_[slot].generation) == bits)
       return &entries_[slot];
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,

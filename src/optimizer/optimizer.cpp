@@ -93,6 +93,10 @@ Optimizer::~Optimizer() {
   context_->OptimizerDestroyed();
 }
 
+void Optimizer::Close() {
+  if (is_committed_) committed_->timeline->Drain();
+}
+
 // --------------------------------------------------------------------------------- registering --
 
 Result<uint32_t> Optimizer::AddGroup(const offload_group_t& group) {

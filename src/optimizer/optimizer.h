@@ -31,6 +31,9 @@ class Optimizer {
                                                    const offload_optimizer_options_t& options);
   Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options);
   ~Optimizer();  // finishes queued work
+  // Finishes queued work while other threads may still be in calls: those that wait for it return,
+  // and nothing more can be queued.
+  void Close();
 
   Result<uint32_t> AddGroup(const offload_group_t& group);
   Status SetGroup(uint32_t id, const offload_group_t& group);

@@ -83,6 +83,8 @@ struct RunOptions {
   int32_t allow_pageable = 0;
   uint64_t device_timeout_ns = 0;
   std::vector<uint64_t> counts = {3000, 1, 2500};
+  const offload_comm_t* comm = nullptr;
+  uint64_t comm_timeout_ns = 0;
 };
 
 inline void DropLog(void*, int32_t, const char*) {}
@@ -103,7 +105,7 @@ class Trainer {
     if (optimizer != nullptr) {
       EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
     }
-    if (owns_context_) {
+    if (owns_context_ && context != nullptr) {
       EXPECT_OFFLOAD_OK(offload_context_destroy(context));
     }
   }
@@ -210,6 +212,8 @@ class Trainer {
     optimizer_options.chunk_elements = options_.chunk_elements;
     optimizer_options.staging_slots = options_.staging_slots;
     optimizer_options.movable = options_.movable;
+    optimizer_options.comm = options_.comm;
+    optimizer_options.comm_timeout_ns = options_.comm_timeout_ns;
     ASSERT_OFFLOAD_OK(offload_optimizer_create(context, &optimizer_options, &optimizer));
     FillGroup();
     uint32_t group_id = 0;

@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace hybridopt {
 namespace {
@@ -16,10 +19,13 @@ struct Object {
 using Contexts = HandleTable<Object, HandleKind::kContext>;
 using Optimizers = HandleTable<Object, HandleKind::kOptimizer>;
 
-const auto kMayGo = [](const Object&) { return Status(); };
+Status Destroy(Contexts& table, const void* handle) {
+  return table.Destroy(
+      handle, "context", [](const Object&) { return Status(); }, [](Object&) {});
+}
 
 std::string RefusalOf(Contexts& table, const void* handle) {
-  Result<std::shared_ptr<Object>> found = table.Find(handle, "context");
+  Result<Contexts::Use> found = table.Find(handle, "context");
   EXPECT_FALSE(found.ok());
   EXPECT_EQ(found.status().code(), OFFLOAD_INVALID_ARGUMENT);
   return found.status().message();
@@ -40,13 +46,13 @@ TEST(HandleTable, RefusesADestroyedHandleEvenWhenItsSlotIsUsedAgain) {
   for (int round = 0; round < 1000; ++round) {
     void* handle = table.Insert(std::make_shared<Object>(Object{round}));
     EXPECT_EQ(dead.count(handle), 0u) << "a handle came back";
-    EXPECT_EQ(table.Remove(handle, "context", kMayGo).value()->value, round);
+    EXPECT_TRUE(Destroy(table, handle).ok());
     dead.insert(handle);
   }
   void* alive = table.Insert(std::make_shared<Object>(Object{-1}));
   for (void* handle : dead) {
     EXPECT_NE(RefusalOf(table, handle).find("has been destroyed"), std::string::npos);
-    EXPECT_FALSE(table.Remove(handle, "context", kMayGo).ok());
+    EXPECT_FALSE(Destroy(table, handle).ok());
   }
   EXPECT_EQ(table.Find(alive, "context").value()->value, -1);
 }
@@ -67,20 +73,34 @@ TEST(HandleTable, ObjectsMayRefuseToGo) {
   const auto busy = [](const Object& object) {
     return Status::Error(OFFLOAD_INVALID_STATE, "%d reasons", object.value);
   };
-  EXPECT_EQ(table.Remove(handle, "context", busy).status().message(), "5 reasons");
+  const Status refused = table.Destroy(handle, "context", busy, [](Object&) { FAIL(); });
+  EXPECT_EQ(refused.message(), "5 reasons");
   EXPECT_EQ(table.Find(handle, "context").value()->value, 5);
 }
 
-TEST(HandleTable, AnObjectInUseOutlivesItsHandle) {
+// Whoever uses the object is told by `close`, and it is gone when Destroy has returned.
+TEST(HandleTable, DestroyWaitsForTheCallsThatUseTheObject) {
   Contexts table(nullptr);
   auto object = std::make_shared<Object>();
   const std::weak_ptr<Object> watch = object;
   void* handle = table.Insert(std::move(object));
-  auto found = table.Find(handle, "context");
-  (void)table.Remove(handle, "context", kMayGo).ok();
-  EXPECT_FALSE(watch.expired());
-  found = Status::Error(OFFLOAD_INTERNAL, "let go");
+  std::atomic<bool> using_it = false, closed = false, left = false;
+  std::thread user([&] {
+    const Result<Contexts::Use> use = table.Find(handle, "context");
+    using_it = true;
+    while (!closed) std::this_thread::yield();
+    for (int i = 0; i < 100; ++i) std::this_thread::yield();
+    EXPECT_FALSE(watch.expired());
+    EXPECT_FALSE(table.Find(handle, "context").ok()) << "refused as soon as destroy has begun";
+    left = true;
+  });
+  while (!using_it) std::this_thread::yield();
+  const Status destroyed = table.Destroy(
+      handle, "context", [](const Object&) { return Status(); }, [&](Object&) { closed = true; });
+  EXPECT_TRUE(destroyed.ok());
+  EXPECT_TRUE(left);
   EXPECT_TRUE(watch.expired());
+  user.join();
 }
 
 TEST(HandleTable, ServesManyThreads) {
@@ -91,7 +111,7 @@ TEST(HandleTable, ServesManyThreads) {
       for (int round = 0; round < 500; ++round) {
         void* handle = table.Insert(std::make_shared<Object>(Object{thread}));
         EXPECT_EQ(table.Find(handle, "context").value()->value, thread);
-        EXPECT_TRUE(table.Remove(handle, "context", kMayGo).ok());
+        EXPECT_TRUE(Destroy(table, handle).ok());
         EXPECT_FALSE(table.Find(handle, "context").ok());
       }
     });

@@ -1,0 +1,264 @@
+// Destroy against the calls that other threads are in: it ends the work itself, whoever else uses
+// the handle, and whoever waits is told.
+#include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "trainer.h"
+
+namespace hybridopt::fault {
+namespace {
+
+// A comm table of one rank whose functions return when the gate is open: the work of a step stands
+// still inside them.
+struct CommGate {
+  offload_comm_t Table() {
+    auto table = Make<offload_comm_t>();
+    table.world = 1;
+    table.user = this;
+    table.sum = [](void* gate, double*, uint32_t, int64_t) { return Pass(gate); };
+    table.max = [](void* gate, int32_t*, uint32_t, int64_t) { return Pass(gate); };
+    table.barrier = [](void* gate, int64_t) { return Pass(gate); };
+    return table;
+  }
+  static int32_t Pass(void* gate) {
+    static_cast<CommGate*>(gate)->entered = true;
+    Gate::Hold(&static_cast<CommGate*>(gate)->gate);
+    return OFFLOAD_OK;
+  }
+  void AwaitEntered() const {
+    while (!entered) std::this_thread::yield();
+  }
+
+  std::atomic<bool> entered = false;
+  Gate gate;
+};
+
+// A call on a thread of its own, and whether the thread sleeps in it.
+class CallThread {
+ public:
+  explicit CallThread(std::function<int32_t()> call)
+      : thread_([this, call = std::move(call)] {
+          id_ = static_cast<int>(syscall(SYS_gettid));
+          status_ = call();
+          if (status_ != OFFLOAD_OK) error_ = offload_last_error();
+          returned_ = true;
+        }) {}
+  ~CallThread() {
+    if (thread_.joinable()) thread_.join();
+  }
+
+  // Waits until the thread sleeps in its call, or the call has returned.
+  void AwaitAsleep() const {
+    while (!returned_ && !IsAsleep()) std::this_thread::yield();
+  }
+  bool returned() const { return returned_; }
+
+  int32_t Join() {
+    thread_.join();
+    return status_;
+  }
+  const std::string& error() const { return error_; }
+
+ private:
+  // Looks twice, since a thread may sleep for a moment for a lock.
+  bool IsAsleep() const {
+    for (int look = 0; look < 3; ++look) {
+      if (id_ == 0 || State() != 'S') return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    return true;
+  }
+  char State() const {
+    std::ifstream file("/proc/self/task/" + std::to_string(id_) + "/stat");
+    std::string text;
+    std::getline(file, text);
+    const size_t name_end = text.rfind(')');
+    return name_end == std::string::npos ? '?' : text[name_end + 2];
+  }
+
+  std::atomic<int> id_ = 0;
+  std::atomic<bool> returned_ = false;
+  int32_t status_ = OFFLOAD_OK;
+  std::string error_;
+  std::thread thread_;
+};
+
+bool IsDestroyed(offload_optimizer_t optimizer) {
+  auto stats = Make<offload_stats_t>();
+  return offload_optimizer_get_stats(optimizer, &stats) == OFFLOAD_INVALID_ARGUMENT;
+}
+
+// A step that stands still in a comm function while `call` waits for it on another thread. Destroy
+// must wait for the step too.
+void DestroyWhileCalled(int32_t device_kind, const std::function<int32_t(const Trainer&)>& call) {
+  CommGate comm;
+  const offload_comm_t table = comm.Table();
+  RunOptions run;
+  run.device_kind = device_kind;
+  run.comm = &table;
+  Trainer trainer(run);
+  trainer.AddParams();
+  trainer.Commit();
+  trainer.UploadGrads(0);
+  ASSERT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
+  comm.AwaitEntered();
+  CallThread caller([&] { return call(trainer); });
+  caller.AwaitAsleep();
+  EXPECT_FALSE(caller.returned());
+
+  CallThread destroyer([&] {
+    const int32_t status = offload_optimizer_destroy(trainer.optimizer);
+    EXPECT_TRUE(comm.gate.open) << "the step had not ended when destroy returned";
+    return status;
+  });
+  while (!IsDestroyed(trainer.optimizer)) std::this_thread::yield();
+  destroyer.AwaitAsleep();
+  EXPECT_FALSE(caller.returned());
+  comm.gate.open = true;
+  EXPECT_EQ(destroyer.Join(), OFFLOAD_OK) << destroyer.error();
+  EXPECT_TRUE(caller.returned());
+  EXPECT_EQ(caller.Join(), OFFLOAD_OK) << caller.error();
+  trainer.optimizer = nullptr;
+  // All arrays are the caller's again, and the context has no optimizer any more.
+  for (uint32_t i = 0; i < trainer.size(); ++i) {
+    EXPECT_OFFLOAD_OK(offload_device_free(trainer.context, trainer.data[i]));
+    EXPECT_OFFLOAD_OK(offload_device_free(trainer.context, trainer.grads[i]));
+  }
+}
+
+TEST(Destroy, EndsTheWorkThatAnotherThreadWaitsFor) {
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM})
+    for (const int64_t timeout_ns : {int64_t{-1}, int64_t{INT64_MAX}})
+      DestroyWhileCalled(device_kind, [&](const Trainer& trainer) {
+        return offload_optimizer_wait(trainer.optimizer, 0, timeout_ns);
+      });
+}
+
+// On the simulated device this call returns at once.
+TEST(Destroy, EndsTheWorkThatAThreadWaitsForInStreamWait) {
+  DestroyWhileCalled(OFFLOAD_DEVICE_HOST, [](const Trainer& trainer) {
+    return offload_optimizer_stream_wait(trainer.optimizer, 0, nullptr, nullptr, 0);
+  });
+}
+
+// ---------------------------------------------------------------------------------------- pairs --
+
+struct Query {
+  const char* name;
+  int32_t (*call)(const Trainer& trainer);
+  std::vector<int32_t> answers;  // that it may give before destroy
+};
+
+const Query kQueries[] = {
+    {"wait",
+     [](const Trainer& t) { return offload_optimizer_wait(t.optimizer, 0, 1'000'000'000); },
+     {OFFLOAD_OK}},
+    {"look",
+     [](const Trainer& t) { return offload_optimizer_wait(t.optimizer, 0, 0); },
+     {OFFLOAD_OK, OFFLOAD_TIMED_OUT}},
+    {"get_stats",
+     [](const Trainer& t) {
+       auto stats = Make<offload_stats_t>();
+       return offload_optimizer_get_stats(t.optimizer, &stats);
+     },
+     {OFFLOAD_OK}},
+    {"step_result",
+     [](const Trainer& t) {
+       auto result = Make<offload_step_result_t>();
+       return offload_optimizer_step_result(t.optimizer, 0, &result);
+     },
+     {OFFLOAD_OK, OFFLOAD_INVALID_STATE}},
+    {"stream_wait",
+     [](const Trainer& t) {
+       return offload_optimizer_stream_wait(t.optimizer, 0, nullptr, nullptr, 0);
+     },
+     {OFFLOAD_OK}},
+    {"get_info",
+     [](const Trainer& t) {
+       auto info = Make<offload_context_info_t>();
+       return offload_context_get_info(t.context, &info);
+     },
+     {OFFLOAD_OK}},
+};
+
+// Arrays outside the library that are gone when destroy has returned: with the address sanitizer
+// whoever still uses them is seen.
+class OwnArrays {
+ public:
+  OwnArrays(const RunOptions& run, const Trainer& trainer) : trainer_(trainer) {
+    for (const uint64_t count : run.counts)
+      for (std::vector<std::vector<float>>* arrays : {&data_, &grads_})
+        arrays->emplace_back(count, 0.25f);
+  }
+  void Bind() {
+    std::vector<offload_binding_t> bindings;
+    for (uint32_t i = 0; i < trainer_.size(); ++i)
+      bindings.push_back({sizeof(offload_binding_t), i, data_[i].data(), grads_[i].data()});
+    EXPECT_OFFLOAD_OK(offload_optimizer_bind(trainer_.optimizer, bindings.data(), trainer_.size()));
+  }
+
+ private:
+  const Trainer& trainer_;
+  std::vector<std::vector<float>> data_, grads_;
+};
+
+// Steps are queued, threads ask, the optimizer and the context are destroyed.
+void DestroyWhileAsked(const RunOptions& run, const Query& query) {
+  SCOPED_TRACE(query.name);
+  auto trainer = std::make_unique<Trainer>(run);
+  trainer->AddParams();
+  trainer->Commit();
+  trainer->UploadGrads(0);
+  auto arrays = std::make_unique<OwnArrays>(run, *trainer);
+  if (run.device_kind == OFFLOAD_DEVICE_HOST) arrays->Bind();
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> askers;
+  for (int i = 0; i < 2; ++i)
+    askers.emplace_back([&] {
+      while (!stop) {
+        std::this_thread::yield();
+        const int32_t answer = query.call(*trainer);
+        if (answer == OFFLOAD_INVALID_ARGUMENT) {
+          EXPECT_NE(std::string(offload_last_error()).find("has been destroyed"), std::string::npos)
+              << offload_last_error();
+          continue;
+        }
+        EXPECT_EQ(std::count(query.answers.begin(), query.answers.end(), answer), 1)
+            << answer << ": " << offload_last_error();
+      }
+    });
+  for (int step = 0; step < 4; ++step)
+    EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer->optimizer, nullptr, nullptr));
+  EXPECT_OFFLOAD_OK(offload_optimizer_destroy(trainer->optimizer));
+  arrays.reset();
+  EXPECT_OFFLOAD_OK(offload_context_destroy(trainer->context));
+  stop = true;
+  for (std::thread& asker : askers) asker.join();
+  trainer->optimizer = nullptr;
+  trainer->context = nullptr;
+}
+
+TEST(Destroy, IsOverWhenItReturnsWhoeverAsksMeanwhile) {
+  for (uint64_t round = 0; round < Scaled(3); ++round)
+    for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM})
+      for (const Query& query : kQueries) {
+        RunOptions run;
+        run.device_kind = device_kind;
+        run.sim_delay_ns_max = device_kind == OFFLOAD_DEVICE_SIM ? 20'000 : 0;
+        DestroyWhileAsked(run, query);
+      }
+}
+
+}  // namespace
+}  // namespace hybridopt::fault
