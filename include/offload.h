@@ -248,13 +248,13 @@ typedef struct offload_context_info {
   uint64_t device_memory_free_bytes; /* now */
   uint64_t pinned_bytes;             /* host memory that is pinned for this context, really */
   char isa[32];                      /* instruction set of the host kernels: "avx512", ... */
-  char device_name[64];
+  char device_name[256];
   uint32_t local_rank;  /* as the CPUs were shared out */
   uint32_t local_world; /* likewise */
   uint32_t cpus;        /* this rank's part of cpus_allowed */
   int32_t numa_rung;    /* enum offload_numa_rung; final once the first work has started threads */
   uint64_t numa_nodes;  /* bit n: there are update threads on node n (those above 63 not shown) */
-  char notes[256];      /* what fell short of the best, and why; "" if nothing did */
+  char notes[1024];     /* what fell short of the best, and why; "" if nothing did */
 } offload_context_info_t;
 
 /* Opens a device and learns the machine. Allocates little and starts no thread of the update pool.
@@ -386,25 +386,25 @@ typedef struct offload_plan {
   uint32_t struct_size;
   uint32_t param_count;
   uint64_t element_count;
-  uint64_t host_elements;         /* host share */
-  uint64_t device_elements;       /* device share */
-  uint64_t host_state_bytes[8];   /* indexed by enum offload_state_kind */
-  uint64_t device_state_bytes[8]; /* likewise */
-  uint64_t staging_bytes;         /* pinned host memory: ring and verdict */
-  uint64_t host_params_bytes;     /* pinned: room for params that are offloaded */
-  uint64_t host_grads_bytes;      /* pinned: room for gradients that are offloaded */
-  uint64_t host_swap_bytes;       /* pinned: room for the device share's state */
-  uint64_t host_scratch_bytes;    /* tables, norm sums, queued-step snapshots */
-  uint64_t device_scratch_bytes;  /* norm sums, verdict, gradients that come back for a step */
-  uint64_t host_bytes;            /* all of the above on the host */
-  uint64_t device_bytes;          /* all of the above on the device */
-  uint64_t device_free_bytes;     /* on the device now; 0 on the host device */
-  uint64_t host_available_bytes;  /* on the host now, cgroup limit counted */
-  uint64_t pinned_bytes_left;     /* under the context's cap; UINT64_MAX without one */
-  uint64_t chunk_count;           /* chunks a full step moves */
-  uint64_t grads_down_bytes;      /* copied device to host by a full step */
-  uint64_t params_up_bytes;       /* copied host to device by a full step */
-  int32_t fits;                   /* 1: commit would find room for all of it now */
+  uint64_t host_elements;          /* host share */
+  uint64_t device_elements;        /* device share */
+  uint64_t host_state_bytes[32];   /* indexed by enum offload_state_kind */
+  uint64_t device_state_bytes[32]; /* likewise */
+  uint64_t staging_bytes;          /* pinned host memory: ring and verdict */
+  uint64_t host_params_bytes;      /* pinned: room for params that are offloaded */
+  uint64_t host_grads_bytes;       /* pinned: room for gradients that are offloaded */
+  uint64_t host_swap_bytes;        /* pinned: room for the device share's state */
+  uint64_t host_scratch_bytes;     /* tables, norm sums, queued-step snapshots */
+  uint64_t device_scratch_bytes;   /* norm sums, verdict, gradients that come back for a step */
+  uint64_t host_bytes;             /* all of the above on the host */
+  uint64_t device_bytes;           /* all of the above on the device */
+  uint64_t device_free_bytes;      /* on the device now; 0 on the host device */
+  uint64_t host_available_bytes;   /* on the host now, cgroup limit counted */
+  uint64_t pinned_bytes_left;      /* under the context's cap; UINT64_MAX without one */
+  uint64_t chunk_count;            /* chunks a full step moves */
+  uint64_t grads_down_bytes;       /* copied device to host by a full step */
+  uint64_t params_up_bytes;        /* copied host to device by a full step */
+  int32_t fits;                    /* 1: commit would find room for all of it now */
   uint32_t reserved;
 } offload_plan_t;
 

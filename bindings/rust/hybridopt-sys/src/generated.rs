@@ -121,13 +121,13 @@ pub struct offload_context_info_t {
     pub device_memory_free_bytes: u64,
     pub pinned_bytes: u64,
     pub isa: [c_char; 32],
-    pub device_name: [c_char; 64],
+    pub device_name: [c_char; 256],
     pub local_rank: u32,
     pub local_world: u32,
     pub cpus: u32,
     pub numa_rung: i32,
     pub numa_nodes: u64,
-    pub notes: [c_char; 256],
+    pub notes: [c_char; 1024],
 }
 default_is_zero!(offload_context_info_t);
 
@@ -239,8 +239,8 @@ pub struct offload_plan_t {
     pub element_count: u64,
     pub host_elements: u64,
     pub device_elements: u64,
-    pub host_state_bytes: [u64; 8],
-    pub device_state_bytes: [u64; 8],
+    pub host_state_bytes: [u64; 32],
+    pub device_state_bytes: [u64; 32],
     pub staging_bytes: u64,
     pub host_params_bytes: u64,
     pub host_grads_bytes: u64,

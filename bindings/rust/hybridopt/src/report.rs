@@ -20,7 +20,7 @@ macro_rules! as_it_is {
     )*};
 }
 
-as_it_is!(i32, u32, u64, f64, [u64; 8]);
+as_it_is!(i32, u32, u64, f64, [u64; 32]);
 
 impl Convert<bool> for i32 {
     fn convert(&self) -> bool {
@@ -111,9 +111,9 @@ report! {
         /// Of the device share.
         device_elements: u64,
         /// Indexed by [`StateKind`](crate::StateKind).
-        host_state_bytes: [u64; 8],
+        host_state_bytes: [u64; 32],
         /// Indexed by [`StateKind`](crate::StateKind).
-        device_state_bytes: [u64; 8],
+        device_state_bytes: [u64; 32],
         /// Pinned host memory: ring and verdict.
         staging_bytes: u64,
         /// Pinned: room for params that are offloaded.

@@ -151,13 +151,13 @@ class offload_context_info_t(Struct):
         ("device_memory_free_bytes", ctypes.c_uint64),
         ("pinned_bytes", ctypes.c_uint64),
         ("isa", ctypes.c_char * 32),
-        ("device_name", ctypes.c_char * 64),
+        ("device_name", ctypes.c_char * 256),
         ("local_rank", ctypes.c_uint32),
         ("local_world", ctypes.c_uint32),
         ("cpus", ctypes.c_uint32),
         ("numa_rung", ctypes.c_int32),
         ("numa_nodes", ctypes.c_uint64),
-        ("notes", ctypes.c_char * 256),
+        ("notes", ctypes.c_char * 1024),
     ]
 
 
@@ -345,8 +345,8 @@ class offload_plan_t(Struct):
         ("element_count", ctypes.c_uint64),
         ("host_elements", ctypes.c_uint64),
         ("device_elements", ctypes.c_uint64),
-        ("host_state_bytes", ctypes.c_uint64 * 8),
-        ("device_state_bytes", ctypes.c_uint64 * 8),
+        ("host_state_bytes", ctypes.c_uint64 * 32),
+        ("device_state_bytes", ctypes.c_uint64 * 32),
         ("staging_bytes", ctypes.c_uint64),
         ("host_params_bytes", ctypes.c_uint64),
         ("host_grads_bytes", ctypes.c_uint64),
