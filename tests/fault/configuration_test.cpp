@@ -602,9 +602,7 @@ std::multiset<std::string> TestsOfTheTable(const std::filesystem::path& file) {
 }
 
 TEST(ConfigurationTable, HasARowForEachTestAndATestForEachRow) {
-  const std::filesystem::path source(__FILE__);
-  const std::filesystem::path file =
-      source.parent_path().parent_path().parent_path() / "docs" / "CONFIGURATION.md";
+  const auto file = std::filesystem::path(HYBRIDOPT_SOURCE_DIR) / "docs" / "CONFIGURATION.md";
   ASSERT_TRUE(std::filesystem::exists(file)) << file << " is not here";
   std::multiset<std::string> tests;
   const testing::UnitTest& unit = *testing::UnitTest::GetInstance();

@@ -20,7 +20,7 @@ fi
 
 failed=0
 for kernel in fp32 split bf16_moments split_bf16_moments norm; do
-  valgrind --tool=callgrind --callgrind-out-file="$out/callgrind" \
+  LD_BIND_NOW=1 valgrind --tool=callgrind --callgrind-out-file="$out/callgrind" \
     --toggle-collect=MeasuredUpdate --toggle-collect=MeasuredNorm "$program" "$kernel" \
     >"$out/log" 2>&1 || { echo "SKIPPED: valgrind cannot run this here"; cat "$out/log"; exit 77; }
   total=$(sed -n 's/.*Collected : *\([0-9]*\).*/\1/p' "$out/log")
