@@ -5,7 +5,6 @@ import gc
 import io
 import pickle
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import hybridopt
-import hybridopt.masters as masters_of_engines
-from hybridopt import abi
+from hybridopt import abi, in_sync, master_bits, samples
 from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits
 
 every_optimizer = pytest.mark.parametrize("name", PAIRS)
@@ -282,7 +280,8 @@ def test_state_without_moments_starts_again_once():
     optimizer._engine.settle = lambda state: None  # on a GPU steps are settled when state is asked for
     dict.__setitem__(optimizer._state, param, {"momentum_buffer": None})
     run(optimizer, [param], [1, 1])
-    momentum = optimizer._engine.read(optimizer._engine.slots[0], abi.OFFLOAD_STATE_MOMENTUM_BUFFER)
+    engine = optimizer._engine
+    momentum = engine.stored.read(engine.slots[0], abi.OFFLOAD_STATE_MOMENTUM_BUFFER)
     assert torch.allclose(momentum, 1.9 * param.grad)
 
 
@@ -369,7 +368,7 @@ def test_a_momentum_that_comes_later_gets_its_buffers():
 @pytest.fixture(params=["here", "away"])
 def where(request, monkeypatch):
     """Params are looked at in place, or as those on a GPU are, by torch's operations."""
-    monkeypatch.setattr(masters_of_engines.Masters, "_are_away", lambda _: request.param == "away")
+    monkeypatch.setattr(in_sync, "is_away", lambda _: request.param == "away")
     return request.param
 
 
@@ -420,7 +419,7 @@ def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere(where, stepped_
     masters = [optimizer.state[param]["master_param"].clone() for param in params]
     unseen = 100
     params[1].data[unseen] = 7.0
-    assert optimizer._engine._are_as_sampled(optimizer._engine.slots)
+    assert optimizer._engine.in_sync._are_as_sampled(optimizer._engine.slots)
     params[0].data[3] = 5.0
     run(optimizer, params, [3])
     assert params[0][3] == 5.0 and params[1][unseen] == 7.0
@@ -440,7 +439,7 @@ def test_one_element_written_behind_our_back_is_kept_where_all_are_checked(where
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype, monkeypatch):
-    monkeypatch.setattr(masters_of_engines, "COMPARED_ELEMENTS", 16)
+    monkeypatch.setattr(master_bits, "COMPARED_ELEMENTS", 16)
     whole = torch.randn(103).to(dtype)  # params at places that words do not begin at, of odd lengths
     params = [Parameter(whole[:32]), Parameter(whole[33:63]), Parameter(whole[63:])]
     optimizer = hybridopt.AdamW(params, lr=1e-3, weight_decay=0.0, threads=1)
@@ -450,9 +449,9 @@ def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype, monkeyp
         for index in range(param.numel()):
             masters = [optimizer.master_of(each).clone() for each in params]
             written = float(param.detach()[index]) + 1.0
-            param.data[index] = written
             versions = [each._version for each in params]
-            assert all(slot.version == v for slot, v in zip(optimizer._engine.slots, versions))
+            param.data[index] = written
+            assert [each._version for each in params] == versions
             run(optimizer, params, [3])
             expected = torch.tensor(written).to(dtype)
             assert param.detach()[index] == expected
@@ -483,10 +482,9 @@ def test_samples_are_the_same_wherever_a_param_is():
     for count in (0, 1, 255, 256, 257, 300, 5000, 99_999):
         for dtype in DTYPES:
             tensor = torch.randn(count).to(dtype)
-            here = masters_of_engines.samples_on_host(tensor.data_ptr(), tensor.nbytes)
-            slots = [SimpleNamespace(bound=each) for each in (tensor, torch.ones(2), tensor)]
-            samples = masters_of_engines.Samples(slots).bytes()
-            assert (samples[0], samples[2]) == (here, here)
+            here = samples.samples_on_host(tensor.data_ptr(), tensor.nbytes)
+            anywhere = samples.Samples([tensor, torch.ones(2), tensor]).bytes()
+            assert (anywhere[0], anywhere[2]) == (here, here)
             assert len(here) == min(tensor.nbytes, 512)
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import abi
-from .optimizer import OffloadOptimizer, OffloadOptions
+from .optimizer import OffloadOptimizer
+from .options import OffloadOptions
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import abi
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .engine import Engine
 
 Progress = Callable[[int, int], Any] | bool | None
 
@@ -78,7 +76,7 @@ def save(
     flags = abi.OFFLOAD_SAVE_MASTERS_ONLY if masters_only else 0
     stream = engine.stream() or None
     ticket = engine.handle.save(
-        path, keep=engine.storages(), flags=flags, stream=stream, progress=function
+        path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
     )
     transfer = Transfer(engine, ticket, function)
     if wait:
@@ -102,7 +100,7 @@ def load(
     function = shown(progress, f"load {os.fspath(path)}")
     stream = engine.stream() or None
     ticket = engine.handle.load(
-        path, keep=engine.storages(), flags=flags, stream=stream, progress=function
+        path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
     )
     Transfer(engine, ticket, function).wait()
     if keep_steps or not fresh_moments:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch.distributed as dist
 
-from .engine import Member
+from .members import Member
 from .process_group import ProcessGroupComm
 from .sharding import mark_replicas, shard_of
 

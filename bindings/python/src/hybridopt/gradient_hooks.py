@@ -1,8 +1,8 @@
 """Gradients that leave the device while the backward pass still runs.
 
 A hook on each param hands its gradient to the library as soon as autograd has accumulated it, and
-takes it off the param. The copy runs behind the work now queued on the current stream; the tensor
-is let go when the copy has ended. The step finds the gradients on the host.
+takes it off the param. The copy runs behind the work now queued on the current stream; the hooks let
+the tensor go when the copy has ended. The step finds the gradients on the host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,21 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from . import abi
+from .engine import Engine
 from .modes import in_no_mode
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .lifecycle import Lifecycle
+from .moves import send_gradient
 
 # The library takes 256 queued calls. Gradients beyond these wait for the oldest copy to end.
 MAX_IN_FLIGHT = 64
+
+
+class Hooked(Protocol):
+    """The optimizer, as far as its hooks know it."""
+
+    _engine: Engine | None
+    _hooks: GradientHooks | None
+
+    def _ready_engine(self) -> Engine: ...
 
 
 def refuse_replicas(params: set[Tensor]) -> None:
@@ -49,7 +56,7 @@ class GradientHooks:
 
     def __init__(
         self,
-        optimizer: Lifecycle,
+        optimizer: Hooked,
         accumulate: bool,
         grad_scaler: torch.amp.GradScaler | None,
     ) -> None:
@@ -125,7 +132,7 @@ class GradientHooks:
             # unfrozen, or for a group's momentum. Later the gradients on the host would be lost.
             engine = optimizer._ready_engine()
         self._let_go(engine)
-        slot = engine.slot_of.get(param)
+        slot = engine.registered.slot_of.get(param)
         if slot is None:  # no param of this optimizer any more
             return
         if not slot.takes_gradient():
@@ -135,8 +142,7 @@ class GradientHooks:
                 "grad_dtype of the parameter between step() and the next backward pass, or drop the "
                 "gradients with zero_grad() and start the step again"
             )
-        ticket, grad = engine.send_gradient(slot, param.grad, self._flags)
-        slot.hooked = True
+        ticket, grad = send_gradient(engine, slot, param.grad, self._flags, hooked=True)
         self._begun = True
         self._in_flight.append((ticket, grad))
         param.grad = None

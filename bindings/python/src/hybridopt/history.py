@@ -1,12 +1,12 @@
-"""What an optimizer has done so far. Its state moves to another engine when params are added, say; this
-goes on."""
+"""What an optimizer has done so far. Its state moves to another engine when params are added, say; its
+history goes on."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
 
 from . import abi
 from .plans import Stats, StepResult, described
@@ -23,11 +23,33 @@ TOTALS = [
 ]
 
 
+@dataclass(frozen=True)
+class MemorySample:
+    """Who holds how much: before a step (`gradients`) and after it (`step`), after an `offload` and
+    after a `reload`."""
+
+    seconds: float  # since the optimizer was made
+    label: str
+    params_on_device_bytes: int
+    params_on_host_bytes: int
+    grads_on_device_bytes: int
+    grads_on_host_bytes: int
+    states_on_device_bytes: int
+    states_on_host_bytes: int
+    device_bytes: int  # the library's own, the device share's states and scratch
+    host_bytes: int  # the library's own, all of it
+
+
+BYTE_FIELDS = [
+    field.name for field in dataclasses.fields(MemorySample) if field.name.endswith("_bytes")
+]
+
+
 class History:
     def __init__(self) -> None:
-        self.made = time.monotonic()
+        self._made = time.monotonic()
         self.results: deque[StepResult] = deque(maxlen=REMEMBERED_RESULTS)
-        self.samples: deque[Any] = deque(maxlen=REMEMBERED_SAMPLES)
+        self.samples: deque[MemorySample] = deque(maxlen=REMEMBERED_SAMPLES)
         self._before = Stats()  # of engines that have ended
         self._steps_before = 0  # that the engine does not count
         self._steps_now = 0  # by the latest result, or by the checkpoint that was loaded since
@@ -37,14 +59,19 @@ class History:
         self._steps_now = result.step
         self.results.append(described(StepResult, result))
 
+    def sample(self, label: str, own: abi.offload_stats_t) -> None:
+        """Notes who holds how much now."""
+        held = {name: getattr(own, name) for name in BYTE_FIELDS}
+        self.samples.append(MemorySample(time.monotonic() - self._made, label, **held))
+
     def stats(self, own: abi.offload_stats_t | None) -> Stats:
-        """With those of the engine there is."""
+        """Totals, with those of the engine there is."""
         now = Stats() if own is None else described(Stats, own)
         sums = {name: getattr(now, name) + getattr(self._before, name) for name in TOTALS}
         return dataclasses.replace(now, **sums)
 
     def note_end(self, own: abi.offload_stats_t) -> None:
-        """The engine ends. All of its results are here."""
+        """The engine ends. All of its results have been added."""
         sums = self.stats(own)
         self._before = Stats(**{name: getattr(sums, name) for name in TOTALS})
         self._steps_before = self._steps_now

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .adopting import COUNTED
-from .engine import MOMENTS
+from .moments import COUNTED, MOMENTS
 
 _MOMENTS_OF_ANY = {name: None for moments in MOMENTS.values() for name in moments}
 

@@ -1,88 +1,140 @@
-"""What an engine does for phases and hooks: tells addresses, sends gradients, hides what is away."""
+"""Moves: params, gradients and states go to the host and come back. The library keeps the content;
+here the memory is given back to torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import abi
-from .parts import Part
-from .tensors import gradient_of, local
-
-if TYPE_CHECKING:
-    from .engine import Slot
-
-MOVABLE = {
-    "params": abi.OFFLOAD_MOVABLE_PARAMS,
-    "grads": abi.OFFLOAD_MOVABLE_GRADS,
-    "states": abi.OFFLOAD_MOVABLE_STATES,
-    "accumulate": abi.OFFLOAD_MOVABLE_ACCUMULATE | abi.OFFLOAD_MOVABLE_GRADS,
-}
+from .engine import Engine
+from .options import MOVABLE
+from .registered import Slot
+from .storages import give_up
+from .tensors import gradient_of, like_param, set_gradient
 
 
-class Moves(Part):
-    """Part of Engine, which has the rest."""
+def check_movable(engine: Engine, wanted: dict[str, bool]) -> None:
+    """Refuses to move what there is no room for on the host."""
+    missing = [name for name, want in wanted.items() if want and not engine.movable & MOVABLE[name]]
+    if missing:
+        raise abi.InvalidStateError(
+            f"there is no room on the host for {', '.join(missing)}; make the optimizer with "
+            f"movable={tuple(name for name, want in wanted.items() if want)}"
+        )
 
-    def can_move(self, name: str) -> bool:
-        """Whether there is room on the host for "params", "grads" or "states"."""
-        return bool(self.movable & MOVABLE[name])
 
-    def tell(self, slot: Slot, grad_address: int) -> None:
-        """Binds one param where it is now, with that gradient (0: none)."""
-        self._tell_all([(slot, self._address_of(slot), grad_address)])
+def check_all_here(engine: Engine, why: str) -> None:
+    """Refuses to give the engine up while it holds what would be lost."""
+    if engine.given_up is not None or engine.states_are_out:
+        raise abi.InvalidStateError(
+            f"{why}, but params or states are offloaded; call reload(params=True, states=True) "
+            "first"
+        )
+    if engine.bound.hosted:
+        raise abi.InvalidStateError(
+            f"{why}, but gradients are on the host and would be lost; step() without that first, "
+            "or drop the gradients with zero_grad()"
+        )
 
-    def send_gradient(self, slot: Slot, grad: Tensor, flags: int) -> tuple[int, Tensor]:
-        """Queues the copy of a gradient to the host: its ticket, and what must live until then."""
-        usable = self._usable(slot, grad)
-        self.tell(slot, usable.data_ptr())
-        streams = [self.stream()]
-        ticket = self.handle.offload_grads(params=[slot.id], flags=flags, streams=streams)
-        slot.hosted, slot.hooked, slot.grad_address = True, False, 0  # offloading gives the address up
-        return ticket, usable
 
-    def send_gradients(self) -> None:
-        """The same for all gradients there are, and waits for the end."""
-        sent = []
-        for slot in self.slots:
-            grad = gradient_of(slot.param)
-            if grad is not None:
-                sent.append(self.send_gradient(slot, grad, 0))
-        self.wait()
+def offload(
+    engine: Engine, state: dict[Tensor, Any], params: bool, grads: bool, states: bool
+) -> None:
+    """Moves content to the host and gives the memory back, as far as it is not there already."""
+    check_movable(engine, {"params": params, "grads": grads, "states": states})
+    engine.settle(state)
+    streams = [engine.stream()]
+    if grads:
+        send_gradients(engine)
+    if states:
+        engine.shown.hide(state)
+        engine.handle.offload_states(streams=streams)
+        engine.states_are_out = True
+    if params and engine.given_up is None:
+        engine.in_sync.note_offload()
+        engine.handle.offload_params(streams=streams)
+    engine.wait()
+    if grads:
+        for slot in engine.bound.hosted:
+            set_gradient(slot.param, None)
+    if params and engine.given_up is None:
+        engine.given_up = give_up(engine.slots)
 
-    def note_versions(self) -> None:
-        """Before params are offloaded: moving them is no reason to compare them with masters."""
-        self.notice_writes()
-        for slot in self.slots:
-            slot.in_sync = slot.version == local(slot.param)._version
 
-    def restore_versions(self) -> None:
-        for slot in self.slots:
-            slot.version = local(slot.param)._version if slot.in_sync else None
+def reload(
+    engine: Engine, state: dict[Tensor, Any], params: bool, grads: bool, states: bool
+) -> None:
+    """Moves content back into memory of torch's, where it is when this returns."""
+    check_movable(engine, {"params": params, "grads": grads, "states": states})
+    streams = [engine.stream()]
+    if states and engine.states_are_out:
+        engine.handle.reload_states(streams=streams)
+        engine.states_are_out = False
+        engine.shown.show_hidden(state)
+    if params and engine.given_up is not None:
+        for storage in engine.given_up:
+            storage.restore()
+        engine.given_up = None
+        for slot in engine.slots:
+            engine.bound.bind_one(slot, None)
+        engine.handle.reload_params(streams=streams)
+        engine.in_sync.note_reload()
+    if grads:
+        reload_gradients(engine, streams)
+    engine.wait()
 
-    def hide_device_state(self, state: dict[Tensor, Any]) -> None:
-        """Takes views of device memory that is about to go from where others find them."""
-        for slot in self.slots:
-            on_device = any(local(view).device.type != "cpu" for view in slot.views.values())
-            all_on_host = not on_device and slot.split_count == 0
-            if all_on_host or not (on_device or slot.copies):
-                continue
-            slot.hidden = slot.entry is not None
-            if slot.hidden and dict.get(state, slot.param) is slot.entry:
-                dict.pop(state, slot.param)
-            slot.entry, slot.views, slot.copies = None, {}, {}
-        self._slots_with_copies = [slot for slot in self._slots_with_copies if slot.copies]
 
-    def show_device_state(self, state: dict[Tensor, Any]) -> None:
-        """Puts views of the new memory there again."""
-        for slot in self.slots:
-            if slot.hidden:
-                self.wait()
-                self._publish(slot, state)
-                slot.hidden = False
+# --------------------------------------------------------------------------------- gradients --
 
-    def refuse_hidden(self) -> None:
-        if any(slot.hidden for slot in self.slots):
+
+def send_gradient(
+    engine: Engine, slot: Slot, grad: Tensor, flags: int = 0, hooked: bool = False
+) -> tuple[int, Tensor]:
+    """Queues the copy of a gradient to the host: its ticket, and what must live until then."""
+    usable = engine.bound.bind_gradient(slot, grad)
+    streams = [engine.stream()]
+    ticket = engine.handle.offload_grads(params=[slot.id], flags=flags, streams=streams)
+    engine.bound.note_hosted(slot, hooked)
+    return ticket, usable
+
+
+def send_gradients(engine: Engine) -> None:
+    """The same for all gradients there are, and waits for the end."""
+    sent = []
+    for slot in engine.slots:
+        grad = gradient_of(slot.param)
+        if grad is not None:
+            sent.append(send_gradient(engine, slot, grad))
+    engine.wait()
+
+
+def drop_gradients(engine: Engine) -> None:
+    """Forgets the gradients that are on the host."""
+    hosted = engine.bound.hosted
+    if hosted:
+        params = [slot.id for slot in hosted]
+        engine.handle.offload_grads(params=params, flags=abi.OFFLOAD_MOVE_DROP)
+        hosted.clear()
+
+
+def reload_gradients(engine: Engine, streams: list[int]) -> None:
+    """Puts gradients that are on the host back where the params have theirs."""
+    hosted = engine.bound.hosted
+    for slot in hosted:
+        if gradient_of(slot.param) is not None:
             raise abi.InvalidStateError(
-                "states are offloaded and cannot be looked at; call reload(states=True) first"
+                f"parameter {slot.name!r} has a gradient on the host and another one here; "
+                "step() or zero_grad() before the next backward pass"
             )
+    for slot in hosted:
+        grad = torch.empty_strided(
+            slot.shape, slot.stride, dtype=slot.grad_dtype, device=engine.device
+        )
+        engine.bound.bind_one(slot, grad)
+        set_gradient(slot.param, like_param(grad, slot.param))
+    if hosted:
+        engine.handle.reload_grads(params=[slot.id for slot in hosted], streams=streams)
+        hosted.clear()

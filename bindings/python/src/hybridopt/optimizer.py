@@ -3,84 +3,33 @@ everything that can be seen; the state lives in the library and its step is one 
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import abi, checkpoints, loading, placement
-from .contexts import context_for
-from .engine import Engine, Member, Slot, refuse_capture
-from .gradient_hooks import refuse_replicas
-from .history import History
-from .lifecycle import Lifecycle, movable_bits
+from . import abi, adopting, checkpoints, grad_scaler, loading, making, moves
+from .engine import Engine
+from .gradient_hooks import GradientHooks, refuse_replicas
+from .history import History, MemorySample
+from .members import Member, check_dtype, has_gradient, members_of, named
 from .modes import in_no_mode
+from .options import DEFAULT_OPTIONS, OffloadOptions, checked
+from .placement import Placement
 from .plans import Plan, Stats, StepResult, described
+from .registered import Slot, wide_gradients
 from .state import State
-from .tensors import DTYPES, gradient_of, is_spread, like_param, local
+from .streams import refuse_capture
+from .tensors import like_param, set_gradient
 
 if TYPE_CHECKING:
     from .process_group import ProcessGroupComm
-    from typing_extensions import Unpack
 
-
-class OffloadOptions(TypedDict, total=False):
-    """Keyword arguments that all optimizers here have beside torch's."""
-
-    offload_fraction: float | str
-    """Share of the state that lives on the host: 1.0 (the default) is all; "auto" leaves as much on
-    the device as device_budget_bytes allows."""
-    device_budget_bytes: int | None
-    """With "auto": how many bytes of the device the state may take."""
-    state_dtype: torch.dtype
-    """Of moments: torch.float32 (the default), or torch.bfloat16, rounded at random so that small
-    changes are not lost. Masters stay in fp32."""
-    master_layout: str
-    """Of the fp32 masters of bf16 params: "fp32" (the default), 4 bytes an element, or "split", 2
-    bytes: the param is the upper half, and only the lower one is kept. The same bits. What the host
-    keeps of a param on a GPU stays whole."""
-    check_weights: bool | None
-    """True: every param in 16 bits is compared with its master before each step, so that no write is
-    missed; it reads both once more. False: where a param's version says that it has been written, or
-    512 bytes of it do. None (the default) is True for params on the CPU, False for those on a GPU."""
-    threads: int
-    """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
-    pin: bool
-    """True (the default): staging memory that the system does not pin is an error; False: it is then
-    used unpinned, which is slower."""
-    max_grad_norm: float | None
-    """Clips the global norm of the gradients inside the step, as torch.nn.utils.clip_grad_norm_ does
-    before it; None (the default): no clipping."""
-    movable: str | Iterable[str]
-    """What offload() may move: one or some of "params", "grads" and "states". Room for it on the host is
-    taken with the state; none (the default) is taken for nothing."""
-    process_group: Any
-    """The ranks that agree on norm, clipping and skipped steps, as a torch.distributed.ProcessGroup;
-    None (the default): those of the DTensors' mesh, or this process alone."""
-    comm_timeout_seconds: float
-    """A rank that does not answer for so long has failed; 600 (the default) is 10 minutes."""
-
-
-MASTER_LAYOUTS = {"fp32": abi.OFFLOAD_MASTER_FP32, "split": abi.OFFLOAD_MASTER_SPLIT}
-DEFAULT_OPTIONS: OffloadOptions = {
-    "offload_fraction": 1.0,
-    "device_budget_bytes": None,
-    "state_dtype": torch.float32,
-    "master_layout": "fp32",
-    "check_weights": None,
-    "threads": 0,
-    "pin": True,
-    "max_grad_norm": None,
-    "movable": (),
-    "process_group": None,
-    "comm_timeout_seconds": 600.0,
-}
 # Options of torch's optimizers that change what is computed or how it is called.
 UNSUPPORTED = {
     "amsgrad": "it keeps a third moment",
@@ -89,15 +38,18 @@ UNSUPPORTED = {
 }
 
 
-class OffloadOptimizer(Lifecycle):
+class OffloadOptimizer(torch.optim.Optimizer):
     """The base class. Subclasses say which algorithm it is and what its hyperparameters are."""
 
     _step_supports_amp_scaling = True  # GradScaler hands scale and verdict to step()
     _engine: Engine | None = None
     _comm: ProcessGroupComm | None = None
     _options: OffloadOptions = DEFAULT_OPTIONS
-    _placement = placement.Placement(1.0, "no step yet")
+    _placement = Placement(1.0, "no step yet")
+    _hooks: GradientHooks | None = None
     _closed = False
+    _state: State
+    _history: History
 
     # ------------------------------------------------------------------- what subclasses tell --
 
@@ -119,38 +71,7 @@ class OffloadOptimizer(Lifecycle):
 
     def _configure(self, options: OffloadOptions) -> None:
         """Takes the options apart from torch's. Called before torch's constructor."""
-        for name in options:
-            if name not in DEFAULT_OPTIONS:
-                raise TypeError(
-                    f"{type(self).__name__}() got an unexpected keyword argument {name!r}, expected "
-                    f"torch's or some of {', '.join(DEFAULT_OPTIONS)}"
-                )
-        merged: OffloadOptions = {**DEFAULT_OPTIONS, **options}
-        placement.check(merged["offload_fraction"], merged["device_budget_bytes"])
-        if merged["max_grad_norm"] is not None and not merged["max_grad_norm"] > 0:
-            raise ValueError(
-                f"Invalid max_grad_norm: {merged['max_grad_norm']}, expected a number above 0, or "
-                "None for no clipping"
-            )
-        if merged["state_dtype"] not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"Invalid state_dtype: {merged['state_dtype']}, expected torch.float32 or "
-                "torch.bfloat16"
-            )
-        if merged["master_layout"] not in MASTER_LAYOUTS:
-            raise ValueError(
-                f"Invalid master_layout: {merged['master_layout']!r}, expected 'fp32' or 'split'"
-            )
-        threads = merged["threads"]
-        if not isinstance(threads, int) or threads < 0:
-            raise ValueError(
-                f"Invalid threads: {threads!r}, expected a whole number, or 0 for one thread per CPU of "
-                "this rank"
-            )
-        movable = merged["movable"]
-        merged["movable"] = (movable,) if isinstance(movable, str) else tuple(movable)
-        movable_bits(merged["movable"])
-        self._options = merged
+        self._options = checked(options, type(self).__name__)
         self._history = History()
 
     @in_no_mode
@@ -168,7 +89,7 @@ class OffloadOptimizer(Lifecycle):
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         self._check_switches(index, group)
-        for name, param in self._named(index, group):
+        for name, param in named(index, group):
             if param.requires_grad:
                 check_dtype(name, param)
 
@@ -179,13 +100,6 @@ class OffloadOptimizer(Lifecycle):
                     f"hybridopt.{type(self).__name__} does not support {option}=True (param group "
                     f"{index}): {why}; set it to False"
                 )
-
-    @staticmethod
-    def _named(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Params with the names they were given, else with their place."""
-        names = group.get("param_names")
-        for i, param in enumerate(group["params"]):
-            yield names[i] if names else f"param_groups.{index}.{i}", param
 
     # ----------------------------------------------------------------------------------- state --
 
@@ -312,17 +226,16 @@ class OffloadOptimizer(Lifecycle):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_scaler()
-        if self._found_inf():
+        if self._engine is not None:
+            is_named = self._hooks is not None and self._hooks.grad_scaler is not None
+            grad_scaler.check(self, self._engine, is_named)
+        if grad_scaler.found_inf(self):
             self._drop_hosted()  # a step that is skipped uses them up too
             return loss
         engine = self._prepare()
-        if engine is not None and (engine.bind() or self._comm is not None):
-            options = {"grad_scale": self._grad_scale()}
-            if self._options["max_grad_norm"] is not None:
-                options["grad_norm_max"] = self._options["max_grad_norm"]
+        if engine is not None and (engine.bound.bind() or self._comm is not None):
             self._sample("gradients")
-            self._step(engine, options)
+            self._step(engine)
             if self._hooks is not None:
                 self._hooks.release()
             if engine.device.type == "cpu":
@@ -330,45 +243,36 @@ class OffloadOptimizer(Lifecycle):
             self._sample("step")
         return loss
 
-    def _step(self, engine: Engine, options: dict[str, float]) -> None:
+    def _step(self, engine: Engine) -> None:
+        options = {"grad_scale": grad_scaler.grad_scale(self)}
+        if self._options["max_grad_norm"] is not None:
+            options["grad_norm_max"] = self._options["max_grad_norm"]
         try:
             skipped = engine.step(self._state, **options)
         except abi.CommFailedError as error:
             if self._comm is None or not self._comm.error:
                 raise
             raise abi.CommFailedError(f"{error}: {self._comm.error}") from None
-        if self._hooks is not None and hasattr(self, "found_inf"):
+        if self._hooks is not None and grad_scaler.is_scaling(self):
             self._hooks.tell_scaler(skipped)
 
-    def _check_scaler(self) -> None:
-        """GradScaler looks for Inf and NaN in `grad`; gradients on the host are not there."""
-        engine = self._engine
-        if engine is None or not hasattr(self, "found_inf"):
-            return
-        hosted = [slot for slot in engine.slots if slot.hosted]
-        unscaled = getattr(self, "grad_scale", None) is None
-        if unscaled and any(slot.hooked for slot in hosted):
-            raise abi.InvalidStateError(
-                "GradScaler.unscale_() has not seen the gradients that hooks have brought to the host, "
-                "and this step would take them as they are, scaled; leave unscale_() out, for the step "
-                "unscales, and clip by max_grad_norm"
-            )
-        known = self._hooks is not None and self._hooks.grad_scaler is not None
-        if hosted and not unscaled and not known:
-            raise abi.InvalidStateError(
-                "gradients are on the host, where GradScaler cannot look for Inf and NaN, and its "
-                "update() would not know what this step found; make the hooks with "
-                "hook_gradients(grad_scaler=...), or call reload(grads=True) before GradScaler.step()"
-            )
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are on the host are dropped too."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if getattr(param, "decoupled_grad", None) is not None:
+                    set_gradient(param, None if set_to_none else param.decoupled_grad.zero_())
+        self._drop_hosted()
 
-    def _found_inf(self) -> bool:
-        """GradScaler's verdict, which may be that of other ranks."""
-        found_inf = getattr(self, "found_inf", None)
-        return found_inf is not None and float(found_inf) != 0.0
+    def _drop_hosted(self) -> None:
+        """Forgets the gradients that are on the host."""
+        if self._engine is not None:
+            moves.drop_gradients(self._engine)
+        if self._hooks is not None:
+            self._hooks.begin_again()
 
-    def _grad_scale(self) -> float:
-        scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else float(scale)
+    # ---------------------------------------------------------------------------------- engine --
 
     def _ready_engine(self) -> Engine:
         """The engine, committed and up to date with params, groups and state, whether there are
@@ -377,8 +281,8 @@ class OffloadOptimizer(Lifecycle):
         engine = self._prepare(always=True)
         if engine is None:
             raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move or save")
-        if self._storages is None:
-            engine.bind_params()
+        if engine.given_up is None:
+            engine.bound.bind_params()
         return engine
 
     def _prepare(self, always: bool = False) -> Engine | None:
@@ -389,158 +293,125 @@ class OffloadOptimizer(Lifecycle):
         for index, group in enumerate(self.param_groups):
             self._check_switches(index, group)
         groups = [self._hyperparameters(group) for group in self.param_groups]
-        known: Any = {} if self._engine is None else self._engine.slot_of
+        known: dict[Tensor, Slot] = {}
         if self._engine is not None:
-            changed = self._what_has_changed(self._engine, groups)
+            known = self._engine.registered.slot_of  # nothing else: it would keep the memory
+            changed = self._engine.registered.difference(
+                self._algorithm(), groups, self.param_groups
+            )
             if changed:
-                self._members(known)  # or what is refused would be so when the engine is gone
+                # Params that are refused are refused while there is still an engine.
+                members_of(self.param_groups, wide_gradients(known))
                 self._drop_engine(changed)
         if self._engine is None:
-            members = self._spread(self._members(known), known)
-            # On several ranks all step together, those without gradients too.
-            stepped = always or self._comm is not None
-            if not members or not (stepped or any(has_gradient(m.param) for m in members)):
+            self._engine = self._committed_engine(known, groups, always)
+            if self._engine is None:
                 return None
             if self._hooks is not None:
-                refuse_replicas({member.param for member in members})
-            engine = self._new_engine(members, groups)
-            engine.commit()
-            if self._comm is not None:
-                self._comm.finish_at_exit(engine.handle)
-            self._engine = engine
-            if self._hooks is not None:
-                self._hooks.attach(engine)
-        self._engine.set_groups(groups)
-        self._engine.adopt(self._state)
+                self._hooks.attach(self._engine)
+        self._engine.registered.set_groups(groups)
+        adopting.adopt(self._engine, self._state)
         return self._engine
 
-    def _what_has_changed(self, engine: Engine, groups: list[dict[str, Any]]) -> str:
-        """Params, groups, algorithm or dtypes of gradients that are not those that the engine was made
-        for; "" if all are."""
-        if len(groups) != len(engine.groups) or self._algorithm() != engine.algorithm:
-            return "param groups are others"
-        if not engine.can_take(groups):
-            return "a param group has got its first momentum, or has none any more"
-        known = 0
-        for index, group in enumerate(self.param_groups):
-            for place, param in enumerate(group["params"]):
-                slot = engine.slot_of.get(param)
-                if slot is None:
-                    if takes_part(param):
-                        name = group.get("param_names", {place: f"param_groups.{index}.{place}"})[place]
-                        return f"parameter {name!r} has been added or unfrozen"
-                elif slot.group != index:
-                    return f"parameter {slot.name!r} is in another group"
-                elif not slot.takes_gradient():
-                    return f"the gradient of parameter {slot.name!r} is in a wider dtype than before"
-                else:
-                    known += 1
-        return "" if known == len(engine.slots) else "parameters have been taken out"
-
-    def _members(self, known: Any) -> list[Member]:
-        """Params that are trained, and those of slots known before. A frozen one without gradient
-        gets no state."""
-        members: list[Member] = []
-        names: set[str] = set()
-        seen: set[Tensor] = set()
-        for index, group in enumerate(self.param_groups):
-            for name, param in self._named(index, group):
-                if param not in known and not takes_part(param):
-                    continue
-                check_dtype(name, param)  # it may have been converted
-                if param in seen:
-                    raise ValueError(
-                        f"parameter {name!r} is twice in param group {index}, and would be updated "
-                        "twice in each step; name it once"
-                    )
-                while name in names:
-                    name += "'"
-                names.add(name)
-                seen.add(param)
-                wide = param in known and known[param].grad_dtype == torch.float32
-                members.append(Member(param, name, index, wide_gradient=wide))
-        return members
-
-    def _spread(self, members: list[Member], known: dict[Tensor, Slot]) -> list[Member]:
-        """Members that know their shards; finds the other ranks. All of them call this, but for the
-        members of before: that a gradient is wider may show on one rank alone."""
-        before = {param: slot.name for param, slot in known.items()}
-        if self._comm is not None and before == {m.param: m.name for m in members}:
-            return [dataclasses.replace(m, shard=known[m.param].shard) for m in members]
-        group = self._options["process_group"]
-        if group is None and not any(is_spread(member.param) for member in members):
-            return members
-        from . import distributed  # which imports much
-
+    def _committed_engine(
+        self, known: dict[Tensor, Slot], groups: list[dict[str, Any]], always: bool
+    ) -> Engine | None:
+        """A new engine, where one with the slots `known` may have been before; None while there is
+        nothing to step."""
+        members = members_of(self.param_groups, wide_gradients(known))
         if self._comm is None:
-            self._comm = distributed.comm_for(
-                members, group, self._options["comm_timeout_seconds"]
-            )
-        return distributed.with_shards(members, self._comm)
+            self._comm = making.ranks_of(members, self._options)
+        members = making.with_shards(members, known, self._comm, self._options)
+        # On several ranks all step together, those without gradients too.
+        stepped = always or self._comm is not None
+        if not members or not (stepped or any(has_gradient(m.param) for m in members)):
+            return None
+        if self._hooks is not None:
+            refuse_replicas({member.param for member in members})
+        engine = self._new_engine(members, groups)
+        engine.commit()
+        if self._comm is not None:
+            self._comm.finish_at_exit(engine.handle)
+        return engine
 
     def _new_engine(self, members: list[Member], groups: list[dict[str, Any]]) -> Engine:
-        device = self._device_of(members)
-        context = context_for(
-            device, threads=self._options["threads"], allow_pageable=int(not self._options["pin"])
+        engine, self._placement = making.make_engine(
+            members, self._algorithm(), groups, self._options, self._comm, self._history
         )
-
-        check_weights = self._options["check_weights"]
-
-        def engine_for(device_fraction: float) -> Engine:
-            return Engine(
-                context,
-                device,
-                self._algorithm(),
-                groups,
-                members,
-                device.type == "cpu" if check_weights is None else check_weights,
-                self._history,
-                device_fraction=device_fraction,
-                movable=movable_bits(self._options["movable"]),
-                moment_dtype=DTYPES[self._options["state_dtype"]],
-                master_layout=MASTER_LAYOUTS[self._options["master_layout"]],
-                **({} if self._comm is None else self._comm.options()),
-            )
-
-        fraction = self._options["offload_fraction"]
-        self._placement = placement.choose(
-            fraction,
-            self._options["device_budget_bytes"],
-            device.type == "cpu",
-            lambda device_fraction: engine_for(device_fraction).plan(),
-        )
-        if fraction == placement.AUTO:
-            print(
-                f"hybridopt: offload_fraction {self._placement.offload_fraction:.4f}: "
-                f"{self._placement.reason}",
-                file=sys.stderr,
-            )
-        return engine_for(self._placement.device_fraction)
-
-    @staticmethod
-    def _device_of(members: list[Member]) -> torch.device:
-        devices = {local(member.param).device: member.name for member in members}
-        if len(devices) > 1:
-            places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-            raise ValueError(
-                f"the parameters are on several devices ({places}); make one optimizer for each "
-                "device"
-            )
-        return next(iter(devices))
+        return engine
 
     def _drop_engine(self, why: str) -> None:
         """Its state goes on in tensors of its memory until another engine adopts it."""
         engine = self._engine
         if engine is None:
             return
-        self._check_all_here(why)
+        moves.check_all_here(engine, why)
         engine.settle(self._state)
         engine.wait()  # a save reads params that the next engine will write
         if self._hooks is not None:
             self._hooks.release()
-        engine.leave_device()
+        engine.shown.leave_device()
         self._history.note_end(engine.handle.stats())
         self._engine = None
+
+    # ----------------------------------------------------------------------------------- moves --
+
+    @in_no_mode
+    def hook_gradients(
+        self, accumulate: bool = True, *, grad_scaler: torch.amp.GradScaler | None = None
+    ) -> GradientHooks:
+        """From now on gradients go to the host during the backward pass, one by one as they become
+        ready, and are taken off their params (`grad` is None after it). The next step uses them up;
+        zero_grad() drops them. With `accumulate` several backward passes add up, in fp32; without
+        it there is half the memory for low-precision gradients, and one backward pass a step.
+
+        Takes the memory for state and gradients now. Clip by max_grad_norm: there is nothing here
+        for torch.nn.utils.clip_grad_norm_ to look at, nor for GradScaler: one that steps this
+        optimizer must be named as `grad_scaler`, to be told what the step has found."""
+        if self._hooks is not None:
+            raise abi.InvalidStateError(
+                "gradients are hooked already; call remove() on what hook_gradients() gave"
+            )
+        hooks = GradientHooks(self, accumulate, grad_scaler)
+        refuse_replicas({param for group in self.param_groups for param in group["params"]})
+        needed = "accumulate" if accumulate else "grads"
+        if needed not in self._options["movable"]:
+            # Another engine, with room for the gradients, goes on from its state.
+            self._drop_engine("hooks need room for gradients")
+            movable = (*self._options["movable"], needed)
+            self._options = {**self._options, "movable": movable}
+        hooks.attach(self._ready_engine())
+        self._hooks = hooks
+        return hooks
+
+    @in_no_mode
+    def offload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
+        """Moves content to the host, bit for bit, and gives the memory back. What is there already
+        stays. Returns when the memory is free. The `movable` option must name what is moved.
+
+        Params keep their tensors, but must not be used until reload(). Gradients are taken off
+        their params; reload() puts them back, or the next step uses them where they are."""
+        moves.offload(self._ready_engine(), self._state, params, grads, states)
+        self._sample("offload")
+
+    @in_no_mode
+    def reload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
+        """Moves content back into memory of torch's, where it is when this returns."""
+        refuse_capture()
+        engine = self._ready_engine() if self._engine is None else self._engine  # as it was offloaded
+        moves.reload(engine, self._state, params, grads, states)
+        self._sample("reload")
+
+    @contextlib.contextmanager
+    def offloaded(
+        self, params: bool = True, grads: bool = True, states: bool = True
+    ) -> Iterator[None]:
+        """For a phase that needs the device for itself: offload() before, reload() after."""
+        self.offload(params=params, grads=grads, states=states)
+        try:
+            yield
+        finally:
+            self.reload(params=params, grads=grads, states=states)
 
     # --------------------------------------------------------------------------------- looking --
 
@@ -550,7 +421,7 @@ class OffloadOptimizer(Lifecycle):
         engine = self._engine
         if engine is None:
             groups = [self._hyperparameters(group) for group in self.param_groups]
-            members = self._members(())
+            members = members_of(self.param_groups, {})
             if not members:
                 raise abi.InvalidStateError(
                     "no parameter requires a gradient; there is nothing to plan for"
@@ -575,34 +446,59 @@ class OffloadOptimizer(Lifecycle):
             raise abi.InvalidStateError("no step yet; call step() first")
         return results[-1]
 
+    def memory_timeline(self) -> list[MemorySample]:
+        """Bytes by kind and place before and after each step and after each move, the last 4096 of
+        them."""
+        return list(self._history.samples)
+
+    @in_no_mode
+    def step_results(self) -> list[StepResult]:
+        """What the last 1024 steps did, skipped ones too. Waits for queued steps."""
+        if self._engine is not None:
+            self._engine.settle(self._state)
+        return list(self._history.results)
+
+    def plot_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Writes a picture of memory_timeline() and of the lanes of the last steps; needs
+        matplotlib. Waits for queued steps."""
+        from .timeline_plot import plot_timeline
+
+        plot_timeline(self.memory_timeline(), self.step_results(), path)
+
+    def _sample(self, label: str) -> None:
+        if self._engine is not None:
+            self._history.sample(label, self._engine.handle.stats())
+
     @in_no_mode
     def refresh_masters(self) -> None:
         """Weights were written in a way that tensors do not notice (`param.data` in place): the fp32
         masters follow. Not needed after load_state_dict, copy_ and other operations on params. Split
         masters follow by themselves, but for lower halves left from before, which this drops."""
         if self._engine is not None:
-            self._engine.forget_versions()
+            self._engine.in_sync.forget()
             if any(slot.split for slot in self._engine.slots):
-                self._ready_engine().drop_low_halves()
+                engine = self._ready_engine()
+                engine.masters.drop_low_halves()
+                engine.shown.refresh_copies()
 
     @in_no_mode
     def master_of(self, param: Tensor) -> Tensor:
         """The fp32 numbers that steps update, rounded to which they are the param: a view of the
         library's memory where they lie there as such, else a copy. Waits for queued work."""
         engine = self._ready_engine()
-        slot = engine.slot_of.get(param)
+        slot = engine.registered.slot_of.get(param)
         if slot is None:
             raise ValueError("this parameter has no state here; is it one of the optimizer's, and trained?")
         engine.settle(self._state)
         engine.refresh_masters()
-        return like_param(engine.master_of(slot).as_strided(slot.shape, slot.stride), param)
+        return like_param(slot.arrange(engine.masters.read(slot)), param)
 
     @in_no_mode
     def close(self) -> None:
         """Gives the memory of the state back, as the end of the object does. Tensors that `state` has
         given out stay valid and hold on to their part."""
         if self._engine is not None:
-            self._check_all_here("the optimizer is to be closed")
+            moves.check_all_here(self._engine, "the optimizer is to be closed")
             if self._hooks is not None:
                 self._hooks.remove()
             self._engine.settle(self._state)
@@ -610,19 +506,3 @@ class OffloadOptimizer(Lifecycle):
             self._engine = None
         self._state = State(self)
         self._closed = True
-
-
-def check_dtype(name: str, param: Tensor) -> None:
-    if local(param).dtype not in DTYPES:
-        raise TypeError(
-            f"parameter {name!r} is {param.dtype}, expected torch.float32, torch.bfloat16 or "
-            "torch.float16; convert it, or leave it to a torch optimizer"
-        )
-
-
-def has_gradient(param: Tensor) -> bool:
-    return gradient_of(param) is not None
-
-
-def takes_part(param: Tensor) -> bool:
-    return param.requires_grad or has_gradient(param)

@@ -19,7 +19,7 @@ class State(defaultdict):
     def _settle(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._engine is not None:
-            optimizer._engine.refuse_hidden()
+            optimizer._engine.shown.refuse_hidden()
             optimizer._engine.settle(self)
 
     def __getitem__(self, param: Any) -> Any:

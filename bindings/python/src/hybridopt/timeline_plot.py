@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .lifecycle import Lifecycle, MemorySample
+from .history import MemorySample
+from .plans import StepResult
 
 # The lanes of a step, in the order of the pipeline, by fields of offload_step_result_t.
 LANES = {
@@ -24,11 +25,12 @@ KINDS = ("params", "grads", "states")
 COLORS = ("#4477aa", "#ee6677", "#228833")
 
 
-def plot_timeline(optimizer: Lifecycle, path: str | os.PathLike[str]) -> None:
+def plot_timeline(
+    samples: list[MemorySample], results: list[StepResult], path: str | os.PathLike[str]
+) -> None:
     """Writes a PNG (or what the ending of the path says): above, the bytes of params, gradients and
     states on the device and on the host around every step and move; below, how long each lane of
-    the last steps was busy. Waits for queued steps."""
-    samples = optimizer.memory_timeline()
+    the last steps was busy."""
     if not samples:
         raise RuntimeError("there is nothing to plot yet; call step() first")
     try:
@@ -42,7 +44,7 @@ def plot_timeline(optimizer: Lifecycle, path: str | os.PathLike[str]) -> None:
     device, host, lanes = figure.subplots(3, 1, height_ratios=[2, 2, 3])
     _plot_memory(device, samples, "on_device", "on the device")
     _plot_memory(host, samples, "on_host", "on the host")
-    _plot_lanes(lanes, optimizer.step_results())
+    _plot_lanes(lanes, results)
     figure.savefig(path, dpi=120)
 
 
@@ -79,7 +81,7 @@ def _unit(bytes_max: int) -> tuple[int, str]:
     return 1, "bytes"
 
 
-def _plot_lanes(axes: Any, results: list[Any]) -> None:
+def _plot_lanes(axes: Any, results: list[StepResult]) -> None:
     """One row a lane. Steps follow each other; within one each bar begins with it and is as long as
     the lane was busy."""
     start_ms = 0.0

@@ -1,0 +1,113 @@
+"""Making an engine: its context, its ranks and how much of the state goes on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import placement
+from .contexts import context_for
+from .engine import Engine
+from .history import History
+from .members import Member
+from .options import MASTER_LAYOUTS, OffloadOptions, movable_bits
+from .placement import Placement
+from .registered import Slot
+from .tensors import DTYPES, is_spread, local
+
+if TYPE_CHECKING:
+    from .process_group import ProcessGroupComm
+
+
+def needs_ranks(members: list[Member], options: OffloadOptions) -> bool:
+    return options["process_group"] is not None or any(is_spread(m.param) for m in members)
+
+
+def ranks_of(members: list[Member], options: OffloadOptions) -> ProcessGroupComm | None:
+    """The ranks that step together; None for this process alone. All of them call this."""
+    if not needs_ranks(members, options):
+        return None
+    from . import distributed  # which imports much
+
+    group, timeout_seconds = options["process_group"], options["comm_timeout_seconds"]
+    return distributed.comm_for(members, group, timeout_seconds)
+
+
+def with_shards(
+    members: list[Member],
+    before: dict[Tensor, Slot],
+    comm: ProcessGroupComm | None,
+    options: OffloadOptions,
+) -> list[Member]:
+    """Members that know their shards. All ranks call this, but for the members of before: that a
+    gradient is wider may show on one rank alone."""
+    names = {param: slot.name for param, slot in before.items()}
+    if comm is not None and names == {member.param: member.name for member in members}:
+        return [dataclasses.replace(m, shard=before[m.param].shard) for m in members]
+    if not needs_ranks(members, options):
+        return members
+    from . import distributed
+
+    return distributed.with_shards(members, comm)
+
+
+def make_engine(
+    members: list[Member],
+    algorithm: int,
+    groups: list[dict[str, Any]],
+    options: OffloadOptions,
+    comm: ProcessGroupComm | None,
+    history: History,
+) -> tuple[Engine, Placement]:
+    """An engine that is registered and not committed, and where its state is to go."""
+    device = device_of(members)
+    context = context_for(
+        device, threads=options["threads"], allow_pageable=int(not options["pin"])
+    )
+    check_weights = options["check_weights"]
+
+    def engine_for(device_fraction: float) -> Engine:
+        return Engine(
+            context,
+            device,
+            algorithm,
+            groups,
+            members,
+            device.type == "cpu" if check_weights is None else check_weights,
+            history,
+            device_fraction=device_fraction,
+            movable=movable_bits(options["movable"]),
+            moment_dtype=DTYPES[options["state_dtype"]],
+            master_layout=MASTER_LAYOUTS[options["master_layout"]],
+            **({} if comm is None else comm.options()),
+        )
+
+    fraction = options["offload_fraction"]
+    chosen = placement.choose(
+        fraction,
+        options["device_budget_bytes"],
+        device.type == "cpu",
+        lambda device_fraction: engine_for(device_fraction).plan(),
+    )
+    if fraction == placement.AUTO:
+        print(
+            f"hybridopt: offload_fraction {chosen.offload_fraction:.4f}: {chosen.reason}",
+            file=sys.stderr,
+        )
+    return engine_for(chosen.device_fraction), chosen
+
+
+def device_of(members: list[Member]) -> torch.device:
+    """The device that all members are on."""
+    devices = {local(member.param).device: member.name for member in members}
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"the parameters are on several devices ({places}); make one optimizer for each "
+            "device"
+        )
+    return next(iter(devices))

@@ -1,0 +1,68 @@
+"""Masters and the params that they are rounded to, bit by bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# are_rounded() rounds so many masters at once: they stay in the cache.
+COMPARED_ELEMENTS = 1 << 20
+
+
+def joined(param: Tensor, low: Tensor) -> Tensor:
+    """Split masters as numbers: the bf16 param is the upper half, rounded. A zero that others have
+    written over a larger number stays one, though the lower half may be negative."""
+    upper = param.view(torch.int16).to(torch.int32) << 16
+    lost = low.to(torch.int32)
+    zeroed = (upper << 1 == 0) & (lost < 0)
+    return torch.where(zeroed, upper, upper + lost).view(torch.float32)
+
+
+def halves(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower halves of masters as int16. Ties are rounded away from zero, so that what
+    rounding has changed fits into the lower half."""
+    bits = master.contiguous().view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
+
+
+def merged(master: Tensor, param: Tensor) -> Tensor | None:
+    """Masters that follow their params in 16 bits: where a param is not its master rounded, the param
+    itself, elsewhere the master with all its bits. None if no param differs."""
+    bits = param.view(torch.int16)
+    written = master.to(param.dtype).view(torch.int16) != bits
+    if param.dtype == torch.bfloat16 and written.any():
+        written &= halves(master)[0] != bits  # masters that were split come with ties rounded up
+    return torch.where(written, param.float(), master) if written.any() else None
+
+
+def split(master: Tensor, param: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The lower halves of masters, and params that fit them where these do not (else None). Where a
+    param is not its master's upper half, others have written it since, and it is right; but a master
+    between two bf16 numbers may have been rounded the other way."""
+    upper, low = halves(master)
+    bits = param.view(torch.int16)
+    as_even = master.bfloat16().view(torch.int16) == bits
+    same = upper == bits
+    fitting = None
+    if (as_even & ~same).any():
+        fitting = torch.where(as_even, upper, bits).view(torch.bfloat16)
+    return torch.where(same | as_even, low, torch.zeros_like(low)), fitting
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether flat tensors of as many elements of 16 bits are the same. They are compared as integers
+    as wide as they can be, which torch compares fastest."""
+    whole = all(flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 for flat in (one, other))
+    dtype = torch.int64 if whole else torch.int16
+    return torch.equal(one.view(dtype), other.view(dtype))
+
+
+def are_rounded(master: Tensor, param: Tensor) -> bool:
+    """Whether params in 16 bits are their masters, rounded. Both are flat and on the host."""
+    rounded = torch.empty(min(master.numel(), COMPARED_ELEMENTS), dtype=param.dtype, device="cpu")
+    for masters, params in zip(master.split(COMPARED_ELEMENTS), param.split(COMPARED_ELEMENTS)):
+        now = rounded[: masters.numel()].copy_(masters)
+        if not same_bits(now, params):
+            return False
+    return True

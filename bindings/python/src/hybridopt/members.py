@@ -1,0 +1,74 @@
+"""Members: the params of a torch optimizer that the library is to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .tensors import DTYPES, gradient_of, local
+
+if TYPE_CHECKING:
+    from .sharding import TensorShard
+
+
+@dataclass(frozen=True)
+class Member:
+    """A param of the torch optimizer that takes part."""
+
+    param: Tensor
+    name: str
+    group: int
+    shard: TensorShard | None = None  # None: the param is a whole tensor
+    wide_gradient: bool = False  # it has had gradients in fp32 before
+
+
+def named(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The params of a param group with the names that they were given, else with their place."""
+    names = group.get("param_names")
+    for i, param in enumerate(group["params"]):
+        yield names[i] if names else f"param_groups.{index}.{i}", param
+
+
+def has_gradient(param: Tensor) -> bool:
+    return gradient_of(param) is not None
+
+
+def takes_part(param: Tensor) -> bool:
+    return param.requires_grad or has_gradient(param)
+
+
+def check_dtype(name: str, param: Tensor) -> None:
+    """Refuses params of dtypes that the library does not step."""
+    if local(param).dtype not in DTYPES:
+        raise TypeError(
+            f"parameter {name!r} is {param.dtype}, expected torch.float32, torch.bfloat16 or "
+            "torch.float16; convert it, or leave it to a torch optimizer"
+        )
+
+
+def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool]) -> list[Member]:
+    """The params that are trained, and those that were members before. A frozen param without a
+    gradient is none and gets no state. `known` has the members of before, and whether their gradients
+    have been in fp32."""
+    members: list[Member] = []
+    names: set[str] = set()
+    seen: set[Tensor] = set()
+    for index, group in enumerate(param_groups):
+        for name, param in named(index, group):
+            if param not in known and not takes_part(param):
+                continue
+            check_dtype(name, param)  # the param may have been converted
+            if param in seen:
+                raise ValueError(
+                    f"parameter {name!r} is twice in param group {index}, and would be updated "
+                    "twice in each step; name it once"
+                )
+            while name in names:
+                name += "'"
+            names.add(name)
+            seen.add(param)
+            members.append(Member(param, name, index, wide_gradient=known.get(param, False)))
+    return members

@@ -1,0 +1,115 @@
+"""The keyword arguments that all optimizers here have beside torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypedDict
+
+import torch
+
+from . import abi, placement
+
+
+class OffloadOptions(TypedDict, total=False):
+    """Keyword arguments that all optimizers here have beside torch's."""
+
+    offload_fraction: float | str
+    """Share of the state that lives on the host: 1.0 (the default) is all; "auto" leaves as much on
+    the device as device_budget_bytes allows."""
+    device_budget_bytes: int | None
+    """With "auto": how many bytes of the device the state may take."""
+    state_dtype: torch.dtype
+    """Of moments: torch.float32 (the default), or torch.bfloat16, rounded at random so that small
+    changes are not lost. Masters stay in fp32."""
+    master_layout: str
+    """Of the fp32 masters of bf16 params: "fp32" (the default), 4 bytes an element, or "split", 2
+    bytes: the param is the upper half, and only the lower one is kept. The same bits. What the host
+    keeps of a param on a GPU stays whole."""
+    check_weights: bool | None
+    """True: every param in 16 bits is compared with its master before each step, so that no write is
+    missed; it reads both once more. False: where a param's version says that it has been written, or
+    512 bytes of it do. None (the default) is True for params on the CPU, False for those on a GPU."""
+    threads: int
+    """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
+    pin: bool
+    """True (the default): staging memory that the system does not pin is an error; False: it is then
+    used unpinned, which is slower."""
+    max_grad_norm: float | None
+    """Clips the global norm of the gradients inside the step, as torch.nn.utils.clip_grad_norm_ does
+    before it; None (the default): no clipping."""
+    movable: str | Iterable[str]
+    """What offload() may move: one or some of "params", "grads" and "states". Room for it on the host is
+    taken with the state; none (the default) is taken for nothing."""
+    process_group: Any
+    """The ranks that agree on norm, clipping and skipped steps, as a torch.distributed.ProcessGroup;
+    None (the default): those of the DTensors' mesh, or this process alone."""
+    comm_timeout_seconds: float
+    """A rank that does not answer for so long has failed; 600 (the default) is 10 minutes."""
+
+
+MASTER_LAYOUTS = {"fp32": abi.OFFLOAD_MASTER_FP32, "split": abi.OFFLOAD_MASTER_SPLIT}
+MOVABLE = {
+    "params": abi.OFFLOAD_MOVABLE_PARAMS,
+    "grads": abi.OFFLOAD_MOVABLE_GRADS,
+    "states": abi.OFFLOAD_MOVABLE_STATES,
+    "accumulate": abi.OFFLOAD_MOVABLE_ACCUMULATE | abi.OFFLOAD_MOVABLE_GRADS,
+}
+DEFAULT_OPTIONS: OffloadOptions = {
+    "offload_fraction": 1.0,
+    "device_budget_bytes": None,
+    "state_dtype": torch.float32,
+    "master_layout": "fp32",
+    "check_weights": None,
+    "threads": 0,
+    "pin": True,
+    "max_grad_norm": None,
+    "movable": (),
+    "process_group": None,
+    "comm_timeout_seconds": 600.0,
+}
+
+
+def movable_bits(names: Iterable[str]) -> int:
+    """enum offload_movable, or-ed, for words of the `movable` option."""
+    bits = 0
+    for name in names:
+        if name not in MOVABLE:
+            raise ValueError(f"Invalid movable: {name!r}, expected some of {', '.join(MOVABLE)}")
+        bits |= MOVABLE[name]
+    return bits
+
+
+def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
+    """The options of an optimizer of that class with their defaults; refuses what is none."""
+    for name in options:
+        if name not in DEFAULT_OPTIONS:
+            raise TypeError(
+                f"{owner}() got an unexpected keyword argument {name!r}, expected torch's or some of "
+                f"{', '.join(DEFAULT_OPTIONS)}"
+            )
+    merged: OffloadOptions = {**DEFAULT_OPTIONS, **options}
+    placement.check(merged["offload_fraction"], merged["device_budget_bytes"])
+    if merged["max_grad_norm"] is not None and not merged["max_grad_norm"] > 0:
+        raise ValueError(
+            f"Invalid max_grad_norm: {merged['max_grad_norm']}, expected a number above 0, or "
+            "None for no clipping"
+        )
+    if merged["state_dtype"] not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"Invalid state_dtype: {merged['state_dtype']}, expected torch.float32 or "
+            "torch.bfloat16"
+        )
+    if merged["master_layout"] not in MASTER_LAYOUTS:
+        raise ValueError(
+            f"Invalid master_layout: {merged['master_layout']!r}, expected 'fp32' or 'split'"
+        )
+    threads = merged["threads"]
+    if not isinstance(threads, int) or threads < 0:
+        raise ValueError(
+            f"Invalid threads: {threads!r}, expected a whole number, or 0 for one thread per CPU of "
+            "this rank"
+        )
+    movable = merged["movable"]
+    merged["movable"] = (movable,) if isinstance(movable, str) else tuple(movable)
+    movable_bits(merged["movable"])
+    return merged

@@ -1,0 +1,177 @@
+"""What is registered with the library: param groups, and params with all that does not change while
+they are registered."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import abi
+from .members import Member, takes_part
+from .moments import moments_of
+from .tensors import DTYPES, gradient_dtype, gradient_of, is_dense, local
+
+if TYPE_CHECKING:
+    from .sharding import TensorShard
+
+MASTER = "master_param"
+MASTER_LOW = "master_low"
+
+
+class Slot:
+    """A member as it is registered. Nothing here changes."""
+
+    def __init__(
+        self,
+        id: int,
+        member: Member,
+        device: torch.device,
+        moments: dict[str, int],
+        split_masters: bool,
+    ) -> None:
+        current = local(member.param).detach()
+        self.id = id  # also its place in the list of slots
+        self.param = member.param
+        self.name = member.name
+        self.group = member.group
+        self.shard: TensorShard | None = member.shard
+        self.dtype = current.dtype
+        self.grad_dtype = gradient_dtype(member.param)
+        if self.grad_dtype not in DTYPES or member.wide_gradient:
+            self.grad_dtype = torch.float32  # gradients of other dtypes will be converted
+        self.shape = current.shape
+        self.count = current.numel()
+        self.bytes = current.numel() * current.element_size()
+        # The library steps a param with gaps between its elements in this dense copy of it.
+        self.copy = None if is_dense(current) else torch.empty_like(current).contiguous()
+        bound = current if self.copy is None else self.copy
+        self.stride = bound.stride()
+        self.row_major = bound.is_contiguous()
+        self.split = split_masters and self.dtype == torch.bfloat16
+        # The library keeps a master of its own, which must follow when others write the param.
+        own_master = self.dtype != torch.float32 or device.type != "cpu"
+        # Split masters of a param on a GPU are in halves there only; its host share has them whole.
+        self.part_split = self.split and device.type != "cpu"
+        self.has_master = own_master and (not self.split or self.part_split)
+        self.moments = moments
+        self.kinds = dict(moments)  # every kind of state that is shown, by its name
+        if self.split:
+            self.kinds[MASTER_LOW] = abi.OFFLOAD_STATE_MASTER_LOW
+        elif self.dtype != torch.float32:  # an fp32 param shows no master: it is the same
+            self.kinds[MASTER] = abi.OFFLOAD_STATE_MASTER
+
+    @property
+    def bound(self) -> Tensor:
+        """The dense tensor that the library steps."""
+        return local(self.param).detach() if self.copy is None else self.copy
+
+    def arrange(self, flat: Tensor) -> Tensor:
+        """Elements in memory order in the shape of the param."""
+        return flat.as_strided(self.shape, self.stride)
+
+    def takes_gradient(self) -> bool:
+        """Whether the gradient that is there, or that autograd will make, has no more bits than the
+        registered dtype holds. (A param that has another dtype itself is refused later.)"""
+        if self.grad_dtype == torch.float32 or local(self.param).dtype != self.dtype:
+            return True
+        dtype = gradient_dtype(self.param)
+        return dtype == self.grad_dtype or (
+            gradient_of(self.param) is None and dtype != torch.float32
+        )
+
+    def struct(self) -> abi.offload_param_t:
+        """The slot as the ABI has it. The struct keeps what it points to alive."""
+        return abi.offload_param_t(
+            group=self.group,
+            dtype=DTYPES[self.dtype],
+            grad_dtype=DTYPES[self.grad_dtype],
+            name=self.name.encode(),
+            data=self.bound.data_ptr() or None,
+            count=self.count,
+            shard=self._shard_struct(),
+            flags=abi.OFFLOAD_PARAM_REPLICA if self.shard and self.shard.replica else 0,
+        )
+
+    def _shard_struct(self) -> Any:
+        """What the member says of its shard. Else the whole tensor, with its dimensions where the
+        elements lie in their order."""
+        if self.shard is not None:
+            return ctypes.pointer(self.shard.struct())
+        if not self.row_major or not 1 <= len(self.shape) <= 8:
+            return None
+        sizes = ctypes.c_int64 * len(self.shape)
+        return ctypes.pointer(
+            abi.offload_shard_t(
+                dimensions=len(self.shape),
+                box_count=1,
+                global_shape=sizes(*self.shape),
+                box_offsets=sizes(),
+                box_extents=sizes(*self.shape),
+            )
+        )
+
+
+def wide_gradients(slot_of: dict[Tensor, Slot]) -> dict[Tensor, bool]:
+    """Whether params are registered with gradients in fp32."""
+    return {param: slot.grad_dtype == torch.float32 for param, slot in slot_of.items()}
+
+
+class Registered:
+    """The groups and params of one optimizer of the library."""
+
+    def __init__(
+        self,
+        handle: abi.Optimizer,
+        device: torch.device,
+        algorithm: int,
+        groups: list[dict[str, Any]],
+        members: list[Member],
+        split_masters: bool,
+    ) -> None:
+        self._handle = handle
+        self.algorithm = algorithm
+        self.groups = [dict(group) for group in groups]  # hyperparameters, as the library knows them
+        for group in groups:
+            handle.add_group(**group)
+        self.slots = [
+            Slot(id, member, device, moments_of(algorithm, groups[member.group]), split_masters)
+            for id, member in enumerate(members)
+        ]
+        self.slot_of = {slot.param: slot for slot in self.slots}
+        handle.add_params([slot.struct() for slot in self.slots])
+
+    def set_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Tells the library which hyperparameters have changed."""
+        for id, group in enumerate(groups):
+            if group != self.groups[id]:
+                self._handle.set_group(id, **group)
+                self.groups[id] = dict(group)
+
+    def difference(
+        self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
+    ) -> str:
+        """Which params, groups, algorithm or dtypes of gradients are not those that are registered;
+        "" if all are."""
+        if len(groups) != len(self.groups) or algorithm != self.algorithm:
+            return "param groups are others"
+        for new, old in zip(groups, self.groups):
+            if moments_of(algorithm, new) != moments_of(algorithm, old):
+                return "a param group has got its first momentum, or has none any more"
+        known = 0
+        for index, group in enumerate(param_groups):
+            for place, param in enumerate(group["params"]):
+                slot = self.slot_of.get(param)
+                if slot is None:
+                    if takes_part(param):
+                        name = group.get("param_names", {place: f"param_groups.{index}.{place}"})[place]
+                        return f"parameter {name!r} has been added or unfrozen"
+                elif slot.group != index:
+                    return f"parameter {slot.name!r} is in another group"
+                elif not slot.takes_gradient():
+                    return f"the gradient of parameter {slot.name!r} is in a wider dtype than before"
+                else:
+                    known += 1
+        return "" if known == len(self.slots) else "parameters have been taken out"

@@ -1,0 +1,176 @@
+"""What is shown: tensors in the optimizer's `state` that are views of the library's memory, so that
+nothing is kept twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import abi
+from .moments import COUNTED
+from .registered import Registered, Slot
+from .stored import Stored
+from .tensors import like_param, local
+
+
+def count_dtype() -> torch.dtype:
+    """The dtype of step counts, as torch has it: 16 bits would not count beyond 256."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+class Exhibit:
+    """What is shown of one param."""
+
+    def __init__(self) -> None:
+        self.entry: dict[str, Any] | None = None  # in the optimizer's state, made here
+        self.views: dict[str, Tensor] = {}
+        self.places: dict[str, int] = {}  # where the views lay: torch may lead a tensor elsewhere
+        # Of those views that are copies, since the state lies in two places: their versions.
+        self.copies: dict[str, int] = {}
+
+
+class Shown:
+    """The exhibits of all params, and their step counts. `state` is the optimizer's, everywhere."""
+
+    def __init__(self, handle: abi.Optimizer, registered: Registered, stored: Stored) -> None:
+        self._handle = handle
+        self._slots = registered.slots
+        self._stored = stored
+        self._is_counted = registered.algorithm in COUNTED
+        self._of = [Exhibit() for _ in self._slots]
+        self._with_copies: set[Slot] = set()
+        self._hidden: list[Slot] = []  # their state is offloaded and has been taken from sight
+        # One tensor with a view for each param, so that a step adds to all in one operation.
+        self.set_counts(torch.zeros(len(self._slots), dtype=count_dtype(), device="cpu"))
+
+    def of(self, slot: Slot) -> Exhibit:
+        return self._of[slot.id]
+
+    def publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
+        """Puts views of a param's state where torch has its tensors."""
+        exhibit = self.of(slot)
+        if self._is_counted:
+            exhibit.views["step"] = self.count_views[slot.id]
+        for key, kind in slot.kinds.items():
+            if key not in exhibit.views:
+                self._handle.drain()
+                view, is_live = self._stored.show(slot, kind)
+                if not is_live:
+                    exhibit.copies[key] = view._version
+                    self._with_copies.add(slot)
+                exhibit.views[key] = like_param(view, slot.param)
+        if not exhibit.views:
+            return
+        exhibit.places = {key: local(view).data_ptr() for key, view in exhibit.views.items()}
+        entry = dict.get(state, slot.param)
+        if entry is None:
+            entry = {}
+            dict.__setitem__(state, slot.param, entry)
+        entry.update(exhibit.views)
+        exhibit.entry = entry
+
+    def is_as_published(self, slot: Slot, entry: dict[str, Any]) -> bool:
+        """Whether an entry is as it was put there, but for what may be written in its tensors."""
+        exhibit = self.of(slot)
+        return entry is exhibit.entry and all(
+            entry.get(key) is view and local(view).data_ptr() == exhibit.places[key]
+            for key, view in exhibit.views.items()
+        )
+
+    def forget_moved(self, slot: Slot) -> None:
+        """Drops views that are not of the library's memory any more: torch.multiprocessing moves what
+        it sends into memory of its own, in place, and `.data` leads a tensor anywhere."""
+        exhibit = self.of(slot)
+        for key, view in list(exhibit.views.items()):
+            if local(view).data_ptr() != exhibit.places[key]:
+                del exhibit.views[key]
+                exhibit.copies.pop(key, None)
+                if key == "step":
+                    self.count_views[slot.id] = self.counts[slot.id]
+
+    # --------------------------------------------------------------------------------- copies --
+
+    def refresh_copies(self) -> None:
+        """Copies become what the state is."""
+        if self._with_copies:
+            self._handle.drain()
+        for slot in self._with_copies:
+            exhibit = self.of(slot)
+            for key in exhibit.copies:
+                view = local(exhibit.views[key])
+                view.copy_(slot.arrange(self._stored.read(slot, slot.kinds[key])))
+                exhibit.copies[key] = view._version
+
+    def take_copies(self, slot: Slot) -> None:
+        """The state becomes what others have written into copies of it."""
+        exhibit = self.of(slot)
+        for key, version in exhibit.copies.items():
+            view = local(exhibit.views[key])
+            if view._version != version:
+                self._handle.drain()
+                self._stored.write(slot, slot.kinds[key], view)
+                exhibit.copies[key] = view._version
+
+    # --------------------------------------------------------------------------------- counts --
+
+    def set_counts(self, counts: Tensor) -> None:
+        self.counts = counts
+        self.count_views = list(counts.unbind())
+        self._counts_place = counts.data_ptr()
+        self.note_counts()
+
+    def note_counts(self) -> None:
+        """The library has these counts."""
+        self._counts_version = self.counts._version
+
+    def count(self, slots: list[Slot]) -> None:
+        """Adds a step of the slots."""
+        if len(slots) == len(self._slots):
+            self.counts.add_(1)
+        else:
+            self.counts[[slot.id for slot in slots]] += 1
+
+    def have_counts_moved(self) -> bool:
+        return self.counts.data_ptr() != self._counts_place
+
+    def have_counts_changed(self) -> bool:
+        return self.counts._version != self._counts_version
+
+    # ------------------------------------------------------------------------- states offloaded --
+
+    def hide(self, state: dict[Tensor, Any]) -> None:
+        """Takes views of device memory that is about to go from where others find them."""
+        for slot in self._slots:
+            exhibit = self.of(slot)
+            on_device = any(local(view).device.type != "cpu" for view in exhibit.views.values())
+            if not on_device and (self._stored.is_whole(slot) or not exhibit.copies):
+                continue
+            if exhibit.entry is not None:
+                self._hidden.append(slot)
+                if dict.get(state, slot.param) is exhibit.entry:
+                    dict.pop(state, slot.param)
+            exhibit.entry, exhibit.views, exhibit.copies = None, {}, {}
+            self._with_copies.discard(slot)
+
+    def show_hidden(self, state: dict[Tensor, Any]) -> None:
+        """Puts views of the new memory there again."""
+        hidden, self._hidden = self._hidden, []
+        for slot in hidden:
+            self.publish(slot, state)
+
+    def refuse_hidden(self) -> None:
+        if self._hidden:
+            raise abi.InvalidStateError(
+                "states are offloaded and cannot be looked at; call reload(states=True) first"
+            )
+
+    def leave_device(self) -> None:
+        """State on the device moves to host tensors, so that its memory is free for another engine
+        when this one ends."""
+        for exhibit in self._of:
+            for key, tensor in exhibit.views.items():
+                if tensor.device.type != "cpu" and exhibit.entry is not None:
+                    exhibit.entry[key] = tensor.cpu()
+            exhibit.views = {}

@@ -1,0 +1,58 @@
+"""Memory of torch's that params have given up. A param keeps its tensor, its views and whatever else
+refers to it: only its storage shrinks to nothing, and grows again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .registered import Slot
+from .tensors import local
+
+
+class Storage:
+    """A storage that has been given up. What in it belongs to no param is kept here."""
+
+    def __init__(self, tensor: Tensor, slots: list[Slot]) -> None:
+        self._storage = tensor.untyped_storage()
+        self._bytes = self._storage.nbytes()
+        self._gaps = [
+            (begin, self._all()[begin:end].to("cpu", copy=True)) for begin, end in self._rest(slots)
+        ]
+        self._storage.resize_(0)
+
+    def _all(self) -> Tensor:
+        everything = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        return everything.set_(self._storage)
+
+    def _rest(self, slots: list[Slot]) -> Iterator[tuple[int, int]]:
+        """The bytes outside of the params', begin and end."""
+        passed = 0
+        taken = []
+        for slot in slots:
+            if slot.copy is None:
+                tensor = local(slot.param)
+                begin = int(tensor.storage_offset()) * tensor.element_size()
+                taken.append((begin, begin + slot.bytes))
+        for begin, end in sorted(taken):
+            if begin > passed:
+                yield passed, begin
+            passed = max(passed, end)
+        if passed < self._bytes:
+            yield passed, self._bytes
+
+    def restore(self) -> None:
+        if self._storage.nbytes() == 0:
+            self._storage.resize_(self._bytes)
+            for begin, content in self._gaps:
+                self._all()[begin : begin + content.numel()].copy_(content)
+
+
+def give_up(slots: list[Slot]) -> list[Storage]:
+    """Shrinks the storages of params to nothing. Several params may lie in one."""
+    by_storage: dict[int, list[Slot]] = {}
+    for slot in slots:
+        by_storage.setdefault(local(slot.param).untyped_storage()._cdata, []).append(slot)
+    return [Storage(local(group[0].param), group) for group in by_storage.values()]
