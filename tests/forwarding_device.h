@@ -24,6 +24,21 @@ class ForwardingDevice : public Device {
   Result<void*> Allocate(uint64_t bytes) override { return device_->Allocate(bytes); }
   Status Free(void* data) override { return device_->Free(data); }
   Result<void*> Map(void* data, uint64_t bytes) override { return device_->Map(data, bytes); }
+  Result<void*> Reserve(uint64_t bytes) override { return device_->Reserve(bytes); }
+  void Unreserve(void* range) override { device_->Unreserve(range); }
+  uint64_t page_bytes(uint64_t range_bytes) const override {
+    return device_->page_bytes(range_bytes);
+  }
+  Result<DevicePages> TakePages(uint64_t range_bytes, uint64_t bytes) override {
+    return device_->TakePages(range_bytes, bytes);
+  }
+  void FreePages(DevicePages& pages) override { device_->FreePages(pages); }
+  Status AppendPages(void* range, DevicePages& pages) override {
+    return device_->AppendPages(range, pages);
+  }
+  void TruncatePages(void* range, uint64_t bytes) override {
+    device_->TruncatePages(range, bytes);
+  }
   Status CheckRange(const void* data, uint64_t bytes) const override {
     return device_->CheckRange(data, bytes);
   }

@@ -49,9 +49,9 @@ void* Map(uint64_t bytes, int protection, int flags) {
 }
 
 // Huge pages need an aligned start, which mmap does not promise: maps more and gives back the ends.
-void* MapForHugePages(uint64_t bytes) {
+void* MapForHugePages(uint64_t bytes, int protection, int flags) {
   const uint64_t slack = kHugePageBytes - PageBytes();
-  void* mapped = Map(bytes > UINT64_MAX - slack ? bytes : bytes + slack, PROT_READ | PROT_WRITE, 0);
+  void* mapped = Map(bytes > UINT64_MAX - slack ? bytes : bytes + slack, protection, flags);
   if (mapped == nullptr) return nullptr;
   const uint64_t before = -reinterpret_cast<uintptr_t>(mapped) & (kHugePageBytes - 1);
   char* data = static_cast<char*>(mapped) + before;
@@ -274,7 +274,7 @@ Result<void*> MapPages(uint64_t bytes, bool huge_pages) {
   const uint64_t whole = RoundUpToPages(bytes);
   void* data = nullptr;
   if (huge_pages && whole >= kHugePageBytes) {
-    data = MapForHugePages(whole);
+    data = MapForHugePages(whole, PROT_READ | PROT_WRITE, 0);
   } else {
     data = Map(whole, PROT_READ | PROT_WRITE, 0);
     // A system may give huge pages unasked.
@@ -306,11 +306,37 @@ Status PreferNodes(void* data, uint64_t bytes, PageHome home, const std::vector<
   return Status::Error(OFFLOAD_UNSUPPORTED, "mbind was refused (%s)", ErrorText(errno).c_str());
 }
 
-Result<void*> ReserveAddresses(uint64_t bytes) {
+Result<void*> ReserveAddresses(uint64_t bytes, bool huge_pages) {
   HYBRIDOPT_CHECK(bytes > 0);
-  void* data = Map(RoundUpToPages(bytes), PROT_NONE, MAP_NORESERVE);
+  const uint64_t whole = RoundUpToPages(bytes);
+  const bool aligned = huge_pages && whole >= kHugePageBytes;
+  void* data = aligned ? MapForHugePages(whole, PROT_NONE, MAP_NORESERVE)
+                       : Map(whole, PROT_NONE, MAP_NORESERVE);
   if (data == nullptr) return Refused(bytes);
+  if (!huge_pages) madvise(data, whole, MADV_NOHUGEPAGE);
   return data;
+}
+
+Status BackPages(void* data, uint64_t bytes) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / PageBytes() * PageBytes();
+  const uintptr_t end = reinterpret_cast<uintptr_t>(data) + bytes;
+  if (bytes == 0) return {};
+  void* const first = reinterpret_cast<void*>(begin);
+  if (mprotect(first, RoundUpToPages(end - begin), PROT_READ | PROT_WRITE) != 0)
+    return Refused(bytes);
+  return {};
+}
+
+void DiscardPages(void* data, uint64_t bytes) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = RoundUpToPages(address);
+  const uintptr_t end = (address + bytes) / PageBytes() * PageBytes();
+  if (begin >= end) return;
+  void* const first = reinterpret_cast<void*>(begin);
+  // Both calls only take away; where the system refuses, the memory stays until the range is
+  // unmapped.
+  (void)madvise(first, end - begin, MADV_DONTNEED);
+  (void)mprotect(first, end - begin, PROT_NONE);
 }
 
 bool HugePagesAvailable() {

@@ -37,8 +37,14 @@ enum class PageHome {
 // refuses, as containers without CAP_SYS_NICE often do.
 Status PreferNodes(void* data, uint64_t bytes, PageHome home, const std::vector<uint32_t>& nodes);
 
-// Address space that faults on any access. UnmapPages gives it back.
-Result<void*> ReserveAddresses(uint64_t bytes);
+// Address space that faults on any access. UnmapPages gives it back. With huge_pages it starts
+// where a huge page may.
+Result<void*> ReserveAddresses(uint64_t bytes, bool huge_pages = false);
+// Gives reserved addresses memory: zero pages, for every page that the range touches. Pages that
+// have memory already keep it.
+Status BackPages(void* data, uint64_t bytes);
+// Takes the memory of the pages that lie wholly inside the range away again: they fault.
+void DiscardPages(void* data, uint64_t bytes);
 
 inline constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
 bool HugePagesAvailable();

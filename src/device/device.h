@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "base/status.h"
 #include "kernels/kernels.h"
@@ -54,6 +55,12 @@ struct NormLaunch {
   Verdict* verdict;  // device address, written last; NULL: only the sums are wanted
 };
 
+// Memory of the device that has been taken and lies behind no address yet.
+struct DevicePages {
+  uint64_t bytes = 0;             // whole pages
+  std::vector<uint64_t> handles;  // the device's own names for them
+};
+
 struct DeviceMemory {
   uint64_t total_bytes;
   uint64_t free_bytes;
@@ -81,6 +88,22 @@ class Device {
   virtual Result<void*> Allocate(uint64_t bytes) = 0;         // aligned to 256 bytes
   virtual Status Free(void* data) = 0;                        // NULL is fine
   virtual Result<void*> Map(void* data, uint64_t bytes) = 0;  // see offload_device_map
+
+  // A range of addresses for memory that grows and shrinks at its end. No memory lies behind it
+  // until AppendPages. Unreserve frees what does.
+  virtual Result<void*> Reserve(uint64_t bytes) = 0;
+  virtual void Unreserve(void* range) = 0;
+  // The unit in which memory comes and goes behind a range of so many bytes; a power of two.
+  virtual uint64_t page_bytes(uint64_t range_bytes) const = 0;
+  // Takes `bytes`, whole pages of such a range. OUT_OF_DEVICE_MEMORY where there is no room.
+  virtual Result<DevicePages> TakePages(uint64_t range_bytes, uint64_t bytes) = 0;
+  virtual void FreePages(DevicePages& pages) = 0;  // that no range has
+  // Puts the pages behind the first bytes of the range that have no memory yet. `pages` is empty
+  // afterwards, unless it fails.
+  virtual Status AppendPages(void* range, DevicePages& pages) = 0;
+  // Frees all but the first `bytes`, whole pages, of the memory behind the range.
+  virtual void TruncatePages(void* range, uint64_t bytes) = 0;
+
   // INVALID_ARGUMENT if the range is known not to be memory of this device now.
   virtual Status CheckRange(const void* data, uint64_t bytes) const = 0;
 

@@ -37,6 +37,14 @@ class HostDevice final : public Device {
 
   Result<void*> Allocate(uint64_t bytes) override;
   Status Free(void* data) override;
+  // Reserved ranges hold the state that is on the device: there is none in one memory.
+  Result<void*> Reserve(uint64_t) override { return Unsupported("Reserve"); }
+  void Unreserve(void*) override {}
+  uint64_t page_bytes(uint64_t) const override { return kAlignment; }
+  Result<DevicePages> TakePages(uint64_t, uint64_t) override { return Unsupported("TakePages"); }
+  void FreePages(DevicePages&) override {}
+  Status AppendPages(void*, DevicePages&) override { return Unsupported("AppendPages"); }
+  void TruncatePages(void*, uint64_t) override {}
   Result<void*> Map(void* data, uint64_t bytes) override;
   Status CheckRange(const void* data, uint64_t bytes) const override;
 

@@ -40,6 +40,13 @@ class SimDevice final : public Device {
   Result<void*> Map(void* data, uint64_t bytes) override {
     return memory_->Translate(data, bytes, 1);
   }
+  Result<void*> Reserve(uint64_t bytes) override;
+  void Unreserve(void* range) override { memory_->Unreserve(range); }
+  uint64_t page_bytes(uint64_t) const override { return SimMemory::kPageBytes; }
+  Result<DevicePages> TakePages(uint64_t range_bytes, uint64_t bytes) override;
+  void FreePages(DevicePages& pages) override { memory_->FreePages(pages); }
+  Status AppendPages(void* range, DevicePages& pages) override;
+  void TruncatePages(void* range, uint64_t bytes) override { memory_->TruncatePages(range, bytes); }
   Status CheckRange(const void* data, uint64_t bytes) const override;
 
   Status PinHost(void* data, uint64_t bytes) override;
@@ -139,6 +146,21 @@ SimDevice::~SimDevice() {
 Result<void*> SimDevice::Allocate(uint64_t bytes) {
   HYBRIDOPT_TRY(fault_.status());
   return memory_->Allocate(bytes);
+}
+
+Result<void*> SimDevice::Reserve(uint64_t bytes) {
+  HYBRIDOPT_TRY(fault_.status());
+  return memory_->Reserve(bytes);
+}
+
+Result<DevicePages> SimDevice::TakePages(uint64_t, uint64_t bytes) {
+  HYBRIDOPT_TRY(fault_.status());
+  return memory_->TakePages(bytes);
+}
+
+Status SimDevice::AppendPages(void* range, DevicePages& pages) {
+  HYBRIDOPT_TRY(fault_.status());
+  return memory_->AppendPages(range, pages);
 }
 
 Status SimDevice::CheckRange(const void* data, uint64_t bytes) const {

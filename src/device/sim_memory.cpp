@@ -6,6 +6,7 @@
 #include <iterator>
 #include <mutex>
 
+#include "base/check.h"
 #include "base/prim.h"
 
 namespace hybridopt {
@@ -57,6 +58,10 @@ SimMemory::SimMemory(uint64_t capacity, void* addresses, void* backing)
       free_bytes_(capacity) {}
 
 SimMemory::~SimMemory() {
+  for (const auto& [address, range] : reserved_) {
+    prim::UnmapPages(reinterpret_cast<void*>(address), range.bytes);
+    prim::UnmapPages(range.backing, range.bytes);
+  }
   prim::UnmapPages(addresses_, capacity_);
   prim::UnmapPages(backing_, capacity_);
 }
@@ -78,7 +83,7 @@ Result<void*> SimMemory::Allocate(uint64_t bytes) {
     taken = bytes <= capacity_ ? RoundUp(bytes) : bytes;
     const auto hole = std::find_if(free_.begin(), free_.end(),
                                    [&](const auto& run) { return run.second >= taken; });
-    if (hole == free_.end()) {
+    if (hole == free_.end() || taken > free_bytes_) {
       uint64_t largest = 0;
       for (const auto& run : free_) largest = std::max(largest, run.second);
       return Status::Error(OFFLOAD_OUT_OF_DEVICE_MEMORY,
@@ -135,6 +140,79 @@ Status SimMemory::Free(void* data) {
   return Status();
 }
 
+Result<void*> SimMemory::Reserve(uint64_t bytes) {
+  HYBRIDOPT_ASSIGN(void* const addresses, prim::ReserveAddresses(bytes));
+  Result<void*> backing = prim::ReserveAddresses(bytes);
+  Status status = backing.status();
+  if (status.ok()) status = prim::BackPages(backing.value(), bytes);
+  if (!status.ok()) {
+    prim::UnmapPages(addresses, bytes);
+    if (backing.ok()) prim::UnmapPages(backing.value(), bytes);
+    return status;
+  }
+  std::unique_lock lock(mutex_);
+  reserved_[reinterpret_cast<uintptr_t>(addresses)] = {bytes, static_cast<char*>(backing.value()),
+                                                       0};
+  return addresses;
+}
+
+void SimMemory::Unreserve(void* range) {
+  if (range == nullptr) return;
+  TruncatePages(range, 0);
+  std::unique_lock lock(mutex_);
+  const auto found = reserved_.find(reinterpret_cast<uintptr_t>(range));
+  HYBRIDOPT_CHECK(found != reserved_.end());
+  prim::UnmapPages(range, found->second.bytes);
+  prim::UnmapPages(found->second.backing, found->second.bytes);
+  reserved_.erase(found);
+}
+
+Result<DevicePages> SimMemory::TakePages(uint64_t bytes) {
+  std::unique_lock lock(mutex_);
+  if (bytes > free_bytes_)
+    return Status::Error(OFFLOAD_OUT_OF_DEVICE_MEMORY,
+                         "asked for %" PRIu64 " bytes of device memory, %" PRIu64
+                         " bytes of %" PRIu64
+                         " are free; ask for less, free some, or give the simulated device more "
+                         "sim_memory_bytes",
+                         bytes, free_bytes_, capacity_);
+  free_bytes_ -= bytes;
+  return DevicePages{bytes, {}};
+}
+
+void SimMemory::FreePages(DevicePages& pages) {
+  std::unique_lock lock(mutex_);
+  free_bytes_ += pages.bytes;
+  pages = {};
+}
+
+Status SimMemory::AppendPages(void* range, DevicePages& pages) {
+  std::unique_lock lock(mutex_);
+  Reserved& reserved = reserved_.at(reinterpret_cast<uintptr_t>(range));
+  Poison(reserved.backing + reserved.backed_bytes,
+         std::min(pages.bytes, reserved.bytes - reserved.backed_bytes));
+  reserved.backed_bytes += pages.bytes;
+  pages = {};
+  return {};
+}
+
+void SimMemory::TruncatePages(void* range, uint64_t bytes) {
+  std::unique_lock lock(mutex_);
+  Reserved& reserved = reserved_.at(reinterpret_cast<uintptr_t>(range));
+  if (bytes >= reserved.backed_bytes) return;
+  Poison(reserved.backing + bytes, std::min(reserved.backed_bytes, reserved.bytes) - bytes);
+  free_bytes_ += reserved.backed_bytes - bytes;
+  reserved.backed_bytes = bytes;
+}
+
+std::map<uintptr_t, SimMemory::Reserved>::const_iterator SimMemory::FindReserved(
+    uintptr_t address) const {
+  auto range = reserved_.upper_bound(address);
+  if (range == reserved_.begin()) return reserved_.end();
+  --range;
+  return address - range->first < range->second.bytes ? range : reserved_.end();
+}
+
 Result<void*> SimMemory::Translate(const void* data, uint64_t bytes, uint64_t alignment) const {
   const auto address = reinterpret_cast<uintptr_t>(data);
   const auto bad = [&](const char* why) {
@@ -146,8 +224,14 @@ Result<void*> SimMemory::Translate(const void* data, uint64_t bytes, uint64_t al
   };
   if (!Overlaps(data, 1)) return bad("not in this device's memory");
   if (address % alignment != 0) return bad("not aligned to its elements");
-  const uint64_t offset = address - reinterpret_cast<uintptr_t>(addresses_);
   std::shared_lock lock(mutex_);
+  if (const auto range = FindReserved(address); range != reserved_.end()) {
+    const uint64_t inside = address - range->first;
+    if (inside >= range->second.backed_bytes) return bad("no memory lies behind it");
+    if (bytes > range->second.backed_bytes - inside) return bad("runs past the end of its memory");
+    return static_cast<void*>(range->second.backing + inside);
+  }
+  const uint64_t offset = address - reinterpret_cast<uintptr_t>(addresses_);
   auto allocation = live_.upper_bound(offset);
   if (allocation == live_.begin()) return bad("freed or never allocated");
   --allocation;
@@ -160,7 +244,11 @@ Result<void*> SimMemory::Translate(const void* data, uint64_t bytes, uint64_t al
 bool SimMemory::Overlaps(const void* data, uint64_t bytes) const {
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const auto first = reinterpret_cast<uintptr_t>(addresses_);
-  return begin < first ? bytes > first - begin : begin - first < capacity_ && bytes > 0;
+  if (begin < first ? bytes > first - begin : begin - first < capacity_ && bytes > 0) return true;
+  std::shared_lock lock(mutex_);
+  const auto next = reserved_.lower_bound(begin);
+  return (next != reserved_.end() && bytes > next->first - begin) ||
+         (bytes > 0 && FindReserved(begin) != reserved_.end());
 }
 
 }  // namespace hybridopt

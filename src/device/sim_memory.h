@@ -32,6 +32,16 @@ class SimMemory {
   Result<void*> Allocate(uint64_t bytes);
   Status Free(void* data);
 
+  // Ranges of addresses outside the capacity, whose first bytes have memory that counts against it:
+  // see Device::Reserve. Memory that comes or goes is poisoned.
+  static constexpr uint64_t kPageBytes = 256;
+  Result<void*> Reserve(uint64_t bytes);
+  void Unreserve(void* range);
+  Result<DevicePages> TakePages(uint64_t bytes);
+  void FreePages(DevicePages& pages);
+  Status AppendPages(void* range, DevicePages& pages);
+  void TruncatePages(void* range, uint64_t bytes);
+
   // Where the bytes of a range inside one live allocation lie; INVALID_ARGUMENT if it is not one,
   // or not aligned.
   Result<void*> Translate(const void* data, uint64_t bytes, uint64_t alignment) const;
@@ -42,13 +52,23 @@ class SimMemory {
  private:
   SimMemory(uint64_t capacity, void* addresses, void* backing);
 
+  struct Reserved {
+    uint64_t bytes;
+    char* backing;
+    uint64_t backed_bytes;  // from the begin on
+  };
+  // The reserved range that holds the address, or the end. With mutex_ held.
+  std::map<uintptr_t, Reserved>::const_iterator FindReserved(uintptr_t address) const;
+
   const uint64_t capacity_;
   char* const addresses_;
   char* const backing_;
   mutable std::shared_mutex mutex_;
   std::map<uint64_t, uint64_t> live_;  // offset -> bytes asked for; taken are whole units
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes; neighbours are merged
+  // Of the capacity. It may be less than free_ holds: reserved ranges have taken the rest.
   uint64_t free_bytes_;
+  std::map<uintptr_t, Reserved> reserved_;  // by address
 };
 
 }  // namespace hybridopt

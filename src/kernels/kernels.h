@@ -17,6 +17,9 @@ namespace hybridopt {
 // kNormLanes/2, ..., 1. The blocks of a param are added in order, then the params in registration
 // order.
 inline constexpr uint64_t kNormBlockElements = 4096;
+constexpr uint64_t NormBlocksOf(uint64_t count) {
+  return (count + kNormBlockElements - 1) / kNormBlockElements;
+}
 inline constexpr uint32_t kNormLanes = 16;
 
 // Indexes the kernel table. Adam and AdamW share a kernel: they differ in coefficients only.

@@ -25,6 +25,7 @@ class Context {
           const KernelTable& kernels, Seats seats = ChooseSeats({.local_world = 1}).value());
 
   Device& device() { return *device_; }
+  const Device& device() const { return *device_; }
   WorkerPool& workers() { return workers_; }
   const KernelTable& kernels() const { return kernels_; }
   int64_t device_timeout_ns() const { return device_timeout_ns_; }

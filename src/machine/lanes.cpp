@@ -12,11 +12,18 @@ uint64_t BlockSumsBytes(const LaneSizes& sizes) {
   return (sizes.norm_blocks * sizeof(double) + 255) / 256 * 256;
 }
 
+uint64_t RingBytes(const LaneSizes& sizes) {
+  return StagingRing::Bytes(sizes.staging_slots, sizes.slot_grad_bytes, sizes.slot_param_bytes);
+}
+
+uint64_t VerdictPageBytes(const LaneSizes& sizes) {
+  return StagingRing::Bytes(1, kVerdictBytes + BlockSumsBytes(sizes), 0);
+}
+
 }  // namespace
 
 uint64_t Lanes::PinnedBytes(const LaneSizes& sizes) {
-  return StagingRing::Bytes(sizes.staging_slots, sizes.slot_grad_bytes, sizes.slot_param_bytes) +
-         StagingRing::Bytes(1, kVerdictBytes + BlockSumsBytes(sizes), 0);
+  return RingBytes(sizes) + VerdictPageBytes(sizes);
 }
 
 uint64_t Lanes::DeviceScratchBytes(const LaneSizes& sizes) {
@@ -25,64 +32,113 @@ uint64_t Lanes::DeviceScratchBytes(const LaneSizes& sizes) {
   return kVerdictBytes + BlockSumsBytes(sizes) + grads_bytes;
 }
 
-Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const LaneSizes& sizes) {
-  std::unique_ptr<Lanes> lanes(new Lanes(context, sizes));
-  if (!context.device().unified()) HYBRIDOPT_TRY(lanes->CreateAll());
-  return lanes;
-}
+// ----------------------------------------------------------------------------- ring and scratch --
 
-Status Lanes::CreateAll() {
-  HYBRIDOPT_TRY(context_.ReservePinned(PinnedBytes(sizes_)));
-  pinned_bytes_ = PinnedBytes(sizes_);
-  HYBRIDOPT_ASSIGN(verdict_page_,
-                   StagingRing::Create(device(), 1, kVerdictBytes + BlockSumsBytes(sizes_), 0,
-                                       context_.pinned_pages(), context_.allow_pageable()));
-  HYBRIDOPT_TRY(CreateRing());  // last: it can do with less
-  const uint64_t pinned_bytes = ring_.pinned_bytes() + verdict_page_.pinned_bytes();
-  context_.ReleasePinned(pinned_bytes_ - pinned_bytes);
-  pinned_bytes_ = pinned_bytes;
-  host_verdict = reinterpret_cast<Verdict*>(verdict_page_.grads(0));
-  host_block_sums = reinterpret_cast<double*>(verdict_page_.grads(0) + kVerdictBytes);
-  HYBRIDOPT_ASSIGN(void* scratch, TakeScratch());
-  UseScratch(scratch);
-  HYBRIDOPT_ASSIGN(down, NewStream("gradients down"));
-  HYBRIDOPT_ASSIGN(up, NewStream("params up"));
-  HYBRIDOPT_ASSIGN(compute, NewStream("device update"));
-  HYBRIDOPT_TRY(NewTimedEvent("device updated", &device_updated));
-  HYBRIDOPT_TRY(NewEvent("verdict known", &verdict_known));
-  for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
-  ready_.resize(Timeline::kCapacity * kMaxProducers);
-  for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
-  HYBRIDOPT_TRY(NewEvent("params ready", &kept_ready_));
-  landed.resize(ring_.slots());
-  uploaded.resize(ring_.slots());
-  for (uint32_t slot = 0; slot < ring_.slots(); ++slot) {
-    HYBRIDOPT_TRY(NewTimedEvent("gradients landed", &landed[slot]));
-    HYBRIDOPT_TRY(NewTimedEvent("params uploaded", &uploaded[slot]));
+Result<LaneRing> LaneRing::Take(Context& context, const LaneSizes& sizes) {
+  LaneRing ring;
+  ring.context_ = &context;
+  HYBRIDOPT_TRY(ring.Pin(sizes));
+  ring.landed_.resize(ring.staging_.slots());
+  ring.uploaded_.resize(ring.staging_.slots());
+  for (uint32_t slot = 0; slot < ring.staging_.slots(); ++slot) {
+    HYBRIDOPT_TRY(ring.NewTimedEvent("gradients landed", &ring.landed_[slot]));
+    HYBRIDOPT_TRY(ring.NewTimedEvent("params uploaded", &ring.uploaded_[slot]));
   }
-  return {};
+  return ring;
 }
 
 // The rungs: all slots pinned; fewer of them; none pinned, if the caller allows that.
-Status Lanes::CreateRing() {
+Status LaneRing::Pin(const LaneSizes& sizes) {
+  HYBRIDOPT_TRY(context_->ReservePinned(RingBytes(sizes)));
+  pinned_bytes_ = RingBytes(sizes);
   const auto create = [&](uint32_t slots, bool allow_pageable) {
-    return StagingRing::Create(device(), slots, sizes_.slot_grad_bytes, sizes_.slot_param_bytes,
-                               context_.pinned_pages(), allow_pageable);
+    return StagingRing::Create(context_->device(), slots, sizes.slot_grad_bytes,
+                               sizes.slot_param_bytes, context_->pinned_pages(), allow_pageable);
   };
-  uint32_t slots = sizes_.staging_slots;
+  uint32_t slots = sizes.staging_slots;
   Result<StagingRing> ring = create(slots, false);
   while (ring.status().code() == OFFLOAD_OUT_OF_HOST_MEMORY && slots > kMinRingSlots) {
     slots = std::max(kMinRingSlots, slots / 2);
     ring = create(slots, false);
   }
-  if (ring.status().code() == OFFLOAD_OUT_OF_HOST_MEMORY && context_.allow_pageable())
-    ring = create(sizes_.staging_slots, true);
-  HYBRIDOPT_ASSIGN(ring_, std::move(ring));
-  if (ring_.pinned_bytes() < ring_.bytes())
-    context_.Note("staging is pageable: the system did not pin it");
-  else if (slots < sizes_.staging_slots)
-    context_.Note("staging has fewer slots than asked for: the system did not pin more");
+  if (ring.status().code() == OFFLOAD_OUT_OF_HOST_MEMORY && context_->allow_pageable())
+    ring = create(sizes.staging_slots, true);
+  HYBRIDOPT_ASSIGN(staging_, std::move(ring));
+  if (staging_.pinned_bytes() < staging_.bytes())
+    context_->Note("staging is pageable: the system did not pin it");
+  else if (slots < sizes.staging_slots)
+    context_->Note("staging has fewer slots than asked for: the system did not pin more");
+  context_->ReleasePinned(pinned_bytes_ - staging_.pinned_bytes());
+  pinned_bytes_ = staging_.pinned_bytes();
   return {};
+}
+
+Status LaneRing::NewTimedEvent(const char* label, TimedEvent* event) {
+  HYBRIDOPT_ASSIGN(event->begin, context_->device().CreateEvent(label));
+  HYBRIDOPT_ASSIGN(event->end, context_->device().CreateEvent(label));
+  return {};
+}
+
+LaneRing::~LaneRing() {
+  if (context_ == nullptr) return;
+  for (const std::vector<TimedEvent>* events : {&landed_, &uploaded_})
+    for (const TimedEvent& event : *events)
+      for (EventHandle handle : {event.begin, event.end})
+        if (handle != nullptr) context_->device().DestroyEvent(handle);
+  context_->ReleasePinned(pinned_bytes_);
+}
+
+LaneRing& LaneRing::operator=(LaneRing&& other) noexcept {
+  std::swap(context_, other.context_);
+  std::swap(staging_, other.staging_);
+  std::swap(pinned_bytes_, other.pinned_bytes_);
+  std::swap(landed_, other.landed_);
+  std::swap(uploaded_, other.uploaded_);
+  return *this;
+}
+
+Result<LaneScratch> LaneScratch::Take(Context& context, const LaneSizes& sizes) {
+  LaneScratch scratch;
+  HYBRIDOPT_ASSIGN(scratch.data_, context.device().Allocate(Lanes::DeviceScratchBytes(sizes)));
+  scratch.device_ = &context.device();
+  scratch.device_grad_elements_ = sizes.device_grad_elements;
+  return scratch;
+}
+
+// -------------------------------------------------------------------------------------- creation
+// --
+
+Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const LaneSizes& sizes) {
+  std::unique_ptr<Lanes> lanes(new Lanes(context));
+  if (!context.device().unified()) HYBRIDOPT_TRY(lanes->CreateAll(sizes));
+  return lanes;
+}
+
+Status Lanes::CreateAll(const LaneSizes& sizes) {
+  HYBRIDOPT_TRY(context_.CheckPinned(PinnedBytes(sizes)));
+  block_sums_bytes_ = BlockSumsBytes(sizes);
+  HYBRIDOPT_TRY(context_.ReservePinned(VerdictPageBytes(sizes)));
+  pinned_bytes_ = VerdictPageBytes(sizes);
+  HYBRIDOPT_ASSIGN(verdict_page_,
+                   StagingRing::Create(device(), 1, kVerdictBytes + block_sums_bytes_, 0,
+                                       context_.pinned_pages(), context_.allow_pageable()));
+  context_.ReleasePinned(pinned_bytes_ - verdict_page_.pinned_bytes());
+  pinned_bytes_ = verdict_page_.pinned_bytes();
+  host_verdict = reinterpret_cast<Verdict*>(verdict_page_.grads(0));
+  host_block_sums = reinterpret_cast<double*>(verdict_page_.grads(0) + kVerdictBytes);
+  HYBRIDOPT_ASSIGN(ring_, LaneRing::Take(context_, sizes));
+  HYBRIDOPT_ASSIGN(LaneScratch scratch, LaneScratch::Take(context_, sizes));
+  UseScratch(scratch);
+  HYBRIDOPT_ASSIGN(down, NewStream("gradients down"));
+  HYBRIDOPT_ASSIGN(up, NewStream("params up"));
+  HYBRIDOPT_ASSIGN(compute, NewStream("device update"));
+  HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.begin));
+  HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.end));
+  HYBRIDOPT_TRY(NewEvent("verdict known", &verdict_known));
+  for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
+  ready_.resize(Timeline::kCapacity * kMaxProducers);
+  for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
+  return NewEvent("params ready", &kept_ready_);
 }
 
 Lanes::~Lanes() {
@@ -90,26 +146,14 @@ Lanes::~Lanes() {
   // waiting for a stream of the caller's that never ends; nobody wants that work any more.
   for (StreamHandle stream : streams_) device().AbandonStream(stream);
   for (EventHandle event : events_) device().DestroyEvent(event);
-  FreeScratch();
   context_.ReleasePinned(pinned_bytes_);
 }
 
-Result<void*> Lanes::TakeScratch() {
-  if (device().unified()) return static_cast<void*>(nullptr);
-  return device().Allocate(DeviceScratchBytes(sizes_));
-}
-
-void Lanes::UseScratch(void* scratch) {
-  scratch_ = scratch;
-  std::byte* const bytes = static_cast<std::byte*>(scratch);
-  device_verdict = reinterpret_cast<Verdict*>(bytes);
-  block_sums = reinterpret_cast<double*>(bytes + kVerdictBytes);
-  device_grads = reinterpret_cast<float*>(bytes + kVerdictBytes + BlockSumsBytes(sizes_));
-}
-
-void Lanes::FreeScratch() {
-  if (scratch_ != nullptr) (void)device().Free(scratch_);
-  scratch_ = nullptr;
+void Lanes::UseScratch(LaneScratch& scratch) {
+  std::swap(scratch_, scratch);
+  device_verdict = reinterpret_cast<Verdict*>(scratch_.data());
+  block_sums = reinterpret_cast<double*>(scratch_.data() + kVerdictBytes);
+  device_grads = reinterpret_cast<float*>(scratch_.data() + kVerdictBytes + block_sums_bytes_);
 }
 
 Result<StreamHandle> Lanes::NewStream(const char* label) {
@@ -122,11 +166,6 @@ Status Lanes::NewEvent(const char* label, EventHandle* event) {
   HYBRIDOPT_ASSIGN(*event, device().CreateEvent(label));
   events_.push_back(*event);
   return {};
-}
-
-Status Lanes::NewTimedEvent(const char* label, TimedEvent* event) {
-  HYBRIDOPT_TRY(NewEvent(label, &event->begin));
-  return NewEvent(label, &event->end);
 }
 
 Status Lanes::Wait(EventHandle event, const char* what) {

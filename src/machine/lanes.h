@@ -31,6 +31,54 @@ struct LaneSizes {
   uint64_t device_grad_elements = 0;  // fp32 room on the device for gradients the host holds
 };
 
+// The staging ring with the events of its slots.
+class LaneRing {
+ public:
+  LaneRing() = default;
+  static Result<LaneRing> Take(Context& context, const LaneSizes& sizes);
+  ~LaneRing();
+  LaneRing(LaneRing&& other) noexcept { *this = std::move(other); }
+  LaneRing& operator=(LaneRing&& other) noexcept;
+
+  StagingRing& staging() { return staging_; }
+  const TimedEvent& landed(uint32_t slot) const { return landed_[slot]; }
+  const TimedEvent& uploaded(uint32_t slot) const { return uploaded_[slot]; }
+
+ private:
+  Status Pin(const LaneSizes& sizes);
+  Status NewTimedEvent(const char* label, TimedEvent* event);
+
+  Context* context_ = nullptr;
+  StagingRing staging_;
+  uint64_t pinned_bytes_ = 0;         // reserved in the context
+  std::vector<TimedEvent> landed_;    // per slot: what comes down is there
+  std::vector<TimedEvent> uploaded_;  // per slot: params have gone up
+};
+
+// Memory of the device for norm sums, the verdict, and gradients that come back for a step.
+class LaneScratch {
+ public:
+  LaneScratch() = default;
+  static Result<LaneScratch> Take(Context& context, const LaneSizes& sizes);
+  ~LaneScratch() {
+    if (data_ != nullptr) (void)device_->Free(data_);
+  }
+  LaneScratch(LaneScratch&& other) noexcept { *this = std::move(other); }
+  LaneScratch& operator=(LaneScratch&& other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(data_, other.data_);
+    std::swap(device_grad_elements_, other.device_grad_elements_);
+    return *this;
+  }
+  uint64_t device_grad_elements() const { return device_grad_elements_; }
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  Device* device_ = nullptr;
+  void* data_ = nullptr;  // device
+  uint64_t device_grad_elements_ = 0;
+};
+
 class Lanes {
  public:
   static Result<std::unique_ptr<Lanes>> Create(Context& context, const LaneSizes& sizes);
@@ -41,10 +89,10 @@ class Lanes {
   // Bytes on the device for norm sums and the verdict.
   static uint64_t DeviceScratchBytes(const LaneSizes& sizes);
 
-  // The device scratch can be given away and taken again, like the state's block.
-  Result<void*> TakeScratch();
-  void UseScratch(void* scratch);
-  void FreeScratch();
+  // These change hands while nothing is under way: what was used before is in the argument then.
+  void UseRing(LaneRing& ring) { std::swap(ring_, ring); }
+  void UseScratch(LaneScratch& scratch);
+  uint64_t device_grad_elements() const { return scratch_.device_grad_elements(); }
 
   // The events that tell when the work queued before a request is done.
   std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
@@ -71,13 +119,13 @@ class Lanes {
   Result<double> Seconds(const TimedEvent& event);
 
   Device& device() { return context_.device(); }
-  StagingRing& ring() { return ring_; }
+  StagingRing& ring() { return ring_.staging(); }
+  const TimedEvent& landed(uint32_t slot) const { return ring_.landed(slot); }
+  const TimedEvent& uploaded(uint32_t slot) const { return ring_.uploaded(slot); }
 
-  StreamHandle down = nullptr;       // device to host
-  StreamHandle up = nullptr;         // host to device
-  StreamHandle compute = nullptr;    // norm and updates on the device
-  std::vector<TimedEvent> landed;    // per slot: grads have come down
-  std::vector<TimedEvent> uploaded;  // per slot: params have gone up
+  StreamHandle down = nullptr;     // device to host
+  StreamHandle up = nullptr;       // host to device
+  StreamHandle compute = nullptr;  // norm and updates on the device
   TimedEvent device_updated;
   EventHandle verdict_known = nullptr;
   EventHandle moved[2] = {};          // copies of offload and reload, which use two streams
@@ -88,24 +136,22 @@ class Lanes {
   double* host_block_sums = nullptr;  // pinned: block_sums, where the verdict is made on the host
 
  private:
-  Lanes(Context& context, const LaneSizes& sizes) : context_(context), sizes_(sizes) {}
+  explicit Lanes(Context& context) : context_(context) {}
   Status NoProgress(const char* what) const;
-  Status CreateAll();
-  Status CreateRing();
+  Status CreateAll(const LaneSizes& sizes);
   Result<StreamHandle> NewStream(const char* label);
   Status NewEvent(const char* label, EventHandle* event);
-  Status NewTimedEvent(const char* label, TimedEvent* event);
 
   Context& context_;
-  const LaneSizes sizes_;
   std::vector<StreamHandle> streams_;  // to destroy
   std::vector<EventHandle> events_;    // to destroy
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
   EventHandle kept_ready_ = nullptr;   // of no slot
-  void* scratch_ = nullptr;            // device
-  uint64_t pinned_bytes_ = 0;          // reserved in the context
-  StagingRing ring_;
+  uint64_t block_sums_bytes_ = 0;
+  uint64_t pinned_bytes_ = 0;  // of the page below, reserved in the context
   StagingRing verdict_page_;
+  LaneRing ring_;
+  LaneScratch scratch_;
 };
 
 }  // namespace hybridopt

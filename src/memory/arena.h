@@ -29,9 +29,16 @@ class Arena {
  public:
   Arena() = default;
   static Result<Arena> Map(uint64_t bytes, const PageWish& wish = {});  // 0 bytes: an empty arena
+  // Addresses alone, which fault until Back gives them memory.
+  static Result<Arena> Reserve(uint64_t bytes, const PageWish& wish = {});
   ~Arena();
   Arena(Arena&& other) noexcept { *this = std::move(other); }
   Arena& operator=(Arena&& other) noexcept;
+
+  // Memory for the pages that bytes [begin, end) touch; what they hold stays, what is new is zero.
+  Status Back(uint64_t begin, uint64_t end);
+  // Gives back the memory of the pages that lie wholly inside [begin, end).
+  void Discard(uint64_t begin, uint64_t end);
 
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }

@@ -38,33 +38,6 @@ uint64_t NewTicketTag() {
   return next.fetch_add(1) % 0xffff + 1;
 }
 
-double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
-
-// What one element's states take where the arrays lie at these offsets.
-uint64_t ElementBytes(const ParamPlace& place, const std::array<uint64_t, kStateSlots>& offset) {
-  uint64_t bytes = 0;
-  for (uint32_t slot = 0; slot < kStateSlots; ++slot)
-    if (offset[slot] != kNoState) bytes += DtypeBytes(place.state_dtype[slot]);
-  return bytes;
-}
-
-// What each param's states take on the device, without padding.
-std::vector<uint64_t> DeviceStateBytes(const Placement& placement) {
-  std::vector<uint64_t> bytes;
-  for (const ParamPlace& place : placement.params)
-    bytes.push_back(place.device_count * ElementBytes(place, place.device_offset));
-  return bytes;
-}
-
-uint64_t HostStateBytes(const Placement& placement, const ParamTable& table) {
-  uint64_t bytes = 0;
-  for (uint32_t id = 0; id < table.size(); ++id) {
-    const ParamPlace& place = placement.params[id];
-    bytes += (table.param(id).count - place.device_count) * ElementBytes(place, place.host_offset);
-  }
-  return bytes;
-}
-
 }  // namespace
 
 Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> context,
@@ -85,9 +58,6 @@ Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_o
 Optimizer::~Optimizer() {
   if (committed_ != nullptr) {
     committed_->timeline->Drain();  // its work reads through committed_
-    // After a failure there may be reloads that have not run.
-    for (Request& request : committed_->requests)
-      if (auto* const move = std::get_if<MoveRequest>(&request)) FreeDeviceMemory(*move);
   }
   committed_.reset();
   context_->OptimizerDestroyed();
@@ -133,63 +103,23 @@ Status Optimizer::Bind(std::span<const offload_binding_t> bindings) {
 // --------------------------------------------------------------------------------- plan, commit --
 
 Result<offload_plan_t> Optimizer::Plan() const {
-  const Placement placement = committed_ != nullptr
-                                  ? committed_->placement
-                                  : Place(table_, PlacementOptionsOf(options_, context_->device()));
-  offload_plan_t plan{};
-  plan.param_count = table_.size();
-  plan.host_elements = placement.host_elements;
-  plan.device_elements = placement.device_elements;
-  plan.element_count = placement.host_elements + placement.device_elements;
-  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
-    const int32_t kind = StateKindOf(table_.algorithm(), static_cast<StateSlot>(slot));
-    if (kind < 0) continue;
-    plan.host_state_bytes[kind] = placement.host_state_bytes[slot];
-    plan.device_state_bytes[kind] = placement.device_state_bytes[slot];
+  if (committed_ != nullptr) {
+    HYBRIDOPT_ASSIGN(offload_plan_t plan,
+                     PlanOf(*context_, table_, committed_->shape, committed_->decided));
+    plan.fits = 1;
+    return plan;
   }
-  plan.host_scratch_bytes =
-      StepPipeline::ScratchBytes(table_, placement) + Mover::ScratchBytes(table_);
-  plan.host_params_bytes = placement.swap_params_bytes;
-  plan.host_grads_bytes = placement.swap_grads_bytes;
-  plan.host_swap_bytes = placement.swap_states_bytes;
-  plan.host_bytes =
-      placement.host_arena_bytes + plan.host_scratch_bytes + SwapMemory::Bytes(placement);
-  plan.device_bytes = placement.device_block_bytes;
-  plan.host_available_bytes = prim::AvailableBytes();
-  plan.pinned_bytes_left = context_->PinnedBytesLeft();
-  plan.chunk_count = placement.chunks.size();
-  plan.grads_down_bytes = placement.grads_down_bytes;
-  plan.params_up_bytes = placement.params_up_bytes;
-  if (!context_->device().unified()) {
-    plan.staging_bytes = Lanes::PinnedBytes(placement.lanes);
-    plan.host_bytes += plan.staging_bytes;
-    plan.device_scratch_bytes = Lanes::DeviceScratchBytes(placement.lanes);
-    plan.device_bytes += plan.device_scratch_bytes;
-    HYBRIDOPT_ASSIGN(const DeviceMemory memory, context_->device().Memory());
-    plan.device_free_bytes = memory.free_bytes;
-  }
-  plan.fits = committed_ != nullptr || CheckRoom(plan).ok() ? 1 : 0;
+  const StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
+  const Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
+  HYBRIDOPT_ASSIGN(offload_plan_t plan, PlanOf(*context_, table_, shape, arrangement));
+  plan.fits = CheckRoom(plan).ok() ? 1 : 0;
   return plan;
 }
 
 Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
-  if (plan.device_bytes > plan.device_free_bytes)
-    return Status::Error(
-        OFFLOAD_OUT_OF_DEVICE_MEMORY,
-        "device_fraction %g needs %llu bytes (%.1f MiB) of optimizer state on %s, "
-        "but %llu (%.1f MiB) are free; lower device_fraction, or free device "
-        "memory",
-        options_.device_fraction, static_cast<unsigned long long>(plan.device_bytes),
-        MiB(plan.device_bytes), context_->device().name(),
-        static_cast<unsigned long long>(plan.device_free_bytes), MiB(plan.device_free_bytes));
-  if (plan.host_bytes > plan.host_available_bytes)
-    return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
-                         "the plan needs %llu bytes (%.1f MiB) of host memory, but %llu (%.1f MiB) "
-                         "are available to this process (cgroup limit counted); raise "
-                         "device_fraction, or free host memory",
-                         static_cast<unsigned long long>(plan.host_bytes), MiB(plan.host_bytes),
-                         static_cast<unsigned long long>(plan.host_available_bytes),
-                         MiB(plan.host_available_bytes));
+  HYBRIDOPT_TRY(
+      CheckDeviceRoom(*context_, "device_fraction", options_.device_fraction, plan.device_bytes));
+  HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes));
   if (context_->device().unified()) return {};
   return context_->CheckPinned(plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
                                plan.host_swap_bytes);
@@ -202,56 +132,18 @@ Status Optimizer::Commit(StreamHandle stream) {
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "no params; call offload_optimizer_add_params before commit");
   HYBRIDOPT_TRY(context_->device().CheckStream(stream));
-  HYBRIDOPT_ASSIGN(const offload_plan_t plan, Plan());
-  HYBRIDOPT_TRY(CheckRoom(plan));
-
-  if (plan.chunk_count + 2 > Timeline::kMarks)
-    return Status::Error(
-        OFFLOAD_INVALID_ARGUMENT,
-        "options.chunk_elements %llu cuts the host share into %llu chunks, at most "
-        "2^24 - 2 can be told apart; raise it",
-        static_cast<unsigned long long>(
-            PlacementOptionsOf(options_, context_->device()).chunk_elements),
-        static_cast<unsigned long long>(plan.chunk_count));
-
   auto committed = std::make_unique<Committed>();
-  committed->placement = Place(table_, PlacementOptionsOf(options_, context_->device()));
-  HYBRIDOPT_ASSIGN(committed->memory, StateMemory::Create(*context_, committed->placement));
-  HYBRIDOPT_ASSIGN(committed->lanes, Lanes::Create(*context_, committed->placement.lanes));
-  HYBRIDOPT_ASSIGN(committed->swap, SwapMemory::Create(*context_, committed->placement));
-  committed->norm_sums =
-      std::make_unique<NormSums>(committed->placement, context_->workers().threads());
-  committed->step_counts.emplace(table_.size());
-  committed->pipeline =
-      std::make_unique<StepPipeline>(*context_, table_, committed->placement, *committed->memory,
-                                     *committed->lanes, *committed->swap, *committed->norm_sums,
-                                     comm_, *committed->step_counts, options_.rounding_seed);
-  committed->mover =
-      std::make_unique<Mover>(*context_, table_, committed->placement, *committed->memory,
-                              *committed->lanes, *committed->swap, *committed->norm_sums);
-  committed->checkpoints =
-      std::make_unique<Checkpoints>(*context_, table_, committed->placement,
-                                    StatePlaces(table_, committed->placement, *committed->memory,
-                                                *committed->swap, context_->device().unified()),
-                                    *committed->step_counts, comm_);
+  committed->shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
+  committed->decided = Arrange(table_, committed->shape, options_.device_fraction);
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan,
+                   PlanOf(*context_, table_, committed->shape, committed->decided));
+  HYBRIDOPT_TRY(CheckRoom(plan));
+  HYBRIDOPT_TRY(CheckChunkCount(committed->shape));
+  HYBRIDOPT_TRY(TakeMemory(*committed));
+  MakeParts(*committed);
   HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
-  committed->lifecycle =
-      std::make_unique<Lifecycle>(table_, options_.movable, DeviceStateBytes(committed->placement));
-  for (StepRequest& step : committed->steps) {
-    step.addresses.resize(table_.size());
-    step.host_grads.resize(table_.size());
-    step.groups.resize(table_.groups().size());
-  }
-  for (const offload_group_t& group : table_.groups())
-    committed->momentum_free.push_back(group.momentum == 0);
-  committed->all_ids.resize(table_.size());
-  std::iota(committed->all_ids.begin(), committed->all_ids.end(), 0u);
-  for (uint32_t id = 0; id < table_.size() && !committed->partial_param.has_value(); ++id)
-    if (table_.param(id).shard.partial()) committed->partial_param = id;
+  FillTables(*committed);
   committed->planned_device_bytes = plan.device_bytes;
-  committed->host_state_bytes = HostStateBytes(committed->placement, table_);
-  for (uint64_t bytes : DeviceStateBytes(committed->placement))
-    committed->device_state_bytes += bytes;
   HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
   committed->timeline = std::make_unique<Timeline>(
       [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
@@ -269,6 +161,80 @@ Status Optimizer::Commit(StreamHandle stream) {
                 context_->device().name());
   context_->Log(OFFLOAD_LOG_INFO, text);
   return {};
+}
+
+// Marks of a step tell its chunks apart, whatever the device fraction becomes.
+Status Optimizer::CheckChunkCount(const StateShape& shape) const {
+  if (shape.options.unified) return {};
+  const uint64_t chunks = shape.element_count / shape.options.chunk_elements + 1;
+  if (chunks + 2 <= Timeline::kMarks) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "options.chunk_elements %llu cuts %llu elements into %llu chunks, at most "
+                       "2^24 - 2 can be told apart; raise it",
+                       static_cast<unsigned long long>(shape.options.chunk_elements),
+                       static_cast<unsigned long long>(shape.element_count),
+                       static_cast<unsigned long long>(chunks));
+}
+
+Status Optimizer::TakeMemory(Committed& committed) {
+  committed.residence = committed.decided.residence;
+  committed.chunks = committed.decided.chunks;
+  HYBRIDOPT_ASSIGN(committed.memory,
+                   StateMemory::Create(*context_, committed.shape, committed.residence));
+  HYBRIDOPT_ASSIGN(committed.lanes, Lanes::Create(*context_, committed.decided.lanes));
+  HYBRIDOPT_ASSIGN(committed.swap,
+                   SwapMemory::Create(*context_, committed.shape, committed.residence));
+  committed.norm_sums =
+      std::make_unique<NormSums>(committed.shape.norm_blocks, context_->workers().threads());
+  committed.step_counts.emplace(table_.size());
+  return {};
+}
+
+void Optimizer::MakeParts(Committed& committed) {
+  committed.pipeline = std::make_unique<StepPipeline>(
+      *context_,
+      StepParts{table_, committed.shape, committed.residence, committed.chunks, *committed.memory,
+                *committed.swap, *committed.lanes, *committed.norm_sums, *committed.step_counts,
+                comm_},
+      options_.rounding_seed);
+  committed.mover = std::make_unique<Mover>(*context_, table_, committed.shape, committed.residence,
+                                            committed.chunks, *committed.memory, *committed.lanes,
+                                            *committed.swap, *committed.norm_sums);
+  committed.residence_changer = std::make_unique<ResidenceChanger>(
+      *context_, table_, committed.shape, committed.residence, committed.chunks, *committed.memory,
+      *committed.lanes, *committed.swap);
+  committed.checkpoints =
+      std::make_unique<Checkpoints>(*context_, table_, committed.shape,
+                                    StateLocator(table_, committed.shape, committed.residence,
+                                                 *committed.memory, *committed.swap),
+                                    *committed.step_counts, comm_);
+  committed.lifecycle = std::make_unique<Lifecycle>(
+      table_, options_.movable,
+      StateBytes(table_, committed.shape, committed.decided.residence, Tier::kDevice));
+}
+
+void Optimizer::FillTables(Committed& committed) const {
+  for (StepRequest& step : committed.steps) {
+    step.addresses.resize(table_.size());
+    step.host_grads.resize(table_.size());
+    step.groups.resize(table_.groups().size());
+  }
+  for (const offload_group_t& group : table_.groups())
+    committed.momentum_free.push_back(group.momentum == 0);
+  committed.all_ids.resize(table_.size());
+  std::iota(committed.all_ids.begin(), committed.all_ids.end(), 0u);
+  for (uint32_t id = 0; id < table_.size() && !committed.partial_param.has_value(); ++id)
+    if (table_.param(id).shard.partial()) committed.partial_param = id;
+  CountStateBytes(committed);
+}
+
+void Optimizer::CountStateBytes(Committed& committed) const {
+  uint64_t bytes[2] = {0, 0};
+  for (Tier tier : {Tier::kDevice, Tier::kHost})
+    for (uint64_t each : StateBytes(table_, committed.shape, committed.decided.residence, tier))
+      bytes[static_cast<int>(tier)] += each;
+  committed.device_state_bytes = bytes[static_cast<int>(Tier::kDevice)];
+  committed.host_state_bytes = bytes[static_cast<int>(Tier::kHost)];
 }
 
 Status Optimizer::CheckCommitted() const {
@@ -370,11 +336,12 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
   FillMove(move, ids, request);
   request.producer_count = static_cast<uint32_t>(streams.size());
   HYBRIDOPT_TRY(RecordProducers(slot, streams));
+  Status taken;
   if (move == Move::kReloadStates && !ids.empty() && !committed.device_memory_held)
-    HYBRIDOPT_TRY(TakeDeviceMemory(request));
-  Result<uint64_t> sequence = committed.timeline->Submit();
+    taken = TakeDeviceMemory(request);
+  Result<uint64_t> sequence = taken.ok() ? committed.timeline->Submit() : Result<uint64_t>(taken);
   if (!sequence.ok()) {
-    FreeDeviceMemory(request);
+    committed.requests[slot] = std::monostate();  // frees what it has taken
     return sequence.status();
   }
   committed.lifecycle->Apply(move, ids);
@@ -387,9 +354,6 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
 void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request) {
   const Lifecycle& lifecycle = *committed_->lifecycle;
   request.move = move;
-  request.brings_device_memory = false;
-  request.block = request.scratch = nullptr;
-  request.items.clear();
   const bool grads =
       move == Move::kOffloadGrads || move == Move::kAccumulateGrads || move == Move::kReloadGrads;
   for (uint32_t id : ids) {
@@ -404,21 +368,12 @@ void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& 
 // Both parts or none. The memory is taken here and not when the move runs, so that a full device
 // refuses the call instead of poisoning the optimizer.
 Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
-  HYBRIDOPT_ASSIGN(request.block, committed_->memory->TakeBlock());
-  Result<void*> scratch = committed_->lanes->TakeScratch();
-  if (!scratch.ok()) {
-    FreeDeviceMemory(request);
-    return scratch.status();
-  }
-  request.scratch = scratch.value();
+  if (context_->device().unified()) return {};
+  HYBRIDOPT_ASSIGN(request.pages,
+                   committed_->memory->TakeDevice(nullptr, committed_->decided.residence));
+  HYBRIDOPT_ASSIGN(request.scratch, LaneScratch::Take(*context_, committed_->decided.lanes));
   request.brings_device_memory = true;
   return {};
-}
-
-void Optimizer::FreeDeviceMemory(MoveRequest& request) {
-  for (void* memory : {request.block, request.scratch})
-    if (memory != nullptr) (void)context_->device().Free(memory);
-  request.block = request.scratch = nullptr;
 }
 
 // Offloading gives addresses up: nothing may come from or go to them until new ones are bound.
@@ -444,6 +399,8 @@ Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
                               sequence);
   else if (const auto* const load = std::get_if<LoadRequest>(&request))
     status = checkpoints.Load(*load, ReadyEvent(slot), timeline, sequence);
+  else if (auto* const change = std::get_if<ResidenceRequest>(&request))
+    status = ExecuteResidenceChange(*change);
   else
     status = ExecuteMove(std::get<MoveRequest>(request), slot);
   if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
@@ -551,7 +508,7 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                            "params names id %u, but only %u params have been added", id,
                            table_.size());
-    mark = std::max(mark, committed_->pipeline->MarkOf(id));
+    mark = std::max(mark, MarkOf(id, sequence));
   }
   Timeline& timeline = *committed_->timeline;
   HYBRIDOPT_TRY(timeline.CheckPoison());

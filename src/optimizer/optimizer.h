@@ -15,12 +15,13 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "machine/timeline.h"
+#include "optimizer/plan.h"
 #include "save/checkpoints.h"
 #include "state/lifecycle.h"
 #include "state/param_table.h"
-#include "state/placement.h"
 #include "state/state_memory.h"
 #include "step/moves.h"
+#include "step/residence_change.h"
 #include "step/step.h"
 
 namespace hybridopt {
@@ -52,6 +53,9 @@ class Optimizer {
   // Streams and params of the options as spans; params without an address mean all.
   Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
                                         std::span<const offload_stream_t> streams);
+  // Changes which tier holds which state, between two steps. Bodies of this and of what serves it
+  // are in optimizer_residence.cpp.
+  Result<offload_ticket_t> SetDeviceFraction(double device_fraction);
   // Bodies of these two are in optimizer_checkpoint.cpp.
   Result<offload_ticket_t> Save(const offload_save_options_t& options);
   Result<offload_ticket_t> Load(const offload_load_options_t& options);
@@ -66,17 +70,23 @@ class Optimizer {
 
  private:
   // What one slot of the timeline holds.
-  using Request = std::variant<std::monostate, StepRequest*, MoveRequest, SaveRequest, LoadRequest>;
+  using Request = std::variant<std::monostate, StepRequest*, MoveRequest, ResidenceRequest,
+                               SaveRequest, LoadRequest>;
 
   // What commit takes. The timeline comes last, so that its work ends before what it works on.
   struct Committed {
-    Placement placement;
+    StateShape shape;
+    Arrangement decided;              // by the calls made so far
+    uint64_t residence_sequence = 0;  // of the last call that changed it
+    Residence residence;              // of the timeline: what queued work has done so far
+    ChunkTable chunks;                // likewise
     std::unique_ptr<StateMemory> memory;
     std::unique_ptr<SwapMemory> swap;
     std::unique_ptr<NormSums> norm_sums;
     std::optional<StepCounts> step_counts;
     std::unique_ptr<StepPipeline> pipeline;
     std::unique_ptr<Mover> mover;
+    std::unique_ptr<ResidenceChanger> residence_changer;
     std::unique_ptr<Checkpoints> checkpoints;
     std::unique_ptr<Lanes> lanes;  // behind all that its streams may still read and write
     std::unique_ptr<Lifecycle> lifecycle;
@@ -88,7 +98,7 @@ class Optimizer {
     std::vector<uint32_t> all_ids;
     std::optional<uint32_t> partial_param;  // the first that is a part of its tensor
     bool device_memory_held = true;         // as of the calls made so far
-    uint64_t planned_device_bytes = 0;
+    std::atomic<uint64_t> planned_device_bytes = 0;
     uint64_t host_state_bytes = 0;    // of the host share, without padding
     uint64_t device_state_bytes = 0;  // of the device share, without padding
     std::vector<bool> momentum_free;  // per group: committed without a momentum_buffer
@@ -96,22 +106,29 @@ class Optimizer {
   };
 
   Status CheckRoom(const offload_plan_t& plan) const;
+  Status CheckChunkCount(const StateShape& shape) const;
+  Status TakeMemory(Committed& committed);
+  void MakeParts(Committed& committed);
+  void FillTables(Committed& committed) const;
+  void CountStateBytes(Committed& committed) const;
   Status CheckCommitted() const;
   Status CheckIdle() const;
   Status CheckStepOptions(const offload_step_options_t& options) const;
   void FillStep(const offload_step_options_t& options, StepRequest& request) const;
   Status RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams);
   Status TakeDeviceMemory(MoveRequest& request);
-  void FreeDeviceMemory(MoveRequest& request);
   void FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request);
   void ReleaseAddresses(Move move, std::span<const uint32_t> ids);
   offload_ticket_t TicketOf(uint64_t sequence) const;
   Status Execute(uint32_t slot, uint64_t sequence);
   Status ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence);
   Status ExecuteMove(MoveRequest& request, uint32_t slot);
+  Status TakeForResidence(const Arrangement& wanted, ResidenceRequest& request) const;
+  Status ExecuteResidenceChange(ResidenceRequest& request);
+  uint64_t MarkOf(uint32_t param, uint64_t sequence) const;
   EventHandle ReadyEvent(uint32_t slot) const;
   Status Settle(bool failure);
-  std::vector<Residency> ResidencyNow() const;
+  std::vector<ParamLocation> LocationsNow() const;
   void Remember(uint64_t sequence, const offload_step_result_t& result);
   // The sequence number of a ticket of this optimizer; 0 stands for the last one.
   Result<uint64_t> SequenceOf(offload_ticket_t ticket) const;

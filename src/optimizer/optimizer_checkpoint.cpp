@@ -61,12 +61,12 @@ Status CheckNames(const ParamTable& table) {
 
 }  // namespace
 
-std::vector<Residency> Optimizer::ResidencyNow() const {
-  std::vector<Residency> residency;
+std::vector<ParamLocation> Optimizer::LocationsNow() const {
+  std::vector<ParamLocation> locations;
   for (uint32_t id = 0; id < table_.size(); ++id)
-    residency.push_back({table_.addresses()[id].data, committed_->lifecycle->params_on_host(id),
+    locations.push_back({table_.addresses()[id].data, committed_->lifecycle->params_on_host(id),
                          committed_->lifecycle->states_on_host(id)});
-  return residency;
+  return locations;
 }
 
 Result<offload_ticket_t> Optimizer::Save(const offload_save_options_t& options) {
@@ -79,7 +79,7 @@ Result<offload_ticket_t> Optimizer::Save(const offload_save_options_t& options) 
   HYBRIDOPT_TRY(context_->device().CheckStream(options.stream));
   SaveRequest& request = committed_->requests[slot].emplace<SaveRequest>();
   FillCommon(options, std::move(path), request);
-  request.residency = ResidencyNow();
+  request.locations = LocationsNow();
   request.groups.assign(table_.groups().begin(), table_.groups().end());
   HYBRIDOPT_TRY(RecordProducers(slot, {&options.stream, 1}));
   HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());
@@ -104,7 +104,7 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
   HYBRIDOPT_TRY(committed_->lifecycle->CheckLoad());
   LoadRequest& request = committed_->requests[slot].emplace<LoadRequest>();
   FillCommon(options, std::move(path), request);
-  request.residency = ResidencyNow();
+  request.locations = LocationsNow();
   for (const offload_group_t& group : table_.groups())
     request.first_moments.push_back(group.initial_accumulator_value);
   HYBRIDOPT_TRY(RecordProducers(slot, {&options.stream, 1}));

@@ -61,11 +61,7 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options) {
         "options.algorithm is %d, expected OFFLOAD_ADAMW (1), _ADAM (2), _SGD (3), "
         "_LION (4) or _ADAGRAD (5)",
         options.algorithm);
-  if (!(options.device_fraction >= 0 && options.device_fraction <= 1))
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.device_fraction is %g, expected 0 (all state on the host) to 1 "
-                         "(all on the device)",
-                         options.device_fraction);
+  HYBRIDOPT_TRY(CheckDeviceFraction(options.device_fraction, "options.device_fraction"));
   if (options.chunk_elements != 0 &&
       (options.chunk_elements < kMinChunkElements || options.chunk_elements > kMaxChunkElements))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -87,20 +83,24 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options) {
   return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
 }
 
-PlacementOptions PlacementOptionsOf(const offload_optimizer_options_t& options,
-                                    const Device& device) {
-  PlacementOptions placement{};
-  placement.unified = device.unified();
-  placement.movable = options.movable;
-  placement.master_layout = options.master_layout;
-  placement.moment_dtype = options.moment_dtype == OFFLOAD_BF16 ? OFFLOAD_BF16 : OFFLOAD_FP32;
-  placement.stochastic = options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
-  placement.device_fraction = options.device_fraction;
-  placement.chunk_elements =
+Status CheckDeviceFraction(double fraction, const char* what) {
+  if (fraction >= 0 && fraction <= 1) return {};  // so that NaN fails
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "%s is %g, expected 0 (all state on the host) to 1 (all on the device)",
+                       what, fraction);
+}
+
+ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const Device& device) {
+  ShapeOptions shape{};
+  shape.unified = device.unified();
+  shape.movable = options.movable;
+  shape.master_layout = options.master_layout;
+  shape.moment_dtype = options.moment_dtype == OFFLOAD_BF16 ? OFFLOAD_BF16 : OFFLOAD_FP32;
+  shape.stochastic = options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
+  shape.chunk_elements =
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
-  placement.staging_slots =
-      options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
-  return placement;
+  shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
+  return shape;
 }
 
 }  // namespace hybridopt

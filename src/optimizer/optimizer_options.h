@@ -3,14 +3,17 @@
 
 #include "base/status.h"
 #include "device/device.h"
-#include "state/placement.h"
+#include "state/shape.h"
 
 namespace hybridopt {
 
 // INVALID_ARGUMENT or UNSUPPORTED names the field.
 Status CheckOptimizerOptions(const offload_optimizer_options_t& options);
 
-PlacementOptions PlacementOptionsOf(const offload_optimizer_options_t& options,
-                                    const Device& device);
+ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const Device& device);
+
+// INVALID_ARGUMENT unless it is from 0 (all state on the host) to 1 (all on the device). `what`
+// names it.
+Status CheckDeviceFraction(double fraction, const char* what);
 
 }  // namespace hybridopt

@@ -4,18 +4,6 @@
 #include "state/group.h"
 
 namespace hybridopt {
-namespace {
-
-// Whether any share of the param has that state; of a param without elements, either.
-bool Has(const Param& param, const ParamPlace& place, StateSlot slot) {
-  const bool none = param.count == 0;
-  return ((none || place.device_count > 0) && HasState(place.rule, place.device_layout, slot)) ||
-         ((none || place.device_count < param.count) &&
-          HasState(place.rule, place.host_layout, slot));
-}
-
-}  // namespace
-
 // What is queued works on state; so does a save that is all that is left.
 Status Optimizer::CheckIdle() const {
   const uint32_t queued = committed_->timeline->queued();
@@ -34,10 +22,11 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "param is %u, but only %u params have been added", param_id,
                          table_.size());
   const Param& param = table_.param(param_id);
-  const ParamPlace& place = committed_->placement.params[param_id];
+  const ParamShape& shaped = committed_->shape.params[param_id];
+  const uint64_t device_count = committed_->residence.device_count(param_id);
   uint32_t slot = 0;
   while (slot < kStateSlots && (StateKindOf(table_.algorithm(), StateSlot{slot}) != kind ||
-                                !Has(param, place, StateSlot{slot})))
+                                !HasState(shaped.rule, shaped.layout, StateSlot{slot})))
     ++slot;
   if (slot == kStateSlots && kind == OFFLOAD_STATE_MASTER)
     return Status::Error(
@@ -52,16 +41,13 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "offload_state_kind",
                          kind, AlgorithmName(table_.algorithm()), param.name.c_str());
   offload_state_view_t view{};
-  view.dtype = place.state_dtype[slot];
-  view.device_count =
-      HasState(place.rule, place.device_layout, StateSlot{slot}) ? place.device_count : 0;
-  view.host_count = HasState(place.rule, place.host_layout, StateSlot{slot})
-                        ? param.count - place.device_count
-                        : 0;
+  view.dtype = shaped.dtype[slot];
+  view.device_count = device_count;
+  view.host_count = param.count - device_count;
   view.step_count = committed_->step_counts->of(param_id);
   if (view.device_count > 0 && committed_->lifecycle->states_on_host(param_id))
     return Status::Error(OFFLOAD_INVALID_STATE,
-                         "the device share's states of param '%.200s' are on the host; call "
+                         "the states of param '%.200s' are on the host; call "
                          "offload_optimizer_reload_states first",
                          param.name.c_str());
   // An fp32 param without a master of its own is its own master.
@@ -72,14 +58,14 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "param '%.200s' is its own master and is on the host; bind and "
                          "reload_params first",
                          param.name.c_str());
-  if (view.device_count > 0 && committed_->memory->block() == nullptr && !own_master)
+  if (view.device_count > 0 && !committed_->memory->has_device() && !own_master)
     return Status::Error(OFFLOAD_INVALID_STATE,
-                         "the device share's states of param '%.200s' were on their way back when "
+                         "the states of param '%.200s' were on their way back when "
                          "queued work failed; they are lost",
                          param.name.c_str());
   void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
   void* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
-  void* const host_data = committed_->memory->Host(param_id, StateSlot{slot});
+  void* const host_data = committed_->memory->Host(param_id, StateSlot{slot}, device_count);
   if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
   if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
   return view;

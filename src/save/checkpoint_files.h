@@ -8,7 +8,7 @@
 
 #include "checkpoint/format.h"
 #include "state/param_table.h"
-#include "state/placement.h"
+#include "state/shape.h"
 
 namespace hybridopt {
 

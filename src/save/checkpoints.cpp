@@ -66,8 +66,8 @@ SavePoint Checkpoints::PointOf(EventHandle ready) const {
 Status Checkpoints::Begin(SaveRequest request, EventHandle ready) {
   const std::string target = request.path;
   const auto prepare = [&]() -> Status {
-    HYBRIDOPT_ASSIGN(saver_, Saver::Create(context_, table_, placement_, places_,
-                                           std::move(request), PointOf(ready)));
+    HYBRIDOPT_ASSIGN(saver_, Saver::Create(context_, table_, shape_, locator_, std::move(request),
+                                           PointOf(ready)));
     if (comm_.rank() != 0) return {};
     HYBRIDOPT_ASSIGN(directory_, PendingDirectory::Make(context_.files(), target));
     return {};
@@ -234,7 +234,7 @@ Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline
                          uint64_t sequence) {
   HYBRIDOPT_TRY(Complete(timeline));
   const Range range("load");
-  Loader loader(context_, table_, placement_, places_, request);
+  Loader loader(context_, table_, shape_, locator_, request);
   Status status;
   HYBRIDOPT_TRY(Prepare(loader, &status));
   if (!status.ok()) return Refuse(std::move(status), timeline, sequence);

@@ -31,12 +31,12 @@ namespace hybridopt {
 
 class Checkpoints {
  public:
-  Checkpoints(Context& context, const ParamTable& table, const Placement& placement,
-              const StatePlaces& places, StepCounts& step_counts, const Comm& comm)
+  Checkpoints(Context& context, const ParamTable& table, const StateShape& shape,
+              const StateLocator& locator, StepCounts& step_counts, const Comm& comm)
       : context_(context),
         table_(table),
-        placement_(placement),
-        places_(places),
+        shape_(shape),
+        locator_(locator),
         step_counts_(step_counts),
         comm_(comm),
         agreement_(comm) {}
@@ -80,8 +80,8 @@ class Checkpoints {
 
   Context& context_;
   const ParamTable& table_;
-  const Placement& placement_;
-  const StatePlaces places_;
+  const StateShape& shape_;
+  const StateLocator locator_;
   StepCounts& step_counts_;
   const Comm& comm_;
   const Agreement agreement_;

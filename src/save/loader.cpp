@@ -91,7 +91,7 @@ Loader::~Loader() {
 // ------------------------------------------------------------------------------------ comparing --
 
 bool Loader::Wants(uint32_t id, StateSlot slot) const {
-  return places_.Has(id, slot) &&
+  return locator_.Has(id, slot) &&
          (slot == kMaster || (request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) == 0);
 }
 
@@ -160,7 +160,7 @@ void Loader::CompareArrays(uint32_t id, const StoredShard& shard) {
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
     if (!Wants(id, slot)) continue;
-    const int32_t kind = places_.KindOf(slot);
+    const int32_t kind = locator_.KindOf(slot);
     const StoredTensor* const tensor = FindKind(shard, kind);
     if (tensor == nullptr)
       Differ(name + "has no " + checkpoint::KindName(kind) +
@@ -174,7 +174,8 @@ void Loader::CompareArrays(uint32_t id, const StoredShard& shard) {
   for (const StoredTensor& tensor : shard.tensors) {
     bool kept = false;
     for (uint32_t slot = 0; slot < kStateSlots; ++slot)
-      kept = kept || (Wants(id, StateSlot{slot}) && places_.KindOf(StateSlot{slot}) == tensor.kind);
+      kept =
+          kept || (Wants(id, StateSlot{slot}) && locator_.KindOf(StateSlot{slot}) == tensor.kind);
     if (!kept)
       Differ(name + "has " + checkpoint::KindName(tensor.kind) + ", which is not kept here");
   }
@@ -220,7 +221,7 @@ std::vector<int32_t> Loader::Known() const {
 }
 
 Status Loader::CheckAllKnown(const std::vector<int32_t>& known) const {
-  Loader told(context_, table_, placement_, places_, request_);
+  Loader told(context_, table_, shape_, locator_, request_);
   for (size_t i = 0; i < known.size(); ++i)
     if (known[i] == 0)
       told.Differ("param '" + reader_->manifest().params[i].name.substr(0, 128) +
@@ -245,7 +246,7 @@ Status Loader::ForEachUnitOf(uint32_t id, StateSlot slot,
   const std::vector<StoredShard>& shards = sources_[id].stored->shards;
   Extent extent{0, 0, 0};
   const auto visit_segment = [&](const checkpoint::Segment& segment) -> Status {
-    const StoredTensor& tensor = *FindKind(shards[segment.piece], places_.KindOf(slot));
+    const StoredTensor& tensor = *FindKind(shards[segment.piece], locator_.KindOf(slot));
     const uint64_t element_bytes = checkpoint::DtypeBytes(tensor.dtype);
     for (uint64_t done = 0; done < segment.count;) {
       const uint64_t at = (segment.source + done) * element_bytes;
@@ -384,40 +385,39 @@ Status Loader::Replace(EventHandle ready) {
 Status Loader::Put(const Piece& piece, const std::byte* data) {
   has_replaced_ = true;
   const uint64_t element_bytes = DtypeBytes(piece.dtype);
-  const bool convert = piece.dtype != placement_.params[piece.param].state_dtype[piece.slot];
-  const Residency& residency = request_.residency[piece.param];
+  const bool convert = piece.dtype != shape_.params[piece.param].dtype[piece.slot];
+  const ParamLocation& location = request_.locations[piece.param];
   for (uint64_t done = 0; done < piece.count;) {
-    const StateStretch stretch =
-        places_.At(piece.param, piece.slot, piece.element + done, piece.count - done, residency);
+    const StateRun run =
+        locator_.At(piece.param, piece.slot, piece.element + done, piece.count - done, location);
     const std::byte* const from = data + done * element_bytes;
-    if (stretch.upper != nullptr) {
-      HYBRIDOPT_TRY(PutLowerHalves(stretch, from));
+    if (run.upper != nullptr) {
+      HYBRIDOPT_TRY(PutLowerHalves(run, from));
     } else if (convert) {
-      HYBRIDOPT_TRY(PutConverted(piece, stretch, from));
+      HYBRIDOPT_TRY(PutConverted(piece, run, from));
     } else {
-      HYBRIDOPT_TRY(Copy(from, stretch.data, stretch.count * element_bytes, stretch.on_device));
+      HYBRIDOPT_TRY(Copy(from, run.data, run.count * element_bytes, run.on_device));
     }
-    if (piece.slot == kMaster && !stretch.is_param)
-      HYBRIDOPT_TRY(PutParams(piece.param, piece.element + done, stretch.count, from));
-    done += stretch.count;
+    if (piece.slot == kMaster && !run.is_param)
+      HYBRIDOPT_TRY(PutParams(piece.param, piece.element + done, run.count, from));
+    done += run.count;
   }
   return {};
 }
 
 // PutParams brings the upper ones.
-Status Loader::PutLowerHalves(const StateStretch& stretch, const std::byte* masters) {
-  return PutMade(stretch, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
+Status Loader::PutLowerHalves(const StateRun& run, const std::byte* masters) {
+  return PutMade(run, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
     RoundEach(masters + first * sizeof(float), count, LowHalf, into);
   });
 }
 
 // Moments of another layout: bf16 widens exactly, fp32 is rounded to nearest.
-Status Loader::PutConverted(const Piece& piece, const StateStretch& stretch,
-                            const std::byte* from) {
-  const int32_t dtype = placement_.params[piece.param].state_dtype[piece.slot];
-  const uint64_t room = std::min(stretch.count, kConvertedElements);
+Status Loader::PutConverted(const Piece& piece, const StateRun& run, const std::byte* from) {
+  const int32_t dtype = shape_.params[piece.param].dtype[piece.slot];
+  const uint64_t room = std::min(run.count, kConvertedElements);
   std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` may lie anywhere
-  return PutMade(stretch, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
+  return PutMade(run, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
     const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
     if (piece.dtype == OFFLOAD_FP32) {
       Round(stored, count, {dtype, false}, into);
@@ -429,17 +429,17 @@ Status Loader::PutConverted(const Piece& piece, const StateStretch& stretch,
 }
 
 // State that `make` makes some elements at a time: in place, or staged on its way to the device.
-Status Loader::PutMade(const StateStretch& stretch, uint64_t element_bytes,
+Status Loader::PutMade(const StateRun& run, uint64_t element_bytes,
                        FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
-  for (uint64_t done = 0; done < stretch.count;) {
-    const uint64_t now = std::min(stretch.count - done, kConvertedElements);
-    std::byte* const place = stretch.data + done * element_bytes;
+  for (uint64_t done = 0; done < run.count;) {
+    const uint64_t now = std::min(run.count - done, kConvertedElements);
+    std::byte* const place = run.data + done * element_bytes;
     std::byte* made = place;
-    if (stretch.on_device) {
+    if (run.on_device) {
       HYBRIDOPT_ASSIGN(made, Stage(now * element_bytes));
     }
     make(done, now, made);
-    if (stretch.on_device) HYBRIDOPT_TRY(Copy(made, place, now * element_bytes, true));
+    if (run.on_device) HYBRIDOPT_TRY(Copy(made, place, now * element_bytes, true));
     done += now;
   }
   return {};
@@ -465,7 +465,7 @@ Status Loader::Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool t
 Status Loader::PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters) {
   const int32_t dtype = table_.param(id).dtype;
   const uint64_t param_bytes = DtypeBytes(dtype);
-  auto* const params = static_cast<std::byte*>(request_.residency[id].data) + element * param_bytes;
+  auto* const params = static_cast<std::byte*>(request_.locations[id].data) + element * param_bytes;
   if (!context_.device().unified() && dtype == OFFLOAD_FP32)
     return Copy(masters, params, count * param_bytes, true);
   const uint64_t room = context_.device().unified() ? count : kStagingBytes / param_bytes;
@@ -476,7 +476,7 @@ Status Loader::PutParams(uint32_t id, uint64_t element, uint64_t count, const st
       HYBRIDOPT_ASSIGN(rounded, Stage(now * param_bytes));
     }
     HYBRIDOPT_TRY(RoundAll(masters + done * sizeof(float), now,
-                           {dtype, placement_.params[id].ties_away}, rounded));
+                           {dtype, shape_.params[id].ties_away}, rounded));
     if (!context_.device().unified())
       HYBRIDOPT_TRY(Copy(rounded, params + done * param_bytes, now * param_bytes, true));
     done += now;
@@ -513,20 +513,20 @@ Status Loader::FillMoments() {
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const Param& param = table_.param(id);
     for (StateSlot slot : {kMoment0, kMoment1}) {
-      if (!places_.Has(id, slot)) continue;
+      if (!locator_.Has(id, slot)) continue;
       const float value =
           slot == kMoment0 ? static_cast<float>(request_.first_moments[param.group]) : 0.0f;
-      const int32_t dtype = placement_.params[id].state_dtype[slot];
+      const int32_t dtype = shape_.params[id].dtype[slot];
       for (uint64_t first = 0; first < param.count;) {
-        const StateStretch stretch =
-            places_.At(id, slot, first, param.count - first, request_.residency[id]);
-        if (!stretch.on_device) {
-          FillArray(stretch.data, dtype, stretch.count, value);
+        const StateRun run =
+            locator_.At(id, slot, first, param.count - first, request_.locations[id]);
+        if (!run.on_device) {
+          FillArray(run.data, dtype, run.count, value);
         } else {
           copying_ = true;
-          HYBRIDOPT_TRY(context_.device().Fill(stream_, stretch.data, dtype, stretch.count, value));
+          HYBRIDOPT_TRY(context_.device().Fill(stream_, run.data, dtype, run.count, value));
         }
-        first += stretch.count;
+        first += run.count;
       }
     }
   }

@@ -15,7 +15,7 @@
 #include "checkpoint/reader.h"
 #include "machine/context.h"
 #include "save/transfer_memory.h"
-#include "state/state_places.h"
+#include "state/state_locator.h"
 #include "state/step_counts.h"
 
 namespace hybridopt {
@@ -27,8 +27,8 @@ struct LoadRequest {
   uint32_t io_depth = 0;  // not 0
   offload_progress_function_t progress = nullptr;
   void* progress_user = nullptr;
-  std::vector<Residency> residency;   // per param
-  std::vector<double> first_moments;  // per group: what the first moments begin with
+  std::vector<ParamLocation> locations;  // per param
+  std::vector<double> first_moments;     // per group: what the first moments begin with
 };
 
 // How params are rounded from masters.
@@ -39,13 +39,9 @@ struct RoundTo {
 
 class Loader {
  public:
-  Loader(Context& context, const ParamTable& table, const Placement& placement,
-         const StatePlaces& places, const LoadRequest& request)
-      : context_(context),
-        table_(table),
-        placement_(placement),
-        places_(places),
-        request_(request) {}
+  Loader(Context& context, const ParamTable& table, const StateShape& shape,
+         const StateLocator& locator, const LoadRequest& request)
+      : context_(context), table_(table), shape_(shape), locator_(locator), request_(request) {}
   ~Loader();
 
   // Opens the checkpoint and compares what it holds with what this optimizer keeps:
@@ -116,9 +112,9 @@ class Loader {
 
   Status Put(const Piece& piece, const std::byte* data);
   Status Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device);
-  Status PutLowerHalves(const StateStretch& stretch, const std::byte* masters);
-  Status PutConverted(const Piece& piece, const StateStretch& stretch, const std::byte* from);
-  Status PutMade(const StateStretch& stretch, uint64_t element_bytes,
+  Status PutLowerHalves(const StateRun& run, const std::byte* masters);
+  Status PutConverted(const Piece& piece, const StateRun& run, const std::byte* from);
+  Status PutMade(const StateRun& run, uint64_t element_bytes,
                  FunctionRef<void(uint64_t, uint64_t, std::byte*)> make);
   Status PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters);
   Status RoundAll(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded);
@@ -129,8 +125,8 @@ class Loader {
 
   Context& context_;
   const ParamTable& table_;
-  const Placement& placement_;
-  const StatePlaces places_;
+  const StateShape& shape_;
+  const StateLocator locator_;
   const LoadRequest& request_;
 
   std::optional<checkpoint::Reader> reader_;

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
-#include <numeric>
 
 #include "base/prim.h"
 #include "base/ranges.h"
@@ -25,10 +24,11 @@ constexpr uint64_t kDevicePieceBytes = uint64_t{4} << 20;
 }  // namespace
 
 Result<std::unique_ptr<Saver>> Saver::Create(Context& context, const ParamTable& table,
-                                             const Placement& placement, const StatePlaces& places,
+                                             const StateShape& shape, const StateLocator& locator,
                                              SaveRequest request, const SavePoint& point) {
-  std::unique_ptr<Saver> saver(new Saver(context, std::move(request), point, places, table.size()));
-  HYBRIDOPT_TRY(saver->LayOut(table, placement));
+  std::unique_ptr<Saver> saver(
+      new Saver(context, std::move(request), point, locator, table.size()));
+  HYBRIDOPT_TRY(saver->LayOut(table, shape));
   return saver;
 }
 
@@ -36,25 +36,20 @@ Saver::~Saver() { (void)Join(); }
 
 // --------------------------------------------------------------------------------------- layout --
 
-Status Saver::LayOut(const ParamTable& table, const Placement& placement) {
+Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   const bool masters_only = (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0;
   manifest_ =
       NewManifest(table.algorithm(), point_.step, point_.world, masters_only, request_.groups);
-  for (const ParamPlace& place : placement.params)
-    if (place.state_dtype[kMoment0] == OFFLOAD_BF16) manifest_.layout = "bf16 moments";
+  for (const ParamShape& shaped : shape.params)
+    if (shaped.dtype[kMoment0] == OFFLOAD_BF16) manifest_.layout = "bf16 moments";
   manifest_.files.push_back(
       {checkpoint::ShardFileName(point_.rank, point_.world), point_.rank, 0, 0, 0});
   // In the order in which a step overwrites them.
-  std::vector<uint32_t> order(table.size());
-  std::iota(order.begin(), order.end(), 0u);
-  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
-    return table.param(a).chunk_order < table.param(b).chunk_order;
-  });
   std::vector<uint32_t> ids;  // of the params in the manifest
-  for (uint32_t id : order) {
+  for (uint32_t id : shape.update_order) {
     const Param& param = table.param(id);
     if (param.count == 0 || (param.flags & OFFLOAD_PARAM_REPLICA) != 0) continue;
-    ListShard(param, id, placement.params[id]);
+    ListShard(param, id, shape.params[id]);
     ids.push_back(id);
   }
   HYBRIDOPT_ASSIGN(std::vector<std::string> heads, checkpoint::LayOutFiles(&manifest_));
@@ -79,28 +74,27 @@ void Saver::TellCapture() {
 
 // Whether any element of it is read from the caller's memory.
 bool Saver::Borrows(const Array& array) const {
-  const Residency& residency = request_.residency[array.param];
-  if (array.slot != kMaster || residency.params_on_host) return false;
+  const ParamLocation& location = request_.locations[array.param];
+  if (array.slot != kMaster || location.params_on_host) return false;
   const uint64_t count = array.tensor->bytes / checkpoint::DtypeBytes(array.tensor->dtype);
   for (uint64_t first = 0; first < count;) {
-    const StateStretch stretch =
-        places_.At(array.param, array.slot, first, count - first, residency);
-    if (stretch.is_param || stretch.upper != nullptr) return true;
-    first += stretch.count;
+    const StateRun run = locator_.At(array.param, array.slot, first, count - first, location);
+    if (run.is_param || run.upper != nullptr) return true;
+    first += run.count;
   }
   return false;
 }
 
-void Saver::ListShard(const Param& param, uint32_t id, const ParamPlace& place) {
+void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped) {
   checkpoint::StoredParam stored{param.name, param.dtype, ShapeOf(param.shard), {}};
   checkpoint::StoredShard shard{point_.rank, param.group, point_.step_counts[id], param.shard, {}};
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
-    if (!places_.Has(id, slot)) continue;
+    if (!locator_.Has(id, slot)) continue;
     if (slot != kMaster && (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0) continue;
-    const int32_t dtype = place.state_dtype[slot];
+    const int32_t dtype = shaped.dtype[slot];
     shard.tensors.push_back(
-        {places_.KindOf(slot), StoredDtype(dtype), 0, 0, param.count * DtypeBytes(dtype), {}});
+        {locator_.KindOf(slot), StoredDtype(dtype), 0, 0, param.count * DtypeBytes(dtype), {}});
   }
   stored.shards.push_back(std::move(shard));
   manifest_.params.push_back(std::move(stored));
@@ -272,29 +266,28 @@ Status Saver::AppendArray(const Array& array) {
   checkpoint::BlockHasher hasher(manifest_.block_bytes);
   hasher.Reset(array.tensor->bytes);
   for (uint64_t first = 0; first < count;) {
-    const StateStretch stretch =
-        places_.At(array.param, array.slot, first, count - first, request_.residency[array.param]);
-    if (stretch.upper != nullptr) {
-      HYBRIDOPT_TRY(AppendJoined(stretch, hasher));
+    const StateRun run =
+        locator_.At(array.param, array.slot, first, count - first, request_.locations[array.param]);
+    if (run.upper != nullptr) {
+      HYBRIDOPT_TRY(AppendJoined(run, hasher));
     } else {
-      HYBRIDOPT_TRY(AppendStretch(stretch, stretch.count * element_bytes, hasher));
+      HYBRIDOPT_TRY(AppendRun(run, run.count * element_bytes, hasher));
     }
-    first += stretch.count;
+    first += run.count;
   }
   array.tensor->hashes = hasher.Take();
   return {};
 }
 
-Status Saver::AppendStretch(const StateStretch& stretch, uint64_t bytes,
-                            checkpoint::BlockHasher& hasher) {
+Status Saver::AppendRun(const StateRun& run, uint64_t bytes, checkpoint::BlockHasher& hasher) {
   for (uint64_t done = 0; done < bytes;) {
-    uint64_t piece = std::min(bytes - done, stretch.on_device ? kDevicePieceBytes : kPieceBytes);
+    uint64_t piece = std::min(bytes - done, run.on_device ? kDevicePieceBytes : kPieceBytes);
     HYBRIDOPT_TRY(Room(&piece));
     std::byte* const into = block_ + filled_bytes_;
-    if (stretch.on_device) {
-      HYBRIDOPT_TRY(CopyDown(into, stretch.data + done, piece));
+    if (run.on_device) {
+      HYBRIDOPT_TRY(CopyDown(into, run.data + done, piece));
     } else {
-      std::memcpy(into, stretch.data + done, piece);
+      std::memcpy(into, run.data + done, piece);
     }
     hasher.Add(into, piece);
     Filled(piece);
@@ -304,10 +297,10 @@ Status Saver::AppendStretch(const StateStretch& stretch, uint64_t bytes,
 }
 
 // Split masters are stored as the fp32 numbers that they are.
-Status Saver::AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher& hasher) {
+Status Saver::AppendJoined(const StateRun& run, checkpoint::BlockHasher& hasher) {
   std::array<float, kJoinedTogether> joined;
-  for (uint64_t done = 0; done < stretch.count;) {
-    const uint64_t count = std::min(kJoinedTogether, stretch.count - done);
+  for (uint64_t done = 0; done < run.count;) {
+    const uint64_t count = std::min(kJoinedTogether, run.count - done);
     const uint64_t bytes = count * sizeof(uint16_t);
     const auto fetch = [&](std::byte* into, const std::byte* halves, bool on_device) -> Status {
       halves += done * sizeof(uint16_t);
@@ -315,10 +308,9 @@ Status Saver::AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher&
       std::memcpy(into, halves, bytes);
       return {};
     };
+    HYBRIDOPT_TRY(fetch(reinterpret_cast<std::byte*>(lower_.data()), run.data, run.on_device));
     HYBRIDOPT_TRY(
-        fetch(reinterpret_cast<std::byte*>(lower_.data()), stretch.data, stretch.on_device));
-    HYBRIDOPT_TRY(
-        fetch(reinterpret_cast<std::byte*>(upper_.data()), stretch.upper, stretch.upper_on_device));
+        fetch(reinterpret_cast<std::byte*>(upper_.data()), run.upper, run.upper_on_device));
     for (uint64_t i = 0; i < count; ++i) joined[i] = JoinHalves(upper_[i], lower_[i]);
     hasher.Add(reinterpret_cast<const std::byte*>(joined.data()), count * sizeof(float));
     HYBRIDOPT_TRY(Append(joined.data(), count * sizeof(float)));

@@ -23,7 +23,7 @@
 #include "machine/context.h"
 #include "save/transfer_memory.h"
 #include "state/capture.h"
-#include "state/state_places.h"
+#include "state/state_locator.h"
 
 namespace hybridopt {
 
@@ -34,7 +34,7 @@ struct SaveRequest {
   uint32_t io_depth = 0;  // not 0
   offload_progress_function_t progress = nullptr;
   void* progress_user = nullptr;
-  std::vector<Residency> residency;  // per param
+  std::vector<ParamLocation> locations;  // per param
   std::vector<offload_group_t> groups;
 };
 
@@ -51,9 +51,8 @@ class Saver {
  public:
   // Settles what goes where in the file.
   static Result<std::unique_ptr<Saver>> Create(Context& context, const ParamTable& table,
-                                               const Placement& placement,
-                                               const StatePlaces& places, SaveRequest request,
-                                               const SavePoint& point);
+                                               const StateShape& shape, const StateLocator& locator,
+                                               SaveRequest request, const SavePoint& point);
   ~Saver();  // waits for its thread
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
@@ -82,16 +81,16 @@ class Saver {
     StateSlot slot;
     checkpoint::StoredTensor* tensor;
   };
-  Saver(Context& context, SaveRequest request, const SavePoint& point, const StatePlaces& places,
+  Saver(Context& context, SaveRequest request, const SavePoint& point, const StateLocator& locator,
         uint32_t param_count)
       : context_(context),
         request_(std::move(request)),
         point_(point),
-        places_(places),
+        locator_(locator),
         capture_(param_count) {}
 
-  Status LayOut(const ParamTable& table, const Placement& placement);
-  void ListShard(const Param& param, uint32_t id, const ParamPlace& place);
+  Status LayOut(const ParamTable& table, const StateShape& shape);
+  void ListShard(const Param& param, uint32_t id, const ParamShape& shaped);
   void TellCapture();
   bool Borrows(const Array& array) const;
   void RunAndTell();
@@ -104,9 +103,8 @@ class Saver {
   void Filled(uint64_t bytes);
   Status Append(const void* data, uint64_t bytes);
   Status AppendArray(const Array& array);
-  Status AppendJoined(const StateStretch& stretch, checkpoint::BlockHasher& hasher);
-  Status AppendStretch(const StateStretch& stretch, uint64_t bytes,
-                       checkpoint::BlockHasher& hasher);
+  Status AppendJoined(const StateRun& run, checkpoint::BlockHasher& hasher);
+  Status AppendRun(const StateRun& run, uint64_t bytes, checkpoint::BlockHasher& hasher);
   Status CopyDown(std::byte* into, const std::byte* data, uint64_t bytes);
   Status WaitFor(EventHandle event, const char* what);
   Status WritePart();
@@ -115,7 +113,7 @@ class Saver {
   Context& context_;
   const SaveRequest request_;
   const SavePoint point_;
-  const StatePlaces places_;
+  const StateLocator locator_;
   std::string directory_;
   Capture capture_;
   std::string head_;

@@ -164,6 +164,12 @@ void Lifecycle::Apply(Move move, std::span<const uint32_t> ids) {
   }
 }
 
+void Lifecycle::SetDeviceStateBytes(std::vector<uint64_t> bytes) {
+  for (uint32_t id = 0; id < params_.size(); ++id)
+    if (params_[id].states_on_host) states_on_host_bytes_ += bytes[id] - device_state_bytes_[id];
+  device_state_bytes_ = std::move(bytes);
+}
+
 void Lifecycle::SetParamsOnHost(uint32_t id, bool on_host) {
   const uint64_t bytes = table_.param(id).count * DtypeBytes(table_.param(id).dtype);
   params_on_host_bytes_ += on_host ? bytes : -bytes;

@@ -51,6 +51,9 @@ class Lifecycle {
   // Remembers the move; `ids` came from Check.
   void Apply(Move move, std::span<const uint32_t> ids);
 
+  // What each param's states take on the device from now on.
+  void SetDeviceStateBytes(std::vector<uint64_t> bytes);
+
   // Whether a step may be queued now, over the addresses the table has.
   Status CheckStep() const;
   // Whether a load may be queued now: it writes params and states where a step would.
@@ -85,7 +88,7 @@ class Lifecycle {
 
   const ParamTable& table_;
   const uint32_t movable_;
-  const std::vector<uint64_t> device_state_bytes_;
+  std::vector<uint64_t> device_state_bytes_;
   std::vector<ParamState> params_;
   size_t states_on_host_count_ = 0;
   std::atomic<uint64_t> params_on_host_bytes_ = 0;

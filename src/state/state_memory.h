@@ -1,40 +1,86 @@
-// StateMemory: the masters and moments of one optimizer, on the host and on the device.
+// StateMemory: the masters and moments of one optimizer, on the host and on the device. Each slot
+// has one region of addresses on each tier; the residence says how much of it has memory.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 
 #include "machine/context.h"
 #include "memory/arena.h"
-#include "state/placement.h"
+#include "memory/device_window.h"
+#include "state/residence.h"
 
 namespace hybridopt {
 
-class StateMemory {
+// Memory of the device that state will need, taken by the call that asks for it, so that a full
+// device refuses the call instead of failing queued work.
+class TakenPages {
  public:
-  // Takes the memory; its content is unspecified until moves.h fills it. `placement` outlives it.
-  static Result<std::unique_ptr<StateMemory>> Create(Context& context, const Placement& placement);
-  ~StateMemory();
+  TakenPages() = default;
+  explicit TakenPages(Device& device) : device_(&device) {}
+  TakenPages(TakenPages&& other) noexcept { *this = std::move(other); }
+  TakenPages& operator=(TakenPages&& other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(slots, other.slots);
+    return *this;
+  }
+  ~TakenPages() {
+    for (DevicePages& pages : slots)
+      if (pages.bytes > 0) device_->FreePages(pages);
+  }
 
-  // The device's block can be given away and taken again, with its content elsewhere meanwhile.
-  Result<void*> TakeBlock();  // allocates; NULL if there is no device share
-  void UseBlock(void* block) { block_ = block; }
-  void FreeBlock();
-  std::byte* block() const { return static_cast<std::byte*>(block_); }
-
-  // The first element of that share's array, or NULL where the param keeps none. Its elements are
-  // of the placement's state_dtype.
-  std::byte* Host(uint32_t param, StateSlot slot) const;
-  std::byte* OnDevice(uint32_t param, StateSlot slot) const;  // a device address
+  std::array<DevicePages, kStateSlots> slots;
 
  private:
-  StateMemory(Device& device, const Placement& placement)
-      : device_(device), placement_(placement) {}
+  Device* device_ = nullptr;
+};
+
+class StateMemory {
+ public:
+  // Takes the memory; its content is unspecified until moves.h fills it. `shape` outlives it.
+  static Result<std::unique_ptr<StateMemory>> Create(Context& context, const StateShape& shape,
+                                                     const Residence& residence);
+
+  // What a residence takes, whole pages.
+  static uint64_t HostBytes(const Residence& residence);
+  static uint64_t DeviceBytes(const Device& device, const StateShape& shape,
+                              const Residence& residence);
+
+  // The device's memory for going from one residence to another; `from` NULL: from nothing.
+  Result<TakenPages> TakeDevice(const Residence* from, const Residence& to) const;
+  Status GrowDevice(TakenPages& pages);
+  void ShrinkDevice(const Residence& to);
+  void FreeDevice();
+  // False while all states are elsewhere, or were on their way when queued work failed.
+  bool has_device() const { return has_device_; }
+
+  // Memory for what the host holds in either residence; then only for what it holds in one.
+  Status GrowHost(const Residence& to);
+  void ShrinkHost(const Residence& from, const Residence& to);
+
+  // An element's address on a tier; NULL where that tier keeps no such array. Whether there is
+  // memory behind it the residence says.
+  std::byte* Host(uint32_t param, StateSlot slot, uint64_t element = 0) const {
+    const ParamShape& shaped = shape_.params[param];
+    if (!shaped.Keeps(Tier::kHost, slot)) return nullptr;
+    return arena_.data() + shape_.host_region_begin[slot] +
+           shaped.ByteAt(Tier::kHost, slot, element);
+  }
+  std::byte* OnDevice(uint32_t param, StateSlot slot, uint64_t element = 0) const {
+    const ParamShape& shaped = shape_.params[param];
+    if (!shaped.Keeps(Tier::kDevice, slot)) return nullptr;
+    return windows_[slot].data() + shaped.ByteAt(Tier::kDevice, slot, element);
+  }
+
+ private:
+  StateMemory(Device& device, const StateShape& shape) : device_(device), shape_(shape) {}
 
   Device& device_;
-  const Placement& placement_;
+  const StateShape& shape_;
   Arena arena_;
-  void* block_ = nullptr;  // device
+  std::array<DeviceWindow, kStateSlots> windows_;
+  bool has_device_ = true;
 };
 
 }  // namespace hybridopt

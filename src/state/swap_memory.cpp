@@ -1,33 +1,62 @@
 #include "state/swap_memory.h"
 
 namespace hybridopt {
+namespace {
 
-uint64_t SwapMemory::Bytes(const Placement& placement) {
-  return placement.swap_params_bytes + placement.swap_grads_bytes + placement.swap_states_bytes;
-}
+constexpr uint64_t kRegionAlignmentBytes = 256;
 
-Result<std::unique_ptr<SwapMemory>> SwapMemory::Create(Context& context,
-                                                       const Placement& placement) {
-  std::unique_ptr<SwapMemory> swap(new SwapMemory(context, placement));
+}  // namespace
+
+Result<PinnedRoom> PinnedRoom::Take(Context& context, uint64_t bytes) {
+  PinnedRoom room;
   Device& device = context.device();
   // Host memory that no device copies to or from need not be pinned, and does not count as such.
-  if (!device.unified()) {
-    HYBRIDOPT_TRY(context.ReservePinned(Bytes(placement)));
-    swap->pinned_bytes_ = Bytes(placement);
+  if (!device.unified()) HYBRIDOPT_TRY(context.ReservePinned(bytes));
+  Result<PinnedArena> arena =
+      PinnedArena::Map(device, bytes, context.pinned_pages(), context.allow_pageable());
+  if (!arena.ok()) {
+    if (!device.unified()) context.ReleasePinned(bytes);
+    return arena.status();
   }
-  const auto map = [&](uint64_t bytes) {
-    return PinnedArena::Map(device, bytes, context.pinned_pages(), context.allow_pageable());
-  };
-  HYBRIDOPT_ASSIGN(swap->params_, map(placement.swap_params_bytes));
-  HYBRIDOPT_ASSIGN(swap->grads_, map(placement.swap_grads_bytes));
-  HYBRIDOPT_ASSIGN(swap->states_, map(placement.swap_states_bytes));
-  if (device.unified()) return swap;
-  const uint64_t pinned_bytes =
-      swap->params_.pinned_bytes() + swap->grads_.pinned_bytes() + swap->states_.pinned_bytes();
-  if (pinned_bytes < Bytes(placement))
+  room.arena_ = std::move(arena.value());
+  if (device.unified()) return room;
+  room.context_ = &context;
+  const uint64_t pinned_bytes = room.arena_.pinned_bytes();
+  if (pinned_bytes < bytes)
     context.Note("room for what is offloaded is pageable: the system did not pin all of it");
-  context.ReleasePinned(swap->pinned_bytes_ - pinned_bytes);
-  swap->pinned_bytes_ = pinned_bytes;
+  context.ReleasePinned(bytes - pinned_bytes);
+  return room;
+}
+
+uint64_t SwapStates::Bytes(const StateShape& shape, const Residence& residence) {
+  if ((shape.options.movable & OFFLOAD_MOVABLE_STATES) == 0) return 0;
+  uint64_t bytes = 0;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+    const uint64_t end = residence.bytes(Tier::kDevice, StateSlot{slot}).end;
+    bytes += (end + kRegionAlignmentBytes - 1) / kRegionAlignmentBytes * kRegionAlignmentBytes;
+  }
+  return bytes;
+}
+
+Result<SwapStates> SwapStates::Take(Context& context, const StateShape& shape,
+                                    const Residence& residence) {
+  SwapStates states;
+  HYBRIDOPT_ASSIGN(states.room_, PinnedRoom::Take(context, Bytes(shape, residence)));
+  uint64_t begin = 0;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+    states.begin_[slot] = begin;
+    const uint64_t end = residence.bytes(Tier::kDevice, StateSlot{slot}).end;
+    begin += (end + kRegionAlignmentBytes - 1) / kRegionAlignmentBytes * kRegionAlignmentBytes;
+  }
+  return states;
+}
+
+Result<std::unique_ptr<SwapMemory>> SwapMemory::Create(Context& context, const StateShape& shape,
+                                                       const Residence& residence) {
+  std::unique_ptr<SwapMemory> swap(new SwapMemory(shape));
+  HYBRIDOPT_ASSIGN(swap->params_, PinnedRoom::Take(context, shape.swap_params_bytes));
+  HYBRIDOPT_ASSIGN(swap->grads_, PinnedRoom::Take(context, shape.swap_grads_bytes));
+  HYBRIDOPT_ASSIGN(swap->states_, SwapStates::Take(context, shape, residence));
   return swap;
 }
 

@@ -1,41 +1,84 @@
 // SwapMemory: pinned room on the host for what offload_* brings down: params, gradients, and the
-// device share's states. Taken at commit; its pages are touched when first used.
+// states that the device held. It is taken at commit; its pages are touched when first used.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "machine/context.h"
 #include "memory/pinned_arena.h"
-#include "state/placement.h"
+#include "state/residence.h"
 
 namespace hybridopt {
 
-class SwapMemory {
+// A pinned arena that counts against the context's cap where a device copies to and from it.
+class PinnedRoom {
  public:
-  static Result<std::unique_ptr<SwapMemory>> Create(Context& context, const Placement& placement);
-  ~SwapMemory() { context_.ReleasePinned(pinned_bytes_); }
-  static uint64_t Bytes(const Placement& placement);
-
-  std::byte* Params(uint32_t id) const {
-    return params_.data() + placement_.params[id].swap_params_offset;
+  PinnedRoom() = default;
+  static Result<PinnedRoom> Take(Context& context, uint64_t bytes);
+  ~PinnedRoom() {
+    if (context_ != nullptr) context_->ReleasePinned(arena_.pinned_bytes());
   }
-  std::byte* Grads(uint32_t id) const {
-    return grads_.data() + placement_.params[id].swap_grads_offset;
+  PinnedRoom(PinnedRoom&& other) noexcept { *this = std::move(other); }
+  PinnedRoom& operator=(PinnedRoom&& other) noexcept {
+    std::swap(context_, other.context_);
+    std::swap(arena_, other.arena_);
+    return *this;
   }
-  std::byte* states() const { return states_.data(); }  // laid out as the device's block
+  std::byte* data() const { return arena_.data(); }
 
  private:
-  SwapMemory(Context& context, const Placement& placement)
-      : context_(context), placement_(placement) {}
+  Context* context_ = nullptr;  // set where it counts
+  PinnedArena arena_;
+};
 
-  Context& context_;
-  const Placement& placement_;
-  uint64_t pinned_bytes_ = 0;
-  PinnedArena params_;
-  PinnedArena grads_;
-  PinnedArena states_;
+// Room for the states that the device holds under one residence: the first bytes of each region,
+// one region behind the other.
+class SwapStates {
+ public:
+  static Result<SwapStates> Take(Context& context, const StateShape& shape,
+                                 const Residence& residence);
+  static uint64_t Bytes(const StateShape& shape, const Residence& residence);
+
+  std::byte* At(const ParamShape& param, StateSlot slot, uint64_t element) const {
+    return room_.data() + begin_[slot] + param.ByteAt(Tier::kDevice, slot, element);
+  }
+  std::byte* data() const { return room_.data(); }
+
+ private:
+  PinnedRoom room_;
+  std::array<uint64_t, kStateSlots> begin_{};
+};
+
+class SwapMemory {
+ public:
+  static Result<std::unique_ptr<SwapMemory>> Create(Context& context, const StateShape& shape,
+                                                    const Residence& residence);
+  static uint64_t Bytes(const StateShape& shape, const Residence& residence) {
+    return shape.swap_params_bytes + shape.swap_grads_bytes + SwapStates::Bytes(shape, residence);
+  }
+
+  std::byte* Params(uint32_t id) const {
+    return params_.data() + shape_.params[id].swap_params_offset;
+  }
+  std::byte* Grads(uint32_t id) const {
+    return grads_.data() + shape_.params[id].swap_grads_offset;
+  }
+  std::byte* State(uint32_t id, StateSlot slot, uint64_t element) const {
+    return states_.At(shape_.params[id], slot, element);
+  }
+  SwapStates& states() { return states_; }
+
+ private:
+  explicit SwapMemory(const StateShape& shape) : shape_(shape) {}
+
+  const StateShape& shape_;
+  PinnedRoom params_;
+  PinnedRoom grads_;
+  SwapStates states_;
 };
 
 }  // namespace hybridopt

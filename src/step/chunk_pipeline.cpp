@@ -6,35 +6,39 @@
 
 namespace hybridopt {
 
-ChunkPipeline::ChunkPipeline(Context& context, const ParamTable& table, const Placement& placement,
-                             Lanes& lanes, const HostShare& host_share)
+ChunkPipeline::ChunkPipeline(Context& context, const ParamTable& table, const StepPlan& plan,
+                             Lanes& lanes, const ChunkUpdater& updater)
     : context_(context),
       device_(context.device()),
       table_(table),
-      placement_(placement),
+      plan_(plan),
       lanes_(lanes),
-      host_share_(host_share) {
-  slots_.reserve(lanes.ring().slots());
-  for (uint32_t slot = 0; slot < lanes.ring().slots(); ++slot)
-    slots_.push_back({this, WorkPieces(context.workers().threads())});
+      updater_(updater) {
+  UseRing();
+}
+
+void ChunkPipeline::UseRing() {
+  slots_.clear();
+  slots_.reserve(lanes_.ring().slots());
+  for (uint32_t slot = 0; slot < lanes_.ring().slots(); ++slot)
+    slots_.push_back({this, WorkPieces(context_.workers().threads())});
 }
 
 uint64_t ChunkPipeline::PrefetchCopies() const {
   uint64_t copies = 0;
   for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
-    copies += placement_.chunks[chunk].fragment_count;
+    copies += (BringsParamsDown(chunk) ? 2 : 1) * plan_.fragments(chunk).size();
   return copies;
 }
 
-Status ChunkPipeline::Prefetch(std::span<const StepParam> params, offload_step_result_t* result) {
-  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
-    HYBRIDOPT_TRY(BringDown(chunk, params, result));
+Status ChunkPipeline::Prefetch(offload_step_result_t* result) {
+  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk) HYBRIDOPT_TRY(BringDown(chunk, result));
   return {};
 }
 
 Status ChunkPipeline::AwaitPrefetched() {
   for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(chunk)].end, "gradients coming down"));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(SlotOf(chunk)).end, "gradients coming down"));
   return {};
 }
 
@@ -67,9 +71,9 @@ Status ChunkPipeline::AwaitNext() {
   while (!HasSlot()) HYBRIDOPT_TRY(Retire());
   {
     const Range range("await grads down", given_);
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[SlotOf(given_)].end, "gradients coming down"));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(SlotOf(given_)).end, "gradients coming down"));
   }
-  host_share_.AwaitCapture(task_->step, given_, {0, task_->step.active.in_chunk(given_)});
+  updater_.AwaitCapture(task_->step, given_, {0, plan_.active_count(given_)});
   task_->result->stall_seconds += SecondsSince(idle_since_ns_);
   return {};
 }
@@ -95,8 +99,7 @@ void ChunkPipeline::AwaitWorkers() {
 WorkerPool::Work ChunkPipeline::PrepareNext() {
   Slot& slot = slots_[SlotOf(given_)];
   slot.chunk = given_++;
-  slot.pieces.Reset({0, task_->step.active.in_chunk(slot.chunk)}, kWorkGrainElements,
-                    kWorkPieceElements);
+  slot.pieces.Reset({0, plan_.active_count(slot.chunk)}, kWorkGrainElements, kWorkPieceElements);
   return {slot, slot};
 }
 
@@ -104,11 +107,13 @@ Status ChunkPipeline::Retire() {
   const uint32_t slot = SlotOf(retired_);
   {
     const Range range("await params up", retired_);
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded[slot].end, "params going up"));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded(slot).end, "params going up"));
   }
-  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.uploaded[slot]));
+  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.uploaded(slot)));
   task_->result->params_up_seconds += seconds;
   lanes_.ring().ReleaseParams(slot);
+  const uint32_t next = retired_ + lanes_.ring().slots();
+  if (next < count() && BringsParamsDown(next)) HYBRIDOPT_TRY(BringDown(next, task_->result));
   return task_->retired(retired_++);
 }
 
@@ -118,7 +123,7 @@ void ChunkPipeline::Update(Slot& slot, uint32_t worker) {
   const Range range("update", slot.chunk);
   const uint32_t index = SlotOf(slot.chunk);
   const ChunkBuffers buffers{lanes_.ring().grads(index), lanes_.ring().params(index)};
-  host_share_.Update(task_->step, slot.chunk, buffers, slot.pieces, worker);
+  updater_.Update(task_->step, slot.chunk, buffers, slot.pieces, worker);
 }
 
 // Jobs finish in order, so this is the oldest chunk that has been given.
@@ -134,12 +139,12 @@ void ChunkPipeline::AfterUpdate() {
 
 Status ChunkPipeline::MoveOn(uint32_t chunk) {
   const uint32_t slot = SlotOf(chunk);
-  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed[slot]));
+  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed(slot)));
   task_->result->grads_down_seconds += seconds;
   lanes_.ring().ReleaseGrads(slot);
   HYBRIDOPT_TRY(SendUp(chunk));
   const uint32_t next = chunk + lanes_.ring().slots();
-  if (next < count()) HYBRIDOPT_TRY(BringDown(next, task_->step.params, task_->result));
+  if (next < count() && !BringsParamsDown(next)) HYBRIDOPT_TRY(BringDown(next, task_->result));
   // Now rather than when the slot is needed: somebody may be waiting for these params.
   while (true) {
     HYBRIDOPT_ASSIGN(const bool may_retire, MayRetire());
@@ -162,42 +167,57 @@ Result<bool> ChunkPipeline::MayRetire() {
     HYBRIDOPT_ASSIGN(const bool updated, device_.Reached(lanes_.device_updated.end));
     if (!updated) return false;
   }
-  return device_.Reached(lanes_.uploaded[SlotOf(retired_)].end);
+  return device_.Reached(lanes_.uploaded(SlotOf(retired_)).end);
 }
 
 // Whether the next chunk can be given without a wait. Behind a save none is given ahead: the step's
 // thread may have to wait until the save has read it.
 Result<bool> ChunkPipeline::MayGive() {
   if (given_ == count() || !HasSlot() || task_->step.capture != nullptr) return false;
-  return device_.Reached(lanes_.landed[SlotOf(given_)].end);
+  return device_.Reached(lanes_.landed(SlotOf(given_)).end);
 }
 
 // -------------------------------------------------------------------------------------- copies --
 
-Status ChunkPipeline::BringDown(uint32_t chunk, std::span<const StepParam> params,
-                                offload_step_result_t* result) {
+bool ChunkPipeline::BringsParamsDown(uint32_t chunk) const {
+  const std::span<const Fragment> fragments = plan_.fragments(chunk);
+  return std::any_of(fragments.begin(), fragments.end(), [&](const Fragment& fragment) {
+    return plan_.ParamComesDown(fragment.param);
+  });
+}
+
+Status ChunkPipeline::BringDown(uint32_t chunk, offload_step_result_t* result) {
   const Range range("queue grads down", chunk);
   const uint32_t slot = SlotOf(chunk);
-  HYBRIDOPT_TRY(device_.Record(lanes_.landed[slot].begin, lanes_.down));
-  for (const Fragment& fragment : FragmentsOf(placement_, placement_.chunks[chunk])) {
-    const StepParam& param = params[fragment.param];
-    if (!param.active || param.host_grad != nullptr) continue;
-    const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
-    HYBRIDOPT_TRY(device_.CopyToHost(
-        lanes_.down, lanes_.ring().grads(slot) + fragment.grad_offset,
-        static_cast<const std::byte*>(param.addresses.grad) + fragment.begin * element_bytes,
-        fragment.count * element_bytes));
-    result->grads_down_bytes += fragment.count * element_bytes;
+  HYBRIDOPT_TRY(device_.Record(lanes_.landed(slot).begin, lanes_.down));
+  for (const Fragment& fragment : plan_.fragments(chunk)) {
+    const StepParam& param = plan_.param(fragment.param);
+    if (param.GradComesDown()) {
+      const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
+      const uint64_t bytes = fragment.count * element_bytes;
+      const auto* const grad = static_cast<const std::byte*>(param.addresses.grad);
+      HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down,
+                                       lanes_.ring().grads(slot) + fragment.grad_offset,
+                                       grad + fragment.begin * element_bytes, bytes));
+      result->grads_down_bytes += bytes;
+    }
+    if (plan_.ParamComesDown(fragment.param)) {
+      const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
+      const auto* const data = static_cast<const std::byte*>(param.addresses.data);
+      HYBRIDOPT_TRY(device_.CopyToHost(
+          lanes_.down, lanes_.ring().params(slot) + fragment.param_offset,
+          data + fragment.begin * element_bytes, fragment.count * element_bytes));
+    }
   }
-  return device_.Record(lanes_.landed[slot].end, lanes_.down);
+  return device_.Record(lanes_.landed(slot).end, lanes_.down);
 }
 
 Status ChunkPipeline::SendUp(uint32_t chunk) {
   const Range range("queue params up", chunk);
   const uint32_t slot = SlotOf(chunk);
-  HYBRIDOPT_TRY(device_.Record(lanes_.uploaded[slot].begin, lanes_.up));
-  for (const Fragment& fragment : FragmentsOf(placement_, placement_.chunks[chunk])) {
-    const StepParam& param = task_->step.params[fragment.param];
+  HYBRIDOPT_TRY(device_.Record(lanes_.uploaded(slot).begin, lanes_.up));
+  for (const Fragment& fragment : plan_.fragments(chunk)) {
+    const StepParam& param = plan_.param(fragment.param);
     if (!param.active) continue;
     const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
     HYBRIDOPT_TRY(device_.CopyToDevice(
@@ -205,7 +225,7 @@ Status ChunkPipeline::SendUp(uint32_t chunk) {
         lanes_.ring().params(slot) + fragment.param_offset, fragment.count * element_bytes));
     task_->result->params_up_bytes += fragment.count * element_bytes;
   }
-  return device_.Record(lanes_.uploaded[slot].end, lanes_.up);
+  return device_.Record(lanes_.uploaded(slot).end, lanes_.up);
 }
 
 }  // namespace hybridopt

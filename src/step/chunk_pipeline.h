@@ -1,13 +1,15 @@
-// ChunkPipeline: the host share of one step on a device with memory of its own, chunk by chunk
+// ChunkPipeline: the cpu's part of one step on a device with memory of its own, chunk by chunk
 // through the staging ring.
 //
-//   down stream  | 0 | 1 | 2 | 3 |                  gradients to the host
+//   down stream  | 0 | 1 | 2 | 3 |                  gradients (and split params) to the host
 //   worker 0         | 0 | 1 | 2 | 3 |              its part of the update of each chunk
 //   worker 1         | 0 |  1  | 2 | 3 |            at its own pace
 //   up stream            | 0 |   | 1 | 2 | 3 |      params to the device
 //
 // A chunk is *given* to the workers when its gradients have landed and its slot's params half is
 // free, *sent* up when all workers have done their part, and *retired* when its params are there.
+// A param whose masters are split comes down with its gradient: it is their upper halves. It takes
+// the params half of the slot, so such a chunk comes down only when the slot's last one is retired.
 // The worker that does the last part of a chunk moves the pipeline on: it sends that chunk, brings
 // down the next one, and gives what has landed, ahead of the other workers as far as the ring
 // reaches. The step's own thread sleeps meanwhile: it waits for the device when the workers have
@@ -27,22 +29,22 @@
 #include "base/function_ref.h"
 #include "machine/context.h"
 #include "machine/lanes.h"
-#include "state/placement.h"
-#include "step/host_share.h"
+#include "step/chunk_update.h"
 
 namespace hybridopt {
 
 class ChunkPipeline {
  public:
-  ChunkPipeline(Context& context, const ParamTable& table, const Placement& placement, Lanes& lanes,
-                const HostShare& host_share);
+  ChunkPipeline(Context& context, const ParamTable& table, const StepPlan& plan, Lanes& lanes,
+                const ChunkUpdater& updater);
+  void UseRing();  // says that the lanes have another one
 
-  uint32_t count() const { return static_cast<uint32_t>(placement_.chunks.size()); }
+  uint32_t count() const { return plan_.chunk_count(); }
   // Copies that Prefetch queues at most.
   uint64_t PrefetchCopies() const;
   // Queues the gradients of as many chunks as the ring holds. What Run does with them comes later,
   // or never: then AwaitPrefetched ends it.
-  Status Prefetch(std::span<const StepParam> params, offload_step_result_t* result);
+  Status Prefetch(offload_step_result_t* result);
   Status AwaitPrefetched();
   // Does the rest, and calls retired(chunk) for each chunk in order, the first one behind the
   // device's own update; maybe on a worker. `step` is the workers' until this returns.
@@ -79,8 +81,8 @@ class ChunkPipeline {
   // Both.
   WorkerPool::Work PrepareNext();
   Status Retire();
-  Status BringDown(uint32_t chunk, std::span<const StepParam> params,
-                   offload_step_result_t* result);
+  bool BringsParamsDown(uint32_t chunk) const;
+  Status BringDown(uint32_t chunk, offload_step_result_t* result);
   Status SendUp(uint32_t chunk);
 
   uint32_t prefetched() const { return std::min(lanes_.ring().slots(), count()); }
@@ -91,9 +93,9 @@ class ChunkPipeline {
   Context& context_;
   Device& device_;
   const ParamTable& table_;
-  const Placement& placement_;
+  const StepPlan& plan_;
   Lanes& lanes_;
-  const HostShare& host_share_;
+  const ChunkUpdater& updater_;
   std::vector<Slot> slots_;
 
   // Of the running step.

@@ -1,9 +1,9 @@
 #include "step/moves.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/ranges.h"
+#include "runtime/parallel_copy.h"
 
 namespace hybridopt {
 namespace {
@@ -20,17 +20,20 @@ constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
 
 }  // namespace
 
-Mover::Mover(Context& context, const ParamTable& table, const Placement& placement,
-             StateMemory& memory, Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums)
+Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
+             const Residence& residence, const ChunkTable& chunks, StateMemory& memory,
+             Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums)
     : context_(context),
       device_(context.device()),
       table_(table),
-      placement_(placement),
+      shape_(shape),
+      residence_(residence),
+      chunks_(chunks),
       memory_(memory),
       lanes_(lanes),
       swap_(swap),
       norm_sums_(norm_sums),
-      host_share_(table, placement, memory, context.kernels()),
+      updater_(table, shape, memory, context.kernels()),
       addresses_(table.size()) {
   copies_.reserve(kStateSlots * table.size());
   norm_inputs_.reserve(table.size());
@@ -39,7 +42,7 @@ Mover::Mover(Context& context, const ParamTable& table, const Placement& placeme
 Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
                   FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes) {
   const Range range(NameOf(request.move));
-  UseDeviceMemory(request);
+  HYBRIDOPT_TRY(UseDeviceMemory(request));
   HYBRIDOPT_TRY(AwaitProducers(request, ready, await_borrowed));
   copies_.clear();
   switch (request.move) {
@@ -66,8 +69,9 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
       HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
       if (request.frees_device_memory) {
         HYBRIDOPT_TRY(AwaitDevice());  // whatever an earlier step left there
-        memory_.FreeBlock();
-        lanes_.FreeScratch();
+        memory_.FreeDevice();
+        LaneScratch none;
+        lanes_.UseScratch(none);
       }
       return {};
     case Move::kReloadStates:
@@ -108,21 +112,23 @@ void Mover::ListGrads(const MoveRequest& request) {
 
 void Mover::ListStates(const MoveRequest& request) {
   for (const MoveItem& item : request.items) {
-    const ParamPlace& place = placement_.params[item.param];
-    for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
-      const uint64_t offset = place.device_offset[slot];
-      if (offset == kNoState) continue;
-      copies_.push_back({memory_.block() + offset, swap_.states() + offset,
-                         place.device_count * DtypeBytes(place.state_dtype[slot])});
+    const uint64_t count = residence_.device_count(item.param);
+    const ParamShape& shaped = shape_.params[item.param];
+    for (uint32_t index = 0; index < kStateSlots && count > 0; ++index) {
+      const StateSlot slot{index};
+      if (!shaped.Keeps(Tier::kDevice, slot)) continue;
+      copies_.push_back({memory_.OnDevice(item.param, slot), swap_.State(item.param, slot, 0),
+                         count * DtypeBytes(shaped.dtype[slot])});
     }
   }
 }
 
 // From here on the memory is freed with what it belongs to.
-void Mover::UseDeviceMemory(MoveRequest& request) {
-  if (request.block != nullptr) memory_.UseBlock(request.block);
-  if (request.scratch != nullptr) lanes_.UseScratch(request.scratch);
-  request.block = request.scratch = nullptr;
+Status Mover::UseDeviceMemory(MoveRequest& request) {
+  if (!request.brings_device_memory) return {};
+  HYBRIDOPT_TRY(memory_.GrowDevice(request.pages));
+  lanes_.UseScratch(request.scratch);
+  return {};
 }
 
 Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
@@ -130,7 +136,7 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
   for (const Copy& copy : copies_) total_bytes += copy.bytes;
   *bytes += total_bytes;
   if (total_bytes == 0) return {};
-  if (device_.unified()) return CopyByWorkers(direction, total_bytes);
+  if (device_.unified()) return CopyByWorkers(direction);
   const StreamHandle streams[2] = {direction == Direction::kDown ? lanes_.down : lanes_.up,
                                    lanes_.compute};
   uint32_t turn = 0;
@@ -152,24 +158,13 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
   return {};
 }
 
-// In one memory the workers copy, each its part of all bytes.
-Status Mover::CopyByWorkers(Direction direction, uint64_t total_bytes) {
-  const uint32_t workers = context_.workers().threads();
-  return context_.workers().Run([&](uint32_t worker) {
-    const WorkRange range = RangeOfWorker(total_bytes, 4096, worker, workers);
-    uint64_t first = 0;  // the copy's first byte, counted through all copies
-    for (const Copy& copy : copies_) {
-      const uint64_t begin = std::max(range.begin, first);
-      const uint64_t end = std::min(range.end, first + copy.bytes);
-      if (begin < end) {
-        std::byte* const device = copy.device + (begin - first);
-        std::byte* const host = copy.host + (begin - first);
-        const bool down = direction == Direction::kDown;
-        std::memcpy(down ? host : device, down ? device : host, end - begin);
-      }
-      first += copy.bytes;
-    }
-  });
+// In one memory the workers copy.
+Status Mover::CopyByWorkers(Direction direction) {
+  std::vector<HostCopy> copies;
+  for (const Copy& copy : copies_)
+    copies.push_back(direction == Direction::kDown ? HostCopy{copy.device, copy.host, copy.bytes}
+                                                   : HostCopy{copy.host, copy.device, copy.bytes});
+  return CopyInParallel(context_.workers(), copies);
 }
 
 // The norm of what has landed, while it is warm: the step need not read it again. dtype 0 stands
@@ -181,7 +176,7 @@ Status Mover::SumLanded(const MoveRequest& request, int32_t dtype) {
     if (param.count == 0) continue;
     norm_inputs_.push_back({swap_.Grads(item.param), param.count,
                             dtype != 0 ? dtype : param.grad_dtype,
-                            placement_.params[item.param].first_norm_block});
+                            shape_.params[item.param].first_norm_block});
   }
   // The caller names params in any order.
   std::sort(norm_inputs_.begin(), norm_inputs_.end(),
@@ -217,14 +212,14 @@ Status Mover::AccumulateStaged(const MoveItem& item) {
     HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, lanes_.ring().grads(slot),
                                      static_cast<std::byte*>(item.address) + begin * element_bytes,
                                      std::min(piece_count, param.count - begin) * element_bytes));
-    return device_.Record(lanes_.landed[slot].end, lanes_.down);
+    return device_.Record(lanes_.landed(slot).end, lanes_.down);
   };
   for (uint64_t piece = 0; piece < std::min<uint64_t>(slots, pieces); ++piece)
     HYBRIDOPT_TRY(bring_down(piece));
   for (uint64_t piece = 0; piece < pieces; ++piece) {
     const uint32_t slot = static_cast<uint32_t>(piece % slots);
     const uint64_t begin = piece * piece_count;
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[slot].end, "gradients coming down"));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(slot).end, "gradients coming down"));
     HYBRIDOPT_TRY(Add(lanes_.ring().grads(slot), param.grad_dtype,
                       reinterpret_cast<float*>(swap_.Grads(item.param)) + begin,
                       std::min(piece_count, param.count - begin), item.first));
@@ -260,9 +255,8 @@ Status Mover::Initialize(std::span<const Addresses> addresses, StreamHandle stre
   }));
   for (uint32_t id = 0; id < table_.size(); ++id)
     HYBRIDOPT_TRY(
-        FillDeviceShare(id, addresses[id].data, true, first_moments0[table_.param(id).group]));
-  for (uint32_t chunk = 0; chunk < placement_.chunks.size(); ++chunk)
-    HYBRIDOPT_TRY(FillChunk(chunk, addresses, {}));
+        FillOnDevice(id, addresses[id].data, true, first_moments0[table_.param(id).group]));
+  for (const Chunk& chunk : chunks_.chunks) HYBRIDOPT_TRY(FillChunk(chunk, addresses, true));
   return AwaitDevice();
 }
 
@@ -270,17 +264,16 @@ Status Mover::Refresh(const MoveRequest& request) {
   std::fill(addresses_.begin(), addresses_.end(), Addresses{nullptr, nullptr});
   for (const MoveItem& item : request.items) {
     addresses_[item.param].data = item.address;
-    HYBRIDOPT_TRY(FillDeviceShare(item.param, item.address, false, 0.0f));
+    HYBRIDOPT_TRY(FillOnDevice(item.param, item.address, false, 0.0f));
   }
-  const FirstState masters_only{.moments = false};
-  for (uint32_t chunk = 0; chunk < placement_.chunks.size(); ++chunk)
-    HYBRIDOPT_TRY(FillChunk(chunk, addresses_, masters_only));
+  for (const Chunk& chunk : chunks_.chunks) HYBRIDOPT_TRY(FillChunk(chunk, addresses_, false));
   return AwaitDevice();
 }
 
-Status Mover::FillDeviceShare(uint32_t id, void* data, bool moments, float first_moment0) {
-  const ParamPlace& place = placement_.params[id];
-  const uint64_t count = place.device_count;
+Status Mover::FillOnDevice(uint32_t id, void* data, bool moments, float first_moment0) {
+  const ParamShape& shaped = shape_.params[id];
+  const uint64_t count = residence_.device_count(id);
+  if (count == 0) return {};
   const Param& param = table_.param(id);
   if (std::byte* master = memory_.OnDevice(id, kMaster); master != nullptr)
     HYBRIDOPT_TRY(
@@ -290,37 +283,37 @@ Status Mover::FillDeviceShare(uint32_t id, void* data, bool moments, float first
   if (!moments) return {};
   if (std::byte* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
     HYBRIDOPT_TRY(
-        device_.Fill(lanes_.compute, moment, place.state_dtype[kMoment0], count, first_moment0));
+        device_.Fill(lanes_.compute, moment, shaped.dtype[kMoment0], count, first_moment0));
   if (std::byte* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
-    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, place.state_dtype[kMoment1], count, 0.0f));
+    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, shaped.dtype[kMoment1], count, 0.0f));
   return {};
 }
 
-// Params with a NULL address are left as they are.
-Status Mover::FillChunk(uint32_t chunk, std::span<const Addresses> addresses,
-                        const FirstState& first_state) {
-  const Chunk& filled = placement_.chunks[chunk];
+// Params with a NULL address are left as they are. Only those with a whole master on the host are
+// read.
+Status Mover::FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments) {
+  const std::span<const Fragment> fragments = chunks_.FragmentsOf(chunk);
   ChunkBuffers buffers;
   if (!device_.unified()) {
     buffers = {lanes_.ring().grads(0), lanes_.ring().params(0)};
     bool any = false;
-    for (const Fragment& fragment :
-         std::span(placement_.fragments).subspan(filled.first_fragment, filled.fragment_count)) {
+    for (const Fragment& fragment : fragments) {
       const std::byte* data = static_cast<const std::byte*>(addresses[fragment.param].data);
       if (data == nullptr) continue;
       any = true;
+      if (!shape_.params[fragment.param].Keeps(Tier::kHost, kMaster)) continue;
       const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
       HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, buffers.params + fragment.param_offset,
                                        data + fragment.begin * element_bytes,
                                        fragment.count * element_bytes));
     }
     if (!any) return {};
-    HYBRIDOPT_TRY(device_.Record(lanes_.landed[0].end, lanes_.down));
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed[0].end, "params coming down"));
+    HYBRIDOPT_TRY(device_.Record(lanes_.landed(0).end, lanes_.down));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(0).end, "params coming down"));
   }
   const uint32_t workers = context_.workers().threads();
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    host_share_.Fill(filled, buffers, addresses, first_state, worker, workers);
+    updater_.Fill(fragments, chunk.element_count, buffers, addresses, moments, worker, workers);
   }));
   if (!device_.unified()) lanes_.ring().ReleaseParams(0);
   return {};

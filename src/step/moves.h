@@ -10,10 +10,9 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "state/lifecycle.h"
-#include "state/placement.h"
 #include "state/state_memory.h"
 #include "state/swap_memory.h"
-#include "step/host_share.h"
+#include "step/chunk_update.h"
 #include "step/norm_sums.h"
 
 namespace hybridopt {
@@ -31,14 +30,15 @@ struct MoveRequest {
   uint32_t producer_count = 0;
   bool frees_device_memory = false;
   bool brings_device_memory = false;
-  void* block = nullptr;    // that memory, until the move has begun
-  void* scratch = nullptr;  // likewise
+  TakenPages pages;     // that memory, until the move has begun
+  LaneScratch scratch;  // likewise
 };
 
 class Mover {
  public:
-  Mover(Context& context, const ParamTable& table, const Placement& placement, StateMemory& memory,
-        Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums);
+  Mover(Context& context, const ParamTable& table, const StateShape& shape,
+        const Residence& residence, const ChunkTable& chunks, StateMemory& memory, Lanes& lanes,
+        const SwapMemory& swap, NormSums& norm_sums);
 
   // Bytes of the tables here, for the plan.
   static uint64_t ScratchBytes(const ParamTable& table) {
@@ -67,27 +67,28 @@ class Mover {
   void ListGrads(const MoveRequest& request);
   void ListStates(const MoveRequest& request);
   Status CopyListed(Direction direction, uint64_t* bytes);
-  Status CopyByWorkers(Direction direction, uint64_t total_bytes);
+  Status CopyByWorkers(Direction direction);
   Status SumLanded(const MoveRequest& request, int32_t dtype);
   Status Accumulate(const MoveRequest& request, uint64_t* bytes);
   Status AccumulateStaged(const MoveItem& item);
   Status Add(const std::byte* grad, int32_t dtype, float* sum, uint64_t count, bool first);
-  void UseDeviceMemory(MoveRequest& request);
+  Status UseDeviceMemory(MoveRequest& request);
   Status Refresh(const MoveRequest& request);
-  Status FillChunk(uint32_t chunk, std::span<const Addresses> addresses,
-                   const FirstState& first_state);
-  Status FillDeviceShare(uint32_t id, void* data, bool moments, float first_moment0);
+  Status FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments);
+  Status FillOnDevice(uint32_t id, void* data, bool moments, float first_moment0);
   Status AwaitDevice();
 
   Context& context_;
   Device& device_;
   const ParamTable& table_;
-  const Placement& placement_;
+  const StateShape& shape_;
+  const Residence& residence_;
+  const ChunkTable& chunks_;
   StateMemory& memory_;
   Lanes& lanes_;
   const SwapMemory& swap_;
   NormSums& norm_sums_;
-  const HostShare host_share_;
+  const ChunkUpdater updater_;
   std::vector<Copy> copies_;  // of the running move
   std::vector<NormInput> norm_inputs_;
   std::vector<Addresses> addresses_;  // of a refresh; NULL for params it leaves alone

@@ -10,13 +10,8 @@
 #include "device/device.h"
 #include "machine/context.h"
 #include "runtime/work_pieces.h"
-#include "state/placement.h"
 
 namespace hybridopt {
-
-inline uint64_t NormBlocksOf(uint64_t count) {
-  return (count + kNormBlockElements - 1) / kNormBlockElements;
-}
 
 // The blocks of one param, added in order.
 inline double AddBlocks(const double* blocks, uint64_t count) {
@@ -27,8 +22,7 @@ inline double AddBlocks(const double* blocks, uint64_t count) {
 
 class NormSums {
  public:
-  NormSums(const Placement& placement, uint32_t workers)
-      : blocks_(placement.lanes.norm_blocks), pieces_(workers) {}
+  NormSums(uint64_t block_count, uint32_t workers) : blocks_(block_count), pieces_(workers) {}
 
   // The workers sum these gradients, in registration order and none empty. Addresses are host
   // addresses here.

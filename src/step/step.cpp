@@ -4,69 +4,44 @@
 #include <cmath>
 #include <limits>
 
-#include "base/check.h"
 #include "base/prim.h"
 #include "base/ranges.h"
-#include "kernels/coefficients.h"
-#include "kernels/rounding.h"
 #include "machine/stopwatch.h"
 
 namespace hybridopt {
-namespace {
 
-constexpr uint32_t kNoCoefficients = UINT32_MAX;  // of an empty memo
-
-}  // namespace
-
-StepPipeline::StepPipeline(Context& context, const ParamTable& table, const Placement& placement,
-                           const StateMemory& memory, Lanes& lanes, const SwapMemory& swap,
-                           NormSums& norm_sums, const Comm& comm, StepCounts& step_counts,
-                           uint64_t rounding_seed)
+StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t rounding_seed)
     : context_(context),
       device_(context.device()),
-      table_(table),
-      placement_(placement),
-      memory_(memory),
-      lanes_(lanes),
-      swap_(swap),
-      norm_sums_(norm_sums),
-      comm_(comm),
-      step_counts_(step_counts),
-      rounding_seed_(rounding_seed),
-      host_share_(table, placement, memory, context.kernels()),
-      chunks_(context, table, placement, lanes, host_share_),
-      pieces_(context.workers().threads()),
-      params_(table.size()),
-      active_(placement),
-      memos_(table.groups().size()) {
-  for (const Param& param : table.params())
+      table_(parts.table),
+      shape_(parts.shape),
+      lanes_(parts.lanes),
+      norm_sums_(parts.norm_sums),
+      step_counts_(parts.step_counts),
+      comm_(parts.comm),
+      plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
+      updater_(parts.table, parts.shape, parts.memory, context.kernels()),
+      chunks_(context, parts.table, plan_, parts.lanes, updater_),
+      device_executor_(parts.table, parts.shape, parts.memory, parts.lanes),
+      pieces_(context.workers().threads()) {
+  for (const Param& param : table_.params())
     has_replicas_ = has_replicas_ || (param.flags & OFFLOAD_PARAM_REPLICA) != 0;
-  // Every param may need coefficients of its own.
-  coefficients_.reserve(table.size());
-  host_coefficients_.reserve(table.size());
-  norm_inputs_.reserve(table.size());
-  // A launch reads these while later ones are added: they must never move.
-  device_updates_.reserve(MaxDeviceUpdates(table, placement));
+  host_coefficients_.reserve(table_.size());
+  norm_inputs_.reserve(table_.size());
 }
 
-// One per param, and one more where a piece of a gradient that comes back from the host or a stripe
-// begins.
-uint64_t StepPipeline::MaxDeviceUpdates(const ParamTable& table, const Placement& placement) {
-  if (placement.device_elements == 0) return 0;
-  const uint64_t pieces = placement.lanes.device_grad_elements == 0
-                              ? 0
-                              : placement.device_elements / placement.lanes.device_grad_elements;
-  return table.size() + pieces + placement.stripes.size();
+void StepPipeline::UseChunks() {
+  plan_.UseChunks();
+  chunks_.UseRing();
 }
 
-uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const Placement& placement) {
-  const uint64_t per_param = sizeof(uint64_t) + sizeof(StepParam) + 2 * sizeof(Coefficients) +
-                             sizeof(NormInput) + sizeof(ParamPlace) +
+uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& shape) {
+  const uint64_t per_param = sizeof(Coefficients) + sizeof(NormInput) + sizeof(ParamShape) +
+                             2 * sizeof(uint64_t) +  // step count, device count
                              kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
-  return table.size() * per_param + MaxDeviceUpdates(table, placement) * sizeof(DeviceUpdate) +
-         placement.lanes.norm_blocks * sizeof(double) +
-         placement.fragments.size() * sizeof(Fragment) + placement.chunks.size() * sizeof(Chunk) +
-         placement.stripes.size() * sizeof(Stripe) + ActiveElements::Bytes(placement);
+  return table.size() * per_param + StepPlan::Bytes(table, shape) + DeviceExecutor::Bytes(shape) +
+         ChunkTable::BytesMax(shape) + shape.norm_blocks * sizeof(double) +
+         shape.stripes.size() * sizeof(Stripe);
 }
 
 // ------------------------------------------------------------------------------------- the step --
@@ -76,7 +51,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   const Range range("step", step_counts_.applied() + 1);
   const int64_t begin_ns = prim::NowNs();
   capture_ = capture;
-  Prepare(request);
+  plan_.Make(request, step_counts_);
   Verdict verdict{};
   if (device_.unified()) {
     HYBRIDOPT_TRY(RunInPlace(request, result, &verdict));
@@ -89,46 +64,8 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   return {};
 }
 
-// Settles which params take part, and with which coefficients. Step counts are not touched yet: the
-// step may still be skipped.
-void StepPipeline::Prepare(const StepRequest& request) {
-  coefficients_.clear();
-  std::fill(memos_.begin(), memos_.end(), Memo{0, kNoCoefficients});
-  for (uint32_t id = 0; id < table_.size(); ++id) {
-    const Param& param = table_.param(id);
-    StepParam& step_param = params_[id];
-    const HostGrad held = request.host_grads[id];
-    step_param.addresses = request.addresses[id];
-    step_param.host_grad = held == HostGrad::kNone ? nullptr : swap_.Grads(id);
-    step_param.grad_dtype =
-        held == HostGrad::kAccumulated ? int32_t{OFFLOAD_FP32} : param.grad_dtype;
-    step_param.active =
-        param.count > 0 && (step_param.addresses.grad != nullptr || held != HostGrad::kNone);
-    if (!step_param.active) continue;
-    const uint64_t step = step_counts_.of(id) + 1;
-    step_param.coefficients = CoefficientsFor(request.groups[param.group], param.group, step);
-    const ParamPlace& place = placement_.params[id];
-    step_param.rounding = {};
-    if (place.stripe_count > 0)
-      step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);
-    step_param.rounding.ties_away = place.ties_away;
-  }
-  active_.Count(params_);
-}
-
-uint32_t StepPipeline::CoefficientsFor(const offload_group_t& group, uint32_t group_id,
-                                       uint64_t step) {
-  // Params of a group nearly always share their step count: then this is computed once.
-  Memo& memo = memos_[group_id];
-  if (memo.coefficients == kNoCoefficients || memo.step != step) {
-    memo = {step, static_cast<uint32_t>(coefficients_.size())};
-    coefficients_.push_back(MakeCoefficients(table_.algorithm(), group, step));
-  }
-  return memo.coefficients;
-}
-
 void StepPipeline::ScaleCoefficients(const Verdict& verdict) {
-  host_coefficients_ = coefficients_;  // within its capacity
+  host_coefficients_.assign(plan_.coefficients().begin(), plan_.coefficients().end());
   for (Coefficients& coefficients : host_coefficients_)
     coefficients.grad_factor *= verdict.grad_factor;
 }
@@ -140,7 +77,7 @@ void StepPipeline::CountStep(const Verdict& verdict, offload_step_result_t* resu
   if (verdict.skip == 0) {
     step_counts_.set_applied(step_counts_.applied() + 1);
     for (uint32_t id = 0; id < table_.size(); ++id)
-      if (params_[id].active) step_counts_.set(id, step_counts_.of(id) + 1);
+      if (plan_.param(id).active) step_counts_.set(id, step_counts_.of(id) + 1);
   }
   result->step = step_counts_.applied();
 }
@@ -151,10 +88,10 @@ void StepPipeline::CountStep(const Verdict& verdict, offload_step_result_t* resu
 void StepPipeline::ListNormInputs() {
   norm_inputs_.clear();
   for (uint32_t id = 0; id < table_.size(); ++id) {
-    const StepParam& param = params_[id];
+    const StepParam& param = plan_.param(id);
     if (param.active && param.host_grad == nullptr)
       norm_inputs_.push_back({param.addresses.grad, table_.param(id).count, param.grad_dtype,
-                              placement_.params[id].first_norm_block});
+                              shape_.params[id].first_norm_block});
   }
 }
 
@@ -165,10 +102,10 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
   double sum = 0;
   bool finite = true;
   for (uint32_t id = 0; id < table_.size(); ++id) {
-    if (!params_[id].active) continue;
-    const uint64_t first = placement_.params[id].first_norm_block;
+    if (!plan_.param(id).active) continue;
+    const uint64_t first = shape_.params[id].first_norm_block;
     const double* const blocks =
-        params_[id].host_grad != nullptr ? norm_sums_.blocks(first) : landed_blocks + first;
+        plan_.param(id).host_grad != nullptr ? norm_sums_.blocks(first) : landed_blocks + first;
     const double param_sum = AddBlocks(blocks, table_.param(id).count);
     finite = finite && std::isfinite(param_sum);
     if ((table_.param(id).flags & OFFLOAD_PARAM_REPLICA) == 0) sum += param_sum;
@@ -192,31 +129,30 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   } else {
     *verdict = AssumeFinite(request.grad_scale);
   }
-  if (verdict->skip != 0 || placement_.chunks.empty()) return {};
+  if (verdict->skip != 0 || plan_.chunk_count() == 0) return {};
   ScaleCoefficients(*verdict);
   Stopwatch update(result->update_seconds);
   const HostStep step = HostStepNow();
-  const uint64_t total = active_.in_chunk(0);
+  const uint64_t total = plan_.active_count(0);
   // One pass, but in pieces while a save reads ahead of it.
-  const uint64_t most = capture_ != nullptr ? placement_.piece_elements : total;
+  const uint64_t most = capture_ != nullptr ? shape_.options.chunk_elements : total;
   for (WorkRange range{0, 0}; range.end < total;) {
     range = {range.end, std::min(range.end + most, total)};
-    host_share_.AwaitCapture(step, 0, range);
+    updater_.AwaitCapture(step, 0, range);
     const Range updating("update", 0);
     pieces_.Reset(range, kWorkGrainElements, kWorkPieceElements);
     HYBRIDOPT_TRY(context_.workers().Run(
-        [&](uint32_t worker) { host_share_.Update(step, 0, {}, pieces_, worker); }));
+        [&](uint32_t worker) { updater_.Update(step, 0, {}, pieces_, worker); }));
   }
   return {};
 }
 
 // ------------------------------------------------------------------------------- behind a save --
 
-void StepPipeline::AwaitCaptureOfDeviceShare() {
+void StepPipeline::AwaitCaptureOfDevice() {
   if (capture_ == nullptr) return;
   for (uint32_t id = 0; id < table_.size(); ++id)
-    if (params_[id].active && placement_.params[id].device_count > 0)
-      capture_->Await(id, placement_.params[id].device_count);
+    if (plan_.device_count(id) > 0) capture_->Await(id, plan_.device_count(id));
 }
 
 // Once the step has completed the caller may write any param, those that it left alone too.
@@ -245,7 +181,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   // A full launch queue blocks for as long as the stream before it does: what might fill it is
   // queued only when the gradients are there.
   if (chunks_.PrefetchCopies() > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(AwaitGradients(ready));
-  HYBRIDOPT_TRY(chunks_.Prefetch(params_, result));
+  HYBRIDOPT_TRY(chunks_.Prefetch(result));
   HYBRIDOPT_TRY(QueueVerdict(request));
   // The clock starts when the gradients are there: the caller's own work is not the step's.
   HYBRIDOPT_TRY(AwaitGradients(ready));
@@ -257,25 +193,27 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   }
   if (verdict->skip != 0) return chunks_.AwaitPrefetched();
   ScaleCoefficients(*verdict);
-  AwaitCaptureOfDeviceShare();
-  HYBRIDOPT_TRY(QueueDeviceUpdates());
-  // Chunks retire behind the device share, so that one mark tells a param's progress.
+  AwaitCaptureOfDevice();
+  HYBRIDOPT_TRY(device_executor_.Queue(plan_));
+  const auto await_device = [&]() -> Status {
+    HYBRIDOPT_TRY(device_executor_.Await(&result->device_update_seconds));
+    reached(kDeviceDone);
+    return {};
+  };
+  // Chunks retire behind the device's own update, so that one mark tells a param's progress.
   const auto retired = [&](uint32_t chunk) -> Status {
-    if (chunk == 0) HYBRIDOPT_TRY(AwaitDeviceShare(reached, result));
-    reached(kDeviceShareDone + chunk + 1);
+    if (chunk == 0) HYBRIDOPT_TRY(await_device());
+    reached(kDeviceDone + chunk + 1);
     return {};
   };
   HYBRIDOPT_TRY(chunks_.Run(HostStepNow(), retired, result));
-  return chunks_.count() > 0 ? Status() : AwaitDeviceShare(reached, result);
+  return chunks_.count() > 0 ? Status() : await_device();
 }
 
 // Where all gradients are on the device and no other rank is asked, the verdict is made there and
 // the device's updates need not wait for the host.
 bool StepPipeline::VerdictOnDevice() const {
-  const bool all_there = std::none_of(params_.begin(), params_.end(), [](const StepParam& param) {
-    return param.active && param.host_grad != nullptr;
-  });
-  return all_there && !comm_.present() && !has_replicas_;
+  return !plan_.host_holds_grads() && !comm_.present() && !has_replicas_;
 }
 
 Status StepPipeline::QueueVerdict(const StepRequest& request) {
@@ -296,7 +234,7 @@ Status StepPipeline::QueueVerdict(const StepRequest& request) {
                                      sizeof(Verdict)));
   } else if (!norm_inputs_.empty()) {
     HYBRIDOPT_TRY(device_.CopyToHost(lanes_.compute, lanes_.host_block_sums, lanes_.block_sums,
-                                     placement_.lanes.norm_blocks * sizeof(double)));
+                                     shape_.norm_blocks * sizeof(double)));
   }
   return device_.Record(lanes_.verdict_known, lanes_.compute);
 }
@@ -310,104 +248,6 @@ Result<Verdict> StepPipeline::AwaitVerdict(const StepRequest& request) {
   if (verdict.skip == 0)
     HYBRIDOPT_TRY(device_.SetVerdict(lanes_.compute, verdict, lanes_.device_verdict));
   return verdict;
-}
-
-// One launch per rule: SGD params with and without momentum differ. Params whose gradient the host
-// holds follow one by one.
-Status StepPipeline::QueueDeviceUpdates() {
-  HYBRIDOPT_TRY(device_.Record(lanes_.device_updated.begin, lanes_.compute));
-  device_updates_.clear();
-  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
-    const size_t first = device_updates_.size();
-    for (uint32_t id = 0; id < table_.size(); ++id) {
-      const ParamPlace& place = placement_.params[id];
-      if (params_[id].active && params_[id].host_grad == nullptr && place.device_count > 0 &&
-          place.rule == Rule{rule})
-        AddDeviceUpdates(DeviceUpdateOf(id), id, 0, place.device_count);
-    }
-    HYBRIDOPT_TRY(QueueUpdate(Rule{rule}, first));
-  }
-  for (uint32_t id = 0; id < table_.size(); ++id)
-    if (params_[id].active && params_[id].host_grad != nullptr &&
-        placement_.params[id].device_count > 0)
-      HYBRIDOPT_TRY(QueueUpdateFromHost(id));
-  return device_.Record(lanes_.device_updated.end, lanes_.compute);
-}
-
-// The update of a param's whole device share.
-DeviceUpdate StepPipeline::DeviceUpdateOf(uint32_t id) const {
-  const StepParam& param = params_[id];
-  const ParamPlace& place = placement_.params[id];
-  void* master = memory_.OnDevice(id, IsSplit(place.device_layout) ? kMasterLow : kMaster);
-  if (master == nullptr) master = param.addresses.data;
-  DeviceUpdate update{};
-  update.span = {
-      param.addresses.grad,           param.addresses.data,           master,
-      memory_.OnDevice(id, kMoment0), memory_.OnDevice(id, kMoment1), place.device_count};
-  update.span.rounding = param.rounding;
-  update.grad_dtype = param.grad_dtype;
-  update.param_dtype = table_.param(id).dtype;
-  update.coefficients = param.coefficients;
-  update.layout = place.device_layout;
-  return update;
-}
-
-// Lists the update of elements [begin, begin + count) of a param, stripe by stripe. `whole` has the
-// addresses of element 0, but for the gradient's, which is that of element `begin`.
-void StepPipeline::AddDeviceUpdates(const DeviceUpdate& whole, uint32_t id, uint64_t begin,
-                                    uint64_t count) {
-  DeviceUpdate stretch = whole;
-  stretch.span = Advanced(whole.span, whole.types(), begin);
-  stretch.span.grad = whole.span.grad;
-  ForEachStripe(placement_, placement_.params[id], begin, count,
-                [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
-                  HYBRIDOPT_CHECK(device_updates_.size() < device_updates_.capacity());
-                  DeviceUpdate& part = device_updates_.emplace_back(stretch);
-                  part.span = Advanced(stretch.span, stretch.types(), offset);
-                  part.span.count = part_count;
-                  part.span.order = order;
-                });
-}
-
-// Launches what was listed from `first` on.
-Status StepPipeline::QueueUpdate(Rule rule, size_t first) {
-  if (device_updates_.size() == first) return {};
-  UpdateLaunch launch{};
-  launch.rule = rule;
-  launch.updates = std::span(device_updates_).subspan(first);
-  launch.coefficients = coefficients_;
-  launch.verdict = lanes_.device_verdict;
-  return device_.Update(lanes_.compute, launch);
-}
-
-// The gradient's device share goes up piece by piece through one buffer; the stream's order keeps
-// the next piece from overtaking the update that reads the last one.
-Status StepPipeline::QueueUpdateFromHost(uint32_t id) {
-  const StepParam& param = params_[id];
-  DeviceUpdate whole = DeviceUpdateOf(id);
-  const uint64_t grad_bytes = DtypeBytes(param.grad_dtype);
-  for (uint64_t begin = 0; begin < whole.span.count;
-       begin += placement_.lanes.device_grad_elements) {
-    const uint64_t count =
-        std::min(placement_.lanes.device_grad_elements, whole.span.count - begin);
-    HYBRIDOPT_TRY(device_.CopyToDevice(lanes_.compute, lanes_.device_grads,
-                                       param.host_grad + begin * grad_bytes, count * grad_bytes));
-    const size_t first = device_updates_.size();
-    whole.span.grad = lanes_.device_grads;
-    AddDeviceUpdates(whole, id, begin, count);
-    HYBRIDOPT_TRY(QueueUpdate(placement_.params[id].rule, first));
-  }
-  return {};
-}
-
-Status StepPipeline::AwaitDeviceShare(FunctionRef<void(uint64_t)> reached,
-                                      offload_step_result_t* result) {
-  const Range range("await device update");
-  HYBRIDOPT_TRY(lanes_.Wait(lanes_.device_updated.end, "the device's own update"));
-  HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.device_updated));
-  if (!device_updates_.empty()) result->device_update_seconds += seconds;
-  reached(kDeviceShareDone);
-  return {};
 }
 
 }  // namespace hybridopt

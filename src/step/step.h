@@ -1,7 +1,7 @@
 // StepPipeline: one optimizer step, from gradients that are ready to params that are written.
 //
 //   caller's stream  ...backward | ready
-//   compute stream               | norm -> verdict | update of the device share
+//   compute stream               | norm -> verdict | update of what the device holds
 //   down stream                  | chunk 0 | chunk 1 | chunk 2 | ...
 //   CPU workers                                 | chunk 0 | chunk 1 | ...
 //   up stream                                             | chunk 0 | chunk 1 | ...
@@ -9,8 +9,8 @@
 // Chunks come down before the verdict is known, as far as the staging ring reaches; nothing is
 // written before it is. How they go through the workers is told in chunk_pipeline.h. Where params
 // are in host memory there are no streams: the workers make the norm, then one pass over
-// everything. Gradients that the host holds already (moves.h) are read where they are; the device's
-// share of them goes up first.
+// everything. Gradients that the host holds already (moves.h) are read where they are; what
+// the device updates goes up first.
 #pragma once
 
 #include <cstdint>
@@ -22,37 +22,40 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "state/capture.h"
-#include "state/lifecycle.h"
-#include "state/placement.h"
-#include "state/state_memory.h"
-#include "state/step_counts.h"
-#include "state/swap_memory.h"
 #include "step/chunk_pipeline.h"
-#include "step/host_share.h"
+#include "step/chunk_update.h"
+#include "step/device_executor.h"
 #include "step/norm_sums.h"
+#include "step/step_plan.h"
 
 namespace hybridopt {
 
-// A step as it was when it was queued.
-struct StepRequest {
-  uint32_t flags = 0;
-  double grad_scale = 1;
-  double grad_norm_max = 0;
-  std::vector<Addresses> addresses;
-  std::vector<HostGrad> host_grads;
-  std::vector<offload_group_t> groups;
+// What a step works on, and where its parts are. All of it outlives the pipeline. `residence` and
+// `chunks` change between steps; UseChunks tells.
+struct StepParts {
+  const ParamTable& table;
+  const StateShape& shape;
+  const Residence& residence;
+  const ChunkTable& chunks;
+  const StateMemory& memory;
+  const SwapMemory& swap;
+  Lanes& lanes;
+  NormSums& norm_sums;
+  StepCounts& step_counts;
+  const Comm& comm;
 };
 
 class StepPipeline {
  public:
-  StepPipeline(Context& context, const ParamTable& table, const Placement& placement,
-               const StateMemory& memory, Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums,
-               const Comm& comm, StepCounts& step_counts, uint64_t rounding_seed);
+  StepPipeline(Context& context, const StepParts& parts, uint64_t rounding_seed);
+
+  // Says that the residence, and with it chunks and the staging ring, has changed.
+  void UseChunks();
 
   // `ready` is recorded behind the gradients; NULL where there are no streams. `capture` is the
   // save that the step must not overtake; NULL if none is running. `reached` is told the marks of a
-  // param's progress: kDeviceShareDone, then one more per chunk. Does not allocate. After an error
-  // the state is undefined.
+  // param's progress: kDeviceDone, then one more per chunk. Does not allocate. After an error the
+  // state is undefined.
   Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
              FunctionRef<void(uint64_t mark)> reached, offload_step_result_t* result);
 
@@ -61,26 +64,21 @@ class StepPipeline {
     return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
   }
 
-  static constexpr uint64_t kDeviceShareDone = 1;
-  // The mark at which the param is all written.
-  uint64_t MarkOf(uint32_t param) const {
-    return kDeviceShareDone + placement_.params[param].last_chunk_end;
-  }
+  // The mark at which the device's own update is done; the cpu's chunk c follows at one more than
+  // c + kDeviceDone.
+  static constexpr uint64_t kDeviceDone = 1;
 
   static constexpr uint32_t kMaxQueuedSteps = 8;
-  // Bytes of the tables here and of one queued request, for the plan.
-  static uint64_t ScratchBytes(const ParamTable& table, const Placement& placement);
+  // Bytes of the tables here and of the queued requests, for the plan.
+  static uint64_t ScratchBytes(const ParamTable& table, const StateShape& shape);
 
  private:
-  static uint64_t MaxDeviceUpdates(const ParamTable& table, const Placement& placement);
-  void Prepare(const StepRequest& request);
-  uint32_t CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step);
   void CountStep(const Verdict& verdict, offload_step_result_t* result);
   void ScaleCoefficients(const Verdict& verdict);
-  HostStep HostStepNow() const { return {params_, active_, host_coefficients_, capture_}; }
+  HostStep HostStepNow() const { return {plan_, host_coefficients_, capture_}; }
 
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
-  void AwaitCaptureOfDeviceShare();
+  void AwaitCaptureOfDevice();
   void AwaitBorrowed(offload_step_result_t* result);
   Status AwaitGradients(EventHandle ready);
   Status RunStaged(const StepRequest& request, EventHandle ready,
@@ -93,43 +91,25 @@ class StepPipeline {
   void ListNormInputs();
   Result<Verdict> DecideOnHost(const StepRequest& request, const double* landed_blocks);
 
-  Status QueueDeviceUpdates();
-  DeviceUpdate DeviceUpdateOf(uint32_t id) const;
-  void AddDeviceUpdates(const DeviceUpdate& whole, uint32_t id, uint64_t begin, uint64_t count);
-  Status QueueUpdate(Rule rule, size_t first);
-  Status QueueUpdateFromHost(uint32_t id);
-
-  Status AwaitDeviceShare(FunctionRef<void(uint64_t)> reached, offload_step_result_t* result);
-
   Context& context_;
   Device& device_;
   const ParamTable& table_;  // counts, dtypes and groups' ids only: addresses come with requests
-  const Placement& placement_;
-  const StateMemory& memory_;
+  const StateShape& shape_;
   Lanes& lanes_;
-  const SwapMemory& swap_;
   NormSums& norm_sums_;
-  const Comm& comm_;
   StepCounts& step_counts_;
-  const uint64_t rounding_seed_;
-  const HostShare host_share_;
+  const Comm& comm_;
+  StepPlan plan_;
+  const ChunkUpdater updater_;
   ChunkPipeline chunks_;
+  DeviceExecutor device_executor_;
   WorkPieces pieces_;  // of a step in place
   bool has_replicas_ = false;
 
-  Capture* capture_ = nullptr;  // of the running step
   // Of the running step. Their capacity is taken when the pipeline is made.
-  std::vector<StepParam> params_;
-  ActiveElements active_;
-  std::vector<Coefficients> coefficients_;       // grad_factor: maximize's sign
-  std::vector<Coefficients> host_coefficients_;  // the same, with the verdict's factor in
-  struct Memo {
-    uint64_t step;
-    uint32_t coefficients;
-  };
-  std::vector<Memo> memos_;  // per group: the coefficients computed last
+  Capture* capture_ = nullptr;
+  std::vector<Coefficients> host_coefficients_;  // the plan's, with the verdict's factor in
   std::vector<NormInput> norm_inputs_;
-  std::vector<DeviceUpdate> device_updates_;
 };
 
 }  // namespace hybridopt

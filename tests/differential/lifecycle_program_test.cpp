@@ -112,7 +112,7 @@ class Program {
   };
 
   void MakeCall() {
-    switch (random_.Below(16)) {
+    switch (random_.Below(18)) {
       case 0:
       case 1:
       case 2:
@@ -141,6 +141,9 @@ class Program {
         return rig_.SetGroups(groups_);
       case 14:
         return MakeIllegalCall();
+      case 15:
+      case 16:
+        return ChangeFraction();
       default:
         if (random_.OneIn(2)) ComeHome();
         return Step();
@@ -370,6 +373,12 @@ class Program {
       param.master = Widened(spec.dtype, param.data);
     }
     Move(offload_optimizer_refresh_masters, ids);
+  }
+
+  // States change their tier, wherever everything is; the model is not told.
+  void ChangeFraction() {
+    rig_.SetDeviceFraction(random_.OneIn(4) ? 0 : random_.OneIn(3) ? 1 : random_.Unit());
+    if (random_.OneIn(4)) CollectGarbage();
   }
 
   // ---- steps

@@ -206,6 +206,12 @@ class LifecycleRig {
     return ticket;
   }
 
+  offload_ticket_t SetDeviceFraction(double fraction) {
+    offload_ticket_t ticket = 0;
+    MUST(offload_optimizer_set_device_fraction(optimizer_, fraction, &ticket));
+    return ticket;
+  }
+
   void SetGroups(const std::vector<offload_group_t>& groups) {
     for (uint32_t id = 0; id < groups.size(); ++id)
       MUST(offload_optimizer_set_group(optimizer_, id, &groups[id]));

@@ -99,6 +99,8 @@ inline std::vector<HandleCall> OptimizerCalls() {
        [=](void* h) { return offload_optimizer_reload_states(as(h), nullptr, nullptr); }},
       {"refresh_masters",
        [=](void* h) { return offload_optimizer_refresh_masters(as(h), nullptr, nullptr); }},
+      {"set_device_fraction",
+       [=](void* h) { return offload_optimizer_set_device_fraction(as(h), 0.5, nullptr); }},
       {"state",
        [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
       {"set_step_count", [=](void* h) { return offload_optimizer_set_step_count(as(h), 0, 0); }},

@@ -18,8 +18,9 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "runtime/topology.h"
-#include "state/placement.h"
+#include "state/residence.h"
 #include "state/swap_memory.h"
+#include "step/chunk_table.h"
 #include "trainer.h"
 
 namespace hybridopt::fault {
@@ -329,18 +330,29 @@ TEST(Placement, PinnedMemoryOfSeveralNodesIsInterleaved) {
   const uint32_t here = NodesOf(prim::AllowedCpus())[0].id;
   const std::shared_ptr<Context> context =
       ContextOn(OFFLOAD_DEVICE_SIM, {{here, {0}, true}, {here + 1, {1}, true}});
-  Placement placement;
-  placement.params.resize(1);
-  placement.lanes.staging_slots = 2;
-  placement.lanes.slot_grad_bytes = placement.lanes.slot_param_bytes = 4096;
-  placement.swap_params_bytes = placement.swap_grads_bytes = placement.swap_states_bytes = 4096;
-  const auto lanes = std::move(Lanes::Create(*context, placement.lanes).value());
-  const auto swap = std::move(SwapMemory::Create(*context, placement).value());
+  ParamTable table(OFFLOAD_SGD, context->device());
+  offload_group_t group{};
+  group.momentum = 0.9;
+  ASSERT_TRUE(table.AddGroup(group).ok());
+  ParamInput input{};
+  input.param.name = "p";
+  input.param.dtype = input.param.grad_dtype = OFFLOAD_FP32;
+  input.param.count = 2048;
+  input.param.data = context->AllocateForCaller(2048 * sizeof(float)).value();
+  ASSERT_TRUE(table.AddParams({&input, 1}).ok());
+  constexpr uint32_t kMovable =
+      OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
+  const StateShape shape = MakeStateShape(table, {false, 1024, 2, kMovable});
+  const Residence residence(table, shape, 0.5);
+  const auto lanes = std::move(
+      Lanes::Create(*context, LaneSizesOf(shape, residence, CutChunks(table, shape, residence)))
+          .value());
+  const auto swap = std::move(SwapMemory::Create(*context, shape, residence).value());
   EXPECT_EQ(PolicyOf(lanes->ring().grads(0)), MPOL_INTERLEAVE);
   EXPECT_EQ(PolicyOf(lanes->host_verdict), MPOL_INTERLEAVE);
   EXPECT_EQ(PolicyOf(swap->Params(0)), MPOL_INTERLEAVE);
   EXPECT_EQ(PolicyOf(swap->Grads(0)), MPOL_INTERLEAVE);
-  EXPECT_EQ(PolicyOf(swap->states()), MPOL_INTERLEAVE);
+  EXPECT_EQ(PolicyOf(swap->states().data()), MPOL_INTERLEAVE);
 }
 
 // Memory that lies with its first toucher is nowhere in particular if threads wander.

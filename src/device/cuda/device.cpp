@@ -70,6 +70,15 @@ class CudaDevice final : public Device {
   Result<DeviceMemory> Memory() const override;
   Result<void*> Allocate(uint64_t bytes) override;
   Status Free(void* data) override;
+  Result<void*> Reserve(uint64_t bytes) override;
+  void Unreserve(void* range) override;
+  uint64_t page_bytes(uint64_t range_bytes) const override {
+    return BlockMemory::PageBytes(range_bytes);
+  }
+  Result<DevicePages> TakePages(uint64_t range_bytes, uint64_t bytes) override;
+  void FreePages(DevicePages& pages) override;
+  Status AppendPages(void* range, DevicePages& pages) override;
+  void TruncatePages(void* range, uint64_t bytes) override;
   Result<void*> Map(void* data, uint64_t bytes) override;
   Status CheckRange(const void* data, uint64_t bytes) const override;
 
@@ -252,6 +261,36 @@ Result<void*> CudaDevice::Allocate(uint64_t bytes) {
 Status CudaDevice::Free(void* data) {
   const Scope scope = Enter();
   return memory_.Free(data);
+}
+
+Result<void*> CudaDevice::Reserve(uint64_t bytes) {
+  const Scope scope = Enter();
+  return memory_.Reserve(bytes);
+}
+
+void CudaDevice::Unreserve(void* range) {
+  const Scope scope = Enter();
+  memory_.Unreserve(range);
+}
+
+Result<DevicePages> CudaDevice::TakePages(uint64_t range_bytes, uint64_t bytes) {
+  const Scope scope = Enter();
+  return memory_.TakePages(range_bytes, bytes);
+}
+
+void CudaDevice::FreePages(DevicePages& pages) {
+  const Scope scope = Enter();
+  memory_.FreePages(pages);
+}
+
+Status CudaDevice::AppendPages(void* range, DevicePages& pages) {
+  const Scope scope = Enter();
+  return memory_.AppendPages(range, pages);
+}
+
+void CudaDevice::TruncatePages(void* range, uint64_t bytes) {
+  const Scope scope = Enter();
+  memory_.TruncatePages(range, bytes);
 }
 
 Result<void*> CudaDevice::Map(void*, uint64_t) {

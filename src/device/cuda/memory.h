@@ -4,9 +4,11 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "base/status.h"
 #include "device/cuda/driver.h"
+#include "device/device.h"
 
 namespace hybridopt::cuda {
 
@@ -23,22 +25,40 @@ class BlockMemory {
 
   Result<void*> Allocate(uint64_t bytes);
   Status Free(void* data);
-  void FreeAll();
+  void FreeAll();  // reserved ranges too
+
+  // See Device::Reserve. Pages are larger behind large ranges: each has a handle of its own.
+  static uint64_t PageBytes(uint64_t range_bytes);
+  Result<void*> Reserve(uint64_t bytes);
+  void Unreserve(void* range);
+  Result<DevicePages> TakePages(uint64_t range_bytes, uint64_t bytes);
+  void FreePages(DevicePages& pages);
+  Status AppendPages(void* range, DevicePages& pages);
+  void TruncatePages(void* range, uint64_t bytes);
   // Something that cannot be stopped may still use what is freed from now on: it stays mapped.
   void KeepMapped();
 
  private:
-  Status Map(CUdeviceptr address, uint64_t bytes, CUmemGenericAllocationHandle* handle);
+  Status Create(uint64_t bytes, CUmemGenericAllocationHandle* handle);
+  Status Map(CUdeviceptr address, uint64_t bytes, CUmemGenericAllocationHandle handle);
   void Unmap(CUdeviceptr address, uint64_t bytes, CUmemGenericAllocationHandle handle);
 
   struct Block {
     uint64_t bytes;
     CUmemGenericAllocationHandle handle;
   };
+  struct Range {
+    uint64_t bytes;
+    uint64_t page_bytes;
+    std::vector<CUmemGenericAllocationHandle> pages;  // from the begin on
+  };
+  void Truncate(void* address, Range& range, uint64_t bytes);
+
   const Driver& driver_;
   Fault& fault_;
   const int device_;
   std::mutex mutex_;
+  std::map<void*, Range> ranges_;  // guarded by mutex_
   std::map<void*, Block> blocks_;  // guarded by mutex_
   bool keep_mapped_ = false;       // guarded by mutex_
 };

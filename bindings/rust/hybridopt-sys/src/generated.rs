@@ -546,6 +546,11 @@ extern "C" {
         options: *const offload_move_options_t,
         ticket: *mut offload_ticket_t,
     ) -> i32;
+    pub fn offload_optimizer_set_device_fraction(
+        optimizer: offload_optimizer_t,
+        device_fraction: f64,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
     pub fn offload_optimizer_state(
         optimizer: offload_optimizer_t,
         param: u32,

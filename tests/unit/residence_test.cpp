@@ -1,5 +1,6 @@
-// Placement is pure, so it can be checked element by element and byte by byte on random tables.
-#include "state/placement.h"
+// Shape, residence and chunks are pure, so they can be checked element by element and byte by byte
+// on random tables.
+#include "state/residence.h"
 
 #include <gtest/gtest.h>
 
@@ -10,6 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "state/shape.h"
+#include "step/chunk_table.h"
+
 namespace hybridopt {
 namespace {
 
@@ -19,7 +23,8 @@ constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_SGD, OFF
 struct Case {
   std::unique_ptr<Device> device = CreateHostDevice();  // takes any address
   std::unique_ptr<ParamTable> table;
-  PlacementOptions options{};
+  ShapeOptions options{};
+  double device_fraction = 0;
 };
 
 Case RandomCase(std::mt19937& random) {
@@ -48,7 +53,7 @@ Case RandomCase(std::mt19937& random) {
   }
   const double fractions[] = {0, 1, 0.25, 0.5, 1.0 / 3, 0.9999999};
   one.options.unified = random() % 5 == 0;
-  one.options.device_fraction = fractions[random() % std::size(fractions)];
+  one.device_fraction = fractions[random() % std::size(fractions)];
   one.options.chunk_elements = 1024 << random() % 4;
   one.options.staging_slots = 2 + random() % 4;
   one.options.master_layout = static_cast<int32_t>(random() % 2);
@@ -57,7 +62,24 @@ Case RandomCase(std::mt19937& random) {
   return one;
 }
 
-class PlacementTest : public testing::Test {
+// What follows from a table, options and a fraction.
+struct Arranged {
+  double device_fraction;
+  StateShape shape;
+  Residence residence;
+  ChunkTable chunks;
+  LaneSizes lanes;
+};
+
+Arranged Arrange(const ParamTable& table, const ShapeOptions& options, double device_fraction) {
+  Arranged arranged{device_fraction, MakeStateShape(table, options), {}, {}, {}};
+  arranged.residence = Residence(table, arranged.shape, device_fraction);
+  arranged.chunks = CutChunks(table, arranged.shape, arranged.residence);
+  arranged.lanes = LaneSizesOf(arranged.shape, arranged.residence, arranged.chunks);
+  return arranged;
+}
+
+class ResidenceTest : public testing::Test {
  protected:
   // Calls check(table, options, placement) on many random cases.
   template <typename Check>
@@ -66,19 +88,18 @@ class PlacementTest : public testing::Test {
     for (int round = 0; round < 2000 && !HasFailure(); ++round) {
       SCOPED_TRACE("round " + std::to_string(round));
       const Case one = RandomCase(random);
-      check(*one.table, one.options, Place(*one.table, one.options));
+      check(*one.table, one.options, Arrange(*one.table, one.options, one.device_fraction));
     }
   }
 };
 
-// What a share of a param keeps, said again: an array or none.
-bool Keeps(const Param& param, const ParamPlace& place, const PlacementOptions& options,
-           uint32_t slot, bool staged_host_share) {
-  const bool split = options.master_layout == OFFLOAD_MASTER_SPLIT && param.dtype == OFFLOAD_BF16 &&
-                     !staged_host_share;
+// What a tier keeps of a param, said again: an array or none.
+bool Keeps(const Param& param, const ParamShape& shaped, const ShapeOptions& options, uint32_t slot,
+           bool staged_host) {
+  const bool split = options.master_layout == OFFLOAD_MASTER_SPLIT && param.dtype == OFFLOAD_BF16;
   if (slot == kMasterLow) return split;
-  if (slot == kMaster) return !split && (param.dtype != OFFLOAD_FP32 || staged_host_share);
-  switch (place.rule) {
+  if (slot == kMaster) return !split && (param.dtype != OFFLOAD_FP32 || staged_host);
+  switch (shaped.rule) {
     case Rule::kAdam:
       return true;
     case Rule::kSgdPlain:
@@ -88,14 +109,14 @@ bool Keeps(const Param& param, const ParamPlace& place, const PlacementOptions& 
   }
 }
 
-TEST_F(PlacementTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {
+TEST_F(ResidenceTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {
   ForRandomCases(
-      [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
         uint64_t automatic = 0, automatic_on_device = 0, host = 0, device = 0;
         bool host_share_seen = false;
         for (uint32_t id = 0; id < table.size(); ++id) {
           const Param& param = table.param(id);
-          const uint64_t device_count = placement.params[id].device_count;
+          const uint64_t device_count = arranged.residence.device_count(id);
           ASSERT_LE(device_count, param.count);
           device += device_count;
           host += param.count - device_count;
@@ -117,54 +138,55 @@ TEST_F(PlacementTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {
         if (!options.unified) {
           EXPECT_EQ(automatic_on_device,
                     static_cast<uint64_t>(
-                        std::floor(options.device_fraction * static_cast<double>(automatic))));
+                        std::floor(arranged.device_fraction * static_cast<double>(automatic))));
         }
-        EXPECT_EQ(placement.host_elements, host);
-        EXPECT_EQ(placement.device_elements, device);
+        EXPECT_EQ(arranged.residence.host_elements(), host);
+        EXPECT_EQ(arranged.residence.device_elements(), device);
       });
 }
 
-TEST_F(PlacementTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
+TEST_F(ResidenceTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
   ForRandomCases(
-      [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
         std::vector<uint64_t> next(table.size());
-        for (uint32_t id = 0; id < table.size(); ++id) next[id] = placement.params[id].device_count;
+        for (uint32_t id = 0; id < table.size(); ++id)
+          next[id] = arranged.residence.device_count(id);
         uint32_t param = 0, fragment_index = 0;
-        for (uint32_t c = 0; c < placement.chunks.size(); ++c) {
-          const Chunk& chunk = placement.chunks[c];
+        for (uint32_t c = 0; c < arranged.chunks.chunks.size(); ++c) {
+          const Chunk& chunk = arranged.chunks.chunks[c];
           EXPECT_EQ(chunk.first_fragment, fragment_index);
           EXPECT_GT(chunk.element_count, 0u);
           uint64_t elements = 0;
           for (uint32_t f = 0; f < chunk.fragment_count; ++f, ++fragment_index) {
-            const Fragment& fragment = placement.fragments[fragment_index];
+            const Fragment& fragment = arranged.chunks.fragments[fragment_index];
             ASSERT_GE(fragment.param, param) << "registration order";
             param = fragment.param;
             EXPECT_GT(fragment.count, 0u);
             EXPECT_EQ(fragment.begin, next[param]);
             EXPECT_EQ(fragment.first_element, elements);
-            EXPECT_LE(c, placement.params[param].last_chunk_end);
+            EXPECT_LE(c, arranged.chunks.last_chunk_end[param]);
             next[param] += fragment.count;
             elements += fragment.count;
             if (next[param] == table.param(param).count) {
-              EXPECT_EQ(placement.params[param].last_chunk_end, c + 1);
+              EXPECT_EQ(arranged.chunks.last_chunk_end[param], c + 1);
             }
           }
           EXPECT_EQ(chunk.element_count, elements);
           if (!options.unified) {
             EXPECT_LE(elements, options.chunk_elements);
-            if (c + 1 < placement.chunks.size()) {
+            if (c + 1 < arranged.chunks.chunks.size()) {
               EXPECT_EQ(elements, options.chunk_elements) << "full";
             }
           }
         }
-        EXPECT_EQ(fragment_index, placement.fragments.size());
+        EXPECT_EQ(fragment_index, arranged.chunks.fragments.size());
         if (options.unified) {
-          EXPECT_LE(placement.chunks.size(), 1u);
+          EXPECT_LE(arranged.chunks.chunks.size(), 1u);
         }
         for (uint32_t id = 0; id < table.size(); ++id) {
           EXPECT_EQ(next[id], table.param(id).count);
-          if (placement.params[id].device_count == table.param(id).count) {
-            EXPECT_EQ(placement.params[id].last_chunk_end, 0u) << "waits for no chunk";
+          if (arranged.residence.device_count(id) == table.param(id).count) {
+            EXPECT_EQ(arranged.chunks.last_chunk_end[id], 0u) << "waits for no chunk";
           }
         }
       });
@@ -185,22 +207,22 @@ void ExpectDisjoint(std::vector<Range> ranges, uint64_t limit) {
   EXPECT_LE(end, limit);
 }
 
-TEST_F(PlacementTest, StagingOffsetsAreDisjointAlignedAndInsideTheirSlot) {
+TEST_F(ResidenceTest, StagingOffsetsAreDisjointAlignedAndInsideTheirSlot) {
   ForRandomCases(
-      [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
         if (options.unified) {
-          EXPECT_EQ(placement.lanes.staging_slots, 0u);
-          EXPECT_EQ(placement.lanes.slot_grad_bytes + placement.lanes.slot_param_bytes, 0u);
-          EXPECT_EQ(placement.grads_down_bytes + placement.params_up_bytes, 0u);
+          EXPECT_EQ(arranged.lanes.staging_slots, 0u);
+          EXPECT_EQ(arranged.lanes.slot_grad_bytes + arranged.lanes.slot_param_bytes, 0u);
+          EXPECT_EQ(arranged.chunks.grads_down_bytes + arranged.chunks.params_up_bytes, 0u);
           return;
         }
-        EXPECT_EQ(placement.lanes.staging_slots,
-                  std::min<uint64_t>(options.staging_slots, placement.chunks.size()));
+        EXPECT_EQ(arranged.lanes.staging_slots,
+                  std::min<uint64_t>(options.staging_slots, arranged.chunks.chunks.size()));
         uint64_t down = 0, up = 0;
-        for (const Chunk& chunk : placement.chunks) {
+        for (const Chunk& chunk : arranged.chunks.chunks) {
           std::vector<Range> grads, params;
           for (uint32_t f = 0; f < chunk.fragment_count; ++f) {
-            const Fragment& fragment = placement.fragments[chunk.first_fragment + f];
+            const Fragment& fragment = arranged.chunks.fragments[chunk.first_fragment + f];
             const Param& param = table.param(fragment.param);
             const uint64_t grad_bytes = fragment.count * DtypeBytes(param.grad_dtype);
             const uint64_t param_bytes = fragment.count * DtypeBytes(param.dtype);
@@ -211,89 +233,106 @@ TEST_F(PlacementTest, StagingOffsetsAreDisjointAlignedAndInsideTheirSlot) {
             down += grad_bytes;
             up += param_bytes;
           }
-          ExpectDisjoint(grads, placement.lanes.slot_grad_bytes);
-          ExpectDisjoint(params, placement.lanes.slot_param_bytes);
+          ExpectDisjoint(grads, arranged.lanes.slot_grad_bytes);
+          ExpectDisjoint(params, arranged.lanes.slot_param_bytes);
         }
-        EXPECT_EQ(placement.grads_down_bytes, down);
-        EXPECT_EQ(placement.params_up_bytes, up);
+        EXPECT_EQ(arranged.chunks.grads_down_bytes, down);
+        EXPECT_EQ(arranged.chunks.params_up_bytes, up);
       });
 }
 
-TEST_F(PlacementTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
-  ForRandomCases([](const ParamTable& table, const PlacementOptions& options,
-                    const Placement& placement) {
-    std::vector<Range> host, device;
-    uint64_t host_total = 0, device_total = 0;
-    for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
-      uint64_t host_least = 0, device_least = 0;
-      for (uint32_t id = 0; id < table.size(); ++id) {
-        const Param& param = table.param(id);
-        const ParamPlace& place = placement.params[id];
-        const bool moment = slot == kMoment0 || slot == kMoment1;
-        const int32_t dtype = slot == kMasterLow ? OFFLOAD_U16
-                              : moment           ? options.moment_dtype
-                                                 : OFFLOAD_FP32;
-        ASSERT_EQ(place.state_dtype[slot], dtype);
-        const uint64_t element_bytes = dtype == OFFLOAD_FP32 ? 4 : 2;
-        const uint64_t host_bytes = element_bytes * (param.count - place.device_count);
-        const uint64_t device_bytes = element_bytes * place.device_count;
-        const bool on_host = host_bytes > 0 && Keeps(param, place, options, slot, !options.unified);
-        const bool on_device = device_bytes > 0 && Keeps(param, place, options, slot, false);
-        ASSERT_EQ(place.host_offset[slot] != kNoState, on_host) << id << " slot " << slot;
-        ASSERT_EQ(place.device_offset[slot] != kNoState, on_device) << id << " slot " << slot;
-        if (on_host) {
-          EXPECT_EQ(place.host_offset[slot] % 64, 0u);
-          host.push_back({place.host_offset[slot], place.host_offset[slot] + host_bytes});
-          host_least += host_bytes;
+// Each tier's range of a region holds exactly the elements of that tier, and nothing else.
+TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
+  ForRandomCases(
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
+        for (uint32_t index = 0; index < kStateSlots; ++index) {
+          const StateSlot slot{index};
+          const bool moment = slot == kMoment0 || slot == kMoment1;
+          const int32_t dtype = slot == kMasterLow ? OFFLOAD_U16
+                                : moment           ? options.moment_dtype
+                                                   : OFFLOAD_FP32;
+          std::vector<Range> arrays[kTiers];
+          const Residence::Bytes& device = arranged.residence.bytes(Tier::kDevice, slot);
+          const Residence::Bytes& host = arranged.residence.bytes(Tier::kHost, slot);
+          uint64_t device_end = 0, host_begin = UINT64_MAX, host_end = 0;
+          for (uint32_t id = 0; id < table.size(); ++id) {
+            const Param& param = table.param(id);
+            const ParamShape& shaped = arranged.shape.params[id];
+            ASSERT_EQ(shaped.dtype[slot], dtype);
+            const bool on_device = !options.unified && Keeps(param, shaped, options, slot, false);
+            const bool on_host = Keeps(param, shaped, options, slot, !options.unified);
+            ASSERT_EQ(shaped.Keeps(Tier::kDevice, slot), on_device) << id << " slot " << slot;
+            ASSERT_EQ(shaped.Keeps(Tier::kHost, slot), on_host) << id << " slot " << slot;
+            const uint64_t cut = arranged.residence.device_count(id);
+            for (Tier tier : {Tier::kDevice, Tier::kHost}) {
+              if (!shaped.Keeps(tier, slot) || param.count == 0) continue;
+              EXPECT_EQ(shaped.ByteAt(tier, slot, 0) % 256, 0u);
+              arrays[static_cast<int>(tier)].push_back(
+                  {shaped.ByteAt(tier, slot, 0), shaped.ByteAt(tier, slot, param.count)});
+            }
+            if (on_device && cut > 0)
+              device_end = std::max(device_end, shaped.ByteAt(Tier::kDevice, slot, cut));
+            if (on_device && cut < param.count) {
+              EXPECT_GE(shaped.ByteAt(Tier::kDevice, slot, cut), device.end);
+            }
+            if (!on_host || cut == param.count) continue;
+            host_begin = std::min(host_begin, shaped.ByteAt(Tier::kHost, slot, cut));
+            host_end = std::max(host_end, shaped.ByteAt(Tier::kHost, slot, param.count));
+          }
+          for (Tier tier : {Tier::kDevice, Tier::kHost})
+            ExpectDisjoint(arrays[static_cast<int>(tier)], arranged.shape.RegionBytes(tier, slot));
+          EXPECT_EQ(device.begin, 0u);
+          EXPECT_EQ(device.end, device_end);
+          EXPECT_EQ(host.end, host_end);
+          EXPECT_EQ(host.begin, host_end > 0 ? host_begin : 0);
         }
-        if (on_device) {
-          EXPECT_EQ(place.device_offset[slot] % 256, 0u);
-          device.push_back({place.device_offset[slot], place.device_offset[slot] + device_bytes});
-          device_least += device_bytes;
-        }
-      }
-      // All of a kind's bytes, and little more: padding at each array and one stagger.
-      EXPECT_GE(placement.host_state_bytes[slot], host_least);
-      EXPECT_LE(placement.host_state_bytes[slot], host_least + 64 * table.size() + 320);
-      EXPECT_GE(placement.device_state_bytes[slot], device_least);
-      EXPECT_LE(placement.device_state_bytes[slot], device_least + 256 * table.size());
-      if (host_least == 0) {
-        EXPECT_EQ(placement.host_state_bytes[slot], 0u);
-      }
-      host_total += placement.host_state_bytes[slot];
-      device_total += placement.device_state_bytes[slot];
-    }
-    ExpectDisjoint(host, placement.host_arena_bytes);
-    ExpectDisjoint(device, placement.device_block_bytes);
-    EXPECT_EQ(placement.host_arena_bytes, host_total);
-    EXPECT_EQ(placement.device_block_bytes, device_total);
-  });
+      });
 }
 
-TEST_F(PlacementTest, NormBlocksFollowEachOther) {
-  ForRandomCases([](const ParamTable& table, const PlacementOptions&, const Placement& placement) {
+// Whatever the fraction is, every element has the same address on a tier.
+TEST_F(ResidenceTest, TheShapeDoesNotDependOnTheFraction) {
+  std::mt19937 random(12);
+  for (int round = 0; round < 200; ++round) {
+    const Case one = RandomCase(random);
+    const Arranged none = Arrange(*one.table, one.options, 0);
+    const Arranged all = Arrange(*one.table, one.options, 1);
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+      const Residence::Bytes& low = none.residence.bytes(Tier::kDevice, StateSlot{slot});
+      const Residence::Bytes& high = all.residence.bytes(Tier::kDevice, StateSlot{slot});
+      EXPECT_LE(low.end, high.end);
+      const Residence::Bytes& host = none.residence.bytes(Tier::kHost, StateSlot{slot});
+      const Residence::Bytes& rest = all.residence.bytes(Tier::kHost, StateSlot{slot});
+      if (rest.size() > 0) {
+        EXPECT_EQ(host.end, rest.end) << "both tiers give and take at the cut";
+      }
+    }
+  }
+}
+
+TEST_F(ResidenceTest, NormBlocksFollowEachOther) {
+  ForRandomCases([](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
     uint64_t block = 0;
     for (uint32_t id = 0; id < table.size(); ++id) {
-      EXPECT_EQ(placement.params[id].first_norm_block, block);
+      EXPECT_EQ(arranged.shape.params[id].first_norm_block, block);
       block += (table.param(id).count + kNormBlockElements - 1) / kNormBlockElements;
     }
-    EXPECT_EQ(placement.lanes.norm_blocks, block);
+    EXPECT_EQ(arranged.shape.norm_blocks, block);
   });
 }
 
 // Any stretch of a param is cut where its stripes end, and says of every element where it lies.
-TEST_F(PlacementTest, StripesSayWhereEveryElementLies) {
+TEST_F(ResidenceTest, StripesSayWhereEveryElementLies) {
   ForRandomCases(
-      [](const ParamTable& table, const PlacementOptions& options, const Placement& placement) {
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
         for (uint32_t id = 0; id < table.size(); ++id) {
-          const ParamPlace& place = placement.params[id];
+          const ParamShape& shaped = arranged.shape.params[id];
           const uint64_t count = table.param(id).count;
           const bool random = options.stochastic && options.moment_dtype == OFFLOAD_BF16 &&
-                              place.rule != Rule::kSgdPlain;
-          ASSERT_EQ(place.stripe_count > 0, random && count > 0);
+                              shaped.rule != Rule::kSgdPlain;
+          ASSERT_EQ(shaped.stripe_count > 0, random && count > 0);
           if (count == 0) continue;
           uint64_t next = 0;
-          ForEachStripe(placement, place, count / 3, count - count / 3,
+          ForEachStripe(arranged.shape, shaped, count / 3, count - count / 3,
                         [&](uint64_t offset, uint64_t part, const ElementOrder& order) {
                           ASSERT_EQ(offset, next);
                           ASSERT_GT(part, 0u);
@@ -320,7 +359,7 @@ void AddOneParam(ParamTable& table, int32_t dtype, uint64_t count) {
 }
 
 // 28 bytes a parameter: nothing more is kept than a bf16 model with AdamW needs.
-TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) {
+TEST(Shape, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) {
   const std::unique_ptr<Device> device = CreateHostDevice();
   for (const int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP32}) {
     ParamTable table(OFFLOAD_ADAMW, *device);
@@ -328,29 +367,33 @@ TEST(Placement, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemo
     AddOneParam(table, dtype, kCount);
     for (const int32_t master : {OFFLOAD_MASTER_FP32, OFFLOAD_MASTER_SPLIT}) {
       for (const int32_t moments : {OFFLOAD_FP32, OFFLOAD_BF16}) {
-        const Placement placement = Place(table, {true, 0, 1024, 2, 0, master, moments});
+        const StateShape shape = MakeStateShape(table, {true, 1024, 2, 0, master, moments});
+        const Residence residence(table, shape, 0);
         const uint64_t master_bytes = dtype == OFFLOAD_FP32            ? 0
                                       : master == OFFLOAD_MASTER_SPLIT ? 2
                                                                        : 4;
         const uint64_t moment_bytes = moments == OFFLOAD_BF16 ? 4 : 8;
         const uint64_t bytes = (master_bytes + moment_bytes) * kCount;
-        EXPECT_GE(placement.host_arena_bytes, bytes);
-        EXPECT_LE(placement.host_arena_bytes, bytes + 4096);
+        uint64_t kept_bytes = 0;
+        for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+          kept_bytes += residence.bytes(Tier::kHost, StateSlot{slot}).size();
+        EXPECT_EQ(kept_bytes, bytes);
+        EXPECT_LE(shape.host_arena_bytes, bytes + 4096);
       }
     }
   }
 }
 
 // Arrays of 2^26 elements one right behind the other would share a bank of memory all the way.
-TEST(Placement, LargeStateArraysStartInDifferentBanks) {
+TEST(Shape, LargeStateArraysStartInDifferentBanks) {
   const std::unique_ptr<Device> device = CreateHostDevice();
   ParamTable table(OFFLOAD_ADAMW, *device);
   AddOneParam(table, OFFLOAD_BF16, uint64_t{1} << 26);
-  const Placement placement =
-      Place(table, {true, 0, 1 << 20, 2, 0, OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
+  const StateShape shape =
+      MakeStateShape(table, {true, 1 << 20, 2, 0, OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
   std::vector<uint64_t> begins = {0};  // where a caller's array would begin, in a page of 2 MiB
   for (const StateSlot slot : {kMaster, kMoment0, kMoment1}) {
-    const uint64_t begin = placement.params[0].host_offset[slot] % (2 << 20);
+    const uint64_t begin = shape.host_region_begin[slot] % (2 << 20);
     for (const uint64_t other : begins) {
       EXPECT_GE(begin > other ? begin - other : other - begin, uint64_t{64} << 10) << slot;
       EXPECT_NE(begin % 4096, other % 4096) << slot;
@@ -359,7 +402,7 @@ TEST(Placement, LargeStateArraysStartInDifferentBanks) {
   }
 }
 
-TEST(Placement, StateKindsAreNamedByTheAlgorithm) {
+TEST(Shape, StateKindsAreNamedByTheAlgorithm) {
   const struct {
     int32_t algorithm, moment0, moment1;
   } rows[] = {{OFFLOAD_ADAMW, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},

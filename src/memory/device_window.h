@@ -1,0 +1,40 @@
+// DeviceWindow: a range of device addresses whose first bytes have memory behind them. It grows and
+// shrinks without a change of address.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "device/device.h"
+
+namespace hybridopt {
+
+class DeviceWindow {
+ public:
+  DeviceWindow() = default;
+  // Addresses for so many bytes; 0: an empty window.
+  static Result<DeviceWindow> Reserve(Device& device, uint64_t bytes);
+  ~DeviceWindow();
+  DeviceWindow(DeviceWindow&& other) noexcept { *this = std::move(other); }
+  DeviceWindow& operator=(DeviceWindow&& other) noexcept;
+
+  // What the first `bytes` take: whole pages.
+  static uint64_t PageBytes(const Device& device, uint64_t range_bytes, uint64_t bytes);
+
+  // Takes the memory that the window needs to grow from one size to another, or nothing if it
+  // shrinks. Any thread, at any time.
+  Result<DevicePages> Take(uint64_t from_bytes, uint64_t to_bytes) const;
+  // Puts it behind the window's end.
+  Status Grow(DevicePages& pages) const;
+  // Frees what lies behind all but the first `bytes`. Nothing may use it any more.
+  void Shrink(uint64_t bytes) const;
+
+  std::byte* data() const { return static_cast<std::byte*>(range_); }
+
+ private:
+  Device* device_ = nullptr;
+  uint64_t bytes_ = 0;
+  void* range_ = nullptr;  // device addresses
+};
+
+}  // namespace hybridopt

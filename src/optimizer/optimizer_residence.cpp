@@ -1,0 +1,104 @@
+// Optimizer's change of the device fraction: decided and queued here, done by ResidenceChanger.
+#include <algorithm>
+#include <utility>
+
+#include "optimizer/optimizer.h"
+#include "optimizer/optimizer_options.h"
+
+namespace hybridopt {
+namespace {
+
+bool SameRing(const LaneSizes& a, const LaneSizes& b) {
+  return a.staging_slots == b.staging_slots && a.slot_grad_bytes == b.slot_grad_bytes &&
+         a.slot_param_bytes == b.slot_param_bytes;
+}
+
+uint64_t Growth(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }
+
+}  // namespace
+
+Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  Committed& committed = *committed_;
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  HYBRIDOPT_TRY(CheckDeviceFraction(device_fraction, "device_fraction"));
+  Arrangement wanted = Arrange(table_, committed.shape, device_fraction);
+  ResidenceRequest& request = committed.requests[slot].emplace<ResidenceRequest>();
+  Status taken = TakeForResidence(wanted, request);
+  const uint64_t device_bytes = request.device_bytes;
+  Result<uint64_t> sequence = taken.ok() ? committed.timeline->Submit() : Result<uint64_t>(taken);
+  if (!sequence.ok()) {
+    committed.requests[slot] = std::monostate();  // frees what it has taken
+    return sequence.status();
+  }
+  committed.planned_device_bytes = device_bytes;
+  committed.decided = std::move(wanted);
+  committed.residence_sequence = sequence.value();
+  committed.lifecycle->SetDeviceStateBytes(
+      StateBytes(table_, committed.shape, committed.decided.residence, Tier::kDevice));
+  CountStateBytes(committed);
+  return TicketOf(sequence.value());
+}
+
+// All that the change needs, or nothing.
+Status Optimizer::TakeForResidence(const Arrangement& wanted, ResidenceRequest& request) const {
+  const Committed& committed = *committed_;
+  const Arrangement& decided = committed.decided;
+  const Device& device = context_->device();
+  request.residence = wanted.residence;
+  request.chunks = wanted.chunks;
+  request.locations = LocationsNow();
+  request.on_device = committed.device_memory_held;
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, PlanOf(*context_, table_, committed.shape, wanted));
+  request.host_bytes = plan.host_bytes;
+  request.device_bytes = plan.device_bytes;
+  request.staging_bytes = plan.staging_bytes;
+  HYBRIDOPT_TRY(CheckHostRoom(
+      "device_fraction",
+      Growth(StateMemory::HostBytes(decided.residence), StateMemory::HostBytes(wanted.residence)) +
+          SwapStates::Bytes(committed.shape, wanted.residence)));
+  if (device.unified()) return {};
+  if (request.on_device) {
+    HYBRIDOPT_TRY(CheckDeviceRoom(
+        *context_, "device_fraction", wanted.device_fraction,
+        Growth(StateMemory::DeviceBytes(device, committed.shape, decided.residence),
+               StateMemory::DeviceBytes(device, committed.shape, wanted.residence))));
+    HYBRIDOPT_ASSIGN(request.pages,
+                     committed.memory->TakeDevice(&decided.residence, wanted.residence));
+  }
+  if (!SameRing(decided.lanes, wanted.lanes)) {
+    HYBRIDOPT_ASSIGN(request.ring, LaneRing::Take(*context_, wanted.lanes));
+  }
+  if (request.on_device &&
+      decided.lanes.device_grad_elements != wanted.lanes.device_grad_elements) {
+    HYBRIDOPT_ASSIGN(request.scratch, LaneScratch::Take(*context_, wanted.lanes));
+  }
+  if ((committed.shape.options.movable & OFFLOAD_MOVABLE_STATES) != 0) {
+    HYBRIDOPT_ASSIGN(request.swap, SwapStates::Take(*context_, committed.shape, wanted.residence));
+  }
+  return {};
+}
+
+// The mark of a step at which the param is all written. What was cut into chunks before the last
+// change is not known here any more: then the whole step is waited for.
+uint64_t Optimizer::MarkOf(uint32_t param, uint64_t sequence) const {
+  if (sequence < committed_->residence_sequence) return Timeline::kMarks;
+  return StepPipeline::kDeviceDone + committed_->decided.chunks.last_chunk_end[param];
+}
+
+// On the timeline's own thread.
+Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
+  // A running save reads states where they are.
+  HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
+  const uint64_t host_bytes = request.host_bytes, staging_bytes = request.staging_bytes;
+  const uint64_t device_bytes = request.on_device ? request.device_bytes : 0;
+  HYBRIDOPT_TRY(committed_->residence_changer->Run(request));
+  committed_->pipeline->UseChunks();
+  std::lock_guard lock(results_mutex_);
+  stats_.host_bytes = host_bytes;
+  stats_.staging_bytes = staging_bytes;
+  stats_.device_bytes = device_bytes;
+  return {};
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,94 @@
+#include "optimizer/plan.h"
+
+#include "base/prim.h"
+#include "step/moves.h"
+#include "step/step.h"
+
+namespace hybridopt {
+
+double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction) {
+  Arrangement arrangement;
+  arrangement.device_fraction = device_fraction;
+  arrangement.residence = Residence(table, shape, device_fraction);
+  arrangement.chunks = CutChunks(table, shape, arrangement.residence);
+  arrangement.lanes = LaneSizesOf(shape, arrangement.residence, arrangement.chunks);
+  return arrangement;
+}
+
+Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
+                              const StateShape& shape, const Arrangement& arrangement) {
+  const Residence& residence = arrangement.residence;
+  const Device& device = context.device();
+  offload_plan_t plan{};
+  plan.param_count = table.size();
+  plan.host_elements = residence.host_elements();
+  plan.device_elements = residence.device_elements();
+  plan.element_count = shape.element_count;
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    const StateSlot slot{index};
+    const int32_t kind = StateKindOf(table.algorithm(), slot);
+    if (kind < 0) continue;
+    plan.host_state_bytes[kind] = residence.bytes(Tier::kHost, slot).size();
+    plan.device_state_bytes[kind] = residence.bytes(Tier::kDevice, slot).size();
+  }
+  plan.host_scratch_bytes = StepPipeline::ScratchBytes(table, shape) + Mover::ScratchBytes(table);
+  plan.host_params_bytes = shape.swap_params_bytes;
+  plan.host_grads_bytes = shape.swap_grads_bytes;
+  plan.host_swap_bytes = SwapStates::Bytes(shape, residence);
+  plan.host_bytes = StateMemory::HostBytes(residence) + plan.host_scratch_bytes +
+                    SwapMemory::Bytes(shape, residence);
+  plan.host_available_bytes = prim::AvailableBytes();
+  plan.pinned_bytes_left = context.PinnedBytesLeft();
+  plan.chunk_count = arrangement.chunks.chunks.size();
+  plan.grads_down_bytes = arrangement.chunks.grads_down_bytes;
+  plan.params_up_bytes = arrangement.chunks.params_up_bytes;
+  if (device.unified()) return plan;
+  plan.staging_bytes = Lanes::PinnedBytes(arrangement.lanes);
+  plan.host_bytes += plan.staging_bytes;
+  plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
+  plan.device_bytes =
+      StateMemory::DeviceBytes(device, shape, residence) + plan.device_scratch_bytes;
+  HYBRIDOPT_ASSIGN(const DeviceMemory memory, device.Memory());
+  plan.device_free_bytes = memory.free_bytes;
+  return plan;
+}
+
+Status CheckDeviceRoom(const Context& context, const char* what, double device_fraction,
+                       uint64_t bytes) {
+  if (context.device().unified()) return {};
+  HYBRIDOPT_ASSIGN(const DeviceMemory memory, context.device().Memory());
+  if (bytes <= memory.free_bytes) return {};
+  return Status::Error(OFFLOAD_OUT_OF_DEVICE_MEMORY,
+                       "%s %g needs %llu bytes (%.1f MiB) of optimizer state on %s, "
+                       "but %llu (%.1f MiB) are free; lower device_fraction, or free device "
+                       "memory",
+                       what, device_fraction, static_cast<unsigned long long>(bytes), MiB(bytes),
+                       context.device().name(), static_cast<unsigned long long>(memory.free_bytes),
+                       MiB(memory.free_bytes));
+}
+
+Status CheckHostRoom(const char* what, uint64_t bytes) {
+  const uint64_t available = prim::AvailableBytes();
+  if (bytes <= available) return {};
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "%s needs %llu bytes (%.1f MiB) of host memory, but %llu (%.1f MiB) "
+                       "are available to this process (cgroup limit counted); raise "
+                       "device_fraction, or free host memory",
+                       what, static_cast<unsigned long long>(bytes), MiB(bytes),
+                       static_cast<unsigned long long>(available), MiB(available));
+}
+
+std::vector<uint64_t> StateBytes(const ParamTable& table, const StateShape& shape,
+                                 const Residence& residence, Tier tier) {
+  std::vector<uint64_t> bytes;
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const uint64_t on_device = residence.device_count(id);
+    const uint64_t count = tier == Tier::kDevice ? on_device : table.param(id).count - on_device;
+    bytes.push_back(count * shape.params[id].ElementBytes(tier));
+  }
+  return bytes;
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,171 @@
+#include "state/shape.h"
+
+#include <numeric>
+
+#include "kernels/coefficients.h"
+
+namespace hybridopt {
+namespace {
+
+// Arrays start at cache lines on the host (neighbours share none) and where the device's kernels
+// read fastest.
+constexpr uint64_t kArrayAlignmentBytes = 256;
+constexpr uint64_t kSwapAlignmentBytes = 64;
+
+// Arrays that are walked side by side must not start at like addresses. Modulo a page, a load of
+// one would look like a store to another, so an odd number of cache lines keeps them apart. Modulo
+// a high power of two, all would use one bank of memory at a time (docs/PERFORMANCE.md has what
+// that costs). What is small enough to stay in caches needs no more than the lines.
+constexpr uint64_t kStaggerLinesBytes = 5 * 64;
+constexpr uint64_t kStaggerBanksBytes = uint64_t{128} << 10;
+constexpr uint64_t kBanksMatterElements = uint64_t{1} << 22;
+
+uint64_t RoundUp(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+std::vector<uint32_t> Ids(const ParamTable& table) {
+  std::vector<uint32_t> ids(table.size());
+  std::iota(ids.begin(), ids.end(), 0u);
+  return ids;
+}
+
+uint32_t PlaceInRegion(const Param& param) {
+  if (param.placement == OFFLOAD_PLACE_DEVICE) return 0;
+  return param.placement == OFFLOAD_PLACE_AUTO ? 1 : 2;
+}
+
+void ChooseOrders(const ParamTable& table, StateShape& shape) {
+  shape.region_order = shape.update_order = Ids(table);
+  std::stable_sort(shape.region_order.begin(), shape.region_order.end(),
+                   [&](uint32_t a, uint32_t b) {
+                     return PlaceInRegion(table.param(a)) < PlaceInRegion(table.param(b));
+                   });
+  std::stable_sort(shape.update_order.begin(), shape.update_order.end(),
+                   [&](uint32_t a, uint32_t b) {
+                     return table.param(a).chunk_order < table.param(b).chunk_order;
+                   });
+}
+
+void ChooseLayout(const Param& param, const ShapeOptions& options, StateShape& shape,
+                  ParamShape& shaped) {
+  const bool bf16 = options.moment_dtype == OFFLOAD_BF16;
+  const bool split = options.master_layout == OFFLOAD_MASTER_SPLIT && param.dtype == OFFLOAD_BF16;
+  if (split)
+    shaped.layout = bf16 ? StateLayout::kSplitBf16Moments : StateLayout::kSplit;
+  else
+    shaped.layout = bf16 ? StateLayout::kBf16Moments : StateLayout::kFp32;
+  shaped.ties_away = split;
+  shaped.dtype[kMaster] = OFFLOAD_FP32;
+  shaped.dtype[kMasterLow] = OFFLOAD_U16;
+  shaped.dtype[kMoment0] = shaped.dtype[kMoment1] = options.moment_dtype;
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    const StateSlot slot{index};
+    const bool has = HasState(shaped.rule, shaped.layout, slot);
+    const bool own_master = slot == kMaster && param.dtype == OFFLOAD_FP32;
+    shaped.kept[static_cast<uint32_t>(Tier::kDevice)][slot] =
+        has && !own_master && !options.unified;
+    shaped.kept[static_cast<uint32_t>(Tier::kHost)][slot] = has && !(own_master && options.unified);
+  }
+  if (!options.stochastic || !bf16 || !HasState(shaped.rule, shaped.layout, kMoment0)) return;
+  shaped.first_stripe = static_cast<uint32_t>(shape.stripes.size());
+  AddStripes(param.shard, shape.stripes);
+  shaped.stripe_count = static_cast<uint32_t>(shape.stripes.size()) - shaped.first_stripe;
+}
+
+void LayOutRegion(const ParamTable& table, Tier tier, StateSlot slot, StateShape& shape) {
+  const uint32_t tier_index = static_cast<uint32_t>(tier);
+  uint64_t& bytes = shape.region_bytes[tier_index][slot];
+  for (uint32_t id : shape.region_order) {
+    ParamShape& param = shape.params[id];
+    param.offset[tier_index][slot] = bytes;
+    if (param.Keeps(tier, slot))
+      bytes += RoundUp(table.param(id).count * DtypeBytes(param.dtype[slot]), kArrayAlignmentBytes);
+  }
+}
+
+void LayOutRegions(const ParamTable& table, StateShape& shape) {
+  const uint64_t stagger_bytes =
+      kStaggerLinesBytes + (shape.element_count < kBanksMatterElements ? 0 : kStaggerBanksBytes);
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    const StateSlot slot{index};
+    LayOutRegion(table, Tier::kDevice, slot, shape);
+    LayOutRegion(table, Tier::kHost, slot, shape);
+    const uint64_t host_bytes = shape.RegionBytes(Tier::kHost, slot);
+    if (host_bytes == 0) continue;
+    // The first region too: the caller's arrays often start where pages do.
+    shape.host_region_begin[slot] = shape.host_arena_bytes + stagger_bytes;
+    shape.host_arena_bytes = shape.host_region_begin[slot] + host_bytes;
+  }
+}
+
+// Room on the host for what may be offloaded, whole params at their own sizes.
+void LayOutSwap(const ParamTable& table, StateShape& shape) {
+  const uint32_t movable = shape.options.movable;
+  const bool accumulate = (movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0;
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const Param& param = table.param(id);
+    ParamShape& shaped = shape.params[id];
+    shaped.swap_params_offset = shape.swap_params_bytes;
+    shaped.swap_grads_offset = shape.swap_grads_bytes;
+    const uint64_t grad_bytes = accumulate ? sizeof(float) : DtypeBytes(param.grad_dtype);
+    if ((movable & OFFLOAD_MOVABLE_PARAMS) != 0)
+      shape.swap_params_bytes +=
+          RoundUp(param.count * DtypeBytes(param.dtype), kSwapAlignmentBytes);
+    if (accumulate || (movable & OFFLOAD_MOVABLE_GRADS) != 0)
+      shape.swap_grads_bytes += RoundUp(param.count * grad_bytes, kSwapAlignmentBytes);
+  }
+}
+
+}  // namespace
+
+int32_t StateKindOf(int32_t algorithm, StateSlot slot) {
+  if (slot == kMaster) return OFFLOAD_STATE_MASTER;
+  if (slot == kMasterLow) return OFFLOAD_STATE_MASTER_LOW;
+  const bool adam_family = algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM;
+  if (slot == kMoment1) return adam_family ? OFFLOAD_STATE_EXP_AVG_SQ : -1;
+  if (algorithm == OFFLOAD_SGD) return OFFLOAD_STATE_MOMENTUM_BUFFER;
+  if (algorithm == OFFLOAD_ADAGRAD) return OFFLOAD_STATE_SUM;
+  return OFFLOAD_STATE_EXP_AVG;
+}
+
+bool HasState(Rule rule, StateLayout layout, StateSlot slot) {
+  switch (slot) {
+    case kMaster:
+      return !IsSplit(layout);
+    case kMasterLow:
+      return IsSplit(layout);
+    case kMoment1:
+      return rule == Rule::kAdam;
+    default:
+      return rule != Rule::kSgdPlain;
+  }
+}
+
+uint64_t ParamShape::ElementBytes(Tier tier) const {
+  uint64_t bytes = 0;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+    if (Keeps(tier, StateSlot{slot})) bytes += DtypeBytes(dtype[slot]);
+  return bytes;
+}
+
+StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options) {
+  StateShape shape;
+  shape.options = options;
+  shape.params.resize(table.size());
+  ChooseOrders(table, shape);
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const Param& param = table.param(id);
+    ParamShape& shaped = shape.params[id];
+    shaped.rule = RuleOf(table.algorithm(), table.groups()[param.group].momentum);
+    shaped.first_norm_block = shape.norm_blocks;
+    shape.norm_blocks += NormBlocksOf(param.count);
+    shape.element_count += param.count;
+    ChooseLayout(param, options, shape, shaped);
+  }
+  LayOutRegions(table, shape);
+  LayOutSwap(table, shape);
+  return shape;
+}
+
+}  // namespace hybridopt

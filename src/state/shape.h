@@ -1,0 +1,119 @@
+// StateShape: which arrays hold a param's state, how long each is, and at which offset its elements
+// lie. Pure: no memory, no device, no clock. It is settled at commit and does not depend on which
+// tier holds what.
+//
+// Each state slot (masters, first moments ...) has one region on each tier. Every region lists the
+// params that keep such an array there, all in the same order, so that what the device holds is a
+// prefix of its region, and what the host holds is the rest of its own:
+//
+//   region   | placed on the device | the device fraction decides | placed on the host |
+//                                              ^ cut: [0, cut) device, [cut, end) host
+//
+// An element's offset in a tier's region does not depend on the cut, so its address on a tier never
+// changes.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "state/param_table.h"
+
+namespace hybridopt {
+
+// The arrays a param's state can have. What the moments are called depends on the algorithm. A
+// param keeps masters or, where they are split, their lower halves.
+enum StateSlot : uint32_t { kMaster = 0, kMoment0 = 1, kMoment1 = 2, kMasterLow = 3 };
+inline constexpr uint32_t kStateSlots = 4;
+
+// The ABI's name for a slot (enum offload_state_kind), or -1 if the algorithm has no such moment.
+int32_t StateKindOf(int32_t algorithm, StateSlot slot);
+
+// Whether the rule and the layout need that state at all. A master may be the param itself.
+bool HasState(Rule rule, StateLayout layout, StateSlot slot);
+
+// Where state can lie.
+enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
+inline constexpr uint32_t kTiers = 2;
+
+struct ShapeOptions {
+  bool unified;  // one memory: the host holds all state, and nothing is staged
+  uint64_t chunk_elements;
+  uint32_t staging_slots;
+  uint32_t movable;  // enum offload_movable, or-ed
+  int32_t master_layout = OFFLOAD_MASTER_FP32;
+  int32_t moment_dtype = OFFLOAD_FP32;  // or OFFLOAD_BF16
+  bool stochastic = false;              // bf16 moments are rounded at random
+};
+
+struct ParamShape {
+  Rule rule;
+  StateLayout layout;
+  std::array<int32_t, kStateSlots> dtype;  // enum offload_dtype of each slot's elements
+  // Whether a tier keeps an array for the slot, and where its element 0 lies, in bytes from the
+  // region's begin. An fp32 param is its own master where the param is at hand: on the device, and
+  // on the host where there is one memory.
+  std::array<std::array<bool, kStateSlots>, kTiers> kept;
+  std::array<std::array<uint64_t, kStateSlots>, kTiers> offset;
+  bool ties_away;  // how the param is rounded, wherever it is updated
+  // Where its elements lie in the whole tensor, for the rounding at random; none without that.
+  uint32_t first_stripe;
+  uint32_t stripe_count;
+  uint64_t first_norm_block;
+  uint64_t swap_params_offset;  // bytes into the host's room for offloaded params
+  uint64_t swap_grads_offset;   // the same for gradients
+
+  bool Keeps(Tier tier, StateSlot slot) const { return kept[static_cast<uint32_t>(tier)][slot]; }
+  uint64_t ByteAt(Tier tier, StateSlot slot, uint64_t element) const {
+    return offset[static_cast<uint32_t>(tier)][slot] + element * DtypeBytes(dtype[slot]);
+  }
+  // What the state of one element takes on a tier.
+  uint64_t ElementBytes(Tier tier) const;
+};
+
+struct StateShape {
+  ShapeOptions options;
+  std::vector<ParamShape> params;
+  std::vector<Stripe> stripes;
+  std::vector<uint32_t> region_order;  // ids, as each region lists them
+  std::vector<uint32_t> update_order;  // ids, as chunks and saves take them: by chunk_order
+  std::array<std::array<uint64_t, kStateSlots>, kTiers> region_bytes{};
+  std::array<uint64_t, kStateSlots> host_region_begin{};  // in the host's arena
+  uint64_t host_arena_bytes = 0;                          // of addresses
+  uint64_t element_count = 0;
+  uint64_t norm_blocks = 0;
+  uint64_t swap_params_bytes = 0;
+  uint64_t swap_grads_bytes = 0;
+
+  uint64_t RegionBytes(Tier tier, StateSlot slot) const {
+    return region_bytes[static_cast<uint32_t>(tier)][slot];
+  }
+};
+
+StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options);
+
+// Calls visit(offset, count, order) for each stretch of elements [begin, begin + count) of a param
+// that lies in one stripe; offset counts from `begin`. Without stripes that is all of them.
+template <typename Visit>
+void ForEachStripe(const StateShape& shape, const ParamShape& param, uint64_t begin, uint64_t count,
+                   Visit&& visit) {
+  if (param.stripe_count == 0) return visit(0, count, ElementOrder{});
+  const std::span<const Stripe> stripes(&shape.stripes[param.first_stripe], param.stripe_count);
+  auto stripe =
+      std::upper_bound(stripes.begin(), stripes.end(), begin,
+                       [](uint64_t element, const Stripe& s) { return element < s.begin; });
+  --stripe;  // the first stripe starts at element 0, so there is one before
+  for (const uint64_t end = begin + count; stripe != stripes.end() && stripe->begin < end;
+       ++stripe) {
+    const uint64_t first = std::max(begin, stripe->begin);
+    const uint64_t last = std::min(end, stripe->begin + stripe->count);
+    ElementOrder order{stripe->first, stripe->row_length, stripe->row_stride, stripe->column};
+    order.column += first - stripe->begin;
+    visit(first - begin, last - first, order);
+  }
+}
+
+}  // namespace hybridopt

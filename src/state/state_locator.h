@@ -1,0 +1,80 @@
+// StateLocator: the address of a param's state at some point of the timeline: on the device, in the
+// host's arena, in the room for what is offloaded, or in the param itself.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "state/lifecycle.h"
+#include "state/residence.h"
+#include "state/state_memory.h"
+#include "state/swap_memory.h"
+
+namespace hybridopt {
+
+// Where a param and the states that the device held are, as of one call.
+struct ParamLocation {
+  void* data;  // the param's address; NULL while it is offloaded
+  bool params_on_host;
+  bool states_on_host;
+};
+
+// State elements that lie side by side. Of split masters `data` are the lower halves.
+struct StateRun {
+  std::byte* data;
+  uint64_t count;
+  bool on_device;
+  bool is_param;               // the param is its own master
+  std::byte* upper = nullptr;  // split masters: the params that are their upper halves
+  bool upper_on_device = false;
+};
+
+class StateLocator {
+ public:
+  // `residence` is the one of the timeline: it changes when a queued move changes it.
+  StateLocator(const ParamTable& table, const StateShape& shape, const Residence& residence,
+               const StateMemory& memory, const SwapMemory& swap)
+      : table_(table), shape_(shape), residence_(residence), memory_(memory), swap_(swap) {}
+
+  // The run that starts at element `first`, with at most `count` elements.
+  StateRun At(uint32_t id, StateSlot slot, uint64_t first, uint64_t count,
+              const ParamLocation& location) const {
+    const ParamShape& param = shape_.params[id];
+    const bool params_on_device = !shape_.options.unified && !location.params_on_host;
+    if (slot == kMaster && IsSplit(param.layout)) {
+      StateRun halves = At(id, kMasterLow, first, count, location);
+      halves.upper = ParamAt(id, location) + first * sizeof(uint16_t);
+      halves.upper_on_device = params_on_device;
+      return halves;
+    }
+    const uint64_t device_count = residence_.device_count(id);
+    const Tier tier = first < device_count ? Tier::kDevice : Tier::kHost;
+    if (tier == Tier::kDevice) count = std::min(count, device_count - first);
+    if (!param.Keeps(tier, slot))  // the param is its own master
+      return {ParamAt(id, location) + first * DtypeBytes(param.dtype[slot]), count,
+              params_on_device, true};
+    if (tier == Tier::kHost) return {memory_.Host(id, slot, first), count, false, false};
+    if (location.states_on_host) return {swap_.State(id, slot, first), count, false, false};
+    return {memory_.OnDevice(id, slot, first), count, true, false};
+  }
+
+  int32_t KindOf(StateSlot slot) const { return StateKindOf(table_.algorithm(), slot); }
+  // Whether the param has this state at all; masters count as one, whole or split.
+  bool Has(uint32_t id, StateSlot slot) const {
+    return table_.param(id).count > 0 && KindOf(slot) >= 0 &&
+           HasState(shape_.params[id].rule, StateLayout::kFp32, slot);
+  }
+
+ private:
+  std::byte* ParamAt(uint32_t id, const ParamLocation& location) const {
+    return location.params_on_host ? swap_.Params(id) : static_cast<std::byte*>(location.data);
+  }
+
+  const ParamTable& table_;
+  const StateShape& shape_;
+  const Residence& residence_;
+  const StateMemory& memory_;
+  const SwapMemory& swap_;
+};
+
+}  // namespace hybridopt

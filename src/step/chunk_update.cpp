@@ -1,0 +1,108 @@
+#include "step/chunk_update.h"
+
+#include <utility>
+
+namespace hybridopt {
+namespace {
+
+const std::byte* GradAt(const StepParam& param, const Fragment& fragment,
+                        const ChunkBuffers& buffers, uint64_t first) {
+  const uint64_t bytes = DtypeBytes(param.grad_dtype);
+  if (param.host_grad != nullptr) return param.host_grad + (fragment.begin + first) * bytes;
+  if (buffers.grads != nullptr) return buffers.grads + fragment.grad_offset + first * bytes;
+  return static_cast<const std::byte*>(param.addresses.grad) + (fragment.begin + first) * bytes;
+}
+
+}  // namespace
+
+std::byte* ChunkUpdater::ParamAt(const Fragment& fragment, const ChunkBuffers& buffers, void* data,
+                                 uint64_t first) const {
+  const uint64_t bytes = DtypeBytes(table_.param(fragment.param).dtype);
+  if (buffers.params != nullptr) return buffers.params + fragment.param_offset + first * bytes;
+  return static_cast<std::byte*>(data) + (fragment.begin + first) * bytes;
+}
+
+std::byte* ChunkUpdater::MasterAt(uint32_t id, uint64_t element, void* param) const {
+  if (IsSplit(shape_.params[id].layout)) return memory_.Host(id, kMasterLow, element);
+  std::byte* const master = memory_.Host(id, kMaster, element);
+  return master != nullptr ? master : static_cast<std::byte*>(param);
+}
+
+template <typename Visit>
+void ChunkUpdater::ForEachActiveStretch(const HostStep& step, uint32_t chunk,
+                                        const WorkRange& range, Visit&& visit) const {
+  ForEachStretch(
+      step.plan.fragments(chunk), step.plan.active_count(chunk),
+      [&](const Fragment& fragment) { return step.plan.ActiveBefore(fragment); }, range,
+      std::forward<Visit>(visit));
+}
+
+void ChunkUpdater::AwaitCapture(const HostStep& step, uint32_t chunk,
+                                const WorkRange& range) const {
+  if (step.capture == nullptr) return;
+  ForEachActiveStretch(step, chunk, range,
+                       [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+                         step.capture->Await(fragment.param, fragment.begin + first + count);
+                       });
+}
+
+void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
+                          WorkPieces& pieces, uint32_t worker) const {
+  pieces.Take(worker, [&](const WorkRange& piece) { UpdatePiece(step, chunk, buffers, piece); });
+  kernels_.publish();
+}
+
+void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
+                               const WorkRange& piece) const {
+  ForEachActiveStretch(
+      step, chunk, piece, [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+        const uint32_t id = fragment.param;
+        const StepParam& param = step.plan.param(id);
+        const ParamShape& shaped = shape_.params[id];
+        const uint64_t element = fragment.begin + first;
+        UpdateSpan span{};
+        span.grad = GradAt(param, fragment, buffers, first);
+        span.param = ParamAt(fragment, buffers, param.addresses.data, first);
+        span.master = MasterAt(id, element, span.param);
+        span.moment0 = memory_.Host(id, kMoment0, element);
+        span.moment1 = memory_.Host(id, kMoment1, element);
+        span.rounding = param.rounding;
+        const SpanTypes types{param.grad_dtype, table_.param(id).dtype, shaped.layout};
+        const UpdateFunction update = kernels_.Update(shaped.rule, types);
+        ForEachStripe(shape_, shaped, element, count,
+                      [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
+                        UpdateSpan part = Advanced(span, types, offset);
+                        part.count = part_count;
+                        part.order = order;
+                        update(step.coefficients[param.coefficients], part);
+                      });
+      });
+}
+
+void ChunkUpdater::Fill(std::span<const Fragment> fragments, uint64_t element_count,
+                        const ChunkBuffers& buffers, std::span<const Addresses> addresses,
+                        bool moments, uint32_t worker, uint32_t workers) const {
+  ForEachStretch(
+      fragments, element_count, [](const Fragment& fragment) { return fragment.first_element; },
+      RangeOfWorker(element_count, kWorkGrainElements, worker, workers),
+      [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+        const uint32_t id = fragment.param;
+        void* const data = addresses[id].data;
+        if (data == nullptr) return;
+        const Param& param = table_.param(id);
+        const ParamShape& shaped = shape_.params[id];
+        const uint64_t element = fragment.begin + first;
+        if (std::byte* master = memory_.Host(id, kMaster, element); master != nullptr)
+          kernels_.ToFp32(param.dtype)(ParamAt(fragment, buffers, data, first), count,
+                                       reinterpret_cast<float*>(master));
+        FillArray(memory_.Host(id, kMasterLow, element), OFFLOAD_U16, count, 0.0f);
+        if (!moments) return;
+        // Rounded here by a worker: the caller's rounding mode may be any.
+        const double first_moment = table_.groups()[param.group].initial_accumulator_value;
+        FillArray(memory_.Host(id, kMoment0, element), shaped.dtype[kMoment0], count,
+                  static_cast<float>(first_moment));
+        FillArray(memory_.Host(id, kMoment1, element), shaped.dtype[kMoment1], count, 0.0f);
+      });
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,125 @@
+#include "step/device_executor.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/ranges.h"
+
+namespace hybridopt {
+namespace {
+
+// One per param, and one more where a piece of a gradient that comes back from the host or a stripe
+// begins.
+uint64_t UpdatesMost(const StateShape& shape) {
+  if (shape.options.unified) return 0;
+  const bool from_host =
+      (shape.options.movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0;
+  const uint64_t pieces =
+      from_host ? shape.element_count / shape.options.chunk_elements + shape.params.size() : 0;
+  return shape.params.size() + pieces + shape.stripes.size();
+}
+
+}  // namespace
+
+DeviceExecutor::DeviceExecutor(const ParamTable& table, const StateShape& shape,
+                               const StateMemory& memory, Lanes& lanes)
+    : table_(table), shape_(shape), memory_(memory), lanes_(lanes) {
+  updates_.reserve(UpdatesMost(shape));
+}
+
+uint64_t DeviceExecutor::Bytes(const StateShape& shape) {
+  return UpdatesMost(shape) * sizeof(DeviceUpdate);
+}
+
+Status DeviceExecutor::Queue(const StepPlan& plan) {
+  Device& device = lanes_.device();
+  HYBRIDOPT_TRY(device.Record(lanes_.device_updated.begin, lanes_.compute));
+  updates_.clear();
+  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
+    const size_t first = updates_.size();
+    for (uint32_t id = 0; id < table_.size(); ++id)
+      if (plan.device_count(id) > 0 && plan.param(id).host_grad == nullptr &&
+          shape_.params[id].rule == Rule{rule})
+        Add(UpdateOf(plan, id), id, 0, plan.device_count(id));
+    HYBRIDOPT_TRY(Launch(plan, Rule{rule}, first));
+  }
+  for (uint32_t id = 0; id < table_.size() && plan.host_holds_grads(); ++id)
+    if (plan.device_count(id) > 0 && plan.param(id).host_grad != nullptr)
+      HYBRIDOPT_TRY(QueueFromHost(plan, id));
+  return device.Record(lanes_.device_updated.end, lanes_.compute);
+}
+
+Status DeviceExecutor::Await(double* seconds) {
+  const Range range("await device update");
+  HYBRIDOPT_TRY(lanes_.Wait(lanes_.device_updated.end, "the device's own update"));
+  HYBRIDOPT_ASSIGN(const double taken, lanes_.Seconds(lanes_.device_updated));
+  if (!updates_.empty()) *seconds += taken;
+  return {};
+}
+
+// The update of all of a param's elements on the device.
+DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
+  const StepParam& param = plan.param(id);
+  const ParamShape& shaped = shape_.params[id];
+  void* master = memory_.OnDevice(id, IsSplit(shaped.layout) ? kMasterLow : kMaster);
+  if (master == nullptr) master = param.addresses.data;
+  DeviceUpdate update{};
+  update.span = {
+      param.addresses.grad,           param.addresses.data,           master,
+      memory_.OnDevice(id, kMoment0), memory_.OnDevice(id, kMoment1), plan.device_count(id)};
+  update.span.rounding = param.rounding;
+  update.grad_dtype = param.grad_dtype;
+  update.param_dtype = table_.param(id).dtype;
+  update.coefficients = param.coefficients;
+  update.layout = shaped.layout;
+  return update;
+}
+
+// Lists the update of elements [begin, begin + count) of a param, stripe by stripe. `whole` has the
+// addresses of element 0, but for the gradient's, which is that of element `begin`.
+void DeviceExecutor::Add(const DeviceUpdate& whole, uint32_t id, uint64_t begin, uint64_t count) {
+  DeviceUpdate stretch = whole;
+  stretch.span = Advanced(whole.span, whole.types(), begin);
+  stretch.span.grad = whole.span.grad;
+  ForEachStripe(shape_, shape_.params[id], begin, count,
+                [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
+                  HYBRIDOPT_CHECK(updates_.size() < updates_.capacity());
+                  DeviceUpdate& part = updates_.emplace_back(stretch);
+                  part.span = Advanced(stretch.span, stretch.types(), offset);
+                  part.span.count = part_count;
+                  part.span.order = order;
+                });
+}
+
+// Launches what was listed from `first` on.
+Status DeviceExecutor::Launch(const StepPlan& plan, Rule rule, size_t first) {
+  if (updates_.size() == first) return {};
+  UpdateLaunch launch{};
+  launch.rule = rule;
+  launch.updates = std::span(updates_).subspan(first);
+  launch.coefficients = plan.coefficients();
+  launch.verdict = lanes_.device_verdict;
+  return lanes_.device().Update(lanes_.compute, launch);
+}
+
+// The gradient goes up piece by piece through one buffer; the stream's order keeps the next piece
+// from overtaking the update that reads the last one.
+Status DeviceExecutor::QueueFromHost(const StepPlan& plan, uint32_t id) {
+  const StepParam& param = plan.param(id);
+  DeviceUpdate whole = UpdateOf(plan, id);
+  const uint64_t grad_bytes = DtypeBytes(param.grad_dtype);
+  const uint64_t piece_elements = lanes_.device_grad_elements();
+  for (uint64_t begin = 0; begin < whole.span.count; begin += piece_elements) {
+    const uint64_t count = std::min(piece_elements, whole.span.count - begin);
+    HYBRIDOPT_TRY(lanes_.device().CopyToDevice(lanes_.compute, lanes_.device_grads,
+                                               param.host_grad + begin * grad_bytes,
+                                               count * grad_bytes));
+    const size_t first = updates_.size();
+    whole.span.grad = lanes_.device_grads;
+    Add(whole, id, begin, count);
+    HYBRIDOPT_TRY(Launch(plan, shape_.params[id].rule, first));
+  }
+  return {};
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,41 @@
+// DeviceExecutor: updates the elements whose state is on the device, on the compute stream.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "machine/lanes.h"
+#include "state/state_memory.h"
+#include "step/step_plan.h"
+
+namespace hybridopt {
+
+class DeviceExecutor {
+ public:
+  DeviceExecutor(const ParamTable& table, const StateShape& shape, const StateMemory& memory,
+                 Lanes& lanes);
+  static uint64_t Bytes(const StateShape& shape);
+
+  // Queues all of the plan's device updates behind what is on the compute stream: one launch a rule
+  // (SGD params with and without momentum differ), then, one by one, params whose gradient the host
+  // holds. The plan stays as it is until they have run.
+  Status Queue(const StepPlan& plan);
+  // Waits for them. Adds their time to *seconds.
+  Status Await(double* seconds);
+
+ private:
+  DeviceUpdate UpdateOf(const StepPlan& plan, uint32_t id) const;
+  void Add(const DeviceUpdate& whole, uint32_t id, uint64_t begin, uint64_t count);
+  Status Launch(const StepPlan& plan, Rule rule, size_t first);
+  Status QueueFromHost(const StepPlan& plan, uint32_t id);
+
+  const ParamTable& table_;
+  const StateShape& shape_;
+  const StateMemory& memory_;
+  Lanes& lanes_;
+  // Of the running step. Launches read these while later ones are added: their capacity is taken
+  // when the executor is made.
+  std::vector<DeviceUpdate> updates_;
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,88 @@
+#include "step/step_plan.h"
+
+#include <algorithm>
+
+#include "kernels/rounding.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint32_t kNoCoefficients = UINT32_MAX;  // of an empty memo
+
+}  // namespace
+
+StepPlan::StepPlan(const ParamTable& table, const StateShape& shape, const Residence& residence,
+                   const ChunkTable& chunks, const SwapMemory& swap, uint64_t rounding_seed)
+    : table_(table),
+      shape_(shape),
+      residence_(residence),
+      chunks_(chunks),
+      swap_(swap),
+      rounding_seed_(rounding_seed),
+      params_(table.size()),
+      memos_(table.groups().size()) {
+  coefficients_.reserve(table.size());  // every param may need coefficients of its own
+  UseChunks();
+}
+
+uint64_t StepPlan::Bytes(const ParamTable& table, const StateShape& shape) {
+  const uint64_t chunks =
+      shape.options.unified ? 1 : shape.element_count / shape.options.chunk_elements + 1;
+  return table.size() * (sizeof(StepParam) + sizeof(Coefficients) + sizeof(uint64_t)) +
+         2 * chunks * sizeof(uint64_t) + table.groups().size() * sizeof(Memo);
+}
+
+void StepPlan::UseChunks() {
+  active_before_.resize(chunks_.fragments.size());
+  active_in_chunk_.resize(chunks_.chunks.size());
+}
+
+void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
+  coefficients_.clear();
+  std::fill(memos_.begin(), memos_.end(), Memo{0, kNoCoefficients});
+  host_holds_grads_ = false;
+  for (uint32_t id = 0; id < table_.size(); ++id) {
+    const Param& param = table_.param(id);
+    StepParam& step_param = params_[id];
+    const HostGrad held = request.host_grads[id];
+    step_param.addresses = request.addresses[id];
+    step_param.host_grad = held == HostGrad::kNone ? nullptr : swap_.Grads(id);
+    step_param.grad_dtype =
+        held == HostGrad::kAccumulated ? int32_t{OFFLOAD_FP32} : param.grad_dtype;
+    step_param.active =
+        param.count > 0 && (step_param.addresses.grad != nullptr || held != HostGrad::kNone);
+    if (!step_param.active) continue;
+    host_holds_grads_ = host_holds_grads_ || step_param.host_grad != nullptr;
+    const uint64_t step = step_counts.of(id) + 1;
+    step_param.coefficients = CoefficientsFor(request.groups[param.group], param.group, step);
+    const ParamShape& shaped = shape_.params[id];
+    step_param.rounding = {};
+    if (shaped.stripe_count > 0)
+      step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);
+    step_param.rounding.ties_away = shaped.ties_away;
+  }
+  CountActive();
+}
+
+uint32_t StepPlan::CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step) {
+  // Params of a group nearly always share their step count: then this is computed once.
+  Memo& memo = memos_[group_id];
+  if (memo.coefficients == kNoCoefficients || memo.step != step) {
+    memo = {step, static_cast<uint32_t>(coefficients_.size())};
+    coefficients_.push_back(MakeCoefficients(table_.algorithm(), group, step));
+  }
+  return memo.coefficients;
+}
+
+void StepPlan::CountActive() {
+  for (uint32_t chunk = 0; chunk < chunk_count(); ++chunk) {
+    uint64_t active = 0;
+    for (const Fragment& fragment : fragments(chunk)) {
+      active_before_[static_cast<size_t>(&fragment - chunks_.fragments.data())] = active;
+      if (params_[fragment.param].active) active += fragment.count;
+    }
+    active_in_chunk_[chunk] = active;
+  }
+}
+
+}  // namespace hybridopt
