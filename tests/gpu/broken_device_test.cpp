@@ -30,7 +30,7 @@ TEST(BrokenDevice, PoisonsWithTheCauseAndNothingHangs) {
   // A kernel that writes where nothing is mapped, queued as any kernel of the caller's.
   using Contexts = HandleTable<Context, HandleKind::kContext>;
   const std::shared_ptr<Context> context =
-      Contexts::Instance().Find(trainer.context, "context").value();
+      Contexts::Instance().Find(trainer.context, "context").value().shared();
   auto* const nowhere = reinterpret_cast<float*>(uint64_t{1} << 44);
   ASSERT_TRUE(context->device().Fill(waiting, nowhere, OFFLOAD_FP32, 1000, 1.0f).ok());
   auto options = Make<offload_step_options_t>();
