@@ -591,18 +591,18 @@ OFFLOAD_API int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimi
  * queued before it use the old fraction, steps queued after it the new one, with the same bits.
  *
  * device_fraction: 0 (all state on the host) to 1 (all on the device). It decides about the params
- *   with OFFLOAD_PLACE_AUTO, as at create. The elements whose state changes its place are copied; the
- *   others stay where they are. On OFFLOAD_DEVICE_HOST, which has one memory, nothing moves.
+ *   with OFFLOAD_PLACE_AUTO, as at create. The elements whose state changes its place are copied;
+ * the others stay where they are. On OFFLOAD_DEVICE_HOST, which has one memory, nothing moves.
  * ticket: completes when the content has been copied and the memory that is no longer needed has
  *   been given back, on both sides. May be NULL.
  *
  * The call itself takes the memory that the new fraction needs beyond the old one. Until the ticket
  * completes both are held.
  * It is allowed at any time: while states, params or gradients are offloaded (offloaded states then
- * stay on the host, and a later reload brings back what the new fraction gives the device), and while
- * a save runs (the change waits until the save has read all state). It reads fp32 params at their
- * addresses: these stay valid until the ticket completes.
- * Views of offload_optimizer_state end: ask for new ones.
+ * stay on the host, and a later reload brings back what the new fraction gives the device), and
+ * while a save runs (the change waits until the save has read all state). It reads fp32 params at
+ * their addresses: these stay valid until the ticket completes. Views of offload_optimizer_state
+ * end: ask for new ones.
  *
  * Errors: INVALID_ARGUMENT (device_fraction); OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, and
  *   INVALID_ARGUMENT for pinned_bytes_max (what the change needs is not free; nothing has changed);
@@ -612,10 +612,10 @@ OFFLOAD_API int32_t offload_optimizer_set_device_fraction(offload_optimizer_t op
                                                           offload_ticket_t* ticket);
 
 /* A borrowed view of one kind of state of one param: its first device_count elements lie at
- * device_data on the device, the next host_count at host_data in host memory. Valid until destroy or
- * the next offload_optimizer_set_device_fraction; device_data ends with offload_states, and where
- * the param itself is its master, with its address.
- * The content is stable while nothing is queued, and may be written then. */
+ * device_data on the device, the next host_count at host_data in host memory. Valid until destroy
+ * or the next offload_optimizer_set_device_fraction; device_data ends with offload_states, and
+ * where the param itself is its master, with its address. The content is stable while nothing is
+ * queued, and may be written then. */
 typedef struct offload_state_view {
   uint32_t struct_size;
   int32_t dtype;         /* enum offload_dtype */

@@ -467,8 +467,8 @@ int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimizer,
       optimizer, options, ticket, [](uint32_t) { return Move::kRefreshMasters; }, 0);
 }
 
-int32_t offload_optimizer_set_device_fraction(offload_optimizer_t optimizer,
-                                              double device_fraction, offload_ticket_t* ticket) {
+int32_t offload_optimizer_set_device_fraction(offload_optimizer_t optimizer, double device_fraction,
+                                              offload_ticket_t* ticket) {
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
     HYBRIDOPT_ASSIGN(const offload_ticket_t value, found->SetDeviceFraction(device_fraction));

@@ -36,9 +36,7 @@ class ForwardingDevice : public Device {
   Status AppendPages(void* range, DevicePages& pages) override {
     return device_->AppendPages(range, pages);
   }
-  void TruncatePages(void* range, uint64_t bytes) override {
-    device_->TruncatePages(range, bytes);
-  }
+  void TruncatePages(void* range, uint64_t bytes) override { device_->TruncatePages(range, bytes); }
   Status CheckRange(const void* data, uint64_t bytes) const override {
     return device_->CheckRange(data, bytes);
   }
