@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from older_torch import complete_fsdp2
+
 # One process imports torch and is forked for every rank: it has no threads that a fork would lose.
 multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "hybridopt.abi"])
 
@@ -27,6 +29,7 @@ def run(function, world, *arguments):
 
 def _rank(rank, world, folder, function, arguments):
     torch.set_num_threads(1)
+    complete_fsdp2()
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world

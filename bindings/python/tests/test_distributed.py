@@ -322,6 +322,34 @@ def test_shards_are_what_torch_gives_each_rank():
     ranks.run(placed_params, 4)
 
 
+def columns_of_a_tensor(rank, world):
+    """What older versions of torch give a rank may be a view with gaps."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole, grad = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4).cos()
+    columns = slice(2 * rank, 2 * rank + 2)
+
+    def param_of(tensor):
+        return nn.Parameter(DTensor.from_local(tensor, mesh, [Shard(1)], run_check=False))
+
+    weight, plain = param_of(whole.clone()[:, columns]), nn.Parameter(whole.clone())
+    assert not weight._local_tensor.is_contiguous()
+    for optimizer, param in ((optimizer_of([weight]), weight), (optimizer_of([plain]), plain)):
+        param.grad = param_of(grad.clone()[:, columns]).detach() if param is weight else grad.clone()
+        optimizer.step()
+    assert models.bits([full(weight)]) == models.bits([plain])
+    turned = param_of(whole.clone()[:, columns].t().contiguous().t())
+    with pytest.raises(ValueError, match="its local tensor has the strides .*, expected a contiguous one"):
+        optimizer_of([turned]).step()
+
+
+def optimizer_of(params):
+    return hybridopt.AdamW(params, lr=0.05, threads=1)
+
+
+def test_local_tensors_may_have_gaps():
+    ranks.run(columns_of_a_tensor, 2)
+
+
 def replicated_training(rank, world):
     """As under DistributedDataParallel: all ranks hold the whole of every param."""
     module, plain = model(), model()

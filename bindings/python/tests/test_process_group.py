@@ -38,6 +38,8 @@ def sums_and_maxima(rank, world):
     largest = (ctypes.c_int32 * 3)(rank, -rank, 7)
     assert table.max(None, largest, 3, 30 * SECOND_NS) == abi.OFFLOAD_OK
     assert table.barrier(None, 30 * SECOND_NS) == abi.OFFLOAD_OK
+    backwards = ProcessGroupComm(range(world)[::-1], timeout_seconds=30)
+    assert backwards.rank == backwards.group.rank() == rank
     return bits(own), list(largest)
 
 

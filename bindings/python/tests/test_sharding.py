@@ -23,10 +23,27 @@ def placements_for(dimensions):
 
 
 def cut_by_torch(tensor, mesh, coordinate, placements):
+    """None for what older versions of torch do not cut: strided shards that are not even."""
     for parts, part, placement in zip(mesh, coordinate, placements):
         if not isinstance(placement, Replicate):
+            even = not isinstance(placement, _StridedShard) or (
+                tensor.size(placement.dim) % (parts * placement.split_factor) == 0
+            )
+            if not (even or CUTS_UNEVENLY):
+                return None
             tensor = placement._split_tensor(tensor, parts, with_padding=False)[0][part]
     return tensor
+
+
+def cuts_unevenly():
+    try:
+        _StridedShard(0, split_factor=2)._split_tensor(torch.ones(3), 2, with_padding=False)
+    except AssertionError:
+        return False
+    return True
+
+
+CUTS_UNEVENLY = cuts_unevenly()
 
 
 def elements_of(shard):
@@ -49,6 +66,8 @@ def test_boxes_are_the_elements_that_torch_cut():
             sizes = set()
             for coordinate in itertools.product(*map(range, mesh)):
                 local = cut_by_torch(whole, mesh, coordinate, placements)
+                if local is None:
+                    continue
                 runs = sharding.runs_of(shape, mesh, coordinate, placements, "weight")
                 shard = sharding.TensorShard(shape, sharding.boxes_of(runs, "weight"))
                 expected = local.flatten().tolist()
@@ -59,7 +78,8 @@ def test_boxes_are_the_elements_that_torch_cut():
                 cases += 1
             uneven += len(sizes) > 1
     # The cases that are easy to get wrong are among them.
-    assert min(cases, uneven, several, empty) > 1000, (cases, uneven, several, empty)
+    least = 1000 if CUTS_UNEVENLY else 200
+    assert min(cases, uneven, several, empty) > least, (cases, uneven, several, empty)
 
 
 def test_the_library_takes_every_shard():

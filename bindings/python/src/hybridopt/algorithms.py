@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,10 @@ from .options import OffloadOptions
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
+
+
+# Torch before 2.7 has no such argument of Adam.
+_ADAM_HAS_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 
 
 def _learning_rate(group: dict[str, Any]) -> float:
@@ -61,6 +66,12 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
         **options: Unpack[OffloadOptions],
     ) -> None:
         self._configure(options)
+        if decoupled_weight_decay and not _ADAM_HAS_DECOUPLED:
+            raise TypeError(
+                f"torch {torch.__version__} has no Adam with decoupled_weight_decay; use "
+                "hybridopt.AdamW, which is that"
+            )
+        decoupled = {"decoupled_weight_decay": decoupled_weight_decay}
         torch.optim.Adam.__init__(
             self,
             params,
@@ -74,11 +85,11 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
+            **(decoupled if _ADAM_HAS_DECOUPLED else {}),
         )
 
     def _algorithm(self) -> int:
-        decoupled = {bool(group["decoupled_weight_decay"]) for group in self.param_groups}
+        decoupled = {bool(group.get("decoupled_weight_decay")) for group in self.param_groups}
         if len(decoupled) > 1:
             raise ValueError(
                 "decoupled_weight_decay is True in some param groups and False in others; make two "

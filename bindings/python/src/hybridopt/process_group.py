@@ -65,7 +65,8 @@ class ProcessGroupComm:
             )
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, expected more than 0")
-        ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        # In this order, for new_group() sorts: torch before 2.12 does so whatever it is told.
+        ranks = list(range(dist.get_world_size())) if ranks is None else sorted(ranks)
         if dist.get_rank() not in ranks:
             raise ValueError(
                 f"rank {dist.get_rank()} is not among the ranks {ranks} of the process group; make "
@@ -80,7 +81,6 @@ class ProcessGroupComm:
             timeout=datetime.timedelta(seconds=timeout_seconds),
             backend="gloo",
             use_local_synchronization=True,
-            sort_ranks=False,
             group_desc="hybridopt",
         )
         # The table's functions are called until the optimizer is destroyed; they live as long as

@@ -28,6 +28,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from . import abi
+from .tensors import is_dense
 
 # A half-open range of indices along one dimension.
 Run = tuple[int, int]
@@ -96,7 +97,7 @@ def _shard_of_dtensor(param: DTensor, name: str) -> TensorShard:
             f"{extents} for {tuple(param.shape)} with {param.placements} on a mesh of "
             f"{tuple(mesh.shape)}; make it with distribute_tensor or fully_shard"
         )
-    if not local.is_contiguous():
+    if is_dense(local) and not local.is_contiguous():  # one with gaps is stepped in a dense copy
         raise ValueError(
             f"param {name}: its local tensor has the strides {local.stride()}, expected a "
             "contiguous one; call contiguous() on the param before it is distributed"

@@ -22,6 +22,10 @@ STATE_DTYPES = {
     abi.OFFLOAD_U16: torch.int16,  # which torch can do more with
 }
 
+# Newer versions of torch have params say which dtype autograd makes their gradients in; in older ones
+# it is the param's.
+TELLS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds: of a DTensor its shard, else all of it."""
@@ -39,6 +43,8 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
     grad = gradient_of(param)
     if grad is not None:
         return local(grad).dtype
+    if not TELLS_GRAD_DTYPE:
+        return local(param).dtype
     return param.grad_dtype or torch.float32  # None: any
 
 
