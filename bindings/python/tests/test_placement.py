@@ -5,7 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import hybridopt
 from hybridopt.placement import AUTO, choose
 
 
@@ -45,6 +47,22 @@ def test_on_the_host_there_is_nothing_to_choose():
     placement = choose(AUTO, 1, True, None)
     assert placement.offload_fraction == 1.0 and "in host memory" in placement.reason
     assert choose(0.25, None, False, None).device_fraction == 0.75
+
+
+def test_the_fraction_may_be_set_at_any_time():
+    param = torch.nn.Parameter(torch.ones(8))
+    optimizer = hybridopt.AdamW([param], offload_fraction=0.5)
+    optimizer.set_offload_fraction(0.25)  # before the first step too
+    for _ in range(2):
+        param.grad = torch.ones(8)
+        optimizer.step()
+        before = optimizer.state[param]["exp_avg"].clone()
+        optimizer.set_offload_fraction(0.0)
+        assert optimizer.state[param]["exp_avg"].equal(before)  # a view of where it is now
+    assert optimizer.plan().offload_fraction == 1.0  # in host memory there is nothing to split
+    for wrong in (-0.5, 2.0, float("nan"), "auto"):
+        with pytest.raises(ValueError, match="offload_fraction"):
+            optimizer.set_offload_fraction(wrong)
 
 
 def test_auto_says_why(capfd):

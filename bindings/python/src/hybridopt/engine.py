@@ -52,7 +52,7 @@ class Engine:
         self.slots = self.registered.slots
         self.bound = Bound(self.handle, device, self.slots)
         self.steps = Steps(self.handle)
-        self.stored = Stored(self.handle, device, self.slots)
+        self.stored = Stored(self.handle, device)
         self.in_sync = InSync(device, self.slots, self.stored, self.steps, check_weights)
         self.masters = Masters(self.handle, device, self.slots, self.stored, self.in_sync)
         self.shown = Shown(self.handle, self.registered, self.stored)
@@ -75,6 +75,18 @@ class Engine:
     def wait(self) -> None:
         """Waits for everything queued. Of a failed save its own ticket tells."""
         self.handle.drain()
+
+    def set_device_fraction(self, state: dict[Tensor, Any], device_fraction: float) -> None:
+        """Changes which state is on the device. Views of it end; new ones take their place."""
+        self.settle(state)
+        self.wait()
+        self.shown.hide(state, everywhere=True)
+        try:
+            self.handle.set_device_fraction(device_fraction)
+            self.wait()
+        finally:
+            if not self.states_are_out:
+                self.shown.show_hidden(state)
 
     # --------------------------------------------------------------------------------- stepping --
 

@@ -43,9 +43,6 @@ class Masters:
     def _refresh_one(self, slot: Slot) -> None:
         """Elements that are still their rounded masters keep those, down to the last bit."""
         self._handle.drain()
-        if slot.part_split:
-            self._stored.join_whole_masters(slot, self._stored.low_of_whole_masters(slot))
-            return
         if slot.dtype == torch.float32:
             self._refresh_by_library([slot])
             return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import abi, adopting, checkpoints, grad_scaler, loading, making, moves
+from . import abi, adopting, checkpoints, grad_scaler, loading, making, moves, placement
 from .engine import Engine
 from .gradient_hooks import GradientHooks, refuse_replicas
 from .history import History, MemorySample
@@ -401,6 +401,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine = self._ready_engine() if self._engine is None else self._engine  # as it was offloaded
         moves.reload(engine, self._state, params, grads, states)
         self._sample("reload")
+
+    @in_no_mode
+    def set_offload_fraction(self, offload_fraction: float) -> None:
+        """Changes how much of the state is on the host, between two steps: 0.0 (all of it on the
+        device) to 1.0 (all on the host), with the same bits. Returns when the content has been copied
+        and the memory that is no longer needed has been given back, on both sides. If the device or
+        the host has no room, it raises and nothing has changed.
+
+        Tensors taken from `state` before are not the optimizer's any more: look again."""
+        refuse_capture()
+        placement.check(offload_fraction, None)
+        if self._engine is not None:
+            self._engine.set_device_fraction(self._state, 1.0 - offload_fraction)
+            on_host = self._engine.device.type == "cpu"
+            self._placement = placement.chosen(offload_fraction, on_host)
+        self._options = {
+            **self._options,
+            "offload_fraction": float(offload_fraction),
+            "device_budget_bytes": None,
+        }
+        self._sample("set_offload_fraction")
 
     @contextlib.contextmanager
     def offloaded(

@@ -46,6 +46,13 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
+def chosen(offload_fraction: float | str, on_host: bool) -> Placement:
+    """Where the caller has decided, or there is nothing to decide."""
+    if on_host:
+        return Placement(1.0, "the parameters are in host memory, so is all of their state")
+    return Placement(float(offload_fraction), "as given")
+
+
 def choose(
     offload_fraction: float | str,
     device_budget_bytes: int | None,
@@ -53,10 +60,8 @@ def choose(
     plan_of: Callable[[float], abi.offload_plan_t],
 ) -> Placement:
     """`plan_of` gives the plan for a device fraction."""
-    if on_host:
-        return Placement(1.0, "the parameters are in host memory, so is all of their state")
-    if offload_fraction != AUTO:
-        return Placement(float(offload_fraction), "as given")
+    if on_host or offload_fraction != AUTO:
+        return chosen(offload_fraction, on_host)
     assert device_budget_bytes is not None
     least, most = plan_of(0.0).device_bytes, plan_of(1.0).device_bytes
     if most <= device_budget_bytes:

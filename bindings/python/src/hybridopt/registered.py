@@ -53,9 +53,8 @@ class Slot:
         self.split = split_masters and self.dtype == torch.bfloat16
         # The library keeps a master of its own, which must follow when others write the param.
         own_master = self.dtype != torch.float32 or device.type != "cpu"
-        # Split masters of a param on a GPU are in halves there only; its host share has them whole.
-        self.part_split = self.split and device.type != "cpu"
-        self.has_master = own_master and (not self.split or self.part_split)
+        # Of split masters the param itself is a half, and follows by itself.
+        self.has_master = own_master and not self.split
         self.moments = moments
         self.kinds = dict(moments)  # every kind of state that is shown, by its name
         if self.split:

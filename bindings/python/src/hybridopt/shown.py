@@ -140,12 +140,13 @@ class Shown:
 
     # ------------------------------------------------------------------------- states offloaded --
 
-    def hide(self, state: dict[Tensor, Any]) -> None:
-        """Takes views of device memory that is about to go from where others find them."""
+    def hide(self, state: dict[Tensor, Any], everywhere: bool = False) -> None:
+        """Takes views of memory that is about to go from where others find them: of the device's, or
+        of all."""
         for slot in self._slots:
             exhibit = self.of(slot)
             on_device = any(local(view).device.type != "cpu" for view in exhibit.views.values())
-            if not on_device and (self._stored.is_whole(slot) or not exhibit.copies):
+            if not on_device and not exhibit.copies and not everywhere:
                 continue
             if exhibit.entry is not None:
                 self._hidden.append(slot)

@@ -96,7 +96,79 @@ def test_state_layouts_have_the_bits_of_the_cpu(name, fraction, layout, moments)
     plan = gpu.plan()
     in_halves = "master_low" in plan.device_state_bytes
     assert in_halves == (layout == "split" and fraction < 1.0)
-    assert ("master_param" in plan.host_state_bytes) == (fraction > 0.0)
+    for kind, of_layout in (("master_param", "fp32"), ("master_low", "split")):
+        assert (kind in plan.host_state_bytes) == (fraction > 0.0 and layout == of_layout)
+
+
+@every_optimizer
+@pytest.mark.parametrize("layout", ["fp32", "split"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_the_fraction_changes_between_any_two_steps(name, layout, moments):
+    ours, _, arguments = PAIRS[name]
+    on_cpu, on_gpu = pair(torch.bfloat16)
+    options = {"master_layout": layout, "state_dtype": moments, "max_grad_norm": 5.0, **arguments}
+    cpu, gpu = ours(on_cpu, **options), ours(on_gpu, offload_fraction=0.5, **options)
+    for seed, fraction in enumerate([0.25, 1.0, 0.0, 0.9, 0.1, 1.0]):
+        set_both(on_cpu, on_gpu, seed)
+        cpu.step()
+        gpu.step()
+        gpu.set_offload_fraction(fraction)
+        assert gpu.plan().offload_fraction == fraction
+        same_everywhere(on_cpu, cpu, on_gpu, gpu)
+    for param in on_gpu:
+        for key, tensor in gpu.state[param].items():
+            assert key == "step" or tensor.device.type == "cpu"
+
+
+def trained_hash(fractions, layout, moments, steps=200):
+    """A small model trained on the GPU, whose state moves as `fractions` says."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
+    model = model.to("cuda", torch.bfloat16)
+    optimizer = hybridopt.AdamW(
+        model.parameters(), lr=1e-3, offload_fraction=0.5, max_grad_norm=1.0,
+        master_layout=layout, state_dtype=moments,
+    )
+    data = torch.randn(steps, 16, 64, generator=torch.Generator().manual_seed(2))
+    for step in range(steps):
+        inputs = data[step].to("cuda", torch.bfloat16)
+        optimizer.zero_grad()
+        (model(inputs) - inputs[:, :8]).float().square().mean().backward()
+        optimizer.step()
+        if step in fractions:
+            optimizer.set_offload_fraction(fractions[step])
+    return on_host(list(model.parameters())), state_on_host(optimizer)
+
+
+@pytest.mark.parametrize("layout", ["fp32", "split"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_200_steps_with_changing_fractions_end_as_a_run_that_never_changed(layout, moments):
+    torch.use_deterministic_algorithms(True)
+    try:
+        random = torch.Generator().manual_seed(3)
+        fractions = {
+            step: float(torch.rand((), generator=random)) for step in range(200) if step % 3 == 0
+        }
+        moved = trained_hash(fractions, layout, moments)
+        assert moved == trained_hash({}, layout, moments)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_fraction_that_does_not_fit_changes_nothing():
+    params = [Parameter(torch.ones(64 << 20, device="cuda"))]
+    optimizer = hybridopt.AdamW(params, offload_fraction=1.0)
+    run_on_gpu(optimizer, params, [1])
+    free, _ = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - (128 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(hybridopt.abi.OutOfDeviceMemoryError, match="device_fraction"):
+        optimizer.set_offload_fraction(0.0)
+    assert optimizer.plan().offload_fraction == 1.0
+    del ballast
+    torch.cuda.empty_cache()
+    optimizer.set_offload_fraction(0.0)
+    assert optimizer.stats().states_on_host_bytes == 0
+    optimizer.close()
 
 
 @every_fraction

@@ -262,6 +262,12 @@ class Optimizer(Handle):
     def refresh_masters(self, **options: Any) -> int:
         return self._move("offload_optimizer_refresh_masters", options)
 
+    def set_device_fraction(self, device_fraction: float) -> int:
+        """Queues a change of which state is on the device: its ticket."""
+        ticket = c.offload_ticket_t()
+        call("offload_optimizer_set_device_fraction", self.value, device_fraction, ticket)
+        return ticket.value
+
     def state(self, param: int, kind: int) -> c.offload_state_view_t:
         """Borrowed addresses of one kind of state of one param."""
         view = c.offload_state_view_t()
