@@ -57,6 +57,22 @@ bool MayPlace() {
   return status.ok();
 }
 
+// What has been discarded is zero again when it comes back; what was kept keeps its bits.
+TEST(ArenaTest, ReservedAddressesAreBackedAndDiscarded) {
+  Arena arena = std::move(Arena::Reserve(8 * kMiB).value());
+  ASSERT_TRUE(arena.Back(kMiB, 8 * kMiB).ok());
+  std::memset(arena.data() + kMiB, 0x5a, 7 * kMiB);
+  arena.Discard(kMiB, 3 * kMiB);
+  EXPECT_EQ(arena.data()[3 * kMiB], std::byte{0x5a});
+  EXPECT_DEATH(arena.data()[2 * kMiB] = std::byte{1}, "");
+  ASSERT_TRUE(arena.Back(2 * kMiB, 3 * kMiB).ok());
+  EXPECT_EQ(arena.data()[2 * kMiB], std::byte{0});
+  EXPECT_EQ(arena.data()[8 * kMiB - 1], std::byte{0x5a});
+  // The pages that a range shares with what stays are kept.
+  arena.Discard(2 * kMiB, 3 * kMiB + 10);
+  EXPECT_EQ(arena.data()[3 * kMiB], std::byte{0x5a});
+}
+
 TEST(ArenaTest, OfNoBytesIsEmpty) {
   const Result<Arena> arena = Arena::Map(0, {{0}, true, true});
   ASSERT_TRUE(arena.ok());

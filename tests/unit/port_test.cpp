@@ -14,6 +14,7 @@
 #include "device_calls.h"
 #include "kernels/convert.h"
 #include "kernels/table.h"
+#include "memory/device_window.h"
 
 namespace hybridopt {
 namespace {
@@ -424,6 +425,60 @@ TEST_P(PortTest, RefusesWhatItCannotAllocateOrFree) {
   EXPECT_TRUE(Ok(device->Free(data)));
   EXPECT_TRUE(Fails(device->Free(data), OFFLOAD_INVALID_ARGUMENT, {"data is"}));
   EXPECT_TRUE(Ok(device->Free(nullptr)));
+}
+
+// What stays keeps its bits and its address; what comes and goes is the device's memory.
+TEST_P(PortTest, AWindowGrowsAndShrinksAtOneAddress) {
+  auto device = Make();
+  constexpr uint64_t kRange = uint64_t{16} << 20;
+  const uint64_t free_bytes = device->Memory().value().free_bytes;
+  DeviceWindow window = std::move(DeviceWindow::Reserve(*device, kRange).value());
+  EXPECT_EQ(device->Memory().value().free_bytes, free_bytes) << "addresses are not memory";
+  const uint64_t page = device->page_bytes(kRange);
+  EXPECT_TRUE(Fails(device->CheckRange(window.data(), 1), OFFLOAD_INVALID_ARGUMENT, {"expected"}));
+
+  DevicePages pages = std::move(window.Take(0, 2 * page + 1).value());
+  EXPECT_EQ(pages.bytes, 3 * page) << "whole pages";
+  EXPECT_EQ(DeviceWindow::PageBytes(*device, kRange, 2 * page + 1), 3 * page);
+  EXPECT_TRUE(Ok(window.Grow(pages)));
+  EXPECT_EQ(pages.bytes, 0u);
+  EXPECT_TRUE(Ok(device->CheckRange(window.data(), 3 * page)));
+  const std::vector<float> values = RandomValues(page / 4, 1);
+  const auto upload = [&](uint64_t at) {
+    EXPECT_TRUE(Ok(device->CopyToDevice(nullptr, window.data() + at, values.data(), page)));
+    EXPECT_TRUE(Ok(device->Synchronize(nullptr, -1)));
+  };
+  const auto holds = [&](uint64_t at) {
+    const auto* data = reinterpret_cast<const float*>(window.data() + at);
+    return SameBits(Download(*device, data, values.size()), values);
+  };
+  upload(0);
+  upload(2 * page);
+  window.Shrink(page);
+  EXPECT_TRUE(holds(0));
+  EXPECT_TRUE(
+      Fails(device->CheckRange(window.data() + page, 1), OFFLOAD_INVALID_ARGUMENT, {"expected"}));
+  EXPECT_EQ(window.Take(page, 1).value().bytes, 0u) << "a page more is not needed";
+  pages = std::move(window.Take(page, 3 * page).value());
+  EXPECT_TRUE(Ok(window.Grow(pages)));
+  EXPECT_TRUE(holds(0));
+  EXPECT_FALSE(holds(2 * page)) << "that memory was given away";
+  window.Shrink(0);
+  if (!TestsRunOnCuda()) {  // whose driver keeps memory for itself
+    EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
+  }
+}
+
+TEST_P(PortTest, PagesThatAreNotThereAreRefused) {
+  auto device = Make();
+  const uint64_t total = device->Memory().value().total_bytes;
+  DeviceWindow window = std::move(DeviceWindow::Reserve(*device, 2 * total).value());
+  const uint64_t free_bytes = device->Memory().value().free_bytes;
+  EXPECT_TRUE(Fails(window.Take(0, 2 * total).status(), OFFLOAD_OUT_OF_DEVICE_MEMORY,
+                    {"asked for", "bytes of device memory", "are free"}));
+  if (!TestsRunOnCuda()) {
+    EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
+  }
 }
 
 TEST_P(PortTest, PinnedMemoryIsPinnedOnce) {

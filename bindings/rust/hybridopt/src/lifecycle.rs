@@ -99,6 +99,17 @@ impl<'q, 'a> Queue<'q, 'a> {
         self.move_resource(sys::offload_optimizer_refresh_masters, what, 0, GivesUp::Nothing)
     }
 
+    /// Changes which state is on the device: from 0.0 (all of it on the host) to 1.0. Refused as a
+    /// whole, with nothing changed, where there is no room.
+    pub fn set_device_fraction(&mut self, device_fraction: f64) -> Result<Ticket> {
+        let mut ticket = 0;
+        // SAFETY: the handle is alive, and the ticket is written during the call.
+        check(unsafe {
+            sys::offload_optimizer_set_device_fraction(self.handle(), device_fraction, &mut ticket)
+        })?;
+        Ok(Ticket(ticket))
+    }
+
     fn move_resource(
         &mut self,
         call: Call,
@@ -189,6 +200,11 @@ impl<'a> Optimizer<'a> {
     /// See [`Queue::reload_states`].
     pub fn reload_states(&mut self, what: &Move<'_>) -> Result<()> {
         self.queue(|queue| queue.reload_states(what).map(drop))
+    }
+
+    /// See [`Queue::set_device_fraction`].
+    pub fn set_device_fraction(&mut self, device_fraction: f64) -> Result<()> {
+        self.queue(|queue| queue.set_device_fraction(device_fraction).map(drop))
     }
 
     /// See [`Queue::refresh_masters`].

@@ -63,6 +63,33 @@ fn a_cycle_with_everything_out() -> Result<()> {
 }
 
 #[test]
+fn the_device_fraction_changes_between_steps() -> Result<()> {
+    let context = sim();
+    let builder = Optimizer::builder(&context, Algorithm::AdamW).device_fraction(0.5);
+    let (mut optimizer, weight, bias) = on_device(&context, builder)?;
+    let all_bytes = {
+        let stats = optimizer.stats()?;
+        stats.states_on_host_bytes + stats.states_on_device_bytes
+    };
+    let mut norm = f64::NAN;
+    for step in 1..=STEPS {
+        write_grads(&mut optimizer, weight, bias, step)?;
+        optimizer.set_device_fraction([0.25, 1.0, 0.0][step as usize % 3])?;
+        norm = optimizer.step(&step_options())?.grad_norm;
+    }
+    assert_eq!(summary(&mut optimizer, weight, bias, norm)?, expected());
+    optimizer.set_device_fraction(0.0)?;
+    assert_eq!(optimizer.stats()?.states_on_device_bytes, 0);
+    assert!(optimizer.stats()?.states_on_host_bytes >= all_bytes);
+    assert_error(
+        optimizer.set_device_fraction(1.5),
+        Code::InvalidArgument,
+        &["device_fraction", "1.5"],
+    );
+    Ok(())
+}
+
+#[test]
 fn gradients_add_up_on_the_host() -> Result<()> {
     let context = sim();
     let movable = Movable { accumulate: true, ..Movable::default() };
