@@ -354,8 +354,7 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
 void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request) {
   const Lifecycle& lifecycle = *committed_->lifecycle;
   request.move = move;
-  const bool grads =
-      move == Move::kOffloadGrads || move == Move::kAccumulateGrads || move == Move::kReloadGrads;
+  const bool grads = RowOf(move).resource == Resource::kGrads;
   for (uint32_t id : ids) {
     const Addresses& addresses = table_.addresses()[id];
     void* const address = grads ? const_cast<void*>(addresses.grad) : addresses.data;
@@ -378,10 +377,10 @@ Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
 
 // Offloading gives addresses up: nothing may come from or go to them until new ones are bound.
 void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
+  const MoveRow& row = RowOf(move);
   for (uint32_t id : ids) {
-    if (move == Move::kOffloadParams) table_.ReleaseData(id);
-    if (move == Move::kOffloadGrads || move == Move::kAccumulateGrads || move == Move::kDropGrads)
-      table_.ReleaseGrad(id);
+    if (row.gives_up_address && row.resource == Resource::kParams) table_.ReleaseData(id);
+    if (row.gives_up_address && row.resource == Resource::kGrads) table_.ReleaseGrad(id);
   }
 }
 
@@ -428,14 +427,13 @@ Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_
 
 Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
   // A running save may still read params and states where they are.
-  if (MovesState(request.move))
+  if (RowOf(request.move).touches_state)
     HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
   uint64_t bytes = 0;
   HYBRIDOPT_TRY(committed_->mover->Run(
       request, committed_->lanes->ReadyEvents(slot),
       [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }, &bytes));
-  const bool reload = request.move == Move::kReloadParams || request.move == Move::kReloadGrads ||
-                      request.move == Move::kReloadStates;
+  const bool reload = RowOf(request.move).direction == Direction::kUp;
   request.items = {};  // 256 slots that each keep their longest list would add up
   std::lock_guard lock(results_mutex_);
   (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;

@@ -3,29 +3,6 @@
 namespace hybridopt {
 namespace {
 
-struct Need {
-  uint32_t bits;  // any of them
-  const char* name;
-};
-
-Need NeedOf(Move move) {
-  switch (move) {
-    case Move::kOffloadParams:
-    case Move::kReloadParams:
-      return {OFFLOAD_MOVABLE_PARAMS, "OFFLOAD_MOVABLE_PARAMS"};
-    case Move::kOffloadStates:
-    case Move::kReloadStates:
-      return {OFFLOAD_MOVABLE_STATES, "OFFLOAD_MOVABLE_STATES"};
-    case Move::kAccumulateGrads:
-      return {OFFLOAD_MOVABLE_ACCUMULATE, "OFFLOAD_MOVABLE_ACCUMULATE"};
-    case Move::kOffloadGrads:
-    case Move::kReloadGrads:
-      return {OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE, "OFFLOAD_MOVABLE_GRADS"};
-    default:
-      return {0, nullptr};  // copies nothing to the host
-  }
-}
-
 Status Refuse(const Param& param, uint32_t id, const char* text) {
   return Status::Error(OFFLOAD_INVALID_STATE, "param %u '%.200s': %s", id, param.name.c_str(),
                        text);
@@ -41,12 +18,12 @@ Lifecycle::Lifecycle(const ParamTable& table, uint32_t movable,
       params_(table.size()) {}
 
 Status Lifecycle::CheckMovable(Move move) const {
-  const Need need = NeedOf(move);
-  if (need.bits == 0 || (movable_ & need.bits) != 0) return {};
+  const MoveRow& row = RowOf(move);
+  if (row.movable == 0 || (movable_ & row.movable) != 0) return {};
   return Status::Error(OFFLOAD_INVALID_STATE,
                        "options.movable is 0x%x, and this call needs %s; say so at create, because "
                        "the room for it is taken at commit",
-                       movable_, need.name);
+                       movable_, row.movable_name);
 }
 
 Result<std::vector<uint32_t>> Lifecycle::Check(Move move, std::span<const uint32_t> ids) const {

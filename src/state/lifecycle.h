@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "state/move_table.h"
 #include "state/param_table.h"
 
 namespace hybridopt {
@@ -18,26 +19,6 @@ enum class HostGrad : uint8_t {
   kStored,      // in its own dtype, as it was on the device
   kAccumulated  // in fp32
 };
-
-enum class Move : uint8_t {
-  kOffloadParams,
-  kReloadParams,
-  kOffloadGrads,
-  kAccumulateGrads,
-  kDropGrads,
-  kReloadGrads,
-  kOffloadStates,
-  kReloadStates,
-  kRefreshMasters
-};
-
-// Whether the move reads, writes or frees what a save reads: masters, moments, and params that are
-// their own masters.
-inline bool MovesState(Move move) {
-  return move == Move::kOffloadParams || move == Move::kReloadParams ||
-         move == Move::kOffloadStates || move == Move::kReloadStates ||
-         move == Move::kRefreshMasters;
-}
 
 class Lifecycle {
  public:

@@ -8,13 +8,6 @@
 namespace hybridopt {
 namespace {
 
-const char* NameOf(Move move) {
-  constexpr const char* kNames[] = {"offload params",   "reload params", "offload grads",
-                                    "accumulate grads", "drop grads",    "reload grads",
-                                    "offload states",   "reload states", "refresh masters"};
-  return kNames[static_cast<size_t>(move)];
-}
-
 // Copies are cut, so that both streams always have one under way.
 constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
 
@@ -41,46 +34,38 @@ Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
 
 Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
                   FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes) {
-  const Range range(NameOf(request.move));
+  const Range range(RowOf(request.move).name);
   HYBRIDOPT_TRY(UseDeviceMemory(request));
   HYBRIDOPT_TRY(AwaitProducers(request, ready, await_borrowed));
   copies_.clear();
   switch (request.move) {
-    case Move::kOffloadParams:
-      ListParams(request);
-      return CopyListed(Direction::kDown, bytes);
-    case Move::kReloadParams:
-      ListParams(request);
-      return CopyListed(Direction::kUp, bytes);
-    case Move::kOffloadGrads:
-      ListGrads(request);
-      HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
-      return SumLanded(request, 0);
-    case Move::kReloadGrads:
-      ListGrads(request);
-      return CopyListed(Direction::kUp, bytes);
     case Move::kAccumulateGrads:
       HYBRIDOPT_TRY(Accumulate(request, bytes));
       return SumLanded(request, OFFLOAD_FP32);
     case Move::kDropGrads:
       return {};
-    case Move::kOffloadStates:
-      ListStates(request);
-      HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
-      if (request.frees_device_memory) {
-        HYBRIDOPT_TRY(AwaitDevice());  // whatever an earlier step left there
-        memory_.FreeDevice();
-        LaneScratch none;
-        lanes_.UseScratch(none);
-      }
-      return {};
-    case Move::kReloadStates:
-      ListStates(request);
-      return CopyListed(Direction::kUp, bytes);
     case Move::kRefreshMasters:
       return Refresh(request);
+    default:
+      HYBRIDOPT_TRY(Carry(request, bytes));
+  }
+  if (request.move == Move::kOffloadGrads) return SumLanded(request, 0);
+  if (request.frees_device_memory) {
+    HYBRIDOPT_TRY(AwaitDevice());  // whatever an earlier step left there
+    memory_.FreeDevice();
+    LaneScratch none;
+    lanes_.UseScratch(none);
   }
   return {};
+}
+
+// The resource as it is, one way or the other.
+Status Mover::Carry(const MoveRequest& request, uint64_t* bytes) {
+  const MoveRow& row = RowOf(request.move);
+  if (row.resource == Resource::kParams) ListParams(request);
+  if (row.resource == Resource::kGrads) ListGrads(request);
+  if (row.resource == Resource::kStates) ListStates(request);
+  return CopyListed(row.direction, bytes);
 }
 
 // The producers are waited for here and not by the streams: a move may queue more copies than a

@@ -59,10 +59,10 @@ class Mover {
     std::byte* host;
     uint64_t bytes;
   };
-  enum class Direction { kDown, kUp };
 
   Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
                         FunctionRef<Result<bool>()> await_borrowed);
+  Status Carry(const MoveRequest& request, uint64_t* bytes);
   void ListParams(const MoveRequest& request);
   void ListGrads(const MoveRequest& request);
   void ListStates(const MoveRequest& request);

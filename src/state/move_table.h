@@ -1,0 +1,74 @@
+// The table of moves: what each one moves, what it needs, and what others must know of it. Read by
+// Lifecycle (what may be done), by the mover (what to copy), and by the facade (what a call gives
+// up, and what it waits for). docs/LIFECYCLE.md has what is allowed in which state.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "offload.h"
+
+namespace hybridopt {
+
+enum class Move : uint8_t {
+  kOffloadParams,
+  kReloadParams,
+  kOffloadGrads,
+  kAccumulateGrads,
+  kDropGrads,
+  kReloadGrads,
+  kOffloadStates,
+  kReloadStates,
+  kRefreshMasters
+};
+
+enum class Resource : uint8_t { kParams, kGrads, kStates };
+// Which way the content goes.
+enum class Direction : uint8_t { kNowhere, kDown, kUp };
+
+struct MoveRow {
+  Move move;
+  const char* name;   // in profilers
+  Resource resource;  // whose address the move uses
+  Direction direction;
+  uint32_t movable;  // enum offload_movable: any of these bits; 0: needs no room on the host
+  const char* movable_name;
+  bool gives_up_address;  // of the resource on the device
+  // Whether it reads, writes or frees what a save reads: masters, moments, and params that are
+  // their own masters.
+  bool touches_state;
+};
+
+inline constexpr uint32_t kGradsMovable = OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE;
+
+inline constexpr std::array<MoveRow, 9> kMoves = {{
+    {Move::kOffloadParams, "offload params", Resource::kParams, Direction::kDown,
+     OFFLOAD_MOVABLE_PARAMS, "OFFLOAD_MOVABLE_PARAMS", true, true},
+    {Move::kReloadParams, "reload params", Resource::kParams, Direction::kUp,
+     OFFLOAD_MOVABLE_PARAMS, "OFFLOAD_MOVABLE_PARAMS", false, true},
+    {Move::kOffloadGrads, "offload grads", Resource::kGrads, Direction::kDown, kGradsMovable,
+     "OFFLOAD_MOVABLE_GRADS", true, false},
+    {Move::kAccumulateGrads, "accumulate grads", Resource::kGrads, Direction::kDown,
+     OFFLOAD_MOVABLE_ACCUMULATE, "OFFLOAD_MOVABLE_ACCUMULATE", true, false},
+    {Move::kDropGrads, "drop grads", Resource::kGrads, Direction::kNowhere, 0, nullptr, true,
+     false},
+    {Move::kReloadGrads, "reload grads", Resource::kGrads, Direction::kUp, kGradsMovable,
+     "OFFLOAD_MOVABLE_GRADS", false, false},
+    {Move::kOffloadStates, "offload states", Resource::kStates, Direction::kDown,
+     OFFLOAD_MOVABLE_STATES, "OFFLOAD_MOVABLE_STATES", false, true},
+    {Move::kReloadStates, "reload states", Resource::kStates, Direction::kUp,
+     OFFLOAD_MOVABLE_STATES, "OFFLOAD_MOVABLE_STATES", false, true},
+    {Move::kRefreshMasters, "refresh masters", Resource::kParams, Direction::kNowhere, 0, nullptr,
+     false, true},
+}};
+
+constexpr const MoveRow& RowOf(Move move) { return kMoves[static_cast<size_t>(move)]; }
+
+constexpr bool RowsStandInOrder() {
+  for (size_t row = 0; row < kMoves.size(); ++row)
+    if (static_cast<size_t>(kMoves[row].move) != row) return false;
+  return true;
+}
+static_assert(RowsStandInOrder());
+
+}  // namespace hybridopt
