@@ -6,12 +6,14 @@
 #include "checkpoint/group_fields.h"
 #include "checkpoint/reader.h"
 #include "commands.h"
+#include "kernels/algorithms.h"
 #include "text.h"
 
 namespace tool {
 namespace {
 
 using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
+using hybridopt::AlgorithmOf;
 using hybridopt::Box;
 using hybridopt::Shard;
 
@@ -55,7 +57,7 @@ std::string Joined(const std::set<std::string>& words) {
 std::string TextOf(const Reader& reader) {
   const Manifest& manifest = reader.manifest();
   std::ostringstream out;
-  out << "step " << manifest.step << ", " << AlgorithmText(manifest.algorithm) << ", "
+  out << "step " << manifest.step << ", " << AlgorithmOf(manifest.algorithm)->name << ", "
       << manifest.layout << " state" << (manifest.masters_only ? " (masters only)" : "")
       << ", saved by " << manifest.world << (manifest.world == 1 ? " rank" : " ranks") << " with "
       << manifest.writer << "\n\n";
@@ -130,7 +132,7 @@ Json JsonOf(const Reader& reader) {
           {"format_version", kFormatVersion},
           {"writer", manifest.writer},
           {"step", manifest.step},
-          {"algorithm", AlgorithmText(manifest.algorithm)},
+          {"algorithm", AlgorithmOf(manifest.algorithm)->name},
           {"masters_only", manifest.masters_only},
           {"layout", manifest.layout},
           {"world", manifest.world},

@@ -8,39 +8,31 @@
 #include "base/check.h"
 #include "checkpoint/hash.h"
 #include "checkpoint/reshard.h"
+#include "kernels/algorithms.h"
 
 namespace hybridopt::checkpoint {
 namespace {
 
-struct Name {
+struct DtypeRow {
   int32_t value;
-  const char* text;
+  const char* name;
 };
-constexpr Name kKinds[] = {{OFFLOAD_STATE_MASTER, "master"},
-                           {OFFLOAD_STATE_EXP_AVG, "exp_avg"},
-                           {OFFLOAD_STATE_EXP_AVG_SQ, "exp_avg_sq"},
-                           {OFFLOAD_STATE_MOMENTUM_BUFFER, "momentum_buffer"},
-                           {OFFLOAD_STATE_SUM, "sum"}};
-constexpr Name kParamDtypes[] = {
+constexpr DtypeRow kParamDtypes[] = {
     {OFFLOAD_FP32, "F32"}, {OFFLOAD_BF16, "BF16"}, {OFFLOAD_FP16, "F16"}};
-constexpr Name kAlgorithms[] = {{OFFLOAD_ADAMW, "AdamW"},
-                                {OFFLOAD_ADAM, "Adam"},
-                                {OFFLOAD_SGD, "SGD"},
-                                {OFFLOAD_LION, "Lion"},
-                                {OFFLOAD_ADAGRAD, "Adagrad"}};
 
-template <size_t kCount>
-const char* TextOf(const Name (&names)[kCount], int32_t value) {
-  for (const Name& name : names)
-    if (name.value == value) return name.text;
+// Rows have a value and a name.
+template <typename Row, size_t kCount>
+const char* NameOf(const Row (&rows)[kCount], int32_t value) {
+  for (const Row& row : rows)
+    if (row.value == value) return row.name;
   return nullptr;
 }
 
-template <size_t kCount>
-bool Find(const Name (&names)[kCount], std::string_view text, int32_t* value) {
-  for (const Name& name : names) {
-    if (text != name.text) continue;
-    *value = name.value;
+template <typename Row, size_t kCount>
+bool Find(const Row (&rows)[kCount], std::string_view name, int32_t* value) {
+  for (const Row& row : rows) {
+    if (name != row.name) continue;
+    *value = row.value;
     return true;
   }
   return false;
@@ -132,13 +124,12 @@ Status CheckNothingTwice(const StoredParam& param) {
 
 }  // namespace
 
-const char* KindName(int32_t kind) { return TextOf(kKinds, kind); }
-bool FindKind(std::string_view name, int32_t* kind) { return Find(kKinds, name, kind); }
-const char* ParamDtypeName(int32_t dtype) { return TextOf(kParamDtypes, dtype); }
+const char* KindName(int32_t kind) { return NameOf(kStoredKinds, kind); }
+bool FindKind(std::string_view name, int32_t* kind) { return Find(kStoredKinds, name, kind); }
+const char* ParamDtypeName(int32_t dtype) { return NameOf(kParamDtypes, dtype); }
 bool FindParamDtype(std::string_view name, int32_t* dtype) {
   return Find(kParamDtypes, name, dtype);
 }
-const char* AlgorithmText(int32_t algorithm) { return TextOf(kAlgorithms, algorithm); }
 bool FindAlgorithm(std::string_view name, int32_t* algorithm) {
   return Find(kAlgorithms, name, algorithm);
 }

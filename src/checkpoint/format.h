@@ -82,8 +82,7 @@ bool FindKind(std::string_view name, int32_t* kind);
 // "BF16" for OFFLOAD_BF16, and so on; NULL for what is no dtype.
 const char* ParamDtypeName(int32_t dtype);
 bool FindParamDtype(std::string_view name, int32_t* dtype);
-// "AdamW" for OFFLOAD_ADAMW, and so on; NULL for what is no algorithm.
-const char* AlgorithmText(int32_t algorithm);
+// The algorithm of a name in kernels/algorithms.h.
 bool FindAlgorithm(std::string_view name, int32_t* algorithm);
 
 // "shard-00000-of-00002.safetensors"

@@ -49,7 +49,7 @@ class ManifestWriter {
     Key("writer");
     AppendJsonString(&text_, manifest_.writer);
     Number(",\"step\"", manifest_.step);
-    text_ += std::string(",\"algorithm\":\"") + AlgorithmText(manifest_.algorithm) + "\"";
+    text_ += std::string(",\"algorithm\":\"") + AlgorithmOf(manifest_.algorithm)->name + "\"";
     Bool(",\"masters_only\"", manifest_.masters_only);
     text_ += ",";
     Key("layout");

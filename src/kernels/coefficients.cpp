@@ -29,7 +29,7 @@ float RoundAboveZero(double eps) {
   return std::max(Round(eps), std::numeric_limits<float>::denorm_min());
 }
 
-void SetAdam(const offload_group_t& group, uint64_t step, Coefficients& c) {
+void SetAdamFamily(const offload_group_t& group, uint64_t step, Coefficients& c) {
   c.step_size = Round(group.lr / OneMinusPower(group.beta1, step));
   c.inverse_sqrt_bias_correction2 = Round(1.0 / std::sqrt(OneMinusPower(group.beta2, step)));
   c.keep0 = Round(group.beta1);
@@ -37,6 +37,18 @@ void SetAdam(const offload_group_t& group, uint64_t step, Coefficients& c) {
   c.keep1 = Round(group.beta2);
   c.weight1 = Round(1.0 - group.beta2);
   c.eps = RoundAboveZero(group.eps);
+}
+
+}  // namespace
+
+void SetAdamW(const offload_group_t& group, uint64_t step, Coefficients& c) {
+  SetAdamFamily(group, step, c);
+  c.decoupled_decay = Round(group.lr * group.weight_decay);
+}
+
+void SetAdam(const offload_group_t& group, uint64_t step, Coefficients& c) {
+  SetAdamFamily(group, step, c);
+  c.l2_decay = Round(group.weight_decay);
 }
 
 // The momentum_buffer starts as the first gradient, undamped.
@@ -50,7 +62,7 @@ void SetSgd(const offload_group_t& group, uint64_t step, Coefficients& c) {
   c.nesterov_momentum = group.nesterov ? Round(group.momentum) : 0.0f;
 }
 
-void SetLion(const offload_group_t& group, Coefficients& c) {
+void SetLion(const offload_group_t& group, uint64_t, Coefficients& c) {
   c.step_size = Round(group.lr);
   c.decoupled_decay = Round(group.lr * group.weight_decay);
   c.keep0 = Round(group.beta1);
@@ -66,46 +78,11 @@ void SetAdagrad(const offload_group_t& group, uint64_t step, Coefficients& c) {
   c.eps = RoundAboveZero(group.eps);
 }
 
-}  // namespace
-
-Rule RuleOf(int32_t algorithm, double momentum) {
-  switch (algorithm) {
-    case OFFLOAD_ADAMW:
-    case OFFLOAD_ADAM:
-      return Rule::kAdam;
-    case OFFLOAD_SGD:
-      return momentum > 0.0 ? Rule::kSgdMomentum : Rule::kSgdPlain;
-    case OFFLOAD_LION:
-      return Rule::kLion;
-    default:
-      HYBRIDOPT_CHECK(algorithm == OFFLOAD_ADAGRAD);
-      return Rule::kAdagrad;
-  }
-}
-
 Coefficients MakeCoefficients(int32_t algorithm, const offload_group_t& group, uint64_t step) {
   HYBRIDOPT_CHECK(step >= 1);
   Coefficients c = {};
   c.grad_factor = group.maximize ? -1.0f : 1.0f;
-  switch (algorithm) {
-    case OFFLOAD_ADAMW:
-      SetAdam(group, step, c);
-      c.decoupled_decay = Round(group.lr * group.weight_decay);
-      break;
-    case OFFLOAD_ADAM:
-      SetAdam(group, step, c);
-      c.l2_decay = Round(group.weight_decay);
-      break;
-    case OFFLOAD_SGD:
-      SetSgd(group, step, c);
-      break;
-    case OFFLOAD_LION:
-      SetLion(group, c);
-      break;
-    default:
-      HYBRIDOPT_CHECK(algorithm == OFFLOAD_ADAGRAD);
-      SetAdagrad(group, step, c);
-  }
+  AlgorithmOf(algorithm)->set_coefficients(group, step, c);
   return c;
 }
 

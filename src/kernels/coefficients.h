@@ -8,10 +8,6 @@
 
 namespace hybridopt {
 
-// The kernel of an algorithm. `momentum` is the group's at commit: it decides whether SGD has a
-// momentum_buffer.
-Rule RuleOf(int32_t algorithm, double momentum);
-
 // The coefficients of a param's step number `step`, counted from 1 with this step included.
 // grad_factor holds only maximize's sign: multiply it by the verdict's.
 Coefficients MakeCoefficients(int32_t algorithm, const offload_group_t& group, uint64_t step);

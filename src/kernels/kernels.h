@@ -8,6 +8,7 @@
 #include <span>
 
 #include "base/status.h"
+#include "kernels/algorithms.h"
 
 namespace hybridopt {
 
@@ -22,9 +23,6 @@ constexpr uint64_t NormBlocksOf(uint64_t count) {
 }
 inline constexpr uint32_t kNormLanes = 16;
 
-// Indexes the kernel table. Adam and AdamW share a kernel: they differ in coefficients only.
-enum class Rule : int32_t { kAdam, kSgdMomentum, kSgdPlain, kLion, kAdagrad };
-inline constexpr int32_t kRuleCount = 5;
 inline constexpr int32_t kDtypeCount = 3;  // enum offload_dtype, from 1
 
 // How the state of a param is stored.

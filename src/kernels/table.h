@@ -6,16 +6,18 @@
 namespace hybridopt {
 
 template <Rule kRule>
-inline constexpr bool kHasMoment0 = kRule != Rule::kSgdPlain;
+inline constexpr bool kHasMoment0 = MomentOf(kRule, 0) != kNoMoment;
 template <Rule kRule>
-inline constexpr bool kHasMoment1 = kRule == Rule::kAdam;
+inline constexpr bool kHasMoment1 = MomentOf(kRule, 1) != kNoMoment;
 
 // How a kernel stores moments. What is one fixed thing for a whole span is no branch in its loop.
 enum class MomentForm { kFp32, kNearest, kStochastic };
 
 // Sums of squares never fall below zero; they are kept from becoming infinite.
 template <Rule kRule>
-inline constexpr bool kMoment0IsSum = kRule == Rule::kAdagrad;
+inline constexpr bool kMoment0IsSum = IsSumOfSquares(MomentOf(kRule, 0));
+template <Rule kRule>
+inline constexpr bool kMoment1IsSum = IsSumOfSquares(MomentOf(kRule, 1));
 
 template <typename Kernels, Rule kRule, int32_t kGradDtype, StateLayout kAsked>
 constexpr void FillParamDtypes(KernelTable& table) {

@@ -1,8 +1,11 @@
 #include "optimizer/optimizer_options.h"
 
+#include <iterator>
+#include <string>
+
 #include "comm/comm.h"
+#include "kernels/algorithms.h"
 #include "runtime/worker_pool.h"
-#include "state/group.h"
 
 namespace hybridopt {
 namespace {
@@ -52,15 +55,26 @@ Status CheckLayout(const offload_optimizer_options_t& options) {
   return {};
 }
 
+// "OFFLOAD_ADAMW (1), _ADAM (2), ... or _ADAGRAD (5)"
+std::string AlgorithmChoices() {
+  std::string choices = "OFFLOAD";
+  for (const Algorithm& algorithm : kAlgorithms) {
+    if (&algorithm != kAlgorithms)
+      choices += &algorithm == std::end(kAlgorithms) - 1 ? " or " : ", ";
+    choices += '_';
+    for (const char* c = algorithm.name; *c != '\0'; ++c)
+      choices += static_cast<char>(*c >= 'a' && *c <= 'z' ? *c - 'a' + 'A' : *c);
+    choices += " (" + std::to_string(algorithm.value) + ")";
+  }
+  return choices;
+}
+
 }  // namespace
 
 Status CheckOptimizerOptions(const offload_optimizer_options_t& options) {
-  if (AlgorithmName(options.algorithm) == nullptr)
-    return Status::Error(
-        OFFLOAD_INVALID_ARGUMENT,
-        "options.algorithm is %d, expected OFFLOAD_ADAMW (1), _ADAM (2), _SGD (3), "
-        "_LION (4) or _ADAGRAD (5)",
-        options.algorithm);
+  if (AlgorithmOf(options.algorithm) == nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "options.algorithm is %d, expected %s",
+                         options.algorithm, AlgorithmChoices().c_str());
   HYBRIDOPT_TRY(CheckDeviceFraction(options.device_fraction, "options.device_fraction"));
   if (options.chunk_elements != 0 &&
       (options.chunk_elements < kMinChunkElements || options.chunk_elements > kMaxChunkElements))

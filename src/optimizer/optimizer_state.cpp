@@ -1,7 +1,7 @@
 // Optimizer's views of its state and what it counts.
 #include "checkpoint/format.h"
+#include "kernels/algorithms.h"
 #include "optimizer/optimizer.h"
-#include "state/group.h"
 
 namespace hybridopt {
 // What is queued works on state; so does a save that is all that is left.
@@ -39,7 +39,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "kind is %d, which %s does not keep for param '%.200s'; see enum "
                          "offload_state_kind",
-                         kind, AlgorithmName(table_.algorithm()), param.name.c_str());
+                         kind, AlgorithmOf(table_.algorithm())->name, param.name.c_str());
   offload_state_view_t view{};
   view.dtype = shaped.dtype[slot];
   view.device_count = device_count;

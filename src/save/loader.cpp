@@ -11,7 +11,6 @@
 #include "kernels/convert.h"
 #include "runtime/work_pieces.h"
 #include "save/checkpoint_files.h"
-#include "state/group.h"
 
 namespace hybridopt {
 namespace {
@@ -116,8 +115,8 @@ Status Loader::Open() {
   const checkpoint::Manifest& manifest = reader_->manifest();
   if (manifest.algorithm != table_.algorithm() &&
       (request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) == 0)
-    Differ(std::string("it was saved by ") + checkpoint::AlgorithmText(manifest.algorithm) +
-           ", this optimizer is " + AlgorithmName(table_.algorithm()) +
+    Differ(std::string("it was saved by ") + AlgorithmOf(manifest.algorithm)->name +
+           ", this optimizer is " + AlgorithmOf(table_.algorithm())->name +
            " (OFFLOAD_LOAD_FRESH_MOMENTS takes the weights alone)");
   std::unordered_map<std::string_view, const checkpoint::StoredParam*> by_name;
   for (const checkpoint::StoredParam& param : manifest.params) by_name[param.name] = &param;

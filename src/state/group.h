@@ -5,10 +5,8 @@
 
 namespace hybridopt {
 
-// Checks every field against what the algorithm uses. Errors name the field.
+// Checks every field against what the algorithm reads (its row in kernels/algorithms.h). Errors
+// name the field.
 Status ValidateGroup(int32_t algorithm, const offload_group_t& group);
-
-// "AdamW" and so on; NULL for a value that is not an algorithm.
-const char* AlgorithmName(int32_t algorithm);
 
 }  // namespace hybridopt

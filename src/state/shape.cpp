@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-#include "kernels/coefficients.h"
+#include "kernels/algorithms.h"
 
 namespace hybridopt {
 namespace {
@@ -122,24 +122,13 @@ void LayOutSwap(const ParamTable& table, StateShape& shape) {
 int32_t StateKindOf(int32_t algorithm, StateSlot slot) {
   if (slot == kMaster) return OFFLOAD_STATE_MASTER;
   if (slot == kMasterLow) return OFFLOAD_STATE_MASTER_LOW;
-  const bool adam_family = algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM;
-  if (slot == kMoment1) return adam_family ? OFFLOAD_STATE_EXP_AVG_SQ : -1;
-  if (algorithm == OFFLOAD_SGD) return OFFLOAD_STATE_MOMENTUM_BUFFER;
-  if (algorithm == OFFLOAD_ADAGRAD) return OFFLOAD_STATE_SUM;
-  return OFFLOAD_STATE_EXP_AVG;
+  return AlgorithmOf(algorithm)->moments[slot - kMoment0];
 }
 
 bool HasState(Rule rule, StateLayout layout, StateSlot slot) {
-  switch (slot) {
-    case kMaster:
-      return !IsSplit(layout);
-    case kMasterLow:
-      return IsSplit(layout);
-    case kMoment1:
-      return rule == Rule::kAdam;
-    default:
-      return rule != Rule::kSgdPlain;
-  }
+  if (slot == kMaster) return !IsSplit(layout);
+  if (slot == kMasterLow) return IsSplit(layout);
+  return MomentOf(rule, static_cast<int32_t>(slot - kMoment0)) != kNoMoment;
 }
 
 uint64_t ParamShape::ElementBytes(Tier tier) const {

@@ -29,7 +29,7 @@ namespace hybridopt {
 enum StateSlot : uint32_t { kMaster = 0, kMoment0 = 1, kMoment1 = 2, kMasterLow = 3 };
 inline constexpr uint32_t kStateSlots = 4;
 
-// The ABI's name for a slot (enum offload_state_kind), or -1 if the algorithm has no such moment.
+// The ABI's name for a slot (enum offload_state_kind), or kNoMoment.
 int32_t StateKindOf(int32_t algorithm, StateSlot slot);
 
 // Whether the rule and the layout need that state at all. A master may be the param itself.

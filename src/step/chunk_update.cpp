@@ -98,7 +98,8 @@ void ChunkUpdater::Fill(std::span<const Fragment> fragments, uint64_t element_co
         FillArray(memory_.Host(id, kMasterLow, element), OFFLOAD_U16, count, 0.0f);
         if (!moments) return;
         // Rounded here by a worker: the caller's rounding mode may be any.
-        const double first_moment = table_.groups()[param.group].initial_accumulator_value;
+        const double first_moment =
+            InitialMoment0(table_.algorithm(), table_.groups()[param.group]);
         FillArray(memory_.Host(id, kMoment0, element), shaped.dtype[kMoment0], count,
                   static_cast<float>(first_moment));
         FillArray(memory_.Host(id, kMoment1, element), shaped.dtype[kMoment1], count, 0.0f);

@@ -236,7 +236,8 @@ Status Mover::Initialize(std::span<const Addresses> addresses, StreamHandle stre
   std::vector<float> first_moments0(table_.groups().size());
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
     for (size_t group = 0; worker == 0 && group < first_moments0.size(); ++group)
-      first_moments0[group] = static_cast<float>(table_.groups()[group].initial_accumulator_value);
+      first_moments0[group] =
+          static_cast<float>(InitialMoment0(table_.algorithm(), table_.groups()[group]));
   }));
   for (uint32_t id = 0; id < table_.size(); ++id)
     HYBRIDOPT_TRY(

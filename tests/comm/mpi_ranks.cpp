@@ -119,9 +119,9 @@ std::vector<Setting> Settings() {
 
 int Step() {
   Init();
-  for (uint64_t seed = 1; seed <= 5; ++seed) {
+  for (uint64_t seed = 1; seed <= kAlgorithmValues.size(); ++seed) {
     const auto sharded =
-        RandomSharded(kAlgorithms[seed % 5], static_cast<uint32_t>(world), kSteps, seed);
+        RandomSharded(AlgorithmOfSeed(seed), static_cast<uint32_t>(world), kSteps, seed);
     for (const Setting& setting : Settings()) {
       offload_comm_t table = MakeTable();
       const uint64_t hash = TakeSteps(*sharded, setting, table);

@@ -81,9 +81,9 @@ std::vector<uint64_t> Gather(uint64_t hash, const offload_comm_t& table) {
 
 int Step() {
   EXPECT(cudaSetDevice((rank + 1) % world) == cudaSuccess);
-  for (uint64_t seed = 1; seed <= 5; ++seed) {
+  for (uint64_t seed = 1; seed <= kAlgorithmValues.size(); ++seed) {
     const auto sharded =
-        RandomSharded(kAlgorithms[seed % 5], static_cast<uint32_t>(world), kSteps, seed);
+        RandomSharded(AlgorithmOfSeed(seed), static_cast<uint32_t>(world), kSteps, seed);
     for (double fraction : {0.0, 0.4, 1.0}) {
       const Setting setting = OnDevice(rank, fraction);
       offload_comm_t table = MakeTable();

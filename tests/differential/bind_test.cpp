@@ -182,7 +182,7 @@ TEST_P(BindTest, QueuedStepsUseWhatHeldWhenTheyWereQueued) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Algorithms, BindTest,
-                         testing::Combine(testing::ValuesIn(kAlgorithms),
+                         testing::Combine(testing::ValuesIn(kAlgorithmValues),
                                           testing::ValuesIn(DevicesUnderTest())));
 
 // --------------------------------------------------------------------------------- stream waits --
@@ -224,7 +224,7 @@ std::vector<ParamSpec> TwelveParams() {
 TEST(StreamWaitTest, NamedParamsAreNewWhileLaterChunksAreUnderWay) {
   int overtook = 0;
   for (int seed = 0; seed < Scaled(60); ++seed) {
-    Problem problem = RandomProblem(kAlgorithms[seed % 5], TwelveParams(), 2, 40);
+    Problem problem = RandomProblem(AlgorithmOfSeed(seed), TwelveParams(), 2, 40);
     const std::vector<Model> trace = TraceOf(problem);
     ContextSetting setting = OnDevice(OFFLOAD_DEVICE_SIM);
     setting.seed = static_cast<uint64_t>(seed);
@@ -255,7 +255,7 @@ TEST(StreamWaitTest, NamedParamsAreNewWhileLaterChunksAreUnderWay) {
 // NULL for the params means all of them; ticket 0 the last step queued.
 TEST(StreamWaitTest, AllParamsAreNewBehindTheWholeStep) {
   for (int seed = 0; seed < Scaled(20); ++seed) {
-    Problem problem = RandomProblem(kAlgorithms[seed % 5], TwelveParams(), 1, 41);
+    Problem problem = RandomProblem(AlgorithmOfSeed(seed), TwelveParams(), 1, 41);
     const std::vector<Model> trace = TraceOf(problem);
     ContextSetting setting = OnDevice(OFFLOAD_DEVICE_SIM);
     setting.seed = static_cast<uint64_t>(seed);

@@ -78,7 +78,7 @@ TEST(CheckpointOrder, StepsQueuedBehindASaveDoNotShowInIt) {
         for (uint64_t delay_ns : {0, 20'000}) {
           ++seed;
           const TemporaryDirectory directory;
-          const Solved solved(RandomProblem(kAlgorithms[seed % 5], AllDtypePairs(), kSteps, seed));
+          const Solved solved(RandomProblem(AlgorithmOfSeed(seed), AllDtypePairs(), kSteps, seed));
           SlowFiles files(3000);
           LifecycleSetting setting = SettingOf(files, device, fraction);
           setting.seed = seed;

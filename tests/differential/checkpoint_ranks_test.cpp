@@ -126,7 +126,7 @@ TEST(CheckpointRanks, AnyWorldLoadsWhatAnyOtherHasSaved) {
     const TemporaryDirectory directory;
     const std::string path = directory / "checkpoint";
     const auto world = static_cast<uint32_t>(1 + random.Below(4));
-    const auto sharded = RandomSharded(kAlgorithms[seed % 5], world, kSteps, seed);
+    const auto sharded = RandomSharded(AlgorithmOfSeed(seed), world, kSteps, seed);
     const size_t saved_after = random.Below(kSteps);
     {
       SavingRanks ranks(*sharded, RandomSetting(random));
@@ -164,7 +164,7 @@ TEST(CheckpointRanks, StepsQueuedBehindASaveDoNotShowInIt) {
     ++seed;
     Random random(seed);
     const TemporaryDirectory directory;
-    const auto sharded = RandomSharded(kAlgorithms[seed % 5], 3, kSteps, seed);
+    const auto sharded = RandomSharded(AlgorithmOfSeed(seed), 3, kSteps, seed);
     SavingRanks ranks(*sharded, RandomSetting(random));
     for (size_t step = 0; step < kSteps; ++step) {
       ranks.Save(directory / std::to_string(step));

@@ -166,10 +166,10 @@ TEST_P(CheckpointTest, ALoadBringsEveryBitAtOnce) {
 }
 
 std::string AlgorithmText(const testing::TestParamInfo<int32_t>& info) {
-  constexpr const char* kNames[] = {"", "AdamW", "Adam", "Sgd", "Lion", "Adagrad"};
-  return kNames[info.param];
+  return AlgorithmOf(info.param)->name;
 }
-INSTANTIATE_TEST_SUITE_P(Algorithms, CheckpointTest, testing::ValuesIn(kAlgorithms), AlgorithmText);
+INSTANTIATE_TEST_SUITE_P(Algorithms, CheckpointTest, testing::ValuesIn(kAlgorithmValues),
+                         AlgorithmText);
 
 // What the copies of a load read, seen when their stream is given up.
 struct WatchedCopies {

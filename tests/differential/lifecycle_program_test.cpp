@@ -27,8 +27,8 @@ std::vector<ParamSpec> ProgramParams(Random& random) {
 
 Problem ProgramProblem(uint64_t seed) {
   Random random(seed + 1);
-  Problem problem = RandomProblem(kAlgorithms[seed % 5], ProgramParams(random), 1, seed);
-  problem.state = StateChoices()[seed / 5 % 6];
+  Problem problem = RandomProblem(AlgorithmOfSeed(seed), ProgramParams(random), 1, seed);
+  problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
   return problem;
 }
 

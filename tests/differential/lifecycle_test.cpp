@@ -88,7 +88,7 @@ std::vector<double> FractionsOn(int32_t device_kind) {
 
 std::vector<CycleCase> CycleCases() {
   std::vector<CycleCase> cases;
-  for (int32_t algorithm : kAlgorithms)
+  for (int32_t algorithm : kAlgorithmValues)
     for (int32_t device_kind : DevicesUnderTest())
       for (double fraction : FractionsOn(device_kind))
         cases.push_back({device_kind, fraction, algorithm, algorithm == OFFLOAD_ADAMW ? 100 : 6});
@@ -309,7 +309,7 @@ enum class Held { kAll, kSome, kOne };
 
 // A step reads gradients where they are: every dtype, clipped or not, some of them missing.
 TEST_P(DeviceTest, AStepReadsGradientsOnTheHost) {
-  for (int32_t algorithm : kAlgorithms) {
+  for (int32_t algorithm : kAlgorithmValues) {
     for (double fraction : kFractions) {
       if (GetParam() == OFFLOAD_DEVICE_HOST && fraction != 0) continue;
       for (Held held : {Held::kAll, Held::kSome, Held::kOne}) {
@@ -505,7 +505,7 @@ TEST_P(DeviceTest, DroppedGradientsAreAbsentUntilBoundAgain) {
 // Whole cycles queued without a wait in between; the tickets say when buffers may go.
 TEST_P(DeviceTest, MovesQueuedBackToBack) {
   for (uint64_t seed = 0; seed < 10; ++seed) {
-    const Problem problem = RandomProblem(kAlgorithms[seed % 5], AllDtypePairs(), 3, seed);
+    const Problem problem = RandomProblem(AlgorithmOfSeed(seed), AllDtypePairs(), 3, seed);
     LifecycleSetting setting = Setting(kFractions[seed % 3]);
     setting.seed = seed;
     setting.delay_ns_max = 30'000;
@@ -563,7 +563,7 @@ std::vector<Bytes> OtherWeights(const Problem& problem) {
 }
 
 TEST_P(DeviceTest, RefreshMakesLoadedWeightsStay) {
-  for (int32_t algorithm : kAlgorithms) {
+  for (int32_t algorithm : kAlgorithmValues) {
     for (double fraction : kFractions) {
       if (GetParam() == OFFLOAD_DEVICE_HOST && fraction != 0) continue;
       const Problem problem = RandomProblem(algorithm, AllDtypePairs(), 2, 79);

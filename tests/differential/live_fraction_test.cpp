@@ -25,9 +25,8 @@ std::vector<ParamSpec> Params(Random& random) {
 
 Problem ProblemOf(uint64_t seed) {
   Random random(seed + 1);
-  Problem problem =
-      RandomProblem(kAlgorithms[seed % std::size(kAlgorithms)], Params(random), 6, seed);
-  problem.state = StateChoices()[seed / 5 % 6];
+  Problem problem = RandomProblem(AlgorithmOfSeed(seed), Params(random), 6, seed);
+  problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
   return problem;
 }
 

@@ -210,7 +210,7 @@ std::string SkipEverywhere(const Setting& setting, const Problem& problem, size_
 TEST(SkipTest, AnyGradientThatIsNotFiniteChangesNothing) {
   size_t number = 0;
   for (const Setting& setting : Settings()) {
-    const int32_t algorithm = kAlgorithms[number++ % 5];
+    const int32_t algorithm = AlgorithmOfSeed(number++);
     if (Random(number).Unit() >= TestScale() && number > 1) continue;
     const Problem problem = FullProblem(algorithm, 3, number);
     EXPECT_EQ(SkipEverywhere(setting, problem, number), "")
@@ -277,7 +277,7 @@ TEST(SkipTest, GradientsMayBeFreedOnceTheirStepIsComplete) {
     setting.context.seed = static_cast<uint64_t>(seed);
     setting.context.delay_ns_max = 50'000;
     setting.optimizer = {0, 1024, 4};
-    Problem problem = FullProblem(kAlgorithms[seed % 5], 3, 11);
+    Problem problem = FullProblem(AlgorithmOfSeed(seed), 3, 11);
     for (size_t id = 0; id < problem.params.size(); ++id) {
       const ParamSpec& spec = problem.params[id];
       if (spec.count == 1)

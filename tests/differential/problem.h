@@ -3,11 +3,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
@@ -22,8 +24,17 @@ namespace hybridopt {
 using Bytes = std::vector<std::byte>;
 
 inline constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
-inline constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_SGD, OFFLOAD_LION,
-                                          OFFLOAD_ADAGRAD};
+
+// enum offload_algorithm, all of them.
+inline constexpr auto kAlgorithmValues = [] {
+  std::array<int32_t, std::size(kAlgorithms)> values{};
+  for (size_t i = 0; i < values.size(); ++i) values[i] = kAlgorithms[i].value;
+  return values;
+}();
+// Seeds take turns.
+inline int32_t AlgorithmOfSeed(uint64_t seed) {
+  return kAlgorithmValues[seed % kAlgorithmValues.size()];
+}
 
 // The share of a long test that this run does (HYBRIDOPT_TEST_SCALE).
 inline double TestScale() {

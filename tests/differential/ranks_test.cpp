@@ -50,7 +50,7 @@ TEST(RanksTest, EveryRankStepsAsTheWholeModel) {
     for (uint32_t world = 1; world <= 4; ++world) {
       for (const Setting& setting : Settings()) {
         ++seed;
-        const auto sharded = RandomSharded(kAlgorithms[seed % 5], world, 6, seed);
+        const auto sharded = RandomSharded(AlgorithmOfSeed(seed), world, 6, seed);
         EXPECT_EQ(RunAll(*sharded, setting), "") << "seed " << seed << ", world " << world << ", "
                                                  << Text(setting.context, setting.optimizer);
       }
@@ -62,7 +62,7 @@ TEST(RanksTest, EveryRankStepsAsTheWholeModel) {
 TEST(RanksTest, TheProblemsClipAndReplicate) {
   int clipped = 0, replicas = 0, empty = 0, missing = 0;
   for (uint64_t seed = 1; seed <= 80; ++seed) {
-    const auto sharded = RandomSharded(kAlgorithms[seed % 5], 1 + seed % 4, 6, seed);
+    const auto sharded = RandomSharded(AlgorithmOfSeed(seed), 1 + seed % 4, 6, seed);
     for (const Model& model : sharded->trace) clipped += model.verdict.grad_clip < 1;
     for (size_t id = 0; id < sharded->whole.params.size(); ++id) {
       missing += !sharded->whole.steps[0].grads[id].has_value();

@@ -45,7 +45,7 @@ std::vector<ParamSpec> ScheduleParams(Random& random) {
 // problems the first or the second is skipped.
 Problem MakeProblem(uint64_t seed) {
   Random random(seed);
-  Problem problem = RandomProblem(kAlgorithms[seed % 5], ScheduleParams(random), kSteps, seed);
+  Problem problem = RandomProblem(AlgorithmOfSeed(seed), ScheduleParams(random), kSteps, seed);
   StepInput& input = problem.steps[0];
   if (seed % 2 == 0) std::swap(input.grads, problem.steps[1].grads);
   if (seed % 2 == 0) std::swap(input.grad_scale, problem.steps[1].grad_scale);

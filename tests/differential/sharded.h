@@ -106,7 +106,7 @@ inline std::unique_ptr<Sharded> RandomSharded(int32_t algorithm, uint32_t world,
   }
   for (size_t i = 0; i < specs.size(); ++i) specs[i].count = ElementsOf(shapes[i]);
   Problem problem = RandomProblem(algorithm, specs, steps, seed);
-  problem.state = StateChoices()[seed / 5 % 6];
+  problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
   std::vector<std::vector<Piece>> pieces;
   // RandomProblem has put the params in an order of its own: any shape of as many elements will do.
   for (const ParamSpec& spec : problem.params) {

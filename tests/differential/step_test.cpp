@@ -16,8 +16,7 @@ namespace {
 constexpr size_t kSteps = 3;
 
 std::string AlgorithmText(const testing::TestParamInfo<int32_t>& info) {
-  constexpr const char* kNames[] = {"", "AdamW", "Adam", "Sgd", "Lion", "Adagrad"};
-  return kNames[info.param];
+  return AlgorithmOf(info.param)->name;
 }
 
 // Runs a fixed share of the cases, spread evenly, when the scale is below 1.
@@ -145,7 +144,7 @@ TEST_P(StepTest, ALearningRateOfZeroLeavesParamsAndMastersAlone) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Algorithms, StepTest, testing::ValuesIn(kAlgorithms), AlgorithmText);
+INSTANTIATE_TEST_SUITE_P(Algorithms, StepTest, testing::ValuesIn(kAlgorithmValues), AlgorithmText);
 
 }  // namespace
 }  // namespace hybridopt

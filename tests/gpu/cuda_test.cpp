@@ -424,7 +424,7 @@ TEST(LargeParams, GiveTheModelsBits) {
   for (uint64_t count : {1'000'003, 262'144, 100'001})
     params.push_back({kDtypes[count % 3], OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, count});
   const TestContext context(CudaSetting());
-  for (int32_t algorithm : kAlgorithms) {
+  for (int32_t algorithm : kAlgorithmValues) {
     for (const StateChoice& choice : {StateChoice(), kSmallest}) {
       Problem problem = RandomProblem(algorithm, params, 3, 9);
       problem.state = choice;

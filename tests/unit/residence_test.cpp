@@ -17,9 +17,6 @@
 namespace hybridopt {
 namespace {
 
-constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_SGD, OFFLOAD_LION,
-                                   OFFLOAD_ADAGRAD};
-
 struct Case {
   std::unique_ptr<Device> device = CreateHostDevice();  // takes any address
   std::unique_ptr<ParamTable> table;
@@ -29,7 +26,7 @@ struct Case {
 
 Case RandomCase(std::mt19937& random) {
   Case one;
-  const int32_t algorithm = kAlgorithms[random() % std::size(kAlgorithms)];
+  const int32_t algorithm = kAlgorithms[random() % std::size(kAlgorithms)].value;
   one.table = std::make_unique<ParamTable>(algorithm, *one.device);
   for (const double momentum : {0.0, 0.9}) {
     offload_group_t group{};

@@ -1,0 +1,196 @@
+// One row an algorithm: its names, the rule that updates its params, the moments that it keeps and
+// the numbers of a group that it reads. Placement, the check of groups, the kernels' tables,
+// checkpoints and error texts read these rows; bindings/python/generate_abi.py reads them from this
+// file. CONTRIBUTING.md says what a new algorithm needs.
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+
+#include "offload.h"
+
+namespace hybridopt {
+
+struct Coefficients;
+
+// The formulas of an update. Indexes the kernel tables.
+enum class Rule : int32_t { kAdam, kSgdMomentum, kSgdPlain, kLion, kAdagrad };
+inline constexpr int32_t kRuleCount = static_cast<int32_t>(Rule::kAdagrad) + 1;
+
+// The kinds of state that checkpoints hold. Masters are stored whole, so that MASTER_LOW is none.
+struct StoredKind {
+  int32_t value;  // enum offload_state_kind
+  const char* name;
+  bool is_sum_of_squares = false;  // never below 0; kept from becoming infinite
+};
+inline constexpr StoredKind kStoredKinds[] = {
+    {OFFLOAD_STATE_MASTER, "master"},
+    {OFFLOAD_STATE_EXP_AVG, "exp_avg"},
+    {OFFLOAD_STATE_EXP_AVG_SQ, "exp_avg_sq", true},
+    {OFFLOAD_STATE_MOMENTUM_BUFFER, "momentum_buffer"},
+    {OFFLOAD_STATE_SUM, "sum", true},
+};
+
+// The numbers of a group, in the order of a checkpoint's manifest.
+using GroupNumber = double offload_group_t::*;
+struct NamedNumber {
+  const char* name;
+  GroupNumber field;
+};
+inline constexpr NamedNumber kGroupNumbers[] = {
+    {"lr", &offload_group_t::lr},
+    {"beta1", &offload_group_t::beta1},
+    {"beta2", &offload_group_t::beta2},
+    {"eps", &offload_group_t::eps},
+    {"weight_decay", &offload_group_t::weight_decay},
+    {"momentum", &offload_group_t::momentum},
+    {"dampening", &offload_group_t::dampening},
+    {"lr_decay", &offload_group_t::lr_decay},
+    {"initial_accumulator_value", &offload_group_t::initial_accumulator_value},
+};
+
+// What a number that an algorithm reads may be. All are finite in fp32 as well.
+enum class NumberRange { kAtLeastZero, kAboveZero, kZeroToBelowOne };
+struct ReadNumber {
+  GroupNumber field = nullptr;
+  NumberRange range = NumberRange::kAtLeastZero;
+};
+
+inline constexpr int32_t kMomentsMax = 2;
+inline constexpr int32_t kNoMoment = -1;
+
+// Writes the coefficients of a param's step number `step` (kernels/coefficients.cpp).
+using CoefficientsFunction = void (*)(const offload_group_t&, uint64_t step, Coefficients&);
+void SetAdamW(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
+void SetAdam(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
+void SetSgd(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
+void SetLion(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
+void SetAdagrad(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
+
+struct Algorithm {
+  int32_t value;     // enum offload_algorithm: OFFLOAD_ and the name in capitals
+  const char* name;  // in errors and in checkpoints
+  Rule rule;
+  Rule rule_without_momentum = rule;  // of a group whose momentum is 0 at commit; has no moments
+  CoefficientsFunction set_coefficients;
+  int32_t moments[kMomentsMax] = {kNoMoment, kNoMoment};  // enum offload_state_kind
+  GroupNumber initial_moment0 = nullptr;            // what the first moment starts as; NULL: 0
+  ReadNumber reads[std::size(kGroupNumbers)] = {};  // of a group; its other numbers must be 0
+  bool reads_nesterov = false;                      // else the group's nesterov must be 0
+  bool counts_steps = false;      // the number of a param's step changes its formulas every time
+  bool nan_reaches_param = true;  // a moment that becomes NaN makes the param NaN in that step
+};
+
+inline constexpr Algorithm kAlgorithms[] = {
+    {.value = OFFLOAD_ADAMW,
+     .name = "AdamW",
+     .rule = Rule::kAdam,
+     .set_coefficients = SetAdamW,
+     .moments = {OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
+     .reads = {{&offload_group_t::lr},
+               {&offload_group_t::beta1, NumberRange::kZeroToBelowOne},
+               {&offload_group_t::beta2, NumberRange::kZeroToBelowOne},
+               {&offload_group_t::eps, NumberRange::kAboveZero},
+               {&offload_group_t::weight_decay}},
+     .counts_steps = true},
+    {.value = OFFLOAD_ADAM,
+     .name = "Adam",
+     .rule = Rule::kAdam,
+     .set_coefficients = SetAdam,
+     .moments = {OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
+     .reads = {{&offload_group_t::lr},
+               {&offload_group_t::beta1, NumberRange::kZeroToBelowOne},
+               {&offload_group_t::beta2, NumberRange::kZeroToBelowOne},
+               {&offload_group_t::eps, NumberRange::kAboveZero},
+               {&offload_group_t::weight_decay}},
+     .counts_steps = true},
+    {.value = OFFLOAD_SGD,
+     .name = "SGD",
+     .rule = Rule::kSgdMomentum,
+     .rule_without_momentum = Rule::kSgdPlain,
+     .set_coefficients = SetSgd,
+     .moments = {OFFLOAD_STATE_MOMENTUM_BUFFER, kNoMoment},
+     .reads = {{&offload_group_t::lr},
+               {&offload_group_t::weight_decay},
+               {&offload_group_t::momentum},
+               {&offload_group_t::dampening}},
+     .reads_nesterov = true},
+    {.value = OFFLOAD_LION,
+     .name = "Lion",
+     .rule = Rule::kLion,
+     .set_coefficients = SetLion,
+     .moments = {OFFLOAD_STATE_EXP_AVG, kNoMoment},
+     .reads = {{&offload_group_t::lr},
+               {&offload_group_t::beta1, NumberRange::kZeroToBelowOne},
+               {&offload_group_t::beta2, NumberRange::kZeroToBelowOne},
+               {&offload_group_t::weight_decay}},
+     .nan_reaches_param = false},
+    {.value = OFFLOAD_ADAGRAD,
+     .name = "Adagrad",
+     .rule = Rule::kAdagrad,
+     .set_coefficients = SetAdagrad,
+     .moments = {OFFLOAD_STATE_SUM, kNoMoment},
+     .initial_moment0 = &offload_group_t::initial_accumulator_value,
+     .reads = {{&offload_group_t::lr},
+               {&offload_group_t::eps, NumberRange::kAboveZero},
+               {&offload_group_t::weight_decay},
+               {&offload_group_t::lr_decay},
+               {&offload_group_t::initial_accumulator_value}},
+     .counts_steps = true},
+};
+
+// The row of an enum offload_algorithm; NULL for a value that is none.
+constexpr const Algorithm* AlgorithmOf(int32_t value) {
+  for (const Algorithm& algorithm : kAlgorithms)
+    if (algorithm.value == value) return &algorithm;
+  return nullptr;
+}
+
+// The first row whose params a rule updates. Rows that share a rule keep the same moments.
+constexpr const Algorithm& AlgorithmOf(Rule rule) {
+  for (const Algorithm& algorithm : kAlgorithms)
+    if (algorithm.rule == rule || algorithm.rule_without_momentum == rule) return algorithm;
+  return kAlgorithms[0];  // no rule is without a row: see the assertion below
+}
+
+// The moment that a rule keeps, or kNoMoment.
+constexpr int32_t MomentOf(Rule rule, int32_t index) {
+  const Algorithm& algorithm = AlgorithmOf(rule);
+  return algorithm.rule == rule ? algorithm.moments[index] : kNoMoment;
+}
+
+constexpr bool IsSumOfSquares(int32_t kind) {
+  for (const StoredKind& stored : kStoredKinds)
+    if (stored.value == kind) return stored.is_sum_of_squares;
+  return false;
+}
+
+// The rule for a group. `momentum` is the group's at commit.
+constexpr Rule RuleOf(int32_t algorithm, double momentum) {
+  const Algorithm& row = *AlgorithmOf(algorithm);
+  return momentum > 0.0 ? row.rule : row.rule_without_momentum;
+}
+
+// What the first moment of a group's params starts as.
+constexpr double InitialMoment0(int32_t algorithm, const offload_group_t& group) {
+  const GroupNumber field = AlgorithmOf(algorithm)->initial_moment0;
+  return field != nullptr ? group.*field : 0.0;
+}
+
+constexpr bool RowsAgree() {
+  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
+    const Algorithm& first = AlgorithmOf(Rule{rule});
+    if (first.rule != Rule{rule} && first.rule_without_momentum != Rule{rule}) return false;
+  }
+  for (const Algorithm& row : kAlgorithms) {
+    const Algorithm& first = AlgorithmOf(row.rule);
+    if (row.nan_reaches_param != first.nan_reaches_param) return false;
+    for (int32_t i = 0; i < kMomentsMax; ++i)
+      if (row.moments[i] != first.moments[i]) return false;
+  }
+  return true;
+}
+static_assert(RowsAgree(),
+              "every rule is some row's; rows that share one differ in what it stores");
+
+}  // namespace hybridopt
