@@ -225,14 +225,21 @@ typedef struct offload_context_options {
                                     the driver would have it; 0 = no limit */
   int32_t allow_pageable; /* memory that the system does not pin: 0 = commit fails, 1 = it is used
                              unpinned, which is slower */
-  uint32_t reserved;      /* 0 */
+  int32_t numa_policy;    /* enum offload_numa_policy; 0 = near the update threads */
 } offload_context_options_t;
 
-/* How host memory gets near the threads that use it: the best that this system allows. */
+/* On which NUMA nodes the host memory of a context should lie. */
+enum offload_numa_policy {
+  OFFLOAD_NUMA_NEAR = 0,       /* on the nodes of the update threads */
+  OFFLOAD_NUMA_INTERLEAVED = 1 /* page by page on the nodes of numa_nodes in turn; if that is 0, on
+                                  all nodes that have CPUs and memory this process may use */
+};
+
+/* How host memory gets where it should lie: the best that this system allows. */
 enum offload_numa_rung {
   OFFLOAD_NUMA_NONE = 0,        /* pages lie where the system puts them */
   OFFLOAD_NUMA_FIRST_TOUCH = 1, /* threads keep to their node and touch their pages first */
-  OFFLOAD_NUMA_PLACED = 2       /* and the kernel has been told which nodes to prefer (mbind) */
+  OFFLOAD_NUMA_PLACED = 2       /* libnuma has told the kernel which nodes to prefer */
 };
 
 typedef struct offload_context_info {
@@ -255,6 +262,10 @@ typedef struct offload_context_info {
   int32_t numa_rung;    /* enum offload_numa_rung; final once the first work has started threads */
   uint64_t numa_nodes;  /* bit n: there are update threads on node n (those above 63 not shown) */
   char notes[1024];     /* what fell short of the best, and why; "" if nothing did */
+  uint64_t numa_memory_nodes; /* bit n: the kernel has been told to put host memory on node n */
+  int32_t numa_policy;        /* enum offload_numa_policy: what is in force; notes and a warning in
+                                 the log say why, where that is not what was asked for */
+  uint32_t reserved;
 } offload_context_info_t;
 
 /* Opens a device and learns the machine. Allocates little and starts no thread of the update pool.
@@ -406,6 +417,11 @@ typedef struct offload_plan {
   uint64_t params_up_bytes;        /* copied host to device by a full step */
   int32_t fits;                    /* 1: commit would find room for all of it now */
   uint32_t reserved;
+  uint64_t numa_bytes[64]; /* of host_bytes, on each NUMA node: where the context's policy will put
+                              them; after commit, while no work is queued, where they lie, from what
+                              the kernel says of up to 4,096 pages of each array */
+  uint64_t numa_unknown_bytes; /* the rest of host_bytes: small tables, pages that nothing has
+                                  touched yet, nodes above 63; all of it without libnuma */
 } offload_plan_t;
 
 /* Makes an optimizer that registers params. Nothing is allocated before commit.

@@ -2,12 +2,10 @@
 #include "base/prim.h"
 
 #include <fenv.h>
-#include <linux/mempolicy.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -30,11 +28,6 @@ namespace hybridopt::prim {
 namespace {
 
 // --- Pages ---
-
-uint64_t PageBytes() {
-  static const uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
 
 // Saturates at the last whole page, a size no system grants.
 uint64_t RoundUpToPages(uint64_t bytes) {
@@ -256,6 +249,11 @@ std::atomic<uint64_t> fork_generation{0};
 
 }  // namespace
 
+uint64_t PageBytes() {
+  static const uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 int64_t NowNs() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -286,24 +284,6 @@ Result<void*> MapPages(uint64_t bytes, bool huge_pages) {
 
 void UnmapPages(void* data, uint64_t bytes) {
   HYBRIDOPT_CHECK(munmap(data, RoundUpToPages(bytes)) == 0);
-}
-
-// The system call itself: libnuma adds process-wide switches and messages on stderr, and may be
-// missing.
-Status PreferNodes(void* data, uint64_t bytes, PageHome home, const std::vector<uint32_t>& nodes) {
-  constexpr uint32_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
-  std::vector<unsigned long> mask(1);
-  if (home != PageHome::kToucher) {  // without nodes, "preferred" means the toucher's
-    HYBRIDOPT_CHECK(!nodes.empty() && (home == PageHome::kInterleaved || nodes.size() == 1));
-    mask.resize(*std::max_element(nodes.begin(), nodes.end()) / kWordBits + 1);
-    for (uint32_t node : nodes) mask[node / kWordBits] |= 1ul << (node % kWordBits);
-  }
-  const int mode = home == PageHome::kInterleaved ? MPOL_INTERLEAVE : MPOL_PREFERRED;
-  // The kernel reads one bit less than it is told.
-  if (syscall(SYS_mbind, data, RoundUpToPages(bytes), mode, mask.data(),
-              mask.size() * kWordBits + 1, 0) == 0)
-    return {};
-  return Status::Error(OFFLOAD_UNSUPPORTED, "mbind was refused (%s)", ErrorText(errno).c_str());
 }
 
 Result<void*> ReserveAddresses(uint64_t bytes, bool huge_pages) {
@@ -375,11 +355,9 @@ uint32_t CgroupCpuLimit(const std::string& root) {
 }
 
 std::vector<NumaNode> NumaNodes(const std::string& root) {
-  const std::vector<uint32_t> memory = ReadMemoryNodes(root).allowed;
   std::vector<NumaNode> nodes;
   for (uint32_t id : ParseList(ReadText(root + kNodes + "online"))) {
-    nodes.push_back({id, ParseList(ReadText(NodePath(id, root) + "/cpulist")),
-                     std::binary_search(memory.begin(), memory.end(), id)});
+    nodes.push_back({id, ParseList(ReadText(NodePath(id, root) + "/cpulist"))});
     SortByCore(nodes.back().cpus, root);
   }
   return nodes;

@@ -12,6 +12,9 @@
 
 namespace hybridopt::prim {
 
+// Bytes of a page, where it is not huge.
+uint64_t PageBytes();
+
 // Nanoseconds of a clock that only goes forward.
 int64_t NowNs();
 
@@ -23,19 +26,6 @@ uint64_t ForkGeneration();
 // toucher places it. OUT_OF_HOST_MEMORY names the bytes.
 Result<void*> MapPages(uint64_t bytes, bool huge_pages = true);
 void UnmapPages(void* data, uint64_t bytes);
-
-// Which NUMA nodes the pages of a range prefer; no range is bound so tightly that a full node would
-// refuse it.
-enum class PageHome {
-  kNode,         // the one node of `nodes`
-  kToucher,      // the node of the thread that touches a page first
-  kInterleaved,  // in turn on each of `nodes`
-};
-
-// Tells the kernel, for pages from MapPages that nobody has touched. Policies that the thread or
-// process inherited (numactl) then do not count in this range. UNSUPPORTED where the system
-// refuses, as containers without CAP_SYS_NICE often do.
-Status PreferNodes(void* data, uint64_t bytes, PageHome home, const std::vector<uint32_t>& nodes);
 
 // Address space that faults on any access. UnmapPages gives it back. With huge_pages it starts
 // where a huge page may.
@@ -66,7 +56,6 @@ uint32_t CgroupCpuLimit(const std::string& root = "");
 struct NumaNode {
   uint32_t id;
   std::vector<uint32_t> cpus;  // the threads of one core side by side; empty: only memory
-  bool has_memory;             // that this process may use
 };
 
 // The online nodes, ascending; empty if the system does not say.

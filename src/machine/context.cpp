@@ -34,9 +34,12 @@ Status CheckOptions(const offload_context_options_t& options) {
                          "options.allow_pageable is %d, expected 0 (commit fails where memory "
                          "cannot be pinned) or 1 (it is used unpinned)",
                          options.allow_pageable);
-  if (options.reserved != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
-                         options.reserved);
+  if (options.numa_policy != OFFLOAD_NUMA_NEAR && options.numa_policy != OFFLOAD_NUMA_INTERLEAVED)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.numa_policy is %d, expected OFFLOAD_NUMA_NEAR (0: host memory "
+                         "near the update threads) or OFFLOAD_NUMA_INTERLEAVED (1: on all nodes in "
+                         "turn)",
+                         options.numa_policy);
   if (options.device_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.device_timeout_ns is %llu, expected at most 2^63 - 1",
@@ -82,39 +85,14 @@ SeatRequest SeatRequestOf(const offload_context_options_t& options, const Device
   return {options.numa_nodes, options.local_rank, options.local_world, device.pci_id()};
 }
 
-std::vector<uint32_t> MemoryNodes(const Seats& seats) {
-  std::vector<uint32_t> ids;
-  for (const prim::NumaNode& node : seats.nodes)
-    if (node.has_memory) ids.push_back(node.id);
-  return ids;
-}
-
-// Tries it out on one page.
-Status TryToPlace(const std::vector<uint32_t>& nodes) {
-  if (nodes.empty())
-    return Status::Error(
-        OFFLOAD_UNSUPPORTED,
-        "the nodes of the update threads have no memory that this process may use");
-  HYBRIDOPT_ASSIGN(void* page, prim::MapPages(1));
-  const Status status = prim::PreferNodes(page, 1, prim::PageHome::kNode, {nodes.front()});
-  prim::UnmapPages(page, 1);
-  return status;
-}
-
-// Threads of several nodes that share each chunk of the pipeline own pieces of some 100 KiB: 2 MiB
-// pages would lie with the wrong thread more often than not. The host device has no chunks.
-PageWish StatePages(const Seats& seats, const Device& device, bool placeable) {
-  PageWish wish;
-  if (placeable) wish.nodes = MemoryNodes(seats);
-  wish.owners_touch_first = true;
-  wish.huge_pages = device.unified() || seats.nodes.size() == 1;
-  return wish;
-}
-
-PageWish PinnedPages(const Seats& seats, bool placeable) {
-  PageWish wish;
-  if (placeable) wish.nodes = MemoryNodes(seats);
-  return wish;
+PagesAsked PagesOf(int32_t policy, const Seats& seats, uint32_t threads, bool shares_chunks) {
+  PagesAsked asked{policy, {}, seats.interleaved, shares_chunks};
+  for (const prim::NumaNode& node : seats.nodes) asked.threads.push_back({node.id, 0});
+  for (uint32_t index = 0; index < threads; ++index) {
+    const uint32_t node = NodeOfThread(seats.nodes, index, threads).id;
+    for (PageWish::Share& share : asked.threads) share.parts += share.node == node ? 1 : 0;
+  }
+  return asked;
 }
 
 }  // namespace
@@ -128,7 +106,7 @@ Result<std::shared_ptr<Context>> Context::Create(const offload_context_options_t
 }
 
 Context::Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
-                 const KernelTable& kernels, Seats seats)
+                 const KernelTable& kernels, Seats seats, Result<Numa> numa)
     : pinned_bytes_max_(options.pinned_bytes_max != 0 ? options.pinned_bytes_max : UINT64_MAX),
       device_timeout_ns_(TimeoutNs(options)),
       log_(options.log),
@@ -136,11 +114,13 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
       kernels_(kernels),
       device_(std::move(device)),
       seats_(std::move(seats)),
-      placeable_(TryToPlace(MemoryNodes(seats_))),
-      state_pages_(StatePages(seats_, *device_, placeable_.ok())),
-      pinned_pages_(PinnedPages(seats_, placeable_.ok())),
       workers_(options.threads, seats_.nodes, seats_.cpu_limit),
-      allow_pageable_(options.allow_pageable != 0) {}
+      numa_(std::move(numa)),
+      pages_(ChoosePages(
+          PagesOf(options.numa_policy, seats_, workers_.threads(), !device_->unified()), numa_)),
+      allow_pageable_(options.allow_pageable != 0) {
+  if (pages_.policy != options.numa_policy) Log(OFFLOAD_LOG_WARNING, Notes().c_str());
+}
 
 Result<void*> Context::AllocateForCaller(uint64_t bytes) {
   std::lock_guard lock(given_out_mutex_);
@@ -219,10 +199,10 @@ uint64_t Context::PinnedBytesLeft() const {
   return pinned_bytes_max_ == UINT64_MAX ? UINT64_MAX : pinned_bytes_max_ - pinned_bytes_;
 }
 
-// Without threads that keep to their nodes, memory can still be on the right one if there is one.
+// Memory that lies with whoever touches it first is nowhere in particular if threads change nodes.
 int32_t Context::NumaRung() const {
-  if (placeable_.ok() && (workers_.seated() || seats_.nodes.size() == 1))
-    return OFFLOAD_NUMA_PLACED;
+  const bool needs_seats = pages_.state.policy == PagePolicy::kToucher;
+  if (pages_.placed() && (workers_.seated() || !needs_seats)) return OFFLOAD_NUMA_PLACED;
   return workers_.seated() ? OFFLOAD_NUMA_FIRST_TOUCH : OFFLOAD_NUMA_NONE;
 }
 
@@ -235,12 +215,11 @@ void Context::Note(const char* text) {
 }
 
 std::string Context::Notes() const {
-  std::string notes = seats_.note;
-  if (!placeable_.ok()) notes += "memory is not placed: " + placeable_.message() + "; ";
+  std::string notes = seats_.note + pages_.note;
   if (!workers_.seated()) notes += "threads do not keep to their node: the system refused; ";
   if (!prim::HugePagesAvailable())
     notes += "no huge pages: transparent_hugepage is off; ";
-  else if (!state_pages_.huge_pages)
+  else if (!pages_.state.huge_pages)
     notes += "no huge pages for state: several nodes share each chunk; ";
   {
     std::lock_guard lock(notes_mutex_);
@@ -257,13 +236,16 @@ Result<offload_context_info_t> Context::Info() const {
   info.cpus_allowed = seats_.cpus_allowed;
   info.nodes = seats_.nodes_allowed;
   info.threads_seated = workers_.seated() ? 1 : 0;
-  info.huge_pages = prim::HugePagesAvailable() && state_pages_.huge_pages ? 1 : 0;
+  info.huge_pages = prim::HugePagesAvailable() && pages_.state.huge_pages ? 1 : 0;
   info.local_rank = seats_.local_rank;
   info.local_world = seats_.local_world;
   info.cpus = workers_.cpus();
   info.numa_rung = NumaRung();
   for (const prim::NumaNode& node : seats_.nodes)
     if (node.id < 64) info.numa_nodes |= uint64_t{1} << node.id;
+  info.numa_policy = pages_.policy;
+  for (const uint32_t node : pages_.pinned.nodes)
+    if (node < 64) info.numa_memory_nodes |= uint64_t{1} << node;
   std::snprintf(info.notes, sizeof(info.notes), "%s", Notes().c_str());
   info.optimizers = optimizers_;
   if (!device_->unified()) {

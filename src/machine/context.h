@@ -8,10 +8,11 @@
 #include <string>
 
 #include "base/files.h"
+#include "base/numa.h"
 #include "base/status.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
-#include "memory/arena.h"
+#include "memory/page_wishes.h"
 #include "runtime/topology.h"
 #include "runtime/worker_pool.h"
 
@@ -22,7 +23,8 @@ class Context {
   static Result<std::shared_ptr<Context>> Create(const offload_context_options_t& options);
   // With a device of the caller's making; tests put faulty ones in.
   Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
-          const KernelTable& kernels, Seats seats = ChooseSeats({.local_world = 1}).value());
+          const KernelTable& kernels, Seats seats = ChooseSeats({.local_world = 1}).value(),
+          Result<Numa> numa = Numa::Open());
 
   Device& device() { return *device_; }
   const Device& device() const { return *device_; }
@@ -30,8 +32,8 @@ class Context {
   const KernelTable& kernels() const { return kernels_; }
   int64_t device_timeout_ns() const { return device_timeout_ns_; }
   // Where state should lie, which its workers touch first, and pinned memory, which has no owner.
-  const PageWish& state_pages() const { return state_pages_; }
-  const PageWish& pinned_pages() const { return pinned_pages_; }
+  const PageWish& state_pages() const { return pages_.state; }
+  const PageWish& pinned_pages() const { return pages_.pinned; }
 
   // The caller's own device memory (offload_device_alloc): only that may be freed through here.
   Result<void*> AllocateForCaller(uint64_t bytes);
@@ -73,10 +75,9 @@ class Context {
   const KernelTable& kernels_;
   std::unique_ptr<Device> device_;
   const Seats seats_;
-  const Status placeable_;  // why pages cannot be placed, if they cannot
-  const PageWish state_pages_;
-  const PageWish pinned_pages_;
   WorkerPool workers_;
+  const Result<Numa> numa_;
+  const PageWishes pages_;
   const bool allow_pageable_;
   prim::Files* files_ = &prim::SystemFiles();
   mutable std::mutex notes_mutex_;

@@ -41,6 +41,7 @@ class LaneRing {
   LaneRing& operator=(LaneRing&& other) noexcept;
 
   StagingRing& staging() { return staging_; }
+  const StagingRing& staging() const { return staging_; }
   const TimedEvent& landed(uint32_t slot) const { return landed_[slot]; }
   const TimedEvent& uploaded(uint32_t slot) const { return uploaded_[slot]; }
 
@@ -120,6 +121,10 @@ class Lanes {
 
   Device& device() { return context_.device(); }
   StagingRing& ring() { return ring_.staging(); }
+  void AddNodeBytes(NodeBytes* sum) const {
+    ring_.staging().AddNodeBytes(sum);
+    verdict_page_.AddNodeBytes(sum);
+  }
   const TimedEvent& landed(uint32_t slot) const { return ring_.landed(slot); }
   const TimedEvent& uploaded(uint32_t slot) const { return ring_.uploaded(slot); }
 

@@ -20,6 +20,7 @@ class PinnedArena {
 
   std::byte* data() const { return arena_.data(); }
   uint64_t bytes() const { return arena_.bytes(); }
+  void AddNodeBytes(NodeBytes* sum) const { arena_.AddNodeBytes(0, arena_.bytes(), sum); }
   uint64_t pinned_bytes() const { return device_ != nullptr ? arena_.bytes() : 0; }
 
  private:

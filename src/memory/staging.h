@@ -30,6 +30,7 @@ class StagingRing {
   uint32_t slots() const { return slots_; }
   uint64_t bytes() const { return arena_.bytes(); }
   uint64_t pinned_bytes() const { return arena_.pinned_bytes(); }
+  void AddNodeBytes(NodeBytes* sum) const { arena_.AddNodeBytes(sum); }
   uint64_t grad_bytes() const { return grad_bytes_; }  // of a slot's grads half
   std::byte* grads(uint32_t slot) const { return arena_.data() + slot * slot_bytes_; }
   std::byte* params(uint32_t slot) const { return grads(slot) + grad_bytes_; }

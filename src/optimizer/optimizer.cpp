@@ -107,6 +107,7 @@ Result<offload_plan_t> Optimizer::Plan() const {
     HYBRIDOPT_ASSIGN(offload_plan_t plan,
                      PlanOf(*context_, table_, committed_->shape, committed_->decided));
     plan.fits = 1;
+    if (committed_->timeline->idle()) SetNodeBytes(FoundNodeBytes(), plan);
     return plan;
   }
   const StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
@@ -114,6 +115,15 @@ Result<offload_plan_t> Optimizer::Plan() const {
   HYBRIDOPT_ASSIGN(offload_plan_t plan, PlanOf(*context_, table_, shape, arrangement));
   plan.fits = CheckRoom(plan).ok() ? 1 : 0;
   return plan;
+}
+
+// Where the committed memory lies. Queued work may change that memory, so none may be queued.
+NodeBytes Optimizer::FoundNodeBytes() const {
+  NodeBytes bytes;
+  committed_->memory->AddNodeBytes(committed_->decided.residence, &bytes);
+  committed_->lanes->AddNodeBytes(&bytes);
+  committed_->swap->AddNodeBytes(&bytes);
+  return bytes;
 }
 
 Status Optimizer::CheckRoom(const offload_plan_t& plan) const {

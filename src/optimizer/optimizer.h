@@ -111,6 +111,7 @@ class Optimizer {
   void MakeParts(Committed& committed);
   void FillTables(Committed& committed) const;
   void CountStateBytes(Committed& committed) const;
+  NodeBytes FoundNodeBytes() const;
   Status CheckCommitted() const;
   Status CheckIdle() const;
   Status CheckStepOptions(const offload_step_options_t& options) const;

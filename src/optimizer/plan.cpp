@@ -17,6 +17,29 @@ Arrangement Arrange(const ParamTable& table, const StateShape& shape, double dev
   return arrangement;
 }
 
+namespace {
+
+// Where the context's policy will put the pages.
+NodeBytes PlannedNodeBytes(const Context& context, const Residence& residence,
+                           const offload_plan_t& plan) {
+  NodeBytes bytes;
+  context.state_pages().AddPlanned(StateMemory::HostBytes(residence), &bytes);
+  context.pinned_pages().AddPlanned(
+      plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes + plan.host_swap_bytes,
+      &bytes);
+  return bytes;
+}
+
+}  // namespace
+
+void SetNodeBytes(const NodeBytes& bytes, offload_plan_t& plan) {
+  plan.numa_unknown_bytes = plan.host_bytes;
+  for (size_t node = 0; node < bytes.on_node.size(); ++node) {
+    plan.numa_bytes[node] = bytes.on_node[node];
+    plan.numa_unknown_bytes -= bytes.on_node[node];
+  }
+}
+
 Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
                               const StateShape& shape, const Arrangement& arrangement) {
   const Residence& residence = arrangement.residence;
@@ -44,9 +67,10 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.chunk_count = arrangement.chunks.chunks.size();
   plan.grads_down_bytes = arrangement.chunks.grads_down_bytes;
   plan.params_up_bytes = arrangement.chunks.params_up_bytes;
-  if (device.unified()) return plan;
-  plan.staging_bytes = Lanes::PinnedBytes(arrangement.lanes);
+  if (!device.unified()) plan.staging_bytes = Lanes::PinnedBytes(arrangement.lanes);
   plan.host_bytes += plan.staging_bytes;
+  SetNodeBytes(PlannedNodeBytes(context, residence, plan), plan);
+  if (device.unified()) return plan;
   plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
   plan.device_bytes =
       StateMemory::DeviceBytes(device, shape, residence) + plan.device_scratch_bytes;

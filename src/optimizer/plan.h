@@ -23,6 +23,9 @@ Arrangement Arrange(const ParamTable& table, const StateShape& shape, double dev
 Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
                               const StateShape& shape, const Arrangement& arrangement);
 
+// Replaces what the plan tells of NUMA nodes.
+void SetNodeBytes(const NodeBytes& bytes, offload_plan_t& plan);
+
 // OUT_OF_DEVICE_MEMORY or OUT_OF_HOST_MEMORY where so much is not free; the text starts with what
 // needs it.
 Status CheckDeviceRoom(const Context& context, const char* what, double device_fraction,

@@ -34,7 +34,7 @@ Nodes Cut(const Nodes& nodes, uint64_t begin, uint64_t end) {
     const auto at = [&](uint64_t cpu) {
       return node.cpus.begin() + static_cast<std::ptrdiff_t>(cpu - first);
     };
-    if (from < to) part.push_back({node.id, {at(from), at(to)}, node.has_memory});
+    if (from < to) part.push_back({node.id, {at(from), at(to)}});
     first = last;
   }
   return part;
@@ -114,7 +114,7 @@ Nodes NodesOf(const std::vector<uint32_t>& allowed_cpus, const std::string& root
     std::erase_if(node.cpus, [&](uint32_t cpu) { return !Contains(allowed_cpus, cpu); });
     if (!node.cpus.empty()) nodes.push_back(std::move(node));
   }
-  if (nodes.empty()) nodes.push_back({0, allowed_cpus, false});
+  if (nodes.empty()) nodes.push_back({0, allowed_cpus});
   return nodes;
 }
 
@@ -153,12 +153,12 @@ Nodes PartOfRank(const Nodes& nodes, uint32_t rank, uint32_t world) {
   return Cut(nodes, begin, std::max(end, begin + 1));
 }
 
-const std::vector<uint32_t>& CpusOfThread(const Nodes& nodes, uint32_t index, uint32_t threads) {
+const prim::NumaNode& NodeOfThread(const Nodes& nodes, uint32_t index, uint32_t threads) {
   HYBRIDOPT_CHECK(index < threads && !nodes.empty());
   uint64_t at = uint64_t{CpuCount(nodes)} * index / threads;
   auto node = nodes.begin();
   for (; at >= node->cpus.size() && node + 1 != nodes.end(); ++node) at -= node->cpus.size();
-  return node->cpus;
+  return *node;
 }
 
 Result<Seats> ChooseSeats(const SeatRequest& request, const std::vector<uint32_t>& allowed_cpus,
@@ -174,6 +174,8 @@ Result<Seats> ChooseSeats(const SeatRequest& request, const std::vector<uint32_t
   const uint32_t limit = prim::CgroupCpuLimit(root);
   if (limit != 0) seats.cpu_limit = std::max(limit / local.world, 1u);
   seats.nodes = PartOfRank(asked, local.rank, local.world);
+  for (const prim::NumaNode& node : request.numa_nodes != 0 ? asked : prim::NumaNodes(root))
+    if (!node.cpus.empty()) seats.interleaved.push_back(node.id);
   if (local.world > CpuCount(asked))
     seats.note =
         std::to_string(local.world) + " ranks share " + std::to_string(CpuCount(asked)) + " CPUs; ";

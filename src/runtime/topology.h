@@ -37,8 +37,8 @@ Nodes NodesNear(const Nodes& nodes, const std::string& pci_id, const std::string
 // One rank's part of the CPUs. With more ranks than CPUs each has one, shared as evenly as can be.
 Nodes PartOfRank(const Nodes& nodes, uint32_t rank, uint32_t world);
 
-// The CPUs that thread `index` of `threads` runs on: those of the node it belongs to.
-const std::vector<uint32_t>& CpusOfThread(const Nodes& nodes, uint32_t index, uint32_t threads);
+// The node that thread `index` of `threads` belongs to; the thread runs on the node's CPUs.
+const prim::NumaNode& NodeOfThread(const Nodes& nodes, uint32_t index, uint32_t threads);
 
 // What a context asks for, as in offload_context_options.
 struct SeatRequest {
@@ -50,6 +50,9 @@ struct SeatRequest {
 
 struct Seats {
   Nodes nodes;  // with the CPUs of this rank's part
+  // The nodes whose memory may be interleaved, ascending: those that numa_nodes names, else all
+  // that have CPUs, whoever may use these. (The memory of an accelerator is a node without CPUs.)
+  std::vector<uint32_t> interleaved;
   uint32_t local_rank = 0;
   uint32_t local_world = 1;
   uint32_t cpus_allowed = 0;   // by the affinity mask

@@ -130,7 +130,7 @@ void* WorkerPool::State::ThreadMain(void* worker) {
   prim::NameThisThread(name);
   // All CPUs of its node, and not those of the thread that called Begin first. Not one of them: a
   // thread whose CPU is needed by something else goes on on another.
-  if (!prim::PinThisThread(CpusOfThread(state.nodes, index, state.shape.threads)))
+  if (!prim::PinThisThread(NodeOfThread(state.nodes, index, state.shape.threads).cpus))
     state.seated = false;
   state.WorkThroughJobs(index);
   return nullptr;

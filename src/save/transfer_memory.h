@@ -15,7 +15,7 @@ class TransferMemory {
   static Result<TransferMemory> Take(Context& context, uint64_t bytes) {
     TransferMemory memory;
     // Direct access to a disk takes what is contiguous at once: through small pages half as fast.
-    const PageWish wish{context.pinned_pages().nodes, false, true};
+    const PageWish& wish = context.pinned_pages();
     if (!context.device().unified() && context.ReservePinned(bytes).ok()) {
       memory.context_ = &context;
       memory.pinned_bytes_ = bytes;

@@ -78,6 +78,14 @@ Status StateMemory::GrowHost(const Residence& to) {
   return {};
 }
 
+void StateMemory::AddNodeBytes(const Residence& residence, NodeBytes* sum) const {
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+    const Residence::Bytes& range = residence.bytes(Tier::kHost, StateSlot{slot});
+    const uint64_t begin = shape_.host_region_begin[slot];
+    arena_.AddNodeBytes(begin + range.begin, begin + range.end, sum);
+  }
+}
+
 // Both residences hold the end of a region on the host, if anything of it.
 void StateMemory::ShrinkHost(const Residence& from, const Residence& to) {
   for (uint32_t index = 0; index < kStateSlots; ++index) {

@@ -59,6 +59,9 @@ class StateMemory {
   Status GrowHost(const Residence& to);
   void ShrinkHost(const Residence& from, const Residence& to);
 
+  // Adds on which NUMA nodes lies what the host holds.
+  void AddNodeBytes(const Residence& residence, NodeBytes* sum) const;
+
   // An element's address on a tier; NULL where that tier keeps no such array. Whether there is
   // memory behind it the residence says.
   std::byte* Host(uint32_t param, StateSlot slot, uint64_t element = 0) const {

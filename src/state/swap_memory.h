@@ -30,6 +30,8 @@ class PinnedRoom {
   }
   std::byte* data() const { return arena_.data(); }
 
+  void AddNodeBytes(NodeBytes* sum) const { arena_.AddNodeBytes(sum); }
+
  private:
   Context* context_ = nullptr;  // set where it counts
   PinnedArena arena_;
@@ -47,6 +49,7 @@ class SwapStates {
     return room_.data() + begin_[slot] + param.ByteAt(Tier::kDevice, slot, element);
   }
   std::byte* data() const { return room_.data(); }
+  void AddNodeBytes(NodeBytes* sum) const { room_.AddNodeBytes(sum); }
 
  private:
   PinnedRoom room_;
@@ -71,6 +74,11 @@ class SwapMemory {
     return states_.At(shape_.params[id], slot, element);
   }
   SwapStates& states() { return states_; }
+  void AddNodeBytes(NodeBytes* sum) const {
+    params_.AddNodeBytes(sum);
+    grads_.AddNodeBytes(sum);
+    states_.AddNodeBytes(sum);
+  }
 
  private:
   explicit SwapMemory(const StateShape& shape) : shape_(shape) {}

@@ -46,9 +46,9 @@ static const pin_t pins[] = {
     FIELD(offload_context_options_t, local_world, 84, 4),
     FIELD(offload_context_options_t, sim_pinned_bytes_max, 88, 8),
     FIELD(offload_context_options_t, allow_pageable, 96, 4),
-    FIELD(offload_context_options_t, reserved, 100, 4),
+    FIELD(offload_context_options_t, numa_policy, 100, 4),
 
-    STRUCT(offload_context_info_t, 1392),
+    STRUCT(offload_context_info_t, 1408),
     FIELD(offload_context_info_t, struct_size, 0, 4),
     FIELD(offload_context_info_t, device_kind, 4, 4),
     FIELD(offload_context_info_t, threads, 8, 4),
@@ -68,6 +68,9 @@ static const pin_t pins[] = {
     FIELD(offload_context_info_t, numa_rung, 356, 4),
     FIELD(offload_context_info_t, numa_nodes, 360, 8),
     FIELD(offload_context_info_t, notes, 368, 1024),
+    FIELD(offload_context_info_t, numa_memory_nodes, 1392, 8),
+    FIELD(offload_context_info_t, numa_policy, 1400, 4),
+    FIELD(offload_context_info_t, reserved, 1404, 4),
 
     STRUCT(offload_comm_t, 48),
     FIELD(offload_comm_t, struct_size, 0, 4),
@@ -141,7 +144,7 @@ static const pin_t pins[] = {
     FIELD(offload_binding_t, data, 8, 8),
     FIELD(offload_binding_t, grad, 16, 8),
 
-    STRUCT(offload_plan_t, 664),
+    STRUCT(offload_plan_t, 1184),
     FIELD(offload_plan_t, struct_size, 0, 4),
     FIELD(offload_plan_t, param_count, 4, 4),
     FIELD(offload_plan_t, element_count, 8, 8),
@@ -165,6 +168,8 @@ static const pin_t pins[] = {
     FIELD(offload_plan_t, params_up_bytes, 648, 8),
     FIELD(offload_plan_t, fits, 656, 4),
     FIELD(offload_plan_t, reserved, 660, 4),
+    FIELD(offload_plan_t, numa_bytes, 664, 512),
+    FIELD(offload_plan_t, numa_unknown_bytes, 1176, 8),
 
     STRUCT(offload_step_options_t, 32),
     FIELD(offload_step_options_t, struct_size, 0, 4),
@@ -339,6 +344,8 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_MOVABLE_STATES, 4),
     VALUE(OFFLOAD_MOVABLE_ACCUMULATE, 8),
 
+    VALUE(OFFLOAD_NUMA_NEAR, 0),
+    VALUE(OFFLOAD_NUMA_INTERLEAVED, 1),
     VALUE(OFFLOAD_NUMA_NONE, 0),
     VALUE(OFFLOAD_NUMA_FIRST_TOUCH, 1),
     VALUE(OFFLOAD_NUMA_PLACED, 2),

@@ -140,6 +140,16 @@ TEST(Configuration, SimDelayTooLong) {
       [](auto& o) { o.sim_delay_ns_max = 1000000000; });
 }
 
+TEST(Configuration, UnknownNumaPolicy) {
+  for (int32_t wrong : {-1, 2})
+    ExpectContextRefused(
+        OFFLOAD_INVALID_ARGUMENT,
+        {"options.numa_policy is " + std::to_string(wrong),
+         "OFFLOAD_NUMA_NEAR (0:", "OFFLOAD_NUMA_INTERLEAVED (1:"},
+        [&](auto& o) { o.numa_policy = wrong; },
+        [](auto& o) { o.numa_policy = OFFLOAD_NUMA_INTERLEAVED; });
+}
+
 TEST(Configuration, NumaNodeThatIsNotThere) {
   ExpectContextRefused(
       OFFLOAD_INVALID_ARGUMENT,

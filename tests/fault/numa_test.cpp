@@ -8,17 +8,23 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string>
 
+#include "../numa/fake_numa_library.h"
+#include "../temporary_directory.h"
 #include "base/prim.h"
 #include "child.h"
 #include "machine/context.h"
 #include "machine/lanes.h"
+#include "optimizer/optimizer.h"
 #include "runtime/topology.h"
 #include "state/residence.h"
+#include "state/state_memory.h"
 #include "state/swap_memory.h"
 #include "step/chunk_table.h"
 #include "trainer.h"
@@ -105,7 +111,7 @@ std::string StatusLine(const std::string& file, const std::string& key) {
 // --- The ladder ---
 
 TEST(NumaLadder, TheBestRungHereIsPlacedAndSaysNothing) {
-  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
+  if (!MayPlace()) GTEST_SKIP() << "no libnuma, or a system that refuses mbind";
   for (int32_t kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
     const Outcome outcome = RunSteps(OptionsFor(kind, 1));
     EXPECT_EQ(outcome.info.numa_rung, OFFLOAD_NUMA_PLACED);
@@ -198,16 +204,76 @@ TEST(NumaLadder, AStrictBindWouldHaveBeenNoticed) {
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGSYS) << status;
 }
 
-TEST(NumaLadder, NeedsNoLibnuma) {
-  const bool placed = MayPlace();
-  ExpectSameBitsUnder([] {},
-                      [&](const offload_context_info_t& info) {
-                        EXPECT_EQ(info.numa_rung == OFFLOAD_NUMA_PLACED, placed);
-                        std::ifstream maps("/proc/self/maps");
-                        std::stringstream text;
-                        text << maps.rdbuf();
-                        EXPECT_EQ(text.str().find("libnuma"), std::string::npos);
-                      });
+constexpr char kBitsVariable[] = "HYBRIDOPT_TEST_BITS";
+
+// This program runs once more, with a file first in the search for libnuma that is no library.
+TEST(NumaLadder, WithoutLibnumaThreadsStillTouchTheirPagesFirst) {
+  const TemporaryDirectory directory;
+  std::ofstream(directory / "libnuma.so.1") << "no library";
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe");
+  const std::string bits_path = directory / "bits";
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    setenv("LD_LIBRARY_PATH", directory.path().c_str(), 1);
+    setenv(kBitsVariable, bits_path.c_str(), 1);
+    execl(program.c_str(), program.c_str(), "--gtest_also_run_disabled_tests",
+          "--gtest_filter=WithoutLibnuma.*", nullptr);
+    std::_Exit(127);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  std::ifstream file(bits_path, std::ios::binary);
+  const std::vector<unsigned char> bits{std::istreambuf_iterator<char>(file), {}};
+  const Reference reference;
+  std::vector<unsigned char> expected;
+  for (const auto* of : {&reference.host, &reference.host, &reference.sim, &reference.sim})
+    expected.insert(expected.end(), of->begin(), of->end());
+  EXPECT_TRUE(bits == expected);
+}
+
+// What the test above runs.
+TEST(WithoutLibnuma, DISABLED_SaysSoAndWritesItsBits) {
+  EXPECT_FALSE(Numa::Open().ok());
+  std::ofstream file(std::getenv(kBitsVariable), std::ios::binary);
+  for (int32_t kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    for (int32_t policy : {OFFLOAD_NUMA_NEAR, OFFLOAD_NUMA_INTERLEAVED}) {
+      std::string warnings;
+      auto options = Make<offload_context_options_t>();
+      options.device_kind = kind;
+      options.threads = 2;
+      options.numa_policy = policy;
+      options.log_user = &warnings;
+      options.log = [](void* user, int32_t level, const char* text) {
+        if (level == OFFLOAD_LOG_WARNING) *static_cast<std::string*>(user) += text;
+      };
+      offload_context_t context = nullptr;
+      ASSERT_OFFLOAD_OK(offload_context_create(&options, &context));
+      {
+        Trainer trainer(OptionsFor(kind), context);
+        trainer.AddParams();
+        trainer.Commit();
+        trainer.Steps(1, 1 + kSteps);
+        const std::vector<unsigned char> bits = trainer.Bits();
+        file.write(reinterpret_cast<const char*>(bits.data()),
+                   static_cast<std::streamsize>(bits.size()));
+        auto plan = Make<offload_plan_t>();
+        EXPECT_OFFLOAD_OK(offload_optimizer_plan(trainer.optimizer, &plan));
+        EXPECT_EQ(plan.numa_unknown_bytes, plan.host_bytes);
+      }
+      const offload_context_info_t info = Info(context);
+      EXPECT_EQ(info.numa_rung, OFFLOAD_NUMA_FIRST_TOUCH);
+      EXPECT_EQ(info.numa_policy, OFFLOAD_NUMA_NEAR);
+      EXPECT_EQ(info.numa_memory_nodes, 0u);
+      EXPECT_TRUE(Says(info, "memory is not placed: libnuma cannot be opened")) << info.notes;
+      const bool asked = policy == OFFLOAD_NUMA_INTERLEAVED;
+      const std::string refusal = "memory is not interleaved: libnuma cannot be opened";
+      EXPECT_EQ(Says(info, refusal), asked) << info.notes;
+      EXPECT_EQ(warnings.find(refusal) != std::string::npos, asked) << warnings;
+      ASSERT_OFFLOAD_OK(offload_context_destroy(context));
+    }
+  }
 }
 
 // --- Limits ---
@@ -264,9 +330,11 @@ std::set<int> NodesOfPages(const void* data, uint64_t bytes) {
 }
 
 TEST(Placement, StateLiesOnTheNodesOfTheThreads) {
-  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
+  if (!MayPlace()) GTEST_SKIP() << "no libnuma, or a system that refuses mbind";
+  const std::vector<uint32_t> memory_nodes = Numa::Open().value().MemoryNodes();
   for (const prim::NumaNode& node : NodesOf(prim::AllowedCpus())) {
-    if (node.id >= 64 || !node.has_memory) continue;
+    if (node.id >= 64 || !std::binary_search(memory_nodes.begin(), memory_nodes.end(), node.id))
+      continue;
     auto options = Make<offload_context_options_t>();
     options.numa_nodes = uint64_t{1} << node.id;
     offload_context_t context = nullptr;
@@ -291,84 +359,171 @@ TEST(Placement, StateLiesOnTheNodesOfTheThreads) {
 }
 
 // A context on a machine of the test's making.
-std::shared_ptr<Context> ContextOn(int32_t kind, const Nodes& nodes) {
+std::shared_ptr<Context> ContextOn(int32_t kind, const Nodes& nodes, const Result<Numa>& numa,
+                                   int32_t policy = OFFLOAD_NUMA_NEAR) {
   auto options = Make<offload_context_options_t>();
   options.device_kind = kind;
+  options.numa_policy = policy;
+  options.log = DropLog;
   const KernelTable& kernels = *SelectKernels().value();
   std::unique_ptr<Device> device = CreateHostDevice();
   if (kind == OFFLOAD_DEVICE_SIM)
     device = std::move(CreateSimDevice({uint64_t{1} << 20, 0, 0}, kernels).value());
   Seats seats;
   seats.nodes = nodes;
-  return std::make_shared<Context>(options, std::move(device), kernels, seats);
+  for (const prim::NumaNode& node : nodes) seats.interleaved.push_back(node.id);
+  return std::make_shared<Context>(options, std::move(device), kernels, seats, numa);
 }
 
 TEST(Placement, SeveralNodesAreAskedForWhereTheyAreNeeded) {
-  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
-  const uint32_t here = NodesOf(prim::AllowedCpus())[0].id;
-  const Nodes two = {{here, {0}, true}, {here + 1, {1}, true}, {here + 2, {2}, false}};
+  const FakeNuma fake(0b011);
   for (int32_t kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
-    const std::shared_ptr<Context> context = ContextOn(kind, two);
-    EXPECT_EQ(context->state_pages().nodes, (std::vector<uint32_t>{here, here + 1}));
-    EXPECT_TRUE(context->state_pages().owners_touch_first);
-    EXPECT_EQ(context->pinned_pages().nodes, (std::vector<uint32_t>{here, here + 1}));
-    EXPECT_FALSE(context->pinned_pages().owners_touch_first);
+    const std::shared_ptr<Context> context =
+        ContextOn(kind, {{0, {0}}, {1, {1}}, {2, {2}}}, fake.result());
+    EXPECT_EQ(context->state_pages().policy, PagePolicy::kToucher);
+    EXPECT_EQ(context->pinned_pages().policy, PagePolicy::kInterleaved);
+    EXPECT_EQ(context->pinned_pages().nodes, (std::vector<uint32_t>{0, 1}));
     EXPECT_TRUE(context->pinned_pages().huge_pages);
     // Chunks, which only a device with memory of its own has, are too small for huge pages.
     EXPECT_EQ(context->state_pages().huge_pages, kind == OFFLOAD_DEVICE_HOST);
     const offload_context_info_t info = context->Info().value();
-    EXPECT_EQ(info.numa_nodes, uint64_t{7} << here);
+    EXPECT_EQ(info.numa_nodes, 7u);
+    EXPECT_EQ(info.numa_memory_nodes, 3u);
+    EXPECT_EQ(info.numa_policy, OFFLOAD_NUMA_NEAR);
     EXPECT_EQ(Says(info, "no huge pages"),
               kind == OFFLOAD_DEVICE_SIM || !prim::HugePagesAvailable())
         << info.notes;
   }
 }
 
+// All memory of an optimizer of one param.
+struct OptimizerMemory {
+  explicit OptimizerMemory(Context& context) : table(OFFLOAD_SGD, context.device()) {
+    offload_group_t group{};
+    group.momentum = 0.9;
+    EXPECT_TRUE(table.AddGroup(group).ok());
+    ParamInput input{};
+    input.param.name = "p";
+    input.param.dtype = input.param.grad_dtype = OFFLOAD_FP32;
+    input.param.count = 2048;
+    input.param.data = context.AllocateForCaller(2048 * sizeof(float)).value();
+    EXPECT_TRUE(table.AddParams({&input, 1}).ok());
+    constexpr uint32_t kMovable =
+        OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
+    shape = MakeStateShape(table, {false, 1024, 2, kMovable});
+    const Residence residence(table, shape, 0.5);
+    state = std::move(StateMemory::Create(context, shape, residence).value());
+    lanes = std::move(
+        Lanes::Create(context, LaneSizesOf(shape, residence, CutChunks(table, shape, residence)))
+            .value());
+    swap = std::move(SwapMemory::Create(context, shape, residence).value());
+  }
+  std::vector<const void*> Pinned() const {
+    return {lanes->ring().grads(0), lanes->host_verdict, swap->Params(0), swap->Grads(0),
+            swap->states().data()};
+  }
+
+  ParamTable table;
+  StateShape shape;
+  std::unique_ptr<StateMemory> state;
+  std::unique_ptr<Lanes> lanes;
+  std::unique_ptr<SwapMemory> swap;
+};
+
+void ExpectPolicy(const FakeNuma& fake, const void* data, int mode, unsigned long nodes) {
+  const fake_numa_range_t* const range = fake.RangeOf(data);
+  ASSERT_NE(range, nullptr);
+  EXPECT_EQ(range->mode, mode);
+  EXPECT_EQ(range->nodes, nodes);
+}
+
 // Staging and room for what is offloaded: whoever pins it touches it, so nobody owns a page.
-TEST(Placement, PinnedMemoryOfSeveralNodesIsInterleaved) {
-  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
-  const uint32_t here = NodesOf(prim::AllowedCpus())[0].id;
+TEST(Placement, OnSeveralNodesStateLiesWithItsToucherAndPinnedMemoryIsInterleaved) {
+  const FakeNuma fake(0b11);
   const std::shared_ptr<Context> context =
-      ContextOn(OFFLOAD_DEVICE_SIM, {{here, {0}, true}, {here + 1, {1}, true}});
-  ParamTable table(OFFLOAD_SGD, context->device());
-  offload_group_t group{};
-  group.momentum = 0.9;
-  ASSERT_TRUE(table.AddGroup(group).ok());
-  ParamInput input{};
-  input.param.name = "p";
-  input.param.dtype = input.param.grad_dtype = OFFLOAD_FP32;
-  input.param.count = 2048;
-  input.param.data = context->AllocateForCaller(2048 * sizeof(float)).value();
-  ASSERT_TRUE(table.AddParams({&input, 1}).ok());
-  constexpr uint32_t kMovable =
-      OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
-  const StateShape shape = MakeStateShape(table, {false, 1024, 2, kMovable});
-  const Residence residence(table, shape, 0.5);
-  const auto lanes = std::move(
-      Lanes::Create(*context, LaneSizesOf(shape, residence, CutChunks(table, shape, residence)))
-          .value());
-  const auto swap = std::move(SwapMemory::Create(*context, shape, residence).value());
-  EXPECT_EQ(PolicyOf(lanes->ring().grads(0)), MPOL_INTERLEAVE);
-  EXPECT_EQ(PolicyOf(lanes->host_verdict), MPOL_INTERLEAVE);
-  EXPECT_EQ(PolicyOf(swap->Params(0)), MPOL_INTERLEAVE);
-  EXPECT_EQ(PolicyOf(swap->Grads(0)), MPOL_INTERLEAVE);
-  EXPECT_EQ(PolicyOf(swap->states().data()), MPOL_INTERLEAVE);
+      ContextOn(OFFLOAD_DEVICE_SIM, {{0, {0}}, {1, {1}}}, fake.result());
+  const OptimizerMemory memory(*context);
+  ExpectPolicy(fake, memory.state->Host(0, kMaster), MPOL_PREFERRED, 0);
+  for (const void* data : memory.Pinned()) ExpectPolicy(fake, data, MPOL_INTERLEAVE, 0b11);
+}
+
+TEST(Placement, InterleavedMeansAllOfIt) {
+  const FakeNuma fake(0b1011);
+  const std::shared_ptr<Context> context =
+      ContextOn(OFFLOAD_DEVICE_SIM, {{0, {0}}, {1, {1}}, {2, {2}}, {3, {3}}}, fake.result(),
+                OFFLOAD_NUMA_INTERLEAVED);
+  const OptimizerMemory memory(*context);
+  ExpectPolicy(fake, memory.state->Host(0, kMaster), MPOL_INTERLEAVE, 0b1011);
+  for (const void* data : memory.Pinned()) ExpectPolicy(fake, data, MPOL_INTERLEAVE, 0b1011);
+  const offload_context_info_t info = context->Info().value();
+  EXPECT_EQ(info.numa_policy, OFFLOAD_NUMA_INTERLEAVED);
+  EXPECT_EQ(info.numa_memory_nodes, 0b1011u);
+  EXPECT_EQ(info.numa_rung, OFFLOAD_NUMA_PLACED);
+  EXPECT_FALSE(Says(info, "memory is not")) << info.notes;
+  EXPECT_FALSE(Says(info, "several nodes share")) << info.notes;
+}
+
+TEST(Placement, ThePlanSaysHowMuchLiesOnWhichNode) {
+  const FakeNuma fake(0b111);
+  for (const int32_t policy : {OFFLOAD_NUMA_NEAR, OFFLOAD_NUMA_INTERLEAVED}) {
+    const std::shared_ptr<Context> context =
+        ContextOn(OFFLOAD_DEVICE_HOST, {{0, {0}}, {2, {1}}}, fake.result(), policy);
+    auto options = Make<offload_optimizer_options_t>();
+    options.algorithm = OFFLOAD_ADAMW;
+    Optimizer optimizer(context, options);
+    auto group = Make<offload_group_t>();
+    group.eps = 1;
+    ASSERT_TRUE(optimizer.AddGroup(group).ok());
+    std::vector<float> data(100'000), grad(data.size());
+    auto param = Make<offload_param_t>();
+    param.dtype = param.grad_dtype = OFFLOAD_FP32;
+    param.name = "weight";
+    param.data = data.data();
+    param.grad = grad.data();
+    param.count = data.size();
+    const ParamInput input{param, {}};
+    ASSERT_TRUE(optimizer.AddParams({&input, 1}).ok());
+    const offload_plan_t before = optimizer.Plan().value();
+    ASSERT_TRUE(optimizer.Commit(nullptr).ok());
+    const uint64_t pages_bytes = before.host_bytes - before.host_scratch_bytes;
+    EXPECT_EQ(before.numa_bytes[0], pages_bytes / 2);
+    EXPECT_EQ(before.numa_bytes[2], pages_bytes - pages_bytes / 2);
+    EXPECT_EQ(before.numa_unknown_bytes, before.host_scratch_bytes);
+    // Threads of node 2 alone: nothing in this process really runs there, so the fake says so.
+    fake.machine().toucher = 2;
+    const offload_plan_t after = optimizer.Plan().value();
+    const uint64_t state_bytes = std::accumulate(std::begin(after.host_state_bytes),
+                                                 std::end(after.host_state_bytes), uint64_t{0});
+    EXPECT_EQ(after.numa_bytes[0] + after.numa_bytes[2], state_bytes);
+    EXPECT_EQ(after.numa_unknown_bytes, after.host_bytes - state_bytes);
+    if (policy == OFFLOAD_NUMA_NEAR) {
+      EXPECT_EQ(after.numa_bytes[2], state_bytes);
+    } else {
+      EXPECT_GT(after.numa_bytes[0], state_bytes / 2 - 2 * 4096);
+      EXPECT_LT(after.numa_bytes[0], state_bytes / 2 + 2 * 4096);
+    }
+  }
 }
 
 // Memory that lies with its first toucher is nowhere in particular if threads wander.
 TEST(Placement, SeveralNodesNeedThreadsThatKeepToThem) {
-  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
-  const std::shared_ptr<Context> context =
-      ContextOn(OFFLOAD_DEVICE_HOST, {{0, {60000}, true}, {1, {60001}, true}});
-  EXPECT_EQ(context->Info().value().numa_rung, OFFLOAD_NUMA_PLACED);
-  ASSERT_TRUE(context->workers().Run([](uint32_t) {}).ok());
-  EXPECT_EQ(context->Info().value().numa_rung, OFFLOAD_NUMA_NONE);
+  const FakeNuma fake(0b11);
+  for (const int32_t policy : {OFFLOAD_NUMA_NEAR, OFFLOAD_NUMA_INTERLEAVED}) {
+    const std::shared_ptr<Context> context =
+        ContextOn(OFFLOAD_DEVICE_HOST, {{0, {60000}}, {1, {60001}}}, fake.result(), policy);
+    EXPECT_EQ(context->Info().value().numa_rung, OFFLOAD_NUMA_PLACED);
+    ASSERT_TRUE(context->workers().Run([](uint32_t) {}).ok());
+    EXPECT_EQ(context->Info().value().numa_rung,
+              policy == OFFLOAD_NUMA_NEAR ? OFFLOAD_NUMA_NONE : OFFLOAD_NUMA_PLACED);
+  }
 }
 
 TEST(Placement, NodesWithoutMemoryAreNotAskedForAny) {
-  const std::shared_ptr<Context> context = ContextOn(OFFLOAD_DEVICE_HOST, {{0, {0}, false}});
-  EXPECT_TRUE(context->state_pages().nodes.empty());
-  EXPECT_TRUE(context->pinned_pages().nodes.empty());
+  const FakeNuma fake(0b10);
+  const std::shared_ptr<Context> context =
+      ContextOn(OFFLOAD_DEVICE_HOST, {{0, {0}}}, fake.result());
+  EXPECT_FALSE(context->state_pages().policy.has_value());
+  EXPECT_FALSE(context->pinned_pages().policy.has_value());
   const offload_context_info_t info = context->Info().value();
   EXPECT_EQ(info.numa_rung, OFFLOAD_NUMA_FIRST_TOUCH);
   EXPECT_TRUE(Says(info, "have no memory that this process may use")) << info.notes;
@@ -413,10 +568,11 @@ TEST(Ranks, NoTwoRunOnTheSameCpu) {
       EXPECT_EQ(info.cpus_allowed, cpus);
       EXPECT_EQ(info.cpus, 1u);
       EXPECT_EQ(info.threads, 1u);
-      EXPECT_EQ(CpusOfUpdateThreads(), std::multiset<std::string>{std::to_string(CpusOfThread(
-                                           PartOfRank(NodesOf(all), rank, cpus), 0, 1)[0])});
+      EXPECT_EQ(CpusOfUpdateThreads(),
+                std::multiset<std::string>{std::to_string(
+                    NodeOfThread(PartOfRank(NodesOf(all), rank, cpus), 0, 1).cpus[0])});
     });
-    used.insert(std::to_string(CpusOfThread(PartOfRank(NodesOf(all), rank, cpus), 0, 1)[0]));
+    used.insert(std::to_string(NodeOfThread(PartOfRank(NodesOf(all), rank, cpus), 0, 1).cpus[0]));
   }
   EXPECT_EQ(used, expected);
 }

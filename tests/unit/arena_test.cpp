@@ -1,4 +1,5 @@
-// Page placement is asked of the kernel itself (move_pages, get_mempolicy), where it answers.
+// Page placement is asked of the kernel itself (get_mempolicy), where it answers, and of a fake
+// libnuma for machines of several nodes.
 #include "memory/arena.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-#include "runtime/topology.h"
+#include "../numa/fake_numa_library.h"
 
 namespace hybridopt {
 namespace {
@@ -31,31 +32,15 @@ std::optional<Policy> PolicyOf(void* data) {
   return Policy{mode, mask[0]};
 }
 
-// The node of each page, or an empty list where the system does not tell.
-std::vector<int> NodesOfPages(std::byte* data, uint64_t bytes) {
-  const uint64_t page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  std::vector<void*> pages;
-  for (uint64_t at = 0; at < bytes; at += page_bytes) pages.push_back(data + at);
-  std::vector<int> nodes(pages.size(), -1);
-  if (syscall(SYS_move_pages, 0, pages.size(), pages.data(), nullptr, nodes.data(), 0) != 0)
-    return {};
-  return nodes;
+PageWish Wish(const Numa& numa, PagePolicy policy, std::vector<uint32_t> nodes) {
+  PageWish wish;
+  wish.numa = &numa;
+  wish.policy = policy;
+  wish.nodes = std::move(nodes);
+  return wish;
 }
 
-uint32_t FirstMemoryNode() {
-  for (const prim::NumaNode& node : prim::NumaNodes())
-    if (node.has_memory) return node.id;
-  return 0;
-}
-
-// Whether this system lets anybody place pages.
-bool MayPlace() {
-  Result<void*> page = prim::MapPages(1);
-  const Status status =
-      prim::PreferNodes(page.value(), 1, prim::PageHome::kNode, {FirstMemoryNode()});
-  prim::UnmapPages(page.value(), 1);
-  return status.ok();
-}
+void AddAll(const Arena& arena, NodeBytes* sum) { arena.AddNodeBytes(0, arena.bytes(), sum); }
 
 // What has been discarded is zero again when it comes back; what was kept keeps its bits.
 TEST(ArenaTest, ReservedAddressesAreBackedAndDiscarded) {
@@ -74,14 +59,20 @@ TEST(ArenaTest, ReservedAddressesAreBackedAndDiscarded) {
 }
 
 TEST(ArenaTest, OfNoBytesIsEmpty) {
-  const Result<Arena> arena = Arena::Map(0, {{0}, true, true});
+  const FakeNuma fake(1);
+  const Result<Arena> arena = Arena::Map(0, Wish(fake.numa(), PagePolicy::kNode, {0}));
   ASSERT_TRUE(arena.ok());
   EXPECT_EQ(arena.value().data(), nullptr);
   EXPECT_EQ(arena.value().bytes(), 0u);
+  EXPECT_EQ(fake.machine().range_count, 0u);
+  NodeBytes sum;
+  AddAll(arena.value(), &sum);
+  EXPECT_EQ(sum.on_node[0], 0u);
 }
 
 TEST(ArenaTest, MovesWithItsPages) {
-  Arena first = std::move(Arena::Map(3 * kMiB).value());
+  const FakeNuma fake(1);
+  Arena first = std::move(Arena::Map(3 * kMiB, Wish(fake.numa(), PagePolicy::kNode, {0})).value());
   std::byte* const data = first.data();
   data[0] = std::byte{1};
   Arena second(std::move(first));
@@ -90,6 +81,11 @@ TEST(ArenaTest, MovesWithItsPages) {
   first = std::move(second);
   EXPECT_EQ(first.data(), data);
   EXPECT_EQ(first.bytes(), 3 * kMiB);
+  NodeBytes sum;
+  AddAll(second, &sum);
+  EXPECT_EQ(sum.on_node[0], 0u);
+  AddAll(first, &sum);
+  EXPECT_EQ(sum.on_node[0], 3 * kMiB);
 }
 
 TEST(ArenaTest, HasNoPolicyWithoutAWish) {
@@ -99,66 +95,133 @@ TEST(ArenaTest, HasNoPolicyWithoutAWish) {
   EXPECT_EQ(policy->mode, MPOL_DEFAULT);
 }
 
+// The system's own libnuma; skipped where it or the system refuses.
 TEST(ArenaTest, TellsTheKernelItsWishAndNeverMore) {
-  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
-  const uint32_t node = FirstMemoryNode();
+  const Result<Numa> numa = Numa::Open();
+  if (!numa.ok()) GTEST_SKIP() << numa.status().message();
+  const uint32_t node = numa.value().MemoryNodes().at(0);
   ASSERT_LT(node, 64u);
   const struct {
-    PageWish wish;
+    PagePolicy policy;
+    std::vector<uint32_t> nodes;
     int mode;
-    unsigned long nodes;
+    unsigned long mask;
   } cases[] = {
-      {{{node}, true, true}, MPOL_PREFERRED, 1ul << node},
-      {{{node}, false, true}, MPOL_PREFERRED, 1ul << node},
-      // Nodes that are not there are the kernel's to leave out, so one real node can stand for two.
-      {{{node, 1000}, false, true}, MPOL_INTERLEAVE, 1ul << node},
-      {{{node, 1000}, true, true}, MPOL_PREFERRED, 0},
+      {PagePolicy::kNode, {node}, MPOL_PREFERRED, 1ul << node},
+      {PagePolicy::kInterleaved, {node}, MPOL_INTERLEAVE, 1ul << node},
+      {PagePolicy::kToucher, {}, MPOL_PREFERRED, 0},
   };
   for (const auto& c : cases) {
     for (const uint64_t bytes : {uint64_t{1}, 5 * kMiB}) {
-      const Arena arena = std::move(Arena::Map(bytes, c.wish).value());
+      const PageWish wish = Wish(numa.value(), c.policy, c.nodes);
+      const Arena arena = std::move(Arena::Map(bytes, wish).value());
+      if (!numa.value().SetPolicy(arena.data(), bytes, c.policy, c.nodes).ok())
+        GTEST_SKIP() << "this system refuses mbind";
       for (std::byte* at : {arena.data(), arena.data() + bytes - 1}) {
         const std::optional<Policy> policy = PolicyOf(at);
         if (!policy.has_value()) GTEST_SKIP() << "get_mempolicy: " << std::strerror(errno);
         // Preferring the toucher's node reads as "local" in newer kernels.
-        const bool local = c.mode == MPOL_PREFERRED && c.nodes == 0 && policy->mode == MPOL_LOCAL;
+        const bool local = c.policy == PagePolicy::kToucher && policy->mode == MPOL_LOCAL;
         EXPECT_TRUE(policy->mode == c.mode || local) << policy->mode;
-        EXPECT_EQ(policy->nodes, c.nodes);
-        EXPECT_NE(policy->mode, MPOL_BIND);
+        EXPECT_EQ(policy->nodes, c.mask);
       }
     }
   }
   EXPECT_EQ(PolicyOf(nullptr), std::nullopt);  // MPOL_F_ADDR of no address
 }
 
-TEST(ArenaTest, PagesLieOnTheNodePreferred) {
-  if (!MayPlace()) GTEST_SKIP() << "this system refuses mbind";
-  for (const prim::NumaNode& node : prim::NumaNodes()) {
-    if (!node.has_memory) continue;
-    const uint64_t bytes = 4 * kMiB;
-    const Arena arena = std::move(Arena::Map(bytes, {{node.id}, true, true}).value());
-    std::memset(arena.data(), 1, bytes);
-    const std::vector<int> nodes = NodesOfPages(arena.data(), bytes);
-    if (nodes.empty()) GTEST_SKIP() << "move_pages: " << std::strerror(errno);
-    // A node that is full may give some to another: preferring is not binding.
-    EXPECT_GE(std::count(nodes.begin(), nodes.end(), static_cast<int>(node.id)) * 2,
-              static_cast<int64_t>(nodes.size()));
-  }
-}
-
 TEST(ArenaTest, PagesAreUntouchedAndZero) {
+  const Result<Numa> numa = Numa::Open();
   const uint64_t bytes = 4 * kMiB;
-  const Arena arena = std::move(Arena::Map(bytes, {{FirstMemoryNode()}, true, false}).value());
-  for (int node : NodesOfPages(arena.data(), bytes)) ASSERT_EQ(node, -ENOENT);
+  PageWish wish;
+  wish.numa = numa.ok() ? &numa.value() : nullptr;
+  wish.huge_pages = false;
+  const Arena arena = std::move(Arena::Map(bytes, wish).value());
+  NodeBytes sum;
+  AddAll(arena, &sum);
+  for (const uint64_t on_node : sum.on_node) EXPECT_EQ(on_node, 0u);
   EXPECT_EQ(std::count(arena.data(), arena.data() + bytes, std::byte{0}),
             static_cast<int64_t>(bytes));
 }
 
 TEST(ArenaTest, AWishThatCannotBeMetCostsNothingElse) {
-  const Arena arena = std::move(Arena::Map(kMiB, {{1000}, true, true}).value());
+  const FakeNuma fake(1);
+  fake.machine().mbind_error = ENOMEM;
+  const Arena arena =
+      std::move(Arena::Map(kMiB, Wish(fake.numa(), PagePolicy::kNode, {0})).value());
   std::memset(arena.data(), 7, kMiB);
   EXPECT_EQ(std::count(arena.data(), arena.data() + kMiB, std::byte{7}),
             static_cast<int64_t>(kMiB));
+}
+
+// --- Where pages lie ---
+
+TEST(ArenaNodeBytes, OfASmallArenaCountEveryPage) {
+  const FakeNuma fake(0b1101);
+  const uint64_t page = prim::PageBytes();
+  const Arena arena = std::move(
+      Arena::Map(7 * page + 1, Wish(fake.numa(), PagePolicy::kInterleaved, {0, 2, 3})).value());
+  NodeBytes sum;
+  AddAll(arena, &sum);
+  EXPECT_EQ(sum.on_node[0], 3 * page);
+  EXPECT_EQ(sum.on_node[1], 0u);
+  EXPECT_EQ(sum.on_node[2], 2 * page + 1);  // the last page, of which one byte is ours
+  EXPECT_EQ(sum.on_node[3], 2 * page);
+}
+
+TEST(ArenaNodeBytes, OfARangeCountItsBytesOnly) {
+  const FakeNuma fake(0b11);
+  const uint64_t page = prim::PageBytes();
+  const Arena arena = std::move(
+      Arena::Reserve(8 * page, Wish(fake.numa(), PagePolicy::kInterleaved, {0, 1})).value());
+  NodeBytes sum;
+  arena.AddNodeBytes(2 * page + 100, 4 * page + 10, &sum);
+  EXPECT_EQ(sum.on_node[0], page - 100 + 10);
+  EXPECT_EQ(sum.on_node[1], page);
+  arena.AddNodeBytes(5 * page + 1, 5 * page + 1, &sum);
+  EXPECT_EQ(sum.on_node[1], page);
+}
+
+// A sample in step with the turns would find all pages on one node.
+TEST(ArenaNodeBytes, OfALargeArenaAreASample) {
+  const FakeNuma fake(0b1111);
+  for (const uint64_t factor : {2, 4, 31}) {
+    const uint64_t bytes = Arena::kSampledPages * prim::PageBytes() * factor + 12345;
+    const Arena arena = std::move(
+        Arena::Map(bytes, Wish(fake.numa(), PagePolicy::kInterleaved, {0, 1, 2, 3})).value());
+    NodeBytes sum;
+    AddAll(arena, &sum);
+    uint64_t all = 0;
+    for (uint32_t node = 0; node < 4; ++node) {
+      EXPECT_NEAR(static_cast<double>(sum.on_node[node]) / static_cast<double>(bytes), 0.25, 0.03);
+      all += sum.on_node[node];
+    }
+    EXPECT_EQ(all, bytes);
+  }
+}
+
+TEST(ArenaNodeBytes, OfANodeAboveTheArrayAreLeftOut) {
+  const FakeNuma fake(1);
+  const Arena arena =
+      std::move(Arena::Map(kMiB, Wish(fake.numa(), PagePolicy::kToucher, {})).value());
+  fake.machine().toucher = 64;
+  NodeBytes sum;
+  AddAll(arena, &sum);
+  for (const uint64_t on_node : sum.on_node) EXPECT_EQ(on_node, 0u);
+  fake.machine().toucher = 63;
+  AddAll(arena, &sum);
+  EXPECT_EQ(sum.on_node[63], kMiB);
+}
+
+TEST(ArenaNodeBytes, AreNoneWhereTheSystemDoesNotTell) {
+  const FakeNuma fake(1);
+  fake.machine().move_pages_error = EPERM;
+  const Arena told = std::move(Arena::Map(kMiB, Wish(fake.numa(), PagePolicy::kNode, {0})).value());
+  const Arena without = std::move(Arena::Map(kMiB).value());
+  NodeBytes sum;
+  AddAll(told, &sum);
+  AddAll(without, &sum);
+  EXPECT_EQ(sum.on_node[0], 0u);
 }
 
 }  // namespace

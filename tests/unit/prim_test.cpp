@@ -315,25 +315,20 @@ TEST(CgroupCpuLimitTest, OddLinesAreLeftOut) {
 
 // --- Nodes ---
 
-TEST(NumaNodesTest, ListsOnlineNodesWithTheirCpusAndWhetherTheirMemoryIsAllowed) {
+TEST(NumaNodesTest, ListsOnlineNodesWithTheirCpus) {
   const FakeRoot root;
   root.WriteNodeList("online", "0-1,4");
-  root.WriteNodeList("has_memory", "0-1,4");
   root.WriteNode(0, "0-2,8");
   root.WriteNode(1, "4");
   root.WriteNode(4, "");  // memory without CPUs
-  root.WriteAllowedMemory("0,4");
   const std::vector<NumaNode> nodes = NumaNodes(root.path());
   ASSERT_EQ(nodes.size(), 3u);
   EXPECT_EQ(nodes[0].id, 0u);
   EXPECT_EQ(nodes[0].cpus, (std::vector<uint32_t>{0, 1, 2, 8}));
-  EXPECT_TRUE(nodes[0].has_memory);
   EXPECT_EQ(nodes[1].id, 1u);
   EXPECT_EQ(nodes[1].cpus, std::vector<uint32_t>{4});
-  EXPECT_FALSE(nodes[1].has_memory);
   EXPECT_EQ(nodes[2].id, 4u);
   EXPECT_TRUE(nodes[2].cpus.empty());
-  EXPECT_TRUE(nodes[2].has_memory);
 }
 
 TEST(NumaNodesTest, ThreadsOfACoreLieSideBySide) {

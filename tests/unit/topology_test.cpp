@@ -84,12 +84,11 @@ TEST(NodesOfTest, LeavesOutNodesWithoutCpusAsOnGrace) {
   EXPECT_EQ(Ids(NodesOf(Range(0, 144), root.path())), (Cpus{0, 1}));
 }
 
-TEST(NodesOfTest, ASystemThatSaysNothingIsOneNodeWithoutKnownMemory) {
+TEST(NodesOfTest, ASystemThatSaysNothingIsOneNode) {
   const FakeRoot root;
   const Nodes nodes = NodesOf({1, 2}, root.path());
   ASSERT_EQ(nodes.size(), 1u);
   EXPECT_EQ(nodes[0].cpus, (Cpus{1, 2}));
-  EXPECT_FALSE(nodes[0].has_memory);
 }
 
 TEST(NodesOfTest, OfThisMachineHaveAllAllowedCpus) {
@@ -183,7 +182,7 @@ TEST(PartOfRankTest, RanksThatDivideTheNodesNeverStraddleTwo) {
 TEST(PartOfRankTest, MoreRanksThanCpusGetOneEachAndShareEvenly) {
   for (uint32_t cpus : {1u, 2u, 3u, 5u, 8u})
     for (uint32_t world = cpus; world <= 3 * cpus + 1; ++world) {
-      const Nodes nodes = {{0, Range(0, cpus), true}};
+      const Nodes nodes = {{0, Range(0, cpus)}};
       std::map<uint32_t, uint32_t> ranks;
       for (uint32_t rank = 0; rank < world; ++rank) {
         const Cpus part = AllCpus(PartOfRank(nodes, rank, world));
@@ -200,10 +199,10 @@ TEST(PartOfRankTest, MoreRanksThanCpusGetOneEachAndShareEvenly) {
 
 // --- Threads ---
 
-TEST(CpusOfThreadTest, ThreadsKeepToTheirNode) {
-  const Nodes nodes = {{0, Range(0, 2), true}, {1, Range(2, 6), true}};
+TEST(NodeOfThreadTest, ThreadsKeepToTheirNode) {
+  const Nodes nodes = {{0, Range(0, 2)}, {1, Range(2, 6)}};
   for (uint32_t index = 0; index < 9; ++index)
-    EXPECT_EQ(CpusOfThread(nodes, index, 9), nodes[index < 3 ? 0 : 1].cpus) << index;
+    EXPECT_EQ(NodeOfThread(nodes, index, 9).cpus, nodes[index < 3 ? 0 : 1].cpus) << index;
 }
 
 // --- Seats ---
@@ -324,6 +323,20 @@ TEST_F(SeatsTest, NodesAskedForAreCutAmongTheRanks) {
   EXPECT_EQ(AllCpus(MustChoose(request).nodes), Range(10, 12));
   request.numa_nodes = 3;
   EXPECT_EQ(AllCpus(MustChoose(request).nodes), Range(4, 8));
+}
+
+TEST_F(SeatsTest, MemoryIsInterleavedOverNodesWithCpusWhoeverMayUseThese) {
+  const auto interleaved = [](const SeatRequest& request, const Cpus& cpus, const FakeRoot& root) {
+    return ChooseSeats(request, cpus, root.path()).value().interleaved;
+  };
+  SeatRequest request;
+  EXPECT_EQ(interleaved(request, Range(0, 4), root_), (Cpus{0, 1}));
+  request.numa_nodes = 1;
+  EXPECT_EQ(interleaved(request, Range(0, 4), root_), Cpus{0});
+  const FakeRoot grace;
+  WriteGrace(grace);
+  EXPECT_EQ(interleaved({}, Range(0, 144), grace), (Cpus{0, 1}));
+  EXPECT_EQ(interleaved({}, Range(0, 2), FakeRoot()), Cpus{});
 }
 
 TEST_F(SeatsTest, RefusesNodesThatAreNotThere) {

@@ -356,7 +356,7 @@ TEST(WorkerPoolTest, ByDefaultHasOneThreadPerUsableCpu) {
 void ExpectOnTheirNodes(const std::vector<Seen>& seen, const std::vector<uint32_t>& cpus) {
   const uint32_t threads = static_cast<uint32_t>(seen.size());
   for (uint32_t index = 0; index < threads; ++index) {
-    std::vector<uint32_t> expected = CpusOfThread(NodesOf(cpus), index, threads);
+    std::vector<uint32_t> expected = NodeOfThread(NodesOf(cpus), index, threads).cpus;
     std::sort(expected.begin(), expected.end());
     EXPECT_EQ(seen[index].cpus, expected);
   }
@@ -394,7 +394,7 @@ TEST(WorkerPoolTest, RespectsTheAffinityOfItsMaker) {
 }
 
 TEST(WorkerPoolTest, SaysWhenTheSystemRefusesItsCpus) {
-  WorkerPool pool(2, {{0, {60000, 60001}, true}}, 0);
+  WorkerPool pool(2, {{0, {60000, 60001}}}, 0);
   EXPECT_TRUE(pool.seated());
   Look(pool);
   EXPECT_FALSE(pool.seated());

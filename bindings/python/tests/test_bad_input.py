@@ -381,6 +381,7 @@ def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
         ({"offload_fraction": "auto"}, ValueError, "device_budget_bytes=None, expected how many"),
         ({"device_budget_bytes": 10}, ValueError, "set offload_fraction='auto'"),
         ({"master_layout": "half"}, ValueError, "Invalid master_layout: 'half', expected 'fp32' or 's"),
+        ({"numa_policy": "far"}, ValueError, "Invalid numa_policy: 'far', expected 'near' or 'interleaved'"),
         ({"max_grad_norm": 0}, ValueError, "Invalid max_grad_norm: 0, expected a number above 0"),
         ({"max_norm": 1}, TypeError, "unexpected keyword argument 'max_norm', expected .*threads"),
     ],

@@ -81,6 +81,27 @@ def test_auto_says_why(capfd):
     assert plan.host_state_bytes.keys() == {"exp_avg", "exp_avg_sq"}
 
 
+def test_memory_that_is_interleaved_gives_the_same_bits_and_a_fall_back_is_told(capfd):
+    import torch
+
+    import hybridopt
+    from hybridopt import abi
+
+    bits = []
+    for policy in ("near", "interleaved"):
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 100_000))
+        optimizer = hybridopt.AdamW([param], numa_policy=policy)
+        param.grad = torch.linspace(1, -1, 100_000)
+        optimizer.step()
+        bits.append(param.detach().numpy().tobytes())
+        plan = optimizer.plan()
+        assert sum(plan.numa_bytes.values()) + plan.numa_unknown_bytes == plan.host_bytes
+    assert bits[0] == bits[1]
+    told = "memory is not interleaved" in capfd.readouterr().err
+    with abi.Context(numa_policy=abi.OFFLOAD_NUMA_INTERLEAVED) as context:
+        assert told == (context.info().numa_policy == abi.OFFLOAD_NUMA_NEAR)
+
+
 def command(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "hybridopt", *arguments], capture_output=True, text=True

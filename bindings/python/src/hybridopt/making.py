@@ -14,7 +14,7 @@ from .contexts import context_for
 from .engine import Engine
 from .history import History
 from .members import Member
-from .options import MASTER_LAYOUTS, OffloadOptions, movable_bits
+from .options import MASTER_LAYOUTS, NUMA_POLICIES, OffloadOptions, movable_bits
 from .placement import Placement
 from .registered import Slot
 from .tensors import DTYPES, is_spread, local
@@ -66,7 +66,10 @@ def make_engine(
     """An engine that is registered and not committed, and where its state is to go."""
     device = device_of(members)
     context = context_for(
-        device, threads=options["threads"], allow_pageable=int(not options["pin"])
+        device,
+        threads=options["threads"],
+        numa_policy=NUMA_POLICIES[options["numa_policy"]],
+        allow_pageable=int(not options["pin"]),
     )
     check_weights = options["check_weights"]
 

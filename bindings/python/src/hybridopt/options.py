@@ -31,6 +31,10 @@ class OffloadOptions(TypedDict, total=False):
     512 bytes of it do. None (the default) is True for params on the CPU, False for those on a GPU."""
     threads: int
     """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
+    numa_policy: str
+    """Where host memory lies on a machine of several NUMA nodes: "near" the update threads (the
+    default), or "interleaved" page by page over all nodes that this process may use. Where that
+    cannot be had, a line on stderr says why."""
     pin: bool
     """True (the default): staging memory that the system does not pin is an error; False: it is then
     used unpinned, which is slower."""
@@ -54,6 +58,7 @@ MOVABLE = {
     "states": abi.OFFLOAD_MOVABLE_STATES,
     "accumulate": abi.OFFLOAD_MOVABLE_ACCUMULATE | abi.OFFLOAD_MOVABLE_GRADS,
 }
+NUMA_POLICIES = {"near": abi.OFFLOAD_NUMA_NEAR, "interleaved": abi.OFFLOAD_NUMA_INTERLEAVED}
 DEFAULT_OPTIONS: OffloadOptions = {
     "offload_fraction": 1.0,
     "device_budget_bytes": None,
@@ -61,6 +66,7 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "master_layout": "fp32",
     "check_weights": None,
     "threads": 0,
+    "numa_policy": "near",
     "pin": True,
     "max_grad_norm": None,
     "movable": (),
@@ -108,6 +114,10 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
         raise ValueError(
             f"Invalid threads: {threads!r}, expected a whole number, or 0 for one thread per CPU of "
             "this rank"
+        )
+    if merged["numa_policy"] not in NUMA_POLICIES:
+        raise ValueError(
+            f"Invalid numa_policy: {merged['numa_policy']!r}, expected 'near' or 'interleaved'"
         )
     movable = merged["movable"]
     merged["movable"] = (movable,) if isinstance(movable, str) else tuple(movable)

@@ -42,6 +42,8 @@ class Plan:
     grads_down_bytes: int
     params_up_bytes: int
     fits: bool
+    numa_bytes: dict[int, int]  # of host_bytes, on each NUMA node
+    numa_unknown_bytes: int
     offload_fraction: float
     reason: str  # why the fraction is what it is
 
@@ -106,6 +108,8 @@ def described(cls: type[Described], struct: abi.Struct, **extra: Any) -> Describ
         value = getattr(struct, field.name)
         if field.name.endswith("_state_bytes"):
             value = {name: value[kind] for kind, name in _STATE_KINDS.items() if value[kind] > 0}
+        elif field.name == "numa_bytes":
+            value = {node: count for node, count in enumerate(value) if count > 0}
         elif field.type == "bool":
             value = bool(value)
         values[field.name] = value

@@ -98,9 +98,12 @@ pub struct offload_context_options_t {
     pub local_world: u32,
     pub sim_pinned_bytes_max: u64,
     pub allow_pageable: i32,
-    pub reserved: u32,
+    pub numa_policy: i32,
 }
 default_is_zero!(offload_context_options_t);
+
+pub const OFFLOAD_NUMA_NEAR: i32 = 0;
+pub const OFFLOAD_NUMA_INTERLEAVED: i32 = 1;
 
 pub const OFFLOAD_NUMA_NONE: i32 = 0;
 pub const OFFLOAD_NUMA_FIRST_TOUCH: i32 = 1;
@@ -128,6 +131,9 @@ pub struct offload_context_info_t {
     pub numa_rung: i32,
     pub numa_nodes: u64,
     pub notes: [c_char; 1024],
+    pub numa_memory_nodes: u64,
+    pub numa_policy: i32,
+    pub reserved: u32,
 }
 default_is_zero!(offload_context_info_t);
 
@@ -257,6 +263,8 @@ pub struct offload_plan_t {
     pub params_up_bytes: u64,
     pub fits: i32,
     pub reserved: u32,
+    pub numa_bytes: [u64; 64],
+    pub numa_unknown_bytes: u64,
 }
 default_is_zero!(offload_plan_t);
 

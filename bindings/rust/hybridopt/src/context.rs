@@ -34,6 +34,16 @@ impl DeviceKind {
     }
 }
 
+/// On which NUMA nodes the host memory of a context should lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum NumaPolicy {
+    /// On the nodes of the update threads.
+    #[default]
+    Near,
+    /// Page by page on all nodes in turn.
+    Interleaved,
+}
+
 /// How bad it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LogLevel {
@@ -95,6 +105,16 @@ impl ContextBuilder {
     /// Bit n: update threads and host memory on NUMA node n; by default those near the device.
     pub fn numa_nodes(mut self, nodes: u64) -> Self {
         self.options.numa_nodes = nodes;
+        self
+    }
+
+    /// Where host memory lies; near the update threads by default. Where the system refuses, the log
+    /// and [`ContextInfo::notes`] say so.
+    pub fn numa_policy(mut self, policy: NumaPolicy) -> Self {
+        self.options.numa_policy = match policy {
+            NumaPolicy::Near => sys::OFFLOAD_NUMA_NEAR,
+            NumaPolicy::Interleaved => sys::OFFLOAD_NUMA_INTERLEAVED,
+        };
         self
     }
 

@@ -137,7 +137,7 @@ pub use checkpoint::{
     inspect, newest, verify, CheckpointTensor, LoadOptions, SaveOptions, VerifyOptions,
 };
 pub use comm::{Comm, CommError};
-pub use context::{Context, ContextBuilder, DeviceKind, LogLevel};
+pub use context::{Context, ContextBuilder, DeviceKind, LogLevel, NumaPolicy};
 pub use device::{DeviceBuffer, Stream};
 pub use element::{Bf16, Dtype, Element, Fp16};
 pub use error::{Code, Error, Result};

@@ -20,7 +20,7 @@ macro_rules! as_it_is {
     )*};
 }
 
-as_it_is!(i32, u32, u64, f64, [u64; 32]);
+as_it_is!(i32, u32, u64, f64, [u64; 32], [u64; 64]);
 
 impl Convert<bool> for i32 {
     fn convert(&self) -> bool {
@@ -96,6 +96,10 @@ report! {
         numa_nodes: u64,
         /// What fell short of the best, and why; empty if nothing did.
         notes: String,
+        /// Bit n: the kernel has been told to put host memory on node n.
+        numa_memory_nodes: u64,
+        /// 0: host memory lies near the update threads, 1: it is interleaved.
+        numa_policy: i32,
     }
 }
 
@@ -144,6 +148,10 @@ report! {
         params_up_bytes: u64,
         /// Commit would find room for all of it now.
         fits: bool,
+        /// Of `host_bytes`, on each NUMA node: planned before commit, found after it.
+        numa_bytes: [u64; 64],
+        /// The rest of `host_bytes`, whose node is not known.
+        numa_unknown_bytes: u64,
     }
 }
 

@@ -35,6 +35,26 @@ fn borrowed_host_memory() -> Result<()> {
 }
 
 #[test]
+fn interleaved_memory() -> Result<()> {
+    let context =
+        Context::builder().numa_policy(NumaPolicy::Interleaved).log(|_, _| ()).create()?;
+    let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create()?;
+    let group = adding.add_group(&adamw())?;
+    let weight = adding.add_param(
+        Param::new("weight", group, values::<Bf16>(WEIGHTS, 1)).grad(vec![Bf16(0); WEIGHTS]),
+    )?;
+    let bias = adding
+        .add_param(Param::new("bias", group, values::<f32>(BIASES, 2)).grad(vec![0f32; BIASES]))?;
+    let mut optimizer = adding.commit()?;
+    let plan = optimizer.plan()?;
+    assert_eq!(plan.numa_bytes.iter().sum::<u64>() + plan.numa_unknown_bytes, plan.host_bytes);
+    assert_eq!(train(optimizer, weight, bias)?, expected());
+    let info = context.info()?;
+    assert_eq!(info.numa_policy == 1, !info.notes.contains("memory is not interleaved"));
+    Ok(())
+}
+
+#[test]
 fn owned_host_memory() -> Result<()> {
     let context = Context::host()?;
     let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create()?;

@@ -91,7 +91,7 @@ class offload_context_options_t(Struct):
     local_world: int
     sim_pinned_bytes_max: int
     allow_pageable: int
-    reserved: int
+    numa_policy: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("device_kind", ctypes.c_int32),
@@ -109,10 +109,12 @@ class offload_context_options_t(Struct):
         ("local_world", ctypes.c_uint32),
         ("sim_pinned_bytes_max", ctypes.c_uint64),
         ("allow_pageable", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
+        ("numa_policy", ctypes.c_int32),
     ]
 
 
+OFFLOAD_NUMA_NEAR = 0
+OFFLOAD_NUMA_INTERLEAVED = 1
 OFFLOAD_NUMA_NONE = 0
 OFFLOAD_NUMA_FIRST_TOUCH = 1
 OFFLOAD_NUMA_PLACED = 2
@@ -138,6 +140,9 @@ class offload_context_info_t(Struct):
     numa_rung: int
     numa_nodes: int
     notes: bytes
+    numa_memory_nodes: int
+    numa_policy: int
+    reserved: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("device_kind", ctypes.c_int32),
@@ -158,6 +163,9 @@ class offload_context_info_t(Struct):
         ("numa_rung", ctypes.c_int32),
         ("numa_nodes", ctypes.c_uint64),
         ("notes", ctypes.c_char * 1024),
+        ("numa_memory_nodes", ctypes.c_uint64),
+        ("numa_policy", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -339,6 +347,8 @@ class offload_plan_t(Struct):
     params_up_bytes: int
     fits: int
     reserved: int
+    numa_bytes: ctypes.Array[ctypes.c_uint64]
+    numa_unknown_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("param_count", ctypes.c_uint32),
@@ -363,6 +373,8 @@ class offload_plan_t(Struct):
         ("params_up_bytes", ctypes.c_uint64),
         ("fits", ctypes.c_int32),
         ("reserved", ctypes.c_uint32),
+        ("numa_bytes", ctypes.c_uint64 * 64),
+        ("numa_unknown_bytes", ctypes.c_uint64),
     ]
 
 

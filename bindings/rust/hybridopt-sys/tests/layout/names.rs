@@ -21,7 +21,7 @@ pub fn table() -> Table {
         local_world,
         sim_pinned_bytes_max,
         allow_pageable,
-        reserved,
+        numa_policy,
     });
     fields!(table, offload_context_info_t {
         struct_size,
@@ -43,6 +43,9 @@ pub fn table() -> Table {
         numa_rung,
         numa_nodes,
         notes,
+        numa_memory_nodes,
+        numa_policy,
+        reserved,
     });
     fields!(table, offload_comm_t {
         struct_size,
@@ -140,6 +143,8 @@ pub fn table() -> Table {
         params_up_bytes,
         fits,
         reserved,
+        numa_bytes,
+        numa_unknown_bytes,
     });
     fields!(table, offload_step_options_t {
         struct_size,
@@ -329,6 +334,10 @@ pub fn table() -> Table {
         OFFLOAD_LOG_INFO,
         OFFLOAD_LOG_WARNING,
         OFFLOAD_LOG_ERROR,
+    );
+    values!(table,
+        OFFLOAD_NUMA_NEAR,
+        OFFLOAD_NUMA_INTERLEAVED,
     );
     values!(table,
         OFFLOAD_NUMA_NONE,

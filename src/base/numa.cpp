@@ -1,0 +1,104 @@
+#include "base/numa.h"
+
+#include <dlfcn.h>
+#include <linux/mempolicy.h>
+
+#include <cerrno>
+
+#include "base/check.h"
+#include "base/files.h"
+
+namespace hybridopt {
+
+// As libnuma declares it.
+struct Numa::Bitmask {
+  unsigned long size;  // bits
+  unsigned long* words;
+};
+
+namespace {
+
+template <typename Function>
+Status Take(void* library, const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(dlsym(library, name));
+  if (*function != nullptr) return {};
+  return Status::Error(OFFLOAD_UNSUPPORTED,
+                       "libnuma has no %s; install libnuma 2.0 or newer (Debian: libnuma1)", name);
+}
+
+Status Refused(const char* call, int error) {
+  return Status::Error(OFFLOAD_UNSUPPORTED, "%s was refused (%s)", call,
+                       prim::ErrorText(error).c_str());
+}
+
+}  // namespace
+
+Result<Numa> Numa::Open(const char* file) {
+  void* const library = dlopen(file, RTLD_LAZY | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* const text = dlerror();
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "libnuma cannot be opened (%s); install it (Debian: libnuma1)",
+                         text != nullptr ? text : file);
+  }
+  Numa numa;
+  HYBRIDOPT_TRY(Take(library, "numa_available", &numa.numa_available_));
+  HYBRIDOPT_TRY(Take(library, "numa_get_mems_allowed", &numa.numa_get_mems_allowed_));
+  HYBRIDOPT_TRY(Take(library, "numa_node_size64", &numa.numa_node_size64_));
+  HYBRIDOPT_TRY(Take(library, "numa_allocate_nodemask", &numa.numa_allocate_nodemask_));
+  HYBRIDOPT_TRY(Take(library, "numa_bitmask_isbitset", &numa.numa_bitmask_isbitset_));
+  HYBRIDOPT_TRY(Take(library, "numa_bitmask_setbit", &numa.numa_bitmask_setbit_));
+  HYBRIDOPT_TRY(Take(library, "numa_bitmask_free", &numa.numa_bitmask_free_));
+  HYBRIDOPT_TRY(Take(library, "numa_move_pages", &numa.numa_move_pages_));
+  HYBRIDOPT_TRY(Take(library, "mbind", &numa.mbind_));
+  errno = 0;
+  if (numa.numa_available_() < 0)
+    return Status::Error(
+        OFFLOAD_UNSUPPORTED,
+        "libnuma finds no NUMA policy in this system (%s): the kernel has none, or "
+        "a container without CAP_SYS_NICE hides it",
+        prim::ErrorText(errno).c_str());
+  return numa;
+}
+
+Numa::Mask Numa::Own(Bitmask* mask) const {
+  HYBRIDOPT_CHECK(mask != nullptr);
+  return Mask(mask, numa_bitmask_free_);
+}
+
+std::vector<uint32_t> Numa::MemoryNodes() const {
+  const Mask allowed = Own(numa_get_mems_allowed_());
+  std::vector<uint32_t> nodes;
+  for (uint32_t node = 0; node < allowed->size; ++node)
+    if (numa_bitmask_isbitset_(allowed.get(), node) != 0 &&
+        numa_node_size64_(static_cast<int>(node), nullptr) > 0)
+      nodes.push_back(node);
+  return nodes;
+}
+
+// libnuma has functions that set one policy each, but they obey switches of the whole process that
+// make a policy strict, and they write to stderr. Its mbind does neither.
+Status Numa::SetPolicy(void* data, uint64_t bytes, PagePolicy policy,
+                       const std::vector<uint32_t>& nodes) const {
+  const Mask mask = Own(numa_allocate_nodemask_());
+  if (policy == PagePolicy::kToucher) {
+    HYBRIDOPT_CHECK(nodes.empty());  // "preferred" without nodes means the toucher's
+  } else {
+    HYBRIDOPT_CHECK(!nodes.empty() && (policy == PagePolicy::kInterleaved || nodes.size() == 1));
+    for (const uint32_t node : nodes) numa_bitmask_setbit_(mask.get(), node);
+  }
+  const int mode = policy == PagePolicy::kInterleaved ? MPOL_INTERLEAVE : MPOL_PREFERRED;
+  // The kernel reads one bit less than it is told.
+  if (mbind_(data, bytes, mode, mask->words, mask->size + 1, 0) == 0) return {};
+  return Refused("mbind", errno);
+}
+
+Status Numa::NodesOfPages(std::span<void*> pages, std::span<int> nodes) const {
+  HYBRIDOPT_CHECK(pages.size() == nodes.size());
+  const int own_process = 0;
+  if (numa_move_pages_(own_process, pages.size(), pages.data(), nullptr, nodes.data(), 0) == 0)
+    return {};
+  return Refused("move_pages", errno);
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,60 @@
+// Numa: which memory nodes hold the pages of a range, asked of and told to the kernel through
+// libnuma. Not every system has libnuma, so it is opened at run time; without it a context runs as
+// well and its memory lies where threads touch it first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hybridopt {
+
+// Which nodes the pages of a range prefer. No policy binds so tightly that a full node would refuse
+// a page.
+enum class PagePolicy {
+  kNode,         // the one node of a list
+  kToucher,      // the node of the thread that touches a page first
+  kInterleaved,  // the nodes of a list in turn, page by page
+};
+
+class Numa {
+ public:
+  // Opens libnuma, which is never closed again. UNSUPPORTED: the text says what is missing.
+  static Result<Numa> Open(const char* file = "libnuma.so.1");
+
+  // The nodes that have memory which this process may use, ascending.
+  std::vector<uint32_t> MemoryNodes() const;
+
+  // Sets the policy of pages that prim::MapPages gave and that no thread has touched. It replaces,
+  // in this range, a policy that the process inherited (numactl). `nodes` is empty for kToucher.
+  // UNSUPPORTED where the system refuses, as containers without CAP_SYS_NICE often do.
+  Status SetPolicy(void* data, uint64_t bytes, PagePolicy policy,
+                   const std::vector<uint32_t>& nodes) const;
+
+  // Writes the node of each page, given by any address in it; negative where a page has no memory
+  // yet or the kernel does not tell. UNSUPPORTED where the system refuses.
+  Status NodesOfPages(std::span<void*> pages, std::span<int> nodes) const;
+
+ private:
+  Numa() = default;
+  struct Bitmask;  // libnuma's
+  using Mask = std::unique_ptr<Bitmask, void (*)(Bitmask*)>;
+  Mask Own(Bitmask* mask) const;
+
+  // libnuma's functions, under its names.
+  int (*numa_available_)();
+  Bitmask* (*numa_get_mems_allowed_)();
+  long long (*numa_node_size64_)(int, long long*);
+  Bitmask* (*numa_allocate_nodemask_)();
+  int (*numa_bitmask_isbitset_)(const Bitmask*, unsigned);
+  Bitmask* (*numa_bitmask_setbit_)(Bitmask*, unsigned);
+  void (*numa_bitmask_free_)(Bitmask*);
+  int (*numa_move_pages_)(int, unsigned long, void**, const int*, int*, int);
+  long (*mbind_)(void*, unsigned long, int, const unsigned long*, unsigned long, unsigned);
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,96 @@
+#include "memory/page_wishes.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "base/prim.h"
+
+namespace hybridopt {
+namespace {
+
+using Nodes = std::vector<uint32_t>;
+
+Nodes Common(const Nodes& some, const Nodes& others) {
+  Nodes common;
+  std::set_intersection(some.begin(), some.end(), others.begin(), others.end(),
+                        std::back_inserter(common));
+  return common;
+}
+
+PageWish WishFor(const Numa& numa, PagePolicy policy, const Nodes& nodes) {
+  PageWish wish;
+  wish.numa = &numa;
+  wish.policy = policy;
+  if (policy == PagePolicy::kToucher) return wish;
+  wish.nodes = nodes;
+  for (const uint32_t node : nodes) wish.shares.push_back({node, 1});
+  return wish;
+}
+
+// Tries the policy out on one page.
+Status Try(const PageWish& wish) {
+  HYBRIDOPT_ASSIGN(void* const page, prim::MapPages(1));
+  const Status status = wish.numa->SetPolicy(page, 1, *wish.policy, wish.nodes);
+  prim::UnmapPages(page, 1);
+  return status;
+}
+
+Status Interleave(const PagesAsked& asked, const Numa& numa, PageWishes* wishes) {
+  const Nodes nodes = Common(asked.interleaved, numa.MemoryNodes());
+  if (nodes.size() < 2)
+    return Status::Error(
+        OFFLOAD_UNSUPPORTED,
+        "that takes the memory of two nodes or more, and this process may use that "
+        "of %zu (numa_nodes counted)",
+        nodes.size());
+  const PageWish wish = WishFor(numa, PagePolicy::kInterleaved, nodes);
+  HYBRIDOPT_TRY(Try(wish));
+  wishes->state = wishes->pinned = wish;
+  wishes->policy = OFFLOAD_NUMA_INTERLEAVED;
+  return {};
+}
+
+// Threads of several nodes: state prefers the node of the thread that touches it first, which is
+// the worker that will update it. Pinned memory is touched by the thread that pins it, but all
+// workers use it.
+Status PlaceNear(const PagesAsked& asked, const Numa& numa, PageWishes* wishes) {
+  Nodes nodes;
+  for (const PageWish::Share& share : asked.threads) nodes.push_back(share.node);
+  nodes = Common(nodes, numa.MemoryNodes());
+  if (nodes.empty())
+    return Status::Error(
+        OFFLOAD_UNSUPPORTED,
+        "the nodes of the update threads have no memory that this process may use");
+  const bool one = nodes.size() == 1;
+  const PageWish wish = WishFor(numa, one ? PagePolicy::kNode : PagePolicy::kInterleaved, nodes);
+  HYBRIDOPT_TRY(Try(wish));
+  wishes->state = wishes->pinned = wish;
+  if (one) return {};
+  wishes->state = WishFor(numa, PagePolicy::kToucher, {});
+  for (PageWish::Share share : asked.threads) {
+    if (!std::binary_search(nodes.begin(), nodes.end(), share.node)) share.node = kNodeNotKnown;
+    wishes->state.shares.push_back(share);
+  }
+  return {};
+}
+
+}  // namespace
+
+PageWishes ChoosePages(const PagesAsked& asked, const Result<Numa>& numa) {
+  PageWishes wishes;
+  wishes.policy = OFFLOAD_NUMA_NEAR;
+  if (numa.ok()) wishes.state.numa = wishes.pinned.numa = &numa.value();
+  if (asked.policy == OFFLOAD_NUMA_INTERLEAVED) {
+    const Status status = numa.ok() ? Interleave(asked, numa.value(), &wishes) : numa.status();
+    if (status.ok()) return wishes;
+    wishes.note += "memory is not interleaved: " + status.message() + "; ";
+  }
+  const Status status = numa.ok() ? PlaceNear(asked, numa.value(), &wishes) : numa.status();
+  if (!status.ok()) wishes.note += "memory is not placed: " + status.message() + "; ";
+  // Threads of several nodes that share each chunk own pieces of some 100 KiB: most pages of 2 MiB
+  // would lie with the wrong thread.
+  wishes.state.huge_pages = asked.threads.size() == 1 || !asked.shares_chunks;
+  return wishes;
+}
+
+}  // namespace hybridopt
