@@ -59,8 +59,7 @@ class Converter {
 
 bool Holds(const StoredParam& param, int32_t kind) {
   for (const StoredShard& shard : param.shards)
-    for (const StoredTensor& tensor : shard.tensors)
-      if (tensor.kind == kind) return true;
+    if (FindTensor(shard, kind) != nullptr) return true;
   // A tensor without elements has a master all the same.
   return param.shards.empty() && kind == OFFLOAD_STATE_MASTER;
 }

@@ -17,12 +17,6 @@ constexpr size_t kOpenFilesMax = 64;
 constexpr uint64_t kBlockBegin = kWindowBytes;
 constexpr uint64_t kMemoryBytes = kBlockBegin + kBlockBytes + 2 * kDirectAlignment;
 
-const StoredTensor* Find(const StoredShard& shard, int32_t kind) {
-  for (const StoredTensor& tensor : shard.tensors)
-    if (tensor.kind == kind) return &tensor;
-  return nullptr;
-}
-
 std::vector<const Shard*> ShardsOf(const StoredParam& param) {
   std::vector<const Shard*> shards;
   for (const StoredShard& stored : param.shards) shards.push_back(&stored.shard);
@@ -52,7 +46,7 @@ Result<Dtype> Gatherer::Check(const StoredParam& param, int32_t kind) const {
   const std::string where = "param '" + param.name.substr(0, 256) + "', " + KindName(kind);
   Dtype dtype = Dtype::kF32;
   for (size_t i = 0; i < param.shards.size(); ++i) {
-    const StoredTensor* const tensor = Find(param.shards[i], kind);
+    const StoredTensor* const tensor = FindTensor(param.shards[i], kind);
     if (tensor == nullptr)
       return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH, "%s: rank %u did not store it",
                            where.c_str(), param.shards[i].rank);
@@ -71,7 +65,7 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
                       FunctionRef<Status(const std::byte*, uint64_t)> take) {
   if (wanted.range_count == 0) return {};
   const std::vector<const Shard*> stored = ShardsOf(param);
-  const uint64_t element_bytes = DtypeBytes(Find(param.shards[0], kind)->dtype);
+  const uint64_t element_bytes = DtypeBytes(FindTensor(param.shards[0], kind)->dtype);
   const uint64_t window_elements = kWindowBytes / element_bytes;
   std::vector<Segment> segments;
   Shard part = wanted;
@@ -89,7 +83,7 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
     for (auto begin = segments.begin(); begin != segments.end();) {
       const auto end = std::find_if(begin, segments.end(),
                                     [&](const Segment& s) { return s.piece != begin->piece; });
-      HYBRIDOPT_TRY(CopySegments(*Find(param.shards[begin->piece], kind), {begin, end}));
+      HYBRIDOPT_TRY(CopySegments(*FindTensor(param.shards[begin->piece], kind), {begin, end}));
       begin = end;
     }
     HYBRIDOPT_TRY(take(window(), part.range_count * element_bytes));

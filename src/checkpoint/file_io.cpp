@@ -11,8 +11,28 @@ namespace {
 
 using Files = prim::Files;
 
-// Calls in a row that got nowhere, after which a file counts as broken.
-constexpr int kIdleCallsMax = 100;
+// Looks at the calls by which one read or write goes on until all bytes are there.
+class CallChecker {
+ public:
+  CallChecker(const char* what, const std::string& path) : what_(what), path_(path) {}
+
+  // `result` is what the call gave, of which `advanced` bytes count. IO_FAILED for an error that is
+  // no interruption, and after many calls in a row that got nowhere.
+  Status Check(int64_t result, uint64_t advanced) {
+    if (result < 0 && result != -EINTR) return IoError(what_, path_, result);
+    idle_calls_ = advanced > 0 ? 0 : idle_calls_ + 1;
+    if (idle_calls_ < kIdleCallsMax) return {};
+    return IoError(what_, path_, result < 0 ? result : -EIO);
+  }
+
+ private:
+  static constexpr int kIdleCallsMax = 100;
+  const char* const what_;
+  const std::string& path_;
+  int idle_calls_ = 0;
+};
+
+uint64_t BytesMoved(int64_t result) { return result > 0 ? static_cast<uint64_t>(result) : 0; }
 
 const char* AdviceFor(int64_t error) {
   if (error == -ENOSPC || error == -EDQUOT) return "; free space there, or save somewhere else";
@@ -88,40 +108,36 @@ bool File::GoThroughCache(int64_t error, bool direct) {
 }
 
 Status File::Write(const std::byte* data, uint64_t bytes, uint64_t offset) {
-  int idle_calls = 0;
+  CallChecker checker("write", path_);
   for (uint64_t done = 0; done < bytes;) {
     const bool direct = direct_;
     const int64_t wrote = files_->Write(file_, data + done, bytes - done, offset + done);
     if (GoThroughCache(wrote, direct)) continue;
-    if (wrote < 0 && wrote != -EINTR) return IoError("write", path_, wrote);
-    uint64_t advanced = wrote > 0 ? static_cast<uint64_t>(wrote) : 0;
+    uint64_t advanced = BytesMoved(wrote);
     // What was cut inside a unit of the disk is written again.
     if (direct && done + advanced < bytes)
       advanced = advanced / kDirectAlignment * kDirectAlignment;
+    HYBRIDOPT_TRY(checker.Check(wrote, advanced));
     done += advanced;
-    idle_calls = advanced > 0 ? 0 : idle_calls + 1;
-    if (idle_calls == kIdleCallsMax) return IoError("write", path_, wrote < 0 ? wrote : -EIO);
   }
   return {};
 }
 
 Result<uint64_t> File::Read(std::byte* data, uint64_t bytes, uint64_t offset) {
-  int idle_calls = 0;
+  CallChecker checker("read", path_);
   for (uint64_t done = 0; done < bytes;) {
     const bool direct = direct_;
     const int64_t read = files_->Read(file_, data + done, bytes - done, offset + done);
     if (GoThroughCache(read, direct)) continue;
     if (read == 0) return done;
-    if (read < 0 && read != -EINTR) return IoError("read", path_, read);
-    uint64_t advanced = read > 0 ? static_cast<uint64_t>(read) : 0;
+    uint64_t advanced = BytesMoved(read);
     if (direct && advanced % kDirectAlignment != 0 && done + advanced < bytes) {
       HYBRIDOPT_ASSIGN(const uint64_t size, Size());
       if (offset + done + advanced >= size) return done + advanced;
       advanced = advanced / kDirectAlignment * kDirectAlignment;
     }
+    HYBRIDOPT_TRY(checker.Check(read, advanced));
     done += advanced;
-    idle_calls = advanced > 0 ? 0 : idle_calls + 1;
-    if (idle_calls == kIdleCallsMax) return IoError("read", path_, read < 0 ? read : -EIO);
   }
   return bytes;
 }
@@ -148,13 +164,11 @@ namespace {
 
 // Small files go through the page cache: their sizes are what they are.
 Status WriteAndSync(Files& files, int file, const std::string& path, const std::string& text) {
-  int idle_calls = 0;
+  CallChecker checker("write", path);
   for (uint64_t done = 0; done < text.size();) {
     const int64_t wrote = files.Write(file, text.data() + done, text.size() - done, done);
-    if (wrote < 0 && wrote != -EINTR) return IoError("write", path, wrote);
-    done += wrote > 0 ? static_cast<uint64_t>(wrote) : 0;
-    idle_calls = wrote > 0 ? 0 : idle_calls + 1;
-    if (idle_calls == kIdleCallsMax) return IoError("write", path, wrote < 0 ? wrote : -EIO);
+    HYBRIDOPT_TRY(checker.Check(wrote, BytesMoved(wrote)));
+    done += BytesMoved(wrote);
   }
   const int error = files.Sync(file);
   return error == 0 ? Status() : IoError("sync", path, error);
@@ -168,13 +182,11 @@ Result<std::string> ReadAll(Files& files, int file, const std::string& path, uin
                          path.c_str(), static_cast<long long>(bytes),
                          static_cast<unsigned long long>(bytes_max));
   std::string text(static_cast<size_t>(bytes), '\0');
-  int idle_calls = 0;
+  CallChecker checker("read", path);
   for (uint64_t done = 0; done < text.size();) {
     const int64_t read = files.Read(file, text.data() + done, text.size() - done, done);
-    if (read < 0 && read != -EINTR) return IoError("read", path, read);
-    done += read > 0 ? static_cast<uint64_t>(read) : 0;
-    idle_calls = read > 0 ? 0 : idle_calls + 1;
-    if (idle_calls == kIdleCallsMax) return IoError("read", path, read < 0 ? read : -EIO);
+    HYBRIDOPT_TRY(checker.Check(read, BytesMoved(read)));
+    done += BytesMoved(read);
   }
   return text;
 }

@@ -126,6 +126,13 @@ Status CheckNothingTwice(const StoredParam& param) {
 
 const char* KindName(int32_t kind) { return NameOf(kStoredKinds, kind); }
 bool FindKind(std::string_view name, int32_t* kind) { return Find(kStoredKinds, name, kind); }
+
+const StoredTensor* FindTensor(const StoredShard& shard, int32_t kind) {
+  for (const StoredTensor& tensor : shard.tensors)
+    if (tensor.kind == kind) return &tensor;
+  return nullptr;
+}
+
 const char* ParamDtypeName(int32_t dtype) { return NameOf(kParamDtypes, dtype); }
 bool FindParamDtype(std::string_view name, int32_t* dtype) {
   return Find(kParamDtypes, name, dtype);

@@ -79,6 +79,8 @@ struct Manifest {
 // "exp_avg" for OFFLOAD_STATE_EXP_AVG; NULL for what is no kind.
 const char* KindName(int32_t kind);
 bool FindKind(std::string_view name, int32_t* kind);
+// The array of a kind; NULL where the shard has none.
+const StoredTensor* FindTensor(const StoredShard& shard, int32_t kind);
 // "BF16" for OFFLOAD_BF16, and so on; NULL for what is no dtype.
 const char* ParamDtypeName(int32_t dtype);
 bool FindParamDtype(std::string_view name, int32_t* dtype);

@@ -35,12 +35,6 @@ std::string Text(const std::vector<int64_t>& shape) {
   return text + ")";
 }
 
-const StoredTensor* FindKind(const StoredShard& shard, int32_t kind) {
-  for (const StoredTensor& tensor : shard.tensors)
-    if (tensor.kind == kind) return &tensor;
-  return nullptr;
-}
-
 // Masters are stored in fp32 whatever the layout; moments in fp32 or bf16.
 bool Converts(checkpoint::Dtype dtype, StateSlot slot) {
   return dtype == checkpoint::Dtype::kF32 || (slot != kMaster && dtype == checkpoint::Dtype::kBF16);
@@ -81,11 +75,6 @@ Extent UnitAt(const StoredTensor& tensor, uint64_t block_bytes, uint64_t unit_by
 }
 
 }  // namespace
-
-Loader::~Loader() {
-  if (stream_ != nullptr) context_.device().AbandonStream(stream_);
-  if (written_ != nullptr) context_.device().DestroyEvent(written_);
-}
 
 // ------------------------------------------------------------------------------------ comparing --
 
@@ -160,7 +149,7 @@ void Loader::CompareArrays(uint32_t id, const StoredShard& shard) {
     const StateSlot slot{index};
     if (!Wants(id, slot)) continue;
     const int32_t kind = locator_.KindOf(slot);
-    const StoredTensor* const tensor = FindKind(shard, kind);
+    const StoredTensor* const tensor = checkpoint::FindTensor(shard, kind);
     if (tensor == nullptr)
       Differ(name + "has no " + checkpoint::KindName(kind) +
              (slot == kMaster ? "" : " (OFFLOAD_LOAD_FRESH_MOMENTS takes the weights alone)"));
@@ -245,7 +234,8 @@ Status Loader::ForEachUnitOf(uint32_t id, StateSlot slot,
   const std::vector<StoredShard>& shards = sources_[id].stored->shards;
   Extent extent{0, 0, 0};
   const auto visit_segment = [&](const checkpoint::Segment& segment) -> Status {
-    const StoredTensor& tensor = *FindKind(shards[segment.piece], locator_.KindOf(slot));
+    const StoredTensor& tensor =
+        *checkpoint::FindTensor(shards[segment.piece], locator_.KindOf(slot));
     const uint64_t element_bytes = checkpoint::DtypeBytes(tensor.dtype);
     for (uint64_t done = 0; done < segment.count;) {
       const uint64_t at = (segment.source + done) * element_bytes;
@@ -302,9 +292,7 @@ Status Loader::TakeMemory() {
   HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, reading_bytes + staging_bytes));
   staging_ = memory_.data() + reading_bytes;
   files_.emplace(*reader_);
-  if (context_.device().unified()) return {};
-  HYBRIDOPT_ASSIGN(stream_, context_.device().CreateStream("checkpoint"));
-  HYBRIDOPT_ASSIGN(written_, context_.device().CreateEvent("state copied from a checkpoint"));
+  HYBRIDOPT_ASSIGN(stream_, TransferStream::Create(context_, "load"));
   return {};
 }
 
@@ -365,7 +353,7 @@ void Loader::Progress(uint64_t bytes) {
 // ------------------------------------------------------------------------------------ replacing --
 
 Status Loader::Replace(EventHandle ready) {
-  if (ready != nullptr) HYBRIDOPT_TRY(WaitFor(ready, "the stream given to it"));
+  if (ready != nullptr) HYBRIDOPT_TRY(stream_.Await(ready, "the stream given to it"));
   checkpoint::BlockReader reader(Opening(), units_, memory_.data(), blocks_, unit_bytes_);
   HYBRIDOPT_TRY(reader.Start());
   const std::byte* data = nullptr;
@@ -447,7 +435,7 @@ Status Loader::PutMade(const StateRun& run, uint64_t element_bytes,
 Status Loader::Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device) {
   if (to_device) {
     copying_ = true;
-    return context_.device().CopyToDevice(stream_, to, from, bytes);
+    return context_.device().CopyToDevice(stream_.handle(), to, from, bytes);
   }
   if (bytes < kSharedBytes) {
     std::memcpy(to, from, bytes);
@@ -523,7 +511,8 @@ Status Loader::FillMoments() {
           FillArray(run.data, dtype, run.count, value);
         } else {
           copying_ = true;
-          HYBRIDOPT_TRY(context_.device().Fill(stream_, run.data, dtype, run.count, value));
+          HYBRIDOPT_TRY(
+              context_.device().Fill(stream_.handle(), run.data, dtype, run.count, value));
         }
         first += run.count;
       }
@@ -537,17 +526,7 @@ Status Loader::AwaitCopies() {
   staged_bytes_ = 0;
   if (!copying_) return {};
   copying_ = false;
-  HYBRIDOPT_TRY(context_.device().Record(written_, stream_));
-  return WaitFor(written_, "state going up");
-}
-
-Status Loader::WaitFor(EventHandle event, const char* what) {
-  Status status = context_.device().Wait(event, context_.device_timeout_ns());
-  if (status.code() != OFFLOAD_TIMED_OUT) return status;
-  return Status::Error(OFFLOAD_DEVICE_FAILED,
-                       "the device made no progress for %.1f s while a load waited for %s "
-                       "(device_timeout_ns of the context)",
-                       static_cast<double>(context_.device_timeout_ns()) * 1e-9, what);
+  return stream_.AwaitCopies("state going up");
 }
 
 void Loader::SetCounts(StepCounts& step_counts) const {

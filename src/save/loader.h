@@ -15,6 +15,7 @@
 #include "checkpoint/reader.h"
 #include "machine/context.h"
 #include "save/transfer_memory.h"
+#include "save/transfer_stream.h"
 #include "state/state_locator.h"
 #include "state/step_counts.h"
 
@@ -42,7 +43,6 @@ class Loader {
   Loader(Context& context, const ParamTable& table, const StateShape& shape,
          const StateLocator& locator, const LoadRequest& request)
       : context_(context), table_(table), shape_(shape), locator_(locator), request_(request) {}
-  ~Loader();
 
   // Opens the checkpoint and compares what it holds with what this optimizer keeps:
   // CHECKPOINT_MISMATCH tells the first few differences.
@@ -121,7 +121,6 @@ class Loader {
   Result<std::byte*> Stage(uint64_t bytes);
   Status FillMoments();
   Status AwaitCopies();
-  Status WaitFor(EventHandle event, const char* what);
 
   Context& context_;
   const ParamTable& table_;
@@ -143,8 +142,7 @@ class Loader {
   uint64_t bytes_done_ = 0;
   uint64_t bytes_total_ = 0;
 
-  StreamHandle stream_ = nullptr;
-  EventHandle written_ = nullptr;
+  TransferStream stream_;
   std::byte* staging_ = nullptr;  // for what is made on its way to the device
   uint64_t staged_bytes_ = 0;
   bool copying_ = false;  // something is queued on stream_

@@ -165,11 +165,7 @@ Status Saver::Run() {
   Status status = TakeMemory();
   if (status.ok()) status = Write();
   // A save's streams and memory are its own, and go with it.
-  Device& device = context_.device();
-  if (stream_ != nullptr) device.AbandonStream(stream_);
-  if (copied_ != nullptr) device.DestroyEvent(copied_);
-  stream_ = nullptr;
-  copied_ = nullptr;
+  stream_ = TransferStream();
   memory_ = TransferMemory();
   if (status.ok() && point_.rank != 0) return WritePart();
   return status;
@@ -181,25 +177,14 @@ Status Saver::TakeMemory() {
   blocks_ = static_cast<uint32_t>(
       std::min<uint64_t>(request_.io_depth, (file_bytes + block_bytes_ - 1) / block_bytes_));
   HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, blocks_ * block_bytes_));
-  if (context_.device().unified()) return {};
-  HYBRIDOPT_ASSIGN(stream_, context_.device().CreateStream("checkpoint"));
-  HYBRIDOPT_ASSIGN(copied_, context_.device().CreateEvent("state copied for a checkpoint"));
+  HYBRIDOPT_ASSIGN(stream_, TransferStream::Create(context_, "save"));
   return {};
-}
-
-Status Saver::WaitFor(EventHandle event, const char* what) {
-  Status status = context_.device().Wait(event, context_.device_timeout_ns());
-  if (status.code() != OFFLOAD_TIMED_OUT) return status;
-  return Status::Error(OFFLOAD_DEVICE_FAILED,
-                       "the device made no progress for %.1f s while a save waited for %s "
-                       "(device_timeout_ns of the context)",
-                       static_cast<double>(context_.device_timeout_ns()) * 1e-9, what);
 }
 
 // -------------------------------------------------------------------------------------- writing --
 
 Status Saver::Write() {
-  if (point_.ready != nullptr) HYBRIDOPT_TRY(WaitFor(point_.ready, "the stream given to it"));
+  if (point_.ready != nullptr) HYBRIDOPT_TRY(stream_.Await(point_.ready, "the stream given to it"));
   const checkpoint::StoredFile& stored = manifest_.files[0];
   HYBRIDOPT_ASSIGN(checkpoint::File file,
                    checkpoint::File::Create(context_.files(), directory_ + "/" + stored.name));
@@ -320,10 +305,8 @@ Status Saver::AppendJoined(const StateRun& run, checkpoint::BlockHasher& hasher)
 }
 
 Status Saver::CopyDown(std::byte* into, const std::byte* data, uint64_t bytes) {
-  Device& device = context_.device();
-  HYBRIDOPT_TRY(device.CopyToHost(stream_, into, data, bytes));
-  HYBRIDOPT_TRY(device.Record(copied_, stream_));
-  return WaitFor(copied_, "state coming down");
+  HYBRIDOPT_TRY(context_.device().CopyToHost(stream_.handle(), into, data, bytes));
+  return stream_.AwaitCopies("state coming down");
 }
 
 void Saver::Wrote(uint64_t bytes) {

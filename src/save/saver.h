@@ -22,6 +22,7 @@
 #include "checkpoint/hash.h"
 #include "machine/context.h"
 #include "save/transfer_memory.h"
+#include "save/transfer_stream.h"
 #include "state/capture.h"
 #include "state/state_locator.h"
 
@@ -106,7 +107,6 @@ class Saver {
   Status AppendJoined(const StateRun& run, checkpoint::BlockHasher& hasher);
   Status AppendRun(const StateRun& run, uint64_t bytes, checkpoint::BlockHasher& hasher);
   Status CopyDown(std::byte* into, const std::byte* data, uint64_t bytes);
-  Status WaitFor(EventHandle event, const char* what);
   Status WritePart();
   void Wrote(uint64_t bytes);
 
@@ -124,8 +124,7 @@ class Saver {
   TransferMemory memory_;
   uint64_t block_bytes_ = 0;
   uint32_t blocks_ = 0;
-  StreamHandle stream_ = nullptr;
-  EventHandle copied_ = nullptr;
+  TransferStream stream_;
   // Halves of masters. A device that hangs may write them until stream_ has been given up.
   static constexpr uint64_t kJoinedTogether = 8192;
   std::array<uint16_t, kJoinedTogether> lower_, upper_;

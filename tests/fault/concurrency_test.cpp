@@ -80,21 +80,32 @@ std::vector<unsigned char> TrainAlone(const RunOptions& run, uint64_t steps) {
   return TrainWhileAsked(trainer, steps);
 }
 
-TEST(Concurrency, OptimizersOfOneContextGiveTheBitsOfARunAlone) {
-  const uint64_t steps = 4 + Scaled(60);
+// An optimizer of each algorithm works in one context, all at once; each must give the bits of one
+// that works alone.
+template <typename Work, typename Alone>
+void ExpectTheBitsOfEachAlone(uint32_t movable, const Work& work, const Alone& alone) {
   for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
     Trainer owner(Options(device_kind, OFFLOAD_ADAMW));
     std::vector<std::thread> threads;
     std::vector<std::vector<unsigned char>> bits(std::size(kAlgorithms));
     for (size_t i = 0; i < std::size(kAlgorithms); ++i)
       threads.emplace_back([&, i] {
-        Trainer trainer(Options(device_kind, kAlgorithms[i]), owner.context);
-        bits[i] = TrainWhileAsked(trainer, steps);
+        RunOptions run = Options(device_kind, kAlgorithms[i]);
+        run.movable = movable;
+        Trainer trainer(run, owner.context);
+        bits[i] = work(trainer);
       });
     for (std::thread& thread : threads) thread.join();
     for (size_t i = 0; i < std::size(kAlgorithms); ++i)
-      EXPECT_EQ(bits[i], TrainAlone(Options(device_kind, kAlgorithms[i]), steps)) << i;
+      EXPECT_EQ(bits[i], alone(Options(device_kind, kAlgorithms[i]))) << i;
   }
+}
+
+TEST(Concurrency, OptimizersOfOneContextGiveTheBitsOfARunAlone) {
+  const uint64_t steps = 4 + Scaled(60);
+  ExpectTheBitsOfEachAlone(
+      0, [&](Trainer& trainer) { return TrainWhileAsked(trainer, steps); },
+      [&](const RunOptions& run) { return TrainAlone(run, steps); });
 }
 
 // Optimizers that together, and one that nearly alone, would give the workers more chunks ahead
@@ -216,21 +227,10 @@ std::vector<unsigned char> StayAlone(const RunOptions& run, uint64_t steps) {
 // Each gives all its memory away and takes it back while others are in the middle of a step.
 TEST(Concurrency, CyclesOfOptimizersOfOneContextGiveTheBitsOfOneThatStays) {
   const uint64_t cycles = 4 + Scaled(40);
-  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
-    Trainer owner(Options(device_kind, OFFLOAD_ADAMW));
-    std::vector<std::thread> threads;
-    std::vector<std::vector<unsigned char>> bits(std::size(kAlgorithms));
-    for (size_t i = 0; i < std::size(kAlgorithms); ++i)
-      threads.emplace_back([&, i] {
-        RunOptions run = Options(device_kind, kAlgorithms[i]);
-        run.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
-        Trainer trainer(run, owner.context);
-        bits[i] = CycleWhileAsked(trainer, cycles);
-      });
-    for (std::thread& thread : threads) thread.join();
-    for (size_t i = 0; i < std::size(kAlgorithms); ++i)
-      EXPECT_EQ(bits[i], StayAlone(Options(device_kind, kAlgorithms[i]), cycles)) << i;
-  }
+  ExpectTheBitsOfEachAlone(
+      OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE,
+      [&](Trainer& trainer) { return CycleWhileAsked(trainer, cycles); },
+      [&](const RunOptions& run) { return StayAlone(run, cycles); });
 }
 
 // ------------------------------------------------------------------------- creating, destroying --

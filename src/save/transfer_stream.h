@@ -1,0 +1,62 @@
+// TransferStream: the stream on which a running save or load copies state, and the waits for it. On
+// a device that shares the host's memory there is none.
+#pragma once
+
+#include <utility>
+
+#include "machine/context.h"
+
+namespace hybridopt {
+
+class TransferStream {
+ public:
+  TransferStream() = default;
+  // `work` is "save" or "load", for error texts.
+  static Result<TransferStream> Create(Context& context, const char* work) {
+    TransferStream made;
+    made.context_ = &context;
+    made.work_ = work;
+    if (context.device().unified()) return made;
+    HYBRIDOPT_ASSIGN(made.stream_, context.device().CreateStream("checkpoint"));
+    HYBRIDOPT_ASSIGN(made.copied_, context.device().CreateEvent("state of a checkpoint copied"));
+    return made;
+  }
+  // The device keeps what a copy that has not ended may still touch.
+  ~TransferStream() {
+    if (stream_ != nullptr) context_->device().AbandonStream(stream_);
+    if (copied_ != nullptr) context_->device().DestroyEvent(copied_);
+  }
+  TransferStream(TransferStream&& other) noexcept { *this = std::move(other); }
+  TransferStream& operator=(TransferStream&& other) noexcept {
+    std::swap(context_, other.context_);
+    std::swap(work_, other.work_);
+    std::swap(stream_, other.stream_);
+    std::swap(copied_, other.copied_);
+    return *this;
+  }
+
+  StreamHandle handle() const { return stream_; }
+
+  // Waits for an event; `what` says what it stands for.
+  Status Await(EventHandle event, const char* what) {
+    Status status = context_->device().Wait(event, context_->device_timeout_ns());
+    if (status.code() != OFFLOAD_TIMED_OUT) return status;
+    return Status::Error(OFFLOAD_DEVICE_FAILED,
+                         "the device made no progress for %.1f s while a %s waited for %s "
+                         "(device_timeout_ns of the context)",
+                         static_cast<double>(context_->device_timeout_ns()) * 1e-9, work_, what);
+  }
+  // Waits for the copies that have been queued.
+  Status AwaitCopies(const char* what) {
+    HYBRIDOPT_TRY(context_->device().Record(copied_, stream_));
+    return Await(copied_, what);
+  }
+
+ private:
+  Context* context_ = nullptr;
+  const char* work_ = nullptr;
+  StreamHandle stream_ = nullptr;
+  EventHandle copied_ = nullptr;
+};
+
+}  // namespace hybridopt
