@@ -772,6 +772,9 @@ typedef struct offload_load_options {
  * addresses as of this call. Everything is checked first: manifest and headers always, every
  * hash unless NO_VERIFY; on all ranks before any goes on, however long one takes. A load that is
  * refused changes nothing and poisons nothing: its ticket tells why. Gradients are not touched.
+ * Unless NO_VERIFY, what is read again to replace state is compared with what was checked, before
+ * it is used: where a file has changed in between, state is a mixture of old and new, which the
+ * ticket says with CHECKPOINT_CORRUPT and the block, and the optimizer is poisoned.
  * Errors: INVALID_ARGUMENT (field named), INVALID_STATE (before commit, or 256 calls queued; params
  * or states offloaded: reload them first), UNSUPPORTED (unknown flag), POISONED; by the ticket
  * IO_FAILED, CHECKPOINT_CORRUPT (file, tensor and block named), CHECKPOINT_MISMATCH (the first few

@@ -183,14 +183,15 @@ Result<Report> Export(const ExportOptions& options) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "--what is %s, expected a kind of state",
                          options.what.c_str());
   HYBRIDOPT_ASSIGN(const Reader reader, Reader::Open(SystemFiles(), options.directory));
-  HYBRIDOPT_ASSIGN(Gatherer gatherer, Gatherer::Make(reader));
+  ReadHashes verified(Gatherer::kUnitBytes);
+  HYBRIDOPT_ASSIGN(Gatherer gatherer, Gatherer::Make(reader, verified));
   Exporter exporter(reader, &gatherer, kind, TargetDtype(options.dtype));
   HYBRIDOPT_TRY(exporter.Plan());
   {
     ProgressBar bar("verifying");
     const auto show = [&](uint64_t done, uint64_t total) { bar.Show(done, total); };
-    HYBRIDOPT_ASSIGN(const VerifyResult verified, reader.Verify(kIoDepth, show));
-    HYBRIDOPT_TRY(verified.status());
+    HYBRIDOPT_ASSIGN(const VerifyResult result, reader.Verify(kIoDepth, show, &verified));
+    HYBRIDOPT_TRY(result.status());
   }
   HYBRIDOPT_TRY(WriteAndName(&exporter, options.out));
   Report report;

@@ -10,12 +10,11 @@ using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
 namespace {
 
 constexpr uint64_t kWindowBytes = uint64_t{2} << 20;  // of wanted elements, gathered at once
-constexpr uint64_t kBlockBytes = uint64_t{1} << 20;   // of stored ones, read at once
 constexpr size_t kOpenFilesMax = 64;
 
 // Where the block begins in memory, and how much it takes: reads are rounded outward.
 constexpr uint64_t kBlockBegin = kWindowBytes;
-constexpr uint64_t kMemoryBytes = kBlockBegin + kBlockBytes + 2 * kDirectAlignment;
+constexpr uint64_t kMemoryBytes = kBlockBegin + Gatherer::kUnitBytes + 2 * kDirectAlignment;
 
 std::vector<const Shard*> ShardsOf(const StoredParam& param) {
   std::vector<const Shard*> shards;
@@ -35,9 +34,9 @@ Shard WholeShard(const std::vector<int64_t>& shape) {
   return shard;
 }
 
-Result<Gatherer> Gatherer::Make(const Reader& reader) {
+Result<Gatherer> Gatherer::Make(const Reader& reader, const ReadHashes& verified) {
   HYBRIDOPT_ASSIGN(hybridopt::Arena memory, hybridopt::Arena::Map(kMemoryBytes));
-  return Gatherer(reader, std::move(memory));
+  return Gatherer(reader, verified, std::move(memory));
 }
 
 std::byte* Gatherer::block() const { return memory_.data() + kBlockBegin; }
@@ -83,7 +82,8 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
     for (auto begin = segments.begin(); begin != segments.end();) {
       const auto end = std::find_if(begin, segments.end(),
                                     [&](const Segment& s) { return s.piece != begin->piece; });
-      HYBRIDOPT_TRY(CopySegments(*FindTensor(param.shards[begin->piece], kind), {begin, end}));
+      HYBRIDOPT_TRY(
+          CopySegments(param, *FindTensor(param.shards[begin->piece], kind), {begin, end}));
       begin = end;
     }
     HYBRIDOPT_TRY(take(window(), part.range_count * element_bytes));
@@ -92,8 +92,8 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
 }
 
 // From one stored array into the window; segments are sorted by where they come from.
-Status Gatherer::CopySegments(const StoredTensor& tensor, std::span<const Segment> segments) {
-  HYBRIDOPT_ASSIGN(File* const file, FileOf(tensor.file));
+Status Gatherer::CopySegments(const StoredParam& param, const StoredTensor& tensor,
+                              std::span<const Segment> segments) {
   const uint64_t element_bytes = DtypeBytes(tensor.dtype);
   uint64_t have_begin = 0, have_end = 0;  // of the array, what the block holds
   const std::byte* have = nullptr;
@@ -102,17 +102,9 @@ Status Gatherer::CopySegments(const StoredTensor& tensor, std::span<const Segmen
     for (uint64_t done = 0; done < bytes;) {
       const uint64_t from = segment.source * element_bytes + done;
       if (from < have_begin || from >= have_end) {
-        have_begin = from;
-        have_end = std::min(from + kBlockBytes, tensor.bytes);
-        const uint64_t begin = tensor.offset + have_begin;
-        const uint64_t aligned = begin / kDirectAlignment * kDirectAlignment;
-        HYBRIDOPT_ASSIGN(
-            const uint64_t read,
-            file->Read(block(), RoundUpToDirect(tensor.offset + have_end) - aligned, aligned));
-        if (aligned + read < tensor.offset + have_end)
-          return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "'%.500s' has become shorter",
-                               file->path().c_str());
-        have = block() + (begin - aligned);
+        have_begin = from / kUnitBytes * kUnitBytes;
+        have_end = std::min(have_begin + kUnitBytes, tensor.bytes);
+        HYBRIDOPT_ASSIGN(have, ReadUnit(param, tensor, have_begin, have_end));
       }
       const uint64_t now = std::min(bytes - done, have_end - from);
       std::memcpy(window() + segment.destination * element_bytes + done, have + (from - have_begin),
@@ -121,6 +113,21 @@ Status Gatherer::CopySegments(const StoredTensor& tensor, std::span<const Segmen
     }
   }
   return {};
+}
+
+// The bytes of an array from `begin` to `end`, into the block.
+Result<const std::byte*> Gatherer::ReadUnit(const StoredParam& param, const StoredTensor& tensor,
+                                            uint64_t begin, uint64_t end) {
+  HYBRIDOPT_ASSIGN(File* const file, FileOf(tensor.file));
+  const uint64_t offset = tensor.offset + begin;
+  const uint64_t aligned = offset / kDirectAlignment * kDirectAlignment;
+  HYBRIDOPT_ASSIGN(const uint64_t read,
+                   file->Read(block(), RoundUpToDirect(tensor.offset + end) - aligned, aligned));
+  const std::byte* const data = block() + (offset - aligned);
+  if (aligned + read < tensor.offset + end ||
+      !verified_->Match(tensor.file, offset, data, end - begin))
+    return reader_->ChangedSinceVerified(param, tensor, begin);
+  return data;
 }
 
 Result<File*> Gatherer::FileOf(uint32_t file) {

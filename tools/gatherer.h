@@ -20,8 +20,11 @@ using hybridopt::Status;
 
 class Gatherer {
  public:
-  // The reader outlives it.
-  static Result<Gatherer> Make(const hybridopt::checkpoint::Reader& reader);
+  // Both outlive it. `verified` keeps what the reader's Verify has read, before Read is called.
+  static Result<Gatherer> Make(const hybridopt::checkpoint::Reader& reader,
+                               const hybridopt::checkpoint::ReadHashes& verified);
+  // What is read of an array at once, and compared with what was verified.
+  static constexpr uint64_t kUnitBytes = uint64_t{1} << 20;
 
   // Whether every element of a kind is stored, once and in one dtype. CHECKPOINT_MISMATCH or
   // _CORRUPT names the param.
@@ -29,20 +32,26 @@ class Gatherer {
                                              int32_t kind) const;
 
   // Hands the bytes of the wanted shard's elements out in its order, some at a time: always whole
-  // elements. Check has been OK.
+  // elements. Check has been OK. CHECKPOINT_CORRUPT where a file has changed since it was verified.
   Status Read(const hybridopt::checkpoint::StoredParam& param, int32_t kind, const Shard& wanted,
               FunctionRef<Status(const std::byte* data, uint64_t bytes)> take);
 
  private:
-  Gatherer(const hybridopt::checkpoint::Reader& reader, hybridopt::Arena memory)
-      : reader_(&reader), memory_(std::move(memory)) {}
+  Gatherer(const hybridopt::checkpoint::Reader& reader,
+           const hybridopt::checkpoint::ReadHashes& verified, hybridopt::Arena memory)
+      : reader_(&reader), verified_(&verified), memory_(std::move(memory)) {}
   std::byte* window() const { return memory_.data(); }
   std::byte* block() const;
-  Status CopySegments(const hybridopt::checkpoint::StoredTensor& tensor,
+  Status CopySegments(const hybridopt::checkpoint::StoredParam& param,
+                      const hybridopt::checkpoint::StoredTensor& tensor,
                       std::span<const hybridopt::checkpoint::Segment> segments);
+  Result<const std::byte*> ReadUnit(const hybridopt::checkpoint::StoredParam& param,
+                                    const hybridopt::checkpoint::StoredTensor& tensor,
+                                    uint64_t begin, uint64_t end);
   Result<hybridopt::checkpoint::File*> FileOf(uint32_t file);
 
   const hybridopt::checkpoint::Reader* reader_;
+  const hybridopt::checkpoint::ReadHashes* verified_;
   hybridopt::Arena memory_;                                // the window, then the block
   std::map<uint32_t, hybridopt::checkpoint::File> files_;  // open now
 };

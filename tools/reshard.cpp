@@ -161,13 +161,14 @@ Status CheckOut(const std::string& out) {
 Result<Report> Reshard(const ReshardOptions& options) {
   HYBRIDOPT_TRY(CheckOut(options.out));
   HYBRIDOPT_ASSIGN(const Reader reader, Reader::Open(SystemFiles(), options.directory));
-  HYBRIDOPT_ASSIGN(Gatherer gatherer, Gatherer::Make(reader));
+  ReadHashes verified(Gatherer::kUnitBytes);
+  HYBRIDOPT_ASSIGN(Gatherer gatherer, Gatherer::Make(reader, verified));
   HYBRIDOPT_ASSIGN(Manifest plan, Plan(reader.manifest(), gatherer, options.world));
   {
     ProgressBar bar("verifying");
     const auto show = [&](uint64_t done, uint64_t total) { bar.Show(done, total); };
-    HYBRIDOPT_ASSIGN(const VerifyResult verified, reader.Verify(kIoDepth, show));
-    HYBRIDOPT_TRY(verified.status());
+    HYBRIDOPT_ASSIGN(const VerifyResult result, reader.Verify(kIoDepth, show, &verified));
+    HYBRIDOPT_TRY(result.status());
   }
   HYBRIDOPT_ASSIGN(PendingDirectory pending, PendingDirectory::Make(SystemFiles(), options.out));
   const Status status = WriteAll(reader, &gatherer, &plan, &pending);

@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <optional>
 
+#include "base/check.h"
 #include "checkpoint/block_reader.h"
 #include "checkpoint/hash.h"
 #include "memory/arena.h"
 
 namespace hybridopt::checkpoint {
 namespace {
-
-constexpr uint64_t kReadBytesMax = uint64_t{8} << 20;  // at once, whatever a hashed block has
 
 unsigned long long Wide(uint64_t number) { return number; }
 
@@ -53,8 +52,8 @@ Result<Arena> MapBuffer(uint64_t bytes) {
 class FileVerifier {
  public:
   FileVerifier(const Manifest& manifest, uint32_t file, const std::vector<Array>& arrays,
-               VerifyResult* result)
-      : manifest_(manifest), file_(file), arrays_(arrays), result_(result) {
+               VerifyResult* result, ReadHashes* read)
+      : manifest_(manifest), file_(file), arrays_(arrays), result_(result), read_(read) {
     for (const Array& array : arrays) read_bytes_ = std::max(read_bytes_, array.tensor->bytes);
     read_bytes_ = std::min(read_bytes_, kReadBytesMax);
   }
@@ -78,6 +77,7 @@ class FileVerifier {
         const uint64_t bytes = std::min(read_bytes_, array.tensor->bytes - at);
         HYBRIDOPT_ASSIGN(const std::byte* data, reader.Next());
         hasher.Add(data, bytes);
+        if (read_ != nullptr) read_->Add(file_, array.tensor->offset + at, data, bytes);
         result_->bytes += bytes;
         progress(result_->bytes);
       }
@@ -103,7 +103,8 @@ class FileVerifier {
   const Manifest& manifest_;
   const uint32_t file_;
   const std::vector<Array>& arrays_;
-  VerifyResult* result_;
+  VerifyResult* const result_;
+  ReadHashes* const read_;  // NULL: nobody reads these arrays again
   uint64_t read_bytes_ = 0;
 };
 
@@ -164,8 +165,10 @@ uint64_t Reader::bytes() const {
   return bytes;
 }
 
-Result<VerifyResult> Reader::Verify(
-    uint32_t io_depth, FunctionRef<void(uint64_t done, uint64_t total)> progress) const {
+Result<VerifyResult> Reader::Verify(uint32_t io_depth,
+                                    FunctionRef<void(uint64_t done, uint64_t total)> progress,
+                                    ReadHashes* read) const {
+  HYBRIDOPT_CHECK(read == nullptr || kReadBytesMax % read->unit_bytes() == 0);
   if (io_depth > kIoDepthMax)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "io_depth is %u, expected 1 to %u, or 0 for %u",
                          io_depth, kIoDepthMax, kIoDepth);
@@ -177,10 +180,28 @@ Result<VerifyResult> Reader::Verify(
   for (uint32_t file = 0; file < arrays.size(); ++file) {
     if (arrays[file].empty()) continue;
     HYBRIDOPT_ASSIGN(File opened, OpenFile(file));
-    FileVerifier verifier(manifest_, file, arrays[file], &result);
+    FileVerifier verifier(manifest_, file, arrays[file], &result, read);
     HYBRIDOPT_TRY(verifier.Run(opened, io_depth, [&](uint64_t done) { progress(done, total); }));
   }
   return result;
+}
+
+std::string Reader::BlockText(const StoredParam& param, const StoredTensor& tensor,
+                              uint64_t block) const {
+  const uint64_t begin = block * manifest_.block_bytes;
+  const uint64_t end = std::min(begin + manifest_.block_bytes, tensor.bytes);
+  return "block " + std::to_string(block) + " of " + param.name.substr(0, 128) + "." +
+         KindName(tensor.kind) + " (bytes " + std::to_string(tensor.offset + begin) + " to " +
+         std::to_string(tensor.offset + end) + ")";
+}
+
+Status Reader::ChangedSinceVerified(const StoredParam& param, const StoredTensor& tensor,
+                                    uint64_t at) const {
+  return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT,
+                       "'%.500s': %s has changed since it was verified: the file was written to "
+                       "meanwhile, or the disk does not give the same bytes twice",
+                       FilePath(tensor.file).c_str(),
+                       BlockText(param, tensor, at / manifest_.block_bytes).c_str());
 }
 
 Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory) {

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/format.h"
+#include "checkpoint/read_hashes.h"
 
 namespace hybridopt::checkpoint {
 
@@ -35,6 +36,7 @@ struct VerifyResult {
   Status status() const;
 };
 inline constexpr size_t kDamagesMax = 1000;
+inline constexpr uint64_t kReadBytesMax = uint64_t{8} << 20;  // at once, whatever a block has
 inline constexpr uint32_t kIoDepth = 4;
 inline constexpr uint32_t kIoDepthMax = 64;
 
@@ -52,9 +54,18 @@ class Reader {
   Result<File> OpenFile(uint32_t file) const { return File::Open(*files_, FilePath(file)); }
 
   // Reads every block through `io_depth` buffers (1 to 64; 0 = 4) and compares every hash; goes on
-  // after damage. INVALID_ARGUMENT, or IO_FAILED where it cannot read.
+  // after damage. INVALID_ARGUMENT, or IO_FAILED where it cannot read. Unless NULL, `read` keeps
+  // what was read of each array; its units must divide kReadBytesMax.
   Result<VerifyResult> Verify(uint32_t io_depth,
-                              FunctionRef<void(uint64_t done, uint64_t total)> progress) const;
+                              FunctionRef<void(uint64_t done, uint64_t total)> progress,
+                              ReadHashes* read = nullptr) const;
+
+  // "block 2 of layer.exp_avg (bytes 8192 to 12288)", the bytes counted in the file.
+  std::string BlockText(const StoredParam& param, const StoredTensor& tensor, uint64_t block) const;
+  // CHECKPOINT_CORRUPT: the array was good when it was verified, and what lies at `at` (bytes,
+  // counted in the array) is something else now.
+  Status ChangedSinceVerified(const StoredParam& param, const StoredTensor& tensor,
+                              uint64_t at) const;
 
  private:
   Reader(prim::Files& files, std::string path, Manifest manifest)

@@ -312,17 +312,21 @@ Status Loader::Verify() {
   checkpoint::BlockReader reader(Opening(), extents, memory_.data(), blocks_, unit_bytes_);
   HYBRIDOPT_TRY(reader.Start());
   checkpoint::BlockHasher hasher(block_bytes());
+  verified_.emplace(unit_bytes_);
+  auto extent = extents.begin();
   for (const Unit& touched : touched_) {
-    uint64_t left = BlockEnd(touched) - touched.block * block_bytes();
-    hasher.Reset(left);
-    while (left > 0) {
-      const uint64_t bytes = std::min(left, unit_bytes_);
+    const uint64_t bytes = BlockEnd(touched) - touched.block * block_bytes();
+    const bool one_unit = extent->bytes == bytes;
+    uint64_t hash = 0;
+    hasher.Reset(bytes);
+    for (uint64_t left = bytes; left > 0; left -= extent++->bytes) {
       HYBRIDOPT_ASSIGN(const std::byte* data, reader.Next());
-      hasher.Add(data, bytes);
-      left -= bytes;
-      Progress(bytes);
+      hash = verified_->Add(extent->file, extent->offset, data, extent->bytes);
+      if (!one_unit) hasher.Add(data, extent->bytes);
+      Progress(extent->bytes);
     }
-    if (hasher.Take()[0] != touched.tensor->hashes[touched.block]) return Damaged(touched);
+    if (!one_unit) hash = hasher.Take()[0];
+    if (hash != touched.tensor->hashes[touched.block]) return Damaged(touched);
   }
   return {};
 }
@@ -332,16 +336,20 @@ uint64_t Loader::BlockEnd(const Unit& unit) const {
 }
 
 Status Loader::Damaged(const Unit& unit) const {
-  const checkpoint::StoredParam& stored = *sources_[unit.param].stored;
-  const uint64_t begin = unit.tensor->offset + unit.block * block_bytes();
   return Status::Error(
       OFFLOAD_CHECKPOINT_CORRUPT,
-      "'%.500s': block %llu of %.128s.%s (bytes %llu to %llu) is not what was written; nothing was "
-      "changed; load an older checkpoint (offload_checkpoint_verify lists all damage)",
-      reader_->FilePath(unit.tensor->file).c_str(), static_cast<unsigned long long>(unit.block),
-      stored.name.c_str(), checkpoint::KindName(unit.tensor->kind),
-      static_cast<unsigned long long>(begin),
-      static_cast<unsigned long long>(unit.tensor->offset + BlockEnd(unit)));
+      "'%.500s': %s is not what was written; nothing was changed; load an older checkpoint "
+      "(offload_checkpoint_verify lists all damage)",
+      reader_->FilePath(unit.tensor->file).c_str(),
+      reader_->BlockText(*sources_[unit.param].stored, *unit.tensor, unit.block).c_str());
+}
+
+Status Loader::CheckUnchanged(const Unit& unit, const std::byte* data) const {
+  const Extent& extent = unit.extent;
+  if (!verified_.has_value() || verified_->Match(extent.file, extent.offset, data, extent.bytes))
+    return {};
+  return reader_->ChangedSinceVerified(*sources_[unit.param].stored, *unit.tensor,
+                                       extent.offset - unit.tensor->offset);
 }
 
 void Loader::Progress(uint64_t bytes) {
@@ -360,6 +368,7 @@ Status Loader::Replace(EventHandle ready) {
   const auto begin_unit = [&](const Unit& unit) -> Status {
     HYBRIDOPT_TRY(AwaitCopies());  // they may still read the unit before
     HYBRIDOPT_ASSIGN(data, reader.Next());
+    HYBRIDOPT_TRY(CheckUnchanged(unit, data));
     Progress(unit.extent.bytes);
     return {};
   };

@@ -2,7 +2,8 @@
 // it was saved with. Check reads and compares everything and changes nothing; only then Replace
 // writes. The files are read twice for that (unless the caller does without): a second copy of the
 // state would not fit in the memory of those who offload it, and state that is half replaced when a
-// damaged block turns up could not be brought back.
+// damaged block turns up could not be brought back. Replace compares what it reads with what Check
+// has read, before it uses it.
 #pragma once
 
 #include <optional>
@@ -12,6 +13,7 @@
 #include "base/function_ref.h"
 #include "checkpoint/block_reader.h"
 #include "checkpoint/open_files.h"
+#include "checkpoint/read_hashes.h"
 #include "checkpoint/reader.h"
 #include "machine/context.h"
 #include "save/transfer_memory.h"
@@ -107,6 +109,7 @@ class Loader {
   }
   uint64_t block_bytes() const { return reader_->manifest().block_bytes; }
   uint64_t BlockEnd(const Unit& unit) const;  // bytes from the tensor's begin
+  Status CheckUnchanged(const Unit& unit, const std::byte* data) const;
   Status Damaged(const Unit& unit) const;
   void Progress(uint64_t bytes);
 
@@ -134,10 +137,11 @@ class Loader {
   uint64_t difference_count_ = 0;
 
   std::optional<checkpoint::OpenFiles> files_;
-  uint64_t unit_bytes_ = 0;                // read at a time
-  std::vector<checkpoint::Extent> units_;  // in the order of Replace
-  std::vector<Unit> touched_;              // one for each block that they touch
-  uint32_t blocks_ = 0;                    // of memory
+  uint64_t unit_bytes_ = 0;                         // read at a time
+  std::vector<checkpoint::Extent> units_;           // in the order of Replace
+  std::vector<Unit> touched_;                       // one for each block that they touch
+  std::optional<checkpoint::ReadHashes> verified_;  // what Verify has read
+  uint32_t blocks_ = 0;                             // of memory
   TransferMemory memory_;
   uint64_t bytes_done_ = 0;
   uint64_t bytes_total_ = 0;

@@ -10,6 +10,9 @@
 
 #include "../differential/lifecycle_rig.h"
 #include "../temporary_directory.h"
+#include "checkpoint/file_io.h"
+#include "checkpoint/format.h"
+#include "checkpoint/hash.h"
 #include "faulty_files.h"
 
 namespace hybridopt {
@@ -184,6 +187,88 @@ TEST_F(CheckpointIoTest, AFileThatCanNoLongerBeReadWhileStateIsReplacedPoisons) 
   EXPECT_EQ(rig_->TryLoad(directory_ / "old"), OFFLOAD_IO_FAILED);
   EXPECT_NE(Text().find("a mixture now"), std::string::npos) << Text();
   EXPECT_EQ(offload_optimizer_step(rig_->optimizer(), nullptr, nullptr), OFFLOAD_POISONED);
+}
+
+// Gives a checkpoint of one rank hashes of blocks of another size.
+void RehashInBlocksOf(const std::string& path, uint64_t block_bytes) {
+  using namespace checkpoint;  // NOLINT: this function is about its names only
+  const std::string manifest_path = path + "/" + kManifestFile;
+  Result<std::string> text = ReadSmallFile(prim::SystemFiles(), manifest_path, kManifestBytesMax);
+  ASSERT_TRUE(text.ok()) << text.status().message();
+  Result<Manifest> manifest = ParseManifest(text.value());
+  ASSERT_TRUE(manifest.ok()) << manifest.status().message();
+  std::ifstream stream(path + "/" + manifest.value().files[0].name, std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
+  manifest.value().block_bytes = block_bytes;
+  for (StoredParam& param : manifest.value().params)
+    for (StoredTensor& tensor : param.shards[0].tensors) {
+      BlockHasher hasher(block_bytes);
+      hasher.Reset(tensor.bytes);
+      hasher.Add(bytes.data() + tensor.offset, tensor.bytes);
+      tensor.hashes = hasher.Take();
+    }
+  text = EncodeManifest(manifest.value());
+  ASSERT_TRUE(text.ok()) << text.status().message();
+  std::ofstream(manifest_path, std::ios::binary | std::ios::trunc) << text.value();
+}
+
+// The file changes while it is loaded: whatever a read gives is either refused or known not to be
+// what was verified, and never becomes state that counts as good.
+TEST_F(CheckpointIoTest, BytesThatChangeBeforeAnyReadAreNeverLoadedAsGood) {
+  Start();
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    for (const uint64_t block_bytes : {checkpoint::kBlockBytesMin, checkpoint::kBlockBytes}) {
+      RehashInBlocksOf(directory_ / "old", block_bytes);
+      uint64_t refused = 0, mixtures = 0;
+      for (uint64_t call = 0;; ++call) {
+        rig_.emplace(solved_.problem, SettingOf(files_, device_kind));
+        Step(0);
+        Step(1);
+        files_.Inject(Operation::kRead, call, kChanged, false);
+        const int32_t status = rig_->TryLoad(directory_ / "old");
+        files_.Heal();
+        if (files_.failed() == 0) {  // there is no such call any more
+          EXPECT_EQ(status, OFFLOAD_OK) << Text();
+          EXPECT_EQ(rig_->Difference(solved_.trace[1]), "");
+          break;
+        }
+        const std::string text = Text();
+        EXPECT_EQ(status, OFFLOAD_CHECKPOINT_CORRUPT) << call << ": " << text;
+        EXPECT_NE(text.find(directory_ / "old"), std::string::npos) << text;
+        if (text.find("a mixture now") == std::string::npos) {
+          ++refused;
+          EXPECT_EQ(rig_->Difference(solved_.trace[2]), "") << call;
+          continue;
+        }
+        ++mixtures;
+        for (const char* word : {"block ", " of param", ".safetensors", "has changed since"})
+          EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
+        EXPECT_EQ(offload_optimizer_step(rig_->optimizer(), nullptr, nullptr), OFFLOAD_POISONED);
+      }
+      EXPECT_GT(refused, 6u);   // the manifest, the head, and the first reads of the arrays
+      EXPECT_GT(mixtures, 4u);  // all second reads but the first
+    }
+  }
+}
+
+// The same where a block is read in more than one part.
+TEST(CheckpointBlocks, LargerThanWhatIsReadAtOnceAreComparedAgainToo) {
+  const Solved solved{
+      RandomProblem(OFFLOAD_LION, {{OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 2'500'000}}, 1, 5)};
+  const TemporaryDirectory directory;
+  FaultyFiles files;
+  LifecycleRig rig(solved.problem, SettingOf(files, OFFLOAD_DEVICE_HOST));
+  rig.Wait(rig.Save(directory / "old"));
+  RehashInBlocksOf(directory / "old", 2 * checkpoint::kBlockBytes);
+  files.Inject(Operation::kRead, 0, 0, false);
+  files.Heal();
+  ASSERT_EQ(rig.TryLoad(directory / "old"), OFFLOAD_OK) << offload_last_error();
+  EXPECT_EQ(rig.Difference(solved.trace[0]), "");
+  files.Inject(Operation::kRead, files.count(Operation::kRead) - 1, kChanged, false);
+  EXPECT_EQ(rig.TryLoad(directory / "old"), OFFLOAD_CHECKPOINT_CORRUPT);
+  const std::string text = offload_last_error();
+  EXPECT_NE(text.find("block 0 of param0.exp_avg "), std::string::npos) << text;
+  EXPECT_NE(text.find("a mixture now"), std::string::npos) << text;
 }
 
 TEST_F(CheckpointIoTest, WhoWaitsForEverythingIsToldOnceOfAFailedSave) {

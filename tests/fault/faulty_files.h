@@ -37,7 +37,9 @@ inline const char* OperationName(Operation operation) {
   return kNames[static_cast<int>(operation)];
 }
 
-inline constexpr int kShort = 0;  // instead of an errno: half of what was asked for
+// Instead of an errno:
+inline constexpr int kShort = 0;     // half of what was asked for
+inline constexpr int kChanged = -2;  // a read gives other bytes, as if the file had been changed
 
 class FaultyFiles : public prim::Files {
  public:
@@ -77,7 +79,11 @@ class FaultyFiles : public prim::Files {
   }
   int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {
     const int error = Fault(Operation::kRead);
-    return error > 0 ? -error : Files::Read(file, data, Cut(error, bytes), offset);
+    if (error > 0) return -error;
+    const int64_t read = Files::Read(file, data, Cut(error, bytes), offset);
+    if (error == kChanged)
+      for (int64_t i = 0; i < read; ++i) static_cast<unsigned char*>(data)[i] ^= 1;
+    return read;
   }
   int64_t Write(int file, const void* data, uint64_t bytes, uint64_t offset) override {
     const int error = Fault(Operation::kWrite);
@@ -129,7 +135,7 @@ class FaultyFiles : public prim::Files {
   }
 
  private:
-  // What this call is to fail with: above 0 an errno, kShort, or -1 for not at all.
+  // What this call is to fail with: above 0 an errno, kShort, kChanged, or -1 for not at all.
   int Fault(Operation operation) {
     std::lock_guard lock(mutex_);
     const uint64_t call = counts_[static_cast<int>(operation)]++;

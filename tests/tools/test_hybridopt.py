@@ -1,8 +1,9 @@
 """The hybridopt command-line tool: what it prints, writes and returns.
 
-HYBRIDOPT_TOOL and HYBRIDOPT_MAKE_SAMPLE are the programs, HYBRIDOPT_FAILING_SYNC is preloaded.
+HYBRIDOPT_TOOL and HYBRIDOPT_MAKE_SAMPLE are the programs, HYBRIDOPT_FAULTY_FILES is preloaded.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -50,6 +51,12 @@ def refuse(code, text, *arguments, **options):
     assert answer.returncode == code and answer.stderr == ""
     assert text in json.loads(answer.stdout)["error"]
     return json.loads(answer.stdout)["status"]
+
+
+def with_fault(fault):
+    """The environment of a tool whose files do what faulty_files.c says."""
+    preload = os.environ["HYBRIDOPT_FAULTY_FILES"]
+    return {**os.environ, "LD_PRELOAD": preload, "HYBRIDOPT_TEST_FAULT": fault}
 
 
 def make_sample(which, directory):
@@ -480,7 +487,7 @@ def test_what_is_in_the_way_is_told_before_anything_is_written(sample, tmp_path)
 def test_a_name_that_might_not_last_is_taken_back(sample, tmp_path):
     """Once the file has its name, its folder cannot be synced."""
     out = tmp_path / "out"
-    failing = {**os.environ, "LD_PRELOAD": os.environ["HYBRIDOPT_FAILING_SYNC"]}
+    failing = with_fault("sync")
     text = f"could not sync '{tmp_path}': Input/output error"
     assert refuse(FAILED, text, "export", sample, out, env=failing) == "IO_FAILED"
     assert [path.name for path in tmp_path.iterdir()] == ["sample"]
@@ -509,6 +516,22 @@ def test_a_kind_that_a_rank_did_not_store_is_told(tmp_path):
     refuse(BAD, text, "export", mixed, tmp_path / "o", "--what", "exp_avg")
     text = "ranks 0 and 1 stored different kinds of state"
     refuse(BAD, text, "reshard", mixed, tmp_path / "o", "--world", 1)
+
+
+@pytest.mark.parametrize("command", ["reshard", "export"])
+def test_what_changes_after_it_was_verified_is_never_written(command, sample, tmp_path):
+    more = ["--world", "3"] if command == "reshard" else []
+    arguments = [command, sample, tmp_path / "out", *more]
+    changed = 0
+    for call in itertools.count(1):
+        result = tool(*arguments, env=with_fault(f"read:{call}"))
+        if result.returncode == DONE:
+            break  # so many reads there are not
+        changed += "has changed since it was verified" in result.stderr
+        assert result.returncode == BAD, result
+        assert "block" in result.stderr or "manifest" in result.stderr or "header" in result.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["sample"]
+    assert call > 10 and changed > 4, (call, changed)
 
 
 # --- all ---
