@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -350,10 +350,228 @@ def test_local_tensors_may_have_gaps():
     ranks.run(columns_of_a_tensor, 2)
 
 
+class Block(nn.Module):
+    """`up` and `down` are cut by tensor parallelism; what is outside of its plan has dimensions that 2
+    does not divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(10, 7)
+        self.norm = nn.LayerNorm(7)
+        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 3)
+
+    def forward(self, inputs):
+        hidden = self.norm(self.inner(inputs))
+        return self.down(torch.tanh(self.up(hidden)))
+
+
+def block(seed=0):
+    torch.manual_seed(seed)
+    return Block()
+
+
+def in_two_dimensions(module, mesh, fsdp=True):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(module, mesh["tp"], plan)
+    return fully_shard(module, mesh=mesh["dp"]) if fsdp else module
+
+
+def norm_of(params):
+    """In float64, of the gradients of all params, which are whole here."""
+    return float(torch.cat([full(param.grad).double().flatten() for param in params]).norm())
+
+
+def tensor_parallel_training(rank, world, fsdp, folder):
+    """Params outside of the plan lie on parts of the mesh, or on none, and every rank of the tensor
+    dimension holds them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = block()
+    module = in_two_dimensions(copy.deepcopy(plain), mesh, fsdp)
+    meshes = {tuple(getattr(p, "device_mesh", DeviceMesh("cpu", [rank])).mesh.flatten().tolist()) for p in module.parameters()}
+    assert len(meshes) == 2
+    group = None if fsdp else mesh["tp"].get_group()
+    optimizer, follower = optimizer_for(module, process_group=group), optimizer_for(plain)
+    train(module, optimizer, range(3), follower)
+    for param, own in zip(module.parameters(), plain.parameters()):
+        assert models.bits([full(param)]) == models.bits([own])
+    clipped = optimizer_for(module, max_grad_norm=0.1, process_group=group)
+    backward(module, 7)
+    clipped.step()
+    assert clipped.last_step().grad_norm == pytest.approx(norm_of(module.parameters()), rel=1e-12)
+    optimizer.zero_grad()
+    optimizer.save_checkpoint(f"{folder}/{'dp' if fsdp else rank // 2}", progress=False)
+    return {
+        "params": [full(param).detach().clone() for param in module.parameters()],
+        "state": models.state_bits(follower),
+    }
+
+
+def load_block(rank, world, path):
+    module = block(seed=9)
+    optimizer = optimizer_for(module)
+    optimizer.load_checkpoint(path, progress=False)
+    return {
+        "params": [param.detach().clone() for param in module.parameters()],
+        "state": models.state_bits(optimizer),
+    }
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_tensor_parallel_params_and_those_outside_of_the_plan_are_counted_once(fsdp, tmp_path):
+    saved = ranks.run(tensor_parallel_training, 4, fsdp, str(tmp_path))[0]
+    (loaded,) = ranks.run(load_block, 1, str(tmp_path / ("dp" if fsdp else "0")))
+    assert models.bits(loaded["params"]) == models.bits(saved["params"])
+    assert loaded["state"] == saved["state"]
+
+
+def different_tensors_of_one_name(rank, world):
+    """An expert of each rank of the tensor dimension, sharded along the other one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = in_two_dimensions(block(), mesh)
+    expert = nn.Parameter(
+        distribute_tensor(torch.full((5, 2), float(rank % 2)), mesh["dp"], [Shard(0)])
+    )
+    named = [*module.named_parameters(), ("expert", expert)]
+    with pytest.raises(
+        ValueError,
+        match="param expert: ranks 0 and 1 hold different tensors of this name, .*; broadcast the model",
+    ):
+        hybridopt.AdamW(named, process_group=dist.group.WORLD, threads=1).step()
+    named[-1] = (f"expert{rank % 2}", expert)
+    optimizer = hybridopt.AdamW(named, lr=0.1, max_grad_norm=1.0, threads=1)
+    backward(module, 0)
+    expert.grad = distribute_tensor(torch.ones(5, 2), mesh["dp"], [Shard(0)])
+    optimizer.step()
+    expected = norm_of(module.parameters()) ** 2 + 2 * 10
+    assert optimizer.last_step().grad_norm ** 2 == pytest.approx(expected, rel=1e-12)
+
+
+def test_experts_are_no_replicas():
+    ranks.run(different_tensors_of_one_name, 4)
+
+
+def pipeline_stages(rank, world, sharded, folder):
+    """Two stages of the same shape, made from the same seed: neither names nor bits tell them apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, group = rank // 2, mesh["dp"].get_group()
+    module = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5))
+    with torch.no_grad():
+        nn.init.ones_(module[1].weight), nn.init.zeros_(module[1].bias)
+    if sharded:
+        fully_shard(module, mesh=mesh["dp"])
+
+    def set_grads():
+        for i, param in enumerate(module.parameters()):
+            grad = torch.full(param.shape, 1.0 + i + 10 * stage)
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if sharded else grad
+
+    def step(params, **options):
+        set_grads()
+        optimizer = hybridopt.AdamW(
+            params, lr=0.1, max_grad_norm=1.0, threads=1, process_group=dist.group.WORLD, **options
+        )
+        optimizer.step()
+        return optimizer
+
+    sizes = [param.numel() for param in module.parameters()]
+    expected = sum(n * (1 + i + 10 * s) ** 2 for s in range(2) for i, n in enumerate(sizes)) ** 0.5
+    with pytest.raises(
+        ValueError,
+        match="param param_groups.0.0: ranks 0 and . each have a tensor of this name, and no device mesh "
+        "says whether it is the same one; .*replica_group=.*name them apart",
+    ):
+        step(module.parameters())
+    unnamed = step(module.parameters(), replica_group=group)
+    assert unnamed.last_step().grad_norm == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(
+        abi.InvalidStateError,
+        match="'param_groups.0.0' is the name of different tensors on ranks 0 and 2, .* name them apart",
+    ):
+        unnamed.save_checkpoint(f"{folder}/unnamed", progress=False)
+    named = [(f"stage{stage}.{name}", param) for name, param in module.named_parameters()]
+    optimizer = step(named, **({} if sharded else {"replica_group": group}))
+    assert optimizer.last_step().grad_norm == pytest.approx(expected, rel=1e-12)
+    optimizer.save_checkpoint(f"{folder}/named", progress=False)
+    assert not os.path.exists(f"{folder}/unnamed")
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_pipeline_stages_are_no_replicas(sharded, tmp_path):
+    ranks.run(pipeline_stages, 4, sharded, str(tmp_path))
+    tensors = abi.checkpoint_inspect(tmp_path / "named")[1]
+    assert {tensor.name.split(".")[0] for tensor in tensors} == {"stage0", "stage1"}
+
+
+def a_part_of_the_mesh(rank, world):
+    """A pipeline stage knows no norm but its own; a replica needs no other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    module = fully_shard(model(), mesh=mesh["dp"])
+    backward(module, 0)
+    optimizer_for(module).step()
+    with pytest.raises(
+        ValueError,
+        match=r"max_grad_norm: the parameters are on the ranks \[., .\] of a device mesh of \[0, 1, 2, 3\]"
+        r".* process_group=.*",
+    ):
+        optimizer_for(module, max_grad_norm=1.0).step()
+    pipeline = mesh["pp"].get_group()
+    with pytest.raises(ValueError, match=r"'0.weight' is on the ranks .*, but process_group has .* all that"):
+        optimizer_for(module, process_group=pipeline).step()
+    with pytest.raises(ValueError, match="replica_group without process_group: .* as process_group too"):
+        optimizer_for(module, replica_group=pipeline)
+    optimizer = optimizer_for(module, max_grad_norm=1.0, process_group=mesh["dp"].get_group())
+    optimizer.step()
+    assert optimizer.last_step().grad_norm == pytest.approx(norm_of(module.parameters()), rel=1e-12)
+
+
+def test_clipping_a_part_of_a_mesh_asks_for_the_ranks():
+    ranks.run(a_part_of_the_mesh, 4)
+
+
+def fsdp1(rank, world, originals):
+    """It tells nobody which parts of params a rank has: what would need them is refused."""
+    torch.manual_seed(0)
+    wrapped = FullyShardedDataParallel(
+        model(), use_orig_params=originals, device_id=torch.device("cpu")
+    )
+    for option in ({"max_grad_norm": 1.0}, {"process_group": dist.group.WORLD}):
+        text = f"{[*option][0]} with parameter .*FSDP1.* by torch.distributed.fsdp.fully_shard, or leave"
+        with pytest.raises(ValueError, match=text):
+            hybridopt.AdamW(wrapped.parameters(), **option)
+    optimizer = optimizer_for(wrapped)
+    twin = FullyShardedDataParallel(
+        model(), use_orig_params=originals, device_id=torch.device("cpu")
+    )
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.05, weight_decay=0.1)
+    for seed in range(3):
+        for module, each in ((wrapped, optimizer), (twin, twin_optimizer)):
+            backward(module, seed)
+            module.clip_grad_norm_(0.1)
+            each.step()
+            each.zero_grad()
+    for param, own in zip(wrapped.parameters(), twin.parameters()):
+        torch.testing.assert_close(param, own, rtol=1e-5, atol=1e-6)
+    states = [
+        FullyShardedDataParallel.optim_state_dict(*pair)["state"]
+        for pair in ((wrapped, optimizer), (twin, twin_optimizer))
+    ]
+    for name, entry in states[1].items():
+        torch.testing.assert_close(states[0][name]["exp_avg"], entry["exp_avg"], rtol=1e-4, atol=1e-7)
+    for call in (optimizer.save_checkpoint, optimizer.load_checkpoint):
+        with pytest.raises(ValueError, match=f"{call.__name__}.* with parameter .*FSDP1"):
+            call("nowhere", progress=False)
+
+
+@pytest.mark.parametrize("originals", [False, True])
+def test_fsdp1_steps_and_clips_by_itself_alone(originals):
+    ranks.run(fsdp1, 2, originals)
+
+
 def replicated_training(rank, world):
     """As under DistributedDataParallel: all ranks hold the whole of every param."""
     module, plain = model(), model()
-    optimizer = optimizer_for(module, max_grad_norm=0.3, process_group=dist.group.WORLD)
+    everyone = {"process_group": dist.group.WORLD, "replica_group": dist.group.WORLD}
+    optimizer = optimizer_for(module, max_grad_norm=0.3, **everyone)
     follower = optimizer_for(plain, max_grad_norm=0.3)
     train(module, optimizer, range(3), follower)
     assert models.bits(module.parameters()) == models.bits(plain.parameters())
@@ -361,7 +579,7 @@ def replicated_training(rank, world):
     copied = copy.deepcopy(optimizer)  # without its group, which belongs to the process
     assert copied.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
-    other = optimizer_for(model(seed=rank), process_group=dist.group.WORLD)
+    other = optimizer_for(model(seed=rank), **everyone)
     for param in other.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
     with pytest.raises(ValueError, match="param 0.weight: ranks 0 and 1 hold different tensors"):
@@ -377,7 +595,11 @@ def a_rank_without_gradients(rank, world):
     bias = nn.Parameter(torch.full((2,), float(rank)))
     bias.offload_shard = sharding.TensorShard((4,), (((2 * rank,), (2,)),))
     optimizer = hybridopt.SGD(
-        [("weight", weight), ("bias", bias)], lr=1.0, process_group=dist.group.WORLD, threads=1
+        [("weight", weight), ("bias", bias)],
+        lr=1.0,
+        process_group=dist.group.WORLD,
+        replica_group=dist.group.WORLD,
+        threads=1,
     )
     if rank == 0:
         bias.grad = torch.tensor([3.0, 4.0])
@@ -416,7 +638,8 @@ def a_param_unfrozen_on_one_rank(rank, world):
     for param in module.parameters():
         nn.init.ones_(param)
     module[0].requires_grad_(False)
-    optimizer = optimizer_for(module, process_group=dist.group.WORLD)
+    everyone = {"process_group": dist.group.WORLD, "replica_group": dist.group.WORLD}
+    optimizer = optimizer_for(module, **everyone)
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     before = models.bits(module.parameters())

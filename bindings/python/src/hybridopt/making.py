@@ -52,7 +52,7 @@ def with_shards(
         return members
     from . import distributed
 
-    return distributed.with_shards(members, comm)
+    return distributed.with_shards(members, comm, options["replica_group"])
 
 
 def make_engine(

@@ -25,7 +25,7 @@ from .plans import Plan, Stats, StepResult, described
 from .registered import Slot, wide_gradients
 from .state import State
 from .streams import refuse_capture
-from .tensors import like_param, set_gradient
+from .tensors import like_param, refuse_fsdp1, set_gradient
 
 if TYPE_CHECKING:
     from .process_group import ProcessGroupComm
@@ -92,6 +92,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for name, param in named(index, group):
             if param.requires_grad:
                 check_dtype(name, param)
+            for option in ("max_grad_norm", "process_group"):
+                if self._options.get(option) is not None:
+                    refuse_fsdp1(name, param, option)
+
+    def _refuse_fsdp1(self, what: str) -> None:
+        for index, group in enumerate(self.param_groups):
+            for name, param in named(index, group):
+                refuse_fsdp1(name, param, what)
 
     def _check_switches(self, index: int, group: dict[str, Any]) -> None:
         for option, why in UNSUPPORTED.items():
@@ -119,7 +127,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return {
             **super().__getstate__(),
             "state": dict(self.state.items()),
-            "_options": {**self._options, "process_group": None},  # which belongs to its process
+            # Groups belong to their process.
+            "_options": {**self._options, "process_group": None, "replica_group": None},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,7 +205,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         `progress` is a function of bytes done and bytes in all, or True or False for a tqdm bar;
         None (the default) shows one on a terminal."""
-        return checkpoints.save(self._ready_engine(), path, masters_only, wait, progress)
+        self._refuse_fsdp1("save_checkpoint()")
+        engine = self._ready_engine()
+        if self._comm is not None and self._comm.no_saving:
+            raise abi.InvalidStateError(self._comm.no_saving)
+        return checkpoints.save(engine, path, masters_only, wait, progress)
 
     @in_no_mode
     def load_checkpoint(
@@ -212,6 +225,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         any number of ranks: state and params. Param groups stay as they are; a refused checkpoint
         changes nothing. fresh_moments takes the weights only, and keep_steps the step counts too;
         verify=False reads the files once instead of twice."""
+        self._refuse_fsdp1("load_checkpoint()")
         engine = self._ready_engine()
         checkpoints.load(engine, self._state, path, fresh_moments, keep_steps, verify, progress)
 
@@ -246,6 +260,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _step(self, engine: Engine) -> None:
         options = {"grad_scale": grad_scaler.grad_scale(self)}
         if self._options["max_grad_norm"] is not None:
+            if self._comm is not None and self._comm.no_clipping:
+                raise ValueError(self._comm.no_clipping)
             options["grad_norm_max"] = self._options["max_grad_norm"]
         try:
             skipped = engine.step(self._state, **options)

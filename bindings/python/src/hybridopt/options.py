@@ -46,7 +46,10 @@ class OffloadOptions(TypedDict, total=False):
     taken with the state; none (the default) is taken for nothing."""
     process_group: Any
     """The ranks that agree on norm, clipping and skipped steps, as a torch.distributed.ProcessGroup;
-    None (the default): those of the DTensors' mesh, or this process alone."""
+    None (the default): those of the DTensors' largest mesh, or this process alone."""
+    replica_group: Any
+    """The ranks that hold the same params, as a torch.distributed.ProcessGroup: those that
+    DistributedDataParallel averages over. None (the default): those that the DTensors' meshes connect."""
     comm_timeout_seconds: float
     """A rank that does not answer for so long has failed; 600 (the default) is 10 minutes."""
 
@@ -71,6 +74,7 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "max_grad_norm": None,
     "movable": (),
     "process_group": None,
+    "replica_group": None,
     "comm_timeout_seconds": 600.0,
 }
 
@@ -118,6 +122,11 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     if merged["numa_policy"] not in NUMA_POLICIES:
         raise ValueError(
             f"Invalid numa_policy: {merged['numa_policy']!r}, expected 'near' or 'interleaved'"
+        )
+    if merged["replica_group"] is not None and merged["process_group"] is None:
+        raise ValueError(
+            "replica_group without process_group: no other rank is asked; give the group of all ranks "
+            "whose gradients make up the norm as process_group too"
         )
     movable = merged["movable"]
     merged["movable"] = (movable,) if isinstance(movable, str) else tuple(movable)

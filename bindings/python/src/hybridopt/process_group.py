@@ -57,7 +57,10 @@ class ProcessGroupComm:
     Every rank gathers all values and combines them in rank order: the same bits everywhere."""
 
     def __init__(
-        self, ranks: Sequence[int] | None = None, timeout_seconds: float = 600.0
+        self,
+        ranks: Sequence[int] | None = None,
+        timeout_seconds: float = 600.0,
+        no_clipping: str = "",
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -76,6 +79,8 @@ class ProcessGroupComm:
         self.world = len(ranks)
         self.timeout_ns = int(timeout_seconds * 1e9)
         self.error = ""  # why the first call failed
+        self.no_clipping = no_clipping  # why these ranks' norm may not be that of all gradients
+        self.no_saving = ""  # why a checkpoint cannot hold what these ranks have
         self.group = dist.new_group(
             ranks,
             timeout=datetime.timedelta(seconds=timeout_seconds),

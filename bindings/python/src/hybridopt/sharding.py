@@ -20,8 +20,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -33,7 +31,7 @@ from .tensors import is_dense
 # A half-open range of indices along one dimension.
 Run = tuple[int, int]
 MAX_BOXES = 4096  # of the library
-# The attribute by which a plain tensor says what part of what it is (Megatron's buffers, say).
+# The attribute by which a param says what part of what it is (Megatron's buffers, say).
 SHARD_ATTRIBUTE = "offload_shard"
 
 
@@ -70,11 +68,12 @@ def _int64s(values: Any) -> Any:
 
 
 def shard_of(param: Tensor, name: str) -> TensorShard | None:
-    """What a param says of itself; None for a plain tensor that says nothing."""
-    if isinstance(param, DTensor):
-        return _shard_of_dtensor(param, name)
+    """What a param says of itself, else what the placements of a DTensor say; None for a plain tensor
+    that says nothing."""
     shard = getattr(param, SHARD_ATTRIBUTE, None)
-    if shard is not None and not isinstance(shard, TensorShard):
+    if shard is None:
+        return _shard_of_dtensor(param, name) if isinstance(param, DTensor) else None
+    if not isinstance(shard, TensorShard):
         raise TypeError(
             f"param {name}: {SHARD_ATTRIBUTE} is a {type(shard).__name__}, expected a "
             "hybridopt.TensorShard"
@@ -191,50 +190,6 @@ def boxes_of(
         (tuple(begin for begin, _ in box), tuple(end - begin for begin, end in box))
         for box in boxes
     )
-
-
-def mark_replicas(
-    shards: dict[str, TensorShard | None], params: dict[str, Tensor], group: dist.ProcessGroup
-) -> dict[str, TensorShard | None]:
-    """Plain tensors have no mesh to say who counts them: of those with one name, the group's lowest
-    rank does, and they must be the same on all ranks. All ranks of the group call this."""
-    plain = {name: _digest(params[name]) for name, shard in shards.items() if shard is None}
-    gathered: list[dict[str, tuple]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(gathered, plain, group=group)
-    counting: dict[str, int] = {}
-    for rank, theirs in enumerate(gathered):
-        for name, digest in theirs.items():
-            first = counting.setdefault(name, rank)
-            if digest != gathered[first][name]:
-                raise ValueError(
-                    f"param {name}: ranks {first} and {rank} hold different tensors of this name, "
-                    f"{gathered[first][name][0]} and {digest[0]}; broadcast the model first if "
-                    f"they are replicas, else name them apart or set {SHARD_ATTRIBUTE}"
-                )
-    marked = dict(shards)
-    for name in plain:
-        if counting[name] != dist.get_rank(group):
-            shape = tuple(params[name].shape) or (1,)
-            whole = ((0,) * len(shape), shape)
-            marked[name] = TensorShard(shape, (whole,), replica=True)
-    return marked
-
-
-def _digest(param: Tensor) -> tuple[str, int, int]:
-    """Tells different tensors apart: shape and dtype, and two sums over the bits."""
-    with torch.no_grad():
-        bits = param.detach().contiguous().view(-1).view(_BITS[param.element_size()])
-        sums = [0, 0]
-        for piece in bits.split(_DIGEST_ELEMENTS):
-            wide = piece.to(torch.int64)
-            order = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device)
-            sums[0] += int(wide.sum())
-            sums[1] = (31 * sums[1] + int((wide * order).sum())) % (1 << 63)
-    return f"{tuple(param.shape)} {param.dtype}", sums[0], sums[1]
-
-
-_DIGEST_ELEMENTS = 1 << 22  # so many at once: their 64-bit copies take 64 MiB
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_dtensor(state: Tensor, param: DTensor) -> DTensor:

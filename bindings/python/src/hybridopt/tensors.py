@@ -73,6 +73,17 @@ def is_spread(param: Tensor) -> bool:
     return hasattr(param, "_local_tensor") or hasattr(param, "offload_shard")
 
 
+def refuse_fsdp1(name: str, param: Tensor, what: str) -> None:
+    """FullyShardedDataParallel does not say which parts of parameters a rank has, nor which ranks
+    have the others."""
+    if getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{what} with parameter {name!r}, which FullyShardedDataParallel (FSDP1) has cut into parts "
+            "that only it knows; shard the model by torch.distributed.fsdp.fully_shard, or leave "
+            f"{what} out: FSDP1 has clip_grad_norm_() to be called before step(), and optim_state_dict()"
+        )
+
+
 def like_param(state: Tensor, param: Tensor) -> Tensor:
     """A state tensor of this process's elements as what the param is: plain, or a DTensor."""
     if not hasattr(param, "_local_tensor"):
