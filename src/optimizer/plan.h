@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "machine/context.h"
-#include "step/chunk_table.h"
+#include "storage/chunk_table.h"
 
 namespace hybridopt {
 

@@ -18,7 +18,7 @@
 #include "machine/context.h"
 #include "save/transfer_memory.h"
 #include "save/transfer_stream.h"
-#include "state/state_locator.h"
+#include "storage/state_locator.h"
 #include "state/step_counts.h"
 
 namespace hybridopt {

@@ -24,7 +24,7 @@
 #include "save/transfer_memory.h"
 #include "save/transfer_stream.h"
 #include "state/capture.h"
-#include "state/state_locator.h"
+#include "storage/state_locator.h"
 
 namespace hybridopt {
 

@@ -10,7 +10,7 @@
 #include "runtime/work_pieces.h"
 #include "runtime/worker_pool.h"
 #include "state/capture.h"
-#include "state/state_memory.h"
+#include "storage/state_memory.h"
 #include "step/step_plan.h"
 
 namespace hybridopt {

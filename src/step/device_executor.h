@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "machine/lanes.h"
-#include "state/state_memory.h"
+#include "storage/state_memory.h"
 #include "step/step_plan.h"
 
 namespace hybridopt {

@@ -10,8 +10,8 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "state/lifecycle.h"
-#include "state/state_memory.h"
-#include "state/swap_memory.h"
+#include "storage/state_memory.h"
+#include "storage/swap_memory.h"
 #include "step/chunk_update.h"
 #include "step/norm_sums.h"
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "state/shape.h"
-#include "step/chunk_table.h"
+#include "storage/chunk_table.h"
 
 namespace hybridopt {
 namespace {

@@ -10,12 +10,24 @@ from typing import Any
 import torch
 
 from . import abi
+from .local_ranks import local_rank_and_world
 
 _contexts: weakref.WeakValueDictionary[tuple, abi.Context] = weakref.WeakValueDictionary()
 
 
-def context_for(device: torch.device, **options: Any) -> abi.Context:
-    """The context of a device. Fields: offload_context_options_t."""
+def context_for(
+    device: torch.device,
+    local_rank: int | None,
+    local_world: int | None,
+    numa_nodes: int,
+    **options: Any,
+) -> abi.Context:
+    """The context of a device, with this rank's part of the host's CPUs. Other fields:
+    offload_context_options_t."""
+    rank, world = local_rank or 0, local_world or 0
+    if world == 0:
+        rank, world = local_rank_and_world(numa_nodes)
+    options = {**options, "local_rank": rank, "local_world": world, "numa_nodes": numa_nodes}
     if device.type == "cuda":
         options = {
             **options,

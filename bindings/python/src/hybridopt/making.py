@@ -13,6 +13,7 @@ from . import placement
 from .contexts import context_for
 from .engine import Engine
 from .history import History
+from .local_ranks import mask_of
 from .members import Member
 from .options import MASTER_LAYOUTS, NUMA_POLICIES, OffloadOptions, movable_bits
 from .placement import Placement
@@ -67,6 +68,9 @@ def make_engine(
     device = device_of(members)
     context = context_for(
         device,
+        options["local_rank"],
+        options["local_world"],
+        mask_of(options["numa_nodes"]),
         threads=options["threads"],
         numa_policy=NUMA_POLICIES[options["numa_policy"]],
         allow_pageable=int(not options["pin"]),

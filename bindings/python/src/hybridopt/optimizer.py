@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import abi, adopting, checkpoints, grad_scaler, loading, making, moves, placement
+from . import (
+    abi,
+    adopting,
+    checkpoints,
+    grad_scaler,
+    loading,
+    local_ranks,
+    making,
+    moves,
+    placement,
+)
 from .engine import Engine
 from .gradient_hooks import GradientHooks, refuse_replicas
 from .history import History, MemorySample
@@ -72,6 +82,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _configure(self, options: OffloadOptions) -> None:
         """Takes the options apart from torch's. Called before torch's constructor."""
         self._options = checked(options, type(self).__name__)
+        if self._options["local_world"] is None:
+            local_ranks.count_in(local_ranks.mask_of(self._options["numa_nodes"]))
         self._history = History()
 
     @in_no_mode

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from . import abi, placement
+from .local_ranks import check_local_rank, mask_of
 
 
 class OffloadOptions(TypedDict, total=False):
@@ -35,6 +36,14 @@ class OffloadOptions(TypedDict, total=False):
     """Where host memory lies on a machine of several NUMA nodes: "near" the update threads (the
     default), or "interleaved" page by page over all nodes that this process may use. Where that
     cannot be had, a line on stderr says why."""
+    local_rank: int | None
+    """The number of this rank among those that share the host's CPUs. None (the default): ranks of the
+    process group count themselves; without one LOCAL_RANK says."""
+    local_world: int | None
+    """How many ranks share the host's CPUs; 1 for a rank with CPUs of its own. None (the default): as
+    counted, else as LOCAL_WORLD_SIZE says."""
+    numa_nodes: Iterable[int] | None
+    """The NUMA nodes of update threads and host memory. None (the default): those near the device."""
     pin: bool
     """True (the default): staging memory that the system does not pin is an error; False: it is then
     used unpinned, which is slower."""
@@ -70,6 +79,9 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "check_weights": None,
     "threads": 0,
     "numa_policy": "near",
+    "local_rank": None,
+    "local_world": None,
+    "numa_nodes": None,
     "pin": True,
     "max_grad_norm": None,
     "movable": (),
@@ -128,6 +140,10 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
             "replica_group without process_group: no other rank is asked; give the group of all ranks "
             "whose gradients make up the norm as process_group too"
         )
+    check_local_rank(merged["local_rank"], merged["local_world"])
+    if merged["numa_nodes"] is not None:
+        merged["numa_nodes"] = tuple(merged["numa_nodes"])
+    mask_of(merged["numa_nodes"])
     movable = merged["movable"]
     merged["movable"] = (movable,) if isinstance(movable, str) else tuple(movable)
     movable_bits(merged["movable"])

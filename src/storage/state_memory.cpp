@@ -1,4 +1,4 @@
-#include "state/state_memory.h"
+#include "storage/state_memory.h"
 
 namespace hybridopt {
 namespace {

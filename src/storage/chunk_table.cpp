@@ -1,4 +1,4 @@
-#include "step/chunk_table.h"
+#include "storage/chunk_table.h"
 
 #include <algorithm>
 

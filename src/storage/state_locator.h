@@ -7,8 +7,8 @@
 
 #include "state/lifecycle.h"
 #include "state/residence.h"
-#include "state/state_memory.h"
-#include "state/swap_memory.h"
+#include "storage/state_memory.h"
+#include "storage/swap_memory.h"
 
 namespace hybridopt {
 

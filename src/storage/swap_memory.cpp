@@ -1,4 +1,4 @@
-#include "state/swap_memory.h"
+#include "storage/swap_memory.h"
 
 namespace hybridopt {
 namespace {
