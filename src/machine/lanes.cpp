@@ -105,8 +105,7 @@ Result<LaneScratch> LaneScratch::Take(Context& context, const LaneSizes& sizes) 
   return scratch;
 }
 
-// -------------------------------------------------------------------------------------- creation
-// --
+// ------------------------------------------------------------------------------------ creation --
 
 Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const LaneSizes& sizes) {
   std::unique_ptr<Lanes> lanes(new Lanes(context));

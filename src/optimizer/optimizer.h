@@ -19,10 +19,10 @@
 #include "save/checkpoints.h"
 #include "state/lifecycle.h"
 #include "state/param_table.h"
-#include "storage/state_memory.h"
 #include "step/moves.h"
 #include "step/residence_change.h"
 #include "step/step.h"
+#include "storage/state_memory.h"
 
 namespace hybridopt {
 

@@ -18,8 +18,8 @@
 #include "machine/context.h"
 #include "save/transfer_memory.h"
 #include "save/transfer_stream.h"
-#include "storage/state_locator.h"
 #include "state/step_counts.h"
+#include "storage/state_locator.h"
 
 namespace hybridopt {
 

@@ -10,8 +10,8 @@
 #include "runtime/work_pieces.h"
 #include "runtime/worker_pool.h"
 #include "state/capture.h"
-#include "storage/state_memory.h"
 #include "step/step_plan.h"
+#include "storage/state_memory.h"
 
 namespace hybridopt {
 

@@ -15,8 +15,8 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "runtime/parallel_copy.h"
-#include "storage/state_locator.h"
 #include "storage/chunk_table.h"
+#include "storage/state_locator.h"
 
 namespace hybridopt {
 

@@ -17,8 +17,8 @@
 #include "kernels/coefficients.h"
 #include "state/lifecycle.h"
 #include "state/step_counts.h"
-#include "storage/swap_memory.h"
 #include "storage/chunk_table.h"
+#include "storage/swap_memory.h"
 
 namespace hybridopt {
 

@@ -24,9 +24,9 @@
 #include "optimizer/optimizer.h"
 #include "runtime/topology.h"
 #include "state/residence.h"
+#include "storage/chunk_table.h"
 #include "storage/state_memory.h"
 #include "storage/swap_memory.h"
-#include "storage/chunk_table.h"
 #include "trainer.h"
 
 namespace hybridopt::fault {
