@@ -41,10 +41,15 @@ Result<std::unique_ptr<SimMemory>> SimMemory::Create(uint64_t bytes) {
                          "sim_memory_bytes is %" PRIu64 ", expected at least %" PRIu64, bytes,
                          kAlignment);
   }
-  HYBRIDOPT_ASSIGN(void* addresses, prim::ReserveAddresses(capacity));
-  Result<void*> backing = prim::MapPages(capacity);
+  if (capacity > UINT64_MAX / kAddressesPerByte) {
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "sim_memory_bytes is %" PRIu64 ", expected at most %" PRIu64, bytes,
+                         UINT64_MAX / kAddressesPerByte);
+  }
+  HYBRIDOPT_ASSIGN(void* addresses, prim::ReserveAddresses(kAddressesPerByte * capacity));
+  Result<void*> backing = prim::MapPages(kAddressesPerByte * capacity);
   if (!backing.ok()) {
-    prim::UnmapPages(addresses, capacity);
+    prim::UnmapPages(addresses, kAddressesPerByte * capacity);
     return backing.status();
   }
   return std::unique_ptr<SimMemory>(new SimMemory(capacity, addresses, backing.value()));
@@ -54,7 +59,7 @@ SimMemory::SimMemory(uint64_t capacity, void* addresses, void* backing)
     : capacity_(capacity),
       addresses_(static_cast<char*>(addresses)),
       backing_(static_cast<char*>(backing)),
-      free_{{0, capacity}},
+      free_{{0, kAddressesPerByte * capacity}},
       free_bytes_(capacity) {}
 
 SimMemory::~SimMemory() {
@@ -62,8 +67,8 @@ SimMemory::~SimMemory() {
     prim::UnmapPages(reinterpret_cast<void*>(address), range.bytes);
     prim::UnmapPages(range.backing, range.bytes);
   }
-  prim::UnmapPages(addresses_, capacity_);
-  prim::UnmapPages(backing_, capacity_);
+  prim::UnmapPages(addresses_, kAddressesPerByte * capacity_);
+  prim::UnmapPages(backing_, kAddressesPerByte * capacity_);
 }
 
 DeviceMemory SimMemory::Usage() const {
@@ -91,7 +96,7 @@ Result<void*> SimMemory::Allocate(uint64_t bytes) {
                            " bytes of %" PRIu64 " are free, %" PRIu64
                            " of them in one piece; ask for less, free some, or give the "
                            "simulated device more sim_memory_bytes",
-                           bytes, free_bytes_, capacity_, largest);
+                           bytes, free_bytes_, capacity_, std::min(largest, free_bytes_));
     }
     offset = hole->first;
     const uint64_t left = hole->second - taken;
@@ -244,7 +249,9 @@ Result<void*> SimMemory::Translate(const void* data, uint64_t bytes, uint64_t al
 bool SimMemory::Overlaps(const void* data, uint64_t bytes) const {
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const auto first = reinterpret_cast<uintptr_t>(addresses_);
-  if (begin < first ? bytes > first - begin : begin - first < capacity_ && bytes > 0) return true;
+  if (begin < first ? bytes > first - begin
+                    : begin - first < kAddressesPerByte * capacity_ && bytes > 0)
+    return true;
   std::shared_lock lock(mutex_);
   const auto next = reserved_.lower_bound(begin);
   return (next != reserved_.end() && bytes > next->first - begin) ||

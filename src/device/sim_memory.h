@@ -52,6 +52,10 @@ class SimMemory {
  private:
   SimMemory(uint64_t capacity, void* addresses, void* backing);
 
+  // A GPU has far more addresses than memory, so that a block which stays in the middle does not
+  // keep a large one from the memory on both sides of it. Here there are twice as many.
+  static constexpr uint64_t kAddressesPerByte = 2;
+
   struct Reserved {
     uint64_t bytes;
     char* backing;
@@ -66,7 +70,8 @@ class SimMemory {
   mutable std::shared_mutex mutex_;
   std::map<uint64_t, uint64_t> live_;  // offset -> bytes asked for; taken are whole units
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes; neighbours are merged
-  // Of the capacity. It may be less than free_ holds: reserved ranges have taken the rest.
+  // Of the capacity. It is less than free_ holds: that has addresses, and reserved ranges take
+  // memory too.
   uint64_t free_bytes_;
   std::map<uintptr_t, Reserved> reserved_;  // by address
 };

@@ -172,17 +172,21 @@ TEST(SimMemory, CountsWhatIsTakenAndGivesItBack) {
 TEST(SimMemory, RefusesACapacityWithoutRoomForAnything) {
   EXPECT_TRUE(Fails(CreateSimDevice({255, 0, 0}, ReferenceKernels()), OFFLOAD_INVALID_ARGUMENT,
                     {"sim_memory_bytes is 255", "at least 256"}));
-  EXPECT_FALSE(CreateSimDevice({UINT64_MAX, 0, 0}, ReferenceKernels()).ok());
+  EXPECT_TRUE(Fails(CreateSimDevice({UINT64_MAX, 0, 0}, ReferenceKernels()),
+                    OFFLOAD_INVALID_ARGUMENT, {"sim_memory_bytes is 18446744073709551615"}));
 }
 
-TEST(SimMemory, FragmentsLikeRealMemory) {
+TEST(SimMemory, HasMemoryForALargeBlockBesideSmallOnes) {
   auto device = MakeSim(1024);
   void* quarter[4];
   for (void*& data : quarter) data = device->Allocate(256).value();
   ASSERT_TRUE(Ok(device->Free(quarter[0])));
   ASSERT_TRUE(Ok(device->Free(quarter[2])));
-  EXPECT_TRUE(Fails(device->Allocate(512), OFFLOAD_OUT_OF_DEVICE_MEMORY,
-                    {"512 bytes of 1024 are free", "256 of them in one piece"}));
+  auto half = device->Allocate(512);
+  ASSERT_TRUE(Ok(half));
+  EXPECT_TRUE(Ok(device->CheckRange(half.value(), 512)));
+  EXPECT_TRUE(Fails(device->Allocate(1), OFFLOAD_OUT_OF_DEVICE_MEMORY, {"0 bytes of 1024 are"}));
+  ASSERT_TRUE(Ok(device->Free(half.value())));
   ASSERT_TRUE(Ok(device->Free(quarter[1])));
   auto three = device->Allocate(768);
   ASSERT_TRUE(Ok(three));
