@@ -23,7 +23,8 @@ fi
 
 "$clang" "${flags[@]}" -I"$root/src" -I"$root/include" -o "$scratch/$target" \
   "$root/tests/fuzz/${target}_fuzz.cpp" "$root"/src/base/{overlap,shard,status}.cpp \
-  "$root"/src/checkpoint/{format,hash,json,manifest,reshard,safetensors}.cpp
+  "$root"/src/checkpoint/{format,hash,json,manifest,reshard,safetensors}.cpp \
+  "$root"/src/kernels/coefficients.cpp
 
 # No input asks for memory beyond what a few times its size takes.
 "$scratch/$target" -runs="$runs" -seed=1 -max_len=8192 -timeout=20 -malloc_limit_mb=8 \
