@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import abi
 from .registered import Slot
-from .tensors import arranged, gradient_of, is_same_order, local, local_gradient
+from .strides import is_same_order
+from .tensors import arranged, gradient_of, local, local_gradient
 
 
 class Bound:

@@ -12,7 +12,8 @@ from torch import Tensor
 from . import abi
 from .members import Member, takes_part
 from .moments import moments_of
-from .tensors import DTYPES, gradient_dtype, gradient_of, is_dense, local
+from .strides import is_dense
+from .tensors import DTYPES, gradient_dtype, gradient_of, local
 
 if TYPE_CHECKING:
     from .sharding import TensorShard

@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from . import abi
-from .tensors import is_dense
+from .strides import is_dense
 
 # A half-open range of indices along one dimension.
 Run = tuple[int, int]

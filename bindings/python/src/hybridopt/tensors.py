@@ -103,27 +103,6 @@ def local_part(value: Tensor, param: Tensor) -> Tensor:
     return sharding.local_part(value, param)
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one range of memory, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def is_same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether strides put all elements at the same places: those of a dimension of one put none."""
-    return shape.numel() == 0 or all(
-        a == b for size, a, b in zip(shape, one, other) if size != 1
-    )
-
-
 def in_memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor's elements as they lie in memory, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
