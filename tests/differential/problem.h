@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <optional>
@@ -15,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "../random.h"
+#include "../scale.h"
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
 #include "offload.h"
@@ -35,38 +36,6 @@ inline constexpr auto kAlgorithmValues = [] {
 inline int32_t AlgorithmOfSeed(uint64_t seed) {
   return kAlgorithmValues[seed % kAlgorithmValues.size()];
 }
-
-// The share of a long test that this run does (HYBRIDOPT_TEST_SCALE).
-inline double TestScale() {
-  const char* text = std::getenv("HYBRIDOPT_TEST_SCALE");
-  return text == nullptr ? 1.0 : std::atof(text);
-}
-inline int Scaled(int count) {
-  return std::max(1, static_cast<int>(std::lround(count * TestScale())));
-}
-
-// splitmix64: the same numbers with every standard library.
-class Random {
- public:
-  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15 + 1) {}
-  uint64_t Next() {
-    uint64_t z = state_ += 0x9e3779b97f4a7c15;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-    return z ^ (z >> 31);
-  }
-  uint64_t Below(uint64_t bound) { return Next() % bound; }
-  bool OneIn(uint64_t n) { return Below(n) == 0; }
-  double Unit() { return static_cast<double>(Next() >> 11) * 0x1p-53; }
-  double Between(double low, double high) { return low + (high - low) * Unit(); }
-  template <typename T>
-  void Shuffle(std::vector<T>& items) {
-    for (size_t i = items.size(); i > 1; --i) std::swap(items[i - 1], items[Below(i)]);
-  }
-
- private:
-  uint64_t state_;
-};
 
 struct ParamSpec {
   int32_t dtype;

@@ -5,12 +5,13 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "../random.h"
+#include "../scale.h"
 #include "offload.h"
 
 namespace hybridopt::fault {
@@ -34,21 +35,13 @@ inline void ExpectError(int32_t got, int32_t status, const std::vector<std::stri
     EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
 }
 
-// `full` iterations of a long test, fewer where HYBRIDOPT_TEST_SCALE says so.
-inline uint64_t Scaled(uint64_t full) {
-  const char* scale = std::getenv("HYBRIDOPT_TEST_SCALE");
-  const double scaled = static_cast<double>(full) * (scale != nullptr ? std::atof(scale) : 1.0);
-  return scaled < 1 ? 1 : static_cast<uint64_t>(scaled);
-}
-
 inline uint64_t ElementBytes(int32_t dtype) { return dtype == OFFLOAD_FP32 ? 4 : 2; }
 
-// Numbers in +-0.1, in fp32 or bf16.
+// Numbers in +-0.1, in fp32 or bf16: the same ones for the same `seed`.
 inline void FillPattern(std::vector<unsigned char>& bytes, int32_t dtype, uint64_t seed) {
-  uint64_t state = seed * 0x9e3779b97f4a7c15 + 1;
+  Random random(seed);
   for (size_t i = 0; i < bytes.size(); i += ElementBytes(dtype)) {
-    state = state * 6364136223846793005 + 1442695040888963407;
-    const float value = (static_cast<float>(state >> 40) - 8388608.0f) / 83886080.0f;
+    const float value = random.SignedUnit() / 10;
     uint32_t bits = 0;
     std::memcpy(&bits, &value, sizeof(bits));
     if (dtype == OFFLOAD_FP32) {

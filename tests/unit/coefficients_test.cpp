@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../random.h"
 #include "kernels/kernels.h"
 
 namespace hybridopt {
@@ -324,19 +325,6 @@ class Textbook {
   std::vector<double> second_;
 };
 
-class Random {
- public:
-  double Unit() {  // in (-1, 1)
-    state_ = state_ * 6364136223846793005 + 1442695040888963407;
-    return (static_cast<double>(state_ >> 33) - 1073741823.5) / 1073741824.0;
-  }
-  // About a normal distribution.
-  double Noise() { return Unit() + Unit() + Unit(); }
-
- private:
-  uint64_t state_ = 2024;
-};
-
 double RelativeRms(const std::vector<double>& got, const std::vector<double>& expected) {
   double error = 0.0;
   double size = 0.0;
@@ -353,12 +341,12 @@ void ExpectThousandSteps(int32_t algorithm, const offload_group_t& group,
                          const KernelTable& kernels) {
   constexpr uint64_t kCount = 499;
   constexpr uint64_t kSteps = 1000;
-  Random random;
+  Random random(2024);
   std::vector<double> signal(kCount);
   std::vector<float> start(kCount);
   for (uint64_t i = 0; i < kCount; ++i) {
-    signal[i] = 0.05 * random.Unit();  // gradients are mostly noise
-    start[i] = static_cast<float>(0.02 * random.Unit());
+    signal[i] = 0.05 * random.SignedUnit();  // gradients are mostly noise
+    start[i] = static_cast<float>(0.02 * random.SignedUnit());
   }
   Textbook textbook(algorithm, group, kCount);
   std::vector<float> grad(kCount), weight(kCount), moment0(kCount, 0.0f), moment1(kCount, 0.0f);

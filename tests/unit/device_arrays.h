@@ -5,10 +5,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <random>
 #include <utility>
 #include <vector>
 
+#include "../random.h"
 #include "device_calls.h"
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
@@ -16,8 +16,8 @@
 namespace hybridopt {
 
 // Finite numbers of every magnitude, zeros and denormals among them. Lower halves are any.
-inline uint32_t AnyFiniteBits(int32_t dtype, std::mt19937_64& random) {
-  const auto bits = static_cast<uint32_t>(random());
+inline uint32_t AnyFiniteBits(int32_t dtype, Random& random) {
+  const auto bits = random.Bits();
   if (bits % 16 == 0) return 0;
   if (dtype == OFFLOAD_FP32) return (bits & 0x7f800000) == 0x7f800000 ? bits & 0xff7fffff : bits;
   const uint32_t half = bits & 0xffff;
@@ -26,7 +26,7 @@ inline uint32_t AnyFiniteBits(int32_t dtype, std::mt19937_64& random) {
   return (half & exponent) == exponent ? half & ~0x0400u & ~0x0080u : half;
 }
 
-inline std::vector<std::byte> AnyArray(int32_t dtype, uint64_t count, std::mt19937_64& random) {
+inline std::vector<std::byte> AnyArray(int32_t dtype, uint64_t count, Random& random) {
   std::vector<std::byte> array(count * DtypeBytes(dtype));
   for (uint64_t i = 0; i < count; ++i) {
     const uint32_t bits = AnyFiniteBits(dtype, random);

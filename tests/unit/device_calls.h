@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "../devices.h"
+#include "../random.h"
 #include "device/device.h"
 
 namespace hybridopt {
@@ -100,10 +100,9 @@ bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
 }
 
 inline std::vector<float> RandomValues(uint64_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> normal;
+  Random random(seed);
   std::vector<float> values(count);
-  for (float& value : values) value = normal(random);
+  for (float& value : values) value = static_cast<float>(random.Noise());
   return values;
 }
 

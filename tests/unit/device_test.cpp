@@ -17,12 +17,12 @@
 #include <iterator>
 #include <limits>
 #include <numeric>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "../malloc_hooks.h"
+#include "../random.h"
 #include "device_calls.h"
 #include "kernels/kernels.h"
 
@@ -284,9 +284,9 @@ TEST(SimMemory, ThreadsAllocateWithoutMeetingEachOther) {
   std::vector<std::thread> threads;
   for (int id = 1; id <= 4; ++id) {
     threads.emplace_back([&, id] {
-      std::mt19937 random(id);
+      Random random(id);
       for (int round = 0; round < 200; ++round) {
-        const uint64_t bytes = random() % 4000 + 1;
+        const uint64_t bytes = random.Below(4000) + 1;
         auto data = device->Allocate(bytes);
         if (!data.ok()) continue;
         auto* mapped = static_cast<char*>(device->Map(data.value(), bytes).value());

@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "../differential/problem.h"
+#include "../random.h"
+#include "../scale.h"
 
 namespace hybridopt::checkpoint {
 namespace {

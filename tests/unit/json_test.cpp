@@ -6,7 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "../differential/problem.h"
+#include "../random.h"
+#include "../scale.h"
 
 namespace hybridopt::checkpoint {
 namespace {

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "../random.h"
 #include "base/prim.h"
 #include "kernels/coefficients.h"
 #include "kernels/convert.h"
@@ -30,23 +31,6 @@ namespace hybridopt {
 namespace {
 
 constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
-
-class Random {
- public:
-  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15 + 1) {}
-
-  uint32_t Bits() {
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    state_ ^= state_ << 17;
-    return static_cast<uint32_t>(state_ >> 32);
-  }
-  // In (-1, 1), never 0.
-  float Unit() { return (static_cast<float>(Bits() >> 9) - 4194303.5f) / 4194304.0f; }
-
- private:
-  uint64_t state_;
-};
 
 // Bytes between guards. `shift` bytes past a 64-byte boundary.
 class Guarded {
@@ -98,7 +82,7 @@ std::vector<float> AwkwardValues(uint64_t count, uint64_t seed, float scale, flo
   Random random(seed);
   std::vector<float> values(count);
   for (float& value : values) {
-    const float unit = random.Unit();
+    const float unit = random.SignedUnit();
     switch (random.Bits() % 12) {
       case 0:
         value = std::copysign(0.0f, unit);
@@ -387,7 +371,7 @@ TEST(Update, BitsArePinned) {
     std::vector<float> result(kCount);
     for (float& value : result) {
       const int exponent = static_cast<int>(random.Bits() % 24) - 12;
-      value = std::ldexp(random.Unit() * scale, exponent);
+      value = std::ldexp(random.SignedUnit() * scale, exponent);
     }
     return result;
   };

@@ -10,7 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "../differential/problem.h"
+#include "../random.h"
+#include "../scale.h"
 
 namespace hybridopt {
 namespace {

@@ -5,10 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <random>
 #include <set>
 #include <string>
 #include <vector>
+
+#include "../random.h"
 
 namespace hybridopt {
 namespace {
@@ -147,7 +148,7 @@ TEST_F(ParamTableTest, ARefusedBindLeavesEverythingInItsPlace) {
 
 // Random registrations and moves, against a set of occupied elements.
 TEST_F(ParamTableTest, AgreesWithAModelOfEveryElement) {
-  std::mt19937 random(3);
+  Random random(3);
   std::vector<std::pair<uint64_t, uint64_t>> model;  // place and count, in elements
   const auto fits = [](const std::vector<std::pair<uint64_t, uint64_t>>& places) {
     std::set<uint64_t> taken;
@@ -161,17 +162,17 @@ TEST_F(ParamTableTest, AgreesWithAModelOfEveryElement) {
   for (int round = 0; round < 20'000; ++round) {
     auto wanted = model;
     bool ok = false;
-    if (model.size() < 12 && random() % 4 == 0) {
-      wanted.emplace_back(random() % 100, random() % 8);
+    if (model.size() < 12 && random.Below(4) == 0) {
+      wanted.emplace_back(random.Below(100), random.Below(8));
       const std::string name = "p" + std::to_string(model.size());
       ok = Add(name.c_str(), address(wanted.back().first), wanted.back().second).ok();
     } else if (!model.empty()) {
       std::vector<std::pair<uint32_t, uint64_t>> places;
-      for (uint64_t i = random() % 4; i-- > 0;) {
-        const uint32_t id = static_cast<uint32_t>(random() % model.size());
+      for (uint64_t i = random.Below(4); i-- > 0;) {
+        const uint32_t id = static_cast<uint32_t>(random.Below(model.size()));
         // Often another's place: params trade.
         const uint64_t place =
-            random() % 2 == 0 ? model[random() % model.size()].first : random() % 100;
+            random.Below(2) == 0 ? model[random.Below(model.size())].first : random.Below(100);
         places.emplace_back(id, address(place));
         wanted[id].first = place;
       }

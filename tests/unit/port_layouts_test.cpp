@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <deque>
 #include <limits>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "../devices.h"
+#include "../random.h"
 #include "device_arrays.h"
 #include "device_calls.h"
 #include "kernels/kernels.h"
@@ -60,17 +60,17 @@ constexpr ElementOrder kOrders[] = {
 // Elements of all kinds, zeros too, which over halves of masters are what others have written;
 // not_finite: NaN and infinity among them.
 std::vector<std::byte> Numbers(int32_t dtype, uint64_t count, bool positive, bool not_finite,
-                               std::mt19937_64& random) {
+                               Random& random) {
   std::vector<std::byte> array = AnyArray(dtype, count, random);
   const uint64_t bytes = DtypeBytes(dtype);
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   for (uint64_t i = 0; i < count; ++i)
-    if (random() % 8 == 0) std::memset(&array[i * bytes], 0, bytes - random() % 2);
+    if (random.Below(8) == 0) std::memset(&array[i * bytes], 0, bytes - random.Below(2));
   for (uint64_t i = 0; not_finite && i < count; ++i) {
-    if (random() % 4 != 0) continue;
+    if (random.Below(4) != 0) continue;
     const float value = std::vector<float>{kInfinity, -kInfinity, kNan, -kNan,
-                                           std::numeric_limits<float>::max()}[random() % 5];
+                                           std::numeric_limits<float>::max()}[random.Below(5)];
     uint32_t bits = std::bit_cast<uint32_t>(value);
     if (dtype == OFFLOAD_BF16) bits = Fp32ToBf16(value);
     if (dtype == OFFLOAD_FP16) bits = Fp32ToFp16(value);
@@ -137,7 +137,7 @@ class Updates {
  private:
   Device& device_;
   const Rule rule_;
-  std::mt19937_64 random_;
+  Random random_;
   std::deque<SkewedArray> arrays_;  // five of each update
   std::vector<DeviceUpdate> updates_;
 };
@@ -202,16 +202,17 @@ TEST_P(PortLayoutsTest, RandomBitsFollowTheElementsOrder) {
 // Whatever the layouts, dtypes, roundings and orders are, and in whatever order they come.
 TEST_P(PortLayoutsTest, AllKindsGoInOneLaunch) {
   auto device = Make();
-  std::mt19937_64 random(3);
+  Random random(3);
   for (int32_t rule = 0; rule < kRuleCount; ++rule) {
     std::vector<SpanTypes> types = AllTypes();
     Updates updates(*device, Rule{rule}, 17);
     for (int round = 0; round < 3; ++round) {
-      std::shuffle(types.begin(), types.end(), random);
+      random.Shuffle(types);
       for (const SpanTypes& each : types) {
         const std::vector<Rounding> roundings = RoundingsOf(each);
-        updates.Add(each, random() % 50 == 0 ? 9000 : random() % 40, random() % 5,
-                    roundings[random() % roundings.size()], kOrders[random() % std::size(kOrders)]);
+        updates.Add(each, random.Below(50) == 0 ? 9000 : random.Below(40), random.Below(5),
+                    roundings[random.Below(roundings.size())],
+                    kOrders[random.Below(std::size(kOrders))]);
       }
     }
     ASSERT_EQ(updates.Difference(), "") << "rule " << rule;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../devices.h"
+#include "../random.h"
 #include "device_arrays.h"
 #include "device_calls.h"
 #include "kernels/convert.h"
@@ -242,7 +243,7 @@ TEST_P(PortTest, AnUpdateGivesTheBitsOfTheHostKernelOrNone) {
 // and roots are denormal and infinite too.
 TEST_P(PortTest, UpdatesGiveTheBitsOfTheSpecification) {
   auto device = Make();
-  std::mt19937_64 random(7);
+  Random random(7);
   constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
   auto* verdict = Upload(*device, std::vector<Verdict>{{1.0, 1.0, 0.75f, 0}});
   for (int32_t rule = 0; rule < kRuleCount; ++rule) {
@@ -315,7 +316,7 @@ TEST_P(PortTest, EveryHalfWidens) {
 TEST_P(PortTest, ManySmallGradientsMakeOneNorm) {
   auto device = Make();
   constexpr uint64_t kInputs = 9'000;
-  std::mt19937_64 random(11);
+  Random random(11);
   std::vector<NormInput> inputs;
   std::vector<double> sums;
   double total = 0;
@@ -324,9 +325,9 @@ TEST_P(PortTest, ManySmallGradientsMakeOneNorm) {
   uint64_t offset = 0;
   for (uint64_t i = 0; i < kInputs; ++i) {
     const auto dtype = static_cast<int32_t>(1 + i % 3);
-    const uint64_t count = random() % 40;
+    const uint64_t count = random.Below(40);
     const std::vector<float> values = RandomValues(count, i);
-    offset = (offset + 3) / 4 * 4 + (dtype == OFFLOAD_FP32 ? 0 : 2 * (random() % 2));
+    offset = (offset + 3) / 4 * 4 + (dtype == OFFLOAD_FP32 ? 0 : 2 * (random.Below(2)));
     for (uint64_t e = 0; e < count; ++e) {
       uint32_t bits = std::bit_cast<uint32_t>(values[e]);
       if (dtype == OFFLOAD_BF16) bits = Fp32ToBf16(values[e]);
@@ -351,7 +352,7 @@ TEST_P(PortTest, ManySmallGradientsMakeOneNorm) {
 // Blocks of every dtype, aligned for vectors and not, with the sums of each seen.
 TEST_P(PortTest, BlockSumsGiveTheBitsOfTheSpecification) {
   auto device = Make();
-  std::mt19937_64 random(13);
+  Random random(13);
   auto* sums = AllocateArray<double>(*device, 100);
   for (int32_t dtype : {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16}) {
     for (uint64_t skew : {0, 1, 4}) {

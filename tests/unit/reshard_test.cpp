@@ -9,8 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "../differential/problem.h"
 #include "../layouts.h"
+#include "../random.h"
+#include "../scale.h"
 
 namespace hybridopt::checkpoint {
 namespace {

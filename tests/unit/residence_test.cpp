@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "../random.h"
 #include "state/shape.h"
 #include "storage/chunk_table.h"
 
@@ -24,9 +24,9 @@ struct Case {
   double device_fraction = 0;
 };
 
-Case RandomCase(std::mt19937& random) {
+Case RandomCase(Random& random) {
   Case one;
-  const int32_t algorithm = kAlgorithms[random() % std::size(kAlgorithms)].value;
+  const int32_t algorithm = kAlgorithms[random.Below(std::size(kAlgorithms))].value;
   one.table = std::make_unique<ParamTable>(algorithm, *one.device);
   for (const double momentum : {0.0, 0.9}) {
     offload_group_t group{};
@@ -35,27 +35,27 @@ Case RandomCase(std::mt19937& random) {
     EXPECT_TRUE(one.table->AddGroup(group).ok());
   }
   const uint64_t counts[] = {0, 1, 31, 32, 33, 1023, 1024, 1025, 4096, 5003, 20000};
-  const uint32_t params = 1 + random() % 12;
+  const uint64_t params = 1 + random.Below(12);
   for (uint32_t id = 0; id < params; ++id) {
     ParamInput input{};
     const std::string name = "p" + std::to_string(id);
     input.param.name = name.c_str();
-    input.param.group = random() % 2;
-    input.param.dtype = 1 + static_cast<int32_t>(random() % 3);
-    input.param.grad_dtype = 1 + static_cast<int32_t>(random() % 3);
-    input.param.placement = static_cast<int32_t>(random() % 3);
-    input.param.count = counts[random() % std::size(counts)];
+    input.param.group = static_cast<uint32_t>(random.Below(2));
+    input.param.dtype = 1 + static_cast<int32_t>(random.Below(3));
+    input.param.grad_dtype = 1 + static_cast<int32_t>(random.Below(3));
+    input.param.placement = static_cast<int32_t>(random.Below(3));
+    input.param.count = counts[random.Below(std::size(counts))];
     input.param.data = reinterpret_cast<void*>((uint64_t{id} + 1) << 32);
     EXPECT_TRUE(one.table->AddParams({&input, 1}).ok());
   }
   const double fractions[] = {0, 1, 0.25, 0.5, 1.0 / 3, 0.9999999};
-  one.options.unified = random() % 5 == 0;
-  one.device_fraction = fractions[random() % std::size(fractions)];
-  one.options.chunk_elements = 1024 << random() % 4;
-  one.options.staging_slots = 2 + random() % 4;
-  one.options.master_layout = static_cast<int32_t>(random() % 2);
-  one.options.moment_dtype = random() % 2 == 0 ? OFFLOAD_FP32 : OFFLOAD_BF16;
-  one.options.stochastic = random() % 2 == 0;
+  one.options.unified = random.Below(5) == 0;
+  one.device_fraction = fractions[random.Below(std::size(fractions))];
+  one.options.chunk_elements = uint64_t{1024} << random.Below(4);
+  one.options.staging_slots = 2 + static_cast<uint32_t>(random.Below(4));
+  one.options.master_layout = static_cast<int32_t>(random.Below(2));
+  one.options.moment_dtype = random.Below(2) == 0 ? OFFLOAD_FP32 : OFFLOAD_BF16;
+  one.options.stochastic = random.Below(2) == 0;
   return one;
 }
 
@@ -81,7 +81,7 @@ class ResidenceTest : public testing::Test {
   // Calls check(table, options, placement) on many random cases.
   template <typename Check>
   void ForRandomCases(Check&& check) {
-    std::mt19937 random(11);
+    Random random(11);
     for (int round = 0; round < 2000 && !HasFailure(); ++round) {
       SCOPED_TRACE("round " + std::to_string(round));
       const Case one = RandomCase(random);
@@ -288,7 +288,7 @@ TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
 
 // Whatever the fraction is, every element has the same address on a tier.
 TEST_F(ResidenceTest, TheShapeDoesNotDependOnTheFraction) {
-  std::mt19937 random(12);
+  Random random(12);
   for (int round = 0; round < 200; ++round) {
     const Case one = RandomCase(random);
     const Arranged none = Arrange(*one.table, one.options, 0);

@@ -7,8 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "../differential/problem.h"
 #include "../layouts.h"
+#include "../random.h"
+#include "../scale.h"
 #include "base/shard.h"
 
 namespace hybridopt {

@@ -3,9 +3,10 @@
 
 #include <gtest/gtest.h>
 
-#include <random>
 #include <set>
 #include <vector>
+
+#include "../random.h"
 
 namespace hybridopt {
 namespace {
@@ -68,8 +69,10 @@ Marked Mark(const Arrays& arrays) {
 }
 
 TEST(Shard, AgreesWithBruteForceOnRandomBoxesAndRanges) {
-  std::mt19937 random(7);
-  const auto below = [&](int64_t end) { return static_cast<int64_t>(random() % end); };
+  Random random(7);
+  const auto below = [&](int64_t end) {
+    return static_cast<int64_t>(random.Below(static_cast<uint64_t>(end)));
+  };
   uint64_t legal = 0, illegal = 0;
   for (int round = 0; round < 20'000; ++round) {
     Arrays arrays;

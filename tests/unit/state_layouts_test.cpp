@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "../random.h"
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
 #include "kernels/rounding.h"
@@ -20,17 +21,6 @@ namespace {
 constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
 constexpr StateLayout kLayouts[] = {StateLayout::kFp32, StateLayout::kSplit,
                                     StateLayout::kBf16Moments, StateLayout::kSplitBf16Moments};
-
-class Random {
- public:
-  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15 + 1) {}
-  uint64_t Next() { return Mix64(state_ += 0x9E3779B97F4A7C15); }
-  // In (-1, 1).
-  float Unit() { return static_cast<float>(static_cast<int64_t>(Next()) >> 40) * 0x1p-23f; }
-
- private:
-  uint64_t state_;
-};
 
 struct Kind {
   Rule rule;
@@ -153,7 +143,7 @@ struct Arrays {
     std::vector<float> values(count);
     for (float& value : values) {
       const uint64_t kind = random.Next() % 16;
-      value = random.Unit() * scale;
+      value = random.SignedUnit() * scale;
       if (kind == 0) value = std::copysign(0.0f, value);
       if (kind == 1) value *= FLT_MIN;
       if (kind == 2) value *= 1e30f;
