@@ -1,0 +1,76 @@
+// What random_calls_test.cpp knows of contexts, optimizers and params: it is counted and remembered
+// beside the library, and compared with what the library says.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../trainer.h"
+#include "offload.h"
+
+namespace hybridopt::fault::random_calls {
+
+constexpr uint64_t kArrayBytes = 4096;
+constexpr uint32_t kGradArrays = 6;     // per context
+constexpr uint32_t kDataArrays = 8;     // per optimizer: two optimizers may not share params
+constexpr uint64_t kQueuedCalls = 256;  // at most
+constexpr uint64_t kQueuedSteps = 8;
+
+struct ContextModel {
+  int32_t kind;
+  uint32_t optimizers = 0;
+  bool doomed = false;  // a gradient was freed while it was bound: steps may fail
+  std::vector<void*> grads;
+  std::vector<offload_stream_t> streams;
+};
+
+// The gradient that the host has of a param.
+enum class Held { kNone, kStored, kAccumulated };
+
+// Where the parts of one param are.
+struct ParamModel {
+  uint64_t count = 0;
+  int32_t dtype = 0, grad_dtype = 0;
+  void* data = nullptr;
+  const void* grad = nullptr;
+  bool params_out = false, states_out = false;
+  Held held = Held::kNone;
+
+  uint64_t param_bytes() const { return count * ElementBytes(dtype); }
+  uint64_t grad_bytes() const { return count * ElementBytes(grad_dtype); }
+  uint64_t held_bytes() const {
+    if (held == Held::kNone) return 0;
+    return held == Held::kStored ? grad_bytes() : count * 4;
+  }
+};
+
+struct OptimizerModel {
+  offload_context_t context;
+  int32_t algorithm;
+  uint32_t movable = 0;
+  uint32_t groups = 0;
+  std::vector<ParamModel> params;
+  bool committed = false;
+  uint64_t steps = 0;  // queued since create
+  // No count of applied steps is above this: a load brings the counts of another optimizer.
+  uint64_t steps_counted_max = 0;
+  std::string checkpoint;  // its last save's
+  bool saving = false;     // a save has been queued since all was last seen done
+  // Queued since all was last seen done: at most so many are queued now.
+  uint64_t calls_queued_max = 0, steps_queued_max = 0;
+  uint64_t device_state_bytes = 0;  // as stats said after commit
+  std::vector<void*> data;
+  std::vector<offload_ticket_t> tickets;
+
+  bool all_states_out() const {
+    return std::all_of(params.begin(), params.end(), [](const auto& p) { return p.states_out; });
+  }
+  void AllSeenDone() {
+    calls_queued_max = steps_queued_max = 0;
+    saving = false;
+  }
+};
+
+}  // namespace hybridopt::fault::random_calls
