@@ -2,11 +2,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -116,113 +119,163 @@ double ExtraMiB(const std::function<void()>& work) {
   return std::max(0.0, StatusKiB("VmHWM:") - before) / 1024;
 }
 
+// What is timed in each round.
+enum Contender : size_t {
+  kWriteRaw,
+  kSave,
+  kWriteBuffered,
+  kReadRaw,
+  kLoadUnverified,
+  kReadRawTwice,
+  kLoad,
+  kContenders
+};
+
+// One optimizer, its checkpoint, and plain files of as many bytes.
+class CheckpointBench {
+ public:
+  explicit CheckpointBench(const Settings& settings)
+      // Whole units of direct access.
+      : elements_((settings.checkpoint_mib << 20) / (3 * sizeof(float)) / 1024 * 1024),
+        rounds_(std::min(settings.rounds, kRoundsMax)),
+        directory_(settings.checkpoint_dir + "/hybridopt_bench-XXXXXX"),
+        context_(OFFLOAD_DEVICE_HOST, settings.threads),
+        arrays_(2 * elements_ * sizeof(uint16_t)) {
+    if (mkdtemp(directory_.data()) == nullptr) Fail(directory_);
+    auto* const params = arrays_.at<uint16_t>();
+    auto* const grads = params + elements_;
+    std::fill_n(params, elements_, uint16_t{0x3f80});  // 1.0
+    std::fill_n(grads, elements_, uint16_t{0x3c00});   // 0.0078
+    optimizer_.emplace(context_, params, grads, Optimizer::Shape{1, elements_, elements_});
+    std::memset(blocks_.at<std::byte>(), 0x5a, kDepth * kBlockBytes);
+  }
+  ~CheckpointBench() { std::filesystem::remove_all(directory_); }
+  CheckpointBench(const CheckpointBench&) = delete;
+  CheckpointBench& operator=(const CheckpointBench&) = delete;
+
+  void TimeFiles() {
+    SaveOnce();  // something to read in the first round
+    WriteRawOnce();
+    TimeRounds("checkpoint", rounds_,
+               {[&] { WriteRawOnce(); }, [&] { SaveOnce(); }, [&] { WriteBufferedOnce(); },
+                [&] { Time(kReadRaw, [&] { ReadRawOnce(); }); },
+                [&] { Time(kLoadUnverified, [&] { LoadOnce(OFFLOAD_LOAD_NO_VERIFY); }); },
+                [&] {
+                  Time(kReadRawTwice, [&] {
+                    ReadRawOnce();
+                    ReadRawOnce();
+                  });
+                },
+                [&] { Time(kLoad, [&] { LoadOnce(0); }); }});
+    for (Times& all : times_) all.erase(all.begin(), all.end() - rounds_);  // the warm-up
+  }
+
+  void TimeStepsBehindSaves() {
+    for (uint32_t round = 0; round < rounds_; ++round) {
+      optimizer_->Step(OFFLOAD_STEP_ASSUME_FINITE);
+      step_alone_.push_back(optimizer_->LastResult().total_seconds);
+      std::filesystem::remove_all(saved());
+      Save(*optimizer_, saved());
+      optimizer_->Step(OFFLOAD_STEP_ASSUME_FINITE);
+      step_behind_.push_back(optimizer_->LastResult().total_seconds);
+    }
+  }
+
+  void AddRows(Report& report) const {
+    constexpr const char* kNames[] = {"checkpoint, raw direct writer",
+                                      "checkpoint, save",
+                                      "checkpoint, buffered, 1 thread",
+                                      "checkpoint, raw direct reader",
+                                      "checkpoint, load, hashes not compared",
+                                      "checkpoint, raw direct reader, twice",
+                                      "checkpoint, load"};
+    constexpr Contender kAgainst[] = {kWriteRaw, kWriteRaw,     kWriteRaw,    kReadRaw,
+                                      kReadRaw,  kReadRawTwice, kReadRawTwice};
+    for (size_t i = 0; i < kContenders; ++i) {
+      report.rows.push_back({kNames[i], kDepth, elements_, 3 * sizeof(float), SpreadOf(times_[i]),
+                             SpreadOf(Ratios(times_[kAgainst[i]], times_[i]))});
+    }
+  }
+
+  void AddFigures(Report& report) const {
+    const auto add = [&](const char* name, const Times& values, const char* unit,
+                         const char* goal) {
+      report.figures.push_back({name, SpreadOf(values), unit, goal});
+    };
+    const auto ratios = [&](Contender a, Contender b) { return Ratios(times_[a], times_[b]); };
+    add("save_gb_per_s", Rates(kSave), "GB/s", "");
+    add("save_vs_raw", ratios(kWriteRaw, kSave), "", "at least 0.85");
+    add("save_vs_buffered", ratios(kWriteBuffered, kSave), "", "");
+    // A load reads everything twice, once to compare all hashes before anything is replaced and
+    // once to replace. It is held against a reader that does the same, and without its first pass
+    // against one that reads once.
+    add("load_unverified_gb_per_s", Rates(kLoadUnverified), "GB/s", "");
+    add("load_vs_raw", ratios(kReadRaw, kLoadUnverified), "", "at least 0.85");
+    add("load_verified_gb_per_s", Rates(kLoad), "GB/s", "");
+    add("load_verified_vs_raw_twice", ratios(kReadRawTwice, kLoad), "", "at least 0.85");
+    add("load_verified_vs_raw_once", ratios(kReadRaw, kLoad), "", "");
+    add("save_extra_rss_mib", extra_mib_, "MiB", "at most 33");
+    add("step_behind_save_vs_alone", Ratios(step_behind_, step_alone_), "", "");
+  }
+
+ private:
+  uint64_t bytes() const { return elements_ * 3 * sizeof(float); }
+  std::string raw() const { return directory_ + "/raw"; }
+  std::string saved() const { return directory_ + "/saved"; }
+
+  void Time(Contender contender, const std::function<void()>& work) {
+    const double begin = Now();
+    work();
+    times_[contender].push_back(Now() - begin);
+  }
+  void WriteRawOnce() {
+    std::filesystem::remove(raw());
+    Time(kWriteRaw, [&] { WriteRaw(raw(), bytes(), blocks_.at<std::byte>()); });
+  }
+  void SaveOnce() {
+    std::filesystem::remove_all(saved());
+    extra_mib_.push_back(ExtraMiB([&] {
+      Time(kSave, [&] {
+        Save(*optimizer_, saved());
+        Require(offload_optimizer_wait(optimizer_->get(), 0, -1), "offload_optimizer_wait");
+      });
+    }));
+  }
+  void WriteBufferedOnce() {
+    const std::string buffered = directory_ + "/buffered";
+    Time(kWriteBuffered, [&] { WriteBuffered(buffered, bytes(), blocks_.at<std::byte>()); });
+    std::filesystem::remove(buffered);
+  }
+  void ReadRawOnce() { ReadRaw(raw(), bytes(), blocks_.at<std::byte>()); }
+  void LoadOnce(uint32_t flags) { Load(*optimizer_, saved(), flags); }
+
+  Times Rates(Contender contender) const {
+    Times rates;
+    for (double seconds : times_[contender])
+      rates.push_back(static_cast<double>(bytes()) / seconds * 1e-9);
+    return rates;
+  }
+
+  const uint64_t elements_;
+  const uint32_t rounds_;
+  std::string directory_;
+  const Context context_;
+  const Pages arrays_;
+  const Pages blocks_{kDepth * kBlockBytes};
+  std::optional<Optimizer> optimizer_;
+  std::array<Times, kContenders> times_;
+  Times extra_mib_, step_alone_, step_behind_;
+};
+
 }  // namespace
 
 void MeasureCheckpoint(const Settings& settings, Report& report) {
   if (settings.checkpoint_mib == 0) return;
-  // Whole units of direct access.
-  const uint64_t elements = (settings.checkpoint_mib << 20) / (3 * sizeof(float)) / 1024 * 1024;
-  const uint64_t bytes = elements * 3 * sizeof(float);
-  const uint32_t rounds = std::min(settings.rounds, kRoundsMax);
-  std::string directory = settings.checkpoint_dir + "/hybridopt_bench-XXXXXX";
-  if (mkdtemp(directory.data()) == nullptr) Fail(directory);
-  const std::string raw = directory + "/raw", buffered = directory + "/buffered",
-                    saved = directory + "/saved";
-
-  const Context context(OFFLOAD_DEVICE_HOST, settings.threads);
-  const Pages arrays(2 * elements * sizeof(uint16_t));
-  auto* const params = arrays.at<uint16_t>();
-  auto* const grads = params + elements;
-  std::fill_n(params, elements, uint16_t{0x3f80});  // 1.0
-  std::fill_n(grads, elements, uint16_t{0x3c00});   // 0.0078
-  Optimizer optimizer(context, params, grads, {1, elements, elements});
-  const Pages blocks(kDepth * kBlockBytes);
-  std::memset(blocks.at<std::byte>(), 0x5a, kDepth * kBlockBytes);
-
-  std::vector<Times> times(7);
-  const auto timed = [&](size_t contender, const std::function<void()>& work) {
-    const double begin = Now();
-    work();
-    times[contender].push_back(Now() - begin);
-  };
-  Times extra_mib;
-  const auto save = [&] {
-    std::filesystem::remove_all(saved);
-    extra_mib.push_back(ExtraMiB([&] {
-      timed(1, [&] {
-        Save(optimizer, saved);
-        Require(offload_optimizer_wait(optimizer.get(), 0, -1), "offload_optimizer_wait");
-      });
-    }));
-  };
-  const auto write_raw = [&] {
-    std::filesystem::remove(raw);
-    timed(0, [&] { WriteRaw(raw, bytes, blocks.at<std::byte>()); });
-  };
-  save();  // something to read in the first round
-  write_raw();
-  TimeRounds("checkpoint", rounds,
-             {write_raw, save,
-              [&] {
-                timed(2, [&] { WriteBuffered(buffered, bytes, blocks.at<std::byte>()); });
-                std::filesystem::remove(buffered);
-              },
-              [&] { timed(3, [&] { ReadRaw(raw, bytes, blocks.at<std::byte>()); }); },
-              [&] { timed(4, [&] { Load(optimizer, saved, OFFLOAD_LOAD_NO_VERIFY); }); },
-              [&] {
-                timed(5, [&] {
-                  ReadRaw(raw, bytes, blocks.at<std::byte>());
-                  ReadRaw(raw, bytes, blocks.at<std::byte>());
-                });
-              },
-              [&] { timed(6, [&] { Load(optimizer, saved, 0); }); }});
-  for (Times& all : times) all.erase(all.begin(), all.end() - rounds);  // the warm-up
-
-  Times alone, behind;
-  for (uint32_t round = 0; round < rounds; ++round) {
-    optimizer.Step(OFFLOAD_STEP_ASSUME_FINITE);
-    alone.push_back(optimizer.LastResult().total_seconds);
-    std::filesystem::remove_all(saved);
-    Save(optimizer, saved);
-    optimizer.Step(OFFLOAD_STEP_ASSUME_FINITE);
-    behind.push_back(optimizer.LastResult().total_seconds);
-  }
-  std::filesystem::remove_all(directory);
-
-  const char* names[] = {"checkpoint, raw direct writer",
-                         "checkpoint, save",
-                         "checkpoint, buffered, 1 thread",
-                         "checkpoint, raw direct reader",
-                         "checkpoint, load, hashes not compared",
-                         "checkpoint, raw direct reader, twice",
-                         "checkpoint, load"};
-  const size_t against[] = {0, 0, 0, 3, 3, 5, 5};
-  for (size_t i = 0; i < times.size(); ++i) {
-    report.rows.push_back({names[i], kDepth, elements, 3 * sizeof(float), SpreadOf(times[i]),
-                           SpreadOf(Ratios(times[against[i]], times[i]))});
-  }
-  const auto rate = [&](const Times& seconds) {
-    Times rates;
-    for (double each : seconds) rates.push_back(static_cast<double>(bytes) / each * 1e-9);
-    return SpreadOf(rates);
-  };
-  report.figures.push_back({"save_gb_per_s", rate(times[1]), "GB/s", ""});
-  report.figures.push_back(
-      {"save_vs_raw", SpreadOf(Ratios(times[0], times[1])), "", "at least 0.85"});
-  report.figures.push_back({"save_vs_buffered", SpreadOf(Ratios(times[2], times[1])), "", ""});
-  // A load reads everything twice, once to compare all hashes before anything is replaced and once
-  // to replace. It is held against a reader that does the same, and without its first pass against
-  // one that reads once.
-  report.figures.push_back({"load_unverified_gb_per_s", rate(times[4]), "GB/s", ""});
-  report.figures.push_back(
-      {"load_vs_raw", SpreadOf(Ratios(times[3], times[4])), "", "at least 0.85"});
-  report.figures.push_back({"load_verified_gb_per_s", rate(times[6]), "GB/s", ""});
-  report.figures.push_back(
-      {"load_verified_vs_raw_twice", SpreadOf(Ratios(times[5], times[6])), "", "at least 0.85"});
-  report.figures.push_back(
-      {"load_verified_vs_raw_once", SpreadOf(Ratios(times[3], times[6])), "", ""});
-  report.figures.push_back({"save_extra_rss_mib", SpreadOf(extra_mib), "MiB", "at most 33"});
-  report.figures.push_back({"step_behind_save_vs_alone", SpreadOf(Ratios(behind, alone)), "", ""});
+  CheckpointBench bench(settings);
+  bench.TimeFiles();
+  bench.TimeStepsBehindSaves();
+  bench.AddRows(report);
+  bench.AddFigures(report);
 }
 
 }  // namespace bench

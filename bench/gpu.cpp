@@ -75,8 +75,7 @@ Times Rates(const Times& seconds, double bytes) {
   return Paired(seconds, seconds, [=](double s, double) { return bytes / s * 1e-9; });
 }
 
-// -------------------------------------------------------------------------------------- ceilings
-// --
+// ------------------------------------------------------------------------------------- ceilings --
 
 // Copies of a step over `bytes` each way, through pinned rings, piece by piece.
 class Link {
@@ -205,8 +204,7 @@ void MeasureDeviceUpdate(const Settings& settings, const Context& context, Repor
             "ms");
 }
 
-// ----------------------------------------------------------------------------------- whole steps
-// --
+// ---------------------------------------------------------------------------------- whole steps --
 
 // All state on the host, against what the host's kernels and the copies take alone.
 void MeasureAgainstFloor(const Settings& settings, const Context& context, Report& report) {

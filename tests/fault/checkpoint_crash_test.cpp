@@ -70,8 +70,7 @@ uint64_t NewestStep(const std::string& directory) {
   return newest;
 }
 
-// ------------------------------------------------------------------------------------- processes
-// --
+// ------------------------------------------------------------------------------------ processes --
 
 constexpr int kWrongBits = 3;
 constexpr int kLost = 4;
@@ -231,8 +230,7 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyCallGoesOnFromItsLastCheckpoint) {
   EXPECT_LE(hidden, 1u);
 }
 
-// ----------------------------------------------------------------------------------- lost writes
-// --
+// ---------------------------------------------------------------------------------- lost writes --
 
 void Put(const RecordingFiles::Disk& disk, RecordingFiles::Inode inode, const std::string& path) {
   const auto directory = disk.directories.find(inode);

@@ -174,8 +174,7 @@ TEST(Destroy, WithStepsQueuedAppliesThemFirst) {
   }
 }
 
-// ------------------------------------------------------------------------- through the port
-// -------
+// ----------------------------------------------------------------------------- through the port --
 
 // The lines of code that a call comes from, as return addresses.
 using Place = std::vector<void*>;

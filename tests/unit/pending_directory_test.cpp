@@ -123,8 +123,7 @@ TEST_F(PendingDirectoryTest, ALockEndsWithItsOwner) {
   EXPECT_FALSE(std::filesystem::exists(path));
 }
 
-// ---------------------------------------------------------------------------- without good locks
-// --
+// --------------------------------------------------------------------------- without good locks --
 
 TEST_F(PendingDirectoryTest, WhereLocksAreRefusedSavesGoOnAndNothingOfOthersIsRemoved) {
   for (const int error : {ENOLCK, EOPNOTSUPP, ENOSYS, EBADF}) {

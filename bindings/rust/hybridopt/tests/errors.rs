@@ -106,6 +106,14 @@ fn registering() {
         Code::InvalidArgument,
         &["another context"],
     );
+}
+
+#[test]
+fn registering_shards() {
+    let context = sim();
+    let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create().unwrap();
+    let group = adding.add_group(&adamw()).unwrap();
+    let buffer = |count| DeviceBuffer::<f32>::new(&context, count).unwrap();
     assert_error(
         adding.add_param(Param::new("x", group, buffer(4)).shard(Shard::of(&[2, 4]))),
         Code::InvalidArgument,
