@@ -8,5 +8,6 @@ shift 2
 
 python=$root/.venv/bin/python
 [[ -e $root/.venv/complete ]] || { echo "FAILED: no $root/.venv; run scripts/venv"; exit 1; }
+export OMP_NUM_THREADS=1  # tests share the CPUs; torch's idle threads would spin
 export PYTHONPATH=$root/bindings/python/src PYTHONDONTWRITEBYTECODE=1
 exec "$python" "$@"

@@ -6,7 +6,4 @@ python=$1/.venv/bin/python
 [[ -e $1/.venv/complete ]] || { echo "FAILED: no $1/.venv; run scripts/venv"; exit 1; }
 cd "$1/bindings/python"
 "$python" -m mypy --config-file pyproject.toml --cache-dir "$2/mypy" ||
-  { echo "FAILED: annotations and code disagree (above)"; exit 1; }
-MYPYPATH=src "$python" -m mypy --strict --config-file= --follow-imports silent \
-  --cache-dir "$2/mypy_strict" tests/strict_consumer.py ||
-  { echo "FAILED: who uses the package under mypy --strict gets the errors above"; exit 1; }
+  { echo "FAILED: annotations and code disagree, here or where a program uses the package (above)"; exit 1; }
