@@ -30,6 +30,13 @@ void Poison(char* data, uint64_t bytes) {
     std::memset(data + offset, kPoison, std::min(kPoisonLineBytes, bytes - offset));
 }
 
+// A GPU has far more addresses than memory, so that a block which stays in the middle does not keep
+// a large one from the memory on both sides of it. Here there are twice as many, but for a capacity
+// that no machine has.
+uint64_t AddressBytes(uint64_t capacity) {
+  return capacity <= uint64_t{1} << 50 ? 2 * capacity : capacity;
+}
+
 uint64_t RoundUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
@@ -41,15 +48,11 @@ Result<std::unique_ptr<SimMemory>> SimMemory::Create(uint64_t bytes) {
                          "sim_memory_bytes is %" PRIu64 ", expected at least %" PRIu64, bytes,
                          kAlignment);
   }
-  if (capacity > UINT64_MAX / kAddressesPerByte) {
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "sim_memory_bytes is %" PRIu64 ", expected at most %" PRIu64, bytes,
-                         UINT64_MAX / kAddressesPerByte);
-  }
-  HYBRIDOPT_ASSIGN(void* addresses, prim::ReserveAddresses(kAddressesPerByte * capacity));
-  Result<void*> backing = prim::MapPages(kAddressesPerByte * capacity);
+  const uint64_t address_bytes = AddressBytes(capacity);
+  HYBRIDOPT_ASSIGN(void* addresses, prim::ReserveAddresses(address_bytes));
+  Result<void*> backing = prim::MapPages(address_bytes);
   if (!backing.ok()) {
-    prim::UnmapPages(addresses, kAddressesPerByte * capacity);
+    prim::UnmapPages(addresses, address_bytes);
     return backing.status();
   }
   return std::unique_ptr<SimMemory>(new SimMemory(capacity, addresses, backing.value()));
@@ -59,7 +62,7 @@ SimMemory::SimMemory(uint64_t capacity, void* addresses, void* backing)
     : capacity_(capacity),
       addresses_(static_cast<char*>(addresses)),
       backing_(static_cast<char*>(backing)),
-      free_{{0, kAddressesPerByte * capacity}},
+      free_{{0, AddressBytes(capacity)}},
       free_bytes_(capacity) {}
 
 SimMemory::~SimMemory() {
@@ -67,8 +70,8 @@ SimMemory::~SimMemory() {
     prim::UnmapPages(reinterpret_cast<void*>(address), range.bytes);
     prim::UnmapPages(range.backing, range.bytes);
   }
-  prim::UnmapPages(addresses_, kAddressesPerByte * capacity_);
-  prim::UnmapPages(backing_, kAddressesPerByte * capacity_);
+  prim::UnmapPages(addresses_, AddressBytes(capacity_));
+  prim::UnmapPages(backing_, AddressBytes(capacity_));
 }
 
 DeviceMemory SimMemory::Usage() const {
@@ -249,8 +252,7 @@ Result<void*> SimMemory::Translate(const void* data, uint64_t bytes, uint64_t al
 bool SimMemory::Overlaps(const void* data, uint64_t bytes) const {
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const auto first = reinterpret_cast<uintptr_t>(addresses_);
-  if (begin < first ? bytes > first - begin
-                    : begin - first < kAddressesPerByte * capacity_ && bytes > 0)
+  if (begin < first ? bytes > first - begin : begin - first < AddressBytes(capacity_) && bytes > 0)
     return true;
   std::shared_lock lock(mutex_);
   const auto next = reserved_.lower_bound(begin);

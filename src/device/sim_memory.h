@@ -12,7 +12,7 @@
 namespace hybridopt {
 
 // Device addresses lie in a region that faults on any access, so that host code which forgot a copy
-// dies at once; the bytes lie elsewhere, at the same offsets:
+// dies at once; the bytes lie elsewhere, at the same offsets (there are more addresses than bytes):
 //
 //   addresses_  |......[ allocation ]..........|   what callers hold; no page is accessible
 //   backing_    |ffffff[ its bytes  ]ffffffffff|   what Translate gives to commands
@@ -51,10 +51,6 @@ class SimMemory {
 
  private:
   SimMemory(uint64_t capacity, void* addresses, void* backing);
-
-  // A GPU has far more addresses than memory, so that a block which stays in the middle does not
-  // keep a large one from the memory on both sides of it. Here there are twice as many.
-  static constexpr uint64_t kAddressesPerByte = 2;
 
   struct Reserved {
     uint64_t bytes;
