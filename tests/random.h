@@ -11,20 +11,34 @@
 
 namespace hybridopt {
 
-inline uint64_t TestSeed() {
-  static const uint64_t seed = [] {
-    const char* text = std::getenv("HYBRIDOPT_TEST_SEED");
-    if (text == nullptr) return uint64_t{0};
-    char* end = nullptr;
-    const uint64_t number = std::strtoull(text, &end, 10);
-    if (end == text || *end != '\0') {
-      std::fprintf(stderr, "HYBRIDOPT_TEST_SEED must be a number, got \"%s\"\n", text);
-      std::exit(2);
-    }
-    return number;
-  }();
+inline uint64_t SeedOfEnvironment() {
+  const char* text = std::getenv("HYBRIDOPT_TEST_SEED");
+  if (text == nullptr) return 0;
+  char* end = nullptr;
+  const uint64_t number = std::strtoull(text, &end, 10);
+  if (end == text || *end != '\0') {
+    std::fprintf(stderr, "HYBRIDOPT_TEST_SEED must be a number, got \"%s\"\n", text);
+    std::exit(2);
+  }
+  return number;
+}
+
+inline uint64_t& TestSeed() {
+  static uint64_t seed = SeedOfEnvironment();
   return seed;
 }
+
+// While it lives the seed is 0, whatever the environment says: for results that are written down.
+class PinnedSeed {
+ public:
+  PinnedSeed() : seed_(std::exchange(TestSeed(), 0)) {}
+  ~PinnedSeed() { TestSeed() = seed_; }
+  PinnedSeed(const PinnedSeed&) = delete;
+  PinnedSeed& operator=(const PinnedSeed&) = delete;
+
+ private:
+  const uint64_t seed_;
+};
 
 // splitmix64: the same numbers with every standard library. Each `stream` has numbers of its own.
 class Random {

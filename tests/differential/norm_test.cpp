@@ -122,7 +122,7 @@ TEST(NormTest, BlocksAddUpParamByParam) {
   std::vector<ParamSpec> params;
   for (uint64_t count : {50'000, 4097, 8192, 33'333, 12'289})
     params.push_back({OFFLOAD_FP32, kDtypes[count % 3], OFFLOAD_PLACE_AUTO, 0, count});
-  Problem problem = RandomProblem(OFFLOAD_SGD, params, 5, 4);
+  Problem problem = RandomProblem(OFFLOAD_SGD, params, 5, 40);
   for (StepInput& input : problem.steps) input.flags = 0;
   const Solved solved(std::move(problem));
   int differs = 0;

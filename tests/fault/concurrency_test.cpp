@@ -255,7 +255,7 @@ TEST(Concurrency, ContextsComeAndGo) {
 
 // Each destroy succeeds once, however many threads try, and late calls are refused.
 TEST(Concurrency, DestroyIsForOneThreadOnly) {
-  for (uint64_t round = 0; round < 2 + Scaled(50); ++round) {
+  for (int round = 0; round < 2 + Scaled(50); ++round) {
     auto options = Make<offload_context_options_t>();
     options.threads = 1;
     offload_context_t context = nullptr;

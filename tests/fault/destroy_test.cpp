@@ -250,7 +250,7 @@ void DestroyWhileAsked(const RunOptions& run, const Query& query) {
 }
 
 TEST(Destroy, IsOverWhenItReturnsWhoeverAsksMeanwhile) {
-  for (uint64_t round = 0; round < Scaled(3); ++round)
+  for (int round = 0; round < Scaled(3); ++round)
     for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM})
       for (const Query& query : kQueries) {
         RunOptions run;

@@ -145,7 +145,7 @@ TEST_P(Fork, WhileOtherThreadsAreInsideTheLibraryDoesNotHang) {
         EXPECT_OFFLOAD_OK(offload_context_get_info(trainer.context, &info));
       }
     });
-  for (uint64_t child = 0; child < 2 + Scaled(20); ++child)
+  for (int child = 0; child < 2 + Scaled(20); ++child)
     RunInChild(
         [&] {
           ExpectAllInherited(trainer);

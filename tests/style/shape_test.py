@@ -11,9 +11,6 @@ import shape
 
 # By rule, the violations that are known.
 KNOWN = {
-    "long function": {
-        "src/optimizer/optimizer.cpp:Optimizer::Commit",
-    },
     "broken banner": {
         "include/offload.h:registering",
         "include/offload.h:stepping",
@@ -25,8 +22,6 @@ KNOWN = {
         "src/checkpoint",
     },
     "circle": {
-        "bindings/python/src/hybridopt/adopting.py",
-        "bindings/python/src/hybridopt/gradient_hooks.py",
         "bindings/rust/hybridopt/src/optimizer.rs",
     },
 }
