@@ -33,9 +33,7 @@ def pip(*arguments):
 AS_FOR_USERS = os.environ.get("HYBRIDOPT_TEST_WHEEL") == "users"
 SETTINGS = {
     "around": ["HYBRIDOPT_LIBRARY=" + os.environ["HYBRIDOPT_LIBRARY"]],
-    "built": []
-    if AS_FOR_USERS
-    else ["HYBRIDOPT_CUDA=OFF", "HYBRIDOPT_PRECOMPILE=ON", "CMAKE_CXX_FLAGS_RELEASE=-O0"],
+    "built": [] if AS_FOR_USERS else ["HYBRIDOPT_CUDA=OFF", "CMAKE_CXX_FLAGS_RELEASE=-O0"],
 }
 
 
