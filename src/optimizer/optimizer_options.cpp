@@ -79,7 +79,8 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options) {
   if (options.chunk_elements != 0 &&
       (options.chunk_elements < kMinChunkElements || options.chunk_elements > kMaxChunkElements))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.chunk_elements is %llu, expected 1024 to 2^28 (0 = 2^20)",
+                         "options.chunk_elements is %llu, expected 1024 to 2^28 (0 = 2^20, on "
+                         "CUDA 2^22)",
                          static_cast<unsigned long long>(options.chunk_elements));
   if (options.staging_slots != 0 &&
       (options.staging_slots < kMinStagingSlots || options.staging_slots > kMaxStagingSlots))

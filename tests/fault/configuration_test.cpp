@@ -273,7 +273,8 @@ TEST(Configuration, ChunksOutsideTheirRange) {
   for (const uint64_t wrong : {uint64_t{1}, uint64_t{1023}, (uint64_t{1} << 28) + 1})
     ExpectOptimizerRefused(
         OFFLOAD_INVALID_ARGUMENT,
-        {"options.chunk_elements is " + std::to_string(wrong), "expected 1024 to 2^28 (0 = 2^20)"},
+        {"options.chunk_elements is " + std::to_string(wrong),
+         "expected 1024 to 2^28 (0 = 2^20, on CUDA 2^22)"},
         [&](auto& o) { o.chunk_elements = wrong; }, [](auto& o) { o.chunk_elements = 1024; });
 }
 

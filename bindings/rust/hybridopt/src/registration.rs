@@ -80,7 +80,7 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// Elements a pipeline chunk holds at most; 2^20 by default.
+    /// Elements a pipeline chunk holds at most; 2^20 by default, on CUDA 2^22.
     pub fn chunk_elements(mut self, elements: u64) -> Self {
         self.options.chunk_elements = elements;
         self
