@@ -11,13 +11,6 @@ import shape
 
 # By rule, the violations that are known.
 KNOWN = {
-    "broken banner": {
-        "include/offload.h:registering",
-        "include/offload.h:stepping",
-        "include/offload.h:lifecycle",
-        "include/offload.h:checkpoints",
-        "include/offload.h:device conveniences",
-    },
     "full folder": {
         "src/checkpoint",
     },
