@@ -19,24 +19,33 @@ def adopt(engine: Engine, state: dict[Tensor, Any]) -> None:
     if shown.have_counts_moved():
         shown.set_counts(shown.counts.clone())
     if shown.have_counts_changed():
-        engine.settle(state)
+        engine.settle()
         engine.wait()
         for slot in engine.slots:
             push_count(engine, slot, int(shown.count_views[slot.id]))
-    for slot in engine.slots:
-        entry = dict.get(state, slot.param)
-        if not entry and shown.of(slot).entry is None:
-            continue
-        if entry is not None and shown.is_as_published(slot, entry):
-            shown.take_copies(slot)
-            continue
-        engine.wait()
-        shown.forget_moved(slot)
-        if entry:
-            adopt_entry(engine, slot, entry, state)
-        else:
-            start_again(engine, slot)
+    if shown.is_untouched(state):
+        shown.take_copies()
+    else:
+        for slot in engine.slots:
+            adopt_slot(engine, slot, state)
+        shown.note_untouched(state)
     shown.note_counts()
+
+
+def adopt_slot(engine: Engine, slot: Slot, state: dict[Tensor, Any]) -> None:
+    shown = engine.shown
+    entry = dict.get(state, slot.param)
+    if not entry and shown.of(slot).entry is None:
+        return
+    if entry is not None and shown.is_as_published(slot, entry):
+        shown.take_copies([slot])
+        return
+    engine.wait()
+    shown.forget_moved(slot)
+    if entry:
+        adopt_entry(engine, slot, entry, state)
+    else:
+        start_again(engine, slot)
 
 
 def push_count(engine: Engine, slot: Slot, count: int) -> None:
@@ -48,7 +57,7 @@ def push_count(engine: Engine, slot: Slot, count: int) -> None:
 
 def start_again(engine: Engine, slot: Slot) -> None:
     """As torch does for a param without state. Masters stay: they are the param."""
-    engine.shown.of(slot).entry = None
+    engine.shown.withdraw(slot)
     push_count(engine, slot, 0)
     fresh = engine.registered.groups[slot.group].get("initial_accumulator_value", 0.0)
     for kind in slot.moments.values():

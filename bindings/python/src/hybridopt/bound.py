@@ -3,162 +3,177 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import abi
+from .batch import BATCH_SLOTS, Batch, batches_of
 from .registered import Slot
-from .strides import is_same_order
-from .tensors import arranged, gradient_of, local, local_gradient
+from .tensors import local
+
+# offload_binding_t in words of 8 bytes: struct_size and the param's id, then data, then grad.
+WORDS = ctypes.sizeof(abi.offload_binding_t) // 8
+DATA, GRAD = 1, 2
+
+
+class Addresses:
+    """Addresses by slot. That of a gradient is 0 where there is none."""
+
+    def __init__(self, handle: abi.Optimizer, params: list[int]) -> None:
+        self._handle = handle
+        self.params = params
+        self.grads = [0] * len(params)
+        self.moves = 0  # grows when the address of a param changes
+        # The structs are kept and filled by words, which takes less time than by fields.
+        self._structs = (abi.offload_binding_t * max(len(params), 1))()
+        words = ctypes.c_uint64 * (WORDS * len(self._structs))
+        self._words: Any = words.from_buffer(self._structs)
+        for id, struct in enumerate(self._structs):
+            struct.struct_size, struct.param = ctypes.sizeof(struct), id
+        self._heads = self._words[::WORDS]  # by slot
+
+    def changed(self, params: list[int], grads: list[int]) -> list[int]:
+        """The slots, as places in these lists, whose addresses the library does not know."""
+        if params == self.params and grads == self.grads:
+            return []
+        both = zip(params, self.params, grads, self.grads)
+        return [id for id, (param, p, grad, g) in enumerate(both) if param != p or grad != g]
+
+    def tell(self, ids: list[int], params: list[int], grads: list[int]) -> None:
+        """Tells the library where the params and gradients of these slots are."""
+        end = WORDS * len(ids)
+        self._words[:end:WORDS] = [self._heads[id] for id in ids]
+        self._words[DATA:end:WORDS] = params
+        self._words[GRAD:end:WORDS] = grads
+        self._handle.bind(self._structs, len(ids))
+        for id, param, grad in zip(ids, params, grads):
+            self.grads[id] = grad
+            if param != self.params[id]:
+                self.params[id] = param
+                self.moves += 1
 
 
 class Bound:
-    """The addresses of params and gradients, and who has a gradient for the next step."""
+    """Params, and their gradients for the next step."""
 
-    def __init__(self, handle: abi.Optimizer, device: torch.device, slots: list[Slot]) -> None:
-        self._handle = handle
-        self._device = device
+    def __init__(self, handle: abi.Optimizer, slots: list[Slot]) -> None:
         self._slots = slots
-        # By slot, as the library knows them. A gradient's address is 0 where it has none.
-        self._addresses = [slot.bound.data_ptr() for slot in slots]
-        self._grad_addresses = [0] * len(slots)
-        self._grads: list[Tensor | None] = [None] * len(slots)  # the step reads them
-        self._structs = (abi.offload_binding_t * max(len(slots), 1))()
-        for struct in self._structs:
-            struct.struct_size = ctypes.sizeof(struct)
-        self.active: list[Slot] = []  # who has a gradient, as of bind()
+        self._params = [slot.param for slot in slots]
+        self._copies = [(slot.param, slot.copy) for slot in slots if slot.copy is not None]
+        self._batches = batches_of(slots)
+        self._has_looked = False  # and nobody has bound what look() has found
+        self.addresses = Addresses(handle, [slot.bound.data_ptr() for slot in slots])
+        self.active: list[Slot] = []  # who has a gradient, as of bind(); another list if others have
+        self._are_others_active = False  # or may be, whether gradients of torch have changed or not
         # Slots whose gradient the library holds on the host; True where a hook has brought it there.
         self.hosted: dict[Slot, bool] = {}
 
+    # ------------------------------------------------------------------------------- binding --
+
+    def look(self) -> list[Slot]:
+        """Looks where params and gradients are, for the bind() that follows. Gives the slots whose
+        gradients, or those that autograd will make, may have another dtype than before."""
+        self._has_looked = True
+        return [slot for batch in self._batches for slot in batch.look()]
+
     def bind(self) -> bool:
         """Tells the library where params and gradients are now; False if there is no gradient."""
-        self.active = []
-        changed = []
-        for slot in self._slots:
-            address = self._address_of(slot)
-            grad = gradient_of(slot.param)
-            usable = None if grad is None else self._usable(slot, grad)
-            self._grads[slot.id] = usable
-            grad_address = 0 if usable is None else usable.data_ptr()
-            if usable is not None or slot in self.hosted:
-                self.active.append(slot)
-            if (address, grad_address) != (self._addresses[slot.id], self._grad_addresses[slot.id]):
-                changed.append((slot, address, grad_address))
-        self._tell(changed)
+        self._finish_look()
+        grads: list[int] = []
+        for batch in self._batches:
+            batch.find_params()
+            batch.find_gradients()
+            grads += batch.grads
+        self._tell_changed(grads)
+        if self._are_others_active or any(batch.has_changed for batch in self._batches):
+            found = (grad for batch in self._batches for grad in batch.usable)
+            both = zip(self._slots, found)
+            self.active = [slot for slot, grad in both if grad is not None or slot in self.hosted]
+            self._are_others_active = bool(self.hosted)
         return bool(self.active)
 
     def bind_params(self) -> None:
         """The same for params alone: gradients are told before a step or a move reads them."""
-        now = [(slot, self._address_of(slot), 0) for slot in self._slots]
-        self._tell([change for change in now if change[1] != self._addresses[change[0].id]])
+        self._finish_look()
+        for batch in self._batches:
+            batch.find_params()
+        self.release()
+        self._tell_changed(None)
 
-    def bind_one(self, slot: Slot, grad: Tensor | None) -> None:
-        """Tells where one param is now, with that gradient."""
-        self._tell([(slot, self._address_of(slot), 0 if grad is None else grad.data_ptr())])
+    def release(self) -> None:
+        """Nobody needs the gradients that look() or bind() has found any more."""
+        self._has_looked = False
+        for batch in self._batches:
+            batch.release()
+
+    def rebind_params(self) -> None:
+        """The same for params whose addresses the library has given up."""
+        addresses = [self._batch_of(slot).address_of(slot) for slot in self._slots]
+        self.addresses.tell(list(range(len(addresses))), addresses, [0] * len(addresses))
 
     def bind_gradient(self, slot: Slot, grad: Tensor) -> Tensor:
-        """The same with a gradient of any form; gives the one that the library reads."""
-        usable = self._usable(slot, grad)
-        self.bind_one(slot, usable)
+        """Tells where one param and its gradient are. Gives the gradient as the library reads it."""
+        usable = slot.usable_gradient(grad)
+        address = self._batch_of(slot).address_of(slot)
+        self.addresses.tell([slot.id], [address], [usable.data_ptr()])
         return usable
+
+    def _finish_look(self) -> None:
+        if not self._has_looked:
+            self.look()
+        self._has_looked = False
+
+    def _batch_of(self, slot: Slot) -> Batch:
+        return self._batches[slot.id // BATCH_SLOTS]
+
+    def _tell_changed(self, grads: list[int] | None) -> None:
+        """Tells the addresses that the library does not know yet. Without `grads` it forgets those of
+        the params that have moved."""
+        params: list[int] = []
+        for batch in self._batches:
+            params += batch.params
+        changed = self.addresses.changed(params, grads or self.addresses.grads)
+        if not changed:
+            return
+        for id in changed:
+            if params[id] == 0 or (grads and grads[id] == 0):
+                self._batch_of(self._slots[id]).check_memory(self._slots[id])
+        told = [grads[id] for id in changed] if grads else [0] * len(changed)
+        self.addresses.tell(changed, [params[id] for id in changed], told)
+
+    # ---------------------------------------------------------------------- what has been done --
 
     def note_hosted(self, slot: Slot, hooked: bool) -> None:
         """The library holds a gradient on the host; it has given up the address for that."""
         self.hosted[slot] = hooked
-        self._grad_addresses[slot.id] = 0
+        self._are_others_active = True
+        self.addresses.grads[slot.id] = 0
 
     def note_stepped(self) -> None:
-        """A step has read the gradients of the active slots, and used up those on the host."""
-        for slot in self.active:
-            self._grads[slot.id] = None
-            self.hosted.pop(slot, None)
-
-    def storages(self) -> list[torch.UntypedStorage]:
-        """The storages of what is bound, which must outlive a save or load."""
-        return [slot.bound.untyped_storage() for slot in self._slots]
-
-    def fill_copies(self) -> None:
-        """Copies params with gaps to where the library steps them."""
-        for slot in self._slots:
-            if slot.copy is not None:
-                slot.copy.copy_(local(slot.param))
+        """A step has read the gradients, and used up those on the host."""
+        self.release()
+        if self.hosted:
+            for slot in self.active:
+                self.hosted.pop(slot, None)
 
     def note_written(self, slots: list[Slot]) -> None:
-        """The library has written the params: autograd hears of it, as after any operation in place,
-        and params with gaps get what their copies have."""
+        """The library has written these params: autograd hears of it, as after any operation in
+        place, and params with gaps get what their copies have."""
+        if len(slots) == len(self._slots) and not self._copies:
+            torch.autograd.graph.increment_version(self._params)
+            return
         torch.autograd.graph.increment_version([slot.param for slot in slots if slot.copy is None])
         for slot in slots:
             if slot.copy is not None:
                 local(slot.param).copy_(slot.copy)
 
-    def _tell(self, changed: list[tuple[Slot, int, int]]) -> None:
-        for struct, (slot, address, grad_address) in zip(self._structs, changed):
-            struct.param = slot.id
-            struct.data = address or None
-            struct.grad = grad_address or None
-        self._handle.bind(self._structs, len(changed))
-        for slot, address, grad_address in changed:
-            self._addresses[slot.id] = address
-            self._grad_addresses[slot.id] = grad_address
+    def fill_copies(self) -> None:
+        """Copies params with gaps to where the library steps them."""
+        for param, copy in self._copies:
+            copy.copy_(local(param))
 
-    # ------------------------------------------------------------------------------- checking --
-
-    def _address_of(self, slot: Slot) -> int:
-        current = local(slot.param)
-        address = current.data_ptr()
-        known = self._addresses[slot.id]
-        if (
-            address != known
-            or current.shape != slot.shape
-            or current.stride() != slot.stride
-            or current.dtype != slot.dtype
-        ):
-            self._check_same(slot, current)
-        return address if slot.copy is None else known
-
-    def _check_same(self, slot: Slot, current: Tensor) -> None:
-        """The library knows a param by its address alone; all else must be as it was registered."""
-        stride = current.stride()
-        # A copy is filled from any strides. Those of dimensions of one element lead nowhere.
-        if slot.copy is not None or is_same_order(slot.shape, stride, slot.stride):
-            stride = slot.stride
-        for is_so, was_so, now, before in (
-            ("has shape", "had shape", tuple(current.shape), tuple(slot.shape)),
-            ("has dtype", "had dtype", current.dtype, slot.dtype),
-            ("is on", "was on", current.device, self._device),
-            ("has strides", "had strides", stride, slot.stride),
-        ):
-            if now != before:
-                raise abi.InvalidStateError(
-                    f"parameter {slot.name!r} {is_so} {now}, but its state was made when it {was_so} "
-                    f"{before}; make a new optimizer after changing parameters, and load this one's "
-                    "state_dict() into it"
-                )
-        if current.data_ptr() == 0 and slot.count > 0:
-            raise abi.InvalidStateError(
-                f"parameter {slot.name!r} has no memory: its storage was freed or resized to 0; "
-                "bring it back before step()"
-            )
-
-    def _usable(self, slot: Slot, grad: Tensor) -> Tensor:
-        """The gradient, copied where the library could not read it as it is."""
-        grad = local_gradient(grad, slot.param, slot.name)
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"hybridopt does not support sparse gradients; parameter {slot.name!r} has one: make "
-                "its layer with sparse=False, or give it to torch.optim.SparseAdam"
-            )
-        # torch checks what is assigned to .grad, but not .grad.data, nor decoupled_grad.
-        wrong = None
-        if grad.shape != slot.shape:
-            wrong = f"has shape {tuple(grad.shape)}, expected {tuple(slot.shape)}"
-        elif grad.device != self._device:
-            wrong = f"is on {grad.device}, expected {self._device}"
-        elif slot.count > 0 and grad.data_ptr() == 0:
-            wrong = "has no memory: its storage was freed or resized to 0"
-        if wrong is not None:
-            raise abi.InvalidStateError(
-                f"the gradient of parameter {slot.name!r} {wrong}; set it to None or compute it again"
-            )
-        return arranged(grad, slot.grad_dtype, slot.stride)
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The storages of what is bound, which must outlive a save or load."""
+        return [slot.bound.untyped_storage() for slot in self._slots]

@@ -86,14 +86,13 @@ def save(
 
 def load(
     engine: Engine,
-    state: dict[Any, Any],
     path: str | os.PathLike[str],
     fresh_moments: bool,
     keep_steps: bool,
     verify: bool,
     progress: Progress,
 ) -> None:
-    engine.settle(state)
+    engine.settle()
     flags = 0 if verify else abi.OFFLOAD_LOAD_NO_VERIFY
     flags |= abi.OFFLOAD_LOAD_FRESH_MOMENTS if fresh_moments else 0
     flags |= abi.OFFLOAD_LOAD_KEEP_STEPS if keep_steps else 0
@@ -106,6 +105,6 @@ def load(
     if keep_steps or not fresh_moments:
         info, tensors = abi.checkpoint_inspect(path)
         most = max((tensor.step_count for tensor in tensors), default=info.step)
-        engine.after_load(state, info.step, most)
+        engine.after_load(info.step, most)
     else:
-        engine.after_load(state, 0, 0)
+        engine.after_load(0, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import abi
 from .bound import Bound
 from .history import History
-from .in_sync import InSync
+from .in_sync import in_sync_of
 from .masters import Masters
 from .members import Member
 from .modes import in_no_mode
@@ -50,14 +50,28 @@ class Engine:
             self.handle, device, algorithm, groups, members, split_masters
         )
         self.slots = self.registered.slots
-        self.bound = Bound(self.handle, device, self.slots)
+        self.bound = Bound(self.handle, self.slots)
         self.steps = Steps(self.handle)
         self.stored = Stored(self.handle, device)
-        self.in_sync = InSync(device, self.slots, self.stored, self.steps, check_weights)
+        self.in_sync = in_sync_of(
+            self.slots, device, self.bound.addresses, self.stored, self.steps, check_weights
+        )
         self.masters = Masters(self.handle, device, self.slots, self.stored, self.in_sync)
-        self.shown = Shown(self.handle, self.registered, self.stored)
+        self.shown = Shown(self.handle, device, self.registered, self.stored)
         self.given_up: list[Storage] | None = None  # the storages of params that are offloaded
         self.states_are_out = False
+
+    def difference(
+        self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
+    ) -> str:
+        """Why the torch optimizer needs another engine now; "" if it does not."""
+        what = self.registered.difference(algorithm, groups, param_groups)
+        if what:
+            return what
+        for slot in self.bound.look():
+            if not slot.takes_gradient():
+                return f"the gradient of parameter {slot.name!r} is in a wider dtype than before"
+        return ""
 
     def plan(self) -> abi.offload_plan_t:
         return self.handle.plan()
@@ -65,8 +79,7 @@ class Engine:
     def commit(self) -> None:
         self.bound.fill_copies()
         self.handle.commit(self.stream())
-        self.in_sync.keep_masters()
-        self.in_sync.note(self.slots)
+        self.in_sync.begin()
 
     def stream(self) -> int:
         """The stream on which gradients and params are ready."""
@@ -78,7 +91,7 @@ class Engine:
 
     def set_device_fraction(self, state: dict[Tensor, Any], device_fraction: float) -> None:
         """Changes which state is on the device. Views of it end; new ones take their place."""
-        self.settle(state)
+        self.settle()
         self.wait()
         self.shown.hide(state, everywhere=True)
         try:
@@ -90,14 +103,14 @@ class Engine:
 
     # --------------------------------------------------------------------------------- stepping --
 
-    def step(self, state: dict[Tensor, Any], **options: Any) -> bool:
+    def step(self, **options: Any) -> bool:
         """A step over what is bound, done when this returns. Whether it has been skipped.
 
         On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): torch's
         copies into memory that is not pinned, such as .cpu(), did not return behind such a wait."""
         self.refresh_masters()
         if self.steps.is_full:
-            self.settle(state)
+            self.settle()
         active = self.bound.active
         result = self.steps.run(active, {"stream": self.stream(), **options})
         self._note_written(active)
@@ -112,25 +125,27 @@ class Engine:
             self.masters.refresh()
 
     def _note_written(self, slots: list[Slot]) -> None:
-        """The library has written params and masters."""
+        """The library has written these params and their masters; the others were in sync before."""
         self.bound.note_written(slots)
-        self.in_sync.note(slots)
+        self.in_sync.note()
 
-    @in_no_mode
-    def settle(self, state: dict[Tensor, Any]) -> None:
-        """Waits for queued steps, but for no save; then `state` says what they have done."""
+    def settle(self) -> None:
+        """Waits for queued steps, but for no save, and takes note of their results."""
         if len(self.steps) == 0:
             return
         for result, stepped in self.steps.take():
             self.history.add(result)
-            if result.skipped:
-                continue
-            self.shown.count(stepped)
-            for slot in stepped:
-                if self.shown.of(slot).entry is None:
-                    self.shown.publish(slot, state)
+            if not result.skipped:
+                self.shown.count(stepped)
         self.shown.refresh_copies()
         self.shown.note_counts()
+
+    @in_no_mode
+    def show(self, state: dict[Tensor, Any]) -> None:
+        """`state` says what all steps so far have done."""
+        self.shown.refuse_hidden()
+        self.settle()
+        self.shown.publish_due(state)
 
     # ------------------------------------------------------------------------------ checkpoints --
 
@@ -143,14 +158,14 @@ class Engine:
                     "in the order of dimensions; make it contiguous(), or save state_dict()"
                 )
         for slot in self.slots:
-            if self.given_up is not None and self.in_sync.was_written_before_offload(slot):
+            if self.given_up is not None and slot in self.masters.written_before_offload:
                 raise abi.InvalidStateError(
                     f"parameter {slot.name!r} has been written and then offloaded, and its master is "
                     "not that yet; call reload(params=True) before saving"
                 )
         self.refresh_masters()
 
-    def after_load(self, state: dict[Tensor, Any], steps: int, most: int) -> None:
+    def after_load(self, steps: int, most: int) -> None:
         """The library has written params, state and step counts, its own among them, which is `steps`.
         It stores nothing of params without elements, whose steps torch counts: they take `most`, those
         of the param that was stepped most."""
@@ -161,8 +176,8 @@ class Engine:
             count = self.stored.view_of(slot, kinds[0]).step_count if kinds else 0
             count = most if slot.count == 0 else count
             self.shown.count_views[slot.id].fill_(count)
-            is_shown = self.shown.of(slot).entry is not None
-            if count > 0 or is_shown or self.masters.has_low_bits(slot):
-                self.shown.publish(slot, state)
+            # Of masters with low bits another engine could not make new ones from params.
+            if count > 0 or self.masters.has_low_bits(slot):
+                self.shown.note_due([slot])
         self.shown.refresh_copies()
         self.shown.note_counts()

@@ -31,6 +31,7 @@ class Masters:
         self._slots = slots
         self._stored = stored
         self._in_sync = in_sync
+        self.written_before_offload: set[Slot] = set()
 
     def refresh(self) -> None:
         """Params that others have written (weights were loaded, say) become their masters again."""
@@ -38,7 +39,18 @@ class Masters:
         for slot in written:
             self._refresh_one(slot)
         if written:
-            self._in_sync.note(written)
+            self._in_sync.note()
+
+    def note_offload(self) -> None:
+        """Params are about to be offloaded. That alone is no reason to compare them with masters."""
+        self.written_before_offload = set(self._in_sync.written())
+
+    def note_reload(self) -> None:
+        """Params are back as they were, perhaps in other memory."""
+        self._in_sync.note()
+        for slot in self.written_before_offload:
+            self._in_sync.forget_one(slot)
+        self.written_before_offload = set()
 
     def _refresh_one(self, slot: Slot) -> None:
         """Elements that are still their rounded masters keep those, down to the last bit."""
@@ -72,7 +84,7 @@ class Masters:
         return in_memory_order(slot.bound).cpu()
 
     def has_low_bits(self, slot: Slot) -> bool:
-        """Whether the master is more than the param: nobody could make it again."""
+        """Whether the master is more than the param."""
         if slot.dtype == torch.float32:
             return False
         return not torch.equal(self.read(slot), in_memory_order(slot.bound).cpu().float())

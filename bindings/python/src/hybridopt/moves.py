@@ -45,7 +45,7 @@ def offload(
 ) -> None:
     """Moves content to the host and gives the memory back, as far as it is not there already."""
     check_movable(engine, {"params": params, "grads": grads, "states": states})
-    engine.settle(state)
+    engine.settle()
     streams = [engine.stream()]
     if grads:
         send_gradients(engine)
@@ -54,7 +54,7 @@ def offload(
         engine.handle.offload_states(streams=streams)
         engine.states_are_out = True
     if params and engine.given_up is None:
-        engine.in_sync.note_offload()
+        engine.masters.note_offload()
         engine.handle.offload_params(streams=streams)
     engine.wait()
     if grads:
@@ -78,10 +78,10 @@ def reload(
         for storage in engine.given_up:
             storage.restore()
         engine.given_up = None
-        for slot in engine.slots:
-            engine.bound.bind_one(slot, None)
+        engine.bound.rebind_params()
         engine.handle.reload_params(streams=streams)
-        engine.in_sync.note_reload()
+        engine.wait()
+        engine.masters.note_reload()
     if grads:
         reload_gradients(engine, streams)
     engine.wait()
@@ -133,7 +133,7 @@ def reload_gradients(engine: Engine, streams: list[int]) -> None:
         grad = torch.empty_strided(
             slot.shape, slot.stride, dtype=slot.grad_dtype, device=engine.device
         )
-        engine.bound.bind_one(slot, grad)
+        engine.bound.bind_gradient(slot, grad)
         set_gradient(slot.param, like_param(grad, slot.param))
     if hosted:
         engine.handle.reload_grads(params=[slot.id for slot in hosted], streams=streams)

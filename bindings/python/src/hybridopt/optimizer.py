@@ -94,7 +94,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
             if self._hooks is not None:
-                self._prepare(always=True)  # the new params' gradients are hooked too
+                engine = self._prepare(always=True)  # the new params' gradients are hooked too
+                if engine is not None:
+                    engine.bound.release()
         except Exception:
             self.param_groups.pop()
             raise
@@ -132,7 +134,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, content: dict[Any, Any]) -> None:
         if self._engine is not None:
-            self._engine.settle(self._state)
+            self._engine.show(self._state)  # what goes with it starts again, or is replaced
         self._state = State(self, content)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -239,7 +241,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         verify=False reads the files once instead of twice."""
         self._refuse_fsdp1("load_checkpoint()")
         engine = self._ready_engine()
-        checkpoints.load(engine, self._state, path, fresh_moments, keep_steps, verify, progress)
+        checkpoints.load(engine, path, fresh_moments, keep_steps, verify, progress)
 
     # ------------------------------------------------------------------------------------ step --
 
@@ -265,7 +267,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if self._hooks is not None:
                 self._hooks.release()
             if engine.device.type == "cpu":
-                engine.settle(self._state)
+                engine.settle()
             self._sample("step")
         return loss
 
@@ -276,7 +278,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 raise ValueError(self._comm.no_clipping)
             options["grad_norm_max"] = self._options["max_grad_norm"]
         try:
-            skipped = engine.step(self._state, **options)
+            skipped = engine.step(**options)
         except abi.CommFailedError as error:
             if self._comm is None or not self._comm.error:
                 raise
@@ -311,6 +313,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move or save")
         if engine.given_up is None:
             engine.bound.bind_params()
+        else:
+            engine.bound.release()
         return engine
 
     def _prepare(self, always: bool = False) -> Engine | None:
@@ -324,9 +328,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         known: dict[Tensor, Slot] = {}
         if self._engine is not None:
             known = self._engine.registered.slot_of  # nothing else: it would keep the memory
-            changed = self._engine.registered.difference(
-                self._algorithm(), groups, self.param_groups
-            )
+            changed = self._engine.difference(self._algorithm(), groups, self.param_groups)
             if changed:
                 # Params that are refused are refused while there is still an engine.
                 members_of(self.param_groups, wide_gradients(known))
@@ -374,7 +376,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if engine is None:
             return
         moves.check_all_here(engine, why)
-        engine.settle(self._state)
+        engine.show(self._state)
         engine.wait()  # a save reads params that the next engine will write
         if self._hooks is not None:
             self._hooks.release()
@@ -441,9 +443,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         refuse_capture()
         placement.check(offload_fraction, None)
         if self._engine is not None:
-            self._engine.set_device_fraction(self._state, 1.0 - offload_fraction)
-            on_host = self._engine.device.type == "cpu"
-            self._placement = placement.chosen(offload_fraction, on_host)
+            engine = self._ready_engine()  # which has taken over what was put into `state`
+            engine.set_device_fraction(self._state, 1.0 - offload_fraction)
+            self._placement = placement.chosen(offload_fraction, engine.device.type == "cpu")
         self._options = {
             **self._options,
             "offload_fraction": float(offload_fraction),
@@ -504,7 +506,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def step_results(self) -> list[StepResult]:
         """What the last 1024 steps did, skipped ones too. Waits for queued steps."""
         if self._engine is not None:
-            self._engine.settle(self._state)
+            self._engine.settle()
         return list(self._history.results)
 
     def plot_timeline(self, path: str | os.PathLike[str]) -> None:
@@ -538,7 +540,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         slot = engine.registered.slot_of.get(param)
         if slot is None:
             raise ValueError("this parameter has no state here; is it one of the optimizer's, and trained?")
-        engine.settle(self._state)
+        engine.settle()
         engine.refresh_masters()
         return like_param(slot.arrange(engine.masters.read(slot)), param)
 
@@ -550,7 +552,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             moves.check_all_here(self._engine, "the optimizer is to be closed")
             if self._hooks is not None:
                 self._hooks.remove()
-            self._engine.settle(self._state)
+            self._engine.settle()
             self._history.note_end(self._engine.handle.stats())
             self._engine = None
         self._state = State(self)

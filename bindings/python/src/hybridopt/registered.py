@@ -4,6 +4,7 @@ they are registered."""
 from __future__ import annotations
 
 import ctypes
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,15 @@ from torch import Tensor
 from . import abi
 from .members import Member, takes_part
 from .moments import moments_of
-from .strides import is_dense
-from .tensors import DTYPES, gradient_dtype, gradient_of, local
+from .strides import is_dense, is_same_order
+from .tensors import (
+    DTYPES,
+    arranged,
+    gradient_dtype,
+    gradient_of,
+    local,
+    local_gradient,
+)
 
 if TYPE_CHECKING:
     from .sharding import TensorShard
@@ -23,7 +31,8 @@ MASTER_LOW = "master_low"
 
 
 class Slot:
-    """A member as it is registered. Nothing here changes."""
+    """A member as it is registered, and whether its param and gradient still fit that. Nothing here
+    changes."""
 
     def __init__(
         self,
@@ -36,6 +45,7 @@ class Slot:
         current = local(member.param).detach()
         self.id = id  # also its place in the list of slots
         self.param = member.param
+        self.device = device
         self.name = member.name
         self.group = member.group
         self.shard: TensorShard | None = member.shard
@@ -81,6 +91,52 @@ class Slot:
         return dtype == self.grad_dtype or (
             gradient_of(self.param) is None and dtype != torch.float32
         )
+
+    def check_param(self, current: Tensor) -> None:
+        """The library knows a param by its address alone; all else must be as it was registered."""
+        stride = current.stride()
+        # A copy is filled from any strides. Those of dimensions of one element lead nowhere.
+        if self.copy is not None or is_same_order(self.shape, stride, self.stride):
+            stride = self.stride
+        for is_so, was_so, now, before in (
+            ("has shape", "had shape", tuple(current.shape), tuple(self.shape)),
+            ("has dtype", "had dtype", current.dtype, self.dtype),
+            ("is on", "was on", current.device, self.device),
+            ("has strides", "had strides", stride, self.stride),
+        ):
+            if now != before:
+                raise abi.InvalidStateError(
+                    f"parameter {self.name!r} {is_so} {now}, but its state was made when it {was_so} "
+                    f"{before}; make a new optimizer after changing parameters, and load this one's "
+                    "state_dict() into it"
+                )
+        if current.data_ptr() == 0 and self.count > 0:
+            raise abi.InvalidStateError(
+                f"parameter {self.name!r} has no memory: its storage was freed or resized to 0; "
+                "bring it back before step()"
+            )
+
+    def usable_gradient(self, grad: Tensor) -> Tensor:
+        """The gradient, copied where the library could not read it as it is."""
+        grad = local_gradient(grad, self.param, self.name)
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"hybridopt does not support sparse gradients; parameter {self.name!r} has one: make "
+                "its layer with sparse=False, or give it to torch.optim.SparseAdam"
+            )
+        # torch checks what is assigned to .grad, but not .grad.data, nor decoupled_grad.
+        wrong = None
+        if grad.shape != self.shape:
+            wrong = f"has shape {tuple(grad.shape)}, expected {tuple(self.shape)}"
+        elif grad.device != self.device:
+            wrong = f"is on {grad.device}, expected {self.device}"
+        elif self.count > 0 and grad.data_ptr() == 0:
+            wrong = "has no memory: its storage was freed or resized to 0"
+        if wrong is not None:
+            raise abi.InvalidStateError(
+                f"the gradient of parameter {self.name!r} {wrong}; set it to None or compute it again"
+            )
+        return arranged(grad, self.grad_dtype, self.stride)
 
     def struct(self) -> abi.offload_param_t:
         """The slot as the ABI has it. The struct keeps what it points to alive."""
@@ -141,6 +197,9 @@ class Registered:
             for id, member in enumerate(members)
         ]
         self.slot_of = {slot.param: slot for slot in self.slots}
+        # The params of the groups when they were last gone through, and those of them without a slot.
+        self._gone_through: list[list[Tensor]] = []
+        self._left_out: list[Tensor] = []
         handle.add_params([slot.struct() for slot in self.slots])
 
     def set_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -153,13 +212,25 @@ class Registered:
     def difference(
         self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
     ) -> str:
-        """Which params, groups, algorithm or dtypes of gradients are not those that are registered;
-        "" if all are."""
+        """Which params, groups or algorithm are not those that are registered; "" if all are."""
         if len(groups) != len(self.groups) or algorithm != self.algorithm:
             return "param groups are others"
         for new, old in zip(groups, self.groups):
             if moments_of(algorithm, new) != moments_of(algorithm, old):
                 return "a param group has got its first momentum, or has none any more"
+        if self._are_the_same(param_groups) and not any(map(takes_part, self._left_out)):
+            return ""
+        return self._difference_of_params(param_groups)
+
+    def _are_the_same(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether groups have the params that they had when they were last gone through."""
+        return len(param_groups) == len(self._gone_through) and all(
+            len(group["params"]) == len(before) and all(map(is_, group["params"], before))
+            for group, before in zip(param_groups, self._gone_through)
+        )
+
+    def _difference_of_params(self, param_groups: list[dict[str, Any]]) -> str:
+        left_out: list[Tensor] = []
         known = 0
         for index, group in enumerate(param_groups):
             for place, param in enumerate(group["params"]):
@@ -168,10 +239,13 @@ class Registered:
                     if takes_part(param):
                         name = group.get("param_names", {place: f"param_groups.{index}.{place}"})[place]
                         return f"parameter {name!r} has been added or unfrozen"
+                    left_out.append(param)
                 elif slot.group != index:
                     return f"parameter {slot.name!r} is in another group"
-                elif not slot.takes_gradient():
-                    return f"the gradient of parameter {slot.name!r} is in a wider dtype than before"
                 else:
                     known += 1
-        return "" if known == len(self.slots) else "parameters have been taken out"
+        if known != len(self.slots):
+            return "parameters have been taken out"
+        self._gone_through = [list(group["params"]) for group in param_groups]
+        self._left_out = left_out
+        return ""

@@ -1,60 +1,101 @@
-"""Samples: some bits of params, by which a write to them is noticed."""
+"""Samples: some bits of params, by which a write to them is noticed. They are read where the library
+has been told that the params are, so whoever takes them must have bound the params."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .tensors import in_memory_order
+from .bound import Addresses
+from .registered import Slot
+from .tensors import tensor_at
 
 # What is looked at of each param: so many runs of so many bytes, spread over it.
 RUNS, RUN_BYTES = 8, 64
+LONG_BYTES = RUNS * RUN_BYTES  # of params up to that all is looked at
 
 
-def samples_on_host(address: int, size_bytes: int) -> bytes:
-    """The sample of a dense tensor in host memory."""
-    if size_bytes <= RUNS * RUN_BYTES:
-        return ctypes.string_at(address, size_bytes) if size_bytes else b""
-    stride = (size_bytes - RUN_BYTES) // (RUNS - 1) // 4 * 4
-    return b"".join(ctypes.string_at(address + i * stride, RUN_BYTES) for i in range(RUNS))
+def stride_of(size_bytes: int) -> int:
+    """The bytes from one run to the next, in a param of that size."""
+    return (size_bytes - RUN_BYTES) // (RUNS - 1) // 4 * 4
 
 
-def sample_of(tensor: Tensor) -> Tensor:
-    """The same of a dense tensor anywhere, as a view."""
-    itemsize, count = tensor.element_size(), tensor.numel()
-    if count * itemsize <= RUNS * RUN_BYTES:
-        return in_memory_order(tensor).view(torch.int16)
-    stride = (count * itemsize - RUN_BYTES) // (RUNS - 1) // 4 * 4 // itemsize
-    runs = (RUNS, RUN_BYTES // itemsize)
-    return tensor.as_strided(runs, (stride, 1), tensor.storage_offset()).view(torch.int16)
+class SamplesHere:
+    """Of params in host memory, as bytes."""
 
+    def __init__(self, slots: list[Slot], addresses: Addresses) -> None:
+        self._slots = slots
+        self._addresses = addresses
+        self._moves = -1  # of the addresses that the runs are at
+        self._runs: list[ctypes.Array[ctypes.c_char]] = []
 
-class Samples:
-    """The samples of dense tensors, taken where the tensors are, in two copies however many they are."""
+    def take(self) -> bytes:
+        if self._moves != self._addresses.moves:
+            self._moves = self._addresses.moves
+            self._runs = [run for slot in self._slots for run in self._runs_of(slot)]
+        return b"".join(self._runs)
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        views = [sample_of(tensor) for tensor in tensors]
-        self._lengths = [view.numel() for view in views]
-        self._order = sorted(range(len(views)), key=lambda index: views[index].dim())
-        short = [views[index] for index in self._order if views[index].dim() == 1]
-        long = [views[index] for index in self._order if views[index].dim() == 2]
-        parts = [torch.cat(views).reshape(-1) for views in (short, long) if views]
-        self._content = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device="cpu")
+    def _runs_of(self, slot: Slot) -> list[ctypes.Array[ctypes.c_char]]:
+        address = self._addresses.params[slot.id]
+        if slot.bytes <= LONG_BYTES:
+            return [(ctypes.c_char * slot.bytes).from_address(address)]
+        run, stride = ctypes.c_char * RUN_BYTES, stride_of(slot.bytes)
+        return [run.from_address(address + i * stride) for i in range(RUNS)]
 
-    def equal(self, others: Samples) -> bool:
-        """Whether samples of the same tensors are the same. The device is asked once."""
-        return torch.equal(self._content, others._content)
+    @staticmethod
+    def equal(one: bytes, other: bytes) -> bool:
+        return one == other
 
-    def bytes(self) -> list[bytes]:
-        """Each tensor's sample."""
-        on_host = self._content.cpu()
-        content = ctypes.string_at(on_host.data_ptr(), 2 * on_host.numel())
-        cut, begin = [b""] * len(self._lengths), 0
-        for index in self._order:
-            end = begin + 2 * self._lengths[index]
-            cut[index] = content[begin:end]
+    def cut(self, content: bytes) -> list[bytes]:
+        """The sample of each slot."""
+        samples, begin = [], 0
+        for slot in self._slots:
+            end = begin + min(slot.bytes, LONG_BYTES)
+            samples.append(content[begin:end])
             begin = end
-        return cut
+        return samples
+
+
+class SamplesAway:
+    """Of params anywhere, taken there, in two copies however many params there are. The result stays
+    there too, and the device is asked once whether it is the same."""
+
+    def __init__(self, slots: list[Slot], addresses: Addresses, device: torch.device) -> None:
+        self._slots = slots
+        self._addresses = addresses
+        self._device = device
+        self._moves = -1
+        self._short = [slot for slot in slots if slot.bytes <= LONG_BYTES]
+        self._long = [slot for slot in slots if slot.bytes > LONG_BYTES]
+        self._views: list[list[Tensor]] = []
+
+    def take(self) -> Tensor:
+        if self._moves != self._addresses.moves:
+            self._moves = self._addresses.moves
+            both = (self._short, self._long)
+            self._views = [[self._view_of(slot) for slot in slots] for slots in both if slots]
+        return torch.cat([torch.cat(views).reshape(-1) for views in self._views])
+
+    def _view_of(self, slot: Slot) -> Tensor:
+        address = self._addresses.params[slot.id]
+        flat = tensor_at(address, slot.bytes // 2, torch.int16, self._device)
+        if slot.bytes <= LONG_BYTES:
+            return flat
+        return flat.as_strided((RUNS, RUN_BYTES // 2), (stride_of(slot.bytes) // 2, 1))
+
+    @staticmethod
+    def equal(one: Tensor, other: Tensor) -> bool:
+        return torch.equal(one, other)
+
+    def cut(self, content: Tensor) -> list[bytes]:
+        """The sample of each slot."""
+        on_host = content.cpu()
+        whole = ctypes.string_at(on_host.data_ptr(), 2 * on_host.numel())
+        sample_of, begin = {}, 0
+        for slot in self._short + self._long:
+            end = begin + min(slot.bytes, LONG_BYTES)
+            sample_of[slot.id] = whole[begin:end]
+            begin = end
+        return [sample_of[slot.id] for slot in self._slots]

@@ -1,8 +1,9 @@
 """What is shown: tensors in the optimizer's `state` that are views of the library's memory, so that
-nothing is kept twice."""
+nothing is kept twice. They are made when somebody asks for the state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from . import abi
 from .moments import COUNTED
 from .registered import Registered, Slot
+from .state import Snapshot
 from .stored import Stored
 from .tensors import like_param, local
 
@@ -34,13 +36,24 @@ class Exhibit:
 class Shown:
     """The exhibits of all params, and their step counts. `state` is the optimizer's, everywhere."""
 
-    def __init__(self, handle: abi.Optimizer, registered: Registered, stored: Stored) -> None:
+    def __init__(
+        self,
+        handle: abi.Optimizer,
+        device: torch.device,
+        registered: Registered,
+        stored: Stored,
+    ) -> None:
         self._handle = handle
+        self._device = device
         self._slots = registered.slots
         self._stored = stored
         self._is_counted = registered.algorithm in COUNTED
         self._of = [Exhibit() for _ in self._slots]
         self._with_copies: set[Slot] = set()
+        self._unpublished = set(filter(self._has_state, self._slots))
+        self._due: dict[Slot, None] = {}  # those of them that are to be seen, in the order of steps
+        self._counted_last: list[Slot] | None = None
+        self._snapshot: Snapshot | None = None  # of when all entries were as they were published
         self._hidden: list[Slot] = []  # their state is offloaded and has been taken from sight
         # One tensor with a view for each param, so that a step adds to all in one operation.
         self.set_counts(torch.zeros(len(self._slots), dtype=count_dtype(), device="cpu"))
@@ -48,9 +61,13 @@ class Shown:
     def of(self, slot: Slot) -> Exhibit:
         return self._of[slot.id]
 
+    def _has_state(self, slot: Slot) -> bool:
+        return bool(slot.kinds) or self._is_counted
+
     def publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
         """Puts views of a param's state where torch has its tensors."""
         exhibit = self.of(slot)
+        self._snapshot = None
         if self._is_counted:
             exhibit.views["step"] = self.count_views[slot.id]
         for key, kind in slot.kinds.items():
@@ -70,6 +87,36 @@ class Shown:
             dict.__setitem__(state, slot.param, entry)
         entry.update(exhibit.views)
         exhibit.entry = entry
+        self._unpublished.discard(slot)
+        self._due.pop(slot, None)
+
+    def publish_due(self, state: dict[Tensor, Any]) -> None:
+        """Publishes the state that is to be seen and is not yet."""
+        for slot in list(self._due):
+            self.publish(slot, state)
+
+    def note_due(self, slots: list[Slot]) -> None:
+        """The state of these slots is to be seen."""
+        for slot in slots:
+            if slot in self._unpublished:
+                self._due[slot] = None
+
+    def withdraw(self, slot: Slot) -> None:
+        """What `state` has of a param is not from here any more, until it is published again."""
+        self.of(slot).entry = None
+        self._snapshot = None
+        if self._has_state(slot):
+            self._unpublished.add(slot)
+        self._counted_last = None
+
+    def is_untouched(self, state: dict[Tensor, Any]) -> bool:
+        """Whether all entries are as they were published, and there are no others."""
+        return self._snapshot is not None and self._snapshot.matches(state)
+
+    def note_untouched(self, state: dict[Tensor, Any]) -> None:
+        """All entries are so now."""
+        both = [(exhibit.entry, dict(exhibit.views)) for exhibit in self._of]
+        self._snapshot = Snapshot(state, [(e, views) for e, views in both if e is not None])
 
     def is_as_published(self, slot: Slot, entry: dict[str, Any]) -> bool:
         """Whether an entry is as it was put there, but for what may be written in its tensors."""
@@ -103,15 +150,16 @@ class Shown:
                 view.copy_(slot.arrange(self._stored.read(slot, slot.kinds[key])))
                 exhibit.copies[key] = view._version
 
-    def take_copies(self, slot: Slot) -> None:
-        """The state becomes what others have written into copies of it."""
-        exhibit = self.of(slot)
-        for key, version in exhibit.copies.items():
-            view = local(exhibit.views[key])
-            if view._version != version:
-                self._handle.drain()
-                self._stored.write(slot, slot.kinds[key], view)
-                exhibit.copies[key] = view._version
+    def take_copies(self, slots: Iterable[Slot] | None = None) -> None:
+        """The state of some slots (None: all) becomes what others have written into copies of it."""
+        for slot in self._with_copies if slots is None else slots:
+            exhibit = self.of(slot)
+            for key, version in exhibit.copies.items():
+                view = local(exhibit.views[key])
+                if view._version != version:
+                    self._handle.drain()
+                    self._stored.write(slot, slot.kinds[key], view)
+                    exhibit.copies[key] = view._version
 
     # --------------------------------------------------------------------------------- counts --
 
@@ -126,7 +174,10 @@ class Shown:
         self._counts_version = self.counts._version
 
     def count(self, slots: list[Slot]) -> None:
-        """Adds a step of the slots."""
+        """Adds a step of the slots. Their state is to be seen from then on."""
+        if slots is not self._counted_last:
+            self.note_due(slots)
+            self._counted_last = slots
         if len(slots) == len(self._slots):
             self.counts.add_(1)
         else:
@@ -143,6 +194,10 @@ class Shown:
     def hide(self, state: dict[Tensor, Any], everywhere: bool = False) -> None:
         """Takes views of memory that is about to go from where others find them: of the device's, or
         of all."""
+        if not everywhere:
+            if self._device.type == "cpu":
+                return
+            self.publish_due(state)  # else nobody would know whose state is away
         for slot in self._slots:
             exhibit = self.of(slot)
             on_device = any(local(view).device.type != "cpu" for view in exhibit.views.values())
@@ -152,8 +207,9 @@ class Shown:
                 self._hidden.append(slot)
                 if dict.get(state, slot.param) is exhibit.entry:
                     dict.pop(state, slot.param)
-            exhibit.entry, exhibit.views, exhibit.copies = None, {}, {}
+            exhibit.views, exhibit.copies = {}, {}
             self._with_copies.discard(slot)
+            self.withdraw(slot)
 
     def show_hidden(self, state: dict[Tensor, Any]) -> None:
         """Puts views of the new memory there again."""

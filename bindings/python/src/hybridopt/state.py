@@ -1,73 +1,131 @@
-"""The `state` of an optimizer."""
+"""The `state` of an optimizer, and snapshots of it."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from operator import is_, itemgetter
 from typing import Any
+
+from torch import Tensor
+
+from .tensors import local
 
 
 class State(defaultdict):
-    """Waits for queued steps before it says anything."""
+    """A dict that is filled when somebody looks into it or changes it: until then there are no tensors
+    of the library's memory, and queued steps need not be waited for."""
 
     def __init__(self, optimizer: Any, content: Any = ()) -> None:
         super().__init__(dict)
         self._optimizer = weakref.ref(optimizer)
         dict.update(self, content)
 
-    def _settle(self) -> None:
+    def _fill(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._engine is not None:
-            optimizer._engine.shown.refuse_hidden()
-            optimizer._engine.settle(self)
-
-    def __getitem__(self, param: Any) -> Any:
-        self._settle()
-        return super().__getitem__(param)
-
-    def get(self, param: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().get(param, default)
-
-    def pop(self, param: Any, *default: Any) -> Any:
-        self._settle()
-        return super().pop(param, *default)
-
-    def __contains__(self, param: Any) -> bool:
-        self._settle()
-        return super().__contains__(param)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._settle()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._settle()
-        return super().__len__()
-
-    def keys(self) -> Any:
-        self._settle()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._settle()
-        return super().values()
-
-    def items(self) -> Any:
-        self._settle()
-        return super().items()
-
-    def clear(self) -> None:
-        self._settle()
-        super().clear()
+            optimizer._engine.show(self)
 
     def copy(self) -> Any:
-        self._settle()
+        self._fill()
         return defaultdict(dict, dict.items(self))
 
     __copy__ = copy
 
     def __reduce__(self) -> Any:  # for pickle and deepcopy
-        self._settle()
+        self._fill()
         return defaultdict, (dict,), None, None, iter(list(dict.items(self)))
+
+
+def filled(name: str) -> Callable[..., Any]:
+    """A method of dict that fills first."""
+    method = getattr(defaultdict, name)
+
+    def call(self: State, *args: Any, **kwargs: Any) -> Any:
+        self._fill()
+        return method(self, *args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for name in (
+    *("__getitem__", "__contains__", "__iter__", "__reversed__", "__len__", "__eq__", "__ne__"),
+    *("__repr__", "__or__", "__ror__", "get", "keys", "values", "items"),
+    *("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"),
+):
+    setattr(State, name, filled(name))
+
+
+PART_ENTRIES = 256  # what torch and Python keep of their tensors stays in the cache meanwhile
+
+
+def are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether as many objects are the same ones."""
+    return all(map(is_, some, others))
+
+
+class Part:
+    """Some entries, and those of their tensors that are ours."""
+
+    def __init__(self, shown: list[tuple[dict[str, Any], dict[str, Tensor]]]) -> None:
+        # Entries with the same names of tensors are looked through together, name by name.
+        by_names: dict[tuple[str, ...], tuple[list[dict[str, Any]], list[dict[str, Tensor]]]] = {}
+        for entry, tensors in shown:
+            entries, all_tensors = by_names.setdefault(tuple(tensors), ([], []))
+            entries.append(entry)
+            all_tensors.append(tensors)
+        self._columns = [
+            (name, entries, [tensors[name] for tensors in all_tensors])
+            for names, (entries, all_tensors) in by_names.items()
+            for name in names
+        ]
+        self._tensors = [tensor for _, _, column in self._columns for tensor in column]
+        self._are_plain = all(local(tensor) is tensor for tensor in self._tensors)
+        self._places = self._places_now()
+
+    def is_as_before(self) -> bool:
+        try:
+            return (
+                all(
+                    are_same(map(itemgetter(name), entries), tensors)
+                    for name, entries, tensors in self._columns
+                )
+                and self._places_now() == self._places
+            )
+        except KeyError:  # an entry lacks a tensor
+            return False
+
+    def _places_now(self) -> list[int]:
+        tensors = self._tensors if self._are_plain else map(local, self._tensors)
+        return list(map(Tensor.data_ptr, tensors))
+
+
+class Snapshot:
+    """It tells whether others have put something else into `state` since. What they write into the
+    tensors there does not count. `shown` has the entries that the library's tensors are in, with these
+    tensors; of other entries it counts whether there is something in them."""
+
+    def __init__(
+        self, state: dict[Any, Any], shown: list[tuple[dict[str, Any], dict[str, Tensor]]]
+    ) -> None:
+        self._keys = list(dict.keys(state))
+        self._entries = list(dict.values(state))
+        ours = {id(entry) for entry, _ in shown}
+        self._others = [entry for entry in self._entries if id(entry) not in ours]
+        self._filled = self._filled_now()
+        begins = range(0, len(shown), PART_ENTRIES)
+        self._parts = [Part(shown[begin : begin + PART_ENTRIES]) for begin in begins]
+
+    def matches(self, state: dict[Any, Any]) -> bool:
+        return (
+            len(self._keys) == dict.__len__(state)
+            and are_same(dict.keys(state), self._keys)
+            and are_same(dict.values(state), self._entries)
+            and self._filled_now() == self._filled
+            and all(part.is_as_before() for part in self._parts)
+        )
+
+    def _filled_now(self) -> list[bool]:
+        return [isinstance(entry, dict) and bool(entry) for entry in self._others]

@@ -38,6 +38,13 @@ def gradient_of(param: Tensor) -> Tensor | None:
     return param.decoupled_grad if hasattr(param, "decoupled_grad") else param.grad
 
 
+def gradients_of(params: list[Tensor]) -> list[Tensor | None]:
+    """The same of many params, in less time than so many calls take."""
+    return [
+        param.decoupled_grad if hasattr(param, "decoupled_grad") else param.grad for param in params
+    ]
+
+
 def gradient_dtype(param: Tensor) -> torch.dtype:
     """That of the gradient there is, else of the one that autograd will make."""
     grad = gradient_of(param)
@@ -116,16 +123,6 @@ def arranged(tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> Ten
     return copied.copy_(tensor)
 
 
-def host_view(view: abi.offload_state_view_t, owner: Any) -> Tensor:
-    """The host's part of a piece of state as a tensor, which keeps its owner alive."""
-    dtype = STATE_DTYPES[view.dtype]
-    if view.host_count == 0 or view.host_data is None:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    memory = (ctypes.c_byte * (view.host_count * dtype.itemsize)).from_address(view.host_data)
-    memory.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=dtype)
-
-
 class _CudaMemory:
     def __init__(self, address: int, typestr: str, count: int, owner: Any) -> None:
         self.owner = owner
@@ -137,11 +134,29 @@ class _CudaMemory:
         }
 
 
+def tensor_at(
+    address: int | None, count: int, dtype: torch.dtype, device: torch.device, owner: Any = None
+) -> Tensor:
+    """Memory at an address as a tensor, which keeps the owner of the memory alive. Without an owner
+    nothing keeps the memory: whoever reads the tensor must know that it is still there."""
+    if count == 0 or not address:
+        return torch.empty(0, dtype=dtype, device=device)
+    if device.type == "cpu":
+        memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
+        memory.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=dtype)
+    typestr = f"<i{dtype.itemsize}"  # the interface knows no bf16
+    on_device = _CudaMemory(address, typestr, count, owner)
+    return torch.as_tensor(on_device, device=device).view(dtype)
+
+
+def host_view(view: abi.offload_state_view_t, owner: Any) -> Tensor:
+    """The host's part of a piece of state as a tensor, which keeps its owner alive."""
+    dtype = STATE_DTYPES[view.dtype]
+    return tensor_at(view.host_data, view.host_count, dtype, torch.device("cpu"), owner)
+
+
 def cuda_view(view: abi.offload_state_view_t, owner: Any, device: torch.device) -> Tensor:
     """The GPU's part of a piece of state as a tensor, which keeps its owner alive."""
     dtype = STATE_DTYPES[view.dtype]
-    if view.device_count == 0 or view.device_data is None:
-        return torch.empty(0, dtype=dtype, device=device)
-    typestr = f"<i{dtype.itemsize}"  # the interface knows no bf16
-    memory = _CudaMemory(view.device_data, typestr, view.device_count, owner)
-    return torch.as_tensor(memory, device=device).view(dtype)
+    return tensor_at(view.device_data, view.device_count, dtype, device, owner)

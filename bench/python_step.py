@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""What step() of the Python package costs beyond the library's own work, over many small params: wall
+time, the library's time for the same step, the CPU time of the calling thread (which is little disturbed
+by other programs, and in which waiting for the library does not count), and torch's fused step. All
+contenders step their own copy of the same params, in turns, and each figure is the median of the rounds.
+
+    HYBRIDOPT_LIBRARY=build/release/libhybridopt.so PYTHONPATH=bindings/python/src \\
+        python3 bench/python_step.py --params 10000 --elements 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+# Threads of OpenMP that spin after their work would take the CPUs from whoever runs next.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
+import torch
+
+import hybridopt
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def make_params(count: int, elements: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    params = []
+    for _ in range(count):
+        values = torch.empty(elements).normal_(std=0.02, generator=generator)
+        param = torch.nn.Parameter(values.to(dtype))
+        param.grad = torch.empty(elements).normal_(std=0.01, generator=generator).to(dtype)
+        params.append(param)
+    return params
+
+
+def make_gradients_anew(params: list[torch.nn.Parameter]) -> None:
+    """As zero_grad() and a backward pass do: other tensors, at other addresses."""
+    made = [torch.empty_like(param).copy_(param.grad) for param in params]
+    for param, grad in zip(params, made):
+        param.grad = grad
+
+
+class Contender:
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, params: list) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.params = params
+        self.wall_ms: list[float] = []
+        self.library_ms: list[float] = []
+        self.caller_ms: list[float] = []
+
+    def step(self, anew: bool) -> None:
+        if anew:
+            make_gradients_anew(self.params)
+        begin, begin_caller = time.perf_counter(), time.thread_time()
+        self.optimizer.step()
+        self.caller_ms.append(1e3 * (time.thread_time() - begin_caller))
+        self.wall_ms.append(1e3 * (time.perf_counter() - begin))
+        if isinstance(self.optimizer, hybridopt.OffloadOptimizer):
+            self.library_ms.append(1e3 * self.optimizer.last_step().total_seconds)
+
+    def row(self, count: int) -> dict[str, float | str]:
+        row: dict[str, float | str] = {"name": self.name, "ms": statistics.median(self.wall_ms)}
+        if self.library_ms:
+            row["library_ms"] = statistics.median(self.library_ms)
+            beyond = [wall - own for wall, own in zip(self.wall_ms, self.library_ms)]
+            row["beyond_us_a_param"] = 1e3 * statistics.median(beyond) / count
+            row["caller_us_a_param"] = 1e3 * statistics.median(self.caller_ms) / count
+        return row
+
+
+def measure(arguments: argparse.Namespace, anew: bool, look: bool = False) -> list[dict[str, float | str]]:
+    dtype = DTYPES[arguments.dtype]
+    made: dict[str, Callable[[list], torch.optim.Optimizer]] = {
+        "hybridopt": lambda params: hybridopt.AdamW(params, lr=1e-4),
+        "hybridopt, check_weights=False": lambda params: hybridopt.AdamW(
+            params, lr=1e-4, check_weights=False
+        ),
+        "torch fused": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
+    }
+    contenders = []
+    for name, make in made.items():
+        params = make_params(arguments.params, arguments.elements, dtype)
+        contenders.append(Contender(name, make(params), params))
+    for contender in contenders:  # the first steps take memory
+        contender.step(anew)
+        if look:
+            list(contender.optimizer.state.values())
+        contender.step(anew)
+        for times in (contender.wall_ms, contender.library_ms, contender.caller_ms):
+            times.clear()
+    for round in range(arguments.rounds):
+        for index in range(len(contenders)):
+            contenders[(round + index) % len(contenders)].step(anew)
+    return [contender.row(arguments.params) for contender in contenders]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--params", type=int, default=10_000)
+    parser.add_argument("--elements", type=int, default=1024, help="of each param")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    arguments = parser.parse_args()
+    results = {
+        "nothing has changed": measure(arguments, anew=False),
+        "and state has been looked at": measure(arguments, anew=False, look=True),
+        "gradients made anew": measure(arguments, anew=True),
+    }
+    if arguments.json:
+        print(json.dumps({"arguments": vars(arguments), "torch": torch.__version__, **results}))
+        return
+    print(
+        f"{arguments.params} params of {arguments.elements} elements, {arguments.dtype}, torch "
+        f"{torch.__version__} with {torch.get_num_threads()} threads, {platform.machine()}"
+    )
+    for title, rows in results.items():
+        print(
+            f"\n{title:32} {'step ms':>9} {'library ms':>11} {'beyond it, us a param':>23} "
+            f"{'CPU of the caller, us a param':>31}"
+        )
+        for row in rows:
+            own = f"{row['library_ms']:11.2f}" if "library_ms" in row else " " * 11
+            beyond = f"{row['beyond_us_a_param']:23.2f}" if "library_ms" in row else ""
+            caller = f"{row['caller_us_a_param']:31.2f}" if "library_ms" in row else ""
+            print(f"{row['name']:32} {row['ms']:9.2f} {own} {beyond} {caller}")
+
+
+if __name__ == "__main__":
+    main()

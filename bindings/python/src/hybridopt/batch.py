@@ -1,0 +1,196 @@
+"""Batches of slots whose params and gradients are looked at together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registered import Slot
+from .tensors import gradients_of, local
+
+BATCH_SLOTS = 256  # what torch and Python keep of so many tensors stays in the cache meanwhile
+
+
+def find_guards() -> Any:
+    """What torch.compile guards its graphs by. It asks a tensor for its whole form in less time than
+    Python takes to read one attribute. It is private to torch: where it is missing, Python asks."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+    except ImportError:
+        return None
+    return TensorGuards
+
+
+TensorGuards = find_guards()
+
+
+def form_of(tensor: Tensor | None) -> tuple[Any, ...]:
+    if tensor is None:
+        return ()
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.layout,
+        tensor.requires_grad,
+    )
+
+
+class Forms:
+    """The forms that some tensors had. It keeps no tensor."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._count = len(tensors)
+        self._guards: Any = None
+        self._forms: list[tuple[Any, ...]] = []
+        if TensorGuards is None:
+            self._forms = [form_of(tensor) for tensor in tensors]
+        elif tensors:
+            self._guards = TensorGuards(
+                *tensors,
+                dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],  # none is dynamic
+                dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+            )
+
+    def match(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether as many tensors have the same forms, in the same order. None has another form."""
+        if len(tensors) != self._count:
+            return False
+        if self._guards is not None:
+            return self._guards.check(*tensors)
+        return self._forms == [form_of(tensor) for tensor in tensors]
+
+
+class Batch:
+    """Slots that follow each other, and where their params and gradients are now. They are looked at
+    all at once where they have the forms that they had before, else one by one."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots
+        self._begin = slots[0].id
+        self._params = [slot.param for slot in slots]
+        # Addresses in the order of slots; that of a gradient is 0 where there is none.
+        self.params = [slot.bound.data_ptr() for slot in slots]
+        self.grads = [0] * len(slots)
+        self.usable: list[Tensor | None] = []  # the gradients that the library reads
+        # As of look(): the gradients of torch, and who is to be looked at by itself.
+        self._found: list[Tensor | None] = []
+        self._one_by_one = slots
+        # As of when all were looked at one by one: who had a gradient; the places of those that were
+        # as the library reads them, and their forms; the others; and of whom autograd may make a
+        # gradient of another dtype, with the forms being the same.
+        self._had_gradient: list[bool] | None = None
+        self._alike: list[int] = []
+        self._forms = Forms([])
+        self._others = slots
+        self._all_alike = False  # and all had a gradient
+        self._unsure = slots
+
+    @property
+    def has_changed(self) -> bool:
+        """As of look(): whether others may have a gradient now than before."""
+        return self._one_by_one is self._slots
+
+    def look(self) -> list[Slot]:
+        """Finds the gradients that there are. Gives the slots whose gradients, or those that autograd
+        will make, may have another dtype than before."""
+        self._found = found = gradients_of(self._params)
+        if not self._is_as_before():
+            self._one_by_one = self._slots
+            return self._slots
+        self._one_by_one = self._others
+        if self._all_alike:
+            self.params = list(map(Tensor.data_ptr, self._params))
+            self.grads = [grad.data_ptr() for grad in found if grad is not None]
+        else:
+            for place in self._alike:
+                grad = found[place]
+                self.params[place] = self._params[place].data_ptr()
+                self.grads[place] = 0 if grad is None else grad.data_ptr()
+        return self._unsure
+
+    def find_params(self) -> None:
+        """After look(): the addresses of params are those of now."""
+        for slot in self._one_by_one:
+            self.params[slot.id - self._begin] = self.address_of(slot)
+
+    def find_gradients(self) -> None:
+        """After find_params(): the same for gradients."""
+        self.usable = list(self._found)
+        for slot in self._one_by_one:
+            place = slot.id - self._begin
+            grad = self._found[place]
+            grad = None if grad is None else slot.usable_gradient(grad)
+            self.usable[place] = grad
+            self.grads[place] = 0 if grad is None else grad.data_ptr()
+        if self.has_changed:
+            self._note_forms()
+
+    def release(self) -> None:
+        """The gradients are not needed any more."""
+        self._found, self.usable = [], []
+
+    def address_of(self, slot: Slot) -> int:
+        """Where the library is to step one param."""
+        current = local(slot.param)
+        address = current.data_ptr()
+        if (
+            address != self.params[slot.id - self._begin]
+            or current.shape != slot.shape
+            or current.stride() != slot.stride
+            or current.dtype != slot.dtype
+        ):
+            slot.check_param(current)
+        return address if slot.copy is None else slot.copy.data_ptr()
+
+    def check_memory(self, slot: Slot) -> None:
+        """Refuses a param or gradient whose memory has gone."""
+        place = slot.id - self._begin
+        if self.params[place] == 0:
+            slot.check_param(local(slot.param))
+        grad = self.usable[place] if self.usable else None
+        if grad is not None and self.grads[place] == 0:
+            slot.usable_gradient(grad)
+
+    def _is_as_before(self) -> bool:
+        if self._all_alike:  # no form is that of None
+            return self._forms.match([*self._params, *self._found])
+        has_gradient = [grad is not None for grad in self._found]
+        return has_gradient == self._had_gradient and self._forms.match(self._alike_tensors())
+
+    def _note_forms(self) -> None:
+        self._had_gradient = [grad is not None for grad in self._found]
+        self._others = [
+            slot
+            for slot, found, usable in zip(self._slots, self._found, self.usable)
+            if slot.copy is not None
+            or slot.count == 0  # whose address tells nothing
+            or local(slot.param) is not slot.param
+            or usable is not found
+        ]
+        others = set(self._others)
+        self._alike = [place for place, slot in enumerate(self._slots) if slot not in others]
+        self._unsure = [
+            slot
+            for slot, had_gradient in zip(self._slots, self._had_gradient)
+            if slot.grad_dtype != torch.float32 and (slot in others or not had_gradient)
+        ]
+        self._all_alike = not others and all(self._had_gradient)
+        self._forms = Forms(self._alike_tensors())
+
+    def _alike_tensors(self) -> list[Tensor]:
+        gradients = [self._found[place] for place in self._alike]
+        return [
+            *(self._params[place] for place in self._alike),
+            *(grad for grad in gradients if grad is not None),
+        ]
+
+
+def batches_of(slots: list[Slot]) -> list[Batch]:
+    begins = range(0, len(slots), BATCH_SLOTS)
+    return [Batch(slots[begin : begin + BATCH_SLOTS]) for begin in begins]

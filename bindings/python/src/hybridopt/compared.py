@@ -1,0 +1,122 @@
+"""Params that are compared with their masters, element by element."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from . import abi
+from .bound import Addresses
+from .master_bits import are_rounded
+from .registered import Slot
+from .steps import Steps
+from .stored import Stored
+from .tensors import in_memory_order, tensor_at
+
+# So many elements of small params are compared at once: two copies of them stay in the cache.
+BLOCK_ELEMENTS = 1 << 17
+STATE_ALIGNMENT_BYTES = 64  # the library pads the state of a param to that
+
+_compare_memory = ctypes.CDLL(None).memcmp
+_compare_memory.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Block:
+    """Small params whose masters lie one after the other in memory."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.masters: list[Tensor] = []
+        self._gaps: list[int] = []  # elements of padding in front of each master
+        self._all_masters = torch.empty(0, dtype=torch.float32, device="cpu")  # with their padding
+        self._params: list[bytes | ctypes.Array[ctypes.c_char]] = []  # the same, in 16 bits
+
+    def take(self, slot: Slot, master: Tensor) -> bool:
+        """Makes a param a part of the block if it follows the last one directly."""
+        gap = 0
+        if self.slots:
+            last = self.masters[-1]
+            gap_bytes = master.data_ptr() - (last.data_ptr() + last.nbytes)
+            gap = gap_bytes // master.element_size()
+            follows = 0 <= gap_bytes < STATE_ALIGNMENT_BYTES and slot.dtype == self.slots[0].dtype
+            if not follows or len(self._all_masters) + gap + slot.count > BLOCK_ELEMENTS:
+                return False
+        self.slots.append(slot)
+        self.masters.append(master)
+        self._gaps.append(gap)
+        count, first = len(self._all_masters) + gap + slot.count, self.masters[0]
+        self._all_masters = tensor_at(
+            first.data_ptr(), count, torch.float32, first.device, self.masters
+        )
+        return True
+
+    def find_params(self, addresses: Addresses) -> None:
+        """Takes note of where the params are now."""
+        self._params = []
+        for slot, gap in zip(self.slots, self._gaps):
+            if gap > 0:
+                self._params.append(bytes(2 * gap))  # the library leaves padding as the system gives it
+            memory = (ctypes.c_char * slot.bytes).from_address(addresses.params[slot.id])
+            self._params.append(memory)
+
+    def is_rounded(self, scratch: Tensor) -> bool:
+        """Whether all params are their masters, rounded."""
+        params = b"".join(self._params)
+        rounded = scratch.view(self.slots[0].dtype)[: len(self._all_masters)]
+        rounded.copy_(self._all_masters)
+        return _compare_memory(params, rounded.data_ptr(), len(params)) == 0
+
+
+class Compared:
+    """Whoever writes a param, and in whatever way, makes it differ from its master, rounded. Params
+    are read where the library has been told that they are: callers must have bound them."""
+
+    def __init__(
+        self, slots: list[Slot], addresses: Addresses, stored: Stored, steps: Steps
+    ) -> None:
+        self._slots = slots
+        self._addresses = addresses
+        self._stored = stored
+        self._steps = steps
+        self._moves = -1  # of the addresses that the blocks have found
+        self._blocks: list[Block] = []
+        self._large: list[tuple[Slot, Tensor]] = []  # with their masters
+        self._scratch = torch.empty(0, dtype=torch.int16, device="cpu")
+
+    def begin(self) -> None:
+        """There are masters now. Their views are kept: a running save would make them wait."""
+        for slot in self._slots:
+            master = self._stored.read(slot, abi.OFFLOAD_STATE_MASTER)
+            if slot.count > BLOCK_ELEMENTS:
+                self._large.append((slot, master))
+            elif not self._blocks or not self._blocks[-1].take(slot, master):
+                self._blocks.append(Block())
+                self._blocks[-1].take(slot, master)
+        if self._blocks:
+            self._scratch = torch.empty(BLOCK_ELEMENTS, dtype=torch.int16, device="cpu")
+
+    def note(self) -> None:
+        """All params are their masters, rounded, now. There is nothing to remember."""
+
+    def forget(self) -> None:
+        """Every param may have been written. They are all compared anyway."""
+
+    def forget_one(self, slot: Slot) -> None:
+        """The same of one param."""
+
+    def written(self) -> list[Slot]:
+        """The params that are not their masters, rounded."""
+        self._steps.wait()
+        if self._moves != self._addresses.moves:
+            self._moves = self._addresses.moves
+            for block in self._blocks:
+                block.find_params(self._addresses)
+        differing = [block for block in self._blocks if not block.is_rounded(self._scratch)]
+        suspects = [both for block in differing for both in zip(block.slots, block.masters)]
+        return [
+            slot
+            for slot, master in suspects + self._large
+            if not are_rounded(master, in_memory_order(slot.bound))
+        ]

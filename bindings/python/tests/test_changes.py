@@ -1,0 +1,273 @@
+"""What changes between two steps is noticed, however much stays as it was. An optimizer that looks at
+what has changed goes through a random training beside one that looks at everything: same bits."""
+
+import random
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import hybridopt
+from hybridopt import batch, compared, in_sync
+from hybridopt import state as states
+from models import bits
+
+SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Several batches, parts and blocks of few params."""
+    monkeypatch.setattr(batch, "BATCH_SLOTS", 7)
+    monkeypatch.setattr(hybridopt.bound, "BATCH_SLOTS", 7)
+    monkeypatch.setattr(states, "PART_ENTRIES", 5)
+    monkeypatch.setattr(compared, "BLOCK_ELEMENTS", 35)
+
+
+class LookingAtAll:
+    """While it lasts nothing counts as being as it was before."""
+
+    def __enter__(self):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(batch.Forms, "match", lambda *_: False)
+        self.patch.setattr(states.Snapshot, "matches", lambda *_: False)
+        self.patch.setattr(compared.Block, "is_rounded", lambda *_: False)
+        self.patch.setattr(hybridopt.registered.Registered, "_are_the_same", lambda *_: False)
+        return self.patch
+
+    def __exit__(self, *_):
+        self.patch.undo()
+
+
+def make(dtype, options):
+    generator = torch.Generator().manual_seed(3)
+    params = [
+        Parameter(torch.randn(SHAPES[i % len(SHAPES)], generator=generator).to(dtype))
+        for i in range(30)
+    ]
+    groups = [{"params": params[:11]}, {"params": params[11:25], "lr": 1e-3}]
+    groups.append({"params": params[25:28]})
+    for param in params[20:22] + params[28:]:
+        param.requires_grad_(False)
+    return params, hybridopt.AdamW(groups, lr=1e-2, threads=1, **options)
+
+
+# Each takes an optimizer, its params, one of these, and random numbers.
+
+
+def new_gradient(_, params, param, draw):
+    gradients(params, draw, keep=False)
+
+
+def no_gradient(_, params, param, draw):
+    param.grad = None
+
+
+def gradient_elsewhere(_, params, param, draw):
+    if param.grad is not None:
+        param.grad.data = param.grad + 1
+
+
+def gradient_in_other_order(_, params, param, draw):
+    if param.dim() == 2:
+        param.grad = torch.ones(param.shape[::-1], dtype=param.dtype).t() * draw.random()
+
+
+def gradient_beside(_, params, param, draw):
+    param.decoupled_grad = torch.full_like(param, draw.random())
+
+
+def no_gradient_beside(_, params, param, draw):
+    vars(param).pop("decoupled_grad", None)
+
+
+def moved(_, params, param, draw):
+    param.data = param.data.clone()
+
+
+def replaced(_, params, param, draw):
+    param.data = torch.full_like(param, draw.random())
+
+
+def written(_, params, param, draw):
+    param.copy_(torch.full_like(param, draw.random()))
+
+
+def written_unseen(_, params, param, draw):
+    param.data.flatten()[-1:].fill_(draw.random())
+    param.data.add_(0.5)
+
+
+def group_changed(optimizer, params, param, draw):
+    draw.choice(optimizer.param_groups)["lr"] = draw.random() / 100
+
+
+def unfrozen(_, params, param, draw):
+    param.requires_grad_()
+
+
+def frozen(_, params, param, draw):
+    param.requires_grad_(False)
+
+
+def taken_out(optimizer, params, param, draw):
+    group = draw.choice(optimizer.param_groups)
+    if len(group["params"]) > 2:
+        group["params"].pop(draw.randrange(len(group["params"])))
+
+
+def looked_at(optimizer, params, param, draw):
+    list(optimizer.state)
+
+
+def entry_of(optimizer, param):
+    return optimizer.state.get(param) or None
+
+
+def moment_written(optimizer, params, param, draw):
+    if entry := entry_of(optimizer, param):
+        entry["exp_avg"].fill_(draw.random())
+
+
+def moment_assigned(optimizer, params, param, draw):
+    if entry := entry_of(optimizer, param):
+        entry["exp_avg"] = torch.full_like(entry["exp_avg"], draw.random())
+
+
+def moment_elsewhere(optimizer, params, param, draw):
+    if entry := entry_of(optimizer, param):
+        entry["exp_avg_sq"].data = torch.full_like(entry["exp_avg_sq"], draw.random())
+
+
+def count_written(optimizer, params, param, draw):
+    if entry := entry_of(optimizer, param):
+        entry["step"].fill_(draw.randrange(1, 9))
+
+
+def count_elsewhere(optimizer, params, param, draw):
+    if entry := entry_of(optimizer, param):
+        entry["step"].data = torch.tensor(float(draw.randrange(1, 9)))
+
+
+def master_written(optimizer, params, param, draw):
+    if (entry := entry_of(optimizer, param)) and "master_param" in entry:
+        entry["master_param"].mul_(1.0 + 2.0**-12)
+
+
+def entry_deleted(optimizer, params, param, draw):
+    optimizer.state.pop(param, None)
+
+
+def entry_assigned(optimizer, params, param, draw):
+    if entry := entry_of(optimizer, param):
+        optimizer.state[param] = {key: value.clone() for key, value in entry.items()}
+
+
+def entry_filled(optimizer, params, param, draw):
+    """First an empty entry, as whoever asks for one that is not there makes it."""
+    if param.requires_grad and not entry_of(optimizer, param):
+        optimizer.state[param].update(
+            step=torch.tensor(3.0),
+            exp_avg=torch.full(param.shape, draw.random()),
+            exp_avg_sq=torch.full(param.shape, draw.random()),
+        )
+
+
+def entries_swapped(optimizer, params, param, draw):
+    like = [p for p in params if p.shape == param.shape and entry_of(optimizer, p)]
+    if len(like) > 1:
+        one, other = draw.sample(like, 2)
+        state = optimizer.state
+        state[one], state[other] = state[other], state[one]
+
+
+CHANGES = [
+    *(new_gradient, no_gradient, gradient_elsewhere, gradient_in_other_order, gradient_beside),
+    *(no_gradient_beside, moved, replaced, written, written_unseen, group_changed, unfrozen, frozen),
+    *(taken_out, looked_at, moment_written, moment_assigned, moment_elsewhere, count_written),
+    *(count_elsewhere, master_written, entry_deleted, entry_assigned, entry_filled),
+    entries_swapped,
+]
+
+
+def gradients(params, draw, keep):
+    """Other numbers, in the tensors that there are or in new ones."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    for param in params:
+        numbers = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if keep and param.grad is not None:
+            param.grad.copy_(numbers)
+        elif param.requires_grad or draw.random() < 0.1:
+            param.grad = numbers
+
+
+def state_of(optimizer, params):
+    place = {param: index for index, param in enumerate(params)}
+    return [
+        (place[param], key, bits([torch.as_tensor(value)]))
+        for param, entry in optimizer.state.items()
+        for key, value in entry.items()
+    ]
+
+
+def train(dtype, options, seed, changes, steps):
+    """What params and state are after each step."""
+    draw = random.Random(seed)
+    params, optimizer = make(dtype, options)
+    trail = []
+    with torch.no_grad():
+        gradients(params, draw, keep=False)
+        for step in range(steps):
+            if step > 2:  # by now nothing is new any more
+                for _ in range(draw.choice([0, 1, 1, 3])):
+                    draw.choice(changes)(optimizer, params, draw.choice(params), draw)
+            gradients([p for p in params if p.grad is not None], draw, keep=True)
+            optimizer.step()
+            trail.append((step, bits(params), optimizer.stats().steps_applied))
+            if draw.random() < 0.2:
+                trail.append(state_of(optimizer, params))
+    trail.append(state_of(optimizer, params))
+    return trail
+
+
+def check(dtype, options, seed, changes=CHANGES, steps=40):
+    """Params that are watched must come to what comparing them all does. Only masters that are written
+    are another thing: a param that is not its master, rounded, is taken for written where all are
+    compared."""
+    if "check_weights" in options:
+        changes = [change for change in changes if change is not master_written]
+    with LookingAtAll() as patch:
+        patch.setattr(in_sync, "is_away", lambda _: False)
+        expected = train(dtype, {**options, "check_weights": True}, seed, changes, steps)
+    assert train(dtype, options, seed, changes, steps) == expected
+
+
+OPTIONS = {
+    "all compared": {},
+    "watched": {"check_weights": False},
+    "split": {"master_layout": "split"},
+    "bf16 moments": {"state_dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_random_changes(dtype, options, seed, small_parts):
+    check(dtype, OPTIONS[options], seed)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change(change, small_parts):
+    check(torch.bfloat16, {}, 7, changes=[change], steps=16)
+
+
+@pytest.mark.parametrize("change", [moved, replaced, written, written_unseen])
+def test_each_change_of_params_that_are_watched(change, small_parts):
+    check(torch.bfloat16, {"check_weights": False}, 7, changes=[change], steps=16)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_changes_of_params_that_are_away(seed, small_parts, monkeypatch):
+    monkeypatch.setattr(in_sync, "is_away", lambda _: True)
+    check(torch.bfloat16, {"check_weights": False}, seed)
