@@ -274,6 +274,51 @@ def test_state_that_lacks_a_moment_is_refused():
         run(optimizer, [param], [2])
 
 
+def replace_state(optimizer, params):
+    for entry in list(optimizer.state.values()):
+        for key, value in list(entry.items()):
+            dict.__setitem__(entry, key, value.clone())
+    return optimizer, params
+
+
+def load_own_state(optimizer, params):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer, params
+
+
+def add_a_group(optimizer, params):
+    optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
+    return optimizer, params
+
+
+def copy_both(optimizer, params):
+    return copy.deepcopy((optimizer, params))
+
+
+def pickle_both(optimizer, params):
+    return pickle.loads(pickle.dumps((optimizer, params)))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Lion"])
+@pytest.mark.parametrize(
+    "moved", [replace_state, load_own_state, add_a_group, copy_both, pickle_both]
+)
+def test_state_that_others_have_moved_is_not_rounded_with_the_same_bits_again(name, moved):
+    """torch's state of SGD and Lion has no step count, from which the random bits are drawn."""
+    ours, _, arguments = PAIRS[name]
+    params = [Parameter(torch.randn(500)) for _ in range(2)]
+    others = clone(params)
+    optimizer = ours(params, threads=1, state_dtype=torch.bfloat16, **arguments)
+    undisturbed = ours(others, threads=1, state_dtype=torch.bfloat16, **arguments)
+    for seed in range(4):
+        run(optimizer, params, [seed])
+        run(undisturbed, others, [seed])
+        optimizer, params = moved(optimizer, params)
+    run(optimizer, params, [7])
+    run(undisturbed, others, [7])
+    assert bits(params) == bits(others)
+
+
 def test_state_without_moments_starts_again_once():
     param = Parameter(torch.ones(3))
     optimizer = hybridopt.SGD([param], lr=0.1, momentum=0.9)

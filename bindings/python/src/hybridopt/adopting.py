@@ -73,7 +73,7 @@ def adopt_entry(
 
     is_counted = engine.registered.algorithm in COUNTED
     moments = {key: entry.get(key) for key in slot.moments}
-    count = int(entry.get("step", 0)) if is_counted else 1
+    count = int(entry.get("step", 0)) if is_counted else engine.hidden_count(slot)
     if moments and all(value is None for value in moments.values()):
         if is_counted and count > 0:
             refuse(slot, f"has step {count} but lacks {', '.join(moments)}")

@@ -18,6 +18,7 @@ from .in_sync import in_sync_of
 from .masters import Masters
 from .members import Member
 from .modes import in_no_mode
+from .moments import COUNTED
 from .registered import Registered, Slot
 from .shown import Shown
 from .steps import Steps
@@ -60,6 +61,7 @@ class Engine:
         self.shown = Shown(self.handle, device, self.registered, self.stored)
         self.given_up: list[Storage] | None = None  # the storages of params that are offloaded
         self.states_are_out = False
+        self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one
 
     def difference(
         self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
@@ -100,6 +102,25 @@ class Engine:
         finally:
             if not self.states_are_out:
                 self.shown.show_hidden(state)
+
+    # ------------------------------------------------------------------------------ step counts --
+
+    def hidden_counts(self) -> dict[Tensor, int]:
+        """The step counts of params whose state has no `step` in torch. bf16 moments are rounded with
+        random bits that depend on the count: one that began again would repeat them."""
+        if self.registered.algorithm in COUNTED:
+            return {}
+        self.wait()
+        counts = {slot.param: self._stored_count(slot) for slot in self.slots if slot.moments}
+        return {param: count for param, count in counts.items() if count > 0}
+
+    def hidden_count(self, slot: Slot) -> int:
+        """The count that goes with moments which come from elsewhere, and have been stepped then."""
+        return self._stored_count(slot) or self.counts_before.get(slot.param, 1)
+
+    def _stored_count(self, slot: Slot) -> int:
+        kinds = list(slot.kinds.values())
+        return int(self.stored.view_of(slot, kinds[0]).step_count) if kinds else 0
 
     # --------------------------------------------------------------------------------- stepping --
 
@@ -172,9 +193,7 @@ class Engine:
         self._note_written(self.slots)
         self.history.note_load(steps)
         for slot in self.slots:
-            kinds = list(slot.kinds.values())
-            count = self.stored.view_of(slot, kinds[0]).step_count if kinds else 0
-            count = most if slot.count == 0 else count
+            count = most if slot.count == 0 else self._stored_count(slot)
             self.shown.count_views[slot.id].fill_(count)
             # Of masters with low bits another engine could not make new ones from params.
             if count > 0 or self.masters.has_low_bits(slot):

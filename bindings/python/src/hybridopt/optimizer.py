@@ -58,6 +58,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _placement = Placement(1.0, "no step yet")
     _hooks: GradientHooks | None = None
     _closed = False
+    _hidden_counts: dict[Tensor, int] = {}  # of the last engine, for the next one
     _state: State
     _history: History
 
@@ -141,6 +142,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return {
             **super().__getstate__(),
             "state": dict(self.state.items()),
+            "_hidden_counts": self._hidden_counts if self._engine is None else self._engine.hidden_counts(),
             # Groups belong to their process.
             "_options": {**self._options, "process_group": None, "replica_group": None},
         }
@@ -360,6 +362,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             refuse_replicas({member.param for member in members})
         engine = self._new_engine(members, groups)
         engine.commit()
+        engine.counts_before = self._hidden_counts
         if self._comm is not None:
             self._comm.finish_at_exit(engine.handle)
         return engine
@@ -380,6 +383,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine.wait()  # a save reads params that the next engine will write
         if self._hooks is not None:
             self._hooks.release()
+        self._hidden_counts = engine.hidden_counts()
         engine.shown.leave_device()
         self._history.note_end(engine.handle.stats())
         self._engine = None
