@@ -1,6 +1,7 @@
 """What goes wrong is a Python exception that says what to do, and changes nothing; what only looks
 wrong works."""
 
+import math
 import copy
 import gc
 import os
@@ -382,7 +383,9 @@ def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
         ({"device_budget_bytes": 10}, ValueError, "set offload_fraction='auto'"),
         ({"master_layout": "half"}, ValueError, "Invalid master_layout: 'half', expected 'fp32' or 's"),
         ({"numa_policy": "far"}, ValueError, "Invalid numa_policy: 'far', expected 'near' or 'interleaved'"),
-        ({"max_grad_norm": 0}, ValueError, "Invalid max_grad_norm: 0, expected a number above 0"),
+        ({"max_grad_norm": 0}, ValueError, "Invalid max_grad_norm: 0, expected a finite number above 0"),
+        ({"max_grad_norm": math.inf}, ValueError, "Invalid max_grad_norm: inf, expected a finite number"),
+        ({"max_grad_norm": math.nan}, ValueError, "Invalid max_grad_norm: nan, expected a finite number"),
         ({"max_norm": 1}, TypeError, "unexpected keyword argument 'max_norm', expected .*threads"),
     ],
 )
@@ -390,6 +393,21 @@ def test_options_that_cannot_be_are_refused(options, error, text):
     for name in ("AdamW", "Adam", "SGD", "Lion", "Adagrad"):
         with pytest.raises(error, match=text):
             getattr(hybridopt, name)([Parameter(torch.ones(1))], **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("offload_fraction", 0.5), ("max_grad_norm", 1.0), ("threads", 2)]
+)
+def test_options_of_the_whole_optimizer_are_refused_in_a_group(option, value):
+    params = [Parameter(torch.ones(1)), Parameter(torch.ones(1))]
+    text = f"param group 1 has {option}={value}, an option of the whole optimizer; .* two optimizers"
+    groups = [{"params": params[:1]}, {"params": params[1:], option: value}]
+    with pytest.raises(ValueError, match=text):
+        hybridopt.AdamW(groups)
+    optimizer = hybridopt.AdamW(params[:1])
+    with pytest.raises(ValueError, match=text):
+        optimizer.add_param_group(groups[1])
+    assert len(optimizer.param_groups) == 1
 
 
 def test_more_threads_than_there_can_be_are_refused_at_the_first_step():

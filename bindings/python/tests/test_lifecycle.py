@@ -5,6 +5,7 @@ import copy
 import gc
 import sys
 import time
+import warnings
 
 import matplotlib.image
 import models
@@ -49,6 +50,35 @@ def pair(dtype=torch.float32, **options):
 
 
 # ----------------------------------------------------------------------------------- gradients --
+
+
+def test_hooks_say_that_clip_grad_norm_will_find_nothing():
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_\(\) does not find them.* max_grad_norm="):
+        adamw(models.perceptron()).hook_gradients()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adamw(models.perceptron(), max_grad_norm=None).hook_gradients()
+        copy.deepcopy(adamw(models.perceptron(), max_grad_norm=1.0)).hook_gradients()
+        optimizer = adamw(models.perceptron())
+        optimizer.max_grad_norm = 1.0
+        optimizer.hook_gradients()
+
+
+def test_max_grad_norm_can_be_read_and_changed():
+    module = models.perceptron()
+    other = copy.deepcopy(module)
+    clipping, changed = adamw(module, max_grad_norm=0.5), adamw(other)
+    assert clipping.max_grad_norm == 0.5 and changed.max_grad_norm is None
+    changed.max_grad_norm = 0.5
+    assert trained(module, clipping) == trained(other, changed)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    assert clipping.last_step().grad_clip < 1.0
+    clipping.max_grad_norm = None
+    trained(module, clipping)
+    assert clipping.last_step().grad_clip == 1.0
+    with pytest.raises(ValueError, match="Invalid max_grad_norm: -1, expected a finite number above 0"):
+        changed.max_grad_norm = -1
+    assert changed.max_grad_norm == 0.5
 
 
 @pytest.mark.parametrize("accumulate", [True, False])

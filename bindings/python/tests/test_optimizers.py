@@ -37,8 +37,6 @@ def test_state_has_torchs_keys_and_shapes_when_torch_has_them(name):
     ours.step()
     torchs.step()
     ours_state, torchs_state = ours.state_dict(), torchs.state_dict()
-    if name == "Adagrad":  # the one that makes state for params without gradients
-        torchs_state["state"] = {i: torchs_state["state"][i] for i in (0, 1)}
     assert list(ours_state["state"]) == list(torchs_state["state"])
     for index, entry in torchs_state["state"].items():
         assert list(ours_state["state"][index]) == list(entry)
@@ -46,6 +44,41 @@ def test_state_has_torchs_keys_and_shapes_when_torch_has_them(name):
             ours_value = ours_state["state"][index][key]
             assert ours_value.shape == value.shape and ours_value.dtype == value.dtype, key
     assert ours_state["param_groups"] == torchs_state["param_groups"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adagrad_has_state_before_its_first_step(dtype):
+    arguments = {"lr": 0.1, "initial_accumulator_value": 0.25}
+    model = perceptron(dtype)
+    next(model.parameters()).requires_grad_(False)
+    others, params = clone(model.parameters()), list(model.parameters())
+    ours, torchs = hybridopt.Adagrad(params, **arguments), torch.optim.Adagrad(others, **arguments)
+    unseen = hybridopt.Adagrad(clone(params), **arguments)
+    for state in (ours.state, copy.deepcopy(ours).state, pickle.loads(pickle.dumps(ours)).state):
+        for entry, torchs_entry in zip(state.values(), torchs.state.values(), strict=True):
+            assert list(entry) == list(torchs_entry)
+            assert entry["sum"].dtype == torch.float32 and entry["step"] == 0
+            assert torch.equal(entry["sum"], torchs_entry["sum"].float())
+    ours.share_memory()
+    ours.load_state_dict(torchs.state_dict())
+    assert list(ours.state) == params
+    run(ours, params, [1, 2])
+    run(unseen, unseen.param_groups[0]["params"], [1, 2])
+    assert bits(params) == bits(unseen.param_groups[0]["params"])
+    assert [entry["step"] for entry in ours.state.values()] == [2, 2, 2, 2]
+
+
+def test_what_is_deleted_of_adagrads_state_stays_away():
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
+    optimizer = hybridopt.Adagrad(params)
+    del optimizer.state[params[0]]
+    assert list(optimizer.state) == [params[1]]
+    optimizer.add_param_group({"params": [Parameter(torch.ones(4))], "initial_accumulator_value": 2.0})
+    assert [float(entry["sum"][0]) for entry in optimizer.state.values()] == [0.0, 2.0]
+    optimizer.state.clear()
+    assert len(optimizer.state) == 0
+    run(optimizer, params, [1])
+    assert [entry["step"] for entry in optimizer.state.values()] == [1, 1]
 
 
 def test_a_first_momentum_leaves_masters_their_low_bits():

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from . import abi
+from .modes import in_no_mode
 from .optimizer import OffloadOptimizer
 from .options import OffloadOptions
+from .shown import count_dtype
+from .tensors import like_param, local
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -286,6 +289,23 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
             fused=fused,
         )
         torch.optim.Optimizer.__init__(self, params, checked.defaults)
+
+    @in_no_mode
+    def _fill_state(self) -> None:
+        """As torch's Adagrad all params have state before their first step: here as soon as somebody
+        looks, and taken over by the first step. What has been deleted since does not come back."""
+        super()._fill_state()
+        seen: set[Tensor] = vars(self).setdefault("_shown_from_the_start", set())
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param not in seen and dict.get(self._state, param) is None:
+                    begin = group["initial_accumulator_value"]
+                    dtype = self._options["state_dtype"]
+                    sums = torch.full(local(param).shape, begin, dtype=dtype, device="cpu")
+                    count = torch.zeros((), dtype=count_dtype(), device="cpu")
+                    entry = {"step": count, "sum": like_param(sums, param)}
+                    dict.__setitem__(self._state, param, entry)
+                seen.add(param)
 
     def _algorithm(self) -> int:
         return abi.OFFLOAD_ADAGRAD

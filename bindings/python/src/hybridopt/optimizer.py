@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import chain
@@ -29,7 +30,13 @@ from .gradient_hooks import GradientHooks, refuse_replicas
 from .history import History, MemorySample
 from .members import Member, check_dtype, has_gradient, members_of, named
 from .modes import in_no_mode
-from .options import DEFAULT_OPTIONS, OffloadOptions, checked
+from .options import (
+    DEFAULT_OPTIONS,
+    OffloadOptions,
+    check_max_grad_norm,
+    checked,
+    refuse_in_group,
+)
 from .placement import Placement
 from .plans import Plan, Stats, StepResult, described
 from .registered import Slot, wide_gradients
@@ -47,6 +54,12 @@ UNSUPPORTED = {
     "differentiable": "autograd does not see the step",
 }
 
+NOTHING_TO_CLIP = (
+    "hook_gradients() takes gradients to the host, where torch.nn.utils.clip_grad_norm_() does not find them: "
+    "it clips nothing and returns 0.0; make the optimizer with max_grad_norm= (or assign "
+    "optimizer.max_grad_norm), None if nothing is to be clipped"
+)
+
 
 class OffloadOptimizer(torch.optim.Optimizer):
     """The base class. Subclasses say which algorithm it is and what its hyperparameters are."""
@@ -58,6 +71,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _placement = Placement(1.0, "no step yet")
     _hooks: GradientHooks | None = None
     _closed = False
+    _says_whether_to_clip = False
     _hidden_counts: dict[Tensor, int] = {}  # of the last engine, for the next one
     _state: State
     _history: History
@@ -83,6 +97,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _configure(self, options: OffloadOptions) -> None:
         """Takes the options apart from torch's. Called before torch's constructor."""
         self._options = checked(options, type(self).__name__)
+        self._says_whether_to_clip = "max_grad_norm" in options
         if self._options["local_world"] is None:
             local_ranks.count_in(local_ranks.mask_of(self._options["numa_nodes"]))
         self._history = History()
@@ -104,6 +119,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         self._check_switches(index, group)
+        refuse_in_group(index, group)
         for name, param in named(index, group):
             if param.requires_grad:
                 check_dtype(name, param)
@@ -124,6 +140,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     f"{index}): {why}; set it to False"
                 )
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm that the gradients are clipped to inside the step; None: they are not. What is
+        assigned holds from the next step on; all ranks assign the same."""
+        return self._options["max_grad_norm"]
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float | None) -> None:
+        check_max_grad_norm(max_grad_norm)
+        if max_grad_norm is not None:
+            self._refuse_fsdp1("max_grad_norm")
+        self._options = {**self._options, "max_grad_norm": max_grad_norm}
+        self._says_whether_to_clip = True
+
     # ----------------------------------------------------------------------------------- state --
 
     @property
@@ -138,10 +168,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine.show(self._state)  # what goes with it starts again, or is replaced
         self._state = State(self, content)
 
+    def _fill_state(self) -> None:
+        """Puts into `state` what is to be seen there: somebody is about to look."""
+        if self._engine is not None:
+            self._engine.show(self._state)
+
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
             "state": dict(self.state.items()),
+            "_says_whether_to_clip": self._says_whether_to_clip,
             "_hidden_counts": self._hidden_counts if self._engine is None else self._engine.hidden_counts(),
             # Groups belong to their process.
             "_options": {**self._options, "process_group": None, "replica_group": None},
@@ -400,12 +436,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         it there is half the memory for low-precision gradients, and one backward pass a step.
 
         Takes the memory for state and gradients now. Clip by max_grad_norm: there is nothing here
-        for torch.nn.utils.clip_grad_norm_ to look at, nor for GradScaler: one that steps this
+        for torch.nn.utils.clip_grad_norm_ to look at, and a warning says so unless the optimizer was made
+        with max_grad_norm=, which may be None; nor is there for GradScaler: one that steps this
         optimizer must be named as `grad_scaler`, to be told what the step has found."""
         if self._hooks is not None:
             raise abi.InvalidStateError(
                 "gradients are hooked already; call remove() on what hook_gradients() gave"
             )
+        if not self._says_whether_to_clip:
+            warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
         hooks = GradientHooks(self, accumulate, grad_scaler)
         refuse_replicas({param for group in self.param_groups for param in group["params"]})
         needed = "accumulate" if accumulate else "grads"

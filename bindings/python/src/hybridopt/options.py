@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
@@ -101,6 +102,24 @@ def movable_bits(names: Iterable[str]) -> int:
     return bits
 
 
+def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+        raise ValueError(
+            f"Invalid max_grad_norm: {max_grad_norm}, expected a finite number above 0, or None for no "
+            "clipping"
+        )
+
+
+def refuse_in_group(index: int, group: dict[str, Any]) -> None:
+    """Options hold for the whole optimizer; torch would keep them in a param group without a word."""
+    for name in DEFAULT_OPTIONS:
+        if name in group:
+            raise ValueError(
+                f"param group {index} has {name}={group[name]!r}, an option of the whole optimizer; give it "
+                "to the optimizer itself, or make two optimizers"
+            )
+
+
 def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     """The options of an optimizer of that class with their defaults; refuses what is none."""
     for name in options:
@@ -111,11 +130,7 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
             )
     merged: OffloadOptions = {**DEFAULT_OPTIONS, **options}
     placement.check(merged["offload_fraction"], merged["device_budget_bytes"])
-    if merged["max_grad_norm"] is not None and not merged["max_grad_norm"] > 0:
-        raise ValueError(
-            f"Invalid max_grad_norm: {merged['max_grad_norm']}, expected a number above 0, or "
-            "None for no clipping"
-        )
+    check_max_grad_norm(merged["max_grad_norm"])
     if merged["state_dtype"] not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"Invalid state_dtype: {merged['state_dtype']}, expected torch.float32 or "

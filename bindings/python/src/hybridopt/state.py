@@ -24,8 +24,8 @@ class State(defaultdict):
 
     def _fill(self) -> None:
         optimizer = self._optimizer()
-        if optimizer is not None and optimizer._engine is not None:
-            optimizer._engine.show(self)
+        if optimizer is not None and optimizer._state is self:
+            optimizer._fill_state()
 
     def copy(self) -> Any:
         self._fill()
