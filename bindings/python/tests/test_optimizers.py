@@ -540,6 +540,20 @@ def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype, monkeyp
                 assert bits([optimizer.master_of(each)]) == bits([master])
 
 
+def test_other_memory_at_the_same_address_is_noticed():
+    """Its version, address and sampled bytes are those of before."""
+    memory = bytearray(2 * 5000)
+    param = Parameter(torch.frombuffer(memory, dtype=torch.bfloat16))
+    optimizer = hybridopt.SGD([param], lr=1e-3, check_weights=False, threads=1)
+    run(optimizer, [param], [1, 2])
+    param.data = torch.empty(0, dtype=torch.bfloat16)  # which frees the storage, but not the memory
+    torch.frombuffer(memory, dtype=torch.bfloat16)[77] = 3.0
+    param.data = torch.frombuffer(memory, dtype=torch.bfloat16)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert param[77] == 3.0 and optimizer.master_of(param)[77] == 3.0
+
+
 def test_rows_zeroed_behind_our_back_before_a_save_or_a_phase_are_kept(tmp_path):
     embedding = nn.Embedding(300, 64, dtype=torch.bfloat16)
     optimizer = hybridopt.AdamW(embedding.named_parameters(), lr=1e-3, movable=["params"])
