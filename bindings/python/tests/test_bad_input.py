@@ -674,21 +674,43 @@ def test_what_may_move_is_a_word_or_some(movable):
     optimizer.reload(params=True)
 
 
-def test_hooks_under_distributed_data_parallel_are_refused(tmp_path):
+@pytest.fixture
+def one_rank(tmp_path):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
-    try:
-        other = hybridopt.AdamW(nn.Linear(3, 2).parameters())
-        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
-        optimizer = hybridopt.AdamW(model.parameters())
+    yield
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+def test_hooks_do_not_walk_all_objects_for_distributed_data_parallel(one_rank, monkeypatch):
+    elsewhere = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "get_objects", lambda: pytest.fail("all objects are walked"))
+        hybridopt.AdamW(model.parameters()).hook_gradients()
+    loss = model(torch.ones(1, 3)).sum()
+    hybridopt.AdamW(model.parameters()).hook_gradients().remove()  # is not refused for a graph
+    loss.backward()
+    del elsewhere
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str
+)
+def test_hooks_under_distributed_data_parallel_are_refused(one_rank, frozen, arguments):
+    other = hybridopt.AdamW(nn.Linear(3, 2).parameters())
+    module = nn.Linear(3, 2)
+    module.weight.requires_grad_(not frozen)
+    model = nn.parallel.DistributedDataParallel(module, **arguments)
+    optimizer = hybridopt.AdamW(model.parameters())
+    for _ in range(2):
         with pytest.raises(abi.InvalidStateError, match="before DistributedDataParallel, .* averaged"):
             optimizer.hook_gradients()
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()  # goes on without them
-        assert optimizer.stats().steps_applied == 1
-        other.hook_gradients()
-        del model, optimizer
-    finally:
-        gc.collect()
-        torch.distributed.destroy_process_group()
+    assert optimizer.stats().steps_applied == 2
+    other.hook_gradients()

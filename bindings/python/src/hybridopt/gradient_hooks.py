@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from . import abi
@@ -24,6 +25,7 @@ from .moves import send_gradient
 
 # The library takes 256 queued calls. Gradients beyond these wait for the oldest copy to end.
 MAX_IN_FLIGHT = 64
+_MARK = "hybridopt"
 
 
 class Hooked(Protocol):
@@ -37,8 +39,11 @@ class Hooked(Protocol):
 
 def refuse_replicas(params: set[Tensor]) -> None:
     """DistributedDataParallel would find nothing to average, and the ranks would drift apart without a
-    word. It leaves no mark on its params, so it is looked for among all objects."""
+    word. It leaves no mark on its params, but it keeps their accumulators. So does an autograd graph that is
+    still there: where somebody keeps one, the module is looked for among all objects."""
     if not dist.is_available() or not dist.is_initialized():
+        return
+    if not any(param.requires_grad and _is_accumulator_kept(param) for param in params):
         return
     for found in gc.get_objects():
         if issubclass(type(found), DistributedDataParallel) and any(
@@ -49,6 +54,18 @@ def refuse_replicas(params: set[Tensor]) -> None:
                 "params are in, has averaged them; leave the hooks out, or shard the model by "
                 "torch.distributed.fsdp.fully_shard"
             )
+
+
+def _is_accumulator_kept(param: Tensor) -> bool:
+    """Whether somebody keeps the node of autograd that adds up a param's gradients. Autograd itself makes
+    another one each time, which has no metadata."""
+    _metadata_of_accumulator(param)[_MARK] = True
+    return _MARK in _metadata_of_accumulator(param)
+
+
+def _metadata_of_accumulator(param: Tensor) -> dict[str, Any]:
+    node: Any = get_gradient_edge(param).node
+    return node.metadata
 
 
 class GradientHooks:
