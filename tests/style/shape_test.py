@@ -14,9 +14,6 @@ KNOWN = {
     "full folder": {
         "src/checkpoint",
     },
-    "circle": {
-        "bindings/rust/hybridopt/src/optimizer.rs",
-    },
 }
 
 # ---------------------------------------------------------- trees that a rule must accept or refuse

@@ -14,8 +14,10 @@ use crate::contain::{contain, Payload};
 use crate::device::Stream;
 use crate::element::Dtype;
 use crate::error::{check, Error, Result};
+use crate::handle::Ticket;
+use crate::keep::{Keep, Progress, ProgressFunction};
 use crate::optimizer::Optimizer;
-use crate::queue::{Keep, Progress, ProgressFunction, Queue, Ticket};
+use crate::queue::Queue;
 use crate::report::CheckpointInfo;
 use crate::state::StateKind;
 

@@ -7,9 +7,11 @@ use hybridopt_sys as sys;
 
 use crate::device::Stream;
 use crate::error::{check, Result};
+use crate::handle::Ticket;
+use crate::keep::Keep;
 use crate::optimizer::Optimizer;
 use crate::param::ParamId;
-use crate::queue::{Keep, Queue, Ticket};
+use crate::queue::Queue;
 
 /// What is moved, and behind which work. The default is all params, behind the NULL stream.
 #[derive(Clone, Copy, Debug, Default)]

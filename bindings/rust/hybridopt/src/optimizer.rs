@@ -7,87 +7,16 @@ use std::ptr;
 use hybridopt_sys as sys;
 
 use crate::comm::Comm;
-use crate::contain::Payload;
 use crate::context::Context;
 use crate::device::{download, upload, Stream};
 use crate::element::{Dtype, Element};
 use crate::error::{check, Error, Result};
+use crate::handle::{stats, step_result, Handle, Ticket};
+use crate::keep::Keep;
 use crate::memory::Memory;
-use crate::param::{check_count, Algorithm, Group, GroupId, Param, ParamId};
-use crate::queue::{Keep, Queue, Ticket};
-use crate::registration::OptimizerBuilder;
+use crate::param::{check_count, Group, GroupId, ParamId};
 use crate::report::{Plan, Stats, StepResult};
-
-/// The library's optimizer, destroyed when dropped.
-pub(crate) struct Handle(pub(crate) sys::offload_optimizer_t);
-
-// SAFETY: a number, valid on every thread. Which calls may run at the same time is settled by
-// `&self` and `&mut self` of those who own it.
-unsafe impl Send for Handle {}
-unsafe impl Sync for Handle {}
-
-impl Handle {
-    pub(crate) fn plan(&mut self) -> Result<Plan> {
-        let mut plan = sys::offload_plan_t::default();
-        // SAFETY: the handle is alive and the struct whole.
-        check(unsafe { sys::offload_optimizer_plan(self.0, &mut plan) })?;
-        Ok(Plan::from(&plan))
-    }
-}
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        // SAFETY: the handle is this object's own. After fork it is refused, and nothing runs.
-        unsafe { sys::offload_optimizer_destroy(self.0) };
-    }
-}
-
-/// A param as this side knows it.
-pub(crate) struct Slot<'a> {
-    pub(crate) name: String,
-    pub(crate) dtype: Dtype,
-    pub(crate) grad_dtype: Dtype,
-    pub(crate) count: usize,
-    /// None once the address was given up.
-    pub(crate) data: Option<Memory<'a>>,
-    pub(crate) grad: Option<Memory<'a>>,
-    /// The params' bits are on the host, whether there is an address or not.
-    pub(crate) offloaded: bool,
-}
-
-impl<'a> Slot<'a> {
-    pub(crate) fn new(param: Param<'a>) -> Self {
-        Slot {
-            name: param.name,
-            dtype: param.data.dtype,
-            grad_dtype: param.grad_dtype,
-            count: param.data.count,
-            data: Some(param.data),
-            grad: param.grad,
-            offloaded: false,
-        }
-    }
-
-    fn data(&self) -> Result<&Memory<'a>> {
-        match (&self.data, self.offloaded) {
-            (Some(data), false) => Ok(data),
-            (None, _) => Err(Error::invalid_state(format!(
-                "the address of '{}' was given up by offload_params; bind_data, then reload_params",
-                self.name
-            ))),
-            (Some(_), true) => Err(Error::invalid_state(format!(
-                "'{}' is on the host, and its new address is still empty; reload_params first",
-                self.name
-            ))),
-        }
-    }
-
-    fn grad(&self) -> Result<&Memory<'a>> {
-        self.grad.as_ref().ok_or_else(|| {
-            Error::invalid_state(format!("'{}' has no gradient; bind_grad one", self.name))
-        })
-    }
-}
+use crate::slot::Slot;
 
 fn check_type<T: Element>(memory: &Memory<'_>, name: &str, what: &str) -> Result<()> {
     if memory.dtype == T::DTYPE {
@@ -177,11 +106,6 @@ pub struct Optimizer<'a> {
 }
 
 impl<'a> Optimizer<'a> {
-    /// Begins with the settings.
-    pub fn builder(context: &'a Context, algorithm: Algorithm) -> OptimizerBuilder<'a> {
-        OptimizerBuilder::new(context, algorithm)
-    }
-
     pub(crate) fn new(
         handle: Handle,
         context: &'a Context,
@@ -217,87 +141,6 @@ impl<'a> Optimizer<'a> {
     /// Totals since create, and what is held now.
     pub fn stats(&self) -> Result<Stats> {
         stats(self.handle.0)
-    }
-
-    /// Queues several calls and goes on meanwhile. Everything is waited for before this returns,
-    /// whatever happens in `body`, so that the memory of params and gradients is out of everybody's
-    /// reach for just as long as the library works on it. An error of the body comes first, then
-    /// that of the work.
-    ///
-    /// ```
-    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, StepOptions};
-    /// # let context = Context::host()?;
-    /// # let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
-    /// # let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
-    /// # let param = adding.add_param(Param::new("x", group, vec![3f32]).grad(vec![2f32]))?;
-    /// # let mut optimizer = adding.commit()?;
-    /// let batch = optimizer.queue(|queue| {
-    ///     let ticket = queue.step(&StepOptions::default())?;
-    ///     let batch = (1..5).sum::<i32>(); // the next batch is read while the step runs
-    ///     queue.wait(ticket, None)?;
-    ///     Ok::<_, Error>(batch)
-    /// })?;
-    /// assert_eq!((batch, optimizer.data::<f32>(param)?[0]), (10, 2.0));
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
-    /// The params cannot be reached from inside:
-    ///
-    /// ```compile_fail,E0502
-    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, StepOptions};
-    /// # let context = Context::host()?;
-    /// # let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
-    /// # let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
-    /// # let param = adding.add_param(Param::new("x", group, vec![3f32]).grad(vec![2f32]))?;
-    /// # let mut optimizer = adding.commit()?;
-    /// optimizer.queue(|queue| {
-    ///     queue.step(&StepOptions::default())?;
-    ///     let x = optimizer.data::<f32>(param)?[0]; // the step may be writing it
-    ///     Ok::<_, Error>(x)
-    /// })?;
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
-    /// nor can the queue leave it:
-    ///
-    /// ```compile_fail,E0521
-    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, Queue, StepOptions};
-    /// # let context = Context::host()?;
-    /// # let mut optimizer = Optimizer::builder(&context, Algorithm::Sgd).create()?.commit()?;
-    /// let mut leaked: Option<&mut Queue<'_, '_>> = None;
-    /// optimizer.queue(|queue| {
-    ///     leaked = Some(queue);
-    ///     Ok::<_, Error>(())
-    /// })?;
-    /// # drop(leaked);
-    /// # Ok::<(), Error>(())
-    /// ```
-    pub fn queue<R, E: From<Error>>(
-        &mut self,
-        body: impl FnOnce(&mut Queue<'_, 'a>) -> Result<R, E>,
-    ) -> Result<R, E> {
-        struct OnPanic(sys::offload_optimizer_t);
-        impl Drop for OnPanic {
-            fn drop(&mut self) {
-                // What the body had to say comes first.
-                let _ = finish(self.0);
-            }
-        }
-        let on_panic = OnPanic(self.handle.0);
-        let result = body(&mut Queue { optimizer: self });
-        std::mem::forget(on_panic);
-        let finished = finish(self.handle.0);
-        let panics: Vec<Payload> = self.kept.iter().filter_map(Keep::take_panic).collect();
-        if finished.is_ok() {
-            // After a failure device memory stays until the optimizer goes.
-            self.kept.clear();
-        }
-        if let Some(payload) = panics.into_iter().next() {
-            std::panic::resume_unwind(payload);
-        }
-        let value = result?;
-        finished?;
-        Ok(value)
     }
 
     // ------------------------------------------------------------------------------------ memory
@@ -487,33 +330,4 @@ unsafe fn copy_in<T: Element>(context: &Context, memory: &Memory<'_>, values: &[
     }
     // SAFETY: the caller's promise.
     unsafe { upload(context, memory.address, values) }
-}
-
-/// Waits until nothing is queued any more, and gives the first failure. A wait for everything tells
-/// one failed save or load at a time; the others must not be left for the next queue to find.
-fn finish(handle: sys::offload_optimizer_t) -> Result<()> {
-    const CALLS_QUEUED_AT_MOST: usize = 256;
-    let mut first = Ok(());
-    for _ in 0..=CALLS_QUEUED_AT_MOST {
-        // SAFETY: the handle is alive.
-        match check(unsafe { sys::offload_optimizer_wait(handle, 0, -1) }) {
-            Ok(()) => break,
-            Err(error) => first = first.and(Err(error)),
-        }
-    }
-    first
-}
-
-pub(crate) fn step_result(handle: sys::offload_optimizer_t, ticket: Ticket) -> Result<StepResult> {
-    let mut result = sys::offload_step_result_t::default();
-    // SAFETY: the handle is alive and the struct whole. Any thread may ask.
-    check(unsafe { sys::offload_optimizer_step_result(handle, ticket.0, &mut result) })?;
-    Ok(StepResult::from(&result))
-}
-
-pub(crate) fn stats(handle: sys::offload_optimizer_t) -> Result<Stats> {
-    let mut stats = sys::offload_stats_t::default();
-    // SAFETY: as above.
-    check(unsafe { sys::offload_optimizer_get_stats(handle, &mut stats) })?;
-    Ok(Stats::from(&stats))
 }

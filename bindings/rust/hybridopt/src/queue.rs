@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use hybridopt_sys as sys;
@@ -10,82 +9,109 @@ use hybridopt_sys as sys;
 use crate::contain::Payload;
 use crate::context::timeout_ns;
 use crate::device::Stream;
-use crate::error::{check, Result};
-use crate::memory::Memory;
-use crate::optimizer::{stats, step_result, Handle, Optimizer, StepOptions};
+use crate::error::{check, Error, Result};
+use crate::handle::{stats, step_result, Handle, Ticket};
+use crate::keep::Keep;
+use crate::optimizer::{Optimizer, StepOptions};
 use crate::param::ParamId;
 use crate::report::{Stats, StepResult};
 
-/// A point on an optimizer's timeline; tickets complete in the order they were given out, but for a
-/// save's, which later ones do not wait for. It holds nothing: to forget it forgets no work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Ticket(pub(crate) u64);
-
-/// What queued work needs until it is done.
-pub(crate) enum Keep<'a> {
-    /// An address that the library gives up.
-    #[allow(dead_code)] // kept alive, not looked at
-    Memory(Memory<'a>),
-    /// A progress closure that the library calls.
-    Progress(Arc<Progress>, PhantomData<ProgressFunction<'a>>),
+impl<'a> Optimizer<'a> {
+    /// Queues several calls and goes on meanwhile. Everything is waited for before this returns,
+    /// whatever happens in `body`, so that the memory of params and gradients is out of everybody's
+    /// reach for just as long as the library works on it. An error of the body comes first, then
+    /// that of the work.
+    ///
+    /// ```
+    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, StepOptions};
+    /// # let context = Context::host()?;
+    /// # let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+    /// # let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
+    /// # let param = adding.add_param(Param::new("x", group, vec![3f32]).grad(vec![2f32]))?;
+    /// # let mut optimizer = adding.commit()?;
+    /// let batch = optimizer.queue(|queue| {
+    ///     let ticket = queue.step(&StepOptions::default())?;
+    ///     let batch = (1..5).sum::<i32>(); // the next batch is read while the step runs
+    ///     queue.wait(ticket, None)?;
+    ///     Ok::<_, Error>(batch)
+    /// })?;
+    /// assert_eq!((batch, optimizer.data::<f32>(param)?[0]), (10, 2.0));
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// The params cannot be reached from inside:
+    ///
+    /// ```compile_fail,E0502
+    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, StepOptions};
+    /// # let context = Context::host()?;
+    /// # let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+    /// # let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
+    /// # let param = adding.add_param(Param::new("x", group, vec![3f32]).grad(vec![2f32]))?;
+    /// # let mut optimizer = adding.commit()?;
+    /// optimizer.queue(|queue| {
+    ///     queue.step(&StepOptions::default())?;
+    ///     let x = optimizer.data::<f32>(param)?[0]; // the step may be writing it
+    ///     Ok::<_, Error>(x)
+    /// })?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// nor can the queue leave it:
+    ///
+    /// ```compile_fail,E0521
+    /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, Queue, StepOptions};
+    /// # let context = Context::host()?;
+    /// # let mut optimizer = Optimizer::builder(&context, Algorithm::Sgd).create()?.commit()?;
+    /// let mut leaked: Option<&mut Queue<'_, '_>> = None;
+    /// optimizer.queue(|queue| {
+    ///     leaked = Some(queue);
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # drop(leaked);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn queue<R, E: From<Error>>(
+        &mut self,
+        body: impl FnOnce(&mut Queue<'_, 'a>) -> Result<R, E>,
+    ) -> Result<R, E> {
+        struct OnPanic(sys::offload_optimizer_t);
+        impl Drop for OnPanic {
+            fn drop(&mut self) {
+                // What the body had to say comes first.
+                let _ = finish(self.0);
+            }
+        }
+        let on_panic = OnPanic(self.handle.0);
+        let result = body(&mut Queue { optimizer: self });
+        std::mem::forget(on_panic);
+        let finished = finish(self.handle.0);
+        let panics: Vec<Payload> = self.kept.iter().filter_map(Keep::take_panic).collect();
+        if finished.is_ok() {
+            // After a failure device memory stays until the optimizer goes.
+            self.kept.clear();
+        }
+        if let Some(payload) = panics.into_iter().next() {
+            std::panic::resume_unwind(payload);
+        }
+        let value = result?;
+        finished?;
+        Ok(value)
+    }
 }
 
-// SAFETY: the closure is behind a mutex; the marker holds nothing.
-unsafe impl Sync for Keep<'_> {}
-
-impl Keep<'_> {
-    pub(crate) fn progress(progress: Arc<Progress>) -> Self {
-        Keep::Progress(progress, PhantomData)
-    }
-
-    pub(crate) fn take_panic(&self) -> Option<Payload> {
-        match self {
-            Keep::Memory(_) => None,
-            Keep::Progress(progress, _) => progress.take_panic(),
+/// Waits until nothing is queued any more, and gives the first failure. A wait for everything tells
+/// one failed save or load at a time; the others must not be left for the next queue to find.
+fn finish(handle: sys::offload_optimizer_t) -> Result<()> {
+    const CALLS_QUEUED_AT_MOST: usize = 256;
+    let mut first = Ok(());
+    for _ in 0..=CALLS_QUEUED_AT_MOST {
+        // SAFETY: the handle is alive.
+        match check(unsafe { sys::offload_optimizer_wait(handle, 0, -1) }) {
+            Ok(()) => break,
+            Err(error) => first = first.and(Err(error)),
         }
     }
-}
-
-/// A closure that is told bytes done and bytes in total.
-pub(crate) type ProgressFunction<'p> = Box<dyn FnMut(u64, u64) + Send + 'p>;
-
-/// One that the library calls, from whatever thread.
-pub(crate) struct Progress(Mutex<ProgressState>);
-
-struct ProgressState {
-    function: ProgressFunction<'static>,
-    panic: Option<Payload>,
-    silent: bool,
-}
-
-impl Progress {
-    /// # Safety
-    /// The result ends before what the closure borrows.
-    pub(crate) unsafe fn new(function: ProgressFunction<'_>) -> Arc<Self> {
-        // SAFETY: only the lifetime changes; the rest is the caller's promise.
-        let function = unsafe {
-            std::mem::transmute::<ProgressFunction<'_>, ProgressFunction<'static>>(function)
-        };
-        Arc::new(Progress(Mutex::new(ProgressState { function, panic: None, silent: false })))
-    }
-
-    /// What the closure panicked with, once.
-    pub(crate) fn take_panic(&self) -> Option<Payload> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).panic.take()
-    }
-
-    /// Calls the closure; after a panic never again.
-    pub(crate) fn call(&self, done: u64, total: u64) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.silent {
-            return;
-        }
-        let state = &mut *state;
-        if let Err(payload) = crate::contain::contain(|| (state.function)(done, total)) {
-            state.silent = true;
-            state.panic = Some(payload);
-        }
-    }
+    first
 }
 
 /// An optimizer inside [`Optimizer::queue`]: calls return at once, and the work is done in their

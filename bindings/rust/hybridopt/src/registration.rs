@@ -11,9 +11,11 @@ use crate::comm::Comm;
 use crate::context::{nanoseconds, Context};
 use crate::element::Dtype;
 use crate::error::{check, Result};
-use crate::optimizer::{Handle, Optimizer, Slot};
+use crate::handle::Handle;
+use crate::optimizer::Optimizer;
 use crate::param::{Algorithm, Group, GroupId, Param, ParamId};
 use crate::report::Plan;
+use crate::slot::Slot;
 
 /// What may be offloaded later; room for it on the host is part of the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,6 +66,13 @@ pub struct OptimizerBuilder<'a> {
     context: &'a Context,
     options: sys::offload_optimizer_options_t,
     comm: Option<Comm<'a>>,
+}
+
+impl<'a> Optimizer<'a> {
+    /// Begins with the settings.
+    pub fn builder(context: &'a Context, algorithm: Algorithm) -> OptimizerBuilder<'a> {
+        OptimizerBuilder::new(context, algorithm)
+    }
 }
 
 impl<'a> OptimizerBuilder<'a> {
