@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt import abi, in_sync, master_bits, samples
+from hybridopt import abi, adopting, in_sync, master_bits, samples
 from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits
 
 every_optimizer = pytest.mark.parametrize("name", PAIRS)
@@ -305,6 +305,84 @@ def test_state_that_lacks_a_moment_is_refused():
     del optimizer.state[param]["exp_avg_sq"]
     with pytest.raises(ValueError, match="'weight' lacks 'exp_avg_sq'.*to start its state afresh"):
         run(optimizer, [param], [2])
+
+
+def items_one_by_one(optimizer):
+    """As RL trainers bring state to the device for the next step; clones stand for copies there."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for key, value in optimizer.state[param].items():
+                optimizer.state[param][key] = value.clone()
+                yield weakref.ref(optimizer.state[param][key])
+
+
+def whole_entries(optimizer):
+    for param, entry in list(optimizer.state.items()):
+        entry.update({key: value.clone() for key, value in entry.items()})
+        entry |= {key: value.clone() for key, value in entry.items()}
+        optimizer.state[param] = {key: value.clone() for key, value in entry.items()}
+        yield from map(weakref.ref, optimizer.state[param].values())
+
+
+@every_optimizer
+@pytest.mark.parametrize("moved", [items_one_by_one, whole_entries])
+@pytest.mark.parametrize("layout", ["fp32", "split"])
+def test_state_that_helpers_bring_to_the_device_stays_in_the_librarys_memory(
+    name, moved, layout, monkeypatch
+):
+    ours, _, arguments = PAIRS[name]
+    params = [Parameter(torch.randn(50)), Parameter(torch.randn(7, 5).bfloat16())]
+    others = clone(params)
+    optimizer = ours(params, threads=1, master_layout=layout, **arguments)
+    undisturbed = ours(others, threads=1, master_layout=layout, **arguments)
+    run(optimizer, params, [1, 2])
+    run(undisturbed, others, [1, 2])
+    places = {id(t): t.data_ptr() for entry in optimizer.state.values() for t in entry.values()}
+    shown = list(moved(optimizer))
+    assert {id(ref()): ref().data_ptr() for ref in shown} == places
+    monkeypatch.setattr(adopting, "adopt_entry", None)  # the next step has nothing to take over
+    run(optimizer, params, [3])
+    run(undisturbed, others, [3])
+    assert bits(params) == bits(others) and state_bits(optimizer) == state_bits(undisturbed)
+
+
+def test_state_that_is_assigned_is_taken_over_at_once():
+    param = Parameter(torch.randn(50).bfloat16())
+    optimizer = hybridopt.AdamW([param], lr=1e-2, threads=1)
+    run(optimizer, [param], [1])
+    entry = optimizer.state[param]
+    given = torch.full((50,), 0.25, dtype=torch.float64)
+    freed = weakref.ref(given)
+    entry["exp_avg"], entry["step"] = given, torch.tensor(7)
+    del given
+    assert freed() is None
+    assert (entry["exp_avg"] == 0.25).all() and entry["exp_avg"].dtype == torch.float32
+    slot = optimizer._engine.slots[0]
+    assert (optimizer._engine.stored.read(slot, abi.OFFLOAD_STATE_EXP_AVG) == 0.25).all()
+    run(optimizer, [param], [2])
+    assert optimizer.state[param]["step"] == 8
+    master = entry["master_param"].clone()
+    entry["master_param"] = master + 1.0  # which is no longer what the param is rounded from
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    before = bits([param])
+    run(optimizer, [param], [3])
+    assert bits([param]) == before
+
+
+def test_entries_are_copied_and_saved_as_dicts():
+    param = Parameter(torch.randn(5).bfloat16())
+    optimizer = hybridopt.AdamW([param], threads=1)
+    run(optimizer, [param], [1])
+    entry = optimizer.state[param]
+    for copied in (
+        copy.copy(entry),
+        copy.deepcopy(entry),
+        pickle.loads(pickle.dumps(entry)),
+        optimizer.state_dict()["state"][0],
+    ):
+        assert type(copied) is dict and list(copied) == list(entry)
+        copied["exp_avg"] = torch.ones(5)
+    assert not torch.equal(entry["exp_avg"], torch.ones(5))
 
 
 def replace_state(optimizer, params):

@@ -40,7 +40,7 @@ from .options import (
 from .placement import Placement
 from .plans import Plan, Stats, StepResult, described
 from .registered import Slot, wide_gradients
-from .state import State
+from .state import Entry, State
 from .streams import refuse_capture
 from .tensors import like_param, refuse_fsdp1, set_gradient
 
@@ -194,7 +194,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and for torch's optimizer of the same name too: tensors are references to live
         state, so deepcopy what must not change with the next step."""
-        return super().state_dict()
+        state_dict = super().state_dict()
+        entries = state_dict["state"].items()
+        state_dict["state"] = {
+            key: dict(entry) if isinstance(entry, Entry) else entry for key, entry in entries
+        }
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state_dict of this class or of torch's optimizer of the same name. State stays in

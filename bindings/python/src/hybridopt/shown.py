@@ -12,7 +12,7 @@ from torch import Tensor
 from . import abi
 from .moments import COUNTED
 from .registered import Registered, Slot
-from .state import Snapshot
+from .state import Entry, Snapshot
 from .stored import Stored
 from .tensors import like_param, local
 
@@ -26,7 +26,7 @@ class Exhibit:
     """What is shown of one param."""
 
     def __init__(self) -> None:
-        self.entry: dict[str, Any] | None = None  # in the optimizer's state, made here
+        self.entry: Entry | None = None  # in the optimizer's state, made here
         self.views: dict[str, Tensor] = {}
         self.places: dict[str, int] = {}  # where the views lay: torch may lead a tensor elsewhere
         # Of those views that are copies, since the state lies in two places: their versions.
@@ -82,10 +82,10 @@ class Shown:
             return
         exhibit.places = {key: local(view).data_ptr() for key, view in exhibit.views.items()}
         entry = dict.get(state, slot.param)
-        if entry is None:
-            entry = {}
+        if not isinstance(entry, Entry):
+            entry = Entry(entry or {})
             dict.__setitem__(state, slot.param, entry)
-        entry.update(exhibit.views)
+        entry.show(self._handle, exhibit.views)
         exhibit.entry = entry
         self._unpublished.discard(slot)
         self._due.pop(slot, None)
@@ -103,7 +103,10 @@ class Shown:
 
     def withdraw(self, slot: Slot) -> None:
         """What `state` has of a param is not from here any more, until it is published again."""
-        self.of(slot).entry = None
+        exhibit = self.of(slot)
+        if exhibit.entry is not None:
+            exhibit.entry.end()
+        exhibit.entry = None
         self._snapshot = None
         if self._has_state(slot):
             self._unpublished.add(slot)
@@ -227,7 +230,9 @@ class Shown:
         """State on the device moves to host tensors, so that its memory is free for another engine
         when this one ends."""
         for exhibit in self._of:
-            for key, tensor in exhibit.views.items():
-                if tensor.device.type != "cpu" and exhibit.entry is not None:
-                    exhibit.entry[key] = tensor.cpu()
+            if exhibit.entry is not None:
+                exhibit.entry.end()
+                for key, tensor in exhibit.views.items():
+                    if tensor.device.type != "cpu":
+                        exhibit.entry[key] = tensor.cpu()
             exhibit.views = {}

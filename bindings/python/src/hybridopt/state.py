@@ -1,4 +1,4 @@
-"""The `state` of an optimizer, and snapshots of it."""
+"""The `state` of an optimizer, its entries, and snapshots of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,77 @@ from collections.abc import Callable, Iterable
 from operator import is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .tensors import local
+from . import abi
+from .modes import in_no_mode
+from .registered import MASTER, MASTER_LOW
+from .tensors import local, local_part
+
+
+class Entry(dict):
+    """The state of one param. While it shows the library's memory, what is assigned to a key is written
+    there and not kept beside it. Helpers that bring state to the device by `entry[key] =
+    value.to(device)` thus leave it where it is."""
+
+    def __init__(self, content: Any = ()) -> None:
+        super().__init__(content)
+        self._handle: abi.Optimizer | None = None
+        self._views: dict[str, Tensor] = {}
+
+    def show(self, handle: abi.Optimizer, views: dict[str, Tensor]) -> None:
+        """These tensors of the library's memory are in the entry from now on."""
+        dict.update(self, views)
+        self._handle, self._views = handle, views
+
+    def end(self) -> None:
+        """The entry is an ordinary dict again."""
+        self._handle, self._views = None, {}
+
+    @property
+    def is_shown(self) -> bool:
+        return bool(self._views)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not self._take(key, value):
+            super().__setitem__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def __reduce_ex__(self, _: Any) -> Any:  # pickles and deep copies are ordinary dicts
+        return dict, (dict(self),)
+
+    @in_no_mode
+    def _take(self, key: str, value: Any) -> bool:
+        """Whether the library has what is assigned. The next step looks at what it does not."""
+        if self._handle is None or key not in self._views:
+            return False
+        view = self._views[key]
+        if self.get(key) is not view:
+            return False
+        if value is view:
+            return True
+        if not isinstance(value, Tensor) or value.shape != view.shape:
+            return False
+        self._handle.drain()
+        own, given = local(view), local_part(value.detach(), view).to(local(view).device)
+        if key in (MASTER, MASTER_LOW):  # others may mean that the param has been written
+            return own.dtype == given.dtype and same_content(own, given)
+        own.copy_(given)
+        return True
+
+
+def same_content(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one dtype and shape have the same bits."""
+    bits = torch.int32 if one.element_size() == 4 else torch.int16
+    return torch.equal(one.view(bits), other.view(bits))
 
 
 class State(defaultdict):
@@ -18,7 +86,7 @@ class State(defaultdict):
     of the library's memory, and queued steps need not be waited for."""
 
     def __init__(self, optimizer: Any, content: Any = ()) -> None:
-        super().__init__(dict)
+        super().__init__(Entry)
         self._optimizer = weakref.ref(optimizer)
         dict.update(self, content)
 
@@ -26,6 +94,15 @@ class State(defaultdict):
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._state is self:
             optimizer._fill_state()
+
+    def __setitem__(self, param: Any, entry: Any) -> None:
+        self._fill()
+        known = dict.get(self, param)
+        if type(entry) is dict and isinstance(known, Entry) and known.is_shown:
+            if entry.keys() == known.keys():
+                known.update(entry)
+                return
+        super().__setitem__(param, entry)
 
     def copy(self) -> Any:
         self._fill()
@@ -53,7 +130,7 @@ def filled(name: str) -> Callable[..., Any]:
 for name in (
     *("__getitem__", "__contains__", "__iter__", "__reversed__", "__len__", "__eq__", "__ne__"),
     *("__repr__", "__or__", "__ror__", "get", "keys", "values", "items"),
-    *("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"),
+    *("__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"),
 ):
     setattr(State, name, filled(name))
 

@@ -2,6 +2,7 @@
 torch's allocator, bits are compared with a CPU optimizer that moves nothing."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -139,6 +140,26 @@ def test_gradients_are_gone_from_the_gpu_after_backward():
     optimizer._hooks._let_go(optimizer._engine)
     assert torch.cuda.memory_allocated() < held + one
     assert optimizer.stats().grads_on_host_bytes == 8 * one
+
+
+@every_fraction
+def test_helpers_that_bring_state_to_the_gpu_leave_it_where_it_is(fraction):
+    """As RL trainers do around a rollout phase."""
+    param = nn.Parameter(torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16))
+    optimizer = hybridopt.AdamW([param], offload_fraction=fraction)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = {key: bits([value.cpu()]) for key, value in optimizer.state[param].items()}
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    for device in ("cuda", "cpu", "cuda"):
+        for entry in optimizer.state.values():
+            for key, value in entry.items():
+                entry[key] = value.to(device, non_blocking=True)
+        del value
+        gc.collect()
+        assert torch.cuda.memory_allocated() == held
+    assert {key: bits([value.cpu()]) for key, value in optimizer.state[param].items()} == before
 
 
 def test_copies_of_params_are_not_disturbed():
