@@ -379,7 +379,22 @@ def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
     [
         ({"offload_fraction": 1.5}, ValueError, "Invalid offload_fraction: 1.5, expected 0.0"),
         ({"offload_fraction": "some"}, ValueError, "Invalid offload_fraction: 'some'"),
-        ({"offload_fraction": "auto"}, ValueError, "device_budget_bytes=None, expected how many"),
+        (
+            {"offload_fraction": "auto", "device_budget_bytes": -1},
+            ValueError,
+            "device_budget_bytes=-1, expected how many bytes .*, or None for what the device has left",
+        ),
+        ({"device_headroom": 0.2}, ValueError, "device_headroom=0.2 is for offload_fraction='auto' without"),
+        (
+            {"offload_fraction": "auto", "device_budget_bytes": 9, "device_headroom": 0.2},
+            ValueError,
+            "got offload_fraction='auto' and device_budget_bytes=9; leave device_headroom out",
+        ),
+        (
+            {"offload_fraction": "auto", "device_headroom": 1.0},
+            ValueError,
+            "Invalid device_headroom: 1.0, expected the share of the device",
+        ),
         ({"device_budget_bytes": 10}, ValueError, "set offload_fraction='auto'"),
         ({"master_layout": "half"}, ValueError, "Invalid master_layout: 'half', expected 'fp32' or 's"),
         ({"numa_policy": "far"}, ValueError, "Invalid numa_policy: 'far', expected 'near' or 'interleaved'"),

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import hybridopt
-from hybridopt.placement import AUTO, choose
+from hybridopt import making
+from hybridopt.engine import Engine
+from hybridopt.placement import AUTO, Leftover, choose
 
 
 def planner(calls, least=100, most=1100, step=1):
@@ -63,6 +65,115 @@ def test_the_fraction_may_be_set_at_any_time():
     for wrong in (-0.5, 2.0, float("nan"), "auto"):
         with pytest.raises(ValueError, match="offload_fraction"):
             optimizer.set_offload_fraction(wrong)
+
+
+class FakeMemory:
+    """A device, as placement.Leftover asks for it."""
+
+    def __init__(self, left, total):
+        self.left, self.total, self.failures = left, total, 0
+
+    def left_bytes(self):
+        return self.left
+
+    def total_bytes(self):
+        return self.total
+
+    def out_of_memory_count(self):
+        return self.failures
+
+
+def test_auto_takes_what_the_device_has_left_after_two_steps():
+    memory, moves = FakeMemory(left=600, total=2000), []
+    leftover = Leftover(memory, headroom=0.1)
+    assert leftover.after_step(planner([]), moves.append) is None and moves == []
+    placement = leftover.after_step(planner([]), moves.append)
+    # 100 bytes are there already; of 600 that are left 200 are headroom, of 1000 for all state.
+    assert moves == [pytest.approx(0.4)] and placement.device_fraction == moves[0]
+    assert "after 2 steps the device had 0.0 MiB left" in placement.reason
+    for _ in range(3):
+        assert leftover.after_step(planner([]), moves.append) is None
+    assert not leftover.has_run_out()
+    memory.failures = 1
+    assert leftover.has_run_out()
+    placement = leftover.give_back(moves.append)
+    assert moves[1:] == [0.0] and placement.offload_fraction == 1.0 and "ran out" in placement.reason
+    memory.failures = 2
+    assert not leftover.has_run_out()  # there is nothing to give back
+
+
+def test_auto_leaves_the_headroom_alone():
+    memory = FakeMemory(left=200, total=2000)
+    memory.failures = 3  # before it took anything
+    leftover = Leftover(memory, headroom=0.1)
+    leftover.after_step(planner([]), None)
+    placement = leftover.after_step(planner([]), None)
+    assert placement.offload_fraction == 1.0 and "no room for state" in placement.reason
+    memory.failures = 4
+    assert not leftover.has_run_out()
+
+
+@pytest.mark.parametrize("room", [0.3, 0.0])
+def test_auto_tries_less_where_memory_is_in_pieces(room):
+    moves = []
+
+    def move(fraction):
+        moves.append(fraction)
+        if fraction > room:
+            raise hybridopt.abi.OutOfDeviceMemoryError("no piece is as large", 0)
+
+    leftover = Leftover(FakeMemory(left=500, total=2000), headroom=0.0)
+    leftover.after_step(planner([]), move)
+    placement = leftover.after_step(planner([]), move)
+    if room > 0.0:
+        assert moves == pytest.approx([0.5, 0.375, 0.281])
+        assert placement.device_fraction == moves[-1]
+    else:
+        assert len(moves) == 5 and placement.offload_fraction == 1.0
+
+
+@pytest.mark.parametrize("noticed_by", ["zero_grad", "step"])
+def test_auto_moves_state_between_steps_and_says_so(noticed_by, monkeypatch, capfd):
+    memory = FakeMemory(left=1 << 20, total=1 << 21)
+    leftover = Leftover(memory, 0.25)
+    monkeypatch.setattr(
+        making,
+        "leftover_of",
+        lambda _, options: leftover if options["offload_fraction"] == AUTO else None,
+    )
+    moved = []
+    move = Engine.set_device_fraction
+    monkeypatch.setattr(
+        Engine, "set_device_fraction", lambda *given: (moved.append(given[-1]), move(*given))
+    )
+    params = [torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(8))]
+    optimizer = hybridopt.AdamW(params[:1], offload_fraction="auto", threads=1)
+    plain = hybridopt.AdamW(params[1:], threads=1)
+
+    def step():
+        for param in params:
+            param.grad = torch.ones(8)
+        optimizer.step(), plain.step()
+        assert torch.equal(*params)
+
+    step()
+    assert moved == []
+    step()
+    # The plans are of a host, where all state fits into no bytes of a device.
+    assert moved == [1.0] and "0.5 MiB are headroom" in optimizer.plan().reason
+    assert "after 2 steps the device had 1.0 MiB left" in capfd.readouterr().err
+    step()
+    assert moved == [1.0]
+    memory.failures += 1
+    optimizer.zero_grad() if noticed_by == "zero_grad" else step()
+    assert moved == [1.0, 0.0] and optimizer.plan().offload_fraction == 1.0
+    assert "torch ran out of device memory" in capfd.readouterr().err
+    assert optimizer.memory_timeline()[-1 if noticed_by == "zero_grad" else -3].label == "auto"
+    step()
+    optimizer.set_offload_fraction(0.5)  # from now on the caller decides
+    memory.failures += 1
+    step()
+    assert moved == [1.0, 0.0, 0.5]
 
 
 def test_auto_says_why(capfd):

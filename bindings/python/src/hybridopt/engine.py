@@ -6,6 +6,7 @@ in which order they act. Calls wait for nothing but where they say so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class Engine:
         self.shown = Shown(self.handle, device, self.registered, self.stored)
         self.given_up: list[Storage] | None = None  # the storages of params that are offloaded
         self.states_are_out = False
+        # The plan of another device fraction.
+        self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
         self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one
 
     def difference(

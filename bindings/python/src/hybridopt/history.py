@@ -25,8 +25,8 @@ TOTALS = [
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Who holds how much: before a step (`gradients`) and after it (`step`), after an `offload` and
-    after a `reload`."""
+    """Who holds how much: before a step (`gradients`) and after it (`step`), after each move
+    (`offload`, `reload`, `set_offload_fraction`, and `auto` where offload_fraction="auto" moved state)."""
 
     seconds: float  # since the optimizer was made
     label: str

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from . import placement
 from .contexts import context_for
+from .device_memory import DeviceMemory
 from .engine import Engine
 from .history import History
 from .local_ranks import mask_of
 from .members import Member
 from .options import MASTER_LAYOUTS, NUMA_POLICIES, OffloadOptions, movable_bits
-from .placement import Placement
+from .placement import Leftover, Placement
 from .registered import Slot
 from .tensors import DTYPES, is_spread, local
 
@@ -101,11 +102,28 @@ def make_engine(
         lambda device_fraction: engine_for(device_fraction).plan(),
     )
     if fraction == placement.AUTO:
-        print(
-            f"hybridopt: offload_fraction {chosen.offload_fraction:.4f}: {chosen.reason}",
-            file=sys.stderr,
-        )
-    return engine_for(chosen.device_fraction), chosen
+        tell(chosen)
+    engine = engine_for(chosen.device_fraction)
+    engine.plan_of = lambda device_fraction: engine_for(device_fraction).plan()
+    return engine, chosen
+
+
+def tell(chosen: Placement) -> None:
+    """Says what "auto" has chosen, and why."""
+    print(
+        f"hybridopt: offload_fraction {chosen.offload_fraction:.4f}: {chosen.reason}", file=sys.stderr
+    )
+
+
+def leftover_of(engine: Engine, options: OffloadOptions) -> Leftover | None:
+    """What chooses the fraction of an engine as it runs, if the options ask for that."""
+    is_asked = options["offload_fraction"] == placement.AUTO and options["device_budget_bytes"] is None
+    if not is_asked or engine.device.type == "cpu":
+        return None
+    headroom = options["device_headroom"]
+    return Leftover(
+        DeviceMemory(engine.device), placement.DEFAULT_HEADROOM if headroom is None else headroom
+    )
 
 
 def device_of(members: list[Member]) -> torch.device:

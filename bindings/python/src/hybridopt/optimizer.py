@@ -37,7 +37,7 @@ from .options import (
     checked,
     refuse_in_group,
 )
-from .placement import Placement
+from .placement import Leftover, Placement
 from .plans import Plan, Stats, StepResult, described
 from .registered import Slot, wide_gradients
 from .state import Entry, State
@@ -69,6 +69,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _comm: ProcessGroupComm | None = None
     _options: OffloadOptions = DEFAULT_OPTIONS
     _placement = Placement(1.0, "no step yet")
+    _leftover: Leftover | None = None
     _hooks: GradientHooks | None = None
     _closed = False
     _says_whether_to_clip = False
@@ -297,6 +298,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._give_back()
         if self._engine is not None:
             is_named = self._hooks is not None and self._hooks.grad_scaler is not None
             grad_scaler.check(self, self._engine, is_named)
@@ -312,6 +314,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if engine.device.type == "cpu":
                 engine.settle()
             self._sample("step")
+            if self._leftover is not None and engine.plan_of is not None:
+                self._note_placement(self._leftover.after_step(engine.plan_of, self._move_state))
         return loss
 
     def _step(self, engine: Engine) -> None:
@@ -332,6 +336,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are on the host are dropped too."""
         super().zero_grad(set_to_none)
+        self._give_back()
         for group in self.param_groups:
             for param in group["params"]:
                 if getattr(param, "decoupled_grad", None) is not None:
@@ -404,6 +409,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine = self._new_engine(members, groups)
         engine.commit()
         engine.counts_before = self._hidden_counts
+        self._leftover = making.leftover_of(engine, self._options)
         if self._comm is not None:
             self._comm.finish_at_exit(engine.handle)
         return engine
@@ -425,6 +431,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._hooks is not None:
             self._hooks.release()
         self._hidden_counts = engine.hidden_counts()
+        self._leftover = None
         engine.shown.leave_device()
         self._history.note_end(engine.handle.stats())
         self._engine = None
@@ -489,17 +496,36 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Tensors taken from `state` before are not the optimizer's any more: look again."""
         refuse_capture()
-        placement.check(offload_fraction, None)
+        placement.check_fraction(offload_fraction)
         if self._engine is not None:
-            engine = self._ready_engine()  # which has taken over what was put into `state`
-            engine.set_device_fraction(self._state, 1.0 - offload_fraction)
-            self._placement = placement.chosen(offload_fraction, engine.device.type == "cpu")
+            self._move_state(1.0 - offload_fraction)
+            self._placement = placement.chosen(offload_fraction, self._engine.device.type == "cpu")
+        self._leftover = None
         self._options = {
             **self._options,
             "offload_fraction": float(offload_fraction),
             "device_budget_bytes": None,
+            "device_headroom": None,
         }
         self._sample("set_offload_fraction")
+
+    def _move_state(self, device_fraction: float) -> None:
+        engine = self._ready_engine()  # which has taken over what was put into `state`
+        engine.set_device_fraction(self._state, device_fraction)
+
+    def _note_placement(self, chosen: Placement | None) -> None:
+        """offload_fraction="auto" has moved state."""
+        if chosen is not None:
+            self._placement = chosen
+            making.tell(chosen)
+            self._sample("auto")
+
+    @in_no_mode
+    def _give_back(self) -> None:
+        """Moves state that offload_fraction="auto" has brought to the device back if torch has run out of
+        memory since."""
+        if self._leftover is not None and self._leftover.has_run_out():
+            self._note_placement(self._leftover.give_back(self._move_state))
 
     @contextlib.contextmanager
     def offloaded(
@@ -602,6 +628,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._hooks.remove()
             self._engine.settle()
             self._history.note_end(self._engine.handle.stats())
-            self._engine = None
+            self._engine = self._leftover = None
         self._state = State(self)
         self._closed = True

@@ -17,9 +17,13 @@ class OffloadOptions(TypedDict, total=False):
 
     offload_fraction: float | str
     """Share of the state that lives on the host: 1.0 (the default) is all; "auto" leaves as much on
-    the device as device_budget_bytes allows."""
+    the device as device_budget_bytes allows, or without that as the device has left after two steps."""
     device_budget_bytes: int | None
-    """With "auto": how many bytes of the device the state may take."""
+    """With "auto": how many bytes of the device the state may take. None (the default): what the device
+    has left after two steps. All of it goes back to the host if torch runs out of memory later."""
+    device_headroom: float | None
+    """With "auto" and without a budget: the share of the device that stays free; None (the default) is
+    0.1."""
     state_dtype: torch.dtype
     """Of moments: torch.float32 (the default), or torch.bfloat16, rounded at random so that small
     changes are not lost. Masters stay in fp32."""
@@ -75,6 +79,7 @@ NUMA_POLICIES = {"near": abi.OFFLOAD_NUMA_NEAR, "interleaved": abi.OFFLOAD_NUMA_
 DEFAULT_OPTIONS: OffloadOptions = {
     "offload_fraction": 1.0,
     "device_budget_bytes": None,
+    "device_headroom": None,
     "state_dtype": torch.float32,
     "master_layout": "fp32",
     "check_weights": None,
@@ -129,7 +134,9 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
                 f"{', '.join(DEFAULT_OPTIONS)}"
             )
     merged: OffloadOptions = {**DEFAULT_OPTIONS, **options}
-    placement.check(merged["offload_fraction"], merged["device_budget_bytes"])
+    placement.check(
+        merged["offload_fraction"], merged["device_budget_bytes"], merged["device_headroom"]
+    )
     check_max_grad_norm(merged["max_grad_norm"])
     if merged["state_dtype"] not in (torch.float32, torch.bfloat16):
         raise ValueError(

@@ -1,14 +1,22 @@
-"""How much of the state goes on the device: a fraction, or what fits a budget of bytes."""
+"""How much of the state goes on the device: a fraction, what fits a budget of bytes, or what the device
+has left."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from . import abi
 
+if TYPE_CHECKING:
+    from .device_memory import DeviceMemory
+
 AUTO = "auto"
+DEFAULT_HEADROOM = 0.1  # of the device
+OBSERVED_STEPS = 2
+SMALLER, TRIES = 0.75, 5  # where the device has no room in one piece for what it has left
 
 
 @dataclass(frozen=True)
@@ -21,24 +29,44 @@ class Placement:
         return 1.0 - self.offload_fraction
 
 
-def check(offload_fraction: float | str, device_budget_bytes: int | None) -> None:
+def check(
+    offload_fraction: float | str,
+    device_budget_bytes: int | None,
+    device_headroom: float | None = None,
+) -> None:
     """Refuses what cannot be meant."""
+    if device_headroom is not None:
+        if offload_fraction != AUTO or device_budget_bytes is not None:
+            raise ValueError(
+                f"device_headroom={device_headroom} is for offload_fraction='auto' without "
+                f"device_budget_bytes, got offload_fraction={offload_fraction!r} and "
+                f"device_budget_bytes={device_budget_bytes}; leave device_headroom out"
+            )
+        if not isinstance(device_headroom, numbers.Real) or not 0.0 <= device_headroom < 1.0:
+            raise ValueError(
+                f"Invalid device_headroom: {device_headroom!r}, expected the share of the device that is to "
+                "stay free, from 0.0 to below 1.0"
+            )
     if offload_fraction == AUTO:
-        if device_budget_bytes is None or device_budget_bytes < 0:
+        if device_budget_bytes is not None and device_budget_bytes < 0:
             raise ValueError(
                 f"offload_fraction='auto' with device_budget_bytes={device_budget_bytes}, expected "
-                "how many bytes of the device optimizer state may take"
+                "how many bytes of the device optimizer state may take, or None for what the device has left"
             )
         return
-    if not isinstance(offload_fraction, numbers.Real) or not 0.0 <= offload_fraction <= 1.0:
-        raise ValueError(
-            f"Invalid offload_fraction: {offload_fraction!r}, expected 0.0 (all state on the device) "
-            "to 1.0 (all on the host), or 'auto'"
-        )
+    check_fraction(offload_fraction)
     if device_budget_bytes is not None:
         raise ValueError(
             f"device_budget_bytes={device_budget_bytes} with offload_fraction={offload_fraction}: "
             "the fraction decides already; leave one of them out, or set offload_fraction='auto'"
+        )
+
+
+def check_fraction(offload_fraction: float | str) -> None:
+    if not isinstance(offload_fraction, numbers.Real) or not 0.0 <= offload_fraction <= 1.0:
+        raise ValueError(
+            f"Invalid offload_fraction: {offload_fraction!r}, expected 0.0 (all state on the device) "
+            "to 1.0 (all on the host), or 'auto' where the optimizer is made"
         )
 
 
@@ -62,7 +90,10 @@ def choose(
     """`plan_of` gives the plan for a device fraction."""
     if on_host or offload_fraction != AUTO:
         return chosen(offload_fraction, on_host)
-    assert device_budget_bytes is not None
+    if device_budget_bytes is None:
+        return Placement(
+            1.0, f"all state is on the host until {OBSERVED_STEPS} steps have shown what the device has left"
+        )
     least, most = plan_of(0.0).device_bytes, plan_of(1.0).device_bytes
     if most <= device_budget_bytes:
         return Placement(
@@ -82,3 +113,56 @@ def choose(
         1.0 - fraction, f"{mebibytes(needed)} on the device of {mebibytes(most)} for all state; the "
         f"budget is {mebibytes(device_budget_bytes)}"
     )
+
+
+class Leftover:
+    """offload_fraction="auto" without a budget: all state is on the host until two steps have shown how
+    much of the device is needed for other things. Then as much of the state goes there as the device has
+    left, less the headroom. If torch runs out of memory after that, all of it goes back for good."""
+
+    def __init__(self, memory: DeviceMemory, headroom: float) -> None:
+        self._memory = memory
+        self._headroom = headroom
+        self._steps = 0
+        self._has_taken = False
+        self._out_of_memory_count = 0  # when it took memory
+
+    def after_step(
+        self, plan_of: Callable[[float], abi.offload_plan_t], move: Callable[[float], None]
+    ) -> Placement | None:
+        """A step has ended. After the last one that was to be observed, `move` brings state to the device;
+        it takes a device fraction. Gives the new placement, and why."""
+        self._steps += 1
+        if self._steps != OBSERVED_STEPS:
+            return None
+        left = self._memory.left_bytes()
+        headroom = int(self._headroom * self._memory.total_bytes())
+        why = (
+            f"after {OBSERVED_STEPS} steps the device had {mebibytes(left)} left, of which "
+            f"{mebibytes(headroom)} are headroom"
+        )
+        usable = left - headroom
+        for _ in range(TRIES):
+            if usable <= 0:
+                break
+            budget = plan_of(0.0).device_bytes + int(usable)
+            choice = choose(AUTO, budget, False, plan_of)
+            try:
+                move(choice.device_fraction)
+            except abi.OutOfDeviceMemoryError:
+                usable = int(usable * SMALLER)
+                continue
+            self._has_taken = choice.offload_fraction < 1.0
+            self._out_of_memory_count = self._memory.out_of_memory_count()
+            return Placement(choice.offload_fraction, f"{why}; {choice.reason}")
+        return Placement(1.0, f"{why}; that is no room for state")
+
+    def has_run_out(self) -> bool:
+        """Whether torch has run out of memory since state was brought to the device."""
+        return self._has_taken and self._memory.out_of_memory_count() > self._out_of_memory_count
+
+    def give_back(self, move: Callable[[float], None]) -> Placement:
+        """Brings all state back to the host."""
+        move(0.0)
+        self._has_taken = False
+        return Placement(1.0, "torch ran out of device memory, and all state went back to the host")

@@ -372,6 +372,49 @@ def test_checkpoints_go_between_devices(fraction, tmp_path):
     assert state_on_host(gpu) == state_on_host(cpu)
 
 
+def test_auto_takes_what_is_left_and_gives_it_back():
+    param = Parameter(torch.randn(1 << 24).cuda())
+    twin = Parameter(param.detach().cpu())
+    optimizer = hybridopt.AdamW([param], offload_fraction="auto", device_headroom=0.25)
+    plain = hybridopt.AdamW([twin])
+
+    def step(seed):
+        set_both([twin], [param], seed)
+        plain.step(), optimizer.step()
+        assert on_host([param]) == on_host([twin])
+
+    step(1)
+    assert optimizer.stats().states_on_device_bytes == 0
+    step(2)
+    assert optimizer.plan().offload_fraction == 0.0 and "headroom" in optimizer.plan().reason
+    assert optimizer.stats().states_on_device_bytes == 2 * 4 * param.numel()
+    free, total = torch.cuda.mem_get_info()
+    assert free >= 0.25 * total
+    step(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * total, dtype=torch.uint8, device="cuda")
+    optimizer.zero_grad()
+    assert optimizer.stats().states_on_device_bytes == 0
+    assert "ran out of device memory" in optimizer.plan().reason
+    assert torch.cuda.mem_get_info()[0] >= free + 2 * 4 * param.numel()
+    step(4)
+
+
+def test_auto_takes_no_more_than_is_left():
+    param = Parameter(torch.randn(1 << 24).cuda())
+    optimizer = hybridopt.AdamW([param], offload_fraction="auto", device_headroom=0.0)
+    param.grad = torch.ones_like(param)
+    torch.cuda.empty_cache()
+    optimizer.step()
+    needed = 2 * 4 * param.numel()
+    filling = torch.empty(torch.cuda.mem_get_info()[0] - needed // 2, dtype=torch.uint8, device="cuda")
+    optimizer.step()
+    assert 0 < optimizer.stats().states_on_device_bytes <= needed // 2
+    assert 0.5 <= optimizer.plan().offload_fraction < 1.0
+    del filling
+    torch.cuda.empty_cache()
+
+
 def test_auto_keeps_to_the_budget():
     params = [Parameter(torch.randn(1 << 20, device="cuda")) for _ in range(8)]
     budget = 40 << 20
