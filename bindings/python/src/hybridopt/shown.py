@@ -3,6 +3,7 @@ nothing is kept twice. They are made when somebody asks for the state."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,7 +73,7 @@ class Shown:
             exhibit.views["step"] = self.count_views[slot.id]
         for key, kind in slot.kinds.items():
             if key not in exhibit.views:
-                self._handle.drain()
+                self._wait()
                 view, is_live = self._stored.show(slot, kind)
                 if not is_live:
                     exhibit.copies[key] = view._version
@@ -89,6 +90,12 @@ class Shown:
         exhibit.entry = entry
         self._unpublished.discard(slot)
         self._due.pop(slot, None)
+
+    def _wait(self) -> None:
+        """Waits until nothing is queued. After a failure nothing is: steps say why, and the state of before
+        can be looked at."""
+        with contextlib.suppress(abi.HybridoptError):
+            self._handle.drain()
 
     def publish_due(self, state: dict[Tensor, Any]) -> None:
         """Publishes the state that is to be seen and is not yet."""
