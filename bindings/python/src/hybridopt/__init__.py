@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from . import abi
     from .algorithms import SGD, Adagrad, Adam, AdamW, Lion
     from .optimizer import OffloadOptimizer
+    from .options import OffloadOptions
     from .plans import Plan, Stats, StepResult
     from .sharding import TensorShard
+
+    __version__: str
 
 _MODULES = {
     "Adagrad": "algorithms",
@@ -20,6 +23,7 @@ _MODULES = {
     "Lion": "algorithms",
     "SGD": "algorithms",
     "OffloadOptimizer": "optimizer",
+    "OffloadOptions": "options",
     "Plan": "plans",
     "Stats": "plans",
     "StepResult": "plans",
@@ -34,10 +38,12 @@ __all__ = [
     "AdamW",
     "Lion",
     "OffloadOptimizer",
+    "OffloadOptions",
     "Plan",
     "Stats",
     "StepResult",
     "TensorShard",
+    "__version__",
     "abi",
 ]
 
@@ -46,6 +52,14 @@ def __getattr__(name: str) -> Any:
     """Imports torch only when a name that needs it is used."""
     if name == "abi":
         return importlib.import_module(".abi", __name__)
+    if name == "__version__":  # the library's: "hybridopt 0.1.0, ..."
+        build_info: str = importlib.import_module(".abi", __name__).build_info()
+        return build_info.split(",")[0].split()[1]
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    """What completion and help() list, whether torch has been imported or not."""
+    return sorted({*globals(), *__all__})
