@@ -1,5 +1,5 @@
-// The specification. Every other implementation gives these bits: each line below is one
-// correctly rounded fp32 operation (or one fma), in this order.
+// The specification: the rules of rules.inc on one number at a time, norms and conversions. Every
+// other implementation gives these bits.
 #include <cfloat>
 #include <cmath>
 #include <limits>
@@ -16,77 +16,25 @@
 namespace hybridopt {
 namespace {
 
-// One element on its way through a rule.
-struct Value {
-  float grad;
-  float param;
-  float moment0;
-  float moment1;
-};
-
-// old * keep + next * weight with keep + weight = 1, starting from the nearer end so that the
-// rounding of keep and weight does not show.
-float Lerp(float old, float next, float keep, float weight) {
+// What rules.inc is written in, for one number.
+#define HYBRIDOPT_RULE inline
+using Float = float;
+inline float Broadcast(float value) { return value; }
+inline float Sum(float a, float b) { return a + b; }
+inline float Difference(float a, float b) { return a - b; }
+inline float Product(float a, float b) { return a * b; }
+inline float Quotient(float a, float b) { return a / b; }
+inline float Root(float value) { return std::sqrt(value); }
+inline float Fma(float a, float b, float c) { return std::fma(a, b, c); }
+inline float Lerp(float old, float next, float keep, float weight) {
   return weight < 0.5f ? std::fma(weight, next - old, old) : std::fma(keep, old - next, next);
 }
-
-float Saturate(float value) { return value < FLT_MAX ? value : FLT_MAX; }
-
-void Adam(const Coefficients& c, Value& x) {
-  const float grad = std::fma(c.l2_decay, x.param, x.grad);
-  x.moment0 = Lerp(x.moment0, grad, c.keep0, c.weight0);
-  const float square = Saturate(grad * grad);
-  x.moment1 = Lerp(x.moment1, square, c.keep1, c.weight1);
-  const float root = std::sqrt(x.moment1);
-  const float denominator = std::fma(root, c.inverse_sqrt_bias_correction2, c.eps);
-  const float quotient = x.moment0 / denominator;
-  float update = std::fma(c.step_size, quotient, 0.0f);
-  update = std::fma(c.decoupled_decay, x.param, update);
-  x.param = x.param - update;
+inline float Saturate(float value) { return value < FLT_MAX ? value : FLT_MAX; }
+inline float SignOr(float value, float rest) {
+  return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : rest;
 }
 
-void SgdMomentum(const Coefficients& c, Value& x) {
-  const float grad = std::fma(c.l2_decay, x.param, x.grad);
-  const float weighted = c.weight0 * grad;
-  x.moment0 = std::fma(c.keep0, x.moment0, weighted);
-  const float direction = c.nesterov ? std::fma(c.nesterov_momentum, x.moment0, grad) : x.moment0;
-  const float update = std::fma(c.step_size, direction, 0.0f);
-  x.param = x.param - update;
-}
-
-void SgdPlain(const Coefficients& c, Value& x) {
-  const float grad = std::fma(c.l2_decay, x.param, x.grad);
-  const float update = std::fma(c.step_size, grad, 0.0f);
-  x.param = x.param - update;
-}
-
-void Lion(const Coefficients& c, Value& x) {
-  const float interpolated = Lerp(x.moment0, x.grad, c.keep0, c.weight0);
-  const float sign = interpolated > 0.0f ? 1.0f : interpolated < 0.0f ? -1.0f : 0.0f;
-  float update = std::fma(c.step_size, sign, 0.0f);
-  update = std::fma(c.decoupled_decay, x.param, update);
-  x.param = x.param - update;
-  x.moment0 = Lerp(x.moment0, x.grad, c.keep1, c.weight1);
-}
-
-void Adagrad(const Coefficients& c, Value& x) {
-  const float grad = std::fma(c.l2_decay, x.param, x.grad);
-  x.moment0 = Saturate(std::fma(grad, grad, x.moment0));
-  const float root = std::sqrt(x.moment0);
-  const float denominator = root + c.eps;
-  const float quotient = grad / denominator;
-  const float update = std::fma(c.step_size, quotient, 0.0f);
-  x.param = x.param - update;
-}
-
-template <Rule kRule>
-void Apply(const Coefficients& c, Value& x) {
-  if constexpr (kRule == Rule::kAdam) Adam(c, x);
-  if constexpr (kRule == Rule::kSgdMomentum) SgdMomentum(c, x);
-  if constexpr (kRule == Rule::kSgdPlain) SgdPlain(c, x);
-  if constexpr (kRule == Rule::kLion) Lion(c, x);
-  if constexpr (kRule == Rule::kAdagrad) Adagrad(c, x);
-}
+#include "kernels/rules.inc"
 
 template <int32_t kDtype>
 double SumSquaresOfBlock(const typename Element<kDtype>::Stored* grad, uint64_t count) {
@@ -167,18 +115,18 @@ struct Kernels {
     auto* moment0 = static_cast<typename Stored::Stored*>(span.moment0);
     auto* moment1 = static_cast<typename Stored::Stored*>(span.moment1);
     for (uint64_t i = 0; i < span.count; ++i) {
-      Value x = {.grad = Grad::Widen(grad[i]) * c.grad_factor,
-                 .param = Weight::Load(span, i),
-                 .moment0 = kHasMoment0<kRule> ? Stored::Widen(moment0[i]) : 0.0f,
-                 .moment1 = kHasMoment1<kRule> ? Stored::Widen(moment1[i]) : 0.0f};
-      Apply<kRule>(c, x);
+      float new_param = Weight::Load(span, i);
+      float new_moment0 = kHasMoment0<kRule> ? Stored::Widen(moment0[i]) : 0.0f;
+      float new_moment1 = kHasMoment1<kRule> ? Stored::Widen(moment1[i]) : 0.0f;
+      Apply<kRule>(c, Grad::Widen(grad[i]) * c.grad_factor, new_param, new_moment0, new_moment1);
       const uint32_t random = HasBf16Moments(kLayout) ? RandomBitsOf(span, i) : 0;
       if constexpr (kHasMoment0<kRule>)
-        moment0[i] =
-            Stored::template Round<kMoment0IsSum<kRule>>(x.moment0, span.rounding, random & 0xFFFF);
+        moment0[i] = Stored::template Round<kMoment0IsSum<kRule>>(new_moment0, span.rounding,
+                                                                  random & 0xFFFF);
       if constexpr (kHasMoment1<kRule>)
-        moment1[i] = Stored::template Round<true>(x.moment1, span.rounding, random >> 16);
-      Weight::Store(span, i, x.param);
+        moment1[i] =
+            Stored::template Round<kMoment1IsSum<kRule>>(new_moment1, span.rounding, random >> 16);
+      Weight::Store(span, i, new_param);
     }
   }
 

@@ -56,8 +56,8 @@ HWY_INLINE void UpdateUnit(const Coefficients& c, const UpdateSpan& span, uint64
     LoadMoments<kForm, kInPairs>(span.moment0, begin, first.moment0, second.moment0);
   if constexpr (kHasMoment1<kRule>)
     LoadMoments<kForm, kInPairs>(span.moment1, begin, first.moment1, second.moment1);
-  Apply<kRule>(c, first);
-  Apply<kRule>(c, second);
+  Apply<kRule>(c, first.grad, first.param, first.moment0, first.moment1);
+  Apply<kRule>(c, second.grad, second.param, second.moment0, second.moment1);
 }
 
 template <Rule kRule, MomentForm kForm, bool kInPairs, bool kMayBeNan>
@@ -71,8 +71,8 @@ HWY_INLINE void StoreUnitMoments(const Value& first, const Value& second, const 
     StoreMoments<kForm, kInPairs, kMoment0IsSum<kRule>, kMayBeNan>(
         first.moment0, second.moment0, first0, second0, span.moment0, begin);
   if constexpr (kHasMoment1<kRule>)
-    StoreMoments<kForm, kInPairs, true, kMayBeNan>(first.moment1, second.moment1, first1, second1,
-                                                   span.moment1, begin);
+    StoreMoments<kForm, kInPairs, kMoment1IsSum<kRule>, kMayBeNan>(
+        first.moment1, second.moment1, first1, second1, span.moment1, begin);
 }
 
 // How a unit's params and masters are stored.
@@ -114,8 +114,7 @@ HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
   constexpr bool kParams = kParamDtype == OFFLOAD_BF16;
   constexpr bool kMoments =
       kForm != MomentForm::kFp32 && kHasMoment0<kRule> && !kMoment0IsSum<kRule>;
-  // All rules but Lion, which takes the sign, make a NaN of the param where the moment is one.
-  constexpr bool kParamsTell = kParams && kRule != Rule::kLion;
+  constexpr bool kParamsTell = kParams && AlgorithmOf(kRule).nan_reaches_param;
   bool nan = false;
   if constexpr (kParams) nan = MayHaveNan(first.param, second.param);
   if constexpr (kMoments && !kParamsTell) nan = nan || MayHaveNan(first.moment0, second.moment0);

@@ -1,4 +1,4 @@
-// Vectors of fp32 and the rules on them, in the line order of reference.cpp. A part of simd.cpp,
+// Vectors of fp32 and the rules on them. A part of simd.cpp,
 // which includes it again for each instruction set, as Highway wants it.
 #if defined(HYBRIDOPT_KERNELS_SIMD_RULES_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef HYBRIDOPT_KERNELS_SIMD_RULES_H
@@ -48,7 +48,16 @@ struct Value {
   Float& moment1;
 };
 
+// What rules.inc is written in, for a vector.
+#undef HYBRIDOPT_RULE
+#define HYBRIDOPT_RULE HWY_INLINE
 HWY_INLINE Float Broadcast(float value) { return hn::Set(F32(), value); }
+HWY_INLINE Float Sum(Float a, Float b) { return hn::Add(a, b); }
+HWY_INLINE Float Difference(Float a, Float b) { return hn::Sub(a, b); }
+HWY_INLINE Float Product(Float a, Float b) { return hn::Mul(a, b); }
+HWY_INLINE Float Quotient(Float a, Float b) { return hn::Div(a, b); }
+HWY_INLINE Float Root(Float value) { return hn::Sqrt(value); }
+HWY_INLINE Float Fma(Float a, Float b, Float c) { return hn::MulAdd(a, b, c); }
 
 HWY_INLINE Float Lerp(Float old, Float next, float keep, float weight) {
   const Float factor = Broadcast(weight < 0.5f ? weight : keep);
@@ -67,65 +76,13 @@ HWY_INLINE Float AtMost(Float value, Float max) {
 
 HWY_INLINE Float Saturate(Float value) { return AtMost(value, Broadcast(FLT_MAX)); }
 
-HWY_INLINE void Adam(const Coefficients& c, const Value& x) {
-  const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
-  x.moment0 = Lerp(x.moment0, grad, c.keep0, c.weight0);
-  const Float square = Saturate(hn::Mul(grad, grad));
-  x.moment1 = Lerp(x.moment1, square, c.keep1, c.weight1);
-  const Float root = hn::Sqrt(x.moment1);
-  const Float denominator =
-      hn::MulAdd(root, Broadcast(c.inverse_sqrt_bias_correction2), Broadcast(c.eps));
-  const Float quotient = hn::Div(x.moment0, denominator);
-  Float update = hn::MulAdd(Broadcast(c.step_size), quotient, Broadcast(0.0f));
-  update = hn::MulAdd(Broadcast(c.decoupled_decay), x.param, update);
-  x.param = hn::Sub(x.param, update);
-}
-
-HWY_INLINE void SgdMomentum(const Coefficients& c, const Value& x) {
-  const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
-  const Float weighted = hn::Mul(Broadcast(c.weight0), grad);
-  x.moment0 = hn::MulAdd(Broadcast(c.keep0), x.moment0, weighted);
-  const Float direction =
-      c.nesterov ? hn::MulAdd(Broadcast(c.nesterov_momentum), x.moment0, grad) : x.moment0;
-  const Float update = hn::MulAdd(Broadcast(c.step_size), direction, Broadcast(0.0f));
-  x.param = hn::Sub(x.param, update);
-}
-
-HWY_INLINE void SgdPlain(const Coefficients& c, const Value& x) {
-  const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
-  const Float update = hn::MulAdd(Broadcast(c.step_size), grad, Broadcast(0.0f));
-  x.param = hn::Sub(x.param, update);
-}
-
-HWY_INLINE void Lion(const Coefficients& c, const Value& x) {
+HWY_INLINE Float SignOr(Float value, Float rest) {
   const Float zero = Broadcast(0.0f);
-  const Float interpolated = Lerp(x.moment0, x.grad, c.keep0, c.weight0);
-  const Float not_positive = hn::IfThenElse(hn::Lt(interpolated, zero), Broadcast(-1.0f), zero);
-  const Float sign = hn::IfThenElse(hn::Gt(interpolated, zero), Broadcast(1.0f), not_positive);
-  Float update = hn::MulAdd(Broadcast(c.step_size), sign, zero);
-  update = hn::MulAdd(Broadcast(c.decoupled_decay), x.param, update);
-  x.param = hn::Sub(x.param, update);
-  x.moment0 = Lerp(x.moment0, x.grad, c.keep1, c.weight1);
+  const Float not_positive = hn::IfThenElse(hn::Lt(value, zero), Broadcast(-1.0f), rest);
+  return hn::IfThenElse(hn::Gt(value, zero), Broadcast(1.0f), not_positive);
 }
 
-HWY_INLINE void Adagrad(const Coefficients& c, const Value& x) {
-  const Float grad = hn::MulAdd(Broadcast(c.l2_decay), x.param, x.grad);
-  x.moment0 = Saturate(hn::MulAdd(grad, grad, x.moment0));
-  const Float root = hn::Sqrt(x.moment0);
-  const Float denominator = hn::Add(root, Broadcast(c.eps));
-  const Float quotient = hn::Div(grad, denominator);
-  const Float update = hn::MulAdd(Broadcast(c.step_size), quotient, Broadcast(0.0f));
-  x.param = hn::Sub(x.param, update);
-}
-
-template <Rule kRule>
-HWY_INLINE void Apply(const Coefficients& c, const Value& x) {
-  if constexpr (kRule == Rule::kAdam) Adam(c, x);
-  if constexpr (kRule == Rule::kSgdMomentum) SgdMomentum(c, x);
-  if constexpr (kRule == Rule::kSgdPlain) SgdPlain(c, x);
-  if constexpr (kRule == Rule::kLion) Lion(c, x);
-  if constexpr (kRule == Rule::kAdagrad) Adagrad(c, x);
-}
+#include "kernels/rules.inc"
 
 }  // namespace
 }  // namespace HWY_NAMESPACE

@@ -1,6 +1,8 @@
 // Makes a KernelTable out of the templates of one implementation.
 #pragma once
 
+#include <utility>
+
 #include "kernels/kernels.h"
 
 namespace hybridopt {
@@ -49,6 +51,11 @@ constexpr void FillRule(KernelTable& table) {
   FillGradDtypes<Kernels, kRule, StateLayout::kSplitBf16Moments>(table);
 }
 
+template <typename Kernels, int32_t... kRules>
+constexpr void FillRules(KernelTable& table, std::integer_sequence<int32_t, kRules...>) {
+  (FillRule<Kernels, Rule{kRules}>(table), ...);
+}
+
 template <typename Kernels, int32_t kDtype>
 constexpr void FillDtype(KernelTable& table) {
   table.sum_squares[kDtype - 1] = Kernels::template SumSquares<kDtype>;
@@ -63,11 +70,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
   table.isa = isa;
   table.publish = Kernels::Publish;
-  FillRule<Kernels, Rule::kAdam>(table);
-  FillRule<Kernels, Rule::kSgdMomentum>(table);
-  FillRule<Kernels, Rule::kSgdPlain>(table);
-  FillRule<Kernels, Rule::kLion>(table);
-  FillRule<Kernels, Rule::kAdagrad>(table);
+  FillRules<Kernels>(table, std::make_integer_sequence<int32_t, kRuleCount>());
   FillDtype<Kernels, OFFLOAD_FP32>(table);
   FillDtype<Kernels, OFFLOAD_BF16>(table);
   FillDtype<Kernels, OFFLOAD_FP16>(table);

@@ -113,29 +113,31 @@ class TileArrays {
     const Piece<uint32_t, kCount> random = moments_.template RandomAt<kCount>(first);
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) {
-      Value x = {Grad::Widen(loaded.grad.at[i]), 0.0f, 0.0f, 0.0f};
+      const float grad = Grad::Widen(loaded.grad.at[i]);
+      float param = 0.0f, moment0 = 0.0f, moment1 = 0.0f;
       if constexpr (kSplit) {
-        x.param = JoinHalves(loaded.param.at[i], loaded.master.at[i]);
+        param = JoinHalves(loaded.param.at[i], loaded.master.at[i]);
       } else {
-        x.param = loaded.master.at[i];
+        param = loaded.master.at[i];
       }
-      if constexpr (kHasMoment0<kRule>) x.moment0 = WidenMoment(loaded.moment0.at[i]);
-      if constexpr (kHasMoment1<kRule>) x.moment1 = WidenMoment(loaded.moment1.at[i]);
-      Apply<kRule>(c, x);
+      if constexpr (kHasMoment0<kRule>) moment0 = WidenMoment(loaded.moment0.at[i]);
+      if constexpr (kHasMoment1<kRule>) moment1 = WidenMoment(loaded.moment1.at[i]);
+      Apply<kRule>(c, __fmul_rn(grad, c.grad_factor), param, moment0, moment1);
       if constexpr (kHasMoment0<kRule>)
         loaded.moment0.at[i] =
-            RoundMoment<kForm, kMoment0IsSum<kRule>>(x.moment0, random.at[i] & 0xFFFF);
+            RoundMoment<kForm, kMoment0IsSum<kRule>>(moment0, random.at[i] & 0xFFFF);
       if constexpr (kHasMoment1<kRule>)
-        loaded.moment1.at[i] = RoundMoment<kForm, true>(x.moment1, random.at[i] >> 16);
+        loaded.moment1.at[i] =
+            RoundMoment<kForm, kMoment1IsSum<kRule>>(moment1, random.at[i] >> 16);
       if constexpr (kSplit) {
-        loaded.master.at[i] = LowHalf(x.param);
+        loaded.master.at[i] = LowHalf(param);
       } else {
-        loaded.master.at[i] = x.param;
+        loaded.master.at[i] = param;
       }
       if constexpr (kTiesAway) {
-        loaded.param.at[i] = Fp32ToBf16TiesAway(x.param);
+        loaded.param.at[i] = Fp32ToBf16TiesAway(param);
       } else {
-        loaded.param.at[i] = Param::Round(x.param);
+        loaded.param.at[i] = Param::Round(param);
       }
     }
     if constexpr (kHasMoment0<kRule>) StorePiece(moment0_, first, loaded.moment0);

@@ -1,6 +1,8 @@
 // The update of many params of one kind in one launch. A thread block finds its row by its tile.
 // Each mix of layout, dtypes and rounding has a kernel of its own, so that none takes registers
 // from another.
+#include <utility>
+
 #include "kernels/cuda/arrays.h"
 #include "kernels/cuda/launch.h"
 
@@ -105,24 +107,18 @@ UpdateKernel KernelOf(const UpdateKind& kind) {
 }
 
 template <Rule kRule>
-UpdateKernel KernelOf(const UpdateKind& kind) {
+UpdateKernel KernelOfRule(const UpdateKind& kind) {
   return IsSplit(kind.types.layout) ? KernelOf<kRule, true>(kind) : KernelOf<kRule, false>(kind);
 }
 
+template <int32_t... kRules>
+UpdateKernel KernelOf(const UpdateKind& kind, std::integer_sequence<int32_t, kRules...>) {
+  constexpr UpdateKernel (*kOfRules[])(const UpdateKind&) = {KernelOfRule<Rule{kRules}>...};
+  return kOfRules[static_cast<int32_t>(kind.rule)](kind);
+}
+
 UpdateKernel KernelOf(const UpdateKind& kind) {
-  switch (kind.rule) {
-    case Rule::kAdam:
-      return KernelOf<Rule::kAdam>(kind);
-    case Rule::kSgdMomentum:
-      return KernelOf<Rule::kSgdMomentum>(kind);
-    case Rule::kSgdPlain:
-      return KernelOf<Rule::kSgdPlain>(kind);
-    case Rule::kLion:
-      return KernelOf<Rule::kLion>(kind);
-    case Rule::kAdagrad:
-      return KernelOf<Rule::kAdagrad>(kind);
-  }
-  return nullptr;
+  return KernelOf(kind, std::make_integer_sequence<int32_t, kRuleCount>());
 }
 
 }  // namespace
