@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Writes what the bindings declare of include/offload.h; with --check it only compares.
+"""Writes what the bindings declare of include/offload.h and of src/kernels/algorithms.h; with --check
+it only compares.
 
-Python gets structs, constants and functions for ctypes. Rust gets the declarations of the crate
-hybridopt-sys, and the names that its layout test compares with C.
+Python gets structs, constants and functions for ctypes, and the rows of the algorithms. Rust gets the
+declarations of the crate hybridopt-sys, the names that its layout test compares with C, and the enum
+of the algorithms.
 
-The middle of the header is plain C99 in one style, so that a few patterns read all of it. The
-generator refuses what they do not match; it never leaves a declaration out.
+The middle of the header is plain C99 in one style, and so are the rows of the algorithms in theirs,
+so that a few patterns read all of it. The generator refuses what they do not match; it never leaves a
+declaration or a field out.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
 HEADER = HERE.parent / "include" / "offload.h"
+ALGORITHMS = HERE.parent / "src" / "kernels" / "algorithms.h"
 
 SCALARS = ("char", "double", "int32_t", "int64_t", "uint32_t", "uint64_t", "void")
 
@@ -85,6 +89,7 @@ class Header:
         match = re.search(r"/\* begin-plain-c99 \*/(.*)/\* end-plain-c99 \*/", text, re.S)
         if match is None:
             raise ValueError("begin- and end-plain-c99 not found")
+        self.comments = dict(re.findall(r"^ +(OFFLOAD_\w+) = \w+,? +/\* (.*) \*/$", match[1], re.M))
         # Fields name their enum in a comment; flags are "enum NAME, or-ed".
         self.flags = set(re.findall(r"enum (\w+), or-ed", match[1]))
         self.names = set(SCALARS)
@@ -155,9 +160,60 @@ def split_declarations(code):
         raise ValueError(f"not understood: {code[start:]!r}")
 
 
+# ------------------------------------------------------------------------------------- algorithms
+
+
+@dataclasses.dataclass
+class Algorithm:
+    """What the bindings need of a row of algorithms.h."""
+
+    constant: str
+    name: str
+    moments: list[str]  # constants of enum offload_state_kind
+    needs_momentum: bool  # for its moments
+    numbers: list[str]  # of a group, that it reads
+    counts_steps: bool
+
+
+class Algorithms:
+    def __init__(self, text):
+        kinds = table(text, "StoredKind kStoredKinds")
+        self.kind_names = dict(re.findall(r'\{(\w+), "(\w+)"', kinds))
+        if len(self.kind_names) != kinds.count("{"):
+            raise ValueError("a row of kStoredKinds is not understood")
+        rows = re.split(r"\{(?=\.value)", table(text, "Algorithm kAlgorithms"))
+        self.rows = [self.row(row) for row in rows[1:]]
+        if not self.rows or rows[0].strip():
+            raise ValueError(f"not understood before the rows of kAlgorithms: {rows[0]!r}")
+
+    def row(self, text):
+        fields = dict(re.findall(r"\.(\w+) = (.*?)(?:,\s*(?=\.)|\},?\s*$)", text, re.S))
+        row = Algorithm(
+            constant=fields.pop("value"),
+            name=fields.pop("name").strip('"'),
+            moments=re.findall(r"OFFLOAD_STATE_\w+", fields.pop("moments")),
+            needs_momentum="rule_without_momentum" in fields,
+            numbers=re.findall(r"&offload_group_t::(\w+)", fields.pop("reads")),
+            counts_steps=fields.pop("counts_steps", "false") == "true",
+        )
+        internal = {"rule", "rule_without_momentum", "set_coefficients", "initial_moment0"}
+        internal |= {"reads_nesterov", "nan_reaches_param"}
+        if not fields.keys() <= internal or not {*row.moments} <= self.kind_names.keys():
+            raise ValueError(f"a row of kAlgorithms is not understood: {text!r}")
+        return row
+
+
+def table(text, name):
+    """What stands between the braces of an array."""
+    match = re.search(rf"inline constexpr {name}\[\] = \{{\n(.*?)\n\}};", text, re.S)
+    if match is None:
+        raise ValueError(f"{name} not found")
+    return match[1]
+
+
 # ---------------------------------------------------------------------------------------- Python
 
-PYTHON_PREAMBLE = '''"""The structs, constants and functions of offload.h, by the same names.
+PYTHON_PREAMBLE = '''"""The structs, constants and functions of offload.h, by the same names, and the algorithms.
 
 Written by generate_abi.py; do not edit. The manual is the header.
 """
@@ -166,7 +222,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import CFUNCTYPE, POINTER
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Struct(ctypes.Structure):
@@ -180,6 +236,22 @@ class Struct(ctypes.Structure):
         return f"{type(self).__name__}({fields})"
 
 
+'''
+
+PYTHON_ALGORITHMS = '''
+
+class Algorithm(NamedTuple):
+    """A row of src/kernels/algorithms.h."""
+
+    name: str
+    moments: dict[str, int]  # enum offload_state_kind, by the names that torch gives them
+    needs_momentum: bool  # it keeps its moments for groups with momentum only
+    numbers: tuple[str, ...]  # of a group, that it reads
+    counts_steps: bool  # torch keeps a step count beside the moments
+
+
+# By enum offload_algorithm.
+ALGORITHMS: dict[int, Algorithm] = {
 '''
 
 PYTHON_SCALARS = {
@@ -206,7 +278,7 @@ PYTHON_HINTS = {
 
 
 class Python:
-    def __init__(self, header):
+    def __init__(self, header, algorithms):
         self.hints = dict(PYTHON_HINTS)
         lines = []
         for declared in header.declarations:
@@ -220,7 +292,15 @@ class Python:
         text += "\n\n# Result and arguments of every function.\n"
         text += "FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {\n"
         text += "".join(self.function(function) for function in header.of(Function))
-        self.text = text + "}\n"
+        text += "}\n" + PYTHON_ALGORITHMS
+        self.text = text + "".join(self.algorithm(row, algorithms) for row in algorithms.rows) + "}\n"
+
+    @staticmethod
+    def algorithm(row, algorithms):
+        moments = ", ".join(f'"{algorithms.kind_names[kind]}": {kind}' for kind in row.moments)
+        numbers = ", ".join(f'"{number}"' for number in row.numbers)
+        values = f'"{row.name}"', f"{{{moments}}}", row.needs_momentum, f"({numbers})", row.counts_steps
+        return f"    {row.constant}: Algorithm(\n" + "".join(f"        {v},\n" for v in values) + "    ),\n"
 
     def alias(self, declared):
         pointer = isinstance(declared, Handle)
@@ -353,15 +433,41 @@ def rust_names(header):
     return text + "    table\n}\n"
 
 
+RUST_ALGORITHM_PREAMBLE = """\
+//! The algorithms. Written by generate_abi.py; do not edit.
+
+use hybridopt_sys as sys;
+
+/// The update rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+"""
+
+
+def rust_algorithms(header, algorithms):
+    """The enum of the safe crate."""
+    names, text = [], RUST_ALGORITHM_PREAMBLE
+    for row in algorithms.rows:
+        names.append(row.name.capitalize() if row.name.isupper() else row.name)
+        comment = header.comments[row.constant]
+        text += f"    /// {comment[0].upper()}{comment[1:]}.\n    {names[-1]},\n"
+    text += "}\n\nimpl Algorithm {\n    pub(crate) fn raw(self) -> i32 {\n        match self {\n"
+    for name, row in zip(names, algorithms.rows):
+        text += f"            Algorithm::{name} => sys::{row.constant},\n"
+    return text + "        }\n    }\n}\n"
+
+
 # ------------------------------------------------------------------------------------------ files
 
 
-def outputs(header):
+def outputs(header, algorithms):
     crate = HERE / "rust" / "hybridopt-sys"
+    generated = HERE / "python" / "src" / "hybridopt" / "abi" / "generated.py"
     return {
-        HERE / "python" / "src" / "hybridopt" / "abi" / "generated.py": Python(header).text,
+        generated: Python(header, algorithms).text,
         crate / "src" / "generated.rs": Rust(header).text,
         crate / "tests" / "layout" / "names.rs": rust_names(header),
+        HERE / "rust" / "hybridopt" / "src" / "algorithm.rs": rust_algorithms(header, algorithms),
     }
 
 
@@ -369,13 +475,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if a file is not up to date")
     check = parser.parse_args().check
-    for path, text in outputs(Header(HEADER.read_text())).items():
+    header, algorithms = Header(HEADER.read_text()), Algorithms(ALGORITHMS.read_text())
+    for path, text in outputs(header, algorithms).items():
         if not check:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:
-            sys.exit(f"FAILED: {path} does not match {HEADER}; run {__file__}")
+            sys.exit(f"FAILED: {path} does not match {HEADER} and {ALGORITHMS}; run {__file__}")
         else:
-            print(f"{path.name} matches {HEADER.name}")
+            print(f"{path.name} matches {HEADER.name} and {ALGORITHMS.name}")
 
 
 if __name__ == "__main__":

@@ -128,11 +128,12 @@ enum offload_device_kind {
 };
 
 enum offload_algorithm {
-  OFFLOAD_ADAMW = 1,  /* Adam with decoupled weight decay; state exp_avg, exp_avg_sq */
-  OFFLOAD_ADAM = 2,   /* Adam with L2 weight decay; state exp_avg, exp_avg_sq */
-  OFFLOAD_SGD = 3,    /* momentum, dampening, nesterov; state momentum_buffer if momentum > 0 */
-  OFFLOAD_LION = 4,   /* sign of an interpolated momentum; state exp_avg */
-  OFFLOAD_ADAGRAD = 5 /* state sum */
+  OFFLOAD_ADAMW = 1,   /* Adam with decoupled weight decay; state exp_avg, exp_avg_sq */
+  OFFLOAD_ADAM = 2,    /* Adam with L2 weight decay; state exp_avg, exp_avg_sq */
+  OFFLOAD_SGD = 3,     /* momentum, dampening, nesterov; state momentum_buffer if momentum > 0 */
+  OFFLOAD_LION = 4,    /* sign of an interpolated momentum; state exp_avg */
+  OFFLOAD_ADAGRAD = 5, /* gradients divided by the root of a sum of their squares; state sum */
+  OFFLOAD_SIGNUM = 6   /* signSGD with momentum: sign of averaged gradients; state exp_avg */
 };
 
 enum offload_dtype {
@@ -346,7 +347,8 @@ typedef struct offload_optimizer_options {
   uint64_t rounding_seed;  /* of stochastic rounding: use the same on all ranks and after a load */
 } offload_optimizer_options_t;
 
-/* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion its paper's).
+/* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
+ * Signum their papers', with decoupled weight decay).
  * Here zero means zero, not a default. A field that the algorithm does not use must be zero. All
  * numbers are finite and not negative. */
 typedef struct offload_group {
@@ -359,7 +361,8 @@ typedef struct offload_group {
   double beta2;        /* AdamW, Adam, Lion; in [0, 1) */
   double eps;          /* AdamW, Adam, Adagrad; above 0 */
   double weight_decay; /* all algorithms */
-  double momentum;     /* SGD; commit fixes whether it is zero, see offload_optimizer_set_group */
+  double momentum;     /* SGD; commit fixes whether it is zero, see offload_optimizer_set_group.
+                          Signum: in [0, 1) */
   double dampening;    /* SGD; needs momentum > 0 */
   double lr_decay;     /* Adagrad */
   double initial_accumulator_value; /* Adagrad; commit fills sum with it, later it has no effect */

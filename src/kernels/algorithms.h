@@ -14,8 +14,8 @@ namespace hybridopt {
 struct Coefficients;
 
 // The formulas of an update. Indexes the kernel tables.
-enum class Rule : int32_t { kAdam, kSgdMomentum, kSgdPlain, kLion, kAdagrad };
-inline constexpr int32_t kRuleCount = static_cast<int32_t>(Rule::kAdagrad) + 1;
+enum class Rule : int32_t { kAdam, kSgdMomentum, kSgdPlain, kLion, kAdagrad, kSignum };
+inline constexpr int32_t kRuleCount = static_cast<int32_t>(Rule::kSignum) + 1;
 
 // The kinds of state that checkpoints hold. Masters are stored whole, so that MASTER_LOW is none.
 struct StoredKind {
@@ -66,6 +66,7 @@ void SetAdam(const offload_group_t& group, uint64_t step, Coefficients& coeffici
 void SetSgd(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
 void SetLion(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
 void SetAdagrad(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
+void SetSignum(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
 
 struct Algorithm {
   int32_t value;     // enum offload_algorithm: OFFLOAD_ and the name in capitals
@@ -137,6 +138,14 @@ inline constexpr Algorithm kAlgorithms[] = {
                {&offload_group_t::lr_decay},
                {&offload_group_t::initial_accumulator_value}},
      .counts_steps = true},
+    {.value = OFFLOAD_SIGNUM,
+     .name = "Signum",
+     .rule = Rule::kSignum,
+     .set_coefficients = SetSignum,
+     .moments = {OFFLOAD_STATE_EXP_AVG, kNoMoment},
+     .reads = {{&offload_group_t::lr},
+               {&offload_group_t::weight_decay},
+               {&offload_group_t::momentum, NumberRange::kZeroToBelowOne}}},
 };
 
 // The row of an enum offload_algorithm; NULL for a value that is none.

@@ -78,6 +78,13 @@ void SetAdagrad(const offload_group_t& group, uint64_t step, Coefficients& c) {
   c.eps = RoundAboveZero(group.eps);
 }
 
+void SetSignum(const offload_group_t& group, uint64_t, Coefficients& c) {
+  c.step_size = Round(group.lr);
+  c.decoupled_decay = Round(group.lr * group.weight_decay);
+  c.keep0 = Round(group.momentum);
+  c.weight0 = Round(1.0 - group.momentum);
+}
+
 Coefficients MakeCoefficients(int32_t algorithm, const offload_group_t& group, uint64_t step) {
   HYBRIDOPT_CHECK(step >= 1);
   Coefficients c = {};

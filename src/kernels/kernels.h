@@ -42,10 +42,10 @@ constexpr bool HasBf16Moments(StateLayout layout) {
 struct Coefficients {
   float grad_factor;      // all: unscale, clip and maximize's sign; multiplies the gradient first
   float l2_decay;         // Adam, SGD, Adagrad: grad += l2_decay * param
-  float decoupled_decay;  // Adam, Lion: lr * weight_decay of AdamW and Lion
-  float step_size;        // Adam: lr / bias_correction1; Lion, SGD: lr; Adagrad: decayed lr
-  float keep0;            // Adam, Lion: beta1; SGD: momentum (0 at a param's first step)
-  float weight0;          // Adam, Lion: 1 - beta1; SGD: 1 - dampening (1 at the first step)
+  float decoupled_decay;  // AdamW, Lion, Signum: lr * weight_decay
+  float step_size;        // Adam: lr / bias_correction1; Adagrad: decayed lr; others: lr
+  float keep0;            // Adam, Lion: beta1; Signum: momentum; SGD: the same, 0 in a first step
+  float weight0;          // of what is new: 1 - keep0; SGD: 1 - dampening, 1 in a first step
   float keep1;            // Adam, Lion: beta2
   float weight1;          // Adam, Lion: 1 - beta2
   float inverse_sqrt_bias_correction2;  // Adam

@@ -16,7 +16,7 @@
 namespace hybridopt {
 namespace {
 
-// What rules.inc is written in, for one number.
+// The operations that rules.inc is written in, on one number.
 #define HYBRIDOPT_RULE inline
 using Float = float;
 inline float Broadcast(float value) { return value; }
@@ -30,8 +30,8 @@ inline float Lerp(float old, float next, float keep, float weight) {
   return weight < 0.5f ? std::fma(weight, next - old, old) : std::fma(keep, old - next, next);
 }
 inline float Saturate(float value) { return value < FLT_MAX ? value : FLT_MAX; }
-inline float SignOr(float value, float rest) {
-  return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : rest;
+inline float SignOr(float value, float neither) {
+  return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : neither;
 }
 
 #include "kernels/rules.inc"

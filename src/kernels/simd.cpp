@@ -1,6 +1,6 @@
 // Every instruction set from this one source: Google Highway includes it again for each target
 // and the end of the file lists the tables. Only targets with a true fused multiply-add are built,
-// because only they give the bits of reference.cpp; the line order of the rules is the same there.
+// because only they give the bits of reference.cpp. The rules come from rules.inc, as there.
 //
 // Only Highway's headers are used: its library keeps process-wide state about the CPU.
 #define HWY_COMPILE_ALL_ATTAINABLE

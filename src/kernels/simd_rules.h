@@ -1,4 +1,4 @@
-// Vectors of fp32 and the rules on them. A part of simd.cpp,
+// Vectors of fp32, the operations that rules.inc is written in, and the rules. A part of simd.cpp,
 // which includes it again for each instruction set, as Highway wants it.
 #if defined(HYBRIDOPT_KERNELS_SIMD_RULES_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef HYBRIDOPT_KERNELS_SIMD_RULES_H
@@ -48,8 +48,7 @@ struct Value {
   Float& moment1;
 };
 
-// What rules.inc is written in, for a vector.
-#undef HYBRIDOPT_RULE
+// The operations that rules.inc is written in, on a vector.
 #define HYBRIDOPT_RULE HWY_INLINE
 HWY_INLINE Float Broadcast(float value) { return hn::Set(F32(), value); }
 HWY_INLINE Float Sum(Float a, Float b) { return hn::Add(a, b); }
@@ -76,9 +75,9 @@ HWY_INLINE Float AtMost(Float value, Float max) {
 
 HWY_INLINE Float Saturate(Float value) { return AtMost(value, Broadcast(FLT_MAX)); }
 
-HWY_INLINE Float SignOr(Float value, Float rest) {
+HWY_INLINE Float SignOr(Float value, Float neither) {
   const Float zero = Broadcast(0.0f);
-  const Float not_positive = hn::IfThenElse(hn::Lt(value, zero), Broadcast(-1.0f), rest);
+  const Float not_positive = hn::IfThenElse(hn::Lt(value, zero), Broadcast(-1.0f), neither);
   return hn::IfThenElse(hn::Gt(value, zero), Broadcast(1.0f), not_positive);
 }
 

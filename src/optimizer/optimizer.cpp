@@ -230,7 +230,8 @@ void Optimizer::FillTables(Committed& committed) const {
     step.groups.resize(table_.groups().size());
   }
   for (const offload_group_t& group : table_.groups())
-    committed.momentum_free.push_back(group.momentum == 0);
+    committed.momentum_free.push_back(RuleOf(table_.algorithm(), group.momentum) !=
+                                      AlgorithmOf(table_.algorithm())->rule);
   committed.all_ids.resize(table_.size());
   std::iota(committed.all_ids.begin(), committed.all_ids.end(), 0u);
   for (uint32_t id = 0; id < table_.size() && !committed.partial_param.has_value(); ++id)

@@ -318,6 +318,7 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_SGD, 3),
     VALUE(OFFLOAD_LION, 4),
     VALUE(OFFLOAD_ADAGRAD, 5),
+    VALUE(OFFLOAD_SIGNUM, 6),
 
     VALUE(OFFLOAD_FP32, 1),
     VALUE(OFFLOAD_BF16, 2),

@@ -21,6 +21,7 @@ KINDS_OF = {
     "lion-world2": ["master", "exp_avg"],
     "masters-world1": ["master"],
     "sgd-world3": ["master", "momentum_buffer"],
+    "signum-world1": ["master", "exp_avg"],
 }
 
 

@@ -49,6 +49,8 @@ class Float64Optimizer {
         return Sgd(i, g + group_.weight_decay * params[i]);
       case OFFLOAD_LION:
         return Lion(i, g);
+      case OFFLOAD_SIGNUM:
+        return Signum(i, g);
       default:
         return Adagrad(i, g + group_.weight_decay * params[i]);
     }
@@ -75,6 +77,12 @@ class Float64Optimizer {
     const double sign = mix > 0 ? 1 : mix < 0 ? -1 : 0;
     params[i] -= group_.lr * (sign + group_.weight_decay * params[i]);
     first_[i] = group_.beta2 * first_[i] + (1 - group_.beta2) * g;
+  }
+
+  void Signum(size_t i, double g) {
+    first_[i] = group_.momentum * first_[i] + (1 - group_.momentum) * g;
+    const double sign = first_[i] > 0 ? 1 : first_[i] < 0 ? -1 : 0;
+    params[i] -= group_.lr * (sign + group_.weight_decay * params[i]);
   }
 
   void Adagrad(size_t i, double g) {
@@ -126,6 +134,8 @@ std::vector<Case> Cases() {
   adagrad.eps = 1e-10;
   adagrad.lr_decay = 1e-3;
   adagrad.initial_accumulator_value = 0.1;
+  offload_group_t signum = Group(1e-4, 0.1);
+  signum.momentum = 0.9;
   return {{"AdamW", OFFLOAD_ADAMW, AdamGroup(1e-3, 0.1, 0.9, 0.999, 1e-8)},
           {"AdamWMaximize", OFFLOAD_ADAMW, maximize},
           {"Adam", OFFLOAD_ADAM, AdamGroup(1e-3, 1e-2, 0.9, 0.999, 1e-8)},
@@ -133,7 +143,8 @@ std::vector<Case> Cases() {
           {"SgdMomentum", OFFLOAD_SGD, SgdGroup(0.9, 0.1, 0)},
           {"SgdNesterov", OFFLOAD_SGD, SgdGroup(0.9, 0, 1)},
           {"Lion", OFFLOAD_LION, AdamGroup(1e-4, 0.1, 0.9, 0.99, 0)},
-          {"Adagrad", OFFLOAD_ADAGRAD, adagrad}};
+          {"Adagrad", OFFLOAD_ADAGRAD, adagrad},
+          {"Signum", OFFLOAD_SIGNUM, signum}};
 }
 
 // A drift that differs from element to element and turns around, under noise. If it did not turn,

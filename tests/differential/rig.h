@@ -384,19 +384,16 @@ class Rig {
   }
 
   std::string StateDifference(size_t id, const Model::Param& expected) const {
-    const int32_t algorithm = problem_.algorithm;
     std::string difference = ArrayDifference(id, OFFLOAD_STATE_MASTER, expected.master, expected);
     if (!difference.empty()) return difference;
-    if (algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM) {
-      difference = ArrayDifference(id, OFFLOAD_STATE_EXP_AVG_SQ, expected.moment1, expected);
-      if (!difference.empty()) return difference;
-    }
-    if (algorithm == OFFLOAD_SGD) {
-      if (problem_.groups[problem_.params[id].group].momentum == 0) return "";
-      return ArrayDifference(id, OFFLOAD_STATE_MOMENTUM_BUFFER, expected.moment0, expected);
-    }
-    const int32_t kind = algorithm == OFFLOAD_ADAGRAD ? OFFLOAD_STATE_SUM : OFFLOAD_STATE_EXP_AVG;
-    return ArrayDifference(id, kind, expected.moment0, expected);
+    const Algorithm& row = *AlgorithmOf(problem_.algorithm);
+    const double momentum = problem_.groups[problem_.params[id].group].momentum;
+    if (RuleOf(row.value, momentum) != row.rule) return "";  // no moments
+    const std::vector<float>* moments[] = {&expected.moment0, &expected.moment1};
+    for (int32_t i = 0; i < kMomentsMax && difference.empty(); ++i)
+      if (row.moments[i] != kNoMoment)
+        difference = ArrayDifference(id, row.moments[i], *moments[i], expected);
+    return difference;
   }
 
   Bytes Download(const void* data, uint64_t bytes) const {

@@ -114,7 +114,8 @@ TEST(Allocation, IsSeenByTheCounter) {
 
 TEST(Allocation, DoesNotHappenInSteps) {
   if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
-  for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_SGD, OFFLOAD_LION, OFFLOAD_ADAGRAD})
+  for (const int32_t algorithm :
+       {OFFLOAD_ADAMW, OFFLOAD_SGD, OFFLOAD_LION, OFFLOAD_ADAGRAD, OFFLOAD_SIGNUM})
     for (const Case& one :
          {Case{OFFLOAD_DEVICE_HOST, 0, algorithm}, Case{OFFLOAD_DEVICE_SIM, 0, algorithm},
           Case{OFFLOAD_DEVICE_SIM, 0.4, algorithm}, Case{OFFLOAD_DEVICE_SIM, 1, algorithm}}) {

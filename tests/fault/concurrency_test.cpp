@@ -10,7 +10,8 @@
 namespace hybridopt::fault {
 namespace {
 
-constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_SGD, OFFLOAD_LION, OFFLOAD_ADAGRAD};
+constexpr int32_t kAlgorithms[] = {OFFLOAD_ADAMW, OFFLOAD_SGD, OFFLOAD_LION, OFFLOAD_ADAGRAD,
+                                   OFFLOAD_SIGNUM};
 
 RunOptions Options(int32_t device_kind, int32_t algorithm) {
   RunOptions run;

@@ -253,7 +253,8 @@ TEST(Configuration, UnknownAlgorithm) {
   for (const int32_t wrong : {-1, 0, 99})
     ExpectOptimizerRefused(
         OFFLOAD_INVALID_ARGUMENT,
-        {"options.algorithm is " + std::to_string(wrong), "expected OFFLOAD_ADAMW (1)"},
+        {"options.algorithm is " + std::to_string(wrong),
+         "expected OFFLOAD_ADAMW (1), _ADAM (2), _SGD (3), _LION (4), _ADAGRAD (5) or _SIGNUM (6)"},
         [&](auto& o) { o.algorithm = wrong; }, [](auto& o) { o.algorithm = 1; });
 }
 

@@ -219,6 +219,7 @@ class Trainer {
     group.weight_decay = 0.1;
     switch (options_.algorithm) {
       case OFFLOAD_SGD:
+      case OFFLOAD_SIGNUM:
         group.momentum = 0.9;
         break;
       case OFFLOAD_ADAGRAD:

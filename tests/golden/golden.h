@@ -86,6 +86,8 @@ inline std::vector<Golden> Goldens() {
                   {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ}));
   goldens.push_back(GoldenWhole("adagrad-world1", GoldenGroup(OFFLOAD_ADAGRAD), OFFLOAD_ADAGRAD,
                                 {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_SUM}));
+  goldens.push_back(GoldenWhole("signum-world1", GoldenGroup(OFFLOAD_SIGNUM, 0.9), OFFLOAD_SIGNUM,
+                                {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG}));
   goldens.push_back(GoldenWhole("masters-world1", GoldenGroup(OFFLOAD_ADAM), OFFLOAD_ADAM,
                                 {OFFLOAD_STATE_MASTER}));
   goldens.back().made.manifest.masters_only = true;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,8 @@ TEST(RuleOf, AdamAndAdamWShareAKernel) {
   EXPECT_EQ(RuleOf(OFFLOAD_SGD, 0.9), Rule::kSgdMomentum);
   EXPECT_EQ(RuleOf(OFFLOAD_LION, 0.0), Rule::kLion);
   EXPECT_EQ(RuleOf(OFFLOAD_ADAGRAD, 0.0), Rule::kAdagrad);
+  EXPECT_EQ(RuleOf(OFFLOAD_SIGNUM, 0.0), Rule::kSignum);
+  EXPECT_EQ(RuleOf(OFFLOAD_SIGNUM, 0.9), Rule::kSignum);
 }
 
 TEST(MakeCoefficients, AdamW) {
@@ -135,6 +138,19 @@ TEST(MakeCoefficients, Lion) {
   EXPECT_EQ(c.weight0, 0.1f);
   EXPECT_EQ(c.keep1, 0.99f);
   EXPECT_EQ(c.weight1, 0.01f);
+}
+
+TEST(MakeCoefficients, Signum) {
+  offload_group_t group = {};
+  group.lr = 0.1;
+  group.momentum = 0.9;
+  group.weight_decay = 0.3;
+  const Coefficients c = MakeCoefficients(OFFLOAD_SIGNUM, group, 5);
+  EXPECT_EQ(c.step_size, 0.1f);
+  EXPECT_EQ(c.decoupled_decay, 0.03f);
+  EXPECT_EQ(c.l2_decay, 0.0f);
+  EXPECT_EQ(c.keep0, 0.9f);
+  EXPECT_EQ(c.weight0, 0.1f);
 }
 
 TEST(MakeCoefficients, Adagrad) {
@@ -260,6 +276,42 @@ TEST(ByHand, Lion) {
   EXPECT_EQ(param.weight, 3.09375f);  // 0.5 * -0.0625 + 0.5 * 0.0625 has no sign
 }
 
+TEST(ByHand, Signum) {
+  offload_group_t group = {};
+  group.lr = 0.25;
+  group.weight_decay = 0.5;
+  group.momentum = 0.75;
+  Param param = {.weight = 4.0f};
+  Step(ReferenceKernels(), OFFLOAD_SIGNUM, group, 1, 1.0f, param);
+  EXPECT_EQ(param.moment0, 0.25f);
+  EXPECT_EQ(param.weight, 3.25f);  // 4 - 0.25 * (1 + 0.5 * 4)
+  Step(ReferenceKernels(), OFFLOAD_SIGNUM, group, 2, -2.0f, param);
+  EXPECT_EQ(param.moment0, -0.3125f);  // 0.75 * 0.25 - 0.25 * 2
+  EXPECT_EQ(param.weight, 3.09375f);   // 3.25 - 0.25 * (-1 + 0.5 * 3.25)
+  group.weight_decay = 0.0;
+  Step(ReferenceKernels(), OFFLOAD_SIGNUM, group, 3, 0.9375f, param);
+  EXPECT_EQ(param.moment0, 0.0f);     // 0.75 * -0.3125 + 0.25 * 0.9375
+  EXPECT_EQ(param.weight, 3.09375f);  // which has no sign
+  group.momentum = 0.0;               // signSGD
+  Step(ReferenceKernels(), OFFLOAD_SIGNUM, group, 4, -1e-30f, param);
+  EXPECT_EQ(param.weight, 3.34375f);
+}
+
+// Where the caller has vouched for a gradient that is NaN, the weights show it.
+TEST(ByHand, SignumKeepsNan) {
+  offload_group_t group = {};
+  group.lr = 0.25;
+  group.momentum = 0.75;
+  const auto expect_nan = [&](const KernelTable& table) {
+    Param param = {.weight = 4.0f};
+    Step(table, OFFLOAD_SIGNUM, group, 1, std::numeric_limits<float>::quiet_NaN(), param);
+    EXPECT_TRUE(std::isnan(param.moment0)) << table.isa;
+    EXPECT_TRUE(std::isnan(param.weight)) << table.isa;
+  };
+  expect_nan(ReferenceKernels());
+  for (const KernelTable* table : SimdKernels()) expect_nan(*table);
+}
+
 TEST(ByHand, Adagrad) {
   offload_group_t group = {};
   group.lr = 0.5;
@@ -286,7 +338,8 @@ class Textbook {
   double Update(uint64_t i, uint64_t t, double grad, double weight) {
     const offload_group_t& o = group_;
     double g = o.maximize ? -grad : grad;
-    const bool decoupled = algorithm_ == OFFLOAD_ADAMW || algorithm_ == OFFLOAD_LION;
+    const bool decoupled =
+        algorithm_ == OFFLOAD_ADAMW || algorithm_ == OFFLOAD_LION || algorithm_ == OFFLOAD_SIGNUM;
     const double decay = decoupled ? o.lr * o.weight_decay * weight : 0.0;
     if (!decoupled) g += o.weight_decay * weight;
     double& m = first_[i];
@@ -309,6 +362,10 @@ class Textbook {
         const double c = o.beta1 * m + (1 - o.beta1) * g;
         m = o.beta2 * m + (1 - o.beta2) * g;
         return o.lr * ((c > 0) - (c < 0)) + decay;
+      }
+      case OFFLOAD_SIGNUM: {
+        m = o.momentum * m + (1 - o.momentum) * g;
+        return o.lr * ((m > 0) - (m < 0)) + decay;
       }
       default: {
         m += g * g;
@@ -425,6 +482,17 @@ TEST(ThousandSteps, Lion) {
   group.beta2 = 0.99;
   group.weight_decay = 0.1;
   ExpectThousandSteps(OFFLOAD_LION, group);
+}
+
+TEST(ThousandSteps, Signum) {
+  offload_group_t group = {};
+  group.lr = 0.01;
+  group.momentum = 0.9;
+  group.weight_decay = 0.1;
+  ExpectThousandSteps(OFFLOAD_SIGNUM, group);
+  group.momentum = 0.4;
+  group.maximize = 1;
+  ExpectThousandSteps(OFFLOAD_SIGNUM, group);
 }
 
 TEST(ThousandSteps, Adagrad) {

@@ -39,7 +39,8 @@ const Field kFields[] = {
     {"beta1", &offload_group_t::beta1, UsesBetas},
     {"beta2", &offload_group_t::beta2, UsesBetas},
     {"eps", &offload_group_t::eps, UsesEps},
-    {"momentum", &offload_group_t::momentum, [](int32_t a) { return a == OFFLOAD_SGD; }},
+    {"momentum", &offload_group_t::momentum,
+     [](int32_t a) { return a == OFFLOAD_SGD || a == OFFLOAD_SIGNUM; }},
     {"dampening", &offload_group_t::dampening, [](int32_t a) { return a == OFFLOAD_SGD; }},
     {"lr_decay", &offload_group_t::lr_decay, [](int32_t a) { return a == OFFLOAD_ADAGRAD; }},
     {"initial_accumulator_value", &offload_group_t::initial_accumulator_value,
@@ -88,6 +89,17 @@ TEST(Group, BetasStayBelowOneInDouble) {
     }
 }
 
+TEST(Group, SignumsMomentumStaysBelowOneInDouble) {
+  offload_group_t group = Least(OFFLOAD_SIGNUM);
+  group.momentum = std::nextafter(1.0, 0.0);
+  EXPECT_TRUE(ValidateGroup(OFFLOAD_SIGNUM, group).ok());
+  group.momentum = 1.0;
+  ExpectRefused(OFFLOAD_SIGNUM, group, "momentum");
+  group = Least(OFFLOAD_SGD);  // whose momentum is a factor
+  group.momentum = 1.0;
+  EXPECT_TRUE(ValidateGroup(OFFLOAD_SGD, group).ok());
+}
+
 TEST(Group, EpsIsAboveZeroInFp32) {
   for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_ADAGRAD}) {
     offload_group_t group = Least(algorithm);
@@ -118,7 +130,8 @@ TEST(Group, NesterovNeedsMomentumAndNoDampening) {
           ExpectRefused(OFFLOAD_SGD, group, nesterov == 1 ? "nesterov" : "dampening");
         }
       }
-  for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_LION, OFFLOAD_ADAGRAD}) {
+  for (const int32_t algorithm :
+       {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_LION, OFFLOAD_ADAGRAD, OFFLOAD_SIGNUM}) {
     offload_group_t group = Least(algorithm);
     group.nesterov = 1;
     ExpectRefused(algorithm, group, "nesterov");

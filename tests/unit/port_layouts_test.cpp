@@ -98,10 +98,11 @@ class Updates {
     SkewedArray& grad = add(types.grad_dtype, false);
     SkewedArray& param = add(types.param_dtype, false);
     SkewedArray& master = add(IsSplit(types.layout) ? OFFLOAD_U16 : OFFLOAD_FP32, false);
-    SkewedArray& moment0 = add(moment, rule_ == Rule::kAdagrad);
+    SkewedArray& moment0 = add(moment, IsSumOfSquares(MomentOf(rule_, 0)));
     SkewedArray& moment1 = add(moment, true);
     const uint32_t which = updates_.size() % 2;
-    const bool has_moment0 = rule_ != Rule::kSgdPlain, has_moment1 = rule_ == Rule::kAdam;
+    const bool has_moment0 = MomentOf(rule_, 0) != kNoMoment;
+    const bool has_moment1 = MomentOf(rule_, 1) != kNoMoment;
     updates_.push_back({{grad.device_data(), param.device_data(), master.device_data(),
                          has_moment0 ? moment0.device_data() : nullptr,
                          has_moment1 ? moment1.device_data() : nullptr, count, rounding, order},

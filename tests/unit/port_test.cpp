@@ -267,7 +267,7 @@ TEST_P(PortTest, UpdatesGiveTheBitsOfTheSpecification) {
           SkewedArray& grad = add(grad_dtype, false);
           SkewedArray& param = add(param_dtype, false);
           SkewedArray& master = add(OFFLOAD_FP32, false);
-          SkewedArray& moment0 = add(OFFLOAD_FP32, rule == static_cast<int32_t>(Rule::kAdagrad));
+          SkewedArray& moment0 = add(OFFLOAD_FP32, IsSumOfSquares(MomentOf(Rule{rule}, 0)));
           SkewedArray& moment1 = add(OFFLOAD_FP32, true);
           const uint32_t which = updates.size() % 2;
           updates.push_back(

@@ -30,8 +30,10 @@ Case RandomCase(Random& random) {
   one.table = std::make_unique<ParamTable>(algorithm, *one.device);
   for (const double momentum : {0.0, 0.9}) {
     offload_group_t group{};
-    if (algorithm == OFFLOAD_SGD) group.momentum = momentum;
-    if (algorithm != OFFLOAD_SGD && algorithm != OFFLOAD_LION) group.eps = 1e-8;
+    for (const ReadNumber& read : AlgorithmOf(algorithm)->reads) {
+      if (read.field == &offload_group_t::momentum) group.momentum = momentum;
+      if (read.field == &offload_group_t::eps) group.eps = 1e-8;
+    }
     EXPECT_TRUE(one.table->AddGroup(group).ok());
   }
   const uint64_t counts[] = {0, 1, 31, 32, 33, 1023, 1024, 1025, 4096, 5003, 20000};
@@ -406,7 +408,8 @@ TEST(Shape, StateKindsAreNamedByTheAlgorithm) {
               {OFFLOAD_ADAM, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
               {OFFLOAD_SGD, OFFLOAD_STATE_MOMENTUM_BUFFER, -1},
               {OFFLOAD_LION, OFFLOAD_STATE_EXP_AVG, -1},
-              {OFFLOAD_ADAGRAD, OFFLOAD_STATE_SUM, -1}};
+              {OFFLOAD_ADAGRAD, OFFLOAD_STATE_SUM, -1},
+              {OFFLOAD_SIGNUM, OFFLOAD_STATE_EXP_AVG, -1}};
   for (const auto& row : rows) {
     EXPECT_EQ(StateKindOf(row.algorithm, kMaster), OFFLOAD_STATE_MASTER);
     EXPECT_EQ(StateKindOf(row.algorithm, kMasterLow), OFFLOAD_STATE_MASTER_LOW);

@@ -14,6 +14,7 @@ PAIRS = {
     "SGD": (hybridopt.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}),
     "SGD plain": (hybridopt.SGD, torch.optim.SGD, {"lr": 1e-2}),
     "Lion": (hybridopt.Lion, None, {"lr": 1e-3, "weight_decay": 0.01}),
+    "Signum": (hybridopt.Signum, None, {"lr": 1e-3, "weight_decay": 0.01}),
     "Adagrad": (hybridopt.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "weight_decay": 0.01}),
 }
 WITH_TORCH = {name: pair for name, pair in PAIRS.items() if pair[1] is not None}

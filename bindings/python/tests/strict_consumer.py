@@ -3,7 +3,7 @@
 import pathlib
 
 import torch
-from hybridopt import SGD, Adagrad, Adam, AdamW, Lion, OffloadOptimizer, Plan, TensorShard
+from hybridopt import SGD, Adagrad, Adam, AdamW, Lion, OffloadOptimizer, Plan, Signum, TensorShard
 from hybridopt import Stats as Totals
 from hybridopt import StepResult, abi
 from hybridopt.abi import Context, HybridoptError, Optimizer, checkpoint_inspect
@@ -15,6 +15,7 @@ def make(model: torch.nn.Module) -> list[OffloadOptimizer]:
         Adam(model.parameters(), state_dtype=torch.bfloat16),
         SGD(model.parameters(), lr=0.1, offload_fraction="auto", device_budget_bytes=1 << 30),
         Lion(model.parameters(), betas=(0.9, 0.99), fused=True),
+        Signum(model.parameters(), momentum=0.95),
         Adagrad(model.parameters(), threads=1),
     ]
 

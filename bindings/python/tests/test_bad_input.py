@@ -359,7 +359,7 @@ def test_a_hyperparameter_that_cannot_be_is_refused_and_can_be_put_right(change,
     assert bits(params) == bits(twins)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad"])
 def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
     param = Parameter(torch.ones(4))
     optimizer = getattr(hybridopt, name)([param], lr=1e-3)
@@ -405,7 +405,7 @@ def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
     ],
 )
 def test_options_that_cannot_be_are_refused(options, error, text):
-    for name in ("AdamW", "Adam", "SGD", "Lion", "Adagrad"):
+    for name in ("AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad"):
         with pytest.raises(error, match=text):
             getattr(hybridopt, name)([Parameter(torch.ones(1))], **options)
 

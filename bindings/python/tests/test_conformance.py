@@ -26,7 +26,7 @@ from models import bits
 
 
 def registered():
-    """torch's entries with our classes in their place, and one for Lion."""
+    """torch's entries with our classes in their place, and one for each that torch has not."""
     classes = (hybridopt.AdamW, hybridopt.Adam, hybridopt.SGD, hybridopt.Adagrad)
     ours = {cls.__name__: cls for cls in classes}
     infos = []
@@ -38,9 +38,9 @@ def registered():
             own.supports_complex = own.supports_sparse = False
             own.supports_multiple_devices = False
             infos.append(own)
-    infos.append(
+    infos.extend(
         OptimizerInfo(
-            hybridopt.Lion,
+            cls,
             optim_inputs_func=lambda device, dtype=None: [
                 OptimizerInput(params=None, kwargs={}, desc="default"),
                 OptimizerInput(params=None, kwargs={"lr": 0.01}, desc="non-default lr"),
@@ -54,6 +54,7 @@ def registered():
             not_og_supported_flags=("maximize",),
             supports_complex=False,
         )
+        for cls in (hybridopt.Lion, hybridopt.Signum)
     )
     return infos
 
@@ -113,9 +114,9 @@ def trained(info, case, steps=6, params=None):
     return optimizer, [weight, bias], closure
 
 
-def test_five_optimizers_are_registered():
+def test_all_optimizers_are_registered():
     names = sorted(info.name for info in INFOS)
-    assert names == ["Adagrad", "Adam", "AdamW", "Lion", "SGD"]
+    assert names == ["Adagrad", "Adam", "AdamW", "Lion", "SGD", "Signum"]
     assert len(CASES) > 50
 
 
@@ -125,7 +126,7 @@ def test_five_optimizers_are_registered():
 @every_optimizer
 def test_errors(info):
     errors = info.optim_error_inputs_func("cpu", torch.float32)
-    assert errors or info.name == "Lion"
+    assert errors or info.name in ("Lion", "Signum")
     for error in errors:
         given = error.optimizer_error_input
         params = given.params
@@ -140,15 +141,23 @@ def test_errors(info):
                 info.optim_cls(params, **given.kwargs)
 
 
-def test_lion_refuses_what_adam_does():
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (hybridopt.Lion, {"lr", "betas", "weight_decay"}),
+        (hybridopt.Signum, {"lr", "weight_decay"}),
+    ],
+    ids=["Lion", "Signum"],
+)
+def test_what_torch_has_not_refuses_what_adam_does(cls, names):
     param = Parameter(torch.randn(1))
     for error in next(i for i in INFOS if i.name == "Adam").optim_error_inputs_func("cpu", None):
         kwargs = error.optimizer_error_input.kwargs
-        if set(kwargs) <= {"lr", "betas", "weight_decay"} and "betas must" not in error.error_regex:
+        if set(kwargs) <= names and "betas must" not in error.error_regex:
             params = error.optimizer_error_input.params or [param]
             if isinstance(params, torch.Tensor) or not issubclass(error.error_type, Warning):
                 with pytest.raises(error.error_type, match=error.error_regex):
-                    hybridopt.Lion(params, **kwargs)
+                    cls(params, **kwargs)
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])

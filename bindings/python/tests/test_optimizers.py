@@ -410,12 +410,12 @@ def pickle_both(optimizer, params):
     return pickle.loads(pickle.dumps((optimizer, params)))
 
 
-@pytest.mark.parametrize("name", ["SGD", "Lion"])
+@pytest.mark.parametrize("name", ["SGD", "Lion", "Signum"])
 @pytest.mark.parametrize(
     "moved", [replace_state, load_own_state, add_a_group, copy_both, pickle_both]
 )
 def test_state_that_others_have_moved_is_not_rounded_with_the_same_bits_again(name, moved):
-    """torch's state of SGD and Lion has no step count, from which the random bits are drawn."""
+    """The state_dict of SGD, Lion and Signum has no step count, from which the random bits are drawn."""
     ours, _, arguments = PAIRS[name]
     params = [Parameter(torch.randn(500)) for _ in range(2)]
     others = clone(params)
@@ -802,7 +802,7 @@ def test_moments_in_bf16(name, dtype):
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run(optimizer, params, [5])
     run(resumed, resumed_params, [5])
-    if name not in ("SGD", "Lion"):  # whose state_dict has no step, which random rounding goes by
+    if name not in ("SGD", "Lion", "Signum"):  # whose state_dict has no step, which random rounding goes by
         assert bits(resumed_params) == bits(params)
         assert state_bits(resumed) == state_bits(optimizer)
 

@@ -8,7 +8,7 @@
 
 namespace hybridopt::cuda {
 
-// What kernels/rules.inc is written in, for one number.
+// The operations that rules.inc is written in, on one number.
 #define HYBRIDOPT_RULE __device__ inline
 using Float = float;
 __device__ inline float Broadcast(float value) { return value; }
@@ -23,8 +23,8 @@ __device__ inline float Lerp(float old, float next, float keep, float weight) {
                        : __fmaf_rn(keep, __fsub_rn(old, next), next);
 }
 __device__ inline float Saturate(float value) { return value < FLT_MAX ? value : FLT_MAX; }
-__device__ inline float SignOr(float value, float rest) {
-  return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : rest;
+__device__ inline float SignOr(float value, float neither) {
+  return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : neither;
 }
 
 #include "kernels/rules.inc"

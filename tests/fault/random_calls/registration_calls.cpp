@@ -25,7 +25,7 @@ void CreateOptimizer(World& world) {
   const offload_context_t context = world.PickContext();
   auto options = Make<offload_optimizer_options_t>();
   options.struct_size = world.StructSize(sizeof(options));
-  options.algorithm = static_cast<int32_t>(random.Chance(95) ? 1 + random.Below(5) : 6);
+  options.algorithm = static_cast<int32_t>(random.Chance(95) ? 1 + random.Below(6) : 7);
   options.device_fraction = world.Number();
   options.chunk_elements = random.OneOf<uint64_t>({0, 1024, 1024, 1024, 7, UINT64_MAX});
   options.staging_slots = random.OneOf<uint32_t>({0, 2, 2, 3, 64, 1, UINT32_MAX});
@@ -78,6 +78,7 @@ offload_group_t Group(World& world, offload_optimizer_t optimizer) {
     if (random.Chance(20)) group.dampening = world.Number();
   }
   if (algorithm == OFFLOAD_ADAGRAD) group.initial_accumulator_value = world.Number();
+  if (algorithm == OFFLOAD_SIGNUM) group.momentum = world.Number();
   if (random.Chance(2)) group.momentum = 0.5;
   if (random.Chance(1)) group.reserved = 1;
   return group;

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import abi
-    from .algorithms import SGD, Adagrad, Adam, AdamW, Lion
+    from .algorithms import SGD, Adagrad, Adam, AdamW, Lion, Signum
     from .optimizer import OffloadOptimizer
     from .options import OffloadOptions
     from .plans import Plan, Stats, StepResult
@@ -22,6 +22,7 @@ _MODULES = {
     "AdamW": "algorithms",
     "Lion": "algorithms",
     "SGD": "algorithms",
+    "Signum": "algorithms",
     "OffloadOptimizer": "optimizer",
     "OffloadOptions": "options",
     "Plan": "plans",
@@ -40,6 +41,7 @@ __all__ = [
     "OffloadOptimizer",
     "OffloadOptions",
     "Plan",
+    "Signum",
     "Stats",
     "StepResult",
     "TensorShard",

@@ -12,6 +12,7 @@ ALGORITHMS = {
     "adam": (abi.OFFLOAD_ADAM, {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}),
     "sgd": (abi.OFFLOAD_SGD, {"momentum": 0.9}),
     "lion": (abi.OFFLOAD_LION, {"beta1": 0.9, "beta2": 0.99}),
+    "signum": (abi.OFFLOAD_SIGNUM, {"momentum": 0.9}),
     "adagrad": (abi.OFFLOAD_ADAGRAD, {"eps": 1e-10}),
 }
 DTYPES = {

@@ -1,4 +1,5 @@
-"""The optimizers: torch's classes by name, arguments, checks and state_dict, and Lion."""
+"""The optimizers: torch's classes by name, arguments, checks and state_dict; Lion and Signum, which
+torch does not have, in the same manner."""
 
 from __future__ import annotations
 
@@ -194,7 +195,40 @@ class SGD(OffloadOptimizer, torch.optim.SGD):
         }
 
 
-class Lion(OffloadOptimizer):
+class _FromPaper(OffloadOptimizer):
+    """An optimizer that torch does not have. It checks its arguments as torch's optimizers do."""
+
+    def _start(
+        self,
+        params: ParamsT,
+        options: OffloadOptions,
+        lr: float | Tensor,
+        weight_decay: float,
+        switches: dict[str, bool | None],
+        **hyperparameters: Any,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if switches["foreach"] and switches["fused"]:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        self._configure(options)
+        defaults = {"lr": lr, **hyperparameters, "weight_decay": weight_decay, **switches}
+        OffloadOptimizer.__init__(self, params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state_dict of somebody else's class may lack these
+            group.setdefault("foreach", None)
+            group.setdefault("maximize", False)
+            group.setdefault("differentiable", False)
+            group.setdefault("fused", None)
+
+
+class Lion(_FromPaper):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023) with its momentum in
     host memory. `foreach` and `fused` change nothing here."""
 
@@ -211,36 +245,16 @@ class Lion(OffloadOptimizer):
         fused: bool | None = None,
         **options: Unpack[OffloadOptions],
     ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
         for index, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        if foreach and fused:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._configure(options)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
+        switches = {
             "foreach": foreach,
             "maximize": maximize,
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(params, defaults)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # a state_dict of another Lion may lack these
-            group.setdefault("foreach", None)
-            group.setdefault("maximize", False)
-            group.setdefault("differentiable", False)
-            group.setdefault("fused", None)
+        self._start(params, options, lr, weight_decay, switches, betas=betas)
 
     def _algorithm(self) -> int:
         return abi.OFFLOAD_LION
@@ -251,6 +265,46 @@ class Lion(OffloadOptimizer):
             "lr": _learning_rate(group),
             "beta1": float(beta1),
             "beta2": float(beta2),
+            "weight_decay": float(group["weight_decay"]),
+            "maximize": int(group["maximize"]),
+        }
+
+
+class Signum(_FromPaper):
+    """Signum, that is signSGD with momentum (Bernstein et al., "signSGD: Compressed Optimisation for
+    Non-Convex Problems", 2018), with its momentum in host memory. `weight_decay` is decoupled, as in
+    AdamW. `foreach` and `fused` change nothing here."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        momentum: float = 0.9,
+        weight_decay: float = 0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[OffloadOptions],
+    ) -> None:
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"Invalid momentum value: {momentum}")
+        switches = {
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        self._start(params, options, lr, weight_decay, switches, momentum=momentum)
+
+    def _algorithm(self) -> int:
+        return abi.OFFLOAD_SIGNUM
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": _learning_rate(group),
+            "momentum": float(group["momentum"]),
             "weight_decay": float(group["weight_decay"]),
             "maximize": int(group["maximize"]),
         }

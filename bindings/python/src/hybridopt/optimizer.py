@@ -1,4 +1,4 @@
-"""OffloadOptimizer: what AdamW, Adam, SGD, Lion and Adagrad have in common. A torch optimizer in
+"""OffloadOptimizer: what the optimizers of algorithms.py have in common. A torch optimizer in
 everything that can be seen; the state lives in the library and its step is one call."""
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ pub const OFFLOAD_ADAM: i32 = 2;
 pub const OFFLOAD_SGD: i32 = 3;
 pub const OFFLOAD_LION: i32 = 4;
 pub const OFFLOAD_ADAGRAD: i32 = 5;
+pub const OFFLOAD_SIGNUM: i32 = 6;
 
 pub const OFFLOAD_FP32: i32 = 1;
 pub const OFFLOAD_BF16: i32 = 2;

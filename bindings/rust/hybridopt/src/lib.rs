@@ -117,6 +117,7 @@
 //! the call is waited for, the others' end with the closure.
 #![deny(missing_docs, unsafe_op_in_unsafe_fn)]
 
+mod algorithm;
 mod checkpoint;
 mod comm;
 mod contain;
@@ -136,6 +137,7 @@ mod report;
 mod slot;
 mod state;
 
+pub use algorithm::Algorithm;
 pub use checkpoint::{
     inspect, newest, verify, CheckpointTensor, LoadOptions, SaveOptions, VerifyOptions,
 };
@@ -148,7 +150,7 @@ pub use handle::Ticket;
 pub use lifecycle::Move;
 pub use memory::Memory;
 pub use optimizer::{Optimizer, StepOptions};
-pub use param::{Algorithm, Group, GroupId, Param, ParamId, Placement, Shard};
+pub use param::{Group, GroupId, Param, ParamId, Placement, Shard};
 pub use queue::{Queue, Waiter};
 pub use registration::{MasterLayout, Movable, OptimizerBuilder, Registration, Rounding};
 pub use report::{CheckpointInfo, ContextInfo, Plan, Stats, StepResult};

@@ -16,33 +16,6 @@ pub struct GroupId(pub(crate) u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ParamId(pub(crate) u32);
 
-/// The update rules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Algorithm {
-    /// Adam with decoupled weight decay.
-    AdamW,
-    /// Adam with L2 weight decay.
-    Adam,
-    /// Momentum, dampening, nesterov.
-    Sgd,
-    /// The sign of an interpolated momentum.
-    Lion,
-    /// A sum of squares.
-    Adagrad,
-}
-
-impl Algorithm {
-    pub(crate) fn raw(self) -> i32 {
-        match self {
-            Algorithm::AdamW => sys::OFFLOAD_ADAMW,
-            Algorithm::Adam => sys::OFFLOAD_ADAM,
-            Algorithm::Sgd => sys::OFFLOAD_SGD,
-            Algorithm::Lion => sys::OFFLOAD_LION,
-            Algorithm::Adagrad => sys::OFFLOAD_ADAGRAD,
-        }
-    }
-}
-
 /// Hyperparameters, as PyTorch names and means them. There are no silent defaults: `Default` is all
 /// zero, and a field that the algorithm does not use must stay zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -57,7 +30,7 @@ pub struct Group {
     pub eps: f64,
     /// All algorithms.
     pub weight_decay: f64,
-    /// SGD; whether it is zero is settled at commit.
+    /// SGD; whether it is zero is settled at commit. Signum; in [0, 1).
     pub momentum: f64,
     /// SGD; needs momentum.
     pub dampening: f64,

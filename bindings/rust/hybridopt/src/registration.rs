@@ -7,13 +7,14 @@ use std::time::Duration;
 
 use hybridopt_sys as sys;
 
+use crate::algorithm::Algorithm;
 use crate::comm::Comm;
 use crate::context::{nanoseconds, Context};
 use crate::element::Dtype;
 use crate::error::{check, Result};
 use crate::handle::Handle;
 use crate::optimizer::Optimizer;
-use crate::param::{Algorithm, Group, GroupId, Param, ParamId};
+use crate::param::{Group, GroupId, Param, ParamId};
 use crate::report::Plan;
 use crate::slot::Slot;
 

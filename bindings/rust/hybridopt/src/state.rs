@@ -15,7 +15,7 @@ use crate::param::ParamId;
 pub enum StateKind {
     /// The fp32 value of a param.
     Master,
-    /// AdamW, Adam, Lion.
+    /// AdamW, Adam, Lion, Signum.
     ExpAvg,
     /// AdamW, Adam.
     ExpAvgSq,

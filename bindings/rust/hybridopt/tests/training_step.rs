@@ -113,6 +113,7 @@ fn other_algorithms_step() -> Result<()> {
         (Algorithm::Sgd, Group { lr: 0.5, ..Group::default() }, 1.0 - 0.5 * 2.0),
         (Algorithm::Lion, Group { lr: 0.5, beta1: 0.9, beta2: 0.99, ..Group::default() }, 0.5),
         (Algorithm::Adagrad, Group { lr: 0.5, eps: 1e-10, ..Group::default() }, 0.5),
+        (Algorithm::Signum, Group { lr: 0.5, momentum: 0.9, ..Group::default() }, 0.5),
         (
             Algorithm::Adam,
             Group { lr: 0.5, beta1: 0.9, beta2: 0.99, eps: 1e-12, ..Group::default() },

@@ -1,4 +1,4 @@
-"""The structs, constants and functions of offload.h, by the same names.
+"""The structs, constants and functions of offload.h, by the same names, and the algorithms.
 
 Written by generate_abi.py; do not edit. The manual is the header.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import CFUNCTYPE, POINTER
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Struct(ctypes.Structure):
@@ -43,6 +43,7 @@ OFFLOAD_ADAM = 2
 OFFLOAD_SGD = 3
 OFFLOAD_LION = 4
 OFFLOAD_ADAGRAD = 5
+OFFLOAD_SIGNUM = 6
 OFFLOAD_FP32 = 1
 OFFLOAD_BF16 = 2
 OFFLOAD_FP16 = 3
@@ -701,4 +702,61 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_stream_destroy": (ctypes.c_int32, [offload_context_t, offload_stream_t]),
     "offload_stream_synchronize": (ctypes.c_int32, [offload_context_t, offload_stream_t, ctypes.c_int64]),
     "offload_stream_run": (ctypes.c_int32, [offload_context_t, offload_stream_t, offload_stream_function_t, ctypes.c_void_p]),
+}
+
+
+class Algorithm(NamedTuple):
+    """A row of src/kernels/algorithms.h."""
+
+    name: str
+    moments: dict[str, int]  # enum offload_state_kind, by the names that torch gives them
+    needs_momentum: bool  # it keeps its moments for groups with momentum only
+    numbers: tuple[str, ...]  # of a group, that it reads
+    counts_steps: bool  # torch keeps a step count beside the moments
+
+
+# By enum offload_algorithm.
+ALGORITHMS: dict[int, Algorithm] = {
+    OFFLOAD_ADAMW: Algorithm(
+        "AdamW",
+        {"exp_avg": OFFLOAD_STATE_EXP_AVG, "exp_avg_sq": OFFLOAD_STATE_EXP_AVG_SQ},
+        False,
+        ("lr", "beta1", "beta2", "eps", "weight_decay"),
+        True,
+    ),
+    OFFLOAD_ADAM: Algorithm(
+        "Adam",
+        {"exp_avg": OFFLOAD_STATE_EXP_AVG, "exp_avg_sq": OFFLOAD_STATE_EXP_AVG_SQ},
+        False,
+        ("lr", "beta1", "beta2", "eps", "weight_decay"),
+        True,
+    ),
+    OFFLOAD_SGD: Algorithm(
+        "SGD",
+        {"momentum_buffer": OFFLOAD_STATE_MOMENTUM_BUFFER},
+        True,
+        ("lr", "weight_decay", "momentum", "dampening"),
+        False,
+    ),
+    OFFLOAD_LION: Algorithm(
+        "Lion",
+        {"exp_avg": OFFLOAD_STATE_EXP_AVG},
+        False,
+        ("lr", "beta1", "beta2", "weight_decay"),
+        False,
+    ),
+    OFFLOAD_ADAGRAD: Algorithm(
+        "Adagrad",
+        {"sum": OFFLOAD_STATE_SUM},
+        False,
+        ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"),
+        True,
+    ),
+    OFFLOAD_SIGNUM: Algorithm(
+        "Signum",
+        {"exp_avg": OFFLOAD_STATE_EXP_AVG},
+        False,
+        ("lr", "weight_decay", "momentum"),
+        False,
+    ),
 }

@@ -296,6 +296,7 @@ pub fn table() -> Table {
         OFFLOAD_SGD,
         OFFLOAD_LION,
         OFFLOAD_ADAGRAD,
+        OFFLOAD_SIGNUM,
     );
     values!(table,
         OFFLOAD_FP32,
