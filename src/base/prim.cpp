@@ -17,6 +17,8 @@
 #include <climits>
 #include <cstdio>
 #include <iterator>
+#include <memory>
+#include <new>
 #include <sstream>
 #include <utility>
 
@@ -247,6 +249,38 @@ constexpr uint32_t kCpusMax = 1 << 16;
 
 std::atomic<uint64_t> fork_generation{0};
 
+// --- Threads ---
+
+struct StartArguments {
+  char name[16];
+  void (*body)(void*);
+  void* argument;
+};
+
+void* RunThread(void* start) {
+  const StartArguments arguments = *static_cast<StartArguments*>(start);
+  delete static_cast<StartArguments*>(start);
+  pthread_setname_np(pthread_self(), arguments.name);
+  fesetenv(FE_DFL_ENV);
+  arguments.body(arguments.argument);
+  return nullptr;
+}
+
+Result<pthread_t> CreateThread(void* (*body)(void*), void* argument) {
+  sigset_t blocked, before;
+  sigfillset(&blocked);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&blocked, fault);
+  pthread_sigmask(SIG_BLOCK, &blocked, &before);  // a thread inherits its creator's mask
+  pthread_t thread;
+  const int error = pthread_create(&thread, nullptr, body, argument);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (error == 0) return thread;
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "the system refused another thread (%s): raise the limit of threads (ulimit "
+                       "-u, cgroup pids.max) or of memory, or ask for fewer threads",
+                       ErrorText(error).c_str());
+}
+
 }  // namespace
 
 uint64_t PageBytes() {
@@ -385,22 +419,37 @@ PciPlace PlaceOfPciDevice(const std::string& id, const std::string& root) {
   return place;
 }
 
-Result<pthread_t> StartThread(void* (*body)(void*), void* argument) {
-  sigset_t blocked, before;
-  sigfillset(&blocked);
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&blocked, fault);
-  pthread_sigmask(SIG_BLOCK, &blocked, &before);  // a thread inherits its creator's mask
-  pthread_t thread;
-  const int error = pthread_create(&thread, nullptr, body, argument);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (error == 0) return thread;
-  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
-                       "the system refused another thread (%s): raise the limit of threads (ulimit "
-                       "-u, cgroup pids.max) or of memory, or ask for fewer threads",
-                       ErrorText(error).c_str());
+Thread::Thread(Thread&& other) noexcept
+    : thread_(std::exchange(other.thread_, std::nullopt)),
+      fork_generation_(other.fork_generation_) {}
+
+Thread& Thread::operator=(Thread&& other) noexcept {
+  Join();
+  thread_ = std::exchange(other.thread_, std::nullopt);
+  fork_generation_ = other.fork_generation_;
+  return *this;
 }
 
-void JoinThread(pthread_t thread) { HYBRIDOPT_CHECK(pthread_join(thread, nullptr) == 0); }
+Result<Thread> Thread::StartBody(const char* name, void (*body)(void*), void* argument) {
+  std::unique_ptr<StartArguments> start(new (std::nothrow) StartArguments);
+  if (start == nullptr)
+    return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY, "out of host memory for a thread \"%s\"",
+                         name);
+  std::snprintf(start->name, sizeof(start->name), "%s", name);
+  start->body = body;
+  start->argument = argument;
+  Thread thread;
+  thread.fork_generation_ = ForkGeneration();
+  HYBRIDOPT_ASSIGN(thread.thread_, CreateThread(RunThread, start.get()));
+  (void)start.release();  // the thread deletes it
+  return thread;
+}
+
+void Thread::Join() {
+  if (thread_.has_value() && fork_generation_ == ForkGeneration())
+    HYBRIDOPT_CHECK(pthread_join(*thread_, nullptr) == 0);
+  thread_.reset();
+}
 
 bool PinThisThread(const std::vector<uint32_t>& cpus) {
   CpuSet set(*std::max_element(cpus.begin(), cpus.end()) + 1);
@@ -408,17 +457,9 @@ bool PinThisThread(const std::vector<uint32_t>& cpus) {
   return sched_setaffinity(0, set.bytes(), set.get()) == 0;
 }
 
-void ResetFloatingPointMode() { fesetenv(FE_DFL_ENV); }
-
 uint64_t SveVectorBytes() {
   const int answer = prctl(PR_SVE_GET_VL);
   return answer < 0 ? 0 : static_cast<uint64_t>(answer & PR_SVE_VL_LEN_MASK);
-}
-
-void NameThisThread(const char* name) {
-  char kept[16];
-  std::snprintf(kept, sizeof(kept), "%s", name);
-  pthread_setname_np(pthread_self(), kept);
 }
 
 }  // namespace hybridopt::prim

@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,23 +72,44 @@ struct PciPlace {
 };
 PciPlace PlaceOfPciDevice(const std::string& id, const std::string& root = "");
 
-// Starts a thread that runs body(argument). The application's signal handlers never run on it: all
-// signals are blocked but those that a fault of the thread itself raises, which must still reach a
-// crash reporter. OUT_OF_HOST_MEMORY where the system refuses another thread.
-Result<pthread_t> StartThread(void* (*body)(void*), void* argument);
-void JoinThread(pthread_t thread);
+// One of the library's own threads. Its owner joins it, by Join or by destroying it. The
+// application's signal handlers never run on it: all signals are blocked but those that a fault of
+// the thread itself raises, which must still reach a crash reporter. Its floating-point mode is the
+// standard one: a thread inherits its creator's flush-to-zero setting and rounding mode, which
+// would change bits.
+class Thread {
+ public:
+  Thread() = default;  // no thread
+  Thread(Thread&& other) noexcept;
+  Thread& operator=(Thread&& other) noexcept;
+  ~Thread() { Join(); }
+
+  // Calls (object->*kBody)() on a new thread. `name` is shown by debuggers, which keep 15 bytes of
+  // it. The object must live until Join has returned. kBody must not throw: it catches
+  // std::bad_alloc wherever it allocates, because nobody else can.
+  // OUT_OF_HOST_MEMORY where the system refuses another thread.
+  template <auto kBody, typename Object>
+  static Result<Thread> Start(const char* name, Object* object) {
+    return StartBody(
+        name, [](void* self) { (static_cast<Object*>(self)->*kBody)(); }, object);
+  }
+
+  bool joinable() const { return thread_.has_value(); }
+  // Waits until the thread has ended; returns at once where there is none. In a child of fork,
+  // which does not have its parent's threads, it returns at once too.
+  void Join();
+
+ private:
+  static Result<Thread> StartBody(const char* name, void (*body)(void*), void* argument);
+
+  std::optional<pthread_t> thread_;
+  uint64_t fork_generation_ = 0;  // of the process that started it
+};
 
 // Ties the calling thread to `cpus` (not empty). False where the system refuses.
 bool PinThisThread(const std::vector<uint32_t>& cpus);
 
-// Gives the calling thread the standard floating-point mode: threads inherit their creator's
-// flush-to-zero setting and rounding mode, which would change bits.
-void ResetFloatingPointMode();
-
 // Length of the calling thread's SVE vectors; 0 where the CPU or the system has none.
 uint64_t SveVectorBytes();
-
-// Names the calling thread for debuggers; at most 15 bytes are kept.
-void NameThisThread(const char* name);
 
 }  // namespace hybridopt::prim

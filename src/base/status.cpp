@@ -2,10 +2,21 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <exception>
+#include <new>
 
 namespace hybridopt {
+namespace {
 
-Status Status::Error(int32_t code, const char* format, ...) {
+// Made when the library is loaded, since there may be no memory for them later, and never
+// destroyed: threads may still use them when the process ends.
+const std::string& kEmpty = *new std::string;
+const std::string& kNoMemoryForText =
+    *new std::string("out of host memory, also for the text of this error");
+
+}  // namespace
+
+Status Status::Error(int32_t code, const char* format, ...) noexcept {
   char text[1024];
   va_list arguments;
   va_start(arguments, format);
@@ -13,8 +24,28 @@ Status Status::Error(int32_t code, const char* format, ...) {
   va_end(arguments);
   Status status;
   status.code_ = code;
-  status.message_ = text;
+  try {
+    status.message_ = std::make_shared<const std::string>(text);
+  } catch (const std::bad_alloc&) {
+  }
   return status;
+}
+
+Status Status::OfException(const char* what) noexcept {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    return Error(OFFLOAD_OUT_OF_HOST_MEMORY, "out of host memory for %s", what);
+  } catch (const std::exception& error) {
+    return Error(OFFLOAD_INTERNAL, "%s ended in an exception: %s", what, error.what());
+  } catch (...) {
+    return Error(OFFLOAD_INTERNAL, "%s ended in an exception of unknown type", what);
+  }
+}
+
+const std::string& Status::message() const {
+  if (message_ != nullptr) return *message_;
+  return ok() ? kEmpty : kNoMemoryForText;
 }
 
 }  // namespace hybridopt

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,21 +13,35 @@
 namespace hybridopt {
 
 // OFFLOAD_OK, or one of enum offload_status with a text that names the parameter, what was got,
-// what was expected and the way out. An OK status owns no memory.
+// what was expected and the way out. An OK status owns no memory, and copies share their text.
 class [[nodiscard]] Status {
  public:
   Status() = default;
 
-  [[gnu::format(printf, 2, 3)]] static Status Error(int32_t code, const char* format, ...);
+  // Where there is no memory for the text, the status has its code and a fixed text.
+  [[gnu::format(printf, 2, 3)]] static Status Error(int32_t code, const char* format, ...) noexcept;
+  // Of the exception that is being handled: OUT_OF_HOST_MEMORY for std::bad_alloc, else INTERNAL.
+  // `what` names what threw it, as in "a save".
+  static Status OfException(const char* what) noexcept;
 
   bool ok() const { return code_ == OFFLOAD_OK; }
   int32_t code() const { return code_; }
-  const std::string& message() const { return message_; }
+  const std::string& message() const;
 
  private:
   int32_t code_ = OFFLOAD_OK;
-  std::string message_;
+  std::shared_ptr<const std::string> message_;  // NULL: OK, or no memory for it
 };
+
+// The status that call() returns, or that stands for the exception that it throws.
+template <typename Call>
+Status CatchExceptions(const char* what, Call&& call) noexcept {
+  try {
+    return call();
+  } catch (...) {
+    return Status::OfException(what);
+  }
+}
 
 // A value, or the status that says why there is none.
 template <typename T>

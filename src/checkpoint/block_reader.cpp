@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/prim.h"
 
 namespace hybridopt::checkpoint {
 
@@ -24,21 +23,16 @@ BlockReader::~BlockReader() {
     stopping_ = true;
   }
   changed_.notify_all();
-  for (pthread_t thread : threads_) prim::JoinThread(thread);
+  threads_.clear();  // joins them
 }
 
 Status BlockReader::Start() {
-  const auto body = [](void* self) -> void* {
-    static_cast<BlockReader*>(self)->Loop();
-    return nullptr;
-  };
-  const uint64_t threads = std::min<uint64_t>(blocks_, extents_.size());
-  for (uint64_t i = 0; i < threads; ++i) {
-    Result<pthread_t> thread = prim::StartThread(body, this);
-    // One is enough to go on.
-    if (!thread.ok() && i == 0) return thread.status();
-    if (!thread.ok()) break;
-    threads_.push_back(thread.value());
+  const uint64_t count = std::min<uint64_t>(blocks_, extents_.size());
+  threads_.reserve(count);  // a thread that runs already must not be lost to an exception
+  while (threads_.size() < count) {
+    Result<prim::Thread> thread = prim::Thread::Start<&BlockReader::Loop>("hybridopt/read", this);
+    if (!thread.ok()) return threads_.empty() ? thread.status() : Status();  // one is enough
+    threads_.push_back(std::move(thread.value()));
   }
   return {};
 }
@@ -55,7 +49,6 @@ Result<const std::byte*> BlockReader::Next() {
 }
 
 void BlockReader::Loop() {
-  prim::NameThisThread("hybridopt/read");
   std::unique_lock lock(mutex_);
   while (true) {
     // The block of extent n is free once extent n - blocks_ is no longer the one given last.
@@ -66,7 +59,7 @@ void BlockReader::Loop() {
     if (stopping_ || next_to_read_ == extents_.size()) return;
     const uint64_t index = next_to_read_++;
     lock.unlock();
-    Status status = ReadOne(index);
+    Status status = CatchExceptions("reading a block", [&] { return ReadOne(index); });
     lock.lock();
     outcomes_[index % blocks_] = std::move(status);
     done_[index % blocks_] = true;

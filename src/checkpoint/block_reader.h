@@ -2,8 +2,6 @@
 // read ahead while the caller works on one.
 #pragma once
 
-#include <pthread.h>
-
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "base/prim.h"
 #include "base/status.h"
 #include "checkpoint/file_io.h"
 
@@ -57,7 +56,7 @@ class BlockReader {
   std::byte* const memory_;
   const uint32_t blocks_;
   const uint64_t block_bytes_;
-  std::vector<pthread_t> threads_;
+  std::vector<prim::Thread> threads_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -1,9 +1,9 @@
 #include "checkpoint/block_writer.h"
 
 #include <cstring>
+#include <utility>
 
 #include "base/check.h"
-#include "base/prim.h"
 
 namespace hybridopt::checkpoint {
 
@@ -16,16 +16,11 @@ BlockWriter::BlockWriter(File& file, std::byte* memory, uint32_t blocks, uint64_
 BlockWriter::~BlockWriter() { Stop(); }
 
 Status BlockWriter::Start() {
-  const auto body = [](void* self) -> void* {
-    static_cast<BlockWriter*>(self)->Loop();
-    return nullptr;
-  };
-  for (uint32_t i = 0; i < blocks_; ++i) {
-    Result<pthread_t> thread = prim::StartThread(body, this);
-    // One is enough to go on.
-    if (!thread.ok() && i == 0) return thread.status();
-    if (!thread.ok()) break;
-    threads_.push_back(thread.value());
+  threads_.reserve(blocks_);  // a thread that runs already must not be lost to an exception
+  while (threads_.size() < blocks_) {
+    Result<prim::Thread> thread = prim::Thread::Start<&BlockWriter::Loop>("hybridopt/write", this);
+    if (!thread.ok()) return threads_.empty() ? thread.status() : Status();  // one is enough
+    threads_.push_back(std::move(thread.value()));
   }
   return {};
 }
@@ -37,8 +32,7 @@ void BlockWriter::Stop() {
     waiting_.clear();
   }
   changed_.notify_all();
-  for (pthread_t thread : threads_) prim::JoinThread(thread);
-  threads_.clear();
+  threads_.clear();  // joins them
 }
 
 Result<std::byte*> BlockWriter::Next() {
@@ -66,7 +60,6 @@ Status BlockWriter::Finish() {
 }
 
 void BlockWriter::Loop() {
-  prim::NameThisThread("hybridopt/write");
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return !waiting_.empty() || stopping_; });
@@ -75,10 +68,7 @@ void BlockWriter::Loop() {
     waiting_.pop_front();
     writing_ += 1;
     lock.unlock();
-    std::byte* const data = At(piece.block);
-    const uint64_t whole_bytes = RoundUpToDirect(piece.bytes);
-    std::memset(data + piece.bytes, 0, whole_bytes - piece.bytes);
-    Status status = file_.Write(data, whole_bytes, piece.offset);
+    Status status = CatchExceptions("writing a block", [&] { return WriteOne(piece); });
     lock.lock();
     writing_ -= 1;
     free_.insert(free_.begin(), piece.block);  // at the back stays what Next may have given
@@ -91,6 +81,13 @@ void BlockWriter::Loop() {
     }
     changed_.notify_all();
   }
+}
+
+Status BlockWriter::WriteOne(const Piece& piece) {
+  std::byte* const data = At(piece.block);
+  const uint64_t whole_bytes = RoundUpToDirect(piece.bytes);
+  std::memset(data + piece.bytes, 0, whole_bytes - piece.bytes);
+  return file_.Write(data, whole_bytes, piece.offset);
 }
 
 }  // namespace hybridopt::checkpoint

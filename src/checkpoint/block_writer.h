@@ -2,8 +2,6 @@
 // caller fills one block while threads write the others.
 #pragma once
 
-#include <pthread.h>
-
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "base/function_ref.h"
+#include "base/prim.h"
 #include "base/status.h"
 #include "checkpoint/file_io.h"
 
@@ -42,6 +41,7 @@ class BlockWriter {
     uint64_t bytes;
   };
   void Loop();
+  Status WriteOne(const Piece& piece);
   void Stop();
   std::byte* At(uint32_t block) const { return memory_ + block * block_bytes_; }
 
@@ -50,7 +50,7 @@ class BlockWriter {
   const uint32_t blocks_;
   const uint64_t block_bytes_;
   const FunctionRef<void(uint64_t)> wrote_;
-  std::vector<pthread_t> threads_;
+  std::vector<prim::Thread> threads_;
   uint64_t offset_ = 0;  // of the next block
 
   std::mutex mutex_;

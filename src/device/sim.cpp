@@ -250,10 +250,10 @@ Result<EventHandle> SimDevice::CreateEvent(const char* label) {
   std::lock_guard lock(mutex_);
   if (free_events_.empty()) free_events_.push_back(&events_.emplace_back());
   SimEvent* event = free_events_.back();
-  free_events_.pop_back();
-  live_events_.insert(event);
   std::lock_guard event_lock(event->mutex);
   event->label = label;
+  live_events_.insert(event);
+  free_events_.pop_back();  // last: what comes before may throw
   return reinterpret_cast<EventHandle>(event);
 }
 

@@ -33,10 +33,14 @@ const char* sim::NameOf(const Command& command) {
   return std::visit([](const auto& any) { return any.kName; }, command);
 }
 
-void SimFault::Fail(const std::string& cause) {
+void SimFault::Fail(const char* command, const char* stream, const Status& cause) {
   {
     std::lock_guard lock(mutex_);
-    if (cause_.empty()) cause_ = cause;
+    if (cause_.ok())
+      cause_ = Status::Error(OFFLOAD_DEVICE_FAILED,
+                             "the simulated device failed: %s on stream \"%s\": %s. It stays "
+                             "failed; destroy the context",
+                             command, stream, cause.message().c_str());
   }
   Stop();
 }
@@ -44,10 +48,7 @@ void SimFault::Fail(const std::string& cause) {
 Status SimFault::status() const {
   if (!stopped()) return Status();
   std::lock_guard lock(mutex_);
-  if (cause_.empty()) return Status();
-  return Status::Error(OFFLOAD_DEVICE_FAILED,
-                       "the simulated device failed: %s. It stays failed; destroy the context",
-                       cause_.c_str());
+  return cause_;
 }
 
 Result<void*> SimExecutor::Locate(const char* what, const void* device, uint64_t count,

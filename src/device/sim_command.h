@@ -105,14 +105,15 @@ const char* NameOf(const Command& command);
 class SimFault {
  public:
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }
-  void Fail(const std::string& cause);                              // the first cause stays
+  // A command on a stream has failed. The first cause stays.
+  void Fail(const char* command, const char* stream, const Status& cause);
   void Stop() { stopped_.store(true, std::memory_order_release); }  // the device goes away
   Status status() const;  // OK, or DEVICE_FAILED with the cause
 
  private:
   std::atomic<bool> stopped_ = false;
   mutable std::mutex mutex_;
-  std::string cause_;
+  Status cause_;
 };
 
 // What the commands do. Addresses are checked when a command runs: a bad one fails the device, and

@@ -102,10 +102,15 @@ Result<void*> SimMemory::Allocate(uint64_t bytes) {
                            bytes, free_bytes_, capacity_, std::min(largest, free_bytes_));
     }
     offset = hole->first;
-    const uint64_t left = hole->second - taken;
-    free_.erase(hole);
-    if (left > 0) free_.emplace(offset + taken, left);
-    live_.emplace(offset, bytes);
+    live_.emplace(offset, bytes);  // first: it may throw, and nothing has changed then
+    if (hole->second == taken) {
+      free_.erase(hole);
+    } else {
+      auto rest = free_.extract(hole);
+      rest.key() += taken;
+      rest.mapped() -= taken;
+      free_.insert(std::move(rest));
+    }
     free_bytes_ -= taken;
   }
   Poison(backing_ + offset, taken);
@@ -116,24 +121,24 @@ Status SimMemory::Free(void* data) {
   if (data == nullptr) return Status();
   const uint64_t offset =
       reinterpret_cast<uintptr_t>(data) - reinterpret_cast<uintptr_t>(addresses_);
-  uint64_t bytes = 0;
+  decltype(live_)::node_type freed;  // moved from one table to the other: freeing cannot throw
   {
     std::unique_lock lock(mutex_);
-    const auto found = live_.find(offset);
-    if (found == live_.end()) {
+    freed = live_.extract(offset);
+    if (freed.empty()) {
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                            "data is %p, expected an address that this device allocated and that "
                            "has not been freed yet",
                            data);
     }
-    bytes = RoundUp(found->second);
-    live_.erase(found);
   }
+  const uint64_t bytes = RoundUp(freed.mapped());
+  freed.mapped() = bytes;
   // In between the range is neither live nor free: nobody can be given bytes being poisoned.
   Poison(backing_ + offset, bytes);
   std::unique_lock lock(mutex_);
   free_bytes_ += bytes;
-  auto run = free_.emplace(offset, bytes).first;
+  auto run = free_.insert(std::move(freed)).position;
   if (const auto next = std::next(run); next != free_.end() && offset + bytes == next->first) {
     run->second += next->second;
     free_.erase(next);

@@ -45,11 +45,7 @@ Status SimStream::Start() {
 Status SimStream::StartLocked() {
   if (started_) return Status();
   ring_ = std::make_unique<sim::Command[]>(kQueueCommands);
-  const auto body = [](void* stream) -> void* {
-    static_cast<SimStream*>(stream)->RunCommands();
-    return nullptr;
-  };
-  HYBRIDOPT_ASSIGN(thread_, prim::StartThread(body, this));
+  HYBRIDOPT_ASSIGN(thread_, prim::Thread::Start<&SimStream::RunCommands>(label_.c_str(), this));
   started_ = true;
   return Status();
 }
@@ -92,7 +88,7 @@ void SimStream::Close() {
     completed_changed_.notify_all();
     if (!started_) return;
   }
-  prim::JoinThread(thread_);
+  thread_.Join();
   ring_.reset();
 }
 
@@ -102,8 +98,6 @@ void SimStream::Abandon() {
 }
 
 void SimStream::RunCommands() {
-  prim::NameThisThread(label_.c_str());
-  prim::ResetFloatingPointMode();
   std::unique_lock lock(mutex_);
   while (true) {
     queued_changed_.wait(lock, [&] { return completed_ < queued_ || closed_; });
@@ -113,11 +107,9 @@ void SimStream::RunCommands() {
     lock.unlock();
     if (!abandoned_) Delay();
     if (!fault_.stopped() && !abandoned_) {
-      const Status status = executor_.Execute(command, abandoned_);
-      if (!status.ok()) {
-        fault_.Fail(std::string(sim::NameOf(command)) + " on stream \"" + label_ +
-                    "\": " + status.message());
-      }
+      const Status status =
+          CatchExceptions("the command", [&] { return executor_.Execute(command, abandoned_); });
+      if (!status.ok()) fault_.Fail(sim::NameOf(command), label_.c_str(), status);
     }
     lock.lock();
     ++completed_;

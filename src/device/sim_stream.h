@@ -1,8 +1,6 @@
 // A stream of the simulated device: a queue of commands and the thread that runs them in order.
 #pragma once
 
-#include <pthread.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -10,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "base/prim.h"
 #include "base/status.h"
 #include "device/sim_command.h"
 
@@ -64,7 +63,7 @@ class SimStream {
   bool started_ = false;
   bool closed_ = false;
   std::atomic<bool> abandoned_ = false;
-  pthread_t thread_ = {};
+  prim::Thread thread_;
 };
 
 }  // namespace hybridopt

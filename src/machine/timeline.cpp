@@ -32,8 +32,7 @@ void Timeline::Drain() {
     stopping_ = true;
   }
   changed_.notify_all();
-  if (thread_.has_value()) prim::JoinThread(*thread_);
-  thread_.reset();
+  thread_.Join();
   // Streams that still wait, for whatever reason, must not wait for ever.
   progress_.store(kReleased);
 }
@@ -52,13 +51,8 @@ Result<uint64_t> Timeline::Submit() {
   {
     std::lock_guard lock(mutex_);
     if (stopping_) return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer is being destroyed");
-    if (!thread_.has_value()) {
-      HYBRIDOPT_ASSIGN(thread_, prim::StartThread(
-                                    [](void* self) -> void* {
-                                      static_cast<Timeline*>(self)->Loop();
-                                      return nullptr;
-                                    },
-                                    this));
+    if (!thread_.joinable()) {
+      HYBRIDOPT_ASSIGN(thread_, prim::Thread::Start<&Timeline::Loop>("hybridopt/line", this));
     }
     sequence = ++submitted_;
   }
@@ -213,8 +207,6 @@ Status Timeline::CheckPoison() const {
 }
 
 void Timeline::Loop() {
-  prim::NameThisThread("hybridopt/line");
-  prim::ResetFloatingPointMode();
   for (uint64_t sequence = 1;;) {
     const Turn turn = NextTurn(sequence);
     if (turn == Turn::kEnd) return;

@@ -9,18 +9,16 @@
 // fail on its own (its files): then it completes with that status, and nothing else suffers.
 #pragma once
 
-#include <pthread.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "base/function_ref.h"
+#include "base/prim.h"
 #include "base/status.h"
 
 namespace hybridopt {
@@ -130,7 +128,7 @@ class Timeline {
   };
   std::deque<Failure> failures_;     // of pieces that failed on their own, in order
   std::vector<uint64_t> forgotten_;  // earlier ones, in order: that they failed, not why
-  std::optional<pthread_t> thread_;  // started by the first Submit
+  prim::Thread thread_;              // started by the first Submit
 };
 
 }  // namespace hybridopt

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
-#include <exception>
 #include <numeric>
 
 #include "base/prim.h"
@@ -397,26 +396,26 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
 
 // ----------------------------------------------------------------- on the timeline's own thread --
 
-Status Optimizer::Execute(uint32_t slot, uint64_t sequence) try {
+Status Optimizer::Execute(uint32_t slot, uint64_t sequence) {
+  Status status = CatchExceptions("queued work", [&] { return ExecuteRequest(slot, sequence); });
+  if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
+  return status;
+}
+
+Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
   Request& request = committed_->requests[slot];
   Checkpoints& checkpoints = *committed_->checkpoints;
   Timeline& timeline = *committed_->timeline;
-  Status status;
   if (const auto* const step = std::get_if<StepRequest*>(&request))
-    status = ExecuteStep(**step, slot, sequence);
-  else if (auto* const save = std::get_if<SaveRequest>(&request))
-    status = checkpoints.Save(std::move(*save), committed_->lanes->KeepReadyEvent(slot), timeline,
-                              sequence);
-  else if (const auto* const load = std::get_if<LoadRequest>(&request))
-    status = checkpoints.Load(*load, ReadyEvent(slot), timeline, sequence);
-  else if (auto* const change = std::get_if<ResidenceRequest>(&request))
-    status = ExecuteResidenceChange(*change);
-  else
-    status = ExecuteMove(std::get<MoveRequest>(request), slot);
-  if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
-  return status;
-} catch (const std::exception& error) {
-  return Status::Error(OFFLOAD_INTERNAL, "queued work ended in an exception: %s", error.what());
+    return ExecuteStep(**step, slot, sequence);
+  if (auto* const save = std::get_if<SaveRequest>(&request))
+    return checkpoints.Save(std::move(*save), committed_->lanes->KeepReadyEvent(slot), timeline,
+                            sequence);
+  if (const auto* const load = std::get_if<LoadRequest>(&request))
+    return checkpoints.Load(*load, ReadyEvent(slot), timeline, sequence);
+  if (auto* const change = std::get_if<ResidenceRequest>(&request))
+    return ExecuteResidenceChange(*change);
+  return ExecuteMove(std::get<MoveRequest>(request), slot);
 }
 
 EventHandle Optimizer::ReadyEvent(uint32_t slot) const {

@@ -1,5 +1,4 @@
 // Optimizer's saves and loads: checked and queued here, done in checkpoints.cpp.
-#include <exception>
 #include <utility>
 
 #include "checkpoint/json.h"
@@ -113,15 +112,12 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
 }
 
 // On the timeline's own thread.
-Status Optimizer::Settle(bool failure) try {
+Status Optimizer::Settle(bool failure) {
   Checkpoints& checkpoints = *committed_->checkpoints;
-  return failure ? checkpoints.CompleteAlone(*committed_->timeline)
-                 : checkpoints.Settle(*committed_->timeline);
-} catch (const std::exception& error) {
-  Status told = Status::Error(OFFLOAD_INTERNAL, "a save ended in an exception: %s", error.what());
-  // Poison follows, and nobody would end the save then.
-  if (!failure) (void)Settle(true);
-  return told;
+  return CatchExceptions("a save", [&] {
+    return failure ? checkpoints.CompleteAlone(*committed_->timeline)
+                   : checkpoints.Settle(*committed_->timeline);
+  });
 }
 
 }  // namespace hybridopt

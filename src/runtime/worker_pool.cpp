@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -50,9 +51,11 @@ uint32_t AwaitChange(const std::atomic<uint32_t>& word, uint32_t old, uint32_t s
 
 struct WorkerPool::State {
   struct Worker {
-    State* state;
-    uint32_t index;
-    pthread_t thread;
+    State* state = nullptr;
+    uint32_t index = 0;
+    prim::Thread thread;
+
+    void Run() { state->RunWorker(index); }
   };
   struct alignas(64) Slot {
     std::optional<Work> work;          // none: the thread ends
@@ -64,7 +67,8 @@ struct WorkerPool::State {
   void Stop(uint32_t count);
   void AwaitFinished(Job job) const;
   Slot& SlotOf(Job job) { return slots[job % kJobsMax]; }
-  static void* ThreadMain(void* worker);
+  void RunWorker(uint32_t index);
+  bool KeepToNode(uint32_t index) const;
   void WorkThroughJobs(uint32_t index);
   bool HandOut(const Work& work, Job* job);
 
@@ -96,14 +100,18 @@ WorkerPool::State::State(uint32_t threads_asked, Nodes nodes_given, uint32_t cpu
 Status WorkerPool::State::Start() {
   begun = finished = 0;
   for (uint32_t index = 0; index < shape.threads; ++index) {
-    workers[index] = {this, index, {}};
-    Result<pthread_t> thread = prim::StartThread(ThreadMain, &workers[index]);
+    Worker& worker = workers[index];
+    worker.state = this;
+    worker.index = index;
+    char name[32];
+    std::snprintf(name, sizeof(name), "hybridopt/%u", index);
+    Result<prim::Thread> thread = prim::Thread::Start<&Worker::Run>(name, &worker);
     if (!thread.ok()) {
       Stop(index);
       return Status::Error(thread.status().code(), "worker thread %u of %u did not start: %s",
                            index + 1, shape.threads, thread.status().message().c_str());
     }
-    workers[index].thread = thread.value();
+    worker.thread = std::move(thread.value());
   }
   started = true;
   return Status();
@@ -113,7 +121,7 @@ void WorkerPool::State::Stop(uint32_t count) {
   SlotOf(begun + 1).work.reset();
   begun.fetch_add(1);
   begun.notify_all();
-  for (uint32_t index = 0; index < count; ++index) prim::JoinThread(workers[index].thread);
+  for (uint32_t index = 0; index < count; ++index) workers[index].thread.Join();
 }
 
 void WorkerPool::State::AwaitFinished(Job job) const {
@@ -121,19 +129,20 @@ void WorkerPool::State::AwaitFinished(Job job) const {
   while (!HasFinished(seen, job)) seen = AwaitChange(finished, seen, spins);
 }
 
-void* WorkerPool::State::ThreadMain(void* worker) {
-  State& state = *static_cast<Worker*>(worker)->state;
-  const uint32_t index = static_cast<Worker*>(worker)->index;
-  prim::ResetFloatingPointMode();
-  char name[16];
-  std::snprintf(name, sizeof(name), "hybridopt/%u", index);
-  prim::NameThisThread(name);
-  // All CPUs of its node, and not those of the thread that called Begin first. Not one of them: a
-  // thread whose CPU is needed by something else goes on on another.
-  if (!prim::PinThisThread(NodeOfThread(state.nodes, index, state.shape.threads).cpus))
-    state.seated = false;
-  state.WorkThroughJobs(index);
-  return nullptr;
+void WorkerPool::State::RunWorker(uint32_t index) {
+  if (!KeepToNode(index)) seated = false;
+  WorkThroughJobs(index);
+}
+
+// Lets the calling thread run on all CPUs of its node, and not on those of the thread that called
+// Begin first. Not on one CPU alone: a thread whose CPU is needed by something else goes on on
+// another. False where the system refuses, or has no memory for the list of CPUs.
+bool WorkerPool::State::KeepToNode(uint32_t index) const {
+  try {
+    return prim::PinThisThread(NodeOfThread(nodes, index, shape.threads).cpus);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
 }
 
 void WorkerPool::State::WorkThroughJobs(uint32_t index) {

@@ -1,13 +1,10 @@
 #include "save/agreement.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <exception>
 #include <mutex>
-#include <optional>
+#include <utility>
 
 #include "base/prim.h"
 
@@ -29,26 +26,17 @@ Status FailureOfRank(int32_t rank, int32_t code) {
                        rank);
 }
 
-Status Guarded(FunctionRef<Status()> part) try {
-  return part();
-} catch (const std::exception& error) {
-  return Status::Error(OFFLOAD_INTERNAL, "work on a checkpoint ended in an exception: %s",
-                       error.what());
+Status Guarded(FunctionRef<Status()> part) {
+  return CatchExceptions("work on the files of a checkpoint", part);
 }
 
 // A part that runs on a thread of its own, while this one meets the other ranks.
 class Beside {
  public:
   explicit Beside(FunctionRef<Status()> part) : part_(part) {
-    const auto body = [](void* self) -> void* {
-      prim::NameThisThread("hybridopt/file");
-      prim::ResetFloatingPointMode();
-      static_cast<Beside*>(self)->Run();
-      return nullptr;
-    };
-    Result<pthread_t> thread = prim::StartThread(body, this);
+    Result<prim::Thread> thread = prim::Thread::Start<&Beside::Run>("hybridopt/file", this);
     if (thread.ok()) {
-      thread_ = thread.value();
+      thread_ = std::move(thread.value());
     } else {
       outcome_ = thread.status();
       ended_ = true;
@@ -64,8 +52,7 @@ class Beside {
     return told_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [this] { return ended_; });
   }
   Status Join() {
-    if (thread_.has_value()) prim::JoinThread(*thread_);
-    thread_.reset();
+    thread_.Join();
     return outcome_;
   }
 
@@ -81,7 +68,7 @@ class Beside {
 
   const FunctionRef<Status()> part_;
   Status outcome_;  // the thread's until it has ended
-  std::optional<pthread_t> thread_;
+  prim::Thread thread_;
   std::mutex mutex_;
   std::condition_variable told_;
   bool ended_ = false;  // guarded by mutex_

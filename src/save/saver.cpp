@@ -4,7 +4,6 @@
 #include <array>
 #include <chrono>
 #include <cstring>
-#include <exception>
 
 #include "base/prim.h"
 #include "base/ranges.h"
@@ -107,14 +106,9 @@ void Saver::Start(const std::string& directory, std::function<void()> gave_back,
   directory_ = directory;
   tell_gave_back_ = std::move(gave_back);
   tell_end_ = std::move(ended);
-  const auto body = [](void* saver) -> void* {
-    prim::NameThisThread("hybridopt/save");
-    static_cast<Saver*>(saver)->RunAndTell();
-    return nullptr;
-  };
-  Result<pthread_t> thread = prim::StartThread(body, this);
+  Result<prim::Thread> thread = prim::Thread::Start<&Saver::RunAndTell>("hybridopt/save", this);
   if (thread.ok()) {
-    thread_ = thread.value();
+    thread_ = std::move(thread.value());
     return;
   }
   outcome_ = thread.status();
@@ -122,15 +116,14 @@ void Saver::Start(const std::string& directory, std::function<void()> gave_back,
 }
 
 void Saver::RunAndTell() {
-  try {
-    outcome_ = Run();
-  } catch (const std::bad_alloc&) {
-    outcome_ = Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
-                             "out of host memory for the tables of a save to '%.500s'",
-                             request_.path.c_str());
-  } catch (const std::exception& error) {
-    outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save ended in an exception: %s", error.what());
-  }
+  const Range range("save");
+  outcome_ = CatchExceptions("a save", [this]() -> Status {
+    HYBRIDOPT_TRY(TakeMemory());
+    return Write();
+  });
+  FreeTransfer();
+  if (outcome_.ok() && point_.rank != 0)
+    outcome_ = CatchExceptions("a save", [this] { return WritePart(); });
   TellEnd();
 }
 
@@ -155,20 +148,15 @@ void Saver::AwaitEnd(int64_t timeout_ns) {
 }
 
 Status Saver::Join() {
-  if (thread_.has_value()) prim::JoinThread(*thread_);
-  thread_.reset();
+  thread_.Join();
   return outcome_;
 }
 
-Status Saver::Run() {
-  const Range range("save");
-  Status status = TakeMemory();
-  if (status.ok()) status = Write();
-  // A save's streams and memory are its own, and go with it.
+// A save's stream, event and memory are its own, and are freed before the save is told to have
+// ended.
+void Saver::FreeTransfer() {
   stream_ = TransferStream();
   memory_ = TransferMemory();
-  if (status.ok() && point_.rank != 0) return WritePart();
-  return status;
 }
 
 Status Saver::TakeMemory() {

@@ -4,19 +4,17 @@
 //   arenas, device --copy, hash--> blocks --threads--> file --truncate, sync--> (part) --> ready
 #pragma once
 
-#include <pthread.h>
-
 #include <array>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/files.h"
+#include "base/prim.h"
 #include "checkpoint/block_writer.h"
 #include "checkpoint/format.h"
 #include "checkpoint/hash.h"
@@ -96,7 +94,7 @@ class Saver {
   bool Borrows(const Array& array) const;
   void RunAndTell();
   void TellEnd();
-  Status Run();
+  void FreeTransfer();
   Status TakeMemory();
   Status Write();
   Status WriteArrays(checkpoint::BlockWriter& writer);
@@ -135,7 +133,7 @@ class Saver {
 
   std::function<void()> tell_gave_back_;
   std::function<void()> tell_end_;
-  std::optional<pthread_t> thread_;
+  prim::Thread thread_;
   Status outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save that has not run");
   std::atomic<bool> ended_ = false;  // set with end_mutex_ held
   std::mutex end_mutex_;

@@ -129,7 +129,7 @@ void ChunkPipeline::Update(Slot& slot, uint32_t worker) {
 // Jobs finish in order, so this is the oldest chunk that has been given.
 void ChunkPipeline::AfterUpdate() {
   const uint32_t chunk = sent_++;
-  if (status_.ok()) status_ = MoveOn(chunk);
+  if (status_.ok()) status_ = CatchExceptions("a chunk", [&] { return MoveOn(chunk); });
   if (sent_ < given_) return;
   idle_since_ns_ = prim::NowNs();
   task_->result->update_seconds += static_cast<double>(idle_since_ns_ - busy_since_ns_) * 1e-9;

@@ -78,6 +78,7 @@ struct RunOptions {
   std::vector<uint64_t> counts = {3000, 1, 2500};
   const offload_comm_t* comm = nullptr;
   uint64_t comm_timeout_ns = 0;
+  const char* name_prefix = "p";  // of the params
 };
 
 inline void DropLog(void*, int32_t, const char*) {}
@@ -237,7 +238,7 @@ class Trainer {
   }
 
   void AddArrays(uint32_t i) {
-    names_.push_back("p" + std::to_string(i));
+    names_.push_back(options_.name_prefix + std::to_string(i));
     data.push_back(nullptr);
     grads.push_back(nullptr);
     const offload_param_t param = Param(i);

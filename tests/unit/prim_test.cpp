@@ -8,6 +8,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +17,7 @@
 #include <fstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fake_root.h"
@@ -425,49 +428,74 @@ TEST(PinThisThreadTest, SaysWhenTheSystemRefuses) {
   EXPECT_EQ(AllowedCpus(), before);
 }
 
-TEST(ResetFloatingPointModeTest, EndsFlushToZeroAndOddRounding) {
-  std::thread([] {
-    SetFlushToZero();
-    ASSERT_TRUE(FlushesToZero());
-    ResetFloatingPointMode();
-    EXPECT_FALSE(FlushesToZero());
-    fesetround(FE_UPWARD);
-    ResetFloatingPointMode();
-    EXPECT_EQ(fegetround(), FE_TONEAREST);
-  }).join();
-}
+// What a thread of the library's finds when it begins.
+struct Inside {
+  sigset_t blocked;
+  char name[64];
+  int rounding;
+  bool flushes_to_zero;
 
-TEST(NameThisThreadTest, KeepsFifteenBytes) {
-  std::thread([] {
-    char name[64];
-    NameThisThread("short");
+  void Look() {
+    pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
     pthread_getname_np(pthread_self(), name, sizeof(name));
-    EXPECT_STREQ(name, "short");
-    NameThisThread("hybridopt/123456789");
-    pthread_getname_np(pthread_self(), name, sizeof(name));
-    EXPECT_STREQ(name, "hybridopt/12345");
-  }).join();
-}
+    rounding = fegetround();
+    flushes_to_zero = FlushesToZero();
+  }
+};
 
-TEST(StartThreadTest, RunsTheBodyWithSignalsBlockedAndLeavesTheCallersMask) {
-  sigset_t before, after, inside;
+TEST(ThreadTest, RunsTheBodyWithSignalsBlockedAndLeavesTheCallersMask) {
+  sigset_t before, after;
   pthread_sigmask(SIG_SETMASK, nullptr, &before);
-  Result<pthread_t> thread = StartThread(
-      [](void* mask) -> void* {
-        pthread_sigmask(SIG_SETMASK, nullptr, static_cast<sigset_t*>(mask));
-        return nullptr;
-      },
-      &inside);
+  Inside inside{};
+  Result<Thread> thread = Thread::Start<&Inside::Look>("short", &inside);
   ASSERT_TRUE(thread.ok()) << thread.status().message();
-  JoinThread(thread.value());
+  EXPECT_TRUE(thread.value().joinable());
+  thread.value().Join();
+  EXPECT_FALSE(thread.value().joinable());
+  EXPECT_STREQ(inside.name, "short");
   pthread_sigmask(SIG_SETMASK, nullptr, &after);
   for (int number = 1; number < 32; ++number)
     EXPECT_EQ(sigismember(&before, number), sigismember(&after, number)) << number;
   for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGALRM, SIGPROF, SIGCHLD, SIGPIPE,
                      SIGABRT, SIGRTMIN, SIGRTMAX})
-    EXPECT_EQ(sigismember(&inside, number), 1) << number;
+    EXPECT_EQ(sigismember(&inside.blocked, number), 1) << number;
   for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS})
-    EXPECT_EQ(sigismember(&inside, number), 0) << number;
+    EXPECT_EQ(sigismember(&inside.blocked, number), 0) << number;
+}
+
+TEST(ThreadTest, HasTheStandardFloatingPointModeWhateverItsCreatorHas) {
+  Inside inside{};
+  std::thread([&inside] {
+    SetFlushToZero();
+    ASSERT_TRUE(FlushesToZero());
+    fesetround(FE_UPWARD);
+    Result<Thread> thread = Thread::Start<&Inside::Look>("hybridopt/123456789", &inside);
+    ASSERT_TRUE(thread.ok()) << thread.status().message();
+  }).join();
+  EXPECT_FALSE(inside.flushes_to_zero);
+  EXPECT_EQ(inside.rounding, FE_TONEAREST);
+  EXPECT_STREQ(inside.name, "hybridopt/12345");
+}
+
+struct Slow {
+  std::atomic<bool> ended = false;
+  void Run() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    ended = true;
+  }
+};
+
+TEST(ThreadTest, IsJoinedWhenItsOwnerIsDestroyedOrGetsAnother) {
+  Slow first, second;
+  {
+    std::vector<Thread> threads;
+    threads.push_back(std::move(Thread::Start<&Slow::Run>("first", &first).value()));
+    threads.reserve(threads.capacity() + 1);  // moves it
+    EXPECT_TRUE(threads[0].joinable());
+    threads[0] = std::move(Thread::Start<&Slow::Run>("second", &second).value());
+    EXPECT_TRUE(first.ended);
+  }
+  EXPECT_TRUE(second.ended);
 }
 
 }  // namespace

@@ -1,0 +1,322 @@
+// Memory runs out in the library's own threads: each allocation that they make is made to fail
+// once. No process ends, every call says what happened, what was not told to have failed has the
+// bits of a run with memory enough, and a checkpoint is whole or not there.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <deque>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../temporary_directory.h"
+#include "../thread_comm.h"
+#include "trainer.h"
+
+namespace {
+
+// The n-th allocation of the library's threads fails, counted from 0.
+constexpr uint64_t kNotCounted = UINT64_MAX;
+constexpr uint64_t kNone = UINT64_MAX - 1;
+std::atomic<uint64_t> failing_allocation = kNotCounted;
+std::atomic<uint64_t> allocations = 0;
+// The test's own thread, and library threads that run the test's functions, always have memory.
+thread_local bool has_memory = false;
+
+bool Fails() {
+  if (has_memory || failing_allocation == kNotCounted) return false;
+  return allocations.fetch_add(1) == failing_allocation;
+}
+
+void* Allocate(size_t bytes, size_t alignment) {
+  if (Fails()) return nullptr;
+  return std::aligned_alloc(alignment,
+                            (std::max<size_t>(bytes, 1) + alignment - 1) / alignment * alignment);
+}
+
+void* AllocateOrThrow(size_t bytes, size_t alignment) {
+  void* const data = Allocate(bytes, alignment);
+  if (data == nullptr) throw std::bad_alloc();
+  return data;
+}
+
+constexpr size_t kAlignment = __STDCPP_DEFAULT_NEW_ALIGNMENT__;
+
+}  // namespace
+
+void* operator new(size_t bytes) { return AllocateOrThrow(bytes, kAlignment); }
+void* operator new[](size_t bytes) { return AllocateOrThrow(bytes, kAlignment); }
+void* operator new(size_t bytes, std::align_val_t alignment) {
+  return AllocateOrThrow(bytes, static_cast<size_t>(alignment));
+}
+void* operator new[](size_t bytes, std::align_val_t alignment) {
+  return AllocateOrThrow(bytes, static_cast<size_t>(alignment));
+}
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  return Allocate(bytes, kAlignment);
+}
+void* operator new[](size_t bytes, const std::nothrow_t&) noexcept {
+  return Allocate(bytes, kAlignment);
+}
+void operator delete(void* data) noexcept { std::free(data); }
+void operator delete[](void* data) noexcept { std::free(data); }
+void operator delete(void* data, size_t) noexcept { std::free(data); }
+void operator delete[](void* data, size_t) noexcept { std::free(data); }
+void operator delete(void* data, std::align_val_t) noexcept { std::free(data); }
+void operator delete[](void* data, std::align_val_t) noexcept { std::free(data); }
+void operator delete(void* data, size_t, std::align_val_t) noexcept { std::free(data); }
+void operator delete[](void* data, size_t, std::align_val_t) noexcept { std::free(data); }
+
+namespace hybridopt::fault {
+namespace {
+
+constexpr uint32_t kRanks = 2;
+
+// The functions of one rank, with memory enough whichever thread calls them.
+struct CommWithMemory {
+  explicit CommWithMemory(const offload_comm_t& functions) : inner(functions) {}
+
+  offload_comm_t Table() {
+    offload_comm_t table = inner;
+    table.user = this;
+    table.sum = [](void* self, double* values, uint32_t count, int64_t timeout_ns) {
+      return Call(self, [&](const offload_comm_t& comm) {
+        return comm.sum(comm.user, values, count, timeout_ns);
+      });
+    };
+    table.max = [](void* self, int32_t* values, uint32_t count, int64_t timeout_ns) {
+      return Call(self, [&](const offload_comm_t& comm) {
+        return comm.max(comm.user, values, count, timeout_ns);
+      });
+    };
+    table.barrier = [](void* self, int64_t timeout_ns) {
+      return Call(self,
+                  [&](const offload_comm_t& comm) { return comm.barrier(comm.user, timeout_ns); });
+    };
+    return table;
+  }
+  template <typename Function>
+  static int32_t Call(void* self, Function&& function) {
+    const bool before = std::exchange(has_memory, true);
+    const int32_t status = function(static_cast<CommWithMemory*>(self)->inner);
+    has_memory = before;
+    return status;
+  }
+
+  const offload_comm_t inner;
+};
+
+// What came of one run.
+struct Outcome {
+  std::vector<std::string> errors;  // of calls that failed
+  std::vector<unsigned char> bits;  // of all ranks, where no call failed
+  uint64_t allocations = 0;         // that the library's threads made
+};
+
+// Calls that are made in order, on all ranks; a rank that one has failed on makes no more of them.
+class Program {
+ public:
+  Program(const RunOptions& run, uint32_t ranks, uint64_t comm_timeout_ns)
+      : comm_(static_cast<int32_t>(ranks)) {
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      comms_.emplace_back(comm_.Table(static_cast<int32_t>(rank)));
+      tables_.push_back(comms_.back().Table());
+    }
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      RunOptions own = run;
+      own.comm = ranks > 1 ? &tables_[rank] : nullptr;
+      own.comm_timeout_ns = comm_timeout_ns;
+      own.name_prefix = rank == 0 ? "a" : "b";
+      trainers_.push_back(std::make_unique<Trainer>(own));
+      trainers_.back()->AddParams();
+      trainers_.back()->UploadGrads(rank);
+    }
+    failed_.resize(ranks);
+  }
+
+  void OnAll(const char* what, const std::function<int32_t(Trainer&)>& call) {
+    for (uint32_t rank = 0; rank < trainers_.size(); ++rank) {
+      if (failed_[rank]) continue;
+      const int32_t status = call(*trainers_[rank]);
+      if (status == OFFLOAD_OK) continue;
+      failed_[rank] = true;
+      Note(what, status);
+    }
+  }
+  void Note(const char* what, int32_t status) {
+    outcome_.errors.push_back(std::string(what) + ": " + offload_status_name(status) + ": " +
+                              offload_last_error());
+  }
+  void Commit() {
+    OnAll("commit", [](Trainer& t) { return offload_optimizer_commit(t.optimizer, nullptr); });
+  }
+  void Step() {
+    OnAll("step", [](Trainer& t) {
+      auto options = Make<offload_step_options_t>();
+      options.grad_norm_max = 1;
+      return offload_optimizer_step(t.optimizer, &options, nullptr);
+    });
+  }
+  void Wait() {
+    OnAll("wait", [](Trainer& t) { return offload_optimizer_wait(t.optimizer, 0, -1); });
+  }
+  void Move(int32_t (*move)(offload_optimizer_t, const offload_move_options_t*,
+                            offload_ticket_t*)) {
+    OnAll("move", [&](Trainer& t) { return move(t.optimizer, nullptr, nullptr); });
+  }
+  void Bind() {
+    OnAll("bind", [](Trainer& t) {
+      std::vector<offload_binding_t> bindings;
+      for (uint32_t i = 0; i < t.size(); ++i)
+        bindings.push_back({sizeof(offload_binding_t), i, t.data[i], t.grads[i]});
+      return offload_optimizer_bind(t.optimizer, bindings.data(), t.size());
+    });
+  }
+  void Save(const std::string& path) {
+    OnAll("save", [&](Trainer& t) {
+      auto options = Make<offload_save_options_t>();
+      options.path = path.c_str();
+      return offload_optimizer_save(t.optimizer, &options, nullptr);
+    });
+  }
+  void Load(const std::string& path) {
+    OnAll("load", [&](Trainer& t) {
+      auto options = Make<offload_load_options_t>();
+      options.path = path.c_str();
+      return offload_optimizer_load(t.optimizer, &options, nullptr);
+    });
+  }
+
+  // To be called when every allocation succeeds again.
+  Outcome End() {
+    for (const auto& trainer : trainers_) {
+      (void)offload_optimizer_wait(trainer->optimizer, 0, -1);
+      if (!outcome_.errors.empty()) continue;
+      const std::vector<unsigned char> bits = trainer->Bits();
+      outcome_.bits.insert(outcome_.bits.end(), bits.begin(), bits.end());
+    }
+    trainers_.clear();  // expects that destroy succeeds
+    outcome_.allocations = allocations;
+    return outcome_;
+  }
+
+ private:
+  ThreadComm comm_;
+  std::deque<CommWithMemory> comms_;
+  std::vector<offload_comm_t> tables_;
+  std::vector<std::unique_ptr<Trainer>> trainers_;
+  std::vector<bool> failed_;
+  Outcome outcome_;
+};
+
+struct Scenario {
+  const char* name;
+  RunOptions run;
+  uint32_t ranks;
+  void (*calls)(Program& program, const std::string& directory);
+};
+
+void Steps(Program& program, const std::string&) {
+  program.Commit();
+  for (int step = 0; step < 3; ++step) program.Step();
+  program.Wait();
+}
+
+void Moves(Program& program, const std::string&) {
+  program.Commit();
+  program.Step();
+  program.Move(offload_optimizer_offload_grads);
+  program.Move(offload_optimizer_offload_states);
+  program.Move(offload_optimizer_offload_params);
+  program.Wait();
+  program.Bind();
+  program.Move(offload_optimizer_reload_states);
+  program.Move(offload_optimizer_reload_params);
+  program.Move(offload_optimizer_reload_grads);
+  program.Step();
+  program.Wait();
+}
+
+void Checkpoints(Program& program, const std::string& directory) {
+  program.Commit();
+  program.Step();
+  program.Save(directory + "/saved");
+  program.Step();
+  program.Wait();
+  program.Load(directory + "/saved");
+  program.Step();
+  program.Wait();
+}
+
+RunOptions Options(int32_t device_kind) {
+  RunOptions run;
+  run.device_kind = device_kind;
+  run.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
+  return run;
+}
+
+const Scenario kScenarios[] = {
+    {"steps on the host", Options(OFFLOAD_DEVICE_HOST), 1, Steps},
+    {"steps on sim", Options(OFFLOAD_DEVICE_SIM), 1, Steps},
+    {"moves on sim", Options(OFFLOAD_DEVICE_SIM), 1, Moves},
+    {"checkpoints on the host", Options(OFFLOAD_DEVICE_HOST), 1, Checkpoints},
+    {"checkpoints on sim", Options(OFFLOAD_DEVICE_SIM), 1, Checkpoints},
+    {"checkpoints of two ranks", Options(OFFLOAD_DEVICE_SIM), kRanks, Checkpoints},
+};
+
+Outcome RunScenario(const Scenario& scenario, uint64_t failing) {
+  const TemporaryDirectory directory;
+  // Where a rank is lost for want of memory the others wait so long for it.
+  const uint64_t comm_timeout_ns = failing == kNone ? 60'000'000'000 : 100'000'000;
+  Program program(scenario.run, scenario.ranks, comm_timeout_ns);
+  allocations = 0;
+  failing_allocation = failing;
+  scenario.calls(program, directory.path());
+  const Outcome outcome = program.End();
+  failing_allocation = kNotCounted;
+  // Only whole checkpoints have a name. A rank that was lost leaves pending directories.
+  if (std::filesystem::exists(directory / "saved")) {
+    EXPECT_OFFLOAD_OK(offload_checkpoint_verify((directory / "saved").c_str(), nullptr));
+  }
+  return outcome;
+}
+
+// Whether a call may fail so: for want of memory here or on another rank, or as that one is lost.
+bool IsExplained(const std::string& error, bool ranks) {
+  for (const char* cause : {"out of host memory", "OUT_OF_HOST_MEMORY"})
+    if (error.find(cause) != std::string::npos) return true;
+  return ranks && error.find("COMM_FAILED") != std::string::npos;
+}
+
+TEST(AllocationFailure, InALibraryThreadIsToldAndEndsNoProcess) {
+  has_memory = true;
+  for (const Scenario& scenario : kScenarios) {
+    SCOPED_TRACE(scenario.name);
+    const Outcome good = RunScenario(scenario, kNone);
+    ASSERT_EQ(good.errors, std::vector<std::string>());
+    const uint64_t stride = std::max<uint64_t>(1, good.allocations / Scaled(30));
+    uint64_t failures = 0;
+    for (uint64_t failing = 0; failing < good.allocations; failing += stride) {
+      SCOPED_TRACE("allocation " + std::to_string(failing) + " of " +
+                   std::to_string(good.allocations));
+      const Outcome outcome = RunScenario(scenario, failing);
+      for (const std::string& error : outcome.errors)
+        EXPECT_TRUE(IsExplained(error, scenario.ranks > 1)) << error;
+      if (outcome.errors.empty()) {
+        EXPECT_TRUE(outcome.bits == good.bits);
+      }
+      failures += outcome.errors.empty() ? 0 : 1;
+    }
+    RecordProperty(scenario.name,
+                   std::to_string(failures) + " of " + std::to_string(good.allocations) + " told");
+  }
+}
+
+}  // namespace
+}  // namespace hybridopt::fault
