@@ -4,6 +4,8 @@
 //
 //   63      56 55      48 47                          24 23                 0
 //   |  kind   |  fork    |         generation          |       slot         |
+//
+// No handle is given out twice: a slot has been used for good when its generations are used up.
 #pragma once
 
 #include <atomic>
@@ -13,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
 #include "base/prim.h"
 #include "base/status.h"
 
@@ -57,7 +60,8 @@ class HandleUse {
   std::shared_ptr<HandleTarget<Object>> target_;
 };
 
-template <typename Object, HandleKind kKind>
+// Generations of a slot count from 1 to kGenerationMax.
+template <typename Object, HandleKind kKind, uint64_t kGenerationMax = (uint64_t{1} << 24) - 1>
 class HandleTable {
  public:
   using Use = HandleUse<Object>;
@@ -80,10 +84,11 @@ class HandleTable {
     auto target = std::make_shared<Target>(std::move(object));
     std::lock_guard lock(mutex_);
     uint64_t slot = 0;
-    while (slot < entries_.size() && entries_[slot].target != nullptr) ++slot;
+    while (slot < entries_.size() && !entries_[slot].is_usable()) ++slot;
+    HYBRIDOPT_CHECK(slot <= kSlotMask);
     if (slot == entries_.size()) entries_.emplace_back();
     Entry& entry = entries_[slot];
-    entry.generation = (entry.generation + 1) & kGenerationMask;
+    entry.generation += 1;
     entry.target = std::move(target);
     return reinterpret_cast<void*>(Bits(slot, entry.generation));
   }
@@ -119,11 +124,11 @@ class HandleTable {
   using Target = HandleTarget<Object>;
   struct Entry {
     uint64_t generation = 0;
-    std::shared_ptr<Target> target;  // NULL: the slot is free
+    std::shared_ptr<Target> target;  // NULL: nothing lives there
+    bool is_usable() const { return target == nullptr && generation < kGenerationMax; }
   };
   static constexpr uint64_t kSlotBits = 24;
   static constexpr uint64_t kSlotMask = (uint64_t{1} << kSlotBits) - 1;
-  static constexpr uint64_t kGenerationMask = kSlotMask;
 
   uint64_t Bits(uint64_t slot, uint64_t generation) const {
     return static_cast<uint64_t>(kKind) << 56 | (fork_ & 0xff) << 48 | generation << kSlotBits |

@@ -57,6 +57,23 @@ TEST(HandleTable, RefusesADestroyedHandleEvenWhenItsSlotIsUsedAgain) {
   EXPECT_EQ(table.Find(alive, "context").value()->value, -1);
 }
 
+TEST(HandleTable, GivesNoHandleTwiceWhenTheGenerationsOfASlotAreUsedUp) {
+  HandleTable<Object, HandleKind::kContext, 5> table(nullptr);
+  const auto destroy = [&](void* handle) {
+    return table.Destroy(
+        handle, "context", [](const Object&) { return Status(); }, [](Object&) {});
+  };
+  std::set<void*> given;
+  for (int round = 0; round < 100; ++round) {
+    void* const handle = table.Insert(std::make_shared<Object>(Object{round}));
+    EXPECT_TRUE(given.insert(handle).second) << "a handle came back in round " << round;
+    for (void* other : given) {
+      EXPECT_EQ(table.Find(other, "context").ok(), other == handle);
+    }
+    EXPECT_TRUE(destroy(handle).ok());
+  }
+}
+
 TEST(HandleTable, TellsKindsApart) {
   Contexts contexts(nullptr);
   Optimizers optimizers(nullptr);
