@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -11,9 +12,12 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <mutex>
 #include <system_error>
+#include <vector>
 
 namespace hybridopt::prim {
 namespace {
@@ -42,6 +46,57 @@ int FlagsOf(Files::Open how) {
   return O_RDONLY;
 }
 
+// The files that may carry a lock. A lock is held by whoever has the file open, and a forked child
+// has all that its parent has: it would keep the lock when the parent dies.
+class OwnFiles {
+ public:
+  static OwnFiles& Instance() {
+    static OwnFiles* const files = new OwnFiles;  // threads may still use it at exit
+    return *files;
+  }
+
+  // Opens, so that no child has the file; -errno.
+  int Open(const char* path, int flags) {
+    for (;;) {
+      const uint64_t forks = forks_;
+      const int file = open(path, flags);
+      if (file < 0) return -errno;
+      {
+        std::lock_guard lock(mutex_);
+        open_.push_back(file);
+        if (forks == forks_) return file;
+      }
+      Close(file);  // the process forked between the two calls
+    }
+  }
+  int Close(int file) {
+    {
+      std::lock_guard lock(mutex_);
+      if (std::erase(open_, file) > 0) return Told(close(file));
+    }
+    return Told(close(file));  // a file without locks, which may take its time
+  }
+
+ private:
+  OwnFiles() {
+    (void)pthread_atfork(
+        [] {
+          Instance().mutex_.lock();
+          Instance().forks_ += 1;
+        },
+        [] { Instance().mutex_.unlock(); },
+        [] {
+          for (const int file : Instance().open_) close(file);
+          Instance().open_.clear();
+          Instance().mutex_.unlock();
+        });
+  }
+
+  std::mutex mutex_;  // held while the process forks
+  std::vector<int> open_;
+  std::atomic<uint64_t> forks_ = 0;
+};
+
 // Closes it.
 int ReadNames(DIR* directory, std::vector<std::string>* names) {
   names->clear();
@@ -58,10 +113,12 @@ int ReadNames(DIR* directory, std::vector<std::string>* names) {
 }  // namespace
 
 int Files::OpenFile(const std::string& path, Open how) {
-  return Told(open(path.c_str(), FlagsOf(how) | O_CLOEXEC, 0666));
+  const int flags = FlagsOf(how) | O_CLOEXEC;
+  if (how == Open::kOwnDirectory) return OwnFiles::Instance().Open(path.c_str(), flags);
+  return Told(open(path.c_str(), flags, 0666));
 }
 
-int Files::Close(int file) { return Told(close(file)); }
+int Files::Close(int file) { return OwnFiles::Instance().Close(file); }
 
 int64_t Files::Size(int file) {
   struct stat status;

@@ -31,9 +31,10 @@ class Files {
   virtual int Truncate(int file, uint64_t bytes);
   virtual int Sync(int file);
   virtual int UseCache(int file);  // ends direct access
-  // An exclusive lock that ends with the process; -EWOULDBLOCK if another has it.
+  // An exclusive lock on what was opened with kOwnDirectory; -EWOULDBLOCK if another has it. It ends
+  // with this process: a forked child has such files closed.
   virtual int Lock(int file);
-  virtual int Unlock(int file);  // also where a forked child still holds the file open
+  virtual int Unlock(int file);
 
   virtual int WorkingDirectory(std::string* path);
   virtual int Look(const std::string& path);  // 0 if something has that name

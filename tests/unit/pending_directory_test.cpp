@@ -3,10 +3,14 @@
 #include "checkpoint/pending_directory.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -69,6 +73,49 @@ class PendingDirectoryTest : public testing::Test {
   const std::string left_ = root_ / ".step-1.saving-0123456789abcdef";
   TestFiles files_;
 };
+
+// A process begins a save, forks, and is killed. The child lives on, as a data loader's worker may.
+TEST_F(PendingDirectoryTest, AForkedChildKeepsNoLock) {
+  int told[2];
+  ASSERT_EQ(pipe(told), 0);
+  const pid_t saving = fork();
+  ASSERT_GE(saving, 0);
+  if (saving == 0) {
+    const PendingDirectory pending = Make(files_);
+    Put(pending.path(), {kShard});
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(60);
+      for (;;) pause();
+    }
+    const bool written = write(told[1], &child, sizeof(child)) == sizeof(child);
+    (void)raise(written ? SIGKILL : SIGABRT);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(saving, &status, 0), saving);
+  ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+  pid_t child = 0;
+  ASSERT_EQ(read(told[0], &child, sizeof(child)), static_cast<ssize_t>(sizeof(child)));
+  EXPECT_EQ(root_.Names().size(), 1u);
+  {
+    const PendingDirectory pending = Make(files_);
+    EXPECT_EQ(root_.Names(), Names{NameOf(pending.path())}) << "what was left is still there";
+  }
+  EXPECT_EQ(kill(child, SIGKILL), 0) << "the child has not lived until here";
+  close(told[0]);
+  close(told[1]);
+}
+
+// The parent keeps its lock, whatever its children do.
+TEST_F(PendingDirectoryTest, AParentKeepsItsLockWhenItForks) {
+  const PendingDirectory pending = Make(files_);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) std::_Exit(0);
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  const PendingDirectory other = Make(files_);
+  EXPECT_TRUE(std::filesystem::exists(pending.path())) << "it was taken for left";
+}
 
 TEST_F(PendingDirectoryTest, LiesBesideItsTargetAndGetsItsNameOnce) {
   PendingDirectory pending = Make(files_);
