@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
+#include <cmath>
 #include <vector>
 
 namespace hybridopt {
@@ -10,6 +10,13 @@ namespace {
 
 // Lists this short are compared pair by pair.
 constexpr size_t kFew = 16;
+
+bool Empty(const Box& box, uint32_t dimensions) {
+  const auto end = box.extent.begin() + dimensions;
+  return std::find(box.extent.begin(), end, 0) != end;
+}
+
+int64_t EndOf(const Box& box, uint32_t d) { return box.offset[d] + box.extent[d]; }
 
 // Two boxes meet where in every dimension one of them begins inside the other. So in one dimension
 // after the other those that reach over the begins of many are split off and looked at together;
@@ -36,14 +43,7 @@ class Searcher {
   using Indices = std::span<uint32_t>;
 
   int64_t Begin(uint32_t box, uint32_t d) const { return boxes_[box].offset[d]; }
-  int64_t End(uint32_t box, uint32_t d) const {
-    return boxes_[box].offset[d] + boxes_[box].extent[d];
-  }
-
-  static bool Empty(const Box& box, uint32_t dimensions) {
-    const auto end = box.extent.begin() + dimensions;
-    return std::find(box.extent.begin(), end, 0) != end;
-  }
+  int64_t End(uint32_t box, uint32_t d) const { return EndOf(boxes_[box], d); }
 
   // False where all boxes have a coordinate in common.
   bool TellsApart(uint32_t d) const {
@@ -134,6 +134,90 @@ class Searcher {
 
 OverlapSearch FindOverlap(std::span<const Box> boxes, uint32_t dimensions) {
   return Searcher(boxes, dimensions).Run();
+}
+
+// ----------------------------------------------------------------------------------- the tree --
+
+BoxTree::BoxTree(std::span<const Box> boxes, uint32_t dimensions)
+    : boxes_(boxes), dimensions_(dimensions) {
+  for (uint32_t i = 0; i < boxes.size(); ++i)
+    if (!Empty(boxes[i], dimensions)) members_.push_back(i);
+  if (!members_.empty()) Build(0, static_cast<uint32_t>(members_.size()));
+}
+
+void BoxTree::Build(uint32_t begin, uint32_t end) {
+  Box hull = boxes_[members_[begin]];
+  for (uint32_t i = begin; i < end; ++i) {
+    const Box& box = boxes_[members_[i]];
+    for (uint32_t d = 0; d < dimensions_; ++d) {
+      const int64_t hull_end = std::max(EndOf(hull, d), EndOf(box, d));
+      hull.offset[d] = std::min(hull.offset[d], box.offset[d]);
+      hull.extent[d] = hull_end - hull.offset[d];
+    }
+  }
+  const size_t node = nodes_.size();
+  nodes_.push_back({hull, begin, end, 0});
+  if (end - begin <= kFew) return;
+  SplitInHalves(begin, end, BestDimension(begin, end));
+  const uint32_t middle = begin + (end - begin) / 2;
+  Build(begin, middle);
+  nodes_[node].right = static_cast<uint32_t>(nodes_.size());
+  Build(middle, end);
+}
+
+// Where the hulls of both halves share the smallest part of what they span together.
+uint32_t BoxTree::BestDimension(uint32_t begin, uint32_t end) {
+  const uint32_t middle = begin + (end - begin) / 2;
+  uint32_t best = 0;
+  double least = HUGE_VAL;
+  for (uint32_t d = 0; d < dimensions_; ++d) {
+    SplitInHalves(begin, end, d);
+    int64_t left_end = INT64_MIN, right_end = INT64_MIN, first = INT64_MAX;
+    for (uint32_t i = begin; i < middle; ++i) {
+      left_end = std::max(left_end, EndOf(boxes_[members_[i]], d));
+      first = std::min(first, boxes_[members_[i]].offset[d]);
+    }
+    for (uint32_t i = middle; i < end; ++i)
+      right_end = std::max(right_end, EndOf(boxes_[members_[i]], d));
+    const int64_t right_begin = boxes_[members_[middle]].offset[d];
+    const auto span = static_cast<double>(std::max(left_end, right_end) - first);
+    const double shared = static_cast<double>(std::max<int64_t>(left_end - right_begin, 0)) / span;
+    if (shared >= least) continue;
+    least = shared;
+    best = d;
+  }
+  return best;
+}
+
+// By where the boxes begin: the first of the second half is the one that begins first there.
+void BoxTree::SplitInHalves(uint32_t begin, uint32_t end, uint32_t d) {
+  const auto first = members_.begin() + begin;
+  std::nth_element(
+      first, first + (end - begin) / 2, members_.begin() + end,
+      [&](uint32_t a, uint32_t b) { return boxes_[a].offset[d] < boxes_[b].offset[d]; });
+}
+
+bool BoxTree::Overlaps(const Box& a, const Box& b) {
+  looked_at_ += 1;
+  for (uint32_t d = 0; d < dimensions_; ++d)
+    if (a.offset[d] >= EndOf(b, d) || b.offset[d] >= EndOf(a, d)) return false;
+  return true;
+}
+
+void BoxTree::ForEachOverlapping(const Box& box, FunctionRef<void(uint32_t)> visit) {
+  if (!nodes_.empty() && !Empty(box, dimensions_)) Visit(0, box, visit);
+}
+
+void BoxTree::Visit(uint32_t node, const Box& box, FunctionRef<void(uint32_t)> visit) {
+  const Node& here = nodes_[node];
+  if (!Overlaps(here.hull, box)) return;
+  if (here.right != 0) {
+    Visit(node + 1, box, visit);
+    Visit(here.right, box, visit);
+    return;
+  }
+  for (uint32_t i = here.begin; i < here.end; ++i)
+    if (Overlaps(boxes_[members_[i]], box)) visit(members_[i]);
 }
 
 }  // namespace hybridopt

@@ -1,12 +1,15 @@
-// Overlap: whether boxes share an element. Comparing each with each takes too long for the many
-// shards of a large world, and for what a forged checkpoint may claim.
+// Overlap: whether boxes share an element, and which boxes share one with a given box. Comparing
+// each with each takes too long for the many shards of a large world, and for what a forged
+// checkpoint may claim.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <utility>
+#include <vector>
 
+#include "base/function_ref.h"
 #include "base/shard.h"
 
 namespace hybridopt {
@@ -19,5 +22,35 @@ struct OverlapSearch {
 // Finds two boxes that share an element, if there are any; boxes without elements share none. n
 // boxes of which none overlap cost about n log n for each dimension that tells them apart.
 OverlapSearch FindOverlap(std::span<const Box> boxes, uint32_t dimensions);
+
+// A tree of hulls: each node has the box around some of the boxes, its children those around half
+// of these each. What lies far from a hull is not compared with what is in it.
+class BoxTree {
+ public:
+  BoxTree(std::span<const Box> boxes, uint32_t dimensions);  // the boxes outlive it
+
+  // Calls visit with the index of each box that shares an element with this one, in any order.
+  void ForEachOverlapping(const Box& box, FunctionRef<void(uint32_t)> visit);
+  // Hulls and boxes that were compared with a given box: what all calls have cost.
+  uint64_t looked_at() const { return looked_at_; }
+
+ private:
+  struct Node {
+    Box hull;
+    uint32_t begin, end;  // of members_
+    uint32_t right;       // the second child; the first is the next node. 0 = a leaf
+  };
+  void Build(uint32_t begin, uint32_t end);
+  uint32_t BestDimension(uint32_t begin, uint32_t end);
+  void SplitInHalves(uint32_t begin, uint32_t end, uint32_t d);
+  bool Overlaps(const Box& a, const Box& b);
+  void Visit(uint32_t node, const Box& box, FunctionRef<void(uint32_t)> visit);
+
+  const std::span<const Box> boxes_;
+  const uint32_t dimensions_;
+  std::vector<uint32_t> members_;  // indices of the boxes that have elements, sorted into the nodes
+  std::vector<Node> nodes_;
+  uint64_t looked_at_ = 0;
+};
 
 }  // namespace hybridopt

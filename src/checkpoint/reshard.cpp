@@ -124,19 +124,6 @@ Status VisitBoxes(uint32_t piece, const Shard& stored, const PlacedBox& from, co
   return {};
 }
 
-// The box around all boxes: shards whose hulls are apart share nothing.
-Box Hull(const Shard& shard) {
-  Box hull = shard.boxes[0];
-  for (const Box& box : shard.boxes) {
-    for (uint32_t d = 0; d < shard.dimensions; ++d) {
-      const int64_t end = std::max(hull.offset[d] + hull.extent[d], box.offset[d] + box.extent[d]);
-      hull.offset[d] = std::min(hull.offset[d], box.offset[d]);
-      hull.extent[d] = end - hull.offset[d];
-    }
-  }
-  return hull;
-}
-
 // "(3, 0, 17)": the first element of both.
 std::string FirstCommon(const Box& a, const Box& b, uint32_t dimensions) {
   const Box common = Common(a, b, dimensions);
@@ -157,19 +144,29 @@ std::string Coordinates(const Shard& shard, uint64_t index) {
   return "(" + text + ")";
 }
 
+// Stored boxes, and a tree that finds those that a wanted one meets.
+struct StoredBoxes {
+  StoredBoxes(const std::vector<Box>& all, uint32_t dimensions)
+      : boxes(all), tree(all, dimensions) {}
+  const std::vector<Box>& boxes;
+  BoxTree tree;
+};
+
 // How many of the wanted elements the stored boxes hold.
-uint64_t CountHeld(const std::vector<Box>& stored, const Shard& wanted) {
+uint64_t CountHeld(StoredBoxes& stored, const Shard& wanted) {
   std::vector<Box> boxes;
   AppendBoxes(wanted, boxes);
   uint64_t held = 0;
-  for (const Box& from : stored)
-    for (const Box& to : boxes) held += CommonElements(from, to, wanted.dimensions);
+  for (const Box& to : boxes)
+    stored.tree.ForEachOverlapping(to, [&](uint32_t from) {
+      held += CommonElements(stored.boxes[from], to, wanted.dimensions);
+    });
   return held;
 }
 
 // The first wanted element that no stored box holds; one is missing, and none is held twice. So
 // those up to one are all there if as many are held.
-uint64_t FirstMissing(const std::vector<Box>& stored, const Shard& wanted) {
+uint64_t FirstMissing(StoredBoxes& stored, const Shard& wanted) {
   Shard part = wanted;
   uint64_t held = 0, missing = wanted.range_count;  // the first so many are held, are not
   while (missing - held > 1) {
@@ -203,14 +200,18 @@ Status CheckDisjointBoxes(std::span<const Shard* const> stored, std::vector<Box>
 Status ForEachSegment(std::span<const Shard* const> stored, const Shard& wanted,
                       FunctionRef<Status(const Segment&)> visit) {
   const std::vector<PlacedBox> wanted_boxes = PlaceBoxes(wanted);
-  const Box wanted_hull = Hull(wanted);
+  BoxTree wanted_tree(wanted.boxes, wanted.dimensions);
+  std::vector<uint32_t> met;
   for (uint32_t piece = 0; piece < stored.size(); ++piece) {
     const Shard& shard = *stored[piece];
     HYBRIDOPT_CHECK(shard.dimensions == wanted.dimensions);
-    if (CommonElements(Hull(shard), wanted_hull, wanted.dimensions) == 0) continue;
-    for (const PlacedBox& from : PlaceBoxes(shard))
-      for (const PlacedBox& to : wanted_boxes)
-        HYBRIDOPT_TRY(VisitBoxes(piece, shard, from, wanted, to, visit));
+    for (const PlacedBox& from : PlaceBoxes(shard)) {
+      met.clear();
+      wanted_tree.ForEachOverlapping(*from.box, [&](uint32_t to) { met.push_back(to); });
+      std::sort(met.begin(), met.end());
+      for (const uint32_t to : met)
+        HYBRIDOPT_TRY(VisitBoxes(piece, shard, from, wanted, wanted_boxes[to], visit));
+    }
   }
   return {};
 }
@@ -224,8 +225,9 @@ Status CheckCoverage(std::span<const Shard* const> stored, const Shard& wanted) 
   std::vector<Box> boxes;
   HYBRIDOPT_TRY(CheckDisjointBoxes(stored, boxes));
   // Nothing twice: all of them are there if their number is right.
-  if (CountHeld(boxes, wanted) == wanted.range_count) return {};
-  const uint64_t missing = FirstMissing(boxes, wanted);
+  StoredBoxes stored_boxes(boxes, wanted.dimensions);
+  if (CountHeld(stored_boxes, wanted) == wanted.range_count) return {};
+  const uint64_t missing = FirstMissing(stored_boxes, wanted);
   return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH,
                        "element %s of the tensor is in none of the %llu stored shards",
                        Coordinates(wanted, wanted.GlobalIndex(missing)).c_str(),

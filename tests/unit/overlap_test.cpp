@@ -113,6 +113,33 @@ TEST(Overlap, OfTwoAmongManyIsFound) {
   EXPECT_GT(searched, Scaled(200));
 }
 
+TEST(BoxTree, VisitsTheBoxesThatComparingEachWouldFind) {
+  Random random(13);
+  size_t found = 0;
+  for (int round = 0; round < Scaled(1000); ++round) {
+    const auto dimensions = static_cast<uint32_t>(1 + random.Below(5));
+    const auto extent = static_cast<int64_t>(1 + random.Below(30));
+    Boxes boxes = Divided(1 + random.Below(200), dimensions, extent, random);
+    if (random.OneIn(4)) boxes[random.Below(boxes.size())].extent[0] = 0;
+    BoxTree tree(boxes, dimensions);
+    for (Box box : Divided(1 + random.Below(8), dimensions, extent, random)) {
+      const size_t d = random.Below(dimensions);
+      box.offset[d] += static_cast<int64_t>(random.Below(3));
+      if (random.OneIn(8)) box.extent[d] = 0;
+      std::vector<uint32_t> expected, visited;
+      for (uint32_t i = 0; i < boxes.size(); ++i)
+        if (Meet(boxes[i], box, dimensions)) expected.push_back(i);
+      tree.ForEachOverlapping(box, [&](uint32_t index) { visited.push_back(index); });
+      std::sort(visited.begin(), visited.end());
+      ASSERT_EQ(visited, expected) << "round " << round;
+      found += expected.size();
+    }
+  }
+  EXPECT_GT(found, static_cast<size_t>(Scaled(1000)));
+  BoxTree none(Boxes{}, 3);
+  none.ForEachOverlapping(Box{}, [](uint32_t) { ADD_FAILURE(); });
+}
+
 TEST(Overlap, OfTheFarEndsOfTheNumbersIsFound) {
   const Box all{{0, 0}, {INT64_MAX, INT64_MAX}};
   const Box last{{INT64_MAX - 1, INT64_MAX - 1}, {1, 1}};
@@ -236,6 +263,26 @@ TEST(Overlap, OfManyBoxesIsNotLookedForInPairs) {
     if (small[i].name != "divided" && small[i].dimensions <= 3) {
       EXPECT_LT(after, 16 * std::log2(16 * few)) << what;
     }
+  }
+}
+
+// The boxes of one family are looked for in another one of the same extent: a hull that lies apart
+// is looked at once for all that is in it.
+TEST(BoxTree, IsNotLookedThroughFromEndToEnd) {
+  const auto few = static_cast<size_t>(std::max(200, Scaled(2000)));
+  const std::vector<Family> small = Families(few), large = Families(16 * few);
+  for (size_t i = 0; i < small.size(); ++i) {
+    const auto looks = [](const Family& family) {
+      BoxTree tree(family.boxes, family.dimensions);
+      uint64_t found = 0;
+      for (const Box& box : family.boxes)
+        tree.ForEachOverlapping(box, [&](uint32_t) { found += 1; });
+      EXPECT_EQ(found, family.boxes.size()) << family.name;  // each meets itself alone
+      return static_cast<double>(tree.looked_at()) / static_cast<double>(family.boxes.size());
+    };
+    const double before = looks(small[i]), after = looks(large[i]);
+    EXPECT_LT(after, 8 * before) << small[i].name << " in " << small[i].dimensions
+                                 << " dimensions: " << before << " looks for each, then " << after;
   }
 }
 
