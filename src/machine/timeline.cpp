@@ -149,12 +149,14 @@ void Timeline::ReleaseStreams() {
   changed_.notify_all();
 }
 
-void Timeline::Release() {
-  ReleaseStreams();
+void Timeline::Release(Status failure) {
   {
     std::lock_guard lock(mutex_);
+    holds_streams_ = false;
+    progress_.store(reached_);
     held_ = 0;
     awake_ = false;
+    if (!failure.ok()) PoisonLocked(0, std::move(failure));
   }
   changed_.notify_all();
 }
@@ -273,11 +275,15 @@ bool Timeline::Suffers(uint64_t sequence) const {
 void Timeline::Poison(uint64_t sequence, Status cause) {
   {
     std::lock_guard lock(mutex_);
-    if (cause_.ok()) cause_ = std::move(cause);  // the first one counts
-    failed_ = sequence;
-    Show(kReleased);
+    PoisonLocked(sequence, std::move(cause));
   }
   changed_.notify_all();
+}
+
+void Timeline::PoisonLocked(uint64_t sequence, Status cause) {
+  if (cause_.ok()) cause_ = std::move(cause);  // the first one counts
+  failed_ = sequence;
+  Show(kReleased);
 }
 
 }  // namespace hybridopt

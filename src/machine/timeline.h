@@ -63,7 +63,10 @@ class Timeline {
   // at the piece's start until ReleaseStreams. One at a time.
   void Hold(uint64_t sequence, int64_t round_ns, bool holds_streams);
   void ReleaseStreams();  // any thread, any number of times
-  void Release();         // on the timeline's own thread
+  // The background piece has completed; on the timeline's own thread. A `failure` that is not OK is
+  // more than the piece's own: it poisons the timeline before any waiter learns that the piece has
+  // completed.
+  void Release(Status failure);
   // The background has come so far that Settle has something to do. Any thread.
   void Wake();
   // Said before the piece completes: it has failed, and that is nobody else's concern. Why is
@@ -97,6 +100,7 @@ class Timeline {
   void Passed(uint64_t sequence);
   void Poison(uint64_t sequence, Status cause);
   // These with mutex_ held.
+  void PoisonLocked(uint64_t sequence, Status cause);
   void Show(uint64_t progress);
   bool Suffers(uint64_t sequence) const;
   Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, FunctionRef<bool()> completed,

@@ -185,8 +185,9 @@ Status Checkpoints::End(Status outcome, Timeline& timeline) {
     context_.Log(OFFLOAD_LOG_ERROR, outcome.message().c_str());
     timeline.Report(sequence_, outcome);
   }
-  timeline.Release();
-  return ConcernsFilesOnly(outcome) ? Status() : outcome;
+  if (ConcernsFilesOnly(outcome)) outcome = {};
+  timeline.Release(outcome);
+  return outcome;
 }
 
 // A second time there would be nothing left to publish.

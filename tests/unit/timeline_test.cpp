@@ -39,6 +39,7 @@ class Line {
   std::atomic<int> settled = 0;
   std::atomic<int> settled_after_failure = 0;
   std::atomic<bool> settling_slowly = false;
+  std::atomic<bool> returning_slowly = false;  // with the background ended
   Status settle_outcome;
   std::vector<std::pair<uint32_t, uint64_t>> executed;
   std::optional<Timeline> timeline;
@@ -65,7 +66,8 @@ class Line {
   Status Settle(bool failure) {
     (failure ? settled_after_failure : settled) += 1;
     while (settling_slowly) std::this_thread::yield();
-    timeline->Release();
+    timeline->Release(settle_outcome);
+    while (returning_slowly) std::this_thread::yield();
     return settle_outcome;
   }
   std::atomic<int> permits_ = 0;
@@ -439,6 +441,23 @@ TEST(Timeline, ABackgroundThatFailsForMoreThanItselfPoisons) {
   while (line.timeline->CheckPoison().ok()) std::this_thread::yield();
   EXPECT_EQ(line.timeline->CheckPoison().code(), OFFLOAD_POISONED);
   EXPECT_EQ(line.timeline->NextSlot().status().code(), OFFLOAD_POISONED);
+}
+
+// Who is told of a failure that concerns more than a save gets POISONED from the next call, and not
+// what the failed device says to it.
+TEST(Timeline, PoisonIsThereBeforeAWaiterIsTold) {
+  Line line;
+  line.holding = line.reporting = 1;
+  line.settle_outcome = Status::Error(OFFLOAD_DEVICE_FAILED, "the device is gone");
+  line.returning_slowly = true;
+  line.Permit(1);
+  line.Queue();
+  while (line.progress.load() < Timeline::ProgressAt(2, 0)) std::this_thread::yield();
+  line.timeline->Wake();
+  EXPECT_EQ(line.timeline->Wait(1, kForever).code(), OFFLOAD_IO_FAILED);
+  EXPECT_EQ(line.timeline->CheckPoison().code(), OFFLOAD_POISONED);
+  EXPECT_EQ(line.progress, Timeline::kReleased);
+  line.returning_slowly = false;
 }
 
 }  // namespace
