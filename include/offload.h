@@ -51,6 +51,10 @@
  *            one thread at a time calls functions with the same handle, except
  *            offload_optimizer_wait, _step_result and _get_stats: any thread may call these at any
  *            time before destroy. The library starts its own threads with the first work.
+ * Functions  that the caller passes in (log, progress, visit, comm, offload_stream_run) should not
+ *            throw. An exception that one of them throws is a failure of what called it: INTERNAL,
+ *            COMM_FAILED for comm, DEVICE_FAILED on a stream, and nothing for log. A thread that
+ *            gets pthread_cancel inside a call of the library ends after that call.
  * Fork.      Handles do not survive fork: in the child every call with such a handle returns
  *            INVALID_STATE and does nothing. The parent goes on undisturbed.
  * Process.   The library changes no setting of the process: no signal handler, no floating-point

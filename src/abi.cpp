@@ -1,9 +1,9 @@
 // The extern "C" bodies of offload.h: bring structs to this release's size, find the handle, call
 // core, translate. No decision is made here.
+#include <pthread.h>
+
 #include <cstdio>
 #include <cstring>
-#include <exception>
-#include <new>
 #include <string>
 #include <type_traits>
 
@@ -35,17 +35,25 @@ int32_t Report(int32_t code, const char* text) {
   return code;
 }
 
+// Defers a pthread_cancel of the calling thread until the call has returned: ended in the middle of
+// a call, the thread would leave that half done.
+class NoCancellation {
+ public:
+  NoCancellation() { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
+  ~NoCancellation() { pthread_setcancelstate(before_, nullptr); }
+  NoCancellation(const NoCancellation&) = delete;
+  NoCancellation& operator=(const NoCancellation&) = delete;
+
+ private:
+  int before_ = PTHREAD_CANCEL_ENABLE;
+};
+
 // Every ABI body runs in here: no exception passes, and a failure leaves its text behind.
 template <typename Body>
 int32_t Guard(Body&& body) noexcept {
-  try {
-    const Status status = body();
-    return status.ok() ? OFFLOAD_OK : Report(status.code(), status.message().c_str());
-  } catch (const std::bad_alloc&) {
-    return Report(OFFLOAD_OUT_OF_HOST_MEMORY, "out of host memory for the library's own tables");
-  } catch (const std::exception& error) {
-    return Report(OFFLOAD_INTERNAL, error.what());
-  }
+  const NoCancellation no_cancellation;
+  const Status status = CatchExceptions("this call", body);
+  return status.ok() ? OFFLOAD_OK : Report(status.code(), status.message().c_str());
 }
 
 Status CheckStructSize(uint32_t got, size_t expected, const char* name) {

@@ -74,8 +74,12 @@ void BlockWriter::Loop() {
     free_.insert(free_.begin(), piece.block);  // at the back stays what Next may have given
     if (status.ok()) {
       bytes_written_ += piece.bytes;
-      wrote_(bytes_written_);
-    } else if (failure_.ok()) {
+      status = CatchExceptions("the progress function", [&]() -> Status {
+        wrote_(bytes_written_);
+        return {};
+      });
+    }
+    if (!status.ok() && failure_.ok()) {
       failure_ = std::move(status);
       waiting_.clear();
     }

@@ -25,18 +25,30 @@ Status Comm::AgreeOnNorm(double* sum, bool* finite) const {
   // Flags travel apart from sums: a sum over ranks may be computed in ways that lose a NaN.
   int32_t not_finite = *finite ? 0 : 1;
   if (!*finite) *sum = 0;
-  HYBRIDOPT_TRY(Translate(functions_.sum(functions_.user, sum, 1, timeout_ns_), "sum"));
-  HYBRIDOPT_TRY(Translate(functions_.max(functions_.user, &not_finite, 1, timeout_ns_), "max"));
+  HYBRIDOPT_TRY(Call("sum", [&] { return functions_.sum(functions_.user, sum, 1, timeout_ns_); }));
+  HYBRIDOPT_TRY(AgreeOnMaxOfAll(&not_finite, 1));
   *finite = not_finite == 0 && std::isfinite(*sum);
   return {};
 }
 
 Status Comm::AgreeOnMax(int32_t* values, uint32_t count) const {
   if (world() == 1) return {};
-  return Translate(functions_.max(functions_.user, values, count, timeout_ns_), "max");
+  return AgreeOnMaxOfAll(values, count);
 }
 
-Status Comm::Translate(int32_t status, const char* what) const {
+Status Comm::AgreeOnMaxOfAll(int32_t* values, uint32_t count) const {
+  return Call("max", [&] { return functions_.max(functions_.user, values, count, timeout_ns_); });
+}
+
+Status Comm::Call(const char* what, FunctionRef<int32_t()> function) const {
+  int32_t status = OFFLOAD_OK;
+  const Status thrown = CatchExceptions("the function", [&]() -> Status {
+    status = function();
+    return {};
+  });
+  if (!thrown.ok())
+    return Status::Error(OFFLOAD_COMM_FAILED, "rank %d of %d: comm.%s: %s", functions_.rank,
+                         functions_.world, what, thrown.message().c_str());
   if (status == OFFLOAD_OK) return {};
   if (status == OFFLOAD_TIMED_OUT)
     return Status::Error(OFFLOAD_COMM_FAILED,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "base/function_ref.h"
 #include "base/status.h"
 
 namespace hybridopt {
@@ -28,7 +29,9 @@ class Comm {
   Status AgreeOnMax(int32_t* values, uint32_t count) const;
 
  private:
-  Status Translate(int32_t status, const char* what) const;
+  Status AgreeOnMaxOfAll(int32_t* values, uint32_t count) const;
+  // A function of the table, called and its status translated.
+  Status Call(const char* what, FunctionRef<int32_t()> function) const;
 
   offload_comm_t functions_{};
   int64_t timeout_ns_ = 0;

@@ -264,7 +264,11 @@ Result<offload_context_info_t> Context::Info() const {
 
 void Context::Log(int32_t level, const char* text) const {
   if (log_ != nullptr) {
-    log_(log_user_, level, text);
+    // What it throws is nobody's concern: the call that logs has an outcome of its own.
+    (void)CatchExceptions("the log function", [&]() -> Status {
+      log_(log_user_, level, text);
+      return {};
+    });
   } else if (level >= OFFLOAD_LOG_WARNING) {
     std::fprintf(stderr, "hybridopt: %s\n", text);
   }

@@ -61,6 +61,8 @@ struct Gate {
   }
 };
 
+inline void DropLog(void*, int32_t, const char*) {}
+
 struct RunOptions {
   int32_t device_kind = OFFLOAD_DEVICE_SIM;
   int32_t algorithm = OFFLOAD_ADAMW;
@@ -79,9 +81,8 @@ struct RunOptions {
   const offload_comm_t* comm = nullptr;
   uint64_t comm_timeout_ns = 0;
   const char* name_prefix = "p";  // of the params
+  offload_log_function_t log = DropLog;
 };
-
-inline void DropLog(void*, int32_t, const char*) {}
 
 // One context, one optimizer, some params. Params alternate bf16 and fp32, gradients the reverse.
 class Trainer {
@@ -189,7 +190,7 @@ class Trainer {
     options.threads = options_.threads;
     options.device_timeout_ns = options_.device_timeout_ns;
     options.allow_pageable = options_.allow_pageable;
-    options.log = DropLog;
+    options.log = options_.log;
     if (options_.device_kind == OFFLOAD_DEVICE_SIM) {
       options.sim_memory_bytes = options_.sim_memory_bytes;
       options.sim_seed = options_.sim_seed;
