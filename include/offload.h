@@ -301,7 +301,9 @@ OFFLOAD_API int32_t offload_context_create(const offload_context_options_t* opti
                                            offload_context_t* context);
 
 /* Frees the context, and the streams and device memory that the caller got from it and has not
- * freed.
+ * freed. If a function that the caller gave to offload_stream_run does not return within
+ * device_timeout_ns, the memory of the simulated device stays until the process ends, and a warning
+ * in the log says so.
  * Errors: INVALID_STATE while the context has optimizers. */
 OFFLOAD_API int32_t offload_context_destroy(offload_context_t context);
 
@@ -462,7 +464,10 @@ OFFLOAD_API int32_t offload_optimizer_create(offload_context_t context,
                                              offload_optimizer_t* optimizer);
 
 /* Finishes queued work (for at most device_timeout_ns without progress), then frees everything.
- * Views are not valid any more, and every function refuses the handle. */
+ * Views are not valid any more, and every function refuses the handle.
+ * Errors: COMM_FAILED (a function of comm has not returned 1 s after comm_timeout_ns: the library
+ * keeps the memory of the optimizer and its context for ever, and touches no param or gradient any
+ * more; the caller must keep what that function uses until it returns). */
 OFFLOAD_API int32_t offload_optimizer_destroy(offload_optimizer_t optimizer);
 
 /* Adds a group of params that share hyperparameters; ids count from 0.
@@ -940,7 +945,8 @@ OFFLOAD_API int32_t offload_device_map(offload_context_t context, void* device_d
 
 OFFLOAD_API int32_t offload_stream_create(offload_context_t context, offload_stream_t* stream);
 
-/* Finishes the stream's work first. stream may be NULL; the call then does nothing. */
+/* Finishes the stream's work first. stream may be NULL; the call then does nothing.
+ * Errors: TIMED_OUT (its work was not done within device_timeout_ns: the stream stays as it is). */
 OFFLOAD_API int32_t offload_stream_destroy(offload_context_t context, offload_stream_t stream);
 
 /* Blocks until the work that is queued on stream now is done, for at most timeout_ns (negative: no

@@ -268,7 +268,8 @@ int32_t offload_context_destroy(offload_context_t context) {
                            "context still has %u optimizers; destroy them first",
                            candidate.optimizers());
     };
-    return Contexts::Instance().Destroy(context, "context", check_unused, [](Context&) {});
+    return Contexts::Instance().Destroy(context, "context", check_unused,
+                                        [](Context&) { return Status(); });
   });
 }
 
@@ -307,7 +308,7 @@ int32_t offload_optimizer_destroy(offload_optimizer_t optimizer) {
   return Guard([&]() -> Status {
     return Optimizers::Instance().Destroy(
         optimizer, "optimizer", [](const Optimizer&) { return Status(); },
-        [](Optimizer& closing) { closing.Close(); });
+        [](Optimizer& closing) { return closing.Close(); });
   });
 }
 

@@ -13,6 +13,7 @@ class ForwardingDevice : public Device {
  public:
   explicit ForwardingDevice(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
+  bool Stop() override { return device_->Stop(); }
   int32_t kind() const override { return device_->kind(); }
   const char* name() const override { return device_->name(); }
   const char* pci_id() const override { return device_->pci_id(); }

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "base/prim.h"
+
 namespace hybridopt {
 
 Status Comm::Check(const offload_comm_t& functions) {
@@ -40,12 +42,39 @@ Status Comm::AgreeOnMaxOfAll(int32_t* values, uint32_t count) const {
   return Call("max", [&] { return functions_.max(functions_.user, values, count, timeout_ns_); });
 }
 
+Status Comm::GiveUpIfStuck() const {
+  constexpr int64_t kGraceNs = 1'000'000'000;
+  std::lock_guard lock(mutex_);
+  if (call_begin_ns_ == 0 || prim::NowNs() - call_begin_ns_ - kGraceNs < timeout_ns_)
+    return given_up_;
+  if (given_up_.ok())
+    given_up_ = Status::Error(
+        OFFLOAD_COMM_FAILED,
+        "rank %d of %d: comm.%s has not returned %.1f s after its timeout (options.comm_timeout_ns "
+        "is %.1f s); the library keeps the memory of this optimizer and of its context, and it "
+        "touches no param or gradient any more; keep what the function uses until it returns",
+        functions_.rank, functions_.world, called_, static_cast<double>(kGraceNs) * 1e-9,
+        static_cast<double>(timeout_ns_) * 1e-9);
+  return given_up_;
+}
+
 Status Comm::Call(const char* what, FunctionRef<int32_t()> function) const {
+  {
+    std::lock_guard lock(mutex_);
+    HYBRIDOPT_TRY(given_up_);
+    call_begin_ns_ = prim::NowNs();
+    called_ = what;
+  }
   int32_t status = OFFLOAD_OK;
   const Status thrown = CatchExceptions("the function", [&]() -> Status {
     status = function();
     return {};
   });
+  {
+    std::lock_guard lock(mutex_);
+    call_begin_ns_ = 0;
+    HYBRIDOPT_TRY(given_up_);
+  }
   if (!thrown.ok())
     return Status::Error(OFFLOAD_COMM_FAILED, "rank %d of %d: comm.%s: %s", functions_.rank,
                          functions_.world, what, thrown.message().c_str());

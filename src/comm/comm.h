@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 
 #include "base/function_ref.h"
 #include "base/status.h"
@@ -25,6 +26,9 @@ class Comm {
   // All ranks get the sum of all ranks' sums of squares, and whether all of them are finite.
   // COMM_FAILED if another rank does not answer.
   Status AgreeOnNorm(double* sum, bool* finite) const;
+  // Where a function of the table has not returned a while after its timeout: no other is called,
+  // and whoever waits for that one gets this failure when it returns. Else OK. Any thread.
+  Status GiveUpIfStuck() const;
   // In place: the largest of each of count values over all ranks. Nothing is asked in a world of 1.
   Status AgreeOnMax(int32_t* values, uint32_t count) const;
 
@@ -36,6 +40,11 @@ class Comm {
   offload_comm_t functions_{};
   int64_t timeout_ns_ = 0;
   bool present_ = false;
+
+  mutable std::mutex mutex_;           // guards all below
+  mutable int64_t call_begin_ns_ = 0;  // of the function that is running; 0: none
+  mutable const char* called_ = nullptr;
+  mutable Status given_up_;
 };
 
 }  // namespace hybridopt

@@ -72,6 +72,9 @@ struct DeviceMemory {
 class Device {
  public:
   virtual ~Device() = default;
+  // To be called before the destructor: drops what is queued and has not begun, and waits for what
+  // has. False if some work does not end in time: the device must then never be destroyed.
+  virtual bool Stop() { return true; }
 
   virtual int32_t kind() const = 0;
   virtual const char* name() const = 0;
@@ -170,6 +173,7 @@ struct SimOptions {
   uint64_t seed;
   uint64_t delay_ns_max;
   uint64_t pinned_bytes_max = UINT64_MAX;  // PinHost refuses what goes beyond
+  int64_t timeout_ns = INT64_MAX;          // streams that take longer are stuck
 };
 
 // An accelerator made of threads (device/sim.cpp). Its kernels are `kernels`.

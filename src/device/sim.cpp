@@ -55,6 +55,7 @@ class SimDevice final : public Device {
 
   Result<StreamHandle> CreateStream(const char* label) override;
   Status DestroyStream(StreamHandle stream) override;
+  bool Stop() override;
   void AbandonStream(StreamHandle stream) override;
   Status CheckStream(StreamHandle stream) const override { return Find(stream).status(); }
   Result<EventHandle> CreateEvent(const char* label) override;
@@ -132,6 +133,13 @@ SimDevice::SimDevice(const SimOptions& options, const KernelTable& kernels,
   streams_.push_back(MakeStream("NULL"));
 }
 
+Status StillBusy(const SimStream& stream, int64_t timeout_ns) {
+  return Status::Error(OFFLOAD_TIMED_OUT,
+                       "work queued on stream \"%s\" was not done within %" PRId64
+                       " ns; it goes on, wait again",
+                       stream.label().c_str(), timeout_ns);
+}
+
 SimDevice::~SimDevice() {
   if (fork_generation_ != prim::ForkGeneration()) {
     // The threads live in the parent, and may have held any lock when this process was forked.
@@ -141,6 +149,17 @@ SimDevice::~SimDevice() {
   }
   fault_.Stop();
   for (auto& stream : streams_) stream->Close();
+}
+
+bool SimDevice::Stop() {
+  if (fork_generation_ != prim::ForkGeneration()) return true;
+  fault_.Stop();
+  const int64_t begin_ns = prim::NowNs();
+  for (auto& stream : streams_) {
+    const int64_t left_ns = options_.timeout_ns - (prim::NowNs() - begin_ns);
+    if (!stream->End(std::max<int64_t>(left_ns, 0))) return false;
+  }
+  return true;
 }
 
 Result<void*> SimDevice::Allocate(uint64_t bytes) {
@@ -226,7 +245,10 @@ Result<StreamHandle> SimDevice::CreateStream(const char* label) {
 
 Status SimDevice::DestroyStream(StreamHandle stream) {
   if (stream == nullptr) return Status();
-  HYBRIDOPT_ASSIGN(SimStream * found, Forget(stream));
+  HYBRIDOPT_ASSIGN(SimStream * found, Find(stream));
+  if (!found->WaitUntil(found->Queued(), options_.timeout_ns))
+    return StillBusy(*found, options_.timeout_ns);
+  HYBRIDOPT_TRY(Forget(stream).status());
   found->Close();
   return Status();
 }
@@ -387,13 +409,7 @@ Status SimDevice::Synchronize(StreamHandle stream, int64_t timeout_ns) {
   HYBRIDOPT_TRY(fault_.status());
   const bool done = found->WaitUntil(found->Queued(), timeout_ns);
   HYBRIDOPT_TRY(fault_.status());
-  if (!done) {
-    return Status::Error(OFFLOAD_TIMED_OUT,
-                         "work queued on stream \"%s\" was not done within %" PRId64
-                         " ns; it goes on, wait again",
-                         found->label().c_str(), timeout_ns);
-  }
-  return Status();
+  return done ? Status() : StillBusy(*found, timeout_ns);
 }
 
 // A device address taken for a host address is the caller's bug: real devices see it at once.

@@ -33,6 +33,7 @@ SimStream::SimStream(const char* label, uint64_t number, const SimOptions& optio
                      const SimExecutor& executor, SimFault& fault)
     : label_(label),
       delay_ns_max_(std::min<uint64_t>(options.delay_ns_max, INT64_MAX / 2)),
+      timeout_ns_(options.timeout_ns),
       executor_(executor),
       fault_(fault),
       random_state_(SeedOfStream(options.seed, number)) {}
@@ -53,7 +54,13 @@ Status SimStream::StartLocked() {
 Result<uint64_t> SimStream::Push(const sim::Command& command) {
   std::unique_lock lock(mutex_);
   if (!closed_) HYBRIDOPT_TRY(StartLocked());
-  completed_changed_.wait(lock, [&] { return queued_ - completed_ < kQueueCommands || closed_; });
+  const auto has_room = [&] { return queued_ - completed_ < kQueueCommands || closed_; };
+  if (!Await(lock, has_room, timeout_ns_))
+    return Status::Error(OFFLOAD_DEVICE_FAILED,
+                         "stream \"%s\" has %llu commands queued and made no progress for %.1f s "
+                         "(device_timeout_ns of the context); nothing was queued behind them",
+                         label_.c_str(), static_cast<unsigned long long>(kQueueCommands),
+                         static_cast<double>(timeout_ns_) * 1e-9);
   if (closed_) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "stream \"%s\" was destroyed while in use",
                          label_.c_str());
@@ -71,7 +78,12 @@ uint64_t SimStream::Queued() const {
 
 bool SimStream::WaitUntil(uint64_t sequence, int64_t timeout_ns) const {
   std::unique_lock lock(mutex_);
-  const auto reached = [&] { return completed_ >= sequence; };
+  return Await(
+      lock, [&] { return completed_ >= sequence; }, timeout_ns);
+}
+
+bool SimStream::Await(std::unique_lock<std::mutex>& lock, FunctionRef<bool()> reached,
+                      int64_t timeout_ns) const {
   if (timeout_ns < 0 || timeout_ns > INT64_MAX / 2) {
     completed_changed_.wait(lock, reached);
     return true;
@@ -82,7 +94,6 @@ bool SimStream::WaitUntil(uint64_t sequence, int64_t timeout_ns) const {
 void SimStream::Close() {
   {
     std::lock_guard lock(mutex_);
-    if (closed_) return;
     closed_ = true;
     queued_changed_.notify_one();
     completed_changed_.notify_all();
@@ -97,7 +108,24 @@ void SimStream::Abandon() {
   Close();
 }
 
+bool SimStream::End(int64_t timeout_ns) {
+  abandoned_ = true;
+  std::unique_lock lock(mutex_);
+  closed_ = true;
+  queued_changed_.notify_one();
+  completed_changed_.notify_all();
+  return !started_ || Await(
+                          lock, [&] { return ended_; }, timeout_ns);
+}
+
 void SimStream::RunCommands() {
+  RunCommandsUntilClosed();
+  std::lock_guard lock(mutex_);
+  ended_ = true;
+  completed_changed_.notify_all();
+}
+
+void SimStream::RunCommandsUntilClosed() {
   std::unique_lock lock(mutex_);
   while (true) {
     queued_changed_.wait(lock, [&] { return completed_ < queued_ || closed_; });

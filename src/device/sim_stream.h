@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "base/function_ref.h"
 #include "base/prim.h"
 #include "base/status.h"
 #include "device/sim_command.h"
@@ -32,7 +33,7 @@ class SimStream {
 
   Status Start();  // now instead of with the first command
   // Queues a command and gives its sequence number; blocks while the queue is full, as launch
-  // queues do.
+  // queues do. DEVICE_FAILED if no command completes within options.timeout_ns then.
   Result<uint64_t> Push(const sim::Command& command);
   uint64_t Queued() const;  // the sequence number of the last command; 0 if there was none
   // Blocks until the command of that number has completed; false after timeout_ns (negative: no
@@ -42,14 +43,20 @@ class SimStream {
   void Close();
   // The same, but drops what has not begun.
   void Abandon();
+  // Likewise, for a device that has been stopped; false if the thread does not end in time.
+  bool End(int64_t timeout_ns);
 
  private:
   Status StartLocked();
+  bool Await(std::unique_lock<std::mutex>& lock, FunctionRef<bool()> reached,
+             int64_t timeout_ns) const;
   void RunCommands();
+  void RunCommandsUntilClosed();
   void Delay();
 
   const std::string label_;
   const uint64_t delay_ns_max_;
+  const int64_t timeout_ns_;
   const SimExecutor& executor_;
   SimFault& fault_;
   uint64_t random_state_;  // of the thread
@@ -62,6 +69,7 @@ class SimStream {
   uint64_t completed_ = 0;
   bool started_ = false;
   bool closed_ = false;
+  bool ended_ = false;  // the thread does nothing any more
   std::atomic<bool> abandoned_ = false;
   prim::Thread thread_;
 };

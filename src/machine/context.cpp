@@ -1,6 +1,7 @@
 #include "machine/context.h"
 
 #include <cstdio>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -77,6 +78,7 @@ Result<std::unique_ptr<Device>> CreateDevice(const offload_context_options_t& op
       options.sim_memory_bytes != 0 ? options.sim_memory_bytes : kDefaultSimMemoryBytes;
   sim.seed = options.sim_seed;
   sim.delay_ns_max = options.sim_delay_ns_max;
+  sim.timeout_ns = TimeoutNs(options);
   if (options.sim_pinned_bytes_max != 0) sim.pinned_bytes_max = options.sim_pinned_bytes_max;
   return CreateSimDevice(sim, kernels);
 }
@@ -120,6 +122,19 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
           PagesOf(options.numa_policy, seats_, workers_.threads(), !device_->unified()), numa_)),
       allow_pageable_(options.allow_pageable != 0) {
   if (pages_.policy != options.numa_policy) Log(OFFLOAD_LOG_WARNING, Notes().c_str());
+}
+
+// A thread that is in a function of the caller's goes on using the device when it returns.
+Context::~Context() {
+  if (device_->Stop()) return;
+  Log(OFFLOAD_LOG_WARNING,
+      "the context is destroyed, but a function that offload_stream_run was given has not returned "
+      "within device_timeout_ns: its thread and the memory of the simulated device stay until the "
+      "process ends");
+  static std::mutex mutex;
+  static auto* const left_behind = new std::vector<Device*>;  // so that leak checkers see them
+  std::lock_guard lock(mutex);
+  left_behind->push_back(device_.release());
 }
 
 Result<void*> Context::AllocateForCaller(uint64_t bytes) {

@@ -25,6 +25,7 @@ class Context {
   Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
           const KernelTable& kernels, Seats seats = ChooseSeats({.local_world = 1}).value(),
           Result<Numa> numa = Numa::Open());
+  ~Context();
 
   Device& device() { return *device_; }
   const Device& device() const { return *device_; }

@@ -148,6 +148,11 @@ Lanes::~Lanes() {
   context_.ReleasePinned(pinned_bytes_);
 }
 
+void Lanes::AwaitStreams() {
+  for (StreamHandle stream : streams_)
+    (void)context_.device().Synchronize(stream, context_.device_timeout_ns());
+}
+
 void Lanes::UseScratch(LaneScratch& scratch) {
   std::swap(scratch_, scratch);
   device_verdict = reinterpret_cast<Verdict*>(scratch_.data());

@@ -128,6 +128,9 @@ class Lanes {
   const TimedEvent& landed(uint32_t slot) const { return ring_.landed(slot); }
   const TimedEvent& uploaded(uint32_t slot) const { return ring_.uploaded(slot); }
 
+  // Waits until the streams have done what is queued, or for device_timeout_ns.
+  void AwaitStreams();
+
   StreamHandle down = nullptr;     // device to host
   StreamHandle up = nullptr;       // host to device
   StreamHandle compute = nullptr;  // norm and updates on the device

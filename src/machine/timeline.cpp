@@ -23,18 +23,30 @@ Timeline::Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progre
   progress_.store(reached_);
 }
 
-Timeline::~Timeline() { Drain(); }
+Timeline::~Timeline() {
+  (void)Drain([] { return Status(); });
+}
 
-void Timeline::Drain() {
-  if (fork_generation_ != prim::ForkGeneration()) return;  // the thread runs in the parent only
+Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
+  constexpr auto kRound = std::chrono::milliseconds(50);
+  if (fork_generation_ != prim::ForkGeneration()) return {};  // the thread runs in the parent only
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     stopping_ = true;
+    changed_.notify_all();
+    while (thread_.joinable() && !changed_.wait_for(lock, kRound, [this] { return ended_; })) {
+      // A save in the background may still read what is the caller's.
+      Status stuck = holds_streams_ ? Status() : check_stuck();
+      if (stuck.ok()) continue;
+      PoisonLocked(0, stuck);
+      changed_.notify_all();
+      return stuck;
+    }
   }
-  changed_.notify_all();
   thread_.Join();
   // Streams that still wait, for whatever reason, must not wait for ever.
   progress_.store(kReleased);
+  return {};
 }
 
 Result<uint32_t> Timeline::NextSlot() {
@@ -52,7 +64,7 @@ Result<uint64_t> Timeline::Submit() {
     std::lock_guard lock(mutex_);
     if (stopping_) return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer is being destroyed");
     if (!thread_.joinable()) {
-      HYBRIDOPT_ASSIGN(thread_, prim::Thread::Start<&Timeline::Loop>("hybridopt/line", this));
+      HYBRIDOPT_ASSIGN(thread_, prim::Thread::Start<&Timeline::Run>("hybridopt/line", this));
     }
     sequence = ++submitted_;
   }
@@ -206,6 +218,15 @@ Status Timeline::CheckPoison() const {
   if (cause_.ok()) return {};
   return Status::Error(OFFLOAD_POISONED, "earlier queued work failed, destroy this optimizer: %s",
                        cause_.message().c_str());
+}
+
+void Timeline::Run() {
+  Loop();
+  {
+    std::lock_guard lock(mutex_);
+    ended_ = true;
+  }
+  changed_.notify_all();
 }
 
 void Timeline::Loop() {

@@ -39,8 +39,11 @@ class Timeline {
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  // Runs what is queued, then ends the thread; in a forked child leaves it alone. The last call.
-  void Drain();
+  // Runs what is queued, then ends the thread; in a forked child leaves it alone. The last call,
+  // unless check_stuck fails, which is asked meanwhile: then the timeline is poisoned with that
+  // failure, which also comes back, and the thread goes on with the piece that is stuck. The
+  // timeline must then live as long as the process.
+  Status Drain(FunctionRef<Status()> check_stuck);
 
   // The slot that the next Submit will queue; its earlier content has been executed, and is no
   // longer read. INVALID_STATE when kCapacity pieces are queued, POISONED after a failure.
@@ -94,6 +97,7 @@ class Timeline {
 
  private:
   enum class Turn { kSettle, kExecute, kEnd };
+  void Run();
   void Loop();
   Turn NextTurn(uint64_t sequence);
   bool SettleBackground(bool failure);
@@ -119,6 +123,7 @@ class Timeline {
   Status cause_;         // of the failure; guarded by mutex_, as all below but the thread
   uint64_t failed_ = 0;  // the piece that failed; 0: none, or the background
   bool stopping_ = false;
+  bool ended_ = false;          // the thread has nothing to do any more
   uint64_t executed_ = 0;       // the last piece that has run
   uint64_t held_ = 0;           // the piece that goes on in the background; 0: none
   int64_t round_ns_ = 0;        // how often Settle is called for it

@@ -103,7 +103,7 @@ class HandleTable {
 
   // Refuses the handle from now on, unless may_destroy(object) objects. Then calls close(object),
   // which makes the calls return that are using the object, waits until they have, and lets the
-  // object go.
+  // object go. If close fails the object stays for ever: some thread cannot be parted from it.
   template <typename MayDestroy, typename Close>
   Status Destroy(const void* handle, const char* name, MayDestroy&& may_destroy, Close&& close) {
     HYBRIDOPT_TRY(CheckForm(handle, name));
@@ -114,10 +114,14 @@ class HandleTable {
       HYBRIDOPT_TRY(may_destroy(*entry->target->object));
       target = std::move(entry->target);
     }
-    close(*target->object);
+    Status closed = close(*target->object);
     target->AwaitLastUse();
+    if (!closed.ok()) {
+      std::lock_guard lock(mutex_);
+      left_behind_.push_back(target->object);
+    }
     target->object.reset();
-    return {};
+    return closed;
   }
 
  private:
@@ -166,6 +170,7 @@ class HandleTable {
   [[maybe_unused]] HandleTable* const inherited_;
   std::mutex mutex_;
   std::vector<Entry> entries_;
+  std::vector<std::shared_ptr<Object>> left_behind_;
 };
 
 }  // namespace hybridopt

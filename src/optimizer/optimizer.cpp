@@ -56,14 +56,19 @@ Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_o
 
 Optimizer::~Optimizer() {
   if (committed_ != nullptr) {
-    committed_->timeline->Drain();  // its work reads through committed_
+    // Its work reads through committed_.
+    (void)committed_->timeline->Drain([] { return Status(); });
   }
   committed_.reset();
   context_->OptimizerDestroyed();
 }
 
-void Optimizer::Close() {
-  if (is_committed_) committed_->timeline->Drain();
+Status Optimizer::Close() {
+  if (!is_committed_) return {};
+  Status stuck = committed_->timeline->Drain([this] { return comm_.GiveUpIfStuck(); });
+  // What has been queued on the device ends without the other ranks.
+  if (!stuck.ok()) committed_->lanes->AwaitStreams();
+  return stuck;
 }
 
 // --------------------------------------------------------------------------------- registering --

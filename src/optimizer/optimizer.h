@@ -33,8 +33,9 @@ class Optimizer {
   Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options);
   ~Optimizer();  // finishes queued work
   // Finishes queued work while other threads may still be in calls: those that wait for it return,
-  // and nothing more can be queued.
-  void Close();
+  // and nothing more can be queued. COMM_FAILED if a comm function does not return: then the thread
+  // that is in it uses this optimizer for ever.
+  Status Close();
 
   Result<uint32_t> AddGroup(const offload_group_t& group);
   Status SetGroup(uint32_t id, const offload_group_t& group);
@@ -137,7 +138,7 @@ class Optimizer {
 
   const std::shared_ptr<Context> context_;
   const offload_optimizer_options_t options_;
-  const Comm comm_;
+  Comm comm_;
   const uint64_t ticket_tag_;  // tells this optimizer's tickets from others'
   ParamTable table_;
   std::vector<offload_binding_t> bindings_;  // of the running offload_optimizer_bind

@@ -242,12 +242,12 @@ TEST_F(BesideASave, OnTheHostTheCallerWaitsUntilItHasRead) {
 }
 
 // Stops the first thread that waits for an event, once told to, in front of its wait.
-struct Stop {
+struct StopPoint {
   std::atomic<bool> armed = false, reached = false, held = true;
 };
 class StoppingDevice final : public ForwardingDevice {
  public:
-  StoppingDevice(std::unique_ptr<Device> device, Stop& stop)
+  StoppingDevice(std::unique_ptr<Device> device, StopPoint& stop)
       : ForwardingDevice(std::move(device)), stop_(stop) {}
   Status Wait(EventHandle event, int64_t timeout_ns) override {
     if (stop_.armed.exchange(false)) {
@@ -258,12 +258,12 @@ class StoppingDevice final : public ForwardingDevice {
   }
 
  private:
-  Stop& stop_;
+  StopPoint& stop_;
 };
 
 // The events of its place in the queue are used again by then, for other streams.
 TEST_F(BesideASave, ItWaitsForItsOwnStreamHoweverManyCallsComeBehindIt) {
-  Stop stop;
+  StopPoint stop;
   wrap_ = [&](std::unique_ptr<Device> device) {
     return std::make_unique<StoppingDevice>(std::move(device), stop);
   };

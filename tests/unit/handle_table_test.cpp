@@ -21,7 +21,7 @@ using Optimizers = HandleTable<Object, HandleKind::kOptimizer>;
 
 Status Destroy(Contexts& table, const void* handle) {
   return table.Destroy(
-      handle, "context", [](const Object&) { return Status(); }, [](Object&) {});
+      handle, "context", [](const Object&) { return Status(); }, [](Object&) { return Status(); });
 }
 
 std::string RefusalOf(Contexts& table, const void* handle) {
@@ -61,7 +61,8 @@ TEST(HandleTable, GivesNoHandleTwiceWhenTheGenerationsOfASlotAreUsedUp) {
   HandleTable<Object, HandleKind::kContext, 5> table(nullptr);
   const auto destroy = [&](void* handle) {
     return table.Destroy(
-        handle, "context", [](const Object&) { return Status(); }, [](Object&) {});
+        handle, "context", [](const Object&) { return Status(); },
+        [](Object&) { return Status(); });
   };
   std::set<void*> given;
   for (int round = 0; round < 100; ++round) {
@@ -72,6 +73,18 @@ TEST(HandleTable, GivesNoHandleTwiceWhenTheGenerationsOfASlotAreUsedUp) {
     }
     EXPECT_TRUE(destroy(handle).ok());
   }
+}
+
+TEST(HandleTable, KeepsAnObjectThatCannotBeClosed) {
+  Contexts table(nullptr);
+  const auto object = std::make_shared<Object>(Object{1});
+  void* const handle = table.Insert(object);
+  const Status destroyed = table.Destroy(
+      handle, "context", [](const Object&) { return Status(); },
+      [](Object&) { return Status::Error(OFFLOAD_COMM_FAILED, "a thread is in it"); });
+  EXPECT_EQ(destroyed.message(), "a thread is in it");
+  EXPECT_FALSE(table.Find(handle, "context").ok());
+  EXPECT_EQ(object.use_count(), 2);
 }
 
 TEST(HandleTable, TellsKindsApart) {
@@ -90,7 +103,10 @@ TEST(HandleTable, ObjectsMayRefuseToGo) {
   const auto busy = [](const Object& object) {
     return Status::Error(OFFLOAD_INVALID_STATE, "%d reasons", object.value);
   };
-  const Status refused = table.Destroy(handle, "context", busy, [](Object&) { FAIL(); });
+  const Status refused = table.Destroy(handle, "context", busy, [](Object&) {
+    ADD_FAILURE();
+    return Status();
+  });
   EXPECT_EQ(refused.message(), "5 reasons");
   EXPECT_EQ(table.Find(handle, "context").value()->value, 5);
 }
@@ -113,7 +129,11 @@ TEST(HandleTable, DestroyWaitsForTheCallsThatUseTheObject) {
   });
   while (!using_it) std::this_thread::yield();
   const Status destroyed = table.Destroy(
-      handle, "context", [](const Object&) { return Status(); }, [&](Object&) { closed = true; });
+      handle, "context", [](const Object&) { return Status(); },
+      [&](Object&) {
+        closed = true;
+        return Status();
+      });
   EXPECT_TRUE(destroyed.ok());
   EXPECT_TRUE(left);
   EXPECT_TRUE(watch.expired());
