@@ -59,6 +59,7 @@ class OwnFiles {
   int Open(const char* path, int flags) {
     for (;;) {
       const uint64_t forks = forks_;
+      MakeRoom();
       const int file = open(path, flags);
       if (file < 0) return -errno;
       {
@@ -78,6 +79,11 @@ class OwnFiles {
   }
 
  private:
+  // For one more, which may throw: what is open must be listed.
+  void MakeRoom() {
+    std::lock_guard lock(mutex_);
+    open_.reserve(open_.size() + 1);
+  }
   OwnFiles() {
     (void)pthread_atfork(
         [] {

@@ -31,8 +31,8 @@ class Files {
   virtual int Truncate(int file, uint64_t bytes);
   virtual int Sync(int file);
   virtual int UseCache(int file);  // ends direct access
-  // An exclusive lock on what was opened with kOwnDirectory; -EWOULDBLOCK if another has it. It ends
-  // with this process: a forked child has such files closed.
+  // An exclusive lock on what was opened with kOwnDirectory; -EWOULDBLOCK if another has it. It
+  // ends with this process: a forked child has such files closed.
   virtual int Lock(int file);
   virtual int Unlock(int file);
 

@@ -63,11 +63,15 @@ bool IsOurs(const std::string& name) {
 // Goes by the open directory and not by its path, which may mean another one by now. What is not
 // ours stays, and the directory with it: then this is false.
 bool RemoveTree(Files& files, int directory, const std::string& path) {
-  std::vector<std::string> names;
-  if (files.ListOpen(directory, &names) != 0) return false;
-  for (const std::string& name : names)
-    if (IsOurs(name)) (void)Uninterrupted([&] { return files.RemoveIn(directory, name); });
-  return Uninterrupted([&] { return files.RemoveDirectory(path); }) == 0;
+  const Status listed = CatchExceptions("the names in a directory", [&]() -> Status {
+    std::vector<std::string> names;
+    if (const int error = files.ListOpen(directory, &names); error != 0)
+      return IoError("list", path, error);
+    for (const std::string& name : names)
+      if (IsOurs(name)) (void)Uninterrupted([&] { return files.RemoveIn(directory, name); });
+    return {};
+  });
+  return listed.ok() && Uninterrupted([&] { return files.RemoveDirectory(path); }) == 0;
 }
 
 // A directory never replaces a file or a directory with something in it, so that without the newer
@@ -83,10 +87,10 @@ uint64_t RandomNumber() { return prim::RandomBits() & kNumberMask; }
 // Removes the directory if nobody has it locked. It loses its name first: should a lock not reach
 // another machine, what is being saved there can then no longer be published, with a part missing.
 void RemoveIfLeft(Files& files, const std::string& path, const std::string& target) {
+  const std::string taken = PendingPath(target, RandomNumber());
   const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kOwnDirectory); });
   if (file < 0) return;
   if (Uninterrupted([&] { return files.Lock(file); }) == 0) {
-    const std::string taken = PendingPath(target, RandomNumber());
     if (RenameDirectory(files, path, taken) == 0 && !RemoveTree(files, file, taken))
       (void)RenameDirectory(files, taken, path);
     (void)files.Unlock(file);
@@ -201,7 +205,8 @@ Status PendingDirectory::Publish() {
                          "process saves to the same path, give each a path of its own",
                          target_.c_str(), path_.c_str());
   if (error != 0) return IoError("give its name to", target_, error);
-  Status status = SyncDirectory(*files_, ParentOf(target_));
+  Status status = CatchExceptions("the sync of a checkpoint's parent directory",
+                                  [&] { return SyncDirectory(*files_, ParentOf(target_)); });
   if (status.ok()) return status;
   // A save that failed has left nothing: what might not outlive a crash is taken back.
   (void)Uninterrupted([&] { return files_->Rename(target_, path_); });

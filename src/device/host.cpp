@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <unordered_set>
 
@@ -106,9 +107,9 @@ Result<void*> HostDevice::Allocate(uint64_t bytes) {
   }
   const uint64_t available = prim::AvailableBytes();
   const uint64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  void* data = nullptr;
+  std::unique_ptr<void, decltype(&std::free)> data(nullptr, &std::free);
   // A request beyond what is there would be granted now and end the process at first touch.
-  if (bytes <= available && rounded >= bytes) data = std::aligned_alloc(kAlignment, rounded);
+  if (bytes <= available && rounded >= bytes) data.reset(std::aligned_alloc(kAlignment, rounded));
   if (data == nullptr) {
     return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
                          "asked for %" PRIu64 " bytes of host memory, %" PRIu64
@@ -116,8 +117,8 @@ Result<void*> HostDevice::Allocate(uint64_t bytes) {
                          bytes, available);
   }
   std::lock_guard lock(mutex_);
-  allocations_.insert(data);
-  return data;
+  allocations_.insert(data.get());
+  return data.release();
 }
 
 Status HostDevice::Free(void* data) {

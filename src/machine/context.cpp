@@ -139,8 +139,11 @@ Context::~Context() {
 
 Result<void*> Context::AllocateForCaller(uint64_t bytes) {
   std::lock_guard lock(given_out_mutex_);
+  // Room in the list comes first: what cannot be listed must not be taken.
+  auto room = allocations_.extract(allocations_.insert(nullptr).first);
   HYBRIDOPT_ASSIGN(void* data, device_->Allocate(bytes));
-  allocations_.insert(data);
+  room.value() = data;
+  allocations_.insert(std::move(room));
   return data;
 }
 
@@ -157,9 +160,11 @@ Status Context::FreeForCaller(void* data) {
 }
 
 Result<StreamHandle> Context::CreateStreamForCaller() {
-  HYBRIDOPT_ASSIGN(const StreamHandle stream, device_->CreateStream(kCallersStreamLabel));
   std::lock_guard lock(given_out_mutex_);
-  streams_.insert(stream);
+  auto room = streams_.extract(streams_.insert(nullptr).first);
+  HYBRIDOPT_ASSIGN(const StreamHandle stream, device_->CreateStream(kCallersStreamLabel));
+  room.value() = stream;
+  streams_.insert(std::move(room));
   return stream;
 }
 

@@ -21,6 +21,7 @@ Timeline::Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progre
       progress_(progress),
       reached_(ProgressAt(1, 0)) {  // who waits for "all that is queued" waits for nothing yet
   progress_.store(reached_);
+  ReserveFailures();
 }
 
 Timeline::~Timeline() {
@@ -66,6 +67,7 @@ Result<uint64_t> Timeline::Submit() {
     if (!thread_.joinable()) {
       HYBRIDOPT_ASSIGN(thread_, prim::Thread::Start<&Timeline::Run>("hybridopt/line", this));
     }
+    ReserveFailures();
     sequence = ++submitted_;
   }
   changed_.notify_all();
@@ -130,9 +132,17 @@ void Timeline::Report(uint64_t sequence, Status failure) {
   std::lock_guard lock(mutex_);
   if (failures_.size() == kFailuresKept) {
     forgotten_.push_back(failures_.front().sequence);
-    failures_.pop_front();
+    failures_.erase(failures_.begin());
   }
   failures_.push_back({sequence, std::move(failure), false});
+}
+
+// Room for all that is queued, so that Report needs no memory.
+void Timeline::ReserveFailures() {
+  constexpr size_t kPiecesMax = kCapacity + 1;  // one in the background
+  failures_.reserve(kFailuresKept);
+  const size_t wanted = forgotten_.size() + kPiecesMax;
+  if (forgotten_.capacity() < wanted) forgotten_.reserve(2 * wanted);
 }
 
 Status Timeline::Untold(uint64_t sequence) {

@@ -12,7 +12,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <mutex>
 #include <vector>
@@ -105,6 +104,7 @@ class Timeline {
   void Poison(uint64_t sequence, Status cause);
   // These with mutex_ held.
   void PoisonLocked(uint64_t sequence, Status cause);
+  void ReserveFailures();
   void Show(uint64_t progress);
   bool Suffers(uint64_t sequence) const;
   Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, FunctionRef<bool()> completed,
@@ -135,7 +135,7 @@ class Timeline {
     Status status;
     bool told;
   };
-  std::deque<Failure> failures_;     // of pieces that failed on their own, in order
+  std::vector<Failure> failures_;    // of pieces that failed on their own, in order
   std::vector<uint64_t> forgotten_;  // earlier ones, in order: that they failed, not why
   prim::Thread thread_;              // started by the first Submit
 };

@@ -7,6 +7,7 @@
 
 #include "base/ranges.h"
 #include "checkpoint/file_io.h"
+#include "checkpoint/json.h"
 #include "save/checkpoint_files.h"
 
 namespace hybridopt {
@@ -35,9 +36,11 @@ auto WithinMemory(const char* what, Call&& call) -> decltype(call()) try {
 Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timeline,
                          uint64_t sequence) {
   HYBRIDOPT_TRY(Complete(timeline));  // one at a time
-  Status status = Begin(std::move(request), ready);
+  std::string path;                   // of the pending directory
+  Status failure;                     // of this rank, which the others learn when it has ended
+  Status status = Begin(std::move(request), ready, &path, &failure);
   if (!status.ok()) {
-    if (comm_.rank() == 0 && directory_.has_value()) directory_->Remove();  // a rank is gone
+    RemoveOwnDirectory();  // a rank is gone
     saver_.reset();
     directory_.reset();
     return Refuse(std::move(status), timeline, sequence);
@@ -47,7 +50,7 @@ Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timel
   // First: the saver may have ended before Start returns.
   timeline.Hold(sequence, comm_.world() == 1 ? 0 : agreement_.RoundNs(), capture()->borrows());
   saver_->Start(
-      directory_->path(), [&timeline] { timeline.ReleaseStreams(); },
+      std::move(path), std::move(failure), [&timeline] { timeline.ReleaseStreams(); },
       [&timeline] { timeline.Wake(); });
   return {};
 }
@@ -62,14 +65,29 @@ SavePoint Checkpoints::PointOf(EventHandle ready) const {
   return point;
 }
 
+Status Checkpoints::CheckRoom() const {
+  SaveRequest request;
+  for (uint32_t id = 0; id < table_.size(); ++id) {
+    // Such a name is refused by save, and by nothing before.
+    if (!checkpoint::IsUtf8(table_.param(id).name)) return {};
+    request.locations.push_back({table_.addresses()[id].data, false, false});
+  }
+  request.groups.assign(table_.groups().begin(), table_.groups().end());
+  return Saver::Create(context_, table_, shape_, locator_, std::move(request), PointOf(nullptr))
+      .status();
+}
+
 // Rank 0 makes the directory and tells the others its number.
-Status Checkpoints::Begin(SaveRequest request, EventHandle ready) {
-  const std::string target = request.path;
+Status Checkpoints::Begin(SaveRequest request, EventHandle ready, std::string* path,
+                          Status* failure) {
+  std::string target;
   const auto prepare = [&]() -> Status {
+    target = request.path;
     HYBRIDOPT_ASSIGN(saver_, Saver::Create(context_, table_, shape_, locator_, std::move(request),
                                            PointOf(ready)));
     if (comm_.rank() != 0) return {};
     HYBRIDOPT_ASSIGN(directory_, PendingDirectory::Make(context_.files(), target));
+    *path = directory_->path();
     return {};
   };
   Status status;
@@ -81,11 +99,23 @@ Status Checkpoints::Begin(SaveRequest request, EventHandle ready) {
   const uint64_t made = directory_.has_value() ? directory_->number() : 0;
   int32_t number[2] = {static_cast<int32_t>(made >> 31), static_cast<int32_t>(made & INT32_MAX)};
   HYBRIDOPT_TRY(comm_.AgreeOnMax(number, 2));
-  if (comm_.rank() != 0)
-    directory_.emplace(PendingDirectory::Join(
-        context_.files(), target,
-        static_cast<uint64_t>(number[0]) << 31 | static_cast<uint64_t>(number[1])));
+  if (comm_.rank() == 0) return {};
+  const uint64_t told = static_cast<uint64_t>(number[0]) << 31 | static_cast<uint64_t>(number[1]);
+  *failure = WithinMemory("save", [&]() -> Status {
+    directory_.emplace(PendingDirectory::Join(context_.files(), target, told));
+    *path = directory_->path();
+    return {};
+  });
   return {};
+}
+
+// What cannot be removed now is removed by the next save to that path.
+void Checkpoints::RemoveOwnDirectory() {
+  if (comm_.rank() == 0 && directory_.has_value())
+    (void)WithinMemory("save", [this]() -> Status {
+      directory_->Remove();
+      return {};
+    });
 }
 
 // Of a save that has failed on all ranks. A disk may take its time for that too.
@@ -93,7 +123,7 @@ Status Checkpoints::RemoveDirectory() {
   Status removed;
   Status asked = agreement_.DoTogether(
       [this] {
-        if (comm_.rank() == 0 && directory_.has_value()) directory_->Remove();
+        RemoveOwnDirectory();
         return Status();
       },
       &removed);
@@ -178,7 +208,7 @@ Status Checkpoints::CompleteAlone(Timeline& timeline) {
 // The save's ticket gets the outcome; what concerns more than files comes back.
 Status Checkpoints::End(Status outcome, Timeline& timeline) {
   (void)saver_->Join();
-  if (!outcome.ok() && comm_.rank() == 0 && directory_.has_value()) directory_->Remove();
+  if (!outcome.ok()) RemoveOwnDirectory();
   saver_.reset();
   directory_.reset();
   if (!outcome.ok()) {
@@ -235,16 +265,16 @@ Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline
                          uint64_t sequence) {
   HYBRIDOPT_TRY(Complete(timeline));
   const Range range("load");
-  Loader loader(context_, table_, shape_, locator_, request);
+  std::optional<Loader> loader;
   Status status;
-  HYBRIDOPT_TRY(Prepare(loader, &status));
+  HYBRIDOPT_TRY(Prepare(request, &loader, &status));
   if (!status.ok()) return Refuse(std::move(status), timeline, sequence);
-  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return loader.Replace(ready); }, &status));
+  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return loader->Replace(ready); }, &status));
   if (status.ok()) {
-    loader.SetCounts(step_counts_);
+    loader->SetCounts(step_counts_);
     return {};
   }
-  int32_t replaced = loader.has_replaced() ? 1 : 0;
+  int32_t replaced = loader->has_replaced() ? 1 : 0;
   HYBRIDOPT_TRY(comm_.AgreeOnMax(&replaced, 1));
   if (replaced == 0) return Refuse(std::move(status), timeline, sequence);
   return Status::Error(status.code(),
@@ -261,18 +291,29 @@ Status Checkpoints::Refuse(Status refusal, Timeline& timeline, uint64_t sequence
 
 // All that can be refused, on all ranks, before any of them changes anything. What comes back is a
 // failure to ask the others.
-Status Checkpoints::Prepare(Loader& loader, Status* refusal) {
-  const auto open = [&] { return WithinMemory("load", [&] { return loader.Open(); }); };
-  HYBRIDOPT_TRY(agreement_.DoTogether(open, refusal));
+Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* loader,
+                            Status* refusal) {
+  std::vector<int32_t> known;
+  const auto open = [&]() -> Status {
+    loader->emplace(context_, table_, shape_, locator_, request);
+    HYBRIDOPT_TRY((*loader)->Open());
+    known = (*loader)->Known();
+    return {};
+  };
+  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return WithinMemory("load", open); }, refusal));
   if (!refusal->ok()) return {};
-  HYBRIDOPT_TRY(AgreeOnCheckpoint(loader, refusal));
+  HYBRIDOPT_TRY(AgreeOnCheckpoint(**loader, &known, refusal));
   if (!refusal->ok()) return {};
-  const auto verify = [&] { return WithinMemory("load", [&] { return loader.Verify(); }); };
-  return agreement_.DoTogether(verify, refusal);
+  const auto verify = [&]() -> Status {
+    HYBRIDOPT_TRY((*loader)->CheckAllKnown(known));
+    return (*loader)->Verify();
+  };
+  return agreement_.DoTogether([&] { return WithinMemory("load", verify); }, refusal);
 }
 
-// All ranks read the same checkpoint, and between them know all that is in it.
-Status Checkpoints::AgreeOnCheckpoint(const Loader& loader, Status* refusal) const {
+// All ranks read the same checkpoint; `known` gets what they know of it between them.
+Status Checkpoints::AgreeOnCheckpoint(const Loader& loader, std::vector<int32_t>* known,
+                                      Status* refusal) const {
   const auto fingerprint = static_cast<int32_t>(loader.fingerprint());
   int32_t ends[2] = {fingerprint, -fingerprint};
   HYBRIDOPT_TRY(comm_.AgreeOnMax(ends, 2));
@@ -283,11 +324,8 @@ Status Checkpoints::AgreeOnCheckpoint(const Loader& loader, Status* refusal) con
                              comm_.rank());
     return {};
   }
-  std::vector<int32_t> known = loader.Known();
-  if (!known.empty())
-    HYBRIDOPT_TRY(comm_.AgreeOnMax(known.data(), static_cast<uint32_t>(known.size())));
-  *refusal = loader.CheckAllKnown(known);
-  return {};
+  if (known->empty()) return {};
+  return comm_.AgreeOnMax(known->data(), static_cast<uint32_t>(known->size()));
 }
 
 }  // namespace hybridopt

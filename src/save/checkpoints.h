@@ -19,6 +19,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "checkpoint/pending_directory.h"
 #include "comm/comm.h"
@@ -40,6 +41,9 @@ class Checkpoints {
         step_counts_(step_counts),
         comm_(comm),
         agreement_(comm) {}
+
+  // UNSUPPORTED if a save could not tell all names and shapes in its file.
+  Status CheckRoom() const;
 
   // Begins a save, which completes in the background. What concerns only the files is reported
   // to the timeline; what comes back is poison.
@@ -65,14 +69,16 @@ class Checkpoints {
 
  private:
   Status Refuse(Status refusal, Timeline& timeline, uint64_t sequence);
-  Status Prepare(Loader& loader, Status* refusal);
-  Status AgreeOnCheckpoint(const Loader& loader, Status* refusal) const;
+  Status Prepare(const LoadRequest& request, std::optional<Loader>* loader, Status* refusal);
+  Status AgreeOnCheckpoint(const Loader& loader, std::vector<int32_t>* known,
+                           Status* refusal) const;
   SavePoint PointOf(EventHandle ready) const;
-  Status Begin(SaveRequest request, EventHandle ready);
+  Status Begin(SaveRequest request, EventHandle ready, std::string* path, Status* failure);
   Status Meet(bool at_step, bool* step, Timeline& timeline);
   Status Complete(Timeline& timeline);
   Status CompleteAgreed(Timeline& timeline);
   Status RemoveDirectory();
+  void RemoveOwnDirectory();
   Status Publish();
   Status PublishOnce();
   Result<checkpoint::Manifest> WholeManifest();

@@ -101,17 +101,20 @@ void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped)
 
 // --------------------------------------------------------------------------------------- thread --
 
-void Saver::Start(const std::string& directory, std::function<void()> gave_back,
+void Saver::Start(std::string directory, Status failure, std::function<void()> gave_back,
                   std::function<void()> ended) {
-  directory_ = directory;
+  directory_ = std::move(directory);
   tell_gave_back_ = std::move(gave_back);
   tell_end_ = std::move(ended);
-  Result<prim::Thread> thread = prim::Thread::Start<&Saver::RunAndTell>("hybridopt/save", this);
-  if (thread.ok()) {
-    thread_ = std::move(thread.value());
-    return;
+  outcome_ = std::move(failure);
+  if (outcome_.ok()) {
+    Result<prim::Thread> thread = prim::Thread::Start<&Saver::RunAndTell>("hybridopt/save", this);
+    if (thread.ok()) {
+      thread_ = std::move(thread.value());
+      return;
+    }
+    outcome_ = thread.status();
   }
-  outcome_ = thread.status();
   TellEnd();
 }
 

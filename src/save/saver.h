@@ -58,8 +58,8 @@ class Saver {
 
   // Writes into a directory that is there. `gave_back` is called when nothing of the caller's is
   // read any more, and `ended` as the last act of the saver's thread; if there can be none, before
-  // this returns.
-  void Start(const std::string& directory, std::function<void()> gave_back,
+  // this returns. With a failure from before the save ends at once, with that.
+  void Start(std::string directory, Status failure, std::function<void()> gave_back,
              std::function<void()> ended);
   // What a later step must ask before it overwrites state.
   Capture& capture() { return capture_; }

@@ -1,5 +1,6 @@
 #include "state/param_table.h"
 
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 
@@ -45,18 +46,40 @@ Status ParamTable::SetGroup(uint32_t id, const offload_group_t& group) {
   return {};
 }
 
+// Takes away what has been added since it was made, unless it is told to keep that.
+class ParamTable::Addition {
+ public:
+  explicit Addition(ParamTable& table) : table_(table), first_id_(table.size()) {}
+  ~Addition() {
+    if (kept_) return;
+    while (table_.size() > first_id_) table_.RemoveLast();
+    table_.addresses_.resize(first_id_);
+  }
+  Addition(const Addition&) = delete;
+  Addition& operator=(const Addition&) = delete;
+  uint32_t Keep() {
+    kept_ = true;
+    return first_id_;
+  }
+
+ private:
+  ParamTable& table_;
+  const uint32_t first_id_;
+  bool kept_ = false;
+};
+
 Result<uint32_t> ParamTable::AddParams(std::span<const ParamInput> inputs) {
-  const uint32_t first_id = size();
+  Addition addition(*this);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    Status status = AddOne(inputs[i]);
+    const Status status = AddOne(inputs[i]);
     if (status.ok()) continue;
-    while (size() > first_id) RemoveLast();
     const char* name = inputs[i].param.name;
     return InContext(status, "params", i, name == nullptr ? "(no name)" : name);
   }
-  return first_id;
+  return addition.Keep();
 }
 
+// A failure, std::bad_alloc too, may leave the param half added: Addition takes it away.
 Status ParamTable::AddOne(const ParamInput& input) {
   const offload_param_t& source = input.param;
   HYBRIDOPT_TRY(CheckParam(source));
@@ -76,16 +99,13 @@ Status ParamTable::AddOne(const ParamInput& input) {
     param.shard = WholeTensor(source.count);
   }
   const uint32_t id = size();
-  params_.push_back(std::move(param));
   addresses_.push_back({nullptr, nullptr});
-  if (Status status = Occupy(id, source.data); !status.ok()) {
-    params_.pop_back();
-    addresses_.pop_back();
-    return status;
-  }
+  params_.push_back(std::move(param));
+  ids_by_name_.emplace(params_.back().name, id);
+  SpareNodes spare = MakeSpareNodes(1);
+  HYBRIDOPT_TRY(Occupy(id, source.data, spare));
   SetData(id, source.data);
   SetGrad(id, source.grad);
-  ids_by_name_.emplace(params_.back().name, id);
   return {};
 }
 
@@ -95,7 +115,7 @@ void ParamTable::RemoveLast() {
   SetGrad(size() - 1, nullptr);
   ids_by_name_.erase(params_.back().name);
   params_.pop_back();
-  addresses_.pop_back();
+  addresses_.resize(size());
 }
 
 Status ParamTable::CheckParam(const offload_param_t& param) const {
@@ -152,7 +172,15 @@ Status ParamTable::CheckAddress(const void* address, uint64_t count, int32_t dty
   return device_.CheckRange(address, count * element_bytes);
 }
 
-Status ParamTable::Occupy(uint32_t id, const void* data) {
+ParamTable::SpareNodes ParamTable::MakeSpareNodes(size_t count) {
+  SpareNodes spare;
+  spare.reserve(count);
+  for (IdsByAddress one; spare.size() < count;)
+    spare.push_back(one.extract(one.emplace(0, 0).first));
+  return spare;
+}
+
+Status ParamTable::Occupy(uint32_t id, const void* data, SpareNodes& spare) {
   const uint64_t bytes = params_[id].count * DtypeBytes(params_[id].dtype);
   if (data == nullptr || bytes == 0) return {};
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
@@ -169,7 +197,11 @@ Status ParamTable::Occupy(uint32_t id, const void* data) {
                          "data %p overlaps the data of param %u '%.200s'; register tied weights "
                          "once",
                          data, *other, params_[*other].name.c_str());
-  ids_by_address_.emplace(begin, id);
+  IdsByAddress::node_type node = std::move(spare.back());
+  spare.pop_back();
+  node.key() = begin;
+  node.mapped() = id;
+  ids_by_address_.insert(std::move(node));
   return {};
 }
 
@@ -216,21 +248,27 @@ Status ParamTable::Bind(std::span<const offload_binding_t> bindings) {
 }
 
 // All old places are given up before the first new one is taken, so that params may trade places.
+// Memory is taken before anything changes.
 Status ParamTable::MoveData(std::span<const offload_binding_t> bindings) {
+  const auto moves = [&](const offload_binding_t& binding) {
+    return binding.data != nullptr && binding.data != addresses_[binding.param].data;
+  };
+  const auto count = std::count_if(bindings.begin(), bindings.end(), moves);
+  if (count == 0) return {};
   std::vector<std::pair<uint32_t, void*>> moved;  // param and its old address
+  moved.reserve(static_cast<size_t>(count));
+  SpareNodes spare = MakeSpareNodes(bindings.size() + static_cast<size_t>(count));  // and back
   for (const offload_binding_t& binding : bindings) {
-    void* const data = addresses_[binding.param].data;
-    if (binding.data == nullptr || binding.data == data) continue;
-    moved.emplace_back(binding.param, data);
+    if (!moves(binding)) continue;
+    moved.emplace_back(binding.param, addresses_[binding.param].data);
     Vacate(binding.param);
   }
-  if (moved.empty()) return {};
   Status status;
   for (size_t i = 0; status.ok() && i < bindings.size(); ++i) {
     const offload_binding_t& binding = bindings[i];
-    if (binding.data == nullptr || binding.data == addresses_[binding.param].data) continue;
+    if (!moves(binding)) continue;
     Vacate(binding.param);  // in case an earlier binding of this call named it too
-    status = Occupy(binding.param, binding.data);
+    status = Occupy(binding.param, binding.data, spare);
     if (!status.ok()) {
       status = InContext(status, "bindings", i, params_[binding.param].name.c_str());
     } else {
@@ -242,7 +280,7 @@ Status ParamTable::MoveData(std::span<const offload_binding_t> bindings) {
   for (auto it = moved.rbegin(); it != moved.rend(); ++it) {
     SetData(it->first, it->second);
   }
-  for (const auto& [id, data] : moved) (void)Occupy(id, addresses_[id].data);
+  for (const auto& [id, data] : moved) (void)Occupy(id, addresses_[id].data, spare);
   return status;
 }
 

@@ -67,12 +67,19 @@ class ParamTable {
   std::span<const offload_group_t> groups() const { return groups_; }
 
  private:
+  class Addition;
+  using IdsByAddress = std::map<uintptr_t, uint32_t>;
+  // Nodes of ids_by_address_, allocated before anything changes that could not be undone.
+  using SpareNodes = std::vector<IdsByAddress::node_type>;
+
   Status AddOne(const ParamInput& input);
   void RemoveLast();
   Status CheckParam(const offload_param_t& param) const;
   Status CheckAddress(const void* address, uint64_t count, int32_t dtype) const;
   // Marks [data, data + bytes) as this param's; INVALID_ARGUMENT names the one it overlaps.
-  Status Occupy(uint32_t id, const void* data);
+  // Takes a spare node for that, and no memory.
+  Status Occupy(uint32_t id, const void* data, SpareNodes& spare);
+  static SpareNodes MakeSpareNodes(size_t count);
   void Vacate(uint32_t id);
   void SetData(uint32_t id, void* data);
   void SetGrad(uint32_t id, const void* grad);
@@ -86,7 +93,7 @@ class ParamTable {
   std::atomic<uint64_t> data_bytes_ = 0;
   std::atomic<uint64_t> grad_bytes_ = 0;
   std::unordered_map<std::string, uint32_t> ids_by_name_;
-  std::map<uintptr_t, uint32_t> ids_by_address_;  // of params with data and elements
+  IdsByAddress ids_by_address_;  // of params with data and elements
 };
 
 }  // namespace hybridopt

@@ -1,6 +1,7 @@
-// Memory runs out in the library's own threads: each allocation that they make is made to fail
-// once. No process ends, every call says what happened, what was not told to have failed has the
-// bits of a run with memory enough, and a checkpoint is whole or not there.
+// Memory runs out: each allocation is made to fail once, in the library's own threads and in the
+// caller's calls. No process ends, every call says what happened, what was not told to have failed
+// has the bits of a run with memory enough, and a checkpoint is whole or not there. A call that the
+// caller's thread had no memory for has changed nothing: made again, it does its work.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -29,8 +30,13 @@ std::atomic<uint64_t> allocations = 0;
 // The test's own thread, and library threads that run the test's functions, always have memory.
 thread_local bool has_memory = false;
 
+// Where only the calls of the caller count: in such a call.
+std::atomic<bool> counts_calls = false;
+thread_local bool in_call = false;
+
 bool Fails() {
   if (has_memory || failing_allocation == kNotCounted) return false;
+  if (counts_calls && !in_call) return false;
   return allocations.fetch_add(1) == failing_allocation;
 }
 
@@ -315,6 +321,247 @@ TEST(AllocationFailure, InALibraryThreadIsToldAndEndsNoProcess) {
     }
     RecordProperty(scenario.name,
                    std::to_string(failures) + " of " + std::to_string(good.allocations) + " told");
+  }
+}
+
+// ------------------------------------------------------------------------- the caller's thread --
+
+// Makes a call until it succeeds. Only one allocation fails, so it does so the second time.
+class Retrier {
+ public:
+  template <typename Call>
+  void operator()(const char* what, Call&& call) {
+    int32_t status = Try(call);
+    if (status == OFFLOAD_OUT_OF_HOST_MEMORY) {
+      failures += 1;
+      EXPECT_NE(std::string(offload_last_error()), "");
+      status = Try(call);
+    }
+    EXPECT_EQ(status, OFFLOAD_OK) << what << ": " << offload_last_error();
+  }
+
+  uint64_t failures = 0;
+
+ private:
+  template <typename Call>
+  int32_t Try(Call& call) {
+    has_memory = false;
+    in_call = true;
+    const int32_t status = call();
+    in_call = false;
+    has_memory = true;
+    return status;
+  }
+};
+
+constexpr uint32_t kParams = 40;  // so many that tables grow
+constexpr uint64_t kElements = 64;
+
+// What a program has on one device: two places for params and one for gradients.
+struct Memory {
+  explicit Memory(int32_t device_kind) {
+    auto options = Make<offload_context_options_t>();
+    options.device_kind = device_kind;
+    options.threads = 2;
+    options.sim_memory_bytes = device_kind == OFFLOAD_DEVICE_SIM ? uint64_t{1} << 20 : 0;
+    options.log = DropLog;
+    EXPECT_OFFLOAD_OK(offload_context_create(&options, &context));
+    for (void** array : {&params, &others, &grads})
+      EXPECT_OFFLOAD_OK(offload_device_alloc(context, kBytes, array));
+    std::vector<unsigned char> bytes(kBytes);
+    FillPattern(bytes, OFFLOAD_FP32, 1);
+    for (void* array : {params, others}) Upload(array, bytes);
+    FillPattern(bytes, OFFLOAD_FP32, 2);
+    Upload(grads, bytes);
+  }
+  ~Memory() {
+    for (void* array : {params, others, grads})
+      EXPECT_OFFLOAD_OK(offload_device_free(context, array));
+    EXPECT_OFFLOAD_OK(offload_context_destroy(context));
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  void Upload(void* array, const std::vector<unsigned char>& bytes) const {
+    EXPECT_OFFLOAD_OK(offload_device_upload(context, array, bytes.data(), kBytes, nullptr));
+  }
+  std::vector<unsigned char> Bits() const {
+    std::vector<unsigned char> bits(2 * kBytes);
+    EXPECT_OFFLOAD_OK(offload_device_download(context, bits.data(), params, kBytes, nullptr));
+    EXPECT_OFFLOAD_OK(
+        offload_device_download(context, bits.data() + kBytes, others, kBytes, nullptr));
+    return bits;
+  }
+
+  static constexpr uint64_t kBytes = kParams * kElements * sizeof(float);
+  offload_context_t context = nullptr;
+  void* params = nullptr;
+  void* others = nullptr;
+  void* grads = nullptr;
+};
+
+void* PlaceOf(void* array, uint32_t param) {
+  return static_cast<float*>(array) + param * kElements;
+}
+
+void AddParams(Retrier& retry, offload_optimizer_t optimizer, const Memory& memory) {
+  std::vector<std::string> names;
+  for (uint32_t i = 0; i < kParams; ++i)
+    names.push_back("a name that is too long for a string without memory of its own " +
+                    std::to_string(i));
+  std::vector<offload_param_t> params(kParams, Make<offload_param_t>());
+  for (uint32_t i = 0; i < kParams; ++i) {
+    params[i].name = names[i].c_str();
+    params[i].dtype = params[i].grad_dtype = OFFLOAD_FP32;
+    params[i].count = kElements;
+    params[i].data = PlaceOf(memory.params, i);
+    params[i].grad = PlaceOf(memory.grads, i);
+  }
+  retry("add_params", [&] {
+    return offload_optimizer_add_params(optimizer, params.data(), kParams / 2, nullptr);
+  });
+  for (uint32_t i = kParams / 2; i < kParams; ++i)
+    retry("add_params",
+          [&] { return offload_optimizer_add_params(optimizer, &params[i], 1, nullptr); });
+}
+
+// All params but the first, which stays, go to the other place; the last two trade theirs.
+void Bind(Retrier& retry, offload_optimizer_t optimizer, const Memory& memory) {
+  std::vector<offload_binding_t> bindings;
+  for (uint32_t i = 1; i < kParams; ++i) {
+    const uint32_t place = i < kParams - 2 ? i : 2 * kParams - 3 - i;
+    bindings.push_back(
+        {sizeof(offload_binding_t), i, PlaceOf(memory.others, place), PlaceOf(memory.grads, i)});
+  }
+  retry("bind", [&] {
+    return offload_optimizer_bind(optimizer, bindings.data(),
+                                  static_cast<uint32_t>(bindings.size()));
+  });
+}
+
+void SaveAndLoad(Retrier& retry, offload_optimizer_t optimizer, const std::string& path) {
+  auto save = Make<offload_save_options_t>();
+  save.path = path.c_str();
+  retry("save", [&] { return offload_optimizer_save(optimizer, &save, nullptr); });
+  retry("wait", [&] { return offload_optimizer_wait(optimizer, 0, -1); });
+  auto load = Make<offload_load_options_t>();
+  load.path = path.c_str();
+  retry("load", [&] { return offload_optimizer_load(optimizer, &load, nullptr); });
+  retry("wait", [&] { return offload_optimizer_wait(optimizer, 0, -1); });
+}
+
+void MoveStates(Retrier& retry, offload_optimizer_t optimizer) {
+  retry("offload_states",
+        [&] { return offload_optimizer_offload_states(optimizer, nullptr, nullptr); });
+  retry("reload_states",
+        [&] { return offload_optimizer_reload_states(optimizer, nullptr, nullptr); });
+}
+
+struct CallsOutcome {
+  std::vector<unsigned char> bits;
+  uint64_t allocations = 0;
+  uint64_t failures = 0;
+};
+
+CallsOutcome RunCalls(int32_t device_kind, uint64_t failing) {
+  const TemporaryDirectory directory;
+  const Memory memory(device_kind);
+  Retrier retry;
+  counts_calls = true;
+  allocations = 0;
+  failing_allocation = failing;
+  offload_optimizer_t optimizer = nullptr;
+  auto options = Make<offload_optimizer_options_t>();
+  options.device_fraction = 0.5;
+  options.algorithm = OFFLOAD_ADAMW;
+  options.chunk_elements = 1024;
+  options.staging_slots = 2;
+  options.movable = OFFLOAD_MOVABLE_STATES;
+  retry("create", [&] { return offload_optimizer_create(memory.context, &options, &optimizer); });
+  auto group = Make<offload_group_t>();
+  group.lr = 0.01;
+  group.beta1 = 0.9;
+  group.beta2 = 0.99;
+  group.eps = 1e-8;
+  uint32_t group_id = 0;
+  retry("add_group", [&] { return offload_optimizer_add_group(optimizer, &group, &group_id); });
+  EXPECT_EQ(group_id, 0u) << "a group was added twice";
+  AddParams(retry, optimizer, memory);
+  retry("commit", [&] { return offload_optimizer_commit(optimizer, nullptr); });
+  const auto step = [&] { return offload_optimizer_step(optimizer, nullptr, nullptr); };
+  retry("step", step);
+  retry("wait", [&] { return offload_optimizer_wait(optimizer, 0, -1); });
+  Bind(retry, optimizer, memory);
+  retry("step", step);
+  SaveAndLoad(retry, optimizer, directory / "saved");
+  MoveStates(retry, optimizer);
+  retry("step", step);
+  retry("wait", [&] { return offload_optimizer_wait(optimizer, 0, -1); });
+  CallsOutcome outcome{{}, allocations, retry.failures};
+  failing_allocation = kNotCounted;
+  counts_calls = false;
+  EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
+  outcome.bits = memory.Bits();
+  return outcome;
+}
+
+TEST(AllocationFailure, InACallChangesNothingAndTheCallCanBeMadeAgain) {
+  has_memory = true;
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    SCOPED_TRACE(device_kind);
+    const CallsOutcome good = RunCalls(device_kind, kNone);
+    ASSERT_EQ(good.failures, 0u);
+    const uint64_t stride = std::max<uint64_t>(1, good.allocations / Scaled(150));
+    uint64_t failures = 0;
+    for (uint64_t failing = 0; failing < good.allocations; failing += stride) {
+      SCOPED_TRACE("allocation " + std::to_string(failing) + " of " +
+                   std::to_string(good.allocations));
+      const CallsOutcome outcome = RunCalls(device_kind, failing);
+      EXPECT_TRUE(outcome.bits == good.bits);
+      failures += outcome.failures;
+    }
+    EXPECT_GT(failures, 0u) << "no allocation was made to fail";
+    RecordProperty(device_kind == OFFLOAD_DEVICE_HOST ? "host" : "sim",
+                   std::to_string(failures) + " failures, " + std::to_string(good.allocations) +
+                       " allocations");
+  }
+}
+
+uint64_t FreeBytes(offload_context_t context) {
+  auto info = Make<offload_context_info_t>();
+  EXPECT_OFFLOAD_OK(offload_context_get_info(context, &info));
+  return info.device_memory_free_bytes;
+}
+
+// Device memory or a stream that cannot be listed is not taken either. On the host a leak checker
+// sees it, on sim the memory that is free does.
+TEST(AllocationFailure, OfWhatACallerIsGivenTakesNothing) {
+  has_memory = true;
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    SCOPED_TRACE(device_kind);
+    const Memory memory(device_kind);
+    const bool has_streams = device_kind == OFFLOAD_DEVICE_SIM;
+    const uint64_t before = FreeBytes(memory.context);
+    uint64_t failures = 0;
+    counts_calls = true;
+    for (uint64_t failing = 0, made = 1; failing < made; ++failing) {
+      Retrier retry;
+      allocations = 0;
+      failing_allocation = failing;
+      void* data = nullptr;
+      offload_stream_t stream = nullptr;
+      retry("alloc", [&] { return offload_device_alloc(memory.context, 512, &data); });
+      if (has_streams)
+        retry("stream_create", [&] { return offload_stream_create(memory.context, &stream); });
+      made = allocations;
+      failing_allocation = kNotCounted;
+      failures += retry.failures;
+      EXPECT_OFFLOAD_OK(offload_stream_destroy(memory.context, stream));
+      EXPECT_OFFLOAD_OK(offload_device_free(memory.context, data));
+      EXPECT_EQ(FreeBytes(memory.context), before) << "allocation " << failing;
+    }
+    counts_calls = false;
+    EXPECT_GT(failures, 0u);
   }
 }
 
