@@ -69,7 +69,8 @@ class Job {
   // The step that the newest good checkpoint was saved after; 0 if there is none.
   uint64_t resume(const std::string& directory) {
     char path[4096];
-    if (offload_checkpoint_newest(directory.c_str(), path, sizeof path) != OFFLOAD_OK) return 0;
+    if (offload_checkpoint_newest(directory.c_str(), nullptr, path, sizeof path) != OFFLOAD_OK)
+      return 0;
     auto info = sized<offload_checkpoint_info_t>();
     MUST(offload_checkpoint_inspect(path, &info, nullptr, nullptr));
     auto options = sized<offload_load_options_t>();

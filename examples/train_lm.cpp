@@ -510,7 +510,7 @@ std::pair<uint64_t, uint64_t> kill_and_resume(const Text& text, const Options& o
   if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL) fail("the job was not killed");
 
   char path[4096];
-  MUST(offload_checkpoint_newest(directory, path, sizeof path));
+  MUST(offload_checkpoint_newest(directory, nullptr, path, sizeof path));
   Trainer trainer(options, 2 * memory_cap());
   trainer.create_optimizer(0.6);
   MUST(trainer.commit());

@@ -903,13 +903,19 @@ typedef struct offload_verify_options {
 OFFLOAD_API int32_t offload_checkpoint_verify(const char* path,
                                               const offload_verify_options_t* options);
 
-/* Finds the checkpoint with the highest step in `directory`, among those whose manifest and headers
- * are intact, and writes its path, ended by a NUL, to path. No file says which checkpoint is the
- * latest, since such a file could be wrong.
- * Errors: INVALID_ARGUMENT (an argument is NULL; path_bytes is too small: the text has the bytes
- * needed), INVALID_STATE (there is none: the text says why the last candidate was refused),
- * IO_FAILED (the system cannot list the directory), OUT_OF_HOST_MEMORY. */
-OFFLOAD_API int32_t offload_checkpoint_newest(const char* directory, char* path,
+/* Finds the intact checkpoint with the highest step in `directory` and writes its path, ended by a
+ * NUL, to path. No file says which checkpoint is the latest, since such a file could be wrong. With
+ * verify = NULL a checkpoint is intact if its manifest and headers are; a load of it then still
+ * compares every hash. With a verify struct the library also reads the data and compares every
+ * hash, beginning with the highest step, until it finds a checkpoint that is intact as a whole: a
+ * damaged checkpoint then does not stop a job that resumes by itself. Progress begins again with
+ * each checkpoint.
+ * Errors: INVALID_ARGUMENT (an argument is NULL; io_depth; path_bytes is too small: the text has
+ * the bytes needed), INVALID_STATE (there is none: the text says why the last candidate was
+ * refused), IO_FAILED (the system cannot list the directory), UNSUPPORTED (unknown fields of
+ * verify), OUT_OF_HOST_MEMORY. */
+OFFLOAD_API int32_t offload_checkpoint_newest(const char* directory,
+                                              const offload_verify_options_t* verify, char* path,
                                               uint64_t path_bytes);
 
 /* --------------------------------------------------------------------- device conveniences -- */

@@ -139,6 +139,17 @@ Status FinishCopy(Context& context, StreamHandle stream) {
                        static_cast<double>(context.device_timeout_ns()) * 1e-9);
 }
 
+Status VerifyCheckpoint(const std::string& path, const offload_verify_options_t& options) {
+  HYBRIDOPT_ASSIGN(const checkpoint::Reader reader,
+                   checkpoint::Reader::Open(prim::SystemFiles(), path));
+  HYBRIDOPT_ASSIGN(const checkpoint::VerifyResult result,
+                   reader.Verify(options.io_depth, [&](uint64_t done, uint64_t total) {
+                     if (options.progress != nullptr)
+                       options.progress(options.progress_user, done, total);
+                   }));
+  return result.status();
+}
+
 Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32_t count) {
   std::vector<ParamInput> inputs;
   inputs.reserve(count);
@@ -561,22 +572,24 @@ int32_t offload_checkpoint_verify(const char* path, const offload_verify_options
     if (options != nullptr) {
       HYBRIDOPT_ASSIGN(read, Read(options, "options"));
     }
-    HYBRIDOPT_ASSIGN(const checkpoint::Reader reader,
-                     checkpoint::Reader::Open(prim::SystemFiles(), path));
-    HYBRIDOPT_ASSIGN(const checkpoint::VerifyResult result,
-                     reader.Verify(read.io_depth, [&](uint64_t done, uint64_t total) {
-                       if (read.progress != nullptr) read.progress(read.progress_user, done, total);
-                     }));
-    return result.status();
+    return VerifyCheckpoint(path, read);
   });
 }
 
-int32_t offload_checkpoint_newest(const char* directory, char* path, uint64_t path_bytes) {
+int32_t offload_checkpoint_newest(const char* directory, const offload_verify_options_t* verify,
+                                  char* path, uint64_t path_bytes) {
   return Guard([&]() -> Status {
     HYBRIDOPT_TRY(CheckPointer(directory, "directory"));
     HYBRIDOPT_TRY(CheckPointer(path, "path"));
+    offload_verify_options_t read{};
+    if (verify != nullptr) {
+      HYBRIDOPT_ASSIGN(read, Read(verify, "verify"));
+    }
+    const auto check = [&](const std::string& candidate) {
+      return verify == nullptr ? Status() : VerifyCheckpoint(candidate, read);
+    };
     HYBRIDOPT_ASSIGN(const std::string newest,
-                     checkpoint::NewestCheckpoint(prim::SystemFiles(), directory));
+                     checkpoint::NewestCheckpoint(prim::SystemFiles(), directory, check));
     if (newest.size() >= path_bytes)
       return Status::Error(OFFLOAD_INVALID_ARGUMENT, "path_bytes is %llu, '%.500s' needs %zu",
                            static_cast<unsigned long long>(path_bytes), newest.c_str(),

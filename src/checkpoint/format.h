@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -107,6 +108,12 @@ std::vector<Head> HeadsOf(const Manifest& manifest);
 // One text with a hash of its own at the end. UNSUPPORTED for names that are not UTF-8, or too
 // much text.
 Result<std::string> EncodeManifest(const Manifest& manifest);
+
+// The last bytes of a manifest tell the hash of all bytes before them.
+inline constexpr uint64_t kManifestTailBytes = 28;
+// CHECKPOINT_CORRUPT if no manifest ends like that or, where the hash of the bytes before is given,
+// if another one is told.
+Status CheckManifestTail(std::string_view tail, std::optional<uint64_t> hash);
 
 // Reads and checks everything that can be checked without the shard files. Errors do not name the
 // file: CHECKPOINT_CORRUPT, or UNSUPPORTED for the version of a newer release.

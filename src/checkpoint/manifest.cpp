@@ -20,7 +20,7 @@ constexpr std::string_view kFirst = "{\"format\":\"hybridopt-checkpoint\",\"vers
 constexpr std::string_view kLast = ",\"xxh3\":\"";  // 16 digits and kEnd follow
 constexpr std::string_view kEnd = "\"}\n";
 constexpr size_t kHashDigits = 16;
-constexpr size_t kTailBytes = kLast.size() + kHashDigits + kEnd.size();
+static_assert(kManifestTailBytes == kLast.size() + kHashDigits + kEnd.size());
 
 constexpr size_t kWriterBytesMax = 256;
 constexpr size_t kLayoutBytesMax = 64;
@@ -517,12 +517,11 @@ Status CheckEnds(std::string_view text) {
   if (text.size() > kManifestBytesMax)
     return Corrupt("the manifest has " + std::to_string(text.size()) + " bytes, at most " +
                    std::to_string(kManifestBytesMax) + " are allowed");
-  if (text.size() < kFirst.size() + kTailBytes)
+  if (text.size() < kFirst.size() + kManifestTailBytes)
     return Corrupt("the manifest has " + std::to_string(text.size()) +
                    " bytes, too few: it was cut");
-  const std::string_view body = text.substr(0, text.size() - kTailBytes);
-  if (text.substr(body.size()) != std::string(kLast) + HashText(Xxh3(body)) + std::string(kEnd))
-    return Corrupt("the manifest's own hash does not match its text: it was cut or changed");
+  const std::string_view body = text.substr(0, text.size() - kManifestTailBytes);
+  HYBRIDOPT_TRY(CheckManifestTail(text.substr(body.size()), Xxh3(body)));
   if (body.substr(0, kFirst.size()) != kFirst)
     return Corrupt("the manifest does not begin as one of hybridopt");
   uint64_t version = 0;
@@ -538,6 +537,14 @@ Status CheckEnds(std::string_view text) {
 }
 
 }  // namespace
+
+Status CheckManifestTail(std::string_view tail, std::optional<uint64_t> hash) {
+  const bool is_tail =
+      tail.size() == kManifestTailBytes && tail.starts_with(kLast) && tail.ends_with(kEnd);
+  if (is_tail && (!hash.has_value() || tail.substr(kLast.size(), kHashDigits) == HashText(*hash)))
+    return {};
+  return Corrupt("the manifest's own hash does not match its text: it was cut or changed");
+}
 
 Result<std::string> EncodeManifest(const Manifest& manifest) {
   std::string text = ManifestWriter(manifest).Write();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "base/check.h"
 #include "checkpoint/block_reader.h"
@@ -19,6 +20,12 @@ Status AtPath(const std::string& path, const Status& status) {
 
 Status CorruptAt(const std::string& path, const char* text) {
   return AtPath(path, Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text));
+}
+
+// Another checkpoint may still be good.
+bool ConcernsThisCheckpoint(const Status& status) {
+  return status.code() == OFFLOAD_IO_FAILED || status.code() == OFFLOAD_CHECKPOINT_CORRUPT ||
+         status.code() == OFFLOAD_UNSUPPORTED;
 }
 
 // One array of a file, and whose it is.
@@ -46,6 +53,43 @@ Result<Arena> MapBuffer(uint64_t bytes) {
   PageWish wish;
   wish.huge_pages = false;
   return Arena::Map(RoundUpToDirect(bytes), wish);
+}
+
+// Manifests that are larger are looked through piece by piece before memory for all of it is taken.
+constexpr uint64_t kManifestPieceBytes = uint64_t{1} << 20;
+
+// Whether the hash at the end of a manifest is that of its text: else its size means nothing.
+Status CheckLargeManifest(File& file, uint64_t bytes) {
+  HYBRIDOPT_ASSIGN(Arena memory, MapBuffer(kManifestPieceBytes));
+  const auto* const text = reinterpret_cast<const char*>(memory.data());
+  const auto read = [&](uint64_t offset, uint64_t wanted) -> Status {
+    HYBRIDOPT_ASSIGN(const uint64_t got, file.Read(memory.data(), RoundUpToDirect(wanted), offset));
+    return got >= wanted ? Status() : CheckManifestTail("", std::nullopt);  // it has been cut
+  };
+  const uint64_t tail_begin = bytes - kManifestTailBytes;
+  const uint64_t aligned = tail_begin / kDirectAlignment * kDirectAlignment;
+  HYBRIDOPT_TRY(read(aligned, bytes - aligned));
+  const std::string tail(text + (tail_begin - aligned), kManifestTailBytes);
+  HYBRIDOPT_TRY(CheckManifestTail(tail, std::nullopt));
+  BlockHasher hasher(tail_begin);
+  hasher.Reset(tail_begin);
+  for (uint64_t at = 0; at < tail_begin; at += kManifestPieceBytes) {
+    const uint64_t piece = std::min(kManifestPieceBytes, tail_begin - at);
+    HYBRIDOPT_TRY(read(at, piece));
+    hasher.Add(text, piece);
+  }
+  return CheckManifestTail(tail, hasher.Take()[0]);
+}
+
+Result<std::string> ReadManifest(prim::Files& files, const std::string& path) {
+  {
+    HYBRIDOPT_ASSIGN(File file, File::Open(files, path));
+    HYBRIDOPT_ASSIGN(const uint64_t bytes, file.Size());
+    if (bytes > kManifestPieceBytes && bytes <= kManifestBytesMax)
+      if (const Status status = CheckLargeManifest(file, bytes); !status.ok())
+        return AtPath(path, status);
+  }
+  return ReadSmallFile(files, path, kManifestBytesMax);
 }
 
 // Compares one file with its hashes.
@@ -128,7 +172,7 @@ Status VerifyResult::status() const {
 
 Result<Reader> Reader::Open(prim::Files& files, std::string path) {
   const std::string manifest_path = path + "/" + kManifestFile;
-  HYBRIDOPT_ASSIGN(const std::string text, ReadSmallFile(files, manifest_path, kManifestBytesMax));
+  HYBRIDOPT_ASSIGN(const std::string text, ReadManifest(files, manifest_path));
   Result<Manifest> manifest = ParseManifest(text);
   if (!manifest.ok()) return AtPath(manifest_path, manifest.status());
   Reader reader(files, std::move(path), std::move(manifest.value()));
@@ -204,7 +248,8 @@ Status Reader::ChangedSinceVerified(const StoredParam& param, const StoredTensor
                        BlockText(param, tensor, at / manifest_.block_bytes).c_str());
 }
 
-Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory) {
+Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory,
+                                     FunctionRef<Status(const std::string& path)> check) {
   std::vector<std::string> names;
   const int error = Uninterrupted([&] {
     names.clear();
@@ -212,19 +257,26 @@ Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& dire
   });
   if (error != 0) return IoError("list", directory, error);
   std::sort(names.begin(), names.end());
-  std::optional<Reader> newest;
-  std::string refused;  // why the last one was not good
+  std::vector<std::pair<uint64_t, std::string>> candidates;  // step and path
+  std::string refused;                                       // why the last one was not good
   for (const std::string& name : names) {
     const std::string path = directory + "/" + name;
     // What a save has not finished has a name with a point in front.
     if (name[0] == '.' || files.Look(path + "/" + kManifestFile) != 0) continue;
-    Result<Reader> reader = Reader::Open(files, path);
-    if (!reader.ok())
+    const Result<Reader> reader = Reader::Open(files, path);
+    if (reader.ok())
+      candidates.emplace_back(reader.value().manifest().step, path);
+    else
       refused = "; the last one that was refused: " + reader.status().message();
-    else if (!newest || reader.value().manifest().step >= newest->manifest().step)
-      newest = std::move(reader.value());
   }
-  if (newest) return newest->path();
+  std::sort(candidates.begin(), candidates.end());
+  for (; !candidates.empty(); candidates.pop_back()) {
+    const std::string& path = candidates.back().second;
+    const Status status = check(path);
+    if (status.ok()) return path;
+    if (!ConcernsThisCheckpoint(status)) return status;
+    refused = "; the last one that was refused: " + AtPath(path, status).message();
+  }
   return Status::Error(OFFLOAD_INVALID_STATE, "'%.500s' holds no good checkpoint%s",
                        directory.c_str(), refused.c_str());
 }

@@ -77,8 +77,10 @@ class Reader {
   Manifest manifest_;
 };
 
-// The path of the checkpoint with the highest step among those in a directory that Open finds good;
-// of equal ones the last by name. INVALID_STATE if there is none.
-Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory);
+// The path of the checkpoint with the highest step among those in a directory that Open finds good
+// and `check` has nothing against; of equal ones the last by name. check is asked in that order,
+// until it agrees. INVALID_STATE if there is none.
+Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory,
+                                     FunctionRef<Status(const std::string& path)> check);
 
 }  // namespace hybridopt::checkpoint

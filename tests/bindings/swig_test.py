@@ -172,7 +172,7 @@ def test_checkpoints():
         options.set_progress(lambda done, total: heard.append((done, total)))
         h.offload_optimizer_wait(optimizer, h.offload_optimizer_save(optimizer, options), -1)
         assert heard and heard[-1][0] == heard[-1][1] > 0, heard
-        assert h.offload_checkpoint_newest(directory, 4096) == f"{directory}/saved"
+        assert h.offload_checkpoint_newest(directory, None, 4096) == f"{directory}/saved"
         info = h.offload_checkpoint_info_t()
         h.offload_checkpoint_inspect(f"{directory}/saved", info, None, None)
         assert (info.param_count, info.tensor_count, info.step) == (1, 3, 0)

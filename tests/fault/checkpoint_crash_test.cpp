@@ -82,7 +82,8 @@ int Train(const std::string& directory, size_t promised, int pipe, prim::Files& 
   LifecycleRig rig(solved.problem, SettingWith(&files));
   std::string newest(4096, '\0');
   size_t step = 0;
-  if (offload_checkpoint_newest(directory.c_str(), newest.data(), newest.size()) == OFFLOAD_OK) {
+  if (offload_checkpoint_newest(directory.c_str(), nullptr, newest.data(), newest.size()) ==
+      OFFLOAD_OK) {
     if (rig.TryLoad(newest.c_str()) != OFFLOAD_OK) return kWrongBits;
     auto info = Make<offload_checkpoint_info_t>();
     MUST(offload_checkpoint_inspect(newest.c_str(), &info, nullptr, nullptr));

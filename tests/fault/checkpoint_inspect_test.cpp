@@ -139,15 +139,51 @@ TEST_F(InspectTest, VerifyNamesDamageAndTellsProgress) {
 
 TEST_F(InspectTest, TheNewestIsWrittenWhereThereIsRoom) {
   std::string path(path_.size() + 1, 'x');
-  ASSERT_EQ(offload_checkpoint_newest(root_.path().c_str(), path.data(), path.size()), OFFLOAD_OK);
+  ASSERT_EQ(offload_checkpoint_newest(root_.path().c_str(), nullptr, path.data(), path.size()),
+            OFFLOAD_OK);
   EXPECT_STREQ(path.c_str(), path_.c_str());
-  ExpectError(offload_checkpoint_newest(root_.path().c_str(), path.data(), path_.size()),
+  ExpectError(offload_checkpoint_newest(root_.path().c_str(), nullptr, path.data(), path_.size()),
               OFFLOAD_INVALID_ARGUMENT,
               "path_bytes is " + std::to_string(path_.size()) + ", '" + path_ + "' needs " +
                   std::to_string(path_.size() + 1));
   Damage(0, 9);
-  ExpectError(offload_checkpoint_newest(root_.path().c_str(), path.data(), path.size()),
+  ExpectError(offload_checkpoint_newest(root_.path().c_str(), nullptr, path.data(), path.size()),
               OFFLOAD_INVALID_STATE, "holds no good checkpoint");
+}
+
+// A job that resumes by itself asks for one whose data is good too.
+TEST_F(InspectTest, TheNewestIsVerifiedIfAskedFor) {
+  Sample later;
+  later.manifest.step += 1;
+  later.Fill();
+  later.Write(root_.path() + "/later");
+  std::string path(path_.size() + 100, 'x');
+  auto verify = offload_verify_options_t{};
+  verify.struct_size = sizeof(verify);
+  const auto newest = [&](const offload_verify_options_t* options) {
+    return offload_checkpoint_newest(root_.path().c_str(), options, path.data(), path.size());
+  };
+  ASSERT_EQ(newest(&verify), OFFLOAD_OK) << offload_last_error();
+  EXPECT_EQ(path.c_str(), root_.path() + "/later");
+
+  // One byte of its data: only who reads the data sees it.
+  const std::string shard = root_.path() + "/later/" + later.manifest.files[0].name;
+  std::string bytes = later.files[0];
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  Sample::WriteFile(shard, bytes);
+  ASSERT_EQ(newest(nullptr), OFFLOAD_OK);
+  EXPECT_EQ(path.c_str(), root_.path() + "/later");
+  uint64_t told = 0;
+  verify.progress_user = &told;
+  verify.progress = [](void* user, uint64_t, uint64_t) { *static_cast<uint64_t*>(user) += 1; };
+  ASSERT_EQ(newest(&verify), OFFLOAD_OK) << offload_last_error();
+  EXPECT_EQ(path.c_str(), path_);
+  EXPECT_GT(told, 0u);
+
+  Damage(0, sample_.files[0].size() - 1);
+  ExpectError(newest(&verify), OFFLOAD_INVALID_STATE, "a block is damaged");
+  verify.io_depth = 65;
+  ExpectError(newest(&verify), OFFLOAD_INVALID_ARGUMENT, "io_depth is 65");
 }
 
 TEST_F(InspectTest, NullsAreRefused) {
@@ -156,9 +192,10 @@ TEST_F(InspectTest, NullsAreRefused) {
               OFFLOAD_INVALID_ARGUMENT, "path is NULL");
   ExpectError(offload_checkpoint_verify(nullptr, nullptr), OFFLOAD_INVALID_ARGUMENT,
               "path is NULL");
-  ExpectError(offload_checkpoint_newest(nullptr, path, sizeof(path)), OFFLOAD_INVALID_ARGUMENT,
-              "directory is NULL");
-  ExpectError(offload_checkpoint_newest("/", nullptr, 0), OFFLOAD_INVALID_ARGUMENT, "path is NULL");
+  ExpectError(offload_checkpoint_newest(nullptr, nullptr, path, sizeof(path)),
+              OFFLOAD_INVALID_ARGUMENT, "directory is NULL");
+  ExpectError(offload_checkpoint_newest("/", nullptr, nullptr, 0), OFFLOAD_INVALID_ARGUMENT,
+              "path is NULL");
   offload_checkpoint_info_t info{};
   ExpectError(offload_checkpoint_inspect(path_.c_str(), &info, nullptr, nullptr),
               OFFLOAD_INVALID_ARGUMENT, "info.struct_size is 0");

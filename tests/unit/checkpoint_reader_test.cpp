@@ -272,9 +272,13 @@ TEST_F(ReaderTest, AFileOfAnotherSizeIsRefused) {
                     " bytes, the manifest says " + std::to_string(sample_.files[0].size()));
 }
 
+Result<std::string> Newest(prim::Files& files, const std::string& directory) {
+  return NewestCheckpoint(files, directory, [](const std::string&) { return Status(); });
+}
+
 TEST_F(ReaderTest, TheNewestIsTheGoodOneWithTheHighestStep) {
   prim::Files& files = prim::SystemFiles();
-  EXPECT_EQ(NewestCheckpoint(files, root_.path()).value(), path_);
+  EXPECT_EQ(Newest(files, root_.path()).value(), path_);
   Sample later;
   later.manifest.step = 100;
   later.Fill();
@@ -282,18 +286,55 @@ TEST_F(ReaderTest, TheNewestIsTheGoodOneWithTheHighestStep) {
   later.Write(root_.path() + "/.step-200.saving-0123456789abcdef");
   fs::create_directories(root_.path() + "/empty");
   Sample::WriteFile(root_.path() + "/latest", "step-7");
-  EXPECT_EQ(NewestCheckpoint(files, root_.path()).value(), root_.path() + "/step-100");
+  EXPECT_EQ(Newest(files, root_.path()).value(), root_.path() + "/step-100");
   Sample::WriteFile(root_.path() + "/step-100/manifest.json", later.text.substr(1));
-  EXPECT_EQ(NewestCheckpoint(files, root_.path()).value(), path_);
+  EXPECT_EQ(Newest(files, root_.path()).value(), path_);
   Sample::WriteFile(PathOf(0), "");
-  const Result<std::string> none = NewestCheckpoint(files, root_.path());
+  const Result<std::string> none = Newest(files, root_.path());
   EXPECT_EQ(none.status().code(), OFFLOAD_INVALID_STATE);
   EXPECT_NE(none.status().message().find("holds no good checkpoint; the last one that was refused"),
             std::string::npos)
       << none.status().message();
-  EXPECT_EQ(NewestCheckpoint(files, root_.path() + "/empty").status().message(),
+  EXPECT_EQ(Newest(files, root_.path() + "/empty").status().message(),
             "'" + root_.path() + "/empty' holds no good checkpoint");
-  EXPECT_EQ(NewestCheckpoint(files, root_.path() + "/none").status().code(), OFFLOAD_IO_FAILED);
+  EXPECT_EQ(Newest(files, root_.path() + "/none").status().code(), OFFLOAD_IO_FAILED);
+}
+
+// Counts what is read, and how much at once.
+class CountingFiles : public prim::Files {
+ public:
+  int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {
+    const int64_t read = Files::Read(file, data, bytes, offset);
+    total_bytes += static_cast<uint64_t>(std::max<int64_t>(read, 0));
+    most_bytes = std::max(most_bytes, bytes);
+    return read;
+  }
+  uint64_t total_bytes = 0;
+  uint64_t most_bytes = 0;
+};
+
+// A size that a manifest claims is not believed: it costs no disk either.
+TEST_F(ReaderTest, AManifestThatIsLargeAndNoneCostsLittleMemory) {
+  constexpr uint64_t kMiB = uint64_t{1} << 20;
+  const std::string path = root_.path() + "/step-100";
+  fs::create_directories(path);
+  Sample::WriteFile(path + "/manifest.json", "{");
+  fs::resize_file(path + "/manifest.json", 1024 * kMiB);
+  CountingFiles files;
+  EXPECT_EQ(Newest(files, root_.path()).value(), path_);
+  EXPECT_LT(files.total_bytes, kMiB);
+
+  // Nor is an end that looks like a manifest's.
+  const std::string end = sample_.text.substr(sample_.text.size() - kManifestTailBytes);
+  Sample::WriteFile(path + "/manifest.json", std::string(4 * kMiB + 17, ' ') + end);
+  CountingFiles others;
+  const Status status = Reader::Open(others, path).status();
+  EXPECT_EQ(status.code(), OFFLOAD_CHECKPOINT_CORRUPT);
+  EXPECT_NE(status.message().find("the manifest's own hash does not match its text"),
+            std::string::npos)
+      << status.message();
+  EXPECT_LE(others.most_bytes, kMiB);
+  EXPECT_GE(others.total_bytes, 4 * kMiB);
 }
 
 }  // namespace

@@ -535,6 +535,12 @@ def test_what_a_checkpoint_holds(tmp_path):
     abi.checkpoint_verify(tmp_path / "step-1", progress=lambda *call: calls.append(call))
     assert calls[-1][0] == calls[-1][1]
     assert abi.checkpoint_newest(tmp_path) == os.fspath(tmp_path / "step-2")
+    shard = next((tmp_path / "step-2").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert abi.checkpoint_newest(tmp_path) == os.fspath(tmp_path / "step-2")
+    assert abi.checkpoint_newest(tmp_path, verify=True) == os.fspath(tmp_path / "step-1")
 
 
 def test_other_tools_read_it(tmp_path):

@@ -597,6 +597,7 @@ extern "C" {
     ) -> i32;
     pub fn offload_checkpoint_newest(
         directory: *const c_char,
+        verify: *const offload_verify_options_t,
         path: *mut c_char,
         path_bytes: u64,
     ) -> i32;

@@ -344,34 +344,54 @@ impl fmt::Debug for VerifyOptions<'_> {
     }
 }
 
-/// Reads every byte and compares every hash.
-pub fn verify(path: impl AsRef<Path>, mut options: VerifyOptions<'_>) -> Result<()> {
-    let path = c_path(path.as_ref())?;
+/// Calls with the raw form of the options; a panic of progress goes on behind the call.
+fn with_raw_options<T>(
+    mut options: VerifyOptions<'_>,
+    call: impl FnOnce(&sys::offload_verify_options_t) -> Result<T>,
+) -> Result<T> {
     // SAFETY: it ends with this frame.
     let progress = options.progress.take().map(|function| unsafe { Progress::new(function) });
     let (function, user) = raw_progress(progress.as_ref());
-    let raw = sys::offload_verify_options_t {
+    let result = call(&sys::offload_verify_options_t {
         io_depth: options.io_depth,
         progress: function,
         progress_user: user,
         ..Default::default()
-    };
-    // SAFETY: the struct is whole, and `progress` outlives the call.
-    let result = check(unsafe { sys::offload_checkpoint_verify(path.as_ptr(), &raw) });
+    });
     resume(progress.as_ref());
     result
+}
+
+/// Reads every byte and compares every hash.
+pub fn verify(path: impl AsRef<Path>, options: VerifyOptions<'_>) -> Result<()> {
+    let path = c_path(path.as_ref())?;
+    with_raw_options(options, |raw| {
+        // SAFETY: the struct is whole, and what it refers to outlives the call.
+        check(unsafe { sys::offload_checkpoint_verify(path.as_ptr(), raw) })
+    })
 }
 
 /// Among the checkpoints in a directory the one with the highest step whose manifest and headers
 /// are good.
 pub fn newest(directory: impl AsRef<Path>) -> Result<PathBuf> {
+    newest_of(directory.as_ref(), std::ptr::null())
+}
+
+/// The same, and the data is good too: it is read, from the highest step down until a whole
+/// checkpoint is found.
+pub fn newest_verified(directory: impl AsRef<Path>, options: VerifyOptions<'_>) -> Result<PathBuf> {
+    with_raw_options(options, |raw| newest_of(directory.as_ref(), raw))
+}
+
+fn newest_of(directory: &Path, verify: *const sys::offload_verify_options_t) -> Result<PathBuf> {
     const PATH_MAX: usize = 4096;
-    let directory = c_path(directory.as_ref())?;
+    let directory = c_path(directory)?;
     let mut path = vec![0u8; PATH_MAX];
-    // SAFETY: `path` is as long as said.
+    // SAFETY: `path` is as long as said, and `verify` is NULL or whole.
     check(unsafe {
         sys::offload_checkpoint_newest(
             directory.as_ptr(),
+            verify,
             path.as_mut_ptr().cast(),
             path.len() as u64,
         )

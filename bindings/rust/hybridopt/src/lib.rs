@@ -139,7 +139,8 @@ mod state;
 
 pub use algorithm::Algorithm;
 pub use checkpoint::{
-    inspect, newest, verify, CheckpointTensor, LoadOptions, SaveOptions, VerifyOptions,
+    inspect, newest, newest_verified, verify, CheckpointTensor, LoadOptions, SaveOptions,
+    VerifyOptions,
 };
 pub use comm::{Comm, CommError};
 pub use context::{Context, ContextBuilder, DeviceKind, LogLevel, NumaPolicy};

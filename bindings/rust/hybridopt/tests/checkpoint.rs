@@ -83,6 +83,7 @@ fn one_optimizer_saves_and_another_goes_on() -> Result<()> {
     verify(&path, VerifyOptions { progress: Some(Box::new(progress)), ..Default::default() })?;
     assert!(read.into_inner() >= info.bytes);
     assert_eq!(newest(&scratch.0)?, path);
+    assert_eq!(newest_verified(&scratch.0, VerifyOptions::default())?, path);
 
     // Another device, another fraction, weights of before: the bits of the third step are the same.
     let sim = sim();

@@ -72,8 +72,11 @@ def checkpoint_verify(path: str | os.PathLike[str], **options: Any) -> None:
     call("offload_checkpoint_verify", os.fsencode(path), make(c.offload_verify_options_t, fields))
 
 
-def checkpoint_newest(directory: str | os.PathLike[str]) -> str:
-    """The checkpoint in a directory with the highest step that is whole."""
+def checkpoint_newest(directory: str | os.PathLike[str], *, verify: bool = False, **options: Any) -> str:
+    """The checkpoint in a directory with the highest step whose manifest and headers are good; with
+    ``verify`` its data too, which is read for that. Fields: offload_verify_options_t."""
+    fields, _kept = progress_of(options)
+    how = make(c.offload_verify_options_t, fields) if verify else None
     path = ctypes.create_string_buffer(_PATH_BYTES)
-    call("offload_checkpoint_newest", os.fsencode(directory), path, len(path))
+    call("offload_checkpoint_newest", os.fsencode(directory), how, path, len(path))
     return os.fsdecode(path.value)

@@ -692,7 +692,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_optimizer_load": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_load_options_t), POINTER(offload_ticket_t)]),
     "offload_checkpoint_inspect": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_checkpoint_info_t), offload_tensor_function_t, ctypes.c_void_p]),
     "offload_checkpoint_verify": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_verify_options_t)]),
-    "offload_checkpoint_newest": (ctypes.c_int32, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64]),
+    "offload_checkpoint_newest": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_verify_options_t), ctypes.c_char_p, ctypes.c_uint64]),
     "offload_device_alloc": (ctypes.c_int32, [offload_context_t, ctypes.c_uint64, POINTER(ctypes.c_void_p)]),
     "offload_device_free": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p]),
     "offload_device_upload": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, offload_stream_t]),
