@@ -700,7 +700,8 @@ OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint3
                                             int32_t kind, offload_state_view_t* view);
 
 /* Sets how many steps have updated a param, for state that the caller has written through views:
- * bias corrections and the treatment of a first step depend on this count. At most 2^53.
+ * bias corrections and the treatment of a first step depend on this count. At most 2^53; steps at
+ * that count leave it there.
  * Errors: INVALID_ARGUMENT (unknown param, or count too large), INVALID_STATE (before commit, or
  * while work is queued: wait first), POISONED. */
 OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimizer, uint32_t param,

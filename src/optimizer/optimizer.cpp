@@ -89,7 +89,7 @@ Status Optimizer::SetGroup(uint32_t id, const offload_group_t& group) {
                          "group.momentum is %g, but group %u was committed with momentum 0 and has "
                          "no momentum_buffer; commit with momentum above 0 and lower it afterwards",
                          group.momentum, id);
-  return table_.SetGroup(id, group);
+  return table_.SetGroup(id, group, committed_ != nullptr);
 }
 
 Result<uint32_t> Optimizer::AddParams(std::span<const ParamInput> params) {

@@ -37,12 +37,14 @@ Result<uint32_t> ParamTable::AddGroup(const offload_group_t& group) {
   return static_cast<uint32_t>(groups_.size() - 1);
 }
 
-Status ParamTable::SetGroup(uint32_t id, const offload_group_t& group) {
+Status ParamTable::SetGroup(uint32_t id, const offload_group_t& group, bool committed) {
   if (id >= groups_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "group_id is %u, but only %zu groups have been added", id, groups_.size());
   HYBRIDOPT_TRY(ValidateGroup(algorithm_, group));
+  const double at_commit = groups_[id].initial_accumulator_value;
   groups_[id] = group;
+  if (committed) groups_[id].initial_accumulator_value = at_commit;
   return {};
 }
 

@@ -46,7 +46,8 @@ class ParamTable {
   ParamTable(int32_t algorithm, const Device& device) : algorithm_(algorithm), device_(device) {}
 
   Result<uint32_t> AddGroup(const offload_group_t& group);
-  Status SetGroup(uint32_t id, const offload_group_t& group);
+  // What only commit uses (initial_accumulator_value) stays as it was if `committed`.
+  Status SetGroup(uint32_t id, const offload_group_t& group, bool committed);
   // All or none; gives the first id.
   Result<uint32_t> AddParams(std::span<const ParamInput> inputs);
   // All or none.

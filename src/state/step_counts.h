@@ -3,21 +3,28 @@
 // thread or while nothing is queued.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "checkpoint/format.h"
+
 namespace hybridopt {
 
+// Counts stop at 2^53: a double, by which coefficients go, cannot tell it from the next number, and
+// checkpoints hold no larger one.
 class StepCounts {
  public:
   explicit StepCounts(uint32_t param_count) : counts_(param_count) {}
 
   uint64_t of(uint32_t param) const { return counts_[param]; }
-  void set(uint32_t param, uint64_t count) { counts_[param] = count; }
+  void set(uint32_t param, uint64_t count) {
+    counts_[param] = std::min(count, checkpoint::kStepsMax);
+  }
   std::span<const uint64_t> all() const { return counts_; }
   uint64_t applied() const { return applied_; }
-  void set_applied(uint64_t steps) { applied_ = steps; }
+  void set_applied(uint64_t steps) { applied_ = std::min(steps, checkpoint::kStepsMax); }
 
  private:
   std::vector<uint64_t> counts_;

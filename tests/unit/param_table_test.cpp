@@ -197,12 +197,12 @@ TEST_F(ParamTableTest, AgreesWithAModelOfEveryElement) {
 TEST_F(ParamTableTest, SetGroupChangesTheGroupOrNothing) {
   offload_group_t group{};
   group.lr = 0.5;
-  EXPECT_TRUE(table_.SetGroup(0, group).ok());
+  EXPECT_TRUE(table_.SetGroup(0, group, false).ok());
   EXPECT_EQ(table_.groups()[0].lr, 0.5);
   group.lr = -1;
-  EXPECT_FALSE(table_.SetGroup(0, group).ok());
+  EXPECT_FALSE(table_.SetGroup(0, group, false).ok());
   EXPECT_EQ(table_.groups()[0].lr, 0.5);
-  EXPECT_EQ(table_.SetGroup(1, group).code(), OFFLOAD_INVALID_ARGUMENT);
+  EXPECT_EQ(table_.SetGroup(1, group, false).code(), OFFLOAD_INVALID_ARGUMENT);
 }
 
 }  // namespace
