@@ -505,7 +505,8 @@ OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offloa
  * the library keeps no memory, and the caller may go on to register.
  * Errors: INVALID_STATE (no params, or committed before), OUT_OF_HOST_MEMORY,
  * OUT_OF_DEVICE_MEMORY, INVALID_ARGUMENT (pinned_bytes_max is too small; the text has the bytes
- * needed), DEVICE_FAILED. */
+ * needed), UNSUPPORTED (more names and shapes than a file of a checkpoint may hold), DEVICE_FAILED.
+ */
 OFFLOAD_API int32_t offload_optimizer_commit(offload_optimizer_t optimizer,
                                              offload_stream_t stream);
 

@@ -155,6 +155,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_TRY(CheckChunkCount(committed->shape));
   HYBRIDOPT_TRY(TakeMemory(*committed));
   MakeParts(*committed);
+  HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
   HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
   FillTables(*committed);
   committed->planned_device_bytes = plan.device_bytes;
