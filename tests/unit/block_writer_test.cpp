@@ -192,5 +192,45 @@ TEST(FileTest, AllCallsThatWereRefusedAroundThePageCacheGoThroughIt) {
   EXPECT_EQ(content, std::string(kBytes * kThreads, 1));
 }
 
+// A disk with direct access, which takes whole units at whole places only. The first call ends in
+// the middle of a unit, as at a full quota or a signal.
+class ShortFiles : public prim::Files {
+ public:
+  int OpenFile(const std::string& path, Open how) override {
+    return Files::OpenFile(path, how == Open::kCreateDirect ? Open::kCreate : how);
+  }
+  int64_t Write(int file, const void* data, uint64_t bytes, uint64_t offset) override {
+    const uint64_t place = reinterpret_cast<uintptr_t>(data);
+    unaligned_ += (place | bytes | offset) % kDirectAlignment != 0 ? 1 : 0;
+    return Files::Write(file, data, calls_++ == 0 ? kDirectAlignment + 1000 : bytes, offset);
+  }
+  int unaligned() const { return unaligned_; }
+  int calls() const { return calls_; }
+
+ private:
+  int unaligned_ = 0;
+  int calls_ = 0;
+};
+
+TEST(FileTest, AWriteThatWasCutInsideAUnitGoesOnAtItsBegin) {
+  const FakeRoot root;
+  const std::string path = root.path() + "/file";
+  constexpr uint64_t kBytes = 4 * kDirectAlignment;
+  ShortFiles files;
+  Result<File> file = File::Create(files, path);
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  Result<Arena> memory = Arena::Map(kBytes);
+  ASSERT_TRUE(memory.ok()) << memory.status().message();
+  for (uint64_t i = 0; i < kBytes; ++i) memory.value().data()[i] = static_cast<std::byte>(i * 7);
+  const Status status = file.value().Write(memory.value().data(), kBytes, 0);
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(files.calls(), 2);
+  EXPECT_EQ(files.unaligned(), 0);
+  std::ifstream in(path, std::ios::binary);
+  const std::string content{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+  ASSERT_EQ(content.size(), kBytes);
+  EXPECT_EQ(std::memcmp(content.data(), memory.value().data(), kBytes), 0);
+}
+
 }  // namespace
 }  // namespace hybridopt::checkpoint
