@@ -331,6 +331,15 @@ typedef struct offload_comm {
   int32_t (*barrier)(void* user, int64_t timeout_ns);
 } offload_comm_t;
 
+/* Who updates the host share where the device has memory of its own. The bits are the same. */
+enum offload_host_executors {
+  OFFLOAD_EXECUTORS_AUTO = 0, /* CPU threads and, if the host's state can be pinned, the device too:
+                                 each takes the next chunk when it has done one */
+  OFFLOAD_EXECUTORS_CPU = 1,  /* CPU threads: gradients go to the host, params to the device */
+  OFFLOAD_EXECUTORS_STREAMED = 2 /* the device: state goes to a ring there and back to the host.
+                                    Commit fails if it cannot pin the host's state */
+};
+
 typedef struct offload_optimizer_options {
   uint32_t struct_size;
   int32_t algorithm;       /* enum offload_algorithm; required */
@@ -351,6 +360,10 @@ typedef struct offload_optimizer_options {
   int32_t moment_rounding; /* enum offload_rounding, for bf16 moments */
   uint32_t reserved;       /* 0 */
   uint64_t rounding_seed;  /* of stochastic rounding: use the same on all ranks and after a load */
+  uint64_t stream_ring_bytes; /* device memory for the ring that state on the host goes through, at
+                                 least the state of 2 chunks; 0 = the state of 4 chunks */
+  int32_t host_executors;     /* enum offload_host_executors */
+  uint32_t reserved1;         /* 0 */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
@@ -438,15 +451,16 @@ typedef struct offload_plan {
   uint64_t host_grads_bytes;     /* pinned: room for gradients that are offloaded */
   uint64_t host_swap_bytes;      /* pinned: room for the state of the device share */
   uint64_t host_scratch_bytes;   /* tables, norm sums, copies of what queued steps need */
-  uint64_t device_scratch_bytes; /* norms, gradients that go back to the device for a step */
+  uint64_t device_scratch_bytes; /* norms, gradients that go back to the device for a step, the
+                                    ring that state on the host goes through */
   uint64_t host_bytes;           /* all of the above on the host */
   uint64_t device_bytes;         /* all of the above on the device */
   uint64_t device_free_bytes;    /* free on the device now; 0 on the host device */
   uint64_t host_available_bytes; /* available on the host now, within the limits of cgroups */
   uint64_t pinned_bytes_left;    /* that this context may still pin; UINT64_MAX without a limit */
   uint64_t chunk_count;          /* chunks of a step in which all params have a gradient */
-  uint64_t grads_down_bytes;     /* that such a step copies from the device to the host */
-  uint64_t params_up_bytes;      /* that such a step copies from the host to the device */
+  uint64_t grads_down_bytes;     /* that such a step copies from the device to the host, and */
+  uint64_t params_up_bytes;      /* from the host to the device, if CPU threads update all chunks */
   int32_t fits;                  /* 1: commit would find enough memory now */
   uint32_t reserved;
   uint64_t numa_bytes[64]; /* of host_bytes, on each NUMA node: where the context's policy will put
@@ -454,6 +468,9 @@ typedef struct offload_plan {
                               the kernel says of up to 4,096 pages of each array */
   uint64_t numa_unknown_bytes; /* the rest of host_bytes: small tables, pages that nothing has
                                   touched yet, nodes above 63; all of it without libnuma */
+  uint64_t device_ring_bytes;  /* of device_scratch_bytes: the ring that state on the host goes
+                                  through; 0 = CPU threads alone update the host share */
+  uint64_t pinned_state_bytes; /* of host_bytes: state that commit pins for that ring */
 } offload_plan_t;
 
 /* Makes an optimizer; the caller then registers groups and params. Commit allocates the memory. The
@@ -538,14 +555,23 @@ typedef struct offload_step_result {
   double grad_clip;     /* factor by which clipping multiplied the gradients; 1 = no clipping */
   double total_seconds; /* from the start of the work to its end */
   double norm_seconds;  /* from the start until the norm was known */
-  double grads_down_seconds;    /* copying gradients to the host, as the device timed it */
-  double update_seconds;        /* CPU threads updating the host share */
-  double params_up_seconds;     /* copying params to the device, as the device timed it */
-  double device_update_seconds; /* the device updating its share */
-  double stall_seconds;         /* CPU threads waiting for gradients, a staging slot, the device's
-                                   update or a save */
-  uint64_t grads_down_bytes;    /* copied from the device to the host */
-  uint64_t params_up_bytes;     /* copied from the host to the device */
+  double grads_down_seconds;      /* copying gradients to the host, as the device timed it */
+  double update_seconds;          /* CPU threads updating the host share */
+  double params_up_seconds;       /* copying params to the device, as the device timed it */
+  double device_update_seconds;   /* the device updating its share */
+  double stall_seconds;           /* CPU threads waiting for gradients, a staging slot, the device's
+                                     update or a save */
+  uint64_t grads_down_bytes;      /* copied from the device to the host */
+  uint64_t params_up_bytes;       /* copied from the host to the device */
+  uint64_t cpu_elements;          /* of the host share: those that CPU threads updated */
+  uint64_t streamed_elements;     /* of the host share: those whose state went through the device */
+  uint64_t state_up_bytes;        /* of their state: copied from the host to the device */
+  uint64_t state_down_bytes;      /* of their state: copied from the device to the host */
+  double state_up_seconds;        /* copying their state to the device, as the device timed it */
+  double streamed_update_seconds; /* the device updating them */
+  double state_down_seconds;      /* copying their state back, as the device timed it */
+  double cpu_idle_seconds; /* from the CPU threads' last chunk to the last one that was streamed */
+  double streamed_idle_seconds; /* from the last streamed chunk to the CPU threads' last one */
 } offload_step_result_t;
 
 /* Queues one step over every param that has a gradient, and returns at once. At most 8 steps may be
@@ -734,6 +760,15 @@ typedef struct offload_stats {
   double params_up_seconds;
   double device_update_seconds;
   double stall_seconds;
+  uint64_t cpu_elements; /* since create */
+  uint64_t streamed_elements;
+  uint64_t state_up_bytes;
+  uint64_t state_down_bytes;
+  double state_up_seconds; /* sums of the step results since create */
+  double streamed_update_seconds;
+  double state_down_seconds;
+  double cpu_idle_seconds;
+  double streamed_idle_seconds;
 } offload_stats_t;
 
 /* Tells what the optimizer holds now, and totals since create. */

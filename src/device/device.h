@@ -36,6 +36,8 @@ struct UpdateLaunch {
   std::span<const DeviceUpdate> updates;
   std::span<const Coefficients> coefficients;
   const Verdict* verdict;  // device address: skip it all, or multiply by its grad_factor
+  // Whether other work on the device goes first: the launch then uses a small part of it.
+  bool background = false;
 };
 
 // One param's gradient in a norm launch.
@@ -114,6 +116,9 @@ class Device {
   // where the system does not pin so much.
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
   virtual void UnpinHost(void* data) = 0;
+  // Large memory is pinned in pieces of so many bytes, so that little is pinned anew when it grows
+  // or shrinks. A power of two.
+  virtual uint64_t pin_piece_bytes() const { return uint64_t{1} << 30; }
   // A word, 0 at first, that streams can wait for. It lives as long as the device: a stream may
   // still be about to look at it when whoever asked for it has gone.
   virtual Result<std::atomic<uint64_t>*> NewFlag() = 0;
@@ -164,6 +169,8 @@ class Device {
 
 // The label of streams that callers ask for. A device keeps its pipeline's own apart from them.
 inline constexpr char kCallersStreamLabel[] = "caller";
+// The label of a stream whose kernels give way to all others.
+inline constexpr char kBackgroundStreamLabel[] = "state update";
 
 // Params and gradients in host memory (device/host.cpp).
 std::unique_ptr<Device> CreateHostDevice();

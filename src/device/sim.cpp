@@ -51,6 +51,7 @@ class SimDevice final : public Device {
 
   Status PinHost(void* data, uint64_t bytes) override;
   void UnpinHost(void* data) override;
+  uint64_t pin_piece_bytes() const override { return uint64_t{64} << 10; }
   Result<std::atomic<uint64_t>*> NewFlag() override;
 
   Result<StreamHandle> CreateStream(const char* label) override;

@@ -8,8 +8,16 @@ namespace {
 constexpr uint64_t kVerdictBytes = 256;
 constexpr uint32_t kMinRingSlots = 2;  // one comes down while the other is worked on
 
+uint64_t RoundUp(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
+
 uint64_t BlockSumsBytes(const LaneSizes& sizes) {
-  return (sizes.norm_blocks * sizeof(double) + 255) / 256 * 256;
+  return RoundUp(sizes.norm_blocks * sizeof(double));
+}
+
+// Where the device's ring begins.
+uint64_t RingOffset(const LaneSizes& sizes) {
+  return kVerdictBytes + BlockSumsBytes(sizes) +
+         RoundUp(sizes.device_grad_elements * sizeof(float));
 }
 
 uint64_t RingBytes(const LaneSizes& sizes) {
@@ -20,6 +28,17 @@ uint64_t VerdictPageBytes(const LaneSizes& sizes) {
   return StagingRing::Bytes(1, kVerdictBytes + BlockSumsBytes(sizes), 0);
 }
 
+Status Create(Device& device, const char* label, TimedEvent* event) {
+  HYBRIDOPT_ASSIGN(event->begin, device.CreateEvent(label));
+  HYBRIDOPT_ASSIGN(event->end, device.CreateEvent(label));
+  return {};
+}
+
+void Destroy(Device& device, const TimedEvent& event) {
+  for (EventHandle handle : {event.begin, event.end})
+    if (handle != nullptr) device.DestroyEvent(handle);
+}
+
 }  // namespace
 
 uint64_t Lanes::PinnedBytes(const LaneSizes& sizes) {
@@ -28,8 +47,7 @@ uint64_t Lanes::PinnedBytes(const LaneSizes& sizes) {
 
 uint64_t Lanes::DeviceScratchBytes(const LaneSizes& sizes) {
   // Whole units of device memory, so that the plan says what the device counts.
-  const uint64_t grads_bytes = (sizes.device_grad_elements * sizeof(float) + 255) / 256 * 256;
-  return kVerdictBytes + BlockSumsBytes(sizes) + grads_bytes;
+  return RingOffset(sizes) + sizes.stream_ring_bytes();
 }
 
 // ----------------------------------------------------------------------------- ring and scratch --
@@ -41,8 +59,8 @@ Result<LaneRing> LaneRing::Take(Context& context, const LaneSizes& sizes) {
   ring.landed_.resize(ring.staging_.slots());
   ring.uploaded_.resize(ring.staging_.slots());
   for (uint32_t slot = 0; slot < ring.staging_.slots(); ++slot) {
-    HYBRIDOPT_TRY(ring.NewTimedEvent("gradients landed", &ring.landed_[slot]));
-    HYBRIDOPT_TRY(ring.NewTimedEvent("params uploaded", &ring.uploaded_[slot]));
+    HYBRIDOPT_TRY(Create(context.device(), "gradients landed", &ring.landed_[slot]));
+    HYBRIDOPT_TRY(Create(context.device(), "params uploaded", &ring.uploaded_[slot]));
   }
   return ring;
 }
@@ -73,18 +91,10 @@ Status LaneRing::Pin(const LaneSizes& sizes) {
   return {};
 }
 
-Status LaneRing::NewTimedEvent(const char* label, TimedEvent* event) {
-  HYBRIDOPT_ASSIGN(event->begin, context_->device().CreateEvent(label));
-  HYBRIDOPT_ASSIGN(event->end, context_->device().CreateEvent(label));
-  return {};
-}
-
 LaneRing::~LaneRing() {
   if (context_ == nullptr) return;
   for (const std::vector<TimedEvent>* events : {&landed_, &uploaded_})
-    for (const TimedEvent& event : *events)
-      for (EventHandle handle : {event.begin, event.end})
-        if (handle != nullptr) context_->device().DestroyEvent(handle);
+    for (const TimedEvent& event : *events) Destroy(context_->device(), event);
   context_->ReleasePinned(pinned_bytes_);
 }
 
@@ -102,7 +112,27 @@ Result<LaneScratch> LaneScratch::Take(Context& context, const LaneSizes& sizes) 
   HYBRIDOPT_ASSIGN(scratch.data_, context.device().Allocate(Lanes::DeviceScratchBytes(sizes)));
   scratch.device_ = &context.device();
   scratch.device_grad_elements_ = sizes.device_grad_elements;
+  scratch.ring_offset_ = RingOffset(sizes);
+  scratch.slot_bytes_ = sizes.stream_slot_bytes;
+  HYBRIDOPT_TRY(scratch.MakeEvents(sizes.stream_slots));
   return scratch;
+}
+
+Status LaneScratch::MakeEvents(uint32_t slots) {
+  slots_.resize(slots);
+  for (StreamSlot& slot : slots_) {
+    HYBRIDOPT_TRY(Create(*device_, "state up", &slot.up));
+    HYBRIDOPT_TRY(Create(*device_, "state updated", &slot.updated));
+    HYBRIDOPT_TRY(Create(*device_, "state down", &slot.down));
+  }
+  return {};
+}
+
+LaneScratch::~LaneScratch() {
+  if (data_ == nullptr) return;
+  for (const StreamSlot& slot : slots_)
+    for (const TimedEvent& event : {slot.up, slot.updated, slot.down}) Destroy(*device_, event);
+  (void)device_->Free(data_);
 }
 
 // ------------------------------------------------------------------------------------ creation --
@@ -128,16 +158,26 @@ Status Lanes::CreateAll(const LaneSizes& sizes) {
   HYBRIDOPT_ASSIGN(ring_, LaneRing::Take(context_, sizes));
   HYBRIDOPT_ASSIGN(LaneScratch scratch, LaneScratch::Take(context_, sizes));
   UseScratch(scratch);
-  HYBRIDOPT_ASSIGN(down, NewStream("gradients down"));
-  HYBRIDOPT_ASSIGN(up, NewStream("params up"));
-  HYBRIDOPT_ASSIGN(compute, NewStream("device update"));
+  HYBRIDOPT_TRY(CreateStreams(sizes.streams));
   HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.begin));
   HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.end));
   HYBRIDOPT_TRY(NewEvent("verdict known", &verdict_known));
+  HYBRIDOPT_TRY(NewEvent("verdict set", &verdict_set));
   for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
   ready_.resize(Timeline::kCapacity * kMaxProducers);
   for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
   return NewEvent("params ready", &kept_ready_);
+}
+
+Status Lanes::CreateStreams(bool streams) {
+  HYBRIDOPT_ASSIGN(down, NewStream("gradients down"));
+  HYBRIDOPT_ASSIGN(up, NewStream("params up"));
+  HYBRIDOPT_ASSIGN(compute, NewStream("device update"));
+  if (!streams) return {};
+  HYBRIDOPT_ASSIGN(state_up, NewStream("state up"));
+  HYBRIDOPT_ASSIGN(state_update, NewStream(kBackgroundStreamLabel));
+  HYBRIDOPT_ASSIGN(state_down, NewStream("state down"));
+  return {};
 }
 
 Lanes::~Lanes() {

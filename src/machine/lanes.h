@@ -29,6 +29,18 @@ struct LaneSizes {
   uint64_t slot_param_bytes = 0;
   uint64_t norm_blocks = 0;
   uint64_t device_grad_elements = 0;  // fp32 room on the device for gradients the host holds
+  bool streams = false;               // the device's ring may be used, now or later
+  uint32_t stream_slots = 0;          // 0: no ring on the device
+  uint64_t stream_slot_bytes = 0;
+
+  uint64_t stream_ring_bytes() const { return stream_slots * stream_slot_bytes; }
+};
+
+// The events of a slot of the device's ring.
+struct StreamSlot {
+  TimedEvent up;       // state is there
+  TimedEvent updated;  // so are its new values
+  TimedEvent down;     // which are on the host
 };
 
 // The staging ring with the events of its slots.
@@ -47,7 +59,6 @@ class LaneRing {
 
  private:
   Status Pin(const LaneSizes& sizes);
-  Status NewTimedEvent(const char* label, TimedEvent* event);
 
   Context* context_ = nullptr;
   StagingRing staging_;
@@ -56,28 +67,39 @@ class LaneRing {
   std::vector<TimedEvent> uploaded_;  // per slot: params have gone up
 };
 
-// Memory of the device for norm sums, the verdict, and gradients that come back for a step.
+// Memory of the device for norm sums, the verdict, gradients that come back for a step, and the
+// ring that state goes through.
+//
+//   | verdict | block sums | gradients that come back | slot 0 of the ring | slot 1 | ...
 class LaneScratch {
  public:
   LaneScratch() = default;
   static Result<LaneScratch> Take(Context& context, const LaneSizes& sizes);
-  ~LaneScratch() {
-    if (data_ != nullptr) (void)device_->Free(data_);
-  }
+  ~LaneScratch();
   LaneScratch(LaneScratch&& other) noexcept { *this = std::move(other); }
   LaneScratch& operator=(LaneScratch&& other) noexcept {
     std::swap(device_, other.device_);
     std::swap(data_, other.data_);
     std::swap(device_grad_elements_, other.device_grad_elements_);
+    std::swap(ring_offset_, other.ring_offset_);
+    std::swap(slot_bytes_, other.slot_bytes_);
+    std::swap(slots_, other.slots_);
     return *this;
   }
   uint64_t device_grad_elements() const { return device_grad_elements_; }
   std::byte* data() const { return static_cast<std::byte*>(data_); }
+  std::span<const StreamSlot> slots() const { return slots_; }
+  std::byte* slot_data(uint32_t slot) const { return data() + ring_offset_ + slot * slot_bytes_; }
 
  private:
+  Status MakeEvents(uint32_t slots);
+
   Device* device_ = nullptr;
   void* data_ = nullptr;  // device
   uint64_t device_grad_elements_ = 0;
+  uint64_t ring_offset_ = 0;
+  uint64_t slot_bytes_ = 0;
+  std::vector<StreamSlot> slots_;
 };
 
 class Lanes {
@@ -87,13 +109,16 @@ class Lanes {
 
   // The staging ring, in host memory.
   static uint64_t PinnedBytes(const LaneSizes& sizes);
-  // Bytes on the device for norm sums and the verdict.
+  // All that is taken on the device.
   static uint64_t DeviceScratchBytes(const LaneSizes& sizes);
 
   // These change hands while nothing is under way: what was used before is in the argument then.
   void UseRing(LaneRing& ring) { std::swap(ring_, ring); }
   void UseScratch(LaneScratch& scratch);
   uint64_t device_grad_elements() const { return scratch_.device_grad_elements(); }
+  // The device's ring.
+  std::span<const StreamSlot> stream_slots() const { return scratch_.slots(); }
+  std::byte* stream_slot_data(uint32_t slot) const { return scratch_.slot_data(slot); }
 
   // The events that tell when the work queued before a request is done.
   std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
@@ -134,19 +159,25 @@ class Lanes {
   StreamHandle down = nullptr;     // device to host
   StreamHandle up = nullptr;       // host to device
   StreamHandle compute = nullptr;  // norm and updates on the device
+  // State that goes through the device's ring; NULL where that is never used.
+  StreamHandle state_up = nullptr;
+  StreamHandle state_update = nullptr;
+  StreamHandle state_down = nullptr;
   TimedEvent device_updated;
-  EventHandle verdict_known = nullptr;
-  EventHandle moved[2] = {};          // copies of offload and reload, which use two streams
-  double* block_sums = nullptr;       // device
-  Verdict* device_verdict = nullptr;  // device
-  float* device_grads = nullptr;      // device: gradients that come back for a step
-  Verdict* host_verdict = nullptr;    // pinned
-  double* host_block_sums = nullptr;  // pinned: block_sums, where the verdict is made on the host
+  EventHandle verdict_known = nullptr;  // on the host
+  EventHandle verdict_set = nullptr;    // on the device, whoever made it
+  EventHandle moved[2] = {};            // copies of offload and reload, which use two streams
+  double* block_sums = nullptr;         // device
+  Verdict* device_verdict = nullptr;    // device
+  float* device_grads = nullptr;        // device: gradients that come back for a step
+  Verdict* host_verdict = nullptr;      // pinned
+  double* host_block_sums = nullptr;    // pinned: block_sums, where the verdict is made on the host
 
  private:
   explicit Lanes(Context& context) : context_(context) {}
   Status NoProgress(const char* what) const;
   Status CreateAll(const LaneSizes& sizes);
+  Status CreateStreams(bool streams);
   Result<StreamHandle> NewStream(const char* label);
   Status NewEvent(const char* label, EventHandle* event);
 

@@ -41,7 +41,7 @@ uint64_t NewTicketTag() {
 
 Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> context,
                                                      const offload_optimizer_options_t& options) {
-  HYBRIDOPT_TRY(CheckOptimizerOptions(options));
+  HYBRIDOPT_TRY(CheckOptimizerOptions(options, context->device()));
   return std::make_shared<Optimizer>(std::move(context), options);
 }
 
@@ -115,9 +115,9 @@ Result<offload_plan_t> Optimizer::Plan() const {
     return plan;
   }
   const StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
-  const Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
-  HYBRIDOPT_ASSIGN(offload_plan_t plan, PlanOf(*context_, table_, shape, arrangement));
-  plan.fits = CheckRoom(plan).ok() ? 1 : 0;
+  Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
+  HYBRIDOPT_ASSIGN(offload_plan_t plan, Settle(shape, arrangement));
+  plan.fits = CheckStreams(shape, arrangement).ok() && CheckRoom(plan).ok() ? 1 : 0;
   return plan;
 }
 
@@ -139,6 +139,93 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
                                plan.host_swap_bytes);
 }
 
+// Nobody has asked for a ring, so its default size gives way to what else needs the device.
+bool Optimizer::LeavesRoom(const offload_plan_t& plan) const {
+  if (options_.host_executors != OFFLOAD_EXECUTORS_AUTO || options_.stream_ring_bytes != 0)
+    return true;
+  const uint64_t held_bytes =
+      committed_ != nullptr ? committed_->decided.lanes.stream_ring_bytes() : 0;
+  return plan.device_ring_bytes <= std::max(held_bytes, plan.device_free_bytes / 8);
+}
+
+// What the arrangement takes, without the device's ring where the context's cap does not let the
+// state be pinned.
+Result<offload_plan_t> Optimizer::Settle(const StateShape& shape, Arrangement& arrangement) const {
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, PlanOf(*context_, table_, shape, arrangement));
+  if (!LeavesRoom(plan)) {
+    arrangement.lacks_room = true;
+    arrangement.lanes.stream_slots = 0;
+    return PlanOf(*context_, table_, shape, arrangement);
+  }
+  const uint64_t others_bytes = committed_ != nullptr
+                                    ? 0
+                                    : plan.staging_bytes + plan.host_params_bytes +
+                                          plan.host_grads_bytes + plan.host_swap_bytes;
+  const uint64_t held_bytes = committed_ != nullptr ? committed_->pinned_state_bytes.load() : 0;
+  const uint64_t left_bytes =
+      plan.pinned_bytes_left - std::min(plan.pinned_bytes_left, others_bytes);
+  if (plan.pinned_state_bytes <= left_bytes || plan.pinned_state_bytes - left_bytes <= held_bytes)
+    return plan;
+  arrangement.unpinned_bytes = plan.pinned_state_bytes;
+  arrangement.lanes.stream_slots = 0;
+  return PlanOf(*context_, table_, shape, arrangement);
+}
+
+// Whether what the options ask of the device's ring can be had.
+Status Optimizer::CheckStreams(const StateShape& shape, const Arrangement& arrangement) const {
+  const ChunkTable& chunks = arrangement.chunks;
+  const uint64_t least = std::min<uint64_t>(kMinStreamSlots, chunks.chunks.size());
+  const bool only = options_.host_executors == OFFLOAD_EXECUTORS_STREAMED;
+  if (!shape.options.streams || arrangement.lacks_room) return {};
+  if (arrangement.unpinned_bytes > 0 && !only) return {};
+  if (arrangement.unpinned_bytes > 0)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "options.host_executors is OFFLOAD_EXECUTORS_STREAMED, but %llu bytes of state must be "
+        "pinned for that, more than options.pinned_bytes_max of the context leaves; raise it, or "
+        "use OFFLOAD_EXECUTORS_AUTO",
+        static_cast<unsigned long long>(arrangement.unpinned_bytes));
+  if (arrangement.lanes.stream_slots >= least) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "options.stream_ring_bytes is %llu, expected at least %llu, the state of 2 "
+                       "chunks (0 = that of 4); raise it, make chunk_elements smaller, or use "
+                       "OFFLOAD_EXECUTORS_CPU",
+                       static_cast<unsigned long long>(options_.stream_ring_bytes),
+                       static_cast<unsigned long long>(least * chunks.stream_slot_bytes()));
+}
+
+// Pins the host's state for the device's ring. Where the system does not pin so much, the CPU
+// workers do all, unless the options say otherwise; the ring is then given back.
+Status Optimizer::PinStates(Committed& committed) {
+  if (committed.decided.unpinned_bytes > 0)
+    context_->Note("state does not stream through the device: pinned_bytes_max is too small");
+  if (committed.decided.lacks_room)
+    context_->Note(
+        "state does not stream through the device: a ring would take more than an eighth of its "
+        "free memory");
+  if (committed.decided.lanes.stream_slots == 0) return {};
+  const Status status = PinForStreams(committed);
+  if (status.ok() || !IsUnpinnable(status)) return status;
+  if (options_.host_executors == OFFLOAD_EXECUTORS_STREAMED)
+    return Status::Error(status.code(),
+                         "options.host_executors is OFFLOAD_EXECUTORS_STREAMED, but its state is "
+                         "not pinned: %s; use OFFLOAD_EXECUTORS_AUTO",
+                         status.message().c_str());
+  committed.decided.lanes.stream_slots = 0;
+  HYBRIDOPT_ASSIGN(LaneScratch scratch, LaneScratch::Take(*context_, committed.decided.lanes));
+  committed.lanes->UseScratch(scratch);
+  return {};
+}
+
+// Notes why, if it cannot.
+Status Optimizer::PinForStreams(Committed& committed) {
+  const Status status = committed.memory->PinHost(committed.residence);
+  committed.pinned_state_bytes = status.ok() ? committed.memory->pinned_bytes() : 0;
+  if (IsUnpinnable(status))
+    context_->Note("state does not stream through the device: the system did not pin it");
+  return status;
+}
+
 Status Optimizer::Commit(StreamHandle stream) {
   if (committed_ != nullptr)
     return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer has been committed before");
@@ -149,14 +236,16 @@ Status Optimizer::Commit(StreamHandle stream) {
   auto committed = std::make_unique<Committed>();
   committed->shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
   committed->decided = Arrange(table_, committed->shape, options_.device_fraction);
-  HYBRIDOPT_ASSIGN(const offload_plan_t plan,
-                   PlanOf(*context_, table_, committed->shape, committed->decided));
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, Settle(committed->shape, committed->decided));
+  HYBRIDOPT_TRY(CheckStreams(committed->shape, committed->decided));
   HYBRIDOPT_TRY(CheckRoom(plan));
   HYBRIDOPT_TRY(CheckChunkCount(committed->shape));
   HYBRIDOPT_TRY(TakeMemory(*committed));
   MakeParts(*committed);
   HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
+  HYBRIDOPT_TRY(committed->pipeline->Start());
   HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
+  HYBRIDOPT_TRY(PinStates(*committed));  // which its workers have touched first
   FillTables(*committed);
   committed->planned_device_bytes = plan.device_bytes;
   HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
@@ -472,6 +561,15 @@ void Optimizer::Remember(uint64_t sequence, const offload_step_result_t& result)
   stats_.params_up_seconds += result.params_up_seconds;
   stats_.device_update_seconds += result.device_update_seconds;
   stats_.stall_seconds += result.stall_seconds;
+  stats_.cpu_elements += result.cpu_elements;
+  stats_.streamed_elements += result.streamed_elements;
+  stats_.state_up_bytes += result.state_up_bytes;
+  stats_.state_down_bytes += result.state_down_bytes;
+  stats_.state_up_seconds += result.state_up_seconds;
+  stats_.streamed_update_seconds += result.streamed_update_seconds;
+  stats_.state_down_seconds += result.state_down_seconds;
+  stats_.cpu_idle_seconds += result.cpu_idle_seconds;
+  stats_.streamed_idle_seconds += result.streamed_idle_seconds;
 }
 
 Result<uint64_t> Optimizer::SequenceOf(offload_ticket_t ticket) const {

@@ -100,13 +100,19 @@ class Optimizer {
     std::optional<uint32_t> partial_param;  // the first that is a part of its tensor
     bool device_memory_held = true;         // as of the calls made so far
     std::atomic<uint64_t> planned_device_bytes = 0;
-    uint64_t host_state_bytes = 0;    // of the host share, without padding
-    uint64_t device_state_bytes = 0;  // of the device share, without padding
-    std::vector<bool> momentum_free;  // per group: committed without a momentum_buffer
+    std::atomic<uint64_t> pinned_state_bytes = 0;  // held for the device's ring
+    uint64_t host_state_bytes = 0;                 // of the host share, without padding
+    uint64_t device_state_bytes = 0;               // of the device share, without padding
+    std::vector<bool> momentum_free;               // per group: committed without a momentum_buffer
     std::unique_ptr<Timeline> timeline;
   };
 
   Status CheckRoom(const offload_plan_t& plan) const;
+  Result<offload_plan_t> Settle(const StateShape& shape, Arrangement& arrangement) const;
+  bool LeavesRoom(const offload_plan_t& plan) const;
+  Status CheckStreams(const StateShape& shape, const Arrangement& arrangement) const;
+  Status PinStates(Committed& committed);
+  Status PinForStreams(Committed& committed);
   Status CheckChunkCount(const StateShape& shape) const;
   Status TakeMemory(Committed& committed);
   void MakeParts(Committed& committed);
@@ -126,7 +132,8 @@ class Optimizer {
   Status ExecuteRequest(uint32_t slot, uint64_t sequence);
   Status ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence);
   Status ExecuteMove(MoveRequest& request, uint32_t slot);
-  Status TakeForResidence(const Arrangement& wanted, ResidenceRequest& request) const;
+  Status TakeForResidence(const Arrangement& wanted, const offload_plan_t& plan,
+                          ResidenceRequest& request) const;
   Status ExecuteResidenceChange(ResidenceRequest& request);
   uint64_t MarkOf(uint32_t param, uint64_t sequence) const;
   EventHandle ReadyEvent(uint32_t slot) const;

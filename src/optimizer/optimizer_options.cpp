@@ -55,6 +55,30 @@ Status CheckLayout(const offload_optimizer_options_t& options) {
   return {};
 }
 
+Status CheckExecutors(const offload_optimizer_options_t& options, const Device& device) {
+  if (options.host_executors < OFFLOAD_EXECUTORS_AUTO ||
+      options.host_executors > OFFLOAD_EXECUTORS_STREAMED)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.host_executors is %d, expected OFFLOAD_EXECUTORS_AUTO (0), _CPU "
+                         "(1) or _STREAMED (2)",
+                         options.host_executors);
+  if (options.host_executors == OFFLOAD_EXECUTORS_STREAMED && device.unified())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.host_executors is OFFLOAD_EXECUTORS_STREAMED, but %s has no "
+                         "memory of its own that state could go through; use "
+                         "OFFLOAD_EXECUTORS_AUTO",
+                         device.name());
+  if (options.host_executors == OFFLOAD_EXECUTORS_CPU && options.stream_ring_bytes != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.stream_ring_bytes is %llu, but host_executors is "
+                         "OFFLOAD_EXECUTORS_CPU, which has no ring; leave it 0",
+                         static_cast<unsigned long long>(options.stream_ring_bytes));
+  if (options.reserved1 != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved1 is %u, expected 0",
+                         options.reserved1);
+  return {};
+}
+
 // "OFFLOAD_ADAMW (1), _ADAM (2), ... or _ADAGRAD (5)"
 std::string AlgorithmChoices() {
   std::string choices = "OFFLOAD";
@@ -71,7 +95,7 @@ std::string AlgorithmChoices() {
 
 }  // namespace
 
-Status CheckOptimizerOptions(const offload_optimizer_options_t& options) {
+Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const Device& device) {
   if (AlgorithmOf(options.algorithm) == nullptr)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "options.algorithm is %d, expected %s",
                          options.algorithm, AlgorithmChoices().c_str());
@@ -91,6 +115,7 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options) {
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.movable is 0x%x, known is 0x%x",
                          options.movable, kMovable);
   HYBRIDOPT_TRY(CheckLayout(options));
+  HYBRIDOPT_TRY(CheckExecutors(options, device));
   if (options.comm_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
@@ -114,6 +139,9 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.stochastic = options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
   shape.chunk_elements =
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
+  shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
+  shape.streams = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
+  shape.stream_ring_bytes = options.stream_ring_bytes;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return shape;
 }

@@ -8,7 +8,7 @@
 namespace hybridopt {
 
 // INVALID_ARGUMENT or UNSUPPORTED names the field.
-Status CheckOptimizerOptions(const offload_optimizer_options_t& options);
+Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const Device& device);
 
 ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const Device& device);
 

@@ -13,6 +13,11 @@ bool SameRing(const LaneSizes& a, const LaneSizes& b) {
          a.slot_param_bytes == b.slot_param_bytes;
 }
 
+bool SameScratch(const LaneSizes& a, const LaneSizes& b) {
+  return a.device_grad_elements == b.device_grad_elements && a.stream_slots == b.stream_slots &&
+         a.stream_slot_bytes == b.stream_slot_bytes;
+}
+
 uint64_t Growth(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }
 
 }  // namespace
@@ -23,8 +28,10 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
   HYBRIDOPT_TRY(CheckDeviceFraction(device_fraction, "device_fraction"));
   Arrangement wanted = Arrange(table_, committed.shape, device_fraction);
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, Settle(committed.shape, wanted));
+  HYBRIDOPT_TRY(CheckStreams(committed.shape, wanted));
   ResidenceRequest& request = committed.requests[slot].emplace<ResidenceRequest>();
-  Status taken = TakeForResidence(wanted, request);
+  Status taken = TakeForResidence(wanted, plan, request);
   const uint64_t device_bytes = request.device_bytes;
   Result<uint64_t> sequence = taken.ok() ? committed.timeline->Submit() : Result<uint64_t>(taken);
   if (!sequence.ok()) {
@@ -41,7 +48,8 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
 }
 
 // All that the change needs, or nothing.
-Status Optimizer::TakeForResidence(const Arrangement& wanted, ResidenceRequest& request) const {
+Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan_t& plan,
+                                   ResidenceRequest& request) const {
   const Committed& committed = *committed_;
   const Arrangement& decided = committed.decided;
   const Device& device = context_->device();
@@ -49,7 +57,7 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, ResidenceRequest& 
   request.chunks = wanted.chunks;
   request.locations = LocationsNow();
   request.on_device = committed.device_memory_held;
-  HYBRIDOPT_ASSIGN(const offload_plan_t plan, PlanOf(*context_, table_, committed.shape, wanted));
+  request.streams = wanted.lanes.stream_slots > 0;
   request.host_bytes = plan.host_bytes;
   request.device_bytes = plan.device_bytes;
   request.staging_bytes = plan.staging_bytes;
@@ -69,8 +77,7 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, ResidenceRequest& 
   if (!SameRing(decided.lanes, wanted.lanes)) {
     HYBRIDOPT_ASSIGN(request.ring, LaneRing::Take(*context_, wanted.lanes));
   }
-  if (request.on_device &&
-      decided.lanes.device_grad_elements != wanted.lanes.device_grad_elements) {
+  if (request.on_device && !SameScratch(decided.lanes, wanted.lanes)) {
     HYBRIDOPT_ASSIGN(request.scratch, LaneScratch::Take(*context_, wanted.lanes));
   }
   if ((committed.shape.options.movable & OFFLOAD_MOVABLE_STATES) != 0) {
@@ -92,8 +99,11 @@ Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
   HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
   const uint64_t host_bytes = request.host_bytes, staging_bytes = request.staging_bytes;
   const uint64_t device_bytes = request.on_device ? request.device_bytes : 0;
+  const bool streams = request.streams;
   HYBRIDOPT_TRY(committed_->residence_changer->Run(request));
   committed_->pipeline->UseChunks();
+  const Status pinned = streams ? PinForStreams(*committed_) : Status();
+  if (!pinned.ok() && !IsUnpinnable(pinned)) return pinned;
   std::lock_guard lock(results_mutex_);
   stats_.host_bytes = host_bytes;
   stats_.staging_bytes = staging_bytes;

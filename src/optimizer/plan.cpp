@@ -72,6 +72,9 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   SetNodeBytes(PlannedNodeBytes(context, residence, plan), plan);
   if (device.unified()) return plan;
   plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
+  plan.device_ring_bytes = arrangement.lanes.stream_ring_bytes();
+  if (arrangement.lanes.stream_slots > 0)
+    plan.pinned_state_bytes = StateMemory::PinnedBytes(shape, residence);
   plan.device_bytes =
       StateMemory::DeviceBytes(device, shape, residence) + plan.device_scratch_bytes;
   HYBRIDOPT_ASSIGN(const DeviceMemory memory, device.Memory());

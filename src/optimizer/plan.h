@@ -15,6 +15,8 @@ struct Arrangement {
   Residence residence;
   ChunkTable chunks;
   LaneSizes lanes;
+  bool lacks_room = false;      // the device has too little for a ring that nobody asked for
+  uint64_t unpinned_bytes = 0;  // state that a ring on the device would need pinned and cannot have
 };
 
 Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction);

@@ -62,17 +62,17 @@ class Capture {
     if (position_.load() >= position) return true;
     const auto read = [&] { return position_.load() >= position; };
     std::unique_lock lock(mutex_);
-    waiting_ = true;
+    waiting_ += 1;
     if (timeout_ns < 0)
       advanced_.wait(lock, read);
     else
       advanced_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), read);
-    waiting_ = false;
+    waiting_ -= 1;
     return read();
   }
   // Whoever is about to wait has seen the new position or is seen here.
   void Tell() {
-    if (!waiting_.load()) return;
+    if (waiting_.load() == 0) return;
     { std::lock_guard lock(mutex_); }
     advanced_.notify_all();
   }
@@ -80,7 +80,7 @@ class Capture {
   std::vector<LastArray> params_;
   uint64_t borrowed_end_ = 0;
   std::atomic<uint64_t> position_ = 0;
-  std::atomic<bool> waiting_ = false;
+  std::atomic<uint32_t> waiting_ = 0;  // threads
   std::mutex mutex_;
   std::condition_variable advanced_;
 };

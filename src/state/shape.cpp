@@ -7,9 +7,6 @@
 namespace hybridopt {
 namespace {
 
-// Arrays start at cache lines on the host (neighbours share none) and where the device's kernels
-// read fastest.
-constexpr uint64_t kArrayAlignmentBytes = 256;
 constexpr uint64_t kSwapAlignmentBytes = 64;
 
 // Arrays that are walked side by side must not start at like addresses. Modulo a page, a load of

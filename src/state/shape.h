@@ -35,6 +35,10 @@ int32_t StateKindOf(int32_t algorithm, StateSlot slot);
 // Whether the rule and the layout need that state at all. A master may be the param itself.
 bool HasState(Rule rule, StateLayout layout, StateSlot slot);
 
+// Arrays of state start at multiples of this, for the device's kernels and so that neighbours on
+// the host share no cache line.
+inline constexpr uint64_t kArrayAlignmentBytes = 256;
+
 // Where state can lie.
 enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
 inline constexpr uint32_t kTiers = 2;
@@ -47,6 +51,9 @@ struct ShapeOptions {
   int32_t master_layout = OFFLOAD_MASTER_FP32;
   int32_t moment_dtype = OFFLOAD_FP32;  // or OFFLOAD_BF16
   bool stochastic = false;              // bf16 moments are rounded at random
+  bool cpu_updates = true;              // CPU workers take chunks
+  bool streams = false;                 // chunks may go through a ring on the device
+  uint64_t stream_ring_bytes = 0;       // of that ring; 0: kDefaultStreamSlots
 };
 
 struct ParamShape {

@@ -10,7 +10,7 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "state/lifecycle.h"
-#include "step/chunk_update.h"
+#include "step/executors/chunk_update.h"
 #include "step/norm_sums.h"
 #include "storage/state_memory.h"
 #include "storage/swap_memory.h"

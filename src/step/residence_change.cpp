@@ -22,6 +22,7 @@ Status ResidenceChanger::Run(ResidenceRequest& request) {
   if (request.scratch.has_value()) lanes_.UseScratch(*request.scratch);
   if (request.swap.has_value()) std::swap(swap_.states(), *request.swap);
   if (request.on_device) memory_.ShrinkDevice(request.residence);
+  memory_.UnpinHost(&request.residence);  // memory that is given back must not be pinned
   memory_.ShrinkHost(residence_, request.residence);
   residence_ = std::move(request.residence);
   chunks_ = std::move(request.chunks);

@@ -26,6 +26,7 @@ struct ResidenceRequest {
   ChunkTable chunks;
   std::vector<ParamLocation> locations;  // per param
   bool on_device = true;                 // some states are not offloaded: the device holds memory
+  bool streams = false;                  // what the host holds is to be pinned
   TakenPages pages;                      // what the device's part grows by
   std::optional<LaneRing> ring;          // where another one is needed
   std::optional<LaneScratch> scratch;    // likewise

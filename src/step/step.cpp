@@ -21,17 +21,20 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       comm_(parts.comm),
       plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
       updater_(parts.table, parts.shape, parts.memory, context.kernels()),
-      chunks_(context, parts.table, plan_, parts.lanes, updater_),
+      chunks_(context, parts.table, plan_, parts.lanes, queue_, updater_),
+      streamed_(parts.table, parts.shape, plan_, parts.memory, parts.lanes, queue_, updater_),
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes),
       pieces_(context.workers().threads()) {
   for (const Param& param : table_.params())
     has_replicas_ = has_replicas_ || (param.flags & OFFLOAD_PARAM_REPLICA) != 0;
   host_coefficients_.reserve(table_.size());
   norm_inputs_.reserve(table_.size());
+  queue_.UseChunks(plan_.chunk_count());
 }
 
 void StepPipeline::UseChunks() {
   plan_.UseChunks();
+  queue_.UseChunks(plan_.chunk_count());
   chunks_.UseRing();
 }
 
@@ -40,8 +43,8 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& s
                              2 * sizeof(uint64_t) +  // step count, device count
                              kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
   return table.size() * per_param + StepPlan::Bytes(table, shape) + DeviceExecutor::Bytes(shape) +
-         ChunkTable::BytesMax(shape) + shape.norm_blocks * sizeof(double) +
-         shape.stripes.size() * sizeof(Stripe);
+         StreamedExecutor::Bytes(shape) + ChunkTable::BytesMax(shape) +
+         shape.norm_blocks * sizeof(double) + shape.stripes.size() * sizeof(Stripe);
 }
 
 // ------------------------------------------------------------------------------------- the step --
@@ -51,13 +54,14 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   const Range range("step", step_counts_.applied() + 1);
   const int64_t begin_ns = prim::NowNs();
   capture_ = capture;
+  reached_.emplace(reached);
   plan_.Make(request, step_counts_);
   Verdict verdict{};
   if (device_.unified()) {
     HYBRIDOPT_TRY(RunInPlace(request, result, &verdict));
     result->total_seconds = SecondsSince(begin_ns);
   } else {
-    HYBRIDOPT_TRY(RunStaged(request, ready, reached, result, &verdict));
+    HYBRIDOPT_TRY(RunStaged(request, ready, result, &verdict));
   }
   AwaitBorrowed(result);
   CountStep(verdict, result);
@@ -134,6 +138,7 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   Stopwatch update(result->update_seconds);
   const HostStep step = HostStepNow();
   const uint64_t total = plan_.active_count(0);
+  result->cpu_elements = total;
   // One pass, but in pieces while a save reads ahead of it.
   const uint64_t most = capture_ != nullptr ? shape_.options.chunk_elements : total;
   for (WorkRange range{0, 0}; range.end < total;) {
@@ -174,14 +179,15 @@ Status StepPipeline::AwaitGradients(EventHandle ready) {
 // --------------------------------------------------------------------- params in device memory --
 
 Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
-                               FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
-                               Verdict* verdict) {
+                               offload_step_result_t* result, Verdict* verdict) {
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, ready));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.compute, ready));
+  TakeAhead();
   // A full launch queue blocks for as long as the stream before it does: what might fill it is
   // queued only when the gradients are there.
   if (chunks_.PrefetchCopies() > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(AwaitGradients(ready));
   HYBRIDOPT_TRY(chunks_.Prefetch(result));
+  HYBRIDOPT_TRY(streamed_.Prefetch());
   HYBRIDOPT_TRY(QueueVerdict(request));
   // The clock starts when the gradients are there: the caller's own work is not the step's.
   HYBRIDOPT_TRY(AwaitGradients(ready));
@@ -191,23 +197,55 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
     Stopwatch norm(result->norm_seconds);
     HYBRIDOPT_ASSIGN(*verdict, AwaitVerdict(request));
   }
-  if (verdict->skip != 0) return chunks_.AwaitPrefetched();
+  if (verdict->skip != 0) {
+    HYBRIDOPT_TRY(chunks_.AwaitPrefetched());
+    return streamed_.AwaitPrefetched();
+  }
   ScaleCoefficients(*verdict);
   AwaitCaptureOfDevice();
   HYBRIDOPT_TRY(device_executor_.Queue(plan_));
-  const auto await_device = [&]() -> Status {
-    HYBRIDOPT_TRY(device_executor_.Await(&result->device_update_seconds));
-    reached(kDeviceDone);
-    return {};
-  };
-  // Chunks retire behind the device's own update, so that one mark tells a param's progress.
-  const auto retired = [&](uint32_t chunk) -> Status {
-    if (chunk == 0) HYBRIDOPT_TRY(await_device());
-    reached(kDeviceDone + chunk + 1);
-    return {};
-  };
-  HYBRIDOPT_TRY(chunks_.Run(HostStepNow(), retired, result));
-  return chunks_.count() > 0 ? Status() : await_device();
+  return RunChunks(result);
+}
+
+// In turn, so that the first chunks come back at the speed of both.
+void StepPipeline::TakeAhead() {
+  queue_.Reset();
+  chunks_.Reset();
+  streamed_.Reset();
+  const bool cpu_takes = shape_.options.cpu_updates || !streamed_.on();
+  for (bool taken = true; taken;) {
+    taken = cpu_takes && chunks_.TakeAhead();
+    taken = streamed_.TakeAhead() || taken;
+  }
+}
+
+Status StepPipeline::RunChunks(offload_step_result_t* result) {
+  device_updated_ = false;
+  const HostStep step = HostStepNow();
+  const auto finished = [this](uint32_t chunk) { return Finished(chunk); };
+  HYBRIDOPT_TRY(streamed_.Begin(step, finished));
+  const Status cpu = chunks_.Run(step, finished, result);
+  if (!cpu.ok()) queue_.Stop();
+  const Status streamed = streamed_.Await(result);
+  HYBRIDOPT_TRY(cpu);
+  HYBRIDOPT_TRY(streamed);
+  double nobody_stalls = 0;
+  Stopwatch stall(plan_.chunk_count() > 0 ? result->stall_seconds : nobody_stalls);
+  HYBRIDOPT_TRY(device_executor_.Await(&result->device_update_seconds));
+  (*reached_)(kDeviceDone + queue_.finished());
+  return {};
+}
+
+// One mark tells a param's progress, so chunks count only behind the device's own update. Whoever
+// finishes a chunk calls this.
+Status StepPipeline::Finished(uint32_t chunk) {
+  std::lock_guard lock(finished_mutex_);
+  queue_.Finish(chunk);
+  if (!device_updated_) {
+    HYBRIDOPT_ASSIGN(device_updated_, device_executor_.Updated());
+  }
+  if (device_updated_) (*reached_)(kDeviceDone + queue_.finished());
+  return {};
 }
 
 // Where all gradients are on the device and no other rank is asked, the verdict is made there and

@@ -7,13 +7,16 @@
 //   up stream                                             | chunk 0 | chunk 1 | ...
 //
 // Chunks come down before the verdict is known, as far as the staging ring reaches; nothing is
-// written before it is. How they go through the workers is told in chunk_pipeline.h. Where params
-// are in host memory there are no streams: the workers make the norm, then one pass over
+// written before it is. How they go through the workers is told in chunk_pipeline.h. Other chunks
+// are taken by streamed_executor.h from the same queue: their state goes to the device. Where
+// params are in host memory there are no streams: the workers make the norm, then one pass over
 // everything. Gradients that the host holds already (moves.h) are read where they are; what
 // the device updates goes up first.
 #pragma once
 
 #include <cstdint>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -22,9 +25,11 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "state/capture.h"
-#include "step/chunk_pipeline.h"
-#include "step/chunk_update.h"
-#include "step/device_executor.h"
+#include "step/executors/chunk_pipeline.h"
+#include "step/executors/chunk_queue.h"
+#include "step/executors/chunk_update.h"
+#include "step/executors/device_executor.h"
+#include "step/executors/streamed_executor.h"
 #include "step/norm_sums.h"
 #include "step/step_plan.h"
 
@@ -49,6 +54,8 @@ class StepPipeline {
  public:
   StepPipeline(Context& context, const StepParts& parts, uint64_t rounding_seed);
 
+  // Starts the thread that it needs besides the caller of Run, before the first Run.
+  Status Start() { return streamed_.Start(); }
   // Says that the residence, and with it chunks and the staging ring, has changed.
   void UseChunks();
 
@@ -64,8 +71,8 @@ class StepPipeline {
     return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
   }
 
-  // The mark at which the device's own update is done; the cpu's chunk c follows at one more than
-  // c + kDeviceDone.
+  // The mark at which the device's own update is done. At kDeviceDone + n the first n chunks are
+  // too.
   static constexpr uint64_t kDeviceDone = 1;
 
   static constexpr uint32_t kMaxQueuedSteps = 8;
@@ -81,9 +88,11 @@ class StepPipeline {
   void AwaitCaptureOfDevice();
   void AwaitBorrowed(offload_step_result_t* result);
   Status AwaitGradients(EventHandle ready);
-  Status RunStaged(const StepRequest& request, EventHandle ready,
-                   FunctionRef<void(uint64_t)> reached, offload_step_result_t* result,
+  Status RunStaged(const StepRequest& request, EventHandle ready, offload_step_result_t* result,
                    Verdict* verdict);
+  void TakeAhead();
+  Status RunChunks(offload_step_result_t* result);
+  Status Finished(uint32_t chunk);
 
   bool VerdictOnDevice() const;
   Status QueueVerdict(const StepRequest& request);
@@ -101,13 +110,18 @@ class StepPipeline {
   const Comm& comm_;
   StepPlan plan_;
   const ChunkUpdater updater_;
+  ChunkQueue queue_;
   ChunkPipeline chunks_;
+  StreamedExecutor streamed_;
   DeviceExecutor device_executor_;
   WorkPieces pieces_;  // of a step in place
   bool has_replicas_ = false;
 
   // Of the running step. Their capacity is taken when the pipeline is made.
   Capture* capture_ = nullptr;
+  std::optional<FunctionRef<void(uint64_t mark)>> reached_;
+  std::mutex finished_mutex_;    // held while a chunk is noted, so that marks only grow
+  bool device_updated_ = false;  // guarded by finished_mutex_
   std::vector<Coefficients> host_coefficients_;  // the plan's, with the verdict's factor in
   std::vector<NormInput> norm_inputs_;
 };

@@ -26,8 +26,7 @@ StepPlan::StepPlan(const ParamTable& table, const StateShape& shape, const Resid
 }
 
 uint64_t StepPlan::Bytes(const ParamTable& table, const StateShape& shape) {
-  const uint64_t chunks =
-      shape.options.unified ? 1 : shape.element_count / shape.options.chunk_elements + 1;
+  const uint64_t chunks = ChunksMost(shape);
   return table.size() * (sizeof(StepParam) + sizeof(Coefficients) + sizeof(uint64_t)) +
          2 * chunks * sizeof(uint64_t) + table.groups().size() * sizeof(Memo);
 }
@@ -40,7 +39,7 @@ void StepPlan::UseChunks() {
 void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
   coefficients_.clear();
   std::fill(memos_.begin(), memos_.end(), Memo{0, kNoCoefficients});
-  host_holds_grads_ = false;
+  host_holds_grads_ = params_come_down_ = false;
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const Param& param = table_.param(id);
     StepParam& step_param = params_[id];
@@ -53,6 +52,7 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
         param.count > 0 && (step_param.addresses.grad != nullptr || held != HostGrad::kNone);
     if (!step_param.active) continue;
     host_holds_grads_ = host_holds_grads_ || step_param.host_grad != nullptr;
+    params_come_down_ = params_come_down_ || ParamComesDown(id);
     const uint64_t step = step_counts.of(id) + 1;
     step_param.coefficients = CoefficientsFor(request.groups[param.group], param.group, step);
     const ParamShape& shaped = shape_.params[id];

@@ -5,8 +5,11 @@
 //   executor  state is        gradient                       param
 //   device    on the device   there, or up from the host     there
 //   cpu       on the host     down, or on the host already   up; where masters are split, down
-//   first
+//                                                            first
+//   streamed  on the host,    there, or up from the host     there
+//             up and down
 //
+// Which of the last two updates a chunk is settled while the step runs (chunk_queue.h).
 // Where params are in host memory the cpu updates everything in place, and nothing travels.
 #pragma once
 
@@ -65,7 +68,7 @@ class StepPlan {
   uint64_t device_count(uint32_t id) const {
     return params_[id].active ? residence_.device_count(id) : 0;
   }
-  // What the cpu updates.
+  // What is on the host.
   const ChunkTable& chunks() const { return chunks_; }
   uint32_t chunk_count() const { return static_cast<uint32_t>(chunks_.chunks.size()); }
   std::span<const Fragment> fragments(uint32_t chunk) const {
@@ -74,6 +77,7 @@ class StepPlan {
   bool ParamComesDown(uint32_t id) const {
     return params_[id].active && IsSplit(shape_.params[id].layout) && !shape_.options.unified;
   }
+  bool params_come_down() const { return params_come_down_; }  // of a chunk of the cpu's
   // Elements that take part: all of a chunk's, and those of its fragments before this one. Workers
   // get equal parts of them.
   uint64_t active_count(uint32_t chunk) const { return active_in_chunk_[chunk]; }
@@ -102,6 +106,7 @@ class StepPlan {
   std::vector<uint64_t> active_before_;    // per fragment
   std::vector<uint64_t> active_in_chunk_;  // per chunk
   bool host_holds_grads_ = false;
+  bool params_come_down_ = false;
 };
 
 }  // namespace hybridopt

@@ -7,8 +7,8 @@ namespace {
 
 constexpr uint64_t kSlotAlignmentBytes = 64;  // a cache line
 
-uint64_t RoundUp(uint64_t bytes) {
-  return (bytes + kSlotAlignmentBytes - 1) / kSlotAlignmentBytes * kSlotAlignmentBytes;
+uint64_t RoundUp(uint64_t bytes, uint64_t alignment_bytes = kSlotAlignmentBytes) {
+  return (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
 }
 
 uint64_t ChunkElements(const StateShape& shape) {
@@ -17,15 +17,16 @@ uint64_t ChunkElements(const StateShape& shape) {
 
 class ChunkCutter {
  public:
-  ChunkCutter(uint64_t chunk_elements, ChunkTable& table)
-      : chunk_elements_(chunk_elements), table_(table) {}
+  ChunkCutter(const StateShape& shape, ChunkTable& table)
+      : shape_(shape), chunk_elements_(ChunkElements(shape)), table_(table) {}
 
   void Add(uint32_t id, const Param& param, uint64_t begin) {
     for (uint64_t count = param.count - begin; count > 0;) {
       if (table_.chunks.empty() || chunk().element_count == chunk_elements_) Open();
       const uint64_t taken = std::min(count, chunk_elements_ - chunk().element_count);
       table_.fragments.push_back(
-          {id, begin, taken, chunk().element_count, grad_bytes_, param_bytes_});
+          {id, begin, taken, chunk().element_count, grad_bytes_, param_bytes_, {}});
+      PlaceInRing(table_.fragments.back());
       grad_bytes_ += RoundUp(taken * DtypeBytes(param.grad_dtype));
       param_bytes_ += RoundUp(taken * DtypeBytes(param.dtype));
       table_.slot_grad_bytes = std::max(table_.slot_grad_bytes, grad_bytes_);
@@ -46,20 +47,58 @@ class ChunkCutter {
     table_.chunks.push_back({static_cast<uint32_t>(table_.fragments.size()), 0, 0});
     grad_bytes_ = 0;
     param_bytes_ = 0;
+    state_end_ = {};
+    host_end_ = {};
   }
 
+  // An array keeps the alignment that it has on the host, and its distance from the one before if
+  // that is padding.
+  void PlaceInRing(Fragment& fragment) {
+    const ParamShape& shaped = shape_.params[fragment.param];
+    for (uint32_t index = 0; index < kStateSlots; ++index) {
+      const StateSlot slot{index};
+      if (!shaped.Keeps(Tier::kHost, slot)) continue;
+      const uint64_t host = shaped.ByteAt(Tier::kHost, slot, fragment.begin);
+      const bool follows = state_end_[slot] > 0 && host >= host_end_[slot] &&
+                           host - host_end_[slot] < kArrayAlignmentBytes;
+      const uint64_t offset =
+          follows ? state_end_[slot] + host - host_end_[slot]
+                  : RoundUp(state_end_[slot], kArrayAlignmentBytes) + host % kArrayAlignmentBytes;
+      const uint64_t bytes = fragment.count * DtypeBytes(shaped.dtype[slot]);
+      fragment.state_offset[slot] = offset;
+      state_end_[slot] = offset + bytes;
+      host_end_[slot] = host + bytes;
+      table_.state_area_bytes[slot] =
+          std::max(table_.state_area_bytes[slot], RoundUp(state_end_[slot], kArrayAlignmentBytes));
+    }
+  }
+
+  const StateShape& shape_;
   const uint64_t chunk_elements_;
   ChunkTable& table_;
   uint64_t grad_bytes_ = 0;  // of the open chunk so far
   uint64_t param_bytes_ = 0;
+  std::array<uint64_t, kStateSlots> state_end_{};  // of the open chunk, in its areas
+  std::array<uint64_t, kStateSlots> host_end_{};   // likewise, in the host's regions
 };
+
+bool HostMayHoldGrads(const StateShape& shape) {
+  return (shape.options.movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0;
+}
+
+uint32_t StreamSlots(const StateShape& shape, const ChunkTable& chunks) {
+  if (!shape.options.streams || chunks.chunks.empty()) return 0;
+  const uint64_t most = std::min<uint64_t>(kMaxStreamSlots, chunks.chunks.size());
+  if (shape.options.stream_ring_bytes == 0) return std::min<uint64_t>(kDefaultStreamSlots, most);
+  // Stateless params (SGD without momentum, fp32 on the device) take nothing.
+  const uint64_t slot_bytes = std::max<uint64_t>(chunks.stream_slot_bytes(), 1);
+  return static_cast<uint32_t>(std::min(shape.options.stream_ring_bytes / slot_bytes, most));
+}
 
 }  // namespace
 
 uint64_t ChunkTable::BytesMax(const StateShape& shape) {
-  const uint64_t chunk_elements = ChunkElements(shape);
-  const uint64_t chunks =
-      shape.element_count / chunk_elements + (shape.element_count % chunk_elements != 0 ? 1 : 0);
+  const uint64_t chunks = ChunksMost(shape);
   return shape.params.size() * sizeof(uint32_t) + chunks * (sizeof(Chunk) + sizeof(Fragment)) +
          shape.params.size() * sizeof(Fragment);
 }
@@ -67,13 +106,18 @@ uint64_t ChunkTable::BytesMax(const StateShape& shape) {
 ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Residence& residence) {
   ChunkTable chunks;
   chunks.last_chunk_end.resize(table.size());
-  ChunkCutter cutter(ChunkElements(shape), chunks);
+  ChunkCutter cutter(shape, chunks);
   for (uint32_t id : shape.update_order)
     if (residence.device_count(id) < table.param(id).count)
       cutter.Add(id, table.param(id), residence.device_count(id));
   if (shape.options.unified)  // nothing is staged, nothing is copied
     chunks.slot_grad_bytes = chunks.slot_param_bytes = chunks.grads_down_bytes =
         chunks.params_up_bytes = 0;
+  if (HostMayHoldGrads(shape) && !chunks.chunks.empty() && !shape.options.unified) {
+    uint64_t most = 0;
+    for (const Chunk& chunk : chunks.chunks) most = std::max(most, chunk.element_count);
+    chunks.held_grads_bytes = RoundUp(most * sizeof(float), kArrayAlignmentBytes);
+  }
   return chunks;
 }
 
@@ -93,7 +137,10 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
     sizes.slot_grad_bytes =
         std::max(sizes.slot_grad_bytes, shape.options.chunk_elements * sizeof(float));
   }
-  if ((movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0)
+  sizes.streams = shape.options.streams;
+  sizes.stream_slots = StreamSlots(shape, chunks);
+  sizes.stream_slot_bytes = chunks.stream_slot_bytes();
+  if (HostMayHoldGrads(shape))
     sizes.device_grad_elements =
         std::min(shape.options.chunk_elements, residence.device_elements());
   return sizes;

@@ -1,5 +1,7 @@
 #include "storage/state_memory.h"
 
+#include <algorithm>
+
 namespace hybridopt {
 namespace {
 
@@ -9,7 +11,7 @@ constexpr uint64_t kHostPageBytes = 4096;
 
 Result<std::unique_ptr<StateMemory>> StateMemory::Create(Context& context, const StateShape& shape,
                                                          const Residence& residence) {
-  std::unique_ptr<StateMemory> memory(new StateMemory(context.device(), shape));
+  std::unique_ptr<StateMemory> memory(new StateMemory(context, shape));
   HYBRIDOPT_ASSIGN(memory->arena_, Arena::Reserve(shape.host_arena_bytes, context.state_pages()));
   HYBRIDOPT_TRY(memory->GrowHost(residence));
   if (context.device().unified()) return memory;
@@ -96,6 +98,88 @@ void StateMemory::ShrinkHost(const Residence& from, const Residence& to) {
     const uint64_t kept_from = new_range.size() > 0 ? new_range.begin : old_range.end;
     arena_.Discard(begin + old_range.begin, begin + kept_from);
   }
+}
+
+// ------------------------------------------------------------------------------------- pinning --
+
+// The pages of all regions: regions may share one, and no page is pinned twice. No piece crosses a
+// multiple of piece_bytes, so that growth and shrinking at one end leave the others as they are.
+std::vector<StateMemory::Piece> StateMemory::Pieces(const StateShape& shape,
+                                                    const Residence& residence,
+                                                    uint64_t piece_bytes) {
+  std::vector<Piece> pieces;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+    const Residence::Bytes& range = residence.bytes(Tier::kHost, StateSlot{slot});
+    if (range.size() == 0) continue;
+    uint64_t begin = (shape.host_region_begin[slot] + range.begin) / kHostPageBytes;
+    const uint64_t end = (shape.host_region_begin[slot] + range.end - 1) / kHostPageBytes + 1;
+    begin *= kHostPageBytes;
+    if (!pieces.empty()) begin = std::max(begin, pieces.back().end);
+    while (begin < end * kHostPageBytes) {
+      const uint64_t next = std::min((begin / piece_bytes + 1) * piece_bytes, end * kHostPageBytes);
+      const bool goes_on =
+          !pieces.empty() && pieces.back().end == begin && begin % piece_bytes != 0;
+      if (goes_on)
+        pieces.back().end = next;
+      else
+        pieces.push_back({begin, next});
+      begin = next;
+    }
+  }
+  return pieces;
+}
+
+uint64_t StateMemory::PinnedBytes(const StateShape& shape, const Residence& residence) {
+  uint64_t bytes = 0;
+  for (const Piece& piece : Pieces(shape, residence, uint64_t{1} << 62))
+    bytes += piece.end - piece.begin;
+  return bytes;
+}
+
+uint64_t StateMemory::pinned_bytes() const {
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces_) bytes += piece.end - piece.begin;
+  return bytes;
+}
+
+Status StateMemory::PinHost(const Residence& residence) {
+  UnpinHost(&residence);
+  const std::vector<Piece> kept = pieces_;
+  for (const Piece& piece : Pieces(shape_, residence, piece_bytes_)) {
+    if (std::find(kept.begin(), kept.end(), piece) != kept.end()) continue;
+    if (Status status = PinPiece(piece); !status.ok()) {
+      UnpinHost(nullptr);
+      return status;
+    }
+  }
+  pinned_ = true;
+  return {};
+}
+
+void StateMemory::UnpinHost(const Residence* but_what_this_holds) {
+  std::vector<Piece> kept;
+  if (but_what_this_holds != nullptr) kept = Pieces(shape_, *but_what_this_holds, piece_bytes_);
+  const auto first = std::stable_partition(pieces_.begin(), pieces_.end(), [&](const Piece& piece) {
+    return std::find(kept.begin(), kept.end(), piece) != kept.end();
+  });
+  std::for_each(first, pieces_.end(), [&](const Piece& piece) { UnpinPiece(piece); });
+  pieces_.erase(first, pieces_.end());
+  pinned_ = false;
+}
+
+Status StateMemory::PinPiece(const Piece& piece) {
+  HYBRIDOPT_TRY(context_.ReservePinned(piece.end - piece.begin));
+  const Status status = device_.PinHost(arena_.data() + piece.begin, piece.end - piece.begin);
+  if (status.ok())
+    pieces_.push_back(piece);
+  else
+    context_.ReleasePinned(piece.end - piece.begin);
+  return status;
+}
+
+void StateMemory::UnpinPiece(const Piece& piece) {
+  device_.UnpinHost(arena_.data() + piece.begin);
+  context_.ReleasePinned(piece.end - piece.begin);
 }
 
 }  // namespace hybridopt

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "machine/context.h"
 #include "memory/arena.h"
@@ -36,8 +37,17 @@ class TakenPages {
   Device* device_ = nullptr;
 };
 
+// Whether PinHost found the system's limit, or the context's cap.
+inline bool IsUnpinnable(const Status& status) {
+  return status.code() == OFFLOAD_OUT_OF_HOST_MEMORY || status.code() == OFFLOAD_INVALID_ARGUMENT;
+}
+
 class StateMemory {
  public:
+  ~StateMemory() { UnpinHost(nullptr); }
+  StateMemory(const StateMemory&) = delete;
+  StateMemory& operator=(const StateMemory&) = delete;
+
   // Takes the memory; its content is unspecified until moves.h fills it. `shape` outlives it.
   static Result<std::unique_ptr<StateMemory>> Create(Context& context, const StateShape& shape,
                                                      const Residence& residence);
@@ -59,6 +69,19 @@ class StateMemory {
   Status GrowHost(const Residence& to);
   void ShrinkHost(const Residence& from, const Residence& to);
 
+  // Pins what a residence holds on the host, so that the device copies it at its full speed. What
+  // is pinned must be unpinned before ShrinkHost, but for what the new residence holds too. Where
+  // that much cannot be pinned (IsUnpinnable), nothing is.
+  Status PinHost(const Residence& residence);
+  void UnpinHost(const Residence* but_what_this_holds);
+  bool pinned() const { return pinned_; }
+  uint64_t pinned_bytes() const;
+  static uint64_t PinnedBytes(const StateShape& shape, const Residence& residence);
+  // Bytes from this address on that one copy may have: pieces are pinned one by one.
+  uint64_t BytesOfCopy(const std::byte* host) const {
+    return piece_bytes_ - static_cast<uint64_t>(host - arena_.data()) % piece_bytes_;
+  }
+
   // Adds on which NUMA nodes lies what the host holds.
   void AddNodeBytes(const Residence& residence, NodeBytes* sum) const;
 
@@ -77,10 +100,28 @@ class StateMemory {
   }
 
  private:
-  StateMemory(Device& device, const StateShape& shape) : device_(device), shape_(shape) {}
+  struct Piece {  // bytes of the arena
+    uint64_t begin;
+    uint64_t end;
+    bool operator==(const Piece&) const = default;
+  };
 
+  StateMemory(Context& context, const StateShape& shape)
+      : context_(context),
+        device_(context.device()),
+        shape_(shape),
+        piece_bytes_(context.device().pin_piece_bytes()) {}
+  static std::vector<Piece> Pieces(const StateShape& shape, const Residence& residence,
+                                   uint64_t piece_bytes);
+  Status PinPiece(const Piece& piece);
+  void UnpinPiece(const Piece& piece);
+
+  Context& context_;
   Device& device_;
   const StateShape& shape_;
+  const uint64_t piece_bytes_;
+  std::vector<Piece> pieces_;  // pinned, in order
+  bool pinned_ = false;        // all that the host holds
   Arena arena_;
   std::array<DeviceWindow, kStateSlots> windows_;
   bool has_device_ = true;

@@ -30,6 +30,8 @@ Setting RandomSetting(Random& random) {
   constexpr uint64_t kChunks[] = {1024, 1500, 4096, 0};
   setting.optimizer.chunk_elements = kChunks[random.Below(4)];
   setting.optimizer.staging_slots = static_cast<uint32_t>(2 + random.Below(3));
+  if (setting.context.device_kind != OFFLOAD_DEVICE_HOST)
+    setting.optimizer.host_executors = static_cast<int32_t>(random.Below(3));
   return setting;
 }
 

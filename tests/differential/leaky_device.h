@@ -3,10 +3,12 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "../forwarding_device.h"
@@ -25,17 +27,23 @@ enum class Leak {
   kDeviceUpdated,           // Wait for the device's own update, or a look
   kCallersStream,           // StreamWaitFlag of the caller's stream
   kReady,                   // Wait for the gradients by the timeline's thread
+  kUpdateBehindVerdict,     // StreamWait of the streamed update on the verdict
+  kUpdateBehindState,       // StreamWait of the streamed update on the state that goes up
+  kDownBehindUpdate,        // StreamWait of the state's way down on the update
+  kStateDown,               // Wait for the state that comes down, or a look
 };
 
 class LeakyDevice final : public ForwardingDevice {
  public:
   // Leaks only while `leaking`, which outlives the device.
+  // Whoever waits on the host for an event labelled `slow_event` is held up for a while.
   LeakyDevice(std::unique_ptr<Device> device, Leak leak, const std::atomic<bool>& leaking,
-              bool shares_queues)
+              bool shares_queues, std::string slow_event)
       : ForwardingDevice(std::move(device)),
         leak_(leak),
         leaking_(leaking),
-        shares_queues_(shares_queues) {}
+        shares_queues_(shares_queues),
+        slow_event_(std::move(slow_event)) {}
 
   // Then the caller's streams are put behind steps by the host, as on a real device.
   bool shares_queues() const override {
@@ -56,6 +64,9 @@ class LeakyDevice final : public ForwardingDevice {
   Status StreamWait(StreamHandle stream, EventHandle event) override {
     if (Leaks(Leak::kDownBehindGradients, stream, "gradients down")) return {};
     if (Leaks(Leak::kComputeBehindGradients, stream, "device update")) return {};
+    if (Leaks(Leak::kUpdateBehindVerdict, event, "verdict set")) return {};
+    if (Leaks(Leak::kUpdateBehindState, event, "state up")) return {};
+    if (Leaks(Leak::kDownBehindUpdate, event, "state updated")) return {};
     return ForwardingDevice::StreamWait(stream, event);
   }
   Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
@@ -70,12 +81,23 @@ class LeakyDevice final : public ForwardingDevice {
     return ForwardingDevice::Reached(event);
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
+    if (leaking_ && HasLabel(event, slow_event_))
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (Leaks(Leak::kLanded, event, "gradients landed")) return {};
     if (Leaks(Leak::kUploaded, event, "params uploaded")) return {};
+    if (Leaks(Leak::kStateDown, event, "state down")) return {};
     if (Leaks(Leak::kVerdict, event, "verdict known")) return {};
     if (Leaks(Leak::kVerdict, event, "moved")) return {};  // commit waits for these
     if (Leaks(Leak::kDeviceUpdated, event, "device updated")) return {};
     return ForwardingDevice::Wait(event, timeout_ns);
+  }
+  // Late, where somebody does not wait for it: state that goes up takes its time too.
+  Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
+    if (leaking_ && leak_ == Leak::kUpdateBehindVerdict) {
+      HYBRIDOPT_ASSIGN(const EventHandle nobodys, ForwardingDevice::CreateEvent("nobody's"));
+      for (int i = 0; i < 50; ++i) HYBRIDOPT_TRY(ForwardingDevice::Record(nobodys, stream));
+    }
+    return ForwardingDevice::SetVerdict(stream, value, device);
   }
   // An event that was not waited for has no time yet: that must not be what gives the leak away.
   Result<double> Elapsed(EventHandle begin, EventHandle end) override {
@@ -89,7 +111,9 @@ class LeakyDevice final : public ForwardingDevice {
     labels_[handle] = label;
   }
   bool Leaks(Leak leak, const void* handle, const char* label) {
-    if (leak != leak_ || !leaking_) return false;
+    return leak == leak_ && leaking_ && HasLabel(handle, label);
+  }
+  bool HasLabel(const void* handle, const std::string& label) {
     std::lock_guard lock(mutex_);
     const auto found = labels_.find(handle);
     return found != labels_.end() && found->second == label;
@@ -98,6 +122,7 @@ class LeakyDevice final : public ForwardingDevice {
   const Leak leak_;
   const std::atomic<bool>& leaking_;
   const bool shares_queues_;
+  const std::string slow_event_;
   std::mutex mutex_;
   std::map<const void*, std::string> labels_;  // of streams and events; guarded by mutex_
 };

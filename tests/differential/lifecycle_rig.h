@@ -326,6 +326,8 @@ class LifecycleRig {
     options.device_fraction = setting_.optimizer.device_fraction;
     options.chunk_elements = setting_.optimizer.chunk_elements;
     options.staging_slots = setting_.optimizer.staging_slots;
+    options.host_executors = setting_.optimizer.host_executors;
+    options.stream_ring_bytes = setting_.optimizer.stream_ring_bytes;
     options.movable = setting_.movable;
     options.comm = setting_.comm;
     problem_.state.Put(options);

@@ -199,7 +199,7 @@ TEST_P(FractionTest, TheLibraryHoldsThePlansBytes) {
   MUST(offload_context_get_info(rig.context(), &info));
   const offload_plan_t plan = rig.Plan();
   EXPECT_EQ(info.pinned_bytes, plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
-                                   plan.host_swap_bytes);
+                                   plan.host_swap_bytes + plan.pinned_state_bytes);
 }
 
 // Part of the states out: the memory stays. The last one frees it, the first one back takes it.
@@ -930,6 +930,7 @@ TEST(ChunkOrder, TheLowestIsReadyFirst) {
     setting.wrap = [&watch](std::unique_ptr<Device> device) {
       return std::make_unique<WatchedDevice>(std::move(device), watch);
     };
+    setting.optimizer.host_executors = OFFLOAD_EXECUTORS_CPU;  // whose params go up
     if (ordered) setting.chunk_orders = {4, 3, 2, 1, -1};
     LifecycleRig rig(problem, setting);
     const StepInput input = StandingStep(problem, 0);

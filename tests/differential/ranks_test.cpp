@@ -23,6 +23,7 @@ std::vector<Setting> Settings() {
     settings[i].context.device_kind = AcceleratorUnderTest();
   settings[2].optimizer.device_fraction = 0.3;
   settings[3].optimizer.device_fraction = 1;
+  settings[2].optimizer.host_executors = OFFLOAD_EXECUTORS_STREAMED;
   settings[4].optimizer.device_fraction = 0.5;
   settings[4].context.delay_ns_max = 50'000;
   return settings;

@@ -44,7 +44,18 @@ struct OptimizerSetting {
   double device_fraction = 0;
   uint64_t chunk_elements = 0;
   uint32_t staging_slots = 0;
+  int32_t host_executors = OFFLOAD_EXECUTORS_AUTO;
+  uint64_t stream_ring_bytes = 0;
 };
+
+// Which executors work on the host share, and how large the device's ring is, for chunks of so many
+// elements: that of fp32 state is at most 12 bytes an element, and padding.
+inline void DrawExecutors(uint64_t chunk_elements, Random& random, OptimizerSetting& setting) {
+  setting.host_executors = static_cast<int32_t>(random.Below(3));
+  const bool rings = setting.host_executors != OFFLOAD_EXECUTORS_CPU;
+  if (rings && random.OneIn(2))
+    setting.stream_ring_bytes = (2 + random.Below(4)) * (chunk_elements * 16 + (64 << 10));
+}
 
 // What makes an optimizer one of several ranks.
 struct RankSetting {
@@ -58,9 +69,11 @@ struct RankSetting {
 inline std::string Text(const ContextSetting& context, const OptimizerSetting& optimizer) {
   char text[256];
   std::snprintf(text, sizeof(text),
-                "%s, isa '%s', %u threads, fraction %g, chunks of %" PRIu64 ", %u slots",
+                "%s, isa '%s', %u threads, fraction %g, chunks of %" PRIu64
+                ", %u slots, executors %d, ring %" PRIu64,
                 DeviceText(context.device_kind), context.isa.c_str(), context.threads,
-                optimizer.device_fraction, optimizer.chunk_elements, optimizer.staging_slots);
+                optimizer.device_fraction, optimizer.chunk_elements, optimizer.staging_slots,
+                optimizer.host_executors, optimizer.stream_ring_bytes);
   return text;
 }
 
@@ -152,6 +165,8 @@ class Rig {
     options.device_fraction = setting.device_fraction;
     options.chunk_elements = setting.chunk_elements;
     options.staging_slots = setting.staging_slots;
+    options.host_executors = setting.host_executors;
+    options.stream_ring_bytes = setting.stream_ring_bytes;
     options.comm = rank.comm;
     options.comm_timeout_ns = rank.comm_timeout_ns;
     options.movable = rank.movable;

@@ -7,6 +7,8 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "../sanitizers.h"
 #include "leaky_device.h"
@@ -41,6 +43,10 @@ std::vector<ParamSpec> ScheduleParams(Random& random) {
   return params;
 }
 
+// From this one on the step that is not clipped, in problems of even numbers the second, is vouched
+// finite: its verdict comes from the host.
+constexpr uint64_t kVouchedProblems = 30;
+
 // One of the steps is clipped and one is not, so that a verdict of another step shows; in some
 // problems the first or the second is skipped.
 Problem MakeProblem(uint64_t seed) {
@@ -51,7 +57,10 @@ Problem MakeProblem(uint64_t seed) {
   if (seed % 2 == 0) std::swap(input.grad_scale, problem.steps[1].grad_scale);
   if (seed % 2 == 0) std::swap(input.grad_norm_max, problem.steps[1].grad_norm_max);
   if (seed % 3 == 1) problem.steps[seed % 2].flags = OFFLOAD_STEP_ASSUME_FINITE;
-  if (seed % 6 == 5) {
+  if (seed >= kVouchedProblems)
+    for (StepInput& step : problem.steps)
+      if (step.grad_norm_max == 0) step.flags = OFFLOAD_STEP_ASSUME_FINITE;
+  if (seed < kVouchedProblems && seed % 6 == 5) {
     const ParamSpec& spec = problem.params[3];
     Bytes grad = RandomArray(spec.grad_dtype, spec.count, false, random);
     PutElement(grad, spec.grad_dtype, spec.count - 1, BitsOf(spec.grad_dtype, INFINITY));
@@ -74,6 +83,8 @@ struct Schedule {
   Leak leak = Leak::kNone;
   bool leak_in_commit = false;  // else in the steps
   bool shares_queues = false;   // of the device
+  std::string slow_event;       // whoever waits for it on the host is held up each time
+  std::optional<int32_t> host_executors = {};  // else any
 };
 
 enum class Outcome { kRight, kWrongBits, kFailed };
@@ -95,6 +106,11 @@ class Training {
     options.device_fraction = std::vector<double>{0, 0.3, 0.7, 1}[random.Below(4)];
     options.chunk_elements = 1024;
     options.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));
+    OptimizerSetting setting;
+    DrawExecutors(options.chunk_elements, random, setting);
+    options.host_executors = schedule.host_executors.value_or(setting.host_executors);
+    if (options.host_executors != OFFLOAD_EXECUTORS_CPU)
+      options.stream_ring_bytes = setting.stream_ring_bytes;
     optimizer_ = Require(Optimizer::Create(context_, options));
     for (std::byte*& block : blocks_)
       block = static_cast<std::byte*>(Require(device().Allocate(layout_.bytes)));
@@ -157,7 +173,7 @@ class Training {
     auto accelerator =
         Require(MakeAccelerator({1 << 20, schedule_.seed, schedule_.delay_ns_max}, kernels));
     auto leaky = std::make_unique<LeakyDevice>(std::move(accelerator), schedule_.leak, leaking_,
-                                               schedule_.shares_queues);
+                                               schedule_.shares_queues, schedule_.slow_event);
     context_ = std::make_shared<Context>(options, std::move(leaky), kernels);
   }
 
@@ -331,9 +347,11 @@ TEST(ScheduleTest, AThousandSchedulesGiveTheModelsBits) {
   for (int seed = 0; seed < schedules; ++seed) {
     Schedule schedule;
     schedule.seed = static_cast<uint64_t>(seed);
-    schedule.problem = schedule.seed % 30;
+    schedule.problem = schedule.seed % (kVouchedProblems + 10);
     schedule.delay_ns_max = seed % 2 == 0 ? 20'000 : 60'000;
     schedule.shares_queues = seed % 4 == 3;
+    // The CPU workers' chunks, those that are streamed, or neither.
+    schedule.slow_event = std::vector<std::string>{"gradients landed", "state down", ""}[seed % 3];
     std::string difference;
     ASSERT_EQ(Train(schedule, &difference), Outcome::kRight)
         << "seed " << seed << ": " << difference;
@@ -346,6 +364,7 @@ struct LeakCase {
   const char* name;
   Leak leak;
   bool in_commit;
+  bool streamed = false;  // chunks go through the device, and none through the CPU workers
 };
 
 void PrintTo(const LeakCase& leak_case, std::ostream* out) { *out << leak_case.name; }
@@ -365,6 +384,10 @@ TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
     // None of these is vouched finite: with a wait missing, the next step, which then waits for no
     // verdict, could rewrite a launch under the device, and a CHECK would end the program.
     schedule.problem = schedule.seed * 3 % 30;
+    // But a verdict that the host has first must be waited for on the device.
+    if (GetParam().leak == Leak::kUpdateBehindVerdict)
+      schedule.problem = kVouchedProblems + schedule.seed % 5 * 2;
+    if (GetParam().streamed) schedule.host_executors = OFFLOAD_EXECUTORS_STREAMED;
     // Commit starts the workers, which takes longer than a short delay of who writes the params.
     const uint64_t shortest_ns = GetParam().in_commit ? 2'000'000 : 100'000;
     schedule.delay_ns_max = shortest_ns * (1 + static_cast<uint64_t>(seed) / 40);
@@ -391,6 +414,10 @@ std::vector<LeakCase> LeakCases() {
   cases.push_back({"ChunkUploaded", Leak::kUploaded, false});
   cases.push_back({"DeviceUpdated", Leak::kDeviceUpdated, false});
   cases.push_back({"CallersStream", Leak::kCallersStream, false});
+  cases.push_back({"StreamedVerdict", Leak::kUpdateBehindVerdict, false, true});
+  cases.push_back({"StreamedStateUp", Leak::kUpdateBehindState, false, true});
+  cases.push_back({"StreamedUpdate", Leak::kDownBehindUpdate, false, true});
+  cases.push_back({"StreamedStateDown", Leak::kStateDown, false, true});
   return cases;
 }
 

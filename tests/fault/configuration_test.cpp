@@ -287,6 +287,41 @@ TEST(Configuration, StagingBelowTheMinimum) {
         [&](auto& o) { o.staging_slots = wrong; }, [](auto& o) { o.staging_slots = 2; });
 }
 
+TEST(Configuration, UnknownHostExecutors) {
+  for (const int32_t wrong : {-1, 3})
+    ExpectOptimizerRefused(
+        OFFLOAD_INVALID_ARGUMENT,
+        {"options.host_executors is " + std::to_string(wrong),
+         "expected OFFLOAD_EXECUTORS_AUTO (0), _CPU (1) or _STREAMED (2)"},
+        [&](auto& o) { o.host_executors = wrong; }, [](auto& o) { o.host_executors = 1; });
+}
+
+TEST(Configuration, StreamedWithoutDeviceMemory) {
+  RunOptions options;
+  options.device_kind = OFFLOAD_DEVICE_HOST;
+  Trainer trainer(options);
+  auto streamed = Make<offload_optimizer_options_t>();
+  streamed.algorithm = OFFLOAD_ADAMW;
+  streamed.host_executors = OFFLOAD_EXECUTORS_STREAMED;
+  offload_optimizer_t optimizer = nullptr;
+  ExpectError(offload_optimizer_create(trainer.context, &streamed, &optimizer),
+              OFFLOAD_INVALID_ARGUMENT,
+              {"options.host_executors is OFFLOAD_EXECUTORS_STREAMED", "no memory of its own",
+               "use OFFLOAD_EXECUTORS_AUTO"});
+}
+
+TEST(Configuration, StreamRingWithoutARing) {
+  ExpectOptimizerRefused(
+      OFFLOAD_INVALID_ARGUMENT,
+      {"options.stream_ring_bytes is 4096", "host_executors is OFFLOAD_EXECUTORS_CPU",
+       "leave it 0"},
+      [](auto& o) {
+        o.stream_ring_bytes = 4096;
+        o.host_executors = OFFLOAD_EXECUTORS_CPU;
+      },
+      [](auto& o) { o.host_executors = OFFLOAD_EXECUTORS_AUTO; });
+}
+
 TEST(Configuration, UnknownMovable) {
   ExpectOptimizerRefused(
       OFFLOAD_UNSUPPORTED, {"options.movable is 0x17", "known is 0xf"},
@@ -402,14 +437,16 @@ TEST(Configuration, NothingToOptimize) {
 
 // A context whose cap on pinned memory is `bytes`, with an optimizer that may move `movable`.
 struct CappedTrainer {
-  CappedTrainer(uint64_t bytes, uint32_t movable) {
+  CappedTrainer(uint64_t bytes, uint32_t movable, int32_t host_executors = OFFLOAD_EXECUTORS_AUTO) {
     auto options = Make<offload_context_options_t>();
     options.device_kind = OFFLOAD_DEVICE_SIM;
     options.sim_memory_bytes = uint64_t{1} << 20;
     options.pinned_bytes_max = bytes;
     options.log = DropLog;
     EXPECT_OFFLOAD_OK(offload_context_create(&options, &context));
-    trainer.emplace(OnSim(), context);
+    RunOptions run = OnSim();
+    run.host_executors = host_executors;
+    trainer.emplace(run, context);
     if (movable == 0) return;
     auto optimizer_options = Make<offload_optimizer_options_t>();
     optimizer_options.algorithm = OFFLOAD_ADAMW;
@@ -452,6 +489,83 @@ TEST(Configuration, PinnedCapTooSmall) {
     raised.trainer->AddParams();
     raised.trainer->Commit();
   }
+}
+
+// The ring that the text names is enough, and one byte less is not.
+TEST(Configuration, StreamRingTooSmall) {
+  RunOptions options = OnSim();
+  options.stream_ring_bytes = 1;
+  uint64_t enough = 0;
+  {
+    Trainer trainer(options);
+    trainer.AddParams();
+    EXPECT_EQ(Plan(trainer.optimizer).fits, 0);
+    EXPECT_EQ(offload_optimizer_commit(trainer.optimizer, nullptr), OFFLOAD_INVALID_ARGUMENT);
+    const std::string text = offload_last_error();
+    const std::string before = "options.stream_ring_bytes is 1, expected at least ";
+    ASSERT_EQ(text.substr(0, before.size()), before) << text;
+    enough = std::stoull(text.substr(before.size()));
+  }
+  options.stream_ring_bytes = enough - 1;
+  Trainer almost(options);
+  almost.AddParams();
+  ExpectCommitRefused(almost, OFFLOAD_INVALID_ARGUMENT,
+                      {"expected at least " + std::to_string(enough), "OFFLOAD_EXECUTORS_CPU"});
+  options.stream_ring_bytes = enough;
+  Trainer raised(options);
+  raised.AddParams();
+  EXPECT_EQ(Plan(raised.optimizer).device_ring_bytes, enough);
+  raised.Commit();
+}
+
+// A ring that nobody has asked for is left out, one that was is refused.
+TEST(Configuration, StreamRingLargerThanTheDevice) {
+  RunOptions options = OnSim();
+  options.device_fraction = 0;
+  options.sim_memory_bytes = uint64_t{192} << 10;  // params and gradients take 33 KB
+  Trainer automatic(options);
+  automatic.AddParams();
+  EXPECT_EQ(Plan(automatic.optimizer).device_ring_bytes, 0u);
+  automatic.Commit();
+  const std::string notes = Info(automatic.context).notes;
+  EXPECT_NE(notes.find("more than an eighth of its free memory"), std::string::npos) << notes;
+
+  options.stream_ring_bytes = uint64_t{1} << 30;
+  options.counts = {12000};
+  Trainer asked(options);
+  asked.AddParams();
+  ExpectCommitRefused(asked, OFFLOAD_OUT_OF_DEVICE_MEMORY, {"free device memory"});
+}
+
+// What the cap leaves does not let the state be pinned.
+TEST(Configuration, PinnedCapTooSmallForState) {
+  CappedTrainer free(UINT64_MAX, 0);
+  free.trainer->AddParams();
+  const offload_plan_t plan = Plan(free.trainer->optimizer);
+  const uint64_t enough = plan.staging_bytes + plan.pinned_state_bytes;
+  EXPECT_GT(plan.device_ring_bytes, 0u);
+
+  CappedTrainer almost(enough - 1, 0);
+  almost.trainer->AddParams();
+  EXPECT_EQ(Plan(almost.trainer->optimizer).device_ring_bytes, 0u);
+  EXPECT_EQ(Plan(almost.trainer->optimizer).pinned_state_bytes, 0u);
+  almost.trainer->Commit();
+  auto info = Make<offload_context_info_t>();
+  EXPECT_OFFLOAD_OK(offload_context_get_info(almost.context, &info));
+  EXPECT_NE(std::string(info.notes).find("pinned_bytes_max is too small"), std::string::npos)
+      << info.notes;
+
+  CappedTrainer raised(enough, 0);
+  raised.trainer->AddParams();
+  EXPECT_EQ(Plan(raised.trainer->optimizer).device_ring_bytes, plan.device_ring_bytes);
+  raised.trainer->Commit();
+
+  CappedTrainer refused(enough - 1, 0, OFFLOAD_EXECUTORS_STREAMED);
+  refused.trainer->AddParams();
+  ExpectCommitRefused(*refused.trainer, OFFLOAD_INVALID_ARGUMENT,
+                      {"options.host_executors is OFFLOAD_EXECUTORS_STREAMED",
+                       std::to_string(plan.pinned_state_bytes) + " bytes of state must be pinned",
+                       "options.pinned_bytes_max", "OFFLOAD_EXECUTORS_AUTO"});
 }
 
 TEST(Configuration, PinningRefused) {

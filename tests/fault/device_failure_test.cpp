@@ -332,7 +332,7 @@ constexpr int kSteps = 3;
 // shares, three chunks through two slots.
 class Rig {
  public:
-  explicit Rig(Plan& plan) : plan_(plan) {
+  Rig(Plan& plan, int32_t host_executors) : plan_(plan) {
     Result<const KernelTable*> kernels = SelectKernels();
     Result<std::unique_ptr<Device>> accelerator =
         MakeAccelerator({uint64_t{1} << 20, 1, 0}, *kernels.value());
@@ -352,6 +352,7 @@ class Rig {
     optimizer_options.device_fraction = 0.3;
     optimizer_options.chunk_elements = 1024;
     optimizer_options.staging_slots = 2;
+    optimizer_options.host_executors = host_executors;
     optimizer = Optimizer::Create(context_, optimizer_options).value();
     Register();
     idle_ = Held();
@@ -442,7 +443,7 @@ class Rig {
 // Counts the calls of setting up a rig, which are not to fail.
 uint64_t CallsBeforeWork() {
   Plan plan;
-  Rig rig(plan);
+  Rig rig(plan, OFFLOAD_EXECUTORS_CPU);
   return plan.calls;
 }
 
@@ -468,14 +469,15 @@ std::vector<uint64_t> CallsToFail(uint64_t before, const std::vector<Call>& made
   return calls;
 }
 
-void FailEveryCallOnce(int32_t code, bool sticky) {
+// One executor at a time, so that the calls of each try are the same.
+void FailEveryCallOnce(int32_t code, bool sticky, int32_t host_executors) {
   const uint64_t before = CallsBeforeWork();
   std::vector<float> expected;
   std::vector<uint64_t> calls;
   bool waits_for_flags = false;
   {
     Plan plan;
-    Rig rig(plan);
+    Rig rig(plan, host_executors);
     waits_for_flags = !rig.shares_queues();
     const Status status = rig.Work();
     ASSERT_TRUE(status.ok()) << status.message();
@@ -491,7 +493,7 @@ void FailEveryCallOnce(int32_t code, bool sticky) {
     plan.failing_call = call;
     plan.code = code;
     plan.sticky = sticky;
-    Rig rig(plan);
+    Rig rig(plan, host_executors);
     const Status status = rig.Work();
     plan.failing_call = UINT64_MAX;
     if (status.ok()) {
@@ -521,15 +523,23 @@ void FailEveryCallOnce(int32_t code, bool sticky) {
   EXPECT_EQ(failed.count("StreamWaitFlag"), waits_for_flags ? 1u : 0u);
 }
 
-TEST(InjectedFailure, OfAnyOneCallIsReportedAndLeaksNothing) {
-  FailEveryCallOnce(OFFLOAD_DEVICE_FAILED, false);
+class InjectedFailure : public testing::TestWithParam<int32_t> {};
+
+TEST_P(InjectedFailure, OfAnyOneCallIsReportedAndLeaksNothing) {
+  FailEveryCallOnce(OFFLOAD_DEVICE_FAILED, false, GetParam());
 }
-TEST(InjectedFailure, OfAllCallsFromAnyOneOnIsReportedAndLeaksNothing) {
-  FailEveryCallOnce(OFFLOAD_DEVICE_FAILED, true);
+TEST_P(InjectedFailure, OfAllCallsFromAnyOneOnIsReportedAndLeaksNothing) {
+  FailEveryCallOnce(OFFLOAD_DEVICE_FAILED, true, GetParam());
 }
-TEST(InjectedFailure, OfMemoryAtAnyCallIsReportedAndLeaksNothing) {
-  FailEveryCallOnce(OFFLOAD_OUT_OF_DEVICE_MEMORY, false);
+TEST_P(InjectedFailure, OfMemoryAtAnyCallIsReportedAndLeaksNothing) {
+  FailEveryCallOnce(OFFLOAD_OUT_OF_DEVICE_MEMORY, false, GetParam());
 }
+
+INSTANTIATE_TEST_SUITE_P(Executors, InjectedFailure,
+                         testing::Values(OFFLOAD_EXECUTORS_CPU, OFFLOAD_EXECUTORS_STREAMED),
+                         [](const auto& info) {
+                           return info.param == OFFLOAD_EXECUTORS_CPU ? "Cpu" : "Streamed";
+                         });
 
 }  // namespace
 }  // namespace hybridopt::fault

@@ -19,7 +19,8 @@ offload_context_info_t InfoOf(const Trainer& trainer) {
 uint64_t PlannedPinnedBytes(const Trainer& trainer) {
   auto plan = Make<offload_plan_t>();
   EXPECT_OFFLOAD_OK(offload_optimizer_plan(trainer.optimizer, &plan));
-  return plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes + plan.host_swap_bytes;
+  return plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
+         plan.host_swap_bytes + plan.pinned_state_bytes;
 }
 
 // Twelve chunks, a ring of eight slots, delays: the ring is used in turn on every rung.
@@ -27,6 +28,7 @@ RunOptions Long(uint64_t sim_pinned_bytes_max, int32_t allow_pageable) {
   RunOptions options;
   options.counts = {9000, 1, 5000};
   options.staging_slots = 8;
+  options.host_executors = OFFLOAD_EXECUTORS_CPU;
   options.sim_delay_ns_max = 50'000;
   options.sim_pinned_bytes_max = sim_pinned_bytes_max;
   options.allow_pageable = allow_pageable;
@@ -112,6 +114,68 @@ TEST(Pinning, OffloadedStatesMayBePageable) {
     bits[limited] = trainer.Bits();
   }
   EXPECT_EQ(bits[0], bits[1]);
+}
+
+// ------------------------------------------------------- state that streams through the device --
+
+offload_plan_t PlanOf(const Trainer& trainer) {
+  auto plan = Make<offload_plan_t>();
+  EXPECT_OFFLOAD_OK(offload_optimizer_plan(trainer.optimizer, &plan));
+  return plan;
+}
+
+RunOptions Streaming(int32_t host_executors, uint64_t sim_pinned_bytes_max) {
+  RunOptions options = Long(sim_pinned_bytes_max, 0);
+  options.host_executors = host_executors;
+  return options;
+}
+
+// Enough for all but the state.
+uint64_t LimitBelowState() {
+  Trainer trainer(Streaming(OFFLOAD_EXECUTORS_AUTO, 0));
+  trainer.AddParams();
+  const offload_plan_t plan = PlanOf(trainer);
+  EXPECT_GT(plan.pinned_state_bytes, 0u);
+  return plan.staging_bytes + plan.pinned_state_bytes - 1;
+}
+
+TEST(Pinning, StateIsPinnedAsPlanned) {
+  Trainer trainer(Streaming(OFFLOAD_EXECUTORS_AUTO, 0));
+  trainer.AddParams();
+  trainer.Commit();
+  EXPECT_EQ(InfoOf(trainer).pinned_bytes, PlannedPinnedBytes(trainer));
+  trainer.Steps(0, 4);
+  EXPECT_EQ(trainer.Bits(), BitsWithoutLimit());
+}
+
+TEST(Pinning, WhereTheSystemPinsNoStateCpuThreadsDoAll) {
+  Trainer trainer(Streaming(OFFLOAD_EXECUTORS_AUTO, LimitBelowState()));
+  trainer.AddParams();
+  trainer.Commit();
+  EXPECT_NE(std::string(InfoOf(trainer).notes)
+                .find("state does not stream through the device: the system did not pin it"),
+            std::string::npos)
+      << InfoOf(trainer).notes;
+  const offload_plan_t plan = PlanOf(trainer);
+  EXPECT_EQ(plan.device_ring_bytes, 0u);
+  EXPECT_EQ(plan.pinned_state_bytes, 0u);
+  EXPECT_EQ(InfoOf(trainer).pinned_bytes, PlannedPinnedBytes(trainer));
+  trainer.Steps(0, 4);
+  EXPECT_EQ(trainer.Bits(), BitsWithoutLimit());
+  auto stats = Make<offload_stats_t>();
+  EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(trainer.optimizer, &stats));
+  EXPECT_EQ(stats.streamed_elements, 0u);
+}
+
+TEST(Pinning, StreamedAloneIsRefusedWhereTheSystemPinsNoState) {
+  Trainer trainer(Streaming(OFFLOAD_EXECUTORS_STREAMED, LimitBelowState()));
+  trainer.AddParams();
+  EXPECT_EQ(offload_optimizer_commit(trainer.optimizer, nullptr), OFFLOAD_OUT_OF_HOST_MEMORY);
+  const std::string text = offload_last_error();
+  for (const char* word :
+       {"host_executors is OFFLOAD_EXECUTORS_STREAMED", "cannot pin", "use OFFLOAD_EXECUTORS_AUTO"})
+    EXPECT_NE(text.find(word), std::string::npos) << text;
+  EXPECT_EQ(InfoOf(trainer).pinned_bytes, 0u);
 }
 
 }  // namespace

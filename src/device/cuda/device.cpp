@@ -32,6 +32,9 @@ namespace {
 
 constexpr uint64_t kFlagStrideBytes = 64;  // each in a cache line of its own
 constexpr uint64_t kFlagPageBytes = 4096;
+// Thread blocks of an update in the background: they move some times what the link does, and leave
+// most processors to others.
+constexpr uint32_t kBackgroundBlocks = 32;
 // How long a stream that is given up may take to end: it can only be waited for, not stopped.
 constexpr int64_t kDrainNs = 2'000'000'000;
 
@@ -387,10 +390,13 @@ Result<StreamHandle> CudaDevice::CreateStream(const char* label) {
   HYBRIDOPT_TRY(fault_.Check(cudaDeviceGetStreamPriorityRange(&lowest, &highest),
                              "cudaDeviceGetStreamPriorityRange"));
   const bool callers = std::strcmp(label, kCallersStreamLabel) == 0;
+  const bool background = std::strcmp(label, kBackgroundStreamLabel) == 0;
   cudaStream_t stream = nullptr;
-  HYBRIDOPT_TRY(fault_.Check(
-      cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, callers ? 0 : highest),
-      "cudaStreamCreateWithPriority"));
+  HYBRIDOPT_TRY(fault_.Check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                                          callers      ? 0
+                                                          : background ? lowest
+                                                                       : highest),
+                             "cudaStreamCreateWithPriority"));
   if (!callers) NameStream(stream, label);
   std::lock_guard lock(mutex_);
   streams_[stream] = label;
@@ -689,9 +695,10 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch,
   if (count > 0) {
     status = tables_->Send(table, count * sizeof(UpdateRow), Of(stream));
     if (status.ok())
-      status = Check(LaunchUpdate(Of(stream), kind, static_cast<const UpdateRow*>(table.device),
-                                  count, tiles, launch.verdict),
-                     "update", stream);
+      status =
+          Check(LaunchUpdate(Of(stream), kind, static_cast<const UpdateRow*>(table.device), count,
+                             tiles, launch.background ? kBackgroundBlocks : tiles, launch.verdict),
+                "update", stream);
   }
   const Status given_back = tables_->GiveBack(table, Of(stream));
   return status.ok() ? given_back : status;

@@ -1,6 +1,7 @@
-// The update of many params of one kind in one launch. A thread block finds its row by its tile.
+// The update of many params of one kind in one launch. A thread block finds the row of each tile.
 // Each mix of layout, dtypes and rounding has a kernel of its own, so that none takes registers
 // from another.
+#include <algorithm>
 #include <utility>
 
 #include "kernels/cuda/arrays.h"
@@ -31,13 +32,10 @@ __device__ const UpdateRow& RowOfTile(const UpdateRow* rows, uint32_t row_count,
 
 template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype, int32_t kParamDtype,
           bool kTiesAway>
-__global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
-    Update(const UpdateRow* __restrict__ rows, uint32_t row_count, const Verdict* verdict) {
-  if (verdict->skip != 0) return;
-  const UpdateRow& row = RowOfTile(rows, row_count, blockIdx.x);
+__device__ void UpdateTile(const UpdateRow& row, uint32_t tile, float grad_factor) {
   Coefficients c = row.coefficients;
-  c.grad_factor = __fmul_rn(c.grad_factor, verdict->grad_factor);
-  const uint64_t begin = (blockIdx.x - row.first_tile) * kTileElements;
+  c.grad_factor = __fmul_rn(c.grad_factor, grad_factor);
+  const uint64_t begin = uint64_t{tile - row.first_tile} * kTileElements;
   const uint64_t end = min(begin + kTileElements, row.span.count);
   const TileArrays<kRule, kSplit, kForm, kGradDtype, kParamDtype, kTiesAway> arrays(
       row.span, begin, static_cast<uint32_t>(end - begin));
@@ -63,7 +61,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
   }
 }
 
-using UpdateKernel = void (*)(const UpdateRow*, uint32_t, const Verdict*);
+// One tile for each thread block, or, where there are fewer blocks, every so many.
+template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype, int32_t kParamDtype,
+          bool kTiesAway>
+__global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
+    Update(const UpdateRow* __restrict__ rows, uint32_t row_count, uint32_t tiles,
+           const Verdict* verdict) {
+  if (verdict->skip != 0) return;
+  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+    UpdateTile<kRule, kSplit, kForm, kGradDtype, kParamDtype, kTiesAway>(
+        RowOfTile(rows, row_count, tile), tile, verdict->grad_factor);
+}
+
+using UpdateKernel = void (*)(const UpdateRow*, uint32_t, uint32_t, const Verdict*);
 
 template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype>
 UpdateKernel KernelOf(const UpdateKind& kind) {
@@ -124,8 +134,10 @@ UpdateKernel KernelOf(const UpdateKind& kind) {
 }  // namespace
 
 cudaError_t LaunchUpdate(cudaStream_t stream, const UpdateKind& kind, const UpdateRow* rows,
-                         uint32_t row_count, uint32_t tiles, const Verdict* verdict) {
-  KernelOf(kind)<<<tiles, kThreads, 0, stream>>>(rows, row_count, verdict);
+                         uint32_t row_count, uint32_t tiles, uint32_t blocks_max,
+                         const Verdict* verdict) {
+  const uint32_t blocks = std::min(tiles, blocks_max);
+  KernelOf(kind)<<<blocks, kThreads, 0, stream>>>(rows, row_count, tiles, verdict);
   return cudaGetLastError();
 }
 

@@ -152,6 +152,10 @@ pub struct offload_comm_t {
 }
 default_is_zero!(offload_comm_t);
 
+pub const OFFLOAD_EXECUTORS_AUTO: i32 = 0;
+pub const OFFLOAD_EXECUTORS_CPU: i32 = 1;
+pub const OFFLOAD_EXECUTORS_STREAMED: i32 = 2;
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct offload_optimizer_options_t {
@@ -168,6 +172,9 @@ pub struct offload_optimizer_options_t {
     pub moment_rounding: i32,
     pub reserved: u32,
     pub rounding_seed: u64,
+    pub stream_ring_bytes: u64,
+    pub host_executors: i32,
+    pub reserved1: u32,
 }
 default_is_zero!(offload_optimizer_options_t);
 
@@ -266,6 +273,8 @@ pub struct offload_plan_t {
     pub reserved: u32,
     pub numa_bytes: [u64; 64],
     pub numa_unknown_bytes: u64,
+    pub device_ring_bytes: u64,
+    pub pinned_state_bytes: u64,
 }
 default_is_zero!(offload_plan_t);
 
@@ -299,6 +308,15 @@ pub struct offload_step_result_t {
     pub stall_seconds: f64,
     pub grads_down_bytes: u64,
     pub params_up_bytes: u64,
+    pub cpu_elements: u64,
+    pub streamed_elements: u64,
+    pub state_up_bytes: u64,
+    pub state_down_bytes: u64,
+    pub state_up_seconds: f64,
+    pub streamed_update_seconds: f64,
+    pub state_down_seconds: f64,
+    pub cpu_idle_seconds: f64,
+    pub streamed_idle_seconds: f64,
 }
 default_is_zero!(offload_step_result_t);
 
@@ -357,6 +375,15 @@ pub struct offload_stats_t {
     pub params_up_seconds: f64,
     pub device_update_seconds: f64,
     pub stall_seconds: f64,
+    pub cpu_elements: u64,
+    pub streamed_elements: u64,
+    pub state_up_bytes: u64,
+    pub state_down_bytes: u64,
+    pub state_up_seconds: f64,
+    pub streamed_update_seconds: f64,
+    pub state_down_seconds: f64,
+    pub cpu_idle_seconds: f64,
+    pub streamed_idle_seconds: f64,
 }
 default_is_zero!(offload_stats_t);
 

@@ -191,6 +191,11 @@ class offload_comm_t(Struct):
     ]
 
 
+OFFLOAD_EXECUTORS_AUTO = 0
+OFFLOAD_EXECUTORS_CPU = 1
+OFFLOAD_EXECUTORS_STREAMED = 2
+
+
 class offload_optimizer_options_t(Struct):
     struct_size: int
     algorithm: int
@@ -205,6 +210,9 @@ class offload_optimizer_options_t(Struct):
     moment_rounding: int
     reserved: int
     rounding_seed: int
+    stream_ring_bytes: int
+    host_executors: int
+    reserved1: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("algorithm", ctypes.c_int32),
@@ -219,6 +227,9 @@ class offload_optimizer_options_t(Struct):
         ("moment_rounding", ctypes.c_int32),
         ("reserved", ctypes.c_uint32),
         ("rounding_seed", ctypes.c_uint64),
+        ("stream_ring_bytes", ctypes.c_uint64),
+        ("host_executors", ctypes.c_int32),
+        ("reserved1", ctypes.c_uint32),
     ]
 
 
@@ -350,6 +361,8 @@ class offload_plan_t(Struct):
     reserved: int
     numa_bytes: ctypes.Array[ctypes.c_uint64]
     numa_unknown_bytes: int
+    device_ring_bytes: int
+    pinned_state_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("param_count", ctypes.c_uint32),
@@ -376,6 +389,8 @@ class offload_plan_t(Struct):
         ("reserved", ctypes.c_uint32),
         ("numa_bytes", ctypes.c_uint64 * 64),
         ("numa_unknown_bytes", ctypes.c_uint64),
+        ("device_ring_bytes", ctypes.c_uint64),
+        ("pinned_state_bytes", ctypes.c_uint64),
     ]
 
 
@@ -412,6 +427,15 @@ class offload_step_result_t(Struct):
     stall_seconds: float
     grads_down_bytes: int
     params_up_bytes: int
+    cpu_elements: int
+    streamed_elements: int
+    state_up_bytes: int
+    state_down_bytes: int
+    state_up_seconds: float
+    streamed_update_seconds: float
+    state_down_seconds: float
+    cpu_idle_seconds: float
+    streamed_idle_seconds: float
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("skipped", ctypes.c_int32),
@@ -427,6 +451,15 @@ class offload_step_result_t(Struct):
         ("stall_seconds", ctypes.c_double),
         ("grads_down_bytes", ctypes.c_uint64),
         ("params_up_bytes", ctypes.c_uint64),
+        ("cpu_elements", ctypes.c_uint64),
+        ("streamed_elements", ctypes.c_uint64),
+        ("state_up_bytes", ctypes.c_uint64),
+        ("state_down_bytes", ctypes.c_uint64),
+        ("state_up_seconds", ctypes.c_double),
+        ("streamed_update_seconds", ctypes.c_double),
+        ("state_down_seconds", ctypes.c_double),
+        ("cpu_idle_seconds", ctypes.c_double),
+        ("streamed_idle_seconds", ctypes.c_double),
     ]
 
 
@@ -495,6 +528,15 @@ class offload_stats_t(Struct):
     params_up_seconds: float
     device_update_seconds: float
     stall_seconds: float
+    cpu_elements: int
+    streamed_elements: int
+    state_up_bytes: int
+    state_down_bytes: int
+    state_up_seconds: float
+    streamed_update_seconds: float
+    state_down_seconds: float
+    cpu_idle_seconds: float
+    streamed_idle_seconds: float
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("queued", ctypes.c_uint32),
@@ -520,6 +562,15 @@ class offload_stats_t(Struct):
         ("params_up_seconds", ctypes.c_double),
         ("device_update_seconds", ctypes.c_double),
         ("stall_seconds", ctypes.c_double),
+        ("cpu_elements", ctypes.c_uint64),
+        ("streamed_elements", ctypes.c_uint64),
+        ("state_up_bytes", ctypes.c_uint64),
+        ("state_down_bytes", ctypes.c_uint64),
+        ("state_up_seconds", ctypes.c_double),
+        ("streamed_update_seconds", ctypes.c_double),
+        ("state_down_seconds", ctypes.c_double),
+        ("cpu_idle_seconds", ctypes.c_double),
+        ("streamed_idle_seconds", ctypes.c_double),
     ]
 
 

@@ -71,6 +71,9 @@ pub fn table() -> Table {
         moment_rounding,
         reserved,
         rounding_seed,
+        stream_ring_bytes,
+        host_executors,
+        reserved1,
     });
     fields!(table, offload_group_t {
         struct_size,
@@ -145,6 +148,8 @@ pub fn table() -> Table {
         reserved,
         numa_bytes,
         numa_unknown_bytes,
+        device_ring_bytes,
+        pinned_state_bytes,
     });
     fields!(table, offload_step_options_t {
         struct_size,
@@ -168,6 +173,15 @@ pub fn table() -> Table {
         stall_seconds,
         grads_down_bytes,
         params_up_bytes,
+        cpu_elements,
+        streamed_elements,
+        state_up_bytes,
+        state_down_bytes,
+        state_up_seconds,
+        streamed_update_seconds,
+        state_down_seconds,
+        cpu_idle_seconds,
+        streamed_idle_seconds,
     });
     fields!(table, offload_move_options_t {
         struct_size,
@@ -211,6 +225,15 @@ pub fn table() -> Table {
         params_up_seconds,
         device_update_seconds,
         stall_seconds,
+        cpu_elements,
+        streamed_elements,
+        state_up_bytes,
+        state_down_bytes,
+        state_up_seconds,
+        streamed_update_seconds,
+        state_down_seconds,
+        cpu_idle_seconds,
+        streamed_idle_seconds,
     });
     fields!(table, offload_save_options_t {
         struct_size,
@@ -344,6 +367,11 @@ pub fn table() -> Table {
         OFFLOAD_NUMA_NONE,
         OFFLOAD_NUMA_FIRST_TOUCH,
         OFFLOAD_NUMA_PLACED,
+    );
+    values!(table,
+        OFFLOAD_EXECUTORS_AUTO,
+        OFFLOAD_EXECUTORS_CPU,
+        OFFLOAD_EXECUTORS_STREAMED,
     );
     values!(table,
         OFFLOAD_PARAM_REPLICA,

@@ -1,4 +1,4 @@
-#include "step/chunk_pipeline.h"
+#include "step/executors/chunk_pipeline.h"
 
 #include "base/prim.h"
 #include "base/ranges.h"
@@ -7,12 +7,13 @@
 namespace hybridopt {
 
 ChunkPipeline::ChunkPipeline(Context& context, const ParamTable& table, const StepPlan& plan,
-                             Lanes& lanes, const ChunkUpdater& updater)
+                             Lanes& lanes, ChunkQueue& queue, const ChunkUpdater& updater)
     : context_(context),
       device_(context.device()),
       table_(table),
       plan_(plan),
       lanes_(lanes),
+      queue_(queue),
       updater_(updater) {
   UseRing();
 }
@@ -24,21 +25,23 @@ void ChunkPipeline::UseRing() {
     slots_.push_back({this, WorkPieces(context_.workers().threads())});
 }
 
+bool ChunkPipeline::TakeAhead() { return taken_ < lanes_.ring().slots() && Take(); }
+
 uint64_t ChunkPipeline::PrefetchCopies() const {
   uint64_t copies = 0;
-  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
-    copies += (BringsParamsDown(chunk) ? 2 : 1) * plan_.fragments(chunk).size();
+  for (uint32_t number = 0; number < taken_; ++number)
+    copies += (plan_.params_come_down() ? 2 : 1) * plan_.fragments(slots_[number].taken).size();
   return copies;
 }
 
 Status ChunkPipeline::Prefetch(offload_step_result_t* result) {
-  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk) HYBRIDOPT_TRY(BringDown(chunk, result));
+  for (uint32_t number = 0; number < taken_; ++number) HYBRIDOPT_TRY(BringDown(number, result));
   return {};
 }
 
 Status ChunkPipeline::AwaitPrefetched() {
-  for (uint32_t chunk = 0; chunk < prefetched(); ++chunk)
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(SlotOf(chunk)).end, "gradients coming down"));
+  for (uint32_t number = 0; number < taken_; ++number)
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(number).end, "gradients coming down"));
   return {};
 }
 
@@ -47,7 +50,6 @@ Status ChunkPipeline::AwaitPrefetched() {
 Status ChunkPipeline::Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
                           offload_step_result_t* result) {
   task_.emplace(Task{step, retired, result});
-  given_ = sent_ = retired_ = 0;
   status_ = {};
   idle_since_ns_ = prim::NowNs();
   const Status status = GiveAll();
@@ -56,24 +58,30 @@ Status ChunkPipeline::Run(const HostStep& step, FunctionRef<Status(uint32_t)> re
 }
 
 Status ChunkPipeline::GiveAll() {
-  while (sent_ < count()) {
+  // Where nothing is taken that is not given, a retirement may still take more.
+  while (retired_ < taken_) {
+    if (given_ == taken_) {
+      HYBRIDOPT_TRY(Retire());
+      continue;
+    }
     HYBRIDOPT_TRY(AwaitNext());
     HYBRIDOPT_TRY(GiveNext());
     AwaitWorkers();
     HYBRIDOPT_TRY(status_);
   }
-  while (retired_ < count()) HYBRIDOPT_TRY(Retire());
   task_->result->stall_seconds += SecondsSince(idle_since_ns_);
   return {};
 }
 
 Status ChunkPipeline::AwaitNext() {
   while (!HasSlot()) HYBRIDOPT_TRY(Retire());
+  const uint32_t slot = SlotOf(given_);
+  const uint32_t chunk = slots_[slot].taken;
   {
-    const Range range("await grads down", given_);
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(SlotOf(given_)).end, "gradients coming down"));
+    const Range range("await grads down", chunk);
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(slot).end, "gradients coming down"));
   }
-  updater_.AwaitCapture(task_->step, given_, {0, plan_.active_count(given_)});
+  updater_.AwaitCapture(task_->step, chunk, {0, plan_.active_count(chunk)});
   task_->result->stall_seconds += SecondsSince(idle_since_ns_);
   return {};
 }
@@ -97,39 +105,40 @@ void ChunkPipeline::AwaitWorkers() {
 }
 
 WorkerPool::Work ChunkPipeline::PrepareNext() {
-  Slot& slot = slots_[SlotOf(given_)];
-  slot.chunk = given_++;
+  Slot& slot = slots_[SlotOf(given_++)];
+  slot.chunk = slot.taken;
   slot.pieces.Reset({0, plan_.active_count(slot.chunk)}, kWorkGrainElements, kWorkPieceElements);
   return {slot, slot};
 }
 
 Status ChunkPipeline::Retire() {
   const uint32_t slot = SlotOf(retired_);
+  const uint32_t chunk = slots_[slot].chunk;
   {
-    const Range range("await params up", retired_);
+    const Range range("await params up", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded(slot).end, "params going up"));
   }
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.uploaded(slot)));
   task_->result->params_up_seconds += seconds;
   lanes_.ring().ReleaseParams(slot);
-  const uint32_t next = retired_ + lanes_.ring().slots();
-  if (next < count() && BringsParamsDown(next)) HYBRIDOPT_TRY(BringDown(next, task_->result));
-  return task_->retired(retired_++);
+  retired_ += 1;
+  if (plan_.params_come_down()) HYBRIDOPT_TRY(TakeAndBringDown());
+  return task_->retired(chunk);
 }
 
 // ------------------------------------------------------------------------------------- workers --
 
 void ChunkPipeline::Update(Slot& slot, uint32_t worker) {
   const Range range("update", slot.chunk);
-  const uint32_t index = SlotOf(slot.chunk);
+  const auto index = static_cast<uint32_t>(&slot - slots_.data());
   const ChunkBuffers buffers{lanes_.ring().grads(index), lanes_.ring().params(index)};
   updater_.Update(task_->step, slot.chunk, buffers, slot.pieces, worker);
 }
 
 // Jobs finish in order, so this is the oldest chunk that has been given.
 void ChunkPipeline::AfterUpdate() {
-  const uint32_t chunk = sent_++;
-  if (status_.ok()) status_ = CatchExceptions("a chunk", [&] { return MoveOn(chunk); });
+  const uint32_t number = sent_++;
+  if (status_.ok()) status_ = CatchExceptions("a chunk", [&] { return MoveOn(number); });
   if (sent_ < given_) return;
   idle_since_ns_ = prim::NowNs();
   task_->result->update_seconds += static_cast<double>(idle_since_ns_ - busy_since_ns_) * 1e-9;
@@ -137,14 +146,14 @@ void ChunkPipeline::AfterUpdate() {
   busy_.notify_one();
 }
 
-Status ChunkPipeline::MoveOn(uint32_t chunk) {
-  const uint32_t slot = SlotOf(chunk);
+Status ChunkPipeline::MoveOn(uint32_t number) {
+  const uint32_t slot = SlotOf(number);
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed(slot)));
   task_->result->grads_down_seconds += seconds;
   lanes_.ring().ReleaseGrads(slot);
-  HYBRIDOPT_TRY(SendUp(chunk));
-  const uint32_t next = chunk + lanes_.ring().slots();
-  if (next < count() && !BringsParamsDown(next)) HYBRIDOPT_TRY(BringDown(next, task_->result));
+  task_->result->cpu_elements += plan_.active_count(slots_[slot].chunk);
+  HYBRIDOPT_TRY(SendUp(number));
+  if (!plan_.params_come_down()) HYBRIDOPT_TRY(TakeAndBringDown());
   // Now rather than when the slot is needed: somebody may be waiting for these params.
   while (true) {
     HYBRIDOPT_ASSIGN(const bool may_retire, MayRetire());
@@ -163,32 +172,33 @@ Status ChunkPipeline::MoveOn(uint32_t chunk) {
 // Whether the oldest chunk that is not retired can be, without a wait.
 Result<bool> ChunkPipeline::MayRetire() {
   if (retired_ == sent_) return false;
-  if (retired_ == 0) {
-    HYBRIDOPT_ASSIGN(const bool updated, device_.Reached(lanes_.device_updated.end));
-    if (!updated) return false;
-  }
   return device_.Reached(lanes_.uploaded(SlotOf(retired_)).end);
 }
 
 // Whether the next chunk can be given without a wait. Behind a save none is given ahead: the step's
 // thread may have to wait until the save has read it.
 Result<bool> ChunkPipeline::MayGive() {
-  if (given_ == count() || !HasSlot() || task_->step.capture != nullptr) return false;
+  if (given_ == taken_ || !HasSlot() || task_->step.capture != nullptr) return false;
   return device_.Reached(lanes_.landed(SlotOf(given_)).end);
 }
 
 // -------------------------------------------------------------------------------------- copies --
 
-bool ChunkPipeline::BringsParamsDown(uint32_t chunk) const {
-  const std::span<const Fragment> fragments = plan_.fragments(chunk);
-  return std::any_of(fragments.begin(), fragments.end(), [&](const Fragment& fragment) {
-    return plan_.ParamComesDown(fragment.param);
-  });
+// Into the slot of the next number, which is free.
+bool ChunkPipeline::Take() {
+  const std::optional<uint32_t> chunk = queue_.Take();
+  if (chunk.has_value()) slots_[SlotOf(taken_++)].taken = *chunk;
+  return chunk.has_value();
 }
 
-Status ChunkPipeline::BringDown(uint32_t chunk, offload_step_result_t* result) {
+Status ChunkPipeline::TakeAndBringDown() {
+  return Take() ? BringDown(taken_ - 1, task_->result) : Status();
+}
+
+Status ChunkPipeline::BringDown(uint32_t number, offload_step_result_t* result) {
+  const uint32_t slot = SlotOf(number);
+  const uint32_t chunk = slots_[slot].taken;
   const Range range("queue grads down", chunk);
-  const uint32_t slot = SlotOf(chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.landed(slot).begin, lanes_.down));
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     const StepParam& param = plan_.param(fragment.param);
@@ -212,9 +222,10 @@ Status ChunkPipeline::BringDown(uint32_t chunk, offload_step_result_t* result) {
   return device_.Record(lanes_.landed(slot).end, lanes_.down);
 }
 
-Status ChunkPipeline::SendUp(uint32_t chunk) {
+Status ChunkPipeline::SendUp(uint32_t number) {
+  const uint32_t slot = SlotOf(number);
+  const uint32_t chunk = slots_[slot].chunk;
   const Range range("queue params up", chunk);
-  const uint32_t slot = SlotOf(chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.uploaded(slot).begin, lanes_.up));
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     const StepParam& param = plan_.param(fragment.param);

@@ -20,6 +20,8 @@ class DeviceExecutor {
   // (SGD params with and without momentum differ), then, one by one, params whose gradient the host
   // holds. The plan stays as it is until they have run.
   Status Queue(const StepPlan& plan);
+  // Whether they have run.
+  Result<bool> Updated() { return lanes_.device().Reached(lanes_.device_updated.end); }
   // Waits for them. Adds their time to *seconds.
   Status Await(double* seconds);
 

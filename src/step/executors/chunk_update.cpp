@@ -1,4 +1,4 @@
-#include "step/chunk_update.h"
+#include "step/executors/chunk_update.h"
 
 #include <utility>
 

@@ -1,9 +1,9 @@
-#include "step/device_executor.h"
+#include "step/executors/device_executor.h"
 
 #include <algorithm>
 
-#include "base/check.h"
 #include "base/ranges.h"
+#include "step/executors/device_updates.h"
 
 namespace hybridopt {
 namespace {
@@ -81,14 +81,8 @@ void DeviceExecutor::Add(const DeviceUpdate& whole, uint32_t id, uint64_t begin,
   DeviceUpdate stretch = whole;
   stretch.span = Advanced(whole.span, whole.types(), begin);
   stretch.span.grad = whole.span.grad;
-  ForEachStripe(shape_, shape_.params[id], begin, count,
-                [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
-                  HYBRIDOPT_CHECK(updates_.size() < updates_.capacity());
-                  DeviceUpdate& part = updates_.emplace_back(stretch);
-                  part.span = Advanced(stretch.span, stretch.types(), offset);
-                  part.span.count = part_count;
-                  part.span.order = order;
-                });
+  stretch.span.count = count;
+  AddUpdates(shape_, shape_.params[id], begin, stretch, updates_);
 }
 
 // Launches what was listed from `first` on.

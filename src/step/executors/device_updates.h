@@ -1,0 +1,27 @@
+// Lists of updates that go to the device in one launch.
+#pragma once
+
+#include <vector>
+
+#include "base/check.h"
+#include "device/device.h"
+#include "state/shape.h"
+
+namespace hybridopt {
+
+// Adds the update of a param's elements [begin, begin + stretch.span.count), one for each stripe.
+// `stretch` has the addresses of element `begin`. Launches may still read the list: it keeps to the
+// capacity that it has.
+inline void AddUpdates(const StateShape& shape, const ParamShape& param, uint64_t begin,
+                       const DeviceUpdate& stretch, std::vector<DeviceUpdate>& updates) {
+  ForEachStripe(shape, param, begin, stretch.span.count,
+                [&](uint64_t offset, uint64_t count, ElementOrder order) {
+                  HYBRIDOPT_CHECK(updates.size() < updates.capacity());
+                  DeviceUpdate& part = updates.emplace_back(stretch);
+                  part.span = Advanced(stretch.span, stretch.types(), offset);
+                  part.span.count = count;
+                  part.span.order = order;
+                });
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,276 @@
+#include "step/executors/streamed_executor.h"
+
+#include <algorithm>
+
+#include "base/prim.h"
+#include "base/ranges.h"
+#include "step/executors/device_updates.h"
+
+namespace hybridopt {
+namespace {
+
+// One per fragment, and one more where a stripe begins inside one.
+uint64_t UpdatesMost(const StateShape& shape) {
+  if (!shape.options.streams) return 0;
+  return shape.params.size() + ChunksMost(shape) + shape.stripes.size();
+}
+
+}  // namespace
+
+StreamedExecutor::StreamedExecutor(const ParamTable& table, const StateShape& shape,
+                                   const StepPlan& plan, const StateMemory& memory, Lanes& lanes,
+                                   ChunkQueue& queue, const ChunkUpdater& updater)
+    : table_(table),
+      shape_(shape),
+      plan_(plan),
+      memory_(memory),
+      lanes_(lanes),
+      device_(lanes.device()),
+      queue_(queue),
+      updater_(updater) {
+  chunks_.reserve(kMaxStreamSlots);
+  updates_.reserve(UpdatesMost(shape));
+}
+
+uint64_t StreamedExecutor::Bytes(const StateShape& shape) {
+  return UpdatesMost(shape) * sizeof(DeviceUpdate);
+}
+
+Status StreamedExecutor::Start() {
+  return shape_.options.streams ? thread_.Start("hybridopt/state") : Status();
+}
+
+// ------------------------------------------------------------------------- before the verdict --
+
+void StreamedExecutor::Reset() {
+  taken_ = finished_ = 0;
+  chunks_.resize(memory_.pinned() ? lanes_.stream_slots().size() : 0);
+  updates_.clear();
+  done_ = {};
+}
+
+bool StreamedExecutor::TakeAhead() { return taken_ < chunks_.size() && Take(); }
+
+// Into the slot of the next number, which is free.
+bool StreamedExecutor::Take() {
+  const std::optional<uint32_t> chunk = queue_.Take();
+  if (chunk.has_value()) chunks_[SlotOf(taken_++)] = *chunk;
+  return chunk.has_value();
+}
+
+Status StreamedExecutor::Prefetch() {
+  for (uint32_t number = 0; number < taken_; ++number) HYBRIDOPT_TRY(QueueUp(number));
+  return {};
+}
+
+Status StreamedExecutor::AwaitPrefetched() {
+  for (uint32_t slot = 0; slot < taken_; ++slot)
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.stream_slots()[slot].up.end, "state going up"));
+  return {};
+}
+
+// ----------------------------------------------------------------------------- on the thread --
+
+Status StreamedExecutor::Begin(const HostStep& step, FunctionRef<Status(uint32_t)> finished) {
+  if (taken_ == 0) return {};
+  HYBRIDOPT_TRY(device_.Record(lanes_.verdict_set, lanes_.compute));
+  HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, lanes_.verdict_set));
+  task_.emplace(Task{step, finished});
+  thread_.Begin(body_);
+  return {};
+}
+
+Status StreamedExecutor::Await(offload_step_result_t* result) {
+  if (!task_.has_value()) return {};
+  const int64_t begin_ns = prim::NowNs();
+  thread_.Await();
+  task_.reset();
+  result->streamed_elements = done_.streamed_elements;
+  result->state_up_bytes = done_.state_up_bytes;
+  result->state_down_bytes = done_.state_down_bytes;
+  result->state_up_seconds = done_.state_up_seconds;
+  result->streamed_update_seconds = done_.streamed_update_seconds;
+  result->state_down_seconds = done_.state_down_seconds;
+  // Who ended first waited for the other.
+  const double ahead_seconds = static_cast<double>(begin_ns - end_ns_) * 1e-9;
+  result->streamed_idle_seconds = std::max(ahead_seconds, 0.0);
+  result->cpu_idle_seconds = std::max(-ahead_seconds, 0.0);
+  return status_;
+}
+
+void StreamedExecutor::WorkOnThread() {
+  status_ = CatchExceptions("a chunk", [this] { return Work(); });
+  if (!status_.ok()) queue_.Stop();
+  end_ns_ = prim::NowNs();
+}
+
+Status StreamedExecutor::Work() {
+  for (uint32_t queued = 0; finished_ < taken_;) {
+    for (; queued < taken_; ++queued) {
+      const uint32_t chunk = chunks_[SlotOf(queued)];
+      updater_.AwaitCapture(task_->step, chunk, {0, plan_.active_count(chunk)});
+      HYBRIDOPT_TRY(QueueUpdate(queued));
+      HYBRIDOPT_TRY(QueueDown(queued));
+    }
+    HYBRIDOPT_TRY(Finish(finished_));
+    finished_ += 1;
+    if (Take()) HYBRIDOPT_TRY(QueueUp(taken_ - 1));
+  }
+  return {};
+}
+
+Status StreamedExecutor::Finish(uint32_t number) {
+  const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
+  const uint32_t chunk = chunks_[SlotOf(number)];
+  {
+    const Range range("await state down", chunk);
+    HYBRIDOPT_TRY(lanes_.Wait(slot.down.end, "state coming down"));
+  }
+  HYBRIDOPT_ASSIGN(const double up_seconds, lanes_.Seconds(slot.up));
+  HYBRIDOPT_ASSIGN(const double update_seconds, lanes_.Seconds(slot.updated));
+  HYBRIDOPT_ASSIGN(const double down_seconds, lanes_.Seconds(slot.down));
+  done_.state_up_seconds += up_seconds;
+  done_.streamed_update_seconds += update_seconds;
+  done_.state_down_seconds += down_seconds;
+  done_.streamed_elements += plan_.active_count(chunk);
+  return task_->finished(chunk);
+}
+
+// ----------------------------------------------------------------------------------- the chunks --
+
+Status StreamedExecutor::QueueUp(uint32_t number) {
+  const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
+  const Range range("queue state up", chunks_[SlotOf(number)]);
+  HYBRIDOPT_TRY(device_.Record(slot.up.begin, lanes_.state_up));
+  HYBRIDOPT_TRY(CopyStates(number, Direction::kUp));
+  HYBRIDOPT_TRY(CopyHeldGrads(number));
+  return device_.Record(slot.up.end, lanes_.state_up);
+}
+
+Status StreamedExecutor::QueueUpdate(uint32_t number) {
+  const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
+  std::byte* const data = lanes_.stream_slot_data(SlotOf(number));
+  HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, slot.up.end));
+  HYBRIDOPT_TRY(device_.Record(slot.updated.begin, lanes_.state_update));
+  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
+    const size_t first = updates_.size();
+    for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)]))
+      if (plan_.param(fragment.param).active && shape_.params[fragment.param].rule == Rule{rule})
+        AddUpdates(shape_, shape_.params[fragment.param], fragment.begin, UpdateOf(fragment, data),
+                   updates_);
+    HYBRIDOPT_TRY(Launch(Rule{rule}, first));
+  }
+  return device_.Record(slot.updated.end, lanes_.state_update);
+}
+
+Status StreamedExecutor::QueueDown(uint32_t number) {
+  const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
+  HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_down, slot.updated.end));
+  HYBRIDOPT_TRY(device_.Record(slot.down.begin, lanes_.state_down));
+  HYBRIDOPT_TRY(CopyStates(number, Direction::kDown));
+  return device_.Record(slot.down.end, lanes_.state_down);
+}
+
+// Launches what was listed from `first` on.
+Status StreamedExecutor::Launch(Rule rule, size_t first) {
+  if (updates_.size() == first) return {};
+  UpdateLaunch launch{};
+  launch.rule = rule;
+  launch.updates = std::span(updates_).subspan(first);
+  launch.coefficients = plan_.coefficients();
+  launch.verdict = lanes_.device_verdict;
+  launch.background = true;
+  return device_.Update(lanes_.state_update, launch);
+}
+
+// The state is in the slot; gradient and param are the caller's.
+DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slot) const {
+  const uint32_t id = fragment.param;
+  const StepParam& param = plan_.param(id);
+  const ParamShape& shaped = shape_.params[id];
+  const auto state = [&](StateSlot kind) -> std::byte* {
+    if (!shaped.Keeps(Tier::kHost, kind)) return nullptr;
+    return slot + plan_.chunks().StateArea(kind) + fragment.state_offset[kind];
+  };
+  const uint64_t grad_begin = fragment.begin * DtypeBytes(param.grad_dtype);
+  const uint64_t param_begin = fragment.begin * DtypeBytes(table_.param(id).dtype);
+  DeviceUpdate update{};
+  update.span.grad = param.host_grad != nullptr
+                         ? HeldGrad(fragment, slot)
+                         : static_cast<const std::byte*>(param.addresses.grad) + grad_begin;
+  update.span.param = static_cast<std::byte*>(param.addresses.data) + param_begin;
+  update.span.master = state(IsSplit(shaped.layout) ? kMasterLow : kMaster);
+  update.span.moment0 = state(kMoment0);
+  update.span.moment1 = state(kMoment1);
+  update.span.count = fragment.count;
+  update.span.rounding = param.rounding;
+  update.grad_dtype = param.grad_dtype;
+  update.param_dtype = table_.param(id).dtype;
+  update.coefficients = param.coefficients;
+  update.layout = shaped.layout;
+  return update;
+}
+
+// -------------------------------------------------------------------------------------- copies --
+
+// Fragments that lie side by side both on the host and in the slot are one copy.
+Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
+  std::byte* const slot = lanes_.stream_slot_data(SlotOf(number));
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    const StateSlot kind{index};
+    std::byte* const area = slot + plan_.chunks().StateArea(kind);
+    std::byte* host = nullptr;
+    uint64_t offset = 0, bytes = 0;
+    for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)])) {
+      const ParamShape& shaped = shape_.params[fragment.param];
+      const bool travels = plan_.param(fragment.param).active && shaped.Keeps(Tier::kHost, kind);
+      std::byte* const fragment_host = memory_.Host(fragment.param, kind, fragment.begin);
+      const uint64_t padding = fragment.state_offset[kind] - offset - bytes;
+      const bool goes_on = travels && bytes > 0 && padding < kArrayAlignmentBytes &&
+                           host + bytes + padding == fragment_host;
+      if (!goes_on) {
+        HYBRIDOPT_TRY(Copy(direction, host, area + offset, bytes));
+        host = fragment_host;
+        offset = fragment.state_offset[kind];
+        bytes = 0;
+      }
+      if (travels)
+        bytes =
+            fragment.state_offset[kind] - offset + fragment.count * DtypeBytes(shaped.dtype[kind]);
+    }
+    HYBRIDOPT_TRY(Copy(direction, host, area + offset, bytes));
+  }
+  return {};
+}
+
+Status StreamedExecutor::Copy(Direction direction, std::byte* host, std::byte* device,
+                              uint64_t bytes) {
+  (direction == Direction::kUp ? done_.state_up_bytes : done_.state_down_bytes) += bytes;
+  for (uint64_t begin = 0; begin < bytes;) {
+    const uint64_t piece = std::min(bytes - begin, memory_.BytesOfCopy(host + begin));
+    HYBRIDOPT_TRY(direction == Direction::kUp
+                      ? device_.CopyToDevice(lanes_.state_up, device + begin, host + begin, piece)
+                      : device_.CopyToHost(lanes_.state_down, host + begin, device + begin, piece));
+    begin += piece;
+  }
+  return {};
+}
+
+// Each element has room for fp32, whatever the gradient's dtype is.
+std::byte* StreamedExecutor::HeldGrad(const Fragment& fragment, std::byte* slot) const {
+  return slot + plan_.chunks().StateArea(kStateSlots) + fragment.first_element * sizeof(float);
+}
+
+Status StreamedExecutor::CopyHeldGrads(uint32_t number) {
+  for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)])) {
+    const StepParam& param = plan_.param(fragment.param);
+    if (!param.active || param.host_grad == nullptr) continue;
+    const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
+    HYBRIDOPT_TRY(device_.CopyToDevice(
+        lanes_.state_up, HeldGrad(fragment, lanes_.stream_slot_data(SlotOf(number))),
+        param.host_grad + fragment.begin * element_bytes, fragment.count * element_bytes));
+  }
+  return {};
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,300 @@
+// Who updates the host share never shows in the bits, only in what the step results count: CPU
+// workers alone, the device alone, or both at one queue, where whoever is held up leaves the rest
+// to the other.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "../forwarding_device.h"
+#include "lifecycle_rig.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint64_t kChunkElements = 1024;
+
+// Params of all dtypes, some of which share a chunk.
+std::vector<ParamSpec> Params() {
+  std::vector<ParamSpec> params;
+  for (uint64_t count : {9000, 33, 700, 5100, 1, 1300, 8192})
+    params.push_back({kDtypes[params.size() % 3], kDtypes[(params.size() / 2) % 3],
+                      OFFLOAD_PLACE_AUTO, 0, count});
+  return params;
+}
+
+Problem MakeProblem(int32_t algorithm, const StateChoice& state, size_t steps) {
+  Problem problem = RandomProblem(algorithm, Params(), steps, 3);
+  problem.state = state;
+  // Every param takes part.
+  Random random(4);
+  for (StepInput& step : problem.steps)
+    for (size_t id = 0; id < problem.params.size(); ++id)
+      step.grads[id] =
+          RandomArray(problem.params[id].grad_dtype, problem.params[id].count, false, random);
+  return problem;
+}
+
+uint64_t Elements(const Problem& problem) {
+  uint64_t elements = 0;
+  for (const ParamSpec& param : problem.params) elements += param.count;
+  return elements;
+}
+
+LifecycleSetting SettingOf(int32_t host_executors) {
+  LifecycleSetting setting;
+  setting.optimizer.chunk_elements = kChunkElements;
+  setting.optimizer.host_executors = host_executors;
+  setting.movable = 0;
+  return setting;
+}
+
+offload_step_result_t StepOnce(LifecycleRig& rig, const StepInput& input) {
+  rig.NewGrads(input);
+  rig.BindAll();
+  const offload_ticket_t ticket = rig.Step(input);
+  rig.Wait();
+  auto result = Make<offload_step_result_t>();
+  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
+  return result;
+}
+
+TEST(Executors, TheDeviceAloneDoesAllAndCopiesStateOnly) {
+  for (int32_t algorithm : kAlgorithmValues) {
+    for (const StateChoice& state : StateChoices()) {
+      SCOPED_TRACE(std::to_string(algorithm) + ", " + state.Text());
+      const Solved solved(MakeProblem(algorithm, state, 2));
+      LifecycleRig rig(solved.problem, SettingOf(OFFLOAD_EXECUTORS_STREAMED));
+      const offload_plan_t plan = rig.Plan();
+      EXPECT_GT(plan.device_ring_bytes, 0u);
+      uint64_t state_bytes = 0;
+      for (const uint64_t bytes : plan.host_state_bytes) state_bytes += bytes;
+      EXPECT_GE(plan.pinned_state_bytes, state_bytes);
+      for (size_t i = 0; i < solved.problem.steps.size(); ++i) {
+        const offload_step_result_t result = StepOnce(rig, solved.problem.steps[i]);
+        ASSERT_EQ(rig.Difference(solved.trace[i + 1]), "");
+        EXPECT_EQ(result.streamed_elements, Elements(solved.problem));
+        EXPECT_EQ(result.cpu_elements, 0u);
+        EXPECT_EQ(result.grads_down_bytes, 0u);
+        EXPECT_EQ(result.params_up_bytes, 0u);
+        // All of it, and at most the padding besides.
+        EXPECT_GT(result.state_up_bytes, 0u);
+        EXPECT_LE(result.state_up_bytes, state_bytes);
+        EXPECT_EQ(result.state_down_bytes, result.state_up_bytes);
+      }
+    }
+  }
+}
+
+TEST(Executors, CpuThreadsAloneStreamNothing) {
+  const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));
+  LifecycleRig rig(solved.problem, SettingOf(OFFLOAD_EXECUTORS_CPU));
+  EXPECT_EQ(rig.Plan().device_ring_bytes, 0u);
+  EXPECT_EQ(rig.Plan().pinned_state_bytes, 0u);
+  const offload_step_result_t result = StepOnce(rig, solved.problem.steps[0]);
+  EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+  EXPECT_EQ(result.cpu_elements, Elements(solved.problem));
+  EXPECT_EQ(result.streamed_elements, 0u);
+  EXPECT_EQ(result.state_up_bytes, 0u);
+  EXPECT_EQ(result.grads_down_bytes, rig.Plan().grads_down_bytes);
+  EXPECT_EQ(result.params_up_bytes, rig.Plan().params_up_bytes);
+}
+
+TEST(Executors, ASkippedStepBringsNoStateBack) {
+  Problem problem = MakeProblem(OFFLOAD_ADAMW, {}, 1);
+  PutElement(*problem.steps[0].grads[3], problem.params[3].grad_dtype, 0,
+             BitsOf(problem.params[3].grad_dtype, INFINITY));
+  problem.steps[0].flags = 0;
+  const Solved solved(std::move(problem));
+  LifecycleRig rig(solved.problem, SettingOf(OFFLOAD_EXECUTORS_STREAMED));
+  const offload_step_result_t result = StepOnce(rig, solved.problem.steps[0]);
+  EXPECT_EQ(result.skipped, 1);
+  EXPECT_EQ(result.streamed_elements, 0u);
+  EXPECT_EQ(result.state_down_bytes, 0u);
+  EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+}
+
+// Gradients that the host holds go up with the state.
+TEST(Executors, HeldGradientsGoUpWithTheState) {
+  const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));
+  LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_STREAMED);
+  setting.movable = OFFLOAD_MOVABLE_GRADS;
+  LifecycleRig rig(solved.problem, setting);
+  rig.NewGrads(solved.problem.steps[0]);
+  rig.BindAll();
+  rig.Move(offload_optimizer_offload_grads);
+  const offload_ticket_t ticket = rig.Step(solved.problem.steps[0]);
+  rig.Wait();
+  auto result = Make<offload_step_result_t>();
+  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
+  EXPECT_EQ(result.streamed_elements, Elements(solved.problem));
+  EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+}
+
+// ---------------------------------------------------------------------------------- who is slow --
+
+// Holds back whoever waits for one kind of event, until another kind has been recorded often enough
+// since Close.
+class HoldingDevice final : public ForwardingDevice {
+ public:
+  HoldingDevice(std::unique_ptr<Device> device, std::string held, std::string counted)
+      : ForwardingDevice(std::move(device)), held_(std::move(held)), counted_(std::move(counted)) {}
+
+  void Close(int until) {
+    std::lock_guard lock(mutex_);
+    left_ = until;
+  }
+  Result<EventHandle> CreateEvent(const char* label) override {
+    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
+    std::lock_guard lock(mutex_);
+    if (event.ok()) labels_[event.value()] = label;
+    return event;
+  }
+  // Each slot has two such events, of which the second ends.
+  Status Record(EventHandle event, StreamHandle stream) override {
+    HYBRIDOPT_TRY(ForwardingDevice::Record(event, stream));
+    std::lock_guard lock(mutex_);
+    if (labels_[event] == counted_ && left_ > 0) left_ -= 1;
+    changed_.notify_all();
+    return {};
+  }
+  Status Wait(EventHandle event, int64_t timeout_ns) override {
+    {
+      std::unique_lock lock(mutex_);
+      if (labels_[event] == held_) changed_.wait(lock, [this] { return left_ == 0; });
+    }
+    return ForwardingDevice::Wait(event, timeout_ns);
+  }
+
+ private:
+  const std::string held_;
+  const std::string counted_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<EventHandle, std::string> labels_;  // guarded by mutex_
+  int left_ = 0;                               // guarded by mutex_
+};
+
+// Lets one executor wait, holding what is in its ring, until the other has done all else. The step
+// then says so.
+offload_step_result_t StepHolding(const Solved& solved, const char* held, const char* counted,
+                                  uint32_t ring_of_held) {
+  LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_AUTO);
+  HoldingDevice* holding = nullptr;
+  setting.wrap = [&](std::unique_ptr<Device> device) {
+    auto wrapped = std::make_unique<HoldingDevice>(std::move(device), held, counted);
+    holding = wrapped.get();
+    return wrapped;
+  };
+  LifecycleRig rig(solved.problem, setting);
+  const auto others = static_cast<int>(rig.Plan().chunk_count - ring_of_held);
+  holding->Close(2 * others);
+  const offload_step_result_t result = StepOnce(rig, solved.problem.steps[0]);
+  EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+  return result;
+}
+
+TEST(Executors, TheDeviceDoesWhatHeldUpWorkersLeave) {
+  const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));
+  const offload_step_result_t result = StepHolding(solved, "gradients landed", "state down", 2);
+  EXPECT_EQ(result.cpu_elements, 2 * kChunkElements);
+  EXPECT_EQ(result.streamed_elements, Elements(solved.problem) - 2 * kChunkElements);
+}
+
+TEST(Executors, WorkersDoWhatAHeldUpDeviceLeaves) {
+  const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));
+  const offload_step_result_t result = StepHolding(solved, "state down", "params uploaded", 4);
+  EXPECT_EQ(result.streamed_elements, 4 * kChunkElements);
+  EXPECT_EQ(result.cpu_elements, Elements(solved.problem) - 4 * kChunkElements);
+}
+
+// -------------------------------------------------------------------------------------- pinning --
+
+// Checks that each copy between the host's state and the device keeps to one pinned range.
+class PinnedCopiesDevice final : public ForwardingDevice {
+ public:
+  explicit PinnedCopiesDevice(std::unique_ptr<Device> device)
+      : ForwardingDevice(std::move(device)) {}
+
+  Status PinHost(void* data, uint64_t bytes) override {
+    HYBRIDOPT_TRY(ForwardingDevice::PinHost(data, bytes));
+    std::lock_guard lock(mutex_);
+    pinned_[static_cast<std::byte*>(data)] = bytes;
+    return {};
+  }
+  void UnpinHost(void* data) override {
+    ForwardingDevice::UnpinHost(data);
+    std::lock_guard lock(mutex_);
+    pinned_.erase(static_cast<std::byte*>(data));
+  }
+  Result<StreamHandle> CreateStream(const char* label) override {
+    Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
+    std::lock_guard lock(mutex_);
+    if (stream.ok() && std::string(label).substr(0, 6) == "state ") streams_.insert(stream.value());
+    return stream;
+  }
+  Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
+    Look(stream, host, bytes);
+    return ForwardingDevice::CopyToHost(stream, host, device, bytes);
+  }
+  Status CopyToDevice(StreamHandle stream, void* device, const void* host,
+                      uint64_t bytes) override {
+    Look(stream, host, bytes);
+    return ForwardingDevice::CopyToDevice(stream, device, host, bytes);
+  }
+  // Small, so that there are many.
+  uint64_t pin_piece_bytes() const override { return 8192; }
+
+  int pinned_copies() const { return pinned_copies_; }
+  int other_copies() const { return other_copies_; }
+
+ private:
+  void Look(StreamHandle stream, const void* host, uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    if (streams_.count(stream) == 0) return;
+    const auto* const first = static_cast<const std::byte*>(host);
+    auto after = pinned_.upper_bound(const_cast<std::byte*>(first));
+    const bool inside =
+        after != pinned_.begin() && (--after, first + bytes <= after->first + after->second);
+    (inside ? pinned_copies_ : other_copies_) += 1;
+  }
+
+  std::mutex mutex_;
+  std::map<std::byte*, uint64_t> pinned_;  // guarded by mutex_
+  std::set<StreamHandle> streams_;         // guarded by mutex_
+  std::atomic<int> pinned_copies_ = 0, other_copies_ = 0;
+};
+
+TEST(Executors, EveryCopyKeepsToOnePinnedRangeWhateverTheFraction) {
+  for (const StateChoice& state : StateChoices()) {
+    const Solved solved(MakeProblem(OFFLOAD_ADAMW, state, 6));
+    LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_STREAMED);
+    PinnedCopiesDevice* watch = nullptr;
+    setting.wrap = [&](std::unique_ptr<Device> device) {
+      auto wrapped = std::make_unique<PinnedCopiesDevice>(std::move(device));
+      watch = wrapped.get();
+      return wrapped;
+    };
+    LifecycleRig rig(solved.problem, setting);
+    constexpr double kFractions[] = {0, 0.4, 0.1, 1, 0.7, 0};
+    for (size_t i = 0; i < solved.problem.steps.size(); ++i) {
+      rig.SetDeviceFraction(kFractions[i]);
+      const offload_step_result_t result = StepOnce(rig, solved.problem.steps[i]);
+      ASSERT_EQ(rig.Difference(solved.trace[i + 1]), "") << state.Text() << ", step " << i;
+      EXPECT_EQ(result.streamed_elements, rig.Plan().host_elements);
+      auto info = Make<offload_context_info_t>();
+      MUST(offload_context_get_info(rig.context(), &info));
+      EXPECT_EQ(info.pinned_bytes, rig.Plan().staging_bytes + rig.Plan().pinned_state_bytes);
+    }
+    EXPECT_GT(watch->pinned_copies(), 100);
+    EXPECT_EQ(watch->other_copies(), 0);
+  }
+}
+
+}  // namespace
+}  // namespace hybridopt

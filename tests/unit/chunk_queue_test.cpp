@@ -1,0 +1,61 @@
+#include "step/executors/chunk_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+namespace hybridopt {
+namespace {
+
+TEST(ChunkQueueTest, ChunksAreTakenInOrderAndCountedWithoutGaps) {
+  ChunkQueue queue;
+  queue.UseChunks(4);
+  queue.Reset();
+  for (uint32_t chunk = 0; chunk < 3; ++chunk) EXPECT_EQ(queue.Take(), chunk);
+  queue.Finish(1);
+  queue.Finish(2);
+  EXPECT_EQ(queue.finished(), 0u);
+  queue.Finish(0);
+  EXPECT_EQ(queue.finished(), 3u);
+  EXPECT_EQ(queue.Take(), 3u);
+  EXPECT_EQ(queue.Take(), std::nullopt);
+  queue.Finish(3);
+  EXPECT_EQ(queue.finished(), 4u);
+}
+
+TEST(ChunkQueueTest, AStoppedQueueGivesNothingUntilTheNextStep) {
+  ChunkQueue queue;
+  queue.UseChunks(2);
+  queue.Reset();
+  EXPECT_EQ(queue.Take(), 0u);
+  queue.Stop();
+  EXPECT_EQ(queue.Take(), std::nullopt);
+  queue.Finish(0);
+  EXPECT_EQ(queue.finished(), 1u);
+  queue.Reset();
+  EXPECT_EQ(queue.finished(), 0u);
+  EXPECT_EQ(queue.Take(), 0u);
+}
+
+TEST(ChunkQueueTest, TwoThreadsTakeEachChunkOnce) {
+  constexpr uint32_t kChunks = 10'000;
+  ChunkQueue queue;
+  queue.UseChunks(kChunks);
+  queue.Reset();
+  std::vector<std::atomic<int>> taken(kChunks);
+  const auto work = [&] {
+    while (const std::optional<uint32_t> chunk = queue.Take()) {
+      taken[*chunk] += 1;
+      queue.Finish(*chunk);
+    }
+  };
+  std::thread other(work);
+  work();
+  other.join();
+  for (const std::atomic<int>& times : taken) ASSERT_EQ(times, 1);
+  EXPECT_EQ(queue.finished(), kChunks);
+}
+
+}  // namespace
+}  // namespace hybridopt
