@@ -396,6 +396,11 @@ def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
             "Invalid device_headroom: 1.0, expected the share of the device",
         ),
         ({"device_budget_bytes": 10}, ValueError, "set offload_fraction='auto'"),
+        (
+            {"host_executors": "gpu"},
+            ValueError,
+            "Invalid host_executors: 'gpu', expected 'auto', 'cpu' or 'streamed'",
+        ),
         ({"master_layout": "half"}, ValueError, "Invalid master_layout: 'half', expected 'fp32' or 's"),
         ({"numa_policy": "far"}, ValueError, "Invalid numa_policy: 'far', expected 'near' or 'interleaved'"),
         ({"max_grad_norm": 0}, ValueError, "Invalid max_grad_norm: 0, expected a finite number above 0"),

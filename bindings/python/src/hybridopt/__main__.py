@@ -123,9 +123,12 @@ def plan(arguments: argparse.Namespace) -> None:
         f"{fraction:.0%} of the state on the host"
     )
     host = size("host_bytes") + staging
-    print(f"host      {gigabytes(host)}, of it {gigabytes(staging)} pinned")
-    print(f"device    {gigabytes(size('device_bytes'))}")
-    print(f"per step  {gigabytes(size('grads_down_bytes'))} down, {gigabytes(size('params_up_bytes'))} up")
+    pinned = staging + size("pinned_state_bytes")
+    print(f"host      {gigabytes(host)}, of it {gigabytes(pinned)} pinned")
+    ring = size("device_ring_bytes")
+    print(f"device    {gigabytes(size('device_bytes'))}, of it {gigabytes(ring)} for state that streams")
+    down, up = size("grads_down_bytes"), size("params_up_bytes")
+    print(f"per step  {gigabytes(down)} down, {gigabytes(up)} up, if CPU threads update the host's share")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,7 +16,13 @@ from .engine import Engine
 from .history import History
 from .local_ranks import mask_of
 from .members import Member
-from .options import MASTER_LAYOUTS, NUMA_POLICIES, OffloadOptions, movable_bits
+from .options import (
+    HOST_EXECUTORS,
+    MASTER_LAYOUTS,
+    NUMA_POLICIES,
+    OffloadOptions,
+    movable_bits,
+)
 from .placement import Leftover, Placement
 from .registered import Slot
 from .tensors import DTYPES, is_spread, local
@@ -91,6 +97,7 @@ def make_engine(
             movable=movable_bits(options["movable"]),
             moment_dtype=DTYPES[options["state_dtype"]],
             master_layout=MASTER_LAYOUTS[options["master_layout"]],
+            host_executors=HOST_EXECUTORS[options["host_executors"]],
             **({} if comm is None else comm.options()),
         )
 

@@ -31,6 +31,10 @@ class OffloadOptions(TypedDict, total=False):
     """Of the fp32 masters of bf16 params: "fp32" (the default), 4 bytes an element, or "split", 2
     bytes: the param is the upper half, and only the lower one is kept. The same bits. What the host
     keeps of a param on a GPU stays whole."""
+    host_executors: str
+    """Who updates the host's share of params on a GPU: "auto" (the default), CPU threads and, where the
+    host's state can be pinned, the GPU, through which state then streams; "cpu" or "streamed": one of
+    them alone. The same bits."""
     check_weights: bool | None
     """True: every param in 16 bits is compared with its master before each step, so that no write is
     missed; it reads both once more. False: where a param's version says that it has been written, or
@@ -69,6 +73,11 @@ class OffloadOptions(TypedDict, total=False):
 
 
 MASTER_LAYOUTS = {"fp32": abi.OFFLOAD_MASTER_FP32, "split": abi.OFFLOAD_MASTER_SPLIT}
+HOST_EXECUTORS = {
+    "auto": abi.OFFLOAD_EXECUTORS_AUTO,
+    "cpu": abi.OFFLOAD_EXECUTORS_CPU,
+    "streamed": abi.OFFLOAD_EXECUTORS_STREAMED,
+}
 MOVABLE = {
     "params": abi.OFFLOAD_MOVABLE_PARAMS,
     "grads": abi.OFFLOAD_MOVABLE_GRADS,
@@ -82,6 +91,7 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "device_headroom": None,
     "state_dtype": torch.float32,
     "master_layout": "fp32",
+    "host_executors": "auto",
     "check_weights": None,
     "threads": 0,
     "numa_policy": "near",
@@ -146,6 +156,10 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     if merged["master_layout"] not in MASTER_LAYOUTS:
         raise ValueError(
             f"Invalid master_layout: {merged['master_layout']!r}, expected 'fp32' or 'split'"
+        )
+    if merged["host_executors"] not in HOST_EXECUTORS:
+        raise ValueError(
+            f"Invalid host_executors: {merged['host_executors']!r}, expected 'auto', 'cpu' or 'streamed'"
         )
     threads = merged["threads"]
     if not isinstance(threads, int) or threads < 0:

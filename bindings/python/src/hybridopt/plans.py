@@ -44,6 +44,8 @@ class Plan:
     fits: bool
     numa_bytes: dict[int, int]  # of host_bytes, on each NUMA node
     numa_unknown_bytes: int
+    device_ring_bytes: int  # of device_scratch_bytes: the ring that state on the host goes through
+    pinned_state_bytes: int  # of host_bytes: pinned for that ring
     offload_fraction: float
     reason: str  # why the fraction is what it is
 
@@ -75,6 +77,15 @@ class Stats:
     params_up_seconds: float = 0.0
     device_update_seconds: float = 0.0
     stall_seconds: float = 0.0
+    cpu_elements: int = 0
+    streamed_elements: int = 0
+    state_up_bytes: int = 0
+    state_down_bytes: int = 0
+    state_up_seconds: float = 0.0
+    streamed_update_seconds: float = 0.0
+    state_down_seconds: float = 0.0
+    cpu_idle_seconds: float = 0.0
+    streamed_idle_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,15 @@ class StepResult:
     stall_seconds: float
     grads_down_bytes: int
     params_up_bytes: int
+    cpu_elements: int
+    streamed_elements: int
+    state_up_bytes: int
+    state_down_bytes: int
+    state_up_seconds: float
+    streamed_update_seconds: float
+    state_down_seconds: float
+    cpu_idle_seconds: float
+    streamed_idle_seconds: float
 
 
 Described = TypeVar("Described", Plan, Stats, StepResult)

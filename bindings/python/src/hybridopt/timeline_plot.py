@@ -16,10 +16,16 @@ LANES = {
     "update_seconds": "update on the host",
     "params_up_seconds": "params up",
     "device_update_seconds": "update on the device",
+    "state_up_seconds": "state up",
+    "streamed_update_seconds": "update of that state",
+    "state_down_seconds": "state down",
     "stall_seconds": "stalled",
     "total_seconds": "whole step",
 }
-LANE_COLORS = ("#aa3377", "#ee6677", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#bbbbbb")
+LANE_COLORS = (
+    *("#aa3377", "#ee6677", "#4477aa", "#66ccee", "#228833"),
+    *("#882255", "#117733", "#88ccee", "#ccbb44", "#bbbbbb"),
+)
 STEPS = 12  # as many have room
 KINDS = ("params", "grads", "states")
 COLORS = ("#4477aa", "#ee6677", "#228833")

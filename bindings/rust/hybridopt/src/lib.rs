@@ -153,6 +153,8 @@ pub use memory::Memory;
 pub use optimizer::{Optimizer, StepOptions};
 pub use param::{Group, GroupId, Param, ParamId, Placement, Shard};
 pub use queue::{Queue, Waiter};
-pub use registration::{MasterLayout, Movable, OptimizerBuilder, Registration, Rounding};
+pub use registration::{
+    HostExecutors, MasterLayout, Movable, OptimizerBuilder, Registration, Rounding,
+};
 pub use report::{CheckpointInfo, ContextInfo, Plan, Stats, StepResult};
 pub use state::{State, StateKind};

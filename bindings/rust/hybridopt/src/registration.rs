@@ -51,6 +51,18 @@ pub enum MasterLayout {
     Split,
 }
 
+/// Who updates the host share where the device has memory of its own. The bits are the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum HostExecutors {
+    /// CPU threads and, if the host's state can be pinned, the device.
+    #[default]
+    Auto,
+    /// CPU threads alone.
+    Cpu,
+    /// The device alone, which state goes through.
+    Streamed,
+}
+
 /// How moments kept in bf16 are rounded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Rounding {
@@ -99,6 +111,23 @@ impl<'a> OptimizerBuilder<'a> {
     /// Chunks in the staging ring; 8 by default.
     pub fn staging_slots(mut self, slots: u32) -> Self {
         self.options.staging_slots = slots;
+        self
+    }
+
+    /// Who updates the host share; CPU threads and the device by default.
+    pub fn host_executors(mut self, executors: HostExecutors) -> Self {
+        self.options.host_executors = match executors {
+            HostExecutors::Auto => sys::OFFLOAD_EXECUTORS_AUTO,
+            HostExecutors::Cpu => sys::OFFLOAD_EXECUTORS_CPU,
+            HostExecutors::Streamed => sys::OFFLOAD_EXECUTORS_STREAMED,
+        };
+        self
+    }
+
+    /// Device memory for the ring that state on the host goes through; the state of 4 chunks by
+    /// default.
+    pub fn stream_ring_bytes(mut self, bytes: u64) -> Self {
+        self.options.stream_ring_bytes = bytes;
         self
     }
 

@@ -152,6 +152,11 @@ report! {
         numa_bytes: [u64; 64],
         /// The rest of `host_bytes`, whose node is not known.
         numa_unknown_bytes: u64,
+        /// Of `device_scratch_bytes`: the ring that state on the host goes through; 0: CPU threads
+        /// alone update the host share.
+        device_ring_bytes: u64,
+        /// Of `host_bytes`: state that commit pins for that ring.
+        pinned_state_bytes: u64,
     }
 }
 
@@ -185,6 +190,24 @@ report! {
         grads_down_bytes: u64,
         /// Copied host to device.
         params_up_bytes: u64,
+        /// Elements of the host share that CPU threads updated.
+        cpu_elements: u64,
+        /// Elements of the host share whose state went through the device.
+        streamed_elements: u64,
+        /// Of their state: copied from the host to the device.
+        state_up_bytes: u64,
+        /// Of their state: copied from the device to the host.
+        state_down_bytes: u64,
+        /// Copying their state to the device, as the device timed it.
+        state_up_seconds: f64,
+        /// The device updating them.
+        streamed_update_seconds: f64,
+        /// Copying their state back, as the device timed it.
+        state_down_seconds: f64,
+        /// From the CPU threads' last chunk to the last one that was streamed.
+        cpu_idle_seconds: f64,
+        /// From the last streamed chunk to the CPU threads' last one.
+        streamed_idle_seconds: f64,
     }
 }
 
@@ -237,6 +260,24 @@ report! {
         device_update_seconds: f64,
         /// See [`StepResult`].
         stall_seconds: f64,
+        /// Elements of the host share that CPU threads updated.
+        cpu_elements: u64,
+        /// Elements of the host share whose state went through the device.
+        streamed_elements: u64,
+        /// Of their state: copied from the host to the device.
+        state_up_bytes: u64,
+        /// Of their state: copied from the device to the host.
+        state_down_bytes: u64,
+        /// Copying their state to the device, as the device timed it.
+        state_up_seconds: f64,
+        /// The device updating them.
+        streamed_update_seconds: f64,
+        /// Copying their state back, as the device timed it.
+        state_down_seconds: f64,
+        /// From the CPU threads' last chunk to the last one that was streamed.
+        cpu_idle_seconds: f64,
+        /// From the last streamed chunk to the CPU threads' last one.
+        streamed_idle_seconds: f64,
     }
 }
 
