@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
 
 #include "library.h"
@@ -144,17 +145,19 @@ void MeasurePinning(Report& report) {
 
 // --------------------------------------------------------------------------------- device share --
 
-// How state is stored, and the bytes an update moves for a param.
+// How state is stored, the bytes an update moves for a param, and those of its state.
 struct LayoutCase {
   const char* name;
   Optimizer::Layout layout;
   double bytes;
+  uint64_t state_bytes;
+  const char* both_goal = "";  // of CPU threads and the device against CPU threads alone
 };
 constexpr LayoutCase kLayouts[] = {
-    {"adamw28", {OFFLOAD_MASTER_FP32, OFFLOAD_FP32}, kBytes},
-    {"split26", {OFFLOAD_MASTER_SPLIT, OFFLOAD_FP32}, 26},
-    {"moments20", {OFFLOAD_MASTER_FP32, OFFLOAD_BF16}, 20},
-    {"both18", {OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16}, 18},
+    {"adamw28", {OFFLOAD_MASTER_FP32, OFFLOAD_FP32}, kBytes, 12, "at least 1.4"},
+    {"split26", {OFFLOAD_MASTER_SPLIT, OFFLOAD_FP32}, 26, 10},
+    {"moments20", {OFFLOAD_MASTER_FP32, OFFLOAD_BF16}, 20, 8},
+    {"both18", {OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16}, 18, 6, "at least 1.6"},
 };
 
 // All state on the device: the update kernel alone, by the device's clock, against a device copy.
@@ -171,7 +174,7 @@ void MeasureDeviceUpdate(const Settings& settings, const Context& context, Repor
   Times norms;
   for (const LayoutCase& one : kLayouts) {
     Optimizer optimizer(context, params.data(), grads.data(), {1, kElements, kElements},
-                        {1.0, 0, 0}, one.layout);
+                        {1.0, 0, 0, OFFLOAD_EXECUTORS_AUTO}, one.layout);
     Times copies, updates;
     for (uint32_t round = 0; round < settings.rounds + 1; ++round) {
       REQUIRE_CUDA(cudaEventRecord(begin, stream.get()));
@@ -224,7 +227,7 @@ void MeasureAgainstFloor(const Settings& settings, const Context& context, Repor
   Optimizer on_host(host_context, host_params.at<void>(), host_grads.at<void>(),
                     {params_count, each, each});
   Optimizer offloaded(context, params.data(), grads.data(), {params_count, each, each},
-                      {0, 0, settings.chunk_elements});
+                      {0, 0, settings.chunk_elements, OFFLOAD_EXECUTORS_CPU});
   const Link link(2 * elements);
   report.machine.huge_page_share = HugePageShare();
   std::vector<offload_step_result_t> results;
@@ -261,6 +264,51 @@ void MeasureAgainstFloor(const Settings& settings, const Context& context, Repor
   AddFigure(report, "step_100_stall_ms", stall, "ms");
 }
 
+// All state on the host: CPU threads alone, the device alone, and both, against copies of the state
+// both ways.
+void MeasureExecutors(const Settings& settings, const Context& context, Report& report) {
+  const uint64_t elements = settings.gpu_elements / 2;
+  const Optimizer::Shape shape{16, elements / 16, elements / 16};
+  const DeviceBuffer params(2 * elements), grads(2 * elements);
+  FillHalves(params.data(), elements, kParam);
+  FillHalves(grads.data(), elements, kGrad);
+  for (const LayoutCase& one : kLayouts) {
+    const auto make = [&](int32_t executors) {
+      return std::make_unique<Optimizer>(
+          context, params.data(), grads.data(), shape,
+          Optimizer::Lifecycle{0, 0, settings.chunk_elements, executors}, one.layout);
+    };
+    const auto cpu = make(OFFLOAD_EXECUTORS_CPU);
+    const auto streamed = make(OFFLOAD_EXECUTORS_STREAMED);
+    const auto both = make(OFFLOAD_EXECUTORS_AUTO);
+    const Link link(one.state_bytes * elements);
+    Times shares, cpu_idle, streamed_idle;
+    const std::vector<Times> times =
+        TimeRounds("executors", settings.rounds,
+                   {[&] { cpu->Step(OFFLOAD_STEP_ASSUME_FINITE); },
+                    [&] { streamed->Step(OFFLOAD_STEP_ASSUME_FINITE); },
+                    [&] {
+                      both->Step(OFFLOAD_STEP_ASSUME_FINITE);
+                      const offload_step_result_t result = both->LastResult();
+                      shares.push_back(static_cast<double>(result.streamed_elements) /
+                                       static_cast<double>(elements));
+                      cpu_idle.push_back(result.cpu_idle_seconds * 1e3);
+                      streamed_idle.push_back(result.streamed_idle_seconds * 1e3);
+                    },
+                    [&] { link.Copy(true, true); }});
+    const std::string key = std::string("gpu_") + one.name + "_";
+    const auto count = static_cast<double>(elements);
+    AddFigure(report, key + "cpu_gparams_per_s", Rates(times[0], count), "G/s");
+    AddFigure(report, key + "streamed_gparams_per_s", Rates(times[1], count), "G/s");
+    AddFigure(report, key + "both_gparams_per_s", Rates(times[2], count), "G/s");
+    AddFigure(report, key + "streamed_vs_copies", Ratios(times[3], times[1]), "", "at least 0.9");
+    AddFigure(report, key + "both_vs_cpu", Ratios(times[0], times[2]), "", one.both_goal);
+    AddFigure(report, key + "streamed_share", shares, "");
+    AddFigure(report, key + "cpu_idle_ms", cpu_idle, "ms");
+    AddFigure(report, key + "streamed_idle_ms", streamed_idle, "ms");
+  }
+}
+
 void MeasureFractions(const Settings& settings, const Context& context, Report& report) {
   const uint64_t elements = settings.gpu_elements / 4;
   const uint64_t each = elements / 16;
@@ -287,6 +335,7 @@ void MeasureGpu(const Settings& settings, Report& report) {
   MeasureLink(settings, report);
   MeasurePinning(report);
   MeasureDeviceUpdate(settings, context, report);
+  MeasureExecutors(settings, context, report);
   MeasureFractions(settings, context, report);
   MeasureAgainstFloor(settings, context, report);
 }

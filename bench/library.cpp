@@ -39,6 +39,7 @@ offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& l
   options.device_fraction = lifecycle.device_fraction;
   options.movable = lifecycle.movable;
   options.chunk_elements = lifecycle.chunk_elements;
+  options.host_executors = lifecycle.host_executors;
   options.master_layout = layout.masters;
   options.moment_dtype = layout.moments;
   Require(offload_optimizer_create(context.get(), &options, &optimizer),

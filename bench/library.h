@@ -51,13 +51,14 @@ class Optimizer {
     double device_fraction = 0;
     uint32_t movable = 0;
     uint64_t chunk_elements = 0;
+    int32_t host_executors = OFFLOAD_EXECUTORS_AUTO;
   };
   struct Layout {
     int32_t masters;  // enum offload_master_layout
     int32_t moments;  // enum offload_dtype
   };
   Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
-            const Lifecycle& lifecycle = {0, 0, 0},
+            const Lifecycle& lifecycle = {0, 0, 0, OFFLOAD_EXECUTORS_AUTO},
             const Layout& layout = {OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
   // Params of these counts, each at the next cache line of the arrays.
   Optimizer(const Context& context, void* data, const void* grad, std::span<const uint64_t> counts,
