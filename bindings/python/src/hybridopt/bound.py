@@ -151,6 +151,11 @@ class Bound:
         self._are_others_active = True
         self.addresses.grads[slot.id] = 0
 
+    def gradients(self) -> list[Tensor | None]:
+        """What the next step reads of the active slots; None where the library has it."""
+        usable = [gradient for batch in self._batches for gradient in batch.usable]
+        return [usable[slot.id] for slot in self.active]
+
     def note_stepped(self) -> None:
         """A step has read the gradients, and used up those on the host."""
         self.release()
@@ -161,13 +166,17 @@ class Bound:
     def note_written(self, slots: list[Slot]) -> None:
         """The library has written these params: autograd hears of it, as after any operation in
         place, and params with gaps get what their copies have."""
+        self.note_written_in_place(slots)
+        for slot in slots:
+            if slot.copy is not None:
+                local(slot.param).copy_(slot.copy)
+
+    def note_written_in_place(self, slots: list[Slot]) -> None:
+        """The same for params without gaps, which the library may be writing still."""
         if len(slots) == len(self._slots) and not self._copies:
             torch.autograd.graph.increment_version(self._params)
             return
         torch.autograd.graph.increment_version([slot.param for slot in slots if slot.copy is None])
-        for slot in slots:
-            if slot.copy is not None:
-                local(slot.param).copy_(slot.copy)
 
     def fill_copies(self) -> None:
         """Copies params with gaps to where the library steps them."""

@@ -6,7 +6,7 @@ in which order they act. Calls wait for nothing but where they say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from .steps import Steps
 from .storages import Storage
 from .stored import Stored
 from .streams import current_stream
+from .under_way import UnderWay
 
 
 class Engine:
@@ -54,6 +55,7 @@ class Engine:
         self.slots = self.registered.slots
         self.bound = Bound(self.handle, self.slots)
         self.steps = Steps(self.handle)
+        self.under_way = UnderWay(self.handle, self.steps, device, self.slots, self._note_end)
         self.stored = Stored(self.handle, device)
         self.in_sync = in_sync_of(
             self.slots, device, self.bound.addresses, self.stored, self.steps, check_weights
@@ -132,14 +134,35 @@ class Engine:
 
         On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): torch's
         copies into memory that is not pinned, such as .cpu(), did not return behind such a wait."""
+        active, ticket = self._queue(options)
+        result = self.steps.result(ticket)
+        self._note_written(active)
+        self.bound.note_stepped()
+        return bool(result.skipped)
+
+    def begin_step(
+        self, aliases_of: Callable[[Tensor], Iterable[Tensor]], **options: Any
+    ) -> None:
+        """Queues a step over what is bound. Its params may be used when under_way has waited for them.
+        aliases_of gives other tensors over the memory of a param."""
+        active, ticket = self._queue(options)
+        self.bound.note_written_in_place(active)
+        gradients = self.bound.gradients()
+        self.bound.note_stepped()
+        self.under_way.begin(ticket, active, gradients, aliases_of)
+
+    def _queue(self, options: dict[str, Any]) -> tuple[list[Slot], int]:
         self.refresh_masters()
         if self.steps.is_full:
             self.settle()
         active = self.bound.active
-        result = self.steps.run(active, {"stream": self.stream(), **options})
-        self._note_written(active)
-        self.bound.note_stepped()
-        return bool(result.skipped)
+        return active, self.steps.queue(active, {"stream": self.stream(), **options})
+
+    def _note_end(self, written: list[Slot]) -> None:
+        """A step that was under way is over; others have written these params since it was queued."""
+        self.in_sync.note()
+        for slot in written:
+            self.in_sync.forget_one(slot)
 
     def refresh_masters(self) -> None:
         """Masters follow params that others have written. Those that are offloaded are looked at when
@@ -157,6 +180,7 @@ class Engine:
         """Waits for queued steps, but for no save, and takes note of their results."""
         if len(self.steps) == 0:
             return
+        self.under_way.finish()
         for result, stepped in self.steps.take():
             self.history.add(result)
             if not result.skipped:

@@ -23,6 +23,7 @@ class Member:
     group: int
     shard: TensorShard | None = None  # None: the param is a whole tensor
     wide_gradient: bool = False  # it has had gradients in fp32 before
+    chunk_order: int = 0  # params with a lower one are updated first
 
 
 def named(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import (
     abi,
@@ -37,6 +37,7 @@ from .options import (
     checked,
     refuse_in_group,
 )
+from .overlap import Overlap
 from .placement import Leftover, Placement
 from .plans import Plan, Stats, StepResult, described
 from .registered import Slot, wide_gradients
@@ -59,6 +60,8 @@ NOTHING_TO_CLIP = (
     "it clips nothing and returns 0.0; make the optimizer with max_grad_norm= (or assign "
     "optimizer.max_grad_norm), None if nothing is to be clipped"
 )
+# Options that name objects of this process: a copied or unpickled optimizer is without them.
+OF_THIS_PROCESS = ("process_group", "replica_group", "overlap")
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -71,6 +74,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _placement = Placement(1.0, "no step yet")
     _leftover: Leftover | None = None
     _hooks: GradientHooks | None = None
+    _overlap: Overlap | None = None
     _closed = False
     _says_whether_to_clip = False
     _hidden_counts: dict[Tensor, int] = {}  # of the last engine, for the next one
@@ -102,6 +106,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._options["local_world"] is None:
             local_ranks.count_in(local_ranks.mask_of(self._options["numa_nodes"]))
         self._history = History()
+        if self._options["overlap"] is not None:
+            self._overlap = Overlap(self, self._options["overlap"])
 
     @in_no_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -124,7 +130,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for name, param in named(index, group):
             if param.requires_grad:
                 check_dtype(name, param)
-            for option in ("max_grad_norm", "process_group"):
+            for option in ("max_grad_norm", "process_group", "overlap"):
                 if self._options.get(option) is not None:
                     refuse_fsdp1(name, param, option)
 
@@ -180,8 +186,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "state": dict(self.state.items()),
             "_says_whether_to_clip": self._says_whether_to_clip,
             "_hidden_counts": self._hidden_counts if self._engine is None else self._engine.hidden_counts(),
-            # Groups belong to their process.
-            "_options": {**self._options, "process_group": None, "replica_group": None},
+            "_options": {**self._options, **dict.fromkeys(OF_THIS_PROCESS)},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -291,8 +296,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over the params that have a gradient, done when this returns. Gradients stay as
-        they are."""
+        """One step over the params that have a gradient, done when this returns (but for overlap()).
+        Gradients stay as they are."""
         refuse_capture()
         loss = None
         if closure is not None:
@@ -309,32 +314,63 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if engine is not None and (engine.bound.bind() or self._comm is not None):
             self._sample("gradients")
             self._step(engine)
-            if self._hooks is not None:
-                self._hooks.release()
-            if engine.device.type == "cpu":
-                engine.settle()
             self._sample("step")
             if self._leftover is not None and engine.plan_of is not None:
                 self._note_placement(self._leftover.after_step(engine.plan_of, self._move_state))
         return loss
 
     def _step(self, engine: Engine) -> None:
+        options = self._step_options()
+        # A GradScaler is told the verdict before it goes on.
+        is_told = self._hooks is not None and grad_scaler.is_scaling(self)
+        if self._overlap is not None and not is_told and self._overlap.may_begin():
+            engine.begin_step(self._overlap.aliases_of, **options)
+            if self._hooks is not None:
+                self._hooks.begin_again()
+            return
+        with self._telling_rank():
+            skipped = engine.step(**options)
+        if self._hooks is not None:
+            if is_told:
+                self._hooks.tell_scaler(skipped)
+            self._hooks.release()
+        if engine.device.type == "cpu":
+            engine.settle()
+
+    def _step_options(self) -> dict[str, Any]:
         options = {"grad_scale": grad_scaler.grad_scale(self)}
         if self._options["max_grad_norm"] is not None:
             if self._comm is not None and self._comm.no_clipping:
                 raise ValueError(self._comm.no_clipping)
             options["grad_norm_max"] = self._options["max_grad_norm"]
+        return options
+
+    @contextlib.contextmanager
+    def _telling_rank(self) -> Iterator[None]:
+        """What went wrong between ranks is said by the ranks, too."""
         try:
-            skipped = engine.step(**options)
+            yield
         except abi.CommFailedError as error:
             if self._comm is None or not self._comm.error:
                 raise
             raise abi.CommFailedError(f"{error}: {self._comm.error}") from None
-        if self._hooks is not None and grad_scaler.is_scaling(self):
-            self._hooks.tell_scaler(skipped)
+
+    @in_no_mode
+    def _wait_for(self, slots: Sequence[Slot], streams: Iterable[Any] = ()) -> None:
+        """Params of these slots are what the step under way makes of them."""
+        if self._engine is not None:
+            with self._telling_rank():
+                self._engine.under_way.wait(slots, streams)
+
+    def _finish(self) -> None:
+        """The same for all params."""
+        if self._engine is not None and self._engine.under_way:
+            self._wait_for(self._engine.slots)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are on the host are dropped too."""
+        if not set_to_none:
+            self._finish()  # a step may read what is to be zero
         super().zero_grad(set_to_none)
         self._give_back()
         for group in self.param_groups:
@@ -370,6 +406,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         nothing to step, but for `always`."""
         if self._closed:
             raise abi.InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
+        self._finish()
         for index, group in enumerate(self.param_groups):
             self._check_switches(index, group)
         groups = [self._hyperparameters(group) for group in self.param_groups]
@@ -387,6 +424,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 return None
             if self._hooks is not None:
                 self._hooks.attach(self._engine)
+            if self._overlap is not None:
+                self._overlap.attach(self._engine)
         self._engine.registered.set_groups(groups)
         adopting.adopt(self._engine, self._state)
         return self._engine
@@ -406,6 +445,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return None
         if self._hooks is not None:
             refuse_replicas({member.param for member in members})
+        if self._overlap is not None:
+            members = self._overlap.ordered(members)
         engine = self._new_engine(members, groups)
         engine.commit()
         engine.counts_before = self._hidden_counts
@@ -470,6 +511,37 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return hooks
 
     @in_no_mode
+    def overlap(self, model: nn.Module) -> Overlap:
+        """From now on step() queues and returns. Each module of the model, which has all params of this
+        optimizer, waits in its forward pass for its own params only, and chunks are updated in the
+        order in which the first forward pass uses them. `overlap=model` in the constructor is the same.
+
+        Who else reads or writes params waits where it goes through the model (state_dict(),
+        load_state_dict(), to()) or through this optimizer. Whoever reads them by themselves while a
+        step is under way (averages of weights, copy.deepcopy) calls synchronize() before.
+        HYBRIDOPT_CHECK_OVERLAP=1 in the environment finds who does not. A step that fails is told to
+        the next one who waits."""
+        if self._overlap is not None:
+            raise abi.InvalidStateError(
+                "steps overlap already; call remove() on what overlap() gave"
+            )
+        self._refuse_fsdp1("overlap()")
+        overlap = Overlap(self, model)
+        names = (named(index, group) for index, group in enumerate(self.param_groups))
+        overlap.refuse_others({param: name for name, param in chain.from_iterable(names)})
+        if self._engine is not None:
+            overlap.attach(self._engine)
+        self._overlap = overlap
+        return overlap
+
+    @in_no_mode
+    def synchronize(self) -> None:
+        """Waits for all steps; then params may be read and written by anyone."""
+        self._finish()
+        if self._engine is not None:
+            self._engine.settle()
+
+    @in_no_mode
     def offload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
         """Moves content to the host, bit for bit, and gives the memory back. What is there already
         stays. Returns when the memory is free. The `movable` option must name what is moved.
@@ -483,6 +555,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def reload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
         """Moves content back into memory of torch's, where it is when this returns."""
         refuse_capture()
+        self._finish()
         engine = self._ready_engine() if self._engine is None else self._engine  # as it was offloaded
         moves.reload(engine, self._state, params, grads, states)
         self._sample("reload")
@@ -600,6 +673,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         masters follow. Not needed after load_state_dict, copy_ and other operations on params. Split
         masters follow by themselves, but for lower halves left from before, which this drops."""
         if self._engine is not None:
+            self._finish()
             self._engine.in_sync.forget()
             if any(slot.split for slot in self._engine.slots):
                 engine = self._ready_engine()
@@ -626,6 +700,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             moves.check_all_here(self._engine, "the optimizer is to be closed")
             if self._hooks is not None:
                 self._hooks.remove()
+            if self._overlap is not None:
+                self._overlap.remove()
             self._engine.settle()
             self._history.note_end(self._engine.handle.stats())
             self._engine = self._leftover = None

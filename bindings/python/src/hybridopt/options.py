@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TypedDict
 
 import torch
+from torch import nn
 
 from . import abi, placement
 from .local_ranks import check_local_rank, mask_of
@@ -62,6 +63,9 @@ class OffloadOptions(TypedDict, total=False):
     movable: str | Iterable[str]
     """What offload() may move: one or some of "params", "grads" and "states". Room for it on the host is
     taken with the state; none (the default) is taken for nothing."""
+    overlap: nn.Module | None
+    """The model: step() returns at once, and its modules wait for their params (OffloadOptimizer.overlap).
+    None (the default): step() waits."""
     process_group: Any
     """The ranks that agree on norm, clipping and skipped steps, as a torch.distributed.ProcessGroup;
     None (the default): those of the DTensors' largest mesh, or this process alone."""
@@ -101,6 +105,7 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "pin": True,
     "max_grad_norm": None,
     "movable": (),
+    "overlap": None,
     "process_group": None,
     "replica_group": None,
     "comm_timeout_seconds": 600.0,

@@ -48,6 +48,7 @@ class Slot:
         self.device = device
         self.name = member.name
         self.group = member.group
+        self.chunk_order = member.chunk_order
         self.shard: TensorShard | None = member.shard
         self.dtype = current.dtype
         self.grad_dtype = gradient_dtype(member.param)
@@ -148,6 +149,7 @@ class Slot:
             data=self.bound.data_ptr() or None,
             count=self.count,
             shard=self._shard_struct(),
+            chunk_order=self.chunk_order,
             flags=abi.OFFLOAD_PARAM_REPLICA if self.shard and self.shard.replica else 0,
         )
 

@@ -23,16 +23,24 @@ class Steps:
         """Whether the library would forget a result with the next step."""
         return len(self._unsettled) == REMEMBERED_STEPS
 
-    def run(self, slots: list[Slot], options: dict[str, Any]) -> abi.offload_step_result_t:
-        """Queues a step, waits for its end and gives its result."""
+    def queue(self, slots: list[Slot], options: dict[str, Any]) -> int:
+        """Queues a step and gives its ticket."""
         ticket = self._handle.step(**options)
         self._unsettled.append((ticket, slots))  # also if Ctrl-C ends the wait
+        return ticket
+
+    def result(self, ticket: int) -> abi.offload_step_result_t:
+        """Waits for the end of the step queued last and gives its result."""
         try:
             self._handle.wait(ticket)  # not for all: a failed save is told to whoever waits for it
         except abi.HybridoptError:
-            self._unsettled.pop()  # the step has not happened
+            self.forget_failed()
             raise
         return self._handle.step_result(ticket)
+
+    def forget_failed(self) -> None:
+        """The step queued last has failed, so it has not happened."""
+        self._unsettled.pop()
 
     def wait(self) -> None:
         """Waits for the steps, and for no save."""

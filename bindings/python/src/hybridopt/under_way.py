@@ -1,0 +1,180 @@
+"""A step that is under way: the library reads gradients and writes params until they are waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import abi, unreadable
+from .registered import Slot
+from .steps import Steps
+from .streams import current_stream
+from .tensors import local
+
+_log = logging.getLogger("hybridopt")
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often torch has written a tensor in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Used:
+    """What the step uses of one slot. It lives until the step has ended."""
+
+    def __init__(self, slot: Slot, gradient: Tensor | None) -> None:
+        self.gradient = gradient
+        self.gradient_version = 0 if gradient is None else version_of(gradient)
+        self.storage = slot.bound.untyped_storage()
+        self.hidden: list[Tensor] = []  # in check mode
+
+    def hide(self, slot: Slot, aliases: Iterable[Tensor]) -> None:
+        param = local(slot.param)
+        for tensor in (param, *(other for other in aliases if other is not param)):
+            unreadable.hide(tensor, slot.name)
+            self.hidden.append(tensor)
+
+    def reveal(self) -> None:
+        for tensor in self.hidden:
+            unreadable.reveal(tensor)
+        self.hidden = []
+
+
+Pending = dict[Slot, Used]
+
+
+class UnderWay:
+    """The step that was queued last, and those of its params that nobody has waited for."""
+
+    def __init__(
+        self,
+        handle: abi.Optimizer,
+        steps: Steps,
+        device: torch.device,
+        slots: list[Slot],
+        on_end: Callable[[list[Slot]], None],
+    ) -> None:
+        """on_end is called when all params of a step have been waited for, with those of `slots` that
+        others have written since it was queued."""
+        self._handle = handle
+        self._steps = steps
+        self._device = device
+        self._slots = slots
+        self._on_end = weakref.WeakMethod(on_end)
+        self._ticket = 0
+        self._pending: Pending = {}
+        self._versions: list[int] = []  # of the params of all slots, as of begin()
+        # Whoever lets the optimizer go, or ends the process, frees memory that the step uses.
+        weakref.finalize(self, _end, handle, self._pending, os.getpid())
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def begin(
+        self,
+        ticket: int,
+        slots: Sequence[Slot],
+        gradients: Sequence[Tensor | None],
+        aliases_of: Callable[[Tensor], Iterable[Tensor]],
+    ) -> None:
+        """The step of that ticket is under way, over these slots with these gradients. aliases_of gives
+        other tensors over the memory of a param."""
+        self._ticket = ticket
+        for slot, gradient in zip(slots, gradients):
+            self._pending[slot] = Used(slot, gradient)
+        self._versions = [version_of(local(slot.param)) for slot in self._slots]
+        if unreadable.is_on():
+            for slot, used in self._pending.items():
+                used.hide(slot, aliases_of(slot.param))
+
+    def is_pending(self, slot: Slot) -> bool:
+        """Whether nobody has waited for this param."""
+        return slot in self._pending
+
+    def wait(self, slots: Iterable[Slot], others: Iterable[torch.cuda.Stream] = ()) -> None:
+        """Params of these slots are what the step makes of them: for the host on the CPU, for work that
+        follows on the current stream, the default one and `others` on a GPU."""
+        waiting = [slot for slot in slots if slot in self._pending]
+        if not waiting:
+            return
+        try:
+            if self._device.type == "cpu":
+                self._handle.wait(self._ticket)
+            else:
+                self._wait_on_streams(waiting, others)
+        except abi.HybridoptError:
+            self._fail()
+            raise
+        self._give_back(waiting)
+
+    def finish(self) -> None:
+        """The same for all params of the step."""
+        self.wait(list(self._pending))
+
+    def _wait_on_streams(self, slots: list[Slot], others: Iterable[torch.cuda.Stream]) -> None:
+        ids = [slot.id for slot in slots]
+        streams = {current_stream(self._device)}
+        streams.add(torch.cuda.default_stream(self._device).cuda_stream)
+        streams.update(other.cuda_stream for other in others)
+        for stream in streams:
+            try:
+                self._handle.stream_wait(stream, self._ticket, ids)
+            except abi.PoisonedError:
+                self._handle.wait(self._ticket)  # raises why
+                raise
+
+    def _give_back(self, slots: list[Slot]) -> None:
+        written: list[str] = []
+        for slot in slots:
+            used = self._pending.pop(slot)
+            used.reveal()
+            if slot.copy is not None:
+                local(slot.param).copy_(slot.copy)
+                self._versions[slot.id] += 1
+            gradient = used.gradient
+            if gradient is None:
+                continue
+            if gradient.device.type != "cpu":
+                # It may belong to another stream, and be freed now: its memory is used again behind
+                # what the current stream waits for.
+                gradient.record_stream(torch.cuda.current_stream(self._device))
+            if version_of(gradient) != used.gradient_version:
+                written.append(slot.name)
+        if not self._pending:
+            self._end_step()
+        if written:
+            raise abi.InvalidStateError(
+                f"the gradient of parameter {written[0]!r} was written in place while a step read it, "
+                "so that this step may have used other numbers; call optimizer.zero_grad(), which "
+                "waits where it must, or optimizer.synchronize() before writing gradients"
+            )
+
+    def _end_step(self) -> None:
+        on_end, before = self._on_end(), zip(self._slots, self._versions)
+        if on_end is not None:
+            on_end([slot for slot, version in before if version_of(local(slot.param)) != version])
+
+    def _fail(self) -> None:
+        """The step has failed, which the caller is told: nobody else waits for it."""
+        for used in self._pending.values():
+            used.reveal()
+        self._pending.clear()
+        self._steps.forget_failed()
+
+
+def _end(handle: abi.Optimizer, pending: Pending, process: int) -> None:
+    """Waits for a step that nobody will wait for any more."""
+    if not pending or os.getpid() != process or handle.closed:
+        return
+    try:
+        handle.drain()
+    except abi.HybridoptError as error:
+        _log.error("a step that nobody has waited for: %s", error)
+    for used in pending.values():
+        used.reveal()
+    pending.clear()

@@ -1,0 +1,84 @@
+"""Check mode: params that a step still writes cannot be used, so that whoever does not wait is found.
+
+The environment variable HYBRIDOPT_CHECK_OVERLAP=1 turns it on. A tensor gets another class meanwhile,
+whose operations raise. Its memory and its address stay as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import abi
+
+VARIABLE = "HYBRIDOPT_CHECK_OVERLAP"
+
+# What reads no element of a tensor: gradients are taken and given, and forms are asked for.
+_HARMLESS_FUNCTIONS = {
+    Tensor.data_ptr, Tensor.dim, Tensor.element_size, Tensor.is_contiguous, Tensor.nelement,
+    Tensor.numel, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
+    Tensor.requires_grad_, Tensor.size, Tensor.storage_offset, Tensor.stride, Tensor.is_inference,
+}  # fmt: skip
+_HARMLESS_ATTRIBUTES = (
+    "_backward_hooks", "_version", "device", "dtype", "grad", "grad_dtype", "grad_fn", "is_cpu",
+    "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "layout", "ndim", "requires_grad",
+    "retains_grad", "shape",
+)  # fmt: skip
+
+
+def _harmless() -> set[Any]:
+    attributes = (getattr(Tensor, name, None) for name in _HARMLESS_ATTRIBUTES)
+    accessors = (
+        getattr(attribute, accessor, None)
+        for attribute in attributes
+        for accessor in ("__get__", "__set__", "__delete__")
+    )
+    return {*_HARMLESS_FUNCTIONS, *accessors}
+
+
+HARMLESS = _harmless()
+
+
+class Unreadable:
+    """What all classes of such tensors have in common."""
+
+    parameter = ""
+    readable: type[Tensor]  # the class that the tensor had before
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", str(function))
+        if name == "__get__":  # of an attribute, which knows its name
+            name = getattr(getattr(function, "__self__", None), "__name__", name)
+        raise abi.InvalidStateError(
+            f"parameter {cls.parameter!r} is used by {name!r} while a step still writes it, and no "
+            "module that has it was called before; call optimizer.synchronize() before this use"
+        )
+
+
+def is_on() -> bool:
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def hide(tensor: Tensor, parameter: str) -> None:
+    """Whoever uses the tensor from now on gets an error that names the parameter."""
+    readable = type(tensor)
+    if issubclass(readable, Unreadable):
+        return
+    fields = {"parameter": parameter, "readable": readable, "__slots__": ()}
+    tensor.__class__ = type(f"Unreadable{readable.__name__}", (Unreadable, readable), fields)
+
+
+def reveal(tensor: Tensor) -> None:
+    """The tensor is as it was before hide()."""
+    hidden = type(tensor)
+    if issubclass(hidden, Unreadable):
+        tensor.__class__ = hidden.readable
