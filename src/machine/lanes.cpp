@@ -170,13 +170,11 @@ Status Lanes::CreateAll(const LaneSizes& sizes) {
 }
 
 Status Lanes::CreateStreams(bool streams) {
-  HYBRIDOPT_ASSIGN(down, NewStream("gradients down"));
-  HYBRIDOPT_ASSIGN(up, NewStream("params up"));
+  HYBRIDOPT_ASSIGN(down, NewStream("down"));
+  HYBRIDOPT_ASSIGN(up, NewStream("up"));
   HYBRIDOPT_ASSIGN(compute, NewStream("device update"));
   if (!streams) return {};
-  HYBRIDOPT_ASSIGN(state_up, NewStream("state up"));
   HYBRIDOPT_ASSIGN(state_update, NewStream(kBackgroundStreamLabel));
-  HYBRIDOPT_ASSIGN(state_down, NewStream("state down"));
   return {};
 }
 

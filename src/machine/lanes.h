@@ -156,13 +156,13 @@ class Lanes {
   // Waits until the streams have done what is queued, or for device_timeout_ns.
   void AwaitStreams();
 
-  StreamHandle down = nullptr;     // device to host
-  StreamHandle up = nullptr;       // host to device
-  StreamHandle compute = nullptr;  // norm and updates on the device
-  // State that goes through the device's ring; NULL where that is never used.
-  StreamHandle state_up = nullptr;
-  StreamHandle state_update = nullptr;
-  StreamHandle state_down = nullptr;
+  // All copies of a direction share a stream. A copy engine serves streams in turns of
+  // milliseconds: state on a stream of its own kept gradients and params waiting, and the CPU
+  // threads with them.
+  StreamHandle down = nullptr;          // device to host
+  StreamHandle up = nullptr;            // host to device
+  StreamHandle compute = nullptr;       // norm and updates on the device
+  StreamHandle state_update = nullptr;  // of state in the device's ring; NULL where none is
   TimedEvent device_updated;
   EventHandle verdict_known = nullptr;  // on the host
   EventHandle verdict_set = nullptr;    // on the device, whoever made it

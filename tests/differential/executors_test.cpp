@@ -235,7 +235,8 @@ class PinnedCopiesDevice final : public ForwardingDevice {
   Result<StreamHandle> CreateStream(const char* label) override {
     Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
     std::lock_guard lock(mutex_);
-    if (stream.ok() && std::string(label).substr(0, 6) == "state ") streams_.insert(stream.value());
+    const std::string name = label;
+    if (stream.ok() && (name == "down" || name == "up")) streams_.insert(stream.value());
     return stream;
   }
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {

@@ -62,7 +62,8 @@ class LeakyDevice final : public ForwardingDevice {
   }
 
   Status StreamWait(StreamHandle stream, EventHandle event) override {
-    if (Leaks(Leak::kDownBehindGradients, stream, "gradients down")) return {};
+    if (Leaks(Leak::kDownBehindGradients, stream, "down") && !HasLabel(event, "state updated"))
+      return {};
     if (Leaks(Leak::kComputeBehindGradients, stream, "device update")) return {};
     if (Leaks(Leak::kUpdateBehindVerdict, event, "verdict set")) return {};
     if (Leaks(Leak::kUpdateBehindState, event, "state up")) return {};

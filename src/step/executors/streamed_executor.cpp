@@ -141,10 +141,10 @@ Status StreamedExecutor::Finish(uint32_t number) {
 Status StreamedExecutor::QueueUp(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
   const Range range("queue state up", chunks_[SlotOf(number)]);
-  HYBRIDOPT_TRY(device_.Record(slot.up.begin, lanes_.state_up));
+  HYBRIDOPT_TRY(device_.Record(slot.up.begin, lanes_.up));
   HYBRIDOPT_TRY(CopyStates(number, Direction::kUp));
   HYBRIDOPT_TRY(CopyHeldGrads(number));
-  return device_.Record(slot.up.end, lanes_.state_up);
+  return device_.Record(slot.up.end, lanes_.up);
 }
 
 Status StreamedExecutor::QueueUpdate(uint32_t number) {
@@ -165,10 +165,10 @@ Status StreamedExecutor::QueueUpdate(uint32_t number) {
 
 Status StreamedExecutor::QueueDown(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
-  HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_down, slot.updated.end));
-  HYBRIDOPT_TRY(device_.Record(slot.down.begin, lanes_.state_down));
+  HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, slot.updated.end));
+  HYBRIDOPT_TRY(device_.Record(slot.down.begin, lanes_.down));
   HYBRIDOPT_TRY(CopyStates(number, Direction::kDown));
-  return device_.Record(slot.down.end, lanes_.state_down);
+  return device_.Record(slot.down.end, lanes_.down);
 }
 
 // Launches what was listed from `first` on.
@@ -249,8 +249,8 @@ Status StreamedExecutor::Copy(Direction direction, std::byte* host, std::byte* d
   for (uint64_t begin = 0; begin < bytes;) {
     const uint64_t piece = std::min(bytes - begin, memory_.BytesOfCopy(host + begin));
     HYBRIDOPT_TRY(direction == Direction::kUp
-                      ? device_.CopyToDevice(lanes_.state_up, device + begin, host + begin, piece)
-                      : device_.CopyToHost(lanes_.state_down, host + begin, device + begin, piece));
+                      ? device_.CopyToDevice(lanes_.up, device + begin, host + begin, piece)
+                      : device_.CopyToHost(lanes_.down, host + begin, device + begin, piece));
     begin += piece;
   }
   return {};
@@ -267,7 +267,7 @@ Status StreamedExecutor::CopyHeldGrads(uint32_t number) {
     if (!param.active || param.host_grad == nullptr) continue;
     const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
     HYBRIDOPT_TRY(device_.CopyToDevice(
-        lanes_.state_up, HeldGrad(fragment, lanes_.stream_slot_data(SlotOf(number))),
+        lanes_.up, HeldGrad(fragment, lanes_.stream_slot_data(SlotOf(number))),
         param.host_grad + fragment.begin * element_bytes, fragment.count * element_bytes));
   }
   return {};
