@@ -271,7 +271,10 @@ Result<SimStream*> SimDevice::Forget(StreamHandle stream) {
 Result<EventHandle> SimDevice::CreateEvent(const char* label) {
   HYBRIDOPT_TRY(fault_.status());
   std::lock_guard lock(mutex_);
-  if (free_events_.empty()) free_events_.push_back(&events_.emplace_back());
+  if (free_events_.empty()) {
+    free_events_.reserve(events_.size() + 1);  // DestroyEvent, which may not fail, has room then
+    free_events_.push_back(&events_.emplace_back());
+  }
   SimEvent* event = free_events_.back();
   std::lock_guard event_lock(event->mutex);
   event->label = label;

@@ -168,6 +168,7 @@ void StateMemory::UnpinHost(const Residence* but_what_this_holds) {
 }
 
 Status StateMemory::PinPiece(const Piece& piece) {
+  pieces_.reserve(pieces_.size() + 1);  // nothing is pinned that is not noted
   HYBRIDOPT_TRY(context_.ReservePinned(piece.end - piece.begin));
   const Status status = device_.PinHost(arena_.data() + piece.begin, piece.end - piece.begin);
   if (status.ok())

@@ -126,7 +126,7 @@ def described(cls: type[Described], struct: abi.Struct, **extra: Any) -> Describ
         if field.name in values:
             continue
         value = getattr(struct, field.name)
-        if field.name.endswith("_state_bytes"):
+        if field.type == "dict[str, int]":
             value = {name: value[kind] for kind, name in _STATE_KINDS.items() if value[kind] > 0}
         elif field.name == "numa_bytes":
             value = {node: count for node, count in enumerate(value) if count > 0}
