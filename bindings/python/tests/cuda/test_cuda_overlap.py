@@ -83,7 +83,8 @@ def same(module, optimizer, other, plain):
         state, others = optimizer.state[one], plain.state[two]
         assert all(bits([state[key].cpu()]) == bits([others[key].cpu()]) for key in others)
     results, others = optimizer.step_results(), plain.step_results()
-    assert [result.grad_norm for result in results] == [result.grad_norm for result in others]
+    norms = [repr(result.grad_norm) for result in results]  # that of the skipped step is NaN
+    assert norms == [repr(result.grad_norm) for result in others]
     assert sum(result.skipped for result in results) == 1
     return True
 
