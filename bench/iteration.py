@@ -196,6 +196,8 @@ class Ours(Contender):
         missing = [name for name in arguments if name not in DEFAULT_OPTIONS]
         if missing:
             raise Unavailable(f"this hybridopt has no option {missing[0]}")
+        if options.device == "cpu" and arguments.get("host_executors") == "streamed":
+            raise Unavailable("state streams through a device that has memory of its own")
         self.model = make_model(options)
         self.optimizer = hybridopt.AdamW(
             self.model.named_parameters(),

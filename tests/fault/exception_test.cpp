@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "../sanitizers.h"
 #include "../temporary_directory.h"
 #include "trainer.h"
 
@@ -125,7 +126,9 @@ TEST_F(ExceptionTest, OfAFunctionOnAStreamFailsTheDevice) {
               {"exception of unknown type"});
 }
 
-// What a cancelled thread was in the middle of is not left half done.
+// What a cancelled thread was in the middle of is not left half done. The address sanitizer's own
+// code at a thread's end trips over the stack that cancelling has left.
+#if !HYBRIDOPT_ASAN
 TEST_F(ExceptionTest, AThreadThatIsCancelledInACallEndsBehindIt) {
   Trainer trainer({});
   Begin(trainer);
@@ -147,6 +150,7 @@ TEST_F(ExceptionTest, AThreadThatIsCancelledInACallEndsBehindIt) {
   EXPECT_TRUE(returned);
   trainer.Steps(1, 2);
 }
+#endif
 
 }  // namespace
 }  // namespace hybridopt::fault

@@ -96,8 +96,9 @@ Told Flattened(const Told& told) {
 
 // Which thread moves a chunk on, and what has to be waited for, depends on how fast they are.
 TEST(Ranges, OfAStepAreItsLanesAndChunks) {
-  Told told = Flattened(
-      Record(ThreeChunks(OFFLOAD_DEVICE_SIM), [](Trainer& trainer) { trainer.Steps(0, 1); }));
+  RunOptions run = ThreeChunks(OFFLOAD_DEVICE_SIM);
+  run.host_executors = OFFLOAD_EXECUTORS_CPU;
+  Told told = Flattened(Record(run, [](Trainer& trainer) { trainer.Steps(0, 1); }));
   EXPECT_GE(std::erase(told, "await workers"), 1u);
   EXPECT_EQ(std::erase(told, "await grads down 0"), 1u);
   std::erase(told, "await grads down 1");
@@ -107,6 +108,15 @@ TEST(Ranges, OfAStepAreItsLanesAndChunks) {
                         "queue grads down 1", "queue grads down 2", "queue params up 0",
                         "queue params up 1", "queue params up 2", "step 1", "update 0", "update 0",
                         "update 1", "update 1", "update 2", "update 2"}));
+}
+
+TEST(Ranges, OfAStreamedStepAreTheWaysOfItsState) {
+  RunOptions run = ThreeChunks(OFFLOAD_DEVICE_SIM);
+  run.host_executors = OFFLOAD_EXECUTORS_STREAMED;
+  const Told told = Flattened(Record(run, [](Trainer& trainer) { trainer.Steps(0, 1); }));
+  EXPECT_EQ(told, (Told{"await device update", "await gradients", "await state down 0",
+                        "await state down 1", "await state down 2", "norm", "queue state up 0",
+                        "queue state up 1", "queue state up 2", "step 1"}));
 }
 
 TEST(Ranges, OfAStepInPlaceAreNormAndUpdate) {

@@ -5,10 +5,11 @@
 //   state update      | 0 | 1 | 2 | 3 |      in place: the slot, and the caller's params
 //   state down            | 0 | 1 | 2 | 3 |  back to where they came from
 //
-// Events order the three streams, and nothing here waits for the caller's. State goes up before the
-// verdict on the gradients is known; the kernels read the verdict on the device, and are queued,
-// like all that comes down, only when the step is known not to be skipped. A chunk that a running
-// save has not read yet waits until it has: neither params nor state are written before.
+// The ways up and down share the streams of all copies (machine/lanes.h); updates have one of their
+// own. Events order them, and nothing here waits for the caller's. State goes up before the verdict
+// on the gradients is known; the kernels read the verdict on the device, and are queued, like all
+// that comes down, only when the step is known not to be skipped. A chunk that a running save has
+// not read yet waits until it has: neither params nor state are written before.
 //
 // A thread of its own takes chunks (chunk_queue.h) as slots become free, so it needs nothing of the
 // CPU workers, and they nothing of it.

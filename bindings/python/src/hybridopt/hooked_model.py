@@ -77,7 +77,7 @@ class ForwardHook(Hook):
         module = self._module()
         params: Iterable[Tensor] = self.params
         if module is not None and not module.training and not torch.is_grad_enabled():
-            # Shorter ways than the forward passes of modules below may be taken: torch.nn has some.
+            # Shorter ways than the forward passes of modules below may be taken then.
             params = module.parameters()
         waiter.wait(params)
 
