@@ -33,6 +33,10 @@ static std::atomic<uint64_t> allocations{0};
   if (data == nullptr) std::abort();
   return data;
 }
+[[gnu::noinline]] void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  allocations.fetch_add(1);
+  return std::malloc(bytes);
+}
 [[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
 [[gnu::noinline]] void operator delete(void* data, size_t) noexcept { std::free(data); }
 
