@@ -810,6 +810,22 @@ def test_moments_in_bf16(name, dtype):
 def test_other_moment_dtypes_are_refused():
     with pytest.raises(ValueError, match="Invalid state_dtype: torch.float16, expected torch.float32"):
         hybridopt.AdamW([Parameter(torch.ones(1))], state_dtype=torch.float16)
+    with pytest.raises(ValueError, match="'half', expected .* strings 'float32', 'fp32', 'bfloat16', 'bf16'"):
+        hybridopt.AdamW([Parameter(torch.ones(1))], state_dtype="half")
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *((name, torch.bfloat16) for name in ("bf16", "bfloat16", "torch.bfloat16")),
+        *((name, torch.float32) for name in ("fp32", "float32", "torch.float32")),
+    ],
+)
+def test_moment_dtypes_are_known_by_their_names(name, dtype):
+    param = Parameter(torch.ones(3))
+    optimizer = hybridopt.AdamW([param], state_dtype=name)
+    run(optimizer, [param], [0])
+    assert optimizer.state[param]["exp_avg"].dtype == dtype
 
 
 # --------------------------------------------------------------------------------- split masters --

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,7 +60,15 @@ def __getattr__(name: str) -> Any:
         return build_info.split(",")[0].split()[1]
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    try:
+        return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"hybridopt.{name} needs torch, which this Python ({sys.executable}) does not have; install torch "
+            "2.6 or newer (pip install torch), or use hybridopt.abi, which does without"
+        ) from None
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import abi
 from .modes import in_no_mode
 from .optimizer import OffloadOptimizer
-from .options import OffloadOptions
+from .options import OffloadOptions, state_dtype_of, with_options
 from .shown import count_dtype
 from .tensors import like_param, local
 
@@ -49,8 +49,24 @@ def _adam_fields(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@with_options
 class Adam(OffloadOptimizer, torch.optim.Adam):
-    """torch.optim.Adam with its state in host memory. `foreach` and `fused` change nothing here."""
+    """torch.optim.Adam with its state in host memory.
+
+    Args:
+        params (iterable): params to optimize, (name, param) pairs such as model.named_parameters(), or
+            dicts that are param groups. Any shape; fp32, bf16 or fp16; all on one device. Names are
+            the keys of checkpoints.
+        lr (float or Tensor, default 1e-3): learning rate. A Tensor has one element.
+        betas (two floats, default (0.9, 0.999)): decay a step of the averages of gradient and square, from
+            0 to below 1.
+        eps (float, default 1e-8): added to the root of the average square.
+        weight_decay (float, default 0): L2 penalty, added to the gradient as weight_decay * param.
+        amsgrad, capturable, differentiable (bool, default False): True is refused.
+        maximize (bool, default False): ascends instead.
+        foreach, fused (bool, default None): change nothing here.
+        decoupled_weight_decay (bool, default False): True makes it AdamW; needs torch 2.7.
+    """
 
     def __init__(
         self,
@@ -105,8 +121,23 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
         return _adam_fields(group)
 
 
+@with_options
 class AdamW(OffloadOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW with its state in host memory. `foreach` and `fused` change nothing here."""
+    """torch.optim.AdamW with its state in host memory.
+
+    Args:
+        params (iterable): params to optimize, (name, param) pairs such as model.named_parameters(), or
+            dicts that are param groups. Any shape; fp32, bf16 or fp16; all on one device. Names are
+            the keys of checkpoints.
+        lr (float or Tensor, default 1e-3): learning rate. A Tensor has one element.
+        betas (two floats, default (0.9, 0.999)): decay a step of the averages of gradient and square, from
+            0 to below 1.
+        eps (float, default 1e-8): added to the root of the average square.
+        weight_decay (float, default 1e-2): decoupled: params shrink by lr * weight_decay of themselves.
+        amsgrad, capturable, differentiable (bool, default False): True is refused.
+        maximize (bool, default False): ascends instead.
+        foreach, fused (bool, default None): change nothing here.
+    """
 
     def __init__(
         self,
@@ -147,8 +178,24 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
         return _adam_fields(group)
 
 
+@with_options
 class SGD(OffloadOptimizer, torch.optim.SGD):
-    """torch.optim.SGD with its momentum in host memory. `foreach` and `fused` change nothing here."""
+    """torch.optim.SGD with its momentum in host memory.
+
+    Args:
+        params (iterable): params to optimize, (name, param) pairs such as model.named_parameters(), or
+            dicts that are param groups. Any shape; fp32, bf16 or fp16; all on one device. Names are
+            the keys of checkpoints.
+        lr (float or Tensor, default 1e-3): learning rate. A Tensor has one element.
+        momentum (float, default 0): share of the momentum that a step keeps. 0: no momentum, and no
+            state but masters.
+        dampening (float, default 0): share of the gradient that momentum does not take.
+        weight_decay (float, default 0): L2 penalty, added to the gradient as weight_decay * param.
+        nesterov (bool, default False): looks one step of the momentum ahead.
+        maximize (bool, default False): ascends instead.
+        differentiable (bool, default False): True is refused.
+        foreach, fused (bool, default None): change nothing here.
+    """
 
     def __init__(
         self,
@@ -228,9 +275,24 @@ class _FromPaper(OffloadOptimizer):
             group.setdefault("fused", None)
 
 
+@with_options
 class Lion(_FromPaper):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023) with its momentum in
-    host memory. `foreach` and `fused` change nothing here."""
+    host memory.
+
+    Args:
+        params (iterable): params to optimize, (name, param) pairs such as model.named_parameters(), or
+            dicts that are param groups. Any shape; fp32, bf16 or fp16; all on one device. Names are
+            the keys of checkpoints.
+        lr (float or Tensor, default 1e-4): learning rate. A Tensor has one element.
+            Each element moves by just this much.
+        betas (two floats, default (0.9, 0.99)): share of the momentum in the direction of a step, and what
+            a step keeps of it, from 0 to below 1.
+        weight_decay (float, default 0): decoupled: params shrink by lr * weight_decay of themselves.
+        maximize (bool, default False): ascends instead.
+        differentiable (bool, default False): True is refused.
+        foreach, fused (bool, default None): change nothing here.
+    """
 
     def __init__(
         self,
@@ -270,10 +332,23 @@ class Lion(_FromPaper):
         }
 
 
+@with_options
 class Signum(_FromPaper):
     """Signum, that is signSGD with momentum (Bernstein et al., "signSGD: Compressed Optimisation for
-    Non-Convex Problems", 2018), with its momentum in host memory. `weight_decay` is decoupled, as in
-    AdamW. `foreach` and `fused` change nothing here."""
+    Non-Convex Problems", 2018), with its momentum in host memory.
+
+    Args:
+        params (iterable): params to optimize, (name, param) pairs such as model.named_parameters(), or
+            dicts that are param groups. Any shape; fp32, bf16 or fp16; all on one device. Names are
+            the keys of checkpoints.
+        lr (float or Tensor, default 1e-4): learning rate. A Tensor has one element.
+            Each element moves by just this much.
+        momentum (float, default 0.9): share of the momentum that a step keeps, from 0 to below 1.
+        weight_decay (float, default 0): decoupled: params shrink by lr * weight_decay of themselves.
+        maximize (bool, default False): ascends instead.
+        differentiable (bool, default False): True is refused.
+        foreach, fused (bool, default None): change nothing here.
+    """
 
     def __init__(
         self,
@@ -310,8 +385,23 @@ class Signum(_FromPaper):
         }
 
 
+@with_options
 class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
-    """torch.optim.Adagrad with its sums in host memory. `foreach` and `fused` change nothing here."""
+    """torch.optim.Adagrad with its sums in host memory.
+
+    Args:
+        params (iterable): params to optimize, (name, param) pairs such as model.named_parameters(), or
+            dicts that are param groups. Any shape; fp32, bf16 or fp16; all on one device. Names are
+            the keys of checkpoints.
+        lr (float or Tensor, default 1e-2): learning rate. A Tensor has one element.
+        lr_decay (float, default 0): step k is made with lr / (1 + (k - 1) * lr_decay).
+        weight_decay (float, default 0): L2 penalty, added to the gradient as weight_decay * param.
+        initial_accumulator_value (float, default 0): of the sums of squares before the first step.
+        eps (float, default 1e-10): added to the root of the sum.
+        maximize (bool, default False): ascends instead.
+        differentiable (bool, default False): True is refused.
+        foreach, fused (bool, default None): change nothing here.
+    """
 
     def __init__(
         self,
@@ -354,7 +444,7 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
             for param in group["params"]:
                 if param not in seen and dict.get(self._state, param) is None:
                     begin = group["initial_accumulator_value"]
-                    dtype = self._options["state_dtype"]
+                    dtype = state_dtype_of(self._options["state_dtype"])
                     sums = torch.full(local(param).shape, begin, dtype=dtype, device="cpu")
                     count = torch.zeros((), dtype=count_dtype(), device="cpu")
                     entry = {"step": count, "sum": like_param(sums, param)}

@@ -22,6 +22,7 @@ from .options import (
     NUMA_POLICIES,
     OffloadOptions,
     movable_bits,
+    state_dtype_of,
 )
 from .placement import Leftover, Placement
 from .registered import Slot
@@ -95,7 +96,7 @@ def make_engine(
             history,
             device_fraction=device_fraction,
             movable=movable_bits(options["movable"]),
-            moment_dtype=DTYPES[options["state_dtype"]],
+            moment_dtype=DTYPES[state_dtype_of(options["state_dtype"])],
             master_layout=MASTER_LAYOUTS[options["master_layout"]],
             host_executors=HOST_EXECUTORS[options["host_executors"]],
             **({} if comm is None else comm.options()),

@@ -38,7 +38,7 @@ from .options import (
     refuse_in_group,
 )
 from .overlap import Overlap
-from .placement import Leftover, Placement
+from .placement import Leftover, Placement, mebibytes
 from .plans import Plan, Stats, StepResult, described
 from .registered import Slot, wide_gradients
 from .state import Entry, State
@@ -612,6 +612,33 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.reload(params=params, grads=grads, states=states)
 
     # --------------------------------------------------------------------------------- looking --
+
+    def __repr__(self) -> str:
+        """As torch's, and what is particular here."""
+        groups = super().__repr__().removesuffix(")")
+        lines = "".join(f"    {name}: {value}\n" for name, value in self._particulars().items())
+        return f"{groups}Offload\n{lines})"
+
+    def _particulars(self) -> dict[str, Any]:
+        """For repr(), which neither waits nor makes an engine, and never raises."""
+        particulars: dict[str, Any] = {
+            key: self._options.get(key)
+            for key in ("offload_fraction", "host_executors", "master_layout", "max_grad_norm", "state_dtype")
+        }
+        if self._closed:
+            return {**particulars, "bytes": "none, the optimizer is closed"}
+        if self._engine is None:
+            return {**particulars, "bytes": "none before the first step; plan() tells them"}
+        particulars["offload_fraction"] = self._placement.offload_fraction
+        try:
+            stats = self.stats()
+        except abi.HybridoptError as error:  # in a forked child
+            return {**particulars, "bytes": f"not known: {error}"}
+        particulars["bytes"] = (
+            f"{mebibytes(stats.states_on_host_bytes)} of state on the host, "
+            f"{mebibytes(stats.states_on_device_bytes)} on the device"
+        )
+        return particulars
 
     @in_no_mode
     def plan(self) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -12,68 +12,78 @@ from torch import nn
 from . import abi, placement
 from .local_ranks import check_local_rank, mask_of
 
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
 
 class OffloadOptions(TypedDict, total=False):
-    """Keyword arguments that all optimizers here have beside torch's."""
+    """Keyword arguments that all optimizers here have beside torch's.
+
+    Options:
+        offload_fraction (float or "auto", default 1.0): share of the state's elements that lives on the
+            host, 0.0 to 1.0. "auto" leaves as much on the device as device_budget_bytes allows, or
+            without that as the device has left after two steps.
+        device_budget_bytes (int, default None): with "auto", how many bytes of the device the state may
+            take. None: what the device has left after two steps; all of it goes back to the host if
+            torch runs out of memory later.
+        device_headroom (float, default None): with "auto" and without a budget, the share of the device
+            that stays free, 0.0 to below 1.0. None is 0.1.
+        state_dtype (torch.dtype or str, default torch.float32): of moments; torch.bfloat16 is rounded at
+            random so that small changes are not lost. As a string "float32", "fp32", "bfloat16" or
+            "bf16". Masters stay in fp32.
+        master_layout (str, default "fp32"): of the fp32 masters of bf16 params, "fp32", 4 bytes an
+            element, or "split", 2 bytes: the param is the upper half, and only the lower one is kept.
+            The same bits. What the host keeps of a param on a GPU stays whole.
+        host_executors (str, default "auto"): who updates the host's share of params on a GPU. "auto": CPU
+            threads and, where the host's state can be pinned, the GPU, through which state then streams;
+            "cpu" or "streamed": one of them alone. The same bits.
+        check_weights (bool, default None): True compares every param in 16 bits with its master before
+            each step, so that no write is missed; it reads both once more. False looks at those whose
+            version, or 512 bytes of content, tell of a write. None is True for params on the CPU, False
+            for those on a GPU.
+        threads (int, default 0): CPU threads that update the host's share; 0 is one per CPU of this rank.
+        numa_policy (str, default "near"): where host memory lies on a machine of several NUMA nodes,
+            "near" the update threads or "interleaved" page by page over all nodes that this process may
+            use. Where that cannot be had, a line on stderr says why.
+        local_rank (int, default None): the number of this rank among those that share the host's CPUs.
+            None: ranks of the process group count themselves; without one LOCAL_RANK says.
+        local_world (int, default None): how many ranks share the host's CPUs; 1 for a rank with CPUs of
+            its own. None: as counted, else as LOCAL_WORLD_SIZE says.
+        numa_nodes (ints, default None): the NUMA nodes of update threads and host memory. None: those
+            near the device.
+        pin (bool, default True): staging memory that the system does not pin is an error. False: it is
+            then used unpinned, which is slower.
+        max_grad_norm (float, default None): clips the global norm of the gradients inside the step, as
+            torch.nn.utils.clip_grad_norm_ does before it. None: no clipping.
+        movable (str or strs, default ()): what offload() may move, one or some of "params", "grads" and
+            "states". Room for it on the host is taken with the state.
+        overlap (nn.Module, default None): the model. step() returns at once, and the model's modules wait
+            for their params (OffloadOptimizer.overlap). None: step() waits.
+        process_group (ProcessGroup, default None): the ranks that agree on norm, clipping and skipped
+            steps. None: those of the DTensors' largest mesh, or this process alone.
+        replica_group (ProcessGroup, default None): the ranks that hold the same params, those that
+            DistributedDataParallel averages over. None: those that the DTensors' meshes connect.
+        comm_timeout_seconds (float, default 600.0): a rank that does not answer for so long has failed.
+    """
 
     offload_fraction: float | str
-    """Share of the state that lives on the host: 1.0 (the default) is all; "auto" leaves as much on
-    the device as device_budget_bytes allows, or without that as the device has left after two steps."""
     device_budget_bytes: int | None
-    """With "auto": how many bytes of the device the state may take. None (the default): what the device
-    has left after two steps. All of it goes back to the host if torch runs out of memory later."""
     device_headroom: float | None
-    """With "auto" and without a budget: the share of the device that stays free; None (the default) is
-    0.1."""
-    state_dtype: torch.dtype
-    """Of moments: torch.float32 (the default), or torch.bfloat16, rounded at random so that small
-    changes are not lost. Masters stay in fp32."""
+    state_dtype: torch.dtype | str
     master_layout: str
-    """Of the fp32 masters of bf16 params: "fp32" (the default), 4 bytes an element, or "split", 2
-    bytes: the param is the upper half, and only the lower one is kept. The same bits. What the host
-    keeps of a param on a GPU stays whole."""
     host_executors: str
-    """Who updates the host's share of params on a GPU: "auto" (the default), CPU threads and, where the
-    host's state can be pinned, the GPU, through which state then streams; "cpu" or "streamed": one of
-    them alone. The same bits."""
     check_weights: bool | None
-    """True: every param in 16 bits is compared with its master before each step, so that no write is
-    missed; it reads both once more. False: where a param's version says that it has been written, or
-    512 bytes of it do. None (the default) is True for params on the CPU, False for those on a GPU."""
     threads: int
-    """CPU threads that update the host's share; 0 (the default) is one per CPU of this rank."""
     numa_policy: str
-    """Where host memory lies on a machine of several NUMA nodes: "near" the update threads (the
-    default), or "interleaved" page by page over all nodes that this process may use. Where that
-    cannot be had, a line on stderr says why."""
     local_rank: int | None
-    """The number of this rank among those that share the host's CPUs. None (the default): ranks of the
-    process group count themselves; without one LOCAL_RANK says."""
     local_world: int | None
-    """How many ranks share the host's CPUs; 1 for a rank with CPUs of its own. None (the default): as
-    counted, else as LOCAL_WORLD_SIZE says."""
     numa_nodes: Iterable[int] | None
-    """The NUMA nodes of update threads and host memory. None (the default): those near the device."""
     pin: bool
-    """True (the default): staging memory that the system does not pin is an error; False: it is then
-    used unpinned, which is slower."""
     max_grad_norm: float | None
-    """Clips the global norm of the gradients inside the step, as torch.nn.utils.clip_grad_norm_ does
-    before it; None (the default): no clipping."""
     movable: str | Iterable[str]
-    """What offload() may move: one or some of "params", "grads" and "states". Room for it on the host is
-    taken with the state; none (the default) is taken for nothing."""
     overlap: nn.Module | None
-    """The model: step() returns at once, and its modules wait for their params (OffloadOptimizer.overlap).
-    None (the default): step() waits."""
     process_group: Any
-    """The ranks that agree on norm, clipping and skipped steps, as a torch.distributed.ProcessGroup;
-    None (the default): those of the DTensors' largest mesh, or this process alone."""
     replica_group: Any
-    """The ranks that hold the same params, as a torch.distributed.ProcessGroup: those that
-    DistributedDataParallel averages over. None (the default): those that the DTensors' meshes connect."""
     comm_timeout_seconds: float
-    """A rank that does not answer for so long has failed; 600 (the default) is 10 minutes."""
 
 
 MASTER_LAYOUTS = {"fp32": abi.OFFLOAD_MASTER_FP32, "split": abi.OFFLOAD_MASTER_SPLIT}
@@ -87,6 +97,12 @@ MOVABLE = {
     "grads": abi.OFFLOAD_MOVABLE_GRADS,
     "states": abi.OFFLOAD_MOVABLE_STATES,
     "accumulate": abi.OFFLOAD_MOVABLE_ACCUMULATE | abi.OFFLOAD_MOVABLE_GRADS,
+}
+STATE_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
 }
 NUMA_POLICIES = {"near": abi.OFFLOAD_NUMA_NEAR, "interleaved": abi.OFFLOAD_NUMA_INTERLEAVED}
 DEFAULT_OPTIONS: OffloadOptions = {
@@ -122,6 +138,24 @@ def movable_bits(names: Iterable[str]) -> int:
     return bits
 
 
+def state_dtype_of(state_dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of moments, which configuration files name by a string."""
+    for name, dtype in STATE_DTYPES.items():
+        if state_dtype in (dtype, name, f"torch.{name}"):
+            return dtype
+    raise ValueError(
+        f"Invalid state_dtype: {state_dtype!r}, expected torch.float32 or torch.bfloat16, or one of the "
+        f"strings {', '.join(map(repr, STATE_DTYPES))}"
+    )
+
+
+def with_options(cls: type[Optimizer]) -> type[Optimizer]:
+    """A class decorator: the docstring lists the options of OffloadOptions too."""
+    if cls.__doc__ and OffloadOptions.__doc__:  # python -OO has neither
+        cls.__doc__ = cls.__doc__.rstrip() + "\n" + OffloadOptions.__doc__.partition("\n")[2]
+    return cls
+
+
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ValueError(
@@ -153,11 +187,7 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
         merged["offload_fraction"], merged["device_budget_bytes"], merged["device_headroom"]
     )
     check_max_grad_norm(merged["max_grad_norm"])
-    if merged["state_dtype"] not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"Invalid state_dtype: {merged['state_dtype']}, expected torch.float32 or "
-            "torch.bfloat16"
-        )
+    merged["state_dtype"] = state_dtype_of(merged["state_dtype"])
     if merged["master_layout"] not in MASTER_LAYOUTS:
         raise ValueError(
             f"Invalid master_layout: {merged['master_layout']!r}, expected 'fp32' or 'split'"
