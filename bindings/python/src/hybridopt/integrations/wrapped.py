@@ -1,0 +1,42 @@
+"""Finding the optimizer inside of what frameworks wrap around it, and telling it the names of params."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..optimizer import OffloadOptimizer
+
+# What wrappers of modules put into the names of params: DistributedDataParallel, torch.compile,
+# activation checkpointing.
+WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def unwrapped(optimizer: Any) -> OffloadOptimizer:
+    """The optimizer of this package that a framework's wrapper holds as `optimizer`."""
+    inner = optimizer
+    while not isinstance(inner, OffloadOptimizer):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            raise TypeError(
+                f"the optimizer is a {type(optimizer).__name__}, expected one of hybridopt (AdamW, Adam, SGD, "
+                "Lion, Signum, Adagrad) or a wrapper around one"
+            )
+    return inner
+
+
+def name_params(optimizer: OffloadOptimizer, model: nn.Module) -> None:
+    """Gives the params of groups without names those that they have in the model, before the first step:
+    checkpoints find params by name."""
+    names: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        for wrapper in WRAPPERS:
+            name = name.removeprefix(wrapper) if wrapper == WRAPPERS[0] else name.replace(wrapper, "")
+        names.setdefault(param, name)
+    groups = optimizer.param_groups
+    if any("param_names" in group for group in groups):
+        return
+    if all(param in names for group in groups for param in group["params"]):
+        for group in groups:
+            group["param_names"] = [names[param] for param in group["params"]]

@@ -1,0 +1,155 @@
+"""transformers' Trainer with the optimizer and the callback: the same losses and weights as with torch's
+optimizer, whatever is offloaded, overlapped, saved and resumed."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import hybridopt
+from hybridopt.integrations.transformers import OffloadCallback
+from models import bits
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        tokens = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def llama(dtype=torch.float32):
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def trainer_of(folder, cls, kwargs, callbacks=(), dtype=torch.float32, steps=6, **arguments):
+    defaults = {"max_grad_norm": 0.0, "save_strategy": "no", "lr_scheduler_type": "cosine"}
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        seed=7,
+        **{**defaults, **arguments},
+    )
+    return Trainer(
+        model=llama(dtype),
+        args=args,
+        train_dataset=Tokens(),
+        optimizer_cls_and_kwargs=(cls, {"lr": 1e-2, **kwargs}),
+        callbacks=list(callbacks),
+    )
+
+
+def weights(trainer):
+    return bits(trainer.model.parameters())
+
+
+def test_trains_as_with_torchs_optimizer(tmp_path):
+    """fp32 on the CPU: updates differ in the last bits from torch's; far less than they are."""
+    ours = trainer_of(tmp_path, hybridopt.AdamW, {}, [OffloadCallback()], weight_decay=0.1)
+    torchs = trainer_of(tmp_path, torch.optim.AdamW, {}, weight_decay=0.1)
+    start = [param.detach().clone() for param in torchs.model.parameters()]
+    ours.train(), torchs.train()
+    assert isinstance(ours.optimizer.optimizer, hybridopt.AdamW)
+    assert [group["weight_decay"] for group in ours.optimizer.param_groups] == [0.1, 0.0]
+    for one, other, begin in zip(ours.model.parameters(), torchs.model.parameters(), start):
+        assert (other - begin).norm() > 0
+        assert (one - other).norm() < 1e-4 * (other - begin).norm()
+
+
+def test_clips_inside_of_the_step(tmp_path):
+    """Trainer's clipping before the step multiplies gradients by nearly the same factor."""
+    inside = trainer_of(tmp_path, hybridopt.SGD, {"max_grad_norm": 0.1}, [OffloadCallback()])
+    before = trainer_of(tmp_path, hybridopt.SGD, {}, [OffloadCallback()], max_grad_norm=0.1)
+    start = [param.detach().clone() for param in before.model.parameters()]
+    inside.train(), before.train()
+    assert inside.optimizer.optimizer.last_step().grad_clip < 0.5
+    assert before.optimizer.optimizer.last_step().grad_clip == 1.0
+    for one, other, begin in zip(inside.model.parameters(), before.model.parameters(), start):
+        assert (one - other).norm() < 1e-4 * (other - begin).norm()
+
+
+def test_clipping_twice_is_refused(tmp_path):
+    trainer = trainer_of(
+        tmp_path, hybridopt.AdamW, {"max_grad_norm": 1.0}, [OffloadCallback()], max_grad_norm=1.0
+    )
+    with pytest.raises(ValueError, match="clipped twice; set TrainingArguments\\(max_grad_norm=0.0\\)"):
+        trainer.train()
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, torch.optim.AdamW, {}, [OffloadCallback()])
+    with pytest.raises(TypeError, match="is a AcceleratedOptimizer, expected one of hybridopt"):
+        trainer.train()
+
+
+def test_overlap_gives_the_same_bits(tmp_path):
+    made = []
+    for overlap in (False, True):
+        trainer = trainer_of(
+            tmp_path,
+            hybridopt.AdamW,
+            {"max_grad_norm": 0.5},
+            [OffloadCallback(overlap=overlap)],
+            dtype=torch.bfloat16,
+            gradient_accumulation_steps=2,
+        )
+        trainer.train()
+        made.append((weights(trainer), [entry.get("loss") for entry in trainer.state.log_history]))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resumes_with_the_same_bits(tmp_path, dtype):
+    options = {"max_grad_norm": 0.5}
+    arguments = {"save_strategy": "steps", "save_steps": 3, "dtype": dtype}
+    whole = trainer_of(tmp_path, hybridopt.AdamW, options, [OffloadCallback(overlap=True)], **arguments)
+    whole.train()
+    resumed = trainer_of(tmp_path / "b", hybridopt.AdamW, options, [OffloadCallback()], **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert weights(resumed) == weights(whole)
+
+
+def test_checkpoints_of_the_library_have_the_models_names(tmp_path):
+    """Trainer's optimizer.pt and scheduler are not there: state comes from the library's checkpoint alone."""
+
+    def trainer(folder, **options):
+        arguments = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
+        kwargs = {"state_dtype": "bf16"}
+        callbacks = [OffloadCallback(**options)]
+        return trainer_of(folder, hybridopt.AdamW, kwargs, callbacks, dtype=torch.bfloat16, **arguments)
+
+    whole = trainer(tmp_path, save_checkpoint=True)
+    whole.train()
+    folder = tmp_path / "checkpoint-3"
+    _, params = hybridopt.abi.checkpoint_inspect(folder / "hybridopt")
+    names = {name for name, _ in llama().named_parameters()}
+    assert {param.name for param in params} == names
+
+    (folder / "optimizer.pt").unlink()
+    without = trainer(tmp_path / "without")
+    without.train(resume_from_checkpoint=str(folder))
+    assert weights(without) != weights(whole)
+    again = trainer(tmp_path / "again", load_from=folder / "hybridopt")
+    again.train(resume_from_checkpoint=str(folder))
+    assert weights(again) == weights(whole)
+
+
+def test_train_may_be_called_again(tmp_path):
+    trainer = trainer_of(tmp_path, hybridopt.AdamW, {}, [OffloadCallback(overlap=True)])
+    trainer.train()
+    trainer.callback_handler.callbacks[-1].on_train_begin(
+        trainer.args, trainer.state, trainer.control, optimizer=trainer.optimizer, model=trainer.model
+    )  # and has raised after that
+    trainer.train()
