@@ -1,0 +1,48 @@
+"""Lightning: configure_optimizers() returns an optimizer of this package, and a callback lets its steps go
+on beside the forward pass:
+
+    Trainer(..., callbacks=[OffloadCallback(overlap=True)])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from ..overlap import Overlap
+from .wrapped import name_params, unwrapped
+
+
+class OffloadCallback(Callback):
+    """What Trainer does not do by itself.
+
+    Args:
+        overlap (bool, default False): steps go on beside the next forward pass (OffloadOptimizer.overlap).
+    """
+
+    def __init__(self, overlap: bool = False) -> None:
+        self._is_overlapping = overlap
+        self._overlaps: list[Overlap] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in map(unwrapped, trainer.optimizers):
+            if optimizer.max_grad_norm is not None and trainer.gradient_clip_val:
+                raise ValueError(
+                    f"Trainer has gradient_clip_val={trainer.gradient_clip_val} and the optimizer "
+                    f"max_grad_norm={optimizer.max_grad_norm}: gradients would be clipped twice; leave "
+                    "gradient_clip_val out, and the step clips without another pass over them"
+                )
+            name_params(optimizer, pl_module)
+            if self._is_overlapping:
+                self._overlaps.append(optimizer.overlap(pl_module))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()  # whoever reads weights after fit() need not know of it
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        while self._overlaps:
+            self._overlaps.pop().remove()
