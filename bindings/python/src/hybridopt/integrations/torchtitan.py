@@ -50,9 +50,9 @@ class OffloadOptimizersContainer(OptimizersContainer):
             )
         by_name = config.optimizer_factory_kwargs_by_name
         options = {name: {**config.offload, **by_name.get(name, {})} for name in {*NAMES, *by_name}}
-        super().__init__(
-            replace(config, optimizer_factory_kwargs_by_name=options), model_parts=model_parts
-        )
+        merged = replace(config)
+        merged.optimizer_factory_kwargs_by_name = options
+        super().__init__(merged, model_parts=model_parts)
         if config.overlap:
             self._overlap()
 
