@@ -5,8 +5,6 @@
 namespace hybridopt {
 
 SideThread::~SideThread() {
-  // In a child of fork a thread that is not there may hold the mutex for ever.
-  if (fork_generation_ != prim::ForkGeneration()) return;
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;

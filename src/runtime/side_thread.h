@@ -2,7 +2,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <cstdint>
 #include <mutex>
 #include <optional>
 
@@ -15,7 +14,9 @@ namespace hybridopt {
 class SideThread {
  public:
   SideThread() = default;  // starts nothing
-  ~SideThread();  // ends the thread, which has no work then; in a forked child it leaves it alone
+  // Ends the thread, which has no work then. Not in a forked child, where the thread does not exist
+  // and what it waited on cannot be destroyed; there the objects of the parent stay as they are.
+  ~SideThread();
   SideThread(const SideThread&) = delete;
   SideThread& operator=(const SideThread&) = delete;
 
@@ -29,7 +30,6 @@ class SideThread {
  private:
   void Loop();
 
-  const uint64_t fork_generation_ = prim::ForkGeneration();
   std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<FunctionRef<void()>> work_;  // guarded by mutex_

@@ -282,7 +282,7 @@ TEST(StreamWaitTest, AllParamsAreNewBehindTheWholeStep) {
 TEST(StreamWaitTest, AFailedStepReleasesWaitingStreams) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, TwelveParams(), 1, 42);
   ContextSetting setting = OnDevice(OFFLOAD_DEVICE_SIM);
-  setting.device_timeout_ns = 30'000'000;
+  setting.device_timeout_ns = 1'000'000'000;
   const TestContext context(setting);
   const Stream producer(context);
   const Stream consumer(context);

@@ -20,7 +20,7 @@ extern "C" const char* __tsan_default_options() { return "report_thread_leaks=0"
 namespace hybridopt::fault {
 namespace {
 
-constexpr uint64_t kTimeoutNs = 50'000'000;
+constexpr uint64_t kTimeoutNs = 1'000'000'000;  // a busy machine may lose half a second
 constexpr int kMoreThanAQueueHolds = 3000;
 
 RunOptions Options() {
@@ -50,7 +50,7 @@ TEST(StuckTest, ACallBehindAFullQueueEndsAndChangesNothing) {
   Gate gate;
   EXPECT_OFFLOAD_OK(offload_stream_run(trainer.context, nullptr, Gate::Hold, &gate));
   ExpectError(FillQueue(trainer.context), OFFLOAD_DEVICE_FAILED,
-              {"stream \"NULL\" has 1024 commands queued", "made no progress for 0.1 s",
+              {"stream \"NULL\" has 1024 commands queued", "made no progress for 1.0 s",
                "device_timeout_ns"});
   ExpectError(offload_optimizer_step(trainer.optimizer, nullptr, nullptr), OFFLOAD_DEVICE_FAILED,
               {"stream \"NULL\" has 1024 commands queued"});
