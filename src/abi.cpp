@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "base/files.h"
-#include "checkpoint/inspect.h"
+#include "checkpoint/format/inspect.h"
 #include "checkpoint/reader.h"
 #include "machine/context.h"
 #include "optimizer/handle_table.h"

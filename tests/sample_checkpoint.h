@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/format.h"
-#include "checkpoint/hash.h"
+#include "checkpoint/format/format.h"
+#include "checkpoint/format/hash.h"
 #include "kernels/convert.h"
 
 namespace hybridopt::checkpoint {

@@ -7,8 +7,8 @@
 #include <map>
 
 #include "base/function_ref.h"
+#include "checkpoint/format/reshard.h"
 #include "checkpoint/reader.h"
-#include "checkpoint/reshard.h"
 #include "memory/arena.h"
 
 namespace tool {

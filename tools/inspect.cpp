@@ -3,7 +3,7 @@
 #include <set>
 #include <sstream>
 
-#include "checkpoint/group_fields.h"
+#include "checkpoint/format/group_fields.h"
 #include "checkpoint/reader.h"
 #include "commands.h"
 #include "kernels/algorithms.h"

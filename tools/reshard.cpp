@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "checkpoint/hash.h"
+#include "checkpoint/format/hash.h"
 #include "checkpoint/pending_directory.h"
 #include "commands.h"
 #include "gatherer.h"

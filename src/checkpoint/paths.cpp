@@ -3,7 +3,7 @@
 #include <cerrno>
 
 #include "checkpoint/file_io.h"
-#include "checkpoint/format.h"
+#include "checkpoint/format/format.h"
 
 namespace hybridopt::checkpoint {
 

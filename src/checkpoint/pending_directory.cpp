@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "checkpoint/file_io.h"
-#include "checkpoint/format.h"
-#include "checkpoint/json.h"
+#include "checkpoint/format/format.h"
+#include "checkpoint/format/json.h"
 #include "checkpoint/paths.h"
 
 namespace hybridopt::checkpoint {

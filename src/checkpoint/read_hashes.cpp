@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "base/check.h"
-#include "checkpoint/hash.h"
+#include "checkpoint/format/hash.h"
 
 namespace hybridopt::checkpoint {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "base/check.h"
 #include "checkpoint/block_reader.h"
-#include "checkpoint/hash.h"
+#include "checkpoint/format/hash.h"
 #include "memory/arena.h"
 
 namespace hybridopt::checkpoint {

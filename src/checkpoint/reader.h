@@ -10,7 +10,7 @@
 #include "base/function_ref.h"
 #include "base/status.h"
 #include "checkpoint/file_io.h"
-#include "checkpoint/format.h"
+#include "checkpoint/format/format.h"
 #include "checkpoint/read_hashes.h"
 
 namespace hybridopt::checkpoint {

@@ -1,7 +1,7 @@
 // Optimizer's saves and loads: checked and queued here, done in checkpoints.cpp.
 #include <utility>
 
-#include "checkpoint/json.h"
+#include "checkpoint/format/json.h"
 #include "checkpoint/paths.h"
 #include "checkpoint/pending_directory.h"
 #include "optimizer/optimizer.h"

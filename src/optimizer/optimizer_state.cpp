@@ -1,5 +1,5 @@
 // Optimizer's views of its state and what it counts.
-#include "checkpoint/format.h"
+#include "checkpoint/format/format.h"
 #include "kernels/algorithms.h"
 #include "optimizer/optimizer.h"
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/format.h"
+#include "checkpoint/format/format.h"
 #include "state/param_table.h"
 #include "state/shape.h"
 

@@ -7,7 +7,7 @@
 
 #include "base/ranges.h"
 #include "checkpoint/file_io.h"
-#include "checkpoint/json.h"
+#include "checkpoint/format/json.h"
 #include "save/checkpoint_files.h"
 
 namespace hybridopt {

@@ -6,8 +6,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "checkpoint/hash.h"
-#include "checkpoint/reshard.h"
+#include "checkpoint/format/hash.h"
+#include "checkpoint/format/reshard.h"
 #include "kernels/convert.h"
 #include "runtime/work_pieces.h"
 #include "save/checkpoint_files.h"

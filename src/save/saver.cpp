@@ -8,7 +8,7 @@
 #include "base/prim.h"
 #include "base/ranges.h"
 #include "checkpoint/file_io.h"
-#include "checkpoint/hash.h"
+#include "checkpoint/format/hash.h"
 #include "kernels/convert.h"
 #include "save/checkpoint_files.h"
 

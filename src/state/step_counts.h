@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "checkpoint/format.h"
+#include "checkpoint/format/format.h"
 
 namespace hybridopt {
 

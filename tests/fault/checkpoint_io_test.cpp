@@ -11,8 +11,8 @@
 #include "../differential/lifecycle_rig.h"
 #include "../temporary_directory.h"
 #include "checkpoint/file_io.h"
-#include "checkpoint/format.h"
-#include "checkpoint/hash.h"
+#include "checkpoint/format/format.h"
+#include "checkpoint/format/hash.h"
 #include "faulty_files.h"
 
 namespace hybridopt {

@@ -23,7 +23,7 @@ fi
 
 "$clang" "${flags[@]}" -I"$root/src" -I"$root/include" -o "$scratch/$target" \
   "$root/tests/fuzz/${target}_fuzz.cpp" "$root"/src/base/{overlap,shard,status}.cpp \
-  "$root"/src/checkpoint/{format,hash,json,manifest,reshard,safetensors}.cpp \
+  "$root"/src/checkpoint/format/{format,hash,json,manifest,reshard,safetensors}.cpp \
   "$root"/src/kernels/coefficients.cpp
 
 # No input asks for memory beyond what a few times its size takes.

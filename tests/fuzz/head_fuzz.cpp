@@ -5,7 +5,7 @@
 #include <string>
 
 #include "base/check.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/format/safetensors.h"
 
 namespace hybridopt::checkpoint {
 namespace {

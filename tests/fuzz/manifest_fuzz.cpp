@@ -5,9 +5,9 @@
 #include <string>
 
 #include "base/check.h"
-#include "checkpoint/format.h"
-#include "checkpoint/hash.h"
-#include "checkpoint/reshard.h"
+#include "checkpoint/format/format.h"
+#include "checkpoint/format/hash.h"
+#include "checkpoint/format/reshard.h"
 
 namespace hybridopt::checkpoint {
 namespace {

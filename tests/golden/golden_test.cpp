@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "../unit/fake_root.h"
+#include "checkpoint/format/reshard.h"
 #include "checkpoint/reader.h"
-#include "checkpoint/reshard.h"
 #include "kernels/convert.h"
 #include "offload.h"
 

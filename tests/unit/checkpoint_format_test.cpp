@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../sample_checkpoint.h"
-#include "checkpoint/format.h"
+#include "checkpoint/format/format.h"
 
 namespace hybridopt::checkpoint {
 namespace {

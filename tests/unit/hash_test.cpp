@@ -1,4 +1,4 @@
-#include "checkpoint/hash.h"
+#include "checkpoint/format/hash.h"
 
 #include <gtest/gtest.h>
 

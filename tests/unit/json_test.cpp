@@ -1,5 +1,5 @@
 // The JSON reader against nlohmann's parser: what one takes the other takes, and reads the same.
-#include "checkpoint/json.h"
+#include "checkpoint/format/json.h"
 
 #include <gtest/gtest.h>
 

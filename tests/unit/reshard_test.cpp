@@ -1,6 +1,6 @@
 // Resharding between random layouts, held against brute force: where each element of each shard
 // lies in the global tensor is worked out slowly.
-#include "checkpoint/reshard.h"
+#include "checkpoint/format/reshard.h"
 
 #include <gtest/gtest.h>
 

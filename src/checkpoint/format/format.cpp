@@ -1,4 +1,4 @@
-#include "checkpoint/format.h"
+#include "checkpoint/format/format.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -6,8 +6,8 @@
 #include <unordered_map>
 
 #include "base/check.h"
-#include "checkpoint/hash.h"
-#include "checkpoint/reshard.h"
+#include "checkpoint/format/hash.h"
+#include "checkpoint/format/reshard.h"
 #include "kernels/algorithms.h"
 
 namespace hybridopt::checkpoint {

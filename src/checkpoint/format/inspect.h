@@ -2,7 +2,7 @@
 #pragma once
 
 #include "base/function_ref.h"
-#include "checkpoint/format.h"
+#include "checkpoint/format/format.h"
 #include "offload.h"
 
 namespace hybridopt::checkpoint {

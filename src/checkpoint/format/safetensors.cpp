@@ -1,10 +1,10 @@
-#include "checkpoint/safetensors.h"
+#include "checkpoint/format/safetensors.h"
 
 #include <algorithm>
 #include <set>
 
 #include "base/shard.h"
-#include "checkpoint/json.h"
+#include "checkpoint/format/json.h"
 
 namespace hybridopt::checkpoint {
 namespace {

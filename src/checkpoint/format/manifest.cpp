@@ -8,10 +8,10 @@
 #include <utility>
 
 #include "base/check.h"
-#include "checkpoint/format.h"
-#include "checkpoint/group_fields.h"
-#include "checkpoint/hash.h"
-#include "checkpoint/json.h"
+#include "checkpoint/format/format.h"
+#include "checkpoint/format/group_fields.h"
+#include "checkpoint/format/hash.h"
+#include "checkpoint/format/json.h"
 
 namespace hybridopt::checkpoint {
 namespace {

@@ -1,4 +1,4 @@
-#include "checkpoint/inspect.h"
+#include "checkpoint/format/inspect.h"
 
 namespace hybridopt::checkpoint {
 namespace {

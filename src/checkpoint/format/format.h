@@ -15,7 +15,7 @@
 
 #include "base/shard.h"
 #include "base/status.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/format/safetensors.h"
 
 namespace hybridopt::checkpoint {
 

@@ -1,4 +1,4 @@
-#include "checkpoint/json.h"
+#include "checkpoint/format/json.h"
 
 #include <charconv>
 #include <cmath>

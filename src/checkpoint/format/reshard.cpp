@@ -1,4 +1,4 @@
-#include "checkpoint/reshard.h"
+#include "checkpoint/format/reshard.h"
 
 #include <algorithm>
 #include <array>
