@@ -3,9 +3,17 @@
 namespace hybridopt {
 namespace {
 
-Status Refuse(const Param& param, uint32_t id, const char* text) {
-  return Status::Error(OFFLOAD_INVALID_STATE, "param %u '%.200s': %s", id, param.name.c_str(),
-                       text);
+HostGrad HostGradAt(GradAt place) {
+  switch (place) {
+    case GradAt::kNone:
+    case GradAt::kBound:
+      return HostGrad::kNone;
+    case GradAt::kStored:
+    case GradAt::kStoredBound:
+      return HostGrad::kStored;
+    default:
+      return HostGrad::kAccumulated;
+  }
 }
 
 }  // namespace
@@ -40,104 +48,65 @@ Result<std::vector<uint32_t>> Lifecycle::Check(Move move, std::span<const uint32
   return moving;
 }
 
-Result<bool> Lifecycle::CheckOne(Move move, uint32_t id) const {
-  const ParamState& state = params_[id];
-  const Param& param = table_.param(id);
-  switch (move) {
-    case Move::kOffloadParams:
-      return !state.params_on_host;
-    case Move::kReloadParams:
-      if (!state.params_on_host) return false;
-      if (table_.addresses()[id].data == nullptr && param.count > 0)
-        return Refuse(param, id,
-                      "its device address was given up by offload_params; tell the new one with "
-                      "offload_optimizer_bind, then reload");
-      return true;
-    case Move::kRefreshMasters:
-      if (state.params_on_host)
-        return Refuse(param, id,
-                      "its params are on the host, where nobody can have loaded weights into "
-                      "them; bind and reload_params first");
-      if (state.states_on_host)
-        return Refuse(param, id, "its states are on the host; reload_states first");
-      return true;
-    case Move::kOffloadStates:
-      return !state.states_on_host;
-    case Move::kReloadStates:
-      return state.states_on_host;
+ParamsAt Lifecycle::ParamsPlace(uint32_t id) const {
+  if (!params_[id].params_on_host) return ParamsAt::kDevice;
+  const bool bound = table_.addresses()[id].data != nullptr || table_.param(id).count == 0;
+  return bound ? ParamsAt::kHostBound : ParamsAt::kHost;
+}
+
+GradAt Lifecycle::GradPlace(uint32_t id) const {
+  const bool bound = table_.addresses()[id].grad != nullptr;
+  switch (params_[id].host_grad) {
+    case HostGrad::kStored:
+      return bound ? GradAt::kStoredBound : GradAt::kStored;
+    case HostGrad::kAccumulated:
+      return bound ? GradAt::kAccumulatedBound : GradAt::kAccumulated;
     default:
-      return CheckGrads(move, id);
+      return bound ? GradAt::kBound : GradAt::kNone;
   }
 }
 
-Result<bool> Lifecycle::CheckGrads(Move move, uint32_t id) const {
-  const HostGrad held = params_[id].host_grad;
+StatesAt Lifecycle::StatesPlace(uint32_t id) const {
+  return params_[id].states_on_host ? StatesAt::kHost : StatesAt::kDevice;
+}
+
+template <typename At>
+Result<bool> Lifecycle::Judge(const Transition<At>& transition, uint32_t id) const {
   const Param& param = table_.param(id);
-  const bool bound = table_.addresses()[id].grad != nullptr;
-  switch (move) {
-    case Move::kOffloadGrads:
-      if (bound && held == HostGrad::kAccumulated)
-        return Refuse(param, id,
-                      "an accumulation is under way on the host, which a plain offload_grads would "
-                      "overwrite; add with OFFLOAD_MOVE_ACCUMULATE, or give it up with "
-                      "OFFLOAD_MOVE_DROP");
-      if (bound && held == HostGrad::kStored)
-        return Refuse(param, id,
-                      "the host already holds a gradient of it that no step has used; step, "
-                      "reload_grads, or give it up with OFFLOAD_MOVE_DROP");
-      return bound;
-    case Move::kAccumulateGrads:
-      if (bound && held == HostGrad::kStored)
-        return Refuse(param, id,
-                      "the host holds a gradient of it that was offloaded without "
-                      "OFFLOAD_MOVE_ACCUMULATE; use the flag from the first micro-batch on");
-      return bound;
-    case Move::kDropGrads:
-      return bound || held != HostGrad::kNone;
-    case Move::kReloadGrads:
-      if (held == HostGrad::kNone) return false;
-      if (!bound)
-        return Refuse(param, id,
-                      "its gradient's device address was given up by offload_grads; tell the new "
-                      "one with offload_optimizer_bind, then reload");
-      if (held == HostGrad::kAccumulated && param.grad_dtype != OFFLOAD_FP32)
-        return Refuse(param, id,
-                      "its gradient was accumulated in fp32, which its own dtype cannot hold; let "
-                      "the step read it on the host");
-      return true;
-    default:
-      return false;
-  }
+  const bool is_refused =
+      transition.effect == Effect::kRefused ||
+      (transition.effect == Effect::kDoneIfFp32 && param.grad_dtype != OFFLOAD_FP32);
+  if (is_refused)
+    return Status::Error(OFFLOAD_INVALID_STATE, "param %u '%.200s': %s", id, param.name.c_str(),
+                         transition.error);
+  return transition.effect != Effect::kNothing;
+}
+
+Result<bool> Lifecycle::CheckOne(Move move, uint32_t id) const {
+  bool is_needed = false;
+  const auto check = [&](const auto& table, auto place) -> Status {
+    const auto* row = FindRow(table, CallOf(move));
+    if (row == nullptr) return {};
+    HYBRIDOPT_ASSIGN(const bool is_done, Judge(row->From(place), id));
+    is_needed |= is_done;
+    return {};
+  };
+  HYBRIDOPT_TRY(check(params_table::kRows, ParamsPlace(id)));
+  HYBRIDOPT_TRY(check(grad_table::kRows, GradPlace(id)));
+  HYBRIDOPT_TRY(check(states_table::kRows, StatesPlace(id)));
+  return is_needed;
 }
 
 void Lifecycle::Apply(Move move, std::span<const uint32_t> ids) {
+  const auto* const params_row = FindRow(params_table::kRows, CallOf(move));
+  const auto* const grad_row = FindRow(grad_table::kRows, CallOf(move));
+  const auto* const states_row = FindRow(states_table::kRows, CallOf(move));
   for (uint32_t id : ids) {
-    switch (move) {
-      case Move::kOffloadParams:
-        SetParamsOnHost(id, true);
-        break;
-      case Move::kReloadParams:
-        SetParamsOnHost(id, false);
-        break;
-      case Move::kOffloadGrads:
-        SetHostGrad(id, HostGrad::kStored);
-        break;
-      case Move::kAccumulateGrads:
-        SetHostGrad(id, HostGrad::kAccumulated);
-        break;
-      case Move::kDropGrads:
-      case Move::kReloadGrads:
-        SetHostGrad(id, HostGrad::kNone);
-        break;
-      case Move::kOffloadStates:
-        SetStatesOnHost(id, true);
-        break;
-      case Move::kReloadStates:
-        SetStatesOnHost(id, false);
-        break;
-      case Move::kRefreshMasters:
-        break;
-    }
+    if (params_row != nullptr)
+      SetParamsOnHost(id, params_row->From(ParamsPlace(id)).next != ParamsAt::kDevice);
+    if (grad_row != nullptr) SetHostGrad(id, HostGradAt(grad_row->From(GradPlace(id)).next));
+    if (states_row != nullptr)
+      SetStatesOnHost(id, states_row->From(StatesPlace(id)).next == StatesAt::kHost);
   }
 }
 
@@ -148,12 +117,14 @@ void Lifecycle::SetDeviceStateBytes(std::vector<uint64_t> bytes) {
 }
 
 void Lifecycle::SetParamsOnHost(uint32_t id, bool on_host) {
+  if (params_[id].params_on_host == on_host) return;
   const uint64_t bytes = table_.param(id).count * DtypeBytes(table_.param(id).dtype);
   params_on_host_bytes_ += on_host ? bytes : -bytes;
   params_[id].params_on_host = on_host;
 }
 
 void Lifecycle::SetStatesOnHost(uint32_t id, bool on_host) {
+  if (params_[id].states_on_host == on_host) return;
   states_on_host_bytes_ += on_host ? device_state_bytes_[id] : -device_state_bytes_[id];
   states_on_host_count_ += on_host ? 1 : -1;
   params_[id].states_on_host = on_host;
@@ -175,37 +146,31 @@ Status Lifecycle::CheckStep() const {
                          "states of %zu params were given up by offload_states; call "
                          "offload_optimizer_reload_states first",
                          states_on_host_count_);
+  constexpr auto kParamsRow = FindRow(params_table::kRows, Call::kStep);
+  constexpr auto kGradRow = FindRow(grad_table::kRows, Call::kStep);
   for (uint32_t id = 0; id < params_.size(); ++id) {
-    const ParamState& state = params_[id];
-    const bool bound = table_.addresses()[id].grad != nullptr;
-    const bool held = state.host_grad != HostGrad::kNone;
-    if (!bound && !held) continue;  // the step leaves it alone, wherever it is
-    if (state.params_on_host)
-      return Refuse(table_.param(id), id,
-                    "it has a gradient, but its params are on the host; bind and reload_params "
-                    "first");
-    if (bound && held)
-      return Refuse(table_.param(id), id,
-                    "it has a gradient on the host and another one was bound since; add it with "
-                    "OFFLOAD_MOVE_ACCUMULATE, reload_grads over it, or bind NULL");
+    const GradAt grad = GradPlace(id);
+    if (grad == GradAt::kNone) continue;  // the step leaves it alone, wherever it is
+    HYBRIDOPT_TRY(Judge(kParamsRow->From(ParamsPlace(id)), id).status());
+    HYBRIDOPT_TRY(Judge(kGradRow->From(grad), id).status());
   }
   return {};
 }
 
 Status Lifecycle::CheckLoad() const {
+  constexpr auto kParamsRow = FindRow(params_table::kRows, Call::kLoad);
+  constexpr auto kStatesRow = FindRow(states_table::kRows, Call::kLoad);
   for (uint32_t id = 0; id < params_.size(); ++id) {
-    if (params_[id].params_on_host)
-      return Refuse(table_.param(id), id,
-                    "a load writes the params at their addresses, and this one's is given up; bind "
-                    "and reload_params first");
-    if (params_[id].states_on_host)
-      return Refuse(table_.param(id), id, "its states are on the host; reload_states first");
+    HYBRIDOPT_TRY(Judge(kParamsRow->From(ParamsPlace(id)), id).status());
+    HYBRIDOPT_TRY(Judge(kStatesRow->From(StatesPlace(id)), id).status());
   }
   return {};
 }
 
 void Lifecycle::ApplyStep() {
-  for (uint32_t id = 0; id < params_.size(); ++id) SetHostGrad(id, HostGrad::kNone);
+  constexpr auto kGradRow = FindRow(grad_table::kRows, Call::kStep);
+  for (uint32_t id = 0; id < params_.size(); ++id)
+    SetHostGrad(id, HostGradAt(kGradRow->From(GradPlace(id)).next));
 }
 
 }  // namespace hybridopt

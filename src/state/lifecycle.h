@@ -1,6 +1,6 @@
 // Lifecycle: where each param's bits, gradient and device-share states are, and what may be done
-// to them from there. Pure: it decides, and remembers decisions in the order of the calls; moves.h
-// does the work. docs/LIFECYCLE.md is this file as a table.
+// to them from there: transitions.h has the tables. Pure: it decides, and remembers decisions in
+// the order of the calls; moves.h does the work.
 #pragma once
 
 #include <atomic>
@@ -10,6 +10,7 @@
 
 #include "state/move_table.h"
 #include "state/param_table.h"
+#include "state/transitions.h"
 
 namespace hybridopt {
 
@@ -59,9 +60,15 @@ class Lifecycle {
     bool states_on_host = false;
     HostGrad host_grad = HostGrad::kNone;
   };
-  // Whether the move has something to do for this param, or why it may not be done.
+  // Where the resources of the param are.
+  ParamsAt ParamsPlace(uint32_t id) const;
+  GradAt GradPlace(uint32_t id) const;
+  StatesAt StatesPlace(uint32_t id) const;
+  // Whether the effect of a call on the param is something, nothing, or why it is refused.
+  template <typename At>
+  Result<bool> Judge(const Transition<At>& transition, uint32_t id) const;
+  // The same of what all three tables say of the move.
   Result<bool> CheckOne(Move move, uint32_t id) const;
-  Result<bool> CheckGrads(Move move, uint32_t id) const;
   Status CheckMovable(Move move) const;
   void SetHostGrad(uint32_t id, HostGrad held);
   void SetParamsOnHost(uint32_t id, bool on_host);

@@ -5,8 +5,8 @@
 namespace hybridopt {
 namespace {
 
-const std::byte* GradAt(const StepParam& param, const Fragment& fragment,
-                        const ChunkBuffers& buffers, uint64_t first) {
+const std::byte* GradAddress(const StepParam& param, const Fragment& fragment,
+                             const ChunkBuffers& buffers, uint64_t first) {
   const uint64_t bytes = DtypeBytes(param.grad_dtype);
   if (param.host_grad != nullptr) return param.host_grad + (fragment.begin + first) * bytes;
   if (buffers.grads != nullptr) return buffers.grads + fragment.grad_offset + first * bytes;
@@ -61,7 +61,7 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
         const ParamShape& shaped = shape_.params[id];
         const uint64_t element = fragment.begin + first;
         UpdateSpan span{};
-        span.grad = GradAt(param, fragment, buffers, first);
+        span.grad = GradAddress(param, fragment, buffers, first);
         span.param = ParamAt(fragment, buffers, param.addresses.data, first);
         span.master = MasterAt(id, element, span.param);
         span.moment0 = memory_.Host(id, kMoment0, element);
