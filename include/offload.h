@@ -649,8 +649,11 @@ OFFLOAD_API int32_t offload_optimizer_reload_params(offload_optimizer_t optimize
 /* Copies gradients to the host, or back to the device. They keep their values. The next step reads
  * gradients where they are; afterwards the host holds those no more. With ACCUMULATE each call adds
  * the gradients to those on the host, in fp32 and in the order of the calls, and the step uses the
- * sum. The library computes norms while gradients arrive. With DROP nothing is copied, and the
- * params have no gradient until the caller binds one. */
+ * sum. Without it the device computes the norms of gradients while they leave; with it the
+ * library's threads compute those of the sums. With DROP nothing is copied, and the params have no
+ * gradient until the caller binds one. The library waits as often for hundreds of params of one
+ * call as for one param. So a backward hook should collect gradients, 64 MiB for example, and name
+ * all of them in one call. */
 OFFLOAD_API int32_t offload_optimizer_offload_grads(offload_optimizer_t optimizer,
                                                     const offload_move_options_t* options,
                                                     offload_ticket_t* ticket);

@@ -164,6 +164,7 @@ Status Lanes::CreateAll(const LaneSizes& sizes) {
   HYBRIDOPT_TRY(NewEvent("verdict known", &verdict_known));
   HYBRIDOPT_TRY(NewEvent("verdict set", &verdict_set));
   for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
+  HYBRIDOPT_TRY(NewEvent("gradients summed", &grads_summed));
   ready_.resize(Timeline::kCapacity * kMaxProducers);
   for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
   return NewEvent("params ready", &kept_ready_);

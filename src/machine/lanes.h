@@ -115,6 +115,7 @@ class Lanes {
   // These change hands while nothing is under way: what was used before is in the argument then.
   void UseRing(LaneRing& ring) { std::swap(ring_, ring); }
   void UseScratch(LaneScratch& scratch);
+  bool has_scratch() const { return scratch_.data() != nullptr; }
   uint64_t device_grad_elements() const { return scratch_.device_grad_elements(); }
   // The device's ring.
   std::span<const StreamSlot> stream_slots() const { return scratch_.slots(); }
@@ -167,11 +168,12 @@ class Lanes {
   EventHandle verdict_known = nullptr;  // on the host
   EventHandle verdict_set = nullptr;    // on the device, whoever made it
   EventHandle moved[2] = {};            // copies of offload and reload, which use two streams
+  EventHandle grads_summed = nullptr;   // on the host: block sums of gradients being moved
   double* block_sums = nullptr;         // device
   Verdict* device_verdict = nullptr;    // device
   float* device_grads = nullptr;        // device: gradients that come back for a step
   Verdict* host_verdict = nullptr;      // pinned
-  double* host_block_sums = nullptr;    // pinned: block_sums, where the verdict is made on the host
+  double* host_block_sums = nullptr;    // pinned: block_sums, for a verdict made on the host
 
  private:
   explicit Lanes(Context& context) : context_(context) {}

@@ -13,6 +13,38 @@ constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
 
 }  // namespace
 
+// A part of one gradient; no item: none.
+struct Mover::GradPiece {
+  const MoveItem* item = nullptr;
+  uint64_t begin = 0;  // elements
+  uint64_t end = 0;
+};
+
+// Goes through gradients in order, piece by piece.
+class Mover::GradPieces {
+ public:
+  GradPieces(const ParamTable& table, std::span<const MoveItem> items, uint64_t most_elements)
+      : table_(table), items_(items), most_elements_(most_elements) {}
+
+  GradPiece Next() {
+    while (!items_.empty() && begin_ == table_.param(items_.front().param).count) {
+      items_ = items_.subspan(1);
+      begin_ = 0;
+    }
+    if (items_.empty()) return {};
+    const uint64_t count = table_.param(items_.front().param).count;
+    const GradPiece piece{&items_.front(), begin_, std::min(begin_ + most_elements_, count)};
+    begin_ = piece.end;
+    return piece;
+  }
+
+ private:
+  const ParamTable& table_;
+  std::span<const MoveItem> items_;
+  const uint64_t most_elements_;
+  uint64_t begin_ = 0;  // of the next piece in the first item
+};
+
 Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
              const Residence& residence, const ChunkTable& chunks, StateMemory& memory,
              Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums)
@@ -39,6 +71,8 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
   HYBRIDOPT_TRY(AwaitProducers(request, ready, await_borrowed));
   copies_.clear();
   switch (request.move) {
+    case Move::kOffloadGrads:
+      return OffloadGrads(request, bytes);
     case Move::kAccumulateGrads:
       HYBRIDOPT_TRY(Accumulate(request, bytes));
       return SumLanded(request, OFFLOAD_FP32);
@@ -49,7 +83,6 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
     default:
       HYBRIDOPT_TRY(Carry(request, bytes));
   }
-  if (request.move == Move::kOffloadGrads) return SumLanded(request, 0);
   if (request.frees_device_memory) {
     HYBRIDOPT_TRY(AwaitDevice());  // whatever an earlier step left there
     memory_.FreeDevice();
@@ -152,6 +185,59 @@ Status Mover::CopyByWorkers(Direction direction) {
   return CopyInParallel(context_.workers(), copies);
 }
 
+// ------------------------------------------------------------------------ gradients that leave --
+
+// The producers' work is done. Where the device's scratch has been given up with its states, and
+// where there is one memory, the workers make the sums from what has landed.
+Status Mover::OffloadGrads(const MoveRequest& request, uint64_t* bytes) {
+  ListGrads(request);
+  if (device_.unified() || !lanes_.has_scratch()) {
+    HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
+    return SumLanded(request, 0);
+  }
+  HYBRIDOPT_TRY(QueueSums(request));
+  // One stream and whole params: copies follow each other without the host.
+  for (const Copy& copy : copies_) {
+    *bytes += copy.bytes;
+    if (copy.bytes > 0)
+      HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, copy.host, copy.device, copy.bytes));
+  }
+  HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.down));
+  HYBRIDOPT_TRY(lanes_.Wait(lanes_.grads_summed, "the norms of gradients being moved"));
+  TakeSums(request);
+  return lanes_.Wait(lanes_.moved[0], "gradients being moved");
+}
+
+// The block sums of all params of the request, one param's behind the other's.
+Status Mover::QueueSums(const MoveRequest& request) {
+  norm_inputs_.clear();
+  uint64_t blocks = 0;
+  for (const MoveItem& item : request.items) {
+    const Param& param = table_.param(item.param);
+    if (param.count == 0) continue;
+    norm_inputs_.push_back({item.address, param.count, param.grad_dtype, blocks});
+    blocks += NormBlocksOf(param.count);
+  }
+  if (blocks > 0) {
+    NormLaunch launch{};
+    launch.inputs = norm_inputs_;
+    launch.block_sums = lanes_.block_sums;
+    HYBRIDOPT_TRY(device_.Norm(lanes_.compute, launch));
+    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.compute, lanes_.host_block_sums, lanes_.block_sums,
+                                     blocks * sizeof(double)));
+  }
+  return device_.Record(lanes_.grads_summed, lanes_.compute);
+}
+
+void Mover::TakeSums(const MoveRequest& request) {
+  const double* sums = lanes_.host_block_sums;
+  for (const MoveItem& item : request.items) {
+    const uint64_t blocks = NormBlocksOf(table_.param(item.param).count);
+    norm_sums_.Take(shape_.params[item.param].first_norm_block, {sums, blocks});
+    sums += blocks;
+  }
+}
+
 // The norm of what has landed, while it is warm: the step need not read it again. dtype 0 stands
 // for each gradient's own.
 Status Mover::SumLanded(const MoveRequest& request, int32_t dtype) {
@@ -169,60 +255,84 @@ Status Mover::SumLanded(const MoveRequest& request, int32_t dtype) {
   return norm_sums_.Sum(context_, norm_inputs_);
 }
 
+// ------------------------------------------------------------------------ gradients that add up --
+
 Status Mover::Accumulate(const MoveRequest& request, uint64_t* bytes) {
   for (const MoveItem& item : request.items) {
     const Param& param = table_.param(item.param);
     *bytes += param.count * DtypeBytes(param.grad_dtype);
-    if (!device_.unified()) {
-      HYBRIDOPT_TRY(AccumulateStaged(item));
-    } else {
-      HYBRIDOPT_TRY(Add(static_cast<std::byte*>(item.address), param.grad_dtype,
-                        reinterpret_cast<float*>(swap_.Grads(item.param)), param.count,
-                        item.first));
-    }
   }
-  return {};
+  return device_.unified() ? AddInPlace(request.items) : AddStaged(request.items);
 }
 
-// Pieces of the gradient come down through the ring, ahead of the workers that add them.
-Status Mover::AccumulateStaged(const MoveItem& item) {
-  const Param& param = table_.param(item.param);
-  const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
-  const uint64_t piece_count = lanes_.ring().grad_bytes() / sizeof(float);
-  const uint64_t pieces = (param.count + piece_count - 1) / piece_count;
-  const uint32_t slots = lanes_.ring().slots();
-  const auto bring_down = [&](uint64_t piece) -> Status {
-    const uint32_t slot = static_cast<uint32_t>(piece % slots);
-    const uint64_t begin = piece * piece_count;
-    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, lanes_.ring().grads(slot),
-                                     static_cast<std::byte*>(item.address) + begin * element_bytes,
-                                     std::min(piece_count, param.count - begin) * element_bytes));
+// One pass of the workers, which share all params out among them.
+Status Mover::AddInPlace(std::span<const MoveItem> items) {
+  uint64_t total = 0;
+  for (const MoveItem& item : items) total += table_.param(item.param).count;
+  const uint32_t workers = context_.workers().threads();
+  return context_.workers().Run([&](uint32_t worker) {
+    const WorkRange mine = RangeOfWorker(total, kWorkGrainElements, worker, workers);
+    uint64_t first = 0;  // of this param, counted through all params
+    for (const MoveItem& item : items) {
+      const uint64_t end = first + table_.param(item.param).count;
+      const uint64_t from = std::max(mine.begin, first), to = std::min(mine.end, end);
+      if (from < to) Add({&item, from - first, to - first}, GradAt(item, from - first));
+      first = end;
+    }
+  });
+}
+
+// Pieces of all gradients come down through the ring, ahead of the workers that add them.
+Status Mover::AddStaged(std::span<const MoveItem> items) {
+  StagingRing& ring = lanes_.ring();
+  const uint64_t most_elements = ring.grad_bytes() / sizeof(float);
+  GradPieces coming(table_, items, most_elements), adding(table_, items, most_elements);
+  uint64_t brought = 0;
+  const auto bring_down = [&]() -> Status {
+    const GradPiece piece = coming.Next();
+    if (piece.item == nullptr) return {};
+    const uint32_t slot = static_cast<uint32_t>(brought++ % ring.slots());
+    HYBRIDOPT_TRY(device_.CopyToHost(
+        lanes_.down, ring.grads(slot), GradAt(*piece.item, piece.begin),
+        (piece.end - piece.begin) * DtypeBytes(table_.param(piece.item->param).grad_dtype)));
     return device_.Record(lanes_.landed(slot).end, lanes_.down);
   };
-  for (uint64_t piece = 0; piece < std::min<uint64_t>(slots, pieces); ++piece)
-    HYBRIDOPT_TRY(bring_down(piece));
-  for (uint64_t piece = 0; piece < pieces; ++piece) {
-    const uint32_t slot = static_cast<uint32_t>(piece % slots);
-    const uint64_t begin = piece * piece_count;
+  for (uint32_t slot = 0; slot < ring.slots(); ++slot) HYBRIDOPT_TRY(bring_down());
+  uint64_t added = 0;
+  for (GradPiece piece = adding.Next(); piece.item != nullptr; piece = adding.Next(), ++added) {
+    const uint32_t slot = static_cast<uint32_t>(added % ring.slots());
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(slot).end, "gradients coming down"));
-    HYBRIDOPT_TRY(Add(lanes_.ring().grads(slot), param.grad_dtype,
-                      reinterpret_cast<float*>(swap_.Grads(item.param)) + begin,
-                      std::min(piece_count, param.count - begin), item.first));
-    lanes_.ring().ReleaseGrads(slot);
-    if (piece + slots < pieces) HYBRIDOPT_TRY(bring_down(piece + slots));
+    HYBRIDOPT_TRY(AddByWorkers(piece, ring.grads(slot)));
+    ring.ReleaseGrads(slot);
+    HYBRIDOPT_TRY(bring_down());
   }
   return {};
 }
 
-// The first gradient is taken as it is, not added to zero: that would lose the sign of -0.
-Status Mover::Add(const std::byte* grad, int32_t dtype, float* sum, uint64_t count, bool first) {
+Status Mover::AddByWorkers(const GradPiece& piece, const std::byte* grad) {
   const uint32_t workers = context_.workers().threads();
-  const KernelTable& kernels = context_.kernels();
-  const auto add = first ? kernels.ToFp32(dtype) : kernels.Accumulate(dtype);
+  const uint64_t element_bytes = DtypeBytes(table_.param(piece.item->param).grad_dtype);
   return context_.workers().Run([&](uint32_t worker) {
-    const WorkRange range = RangeOfWorker(count, kWorkGrainElements, worker, workers);
-    add(grad + range.begin * DtypeBytes(dtype), range.end - range.begin, sum + range.begin);
+    const WorkRange range =
+        RangeOfWorker(piece.end - piece.begin, kWorkGrainElements, worker, workers);
+    Add({piece.item, piece.begin + range.begin, piece.begin + range.end},
+        grad + range.begin * element_bytes);
   });
+}
+
+const std::byte* Mover::GradAt(const MoveItem& item, uint64_t element) const {
+  return static_cast<const std::byte*>(item.address) +
+         element * DtypeBytes(table_.param(item.param).grad_dtype);
+}
+
+// `grad` is where the piece begins. The first gradient is taken as it is, not added to zero: that
+// would lose the sign of -0.
+void Mover::Add(const GradPiece& piece, const std::byte* grad) const {
+  const int32_t dtype = table_.param(piece.item->param).grad_dtype;
+  const KernelTable& kernels = context_.kernels();
+  const auto add = piece.item->first ? kernels.ToFp32(dtype) : kernels.Accumulate(dtype);
+  auto* const sum = reinterpret_cast<float*>(swap_.Grads(piece.item->param));
+  add(grad, piece.end - piece.begin, sum + piece.begin);
 }
 
 // -------------------------------------------------------------------------- masters from params --

@@ -1,5 +1,11 @@
 // Mover: carries params, gradients and states between device and host, and fills masters from
 // params. What may be moved when is lifecycle.h's business; here it is only done.
+//
+// Gradients of many params leave in one move. The device makes the block sums of their norms, from
+// which a later step makes its verdict, while they come down:
+//
+//   device update stream | sums of all params | the sums come down
+//   down stream          | param 0 | param 1 | param 2 | ...
 #pragma once
 
 #include <cstdint>
@@ -59,6 +65,8 @@ class Mover {
     std::byte* host;
     uint64_t bytes;
   };
+  struct GradPiece;
+  class GradPieces;
 
   Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
                         FunctionRef<Result<bool>()> await_borrowed);
@@ -68,10 +76,16 @@ class Mover {
   void ListStates(const MoveRequest& request);
   Status CopyListed(Direction direction, uint64_t* bytes);
   Status CopyByWorkers(Direction direction);
+  Status OffloadGrads(const MoveRequest& request, uint64_t* bytes);
+  Status QueueSums(const MoveRequest& request);
+  void TakeSums(const MoveRequest& request);
   Status SumLanded(const MoveRequest& request, int32_t dtype);
   Status Accumulate(const MoveRequest& request, uint64_t* bytes);
-  Status AccumulateStaged(const MoveItem& item);
-  Status Add(const std::byte* grad, int32_t dtype, float* sum, uint64_t count, bool first);
+  Status AddInPlace(std::span<const MoveItem> items);
+  Status AddStaged(std::span<const MoveItem> items);
+  Status AddByWorkers(const GradPiece& piece, const std::byte* grad);
+  const std::byte* GradAt(const MoveItem& item, uint64_t element) const;
+  void Add(const GradPiece& piece, const std::byte* grad) const;
   Status UseDeviceMemory(MoveRequest& request);
   Status Refresh(const MoveRequest& request);
   Status FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments);

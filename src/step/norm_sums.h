@@ -1,8 +1,10 @@
 // NormSums: the sums of squares of gradients that the host has, block by block in the fixed tree of
-// kernels.h. They are made when a gradient lands, or by the step itself where params are in host
-// memory.
+// kernels.h. The device makes them before a gradient comes down; the workers make those of sums
+// that were added up on the host, and the step itself those of params in host memory.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -27,6 +29,10 @@ class NormSums {
   // The workers sum these gradients, in registration order and none empty. Addresses are host
   // addresses here.
   Status Sum(Context& context, std::span<const NormInput> inputs);
+  // Those of one gradient, which the device has made.
+  void Take(uint64_t first_block, std::span<const double> blocks) {
+    std::copy(blocks.begin(), blocks.end(), blocks_.begin() + static_cast<ptrdiff_t>(first_block));
+  }
 
   const double* blocks(uint64_t first_block) const { return blocks_.data() + first_block; }
 

@@ -15,8 +15,9 @@
 
 namespace hybridopt {
 
-// The pipeline has one more wait, of its thread for the gradients: it only starts the clock, what
-// follows waits for later events on the streams that are behind the gradients anyway.
+// A step has one more wait for the gradients, kReady: it only starts the clock, what follows waits
+// for later events on the streams that are behind the gradients anyway. A move of gradients needs
+// it.
 enum class Leak {
   kNone,
   kDownBehindGradients,     // StreamWait of the down stream on the caller's gradients
@@ -27,6 +28,8 @@ enum class Leak {
   kDeviceUpdated,           // Wait for the device's own update, or a look
   kCallersStream,           // StreamWaitFlag of the caller's stream
   kReady,                   // Wait for the gradients by the timeline's thread
+  kMoved,                   // Wait for gradients that leave
+  kSummed,                  // Wait for the sums of their norms
   kUpdateBehindVerdict,     // StreamWait of the streamed update on the verdict
   kUpdateBehindState,       // StreamWait of the streamed update on the state that goes up
   kDownBehindUpdate,        // StreamWait of the state's way down on the update
@@ -90,6 +93,9 @@ class LeakyDevice final : public ForwardingDevice {
     if (Leaks(Leak::kVerdict, event, "verdict known")) return {};
     if (Leaks(Leak::kVerdict, event, "moved")) return {};  // commit waits for these
     if (Leaks(Leak::kDeviceUpdated, event, "device updated")) return {};
+    if (Leaks(Leak::kReady, event, "gradients ready")) return {};
+    if (Leaks(Leak::kMoved, event, "moved")) return {};
+    if (Leaks(Leak::kSummed, event, "gradients summed")) return {};
     return ForwardingDevice::Wait(event, timeout_ns);
   }
   // Late, where somebody does not wait for it: state that goes up takes its time too.

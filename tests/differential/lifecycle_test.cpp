@@ -829,6 +829,68 @@ TEST(ProducersTest, ReloadAndRefreshWaitToo) {
   EXPECT_EQ(rig.Difference(model), "");
 }
 
+// Gradients of many params leave in one move, for which the library waits as often as for one
+// param, and whose norms the device makes in one launch.
+TEST(LeavingGradients, ManyParamsTakeNoMoreWaitsThanOne) {
+  std::vector<ParamSpec> params;
+  for (uint64_t i = 0; i < 60; ++i)
+    params.push_back({kDtypes[i % 3], kDtypes[i / 3 % 3], OFFLOAD_PLACE_AUTO, 0, i * 97});
+  const Problem problem = RandomProblem(OFFLOAD_ADAMW, params, 2, 113);
+  for (double fraction : kFractions) {
+    Watch watch;
+    LifecycleSetting setting = SettingOf(OFFLOAD_DEVICE_SIM, fraction);
+    setting.wrap = [&watch](std::unique_ptr<Device> device) {
+      return std::make_unique<WatchedDevice>(std::move(device), watch);
+    };
+    LifecycleRig rig(problem, setting);
+    Producers producers(rig);
+    Model model(problem);
+    std::vector<int> waits;
+    for (const StepInput& input : {StandingStep(problem, 0), StandingStep(problem, 1)}) {
+      rig.NewGrads(input);
+      rig.BindAll();
+      // Every seventh stays on the device: its sums come from the step.
+      MoveArguments many = {{}, 0, {producers.streams[1]}}, one = {{11}, 0, {producers.streams[1]}};
+      for (uint32_t id = 0; id < rig.size(); ++id)
+        if (id % 7 != 3 && id != 11) many.params.push_back((id * 31 + 12) % rig.size());
+      std::erase(many.params, 11u);
+      for (const MoveArguments& moved : {many, one}) {
+        const int waits_before = watch.waits(), norms_before = watch.norms();
+        rig.Wait(rig.Move(offload_optimizer_offload_grads, moved));
+        waits.push_back(watch.waits() - waits_before);
+        EXPECT_EQ(watch.norms() - norms_before, 1);
+        for (uint32_t id : moved.params) rig.Free(rig.grad[id]);
+      }
+      rig.Step(input);
+      rig.Wait();
+      model.Step(input);
+      ASSERT_EQ(rig.Difference(model), "") << "fraction " << fraction;
+      ASSERT_EQ(rig.ResultDifference(model), "") << "fraction " << fraction;
+    }
+    EXPECT_EQ(waits, std::vector<int>(4, 3)) << "producers, sums, copies";
+  }
+}
+
+// The device's scratch has been given up with its states: the sums are made on the host then.
+TEST(LeavingGradients, WhileStatesAreOnTheHost) {
+  const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 127);
+  const StepInput input = StandingStep(problem, 0);
+  for (double fraction : kFractions) {
+    LifecycleRig rig(problem, SettingOf(OFFLOAD_DEVICE_SIM, fraction));
+    Model model(problem);
+    rig.NewGrads(input);
+    rig.BindAll();
+    rig.Move(offload_optimizer_offload_states);
+    rig.Move(offload_optimizer_offload_grads);
+    rig.Move(offload_optimizer_reload_states);
+    rig.Step(input);
+    rig.Wait();
+    model.Step(input);
+    ASSERT_EQ(rig.Difference(model), "") << "fraction " << fraction;
+    ASSERT_EQ(rig.ResultDifference(model), "") << "fraction " << fraction;
+  }
+}
+
 // ---------------------------------------------------------------------------------- overlap, order
 
 // While the caller's stream stands still, everything can be queued behind it.

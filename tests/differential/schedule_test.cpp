@@ -76,6 +76,9 @@ const Solved& SolvedProblem(uint64_t seed) {
   return solved.try_emplace(seed, MakeProblem(seed)).first->second;
 }
 
+// What becomes of gradients before the step.
+enum class Grads { kStay, kLeave, kAddUp };
+
 struct Schedule {
   uint64_t problem = 0;
   uint64_t seed = 0;
@@ -85,6 +88,7 @@ struct Schedule {
   bool shares_queues = false;   // of the device
   std::string slow_event;       // whoever waits for it on the host is held up each time
   std::optional<int32_t> host_executors = {};  // else any
+  Grads grads = Grads::kStay;
 };
 
 enum class Outcome { kRight, kWrongBits, kFailed };
@@ -106,6 +110,7 @@ class Training {
     options.device_fraction = std::vector<double>{0, 0.3, 0.7, 1}[random.Below(4)];
     options.chunk_elements = 1024;
     options.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));
+    if (schedule.grads != Grads::kStay) options.movable = OFFLOAD_MOVABLE_ACCUMULATE;
     OptimizerSetting setting;
     DrawExecutors(options.chunk_elements, random, setting);
     options.host_executors = schedule.host_executors.value_or(setting.host_executors);
@@ -138,7 +143,8 @@ class Training {
       if (i > 0 && shared_grads_ && !Good(ForwardPass(ticket, i), difference))
         return Outcome::kFailed;
       WriteGrads(block, problem_.steps[i]);
-      Result<offload_ticket_t> queued = Step(block, problem_.steps[i]);
+      if (!Good(TellGrads(block, problem_.steps[i]), difference)) return Outcome::kFailed;
+      Result<offload_ticket_t> queued = Step(problem_.steps[i]);
       if (!Good(queued.status(), difference)) return Outcome::kFailed;
       ticket = queued.value();
     }
@@ -196,7 +202,7 @@ class Training {
   }
 
   // Pinned room for all that the caller's stream copies.
-  uint64_t HostBytes() const { return 4 * kSteps * layout_.bytes; }
+  uint64_t HostBytes() const { return 8 * kSteps * layout_.bytes; }
   std::byte* TakeHost(uint64_t bytes) {
     std::byte* const taken = host_.data() + host_taken_;
     host_taken_ += (bytes + 63) / 64 * 64;
@@ -213,10 +219,11 @@ class Training {
       Require(device().Fill(stream_, idle_work_, OFFLOAD_FP32, kIdleElements, 1.0f));
   }
 
-  void WriteOnStream(std::byte* to, const Bytes& bytes) {
+  void WriteOnStream(std::byte* to, const Bytes& bytes) { WriteOn(stream_, to, bytes); }
+  void WriteOn(StreamHandle stream, std::byte* to, const Bytes& bytes) {
     std::byte* const from = TakeHost(bytes.size());
     std::copy(bytes.begin(), bytes.end(), from);
-    Require(device().CopyToDevice(stream_, to, from, bytes.size()));
+    Require(device().CopyToDevice(stream, to, from, bytes.size()));
   }
 
   void WriteParams() {
@@ -232,7 +239,27 @@ class Training {
         WriteOnStream(blocks_[block] + layout_.grad[id], *input.grads[id]);
   }
 
-  Result<offload_ticket_t> Step(size_t block, const StepInput& input) {
+  // Gradients that leave do so as in a backward pass, the last params first, some at a time.
+  Status TellGrads(size_t block, const StepInput& input) {
+    HYBRIDOPT_TRY(Bind(block, input));
+    if (schedule_.grads == Grads::kStay) return {};
+    HYBRIDOPT_TRY(Leave(block, input));
+    if (schedule_.grads == Grads::kLeave) return {};
+    // Another micro-batch: -0 changes no bit of what it is added to.
+    WorkOnStream();
+    for (size_t id = 0; id < problem_.params.size(); ++id) {
+      const ParamSpec& spec = problem_.params[id];
+      if (!input.grads[id].has_value()) continue;
+      Bytes zeros(spec.grad_bytes());
+      for (uint64_t i = 0; i < spec.count; ++i)
+        PutElement(zeros, spec.grad_dtype, i, BitsOf(spec.grad_dtype, -0.0f));
+      WriteOnStream(blocks_[block] + layout_.grad[id], zeros);
+    }
+    HYBRIDOPT_TRY(Bind(block, input));
+    return Leave(block, input);
+  }
+
+  Status Bind(size_t block, const StepInput& input) {
     std::vector<offload_binding_t> bindings;
     for (uint32_t id = 0; id < problem_.params.size(); ++id) {
       offload_binding_t binding{};
@@ -240,7 +267,30 @@ class Training {
       if (input.grads[id].has_value()) binding.grad = blocks_[block] + layout_.grad[id];
       bindings.push_back(binding);
     }
-    HYBRIDOPT_TRY(optimizer_->Bind(bindings));
+    return optimizer_->Bind(bindings);
+  }
+
+  // Once the tickets have completed, somebody else uses the memory.
+  Status Leave(size_t block, const StepInput& input) {
+    const Move move =
+        schedule_.grads == Grads::kAddUp ? Move::kAccumulateGrads : Move::kOffloadGrads;
+    std::vector<uint32_t> ids;
+    offload_ticket_t ticket = 0;
+    for (uint32_t left = static_cast<uint32_t>(problem_.params.size()); left > 0; --left) {
+      ids.push_back(left - 1);
+      if (left > 1 && random_.OneIn(2)) continue;
+      HYBRIDOPT_ASSIGN(ticket, optimizer_->MoveResource(move, ids, {&stream_, 1}));
+      ids.clear();
+    }
+    HYBRIDOPT_TRY(optimizer_->Wait(ticket, -1));
+    for (size_t id = 0; id < problem_.params.size(); ++id)
+      if (input.grads[id].has_value())
+        WriteOn(other_stream_, blocks_[block] + layout_.grad[id],
+                Bytes(problem_.params[id].grad_bytes(), std::byte{0x3f}));
+    return device().Synchronize(other_stream_, -1);
+  }
+
+  Result<offload_ticket_t> Step(const StepInput& input) {
     for (uint32_t id = 0; id < input.groups.size(); ++id)
       HYBRIDOPT_TRY(optimizer_->SetGroup(id, input.groups[id]));
     offload_step_options_t options{};
@@ -352,6 +402,8 @@ TEST(ScheduleTest, AThousandSchedulesGiveTheModelsBits) {
     schedule.shares_queues = seed % 4 == 3;
     // The CPU workers' chunks, those that are streamed, or neither.
     schedule.slow_event = std::vector<std::string>{"gradients landed", "state down", ""}[seed % 3];
+    constexpr Grads kGrads[] = {Grads::kStay, Grads::kLeave, Grads::kStay, Grads::kAddUp};
+    schedule.grads = kGrads[seed / 12 % 4];
     std::string difference;
     ASSERT_EQ(Train(schedule, &difference), Outcome::kRight)
         << "seed " << seed << ": " << difference;
@@ -365,6 +417,7 @@ struct LeakCase {
   Leak leak;
   bool in_commit;
   bool streamed = false;  // chunks go through the device, and none through the CPU workers
+  Grads grads = Grads::kStay;
 };
 
 void PrintTo(const LeakCase& leak_case, std::ostream* out) { *out << leak_case.name; }
@@ -393,6 +446,7 @@ TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
     schedule.delay_ns_max = shortest_ns * (1 + static_cast<uint64_t>(seed) / 40);
     schedule.leak = GetParam().leak;
     schedule.leak_in_commit = GetParam().in_commit;
+    schedule.grads = GetParam().grads;
     std::string difference;
     const Outcome outcome = Train(schedule, &difference);
     shown = outcome == Outcome::kWrongBits;
@@ -408,9 +462,14 @@ std::vector<LeakCase> LeakCases() {
                                  {"Verdict", Leak::kVerdict, false},
                                  {"ParamsBeforeCommit", Leak::kVerdict, true},
                                  {"ParamsLandedInCommit", Leak::kLanded, true}};
+  cases.push_back({"LeavingGradients", Leak::kReady, false, false, Grads::kLeave});
+  cases.push_back({"GradientsToAddUp", Leak::kReady, false, false, Grads::kAddUp});
   // A real device makes copies and updates as small as these before anybody can come too early.
   if (TestsRunOnCuda()) return cases;
   cases.push_back({"ChunkLanded", Leak::kLanded, false});
+  cases.push_back({"LeavingGradientsLanded", Leak::kMoved, false, false, Grads::kLeave});
+  cases.push_back({"LeavingGradientsSummed", Leak::kSummed, false, false, Grads::kLeave});
+  cases.push_back({"GradientsToAddUpLanded", Leak::kLanded, false, false, Grads::kAddUp});
   cases.push_back({"ChunkUploaded", Leak::kUploaded, false});
   cases.push_back({"DeviceUpdated", Leak::kDeviceUpdated, false});
   cases.push_back({"CallersStream", Leak::kCallersStream, false});

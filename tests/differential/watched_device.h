@@ -20,6 +20,9 @@ class Watch {
   // From now on: calls by this thread that block it until the device has got somewhere.
   void CountHostWaits() { caller_ = std::this_thread::get_id(); }
   int host_waits() const { return host_waits_; }
+  // Waits by any thread for an event or a stream, and norms that the device was to make.
+  int waits() const { return waits_; }
+  int norms() const { return norms_; }
 
   // Work that waits for this stream no longer does.
   void DropWaitsFor(StreamHandle stream) { dropped_ = stream; }
@@ -38,6 +41,8 @@ class Watch {
 
   std::thread::id caller_;
   std::atomic<int> host_waits_ = 0;
+  std::atomic<int> waits_ = 0;
+  std::atomic<int> norms_ = 0;
   std::atomic<StreamHandle> dropped_ = nullptr;
   mutable std::mutex mutex_;
   std::map<EventHandle, StreamHandle> recorded_on_;
@@ -78,6 +83,10 @@ class WatchedDevice final : public ForwardingDevice {
     CountWait();
     return ForwardingDevice::Synchronize(stream, timeout_ns);
   }
+  Status Norm(StreamHandle stream, const NormLaunch& launch) override {
+    watch_.norms_ += 1;
+    return ForwardingDevice::Norm(stream, launch);
+  }
   Status CopyToDevice(StreamHandle stream, void* device, const void* host,
                       uint64_t bytes) override {
     {
@@ -94,6 +103,7 @@ class WatchedDevice final : public ForwardingDevice {
     return behind != nullptr && behind == watch_.dropped_;
   }
   void CountWait() {
+    watch_.waits_ += 1;
     if (watch_.caller_ == std::this_thread::get_id()) watch_.host_waits_ += 1;
   }
 
