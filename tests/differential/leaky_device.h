@@ -4,12 +4,14 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "../forwarding_device.h"
 
@@ -98,6 +100,28 @@ class LeakyDevice final : public ForwardingDevice {
     if (Leaks(Leak::kSummed, event, "gradients summed")) return {};
     return ForwardingDevice::Wait(event, timeout_ns);
   }
+  // With a wait missing, whoever queued a launch may rewrite what it works on: that must show in
+  // what is computed, and not in lists that the device goes through meanwhile.
+  Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
+    if (!leaking_) return ForwardingDevice::Update(stream, launch);
+    UpdateLaunch kept = launch;
+    {
+      std::lock_guard lock(mutex_);
+      kept.updates = updates_.emplace_back(launch.updates.begin(), launch.updates.end());
+      kept.coefficients =
+          coefficients_.emplace_back(launch.coefficients.begin(), launch.coefficients.end());
+    }
+    return ForwardingDevice::Update(stream, kept);
+  }
+  Status Norm(StreamHandle stream, const NormLaunch& launch) override {
+    if (!leaking_) return ForwardingDevice::Norm(stream, launch);
+    NormLaunch kept = launch;
+    {
+      std::lock_guard lock(mutex_);
+      kept.inputs = norm_inputs_.emplace_back(launch.inputs.begin(), launch.inputs.end());
+    }
+    return ForwardingDevice::Norm(stream, kept);
+  }
   // Late, where somebody does not wait for it: state that goes up takes its time too.
   Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
     if (leaking_ && leak_ == Leak::kUpdateBehindVerdict) {
@@ -132,6 +156,10 @@ class LeakyDevice final : public ForwardingDevice {
   const std::string slow_event_;
   std::mutex mutex_;
   std::map<const void*, std::string> labels_;  // of streams and events; guarded by mutex_
+  // What launches were given; guarded by mutex_.
+  std::deque<std::vector<DeviceUpdate>> updates_;
+  std::deque<std::vector<Coefficients>> coefficients_;
+  std::deque<std::vector<NormInput>> norm_inputs_;
 };
 
 }  // namespace hybridopt
