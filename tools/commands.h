@@ -32,6 +32,14 @@ struct ExportOptions {
   std::string dtype = "fp32";
 };
 
+struct PlanOptions {
+  uint64_t elements = 0;
+  std::string algorithm = "adamw";
+  std::string dtype = "bf16";  // of params and gradients
+  double offload_fraction = 1;
+  bool small_state = false;  // split masters and bf16 moments
+};
+
 // What a command has to say, in both ways. A command that found damage has something to say and a
 // status as well.
 struct Report {
@@ -40,6 +48,10 @@ struct Report {
   Status status;
 };
 
+Result<Report> Info();
+Result<Report> Plan(const PlanOptions& options);
+// A number of parameters as people write it: 7e9, 7B, 350M.
+Result<uint64_t> ElementCount(const std::string& text);
 Result<Report> Inspect(const InspectOptions& options);
 Result<Report> Verify(const VerifyOptions& options);
 Result<Report> Reshard(const ReshardOptions& options);

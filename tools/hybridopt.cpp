@@ -1,10 +1,14 @@
-// hybridopt: looks at checkpoints, verifies, reshards and exports them. Exit codes: 0 done, 1 the
-// checkpoint is damaged or does not hold what was asked for, 2 wrong usage, 3 could not be done.
+// hybridopt: tells what this machine has and what optimizer state takes; looks at checkpoints,
+// verifies, reshards and exports them. Exit codes: 0 done, 1 the checkpoint is damaged or does not
+// hold what was asked for, 2 wrong usage, 3 could not be done.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <functional>
 #include <iostream>
+#include <memory>
 #include <new>
+#include <string>
 
 #include "commands.h"
 
@@ -44,62 +48,103 @@ int Tell(const Result<Report>& result, bool json) {
   return 3;
 }
 
-int Main(int argc, char** argv) {
-  CLI::App app("Looks at checkpoints of hybridopt, verifies, reshards and exports them.",
-               "hybridopt");
-  app.set_version_flag("--version", "hybridopt " HYBRIDOPT_VERSION);
-  app.require_subcommand(1);
+// What was asked for on the command line.
+struct Request {
+  std::function<Result<Report>()> run;
   bool json = false;
-  const auto add_json = [&](CLI::App* command) {
-    command->add_flag("--json", json, "print one JSON object");
+};
+
+// A command, whose options are to be added. `run` answers it.
+CLI::App* AddCommand(CLI::App& app, Request& request, const char* name, const char* text,
+                     std::function<Result<Report>()> run) {
+  CLI::App* const command = app.add_subcommand(name, text);
+  command->callback([&request, run] { request.run = run; });
+  command->add_flag("--json", request.json, "print one JSON object");
+  return command;
+}
+
+void AddMachineCommands(CLI::App& app, Request& request) {
+  AddCommand(app, request, "info", "tells of this library, this machine and its GPU", Info);
+
+  const auto options = std::make_shared<PlanOptions>();
+  CLI::App* const plan =
+      AddCommand(app, request, "plan", "tells the bytes that optimizer state takes beside a GPU",
+                 [options] { return Plan(*options); });
+  const auto set_elements = [options](const std::string& text) {
+    const Result<uint64_t> count = ElementCount(text);
+    if (!count.ok()) throw CLI::ValidationError("N", count.status().message());
+    options->elements = count.value();
   };
+  plan->add_option_function<std::string>("N", set_elements, "how many parameters: 7e9, 7B, 350M")
+      ->required();
+  plan->add_option("--algorithm", options->algorithm, "as in adamw, sgd, lion")
+      ->capture_default_str();
+  plan->add_option("--dtype", options->dtype, "of params and gradients")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
+      ->capture_default_str();
+  plan->add_option("--offload-fraction", options->offload_fraction, "of the state, on the host")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  plan->add_flag("--small-state", options->small_state,
+                 "split masters (of bf16 params) and bf16 moments");
+}
 
-  InspectOptions inspect;
-  CLI::App* const inspect_command = app.add_subcommand(
-      "inspect", "lists the tensors of a checkpoint; checks manifest and headers, not the data");
-  inspect_command->add_option("DIR", inspect.directory, "a checkpoint")->required();
-  add_json(inspect_command);
+void AddCheckpointCommands(CLI::App& app, Request& request) {
+  const auto inspect = std::make_shared<InspectOptions>();
+  AddCommand(app, request, "inspect",
+             "lists the tensors of a checkpoint; checks manifest and headers, not the data",
+             [inspect] { return Inspect(*inspect); })
+      ->add_option("DIR", inspect->directory, "a checkpoint")
+      ->required();
 
-  VerifyOptions verify;
-  CLI::App* const verify_command =
-      app.add_subcommand("verify", "reads every byte, compares every hash, names what is damaged");
-  verify_command->add_option("DIR", verify.directory, "a checkpoint")->required();
-  add_json(verify_command);
+  const auto verify = std::make_shared<VerifyOptions>();
+  AddCommand(app, request, "verify", "reads every byte, compares every hash, names what is damaged",
+             [verify] { return Verify(*verify); })
+      ->add_option("DIR", verify->directory, "a checkpoint")
+      ->required();
 
-  ReshardOptions reshard;
-  CLI::App* const reshard_command = app.add_subcommand(
-      "reshard", "writes the same state as another number of ranks would have saved it");
-  reshard_command->add_option("DIR", reshard.directory, "a checkpoint")->required();
-  reshard_command->add_option("OUT", reshard.out, "the checkpoint to make")->required();
-  reshard_command
-      ->add_option("--world", reshard.world,
+  const auto reshard = std::make_shared<ReshardOptions>();
+  CLI::App* const resharding =
+      AddCommand(app, request, "reshard",
+                 "writes the same state as another number of ranks would have saved it",
+                 [reshard] { return Reshard(*reshard); });
+  resharding->add_option("DIR", reshard->directory, "a checkpoint")->required();
+  resharding->add_option("OUT", reshard->out, "the checkpoint to make")->required();
+  resharding
+      ->add_option("--world", reshard->world,
                    "ranks; each gets an even range of every tensor; with 1, whole tensors")
       ->required()
       ->check(CLI::Range(1, 65536));
-  add_json(reshard_command);
 
-  ExportOptions exported;
-  CLI::App* const export_command = app.add_subcommand(
-      "export", "writes one kind of state as one safetensors file of whole tensors");
-  export_command->add_option("DIR", exported.directory, "a checkpoint")->required();
-  export_command->add_option("OUT", exported.out, "the safetensors file to make")->required();
-  export_command->add_option("--what", exported.what, "the kind of state")
+  const auto exported = std::make_shared<ExportOptions>();
+  CLI::App* const exporting = AddCommand(
+      app, request, "export", "writes one kind of state as one safetensors file of whole tensors",
+      [exported] { return Export(*exported); });
+  exporting->add_option("DIR", exported->directory, "a checkpoint")->required();
+  exporting->add_option("OUT", exported->out, "the safetensors file to make")->required();
+  exporting->add_option("--what", exported->what, "the kind of state")
       ->check(CLI::IsMember({"master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}))
       ->capture_default_str();
-  export_command->add_option("--dtype", exported.dtype, "of the elements, rounded to nearest")
+  exporting->add_option("--dtype", exported->dtype, "of the elements, rounded to nearest")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
-  add_json(export_command);
+}
 
+int Main(int argc, char** argv) {
+  CLI::App app(
+      "Optimizer state in host memory: what it takes on this machine, and its checkpoints.",
+      "hybridopt");
+  app.set_version_flag("--version", "hybridopt " HYBRIDOPT_VERSION);
+  app.require_subcommand(1);
+  Request request;
+  AddMachineCommands(app, request);
+  AddCheckpointCommands(app, request);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kUsage;
   }
-  if (*inspect_command) return Tell(Inspect(inspect), json);
-  if (*verify_command) return Tell(Verify(verify), json);
-  if (*reshard_command) return Tell(Reshard(reshard), json);
-  return Tell(Export(exported), json);
+  return Tell(request.run(), request.json);
 }
 
 }  // namespace

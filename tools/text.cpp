@@ -28,6 +28,12 @@ std::string SizeText(uint64_t bytes) {
   return text;
 }
 
+std::string LowerCase(std::string text) {
+  for (char& letter : text)
+    if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
+  return text;
+}
+
 std::string ShapeText(const std::vector<int64_t>& shape) {
   std::string text;
   for (int64_t extent : shape) text += (text.empty() ? "" : " x ") + std::to_string(extent);

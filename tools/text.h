@@ -11,6 +11,9 @@ namespace tool {
 // "13.6 KiB"; below 1024 plain "17 B".
 std::string SizeText(uint64_t bytes);
 
+// Of ASCII letters.
+std::string LowerCase(std::string text);
+
 // "6 x 5"
 std::string ShapeText(const std::vector<int64_t>& shape);
 

@@ -582,11 +582,55 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
         ["export", "a"],
         ["export", "a", "b", "--what", "grad"],
         ["export", "a", "b", "--dtype", "fp8"],
+        ["plan"],
+        ["plan", "7B", "--dtype", "fp8"],
+        *[["plan", "--", number] for number in ("0", "abc", "nan", "inf", "-7B", "B", "", "7BB", "0.5")],
+        *[["plan", "7B", f"--offload-fraction={fraction}"] for fraction in ("2", "-1", "half")],
     ],
 )
 def test_wrong_usage(arguments):
     result = tool(*arguments)
     assert result.returncode == USAGE and result.stdout == "" and result.stderr != ""
+
+
+def test_info_tells_of_the_library_and_the_machine():
+    lines = succeed("info").splitlines()
+    assert lines[0].startswith("hybridopt 0.")
+    assert [line.split()[0] for line in lines[1:4]] == ["ABI", "kernels", "threads"]
+    told = json.loads(succeed("info", "--json"))
+    assert told["status"] == "OK" and told["threads"] >= 1 and told["build"] == lines[0]
+
+
+STATE_BYTES = [  # of an element: master and moments
+    (["7e9"], 12),
+    (["7e9", "--offload-fraction", "0.25"], 12),
+    (["7B", "--small-state"], 6),
+    (["1e9", "--algorithm", "lion", "--dtype", "fp32"], 8),
+    (["2e9", "--algorithm", "sgd", "--dtype", "fp16"], 8),
+    (["350M", "--algorithm", "adagrad"], 8),
+    (["1000"], 12),
+]
+
+
+@pytest.mark.parametrize(("arguments", "bytes_each"), STATE_BYTES)
+def test_plan_tells_state_and_rings(arguments, bytes_each):
+    told = json.loads(succeed("plan", *arguments, "--json"))
+    assert told["status"] == "OK"
+    fraction = float(arguments[2]) if "--offload-fraction" in arguments else 1
+    host = told["elements"] * fraction * bytes_each
+    # Beside the state: the staging ring on the host, and on the device the ring of what streams. The
+    # tables take 2 bytes of a thousand.
+    assert host <= told["host_bytes"] <= host * 1.003 + 2**28
+    on_device = told["elements"] * bytes_each - host
+    assert on_device <= told["device_bytes"] - told["device_ring_bytes"] <= on_device * 1.003 + 2**25
+    assert told["device_ring_bytes"] <= 4 * 2**22 * bytes_each
+    assert (told["device_ring_bytes"] > 0) == (host > 0)
+    assert host <= told["pinned_bytes"] <= told["host_bytes"] + 2**14  # whole pages are pinned
+
+
+def test_plan_of_an_unknown_algorithm_names_those_that_there_are():
+    refuse(USAGE, "--algorithm is 'adamx', expected one of adamw, adam, sgd", "plan", "7B",
+           "--algorithm", "adamx")
 
 
 def test_the_readme_shows_what_the_tool_prints(tmp_path):
@@ -609,7 +653,7 @@ def test_the_readme_shows_what_the_tool_prints(tmp_path):
 
 
 def test_help_and_version():
-    for command in ("inspect", "verify", "reshard", "export"):
+    for command in ("info", "plan", "inspect", "verify", "reshard", "export"):
         assert command in succeed("--help")
         assert "--json" in succeed(command, "--help")
     assert succeed("--version").startswith("hybridopt ")

@@ -32,7 +32,7 @@ def pip(*arguments):
 
 AS_FOR_USERS = os.environ.get("HYBRIDOPT_TEST_WHEEL") == "users"
 SETTINGS = {
-    "around": ["HYBRIDOPT_LIBRARY=" + os.environ["HYBRIDOPT_LIBRARY"]],
+    "around": [f"{name}={os.environ[name]}" for name in ("HYBRIDOPT_LIBRARY", "HYBRIDOPT_TOOL")],
     "built": [] if AS_FOR_USERS else ["HYBRIDOPT_CUDA=OFF", "CMAKE_CXX_FLAGS_RELEASE=-O0"],
 }
 
@@ -46,7 +46,7 @@ def wheel(request, tmp_path_factory):
     return made
 
 
-def test_holds_the_package_and_one_library(wheel):
+def test_holds_the_package_one_library_and_the_command(wheel):
     assert wheel.name.startswith("hybridopt-") and "-py3-none-linux_" in wheel.name
     files = zipfile.ZipFile(wheel).namelist()
     modules = {
@@ -55,7 +55,7 @@ def test_holds_the_package_and_one_library(wheel):
         if path.suffix in (".py", ".typed")
     }
     ours = {name for name in files if ".dist-info/" not in name}
-    assert ours == modules | {"hybridopt/libhybridopt.so.0"}
+    assert ours == modules | {"hybridopt/libhybridopt.so.0", "hybridopt/bin/hybridopt"}
 
 
 def test_is_of_the_librarys_version(wheel):
@@ -82,6 +82,21 @@ def test_trains_where_nothing_else_is(wheel, tmp_path):
         str(package / "libhybridopt.so.0"),
         str(package / "__init__.py"),
     ]
+
+
+def test_brings_the_hybridopt_command(wheel, tmp_path):
+    pip("install", "--no-deps", "--no-index", "--target", tmp_path / "installed", wheel)
+    environment = {k: v for k, v in os.environ.items() if k != "HYBRIDOPT_TOOL"}
+    environment["PYTHONPATH"] = str(tmp_path / "installed")
+    for command in ("info", "plan", "inspect", "verify", "reshard", "export"):
+        run = subprocess.run(
+            [tmp_path / "installed" / "bin" / "hybridopt", command, "--help"],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert f"hybridopt {command} [OPTIONS]" in run.stdout
 
 
 def test_without_the_librarys_sources_the_build_says_where_to_run(tmp_path):

@@ -1,0 +1,59 @@
+// The library's handles as objects of C++, for commands that ask the library and not files.
+#pragma once
+
+#include "base/status.h"
+#include "offload.h"
+
+namespace tool {
+
+// A struct as the header asks for: all fields 0 but its size.
+template <typename Struct>
+Struct Make() {
+  Struct value{};
+  value.struct_size = sizeof(Struct);
+  return value;
+}
+
+// What a call of the ABI returned, with its text.
+inline hybridopt::Status StatusOf(int32_t status) {
+  if (status == OFFLOAD_OK) return {};
+  return hybridopt::Status::Error(status, "%s", offload_last_error());
+}
+
+class Context {
+ public:
+  Context() = default;
+  ~Context() {
+    if (handle_ != nullptr) (void)offload_context_destroy(handle_);
+  }
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  hybridopt::Status Create(const offload_context_options_t& options) {
+    return StatusOf(offload_context_create(&options, &handle_));
+  }
+  offload_context_t get() const { return handle_; }
+
+ private:
+  offload_context_t handle_ = nullptr;
+};
+
+class Optimizer {
+ public:
+  Optimizer() = default;
+  ~Optimizer() {
+    if (handle_ != nullptr) (void)offload_optimizer_destroy(handle_);
+  }
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
+
+  hybridopt::Status Create(const Context& context, const offload_optimizer_options_t& options) {
+    return StatusOf(offload_optimizer_create(context.get(), &options, &handle_));
+  }
+  offload_optimizer_t get() const { return handle_; }
+
+ private:
+  offload_optimizer_t handle_ = nullptr;
+};
+
+}  // namespace tool
