@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import abi
 from .moments import COUNTED
-from .registered import Registered, Slot
+from .registered import MASTER, Registered, Slot
 from .state import Entry, Snapshot
 from .stored import Stored
 from .tensors import like_param, local
@@ -56,6 +56,7 @@ class Shown:
         self._counted_last: list[Slot] | None = None
         self._snapshot: Snapshot | None = None  # of when all entries were as they were published
         self._hidden: list[Slot] = []  # their state is offloaded and has been taken from sight
+        self.shows_all_masters = False  # fp32 params, which are their masters, show themselves as that
         # One tensor with a view for each param, so that a step adds to all in one operation.
         self.set_counts(torch.zeros(len(self._slots), dtype=count_dtype(), device="cpu"))
 
@@ -79,6 +80,8 @@ class Shown:
                     exhibit.copies[key] = view._version
                     self._with_copies.add(slot)
                 exhibit.views[key] = like_param(view, slot.param)
+        if self.shows_all_masters and slot.dtype == torch.float32:
+            exhibit.views[MASTER] = slot.param.detach()
         if not exhibit.views:
             return
         exhibit.places = {key: local(view).data_ptr() for key, view in exhibit.views.items()}
@@ -101,6 +104,17 @@ class Shown:
         """Publishes the state that is to be seen and is not yet."""
         for slot in list(self._due):
             self.publish(slot, state)
+        if self.shows_all_masters:
+            self._follow_params()
+
+    def _follow_params(self) -> None:
+        """Params may lie in other memory than when they were shown as their masters."""
+        for slot in self._slots:
+            exhibit = self.of(slot)
+            if slot.dtype == torch.float32 and MASTER in exhibit.views:
+                view = local(exhibit.views[MASTER])
+                view.data = local(slot.param).detach()
+                exhibit.places[MASTER] = view.data_ptr()
 
     def note_due(self, slots: list[Slot]) -> None:
         """The state of these slots is to be seen."""
