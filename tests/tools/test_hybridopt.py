@@ -633,9 +633,9 @@ def test_plan_of_an_unknown_algorithm_names_those_that_there_are():
            "--algorithm", "adamx")
 
 
-def test_the_readme_shows_what_the_tool_prints(tmp_path):
-    readme = (GOLDEN.parent.parent / "README.md").read_text()
-    block = readme.split("## Look into checkpoints")[1].split("```")[1]
+def test_the_docs_show_what_the_tool_prints(tmp_path):
+    page = (GOLDEN.parent.parent / "docs" / "CHECKPOINTS.md").read_text()
+    block = page.split("## Look into checkpoints")[1].split("```")[1]
     sessions = [part.split("\n", 1) for part in block.split("\n$ ")[1:]]
     assert [line.split()[:2] for line, _ in sessions] == [
         ["hybridopt", command] for command in ("inspect", "verify", "reshard", "export")

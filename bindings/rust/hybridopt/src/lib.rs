@@ -4,18 +4,20 @@
 //! ```
 //! use hybridopt::{Algorithm, Context, Group, Optimizer, Param, StepOptions};
 //!
-//! let (mut weights, mut grads) = (vec![1.0f32; 8], vec![0.5f32; 8]);
-//! let context = Context::host()?;
-//! let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create()?;
-//! let adamw = Group { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, ..Group::default() };
-//! let group = adding.add_group(&adamw)?;
-//! let weight = adding.add_param(Param::new("weight", group, &mut weights).grad(&mut grads))?;
-//! let mut optimizer = adding.commit()?;
-//! optimizer.grad_mut::<f32>(weight)?.fill(0.25);
-//! let result = optimizer.step(&StepOptions { grad_norm_max: 1.0, ..Default::default() })?;
-//! println!("norm {}, weight {}", result.grad_norm, optimizer.data::<f32>(weight)?[0]);
-//! # assert_eq!(optimizer.data::<f32>(weight)?[0], 0.999);
-//! # Ok::<(), hybridopt::Error>(())
+//! fn main() -> Result<(), hybridopt::Error> {
+//!     let (mut weights, mut grads) = (vec![1.0f32; 8], vec![0.5f32; 8]);
+//!     let context = Context::host()?;
+//!     let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create()?;
+//!     let adamw = Group { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, ..Group::default() };
+//!     let group = adding.add_group(&adamw)?;
+//!     let weight = adding.add_param(Param::new("weight", group, &mut weights).grad(&mut grads))?;
+//!     let mut optimizer = adding.commit()?;
+//!     optimizer.grad_mut::<f32>(weight)?.fill(0.25);
+//!     let result = optimizer.step(&StepOptions { grad_norm_max: 1.0, ..Default::default() })?;
+//!     println!("norm {}, weight {}", result.grad_norm, optimizer.data::<f32>(weight)?[0]);
+//! #     assert_eq!(optimizer.data::<f32>(weight)?[0], 0.999);
+//!     Ok(())
+//! }
 //! ```
 //!
 //! # What the compiler holds

@@ -1,10 +1,10 @@
-//! The README shows what the crate's own documentation shows, which is a doc test.
+//! docs/BINDINGS.md shows what the crate's own documentation shows, which is a doc test.
 
 use std::fs;
 use std::path::Path;
 
 #[test]
-fn the_readme_shows_the_doc_test() {
+fn the_docs_show_the_doc_test() {
     let source = include_str!("../src/lib.rs");
     let shown: Vec<&str> = source
         .lines()
@@ -15,13 +15,13 @@ fn the_readme_shows_the_doc_test() {
         .filter(|line| !line.starts_with("# "))
         .collect();
     assert!(shown.len() > 10, "the first example of lib.rs was not found");
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../README.md");
-    let readme = fs::read_to_string(path).unwrap();
-    let lines: Vec<&str> = readme
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../docs/BINDINGS.md");
+    let page = fs::read_to_string(path).unwrap();
+    let lines: Vec<&str> = page
         .lines()
         .skip_while(|line| *line != "```rust")
         .skip(1)
         .take_while(|line| *line != "```")
         .collect();
-    assert_eq!(lines, shown, "left: README.md; right: the first example of lib.rs");
+    assert_eq!(lines, shown, "left: docs/BINDINGS.md; right: the first example of lib.rs");
 }
