@@ -207,7 +207,12 @@ class Ours(Contender):
             **HYPERPARAMETERS,
         )
         if hooked:
-            self.optimizer.hook_gradients()
+            self.optimizer.hook_gradients(micro_batches=None)
+
+    def backward(self, losses: list[Callable[[], Tensor]]) -> None:
+        super().backward(losses[:-1])
+        with self.optimizer.last_micro_batch():
+            super().backward(losses[-1:])
 
     def close(self) -> None:
         self.optimizer.close()

@@ -737,13 +737,19 @@ def moving(rank, world):
     module, other = fully_shard(model()), fully_shard(model())
     optimizer = optimizer_for(module, movable=("params", "grads", "states"), max_grad_norm=0.3)
     plain = optimizer_for(other, max_grad_norm=0.3)
-    with optimizer.hook_gradients():
-        for step in range(2):
-            for seed in (2 * step, 2 * step + 1):
-                backward(module, seed), backward(other, seed)
-            assert all(param.grad is None for param in module.parameters())
-            optimizer.step(), plain.step()
-            optimizer.zero_grad(), plain.zero_grad()
+    # Gradients of both passes are reduced, or only what both have added up.
+    for synced, options in ((True, {"micro_batches": 2}), (False, {})):
+        with optimizer.hook_gradients(**options):
+            for step in range(2):
+                for micro_batch in range(2):
+                    for each in (module, other):
+                        each.set_requires_gradient_sync(synced or micro_batch == 1)
+                        each.set_is_last_backward(micro_batch == 1)
+                        backward(each, 2 * step + micro_batch)
+                assert all(param.grad is None for param in module.parameters())
+                optimizer.step(), plain.step()
+                assert optimizer.last_step().grad_norm == plain.last_step().grad_norm
+                optimizer.zero_grad(), plain.zero_grad()
     backward(module, 7), backward(other, 7)
     with optimizer.offloaded():
         for param in module.parameters():

@@ -1,17 +1,20 @@
 """Gradients that leave during backward, and phases that need the device: on the CPU, where memory
 that is given up shows in the storages. Every bit is compared with training that moves nothing."""
 
+import contextlib
 import copy
 import gc
 import sys
 import time
 import warnings
+import weakref
 
 import matplotlib.image
 import models
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hybridopt
 import hybridopt.timeline_plot
@@ -92,13 +95,155 @@ def test_hooked_gradients_step_to_the_same_bits(accumulate, dtype, max_grad_norm
     assert models.state_bits(optimizer) == models.state_bits(plain)
 
 
-def test_micro_batches_add_up_as_torch_adds_them():
-    module, optimizer, other, plain = pair(max_grad_norm=0.5)
-    with optimizer.hook_gradients():
-        assert trained(module, optimizer, 3) == trained(other, plain, 3)
+def in_micro_batches(module, optimizer, micro_batches, told, steps=4):
+    """As trained(), and the last one is told."""
+    results = []
+    for step in range(steps):
+        for micro_batch in range(micro_batches - 1):
+            backward(module, 10 * step + micro_batch)
+        with optimizer.last_micro_batch() if told else contextlib.nullcontext():
+            backward(module, 10 * step + micro_batches - 1)
+        if optimizer._hooks is not None:
+            assert all(param.grad is None for param in module.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(optimizer.last_step().grad_norm.hex())
+    return results
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_micro_batches_add_up_in_autograds_own_way(dtype, max_grad_norm, told):
+    module, optimizer, other, plain = pair(dtype, max_grad_norm=max_grad_norm)
+    with optimizer.hook_gradients(micro_batches=None if told else 3):
+        results = in_micro_batches(module, optimizer, 3, told)
+        assert results == in_micro_batches(other, plain, 3, told)
         assert models.bits(module.parameters()) == models.bits(other.parameters())
     # Without hooks it goes on as ever.
     assert trained(module, optimizer, 2) == trained(other, plain, 2)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    assert models.state_bits(optimizer) == models.state_bits(plain)
+
+
+def test_a_step_with_fewer_micro_batches_is_told_its_last():
+    module, optimizer, other, plain = pair(torch.bfloat16, max_grad_norm=0.5)
+    optimizer.hook_gradients(micro_batches=4)
+    for micro_batches, told in ((4, False), (2, True), (4, False), (3, True)):
+        results = in_micro_batches(module, optimizer, micro_batches, told, 1)
+        assert results == in_micro_batches(other, plain, micro_batches, told, 1)
+    # Nobody was told, and the step takes the gradients where they are.
+    trained(module, optimizer, 2), trained(other, plain, 2)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_fp32_micro_batches_add_up_on_the_host_as_torch_adds_them():
+    module, optimizer, other, plain = pair(max_grad_norm=0.5)
+    with optimizer.hook_gradients(accumulate=True):
+        assert trained(module, optimizer, 3) == trained(other, plain, 3)
+        assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_a_param_without_part_in_the_last_micro_batch_is_stepped_where_its_gradient_is():
+    module, optimizer, other, plain = pair(torch.bfloat16, max_grad_norm=0.5)
+    optimizer.hook_gradients(micro_batches=None)
+    for step in range(3):
+        for each, its in ((module, optimizer), (other, plain)):
+            backward(each, step)
+            with its.last_micro_batch():
+                each[2](torch.ones(1, 20, dtype=torch.bfloat16)).sum().backward()
+        assert [param.grad is None for param in module.parameters()] == [False, False, True, True]
+        optimizer.step(), plain.step()
+        optimizer.zero_grad(), plain.zero_grad()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    assert optimizer.last_step().grad_norm == plain.last_step().grad_norm
+
+
+def test_gradients_are_handed_over_together(monkeypatch):
+    count = 600
+    module = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(count)])
+    optimizer = hybridopt.SGD(module.parameters(), lr=1.0, threads=1)
+    optimizer.hook_gradients()
+    calls = []
+    for name in ("bind", "offload_grads", "wait"):
+        function = getattr(abi.Optimizer, name)
+
+        def call(self, *args, _name=name, _function=function, **options):
+            calls.append((_name, len(options["params"]) if "params" in options else 0))
+            return _function(self, *args, **options)
+
+        monkeypatch.setattr(abi.Optimizer, name, call)
+    for per_call, expected in ((256, [256, 256, 88]), (1000, [600])):
+        monkeypatch.setattr(hybridopt.gradient_hooks, "BATCH_PARAMS", per_call)
+        torch.stack([param.sum() for param in module]).sum().backward()
+        optimizer.zero_grad()
+        moved = [params for name, params in calls if name == "offload_grads" and params > 0]
+        assert moved == [*expected, count]  # the last one drops them
+        assert [name for name, _ in calls].count("bind") == len(expected)
+        # Looked at, not waited for: one look before each call but the first.
+        assert [name for name, _ in calls].count("wait") <= 2 * len(expected)
+        calls.clear()
+    monkeypatch.setattr(hybridopt.gradient_hooks, "BATCH_BYTES", 12 * 200)
+    torch.stack([param.sum() for param in module]).sum().backward()
+    assert [params for name, params in calls if name == "offload_grads"] == [200, 200, 200]
+    optimizer.step()
+    assert all(param.tolist() == [0.0] * 3 for param in module)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("planted")
+
+
+def test_a_backward_pass_that_fails_can_be_made_again():
+    module, optimizer, other, plain = pair(torch.bfloat16, max_grad_norm=0.5)
+    optimizer.hook_gradients()
+    for step in range(3):
+        hidden = Failing.apply(module[1](module[0](torch.ones(1, 10, dtype=torch.bfloat16))))
+        with pytest.raises(RuntimeError, match="planted"):
+            module[2](hidden).sum().backward()
+        assert optimizer.stats().grads_on_host_bytes == 0
+        dropped = weakref.ref(module[2].weight.grad)
+        optimizer.zero_grad()
+        assert dropped() is None
+        backward(module, step), backward(other, step)
+        assert all(param.grad is None for param in module.parameters())
+        optimizer.step(), plain.step()
+        plain.zero_grad()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_activations(reentrant):
+    module, optimizer, other, plain = pair(max_grad_norm=0.5)
+    optimizer.hook_gradients(micro_batches=2)
+    for step in range(6):
+        for each, its in ((module, optimizer), (other, plain)):
+            inputs = torch.full((2, 10), 0.1 * step, requires_grad=True)
+            hidden = checkpoint(each[:2], inputs, use_reentrant=reentrant)
+            checkpoint(each[2], hidden, use_reentrant=reentrant).square().sum().backward()
+        if step % 2 == 1:
+            assert all(param.grad is None for param in module.parameters())
+            optimizer.step(), plain.step()
+            optimizer.zero_grad(), plain.zero_grad()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_who_replaces_a_gradient_in_backward_is_believed():
+    module, optimizer, other, plain = pair()
+    optimizer.hook_gradients()
+
+    def clamp(param):
+        param.grad = param.grad.clamp(-1, 1)
+
+    for each in (module, other):
+        each[0].weight.register_post_accumulate_grad_hook(clamp)
+    assert trained(module, optimizer) == trained(other, plain)
     assert models.bits(module.parameters()) == models.bits(other.parameters())
 
 
@@ -106,7 +251,7 @@ def test_low_precision_micro_batches_add_up_in_fp32():
     module = models.perceptron(torch.bfloat16)
     exact = copy.deepcopy(module).float()
     optimizer = adamw(module)
-    optimizer.hook_gradients()
+    optimizer.hook_gradients(accumulate=True)
     sums = [torch.zeros_like(param, dtype=torch.float32) for param in module.parameters()]
     for seed in range(5):
         for param, total in zip(module.parameters(), sums):
@@ -161,29 +306,49 @@ def test_hooks_come_to_params_that_are_added():
     assert models.bits(module.parameters()) == models.bits(other.parameters())
 
 
-def test_many_gradients_wait_for_the_oldest():
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_many_gradients_wait_for_the_oldest(monkeypatch, accumulate):
+    monkeypatch.setattr(hybridopt.gradient_hooks, "BATCH_PARAMS", 1)
     module = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(400)])
     optimizer = hybridopt.SGD(module.parameters(), lr=1.0, threads=1)
-    optimizer.hook_gradients()
+    optimizer.hook_gradients(accumulate, micro_batches=1 if accumulate else 2)
     for _ in range(2):
         torch.stack([param.sum() for param in module]).sum().backward()
+    assert len(optimizer._hooks._in_flight) <= (4 if accumulate else 64)
     optimizer.step()
     assert all(param.tolist() == [-1.0] * 3 for param in module)
 
 
-def test_a_second_backward_without_accumulate_is_refused():
-    module = models.perceptron()
-    optimizer = adamw(module)
-    hooks = optimizer.hook_gradients(accumulate=False)
+def test_a_second_backward_that_nobody_told_of_is_refused():
+    module, optimizer, other, plain = pair(max_grad_norm=0.5)
+    hooks = optimizer.hook_gradients()
     backward(module, 0)
-    with pytest.raises(abi.InvalidStateError, match="already holds a gradient of it"):
+    with pytest.raises(
+        abi.InvalidStateError,
+        match=r"the gradient of parameter '.*' is on the host already, .*hook_gradients\(micro_batches=n\), "
+        r".*optimizer.last_micro_batch\(\):`; hook_gradients\(accumulate=True\) adds them up on the host",
+    ):
         backward(module, 1)
     with pytest.raises(abi.InvalidStateError, match="gradients are hooked already; call remove"):
         optimizer.hook_gradients()
-    hooks.remove()
     optimizer.zero_grad()
+    trained(module, optimizer), trained(other, plain)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    hooks.remove()
     backward(module, 2)
     assert all(param.grad is not None for param in module.parameters())
+
+
+@pytest.mark.parametrize("micro_batches", [0, -1, 2.0, True, "2"])
+def test_micro_batches_that_cannot_be_meant_are_refused(micro_batches):
+    optimizer = adamw(models.perceptron())
+    with pytest.raises(ValueError, match="Invalid micro_batches: .*, expected the number of backward passes"):
+        optimizer.hook_gradients(micro_batches=micro_batches)
+    with pytest.raises(ValueError, match="accumulate=True .* leave micro_batches out"):
+        optimizer.hook_gradients(accumulate=True, micro_batches=2)
+    with optimizer.last_micro_batch():  # without hooks
+        assert optimizer.step() is None
+    optimizer.hook_gradients()
 
 
 def test_hooks_end_with_their_optimizer():
@@ -238,7 +403,7 @@ def scaler_of():
 def test_grad_scaler_is_told_what_a_step_with_hooks_has_found():
     module, optimizer, other, plain = pair(max_grad_norm=0.5)
     scaler = scaler_of()
-    optimizer.hook_gradients(grad_scaler=scaler)
+    optimizer.hook_gradients(grad_scaler=scaler, micro_batches=2)
     seen = scaled_training(module, optimizer, scaler)
     assert seen == scaled_training(other, plain, scaler_of())
     assert [scale for scale, _ in seen] == [128.0, 256.0, 128.0, 128.0, 256.0, 256.0]
@@ -308,7 +473,7 @@ def test_params_that_are_unfrozen_under_hooks_are_hooked_too():
     module, optimizer, other, plain = pair()
     for each in (module, other):
         each[0].requires_grad_(False)
-    optimizer.hook_gradients()
+    optimizer.hook_gradients(accumulate=True)
     trained(module, optimizer), trained(other, plain)
     for each in (module, other):
         each[0].requires_grad_(True)
@@ -325,7 +490,7 @@ def test_params_that_are_unfrozen_in_the_middle_of_a_step_are_refused_until_it_i
     module, optimizer, other, plain = pair()
     for each in (module, other):
         each[0].requires_grad_(False)
-    optimizer.hook_gradients()
+    optimizer.hook_gradients(accumulate=True)
     backward(module, 0), backward(other, 0)
     module[0].requires_grad_(True)
     backward(module, 1), backward(other, 1)

@@ -159,8 +159,8 @@ def test_a_grad_scaler_sees_the_same(hooked):
     both = module, optimizer, other, plain = pair(max_grad_norm=0.3)
     scalers = [torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2) for _ in range(2)]
     if hooked:
-        optimizer.hook_gradients(grad_scaler=scalers[0])
-        plain.hook_gradients(grad_scaler=scalers[1])
+        optimizer.hook_gradients(grad_scaler=scalers[0], micro_batches=2)
+        plain.hook_gradients(grad_scaler=scalers[1], micro_batches=2)
     assert scaled(module, optimizer, scalers[0]) == scaled(other, plain, scalers[1])
     assert same(*both)
 
@@ -168,7 +168,7 @@ def test_a_grad_scaler_sees_the_same(hooked):
 def test_hooked_gradients_need_no_wait():
     both = module, optimizer, other, plain = pair(max_grad_norm=0.3)
     for each in (optimizer, plain):
-        each.hook_gradients()
+        each.hook_gradients(micro_batches=2)
     losses = train(module, optimizer, 5, 2)
     assert under_way(optimizer)
     assert losses == train(other, plain, 5, 2)

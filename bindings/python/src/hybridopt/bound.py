@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -113,12 +114,11 @@ class Bound:
         addresses = [self._batch_of(slot).address_of(slot) for slot in self._slots]
         self.addresses.tell(list(range(len(addresses))), addresses, [0] * len(addresses))
 
-    def bind_gradient(self, slot: Slot, grad: Tensor) -> Tensor:
-        """Tells where one param and its gradient are. Gives the gradient as the library reads it."""
-        usable = slot.usable_gradient(grad)
-        address = self._batch_of(slot).address_of(slot)
-        self.addresses.tell([slot.id], [address], [usable.data_ptr()])
-        return usable
+    def bind_gradients(self, gradients: dict[Slot, Tensor]) -> None:
+        """Tells where some params and their gradients are, as the library reads these."""
+        ids = [slot.id for slot in gradients]
+        params = [self._batch_of(slot).address_of(slot) for slot in gradients]
+        self.addresses.tell(ids, params, [grad.data_ptr() for grad in gradients.values()])
 
     def _finish_look(self) -> None:
         if not self._has_looked:
@@ -145,11 +145,12 @@ class Bound:
 
     # ---------------------------------------------------------------------- what has been done --
 
-    def note_hosted(self, slot: Slot, hooked: bool) -> None:
-        """The library holds a gradient on the host; it has given up the address for that."""
-        self.hosted[slot] = hooked
+    def note_hosted(self, slots: Iterable[Slot], hooked: bool) -> None:
+        """The library holds gradients on the host; it has given up the addresses for that."""
+        for slot in slots:
+            self.hosted[slot] = hooked
+            self.addresses.grads[slot.id] = 0
         self._are_others_active = True
-        self.addresses.grads[slot.id] = 0
 
     def gradients(self) -> list[Tensor | None]:
         """What the next step reads of the active slots; None where the library has it."""

@@ -48,7 +48,7 @@ def offload(
     engine.settle()
     streams = [engine.stream()]
     if grads:
-        send_gradients(engine)
+        send_all_gradients(engine)
     if states:
         engine.shown.hide(state)
         engine.handle.offload_states(streams=streams)
@@ -90,24 +90,28 @@ def reload(
 # --------------------------------------------------------------------------------- gradients --
 
 
-def send_gradient(
-    engine: Engine, slot: Slot, grad: Tensor, flags: int = 0, hooked: bool = False
-) -> tuple[int, Tensor]:
-    """Queues the copy of a gradient to the host: its ticket, and what must live until then."""
-    usable = engine.bound.bind_gradient(slot, grad)
-    streams = [engine.stream()]
-    ticket = engine.handle.offload_grads(params=[slot.id], flags=flags, streams=streams)
-    engine.bound.note_hosted(slot, hooked)
-    return ticket, usable
+def send_gradients(
+    engine: Engine,
+    gradients: dict[Slot, Tensor],
+    flags: int,
+    streams: list[int],
+    hooked: bool = False,
+) -> int:
+    """Queues the copies of gradients, as the library reads them, to the host: their ticket. They must live
+    until then. `streams` have made them."""
+    engine.bound.bind_gradients(gradients)
+    params = [slot.id for slot in gradients]
+    ticket = engine.handle.offload_grads(params=params, flags=flags, streams=streams)
+    engine.bound.note_hosted(gradients, hooked)
+    return ticket
 
 
-def send_gradients(engine: Engine) -> None:
+def send_all_gradients(engine: Engine) -> None:
     """The same for all gradients there are, and waits for the end."""
-    sent = []
-    for slot in engine.slots:
-        grad = gradient_of(slot.param)
-        if grad is not None:
-            sent.append(send_gradient(engine, slot, grad))
+    found = {slot: gradient_of(slot.param) for slot in engine.slots}
+    usable = {slot: slot.usable_gradient(grad) for slot, grad in found.items() if grad is not None}
+    if usable:
+        send_gradients(engine, usable, 0, [engine.stream()])
     engine.wait()
 
 
@@ -129,12 +133,15 @@ def reload_gradients(engine: Engine, streams: list[int]) -> None:
                 f"parameter {slot.name!r} has a gradient on the host and another one here; "
                 "step() or zero_grad() before the next backward pass"
             )
-    for slot in hosted:
-        grad = torch.empty_strided(
+    gradients = {
+        slot: torch.empty_strided(
             slot.shape, slot.stride, dtype=slot.grad_dtype, device=engine.device
         )
-        engine.bound.bind_gradient(slot, grad)
-        set_gradient(slot.param, like_param(grad, slot.param))
-    if hosted:
+        for slot in hosted
+    }
+    if gradients:
+        engine.bound.bind_gradients(gradients)
+        for slot, grad in gradients.items():
+            set_gradient(slot.param, like_param(grad, slot.param))
         engine.handle.reload_grads(params=[slot.id for slot in hosted], streams=streams)
         hosted.clear()

@@ -481,12 +481,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def hook_gradients(
-        self, accumulate: bool = True, *, grad_scaler: torch.amp.GradScaler | None = None
+        self,
+        accumulate: bool = False,
+        *,
+        micro_batches: int | None = 1,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> GradientHooks:
-        """From now on gradients go to the host during the backward pass, one by one as they become
+        """From now on gradients go to the host during the backward pass, some at a time as they become
         ready, and are taken off their params (`grad` is None after it). The next step uses them up;
-        zero_grad() drops them. With `accumulate` several backward passes add up, in fp32; without
-        it there is half the memory for low-precision gradients, and one backward pass a step.
+        zero_grad() drops them.
+
+        They leave in the last backward pass of a step; before that autograd adds them up where they are.
+        `micro_batches` is how many passes a step has, or None: then the last one is in
+        `with optimizer.last_micro_batch():`. Under FSDP2's set_requires_gradient_sync(False) there are no
+        gradients before the last pass: it counts as one. With `accumulate` gradients leave in every pass
+        instead, for who has no room for them on the device, and are added up on the host, in fp32; for
+        low-precision gradients that takes twice the room there.
 
         Takes the memory for state and gradients now. Clip by max_grad_norm: there is nothing here
         for torch.nn.utils.clip_grad_norm_ to look at, and a warning says so unless the optimizer was made
@@ -498,7 +508,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         if not self._says_whether_to_clip:
             warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
-        hooks = GradientHooks(self, accumulate, grad_scaler)
+        hooks = GradientHooks(self, accumulate, micro_batches, grad_scaler)
         refuse_replicas({param for group in self.param_groups for param in group["params"]})
         needed = "accumulate" if accumulate else "grads"
         if needed not in self._options["movable"]:
@@ -509,6 +519,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         hooks.attach(self._ready_engine())
         self._hooks = hooks
         return hooks
+
+    def last_micro_batch(self) -> contextlib.AbstractContextManager[None]:
+        """The backward pass in this context is the last one of a step: with hook_gradients() gradients
+        leave in it. Without hooks it does nothing."""
+        return contextlib.nullcontext() if self._hooks is None else self._hooks.last_micro_batch()
 
     @in_no_mode
     def overlap(self, model: nn.Module) -> Overlap:
