@@ -384,36 +384,36 @@ Status Loader::Put(const Piece& piece, const std::byte* data) {
   const bool convert = piece.dtype != shape_.params[piece.param].dtype[piece.slot];
   const ParamLocation& location = request_.locations[piece.param];
   for (uint64_t done = 0; done < piece.count;) {
-    const StateRun run =
+    const StateRange range =
         locator_.At(piece.param, piece.slot, piece.element + done, piece.count - done, location);
     const std::byte* const from = data + done * element_bytes;
-    if (run.upper != nullptr) {
-      HYBRIDOPT_TRY(PutLowerHalves(run, from));
+    if (range.upper != nullptr) {
+      HYBRIDOPT_TRY(PutLowerHalves(range, from));
     } else if (convert) {
-      HYBRIDOPT_TRY(PutConverted(piece, run, from));
+      HYBRIDOPT_TRY(PutConverted(piece, range, from));
     } else {
-      HYBRIDOPT_TRY(Copy(from, run.data, run.count * element_bytes, run.on_device));
+      HYBRIDOPT_TRY(Copy(from, range.data, range.count * element_bytes, range.on_device));
     }
-    if (piece.slot == kMaster && !run.is_param)
-      HYBRIDOPT_TRY(PutParams(piece.param, piece.element + done, run.count, from));
-    done += run.count;
+    if (piece.slot == kMaster && !range.is_param)
+      HYBRIDOPT_TRY(PutParams(piece.param, piece.element + done, range.count, from));
+    done += range.count;
   }
   return {};
 }
 
 // PutParams brings the upper ones.
-Status Loader::PutLowerHalves(const StateRun& run, const std::byte* masters) {
-  return PutMade(run, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
+Status Loader::PutLowerHalves(const StateRange& range, const std::byte* masters) {
+  return PutMade(range, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
     RoundEach(masters + first * sizeof(float), count, LowHalf, into);
   });
 }
 
 // Moments of another layout: bf16 widens exactly, fp32 is rounded to nearest.
-Status Loader::PutConverted(const Piece& piece, const StateRun& run, const std::byte* from) {
+Status Loader::PutConverted(const Piece& piece, const StateRange& range, const std::byte* from) {
   const int32_t dtype = shape_.params[piece.param].dtype[piece.slot];
-  const uint64_t room = std::min(run.count, kConvertedElements);
+  const uint64_t room = std::min(range.count, kConvertedElements);
   std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` may lie anywhere
-  return PutMade(run, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
+  return PutMade(range, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
     const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
     if (piece.dtype == OFFLOAD_FP32) {
       Round(stored, count, {dtype, false}, into);
@@ -425,17 +425,17 @@ Status Loader::PutConverted(const Piece& piece, const StateRun& run, const std::
 }
 
 // State that `make` makes some elements at a time: in place, or staged on its way to the device.
-Status Loader::PutMade(const StateRun& run, uint64_t element_bytes,
+Status Loader::PutMade(const StateRange& range, uint64_t element_bytes,
                        FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
-  for (uint64_t done = 0; done < run.count;) {
-    const uint64_t now = std::min(run.count - done, kConvertedElements);
-    std::byte* const place = run.data + done * element_bytes;
+  for (uint64_t done = 0; done < range.count;) {
+    const uint64_t now = std::min(range.count - done, kConvertedElements);
+    std::byte* const place = range.data + done * element_bytes;
     std::byte* made = place;
-    if (run.on_device) {
+    if (range.on_device) {
       HYBRIDOPT_ASSIGN(made, Stage(now * element_bytes));
     }
     make(done, now, made);
-    if (run.on_device) HYBRIDOPT_TRY(Copy(made, place, now * element_bytes, true));
+    if (range.on_device) HYBRIDOPT_TRY(Copy(made, place, now * element_bytes, true));
     done += now;
   }
   return {};
@@ -514,16 +514,16 @@ Status Loader::FillMoments() {
           slot == kMoment0 ? static_cast<float>(request_.first_moments[param.group]) : 0.0f;
       const int32_t dtype = shape_.params[id].dtype[slot];
       for (uint64_t first = 0; first < param.count;) {
-        const StateRun run =
+        const StateRange range =
             locator_.At(id, slot, first, param.count - first, request_.locations[id]);
-        if (!run.on_device) {
-          FillArray(run.data, dtype, run.count, value);
+        if (!range.on_device) {
+          FillArray(range.data, dtype, range.count, value);
         } else {
           copying_ = true;
           HYBRIDOPT_TRY(
-              context_.device().Fill(stream_.handle(), run.data, dtype, run.count, value));
+              context_.device().Fill(stream_.handle(), range.data, dtype, range.count, value));
         }
-        first += run.count;
+        first += range.count;
       }
     }
   }

@@ -115,9 +115,9 @@ class Loader {
 
   Status Put(const Piece& piece, const std::byte* data);
   Status Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device);
-  Status PutLowerHalves(const StateRun& run, const std::byte* masters);
-  Status PutConverted(const Piece& piece, const StateRun& run, const std::byte* from);
-  Status PutMade(const StateRun& run, uint64_t element_bytes,
+  Status PutLowerHalves(const StateRange& range, const std::byte* masters);
+  Status PutConverted(const Piece& piece, const StateRange& range, const std::byte* from);
+  Status PutMade(const StateRange& range, uint64_t element_bytes,
                  FunctionRef<void(uint64_t, uint64_t, std::byte*)> make);
   Status PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters);
   Status RoundAll(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded);

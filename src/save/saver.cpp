@@ -77,9 +77,9 @@ bool Saver::Borrows(const Array& array) const {
   if (array.slot != kMaster || location.params_on_host) return false;
   const uint64_t count = array.tensor->bytes / checkpoint::DtypeBytes(array.tensor->dtype);
   for (uint64_t first = 0; first < count;) {
-    const StateRun run = locator_.At(array.param, array.slot, first, count - first, location);
-    if (run.is_param || run.upper != nullptr) return true;
-    first += run.count;
+    const StateRange range = locator_.At(array.param, array.slot, first, count - first, location);
+    if (range.is_param || range.upper != nullptr) return true;
+    first += range.count;
   }
   return false;
 }
@@ -242,28 +242,29 @@ Status Saver::AppendArray(const Array& array) {
   checkpoint::BlockHasher hasher(manifest_.block_bytes);
   hasher.Reset(array.tensor->bytes);
   for (uint64_t first = 0; first < count;) {
-    const StateRun run =
+    const StateRange range =
         locator_.At(array.param, array.slot, first, count - first, request_.locations[array.param]);
-    if (run.upper != nullptr) {
-      HYBRIDOPT_TRY(AppendJoined(run, hasher));
+    if (range.upper != nullptr) {
+      HYBRIDOPT_TRY(AppendJoined(range, hasher));
     } else {
-      HYBRIDOPT_TRY(AppendRun(run, run.count * element_bytes, hasher));
+      HYBRIDOPT_TRY(AppendRange(range, range.count * element_bytes, hasher));
     }
-    first += run.count;
+    first += range.count;
   }
   array.tensor->hashes = hasher.Take();
   return {};
 }
 
-Status Saver::AppendRun(const StateRun& run, uint64_t bytes, checkpoint::BlockHasher& hasher) {
+Status Saver::AppendRange(const StateRange& range, uint64_t bytes,
+                          checkpoint::BlockHasher& hasher) {
   for (uint64_t done = 0; done < bytes;) {
-    uint64_t piece = std::min(bytes - done, run.on_device ? kDevicePieceBytes : kPieceBytes);
+    uint64_t piece = std::min(bytes - done, range.on_device ? kDevicePieceBytes : kPieceBytes);
     HYBRIDOPT_TRY(Room(&piece));
     std::byte* const into = block_ + filled_bytes_;
-    if (run.on_device) {
-      HYBRIDOPT_TRY(CopyDown(into, run.data + done, piece));
+    if (range.on_device) {
+      HYBRIDOPT_TRY(CopyDown(into, range.data + done, piece));
     } else {
-      std::memcpy(into, run.data + done, piece);
+      std::memcpy(into, range.data + done, piece);
     }
     hasher.Add(into, piece);
     Filled(piece);
@@ -273,10 +274,10 @@ Status Saver::AppendRun(const StateRun& run, uint64_t bytes, checkpoint::BlockHa
 }
 
 // Split masters are stored as the fp32 numbers that they are.
-Status Saver::AppendJoined(const StateRun& run, checkpoint::BlockHasher& hasher) {
+Status Saver::AppendJoined(const StateRange& range, checkpoint::BlockHasher& hasher) {
   std::array<float, kJoinedTogether> joined;
-  for (uint64_t done = 0; done < run.count;) {
-    const uint64_t count = std::min(kJoinedTogether, run.count - done);
+  for (uint64_t done = 0; done < range.count;) {
+    const uint64_t count = std::min(kJoinedTogether, range.count - done);
     const uint64_t bytes = count * sizeof(uint16_t);
     const auto fetch = [&](std::byte* into, const std::byte* halves, bool on_device) -> Status {
       halves += done * sizeof(uint16_t);
@@ -284,9 +285,9 @@ Status Saver::AppendJoined(const StateRun& run, checkpoint::BlockHasher& hasher)
       std::memcpy(into, halves, bytes);
       return {};
     };
-    HYBRIDOPT_TRY(fetch(reinterpret_cast<std::byte*>(lower_.data()), run.data, run.on_device));
+    HYBRIDOPT_TRY(fetch(reinterpret_cast<std::byte*>(lower_.data()), range.data, range.on_device));
     HYBRIDOPT_TRY(
-        fetch(reinterpret_cast<std::byte*>(upper_.data()), run.upper, run.upper_on_device));
+        fetch(reinterpret_cast<std::byte*>(upper_.data()), range.upper, range.upper_on_device));
     for (uint64_t i = 0; i < count; ++i) joined[i] = JoinHalves(upper_[i], lower_[i]);
     hasher.Add(reinterpret_cast<const std::byte*>(joined.data()), count * sizeof(float));
     HYBRIDOPT_TRY(Append(joined.data(), count * sizeof(float)));

@@ -102,8 +102,8 @@ class Saver {
   void Filled(uint64_t bytes);
   Status Append(const void* data, uint64_t bytes);
   Status AppendArray(const Array& array);
-  Status AppendJoined(const StateRun& run, checkpoint::BlockHasher& hasher);
-  Status AppendRun(const StateRun& run, uint64_t bytes, checkpoint::BlockHasher& hasher);
+  Status AppendJoined(const StateRange& range, checkpoint::BlockHasher& hasher);
+  Status AppendRange(const StateRange& range, uint64_t bytes, checkpoint::BlockHasher& hasher);
   Status CopyDown(std::byte* into, const std::byte* data, uint64_t bytes);
   Status WritePart();
   void Wrote(uint64_t bytes);

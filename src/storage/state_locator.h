@@ -20,7 +20,7 @@ struct ParamLocation {
 };
 
 // State elements that lie side by side. Of split masters `data` are the lower halves.
-struct StateRun {
+struct StateRange {
   std::byte* data;
   uint64_t count;
   bool on_device;
@@ -36,13 +36,13 @@ class StateLocator {
                const StateMemory& memory, const SwapMemory& swap)
       : table_(table), shape_(shape), residence_(residence), memory_(memory), swap_(swap) {}
 
-  // The run that starts at element `first`, with at most `count` elements.
-  StateRun At(uint32_t id, StateSlot slot, uint64_t first, uint64_t count,
-              const ParamLocation& location) const {
+  // The range that starts at element `first`, with at most `count` elements.
+  StateRange At(uint32_t id, StateSlot slot, uint64_t first, uint64_t count,
+                const ParamLocation& location) const {
     const ParamShape& param = shape_.params[id];
     const bool params_on_device = !shape_.options.unified && !location.params_on_host;
     if (slot == kMaster && IsSplit(param.layout)) {
-      StateRun halves = At(id, kMasterLow, first, count, location);
+      StateRange halves = At(id, kMasterLow, first, count, location);
       halves.upper = ParamAt(id, location) + first * sizeof(uint16_t);
       halves.upper_on_device = params_on_device;
       return halves;
