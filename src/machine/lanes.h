@@ -16,7 +16,7 @@
 
 namespace hybridopt {
 
-// A stretch of work on a stream, timed by the device.
+// The time that work on a stream takes, measured by the device.
 struct TimedEvent {
   EventHandle begin = nullptr;
   EventHandle end = nullptr;

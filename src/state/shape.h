@@ -102,7 +102,7 @@ struct StateShape {
 
 StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options);
 
-// Calls visit(offset, count, order) for each stretch of elements [begin, begin + count) of a param
+// Calls visit(offset, count, order) for each range of elements [begin, begin + count) of a param
 // that lies in one stripe; offset counts from `begin`. Without stripes that is all of them.
 template <typename Visit>
 void ForEachStripe(const StateShape& shape, const ParamShape& param, uint64_t begin, uint64_t count,

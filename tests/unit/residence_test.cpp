@@ -319,7 +319,7 @@ TEST_F(ResidenceTest, NormBlocksFollowEachOther) {
   });
 }
 
-// Any stretch of a param is cut where its stripes end, and says of every element where it lies.
+// Any range of a param is cut where its stripes end, and says of every element where it lies.
 TEST_F(ResidenceTest, StripesSayWhereEveryElementLies) {
   ForRandomCases(
       [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {

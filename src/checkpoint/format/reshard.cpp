@@ -49,7 +49,7 @@ std::vector<PlacedBox> PlaceBoxes(const Shard& shard) {
   return placed;
 }
 
-// The elements that two boxes share, as rows: stretches that lie side by side in both boxes. Rows
+// The elements that two boxes share, as rows: ranges that are contiguous in both boxes. Rows
 // count in row-major order, so that their places in both boxes ascend.
 class CommonRows {
  public:

@@ -29,9 +29,9 @@ std::byte* ChunkUpdater::MasterAt(uint32_t id, uint64_t element, void* param) co
 }
 
 template <typename Visit>
-void ChunkUpdater::ForEachActiveStretch(const HostStep& step, uint32_t chunk,
-                                        const WorkRange& range, Visit&& visit) const {
-  ForEachStretch(
+void ChunkUpdater::ForEachActiveRange(const HostStep& step, uint32_t chunk, const WorkRange& range,
+                                      Visit&& visit) const {
+  ForEachRange(
       step.plan.fragments(chunk), step.plan.active_count(chunk),
       [&](const Fragment& fragment) { return step.plan.ActiveBefore(fragment); }, range,
       std::forward<Visit>(visit));
@@ -40,10 +40,10 @@ void ChunkUpdater::ForEachActiveStretch(const HostStep& step, uint32_t chunk,
 void ChunkUpdater::AwaitCapture(const HostStep& step, uint32_t chunk,
                                 const WorkRange& range) const {
   if (step.capture == nullptr) return;
-  ForEachActiveStretch(step, chunk, range,
-                       [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-                         step.capture->Await(fragment.param, fragment.begin + first + count);
-                       });
+  ForEachActiveRange(step, chunk, range,
+                     [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+                       step.capture->Await(fragment.param, fragment.begin + first + count);
+                     });
 }
 
 void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
@@ -54,7 +54,7 @@ void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffe
 
 void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                                const WorkRange& piece) const {
-  ForEachActiveStretch(
+  ForEachActiveRange(
       step, chunk, piece, [&](const Fragment& fragment, uint64_t first, uint64_t count) {
         const uint32_t id = fragment.param;
         const StepParam& param = step.plan.param(id);
@@ -82,7 +82,7 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
 void ChunkUpdater::Fill(std::span<const Fragment> fragments, uint64_t element_count,
                         const ChunkBuffers& buffers, std::span<const Addresses> addresses,
                         bool moments, uint32_t worker, uint32_t workers) const {
-  ForEachStretch(
+  ForEachRange(
       fragments, element_count, [](const Fragment& fragment) { return fragment.first_element; },
       RangeOfWorker(element_count, kWorkGrainElements, worker, workers),
       [&](const Fragment& fragment, uint64_t first, uint64_t count) {

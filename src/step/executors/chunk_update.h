@@ -29,12 +29,12 @@ struct HostStep {
   Capture* capture;                            // of the save that runs beside it, or NULL
 };
 
-// Calls visit(fragment, first, count) for each stretch of `range`, which is counted in the elements
-// that take part; first counts from the fragment's begin. The fragments hold `total` such elements;
-// before(f) is how many of them come before fragment f.
+// Calls visit(fragment, first, count) for each range of a fragment in `range`, which is counted in
+// the elements that take part; first counts from the fragment's begin. The fragments hold `total`
+// such elements; before(f) is how many of them come before fragment f.
 template <typename Before, typename Visit>
-void ForEachStretch(std::span<const Fragment> fragments, uint64_t total, Before&& before,
-                    const WorkRange& range, Visit&& visit) {
+void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& before,
+                  const WorkRange& range, Visit&& visit) {
   if (range.begin == range.end) return;
   auto fragment =
       std::upper_bound(fragments.begin(), fragments.end(), range.begin,
@@ -70,8 +70,8 @@ class ChunkUpdater {
 
  private:
   template <typename Visit>
-  void ForEachActiveStretch(const HostStep& step, uint32_t chunk, const WorkRange& range,
-                            Visit&& visit) const;
+  void ForEachActiveRange(const HostStep& step, uint32_t chunk, const WorkRange& range,
+                          Visit&& visit) const;
   void UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                    const WorkRange& piece) const;
   std::byte* ParamAt(const Fragment& fragment, const ChunkBuffers& buffers, void* data,

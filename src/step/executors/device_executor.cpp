@@ -78,11 +78,11 @@ DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
 // Lists the update of elements [begin, begin + count) of a param, stripe by stripe. `whole` has the
 // addresses of element 0, but for the gradient's, which is that of element `begin`.
 void DeviceExecutor::Add(const DeviceUpdate& whole, uint32_t id, uint64_t begin, uint64_t count) {
-  DeviceUpdate stretch = whole;
-  stretch.span = Advanced(whole.span, whole.types(), begin);
-  stretch.span.grad = whole.span.grad;
-  stretch.span.count = count;
-  AddUpdates(shape_, shape_.params[id], begin, stretch, updates_);
+  DeviceUpdate range = whole;
+  range.span = Advanced(whole.span, whole.types(), begin);
+  range.span.grad = whole.span.grad;
+  range.span.count = count;
+  AddUpdates(shape_, shape_.params[id], begin, range, updates_);
 }
 
 // Launches what was listed from `first` on.

@@ -9,16 +9,16 @@
 
 namespace hybridopt {
 
-// Adds the update of a param's elements [begin, begin + stretch.span.count), one for each stripe.
-// `stretch` has the addresses of element `begin`. Launches may still read the list: it keeps to the
+// Adds the update of a param's elements [begin, begin + range.span.count), one for each stripe.
+// `range` has the addresses of element `begin`. Launches may still read the list: it keeps to the
 // capacity that it has.
 inline void AddUpdates(const StateShape& shape, const ParamShape& param, uint64_t begin,
-                       const DeviceUpdate& stretch, std::vector<DeviceUpdate>& updates) {
-  ForEachStripe(shape, param, begin, stretch.span.count,
+                       const DeviceUpdate& range, std::vector<DeviceUpdate>& updates) {
+  ForEachStripe(shape, param, begin, range.span.count,
                 [&](uint64_t offset, uint64_t count, ElementOrder order) {
                   HYBRIDOPT_CHECK(updates.size() < updates.capacity());
-                  DeviceUpdate& part = updates.emplace_back(stretch);
-                  part.span = Advanced(stretch.span, stretch.types(), offset);
+                  DeviceUpdate& part = updates.emplace_back(range);
+                  part.span = Advanced(range.span, range.types(), offset);
                   part.span.count = count;
                   part.span.order = order;
                 });
