@@ -77,13 +77,13 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
       return {};
     }));
     std::sort(segments.begin(), segments.end(), [](const Segment& a, const Segment& b) {
-      return a.piece != b.piece ? a.piece < b.piece : a.source < b.source;
+      return a.shard != b.shard ? a.shard < b.shard : a.source < b.source;
     });
     for (auto begin = segments.begin(); begin != segments.end();) {
       const auto end = std::find_if(begin, segments.end(),
-                                    [&](const Segment& s) { return s.piece != begin->piece; });
+                                    [&](const Segment& s) { return s.shard != begin->shard; });
       HYBRIDOPT_TRY(
-          CopySegments(param, *FindTensor(param.shards[begin->piece], kind), {begin, end}));
+          CopySegments(param, *FindTensor(param.shards[begin->shard], kind), {begin, end}));
       begin = end;
     }
     HYBRIDOPT_TRY(take(window(), part.range_count * element_bytes));

@@ -176,15 +176,15 @@ void Loader::CompareCounts(uint32_t id) {
   bool told = false;
   (void)checkpoint::ForEachSegment(
       sources_[id].shards, table_.param(id).shard, [&](const checkpoint::Segment& segment) {
-        if (!first.has_value()) first = segment.piece;
+        if (!first.has_value()) first = segment.shard;
         const uint64_t counts[] = {stored.shards[*first].step_count,
-                                   stored.shards[segment.piece].step_count};
+                                   stored.shards[segment.shard].step_count};
         if (counts[0] == counts[1] || told) return Status();
         told = true;
         Differ("param '" + stored.name.substr(0, 128) + "' was stepped " +
                std::to_string(counts[0]) + " times on rank " +
                std::to_string(stored.shards[*first].rank) + " and " + std::to_string(counts[1]) +
-               " times on rank " + std::to_string(stored.shards[segment.piece].rank) +
+               " times on rank " + std::to_string(stored.shards[segment.shard].rank) +
                ", and this shard has parts of both");
         return Status();
       });
@@ -235,14 +235,14 @@ Status Loader::ForEachUnitOf(uint32_t id, StateSlot slot,
   Extent extent{0, 0, 0};
   const auto visit_segment = [&](const checkpoint::Segment& segment) -> Status {
     const StoredTensor& tensor =
-        *checkpoint::FindTensor(shards[segment.piece], locator_.KindOf(slot));
+        *checkpoint::FindTensor(shards[segment.shard], locator_.KindOf(slot));
     const uint64_t element_bytes = checkpoint::DtypeBytes(tensor.dtype);
     for (uint64_t done = 0; done < segment.count;) {
       const uint64_t at = (segment.source + done) * element_bytes;
       const Extent next = UnitAt(tensor, block_bytes(), unit_bytes_, at);
       if (next.file != extent.file || next.offset != extent.offset || extent.bytes == 0) {
         extent = next;
-        HYBRIDOPT_TRY(begin_unit({extent, &tensor, id, segment.piece, at / block_bytes()}));
+        HYBRIDOPT_TRY(begin_unit({extent, &tensor, id, segment.shard, at / block_bytes()}));
       }
       const uint64_t into = tensor.offset + at - extent.offset;
       const uint64_t count = std::min(segment.count - done, (extent.bytes - into) / element_bytes);
@@ -547,7 +547,7 @@ void Loader::SetCounts(StepCounts& step_counts) const {
     uint64_t count = 0;
     (void)checkpoint::ForEachSegment(
         sources_[id].shards, table_.param(id).shard, [&](const checkpoint::Segment& segment) {
-          count = sources_[id].stored->shards[segment.piece].step_count;
+          count = sources_[id].stored->shards[segment.shard].step_count;
           return Status::Error(OFFLOAD_INTERNAL, "the first tells");
         });
     step_counts.set(id, fresh ? 0 : count);

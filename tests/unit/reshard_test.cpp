@@ -69,7 +69,7 @@ TEST(ReshardTest, EverySegmentIsTheSameElementsAndEachWantedOneComesOnce) {
       std::vector<int> copies(wanted.size(), 0);
       const Status status =
           ForEachSegment(stored, pair.wanted.shards[w], [&](const Segment& segment) -> Status {
-            const std::vector<uint64_t>& source = pair.stored.indices[segment.piece];
+            const std::vector<uint64_t>& source = pair.stored.indices[segment.shard];
             segments += 1;
             EXPECT_GT(segment.count, 0u);
             EXPECT_LE(segment.source + segment.count, source.size()) << "seed " << seed;

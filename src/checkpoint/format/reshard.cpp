@@ -91,7 +91,7 @@ class CommonRows {
 };
 
 // The segments of one stored box in one wanted box, cut to the ranges of both shards.
-Status VisitBoxes(uint32_t piece, const Shard& stored, const PlacedBox& from, const Shard& wanted,
+Status VisitBoxes(uint32_t index, const Shard& stored, const PlacedBox& from, const Shard& wanted,
                   const PlacedBox& to, FunctionRef<Status(const Segment&)> visit) {
   const CommonRows rows(stored.dimensions, *from.box, *to.box);
   // Rows before the first that reaches into both ranges end before one of them begins.
@@ -118,7 +118,7 @@ Status VisitBoxes(uint32_t piece, const Shard& stored, const PlacedBox& from, co
     const uint64_t end = std::min({rows.elements(), source_end - std::min(source_end, source),
                                    destination_end - std::min(destination_end, destination)});
     if (skip >= end) break;  // past the end of a range, and so are all later rows
-    HYBRIDOPT_TRY(visit({piece, source + skip - stored.range_begin,
+    HYBRIDOPT_TRY(visit({index, source + skip - stored.range_begin,
                          destination + skip - wanted.range_begin, end - skip}));
   }
   return {};
@@ -202,15 +202,15 @@ Status ForEachSegment(std::span<const Shard* const> stored, const Shard& wanted,
   const std::vector<PlacedBox> wanted_boxes = PlaceBoxes(wanted);
   BoxTree wanted_tree(wanted.boxes, wanted.dimensions);
   std::vector<uint32_t> met;
-  for (uint32_t piece = 0; piece < stored.size(); ++piece) {
-    const Shard& shard = *stored[piece];
+  for (uint32_t index = 0; index < stored.size(); ++index) {
+    const Shard& shard = *stored[index];
     HYBRIDOPT_CHECK(shard.dimensions == wanted.dimensions);
     for (const PlacedBox& from : PlaceBoxes(shard)) {
       met.clear();
       wanted_tree.ForEachOverlapping(*from.box, [&](uint32_t to) { met.push_back(to); });
       std::sort(met.begin(), met.end());
       for (const uint32_t to : met)
-        HYBRIDOPT_TRY(VisitBoxes(piece, shard, from, wanted, wanted_boxes[to], visit));
+        HYBRIDOPT_TRY(VisitBoxes(index, shard, from, wanted, wanted_boxes[to], visit));
     }
   }
   return {};

@@ -14,7 +14,7 @@ namespace hybridopt::checkpoint {
 
 // `count` elements that lie side by side in both shards.
 struct Segment {
-  uint32_t piece;        // index of the stored shard
+  uint32_t shard;        // index of the stored shard
   uint64_t source;       // first element, counted in the stored shard
   uint64_t destination;  // first element, counted in the wanted shard
   uint64_t count;        // above 0
