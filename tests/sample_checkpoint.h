@@ -109,7 +109,7 @@ class HandMade {
       for (const Box& box : boxes) {
         uint64_t elements = 1;
         for (size_t d = 0; d < param.shape.size(); ++d)
-          elements *= static_cast<uint64_t>(box.extent[d]);
+          elements *= static_cast<uint64_t>(box.size[d]);
         stored.shard.range_count += elements;
       }
     }

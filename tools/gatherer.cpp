@@ -29,7 +29,7 @@ Shard WholeShard(const std::vector<int64_t>& shape) {
   shard.dimensions = static_cast<uint32_t>(shape.size());
   shard.boxes.resize(1);
   std::copy(shape.begin(), shape.end(), shard.global_shape.begin());
-  std::copy(shape.begin(), shape.end(), shard.boxes[0].extent.begin());
+  std::copy(shape.begin(), shape.end(), shard.boxes[0].size.begin());
   (void)CountElements(shape, &shard.range_count);  // checked when the manifest was read
   return shard;
 }

@@ -99,7 +99,7 @@ Json JsonOf(const Manifest& manifest, const StoredShard& stored) {
   Json boxes = Json::array(), tensors = Json::array();
   for (const Box& box : shard.boxes)
     boxes.push_back({std::vector(box.offset.begin(), box.offset.begin() + shard.dimensions),
-                     std::vector(box.extent.begin(), box.extent.begin() + shard.dimensions)});
+                     std::vector(box.size.begin(), box.size.begin() + shard.dimensions)});
   for (const StoredTensor& tensor : stored.tensors)
     tensors.push_back({{"kind", KindName(tensor.kind)},
                        {"dtype", DtypeName(tensor.dtype)},

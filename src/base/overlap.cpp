@@ -12,11 +12,11 @@ namespace {
 constexpr size_t kFew = 16;
 
 bool Empty(const Box& box, uint32_t dimensions) {
-  const auto end = box.extent.begin() + dimensions;
-  return std::find(box.extent.begin(), end, 0) != end;
+  const auto end = box.size.begin() + dimensions;
+  return std::find(box.size.begin(), end, 0) != end;
 }
 
-int64_t EndOf(const Box& box, uint32_t d) { return box.offset[d] + box.extent[d]; }
+int64_t EndOf(const Box& box, uint32_t d) { return box.offset[d] + box.size[d]; }
 
 // Two boxes meet where in every dimension one of them begins inside the other. So in one dimension
 // after the other those that reach over the begins of many are split off and looked at together;
@@ -152,7 +152,7 @@ void BoxTree::Build(uint32_t begin, uint32_t end) {
     for (uint32_t d = 0; d < dimensions_; ++d) {
       const int64_t hull_end = std::max(EndOf(hull, d), EndOf(box, d));
       hull.offset[d] = std::min(hull.offset[d], box.offset[d]);
-      hull.extent[d] = hull_end - hull.offset[d];
+      hull.size[d] = hull_end - hull.offset[d];
     }
   }
   const size_t node = nodes_.size();

@@ -8,36 +8,36 @@
 namespace hybridopt {
 namespace {
 
-using Extents = std::array<int64_t, kMaxDimensions>;
+using Sizes = std::array<int64_t, kMaxDimensions>;
 
 // The product of the first `dimensions` entries; false if it passes INT64_MAX.
-bool Multiply(const Extents& extents, uint32_t dimensions, int64_t* product) {
+bool Multiply(const Sizes& sizes, uint32_t dimensions, int64_t* product) {
   // A zero anywhere makes the product zero, whatever overflow the others would cause.
-  const auto end = extents.begin() + dimensions;
-  *product = std::find(extents.begin(), end, 0) != end ? 0 : 1;
-  for (auto it = extents.begin(); *product != 0 && it != end; ++it)
+  const auto end = sizes.begin() + dimensions;
+  *product = std::find(sizes.begin(), end, 0) != end ? 0 : 1;
+  for (auto it = sizes.begin(); *product != 0 && it != end; ++it)
     if (__builtin_mul_overflow(*product, *it, product)) return false;
   return true;
 }
 
 uint64_t ElementsOf(const Box& box, uint32_t dimensions) {
   int64_t elements = 0;
-  (void)Multiply(box.extent, dimensions, &elements);
+  (void)Multiply(box.size, dimensions, &elements);
   return static_cast<uint64_t>(elements);
 }
 
 Status CheckBox(const Shard& shard, uint32_t box_index) {
   const Box& box = shard.boxes[box_index];
   for (uint32_t d = 0; d < shard.dimensions; ++d) {
-    const bool inside = box.offset[d] >= 0 && box.extent[d] >= 0 &&
+    const bool inside = box.offset[d] >= 0 && box.size[d] >= 0 &&
                         box.offset[d] <= shard.global_shape[d] &&
-                        box.extent[d] <= shard.global_shape[d] - box.offset[d];
+                        box.size[d] <= shard.global_shape[d] - box.offset[d];
     if (!inside)
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                            "shard.box_offsets/box_extents: box %u reaches from %lld over %lld "
                            "elements in dimension %u, outside global_shape %lld",
                            box_index, static_cast<long long>(box.offset[d]),
-                           static_cast<long long>(box.extent[d]), d,
+                           static_cast<long long>(box.size[d]), d,
                            static_cast<long long>(shard.global_shape[d]));
   }
   return {};
@@ -75,9 +75,9 @@ uint64_t IndexInTensor(const Shard& shard, const Box& box, uint64_t element) {
   uint64_t index = 0;
   uint64_t stride = 1;
   for (uint32_t d = shard.dimensions; d-- > 0;) {
-    const auto extent = static_cast<uint64_t>(box.extent[d]);
-    index += (static_cast<uint64_t>(box.offset[d]) + element % extent) * stride;
-    element /= extent;
+    const auto size = static_cast<uint64_t>(box.size[d]);
+    index += (static_cast<uint64_t>(box.offset[d]) + element % size) * stride;
+    element /= size;
     stride *= static_cast<uint64_t>(shard.global_shape[d]);
   }
   return index;
@@ -93,18 +93,18 @@ struct BoxRows {
 
 BoxRows RowsOf(const Shard& shard, const Box& box) {
   BoxRows rows;
-  const auto full = [&](uint32_t d) { return box.extent[d] == shard.global_shape[d]; };
+  const auto full = [&](uint32_t d) { return box.size[d] == shard.global_shape[d]; };
   uint32_t d = shard.dimensions;
   // A row goes on through dimensions that the box fills, and one more.
   do {
     d -= 1;
-    rows.row_length *= static_cast<uint64_t>(box.extent[d]);
+    rows.row_length *= static_cast<uint64_t>(box.size[d]);
     rows.row_stride *= static_cast<uint64_t>(shard.global_shape[d]);
   } while (d > 0 && full(d));
   // So does the distance between rows.
   while (d > 0) {
     d -= 1;
-    rows.rows_per_stripe *= static_cast<uint64_t>(box.extent[d]);
+    rows.rows_per_stripe *= static_cast<uint64_t>(box.size[d]);
     if (!full(d)) break;
   }
   return rows;
@@ -116,11 +116,11 @@ void CutBox(const Box& box, uint32_t dimensions, uint32_t d, uint64_t begin, uin
   if (begin >= end) return;
   uint64_t row = 1;  // elements for each coordinate in dimension d
   for (uint32_t inner = d + 1; inner < dimensions; ++inner)
-    row *= static_cast<uint64_t>(box.extent[inner]);
+    row *= static_cast<uint64_t>(box.size[inner]);
   const auto part = [&](uint64_t first, uint64_t count) {
     Box rows = box;
     rows.offset[d] += static_cast<int64_t>(first);
-    rows.extent[d] = static_cast<int64_t>(count);
+    rows.size[d] = static_cast<int64_t>(count);
     return rows;
   };
   const uint64_t first = (begin + row - 1) / row;  // of the whole rows
@@ -155,7 +155,7 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
     std::copy_n(source.box_offsets + uint64_t{b} * shard.dimensions, shard.dimensions,
                 box.offset.begin());
     std::copy_n(source.box_extents + uint64_t{b} * shard.dimensions, shard.dimensions,
-                box.extent.begin());
+                box.size.begin());
     HYBRIDOPT_TRY(CheckBox(shard, b));
   }
   HYBRIDOPT_TRY(CheckDisjoint(shard));
@@ -245,7 +245,7 @@ Shard WholeTensor(uint64_t count) {
   shard.dimensions = 1;
   shard.global_shape[0] = static_cast<int64_t>(count);
   shard.boxes.resize(1);
-  shard.boxes[0].extent[0] = static_cast<int64_t>(count);
+  shard.boxes[0].size[0] = static_cast<int64_t>(count);
   shard.range_count = count;
   return shard;
 }

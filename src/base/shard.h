@@ -14,7 +14,7 @@ inline constexpr uint32_t kMaxBoxes = 4096;
 
 struct Box {
   std::array<int64_t, kMaxDimensions> offset;
-  std::array<int64_t, kMaxDimensions> extent;
+  std::array<int64_t, kMaxDimensions> size;
 };
 
 struct Shard {

@@ -28,7 +28,7 @@ Shard WholeShard(const std::vector<int64_t>& shape, uint64_t elements) {
   shard.boxes.resize(1);
   shard.range_count = elements;
   for (size_t d = 0; d < shape.size(); ++d)
-    shard.global_shape[d] = shard.boxes[0].extent[d] = shape[d];
+    shard.global_shape[d] = shard.boxes[0].size[d] = shape[d];
   return shard;
 }
 

@@ -40,7 +40,7 @@ Shard Whole(const std::vector<int64_t>& shape) {
   shard.boxes.resize(1);
   shard.range_count = 1;
   for (size_t d = 0; d < shape.size(); ++d) {
-    shard.global_shape[d] = shard.boxes[0].extent[d] = shape[d];
+    shard.global_shape[d] = shard.boxes[0].size[d] = shape[d];
     shard.range_count *= static_cast<uint64_t>(shape[d]);
   }
   return shard;

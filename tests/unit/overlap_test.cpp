@@ -21,7 +21,7 @@ using Boxes = std::vector<Box>;
 bool Meet(const Box& a, const Box& b, uint32_t dimensions) {
   for (uint32_t d = 0; d < dimensions; ++d)
     if (std::max(a.offset[d], b.offset[d]) >=
-        std::min(a.offset[d] + a.extent[d], b.offset[d] + b.extent[d]))
+        std::min(a.offset[d] + a.size[d], b.offset[d] + b.size[d]))
       return false;
   return true;
 }
@@ -40,19 +40,18 @@ void Shuffle(Items& items, Random& random) {
 
 // Halves boxes at random until there are so many: none overlap, and only one of them at a time says
 // in which dimension they lie apart.
-Boxes Divided(size_t count, uint32_t dimensions, int64_t extent, Random& random) {
+Boxes Divided(size_t count, uint32_t dimensions, int64_t size, Random& random) {
   Boxes boxes(1);
-  for (uint32_t d = 0; d < dimensions; ++d) boxes[0].extent[d] = extent;
+  for (uint32_t d = 0; d < dimensions; ++d) boxes[0].size[d] = size;
   for (size_t tries = 0; boxes.size() < count && tries < 20 * count; ++tries) {
     Box& box = boxes[random.Below(boxes.size())];
     const size_t d = random.Below(dimensions);
-    if (box.extent[d] < 2) continue;
+    if (box.size[d] < 2) continue;
     Box other = box;
-    const auto cut =
-        static_cast<int64_t>(1 + random.Below(static_cast<uint64_t>(box.extent[d]) - 1));
-    box.extent[d] = cut;
+    const auto cut = static_cast<int64_t>(1 + random.Below(static_cast<uint64_t>(box.size[d]) - 1));
+    box.size[d] = cut;
     other.offset[d] += cut;
-    other.extent[d] -= cut;
+    other.size[d] -= cut;
     boxes.push_back(other);
   }
   Shuffle(boxes, random);
@@ -70,7 +69,7 @@ TEST(Overlap, IsFoundWhereComparingEachWithEachFindsIt) {
     while (random.OneIn(2)) {
       Box box = boxes[random.Below(boxes.size())];
       const size_t d = random.Below(dimensions);
-      if (random.OneIn(2)) box.extent[d] = static_cast<int64_t>(random.Below(3));
+      if (random.OneIn(2)) box.size[d] = static_cast<int64_t>(random.Below(3));
       if (random.OneIn(2)) box.offset[d] += 1;
       boxes[random.Below(boxes.size())] = box;
     }
@@ -96,12 +95,12 @@ TEST(Overlap, OfTwoAmongManyIsFound) {
     Box& grown = boxes[random.Below(boxes.size())];
     const size_t d = random.Below(dimensions);
     if (random.OneIn(2)) grown.offset[d] -= 1;
-    grown.extent[d] += 1;
+    grown.size[d] += 1;
     // Of those that it reaches into now one stays.
     const Box copy = grown;
     bool kept = false;
     std::erase_if(boxes, [&](const Box& box) {
-      const bool same = box.offset == copy.offset && box.extent == copy.extent;
+      const bool same = box.offset == copy.offset && box.size == copy.size;
       return !same && Meet(box, copy, dimensions) && std::exchange(kept, true);
     });
     const auto found = FindOverlap(boxes, dimensions).found;
@@ -118,14 +117,14 @@ TEST(BoxTree, VisitsTheBoxesThatComparingEachWouldFind) {
   size_t found = 0;
   for (int round = 0; round < Scaled(1000); ++round) {
     const auto dimensions = static_cast<uint32_t>(1 + random.Below(5));
-    const auto extent = static_cast<int64_t>(1 + random.Below(30));
-    Boxes boxes = Divided(1 + random.Below(200), dimensions, extent, random);
-    if (random.OneIn(4)) boxes[random.Below(boxes.size())].extent[0] = 0;
+    const auto size = static_cast<int64_t>(1 + random.Below(30));
+    Boxes boxes = Divided(1 + random.Below(200), dimensions, size, random);
+    if (random.OneIn(4)) boxes[random.Below(boxes.size())].size[0] = 0;
     BoxTree tree(boxes, dimensions);
-    for (Box box : Divided(1 + random.Below(8), dimensions, extent, random)) {
+    for (Box box : Divided(1 + random.Below(8), dimensions, size, random)) {
       const size_t d = random.Below(dimensions);
       box.offset[d] += static_cast<int64_t>(random.Below(3));
-      if (random.OneIn(8)) box.extent[d] = 0;
+      if (random.OneIn(8)) box.size[d] = 0;
       std::vector<uint32_t> expected, visited;
       for (uint32_t i = 0; i < boxes.size(); ++i)
         if (Meet(boxes[i], box, dimensions)) expected.push_back(i);
@@ -170,7 +169,7 @@ Family Rows(size_t count) {
 Family RowsOfMany(size_t count, Random& random) {
   Family family{"rows of eight dimensions", 8, Boxes(count)};
   for (size_t i = 0; i < count; ++i) {
-    family.boxes[i].extent = {7, 7, 7, 7, 1, 7, 7, 7};
+    family.boxes[i].size = {7, 7, 7, 7, 1, 7, 7, 7};
     family.boxes[i].offset[4] = static_cast<int64_t>(i);
   }
   Shuffle(family.boxes, random);
@@ -189,7 +188,7 @@ Family Grid(size_t count, uint32_t dimensions) {
     size_t left = i;
     for (uint32_t d = 0; d < dimensions; ++d, left /= side) {
       box.offset[d] = static_cast<int64_t>(5 * (left % side));
-      box.extent[d] = 5;
+      box.size[d] = 5;
     }
     family.boxes.push_back(box);
   }
@@ -204,10 +203,10 @@ Family Rods(size_t count) {
     for (int64_t i = 0; i < side; ++i) {
       for (int64_t j = 0; j < side; ++j) {
         Box rod{};
-        rod.extent[axis] = 2 * side;
+        rod.size[axis] = 2 * side;
         rod.offset[(axis + 1) % 3] = 2 * i;
         rod.offset[(axis + 2) % 3] = 2 * j + 1;
-        rod.extent[(axis + 1) % 3] = rod.extent[(axis + 2) % 3] = 1;
+        rod.size[(axis + 1) % 3] = rod.size[(axis + 2) % 3] = 1;
         family.boxes.push_back(rod);
       }
     }
@@ -222,11 +221,11 @@ Family Sheets(size_t count, uint32_t dimensions, Random& random) {
   for (size_t i = 0; i < count; ++i) {
     for (uint32_t d = 0; d < dimensions; ++d) {
       family.boxes[i].offset[d] = static_cast<int64_t>(random.Below(count));
-      family.boxes[i].extent[d] = static_cast<int64_t>(count + random.Below(count));
+      family.boxes[i].size[d] = static_cast<int64_t>(count + random.Below(count));
     }
     const auto d = dimensions - 1;
     family.boxes[i].offset[d] = static_cast<int64_t>(i);
-    family.boxes[i].extent[d] = 1;
+    family.boxes[i].size[d] = 1;
   }
   Shuffle(family.boxes, random);
   return family;
@@ -266,7 +265,7 @@ TEST(Overlap, OfManyBoxesIsNotLookedForInPairs) {
   }
 }
 
-// The boxes of one family are looked for in another one of the same extent: a hull that lies apart
+// The boxes of one family are looked for in another one of the same size: a hull that lies apart
 // is looked at once for all that is in it.
 TEST(BoxTree, IsNotLookedThroughFromEndToEnd) {
   const auto few = static_cast<size_t>(std::max(200, Scaled(2000)));

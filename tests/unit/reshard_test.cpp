@@ -170,7 +170,7 @@ Shard Matrix(int64_t rows, int64_t columns, Box box) {
   shard.dimensions = 2;
   shard.global_shape = {rows, columns};
   shard.boxes = {box};
-  shard.range_count = static_cast<uint64_t>(box.extent[0] * box.extent[1]);
+  shard.range_count = static_cast<uint64_t>(box.size[0] * box.size[1]);
   return shard;
 }
 
@@ -225,9 +225,9 @@ TEST(ReshardTest, ManyShardsAreCheckedTogether) {
   for (int64_t row = 0; row < rows; row += 3) shards.push_back(Matrix(rows, 7, {{row, 0}, {3, 7}}));
   for (size_t i = 1; i < shards.size(); i += 2) {  // every second one by boxes, cut inside a row
     shards[i].boxes.push_back(shards[i].boxes[0]);
-    shards[i].boxes[0].extent[1] = 3;
+    shards[i].boxes[0].size[1] = 3;
     shards[i].boxes[1].offset[1] = 3;
-    shards[i].boxes[1].extent[1] = 4;
+    shards[i].boxes[1].size[1] = 4;
   }
   std::vector<const Shard*> stored;
   for (const Shard& shard : shards) stored.push_back(&shard);
@@ -238,7 +238,7 @@ TEST(ReshardTest, ManyShardsAreCheckedTogether) {
             "element (" + std::to_string(rows - 1) + ", 6) of the tensor is in none of the " +
                 std::to_string(shards.size()) + " stored shards");
   shards.back().range_count += 1;
-  shards[shards.size() - 2].boxes[0].extent[0] = 4;
+  shards[shards.size() - 2].boxes[0].size[0] = 4;
   shards[shards.size() - 2].range_count += 1;
   EXPECT_EQ(CheckDisjoint(stored).message(), "stored shards " + std::to_string(shards.size() - 2) +
                                                  " and " + std::to_string(shards.size() - 1) +

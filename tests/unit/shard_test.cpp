@@ -102,7 +102,7 @@ TEST(Shard, AgreesWithBruteForceOnRandomBoxesAndRanges) {
     ASSERT_EQ(shard.boxes.size(), static_cast<size_t>(boxes));
     for (int64_t i = 0; i < boxes * dimensions; ++i) {
       EXPECT_EQ(shard.boxes[i / dimensions].offset[i % dimensions], arrays.offsets[i]);
-      EXPECT_EQ(shard.boxes[i / dimensions].extent[i % dimensions], arrays.extents[i]);
+      EXPECT_EQ(shard.boxes[i / dimensions].size[i % dimensions], arrays.extents[i]);
     }
     EXPECT_FALSE(ValidateShard(arrays.Source(), marked.count + 1).ok());
 
@@ -152,7 +152,7 @@ TEST(Shard, WholeTensorIsOneBoxOfOneDimension) {
   EXPECT_EQ(shard.global_shape[0], 12);
   ASSERT_EQ(shard.boxes.size(), 1u);
   EXPECT_EQ(shard.boxes[0].offset[0], 0);
-  EXPECT_EQ(shard.boxes[0].extent[0], 12);
+  EXPECT_EQ(shard.boxes[0].size[0], 12);
   EXPECT_EQ(shard.range_begin, 0u);
   EXPECT_EQ(shard.range_count, 12u);
 }

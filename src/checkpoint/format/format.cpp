@@ -153,7 +153,7 @@ std::string TensorName(const StoredParam& param, const StoredTensor& tensor) {
 
 std::vector<int64_t> StoredShape(const Shard& shard) {
   if (shard.boxes.size() == 1 && shard.range_begin == 0) {
-    const auto begin = shard.boxes[0].extent.begin();
+    const auto begin = shard.boxes[0].size.begin();
     const std::vector<int64_t> shape(begin, begin + shard.dimensions);
     uint64_t count = 0;
     if (CountElements(shape, &count) && count == shard.range_count) return shape;

@@ -47,7 +47,7 @@ void ForEachTensor(const Manifest& manifest,
       extents.clear();
       for (const Box& box : stored.shard.boxes) {
         offsets.insert(offsets.end(), box.offset.begin(), box.offset.begin() + param.shape.size());
-        extents.insert(extents.end(), box.extent.begin(), box.extent.begin() + param.shape.size());
+        extents.insert(extents.end(), box.size.begin(), box.size.begin() + param.shape.size());
       }
       offload_checkpoint_tensor_t tensor{};
       tensor.struct_size = sizeof(tensor);

@@ -156,7 +156,7 @@ class ManifestWriter {
       text_ += "[";
       NumberList(std::vector(box.offset.begin(), box.offset.begin() + shard.dimensions));
       text_ += ",";
-      NumberList(std::vector(box.extent.begin(), box.extent.begin() + shard.dimensions));
+      NumberList(std::vector(box.size.begin(), box.size.begin() + shard.dimensions));
       text_ += "]";
     });
     text_ += "],\"range\":[" + std::to_string(shard.range_begin) + "," +
@@ -246,7 +246,7 @@ class ManifestReader {
     return hash;
   }
 
-  Numbers Extents() {
+  Numbers PerDimension() {
     Numbers numbers;
     json_.Array([&] {
       numbers.push_back(static_cast<int64_t>(json_.Unsigned(INT64_MAX)));
@@ -297,7 +297,7 @@ class ManifestReader {
     json_.Object({
         {"name", [&] { param.name = Text(kNameBytesMax); }},
         {"dtype", [&] { Word(FindParamDtype, "a dtype", &param.dtype); }},
-        {"shape", [&] { param.shape = Extents(); }},
+        {"shape", [&] { param.shape = PerDimension(); }},
         {"shards",
          [&] {
            json_.Array([&] {
@@ -328,7 +328,7 @@ class ManifestReader {
     size_t count = 0;
     json_.Array([&] {
       if (count == 2) return json_.Fail("a box has more than offsets and extents");
-      lists[count++] = Extents();
+      lists[count++] = PerDimension();
     });
     if (count != 2) return json_.Fail("a box is not a list of offsets and a list of extents");
     text->box_count += 1;

@@ -10,27 +10,27 @@
 namespace hybridopt::checkpoint {
 namespace {
 
-using Extents = std::array<int64_t, kMaxDimensions>;
+using Sizes = std::array<int64_t, kMaxDimensions>;
 
-uint64_t Product(const Extents& extents, uint32_t begin, uint32_t end) {
+uint64_t Product(const Sizes& sizes, uint32_t begin, uint32_t end) {
   uint64_t product = 1;
-  for (uint32_t d = begin; d < end; ++d) product *= static_cast<uint64_t>(extents[d]);
+  for (uint32_t d = begin; d < end; ++d) product *= static_cast<uint64_t>(sizes[d]);
   return product;
 }
 
-// What two boxes share; some extent is 0 if that is nothing.
+// The elements that two boxes share; without any, the size of some dimension is 0.
 Box Common(const Box& a, const Box& b, uint32_t dimensions) {
   Box common{};
   for (uint32_t d = 0; d < dimensions; ++d) {
     common.offset[d] = std::max(a.offset[d], b.offset[d]);
-    const int64_t end = std::min(a.offset[d] + a.extent[d], b.offset[d] + b.extent[d]);
-    common.extent[d] = std::max<int64_t>(end - common.offset[d], 0);
+    const int64_t end = std::min(a.offset[d] + a.size[d], b.offset[d] + b.size[d]);
+    common.size[d] = std::max<int64_t>(end - common.offset[d], 0);
   }
   return common;
 }
 
 uint64_t CommonElements(const Box& a, const Box& b, uint32_t dimensions) {
-  return Product(Common(a, b, dimensions).extent, 0, dimensions);
+  return Product(Common(a, b, dimensions).size, 0, dimensions);
 }
 
 // A box and where its elements begin, counted through the shard's boxes.
@@ -44,7 +44,7 @@ std::vector<PlacedBox> PlaceBoxes(const Shard& shard) {
   uint64_t first = 0;
   for (const Box& box : shard.boxes) {
     placed.push_back({&box, first});
-    first += Product(box.extent, 0, shard.dimensions);
+    first += Product(box.size, 0, shard.dimensions);
   }
   return placed;
 }
@@ -57,11 +57,11 @@ class CommonRows {
       : dimensions_(dimensions), common_(Common(a, b, dimensions)) {
     // A row spans the last dimension, and those before it while both boxes are spanned as a whole.
     row_begin_ = dimensions - 1;
-    while (row_begin_ > 0 && common_.extent[row_begin_] == a.extent[row_begin_] &&
-           common_.extent[row_begin_] == b.extent[row_begin_])
+    while (row_begin_ > 0 && common_.size[row_begin_] == a.size[row_begin_] &&
+           common_.size[row_begin_] == b.size[row_begin_])
       --row_begin_;
-    elements_ = Product(common_.extent, row_begin_, dimensions);
-    count_ = elements_ == 0 ? 0 : Product(common_.extent, 0, row_begin_);
+    elements_ = Product(common_.size, row_begin_, dimensions);
+    count_ = elements_ == 0 ? 0 : Product(common_.size, 0, row_begin_);
   }
 
   uint64_t count() const { return count_; }
@@ -73,11 +73,11 @@ class CommonRows {
     for (uint32_t d = dimensions_; d-- > 0;) {
       uint64_t at = 0;
       if (d < row_begin_) {
-        at = row % static_cast<uint64_t>(common_.extent[d]);
-        row /= static_cast<uint64_t>(common_.extent[d]);
+        at = row % static_cast<uint64_t>(common_.size[d]);
+        row /= static_cast<uint64_t>(common_.size[d]);
       }
       place += (at + static_cast<uint64_t>(common_.offset[d] - box.offset[d])) * stride;
-      stride *= static_cast<uint64_t>(box.extent[d]);
+      stride *= static_cast<uint64_t>(box.size[d]);
     }
     return place;
   }
@@ -137,9 +137,9 @@ std::string FirstCommon(const Box& a, const Box& b, uint32_t dimensions) {
 std::string Coordinates(const Shard& shard, uint64_t index) {
   std::string text;
   for (uint32_t d = shard.dimensions; d-- > 0;) {
-    const auto extent = static_cast<uint64_t>(shard.global_shape[d]);
-    text = std::to_string(index % extent) + (text.empty() ? "" : ", ") + text;
-    index /= extent;
+    const auto size = static_cast<uint64_t>(shard.global_shape[d]);
+    text = std::to_string(index % size) + (text.empty() ? "" : ", ") + text;
+    index /= size;
   }
   return "(" + text + ")";
 }
