@@ -1,11 +1,14 @@
-// Capture: how far a running save has come in reading state. A save reads all arrays in the order
-// of its file; a step that runs behind it asks here before it overwrites anything.
+// Capture: how far a running save has read the state. The save reads all arrays in the order of its
+// file, and advances a position. A step that runs after the save waits for that position before it
+// overwrites what the save still has to read.
 //
 //   file   | head | p0.master | p0.exp_avg | p0.exp_avg_sq | p1.master | ...
 //                                              ^ position: up to here nobody needs memory any more
 //
-// What it reads is the library's, but for params that are masters, or halves of them: these are
-// borrowed from the caller, who may write them when a step behind the save has completed.
+// Most of what a save reads is memory of the library. Params that are masters, or upper halves of
+// masters, are memory of the caller: the save borrows them. The caller may write its params as soon
+// as a step behind the save has completed, so that step completes only after the save has read all
+// that it borrows.
 #pragma once
 
 #include <atomic>
@@ -21,32 +24,34 @@ class Capture {
  public:
   explicit Capture(uint32_t param_count) : params_(param_count) {}
 
-  // A param's last array in the file: its place there, and what an element takes. Params without
-  // one are not saved and never waited for.
+  // Sets where a param's last array begins in the file, and the bytes of one element. A param
+  // without an array is not saved, and Await does not wait for it.
   void SetLastArray(uint32_t param, uint64_t begin, uint64_t element_bytes) {
     params_[param] = {begin, element_bytes};
   }
 
-  // Up to here it reads what is the caller's; 0, as before this is said: nowhere.
+  // Sets the position behind the last borrowed byte; 0, the initial value: the save borrows
+  // nothing.
   void SetBorrowedEnd(uint64_t position) { borrowed_end_ = position; }
   bool borrows() const { return borrowed_end_ > 0; }
-  // Whether all of that has been read.
+  // Whether the save has read all that it borrows.
   bool gave_back() const { return position_.load() >= borrowed_end_; }
 
-  // Told by the save as it goes; positions grow.
+  // The save calls this while it reads; positions only grow.
   void Advance(uint64_t position) {
     position_.store(position);
     Tell();
   }
-  // The save needs nothing any more, whether it went well or not.
+  // The save calls this when it reads no memory any more, whether it succeeded or failed.
   void End() {
     position_.store(UINT64_MAX);
     Tell();
   }
 
-  // Returns when the first `end` elements of all of the param's arrays have been read.
+  // Returns when the save has read the first `end` elements of all of the param's arrays.
   void Await(uint32_t param, uint64_t end) { AwaitPosition(PositionOf(param, end)); }
-  // For at most so long, if not negative; whether all that is borrowed, or all, has been read.
+  // These wait for at most timeout_ns; a negative timeout waits without limit. They return whether
+  // the save has read all that it borrows, or all that it saves.
   bool AwaitBorrowed(int64_t timeout_ns = -1) { return AwaitPosition(borrowed_end_, timeout_ns); }
   bool AwaitAll(int64_t timeout_ns) { return AwaitPosition(UINT64_MAX, timeout_ns); }
 
@@ -70,7 +75,8 @@ class Capture {
     waiting_ -= 1;
     return read();
   }
-  // Whoever is about to wait has seen the new position or is seen here.
+  // Wakes the threads that wait. A thread that begins to wait at the same time has either seen the
+  // new position, or is counted in waiting_ before it is read here.
   void Tell() {
     if (waiting_.load() == 0) return;
     { std::lock_guard lock(mutex_); }

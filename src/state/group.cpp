@@ -20,8 +20,8 @@ Status CheckNumber(const Algorithm& algorithm, const offload_group_t& group,
                          "group.%s is %g, but %s does not use it; leave it 0", number.name, value,
                          algorithm.name);
   }
-  // The kernels compute in fp32: there the value must still be finite, and above 0 where it has to
-  // be. Written so that NaN fails.
+  // The kernels compute in fp32, so the value must be finite, and above 0 where that is required,
+  // after it is rounded to fp32 too. The comparison is written so that NaN fails it.
   const float rounded = static_cast<float>(value);
   if (read->range == NumberRange::kZeroToBelowOne) {
     if (value >= 0 && value < 1) return {};

@@ -1,12 +1,12 @@
-// Group: hyperparameters that params share, checked.
+// Group: checks the hyperparameters that the params of a group share.
 #pragma once
 
 #include "base/status.h"
 
 namespace hybridopt {
 
-// Checks every field against what the algorithm reads (its row in kernels/algorithms.h). Errors
-// name the field.
+// Checks every field that the algorithm reads (see its row in kernels/algorithms.h). Errors name
+// the field.
 Status ValidateGroup(int32_t algorithm, const offload_group_t& group);
 
 }  // namespace hybridopt

@@ -150,7 +150,8 @@ Status Lifecycle::CheckStep() const {
   constexpr auto kGradRow = FindRow(grad_table::kRows, Call::kStep);
   for (uint32_t id = 0; id < params_.size(); ++id) {
     const GradAt grad = GradPlace(id);
-    if (grad == GradAt::kNone) continue;  // the step leaves it alone, wherever it is
+    if (grad == GradAt::kNone)
+      continue;  // the step does not update this param, so its data may be anywhere
     HYBRIDOPT_TRY(Judge(kParamsRow->From(ParamsPlace(id)), id).status());
     HYBRIDOPT_TRY(Judge(kGradRow->From(grad), id).status());
   }

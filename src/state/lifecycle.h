@@ -1,6 +1,7 @@
-// Lifecycle: where each param's bits, gradient and device-share states are, and what may be done
-// to them from there: transitions.h has the tables. Pure: it decides, and remembers decisions in
-// the order of the calls; moves.h does the work.
+// Lifecycle: where each param's data, its gradient and its states of the device share are, and
+// which calls are allowed from there. The tables are in transitions.h. Pure: Lifecycle decides
+// whether a call is allowed and records the decision, in the order of the calls; moves.h does the
+// work later.
 #pragma once
 
 #include <atomic>
@@ -23,30 +24,30 @@ enum class HostGrad : uint8_t {
 
 class Lifecycle {
  public:
-  // `movable` is enum offload_movable, or-ed. `device_state_bytes` is what each param's states take
-  // on the device.
+  // `movable` is a combination of enum offload_movable. `device_state_bytes` has the bytes of each
+  // param's states on the device.
   Lifecycle(const ParamTable& table, uint32_t movable, std::vector<uint64_t> device_state_bytes);
 
-  // The params of `ids` for which the move has something to do; those that are there already are
-  // left out. INVALID_STATE if the move is not allowed for any of them; then nothing has changed.
+  // Returns those params of `ids` that the move has to move: not those that are at its destination
+  // already. INVALID_STATE if the move is not allowed for one of `ids`. Changes nothing.
   Result<std::vector<uint32_t>> Check(Move move, std::span<const uint32_t> ids) const;
-  // Remembers the move; `ids` came from Check.
+  // Records the move of `ids`, which Check has returned.
   void Apply(Move move, std::span<const uint32_t> ids);
 
-  // What each param's states take on the device from now on.
+  // Sets the bytes of each param's states on the device from now on.
   void SetDeviceStateBytes(std::vector<uint64_t> bytes);
 
-  // Whether a step may be queued now, over the addresses the table has.
+  // Whether a step may be queued now, with the addresses that the table has.
   Status CheckStep() const;
-  // Whether a load may be queued now: it writes params and states where a step would.
+  // Whether a load may be queued now. A load writes the same params and states as a step.
   Status CheckLoad() const;
-  // The step uses up what the host holds of gradients.
+  // Records that a step uses up the gradients that the host holds.
   void ApplyStep();
 
   HostGrad host_grad(uint32_t id) const { return params_[id].host_grad; }
   bool params_on_host(uint32_t id) const { return params_[id].params_on_host; }
   bool states_on_host(uint32_t id) const { return params_[id].states_on_host; }
-  // Bytes that were offloaded and not brought back. Any thread.
+  // Bytes that have been offloaded and not reloaded. Any thread may call these.
   uint64_t params_on_host_bytes() const { return params_on_host_bytes_; }
   uint64_t grads_on_host_bytes() const { return grads_on_host_bytes_; }
   uint64_t states_on_host_bytes() const { return states_on_host_bytes_; }
@@ -64,10 +65,11 @@ class Lifecycle {
   ParamsAt ParamsPlace(uint32_t id) const;
   GradAt GradPlace(uint32_t id) const;
   StatesAt StatesPlace(uint32_t id) const;
-  // Whether the effect of a call on the param is something, nothing, or why it is refused.
+  // Returns true if the call changes the param, false if it does nothing, or the error with which
+  // it is refused.
   template <typename At>
   Result<bool> Judge(const Transition<At>& transition, uint32_t id) const;
-  // The same of what all three tables say of the move.
+  // The same for a move, by all three tables.
   Result<bool> CheckOne(Move move, uint32_t id) const;
   Status CheckMovable(Move move) const;
   void SetHostGrad(uint32_t id, HostGrad held);

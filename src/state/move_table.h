@@ -1,6 +1,6 @@
-// The table of moves: what each one moves, what it needs, and what others must know of it. Read by
-// Lifecycle (what may be done), by the mover (what to copy), and by the facade (what a call gives
-// up, and what it waits for). docs/LIFECYCLE.md has what is allowed in which state.
+// The table of moves: what each move copies, and what it needs. Lifecycle reads from it what is
+// allowed, the mover what to copy, and the facade which addresses a call gives up and what it waits
+// for. docs/LIFECYCLE.md lists which move is allowed in which state.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ enum class Move : uint8_t {
 };
 
 enum class Resource : uint8_t { kParams, kGrads, kStates };
-// Which way the content goes.
+// In which direction the move copies; kNowhere: it copies nothing between device and host.
 enum class Direction : uint8_t { kNowhere, kDown, kUp };
 
 struct MoveRow {
@@ -31,7 +31,8 @@ struct MoveRow {
   const char* name;   // in profilers
   Resource resource;  // whose address the move uses
   Direction direction;
-  uint32_t movable;  // enum offload_movable: any of these bits; 0: needs no room on the host
+  uint32_t movable;  // enum offload_movable: the move needs one of these bits; 0: it needs no
+                     // memory on the host
   const char* movable_name;
   bool gives_up_address;  // of the resource on the device
   // Whether it reads, writes or frees what a save reads: masters, moments, and params that are

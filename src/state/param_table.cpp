@@ -48,7 +48,7 @@ Status ParamTable::SetGroup(uint32_t id, const offload_group_t& group, bool comm
   return {};
 }
 
-// Takes away what has been added since it was made, unless it is told to keep that.
+// Removes the params that were added in its lifetime, unless Keep is called.
 class ParamTable::Addition {
  public:
   explicit Addition(ParamTable& table) : table_(table), first_id_(table.size()) {}
@@ -81,7 +81,7 @@ Result<uint32_t> ParamTable::AddParams(std::span<const ParamInput> inputs) {
   return addition.Keep();
 }
 
-// A failure, std::bad_alloc too, may leave the param half added: Addition takes it away.
+// After a failure, which may be std::bad_alloc, the param may be half added: Addition removes it.
 Status ParamTable::AddOne(const ParamInput& input) {
   const offload_param_t& source = input.param;
   HYBRIDOPT_TRY(CheckParam(source));
@@ -249,8 +249,8 @@ Status ParamTable::Bind(std::span<const offload_binding_t> bindings) {
   return {};
 }
 
-// All old places are given up before the first new one is taken, so that params may trade places.
-// Memory is taken before anything changes.
+// Frees the old addresses of all params before it takes the first new one, so that two params may
+// exchange their addresses. Allocates all memory before it changes anything.
 Status ParamTable::MoveData(std::span<const offload_binding_t> bindings) {
   const auto moves = [&](const offload_binding_t& binding) {
     return binding.data != nullptr && binding.data != addresses_[binding.param].data;

@@ -1,4 +1,5 @@
-// ParamTable: THE registry. Ids, names, groups, shards and addresses are here and nowhere else.
+// ParamTable: the registry of params. Ids, names, groups, shards and addresses are stored here and
+// nowhere else.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,7 @@
 
 namespace hybridopt {
 
-// What a step reads of a param's addresses; both may change between steps.
+// The addresses that a step uses for a param; both may change between steps.
 struct Addresses {
   void* data;
   const void* grad;
@@ -24,7 +25,7 @@ struct Addresses {
 
 struct Param {
   std::string name;
-  uint64_t name_hash;  // keys its random bits: the same on all ranks and systems
+  uint64_t name_hash;  // the key of its random bits: the same on all ranks and systems
   uint32_t group;
   int32_t dtype;
   int32_t grad_dtype;
@@ -46,14 +47,15 @@ class ParamTable {
   ParamTable(int32_t algorithm, const Device& device) : algorithm_(algorithm), device_(device) {}
 
   Result<uint32_t> AddGroup(const offload_group_t& group);
-  // What only commit uses (initial_accumulator_value) stays as it was if `committed`.
+  // If `committed`, a value that only commit uses (initial_accumulator_value) is not changed.
   Status SetGroup(uint32_t id, const offload_group_t& group, bool committed);
-  // All or none; gives the first id.
+  // Adds all params or none. Returns the id of the first.
   Result<uint32_t> AddParams(std::span<const ParamInput> inputs);
-  // All or none.
+  // Binds all params or none.
   Status Bind(std::span<const offload_binding_t> bindings);
 
-  // The caller takes the address back: the param has no data (or no gradient) until one is bound.
+  // Removes an address that the caller takes back: the param has no data (or no gradient) until the
+  // caller binds one.
   void ReleaseData(uint32_t id);
   void ReleaseGrad(uint32_t id) { SetGrad(id, nullptr); }
   // Bytes of params and gradients that have an address now. Any thread.
@@ -70,15 +72,16 @@ class ParamTable {
  private:
   class Addition;
   using IdsByAddress = std::map<uintptr_t, uint32_t>;
-  // Nodes of ids_by_address_, allocated before anything changes that could not be undone.
+  // Nodes of ids_by_address_, allocated before the first change, so that a change cannot fail half
+  // way.
   using SpareNodes = std::vector<IdsByAddress::node_type>;
 
   Status AddOne(const ParamInput& input);
   void RemoveLast();
   Status CheckParam(const offload_param_t& param) const;
   Status CheckAddress(const void* address, uint64_t count, int32_t dtype) const;
-  // Marks [data, data + bytes) as this param's; INVALID_ARGUMENT names the one it overlaps.
-  // Takes a spare node for that, and no memory.
+  // Marks [data, data + bytes) as memory of this param; INVALID_ARGUMENT names the param that it
+  // overlaps. Uses a spare node, so it allocates nothing.
   Status Occupy(uint32_t id, const void* data, SpareNodes& spare);
   static SpareNodes MakeSpareNodes(size_t count);
   void Vacate(uint32_t id);

@@ -2,9 +2,9 @@
 // elements are on the device", and it may change between two steps (offload_optimizer_set_device_
 // fraction).
 //
-// The state of each param is in at most two extents: elements [0, device_count) are on the device,
-// the others on the host. The device fraction gives the device the first elements, in registration
-// order, of the params that it decides about.
+// The state of each param is in at most two ranges: elements [0, device_count) are on the device,
+// the others on the host. The device fraction applies to params that are placed OFFLOAD_PLACE_AUTO:
+// it puts the first of their elements, in registration order, on the device.
 #pragma once
 
 #include <array>
@@ -18,15 +18,16 @@ namespace hybridopt {
 class Residence {
  public:
   Residence() = default;
-  // `device_fraction` of the elements of all params that are placed OFFLOAD_PLACE_AUTO.
+  // `device_fraction` is the fraction of the elements of all params that are placed
+  // OFFLOAD_PLACE_AUTO.
   Residence(const ParamTable& table, const StateShape& shape, double device_fraction);
 
   uint64_t device_count(uint32_t param) const { return device_counts_[param]; }
   uint64_t device_elements() const { return device_elements_; }
   uint64_t host_elements() const { return host_elements_; }
 
-  // The part of a slot's region that has memory behind it: on the device its first bytes, on the
-  // host the bytes of the range.
+  // The bytes of a slot's region that have memory: on the device the first bytes of the region, on
+  // the host the bytes [begin, end).
   struct Bytes {
     uint64_t begin = 0;
     uint64_t end = 0;

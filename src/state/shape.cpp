@@ -9,10 +9,11 @@ namespace {
 
 constexpr uint64_t kSwapAlignmentBytes = 64;
 
-// Arrays that are walked side by side must not start at like addresses. Modulo a page, a load of
-// one would look like a store to another, so an odd number of cache lines keeps them apart. Modulo
-// a high power of two, all would use one bank of memory at a time (docs/PERFORMANCE.md has what
-// that costs). What is small enough to stay in caches needs no more than the lines.
+// A loop reads several arrays at the same index, so these must not start at similar addresses.
+// Where two addresses are equal modulo a page, the CPU takes a load of one array for a load that
+// depends on a store to the other; an odd number of cache lines between the arrays avoids that.
+// Where they are equal modulo a high power of two, all arrays use one bank of memory at a time
+// (docs/PERFORMANCE.md has what that costs). Arrays that fit into caches need only the lines.
 constexpr uint64_t kStaggerLinesBytes = 5 * 64;
 constexpr uint64_t kStaggerBanksBytes = uint64_t{128} << 10;
 constexpr uint64_t kBanksMatterElements = uint64_t{1} << 22;
@@ -90,13 +91,13 @@ void LayOutRegions(const ParamTable& table, StateShape& shape) {
     LayOutRegion(table, Tier::kHost, slot, shape);
     const uint64_t host_bytes = shape.RegionBytes(Tier::kHost, slot);
     if (host_bytes == 0) continue;
-    // The first region too: the caller's arrays often start where pages do.
+    // The first region is shifted too, because the caller's arrays often start at a page.
     shape.host_region_begin[slot] = shape.host_arena_bytes + stagger_bytes;
     shape.host_arena_bytes = shape.host_region_begin[slot] + host_bytes;
   }
 }
 
-// Room on the host for what may be offloaded, whole params at their own sizes.
+// Lays out the host memory for what may be offloaded: whole params, in their own dtypes.
 void LayOutSwap(const ParamTable& table, StateShape& shape) {
   const uint32_t movable = shape.options.movable;
   const bool accumulate = (movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0;

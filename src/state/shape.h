@@ -1,10 +1,10 @@
 // StateShape: which arrays hold a param's state, how long each is, and at which offset its elements
-// lie. Pure: no memory, no device, no clock. It is settled at commit and does not depend on which
-// tier holds what.
+// lie. Pure: no memory, no device, no clock. Commit computes the shape once; it does not depend on
+// which tier holds which element.
 //
 // Each state slot (masters, first moments ...) has one region on each tier. Every region lists the
-// params that keep such an array there, all in the same order, so that what the device holds is a
-// prefix of its region, and what the host holds is the rest of its own:
+// arrays of the params in the same order, so that the elements on the device are a prefix of the
+// device's region, and the elements on the host are the end of the host's region:
 //
 //   region   | placed on the device | the device fraction decides | placed on the host |
 //                                              ^ cut: [0, cut) device, [cut, end) host
@@ -24,30 +24,30 @@
 
 namespace hybridopt {
 
-// The arrays a param's state can have. What the moments are called depends on the algorithm. A
-// param keeps masters or, where they are split, their lower halves.
+// The arrays that a param's state can have. The algorithm names the moments. A param keeps masters
+// or, where masters are split, their lower halves.
 enum StateSlot : uint32_t { kMaster = 0, kMoment0 = 1, kMoment1 = 2, kMasterLow = 3 };
 inline constexpr uint32_t kStateSlots = 4;
 
 // The ABI's name for a slot (enum offload_state_kind), or kNoMoment.
 int32_t StateKindOf(int32_t algorithm, StateSlot slot);
 
-// Whether the rule and the layout need that state at all. A master may be the param itself.
+// Whether a param with this rule and layout has this state. A master may be the param itself.
 bool HasState(Rule rule, StateLayout layout, StateSlot slot);
 
-// Arrays of state start at multiples of this, for the device's kernels and so that neighbours on
-// the host share no cache line.
+// Arrays of state start at multiples of this: the device's kernels need it, and on the host two
+// arrays share no cache line.
 inline constexpr uint64_t kArrayAlignmentBytes = 256;
 
-// Where state can lie.
+// Where state can be stored.
 enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
 inline constexpr uint32_t kTiers = 2;
 
 struct ShapeOptions {
-  bool unified;  // one memory: the host holds all state, and nothing is staged
+  bool unified;  // host and device share one memory: the host holds all state, no chunk is staged
   uint64_t chunk_elements;
   uint32_t staging_slots;
-  uint32_t movable;  // enum offload_movable, or-ed
+  uint32_t movable;  // a combination of enum offload_movable
   int32_t master_layout = OFFLOAD_MASTER_FP32;
   int32_t moment_dtype = OFFLOAD_FP32;  // or OFFLOAD_BF16
   bool stochastic = false;              // bf16 moments are rounded at random
@@ -60,24 +60,25 @@ struct ParamShape {
   Rule rule;
   StateLayout layout;
   std::array<int32_t, kStateSlots> dtype;  // enum offload_dtype of each slot's elements
-  // Whether a tier keeps an array for the slot, and where its element 0 lies, in bytes from the
-  // region's begin. An fp32 param is its own master where the param is at hand: on the device, and
-  // on the host where there is one memory.
+  // Whether a tier keeps an array for the slot, and at which byte of the region its element 0 is.
+  // An fp32 param is its own master on the tier that has the param: on the device, and on the host
+  // where both share one memory. That tier keeps no master array for it.
   std::array<std::array<bool, kStateSlots>, kTiers> kept;
   std::array<std::array<uint64_t, kStateSlots>, kTiers> offset;
-  bool ties_away;  // how the param is rounded, wherever it is updated
-  // Where its elements lie in the whole tensor, for the rounding at random; none without that.
+  bool ties_away;  // how the param is rounded, on every executor
+  // Stripes: the indices of the param's elements in the whole tensor, from which stochastic
+  // rounding takes its random bits. Without stochastic rounding a param has no stripes.
   uint32_t first_stripe;
   uint32_t stripe_count;
   uint64_t first_norm_block;
-  uint64_t swap_params_offset;  // bytes into the host's room for offloaded params
+  uint64_t swap_params_offset;  // in the host memory for offloaded params, in bytes
   uint64_t swap_grads_offset;   // the same for gradients
 
   bool Keeps(Tier tier, StateSlot slot) const { return kept[static_cast<uint32_t>(tier)][slot]; }
   uint64_t ByteAt(Tier tier, StateSlot slot, uint64_t element) const {
     return offset[static_cast<uint32_t>(tier)][slot] + element * DtypeBytes(dtype[slot]);
   }
-  // What the state of one element takes on a tier.
+  // Bytes of the state of one element on a tier.
   uint64_t ElementBytes(Tier tier) const;
 };
 
@@ -85,8 +86,8 @@ struct StateShape {
   ShapeOptions options;
   std::vector<ParamShape> params;
   std::vector<Stripe> stripes;
-  std::vector<uint32_t> region_order;  // ids, as each region lists them
-  std::vector<uint32_t> update_order;  // ids, as chunks and saves take them: by chunk_order
+  std::vector<uint32_t> region_order;  // ids in the order of each region
+  std::vector<uint32_t> update_order;  // ids in the order of chunks and saves: by chunk_order
   std::array<std::array<uint64_t, kStateSlots>, kTiers> region_bytes{};
   std::array<uint64_t, kStateSlots> host_region_begin{};  // in the host's arena
   uint64_t host_arena_bytes = 0;                          // of addresses
@@ -103,7 +104,8 @@ struct StateShape {
 StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options);
 
 // Calls visit(offset, count, order) for each range of elements [begin, begin + count) of a param
-// that lies in one stripe; offset counts from `begin`. Without stripes that is all of them.
+// that is in one stripe; offset counts from `begin`. Without stripes it is called once, for all
+// elements.
 template <typename Visit>
 void ForEachStripe(const StateShape& shape, const ParamShape& param, uint64_t begin, uint64_t count,
                    Visit&& visit) {
@@ -112,7 +114,7 @@ void ForEachStripe(const StateShape& shape, const ParamShape& param, uint64_t be
   auto stripe =
       std::upper_bound(stripes.begin(), stripes.end(), begin,
                        [](uint64_t element, const Stripe& s) { return element < s.begin; });
-  --stripe;  // the first stripe starts at element 0, so there is one before
+  --stripe;  // the first stripe starts at element 0, so a stripe before this one exists
   for (const uint64_t end = begin + count; stripe != stripes.end() && stripe->begin < end;
        ++stripe) {
     const uint64_t first = std::max(begin, stripe->begin);

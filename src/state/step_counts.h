@@ -1,6 +1,6 @@
-// StepCounts: how many steps each param has had, and how many the optimizer has applied. Written by
-// steps, loads and offload_optimizer_set_step_count, and read by saves, all on the timeline's
-// thread or while nothing is queued.
+// StepCounts: how many steps have updated each param, and how many the optimizer has applied.
+// Steps, loads and offload_optimizer_set_step_count write the counts, and saves read them: on the
+// timeline's thread, or while no work is queued.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace hybridopt {
 
-// Counts stop at 2^53: a double, by which coefficients go, cannot tell it from the next number, and
-// checkpoints hold no larger one.
+// Counts stop at 2^53: coefficients are computed from a count as a double, which cannot represent
+// 2^53 + 1, and checkpoints hold no larger number.
 class StepCounts {
  public:
   explicit StepCounts(uint32_t param_count) : counts_(param_count) {}

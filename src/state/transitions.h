@@ -1,6 +1,6 @@
-// Transitions: what each call does to a param, by where its params, its gradient and its states
-// are. Lifecycle decides by these tables. The program tests/docs/lifecycle_tables.cpp prints them
-// into docs/LIFECYCLE.md, whose words they use.
+// Transitions: what each call does to a param, depending on where its data, its gradient and its
+// states are. Lifecycle decides by these tables. The program tests/docs/lifecycle_tables.cpp prints
+// them into docs/LIFECYCLE.md.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace hybridopt {
 
-// Where the three resources of a param are. "Bound": a device address is known.
+// Where the three resources of a param are. "Bound": the caller has bound a device address.
 enum class ParamsAt : uint8_t { kDevice, kHost, kHostBound };
 enum class GradAt : uint8_t {
   kNone,
   kBound,        // on the device
   kStored,       // on the host, in its own dtype, as it was on the device
-  kStoredBound,  // and another one on the device
+  kStoredBound,  // and another gradient is bound on the device
   kAccumulated,  // on the host, a sum in fp32
   kAccumulatedBound
 };
@@ -31,7 +31,7 @@ inline constexpr std::array<const char*, 6> kGradAtNames = {
     "none", "none, bound", "stored", "stored, bound", "accumulated", "accumulated, bound"};
 inline constexpr std::array<const char*, 2> kStatesAtNames = {"on the device", "on the host"};
 
-// The calls. Those of class Move come first, with its values.
+// The calls. Those of enum Move come first, with the same values.
 enum class Call : uint8_t {
   kOffloadParams,
   kReloadParams,
@@ -64,11 +64,11 @@ enum class Effect : uint8_t {
 template <typename At>
 struct Transition {
   Effect effect;
-  At next;  // where the resource is then, if the call is done
+  At next;  // where the resource is after the call
   const char*
       summary;        // for docs/LIFECYCLE.md; null: the name of `next`, or "no" without a way out
-  const char* error;  // if it is refused: what is wrong and the way out, behind the param's name.
-                      // Null where the caller of Lifecycle words it.
+  const char* error;  // if the call is refused: what is wrong and the way out, appended to the
+                      // param's name. Null where the caller of Lifecycle writes the error.
 };
 
 template <typename At, size_t kPlaces>

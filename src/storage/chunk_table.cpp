@@ -51,8 +51,9 @@ class ChunkCutter {
     host_end_ = {};
   }
 
-  // An array keeps the alignment that it has on the host, and its distance from the one before if
-  // that is padding.
+  // Places a fragment's arrays in a slot of the device's ring. An array keeps the alignment that it
+  // has on the host. Where only padding separates it from the array before it on the host, it keeps
+  // that distance too, so that both are one copy.
   void PlaceInRing(Fragment& fragment) {
     const ParamShape& shaped = shape_.params[fragment.param];
     for (uint32_t index = 0; index < kStateSlots; ++index) {
@@ -90,7 +91,7 @@ uint32_t StreamSlots(const StateShape& shape, const ChunkTable& chunks) {
   if (!shape.options.streams || chunks.chunks.empty()) return 0;
   const uint64_t most = std::min<uint64_t>(kMaxStreamSlots, chunks.chunks.size());
   if (shape.options.stream_ring_bytes == 0) return std::min<uint64_t>(kDefaultStreamSlots, most);
-  // Stateless params (SGD without momentum, fp32 on the device) take nothing.
+  // Without momentum SGD may keep no state, so that a slot has 0 bytes.
   const uint64_t slot_bytes = std::max<uint64_t>(chunks.stream_slot_bytes(), 1);
   return static_cast<uint32_t>(std::min(shape.options.stream_ring_bytes / slot_bytes, most));
 }
@@ -110,7 +111,7 @@ ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Res
   for (uint32_t id : shape.update_order)
     if (residence.device_count(id) < table.param(id).count)
       cutter.Add(id, table.param(id), residence.device_count(id));
-  if (shape.options.unified)  // nothing is staged, nothing is copied
+  if (shape.options.unified)  // no chunk is staged or copied
     chunks.slot_grad_bytes = chunks.slot_param_bytes = chunks.grads_down_bytes =
         chunks.params_up_bytes = 0;
   if (HostMayHoldGrads(shape) && !chunks.chunks.empty() && !shape.options.unified) {
@@ -132,7 +133,8 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
   sizes.slot_grad_bytes = chunks.slot_grad_bytes;
   sizes.slot_param_bytes = chunks.slot_param_bytes;
   if ((movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0) {
-    // Gradients to be added come down through the ring, even where all state is on the device.
+    // Gradients that are accumulated on the host come down through the ring, even where all state
+    // is on the device.
     sizes.staging_slots = shape.options.staging_slots;
     sizes.slot_grad_bytes =
         std::max(sizes.slot_grad_bytes, shape.options.chunk_elements * sizeof(float));

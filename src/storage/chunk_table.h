@@ -1,18 +1,18 @@
-// ChunkTable: how the elements whose state is on the host are cut into chunks. Pure; made anew when
-// the residence changes.
+// ChunkTable: how the elements whose state is on the host are cut into chunks. Pure. The table is
+// made again when the residence changes.
 //
-// The host's extents of all params, in the shape's update order, follow each other:
+// The chunks cover the host's ranges of all params, in the shape's update order:
 //
 //   params      | p0: device ..... host ....... | p1: host ....... | p2: host .. |
 //   fragments                    |  f0  |   f1  |   f2  |    f3    |     f4      |
 //   chunks                       |  0   |       1       |         2              |
 //
-// A chunk is what one staging slot holds; a fragment is the part of a chunk that belongs to one
-// param. Where there is no staging all fragments form one chunk.
+// One staging slot holds one chunk. A fragment is the range of one param in a chunk. Where there is
+// no staging all fragments form one chunk.
 //
-// A slot of the device's ring holds the state of a chunk, one area behind the other. Fragments
-// whose state lies side by side on the host, but for padding, lie so in their area, and are one
-// copy:
+// A slot of the device's ring holds the state of a chunk, one area for each array. Fragments whose
+// state is contiguous on the host, except for padding, are contiguous in the area too, so that one
+// copy moves them all:
 //
 //   slot   | masters: f0 | f1 | first moments: f0 | f1 | second ones: f0 | f1 | held gradients |
 #pragma once
@@ -47,15 +47,16 @@ struct Chunk {
 struct ChunkTable {
   std::vector<Fragment> fragments;
   std::vector<Chunk> chunks;
-  std::vector<uint32_t> last_chunk_end;  // per param: chunks that hold elements of it end here
+  std::vector<uint32_t> last_chunk_end;  // per param: the index behind its last chunk
   uint64_t slot_grad_bytes = 0;
   uint64_t slot_param_bytes = 0;
   uint64_t grads_down_bytes = 0;
   uint64_t params_up_bytes = 0;
   std::array<uint64_t, kStateSlots> state_area_bytes{};  // of a slot of the device's ring
-  uint64_t held_grads_bytes = 0;  // likewise: room for gradients that the host holds
+  uint64_t held_grads_bytes = 0;  // the same, for gradients that the host holds
 
-  // Where an area begins in a slot of the device's ring; kStateSlots: the gradients.
+  // At which byte of a slot of the device's ring an area begins; kStateSlots: the area of the
+  // gradients.
   uint64_t StateArea(uint32_t slot) const {
     return std::accumulate(state_area_bytes.begin(), state_area_bytes.begin() + slot, uint64_t{0});
   }
@@ -64,24 +65,25 @@ struct ChunkTable {
   std::span<const Fragment> FragmentsOf(const Chunk& chunk) const {
     return std::span(fragments).subspan(chunk.first_fragment, chunk.fragment_count);
   }
-  // Bytes of the table itself where all state is on the host, which takes most.
+  // Bytes of the table itself where all state is on the host, its largest size.
   static uint64_t BytesMax(const StateShape& shape);
 };
 
 ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Residence& residence);
 
-// Slots of the device's ring by default: one comes, one is updated, one goes, and one is spare.
+// Default slots of the device's ring: one is copied up, one is updated, one is copied down, one is
+// spare.
 inline constexpr uint32_t kDefaultStreamSlots = 4;
-// Below this the ring's copies would wait for each other.
+// With fewer slots the copies of the ring would wait for each other.
 inline constexpr uint32_t kMinStreamSlots = 2;
 inline constexpr uint32_t kMaxStreamSlots = 64;
 
-// Chunks there are where all state is on the host, or more.
+// An upper bound of the number of chunks: those where all state is on the host.
 inline uint64_t ChunksMost(const StateShape& shape) {
   return shape.options.unified ? 1 : shape.element_count / shape.options.chunk_elements + 1;
 }
 
-// What the pipeline's lanes are made from.
+// The sizes from which the pipeline's lanes are made.
 LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
                       const ChunkTable& chunks);
 

@@ -1,5 +1,5 @@
 // StateLocator: the address of a param's state at some point of the timeline: on the device, in the
-// host's arena, in the room for what is offloaded, or in the param itself.
+// host's arena, in the swap memory for offloaded states, or in the param itself.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,14 @@
 
 namespace hybridopt {
 
-// Where a param and the states that the device held are, as of one call.
+// Where a param and its states of the device share were when a call was made.
 struct ParamLocation {
   void* data;  // the param's address; NULL while it is offloaded
   bool params_on_host;
   bool states_on_host;
 };
 
-// State elements that lie side by side. Of split masters `data` are the lower halves.
+// A contiguous range of state elements. For split masters `data` has the lower halves.
 struct StateRange {
   std::byte* data;
   uint64_t count;
@@ -31,7 +31,7 @@ struct StateRange {
 
 class StateLocator {
  public:
-  // `residence` is the one of the timeline: it changes when a queued move changes it.
+  // `residence` is the timeline's: it changes when a queued change of residence runs.
   StateLocator(const ParamTable& table, const StateShape& shape, const Residence& residence,
                const StateMemory& memory, const SwapMemory& swap)
       : table_(table), shape_(shape), residence_(residence), memory_(memory), swap_(swap) {}
@@ -59,7 +59,7 @@ class StateLocator {
   }
 
   int32_t KindOf(StateSlot slot) const { return StateKindOf(table_.algorithm(), slot); }
-  // Whether the param has this state at all; masters count as one, whole or split.
+  // Whether the param has this state. Split masters count as masters.
   bool Has(uint32_t id, StateSlot slot) const {
     return table_.param(id).count > 0 && KindOf(slot) >= 0 &&
            HasState(shape_.params[id].rule, StateLayout::kFp32, slot);

@@ -88,7 +88,8 @@ void StateMemory::AddNodeBytes(const Residence& residence, NodeBytes* sum) const
   }
 }
 
-// Both residences hold the end of a region on the host, if anything of it.
+// On the host each residence holds the end of a region or nothing of it, so what is freed is the
+// region's first bytes.
 void StateMemory::ShrinkHost(const Residence& from, const Residence& to) {
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
@@ -102,8 +103,9 @@ void StateMemory::ShrinkHost(const Residence& from, const Residence& to) {
 
 // ------------------------------------------------------------------------------------- pinning --
 
-// The pages of all regions: regions may share one, and no page is pinned twice. No piece crosses a
-// multiple of piece_bytes, so that growth and shrinking at one end leave the others as they are.
+// Lists the pages of all regions as pieces. Two regions may share a page, and no page is pinned
+// twice. No piece crosses a multiple of piece_bytes, so that a region that grows or shrinks at one
+// end keeps its other pieces.
 std::vector<StateMemory::Piece> StateMemory::Pieces(const StateShape& shape,
                                                     const Residence& residence,
                                                     uint64_t piece_bytes) {
@@ -168,7 +170,7 @@ void StateMemory::UnpinHost(const Residence* but_what_this_holds) {
 }
 
 Status StateMemory::PinPiece(const Piece& piece) {
-  pieces_.reserve(pieces_.size() + 1);  // nothing is pinned that is not noted
+  pieces_.reserve(pieces_.size() + 1);  // so that a piece that has been pinned can always be listed
   HYBRIDOPT_TRY(context_.ReservePinned(piece.end - piece.begin));
   const Status status = device_.PinHost(arena_.data() + piece.begin, piece.end - piece.begin);
   if (status.ok())

@@ -1,5 +1,5 @@
 // StateMemory: the masters and moments of one optimizer, on the host and on the device. Each slot
-// has one region of addresses on each tier; the residence says how much of it has memory.
+// has one region of addresses on each tier; the residence says which part of it has memory.
 #pragma once
 
 #include <array>
@@ -14,8 +14,8 @@
 
 namespace hybridopt {
 
-// Memory of the device that state will need, taken by the call that asks for it, so that a full
-// device refuses the call instead of failing queued work.
+// Device memory that state will need. The call that needs it takes it at once, so that a full
+// device refuses the call, instead of failing queued work later.
 class TakenPages {
  public:
   TakenPages() = default;
@@ -37,7 +37,7 @@ class TakenPages {
   Device* device_ = nullptr;
 };
 
-// Whether PinHost found the system's limit, or the context's cap.
+// Whether PinHost failed at the system's limit or the context's cap.
 inline bool IsUnpinnable(const Status& status) {
   return status.code() == OFFLOAD_OUT_OF_HOST_MEMORY || status.code() == OFFLOAD_INVALID_ARGUMENT;
 }
@@ -48,45 +48,47 @@ class StateMemory {
   StateMemory(const StateMemory&) = delete;
   StateMemory& operator=(const StateMemory&) = delete;
 
-  // Takes the memory; its content is unspecified until moves.h fills it. `shape` outlives it.
+  // Takes the memory. Its content is unspecified until Mover (moves.h) fills it. `shape` must
+  // outlive the StateMemory.
   static Result<std::unique_ptr<StateMemory>> Create(Context& context, const StateShape& shape,
                                                      const Residence& residence);
 
-  // What a residence takes, whole pages.
+  // Bytes of memory for a residence, in whole pages.
   static uint64_t HostBytes(const Residence& residence);
   static uint64_t DeviceBytes(const Device& device, const StateShape& shape,
                               const Residence& residence);
 
-  // The device's memory for going from one residence to another; `from` NULL: from nothing.
+  // Takes the device memory that `to` needs beyond `from`; `from` NULL: all that `to` needs.
   Result<TakenPages> TakeDevice(const Residence* from, const Residence& to) const;
   Status GrowDevice(TakenPages& pages);
   void ShrinkDevice(const Residence& to);
   void FreeDevice();
-  // False while all states are elsewhere, or were on their way when queued work failed.
+  // False while all states are offloaded, or after queued work failed while it moved them.
   bool has_device() const { return has_device_; }
 
-  // Memory for what the host holds in either residence; then only for what it holds in one.
+  // GrowHost adds the memory that `to` needs on the host. After the copies ShrinkHost frees what
+  // only `from` needed.
   Status GrowHost(const Residence& to);
   void ShrinkHost(const Residence& from, const Residence& to);
 
-  // Pins what a residence holds on the host, so that the device copies it at its full speed. What
-  // is pinned must be unpinned before ShrinkHost, but for what the new residence holds too. Where
-  // that much cannot be pinned (IsUnpinnable), nothing is.
+  // Pins the state that a residence holds on the host, so that the device copies it at full speed.
+  // Before ShrinkHost, UnpinHost must unpin all memory that the new residence does not hold. If not
+  // all can be pinned (IsUnpinnable), nothing is pinned.
   Status PinHost(const Residence& residence);
   void UnpinHost(const Residence* but_what_this_holds);
   bool pinned() const { return pinned_; }
   uint64_t pinned_bytes() const;
   static uint64_t PinnedBytes(const StateShape& shape, const Residence& residence);
-  // Bytes from this address on that one copy may have: pieces are pinned one by one.
+  // How many bytes one copy from this address may have: a copy must not leave its pinned piece.
   uint64_t BytesOfCopy(const std::byte* host) const {
     return piece_bytes_ - static_cast<uint64_t>(host - arena_.data()) % piece_bytes_;
   }
 
-  // Adds on which NUMA nodes lies what the host holds.
+  // Adds the bytes of the host's state on each NUMA node.
   void AddNodeBytes(const Residence& residence, NodeBytes* sum) const;
 
-  // An element's address on a tier; NULL where that tier keeps no such array. Whether there is
-  // memory behind it the residence says.
+  // An element's address on a tier; NULL where that tier keeps no such array. The residence says
+  // whether the address has memory.
   std::byte* Host(uint32_t param, StateSlot slot, uint64_t element = 0) const {
     const ParamShape& shaped = shape_.params[param];
     if (!shaped.Keeps(Tier::kHost, slot)) return nullptr;
@@ -121,7 +123,7 @@ class StateMemory {
   const StateShape& shape_;
   const uint64_t piece_bytes_;
   std::vector<Piece> pieces_;  // pinned, in order
-  bool pinned_ = false;        // all that the host holds
+  bool pinned_ = false;        // all state on the host is pinned
   Arena arena_;
   std::array<DeviceWindow, kStateSlots> windows_;
   bool has_device_ = true;

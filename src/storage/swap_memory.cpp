@@ -10,7 +10,8 @@ constexpr uint64_t kRegionAlignmentBytes = 256;
 Result<PinnedRoom> PinnedRoom::Take(Context& context, uint64_t bytes) {
   PinnedRoom room;
   Device& device = context.device();
-  // Host memory that no device copies to or from need not be pinned, and does not count as such.
+  // Where no device copies to or from host memory, it need not be pinned, and does not count as
+  // pinned.
   if (!device.unified()) HYBRIDOPT_TRY(context.ReservePinned(bytes));
   Result<PinnedArena> arena =
       PinnedArena::Map(device, bytes, context.pinned_pages(), context.allow_pageable());

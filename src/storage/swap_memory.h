@@ -1,5 +1,5 @@
-// SwapMemory: pinned room on the host for what offload_* brings down: params, gradients, and the
-// states that the device held. It is taken at commit; its pages are touched when first used.
+// SwapMemory: pinned host memory for what the offload calls bring down: params, gradients, and the
+// states of the device share. Commit takes it; its pages are first touched when they are used.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 
 namespace hybridopt {
 
-// A pinned arena that counts against the context's cap where a device copies to and from it.
+// A pinned arena. It counts towards the context's cap if a device copies to and from it.
 class PinnedRoom {
  public:
   PinnedRoom() = default;
@@ -33,12 +33,12 @@ class PinnedRoom {
   void AddNodeBytes(NodeBytes* sum) const { arena_.AddNodeBytes(sum); }
 
  private:
-  Context* context_ = nullptr;  // set where it counts
+  Context* context_ = nullptr;  // set if the arena counts towards the cap
   PinnedArena arena_;
 };
 
-// Room for the states that the device holds under one residence: the first bytes of each region,
-// one region behind the other.
+// Host memory for the states of the device share under one residence: the first bytes of each
+// device region, one region after the other.
 class SwapStates {
  public:
   static Result<SwapStates> Take(Context& context, const StateShape& shape,
