@@ -11,7 +11,7 @@ Status ResidenceChanger::Run(ResidenceRequest& request) {
   const Range range("change the device fraction");
   HYBRIDOPT_TRY(memory_.GrowHost(request.residence));
   if (request.on_device) HYBRIDOPT_TRY(memory_.GrowDevice(request.pages));
-  // The copies need a ring: the old one if the new residence has none.
+  // The copies need a staging ring: the new one, or the old one if the new residence needs none.
   const bool ring_first = request.ring.has_value() && request.ring->staging().slots() > 0;
   if (ring_first) lanes_.UseRing(*request.ring);
   List(request);
@@ -22,11 +22,11 @@ Status ResidenceChanger::Run(ResidenceRequest& request) {
   if (request.scratch.has_value()) lanes_.UseScratch(*request.scratch);
   if (request.swap.has_value()) std::swap(swap_.states(), *request.swap);
   if (request.on_device) memory_.ShrinkDevice(request.residence);
-  memory_.UnpinHost(&request.residence);  // memory that is given back must not be pinned
+  memory_.UnpinHost(&request.residence);  // memory that will be freed must not be pinned
   memory_.ShrinkHost(residence_, request.residence);
   residence_ = std::move(request.residence);
   chunks_ = std::move(request.chunks);
-  request = {};  // frees what was replaced
+  request = {};  // frees the old ring, scratch and swap memory
   return {};
 }
 

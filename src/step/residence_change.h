@@ -1,11 +1,11 @@
-// ResidenceChange: the state of some elements changes its tier, between two steps.
+// ResidenceChange: moves the state of some elements to the other tier, between two steps.
 //
 //   device -> host   down stream, staging slots, workers       host -> device   the other way round
 //
-// The memory that the new residence needs beyond the old one is taken by the call
-// (offload_optimizer_set_device_fraction); what is no longer needed is given back when the content
-// has been copied. Both tiers keep an element at the same address whatever the residence is, so
-// that elements which stay are not touched.
+// The call (offload_optimizer_set_device_fraction) takes the memory that the new residence needs
+// beyond the old one. After the copies the change frees the memory that is no longer needed. On
+// each tier an element has the same address under every residence, so that elements which stay on
+// their tier are not touched.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +20,18 @@
 
 namespace hybridopt {
 
-// A change as it was when it was queued.
+// A queued change, with all that it needs as of its call.
 struct ResidenceRequest {
   Residence residence;
   ChunkTable chunks;
   std::vector<ParamLocation> locations;  // per param
-  bool on_device = true;                 // some states are not offloaded: the device holds memory
-  bool streams = false;                  // what the host holds is to be pinned
-  TakenPages pages;                      // what the device's part grows by
-  std::optional<LaneRing> ring;          // where another one is needed
-  std::optional<LaneScratch> scratch;    // likewise
-  std::optional<SwapStates> swap;        // where states may be offloaded
-  // What the plan says from then on.
+  bool on_device = true;                 // not all states are offloaded: the device holds memory
+  bool streams = false;                  // the state on the host is to be pinned
+  TakenPages pages;                      // by which the memory on the device grows
+  std::optional<LaneRing> ring;          // if the new residence needs another one
+  std::optional<LaneScratch> scratch;    // the same
+  std::optional<SwapStates> swap;        // if states may be offloaded
+  // The figures of the plan after the change.
   uint64_t host_bytes = 0;
   uint64_t device_bytes = 0;
   uint64_t staging_bytes = 0;
@@ -39,7 +39,7 @@ struct ResidenceRequest {
 
 class ResidenceChanger {
  public:
-  // `residence` and `chunks` are those of the timeline.
+  // `residence` and `chunks` are the timeline's; Run changes them.
   ResidenceChanger(Context& context, const ParamTable& table, const StateShape& shape,
                    Residence& residence, ChunkTable& chunks, StateMemory& memory, Lanes& lanes,
                    SwapMemory& swap)
@@ -53,7 +53,7 @@ class ResidenceChanger {
         lanes_(lanes),
         swap_(swap) {}
 
-  // Whoever uses chunks or the ring must be told afterwards.
+  // The caller must then tell all users of the chunks and of the ring that these have changed.
   Status Run(ResidenceRequest& request);
 
  private:
@@ -62,12 +62,12 @@ class ResidenceChanger {
     std::byte* to;
     uint64_t bytes;
   };
-  // A part of a copy, and where in a staging slot it lies.
+  // A part of a copy, and its offset in a staging slot.
   struct Piece {
     Copy copy;
     uint64_t slot_offset;
   };
-  struct Batch {  // what one staging slot holds
+  struct Batch {  // the pieces that share one staging slot
     std::vector<Piece> pieces;
     uint64_t bytes = 0;
   };

@@ -88,7 +88,7 @@ void StepPipeline::CountStep(const Verdict& verdict, offload_step_result_t* resu
 
 // ---------------------------------------------------------------------------------- the verdict --
 
-// The gradients that nobody has summed yet, in registration order.
+// Lists the gradients whose squares have not been summed yet, in registration order.
 void StepPipeline::ListNormInputs() {
   norm_inputs_.clear();
   for (uint32_t id = 0; id < table_.size(); ++id) {
@@ -99,8 +99,8 @@ void StepPipeline::ListNormInputs() {
   }
 }
 
-// Adds up the params' sums, those of gradients the host holds and those in `landed_blocks`, then
-// asks the other ranks. The order is the device's.
+// Adds the params' sums: those of gradients that the host holds, and those in `landed_blocks`. Then
+// asks the other ranks. The order of the additions is the same as on the device.
 Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
                                            const double* landed_blocks) {
   double sum = 0;
@@ -115,7 +115,8 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
     if ((table_.param(id).flags & OFFLOAD_PARAM_REPLICA) == 0) sum += param_sum;
   }
   HYBRIDOPT_TRY(comm_.AgreeOnNorm(&sum, &finite));
-  // A replica's gradient, or another rank's, does not show in the sum. Inf stays Inf.
+  // The sum has no gradient of a replica or of another rank, so a value that is not finite there
+  // must be written into it. Inf stays Inf.
   if (!finite && std::isfinite(sum)) sum = std::numeric_limits<double>::quiet_NaN();
   return Decide(sum, request.grad_scale, request.grad_norm_max);
 }
@@ -139,7 +140,8 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   const HostStep step = HostStepNow();
   const uint64_t total = plan_.active_count(0);
   result->cpu_elements = total;
-  // One pass, but in pieces while a save reads ahead of it.
+  // The update is one pass. While a save runs it is cut into ranges, and each range waits until the
+  // save has read it.
   const uint64_t most = capture_ != nullptr ? shape_.options.chunk_elements : total;
   for (WorkRange range{0, 0}; range.end < total;) {
     range = {range.end, std::min(range.end + most, total)};
@@ -160,14 +162,15 @@ void StepPipeline::AwaitCaptureOfDevice() {
     if (plan_.device_count(id) > 0) capture_->Await(id, plan_.device_count(id));
 }
 
-// Once the step has completed the caller may write any param, those that it left alone too.
+// After the step has completed the caller may write any param, also those that the step does not
+// update. So the step first waits until the save has read all that it borrows.
 void StepPipeline::AwaitBorrowed(offload_step_result_t* result) {
   if (capture_ == nullptr) return;
   Stopwatch total(result->total_seconds), stall(result->stall_seconds);
   capture_->AwaitBorrowed();
 }
 
-// The caller's stream may wait for the save too.
+// Waits until the gradients are ready. The caller's stream may itself be waiting for the save.
 Status StepPipeline::AwaitGradients(EventHandle ready) {
   const Range range("await gradients");
   return lanes_.WaitForCaller(ready, "the gradients", [this]() -> Result<bool> {
@@ -183,13 +186,14 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, ready));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.compute, ready));
   TakeAhead();
-  // A full launch queue blocks for as long as the stream before it does: what might fill it is
-  // queued only when the gradients are there.
+  // If a stream's launch queue is full, a call that queues a copy blocks until the stream runs
+  // again. So copies that might fill the queue are queued only after the gradients are ready.
   if (chunks_.PrefetchCopies() > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(AwaitGradients(ready));
   HYBRIDOPT_TRY(chunks_.Prefetch(result));
   HYBRIDOPT_TRY(streamed_.Prefetch());
   HYBRIDOPT_TRY(QueueVerdict(request));
-  // The clock starts when the gradients are there: the caller's own work is not the step's.
+  // The clock starts when the gradients are ready: the caller's own work does not count as time of
+  // the step.
   HYBRIDOPT_TRY(AwaitGradients(ready));
   Stopwatch total(result->total_seconds);
   {
@@ -207,7 +211,8 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   return RunChunks(result);
 }
 
-// In turn, so that the first chunks come back at the speed of both.
+// The two executors take the first chunks in turn, so that these chunks come back at the speed of
+// both.
 void StepPipeline::TakeAhead() {
   queue_.Reset();
   chunks_.Reset();
@@ -229,15 +234,15 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
   const Status streamed = streamed_.Await(result);
   HYBRIDOPT_TRY(cpu);
   HYBRIDOPT_TRY(streamed);
-  double nobody_stalls = 0;
-  Stopwatch stall(plan_.chunk_count() > 0 ? result->stall_seconds : nobody_stalls);
+  double no_chunk_seconds = 0;
+  Stopwatch stall(plan_.chunk_count() > 0 ? result->stall_seconds : no_chunk_seconds);
   HYBRIDOPT_TRY(device_executor_.Await(&result->device_update_seconds));
   (*reached_)(kDeviceDone + queue_.finished());
   return {};
 }
 
-// One mark tells a param's progress, so chunks count only behind the device's own update. Whoever
-// finishes a chunk calls this.
+// One mark shows a param's progress on both tiers, so chunks count only after the device has
+// updated its share. The executor that has finished a chunk calls this.
 Status StepPipeline::Finished(uint32_t chunk) {
   std::lock_guard lock(finished_mutex_);
   queue_.Finish(chunk);
@@ -248,8 +253,8 @@ Status StepPipeline::Finished(uint32_t chunk) {
   return {};
 }
 
-// Where all gradients are on the device and no other rank is asked, the verdict is made there and
-// the device's updates need not wait for the host.
+// If all gradients are on the device and no other rank takes part, the device makes the verdict,
+// and its updates need not wait for the host.
 bool StepPipeline::VerdictOnDevice() const {
   return !plan_.host_holds_grads() && !comm_.present() && !has_replicas_;
 }
@@ -282,7 +287,7 @@ Result<Verdict> StepPipeline::AwaitVerdict(const StepRequest& request) {
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.verdict_known, "the gradient norm"));
   if (VerdictOnDevice()) return *lanes_.host_verdict;
   HYBRIDOPT_ASSIGN(const Verdict verdict, DecideOnHost(request, lanes_.host_block_sums));
-  // A skipped step ends here: nothing of it may still be queued on the device.
+  // A skipped step ends here and queues nothing more on the device.
   if (verdict.skip == 0)
     HYBRIDOPT_TRY(device_.SetVerdict(lanes_.compute, verdict, lanes_.device_verdict));
   return verdict;

@@ -6,12 +6,12 @@
 //   CPU workers                                 | chunk 0 | chunk 1 | ...
 //   up stream                                             | chunk 0 | chunk 1 | ...
 //
-// Chunks come down before the verdict is known, as far as the staging ring reaches; nothing is
-// written before it is. How they go through the workers is told in chunk_pipeline.h. Other chunks
-// are taken by streamed_executor.h from the same queue: their state goes to the device. Where
-// params are in host memory there are no streams: the workers make the norm, then one pass over
-// everything. Gradients that the host holds already (moves.h) are read where they are; what
-// the device updates goes up first.
+// Gradients of the first chunks come down before the verdict is known, as many as the staging ring
+// has slots; nothing is written before the verdict. chunk_pipeline.h shows how the workers update
+// these chunks. StreamedExecutor takes other chunks from the same queue and copies their state to
+// the device. If params are in host memory there are no streams: the workers compute the norm, then
+// update everything in one pass. Gradients that the host holds already (moves.h) are read there;
+// those that the device needs are copied up first.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,8 @@
 
 namespace hybridopt {
 
-// What a step works on, and where its parts are. All of it outlives the pipeline. `residence` and
-// `chunks` change between steps; UseChunks tells.
+// The objects that a step works with. All of them must outlive the pipeline. `residence` and
+// `chunks` change between steps; the caller then calls UseChunks.
 struct StepParts {
   const ParamTable& table;
   const StateShape& shape;
@@ -54,29 +54,30 @@ class StepPipeline {
  public:
   StepPipeline(Context& context, const StepParts& parts, uint64_t rounding_seed);
 
-  // Starts the thread that it needs besides the caller of Run, before the first Run.
+  // Starts the thread that works beside the caller of Run. To be called once, before the first Run.
   Status Start() { return streamed_.Start(); }
-  // Says that the residence, and with it chunks and the staging ring, has changed.
+  // To be called after the residence has changed, and with it the chunks and the staging ring.
   void UseChunks();
 
-  // `ready` is recorded behind the gradients; NULL where there are no streams. `capture` is the
-  // save that the step must not overtake; NULL if none is running. `reached` is told the marks of a
-  // param's progress: kDeviceDone, then one more per chunk. Does not allocate. After an error the
-  // state is undefined.
+  // `ready` is an event recorded behind the gradients; NULL if there are no streams. `capture` is
+  // that of the running save, which the step must not overtake; NULL if no save runs. Run calls
+  // `reached` with the marks of the step's progress: kDeviceDone, then one more for each chunk. Run
+  // does not allocate. After an error the state is undefined.
   Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
              FunctionRef<void(uint64_t mark)> reached, offload_step_result_t* result);
 
-  // Whether the step looks at all gradients first, those of other ranks included.
+  // Whether the step needs the norm of all gradients, those of other ranks included, before it
+  // updates.
   static bool NeedsNorm(const StepRequest& request) {
     return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
   }
 
-  // The mark at which the device's own update is done. At kDeviceDone + n the first n chunks are
-  // too.
+  // The mark at which the device has updated its share. At kDeviceDone + n the first n chunks are
+  // updated too.
   static constexpr uint64_t kDeviceDone = 1;
 
   static constexpr uint32_t kMaxQueuedSteps = 8;
-  // Bytes of the tables here and of the queued requests, for the plan.
+  // Bytes of this class's tables and of the queued requests, for the plan.
   static uint64_t ScratchBytes(const ParamTable& table, const StateShape& shape);
 
  private:
@@ -102,7 +103,7 @@ class StepPipeline {
 
   Context& context_;
   Device& device_;
-  const ParamTable& table_;  // counts, dtypes and groups' ids only: addresses come with requests
+  const ParamTable& table_;  // for counts, dtypes and group ids only; addresses are in the requests
   const StateShape& shape_;
   Lanes& lanes_;
   NormSums& norm_sums_;
@@ -114,15 +115,15 @@ class StepPipeline {
   ChunkPipeline chunks_;
   StreamedExecutor streamed_;
   DeviceExecutor device_executor_;
-  WorkPieces pieces_;  // of a step in place
+  WorkPieces pieces_;  // of a step in host memory
   bool has_replicas_ = false;
 
-  // Of the running step. Their capacity is taken when the pipeline is made.
+  // State of the running step. The constructor reserves the capacity of the lists.
   Capture* capture_ = nullptr;
   std::optional<FunctionRef<void(uint64_t mark)>> reached_;
-  std::mutex finished_mutex_;    // held while a chunk is noted, so that marks only grow
+  std::mutex finished_mutex_;    // held while Finished sets a mark, so that marks only grow
   bool device_updated_ = false;  // guarded by finished_mutex_
-  std::vector<Coefficients> host_coefficients_;  // the plan's, with the verdict's factor in
+  std::vector<Coefficients> host_coefficients_;  // those of the plan times the verdict's factor
   std::vector<NormInput> norm_inputs_;
 };
 

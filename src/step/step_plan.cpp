@@ -65,7 +65,7 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
 }
 
 uint32_t StepPlan::CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step) {
-  // Params of a group nearly always share their step count: then this is computed once.
+  // The params of a group mostly have the same step count, so their coefficients are computed once.
   Memo& memo = memos_[group_id];
   if (memo.coefficients == kNoCoefficients || memo.step != step) {
     memo = {step, static_cast<uint32_t>(coefficients_.size())};

@@ -1,6 +1,6 @@
-// StepPlan: what one step does: which params take part, with which coefficients, which executor
-// updates each of their elements, and by which route gradient and param get there. Pure, and made
-// for every step without an allocation.
+// StepPlan: what one step does: which params it updates, with which coefficients, which executor
+// updates each element, and by which route gradient and param travel. Pure. It is made for every
+// step without an allocation.
 //
 //   executor  state is        gradient                       param
 //   device    on the device   there, or up from the host     there
@@ -9,8 +9,8 @@
 //   streamed  on the host,    there, or up from the host     there
 //             up and down
 //
-// Which of the last two updates a chunk is settled while the step runs (chunk_queue.h).
-// Where params are in host memory the cpu updates everything in place, and nothing travels.
+// While the step runs the cpu and the streamed executor take chunks from one queue (chunk_queue.h).
+// If params are in host memory the cpu updates everything in place, and nothing is copied.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@
 
 namespace hybridopt {
 
-// A step as it was when it was queued.
+// A queued step, with addresses and hyperparameters as of its call.
 struct StepRequest {
   uint32_t flags = 0;
   double grad_scale = 1;
@@ -35,13 +35,13 @@ struct StepRequest {
   std::vector<offload_group_t> groups;
 };
 
-// One param's part in a step.
+// What a step does with one param.
 struct StepParam {
   Addresses addresses;
-  const std::byte* host_grad;  // the gradient, where the host holds it; else NULL
-  int32_t grad_dtype;          // as it is there
-  uint32_t coefficients;       // index of its coefficients
-  bool active;                 // has a gradient, and elements
+  const std::byte* host_grad;  // the gradient if the host holds it, else NULL
+  int32_t grad_dtype;          // the dtype in which it is stored there
+  uint32_t coefficients;       // index into coefficients()
+  bool active;                 // has a gradient and elements: the step updates it
   Rounding rounding;
 
   bool GradComesDown() const { return active && host_grad == nullptr; }
@@ -49,26 +49,27 @@ struct StepParam {
 
 class StepPlan {
  public:
-  // `residence` and `chunks` are those of the timeline: UseChunks tells when they have changed.
+  // `residence` and `chunks` are the timeline's; the caller calls UseChunks after they have
+  // changed.
   StepPlan(const ParamTable& table, const StateShape& shape, const Residence& residence,
            const ChunkTable& chunks, const SwapMemory& swap, uint64_t rounding_seed);
   static uint64_t Bytes(const ParamTable& table, const StateShape& shape);
   void UseChunks();
 
-  // Step counts are read and not changed: the step may still be skipped.
+  // Does not change the step counts, because the step may still be skipped.
   void Make(const StepRequest& request, const StepCounts& step_counts);
 
   std::span<const StepParam> params() const { return params_; }
   const StepParam& param(uint32_t id) const { return params_[id]; }
-  // grad_factor holds maximize's sign.
+  // For maximize grad_factor is negative.
   std::span<const Coefficients> coefficients() const { return coefficients_; }
   bool host_holds_grads() const { return host_holds_grads_; }
 
-  // Which elements the device updates: the first so many.
+  // How many elements of the param the device updates: its first ones.
   uint64_t device_count(uint32_t id) const {
     return params_[id].active ? residence_.device_count(id) : 0;
   }
-  // What is on the host.
+  // The chunks of the elements whose state is on the host.
   const ChunkTable& chunks() const { return chunks_; }
   uint32_t chunk_count() const { return static_cast<uint32_t>(chunks_.chunks.size()); }
   std::span<const Fragment> fragments(uint32_t chunk) const {
@@ -77,9 +78,11 @@ class StepPlan {
   bool ParamComesDown(uint32_t id) const {
     return params_[id].active && IsSplit(shape_.params[id].layout) && !shape_.options.unified;
   }
-  bool params_come_down() const { return params_come_down_; }  // of a chunk of the cpu's
-  // Elements that take part: all of a chunk's, and those of its fragments before this one. Workers
-  // get equal parts of them.
+  bool params_come_down() const {
+    return params_come_down_;
+  }  // with the gradients of a chunk that the cpu updates
+  // Active elements are those of active params. These return how many a chunk has, and how many its
+  // fragments before this one have. Workers get equal parts of a chunk's active elements.
   uint64_t active_count(uint32_t chunk) const { return active_in_chunk_[chunk]; }
   uint64_t ActiveBefore(const Fragment& fragment) const {
     return active_before_[static_cast<size_t>(&fragment - chunks_.fragments.data())];
@@ -89,7 +92,7 @@ class StepPlan {
   uint32_t CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step);
   void CountActive();
 
-  const ParamTable& table_;  // counts, dtypes and groups' ids only: addresses come with requests
+  const ParamTable& table_;  // for counts, dtypes and group ids only; addresses are in the requests
   const StateShape& shape_;
   const Residence& residence_;
   const ChunkTable& chunks_;

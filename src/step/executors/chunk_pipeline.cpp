@@ -58,7 +58,7 @@ Status ChunkPipeline::Run(const HostStep& step, FunctionRef<Status(uint32_t)> re
 }
 
 Status ChunkPipeline::GiveAll() {
-  // Where nothing is taken that is not given, a retirement may still take more.
+  // If all taken chunks have been given, Retire may still take another one.
   while (retired_ < taken_) {
     if (given_ == taken_) {
       HYBRIDOPT_TRY(Retire());
@@ -86,7 +86,8 @@ Status ChunkPipeline::AwaitNext() {
   return {};
 }
 
-// From here on the workers act, unless it fails.
+// Gives the first chunk to the workers. Unless this fails, the workers move the pipeline on from
+// here.
 Status ChunkPipeline::GiveNext() {
   const WorkerPool::Work work = PrepareNext();
   busy_since_ns_ = prim::NowNs();
@@ -101,7 +102,7 @@ Status ChunkPipeline::GiveNext() {
 void ChunkPipeline::AwaitWorkers() {
   const Range range("await workers");
   busy_.wait(true);
-  context_.workers().Await(job_);  // the last one may still be about to return
+  context_.workers().Await(job_);  // the worker that did the last part may not have returned yet
 }
 
 WorkerPool::Work ChunkPipeline::PrepareNext() {
@@ -135,7 +136,7 @@ void ChunkPipeline::Update(Slot& slot, uint32_t worker) {
   updater_.Update(task_->step, slot.chunk, buffers, slot.pieces, worker);
 }
 
-// Jobs finish in order, so this is the oldest chunk that has been given.
+// Jobs finish in the order in which they began, so this is the oldest chunk that has been given.
 void ChunkPipeline::AfterUpdate() {
   const uint32_t number = sent_++;
   if (status_.ok()) status_ = CatchExceptions("a chunk", [&] { return MoveOn(number); });
@@ -154,7 +155,8 @@ Status ChunkPipeline::MoveOn(uint32_t number) {
   task_->result->cpu_elements += plan_.active_count(slots_[slot].chunk);
   HYBRIDOPT_TRY(SendUp(number));
   if (!plan_.params_come_down()) HYBRIDOPT_TRY(TakeAndBringDown());
-  // Now rather than when the slot is needed: somebody may be waiting for these params.
+  // Retires chunks now, and not only when their slots are needed, because the caller may be waiting
+  // for these params.
   while (true) {
     HYBRIDOPT_ASSIGN(const bool may_retire, MayRetire());
     if (!may_retire) break;
@@ -169,14 +171,15 @@ Status ChunkPipeline::MoveOn(uint32_t number) {
   }
 }
 
-// Whether the oldest chunk that is not retired can be, without a wait.
+// Whether the oldest chunk that is not retired can be retired without a wait.
 Result<bool> ChunkPipeline::MayRetire() {
   if (retired_ == sent_) return false;
   return device_.Reached(lanes_.uploaded(SlotOf(retired_)).end);
 }
 
-// Whether the next chunk can be given without a wait. Behind a save none is given ahead: the step's
-// thread may have to wait until the save has read it.
+// Whether the next chunk can be given without a wait. While a save runs no chunk is given ahead:
+// the step's own thread gives it, because it may have to wait until the save has read the chunk's
+// state.
 Result<bool> ChunkPipeline::MayGive() {
   if (given_ == taken_ || !HasSlot() || task_->step.capture != nullptr) return false;
   return device_.Reached(lanes_.landed(SlotOf(given_)).end);
@@ -184,7 +187,7 @@ Result<bool> ChunkPipeline::MayGive() {
 
 // -------------------------------------------------------------------------------------- copies --
 
-// Into the slot of the next number, which is free.
+// Takes a chunk from the queue into the slot of the next number, which is free.
 bool ChunkPipeline::Take() {
   const std::optional<uint32_t> chunk = queue_.Take();
   if (chunk.has_value()) slots_[SlotOf(taken_++)].taken = *chunk;

@@ -1,23 +1,24 @@
-// ChunkPipeline: the cpu's part of one step on a device with memory of its own, chunk by chunk
-// through the staging ring.
+// ChunkPipeline: the part of one step that the CPU workers do on a device with memory of its own,
+// chunk by chunk through the staging ring.
 //
 //   down stream  | 0 | 1 | 2 | 3 |                  gradients (and split params) to the host
 //   worker 0         | 0 | 1 | 2 | 3 |              its part of the update of each chunk
 //   worker 1         | 0 |  1  | 2 | 3 |            at its own pace
 //   up stream            | 0 |   | 1 | 2 | 3 |      params to the device
 //
-// A chunk is *taken* from the queue (chunk_queue.h) when its slot's grads half is free, *given* to
-// the workers when its gradients have landed and the slot's params half is free too, *sent* up when
-// all workers have done their part, and *retired* when its params are there. A param whose masters
-// are split comes down with its gradient: it is their upper halves. It takes the params half of the
-// slot, so in such a step a chunk is taken only when the slot's last one is retired.
-// The worker that does the last part of a chunk moves the pipeline on: it sends that chunk, brings
-// down the next one, and gives what has landed, ahead of the other workers as far as the ring
-// reaches. The step's own thread sleeps meanwhile: it waits for the device when the workers have
-// nothing to do. So nobody waits for a thread whose CPU is needed by something else for a while.
+// A chunk is *taken* from the queue (chunk_queue.h) when the grads half of a slot is free, *given*
+// to the workers when its gradients have landed and the params half of the slot is free too, *sent*
+// up when all workers have done their part, and *retired* when its params are on the device. A
+// param whose masters are split comes down with its gradient, because it is their upper halves. It
+// is stored in the params half of the slot, so in such a step a chunk is taken only after the chunk
+// before it in that slot has been retired. The worker that does the last part of a chunk moves the
+// pipeline on: it sends that chunk, brings the next one down, and gives all chunks that have
+// landed, as many as the ring has slots. Meanwhile the step's own thread sleeps; only when the
+// workers have no chunk does it wait for the device. So no thread waits for another one whose CPU
+// another program uses for a while.
 //
-// One thread at a time acts: the step's while nothing is given that is not sent, the worker that is
-// last otherwise.
+// One thread at a time moves the pipeline on: the step's own thread while all given chunks have
+// been sent, otherwise the worker that does the last part of a chunk.
 #pragma once
 
 #include <atomic>
@@ -38,26 +39,26 @@ class ChunkPipeline {
  public:
   ChunkPipeline(Context& context, const ParamTable& table, const StepPlan& plan, Lanes& lanes,
                 ChunkQueue& queue, const ChunkUpdater& updater);
-  void UseRing();  // says that the lanes have another one
+  void UseRing();  // to be called after the lanes have got another ring
 
-  // Of a new step, before its verdict: forgets the last one's chunks.
+  // To be called for a new step, before its verdict: forgets the chunks of the step before.
   void Reset() { taken_ = given_ = sent_ = retired_ = 0; }
-  // Takes a chunk ahead; false where the ring is full or the queue has no more.
+  // Takes a chunk ahead of the verdict; false if the ring is full or the queue is empty.
   bool TakeAhead();
-  // Copies that Prefetch will queue.
+  // How many copies Prefetch will queue.
   uint64_t PrefetchCopies() const;
-  // Queues the gradients of what was taken ahead. What Run does with them comes later, or never:
-  // then AwaitPrefetched ends it.
+  // Queues the copies of the gradients of all chunks that were taken ahead. Then either Run updates
+  // these chunks, or, in a step that is skipped, AwaitPrefetched waits for the copies.
   Status Prefetch(offload_step_result_t* result);
   Status AwaitPrefetched();
-  // Does the rest, until the queue has no more chunks, and calls retired(chunk) for each that it
-  // took, in order; maybe on a worker. `step` is the workers' until this returns.
+  // Updates chunks until the queue is empty. Calls retired(chunk) for each chunk that it took, in
+  // order, on this thread or on a worker. The workers use `step` until Run returns.
   Status Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
              offload_step_result_t* result);
 
  private:
-  // A slot of the ring, with the chunk that the workers are given in it and the one that was taken
-  // last, whose gradients may come down while the other's params go up.
+  // A slot of the ring. `chunk` is the one that was given to the workers in it, `taken` the one
+  // that was taken into it last: its gradients may come down while the params of `chunk` go up.
   struct Slot {
     ChunkPipeline* pipeline;
     WorkPieces pieces;
@@ -73,18 +74,18 @@ class ChunkPipeline {
     offload_step_result_t* result;
   };
 
-  // The step's own thread.
+  // These run on the step's own thread.
   Status GiveAll();
   Status AwaitNext();
   Status GiveNext();
   void AwaitWorkers();
-  // Workers.
+  // These run on a worker.
   void Update(Slot& slot, uint32_t worker);
   void AfterUpdate();
   Status MoveOn(uint32_t number);
   Result<bool> MayRetire();
   Result<bool> MayGive();
-  // Both.
+  // These run on either.
   WorkerPool::Work PrepareNext();
   Status Retire();
   bool Take();
@@ -93,7 +94,7 @@ class ChunkPipeline {
   Status SendUp(uint32_t number);
 
   uint32_t SlotOf(uint32_t number) const { return number % lanes_.ring().slots(); }
-  // Whether the next chunk's slot is free: whoever had it is retired.
+  // Whether the next chunk's slot is free: the chunk before it in that slot has been retired.
   bool HasSlot() const { return given_ < retired_ + lanes_.ring().slots(); }
 
   Context& context_;
@@ -105,17 +106,18 @@ class ChunkPipeline {
   const ChunkUpdater& updater_;
   std::vector<Slot> slots_;
 
-  // Of the running step. Chunks are numbered as they are taken, and use the slots in turn.
+  // State of the running step. Chunks are numbered in the order in which they are taken, and use
+  // the slots in turn.
   std::optional<Task> task_;
-  uint32_t taken_ = 0;  // so far
+  uint32_t taken_ = 0;  // chunks so far
   uint32_t given_ = 0;
   uint32_t sent_ = 0;
   uint32_t retired_ = 0;
-  Status status_;            // the first failure on a worker: from then on nothing is given
-  WorkerPool::Job job_ = 0;  // of the chunk given last
+  Status status_;            // the first failure on a worker: after it no chunk is given
+  WorkerPool::Job job_ = 0;  // of the chunk that was given last
   int64_t busy_since_ns_ = 0;
   int64_t idle_since_ns_ = 0;
-  std::atomic_flag busy_;  // something is given that is not sent
+  std::atomic_flag busy_;  // some given chunk has not been sent
 };
 
 }  // namespace hybridopt

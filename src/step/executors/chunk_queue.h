@@ -1,7 +1,7 @@
-// ChunkQueue: who updates which chunk of a step, and how many are done. Chunks lie in one order; an
-// executor takes the first one that nobody has taken, so each chunk is taken once. They may finish
-// in any order; what others are told is how many have finished without a gap, because streams wait
-// for the chunks up to some place.
+// ChunkQueue: which executor updates which chunk of a step, and how many chunks are done. The
+// chunks have one order; an executor takes the first one that no executor has taken, so each chunk
+// is taken once. Chunks may finish in any order. The queue reports how many have finished without a
+// gap, because streams wait for all chunks up to some point.
 //
 //   chunks   | done | done | cpu | done | streamed | cpu | free | free | ...
 //                          ^ finished() = 2              ^ the next to be taken
@@ -20,9 +20,9 @@ namespace hybridopt {
 
 class ChunkQueue {
  public:
-  // Between steps: how many chunks there are. Allocates.
+  // Sets the number of chunks, between steps. Allocates.
   void UseChunks(uint32_t count) { done_.resize(count); }
-  // Before a step.
+  // To be called before each step.
   void Reset() {
     std::lock_guard lock(mutex_);
     done_.assign(done_.size(), false);
@@ -30,26 +30,28 @@ class ChunkQueue {
     stopped_ = false;
   }
 
-  // The next chunk, which is the caller's from now on; none when all are taken, or after Stop.
+  // Takes the next chunk, which the caller must then update; none if all have been taken, or after
+  // Stop.
   std::optional<uint32_t> Take() {
     std::lock_guard lock(mutex_);
     if (stopped_ || taken_ == done_.size()) return std::nullopt;
     return taken_++;
   }
-  // An executor has failed: the others end what they have taken.
+  // To be called when an executor has failed: Take gives no more chunks, and the others finish
+  // those that they have taken.
   void Stop() {
     std::lock_guard lock(mutex_);
     stopped_ = true;
   }
 
-  // The chunk's params and state are where they belong.
+  // To be called when the chunk's params and state are at their addresses.
   void Finish(uint32_t chunk) {
     std::lock_guard lock(mutex_);
     HYBRIDOPT_CHECK(chunk < taken_ && !done_[chunk]);
     done_[chunk] = true;
     while (finished_ < taken_ && done_[finished_]) finished_ += 1;
   }
-  // So many chunks are done, from the first one on.
+  // How many chunks are done without a gap, from the first one on.
   uint32_t finished() const {
     std::lock_guard lock(mutex_);
     return finished_;

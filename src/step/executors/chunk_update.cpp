@@ -97,7 +97,8 @@ void ChunkUpdater::Fill(std::span<const Fragment> fragments, uint64_t element_co
                                        reinterpret_cast<float*>(master));
         FillArray(memory_.Host(id, kMasterLow, element), OFFLOAD_U16, count, 0.0f);
         if (!moments) return;
-        // Rounded here by a worker: the caller's rounding mode may be any.
+        // A worker rounds this to fp32, because the caller's thread may have set another rounding
+        // mode.
         const double first_moment =
             InitialMoment0(table_.algorithm(), table_.groups()[param.group]);
         FillArray(memory_.Host(id, kMoment0, element), shaped.dtype[kMoment0], count,

@@ -1,5 +1,5 @@
-// ChunkUpdater: what the CPU workers do with one chunk. They share a chunk out element by element;
-// each worker begins with its own part of the chunk, the memory that it touched first.
+// ChunkUpdater: what the CPU workers do with one chunk. They divide its elements among themselves;
+// each worker begins with a part of its own, whose memory it touched first.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace hybridopt {
 
-// Where a chunk's gradients and params are for the workers: in a staging slot, or, with both NULL,
-// in place at the caller's addresses.
+// Where the workers find a chunk's gradients and params: in a staging slot, or, if both are NULL,
+// at the caller's addresses.
 struct ChunkBuffers {
   std::byte* grads = nullptr;
   std::byte* params = nullptr;
@@ -25,13 +25,13 @@ struct ChunkBuffers {
 // What one step does to the state on the host.
 struct HostStep {
   const StepPlan& plan;
-  std::span<const Coefficients> coefficients;  // with the verdict's factor in
-  Capture* capture;                            // of the save that runs beside it, or NULL
+  std::span<const Coefficients> coefficients;  // those of the plan times the verdict's factor
+  Capture* capture;                            // of the save that runs at the same time, or NULL
 };
 
-// Calls visit(fragment, first, count) for each range of a fragment in `range`, which is counted in
-// the elements that take part; first counts from the fragment's begin. The fragments hold `total`
-// such elements; before(f) is how many of them come before fragment f.
+// Calls visit(fragment, first, count) for the range of each fragment that is in `range`. `range`
+// counts active elements only, of which the fragments have `total`, and before(f) come before
+// fragment f. `first` counts from the fragment's begin.
 template <typename Before, typename Visit>
 void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& before,
                   const WorkRange& range, Visit&& visit) {
@@ -39,7 +39,7 @@ void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& 
   auto fragment =
       std::upper_bound(fragments.begin(), fragments.end(), range.begin,
                        [&](uint64_t element, const Fragment& f) { return element < before(f); });
-  --fragment;  // nothing comes before the first fragment, so there is one before
+  --fragment;  // before(first fragment) is 0, so a fragment before this one exists
   for (; fragment != fragments.end() && before(*fragment) < range.end; ++fragment) {
     const auto next = fragment + 1;
     const uint64_t fragment_end = next == fragments.end() ? total : before(*next);
@@ -55,15 +55,15 @@ class ChunkUpdater {
                const KernelTable& kernels)
       : table_(table), shape_(shape), memory_(memory), kernels_(kernels) {}
 
-  // What one worker does of the update of a chunk's active elements that `pieces` holds.
+  // One worker's part of the update of a chunk's active elements, which `pieces` hands out.
   void Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers, WorkPieces& pieces,
               uint32_t worker) const;
   // Returns when the running save has read what the update of these elements writes.
   void AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const;
 
-  // One worker's part of giving a chunk its state: masters widened from the params, and, if
-  // `moments`, moments at their first values. At commit this is the first touch of the memory.
-  // Params with a NULL address are left alone.
+  // One worker's part of the initialization of a chunk's state: masters are widened from the
+  // params, and, if `moments`, moments get their initial values. At commit this is the first touch
+  // of the memory. Params whose address is NULL are not changed.
   void Fill(std::span<const Fragment> fragments, uint64_t element_count,
             const ChunkBuffers& buffers, std::span<const Addresses> addresses, bool moments,
             uint32_t worker, uint32_t workers) const;
@@ -76,7 +76,7 @@ class ChunkUpdater {
                    const WorkRange& piece) const;
   std::byte* ParamAt(const Fragment& fragment, const ChunkBuffers& buffers, void* data,
                      uint64_t first) const;
-  // Masters, lower halves, or the param itself.
+  // The address of the master, of its lower half, or of the param that is its own master.
   std::byte* MasterAt(uint32_t id, uint64_t element, void* param) const;
 
   const ParamTable& table_;

@@ -8,8 +8,8 @@
 namespace hybridopt {
 namespace {
 
-// One per param, and one more where a piece of a gradient that comes back from the host or a stripe
-// begins.
+// An upper bound: one update for each param, and one more for each stripe and for each piece in
+// which a gradient comes back from the host.
 uint64_t UpdatesMost(const StateShape& shape) {
   if (shape.options.unified) return 0;
   const bool from_host =
@@ -76,7 +76,7 @@ DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
 }
 
 // Lists the update of elements [begin, begin + count) of a param, stripe by stripe. `whole` has the
-// addresses of element 0, but for the gradient's, which is that of element `begin`.
+// addresses of element 0, except that its gradient is that of element `begin`.
 void DeviceExecutor::Add(const DeviceUpdate& whole, uint32_t id, uint64_t begin, uint64_t count) {
   DeviceUpdate range = whole;
   range.span = Advanced(whole.span, whole.types(), begin);
@@ -85,7 +85,7 @@ void DeviceExecutor::Add(const DeviceUpdate& whole, uint32_t id, uint64_t begin,
   AddUpdates(shape_, shape_.params[id], begin, range, updates_);
 }
 
-// Launches what was listed from `first` on.
+// Launches the updates listed from index `first` on.
 Status DeviceExecutor::Launch(const StepPlan& plan, Rule rule, size_t first) {
   if (updates_.size() == first) return {};
   UpdateLaunch launch{};
@@ -96,8 +96,8 @@ Status DeviceExecutor::Launch(const StepPlan& plan, Rule rule, size_t first) {
   return lanes_.device().Update(lanes_.compute, launch);
 }
 
-// The gradient goes up piece by piece through one buffer; the stream's order keeps the next piece
-// from overtaking the update that reads the last one.
+// The gradient goes up piece by piece through one buffer. All is queued on one stream, so that a
+// piece is copied only after the update has read the piece before it.
 Status DeviceExecutor::QueueFromHost(const StepPlan& plan, uint32_t id) {
   const StepParam& param = plan.param(id);
   DeviceUpdate whole = UpdateOf(plan, id);

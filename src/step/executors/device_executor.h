@@ -16,13 +16,13 @@ class DeviceExecutor {
                  Lanes& lanes);
   static uint64_t Bytes(const StateShape& shape);
 
-  // Queues all of the plan's device updates behind what is on the compute stream: one launch a rule
-  // (SGD params with and without momentum differ), then, one by one, params whose gradient the host
-  // holds. The plan stays as it is until they have run.
+  // Queues all device updates of the plan on the compute stream: one launch for each rule (SGD
+  // params with and without momentum have different rules), then, one by one, the params whose
+  // gradient the host holds. The plan must not change until they have run.
   Status Queue(const StepPlan& plan);
-  // Whether they have run.
+  // Whether the updates have run.
   Result<bool> Updated() { return lanes_.device().Reached(lanes_.device_updated.end); }
-  // Waits for them. Adds their time to *seconds.
+  // Waits for the updates. Adds their time to *seconds.
   Status Await(double* seconds);
 
  private:
@@ -35,8 +35,8 @@ class DeviceExecutor {
   const StateShape& shape_;
   const StateMemory& memory_;
   Lanes& lanes_;
-  // Of the running step. Launches read these while later ones are added: their capacity is taken
-  // when the executor is made.
+  // State of the running step. Launches read the list while more updates are added to it, so that
+  // it must not be reallocated: the constructor reserves its capacity.
   std::vector<DeviceUpdate> updates_;
 };
 

@@ -10,8 +10,8 @@
 namespace hybridopt {
 
 // Adds the update of a param's elements [begin, begin + range.span.count), one for each stripe.
-// `range` has the addresses of element `begin`. Launches may still read the list: it keeps to the
-// capacity that it has.
+// `range` has the addresses of element `begin`. Does not allocate, because launches may still read
+// the list.
 inline void AddUpdates(const StateShape& shape, const ParamShape& param, uint64_t begin,
                        const DeviceUpdate& range, std::vector<DeviceUpdate>& updates) {
   ForEachStripe(shape, param, begin, range.span.count,

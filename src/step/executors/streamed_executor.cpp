@@ -9,7 +9,8 @@
 namespace hybridopt {
 namespace {
 
-// One per fragment, and one more where a stripe begins inside one.
+// An upper bound: one update for each fragment, and one more for each stripe that begins inside
+// one.
 uint64_t UpdatesMost(const StateShape& shape) {
   if (!shape.options.streams) return 0;
   return shape.params.size() + ChunksMost(shape) + shape.stripes.size();
@@ -51,7 +52,7 @@ void StreamedExecutor::Reset() {
 
 bool StreamedExecutor::TakeAhead() { return taken_ < chunks_.size() && Take(); }
 
-// Into the slot of the next number, which is free.
+// Takes a chunk from the queue into the slot of the next number, which is free.
 bool StreamedExecutor::Take() {
   const std::optional<uint32_t> chunk = queue_.Take();
   if (chunk.has_value()) chunks_[SlotOf(taken_++)] = *chunk;
@@ -91,7 +92,7 @@ Status StreamedExecutor::Await(offload_step_result_t* result) {
   result->state_up_seconds = done_.state_up_seconds;
   result->streamed_update_seconds = done_.streamed_update_seconds;
   result->state_down_seconds = done_.state_down_seconds;
-  // Who ended first waited for the other.
+  // The executor that ended first waited for the other one.
   const double ahead_seconds = static_cast<double>(begin_ns - end_ns_) * 1e-9;
   result->streamed_idle_seconds = std::max(ahead_seconds, 0.0);
   result->cpu_idle_seconds = std::max(-ahead_seconds, 0.0);
@@ -171,7 +172,7 @@ Status StreamedExecutor::QueueDown(uint32_t number) {
   return device_.Record(slot.down.end, lanes_.down);
 }
 
-// Launches what was listed from `first` on.
+// Launches the updates listed from index `first` on.
 Status StreamedExecutor::Launch(Rule rule, size_t first) {
   if (updates_.size() == first) return {};
   UpdateLaunch launch{};
@@ -183,7 +184,7 @@ Status StreamedExecutor::Launch(Rule rule, size_t first) {
   return device_.Update(lanes_.state_update, launch);
 }
 
-// The state is in the slot; gradient and param are the caller's.
+// The update reads and writes state in the slot; gradient and param are at the caller's addresses.
 DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slot) const {
   const uint32_t id = fragment.param;
   const StepParam& param = plan_.param(id);
@@ -213,7 +214,7 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slo
 
 // -------------------------------------------------------------------------------------- copies --
 
-// Fragments that lie side by side both on the host and in the slot are one copy.
+// Fragments that are contiguous both on the host and in the slot are one copy.
 Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
   std::byte* const slot = lanes_.stream_slot_data(SlotOf(number));
   for (uint32_t index = 0; index < kStateSlots; ++index) {
@@ -256,7 +257,7 @@ Status StreamedExecutor::Copy(Direction direction, std::byte* host, std::byte* d
   return {};
 }
 
-// Each element has room for fp32, whatever the gradient's dtype is.
+// The area has 4 bytes for each element, whatever the gradient's dtype is.
 std::byte* StreamedExecutor::HeldGrad(const Fragment& fragment, std::byte* slot) const {
   return slot + plan_.chunks().StateArea(kStateSlots) + fragment.first_element * sizeof(float);
 }

@@ -1,18 +1,18 @@
-// StreamedExecutor: updates chunks whose state is on the host on the device, where their gradients
-// and params are. The state goes through a ring there:
+// StreamedExecutor: lets the device update chunks whose state is on the host. Their gradients and
+// params are on the device already; their state goes through a ring in device memory:
 //
 //   state up      | 0 | 1 | 2 | 3 |          masters and moments to a slot of the ring
 //   state update      | 0 | 1 | 2 | 3 |      in place: the slot, and the caller's params
 //   state down            | 0 | 1 | 2 | 3 |  back to where they came from
 //
-// The ways up and down share the streams of all copies (machine/lanes.h); updates have one of their
-// own. Events order them, and nothing here waits for the caller's. State goes up before the verdict
-// on the gradients is known; the kernels read the verdict on the device, and are queued, like all
-// that comes down, only when the step is known not to be skipped. A chunk that a running save has
-// not read yet waits until it has: neither params nor state are written before.
+// The copies up and down use the same streams as all other copies (machine/lanes.h); updates have a
+// stream of their own. Events order them; no stream here waits for the caller's. State goes up
+// before the verdict is known. The kernels read the verdict on the device; they, and the copies
+// down, are queued only when it is known that the step is not skipped. A chunk that a running save
+// has still to read waits until the save has read it: neither params nor state are written before.
 //
-// A thread of its own takes chunks (chunk_queue.h) as slots become free, so it needs nothing of the
-// CPU workers, and they nothing of it.
+// The executor's own thread takes chunks (chunk_queue.h) as slots become free, so that the executor
+// and the CPU workers do not wait for each other.
 #pragma once
 
 #include <atomic>
@@ -35,22 +35,22 @@ class StreamedExecutor {
                    const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
                    const ChunkUpdater& updater);
   static uint64_t Bytes(const StateShape& shape);
-  // Starts the thread, where this executor may ever work.
+  // Starts the thread if this optimizer may use the executor.
   Status Start();
 
-  // Of a new step, before its verdict: forgets the last one's chunks.
+  // To be called for a new step, before its verdict: forgets the chunks of the step before.
   void Reset();
-  // Whether it takes chunks in this step: there is a ring, and the state is pinned.
+  // Whether the executor takes chunks in this step: there is a ring, and the state is pinned.
   bool on() const { return !chunks_.empty(); }
-  // Takes a chunk ahead; false where the ring is full or the queue has no more.
+  // Takes a chunk ahead of the verdict; false if the ring is full or the queue is empty.
   bool TakeAhead();
-  // Queues the way up of what was taken ahead. What Begin does with it comes later, or never: then
-  // AwaitPrefetched ends it.
+  // Queues the copies up of all chunks that were taken ahead. Then either Begin updates these
+  // chunks, or, in a step that is skipped, AwaitPrefetched waits for the copies.
   Status Prefetch();
   Status AwaitPrefetched();
-  // Does the rest on the thread, until the queue has no more chunks, and calls finished(chunk) for
-  // each that it took, in order. The verdict is set behind what is on the compute stream now.
-  // `step` and `finished` live until Await, which adds what was done to the result.
+  // Updates chunks on the thread until the queue is empty. Calls finished(chunk) for each chunk
+  // that it took, in order. The device's verdict is set by the work that is on the compute stream
+  // now. `step` and `finished` must live until Await, which adds times and counts to the result.
   Status Begin(const HostStep& step, FunctionRef<Status(uint32_t)> finished);
   Status Await(offload_step_result_t* result);
 
@@ -95,13 +95,14 @@ class StreamedExecutor {
   SideThread thread_;
   Body body_{this};  // of the thread
 
-  // Of the running step. Chunks are numbered as they are taken, and use the slots in turn.
+  // State of the running step. Chunks are numbered in the order in which they are taken, and use
+  // the slots in turn.
   std::optional<Task> task_;
-  std::vector<uint32_t> chunks_;       // in the slots; their capacity is taken with the executor
-  std::vector<DeviceUpdate> updates_;  // likewise: launches read these while others are added
+  std::vector<uint32_t> chunks_;       // per slot; the constructor reserves the capacity
+  std::vector<DeviceUpdate> updates_;  // the same: launches read these while more are added
   uint32_t taken_ = 0;
   uint32_t finished_ = 0;
-  Status status_;  // of the thread's work
+  Status status_;  // the outcome of the thread's work
   offload_step_result_t done_{};
   int64_t end_ns_ = 0;
 };
