@@ -1,4 +1,5 @@
-// CHECK: a broken invariant of our own aborts with text; it never becomes a wrong result.
+// CHECK: a broken invariant of the library aborts the process with a text, before it can lead to a
+// wrong result.
 #pragma once
 
 #include <cstdio>

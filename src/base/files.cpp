@@ -31,7 +31,7 @@ Number Told(Number returned) {
 int FlagsOf(Files::Open how) {
   switch (how) {
     case Files::Open::kRead:
-      return O_RDONLY | O_NONBLOCK;  // a pipe of that name would wait for its writer
+      return O_RDONLY | O_NONBLOCK;  // without O_NONBLOCK open() of a pipe waits for a writer
     case Files::Open::kReadDirect:
       return O_RDONLY | O_NONBLOCK | O_DIRECT;
     case Files::Open::kCreate:
@@ -46,8 +46,9 @@ int FlagsOf(Files::Open how) {
   return O_RDONLY;
 }
 
-// The files that may carry a lock. A lock is held by whoever has the file open, and a forked child
-// has all that its parent has: it would keep the lock when the parent dies.
+// The files that may have a lock. A lock lives as long as any process has the file open. A forked
+// child inherits its parent's open files, so it would keep the lock after the parent has died: the
+// child closes them.
 class OwnFiles {
  public:
   static OwnFiles& Instance() {
@@ -55,7 +56,7 @@ class OwnFiles {
     return *files;
   }
 
-  // Opens, so that no child has the file; -errno.
+  // Opens a file that no forked child inherits; -errno on failure.
   int Open(const char* path, int flags) {
     for (;;) {
       const uint64_t forks = forks_;
@@ -75,11 +76,12 @@ class OwnFiles {
       std::lock_guard lock(mutex_);
       if (std::erase(open_, file) > 0) return Told(close(file));
     }
-    return Told(close(file));  // a file without locks, which may take its time
+    return Told(close(file));  // has no lock, and may take long
   }
 
  private:
-  // For one more, which may throw: what is open must be listed.
+  // Makes room for one more file, before it is opened, because this may throw and every open file
+  // must be listed.
   void MakeRoom() {
     std::lock_guard lock(mutex_);
     open_.reserve(open_.size() + 1);
@@ -103,7 +105,7 @@ class OwnFiles {
   std::atomic<uint64_t> forks_ = 0;
 };
 
-// Closes it.
+// Reads the names in the directory and closes it.
 int ReadNames(DIR* directory, std::vector<std::string>* names) {
   names->clear();
   errno = 0;
@@ -189,7 +191,7 @@ int Files::List(const std::string& path, std::vector<std::string>* names) {
 }
 
 int Files::ListOpen(int directory, std::vector<std::string>* names) {
-  // Opened anew: what has been read of a directory is remembered with the open one.
+  // The directory is opened again, because an open directory keeps its read position.
   const int file = openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (file < 0) return -errno;
   if (DIR* const opened = fdopendir(file); opened != nullptr) return ReadNames(opened, names);
@@ -198,7 +200,7 @@ int Files::ListOpen(int directory, std::vector<std::string>* names) {
   return -error;
 }
 
-// The system call itself: not every C library has the function.
+// Uses the system call, because not every C library has the function.
 int Files::RenameNoReplace(const std::string& from, const std::string& to) {
   constexpr unsigned kNoReplace = 1;
   return Told(static_cast<int>(
@@ -224,7 +226,7 @@ std::string ErrorText(int error) { return std::generic_category().message(error)
 
 uint64_t RandomBits() {
   uint64_t bits = 0;
-  // A busy system may refuse; then the clock and the process must do.
+  // The system may refuse; then the clock and the process id are used.
   if (getrandom(&bits, sizeof(bits), GRND_NONBLOCK) == sizeof(bits)) return bits;
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);

@@ -76,19 +76,20 @@ std::vector<uint32_t> Numa::MemoryNodes() const {
   return nodes;
 }
 
-// libnuma has functions that set one policy each, but they obey switches of the whole process that
-// make a policy strict, and they write to stderr. Its mbind does neither.
+// Uses libnuma's mbind. Its functions for single policies obey process-wide switches that make a
+// policy strict, and write to stderr.
 Status Numa::SetPolicy(void* data, uint64_t bytes, PagePolicy policy,
                        const std::vector<uint32_t>& nodes) const {
   const Mask mask = Own(numa_allocate_nodemask_());
   if (policy == PagePolicy::kToucher) {
-    HYBRIDOPT_CHECK(nodes.empty());  // "preferred" without nodes means the toucher's
+    HYBRIDOPT_CHECK(
+        nodes.empty());  // the policy "preferred" without nodes means the node of the toucher
   } else {
     HYBRIDOPT_CHECK(!nodes.empty() && (policy == PagePolicy::kInterleaved || nodes.size() == 1));
     for (const uint32_t node : nodes) numa_bitmask_setbit_(mask.get(), node);
   }
   const int mode = policy == PagePolicy::kInterleaved ? MPOL_INTERLEAVE : MPOL_PREFERRED;
-  // The kernel reads one bit less than it is told.
+  // The kernel reads one bit less than the given size.
   if (mbind_(data, bytes, mode, mask->words, mask->size + 1, 0) == 0) return {};
   return Refused("mbind", errno);
 }

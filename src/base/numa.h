@@ -1,6 +1,6 @@
-// Numa: which memory nodes hold the pages of a range, asked of and told to the kernel through
-// libnuma. Not every system has libnuma, so it is opened at run time; without it a context runs as
-// well and its memory lies where threads touch it first.
+// Numa: sets and reads, through libnuma, which memory nodes hold the pages of a range. Not every
+// system has libnuma, so it is opened at run time. Without it a context works too; its pages are on
+// the nodes of the threads that touch them first.
 #pragma once
 
 #include <cstddef>
@@ -26,12 +26,12 @@ class Numa {
   // Opens libnuma, which is never closed again. UNSUPPORTED: the text says what is missing.
   static Result<Numa> Open(const char* file = "libnuma.so.1");
 
-  // The nodes that have memory which this process may use, ascending.
+  // The nodes whose memory this process may use, ascending.
   std::vector<uint32_t> MemoryNodes() const;
 
   // Sets the policy of pages that prim::MapPages gave and that no thread has touched. It replaces,
   // in this range, a policy that the process inherited (numactl). `nodes` is empty for kToucher.
-  // UNSUPPORTED where the system refuses, as containers without CAP_SYS_NICE often do.
+  // UNSUPPORTED if the system refuses, as it often does in containers without CAP_SYS_NICE.
   Status SetPolicy(void* data, uint64_t bytes, PagePolicy policy,
                    const std::vector<uint32_t>& nodes) const;
 

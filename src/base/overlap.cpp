@@ -18,9 +18,11 @@ bool Empty(const Box& box, uint32_t dimensions) {
 
 int64_t EndOf(const Box& box, uint32_t d) { return box.offset[d] + box.size[d]; }
 
-// Two boxes meet where in every dimension one of them begins inside the other. So in one dimension
-// after the other those that reach over the begins of many are split off and looked at together;
-// the others end somewhere between the begins, and few of them do so in both halves of these.
+// Two boxes overlap if in every dimension one of them begins inside the other. So a search in one
+// dimension looks for intervals [begin, end) that contain a point, which is the begin of another
+// box. It recurses on halves of the points. Intervals that contain all points of a half overlap
+// these in this dimension, and go to the search in the next one. An interval that contains only
+// some of the points ends or begins between them, which is true in few halves.
 class Searcher {
  public:
   Searcher(std::span<const Box> boxes, uint32_t dimensions) : boxes_(boxes) {
@@ -45,7 +47,8 @@ class Searcher {
   int64_t Begin(uint32_t box, uint32_t d) const { return boxes_[box].offset[d]; }
   int64_t End(uint32_t box, uint32_t d) const { return EndOf(boxes_[box], d); }
 
-  // False where all boxes have a coordinate in common.
+  // Whether the dimension separates some of the boxes: false if all boxes have a coordinate in
+  // common.
   bool TellsApart(uint32_t d) const {
     int64_t last_begin = INT64_MIN, first_end = INT64_MAX;
     for (const uint32_t box : members_) {
@@ -60,9 +63,9 @@ class Searcher {
     return true;
   }
 
-  // Whether one of `intervals` and another one of `points` meet in dimensions 0 to `index`, the
-  // point beginning inside the interval in the last of these. In all others they do meet. Reorders
-  // both.
+  // Whether a box of `intervals` overlaps a box of `points` in dimensions 0 to `index`, where in
+  // dimension `index` the box of `points` begins inside the box of `intervals`. In the dimensions
+  // behind `index` all of them overlap. Reorders both lists.
   bool Meet(Indices intervals, Indices points, uint32_t index) {
     if (std::min(intervals.size(), points.size()) <= kFew)
       return MeetInPairs(intervals, points, index);
@@ -104,14 +107,14 @@ class Searcher {
     return true;
   }
 
-  // Brings those for which `is` holds to the front.
+  // Moves the boxes for which `is` is true to the front and returns them.
   template <typename Is>
   static Indices Those(Indices all, Is&& is) {
     const auto end = std::partition(all.begin(), all.end(), is);
     return all.first(static_cast<size_t>(end - all.begin()));
   }
 
-  // A begin above `least` with about as many before it as behind, or as near to that as it gets.
+  // A begin above `least` that splits the points into halves, as evenly as possible.
   int64_t Middle(Indices points, uint32_t d, int64_t least) const {
     const auto median = points.begin() + static_cast<ptrdiff_t>(points.size() / 2);
     std::nth_element(points.begin(), median, points.end(),
@@ -165,7 +168,8 @@ void BoxTree::Build(uint32_t begin, uint32_t end) {
   Build(middle, end);
 }
 
-// Where the hulls of both halves share the smallest part of what they span together.
+// The dimension in which the hulls of both halves overlap by the smallest fraction of their common
+// length.
 uint32_t BoxTree::BestDimension(uint32_t begin, uint32_t end) {
   const uint32_t middle = begin + (end - begin) / 2;
   uint32_t best = 0;
@@ -189,7 +193,8 @@ uint32_t BoxTree::BestDimension(uint32_t begin, uint32_t end) {
   return best;
 }
 
-// By where the boxes begin: the first of the second half is the one that begins first there.
+// Splits by the begins of the boxes. The first box of the second half is the one that begins first
+// in it.
 void BoxTree::SplitInHalves(uint32_t begin, uint32_t end, uint32_t d) {
   const auto first = members_.begin() + begin;
   std::nth_element(

@@ -1,6 +1,6 @@
 // Overlap: whether boxes share an element, and which boxes share one with a given box. Comparing
-// each with each takes too long for the many shards of a large world, and for what a forged
-// checkpoint may claim.
+// all pairs would take too long for the shards of a large world, and for the boxes that a forged
+// checkpoint may list.
 #pragma once
 
 #include <cstdint>
@@ -16,22 +16,23 @@ namespace hybridopt {
 
 struct OverlapSearch {
   std::optional<std::pair<uint32_t, uint32_t>> found;  // indices of two boxes, the lower one first
-  uint64_t looked_at = 0;  // boxes and pairs of boxes: what the search has cost
+  uint64_t looked_at = 0;  // boxes and pairs of boxes that were compared: the cost of the search
 };
 
-// Finds two boxes that share an element, if there are any; boxes without elements share none. n
-// boxes of which none overlap cost about n log n for each dimension that tells them apart.
+// Finds two boxes that share an element, if there are any; boxes without elements share none. If
+// none of n boxes overlap the cost is about n log n for each dimension that separates some of them.
 OverlapSearch FindOverlap(std::span<const Box> boxes, uint32_t dimensions);
 
-// A tree of hulls: each node has the box around some of the boxes, its children those around half
-// of these each. What lies far from a hull is not compared with what is in it.
+// A tree of hulls: the hull of a node is the box around some of the boxes, and its two children
+// have the hulls of half of these each. A box that does not overlap a hull is not compared with the
+// boxes in it.
 class BoxTree {
  public:
   BoxTree(std::span<const Box> boxes, uint32_t dimensions);  // the boxes outlive it
 
   // Calls visit with the index of each box that shares an element with this one, in any order.
   void ForEachOverlapping(const Box& box, FunctionRef<void(uint32_t)> visit);
-  // Hulls and boxes that were compared with a given box: what all calls have cost.
+  // Hulls and boxes that were compared with a given box: the cost of all calls.
   uint64_t looked_at() const { return looked_at_; }
 
  private:

@@ -31,19 +31,20 @@ namespace {
 
 // --- Pages ---
 
-// Saturates at the last whole page, a size no system grants.
+// Saturates at the last whole page, a size that no system grants.
 uint64_t RoundUpToPages(uint64_t bytes) {
   const uint64_t mask = PageBytes() - 1;
   return bytes > UINT64_MAX - mask ? ~mask : (bytes + mask) & ~mask;
 }
 
-// Null where the system refuses; errno says why.
+// Null if the system refuses; errno says why.
 void* Map(uint64_t bytes, int protection, int flags) {
   void* data = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
   return data == MAP_FAILED ? nullptr : data;
 }
 
-// Huge pages need an aligned start, which mmap does not promise: maps more and gives back the ends.
+// Huge pages need an aligned start, which mmap does not guarantee: maps more bytes and unmaps both
+// ends.
 void* MapForHugePages(uint64_t bytes, int protection, int flags) {
   const uint64_t slack = kHugePageBytes - PageBytes();
   void* mapped = Map(bytes > UINT64_MAX - slack ? bytes : bytes + slack, protection, flags);
@@ -57,7 +58,7 @@ void* MapForHugePages(uint64_t bytes, int protection, int flags) {
 }
 
 Status Refused(uint64_t bytes) {
-  const std::string reason = ErrorText(errno);  // before anything else sets errno
+  const std::string reason = ErrorText(errno);  // before another call sets errno
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
                        "host memory: asked for %" PRIu64
                        " bytes, the system refused (%s); about %" PRIu64
@@ -94,8 +95,8 @@ bool ReadNumber(const std::string& path, int64_t* number) {
 }
 
 // Calls visit(directory) for the cgroup of this process that has `controller` and for each of its
-// ancestors. A container may see a path that does not exist below its own mount: the walk up ends
-// at the mount all the same, where the container's own limits are.
+// ancestors. In a container the path may not exist below its own mount. The walk still ends at the
+// mount, which has the container's own limits.
 void ForEachCgroup(const std::string& root, const std::string& controller,
                    FunctionRef<void(const std::string&)> visit) {
   std::istringstream lines(ReadText(root + "/proc/self/cgroup"));
@@ -118,7 +119,7 @@ void ForEachCgroup(const std::string& root, const std::string& controller,
   }
 }
 
-// What the memory limit of one cgroup leaves; UINT64_MAX without a limit.
+// The bytes that the memory limit of one cgroup leaves; UINT64_MAX without a limit.
 uint64_t CgroupBytesLeft(const std::string& directory) {
   const struct {
     const char *limit, *usage, *cache_prefix;
@@ -173,7 +174,7 @@ std::string NodePath(uint32_t node, const std::string& root) {
   return root + kNodes + "node" + std::to_string(node);
 }
 
-// Nodes that have memory at all, and of those the ones that this process may use.
+// The nodes that have memory, and those of them whose memory this process may use.
 struct MemoryNodes {
   std::vector<uint32_t> all;
   std::vector<uint32_t> allowed;
@@ -193,7 +194,7 @@ MemoryNodes ReadMemoryNodes(const std::string& root) {
   return nodes;
 }
 
-// Bytes that could still be allocated on one node; UINT64_MAX if the system does not say.
+// Bytes that can still be allocated on one node; UINT64_MAX if the system does not say.
 uint64_t NodeAvailableBytes(uint32_t node, const std::string& root) {
   const std::string path = NodePath(node, root) + "/meminfo";  // "Node 0 MemFree:  123 kB"
   uint64_t sum = 0, kibibytes = 0;
@@ -203,7 +204,7 @@ uint64_t NodeAvailableBytes(uint32_t node, const std::string& root) {
   return sum * 1024;
 }
 
-// What the nodes leave that this process may use; UINT64_MAX where it may use all.
+// The free bytes of the nodes that this process may use; UINT64_MAX if it may use all nodes.
 uint64_t AllowedNodesBytes(const std::string& root) {
   const MemoryNodes nodes = ReadMemoryNodes(root);
   if (nodes.allowed.empty() || nodes.allowed == nodes.all) return UINT64_MAX;
@@ -216,8 +217,8 @@ uint64_t AllowedNodesBytes(const std::string& root) {
   return sum;
 }
 
-// Sorts CPUs so that the threads of one core lie side by side. A part of the list is then whole
-// cores, and every second CPU of it a core of its own.
+// Sorts CPUs so that the threads of one core are neighbours. Then a contiguous part of the list has
+// mostly whole cores.
 void SortByCore(std::vector<uint32_t>& cpus, const std::string& root) {
   std::vector<std::pair<uint32_t, uint32_t>> keys;  // the first thread of the core, the CPU
   for (uint32_t cpu : cpus) {
@@ -233,7 +234,7 @@ void SortByCore(std::vector<uint32_t>& cpus, const std::string& root) {
 
 // --- CPU sets ---
 
-// A cpu_set_t of any size: machines may have more CPUs than the fixed one holds.
+// A cpu_set_t of any size: a machine may have more CPUs than the fixed type holds.
 class CpuSet {
  public:
   explicit CpuSet(uint32_t count) : bytes_(CPU_ALLOC_SIZE(count)), words_(bytes_ / sizeof(long)) {}
@@ -309,7 +310,7 @@ Result<void*> MapPages(uint64_t bytes, bool huge_pages) {
     data = MapForHugePages(whole, PROT_READ | PROT_WRITE, 0);
   } else {
     data = Map(whole, PROT_READ | PROT_WRITE, 0);
-    // A system may give huge pages unasked.
+    // The system may be configured to give huge pages without a request.
     if (data != nullptr && !huge_pages) madvise(data, whole, MADV_NOHUGEPAGE);
   }
   if (data == nullptr) return Refused(bytes);
@@ -347,7 +348,7 @@ void DiscardPages(void* data, uint64_t bytes) {
   const uintptr_t end = (address + bytes) / PageBytes() * PageBytes();
   if (begin >= end) return;
   void* const first = reinterpret_cast<void*>(begin);
-  // Both calls only take away; where the system refuses, the memory stays until the range is
+  // Both calls only free memory; if the system refuses, the memory stays until the range is
   // unmapped.
   (void)madvise(first, end - begin, MADV_DONTNEED);
   (void)mprotect(first, end - begin, PROT_NONE);
@@ -376,7 +377,7 @@ std::vector<uint32_t> AllowedCpus() {
       if (CPU_ISSET_S(cpu, set.bytes(), set.get())) cpus.push_back(cpu);
     return cpus;
   }
-  return {0};  // a system that does not say: there is always a first CPU
+  return {0};  // the system does not say; every machine has a CPU 0
 }
 
 uint32_t CgroupCpuLimit(const std::string& root) {
@@ -410,7 +411,8 @@ uint32_t NodeDistance(uint32_t from, uint32_t to, const std::string& root) {
 }
 
 PciPlace PlaceOfPciDevice(const std::string& id, const std::string& root) {
-  std::string directory = id;  // CUDA writes its hexadecimal digits large, the kernel small
+  std::string directory =
+      id;  // CUDA writes hexadecimal digits in capitals, the kernel in small letters
   for (char& letter : directory)
     letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
   directory = root + "/sys/bus/pci/devices/" + directory;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kNameBytes = 64;
 
-// NULL without a profiler: NVTX looks for one in the environment, once.
+// NULL without a profiler. NVTX looks for a profiler in the environment, once.
 nvtxDomainHandle_t Domain() {
   static const nvtxDomainHandle_t domain = nvtxDomainCreateA("hybridopt");
   return domain;

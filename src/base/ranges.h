@@ -1,12 +1,13 @@
-// Ranges in the pictures of NVIDIA's profilers: what a thread of ours is at, by lane and chunk, in
-// the domain "hybridopt". Without a profiler, and in builds without HYBRIDOPT_NVTX, one is nothing.
+// Ranges in the timelines of NVIDIA's profilers: they show what a thread of the library does, in
+// the domain "hybridopt". Without a profiler, and in builds without HYBRIDOPT_NVTX, a range does
+// nothing.
 #pragma once
 
 #include <cstdint>
 
 namespace hybridopt {
 
-// From here to the end of the scope; ranges of one thread nest.
+// A range lasts from its constructor to the end of the scope. Ranges of one thread nest.
 class Range {
  public:
   explicit Range(const char* name);

@@ -12,7 +12,7 @@ using Sizes = std::array<int64_t, kMaxDimensions>;
 
 // The product of the first `dimensions` entries; false if it passes INT64_MAX.
 bool Multiply(const Sizes& sizes, uint32_t dimensions, int64_t* product) {
-  // A zero anywhere makes the product zero, whatever overflow the others would cause.
+  // If one factor is zero the product is zero, even if the others would overflow.
   const auto end = sizes.begin() + dimensions;
   *product = std::find(sizes.begin(), end, 0) != end ? 0 : 1;
   for (auto it = sizes.begin(); *product != 0 && it != end; ++it)
@@ -83,8 +83,8 @@ uint64_t IndexInTensor(const Shard& shard, const Box& box, uint64_t element) {
   return index;
 }
 
-// How a box that is not empty lies in its tensor: rows of row_length elements, rows_per_stripe of
-// them at equal distances.
+// The rows that a box with elements forms in its tensor: they have row_length elements, and
+// rows_per_stripe of them are at equal distances.
 struct BoxRows {
   uint64_t row_length = 1;
   uint64_t row_stride = 1;
@@ -95,13 +95,15 @@ BoxRows RowsOf(const Shard& shard, const Box& box) {
   BoxRows rows;
   const auto full = [&](uint32_t d) { return box.size[d] == shard.global_shape[d]; };
   uint32_t d = shard.dimensions;
-  // A row goes on through dimensions that the box fills, and one more.
+  // A row spans the last dimension; while the box fills a dimension, the row spans the one before
+  // it too.
   do {
     d -= 1;
     rows.row_length *= static_cast<uint64_t>(box.size[d]);
     rows.row_stride *= static_cast<uint64_t>(shard.global_shape[d]);
   } while (d > 0 && full(d));
-  // So does the distance between rows.
+  // Rows are at equal distances throughout the next dimension; while the box fills a dimension,
+  // they are so throughout the one before it too.
   while (d > 0) {
     d -= 1;
     rows.rows_per_stripe *= static_cast<uint64_t>(box.size[d]);
@@ -110,7 +112,7 @@ BoxRows RowsOf(const Shard& shard, const Box& box) {
   return rows;
 }
 
-// Appends elements [begin, end) of a box, which has one coordinate in each dimension before d.
+// Appends elements [begin, end) of a box whose size is 1 in each dimension before d.
 void CutBox(const Box& box, uint32_t dimensions, uint32_t d, uint64_t begin, uint64_t end,
             std::vector<Box>& boxes) {
   if (begin >= end) return;
@@ -160,7 +162,8 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
   }
   HYBRIDOPT_TRY(CheckDisjoint(shard));
   uint64_t boxes_count = 0;
-  // Inside global_shape and disjoint, so neither a product nor the sum can pass its product.
+  // The boxes are inside global_shape and disjoint, so that no product, and not their sum, exceeds
+  // the product of global_shape.
   for (const Box& box : shard.boxes) boxes_count += ElementsOf(box, shard.dimensions);
   const bool ranged = (source.flags & OFFLOAD_SHARD_RANGE) != 0;
   shard.range_begin = ranged ? source.range_begin : 0;
@@ -186,7 +189,8 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
 
 bool Shard::partial() const {
   int64_t global_count = 0;
-  (void)Multiply(global_shape, dimensions, &global_count);  // checked when the shard was made
+  (void)Multiply(global_shape, dimensions,
+                 &global_count);  // no overflow: checked when the shard was made
   return range_count < static_cast<uint64_t>(global_count);
 }
 

@@ -1,4 +1,5 @@
-// Shard: the validated copy of an offload_shard_t.
+// Shard: the validated copy of an offload_shard_t. Its elements are those of its boxes, one box
+// after the other, or a range [range_begin, range_begin + range_count) of these.
 #pragma once
 
 #include <array>
@@ -24,15 +25,16 @@ struct Shard {
   uint64_t range_begin;
   uint64_t range_count;
 
-  // Whether other elements of the tensor exist.
+  // Whether the tensor has elements that are not in this shard.
   bool partial() const;
-  // The row-major index in the whole tensor of this shard's element, which counts from 0 through
-  // the range. Looks through the boxes one by one.
+  // The row-major index in the whole tensor of one of the shard's elements, which are counted from
+  // 0. Takes time proportional to the number of boxes.
   uint64_t GlobalIndex(uint64_t element) const;
 };
 
-// Elements [begin, begin + count) of a shard. In the whole tensor they lie in rows: element begin +
-// k has the index first + (c / row_length) * row_stride + c % row_length with c = column + k.
+// Elements [begin, begin + count) of a shard that form rows at equal distances in the whole tensor:
+// element begin + k has the index first + (c / row_length) * row_stride + c % row_length with c =
+// column + k.
 struct Stripe {
   uint64_t begin;
   uint64_t count;
@@ -42,17 +44,17 @@ struct Stripe {
   uint64_t column;
 };
 
-// Appends the stripes of a shard, in order: mostly one for each box.
+// Appends the stripes of a shard, in order. Most boxes are one stripe.
 void AddStripes(const Shard& shard, std::vector<Stripe>& stripes);
 
-// Appends the elements of a shard as boxes without a range, which cuts the first and the last box
-// into at most 2 * dimensions - 1 each.
+// Appends the elements of a shard as boxes, without its range: where the range begins or ends
+// inside a box, that box is cut into at most 2 * dimensions - 1 boxes.
 void AppendBoxes(const Shard& shard, std::vector<Box>& boxes);
 
 // Copies and checks a shard of `count` elements. Errors name the field, but not the param.
 Result<Shard> ValidateShard(const offload_shard_t& shard, uint64_t count);
 
-// What a param without a shard owns: all of a one-dimensional tensor.
+// The shard of a param that has none: all of a one-dimensional tensor.
 Shard WholeTensor(uint64_t count);
 
 }  // namespace hybridopt

@@ -8,8 +8,8 @@
 namespace hybridopt {
 namespace {
 
-// Made when the library is loaded, since there may be no memory for them later, and never
-// destroyed: threads may still use them when the process ends.
+// These are made when the library is loaded, since there may be no memory for them later, and are
+// never destroyed, since threads may still use them when the process ends.
 const std::string& kEmpty = *new std::string;
 const std::string& kNoMemoryForText =
     *new std::string("out of host memory, also for the text of this error");

@@ -1,4 +1,5 @@
-// Status and Result<T>: how every function below the ABI reports failure. Nothing of ours throws.
+// Status and Result<T>: how every function below the ABI reports failure. The library's own code
+// does not throw.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +19,10 @@ class [[nodiscard]] Status {
  public:
   Status() = default;
 
-  // Where there is no memory for the text, the status has its code and a fixed text.
+  // If there is no memory for the text, the status has the code and a fixed text.
   [[gnu::format(printf, 2, 3)]] static Status Error(int32_t code, const char* format, ...) noexcept;
-  // Of the exception that is being handled: OUT_OF_HOST_MEMORY for std::bad_alloc, else INTERNAL.
-  // `what` names what threw it, as in "a save".
+  // The status for the exception that is being handled: OUT_OF_HOST_MEMORY for std::bad_alloc, else
+  // INTERNAL. `what` names the work that threw it, as in "a save".
   static Status OfException(const char* what) noexcept;
 
   bool ok() const { return code_ == OFFLOAD_OK; }
@@ -30,10 +31,10 @@ class [[nodiscard]] Status {
 
  private:
   int32_t code_ = OFFLOAD_OK;
-  std::shared_ptr<const std::string> message_;  // NULL: OK, or no memory for it
+  std::shared_ptr<const std::string> message_;  // NULL: OK, or there was no memory for the text
 };
 
-// The status that call() returns, or that stands for the exception that it throws.
+// Returns the status of call(), or that of the exception that it throws.
 template <typename Call>
 Status CatchExceptions(const char* what, Call&& call) noexcept {
   try {

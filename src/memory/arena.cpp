@@ -5,8 +5,8 @@
 namespace hybridopt {
 namespace {
 
-// Mixes the bits of an index, so that sampled pages do not all fall on the same turn of an
-// interleaved range.
+// Mixes the bits of an index, so that the sampled pages of an interleaved range are not all on one
+// node.
 uint64_t Mixed(uint64_t index) {
   index = (index ^ index >> 30) * 0xbf58476d1ce4e5b9u;
   index = (index ^ index >> 27) * 0x94d049bb133111ebu;
@@ -19,7 +19,8 @@ void PageWish::AddPlanned(uint64_t bytes, NodeBytes* sum) const {
   uint64_t all_parts = 0, parts = 0;
   for (const Share& share : shares) all_parts += share.parts;
   for (const Share& share : shares) {
-    // The remainder of the division goes to the shares in turn, so that no byte is lost.
+    // Each cut is rounded down, and the next share begins there, so that the shares add up to all
+    // bytes.
     const auto until = [&](uint64_t cut) {
       return bytes / all_parts * cut + bytes % all_parts * cut / all_parts;
     };
@@ -76,7 +77,7 @@ void Arena::AddNodeBytes(uint64_t begin, uint64_t end, NodeBytes* sum) const {
   const uint64_t first_page = begin / page_bytes;
   const uint64_t pages = (end - 1) / page_bytes + 1 - first_page;
   const uint64_t samples = std::min(pages, kSampledPages);
-  // The first page that a sample stands for.
+  // The first of the pages that a sample represents.
   const auto first = [&](uint64_t sample) {
     return first_page + pages / samples * sample + pages % samples * sample / samples;
   };

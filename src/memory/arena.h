@@ -2,7 +2,7 @@
 //
 //   | master of p0 | p1 | ... | pad | moment0 of p0 | p1 | ... | pad | moment1 of p0 | p1 | ... |
 //
-// (state/placement.cpp computes the offsets; the arena knows only bytes.)
+// (StateShape has the offsets; the arena knows only bytes.)
 #pragma once
 
 #include <array>
@@ -30,21 +30,21 @@ struct NodeBytes {
   }
 };
 
-// Where an arena's pages should lie. It is a wish: a node that is full costs speed and nothing
-// else.
+// The nodes on which an arena's pages should be. It is a wish: if a node is full its pages go to
+// another one, which only costs speed.
 struct PageWish {
   struct Share {
-    uint32_t node;   // kNodeNotKnown: some node
+    uint32_t node;   // kNodeNotKnown: any node
     uint32_t parts;  // of the sum over all shares
   };
 
   const Numa* numa = nullptr;        // null: this system has no libnuma
   std::optional<PagePolicy> policy;  // none: the kernel is told nothing
   std::vector<uint32_t> nodes;       // of the policy
-  std::vector<Share> shares;         // where the pages will lie; empty: not known
+  std::vector<Share> shares;         // on which nodes the pages will be; empty: not known
   bool huge_pages = true;
 
-  // Adds where `bytes` with this wish will lie.
+  // Adds the bytes on each node, for memory of `bytes` with this wish.
   void AddPlanned(uint64_t bytes, NodeBytes* sum) const;
 };
 
@@ -52,23 +52,24 @@ class Arena {
  public:
   Arena() = default;
   static Result<Arena> Map(uint64_t bytes, const PageWish& wish = {});  // 0 bytes: an empty arena
-  // Addresses alone, which fault until Back gives them memory.
+  // Reserves addresses only. They fault until Back gives them memory.
   static Result<Arena> Reserve(uint64_t bytes, const PageWish& wish = {});
   ~Arena();
   Arena(Arena&& other) noexcept { *this = std::move(other); }
   Arena& operator=(Arena&& other) noexcept;
 
-  // Memory for the pages that bytes [begin, end) touch; what they hold stays, what is new is zero.
+  // Gives memory to the pages of bytes [begin, end). Pages that have memory keep their content; new
+  // pages are zero.
   Status Back(uint64_t begin, uint64_t end);
-  // Gives back the memory of the pages that lie wholly inside [begin, end).
+  // Frees the memory of the pages that are wholly inside [begin, end).
   void Discard(uint64_t begin, uint64_t end);
 
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
 
-  // Adds where bytes [begin, end) lie, as the kernel says. Pages that no thread has touched lie
-  // nowhere. Of a large range it asks for a sample of pages, each of which stands for those around
-  // it.
+  // Adds the bytes of [begin, end) on each node, as the kernel reports them. Pages that no thread
+  // has touched are on no node. In a large range only a sample of pages is asked for; each
+  // represents the pages around it.
   void AddNodeBytes(uint64_t begin, uint64_t end, NodeBytes* sum) const;
   static constexpr uint64_t kSampledPages = 4096;
 

@@ -12,21 +12,21 @@ namespace hybridopt {
 class DeviceWindow {
  public:
   DeviceWindow() = default;
-  // Addresses for so many bytes; 0: an empty window.
+  // Reserves addresses for `bytes`; 0: an empty window.
   static Result<DeviceWindow> Reserve(Device& device, uint64_t bytes);
   ~DeviceWindow();
   DeviceWindow(DeviceWindow&& other) noexcept { *this = std::move(other); }
   DeviceWindow& operator=(DeviceWindow&& other) noexcept;
 
-  // What the first `bytes` take: whole pages.
+  // Memory for the first `bytes`, in whole pages.
   static uint64_t PageBytes(const Device& device, uint64_t range_bytes, uint64_t bytes);
 
   // Takes the memory that the window needs to grow from one size to another, or nothing if it
-  // shrinks. Any thread, at any time.
+  // shrinks. Any thread may call this at any time.
   Result<DevicePages> Take(uint64_t from_bytes, uint64_t to_bytes) const;
-  // Puts it behind the window's end.
+  // Appends that memory to the end of the window.
   Status Grow(DevicePages& pages) const;
-  // Frees what lies behind all but the first `bytes`. Nothing may use it any more.
+  // Frees the memory behind the first `bytes`, which must not be in use any more.
   void Shrink(uint64_t bytes) const;
 
   std::byte* data() const { return static_cast<std::byte*>(range_); }

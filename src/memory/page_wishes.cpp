@@ -50,9 +50,9 @@ Status Interleave(const PagesAsked& asked, const Numa& numa, PageWishes* wishes)
   return {};
 }
 
-// Threads of several nodes: state prefers the node of the thread that touches it first, which is
-// the worker that will update it. Pinned memory is touched by the thread that pins it, but all
-// workers use it.
+// The policy for threads on several nodes. A page of state prefers the node of the thread that
+// touches it first, which is the worker that will update it. The thread that pins memory touches it
+// first, but all workers use it, so pinned memory is interleaved.
 Status PlaceNear(const PagesAsked& asked, const Numa& numa, PageWishes* wishes) {
   Nodes nodes;
   for (const PageWish::Share& share : asked.threads) nodes.push_back(share.node);
@@ -87,8 +87,8 @@ PageWishes ChoosePages(const PagesAsked& asked, const Result<Numa>& numa) {
   }
   const Status status = numa.ok() ? PlaceNear(asked, numa.value(), &wishes) : numa.status();
   if (!status.ok()) wishes.note += "memory is not placed: " + status.message() + "; ";
-  // Threads of several nodes that share each chunk own pieces of some 100 KiB: most pages of 2 MiB
-  // would lie with the wrong thread.
+  // If threads of several nodes share each chunk, each thread updates pieces of about 100 KiB: most
+  // pages of 2 MiB would be on another node than their thread.
   wishes.state.huge_pages = asked.threads.size() == 1 || !asked.shares_chunks;
   return wishes;
 }

@@ -1,5 +1,6 @@
-// PageWishes: on which nodes a context's host memory should lie. What was asked for meets what the
-// system allows here, once; a fall-back is told in words.
+// PageWishes: on which nodes a context's host memory should be. ChoosePages compares, once, the
+// policy that was asked for with what the system allows; if it must fall back to another policy,
+// the note says so.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +21,11 @@ struct PagesAsked {
 };
 
 struct PageWishes {
-  PageWish state;    // for what its workers touch first
-  PageWish pinned;   // for what whoever pins it touches first
-  int32_t policy;    // in force: enum offload_numa_policy
-  std::string note;  // what is not as asked for, and why, each ended by "; "; "" if nothing
+  PageWish state;   // for memory that the workers touch first
+  PageWish pinned;  // for memory that the thread that pins it touches first
+  int32_t policy;   // the policy in force: enum offload_numa_policy
+  std::string
+      note;  // what differs from what was asked for, and why, each ended by "; "; "" if nothing
   bool placed() const { return pinned.policy.has_value(); }
 };
 

@@ -1,4 +1,4 @@
-// PinnedArena: an arena that the device may copy to and from while the host goes on.
+// PinnedArena: an arena to and from which the device copies asynchronously.
 #pragma once
 
 #include "device/device.h"
@@ -10,8 +10,8 @@ class PinnedArena {
  public:
   PinnedArena() = default;
   // 0 bytes: an empty arena. Pinning touches every page from the calling thread, so the wish
-  // decides where they lie.
-  // allow_pageable: memory that the system does not pin is mapped all the same.
+  // decides where they lie. allow_pageable: if the system does not pin the memory, it is mapped
+  // without pinning.
   static Result<PinnedArena> Map(Device& device, uint64_t bytes, const PageWish& wish = {},
                                  bool allow_pageable = false);
   ~PinnedArena();

@@ -3,8 +3,8 @@
 //
 //   slot 0: | grads | params |   slot 1: | grads | params |   ...
 //
-// The grads half of a slot is free again once the update has read it, the params half once its
-// copy to the device has ended; the two are released apart.
+// The grads half of a slot is free again when the update has read it, the params half when its copy
+// to the device has ended. Each half is released separately.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ class StagingRing {
                                     uint64_t param_bytes, const PageWish& wish = {},
                                     bool allow_pageable = false);
 
-  // What Create takes, padding included.
+  // The bytes that Create takes, padding included.
   static uint64_t Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_bytes);
 
   uint32_t slots() const { return slots_; }
@@ -35,8 +35,8 @@ class StagingRing {
   std::byte* grads(uint32_t slot) const { return arena_.data() + slot * slot_bytes_; }
   std::byte* params(uint32_t slot) const { return grads(slot) + grad_bytes_; }
 
-  // Say that nobody needs this half's content any more. On the simulated device it is then filled
-  // with NaNs, so that a consumer that did not wait shows in the bits.
+  // To be called when the content of this half is not needed any more. The simulated device then
+  // fills it with NaNs, so that a consumer that did not wait produces wrong bits, which tests see.
   void ReleaseGrads(uint32_t slot);
   void ReleaseParams(uint32_t slot);
 

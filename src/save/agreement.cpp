@@ -13,12 +13,12 @@ namespace {
 
 constexpr int64_t kRoundNs = 20'000'000;
 
-// A failure as one number, so that rank and code cannot come from two: ranks count from 1 above the
-// lower bits, which hold any status.
+// Encodes a failure as one number, so that its rank and its code always belong together: the lower
+// bits hold the status, the bits above them the rank + 1.
 constexpr int kCodeBits = 8;
 constexpr int32_t kCodeMask = (1 << kCodeBits) - 1;
 
-// Another rank's failure is told as a failure here too, with its code.
+// The failure of another rank, as a status of this rank with the same code.
 Status FailureOfRank(int32_t rank, int32_t code) {
   return Status::Error(code,
                        "rank %d has failed, so no rank goes on with this checkpoint; that rank's "
@@ -30,7 +30,7 @@ Status Guarded(FunctionRef<Status()> part) {
   return CatchExceptions("work on the files of a checkpoint", part);
 }
 
-// A part that runs on a thread of its own, while this one meets the other ranks.
+// Runs a part on a thread of its own, while the calling thread meets the other ranks.
 class Beside {
  public:
   explicit Beside(FunctionRef<Status()> part) : part_(part) {
@@ -46,7 +46,7 @@ class Beside {
   Beside(const Beside&) = delete;
   Beside& operator=(const Beside&) = delete;
 
-  // Waits for its end at most so long; whether it has ended.
+  // Waits at most timeout_ns for the part to end. Returns whether it has ended.
   bool AwaitEnd(int64_t timeout_ns) {
     std::unique_lock lock(mutex_);
     return told_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [this] { return ended_; });
@@ -67,7 +67,7 @@ class Beside {
   }
 
   const FunctionRef<Status()> part_;
-  Status outcome_;  // the thread's until it has ended
+  Status outcome_;  // only the thread uses it until the part has ended
   prim::Thread thread_;
   std::mutex mutex_;
   std::condition_variable told_;

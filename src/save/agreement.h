@@ -1,5 +1,5 @@
-// Agreement: what the ranks of an optimizer do together apart from its steps. Each call here is
-// made by all of them, on the timeline's thread.
+// Agreement: what the ranks of an optimizer do together, apart from steps. All ranks must make each
+// of these calls, on their timeline's thread.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +13,19 @@ class Agreement {
  public:
   explicit Agreement(const Comm& comm) : comm_(comm) {}
 
-  // How often a rank that cannot go on takes part in the others' rounds; -1 where there are none.
+  // The interval at which a waiting rank takes part in the rounds of the others; -1 if there are no
+  // other ranks.
   int64_t RoundNs() const;
 
-  // All ranks learn whether one has failed, and which and how: of several the last. What comes back
-  // is a failure to ask.
+  // Tells all ranks whether a rank has failed: a rank that has failed keeps its own *status; on the
+  // others it becomes the failure of the last rank that failed. Returns an error if the ranks could
+  // not communicate.
   Status OnFailure(Status* status) const;
 
-  // Does this rank's part of something that may take one rank longer than the others would wait:
-  // until all have done theirs they meet in rounds, so that only a rank that is gone is missed. The
-  // part runs on another thread if there are other ranks. Then as OnFailure.
+  // Runs `part`, which may take longer on one rank than the timeout of a comm function. Until all
+  // ranks have done their parts they meet in rounds, so that only a rank that has ended causes a
+  // timeout. If there are other ranks `part` runs on another thread. `outcome` and the returned
+  // status are those of OnFailure.
   Status DoTogether(FunctionRef<Status()> part, Status* outcome) const;
 
  private:

@@ -1,4 +1,4 @@
-// How this release's optimizers show in a checkpoint: shared by save and load.
+// How optimizers of this release are written into a checkpoint: what save and load share.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,14 @@ namespace hybridopt {
 checkpoint::Manifest NewManifest(int32_t algorithm, uint64_t step, uint32_t world,
                                  bool masters_only, std::span<const offload_group_t> groups);
 
-// "part-00001-of-00004.json": what a rank tells rank 0. None is left in a checkpoint.
+// "part-00001-of-00004.json": the file in which a rank gives its part of the manifest to rank 0. A
+// finished checkpoint has no such file.
 std::string PartFileName(uint32_t rank, uint32_t world);
 
-// How a state array's elements are stored.
+// The dtype in which a checkpoint stores a state array.
 checkpoint::Dtype StoredDtype(int32_t dtype);
 
-// The slot of a kind that the algorithm keeps.
+// The slot in which the algorithm keeps a kind of state.
 StateSlot SlotOf(int32_t algorithm, int32_t kind);
 
 // The global shape as a vector.

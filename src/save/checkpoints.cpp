@@ -15,12 +15,14 @@ namespace {
 
 using checkpoint::PendingDirectory;
 
-// A broken device or a lost rank breaks more than a save or load; a full disk does not.
+// Whether a failure ends only the save or load: a full disk does, a broken device or a lost rank
+// poisons the optimizer.
 bool ConcernsFilesOnly(const Status& status) {
   return status.code() != OFFLOAD_DEVICE_FAILED && status.code() != OFFLOAD_COMM_FAILED;
 }
 
-// Other ranks are asked all the same where memory has run out, and the optimizer goes on.
+// Turns std::bad_alloc into a status, so that this rank still takes part in the other ranks'
+// rounds, and the optimizer can be used further.
 template <typename Call>
 auto WithinMemory(const char* what, Call&& call) -> decltype(call()) try {
   return call();
@@ -35,19 +37,19 @@ auto WithinMemory(const char* what, Call&& call) -> decltype(call()) try {
 
 Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timeline,
                          uint64_t sequence) {
-  HYBRIDOPT_TRY(Complete(timeline));  // one at a time
+  HYBRIDOPT_TRY(Complete(timeline));  // only one save runs at a time
   std::string path;                   // of the pending directory
-  Status failure;                     // of this rank, which the others learn when it has ended
+  Status failure;  // of this rank; the other ranks learn it when the save has ended
   Status status = Begin(std::move(request), ready, &path, &failure);
   if (!status.ok()) {
-    RemoveOwnDirectory();  // a rank is gone
+    RemoveOwnDirectory();  // another rank has ended
     saver_.reset();
     directory_.reset();
     return Refuse(std::move(status), timeline, sequence);
   }
   sequence_ = sequence;
   publishing_ = false;
-  // First: the saver may have ended before Start returns.
+  // Hold comes before Start: the saver may have ended before Start returns.
   timeline.Hold(sequence, comm_.world() == 1 ? 0 : agreement_.RoundNs(), capture()->borrows());
   saver_->Start(
       std::move(path), std::move(failure), [&timeline] { timeline.ReleaseStreams(); },
@@ -68,7 +70,7 @@ SavePoint Checkpoints::PointOf(EventHandle ready) const {
 Status Checkpoints::CheckRoom() const {
   SaveRequest request;
   for (uint32_t id = 0; id < table_.size(); ++id) {
-    // Such a name is refused by save, and by nothing before.
+    // Only a save refuses such a name.
     if (!checkpoint::IsUtf8(table_.param(id).name)) return {};
     request.locations.push_back({table_.addresses()[id].data, false, false});
   }
@@ -77,7 +79,7 @@ Status Checkpoints::CheckRoom() const {
       .status();
 }
 
-// Rank 0 makes the directory and tells the others its number.
+// Rank 0 makes the directory and sends its number to the others.
 Status Checkpoints::Begin(SaveRequest request, EventHandle ready, std::string* path,
                           Status* failure) {
   std::string target;
@@ -109,7 +111,7 @@ Status Checkpoints::Begin(SaveRequest request, EventHandle ready, std::string* p
   return {};
 }
 
-// What cannot be removed now is removed by the next save to that path.
+// The next save to that path removes what cannot be removed now.
 void Checkpoints::RemoveOwnDirectory() {
   if (comm_.rank() == 0 && directory_.has_value())
     (void)WithinMemory("save", [this]() -> Status {
@@ -118,7 +120,8 @@ void Checkpoints::RemoveOwnDirectory() {
     });
 }
 
-// Of a save that has failed on all ranks. A disk may take its time for that too.
+// Removes the directory of a failed save, on all ranks together: a slow disk may take long for
+// that.
 Status Checkpoints::RemoveDirectory() {
   Status removed;
   Status asked = agreement_.DoTogether(
@@ -133,7 +136,7 @@ Status Checkpoints::RemoveDirectory() {
 
 // ------------------------------------------------------------------------------------- complete --
 
-// One round. Whatever comes of it comes of it on all ranks.
+// One round of the ranks. All ranks get the same result.
 Status Checkpoints::Meet(bool at_step, bool* step, Timeline& timeline) {
   int32_t missing[2] = {saver_->ended() ? 0 : 1, at_step ? 0 : 1};
   if (Status asked = comm_.AgreeOnMax(missing, 2); !asked.ok())
@@ -144,8 +147,9 @@ Status Checkpoints::Meet(bool at_step, bool* step, Timeline& timeline) {
 }
 
 Status Checkpoints::BeforeStep(Timeline& timeline) {
-  // Alone the step follows the save chunk by chunk. Among others a step that waits for this rank's
-  // disk would let all wait without a word.
+  // With one rank the step follows the save chunk by chunk. With several ranks a step that waits
+  // for this rank's disk would let the others wait until they time out, so the ranks meet in rounds
+  // first.
   for (bool step = false; saver_ != nullptr && !step;) {
     const bool at_step = comm_.world() == 1 || capture()->AwaitAll(agreement_.RoundNs());
     HYBRIDOPT_TRY(Meet(at_step, &step, timeline));
@@ -173,7 +177,7 @@ Status Checkpoints::Settle(Timeline& timeline) {
   return saver_ == nullptr ? Status() : Meet(false, &step, timeline);
 }
 
-// Completes the running save, if there is one, before other work that the ranks do together.
+// Completes the running save, if there is one, before the ranks do other work together.
 Status Checkpoints::Complete(Timeline& timeline) {
   for (bool step = false; saver_ != nullptr;) {
     saver_->AwaitEnd(agreement_.RoundNs());
@@ -205,7 +209,7 @@ Status Checkpoints::CompleteAlone(Timeline& timeline) {
   return {};
 }
 
-// The save's ticket gets the outcome; what concerns more than files comes back.
+// Reports the outcome for the save's ticket. Returns a failure that concerns more than files.
 Status Checkpoints::End(Status outcome, Timeline& timeline) {
   (void)saver_->Join();
   if (!outcome.ok()) RemoveOwnDirectory();
@@ -220,15 +224,16 @@ Status Checkpoints::End(Status outcome, Timeline& timeline) {
   return outcome;
 }
 
-// A second time there would be nothing left to publish.
+// Tries to publish once only: after an exception half way a second attempt might find nothing left
+// to publish.
 Status Checkpoints::PublishOnce() {
   if (std::exchange(publishing_, true))
     return Status::Error(OFFLOAD_INTERNAL, "a save was given up after an exception at its end");
   return WithinMemory("save", [this] { return Publish(); });
 }
 
-// Everything before the rename only prepares it: after a crash either the whole checkpoint has its
-// name or nothing has.
+// All work before the rename prepares it, so that after a crash either the whole checkpoint has its
+// name, or no checkpoint has.
 Status Checkpoints::Publish() {
   const Range range("publish save");
   prim::Files& files = context_.files();
@@ -241,7 +246,7 @@ Status Checkpoints::Publish() {
   return directory_->Publish();
 }
 
-// Rank 0's own part and those that the others have left beside their files.
+// Merges rank 0's own part with those that the other ranks have written beside their files.
 Result<checkpoint::Manifest> Checkpoints::WholeManifest() {
   std::vector<checkpoint::Manifest> parts;
   parts.push_back(saver_->TakeManifest());
@@ -282,15 +287,15 @@ Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline
                        status.message().c_str());
 }
 
-// Nothing was changed anywhere.
+// Reports a load that was refused: no rank has changed anything.
 Status Checkpoints::Refuse(Status refusal, Timeline& timeline, uint64_t sequence) {
   context_.Log(OFFLOAD_LOG_ERROR, refusal.message().c_str());
   timeline.Report(sequence, refusal);
   return ConcernsFilesOnly(refusal) ? Status() : refusal;
 }
 
-// All that can be refused, on all ranks, before any of them changes anything. What comes back is a
-// failure to ask the others.
+// Makes every check that may refuse the load, on all ranks, before one of them changes anything.
+// Returns an error if the ranks could not communicate.
 Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* loader,
                             Status* refusal) {
   std::vector<int32_t> known;
@@ -311,7 +316,8 @@ Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* l
   return agreement_.DoTogether([&] { return WithinMemory("load", verify); }, refusal);
 }
 
-// All ranks read the same checkpoint; `known` gets what they know of it between them.
+// Checks that all ranks read the same checkpoint. Writes into `known` which of its params at least
+// one rank has.
 Status Checkpoints::AgreeOnCheckpoint(const Loader& loader, std::vector<int32_t>* known,
                                       Status* refusal) const {
   const auto fingerprint = static_cast<int32_t>(loader.fingerprint());

@@ -1,19 +1,19 @@
-// Checkpoints: an optimizer's saves and loads, and what its ranks agree on for them. Everything
-// here runs on the timeline's thread; the saver has one of its own.
+// Checkpoints: an optimizer's saves and loads, and what its ranks agree on for them. All functions
+// run on the timeline's thread; the saver has a thread of its own.
 //
-// A save begins where it stands on the timeline, goes on in the background, and is completed later
-// on the timeline's thread again, because only there may other ranks be asked: their calls must
-// come in the same order everywhere. So while a save runs all ranks meet in rounds, and what comes
-// next is the same on all:
+// A save begins in its order on the timeline and then runs in the background. The timeline's thread
+// completes it later, because only that thread may call comm functions: all ranks must call them in
+// the same order. While a save runs all ranks meet in rounds. The result of a round, and so the
+// next action, is the same on all ranks:
 //
 //   nobody is writing any more             the completion
 //   everybody is at a step and has read    the step, as without a save
 //     all that it would overwrite
 //   else                                   another round
 //
-// A rank that has nothing to do, or waits for its own disk, takes part now and then: a disk may be
-// slower than others for as long as it likes, and only a rank that is gone is missed. All other
-// work on files is done together (agreement.h), which has rounds of its own.
+// A rank that has nothing to do, or waits for its own disk, takes part in rounds at an interval. So
+// one disk may be slower than the others without a limit, and only a rank that has ended causes a
+// timeout. All other work on files is done by Agreement::DoTogether, which has rounds of its own.
 #pragma once
 
 #include <memory>
@@ -42,29 +42,29 @@ class Checkpoints {
         comm_(comm),
         agreement_(comm) {}
 
-  // UNSUPPORTED if a save could not tell all names and shapes in its file.
+  // UNSUPPORTED if the names and shapes of the params do not fit into the head of a file.
   Status CheckRoom() const;
 
-  // Begins a save, which completes in the background. What concerns only the files is reported
-  // to the timeline; what comes back is poison.
+  // Begins a save, which completes in the background. A failure that concerns only the files is
+  // reported to the timeline; a returned error poisons it.
   Status Save(SaveRequest request, EventHandle ready, Timeline& timeline, uint64_t sequence);
 
-  // Loads, or changes nothing. What concerns only the files is reported to the timeline; what comes
-  // back is poison.
+  // Loads, or changes nothing. A failure that concerns only the files is reported to the timeline;
+  // a returned error poisons it.
   Status Load(const LoadRequest& request, EventHandle ready, Timeline& timeline, uint64_t sequence);
 
   // To be called before every step.
   Status BeforeStep(Timeline& timeline);
-  // What a step must not overtake; NULL if no save is running.
+  // The capture that a step must not overtake; NULL if no save runs.
   Capture* capture() const { return saver_ != nullptr ? &saver_->capture() : nullptr; }
-  // Before anything else touches state, or the params' memory.
+  // To be called before other work that changes state or the params' memory.
   Status AwaitCapture(Timeline& timeline);
-  // Until a running save has read what is the caller's; false if none borrows anything.
+  // Waits until the running save has read all that it borrows; false if no save borrows anything.
   Result<bool> AwaitBorrowed(Timeline& timeline);
 
-  // A round of the ranks while nothing else is to be done.
+  // One round of the ranks while the timeline has no other work.
   Status Settle(Timeline& timeline);
-  // The same after later work failed. Other ranks can then no longer be asked.
+  // The same after later work failed, when other ranks can no longer be called.
   Status CompleteAlone(Timeline& timeline);
 
  private:
@@ -95,7 +95,7 @@ class Checkpoints {
   std::unique_ptr<Saver> saver_;  // of the running save
   std::optional<checkpoint::PendingDirectory> directory_;
   uint64_t sequence_ = 0;
-  bool publishing_ = false;  // has been tried, and is not tried again
+  bool publishing_ = false;  // Publish has been tried, and is not tried again
 };
 
 }  // namespace hybridopt

@@ -21,12 +21,14 @@ using checkpoint::StoredTensor;
 
 constexpr size_t kDifferencesTold = 5;
 constexpr uint64_t kUnitBytesMax = uint64_t{8} << 20;
-// What is made on its way to the device; with it a load takes less than 1 MiB beside its blocks.
+// The size of the buffer for converted values that go to the device; with it a load takes less than
+// 1 MiB beside its blocks.
 constexpr uint64_t kStagingBytes = uint64_t{512} << 10;
 constexpr uint64_t kStagedAlignment = 64;
-// Converted at a time where state is kept in another layout than it was saved in.
+// How many elements are converted at a time, if state is kept in another layout than it was saved
+// in.
 constexpr uint64_t kConvertedElements = uint64_t{1} << 15;
-// Worth waking the workers for.
+// The least bytes for which it is worth to wake the workers.
 constexpr uint64_t kSharedBytes = uint64_t{256} << 10;
 
 std::string Text(const std::vector<int64_t>& shape) {
@@ -35,12 +37,13 @@ std::string Text(const std::vector<int64_t>& shape) {
   return text + ")";
 }
 
-// Masters are stored in fp32 whatever the layout; moments in fp32 or bf16.
+// Whether a stored dtype can be converted to a slot's. Masters are stored in fp32 under every
+// layout, moments in fp32 or bf16.
 bool Converts(checkpoint::Dtype dtype, StateSlot slot) {
   return dtype == checkpoint::Dtype::kF32 || (slot != kMaster && dtype == checkpoint::Dtype::kBF16);
 }
 
-// A loop for each way to round, so that the compiler can take many values at once.
+// Each way to round has a loop of its own, so that the compiler can vectorize it.
 template <typename RoundOne>
 void RoundEach(const std::byte* values, uint64_t count, RoundOne round_one, std::byte* rounded) {
   for (uint64_t i = 0; i < count; ++i) {
@@ -51,7 +54,7 @@ void RoundEach(const std::byte* values, uint64_t count, RoundOne round_one, std:
   }
 }
 
-// Rounds count fp32 values, which may lie anywhere.
+// Rounds `count` fp32 values, which need not be aligned.
 void Round(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded) {
   if (to.dtype == OFFLOAD_FP32)
     std::memcpy(rounded, values, count * sizeof(float));
@@ -66,7 +69,8 @@ void Round(const std::byte* values, uint64_t count, const RoundTo& to, std::byte
         values, count, [](float value) { return Fp32ToBf16(value); }, rounded);
 }
 
-// The unit that holds a byte of an array: blocks are cut into units, so that none spans two.
+// The read unit that holds a byte of an array. Blocks are cut into units, so that no unit spans two
+// blocks.
 Extent UnitAt(const StoredTensor& tensor, uint64_t block_bytes, uint64_t unit_bytes, uint64_t at) {
   const uint64_t block = at / block_bytes * block_bytes;
   const uint64_t begin = block + (at - block) / unit_bytes * unit_bytes;
@@ -169,7 +173,7 @@ void Loader::CompareArrays(uint32_t id, const StoredShard& shard) {
   }
 }
 
-// One count goes with all elements of a shard.
+// Checks that all stored shards from which a param's elements come have one step count.
 void Loader::CompareCounts(uint32_t id) {
   const checkpoint::StoredParam& stored = *sources_[id].stored;
   std::optional<uint32_t> first;
@@ -256,7 +260,7 @@ Status Loader::ForEachUnitOf(uint32_t id, StateSlot slot,
   return checkpoint::ForEachSegment(sources_[id].shards, table_.param(id).shard, visit_segment);
 }
 
-// What will be read, in order, and which blocks that touches.
+// Lists the units that will be read, in order, and the blocks that they touch.
 Status Loader::ListUnits() {
   uint64_t largest = 1;
   for (const Source& source : sources_)
@@ -366,7 +370,7 @@ Status Loader::Replace(EventHandle ready) {
   HYBRIDOPT_TRY(reader.Start());
   const std::byte* data = nullptr;
   const auto begin_unit = [&](const Unit& unit) -> Status {
-    HYBRIDOPT_TRY(AwaitCopies());  // they may still read the unit before
+    HYBRIDOPT_TRY(AwaitCopies());  // copies that still run may read the memory of the unit before
     HYBRIDOPT_ASSIGN(data, reader.Next());
     HYBRIDOPT_TRY(CheckUnchanged(unit, data));
     Progress(unit.extent.bytes);
@@ -401,18 +405,20 @@ Status Loader::Put(const Piece& piece, const std::byte* data) {
   return {};
 }
 
-// PutParams brings the upper ones.
+// PutParams writes the upper halves.
 Status Loader::PutLowerHalves(const StateRange& range, const std::byte* masters) {
   return PutMade(range, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
     RoundEach(masters + first * sizeof(float), count, LowHalf, into);
   });
 }
 
-// Moments of another layout: bf16 widens exactly, fp32 is rounded to nearest.
+// Writes moments that were saved in another dtype: bf16 is widened exactly, fp32 is rounded to
+// nearest.
 Status Loader::PutConverted(const Piece& piece, const StateRange& range, const std::byte* from) {
   const int32_t dtype = shape_.params[piece.param].dtype[piece.slot];
   const uint64_t room = std::min(range.count, kConvertedElements);
-  std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` may lie anywhere
+  std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0
+                                                           : room);  // `from` need not be aligned
   return PutMade(range, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
     const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
     if (piece.dtype == OFFLOAD_FP32) {
@@ -424,7 +430,8 @@ Status Loader::PutConverted(const Piece& piece, const StateRange& range, const s
   });
 }
 
-// State that `make` makes some elements at a time: in place, or staged on its way to the device.
+// Writes state that `make` computes, some elements at a time: in place on the host, or through the
+// staging buffer to the device.
 Status Loader::PutMade(const StateRange& range, uint64_t element_bytes,
                        FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
   for (uint64_t done = 0; done < range.count;) {
@@ -457,7 +464,7 @@ Status Loader::Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool t
   });
 }
 
-// The params are what their masters round to.
+// Writes the params, each of which is its master rounded.
 Status Loader::PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters) {
   const int32_t dtype = table_.param(id).dtype;
   const uint64_t param_bytes = DtypeBytes(dtype);
@@ -494,8 +501,8 @@ Status Loader::RoundAll(const std::byte* values, uint64_t count, const RoundTo& 
   });
 }
 
-// Room for what is on its way to the device: for any type, and there until stream_ has been given
-// up, for a device that hangs may read it until then.
+// Gives a part of the staging buffer, aligned for any type. The buffer lives until stream_ has been
+// destroyed, because a device that hangs may read it until then.
 Result<std::byte*> Loader::Stage(uint64_t bytes) {
   if (staged_bytes_ + bytes > kStagingBytes) HYBRIDOPT_TRY(AwaitCopies());
   std::byte* const room = staging_ + staged_bytes_;
@@ -503,7 +510,7 @@ Result<std::byte*> Loader::Stage(uint64_t bytes) {
   return room;
 }
 
-// As after commit.
+// Fills the moments with their initial values, as commit does.
 Status Loader::FillMoments() {
   has_replaced_ = true;
   for (uint32_t id = 0; id < table_.size(); ++id) {
@@ -530,7 +537,7 @@ Status Loader::FillMoments() {
   return {};
 }
 
-// What the copies read may then be used again.
+// Waits for the queued copies. The memory that they read may then be written again.
 Status Loader::AwaitCopies() {
   staged_bytes_ = 0;
   if (!copying_) return {};

@@ -1,9 +1,9 @@
 // Loader: brings the state of a checkpoint into an optimizer, whatever world, sharding and fraction
-// it was saved with. Check reads and compares everything and changes nothing; only then Replace
-// writes. The files are read twice for that (unless the caller does without): a second copy of the
-// state would not fit in the memory of those who offload it, and state that is half replaced when a
-// damaged block turns up could not be brought back. Replace compares what it reads with what Check
-// has read, before it uses it.
+// it was saved with. Verify reads and checks all bytes and changes nothing; only then Replace
+// writes. So the files are read twice (unless the caller passes NO_VERIFY). The reasons: who
+// offloads state has no memory for a second copy of it, and if Replace found a damaged block, the
+// state that it had overwritten would be lost. Replace compares each unit with what Verify has read
+// before it uses the unit.
 #pragma once
 
 #include <optional>
@@ -23,18 +23,18 @@
 
 namespace hybridopt {
 
-// A load as it was when it was queued.
+// A queued load.
 struct LoadRequest {
   std::string path;
   uint32_t flags = 0;
-  uint32_t io_depth = 0;  // not 0
+  uint32_t io_depth = 0;  // above 0
   offload_progress_function_t progress = nullptr;
   void* progress_user = nullptr;
   std::vector<ParamLocation> locations;  // per param
-  std::vector<double> first_moments;     // per group: what the first moments begin with
+  std::vector<double> first_moments;     // per group: the initial value of the first moments
 };
 
-// How params are rounded from masters.
+// How masters are rounded to params.
 struct RoundTo {
   int32_t dtype;
   bool ties_away;
@@ -46,44 +46,44 @@ class Loader {
          const StateLocator& locator, const LoadRequest& request)
       : context_(context), table_(table), shape_(shape), locator_(locator), request_(request) {}
 
-  // Opens the checkpoint and compares what it holds with what this optimizer keeps:
-  // CHECKPOINT_MISMATCH tells the first few differences.
+  // Opens the checkpoint and compares its content with this optimizer: CHECKPOINT_MISMATCH names
+  // the first few differences.
   Status Open();
-  // Tells this checkpoint from others.
+  // A hash that differs between checkpoints.
   uint32_t fingerprint() const;
   // Per param of the checkpoint, after Open: 1 if this optimizer has it, else 0.
   std::vector<int32_t> Known() const;
-  // CHECKPOINT_MISMATCH names the first params that are known nowhere.
+  // CHECKPOINT_MISMATCH names the first params that no rank knows.
   Status CheckAllKnown(const std::vector<int32_t>& known) const;
-  // Takes the memory for reading, and compares the hashes of all that will be read.
+  // Takes the memory for reading, and compares the hashes of all blocks that will be read.
   Status Verify();
 
-  // Writes state and params, behind the work that `ready` stands for. After a failure they are
-  // a mixture if anything has been replaced.
+  // Writes state and params, after the work behind which `ready` was recorded. After a failure they
+  // may be partly old and partly new.
   Status Replace(EventHandle ready);
   bool has_replaced() const { return has_replaced_; }
-  // The counts that go with them.
+  // Sets the step counts of the checkpoint.
   void SetCounts(StepCounts& step_counts) const;
 
  private:
-  // What is read at a time: a block of an array, or a part of a large one.
+  // A read unit: what is read at a time, a block of an array or a part of a large block.
   struct Unit {
     checkpoint::Extent extent;
     const checkpoint::StoredTensor* tensor;
     uint32_t param;
     uint32_t shard;
-    uint64_t block;  // of the tensor
+    uint64_t block;  // the index of the block in the tensor
   };
-  // Elements that lie side by side in a unit and in the param.
+  // Elements that are contiguous both in a unit and in the param.
   struct Piece {
     uint32_t param;
     StateSlot slot;
-    uint64_t element;  // the first, counted in the param
+    uint64_t element;  // the first element, counted in the param
     uint64_t count;
     uint64_t into;  // bytes from the unit's begin
     int32_t dtype;  // as stored
   };
-  // What is compared and read of one param.
+  // The stored param that one param is loaded from.
   struct Source {
     const checkpoint::StoredParam* stored;
     std::vector<const Shard*> shards;  // of `stored`
@@ -96,8 +96,8 @@ class Loader {
   void CompareCounts(uint32_t id);
   Status Differences() const;
 
-  // Calls begin_unit for each unit that holds elements of ours, and visit for each piece in it. A
-  // unit may come up again where shards have several boxes.
+  // Calls begin_unit for each unit that holds elements of this optimizer, and visit for each piece
+  // in it. A unit may be visited more than once if shards have several boxes.
   Status ForEachUnit(FunctionRef<Status(const Unit&)> begin_unit,
                      FunctionRef<Status(const Piece&)> visit) const;
   Status ForEachUnitOf(uint32_t id, StateSlot slot, FunctionRef<Status(const Unit&)> begin_unit,
@@ -139,17 +139,17 @@ class Loader {
   std::optional<checkpoint::OpenFiles> files_;
   uint64_t unit_bytes_ = 0;                         // read at a time
   std::vector<checkpoint::Extent> units_;           // in the order of Replace
-  std::vector<Unit> touched_;                       // one for each block that they touch
-  std::optional<checkpoint::ReadHashes> verified_;  // what Verify has read
+  std::vector<Unit> touched_;                       // one for each block that a unit touches
+  std::optional<checkpoint::ReadHashes> verified_;  // hashes of what Verify has read
   uint32_t blocks_ = 0;                             // of memory
   TransferMemory memory_;
   uint64_t bytes_done_ = 0;
   uint64_t bytes_total_ = 0;
 
   TransferStream stream_;
-  std::byte* staging_ = nullptr;  // for what is made on its way to the device
+  std::byte* staging_ = nullptr;  // converted values on their way to the device
   uint64_t staged_bytes_ = 0;
-  bool copying_ = false;  // something is queued on stream_
+  bool copying_ = false;  // copies are queued on stream_
   bool has_replaced_ = false;
 };
 

@@ -15,9 +15,9 @@
 namespace hybridopt {
 namespace {
 
-// Copied and hashed at a time: small enough to be in the cache for both.
+// How many bytes are copied and then hashed at a time: few enough to stay in the cache in between.
 constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
-// The same from the device, where each copy is waited for.
+// The same for copies from the device, each of which the saver waits for.
 constexpr uint64_t kDevicePieceBytes = uint64_t{4} << 20;
 
 }  // namespace
@@ -43,7 +43,7 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
     if (shaped.dtype[kMoment0] == OFFLOAD_BF16) manifest_.layout = "bf16 moments";
   manifest_.files.push_back(
       {checkpoint::ShardFileName(point_.rank, point_.world), point_.rank, 0, 0, 0});
-  // In the order in which a step overwrites them.
+  // Arrays are in the order in which a step overwrites them.
   std::vector<uint32_t> ids;  // of the params in the manifest
   for (uint32_t id : shape.update_order) {
     const Param& param = table.param(id);
@@ -71,7 +71,7 @@ void Saver::TellCapture() {
   }
 }
 
-// Whether any element of it is read from the caller's memory.
+// Whether some element of the array is read from the caller's memory.
 bool Saver::Borrows(const Array& array) const {
   const ParamLocation& location = request_.locations[array.param];
   if (array.slot != kMaster || location.params_on_host) return false;
@@ -155,8 +155,7 @@ Status Saver::Join() {
   return outcome_;
 }
 
-// A save's stream, event and memory are its own, and are freed before the save is told to have
-// ended.
+// Frees the save's own stream, event and memory, before the save reports that it has ended.
 void Saver::FreeTransfer() {
   stream_ = TransferStream();
   memory_ = TransferMemory();
@@ -205,7 +204,7 @@ Status Saver::WriteArrays(checkpoint::BlockWriter& writer) {
   return {};
 }
 
-// Makes room in the block that is being filled; there may be less than asked for.
+// Makes room in the block that is being filled. Reduces *bytes if the block has less room.
 Status Saver::Room(uint64_t* bytes) {
   if (filled_bytes_ == block_bytes_) {
     writer_->Submit(filled_bytes_);
@@ -273,7 +272,7 @@ Status Saver::AppendRange(const StateRange& range, uint64_t bytes,
   return {};
 }
 
-// Split masters are stored as the fp32 numbers that they are.
+// Joins the halves of split masters, which are stored as fp32 numbers.
 Status Saver::AppendJoined(const StateRange& range, checkpoint::BlockHasher& hasher) {
   std::array<float, kJoinedTogether> joined;
   for (uint64_t done = 0; done < range.count;) {
@@ -306,7 +305,7 @@ void Saver::Wrote(uint64_t bytes) {
     request_.progress(request_.progress_user, bytes, manifest_.files[0].bytes);
 }
 
-// What rank 0 needs to know for the manifest.
+// Writes this rank's part of the manifest, which rank 0 reads.
 Status Saver::WritePart() {
   HYBRIDOPT_ASSIGN(const std::string text, checkpoint::EncodeManifest(manifest_));
   return checkpoint::WriteSmallFile(

@@ -1,5 +1,5 @@
 // Saver: one running save of one rank. It reads all state in the order of its file, through a fixed
-// number of blocks, on a thread of its own; the timeline goes on meanwhile.
+// number of blocks of memory, on a thread of its own, while the timeline runs other work.
 //
 //   arenas, device --copy, hash--> blocks --threads--> file --truncate, sync--> (part) --> ready
 #pragma once
@@ -26,29 +26,30 @@
 
 namespace hybridopt {
 
-// A save as it was when it was queued.
+// A queued save.
 struct SaveRequest {
   std::string path;
   uint32_t flags = 0;
-  uint32_t io_depth = 0;  // not 0
+  uint32_t io_depth = 0;  // above 0
   offload_progress_function_t progress = nullptr;
   void* progress_user = nullptr;
   std::vector<ParamLocation> locations;  // per param
   std::vector<offload_group_t> groups;
 };
 
-// What else is saved, as of the save's point on the timeline.
+// What else is saved, as of the save's order on the timeline.
 struct SavePoint {
   uint64_t step;
   std::vector<uint64_t> step_counts;  // per param
   uint32_t rank;
   uint32_t world;
-  EventHandle ready;  // behind the caller's work that the save waits for; NULL on the host device
+  EventHandle
+      ready;  // recorded behind the caller's work that the save waits for; NULL on the host device
 };
 
 class Saver {
  public:
-  // Settles what goes where in the file.
+  // Decides the offset of each array in the file.
   static Result<std::unique_ptr<Saver>> Create(Context& context, const ParamTable& table,
                                                const StateShape& shape, const StateLocator& locator,
                                                SaveRequest request, const SavePoint& point);
@@ -56,22 +57,22 @@ class Saver {
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
 
-  // Writes into a directory that is there. `gave_back` is called when nothing of the caller's is
-  // read any more, and `ended` as the last act of the saver's thread; if there can be none, before
-  // this returns. With a failure from before the save ends at once, with that.
+  // Writes into an existing directory. Calls `gave_back` when the save has read all that it borrows
+  // from the caller, and `ended` at the end of the saver's thread; if that thread cannot be
+  // started, before Start returns. If `failure` is an error the save ends at once with it.
   void Start(std::string directory, Status failure, std::function<void()> gave_back,
              std::function<void()> ended);
-  // What a later step must ask before it overwrites state.
+  // A later step waits for this before it overwrites state.
   Capture& capture() { return capture_; }
   bool ended() const { return ended_; }
-  // Waits for that, at most so long; without limit if negative.
+  // Waits until it has ended, for at most timeout_ns; negative: without limit.
   void AwaitEnd(int64_t timeout_ns);
-  // Waits for the end. OK: this rank's file, and but for rank 0 its part of the manifest, are on
-  // disk.
+  // Waits for the end. OK: this rank's file is on disk, and, on ranks other than 0, its part of the
+  // manifest too.
   Status Join();
 
   const SaveRequest& request() const { return request_; }
-  // This rank's part of the manifest, once Join was OK.
+  // This rank's part of the manifest, after Join returned OK.
   checkpoint::Manifest TakeManifest() { return std::move(manifest_); }
 
  private:
@@ -118,17 +119,18 @@ class Saver {
   checkpoint::Manifest manifest_;
   std::vector<Array> arrays_;  // in the order of the file
 
-  // Of the running thread.
+  // These are used by the running thread.
   TransferMemory memory_;
   uint64_t block_bytes_ = 0;
   uint32_t blocks_ = 0;
   TransferStream stream_;
-  // Halves of masters. A device that hangs may write them until stream_ has been given up.
+  // Buffers for the halves of masters. A device that hangs may write them until stream_ has been
+  // destroyed.
   static constexpr uint64_t kJoinedTogether = 8192;
   std::array<uint16_t, kJoinedTogether> lower_, upper_;
   checkpoint::BlockWriter* writer_ = nullptr;
-  std::byte* block_ = nullptr;  // being filled
-  uint64_t filled_bytes_ = 0;   // of it
+  std::byte* block_ = nullptr;  // the block that is being filled
+  uint64_t filled_bytes_ = 0;   // of block_
   uint64_t position_ = 0;       // in the file
 
   std::function<void()> tell_gave_back_;

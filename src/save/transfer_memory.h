@@ -1,5 +1,6 @@
-// TransferMemory: the blocks that a save or load holds while it runs. Pinned where there is a
-// device and the system and the context's cap allow that; unpinned it is slower and nothing else.
+// TransferMemory: the blocks of memory that a save or load holds while it runs. They are pinned if
+// there is a device, and the system and the context's cap allow it; without pinning copies are only
+// slower.
 #pragma once
 
 #include <utility>
@@ -14,7 +15,8 @@ class TransferMemory {
   TransferMemory() = default;
   static Result<TransferMemory> Take(Context& context, uint64_t bytes) {
     TransferMemory memory;
-    // Direct access to a disk takes what is contiguous at once: through small pages half as fast.
+    // Direct access to a disk transfers contiguous memory at once; with small pages it is half as
+    // fast.
     const PageWish& wish = context.pinned_pages();
     if (!context.device().unified() && context.ReservePinned(bytes).ok()) {
       memory.context_ = &context;
@@ -40,7 +42,7 @@ class TransferMemory {
   std::byte* data() const { return context_ != nullptr ? pinned_.data() : pageable_.data(); }
 
  private:
-  Context* context_ = nullptr;  // set where the memory counts as pinned
+  Context* context_ = nullptr;  // set if the memory counts as pinned
   uint64_t pinned_bytes_ = 0;
   PinnedArena pinned_;
   Arena pageable_;

@@ -1,5 +1,5 @@
-// TransferStream: the stream on which a running save or load copies state, and the waits for it. On
-// a device that shares the host's memory there is none.
+// TransferStream: the stream on which a running save or load copies state, and the waits for it.
+// There is no stream if the device shares the host's memory.
 #pragma once
 
 #include <utility>
@@ -21,7 +21,7 @@ class TransferStream {
     HYBRIDOPT_ASSIGN(made.copied_, context.device().CreateEvent("state of a checkpoint copied"));
     return made;
   }
-  // The device keeps what a copy that has not ended may still touch.
+  // If a copy has not ended, the device keeps the memory that it may still touch.
   ~TransferStream() {
     if (stream_ != nullptr) context_->device().AbandonStream(stream_);
     if (copied_ != nullptr) context_->device().DestroyEvent(copied_);
@@ -37,7 +37,7 @@ class TransferStream {
 
   StreamHandle handle() const { return stream_; }
 
-  // Waits for an event; `what` says what it stands for.
+  // Waits for an event; errors call it `what`.
   Status Await(EventHandle event, const char* what) {
     Status status = context_->device().Wait(event, context_->device_timeout_ns());
     if (status.code() != OFFLOAD_TIMED_OUT) return status;
