@@ -411,8 +411,8 @@ uint32_t NodeDistance(uint32_t from, uint32_t to, const std::string& root) {
 }
 
 PciPlace PlaceOfPciDevice(const std::string& id, const std::string& root) {
-  std::string directory =
-      id;  // CUDA writes hexadecimal digits in capitals, the kernel in small letters
+  // CUDA writes hexadecimal digits in capitals, the kernel in small letters.
+  std::string directory = id;
   for (char& letter : directory)
     letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
   directory = root + "/sys/bus/pci/devices/" + directory;

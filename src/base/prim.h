@@ -57,8 +57,7 @@ uint32_t CgroupCpuLimit(const std::string& root = "");
 
 struct NumaNode {
   uint32_t id;
-  std::vector<uint32_t>
-      cpus;  // the threads of one core are neighbours; empty: the node has only memory
+  std::vector<uint32_t> cpus;  // cores' threads side by side; empty: memory only
 };
 
 // The online nodes, ascending; empty if the system does not say.

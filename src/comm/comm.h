@@ -1,4 +1,4 @@
-// Comm: the other ranks of an optimizer, behind the caller's table of functions.
+// Comm: calls to the other ranks of an optimizer, through the caller's table of functions.
 #pragma once
 
 #include <cstdint>
@@ -24,17 +24,18 @@ class Comm {
   int64_t timeout_ns() const { return timeout_ns_; }  // of each call
 
   // All ranks get the sum of all ranks' sums of squares, and whether all of them are finite.
-  // COMM_FAILED if another rank does not answer.
+  // COMM_FAILED if another rank does not answer in time.
   Status AgreeOnNorm(double* sum, bool* finite) const;
-  // Where a function of the table has not returned a while after its timeout: no other is called,
-  // and whoever waits for that one gets this failure when it returns. Else OK. Any thread.
+  // COMM_FAILED if a function of the table has not returned some time after its timeout. Then no
+  // function of the table is called any more, and the call that waits for that function fails when
+  // it returns. Else OK. Any thread may call this.
   Status GiveUpIfStuck() const;
-  // In place: the largest of each of count values over all ranks. Nothing is asked in a world of 1.
+  // Replaces each of `count` values by its maximum over all ranks. Does nothing in a world of 1.
   Status AgreeOnMax(int32_t* values, uint32_t count) const;
 
  private:
   Status AgreeOnMaxOfAll(int32_t* values, uint32_t count) const;
-  // A function of the table, called and its status translated.
+  // Calls a function of the table and translates its status.
   Status Call(const char* what, FunctionRef<int32_t()> function) const;
 
   offload_comm_t functions_{};
@@ -42,7 +43,7 @@ class Comm {
   bool present_ = false;
 
   mutable std::mutex mutex_;           // guards all below
-  mutable int64_t call_begin_ns_ = 0;  // of the function that is running; 0: none
+  mutable int64_t call_begin_ns_ = 0;  // when the running function was called; 0: none runs
   mutable const char* called_ = nullptr;
   mutable Status given_up_;
 };

@@ -124,7 +124,7 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
   if (pages_.policy != options.numa_policy) Log(OFFLOAD_LOG_WARNING, Notes().c_str());
 }
 
-// A thread that is in a function of the caller's goes on using the device when it returns.
+// A thread that is in a function of the caller uses the device again when that function returns.
 Context::~Context() {
   if (device_->Stop()) return;
   Log(OFFLOAD_LOG_WARNING,
@@ -132,14 +132,14 @@ Context::~Context() {
       "within device_timeout_ns: its thread and the memory of the simulated device stay until the "
       "process ends");
   static std::mutex mutex;
-  static auto* const left_behind = new std::vector<Device*>;  // so that leak checkers see them
+  static auto* const left_behind = new std::vector<Device*>;  // for leak checkers
   std::lock_guard lock(mutex);
   left_behind->push_back(device_.release());
 }
 
 Result<void*> Context::AllocateForCaller(uint64_t bytes) {
   std::lock_guard lock(given_out_mutex_);
-  // Room in the list comes first: what cannot be listed must not be taken.
+  // The list gets its node first, because an allocation that cannot be listed must not be made.
   auto room = allocations_.extract(allocations_.insert(nullptr).first);
   HYBRIDOPT_ASSIGN(void* data, device_->Allocate(bytes));
   room.value() = data;
@@ -219,7 +219,7 @@ uint64_t Context::PinnedBytesLeft() const {
   return pinned_bytes_max_ == UINT64_MAX ? UINT64_MAX : pinned_bytes_max_ - pinned_bytes_;
 }
 
-// Memory that lies with whoever touches it first is nowhere in particular if threads change nodes.
+// First touch places memory only if threads stay on their nodes.
 int32_t Context::NumaRung() const {
   const bool needs_seats = pages_.state.policy == PagePolicy::kToucher;
   if (pages_.placed() && (workers_.seated() || !needs_seats)) return OFFLOAD_NUMA_PLACED;
@@ -284,7 +284,7 @@ Result<offload_context_info_t> Context::Info() const {
 
 void Context::Log(int32_t level, const char* text) const {
   if (log_ != nullptr) {
-    // What it throws is nobody's concern: the call that logs has an outcome of its own.
+    // An exception of the caller's log function does not change the outcome of the call that logs.
     (void)CatchExceptions("the log function", [&]() -> Status {
       log_(log_user_, level, text);
       return {};

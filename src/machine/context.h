@@ -1,4 +1,5 @@
-// Context: one device, the worker threads and the kernels that go with it. Optimizers borrow it.
+// Context: one device, the worker threads and the CPU's kernels. Several optimizers may share a
+// context.
 #pragma once
 
 #include <atomic>
@@ -21,7 +22,7 @@ namespace hybridopt {
 class Context {
  public:
   static Result<std::shared_ptr<Context>> Create(const offload_context_options_t& options);
-  // With a device of the caller's making; tests put faulty ones in.
+  // With a given device; tests give faulty ones.
   Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
           const KernelTable& kernels, Seats seats = ChooseSeats({.local_world = 1}).value(),
           Result<Numa> numa = Numa::Open());
@@ -32,28 +33,30 @@ class Context {
   WorkerPool& workers() { return workers_; }
   const KernelTable& kernels() const { return kernels_; }
   int64_t device_timeout_ns() const { return device_timeout_ns_; }
-  // Where state should lie, which its workers touch first, and pinned memory, which has no owner.
+  // On which nodes memory should be: state, whose pages the workers touch first, and pinned memory,
+  // which all workers use.
   const PageWish& state_pages() const { return pages_.state; }
   const PageWish& pinned_pages() const { return pages_.pinned; }
 
-  // The caller's own device memory (offload_device_alloc): only that may be freed through here.
+  // Device memory for the caller (offload_device_alloc); FreeForCaller frees only that.
   Result<void*> AllocateForCaller(uint64_t bytes);
   Status FreeForCaller(void* data);
-  // Likewise the caller's own streams: a stale handle may look like a stream of an optimizer's.
+  // The same for streams of the caller: a stale handle may have the value of an optimizer's stream.
   Result<StreamHandle> CreateStreamForCaller();
   Status DestroyStreamForCaller(StreamHandle stream);
 
-  // Pinned memory under the cap: INVALID_ARGUMENT says how much is needed.
+  // Pinned memory under the cap; INVALID_ARGUMENT says how much is needed.
   Status CheckPinned(uint64_t bytes) const;
   Status ReservePinned(uint64_t bytes);
   void ReleasePinned(uint64_t bytes);
   uint64_t PinnedBytesLeft() const;
 
   bool allow_pageable() const { return allow_pageable_; }
-  // Something fell short of the best: a warning in the log, and in context_info from now on.
+  // Notes that the context works, but not as well as it could: logs a warning, and shows the text
+  // in context_info from now on.
   void Note(const char* text);
 
-  // Where checkpoints are written and read; tests put others in before the first use.
+  // The file system for checkpoints; tests replace it before the first use.
   prim::Files& files() const { return *files_; }
   void UseFiles(prim::Files& files) { files_ = &files; }
 

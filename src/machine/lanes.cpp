@@ -6,7 +6,7 @@ namespace hybridopt {
 namespace {
 
 constexpr uint64_t kVerdictBytes = 256;
-constexpr uint32_t kMinRingSlots = 2;  // one comes down while the other is worked on
+constexpr uint32_t kMinRingSlots = 2;  // one chunk comes down while the workers update another
 
 uint64_t RoundUp(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -14,7 +14,7 @@ uint64_t BlockSumsBytes(const LaneSizes& sizes) {
   return RoundUp(sizes.norm_blocks * sizeof(double));
 }
 
-// Where the device's ring begins.
+// The offset at which the device's ring begins.
 uint64_t RingOffset(const LaneSizes& sizes) {
   return kVerdictBytes + BlockSumsBytes(sizes) +
          RoundUp(sizes.device_grad_elements * sizeof(float));
@@ -46,7 +46,8 @@ uint64_t Lanes::PinnedBytes(const LaneSizes& sizes) {
 }
 
 uint64_t Lanes::DeviceScratchBytes(const LaneSizes& sizes) {
-  // Whole units of device memory, so that the plan says what the device counts.
+  // Rounded to whole units of device memory, so that the plan has the same bytes as the device
+  // reports.
   return RingOffset(sizes) + sizes.stream_ring_bytes();
 }
 
@@ -65,7 +66,7 @@ Result<LaneRing> LaneRing::Take(Context& context, const LaneSizes& sizes) {
   return ring;
 }
 
-// The rungs: all slots pinned; fewer of them; none pinned, if the caller allows that.
+// Tries in turn: all slots pinned; fewer slots; no slot pinned, if the caller allows that.
 Status LaneRing::Pin(const LaneSizes& sizes) {
   HYBRIDOPT_TRY(context_->ReservePinned(RingBytes(sizes)));
   pinned_bytes_ = RingBytes(sizes);
@@ -180,8 +181,8 @@ Status Lanes::CreateStreams(bool streams) {
 }
 
 Lanes::~Lanes() {
-  // Streams first: they may still be copying into the memory below. After a failure they may be
-  // waiting for a stream of the caller's that never ends; nobody wants that work any more.
+  // Streams are destroyed first: they may still copy into the memory below. After a failure they
+  // may be waiting for a stream of the caller that never ends; their queued work is dropped.
   for (StreamHandle stream : streams_) device().AbandonStream(stream);
   for (EventHandle event : events_) device().DestroyEvent(event);
   context_.ReleasePinned(pinned_bytes_);

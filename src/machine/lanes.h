@@ -16,19 +16,19 @@
 
 namespace hybridopt {
 
-// The time that work on a stream takes, measured by the device.
+// Two events on a stream: the device measures the time between them.
 struct TimedEvent {
   EventHandle begin = nullptr;
   EventHandle end = nullptr;
 };
 
-// What the lanes of an optimizer are made from.
+// The sizes from which the lanes of an optimizer are made.
 struct LaneSizes {
   uint32_t staging_slots = 0;  // 0: no ring
   uint64_t slot_grad_bytes = 0;
   uint64_t slot_param_bytes = 0;
   uint64_t norm_blocks = 0;
-  uint64_t device_grad_elements = 0;  // fp32 room on the device for gradients the host holds
+  uint64_t device_grad_elements = 0;  // fp32 on the device for gradients the host holds
   bool streams = false;               // the device's ring may be used, now or later
   uint32_t stream_slots = 0;          // 0: no ring on the device
   uint64_t stream_slot_bytes = 0;
@@ -38,9 +38,9 @@ struct LaneSizes {
 
 // The events of a slot of the device's ring.
 struct StreamSlot {
-  TimedEvent up;       // state is there
-  TimedEvent updated;  // so are its new values
-  TimedEvent down;     // which are on the host
+  TimedEvent up;       // the state has been copied up
+  TimedEvent updated;  // the state has been updated
+  TimedEvent down;     // the state has been copied down
 };
 
 // The staging ring with the events of its slots.
@@ -63,12 +63,12 @@ class LaneRing {
   Context* context_ = nullptr;
   StagingRing staging_;
   uint64_t pinned_bytes_ = 0;         // reserved in the context
-  std::vector<TimedEvent> landed_;    // per slot: what comes down is there
-  std::vector<TimedEvent> uploaded_;  // per slot: params have gone up
+  std::vector<TimedEvent> landed_;    // per slot: the copies down have ended
+  std::vector<TimedEvent> uploaded_;  // per slot: the copies of params up have ended
 };
 
-// Memory of the device for norm sums, the verdict, gradients that come back for a step, and the
-// ring that state goes through.
+// Device memory for norm sums, the verdict, gradients that the host holds and a step copies up, and
+// the ring through which state streams.
 //
 //   | verdict | block sums | gradients that come back | slot 0 of the ring | slot 1 | ...
 class LaneScratch {
@@ -109,10 +109,11 @@ class Lanes {
 
   // The staging ring, in host memory.
   static uint64_t PinnedBytes(const LaneSizes& sizes);
-  // All that is taken on the device.
+  // Bytes of all memory that is taken on the device.
   static uint64_t DeviceScratchBytes(const LaneSizes& sizes);
 
-  // These change hands while nothing is under way: what was used before is in the argument then.
+  // To be called only while no work uses them. These exchange the argument with the ring, or the
+  // scratch, that was used before.
   void UseRing(LaneRing& ring) { std::swap(ring_, ring); }
   void UseScratch(LaneScratch& scratch);
   bool has_scratch() const { return scratch_.data() != nullptr; }
@@ -121,26 +122,27 @@ class Lanes {
   std::span<const StreamSlot> stream_slots() const { return scratch_.slots(); }
   std::byte* stream_slot_data(uint32_t slot) const { return scratch_.slot_data(slot); }
 
-  // The events that tell when the work queued before a request is done.
+  // The events that are recorded behind the work that a request waits for.
   std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
     return std::span(ready_).subspan(slot * kMaxProducers, ready_.empty() ? 0 : kMaxProducers);
   }
-  // Takes a slot's first one out of it, for work that goes on when the slot is used again. It is
-  // put back with the next call.
+  // Takes the first event out of a slot, for work in the background that still needs it when the
+  // slot is used again. The next call gives it back.
   EventHandle KeepReadyEvent(uint32_t slot) {
     if (ready_.empty()) return nullptr;
     std::swap(ready_[slot * kMaxProducers], kept_ready_);
     return kept_ready_;
   }
   static constexpr uint32_t kMaxProducers = 4;
-  // Commands that may be queued on a stream behind work that is not ours. Launch queues hold 1024.
+  // How many commands may be queued on a stream behind work of the caller. Launch queues hold 1024.
   static constexpr uint64_t kMaxCommandsAhead = 512;
 
-  // The pipeline's own waits: bounded, and a wait that runs out is a failure of the device.
+  // Waits for work of the pipeline, with a bound: if the time runs out the device has failed.
   Status Wait(EventHandle event, const char* what);
-  // The same for work on a stream of the caller's, which may itself wait until a save has read what
-  // it borrows: a slow disk is no failure of the device. `await_borrowed` waits for that reading
-  // and says whether there is a save that borrows; then the work has all its time once more.
+  // The same for work on a stream of the caller. That stream may itself be waiting until a save has
+  // read what it borrows, and a slow disk is no failure of the device. `await_borrowed` waits until
+  // the save has read that, and returns whether there is such a save; then the work gets the full
+  // time once more.
   Status WaitForCaller(EventHandle event, const char* what,
                        FunctionRef<Result<bool>()> await_borrowed);
   Result<double> Seconds(const TimedEvent& event);
@@ -154,26 +156,26 @@ class Lanes {
   const TimedEvent& landed(uint32_t slot) const { return ring_.landed(slot); }
   const TimedEvent& uploaded(uint32_t slot) const { return ring_.uploaded(slot); }
 
-  // Waits until the streams have done what is queued, or for device_timeout_ns.
+  // Waits until the streams have done their queued work, or for device_timeout_ns.
   void AwaitStreams();
 
-  // All copies of a direction share a stream. A copy engine serves streams in turns of
-  // milliseconds: state on a stream of its own kept gradients and params waiting, and the CPU
-  // threads with them.
+  // All copies of one direction share a stream. A copy engine serves several streams in turns of
+  // milliseconds: when state had a stream of its own, gradients and params waited for it, and so
+  // did the CPU threads.
   StreamHandle down = nullptr;          // device to host
   StreamHandle up = nullptr;            // host to device
   StreamHandle compute = nullptr;       // norm and updates on the device
-  StreamHandle state_update = nullptr;  // of state in the device's ring; NULL where none is
+  StreamHandle state_update = nullptr;  // updates in the device's ring; NULL: no ring
   TimedEvent device_updated;
-  EventHandle verdict_known = nullptr;  // on the host
-  EventHandle verdict_set = nullptr;    // on the device, whoever made it
-  EventHandle moved[2] = {};            // copies of offload and reload, which use two streams
-  EventHandle grads_summed = nullptr;   // on the host: block sums of gradients being moved
-  double* block_sums = nullptr;         // device
-  Verdict* device_verdict = nullptr;    // device
-  float* device_grads = nullptr;        // device: gradients that come back for a step
-  Verdict* host_verdict = nullptr;      // pinned
-  double* host_block_sums = nullptr;    // pinned: block_sums, for a verdict made on the host
+  EventHandle verdict_known = nullptr;  // the verdict, or its sums, are on the host
+  EventHandle verdict_set = nullptr;    // the verdict is on the device, made there or on the host
+  EventHandle moved[2] = {};  // the copies of offload and reload, on each of their two streams
+  EventHandle grads_summed = nullptr;  // on the host: block sums of gradients being moved
+  double* block_sums = nullptr;        // device
+  Verdict* device_verdict = nullptr;   // device
+  float* device_grads = nullptr;       // device: gradients copied up for a step
+  Verdict* host_verdict = nullptr;     // pinned
+  double* host_block_sums = nullptr;   // pinned: block_sums, for a verdict made on the host
 
  private:
   explicit Lanes(Context& context) : context_(context) {}
@@ -187,9 +189,9 @@ class Lanes {
   std::vector<StreamHandle> streams_;  // to destroy
   std::vector<EventHandle> events_;    // to destroy
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
-  EventHandle kept_ready_ = nullptr;   // of no slot
+  EventHandle kept_ready_ = nullptr;   // the event that KeepReadyEvent has taken
   uint64_t block_sums_bytes_ = 0;
-  uint64_t pinned_bytes_ = 0;  // of the page below, reserved in the context
+  uint64_t pinned_bytes_ = 0;  // of the pinned page below, reserved in the context
   StagingRing verdict_page_;
   LaneRing ring_;
   LaneScratch scratch_;

@@ -1,11 +1,12 @@
-// HandleTable: what the ABI's handles stand for. A handle is not a pointer but a number that only
-// looks like one, so that NULL, destroyed, foreign and forked ones are told apart and refused
-// without ever being followed:
+// HandleTable: the objects behind the ABI's handles. A handle is a number in the form of a pointer.
+// It is never dereferenced, so that a call can refuse a handle that is NULL, was destroyed, is of
+// another kind or was made before a fork:
 //
 //   63      56 55      48 47                          24 23                 0
 //   |  kind   |  fork    |         generation          |       slot         |
 //
-// No handle is given out twice: a slot has been used for good when its generations are used up.
+// No handle is given out twice: when all generations of a slot have been used, the slot is not used
+// again.
 #pragma once
 
 #include <atomic>
@@ -40,7 +41,7 @@ struct HandleTarget {
 template <typename Object>
 class HandleUse {
  public:
-  // Called with the table locked, so that nobody can take the object out meanwhile.
+  // To be called with the table locked, so that no other thread removes the object meanwhile.
   explicit HandleUse(std::shared_ptr<HandleTarget<Object>> target) : target_(std::move(target)) {
     target_->uses += 1;
   }
@@ -53,7 +54,7 @@ class HandleUse {
 
   Object* operator->() const { return target_->object.get(); }
   Object& operator*() const { return *target_->object; }
-  // For whoever keeps the object beyond the call.
+  // For callers that keep the object longer than the call.
   const std::shared_ptr<Object>& shared() const { return target_->object; }
 
  private:
@@ -66,8 +67,9 @@ class HandleTable {
  public:
   using Use = HandleUse<Object>;
 
-  // The table of this process. After fork the child gets a fresh one: the parent's may have been
-  // locked at that moment. It is never destroyed, so that threads may still use it at exit.
+  // The table of this process. After fork the child gets a new one, because the parent's may have
+  // been locked at that moment. The table is never destroyed, so that threads may still use it at
+  // exit.
   static HandleTable& Instance() {
     static std::atomic<HandleTable*> current = new HandleTable(nullptr);
     HandleTable* table = current.load();
@@ -93,7 +95,7 @@ class HandleTable {
     return reinterpret_cast<void*>(Bits(slot, entry.generation));
   }
 
-  // `name` is the parameter's, for the error text.
+  // `name` is the name of the parameter, for the error text.
   Result<Use> Find(const void* handle, const char* name) {
     HYBRIDOPT_TRY(CheckForm(handle, name));
     std::lock_guard lock(mutex_);
@@ -101,9 +103,10 @@ class HandleTable {
     return Use(entry->target);
   }
 
-  // Refuses the handle from now on, unless may_destroy(object) objects. Then calls close(object),
-  // which makes the calls return that are using the object, waits until they have, and lets the
-  // object go. If close fails the object stays for ever: some thread cannot be parted from it.
+  // Unless may_destroy(object) returns an error, refuses the handle from now on. Then calls
+  // close(object), which makes all calls that use the object return, waits for these calls, and
+  // releases the object. If close fails the object is never destroyed, because some thread still
+  // uses it.
   template <typename MayDestroy, typename Close>
   Status Destroy(const void* handle, const char* name, MayDestroy&& may_destroy, Close&& close) {
     HYBRIDOPT_TRY(CheckForm(handle, name));
@@ -128,7 +131,7 @@ class HandleTable {
   using Target = HandleTarget<Object>;
   struct Entry {
     uint64_t generation = 0;
-    std::shared_ptr<Target> target;  // NULL: nothing lives there
+    std::shared_ptr<Target> target;  // NULL: the slot has no object
     bool is_usable() const { return target == nullptr && generation < kGenerationMax; }
   };
   static constexpr uint64_t kSlotBits = 24;
@@ -139,7 +142,7 @@ class HandleTable {
            slot;
   }
 
-  // What can be told without looking at the table.
+  // The checks that need no look at the table.
   Status CheckForm(const void* handle, const char* name) const {
     if (handle == nullptr)
       return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is NULL, expected a handle", name);
@@ -166,7 +169,8 @@ class HandleTable {
   }
 
   const uint64_t fork_ = prim::ForkGeneration();
-  // The parent process's table: never used, but leak checkers see that it is not lost.
+  // The table of the parent process. It is not used; the pointer tells leak checkers that it is not
+  // lost.
   [[maybe_unused]] HandleTable* const inherited_;
   std::mutex mutex_;
   std::vector<Entry> entries_;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
 
-// The caller's table has been copied by then, and may be gone.
+// The options without the caller's comm table: it has been copied, and the caller may free it.
 offload_optimizer_options_t WithoutComm(offload_optimizer_options_t options) {
   options.comm = nullptr;
   return options;
@@ -56,7 +56,7 @@ Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_o
 
 Optimizer::~Optimizer() {
   if (committed_ != nullptr) {
-    // Its work reads through committed_.
+    // Queued work uses committed_, so it must end before committed_ is destroyed.
     (void)committed_->timeline->Drain([] { return Status(); });
   }
   committed_.reset();
@@ -66,7 +66,7 @@ Optimizer::~Optimizer() {
 Status Optimizer::Close() {
   if (!is_committed_) return {};
   Status stuck = committed_->timeline->Drain([this] { return comm_.GiveUpIfStuck(); });
-  // What has been queued on the device ends without the other ranks.
+  // Work that has been queued on the device ends without the other ranks.
   if (!stuck.ok()) committed_->lanes->AwaitStreams();
   return stuck;
 }
@@ -116,12 +116,13 @@ Result<offload_plan_t> Optimizer::Plan() const {
   }
   const StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
   Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
-  HYBRIDOPT_ASSIGN(offload_plan_t plan, Settle(shape, arrangement));
+  HYBRIDOPT_ASSIGN(offload_plan_t plan, FitRing(shape, arrangement));
   plan.fits = CheckStreams(shape, arrangement).ok() && CheckRoom(plan).ok() ? 1 : 0;
   return plan;
 }
 
-// Where the committed memory lies. Queued work may change that memory, so none may be queued.
+// The bytes of the committed memory on each NUMA node. No work may be queued, because it might
+// change that memory.
 NodeBytes Optimizer::FoundNodeBytes() const {
   NodeBytes bytes;
   committed_->memory->AddNodeBytes(committed_->decided.residence, &bytes);
@@ -139,7 +140,8 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
                                plan.host_swap_bytes);
 }
 
-// Nobody has asked for a ring, so its default size gives way to what else needs the device.
+// Whether the device's ring leaves enough memory free. Only a ring that the options do not ask for
+// must: then other memory on the device is more important.
 bool Optimizer::LeavesRoom(const offload_plan_t& plan) const {
   if (options_.host_executors != OFFLOAD_EXECUTORS_AUTO || options_.stream_ring_bytes != 0)
     return true;
@@ -148,9 +150,9 @@ bool Optimizer::LeavesRoom(const offload_plan_t& plan) const {
   return plan.device_ring_bytes <= std::max(held_bytes, plan.device_free_bytes / 8);
 }
 
-// What the arrangement takes, without the device's ring where the context's cap does not let the
-// state be pinned.
-Result<offload_plan_t> Optimizer::Settle(const StateShape& shape, Arrangement& arrangement) const {
+// The plan of an arrangement. Removes the device's ring from the arrangement if the context's cap
+// does not allow its state to be pinned, or if the device has too little memory.
+Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& arrangement) const {
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, PlanOf(*context_, table_, shape, arrangement));
   if (!LeavesRoom(plan)) {
     arrangement.lacks_room = true;
@@ -171,7 +173,7 @@ Result<offload_plan_t> Optimizer::Settle(const StateShape& shape, Arrangement& a
   return PlanOf(*context_, table_, shape, arrangement);
 }
 
-// Whether what the options ask of the device's ring can be had.
+// Checks that the options' demands on the device's ring can be met.
 Status Optimizer::CheckStreams(const StateShape& shape, const Arrangement& arrangement) const {
   const ChunkTable& chunks = arrangement.chunks;
   const uint64_t least = std::min<uint64_t>(kMinStreamSlots, chunks.chunks.size());
@@ -194,8 +196,8 @@ Status Optimizer::CheckStreams(const StateShape& shape, const Arrangement& arran
                        static_cast<unsigned long long>(least * chunks.stream_slot_bytes()));
 }
 
-// Pins the host's state for the device's ring. Where the system does not pin so much, the CPU
-// workers do all, unless the options say otherwise; the ring is then given back.
+// Pins the host's state for the device's ring. If the system does not pin so much, the ring is
+// freed and the CPU workers update all chunks, unless the options forbid that.
 Status Optimizer::PinStates(Committed& committed) {
   if (committed.decided.unpinned_bytes > 0)
     context_->Note("state does not stream through the device: pinned_bytes_max is too small");
@@ -217,7 +219,7 @@ Status Optimizer::PinStates(Committed& committed) {
   return {};
 }
 
-// Notes why, if it cannot.
+// Pins the state, or adds a note that says why it is not pinned.
 Status Optimizer::PinForStreams(Committed& committed) {
   const Status status = committed.memory->PinHost(committed.residence);
   committed.pinned_state_bytes = status.ok() ? committed.memory->pinned_bytes() : 0;
@@ -236,7 +238,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   auto committed = std::make_unique<Committed>();
   committed->shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
   committed->decided = Arrange(table_, committed->shape, options_.device_fraction);
-  HYBRIDOPT_ASSIGN(const offload_plan_t plan, Settle(committed->shape, committed->decided));
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(committed->shape, committed->decided));
   HYBRIDOPT_TRY(CheckStreams(committed->shape, committed->decided));
   HYBRIDOPT_TRY(CheckRoom(plan));
   HYBRIDOPT_TRY(CheckChunkCount(committed->shape));
@@ -245,7 +247,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
   HYBRIDOPT_TRY(committed->pipeline->Start());
   HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
-  HYBRIDOPT_TRY(PinStates(*committed));  // which its workers have touched first
+  HYBRIDOPT_TRY(PinStates(*committed));  // the workers must touch it before: Initialize does that
   FillTables(*committed);
   committed->planned_device_bytes = plan.device_bytes;
   HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
@@ -267,7 +269,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   return {};
 }
 
-// Marks of a step tell its chunks apart, whatever the device fraction becomes.
+// Checks that a step has a mark for each chunk, under every device fraction.
 Status Optimizer::CheckChunkCount(const StateShape& shape) const {
   if (shape.options.unified) return {};
   const uint64_t chunks = shape.element_count / shape.options.chunk_elements + 1;
@@ -374,7 +376,8 @@ Status Optimizer::CheckStepOptions(const offload_step_options_t& options) const 
   if ((options.flags & ~uint32_t{OFFLOAD_STEP_ASSUME_FINITE}) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known is 0x%x", options.flags,
                          OFFLOAD_STEP_ASSUME_FINITE);
-  // Gradients are multiplied by its reciprocal, in fp32. Written so that NaN fails.
+  // Kernels multiply gradients by the reciprocal of grad_scale, in fp32. The comparison is written
+  // so that NaN fails it.
   const float reciprocal =
       options.grad_scale != 0 ? static_cast<float>(1.0 / options.grad_scale) : 1.0f;
   if (!(reciprocal > 0) || std::isinf(reciprocal))
@@ -407,7 +410,8 @@ void Optimizer::FillStep(const offload_step_options_t& options, StepRequest& req
     request.host_grads[id] = committed_->lifecycle->host_grad(id);
 }
 
-// Marks the work that is queued now on the streams; what is submitted in this slot waits for it.
+// Records events behind the work that is queued on the streams now; the request in this slot waits
+// for them.
 Status Optimizer::RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams) {
   Device& device = context_->device();
   if (device.unified()) return {};
@@ -446,7 +450,7 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
     taken = TakeDeviceMemory(request);
   Result<uint64_t> sequence = taken.ok() ? committed.timeline->Submit() : Result<uint64_t>(taken);
   if (!sequence.ok()) {
-    committed.requests[slot] = std::monostate();  // frees what it has taken
+    committed.requests[slot] = std::monostate();  // frees the memory that the request has taken
     return sequence.status();
   }
   committed.lifecycle->Apply(move, ids);
@@ -469,8 +473,8 @@ void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& 
                                 lifecycle.states_on_host_count() + ids.size() == table_.size();
 }
 
-// Both parts or none. The memory is taken here and not when the move runs, so that a full device
-// refuses the call instead of poisoning the optimizer.
+// Takes all memory on the device that the move needs, or none. The call takes it, and not the
+// queued move, so that a full device refuses the call instead of poisoning the optimizer.
 Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
   if (context_->device().unified()) return {};
   HYBRIDOPT_ASSIGN(request.pages,
@@ -480,7 +484,7 @@ Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
   return {};
 }
 
-// Offloading gives addresses up: nothing may come from or go to them until new ones are bound.
+// Offloading gives addresses up: the library does not use them until the caller binds new ones.
 void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
   const MoveRow& row = RowOf(move);
   for (uint32_t id : ids) {
@@ -531,7 +535,7 @@ Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_
 }
 
 Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
-  // A running save may still read params and states where they are.
+  // A running save may still read params and states from where they are now.
   if (RowOf(request.move).touches_state)
     HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
   uint64_t bytes = 0;
@@ -539,7 +543,8 @@ Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
       request, committed_->lanes->ReadyEvents(slot),
       [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }, &bytes));
   const bool reload = RowOf(request.move).direction == Direction::kUp;
-  request.items = {};  // 256 slots that each keep their longest list would add up
+  // Frees the list: 256 slots that each keep their longest list would take much memory.
+  request.items = {};
   std::lock_guard lock(results_mutex_);
   (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;
   if (request.frees_device_memory) stats_.device_bytes = 0;

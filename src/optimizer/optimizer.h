@@ -1,4 +1,5 @@
-// Optimizer: registering -> committed -> (perhaps) poisoned. The ABI's calls, one to one.
+// Optimizer: one member function for each call of the ABI. Its states are registering -> committed
+// -> (perhaps) poisoned.
 #pragma once
 
 #include <array>
@@ -32,16 +33,17 @@ class Optimizer {
                                                    const offload_optimizer_options_t& options);
   Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options);
   ~Optimizer();  // finishes queued work
-  // Finishes queued work while other threads may still be in calls: those that wait for it return,
-  // and nothing more can be queued. COMM_FAILED if a comm function does not return: then the thread
-  // that is in it uses this optimizer for ever.
+  // Finishes queued work while other threads may still be in calls. Calls that wait for that work
+  // return, and no more work can be queued. COMM_FAILED if a comm function does not return: then
+  // the thread that called it may use this optimizer without end.
   Status Close();
 
   Result<uint32_t> AddGroup(const offload_group_t& group);
   Status SetGroup(uint32_t id, const offload_group_t& group);
   Result<uint32_t> AddParams(std::span<const ParamInput> params);
   Status Bind(std::span<const offload_binding_t> bindings);
-  // Room for the bindings of one call, kept so that a bind before every step allocates nothing.
+  // An empty list for the bindings of one call. It keeps its capacity, so that a bind before every
+  // step does not allocate.
   std::vector<offload_binding_t>& ClearedBindings() {
     bindings_.clear();
     return bindings_;
@@ -51,36 +53,37 @@ class Optimizer {
   Status Commit(StreamHandle stream);
 
   Result<offload_ticket_t> Step(const offload_step_options_t& options);
-  // Streams and params of the options as spans; params without an address mean all.
+  // `params` and `streams` are those of the options; a null span of params means all params.
   Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
                                         std::span<const offload_stream_t> streams);
-  // Changes which tier holds which state, between two steps. Bodies of this and of what serves it
-  // are in optimizer_residence.cpp.
+  // Changes which tier holds which state, between two steps. It is implemented in
+  // optimizer_residence.cpp.
   Result<offload_ticket_t> SetDeviceFraction(double device_fraction);
-  // Bodies of these two are in optimizer_checkpoint.cpp.
+  // These two are implemented in optimizer_checkpoint.cpp.
   Result<offload_ticket_t> Save(const offload_save_options_t& options);
   Result<offload_ticket_t> Load(const offload_load_options_t& options);
   Result<offload_step_result_t> StepResult(offload_ticket_t ticket) const;
   Status Wait(offload_ticket_t ticket, int64_t timeout_ns);
   Status StreamWait(offload_ticket_t ticket, StreamHandle stream, std::span<const uint32_t> params);
 
-  // Bodies of these are in optimizer_state.cpp.
+  // These are implemented in optimizer_state.cpp.
   Result<offload_state_view_t> State(uint32_t param, int32_t kind) const;
   Status SetStepCount(uint32_t param, uint64_t step_count);
   offload_stats_t Stats() const;
 
  private:
-  // What one slot of the timeline holds.
+  // The content of one slot of the timeline.
   using Request = std::variant<std::monostate, StepRequest*, MoveRequest, ResidenceRequest,
                                SaveRequest, LoadRequest>;
 
-  // What commit takes. The timeline comes last, so that its work ends before what it works on.
+  // What exists from commit on. The timeline is the last member: it is destroyed first, so that its
+  // work ends before the objects that the work uses are destroyed.
   struct Committed {
     StateShape shape;
-    Arrangement decided;              // by the calls made so far
-    uint64_t residence_sequence = 0;  // of the last call that changed it
-    Residence residence;              // of the timeline: what queued work has done so far
-    ChunkTable chunks;                // likewise
+    Arrangement decided;              // as the calls made so far have decided it
+    uint64_t residence_sequence = 0;  // of the last call that changed `decided`
+    Residence residence;              // the timeline's: as queued work has made it so far
+    ChunkTable chunks;                // the same
     std::unique_ptr<StateMemory> memory;
     std::unique_ptr<SwapMemory> swap;
     std::unique_ptr<NormSums> norm_sums;
@@ -89,15 +92,15 @@ class Optimizer {
     std::unique_ptr<Mover> mover;
     std::unique_ptr<ResidenceChanger> residence_changer;
     std::unique_ptr<Checkpoints> checkpoints;
-    std::unique_ptr<Lanes> lanes;  // behind all that its streams may still read and write
+    std::unique_ptr<Lanes> lanes;  // after all memory that its streams may still read and write
     std::unique_ptr<Lifecycle> lifecycle;
     std::array<Request, Timeline::kCapacity> requests;
-    std::array<StepRequest, StepPipeline::kMaxQueuedSteps> steps;  // used in turn
+    std::array<StepRequest, StepPipeline::kMaxQueuedSteps> steps;  // used in turns
     std::atomic<uint64_t> steps_queued = 0;                        // since commit
     std::atomic<uint64_t> steps_done = 0;
-    std::atomic<uint64_t> last_step = 0;  // its sequence number
+    std::atomic<uint64_t> last_step = 0;  // the sequence number of the last step
     std::vector<uint32_t> all_ids;
-    std::optional<uint32_t> partial_param;  // the first that is a part of its tensor
+    std::optional<uint32_t> partial_param;  // the first param that is only a part of its tensor
     bool device_memory_held = true;         // as of the calls made so far
     std::atomic<uint64_t> planned_device_bytes = 0;
     std::atomic<uint64_t> pinned_state_bytes = 0;  // held for the device's ring
@@ -108,7 +111,7 @@ class Optimizer {
   };
 
   Status CheckRoom(const offload_plan_t& plan) const;
-  Result<offload_plan_t> Settle(const StateShape& shape, Arrangement& arrangement) const;
+  Result<offload_plan_t> FitRing(const StateShape& shape, Arrangement& arrangement) const;
   bool LeavesRoom(const offload_plan_t& plan) const;
   Status CheckStreams(const StateShape& shape, const Arrangement& arrangement) const;
   Status PinStates(Committed& committed);
@@ -140,7 +143,7 @@ class Optimizer {
   Status Settle(bool failure);
   std::vector<ParamLocation> LocationsNow() const;
   void Remember(uint64_t sequence, const offload_step_result_t& result);
-  // The sequence number of a ticket of this optimizer; 0 stands for the last one.
+  // The sequence number of a ticket of this optimizer; ticket 0 means the last one.
   Result<uint64_t> SequenceOf(offload_ticket_t ticket) const;
 
   const std::shared_ptr<Context> context_;

@@ -1,4 +1,4 @@
-// Optimizer's saves and loads: checked and queued here, done in checkpoints.cpp.
+// Optimizer's saves and loads: this file checks and queues them, checkpoints.cpp runs them.
 #include <utility>
 
 #include "checkpoint/format/json.h"
@@ -9,7 +9,7 @@
 namespace hybridopt {
 namespace {
 
-// What io_depth means.
+// Checks io_depth and replaces 0 by the default.
 Result<uint32_t> IoDepth(uint32_t asked) {
   constexpr uint32_t kDefault = 4;
   constexpr uint32_t kMost = 64;
@@ -19,7 +19,7 @@ Result<uint32_t> IoDepth(uint32_t asked) {
                        kDefault);
 }
 
-// What both calls have in common.
+// Checks the options that both calls have.
 template <typename Options>
 Status CheckOptions(const Options& options, uint32_t known_flags) {
   if ((options.flags & ~known_flags) != 0)
@@ -36,8 +36,8 @@ Status CheckOptions(const Options& options, uint32_t known_flags) {
   return {};
 }
 
-// Paths are made absolute when they are told: the process may change its directory while the work
-// is queued.
+// Fills in the request. The path is made absolute now, because the process may change its directory
+// while the work is queued.
 template <typename Request, typename Options>
 void FillCommon(const Options& options, std::string path, Request& request) {
   request.path = std::move(path);
@@ -47,7 +47,7 @@ void FillCommon(const Options& options, std::string path, Request& request) {
   request.progress_user = options.progress_user;
 }
 
-// A checkpoint's files are JSON, which takes no other text.
+// Checks that all names are UTF-8: a checkpoint's files are JSON, which allows no other text.
 Status CheckNames(const ParamTable& table) {
   for (uint32_t id = 0; id < table.size(); ++id)
     if (!checkpoint::IsUtf8(table.param(id).name))

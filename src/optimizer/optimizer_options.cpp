@@ -124,7 +124,7 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
 }
 
 Status CheckDeviceFraction(double fraction, const char* what) {
-  if (fraction >= 0 && fraction <= 1) return {};  // so that NaN fails
+  if (fraction >= 0 && fraction <= 1) return {};  // written so that NaN fails
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "%s is %g, expected 0 (all state on the host) to 1 (all on the device)",
                        what, fraction);

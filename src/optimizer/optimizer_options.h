@@ -1,4 +1,4 @@
-// What offload_optimizer_options_t says, checked, and with its defaults filled in.
+// Checks offload_optimizer_options_t and fills in its defaults.
 #pragma once
 
 #include "base/status.h"
@@ -12,8 +12,8 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
 
 ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const Device& device);
 
-// INVALID_ARGUMENT unless it is from 0 (all state on the host) to 1 (all on the device). `what`
-// names it.
+// INVALID_ARGUMENT unless `fraction` is from 0 (all state on the host) to 1 (all on the device).
+// `what` names it in the error.
 Status CheckDeviceFraction(double fraction, const char* what);
 
 }  // namespace hybridopt

@@ -1,4 +1,5 @@
-// Optimizer's change of the device fraction: decided and queued here, done by ResidenceChanger.
+// Optimizer's change of the device fraction: this file decides and queues it, ResidenceChanger runs
+// it.
 #include <algorithm>
 #include <utility>
 
@@ -28,14 +29,14 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
   HYBRIDOPT_TRY(CheckDeviceFraction(device_fraction, "device_fraction"));
   Arrangement wanted = Arrange(table_, committed.shape, device_fraction);
-  HYBRIDOPT_ASSIGN(const offload_plan_t plan, Settle(committed.shape, wanted));
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(committed.shape, wanted));
   HYBRIDOPT_TRY(CheckStreams(committed.shape, wanted));
   ResidenceRequest& request = committed.requests[slot].emplace<ResidenceRequest>();
   Status taken = TakeForResidence(wanted, plan, request);
   const uint64_t device_bytes = request.device_bytes;
   Result<uint64_t> sequence = taken.ok() ? committed.timeline->Submit() : Result<uint64_t>(taken);
   if (!sequence.ok()) {
-    committed.requests[slot] = std::monostate();  // frees what it has taken
+    committed.requests[slot] = std::monostate();  // frees the memory that the request has taken
     return sequence.status();
   }
   committed.planned_device_bytes = device_bytes;
@@ -47,7 +48,7 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   return TicketOf(sequence.value());
 }
 
-// All that the change needs, or nothing.
+// Takes all memory that the change needs, or none.
 Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan_t& plan,
                                    ResidenceRequest& request) const {
   const Committed& committed = *committed_;
@@ -86,8 +87,8 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan
   return {};
 }
 
-// The mark of a step at which the param is all written. What was cut into chunks before the last
-// change is not known here any more: then the whole step is waited for.
+// The mark of a step at which the whole param has been written. The chunks of a step before the
+// last change of residence are not known any more: then the caller waits for the whole step.
 uint64_t Optimizer::MarkOf(uint32_t param, uint64_t sequence) const {
   if (sequence < committed_->residence_sequence) return Timeline::kMarks;
   return StepPipeline::kDeviceDone + committed_->decided.chunks.last_chunk_end[param];
@@ -95,7 +96,7 @@ uint64_t Optimizer::MarkOf(uint32_t param, uint64_t sequence) const {
 
 // On the timeline's own thread.
 Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
-  // A running save reads states where they are.
+  // A running save reads states from where they are now.
   HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
   const uint64_t host_bytes = request.host_bytes, staging_bytes = request.staging_bytes;
   const uint64_t device_bytes = request.on_device ? request.device_bytes : 0;

@@ -1,10 +1,10 @@
-// Optimizer's views of its state and what it counts.
+// Optimizer's views of its state, its step counts and its statistics.
 #include "checkpoint/format/format.h"
 #include "kernels/algorithms.h"
 #include "optimizer/optimizer.h"
 
 namespace hybridopt {
-// What is queued works on state; so does a save that is all that is left.
+// Queued work uses the state. A save in the background does too, even if no other work is queued.
 Status Optimizer::CheckIdle() const {
   const uint32_t queued = committed_->timeline->queued();
   if (queued == 0) return {};

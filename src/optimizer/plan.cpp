@@ -19,7 +19,7 @@ Arrangement Arrange(const ParamTable& table, const StateShape& shape, double dev
 
 namespace {
 
-// Where the context's policy will put the pages.
+// The bytes on each NUMA node under the context's policy.
 NodeBytes PlannedNodeBytes(const Context& context, const Residence& residence,
                            const offload_plan_t& plan) {
   NodeBytes bytes;

@@ -1,5 +1,5 @@
-// What an optimizer's state and pipeline take: settled from a device fraction before any memory is
-// taken, at commit and at each change of the fraction.
+// How much memory an optimizer's state and pipeline need: computed from a device fraction, before
+// any memory is taken, at commit and at each change of the fraction.
 #pragma once
 
 #include <vector>
@@ -9,32 +9,34 @@
 
 namespace hybridopt {
 
-// What follows from a device fraction.
+// All that is decided by a device fraction.
 struct Arrangement {
   double device_fraction = 0;
   Residence residence;
   ChunkTable chunks;
   LaneSizes lanes;
-  bool lacks_room = false;      // the device has too little for a ring that nobody asked for
-  uint64_t unpinned_bytes = 0;  // state that a ring on the device would need pinned and cannot have
+  // Whether the device has too little memory for a ring that the options do not ask for.
+  bool lacks_room = false;
+  // The bytes of state that a ring on the device needs pinned, and that the cap does not allow.
+  uint64_t unpinned_bytes = 0;
 };
 
 Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction);
 
-// All of the plan but `fits`.
+// The whole plan except `fits`.
 Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
                               const StateShape& shape, const Arrangement& arrangement);
 
-// Replaces what the plan tells of NUMA nodes.
+// Replaces the plan's bytes on NUMA nodes.
 void SetNodeBytes(const NodeBytes& bytes, offload_plan_t& plan);
 
-// OUT_OF_DEVICE_MEMORY or OUT_OF_HOST_MEMORY where so much is not free; the text starts with what
-// needs it.
+// OUT_OF_DEVICE_MEMORY or OUT_OF_HOST_MEMORY if so much is not free; the text starts with `what`,
+// the name of what needs it.
 Status CheckDeviceRoom(const Context& context, const char* what, double device_fraction,
                        uint64_t bytes);
 Status CheckHostRoom(const char* what, uint64_t bytes);
 
-// The state itself on a tier, without padding: of each param.
+// The bytes of each param's state on a tier, without padding.
 std::vector<uint64_t> StateBytes(const ParamTable& table, const StateShape& shape,
                                  const Residence& residence, Tier tier);
 

@@ -18,9 +18,10 @@ namespace {
 
 constexpr uint32_t kThreadsMax = 1024;
 
-// Some 50 us: jobs that follow each other closely, as those of chunks do, need no sleep in between.
-// Only with a CPU to spare: with as many threads as CPUs one of them spins where another has to
-// run, and a job that took 7 us takes 160 (measured). Under a CPU quota spinning would eat it.
+// About 50 us: if the next job comes soon, as those of chunks do, a worker need not sleep in
+// between. Workers spin only if there are more CPUs than threads: with as many threads as CPUs a
+// spinning worker takes the CPU that another thread needs, and a job that took 7 us takes 160
+// (measured). Under a CPU quota spinning would use the quota up.
 constexpr uint32_t kSpins = 1000;
 
 void Pause() {
@@ -31,7 +32,7 @@ void Pause() {
 #endif
 }
 
-// Jobs are counted, and the count wraps around.
+// Whether `job` has finished. Jobs are numbered, and the numbers wrap around.
 bool HasFinished(WorkerPool::Job finished, WorkerPool::Job job) {
   return static_cast<int32_t>(finished - job) >= 0;
 }
@@ -78,14 +79,14 @@ struct WorkerPool::State {
   const PoolShape shape;
   const uint32_t spins;
 
-  std::mutex handing_out;  // guards started, and what follows but for its atomics
+  std::mutex handing_out;  // guards `started` and the members below, except atomics
   bool started = false;
-  uint32_t waiting = 0;  // in Begin, for room
+  uint32_t waiting = 0;  // threads that wait in Begin for room
   std::vector<Worker> workers;
   std::array<Slot, kJobsMax> slots;
   std::atomic<bool> seated = true;
 
-  // Counts of jobs. Storing `begun` hands out the slot of that job.
+  // Numbers of jobs. A store to `begun` hands out the slot of that job.
   alignas(64) std::atomic<Job> begun{0};
   alignas(64) std::atomic<Job> finished{0};
 };
@@ -134,9 +135,10 @@ void WorkerPool::State::RunWorker(uint32_t index) {
   WorkThroughJobs(index);
 }
 
-// Lets the calling thread run on all CPUs of its node, and not on those of the thread that called
-// Begin first. Not on one CPU alone: a thread whose CPU is needed by something else goes on on
-// another. False where the system refuses, or has no memory for the list of CPUs.
+// Lets the calling worker run on all CPUs of its node, instead of on those that it inherited from
+// the thread that started it. It is not bound to a single CPU, so that it can move to another one
+// when its CPU is needed by another program. False if the system refuses, or if there is no memory
+// for the list of CPUs.
 bool WorkerPool::State::KeepToNode(uint32_t index) const {
   try {
     return prim::PinThisThread(NodeOfThread(nodes, index, shape.threads).cpus);
@@ -152,7 +154,8 @@ void WorkerPool::State::WorkThroughJobs(uint32_t index) {
       Slot& slot = SlotOf(++done);
       if (!slot.work) return;
       slot.work->body(index);
-      // Whoever is last has done all jobs before this one: they finish in order.
+      // Each worker does the jobs in order, so the last worker of this job finds all earlier jobs
+      // finished.
       if (slot.running.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
       slot.work->finished();
       finished.store(done);
@@ -191,7 +194,8 @@ bool WorkerPool::seated() const { return state_->seated; }
 
 Status WorkerPool::Begin(const Work& work, Job* job) {
   State& state = *state_;
-  // Looked at before the mutex, which a thread that the child does not have may hold for ever.
+  // This check comes before the lock: in a child of fork the mutex may be held by a thread that
+  // does not exist there.
   if (prim::ForkGeneration() != state.fork_generation)
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "this process was forked after its worker pool was made, and threads do "
@@ -201,7 +205,7 @@ Status WorkerPool::Begin(const Work& work, Job* job) {
   while (!state.HandOut(work, job)) {
     const Job oldest = state.begun.load(std::memory_order_relaxed) + 1 - kJobsMax;
     state.waiting += 1;
-    lock.unlock();  // a worker that finishes a job looks whether it may hand out another
+    lock.unlock();  // a worker that finishes a job may need the mutex to hand out another job
     state.AwaitFinished(oldest);
     lock.lock();
     state.waiting -= 1;
