@@ -82,8 +82,8 @@ Status Numa::SetPolicy(void* data, uint64_t bytes, PagePolicy policy,
                        const std::vector<uint32_t>& nodes) const {
   const Mask mask = Own(numa_allocate_nodemask_());
   if (policy == PagePolicy::kToucher) {
-    HYBRIDOPT_CHECK(
-        nodes.empty());  // the policy "preferred" without nodes means the node of the toucher
+    // The policy "preferred" without nodes means the node of the toucher.
+    HYBRIDOPT_CHECK(nodes.empty());
   } else {
     HYBRIDOPT_CHECK(!nodes.empty() && (policy == PagePolicy::kInterleaved || nodes.size() == 1));
     for (const uint32_t node : nodes) numa_bitmask_setbit_(mask.get(), node);

@@ -1,6 +1,5 @@
-// The device port: memory, streams, events, copies and kernels of one device. The pipeline in
-// step/step.cpp is written against this alone, so that what holds on the simulated device holds on
-// a real one.
+// The device port: memory, streams, events, copies and kernels of one device. The step pipeline
+// uses only this interface, so that what tests show on the simulated device holds on a real one.
 #pragma once
 
 #include <atomic>
@@ -14,29 +13,31 @@
 
 namespace hybridopt {
 
-// A point in a stream. Created by the device; bound to its latest record.
+// A point in a stream: the one of the latest Record. The device creates it.
 struct DeviceEvent;
 using EventHandle = DeviceEvent*;
 using StreamHandle = offload_stream_t;
 
-// One span for a device-side update. The span's pointers are device addresses.
+// One span that the device updates. The span's pointers are device addresses.
 struct DeviceUpdate {
   UpdateSpan span;
   int32_t grad_dtype;
   int32_t param_dtype;
-  uint32_t coefficients;  // index; that entry's grad_factor holds only maximize's sign
+  // Index into the launch's coefficients; grad_factor there is only the sign of maximize.
+  uint32_t coefficients;
   StateLayout layout = StateLayout::kFp32;
 
   SpanTypes types() const { return {grad_dtype, param_dtype, layout}; }
 };
 
-// All updates of one launch. The arrays stay as they are until the launch has run.
+// All updates of one launch. The arrays must not change until the launch has run.
 struct UpdateLaunch {
-  Rule rule;  // one rule for all; SGD params with and without momentum come in two launches
+  Rule rule;  // the rule of all updates; SGD params with and without momentum need two launches
   std::span<const DeviceUpdate> updates;
   std::span<const Coefficients> coefficients;
-  const Verdict* verdict;  // device address: skip it all, or multiply by its grad_factor
-  // Whether other work on the device goes first: the launch then uses a small part of it.
+  // Device address: skip all updates, or multiply gradients by its grad_factor.
+  const Verdict* verdict;
+  // Whether other work on the device has priority: the launch then uses a small part of the device.
   bool background = false;
 };
 
@@ -45,22 +46,23 @@ struct NormInput {
   const void* grad;  // device address
   uint64_t count;
   int32_t dtype;
-  uint64_t first_block;  // where its block sums go in block_sums
+  uint64_t first_block;  // the index of its first block sum in block_sums
 };
 
 // The norm of all gradients and the verdict on it, in the fixed tree of kernels.h.
 struct NormLaunch {
-  std::span<const NormInput> inputs;  // in registration order; stays as it is until it has run
-  double* block_sums;                 // device scratch, one double per block
+  // In registration order; must not change until the launch has run.
+  std::span<const NormInput> inputs;
+  double* block_sums;  // device scratch, one double per block
   double grad_scale;
   double grad_norm_max;
-  Verdict* verdict;  // device address, written last; NULL: only the sums are wanted
+  Verdict* verdict;  // device address, written last; NULL: the launch makes only the sums
 };
 
-// Memory of the device that has been taken and lies behind no address yet.
+// Device memory that has been taken and has no address yet.
 struct DevicePages {
   uint64_t bytes = 0;             // whole pages
-  std::vector<uint64_t> handles;  // the device's own names for them
+  std::vector<uint64_t> handles;  // the device's handles of the pages
 };
 
 struct DeviceMemory {
@@ -68,83 +70,89 @@ struct DeviceMemory {
   uint64_t free_bytes;
 };
 
-// Commands on one stream run in order; different streams are unordered but for events. Functions
-// that queue return before the command has run. A failure of a command is sticky and asynchronous:
-// it shows in a later call, in Reached or in Wait, as DEVICE_FAILED with the cause. Thread-safe.
+// Commands on one stream run in order; only events order commands of different streams. Functions
+// that queue a command return before it has run. A failure of a command is sticky and asynchronous:
+// a later call, Reached or Wait returns it as DEVICE_FAILED with the cause. Thread-safe.
 class Device {
  public:
   virtual ~Device() = default;
-  // To be called before the destructor: drops what is queued and has not begun, and waits for what
-  // has. False if some work does not end in time: the device must then never be destroyed.
+  // To be called before the destructor: drops queued commands that have not begun, and waits for
+  // those that have. False if some work does not end in time: the device must then never be
+  // destroyed.
   virtual bool Stop() { return true; }
 
   virtual int32_t kind() const = 0;
   virtual const char* name() const = 0;
-  // Its PCI address, "0000:17:00.0", from which its NUMA node is looked up; "" if it has none.
+  // The PCI address of the device, "0000:17:00.0", by which its NUMA node is found; "" if it has
+  // none.
   virtual const char* pci_id() const { return ""; }
-  // True where params and gradients are in host memory and the host updates them in place. Then
-  // only memory, the NULL stream and its Run are used.
+  // True if params and gradients are in host memory and the host updates them in place. Then the
+  // library uses only memory, the NULL stream and its Run.
   virtual bool unified() const = 0;
-  // True where streams share queues of the hardware: one that waits for a flag may then hold up the
-  // very work that raises it, so callers' streams are not made to wait for flags.
+  // True if streams share queues of the hardware: a stream that waits for a flag may then block the
+  // very work that raises the flag, so callers' streams do not wait for flags.
   virtual bool shares_queues() const { return false; }
 
   virtual Result<DeviceMemory> Memory() const = 0;
   virtual Result<void*> Allocate(uint64_t bytes) = 0;         // aligned to 256 bytes
-  virtual Status Free(void* data) = 0;                        // NULL is fine
+  virtual Status Free(void* data) = 0;                        // data may be NULL
   virtual Result<void*> Map(void* data, uint64_t bytes) = 0;  // see offload_device_map
 
-  // A range of addresses for memory that grows and shrinks at its end. No memory lies behind it
-  // until AppendPages. Unreserve frees what does.
+  // Reserves a range of addresses for memory that grows and shrinks at its end. The range has no
+  // memory until AppendPages. Unreserve frees the memory too.
   virtual Result<void*> Reserve(uint64_t bytes) = 0;
   virtual void Unreserve(void* range) = 0;
-  // The unit in which memory comes and goes behind a range of so many bytes; a power of two.
+  // The page size of a range of so many bytes: the unit in which memory is appended and freed. A
+  // power of two.
   virtual uint64_t page_bytes(uint64_t range_bytes) const = 0;
-  // Takes `bytes`, whole pages of such a range. OUT_OF_DEVICE_MEMORY where there is no room.
+  // Takes `bytes` of memory, whole pages of such a range. OUT_OF_DEVICE_MEMORY if so much is not
+  // free.
   virtual Result<DevicePages> TakePages(uint64_t range_bytes, uint64_t bytes) = 0;
-  virtual void FreePages(DevicePages& pages) = 0;  // that no range has
-  // Puts the pages behind the first bytes of the range that have no memory yet. `pages` is empty
-  // afterwards, unless it fails.
+  virtual void FreePages(DevicePages& pages) = 0;  // frees pages that no range has
+  // Appends the pages to the memory of the range. `pages` is empty afterwards, unless the call
+  // fails.
   virtual Status AppendPages(void* range, DevicePages& pages) = 0;
-  // Frees all but the first `bytes`, whole pages, of the memory behind the range.
+  // Frees the memory of the range behind its first `bytes`, which are whole pages.
   virtual void TruncatePages(void* range, uint64_t bytes) = 0;
 
   // INVALID_ARGUMENT if the range is known not to be memory of this device now.
   virtual Status CheckRange(const void* data, uint64_t bytes) const = 0;
 
-  // Makes host memory fit for asynchronous copies, as this device needs it. OUT_OF_HOST_MEMORY
-  // where the system does not pin so much.
+  // Pins host memory, as this device needs it for asynchronous copies. OUT_OF_HOST_MEMORY if the
+  // system does not pin so much.
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
   virtual void UnpinHost(void* data) = 0;
-  // Large memory is pinned in pieces of so many bytes, so that little is pinned anew when it grows
-  // or shrinks. A power of two.
+  // Large memory is pinned in pieces of so many bytes, so that few bytes are pinned again when it
+  // grows or shrinks. A power of two.
   virtual uint64_t pin_piece_bytes() const { return uint64_t{1} << 30; }
-  // A word, 0 at first, that streams can wait for. It lives as long as the device: a stream may
-  // still be about to look at it when whoever asked for it has gone.
+  // Makes a word, 0 at first, that streams can wait for. It lives as long as the device, because a
+  // stream may still read it after the object that asked for it has been destroyed.
   virtual Result<std::atomic<uint64_t>*> NewFlag() = 0;
 
-  // `label` names what the stream or event is for; it shows in errors.
+  // `label` names what the stream or event is for; errors show it.
   virtual Result<StreamHandle> CreateStream(const char* label) = 0;
-  virtual Status DestroyStream(StreamHandle stream) = 0;  // finishes its work first, if it can
-  // Destroys it without its queued work: what has not begun is dropped, and a wait for another
-  // stream ends. Returns when the stream touches no memory any more.
+  // Finishes the stream's work first, if that is possible.
+  virtual Status DestroyStream(StreamHandle stream) = 0;
+  // Destroys a stream without finishing its queued work: commands that have not begun are dropped,
+  // and a wait for another stream ends. Returns when the stream touches no memory any more.
   virtual void AbandonStream(StreamHandle stream) = 0;
-  virtual Status CheckStream(StreamHandle stream) const = 0;  // INVALID_ARGUMENT if not ours
+  // INVALID_ARGUMENT if this device did not make it.
+  virtual Status CheckStream(StreamHandle stream) const = 0;
   virtual Result<EventHandle> CreateEvent(const char* label) = 0;
   virtual void DestroyEvent(EventHandle event) = 0;
 
   virtual Status Record(EventHandle event, StreamHandle stream) = 0;
-  // Later work on `stream` waits for what `event` was last recorded behind at the time of this
-  // call; an event never recorded is complete.
+  // Later work on `stream` waits for the work behind which `event` was last recorded at the time of
+  // this call; an event that was never recorded is complete.
   virtual Status StreamWait(StreamHandle stream, EventHandle event) = 0;
-  // Later work on `stream` waits until *flag >= value, both below 2^63. The flag outlives the
-  // stream's work; a real device can only look at those of NewFlag.
+  // Later work on `stream` waits until *flag >= value, both below 2^63. The flag must outlive the
+  // stream's work; a real device can only read flags of NewFlag.
   virtual Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                                 uint64_t value) = 0;
-  // Whether the event's latest record has been reached. Does not wait.
+  // Whether the stream has reached the event's latest record. Does not wait.
   virtual Result<bool> Reached(EventHandle event) = 0;
-  // Blocks the calling thread until the event's latest record has been reached. TIMED_OUT after
-  // timeout_ns; negative: no limit.
+  // Blocks the calling thread until the stream has reached the event's latest record. TIMED_OUT
+  // after timeout_ns; negative: no limit.
   virtual Status Wait(EventHandle event, int64_t timeout_ns) = 0;
   // Seconds between two reached records of events on one stream.
   virtual Result<double> Elapsed(EventHandle begin, EventHandle end) = 0;
@@ -154,7 +162,7 @@ class Device {
                             uint64_t bytes) = 0;
   virtual Status CopyToDevice(StreamHandle stream, void* device, const void* host,
                               uint64_t bytes) = 0;
-  // Every element becomes value, rounded to the dtype (to nearest).
+  // Sets every element to `value`, rounded to the dtype (to nearest).
   virtual Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
                       float value) = 0;
   virtual Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
@@ -162,14 +170,15 @@ class Device {
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;
   virtual Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) = 0;
   virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;
-  // How much of the host share goes at a time where the caller does not say.
+  // The elements of a chunk if the caller does not set chunk_elements.
   virtual uint64_t default_chunk_elements() const { return uint64_t{1} << 20; }
   virtual Status Run(StreamHandle stream, offload_stream_function_t function, void* user) = 0;
 };
 
-// The label of streams that callers ask for. A device keeps its pipeline's own apart from them.
+// The label of streams that are made for callers. A device may treat the pipeline's own streams
+// differently.
 inline constexpr char kCallersStreamLabel[] = "caller";
-// The label of a stream whose kernels give way to all others.
+// The label of a stream whose kernels have a lower priority than all others.
 inline constexpr char kBackgroundStreamLabel[] = "state update";
 
 // Params and gradients in host memory (device/host.cpp).
@@ -179,8 +188,8 @@ struct SimOptions {
   uint64_t memory_bytes;
   uint64_t seed;
   uint64_t delay_ns_max;
-  uint64_t pinned_bytes_max = UINT64_MAX;  // PinHost refuses what goes beyond
-  int64_t timeout_ns = INT64_MAX;          // streams that take longer are stuck
+  uint64_t pinned_bytes_max = UINT64_MAX;  // PinHost refuses to exceed this
+  int64_t timeout_ns = INT64_MAX;          // a stream that takes longer counts as stuck
 };
 
 // An accelerator made of threads (device/sim.cpp). Its kernels are `kernels`.
@@ -188,12 +197,12 @@ Result<std::unique_ptr<Device>> CreateSimDevice(const SimOptions& options,
                                                 const KernelTable& kernels);
 
 struct CudaOptions {
-  int32_t device_index = 0;  // among those that are visible
-  int64_t timeout_ns;        // work that takes longer has failed
+  int32_t device_index = 0;  // among the visible devices
+  int64_t timeout_ns;        // work that takes longer counts as failed
 };
 
-// An NVIDIA GPU (device/cuda), UNSUPPORTED where there is none, no driver, or no CUDA in this
-// build.
+// An NVIDIA GPU (device/cuda). UNSUPPORTED if there is no GPU or no driver, or if this build has no
+// CUDA.
 Result<std::unique_ptr<Device>> CreateCudaDevice(const CudaOptions& options);
 
 }  // namespace hybridopt

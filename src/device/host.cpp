@@ -1,5 +1,5 @@
-// The host device: params and gradients lie in host memory, the CPU updates them in place. There
-// is nothing to queue on, so the calls of the pipeline (streams, events, kernels) are refused.
+// The host device: params and gradients are in host memory, and the CPU updates them in place. The
+// device has no queues, so it refuses the calls of the pipeline (streams, events, kernels).
 #include <cinttypes>
 #include <cstdlib>
 #include <cstring>
@@ -33,12 +33,12 @@ class HostDevice final : public Device {
   const char* name() const override { return "host memory"; }
   bool unified() const override { return true; }
 
-  // No capacity of its own: the arenas count host memory.
+  // The device has no memory of its own; the arenas count host memory.
   Result<DeviceMemory> Memory() const override { return DeviceMemory{0, 0}; }
 
   Result<void*> Allocate(uint64_t bytes) override;
   Status Free(void* data) override;
-  // Reserved ranges hold the state that is on the device: there is none in one memory.
+  // Reserved ranges are for state on the device, which the host device has not.
   Result<void*> Reserve(uint64_t) override { return Unsupported("Reserve"); }
   void Unreserve(void*) override {}
   uint64_t page_bytes(uint64_t) const override { return kAlignment; }
@@ -108,7 +108,8 @@ Result<void*> HostDevice::Allocate(uint64_t bytes) {
   const uint64_t available = prim::AvailableBytes();
   const uint64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   std::unique_ptr<void, decltype(&std::free)> data(nullptr, &std::free);
-  // A request beyond what is there would be granted now and end the process at first touch.
+  // The system would grant a request beyond the free memory now, and end the process at first
+  // touch.
   if (bytes <= available && rounded >= bytes) data.reset(std::aligned_alloc(kAlignment, rounded));
   if (data == nullptr) {
     return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
@@ -141,7 +142,7 @@ Result<void*> HostDevice::Map(void* data, uint64_t bytes) {
   return data;
 }
 
-// Callers bring arrays from anywhere, so only NULL is known to be wrong.
+// Callers may pass any memory, so only NULL is known to be wrong.
 Status HostDevice::CheckRange(const void* data, uint64_t bytes) const {
   if (data != nullptr || bytes == 0) return Status();
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,

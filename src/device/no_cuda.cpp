@@ -1,4 +1,4 @@
-// What a build without CUDA has instead of device/cuda.
+// Replaces device/cuda in a build without CUDA.
 #include "device/device.h"
 
 namespace hybridopt {

@@ -1,6 +1,6 @@
-// The simulated device: an accelerator made of threads. What is queued here runs on other threads,
-// later, and on memory that the host cannot touch, so that a missing wait or copy shows as it would
-// on a real accelerator.
+// The simulated device: an accelerator made of threads. Queued commands run later, on other
+// threads, and on memory that the host cannot access, so that a missing wait or copy has the same
+// effect as on a real accelerator.
 #include <atomic>
 #include <cinttypes>
 #include <deque>
@@ -93,7 +93,7 @@ class SimDevice final : public Device {
   Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
 
  private:
-  // Where an event's latest record stands; no stream: never recorded.
+  // The position of an event's latest record; no stream: never recorded.
   struct Point {
     const SimStream* stream;
     uint64_t sequence;
@@ -117,9 +117,10 @@ class SimDevice final : public Device {
   std::unique_ptr<SimMemory> memory_;
   const SimExecutor executor_;
 
-  mutable std::mutex mutex_;                         // guards all below; no command takes it
-  std::vector<std::unique_ptr<SimStream>> streams_;  // ever made; the first is the NULL stream
-  std::unordered_set<void*> live_streams_;           // handles, not NULL
+  mutable std::mutex mutex_;  // guards all below; no command takes it
+  // All streams that were ever made; the first is the NULL stream.
+  std::vector<std::unique_ptr<SimStream>> streams_;
+  std::unordered_set<void*> live_streams_;  // handles, not NULL
   std::deque<SimEvent> events_;
   std::vector<SimEvent*> free_events_;
   std::unordered_set<void*> live_events_;
@@ -143,7 +144,8 @@ Status StillBusy(const SimStream& stream, int64_t timeout_ns) {
 
 SimDevice::~SimDevice() {
   if (fork_generation_ != prim::ForkGeneration()) {
-    // The threads live in the parent, and may have held any lock when this process was forked.
+    // The threads exist only in the parent process, and may have held any lock when this process
+    // was forked.
     for (auto& stream : streams_) static_cast<void>(stream.release());
     static_cast<void>(memory_.release());
     return;
@@ -188,7 +190,7 @@ Status SimDevice::CheckRange(const void* data, uint64_t bytes) const {
   return memory_->Translate(data, bytes, 1).status();
 }
 
-// The simulation needs no pinning; it holds callers to what a real device would refuse.
+// The simulation needs no pinning; it refuses what a real device would refuse.
 Status SimDevice::PinHost(void* data, uint64_t bytes) {
   HYBRIDOPT_TRY(fault_.status());
   HYBRIDOPT_TRY(CheckHost(data, bytes));
@@ -260,7 +262,7 @@ void SimDevice::AbandonStream(StreamHandle stream) {
   if (found.ok()) found.value()->Abandon();
 }
 
-// From here on nobody can queue on it.
+// Removes a stream's handle, so that no more commands can be queued on it.
 Result<SimStream*> SimDevice::Forget(StreamHandle stream) {
   HYBRIDOPT_ASSIGN(SimStream * found, Find(stream));
   std::lock_guard lock(mutex_);
@@ -272,14 +274,15 @@ Result<EventHandle> SimDevice::CreateEvent(const char* label) {
   HYBRIDOPT_TRY(fault_.status());
   std::lock_guard lock(mutex_);
   if (free_events_.empty()) {
-    free_events_.reserve(events_.size() + 1);  // DestroyEvent, which may not fail, has room then
+    // So that DestroyEvent, which must not fail, need not allocate.
+    free_events_.reserve(events_.size() + 1);
     free_events_.push_back(&events_.emplace_back());
   }
   SimEvent* event = free_events_.back();
   std::lock_guard event_lock(event->mutex);
   event->label = label;
   live_events_.insert(event);
-  free_events_.pop_back();  // last: what comes before may throw
+  free_events_.pop_back();  // at the end, because the calls above may throw
   return reinterpret_cast<EventHandle>(event);
 }
 
@@ -290,7 +293,7 @@ void SimDevice::DestroyEvent(EventHandle event) {
   auto* place = reinterpret_cast<SimEvent*>(event);
   free_events_.push_back(place);
   std::lock_guard event_lock(place->mutex);
-  ++place->number;  // records still queued belong to nobody
+  ++place->number;  // records that are still queued belong to no event now
   place->stream = nullptr;
 }
 
@@ -333,7 +336,7 @@ Status SimDevice::Record(EventHandle event, StreamHandle stream) {
     std::lock_guard lock(found->mutex);
     number = ++found->number;
   }
-  // Not under the lock: queueing may block until the stream has reached an older record.
+  // Without the lock, because Queue may block until the stream has reached an older record.
   HYBRIDOPT_ASSIGN(const uint64_t sequence, Queue(stream, sim::Record{found, number}));
   std::lock_guard lock(found->mutex);
   if (found->number == number) {
@@ -416,7 +419,8 @@ Status SimDevice::Synchronize(StreamHandle stream, int64_t timeout_ns) {
   return done ? Status() : StillBusy(*found, timeout_ns);
 }
 
-// A device address taken for a host address is the caller's bug: real devices see it at once.
+// A device address in place of a host address is a bug of the caller, which real devices find at
+// once.
 Status SimDevice::CheckHost(const void* host, uint64_t bytes) const {
   if (bytes == 0 || (host != nullptr && !memory_->Overlaps(host, bytes))) return Status();
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,

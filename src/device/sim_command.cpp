@@ -12,7 +12,7 @@
 namespace hybridopt {
 namespace {
 
-// Copies have seams at this grain, where other threads get a chance to interfere.
+// Copies are cut into pieces of this size, between which other threads may run.
 constexpr uint64_t kCopyPieceBytes = 64 << 10;
 
 constexpr int64_t kAbandonPollNs = 1'000'000;
@@ -202,7 +202,8 @@ Status SimExecutor::Apply(const sim::Record& record) const {
 }
 
 Status SimExecutor::Apply(const sim::WaitStream& wait, const std::atomic<bool>& abandoned) const {
-  // It ends: streams wait only for what was queued before, and a stopped device drains its queues.
+  // This loop ends: streams wait only for commands that were queued before, and a stopped device
+  // drains its queues.
   while (!wait.stream->WaitUntil(wait.sequence, kAbandonPollNs) && !abandoned) {
   }
   return Status();

@@ -1,5 +1,5 @@
-// What streams of the simulated device run: commands as plain data, what they do, and the failure
-// that ends them all.
+// The commands of the simulated device's streams: plain data, the functions that execute them, and
+// the failure that ends them all.
 #pragma once
 
 #include <atomic>
@@ -17,20 +17,20 @@ namespace hybridopt {
 
 class SimStream;
 
-// A place for an event. Places are used again, and freed with the device only: records of destroyed
-// events may still be queued.
+// The memory of an event. It is used again for other events, and freed only with the device,
+// because records of destroyed events may still be queued.
 struct SimEvent {
   std::mutex mutex;
   std::string label;
-  uint64_t number = 0;  // of the latest record; also counts destructions
-  // Where the latest record stands; no stream: never recorded. A later record binds the event
-  // anew, whoever waits already keeps what it has read here.
+  uint64_t number = 0;  // of the latest record; a destruction counts as one too
+  // The position of the latest record; no stream: never recorded. A later record does not affect
+  // waits that have begun: they keep the position that they have read.
   const SimStream* stream = nullptr;
   uint64_t sequence = 0;
-  int64_t time_ns = 0;  // when the latest record was reached
+  int64_t time_ns = 0;  // when the stream reached the latest record
 };
 
-// What can be queued. A command holds no memory of its own, so that queueing allocates nothing.
+// The commands. A command owns no memory, so that queueing one allocates nothing.
 namespace sim {
 
 struct CopyToHost {
@@ -100,14 +100,15 @@ const char* NameOf(const Command& command);
 
 }  // namespace sim
 
-// The sticky state of one device. Once stopped, queued commands complete without effect, so that
-// nobody waits for ever.
+// The sticky state of one device. Once stopped, queued commands complete without effect, so that no
+// thread waits for ever.
 class SimFault {
  public:
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }
-  // A command on a stream has failed. The first cause stays.
+  // Records that a command on a stream has failed. The first cause is kept.
   void Fail(const char* command, const char* stream, const Status& cause);
-  void Stop() { stopped_.store(true, std::memory_order_release); }  // the device goes away
+  // To be called before the device is destroyed.
+  void Stop() { stopped_.store(true, std::memory_order_release); }
   Status status() const;  // OK, or DEVICE_FAILED with the cause
 
  private:
@@ -116,14 +117,14 @@ class SimFault {
   Status cause_;
 };
 
-// What the commands do. Addresses are checked when a command runs: a bad one fails the device, and
-// the command then has no effect.
+// Executes commands. Addresses are checked when a command runs: with a bad one the command has no
+// effect and the device fails.
 class SimExecutor {
  public:
   SimExecutor(const SimMemory& memory, const KernelTable& kernels, const SimFault& fault)
       : memory_(memory), kernels_(kernels), fault_(fault) {}
 
-  // `abandoned` ends waits for others.
+  // If `abandoned` becomes true a wait for another stream ends.
   Status Execute(const sim::Command& command, const std::atomic<bool>& abandoned) const;
 
  private:
@@ -147,7 +148,7 @@ class SimExecutor {
                             uint64_t count) const;
   Result<UpdateSpan> LocateSpan(const DeviceUpdate& update) const;
 
-  // One input of a norm, where host code can use it.
+  // One input of a norm, at addresses that host code can access.
   struct NormBlocks {
     const void* grad;
     double* sums;

@@ -15,8 +15,8 @@ namespace {
 constexpr uint64_t kAlignment = 256;
 constexpr int kPoison = 0xff;
 
-// Larger blocks get one line of poison in every page: all of it would take as long as copying the
-// block, and whoever uses a stale one that is so large still meets NaN.
+// In larger blocks one cache line of every page is poisoned: to poison all bytes would take as long
+// as a copy of the block, and code that uses so large a stale block still reads NaN.
 constexpr uint64_t kFullPoisonBytesMax = uint64_t{16} << 20;
 constexpr uint64_t kPoisonLineBytes = 64;
 constexpr uint64_t kPoisonStrideBytes = 4096;
@@ -30,9 +30,9 @@ void Poison(char* data, uint64_t bytes) {
     std::memset(data + offset, kPoison, std::min(kPoisonLineBytes, bytes - offset));
 }
 
-// A GPU has far more addresses than memory, so that a block which stays in the middle does not keep
-// a large one from the memory on both sides of it. Here there are twice as many, but for a capacity
-// that no machine has.
+// A GPU has far more addresses than memory, so that a large block can use free memory on both sides
+// of a block in the middle. The simulation has twice as many addresses as memory, unless the
+// capacity is larger than any machine's.
 uint64_t AddressBytes(uint64_t capacity) {
   return capacity <= uint64_t{1} << 50 ? 2 * capacity : capacity;
 }
@@ -102,7 +102,7 @@ Result<void*> SimMemory::Allocate(uint64_t bytes) {
                            bytes, free_bytes_, capacity_, std::min(largest, free_bytes_));
     }
     offset = hole->first;
-    live_.emplace(offset, bytes);  // first: it may throw, and nothing has changed then
+    live_.emplace(offset, bytes);  // at first: this may throw, and nothing has changed yet
     if (hole->second == taken) {
       free_.erase(hole);
     } else {
@@ -121,7 +121,7 @@ Status SimMemory::Free(void* data) {
   if (data == nullptr) return Status();
   const uint64_t offset =
       reinterpret_cast<uintptr_t>(data) - reinterpret_cast<uintptr_t>(addresses_);
-  decltype(live_)::node_type freed;  // moved from one table to the other: freeing cannot throw
+  decltype(live_)::node_type freed;  // moved from one table to the other, so that Free cannot throw
   {
     std::unique_lock lock(mutex_);
     freed = live_.extract(offset);
@@ -134,7 +134,8 @@ Status SimMemory::Free(void* data) {
   }
   const uint64_t bytes = RoundUp(freed.mapped());
   freed.mapped() = bytes;
-  // In between the range is neither live nor free: nobody can be given bytes being poisoned.
+  // Here the range is neither live nor free, so that no allocation gets bytes that are being
+  // poisoned.
   Poison(backing_ + offset, bytes);
   std::unique_lock lock(mutex_);
   free_bytes_ += bytes;

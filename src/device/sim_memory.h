@@ -11,16 +11,17 @@
 
 namespace hybridopt {
 
-// Device addresses lie in a region that faults on any access, so that host code which forgot a copy
-// dies at once; the bytes lie elsewhere, at the same offsets (there are more addresses than bytes):
+// Device addresses are in a range that faults on any access, so that host code which forgot a copy
+// fails at once. The bytes are elsewhere, at the same offsets (there are more addresses than
+// bytes):
 //
 //   addresses_  |......[ allocation ]..........|   what callers hold; no page is accessible
 //   backing_    |ffffff[ its bytes  ]ffffffffff|   what Translate gives to commands
 //
-// Fresh and freed bytes are 0xff, which is NaN in every dtype, so that stale use shows in bits. (Of
-// blocks above 16 MiB, one line in each page.)
-// Thread-safe. Commands only read the tables, under a shared lock: it does not order them among
-// each other, so that a race detector still sees what the pipeline forgot to order.
+// New and freed bytes are 0xff, which is NaN in every dtype, so that the use of stale bytes changes
+// results. (In blocks above 16 MiB, one cache line of each page.) Thread-safe. Commands only read
+// the tables, under a shared lock. This lock does not order commands among each other, so that a
+// race detector still finds commands that the pipeline forgot to order.
 class SimMemory {
  public:
   static Result<std::unique_ptr<SimMemory>> Create(uint64_t bytes);
@@ -32,8 +33,9 @@ class SimMemory {
   Result<void*> Allocate(uint64_t bytes);
   Status Free(void* data);
 
-  // Ranges of addresses outside the capacity, whose first bytes have memory that counts against it:
-  // see Device::Reserve. Memory that comes or goes is poisoned.
+  // Ranges of addresses outside the capacity, whose first bytes may have memory, which counts
+  // towards the capacity: see Device::Reserve. Memory is poisoned when it is appended and when it
+  // is freed.
   static constexpr uint64_t kPageBytes = 256;
   Result<void*> Reserve(uint64_t bytes);
   void Unreserve(void* range);
@@ -42,11 +44,11 @@ class SimMemory {
   Status AppendPages(void* range, DevicePages& pages);
   void TruncatePages(void* range, uint64_t bytes);
 
-  // Where the bytes of a range inside one live allocation lie; INVALID_ARGUMENT if it is not one,
-  // or not aligned.
+  // The bytes behind a range of device addresses; INVALID_ARGUMENT if the range is not inside one
+  // live allocation, or is not aligned.
   Result<void*> Translate(const void* data, uint64_t bytes, uint64_t alignment) const;
 
-  // True if any of the range is a device address, allocated or not.
+  // True if some address of the range is a device address, allocated or not.
   bool Overlaps(const void* data, uint64_t bytes) const;
 
  private:
@@ -57,17 +59,17 @@ class SimMemory {
     char* backing;
     uint64_t backed_bytes;  // from the begin on
   };
-  // The reserved range that holds the address, or the end. With mutex_ held.
+  // The reserved range that contains the address, or the end. The caller holds mutex_.
   std::map<uintptr_t, Reserved>::const_iterator FindReserved(uintptr_t address) const;
 
   const uint64_t capacity_;
   char* const addresses_;
   char* const backing_;
   mutable std::shared_mutex mutex_;
-  std::map<uint64_t, uint64_t> live_;  // offset -> bytes asked for; taken are whole units
+  std::map<uint64_t, uint64_t> live_;  // offset -> bytes asked for; whole units are taken
   std::map<uint64_t, uint64_t> free_;  // offset -> bytes; neighbours are merged
-  // Of the capacity. It is less than free_ holds: that has addresses, and reserved ranges take
-  // memory too.
+  // Free bytes of the capacity. The sum of free_ is larger: it counts addresses, of which there are
+  // more than memory, and reserved ranges take memory too.
   uint64_t free_bytes_;
   std::map<uintptr_t, Reserved> reserved_;  // by address
 };

@@ -9,9 +9,10 @@
 namespace hybridopt {
 namespace {
 
-// Sleeping takes some 50 us longer than asked for: shorter delays are spent yielding.
+// A sleep takes about 50 us longer than asked for, so during shorter delays the thread yields
+// instead.
 constexpr int64_t kSleepNsMin = 100'000;
-// A sleeper looks this often whether its device has stopped.
+// The interval at which a sleeping thread checks whether its device has stopped.
 constexpr int64_t kSleepNsMax = 1'000'000;
 
 // splitmix64.
@@ -130,7 +131,7 @@ void SimStream::RunCommandsUntilClosed() {
   while (true) {
     queued_changed_.wait(lock, [&] { return completed_ < queued_ || closed_; });
     if (completed_ == queued_) return;
-    // The slot is not written again before the command has completed.
+    // Push does not write this slot again before the command has completed.
     const sim::Command& command = ring_[completed_ % kQueueCommands];
     lock.unlock();
     if (!abandoned_) Delay();

@@ -15,14 +15,14 @@
 
 namespace hybridopt {
 
-// The thread starts with the first command. The
-// object outlives its stream's destruction (Close): events still ask it what has been reached.
+// The thread starts with the first command. The object outlives the destruction of its stream
+// (Close), because events still ask it which commands have completed.
 class SimStream {
  public:
   static constexpr uint64_t kQueueCommands = 1024;
 
-  // Before each command comes a random delay of 0 to options.delay_ns_max, from a generator of its
-  // own that options.seed and `number` seed.
+  // Before each command the thread waits for a random time of 0 to options.delay_ns_max, from a
+  // generator that is seeded with options.seed and `number`.
   SimStream(const char* label, uint64_t number, const SimOptions& options,
             const SimExecutor& executor, SimFault& fault);
   ~SimStream() { Close(); }
@@ -31,7 +31,7 @@ class SimStream {
 
   const std::string& label() const { return label_; }
 
-  Status Start();  // now instead of with the first command
+  Status Start();  // starts the thread now instead of with the first command
   // Queues a command and gives its sequence number; blocks while the queue is full, as launch
   // queues do. DEVICE_FAILED if no command completes within options.timeout_ns then.
   Result<uint64_t> Push(const sim::Command& command);
@@ -41,9 +41,9 @@ class SimStream {
   bool WaitUntil(uint64_t sequence, int64_t timeout_ns) const;
   // Completes what is queued and ends the thread. Later commands are refused.
   void Close();
-  // The same, but drops what has not begun.
+  // The same, but drops commands that have not begun.
   void Abandon();
-  // Likewise, for a device that has been stopped; false if the thread does not end in time.
+  // The same, for a device that has been stopped; false if the thread does not end in time.
   bool End(int64_t timeout_ns);
 
  private:
@@ -62,14 +62,14 @@ class SimStream {
   uint64_t random_state_;  // of the thread
 
   mutable std::mutex mutex_;
-  std::condition_variable queued_changed_;             // the thread waits for it
-  mutable std::condition_variable completed_changed_;  // everybody else
-  std::unique_ptr<sim::Command[]> ring_;               // command n lies at n % kQueueCommands
+  std::condition_variable queued_changed_;             // the stream's thread waits for it
+  mutable std::condition_variable completed_changed_;  // all other threads wait for it
+  std::unique_ptr<sim::Command[]> ring_;               // command n is at n % kQueueCommands
   uint64_t queued_ = 0;
   uint64_t completed_ = 0;
   bool started_ = false;
   bool closed_ = false;
-  bool ended_ = false;  // the thread does nothing any more
+  bool ended_ = false;  // the thread has ended
   std::atomic<bool> abandoned_ = false;
   prim::Thread thread_;
 };

@@ -24,8 +24,8 @@ struct PageWishes {
   PageWish state;   // for memory that the workers touch first
   PageWish pinned;  // for memory that the thread that pins it touches first
   int32_t policy;   // the policy in force: enum offload_numa_policy
-  std::string
-      note;  // what differs from what was asked for, and why, each ended by "; "; "" if nothing
+  // What differs from what was asked for, and why, each ended by "; "; "" if nothing.
+  std::string note;
   bool placed() const { return pinned.policy.has_value(); }
 };
 

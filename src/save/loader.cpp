@@ -417,8 +417,7 @@ Status Loader::PutLowerHalves(const StateRange& range, const std::byte* masters)
 Status Loader::PutConverted(const Piece& piece, const StateRange& range, const std::byte* from) {
   const int32_t dtype = shape_.params[piece.param].dtype[piece.slot];
   const uint64_t room = std::min(range.count, kConvertedElements);
-  std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0
-                                                           : room);  // `from` need not be aligned
+  std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` is unaligned
   return PutMade(range, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
     const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
     if (piece.dtype == OFFLOAD_FP32) {

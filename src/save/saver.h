@@ -43,8 +43,8 @@ struct SavePoint {
   std::vector<uint64_t> step_counts;  // per param
   uint32_t rank;
   uint32_t world;
-  EventHandle
-      ready;  // recorded behind the caller's work that the save waits for; NULL on the host device
+  // Recorded behind the caller's work that the save waits for; NULL on the host device.
+  EventHandle ready;
 };
 
 class Saver {
