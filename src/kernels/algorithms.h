@@ -1,7 +1,7 @@
-// One row an algorithm: its names, the rule that updates its params, the moments that it keeps and
-// the numbers of a group that it reads. Placement, the check of groups, the kernels' tables,
-// checkpoints and error texts read these rows; bindings/python/generate_abi.py reads them from this
-// file. CONTRIBUTING.md says what a new algorithm needs.
+// One row for each algorithm: its names, the rule that updates its params, the moments that it
+// keeps and the numbers of a group that it reads. StateShape, the check of groups, the kernels'
+// tables, checkpoints and error texts use these rows; bindings/python/generate_abi.py reads them
+// from this file. CONTRIBUTING.md lists what a new algorithm needs.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,16 @@ namespace hybridopt {
 
 struct Coefficients;
 
-// The formulas of an update. Indexes the kernel tables.
+// The formulas of an update. The kernel tables are indexed by it.
 enum class Rule : int32_t { kAdam, kSgdMomentum, kSgdPlain, kLion, kAdagrad, kSignum };
 inline constexpr int32_t kRuleCount = static_cast<int32_t>(Rule::kSignum) + 1;
 
-// The kinds of state that checkpoints hold. Masters are stored whole, so that MASTER_LOW is none.
+// The kinds of state that checkpoints hold. Masters are stored as fp32, so that MASTER_LOW is no
+// kind here.
 struct StoredKind {
   int32_t value;  // enum offload_state_kind
   const char* name;
-  bool is_sum_of_squares = false;  // never below 0; kept from becoming infinite
+  bool is_sum_of_squares = false;  // never below 0; the kernels keep it finite
 };
 inline constexpr StoredKind kStoredKinds[] = {
     {OFFLOAD_STATE_MASTER, "master"},
@@ -49,7 +50,7 @@ inline constexpr NamedNumber kGroupNumbers[] = {
     {"initial_accumulator_value", &offload_group_t::initial_accumulator_value},
 };
 
-// What a number that an algorithm reads may be. All are finite in fp32 as well.
+// The values that a number may have. All must be finite in fp32 too.
 enum class NumberRange { kAtLeastZero, kAboveZero, kZeroToBelowOne };
 struct ReadNumber {
   GroupNumber field = nullptr;
@@ -72,13 +73,14 @@ struct Algorithm {
   int32_t value;     // enum offload_algorithm: OFFLOAD_ and the name in capitals
   const char* name;  // in errors and in checkpoints
   Rule rule;
-  Rule rule_without_momentum = rule;  // of a group whose momentum is 0 at commit; has no moments
+  // The rule of a group whose momentum is 0 at commit; has no moments.
+  Rule rule_without_momentum = rule;
   CoefficientsFunction set_coefficients;
   int32_t moments[kMomentsMax] = {kNoMoment, kNoMoment};  // enum offload_state_kind
-  GroupNumber initial_moment0 = nullptr;            // what the first moment starts as; NULL: 0
-  ReadNumber reads[std::size(kGroupNumbers)] = {};  // of a group; its other numbers must be 0
-  bool reads_nesterov = false;                      // else the group's nesterov must be 0
-  bool counts_steps = false;      // the number of a param's step changes its formulas every time
+  GroupNumber initial_moment0 = nullptr;                  // initial first moment; NULL: 0
+  ReadNumber reads[std::size(kGroupNumbers)] = {};        // of a group; its other numbers must be 0
+  bool reads_nesterov = false;                            // else the group's nesterov must be 0
+  bool counts_steps = false;      // the update depends on the number of the param's step
   bool nan_reaches_param = true;  // a moment that becomes NaN makes the param NaN in that step
 };
 
@@ -148,7 +150,7 @@ inline constexpr Algorithm kAlgorithms[] = {
                {&offload_group_t::momentum, NumberRange::kZeroToBelowOne}}},
 };
 
-// The row of an enum offload_algorithm; NULL for a value that is none.
+// The row of a value of enum offload_algorithm; NULL for any other value.
 constexpr const Algorithm* AlgorithmOf(int32_t value) {
   for (const Algorithm& algorithm : kAlgorithms)
     if (algorithm.value == value) return &algorithm;
@@ -159,7 +161,7 @@ constexpr const Algorithm* AlgorithmOf(int32_t value) {
 constexpr const Algorithm& AlgorithmOf(Rule rule) {
   for (const Algorithm& algorithm : kAlgorithms)
     if (algorithm.rule == rule || algorithm.rule_without_momentum == rule) return algorithm;
-  return kAlgorithms[0];  // no rule is without a row: see the assertion below
+  return kAlgorithms[0];  // every rule has a row: see the assertion below
 }
 
 // The moment that a rule keeps, or kNoMoment.
@@ -180,7 +182,7 @@ constexpr Rule RuleOf(int32_t algorithm, double momentum) {
   return momentum > 0.0 ? row.rule : row.rule_without_momentum;
 }
 
-// What the first moment of a group's params starts as.
+// The initial first moment of a group's params.
 constexpr double InitialMoment0(int32_t algorithm, const offload_group_t& group) {
   const GroupNumber field = AlgorithmOf(algorithm)->initial_moment0;
   return field != nullptr ? group.*field : 0.0;

@@ -9,9 +9,9 @@
 namespace hybridopt {
 namespace {
 
-// 1 - beta^t to a few ulp, however near to 1 beta is and whatever t is. The difference itself is
-// carried through the powers, 1 - ab = (1 - a) + a(1 - b), so that nothing cancels; and additions
-// and multiplications alone give the same bits under every libm.
+// 1 - beta^t, exact to a few ulp for every beta, also near 1, and every t. The function computes
+// the differences to 1 of the powers, 1 - ab = (1 - a) + a(1 - b), so that no digits cancel. It
+// uses only additions and multiplications, so that the bits do not depend on libm.
 double OneMinusPower(double beta, uint64_t t) {
   double result = 0.0;         // 1 - beta^(the bits of t so far)
   double factor = 1.0 - beta;  // 1 - beta^(2^bit)
@@ -24,7 +24,7 @@ double OneMinusPower(double beta, uint64_t t) {
 
 float Round(double value) { return static_cast<float>(value); }
 
-// An eps below fp32's range must not become 0: 0 / 0 would make NaN out of a zero gradient.
+// An eps below fp32's range must not become 0: with a zero gradient 0 / 0 would be NaN.
 float RoundAboveZero(double eps) {
   return std::max(Round(eps), std::numeric_limits<float>::denorm_min());
 }
@@ -51,7 +51,7 @@ void SetAdam(const offload_group_t& group, uint64_t step, Coefficients& c) {
   c.l2_decay = Round(group.weight_decay);
 }
 
-// The momentum_buffer starts as the first gradient, undamped.
+// The first step sets the momentum_buffer to the gradient, without dampening.
 void SetSgd(const offload_group_t& group, uint64_t step, Coefficients& c) {
   const bool first = step == 1;
   c.step_size = Round(group.lr);

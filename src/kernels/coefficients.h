@@ -1,5 +1,5 @@
-// What a step multiplies by: the group's hyperparameters and a param's own step count, worked out
-// in double and rounded once.
+// Coefficients of a step: computed in double from the group's hyperparameters and a param's own
+// step count, and rounded once.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace hybridopt {
 
 // The coefficients of a param's step number `step`, counted from 1 with this step included.
-// grad_factor holds only maximize's sign: multiply it by the verdict's.
+// grad_factor is only the sign of maximize: the caller multiplies it by the verdict's.
 Coefficients MakeCoefficients(int32_t algorithm, const offload_group_t& group, uint64_t step);
 
 }  // namespace hybridopt

@@ -27,13 +27,13 @@ HYBRIDOPT_EVERYWHERE inline float Bf16ToFp32(uint16_t bits) {
 HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-  // Rounding could carry a NaN's payload into the sign; setting the quiet bit cannot.
+  // Rounding a NaN could carry from its payload into its sign, so its quiet bit is set instead.
   if (is_nan) return static_cast<uint16_t>((bits >> 16) | 0x0040);
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-// The same with exact ties away from zero: then what is lost by rounding, the lower half read as a
-// signed number, fits 16 bits.
+// The same with exact ties away from zero. Then the lower half, which is the rounding error read as
+// a signed number, fits 16 bits.
 HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16TiesAway(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
@@ -42,8 +42,9 @@ HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16TiesAway(float value) {
 }
 
 // A split master: the rounded upper half and the lower half, which is 0 for NaN. Joined they are
-// the fp32 number, bit for bit (of a NaN: sign and upper payload). No number has a zero for its
-// upper half and a negative lower one: others have written that zero, and it stays one.
+// the fp32 number, bit for bit (of a NaN: sign and upper payload). No number is split into an upper
+// half that is zero and a negative lower half: then other code has written that zero, and joining
+// gives zero.
 HYBRIDOPT_EVERYWHERE inline uint16_t LowHalf(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
@@ -68,7 +69,7 @@ HYBRIDOPT_EVERYWHERE inline float Fp16ToFp32(uint16_t half) {
   if (exponent != 0)
     return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
   if (mantissa == 0) return std::bit_cast<float>(sign);
-  // A denormal of fp16 is a normal fp32 number: move its leading bit to the implicit place.
+  // A denormal of fp16 is a normal fp32 number: its leading bit becomes the implicit one.
   const uint32_t shift = static_cast<uint32_t>(std::countl_zero(mantissa)) - 21;
   const uint32_t fraction = (mantissa << shift) & 0x3FF;
   return std::bit_cast<float>(sign | ((113 - shift) << 23) | (fraction << 13));
@@ -95,7 +96,7 @@ HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToFp16(float value) {
   return static_cast<uint16_t>(sign | half);
 }
 
-// How an element of a dtype is stored, and its way to fp32 and back.
+// The storage type of a dtype, and its conversions to and from fp32.
 template <int32_t kDtype>
 struct Element;
 

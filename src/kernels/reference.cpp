@@ -1,5 +1,5 @@
-// The specification: the rules of rules.inc on one number at a time, norms and conversions. Every
-// other implementation gives these bits.
+// The specification of all kernels: the rules of rules.inc on one number at a time, norms and
+// conversions. Every other implementation gives the same bits.
 #include <cfloat>
 #include <cmath>
 #include <limits>
@@ -46,11 +46,12 @@ double SumSquaresOfBlock(const typename Element<kDtype>::Stored* grad, uint64_t 
   for (uint32_t half = kNormLanes / 2; half > 0; half /= 2) {
     for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
-  // Which of several NaNs an addition hands on depends on the instruction: make them all one.
+  // Which of two NaNs an addition returns depends on the instruction, so all NaNs are replaced by
+  // one.
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
-// A moment as it is stored. What is a sum of squares stays finite.
+// Stores a moment. A sum of squares is kept finite.
 template <bool kBf16>
 struct Moment {
   using Stored = float;
@@ -78,7 +79,7 @@ uint32_t RandomBitsOf(const UpdateSpan& span, uint64_t element) {
   return RandomBits(CounterOf(span.rounding, index), TweakOf(span.rounding, index));
 }
 
-// The params' elements and, where it is not split into them, the masters'.
+// Stores the param and, if masters are not split, the master.
 template <int32_t kParamDtype, bool kSplit>
 struct Weights {
   using Param = Element<kParamDtype>;

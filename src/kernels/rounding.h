@@ -1,7 +1,7 @@
-// Rounding fp32 to bf16 at random, so that the mean of many roundings is the number itself: what a
-// moment that changes by less than half a bf16 step per update needs. The random bits are a
-// function of a key and of the element's index in its whole tensor; there is no state, so that no
-// cut of the work into threads, chunks, devices or ranks can change a bit.
+// Stochastic rounding of fp32 to bf16: the mean of many roundings is the number itself. A moment
+// needs it if it changes by less than half a bf16 step per update. The random bits are a function
+// of a key and of the element's index in its whole tensor. There is no other state, so that the
+// division of the work into threads, chunks, devices or ranks does not change a bit.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@
 
 namespace hybridopt {
 
-// Odd numbers from a search among random ones (docs/NUMERICS.md says for what).
+// Odd numbers that a search among random ones has found (docs/NUMERICS.md has its criteria).
 inline constexpr uint32_t kHashFactor0 = 0x07BE90C7;
 inline constexpr uint32_t kHashFactor1 = 0x3D73EB59;
 inline constexpr uint32_t kHashFactor2 = 0x45AA351B;
 
 // 32 random bits for one element: moment0 is rounded with the lower half, moment1 with the upper.
-// Where counters agree in their upper halves, the first line is a sum that grows by a constant. The
-// key is in the counter and in the tweak, so that one key's sequence is no shifted copy of
-// another's.
+// For counters with the same upper half, the first line is a sum that grows by a constant. The key
+// is in the counter and in the tweak, so that the sequence of one key is no shifted copy of another
+// key's.
 HYBRIDOPT_EVERYWHERE inline uint32_t RandomBits(uint32_t counter, uint32_t tweak) {
   uint32_t x = counter * kHashFactor0 + (counter >> 16) * kHashFactor1;
   x ^= tweak;
@@ -39,7 +39,8 @@ HYBRIDOPT_EVERYWHERE inline uint64_t Mix64(uint64_t x) {
 }
 inline constexpr uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;
 
-// What RandomBits gets for the element at `index` of its tensor. Every 2^32 elements both change.
+// Mixes the upper bits of an element's index: the result changes every 2^32 elements, and with it
+// the counter and the tweak of RandomBits.
 HYBRIDOPT_EVERYWHERE inline uint64_t BlockKey(uint64_t index) {
   return Mix64((index >> 32) * kGoldenRatio);
 }
@@ -50,8 +51,8 @@ HYBRIDOPT_EVERYWHERE inline uint32_t TweakOf(const Rounding& rounding, uint64_t 
   return rounding.key1 ^ static_cast<uint32_t>(BlockKey(index) >> 32);
 }
 
-// The key of one param in its step number `step`. Every step, param and seed has a stream of its
-// own.
+// The key of one param in its step number `step`. Every step, param and seed has its own random
+// sequence.
 inline Rounding StochasticRounding(uint64_t seed, uint64_t name_hash, uint64_t step) {
   const uint64_t key = Mix64(Mix64(Mix64(seed + kGoldenRatio) ^ name_hash) + step * kGoldenRatio);
   return {.stochastic = true,
@@ -60,7 +61,7 @@ inline Rounding StochasticRounding(uint64_t seed, uint64_t name_hash, uint64_t s
           .key1 = static_cast<uint32_t>(key >> 32)};
 }
 
-// Up with the probability that the discarded bits say; `random` is 16 bits. NaN stays NaN.
+// Rounds up with a probability of the discarded bits / 2^16; `random` has 16 bits. NaN stays NaN.
 HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16Randomly(float value, uint32_t random) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
@@ -68,16 +69,16 @@ HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16Randomly(float value, uint32_t ra
   return static_cast<uint16_t>((bits + random) >> 16);
 }
 
-// The index of one element of a span. Most lie in its first row: a division of 64 bits is slow on
-// GPUs.
+// The index of one element of a span. Most elements are in the first row and need no division,
+// which is slow on GPUs in 64 bits.
 HYBRIDOPT_EVERYWHERE inline uint64_t IndexOf(const ElementOrder& order, uint64_t element) {
   const uint64_t column = order.column + element;
   if (column < order.row_length) return order.first + column;
   return order.first + column / order.row_length * order.row_stride + column % order.row_length;
 }
 
-// Calls visit(begin, count, index) for each run of span elements whose indices follow each other
-// within 32 bits: elements [begin, begin + count) are those from `index` on.
+// Calls visit(begin, count, index) for each range of span elements whose indices are consecutive
+// and have the same upper 32 bits: element `begin` has the index `index`.
 template <typename Visit>
 void ForEachRun(const ElementOrder& order, uint64_t span_count, Visit&& visit) {
   uint64_t row = order.column / order.row_length;

@@ -8,7 +8,7 @@ namespace {
 
 constexpr const char* kNames[] = {"reference", "avx2", "avx512", "neon", "sve"};
 
-// The table that `name` names, or NULL if it is not among what this CPU runs.
+// The table of that name, or NULL if this CPU does not run it.
 const KernelTable* FindUsable(const std::string& name) {
   for (const KernelTable* table : SimdKernels()) {
     if (name == table->isa) return table;

@@ -1,13 +1,13 @@
-// Every instruction set from this one source: Google Highway includes it again for each target
+// The kernels for every instruction set: Google Highway includes this file again for each target,
 // and the end of the file lists the tables. Only targets with a true fused multiply-add are built,
-// because only they give the bits of reference.cpp. The rules come from rules.inc, as there.
+// because only they give the bits of reference.cpp. As there, the rules are those of rules.inc.
 //
 // Only Highway's headers are used: its library keeps process-wide state about the CPU.
 #define HWY_COMPILE_ALL_ATTAINABLE
 #define HWY_DISABLE_PCLMUL_AES
-// SSE has no fused multiply-add. AVX3_DL would add nothing that is used here; nor would AVX-512's
-// instructions for bf16, which flush denormals to zero. HWY_SVE takes vectors of any length: SVE2
-// and the targets for one length would add nothing either.
+// SSE has no fused multiply-add. AVX3_DL has no instruction that is used here. AVX-512's
+// instructions for bf16 flush denormals to zero. HWY_SVE works with vectors of any length: SVE2 and
+// the targets for one length have no instruction that is used here either.
 #define HWY_DISABLED_TARGETS                                                              \
   (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | \
    HWY_WASM | HWY_WASM_EMU256)
@@ -34,7 +34,8 @@
 #error "The arithmetic is exact: build without -ffast-math."
 #endif
 
-// The static target that Highway insists on may be one without fused multiply-add: no code then.
+// Highway always includes the static target, which may have no fused multiply-add: then it gets no
+// code.
 #if HWY_NATIVE_FMA
 
 HWY_BEFORE_NAMESPACE();
@@ -42,7 +43,7 @@ namespace hybridopt {
 namespace HWY_NAMESPACE {
 namespace {
 
-// Updates the unit at `begin`, but stores nothing.
+// Computes the update of the unit at `begin` and stores nothing.
 template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm, bool kMayBeNan>
 HWY_INLINE void UpdateUnit(const Coefficients& c, const UpdateSpan& span, uint64_t begin,
                            const Value& first, const Value& second) {
@@ -78,7 +79,7 @@ HWY_INLINE void StoreUnitMoments(const Value& first, const Value& second, const 
 // How a unit's params and masters are stored.
 struct ParamStore {
   bool in_place;  // the param is the master
-  bool stream;    // the step does not read the low-precision param again: it goes past the caches
+  bool stream;    // stored past the caches, because the step does not read the param again
 };
 
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm,
@@ -108,7 +109,7 @@ HWY_INLINE void StoreUnit(const Value& first, const Value& second, const UpdateS
   }
 }
 
-// Whether something of the unit is rounded to bf16 that may be NaN.
+// Whether a value that the unit rounds to bf16 may be NaN.
 template <Rule kRule, int32_t kParamDtype, MomentForm kForm>
 HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
   constexpr bool kParams = kParamDtype == OFFLOAD_BF16;
@@ -121,8 +122,8 @@ HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
   return nan;
 }
 
-// Updates one unit, or stores nothing of it and returns false: where something is NaN and kMayBeNan
-// has not been asked for, which looks at every value.
+// Updates one unit. Without kMayBeNan it stores nothing and returns false if a value may be NaN;
+// with kMayBeNan it tests every value.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm,
           bool kMayBeNan>
 HWY_INLINE bool TryUnit(const Coefficients& c, const UpdateSpan& span, const RunRounding& run,
@@ -145,8 +146,8 @@ HWY_NOINLINE void UpdateNanUnit(Coefficients c, UpdateSpan span, RunRounding run
   TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, run, store, begin);
 }
 
-// Updates whole units: span.count is a multiple of Unit(). The arguments are copies, here and where
-// they are handed on, so that no store can alias them.
+// Updates whole units: span.count is a multiple of Unit(). The arguments are copies, here and in
+// the functions called, so that no store can alias them.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding run) {
   const auto param_address = reinterpret_cast<uintptr_t>(span.param);
@@ -157,11 +158,11 @@ void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding 
   };
   for (uint64_t i = 0; i < span.count; i += Unit()) {
 #if HWY_HAVE_SCALABLE
-    // gcc 12 counts the loop below up before it has stored.
+    // Without this call gcc 12 increments the counter of the loop below before the store.
     if (!try_unit(i))
       TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, run, store, i);
 #else
-    // A call inside the loop would take the registers that its constants are in.
+    // A call inside the loop would use the registers of the loop's constants.
     while (i < span.count && try_unit(i)) i += Unit();
     if (i < span.count)
       UpdateNanUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, run, store, i);
@@ -207,7 +208,7 @@ void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding
   param.CopyOut(span.param, begin, count);
 }
 
-// Updates elements whose indices follow each other.
+// Updates elements whose indices are consecutive.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
 void UpdateRun(const Coefficients& c, const UpdateSpan& span, const RunRounding& run) {
   const uint64_t tail = span.count % Unit();
@@ -317,8 +318,8 @@ namespace hybridopt {
 namespace {
 
 #if HWY_ARCH_X86
-// All that Highway lets the compiler use for a target, and that the system saves the registers.
-// Some compilers' __builtin_cpu_supports does not know f16c.
+// These check every instruction set that Highway lets the compiler use for a target, and that the
+// system saves its registers. Some compilers' __builtin_cpu_supports does not know f16c.
 bool HasF16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
@@ -338,7 +339,7 @@ bool HasAvx512() {
 }
 #endif
 
-// The tables this CPU runs, best first.
+// The tables that this CPU runs, best first.
 struct Usable {
   const KernelTable* tables[3];
   size_t count = 0;
@@ -352,8 +353,8 @@ struct Usable {
 #endif
 #if HWY_TARGETS & HWY_SVE
     const uint64_t sve_bytes = prim::SveVectorBytes();
-    // Vectors of NEON's length would gain nothing. A length that is no power of two, as the first
-    // SVE allowed, does not divide the norm's lanes.
+    // SVE vectors of NEON's length are not faster than NEON. A length that is no power of two,
+    // which the first SVE allowed, does not divide the number of the norm's lanes.
     if (sve_bytes > 16 && std::has_single_bit(sve_bytes)) tables[count++] = &N_SVE::kTable;
 #endif
 #if HWY_TARGETS & HWY_NEON

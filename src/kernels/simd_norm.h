@@ -49,11 +49,12 @@ HWY_INLINE Double AddSquares(const Stored<kDtype>* grad, Double sums) {
   return hn::MulAdd(value, value, sums);
 }
 
-// AddRows adds the squares of `count` elements of one block, rows of kNormLanes, to its lanes.
-// Blocks follow each other: two side by side would be two streams, each too short for the CPU to
-// fetch ahead, at half the speed (docs/PERFORMANCE.md).
+// AddRows adds the squares of `count` elements of one norm block, rows of kNormLanes, to its lanes.
+// One block is summed after the other: two blocks at once would be two streams of loads, each too
+// short for the CPU's prefetcher, and run at half the speed (docs/PERFORMANCE.md).
 #if HWY_HAVE_SCALABLE
-// Those of kVectors vectors of lanes, 4, 2 or 1: what is no array element can be a variable.
+// Adds the squares for kVectors vectors of lanes, 4, 2 or 1. SVE vectors cannot be array elements,
+// so each vector is a variable.
 template <int32_t kDtype, uint64_t kVectors>
 HWY_INLINE void AddRowsOf(const Stored<kDtype>* grad, uint64_t count, double* lanes) {
   const uint64_t vector = hn::Lanes(F64());
@@ -84,8 +85,8 @@ HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double* lane
     AddRowsOf<kDtype, 4>(grad + k, count, lanes + k);
 }
 #else
-// The squares of two vectors of elements. bf16 widens cheapest in pairs, the even ones shifted up
-// and the odd ones masked, so that its lanes alternate between both.
+// Adds the squares of two vectors of elements. The cheapest way to widen bf16 is to shift the even
+// elements up and to mask the odd ones, so that its lanes alternate between both vectors.
 template <int32_t kDtype>
 HWY_INLINE void AddPairOfSquares(const Stored<kDtype>* grad, Double& sums0, Double& sums1) {
   if constexpr (kDtype == OFFLOAD_BF16) {
@@ -151,7 +152,7 @@ HWY_INLINE double SumLanes(double* lanes) {
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
-// The sum of one block of at most kNormBlockElements. Padding adds zeros, which change no bit.
+// The sum of one block of at most kNormBlockElements. The padding is zeros, which change no bit.
 template <int32_t kDtype>
 double SumBlock(const Stored<kDtype>* grad, uint64_t count) {
   double lanes[kNormLanes] = {};

@@ -30,17 +30,17 @@ using HalfU16 = hn::Rebind<uint16_t, F32>;
 using HalfF16 = hn::Rebind<hwy::float16_t, F32>;
 using Float = hn::Vec<F32>;
 
-// A constant, but where only the CPU knows how long its vectors are (SVE). There, vectors are no
-// members of structs and arrays either.
+// A constant, except for SVE, where only the CPU knows the length of its vectors. SVE vectors also
+// cannot be members of structs and arrays.
 HWY_INLINE HWY_MAYBE_UNUSED uint64_t Lanes() { return hn::Lanes(F32()); }
-// The loop's unit: two vectors of fp32, one full vector of bf16 or fp16.
+// The unit that a loop handles at a time: two vectors of fp32, or one full vector of bf16 or fp16.
 HWY_INLINE HWY_MAYBE_UNUSED uint64_t Unit() { return 2 * Lanes(); }
 constexpr uint64_t kUnitMax = 2 * HWY_LANES(float);
 
 template <int32_t kDtype>
 using Stored = typename Element<kDtype>::Stored;
 
-// One vector of elements on its way through a rule.
+// The values of one vector of elements that a rule reads and writes.
 struct Value {
   Float& grad;
   Float& param;

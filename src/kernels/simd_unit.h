@@ -1,4 +1,4 @@
-// How units, two vectors of elements, are read, rounded and stored in every layout. A part of
+// Reads, rounds and stores units, which are two vectors of elements, in every layout. A part of
 // simd.cpp, like simd_rules.h.
 #if defined(HYBRIDOPT_KERNELS_SIMD_UNIT_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef HYBRIDOPT_KERNELS_SIMD_UNIT_H
@@ -37,9 +37,9 @@ HWY_INLINE Float LoadWide(const Stored<kDtype>* source) {
   }
 }
 
-// A unit is read into two vectors: its halves, or, where IsPaired(), its even and its odd elements.
-// Pairs are cheaper where all arrays have elements of 16 bits: to widen and to pack them takes a
-// shift and a mask.
+// A unit is read into two vectors: its halves, or, if IsPaired(), its even and its odd elements.
+// Pairs are cheaper if all arrays have elements of 16 bits: one shift and one mask widen or pack
+// them.
 template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm>
 constexpr bool IsPaired() {
   return kSplit && kGradDtype == OFFLOAD_BF16 &&
@@ -79,14 +79,14 @@ HWY_INLINE hn::Vec<U16> PackLower(hn::Vec<U32> first, hn::Vec<U32> second) {
     return hn::ConcatEven(U16(), hn::BitCast(U16(), second), even);
 }
 
-// Rounding NaN takes a compare and a choice for each value. So all of a unit are looked at
-// together, and what follows comes twice: where there may be a NaN, and where there is none.
-// Infinities of both signs may be taken for one.
+// Rounding a NaN needs a compare and a select for each value. So this looks at all values of a unit
+// together, and the code that follows exists twice: for units with a possible NaN, and for those
+// without. Infinities of both signs together may look like a NaN.
 HWY_INLINE bool MayHaveNan(Float first, Float second) {
   return !hn::AllFalse(F32(), hn::IsNaN(hn::Add(first, second)));
 }
 
-// `nan` for a NaN, else `bits`, the value rounded.
+// `nan` if the value is NaN, else `bits`, which is the value rounded.
 template <bool kMayBeNan>
 HWY_INLINE hn::Vec<U32> UnlessNan(Float value, hn::Vec<U32> nan, hn::Vec<U32> bits) {
   if constexpr (!kMayBeNan) return bits;
@@ -97,8 +97,8 @@ HWY_INLINE hn::Vec<U32> Quieted(hn::Vec<U32> nan) {
   return hn::Or(nan, hn::Set(U32(), 0x00400000));
 }
 
-// bf16 in the upper half of each lane; the lower half is rubbish. `half` and `ties_to_even` are
-// 0x7FFF and 1, or 0x8000 and 0 for ties away from zero.
+// Rounds to bf16 in the upper half of each lane; the lower half has no meaning. `half` and
+// `ties_to_even` are 0x7FFF and 1, or 0x8000 and 0 for ties away from zero.
 template <bool kMayBeNan>
 HWY_INLINE hn::Vec<U32> RoundToBf16(Float value, hn::Vec<U32> half, hn::Vec<U32> ties_to_even) {
   const auto bits = hn::BitCast(U32(), value);
@@ -121,7 +121,7 @@ HWY_INLINE hn::Vec<U16> Pack(Float low, Float high, const Rounding& rounding) {
   }
 }
 
-// A run's roundings: of the param, and its first element's counter and tweak.
+// The roundings of a range: that of the param, and counter and tweak of its first element.
 struct RunRounding {
   Rounding rounding;
   uint32_t counter;
@@ -136,8 +136,8 @@ struct Draw {
   hn::Vec<U32>& second1;
 };
 
-// What is left of rounding.h's RandomBits once counters are mixed: its lower and its upper half.
-// Xor and shift of the tweak are done on its one number.
+// The last part of RandomBits in rounding.h, after the counters have been mixed: gives the lower
+// and the upper half of its bits. Xor and shift of the tweak are computed once, as a scalar.
 HWY_INLINE void FinishRandomBits(hn::Vec<U32> x, uint32_t tweak, hn::Vec<U32>& lower,
                                  hn::Vec<U32>& upper) {
   x = hn::Xor3(x, hn::ShiftRight<13>(x), hn::Set(U32(), tweak ^ (tweak >> 13)));
@@ -151,7 +151,7 @@ HWY_INLINE hn::Vec<U32> MixCounters(hn::Vec<U32> counters) {
                  hn::Mul(hn::ShiftRight<16>(counters), hn::Set(U32(), kHashFactor1)));
 }
 
-// RandomBits of a unit whose first element's counter is `counter`.
+// RandomBits of a unit; `counter` is that of its first element.
 template <bool kInPairs>
 HWY_INLINE void RandomBitsOfUnit(uint32_t counter, uint32_t tweak, const Draw& draw) {
   constexpr uint32_t kStep = kInPairs ? 2 : 1;
@@ -170,10 +170,10 @@ HWY_INLINE void RandomBitsOfUnit(uint32_t counter, uint32_t tweak, const Draw& d
   FinishRandomBits(second, tweak, draw.second0, draw.second1);
 }
 
-// A moment in bf16 in the upper half of each lane. `random` is below 2^16.
+// Rounds a moment to bf16 in the upper half of each lane. `random` is below 2^16.
 template <MomentForm kForm, bool kIsSum, bool kMayBeNan>
 HWY_INLINE hn::Vec<U32> RoundMoment(Float value, hn::Vec<U32> random) {
-  if constexpr (kIsSum) value = AtMost(value, Broadcast(kBf16Max));  // no NaN is left
+  if constexpr (kIsSum) value = AtMost(value, Broadcast(kBf16Max));  // AtMost replaces a NaN too
   const auto bits = hn::BitCast(U32(), value);
   auto rounded = hn::Add(bits, random);
   if constexpr (kForm == MomentForm::kNearest) {
@@ -209,8 +209,8 @@ HWY_INLINE void StoreMoments(Float first, Float second, hn::Vec<U32> random_firs
   }
 }
 
-// convert.h's zero that others have written. Joined with a negative lower half it looks like a NaN,
-// and makes one of the param.
+// The zero of convert.h that other code has written. Joined with a negative lower half its bits
+// would be those of a NaN, so the result is replaced by zero.
 HWY_INLINE Float ZeroStays(Float upper, Float joined) {
   const auto zeroed = hn::And(hn::Eq(upper, Broadcast(0)), hn::IsNaN(joined));
   return hn::IfThenElse(zeroed, upper, joined);
@@ -245,14 +245,15 @@ HWY_INLINE void LoadMasters(const UpdateSpan& span, uint64_t begin, Float& first
   }
 }
 
-// One vector of a unit of masters, NaNs with their quiet bit set and their lower half 0.
+// Prepares one vector of a unit of masters: NaNs get their quiet bit set and 0 as lower half.
 template <bool kMayBeNan>
 HWY_INLINE hn::Vec<U32> WithoutLowNan(Float value) {
   const auto bits = hn::BitCast(U32(), value);
   return UnlessNan<kMayBeNan>(value, hn::And(Quieted(bits), hn::Set(U32(), 0xFFFF0000)), bits);
 }
 
-// Stores a unit of masters as their two halves. Both have just been read: no store past the caches.
+// Stores a unit of masters as their two halves. Both arrays have just been read, so they are in the
+// caches, and are not stored past these.
 template <bool kInPairs, bool kMayBeNan>
 HWY_INLINE void StoreHalves(Float first, Float second, const UpdateSpan& span, uint64_t begin) {
   const auto first_bits = WithoutLowNan<kMayBeNan>(first);

@@ -1,4 +1,4 @@
-// Makes a KernelTable out of the templates of one implementation.
+// Makes a KernelTable from the templates of one implementation.
 #pragma once
 
 #include <utility>
@@ -12,10 +12,11 @@ inline constexpr bool kHasMoment0 = MomentOf(kRule, 0) != kNoMoment;
 template <Rule kRule>
 inline constexpr bool kHasMoment1 = MomentOf(kRule, 1) != kNoMoment;
 
-// How a kernel stores moments. What is one fixed thing for a whole span is no branch in its loop.
+// How a kernel stores moments. It is a template parameter, so that a kernel's loop has no branch
+// for it.
 enum class MomentForm { kFp32, kNearest, kStochastic };
 
-// Sums of squares never fall below zero; they are kept from becoming infinite.
+// Whether a moment is a sum of squares, which is never below zero and which kernels keep finite.
 template <Rule kRule>
 inline constexpr bool kMoment0IsSum = IsSumOfSquares(MomentOf(kRule, 0));
 template <Rule kRule>
@@ -23,7 +24,7 @@ inline constexpr bool kMoment1IsSum = IsSumOfSquares(MomentOf(kRule, 1));
 
 template <typename Kernels, Rule kRule, int32_t kGradDtype, StateLayout kAsked>
 constexpr void FillParamDtypes(KernelTable& table) {
-  // Without moments it does not matter how they are stored.
+  // A rule without moments needs only one of the layouts that differ in moments.
   constexpr StateLayout kLayout = kHasMoment0<kRule> ? kAsked
                                   : IsSplit(kAsked)  ? StateLayout::kSplit
                                                      : StateLayout::kFp32;
