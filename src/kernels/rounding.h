@@ -80,7 +80,7 @@ HYBRIDOPT_EVERYWHERE inline uint64_t IndexOf(const ElementOrder& order, uint64_t
 // Calls visit(begin, count, index) for each range of span elements whose indices are consecutive
 // and have the same upper 32 bits: element `begin` has the index `index`.
 template <typename Visit>
-void ForEachRun(const ElementOrder& order, uint64_t span_count, Visit&& visit) {
+void ForEachIndexRange(const ElementOrder& order, uint64_t span_count, Visit&& visit) {
   uint64_t row = order.column / order.row_length;
   uint64_t column = order.column % order.row_length;
   for (uint64_t begin = 0; begin < span_count;) {

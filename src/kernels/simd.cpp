@@ -63,10 +63,10 @@ HWY_INLINE void UpdateUnit(const Coefficients& c, const UpdateSpan& span, uint64
 
 template <Rule kRule, MomentForm kForm, bool kInPairs, bool kMayBeNan>
 HWY_INLINE void StoreUnitMoments(const Value& first, const Value& second, const UpdateSpan& span,
-                                 const RunRounding& run, uint64_t begin) {
+                                 const RangeRounding& range, uint64_t begin) {
   auto first0 = hn::Zero(U32()), second0 = first0, first1 = first0, second1 = first0;
   if constexpr (kForm == MomentForm::kStochastic)
-    RandomBitsOfUnit<kInPairs>(run.counter + static_cast<uint32_t>(begin), run.tweak,
+    RandomBitsOfUnit<kInPairs>(range.counter + static_cast<uint32_t>(begin), range.tweak,
                                {first0, second0, first1, second1});
   if constexpr (kHasMoment0<kRule>)
     StoreMoments<kForm, kInPairs, kMoment0IsSum<kRule>, kMayBeNan>(
@@ -85,9 +85,9 @@ struct ParamStore {
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm,
           bool kMayBeNan>
 HWY_INLINE void StoreUnit(const Value& first, const Value& second, const UpdateSpan& span,
-                          const RunRounding& run, const ParamStore& store, uint64_t begin) {
+                          const RangeRounding& range, const ParamStore& store, uint64_t begin) {
   constexpr bool kInPairs = IsPaired<kRule, kGradDtype, kSplit, kForm>();
-  StoreUnitMoments<kRule, kForm, kInPairs, kMayBeNan>(first, second, span, run, begin);
+  StoreUnitMoments<kRule, kForm, kInPairs, kMayBeNan>(first, second, span, range, begin);
   if constexpr (kSplit) {
     StoreHalves<kInPairs, kMayBeNan>(first.param, second.param, span, begin);
   } else {
@@ -96,7 +96,7 @@ HWY_INLINE void StoreUnit(const Value& first, const Value& second, const UpdateS
     hn::StoreU(first.param, F32(), master);
     hn::StoreU(second.param, F32(), master + Lanes());
     if constexpr (kParamDtype != OFFLOAD_FP32) {
-      const auto packed = Pack<kParamDtype, kMayBeNan>(first.param, second.param, run.rounding);
+      const auto packed = Pack<kParamDtype, kMayBeNan>(first.param, second.param, range.rounding);
       if (store.stream) {
         hn::Stream(packed, U16(), param);
       } else {
@@ -126,7 +126,7 @@ HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
 // with kMayBeNan it tests every value.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm,
           bool kMayBeNan>
-HWY_INLINE bool TryUnit(const Coefficients& c, const UpdateSpan& span, const RunRounding& run,
+HWY_INLINE bool TryUnit(const Coefficients& c, const UpdateSpan& span, const RangeRounding& range,
                         const ParamStore& store, uint64_t begin) {
   Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
   Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
@@ -135,37 +135,37 @@ HWY_INLINE bool TryUnit(const Coefficients& c, const UpdateSpan& span, const Run
   UpdateUnit<kRule, kGradDtype, kSplit, kForm, kMayBeNan>(c, span, begin, first, second);
   if (!kMayBeNan && HWY_UNLIKELY((RoundsNan<kRule, kParamDtype, kForm>(first, second))))
     return false;
-  StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, kMayBeNan>(first, second, span, run,
+  StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, kMayBeNan>(first, second, span, range,
                                                                       store, begin);
   return true;
 }
 
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
-HWY_NOINLINE void UpdateNanUnit(Coefficients c, UpdateSpan span, RunRounding run, ParamStore store,
-                                uint64_t begin) {
-  TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, run, store, begin);
+HWY_NOINLINE void UpdateNanUnit(Coefficients c, UpdateSpan span, RangeRounding range,
+                                ParamStore store, uint64_t begin) {
+  TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, range, store, begin);
 }
 
 // Updates whole units: span.count is a multiple of Unit(). The arguments are copies, here and in
 // the functions called, so that no store can alias them.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
-void UpdateUnits(const Coefficients c, const UpdateSpan span, const RunRounding run) {
+void UpdateUnits(const Coefficients c, const UpdateSpan span, const RangeRounding range) {
   const auto param_address = reinterpret_cast<uintptr_t>(span.param);
   const ParamStore store = {span.param == span.master,
                             param_address % (Unit() * sizeof(uint16_t)) == 0};
   const auto try_unit = [&](uint64_t i) HWY_ATTR {
-    return TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, false>(c, span, run, store, i);
+    return TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, false>(c, span, range, store, i);
   };
   for (uint64_t i = 0; i < span.count; i += Unit()) {
 #if HWY_HAVE_SCALABLE
     // Without this call gcc 12 increments the counter of the loop below before the store.
     if (!try_unit(i))
-      TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, run, store, i);
+      TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, range, store, i);
 #else
     // A call inside the loop would use the registers of the loop's constants.
     while (i < span.count && try_unit(i)) i += Unit();
     if (i < span.count)
-      UpdateNanUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, run, store, i);
+      UpdateNanUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, range, store, i);
 #endif
   }
 }
@@ -186,7 +186,7 @@ struct Tail {
 // The last elements, fewer than a unit, run the loop's own code on padded copies. Padding is zero,
 // which every rule maps to finite numbers.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
-void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding& run,
+void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RangeRounding& range,
                 uint64_t begin, uint64_t count) {
   Tail<Stored<kGradDtype>> grad;
   Tail<Stored<kParamDtype>> param;
@@ -198,7 +198,7 @@ void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding
   master.CopyIn(span.master, begin, count);
   if constexpr (kHasMoment0<kRule>) moment0.CopyIn(span.moment0, begin, count);
   if constexpr (kHasMoment1<kRule>) moment1.CopyIn(span.moment1, begin, count);
-  RunRounding rest = run;
+  RangeRounding rest = range;
   rest.counter += static_cast<uint32_t>(begin);
   UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(
       c, {grad.values, param.values, master.values, moment0.values, moment1.values, Unit()}, rest);
@@ -210,13 +210,13 @@ void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RunRounding
 
 // Updates elements whose indices are consecutive.
 template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
-void UpdateRun(const Coefficients& c, const UpdateSpan& span, const RunRounding& run) {
+void UpdateRange(const Coefficients& c, const UpdateSpan& span, const RangeRounding& range) {
   const uint64_t tail = span.count % Unit();
   UpdateSpan units = span;
   units.count = span.count - tail;
-  UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, units, run);
+  UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, units, range);
   if (tail != 0)
-    UpdateTail<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, run, units.count, tail);
+    UpdateTail<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, range, units.count, tail);
 }
 
 struct Kernels {
@@ -224,19 +224,20 @@ struct Kernels {
   static void Update(const Coefficients& c, const UpdateSpan& span) {
     constexpr bool kSplit = IsSplit(kLayout);
     if constexpr (!HasBf16Moments(kLayout)) {
-      UpdateRun<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kFp32>(c, span,
-                                                                           {span.rounding, 0, 0});
+      UpdateRange<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kFp32>(c, span,
+                                                                             {span.rounding, 0, 0});
     } else if (!span.rounding.stochastic) {
-      UpdateRun<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kNearest>(
+      UpdateRange<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kNearest>(
           c, span, {span.rounding, 0, 0});
     } else {
-      ForEachRun(span.order, span.count, [&](uint64_t begin, uint64_t count, uint64_t index) {
-        UpdateSpan run = Advanced(span, {kGradDtype, kParamDtype, kLayout}, begin);
-        run.count = count;
-        UpdateRun<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kStochastic>(
-            c, run,
-            {span.rounding, CounterOf(span.rounding, index), TweakOf(span.rounding, index)});
-      });
+      ForEachIndexRange(
+          span.order, span.count, [&](uint64_t begin, uint64_t count, uint64_t index) {
+            UpdateSpan range = Advanced(span, {kGradDtype, kParamDtype, kLayout}, begin);
+            range.count = count;
+            UpdateRange<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kStochastic>(
+                c, range,
+                {span.rounding, CounterOf(span.rounding, index), TweakOf(span.rounding, index)});
+          });
     }
   }
 

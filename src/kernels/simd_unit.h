@@ -122,7 +122,7 @@ HWY_INLINE hn::Vec<U16> Pack(Float low, Float high, const Rounding& rounding) {
 }
 
 // The roundings of a range: that of the param, and counter and tweak of its first element.
-struct RunRounding {
+struct RangeRounding {
   Rounding rounding;
   uint32_t counter;
   uint32_t tweak;
