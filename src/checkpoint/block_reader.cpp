@@ -23,15 +23,15 @@ BlockReader::~BlockReader() {
     stopping_ = true;
   }
   changed_.notify_all();
-  threads_.clear();  // joins them
+  threads_.clear();  // joins the threads
 }
 
 Status BlockReader::Start() {
   const uint64_t count = std::min<uint64_t>(blocks_, extents_.size());
-  threads_.reserve(count);  // a thread that runs already must not be lost to an exception
+  threads_.reserve(count);  // so that an exception cannot lose a thread that runs
   while (threads_.size() < count) {
     Result<prim::Thread> thread = prim::Thread::Start<&BlockReader::Loop>("hybridopt/read", this);
-    if (!thread.ok()) return threads_.empty() ? thread.status() : Status();  // one is enough
+    if (!thread.ok()) return threads_.empty() ? thread.status() : Status();  // one thread is enough
     threads_.push_back(std::move(thread.value()));
   }
   return {};
@@ -51,7 +51,8 @@ Result<const std::byte*> BlockReader::Next() {
 void BlockReader::Loop() {
   std::unique_lock lock(mutex_);
   while (true) {
-    // The block of extent n is free once extent n - blocks_ is no longer the one given last.
+    // Extent n is read into the block of extent n - blocks_, which is free when Next has given a
+    // later one.
     changed_.wait(lock, [&] {
       return stopping_ || next_to_read_ == extents_.size() ||
              next_to_read_ < std::max<uint64_t>(given_, 1) - 1 + blocks_;

@@ -1,5 +1,5 @@
 // BlockReader: reads a list of extents in order through a fixed number of blocks of memory. Threads
-// read ahead while the caller works on one.
+// read ahead while the caller uses one block.
 #pragma once
 
 #include <condition_variable>
@@ -18,21 +18,21 @@
 namespace hybridopt::checkpoint {
 
 struct Extent {
-  uint32_t file;    // as the reader's `open` counts them
-  uint64_t offset;  // any
-  uint64_t bytes;   // at most what the reader was made for
+  uint32_t file;    // the index that the reader's `open` gets
+  uint64_t offset;  // any value
+  uint64_t bytes;   // at most the reader's extent_bytes
 };
 
 class BlockReader {
  public:
-  // What one block takes in memory for extents of at most `extent_bytes`: their ends are rounded
+  // Bytes of memory of one block for extents of at most `extent_bytes`, whose ends are rounded
   // outward.
   static constexpr uint64_t BlockBytes(uint64_t extent_bytes) {
     return RoundUpToDirect(extent_bytes) + kDirectAlignment;
   }
 
-  // `memory` holds `blocks` of BlockBytes(extent_bytes) and is aligned to kDirectAlignment. Extents
-  // outlive the reader. `open` gives the file of an extent, on any thread.
+  // `memory` holds `blocks` of BlockBytes(extent_bytes) and is aligned to kDirectAlignment. The
+  // extents must outlive the reader. `open` returns the file of an extent; any thread may call it.
   using Open = std::function<Result<std::shared_ptr<File>>(uint32_t file)>;
   BlockReader(Open open, std::span<const Extent> extents, std::byte* memory, uint32_t blocks,
               uint64_t extent_bytes);
@@ -41,9 +41,9 @@ class BlockReader {
   BlockReader& operator=(const BlockReader&) = delete;
 
   Status Start();
-  // The bytes of the next extent; what the last call gave may then be read over. IO_FAILED, or
-  // CHECKPOINT_CORRUPT where a file ends too early. Not to be called more often than there are
-  // extents.
+  // Returns the bytes of the next extent. The bytes that the last call returned may then be
+  // overwritten. IO_FAILED, or CHECKPOINT_CORRUPT if a file ends too early. Must not be called more
+  // often than there are extents.
   Result<const std::byte*> Next();
 
  private:
@@ -63,7 +63,7 @@ class BlockReader {
   std::vector<bool> done_;  // per block: its extent has been read; guarded by mutex_, as below
   std::vector<Status> outcomes_;  // per block
   uint64_t next_to_read_ = 0;
-  uint64_t given_ = 0;  // extents that Next has given
+  uint64_t given_ = 0;  // extents that Next has returned
   bool stopping_ = false;
 };
 

@@ -16,10 +16,10 @@ BlockWriter::BlockWriter(File& file, std::byte* memory, uint32_t blocks, uint64_
 BlockWriter::~BlockWriter() { Stop(); }
 
 Status BlockWriter::Start() {
-  threads_.reserve(blocks_);  // a thread that runs already must not be lost to an exception
+  threads_.reserve(blocks_);  // so that an exception cannot lose a thread that runs
   while (threads_.size() < blocks_) {
     Result<prim::Thread> thread = prim::Thread::Start<&BlockWriter::Loop>("hybridopt/write", this);
-    if (!thread.ok()) return threads_.empty() ? thread.status() : Status();  // one is enough
+    if (!thread.ok()) return threads_.empty() ? thread.status() : Status();  // one thread is enough
     threads_.push_back(std::move(thread.value()));
   }
   return {};
@@ -32,7 +32,7 @@ void BlockWriter::Stop() {
     waiting_.clear();
   }
   changed_.notify_all();
-  threads_.clear();  // joins them
+  threads_.clear();  // joins the threads
 }
 
 Result<std::byte*> BlockWriter::Next() {
@@ -71,7 +71,7 @@ void BlockWriter::Loop() {
     Status status = CatchExceptions("writing a block", [&] { return WriteOne(piece); });
     lock.lock();
     writing_ -= 1;
-    free_.insert(free_.begin(), piece.block);  // at the back stays what Next may have given
+    free_.insert(free_.begin(), piece.block);  // the last one stays last: Next may have returned it
     if (status.ok()) {
       bytes_written_ += piece.bytes;
       status = CatchExceptions("the progress function", [&]() -> Status {

@@ -19,19 +19,22 @@ namespace hybridopt::checkpoint {
 class BlockWriter {
  public:
   // `memory` holds `blocks` of `block_bytes`, a multiple of kDirectAlignment, and is aligned to it.
-  // `wrote` is told, by one thread at a time, how many bytes have been written so far.
+  // One thread at a time calls `wrote` with the bytes that have been written so far.
   BlockWriter(File& file, std::byte* memory, uint32_t blocks, uint64_t block_bytes,
               FunctionRef<void(uint64_t bytes)> wrote);
-  ~BlockWriter();  // drops what has not been written
+  ~BlockWriter();  // drops blocks that have not been written
   BlockWriter(const BlockWriter&) = delete;
   BlockWriter& operator=(const BlockWriter&) = delete;
 
   Status Start();
-  // The next block to fill, once one is free. The failure of a write comes out here or in Finish.
+  // Waits for a free block and returns it: the next one to fill. Next or Finish returns the failure
+  // of a write.
   Result<std::byte*> Next();
-  // Hands over the block that Next gave; only the last may be shorter than the others.
+  // Hands over the block that Next returned, to be written; only the last block may be shorter than
+  // the others.
   void Submit(uint64_t bytes);
-  // Returns when all is written. The file then ends at a multiple of kDirectAlignment.
+  // Returns when all blocks have been written. The file then ends at a multiple of
+  // kDirectAlignment.
   Status Finish();
 
  private:

@@ -11,13 +11,13 @@ namespace {
 
 using Files = prim::Files;
 
-// Looks at the calls by which one read or write goes on until all bytes are there.
+// Checks the calls of a loop that reads or writes until it has all bytes.
 class CallChecker {
  public:
   CallChecker(const char* what, const std::string& path) : what_(what), path_(path) {}
 
-  // `result` is what the call gave, of which `advanced` bytes count. IO_FAILED for an error that is
-  // no interruption, and after many calls in a row that got nowhere.
+  // `result` is the result of a call, of which `advanced` bytes count. IO_FAILED for an error that
+  // is no interruption, and after many calls in a row without progress.
   Status Check(int64_t result, uint64_t advanced) {
     if (result < 0 && result != -EINTR) return IoError(what_, path_, result);
     idle_calls_ = advanced > 0 ? 0 : idle_calls_ + 1;
@@ -90,13 +90,14 @@ Result<uint64_t> File::Size() {
 Status File::Allocate(uint64_t bytes) {
   if (bytes == 0) return {};
   const int error = Uninterrupted([&] { return files_->Allocate(file_, bytes); });
-  // Where room cannot be taken beforehand, writing tells.
+  // If the file system cannot reserve space, a later write fails if there is none.
   if (error == 0 || error == -EOPNOTSUPP || error == -ENOSYS) return {};
   return IoError("take room for", path_, error);
 }
 
-// A file system may take the flag when the file is opened and refuse it when data comes.
-// Several calls may be under way then: one of them switches, and all are made again.
+// A file system may accept O_DIRECT when the file is opened and refuse it at the first read or
+// write. Several threads may be in such calls: one of them switches the file to the page cache, and
+// all repeat their calls.
 bool File::GoThroughCache(int64_t error, bool direct) {
   static std::mutex switching;
   if (error != -EINVAL || !direct) return false;
@@ -114,7 +115,7 @@ Status File::Write(const std::byte* data, uint64_t bytes, uint64_t offset) {
     const int64_t wrote = files_->Write(file_, data + done, bytes - done, offset + done);
     if (GoThroughCache(wrote, direct)) continue;
     uint64_t advanced = BytesMoved(wrote);
-    // What was cut inside a unit of the disk is written again.
+    // A write that ended inside an aligned unit writes that unit again.
     if (direct && done + advanced < bytes)
       advanced = advanced / kDirectAlignment * kDirectAlignment;
     HYBRIDOPT_TRY(checker.Check(wrote, advanced));
@@ -154,7 +155,7 @@ Status File::Sync() {
 
 Status File::Close() {
   const int error = files_->Close(std::exchange(file_, -1));
-  // After EINTR the file is closed all the same, and its data has been synced.
+  // After EINTR the file is closed too, and its data has been synced before.
   return error == 0 || error == -EINTR ? Status() : IoError("close", path_, error);
 }
 
@@ -162,7 +163,7 @@ Status File::Close() {
 
 namespace {
 
-// Small files go through the page cache: their sizes are what they are.
+// Small files go through the page cache, because their sizes are not aligned.
 Status WriteAndSync(Files& files, int file, const std::string& path, const std::string& text) {
   CallChecker checker("write", path);
   for (uint64_t done = 0; done < text.size();) {
@@ -215,7 +216,7 @@ Status SyncDirectory(Files& files, const std::string& path) {
   if (file < 0) return IoError("open", path, file);
   const int error = files.Sync(file);
   (void)files.Close(file);
-  // Some file systems have nothing to sync in a directory and say so.
+  // Some file systems have nothing to sync in a directory and return EINVAL.
   if (error == 0 || error == -EINVAL) return {};
   return IoError("sync", path, error);
 }

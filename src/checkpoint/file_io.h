@@ -1,6 +1,6 @@
-// One file of a checkpoint, written or read in large blocks around the page cache where the file
-// system has that, and the small files beside it. Short reads and writes and interrupted calls are
-// gone on with; everything else is IO_FAILED with the path and the system's error.
+// One file of a checkpoint, written or read in large blocks around the page cache if the file
+// system allows it, and the small files beside it. Short reads and writes and interrupted calls are
+// continued; every other failure is IO_FAILED with the path and the system's error.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,8 @@
 
 namespace hybridopt::checkpoint {
 
-// What goes around the page cache starts and ends at multiples of this, in memory and in the file.
+// Reads and writes around the page cache start and end at multiples of this, in memory and in the
+// file.
 inline constexpr uint64_t kDirectAlignment = 4096;
 
 constexpr uint64_t RoundUpToDirect(uint64_t bytes) {
@@ -26,24 +27,25 @@ constexpr uint64_t RoundUpToDirect(uint64_t bytes) {
 class File {
  public:
   static Result<File> Create(prim::Files& files, std::string path);  // must not exist
-  static Result<File> Open(prim::Files& files, std::string path);    // to be read
-  ~File();                                                           // closes
+  static Result<File> Open(prim::Files& files, std::string path);    // opens for reading
+  ~File();                                                           // closes the file
   File(File&& other) noexcept { *this = std::move(other); }
   File& operator=(File&& other) noexcept;
 
   const std::string& path() const { return path_; }
   Result<uint64_t> Size();
 
-  // Room on disk, where the file system can tell beforehand.
+  // Reserves space on disk, if the file system can do that.
   Status Allocate(uint64_t bytes);
-  // All of it; aligned as kDirectAlignment says. Different threads may write different parts.
+  // Writes all bytes; they are aligned to kDirectAlignment. Different threads may write different
+  // ranges.
   Status Write(const std::byte* data, uint64_t bytes, uint64_t offset);
   Status Truncate(uint64_t bytes);
-  // Never tried again after a failure: the system may have dropped what it could not write.
+  // A failed sync is never repeated: the system may have dropped the data that it could not write.
   Status Sync();
   Status Close();
 
-  // All of it, or what there is before the end of the file; gives the bytes read. Aligned likewise.
+  // Reads all bytes, or those before the end of the file; returns how many. Aligned like writes.
   Result<uint64_t> Read(std::byte* data, uint64_t bytes, uint64_t offset);
 
  private:
@@ -51,7 +53,7 @@ class File {
       : files_(&files), path_(std::move(path)), file_(file), direct_(direct) {}
   static Result<File> Open(prim::Files& files, std::string path, prim::Files::Open direct,
                            prim::Files::Open cached, const char* what);
-  // Whether the call, issued `direct`, is to be made again, through the page cache.
+  // Whether a call that was made with `direct` must be repeated through the page cache.
   bool GoThroughCache(int64_t error, bool direct);
 
   prim::Files* files_ = nullptr;
@@ -60,7 +62,7 @@ class File {
   std::atomic<bool> direct_ = false;
 };
 
-// A whole small file: written, synced and closed.
+// Writes, syncs and closes a whole small file.
 Status WriteSmallFile(prim::Files& files, const std::string& path, const std::string& text);
 // CHECKPOINT_CORRUPT if it has more than bytes_max.
 Result<std::string> ReadSmallFile(prim::Files& files, const std::string& path, uint64_t bytes_max);
@@ -70,7 +72,7 @@ Status SyncDirectory(prim::Files& files, const std::string& path);
 // IO_FAILED with a text that names all three.
 Status IoError(const char* what, const std::string& path, int64_t error);
 
-// Calls again what a signal interrupted, but not for ever.
+// Repeats a call that a signal has interrupted, but not for ever.
 template <typename Call>
 auto Uninterrupted(Call&& call) {
   auto result = call();

@@ -5,7 +5,7 @@
 namespace hybridopt::checkpoint {
 namespace {
 
-constexpr size_t kOpenMax = 64;  // as many as may be read at once
+constexpr size_t kOpenMax = 64;  // as many as io_depth allows to be read at once
 
 }  // namespace
 
@@ -20,7 +20,7 @@ Result<std::shared_ptr<File>> OpenFiles::Get(uint32_t file) {
   if (open_.size() == kOpenMax) open_.erase(open_.begin());
   Result<File> opened = reader_.OpenFile(file);
   if (!opened.ok()) {
-    // If the process may open no more, these are the first to be given up.
+    // If the process cannot open more files, close some of these.
     if (open_.empty()) return opened.status();
     open_.clear();
     HYBRIDOPT_ASSIGN(File again, reader_.OpenFile(file));

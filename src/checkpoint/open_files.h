@@ -1,5 +1,6 @@
-// OpenFiles: the files of a checkpoint, opened when they are read. Not all of them stay open: a
-// checkpoint has one per rank that saved it, and a process may open some thousand.
+// OpenFiles: the files of a checkpoint, opened when they are read. Only some of them stay open: a
+// checkpoint has one for each rank that saved it, and a process can often open only about a
+// thousand.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +15,15 @@ namespace hybridopt::checkpoint {
 
 class OpenFiles {
  public:
-  explicit OpenFiles(const Reader& reader) : reader_(reader) {}  // which outlives it
+  explicit OpenFiles(const Reader& reader) : reader_(reader) {}  // which must outlive this object
 
-  // Any thread. A file stays open at least for as long as somebody has it.
+  // Any thread may call this. A file stays open at least as long as a caller holds the pointer.
   Result<std::shared_ptr<File>> Get(uint32_t file);
 
  private:
   const Reader& reader_;
   std::mutex mutex_;
-  std::vector<std::pair<uint32_t, std::shared_ptr<File>>> open_;  // what was used last stands last
+  std::vector<std::pair<uint32_t, std::shared_ptr<File>>> open_;  // the last used file is last
 };
 
 }  // namespace hybridopt::checkpoint

@@ -8,21 +8,21 @@
 
 namespace hybridopt::checkpoint {
 
-// The directory a path lies in, and its last part.
+// The directory that contains a path, and the path's last part.
 std::string ParentOf(const std::string& path);
 std::string NameOf(const std::string& path);
-std::string WithoutSlashes(std::string path);  // at its end
+std::string WithoutSlashes(std::string path);  // removes slashes at its end
 
-// 0 if the path leads to a directory in which names can be looked up; or -errno: a file, or a
-// symbolic link that leads nowhere, has a name too.
+// 0 if the path is a directory in which names can be looked up; else -errno, also for a file, or
+// for a symbolic link to nothing.
 int LookIn(prim::Files& files, const std::string& directory);
 
-// What a path means now, whatever the working directory is when it is used. Errors are
-// INVALID_ARGUMENT and call it options.path, as below.
+// The path made absolute, so that it does not depend on the working directory at the time of its
+// use. Errors are INVALID_ARGUMENT and call it options.path, as below.
 Result<std::string> AbsolutePath(prim::Files& files, const std::string& path);
 
-// Whether a checkpoint could be there at all: what has too long a name for the file system is not
-// worth queueing for.
+// Whether a checkpoint can exist at this path: a name that is too long for the file system is
+// refused before the load is queued.
 Status CheckSource(prim::Files& files, const std::string& path);
 
 }  // namespace hybridopt::checkpoint

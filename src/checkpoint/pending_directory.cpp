@@ -30,7 +30,7 @@ std::string PendingPath(const std::string& target, uint64_t number) {
   return ParentOf(target) + "/" + PrefixOf(target) + digits;
 }
 
-// The file system knows how long names and paths may be; nothing need be there for that.
+// Asks the file system whether name and path are too long; the path need not exist for that.
 Status CheckLength(Files& files, const std::string& target) {
   const std::string pending = PendingPath(target, 0);
   const std::string longest = pending + "/" + ShardFileName(kWorldMax, kWorldMax);
@@ -60,8 +60,8 @@ bool IsOurs(const std::string& name) {
          IsBetween(name, "part-", ".json");
 }
 
-// Goes by the open directory and not by its path, which may mean another one by now. What is not
-// ours stays, and the directory with it: then this is false.
+// Uses the open directory and not its path, which may mean another directory now. Keeps files that
+// no save makes, and then the directory too: then this returns false.
 bool RemoveTree(Files& files, int directory, const std::string& path) {
   const Status listed = CatchExceptions("the names in a directory", [&]() -> Status {
     std::vector<std::string> names;
@@ -74,8 +74,8 @@ bool RemoveTree(Files& files, int directory, const std::string& path) {
   return listed.ok() && Uninterrupted([&] { return files.RemoveDirectory(path); }) == 0;
 }
 
-// A directory never replaces a file or a directory with something in it, so that without the newer
-// call nothing can be lost either.
+// rename() of a directory never replaces a file, nor a directory that is not empty, so that nothing
+// is lost if RenameNoReplace does not exist.
 int RenameDirectory(Files& files, const std::string& from, const std::string& to) {
   const int error = Uninterrupted([&] { return files.RenameNoReplace(from, to); });
   if (error != -ENOSYS && error != -EINVAL) return error;
@@ -84,8 +84,9 @@ int RenameDirectory(Files& files, const std::string& from, const std::string& to
 
 uint64_t RandomNumber() { return prim::RandomBits() & kNumberMask; }
 
-// Removes the directory if nobody has it locked. It loses its name first: should a lock not reach
-// another machine, what is being saved there can then no longer be published, with a part missing.
+// Removes the directory if no process has locked it. First renames it: if another machine, to which
+// the lock does not reach, is saving into it, that save can then no longer publish a checkpoint
+// with a part missing.
 void RemoveIfLeft(Files& files, const std::string& path, const std::string& target) {
   const std::string taken = PendingPath(target, RandomNumber());
   const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kOwnDirectory); });
@@ -117,7 +118,7 @@ Status PendingDirectory::CheckTarget(Files& files, const std::string& target) {
                          "name that every tool can show; choose another one",
                          name.size());
   HYBRIDOPT_TRY(CheckLength(files, target));
-  // With a slash behind it, what is there and no directory would not be found.
+  // With a slash at the end of the path, an existing file would not be found.
   const std::string plain = WithoutSlashes(target);
   if (Uninterrupted([&] { return files.Look(plain); }) == 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -176,8 +177,8 @@ PendingDirectory& PendingDirectory::operator=(PendingDirectory&& other) noexcept
   return *this;
 }
 
-// INVALID_STATE if another process took it for something a crash has left, between the making and
-// the lock; then another name is tried.
+// Locks the new directory. INVALID_STATE if, before the lock, another process has taken it for the
+// rest of a crashed save; then the caller tries another name.
 Status PendingDirectory::Occupy() {
   const int made = Uninterrupted([&] { return files_->MakeDirectory(path_); });
   if (made == -EEXIST) return Status::Error(OFFLOAD_INVALID_STATE, "the name is taken");
@@ -190,7 +191,8 @@ Status PendingDirectory::Occupy() {
   }
   const int locked = Uninterrupted([&] { return files_->Lock(lock_); });
   if (locked == -EWOULDBLOCK) return Status::Error(OFFLOAD_INVALID_STATE, "it is being removed");
-  // Without locks nobody can tell what was left, so nobody removes anything.
+  // Without locks no process can tell which directories crashed saves have left, so none is
+  // removed.
   if (locked != 0) return {};
   if (files_->IdentityOf(path_) != files_->Identity(lock_))
     return Status::Error(OFFLOAD_INVALID_STATE, "it was removed");
@@ -208,13 +210,13 @@ Status PendingDirectory::Publish() {
   Status status = CatchExceptions("the sync of a checkpoint's parent directory",
                                   [&] { return SyncDirectory(*files_, ParentOf(target_)); });
   if (status.ok()) return status;
-  // A save that failed has left nothing: what might not outlive a crash is taken back.
+  // The rename may not survive a crash, so it is undone: a failed save leaves no checkpoint.
   (void)Uninterrupted([&] { return files_->Rename(target_, path_); });
   return status;
 }
 
 void PendingDirectory::Remove() {
-  // What has got its name is no longer pending.
+  // A directory that has got its name is no longer pending.
   if (lock_ >= 0 && files_->IdentityOf(path_) == files_->Identity(lock_))
     (void)RemoveTree(*files_, lock_, path_);
 }

@@ -1,13 +1,14 @@
-// PendingDirectory: where a checkpoint grows before it has its name. It lies beside its target as
-// ".<name>.saving-<16 hex digits>" and is locked by the process that makes it, so that what a crash
-// left can be told from what another process is writing: a lock ends with its process.
+// PendingDirectory: the directory of a checkpoint that is being saved. It is beside its target,
+// with the name ".<name>.saving-<16 hex digits>". The process that makes it locks it. A lock ends
+// with its process, so other processes can distinguish the directory of a crashed save from one
+// that is being written.
 //
-// The lock is flock()'s, on the directory. On a local disk every process sees it. File systems of a
-// network may tell it to the processes of one machine only, or refuse it. Where it is refused the
-// save goes on without, and nothing that others have left is removed, because nobody can tell.
-// Where it does not reach another machine, a save to the same path there may take this directory
-// for left: it takes its name away before it removes anything, and the save whose directory it was
-// fails. What gets its name is whole, whatever locks do.
+// The lock is that of flock(), on the directory. On a local disk every process sees it. A network
+// file system may show it only to the processes of one machine, or refuse it. If it is refused the
+// save continues without it, and removes no directory of a crashed save, because it cannot
+// recognize one. If the lock does not reach another machine, a save to the same path there may take
+// this directory for that of a crashed save: it renames the directory before it removes files, and
+// the save that was writing it fails. In all cases a checkpoint that gets its name is whole.
 #pragma once
 
 #include <cstdint>
@@ -21,24 +22,26 @@ namespace hybridopt::checkpoint {
 
 class PendingDirectory {
  public:
-  // INVALID_ARGUMENT if `target` cannot be the name of a directory that is to be made, or is there.
+  // INVALID_ARGUMENT if no directory can be made at `target`, or if it exists.
   static Status CheckTarget(prim::Files& files, const std::string& target);
 
-  // Removes what crashes have left of earlier saves to this target, then makes a fresh one.
+  // Removes the directories of crashed saves to this target, then makes a new one.
   static Result<PendingDirectory> Make(prim::Files& files, const std::string& target);
-  // The one that another rank has made under this number.
+  // The directory that another rank has made under this number.
   static PendingDirectory Join(prim::Files& files, const std::string& target, uint64_t number);
 
-  ~PendingDirectory();  // gives up the lock
+  ~PendingDirectory();  // releases the lock
   PendingDirectory(PendingDirectory&& other) noexcept { *this = std::move(other); }
   PendingDirectory& operator=(PendingDirectory&& other) noexcept;
 
   const std::string& path() const { return path_; }
   uint64_t number() const { return number_; }
 
-  // Gives it its name, for good: what is in it has been synced. After a failure it is as before.
+  // Gives the directory its name, durably; its files must have been synced. After a failure it is
+  // still pending.
   Status Publish();
-  // With all files of a save in it; as far as the system lets us. Only by who has made it.
+  // Removes the directory and all files of a save in it, as far as the system allows. Only for the
+  // rank that made it.
   void Remove();
 
  private:

@@ -1,6 +1,6 @@
-// ReadHashes: what one pass over files has read, so that a second pass can tell whether it reads
-// the same. Each unit of an array is remembered by a hash; both passes cut arrays into the same
-// units.
+// ReadHashes: hashes of what one pass over files has read, so that a second pass can check that it
+// reads the same bytes. There is one hash for each read unit of an array; both passes cut arrays
+// into the same units.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,12 @@ class ReadHashes {
   explicit ReadHashes(uint64_t unit_bytes) : unit_bytes_(unit_bytes) {}
   uint64_t unit_bytes() const { return unit_bytes_; }
 
-  // The first pass, in ascending order of files and offsets: `bytes` at `offset`, where a unit
-  // begins. Only the last unit may be short. Gives the hash of the last unit.
+  // For the first pass, in ascending order of files and offsets: adds `bytes` at `offset`, where a
+  // unit begins. Only the last unit may be short. Returns the hash of the last unit.
   uint64_t Add(uint32_t file, uint64_t offset, const std::byte* data, uint64_t bytes);
 
-  // The second pass: whether these are the bytes that were added. They begin and end where units
-  // do.
+  // For the second pass: whether these are the bytes that were added. They begin and end where
+  // units do.
   bool Match(uint32_t file, uint64_t offset, const std::byte* data, uint64_t bytes) const;
 
  private:

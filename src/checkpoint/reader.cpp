@@ -22,13 +22,13 @@ Status CorruptAt(const std::string& path, const char* text) {
   return AtPath(path, Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text));
 }
 
-// Another checkpoint may still be good.
+// Whether the failure concerns only this checkpoint, so that another one may be good.
 bool ConcernsThisCheckpoint(const Status& status) {
   return status.code() == OFFLOAD_IO_FAILED || status.code() == OFFLOAD_CHECKPOINT_CORRUPT ||
          status.code() == OFFLOAD_UNSUPPORTED;
 }
 
-// One array of a file, and whose it is.
+// One array of a file, and the param and the shard that it belongs to.
 struct Array {
   const StoredParam* param;
   const StoredShard* shard;
@@ -48,23 +48,25 @@ std::vector<std::vector<Array>> ArraysByFile(const Manifest& manifest) {
   return arrays;
 }
 
-// Page by page, so that a few bytes cost a few bytes.
+// Maps a buffer without huge pages, so that a small buffer takes little memory.
 Result<Arena> MapBuffer(uint64_t bytes) {
   PageWish wish;
   wish.huge_pages = false;
   return Arena::Map(RoundUpToDirect(bytes), wish);
 }
 
-// Manifests that are larger are looked through piece by piece before memory for all of it is taken.
+// Larger manifests are checked piece by piece before memory for the whole text is taken.
 constexpr uint64_t kManifestPieceBytes = uint64_t{1} << 20;
 
-// Whether the hash at the end of a manifest is that of its text: else its size means nothing.
+// Checks that the hash at the end of a manifest is that of its text. If it is not, the size of the
+// file may be wrong too.
 Status CheckLargeManifest(File& file, uint64_t bytes) {
   HYBRIDOPT_ASSIGN(Arena memory, MapBuffer(kManifestPieceBytes));
   const auto* const text = reinterpret_cast<const char*>(memory.data());
   const auto read = [&](uint64_t offset, uint64_t wanted) -> Status {
     HYBRIDOPT_ASSIGN(const uint64_t got, file.Read(memory.data(), RoundUpToDirect(wanted), offset));
-    return got >= wanted ? Status() : CheckManifestTail("", std::nullopt);  // it has been cut
+    // The file is shorter than before.
+    return got >= wanted ? Status() : CheckManifestTail("", std::nullopt);
   };
   const uint64_t tail_begin = bytes - kManifestTailBytes;
   const uint64_t aligned = tail_begin / kDirectAlignment * kDirectAlignment;
@@ -110,7 +112,7 @@ class FileVerifier {
         extents.push_back(
             {0, array.tensor->offset + at, std::min(read_bytes_, array.tensor->bytes - at)});
     const auto open = [&](uint32_t) -> Result<std::shared_ptr<File>> {
-      return std::shared_ptr<File>(std::shared_ptr<void>(), &file);  // which others close
+      return std::shared_ptr<File>(std::shared_ptr<void>(), &file);  // which the caller closes
     };
     BlockReader reader(open, extents, memory.data(), blocks, read_bytes_);
     HYBRIDOPT_TRY(reader.Start());
@@ -148,7 +150,7 @@ class FileVerifier {
   const uint32_t file_;
   const std::vector<Array>& arrays_;
   VerifyResult* const result_;
-  ReadHashes* const read_;  // NULL: nobody reads these arrays again
+  ReadHashes* const read_;  // NULL: these arrays are not read again
   uint64_t read_bytes_ = 0;
 };
 
@@ -258,10 +260,10 @@ Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& dire
   if (error != 0) return IoError("list", directory, error);
   std::sort(names.begin(), names.end());
   std::vector<std::pair<uint64_t, std::string>> candidates;  // step and path
-  std::string refused;                                       // why the last one was not good
+  std::string refused;                                       // why the last candidate was refused
   for (const std::string& name : names) {
     const std::string path = directory + "/" + name;
-    // What a save has not finished has a name with a point in front.
+    // Names with a leading point are directories of unfinished saves.
     if (name[0] == '.' || files.Look(path + "/" + kManifestFile) != 0) continue;
     const Result<Reader> reader = Reader::Open(files, path);
     if (reader.ok())

@@ -1,5 +1,5 @@
-// Reader: a checkpoint's directory, opened and checked. What it says of itself holds from there on:
-// the manifest is whole and every shard file has the size and the head that the manifest tells.
+// Reader: a checkpoint's directory, opened and checked: the manifest is whole, and every shard file
+// has the size and the head that the manifest says.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace hybridopt::checkpoint {
 
-// A block of an array whose bytes are not those that were written.
+// A block of an array whose bytes differ from those that were written.
 struct Damage {
   std::string param;
   int32_t kind;
@@ -36,7 +36,7 @@ struct VerifyResult {
   Status status() const;
 };
 inline constexpr size_t kDamagesMax = 1000;
-inline constexpr uint64_t kReadBytesMax = uint64_t{8} << 20;  // at once, whatever a block has
+inline constexpr uint64_t kReadBytesMax = uint64_t{8} << 20;  // at once, for every block size
 inline constexpr uint32_t kIoDepth = 4;
 inline constexpr uint32_t kIoDepthMax = 64;
 
@@ -53,17 +53,17 @@ class Reader {
 
   Result<File> OpenFile(uint32_t file) const { return File::Open(*files_, FilePath(file)); }
 
-  // Reads every block through `io_depth` buffers (1 to 64; 0 = 4) and compares every hash; goes on
-  // after damage. INVALID_ARGUMENT, or IO_FAILED where it cannot read. Unless NULL, `read` keeps
-  // what was read of each array; its units must divide kReadBytesMax.
+  // Reads every block through `io_depth` buffers (1 to 64; 0 = 4) and compares every hash;
+  // continues after damage. INVALID_ARGUMENT, or IO_FAILED if it cannot read. Unless it is NULL,
+  // `read` keeps hashes of what was read of each array; its units must divide kReadBytesMax.
   Result<VerifyResult> Verify(uint32_t io_depth,
                               FunctionRef<void(uint64_t done, uint64_t total)> progress,
                               ReadHashes* read = nullptr) const;
 
   // "block 2 of layer.exp_avg (bytes 8192 to 12288)", the bytes counted in the file.
   std::string BlockText(const StoredParam& param, const StoredTensor& tensor, uint64_t block) const;
-  // CHECKPOINT_CORRUPT: the array was good when it was verified, and what lies at `at` (bytes,
-  // counted in the array) is something else now.
+  // CHECKPOINT_CORRUPT: the array was good when it was verified, and its bytes at offset `at` have
+  // changed since.
   Status ChangedSinceVerified(const StoredParam& param, const StoredTensor& tensor,
                               uint64_t at) const;
 
@@ -77,9 +77,9 @@ class Reader {
   Manifest manifest_;
 };
 
-// The path of the checkpoint with the highest step among those in a directory that Open finds good
-// and `check` has nothing against; of equal ones the last by name. check is asked in that order,
-// until it agrees. INVALID_STATE if there is none.
+// The path of the checkpoint with the highest step among those in a directory for which Open and
+// `check` return OK; of those with equal steps the last by name. Checkpoints are tried in that
+// order. INVALID_STATE if there is none.
 Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory,
                                      FunctionRef<Status(const std::string& path)> check);
 

@@ -20,7 +20,7 @@ struct DtypeRow {
 constexpr DtypeRow kParamDtypes[] = {
     {OFFLOAD_FP32, "F32"}, {OFFLOAD_BF16, "BF16"}, {OFFLOAD_FP16, "F16"}};
 
-// Rows have a value and a name.
+// Finds a row by its name. Rows have a value and a name.
 template <typename Row, size_t kCount>
 const char* NameOf(const Row (&rows)[kCount], int32_t value) {
   for (const Row& row : rows)
@@ -51,7 +51,7 @@ bool SameHyperparameters(const offload_group_t& a, const offload_group_t& b) {
   return std::memcmp(&a, &b, sizeof(a)) == 0;  // no padding: the layout test pins every field
 }
 
-// Brings the groups of a part into the whole's; tells what each is called there.
+// Merges the groups of a part into those of the whole; returns the index of each group there.
 std::vector<uint32_t> MergeGroups(Manifest* whole, const std::vector<offload_group_t>& groups) {
   std::vector<uint32_t> names;
   for (const offload_group_t& group : groups) {
@@ -195,7 +195,7 @@ Result<std::vector<std::string>> LayOutFiles(Manifest* manifest) {
       tensor->offset = end;
       end += tensor->bytes;
     }
-    // Until the head's length is known, places count from the start of the data.
+    // Until the length of the head is known, offsets count from the begin of the data.
     manifest->files[i].data_begin = 0;
     manifest->files[i].bytes = end;
   }

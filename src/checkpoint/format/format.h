@@ -1,5 +1,5 @@
-// What a checkpoint is: pure. The manifest in memory and as text, and the heads of the shard files
-// that go with it. docs/CHECKPOINT_FORMAT.md specifies both for other readers.
+// The format of checkpoints: the manifest in memory and as text, and the heads of the shard files.
+// Pure. docs/CHECKPOINT_FORMAT.md specifies both for other readers.
 //
 //   step-001000/                            a checkpoint is a directory
 //     manifest.json                         everything but the elements
@@ -27,7 +27,7 @@ inline constexpr uint64_t kBlockBytesMin = 4096;
 inline constexpr uint64_t kBlockBytesMax = uint64_t{1} << 30;
 inline constexpr uint32_t kWorldMax = 1 << 20;
 inline constexpr uint64_t kStepsMax = uint64_t{1} << 53;  // what a double can count
-inline constexpr uint32_t kNameBytesMax = 1023;           // of a param's name, as the ABI has it
+inline constexpr uint32_t kNameBytesMax = 1023;           // of a param's name, the limit of the ABI
 
 // One array in one shard file: one kind of state of one shard. Its elements are those of the shard,
 // in the shard's order.
@@ -60,12 +60,12 @@ struct StoredFile {
   std::string name;  // in the checkpoint's directory
   uint32_t rank;
   uint64_t bytes;
-  uint64_t data_begin;  // what lies before is the safetensors head
-  uint64_t head_hash;   // XXH3 of that
+  uint64_t data_begin;  // the bytes before it are the safetensors head
+  uint64_t head_hash;   // XXH3 of the head
 };
 
 struct Manifest {
-  std::string writer;  // which program, for people
+  std::string writer;  // name of the program that wrote it, for people
   uint64_t step;       // steps applied
   int32_t algorithm;   // enum offload_algorithm
   bool masters_only;   // moments were left out
@@ -97,30 +97,31 @@ std::string TensorName(const StoredParam& param, const StoredTensor& tensor);
 // The array's shape in its file: that of the box if the shard is one whole box, else one dimension.
 std::vector<int64_t> StoredShape(const Shard& shard);
 
-// Gives the arrays their places in their files, in the order of the manifest but the wider elements
-// first, so that each is aligned to its own size. Writes bytes, data_begin and head_hash of the
-// files and returns the bytes of their heads. Everything but hashes and places must be there.
+// Sets the offsets of the arrays in their files: those with wider elements first, so that each is
+// aligned to its elements, else in the order of the manifest. Writes bytes, data_begin and
+// head_hash of the files and returns the bytes of their heads. All other fields except hashes must
+// be set before.
 Result<std::vector<std::string>> LayOutFiles(Manifest* manifest);
 
 // The heads that the files of this manifest must have.
 std::vector<Head> HeadsOf(const Manifest& manifest);
 
-// One text with a hash of its own at the end. UNSUPPORTED for names that are not UTF-8, or too
-// much text.
+// The manifest as text, with the hash of the text at its end. UNSUPPORTED for names that are not
+// UTF-8, or too much text.
 Result<std::string> EncodeManifest(const Manifest& manifest);
 
-// The last bytes of a manifest tell the hash of all bytes before them.
+// The last bytes of a manifest contain the hash of all bytes before them.
 inline constexpr uint64_t kManifestTailBytes = 28;
-// CHECKPOINT_CORRUPT if no manifest ends like that or, where the hash of the bytes before is given,
-// if another one is told.
+// CHECKPOINT_CORRUPT if no manifest ends like that, or if it contains another hash than `hash`, if
+// that is given.
 Status CheckManifestTail(std::string_view tail, std::optional<uint64_t> hash);
 
 // Reads and checks everything that can be checked without the shard files. Errors do not name the
 // file: CHECKPOINT_CORRUPT, or UNSUPPORTED for the version of a newer release.
 Result<Manifest> ParseManifest(std::string_view text);
 
-// Makes one manifest of those of all ranks, each of which tells its own files and shards. Params
-// keep the order in which they are first met. CHECKPOINT_MISMATCH where ranks disagree.
+// Makes one manifest of those of all ranks, each of which lists that rank's files and shards.
+// Params are in the order in which they first occur. CHECKPOINT_MISMATCH where ranks disagree.
 Result<Manifest> MergeManifests(std::vector<Manifest> parts);
 
 }  // namespace hybridopt::checkpoint

@@ -5,7 +5,7 @@
 
 #include "base/check.h"
 
-// All of xxHash becomes part of this file: nothing to link, no symbol to see.
+// Compiles xxHash into this file: there is no library to link, and no symbol is exported.
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 

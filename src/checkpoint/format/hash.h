@@ -1,4 +1,4 @@
-// XXH3, and the hashes of an array's blocks while it goes by.
+// XXH3, and a hasher for the blocks of an array that arrives in pieces.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace hybridopt::checkpoint {
 uint64_t Xxh3(std::string_view bytes);
 
 // One hash for each block of an array that comes in pieces of any size; the last block may be
-// short. Allocates when Reset tells how long the array is, not while bytes go by.
+// short. Reset allocates for the whole array; Add does not allocate.
 class BlockHasher {
  public:
   explicit BlockHasher(uint64_t block_bytes);
@@ -25,7 +25,7 @@ class BlockHasher {
 
  private:
   const uint64_t block_bytes_;
-  uint64_t left_ = 0;        // bytes of the array that are still to come
+  uint64_t left_ = 0;        // bytes of the array that have not been added
   uint64_t block_left_ = 0;  // the same of the block
   std::vector<uint64_t> hashes_;
   alignas(64) std::byte state_[576];

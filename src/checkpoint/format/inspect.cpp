@@ -3,7 +3,7 @@
 namespace hybridopt::checkpoint {
 namespace {
 
-// The ABI's word for elements that are numbers; 0 for those that are parts of one.
+// The ABI's dtype of stored elements; 0 for halves of numbers.
 int32_t AbiDtype(Dtype dtype) {
   switch (dtype) {
     case Dtype::kF32:

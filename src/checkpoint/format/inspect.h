@@ -1,4 +1,4 @@
-// What a manifest says, in the ABI's words.
+// The content of a manifest in the ABI's structs.
 #pragma once
 
 #include "base/function_ref.h"

@@ -68,7 +68,7 @@ void JsonReader::SkipSpace() {
     ++at_;
 }
 
-// Goes past the next letter if it is the one.
+// Consumes the next character if it is `expected`.
 bool JsonReader::Take(char expected) {
   if (!ok()) return false;
   SkipSpace();
@@ -77,7 +77,7 @@ bool JsonReader::Take(char expected) {
   return true;
 }
 
-// The same, and fails if it is not.
+// The same, and fails if it is another character.
 bool JsonReader::Consume(char expected) {
   if (Take(expected)) return true;
   if (at_ >= text_.size())
@@ -143,7 +143,7 @@ uint32_t JsonReader::HexDigits() {
   return code;
 }
 
-// What follows a backslash.
+// Reads the escape that follows a backslash.
 void JsonReader::Escape(std::string* text) {
   if (at_ == text_.size()) return Fail("the text ends inside an escape");
   const char letter = text_[at_++];
@@ -193,7 +193,7 @@ std::string JsonReader::String() {
   return {};
 }
 
-// What stands there up to the next letter that no number has.
+// Reads up to the next character that is not part of a number.
 std::string_view JsonReader::NumberText() {
   if (!ok()) return {};
   SkipSpace();
@@ -228,7 +228,8 @@ uint64_t JsonReader::Unsigned(uint64_t most) {
 double JsonReader::Number() {
   const std::string_view text = NumberText();
   if (!ok()) return 0;
-  // JSON wants a digit first, no needless zero, and digits around the point.
+  // JSON requires a leading digit, no superfluous leading zero, and digits on both sides of the
+  // point.
   const std::string_view digits = text.substr(text[0] == '-');
   const size_t point = digits.find('.');
   const bool grammar = !digits.empty() && IsDigit(digits[0]) &&

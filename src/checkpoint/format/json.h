@@ -1,6 +1,6 @@
-// A strict reader of JSON that hands out one value after the other, in the order of the text. It
-// knows what must come next, so that nothing is built up that was not asked for: memory is bounded
-// by what the caller keeps. And the few functions that write JSON.
+// A strict reader of JSON that returns one value after the other, in the order of the text. The
+// caller says what must come next, and no tree is built, so that memory is bounded by what the
+// caller keeps. And a few functions that write JSON.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@
 
 namespace hybridopt::checkpoint {
 
-// After the first thing that is not as asked for, error() tells it with its place, and everything
-// else returns zeros and empty strings at once; loops end.
+// After the first value that is not as requested, error() describes it with its position in the
+// text. From then on all functions return zeros and empty strings at once, and loops end.
 class JsonReader {
  public:
   explicit JsonReader(std::string_view text) : text_(text) {}
@@ -29,7 +29,7 @@ class JsonReader {
   void Object(std::initializer_list<Field> fields) {
     Object(std::span<const Field>(fields.begin(), fields.size()));
   }
-  // An object with any keys; telling doubled ones is left to the caller.
+  // An object with any keys; the caller must check for keys that occur twice.
   void Members(FunctionRef<void(std::string key)> member);
   void Array(FunctionRef<void()> element);
 
@@ -42,7 +42,7 @@ class JsonReader {
   // Nothing but white space may follow.
   void End();
 
-  // Says what is wrong with the value that was read last.
+  // Sets the error for the value that was read last.
   [[gnu::format(printf, 2, 3)]] void Fail(const char* format, ...);
   bool ok() const { return error_.empty(); }
   const std::string& error() const { return error_; }
@@ -60,7 +60,7 @@ class JsonReader {
   std::string error_;
 };
 
-// Appends a string in quotes, with what must be escaped.
+// Appends a string in quotes and escapes its characters where needed.
 void AppendJsonString(std::string* json, std::string_view text);
 // Appends the shortest digits that read back as the same finite number.
 void AppendJsonNumber(std::string* json, double number);

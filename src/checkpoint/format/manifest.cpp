@@ -1,5 +1,5 @@
-// The manifest as text: one JSON object, whose first two keys and last key stand where they can be
-// read before anything else is believed.
+// The manifest as text: one JSON object. Its first two keys and its last key are at fixed
+// positions, so that they can be read and checked before all others.
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
@@ -184,9 +184,10 @@ class ManifestWriter {
 
 using Numbers = std::vector<int64_t>;
 
-// Boxes and range as they stand in the text: what they mean depends on the shape, which may follow.
+// Boxes and range as they are in the text. They can be checked only with the shape, which may come
+// later in the text.
 struct ShardText {
-  Numbers offsets;  // of one box after the other
+  Numbers offsets;  // of all boxes, one after the other
   Numbers extents;
   uint32_t box_count = 0;
   bool even = true;  // every box has as many numbers as the first
@@ -200,7 +201,7 @@ class ManifestReader {
 
   Result<Manifest> Read() {
     json_.Object({
-        {"format", [&] { json_.String(); }},  // known since the first bytes
+        {"format", [&] { json_.String(); }},  // checked with the first bytes
         {"version", [&] { json_.Unsigned(); }},
         {"writer", [&] { manifest_.writer = Text(kWriterBytesMax); }},
         {"step", [&] { manifest_.step = json_.Unsigned(kStepsMax); }},
@@ -212,7 +213,7 @@ class ManifestReader {
         {"groups", [&] { json_.Array([&] { manifest_.groups.push_back(Group()); }); }},
         {"files", [&] { json_.Array([&] { manifest_.files.push_back(File()); }); }},
         {"params", [&] { json_.Array([&] { Param(); }); }},
-        {"xxh3", [&] { json_.String(); }},  // checked before anything else
+        {"xxh3", [&] { json_.String(); }},  // checked before the parser runs
     });
     json_.End();
     if (!json_.ok()) return Corrupt("the manifest: " + json_.error());
@@ -361,7 +362,7 @@ class ManifestReader {
     return tensor;
   }
 
-  // Shards of the param, now that its shape is known.
+  // Makes the shards of a param whose shape is known now.
   Status MakeShards(size_t index) {
     StoredParam& param = manifest_.params[index];
     const std::string where = "the manifest: param \"" + param.name.substr(0, 256) + "\": ";
@@ -389,12 +390,12 @@ class ManifestReader {
 
   JsonReader json_;
   Manifest manifest_{};
-  std::vector<std::vector<ShardText>> texts_;  // as manifest_.params
+  std::vector<std::vector<ShardText>> texts_;  // in the order of manifest_.params
 };
 
 // ------------------------------------------------------------------------------------ checking --
 
-// A plain name that stays in the directory whatever the system makes of it.
+// Whether a name is a plain file name, which on no system leads out of the directory.
 bool IsFileName(std::string_view name) {
   constexpr std::string_view kLetters =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
@@ -465,7 +466,7 @@ Status CheckParam(const Manifest& manifest, const StoredParam& param) {
   return {};
 }
 
-// Every file is filled by its arrays, from the data's begin to its end.
+// Checks that its arrays fill every file without gaps, from the begin of the data to the end.
 Status CheckFilled(const Manifest& manifest) {
   struct Place {
     uint32_t file;
@@ -512,7 +513,7 @@ Status CheckManifest(const Manifest& manifest) {
   return CheckFilled(manifest);
 }
 
-// The first bytes and the hash at the end: whether the rest may be believed, and read at all.
+// Checks the first bytes and the hash at the end, before the rest is parsed.
 Status CheckEnds(std::string_view text) {
   if (text.size() > kManifestBytesMax)
     return Corrupt("the manifest has " + std::to_string(text.size()) + " bytes, at most " +

@@ -33,7 +33,7 @@ uint64_t CommonElements(const Box& a, const Box& b, uint32_t dimensions) {
   return Product(Common(a, b, dimensions).size, 0, dimensions);
 }
 
-// A box and where its elements begin, counted through the shard's boxes.
+// A box, and the index of its first element among the elements of all boxes of the shard.
 struct PlacedBox {
   const Box* box;
   uint64_t first;
@@ -49,13 +49,14 @@ std::vector<PlacedBox> PlaceBoxes(const Shard& shard) {
   return placed;
 }
 
-// The elements that two boxes share, as rows: ranges that are contiguous in both boxes. Rows
-// count in row-major order, so that their places in both boxes ascend.
+// The elements that two boxes share, as rows: ranges that are contiguous in both boxes. Rows are
+// numbered in row-major order, so that their begins ascend in both boxes.
 class CommonRows {
  public:
   CommonRows(uint32_t dimensions, const Box& a, const Box& b)
       : dimensions_(dimensions), common_(Common(a, b, dimensions)) {
-    // A row spans the last dimension, and those before it while both boxes are spanned as a whole.
+    // A row spans the last dimension; while it spans a whole dimension of both boxes, it spans the
+    // one before it too.
     row_begin_ = dimensions - 1;
     while (row_begin_ > 0 && common_.size[row_begin_] == a.size[row_begin_] &&
            common_.size[row_begin_] == b.size[row_begin_])
@@ -67,7 +68,7 @@ class CommonRows {
   uint64_t count() const { return count_; }
   uint64_t elements() const { return elements_; }  // of a row
 
-  // Where a row begins, counted in one of the two boxes.
+  // The index of a row's first element in one of the two boxes.
   uint64_t Place(uint64_t row, const Box& box) const {
     uint64_t place = 0, stride = 1;
     for (uint32_t d = dimensions_; d-- > 0;) {
@@ -94,7 +95,8 @@ class CommonRows {
 Status VisitBoxes(uint32_t index, const Shard& stored, const PlacedBox& from, const Shard& wanted,
                   const PlacedBox& to, FunctionRef<Status(const Segment&)> visit) {
   const CommonRows rows(stored.dimensions, *from.box, *to.box);
-  // Rows before the first that reaches into both ranges end before one of them begins.
+  // Finds the first row that reaches into both ranges. All rows before it end before one of the
+  // ranges begins.
   uint64_t first = 0;
   for (uint64_t left = rows.count(); left > 0;) {
     const uint64_t middle = first + left / 2;
@@ -117,14 +119,14 @@ Status VisitBoxes(uint32_t index, const Shard& stored, const PlacedBox& from, co
     const uint64_t destination_end = wanted.range_begin + wanted.range_count;
     const uint64_t end = std::min({rows.elements(), source_end - std::min(source_end, source),
                                    destination_end - std::min(destination_end, destination)});
-    if (skip >= end) break;  // past the end of a range, and so are all later rows
+    if (skip >= end) break;  // this row and all later ones are behind the end of a range
     HYBRIDOPT_TRY(visit({index, source + skip - stored.range_begin,
                          destination + skip - wanted.range_begin, end - skip}));
   }
   return {};
 }
 
-// "(3, 0, 17)": the first element of both.
+// "(3, 0, 17)": the coordinates of the first common element.
 std::string FirstCommon(const Box& a, const Box& b, uint32_t dimensions) {
   const Box common = Common(a, b, dimensions);
   std::string text;
@@ -144,7 +146,7 @@ std::string Coordinates(const Shard& shard, uint64_t index) {
   return "(" + text + ")";
 }
 
-// Stored boxes, and a tree that finds those that a wanted one meets.
+// Stored boxes, and a tree that finds those that overlap a wanted box.
 struct StoredBoxes {
   StoredBoxes(const std::vector<Box>& all, uint32_t dimensions)
       : boxes(all), tree(all, dimensions) {}
@@ -164,11 +166,12 @@ uint64_t CountHeld(StoredBoxes& stored, const Shard& wanted) {
   return held;
 }
 
-// The first wanted element that no stored box holds; one is missing, and none is held twice. So
-// those up to one are all there if as many are held.
+// Finds, by bisection, the first wanted element that no stored box holds. At least one is missing,
+// and none is held twice, so the first n elements are all held if n of them are.
 uint64_t FirstMissing(StoredBoxes& stored, const Shard& wanted) {
   Shard part = wanted;
-  uint64_t held = 0, missing = wanted.range_count;  // the first so many are held, are not
+  // The first `held` are all held, the first `missing` are not.
+  uint64_t held = 0, missing = wanted.range_count;
   while (missing - held > 1) {
     part.range_count = held + (missing - held) / 2;
     (CountHeld(stored, part) == part.range_count ? held : missing) = part.range_count;
@@ -176,7 +179,7 @@ uint64_t FirstMissing(StoredBoxes& stored, const Shard& wanted) {
   return held;
 }
 
-// Gives the boxes of all shards, without ranges, and fails where two of them share an element.
+// Lists the boxes of all shards, cut to their ranges, and fails if two of them share an element.
 Status CheckDisjointBoxes(std::span<const Shard* const> stored, std::vector<Box>& boxes) {
   std::vector<size_t> ends;  // of each shard's boxes
   for (const Shard* shard : stored) {
@@ -224,7 +227,7 @@ Status CheckDisjoint(std::span<const Shard* const> stored) {
 Status CheckCoverage(std::span<const Shard* const> stored, const Shard& wanted) {
   std::vector<Box> boxes;
   HYBRIDOPT_TRY(CheckDisjointBoxes(stored, boxes));
-  // Nothing twice: all of them are there if their number is right.
+  // No element is held twice, so all of them are held if their number is right.
   StoredBoxes stored_boxes(boxes, wanted.dimensions);
   if (CountHeld(stored_boxes, wanted) == wanted.range_count) return {};
   const uint64_t missing = FirstMissing(stored_boxes, wanted);

@@ -1,5 +1,5 @@
-// Reshard: pure. Which elements of stored shards go where in a wanted shard, whatever boxes and
-// ranges either has.
+// Reshard: which elements of stored shards go where in a wanted shard, for any boxes and ranges of
+// both. Pure.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace hybridopt::checkpoint {
 
-// `count` elements that lie side by side in both shards.
+// `count` elements that are contiguous in both shards.
 struct Segment {
   uint32_t shard;        // index of the stored shard
   uint64_t source;       // first element, counted in the stored shard
@@ -21,8 +21,8 @@ struct Segment {
 };
 
 // Calls visit for every segment, stored shard by stored shard, and stops at the first failure.
-// Within a pair of boxes both elements ascend. Keeps nothing in memory: there may be as many
-// segments as elements. All shards are of one global shape.
+// Within a pair of boxes `source` and `destination` ascend. Does not store the segments, because
+// there may be as many as elements. All shards have one global shape.
 Status ForEachSegment(std::span<const Shard* const> stored, const Shard& wanted,
                       FunctionRef<Status(const Segment&)> visit);
 

@@ -72,7 +72,7 @@ HeadTensor ParseTensor(JsonReader& json, std::string name) {
   return tensor;
 }
 
-// Sorted by place, the tensors must lie end to end and fill the data.
+// Checks that the tensors, sorted by offset, fill the data without gaps and overlaps.
 Status CheckFilled(const std::vector<HeadTensor>& tensors, uint64_t data_bytes) {
   uint64_t end = 0;
   for (const HeadTensor& tensor : tensors) {
@@ -123,7 +123,7 @@ bool FindDtype(std::string_view name, Dtype* dtype) {
 }
 
 bool CountElements(const std::vector<int64_t>& shape, uint64_t* count) {
-  // A zero makes the product zero, whatever overflow the others would cause.
+  // If one factor is zero the product is zero, even if the others would overflow.
   const bool zero = std::find(shape.begin(), shape.end(), 0) != shape.end();
   int64_t product = zero ? 0 : 1;
   for (const int64_t extent : shape) {

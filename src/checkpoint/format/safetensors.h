@@ -1,6 +1,6 @@
-// The head of a safetensors file: pure, text in and text out. Its rules are enforced on reading: at
-// most 100 MB that start with '{', every tensor's bytes match its shape, and the tensors fill the
-// data to the end of the file without a hole or an overlap.
+// The head of a safetensors file, as text and parsed. Pure. The parser enforces the format's rules:
+// at most 100 MB that start with '{', every tensor's bytes match its shape, and the tensors fill
+// the data to the end of the file without gaps and overlaps.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct Head {
   bool operator==(const Head&) const = default;
 };
 
-inline constexpr uint64_t kHeadBytesMax = 100'000'000;  // of the JSON text, as safetensors has it
+inline constexpr uint64_t kHeadBytesMax = 100'000'000;  // of the JSON text, safetensors' limit
 inline constexpr uint64_t kHeadLengthBytes = 8;
 inline constexpr uint64_t kDataAlignment = 4096;
 
@@ -44,14 +44,14 @@ inline constexpr uint64_t kDataAlignment = 4096;
 // data to a multiple of 4096. UNSUPPORTED where names are not UTF-8 or the text is too long.
 Result<std::string> EncodeHead(const Head& head);
 
-// From the first 8 bytes of a file of `file_bytes`: how many bytes lie before its data. Errors are
+// How many bytes a file of `file_bytes` has before its data, from its first 8 bytes. Errors are
 // CHECKPOINT_CORRUPT and do not name the file.
 Result<uint64_t> BytesBeforeData(std::string_view first_bytes, uint64_t file_bytes);
 
-// Reads the bytes before the data, as many as BytesBeforeData said.
+// Parses the bytes before the data, of which BytesBeforeData gives the number.
 Result<Head> ParseHead(std::string_view bytes, uint64_t file_bytes);
 
-// The product of a shape; false if it does not fit 63 bits or an extent is negative.
+// The product of a shape; false if it does not fit 63 bits or a size is negative.
 bool CountElements(const std::vector<int64_t>& shape, uint64_t* count);
 
 }  // namespace hybridopt::checkpoint
