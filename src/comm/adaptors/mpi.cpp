@@ -1,7 +1,7 @@
-// The comm table over MPI, a small library of its own: nothing else of the project knows MPI.
+// The comm table over MPI, in a small library of its own: no other part of the project uses MPI.
 //
-// Every call is a non-blocking gather that is looked at until the timeout, for MPI's blocking calls
-// have none.
+// Every call is a non-blocking gather that is polled until the timeout, because MPI's blocking
+// calls have none.
 #include <offload_mpi.h>
 
 #include <memory>
@@ -24,7 +24,7 @@ class MpiRanks final : public Ranks {
  public:
   MpiRanks(int32_t rank, int32_t world) : Ranks(rank, world), buffer_(BufferBytes()) {}
 
-  // On an error there is nothing to free.
+  // On an error there is no communicator to free.
   int32_t Initialize(MPI_Comm communicator) {
     if (int error = MPI_Comm_dup(communicator, &communicator_); error != MPI_SUCCESS)
       return FailMpi("MPI_Comm_dup", error);
@@ -119,8 +119,8 @@ int32_t offload_mpi_destroy(offload_comm_t* table) {
   auto* const ranks = static_cast<MpiRanks*>(Ranks::Of(table, "offload_mpi_create"));
   if (ranks == nullptr) return OFFLOAD_INVALID_ARGUMENT;
   *table = {};
-  // A gather that never ended may still write to the buffer, and freeing the communicator would
-  // wait for its ranks.
+  // A gather that has not ended may still write to the buffer, and MPI_Comm_free would wait for the
+  // other ranks.
   if (ranks->failed()) return OFFLOAD_OK;
   const int32_t status = ranks->Free();
   delete ranks;

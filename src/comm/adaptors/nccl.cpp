@@ -1,7 +1,7 @@
-// The comm table over NCCL, a small library of its own: nothing else of the project knows NCCL.
+// The comm table over NCCL, in a small library of its own: no other part of the project uses NCCL.
 //
-// Every call is a gather of bytes that is looked at until the timeout. Nothing of NCCL's blocks:
-// its communicator is a non-blocking one.
+// Every call is a gather of bytes that is polled until the timeout. The communicator is
+// non-blocking, so that no call of NCCL blocks.
 #include <memory>
 #include <new>
 
@@ -26,7 +26,7 @@ int32_t FailCuda(const char* call, cudaError_t error) {
     if (const cudaError_t error = (call); error != cudaSuccess) return FailCuda(#call, error); \
   } while (false)
 
-// The calling thread's device and capture mode are back afterwards.
+// Uses a device in its scope, and restores the calling thread's device and capture mode afterwards.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -107,7 +107,7 @@ class NcclRanks final : public Ranks {
     }
   }
 
-  // Until a call that has been started is on its stream, or at an end.
+  // Waits until a call that has been started is queued on its stream or has failed.
   int32_t AwaitNccl(NcclOutcome outcome, const char* call, Clock::time_point deadline) {
     Poll poll(deadline);
     while (outcome == kNcclInProgress) {
@@ -124,7 +124,7 @@ class NcclRanks final : public Ranks {
                 nccl_.error_string(error));
   }
 
-  // Ends NCCL's kernels wherever they are. It waits for no other rank, so it serves to end a good
+  // Aborts NCCL's kernels. It does not wait for other ranks, so it is used to end a good
   // communicator too.
   void Abort() {
     if (communicator_ != nullptr) (void)nccl_.abort(communicator_);

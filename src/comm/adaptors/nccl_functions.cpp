@@ -10,14 +10,15 @@ namespace {
 
 constexpr char kName[] = "libnccl.so.2";
 constexpr char kPathVariable[] = "HYBRIDOPT_NCCL_PATH";
-constexpr int kVersionMin = 21400;  // 2.14, the first whose calls need not block
+constexpr int kVersionMin = 21400;  // 2.14, the first release with non-blocking communicators
 
 std::string DlError() {
   const char* const text = dlerror();
   return text != nullptr ? text : "unknown error";
 }
 
-// The copy that is in use already, wherever it came from; else the one to load.
+// Opens the copy of NCCL that the process has loaded already, else the first one that can be
+// loaded.
 void* Open(std::string* why) {
   if (dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr) return RTLD_DEFAULT;
   if (void* loaded = dlopen(kName, RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL)) return loaded;

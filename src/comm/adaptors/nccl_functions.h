@@ -1,4 +1,4 @@
-// NCCL's functions, from the copy of it that this process uses.
+// NCCL's functions, from the copy of NCCL that this process uses.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,11 +9,11 @@
 
 namespace hybridopt::adaptor {
 
-// The few of NCCL's types that are needed. Its headers need not be there.
+// The types of NCCL that the adaptor needs, so that it can be built without NCCL's headers.
 struct NcclCommunicator;
 enum NcclOutcome : int { kNcclSuccess = 0, kNcclInProgress = 7 };  // others are errors
 constexpr int kNcclBytes = 0;                                      // ncclInt8
-struct NcclConfig {  // as of 2.14; later releases take it
+struct NcclConfig {  // the struct of 2.14, which later releases accept
   size_t size = sizeof(NcclConfig);
   unsigned int magic = 0xcafebeef;
   unsigned int version = 21400;
@@ -30,7 +30,7 @@ struct NcclFunctions {
   const char* (*error_string)(NcclOutcome);
 };
 
-// NULL if there is none to use; *why then says where it was looked for. Found once, it stays.
+// NULL if no NCCL can be used; *why then says where it was searched. Once found it stays loaded.
 const NcclFunctions* FindNccl(std::string* why);
 
 }  // namespace hybridopt::adaptor

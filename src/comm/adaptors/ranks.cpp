@@ -36,7 +36,8 @@ Clock::time_point DeadlineAfter(int64_t timeout_ns) {
   return Clock::now() + std::chrono::nanoseconds(std::clamp<int64_t>(timeout_ns, 0, kYearsNs));
 }
 
-// Ranks come together within microseconds, or one has much left to do: then it gets the core.
+// Mostly all ranks arrive within microseconds. Otherwise a rank still has much work: then the
+// pauses leave the core to it.
 bool Poll::Again() {
   if (Clock::now() >= deadline_) return false;
   if (pauses_++ < 1000) {

@@ -1,6 +1,5 @@
 // Ranks: what the comm tables over MPI and over NCCL share. An adaptor gathers the bytes of all
-// ranks; each rank then combines all values by itself, in rank order, so that all get the same
-// bits.
+// ranks. Then each rank combines all values, in rank order, so that all ranks get the same bits.
 //
 // Each adaptor is a library of its own and has its own copy of this code.
 #pragma once
@@ -13,16 +12,16 @@
 
 namespace hybridopt::adaptor {
 
-// Keeps the text for LastError() and returns the code.
+// Stores the text for LastError() and returns the code.
 [[gnu::format(printf, 2, 3)]] int32_t Fail(int32_t code, const char* format, ...);
 // The text of this library's last Fail(), on any thread; "" if there was none. Valid until this
-// thread asks again.
+// thread calls LastError() again.
 const char* LastError();
 
 using Clock = std::chrono::steady_clock;
 Clock::time_point DeadlineAfter(int64_t timeout_ns);
 
-// The pauses of a loop that looks again and again whether something has ended.
+// The pauses of a polling loop.
 class Poll {
  public:
   explicit Poll(Clock::time_point deadline) : deadline_(deadline) {}
@@ -35,7 +34,7 @@ class Poll {
   uint32_t pauses_ = 0;
 };
 
-// Calls come from one thread at a time: the library's thread of the optimizer.
+// One thread at a time calls these: the thread of the optimizer's timeline.
 class Ranks {
  public:
   Ranks(int32_t rank, int32_t world) : rank_(rank), world_(world) {}
@@ -51,18 +50,18 @@ class Ranks {
 
   int32_t rank() const { return rank_; }
   int32_t world() const { return world_; }
-  // A call has failed: the ranks are out of step, and all later calls fail at once.
+  // A call has failed: the ranks are not synchronous any more, and all later calls fail at once.
   bool failed() const { return failed_; }
 
  protected:
-  // What one gather carries of each rank. Fixed, so that no call allocates.
+  // How many values of each rank one gather has. Fixed, so that no call allocates.
   static constexpr uint32_t kValuesAtOnce = 64;
   static constexpr size_t kOwnBytes = kValuesAtOnce * sizeof(double);
-  // The buffer holds this rank's own bytes, then from AllOf() on those of all ranks.
+  // The buffer has this rank's own bytes, and then, from AllOf() on, those of all ranks.
   size_t BufferBytes() const { return kOwnBytes * (1 + static_cast<size_t>(world_)); }
   static std::byte* AllOf(std::byte* buffer) { return buffer + kOwnBytes; }
 
-  // In host memory, BufferBytes() long, aligned for double.
+  // A buffer in host memory of BufferBytes(), aligned for double.
   virtual std::byte* buffer() = 0;
   // Copies the first `bytes` of every rank's own part to AllOf(buffer()), in rank order.
   virtual int32_t Gather(size_t bytes, Clock::time_point deadline) = 0;

@@ -1,5 +1,5 @@
-// The CUDA device. Streams are the caller's cudaStream_t; every call works in a Scope, so that the
-// calling thread keeps its own device, and nothing here waits without a bound.
+// The CUDA device. A StreamHandle is a cudaStream_t. Every call works in a Scope, so that the
+// calling thread keeps its own device, and every wait has a bound.
 #include "device/device.h"
 
 #include <algorithm>
@@ -30,17 +30,17 @@ namespace hybridopt {
 namespace cuda {
 namespace {
 
-constexpr uint64_t kFlagStrideBytes = 64;  // each in a cache line of its own
+constexpr uint64_t kFlagStrideBytes = 64;  // each flag has its own cache line
 constexpr uint64_t kFlagPageBytes = 4096;
-// Thread blocks of an update in the background: they move some times what the link does, and leave
-// most processors to others.
+// Thread blocks of an update in the background: they move several times the bytes of the link to
+// the host, and leave most processors to other work.
 constexpr uint32_t kBackgroundBlocks = 32;
-// How long a stream that is given up may take to end: it can only be waited for, not stopped.
+// How long an abandoned stream may take to end: CUDA cannot stop a stream, only wait for it.
 constexpr int64_t kDrainNs = 2'000'000'000;
 
 cudaStream_t Of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
 
-// An event, and what to call it. Its handle is its address.
+// An event and its label. Its handle is its address.
 struct Event {
   cudaEvent_t event = nullptr;
   std::string label;
@@ -67,7 +67,8 @@ class CudaDevice final : public Device {
   const char* pci_id() const override { return pci_id_.c_str(); }
   bool unified() const override { return false; }
   bool shares_queues() const override { return true; }
-  // The driver takes some 50 us to queue a chunk's copies and events, in which no worker works.
+  // The driver takes about 50 us to queue the copies and events of a chunk; meanwhile no worker
+  // works.
   uint64_t default_chunk_elements() const override { return uint64_t{1} << 22; }
 
   Result<DeviceMemory> Memory() const override;
@@ -151,10 +152,10 @@ class CudaDevice final : public Device {
   std::unique_ptr<Tables> tables_;
 
   mutable std::mutex mutex_;                     // guards all below
-  std::map<StreamHandle, std::string> streams_;  // that we made, with their labels
+  std::map<StreamHandle, std::string> streams_;  // that this device made, with their labels
   std::byte* flags_ = nullptr;                   // the page that NewFlag takes from
   uint64_t flags_taken_ = 0;                     // of that page
-  bool stuck_ = false;                           // a stream that was given up goes on
+  bool stuck_ = false;                           // an abandoned stream still runs
 };
 
 // ------------------------------------------------------------------------------------- creating --
@@ -230,14 +231,14 @@ Status CudaDevice::CheckAttributes(CUdevice device) {
 
 CudaDevice::~CudaDevice() {
   if (fork_generation_ != prim::ForkGeneration()) {
-    (void)tables_.release();  // CUDA does not survive fork: everything is the parent's
+    (void)tables_.release();  // CUDA does not survive fork: all objects belong to the parent
     memory_.KeepMapped();
     return;
   }
   if (context_ == nullptr) return;
   const Scope scope = Enter();
   while (!streams_.empty()) AbandonStream(streams_.begin()->first);
-  // Pages of flags stay: a stream of the caller's may still be about to look at one.
+  // Pages of flags are not freed, because a stream of the caller may still read a flag.
   if (stuck_) (void)tables_.release();
   tables_.reset();
   memory_.FreeAll();
@@ -302,8 +303,8 @@ Result<void*> CudaDevice::Map(void*, uint64_t) {
                        "offload_device_upload and offload_device_download");
 }
 
-// The driver knows where each address lies, but not always where its allocation ends: the first and
-// the last byte are asked about.
+// The driver knows to which memory an address belongs, but not always where an allocation ends. So
+// the first and the last byte are checked.
 Status CudaDevice::CheckRange(const void* data, uint64_t bytes) const {
   if (bytes == 0) return {};
   const Scope scope = Enter();
@@ -355,7 +356,8 @@ Status CudaDevice::PinHost(void* data, uint64_t bytes) {
 void CudaDevice::UnpinHost(void* data) {
   const Scope scope = Enter();
   {
-    // What a stuck stream may still copy to stays pinned: no page of it goes to anybody else.
+    // Memory to which a stuck stream may still copy stays pinned, so that the system gives none of
+    // its pages to other code.
     std::lock_guard lock(mutex_);
     if (stuck_) return;
   }
@@ -382,7 +384,8 @@ Result<std::atomic<uint64_t>*> CudaDevice::NewFlag() {
 
 // -------------------------------------------------------------------------------------- streams --
 
-// The pipeline's few kernels go first: what the caller's streams wait for should not wait for them.
+// The pipeline's own streams have the highest priority: the caller's streams wait for their few
+// kernels.
 Result<StreamHandle> CudaDevice::CreateStream(const char* label) {
   const Scope scope = Enter();
   int lowest = 0;
@@ -453,10 +456,10 @@ void CudaDevice::Forget(StreamHandle stream) {
     std::lock_guard lock(mutex_);
     streams_.erase(stream);
   }
-  (void)cudaStreamDestroy(Of(stream));  // returns at once; what is queued goes on
+  (void)cudaStreamDestroy(Of(stream));  // returns at once; queued work still runs
 }
 
-// CUDA cannot drop what is queued. Where it does not end soon, all memory that it may touch stays.
+// CUDA cannot drop queued work. If it does not end soon, all memory that it may touch is kept.
 void CudaDevice::AbandonStream(StreamHandle stream) {
   if (stream == nullptr) return;
   if (Synchronize(stream, kDrainNs).code() == OFFLOAD_TIMED_OUT) {
@@ -467,7 +470,7 @@ void CudaDevice::AbandonStream(StreamHandle stream) {
   Forget(stream);
 }
 
-// Any cudaStream_t will do; one that captures will not.
+// Accepts any cudaStream_t that is not being captured.
 Status CudaDevice::CheckStream(StreamHandle stream) const {
   const Scope scope = Enter();
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -483,7 +486,7 @@ Status CudaDevice::CheckStream(StreamHandle stream) const {
   const bool special =
       stream == nullptr || Of(stream) == cudaStreamLegacy || Of(stream) == cudaStreamPerThread;
   if (!special && cudaStreamGetDevice(Of(stream), &device) != cudaSuccess) {
-    (void)cudaGetLastError();  // an older driver cannot say
+    (void)cudaGetLastError();  // an older driver cannot tell
     device = options_.device_index;
   }
   if (device != options_.device_index)
@@ -523,8 +526,8 @@ Status CudaDevice::StreamWait(StreamHandle stream, EventHandle event) {
   return Check(cudaStreamWaitEvent(Of(stream), Of(event).event, 0), "cudaStreamWaitEvent", stream);
 }
 
-// The comparison is that of a counter that wraps around: a released flag must not be more than 2^63
-// ahead (Timeline::kReleased).
+// The driver compares flags as counters that wrap around, so the value of a released flag must be
+// less than 2^63 ahead (Timeline::kReleased).
 Status CudaDevice::StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                                   uint64_t value) {
   HYBRIDOPT_CHECK(flag != nullptr);
@@ -583,8 +586,8 @@ Status CudaDevice::Copy(StreamHandle stream, void* to, const void* from, uint64_
   return Check(cudaMemcpyAsync(to, from, bytes, kind, Of(stream)), what, stream);
 }
 
-// With memory that is not pinned the driver copies only when the stream has come there, and blocks
-// until then, without a bound of its own.
+// A copy of memory that is not pinned blocks in the driver until the stream reaches it, without a
+// bound. So this waits for the stream first, with a bound.
 Status CudaDevice::AwaitIfPageable(StreamHandle stream, const void* host) {
   cudaPointerAttributes attributes{};
   HYBRIDOPT_TRY(
@@ -614,7 +617,7 @@ Status CudaDevice::SetVerdict(StreamHandle stream, const Verdict& value, Verdict
   return Check(LaunchSetVerdict(Of(stream), value, device), "set the verdict", stream);
 }
 
-// As many tables as it takes; without any gradient the verdict is on a sum of 0.
+// Uses as many tables as the inputs need. Without any gradient the verdict is that of a sum of 0.
 Status CudaDevice::Norm(StreamHandle stream, const NormLaunch& launch) {
   const Scope scope = Enter();
   size_t begin = 0;
@@ -704,8 +707,8 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch,
   return status.ok() ? given_back : status;
 }
 
-// A host callback is not called after an error of the device: whoever waited for it would wait for
-// ever.
+// Refused: CUDA does not call a host callback after an error of the device, so that a thread that
+// waits for it would wait for ever.
 Status CudaDevice::Run(StreamHandle, offload_stream_function_t, void*) {
   return Status::Error(OFFLOAD_UNSUPPORTED,
                        "functions do not run on the streams of a CUDA device; queue a kernel, or "

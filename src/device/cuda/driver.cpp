@@ -3,7 +3,8 @@
 namespace hybridopt::cuda {
 namespace {
 
-constexpr unsigned int kDriverVersion = 12000;  // that of the functions' signatures in cuda.h
+// The version of the functions' signatures in cuda.h.
+constexpr unsigned int kDriverVersion = 12000;
 
 template <typename Function>
 Status FindOne(const char* name, Function* function) {
@@ -24,7 +25,7 @@ Status FindOne(const char* name, Function* function) {
   return {};
 }
 
-// Errors of one call alone; after all others the context is lost.
+// Whether an error concerns only one call. After all other errors the context is lost.
 bool IsLocal(cudaError_t error) {
   switch (error) {
     case cudaErrorInvalidValue:
@@ -76,7 +77,7 @@ Result<Driver> Driver::Find() {
 
 Status Fault::Check(cudaError_t error, const char* what, const char* label) {
   if (error == cudaSuccess) return status();
-  (void)cudaGetLastError();  // ours alone: the runtime is linked statically
+  (void)cudaGetLastError();  // clears only the library's error: the runtime is linked statically
   const std::string on = *label != '\0' ? std::string(" on \"") + label + "\"" : "";
   if (IsOfCapture(error))
     return Status::Error(OFFLOAD_INVALID_STATE,

@@ -1,5 +1,5 @@
-// The CUDA driver, found at run time: nothing links to libcuda. The static runtime opens it, and
-// gives out its functions.
+// The CUDA driver, found at run time: the library does not link to libcuda. The static runtime
+// opens the driver and returns its functions.
 #pragma once
 
 #include <cuda.h>
@@ -12,8 +12,8 @@
 
 namespace hybridopt::cuda {
 
-// What the runtime has no call for: contexts without a change of device, memory that can be given
-// back while streams run, waits for a word of memory.
+// Functions that the runtime does not have: contexts without a change of device, memory that can be
+// freed while streams run, waits for a word of memory.
 struct Driver {
   decltype(&cuCtxGetCurrent) ctx_get_current;
   decltype(&cuCtxPushCurrent) ctx_push_current;
@@ -32,12 +32,12 @@ struct Driver {
   decltype(&cuMemUnmap) mem_unmap;
   decltype(&cuMemSetAccess) mem_set_access;
 
-  // UNSUPPORTED where there is no driver, or one that is too old.
+  // UNSUPPORTED if there is no driver, or if it is too old.
   static Result<Driver> Find();
 };
 
-// Inside it the calling thread works with our device; whatever context it had is back afterwards.
-// A capture that another thread has begun is not disturbed by what we do.
+// In its scope the calling thread uses the library's device. Its destructor restores the context
+// that the thread had. Calls in the scope do not disturb a capture that another thread has begun.
 class Scope {
  public:
   Scope(const Driver& driver, CUcontext context) : driver_(driver) {
@@ -60,14 +60,14 @@ class Scope {
   cudaStreamCaptureMode capture_mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Turns errors into statuses. An error that the context does not survive stays the cause of all
-// later failures.
+// Turns errors into statuses. An error that the context does not survive is kept as the cause of
+// all later failures.
 class Fault {
  public:
-  // `what` names the call and what it was for.
+  // `what` names the call and its purpose.
   Status Check(cudaError_t error, const char* what, const char* label = "");
   Status Check(CUresult error, const char* what, const char* label = "") {
-    return Check(static_cast<cudaError_t>(error), what, label);  // the numbers are the same
+    return Check(static_cast<cudaError_t>(error), what, label);  // both enums have the same numbers
   }
   Status status() const;  // OK, or DEVICE_FAILED with the cause
 

@@ -12,9 +12,9 @@
 
 namespace hybridopt::cuda {
 
-// Blocks of whole 2 MiB pages, mapped one by one. cudaFree would wait for every stream of the
-// device, those of the caller included that wait for the very step which frees: freeing here waits
-// for nobody. Thread-safe; callers are inside a Scope.
+// Blocks of whole 2 MiB pages, each mapped separately. cudaFree would wait for every stream of the
+// device, also for streams of the caller that wait for the step which frees. Here a free waits for
+// no stream. Thread-safe; callers must be inside a Scope.
 class BlockMemory {
  public:
   BlockMemory(const Driver& driver, Fault& fault, int device)
@@ -25,9 +25,9 @@ class BlockMemory {
 
   Result<void*> Allocate(uint64_t bytes);
   Status Free(void* data);
-  void FreeAll();  // reserved ranges too
+  void FreeAll();  // frees reserved ranges too
 
-  // See Device::Reserve. Pages are larger behind large ranges: each has a handle of its own.
+  // See Device::Reserve. Large ranges have larger pages, because each page has a handle of its own.
   static uint64_t PageBytes(uint64_t range_bytes);
   Result<void*> Reserve(uint64_t bytes);
   void Unreserve(void* range);
@@ -35,7 +35,8 @@ class BlockMemory {
   void FreePages(DevicePages& pages);
   Status AppendPages(void* range, DevicePages& pages);
   void TruncatePages(void* range, uint64_t bytes);
-  // Something that cannot be stopped may still use what is freed from now on: it stays mapped.
+  // To be called when work that cannot be stopped may still use memory: blocks that are freed from
+  // now on stay mapped.
   void KeepMapped();
 
  private:
@@ -50,7 +51,7 @@ class BlockMemory {
   struct Range {
     uint64_t bytes;
     uint64_t page_bytes;
-    std::vector<CUmemGenericAllocationHandle> pages;  // from the begin on
+    std::vector<CUmemGenericAllocationHandle> pages;  // in order, from the begin of the range
   };
   void Truncate(void* address, Range& range, uint64_t bytes);
 

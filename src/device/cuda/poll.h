@@ -1,4 +1,5 @@
-// Bounded waits. CUDA's own have no timeout, and its host callbacks are not called after an error.
+// Waits with a bound. CUDA's own waits have no timeout, and CUDA does not call host callbacks after
+// an error.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +12,9 @@
 
 namespace hybridopt::cuda {
 
-// Calls done() (a Result<bool>) until it is true or fails, or timeout_ns has passed (negative: no
-// limit): at first as fast as it can, since copies of a chunk take some 50 us, then with pauses.
+// Calls done() (a Result<bool>) until it returns true or fails, or timeout_ns has passed (negative:
+// no limit). At first it polls without pauses, since the copies of a chunk take about 50 us, then
+// with pauses.
 template <typename Done>
 Result<bool> PollUntil(Done&& done, int64_t timeout_ns) {
   constexpr int64_t kSpinNs = 100'000;

@@ -5,7 +5,7 @@
 
 namespace hybridopt::cuda {
 
-// "hybridopt " and the name of what runs on it. Nothing without a profiler.
+// Names the stream "hybridopt " and `name`. Does nothing without a profiler.
 void NameStream(cudaStream_t stream, const char* name);
 
 }  // namespace hybridopt::cuda

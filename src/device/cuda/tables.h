@@ -1,6 +1,7 @@
-// Tables: how what a launch must know gets to the device. Pinned pieces on the host, each with its
-// place on the device, are taken in turn: filled, copied down the launch's stream, and free again
-// when the launch has run. Nothing is allocated and the caller's arrays are not kept.
+// Tables: the arguments of launches, in device memory. Each table is pinned memory on the host with
+// as much memory on the device. Launches use the tables in turns: a launch fills one, copies it on
+// its stream, and the table is free again when the launch has run. A launch allocates nothing and
+// does not keep the caller's arrays.
 #pragma once
 
 #include <cstdint>
@@ -27,11 +28,11 @@ class Tables {
     void* host;
     void* device;
   };
-  // One that no launch needs any more; waits for it up to timeout_ns.
+  // Takes a table that no launch uses any more; waits for one up to timeout_ns.
   Result<Table> Take(int64_t timeout_ns);
   // Copies the table's first bytes to the device.
   Status Send(const Table& table, uint64_t bytes, cudaStream_t stream);
-  // Later takers wait for what is on the stream now.
+  // Gives the table back. It is taken again only after the work that is on the stream now.
   Status GiveBack(const Table& table, cudaStream_t stream);
 
  private:

@@ -1,4 +1,4 @@
-// UpdateRows: what the port's updates are to the kernels.
+// UpdateRows: turns the updates of the device port into rows for the kernels.
 #pragma once
 
 #include "device/device.h"
@@ -8,11 +8,11 @@ namespace hybridopt::cuda {
 
 UpdateKind KindOf(Rule rule, const DeviceUpdate& update);
 
-// Kinds of one rule's updates, numbered.
+// Number of kinds of updates of one rule.
 inline constexpr uint32_t kUpdateKindCount = kStateLayoutCount * kDtypeCount * kDtypeCount * 4;
 uint32_t NumberOf(const UpdateKind& kind);
 
-// `first_tile`: tiles of the rows before.
+// `first_tile` is the number of tiles of the rows before.
 UpdateRow RowOf(const DeviceUpdate& update, const Coefficients& coefficients, uint32_t first_tile);
 
 }  // namespace hybridopt::cuda

@@ -1,4 +1,5 @@
-// The arrays of a span whose types are known, and how several elements at once go through a rule.
+// The arrays of a span whose types are known at compile time, and the update of several elements at
+// once.
 #pragma once
 
 #include <bit>
@@ -15,7 +16,7 @@
 
 namespace hybridopt::cuda {
 
-// How a tile's moments are stored. What is a sum of squares stays finite.
+// How a tile's moments are stored. Sums of squares are kept finite.
 template <MomentForm kForm>
 class Moments {
  public:
@@ -36,7 +37,7 @@ class Moments<MomentForm::kStochastic> {
   __device__ Moments(const UpdateSpan& span, uint64_t begin, uint32_t count)
       : random_(span, begin, count) {}
 
-  // Whether RandomAt can be asked for several at once.
+  // Whether RandomAt can give the bits of several elements at once.
   __device__ bool pieces() const { return random_.share_tweak(); }
   template <uint32_t kCount>
   __device__ Piece<uint32_t, kCount> RandomAt(uint64_t first) const {
@@ -57,7 +58,7 @@ __device__ typename Moments<kForm>::Stored RoundMoment(float value, uint32_t ran
   if constexpr (kForm == MomentForm::kFp32) return value;
   if constexpr (kIsSum) value = value < kBf16Max ? value : kBf16Max;
   if constexpr (kForm == MomentForm::kNearest) return Fp32ToBf16(value);
-  // Of a sum no NaN is left.
+  // The comparison also replaces NaN in a sum of squares.
   if constexpr (kIsSum)
     return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + random) >> 16);
   return Fp32ToBf16Randomly(value, random);
@@ -74,7 +75,7 @@ class TileArrays {
   using Moment = typename Moments<kForm>::Stored;
 
  public:
-  // Of elements [begin, begin + count) of the span.
+  // The arrays of elements [begin, begin + count) of the span.
   __device__ TileArrays(const UpdateSpan& span, uint64_t begin, uint32_t count)
       : moments_(span, begin, count),
         grad_(static_cast<const typename Grad::Stored*>(span.grad)),
@@ -83,10 +84,11 @@ class TileArrays {
         moment0_(static_cast<Moment*>(span.moment0)),
         moment1_(static_cast<Moment*>(span.moment1)) {}
 
-  // Whether several elements may go at once.
+  // Whether several elements may be updated at once.
   __device__ bool pieces() const { return moments_.pieces(); }
 
-  // What is read of some elements, before anything is written; then what is written of them.
+  // Load reads all that a rule needs of some elements, before any result is written; Store writes
+  // the results.
   template <uint32_t kCount>
   struct Loaded {
     Piece<typename Grad::Stored, kCount> grad;

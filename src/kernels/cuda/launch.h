@@ -1,5 +1,5 @@
 // The kernels of the CUDA device: the operations of reference.cpp in the same order, one launch for
-// many params. What differs per param is a row of a table in device memory.
+// many params. The values that differ between params are in the rows of a table in device memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,18 +10,19 @@
 
 namespace hybridopt::cuda {
 
-// What one thread block updates: the rows' elements are cut into tiles of this many.
+// The elements of each row are cut into tiles of this many elements; one thread block updates a
+// tile at a time.
 inline constexpr uint64_t kTileElements = 8192;
 
 // One span of an update.
 struct alignas(16) UpdateRow {
   UpdateSpan span;  // device addresses; count > 0
   Coefficients coefficients;
-  uint32_t first_tile;  // tiles of the rows before
-  uint32_t vectors;     // 1: every array starts where four of its elements can be read at once
+  uint32_t first_tile;  // number of tiles of the rows before
+  uint32_t vectors;     // 1: all arrays are aligned so that four elements can be read at once
 };
 
-// What all rows of a launch have in common.
+// The values that all rows of a launch share.
 struct UpdateKind {
   Rule rule;
   SpanTypes types;
@@ -34,16 +35,16 @@ struct alignas(16) NormRow {
   const void* grad;  // device address
   uint64_t count;    // > 0
   uint64_t first_block;
-  uint32_t first_group;  // thread blocks of the rows before
+  uint32_t first_group;  // number of thread blocks of the rows before
   uint8_t dtype;
-  uint8_t vectors;  // 1: starts at a multiple of 16 bytes
+  uint8_t vectors;  // 1: grad is a multiple of 16 bytes
 };
 
-// Thread blocks that sum a gradient.
+// How many thread blocks sum a gradient.
 uint32_t NormGroups(uint64_t count, int32_t dtype);
 
-// How a verdict comes from block sums. A table that is too long for one launch comes in several,
-// which hand the sum so far on in the verdict.
+// How a launch makes the verdict from block sums. A table that is too long for one launch is
+// divided among several; each passes its sum to the next one in the verdict.
 struct NormTotal {
   bool first;
   bool last;
@@ -56,7 +57,7 @@ cudaError_t LaunchUpdate(cudaStream_t stream, const UpdateKind& kind, const Upda
                          const Verdict* verdict);
 cudaError_t LaunchBlockSums(cudaStream_t stream, const NormRow* rows, uint32_t row_count,
                             uint32_t groups, double* block_sums);
-// Block sums are used up.
+// The launch overwrites the block sums.
 cudaError_t LaunchVerdictOfSums(cudaStream_t stream, const NormRow* rows, uint32_t row_count,
                                 double* block_sums, const NormTotal& total, Verdict* verdict);
 cudaError_t LaunchSetVerdict(cudaStream_t stream, const Verdict& value, Verdict* verdict);
@@ -65,8 +66,8 @@ cudaError_t LaunchFill(cudaStream_t stream, void* destination, int32_t dtype, ui
 cudaError_t LaunchToFp32(cudaStream_t stream, const void* source, int32_t dtype, uint64_t count,
                          float* destination);
 
-// Loads all of the above into the current context. Left to the first launch of each, loading could
-// wait for a stream that waits for that very launch.
+// Loads all kernels into the current context. If a kernel were loaded at its first launch, loading
+// could wait for a stream that waits for that launch.
 cudaError_t LoadKernels();
 
 }  // namespace hybridopt::cuda

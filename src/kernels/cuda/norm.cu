@@ -8,7 +8,8 @@
 namespace hybridopt::cuda {
 namespace {
 
-constexpr uint32_t kThreads = 64;  // of a thread block that sums; few, so that small params spread
+// Threads of a block that sums: few, so that a small param is shared by several blocks.
+constexpr uint32_t kThreads = 64;
 constexpr uint32_t kTotalThreads = 128;
 constexpr uint32_t kTotalTile = 1024;
 constexpr uint32_t kSmallThreads = 256;
@@ -17,7 +18,7 @@ constexpr uint32_t kWarp = 32;
 constexpr uint32_t kAllThreads = 0xffffffff;
 constexpr uint32_t kRowsAtOnce = 8;
 
-// A thread reads 16 bytes of each row of kNormLanes elements, so it has the lanes of these.
+// A thread reads 16 bytes of each row of kNormLanes elements, and sums the lanes of these elements.
 template <int32_t kDtype>
 constexpr uint32_t kLanesOfThread = 16 / sizeof(typename Element<kDtype>::Stored);
 template <int32_t kDtype>
@@ -40,12 +41,12 @@ __device__ void SumBlock(const NormRow& row, uint32_t group, double* block_sums)
   const uint64_t block = uint64_t{group} * (kThreads / kParts) + threadIdx.x / kParts;
   const uint32_t part = threadIdx.x % kParts;
   const uint64_t begin = block * kNormBlockElements;
-  // Threads without a block go along: the warp adds up together.
+  // Threads without a norm block take part too, because the threads of a warp add up together.
   const uint64_t left = begin < row.count ? row.count - begin : 0;
   const auto count = static_cast<uint32_t>(min(left, kNormBlockElements));
   const Stored* const elements = static_cast<const Stored*>(row.grad) + begin + part * kLanes;
   double lanes[kLanes] = {};
-  uint32_t first = 0;  // element of the block that the next row starts at
+  uint32_t first = 0;  // element of the block at which the next row starts
   if (row.vectors) {
     const uint32_t whole = count / (kRowsAtOnce * kNormLanes) * (kRowsAtOnce * kNormLanes);
     for (; first < whole; first += kRowsAtOnce * kNormLanes) {
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
     BlockSums(const NormRow* __restrict__ rows, uint32_t row_count, double* block_sums) {
   uint32_t first = 0;
   uint32_t last = row_count - 1;
-  while (first < last) {  // the last row that starts at this group or before
+  while (first < last) {  // binary search for the last row that starts at this group or before
     const uint32_t middle = (first + last + 1) / 2;
     if (rows[middle].first_group <= blockIdx.x) {
       first = middle;
@@ -106,7 +107,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One thread block per param adds its blocks in order; the sum takes the first one's place.
+// One thread block per param adds the param's block sums in order, and writes the sum over the
+// first of them.
 __global__ void ParamSums(const NormRow* __restrict__ rows, double* block_sums) {
   __shared__ double tile[kTotalTile];
   const NormRow& row = rows[blockIdx.x];
@@ -124,11 +126,11 @@ __global__ void ParamSums(const NormRow* __restrict__ rows, double* block_sums) 
   if (threadIdx.x == 0) sums[0] = sum;
 }
 
-// Decide of norm.cpp.
+// The function Decide of norm.cpp.
 __device__ Verdict Decide(double sum_squares, double grad_scale, double grad_norm_max) {
   const double norm = __ddiv_rn(__dsqrt_rn(sum_squares), grad_scale);
   if (!isfinite(sum_squares)) {
-    // The host's NaN, so that results are the same bits.
+    // The same NaN as on the host, so that results have the same bits.
     return {isnan(norm) ? __longlong_as_double(0x7ff8000000000000) : norm, 1.0, 0.0f, 1};
   }
   double clip = 1.0;

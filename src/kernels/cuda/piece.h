@@ -1,4 +1,4 @@
-// Elements that lie side by side and are read or written in one access.
+// Neighbouring elements that are read or written in one access.
 #pragma once
 
 #include <cstdint>

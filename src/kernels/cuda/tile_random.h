@@ -1,4 +1,4 @@
-// The random bits of a tile's elements (rounding.h), whatever their order in the tensor.
+// The random bits of a tile's elements (rounding.h), for any order of the elements in the tensor.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 
 namespace hybridopt::cuda {
 
-// Where all indices agree in their upper half, which is nearly everywhere, they share a tweak and
-// their counters differ as they do: by 1, and by a gap from row to row. Only the first takes a
-// division of 64 bits, and only an element in a later row one of 32.
+// In nearly all tiles all indices have the same upper half. Then the elements share a tweak, and
+// their counters differ like their indices: by 1, and by a gap from row to row. Only the first
+// element needs a division of 64 bits, and only elements in later rows one of 32 bits.
 class TileRandom {
  public:
-  // Of elements [begin, begin + count) of the span.
+  // The random bits of elements [begin, begin + count) of the span.
   __device__ TileRandom(const UpdateSpan& span, uint64_t begin, uint32_t count)
       : span_(span), begin_(begin) {
     const ElementOrder& order = span.order;
@@ -30,10 +30,10 @@ class TileRandom {
     tweak_ = TweakOf(span.rounding, first);
   }
 
-  // Whether At can be asked; else Of.
+  // Whether At may be called; otherwise Of.
   __device__ bool share_tweak() const { return share_tweak_; }
 
-  // Of the span's elements from `first` on, which is one of the tile.
+  // The bits of the span's elements from `first` on, which is in the tile.
   template <uint32_t kCount>
   __device__ Piece<uint32_t, kCount> At(uint64_t first) const {
     const auto offset = static_cast<uint32_t>(first) - static_cast<uint32_t>(begin_);
@@ -65,9 +65,9 @@ class TileRandom {
  private:
   const UpdateSpan& span_;
   const uint64_t begin_;
-  uint32_t left_;        // elements that the first row has in this tile
+  uint32_t left_;        // elements of the first row in this tile
   uint32_t row_length_;  // of the other rows, cut to the tile
-  uint32_t gap_;         // what an index grows by, beyond 1, from one row to the next
+  uint32_t gap_;         // by how much more than 1 an index grows from one row to the next
   uint32_t counter_;     // of the first element
   uint32_t tweak_;
   bool share_tweak_;

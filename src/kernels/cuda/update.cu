@@ -1,6 +1,6 @@
 // The update of many params of one kind in one launch. A thread block finds the row of each tile.
-// Each mix of layout, dtypes and rounding has a kernel of its own, so that none takes registers
-// from another.
+// Each combination of layout, dtypes and rounding has a kernel of its own, which needs registers
+// only for that combination.
 #include <algorithm>
 #include <utility>
 
@@ -11,7 +11,8 @@ namespace hybridopt::cuda {
 namespace {
 
 constexpr uint32_t kThreads = 256;
-constexpr uint32_t kBlocksOfProcessor = 4;  // at least; enough bytes under way to fill the memory
+// At least so many blocks for each processor: they have enough loads in flight for its memory.
+constexpr uint32_t kBlocksOfProcessor = 4;
 constexpr uint32_t kQuad = 4;
 constexpr uint32_t kStride = kThreads * kQuad;  // elements that a thread block reads at once
 
@@ -42,7 +43,7 @@ __device__ void UpdateTile(const UpdateRow& row, uint32_t tile, float grad_facto
   uint64_t done = begin;
   if (row.vectors && arrays.pieces()) {
     done = end / kQuad * kQuad;
-    // Two quads at a time: both are under way before the first is needed.
+    // Two quads at a time, so that both loads are in flight before the first result is needed.
     uint64_t first = begin + threadIdx.x * kQuad;
     for (; first + kStride < done; first += 2 * kStride) {
       auto a = arrays.template Load<kQuad>(first);
@@ -61,7 +62,8 @@ __device__ void UpdateTile(const UpdateRow& row, uint32_t tile, float grad_facto
   }
 }
 
-// One tile for each thread block, or, where there are fewer blocks, every so many.
+// Each thread block updates one tile, or, if there are fewer blocks than tiles, every gridDim.x-th
+// tile.
 template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype, int32_t kParamDtype,
           bool kTiesAway>
 __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
@@ -106,7 +108,7 @@ UpdateKernel KernelOf(const UpdateKind& kind) {
 
 template <Rule kRule, bool kSplit>
 UpdateKernel KernelOf(const UpdateKind& kind) {
-  // Without moments it does not matter how they are stored.
+  // A rule without moments needs only one of the forms of storing them.
   if constexpr (kHasMoment0<kRule>) {
     if (HasBf16Moments(kind.types.layout)) {
       if (kind.stochastic) return KernelOf<kRule, kSplit, MomentForm::kStochastic>(kind);
