@@ -1,5 +1,5 @@
 // The extern "C" bodies of offload.h: bring structs to this release's size, find the handle, call
-// core, translate. No decision is made here.
+// the optimizer, translate the result. This file makes no decisions.
 #include <pthread.h>
 
 #include <cstdio>
@@ -16,7 +16,7 @@
 
 namespace {
 
-using namespace hybridopt;  // NOLINT: this file is the library's outer face
+using namespace hybridopt;  // NOLINT: this file is the library's outermost layer
 
 using Contexts = HandleTable<Context, HandleKind::kContext>;
 using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
@@ -24,7 +24,7 @@ using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
 constexpr uint32_t kAbiVersion = 0 * 1000 + 1;
 constexpr uint32_t kMaxStructBytes = 1 << 16;
 
-// Room for the text is always there: it is needed most when memory is not.
+// The text has a fixed buffer, because errors also occur when memory has run out.
 struct LastError {
   char text[1024];
 };
@@ -35,8 +35,8 @@ int32_t Report(int32_t code, const char* text) {
   return code;
 }
 
-// Defers a pthread_cancel of the calling thread until the call has returned: ended in the middle of
-// a call, the thread would leave that half done.
+// Defers a pthread_cancel of the calling thread until the call has returned, so that the call is
+// not ended half way.
 class NoCancellation {
  public:
   NoCancellation() { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
@@ -48,7 +48,8 @@ class NoCancellation {
   int before_ = PTHREAD_CANCEL_ENABLE;
 };
 
-// Every ABI body runs in here: no exception passes, and a failure leaves its text behind.
+// Runs the body of an ABI function: catches every exception, and keeps the text of a failure for
+// offload_last_error.
 template <typename Body>
 int32_t Guard(Body&& body) noexcept {
   const NoCancellation no_cancellation;
@@ -63,7 +64,8 @@ Status CheckStructSize(uint32_t got, size_t expected, const char* name) {
                        expected);
 }
 
-// Reads a struct of any release: what the caller's lacks is zero, what ours lacks must be zero.
+// Reads a struct of any release: fields that the caller's struct does not have are zero; fields
+// that this release does not have must be zero.
 template <typename Struct>
 Result<Struct> Read(const Struct* source, const char* name) {
   if (source == nullptr)
@@ -84,7 +86,7 @@ Result<Struct> Read(const Struct* source, const char* name) {
   return result;
 }
 
-// Element i of an array of structs that lie struct_size of the first one apart.
+// Element i of an array of structs whose distance is the struct_size of the first one.
 template <typename Struct>
 Result<Struct> ReadElement(const Struct* array, uint32_t i, const char* name) {
   uint32_t stride = 0;
@@ -93,7 +95,7 @@ Result<Struct> ReadElement(const Struct* array, uint32_t i, const char* name) {
   const auto* element = reinterpret_cast<const Struct*>(bytes);
   Result<Struct> value = Read(element, name);
   if (!value.ok()) {
-    char indexed[32];  // made only now: bind comes with every step
+    char indexed[32];  // written only now, for an error: bind may be called before every step
     std::snprintf(indexed, sizeof(indexed), "%s[%u]", name, i);
     return Read(element, indexed).status();
   }
@@ -115,7 +117,7 @@ Status CheckOutput(const Struct* target, const char* name) {
   return CheckStructSize(size, sizeof(Struct), name);
 }
 
-// Writes the smaller of both sizes; struct_size stays the caller's.
+// Writes the smaller of both sizes, and does not change the caller's struct_size.
 template <typename Struct>
 void Write(Struct* target, Struct value) {
   std::memcpy(&value.struct_size, target, sizeof(uint32_t));
@@ -129,7 +131,7 @@ Status CheckPointer(Pointer pointer, const char* name) {
   return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is NULL, expected an address", name);
 }
 
-// Waits for a copy that was queued for a convenience.
+// Waits for a copy that a convenience function has queued.
 Status FinishCopy(Context& context, StreamHandle stream) {
   Status status = context.device().Synchronize(stream, context.device_timeout_ns());
   if (status.code() != OFFLOAD_TIMED_OUT) return status;
@@ -165,7 +167,8 @@ Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32
   return inputs;
 }
 
-// The body of all moves. `move_of` turns the flags, of which `known` exist, into a move.
+// The body of all moves. `known` has all flags that the call accepts; `move_of` turns flags into a
+// move.
 int32_t QueueMove(offload_optimizer_t optimizer, const offload_move_options_t* options,
                   offload_ticket_t* ticket, Move (*move_of)(uint32_t flags), uint32_t known) {
   return Guard([&]() -> Status {
@@ -209,7 +212,7 @@ uint32_t offload_abi_version(void) { return kAbiVersion; }
 
 const char* offload_build_info(void) {
 #if defined(__clang__)
-#define HYBRIDOPT_COMPILER __VERSION__  // names itself
+#define HYBRIDOPT_COMPILER __VERSION__  // __VERSION__ includes the compiler's name
 #else
 #define HYBRIDOPT_COMPILER "gcc " __VERSION__
 #endif

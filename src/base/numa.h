@@ -35,8 +35,8 @@ class Numa {
   Status SetPolicy(void* data, uint64_t bytes, PagePolicy policy,
                    const std::vector<uint32_t>& nodes) const;
 
-  // Writes the node of each page, given by any address in it; negative where a page has no memory
-  // yet or the kernel does not tell. UNSUPPORTED where the system refuses.
+  // Writes the node of each page, given by any address in it; negative if a page has no memory yet
+  // or the kernel does not say. UNSUPPORTED if the system refuses.
   Status NodesOfPages(std::span<void*> pages, std::span<int> nodes) const;
 
  private:

@@ -39,7 +39,7 @@ struct PageWish {
   };
 
   const Numa* numa = nullptr;        // null: this system has no libnuma
-  std::optional<PagePolicy> policy;  // none: the kernel is told nothing
+  std::optional<PagePolicy> policy;  // none: no policy is set
   std::vector<uint32_t> nodes;       // of the policy
   std::vector<Share> shares;         // on which nodes the pages will be; empty: not known
   bool huge_pages = true;

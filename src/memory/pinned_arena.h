@@ -10,8 +10,8 @@ class PinnedArena {
  public:
   PinnedArena() = default;
   // 0 bytes: an empty arena. Pinning touches every page from the calling thread, so the wish
-  // decides where they lie. allow_pageable: if the system does not pin the memory, it is mapped
-  // without pinning.
+  // decides on which nodes they are. allow_pageable: if the system does not pin the memory, it is
+  // mapped without pinning.
   static Result<PinnedArena> Map(Device& device, uint64_t bytes, const PageWish& wish = {},
                                  bool allow_pageable = false);
   ~PinnedArena();

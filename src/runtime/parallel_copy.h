@@ -1,4 +1,4 @@
-// Copies in host memory, shared out among the workers.
+// Copies in host memory, divided among the workers.
 #pragma once
 
 #include <algorithm>

@@ -24,7 +24,7 @@ std::string Ids(const Nodes& nodes) {
   return text;
 }
 
-// The CPUs at [begin, end) of the list that all nodes make up.
+// The CPUs [begin, end) of the list of the CPUs of all nodes.
 Nodes Cut(const Nodes& nodes, uint64_t begin, uint64_t end) {
   Nodes part;
   uint64_t first = 0;
@@ -40,7 +40,7 @@ Nodes Cut(const Nodes& nodes, uint64_t begin, uint64_t end) {
   return part;
 }
 
-// `nodes` that are among `wanted` as well.
+// Those of `nodes` that are in `wanted` too.
 Nodes Common(const Nodes& nodes, const Nodes& wanted) {
   Nodes common;
   for (const prim::NumaNode& node : nodes)
@@ -70,7 +70,7 @@ struct LocalRank {
   uint32_t world;
 };
 
-// False if the variable is set to something else than a number.
+// False if the variable is set to something that is not a number.
 bool ReadEnvironment(const char* name, const char** text, uint32_t* value) {
   *text = std::getenv(name);
   if (*text == nullptr) return true;
@@ -79,7 +79,7 @@ bool ReadEnvironment(const char* name, const char** text, uint32_t* value) {
   return result.ec == std::errc() && result.ptr == end;
 }
 
-// Launchers set both variables (torchrun) or none; with one alone nothing is known.
+// Launchers such as torchrun set both variables or none; a single one is not enough.
 Result<LocalRank> RankFromEnvironment() {
   const char *rank_text = nullptr, *world_text = nullptr;
   LocalRank local{0, 0};
@@ -180,8 +180,9 @@ Result<Seats> ChooseSeats(const SeatRequest& request, const std::vector<uint32_t
     seats.note =
         std::to_string(local.world) + " ranks share " + std::to_string(CpuCount(asked)) + " CPUs; ";
   if (request.numa_nodes != 0) return seats;
-  // Ranks are cut before the device is looked at: nobody knows the other ranks' devices, and a CPU
-  // must not be given out twice. Where devices are numbered as nodes are, both agree.
+  // CPUs are divided among the ranks before the nodes near the device are chosen: a rank does not
+  // know the devices of the others, and no CPU must be given to two ranks. If devices are numbered
+  // like nodes, a rank's CPUs are near its device.
   const Nodes near = NodesNear(allowed, request.pci_id, root);
   const Nodes both = Common(seats.nodes, near);
   if (!both.empty())

@@ -1,10 +1,10 @@
-// Topology: on which NUMA nodes and CPUs the update threads of this process sit. What the system
-// says is read through prim; the choices are pure.
+// Topology: on which NUMA nodes and CPUs the update threads of this process run. Prim reads what
+// the system says; the choices are pure.
 //
 // The CPUs this process may use, listed node by node, are cut into one part per rank of this host;
-// a rank's part is cut into one piece per thread, which says on what node that thread runs.
-// Neighbours in rank and index are neighbours in the machine, so that a thread meets its own node's
-// memory and no two ranks run on one CPU:
+// a rank's part is cut into one piece per thread, which says on what node that thread runs. Ranks
+// and threads with neighbouring numbers get neighbouring CPUs, so that a thread uses the memory of
+// its own node and no two ranks run on one CPU:
 //
 //   CPUs     | node 0: 0 1 2 3 4 5 6 7 | node 1: 8 9 10 11 12 13 14 15 |
 //   ranks    |    0     |      1       |       2       |       3       |
@@ -23,24 +23,25 @@ namespace hybridopt {
 using Nodes = std::vector<prim::NumaNode>;
 
 // The nodes that have CPUs of `allowed_cpus`, with those CPUs alone. Nodes without CPUs (memory of
-// an accelerator, as on Grace machines) are left out. Never empty: a system that says nothing is
-// one node.
+// an accelerator, as on Grace machines) are left out. Never empty: if the system does not say,
+// there is one node.
 Nodes NodesOf(const std::vector<uint32_t>& allowed_cpus, const std::string& root = "");
 
 uint32_t CpuCount(const Nodes& nodes);
 
-// Those of `nodes` nearest to a PCI device: its own; if that has no CPUs here, the nearest by
-// distance; if it is not known, those of the CPUs that the device calls local. Empty: no such
-// device, or it does not say.
+// Those of `nodes` that are nearest to a PCI device: the device's own node; if that has no CPUs
+// here, the nearest ones by distance; if it is not known, the nodes of the CPUs that the device
+// calls local. Empty if there is no such device, or if it does not say.
 Nodes NodesNear(const Nodes& nodes, const std::string& pci_id, const std::string& root = "");
 
-// One rank's part of the CPUs. With more ranks than CPUs each has one, shared as evenly as can be.
+// One rank's part of the CPUs. With more ranks than CPUs each rank has one CPU, and the CPUs are
+// shared as evenly as possible.
 Nodes PartOfRank(const Nodes& nodes, uint32_t rank, uint32_t world);
 
 // The node that thread `index` of `threads` belongs to; the thread runs on the node's CPUs.
 const prim::NumaNode& NodeOfThread(const Nodes& nodes, uint32_t index, uint32_t threads);
 
-// What a context asks for, as in offload_context_options.
+// The wishes of a context, as in offload_context_options.
 struct SeatRequest {
   uint64_t numa_nodes = 0;
   uint32_t local_rank = 0;
@@ -51,14 +52,15 @@ struct SeatRequest {
 struct Seats {
   Nodes nodes;  // with the CPUs of this rank's part
   // The nodes whose memory may be interleaved, ascending: those that numa_nodes names, else all
-  // that have CPUs, whoever may use these. (The memory of an accelerator is a node without CPUs.)
+  // that have CPUs, also CPUs that this process may not use. (The memory of an accelerator is a
+  // node without CPUs.)
   std::vector<uint32_t> interleaved;
   uint32_t local_rank = 0;
   uint32_t local_world = 1;
   uint32_t cpus_allowed = 0;   // by the affinity mask
   uint32_t nodes_allowed = 0;  // that have one of them
   uint32_t cpu_limit = 0;      // this rank's part of the cgroup's grant; 0 = no limit
-  std::string note;            // what is not as good as it could be; "" if nothing
+  std::string note;            // what could be better; "" if nothing
 };
 
 // Errors: INVALID_ARGUMENT (options.numa_nodes, options.local_*, or the environment's ranks).

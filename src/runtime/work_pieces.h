@@ -1,7 +1,7 @@
-// WorkPieces: elements that workers share out among themselves as they go. Each begins with a part
-// of its own, always the same, so that it meets the memory that it touched first. One that has done
-// that takes pieces of the others' parts: nobody waits long for a worker whose CPU is needed
-// elsewhere.
+// WorkPieces: divides elements among workers while they work. Each worker begins with a part of its
+// own, always the same one, because it has touched its memory first. A worker that has finished its
+// part takes pieces of the other parts, so that the workers do not wait long for one whose CPU
+// another program uses.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,15 @@ namespace hybridopt {
 
 // Workers' parts of a chunk start at multiples of this many elements.
 inline constexpr uint64_t kWorkGrainElements = 64;
-// What a worker takes at a time in a step: some 50 us of work.
+// What a worker takes at a time in a step: about 50 us of work.
 inline constexpr uint64_t kWorkPieceElements = 256 * kWorkGrainElements;
 
 class WorkPieces {
  public:
   explicit WorkPieces(uint32_t workers) : parts_(workers) {}
 
-  // Before the workers begin. Parts are cut at multiples of `grain` elements, and pieces have
-  // `piece_elements`, a multiple of it.
+  // To be called before the workers begin. Parts are cut at multiples of `grain` elements; pieces
+  // have `piece_elements`, a multiple of `grain`.
   void Reset(const WorkRange& whole, uint64_t grain, uint64_t piece_elements) {
     piece_elements_ = piece_elements;
     const uint32_t workers = static_cast<uint32_t>(parts_.size());
@@ -34,13 +34,14 @@ class WorkPieces {
     }
   }
 
-  // Calls visit(piece) for one piece after the other until none is left that nobody has taken.
+  // Calls visit(piece) for one piece after the other, until all pieces have been taken.
   template <typename Visit>
   void Take(uint32_t worker, Visit&& visit) {
     const uint32_t workers = static_cast<uint32_t>(parts_.size());
     for (uint32_t i = 0; i < workers; ++i) {
       Part& part = parts_[(worker + i) % workers];
-      // Looked at first: an empty part's line can then stay in every worker's cache.
+      // A load comes first, so that the cache line of an empty part can stay in every worker's
+      // cache.
       while (part.next.load(std::memory_order_relaxed) < part.end) {
         const uint64_t begin = part.next.fetch_add(piece_elements_, std::memory_order_relaxed);
         if (begin >= part.end) break;

@@ -6,9 +6,9 @@
 // the same order. While a save runs all ranks meet in rounds. The result of a round, and so the
 // next action, is the same on all ranks:
 //
-//   nobody is writing any more             the completion
-//   everybody is at a step and has read    the step, as without a save
-//     all that it would overwrite
+//   all ranks have written                 the completion
+//   all are at a step and have read        the step, as without a save
+//     all that it will overwrite
 //   else                                   another round
 //
 // A rank that has nothing to do, or waits for its own disk, takes part in rounds at an interval. So

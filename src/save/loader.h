@@ -1,9 +1,9 @@
-// Loader: brings the state of a checkpoint into an optimizer, whatever world, sharding and fraction
-// it was saved with. Verify reads and checks all bytes and changes nothing; only then Replace
-// writes. So the files are read twice (unless the caller passes NO_VERIFY). The reasons: who
-// offloads state has no memory for a second copy of it, and if Replace found a damaged block, the
-// state that it had overwritten would be lost. Replace compares each unit with what Verify has read
-// before it uses the unit.
+// Loader: brings the state of a checkpoint into an optimizer; world, sharding and device fraction
+// may have been others when it was saved. Verify reads and checks all bytes and changes nothing;
+// only then Replace writes. So the files are read twice (unless the caller passes NO_VERIFY). The
+// reasons: who offloads state has no memory for a second copy of it, and if Replace found a damaged
+// block, the state that it had overwritten would be lost. Replace compares each unit with what
+// Verify has read before it uses the unit.
 #pragma once
 
 #include <optional>

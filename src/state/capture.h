@@ -3,7 +3,7 @@
 // overwrites what the save still has to read.
 //
 //   file   | head | p0.master | p0.exp_avg | p0.exp_avg_sq | p1.master | ...
-//                                              ^ position: up to here nobody needs memory any more
+//                                              ^ position: the save has read all before it
 //
 // Most of what a save reads is memory of the library. Params that are masters, or upper halves of
 // masters, are memory of the caller: the save borrows them. The caller may write its params as soon

@@ -80,7 +80,7 @@ class ChunkCutter {
   uint64_t grad_bytes_ = 0;  // of the open chunk so far
   uint64_t param_bytes_ = 0;
   std::array<uint64_t, kStateSlots> state_end_{};  // of the open chunk, in its areas
-  std::array<uint64_t, kStateSlots> host_end_{};   // likewise, in the host's regions
+  std::array<uint64_t, kStateSlots> host_end_{};   // the same, in the host's regions
 };
 
 bool HostMayHoldGrads(const StateShape& shape) {

@@ -257,7 +257,7 @@ Status StreamedExecutor::Copy(Direction direction, std::byte* host, std::byte* d
   return {};
 }
 
-// The area has 4 bytes for each element, whatever the gradient's dtype is.
+// The area has 4 bytes for each element, for every dtype of gradients.
 std::byte* StreamedExecutor::HeldGrad(const Fragment& fragment, std::byte* slot) const {
   return slot + plan_.chunks().StateArea(kStateSlots) + fragment.first_element * sizeof(float);
 }
