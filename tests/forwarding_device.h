@@ -19,6 +19,7 @@ class ForwardingDevice : public Device {
   const char* pci_id() const override { return device_->pci_id(); }
   bool unified() const override { return device_->unified(); }
   bool shares_queues() const override { return device_->shares_queues(); }
+  void DiscardHost(void* data, uint64_t bytes) override { device_->DiscardHost(data, bytes); }
   uint64_t pin_piece_bytes() const override { return device_->pin_piece_bytes(); }
   uint64_t default_chunk_elements() const override { return device_->default_chunk_elements(); }
 

@@ -13,6 +13,11 @@
 
 namespace hybridopt::prim {
 
+// The next multiple. Wraps around where that is above 2^64 - 1.
+constexpr uint64_t RoundUp(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 // Bytes of a page that is not huge.
 uint64_t PageBytes();
 
@@ -106,6 +111,18 @@ class Thread {
   std::optional<pthread_t> thread_;
   uint64_t fork_generation_ = 0;  // of the process that started it
 };
+
+// Starts threads, as Thread::Start does, until `count` of them run. One is enough: where another
+// one cannot be started, there are fewer. The caller has reserved room, so that no thread is lost.
+template <auto kBody, typename Object>
+Status StartThreads(const char* name, Object* object, size_t count, std::vector<Thread>* threads) {
+  while (threads->size() < count) {
+    Result<Thread> thread = Thread::Start<kBody>(name, object);
+    if (!thread.ok()) return threads->empty() ? thread.status() : Status();
+    threads->push_back(std::move(thread.value()));
+  }
+  return {};
+}
 
 // Binds the calling thread to `cpus` (not empty). False if the system refuses.
 bool PinThisThread(const std::vector<uint32_t>& cpus);

@@ -29,12 +29,7 @@ BlockReader::~BlockReader() {
 Status BlockReader::Start() {
   const uint64_t count = std::min<uint64_t>(blocks_, extents_.size());
   threads_.reserve(count);  // so that an exception cannot lose a thread that runs
-  while (threads_.size() < count) {
-    Result<prim::Thread> thread = prim::Thread::Start<&BlockReader::Loop>("hybridopt/read", this);
-    if (!thread.ok()) return threads_.empty() ? thread.status() : Status();  // one thread is enough
-    threads_.push_back(std::move(thread.value()));
-  }
-  return {};
+  return prim::StartThreads<&BlockReader::Loop>("hybridopt/read", this, count, &threads_);
 }
 
 Result<const std::byte*> BlockReader::Next() {

@@ -17,12 +17,7 @@ BlockWriter::~BlockWriter() { Stop(); }
 
 Status BlockWriter::Start() {
   threads_.reserve(blocks_);  // so that an exception cannot lose a thread that runs
-  while (threads_.size() < blocks_) {
-    Result<prim::Thread> thread = prim::Thread::Start<&BlockWriter::Loop>("hybridopt/write", this);
-    if (!thread.ok()) return threads_.empty() ? thread.status() : Status();  // one thread is enough
-    threads_.push_back(std::move(thread.value()));
-  }
-  return {};
+  return prim::StartThreads<&BlockWriter::Loop>("hybridopt/write", this, blocks_, &threads_);
 }
 
 void BlockWriter::Stop() {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/files.h"
+#include "base/prim.h"
 #include "base/status.h"
 
 namespace hybridopt::checkpoint {
@@ -21,7 +22,7 @@ namespace hybridopt::checkpoint {
 inline constexpr uint64_t kDirectAlignment = 4096;
 
 constexpr uint64_t RoundUpToDirect(uint64_t bytes) {
-  return (bytes + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+  return prim::RoundUp(bytes, kDirectAlignment);
 }
 
 class File {

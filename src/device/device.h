@@ -125,6 +125,9 @@ class Device {
   // Large memory is pinned in pieces of so many bytes, so that few bytes are pinned again when it
   // grows or shrinks. A power of two.
   virtual uint64_t pin_piece_bytes() const { return uint64_t{1} << 30; }
+  // To be called when the content of this host memory is not needed any more. The simulated device
+  // fills it with NaN, so that a consumer that did not wait produces wrong bits, which tests see.
+  virtual void DiscardHost(void*, uint64_t) {}
   // Makes a word, 0 at first, that streams can wait for. It lives as long as the device, because a
   // stream may still read it after the object that asked for it has been destroyed.
   virtual Result<std::atomic<uint64_t>*> NewFlag() = 0;

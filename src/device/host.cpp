@@ -106,7 +106,7 @@ Result<void*> HostDevice::Allocate(uint64_t bytes) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "bytes is 0, expected at least 1");
   }
   const uint64_t available = prim::AvailableBytes();
-  const uint64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const uint64_t rounded = prim::RoundUp(bytes, kAlignment);
   std::unique_ptr<void, decltype(&std::free)> data(nullptr, &std::free);
   // The system would grant a request beyond the free memory now, and end the process at first
   // touch.

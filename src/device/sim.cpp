@@ -3,6 +3,7 @@
 // effect as on a real accelerator.
 #include <atomic>
 #include <cinttypes>
+#include <cstring>
 #include <deque>
 #include <iterator>
 #include <map>
@@ -51,6 +52,7 @@ class SimDevice final : public Device {
 
   Status PinHost(void* data, uint64_t bytes) override;
   void UnpinHost(void* data) override;
+  void DiscardHost(void* data, uint64_t bytes) override { std::memset(data, 0xff, bytes); }
   uint64_t pin_piece_bytes() const override { return uint64_t{64} << 10; }
   Result<std::atomic<uint64_t>*> NewFlag() override;
 

@@ -37,8 +37,6 @@ uint64_t AddressBytes(uint64_t capacity) {
   return capacity <= uint64_t{1} << 50 ? 2 * capacity : capacity;
 }
 
-uint64_t RoundUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
 }  // namespace
 
 Result<std::unique_ptr<SimMemory>> SimMemory::Create(uint64_t bytes) {
@@ -88,7 +86,7 @@ Result<void*> SimMemory::Allocate(uint64_t bytes) {
   {
     std::unique_lock lock(mutex_);
     // No request beyond the capacity is rounded, so rounding cannot overflow.
-    taken = bytes <= capacity_ ? RoundUp(bytes) : bytes;
+    taken = bytes <= capacity_ ? prim::RoundUp(bytes, kAlignment) : bytes;
     const auto hole = std::find_if(free_.begin(), free_.end(),
                                    [&](const auto& run) { return run.second >= taken; });
     if (hole == free_.end() || taken > free_bytes_) {
@@ -132,7 +130,7 @@ Status SimMemory::Free(void* data) {
                            data);
     }
   }
-  const uint64_t bytes = RoundUp(freed.mapped());
+  const uint64_t bytes = prim::RoundUp(freed.mapped(), kAlignment);
   freed.mapped() = bytes;
   // Here the range is neither live nor free, so that no allocation gets bytes that are being
   // poisoned.

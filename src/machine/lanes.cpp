@@ -2,22 +2,24 @@
 
 #include <algorithm>
 
+#include "base/prim.h"
+
 namespace hybridopt {
 namespace {
 
 constexpr uint64_t kVerdictBytes = 256;
 constexpr uint32_t kMinRingSlots = 2;  // one chunk comes down while the workers update another
 
-uint64_t RoundUp(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
+constexpr uint64_t kScratchAlignmentBytes = 256;
 
 uint64_t BlockSumsBytes(const LaneSizes& sizes) {
-  return RoundUp(sizes.norm_blocks * sizeof(double));
+  return prim::RoundUp(sizes.norm_blocks * sizeof(double), kScratchAlignmentBytes);
 }
 
 // The offset at which the device's ring begins.
 uint64_t RingOffset(const LaneSizes& sizes) {
   return kVerdictBytes + BlockSumsBytes(sizes) +
-         RoundUp(sizes.device_grad_elements * sizeof(float));
+         prim::RoundUp(sizes.device_grad_elements * sizeof(float), kScratchAlignmentBytes);
 }
 
 uint64_t RingBytes(const LaneSizes& sizes) {

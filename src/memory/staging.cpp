@@ -1,21 +1,16 @@
 #include "memory/staging.h"
 
-#include <cstring>
+#include "base/prim.h"
 
 namespace hybridopt {
 namespace {
 
 constexpr uint64_t kPageBytes = 4096;
-constexpr int kPoisonByte = 0xff;
-
-uint64_t RoundUpToPage(uint64_t bytes) {
-  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
 
 }  // namespace
 
 uint64_t StagingRing::Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_bytes) {
-  return slots * (RoundUpToPage(grad_bytes) + RoundUpToPage(param_bytes));
+  return slots * (prim::RoundUp(grad_bytes, kPageBytes) + prim::RoundUp(param_bytes, kPageBytes));
 }
 
 Result<StagingRing> StagingRing::Create(Device& device, uint32_t slots, uint64_t grad_bytes,
@@ -26,9 +21,9 @@ Result<StagingRing> StagingRing::Create(Device& device, uint32_t slots, uint64_t
                                                  wish, allow_pageable));
   if (ring.arena_.bytes() == 0) return ring;
   ring.slots_ = slots;
-  ring.grad_bytes_ = RoundUpToPage(grad_bytes);
-  ring.slot_bytes_ = ring.grad_bytes_ + RoundUpToPage(param_bytes);
-  ring.poison_ = device.kind() == OFFLOAD_DEVICE_SIM;
+  ring.grad_bytes_ = prim::RoundUp(grad_bytes, kPageBytes);
+  ring.slot_bytes_ = ring.grad_bytes_ + prim::RoundUp(param_bytes, kPageBytes);
+  ring.device_ = &device;
   for (uint32_t slot = 0; slot < slots; ++slot) {
     ring.ReleaseGrads(slot);
     ring.ReleaseParams(slot);
@@ -36,12 +31,10 @@ Result<StagingRing> StagingRing::Create(Device& device, uint32_t slots, uint64_t
   return ring;
 }
 
-void StagingRing::ReleaseGrads(uint32_t slot) {
-  if (poison_) std::memset(grads(slot), kPoisonByte, grad_bytes_);
-}
+void StagingRing::ReleaseGrads(uint32_t slot) { device_->DiscardHost(grads(slot), grad_bytes_); }
 
 void StagingRing::ReleaseParams(uint32_t slot) {
-  if (poison_) std::memset(params(slot), kPoisonByte, slot_bytes_ - grad_bytes_);
+  device_->DiscardHost(params(slot), slot_bytes_ - grad_bytes_);
 }
 
 }  // namespace hybridopt

@@ -35,17 +35,16 @@ class StagingRing {
   std::byte* grads(uint32_t slot) const { return arena_.data() + slot * slot_bytes_; }
   std::byte* params(uint32_t slot) const { return grads(slot) + grad_bytes_; }
 
-  // To be called when the content of this half is not needed any more. The simulated device then
-  // fills it with NaNs, so that a consumer that did not wait produces wrong bits, which tests see.
+  // To be called when the content of this half is not needed any more (Device::DiscardHost).
   void ReleaseGrads(uint32_t slot);
   void ReleaseParams(uint32_t slot);
 
  private:
+  Device* device_ = nullptr;
   PinnedArena arena_;
   uint32_t slots_ = 0;
   uint64_t grad_bytes_ = 0;
   uint64_t slot_bytes_ = 0;
-  bool poison_ = false;
 };
 
 }  // namespace hybridopt

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/prim.h"
 #include "checkpoint/format/hash.h"
 #include "checkpoint/format/reshard.h"
 #include "kernels/convert.h"
@@ -505,7 +506,7 @@ Status Loader::RoundAll(const std::byte* values, uint64_t count, const RoundTo& 
 Result<std::byte*> Loader::Stage(uint64_t bytes) {
   if (staged_bytes_ + bytes > kStagingBytes) HYBRIDOPT_TRY(AwaitCopies());
   std::byte* const room = staging_ + staged_bytes_;
-  staged_bytes_ += (bytes + kStagedAlignment - 1) / kStagedAlignment * kStagedAlignment;
+  staged_bytes_ += prim::RoundUp(bytes, kStagedAlignment);
   return room;
 }
 

@@ -2,6 +2,7 @@
 
 #include <numeric>
 
+#include "base/prim.h"
 #include "kernels/algorithms.h"
 
 namespace hybridopt {
@@ -17,10 +18,6 @@ constexpr uint64_t kSwapAlignmentBytes = 64;
 constexpr uint64_t kStaggerLinesBytes = 5 * 64;
 constexpr uint64_t kStaggerBanksBytes = uint64_t{128} << 10;
 constexpr uint64_t kBanksMatterElements = uint64_t{1} << 22;
-
-uint64_t RoundUp(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 std::vector<uint32_t> Ids(const ParamTable& table) {
   std::vector<uint32_t> ids(table.size());
@@ -78,7 +75,8 @@ void LayOutRegion(const ParamTable& table, Tier tier, StateSlot slot, StateShape
     ParamShape& param = shape.params[id];
     param.offset[tier_index][slot] = bytes;
     if (param.Keeps(tier, slot))
-      bytes += RoundUp(table.param(id).count * DtypeBytes(param.dtype[slot]), kArrayAlignmentBytes);
+      bytes += prim::RoundUp(table.param(id).count * DtypeBytes(param.dtype[slot]),
+                             kArrayAlignmentBytes);
   }
 }
 
@@ -109,9 +107,9 @@ void LayOutSwap(const ParamTable& table, StateShape& shape) {
     const uint64_t grad_bytes = accumulate ? sizeof(float) : DtypeBytes(param.grad_dtype);
     if ((movable & OFFLOAD_MOVABLE_PARAMS) != 0)
       shape.swap_params_bytes +=
-          RoundUp(param.count * DtypeBytes(param.dtype), kSwapAlignmentBytes);
+          prim::RoundUp(param.count * DtypeBytes(param.dtype), kSwapAlignmentBytes);
     if (accumulate || (movable & OFFLOAD_MOVABLE_GRADS) != 0)
-      shape.swap_grads_bytes += RoundUp(param.count * grad_bytes, kSwapAlignmentBytes);
+      shape.swap_grads_bytes += prim::RoundUp(param.count * grad_bytes, kSwapAlignmentBytes);
   }
 }
 

@@ -2,14 +2,12 @@
 
 #include <algorithm>
 
+#include "base/prim.h"
+
 namespace hybridopt {
 namespace {
 
 constexpr uint64_t kSlotAlignmentBytes = 64;  // a cache line
-
-uint64_t RoundUp(uint64_t bytes, uint64_t alignment_bytes = kSlotAlignmentBytes) {
-  return (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
-}
 
 uint64_t ChunkElements(const StateShape& shape) {
   return shape.options.unified ? UINT64_MAX : shape.options.chunk_elements;
@@ -27,8 +25,8 @@ class ChunkCutter {
       table_.fragments.push_back(
           {id, begin, taken, chunk().element_count, grad_bytes_, param_bytes_, {}});
       PlaceInRing(table_.fragments.back());
-      grad_bytes_ += RoundUp(taken * DtypeBytes(param.grad_dtype));
-      param_bytes_ += RoundUp(taken * DtypeBytes(param.dtype));
+      grad_bytes_ += prim::RoundUp(taken * DtypeBytes(param.grad_dtype), kSlotAlignmentBytes);
+      param_bytes_ += prim::RoundUp(taken * DtypeBytes(param.dtype), kSlotAlignmentBytes);
       table_.slot_grad_bytes = std::max(table_.slot_grad_bytes, grad_bytes_);
       table_.slot_param_bytes = std::max(table_.slot_param_bytes, param_bytes_);
       table_.grads_down_bytes += taken * DtypeBytes(param.grad_dtype);
@@ -62,15 +60,15 @@ class ChunkCutter {
       const uint64_t host = shaped.ByteAt(Tier::kHost, slot, fragment.begin);
       const bool follows = state_end_[slot] > 0 && host >= host_end_[slot] &&
                            host - host_end_[slot] < kArrayAlignmentBytes;
-      const uint64_t offset =
-          follows ? state_end_[slot] + host - host_end_[slot]
-                  : RoundUp(state_end_[slot], kArrayAlignmentBytes) + host % kArrayAlignmentBytes;
+      const uint64_t offset = follows ? state_end_[slot] + host - host_end_[slot]
+                                      : prim::RoundUp(state_end_[slot], kArrayAlignmentBytes) +
+                                            host % kArrayAlignmentBytes;
       const uint64_t bytes = fragment.count * DtypeBytes(shaped.dtype[slot]);
       fragment.state_offset[slot] = offset;
       state_end_[slot] = offset + bytes;
       host_end_[slot] = host + bytes;
-      table_.state_area_bytes[slot] =
-          std::max(table_.state_area_bytes[slot], RoundUp(state_end_[slot], kArrayAlignmentBytes));
+      table_.state_area_bytes[slot] = std::max(
+          table_.state_area_bytes[slot], prim::RoundUp(state_end_[slot], kArrayAlignmentBytes));
     }
   }
 
@@ -117,7 +115,7 @@ ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Res
   if (HostMayHoldGrads(shape) && !chunks.chunks.empty() && !shape.options.unified) {
     uint64_t most = 0;
     for (const Chunk& chunk : chunks.chunks) most = std::max(most, chunk.element_count);
-    chunks.held_grads_bytes = RoundUp(most * sizeof(float), kArrayAlignmentBytes);
+    chunks.held_grads_bytes = prim::RoundUp(most * sizeof(float), kArrayAlignmentBytes);
   }
   return chunks;
 }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/prim.h"
+
 namespace hybridopt {
 namespace {
 
@@ -28,8 +30,7 @@ uint64_t StateMemory::HostBytes(const Residence& residence) {
   uint64_t bytes = 0;
   for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
     const Residence::Bytes& range = residence.bytes(Tier::kHost, StateSlot{slot});
-    if (range.size() > 0)
-      bytes += (range.size() + kHostPageBytes - 1) / kHostPageBytes * kHostPageBytes;
+    if (range.size() > 0) bytes += prim::RoundUp(range.size(), kHostPageBytes);
   }
   return bytes;
 }

@@ -1,5 +1,7 @@
 #include "storage/swap_memory.h"
 
+#include "base/prim.h"
+
 namespace hybridopt {
 namespace {
 
@@ -34,7 +36,7 @@ uint64_t SwapStates::Bytes(const StateShape& shape, const Residence& residence) 
   uint64_t bytes = 0;
   for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
     const uint64_t end = residence.bytes(Tier::kDevice, StateSlot{slot}).end;
-    bytes += (end + kRegionAlignmentBytes - 1) / kRegionAlignmentBytes * kRegionAlignmentBytes;
+    bytes += prim::RoundUp(end, kRegionAlignmentBytes);
   }
   return bytes;
 }
@@ -47,7 +49,7 @@ Result<SwapStates> SwapStates::Take(Context& context, const StateShape& shape,
   for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
     states.begin_[slot] = begin;
     const uint64_t end = residence.bytes(Tier::kDevice, StateSlot{slot}).end;
-    begin += (end + kRegionAlignmentBytes - 1) / kRegionAlignmentBytes * kRegionAlignmentBytes;
+    begin += prim::RoundUp(end, kRegionAlignmentBytes);
   }
   return states;
 }
