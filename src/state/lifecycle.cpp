@@ -3,8 +3,8 @@
 namespace hybridopt {
 namespace {
 
-HostGrad HostGradAt(GradAt place) {
-  switch (place) {
+HostGrad HostGradAt(GradAt location) {
+  switch (location) {
     case GradAt::kNone:
     case GradAt::kBound:
       return HostGrad::kNone;
@@ -48,13 +48,13 @@ Result<std::vector<uint32_t>> Lifecycle::Check(Move move, std::span<const uint32
   return moving;
 }
 
-ParamsAt Lifecycle::ParamsPlace(uint32_t id) const {
+ParamsAt Lifecycle::ParamsLocation(uint32_t id) const {
   if (!params_[id].params_on_host) return ParamsAt::kDevice;
   const bool bound = table_.addresses()[id].data != nullptr || table_.param(id).count == 0;
   return bound ? ParamsAt::kHostBound : ParamsAt::kHost;
 }
 
-GradAt Lifecycle::GradPlace(uint32_t id) const {
+GradAt Lifecycle::GradLocation(uint32_t id) const {
   const bool bound = table_.addresses()[id].grad != nullptr;
   switch (params_[id].host_grad) {
     case HostGrad::kStored:
@@ -66,7 +66,7 @@ GradAt Lifecycle::GradPlace(uint32_t id) const {
   }
 }
 
-StatesAt Lifecycle::StatesPlace(uint32_t id) const {
+StatesAt Lifecycle::StatesLocation(uint32_t id) const {
   return params_[id].states_on_host ? StatesAt::kHost : StatesAt::kDevice;
 }
 
@@ -84,16 +84,16 @@ Result<bool> Lifecycle::Judge(const Transition<At>& transition, uint32_t id) con
 
 Result<bool> Lifecycle::CheckOne(Move move, uint32_t id) const {
   bool is_needed = false;
-  const auto check = [&](const auto& table, auto place) -> Status {
+  const auto check = [&](const auto& table, auto location) -> Status {
     const auto* row = FindRow(table, CallOf(move));
     if (row == nullptr) return {};
-    HYBRIDOPT_ASSIGN(const bool is_done, Judge(row->From(place), id));
+    HYBRIDOPT_ASSIGN(const bool is_done, Judge(row->From(location), id));
     is_needed |= is_done;
     return {};
   };
-  HYBRIDOPT_TRY(check(params_table::kRows, ParamsPlace(id)));
-  HYBRIDOPT_TRY(check(grad_table::kRows, GradPlace(id)));
-  HYBRIDOPT_TRY(check(states_table::kRows, StatesPlace(id)));
+  HYBRIDOPT_TRY(check(params_table::kRows, ParamsLocation(id)));
+  HYBRIDOPT_TRY(check(grad_table::kRows, GradLocation(id)));
+  HYBRIDOPT_TRY(check(states_table::kRows, StatesLocation(id)));
   return is_needed;
 }
 
@@ -103,10 +103,10 @@ void Lifecycle::Apply(Move move, std::span<const uint32_t> ids) {
   const auto* const states_row = FindRow(states_table::kRows, CallOf(move));
   for (uint32_t id : ids) {
     if (params_row != nullptr)
-      SetParamsOnHost(id, params_row->From(ParamsPlace(id)).next != ParamsAt::kDevice);
-    if (grad_row != nullptr) SetHostGrad(id, HostGradAt(grad_row->From(GradPlace(id)).next));
+      SetParamsOnHost(id, params_row->From(ParamsLocation(id)).next != ParamsAt::kDevice);
+    if (grad_row != nullptr) SetHostGrad(id, HostGradAt(grad_row->From(GradLocation(id)).next));
     if (states_row != nullptr)
-      SetStatesOnHost(id, states_row->From(StatesPlace(id)).next == StatesAt::kHost);
+      SetStatesOnHost(id, states_row->From(StatesLocation(id)).next == StatesAt::kHost);
   }
 }
 
@@ -149,10 +149,10 @@ Status Lifecycle::CheckStep() const {
   constexpr auto kParamsRow = FindRow(params_table::kRows, Call::kStep);
   constexpr auto kGradRow = FindRow(grad_table::kRows, Call::kStep);
   for (uint32_t id = 0; id < params_.size(); ++id) {
-    const GradAt grad = GradPlace(id);
+    const GradAt grad = GradLocation(id);
     if (grad == GradAt::kNone)
       continue;  // the step does not update this param, so its data may be anywhere
-    HYBRIDOPT_TRY(Judge(kParamsRow->From(ParamsPlace(id)), id).status());
+    HYBRIDOPT_TRY(Judge(kParamsRow->From(ParamsLocation(id)), id).status());
     HYBRIDOPT_TRY(Judge(kGradRow->From(grad), id).status());
   }
   return {};
@@ -162,8 +162,8 @@ Status Lifecycle::CheckLoad() const {
   constexpr auto kParamsRow = FindRow(params_table::kRows, Call::kLoad);
   constexpr auto kStatesRow = FindRow(states_table::kRows, Call::kLoad);
   for (uint32_t id = 0; id < params_.size(); ++id) {
-    HYBRIDOPT_TRY(Judge(kParamsRow->From(ParamsPlace(id)), id).status());
-    HYBRIDOPT_TRY(Judge(kStatesRow->From(StatesPlace(id)), id).status());
+    HYBRIDOPT_TRY(Judge(kParamsRow->From(ParamsLocation(id)), id).status());
+    HYBRIDOPT_TRY(Judge(kStatesRow->From(StatesLocation(id)), id).status());
   }
   return {};
 }
@@ -171,7 +171,7 @@ Status Lifecycle::CheckLoad() const {
 void Lifecycle::ApplyStep() {
   constexpr auto kGradRow = FindRow(grad_table::kRows, Call::kStep);
   for (uint32_t id = 0; id < params_.size(); ++id)
-    SetHostGrad(id, HostGradAt(kGradRow->From(GradPlace(id)).next));
+    SetHostGrad(id, HostGradAt(kGradRow->From(GradLocation(id)).next));
 }
 
 }  // namespace hybridopt

@@ -62,9 +62,9 @@ class Lifecycle {
     HostGrad host_grad = HostGrad::kNone;
   };
   // Where the resources of the param are.
-  ParamsAt ParamsPlace(uint32_t id) const;
-  GradAt GradPlace(uint32_t id) const;
-  StatesAt StatesPlace(uint32_t id) const;
+  ParamsAt ParamsLocation(uint32_t id) const;
+  GradAt GradLocation(uint32_t id) const;
+  StatesAt StatesLocation(uint32_t id) const;
   // Returns true if the call changes the param, false if it does nothing, or the error with which
   // it is refused.
   template <typename At>

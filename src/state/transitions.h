@@ -71,28 +71,28 @@ struct Transition {
                       // param's name. Null where the caller of Lifecycle writes the error.
 };
 
-template <typename At, size_t kPlaces>
+template <typename At, size_t kLocations>
 struct TransitionRow {
   Call call;
   const char* name;  // for docs/LIFECYCLE.md
-  std::array<Transition<At>, kPlaces> by_place;
+  std::array<Transition<At>, kLocations> by_location;
 
-  constexpr const Transition<At>& From(At place) const {
-    return by_place[static_cast<size_t>(place)];
+  constexpr const Transition<At>& From(At location) const {
+    return by_location[static_cast<size_t>(location)];
   }
 };
 
 template <typename At>
-constexpr Transition<At> Nothing(At place) {
-  return {Effect::kNothing, place, nullptr, nullptr};
+constexpr Transition<At> Nothing(At location) {
+  return {Effect::kNothing, location, nullptr, nullptr};
 }
 template <typename At>
 constexpr Transition<At> Goes(At next, const char* summary = nullptr) {
   return {Effect::kDone, next, summary, nullptr};
 }
 template <typename At>
-constexpr Transition<At> Refused(At place, const char* way_out, const char* error) {
-  return {Effect::kRefused, place, way_out, error};
+constexpr Transition<At> Refused(At location, const char* way_out, const char* error) {
+  return {Effect::kRefused, location, way_out, error};
 }
 
 // Null if the call does not concern the resource.

@@ -27,17 +27,17 @@ std::string Words(const Transition<At>& transition, const char* next) {
   }
 }
 
-template <typename Rows, size_t kPlaces>
-std::string Table(const Rows& rows, const std::array<const char*, kPlaces>& places) {
+template <typename Rows, size_t kLocations>
+std::string Table(const Rows& rows, const std::array<const char*, kLocations>& locations) {
   std::string text = "| call |";
-  for (const char* place : places) text += std::string(" ") + place + " |";
+  for (const char* location : locations) text += std::string(" ") + location + " |";
   text += "\n|---|";
-  for (size_t i = 0; i < kPlaces; ++i) text += "---|";
+  for (size_t i = 0; i < kLocations; ++i) text += "---|";
   text += "\n";
   for (const auto& row : rows) {
     text += std::string("| ") + row.name + " |";
-    for (const auto& transition : row.by_place)
-      text += " " + Words(transition, places[static_cast<size_t>(transition.next)]) + " |";
+    for (const auto& transition : row.by_location)
+      text += " " + Words(transition, locations[static_cast<size_t>(transition.next)]) + " |";
     text += "\n";
   }
   return text;
