@@ -292,11 +292,11 @@ void SimDevice::DestroyEvent(EventHandle event) {
   if (event == nullptr) return;
   std::lock_guard lock(mutex_);
   HYBRIDOPT_CHECK(live_events_.erase(event) == 1);
-  auto* place = reinterpret_cast<SimEvent*>(event);
-  free_events_.push_back(place);
-  std::lock_guard event_lock(place->mutex);
-  ++place->number;  // records that are still queued belong to no event now
-  place->stream = nullptr;
+  auto* released = reinterpret_cast<SimEvent*>(event);
+  free_events_.push_back(released);
+  std::lock_guard event_lock(released->mutex);
+  ++released->number;  // records that are still queued belong to no event now
+  released->stream = nullptr;
 }
 
 Result<SimStream*> SimDevice::Find(StreamHandle stream) const {

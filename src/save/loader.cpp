@@ -436,13 +436,13 @@ Status Loader::PutMade(const StateRange& range, uint64_t element_bytes,
                        FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
   for (uint64_t done = 0; done < range.count;) {
     const uint64_t now = std::min(range.count - done, kConvertedElements);
-    std::byte* const place = range.data + done * element_bytes;
-    std::byte* made = place;
+    std::byte* const destination = range.data + done * element_bytes;
+    std::byte* made = destination;
     if (range.on_device) {
       HYBRIDOPT_ASSIGN(made, Stage(now * element_bytes));
     }
     make(done, now, made);
-    if (range.on_device) HYBRIDOPT_TRY(Copy(made, place, now * element_bytes, true));
+    if (range.on_device) HYBRIDOPT_TRY(Copy(made, destination, now * element_bytes, true));
     done += now;
   }
   return {};

@@ -468,26 +468,26 @@ Status CheckParam(const Manifest& manifest, const StoredParam& param) {
 
 // Checks that its arrays fill every file without gaps, from the begin of the data to the end.
 Status CheckFilled(const Manifest& manifest) {
-  struct Place {
+  struct FileRange {
     uint32_t file;
     uint64_t begin, end;
   };
-  std::vector<Place> places;
+  std::vector<FileRange> ranges;
   for (const StoredParam& param : manifest.params)
     for (const StoredShard& shard : param.shards)
       for (const StoredTensor& tensor : shard.tensors)
-        places.push_back({tensor.file, tensor.offset, tensor.offset + tensor.bytes});
-  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
+        ranges.push_back({tensor.file, tensor.offset, tensor.offset + tensor.bytes});
+  std::sort(ranges.begin(), ranges.end(), [](const FileRange& a, const FileRange& b) {
     return a.file != b.file ? a.file < b.file : a.begin < b.begin;
   });
-  auto place = places.begin();
+  auto range = ranges.begin();
   for (uint32_t file = 0; file < manifest.files.size(); ++file) {
     uint64_t end = manifest.files[file].data_begin;
-    for (; place != places.end() && place->file == file; ++place) {
-      if (place->begin != end)
+    for (; range != ranges.end() && range->file == file; ++range) {
+      if (range->begin != end)
         return Corrupt("the manifest: the arrays of file \"" + manifest.files[file].name +
                        "\" leave a hole or overlap at byte " + std::to_string(end));
-      end = place->end;
+      end = range->end;
     }
     if (end != manifest.files[file].bytes)
       return Corrupt("the manifest: the arrays of file \"" + manifest.files[file].name +

@@ -34,19 +34,19 @@ uint64_t CommonElements(const Box& a, const Box& b, uint32_t dimensions) {
 }
 
 // A box, and the index of its first element among the elements of all boxes of the shard.
-struct PlacedBox {
+struct IndexedBox {
   const Box* box;
   uint64_t first;
 };
 
-std::vector<PlacedBox> PlaceBoxes(const Shard& shard) {
-  std::vector<PlacedBox> placed;
+std::vector<IndexedBox> IndexBoxes(const Shard& shard) {
+  std::vector<IndexedBox> boxes;
   uint64_t first = 0;
   for (const Box& box : shard.boxes) {
-    placed.push_back({&box, first});
+    boxes.push_back({&box, first});
     first += Product(box.size, 0, shard.dimensions);
   }
-  return placed;
+  return boxes;
 }
 
 // The elements that two boxes share, as rows: ranges that are contiguous in both boxes. Rows are
@@ -69,18 +69,18 @@ class CommonRows {
   uint64_t elements() const { return elements_; }  // of a row
 
   // The index of a row's first element in one of the two boxes.
-  uint64_t Place(uint64_t row, const Box& box) const {
-    uint64_t place = 0, stride = 1;
+  uint64_t Begin(uint64_t row, const Box& box) const {
+    uint64_t index = 0, stride = 1;
     for (uint32_t d = dimensions_; d-- > 0;) {
       uint64_t at = 0;
       if (d < row_begin_) {
         at = row % static_cast<uint64_t>(common_.size[d]);
         row /= static_cast<uint64_t>(common_.size[d]);
       }
-      place += (at + static_cast<uint64_t>(common_.offset[d] - box.offset[d])) * stride;
+      index += (at + static_cast<uint64_t>(common_.offset[d] - box.offset[d])) * stride;
       stride *= static_cast<uint64_t>(box.size[d]);
     }
-    return place;
+    return index;
   }
 
  private:
@@ -92,8 +92,8 @@ class CommonRows {
 };
 
 // The segments of one stored box in one wanted box, cut to the ranges of both shards.
-Status VisitBoxes(uint32_t index, const Shard& stored, const PlacedBox& from, const Shard& wanted,
-                  const PlacedBox& to, FunctionRef<Status(const Segment&)> visit) {
+Status VisitBoxes(uint32_t index, const Shard& stored, const IndexedBox& from, const Shard& wanted,
+                  const IndexedBox& to, FunctionRef<Status(const Segment&)> visit) {
   const CommonRows rows(stored.dimensions, *from.box, *to.box);
   // Finds the first row that reaches into both ranges. All rows before it end before one of the
   // ranges begins.
@@ -101,8 +101,8 @@ Status VisitBoxes(uint32_t index, const Shard& stored, const PlacedBox& from, co
   for (uint64_t left = rows.count(); left > 0;) {
     const uint64_t middle = first + left / 2;
     const bool before =
-        from.first + rows.Place(middle, *from.box) + rows.elements() <= stored.range_begin ||
-        to.first + rows.Place(middle, *to.box) + rows.elements() <= wanted.range_begin;
+        from.first + rows.Begin(middle, *from.box) + rows.elements() <= stored.range_begin ||
+        to.first + rows.Begin(middle, *to.box) + rows.elements() <= wanted.range_begin;
     if (before) {
       left -= middle - first + 1;
       first = middle + 1;
@@ -111,8 +111,8 @@ Status VisitBoxes(uint32_t index, const Shard& stored, const PlacedBox& from, co
     }
   }
   for (uint64_t row = first; row < rows.count(); ++row) {
-    const uint64_t source = from.first + rows.Place(row, *from.box);
-    const uint64_t destination = to.first + rows.Place(row, *to.box);
+    const uint64_t source = from.first + rows.Begin(row, *from.box);
+    const uint64_t destination = to.first + rows.Begin(row, *to.box);
     const uint64_t skip = std::max(stored.range_begin - std::min(stored.range_begin, source),
                                    wanted.range_begin - std::min(wanted.range_begin, destination));
     const uint64_t source_end = stored.range_begin + stored.range_count;
@@ -202,13 +202,13 @@ Status CheckDisjointBoxes(std::span<const Shard* const> stored, std::vector<Box>
 
 Status ForEachSegment(std::span<const Shard* const> stored, const Shard& wanted,
                       FunctionRef<Status(const Segment&)> visit) {
-  const std::vector<PlacedBox> wanted_boxes = PlaceBoxes(wanted);
+  const std::vector<IndexedBox> wanted_boxes = IndexBoxes(wanted);
   BoxTree wanted_tree(wanted.boxes, wanted.dimensions);
   std::vector<uint32_t> met;
   for (uint32_t index = 0; index < stored.size(); ++index) {
     const Shard& shard = *stored[index];
     HYBRIDOPT_CHECK(shard.dimensions == wanted.dimensions);
-    for (const PlacedBox& from : PlaceBoxes(shard)) {
+    for (const IndexedBox& from : IndexBoxes(shard)) {
       met.clear();
       wanted_tree.ForEachOverlapping(*from.box, [&](uint32_t to) { met.push_back(to); });
       std::sort(met.begin(), met.end());
