@@ -24,7 +24,7 @@ namespace {
 
 // What a call returned, or -errno.
 template <typename Number>
-Number Told(Number returned) {
+Number OrErrno(Number returned) {
   return returned < 0 ? static_cast<Number>(-errno) : returned;
 }
 
@@ -74,9 +74,9 @@ class OwnFiles {
   int Close(int file) {
     {
       std::lock_guard lock(mutex_);
-      if (std::erase(open_, file) > 0) return Told(close(file));
+      if (std::erase(open_, file) > 0) return OrErrno(close(file));
     }
-    return Told(close(file));  // has no lock, and may take long
+    return OrErrno(close(file));  // has no lock, and may take long
   }
 
  private:
@@ -123,7 +123,7 @@ int ReadNames(DIR* directory, std::vector<std::string>* names) {
 int Files::OpenFile(const std::string& path, Open how) {
   const int flags = FlagsOf(how) | O_CLOEXEC;
   if (how == Open::kOwnDirectory) return OwnFiles::Instance().Open(path.c_str(), flags);
-  return Told(open(path.c_str(), flags, 0666));
+  return OrErrno(open(path.c_str(), flags, 0666));
 }
 
 int Files::Close(int file) { return OwnFiles::Instance().Close(file); }
@@ -135,30 +135,30 @@ int64_t Files::Size(int file) {
 }
 
 int64_t Files::Read(int file, void* data, uint64_t bytes, uint64_t offset) {
-  return Told(static_cast<int64_t>(pread(file, data, bytes, static_cast<off_t>(offset))));
+  return OrErrno(static_cast<int64_t>(pread(file, data, bytes, static_cast<off_t>(offset))));
 }
 
 int64_t Files::Write(int file, const void* data, uint64_t bytes, uint64_t offset) {
-  return Told(static_cast<int64_t>(pwrite(file, data, bytes, static_cast<off_t>(offset))));
+  return OrErrno(static_cast<int64_t>(pwrite(file, data, bytes, static_cast<off_t>(offset))));
 }
 
 int Files::Allocate(int file, uint64_t bytes) {
-  return Told(fallocate(file, 0, 0, static_cast<off_t>(bytes)));
+  return OrErrno(fallocate(file, 0, 0, static_cast<off_t>(bytes)));
 }
 
 int Files::Truncate(int file, uint64_t bytes) {
-  return Told(ftruncate(file, static_cast<off_t>(bytes)));
+  return OrErrno(ftruncate(file, static_cast<off_t>(bytes)));
 }
 
-int Files::Sync(int file) { return Told(fsync(file)); }
+int Files::Sync(int file) { return OrErrno(fsync(file)); }
 
 int Files::UseCache(int file) {
   const int flags = fcntl(file, F_GETFL);
-  return flags < 0 ? -errno : Told(fcntl(file, F_SETFL, flags & ~O_DIRECT));
+  return flags < 0 ? -errno : OrErrno(fcntl(file, F_SETFL, flags & ~O_DIRECT));
 }
 
-int Files::Lock(int file) { return Told(flock(file, LOCK_EX | LOCK_NB)); }
-int Files::Unlock(int file) { return Told(flock(file, LOCK_UN)); }
+int Files::Lock(int file) { return OrErrno(flock(file, LOCK_EX | LOCK_NB)); }
+int Files::Unlock(int file) { return OrErrno(flock(file, LOCK_UN)); }
 
 int Files::WorkingDirectory(std::string* path) {
   char text[PATH_MAX];
@@ -169,7 +169,7 @@ int Files::WorkingDirectory(std::string* path) {
 
 int Files::Look(const std::string& path) {
   struct stat status;
-  return Told(lstat(path.c_str(), &status));
+  return OrErrno(lstat(path.c_str(), &status));
 }
 
 int64_t Files::Identity(int file) {
@@ -183,7 +183,7 @@ int64_t Files::IdentityOf(const std::string& path) {
                                           : static_cast<int64_t>(status.st_ino & INT64_MAX);
 }
 
-int Files::MakeDirectory(const std::string& path) { return Told(mkdir(path.c_str(), 0777)); }
+int Files::MakeDirectory(const std::string& path) { return OrErrno(mkdir(path.c_str(), 0777)); }
 
 int Files::List(const std::string& path, std::vector<std::string>* names) {
   DIR* const directory = opendir(path.c_str());
@@ -203,19 +203,19 @@ int Files::ListOpen(int directory, std::vector<std::string>* names) {
 // Uses the system call, because not every C library has the function.
 int Files::RenameNoReplace(const std::string& from, const std::string& to) {
   constexpr unsigned kNoReplace = 1;
-  return Told(static_cast<int>(
+  return OrErrno(static_cast<int>(
       syscall(SYS_renameat2, AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), kNoReplace)));
 }
 
 int Files::Rename(const std::string& from, const std::string& to) {
-  return Told(std::rename(from.c_str(), to.c_str()));
+  return OrErrno(std::rename(from.c_str(), to.c_str()));
 }
 
-int Files::Remove(const std::string& path) { return Told(unlink(path.c_str())); }
+int Files::Remove(const std::string& path) { return OrErrno(unlink(path.c_str())); }
 int Files::RemoveIn(int directory, const std::string& name) {
-  return Told(unlinkat(directory, name.c_str(), 0));
+  return OrErrno(unlinkat(directory, name.c_str(), 0));
 }
-int Files::RemoveDirectory(const std::string& path) { return Told(rmdir(path.c_str())); }
+int Files::RemoveDirectory(const std::string& path) { return OrErrno(rmdir(path.c_str())); }
 
 Files& SystemFiles() {
   static Files files;

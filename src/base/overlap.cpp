@@ -29,7 +29,7 @@ class Searcher {
     for (uint32_t i = 0; i < boxes.size(); ++i)
       if (!Empty(boxes[i], dimensions)) members_.push_back(i);
     for (uint32_t d = 0; d < dimensions; ++d)
-      if (TellsApart(d)) dimensions_[dimension_count_++] = d;
+      if (Separates(d)) dimensions_[dimension_count_++] = d;
   }
 
   OverlapSearch Run() {
@@ -49,7 +49,7 @@ class Searcher {
 
   // Whether the dimension separates some of the boxes: false if all boxes have a coordinate in
   // common.
-  bool TellsApart(uint32_t d) const {
+  bool Separates(uint32_t d) const {
     int64_t last_begin = INT64_MIN, first_end = INT64_MAX;
     for (const uint32_t box : members_) {
       last_begin = std::max(last_begin, Begin(box, d));
@@ -74,9 +74,9 @@ class Searcher {
     const auto by_begin = [&](uint32_t a, uint32_t b) { return Begin(a, d) < Begin(b, d); };
     const auto [first, last] = std::minmax_element(points.begin(), points.end(), by_begin);
     const int64_t least = Begin(*first, d), most = Begin(*last, d);
-    intervals = Those(intervals,
-                      [&](uint32_t box) { return Begin(box, d) <= most && End(box, d) > least; });
-    const Indices over_all = Those(
+    intervals = MoveToFront(
+        intervals, [&](uint32_t box) { return Begin(box, d) <= most && End(box, d) > least; });
+    const Indices over_all = MoveToFront(
         intervals, [&](uint32_t box) { return Begin(box, d) <= least && End(box, d) > most; });
     if (index == 0) {
       if (!over_all.empty())
@@ -87,7 +87,7 @@ class Searcher {
     const Indices others = intervals.subspan(over_all.size());
     if (others.empty()) return false;
     const int64_t middle = Middle(points, d, least);
-    const Indices left = Those(points, [&](uint32_t box) { return Begin(box, d) < middle; });
+    const Indices left = MoveToFront(points, [&](uint32_t box) { return Begin(box, d) < middle; });
     return Meet(others, left, index) || Meet(others, points.subspan(left.size()), index);
   }
 
@@ -109,7 +109,7 @@ class Searcher {
 
   // Moves the boxes for which `is` is true to the front and returns them.
   template <typename Is>
-  static Indices Those(Indices all, Is&& is) {
+  static Indices MoveToFront(Indices all, Is&& is) {
     const auto end = std::partition(all.begin(), all.end(), is);
     return all.first(static_cast<size_t>(end - all.begin()));
   }

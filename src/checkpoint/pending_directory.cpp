@@ -55,7 +55,7 @@ bool IsBetween(const std::string& name, std::string_view begin, std::string_view
 }
 
 // Whether a save makes files of this name.
-bool IsOurs(const std::string& name) {
+bool IsFileOfSave(const std::string& name) {
   return name == kManifestFile || IsBetween(name, "shard-", ".safetensors") ||
          IsBetween(name, "part-", ".json");
 }
@@ -68,7 +68,7 @@ bool RemoveTree(Files& files, int directory, const std::string& path) {
     if (const int error = files.ListOpen(directory, &names); error != 0)
       return IoError("list", path, error);
     for (const std::string& name : names)
-      if (IsOurs(name)) (void)Uninterrupted([&] { return files.RemoveIn(directory, name); });
+      if (IsFileOfSave(name)) (void)Uninterrupted([&] { return files.RemoveIn(directory, name); });
     return {};
   });
   return listed.ok() && Uninterrupted([&] { return files.RemoveDirectory(path); }) == 0;

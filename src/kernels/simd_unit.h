@@ -211,7 +211,7 @@ HWY_INLINE void StoreMoments(Float first, Float second, hn::Vec<U32> random_firs
 
 // The zero of convert.h that other code has written. Joined with a negative lower half its bits
 // would be those of a NaN, so the result is replaced by zero.
-HWY_INLINE Float ZeroStays(Float upper, Float joined) {
+HWY_INLINE Float KeepZero(Float upper, Float joined) {
   const auto zeroed = hn::And(hn::Eq(upper, Broadcast(0)), hn::IsNaN(joined));
   return hn::IfThenElse(zeroed, upper, joined);
 }
@@ -237,8 +237,8 @@ HWY_INLINE void LoadMasters(const UpdateSpan& span, uint64_t begin, Float& first
       second = join(second_upper, hn::PromoteTo(i32, hn::LoadU(half_i16, low + Lanes())));
     }
     if constexpr (kMayBeNan) {
-      first = ZeroStays(first_upper, first);
-      second = ZeroStays(second_upper, second);
+      first = KeepZero(first_upper, first);
+      second = KeepZero(second_upper, second);
     }
   } else {
     LoadUnit<OFFLOAD_FP32, false>(static_cast<const float*>(span.master) + begin, first, second);

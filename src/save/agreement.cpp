@@ -31,10 +31,10 @@ Status Guarded(FunctionRef<Status()> part) {
 }
 
 // Runs a part on a thread of its own, while the calling thread meets the other ranks.
-class Beside {
+class PartThread {
  public:
-  explicit Beside(FunctionRef<Status()> part) : part_(part) {
-    Result<prim::Thread> thread = prim::Thread::Start<&Beside::Run>("hybridopt/file", this);
+  explicit PartThread(FunctionRef<Status()> part) : part_(part) {
+    Result<prim::Thread> thread = prim::Thread::Start<&PartThread::Run>("hybridopt/file", this);
     if (thread.ok()) {
       thread_ = std::move(thread.value());
     } else {
@@ -42,14 +42,15 @@ class Beside {
       ended_ = true;
     }
   }
-  ~Beside() { (void)Join(); }
-  Beside(const Beside&) = delete;
-  Beside& operator=(const Beside&) = delete;
+  ~PartThread() { (void)Join(); }
+  PartThread(const PartThread&) = delete;
+  PartThread& operator=(const PartThread&) = delete;
 
   // Waits at most timeout_ns for the part to end. Returns whether it has ended.
   bool AwaitEnd(int64_t timeout_ns) {
     std::unique_lock lock(mutex_);
-    return told_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [this] { return ended_; });
+    return end_changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                                 [this] { return ended_; });
   }
   Status Join() {
     thread_.Join();
@@ -63,14 +64,14 @@ class Beside {
       std::lock_guard lock(mutex_);
       ended_ = true;
     }
-    told_.notify_all();
+    end_changed_.notify_all();
   }
 
   const FunctionRef<Status()> part_;
   Status outcome_;  // only the thread uses it until the part has ended
   prim::Thread thread_;
   std::mutex mutex_;
-  std::condition_variable told_;
+  std::condition_variable end_changed_;
   bool ended_ = false;  // guarded by mutex_
 };
 
@@ -95,12 +96,12 @@ Status Agreement::DoTogether(FunctionRef<Status()> part, Status* outcome) const 
   }
   Status asked;
   {
-    Beside beside(part);
+    PartThread thread(part);
     for (int32_t working = 1; asked.ok() && working != 0;) {
-      working = beside.AwaitEnd(RoundNs()) ? 0 : 1;
+      working = thread.AwaitEnd(RoundNs()) ? 0 : 1;
       asked = comm_.AgreeOnMax(&working, 1);
     }
-    *outcome = beside.Join();
+    *outcome = thread.Join();
   }
   return asked.ok() ? OnFailure(outcome) : asked;
 }

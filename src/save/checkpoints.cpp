@@ -24,7 +24,7 @@ bool ConcernsFilesOnly(const Status& status) {
 // Turns std::bad_alloc into a status, so that this rank still takes part in the other ranks'
 // rounds, and the optimizer can be used further.
 template <typename Call>
-auto WithinMemory(const char* what, Call&& call) -> decltype(call()) try {
+auto CatchBadAlloc(const char* what, Call&& call) -> decltype(call()) try {
   return call();
 } catch (const std::bad_alloc&) {
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
@@ -93,7 +93,7 @@ Status Checkpoints::Begin(SaveRequest request, EventHandle ready, std::string* p
     return {};
   };
   Status status;
-  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return WithinMemory("save", prepare); }, &status));
+  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return CatchBadAlloc("save", prepare); }, &status));
   if (!status.ok()) {
     HYBRIDOPT_TRY(RemoveDirectory());
     return status;
@@ -103,7 +103,7 @@ Status Checkpoints::Begin(SaveRequest request, EventHandle ready, std::string* p
   HYBRIDOPT_TRY(comm_.AgreeOnMax(number, 2));
   if (comm_.rank() == 0) return {};
   const uint64_t told = static_cast<uint64_t>(number[0]) << 31 | static_cast<uint64_t>(number[1]);
-  *failure = WithinMemory("save", [&]() -> Status {
+  *failure = CatchBadAlloc("save", [&]() -> Status {
     directory_.emplace(PendingDirectory::Join(context_.files(), target, told));
     *path = directory_->path();
     return {};
@@ -114,7 +114,7 @@ Status Checkpoints::Begin(SaveRequest request, EventHandle ready, std::string* p
 // The next save to that path removes what cannot be removed now.
 void Checkpoints::RemoveOwnDirectory() {
   if (comm_.rank() == 0 && directory_.has_value())
-    (void)WithinMemory("save", [this]() -> Status {
+    (void)CatchBadAlloc("save", [this]() -> Status {
       directory_->Remove();
       return {};
     });
@@ -229,7 +229,7 @@ Status Checkpoints::End(Status outcome, Timeline& timeline) {
 Status Checkpoints::PublishOnce() {
   if (std::exchange(publishing_, true))
     return Status::Error(OFFLOAD_INTERNAL, "a save was given up after an exception at its end");
-  return WithinMemory("save", [this] { return Publish(); });
+  return CatchBadAlloc("save", [this] { return Publish(); });
 }
 
 // All work before the rename prepares it, so that after a crash either the whole checkpoint has its
@@ -305,7 +305,7 @@ Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* l
     known = (*loader)->Known();
     return {};
   };
-  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return WithinMemory("load", open); }, refusal));
+  HYBRIDOPT_TRY(agreement_.DoTogether([&] { return CatchBadAlloc("load", open); }, refusal));
   if (!refusal->ok()) return {};
   HYBRIDOPT_TRY(AgreeOnCheckpoint(**loader, &known, refusal));
   if (!refusal->ok()) return {};
@@ -313,7 +313,7 @@ Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* l
     HYBRIDOPT_TRY((*loader)->CheckAllKnown(known));
     return (*loader)->Verify();
   };
-  return agreement_.DoTogether([&] { return WithinMemory("load", verify); }, refusal);
+  return agreement_.DoTogether([&] { return CatchBadAlloc("load", verify); }, refusal);
 }
 
 // Checks that all ranks read the same checkpoint. Writes into `known` which of its params at least

@@ -408,7 +408,7 @@ Status Loader::Put(const Piece& piece, const std::byte* data) {
 
 // PutParams writes the upper halves.
 Status Loader::PutLowerHalves(const StateRange& range, const std::byte* masters) {
-  return PutMade(range, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
+  return PutComputed(range, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
     RoundEach(masters + first * sizeof(float), count, LowHalf, into);
   });
 }
@@ -419,21 +419,23 @@ Status Loader::PutConverted(const Piece& piece, const StateRange& range, const s
   const int32_t dtype = shape_.params[piece.param].dtype[piece.slot];
   const uint64_t room = std::min(range.count, kConvertedElements);
   std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` is unaligned
-  return PutMade(range, DtypeBytes(dtype), [&](uint64_t first, uint64_t count, std::byte* into) {
-    const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
-    if (piece.dtype == OFFLOAD_FP32) {
-      Round(stored, count, {dtype, false}, into);
-    } else {
-      std::memcpy(narrow.data(), stored, count * sizeof(uint16_t));
-      context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), count, reinterpret_cast<float*>(into));
-    }
-  });
+  return PutComputed(range, DtypeBytes(dtype),
+                     [&](uint64_t first, uint64_t count, std::byte* into) {
+                       const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
+                       if (piece.dtype == OFFLOAD_FP32) {
+                         Round(stored, count, {dtype, false}, into);
+                       } else {
+                         std::memcpy(narrow.data(), stored, count * sizeof(uint16_t));
+                         context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), count,
+                                                                 reinterpret_cast<float*>(into));
+                       }
+                     });
 }
 
 // Writes state that `make` computes, some elements at a time: in place on the host, or through the
 // staging buffer to the device.
-Status Loader::PutMade(const StateRange& range, uint64_t element_bytes,
-                       FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
+Status Loader::PutComputed(const StateRange& range, uint64_t element_bytes,
+                           FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
   for (uint64_t done = 0; done < range.count;) {
     const uint64_t now = std::min(range.count - done, kConvertedElements);
     std::byte* const destination = range.data + done * element_bytes;

@@ -117,8 +117,8 @@ class Loader {
   Status Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device);
   Status PutLowerHalves(const StateRange& range, const std::byte* masters);
   Status PutConverted(const Piece& piece, const StateRange& range, const std::byte* from);
-  Status PutMade(const StateRange& range, uint64_t element_bytes,
-                 FunctionRef<void(uint64_t, uint64_t, std::byte*)> make);
+  Status PutComputed(const StateRange& range, uint64_t element_bytes,
+                     FunctionRef<void(uint64_t, uint64_t, std::byte*)> make);
   Status PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters);
   Status RoundAll(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded);
   Result<std::byte*> Stage(uint64_t bytes);

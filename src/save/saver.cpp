@@ -59,11 +59,11 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   std::stable_sort(arrays_.begin(), arrays_.end(), [](const Array& a, const Array& b) {
     return a.tensor->offset < b.tensor->offset;
   });
-  TellCapture();
+  FillCapture();
   return {};
 }
 
-void Saver::TellCapture() {
+void Saver::FillCapture() {
   for (const Array& array : arrays_) {
     capture_.SetLastArray(array.param, array.tensor->offset,
                           checkpoint::DtypeBytes(array.tensor->dtype));
@@ -101,24 +101,24 @@ void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped)
 
 // --------------------------------------------------------------------------------------- thread --
 
-void Saver::Start(std::string directory, Status failure, std::function<void()> gave_back,
+void Saver::Start(std::string directory, Status failure, std::function<void()> borrowed_read,
                   std::function<void()> ended) {
   directory_ = std::move(directory);
-  tell_gave_back_ = std::move(gave_back);
-  tell_end_ = std::move(ended);
+  on_borrowed_read_ = std::move(borrowed_read);
+  on_ended_ = std::move(ended);
   outcome_ = std::move(failure);
   if (outcome_.ok()) {
-    Result<prim::Thread> thread = prim::Thread::Start<&Saver::RunAndTell>("hybridopt/save", this);
+    Result<prim::Thread> thread = prim::Thread::Start<&Saver::RunThread>("hybridopt/save", this);
     if (thread.ok()) {
       thread_ = std::move(thread.value());
       return;
     }
     outcome_ = thread.status();
   }
-  TellEnd();
+  ReportEnd();
 }
 
-void Saver::RunAndTell() {
+void Saver::RunThread() {
   const Range range("save");
   outcome_ = CatchExceptions("a save", [this]() -> Status {
     HYBRIDOPT_TRY(TakeMemory());
@@ -127,27 +127,27 @@ void Saver::RunAndTell() {
   FreeTransfer();
   if (outcome_.ok() && point_.rank != 0)
     outcome_ = CatchExceptions("a save", [this] { return WritePart(); });
-  TellEnd();
+  ReportEnd();
 }
 
-void Saver::TellEnd() {
+void Saver::ReportEnd() {
   capture_.End();
-  tell_gave_back_();
+  on_borrowed_read_();
   {
     std::lock_guard lock(end_mutex_);
     ended_ = true;
   }
-  end_told_.notify_all();
-  tell_end_();
+  end_changed_.notify_all();
+  on_ended_();
 }
 
 void Saver::AwaitEnd(int64_t timeout_ns) {
   const auto ended = [this] { return ended_.load(); };
   std::unique_lock lock(end_mutex_);
   if (timeout_ns < 0)
-    end_told_.wait(lock, ended);
+    end_changed_.wait(lock, ended);
   else
-    end_told_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
+    end_changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
 }
 
 Status Saver::Join() {
@@ -196,9 +196,9 @@ Status Saver::WriteArrays(checkpoint::BlockWriter& writer) {
   writer_ = &writer;
   HYBRIDOPT_TRY(Append(head_.data(), head_.size()));
   for (const Array& array : arrays_) {
-    const bool borrowing = !capture_.gave_back();
+    const bool borrowing = !capture_.has_read_borrowed();
     HYBRIDOPT_TRY(AppendArray(array));
-    if (borrowing && capture_.gave_back()) tell_gave_back_();
+    if (borrowing && capture_.has_read_borrowed()) on_borrowed_read_();
   }
   if (filled_bytes_ > 0) writer.Submit(filled_bytes_);
   return {};

@@ -57,10 +57,10 @@ class Saver {
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
 
-  // Writes into an existing directory. Calls `gave_back` when the save has read all that it borrows
-  // from the caller, and `ended` at the end of the saver's thread; if that thread cannot be
+  // Writes into an existing directory. Calls `borrowed_read` when the save has read all that it
+  // borrows from the caller, and `ended` at the end of the saver's thread; if that thread cannot be
   // started, before Start returns. If `failure` is an error the save ends at once with it.
-  void Start(std::string directory, Status failure, std::function<void()> gave_back,
+  void Start(std::string directory, Status failure, std::function<void()> borrowed_read,
              std::function<void()> ended);
   // A later step waits for this before it overwrites state.
   Capture& capture() { return capture_; }
@@ -91,10 +91,10 @@ class Saver {
 
   Status LayOut(const ParamTable& table, const StateShape& shape);
   void ListShard(const Param& param, uint32_t id, const ParamShape& shaped);
-  void TellCapture();
+  void FillCapture();
   bool Borrows(const Array& array) const;
-  void RunAndTell();
-  void TellEnd();
+  void RunThread();
+  void ReportEnd();
   void FreeTransfer();
   Status TakeMemory();
   Status Write();
@@ -133,13 +133,13 @@ class Saver {
   uint64_t filled_bytes_ = 0;   // of block_
   uint64_t position_ = 0;       // in the file
 
-  std::function<void()> tell_gave_back_;
-  std::function<void()> tell_end_;
+  std::function<void()> on_borrowed_read_;
+  std::function<void()> on_ended_;
   prim::Thread thread_;
   Status outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save that has not run");
   std::atomic<bool> ended_ = false;  // set with end_mutex_ held
   std::mutex end_mutex_;
-  std::condition_variable end_told_;
+  std::condition_variable end_changed_;
 };
 
 }  // namespace hybridopt

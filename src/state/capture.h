@@ -35,17 +35,17 @@ class Capture {
   void SetBorrowedEnd(uint64_t position) { borrowed_end_ = position; }
   bool borrows() const { return borrowed_end_ > 0; }
   // Whether the save has read all that it borrows.
-  bool gave_back() const { return position_.load() >= borrowed_end_; }
+  bool has_read_borrowed() const { return position_.load() >= borrowed_end_; }
 
   // The save calls this while it reads; positions only grow.
   void Advance(uint64_t position) {
     position_.store(position);
-    Tell();
+    WakeWaiters();
   }
   // The save calls this when it reads no memory any more, whether it succeeded or failed.
   void End() {
     position_.store(UINT64_MAX);
-    Tell();
+    WakeWaiters();
   }
 
   // Returns when the save has read the first `end` elements of all of the param's arrays.
@@ -77,7 +77,7 @@ class Capture {
   }
   // Wakes the threads that wait. A thread that begins to wait at the same time has either seen the
   // new position, or is counted in waiting_ before it is read here.
-  void Tell() {
+  void WakeWaiters() {
     if (waiting_.load() == 0) return;
     { std::lock_guard lock(mutex_); }
     advanced_.notify_all();

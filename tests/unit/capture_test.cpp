@@ -61,16 +61,16 @@ TEST_F(CaptureTest, AllIsReadAtTheEndAlone) {
 
 TEST_F(CaptureTest, NothingIsBorrowedUnlessSaid) {
   EXPECT_FALSE(capture_.borrows());
-  EXPECT_TRUE(capture_.gave_back());
+  EXPECT_TRUE(capture_.has_read_borrowed());
   capture_.AwaitBorrowed();
 }
 
 TEST_F(CaptureTest, WhatIsBorrowedIsGivenBackWhenItHasBeenRead) {
   capture_.SetBorrowedEnd(2000);
   EXPECT_TRUE(capture_.borrows());
-  EXPECT_FALSE(capture_.gave_back());
+  EXPECT_FALSE(capture_.has_read_borrowed());
   ReturnsAt(2000, [this] { capture_.AwaitBorrowed(); });
-  EXPECT_TRUE(capture_.gave_back());
+  EXPECT_TRUE(capture_.has_read_borrowed());
 }
 
 // A save that fails reads nothing any more either.
@@ -82,7 +82,7 @@ TEST_F(CaptureTest, EveryoneIsLetGoAtTheEnd) {
   });
   capture_.End();
   waiter.join();
-  EXPECT_TRUE(capture_.gave_back());
+  EXPECT_TRUE(capture_.has_read_borrowed());
 }
 
 // The waiter may miss the moment, but never the position.
