@@ -115,6 +115,22 @@ def test_params_in_fp32_show_themselves_as_masters():
     assert "master_param" not in plain.state[full]
 
 
+def test_megatron_says_that_weights_have_been_loaded():
+    """A few elements that nobody would notice: torch does not count what is written into .data."""
+    param = nn.Parameter(torch.ones(4096).bfloat16())
+    try:
+        megatron.install(check_weights=False)
+        optimizer = made_like_megatron([param])
+    finally:
+        megatron.install()
+    set_gradients([param], 0)
+    optimizer.step()
+    written = torch.arange(100, 4096, 500)
+    param.data[written] = 8.0
+    optimizer.update_fp32_param_by_new_param()
+    assert (optimizer.master_of(param)[written] == 8.0).all()
+
+
 def test_state_of_megatrons_own_optimizer_loads():
     """Its param groups hold the arguments of the constructor."""
     params = list(perceptron(torch.bfloat16).parameters())
