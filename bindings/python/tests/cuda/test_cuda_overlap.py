@@ -106,7 +106,7 @@ def test_losses_and_bits_are_those_of_steps_that_wait(dtype, options, fraction, 
     optimizer = hybridopt.AdamW(module.named_parameters(), overlap=module, **options)
     plain = hybridopt.AdamW(other.named_parameters(), **options)
     if hooked:
-        optimizer.hook_gradients(), plain.hook_gradients()
+        optimizer.hook_gradients(micro_batches=2), plain.hook_gradients(micro_batches=2)
     losses = train(module, optimizer, 8)
     assert optimizer._engine.under_way
     assert bits([losses.cpu()]) == bits([train(other, plain, 8).cpu()])
