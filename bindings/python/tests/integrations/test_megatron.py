@@ -116,7 +116,8 @@ def test_params_in_fp32_show_themselves_as_masters():
 
 
 def test_megatron_says_that_weights_have_been_loaded():
-    """A few elements that nobody would notice: torch does not count what is written into .data."""
+    """A few elements that nobody would notice: torch does not count what is written into .data, and they lie
+    between the bytes that are compared."""
     param = nn.Parameter(torch.ones(4096).bfloat16())
     try:
         megatron.install(check_weights=False)
@@ -125,7 +126,7 @@ def test_megatron_says_that_weights_have_been_loaded():
         megatron.install()
     set_gradients([param], 0)
     optimizer.step()
-    written = torch.arange(100, 4096, 500)
+    written = torch.arange(100, 4096, 580)
     param.data[written] = 8.0
     optimizer.update_fp32_param_by_new_param()
     assert (optimizer.master_of(param)[written] == 8.0).all()
