@@ -10,7 +10,7 @@
 namespace bench {
 namespace {
 
-Report Measure(const Settings& settings, bool gpu) {
+Report Measure(const Settings& settings, bool gpu, bool optimizers) {
   const Neighbours neighbours;
   Report report{};
   report.machine = DescribeMachine();
@@ -21,6 +21,8 @@ Report Measure(const Settings& settings, bool gpu) {
   if (gpu) {
     report.elements = settings.gpu_elements;
     MeasureGpu(settings, report);
+  } else if (optimizers) {
+    MeasureOptimizers(settings, report);
   } else {
     MeasureAdamW28(settings, report);
     MeasureOverhead(settings, report);
@@ -40,6 +42,7 @@ int main(int argc, char** argv) {
   bench::Settings settings;
   bool json = false;
   bool gpu = false;
+  bool optimizers = false;
   CLI::App app("Measures hybridopt against what the memory of this machine can give.");
   app.add_option("--elements", settings.elements, "elements of the long array")
       ->check(CLI::Range(uint64_t{1} << 16, uint64_t{1} << 40))
@@ -52,6 +55,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
   app.add_flag("--gpu", gpu, "measure the GPU instead");
+  app.add_flag("--optimizers", optimizers, "measure many small optimizers of one context instead")
+      ->excludes("--gpu");
   app.add_option("--gpu-elements", settings.gpu_elements,
                  "elements of the whole steps on the GPU; takes 40 bytes of host memory each")
       ->check(CLI::Range(uint64_t{1} << 20, uint64_t{1} << 40))
@@ -69,6 +74,6 @@ int main(int argc, char** argv) {
   app.add_flag("--json", json, "print one JSON object instead of the table");
   CLI11_PARSE(app, argc, argv);
 
-  const bench::Report report = bench::Measure(settings, gpu);
+  const bench::Report report = bench::Measure(settings, gpu, optimizers);
   (json ? bench::PrintJson : bench::PrintTable)(std::cout, report);
 }

@@ -35,6 +35,10 @@ void MeasureSim(const Settings& settings, Report& report);
 // its gradients on the host (lifecycle.cpp).
 void MeasureLifecycle(const Settings& settings, Report& report);
 
+// Many optimizers of one small param in one context: the time of a step, and how many threads the
+// library has (optimizers.cpp).
+void MeasureOptimizers(const Settings& settings, Report& report);
+
 // A real GPU: ceilings of its memory and link, and whole steps against them (gpu.cpp).
 void MeasureGpu(const Settings& settings, Report& report);
 // Saves and loads against plain readers and writers of as many bytes (checkpoint.cpp).
