@@ -14,7 +14,7 @@ uint64_t EndOf(const NormInput& input) { return input.first_block + NormBlocksOf
 Status NormSums::Sum(Context& context, std::span<const NormInput> inputs) {
   if (inputs.empty()) return {};
   pieces_.Reset({inputs.front().first_block, EndOf(inputs.back())}, 1, kPieceBlocks);
-  return context.workers().Run([&](uint32_t worker) {
+  return pieces_.Share(context.workers(), [&](uint32_t worker) {
     pieces_.Take(worker,
                  [&](const WorkRange& piece) { SumPiece(context.kernels(), inputs, piece); });
   });

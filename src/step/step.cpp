@@ -148,8 +148,9 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
     updater_.AwaitCapture(step, 0, range);
     const Range updating("update", 0);
     pieces_.Reset(range, kWorkGrainElements, kWorkPieceElements);
-    HYBRIDOPT_TRY(context_.workers().Run(
-        [&](uint32_t worker) { updater_.Update(step, 0, {}, pieces_, worker); }));
+    HYBRIDOPT_TRY(pieces_.Share(context_.workers(), [&](uint32_t worker) {
+      updater_.Update(step, 0, {}, pieces_, worker);
+    }));
   }
   return {};
 }
