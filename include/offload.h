@@ -314,9 +314,9 @@ OFFLOAD_API int32_t offload_context_get_info(offload_context_t context,
 /* ------------------------------------------------------------------------------ registering -- */
 
 /* How the ranks of one model communicate: functions of the caller, over MPI, NCCL, a process group
- * or threads. A thread of the library calls them, one call at a time for each optimizer and in the
- * same order on all ranks. Each function returns OFFLOAD_OK, OFFLOAD_TIMED_OUT, or any other status
- * for a failure. The results must have the same bits on all ranks. docs/RANKS.md says more. */
+ * or threads. Threads of the library, not always the same one, call them: one call at a time for
+ * each optimizer, in the same order on all ranks. Each returns OFFLOAD_OK, OFFLOAD_TIMED_OUT, or
+ * any other status for a failure. Results must have the same bits on all ranks (docs/RANKS.md). */
 typedef struct offload_comm {
   uint32_t struct_size;
   int32_t rank;      /* 0 to world - 1 */

@@ -1,5 +1,4 @@
-// Context: one device, the worker threads and the CPU's kernels. Several optimizers may share a
-// context.
+// Context: one device, the threads and the CPU's kernels. Several optimizers may share a context.
 #pragma once
 
 #include <atomic>
@@ -14,6 +13,7 @@
 #include "device/device.h"
 #include "kernels/kernels.h"
 #include "memory/page_wishes.h"
+#include "runtime/runner_pool.h"
 #include "runtime/topology.h"
 #include "runtime/worker_pool.h"
 
@@ -31,6 +31,7 @@ class Context {
   Device& device() { return *device_; }
   const Device& device() const { return *device_; }
   WorkerPool& workers() { return workers_; }
+  RunnerPool& runners() { return runners_; }
   const KernelTable& kernels() const { return kernels_; }
   int64_t device_timeout_ns() const { return device_timeout_ns_; }
   // On which nodes memory should be: state, whose pages the workers touch first, and pinned memory,
@@ -92,6 +93,7 @@ class Context {
   std::mutex given_out_mutex_;
   std::set<void*> allocations_;     // guarded by given_out_mutex_
   std::set<StreamHandle> streams_;  // guarded by given_out_mutex_
+  RunnerPool runners_;              // last: its threads end before what they use
 };
 
 }  // namespace hybridopt

@@ -14,8 +14,10 @@ constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still 
 
 }  // namespace
 
-Timeline::Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progress)
-    : execute_(std::move(execute)),
+Timeline::Timeline(RunnerPool& runners, Execute execute, Settle settle,
+                   std::atomic<uint64_t>& progress)
+    : runners_(runners),
+      execute_(std::move(execute)),
       settle_(std::move(settle)),
       fork_generation_(prim::ForkGeneration()),
       progress_(progress),
@@ -30,12 +32,11 @@ Timeline::~Timeline() {
 
 Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
   constexpr auto kRound = std::chrono::milliseconds(50);
-  if (fork_generation_ != prim::ForkGeneration()) return {};  // the thread runs in the parent only
+  if (fork_generation_ != prim::ForkGeneration()) return {};  // the runners are in the parent only
   {
     std::unique_lock lock(mutex_);
     stopping_ = true;
-    changed_.notify_all();
-    while (thread_.joinable() && !changed_.wait_for(lock, kRound, [this] { return ended_; })) {
+    while (!changed_.wait_for(lock, kRound, [this] { return !HasWork(); })) {
       // A save in the background may still read what is the caller's.
       Status stuck = holds_streams_ ? Status() : check_stuck();
       if (stuck.ok()) continue;
@@ -44,7 +45,7 @@ Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
       return stuck;
     }
   }
-  thread_.Join();
+  runners_.Withdraw(*this);
   // Streams that still wait, for whatever reason, must not wait for ever.
   progress_.store(kReleased);
   return {};
@@ -60,17 +61,12 @@ Result<uint32_t> Timeline::NextSlot() {
 }
 
 Result<uint64_t> Timeline::Submit() {
-  uint64_t sequence = 0;
-  {
-    std::lock_guard lock(mutex_);
-    if (stopping_) return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer is being destroyed");
-    if (!thread_.joinable()) {
-      HYBRIDOPT_ASSIGN(thread_, prim::Thread::Start<&Timeline::Run>("hybridopt/line", this));
-    }
-    ReserveFailures();
-    sequence = ++submitted_;
-  }
-  changed_.notify_all();
+  std::lock_guard lock(mutex_);
+  if (stopping_) return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer is being destroyed");
+  ReserveFailures();
+  const uint64_t sequence = ++submitted_;
+  runners_.Submit(*this);  // before Drain can see that the piece has run
+  changed_.notify_all();   // a runner may await a round of the background
   return sequence;
 }
 
@@ -184,11 +180,11 @@ void Timeline::Release(Status failure) {
 }
 
 void Timeline::Wake() {
-  {
-    std::lock_guard lock(mutex_);
-    awake_ = held_ != 0;
-  }
-  changed_.notify_all();
+  std::lock_guard lock(mutex_);
+  if (held_ == 0 || ended_) return;
+  awake_ = true;
+  runners_.Submit(*this);
+  changed_.notify_all();  // a runner may await a round of the background
 }
 
 void Timeline::Reached(uint64_t sequence, uint64_t mark) {
@@ -230,47 +226,60 @@ Status Timeline::CheckPoison() const {
                        cause_.message().c_str());
 }
 
-void Timeline::Run() {
-  Loop();
-  {
-    std::lock_guard lock(mutex_);
-    ended_ = true;
+// ---------------------------------------------------------------------------------- on a runner --
+
+bool Timeline::RunTurn() {
+  std::unique_lock lock(mutex_);
+  AwaitRound(lock);
+  const Turn turn = NextTurn();
+  if (turn != Turn::kNone) {
+    // What runs beside the background may wait for it, and so for files or other ranks.
+    if (held_ != 0) LetOthersRun();
+    in_turn_ = true;
+    const uint64_t sequence = executed_ + 1;
+    lock.unlock();
+    const bool passed = turn == Turn::kExecute ? ExecutePiece(sequence) : SettleBackground(false);
+    lock.lock();
+    in_turn_ = false;
+    ended_ = !passed;
+    if (passed && turn == Turn::kExecute) {
+      executed_ = sequence;
+      Show(ProgressAt(sequence + 1, 0));
+    }
+    changed_.notify_all();
   }
-  changed_.notify_all();
+  return NextTurn() != Turn::kNone;
 }
 
-void Timeline::Loop() {
-  for (uint64_t sequence = 1;;) {
-    const Turn turn = NextTurn(sequence);
-    if (turn == Turn::kEnd) return;
-    if (turn == Turn::kSettle) {
-      if (!SettleBackground(false)) return;
-      continue;
-    }
-    Reached(sequence, 0);
-    Status status = execute_(static_cast<uint32_t>(sequence % kCapacity), sequence);
-    if (!status.ok()) {
-      // Told at once, for the background may take long. It does not suffer if it can help it.
-      Poison(sequence, std::move(status));
-      (void)SettleBackground(true);
-      return;
-    }
-    Passed(sequence++);
-  }
+// Where the background has rounds, waits until the next one is due or there is something else to
+// do.
+void Timeline::AwaitRound(std::unique_lock<std::mutex>& lock) {
+  if (held_ == 0 || round_ns_ == 0 || awake_ || executed_ < submitted_.load()) return;
+  LetOthersRun();
+  const auto due = [this] { return awake_ || executed_ < submitted_.load(); };
+  changed_.wait_for(lock, std::chrono::nanoseconds(round_ns_), due);
 }
 
 // The background goes first: whoever waits for it has waited longest.
-Timeline::Turn Timeline::NextTurn(uint64_t sequence) {
-  std::unique_lock lock(mutex_);
-  const auto due = [&] {
-    return awake_ || submitted_.load() >= sequence || (stopping_ && held_ == 0);
-  };
-  if (held_ == 0 || round_ns_ == 0)
-    changed_.wait(lock, due);
-  else if (!changed_.wait_for(lock, std::chrono::nanoseconds(round_ns_), due))
-    return Turn::kSettle;
+Timeline::Turn Timeline::NextTurn() const {
+  if (ended_) return Turn::kNone;
   if (awake_) return Turn::kSettle;
-  return submitted_.load() >= sequence ? Turn::kExecute : Turn::kEnd;
+  if (executed_ < submitted_.load()) return Turn::kExecute;
+  return held_ != 0 && round_ns_ != 0 ? Turn::kSettle : Turn::kNone;
+}
+
+bool Timeline::HasWork() const {
+  return !ended_ && (in_turn_ || held_ != 0 || executed_ < submitted_.load());
+}
+
+// False if it failed.
+bool Timeline::ExecutePiece(uint64_t sequence) {
+  Status status = execute_(static_cast<uint32_t>(sequence % kCapacity), sequence);
+  if (status.ok()) return true;
+  // Told at once, for the background may take long. It does not suffer if it can help it.
+  Poison(sequence, std::move(status));
+  (void)SettleBackground(true);
+  return false;
 }
 
 // False if it failed and has poisoned all.
@@ -279,20 +288,12 @@ bool Timeline::SettleBackground(bool failure) {
     std::lock_guard lock(mutex_);
     awake_ = false;
     if (held_ == 0) return true;
+    LetOthersRun();
   }
   Status status = settle_(failure);
   if (status.ok()) return true;
   Poison(0, std::move(status));
   return false;
-}
-
-void Timeline::Passed(uint64_t sequence) {
-  {
-    std::lock_guard lock(mutex_);
-    executed_ = sequence;
-    Show(ProgressAt(sequence + 1, 0));
-  }
-  changed_.notify_all();
 }
 
 // Whether a piece that has not completed never will: what is queued behind a failure does not run,

@@ -1,8 +1,9 @@
 // Timeline: the order of one optimizer's queued work, and who waits for it.
 //
-// One thread runs the work, first in first out. Each piece has a sequence number, from 1; a piece
-// completes when it has run, or it fails and poisons all that comes after. Progress inside a piece
-// shows in one 64-bit word that only grows, so that device streams can wait on it without the host.
+// The context's runners run the work, first in first out, one piece at a time. Each piece has a
+// sequence number, from 1; a piece completes when it has run, or it fails and poisons all that
+// comes after. Progress inside a piece shows in one 64-bit word that only grows, so that device
+// streams can wait on it without the host.
 //
 // One piece at a time may go on in the background (a save): it completes late, and later ones do
 // not wait for it. While it reads what streams may write, the word stands still. And a piece may
@@ -17,12 +18,12 @@
 #include <vector>
 
 #include "base/function_ref.h"
-#include "base/prim.h"
 #include "base/status.h"
+#include "runtime/runner_pool.h"
 
 namespace hybridopt {
 
-class Timeline {
+class Timeline : private RunnerPool::Task {
  public:
   static constexpr uint32_t kCapacity = 256;
 
@@ -32,22 +33,23 @@ class Timeline {
   // in any case. It calls Release.
   using Settle = std::function<Status(bool failure)>;
 
-  // `progress` outlives every stream that may wait on it.
-  Timeline(Execute execute, Settle settle, std::atomic<uint64_t>& progress);
-  ~Timeline();  // drains
+  // `runners` has been started, and `progress` outlives every stream that may wait on it.
+  Timeline(RunnerPool& runners, Execute execute, Settle settle, std::atomic<uint64_t>& progress);
+  ~Timeline() override;  // drains
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  // Runs what is queued, then ends the thread; in a forked child leaves it alone. The last call,
-  // unless check_stuck fails, which is asked meanwhile: then the timeline is poisoned with that
-  // failure, which also comes back, and the thread goes on with the piece that is stuck. The
-  // timeline must then live as long as the process.
+  // Returns when all that is queued has run and the background has ended; at once in a forked
+  // child, which has no runners. The last call, unless check_stuck fails, which is asked meanwhile:
+  // then the timeline is poisoned with that failure, which also comes back, and a runner goes on
+  // with the piece that is stuck. The timeline and the context must then live as long as the
+  // process.
   Status Drain(FunctionRef<Status()> check_stuck);
 
   // The slot that the next Submit will queue; its earlier content has been executed, and is no
   // longer read. INVALID_STATE when kCapacity pieces are queued, POISONED after a failure.
   Result<uint32_t> NextSlot();
-  // Queues that slot and gives its sequence number. Starts the thread the first time.
+  // Queues that slot and gives its sequence number.
   Result<uint64_t> Submit();
 
   // OK once the piece has completed; the cause if it or an earlier one failed, as soon as the
@@ -65,12 +67,15 @@ class Timeline {
   // at the piece's start until ReleaseStreams. One at a time.
   void Hold(uint64_t sequence, int64_t round_ns, bool holds_streams);
   void ReleaseStreams();  // any thread, any number of times
-  // The background piece has completed; on the timeline's own thread. A `failure` that is not OK is
+  // The background piece has completed; called by Execute or Settle. A `failure` that is not OK is
   // more than the piece's own: it poisons the timeline before any waiter learns that the piece has
   // completed.
   void Release(Status failure);
   // The background has come so far that Settle has something to do. Any thread.
   void Wake();
+  // Said by Execute before it waits for anything but the workers: other optimizers' work goes on
+  // meanwhile. Any number of times. Settle need not say it, nor Execute beside the background.
+  void LetOthersRun() { runners_.LetOthersRun(*this); }
   // Said before the piece completes: it has failed, and that is nobody else's concern. Why is
   // remembered of the last kFailuresKept.
   void Report(uint64_t sequence, Status failure);
@@ -95,14 +100,15 @@ class Timeline {
   const std::atomic<uint64_t>& progress() const { return progress_; }
 
  private:
-  enum class Turn { kSettle, kExecute, kEnd };
-  void Run();
-  void Loop();
-  Turn NextTurn(uint64_t sequence);
+  enum class Turn { kNone, kSettle, kExecute };
+  bool RunTurn() override;
+  bool ExecutePiece(uint64_t sequence);
   bool SettleBackground(bool failure);
-  void Passed(uint64_t sequence);
   void Poison(uint64_t sequence, Status cause);
   // These with mutex_ held.
+  Turn NextTurn() const;
+  void AwaitRound(std::unique_lock<std::mutex>& lock);
+  bool HasWork() const;
   void PoisonLocked(uint64_t sequence, Status cause);
   void ReserveFailures();
   void Show(uint64_t progress);
@@ -113,6 +119,7 @@ class Timeline {
   Status OutcomeOf(uint64_t sequence);
   Status Untold(uint64_t sequence);
 
+  RunnerPool& runners_;
   const Execute execute_;
   const Settle settle_;
   const uint64_t fork_generation_;
@@ -120,10 +127,11 @@ class Timeline {
   std::atomic<uint64_t> submitted_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  Status cause_;         // of the failure; guarded by mutex_, as all below but the thread
+  Status cause_;         // of the failure; guarded by mutex_, as all below
   uint64_t failed_ = 0;  // the piece that failed; 0: none, or the background
   bool stopping_ = false;
-  bool ended_ = false;          // the thread has nothing to do any more
+  bool in_turn_ = false;        // a runner runs a piece, or settles the background
+  bool ended_ = false;          // a turn has failed: there is none any more
   uint64_t executed_ = 0;       // the last piece that has run
   uint64_t held_ = 0;           // the piece that goes on in the background; 0: none
   int64_t round_ns_ = 0;        // how often Settle is called for it
@@ -137,7 +145,6 @@ class Timeline {
   };
   std::vector<Failure> failures_;    // of pieces that failed on their own, in order
   std::vector<uint64_t> forgotten_;  // earlier ones, in order: that they failed, not why
-  prim::Thread thread_;              // started by the first Submit
 };
 
 }  // namespace hybridopt

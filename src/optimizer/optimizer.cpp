@@ -251,7 +251,9 @@ Status Optimizer::Commit(StreamHandle stream) {
   FillTables(*committed);
   committed->planned_device_bytes = plan.device_bytes;
   HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
+  HYBRIDOPT_TRY(context_->runners().Start());
   committed->timeline = std::make_unique<Timeline>(
+      context_->runners(),
       [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
       [this](bool failure) { return Settle(failure); }, *progress);
   committed_ = std::move(committed);
@@ -493,12 +495,22 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
   }
 }
 
-// ----------------------------------------------------------------- on the timeline's own thread --
+// ---------------------------------------------------------------------------------- on a runner --
 
 Status Optimizer::Execute(uint32_t slot, uint64_t sequence) {
+  if (MayWait(slot)) committed_->timeline->LetOthersRun();
   Status status = CatchExceptions("queued work", [&] { return ExecuteRequest(slot, sequence); });
-  if (!status.ok()) context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
+  if (!status.ok()) {
+    committed_->timeline->LetOthersRun();  // the log is a function of the caller's
+    context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
+  }
   return status;
+}
+
+// Whether the request may wait for more than the workers: for the device, other ranks or files.
+bool Optimizer::MayWait(uint32_t slot) const {
+  const bool is_step = std::holds_alternative<StepRequest*>(committed_->requests[slot]);
+  return !is_step || !context_->device().unified() || comm_.present();
 }
 
 Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {

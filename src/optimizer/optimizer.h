@@ -132,6 +132,7 @@ class Optimizer {
   void ReleaseAddresses(Move move, std::span<const uint32_t> ids);
   offload_ticket_t TicketOf(uint64_t sequence) const;
   Status Execute(uint32_t slot, uint64_t sequence);
+  bool MayWait(uint32_t slot) const;
   Status ExecuteRequest(uint32_t slot, uint64_t sequence);
   Status ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence);
   Status ExecuteMove(MoveRequest& request, uint32_t slot);

@@ -111,7 +111,7 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
   return TicketOf(sequence);
 }
 
-// On the timeline's own thread.
+// On a runner.
 Status Optimizer::Settle(bool failure) {
   Checkpoints& checkpoints = *committed_->checkpoints;
   return CatchExceptions("a save", [&] {

@@ -94,7 +94,7 @@ uint64_t Optimizer::MarkOf(uint32_t param, uint64_t sequence) const {
   return StepPipeline::kDeviceDone + committed_->decided.chunks.last_chunk_end[param];
 }
 
-// On the timeline's own thread.
+// On a runner.
 Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
   // A running save reads states from where they are now.
   HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));

@@ -1,5 +1,5 @@
 // Agreement: what the ranks of an optimizer do together, apart from steps. All ranks must make each
-// of these calls, on their timeline's thread.
+// of these calls, in a turn of their timeline.
 #pragma once
 
 #include <cstdint>

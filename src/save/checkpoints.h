@@ -1,8 +1,8 @@
 // Checkpoints: an optimizer's saves and loads, and what its ranks agree on for them. All functions
-// run on the timeline's thread; the saver has a thread of its own.
+// run in turns of the timeline; the saver has a thread of its own.
 //
-// A save begins in its order on the timeline and then runs in the background. The timeline's thread
-// completes it later, because only that thread may call comm functions: all ranks must call them in
+// A save begins in its order on the timeline and then runs in the background. A later turn of the
+// timeline completes it, because only turns may call comm functions: all ranks must call them in
 // the same order. While a save runs all ranks meet in rounds. The result of a round, and so the
 // next action, is the same on all ranks:
 //

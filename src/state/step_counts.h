@@ -1,6 +1,6 @@
 // StepCounts: how many steps have updated each param, and how many the optimizer has applied.
-// Steps, loads and offload_optimizer_set_step_count write the counts, and saves read them: on the
-// timeline's thread, or while no work is queued.
+// Steps, loads and offload_optimizer_set_step_count write the counts, and saves read them: in turns
+// of the timeline, or while no work is queued.
 #pragma once
 
 #include <algorithm>

@@ -17,9 +17,11 @@ class Line {
  public:
   Line()
       : timeline(
-            std::in_place,
+            std::in_place, runners,
             [this](uint32_t slot, uint64_t sequence) { return Execute(slot, sequence); },
-            [this](bool failure) { return Settle(failure); }, progress) {}
+            [this](bool failure) { return Settle(failure); }, progress) {
+    EXPECT_TRUE(runners.Start().ok());
+  }
 
   uint64_t Queue() {
     const Result<uint32_t> slot = timeline->NextSlot();
@@ -34,6 +36,7 @@ class Line {
     permits_.notify_all();
   }
 
+  RunnerPool runners;
   std::atomic<uint64_t> progress = 0;
   std::atomic<uint64_t> failing = 0;    // this sequence number fails
   std::atomic<uint64_t> reporting = 0;  // this one fails on its own

@@ -34,7 +34,7 @@ class Poll {
   uint32_t pauses_ = 0;
 };
 
-// One thread at a time calls these: the thread of the optimizer's timeline.
+// One thread at a time calls these, but not always the same one.
 class Ranks {
  public:
   Ranks(int32_t rank, int32_t world) : rank_(rank), world_(world) {}

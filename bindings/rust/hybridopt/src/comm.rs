@@ -29,9 +29,9 @@ struct Functions<'a> {
     barrier: Barrier<'a>,
 }
 
-/// A table of functions, over MPI, NCCL, sockets or threads. Calls come from one thread of the
-/// library's per optimizer, in the same order on all ranks; results must be the same bits on all
-/// ranks. A closure that panics counts as failed.
+/// A table of functions, over MPI, NCCL, sockets or threads. Threads of the library make the calls,
+/// one at a time for each optimizer and in the same order on all ranks, but not always on the same
+/// thread. Results must have the same bits on all ranks. A closure that panics counts as failed.
 pub struct Comm<'a> {
     rank: i32,
     world: i32,
