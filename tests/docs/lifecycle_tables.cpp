@@ -95,7 +95,7 @@ int Run(const char* path, bool write) {
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const std::string wanted = WithTables(text);
   if (wanted.empty()) return 1;
-  if (write) return std::ofstream(path) << wanted ? 0 : 1;
+  if (write) return std::ofstream(path) << wanted << std::flush ? 0 : 1;
   if (wanted == text) return 0;
   std::cerr << path << " has other tables than src/state/transitions.h and move_table.h. Run\n"
             << "  build/dev/tests/lifecycle_tables --write docs/LIFECYCLE.md\n";
