@@ -42,8 +42,10 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   committed.planned_device_bytes = device_bytes;
   committed.decided = std::move(wanted);
   committed.residence_sequence = sequence.value();
-  committed.lifecycle->SetDeviceStateBytes(
-      StateBytes(table_, committed.shape, committed.decided.residence, Tier::kDevice));
+  std::vector<uint64_t> device_state_bytes =
+      StateBytes(table_, committed.shape, committed.decided.residence, Tier::kDevice);
+  std::lock_guard lock(results_mutex_);  // other threads ask for stats
+  committed.lifecycle->SetDeviceStateBytes(std::move(device_state_bytes));
   CountStateBytes(committed);
   return TicketOf(sequence.value());
 }

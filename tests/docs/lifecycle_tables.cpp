@@ -92,10 +92,18 @@ std::string WithTables(std::string text) {
 
 int Run(const char* path, bool write) {
   std::ifstream file(path);
+  if (!file) {
+    std::cerr << "could not read " << path << "\n";
+    return 1;
+  }
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const std::string wanted = WithTables(text);
   if (wanted.empty()) return 1;
-  if (write) return std::ofstream(path) << wanted << std::flush ? 0 : 1;
+  if (write) {
+    if (std::ofstream(path) << wanted << std::flush) return 0;
+    std::cerr << "could not write " << path << "\n";
+    return 1;
+  }
   if (wanted == text) return 0;
   std::cerr << path << " has other tables than src/state/transitions.h and move_table.h. Run\n"
             << "  build/dev/tests/lifecycle_tables --write docs/LIFECYCLE.md\n";
