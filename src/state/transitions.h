@@ -162,8 +162,8 @@ namespace grad_table {
 using enum GradAt;
 
 constexpr auto kUnused =
-    "the host already holds a gradient of it that no step has used; step, reload_grads, or give it "
-    "up with OFFLOAD_MOVE_DROP";
+    "the host already holds a gradient of it that no step has used; reload_grads over this one, "
+    "give both up with OFFLOAD_MOVE_DROP, or bind NULL and step";
 constexpr auto kUnderWay =
     "an accumulation is under way on the host, which a plain offload_grads would overwrite; add "
     "with OFFLOAD_MOVE_ACCUMULATE, or give it up with OFFLOAD_MOVE_DROP";
@@ -177,9 +177,12 @@ constexpr auto kTooNarrow =
     "its gradient was accumulated in fp32, which its own dtype cannot hold; let the step read it "
     "on the host";
 constexpr auto kTwo =
-    "it has a gradient on the host and another one was bound since; add it with "
-    "OFFLOAD_MOVE_ACCUMULATE, reload_grads over it, or bind NULL";
-constexpr auto kTwoWayOut = "ACCUMULATE, reload or bind NULL";
+    "it has a gradient on the host and another one was bound since; reload_grads over that one, "
+    "give "
+    "both up with OFFLOAD_MOVE_DROP, or bind NULL";
+constexpr auto kTwoWithSum =
+    "it has a sum of gradients on the host and another gradient was bound since; add it with "
+    "OFFLOAD_MOVE_ACCUMULATE, give both up with OFFLOAD_MOVE_DROP, or bind NULL";
 
 using Row = TransitionRow<GradAt, 6>;
 inline constexpr std::array<Row, 9> kRows = {{
@@ -194,7 +197,7 @@ inline constexpr std::array<Row, 9> kRows = {{
     {Call::kOffloadGrads,
      "`offload_grads`",
      {Nothing(kNone), Goes(kStored), Nothing(kStored),
-      Refused(kStoredBound, "step, `reload_grads` or DROP", kUnused), Nothing(kAccumulated),
+      Refused(kStoredBound, "`reload_grads`, DROP or bind NULL", kUnused), Nothing(kAccumulated),
       Refused(kAccumulatedBound, "ACCUMULATE or DROP", kUnderWay)}},
     {Call::kAccumulateGrads,
      "`offload_grads` with ACCUMULATE",
@@ -216,8 +219,9 @@ inline constexpr std::array<Row, 9> kRows = {{
     {Call::kStep,
      "`step`",
      {Goes(kNone, "untouched"), Goes(kBound, "updated; none, bound"), Goes(kNone, "updated; none"),
-      Refused(kStoredBound, kTwoWayOut, kTwo), Goes(kNone, "updated; none"),
-      Refused(kAccumulatedBound, kTwoWayOut, kTwo)}},
+      Refused(kStoredBound, "`reload_grads`, DROP or bind NULL", kTwo),
+      Goes(kNone, "updated; none"),
+      Refused(kAccumulatedBound, "ACCUMULATE, DROP or bind NULL", kTwoWithSum)}},
     {Call::kSave,
      "`save`",
      {Goes(kNone, "untouched"), Goes(kBound, "untouched"), Goes(kStored, "untouched"),
@@ -245,7 +249,9 @@ inline constexpr std::array<Row, 8> kRows = {{
     {Call::kStep,
      "`step`",
      {Goes(kDevice, "allowed"),
-      Refused(kHost, "`reload_states`; so too if another param's are out", nullptr)}},
+      Refused(kHost,
+              "`reload_states`; also refused if the states of any other param are on the host",
+              nullptr)}},
     {Call::kRefreshMasters,
      "`refresh_masters`",
      {Goes(kDevice, "masters filled"), Refused(kHost, "`reload_states`", kReloadFirst)}},

@@ -134,8 +134,12 @@ constexpr const char* kUnbound =
     "given up by offload_grads; tell the new one with "
     "offload_optimizer_bind, then reload";
 constexpr const char* kTwo =
-    "it has a gradient on the host and another one was bound since; add "
-    "it with OFFLOAD_MOVE_ACCUMULATE, reload_grads over it, or bind NULL";
+    "it has a gradient on the host and another one was bound since; reload_grads over that one, "
+    "give "
+    "both up with OFFLOAD_MOVE_DROP, or bind NULL";
+constexpr const char* kTwoWithSum =
+    "it has a sum of gradients on the host and another gradient was bound since; add it with "
+    "OFFLOAD_MOVE_ACCUMULATE, give both up with OFFLOAD_MOVE_DROP, or bind NULL";
 
 const Cell kGrads[] = {
     {"BindNone", kHome, Call::kBindGrad, kDone, kBound},
@@ -154,8 +158,8 @@ const Cell kGrads[] = {
     {"OffloadBound", kBound, Call::kOffloadGrads, kDone, kStored},
     {"OffloadStored", kStored, Call::kOffloadGrads, kNothing, kStored},
     {"OffloadStoredBound", kStoredBound, Call::kOffloadGrads, kRefused, kStoredBound,
-     "a gradient of it that no step has used; step, reload_grads, or give it up with "
-     "OFFLOAD_MOVE_DROP"},
+     "a gradient of it that no step has used; reload_grads over this one, give both up with "
+     "OFFLOAD_MOVE_DROP, or bind NULL and step"},
     {"OffloadAccumulated", kSummed, Call::kOffloadGrads, kNothing, kSummed},
     {"OffloadAccumulatedBound", kSummedBound, Call::kOffloadGrads, kRefused, kSummedBound,
      "an accumulation is under way on the host, which a plain offload_grads would overwrite; add "
@@ -189,7 +193,7 @@ const Cell kGrads[] = {
     {"StepStored", kStored, Call::kStep, kDone, kHome},
     {"StepStoredBound", kStoredBound, Call::kStep, kRefused, kStoredBound, kTwo},
     {"StepAccumulated", kSummed, Call::kStep, kDone, kHome},
-    {"StepAccumulatedBound", kSummedBound, Call::kStep, kRefused, kSummedBound, kTwo},
+    {"StepAccumulatedBound", kSummedBound, Call::kStep, kRefused, kSummedBound, kTwoWithSum},
 };
 
 const Cell kStates[] = {
