@@ -83,7 +83,6 @@ void AddMachineCommands(CLI::App& app, Request& request) {
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
   plan->add_option("--offload-fraction", options->offload_fraction, "of the state, on the host")
-      ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
   plan->add_flag("--small-state", options->small_state,
                  "split masters (of bf16 params) and bf16 moments");

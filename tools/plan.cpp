@@ -95,16 +95,17 @@ struct Sizes {
 
 // Adds what `elements` of a share take. Those of a large model come from the plans of two smaller
 // ones: rings do not grow with them.
-Status AddShare(const PlanOptions& options, double elements, double device_fraction, Sizes& sizes) {
-  if (elements < 1) return {};
-  const bool is_small = elements <= double{kLargeElements};
-  const uint64_t planned = is_small ? static_cast<uint64_t>(elements) : kLargeElements;
+Status AddShare(const PlanOptions& options, uint64_t elements, double device_fraction,
+                Sizes& sizes) {
+  if (elements == 0) return {};
+  const bool is_small = elements <= kLargeElements;
+  const uint64_t planned = is_small ? elements : kLargeElements;
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, SmallPlan(options, planned, device_fraction));
   offload_plan_t smaller = plan;
   if (!is_small) {
     HYBRIDOPT_ASSIGN(smaller, SmallPlan(options, kSmallElements, device_fraction));
   }
-  const double more = elements - static_cast<double>(planned);
+  const double more = static_cast<double>(elements - planned);
   const auto add = [&](double& sum, auto bytes_of) {
     const double bytes = static_cast<double>(bytes_of(plan));
     const double slope =
@@ -131,10 +132,15 @@ std::string Grouped(uint64_t number) {
 }  // namespace
 
 Result<Report> Plan(const PlanOptions& options) {
-  const double elements = static_cast<double>(options.elements);
+  // Written so that NaN is refused too.
+  if (!(options.offload_fraction >= 0 && options.offload_fraction <= 1))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "--offload-fraction is %g, expected 0 to 1",
+                         options.offload_fraction);
+  const auto on_device =
+      static_cast<uint64_t>(static_cast<double>(options.elements) * (1 - options.offload_fraction));
   Sizes sizes;
-  HYBRIDOPT_TRY(AddShare(options, elements * options.offload_fraction, 0, sizes));
-  HYBRIDOPT_TRY(AddShare(options, elements * (1 - options.offload_fraction), 1, sizes));
+  HYBRIDOPT_TRY(AddShare(options, options.elements - on_device, 0, sizes));
+  HYBRIDOPT_TRY(AddShare(options, on_device, 1, sizes));
   const auto bytes = [](double size) { return static_cast<uint64_t>(std::llround(size)); };
   std::ostringstream out;
   out << options.algorithm << " over " << Grouped(options.elements) << " elements of "
@@ -168,9 +174,9 @@ Result<uint64_t> ElementCount(const std::string& text) {
         ++end;
         break;
       }
-  if (text.empty() || *end != '\0' || !(count >= 1 && count < 1e18))
+  if (text.empty() || *end != '\0' || !(count >= 1 && count <= 1e15))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "'%.100s', expected how many parameters, at least 1, as 7e9, 7B or 350M",
+                         "'%.100s', expected how many parameters, 1 to 1e15, as 7e9, 7B or 350M",
                          text.c_str());
   return static_cast<uint64_t>(count);
 }
