@@ -2,13 +2,12 @@
 # driver itself, so that libhybridopt.so needs neither.
 set(HYBRIDOPT_CUDA AUTO CACHE STRING "Build the CUDA device: AUTO (where there is nvcc), ON, OFF")
 set_property(CACHE HYBRIDOPT_CUDA PROPERTY STRINGS AUTO ON OFF)
-set(HYBRIDOPT_CUDA_ARCHITECTURES "80-real;90-real;100" CACHE STRING
-  "What kernels are compiled for, as CMAKE_CUDA_ARCHITECTURES; by default with PTX for what comes")
+set(HYBRIDOPT_CUDA_ARCHITECTURES "" CACHE STRING
+  "What kernels are compiled for, as CMAKE_CUDA_ARCHITECTURES; empty: 8.0, 9.0, from CUDA 12.8 on 10.0, and PTX")
 option(HYBRIDOPT_NVTX "With CUDA: name what runs for NVIDIA's profilers" ON)
 
 set(HYBRIDOPT_HAS_CUDA OFF)
 if(HYBRIDOPT_CUDA)
-  set(CMAKE_CUDA_ARCHITECTURES ${HYBRIDOPT_CUDA_ARCHITECTURES})
   if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
     find_program(HYBRIDOPT_NVCC nvcc PATHS /usr/local/cuda/bin)
     mark_as_advanced(HYBRIDOPT_NVCC)
@@ -16,8 +15,15 @@ if(HYBRIDOPT_CUDA)
       set(CMAKE_CUDA_COMPILER ${HYBRIDOPT_NVCC})
     endif()
   endif()
+  find_package(CUDAToolkit 12.4 QUIET)
+  if(HYBRIDOPT_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES ${HYBRIDOPT_CUDA_ARCHITECTURES})
+  elseif(CUDAToolkit_FOUND AND CUDAToolkit_VERSION VERSION_LESS 12.8)
+    set(CMAKE_CUDA_ARCHITECTURES "80-real;90")
+  else()
+    set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;100")
+  endif()
   if(HYBRIDOPT_CUDA STREQUAL "AUTO")
-    find_package(CUDAToolkit 12.4 QUIET)
     if(CUDAToolkit_FOUND)
       include(CheckLanguage)
       check_language(CUDA)  # also fails where nvcc does not take this C++ compiler
