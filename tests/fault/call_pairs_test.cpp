@@ -146,6 +146,39 @@ TEST_P(CallPairs, GiveWhatTheHeaderSaysAndTheBitsOfStepsAlone) {
       }
 }
 
+// A change of the fraction moves bytes between two counters, which other threads must not see
+// apart.
+TEST(StatsTest, BesideAChangeOfTheFractionAddUpToAllState) {
+  RunOptions run = Options(OFFLOAD_DEVICE_SIM, 0);
+  run.movable = OFFLOAD_MOVABLE_STATES;
+  Trainer trainer(run);
+  trainer.AddParams();
+  trainer.Commit();
+  const auto stats_of = [&] {
+    auto stats = Make<offload_stats_t>();
+    EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(trainer.optimizer, &stats));
+    return stats;
+  };
+  const offload_stats_t before = stats_of();
+  const uint64_t all_bytes = before.states_on_device_bytes + before.states_on_host_bytes;
+  EXPECT_OFFLOAD_OK(offload_optimizer_offload_states(trainer.optimizer, nullptr, nullptr));
+  std::atomic<bool> over = false;
+  std::thread asking([&] {
+    while (!over) {
+      const offload_stats_t stats = stats_of();
+      ASSERT_LE(stats.states_on_device_bytes, all_bytes);
+      ASSERT_LE(stats.states_on_host_bytes, all_bytes);
+    }
+  });
+  for (int change = 0; change < Scaled(200); ++change) {
+    EXPECT_OFFLOAD_OK(offload_optimizer_set_device_fraction(trainer.optimizer,
+                                                            change % 2 == 0 ? 0.8 : 0.2, nullptr));
+    EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
+  }
+  over = true;
+  asking.join();
+}
+
 INSTANTIATE_TEST_SUITE_P(Devices, CallPairs,
                          testing::Values(OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM),
                          [](const testing::TestParamInfo<int32_t>& info) {
