@@ -90,10 +90,12 @@ Told Told::instance;
 
 // What a stuck function says when it returns, after its context has gone.
 struct LateGate {
+  std::atomic<bool> entered = false;
   std::atomic<bool> open = false;
   std::atomic<bool> returning = false;
   static void Hold(void* self) {
     auto& gate = *static_cast<LateGate*>(self);
+    gate.entered = true;
     while (!gate.open) std::this_thread::yield();
     gate.returning = true;
   }
@@ -109,6 +111,8 @@ TEST(StuckTest, AContextWithAStuckStreamIsDestroyed) {
     trainer.Commit();
     EXPECT_OFFLOAD_OK(offload_stream_run(trainer.context, nullptr, LateGate::Hold, &gate));
     EXPECT_OFFLOAD_OK(offload_stream_run(trainer.context, nullptr, DoNothing, nullptr));
+    // Destroy drops what has not begun.
+    while (!gate.entered) std::this_thread::yield();
   }
   EXPECT_EQ(Told::instance.times, 1);
   gate.open = true;
