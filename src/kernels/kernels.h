@@ -58,7 +58,7 @@ struct Coefficients {
 
 // How values are rounded when they are stored.
 struct Rounding {
-  bool stochastic = false;  // bf16 moments: stochastically (rounding.h); else to nearest
+  bool stochastic = false;  // bf16 moments: stochastically (stochastic_rounding.h); else to nearest
   // Bf16 params: exact ties round away from zero, as split masters need it.
   bool ties_away = false;
   uint32_t key0 = 0;  // key of this param in this step, if stochastic

@@ -6,7 +6,7 @@
 
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
-#include "kernels/rounding.h"
+#include "kernels/stochastic_rounding.h"
 #include "kernels/table.h"
 
 #ifdef __FAST_MATH__

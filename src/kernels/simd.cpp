@@ -24,10 +24,10 @@
 #include <type_traits>
 
 #include "kernels/kernels.h"
-#include "kernels/rounding.h"
 #include "kernels/simd_norm.h"
 #include "kernels/simd_rules.h"
 #include "kernels/simd_unit.h"
+#include "kernels/stochastic_rounding.h"
 #include "kernels/table.h"
 
 #ifdef __FAST_MATH__

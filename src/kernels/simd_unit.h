@@ -14,8 +14,8 @@
 
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
-#include "kernels/rounding.h"
 #include "kernels/simd_rules.h"
+#include "kernels/stochastic_rounding.h"
 #include "kernels/table.h"
 
 #if HWY_NATIVE_FMA
@@ -136,8 +136,9 @@ struct Draw {
   hn::Vec<U32>& second1;
 };
 
-// The last part of RandomBits in rounding.h, after the counters have been mixed: gives the lower
-// and the upper half of its bits. Xor and shift of the tweak are computed once, as a scalar.
+// The last part of RandomBits in stochastic_rounding.h, after the counters have been mixed: gives
+// the lower and the upper half of its bits. Xor and shift of the tweak are computed once, as a
+// scalar.
 HWY_INLINE void FinishRandomBits(hn::Vec<U32> x, uint32_t tweak, hn::Vec<U32>& lower,
                                  hn::Vec<U32>& upper) {
   x = hn::Xor3(x, hn::ShiftRight<13>(x), hn::Set(U32(), tweak ^ (tweak >> 13)));

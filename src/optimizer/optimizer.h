@@ -53,11 +53,12 @@ class Optimizer {
   Status Commit(StreamHandle stream);
 
   Result<offload_ticket_t> Step(const offload_step_options_t& options);
-  // `params` and `streams` are those of the options; a null span of params means all params.
+  // `params` and `streams` are those of the options; a null span of params means all params. It is
+  // implemented in optimizer_moves.cpp.
   Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
                                         std::span<const offload_stream_t> streams);
   // Changes which tier holds which state, between two steps. It is implemented in
-  // optimizer_residence.cpp.
+  // optimizer_fraction.cpp.
   Result<offload_ticket_t> SetDeviceFraction(double device_fraction);
   // These two are implemented in optimizer_checkpoint.cpp.
   Result<offload_ticket_t> Save(const offload_save_options_t& options);

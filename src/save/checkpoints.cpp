@@ -8,7 +8,7 @@
 #include "base/ranges.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/format/json.h"
-#include "save/checkpoint_files.h"
+#include "save/optimizer_manifest.h"
 
 namespace hybridopt {
 namespace {

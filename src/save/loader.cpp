@@ -11,7 +11,7 @@
 #include "checkpoint/format/reshard.h"
 #include "kernels/convert.h"
 #include "runtime/work_pieces.h"
-#include "save/checkpoint_files.h"
+#include "save/optimizer_manifest.h"
 
 namespace hybridopt {
 namespace {

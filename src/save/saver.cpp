@@ -10,7 +10,7 @@
 #include "checkpoint/file_io.h"
 #include "checkpoint/format/hash.h"
 #include "kernels/convert.h"
-#include "save/checkpoint_files.h"
+#include "save/optimizer_manifest.h"
 
 namespace hybridopt {
 namespace {

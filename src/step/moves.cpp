@@ -276,7 +276,7 @@ Status Mover::AddInPlace(std::span<const MoveItem> items) {
     for (const MoveItem& item : items) {
       const uint64_t end = first + table_.param(item.param).count;
       const uint64_t from = std::max(mine.begin, first), to = std::min(mine.end, end);
-      if (from < to) Add({&item, from - first, to - first}, GradAt(item, from - first));
+      if (from < to) Add({&item, from - first, to - first}, GradAddress(item, from - first));
       first = end;
     }
   });
@@ -293,7 +293,7 @@ Status Mover::AddStaged(std::span<const MoveItem> items) {
     if (piece.item == nullptr) return {};
     const uint32_t slot = static_cast<uint32_t>(brought++ % ring.slots());
     HYBRIDOPT_TRY(device_.CopyToHost(
-        lanes_.down, ring.grads(slot), GradAt(*piece.item, piece.begin),
+        lanes_.down, ring.grads(slot), GradAddress(*piece.item, piece.begin),
         (piece.end - piece.begin) * DtypeBytes(table_.param(piece.item->param).grad_dtype)));
     return device_.Record(lanes_.landed(slot).end, lanes_.down);
   };
@@ -320,7 +320,7 @@ Status Mover::AddByWorkers(const GradPiece& piece, const std::byte* grad) {
   });
 }
 
-const std::byte* Mover::GradAt(const MoveItem& item, uint64_t element) const {
+const std::byte* Mover::GradAddress(const MoveItem& item, uint64_t element) const {
   return static_cast<const std::byte*>(item.address) +
          element * DtypeBytes(table_.param(item.param).grad_dtype);
 }

@@ -84,7 +84,7 @@ class Mover {
   Status AddInPlace(std::span<const MoveItem> items);
   Status AddStaged(std::span<const MoveItem> items);
   Status AddByWorkers(const GradPiece& piece, const std::byte* grad);
-  const std::byte* GradAt(const MoveItem& item, uint64_t element) const;
+  const std::byte* GradAddress(const MoveItem& item, uint64_t element) const;
   void Add(const GradPiece& piece, const std::byte* grad) const;
   Status UseDeviceMemory(MoveRequest& request);
   Status Refresh(const MoveRequest& request);

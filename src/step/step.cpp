@@ -21,7 +21,7 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       comm_(parts.comm),
       plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
       updater_(parts.table, parts.shape, parts.memory, context.kernels()),
-      chunks_(context, parts.table, plan_, parts.lanes, queue_, updater_),
+      cpu_executor_(context, parts.table, plan_, parts.lanes, queue_, updater_),
       streamed_(parts.table, parts.shape, plan_, parts.memory, parts.lanes, queue_, updater_),
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes),
       pieces_(context.workers().threads()) {
@@ -35,7 +35,7 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
 void StepPipeline::UseChunks() {
   plan_.UseChunks();
   queue_.UseChunks(plan_.chunk_count());
-  chunks_.UseRing();
+  cpu_executor_.UseRing();
 }
 
 uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& shape) {
@@ -189,8 +189,9 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   TakeAhead();
   // If a stream's launch queue is full, a call that queues a copy blocks until the stream runs
   // again. So copies that might fill the queue are queued only after the gradients are ready.
-  if (chunks_.PrefetchCopies() > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(AwaitGradients(ready));
-  HYBRIDOPT_TRY(chunks_.Prefetch(result));
+  if (cpu_executor_.PrefetchCopies() > Lanes::kMaxCommandsAhead)
+    HYBRIDOPT_TRY(AwaitGradients(ready));
+  HYBRIDOPT_TRY(cpu_executor_.Prefetch(result));
   HYBRIDOPT_TRY(streamed_.Prefetch());
   HYBRIDOPT_TRY(QueueVerdict(request));
   // The clock starts when the gradients are ready: the caller's own work does not count as time of
@@ -203,7 +204,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
     HYBRIDOPT_ASSIGN(*verdict, AwaitVerdict(request));
   }
   if (verdict->skip != 0) {
-    HYBRIDOPT_TRY(chunks_.AwaitPrefetched());
+    HYBRIDOPT_TRY(cpu_executor_.AwaitPrefetched());
     return streamed_.AwaitPrefetched();
   }
   ScaleCoefficients(*verdict);
@@ -216,11 +217,11 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
 // both.
 void StepPipeline::TakeAhead() {
   queue_.Reset();
-  chunks_.Reset();
+  cpu_executor_.Reset();
   streamed_.Reset();
   const bool cpu_takes = shape_.options.cpu_updates || !streamed_.on();
   for (bool taken = true; taken;) {
-    taken = cpu_takes && chunks_.TakeAhead();
+    taken = cpu_takes && cpu_executor_.TakeAhead();
     taken = streamed_.TakeAhead() || taken;
   }
 }
@@ -230,7 +231,7 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
   const HostStep step = HostStepNow();
   const auto finished = [this](uint32_t chunk) { return Finished(chunk); };
   HYBRIDOPT_TRY(streamed_.Begin(step, finished));
-  const Status cpu = chunks_.Run(step, finished, result);
+  const Status cpu = cpu_executor_.Run(step, finished, result);
   if (!cpu.ok()) queue_.Stop();
   const Status streamed = streamed_.Await(result);
   HYBRIDOPT_TRY(cpu);

@@ -7,7 +7,7 @@
 //   up stream                                             | chunk 0 | chunk 1 | ...
 //
 // Gradients of the first chunks come down before the verdict is known, as many as the staging ring
-// has slots; nothing is written before the verdict. chunk_pipeline.h shows how the workers update
+// has slots; nothing is written before the verdict. cpu_executor.h shows how the workers update
 // these chunks. StreamedExecutor takes other chunks from the same queue and copies their state to
 // the device. If params are in host memory there are no streams: the workers compute the norm, then
 // update everything in one pass. Gradients that the host holds already (moves.h) are read there;
@@ -25,9 +25,9 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "state/capture.h"
-#include "step/executors/chunk_pipeline.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
+#include "step/executors/cpu_executor.h"
 #include "step/executors/device_executor.h"
 #include "step/executors/streamed_executor.h"
 #include "step/norm_sums.h"
@@ -112,7 +112,7 @@ class StepPipeline {
   StepPlan plan_;
   const ChunkUpdater updater_;
   ChunkQueue queue_;
-  ChunkPipeline chunks_;
+  CpuExecutor cpu_executor_;
   StreamedExecutor streamed_;
   DeviceExecutor device_executor_;
   WorkPieces pieces_;  // of a step in host memory

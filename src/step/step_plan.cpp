@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/rounding.h"
+#include "kernels/stochastic_rounding.h"
 
 namespace hybridopt {
 namespace {

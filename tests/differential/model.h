@@ -10,7 +10,7 @@
 
 #include "kernels/coefficients.h"
 #include "kernels/kernels.h"
-#include "kernels/rounding.h"
+#include "kernels/stochastic_rounding.h"
 #include "problem.h"
 
 namespace hybridopt {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
-#include "kernels/rounding.h"
+#include "kernels/stochastic_rounding.h"
 
 namespace hybridopt {
 namespace {

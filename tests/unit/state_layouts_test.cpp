@@ -13,7 +13,7 @@
 #include "../random.h"
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
-#include "kernels/rounding.h"
+#include "kernels/stochastic_rounding.h"
 
 namespace hybridopt {
 namespace {

@@ -358,7 +358,7 @@ def test_state_that_is_assigned_is_taken_over_at_once():
     assert freed() is None
     assert (entry["exp_avg"] == 0.25).all() and entry["exp_avg"].dtype == torch.float32
     slot = optimizer._engine.slots[0]
-    assert (optimizer._engine.stored.read(slot, abi.OFFLOAD_STATE_EXP_AVG) == 0.25).all()
+    assert (optimizer._engine.state_memory.read(slot, abi.OFFLOAD_STATE_EXP_AVG) == 0.25).all()
     run(optimizer, [param], [2])
     assert optimizer.state[param]["step"] == 8
     master = entry["master_param"].clone()
@@ -438,7 +438,7 @@ def test_state_without_moments_starts_again_once():
     dict.__setitem__(optimizer._state, param, {"momentum_buffer": None})
     run(optimizer, [param], [1, 1])
     engine = optimizer._engine
-    momentum = engine.stored.read(engine.slots[0], abi.OFFLOAD_STATE_MOMENTUM_BUFFER)
+    momentum = engine.state_memory.read(engine.slots[0], abi.OFFLOAD_STATE_MOMENTUM_BUFFER)
     assert torch.allclose(momentum, 1.9 * param.grad)
 
 

@@ -11,7 +11,7 @@
 #include "kernels/cuda/piece.h"
 #include "kernels/cuda/tile_random.h"
 #include "kernels/kernels.h"
-#include "kernels/rounding.h"
+#include "kernels/stochastic_rounding.h"
 #include "kernels/table.h"
 
 namespace hybridopt::cuda {

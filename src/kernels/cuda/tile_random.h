@@ -1,11 +1,12 @@
-// The random bits of a tile's elements (rounding.h), for any order of the elements in the tensor.
+// The random bits of a tile's elements (stochastic_rounding.h), for any order of the elements in
+// the tensor.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/cuda/piece.h"
 #include "kernels/kernels.h"
-#include "kernels/rounding.h"
+#include "kernels/stochastic_rounding.h"
 
 namespace hybridopt::cuda {
 

@@ -62,7 +62,7 @@ def start_again(engine: Engine, slot: Slot) -> None:
     fresh = engine.registered.groups[slot.group].get("initial_accumulator_value", 0.0)
     for kind in slot.moments.values():
         value = torch.full((), fresh, dtype=torch.float32, device=engine.device).expand(slot.shape)
-        engine.stored.write(slot, kind, value)
+        engine.state_memory.write(slot, kind, value)
 
 
 def adopt_entry(
@@ -93,7 +93,7 @@ def adopt_entry(
                 f"has {key!r} of shape {tuple(value.shape)}, expected {tuple(slot.param.shape)}",
             )
     for key, value in loaded.items():
-        engine.stored.write(slot, slot.moments[key], part_of(value))
+        engine.state_memory.write(slot, slot.moments[key], part_of(value))
     engine.masters.adopt(slot, entry, part_of)
     push_count(engine, slot, count)
     engine.shown.publish(slot, state)

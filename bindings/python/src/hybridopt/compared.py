@@ -12,7 +12,7 @@ from .bound import Addresses
 from .master_bits import are_rounded
 from .registered import Slot
 from .steps import Steps
-from .stored import Stored
+from .state_memory import StateMemory
 from .tensors import in_memory_order, tensor_at
 
 # So many elements of small params are compared at once: two copies of them stay in the cache.
@@ -74,11 +74,11 @@ class Compared:
     are read where the library has been told that they are: callers must have bound them."""
 
     def __init__(
-        self, slots: list[Slot], addresses: Addresses, stored: Stored, steps: Steps
+        self, slots: list[Slot], addresses: Addresses, state_memory: StateMemory, steps: Steps
     ) -> None:
         self._slots = slots
         self._addresses = addresses
-        self._stored = stored
+        self._state_memory = state_memory
         self._steps = steps
         self._moves = -1  # of the addresses that the blocks have found
         self._blocks: list[Block] = []
@@ -88,7 +88,7 @@ class Compared:
     def begin(self) -> None:
         """There are masters now. Their views are kept: a running save would make them wait."""
         for slot in self._slots:
-            master = self._stored.read(slot, abi.OFFLOAD_STATE_MASTER)
+            master = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
             if slot.count > BLOCK_ELEMENTS:
                 self._large.append((slot, master))
             elif not self._blocks or not self._blocks[-1].take(slot, master):

@@ -1,7 +1,8 @@
 """Engine: one optimizer of the library, made for the params of one torch optimizer.
 
-What is registered, bound, in sync, stored and shown has a class each; the engine makes them and says
-in which order they act. Calls wait for nothing but where they say so.
+What is registered, bound, in sync and shown has a class each, and so has the state in the library's
+memory. The engine makes one of each and calls them in the right order. A function waits for queued work
+only if its documentation says so.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .moments import COUNTED
 from .registered import Registered, Slot
 from .shown import Shown
 from .steps import Steps
-from .storages import Storage
-from .stored import Stored
+from .released_storages import ReleasedStorage
+from .state_memory import StateMemory
 from .streams import current_stream
 from .under_way import UnderWay
 
@@ -56,13 +57,14 @@ class Engine:
         self.bound = Bound(self.handle, self.slots)
         self.steps = Steps(self.handle)
         self.under_way = UnderWay(self.handle, self.steps, device, self.slots, self._note_end)
-        self.stored = Stored(self.handle, device)
+        self.state_memory = StateMemory(self.handle, device)
         self.in_sync = in_sync_of(
-            self.slots, device, self.bound.addresses, self.stored, self.steps, check_weights
+            self.slots, device, self.bound.addresses, self.state_memory, self.steps, check_weights
         )
-        self.masters = Masters(self.handle, device, self.slots, self.stored, self.in_sync)
-        self.shown = Shown(self.handle, device, self.registered, self.stored)
-        self.given_up: list[Storage] | None = None  # the storages of params that are offloaded
+        self.masters = Masters(self.handle, device, self.slots, self.state_memory, self.in_sync)
+        self.shown = Shown(self.handle, device, self.registered, self.state_memory)
+        # Those of params that are offloaded; None while no params are.
+        self.released_storages: list[ReleasedStorage] | None = None
         self.states_are_out = False
         # The plan of another device fraction.
         self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
@@ -125,7 +127,7 @@ class Engine:
 
     def _stored_count(self, slot: Slot) -> int:
         kinds = list(slot.kinds.values())
-        return int(self.stored.view_of(slot, kinds[0]).step_count) if kinds else 0
+        return int(self.state_memory.view_of(slot, kinds[0]).step_count) if kinds else 0
 
     # --------------------------------------------------------------------------------- stepping --
 
@@ -167,7 +169,7 @@ class Engine:
     def refresh_masters(self) -> None:
         """Masters follow params that others have written. Those that are offloaded are looked at when
         they are back."""
-        if self.given_up is None:
+        if self.released_storages is None:
             self.bound.fill_copies()
             self.masters.refresh()
 
@@ -206,7 +208,7 @@ class Engine:
                     "in the order of dimensions; make it contiguous(), or save state_dict()"
                 )
         for slot in self.slots:
-            if self.given_up is not None and slot in self.masters.written_before_offload:
+            if self.released_storages is not None and slot in self.masters.written_before_offload:
                 raise abi.InvalidStateError(
                     f"parameter {slot.name!r} has been written and then offloaded, and its master is "
                     "not that yet; call reload(params=True) before saving"

@@ -14,7 +14,7 @@ from .compared import Compared
 from .registered import Slot
 from .samples import SamplesAway, SamplesHere
 from .steps import Steps
-from .stored import Stored
+from .state_memory import StateMemory
 from .tensors import local
 
 
@@ -167,7 +167,7 @@ def in_sync_of(
     slots: list[Slot],
     device: torch.device,
     addresses: Addresses,
-    stored: Stored,
+    state_memory: StateMemory,
     steps: Steps,
     check_weights: bool,
 ) -> InSync:
@@ -177,5 +177,5 @@ def in_sync_of(
         away = SamplesAway(slots, addresses, device)
         return Unwatched(slots) if check_weights else Watched(slots, addresses, away)
     if check_weights:
-        return Compared(slots, addresses, stored, steps)
+        return Compared(slots, addresses, state_memory, steps)
     return Watched(slots, addresses, SamplesHere(slots, addresses))

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import abi, master_bits
 from .in_sync import InSync
 from .registered import MASTER, MASTER_LOW, Slot
-from .stored import Stored
+from .state_memory import StateMemory
 from .streams import current_stream
 from .tensors import arranged, in_memory_order
 
@@ -23,13 +23,13 @@ class Masters:
         handle: abi.Optimizer,
         device: torch.device,
         slots: list[Slot],
-        stored: Stored,
+        state_memory: StateMemory,
         in_sync: InSync,
     ) -> None:
         self._handle = handle
         self._device = device
         self._slots = slots
-        self._stored = stored
+        self._state_memory = state_memory
         self._in_sync = in_sync
         self.written_before_offload: set[Slot] = set()
 
@@ -58,10 +58,10 @@ class Masters:
         if slot.dtype == torch.float32:
             self._refresh_by_library([slot])
             return
-        master = self._stored.read(slot, abi.OFFLOAD_STATE_MASTER)
+        master = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
         merged = master_bits.merged(master, in_memory_order(slot.bound).cpu())
         if merged is not None:
-            self._stored.write(slot, abi.OFFLOAD_STATE_MASTER, slot.arrange(merged))
+            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, slot.arrange(merged))
 
     def _refresh_by_library(self, slots: list[Slot]) -> None:
         params = [slot.id for slot in slots]
@@ -77,10 +77,10 @@ class Masters:
         """Masters in fp32, on the host, in memory order: a view where there is one."""
         self._handle.drain()
         if slot.split:
-            low = self._stored.read(slot, abi.OFFLOAD_STATE_MASTER_LOW)
+            low = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER_LOW)
             return master_bits.joined(in_memory_order(slot.bound).cpu(), low)
         if MASTER in slot.kinds:
-            return self._stored.read(slot, abi.OFFLOAD_STATE_MASTER)
+            return self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
         return in_memory_order(slot.bound).cpu()
 
     def has_low_bits(self, slot: Slot) -> bool:
@@ -97,18 +97,18 @@ class Masters:
         master, low = entry.get(MASTER), entry.get(MASTER_LOW)
         if slot.split:
             if isinstance(low, Tensor):
-                self._stored.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, part_of(low))
+                self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, part_of(low))
             elif isinstance(master, Tensor):
                 self._split(slot, part_of(master))
             else:
                 zeros = torch.zeros((), dtype=torch.int16, device="cpu").expand(slot.shape)
-                self._stored.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, zeros)
+                self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, zeros)
         elif slot.dtype != torch.float32 and isinstance(master, Tensor):
-            self._stored.write(slot, abi.OFFLOAD_STATE_MASTER, part_of(master))
+            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, part_of(master))
         elif slot.dtype == torch.bfloat16 and isinstance(low, Tensor):
             flat = in_memory_order(arranged(part_of(low), torch.int16, slot.stride)).cpu()
             whole = master_bits.joined(in_memory_order(slot.bound).cpu(), flat)
-            self._stored.write(slot, abi.OFFLOAD_STATE_MASTER, slot.arrange(whole))
+            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, slot.arrange(whole))
         for key in (MASTER, MASTER_LOW):
             if key not in slot.kinds:
                 entry.pop(key, None)
@@ -119,4 +119,4 @@ class Masters:
         low, fitting = master_bits.split(flat, in_memory_order(slot.bound).cpu())
         if fitting is not None:
             slot.bound.copy_(slot.arrange(fitting))
-        self._stored.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, slot.arrange(low))
+        self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, slot.arrange(low))

@@ -12,7 +12,7 @@ from . import abi
 from .engine import Engine
 from .options import MOVABLE
 from .registered import Slot
-from .storages import give_up
+from .released_storages import release_storages
 from .tensors import gradient_of, like_param, set_gradient
 
 
@@ -28,7 +28,7 @@ def check_movable(engine: Engine, wanted: dict[str, bool]) -> None:
 
 def check_all_here(engine: Engine, why: str) -> None:
     """Refuses to give the engine up while it holds what would be lost."""
-    if engine.given_up is not None or engine.states_are_out:
+    if engine.released_storages is not None or engine.states_are_out:
         raise abi.InvalidStateError(
             f"{why}, but params or states are offloaded; call reload(params=True, states=True) "
             "first"
@@ -53,15 +53,15 @@ def offload(
         engine.shown.hide(state)
         engine.handle.offload_states(streams=streams)
         engine.states_are_out = True
-    if params and engine.given_up is None:
+    if params and engine.released_storages is None:
         engine.masters.note_offload()
         engine.handle.offload_params(streams=streams)
     engine.wait()
     if grads:
         for slot in engine.bound.hosted:
             set_gradient(slot.param, None)
-    if params and engine.given_up is None:
-        engine.given_up = give_up(engine.slots)
+    if params and engine.released_storages is None:
+        engine.released_storages = release_storages(engine.slots)
 
 
 def reload(
@@ -74,10 +74,10 @@ def reload(
         engine.handle.reload_states(streams=streams)
         engine.states_are_out = False
         engine.shown.show_hidden(state)
-    if params and engine.given_up is not None:
-        for storage in engine.given_up:
+    if params and engine.released_storages is not None:
+        for storage in engine.released_storages:
             storage.restore()
-        engine.given_up = None
+        engine.released_storages = None
         engine.bound.rebind_params()
         engine.handle.reload_params(streams=streams)
         engine.wait()

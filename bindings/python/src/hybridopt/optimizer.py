@@ -395,7 +395,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine = self._prepare(always=True)
         if engine is None:
             raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move or save")
-        if engine.given_up is None:
+        if engine.released_storages is None:
             engine.bound.bind_params()
         else:
             engine.bound.release()

@@ -14,7 +14,7 @@ from . import abi
 from .moments import COUNTED
 from .registered import MASTER, Registered, Slot
 from .state import Entry, Snapshot
-from .stored import Stored
+from .state_memory import StateMemory
 from .tensors import like_param, local
 
 
@@ -42,12 +42,12 @@ class Shown:
         handle: abi.Optimizer,
         device: torch.device,
         registered: Registered,
-        stored: Stored,
+        state_memory: StateMemory,
     ) -> None:
         self._handle = handle
         self._device = device
         self._slots = registered.slots
-        self._stored = stored
+        self._state_memory = state_memory
         self._is_counted = registered.algorithm in COUNTED
         self._of = [Exhibit() for _ in self._slots]
         self._with_copies: set[Slot] = set()
@@ -75,7 +75,7 @@ class Shown:
         for key, kind in slot.kinds.items():
             if key not in exhibit.views:
                 self._wait()
-                view, is_live = self._stored.show(slot, kind)
+                view, is_live = self._state_memory.show(slot, kind)
                 if not is_live:
                     exhibit.copies[key] = view._version
                     self._with_copies.add(slot)
@@ -171,7 +171,7 @@ class Shown:
             exhibit = self.of(slot)
             for key in exhibit.copies:
                 view = local(exhibit.views[key])
-                view.copy_(slot.arrange(self._stored.read(slot, slot.kinds[key])))
+                view.copy_(slot.arrange(self._state_memory.read(slot, slot.kinds[key])))
                 exhibit.copies[key] = view._version
 
     def take_copies(self, slots: Iterable[Slot] | None = None) -> None:
@@ -182,7 +182,7 @@ class Shown:
                 view = local(exhibit.views[key])
                 if view._version != version:
                     self._handle.drain()
-                    self._stored.write(slot, slot.kinds[key], view)
+                    self._state_memory.write(slot, slot.kinds[key], view)
                     exhibit.copies[key] = view._version
 
     # --------------------------------------------------------------------------------- counts --

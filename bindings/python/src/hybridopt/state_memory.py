@@ -1,4 +1,4 @@
-"""What is stored: the state of params, in the library's memory on the host and on the device."""
+"""The state of params in the library's memory, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .registered import Slot
 from .tensors import STATE_DTYPES, arranged, cuda_view, host_view, in_memory_order
 
 
-class Stored:
+class StateMemory:
     """Reads and writes state. Nothing may be queued that uses it."""
 
     def __init__(self, handle: abi.Optimizer, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-#include "step/executors/chunk_pipeline.h"
+#include "step/executors/cpu_executor.h"
 
 #include "base/prim.h"
 #include "base/ranges.h"
@@ -6,8 +6,8 @@
 
 namespace hybridopt {
 
-ChunkPipeline::ChunkPipeline(Context& context, const ParamTable& table, const StepPlan& plan,
-                             Lanes& lanes, ChunkQueue& queue, const ChunkUpdater& updater)
+CpuExecutor::CpuExecutor(Context& context, const ParamTable& table, const StepPlan& plan,
+                         Lanes& lanes, ChunkQueue& queue, const ChunkUpdater& updater)
     : context_(context),
       device_(context.device()),
       table_(table),
@@ -18,28 +18,28 @@ ChunkPipeline::ChunkPipeline(Context& context, const ParamTable& table, const St
   UseRing();
 }
 
-void ChunkPipeline::UseRing() {
+void CpuExecutor::UseRing() {
   slots_.clear();
   slots_.reserve(lanes_.ring().slots());
   for (uint32_t slot = 0; slot < lanes_.ring().slots(); ++slot)
     slots_.push_back({this, WorkPieces(context_.workers().threads())});
 }
 
-bool ChunkPipeline::TakeAhead() { return taken_ < lanes_.ring().slots() && Take(); }
+bool CpuExecutor::TakeAhead() { return taken_ < lanes_.ring().slots() && Take(); }
 
-uint64_t ChunkPipeline::PrefetchCopies() const {
+uint64_t CpuExecutor::PrefetchCopies() const {
   uint64_t copies = 0;
   for (uint32_t number = 0; number < taken_; ++number)
     copies += (plan_.params_come_down() ? 2 : 1) * plan_.fragments(slots_[number].taken).size();
   return copies;
 }
 
-Status ChunkPipeline::Prefetch(offload_step_result_t* result) {
+Status CpuExecutor::Prefetch(offload_step_result_t* result) {
   for (uint32_t number = 0; number < taken_; ++number) HYBRIDOPT_TRY(BringDown(number, result));
   return {};
 }
 
-Status ChunkPipeline::AwaitPrefetched() {
+Status CpuExecutor::AwaitPrefetched() {
   for (uint32_t number = 0; number < taken_; ++number)
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(number).end, "gradients coming down"));
   return {};
@@ -47,8 +47,8 @@ Status ChunkPipeline::AwaitPrefetched() {
 
 // --------------------------------------------------------------------------- the step's thread --
 
-Status ChunkPipeline::Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
-                          offload_step_result_t* result) {
+Status CpuExecutor::Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
+                        offload_step_result_t* result) {
   task_.emplace(Task{step, retired, result});
   status_ = {};
   idle_since_ns_ = prim::NowNs();
@@ -57,7 +57,7 @@ Status ChunkPipeline::Run(const HostStep& step, FunctionRef<Status(uint32_t)> re
   return status;
 }
 
-Status ChunkPipeline::GiveAll() {
+Status CpuExecutor::GiveAll() {
   // If all taken chunks have been given, Retire may still take another one.
   while (retired_ < taken_) {
     if (given_ == taken_) {
@@ -73,7 +73,7 @@ Status ChunkPipeline::GiveAll() {
   return {};
 }
 
-Status ChunkPipeline::AwaitNext() {
+Status CpuExecutor::AwaitNext() {
   while (!HasSlot()) HYBRIDOPT_TRY(Retire());
   const uint32_t slot = SlotOf(given_);
   const uint32_t chunk = slots_[slot].taken;
@@ -88,7 +88,7 @@ Status ChunkPipeline::AwaitNext() {
 
 // Gives the first chunk to the workers. Unless this fails, the workers move the pipeline on from
 // here.
-Status ChunkPipeline::GiveNext() {
+Status CpuExecutor::GiveNext() {
   const WorkerPool::Work work = PrepareNext();
   busy_since_ns_ = prim::NowNs();
   busy_.test_and_set();
@@ -99,20 +99,20 @@ Status ChunkPipeline::GiveNext() {
   return status;
 }
 
-void ChunkPipeline::AwaitWorkers() {
+void CpuExecutor::AwaitWorkers() {
   const Range range("await workers");
   busy_.wait(true);
   context_.workers().Await(job_);  // the worker that did the last part may not have returned yet
 }
 
-WorkerPool::Work ChunkPipeline::PrepareNext() {
+WorkerPool::Work CpuExecutor::PrepareNext() {
   Slot& slot = slots_[SlotOf(given_++)];
   slot.chunk = slot.taken;
   slot.pieces.Reset({0, plan_.active_count(slot.chunk)}, kWorkGrainElements, kWorkPieceElements);
   return {slot, slot};
 }
 
-Status ChunkPipeline::Retire() {
+Status CpuExecutor::Retire() {
   const uint32_t slot = SlotOf(retired_);
   const uint32_t chunk = slots_[slot].chunk;
   {
@@ -129,7 +129,7 @@ Status ChunkPipeline::Retire() {
 
 // ------------------------------------------------------------------------------------- workers --
 
-void ChunkPipeline::Update(Slot& slot, uint32_t worker) {
+void CpuExecutor::Update(Slot& slot, uint32_t worker) {
   const Range range("update", slot.chunk);
   const auto index = static_cast<uint32_t>(&slot - slots_.data());
   const ChunkBuffers buffers{lanes_.ring().grads(index), lanes_.ring().params(index)};
@@ -137,7 +137,7 @@ void ChunkPipeline::Update(Slot& slot, uint32_t worker) {
 }
 
 // Jobs finish in the order in which they began, so this is the oldest chunk that has been given.
-void ChunkPipeline::AfterUpdate() {
+void CpuExecutor::AfterUpdate() {
   const uint32_t number = sent_++;
   if (status_.ok()) status_ = CatchExceptions("a chunk", [&] { return MoveOn(number); });
   if (sent_ < given_) return;
@@ -147,7 +147,7 @@ void ChunkPipeline::AfterUpdate() {
   busy_.notify_one();
 }
 
-Status ChunkPipeline::MoveOn(uint32_t number) {
+Status CpuExecutor::MoveOn(uint32_t number) {
   const uint32_t slot = SlotOf(number);
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed(slot)));
   task_->result->grads_down_seconds += seconds;
@@ -172,7 +172,7 @@ Status ChunkPipeline::MoveOn(uint32_t number) {
 }
 
 // Whether the oldest chunk that is not retired can be retired without a wait.
-Result<bool> ChunkPipeline::MayRetire() {
+Result<bool> CpuExecutor::MayRetire() {
   if (retired_ == sent_) return false;
   return device_.Reached(lanes_.uploaded(SlotOf(retired_)).end);
 }
@@ -180,7 +180,7 @@ Result<bool> ChunkPipeline::MayRetire() {
 // Whether the next chunk can be given without a wait. While a save runs no chunk is given ahead:
 // the step's own thread gives it, because it may have to wait until the save has read the chunk's
 // state.
-Result<bool> ChunkPipeline::MayGive() {
+Result<bool> CpuExecutor::MayGive() {
   if (given_ == taken_ || !HasSlot() || task_->step.capture != nullptr) return false;
   return device_.Reached(lanes_.landed(SlotOf(given_)).end);
 }
@@ -188,17 +188,17 @@ Result<bool> ChunkPipeline::MayGive() {
 // -------------------------------------------------------------------------------------- copies --
 
 // Takes a chunk from the queue into the slot of the next number, which is free.
-bool ChunkPipeline::Take() {
+bool CpuExecutor::Take() {
   const std::optional<uint32_t> chunk = queue_.Take();
   if (chunk.has_value()) slots_[SlotOf(taken_++)].taken = *chunk;
   return chunk.has_value();
 }
 
-Status ChunkPipeline::TakeAndBringDown() {
+Status CpuExecutor::TakeAndBringDown() {
   return Take() ? BringDown(taken_ - 1, task_->result) : Status();
 }
 
-Status ChunkPipeline::BringDown(uint32_t number, offload_step_result_t* result) {
+Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
   const uint32_t slot = SlotOf(number);
   const uint32_t chunk = slots_[slot].taken;
   const Range range("queue grads down", chunk);
@@ -225,7 +225,7 @@ Status ChunkPipeline::BringDown(uint32_t number, offload_step_result_t* result) 
   return device_.Record(lanes_.landed(slot).end, lanes_.down);
 }
 
-Status ChunkPipeline::SendUp(uint32_t number) {
+Status CpuExecutor::SendUp(uint32_t number) {
   const uint32_t slot = SlotOf(number);
   const uint32_t chunk = slots_[slot].chunk;
   const Range range("queue params up", chunk);

@@ -1,4 +1,4 @@
-// How optimizers of this release are written into a checkpoint: what save and load share.
+// How an optimizer appears in a manifest: what save and load share.
 #pragma once
 
 #include <cstdint>

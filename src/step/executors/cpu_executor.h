@@ -1,4 +1,4 @@
-// ChunkPipeline: the part of one step that the CPU workers do on a device with memory of its own,
+// CpuExecutor: the part of one step that the CPU workers do on a device with memory of its own,
 // chunk by chunk through the staging ring.
 //
 //   down stream  | 0 | 1 | 2 | 3 |                  gradients (and split params) to the host
@@ -35,10 +35,10 @@
 
 namespace hybridopt {
 
-class ChunkPipeline {
+class CpuExecutor {
  public:
-  ChunkPipeline(Context& context, const ParamTable& table, const StepPlan& plan, Lanes& lanes,
-                ChunkQueue& queue, const ChunkUpdater& updater);
+  CpuExecutor(Context& context, const ParamTable& table, const StepPlan& plan, Lanes& lanes,
+              ChunkQueue& queue, const ChunkUpdater& updater);
   void UseRing();  // to be called after the lanes have got another ring
 
   // To be called for a new step, before its verdict: forgets the chunks of the step before.
@@ -60,13 +60,13 @@ class ChunkPipeline {
   // A slot of the ring. `chunk` is the one that was given to the workers in it, `taken` the one
   // that was taken into it last: its gradients may come down while the params of `chunk` go up.
   struct Slot {
-    ChunkPipeline* pipeline;
+    CpuExecutor* executor;
     WorkPieces pieces;
     uint32_t chunk = 0;
     uint32_t taken = 0;
 
-    void operator()(uint32_t worker) { pipeline->Update(*this, worker); }
-    void operator()() { pipeline->AfterUpdate(); }
+    void operator()(uint32_t worker) { executor->Update(*this, worker); }
+    void operator()() { executor->AfterUpdate(); }
   };
   struct Task {
     const HostStep& step;

@@ -1,4 +1,4 @@
-#include "save/checkpoint_files.h"
+#include "save/optimizer_manifest.h"
 
 #include <cstdio>
 

@@ -12,7 +12,7 @@ from .registered import Slot
 from .tensors import local
 
 
-class Storage:
+class ReleasedStorage:
     """A storage that has been given up. What in it belongs to no param is kept here."""
 
     def __init__(self, tensor: Tensor, slots: list[Slot]) -> None:
@@ -50,9 +50,9 @@ class Storage:
                 self._all()[begin : begin + content.numel()].copy_(content)
 
 
-def give_up(slots: list[Slot]) -> list[Storage]:
+def release_storages(slots: list[Slot]) -> list[ReleasedStorage]:
     """Shrinks the storages of params to nothing. Several params may lie in one."""
     by_storage: dict[int, list[Slot]] = {}
     for slot in slots:
         by_storage.setdefault(local(slot.param).untyped_storage()._cdata, []).append(slot)
-    return [Storage(local(group[0].param), group) for group in by_storage.values()]
+    return [ReleasedStorage(local(group[0].param), group) for group in by_storage.values()]

@@ -1,0 +1,95 @@
+// Optimizer's moves of params, gradients and states: this file decides and queues them, Mover runs
+// them.
+#include <utility>
+
+#include "optimizer/optimizer.h"
+
+namespace hybridopt {
+
+Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint32_t> params,
+                                                 std::span<const offload_stream_t> streams) {
+  HYBRIDOPT_TRY(CheckCommitted());
+  Committed& committed = *committed_;
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  for (uint32_t id : params)
+    if (id >= table_.size())
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "options.params names id %u, but only %u params have been added", id,
+                           table_.size());
+  for (offload_stream_t stream : streams) HYBRIDOPT_TRY(context_->device().CheckStream(stream));
+  HYBRIDOPT_ASSIGN(
+      const std::vector<uint32_t> ids,
+      committed.lifecycle->Check(move, params.data() == nullptr ? committed.all_ids : params));
+
+  MoveRequest& request = committed.requests[slot].emplace<MoveRequest>();
+  FillMove(move, ids, request);
+  request.producer_count = static_cast<uint32_t>(streams.size());
+  HYBRIDOPT_TRY(RecordProducers(slot, streams));
+  Status taken;
+  if (move == Move::kReloadStates && !ids.empty() && !committed.device_memory_held)
+    taken = TakeDeviceMemory(request);
+  Result<uint64_t> sequence = taken.ok() ? committed.timeline->Submit() : Result<uint64_t>(taken);
+  if (!sequence.ok()) {
+    committed.requests[slot] = std::monostate();  // frees the memory that the request has taken
+    return sequence.status();
+  }
+  committed.lifecycle->Apply(move, ids);
+  ReleaseAddresses(move, ids);
+  if (request.frees_device_memory) committed.device_memory_held = false;
+  if (request.brings_device_memory) committed.device_memory_held = true;
+  return TicketOf(sequence.value());
+}
+
+void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request) {
+  const Lifecycle& lifecycle = *committed_->lifecycle;
+  request.move = move;
+  const bool grads = RowOf(move).resource == Resource::kGrads;
+  for (uint32_t id : ids) {
+    const Addresses& addresses = table_.addresses()[id];
+    void* const address = grads ? const_cast<void*>(addresses.grad) : addresses.data;
+    request.items.push_back({id, address, lifecycle.host_grad(id) == HostGrad::kNone});
+  }
+  request.frees_device_memory = move == Move::kOffloadStates && committed_->device_memory_held &&
+                                lifecycle.states_on_host_count() + ids.size() == table_.size();
+}
+
+// Takes all memory on the device that the move needs, or none. The call takes it, and not the
+// queued move, so that a full device refuses the call instead of poisoning the optimizer.
+Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
+  if (context_->device().unified()) return {};
+  HYBRIDOPT_ASSIGN(request.pages,
+                   committed_->memory->TakeDevice(nullptr, committed_->decided.residence));
+  HYBRIDOPT_ASSIGN(request.scratch, LaneScratch::Take(*context_, committed_->decided.lanes));
+  request.brings_device_memory = true;
+  return {};
+}
+
+// Offloading gives addresses up: the library does not use them until the caller binds new ones.
+void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
+  const MoveRow& row = RowOf(move);
+  for (uint32_t id : ids) {
+    if (row.gives_up_address && row.resource == Resource::kParams) table_.ReleaseData(id);
+    if (row.gives_up_address && row.resource == Resource::kGrads) table_.ReleaseGrad(id);
+  }
+}
+
+// On a runner.
+Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
+  // A running save may still read params and states from where they are now.
+  if (RowOf(request.move).touches_state)
+    HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
+  uint64_t bytes = 0;
+  HYBRIDOPT_TRY(committed_->mover->Run(
+      request, committed_->lanes->ReadyEvents(slot),
+      [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }, &bytes));
+  const bool reload = RowOf(request.move).direction == Direction::kUp;
+  // Frees the list: 256 slots that each keep their longest list would take much memory.
+  request.items = {};
+  std::lock_guard lock(results_mutex_);
+  (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;
+  if (request.frees_device_memory) stats_.device_bytes = 0;
+  if (request.brings_device_memory) stats_.device_bytes = committed_->planned_device_bytes;
+  return {};
+}
+
+}  // namespace hybridopt
