@@ -35,6 +35,7 @@ Problem SmallProblem(size_t steps, StateChoice state = {}) {
 struct Place {
   int32_t device;
   double fraction;
+  int32_t host_executors = OFFLOAD_EXECUTORS_AUTO;
 };
 
 class BesideASave : public testing::Test {
@@ -50,7 +51,7 @@ class BesideASave : public testing::Test {
     (before_reading ? files_.before_reading : files_.before_end) = true;
     LifecycleSetting setting;
     setting.device_kind = place.device;
-    setting.optimizer = {place.fraction, 1024, 2};
+    setting.optimizer = {place.fraction, 1024, 2, place.host_executors};
     setting.files = &files_;
     setting.wrap = wrap_;
     rig_.emplace(solved_->problem, setting);
@@ -118,6 +119,25 @@ TEST_F(BesideASave, AnyNumberOfStepsCompletes) {
     EXPECT_EQ(rig_->Stats().queued, 0u);
     EXPECT_EQ(SavedDifference(), "");
     EXPECT_EQ(rig_->Difference(solved_->trace[kSteps]), "");
+  }
+}
+
+TEST_F(BesideASave, NoExecutorOverwritesWhatItHasStillToRead) {
+  for (int32_t executors :
+       {OFFLOAD_EXECUTORS_AUTO, OFFLOAD_EXECUTORS_CPU, OFFLOAD_EXECUTORS_STREAMED}) {
+    for (double fraction : {0.0, 0.4}) {
+      Start(SmallProblem(2), {AcceleratorUnderTest(), fraction, executors}, true);
+      rig_->NewGrads(solved_->problem.steps[1]);
+      rig_->BindAll();
+      const offload_ticket_t step = rig_->Step(solved_->problem.steps[1]);
+      EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), step, kAWhileNs), OFFLOAD_TIMED_OUT)
+          << "executors " << executors;
+      files_.before_reading = false;
+      rig_->Wait(step);
+      rig_->Wait(save_);
+      EXPECT_EQ(SavedDifference(), "") << "executors " << executors << ", fraction " << fraction;
+      EXPECT_EQ(rig_->Difference(solved_->trace[2]), "");
+    }
   }
 }
 

@@ -119,6 +119,57 @@ TEST(Executors, ASkippedStepBringsNoStateBack) {
   EXPECT_EQ(rig.Difference(solved.trace[1]), "");
 }
 
+// Keeps the events of the copies that a step begins ahead of its verdict.
+class PrefetchDevice final : public ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+
+  Result<EventHandle> CreateEvent(const char* label) override {
+    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
+    const std::string name = label;
+    if (event.ok() && (name == "state up" || name == "gradients landed"))
+      events_.push_back(event.value());
+    return event;
+  }
+  size_t UnderWay() {
+    size_t count = 0;
+    for (EventHandle event : events_) count += Reached(event).value() ? 0 : 1;
+    return count;
+  }
+
+ private:
+  std::vector<EventHandle> events_;
+};
+
+// When its ticket has completed, the caller may free gradients, and the state may move or go.
+TEST(Executors, ASkippedStepEndsBehindItsCopies) {
+  Problem problem = MakeProblem(OFFLOAD_ADAMW, {}, 1);
+  PutElement(*problem.steps[0].grads[3], problem.params[3].grad_dtype, 0,
+             BitsOf(problem.params[3].grad_dtype, INFINITY));
+  problem.steps[0].flags = 0;
+  const Solved solved(std::move(problem));
+  for (int32_t executors : {OFFLOAD_EXECUTORS_CPU, OFFLOAD_EXECUTORS_STREAMED}) {
+    LifecycleSetting setting = SettingOf(executors);
+    setting.delay_ns_max = 1'000'000;
+    PrefetchDevice* device = nullptr;
+    setting.wrap = [&](std::unique_ptr<Device> wrapped) {
+      auto prefetch = std::make_unique<PrefetchDevice>(std::move(wrapped));
+      device = prefetch.get();
+      return prefetch;
+    };
+    LifecycleRig rig(solved.problem, setting);
+    rig.NewGrads(solved.problem.steps[0]);
+    rig.BindAll();
+    const offload_ticket_t ticket = rig.Step(solved.problem.steps[0]);
+    rig.Wait();
+    EXPECT_EQ(device->UnderWay(), 0u) << "executors " << executors;
+    auto result = Make<offload_step_result_t>();
+    MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
+    EXPECT_EQ(result.skipped, 1);
+    EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+  }
+}
+
 // Gradients that the host holds go up with the state.
 TEST(Executors, HeldGradientsGoUpWithTheState) {
   const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));

@@ -32,10 +32,12 @@ enum class Leak {
   kReady,                   // Wait for the gradients by the timeline's thread
   kMoved,                   // Wait for gradients that leave
   kSummed,                  // Wait for the sums of their norms
-  kUpdateBehindVerdict,     // StreamWait of the streamed update on the verdict
-  kUpdateBehindState,       // StreamWait of the streamed update on the state that goes up
-  kDownBehindUpdate,        // StreamWait of the state's way down on the update
-  kStateDown,               // Wait for the state that comes down, or a look
+  // The waits of the streamed executor. It has one more, for state that goes up in a step that is
+  // then skipped: only the lifetime of memory depends on it (ASkippedStepEndsBehindItsCopies).
+  kUpdateBehindVerdict,  // StreamWait of the streamed update on the verdict
+  kUpdateBehindState,    // StreamWait of the streamed update on the state that goes up
+  kDownBehindUpdate,     // StreamWait of the state's way down on the update
+  kStateDown,            // Wait for the state that comes down
 };
 
 class LeakyDevice final : public ForwardingDevice {

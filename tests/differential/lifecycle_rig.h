@@ -3,6 +3,7 @@
 // with a Model, which knows nothing of residency.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -13,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "../forwarding_device.h"
 #include "machine/context.h"
 #include "optimizer/handle_table.h"
 #include "rig.h"
@@ -35,6 +37,42 @@ struct LifecycleSetting {
   // Puts a device of the test's between the library and the real one.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
   prim::Files* files = nullptr;  // where checkpoints go; NULL: the system's
+  // Whoever waits on the host for such events is slow; empty: nobody.
+  std::string slow_event = {};
+};
+
+// The other executor then does most chunks: the device, the CPU workers, or whoever comes first.
+inline std::string DrawSlowEvent(Random& random) {
+  constexpr const char* kEvents[] = {"gradients landed", "state down", "", ""};
+  return kEvents[random.Below(4)];
+}
+
+// Holds up whoever waits on the host for an event of one kind.
+class SlowDevice final : public ForwardingDevice {
+ public:
+  SlowDevice(std::unique_ptr<Device> device, std::string slow_event)
+      : ForwardingDevice(std::move(device)), slow_event_(std::move(slow_event)) {}
+
+  Result<EventHandle> CreateEvent(const char* label) override {
+    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
+    std::lock_guard lock(mutex_);
+    if (event.ok()) is_slow_[event.value()] = slow_event_ == label;
+    return event;
+  }
+  Status Wait(EventHandle event, int64_t timeout_ns) override {
+    if (IsSlow(event)) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    return ForwardingDevice::Wait(event, timeout_ns);
+  }
+
+ private:
+  bool IsSlow(EventHandle event) {
+    std::lock_guard lock(mutex_);
+    return is_slow_[event];
+  }
+
+  const std::string slow_event_;
+  std::mutex mutex_;
+  std::map<EventHandle, bool> is_slow_;  // guarded by mutex_
 };
 
 using MoveFunction = int32_t (*)(offload_optimizer_t, const offload_move_options_t*,
@@ -311,6 +349,8 @@ class LifecycleRig {
     std::unique_ptr<Device> device = setting_.device_kind == OFFLOAD_DEVICE_HOST
                                          ? CreateHostDevice()
                                          : std::move(MakeAccelerator(sim, kernels).value());
+    if (!setting_.slow_event.empty())
+      device = std::make_unique<SlowDevice>(std::move(device), setting_.slow_event);
     if (setting_.wrap) device = setting_.wrap(std::move(device));
     using Contexts = HandleTable<Context, HandleKind::kContext>;
     auto context = std::make_shared<Context>(options, std::move(device), kernels);

@@ -44,8 +44,10 @@ LifecycleSetting SettingOf(uint64_t seed, int32_t device) {
   setting.optimizer.device_fraction = AnyFraction(random);
   setting.optimizer.chunk_elements = 1024 + 512 * random.Below(4);
   setting.optimizer.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));
-  if (device != OFFLOAD_DEVICE_HOST)
+  if (device != OFFLOAD_DEVICE_HOST) {
     DrawExecutors(setting.optimizer.chunk_elements, random, setting.optimizer);
+    setting.slow_event = DrawSlowEvent(random);
+  }
   setting.movable = random.OneIn(2) ? kMoveAll : 0;
   for (int i = 0; i < 8; ++i)
     setting.chunk_orders.push_back(random.OneIn(2) ? 0 : static_cast<int32_t>(random.Below(5)));

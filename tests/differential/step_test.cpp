@@ -1,5 +1,5 @@
 // The same bits whatever the setting: algorithm x dtypes x instruction set x threads x chunk size x
-// device fraction x device, each against the model, after every step.
+// device fraction x device x executors, each against the model, after every step.
 #include <gtest/gtest.h>
 
 #include <cfenv>
@@ -22,6 +22,11 @@ std::string AlgorithmText(const testing::TestParamInfo<int32_t>& info) {
 // Runs a fixed share of the cases, spread evenly, when the scale is below 1.
 bool Chosen(uint64_t index) { return Random(index).Unit() < TestScale(); }
 
+// Settings take turns: CPU workers and streams, one of them alone.
+int32_t ExecutorsOf(int32_t device, uint64_t index) {
+  return device == OFFLOAD_DEVICE_HOST ? OFFLOAD_EXECUTORS_AUTO : static_cast<int32_t>(index % 3);
+}
+
 class StepTest : public testing::TestWithParam<int32_t> {};
 
 TEST_P(StepTest, EverySettingGivesTheModelsBits) {
@@ -43,7 +48,7 @@ TEST_P(StepTest, EverySettingGivesTheModelsBits) {
         for (uint64_t chunk : {1024, 4096, 0}) {
           for (double fraction : {0.0, 0.25, 0.5, 1.0}) {
             if (!Chosen(++index)) continue;
-            const OptimizerSetting setting{fraction, chunk, 0};
+            const OptimizerSetting setting{fraction, chunk, 0, ExecutorsOf(device, index / 4)};
             ASSERT_EQ(RunAll(context, solved[index % 3], setting), "")
                 << Text(context_setting, setting);
           }
@@ -73,7 +78,8 @@ TEST_P(StepTest, EverySettingGivesTheModelsBitsInEveryLayout) {
           if (device == OFFLOAD_DEVICE_HOST && fraction != 0) continue;  // no effect there
           for (const Solved& one : solved) {
             if (!Chosen(++index)) continue;
-            const OptimizerSetting setting{fraction, index % 2 == 0 ? 1024u : 4096u, 0};
+            const OptimizerSetting setting{fraction, index % 2 == 0 ? 1024u : 4096u, 0,
+                                           ExecutorsOf(device, index / 2)};
             ASSERT_EQ(RunAll(context, one, setting), "")
                 << one.problem.state.Text() << ", " << Text(context_setting, setting);
           }

@@ -29,6 +29,11 @@ void CreateOptimizer(World& world) {
   options.device_fraction = world.Number();
   options.chunk_elements = random.OneOf<uint64_t>({0, 1024, 1024, 1024, 7, UINT64_MAX});
   options.staging_slots = random.OneOf<uint32_t>({0, 2, 2, 3, 64, 1, UINT32_MAX});
+  options.host_executors =
+      random.Chance(98) ? static_cast<int32_t>(random.Below(3)) : random.OneOf<int32_t>({-1, 3});
+  // The smallest holds the state of 2 chunks.
+  if (options.host_executors != OFFLOAD_EXECUTORS_CPU && random.Chance(30))
+    options.stream_ring_bytes = random.OneOf<uint64_t>({1 << 16, 1 << 18, 1 << 20, 1, UINT64_MAX});
   if (random.Chance(70)) options.movable = static_cast<uint32_t>(random.Below(16));
   if (world.optimizers.size() >= 8) options.movable = 16;  // enough of them
   offload_optimizer_t optimizer = nullptr;
