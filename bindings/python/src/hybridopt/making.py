@@ -84,8 +84,9 @@ def make_engine(
         allow_pageable=int(not options["pin"]),
     )
     check_weights = options["check_weights"]
+    fraction, budget_bytes = options["offload_fraction"], options["device_budget_bytes"]
 
-    def engine_for(device_fraction: float) -> Engine:
+    def engine_for(device_fraction: float, host_executors: str) -> Engine:
         return Engine(
             context,
             device,
@@ -98,21 +99,25 @@ def make_engine(
             movable=movable_bits(options["movable"]),
             moment_dtype=DTYPES[state_dtype_of(options["state_dtype"])],
             master_layout=MASTER_LAYOUTS[options["master_layout"]],
-            host_executors=HOST_EXECUTORS[options["host_executors"]],
+            host_executors=HOST_EXECUTORS[host_executors],
             **({} if comm is None else comm.options()),
         )
 
-    fraction = options["offload_fraction"]
+    host_executors = options["host_executors"]
+    if host_executors == "auto" and fraction == placement.AUTO and budget_bytes is not None:
+        # The ring that state streams through is no use if it takes the place of the state itself.
+        if engine_for(0.0, host_executors).plan().device_ring_bytes > budget_bytes // 8:
+            host_executors = "cpu"
     chosen = placement.choose(
         fraction,
-        options["device_budget_bytes"],
+        budget_bytes,
         device.type == "cpu",
-        lambda device_fraction: engine_for(device_fraction).plan(),
+        lambda device_fraction: engine_for(device_fraction, host_executors).plan(),
     )
     if fraction == placement.AUTO:
         tell(chosen)
-    engine = engine_for(chosen.device_fraction)
-    engine.plan_of = lambda device_fraction: engine_for(device_fraction).plan()
+    engine = engine_for(chosen.device_fraction, host_executors)
+    engine.plan_of = lambda device_fraction: engine_for(device_fraction, host_executors).plan()
     return engine, chosen
 
 

@@ -23,8 +23,9 @@ class OffloadOptions(TypedDict, total=False):
             host, 0.0 to 1.0. "auto" leaves as much on the device as device_budget_bytes allows, or
             without that as the device has left after two steps.
         device_budget_bytes (int, default None): with "auto", how many bytes of the device the state may
-            take. None: what the device has left after two steps; all of it goes back to the host if
-            torch runs out of memory later.
+            take. With host_executors "auto" state then streams through the GPU only if the ring for that
+            takes no more than an eighth of them. None: what the device has left after two steps; all of
+            it goes back to the host if torch runs out of memory later.
         device_headroom (float, default None): with "auto" and without a budget, the share of the device
             that stays free, 0.0 to below 1.0. None is 0.1.
         state_dtype (torch.dtype or str, default torch.float32): of moments; torch.bfloat16 is rounded at
@@ -32,7 +33,8 @@ class OffloadOptions(TypedDict, total=False):
             "bf16". Masters stay in fp32.
         master_layout (str, default "fp32"): of the fp32 masters of bf16 params, "fp32", 4 bytes an
             element, or "split", 2 bytes: the param is the upper half, and only the lower one is kept.
-            The same bits. What the host keeps of a param on a GPU stays whole.
+            The same masters. A param differs only where its master lies exactly between two bf16
+            numbers, because these ties are rounded away from zero.
         host_executors (str, default "auto"): who updates the host's share of params on a GPU. "auto": CPU
             threads and, where the host's state can be pinned, the GPU, through which state then streams;
             "cpu" or "streamed": one of them alone. The same bits.
