@@ -135,10 +135,8 @@ Status CheckPointer(Pointer pointer, const char* name) {
 Status FinishCopy(Context& context, StreamHandle stream) {
   Status status = context.device().Synchronize(stream, context.device_timeout_ns());
   if (status.code() != OFFLOAD_TIMED_OUT) return status;
-  return Status::Error(OFFLOAD_DEVICE_FAILED,
-                       "the stream made no progress for %.1f s (device_timeout_ns of the context); "
-                       "the copy is still queued on it: keep host_data until the stream is done",
-                       static_cast<double>(context.device_timeout_ns()) * 1e-9);
+  return NoProgress("the stream", context.device_timeout_ns(),
+                    "; the copy is still queued on it: keep host_data until the stream is done");
 }
 
 Status VerifyCheckpoint(const std::string& path, const offload_verify_options_t& options) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
@@ -154,8 +155,8 @@ class Device {
                                 uint64_t value) = 0;
   // Whether the stream has reached the event's latest record. Does not wait.
   virtual Result<bool> Reached(EventHandle event) = 0;
-  // Blocks the calling thread until the stream has reached the event's latest record. TIMED_OUT
-  // after timeout_ns; negative: no limit.
+  // Blocks the calling thread until the stream has reached the event's latest record. TIMED_OUT,
+  // with a text that names the stream, after timeout_ns; negative: no limit.
   virtual Status Wait(EventHandle event, int64_t timeout_ns) = 0;
   // Seconds between two reached records of events on one stream.
   virtual Result<double> Elapsed(EventHandle begin, EventHandle end) = 0;
@@ -177,6 +178,14 @@ class Device {
   virtual uint64_t default_chunk_elements() const { return uint64_t{1} << 20; }
   virtual Status Run(StreamHandle stream, offload_stream_function_t function, void* user) = 0;
 };
+
+// The failure of a wait that has taken device_timeout_ns, whose value is `timeout_ns`. `subject`
+// begins the sentence and `rest` ends it.
+inline Status NoProgress(const std::string& subject, int64_t timeout_ns, const std::string& rest) {
+  return Status::Error(OFFLOAD_DEVICE_FAILED,
+                       "%s made no progress for %.1f s (device_timeout_ns of the context)%s",
+                       subject.c_str(), static_cast<double>(timeout_ns) * 1e-9, rest.c_str());
+}
 
 // The label of streams that are made for callers. A device may treat the pipeline's own streams
 // differently.

@@ -379,8 +379,7 @@ Status SimDevice::Wait(EventHandle event, int64_t timeout_ns) {
   HYBRIDOPT_ASSIGN(const bool reached, Reached(point, timeout_ns));
   if (!reached) {
     return Status::Error(OFFLOAD_TIMED_OUT,
-                         "event \"%s\" on stream \"%s\" was not reached within %" PRId64
-                         " ns; the work goes on, wait again",
+                         "event \"%s\" on stream \"%s\" was not reached within %" PRId64 " ns",
                          LabelOf(event).c_str(), point.stream->label().c_str(), timeout_ns);
   }
   return Status();

@@ -57,11 +57,9 @@ Result<uint64_t> SimStream::Push(const sim::Command& command) {
   if (!closed_) HYBRIDOPT_TRY(StartLocked());
   const auto has_room = [&] { return queued_ - completed_ < kQueueCommands || closed_; };
   if (!Await(lock, has_room, timeout_ns_))
-    return Status::Error(OFFLOAD_DEVICE_FAILED,
-                         "stream \"%s\" has %llu commands queued and made no progress for %.1f s "
-                         "(device_timeout_ns of the context); nothing was queued behind them",
-                         label_.c_str(), static_cast<unsigned long long>(kQueueCommands),
-                         static_cast<double>(timeout_ns_) * 1e-9);
+    return NoProgress(
+        "stream \"" + label_ + "\" has " + std::to_string(kQueueCommands) + " commands queued and",
+        timeout_ns_, "; nothing was queued behind them");
   if (closed_) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "stream \"%s\" was destroyed while in use",
                          label_.c_str());

@@ -137,6 +137,19 @@ Context::~Context() {
   left_behind->push_back(device_.release());
 }
 
+Status Context::AwaitEvent(EventHandle event, const char* waiter, const char* what) {
+  Status status = device_->Wait(event, device_timeout_ns_);
+  if (status.code() != OFFLOAD_TIMED_OUT) return status;
+  return NoProgressOnEvent(status, waiter, what);
+}
+
+Status Context::NoProgressOnEvent(const Status& timed_out, const char* waiter,
+                                  const char* what) const {
+  return NoProgress("the device", device_timeout_ns_,
+                    std::string(" while ") + waiter + " waited for " + what + ": " +
+                        timed_out.message() + "; is that stream stuck?");
+}
+
 Result<void*> Context::AllocateForCaller(uint64_t bytes) {
   std::lock_guard lock(given_out_mutex_);
   // The list gets its node first, because an allocation that cannot be listed must not be made.

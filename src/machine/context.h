@@ -34,6 +34,11 @@ class Context {
   RunnerPool& runners() { return runners_; }
   const KernelTable& kernels() const { return kernels_; }
   int64_t device_timeout_ns() const { return device_timeout_ns_; }
+  // Waits for an event of the device. DEVICE_FAILED after device_timeout_ns; the text says that
+  // `waiter`, such as "a save", waited for `what`, and on which stream.
+  Status AwaitEvent(EventHandle event, const char* waiter, const char* what);
+  // That failure, made of the status TIMED_OUT of Device::Wait.
+  Status NoProgressOnEvent(const Status& timed_out, const char* waiter, const char* what) const;
   // On which nodes memory should be: state, whose pages the workers touch first, and pinned memory,
   // which all workers use.
   const PageWish& state_pages() const { return pages_.state; }

@@ -12,6 +12,8 @@ constexpr uint32_t kMinRingSlots = 2;  // one chunk comes down while the workers
 
 constexpr uint64_t kScratchAlignmentBytes = 256;
 
+constexpr char kWaiter[] = "the optimizer";  // in errors
+
 uint64_t BlockSumsBytes(const LaneSizes& sizes) {
   return prim::RoundUp(sizes.norm_blocks * sizeof(double), kScratchAlignmentBytes);
 }
@@ -169,8 +171,8 @@ Status Lanes::CreateAll(const LaneSizes& sizes) {
   for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
   HYBRIDOPT_TRY(NewEvent("gradients summed", &grads_summed));
   ready_.resize(Timeline::kCapacity * kMaxProducers);
-  for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("gradients ready", &event));
-  return NewEvent("params ready", &kept_ready_);
+  for (EventHandle& event : ready_) HYBRIDOPT_TRY(NewEvent("caller ready", &event));
+  return NewEvent("caller ready", &kept_ready_);
 }
 
 Status Lanes::CreateStreams(bool streams) {
@@ -215,8 +217,7 @@ Status Lanes::NewEvent(const char* label, EventHandle* event) {
 }
 
 Status Lanes::Wait(EventHandle event, const char* what) {
-  Status status = device().Wait(event, context_.device_timeout_ns());
-  return status.code() == OFFLOAD_TIMED_OUT ? NoProgress(what) : status;
+  return context_.AwaitEvent(event, kWaiter, what);
 }
 
 Status Lanes::WaitForCaller(EventHandle event, const char* what,
@@ -224,14 +225,7 @@ Status Lanes::WaitForCaller(EventHandle event, const char* what,
   Status status = device().Wait(event, context_.device_timeout_ns());
   if (status.code() != OFFLOAD_TIMED_OUT) return status;
   HYBRIDOPT_ASSIGN(const bool borrowed, await_borrowed());
-  return borrowed ? Wait(event, what) : NoProgress(what);
-}
-
-Status Lanes::NoProgress(const char* what) const {
-  return Status::Error(OFFLOAD_DEVICE_FAILED,
-                       "the device made no progress for %.1f s while waiting for %s "
-                       "(device_timeout_ns of the context); is the stream given to the step stuck?",
-                       static_cast<double>(context_.device_timeout_ns()) * 1e-9, what);
+  return borrowed ? Wait(event, what) : context_.NoProgressOnEvent(status, kWaiter, what);
 }
 
 Result<double> Lanes::Seconds(const TimedEvent& event) {

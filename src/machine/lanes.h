@@ -179,7 +179,6 @@ class Lanes {
 
  private:
   explicit Lanes(Context& context) : context_(context) {}
-  Status NoProgress(const char* what) const;
   Status CreateAll(const LaneSizes& sizes);
   Status CreateStreams(bool streams);
   Result<StreamHandle> NewStream(const char* label);

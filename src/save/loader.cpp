@@ -297,7 +297,7 @@ Status Loader::TakeMemory() {
   HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, reading_bytes + staging_bytes));
   staging_ = memory_.data() + reading_bytes;
   files_.emplace(*reader_);
-  HYBRIDOPT_ASSIGN(stream_, TransferStream::Create(context_, "load"));
+  HYBRIDOPT_ASSIGN(stream_, TransferStream::Create(context_, "a load"));
   return {};
 }
 

@@ -167,7 +167,7 @@ Status Saver::TakeMemory() {
   blocks_ = static_cast<uint32_t>(
       std::min<uint64_t>(request_.io_depth, (file_bytes + block_bytes_ - 1) / block_bytes_));
   HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, blocks_ * block_bytes_));
-  HYBRIDOPT_ASSIGN(stream_, TransferStream::Create(context_, "save"));
+  HYBRIDOPT_ASSIGN(stream_, TransferStream::Create(context_, "a save"));
   return {};
 }
 

@@ -11,7 +11,7 @@ namespace hybridopt {
 class TransferStream {
  public:
   TransferStream() = default;
-  // `work` is "save" or "load", for error texts.
+  // `work` is "a save" or "a load", for error texts.
   static Result<TransferStream> Create(Context& context, const char* work) {
     TransferStream made;
     made.context_ = &context;
@@ -39,12 +39,7 @@ class TransferStream {
 
   // Waits for an event; errors call it `what`.
   Status Await(EventHandle event, const char* what) {
-    Status status = context_->device().Wait(event, context_->device_timeout_ns());
-    if (status.code() != OFFLOAD_TIMED_OUT) return status;
-    return Status::Error(OFFLOAD_DEVICE_FAILED,
-                         "the device made no progress for %.1f s while a %s waited for %s "
-                         "(device_timeout_ns of the context)",
-                         static_cast<double>(context_->device_timeout_ns()) * 1e-9, work_, what);
+    return context_->AwaitEvent(event, work_, what);
   }
   // Waits for the copies that have been queued.
   Status AwaitCopies(const char* what) {

@@ -97,7 +97,7 @@ class LeakyDevice final : public ForwardingDevice {
     if (Leaks(Leak::kVerdict, event, "verdict known")) return {};
     if (Leaks(Leak::kVerdict, event, "moved")) return {};  // commit waits for these
     if (Leaks(Leak::kDeviceUpdated, event, "device updated")) return {};
-    if (Leaks(Leak::kReady, event, "gradients ready")) return {};
+    if (Leaks(Leak::kReady, event, "caller ready")) return {};
     if (Leaks(Leak::kMoved, event, "moved")) return {};
     if (Leaks(Leak::kSummed, event, "gradients summed")) return {};
     return ForwardingDevice::Wait(event, timeout_ns);

@@ -63,6 +63,21 @@ TEST(StuckTest, ACallBehindAFullQueueEndsAndChangesNothing) {
   EXPECT_TRUE(trainer.Bits() == alone.Bits());
 }
 
+TEST(StuckTest, ACopyOnAStreamThatStandsStillEndsInItsTime) {
+  Trainer trainer(Options());
+  void* data = nullptr;
+  ASSERT_OFFLOAD_OK(offload_device_alloc(trainer.context, 256, &data));
+  Gate gate;
+  EXPECT_OFFLOAD_OK(offload_stream_run(trainer.context, nullptr, Gate::Hold, &gate));
+  unsigned char host[256];
+  ExpectError(offload_device_download(trainer.context, host, data, sizeof(host), nullptr),
+              OFFLOAD_DEVICE_FAILED,
+              {"the stream made no progress for 1.0 s", "device_timeout_ns",
+               "keep host_data until the stream is done"});
+  gate.open = true;
+  EXPECT_OFFLOAD_OK(offload_stream_synchronize(trainer.context, nullptr, -1));
+}
+
 TEST(StuckTest, AStreamThatStandsStillIsNotDestroyed) {
   Trainer trainer(Options());
   offload_stream_t stream = nullptr;

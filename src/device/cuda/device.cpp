@@ -555,8 +555,7 @@ Status CudaDevice::Wait(EventHandle event, int64_t timeout_ns) {
   HYBRIDOPT_ASSIGN(const bool done, PollUntil([&] { return EventDone(waited); }, timeout_ns));
   if (done) return {};
   return Status::Error(OFFLOAD_TIMED_OUT,
-                       "event \"%s\" on stream \"%s\" was not reached within %" PRId64
-                       " ns; the work goes on, wait again",
+                       "event \"%s\" on stream \"%s\" was not reached within %" PRId64 " ns",
                        waited.label.c_str(), LabelOf(waited.stream).c_str(), timeout_ns);
 }
 
