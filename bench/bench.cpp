@@ -10,7 +10,14 @@
 namespace bench {
 namespace {
 
-Report Measure(const Settings& settings, bool gpu, bool optimizers) {
+// What is measured instead of the CPU.
+struct Instead {
+  bool gpu = false;
+  bool gpu_executors = false;
+  bool optimizers = false;
+};
+
+Report Measure(const Settings& settings, const Instead& instead) {
   const Neighbours neighbours;
   Report report{};
   report.machine = DescribeMachine();
@@ -18,10 +25,11 @@ Report Measure(const Settings& settings, bool gpu, bool optimizers) {
   report.isa = Context(OFFLOAD_DEVICE_HOST, settings.threads).Info().isa;
   report.elements = settings.elements;
   report.rounds = settings.rounds;
-  if (gpu) {
+  if (instead.gpu || instead.gpu_executors) {
     report.elements = settings.gpu_elements;
-    MeasureGpu(settings, report);
-  } else if (optimizers) {
+    if (instead.gpu) MeasureGpu(settings, report);
+    MeasureGpuExecutors(settings, report);
+  } else if (instead.optimizers) {
     MeasureOptimizers(settings, report);
   } else {
     MeasureAdamW28(settings, report);
@@ -41,8 +49,7 @@ Report Measure(const Settings& settings, bool gpu, bool optimizers) {
 int main(int argc, char** argv) {
   bench::Settings settings;
   bool json = false;
-  bool gpu = false;
-  bool optimizers = false;
+  bench::Instead instead;
   CLI::App app("Measures hybridopt against what the memory of this machine can give.");
   app.add_option("--elements", settings.elements, "elements of the long array")
       ->check(CLI::Range(uint64_t{1} << 16, uint64_t{1} << 40))
@@ -54,9 +61,14 @@ int main(int argc, char** argv) {
                  "what 'all threads' means; 0: one per CPU this process may use")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  app.add_flag("--gpu", gpu, "measure the GPU instead");
-  app.add_flag("--optimizers", optimizers, "measure many small optimizers of one context instead")
+  app.add_flag("--gpu", instead.gpu, "measure the GPU instead");
+  app.add_flag("--gpu-executors", instead.gpu_executors,
+               "of --gpu only who updates the state on the host, and what that leaves to others")
       ->excludes("--gpu");
+  app.add_flag("--optimizers", instead.optimizers,
+               "measure many small optimizers of one context instead")
+      ->excludes("--gpu")
+      ->excludes("--gpu-executors");
   app.add_option("--gpu-elements", settings.gpu_elements,
                  "elements of the whole steps on the GPU; takes 40 bytes of host memory each")
       ->check(CLI::Range(uint64_t{1} << 20, uint64_t{1} << 40))
@@ -74,6 +86,6 @@ int main(int argc, char** argv) {
   app.add_flag("--json", json, "print one JSON object instead of the table");
   CLI11_PARSE(app, argc, argv);
 
-  const bench::Report report = bench::Measure(settings, gpu, optimizers);
+  const bench::Report report = bench::Measure(settings, instead);
   (json ? bench::PrintJson : bench::PrintTable)(std::cout, report);
 }

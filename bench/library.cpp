@@ -21,6 +21,17 @@ Context::Context(int32_t device_kind, uint32_t threads, uint64_t sim_memory_byte
   Require(offload_context_create(&options, &context_), "offload_context_create");
 }
 
+Context::Context(int32_t device_index, uint32_t local_rank, uint32_t local_world,
+                 uint32_t threads) {
+  auto options = Zeroed<offload_context_options_t>();
+  options.device_kind = OFFLOAD_DEVICE_CUDA;
+  options.device_index = device_index;
+  options.local_rank = local_rank;
+  options.local_world = local_world;
+  options.threads = threads;
+  Require(offload_context_create(&options, &context_), "offload_context_create");
+}
+
 Context::~Context() { Require(offload_context_destroy(context_), "offload_context_destroy"); }
 
 offload_context_info_t Context::Info() const {
@@ -40,6 +51,8 @@ offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& l
   options.movable = lifecycle.movable;
   options.chunk_elements = lifecycle.chunk_elements;
   options.host_executors = lifecycle.host_executors;
+  options.staging_slots = lifecycle.staging_slots;
+  options.stream_ring_bytes = lifecycle.stream_ring_bytes;
   options.master_layout = layout.masters;
   options.moment_dtype = layout.moments;
   Require(offload_optimizer_create(context.get(), &options, &optimizer),

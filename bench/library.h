@@ -27,6 +27,8 @@ inline uint64_t AlignedCount(uint64_t count) { return (count + 31) / 32 * 32; }
 class Context {
  public:
   Context(int32_t device_kind, uint32_t threads, uint64_t sim_memory_bytes = 0);
+  // A GPU for one of `local_world` ranks, with its part of the CPUs.
+  Context(int32_t device_index, uint32_t local_rank, uint32_t local_world, uint32_t threads);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -52,13 +54,15 @@ class Optimizer {
     uint32_t movable = 0;
     uint64_t chunk_elements = 0;
     int32_t host_executors = OFFLOAD_EXECUTORS_AUTO;
+    uint32_t staging_slots = 0;
+    uint64_t stream_ring_bytes = 0;
   };
   struct Layout {
     int32_t masters;  // enum offload_master_layout
     int32_t moments;  // enum offload_dtype
   };
   Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
-            const Lifecycle& lifecycle = {0, 0, 0, OFFLOAD_EXECUTORS_AUTO},
+            const Lifecycle& lifecycle = {0, 0, 0, OFFLOAD_EXECUTORS_AUTO, 0, 0},
             const Layout& layout = {OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
   // Params of these counts, each at the next cache line of the arrays.
   Optimizer(const Context& context, void* data, const void* grad, std::span<const uint64_t> counts,

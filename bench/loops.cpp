@@ -50,6 +50,39 @@ HWY_INLINE void Touch(const AdamWArrays arrays, uint64_t begin, uint64_t end) {
   if constexpr (kStream) hwy::FlushStream();
 }
 
+using Bits = hn::ScalableTag<uint32_t>;
+
+// Adds `value` to so many bytes.
+template <uint64_t kBytes>
+HWY_INLINE void AddToBits(void* array, uint64_t offset, hn::Vec<Bits> value) {
+  auto* const words = reinterpret_cast<uint32_t*>(static_cast<char*>(array) + offset);
+  for (uint64_t i = 0; i < kBytes / 4; i += hn::Lanes(Bits()))
+    hn::StoreU(hn::Add(hn::LoadU(Bits(), words + i), value), Bits(), words + i);
+}
+
+template <uint64_t kMasterBytes, uint64_t kMomentBytes>
+void TouchState(const StateArrays& state, uint64_t begin, uint64_t end) {
+  constexpr uint64_t kUnit = 64;
+  const StateArrays arrays = state;
+  for (uint64_t i = begin; i < end; i += kUnit) {
+    auto value = hn::Zero(Bits());
+    const auto* const grad = reinterpret_cast<const uint32_t*>(arrays.grad + i);
+    for (uint64_t word = 0; word < kUnit / 2; word += hn::Lanes(Bits()))
+      value = hn::Add(value, hn::LoadU(Bits(), grad + word));
+    AddToBits<kUnit * kMasterBytes>(arrays.master, i * kMasterBytes, value);
+    AddToBits<kUnit * kMomentBytes>(arrays.moment0, i * kMomentBytes, value);
+    AddToBits<kUnit * kMomentBytes>(arrays.moment1, i * kMomentBytes, value);
+    if constexpr (kMasterBytes == 2) {
+      AddToBits<kUnit * 2>(arrays.param, i * 2, value);
+    } else {
+      auto* const param = reinterpret_cast<uint32_t*>(arrays.param + i);
+      for (uint64_t word = 0; word < kUnit / 2; word += hn::Lanes(Bits()))
+        hn::Stream(value, Bits(), param + word);
+    }
+  }
+  hwy::FlushStream();
+}
+
 float FromBf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
 // To nearest even; without the care for NaN that a library needs.
@@ -68,6 +101,11 @@ void MemoryStreamed(const AdamWArrays& arrays, const AdamWFactors&, uint64_t, ui
 void MemoryCached(const AdamWArrays& arrays, const AdamWFactors&, uint64_t, uint64_t begin,
                   uint64_t end) {
   Touch<false>(arrays, begin, end);
+}
+
+StateLoop StateLoopOf(uint64_t master_bytes, uint64_t moment_bytes) {
+  if (master_bytes == 2) return moment_bytes == 2 ? TouchState<2, 2> : TouchState<2, 4>;
+  return moment_bytes == 2 ? TouchState<4, 2> : TouchState<4, 4>;
 }
 
 void PlainAdamW(const AdamWArrays& arrays, const AdamWFactors& factors, uint64_t step,

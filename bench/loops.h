@@ -39,4 +39,21 @@ void MemoryCached(const AdamWArrays&, const AdamWFactors&, uint64_t step, uint64
 void PlainAdamW(const AdamWArrays&, const AdamWFactors&, uint64_t step, uint64_t begin,
                 uint64_t end);
 
+// The arrays of an update, however its state is stored: masters or their lower halves, two moments.
+struct StateArrays {
+  const uint16_t* grad;
+  uint16_t* param;
+  void* master;
+  void* moment0;
+  void* moment1;
+};
+
+// Reads and writes what an update reads and writes, and computes nothing: how fast the memory
+// allows CPU threads to be. begin and end are multiples of 64 elements.
+using StateLoop = void (*)(const StateArrays& arrays, uint64_t begin, uint64_t end);
+
+// The loop for masters and moments of so many bytes; masters of 2 bytes are halves, and the param,
+// which holds the other half, is read too.
+StateLoop StateLoopOf(uint64_t master_bytes, uint64_t moment_bytes);
+
 }  // namespace bench

@@ -11,4 +11,6 @@ void MeasureGpu(const Settings&, Report&) {
   std::exit(1);
 }
 
+void MeasureGpuExecutors(const Settings& settings, Report& report) { MeasureGpu(settings, report); }
+
 }  // namespace bench

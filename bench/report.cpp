@@ -68,10 +68,10 @@ void PrintTable(std::ostream& out, const Report& report) {
   out << Format("%-40s %7s %9s %19s  %6s %15s %9s %7s\n", "row", "threads", "ms", "quartiles",
                 "speed", "quartiles", "Mparam/s", "GB/s");
   for (const Row& row : report.rows) PrintRow(out, row);
-  out << Format("\n%-40s %9s %23s  %-10s %s\n", "figure", "median", "quartiles", "unit", "goal");
+  out << Format("\n%-44s %9s %23s  %-10s %s\n", "figure", "median", "quartiles", "unit", "goal");
   for (const Figure& figure : report.figures) {
     const std::string line =
-        Format("%-40s %9s %23s  %-10s %s", figure.key.c_str(), Short(figure.value.median).c_str(),
+        Format("%-44s %9s %23s  %-10s %s", figure.key.c_str(), Short(figure.value.median).c_str(),
                (Short(figure.value.q1) + " .. " + Short(figure.value.q3)).c_str(),
                figure.unit.c_str(), figure.goal.c_str());
     out << line.substr(0, line.find_last_not_of(' ') + 1) << '\n';

@@ -41,6 +41,10 @@ void MeasureOptimizers(const Settings& settings, Report& report);
 
 // A real GPU: ceilings of its memory and link, and whole steps against them (gpu.cpp).
 void MeasureGpu(const Settings& settings, Report& report);
+
+// Who updates the host share of a GPU, and what that leaves to others (gpu_executors.cpp).
+void MeasureGpuExecutors(const Settings& settings, Report& report);
+
 // Saves and loads against plain readers and writers of as many bytes (checkpoint.cpp).
 void MeasureCheckpoint(const Settings& settings, Report& report);
 
