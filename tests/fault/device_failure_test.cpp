@@ -16,6 +16,8 @@
 
 #include "../devices.h"
 #include "../forwarding_device.h"
+#include "../random.h"
+#include "../scale.h"
 #include "base/prim.h"
 #include "machine/context.h"
 #include "optimizer/optimizer.h"
@@ -451,12 +453,13 @@ uint64_t CallsBeforeWork() {
   return plan.calls;
 }
 
-// Which calls to fail: all of them, and one that is not made any more. On a real device, where each
-// try takes longer, the first and the last few of each kind; under a sanitizer, where it takes a
-// tenth of a second, in each step the first and the last from each place.
+// Which calls to fail: in each step the first and the last from each place, one drawn from those
+// between, and a call that is not made any more. In a long run all of them; under a sanitizer,
+// where a try takes a tenth of a second, none is drawn; on a real device the first and the last few
+// of each kind.
 std::vector<uint64_t> CallsToFail(uint64_t before, const std::vector<Call>& made) {
-  const bool every_call = Scaled(10) >= 10;
-  const size_t of_each_end = TestsRunOnCuda() ? 4 : every_call ? made.size() : 1;
+  const size_t of_each_end = TestsRunOnCuda() ? 4 : TestScale() > 1 ? made.size() : 1;
+  const bool draws = TestScale() >= 1;
   std::map<std::tuple<std::string, int, Place>, std::vector<uint64_t>> alike;
   for (uint64_t number = before; number < made.size(); ++number) {
     const Call& call = made[number];
@@ -465,9 +468,12 @@ std::vector<uint64_t> CallsToFail(uint64_t before, const std::vector<Call>& made
         .push_back(number);
   }
   std::vector<uint64_t> calls;
-  for (const auto& [kind, of_kind] : alike)
+  for (const auto& [kind, of_kind] : alike) {
+    const size_t drawn = draws ? Random(of_kind.front()).Below(of_kind.size()) : 0;
     for (size_t i = 0; i < of_kind.size(); ++i)
-      if (i < of_each_end || i + of_each_end >= of_kind.size()) calls.push_back(of_kind[i]);
+      if (i < of_each_end || i + of_each_end >= of_kind.size() || i == drawn)
+        calls.push_back(of_kind[i]);
+  }
   std::sort(calls.begin(), calls.end());
   calls.push_back(made.size());
   return calls;
