@@ -173,6 +173,19 @@ class Engine:
             self.bound.fill_copies()
             self.masters.refresh()
 
+    def forget_what_is_in_sync(self) -> None:
+        """Params may have been written in a way that tensors do not notice. Split masters follow by
+        themselves, but for lower halves left from before, which this drops."""
+        self.in_sync.forget()
+        if not any(slot.split for slot in self.slots):
+            return
+        if self.released_storages is None:
+            self.bound.bind_params()
+        else:
+            self.bound.release()
+        self.masters.drop_low_halves()
+        self.shown.refresh_copies()
+
     def _note_written(self, slots: list[Slot]) -> None:
         """The library has written these params and their masters; the others were in sync before."""
         self.bound.note_written(slots)

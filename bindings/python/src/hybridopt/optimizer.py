@@ -25,6 +25,7 @@ from . import (
     moves,
     placement,
 )
+from .aside import Aside, has_state
 from .engine import Engine
 from .gradient_hooks import GradientHooks, refuse_replicas
 from .history import History, MemorySample
@@ -77,9 +78,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _overlap: Overlap | None = None
     _closed = False
     _says_whether_to_clip = False
-    _hidden_counts: dict[Tensor, int] = {}  # of the last engine, for the next one
     _state: State
     _history: History
+    _aside: Aside
 
     # ------------------------------------------------------------------- what subclasses tell --
 
@@ -106,6 +107,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._options["local_world"] is None:
             local_ranks.count_in(local_ranks.mask_of(self._options["numa_nodes"]))
         self._history = History()
+        self._aside = Aside(self._history, {})
         if self._options["overlap"] is not None:
             self._overlap = Overlap(self, self._options["overlap"])
 
@@ -185,7 +187,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             **super().__getstate__(),
             "state": dict(self.state.items()),
             "_says_whether_to_clip": self._says_whether_to_clip,
-            "_hidden_counts": self._hidden_counts if self._engine is None else self._engine.hidden_counts(),
+            "_hidden_counts": self._hidden_counts(),
             "_options": {**self._options, **dict.fromkeys(OF_THIS_PROCESS)},
         }
 
@@ -193,13 +195,29 @@ class OffloadOptimizer(torch.optim.Optimizer):
         state = dict(state)
         if "_history" not in vars(self):  # a copy begins with nothing
             self._history = History()
+            self._aside = Aside(self._history, state.pop("_hidden_counts"))
         if "state" in state:
             self.state = state.pop("state")
         super().__setstate__(state)
 
+    def _hidden_counts(self) -> dict[Tensor, int]:
+        counts = self._aside.hidden_counts()
+        return counts if self._engine is None else {**counts, **self._engine.hidden_counts()}
+
+    def _refuse_left_out(self, what: str, keys: Iterable[Any]) -> None:
+        """Refuses to write a part of the state as if that were all. `keys` are those of state."""
+        params = {param for group in self.param_groups for param in group["params"]}
+        count = sum(isinstance(key, Tensor) and key not in params for key in keys)
+        if count > 0:
+            raise abi.InvalidStateError(
+                f"{what} would leave out the state of {count} parameters that are not in param_groups; put them "
+                "there before, or delete their entries from `state`"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and for torch's optimizer of the same name too: tensors are references to live
         state, so deepcopy what must not change with the next step."""
+        self._refuse_left_out("state_dict()", self.state)
         state_dict = super().state_dict()
         entries = state_dict["state"].items()
         state_dict["state"] = {
@@ -270,6 +288,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         None (the default) shows one on a terminal."""
         self._refuse_fsdp1("save_checkpoint()")
         engine = self._ready_engine()
+        self._refuse_left_out("save_checkpoint()", self._aside.params(self._state))
         if self._comm is not None and self._comm.no_saving:
             raise abi.InvalidStateError(self._comm.no_saving)
         return checkpoints.save(engine, path, masters_only, wait, progress)
@@ -417,7 +436,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if changed:
                 # Params that are refused are refused while there is still an engine.
                 members_of(self.param_groups, wide_gradients(known))
-                self._drop_engine(changed)
+                self._leave_engine(changed)
+        if self._engine is None:
+            self._engine = self._aside.take(self._algorithm(), groups, self.param_groups, self._state)
         if self._engine is None:
             self._engine = self._committed_engine(known, groups, always)
             if self._engine is None:
@@ -438,6 +459,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         members = members_of(self.param_groups, wide_gradients(known))
         if self._comm is None:
             self._comm = making.ranks_of(members, self._options)
+            if self._comm is not None:
+                self._aside.end_all(self._state)
         members = making.with_shards(members, known, self._comm, self._options)
         # On several ranks all step together, those without gradients too.
         stepped = always or self._comm is not None
@@ -449,7 +472,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             members = self._overlap.ordered(members)
         engine = self._new_engine(members, groups)
         engine.commit()
-        engine.counts_before = self._hidden_counts
+        engine.counts_before = self._aside.counts
         self._leftover = making.leftover_of(engine, self._options)
         if self._comm is not None:
             self._comm.finish_at_exit(engine.handle)
@@ -461,6 +484,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
         return engine
 
+    def _leave_engine(self, why: str) -> None:
+        """It is not the one for what is in param_groups."""
+        engine = self._engine
+        assert engine is not None
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        if not self._may_put_aside() or not engine.registered.slot_of.keys().isdisjoint(params):
+            return self._drop_engine(why)
+        moves.check_all_here(engine, why)
+        engine.show(self._state)
+        if not has_state(engine, self._state):
+            return self._drop_engine(why)
+        engine.wait()
+        self._aside.put(engine, self._state)
+        self._engine = None
+
+    def _may_put_aside(self) -> bool:
+        """Whether an engine may stay beside the next one: what the engine alone has to do with the model,
+        other ranks or the room on the device is not there."""
+        is_alone = self._comm is None and self._hooks is None and self._overlap is None
+        return is_alone and self._options["offload_fraction"] != placement.AUTO
+
     def _drop_engine(self, why: str) -> None:
         """Its state goes on in tensors of its memory until another engine adopts it."""
         engine = self._engine
@@ -471,7 +515,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine.wait()  # a save reads params that the next engine will write
         if self._hooks is not None:
             self._hooks.release()
-        self._hidden_counts = engine.hidden_counts()
+        self._aside.note_counts(engine, self._state)
         self._leftover = None
         engine.shown.leave_device()
         self._history.note_end(engine.handle.stats())
@@ -508,6 +552,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
         if not self._says_whether_to_clip:
             warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
+        self._aside.end_all(self._state)
         hooks = GradientHooks(self, accumulate, micro_batches, grad_scaler)
         refuse_replicas({param for group in self.param_groups for param in group["params"]})
         needed = "accumulate" if accumulate else "grads"
@@ -541,6 +586,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "steps overlap already; call remove() on what overlap() gave"
             )
         self._refuse_fsdp1("overlap()")
+        self._aside.end_all(self._state)
         overlap = Overlap(self, model)
         names = (named(index, group) for index, group in enumerate(self.param_groups))
         overlap.refuse_others({param: name for name, param in chain.from_iterable(names)})
@@ -563,6 +609,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Params keep their tensors, but must not be used until reload(). Gradients are taken off
         their params; reload() puts them back, or the next step uses them where they are."""
+        self._aside.end_all(self._state)
         moves.offload(self._ready_engine(), self._state, params, grads, states)
         self._sample("offload")
 
@@ -585,6 +632,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Tensors taken from `state` before are not the optimizer's any more: look again."""
         refuse_capture()
         placement.check_fraction(offload_fraction)
+        self._aside.end_all(self._state)
         if self._engine is not None:
             self._move_state(1.0 - offload_fraction)
             self._placement = placement.chosen(offload_fraction, self._engine.device.type == "cpu")
@@ -716,11 +764,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         masters follow by themselves, but for lower halves left from before, which this drops."""
         if self._engine is not None:
             self._finish()
-            self._engine.in_sync.forget()
             if any(slot.split for slot in self._engine.slots):
-                engine = self._ready_engine()
-                engine.masters.drop_low_halves()
-                engine.shown.refresh_copies()
+                self._prepare(always=True)  # lower halves that were put into `state` are dropped too
+        for engine in (*self._aside.engines(), self._engine):
+            if engine is not None:
+                engine.forget_what_is_in_sync()
 
     @in_no_mode
     def master_of(self, param: Tensor) -> Tensor:
@@ -747,5 +795,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine.settle()
             self._history.note_end(self._engine.handle.stats())
             self._engine = self._leftover = None
+        self._aside.end_all(self._state)
         self._state = State(self)
         self._closed = True
