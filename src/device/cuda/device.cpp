@@ -32,9 +32,6 @@ namespace {
 
 constexpr uint64_t kFlagStrideBytes = 64;  // each flag has its own cache line
 constexpr uint64_t kFlagPageBytes = 4096;
-// Thread blocks of an update in the background: they move several times the bytes of the link to
-// the host, and leave most processors to other work.
-constexpr uint32_t kBackgroundBlocks = 32;
 // How long an abandoned stream may take to end: CUDA cannot stop a stream, only wait for it.
 constexpr int64_t kDrainNs = 2'000'000'000;
 
@@ -697,10 +694,10 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch,
   if (count > 0) {
     status = tables_->Send(table, count * sizeof(UpdateRow), Of(stream));
     if (status.ok())
-      status =
-          Check(LaunchUpdate(Of(stream), kind, static_cast<const UpdateRow*>(table.device), count,
-                             tiles, launch.background ? kBackgroundBlocks : tiles, launch.verdict),
-                "update", stream);
+      status = Check(
+          LaunchUpdate(Of(stream), kind, static_cast<const UpdateRow*>(table.device), count, tiles,
+                       launch.blocks_max > 0 ? launch.blocks_max : tiles, launch.verdict),
+          "update", stream);
   }
   const Status given_back = tables_->GiveBack(table, Of(stream));
   return status.ok() ? given_back : status;

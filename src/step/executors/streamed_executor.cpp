@@ -9,6 +9,10 @@
 namespace hybridopt {
 namespace {
 
+// These move several times the bytes of the link to the host, and leave most processors to the
+// model.
+constexpr uint32_t kBlocksMax = 32;
+
 // An upper bound: one update for each fragment, and one more for each stripe that begins inside
 // one.
 uint64_t UpdatesMost(const StateShape& shape) {
@@ -180,7 +184,7 @@ Status StreamedExecutor::Launch(Rule rule, size_t first) {
   launch.updates = std::span(updates_).subspan(first);
   launch.coefficients = plan_.coefficients();
   launch.verdict = lanes_.device_verdict;
-  launch.background = true;
+  launch.blocks_max = kBlocksMax;
   return device_.Update(lanes_.state_update, launch);
 }
 
