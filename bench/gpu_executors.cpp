@@ -1,12 +1,8 @@
 // Who updates the host share of a GPU: CPU threads, the device with state that streams through it,
 // or both, against what the host's memory and the link give in the same run.
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <barrier>
-#include <chrono>
 #include <cstdio>
-#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -16,10 +12,6 @@
 
 namespace bench {
 namespace {
-
-double Seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // ------------------------------------------------------------------------------------- ceilings --
 
@@ -252,37 +244,12 @@ void MeasureModelBesideStreams(const Settings& settings, const Context& context,
   for (const LayoutCase& layout : {kLayouts[0], kLayouts[3]}) {
     const auto optimizer =
         MakeOptimizer(settings, context, model, elements, layout, OFFLOAD_EXECUTORS_STREAMED);
-    StepOnce(*optimizer);
-    std::array<Times, 3> speeds;  // of all, of products, of passes over memory
-    Times streams;
-    for (uint32_t round = 0; round < settings.rounds; ++round) {
-      const std::array<double, 3> alone = work.Run();
-      double begin = Seconds();
-      StepOnce(*optimizer);
-      const double step_alone = Seconds() - begin;
-      std::atomic<bool> stop = false;
-      std::atomic<uint64_t> steps = 0;
-      begin = Seconds();
-      std::thread stepper([&] {
-        while (!stop) {
-          StepOnce(*optimizer);
-          steps += 1;
-          steps.notify_one();
-        }
-      });
-      steps.wait(0);  // now streams are at full rate
-      const std::array<double, 3> beside = work.Run();
-      stop = true;
-      stepper.join();
-      for (size_t i = 0; i < speeds.size(); ++i)
-        if (alone[i] > 0) speeds[i].push_back(alone[i] / beside[i]);
-      streams.push_back(step_alone * static_cast<double>(steps) / (Seconds() - begin));
-    }
+    const BesideStreams beside = RunBesideStreams(work, *optimizer, settings.rounds);
     const std::string key = std::string("gpu_") + layout.name + "_";
-    AddFigure(report, key + "model_beside_streams", speeds[0], "", "at least 0.96");
-    if (work.products()) AddFigure(report, key + "products_beside_streams", speeds[1], "");
-    AddFigure(report, key + "passes_beside_streams", speeds[2], "");
-    AddFigure(report, key + "streams_beside_model", streams, "");
+    AddFigure(report, key + "model_beside_streams", beside.all, "", "at least 0.96");
+    if (work.products()) AddFigure(report, key + "products_beside_streams", beside.products, "");
+    AddFigure(report, key + "passes_beside_streams", beside.passes, "");
+    AddFigure(report, key + "streams_beside_model", beside.streams, "");
   }
 }
 

@@ -1,7 +1,9 @@
 #include <dlfcn.h>
 #include <library_types.h>
 
+#include <atomic>
 #include <random>
+#include <thread>
 
 #include "gpu_device.h"
 #include "gpu_model.h"
@@ -138,6 +140,55 @@ std::array<double, 3> ModelWork::Run() {
     products = parts_->clock.Time(parts_->stream, [this] { parts_->QueueProducts(); });
   const double passes = parts_->clock.Time(parts_->stream, [this] { parts_->QueuePasses(); });
   return {products + passes, products, passes};
+}
+
+namespace {
+
+// Steps one behind the other on a thread, until the end of its life.
+class Stepper {
+ public:
+  explicit Stepper(Optimizer& optimizer) : begin_(Seconds()) {
+    thread_ = std::thread([this, &optimizer] {
+      while (!stop_) {
+        optimizer.Step(OFFLOAD_STEP_ASSUME_FINITE);
+        steps_ += 1;
+        steps_.notify_one();
+      }
+    });
+    steps_.wait(0);  // now state streams at full rate
+  }
+  // Ends it, and gives the seconds of a step.
+  double Stop() {
+    stop_ = true;
+    thread_.join();
+    return (Seconds() - begin_) / static_cast<double>(steps_);
+  }
+
+ private:
+  const double begin_;
+  std::atomic<bool> stop_ = false;
+  std::atomic<uint64_t> steps_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace
+
+BesideStreams RunBesideStreams(ModelWork& work, Optimizer& streamed, uint32_t rounds) {
+  BesideStreams beside;
+  streamed.Step(OFFLOAD_STEP_ASSUME_FINITE);
+  for (uint32_t round = 0; round < rounds; ++round) {
+    const std::array<double, 3> work_alone = work.Run();
+    const double begin = Seconds();
+    streamed.Step(OFFLOAD_STEP_ASSUME_FINITE);
+    const double step_alone = Seconds() - begin;
+    Stepper stepper(streamed);
+    const std::array<double, 3> work_beside = work.Run();
+    beside.streams.push_back(step_alone / stepper.Stop());
+    beside.all.push_back(work_alone[0] / work_beside[0]);
+    if (work.products()) beside.products.push_back(work_alone[1] / work_beside[1]);
+    beside.passes.push_back(work_alone[2] / work_beside[2]);
+  }
+  return beside;
 }
 
 }  // namespace bench

@@ -7,6 +7,9 @@
 #include <memory>
 #include <string>
 
+#include "library.h"
+#include "rounds.h"
+
 namespace bench {
 
 class ModelWork {
@@ -25,5 +28,12 @@ class ModelWork {
   struct Parts;
   const std::unique_ptr<Parts> parts_;
 };
+
+// Speeds of a model's work beside steps whose state streams, and of these steps beside it, each as
+// a part of its speed alone; one a round.
+struct BesideStreams {
+  Times all, products, passes, streams;
+};
+BesideStreams RunBesideStreams(ModelWork& work, Optimizer& streamed, uint32_t rounds);
 
 }  // namespace bench

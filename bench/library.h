@@ -27,6 +27,7 @@ inline uint64_t AlignedCount(uint64_t count) { return (count + 31) / 32 * 32; }
 class Context {
  public:
   Context(int32_t device_kind, uint32_t threads, uint64_t sim_memory_bytes = 0);
+  explicit Context(offload_context_t context) : context_(context) {}  // which it then owns
   // A GPU for one of `local_world` ranks, with its part of the CPUs.
   Context(int32_t device_index, uint32_t local_rank, uint32_t local_world, uint32_t threads);
   ~Context();

@@ -11,9 +11,9 @@ namespace bench {
 namespace {
 
 double Time(const std::function<void()>& body) {
-  const auto begin = std::chrono::steady_clock::now();
+  const double begin = Seconds();
   body();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return Seconds() - begin;
 }
 
 void ShowProgress(const std::string& title, uint32_t round, uint32_t rounds) {
@@ -23,6 +23,10 @@ void ShowProgress(const std::string& title, uint32_t round, uint32_t rounds) {
 }
 
 }  // namespace
+
+double Seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 std::vector<Times> TimeRounds(const std::string& title, uint32_t rounds,
                               const std::vector<std::function<void()>>& contenders) {

@@ -12,6 +12,8 @@ namespace bench {
 
 using Times = std::vector<double>;  // seconds, one a round
 
+double Seconds();  // of a clock that only grows
+
 // Times each of `contenders` in `rounds` rounds, after one that does not count. Each round starts
 // with another one, so that none always follows the same. `title` is for the progress line.
 std::vector<Times> TimeRounds(const std::string& title, uint32_t rounds,
