@@ -21,6 +21,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,7 +59,9 @@ def parse() -> argparse.Namespace:
         "--fractions", type=float, nargs="+", default=[1.0, 0.5],
         help="of the state on the host; the first one without overlap too",
     )  # fmt: skip
-    parser.add_argument("--only", default="", help="contenders whose names contain this, and the yardstick")
+    parser.add_argument(
+        "--only", default="", help="contenders whose names match this regular expression, and the yardstick"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--json", help="where to write all figures")
     parser.add_argument("--lanes", help="where to write a picture of the lanes of hybridopt's steps")
@@ -301,7 +304,7 @@ def contenders(options: argparse.Namespace) -> dict[str, Callable[[], Contender]
     found["torchao CPUOffloadOptimizer, bf16, no clipping"] = lambda: TorchAo(options)
     found["Megatron HybridDeviceOptimizer"] = lambda: Megatron(options)
     yardstick = next(iter(found))
-    return {n: make for n, make in found.items() if n == yardstick or options.only in n}
+    return {n: make for n, make in found.items() if n == yardstick or re.search(options.only, n)}
 
 
 # ------------------------------------------------------------------------------------- measuring --
