@@ -1,4 +1,4 @@
-"""Runs a function of a test in several processes that form a gloo group. Not a test itself."""
+"""Runs a function of a test in several processes that form a group. Not a test itself."""
 
 import multiprocessing
 import os
@@ -15,24 +15,26 @@ from older_torch import complete_fsdp2
 multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "hybridopt.abi"])
 
 
-def run(function, world, *arguments):
+def run(function, world, *arguments, backend="gloo"):
     """Calls function(rank, world, *arguments) in each of `world` processes; what one of them raises
     is raised here, with its traceback as text. Gives what each returned, by rank; None for one that
     went away without a word."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
-            _rank, (world, folder, function, arguments), nprocs=world, start_method="forkserver"
+            _rank, (world, folder, backend, function, arguments), nprocs=world, start_method="forkserver"
         )
         results = [os.path.join(folder, f"result{rank}") for rank in range(world)]
         return [torch.load(path) if os.path.exists(path) else None for path in results]
 
 
-def _rank(rank, world, folder, function, arguments):
+def _rank(rank, world, folder, backend, function, arguments):
     torch.set_num_threads(1)
     complete_fsdp2()
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
     )
     try:
         result = function(rank, world, *arguments)
