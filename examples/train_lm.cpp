@@ -8,8 +8,9 @@
 //   stream_wait      the next forward starts when its params are there     on the device's stream
 //
 // Where there is a GPU, the model runs there (train_lm/gpu_model.cu): kernels and cuBLAS are queued
-// on a CUDA stream of the program's own instead of the function. A GPU has no cap; what the state
-// takes there is measured.
+// on a CUDA stream of the program's own instead of the function, and each layer starts when its own
+// params are there, while the step goes on with those of the next layers. A GPU has no cap; what
+// the state takes there is measured.
 //
 // Read Trainer first: it makes the calls of the library, the rest prints.
 #include <signal.h>
@@ -19,6 +20,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -111,6 +113,7 @@ class Trainer {
   void destroy_optimizer() {
     if (optimizer_) MUST(offload_optimizer_destroy(optimizer_));
     optimizer_ = nullptr;
+    last_step_ = 0;
   }
 
   int32_t commit() { return offload_optimizer_commit(optimizer_, stream_); }
@@ -127,8 +130,7 @@ class Trainer {
     return info;
   }
 
-  // rate scales the learning rates. At most two steps may be unfinished. Returns at once; on CUDA
-  // stream_wait waits on the host.
+  // rate scales the learning rates. At most two steps may be unfinished.
   void queue_step(const Text& text, double rate) {
     Job& job = jobs_[queued_++ % 2];
     job.train = true;
@@ -142,7 +144,7 @@ class Trainer {
     options.grad_norm_max = 1;
     options.stream = stream_;
     MUST(offload_optimizer_step(optimizer_, &options, &job.ticket));
-    MUST(offload_optimizer_stream_wait(optimizer_, job.ticket, stream_, nullptr, 0));
+    last_step_ = job.ticket;
   }
 
   // Waits for the oldest unfinished step and returns its bits per byte.
@@ -240,10 +242,24 @@ class Trainer {
   // Forward, and backward if it trains, behind what is on the stream.
   void queue_model(Job& job) {
     if (gpu_) {
-      gpu_->queue(job.batch, job.train, job.loss);
+      gpu_->queue(job.batch, job.train, job.loss, [this](int layer) { await_layer(layer); });
     } else {
+      if (last_step_)
+        MUST(offload_optimizer_stream_wait(optimizer_, last_step_, stream_, nullptr, 0));
       MUST(offload_stream_run(context_, stream_, run_job, &job));
     }
+  }
+
+  // What is queued next reads the params of this layer as the last step leaves them.
+  void await_layer(int layer) {
+    if (!last_step_) return;
+    std::vector<uint32_t> ids(static_cast<size_t>(tensors_of_layer(layer)));
+    uint32_t first = 0;
+    for (int before = 0; before < layer; ++before)
+      first += static_cast<uint32_t>(tensors_of_layer(before));
+    std::iota(ids.begin(), ids.end(), first);
+    MUST(offload_optimizer_stream_wait(optimizer_, last_step_, stream_, ids.data(),
+                                       static_cast<uint32_t>(ids.size())));
   }
 
   template <typename T>
@@ -291,6 +307,7 @@ class Trainer {
   const bool bf16_moments_;
   offload_stream_t stream_ = nullptr;
   offload_optimizer_t optimizer_ = nullptr;
+  offload_ticket_t last_step_ = 0;                 // 0: there was none
   uint16_t *params_ = nullptr, *grads_ = nullptr;  // device addresses: never touched by the host
   Model model_{};
   std::unique_ptr<GpuModel> gpu_;  // instead of it, on a GPU

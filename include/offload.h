@@ -600,10 +600,14 @@ OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offloa
 
 /* Makes work that is queued on stream later wait until the params named (all if params is NULL or
  * param_count is 0) have the values of the ticket, and until no save up to the ticket reads params
- * any more. On the simulated device this call does not block the calling thread. On the host device
- * it blocks until then: there is only the NULL stream. On CUDA it blocks too, because streams share
- * the queues of the hardware: a stream that waits in such a queue could block the very work that it
- * waits for. If the step fails, the stream goes on.
+ * any more. On CUDA this call blocks the calling thread until the work that writes these params has
+ * been queued on the library's streams, and until no save up to the ticket reads params; then it
+ * puts the stream behind that work and returns, while the work goes on. (A stream that waited for
+ * work which is not queued yet could block that work: streams share the queues of the hardware.)
+ * Of a ticket that is no step it blocks until the ticket completes. So call it for the params of a
+ * layer shortly before the layer is queued, in the order of options.chunk_order. On the simulated
+ * device this call does not block. On the host device it blocks until the params are written: there
+ * is only the NULL stream. If the step fails, the stream goes on.
  * Errors: INVALID_ARGUMENT (unknown param id, or not a ticket of this optimizer), UNSUPPORTED,
  * POISONED. */
 OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,

@@ -150,8 +150,9 @@ class Model final : public GpuModel {
     });
   }
 
-  void queue(const Batch& batch, bool train, double* loss) override {
-    forward(batch);
+  void queue(const Batch& batch, bool train, double* loss,
+             const std::function<void(int layer)>& before_layer) override {
+    forward(batch, before_layer);
     MUST_CUDA(
         cudaMemcpyAsync(loss, mean_loss_, sizeof *loss, cudaMemcpyDeviceToHost, stream_.get()));
     if (train) backward();
@@ -206,14 +207,17 @@ class Model final : public GpuModel {
     return tables;
   }
 
-  void forward(const Batch& batch) {
+  void forward(const Batch& batch, const std::function<void(int layer)>& before_layer) {
+    before_layer(0);
     for (const Table& table : tables().table)
       find_rows<<<kTokens / kContext, kContext, 0, stream_.get()>>>(batch, table);
     embed<<<kTokens, kWidth, 0, stream_.get()>>>(tables(), residual_);
     for (int i = 0; i < kBlocks; ++i) {
+      before_layer(1 + i);
       attention(value_.block[i], block_[i]);
       mlp(value_.block[i], block_[i]);
     }
+    before_layer(1 + kBlocks);
     norm<<<kTokens, kWidth, 0, stream_.get()>>>(final_norm_, final_norm_low_, final_scale_,
                                                 residual_);
     linear(logits_, final_norm_low_, value_.head, kWidth, kVocabulary);

@@ -2,6 +2,7 @@
 #ifndef HYBRIDOPT_EXAMPLES_TRAIN_LM_GPU_MODEL_H
 #define HYBRIDOPT_EXAMPLES_TRAIN_LM_GPU_MODEL_H
 
+#include <functional>
 #include <memory>
 
 #include "shape.h"
@@ -16,8 +17,10 @@ class GpuModel {
   virtual void place(uint16_t* params, uint16_t* grads) = 0;
 
   // Queues a forward, and a backward if it is to train. Then *loss, which must be one of losses(),
-  // gets the mean loss in nats per byte.
-  virtual void queue(const Batch& batch, bool train, double* loss) = 0;
+  // gets the mean loss in nats per byte. Calls before_layer(layer) before it queues what reads that
+  // layer's params: 0 is what looks up rows of tables, then each block, then the head.
+  virtual void queue(const Batch& batch, bool train, double* loss,
+                     const std::function<void(int layer)>& before_layer) = 0;
 
   static constexpr int kLosses = 3;
   virtual double* losses() = 0;  // pinned: a copy to other memory would wait for the stream

@@ -62,6 +62,13 @@ struct WeightsOf {
 };
 using Weights = WeightsOf<float>;
 
+// How many tensors a layer has, in the order of for_each: the tables, then each block, then the
+// head.
+constexpr int tensors_of_layer(int layer) {
+  if (layer == 0) return 2 + kNgramTables;
+  return layer <= kBlocks ? int{sizeof(Weights::Block) / sizeof(float*)} : 1;
+}
+
 inline uint64_t parameter_count() {
   uint64_t sum = 0;
   Weights{}.for_each([&](const std::string&, int count, double, bool, float*) { sum += count; });

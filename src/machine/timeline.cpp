@@ -21,8 +21,9 @@ Timeline::Timeline(RunnerPool& runners, Execute execute, Settle settle,
       settle_(std::move(settle)),
       fork_generation_(prim::ForkGeneration()),
       progress_(progress),
-      reached_(ProgressAt(1, 0)) {  // who waits for "all that is queued" waits for nothing yet
-  progress_.store(reached_);
+      reached_(ProgressAt(1, 0)),  // who waits for "all that is queued" waits for nothing yet
+      issued_mark_(reached_) {
+  Show(reached_);
   ReserveFailures();
 }
 
@@ -48,6 +49,7 @@ Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
   runners_.Withdraw(*this);
   // Streams that still wait, for whatever reason, must not wait for ever.
   progress_.store(kReleased);
+  issued_.store(kReleased);
   return {};
 }
 
@@ -162,7 +164,7 @@ void Timeline::ReleaseStreams() {
   {
     std::lock_guard lock(mutex_);
     holds_streams_ = false;
-    progress_.store(reached_);
+    ShowWords();
   }
   changed_.notify_all();
 }
@@ -171,7 +173,7 @@ void Timeline::Release(Status failure) {
   {
     std::lock_guard lock(mutex_);
     holds_streams_ = false;
-    progress_.store(reached_);
+    ShowWords();
     held_ = 0;
     awake_ = false;
     if (!failure.ok()) PoisonLocked(0, std::move(failure));
@@ -192,16 +194,29 @@ void Timeline::Reached(uint64_t sequence, uint64_t mark) {
   Show(ProgressAt(sequence, mark));
 }
 
+void Timeline::Issued(uint64_t sequence, uint64_t mark) {
+  std::lock_guard lock(mutex_);
+  issued_mark_ = std::max(issued_mark_, ProgressAt(sequence, mark));
+  ShowWords();
+}
+
 void Timeline::Show(uint64_t progress) {
   reached_ = progress;
-  if (!holds_streams_) progress_.store(progress);
+  issued_mark_ = std::max(issued_mark_, progress);
+  ShowWords();
+}
+
+void Timeline::ShowWords() {
+  if (holds_streams_) return;
+  progress_.store(reached_);
+  issued_.store(issued_mark_);
 }
 
 // Marks come every 100 us or so, and nobody is told of them: they are looked for.
-Status Timeline::AwaitMark(uint64_t sequence, uint64_t mark) {
+Status Timeline::AwaitIssued(uint64_t sequence, uint64_t mark) {
   constexpr int kLooksBeforeNaps = 1000;
   constexpr auto kNap = std::chrono::microseconds(20);
-  for (int looks = 0; progress_.load() < ProgressAt(sequence, mark); ++looks) {
+  for (int looks = 0; issued_.load() < ProgressAt(sequence, mark); ++looks) {
     if (looks < kLooksBeforeNaps) {
       std::this_thread::yield();
     } else {

@@ -2,11 +2,12 @@
 //
 // The context's runners run the work, first in first out, one piece at a time. Each piece has a
 // sequence number, from 1; a piece completes when it has run, or it fails and poisons all that
-// comes after. Progress inside a piece shows in one 64-bit word that only grows, so that device
-// streams can wait on it without the host.
+// comes after. Progress inside a piece shows in two 64-bit words that only grow: what has been
+// reached, so that device streams can wait on it without the host, and what has been issued, which
+// threads wait for before they put a stream behind it.
 //
 // One piece at a time may go on in the background (a save): it completes late, and later ones do
-// not wait for it. While it reads what streams may write, the word stands still. And a piece may
+// not wait for it. While it reads what streams may write, the words stand still. And a piece may
 // fail on its own (its files): then it completes with that status, and nothing else suffers.
 #pragma once
 
@@ -80,8 +81,11 @@ class Timeline : private RunnerPool::Task {
   // remembered of the last kFailuresKept.
   void Report(uint64_t sequence, Status failure);
   static constexpr size_t kFailuresKept = 64;
-  // Waits until a mark shows in the word, on the calling thread; the cause if it never will.
-  Status AwaitMark(uint64_t sequence, uint64_t mark);
+  // Waits until a mark has been issued, on the calling thread; the cause if it never will.
+  Status AwaitIssued(uint64_t sequence, uint64_t mark);
+  bool HasReached(uint64_t sequence, uint64_t mark) const {
+    return progress_.load() >= ProgressAt(sequence, mark);
+  }
 
   uint64_t submitted() const { return submitted_.load(); }
   // Pieces that are waiting, running or in the background; after a failure what is still going on.
@@ -93,9 +97,13 @@ class Timeline : private RunnerPool::Task {
   // What lets every stream go. A device may compare as counters that wrap around, so it is not the
   // largest number there is.
   static constexpr uint64_t kReleased = INT64_MAX;
-  // Marks inside a piece: mark 0 is its start; all marks are reached when it completes.
+  // Marks inside a piece: mark 0 is its start; all marks are reached, and issued, when it
+  // completes.
   static constexpr uint64_t kMarks = uint64_t{1} << 24;
   static uint64_t ProgressAt(uint64_t sequence, uint64_t mark) { return sequence * kMarks + mark; }
+  // The work behind which a stream must stand has been queued on other streams. Any thread; a mark
+  // below the last one changes nothing.
+  void Issued(uint64_t sequence, uint64_t mark);
   void Reached(uint64_t sequence, uint64_t mark);
   const std::atomic<uint64_t>& progress() const { return progress_; }
 
@@ -112,6 +120,7 @@ class Timeline : private RunnerPool::Task {
   void PoisonLocked(uint64_t sequence, Status cause);
   void ReserveFailures();
   void Show(uint64_t progress);
+  void ShowWords();
   bool Suffers(uint64_t sequence) const;
   Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, FunctionRef<bool()> completed,
                int64_t timeout_ns);
@@ -124,6 +133,7 @@ class Timeline : private RunnerPool::Task {
   const Settle settle_;
   const uint64_t fork_generation_;
   std::atomic<uint64_t>& progress_;
+  std::atomic<uint64_t> issued_;
   std::atomic<uint64_t> submitted_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -137,7 +147,8 @@ class Timeline : private RunnerPool::Task {
   int64_t round_ns_ = 0;        // how often Settle is called for it
   bool awake_ = false;          // Settle has something to do
   bool holds_streams_ = false;  // the background reads what streams may write
-  uint64_t reached_;            // what the word will say when nothing holds it
+  uint64_t reached_;            // what the words will say when nothing holds them
+  uint64_t issued_mark_;
   struct Failure {
     uint64_t sequence;
     Status status;

@@ -469,9 +469,11 @@ Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_
   offload_step_result_t result{};
   Checkpoints& checkpoints = *committed_->checkpoints;
   HYBRIDOPT_TRY(checkpoints.BeforeStep(*committed_->timeline));
-  HYBRIDOPT_TRY(committed_->pipeline->Run(
-      request, ReadyEvent(slot), checkpoints.capture(),
-      [&](uint64_t mark) { committed_->timeline->Reached(sequence, mark); }, &result));
+  Timeline& timeline = *committed_->timeline;
+  const auto issued = [&](uint64_t mark) { timeline.Issued(sequence, mark); };
+  const auto reached = [&](uint64_t mark) { timeline.Reached(sequence, mark); };
+  HYBRIDOPT_TRY(committed_->pipeline->Run(request, ReadyEvent(slot), checkpoints.capture(),
+                                          {issued, reached}, &result));
   Remember(sequence, result);
   committed_->steps_done += 1;
   return {};
@@ -544,18 +546,19 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
   HYBRIDOPT_TRY(context_->device().CheckStream(stream));
-  uint64_t mark = params.empty() ? Timeline::kMarks : 0;
-  for (uint32_t id : params) {
+  for (uint32_t id : params)
     if (id >= table_.size())
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                            "params names id %u, but only %u params have been added", id,
                            table_.size());
-    mark = std::max(mark, MarkOf(id, sequence));
-  }
+  const uint64_t mark = MarkOf(params, sequence);
   Timeline& timeline = *committed_->timeline;
   HYBRIDOPT_TRY(timeline.CheckPoison());
-  if (context_->device().unified() || context_->device().shares_queues())
-    return timeline.AwaitMark(sequence, mark);
+  if (context_->device().unified()) return timeline.AwaitIssued(sequence, mark);
+  if (context_->device().shares_queues()) {
+    HYBRIDOPT_TRY(timeline.AwaitIssued(sequence, mark));
+    return timeline.HasReached(sequence, mark) ? Status() : committed_->lanes->PutBehind(stream);
+  }
   return context_->device().StreamWaitFlag(stream, &timeline.progress(),
                                            Timeline::ProgressAt(sequence, mark));
 }

@@ -140,7 +140,7 @@ class Optimizer {
   Status TakeForResidence(const Arrangement& wanted, const offload_plan_t& plan,
                           ResidenceRequest& request) const;
   Status ExecuteResidenceChange(ResidenceRequest& request);
-  uint64_t MarkOf(uint32_t param, uint64_t sequence) const;
+  uint64_t MarkOf(std::span<const uint32_t> params, uint64_t sequence) const;
   EventHandle ReadyEvent(uint32_t slot) const;
   Status Settle(bool failure);
   std::vector<ParamLocation> LocationsNow() const;

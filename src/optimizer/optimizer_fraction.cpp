@@ -89,11 +89,16 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan
   return {};
 }
 
-// The mark of a step at which the whole param has been written. The chunks of a step before the
-// last change of residence are not known any more: then the caller waits for the whole step.
-uint64_t Optimizer::MarkOf(uint32_t param, uint64_t sequence) const {
+// The mark of a step at which these params (all, if none is named) have been written whole. The
+// chunks of a step before the last change of residence are not known any more: then the caller
+// waits for the whole step.
+uint64_t Optimizer::MarkOf(std::span<const uint32_t> params, uint64_t sequence) const {
   if (sequence < committed_->residence_sequence) return Timeline::kMarks;
-  return StepPipeline::kDeviceDone + committed_->decided.chunks.last_chunk_end[param];
+  const ChunkTable& chunks = committed_->decided.chunks;
+  if (params.empty()) return StepPipeline::kDevicePart + chunks.chunks.size();
+  uint64_t end = 0;
+  for (uint32_t id : params) end = std::max<uint64_t>(end, chunks.last_chunk_end[id]);
+  return StepPipeline::kDevicePart + end;
 }
 
 // On a runner.

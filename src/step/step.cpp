@@ -21,8 +21,9 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       comm_(parts.comm),
       plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
       updater_(parts.table, parts.shape, parts.memory, context.kernels()),
-      cpu_executor_(context, parts.table, plan_, parts.lanes, queue_, updater_),
-      streamed_(parts.table, parts.shape, plan_, parts.memory, parts.lanes, queue_, updater_),
+      cpu_executor_(context, parts.table, plan_, parts.lanes, queue_, *this, updater_),
+      streamed_(parts.table, parts.shape, plan_, parts.memory, parts.lanes, queue_, *this,
+                updater_),
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes),
       pieces_(context.workers().threads()) {
   for (const Param& param : table_.params())
@@ -50,11 +51,11 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& s
 // ------------------------------------------------------------------------------------- the step --
 
 Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture* capture,
-                         FunctionRef<void(uint64_t)> reached, offload_step_result_t* result) {
+                         const StepMarks& marks, offload_step_result_t* result) {
   const Range range("step", step_counts_.applied() + 1);
   const int64_t begin_ns = prim::NowNs();
   capture_ = capture;
-  reached_.emplace(reached);
+  marks_ = &marks;
   plan_.Make(request, step_counts_);
   Verdict verdict{};
   if (device_.unified()) {
@@ -210,6 +211,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   ScaleCoefficients(*verdict);
   AwaitCaptureOfDevice();
   HYBRIDOPT_TRY(device_executor_.Queue(plan_));
+  marks_->issued(kDevicePart);
   return RunChunks(result);
 }
 
@@ -229,9 +231,8 @@ void StepPipeline::TakeAhead() {
 Status StepPipeline::RunChunks(offload_step_result_t* result) {
   device_updated_ = false;
   const HostStep step = HostStepNow();
-  const auto finished = [this](uint32_t chunk) { return Finished(chunk); };
-  HYBRIDOPT_TRY(streamed_.Begin(step, finished));
-  const Status cpu = cpu_executor_.Run(step, finished, result);
+  HYBRIDOPT_TRY(streamed_.Begin(step));
+  const Status cpu = cpu_executor_.Run(step, result);
   if (!cpu.ok()) queue_.Stop();
   const Status streamed = streamed_.Await(result);
   HYBRIDOPT_TRY(cpu);
@@ -239,7 +240,13 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
   double no_chunk_seconds = 0;
   Stopwatch stall(plan_.chunk_count() > 0 ? result->stall_seconds : no_chunk_seconds);
   HYBRIDOPT_TRY(device_executor_.Await(&result->device_update_seconds));
-  (*reached_)(kDeviceDone + queue_.finished());
+  marks_->reached(kDevicePart + queue_.finished());
+  return {};
+}
+
+// The device's share has been queued before all chunks.
+Status StepPipeline::Issued(uint32_t chunk) {
+  marks_->issued(kDevicePart + queue_.Issue(chunk));
   return {};
 }
 
@@ -247,11 +254,11 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
 // updated its share. The executor that has finished a chunk calls this.
 Status StepPipeline::Finished(uint32_t chunk) {
   std::lock_guard lock(finished_mutex_);
-  queue_.Finish(chunk);
+  const uint32_t finished = queue_.Finish(chunk);
   if (!device_updated_) {
     HYBRIDOPT_ASSIGN(device_updated_, device_executor_.Updated());
   }
-  if (device_updated_) (*reached_)(kDeviceDone + queue_.finished());
+  if (device_updated_) marks_->reached(kDevicePart + finished);
   return {};
 }
 

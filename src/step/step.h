@@ -50,7 +50,15 @@ struct StepParts {
   const Comm& comm;
 };
 
-class StepPipeline {
+// Where a running step tells how far it is, in marks (StepPipeline::kDevicePart). Any thread.
+struct StepMarks {
+  // The work that writes the params up to this mark is queued on streams of the lanes. May go back.
+  FunctionRef<void(uint64_t mark)> issued;
+  // The params up to this mark are at their addresses.
+  FunctionRef<void(uint64_t mark)> reached;
+};
+
+class StepPipeline : private ChunkProgress {
  public:
   StepPipeline(Context& context, const StepParts& parts, uint64_t rounding_seed);
 
@@ -60,11 +68,10 @@ class StepPipeline {
   void UseChunks();
 
   // `ready` is an event recorded behind the gradients; NULL if there are no streams. `capture` is
-  // that of the running save, which the step must not overtake; NULL if no save runs. Run calls
-  // `reached` with the marks of the step's progress: kDeviceDone, then one more for each chunk. Run
-  // does not allocate. After an error the state is undefined.
+  // that of the running save, which the step must not overtake; NULL if no save runs. Run does not
+  // allocate. After an error the state is undefined.
   Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
-             FunctionRef<void(uint64_t mark)> reached, offload_step_result_t* result);
+             const StepMarks& marks, offload_step_result_t* result);
 
   // Whether the step needs the norm of all gradients, those of other ranks included, before it
   // updates.
@@ -72,9 +79,9 @@ class StepPipeline {
     return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
   }
 
-  // The mark at which the device has updated its share. At kDeviceDone + n the first n chunks are
-  // updated too.
-  static constexpr uint64_t kDeviceDone = 1;
+  // The mark of the share that the device updates. kDevicePart + n is that of the first n chunks,
+  // too.
+  static constexpr uint64_t kDevicePart = 1;
 
   static constexpr uint32_t kMaxQueuedSteps = 8;
   // Bytes of this class's tables and of the queued requests, for the plan.
@@ -93,7 +100,8 @@ class StepPipeline {
                    Verdict* verdict);
   void TakeAhead();
   Status RunChunks(offload_step_result_t* result);
-  Status Finished(uint32_t chunk);
+  Status Issued(uint32_t chunk) override;
+  Status Finished(uint32_t chunk) override;
 
   bool VerdictOnDevice() const;
   Status QueueVerdict(const StepRequest& request);
@@ -120,7 +128,7 @@ class StepPipeline {
 
   // State of the running step. The constructor reserves the capacity of the lists.
   Capture* capture_ = nullptr;
-  std::optional<FunctionRef<void(uint64_t mark)>> reached_;
+  const StepMarks* marks_ = nullptr;
   std::mutex finished_mutex_;    // held while Finished sets a mark, so that marks only grow
   bool device_updated_ = false;  // guarded by finished_mutex_
   std::vector<Coefficients> host_coefficients_;  // those of the plan times the verdict's factor

@@ -29,6 +29,9 @@ enum class Leak {
   kVerdict,                 // Wait for norm and verdict
   kDeviceUpdated,           // Wait for the device's own update, or a look
   kCallersStream,           // StreamWaitFlag of the caller's stream
+  kBehindDeviceUpdate,      // StreamWait of the caller's stream on the device's own update,
+  kBehindParamsUp,          // on params that go up,
+  kBehindStreamedUpdate,    // and on the update of chunks whose state streams
   kReady,                   // Wait for the gradients by the timeline's thread
   kMoved,                   // Wait for gradients that leave
   kSummed,                  // Wait for the sums of their norms
@@ -75,6 +78,9 @@ class LeakyDevice final : public ForwardingDevice {
     if (Leaks(Leak::kUpdateBehindVerdict, event, "verdict set")) return {};
     if (Leaks(Leak::kUpdateBehindState, event, "state up")) return {};
     if (Leaks(Leak::kDownBehindUpdate, event, "state updated")) return {};
+    if (Leaks(Leak::kBehindDeviceUpdate, event, "params updated")) return {};
+    if (Leaks(Leak::kBehindParamsUp, event, "params up")) return {};
+    if (Leaks(Leak::kBehindStreamedUpdate, event, "params streamed")) return {};
     return ForwardingDevice::StreamWait(stream, event);
   }
   Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
@@ -106,6 +112,7 @@ class LeakyDevice final : public ForwardingDevice {
   // what is computed, and not in lists that the device goes through meanwhile.
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
     if (!leaking_) return ForwardingDevice::Update(stream, launch);
+    if (leak_ == Leak::kBehindDeviceUpdate) HYBRIDOPT_TRY(HoldUp(stream));
     UpdateLaunch kept = launch;
     {
       std::lock_guard lock(mutex_);
@@ -126,10 +133,7 @@ class LeakyDevice final : public ForwardingDevice {
   }
   // Late, where somebody does not wait for it: state that goes up takes its time too.
   Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
-    if (leaking_ && leak_ == Leak::kUpdateBehindVerdict) {
-      HYBRIDOPT_ASSIGN(const EventHandle nobodys, ForwardingDevice::CreateEvent("nobody's"));
-      for (int i = 0; i < 50; ++i) HYBRIDOPT_TRY(ForwardingDevice::Record(nobodys, stream));
-    }
+    if (leaking_ && leak_ == Leak::kUpdateBehindVerdict) HYBRIDOPT_TRY(HoldUp(stream));
     return ForwardingDevice::SetVerdict(stream, value, device);
   }
   // An event that was not waited for has no time yet: that must not be what gives the leak away.
@@ -139,6 +143,12 @@ class LeakyDevice final : public ForwardingDevice {
   }
 
  private:
+  // Queues commands that do nothing but take their delays.
+  Status HoldUp(StreamHandle stream) {
+    HYBRIDOPT_ASSIGN(const EventHandle nobodys, ForwardingDevice::CreateEvent("nobody's"));
+    for (int i = 0; i < 50; ++i) HYBRIDOPT_TRY(ForwardingDevice::Record(nobodys, stream));
+    return {};
+  }
   void SetLabel(const void* handle, const char* label) {
     std::lock_guard lock(mutex_);
     labels_[handle] = label;

@@ -418,6 +418,7 @@ struct LeakCase {
   bool in_commit;
   bool streamed = false;  // chunks go through the device, and none through the CPU workers
   Grads grads = Grads::kStay;
+  bool shares_queues = false;
 };
 
 void PrintTo(const LeakCase& leak_case, std::ostream* out) { *out << leak_case.name; }
@@ -445,6 +446,7 @@ TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
     const uint64_t shortest_ns = GetParam().in_commit ? 2'000'000 : 100'000;
     schedule.delay_ns_max = shortest_ns * (1 + static_cast<uint64_t>(seed) / 40);
     schedule.leak = GetParam().leak;
+    schedule.shares_queues = GetParam().shares_queues;
     schedule.leak_in_commit = GetParam().in_commit;
     schedule.grads = GetParam().grads;
     std::string difference;
@@ -473,6 +475,12 @@ std::vector<LeakCase> LeakCases() {
   cases.push_back({"ChunkUploaded", Leak::kUploaded, false});
   cases.push_back({"DeviceUpdated", Leak::kDeviceUpdated, false});
   cases.push_back({"CallersStream", Leak::kCallersStream, false});
+  const auto behind = [&](const char* name, Leak leak, bool streamed) {
+    cases.push_back({name, leak, false, streamed, Grads::kStay, true});
+  };
+  behind("CallersStreamBehindDeviceUpdate", Leak::kBehindDeviceUpdate, false);
+  behind("CallersStreamBehindParamsUp", Leak::kBehindParamsUp, false);
+  behind("CallersStreamBehindStreamedUpdate", Leak::kBehindStreamedUpdate, true);
   cases.push_back({"StreamedVerdict", Leak::kUpdateBehindVerdict, false, true});
   cases.push_back({"StreamedStateUp", Leak::kUpdateBehindState, false, true});
   cases.push_back({"StreamedUpdate", Leak::kDownBehindUpdate, false, true});

@@ -74,7 +74,7 @@ class GpuModelTest : public testing::Test {
   void RunGpu(bool train, double* loss, std::vector<uint16_t>* grads) {
     ASSERT_CUDA(cudaMemset(gpu_grads_, 0xff, bytes_));
     *gpu_->losses() = NAN;
-    gpu_->queue(batch_, train, gpu_->losses());
+    gpu_->queue(batch_, train, gpu_->losses(), [](int) {});
     ASSERT_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(gpu_->stream())));
     *loss = *gpu_->losses();
     grads->resize(params_.size());

@@ -13,11 +13,13 @@ TEST(ChunkQueueTest, ChunksAreTakenInOrderAndCountedWithoutGaps) {
   queue.UseChunks(4);
   queue.Reset();
   for (uint32_t chunk = 0; chunk < 3; ++chunk) EXPECT_EQ(queue.Take(), chunk);
-  queue.Finish(1);
-  queue.Finish(2);
+  EXPECT_EQ(queue.Finish(1), 0u);
+  EXPECT_EQ(queue.Finish(2), 0u);
+  EXPECT_EQ(queue.Issue(1), 0u);
   EXPECT_EQ(queue.finished(), 0u);
-  queue.Finish(0);
+  EXPECT_EQ(queue.Finish(0), 3u);
   EXPECT_EQ(queue.finished(), 3u);
+  EXPECT_EQ(queue.Issue(0), 2u);
   EXPECT_EQ(queue.Take(), 3u);
   EXPECT_EQ(queue.Take(), std::nullopt);
   queue.Finish(3);

@@ -132,17 +132,31 @@ TEST(Timeline, WaitsTimeOutAndTheWorkGoesOn) {
   EXPECT_TRUE(line.timeline->Wait(1, 0).ok());
 }
 
+TEST(Timeline, WhatIsIssuedIsAheadOfWhatIsReached) {
+  Line line;
+  line.Queue();
+  Timeline& timeline = *line.timeline;
+  timeline.Issued(1, 7);
+  timeline.Issued(1, 3);  // late, and no way back
+  EXPECT_TRUE(timeline.AwaitIssued(1, 7).ok());
+  EXPECT_FALSE(timeline.HasReached(1, 1));
+  line.Permit(1);
+  EXPECT_TRUE(timeline.Wait(1, -1).ok());
+  EXPECT_TRUE(timeline.HasReached(1, Timeline::kMarks));
+  EXPECT_TRUE(timeline.AwaitIssued(1, Timeline::kMarks).ok());
+}
+
 TEST(Timeline, AMarkIsAwaitedByTheCallingThread) {
   Line line;
   line.failing = 2;
   line.Queue();
   line.Queue();
   std::thread permits([&] { line.Permit(2); });
-  const Status reached = line.timeline->AwaitMark(1, 5);
+  const Status reached = line.timeline->AwaitIssued(1, 5);
   EXPECT_TRUE(reached.ok() || reached.code() == OFFLOAD_POISONED) << reached.message();
   EXPECT_GE(line.progress, Timeline::ProgressAt(1, 5));
   // The second piece reaches mark 5, then fails.
-  const Status failed = line.timeline->AwaitMark(2, 6);
+  const Status failed = line.timeline->AwaitIssued(2, 6);
   EXPECT_EQ(failed.code(), OFFLOAD_POISONED);
   EXPECT_NE(failed.message().find("broken at 7"), std::string::npos) << failed.message();
   permits.join();
@@ -348,9 +362,17 @@ TEST(Timeline, TheBackgroundHoldsStreamsUntilItHasRead) {
   line.holding_streams = true;
   line.Permit(3);
   for (int i = 0; i < 3; ++i) line.Queue();
+  std::atomic<bool> issued = false;
+  std::thread caller([&] {
+    EXPECT_TRUE(line.timeline->AwaitIssued(2, 1).ok());
+    issued = true;
+  });
   EXPECT_TRUE(line.timeline->Wait(3, kForever).ok());
+  line.timeline->Issued(4, 1);
   EXPECT_EQ(line.progress, Timeline::ProgressAt(1, 5)) << "streams that wait for 1 stand still";
+  EXPECT_FALSE(issued) << "and so do those that are to be put behind what is issued";
   line.timeline->ReleaseStreams();
+  caller.join();
   EXPECT_EQ(line.progress, Timeline::ProgressAt(4, 0));
   line.timeline->ReleaseStreams();
   EXPECT_EQ(line.progress, Timeline::ProgressAt(4, 0));
@@ -368,7 +390,7 @@ TEST(Timeline, AFailureLetsStreamsGoWhenTheBackgroundHasRead) {
   line.Permit(2);
   line.Queue();
   line.Queue();
-  EXPECT_EQ(line.timeline->AwaitMark(2, 0).code(), OFFLOAD_POISONED) << "whoever asks is told";
+  EXPECT_EQ(line.timeline->AwaitIssued(2, 0).code(), OFFLOAD_POISONED) << "whoever asks is told";
   EXPECT_EQ(line.progress, Timeline::ProgressAt(1, 5));
   EXPECT_EQ(line.timeline->Wait(2, 0).code(), OFFLOAD_TIMED_OUT) << "what was lent is being read";
   std::thread waiting(

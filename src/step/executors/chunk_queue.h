@@ -1,10 +1,12 @@
-// ChunkQueue: which executor updates which chunk of a step, and how many chunks are done. The
-// chunks have one order; an executor takes the first one that no executor has taken, so each chunk
-// is taken once. Chunks may finish in any order. The queue reports how many have finished without a
-// gap, because streams wait for all chunks up to some point.
+// ChunkQueue: which executor updates which chunk of a step, and how far the chunks are. The chunks
+// have one order; an executor takes the first one that no executor has taken, so each chunk is
+// taken once. A chunk is issued when the work that writes its params is queued on a stream, and
+// finished when its params and state are at their addresses. Both may happen in any order. The
+// queue reports how many chunks are issued, or finished, without a gap, because streams wait for
+// all chunks up to some point.
 //
-//   chunks   | done | done | cpu | done | streamed | cpu | free | free | ...
-//                          ^ finished() = 2              ^ the next to be taken
+//   chunks   | finished | issued | cpu | finished | streamed | cpu | free | free | ...
+//                       ^ 1      ^ 2 without a gap                 ^ the next to be taken
 //
 // Thread-safe.
 #pragma once
@@ -15,18 +17,35 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/status.h"
 
 namespace hybridopt {
+
+// What executors tell of the chunks that they have taken. Any thread.
+class ChunkProgress {
+ public:
+  virtual Status Issued(uint32_t chunk) = 0;
+  virtual Status Finished(uint32_t chunk) = 0;
+
+ protected:
+  ~ChunkProgress() = default;
+};
 
 class ChunkQueue {
  public:
   // Sets the number of chunks, between steps. Allocates.
-  void UseChunks(uint32_t count) { done_.resize(count); }
+  void UseChunks(uint32_t count) {
+    issued_.done.resize(count);
+    finished_.done.resize(count);
+  }
   // To be called before each step.
   void Reset() {
     std::lock_guard lock(mutex_);
-    done_.assign(done_.size(), false);
-    taken_ = finished_ = 0;
+    for (Stage* stage : {&issued_, &finished_}) {
+      stage->done.assign(stage->done.size(), false);
+      stage->count = 0;
+    }
+    taken_ = 0;
     stopped_ = false;
   }
 
@@ -34,7 +53,7 @@ class ChunkQueue {
   // Stop.
   std::optional<uint32_t> Take() {
     std::lock_guard lock(mutex_);
-    if (stopped_ || taken_ == done_.size()) return std::nullopt;
+    if (stopped_ || taken_ == finished_.done.size()) return std::nullopt;
     return taken_++;
   }
   // To be called when an executor has failed: Take gives no more chunks, and the others finish
@@ -44,24 +63,30 @@ class ChunkQueue {
     stopped_ = true;
   }
 
-  // To be called when the chunk's params and state are at their addresses.
-  void Finish(uint32_t chunk) {
-    std::lock_guard lock(mutex_);
-    HYBRIDOPT_CHECK(chunk < taken_ && !done_[chunk]);
-    done_[chunk] = true;
-    while (finished_ < taken_ && done_[finished_]) finished_ += 1;
-  }
-  // How many chunks are done without a gap, from the first one on.
+  // These give how many chunks have come as far without a gap, from the first one on.
+  uint32_t Issue(uint32_t chunk) { return Mark(chunk, &issued_); }
+  uint32_t Finish(uint32_t chunk) { return Mark(chunk, &finished_); }
   uint32_t finished() const {
     std::lock_guard lock(mutex_);
-    return finished_;
+    return finished_.count;
   }
 
  private:
+  struct Stage {
+    std::vector<bool> done;  // per chunk
+    uint32_t count = 0;      // without a gap
+  };
+  uint32_t Mark(uint32_t chunk, Stage* stage) {
+    std::lock_guard lock(mutex_);
+    HYBRIDOPT_CHECK(chunk < taken_ && !stage->done[chunk]);
+    stage->done[chunk] = true;
+    while (stage->count < taken_ && stage->done[stage->count]) stage->count += 1;
+    return stage->count;
+  }
+
   mutable std::mutex mutex_;
-  std::vector<bool> done_;  // per chunk
+  Stage issued_, finished_;
   uint32_t taken_ = 0;
-  uint32_t finished_ = 0;
   bool stopped_ = false;
 };
 

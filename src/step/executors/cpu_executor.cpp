@@ -7,13 +7,15 @@
 namespace hybridopt {
 
 CpuExecutor::CpuExecutor(Context& context, const ParamTable& table, const StepPlan& plan,
-                         Lanes& lanes, ChunkQueue& queue, const ChunkUpdater& updater)
+                         Lanes& lanes, ChunkQueue& queue, ChunkProgress& progress,
+                         const ChunkUpdater& updater)
     : context_(context),
       device_(context.device()),
       table_(table),
       plan_(plan),
       lanes_(lanes),
       queue_(queue),
+      progress_(progress),
       updater_(updater) {
   UseRing();
 }
@@ -47,9 +49,8 @@ Status CpuExecutor::AwaitPrefetched() {
 
 // --------------------------------------------------------------------------- the step's thread --
 
-Status CpuExecutor::Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
-                        offload_step_result_t* result) {
-  task_.emplace(Task{step, retired, result});
+Status CpuExecutor::Run(const HostStep& step, offload_step_result_t* result) {
+  task_.emplace(Task{step, result});
   status_ = {};
   idle_since_ns_ = prim::NowNs();
   const Status status = GiveAll();
@@ -124,7 +125,7 @@ Status CpuExecutor::Retire() {
   lanes_.ring().ReleaseParams(slot);
   retired_ += 1;
   if (plan_.params_come_down()) HYBRIDOPT_TRY(TakeAndBringDown());
-  return task_->retired(chunk);
+  return progress_.Finished(chunk);
 }
 
 // ------------------------------------------------------------------------------------- workers --
@@ -154,6 +155,7 @@ Status CpuExecutor::MoveOn(uint32_t number) {
   lanes_.ring().ReleaseGrads(slot);
   task_->result->cpu_elements += plan_.active_count(slots_[slot].chunk);
   HYBRIDOPT_TRY(SendUp(number));
+  HYBRIDOPT_TRY(progress_.Issued(slots_[slot].chunk));
   if (!plan_.params_come_down()) HYBRIDOPT_TRY(TakeAndBringDown());
   // Retires chunks now, and not only when their slots are needed, because the caller may be waiting
   // for these params.

@@ -38,7 +38,7 @@ namespace hybridopt {
 class CpuExecutor {
  public:
   CpuExecutor(Context& context, const ParamTable& table, const StepPlan& plan, Lanes& lanes,
-              ChunkQueue& queue, const ChunkUpdater& updater);
+              ChunkQueue& queue, ChunkProgress& progress, const ChunkUpdater& updater);
   void UseRing();  // to be called after the lanes have got another ring
 
   // To be called for a new step, before its verdict: forgets the chunks of the step before.
@@ -51,10 +51,9 @@ class CpuExecutor {
   // these chunks, or, in a step that is skipped, AwaitPrefetched waits for the copies.
   Status Prefetch(offload_step_result_t* result);
   Status AwaitPrefetched();
-  // Updates chunks until the queue is empty. Calls retired(chunk) for each chunk that it took, in
-  // order, on this thread or on a worker. The workers use `step` until Run returns.
-  Status Run(const HostStep& step, FunctionRef<Status(uint32_t)> retired,
-             offload_step_result_t* result);
+  // Updates chunks until the queue is empty. Tells of each, in order, on this thread or on a
+  // worker. The workers use `step` until Run returns.
+  Status Run(const HostStep& step, offload_step_result_t* result);
 
  private:
   // A slot of the ring. `chunk` is the one that was given to the workers in it, `taken` the one
@@ -70,7 +69,6 @@ class CpuExecutor {
   };
   struct Task {
     const HostStep& step;
-    FunctionRef<Status(uint32_t)> retired;
     offload_step_result_t* result;
   };
 
@@ -103,6 +101,7 @@ class CpuExecutor {
   const StepPlan& plan_;
   Lanes& lanes_;
   ChunkQueue& queue_;
+  ChunkProgress& progress_;
   const ChunkUpdater& updater_;
   std::vector<Slot> slots_;
 

@@ -24,7 +24,8 @@ uint64_t UpdatesMost(const StateShape& shape) {
 
 StreamedExecutor::StreamedExecutor(const ParamTable& table, const StateShape& shape,
                                    const StepPlan& plan, const StateMemory& memory, Lanes& lanes,
-                                   ChunkQueue& queue, const ChunkUpdater& updater)
+                                   ChunkQueue& queue, ChunkProgress& progress,
+                                   const ChunkUpdater& updater)
     : table_(table),
       shape_(shape),
       plan_(plan),
@@ -32,6 +33,7 @@ StreamedExecutor::StreamedExecutor(const ParamTable& table, const StateShape& sh
       lanes_(lanes),
       device_(lanes.device()),
       queue_(queue),
+      progress_(progress),
       updater_(updater) {
   chunks_.reserve(kMaxStreamSlots);
   updates_.reserve(UpdatesMost(shape));
@@ -76,20 +78,20 @@ Status StreamedExecutor::AwaitPrefetched() {
 
 // ----------------------------------------------------------------------------- on the thread --
 
-Status StreamedExecutor::Begin(const HostStep& step, FunctionRef<Status(uint32_t)> finished) {
+Status StreamedExecutor::Begin(const HostStep& step) {
   if (taken_ == 0) return {};
   HYBRIDOPT_TRY(device_.Record(lanes_.verdict_set, lanes_.compute));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, lanes_.verdict_set));
-  task_.emplace(Task{step, finished});
+  step_ = &step;
   thread_.Begin(body_);
   return {};
 }
 
 Status StreamedExecutor::Await(offload_step_result_t* result) {
-  if (!task_.has_value()) return {};
+  if (step_ == nullptr) return {};
   const int64_t begin_ns = prim::NowNs();
   thread_.Await();
-  task_.reset();
+  step_ = nullptr;
   result->streamed_elements = done_.streamed_elements;
   result->state_up_bytes = done_.state_up_bytes;
   result->state_down_bytes = done_.state_down_bytes;
@@ -113,8 +115,9 @@ Status StreamedExecutor::Work() {
   for (uint32_t queued = 0; finished_ < taken_;) {
     for (; queued < taken_; ++queued) {
       const uint32_t chunk = chunks_[SlotOf(queued)];
-      updater_.AwaitCapture(task_->step, chunk, {0, plan_.active_count(chunk)});
+      updater_.AwaitCapture(*step_, chunk, {0, plan_.active_count(chunk)});
       HYBRIDOPT_TRY(QueueUpdate(queued));
+      HYBRIDOPT_TRY(progress_.Issued(chunk));
       HYBRIDOPT_TRY(QueueDown(queued));
     }
     HYBRIDOPT_TRY(Finish(finished_));
@@ -138,7 +141,7 @@ Status StreamedExecutor::Finish(uint32_t number) {
   done_.streamed_update_seconds += update_seconds;
   done_.state_down_seconds += down_seconds;
   done_.streamed_elements += plan_.active_count(chunk);
-  return task_->finished(chunk);
+  return progress_.Finished(chunk);
 }
 
 // ----------------------------------------------------------------------------------- the chunks --

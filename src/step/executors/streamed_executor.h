@@ -17,10 +17,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
-#include "base/function_ref.h"
 #include "machine/lanes.h"
 #include "runtime/side_thread.h"
 #include "step/executors/chunk_queue.h"
@@ -33,7 +31,7 @@ class StreamedExecutor {
  public:
   StreamedExecutor(const ParamTable& table, const StateShape& shape, const StepPlan& plan,
                    const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
-                   const ChunkUpdater& updater);
+                   ChunkProgress& progress, const ChunkUpdater& updater);
   static uint64_t Bytes(const StateShape& shape);
   // Starts the thread if this optimizer may use the executor.
   Status Start();
@@ -48,19 +46,14 @@ class StreamedExecutor {
   // chunks, or, in a step that is skipped, AwaitPrefetched waits for the copies.
   Status Prefetch();
   Status AwaitPrefetched();
-  // Updates chunks on the thread until the queue is empty. Calls finished(chunk) for each chunk
-  // that it took, in order. The device's verdict is set by the work that is on the compute stream
-  // now. `step` and `finished` must live until Await, which adds times and counts to the result.
-  Status Begin(const HostStep& step, FunctionRef<Status(uint32_t)> finished);
+  // Updates chunks on the thread until the queue is empty, and tells of each, in order. The
+  // device's verdict is set by the work that is on the compute stream now. `step` must live until
+  // Await, which adds times and counts to the result.
+  Status Begin(const HostStep& step);
   Status Await(offload_step_result_t* result);
 
  private:
   enum class Direction { kUp, kDown };
-  struct Task {
-    const HostStep& step;
-    FunctionRef<Status(uint32_t)> finished;
-  };
-
   struct Body {
     StreamedExecutor* executor;
     void operator()() { executor->WorkOnThread(); }
@@ -91,13 +84,14 @@ class StreamedExecutor {
   Lanes& lanes_;
   Device& device_;
   ChunkQueue& queue_;
+  ChunkProgress& progress_;
   const ChunkUpdater& updater_;
   SideThread thread_;
   Body body_{this};  // of the thread
 
   // State of the running step. Chunks are numbered in the order in which they are taken, and use
   // the slots in turn.
-  std::optional<Task> task_;
+  const HostStep* step_ = nullptr;     // null: the thread has nothing to do
   std::vector<uint32_t> chunks_;       // per slot; the constructor reserves the capacity
   std::vector<DeviceUpdate> updates_;  // the same: launches read these while more are added
   uint32_t taken_ = 0;
