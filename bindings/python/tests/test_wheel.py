@@ -1,6 +1,7 @@
 """The wheel that `pip install ./bindings/python` makes: around the library of this build, and with a
-library that is built for it, as pip does. That one is built without CUDA and without optimization,
-which take minutes; `scripts/test --wheel` tests the one that scripts/wheel makes for users."""
+library that is built for it, as pip does. That one has no CUDA, and most of its objects come from this
+build, because compiling them again takes minutes. `scripts/test --wheel` tests the one that scripts/wheel
+makes for users."""
 
 import os
 import pathlib
@@ -27,6 +28,7 @@ print(hybridopt.__file__)
 def pip(*arguments):
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["HYBRIDOPT_PREBUILT"] = str(pathlib.Path(os.environ["HYBRIDOPT_LIBRARY"]).parent)
     subprocess.run(command, check=True, env=environment)
 
 
@@ -34,7 +36,11 @@ def pip(*arguments):
 SHIPPED = os.environ.get("HYBRIDOPT_TEST_WHEEL")
 SETTINGS = {
     "around": [f"{name}={os.environ[name]}" for name in ("HYBRIDOPT_LIBRARY", "HYBRIDOPT_TOOL")],
-    "built": ["HYBRIDOPT_CUDA=OFF", "CMAKE_CXX_FLAGS_RELEASE=-O0"],
+    "built": [
+        "HYBRIDOPT_CUDA=OFF",
+        "CMAKE_CXX_FLAGS_RELEASE=-O0",
+        f"CMAKE_CXX_COMPILER_LAUNCHER={PACKAGE / 'tests' / 'prebuilt_object.sh'}",
+    ],
 }
 
 
@@ -47,6 +53,13 @@ def wheel(request, tmp_path_factory):
     pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, *settings, PACKAGE)
     (made,) = folder.glob("*.whl")
     return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", "--no-deps", "--no-index", "--target", folder, wheel)
+    return folder
 
 
 def test_holds_the_package_one_library_and_the_command(wheel):
@@ -69,10 +82,9 @@ def test_is_of_the_librarys_version(wheel):
     assert abi.build_info().startswith(f"hybridopt {version},")
 
 
-def test_trains_where_nothing_else_is(wheel, tmp_path):
-    pip("install", "--no-deps", "--no-index", "--target", tmp_path / "installed", wheel)
+def test_trains_where_nothing_else_is(installed, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "HYBRIDOPT_LIBRARY"}
-    environment["PYTHONPATH"] = str(tmp_path / "installed")
+    environment["PYTHONPATH"] = str(installed)
     run = subprocess.run(
         [sys.executable, "-c", TRAINING],
         env=environment,
@@ -81,20 +93,19 @@ def test_trains_where_nothing_else_is(wheel, tmp_path):
         capture_output=True,
         text=True,
     )
-    package = tmp_path / "installed" / "hybridopt"
+    package = installed / "hybridopt"
     assert run.stdout.split() == [
         str(package / "libhybridopt.so.0"),
         str(package / "__init__.py"),
     ]
 
 
-def test_brings_the_hybridopt_command(wheel, tmp_path):
-    pip("install", "--no-deps", "--no-index", "--target", tmp_path / "installed", wheel)
+def test_brings_the_hybridopt_command(installed):
     environment = {k: v for k, v in os.environ.items() if k != "HYBRIDOPT_TOOL"}
-    environment["PYTHONPATH"] = str(tmp_path / "installed")
+    environment["PYTHONPATH"] = str(installed)
     for command in ("info", "plan", "inspect", "verify", "reshard", "export"):
         run = subprocess.run(
-            [tmp_path / "installed" / "bin" / "hybridopt", command, "--help"],
+            [installed / "bin" / "hybridopt", command, "--help"],
             env=environment,
             check=True,
             capture_output=True,
