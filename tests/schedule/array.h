@@ -1,0 +1,42 @@
+// Array: memory of the caller's, on the context's device. On the host device it lies in pages of
+// its own, which nobody can access while the library has no right to: what touches them then ends
+// the run. On the simulated device freed memory is filled with NaNs, and an access to it fails.
+#pragma once
+
+#include <cstdint>
+
+#include "offload.h"
+#include "problem.h"
+
+namespace hybridopt::schedule {
+
+// Thrown by the functions of an array where the device has failed.
+struct DeviceFailed {};
+
+class Array {
+ public:
+  Array(offload_context_t context, bool sim, uint64_t bytes);
+  ~Array();
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+
+  void* data() const { return data_; }
+
+  // From now on the library may access it, or may not.
+  void Lend();
+  void TakeBack();
+  // Of an array that is lent.
+  void Write(const Bytes& bytes, offload_stream_t stream);
+  Bytes Read() const;
+
+ private:
+  const offload_context_t context_;
+  const bool sim_;
+  const uint64_t bytes_;
+  void* data_ = nullptr;
+};
+
+// Whoever accesses an array that is taken back ends the run with a report.
+void WatchArrays();
+
+}  // namespace hybridopt::schedule

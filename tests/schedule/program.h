@@ -1,0 +1,78 @@
+// Program: a short random use of the public ABI, drawn from a number: how the contexts are made,
+// and what each thread of the caller calls. It can be printed, and calls can be left out of it:
+// those that remain still make a program, since a trainer (trainer.h) knows what each call must
+// give in the state that it finds.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../random.h"
+
+namespace hybridopt::schedule {
+
+enum class Kind {
+  kStep,
+  kStepWithInf,
+  kWait,
+  kWaitBriefly,
+  kLook,
+  kStreamWait,
+  kGetStats,
+  kCompare,
+  kOffloadParams,
+  kReloadParams,
+  kOffloadGrads,
+  kOffloadStates,
+  kReloadStates,
+  kSetFraction,
+  kSave,
+  kLoad,
+  kFailDevice,
+  kKinds
+};
+
+struct Call {
+  Kind kind;
+  uint64_t number =
+      0;  // decides what the call needs: which ticket, which checkpoint, which fraction
+};
+
+// The calls of one thread: those of a trainer may all be there, an observer's do not queue work.
+struct Script {
+  uint32_t trainer = 0;
+  std::vector<Call> calls;
+};
+
+struct Program {
+  // Draws it. `family` decides what it is about.
+  enum class Family { kHost, kSim, kRanks };
+  Program(Family drawn_family, uint64_t drawn_number);
+
+  // Leaves out the calls with these numbers, counted through all scripts.
+  void Remove(const std::vector<uint32_t>& removed);
+  uint32_t call_count() const;
+  bool may_fail() const;  // the device or a rank
+  std::string Text() const;
+
+  Family family;
+  uint64_t number;
+  bool sim = false;
+  uint32_t world = 1;     // trainers that are ranks of one model, each with a context of its own
+  uint32_t trainers = 1;  // otherwise: of one context
+  uint32_t threads = 1;
+  uint32_t variant = 0;  // of the problem
+  int32_t executors = 0;
+  double device_fraction = 0;
+  uint32_t staging_slots = 2;
+  uint64_t sim_delay_ns_max = 0;
+  bool waits_at_end = true;  // before destroy
+  // Of the comm: what happens to rank 1 at its n-th call. 0: nothing, 1: it dies, 2: it fails.
+  uint32_t comm_fault = 0;
+  uint64_t comm_fault_call = 0;
+  std::vector<Script> owners;     // one for each trainer
+  std::vector<Script> observers;  // threads that wait and look
+};
+
+}  // namespace hybridopt::schedule

@@ -1,0 +1,120 @@
+// Trainer: one optimizer of a program, the thread that owns it, and the checker beside it. The
+// checker knows docs/LIFECYCLE.md by itself: from what has been called it says what the next call
+// must return, which bits are there when a ticket completes, and which arrays the library may
+// access. It ends the run where something else happens.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <latch>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "offload.h"
+#include "problem.h"
+#include "program.h"
+
+namespace hybridopt::schedule {
+
+// What other threads know of a trainer.
+struct Watched {
+  std::atomic<offload_optimizer_t> optimizer = nullptr;  // until it is committed
+  std::atomic<uint64_t> applied_min = 0;                 // steps that have been waited for
+  std::atomic<bool> destroyed = false;                   // or about to be
+};
+
+// The calls of a thread that watches.
+void Observe(const Script& script, const Watched& watched, bool may_fail);
+
+class Trainer {
+ public:
+  // `directory` is where it saves; comm may be NULL.
+  Trainer(const Program& program, uint32_t number, offload_context_t context,
+          const offload_comm_t* comm, std::string directory);
+  ~Trainer();
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  // Registers and commits, awaits that all trainers have done so, makes all calls, destroys.
+  void Run(std::latch& committed);
+  const Watched& watched() const { return watched_; }
+
+ private:
+  struct Retired {
+    std::unique_ptr<Array> array;
+    offload_ticket_t ticket;  // the array is the caller's again when it completes
+  };
+  struct Saved {
+    std::string path;
+    uint64_t steps;
+  };
+  using Arrays = std::unique_ptr<Array>[kParams];
+
+  void Create();
+  void AddParams();
+  void Do(const Call& call);
+  void Step(bool with_inf);
+  bool MayStep() const { return !params_out_ && !states_out_; }
+  void MakeGrads(bool with_inf);
+  void Bind(bool data_too);
+  void DropGrads();
+  void OffloadGrads();
+  void OffloadParams();
+  void ReloadParams();
+  void MoveStates(bool out);
+  void SetFraction(uint64_t number);
+  void Save();
+  void Load(uint64_t number);
+  void StreamWait();
+  void FailDevice();
+  void Wait(uint64_t number, int64_t timeout_ns);
+  bool WaitForAll();
+  void GetStats();
+  void Compare();
+  void CompareData();
+  void CompareStates();
+  void Destroy();
+
+  // Judges what a call that queues work has returned; true: it has queued it.
+  bool Queued(const char* call, int32_t status, bool allowed, offload_ticket_t ticket);
+  // The same of a call that waits.
+  bool Waited(const char* call, int32_t status);
+  bool WaitedForWork(const char* call, int32_t status);
+  void Completed(offload_ticket_t ticket);
+  void Lend();
+  void Retire(Arrays& arrays, offload_ticket_t ticket);
+  offload_move_options_t Streams() const;
+  [[noreturn]] void Wrong(const std::string& what) const;
+
+  const Program& program_;
+  const uint32_t number_;
+  const uint32_t rank_;
+  const offload_context_t context_;
+  const offload_comm_t* const comm_;
+  const std::string directory_;
+  const bool may_fail_;
+  Watched watched_;
+  offload_optimizer_t optimizer_ = nullptr;
+  offload_stream_t stream_ = nullptr;
+  Arrays data_;
+  Arrays grads_;  // that are bound, and hold nothing that is needed
+  std::vector<Retired> retired_;
+  std::vector<Saved> saved_;
+  std::vector<offload_ticket_t> tickets_;
+
+  // The state that all queued work leads to.
+  uint64_t steps_ = 0;
+  bool params_out_ = false;
+  bool states_out_ = false;
+  bool grads_out_ = false;
+  uint64_t grads_steps_ = 0;  // the number of steps that the gradients on the host are for
+  uint64_t applied_ = 0;
+  uint64_t skipped_ = 0;
+  uint64_t queued_steps_ = 0;  // at most
+  bool failed_ = false;        // this thread has been told of a failure
+  bool poisoned_ = false;      // one of queued work
+};
+
+}  // namespace hybridopt::schedule
