@@ -4,6 +4,7 @@ there. Not a test itself."""
 import contextlib
 from unittest import mock
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -31,6 +32,8 @@ def cpu_as_gpu():
         # cannot load a checkpoint there.
         mock.patch("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True),
         mock.patch("megatron.core.optimizer.optimizer_config.is_te_min_version", lambda *_: False),
+        # Up to 0.15 it calls numpy's function by a name that numpy 2 has no more.
+        mock.patch("numpy.product", numpy.prod, create=True),
         mock.patch("torch.cuda.synchronize", lambda *_: None),
         mock.patch("torch.cuda.empty_cache", lambda *_: None),
         CpuAsGpu(),

@@ -226,10 +226,32 @@ def check(config: Any) -> None:
         for flag, is_set in (
             ("--optimizer-offload-fraction", config.optimizer_offload_fraction),
             ("--overlap-cpu-optimizer-d2h-h2d", config.overlap_cpu_optimizer_d2h_h2d),
+            ("--use-torch-optimizer-for-cpu-offload", config.use_torch_optimizer_for_cpu_offload),
         ):
             if is_set:
                 raise ValueError(f"{flag} is given without --optimizer-cpu-offload; add that, or leave it out")
         return
+    if config.optimizer not in ("adam", "sgd"):
+        raise ValueError(
+            f"--optimizer is {config.optimizer}, expected adam or sgd: with --optimizer-cpu-offload Megatron would "
+            "step SGD instead; leave that out for another optimizer"
+        )
+    for flag, is_set, needed, is_there in (
+        (
+            "--overlap-param-gather-with-optimizer-step",
+            config.overlap_param_gather_with_optimizer_step,
+            "--overlap-param-gather",
+            config.overlap_param_gather,
+        ),
+        (
+            "--overlap-param-gather",
+            config.overlap_param_gather,
+            "--use-distributed-optimizer",
+            config.use_distributed_optimizer,
+        ),
+    ):
+        if is_set and not is_there:
+            raise ValueError(f"{flag} is given without {needed}; add that, or leave it out")
     if (config.bf16 or config.fp16) and not config.use_precision_aware_optimizer:
         raise ValueError(
             "--optimizer-cpu-offload without --use-precision-aware-optimizer: Megatron would keep fp32 main "
