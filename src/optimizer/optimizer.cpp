@@ -274,7 +274,7 @@ Status Optimizer::Commit(StreamHandle stream) {
 // Checks that a step has a mark for each chunk, under every device fraction.
 Status Optimizer::CheckChunkCount(const StateShape& shape) const {
   if (shape.options.unified) return {};
-  const uint64_t chunks = shape.element_count / shape.options.chunk_elements + 1;
+  const uint64_t chunks = ChunksMost(shape);
   if (chunks + 2 <= Timeline::kMarks) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "options.chunk_elements %llu cuts %llu elements into %llu chunks, at most "

@@ -8,20 +8,27 @@ namespace hybridopt {
 namespace {
 
 constexpr uint64_t kSlotAlignmentBytes = 64;  // a cache line
+constexpr uint64_t kCutElements = 1024;  // chunks that are not full have whole multiples of this
 
-uint64_t ChunkElements(const StateShape& shape) {
-  return shape.options.unified ? UINT64_MAX : shape.options.chunk_elements;
+// How many elements the next chunk gets if `rest` are left, itself included.
+uint64_t ChunkElements(const StateShape& shape, uint64_t rest) {
+  if (shape.options.unified) return UINT64_MAX;
+  if (!SharesChunks(shape)) return shape.options.chunk_elements;
+  return std::clamp(prim::RoundUp(rest / kChunksAhead, kCutElements), SmallestChunkElements(shape),
+                    shape.options.chunk_elements);
 }
 
 class ChunkCutter {
  public:
-  ChunkCutter(const StateShape& shape, ChunkTable& table)
-      : shape_(shape), chunk_elements_(ChunkElements(shape)), table_(table) {}
+  // `elements` is the sum over all params that will be added.
+  ChunkCutter(const StateShape& shape, uint64_t elements, ChunkTable& table)
+      : shape_(shape), rest_(elements), table_(table) {}
 
   void Add(uint32_t id, const Param& param, uint64_t begin) {
     for (uint64_t count = param.count - begin; count > 0;) {
       if (table_.chunks.empty() || chunk().element_count == chunk_elements_) Open();
       const uint64_t taken = std::min(count, chunk_elements_ - chunk().element_count);
+      rest_ -= taken;
       table_.fragments.push_back(
           {id, begin, taken, chunk().element_count, grad_bytes_, param_bytes_, {}});
       PlaceInRing(table_.fragments.back());
@@ -42,6 +49,7 @@ class ChunkCutter {
  private:
   Chunk& chunk() { return table_.chunks.back(); }
   void Open() {
+    chunk_elements_ = ChunkElements(shape_, rest_);
     table_.chunks.push_back({static_cast<uint32_t>(table_.fragments.size()), 0, 0});
     grad_bytes_ = 0;
     param_bytes_ = 0;
@@ -73,7 +81,8 @@ class ChunkCutter {
   }
 
   const StateShape& shape_;
-  const uint64_t chunk_elements_;
+  uint64_t chunk_elements_ = 0;  // of the open chunk
+  uint64_t rest_;                // elements that are in no chunk yet
   ChunkTable& table_;
   uint64_t grad_bytes_ = 0;  // of the open chunk so far
   uint64_t param_bytes_ = 0;
@@ -105,7 +114,7 @@ uint64_t ChunkTable::BytesMax(const StateShape& shape) {
 ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Residence& residence) {
   ChunkTable chunks;
   chunks.last_chunk_end.resize(table.size());
-  ChunkCutter cutter(shape, chunks);
+  ChunkCutter cutter(shape, residence.host_elements(), chunks);
   for (uint32_t id : shape.update_order)
     if (residence.device_count(id) < table.param(id).count)
       cutter.Add(id, table.param(id), residence.device_count(id));

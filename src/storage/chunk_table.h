@@ -8,7 +8,9 @@
 //   chunks                       |  0   |       1       |         2              |
 //
 // One staging slot holds one chunk. A fragment is the range of one param in a chunk. Where there is
-// no staging all fragments form one chunk.
+// no staging all fragments form one chunk. Where CPU workers and streams share the chunks, the last
+// chunks become smaller and smaller, so that whoever has done its last one waits little for the
+// other's.
 //
 // A slot of the device's ring holds the state of a chunk, one area for each array. Fragments whose
 // state is contiguous on the host, except for padding, are contiguous in the area too, so that one
@@ -17,6 +19,7 @@
 //   slot   | masters: f0 | f1 | first moments: f0 | f1 | second ones: f0 | f1 | held gradients |
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <numeric>
@@ -78,9 +81,27 @@ inline constexpr uint32_t kDefaultStreamSlots = 4;
 inline constexpr uint32_t kMinStreamSlots = 2;
 inline constexpr uint32_t kMaxStreamSlots = 64;
 
+// Whether two executors take chunks from one queue.
+inline bool SharesChunks(const StateShape& shape) {
+  return shape.options.cpu_updates && shape.options.streams;
+}
+// Then a chunk is at most this part of the elements that are left. At the end of a step both
+// executors still have what they have taken ahead, by default 8 and 4 chunks: half of what is left.
+inline constexpr uint64_t kChunksAhead = 24;
+// But it has at least so many elements: less would not be worth the calls for it.
+inline uint64_t SmallestChunkElements(const StateShape& shape) {
+  return std::min(shape.options.chunk_elements,
+                  std::max<uint64_t>(shape.options.chunk_elements / 16, 1024));
+}
+// Chunks that are not full: 24 * ln 16 while they become smaller, and 24 of the smallest.
+inline constexpr uint64_t kSmallChunksMost = 96;
+
 // An upper bound of the number of chunks: those where all state is on the host.
 inline uint64_t ChunksMost(const StateShape& shape) {
-  return shape.options.unified ? 1 : shape.element_count / shape.options.chunk_elements + 1;
+  if (shape.options.unified) return 1;
+  const uint64_t full = shape.element_count / shape.options.chunk_elements + 1;
+  if (!SharesChunks(shape)) return full;
+  return std::min(full + kSmallChunksMost, shape.element_count / SmallestChunkElements(shape) + 1);
 }
 
 // The sizes from which the pipeline's lanes are made.

@@ -55,6 +55,8 @@ Case RandomCase(Random& random) {
   one.device_fraction = fractions[random.Below(std::size(fractions))];
   one.options.chunk_elements = uint64_t{1024} << random.Below(4);
   one.options.staging_slots = 2 + static_cast<uint32_t>(random.Below(4));
+  one.options.cpu_updates = one.options.unified || random.Below(3) > 0;
+  one.options.streams = !one.options.unified && (!one.options.cpu_updates || random.Below(2) == 0);
   one.options.master_layout = static_cast<int32_t>(random.Below(2));
   one.options.moment_dtype = random.Below(2) == 0 ? OFFLOAD_FP32 : OFFLOAD_BF16;
   one.options.stochastic = random.Below(2) == 0;
@@ -145,50 +147,90 @@ TEST_F(ResidenceTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {
 }
 
 TEST_F(ResidenceTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
-  ForRandomCases(
-      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
-        std::vector<uint64_t> next(table.size());
-        for (uint32_t id = 0; id < table.size(); ++id)
-          next[id] = arranged.residence.device_count(id);
-        uint32_t param = 0, fragment_index = 0;
-        for (uint32_t c = 0; c < arranged.chunks.chunks.size(); ++c) {
-          const Chunk& chunk = arranged.chunks.chunks[c];
-          EXPECT_EQ(chunk.first_fragment, fragment_index);
-          EXPECT_GT(chunk.element_count, 0u);
-          uint64_t elements = 0;
-          for (uint32_t f = 0; f < chunk.fragment_count; ++f, ++fragment_index) {
-            const Fragment& fragment = arranged.chunks.fragments[fragment_index];
-            ASSERT_GE(fragment.param, param) << "registration order";
-            param = fragment.param;
-            EXPECT_GT(fragment.count, 0u);
-            EXPECT_EQ(fragment.begin, next[param]);
-            EXPECT_EQ(fragment.first_element, elements);
-            EXPECT_LE(c, arranged.chunks.last_chunk_end[param]);
-            next[param] += fragment.count;
-            elements += fragment.count;
-            if (next[param] == table.param(param).count) {
-              EXPECT_EQ(arranged.chunks.last_chunk_end[param], c + 1);
-            }
-          }
-          EXPECT_EQ(chunk.element_count, elements);
-          if (!options.unified) {
-            EXPECT_LE(elements, options.chunk_elements);
-            if (c + 1 < arranged.chunks.chunks.size()) {
-              EXPECT_EQ(elements, options.chunk_elements) << "full";
-            }
-          }
+  ForRandomCases([](const ParamTable& table, const ShapeOptions& options,
+                    const Arranged& arranged) {
+    std::vector<uint64_t> next(table.size());
+    for (uint32_t id = 0; id < table.size(); ++id) next[id] = arranged.residence.device_count(id);
+    uint32_t param = 0, fragment_index = 0;
+    uint64_t rest = arranged.residence.host_elements();
+    for (uint32_t c = 0; c < arranged.chunks.chunks.size(); ++c) {
+      const Chunk& chunk = arranged.chunks.chunks[c];
+      EXPECT_EQ(chunk.first_fragment, fragment_index);
+      EXPECT_GT(chunk.element_count, 0u);
+      uint64_t elements = 0;
+      for (uint32_t f = 0; f < chunk.fragment_count; ++f, ++fragment_index) {
+        const Fragment& fragment = arranged.chunks.fragments[fragment_index];
+        ASSERT_GE(fragment.param, param) << "registration order";
+        param = fragment.param;
+        EXPECT_GT(fragment.count, 0u);
+        EXPECT_EQ(fragment.begin, next[param]);
+        EXPECT_EQ(fragment.first_element, elements);
+        EXPECT_LE(c, arranged.chunks.last_chunk_end[param]);
+        next[param] += fragment.count;
+        elements += fragment.count;
+        if (next[param] == table.param(param).count) {
+          EXPECT_EQ(arranged.chunks.last_chunk_end[param], c + 1);
         }
-        EXPECT_EQ(fragment_index, arranged.chunks.fragments.size());
-        if (options.unified) {
-          EXPECT_LE(arranged.chunks.chunks.size(), 1u);
-        }
-        for (uint32_t id = 0; id < table.size(); ++id) {
-          EXPECT_EQ(next[id], table.param(id).count);
-          if (arranged.residence.device_count(id) == table.param(id).count) {
-            EXPECT_EQ(arranged.chunks.last_chunk_end[id], 0u) << "waits for no chunk";
-          }
-        }
-      });
+      }
+      EXPECT_EQ(chunk.element_count, elements);
+      if (!options.unified) {
+        EXPECT_LE(elements, options.chunk_elements);
+        const bool last = c + 1 == arranged.chunks.chunks.size();
+        const bool both = options.cpu_updates && options.streams;
+        const uint64_t smallest = std::max<uint64_t>(options.chunk_elements / 16, 1024);
+        const uint64_t expected =
+            !both ? options.chunk_elements
+                  : std::clamp((rest / 24 + 1023) / 1024 * 1024, smallest, options.chunk_elements);
+        EXPECT_TRUE(last ? elements <= expected : elements == expected)
+            << elements << " of " << rest << ", expected " << expected;
+      }
+      rest -= elements;
+    }
+    EXPECT_LE(arranged.chunks.chunks.size(), ChunksMost(arranged.shape));
+    EXPECT_EQ(fragment_index, arranged.chunks.fragments.size());
+    if (options.unified) {
+      EXPECT_LE(arranged.chunks.chunks.size(), 1u);
+    }
+    for (uint32_t id = 0; id < table.size(); ++id) {
+      EXPECT_EQ(next[id], table.param(id).count);
+      if (arranged.residence.device_count(id) == table.param(id).count) {
+        EXPECT_EQ(arranged.chunks.last_chunk_end[id], 0u) << "waits for no chunk";
+      }
+    }
+  });
+}
+
+// The number of chunks that memory is taken for, and marks, holds for long params too.
+TEST(Chunks, TheLastOnesAreSmallAndNotTooMany) {
+  auto device = CreateHostDevice();
+  Random random(5);
+  for (int round = 0; round < 500; ++round) {
+    ParamTable table(OFFLOAD_ADAMW, *device);
+    offload_group_t group{};
+    group.eps = 1e-8;
+    ASSERT_TRUE(table.AddGroup(group).ok());
+    ParamInput input{};
+    input.param.name = "p";
+    input.param.dtype = input.param.grad_dtype = OFFLOAD_BF16;
+    input.param.count = 1 + random.Below(uint64_t{1} << (10 + random.Below(20)));
+    input.param.data = reinterpret_cast<void*>(uint64_t{1} << 32);
+    ASSERT_TRUE(table.AddParams({&input, 1}).ok());
+    ShapeOptions options{};
+    options.chunk_elements = 1024 + random.Below(uint64_t{1} << (8 + random.Below(15)));
+    options.staging_slots = 8;
+    options.streams = true;
+    const Arranged arranged = Arrange(table, options, 0);
+    const std::vector<Chunk>& chunks = arranged.chunks.chunks;
+    EXPECT_LE(chunks.size(), ChunksMost(arranged.shape)) << input.param.count;
+    const uint64_t full = input.param.count / options.chunk_elements;
+    EXPECT_LE(chunks.size(), full + 97);
+    for (size_t c = 1; c < chunks.size(); ++c)
+      EXPECT_LE(chunks[c].element_count, chunks[c - 1].element_count);
+    // What both have taken when none is left, by default 12 chunks, is little.
+    if (full >= 24 && options.chunk_elements >= 16 * 1024) {
+      EXPECT_LE(chunks.back().element_count, options.chunk_elements / 16);
+    }
+  }
 }
 
 struct Range {
