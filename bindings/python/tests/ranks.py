@@ -11,8 +11,19 @@ import torch.multiprocessing as mp
 
 from older_torch import complete_fsdp2
 
-# One process imports torch and is forked for every rank: it has no threads that a fork would lose.
-multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "hybridopt.abi"])
+# One process imports what the ranks need and is forked for every rank: it has no threads that a fork
+# would lose. Each module that is missing here costs a rank up to a second.
+multiprocessing.set_forkserver_preload(
+    [
+        "pytest",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torch._dynamo",
+        "hybridopt.optimizer",
+        "models",
+    ]
+)
 
 
 def run(function, world, *arguments, backend="gloo"):
