@@ -7,6 +7,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hybridopt
+from hybridopt.integrations import transformers
 from hybridopt.integrations.transformers import OffloadCallback
 from models import bits
 
@@ -46,7 +47,7 @@ def trainer_of(folder, cls, kwargs, callbacks=(), dtype=torch.float32, steps=6, 
         model=llama(dtype),
         args=args,
         train_dataset=Tokens(),
-        optimizer_cls_and_kwargs=(cls, {"lr": 1e-2, **kwargs}),
+        optimizer_cls_and_kwargs=None if cls is None else (cls, {"lr": 1e-2, **kwargs}),
         callbacks=list(callbacks),
     )
 
@@ -153,3 +154,51 @@ def test_train_may_be_called_again(tmp_path):
         trainer.args, trainer.state, trainer.control, optimizer=trainer.optimizer, model=trainer.model
     )  # and has raised after that
     trainer.train()
+
+
+# ----------------------------------------------------------------------------------- install() --
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """install() as the first call of a process, and undone in the end."""
+    name = "get_optimizer_cls_and_kwargs"
+    monkeypatch.setattr(Trainer, name, staticmethod(getattr(Trainer, name)))
+    monkeypatch.setattr(transformers, "installed_options", None)
+    transformers.install(state_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    "optim, cls", [("adamw_torch", "AdamW"), ("adamw_torch_fused", "AdamW"), ("sgd", "SGD"), ("adagrad", "Adagrad")]
+)
+def test_a_trainer_that_others_make_steps_here(tmp_path, installed, optim, cls):
+    """As LLaMA-Factory, ms-swift and axolotl make one: by arguments alone."""
+    args = {"dtype": torch.bfloat16, "weight_decay": 0.1, "max_grad_norm": 0.1}
+    one = trainer_of(tmp_path, None, None, optim=optim, adam_beta2=0.9, **args)
+    one.train()
+    inner = one.optimizer.optimizer
+    assert type(inner) is getattr(hybridopt, cls)
+    assert inner._options["state_dtype"] == torch.bfloat16
+    kwargs = {"state_dtype": "bf16", **({"betas": (0.9, 0.9)} if cls == "AdamW" else {})}
+    other = trainer_of(tmp_path, type(inner), kwargs, **args)
+    other.train()
+    assert weights(one) == weights(other)
+
+
+def test_the_last_install_holds_and_an_optimizer_that_is_not_here_is_refused(tmp_path, installed):
+    transformers.install(master_layout="split")
+    args = trainer_of(tmp_path, None, None).args
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    assert cls is hybridopt.AdamW and kwargs["master_layout"] == "split" and "state_dtype" not in kwargs
+    args.optim = "adafactor"
+    with pytest.raises(ValueError, match="--optim is adafactor, expected adamw_torch, adamw_torch_fused, sgd or"):
+        Trainer.get_optimizer_cls_and_kwargs(args)
+
+
+def test_what_trainer_decides_is_refused_in_install():
+    with pytest.raises(TypeError, match="'max_grad_norm': Trainer clips by itself: set max_grad_norm in its"):
+        transformers.install(max_grad_norm=1.0)
+    with pytest.raises(TypeError, match=r"'overlap': give the Trainer OffloadCallback\(overlap=True\)"):
+        transformers.install(overlap=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'thread', expected some of offload_fraction"):
+        transformers.install(thread=1)

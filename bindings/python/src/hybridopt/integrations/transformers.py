@@ -6,24 +6,43 @@
         optimizer_cls_and_kwargs=(hybridopt.AdamW, {"lr": 1e-5, "max_grad_norm": 1.0}),
         callbacks=[OffloadCallback(overlap=True)],
     )
+
+Programs that make the Trainer by themselves (LLaMA-Factory, ms-swift, axolotl) call install() before.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import (
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 
+from .. import algorithms
+from ..options import DEFAULT_OPTIONS
 from ..overlap import Overlap
 from .wrapped import name_params, unwrapped
 
 FOLDER = "hybridopt"  # in each of Trainer's checkpoints
+CLASSES = {
+    torch.optim.AdamW: algorithms.AdamW,
+    torch.optim.SGD: algorithms.SGD,
+    torch.optim.Adagrad: algorithms.Adagrad,
+}
+# Options that install() cannot give to every Trainer.
+OTHERS = {
+    "max_grad_norm": "Trainer clips by itself: set max_grad_norm in its arguments",
+    "overlap": "give the Trainer OffloadCallback(overlap=True)",
+}
+installed_options: dict[str, Any] | None = None  # some of OffloadOptions; None before install()
 
 
 class OffloadCallback(TrainerCallback):
@@ -81,3 +100,37 @@ class OffloadCallback(TrainerCallback):
         if self._is_saving:
             folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
             unwrapped(kwargs["optimizer"]).save_checkpoint(folder, progress=False)
+
+
+def install(**options: Any) -> None:
+    """From now on Trainer makes optimizers of this package where its arguments ask for one of torch's that
+    there is here: --optim adamw_torch, adamw_torch_fused, sgd or adagrad. Learning rate, betas and the like
+    are Trainer's. `options` are some of hybridopt.OffloadOptions; the last call's hold."""
+    global installed_options
+    for name in options:
+        if name in OTHERS:
+            raise TypeError(f"install() got {name!r}: {OTHERS[name]}")
+        if name not in DEFAULT_OPTIONS:
+            expected = ", ".join(name for name in DEFAULT_OPTIONS if name not in OTHERS)
+            raise TypeError(f"install() got an unexpected keyword argument {name!r}, expected some of {expected}")
+    is_first = installed_options is None
+    installed_options = options
+    if is_first:
+        name = "get_optimizer_cls_and_kwargs"
+        setattr(Trainer, name, staticmethod(of_this_package(getattr(Trainer, name))))
+
+
+def of_this_package(choose: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Trainer's function that gives the class of an optimizer and its arguments, with the classes here."""
+
+    @functools.wraps(choose)
+    def chosen(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        theirs, kwargs = choose(args, model)
+        if theirs not in CLASSES:
+            raise ValueError(
+                f"--optim is {args.optim}, expected adamw_torch, adamw_torch_fused, sgd or adagrad after "
+                "hybridopt.integrations.transformers.install(); set one of these, or leave install() out"
+            )
+        return CLASSES[theirs], {**kwargs, **(installed_options or {})}
+
+    return chosen
