@@ -168,9 +168,6 @@ Status Lanes::CreateAll(const LaneSizes& sizes) {
   HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.end));
   HYBRIDOPT_TRY(NewEvent("verdict known", &verdict_known));
   HYBRIDOPT_TRY(NewEvent("verdict set", &verdict_set));
-  HYBRIDOPT_TRY(NewEvent("params updated", &params_updated_));
-  HYBRIDOPT_TRY(NewEvent("params up", &params_up_));
-  HYBRIDOPT_TRY(NewEvent("params streamed", &params_streamed_));
   for (EventHandle& event : moved) HYBRIDOPT_TRY(NewEvent("moved", &event));
   HYBRIDOPT_TRY(NewEvent("gradients summed", &grads_summed));
   ready_.resize(Timeline::kCapacity * kMaxProducers);
@@ -193,17 +190,6 @@ Lanes::~Lanes() {
   for (StreamHandle stream : streams_) device().AbandonStream(stream);
   for (EventHandle event : events_) device().DestroyEvent(event);
   context_.ReleasePinned(pinned_bytes_);
-}
-
-Status Lanes::PutBehind(StreamHandle stream) {
-  const std::pair<StreamHandle, EventHandle> writers[] = {
-      {compute, params_updated_}, {up, params_up_}, {state_update, params_streamed_}};
-  for (const auto& [writer, written] : writers) {
-    if (writer == nullptr) continue;
-    HYBRIDOPT_TRY(device().Record(written, writer));
-    HYBRIDOPT_TRY(device().StreamWait(stream, written));
-  }
-  return {};
 }
 
 void Lanes::AwaitStreams() {

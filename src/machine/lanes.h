@@ -156,9 +156,6 @@ class Lanes {
   const TimedEvent& landed(uint32_t slot) const { return ring_.landed(slot); }
   const TimedEvent& uploaded(uint32_t slot) const { return ring_.uploaded(slot); }
 
-  // Later work on that stream of the caller waits for what is queued now on the streams here that
-  // write params. One thread at a time.
-  Status PutBehind(StreamHandle stream);
   // Waits until the streams have done their queued work, or for device_timeout_ns.
   void AwaitStreams();
 
@@ -188,10 +185,6 @@ class Lanes {
   Status NewEvent(const char* label, EventHandle* event);
 
   Context& context_;
-  // Of PutBehind, on `compute`, `up` and `state_update`.
-  EventHandle params_updated_ = nullptr;
-  EventHandle params_up_ = nullptr;
-  EventHandle params_streamed_ = nullptr;
   std::vector<StreamHandle> streams_;  // to destroy
   std::vector<EventHandle> events_;    // to destroy
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline

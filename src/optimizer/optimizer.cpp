@@ -557,7 +557,8 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
   if (context_->device().unified()) return timeline.AwaitIssued(sequence, mark);
   if (context_->device().shares_queues()) {
     HYBRIDOPT_TRY(timeline.AwaitIssued(sequence, mark));
-    return timeline.HasReached(sequence, mark) ? Status() : committed_->lanes->PutBehind(stream);
+    return timeline.HasReached(sequence, mark) ? Status()
+                                               : committed_->pipeline->PutBehind(stream, mark);
   }
   return context_->device().StreamWaitFlag(stream, &timeline.progress(),
                                            Timeline::ProgressAt(sequence, mark));

@@ -245,8 +245,15 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
 }
 
 // The device's share has been queued before all chunks.
-Status StepPipeline::Issued(uint32_t chunk) {
-  marks_->issued(kDevicePart + queue_.Issue(chunk));
+Status StepPipeline::Issued(uint32_t chunk, Executor executor, EventHandle written) {
+  marks_->issued(kDevicePart + queue_.Issue(chunk, executor, written));
+  return {};
+}
+
+Status StepPipeline::PutBehind(StreamHandle stream, uint64_t mark) const {
+  HYBRIDOPT_TRY(device_.StreamWait(stream, lanes_.device_updated.end));
+  for (EventHandle written : queue_.Written(mark - kDevicePart))
+    if (written != nullptr) HYBRIDOPT_TRY(device_.StreamWait(stream, written));
   return {};
 }
 

@@ -73,6 +73,10 @@ class StepPipeline : private ChunkProgress {
   Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
              const StepMarks& marks, offload_step_result_t* result);
 
+  // Later work on that stream of the caller waits for what writes the params up to a mark that has
+  // been issued; or for more, if a later step runs. Any thread.
+  Status PutBehind(StreamHandle stream, uint64_t mark) const;
+
   // Whether the step needs the norm of all gradients, those of other ranks included, before it
   // updates.
   static bool NeedsNorm(const StepRequest& request) {
@@ -100,7 +104,7 @@ class StepPipeline : private ChunkProgress {
                    Verdict* verdict);
   void TakeAhead();
   Status RunChunks(offload_step_result_t* result);
-  Status Issued(uint32_t chunk) override;
+  Status Issued(uint32_t chunk, Executor executor, EventHandle written) override;
   Status Finished(uint32_t chunk) override;
 
   bool VerdictOnDevice() const;

@@ -77,10 +77,11 @@ class LeakyDevice final : public ForwardingDevice {
     if (Leaks(Leak::kComputeBehindGradients, stream, "device update")) return {};
     if (Leaks(Leak::kUpdateBehindVerdict, event, "verdict set")) return {};
     if (Leaks(Leak::kUpdateBehindState, event, "state up")) return {};
-    if (Leaks(Leak::kDownBehindUpdate, event, "state updated")) return {};
-    if (Leaks(Leak::kBehindDeviceUpdate, event, "params updated")) return {};
-    if (Leaks(Leak::kBehindParamsUp, event, "params up")) return {};
-    if (Leaks(Leak::kBehindStreamedUpdate, event, "params streamed")) return {};
+    const bool by_down = HasLabel(stream, "down");  // else by the caller's stream
+    if (by_down && Leaks(Leak::kDownBehindUpdate, event, "state updated")) return {};
+    if (!by_down && Leaks(Leak::kBehindStreamedUpdate, event, "state updated")) return {};
+    if (Leaks(Leak::kBehindDeviceUpdate, event, "device updated")) return {};
+    if (Leaks(Leak::kBehindParamsUp, event, "params uploaded")) return {};
     return ForwardingDevice::StreamWait(stream, event);
   }
   Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,

@@ -8,6 +8,12 @@
 namespace hybridopt {
 namespace {
 
+// Some events; nobody looks into them.
+EventHandle Event(size_t number) {
+  static char events[3];
+  return reinterpret_cast<EventHandle>(events + number);
+}
+
 TEST(ChunkQueueTest, ChunksAreTakenInOrderAndCountedWithoutGaps) {
   ChunkQueue queue;
   queue.UseChunks(4);
@@ -15,11 +21,16 @@ TEST(ChunkQueueTest, ChunksAreTakenInOrderAndCountedWithoutGaps) {
   for (uint32_t chunk = 0; chunk < 3; ++chunk) EXPECT_EQ(queue.Take(), chunk);
   EXPECT_EQ(queue.Finish(1), 0u);
   EXPECT_EQ(queue.Finish(2), 0u);
-  EXPECT_EQ(queue.Issue(1), 0u);
+  EXPECT_EQ(queue.Issue(1, Executor::kCpu, Event(1)), 0u);
   EXPECT_EQ(queue.finished(), 0u);
   EXPECT_EQ(queue.Finish(0), 3u);
   EXPECT_EQ(queue.finished(), 3u);
-  EXPECT_EQ(queue.Issue(0), 2u);
+  EXPECT_EQ(queue.Issue(0, Executor::kStreamed, Event(0)), 2u);
+  EXPECT_EQ(queue.Issue(2, Executor::kCpu, Event(2)), 3u);
+  EXPECT_EQ(queue.Written(0), (PerExecutor<EventHandle>{nullptr, nullptr}));
+  EXPECT_EQ(queue.Written(1), (PerExecutor<EventHandle>{nullptr, Event(0)}));
+  EXPECT_EQ(queue.Written(2), (PerExecutor<EventHandle>{Event(1), Event(0)}));
+  EXPECT_EQ(queue.Written(4), (PerExecutor<EventHandle>{Event(2), Event(0)}));
   EXPECT_EQ(queue.Take(), 3u);
   EXPECT_EQ(queue.Take(), std::nullopt);
   queue.Finish(3);

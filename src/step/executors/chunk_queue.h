@@ -11,20 +11,29 @@
 // Thread-safe.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
 #include "base/status.h"
+#include "device/device.h"
 
 namespace hybridopt {
+
+// Who may update the chunks.
+enum class Executor { kCpu, kStreamed };
+template <typename T>
+using PerExecutor = std::array<T, 2>;
 
 // What executors tell of the chunks that they have taken. Any thread.
 class ChunkProgress {
  public:
-  virtual Status Issued(uint32_t chunk) = 0;
+  // `written` is recorded behind the work that writes the chunk's params.
+  virtual Status Issued(uint32_t chunk, Executor executor, EventHandle written) = 0;
   virtual Status Finished(uint32_t chunk) = 0;
 
  protected:
@@ -36,6 +45,7 @@ class ChunkQueue {
   // Sets the number of chunks, between steps. Allocates.
   void UseChunks(uint32_t count) {
     issued_.done.resize(count);
+    written_.resize(count);
     finished_.done.resize(count);
   }
   // To be called before each step.
@@ -64,8 +74,24 @@ class ChunkQueue {
   }
 
   // These give how many chunks have come as far without a gap, from the first one on.
-  uint32_t Issue(uint32_t chunk) { return Mark(chunk, &issued_); }
-  uint32_t Finish(uint32_t chunk) { return Mark(chunk, &finished_); }
+  uint32_t Issue(uint32_t chunk, Executor executor, EventHandle written) {
+    std::lock_guard lock(mutex_);
+    written_[chunk] = {executor, written};
+    return Mark(chunk, &issued_);
+  }
+  uint32_t Finish(uint32_t chunk) {
+    std::lock_guard lock(mutex_);
+    return Mark(chunk, &finished_);
+  }
+  // For each executor the event behind its last chunk of the first `count`, all of them issued;
+  // NULL if it has none. An executor's chunks are written in order.
+  PerExecutor<EventHandle> Written(uint64_t count) const {
+    std::lock_guard lock(mutex_);
+    PerExecutor<EventHandle> last{};
+    for (uint64_t chunk = 0; chunk < count && chunk < issued_.count; ++chunk)
+      last[static_cast<size_t>(written_[chunk].first)] = written_[chunk].second;
+    return last;
+  }
   uint32_t finished() const {
     std::lock_guard lock(mutex_);
     return finished_.count;
@@ -77,7 +103,6 @@ class ChunkQueue {
     uint32_t count = 0;      // without a gap
   };
   uint32_t Mark(uint32_t chunk, Stage* stage) {
-    std::lock_guard lock(mutex_);
     HYBRIDOPT_CHECK(chunk < taken_ && !stage->done[chunk]);
     stage->done[chunk] = true;
     while (stage->count < taken_ && stage->done[stage->count]) stage->count += 1;
@@ -86,6 +111,7 @@ class ChunkQueue {
 
   mutable std::mutex mutex_;
   Stage issued_, finished_;
+  std::vector<std::pair<Executor, EventHandle>> written_;  // per chunk that is issued
   uint32_t taken_ = 0;
   bool stopped_ = false;
 };
