@@ -17,7 +17,8 @@ using hybridopt::kAlgorithms;
 // models that are small: what a share takes is a constant and so much for each element. Both fill
 // the rings, whose chunks are those of a GPU.
 constexpr uint64_t kGpuChunkElements = uint64_t{1} << 22;
-constexpr uint64_t kSmallElements = 32 * kGpuChunkElements;  // more than have smaller last chunks alone
+constexpr uint64_t kSmallElements =
+    32 * kGpuChunkElements;  // more than have smaller last chunks alone
 constexpr uint64_t kLargeElements = 2 * kSmallElements;
 // Of the simulated device: an eighth of it is enough for the ring. Nothing touches it.
 constexpr uint64_t kDeviceBytes = uint64_t{4} << 30;
