@@ -31,9 +31,10 @@ inline int32_t AcceleratorUnderTest() { return AcceleratorsUnderTest()[0]; }
 
 // Tests of the internals make a device themselves.
 inline Result<std::unique_ptr<Device>> MakeAccelerator(const SimOptions& sim,
-                                                       const KernelTable& kernels) {
+                                                       const KernelTable& kernels,
+                                                       int32_t cuda_index = 0) {
   constexpr int64_t kTimeoutNs = 60'000'000'000;
-  if (TestsRunOnCuda()) return CreateCudaDevice({0, kTimeoutNs});
+  if (TestsRunOnCuda()) return CreateCudaDevice({cuda_index, kTimeoutNs});
   return CreateSimDevice(sim, kernels);
 }
 

@@ -4,14 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
 #include <thread>
 
-#include "../forwarding_device.h"
+#include "holding_device.h"
 #include "lifecycle_rig.h"
 
 namespace hybridopt {
@@ -188,48 +187,6 @@ TEST(Executors, HeldGradientsGoUpWithTheState) {
 }
 
 // ---------------------------------------------------------------------------------- who is slow --
-
-// Holds back whoever waits for one kind of event, until another kind has been recorded often enough
-// since Close.
-class HoldingDevice final : public ForwardingDevice {
- public:
-  HoldingDevice(std::unique_ptr<Device> device, std::string held, std::string counted)
-      : ForwardingDevice(std::move(device)), held_(std::move(held)), counted_(std::move(counted)) {}
-
-  void Close(int until) {
-    std::lock_guard lock(mutex_);
-    left_ = until;
-  }
-  Result<EventHandle> CreateEvent(const char* label) override {
-    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
-    std::lock_guard lock(mutex_);
-    if (event.ok()) labels_[event.value()] = label;
-    return event;
-  }
-  // Each slot has two such events, of which the second ends.
-  Status Record(EventHandle event, StreamHandle stream) override {
-    HYBRIDOPT_TRY(ForwardingDevice::Record(event, stream));
-    std::lock_guard lock(mutex_);
-    if (labels_[event] == counted_ && left_ > 0) left_ -= 1;
-    changed_.notify_all();
-    return {};
-  }
-  Status Wait(EventHandle event, int64_t timeout_ns) override {
-    {
-      std::unique_lock lock(mutex_);
-      if (labels_[event] == held_) changed_.wait(lock, [this] { return left_ == 0; });
-    }
-    return ForwardingDevice::Wait(event, timeout_ns);
-  }
-
- private:
-  const std::string held_;
-  const std::string counted_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<EventHandle, std::string> labels_;  // guarded by mutex_
-  int left_ = 0;                               // guarded by mutex_
-};
 
 // Lets one executor wait, holding what is in its ring, until the other has done all else. The step
 // then says so.

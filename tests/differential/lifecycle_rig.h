@@ -26,6 +26,7 @@ inline constexpr uint32_t kMoveAll = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GR
 
 struct LifecycleSetting {
   int32_t device_kind = OFFLOAD_DEVICE_SIM;
+  int32_t cuda_index = 0;  // of a real device
   uint32_t threads = 2;
   uint64_t seed = 0;
   uint64_t delay_ns_max = 0;
@@ -346,9 +347,10 @@ class LifecycleRig {
     options.log = [](void*, int32_t, const char*) {};
     const KernelTable& kernels = *SelectKernels().value();
     const SimOptions sim{setting_.memory_bytes, setting_.seed, setting_.delay_ns_max};
-    std::unique_ptr<Device> device = setting_.device_kind == OFFLOAD_DEVICE_HOST
-                                         ? CreateHostDevice()
-                                         : std::move(MakeAccelerator(sim, kernels).value());
+    std::unique_ptr<Device> device =
+        setting_.device_kind == OFFLOAD_DEVICE_HOST
+            ? CreateHostDevice()
+            : std::move(MakeAccelerator(sim, kernels, setting_.cuda_index).value());
     if (!setting_.slow_event.empty())
       device = std::make_unique<SlowDevice>(std::move(device), setting_.slow_event);
     if (setting_.wrap) device = setting_.wrap(std::move(device));
