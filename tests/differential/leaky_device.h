@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -115,21 +116,14 @@ class LeakyDevice final : public ForwardingDevice {
     if (!leaking_) return ForwardingDevice::Update(stream, launch);
     if (leak_ == Leak::kBehindDeviceUpdate) HYBRIDOPT_TRY(HoldUp(stream));
     UpdateLaunch kept = launch;
-    {
-      std::lock_guard lock(mutex_);
-      kept.updates = updates_.emplace_back(launch.updates.begin(), launch.updates.end());
-      kept.coefficients =
-          coefficients_.emplace_back(launch.coefficients.begin(), launch.coefficients.end());
-    }
+    kept.updates = Keep(launch.updates, updates_);
+    kept.coefficients = Keep(launch.coefficients, coefficients_);
     return ForwardingDevice::Update(stream, kept);
   }
   Status Norm(StreamHandle stream, const NormLaunch& launch) override {
     if (!leaking_) return ForwardingDevice::Norm(stream, launch);
     NormLaunch kept = launch;
-    {
-      std::lock_guard lock(mutex_);
-      kept.inputs = norm_inputs_.emplace_back(launch.inputs.begin(), launch.inputs.end());
-    }
+    kept.inputs = Keep(launch.inputs, norm_inputs_);
     return ForwardingDevice::Norm(stream, kept);
   }
   // Late, where somebody does not wait for it: state that goes up takes its time too.
@@ -149,6 +143,12 @@ class LeakyDevice final : public ForwardingDevice {
     HYBRIDOPT_ASSIGN(const EventHandle nobodys, ForwardingDevice::CreateEvent("nobody's"));
     for (int i = 0; i < 50; ++i) HYBRIDOPT_TRY(ForwardingDevice::Record(nobodys, stream));
     return {};
+  }
+  // A copy of a launch's list that lives as long as the device.
+  template <typename T>
+  std::span<const T> Keep(std::span<const T> list, std::deque<std::vector<T>>& kept) {
+    std::lock_guard lock(mutex_);
+    return kept.emplace_back(list.begin(), list.end());
   }
   void SetLabel(const void* handle, const char* label) {
     std::lock_guard lock(mutex_);

@@ -15,6 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "../limit_threads.h"
+
 namespace hybridopt {
 namespace {
 
@@ -217,22 +219,14 @@ TEST(RunnerPoolTest, AForkedChildLeavesItsThreadsAlone) {
 
 // ---------------------------------------------------------------- a system that refuses threads --
 
-// This process has room for `threads` more threads, as another user whose threads are counted.
-bool LimitThreads(rlim_t threads) {
-  constexpr uid_t kNobodyElse = 61235;
-  if (geteuid() == 0 && setresuid(kNobodyElse, kNobodyElse, kNobodyElse) != 0) return false;
-  rlimit limit;
-  getrlimit(RLIMIT_NPROC, &limit);
-  limit.rlim_cur = geteuid() == kNobodyElse ? 1 + threads : 1;
-  return setrlimit(RLIMIT_NPROC, &limit) == 0;
-}
+constexpr uid_t kNobodyElse = 61235;
 
 [[noreturn]] void StartWithoutRoomThenWithRoom() {
   alarm(60);
   rlimit before;
   getrlimit(RLIMIT_NPROC, &before);
   RunnerPool pool(0);
-  if (!LimitThreads(0)) std::_Exit(2);
+  if (!LimitThreads(0, kNobodyElse)) std::_Exit(2);
   const Status status = pool.Start();
   if (status.code() != OFFLOAD_OUT_OF_HOST_MEMORY || pool.runners() != 0) std::_Exit(3);
   std::fprintf(stderr, "%s\n", status.message().c_str());
@@ -241,7 +235,7 @@ bool LimitThreads(rlim_t threads) {
   // A second runner is refused: the second turn begins when the first one ends.
   std::atomic<bool> waits = false, open = false, ran = false;
   FunctionTask first(pool, [&](FunctionTask& self) {
-    if (!LimitThreads(0)) std::_Exit(5);
+    if (!LimitThreads(0, kNobodyElse)) std::_Exit(5);
     self.LetOthersRun();
     waits = true;
     AwaitEqual(open, true);

@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "../limit_threads.h"
 #include "base/prim.h"
 #include "floating_point_mode.h"
 
@@ -432,22 +433,14 @@ TEST(PoolShapeTest, FollowsAffinityAndQuota) {
 
 // --- A system that refuses threads ---
 
-// Leaves this process room for `threads` more threads, as another user whose threads are counted.
-bool LimitThreads(rlim_t threads) {
-  constexpr uid_t kNobodyElse = 61234;
-  if (geteuid() == 0 && setresuid(kNobodyElse, kNobodyElse, kNobodyElse) != 0) return false;
-  rlimit limit;
-  getrlimit(RLIMIT_NPROC, &limit);
-  limit.rlim_cur = geteuid() == kNobodyElse ? 1 + threads : 1;
-  return setrlimit(RLIMIT_NPROC, &limit) == 0;
-}
+constexpr uid_t kNobodyElse = 61234;
 
 [[noreturn]] void StartWithoutRoomThenWithRoom() {
   alarm(60);
   WorkerPool pool(5);
   rlimit before;
   getrlimit(RLIMIT_NPROC, &before);
-  if (!LimitThreads(2)) std::_Exit(2);
+  if (!LimitThreads(2, kNobodyElse)) std::_Exit(2);
   std::atomic<int> runs{0};
   for (int attempt = 0; attempt < 3; ++attempt) {
     const Status status = pool.Run([&](uint32_t) { ++runs; });

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ..overlap import Overlap
-from .wrapped import name_params, unwrapped
+from .wrapped import check_clipped_once, name_params, unwrapped
 
 
 class OffloadCallback(Callback):
@@ -27,12 +27,12 @@ class OffloadCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in map(unwrapped, trainer.optimizers):
-            if optimizer.max_grad_norm is not None and trainer.gradient_clip_val:
-                raise ValueError(
-                    f"Trainer has gradient_clip_val={trainer.gradient_clip_val} and the optimizer "
-                    f"max_grad_norm={optimizer.max_grad_norm}: gradients would be clipped twice; leave "
-                    "gradient_clip_val out, and the step clips without another pass over them"
-                )
+            check_clipped_once(
+                optimizer,
+                f"Trainer has gradient_clip_val={trainer.gradient_clip_val}",
+                trainer.gradient_clip_val,
+                "leave gradient_clip_val out",
+            )
             name_params(optimizer, pl_module)
             if self._is_overlapping:
                 self._overlaps.append(optimizer.overlap(pl_module))

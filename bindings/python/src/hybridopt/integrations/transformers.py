@@ -29,7 +29,7 @@ from transformers import (
 from .. import algorithms
 from ..options import DEFAULT_OPTIONS
 from ..overlap import Overlap
-from .wrapped import name_params, unwrapped
+from .wrapped import check_clipped_once, name_params, unwrapped
 
 FOLDER = "hybridopt"  # in each of Trainer's checkpoints
 CLASSES = {
@@ -71,12 +71,12 @@ class OffloadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         optimizer, model = unwrapped(kwargs["optimizer"]), kwargs["model"]
-        if optimizer.max_grad_norm is not None and args.max_grad_norm:
-            raise ValueError(
-                f"TrainingArguments has max_grad_norm={args.max_grad_norm} and the optimizer "
-                f"max_grad_norm={optimizer.max_grad_norm}: gradients would be clipped twice; set "
-                "TrainingArguments(max_grad_norm=0.0), and the step clips without another pass over them"
-            )
+        check_clipped_once(
+            optimizer,
+            f"TrainingArguments has max_grad_norm={args.max_grad_norm}",
+            args.max_grad_norm,
+            "set TrainingArguments(max_grad_norm=0.0)",
+        )
         name_params(optimizer, model)
         if self._load_from is not None:
             optimizer.load_checkpoint(self._load_from)

@@ -1,4 +1,5 @@
-"""Finding the optimizer inside of what frameworks wrap around it, and telling it the names of params."""
+"""What the callbacks for several frameworks share: they find the optimizer inside of what the framework
+wraps around it, check its options and give it the names of params."""
 
 from __future__ import annotations
 
@@ -24,6 +25,18 @@ def unwrapped(optimizer: Any) -> OffloadOptimizer:
                 "Lion, Signum, Adagrad) or a wrapper around one"
             )
     return inner
+
+
+def check_clipped_once(
+    optimizer: OffloadOptimizer, framework_has: str, framework_norm: float | None, way_out: str
+) -> None:
+    """Refuses gradients that both the framework and the optimizer would clip. The error begins with
+    `framework_has`, which names the framework's setting."""
+    if optimizer.max_grad_norm is not None and framework_norm:
+        raise ValueError(
+            f"{framework_has} and the optimizer max_grad_norm={optimizer.max_grad_norm}: gradients would be "
+            f"clipped twice; {way_out}, and the step clips without another pass over them"
+        )
 
 
 def name_params(optimizer: OffloadOptimizer, model: nn.Module) -> None:
