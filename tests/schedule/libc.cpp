@@ -9,9 +9,7 @@
 #include <sys/syscall.h>
 
 #include <cstdarg>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "real.h"
 #include "scheduler.h"
@@ -164,17 +162,6 @@ const RealFunctions& Real() {
 }  // namespace hybridopt::schedule
 
 using namespace hybridopt::schedule;
-
-// Threads that wait for atomics share 16 queues by address, modulo 64. With this alignment that
-// depends on the place of an atomic in its object, not on what has been allocated before.
-void* operator new(size_t bytes) {
-  constexpr size_t kAlignment = 64;
-  void* const data = std::aligned_alloc(kAlignment, (bytes + kAlignment) / kAlignment * kAlignment);
-  if (data == nullptr) throw std::bad_alloc();
-  return data;
-}
-void operator delete(void* data) noexcept { std::free(data); }
-void operator delete(void* data, size_t) noexcept { std::free(data); }
 
 #pragma GCC visibility push(default)
 extern "C" {

@@ -41,8 +41,7 @@
 namespace hybridopt::schedule {
 namespace {
 
-// --------------------------------------------------------------------------------- one program, --
-// run
+// ----------------------------------------------------------------------------- one program, run --
 
 void DropLog(void*, int32_t, const char*) {}
 
@@ -102,8 +101,7 @@ void RunProgram(const Program& program, const std::string& directory) {
       Fail(std::string("context_destroy: ") + offload_last_error());
 }
 
-// -------------------------------------------------------------------------------------- a run's --
-// name
+// --------------------------------------------------------------------------------- a run's name --
 
 constexpr const char* kFamilies[] = {"host", "sim", "ranks"};
 
@@ -153,8 +151,8 @@ Program ProgramOf(const Name& name) {
   return program;
 }
 
-// ------------------------------------------------------------------------------ a process for a --
-// run A run may depend on addresses, since threads that wait for atomics share queues by address.
+// -------------------------------------------------------------------------- a process for a run --
+// A run may depend on addresses, since threads that wait for atomics share queues by address.
 // So the process that forks the runs, the nursery, does nothing else: its memory is the same every
 // time.
 
@@ -222,8 +220,7 @@ bool Passes(const Name& name, bool quietly) {
   return request->status == 0;
 }
 
-// -------------------------------------------------------------------------------------- after a --
-// failure
+// ------------------------------------------------------------------------------ after a failure --
 
 void Tell(const Name& name) {
   std::fprintf(stderr, "%s\nTo repeat it: HYBRIDOPT_TEST_SEED=%" PRIu64 " %s %s\n",

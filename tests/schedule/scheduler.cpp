@@ -376,6 +376,7 @@ Summary RunSchedule(uint64_t seed, FunctionRef<void()> body) {
   const auto run = [](void* first) -> void* {
     (*static_cast<FunctionRef<void()>*>(first))();
     scheduler->AwaitOthers();
+    CheckDeleted();
     return nullptr;
   };
   // On a thread of its own: where its stack lies does not depend on the environment.

@@ -3,6 +3,7 @@
 // meanwhile, are its tasks. Clocks stand still but for what the scheduler adds. All choices come
 // from one seed, so the same seed gives the same run, byte for byte of the caller's memory.
 //
+//   heap.cpp      notices accesses to objects that have been deleted
 //   libc.cpp      puts the scheduler behind mutexes, condition variables, futexes, sleeps, clocks
 //   accesses.cpp  puts it behind every atomic operation of the code that is compiled for it
 //
@@ -43,8 +44,7 @@ Summary RunSchedule(uint64_t seed, FunctionRef<void()> body);
 // What a failure calls, after its report and before it ends the process. May be NULL.
 void OnFailure(void (*function)());
 
-// ------------------------------------------- for libc.cpp and accesses.cpp: the operations of a --
-// task
+// -------------------------------------- for libc.cpp and accesses.cpp: the operations of a task --
 
 constexpr int64_t kNever = INT64_MAX;
 
@@ -68,6 +68,9 @@ uint32_t TaskNumber();
 // The functions that this task is in, for the report. An address in the caller of each.
 void Enter(void* caller);
 void Leave();
+
+// Ends the run if an object that a task has deleted was written after that.
+void CheckDeleted();
 
 struct Task;
 Task* NewTask(void* (*body)(void*), void* argument);

@@ -140,8 +140,7 @@ TEST(Scheduler, TimeIsItsOwn) {
   });
 }
 
-// --------------------------------------------------------------------------- what it finds, and --
-// reports
+// ------------------------------------------------------------------- what it finds, and reports --
 
 // Two threads add without a lock.
 bool LosesAnAddition() {
