@@ -136,7 +136,6 @@ class Tuner {
           offload_device_upload(context_.get(), *array, values.data(), 2 * values.size(), nullptr),
           "offload_device_upload");
     }
-    if (!settings.sim) work_.emplace();
     std::printf("%s, %u threads, %llu Mi elements, %u rounds; G params/s, median and quartiles\n",
                 context_.Info().device_name, context_.Info().threads,
                 static_cast<unsigned long long>(settings.elements >> 20), settings.rounds);
@@ -147,6 +146,8 @@ class Tuner {
   }
   Tuner(const Tuner&) = delete;
   Tuner& operator=(const Tuner&) = delete;
+
+  uint32_t threads() const { return context_.Info().threads; }
 
   // The rates of the executors, one line.
   void Try(const std::string& what, const Layout& layout, const Knobs& tried, bool cpu,
@@ -162,7 +163,8 @@ class Tuner {
   void TryBesideModel(const std::string& what, const Layout& layout, const Knobs& tried) {
     const std::string rate = Rate(layout, tried, OFFLOAD_EXECUTORS_STREAMED);
     std::string line = "  streamed " + rate;
-    if (work_.has_value()) {
+    if (!settings_.sim) {
+      if (!work_.has_value()) work_.emplace();
       const auto optimizer = Make(layout, tried, OFFLOAD_EXECUTORS_STREAMED);
       const BesideStreams beside = RunBesideStreams(*work_, *optimizer, settings_.rounds);
       if (!beside.products.empty()) line += "  products " + Text(beside.products);
@@ -287,6 +289,35 @@ void TryBlocks(Tuner& tuner, const Layout& layout) {
   tuner.TryBesideModel("priority of callers' streams", layout, knobs);
 }
 
+// With fewer threads the CPU leaves more of the host's memory to streams, which need fewer bytes of
+// it for a param.
+void TryFewerThreads(const Settings& settings, uint32_t all) {
+  for (uint32_t quarters : {3, 2}) {
+    Settings fewer = settings;
+    fewer.threads = std::max(1u, all * quarters / 4);
+    Tuner tuner(fewer);
+    const std::string text = "threads " + std::to_string(fewer.threads);
+    tuner.Try(text, kFp32, {}, true, false);
+    tuner.Try(text, kSmall, {}, true, false);
+  }
+}
+
+void TryAll(const Settings& settings) {
+  uint32_t threads = 0;
+  {
+    Tuner tuner(settings);
+    threads = tuner.threads();
+    TryChunks(tuner, kFp32);
+    TryParamsThroughCaches(tuner, kFp32);
+    TryStaging(tuner, kFp32);
+    TryRings(tuner, kFp32);
+    TryBlocks(tuner, kFp32);
+    TryChunks(tuner, kSmall);
+    TryBlocks(tuner, kSmall);
+  }
+  TryFewerThreads(settings, threads);
+}
+
 }  // namespace
 }  // namespace bench
 
@@ -306,12 +337,5 @@ int main(int argc, char** argv) {
                "on the simulated device: shows that this program works, and nothing else");
   CLI11_PARSE(app, argc, argv);
 
-  bench::Tuner tuner(settings);
-  bench::TryChunks(tuner, bench::kFp32);
-  bench::TryParamsThroughCaches(tuner, bench::kFp32);
-  bench::TryStaging(tuner, bench::kFp32);
-  bench::TryRings(tuner, bench::kFp32);
-  bench::TryBlocks(tuner, bench::kFp32);
-  bench::TryChunks(tuner, bench::kSmall);
-  bench::TryBlocks(tuner, bench::kSmall);
+  bench::TryAll(settings);
 }
