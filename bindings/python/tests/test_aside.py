@@ -193,6 +193,25 @@ def test_state_that_lies_aside_is_in_what_is_saved(tmp_path):
     assert bits(params) == bits(others)
 
 
+def test_copies_know_the_state_that_lies_aside():
+    """The hidden step counts among it: the random bits that moments are rounded with depend on them."""
+    params = new_params(torch.bfloat16)
+    optimizer = hybridopt.Lion(params, lr=1e-2, state_dtype="bf16")
+    set_gradients(params, 0)
+    for _ in range(3):
+        step_parts(optimizer, parts_of(params))
+    put_back(optimizer, params)
+    other = copy.deepcopy(optimizer)
+    other.__setstate__(other.__getstate__())
+    others = other.param_groups[0]["params"]
+    for which, stepped in ((optimizer, params), (other, others)):
+        set_gradients(stepped, 1)
+        which.step()
+        assert set(which._engine.hidden_counts().values()) == {4}
+    assert bits(params) == bits(others)
+    assert state_bits(optimizer) == state_bits(other)
+
+
 def test_a_part_is_not_saved_as_if_it_were_all(tmp_path):
     params = new_params()
     optimizer = hybridopt.AdamW(params)

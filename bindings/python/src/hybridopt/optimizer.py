@@ -195,7 +195,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         state = dict(state)
         if "_history" not in vars(self):  # a copy begins with nothing
             self._history = History()
-            self._aside = Aside(self._history, state.pop("_hidden_counts"))
+            self._aside = Aside(self._history, {})
+        self._aside.counts = state.pop("_hidden_counts", self._aside.counts)
         if "state" in state:
             self.state = state.pop("state")
         super().__setstate__(state)
