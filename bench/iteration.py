@@ -267,6 +267,7 @@ class Megatron(Contender):
             gpu_optimizer_cls=torch.optim.AdamW,
             param_update_in_fp32=True,
             overlap_cpu_optimizer_d2h_h2d=True,
+            fused=True,
             **HYPERPARAMETERS,
         )
 
