@@ -53,7 +53,7 @@ class TunedDevice final : public hybridopt::ForwardingDevice {
   hybridopt::Status Update(hybridopt::StreamHandle stream,
                            const hybridopt::UpdateLaunch& launch) override {
     hybridopt::UpdateLaunch tuned = launch;
-    if (launch.blocks_max > 0) tuned.blocks_max = knobs.blocks_max.value_or(launch.blocks_max);
+    tuned.blocks_max = knobs.blocks_max.value_or(launch.blocks_max);
     return ForwardingDevice::Update(stream, tuned);
   }
 };

@@ -9,10 +9,6 @@
 namespace hybridopt {
 namespace {
 
-// These move several times the bytes of the link to the host, and leave most processors to the
-// model.
-constexpr uint32_t kBlocksMax = 32;
-
 // An upper bound: one update for each fragment, and one more for each stripe that begins inside
 // one.
 uint64_t UpdatesMost(const StateShape& shape) {
@@ -188,7 +184,6 @@ Status StreamedExecutor::Launch(Rule rule, size_t first) {
   launch.updates = std::span(updates_).subspan(first);
   launch.coefficients = plan_.coefficients();
   launch.verdict = lanes_.device_verdict;
-  launch.blocks_max = kBlocksMax;
   return device_.Update(lanes_.state_update, launch);
 }
 
