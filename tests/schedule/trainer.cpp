@@ -465,7 +465,9 @@ void Trainer::CompareStates() {
   Lend();
   const auto read = [&](const void* data, uint64_t bytes) {
     Bytes copy(bytes);
-    Waited("device_download", offload_device_download(context_, copy.data(), data, bytes, nullptr));
+    if (!Waited("device_download",
+                offload_device_download(context_, copy.data(), data, bytes, nullptr)))
+      throw DeviceFailed();
     return copy;
   };
   for (uint32_t id = 0; id < kParams; ++id)
