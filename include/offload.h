@@ -70,7 +70,8 @@
  *               fp16
  *   master      the fp32 value of a param, which the optimizer updates
  *   state       masters and moments (exp_avg, exp_avg_sq, momentum_buffer, sum)
- *   host share  the elements whose state lies in host memory; CPU threads update them
+ *   host share  the elements whose state lies in host memory; CPU threads update them, or the
+ *               device to which their state is copied for that (enum offload_host_executors)
  *   device share  the elements whose state lies in device memory; the device updates them
  *   chunk       the elements that one staging slot holds: the pipeline copies gradients to the host
  *               and params to the device chunk by chunk

@@ -21,9 +21,10 @@ Timeline::Timeline(RunnerPool& runners, Execute execute, Settle settle,
       settle_(std::move(settle)),
       fork_generation_(prim::ForkGeneration()),
       progress_(progress),
-      reached_(ProgressAt(1, 0)),  // who waits for "all that is queued" waits for nothing yet
+      reached_(
+          ProgressAt(1, 0)),  // a wait for all queued work ends at once, because none is queued
       issued_mark_(reached_) {
-  Show(reached_);
+  SetReached(reached_);
   ReserveFailures();
 }
 
@@ -38,7 +39,7 @@ Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
     std::unique_lock lock(mutex_);
     stopping_ = true;
     while (!changed_.wait_for(lock, kRound, [this] { return !HasWork(); })) {
-      // A save in the background may still read what is the caller's.
+      // A save in the background may still read the caller's memory.
       Status stuck = holds_streams_ ? Status() : check_stuck();
       if (stuck.ok()) continue;
       PoisonLocked(0, stuck);
@@ -47,7 +48,7 @@ Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
     }
   }
   runners_.Withdraw(*this);
-  // Streams that still wait, for whatever reason, must not wait for ever.
+  // No stream may wait for this timeline any more.
   progress_.store(kReleased);
   issued_.store(kReleased);
   return {};
@@ -94,13 +95,14 @@ Status Timeline::WaitForAll(int64_t timeout_ns) {
   const uint64_t last = submitted_.load();
   const auto completed = [&] { return executed_ >= last && (held_ == 0 || held_ > last); };
   HYBRIDOPT_TRY(Await(lock, last, completed, timeout_ns));
-  return Untold(last);
+  return TakeUnreported(last);
 }
 
 Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence,
                        FunctionRef<bool()> completed, int64_t timeout_ns) {
-  // Who is told of a failure may write and free what was lent, so nothing may read it any more.
-  const auto done = [&] { return completed() || (Suffers(sequence) && !holds_streams_); };
+  // A caller that has seen a failure may write and free the memory it has lent. So a failure is not
+  // returned while the background piece reads that memory.
+  const auto done = [&] { return completed() || (CannotComplete(sequence) && !holds_streams_); };
   if (timeout_ns < 0) {
     changed_.wait(lock, done);
   } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, kYearsNs)),
@@ -115,7 +117,7 @@ Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence,
 Status Timeline::OutcomeOf(uint64_t sequence) {
   for (Failure& failure : failures_) {
     if (failure.sequence != sequence) continue;
-    failure.told = true;
+    failure.reported = true;
     return failure.status;
   }
   if (std::binary_search(forgotten_.begin(), forgotten_.end(), sequence))
@@ -143,10 +145,10 @@ void Timeline::ReserveFailures() {
   if (forgotten_.capacity() < wanted) forgotten_.reserve(2 * wanted);
 }
 
-Status Timeline::Untold(uint64_t sequence) {
+Status Timeline::TakeUnreported(uint64_t sequence) {
   for (Failure& failure : failures_) {
-    if (failure.told || failure.sequence > sequence) continue;
-    failure.told = true;
+    if (failure.reported || failure.sequence > sequence) continue;
+    failure.reported = true;
     return failure.status;
   }
   return {};
@@ -164,7 +166,7 @@ void Timeline::ReleaseStreams() {
   {
     std::lock_guard lock(mutex_);
     holds_streams_ = false;
-    ShowWords();
+    PublishWords();
   }
   changed_.notify_all();
 }
@@ -173,7 +175,7 @@ void Timeline::Release(Status failure) {
   {
     std::lock_guard lock(mutex_);
     holds_streams_ = false;
-    ShowWords();
+    PublishWords();
     held_ = 0;
     awake_ = false;
     if (!failure.ok()) PoisonLocked(0, std::move(failure));
@@ -191,28 +193,28 @@ void Timeline::Wake() {
 
 void Timeline::Reached(uint64_t sequence, uint64_t mark) {
   std::lock_guard lock(mutex_);
-  Show(ProgressAt(sequence, mark));
+  SetReached(ProgressAt(sequence, mark));
 }
 
 void Timeline::Issued(uint64_t sequence, uint64_t mark) {
   std::lock_guard lock(mutex_);
   issued_mark_ = std::max(issued_mark_, ProgressAt(sequence, mark));
-  ShowWords();
+  PublishWords();
 }
 
-void Timeline::Show(uint64_t progress) {
+void Timeline::SetReached(uint64_t progress) {
   reached_ = progress;
   issued_mark_ = std::max(issued_mark_, progress);
-  ShowWords();
+  PublishWords();
 }
 
-void Timeline::ShowWords() {
+void Timeline::PublishWords() {
   if (holds_streams_) return;
   progress_.store(reached_);
   issued_.store(issued_mark_);
 }
 
-// Marks come every 100 us or so, and nobody is told of them: they are looked for.
+// Marks are issued about every 100 us without a notification, so this polls.
 Status Timeline::AwaitIssued(uint64_t sequence, uint64_t mark) {
   constexpr int kLooksBeforeNaps = 1000;
   constexpr auto kNap = std::chrono::microseconds(20);
@@ -220,7 +222,7 @@ Status Timeline::AwaitIssued(uint64_t sequence, uint64_t mark) {
     if (looks < kLooksBeforeNaps) {
       std::this_thread::yield();
     } else {
-      HYBRIDOPT_TRY(CheckPoison());  // streams may still be held then
+      HYBRIDOPT_TRY(CheckPoison());  // while streams are held, poison does not change the words
       std::this_thread::sleep_for(kNap);
     }
   }
@@ -230,8 +232,9 @@ Status Timeline::AwaitIssued(uint64_t sequence, uint64_t mark) {
 uint32_t Timeline::queued() const {
   std::lock_guard lock(mutex_);
   const uint64_t to_run = cause_.ok() ? submitted_.load() - executed_ : 0;
-  const bool beside = held_ != 0 && held_ <= executed_;  // it is not running itself any more
-  return static_cast<uint32_t>(to_run) + (beside ? 1 : 0);
+  // Its own turn is over, so `to_run` does not count it.
+  const bool in_background = held_ != 0 && held_ <= executed_;
+  return static_cast<uint32_t>(to_run) + (in_background ? 1 : 0);
 }
 
 Status Timeline::CheckPoison() const {
@@ -248,26 +251,26 @@ bool Timeline::RunTurn() {
   AwaitRound(lock);
   const Turn turn = NextTurn();
   if (turn != Turn::kNone) {
-    // What runs beside the background may wait for it, and so for files or other ranks.
+    // This turn may wait for the background piece, and so for files or other ranks.
     if (held_ != 0) LetOthersRun();
     in_turn_ = true;
     const uint64_t sequence = executed_ + 1;
     lock.unlock();
-    const bool passed = turn == Turn::kExecute ? ExecutePiece(sequence) : SettleBackground(false);
+    const bool succeeded =
+        turn == Turn::kExecute ? ExecutePiece(sequence) : SettleBackground(false);
     lock.lock();
     in_turn_ = false;
-    ended_ = !passed;
-    if (passed && turn == Turn::kExecute) {
+    ended_ = !succeeded;
+    if (succeeded && turn == Turn::kExecute) {
       executed_ = sequence;
-      Show(ProgressAt(sequence + 1, 0));
+      SetReached(ProgressAt(sequence + 1, 0));
     }
     changed_.notify_all();
   }
   return NextTurn() != Turn::kNone;
 }
 
-// Where the background has rounds, waits until the next one is due or there is something else to
-// do.
+// If the background piece has rounds, waits until the next one is due or there is other work.
 void Timeline::AwaitRound(std::unique_lock<std::mutex>& lock) {
   if (held_ == 0 || round_ns_ == 0 || awake_ || executed_ < submitted_.load()) return;
   LetOthersRun();
@@ -275,7 +278,7 @@ void Timeline::AwaitRound(std::unique_lock<std::mutex>& lock) {
   changed_.wait_for(lock, std::chrono::nanoseconds(round_ns_), due);
 }
 
-// The background goes first: whoever waits for it has waited longest.
+// The background piece comes first: threads that wait for it have waited longest.
 Timeline::Turn Timeline::NextTurn() const {
   if (ended_) return Turn::kNone;
   if (awake_) return Turn::kSettle;
@@ -291,13 +294,14 @@ bool Timeline::HasWork() const {
 bool Timeline::ExecutePiece(uint64_t sequence) {
   Status status = execute_(static_cast<uint32_t>(sequence % kCapacity), sequence);
   if (status.ok()) return true;
-  // Told at once, for the background may take long. It does not suffer if it can help it.
+  // The poison is set before the background piece ends, because that may take long. The background
+  // piece still completes if it can.
   Poison(sequence, std::move(status));
   (void)SettleBackground(true);
   return false;
 }
 
-// False if it failed and has poisoned all.
+// False if it failed and has poisoned the timeline.
 bool Timeline::SettleBackground(bool failure) {
   {
     std::lock_guard lock(mutex_);
@@ -311,14 +315,15 @@ bool Timeline::SettleBackground(bool failure) {
   return false;
 }
 
-// Whether a piece that has not completed never will: what is queued behind a failure does not run,
-// and the background ends unless the failure is its own.
-bool Timeline::Suffers(uint64_t sequence) const {
+// Whether a failure prevents a piece from completing: no piece behind a failed one runs. The
+// background piece completes, unless it is what has failed.
+bool Timeline::CannotComplete(uint64_t sequence) const {
   return !cause_.ok() && (sequence > executed_ || failed_ == 0);
 }
 
-// After a failure every stream is let go: a hung device would be worse than a wrong value that the
-// caller is told about. The background ends by itself, so it may hold them for as long as it reads.
+// A failure releases every waiting stream: a device that hangs would be worse than a wrong value,
+// because the caller learns of the failure. The background piece ends by itself, so it may hold
+// streams as long as it reads.
 void Timeline::Poison(uint64_t sequence, Status cause) {
   {
     std::lock_guard lock(mutex_);
@@ -328,9 +333,9 @@ void Timeline::Poison(uint64_t sequence, Status cause) {
 }
 
 void Timeline::PoisonLocked(uint64_t sequence, Status cause) {
-  if (cause_.ok()) cause_ = std::move(cause);  // the first one counts
+  if (cause_.ok()) cause_ = std::move(cause);  // the first failure is kept
   failed_ = sequence;
-  Show(kReleased);
+  SetReached(kReleased);
 }
 
 }  // namespace hybridopt

@@ -1,14 +1,15 @@
-// Timeline: the order of one optimizer's queued work, and who waits for it.
+// Timeline: the queue of one optimizer's work, and the waits for that work.
 //
 // The context's runners run the work, first in first out, one piece at a time. Each piece has a
-// sequence number, from 1; a piece completes when it has run, or it fails and poisons all that
-// comes after. Progress inside a piece shows in two 64-bit words that only grow: what has been
-// reached, so that device streams can wait on it without the host, and what has been issued, which
-// threads wait for before they put a stream behind it.
+// sequence number, counted from 1. A piece completes when it has run. If it fails, the timeline is
+// poisoned: no later piece runs. Two 64-bit words that only grow show the progress inside a piece.
+// One tells which mark has been reached; device streams wait for it without the host. The other
+// tells which mark has been issued; a thread waits for it before it makes a stream wait.
 //
-// One piece at a time may go on in the background (a save): it completes late, and later ones do
-// not wait for it. While it reads what streams may write, the words stand still. And a piece may
-// fail on its own (its files): then it completes with that status, and nothing else suffers.
+// One piece at a time, a save, may continue in the background: it completes late, and later pieces
+// do not wait for it. While it reads memory that streams may write, the two words do not change.
+// A piece may also fail alone, because of its files: then it completes with that status, and the
+// timeline is not poisoned.
 #pragma once
 
 #include <atomic>
@@ -30,79 +31,83 @@ class Timeline : private RunnerPool::Task {
 
   // Runs the work that was put into `slot` (0 to kCapacity - 1).
   using Execute = std::function<Status(uint32_t slot, uint64_t sequence)>;
-  // Brings the background to its end, as Wake has asked for, or, after `failure` of a later piece,
-  // in any case. It calls Release.
+  // Does what the background piece needs from a turn of the timeline, after Wake. If `failure`, a
+  // later piece has failed and the background piece must end now. It calls Release at its end.
   using Settle = std::function<Status(bool failure)>;
 
-  // `runners` has been started, and `progress` outlives every stream that may wait on it.
+  // `runners` has been started. `progress` must outlive every stream that may wait for it.
   Timeline(RunnerPool& runners, Execute execute, Settle settle, std::atomic<uint64_t>& progress);
   ~Timeline() override;  // drains
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  // Returns when all that is queued has run and the background has ended; at once in a forked
-  // child, which has no runners. The last call, unless check_stuck fails, which is asked meanwhile:
-  // then the timeline is poisoned with that failure, which also comes back, and a runner goes on
-  // with the piece that is stuck. The timeline and the context must then live as long as the
-  // process.
+  // Returns when all queued work has run and the background piece has ended; at once in a forked
+  // child, which has no runners. No other call may follow. While it waits, it calls check_stuck
+  // again and again. If that fails, Drain poisons the timeline with this failure and returns it,
+  // although a runner still runs the piece that is stuck. The timeline and the context must then
+  // live as long as the process.
   Status Drain(FunctionRef<Status()> check_stuck);
 
-  // The slot that the next Submit will queue; its earlier content has been executed, and is no
-  // longer read. INVALID_STATE when kCapacity pieces are queued, POISONED after a failure.
+  // The slot that the next Submit will queue. The earlier work of this slot has been executed, and
+  // nothing reads it any more. INVALID_STATE when kCapacity pieces are queued, POISONED after a
+  // failure.
   Result<uint32_t> NextSlot();
   // Queues that slot and gives its sequence number.
   Result<uint64_t> Submit();
 
-  // OK once the piece has completed; the cause if it or an earlier one failed, as soon as the
-  // background has read what it holds streams for; TIMED_OUT after timeout_ns (0 only looks,
-  // negative waits without limit). Any thread.
+  // OK when the piece has completed. If it or an earlier piece failed, returns that failure as soon
+  // as the background piece has read the memory that it holds streams for. TIMED_OUT after
+  // timeout_ns (0 does not wait, negative waits without limit). Any thread may call it.
   Status Wait(uint64_t sequence, int64_t timeout_ns);
-  // Whether it has completed, as Wait would say now; a failure that is its own is not told.
+  // What Wait would return now. A failure of this piece alone is not returned.
   Status Look(uint64_t sequence);
-  // Waits for all that is submitted now; of the failures that concern nobody else the first that
-  // nobody has been told of, once each.
+  // Waits for all pieces that have been submitted before this call. If pieces failed alone, returns
+  // the first of these failures that no call has returned yet; each is returned once.
   Status WaitForAll(int64_t timeout_ns);
 
-  // Said while the piece runs: it completes when Release is called, and until then Settle is called
-  // every `round_ns` where nothing else is to be done; 0: not. With `holds_streams` the word stays
-  // at the piece's start until ReleaseStreams. One at a time.
+  // Called while the piece runs: the piece continues in the background and completes when Release
+  // is called. Until then a runner calls Settle every `round_ns` if there is no other work (0: it
+  // does not). With `holds_streams` the words stay at the start of the piece until ReleaseStreams.
+  // One piece at a time.
   void Hold(uint64_t sequence, int64_t round_ns, bool holds_streams);
-  void ReleaseStreams();  // any thread, any number of times
-  // The background piece has completed; called by Execute or Settle. A `failure` that is not OK is
-  // more than the piece's own: it poisons the timeline before any waiter learns that the piece has
-  // completed.
+  void ReleaseStreams();  // any thread may call it, also several times
+  // Execute or Settle calls this when the background piece has completed. A `failure` that is not
+  // OK poisons the timeline before any waiting thread can see that the piece has completed.
   void Release(Status failure);
-  // The background has come so far that Settle has something to do. Any thread.
+  // Asks for a call of Settle. Any thread may call it.
   void Wake();
-  // Said by Execute before it waits for anything but the workers: other optimizers' work goes on
-  // meanwhile. Any number of times. Settle need not say it, nor Execute beside the background.
+  // Execute calls this before it waits for anything but the workers, so that other runners run the
+  // work of other optimizers meanwhile. It may be called several times. Settle need not call it,
+  // nor Execute while there is a background piece.
   void LetOthersRun() { runners_.LetOthersRun(*this); }
-  // Said before the piece completes: it has failed, and that is nobody else's concern. Why is
-  // remembered of the last kFailuresKept.
+  // Called before the piece completes: the piece has failed alone, with this status. The timeline
+  // keeps the last kFailuresKept of these.
   void Report(uint64_t sequence, Status failure);
   static constexpr size_t kFailuresKept = 64;
-  // Waits until a mark has been issued, on the calling thread; the cause if it never will.
+  // Blocks the calling thread until a mark has been issued. If a failure prevents that, returns
+  // POISONED with the cause.
   Status AwaitIssued(uint64_t sequence, uint64_t mark);
   bool HasReached(uint64_t sequence, uint64_t mark) const {
     return progress_.load() >= ProgressAt(sequence, mark);
   }
 
   uint64_t submitted() const { return submitted_.load(); }
-  // Pieces that are waiting, running or in the background; after a failure what is still going on.
+  // The number of pieces that wait, run, or continue in the background. After a failure no piece
+  // waits.
   uint32_t queued() const;
   bool idle() const { return queued() == 0; }
   // POISONED with the cause in its text after a failure, else OK.
   Status CheckPoison() const;
 
-  // What lets every stream go. A device may compare as counters that wrap around, so it is not the
-  // largest number there is.
+  // The value of the words that releases every waiting stream. It is not the largest 64-bit number,
+  // because a device may compare the words as counters that wrap around.
   static constexpr uint64_t kReleased = INT64_MAX;
   // Marks inside a piece: mark 0 is its start; all marks are reached, and issued, when it
   // completes.
   static constexpr uint64_t kMarks = uint64_t{1} << 24;
   static uint64_t ProgressAt(uint64_t sequence, uint64_t mark) { return sequence * kMarks + mark; }
-  // The work behind which a stream must stand has been queued on other streams. Any thread; a mark
-  // below the last one changes nothing.
+  // Issued: the work that leads to this mark has been queued on streams. Reached: that work is
+  // done. Any thread may call them. Issued ignores a mark below the last one.
   void Issued(uint64_t sequence, uint64_t mark);
   void Reached(uint64_t sequence, uint64_t mark);
   const std::atomic<uint64_t>& progress() const { return progress_; }
@@ -119,14 +124,14 @@ class Timeline : private RunnerPool::Task {
   bool HasWork() const;
   void PoisonLocked(uint64_t sequence, Status cause);
   void ReserveFailures();
-  void Show(uint64_t progress);
-  void ShowWords();
-  bool Suffers(uint64_t sequence) const;
+  void SetReached(uint64_t progress);
+  void PublishWords();
+  bool CannotComplete(uint64_t sequence) const;
   Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, FunctionRef<bool()> completed,
                int64_t timeout_ns);
   Status AwaitOne(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns);
   Status OutcomeOf(uint64_t sequence);
-  Status Untold(uint64_t sequence);
+  Status TakeUnreported(uint64_t sequence);
 
   RunnerPool& runners_;
   const Execute execute_;
@@ -141,21 +146,22 @@ class Timeline : private RunnerPool::Task {
   uint64_t failed_ = 0;  // the piece that failed; 0: none, or the background
   bool stopping_ = false;
   bool in_turn_ = false;        // a runner runs a piece, or settles the background
-  bool ended_ = false;          // a turn has failed: there is none any more
+  bool ended_ = false;          // a turn has failed: there are no more turns
   uint64_t executed_ = 0;       // the last piece that has run
   uint64_t held_ = 0;           // the piece that goes on in the background; 0: none
   int64_t round_ns_ = 0;        // how often Settle is called for it
   bool awake_ = false;          // Settle has something to do
   bool holds_streams_ = false;  // the background reads what streams may write
-  uint64_t reached_;            // what the words will say when nothing holds them
+  // The values of the words, which are published while nothing holds streams.
+  uint64_t reached_;
   uint64_t issued_mark_;
   struct Failure {
     uint64_t sequence;
     Status status;
-    bool told;
+    bool reported;  // a call has returned it
   };
   std::vector<Failure> failures_;    // of pieces that failed on their own, in order
-  std::vector<uint64_t> forgotten_;  // earlier ones, in order: that they failed, not why
+  std::vector<uint64_t> forgotten_;  // the sequence numbers of earlier ones, in order
 };
 
 }  // namespace hybridopt
