@@ -95,7 +95,7 @@ void Unlock(pthread_mutex_t* mutex) {
 // -------------------------------------------------------------------------- condition variables --
 
 int Wait(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t deadline_ns) {
-  Point();
+  Hesitate();
   Unlock(mutex);
   bool woken = true;
   if (Whim())
@@ -114,7 +114,7 @@ long Failed(int error) {
 }
 
 long WaitAt(const uint32_t* word, uint32_t value, int64_t deadline_ns) {
-  Point();
+  Hesitate();
   if (__atomic_load_n(word, __ATOMIC_SEQ_CST) != value) return Failed(EAGAIN);
   if (Whim()) return Failed(EINTR);
   return Block("word", word, deadline_ns) ? 0 : Failed(ETIMEDOUT);

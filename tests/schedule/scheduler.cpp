@@ -36,7 +36,7 @@ struct Task {
   int64_t deadline_ns = kNever;
   bool woken = false;
   uint64_t priority = 0;
-  char name[16] = "";
+  uint64_t held_until = 0;  // this many points, unless no other task is ready
   std::vector<void*> callers;
   alignas(64) std::atomic<uint32_t> turn = 0;  // 1: it may run
 };
@@ -50,6 +50,8 @@ constexpr int64_t kYieldNs = 500;
 // How far time may jump although some task could run, as on a machine that is busy elsewhere.
 constexpr int64_t kStallNsMax = 2'000'000;
 constexpr uint64_t kChangesMax = 6;
+// A task that hesitates lets the others run for up to so many points.
+constexpr uint64_t kHeldPointsMax = 4096;
 
 thread_local Task* current = nullptr;
 
@@ -84,6 +86,7 @@ class Scheduler {
   void Remove(Task* task) { tasks_.erase(tasks_.begin() + IndexOf(task)); }
   void Point();
   void Yield();
+  void Hesitate();
   bool Block(const char* what, const void* object, int64_t deadline_ns);
   uint32_t Wake(const void* object, uint32_t count);
   void End();
@@ -188,6 +191,9 @@ void Scheduler::CollectReady() {
   ready_.clear();
   for (const auto& task : tasks_)
     if (task->state == Task::State::kReady) ready_.push_back(task.get());
+  const auto first_held = std::stable_partition(
+      ready_.begin(), ready_.end(), [&](const Task* task) { return task->held_until <= points_; });
+  if (first_held != ready_.begin()) ready_.erase(first_held, ready_.end());
 }
 
 void Scheduler::MaybeStall() {
@@ -256,6 +262,15 @@ void Scheduler::Yield() {
   Count(kYieldNs);
   Lower(*current);
   PassTurnTo(Next(current));
+}
+
+void Scheduler::Hesitate() {
+  Count(kPointNs);
+  if (random_.OneIn(8)) {
+    Lower(*current);
+    current->held_until = points_ + random_.Below(kHeldPointsMax);
+    PassTurnTo(Next(current));
+  }
 }
 
 bool Scheduler::Block(const char* what, const void* object, int64_t deadline_ns) {
@@ -393,6 +408,7 @@ void OnFailure(void (*function)()) { on_failure = function; }
 bool IsTask() { return current != nullptr; }
 void Point() { scheduler->Point(); }
 void Yield() { scheduler->Yield(); }
+void Hesitate() { scheduler->Hesitate(); }
 bool Block(const char* what, const void* object, int64_t deadline_ns) {
   return scheduler->Block(what, object, deadline_ns);
 }

@@ -54,6 +54,9 @@ bool IsTask();
 void Point();
 // Another task goes on here if one can.
 void Yield();
+// As Point, where a thread has looked and has not acted on what it saw: now and then all others go
+// on for long, which is what a lost wake-up needs.
+void Hesitate();
 // Stops this task until another one wakes `object`, or until the deadline. `what` is for the
 // report. False: the deadline has passed.
 bool Block(const char* what, const void* object, int64_t deadline_ns);
