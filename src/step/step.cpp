@@ -245,9 +245,8 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
 }
 
 // The device's share has been queued before all chunks.
-Status StepPipeline::Issued(uint32_t chunk, Executor executor, EventHandle written) {
+void StepPipeline::Issued(uint32_t chunk, Executor executor, EventHandle written) {
   marks_->issued(kDevicePart + queue_.Issue(chunk, executor, written));
-  return {};
 }
 
 Status StepPipeline::PutBehind(StreamHandle stream, uint64_t mark) const {

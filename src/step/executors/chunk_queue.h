@@ -11,6 +11,7 @@
 // Thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <mutex>
@@ -33,7 +34,7 @@ using PerExecutor = std::array<T, 2>;
 class ChunkProgress {
  public:
   // `written` is recorded behind the work that writes the chunk's params.
-  virtual Status Issued(uint32_t chunk, Executor executor, EventHandle written) = 0;
+  virtual void Issued(uint32_t chunk, Executor executor, EventHandle written) = 0;
   virtual Status Finished(uint32_t chunk) = 0;
 
  protected:
@@ -88,8 +89,13 @@ class ChunkQueue {
   PerExecutor<EventHandle> Written(uint64_t count) const {
     std::lock_guard lock(mutex_);
     PerExecutor<EventHandle> last{};
-    for (uint64_t chunk = 0; chunk < count && chunk < issued_.count; ++chunk)
-      last[static_cast<size_t>(written_[chunk].first)] = written_[chunk].second;
+    // From the end: few chunks lie between the last ones of the two.
+    for (uint64_t chunk = std::min<uint64_t>(count, issued_.count); chunk > 0; --chunk) {
+      const auto& [executor, written] = written_[chunk - 1];
+      EventHandle& found = last[static_cast<size_t>(executor)];
+      if (found == nullptr) found = written;
+      if (last[0] != nullptr && last[1] != nullptr) break;
+    }
     return last;
   }
   uint32_t finished() const {

@@ -113,8 +113,8 @@ Status StreamedExecutor::Work() {
       const uint32_t chunk = chunks_[SlotOf(queued)];
       updater_.AwaitCapture(*step_, chunk, {0, plan_.active_count(chunk)});
       HYBRIDOPT_TRY(QueueUpdate(queued));
-      HYBRIDOPT_TRY(progress_.Issued(chunk, Executor::kStreamed,
-                                     lanes_.stream_slots()[SlotOf(queued)].updated.end));
+      progress_.Issued(chunk, Executor::kStreamed,
+                       lanes_.stream_slots()[SlotOf(queued)].updated.end);
       HYBRIDOPT_TRY(QueueDown(queued));
     }
     HYBRIDOPT_TRY(Finish(finished_));
