@@ -1,7 +1,7 @@
 // hybridopt_tune: which sizes suit a machine whose state on the host is updated by CPU threads, by
-// the GPU, or by both. It tries chunks, rings, thread blocks and stream priorities, one at a time
-// around the defaults, and prints a line for each. What the library has as constants is replaced
-// between it and the device, or its kernels. docs/PERFORMANCE.md says how to read the table.
+// the GPU, or by both. It tries chunks, rings and stream priorities, one at a time around the
+// defaults, and prints a line for each. What the library has as constants is replaced between it
+// and the device, or its kernels. docs/PERFORMANCE.md says how to read the table.
 #include <CLI/CLI.hpp>
 #include <atomic>
 #include <cstdio>
@@ -33,9 +33,8 @@ struct Knobs {
   uint64_t chunk_elements = 0;
   uint32_t staging_slots = 0;
   uint32_t ring_slots = 0;
-  std::optional<uint32_t> blocks_max = {};  // of a streamed chunk's update; 0: no limit
-  bool priority_of_callers = false;         // of that update's stream; else the lowest
-  bool params_through_caches = false;       // to the staging ring; else past them
+  bool priority_of_callers = false;    // of the stream of streamed updates; else the lowest
+  bool params_through_caches = false;  // to the staging ring; else past them
 };
 
 // Those of the optimizer that runs.
@@ -49,12 +48,6 @@ class TunedDevice final : public hybridopt::ForwardingDevice {
     const bool background = std::strcmp(label, hybridopt::kBackgroundStreamLabel) == 0;
     return ForwardingDevice::CreateStream(
         background && knobs.priority_of_callers ? hybridopt::kCallersStreamLabel : label);
-  }
-  hybridopt::Status Update(hybridopt::StreamHandle stream,
-                           const hybridopt::UpdateLaunch& launch) override {
-    hybridopt::UpdateLaunch tuned = launch;
-    tuned.blocks_max = knobs.blocks_max.value_or(launch.blocks_max);
-    return ForwardingDevice::Update(stream, tuned);
   }
 };
 
@@ -276,14 +269,8 @@ void TryRings(Tuner& tuner, const Layout& layout) {
   }
 }
 
-void TryBlocks(Tuner& tuner, const Layout& layout) {
-  for (uint32_t blocks : {8, 16, 32, 64, 0}) {
-    Knobs knobs;
-    knobs.blocks_max = blocks;
-    const std::string text =
-        blocks == 0 ? "no limit of blocks" : "blocks " + std::to_string(blocks);
-    tuner.TryBesideModel(text, layout, knobs);
-  }
+void TryPriorities(Tuner& tuner, const Layout& layout) {
+  tuner.TryBesideModel("lowest priority", layout, {});
   Knobs knobs;
   knobs.priority_of_callers = true;
   tuner.TryBesideModel("priority of callers' streams", layout, knobs);
@@ -311,9 +298,9 @@ void TryAll(const Settings& settings) {
     TryParamsThroughCaches(tuner, kFp32);
     TryStaging(tuner, kFp32);
     TryRings(tuner, kFp32);
-    TryBlocks(tuner, kFp32);
+    TryPriorities(tuner, kFp32);
     TryChunks(tuner, kSmall);
-    TryBlocks(tuner, kSmall);
+    TryPriorities(tuner, kSmall);
   }
   TryFewerThreads(settings, threads);
 }

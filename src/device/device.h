@@ -38,9 +38,6 @@ struct UpdateLaunch {
   std::span<const Coefficients> coefficients;
   // Device address: skip all updates, or multiply gradients by its grad_factor.
   const Verdict* verdict;
-  // How many thread blocks of the device may work on the launch at a time, so that the others are
-  // left to other work; 0: as many as it has work for.
-  uint32_t blocks_max = 0;
 };
 
 // One param's gradient in a norm launch.

@@ -694,10 +694,9 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch,
   if (count > 0) {
     status = tables_->Send(table, count * sizeof(UpdateRow), Of(stream));
     if (status.ok())
-      status = Check(
-          LaunchUpdate(Of(stream), kind, static_cast<const UpdateRow*>(table.device), count, tiles,
-                       launch.blocks_max > 0 ? launch.blocks_max : tiles, launch.verdict),
-          "update", stream);
+      status = Check(LaunchUpdate(Of(stream), kind, static_cast<const UpdateRow*>(table.device),
+                                  count, tiles, launch.verdict),
+                     "update", stream);
   }
   const Status given_back = tables_->GiveBack(table, Of(stream));
   return status.ok() ? given_back : status;

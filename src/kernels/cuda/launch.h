@@ -53,8 +53,7 @@ struct NormTotal {
 };
 
 cudaError_t LaunchUpdate(cudaStream_t stream, const UpdateKind& kind, const UpdateRow* rows,
-                         uint32_t row_count, uint32_t tiles, uint32_t blocks_max,
-                         const Verdict* verdict);
+                         uint32_t row_count, uint32_t tiles, const Verdict* verdict);
 cudaError_t LaunchBlockSums(cudaStream_t stream, const NormRow* rows, uint32_t row_count,
                             uint32_t groups, double* block_sums);
 // The launch overwrites the block sums.

@@ -1,7 +1,6 @@
 // The update of many params of one kind in one launch. A thread block finds the row of each tile.
 // Each combination of layout, dtypes and rounding has a kernel of its own, which needs registers
 // only for that combination.
-#include <algorithm>
 #include <utility>
 
 #include "kernels/cuda/arrays.h"
@@ -62,20 +61,17 @@ __device__ void UpdateTile(const UpdateRow& row, uint32_t tile, float grad_facto
   }
 }
 
-// Each thread block updates one tile, or, if there are fewer blocks than tiles, every gridDim.x-th
-// tile.
+// Each thread block updates one tile.
 template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype, int32_t kParamDtype,
           bool kTiesAway>
 __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
-    Update(const UpdateRow* __restrict__ rows, uint32_t row_count, uint32_t tiles,
-           const Verdict* verdict) {
+    Update(const UpdateRow* __restrict__ rows, uint32_t row_count, const Verdict* verdict) {
   if (verdict->skip != 0) return;
-  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x)
-    UpdateTile<kRule, kSplit, kForm, kGradDtype, kParamDtype, kTiesAway>(
-        RowOfTile(rows, row_count, tile), tile, verdict->grad_factor);
+  UpdateTile<kRule, kSplit, kForm, kGradDtype, kParamDtype, kTiesAway>(
+      RowOfTile(rows, row_count, blockIdx.x), blockIdx.x, verdict->grad_factor);
 }
 
-using UpdateKernel = void (*)(const UpdateRow*, uint32_t, uint32_t, const Verdict*);
+using UpdateKernel = void (*)(const UpdateRow*, uint32_t, const Verdict*);
 
 template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype>
 UpdateKernel KernelOf(const UpdateKind& kind) {
@@ -136,10 +132,8 @@ UpdateKernel KernelOf(const UpdateKind& kind) {
 }  // namespace
 
 cudaError_t LaunchUpdate(cudaStream_t stream, const UpdateKind& kind, const UpdateRow* rows,
-                         uint32_t row_count, uint32_t tiles, uint32_t blocks_max,
-                         const Verdict* verdict) {
-  const uint32_t blocks = std::min(tiles, blocks_max);
-  KernelOf(kind)<<<blocks, kThreads, 0, stream>>>(rows, row_count, tiles, verdict);
+                         uint32_t row_count, uint32_t tiles, const Verdict* verdict) {
+  KernelOf(kind)<<<tiles, kThreads, 0, stream>>>(rows, row_count, verdict);
   return cudaGetLastError();
 }
 
