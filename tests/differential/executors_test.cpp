@@ -53,16 +53,6 @@ LifecycleSetting SettingOf(int32_t host_executors) {
   return setting;
 }
 
-offload_step_result_t StepOnce(LifecycleRig& rig, const StepInput& input) {
-  rig.NewGrads(input);
-  rig.BindAll();
-  const offload_ticket_t ticket = rig.Step(input);
-  rig.Wait();
-  auto result = Make<offload_step_result_t>();
-  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
-  return result;
-}
-
 TEST(Executors, TheDeviceAloneDoesAllAndCopiesStateOnly) {
   for (int32_t algorithm : kAlgorithmValues) {
     for (const StateChoice& state : StateChoices()) {
@@ -75,7 +65,7 @@ TEST(Executors, TheDeviceAloneDoesAllAndCopiesStateOnly) {
       for (const uint64_t bytes : plan.host_state_bytes) state_bytes += bytes;
       EXPECT_GE(plan.pinned_state_bytes, state_bytes);
       for (size_t i = 0; i < solved.problem.steps.size(); ++i) {
-        const offload_step_result_t result = StepOnce(rig, solved.problem.steps[i]);
+        const offload_step_result_t result = rig.StepOnce(solved.problem.steps[i]);
         ASSERT_EQ(rig.Difference(solved.trace[i + 1]), "");
         EXPECT_EQ(result.streamed_elements, Elements(solved.problem));
         EXPECT_EQ(result.cpu_elements, 0u);
@@ -95,7 +85,7 @@ TEST(Executors, CpuThreadsAloneStreamNothing) {
   LifecycleRig rig(solved.problem, SettingOf(OFFLOAD_EXECUTORS_CPU));
   EXPECT_EQ(rig.Plan().device_ring_bytes, 0u);
   EXPECT_EQ(rig.Plan().pinned_state_bytes, 0u);
-  const offload_step_result_t result = StepOnce(rig, solved.problem.steps[0]);
+  const offload_step_result_t result = rig.StepOnce(solved.problem.steps[0]);
   EXPECT_EQ(rig.Difference(solved.trace[1]), "");
   EXPECT_EQ(result.cpu_elements, Elements(solved.problem));
   EXPECT_EQ(result.streamed_elements, 0u);
@@ -111,7 +101,7 @@ TEST(Executors, ASkippedStepBringsNoStateBack) {
   problem.steps[0].flags = 0;
   const Solved solved(std::move(problem));
   LifecycleRig rig(solved.problem, SettingOf(OFFLOAD_EXECUTORS_STREAMED));
-  const offload_step_result_t result = StepOnce(rig, solved.problem.steps[0]);
+  const offload_step_result_t result = rig.StepOnce(solved.problem.steps[0]);
   EXPECT_EQ(result.skipped, 1);
   EXPECT_EQ(result.streamed_elements, 0u);
   EXPECT_EQ(result.state_down_bytes, 0u);
@@ -151,11 +141,7 @@ TEST(Executors, ASkippedStepEndsBehindItsCopies) {
     LifecycleSetting setting = SettingOf(executors);
     setting.delay_ns_max = 1'000'000;
     PrefetchDevice* device = nullptr;
-    setting.wrap = [&](std::unique_ptr<Device> wrapped) {
-      auto prefetch = std::make_unique<PrefetchDevice>(std::move(wrapped));
-      device = prefetch.get();
-      return prefetch;
-    };
+    setting.WrapIn(&device);
     LifecycleRig rig(solved.problem, setting);
     rig.NewGrads(solved.problem.steps[0]);
     rig.BindAll();
@@ -194,15 +180,11 @@ offload_step_result_t StepHolding(const Solved& solved, const char* held, const 
                                   uint32_t ring_of_held) {
   LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_AUTO);
   HoldingDevice* holding = nullptr;
-  setting.wrap = [&](std::unique_ptr<Device> device) {
-    auto wrapped = std::make_unique<HoldingDevice>(std::move(device), held, counted);
-    holding = wrapped.get();
-    return wrapped;
-  };
+  setting.WrapIn(&holding, held, counted);
   LifecycleRig rig(solved.problem, setting);
   const auto others = static_cast<int>(rig.Plan().chunk_count - ring_of_held);
   holding->Close(2 * others);
-  const offload_step_result_t result = StepOnce(rig, solved.problem.steps[0]);
+  const offload_step_result_t result = rig.StepOnce(solved.problem.steps[0]);
   EXPECT_EQ(rig.Difference(solved.trace[1]), "");
   return result;
 }
@@ -284,16 +266,12 @@ TEST(Executors, EveryCopyKeepsToOnePinnedRangeWhateverTheFraction) {
     const Solved solved(MakeProblem(OFFLOAD_ADAMW, state, 6));
     LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_STREAMED);
     PinnedCopiesDevice* watch = nullptr;
-    setting.wrap = [&](std::unique_ptr<Device> device) {
-      auto wrapped = std::make_unique<PinnedCopiesDevice>(std::move(device));
-      watch = wrapped.get();
-      return wrapped;
-    };
+    setting.WrapIn(&watch);
     LifecycleRig rig(solved.problem, setting);
     constexpr double kFractions[] = {0, 0.4, 0.1, 1, 0.7, 0};
     for (size_t i = 0; i < solved.problem.steps.size(); ++i) {
       rig.SetDeviceFraction(kFractions[i]);
-      const offload_step_result_t result = StepOnce(rig, solved.problem.steps[i]);
+      const offload_step_result_t result = rig.StepOnce(solved.problem.steps[i]);
       ASSERT_EQ(rig.Difference(solved.trace[i + 1]), "") << state.Text() << ", step " << i;
       EXPECT_EQ(result.streamed_elements, rig.Plan().host_elements);
       auto info = Make<offload_context_info_t>();

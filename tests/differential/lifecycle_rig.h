@@ -37,6 +37,15 @@ struct LifecycleSetting {
   const offload_comm_t* comm = nullptr;
   // Puts a device of the test's between the library and the real one.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
+  // The same; *made is that device once there is a rig.
+  template <typename Wrapper, typename... Arguments>
+  void WrapIn(Wrapper** made, Arguments... arguments) {
+    wrap = [=](std::unique_ptr<Device> device) {
+      auto wrapper = std::make_unique<Wrapper>(std::move(device), arguments...);
+      *made = wrapper.get();
+      return wrapper;
+    };
+  }
   prim::Files* files = nullptr;  // where checkpoints go; NULL: the system's
   // Whoever waits on the host for such events is slow; empty: nobody.
   std::string slow_event = {};
@@ -288,6 +297,16 @@ class LifecycleRig {
     return status == OFFLOAD_OK ? offload_optimizer_wait(optimizer_, ticket, -1) : status;
   }
   void Wait(offload_ticket_t ticket = 0) { MUST(offload_optimizer_wait(optimizer_, ticket, -1)); }
+  // A step over new gradients, from its first call until its result is known.
+  offload_step_result_t StepOnce(const StepInput& input) {
+    NewGrads(input);
+    BindAll();
+    const offload_ticket_t ticket = Step(input);
+    Wait();
+    auto result = Make<offload_step_result_t>();
+    MUST(offload_optimizer_step_result(optimizer_, ticket, &result));
+    return result;
+  }
 
   offload_stats_t Stats() const {
     auto stats = Make<offload_stats_t>();

@@ -95,16 +95,6 @@ class Meeting {
   std::array<std::array<int, 2>, 2> pipes_;
 };
 
-offload_step_result_t StepOnce(LifecycleRig& rig, const StepInput& input) {
-  rig.NewGrads(input);
-  rig.BindAll();
-  const offload_ticket_t ticket = rig.Step(input);
-  rig.Wait();
-  auto result = Make<offload_step_result_t>();
-  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
-  return result;
-}
-
 // In one process the workers are held up and in the other the device: the other executor of the
 // same process does what they leave, in each step.
 std::string TrainWithOneHeldUp(size_t process, const Meeting& meeting) {
@@ -113,18 +103,13 @@ std::string TrainWithOneHeldUp(size_t process, const Meeting& meeting) {
   const uint32_t held_chunks = workers ? 2 : 4;  // those in the ring of whoever is held up
   LifecycleSetting setting = SettingOf(process);
   HoldingDevice* holding = nullptr;
-  setting.wrap = [&](std::unique_ptr<Device> device) {
-    auto wrapped = std::make_unique<HoldingDevice>(std::move(device),
-                                                   workers ? "gradients landed" : "state down",
-                                                   workers ? "state down" : "params uploaded");
-    holding = wrapped.get();
-    return wrapped;
-  };
+  setting.WrapIn(&holding, workers ? "gradients landed" : "state down",
+                 workers ? "state down" : "params uploaded");
   LifecycleRig rig(solved.problem, setting);
   for (size_t i = 0; i < kSteps; ++i) {
     if (i == 0 || i + 1 == kSteps) meeting.Meet(process);
     holding->Close(static_cast<int>(2 * (rig.Plan().chunk_count - held_chunks)));
-    const offload_step_result_t result = StepOnce(rig, solved.problem.steps[i]);
+    const offload_step_result_t result = rig.StepOnce(solved.problem.steps[i]);
     const std::string difference = rig.Difference(solved.trace[i + 1]);
     if (!difference.empty()) return difference;
     const uint64_t held = workers ? result.cpu_elements : result.streamed_elements;
@@ -142,7 +127,7 @@ std::string Train(size_t process, const Meeting& meeting) {
   LifecycleRig rig(solved.problem, SettingOf(process));
   meeting.Meet(process);
   for (size_t i = 0; i < kSteps; ++i) {
-    const offload_step_result_t result = StepOnce(rig, solved.problem.steps[i]);
+    const offload_step_result_t result = rig.StepOnce(solved.problem.steps[i]);
     const std::string difference = rig.Difference(solved.trace[i + 1]);
     if (!difference.empty()) return difference;
     if (result.cpu_elements + result.streamed_elements != kElements) return "elements";

@@ -20,6 +20,15 @@ PAIRS = {
 WITH_TORCH = {name: pair for name, pair in PAIRS.items() if pair[1] is not None}
 
 
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
 def perceptron(dtype=torch.float32):
     return nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 3)).to(dtype)
 

@@ -29,15 +29,6 @@ def check_mode(monkeypatch):
     monkeypatch.setenv("HYBRIDOPT_CHECK_OVERLAP", "1")
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 8), nn.Linear(8, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     """Blocks, one of them checkpointed, between an embedding and a head that are tied; a module that is
     used twice; a list of params, and a module that is not called, both used by the module above them."""
@@ -45,7 +36,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(Block(6) for _ in range(3))
+        self.blocks = nn.ModuleList(models.Block(6, 8) for _ in range(3))
         self.scales = nn.ParameterList([nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))])
         self.uncalled = nn.Linear(6, 6)
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
@@ -690,7 +681,7 @@ def sharded(rank, world, prefetch):
     """FSDP2, beside FSDP2 whose steps wait: losses and bits."""
     torch.manual_seed(0)
     seen = []
-    whole = nn.Sequential(nn.Linear(5, 5), *(Block(5) for _ in range(3)), nn.Linear(5, 3))
+    whole = nn.Sequential(nn.Linear(5, 5), *(models.Block(5, 8) for _ in range(3)), nn.Linear(5, 3))
     for overlap in (True, False):
         module = copy.deepcopy(whole)
         for block in module[1:4]:

@@ -15,16 +15,6 @@ import ranks
 SMALL = {"master_layout": "split", "state_dtype": torch.bfloat16}
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def trained(whole, rank, overlapped, hooked, options):
     """Losses, a rank's params, and norms, after six steps of which one is skipped."""
     from torch.distributed.fsdp import fully_shard
@@ -61,7 +51,7 @@ def on_rank(rank, world):
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(512, 512), *(Block(512) for _ in range(4)), nn.Linear(512, 8))
+    whole = nn.Sequential(nn.Linear(512, 512), *(models.Block(512, 2048) for _ in range(4)), nn.Linear(512, 8))
     whole = whole.to("cuda", torch.bfloat16)
     for layout in ({}, SMALL):
         expected = trained(whole, rank, False, False, {"offload_fraction": 0.0, **layout})

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridopt
 from hybridopt import abi
-from models import bits
+from models import Block, bits
 
 every_fraction = pytest.mark.parametrize("fraction", [1.0, 0.4, 0.0])
 
@@ -25,23 +25,13 @@ def check_mode(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     """Wide enough that a step takes longer than the host needs to queue a forward pass."""
 
     def __init__(self, width=512):
         super().__init__()
         self.embedding = nn.Embedding(300, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(6))
+        self.blocks = nn.ModuleList(Block(width, 4 * width) for _ in range(6))
         self.head = nn.Linear(width, 300, bias=False)
         self.head.weight = self.embedding.weight
 

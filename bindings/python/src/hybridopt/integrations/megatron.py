@@ -23,7 +23,8 @@ from .. import algorithms
 from ..engine import Engine
 from ..members import Member, takes_part
 from ..optimizer import OffloadOptimizer
-from ..options import DEFAULT_OPTIONS, OffloadOptions, state_dtype_of
+from ..options import OffloadOptions, state_dtype_of
+from .wrapped import check_options
 
 PLACES = (
     "megatron.core.optimizer",
@@ -314,12 +315,7 @@ def install(**options: Any) -> None:
     """From now on Megatron's --optimizer-cpu-offload makes optimizers of this package. `options` are some of
     hybridopt.OffloadOptions; the last call's hold."""
     global installed_options
-    for name in options:
-        if name in MEGATRONS:
-            raise TypeError(f"install() got {name!r}: {MEGATRONS[name]}")
-        if name not in DEFAULT_OPTIONS:
-            expected = ", ".join(name for name in DEFAULT_OPTIONS if name not in MEGATRONS)
-            raise TypeError(f"install() got an unexpected keyword argument {name!r}, expected some of {expected}")
+    check_options(options, MEGATRONS)
     modules = [found(place, NAME) for place in PLACES]
     maker = found(PLACES[0], MAKER)
     installed_options = options

@@ -27,9 +27,8 @@ from transformers import (
 )
 
 from .. import algorithms
-from ..options import DEFAULT_OPTIONS
 from ..overlap import Overlap
-from .wrapped import check_clipped_once, name_params, unwrapped
+from .wrapped import check_clipped_once, check_options, name_params, unwrapped
 
 FOLDER = "hybridopt"  # in each of Trainer's checkpoints
 CLASSES = {
@@ -107,12 +106,7 @@ def install(**options: Any) -> None:
     there is here: --optim adamw_torch, adamw_torch_fused, sgd or adagrad. Learning rate, betas and the like
     are Trainer's. `options` are some of hybridopt.OffloadOptions; the last call's hold."""
     global installed_options
-    for name in options:
-        if name in OTHERS:
-            raise TypeError(f"install() got {name!r}: {OTHERS[name]}")
-        if name not in DEFAULT_OPTIONS:
-            expected = ", ".join(name for name in DEFAULT_OPTIONS if name not in OTHERS)
-            raise TypeError(f"install() got an unexpected keyword argument {name!r}, expected some of {expected}")
+    check_options(options, OTHERS)
     is_first = installed_options is None
     installed_options = options
     if is_first:

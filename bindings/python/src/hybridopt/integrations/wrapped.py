@@ -1,5 +1,5 @@
-"""What the callbacks for several frameworks share: they find the optimizer inside of what the framework
-wraps around it, check its options and give it the names of params."""
+"""What the adaptors of several frameworks share: they check options, find the optimizer inside of what the
+framework wraps around it, and give it the names of params."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..optimizer import OffloadOptimizer
+from ..options import DEFAULT_OPTIONS
 
 # What wrappers of modules put into the names of params: DistributedDataParallel, torch.compile,
 # activation checkpointing.
@@ -25,6 +26,17 @@ def unwrapped(optimizer: Any) -> OffloadOptimizer:
                 "Lion, Signum, Adagrad) or a wrapper around one"
             )
     return inner
+
+
+def check_options(options: dict[str, Any], others: dict[str, str]) -> None:
+    """Refuses what install() of a framework must not get: no option of the package's, or one of `others`,
+    which belong to the framework. Their values say what to do instead."""
+    for name in options:
+        if name in others:
+            raise TypeError(f"install() got {name!r}: {others[name]}")
+        if name not in DEFAULT_OPTIONS:
+            expected = ", ".join(name for name in DEFAULT_OPTIONS if name not in others)
+            raise TypeError(f"install() got an unexpected keyword argument {name!r}, expected some of {expected}")
 
 
 def check_clipped_once(
