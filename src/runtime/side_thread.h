@@ -1,4 +1,5 @@
-// SideThread: a thread that does one piece of work at a time beside the thread that gives it.
+// SideThread: a thread of its own for one owner, which gives it one function at a time and goes on
+// while the thread runs it.
 #pragma once
 
 #include <condition_variable>
@@ -13,18 +14,20 @@ namespace hybridopt {
 
 class SideThread {
  public:
-  SideThread() = default;  // starts nothing
-  // Ends the thread, which has no work then. Not in a forked child, where the thread does not exist
-  // and what it waited on cannot be destroyed; there the objects of the parent stay as they are.
+  SideThread() = default;  // Start starts the thread
+  // Ends the thread, which must have no work then. It must not be called in a forked child: the
+  // thread does not exist there, and the condition variable on which it waited in the parent cannot
+  // be destroyed. A forked child destroys no object that the parent made.
   ~SideThread();
   SideThread(const SideThread&) = delete;
   SideThread& operator=(const SideThread&) = delete;
 
-  // Debuggers show the name. OUT_OF_HOST_MEMORY where the system refuses another thread.
+  // Debuggers show `name`. Returns OUT_OF_HOST_MEMORY where the system refuses another thread.
   Status Start(const char* name);
-  // Has the thread call `work`, which lives until Await has returned and does not throw. Each Begin
-  // is followed by one Await.
+  // Has the thread call `work`. `work` must not throw, and must live until Await has returned. The
+  // owner calls Await once after each Begin.
   void Begin(FunctionRef<void()> work);
+  // Waits until `work` has returned.
   void Await();
 
  private:

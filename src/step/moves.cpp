@@ -8,19 +8,20 @@
 namespace hybridopt {
 namespace {
 
-// Copies are cut, so that both streams always have one under way.
+// Copies are cut into pieces, which take turns on two streams: one stream copies while the other
+// one begins its next copy.
 constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
 
 }  // namespace
 
-// A part of one gradient; no item: none.
+// A range of one gradient. `item` is null where no gradient is left.
 struct Mover::GradPiece {
   const MoveItem* item = nullptr;
   uint64_t begin = 0;  // elements
   uint64_t end = 0;
 };
 
-// Goes through gradients in order, piece by piece.
+// Cuts gradients into pieces of at most `most_elements` and returns these in order.
 class Mover::GradPieces {
  public:
   GradPieces(const ParamTable& table, std::span<const MoveItem> items, uint64_t most_elements)
@@ -75,16 +76,16 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
       return OffloadGrads(request, bytes);
     case Move::kAccumulateGrads:
       HYBRIDOPT_TRY(Accumulate(request, bytes));
-      return SumLanded(request, OFFLOAD_FP32);
+      return SumOnHost(request, OFFLOAD_FP32);
     case Move::kDropGrads:
       return {};
     case Move::kRefreshMasters:
       return Refresh(request);
     default:
-      HYBRIDOPT_TRY(Carry(request, bytes));
+      HYBRIDOPT_TRY(CopyResource(request, bytes));
   }
   if (request.frees_device_memory) {
-    HYBRIDOPT_TRY(AwaitDevice());  // whatever an earlier step left there
+    HYBRIDOPT_TRY(AwaitDevice());  // a kernel of an earlier step may still use the memory
     memory_.FreeDevice();
     LaneScratch none;
     lanes_.UseScratch(none);
@@ -92,8 +93,8 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
   return {};
 }
 
-// The resource as it is, one way or the other.
-Status Mover::Carry(const MoveRequest& request, uint64_t* bytes) {
+// Copies the resource that the move names in the move's direction, without converting it.
+Status Mover::CopyResource(const MoveRequest& request, uint64_t* bytes) {
   const MoveRow& row = RowOf(request.move);
   if (row.resource == Resource::kParams) ListParams(request);
   if (row.resource == Resource::kGrads) ListGrads(request);
@@ -101,9 +102,9 @@ Status Mover::Carry(const MoveRequest& request, uint64_t* bytes) {
   return CopyListed(row.direction, bytes);
 }
 
-// The producers are waited for here and not by the streams: a move may queue more copies than a
-// launch queue holds, and its ticket must not complete before the producers' work has, even where
-// nothing is copied.
+// The runner waits for the producers on the host; the streams do not wait for them. A move may
+// queue more copies than a launch queue holds. And its ticket must not complete before the
+// producers' work has, also where the move copies nothing.
 Status Mover::AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
                              FunctionRef<Result<bool>()> await_borrowed) {
   if (device_.unified()) return {};
@@ -141,7 +142,8 @@ void Mover::ListStates(const MoveRequest& request) {
   }
 }
 
-// From here on the memory is freed with what it belongs to.
+// Hands the device memory of the request to the state memory and to the lanes, which free it from
+// now on.
 Status Mover::UseDeviceMemory(MoveRequest& request) {
   if (!request.brings_device_memory) return {};
   HYBRIDOPT_TRY(memory_.GrowDevice(request.pages));
@@ -176,7 +178,7 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
   return {};
 }
 
-// In one memory the workers copy.
+// Where device and host share one memory, the workers copy.
 Status Mover::CopyByWorkers(Direction direction) {
   std::vector<HostCopy> copies;
   for (const Copy& copy : copies_)
@@ -185,18 +187,19 @@ Status Mover::CopyByWorkers(Direction direction) {
   return CopyInParallel(context_.workers(), copies);
 }
 
-// ------------------------------------------------------------------------ gradients that leave --
+// --------------------------------------------------------------- gradients that are offloaded --
 
-// The producers' work is done. Where the device's scratch has been given up with its states, and
-// where there is one memory, the workers make the sums from what has landed.
+// The producers' work is done when this begins. Usually the device computes the block sums. The
+// workers compute them from the copies on the host where device and host share one memory, and
+// where the device has no scratch memory because its states are offloaded.
 Status Mover::OffloadGrads(const MoveRequest& request, uint64_t* bytes) {
   ListGrads(request);
   if (device_.unified() || !lanes_.has_scratch()) {
     HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
-    return SumLanded(request, 0);
+    return SumOnHost(request, 0);
   }
   HYBRIDOPT_TRY(QueueSums(request));
-  // One stream and whole params: copies follow each other without the host.
+  // One stream copies whole params, so that each copy follows the one before without the host.
   for (const Copy& copy : copies_) {
     *bytes += copy.bytes;
     if (copy.bytes > 0)
@@ -204,11 +207,11 @@ Status Mover::OffloadGrads(const MoveRequest& request, uint64_t* bytes) {
   }
   HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.down));
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.grads_summed, "the norms of gradients being moved"));
-  TakeSums(request);
+  KeepSums(request);
   return lanes_.Wait(lanes_.moved[0], "gradients being moved");
 }
 
-// The block sums of all params of the request, one param's behind the other's.
+// Queues the block sums of all params of the request, in the request's order and without gaps.
 Status Mover::QueueSums(const MoveRequest& request) {
   norm_inputs_.clear();
   uint64_t blocks = 0;
@@ -229,18 +232,20 @@ Status Mover::QueueSums(const MoveRequest& request) {
   return device_.Record(lanes_.grads_summed, lanes_.compute);
 }
 
-void Mover::TakeSums(const MoveRequest& request) {
+// Copies the block sums that the device has computed to each param's place in norm_sums_.
+void Mover::KeepSums(const MoveRequest& request) {
   const double* sums = lanes_.host_block_sums;
   for (const MoveItem& item : request.items) {
     const uint64_t blocks = NormBlocksOf(table_.param(item.param).count);
-    norm_sums_.Take(shape_.params[item.param].first_norm_block, {sums, blocks});
+    norm_sums_.Set(shape_.params[item.param].first_norm_block, {sums, blocks});
     sums += blocks;
   }
 }
 
-// The norm of what has landed, while it is warm: the step need not read it again. dtype 0 stands
-// for each gradient's own.
-Status Mover::SumLanded(const MoveRequest& request, int32_t dtype) {
+// The workers compute the block sums of the request's gradients on the host, which are still in the
+// caches from the copy, so that the step need not read them again. `dtype` is that of the gradients
+// there; 0 means each gradient's own.
+Status Mover::SumOnHost(const MoveRequest& request, int32_t dtype) {
   norm_inputs_.clear();
   for (const MoveItem& item : request.items) {
     const Param& param = table_.param(item.param);
@@ -249,13 +254,13 @@ Status Mover::SumLanded(const MoveRequest& request, int32_t dtype) {
                             dtype != 0 ? dtype : param.grad_dtype,
                             shape_.params[item.param].first_norm_block});
   }
-  // The caller names params in any order.
+  // The caller may name params in any order; NormSums needs them in registration order.
   std::sort(norm_inputs_.begin(), norm_inputs_.end(),
             [](const NormInput& a, const NormInput& b) { return a.first_block < b.first_block; });
   return norm_sums_.Sum(context_, norm_inputs_);
 }
 
-// ------------------------------------------------------------------------ gradients that add up --
+// --------------------------------------------------------------- gradients that are added up --
 
 Status Mover::Accumulate(const MoveRequest& request, uint64_t* bytes) {
   for (const MoveItem& item : request.items) {
@@ -265,14 +270,14 @@ Status Mover::Accumulate(const MoveRequest& request, uint64_t* bytes) {
   return device_.unified() ? AddInPlace(request.items) : AddStaged(request.items);
 }
 
-// One pass of the workers, which share all params out among them.
+// Each worker adds its part of the elements of all params, in one pass.
 Status Mover::AddInPlace(std::span<const MoveItem> items) {
   uint64_t total = 0;
   for (const MoveItem& item : items) total += table_.param(item.param).count;
   const uint32_t workers = context_.workers().threads();
   return context_.workers().Run([&](uint32_t worker) {
     const WorkRange mine = RangeOfWorker(total, kWorkGrainElements, worker, workers);
-    uint64_t first = 0;  // of this param, counted through all params
+    uint64_t first = 0;  // how many elements the params before this one have
     for (const MoveItem& item : items) {
       const uint64_t end = first + table_.param(item.param).count;
       const uint64_t from = std::max(mine.begin, first), to = std::min(mine.end, end);
@@ -282,7 +287,8 @@ Status Mover::AddInPlace(std::span<const MoveItem> items) {
   });
 }
 
-// Pieces of all gradients come down through the ring, ahead of the workers that add them.
+// The down stream copies gradients piece by piece into the slots of the ring, as many pieces ahead
+// of the workers as the ring has slots. The workers add each piece.
 Status Mover::AddStaged(std::span<const MoveItem> items) {
   StagingRing& ring = lanes_.ring();
   const uint64_t most_elements = ring.grad_bytes() / sizeof(float);
@@ -325,8 +331,8 @@ const std::byte* Mover::GradAddress(const MoveItem& item, uint64_t element) cons
          element * DtypeBytes(table_.param(item.param).grad_dtype);
 }
 
-// `grad` is where the piece begins. The first gradient is taken as it is, not added to zero: that
-// would lose the sign of -0.
+// `grad` is the address at which the piece begins. The first gradient is converted and stored;
+// adding it to zero would lose the sign of -0.
 void Mover::Add(const GradPiece& piece, const std::byte* grad) const {
   const int32_t dtype = table_.param(piece.item->param).grad_dtype;
   const KernelTable& kernels = context_.kernels();
@@ -342,7 +348,7 @@ Status Mover::Initialize(std::span<const Addresses> addresses, StreamHandle stre
     HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], stream));
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], "the params given to commit"));
   }
-  // Rounded by a worker: the caller's rounding mode may be any.
+  // A worker rounds the values to fp32, because the caller's thread may have any rounding mode.
   std::vector<float> first_moments0(table_.groups().size());
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
     for (size_t group = 0; worker == 0 && group < first_moments0.size(); ++group)
@@ -385,8 +391,8 @@ Status Mover::FillOnDevice(uint32_t id, void* data, bool moments, float first_mo
   return {};
 }
 
-// Params with a NULL address are left as they are. Only those with a whole master on the host are
-// read.
+// Leaves params with a NULL address as they are. It reads only params that have a whole master on
+// the host: the param of the others is the master, or its upper half.
 Status Mover::FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments) {
   const std::span<const Fragment> fragments = chunks_.FragmentsOf(chunk);
   ChunkBuffers buffers;

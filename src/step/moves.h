@@ -1,11 +1,13 @@
-// Mover: carries params, gradients and states between device and host, and fills masters from
-// params. What may be moved when is lifecycle.h's business; here it is only done.
+// Mover: copies params, gradients and states between device and host, adds gradients up on the
+// host, and fills masters from params. Lifecycle has already decided that a move is allowed when
+// the mover runs it.
 //
-// Gradients of many params leave in one move. The device makes the block sums of their norms, from
-// which a later step makes its verdict, while they come down:
+// One move offloads the gradients of many params. While the down stream copies them, the device
+// computes the block sums of their norms on its compute stream. A later step makes its verdict from
+// these sums:
 //
-//   device update stream | sums of all params | the sums come down
-//   down stream          | param 0 | param 1 | param 2 | ...
+//   compute stream | block sums of all params | copy of the sums to the host
+//   down stream    | param 0 | param 1 | param 2 | ...
 #pragma once
 
 #include <cstdint>
@@ -25,19 +27,20 @@ namespace hybridopt {
 
 struct MoveItem {
   uint32_t param;
-  void* address;  // of its data or gradient when the call was made
-  bool first;     // accumulating: the host holds nothing of it yet
+  void* address;  // the address of its data or gradient at the time of the call
+  bool first;     // in an accumulation: this gradient is the first, the host holds no sum yet
 };
 
-// A move as it was when it was queued.
+// A queued move, with all that it needs as of its call.
 struct MoveRequest {
   Move move;
   std::vector<MoveItem> items;
   uint32_t producer_count = 0;
   bool frees_device_memory = false;
   bool brings_device_memory = false;
-  TakenPages pages;     // that memory, until the move has begun
-  LaneScratch scratch;  // likewise
+  // The call takes the device memory that the move brings; the move hands it on when it begins.
+  TakenPages pages;
+  LaneScratch scratch;
 };
 
 class Mover {
@@ -46,16 +49,18 @@ class Mover {
         const Residence& residence, const ChunkTable& chunks, StateMemory& memory, Lanes& lanes,
         const SwapMemory& swap, NormSums& norm_sums);
 
-  // Bytes of the tables here, for the plan.
+  // How many bytes the tables of a mover take; the plan counts them.
   static uint64_t ScratchBytes(const ParamTable& table) {
     return table.size() * (kStateSlots * sizeof(Copy) + sizeof(NormInput) + sizeof(Addresses));
   }
 
-  // Fills masters from the params (after the work on `stream`) and moments with their first value.
+  // Waits for the work on `stream`, then fills masters from the params and moments with their
+  // initial values.
   Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
 
-  // `ready` are the events behind the producers' work, which may wait for a save: see
-  // Lanes::WaitForCaller. Adds to *bytes what went over.
+  // `ready` has one event for each stream of the caller's that produces what is moved. Their work
+  // may wait for a save, which `await_borrowed` ends: see Lanes::WaitForCaller. Run adds the bytes
+  // that it copied to *bytes.
   Status Run(MoveRequest& request, std::span<const EventHandle> ready,
              FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes);
 
@@ -70,7 +75,7 @@ class Mover {
 
   Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
                         FunctionRef<Result<bool>()> await_borrowed);
-  Status Carry(const MoveRequest& request, uint64_t* bytes);
+  Status CopyResource(const MoveRequest& request, uint64_t* bytes);
   void ListParams(const MoveRequest& request);
   void ListGrads(const MoveRequest& request);
   void ListStates(const MoveRequest& request);
@@ -78,8 +83,8 @@ class Mover {
   Status CopyByWorkers(Direction direction);
   Status OffloadGrads(const MoveRequest& request, uint64_t* bytes);
   Status QueueSums(const MoveRequest& request);
-  void TakeSums(const MoveRequest& request);
-  Status SumLanded(const MoveRequest& request, int32_t dtype);
+  void KeepSums(const MoveRequest& request);
+  Status SumOnHost(const MoveRequest& request, int32_t dtype);
   Status Accumulate(const MoveRequest& request, uint64_t* bytes);
   Status AddInPlace(std::span<const MoveItem> items);
   Status AddStaged(std::span<const MoveItem> items);
@@ -103,9 +108,10 @@ class Mover {
   const SwapMemory& swap_;
   NormSums& norm_sums_;
   const ChunkUpdater updater_;
-  std::vector<Copy> copies_;  // of the running move
+  // Of the running move.
+  std::vector<Copy> copies_;
   std::vector<NormInput> norm_inputs_;
-  std::vector<Addresses> addresses_;  // of a refresh; NULL for params it leaves alone
+  std::vector<Addresses> addresses_;  // per param, NULL for params that a refresh leaves alone
 };
 
 }  // namespace hybridopt

@@ -20,7 +20,8 @@ Status NormSums::Sum(Context& context, std::span<const NormInput> inputs) {
   });
 }
 
-// Between the inputs may lie blocks of params that take no part.
+// Computes the block sums of one piece: blocks [piece.begin, piece.end), counted over all params.
+// `inputs` may leave out params whose blocks are among these.
 void NormSums::SumPiece(const KernelTable& kernels, std::span<const NormInput> inputs,
                         const WorkRange& piece) {
   auto input = std::upper_bound(

@@ -1,6 +1,7 @@
-// NormSums: the sums of squares of gradients that the host has, block by block in the fixed tree of
-// kernels.h. The device makes them before a gradient comes down; the workers make those of sums
-// that were added up on the host, and the step itself those of params in host memory.
+// NormSums: the sums of squares of gradients that are on the host, one sum for each norm block, in
+// the fixed tree of kernels.h. Where a move offloads a gradient, the device computes its sums as a
+// rule, before the copy. The workers compute the sums of gradients that were accumulated on the
+// host, and on the `host` device those of all gradients, in the step.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@
 
 namespace hybridopt {
 
-// The blocks of one param, added in order.
+// Adds the block sums of one param, in order. `count` is the param's elements.
 inline double AddBlocks(const double* blocks, uint64_t count) {
   double sum = 0;
   for (uint64_t block = 0; block < NormBlocksOf(count); ++block) sum += blocks[block];
@@ -26,11 +27,11 @@ class NormSums {
  public:
   NormSums(uint64_t block_count, uint32_t workers) : blocks_(block_count), pieces_(workers) {}
 
-  // The workers sum these gradients, in registration order and none empty. Addresses are host
-  // addresses here.
+  // Has the workers compute the block sums of these gradients, which are in registration order, not
+  // empty, and in host memory.
   Status Sum(Context& context, std::span<const NormInput> inputs);
-  // Those of one gradient, which the device has made.
-  void Take(uint64_t first_block, std::span<const double> blocks) {
+  // Stores the block sums of one gradient, which the device has computed.
+  void Set(uint64_t first_block, std::span<const double> blocks) {
     std::copy(blocks.begin(), blocks.end(), blocks_.begin() + static_cast<ptrdiff_t>(first_block));
   }
 

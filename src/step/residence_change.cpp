@@ -54,7 +54,7 @@ void ResidenceChanger::ListParam(const ResidenceRequest& request, uint32_t id) {
     if (count == 0 || !param.Keeps(Tier::kHost, slot)) continue;
     std::byte* const host = memory_.Host(id, slot, begin);
     const uint64_t bytes = count * element_bytes;
-    if (!param.Keeps(Tier::kDevice, slot)) {  // on the device the param is its own master
+    if (!param.Keeps(Tier::kDevice, slot)) {  // the master: on the device the param itself is it
       if (new_count > old_count) continue;
       const uint64_t offset = begin * element_bytes;
       if (location.params_on_host)

@@ -1,6 +1,7 @@
 // ResidenceChange: moves the state of some elements to the other tier, between two steps.
 //
-//   device -> host   down stream, staging slots, workers       host -> device   the other way round
+//   device -> host: the down stream copies into staging slots, the workers copy out of them
+//   host -> device: the workers copy into staging slots, the up stream copies out of them
 //
 // The call (offload_optimizer_set_device_fraction) takes the memory that the new residence needs
 // beyond the old one. After the copies the change frees the memory that is no longer needed. On
@@ -25,12 +26,12 @@ struct ResidenceRequest {
   Residence residence;
   ChunkTable chunks;
   std::vector<ParamLocation> locations;  // per param
-  bool on_device = true;                 // not all states are offloaded: the device holds memory
-  bool streams = false;                  // the state on the host is to be pinned
-  TakenPages pages;                      // by which the memory on the device grows
-  std::optional<LaneRing> ring;          // if the new residence needs another one
-  std::optional<LaneScratch> scratch;    // the same
-  std::optional<SwapStates> swap;        // if states may be offloaded
+  bool on_device = true;                 // false while states are offloaded: the device has none
+  bool streams = false;                  // whether the streamed executor needs pinned state
+  TakenPages pages;                      // memory that the state on the device grows by
+  std::optional<LaneRing> ring;          // set if the new residence needs another ring
+  std::optional<LaneScratch> scratch;    // set if the new residence needs other scratch memory
+  std::optional<SwapStates> swap;        // set if states may be offloaded
   // The figures of the plan after the change.
   uint64_t host_bytes = 0;
   uint64_t device_bytes = 0;
@@ -39,7 +40,7 @@ struct ResidenceRequest {
 
 class ResidenceChanger {
  public:
-  // `residence` and `chunks` are the timeline's; Run changes them.
+  // `residence` and `chunks` are those of the optimizer's steps; Run replaces them.
   ResidenceChanger(Context& context, const ParamTable& table, const StateShape& shape,
                    Residence& residence, ChunkTable& chunks, StateMemory& memory, Lanes& lanes,
                    SwapMemory& swap)
@@ -53,7 +54,7 @@ class ResidenceChanger {
         lanes_(lanes),
         swap_(swap) {}
 
-  // The caller must then tell all users of the chunks and of the ring that these have changed.
+  // After Run the caller must tell all users of the chunks and of the ring that both have changed.
   Status Run(ResidenceRequest& request);
 
  private:
@@ -62,7 +63,7 @@ class ResidenceChanger {
     std::byte* to;
     uint64_t bytes;
   };
-  // A part of a copy, and its offset in a staging slot.
+  // What one staging slot takes of a copy, and the offset there.
   struct Piece {
     Copy copy;
     uint64_t slot_offset;
