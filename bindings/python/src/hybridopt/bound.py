@@ -164,20 +164,20 @@ class Bound:
             for slot in self.active:
                 self.hosted.pop(slot, None)
 
-    def note_written(self, slots: list[Slot]) -> None:
-        """The library has written these params: autograd hears of it, as after any operation in
-        place, and params with gaps get what their copies have."""
-        self.note_written_in_place(slots)
-        for slot in slots:
-            if slot.copy is not None:
-                local(slot.param).copy_(slot.copy)
-
     def note_written_in_place(self, slots: list[Slot]) -> None:
-        """The same for params without gaps, which the library may be writing still."""
+        """The library writes these params, or has written them: autograd hears of it, as of any
+        operation in place. It does not hear of params with gaps, which take_copies() writes."""
         if len(slots) == len(self._slots) and not self._copies:
             torch.autograd.graph.increment_version(self._params)
             return
         torch.autograd.graph.increment_version([slot.param for slot in slots if slot.copy is None])
+
+    def take_copies(self, slots: list[Slot]) -> None:
+        """Params with gaps among these become what the library has made of their copies."""
+        if self._copies:
+            for slot in slots:
+                if slot.copy is not None:
+                    local(slot.param).copy_(slot.copy)
 
     def fill_copies(self) -> None:
         """Copies params with gaps to where the library steps them."""

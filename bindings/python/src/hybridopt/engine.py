@@ -137,8 +137,10 @@ class Engine:
         On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): torch's
         copies into memory that is not pinned, such as .cpu(), did not return behind such a wait."""
         active, ticket = self._queue(options)
+        self.bound.note_written_in_place(active)  # the library works meanwhile
         result = self.steps.result(ticket)
-        self._note_written(active)
+        self.bound.take_copies(active)
+        self.in_sync.note()
         self.bound.note_stepped()
         return bool(result.skipped)
 
@@ -188,7 +190,8 @@ class Engine:
 
     def _note_written(self, slots: list[Slot]) -> None:
         """The library has written these params and their masters; the others were in sync before."""
-        self.bound.note_written(slots)
+        self.bound.note_written_in_place(slots)
+        self.bound.take_copies(slots)
         self.in_sync.note()
 
     def settle(self) -> None:
