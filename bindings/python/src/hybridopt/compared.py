@@ -32,6 +32,8 @@ class Block:
         self._gaps: list[int] = []  # elements of padding in front of each master
         self._all_masters = torch.empty(0, dtype=torch.float32, device="cpu")  # with their padding
         self._params: list[bytes | ctypes.Array[ctypes.c_char]] = []  # the same, in 16 bits
+        self._rounded = torch.empty(0, dtype=torch.bfloat16, device="cpu")  # room for _all_masters
+        self._rounded_address = 0
 
     def take(self, slot: Slot, master: Tensor) -> bool:
         """Makes a param a part of the block if it follows the last one directly."""
@@ -61,12 +63,16 @@ class Block:
             memory = (ctypes.c_char * slot.bytes).from_address(addresses.params[slot.id])
             self._params.append(memory)
 
-    def is_rounded(self, scratch: Tensor) -> bool:
+    def use_scratch(self, scratch: Tensor) -> None:
+        """Gives the block memory to round its masters into. Blocks may share it."""
+        self._rounded = scratch.view(self.slots[0].dtype)[: len(self._all_masters)]
+        self._rounded_address = self._rounded.data_ptr()
+
+    def is_rounded(self) -> bool:
         """Whether all params are their masters, rounded."""
+        self._rounded.copy_(self._all_masters)
         params = b"".join(self._params)
-        rounded = scratch.view(self.slots[0].dtype)[: len(self._all_masters)]
-        rounded.copy_(self._all_masters)
-        return _compare_memory(params, rounded.data_ptr(), len(params)) == 0
+        return _compare_memory(params, self._rounded_address, len(params)) == 0
 
 
 class Compared:
@@ -83,7 +89,6 @@ class Compared:
         self._moves = -1  # of the addresses that the blocks have found
         self._blocks: list[Block] = []
         self._large: list[tuple[Slot, Tensor]] = []  # with their masters
-        self._scratch = torch.empty(0, dtype=torch.int16, device="cpu")
 
     def begin(self) -> None:
         """There are masters now. Their views are kept: a running save would make them wait."""
@@ -95,7 +100,9 @@ class Compared:
                 self._blocks.append(Block())
                 self._blocks[-1].take(slot, master)
         if self._blocks:
-            self._scratch = torch.empty(BLOCK_ELEMENTS, dtype=torch.int16, device="cpu")
+            scratch = torch.empty(BLOCK_ELEMENTS, dtype=torch.int16, device="cpu")
+            for block in self._blocks:
+                block.use_scratch(scratch)
 
     def note(self) -> None:
         """All params are their masters, rounded, now. There is nothing to remember."""
@@ -113,7 +120,7 @@ class Compared:
             self._moves = self._addresses.moves
             for block in self._blocks:
                 block.find_params(self._addresses)
-        differing = [block for block in self._blocks if not block.is_rounded(self._scratch)]
+        differing = [block for block in self._blocks if not block.is_rounded()]
         suspects = [both for block in differing for both in zip(block.slots, block.masters)]
         return [
             slot
