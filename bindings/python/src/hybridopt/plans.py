@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -122,15 +123,34 @@ Described = TypeVar("Described", Plan, Stats, StepResult)
 def described(cls: type[Described], struct: abi.Struct, **extra: Any) -> Described:
     """The dataclass of a struct: fields of the same names, more readable where that is possible."""
     values = dict(extra)
-    for field in dataclasses.fields(cls):
-        if field.name in values:
-            continue
-        value = getattr(struct, field.name)
-        if field.type == "dict[str, int]":
-            value = {name: value[kind] for kind, name in _STATE_KINDS.items() if value[kind] > 0}
-        elif field.name == "numa_bytes":
-            value = {node: count for node, count in enumerate(value) if count > 0}
-        elif field.type == "bool":
-            value = bool(value)
-        values[field.name] = value
+    for name, converted in _CONVERSIONS[cls]:
+        if name not in values:
+            value = getattr(struct, name)
+            values[name] = value if converted is None else converted(value)
     return cls(**values)
+
+
+def _conversions_of(cls: type) -> list[tuple[str, Callable[[Any], Any] | None]]:
+    """The fields of a dataclass, and what makes a struct's value readable (None: it is readable)."""
+    conversions: list[tuple[str, Callable[[Any], Any] | None]] = []
+    for field in dataclasses.fields(cls):
+        if field.type == "dict[str, int]":
+            conversions.append((field.name, _by_kind))
+        elif field.name == "numa_bytes":
+            conversions.append((field.name, _by_node))
+        else:
+            conversions.append((field.name, bool if field.type == "bool" else None))
+    return conversions
+
+
+def _by_kind(counts: Any) -> dict[str, int]:
+    return {name: counts[kind] for kind, name in _STATE_KINDS.items() if counts[kind] > 0}
+
+
+def _by_node(counts: Any) -> dict[int, int]:
+    return {node: count for node, count in enumerate(counts) if count > 0}
+
+
+_CONVERSIONS: dict[type, list[tuple[str, Callable[[Any], Any] | None]]] = {
+    cls: _conversions_of(cls) for cls in (Plan, Stats, StepResult)
+}

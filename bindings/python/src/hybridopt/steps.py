@@ -14,6 +14,7 @@ class Steps:
     def __init__(self, handle: abi.Optimizer) -> None:
         self._handle = handle
         self._unsettled: list[tuple[int, list[Slot]]] = []  # tickets, and who took part
+        self._known: dict[int, abi.offload_step_result_t] = {}  # results of some of them, by ticket
 
     def __len__(self) -> int:
         return len(self._unsettled)
@@ -36,7 +37,8 @@ class Steps:
         except abi.HybridoptError:
             self.forget_failed()
             raise
-        return self._handle.step_result(ticket)
+        self._known[ticket] = self._handle.step_result(ticket)
+        return self._known[ticket]
 
     def forget_failed(self) -> None:
         """The step queued last has failed, so it has not happened."""
@@ -44,11 +46,12 @@ class Steps:
 
     def wait(self) -> None:
         """Waits for the steps, and for no save."""
-        if self._unsettled:
+        if self._unsettled and self._unsettled[-1][0] not in self._known:
             self._handle.wait(self._unsettled[-1][0])
 
     def take(self) -> list[tuple[abi.offload_step_result_t, list[Slot]]]:
         """Waits for the steps and forgets them: their results, and who took part."""
         self.wait()
         steps, self._unsettled = self._unsettled, []
-        return [(self._handle.step_result(ticket), slots) for ticket, slots in steps]
+        known, self._known = self._known, {}
+        return [(known.get(ticket) or self._handle.step_result(ticket), slots) for ticket, slots in steps]
