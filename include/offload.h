@@ -46,11 +46,13 @@
  *            and its other optimizers go on as far as the device does. A save or load that fails
  *            because of its files does not poison the optimizer: its own ticket returns the cause,
  *            and if no call has returned that cause yet, the next offload_optimizer_wait with
- *            ticket 0 returns it, once.
+ *            ticket 0 returns it, once. A copy of a stash that fails poisons the stash: later calls
+ *            return POISONED, except get_stats; destroy works.
  * Threads.   Threads may use different handles at the same time. The caller makes sure that only
  *            one thread at a time calls functions with the same handle, except
- *            offload_optimizer_wait, _step_result and _get_stats: any thread may call these at any
- *            time before destroy. The library starts its own threads with the first work.
+ *            offload_optimizer_wait, _step_result and _get_stats, and all functions of a stash: any
+ *            thread may call these at any time before destroy. The library starts its own threads
+ *            with the first work.
  * Functions  that the caller passes in (log, progress, visit, comm, offload_stream_run) should not
  *            throw. An exception that one of them throws is a failure of what called it: INTERNAL,
  *            COMM_FAILED for comm, DEVICE_FAILED on a stream, and nothing for log. A thread that
@@ -80,6 +82,7 @@
  *   reload      to copy back to the device
  *   movable     what may be offloaded
  *   timeline    the queued work of one optimizer, in order
+ *   stash       host memory for activations that are put aside
  *   checkpoint  a directory with the state of one point of the timeline
  *
  * The bits of params and state after a step depend on the inputs and hyperparameters alone. They do
@@ -192,6 +195,7 @@ enum offload_log_level { OFFLOAD_LOG_INFO = 1, OFFLOAD_LOG_WARNING = 2, OFFLOAD_
 /* Handles. The library recognises NULL, destroyed and foreign handles and refuses them. */
 typedef struct offload_context* offload_context_t;
 typedef struct offload_optimizer* offload_optimizer_t;
+typedef struct offload_stash* offload_stash_t;
 
 /* A point on an optimizer's timeline. 0 stands for all work that has been queued so far. */
 typedef uint64_t offload_ticket_t;
@@ -289,7 +293,7 @@ typedef struct offload_context_info {
   uint64_t numa_memory_nodes; /* bit n: the kernel has been told to put host memory on node n */
   int32_t numa_policy;        /* enum offload_numa_policy in force; if it is not what options asked
                                  for, notes and a warning in the log tell why */
-  uint32_t reserved;
+  uint32_t stashes;           /* stashes of this context that have not been destroyed */
 } offload_context_info_t;
 
 /* Opens a device and reads what the machine has. Allocates little and starts no update thread. The
@@ -305,7 +309,7 @@ OFFLOAD_API int32_t offload_context_create(const offload_context_options_t* opti
  * freed. If a function that the caller gave to offload_stream_run does not return within
  * device_timeout_ns, the memory of the simulated device stays until the process ends, and a warning
  * in the log says so.
- * Errors: INVALID_STATE while the context has optimizers. */
+ * Errors: INVALID_STATE while the context has optimizers or stashes. */
 OFFLOAD_API int32_t offload_context_destroy(offload_context_t context);
 
 /* Tells what the context really has. */
@@ -962,6 +966,186 @@ OFFLOAD_API int32_t offload_checkpoint_verify(const char* path,
 OFFLOAD_API int32_t offload_checkpoint_newest(const char* directory,
                                               const offload_verify_options_t* verify, char* path,
                                               uint64_t path_bytes);
+
+/* ------------------------------------------------------------------------------------ stash -- */
+/* A stash puts activations aside: what the forward pass keeps for the backward pass goes to host
+ * memory and comes back before the backward pass needs it, so that the device has room for a larger
+ * model. It knows bytes only. docs/STASH.md has a program that can be copied.
+ *
+ *   forward    offload_stash_push       the copy to the host begins behind the stream's work
+ *              offload_stash_release    a little later: the stream waits until the copy has ended;
+ *                                       work behind that may overwrite the device memory
+ *   backward   offload_stash_prefetch   a little ahead: the copy into memory of the caller begins
+ *              offload_stash_pop        the stream waits until that copy has ended
+ *
+ * Create takes all host memory that a stash ever uses: slabs of equal size. A push takes as many as
+ * its bytes fill, so the memory does not become fragmented. Whether a push finds room depends only
+ * on the tickets that live at that moment, not on timing.
+ * Events on streams order the copies. No function below blocks the calling thread until a copy has
+ * ended, except wait and destroy. (Any call that queues on a stream whose launch queue is full
+ * waits for room in that queue, as launches of kernels do. Memory that could not be pinned,
+ * allow_pageable of the context, is copied on CUDA while the call waits.) On the host device, which
+ * has no queues, the calls copy at once.
+ * The library copies on two streams of its own, one for each direction, in the order of the calls.
+ * Any thread may call any function of a stash at any time before destroy. */
+
+/* What a push has put aside: a name that the library never gives out twice. 0 is no ticket. */
+typedef uint64_t offload_stash_ticket_t;
+
+/* A point in the order of a lane's pushes. */
+typedef uint64_t offload_stash_mark_t;
+
+typedef struct offload_stash_options {
+  uint32_t struct_size;
+  uint32_t lanes;        /* each micro-batch that is under way at the same time has a lane of its
+                            own: mark and rollback are about one lane. 1 to 4096; 0 = 1 */
+  uint64_t budget_bytes; /* host memory for slabs, rounded up to whole slabs; required */
+  uint64_t slab_bytes;   /* a multiple of 4096; 0 = 4 MiB. A larger one makes fewer copies, a
+                            smaller one leaves less of the last slab of each push unused */
+  uint64_t min_bytes;    /* push does not take less; 0 = 1 MiB */
+  uint32_t tickets_max;  /* most tickets at a time, at most 65536; 0 = one for each slab, at most
+                            4096 */
+  uint32_t reserved;     /* 0 */
+} offload_stash_options_t;
+
+/* The memory that create takes. Padding is included. */
+typedef struct offload_stash_plan {
+  uint32_t struct_size;
+  uint32_t tickets_max;
+  uint64_t slab_bytes;
+  uint64_t slab_count;
+  uint64_t slabs_bytes;          /* of all slabs; pinned, except on the host device */
+  uint64_t scratch_bytes;        /* tables */
+  uint64_t host_bytes;           /* both of the above. A stash takes no memory on the device */
+  uint64_t host_available_bytes; /* available on the host now, within the limits of cgroups */
+  uint64_t pinned_bytes_left;    /* that the context may still pin; UINT64_MAX without a limit */
+  int32_t fits;                  /* 1: create would find enough memory now */
+  uint32_t reserved;
+} offload_stash_plan_t;
+
+typedef struct offload_stash_stats {
+  uint32_t struct_size;
+  uint32_t tickets;     /* that live now */
+  uint64_t slabs_bytes; /* that the stash has; less than the plan's if the system did not pin all */
+  uint64_t pinned_bytes;   /* of these */
+  uint64_t used_bytes;     /* slabs of tickets that live now */
+  uint64_t used_bytes_max; /* the largest used_bytes since create */
+  uint64_t held_bytes;     /* bytes of tickets that live now; the rest of used_bytes is padding */
+  uint64_t pushes;         /* that were taken; this and all counts below are since create */
+  uint64_t pushed_bytes;
+  uint64_t refused_pushes; /* that found no room */
+  uint64_t refused_bytes;
+  uint64_t small_pushes; /* that were smaller than min_bytes */
+  uint64_t prefetches;
+  uint64_t prefetched_bytes;
+  uint64_t pops;
+  uint64_t drops; /* tickets that drop and rollback have ended */
+  /* Copies and waits as the device timed them: of tickets that have ended, as far as the library
+   * has seen the end of their work. All 0 on the host device. */
+  uint64_t down_timed_bytes;   /* copied to the host, in */
+  double down_seconds;         /* so long */
+  uint64_t up_timed_bytes;     /* copied to the device, in */
+  double up_seconds;           /* so long */
+  double release_wait_seconds; /* streams of the caller waited in release for a copy to the host */
+  double pop_wait_seconds;     /* and in pop for a copy to the device */
+} offload_stash_stats_t;
+
+/* Tells every byte that create would take. It changes nothing.
+ * Errors: as for create, except for those of memory: `fits` tells about that. */
+OFFLOAD_API int32_t offload_stash_plan(offload_context_t context,
+                                       const offload_stash_options_t* options,
+                                       offload_stash_plan_t* plan);
+
+/* Makes a stash and takes its memory. The slabs are pinned, within pinned_bytes_max of the context.
+ * If the system pins only a part, the stash has so many slabs less, and notes of the context and
+ * stats tell so; if it pins nothing and allow_pageable of the context is 1, the stash uses all
+ * slabs unpinned. The library writes *stash only on success. Errors: INVALID_ARGUMENT (the text
+ * names the field; pinned_bytes_max is too small: the text has the bytes needed),
+ * OUT_OF_HOST_MEMORY, DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_stash_create(offload_context_t context,
+                                         const offload_stash_options_t* options,
+                                         offload_stash_t* stash);
+
+/* Finishes the copies that are under way (for at most device_timeout_ns), then frees everything.
+ * Tickets that live end. */
+OFFLOAD_API int32_t offload_stash_destroy(offload_stash_t stash);
+
+/* Puts `bytes` bytes at `data`, memory of the device, aside: queues their copy to the host behind
+ * the work that is queued on stream now, and gives a ticket. From now on the caller must not write
+ * or free the memory, until release, wait, pop or drop has ordered that behind the copy.
+ * If the stash does not take it, *ticket is 0, the status is OFFLOAD_OK and nothing has happened:
+ * the caller keeps its tensor. That is so if bytes is less than min_bytes, or if the slabs or
+ * tickets that are free do not suffice.
+ * Errors: INVALID_ARGUMENT (lane, data, stream, ticket is NULL), INVALID_STATE (stream is capturing
+ * a graph), POISONED, DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_stash_push(offload_stash_t stash, uint32_t lane, const void* data,
+                                       uint64_t bytes, offload_stream_t stream,
+                                       offload_stash_ticket_t* ticket);
+
+/* Makes work that is queued on stream later wait until the ticket's copy to the host has ended.
+ * That work may overwrite the memory that was pushed, so the caller may free it in the order of
+ * stream. A call shortly behind the push makes the stream wait for the copy; a call some layers
+ * later finds it done. May be called again, for other streams.
+ * Errors: INVALID_ARGUMENT (not a ticket of this stash, or one that has ended; stream),
+ * INVALID_STATE (stream is capturing a graph), POISONED, DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_stash_release(offload_stash_t stash, offload_stash_ticket_t ticket,
+                                          offload_stream_t stream);
+
+/* Queues the copy of the ticket's bytes into `destination`, memory of the device with room for
+ * destination_bytes, behind the work that is queued on stream now (which may still use that
+ * memory). Until pop the caller must not use or free the memory. The copies to the device run in
+ * the order of the calls, so call it in the order in which the backward pass needs the bytes.
+ * Errors: INVALID_ARGUMENT (not a ticket of this stash, or one that has ended; destination, stream;
+ * destination_bytes is less than what was pushed: the text has both), INVALID_STATE (the ticket has
+ * been prefetched and not popped; stream is capturing a graph), POISONED, DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_stash_prefetch(offload_stash_t stash, offload_stash_ticket_t ticket,
+                                           void* destination, uint64_t destination_bytes,
+                                           offload_stream_t stream);
+
+enum offload_stash_pop_flag {
+  OFFLOAD_STASH_KEEP = 1 /* the ticket lives on and may be prefetched again */
+};
+
+/* Makes work that is queued on stream later wait until the copy of the ticket's last prefetch has
+ * ended: that work may use the destination, and overwrite the memory that was pushed. Then the
+ * ticket ends and its slabs are free for other pushes, unless flags (enum offload_stash_pop_flag,
+ * or-ed) has OFFLOAD_STASH_KEEP.
+ * Errors: INVALID_ARGUMENT (not a ticket of this stash, or one that has ended; stream),
+ * INVALID_STATE (the ticket has not been prefetched; stream is capturing a graph), UNSUPPORTED
+ * (unknown flag), POISONED, DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_stash_pop(offload_stash_t stash, offload_stash_ticket_t ticket,
+                                      offload_stream_t stream, uint32_t flags);
+
+/* Ends a ticket whose bytes nobody needs. Makes work that is queued on stream later wait until the
+ * copies of the ticket that are under way have ended: that work may overwrite the memory that was
+ * pushed, and the destination of a prefetch.
+ * Errors: as for release. */
+OFFLOAD_API int32_t offload_stash_drop(offload_stash_t stash, offload_stash_ticket_t ticket,
+                                       offload_stream_t stream);
+
+/* Tells the point that a lane's pushes have come to, for a later rollback: before a part of the
+ * program that may fail, or that computes activations again.
+ * Errors: INVALID_ARGUMENT (lane, mark is NULL). */
+OFFLOAD_API int32_t offload_stash_mark(offload_stash_t stash, uint32_t lane,
+                                       offload_stash_mark_t* mark);
+
+/* Drops, as offload_stash_drop does, all tickets of the mark's lane that were pushed since the mark
+ * and have not ended. Tickets of other lanes stay. A mark may be used several times.
+ * Errors: INVALID_ARGUMENT (not a mark of this stash; stream), INVALID_STATE (stream is capturing a
+ * graph), POISONED, DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_stash_rollback(offload_stash_t stash, offload_stash_mark_t mark,
+                                           offload_stream_t stream);
+
+/* Blocks this thread until the copies of the ticket that are queued now have ended (0: those of all
+ * tickets), for at most timeout_ns. With timeout_ns 0 it only looks; with a negative timeout_ns it
+ * waits without limit. Afterwards the memory that was pushed may be freed without release.
+ * Errors: TIMED_OUT, DEVICE_FAILED, INVALID_ARGUMENT (not a ticket of this stash, or one that has
+ * ended), INVALID_STATE (another thread destroys the stash), POISONED. */
+OFFLOAD_API int32_t offload_stash_wait(offload_stash_t stash, offload_stash_ticket_t ticket,
+                                       int64_t timeout_ns);
+
+/* Tells what the stash holds now, and totals since create. */
+OFFLOAD_API int32_t offload_stash_get_stats(offload_stash_t stash, offload_stash_stats_t* stats);
 
 /* --------------------------------------------------------------------- device conveniences -- */
 /* For callers without a CUDA runtime of their own, and for the simulated device. On the host device

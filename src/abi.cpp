@@ -13,6 +13,7 @@
 #include "machine/context.h"
 #include "optimizer/handle_table.h"
 #include "optimizer/optimizer.h"
+#include "stash/stash.h"
 
 namespace {
 
@@ -20,6 +21,7 @@ using namespace hybridopt;  // NOLINT: this file is the library's outermost laye
 
 using Contexts = HandleTable<Context, HandleKind::kContext>;
 using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
+using Stashes = HandleTable<Stash, HandleKind::kStash>;
 
 constexpr uint32_t kAbiVersion = 0 * 1000 + 1;
 constexpr uint32_t kMaxStructBytes = 1 << 16;
@@ -275,10 +277,10 @@ int32_t offload_context_create(const offload_context_options_t* options,
 int32_t offload_context_destroy(offload_context_t context) {
   return Guard([&]() -> Status {
     const auto check_unused = [](const Context& candidate) -> Status {
-      if (candidate.optimizers() == 0) return {};
+      if (candidate.optimizers() == 0 && candidate.stashes() == 0) return {};
       return Status::Error(OFFLOAD_INVALID_STATE,
-                           "context still has %u optimizers; destroy them first",
-                           candidate.optimizers());
+                           "context still has %u optimizers and %u stashes; destroy them first",
+                           candidate.optimizers(), candidate.stashes());
     };
     return Contexts::Instance().Destroy(context, "context", check_unused,
                                         [](Context&) { return Status(); });
@@ -596,6 +598,118 @@ int32_t offload_checkpoint_newest(const char* directory, const offload_verify_op
                            static_cast<unsigned long long>(path_bytes), newest.c_str(),
                            newest.size() + 1);
     std::memcpy(path, newest.c_str(), newest.size() + 1);
+    return {};
+  });
+}
+
+// -------------------------------------------------------------------------------------- stash --
+
+int32_t offload_stash_plan(offload_context_t context, const offload_stash_options_t* options,
+                           offload_stash_plan_t* plan) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckOutput(plan, "plan"));
+    HYBRIDOPT_ASSIGN(const offload_stash_options_t read, Read(options, "options"));
+    HYBRIDOPT_ASSIGN(const offload_stash_plan_t value, Stash::Plan(*found, read));
+    Write(plan, value);
+    return {};
+  });
+}
+
+int32_t offload_stash_create(offload_context_t context, const offload_stash_options_t* options,
+                             offload_stash_t* stash) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckPointer(stash, "stash"));
+    HYBRIDOPT_ASSIGN(const offload_stash_options_t read, Read(options, "options"));
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Stash> created, Stash::Create(found.shared(), read));
+    *stash = static_cast<offload_stash_t>(Stashes::Instance().Insert(std::move(created)));
+    return {};
+  });
+}
+
+int32_t offload_stash_destroy(offload_stash_t stash) {
+  return Guard([&]() -> Status {
+    return Stashes::Instance().Destroy(
+        stash, "stash", [](const Stash&) { return Status(); },
+        [](Stash& closing) { return closing.Close(); });
+  });
+}
+
+int32_t offload_stash_push(offload_stash_t stash, uint32_t lane, const void* data, uint64_t bytes,
+                           offload_stream_t stream, offload_stash_ticket_t* ticket) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    HYBRIDOPT_TRY(CheckPointer(ticket, "ticket"));
+    HYBRIDOPT_ASSIGN(*ticket, found->Push(lane, data, bytes, stream));
+    return {};
+  });
+}
+
+int32_t offload_stash_release(offload_stash_t stash, offload_stash_ticket_t ticket,
+                              offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    return found->Release(ticket, stream);
+  });
+}
+
+int32_t offload_stash_prefetch(offload_stash_t stash, offload_stash_ticket_t ticket,
+                               void* destination, uint64_t destination_bytes,
+                               offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    return found->Prefetch(ticket, destination, destination_bytes, stream);
+  });
+}
+
+int32_t offload_stash_pop(offload_stash_t stash, offload_stash_ticket_t ticket,
+                          offload_stream_t stream, uint32_t flags) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    return found->Pop(ticket, stream, flags);
+  });
+}
+
+int32_t offload_stash_drop(offload_stash_t stash, offload_stash_ticket_t ticket,
+                           offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    return found->Drop(ticket, stream);
+  });
+}
+
+int32_t offload_stash_mark(offload_stash_t stash, uint32_t lane, offload_stash_mark_t* mark) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    HYBRIDOPT_TRY(CheckPointer(mark, "mark"));
+    HYBRIDOPT_ASSIGN(*mark, found->Mark(lane));
+    return {};
+  });
+}
+
+int32_t offload_stash_rollback(offload_stash_t stash, offload_stash_mark_t mark,
+                               offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    return found->Rollback(mark, stream);
+  });
+}
+
+int32_t offload_stash_wait(offload_stash_t stash, offload_stash_ticket_t ticket,
+                           int64_t timeout_ns) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    return found->Wait(ticket, timeout_ns);
+  });
+}
+
+int32_t offload_stash_get_stats(offload_stash_t stash, offload_stash_stats_t* stats) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Stashes::Instance().Find(stash, "stash"));
+    HYBRIDOPT_TRY(CheckOutput(stats, "stats"));
+    HYBRIDOPT_ASSIGN(const offload_stash_stats_t value, found->Stats());
+    Write(stats, value);
     return {};
   });
 }

@@ -206,9 +206,10 @@ Status Context::CheckPinned(uint64_t bytes) const {
 Status Context::CheckPinnedLocked(uint64_t bytes) const {
   if (bytes <= pinned_bytes_max_ - pinned_bytes_) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                       "options.pinned_bytes_max of the context is %llu with %llu in use, but the "
-                       "staging ring and room for what is movable need %llu; raise it to at least "
-                       "%llu, or make chunk_elements, staging_slots or movable smaller",
+                       "options.pinned_bytes_max of the context is %llu with %llu in use, but "
+                       "%llu more are needed; raise it to at least %llu, or make "
+                       "chunk_elements, staging_slots or movable smaller, or budget_bytes of a "
+                       "stash",
                        static_cast<unsigned long long>(pinned_bytes_max_),
                        static_cast<unsigned long long>(pinned_bytes_),
                        static_cast<unsigned long long>(bytes),
@@ -281,6 +282,7 @@ Result<offload_context_info_t> Context::Info() const {
     if (node < 64) info.numa_memory_nodes |= uint64_t{1} << node;
   std::snprintf(info.notes, sizeof(info.notes), "%s", Notes().c_str());
   info.optimizers = optimizers_;
+  info.stashes = stashes_;
   if (!device_->unified()) {
     HYBRIDOPT_ASSIGN(const DeviceMemory memory, device_->Memory());
     info.device_memory_bytes = memory.total_bytes;

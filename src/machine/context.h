@@ -69,6 +69,9 @@ class Context {
   void OptimizerCreated() { optimizers_ += 1; }
   void OptimizerDestroyed() { optimizers_ -= 1; }
   uint32_t optimizers() const { return optimizers_; }
+  void StashCreated() { stashes_ += 1; }
+  void StashDestroyed() { stashes_ -= 1; }
+  uint32_t stashes() const { return stashes_; }
 
   Result<offload_context_info_t> Info() const;
   void Log(int32_t level, const char* text) const;
@@ -95,6 +98,7 @@ class Context {
   mutable std::mutex pinned_mutex_;
   uint64_t pinned_bytes_ = 0;  // guarded by pinned_mutex_
   std::atomic<uint32_t> optimizers_ = 0;
+  std::atomic<uint32_t> stashes_ = 0;
   std::mutex given_out_mutex_;
   std::set<void*> allocations_;     // guarded by given_out_mutex_
   std::set<StreamHandle> streams_;  // guarded by given_out_mutex_

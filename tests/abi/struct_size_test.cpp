@@ -190,6 +190,28 @@ struct OptimizerOptions {
   }
 };
 
+struct StashOptions {
+  using Struct = offload_stash_options_t;
+  static Struct Valid() {
+    auto options = Empty<Struct>();
+    options.lanes = 2;
+    options.budget_bytes = 8192;
+    options.slab_bytes = 4096;
+    options.min_bytes = 1;
+    options.tickets_max = 3;
+    return options;
+  }
+  static int32_t Call(const Struct* options) {
+    World world;
+    offload_stash_t stash = nullptr;
+    const int32_t status = offload_stash_create(world.context, options, &stash);
+    if (stash != nullptr) {
+      EXPECT_EQ(Outcome(offload_stash_destroy(stash)), "OK");
+    }
+    return status;
+  }
+};
+
 struct Comm {
   using Struct = offload_comm_t;
   static Struct Valid() {
@@ -405,7 +427,7 @@ template <typename Input>
 class InputStructSize : public testing::Test {};
 using Inputs =
     testing::Types<ContextOptions, OptimizerOptions, Comm, Group, GroupAgain, Param, Shard, Binding,
-                   StepOptions, MoveOptions, SaveOptions, LoadOptions, VerifyOptions>;
+                   StepOptions, MoveOptions, SaveOptions, LoadOptions, VerifyOptions, StashOptions>;
 TYPED_TEST_SUITE(InputStructSize, Inputs, TypeName);
 
 TYPED_TEST(InputStructSize, TooSmallForItselfOrAbsurdIsRefused) {
@@ -675,6 +697,28 @@ struct Stats {
   }
 };
 
+struct StashPlan {
+  using Struct = offload_stash_plan_t;
+  static int32_t Call(World& world, Struct* plan) {
+    const offload_stash_options_t options = StashOptions::Valid();
+    return offload_stash_plan(world.context, &options, plan);
+  }
+};
+
+struct StashStats {
+  using Struct = offload_stash_stats_t;
+  static int32_t Call(World& world, Struct* stats) {
+    const offload_stash_options_t options = StashOptions::Valid();
+    offload_stash_t stash = nullptr;
+    EXPECT_EQ(Outcome(offload_stash_create(world.context, &options, &stash)), "OK");
+    const int32_t status = offload_stash_get_stats(stash, stats);
+    const std::string text = offload_last_error();
+    EXPECT_EQ(Outcome(offload_stash_destroy(stash)), "OK");
+    EXPECT_EQ(offload_last_error(), text);
+    return status;
+  }
+};
+
 // The output of a call with this struct_size, in a buffer that held `fill` before.
 template <typename Output>
 std::vector<unsigned char> OutputBytes(World& world, uint32_t size, unsigned char fill) {
@@ -683,8 +727,8 @@ std::vector<unsigned char> OutputBytes(World& world, uint32_t size, unsigned cha
   std::memcpy(output.data(), &size, sizeof(size));
   EXPECT_EQ(Outcome(Output::Call(world, output.as<Struct>())), "OK") << "struct_size " << size;
   std::vector<unsigned char> bytes(output.data(), output.data() + size);
-  if constexpr (std::is_same_v<Struct, offload_plan_t>) {  // moves while the test runs
-    const size_t begin = offsetof(offload_plan_t, host_available_bytes);
+  if constexpr (requires(Struct plan) { plan.host_available_bytes; }) {  // moves meanwhile
+    const size_t begin = offsetof(Struct, host_available_bytes);
     for (size_t i = begin; i < std::min<size_t>(begin + 8, size); ++i) bytes[i] = 0;
   }
   return bytes;
@@ -699,7 +743,8 @@ class OutputStructSize : public testing::Test {
   }
   World world_;
 };
-using Outputs = testing::Types<ContextInfo, Plan, StepResult, StateView, Stats>;
+using Outputs =
+    testing::Types<ContextInfo, Plan, StepResult, StateView, Stats, StashPlan, StashStats>;
 TYPED_TEST_SUITE(OutputStructSize, Outputs, TypeName);
 
 TYPED_TEST(OutputStructSize, TooSmallForItselfOrAbsurdIsRefusedAndNothingIsWritten) {

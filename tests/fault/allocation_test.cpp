@@ -126,5 +126,58 @@ TEST(Allocation, DoesNotHappenInSteps) {
     }
 }
 
+// All that a training loop calls of a stash, with pushes that find no room among it.
+void UseStash(offload_context_t context, offload_stash_t stash, char* data, int32_t* failed) {
+  constexpr uint64_t kBytes = 9000;
+  offload_stash_ticket_t tickets[4] = {};
+  offload_stash_mark_t mark = 0;
+  auto stats = Make<offload_stash_stats_t>();
+  for (offload_stash_ticket_t& ticket : tickets) {
+    *failed |= offload_stash_push(stash, 1, data, kBytes, nullptr, &ticket);
+    if (ticket != 0) *failed |= offload_stash_release(stash, ticket, nullptr);
+    if (&ticket == tickets) *failed |= offload_stash_mark(stash, 1, &mark);
+  }
+  *failed |= offload_stash_prefetch(stash, tickets[0], data, kBytes, nullptr);
+  *failed |= offload_stash_pop(stash, tickets[0], nullptr, OFFLOAD_STASH_KEEP);
+  *failed |= offload_stash_drop(stash, tickets[1], nullptr);
+  *failed |= offload_stash_rollback(stash, mark, nullptr);
+  *failed |= offload_stash_prefetch(stash, tickets[0], data, kBytes, nullptr);
+  *failed |= offload_stash_pop(stash, tickets[0], nullptr, 0);
+  *failed |= offload_stash_wait(stash, 0, -1);
+  *failed |= offload_stash_get_stats(stash, &stats);
+  *failed |= offload_stream_synchronize(context, nullptr, -1);
+}
+
+TEST(Allocation, DoesNotHappenInAStash) {
+  if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    RunOptions run;
+    run.device_kind = device_kind;
+    run.counts = {5000};
+    Trainer trainer(run);
+    auto options = Make<offload_stash_options_t>();
+    options.budget_bytes = 9 * 4096;  // of three pushes
+    options.slab_bytes = 4096;
+    options.min_bytes = 1;
+    options.lanes = 2;
+    offload_stash_t stash = nullptr;
+    ASSERT_OFFLOAD_OK(offload_stash_create(trainer.context, &options, &stash));
+    int32_t failed = OFFLOAD_OK;
+    auto* const data = static_cast<char*>(trainer.data[0]);
+    UseStash(trainer.context, stash, data, &failed);  // starts the thread of the caller's stream
+    allocations = 0;
+    counting = true;
+    for (int i = 0; i < 20; ++i) UseStash(trainer.context, stash, data, &failed);
+    counting = false;
+    EXPECT_EQ(allocations, 0u) << "device " << device_kind;
+    EXPECT_EQ(failed, OFFLOAD_OK) << offload_last_error();
+    auto stats = Make<offload_stash_stats_t>();
+    ASSERT_OFFLOAD_OK(offload_stash_get_stats(stash, &stats));
+    EXPECT_EQ(stats.refused_pushes, 21u);
+    EXPECT_EQ(stats.tickets, 0u);
+    ASSERT_OFFLOAD_OK(offload_stash_destroy(stash));
+  }
+}
+
 }  // namespace
 }  // namespace hybridopt::fault

@@ -27,8 +27,10 @@ TEST(Handle, NullWrongKindGarbageAndDestroyedAreRefusedByEveryCall) {
 
   ExpectHandleRefused(ContextCalls(), nullptr, "context is NULL", "expected a handle");
   ExpectHandleRefused(OptimizerCalls(), nullptr, "optimizer is NULL", "expected a handle");
+  ExpectHandleRefused(StashCalls(), nullptr, "stash is NULL", "expected a handle");
   ExpectHandleRefused(ContextCalls(), trainer.optimizer, "context is 0x", "not a handle");
   ExpectHandleRefused(OptimizerCalls(), trainer.context, "optimizer is 0x", "not a handle");
+  ExpectHandleRefused(StashCalls(), trainer.optimizer, "stash is 0x", "not a handle");
   ExpectHandleRefused(ContextCalls(), host_array, "context is 0x", "not a handle");
   ExpectHandleRefused(OptimizerCalls(), &trainer, "optimizer is 0x", "not a handle");
   ExpectHandleRefused(ContextCalls(), Address(UINT64_MAX), "context is 0x", "not a handle");
@@ -44,6 +46,14 @@ TEST(Handle, NullWrongKindGarbageAndDestroyedAreRefusedByEveryCall) {
   ASSERT_OFFLOAD_OK(offload_optimizer_create(trainer.context, &optimizer_options, &optimizer));
   ASSERT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
   ExpectHandleRefused(OptimizerCalls(), optimizer, "optimizer is 0x", "has been destroyed");
+
+  offload_stash_t stash = nullptr;
+  auto stash_options = Make<offload_stash_options_t>();
+  stash_options.budget_bytes = 4096;
+  ASSERT_OFFLOAD_OK(offload_stash_create(trainer.context, &stash_options, &stash));
+  ExpectHandleRefused(OptimizerCalls(), stash, "optimizer is 0x", "not a handle");
+  ASSERT_OFFLOAD_OK(offload_stash_destroy(stash));
+  ExpectHandleRefused(StashCalls(), stash, "stash is 0x", "has been destroyed");
 
   // A new object in the place of a destroyed one does not bring the old handle back to life.
   offload_optimizer_t newer = nullptr;

@@ -27,14 +27,13 @@ enum class Operation {
   kList,
   kRename,
   kRemove,
-  kRemoveDirectory,
-  kLook
+  kRemoveDirectory
 };
-inline constexpr int kOperations = 15;
+inline constexpr int kOperations = 14;
 inline const char* OperationName(Operation operation) {
   constexpr const char* kNames[] = {
-      "open", "close",          "size", "read",   "write",  "allocate",         "truncate", "sync",
-      "lock", "make directory", "list", "rename", "remove", "remove directory", "look"};
+      "open", "close", "size",           "read", "write",  "allocate", "truncate",
+      "sync", "lock",  "make directory", "list", "rename", "remove",   "remove directory"};
   return kNames[static_cast<int>(operation)];
 }
 
@@ -105,10 +104,6 @@ class FaultyFiles : public prim::Files {
   int Lock(int file) override {
     const int error = Fault(Operation::kLock);
     return error > 0 ? -error : Files::Lock(file);
-  }
-  int Look(const std::string& path) override {
-    const int error = Fault(Operation::kLook);
-    return error > 0 ? -error : Files::Look(path);
   }
   int MakeDirectory(const std::string& path) override {
     const int error = Fault(Operation::kMakeDirectory);

@@ -80,6 +80,28 @@ TEST_P(Fork, OfIdleHandlesRefusesThemInTheChildOnly) {
   EXPECT_EQ(trainer.Bits(), Train(run_));
 }
 
+TEST_P(Fork, OfAStashWithATicketRefusesItInTheChildOnly) {
+  Trainer trainer(run_);
+  auto options = Make<offload_stash_options_t>();
+  options.budget_bytes = 8192;
+  options.slab_bytes = 4096;
+  options.min_bytes = 1;
+  offload_stash_t stash = nullptr;
+  ASSERT_OFFLOAD_OK(offload_stash_create(trainer.context, &options, &stash));
+  const std::vector<unsigned char> before = trainer.ParamBits(0);
+  offload_stash_ticket_t ticket = 0;
+  ASSERT_OFFLOAD_OK(offload_stash_push(stash, 0, trainer.data[0], before.size(), nullptr, &ticket));
+  RunInChild([&] { ExpectInherited(StashCalls(), stash); });
+  const std::vector<unsigned char> others(before.size(), 0x77);
+  ASSERT_OFFLOAD_OK(offload_stash_release(stash, ticket, nullptr));
+  ASSERT_OFFLOAD_OK(offload_device_upload(trainer.context, trainer.data[0], others.data(),
+                                          others.size(), nullptr));
+  ASSERT_OFFLOAD_OK(offload_stash_prefetch(stash, ticket, trainer.data[0], before.size(), nullptr));
+  ASSERT_OFFLOAD_OK(offload_stash_pop(stash, ticket, nullptr, 0));
+  EXPECT_EQ(trainer.ParamBits(0), before);
+  ASSERT_OFFLOAD_OK(offload_stash_destroy(stash));
+}
+
 TEST_P(Fork, ChildMayTrainOnHandlesOfItsOwn) {
   if (!kThreadsInChild) GTEST_SKIP() << "the thread sanitizer allows no threads in the child";
   const std::vector<unsigned char> expected = Train(run_);

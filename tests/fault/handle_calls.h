@@ -18,15 +18,25 @@ inline std::vector<HandleCall> ContextCalls() {
   static offload_context_info_t info;
   static offload_optimizer_options_t options;
   static offload_optimizer_t optimizer;
+  static offload_stash_options_t stash_options;
+  static offload_stash_plan_t stash_plan;
+  static offload_stash_t stash;
   static void* data;
   static offload_stream_t stream;
   info = Make<offload_context_info_t>();
   options = Make<offload_optimizer_options_t>();
   options.algorithm = OFFLOAD_ADAMW;
+  stash_plan = Make<offload_stash_plan_t>();
+  stash_options = Make<offload_stash_options_t>();
+  stash_options.budget_bytes = 4096;
   const auto as = [](void* handle) { return static_cast<offload_context_t>(handle); };
   return {
       {"info", [=](void* h) { return offload_context_get_info(as(h), &info); }},
       {"create", [=](void* h) { return offload_optimizer_create(as(h), &options, &optimizer); }},
+      {"stash_plan",
+       [=](void* h) { return offload_stash_plan(as(h), &stash_options, &stash_plan); }},
+      {"stash_create",
+       [=](void* h) { return offload_stash_create(as(h), &stash_options, &stash); }},
       {"alloc", [=](void* h) { return offload_device_alloc(as(h), 64, &data); }},
       {"free", [=](void* h) { return offload_device_free(as(h), nullptr); }},
       {"upload",
@@ -108,6 +118,27 @@ inline std::vector<HandleCall> OptimizerCalls() {
       {"save", [=](void* h) { return offload_optimizer_save(as(h), &save, nullptr); }},
       {"load", [=](void* h) { return offload_optimizer_load(as(h), &load, nullptr); }},
       {"destroy", [=](void* h) { return offload_optimizer_destroy(as(h)); }},
+  };
+}
+
+// Every call that takes a stash.
+inline std::vector<HandleCall> StashCalls() {
+  static offload_stash_stats_t stats;
+  static offload_stash_ticket_t ticket;
+  static offload_stash_mark_t mark;
+  stats = Make<offload_stash_stats_t>();
+  const auto as = [](void* handle) { return static_cast<offload_stash_t>(handle); };
+  return {
+      {"push", [=](void* h) { return offload_stash_push(as(h), 0, &stats, 64, nullptr, &ticket); }},
+      {"release", [=](void* h) { return offload_stash_release(as(h), 1, nullptr); }},
+      {"prefetch", [=](void* h) { return offload_stash_prefetch(as(h), 1, &stats, 64, nullptr); }},
+      {"pop", [=](void* h) { return offload_stash_pop(as(h), 1, nullptr, 0); }},
+      {"drop", [=](void* h) { return offload_stash_drop(as(h), 1, nullptr); }},
+      {"mark", [=](void* h) { return offload_stash_mark(as(h), 0, &mark); }},
+      {"rollback", [=](void* h) { return offload_stash_rollback(as(h), 0, nullptr); }},
+      {"wait", [=](void* h) { return offload_stash_wait(as(h), 0, 0); }},
+      {"get_stats", [=](void* h) { return offload_stash_get_stats(as(h), &stats); }},
+      {"destroy", [=](void* h) { return offload_stash_destroy(as(h)); }},
   };
 }
 

@@ -74,6 +74,12 @@ pub struct offload_optimizer {
 }
 pub type offload_optimizer_t = *mut offload_optimizer;
 
+#[repr(C)]
+pub struct offload_stash {
+    _private: [u8; 0],
+}
+pub type offload_stash_t = *mut offload_stash;
+
 pub type offload_ticket_t = u64;
 
 pub type offload_stream_t = *mut c_void;
@@ -134,7 +140,7 @@ pub struct offload_context_info_t {
     pub notes: [c_char; 1024],
     pub numa_memory_nodes: u64,
     pub numa_policy: i32,
-    pub reserved: u32,
+    pub stashes: u32,
 }
 default_is_zero!(offload_context_info_t);
 
@@ -474,6 +480,70 @@ pub struct offload_verify_options_t {
 }
 default_is_zero!(offload_verify_options_t);
 
+pub type offload_stash_ticket_t = u64;
+
+pub type offload_stash_mark_t = u64;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_stash_options_t {
+    pub struct_size: u32,
+    pub lanes: u32,
+    pub budget_bytes: u64,
+    pub slab_bytes: u64,
+    pub min_bytes: u64,
+    pub tickets_max: u32,
+    pub reserved: u32,
+}
+default_is_zero!(offload_stash_options_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_stash_plan_t {
+    pub struct_size: u32,
+    pub tickets_max: u32,
+    pub slab_bytes: u64,
+    pub slab_count: u64,
+    pub slabs_bytes: u64,
+    pub scratch_bytes: u64,
+    pub host_bytes: u64,
+    pub host_available_bytes: u64,
+    pub pinned_bytes_left: u64,
+    pub fits: i32,
+    pub reserved: u32,
+}
+default_is_zero!(offload_stash_plan_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_stash_stats_t {
+    pub struct_size: u32,
+    pub tickets: u32,
+    pub slabs_bytes: u64,
+    pub pinned_bytes: u64,
+    pub used_bytes: u64,
+    pub used_bytes_max: u64,
+    pub held_bytes: u64,
+    pub pushes: u64,
+    pub pushed_bytes: u64,
+    pub refused_pushes: u64,
+    pub refused_bytes: u64,
+    pub small_pushes: u64,
+    pub prefetches: u64,
+    pub prefetched_bytes: u64,
+    pub pops: u64,
+    pub drops: u64,
+    pub down_timed_bytes: u64,
+    pub down_seconds: f64,
+    pub up_timed_bytes: u64,
+    pub up_seconds: f64,
+    pub release_wait_seconds: f64,
+    pub pop_wait_seconds: f64,
+}
+default_is_zero!(offload_stash_stats_t);
+
+pub const OFFLOAD_STASH_KEEP: i32 = 1;
+
 pub type offload_stream_function_t = Option<unsafe extern "C" fn(user: *mut c_void)>;
 
 extern "C" {
@@ -627,6 +697,67 @@ extern "C" {
         verify: *const offload_verify_options_t,
         path: *mut c_char,
         path_bytes: u64,
+    ) -> i32;
+    pub fn offload_stash_plan(
+        context: offload_context_t,
+        options: *const offload_stash_options_t,
+        plan: *mut offload_stash_plan_t,
+    ) -> i32;
+    pub fn offload_stash_create(
+        context: offload_context_t,
+        options: *const offload_stash_options_t,
+        stash: *mut offload_stash_t,
+    ) -> i32;
+    pub fn offload_stash_destroy(stash: offload_stash_t) -> i32;
+    pub fn offload_stash_push(
+        stash: offload_stash_t,
+        lane: u32,
+        data: *const c_void,
+        bytes: u64,
+        stream: offload_stream_t,
+        ticket: *mut offload_stash_ticket_t,
+    ) -> i32;
+    pub fn offload_stash_release(
+        stash: offload_stash_t,
+        ticket: offload_stash_ticket_t,
+        stream: offload_stream_t,
+    ) -> i32;
+    pub fn offload_stash_prefetch(
+        stash: offload_stash_t,
+        ticket: offload_stash_ticket_t,
+        destination: *mut c_void,
+        destination_bytes: u64,
+        stream: offload_stream_t,
+    ) -> i32;
+    pub fn offload_stash_pop(
+        stash: offload_stash_t,
+        ticket: offload_stash_ticket_t,
+        stream: offload_stream_t,
+        flags: u32,
+    ) -> i32;
+    pub fn offload_stash_drop(
+        stash: offload_stash_t,
+        ticket: offload_stash_ticket_t,
+        stream: offload_stream_t,
+    ) -> i32;
+    pub fn offload_stash_mark(
+        stash: offload_stash_t,
+        lane: u32,
+        mark: *mut offload_stash_mark_t,
+    ) -> i32;
+    pub fn offload_stash_rollback(
+        stash: offload_stash_t,
+        mark: offload_stash_mark_t,
+        stream: offload_stream_t,
+    ) -> i32;
+    pub fn offload_stash_wait(
+        stash: offload_stash_t,
+        ticket: offload_stash_ticket_t,
+        timeout_ns: i64,
+    ) -> i32;
+    pub fn offload_stash_get_stats(
+        stash: offload_stash_t,
+        stats: *mut offload_stash_stats_t,
     ) -> i32;
     pub fn offload_device_alloc(
         context: offload_context_t,

@@ -70,6 +70,7 @@ OFFLOAD_LOG_WARNING = 2
 OFFLOAD_LOG_ERROR = 3
 offload_context_t = ctypes.c_void_p
 offload_optimizer_t = ctypes.c_void_p
+offload_stash_t = ctypes.c_void_p
 offload_ticket_t = ctypes.c_uint64
 offload_stream_t = ctypes.c_void_p
 offload_log_function_t = CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
@@ -143,7 +144,7 @@ class offload_context_info_t(Struct):
     notes: bytes
     numa_memory_nodes: int
     numa_policy: int
-    reserved: int
+    stashes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("device_kind", ctypes.c_int32),
@@ -166,7 +167,7 @@ class offload_context_info_t(Struct):
         ("notes", ctypes.c_char * 1024),
         ("numa_memory_nodes", ctypes.c_uint64),
         ("numa_policy", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
+        ("stashes", ctypes.c_uint32),
     ]
 
 
@@ -705,6 +706,106 @@ class offload_verify_options_t(Struct):
     ]
 
 
+offload_stash_ticket_t = ctypes.c_uint64
+offload_stash_mark_t = ctypes.c_uint64
+
+
+class offload_stash_options_t(Struct):
+    struct_size: int
+    lanes: int
+    budget_bytes: int
+    slab_bytes: int
+    min_bytes: int
+    tickets_max: int
+    reserved: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("lanes", ctypes.c_uint32),
+        ("budget_bytes", ctypes.c_uint64),
+        ("slab_bytes", ctypes.c_uint64),
+        ("min_bytes", ctypes.c_uint64),
+        ("tickets_max", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class offload_stash_plan_t(Struct):
+    struct_size: int
+    tickets_max: int
+    slab_bytes: int
+    slab_count: int
+    slabs_bytes: int
+    scratch_bytes: int
+    host_bytes: int
+    host_available_bytes: int
+    pinned_bytes_left: int
+    fits: int
+    reserved: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("tickets_max", ctypes.c_uint32),
+        ("slab_bytes", ctypes.c_uint64),
+        ("slab_count", ctypes.c_uint64),
+        ("slabs_bytes", ctypes.c_uint64),
+        ("scratch_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+        ("host_available_bytes", ctypes.c_uint64),
+        ("pinned_bytes_left", ctypes.c_uint64),
+        ("fits", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class offload_stash_stats_t(Struct):
+    struct_size: int
+    tickets: int
+    slabs_bytes: int
+    pinned_bytes: int
+    used_bytes: int
+    used_bytes_max: int
+    held_bytes: int
+    pushes: int
+    pushed_bytes: int
+    refused_pushes: int
+    refused_bytes: int
+    small_pushes: int
+    prefetches: int
+    prefetched_bytes: int
+    pops: int
+    drops: int
+    down_timed_bytes: int
+    down_seconds: float
+    up_timed_bytes: int
+    up_seconds: float
+    release_wait_seconds: float
+    pop_wait_seconds: float
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("tickets", ctypes.c_uint32),
+        ("slabs_bytes", ctypes.c_uint64),
+        ("pinned_bytes", ctypes.c_uint64),
+        ("used_bytes", ctypes.c_uint64),
+        ("used_bytes_max", ctypes.c_uint64),
+        ("held_bytes", ctypes.c_uint64),
+        ("pushes", ctypes.c_uint64),
+        ("pushed_bytes", ctypes.c_uint64),
+        ("refused_pushes", ctypes.c_uint64),
+        ("refused_bytes", ctypes.c_uint64),
+        ("small_pushes", ctypes.c_uint64),
+        ("prefetches", ctypes.c_uint64),
+        ("prefetched_bytes", ctypes.c_uint64),
+        ("pops", ctypes.c_uint64),
+        ("drops", ctypes.c_uint64),
+        ("down_timed_bytes", ctypes.c_uint64),
+        ("down_seconds", ctypes.c_double),
+        ("up_timed_bytes", ctypes.c_uint64),
+        ("up_seconds", ctypes.c_double),
+        ("release_wait_seconds", ctypes.c_double),
+        ("pop_wait_seconds", ctypes.c_double),
+    ]
+
+
+OFFLOAD_STASH_KEEP = 1
 offload_stream_function_t = CFUNCTYPE(None, ctypes.c_void_p)
 
 # Result and arguments of every function.
@@ -744,6 +845,18 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_checkpoint_inspect": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_checkpoint_info_t), offload_tensor_function_t, ctypes.c_void_p]),
     "offload_checkpoint_verify": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_verify_options_t)]),
     "offload_checkpoint_newest": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_verify_options_t), ctypes.c_char_p, ctypes.c_uint64]),
+    "offload_stash_plan": (ctypes.c_int32, [offload_context_t, POINTER(offload_stash_options_t), POINTER(offload_stash_plan_t)]),
+    "offload_stash_create": (ctypes.c_int32, [offload_context_t, POINTER(offload_stash_options_t), POINTER(offload_stash_t)]),
+    "offload_stash_destroy": (ctypes.c_int32, [offload_stash_t]),
+    "offload_stash_push": (ctypes.c_int32, [offload_stash_t, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64, offload_stream_t, POINTER(offload_stash_ticket_t)]),
+    "offload_stash_release": (ctypes.c_int32, [offload_stash_t, offload_stash_ticket_t, offload_stream_t]),
+    "offload_stash_prefetch": (ctypes.c_int32, [offload_stash_t, offload_stash_ticket_t, ctypes.c_void_p, ctypes.c_uint64, offload_stream_t]),
+    "offload_stash_pop": (ctypes.c_int32, [offload_stash_t, offload_stash_ticket_t, offload_stream_t, ctypes.c_uint32]),
+    "offload_stash_drop": (ctypes.c_int32, [offload_stash_t, offload_stash_ticket_t, offload_stream_t]),
+    "offload_stash_mark": (ctypes.c_int32, [offload_stash_t, ctypes.c_uint32, POINTER(offload_stash_mark_t)]),
+    "offload_stash_rollback": (ctypes.c_int32, [offload_stash_t, offload_stash_mark_t, offload_stream_t]),
+    "offload_stash_wait": (ctypes.c_int32, [offload_stash_t, offload_stash_ticket_t, ctypes.c_int64]),
+    "offload_stash_get_stats": (ctypes.c_int32, [offload_stash_t, POINTER(offload_stash_stats_t)]),
     "offload_device_alloc": (ctypes.c_int32, [offload_context_t, ctypes.c_uint64, POINTER(ctypes.c_void_p)]),
     "offload_device_free": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p]),
     "offload_device_upload": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, offload_stream_t]),

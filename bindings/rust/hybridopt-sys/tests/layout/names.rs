@@ -45,7 +45,7 @@ pub fn table() -> Table {
         notes,
         numa_memory_nodes,
         numa_policy,
-        reserved,
+        stashes,
     });
     fields!(table, offload_comm_t {
         struct_size,
@@ -292,6 +292,52 @@ pub fn table() -> Table {
         progress,
         progress_user,
     });
+    fields!(table, offload_stash_options_t {
+        struct_size,
+        lanes,
+        budget_bytes,
+        slab_bytes,
+        min_bytes,
+        tickets_max,
+        reserved,
+    });
+    fields!(table, offload_stash_plan_t {
+        struct_size,
+        tickets_max,
+        slab_bytes,
+        slab_count,
+        slabs_bytes,
+        scratch_bytes,
+        host_bytes,
+        host_available_bytes,
+        pinned_bytes_left,
+        fits,
+        reserved,
+    });
+    fields!(table, offload_stash_stats_t {
+        struct_size,
+        tickets,
+        slabs_bytes,
+        pinned_bytes,
+        used_bytes,
+        used_bytes_max,
+        held_bytes,
+        pushes,
+        pushed_bytes,
+        refused_pushes,
+        refused_bytes,
+        small_pushes,
+        prefetches,
+        prefetched_bytes,
+        pops,
+        drops,
+        down_timed_bytes,
+        down_seconds,
+        up_timed_bytes,
+        up_seconds,
+        release_wait_seconds,
+        pop_wait_seconds,
+    });
     values!(table,
         OFFLOAD_OK,
         OFFLOAD_INVALID_ARGUMENT,
@@ -393,6 +439,9 @@ pub fn table() -> Table {
         OFFLOAD_LOAD_FRESH_MOMENTS,
         OFFLOAD_LOAD_KEEP_STEPS,
         OFFLOAD_LOAD_NO_VERIFY,
+    );
+    values!(table,
+        OFFLOAD_STASH_KEEP,
     );
     table
 }

@@ -1,0 +1,123 @@
+#include "stash/slab_pool.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/prim.h"
+
+namespace hybridopt {
+
+Result<SlabPool> SlabPool::Create(Context& context, const SlabSizes& sizes) {
+  SlabPool pool;
+  pool.context_ = &context;
+  pool.sizes_ = sizes;
+  const bool pins = !context.device().unified();
+  if (pins) {
+    HYBRIDOPT_TRY(context.ReservePinned(sizes.bytes()));
+    pool.pinned_bytes_ = sizes.bytes();
+  }
+  Status mapped = pool.Map(false);
+  if (pool.pieces_.empty() && mapped.code() == OFFLOAD_OUT_OF_HOST_MEMORY &&
+      context.allow_pageable())
+    mapped = pool.Map(true);
+  if (pool.pieces_.empty() || mapped.code() != OFFLOAD_OUT_OF_HOST_MEMORY) HYBRIDOPT_TRY(mapped);
+  uint64_t pinned_bytes = 0;
+  for (const PinnedArena& piece : pool.pieces_) pinned_bytes += piece.pinned_bytes();
+  if (pins) {
+    if (pinned_bytes < pool.bytes())
+      context.Note("a stash is pageable: the system did not pin it");
+    else if (pool.bytes() < sizes.bytes())
+      context.Note("a stash has fewer slabs than asked for: the system did not pin more");
+    context.ReleasePinned(pool.pinned_bytes_ - pinned_bytes);
+    pool.pinned_bytes_ = pinned_bytes;
+  }
+  pool.next_.resize(pool.sizes_.slab_count);
+  for (uint32_t slab = 0; slab < pool.sizes_.slab_count; ++slab) pool.next_[slab] = slab + 1;
+  pool.free_ = {0, pool.sizes_.slab_count - 1, pool.sizes_.slab_count};
+  return pool;
+}
+
+// Maps pieces until there are all slabs, or until the system refuses: then the pool has what there
+// is by then.
+Status SlabPool::Map(bool allow_pageable) {
+  const uint64_t piece_bytes = context_->device().pin_piece_bytes();
+  piece_slabs_ = static_cast<uint32_t>(std::max<uint64_t>(1, piece_bytes / sizes_.slab_bytes));
+  uint32_t mapped = 0;
+  while (mapped < sizes_.slab_count) {
+    uint32_t slabs = std::min(piece_slabs_, sizes_.slab_count - mapped);
+    const uint32_t wanted = slabs;
+    Result<PinnedArena> piece = MapPiece(&slabs, allow_pageable);
+    if (piece.ok()) {
+      pieces_.push_back(std::move(piece.value()));
+      mapped += slabs;
+      if (slabs == wanted) continue;
+    }
+    if (mapped > 0) sizes_.slab_count = mapped;
+    return piece.ok() ? Status() : piece.status();
+  }
+  return {};
+}
+
+// Of *slabs slabs, or half as many, and so on.
+Result<PinnedArena> SlabPool::MapPiece(uint32_t* slabs, bool allow_pageable) {
+  while (true) {
+    Result<PinnedArena> piece = PinnedArena::Map(context_->device(), *slabs * sizes_.slab_bytes,
+                                                 context_->pinned_pages(), allow_pageable);
+    if (piece.status().code() != OFFLOAD_OUT_OF_HOST_MEMORY || *slabs == 1) return piece;
+    *slabs /= 2;
+  }
+}
+
+SlabPool::~SlabPool() {
+  if (context_ != nullptr) context_->ReleasePinned(pinned_bytes_);
+}
+
+SlabPool& SlabPool::operator=(SlabPool&& other) noexcept {
+  std::swap(context_, other.context_);
+  std::swap(sizes_, other.sizes_);
+  std::swap(pinned_bytes_, other.pinned_bytes_);
+  std::swap(piece_slabs_, other.piece_slabs_);
+  std::swap(pieces_, other.pieces_);
+  std::swap(next_, other.next_);
+  std::swap(free_, other.free_);
+  return *this;
+}
+
+SlabChain SlabPool::Take(uint32_t count) {
+  HYBRIDOPT_CHECK(count > 0 && count <= free_.count);
+  SlabChain taken{free_.first, free_.first, count};
+  for (uint32_t i = 1; i < count; ++i) taken.last = next_[taken.last];
+  free_.count -= count;
+  if (free_.count > 0) free_.first = next_[taken.last];
+  return taken;
+}
+
+void SlabPool::Give(const SlabChain& chain) {
+  if (chain.count == 0) return;
+  if (free_.count == 0) {
+    free_ = chain;
+    return;
+  }
+  next_[chain.last] = free_.first;
+  free_.first = chain.first;
+  free_.count += chain.count;
+}
+
+Status SlabPool::ForEachRun(const SlabChain& chain, uint64_t bytes, Visit visit) const {
+  uint64_t offset = 0;
+  for (uint32_t slab = chain.first; offset < bytes; slab = next_[slab]) {
+    std::byte* const begin = data(slab);
+    uint64_t run = sizes_.slab_bytes;
+    while (offset + run < bytes && IsNeighbour(slab)) {
+      run += sizes_.slab_bytes;
+      slab = next_[slab];
+    }
+    run = std::min(run, bytes - offset);
+    HYBRIDOPT_TRY(visit(begin, offset, run));
+    offset += run;
+  }
+  return {};
+}
+
+}  // namespace hybridopt

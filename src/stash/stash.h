@@ -1,0 +1,92 @@
+// Stash: activations that go to host memory in the forward pass and come back in the backward pass.
+//
+//   caller's stream   ..layer 1 | ready |  ..layer 3 | release 1 |      ...      | pop 1 | ..layer
+//   1 down stream                   | copy 1 | down | up stream prefetch 1  | copy 1 | up |
+//
+// Each copy waits for what has written or used its memory, and each user of memory for its copy: by
+// events, which every call records and waits for in the order of the calls. So no wait is for work
+// that is queued later, and no call waits on the host.
+//
+// Slabs of a ticket that has ended belong to a push again when the copy to the device that may
+// still read them has ended, or when the down stream waits for it. Which of the two does not show.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "machine/context.h"
+#include "stash/slab_pool.h"
+#include "stash/ticket_table.h"
+#include "stash/timings.h"
+
+namespace hybridopt {
+
+class Stash {
+ public:
+  static Result<offload_stash_plan_t> Plan(const Context& context,
+                                           const offload_stash_options_t& options);
+  static Result<std::shared_ptr<Stash>> Create(std::shared_ptr<Context> context,
+                                               const offload_stash_options_t& options);
+  ~Stash();
+
+  // See offload.h. A ticket of 0: the stash has not taken it.
+  Result<offload_stash_ticket_t> Push(uint32_t lane, const void* data, uint64_t bytes,
+                                      StreamHandle stream);
+  Status Release(offload_stash_ticket_t ticket, StreamHandle stream);
+  Status Prefetch(offload_stash_ticket_t ticket, void* destination, uint64_t destination_bytes,
+                  StreamHandle stream);
+  Status Pop(offload_stash_ticket_t ticket, StreamHandle stream, uint32_t flags);
+  Status Drop(offload_stash_ticket_t ticket, StreamHandle stream);
+  Result<offload_stash_mark_t> Mark(uint32_t lane);
+  Status Rollback(offload_stash_mark_t mark, StreamHandle stream);
+  Status Wait(offload_stash_ticket_t ticket, int64_t timeout_ns);
+  Result<offload_stash_stats_t> Stats();
+
+  // Makes all Waits return and finishes the copies, for at most device_timeout_ns.
+  Status Close();
+
+ private:
+  struct Settings {
+    SlabSizes slabs;
+    uint64_t min_bytes = 0;
+    uint32_t tickets_max = 0;
+    uint32_t lanes = 0;
+  };
+  static Result<Settings> Check(const offload_stash_options_t& options);
+  static uint64_t ScratchBytes(const Settings& settings);
+
+  Stash(std::shared_ptr<Context> context, const Settings& settings);
+  Status CreateAll();
+
+  Device& device() { return context_->device(); }
+  Status CheckPoison() const;
+  Status CheckUsable(StreamHandle stream);
+  Status Poison(Status cause);
+  bool HasRoom(uint64_t bytes) const;
+  Status Reclaim(uint32_t slabs);
+  Status QueueDown(StashEntry& entry, const void* data);
+  Status QueueUp(StashEntry& entry, void* destination);
+  void End(StashEntry& entry);
+  Status DropEntry(StashEntry& entry, StreamHandle stream);
+  Status EventsToAwait(offload_stash_ticket_t ticket, EventHandle (&events)[2]);
+
+  const std::shared_ptr<Context> context_;
+  const Settings settings_;
+  const bool queues_;  // false on the host device: it copies at once
+  std::atomic<bool> closing_ = false;
+  std::mutex mutex_;  // guards all below
+  SlabPool slabs_;
+  TicketTable tickets_;
+  Timings timings_;
+  StreamHandle down_ = nullptr;
+  StreamHandle up_ = nullptr;
+  EventHandle ready_ = nullptr;  // behind the caller's work that a copy waits for
+  EventHandle all_[2] = {};      // behind all copies, of each direction
+  Status failure_;               // of a copy: the stash is poisoned
+  uint64_t used_slabs_ = 0;
+  offload_stash_stats_t counts_{};
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,56 @@
+#include "stash/timings.h"
+
+namespace hybridopt {
+
+Status Timings::Create(Device& device) {
+  device_ = &device;
+  pairs_.resize(kPairs);
+  for (Pair& pair : pairs_) {
+    HYBRIDOPT_ASSIGN(pair.begin, device.CreateEvent("stash interval"));
+    HYBRIDOPT_ASSIGN(pair.end, device.CreateEvent("stash interval"));
+  }
+  return {};
+}
+
+Timings::~Timings() {
+  for (const Pair& pair : pairs_)
+    for (EventHandle event : {pair.begin, pair.end})
+      if (event != nullptr) device_->DestroyEvent(event);
+}
+
+Status Timings::Begin(Interval interval, uint64_t bytes, StreamHandle stream) {
+  begun_ = false;
+  if (device_ == nullptr) return {};
+  if (count_ - first_ == kPairs) HYBRIDOPT_TRY(Collect());
+  if (count_ - first_ == kPairs) return {};
+  Pair& next = pair(count_);
+  HYBRIDOPT_TRY(device_->Record(next.begin, stream));
+  next.interval = interval;
+  next.bytes = bytes;
+  begun_ = true;
+  return {};
+}
+
+Status Timings::End(StreamHandle stream) {
+  if (!begun_) return {};
+  begun_ = false;
+  HYBRIDOPT_TRY(device_->Record(pair(count_).end, stream));
+  count_ += 1;
+  return {};
+}
+
+// In the order in which they began: an interval behind one that goes on is added up later.
+Status Timings::Collect() {
+  for (; first_ < count_; ++first_) {
+    const Pair& next = pair(first_);
+    HYBRIDOPT_ASSIGN(const bool reached, device_->Reached(next.end));
+    if (!reached) return {};
+    HYBRIDOPT_ASSIGN(const double seconds, device_->Elapsed(next.begin, next.end));
+    Total& total = totals_[static_cast<size_t>(next.interval)];
+    total.seconds += seconds;
+    total.bytes += next.bytes;
+  }
+  return {};
+}
+
+}  // namespace hybridopt
