@@ -1,4 +1,4 @@
-"""What an engine takes over of what others have put into the optimizer's state."""
+"""Adopts changes that other code has made in the optimizer's `state`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .tensors import local_part
 
 
 def adopt(engine: Engine, state: dict[Tensor, Any]) -> None:
-    """Takes over what others have put into `state`: loaded, assigned, deleted or written."""
+    """Brings the library's state up to date with `state`, where entries may have been loaded, assigned,
+    deleted or written."""
     shown = engine.shown
     if shown.have_counts_moved():
         shown.set_counts(shown.counts.clone())
@@ -56,7 +57,7 @@ def push_count(engine: Engine, slot: Slot, count: int) -> None:
 
 
 def start_again(engine: Engine, slot: Slot) -> None:
-    """As torch does for a param without state. Masters stay: they are the param."""
+    """Resets moments and step count, as torch does for a param without state. The master stays."""
     engine.shown.withdraw(slot)
     push_count(engine, slot, 0)
     fresh = engine.registered.groups[slot.group].get("initial_accumulator_value", 0.0)
@@ -79,7 +80,7 @@ def adopt_entry(
             refuse(slot, f"has step {count} but lacks {', '.join(moments)}")
         start_again(engine, slot)
         engine.masters.adopt(slot, entry, part_of)
-        # Else the next step would start again too, if nobody asks for the state before.
+        # Without this the next step would reset the state again, unless somebody reads `state` before.
         engine.shown.publish(slot, state)
         return
     loaded: dict[str, Tensor] = {}

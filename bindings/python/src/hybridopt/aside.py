@@ -1,5 +1,6 @@
-"""Engines that are put aside: none of their params is in param_groups now, and they may come back. DeepSpeed's
-stage 3 steps its params part by part in this way, each part alone in param_groups."""
+"""Aside: engines none of whose params is in param_groups now. An engine is taken back when exactly its params
+are there again. DeepSpeed's stage 3 steps its params in this way: it puts one part of them after the other
+into param_groups."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ MOST_ENGINES = 256
 
 
 class Aside:
-    """No param belongs to two of these engines. What `state` shows of them stays theirs."""
+    """No param belongs to two of these engines. Their views stay in `state`."""
 
     def __init__(self, history: History, counts: dict[Tensor, int]) -> None:
         self._history = history
-        self._pauses: dict[Engine, Pause] = {}  # the engine that was put aside last is the last one
+        self._pauses: dict[Engine, Pause] = {}  # in the order in which engines were put aside
         self._engine_of: dict[Tensor, Engine] = {}
         self.counts = counts  # hidden_counts() of engines that have ended
 
     def put(self, engine: Engine, state: dict[Tensor, Any]) -> None:
-        """`state` shows all of the engine's."""
+        """Puts an engine aside. `state` must show all of its state."""
         engine.bound.release()
         self._pauses[engine] = self._history.note_pause(engine.handle.stats())
         self._engine_of.update(dict.fromkeys(engine.registered.slot_of, engine))
@@ -38,8 +39,8 @@ class Aside:
         param_groups: list[dict[str, Any]],
         state: dict[Tensor, Any],
     ) -> Engine | None:
-        """The engine for these params, if there is one. Those that have only some of them end. Where there is
-        none, those end too whose params nobody has state of any more."""
+        """Takes back the engine for exactly these params, if there is one. Engines that have only some of
+        these params end. If no engine fits, engines without anything in `state` end too."""
         if not self._pauses:
             return None
         params = chain.from_iterable(group["params"] for group in param_groups)
@@ -59,7 +60,7 @@ class Aside:
         return self._pauses.pop(engine)
 
     def end(self, engine: Engine, state: dict[Tensor, Any]) -> None:
-        """What `state` shows of the engine is in ordinary tensors from now on, which another one adopts."""
+        """Ends an engine. Its state stays in `state`, in ordinary tensors, for another engine to adopt."""
         self.note_counts(engine, state)
         engine.shown.leave_device()
         self._history.note_dropped(self._remove(engine))
@@ -72,18 +73,18 @@ class Aside:
         return list(self._pauses)
 
     def params(self, state: dict[Tensor, Any]) -> list[Tensor]:
-        """Their params that `state` has something for."""
+        """The params of engines aside for which `state` has an entry that is not empty."""
         return [param for param in self._engine_of if dict.get(state, param)]
 
     # ------------------------------------------------------------------------- hidden step counts --
 
     def note_counts(self, engine: Engine, state: dict[Tensor, Any]) -> None:
-        """The engine ends; the next one for its params goes on from its hidden step counts."""
+        """Keeps the hidden step counts of an engine that ends, for the next engine with its params."""
         known = {param: self.counts[param] for param in self.counts if dict.__contains__(state, param)}
         self.counts = {**known, **engine.hidden_counts()}
 
     def hidden_counts(self) -> dict[Tensor, int]:
-        """Those of engines that have ended, and of those that are aside."""
+        """The hidden step counts of engines that have ended or are aside."""
         counts = dict(self.counts)
         for engine in self._pauses:
             counts.update(engine.hidden_counts())

@@ -1,4 +1,4 @@
-"""Batches of slots whose params and gradients are looked at together."""
+"""Batches of slots: a batch looks up the addresses of its params and gradients in a few calls."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 from .registered import Slot
 from .tensors import gradients_of, local
 
-BATCH_SLOTS = 256  # what torch and Python keep of so many tensors stays in the cache meanwhile
+BATCH_SLOTS = 256  # the objects of so many tensors stay in the CPU's cache while a batch reads them
 
 
 def find_guards() -> Any:
-    """What torch.compile guards its graphs by. It asks a tensor for its whole form in less time than
-    Python takes to read one attribute. It is private to torch: where it is missing, Python asks."""
+    """The class with which torch.compile guards its graphs. It compares the whole form of a tensor in less
+    time than Python takes to read one attribute. The class is private to torch; without it Forms reads the
+    attributes."""
     try:
         from torch._C._dynamo.guards import TensorGuards
     except ImportError:
@@ -42,13 +43,13 @@ def form_of(tensor: Tensor | None) -> tuple[Any, ...]:
 
 
 def renewed(known: list[int], now: list[int]) -> list[int]:
-    """The list of now, but the known one if both have the same numbers: lists of the same objects are
-    compared in a fraction of the time."""
+    """`known` if both lists have the same numbers, else `now`. Python compares lists of the same objects in
+    a fraction of the time."""
     return known if known == now else now
 
 
 class Forms:
-    """The forms that some tensors had. It keeps no tensor."""
+    """The forms of some tensors: type, dtype, device, shape, strides. It keeps no reference to them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._count = len(tensors)
@@ -64,7 +65,7 @@ class Forms:
             )
 
     def match(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether as many tensors have the same forms, in the same order. None has another form."""
+        """Whether these tensors have the same forms, in the same order. None never matches."""
         if len(tensors) != self._count:
             return False
         if self._guards is not None:
@@ -73,8 +74,8 @@ class Forms:
 
 
 class Batch:
-    """Slots that follow each other, and where their params and gradients are now. They are looked at
-    all at once where they have the forms that they had before, else one by one."""
+    """Consecutive slots, and the addresses of their params and gradients. If all tensors have the forms that
+    they had at the look before, a batch reads all addresses at once. Otherwise it checks slot by slot."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
@@ -83,28 +84,29 @@ class Batch:
         # Addresses in the order of slots; that of a gradient is 0 where there is none.
         self.params = [slot.bound.data_ptr() for slot in slots]
         self.grads = [0] * len(slots)
-        self.usable: list[Tensor | None] = []  # the gradients that the library reads
-        # As of look(): the gradients of torch, and who is to be looked at by itself.
+        self.usable: list[Tensor | None] = []  # the gradients as the library reads them
+        # From the last look(): torch's gradients, and the slots that must be checked one by one.
         self._found: list[Tensor | None] = []
         self._one_by_one = slots
-        # As of when all were looked at one by one: who had a gradient; the places of those that were
-        # as the library reads them, and their forms; the others; and of whom autograd may make a
-        # gradient of another dtype, with the forms being the same.
+        # From the last time that all slots were checked one by one: which of them had a gradient; the
+        # places of slots whose param and gradient the library reads as they are, and the forms of these;
+        # the other slots; and the slots for which autograd may make a gradient of another dtype although
+        # the forms are the same.
         self._had_gradient: list[bool] | None = None
         self._alike: list[int] = []
         self._forms = Forms([])
         self._others = slots
-        self._all_alike = False  # and all had a gradient
+        self._all_alike = False  # every slot is in _alike and had a gradient
         self._unsure = slots
 
     @property
     def has_changed(self) -> bool:
-        """As of look(): whether others may have a gradient now than before."""
+        """Whether the last look() found that other params than before may have a gradient."""
         return self._one_by_one is self._slots
 
     def look(self) -> list[Slot]:
-        """Finds the gradients that there are. Gives the slots whose gradients, or those that autograd
-        will make, may have another dtype than before."""
+        """Finds the gradients of now. Returns the slots whose gradient may have another dtype than before,
+        or for which autograd may make one of another dtype."""
         self._found = found = gradients_of(self._params)
         if not self._is_as_before():
             self._one_by_one = self._slots
@@ -122,12 +124,12 @@ class Batch:
         return self._unsure
 
     def find_params(self) -> None:
-        """After look(): the addresses of params are those of now."""
+        """Reads the addresses of the params. Call it after look()."""
         for slot in self._one_by_one:
             self.params[slot.id - self._begin] = self.address_of(slot)
 
     def find_gradients(self) -> None:
-        """After find_params(): the same for gradients."""
+        """Reads the addresses of the gradients. Call it after find_params()."""
         self.usable = list(self._found)
         for slot in self._one_by_one:
             place = slot.id - self._begin
@@ -139,11 +141,11 @@ class Batch:
             self._note_forms()
 
     def release(self) -> None:
-        """The gradients are not needed any more."""
+        """Drops the references to gradients."""
         self._found, self.usable = [], []
 
     def address_of(self, slot: Slot) -> int:
-        """Where the library is to step one param."""
+        """The address at which the library updates one param."""
         current = local(slot.param)
         address = current.data_ptr()
         if (
@@ -156,7 +158,7 @@ class Batch:
         return address if slot.copy is None else slot.copy.data_ptr()
 
     def check_memory(self, slot: Slot) -> None:
-        """Refuses a param or gradient whose memory has gone."""
+        """Raises if the memory of the slot's param or gradient has been freed."""
         place = slot.id - self._begin
         if self.params[place] == 0:
             slot.check_param(local(slot.param))
@@ -176,7 +178,7 @@ class Batch:
             slot
             for slot, found, usable in zip(self._slots, self._found, self.usable)
             if slot.copy is not None
-            or slot.count == 0  # whose address tells nothing
+            or slot.count == 0  # an empty tensor has no address
             or local(slot.param) is not slot.param
             or usable is not found
         ]

@@ -1,4 +1,4 @@
-"""What is bound: where the library has been told that params and gradients are."""
+"""Bound: the addresses of params and gradients that the library knows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DATA, GRAD = 1, 2
 
 
 class Addresses:
-    """Addresses by slot. That of a gradient is 0 where there is none."""
+    """The addresses that the library knows, by slot. A param without a gradient has 0 there."""
 
     def __init__(self, handle: abi.Optimizer, params: list[int]) -> None:
         self._handle = handle
         self.params = params
         self.grads = [0] * len(params)
-        self.moves = 0  # grows when the address of a param changes
-        # The structs are kept and filled by words, which takes less time than by fields.
+        self.moves = 0  # counts changes of params' addresses
+        # The structs are allocated once and filled word by word, which is faster than field by field.
         self._structs = (abi.offload_binding_t * max(len(params), 1))()
         words = ctypes.c_uint64 * (WORDS * len(self._structs))
         self._words: Any = words.from_buffer(self._structs)
@@ -36,14 +36,14 @@ class Addresses:
         self._heads = self._words[::WORDS]  # by slot
 
     def changed(self, params: list[int], grads: list[int]) -> list[int]:
-        """The slots, as places in these lists, whose addresses the library does not know."""
+        """The ids of the slots whose address here differs from the one that the library knows."""
         if params == self.params and grads == self.grads:
             return []
         both = zip(params, self.params, grads, self.grads)
         return [id for id, (param, p, grad, g) in enumerate(both) if param != p or grad != g]
 
     def tell(self, ids: list[int], params: list[int], grads: list[int]) -> None:
-        """Tells the library where the params and gradients of these slots are."""
+        """Binds the params and gradients of these slots to new addresses."""
         end = WORDS * len(ids)
         self._words[:end:WORDS] = [self._heads[id] for id in ids]
         self._words[DATA:end:WORDS] = params
@@ -57,30 +57,31 @@ class Addresses:
 
 
 class Bound:
-    """Params, and their gradients for the next step."""
+    """Binds params, and their gradients for the next step."""
 
     def __init__(self, handle: abi.Optimizer, slots: list[Slot]) -> None:
         self._slots = slots
         self._params = [slot.param for slot in slots]
         self._copies = [(slot.param, slot.copy) for slot in slots if slot.copy is not None]
         self._batches = batches_of(slots)
-        self._has_looked = False  # and nobody has bound what look() has found
+        self._has_looked = False  # look() has run, and nothing has been bound since
         self.addresses = Addresses(handle, [slot.bound.data_ptr() for slot in slots])
-        self.active: list[Slot] = []  # who has a gradient, as of bind(); another list if others have
-        self._are_others_active = False  # or may be, whether gradients of torch have changed or not
-        # Slots whose gradient the library holds on the host; True where a hook has brought it there.
+        # The slots that had a gradient at the last bind(). If other slots have one, it is a new list.
+        self.active: list[Slot] = []
+        self._are_others_active = False  # gradients on the host have changed which slots are active
+        # Slots whose gradient the library holds on the host; True if a hook moved it there.
         self.hosted: dict[Slot, bool] = {}
 
     # ------------------------------------------------------------------------------- binding --
 
     def look(self) -> list[Slot]:
-        """Looks where params and gradients are, for the bind() that follows. Gives the slots whose
-        gradients, or those that autograd will make, may have another dtype than before."""
+        """Finds the addresses for the bind() that follows. Returns the slots whose gradient may have another
+        dtype than before, or for which autograd may make one of another dtype."""
         self._has_looked = True
         return [slot for batch in self._batches for slot in batch.look()]
 
     def bind(self) -> bool:
-        """Tells the library where params and gradients are now; False if there is no gradient."""
+        """Binds the params and gradients of now. Returns False if there is no gradient."""
         self._finish_look()
         grads: list[int] = []
         for batch in self._batches:
@@ -96,7 +97,7 @@ class Bound:
         return bool(self.active)
 
     def bind_params(self) -> None:
-        """The same for params alone: gradients are told before a step or a move reads them."""
+        """Binds the params of now. A step or a move binds gradients itself before it reads them."""
         self._finish_look()
         for batch in self._batches:
             batch.find_params()
@@ -104,18 +105,18 @@ class Bound:
         self._tell_changed(None)
 
     def release(self) -> None:
-        """Nobody needs the gradients that look() or bind() has found any more."""
+        """Drops the references to the gradients that look() or bind() has found."""
         self._has_looked = False
         for batch in self._batches:
             batch.release()
 
     def rebind_params(self) -> None:
-        """The same for params whose addresses the library has given up."""
+        """Binds all params again after a reload: the library dropped their addresses at the offload."""
         addresses = [self._batch_of(slot).address_of(slot) for slot in self._slots]
         self.addresses.tell(list(range(len(addresses))), addresses, [0] * len(addresses))
 
     def bind_gradients(self, gradients: dict[Slot, Tensor]) -> None:
-        """Tells where some params and their gradients are, as the library reads these."""
+        """Binds some params and their gradients, which must be as the library reads them."""
         ids = [slot.id for slot in gradients]
         params = [self._batch_of(slot).address_of(slot) for slot in gradients]
         self.addresses.tell(ids, params, [grad.data_ptr() for grad in gradients.values()])
@@ -129,8 +130,8 @@ class Bound:
         return self._batches[slot.id // BATCH_SLOTS]
 
     def _tell_changed(self, grads: list[int] | None) -> None:
-        """Tells the addresses that the library does not know yet. Without `grads` it forgets those of
-        the params that have moved."""
+        """Binds what has another address than the library knows. Without `grads` it also unbinds the
+        gradients of params that have moved."""
         params: list[int] = []
         for batch in self._batches:
             params += batch.params
@@ -146,44 +147,45 @@ class Bound:
     # ---------------------------------------------------------------------- what has been done --
 
     def note_hosted(self, slots: Iterable[Slot], hooked: bool) -> None:
-        """The library holds gradients on the host; it has given up the addresses for that."""
+        """Notes that the library holds the gradients of these slots on the host, and so has dropped their
+        addresses."""
         for slot in slots:
             self.hosted[slot] = hooked
             self.addresses.grads[slot.id] = 0
         self._are_others_active = True
 
     def gradients(self) -> list[Tensor | None]:
-        """What the next step reads of the active slots; None where the library has it."""
+        """The gradients of the active slots; None where the library holds the gradient on the host."""
         usable = [gradient for batch in self._batches for gradient in batch.usable]
         return [usable[slot.id] for slot in self.active]
 
     def note_stepped(self) -> None:
-        """A step has read the gradients, and used up those on the host."""
+        """Notes that a step has read all gradients. The library has dropped those on the host."""
         self.release()
         if self.hosted:
             for slot in self.active:
                 self.hosted.pop(slot, None)
 
     def note_written_in_place(self, slots: list[Slot]) -> None:
-        """The library writes these params, or has written them: autograd hears of it, as of any
-        operation in place. It does not hear of params with gaps, which take_copies() writes."""
+        """Increments the versions of params that the library writes or has written, as any operation in
+        place does, so that autograd notices. It leaves out params with gaps: take_copies() writes those."""
         if len(slots) == len(self._slots) and not self._copies:
             torch.autograd.graph.increment_version(self._params)
             return
         torch.autograd.graph.increment_version([slot.param for slot in slots if slot.copy is None])
 
     def take_copies(self, slots: list[Slot]) -> None:
-        """Params with gaps among these become what the library has made of their copies."""
+        """Copies what the library has written back to those of these params that have gaps."""
         if self._copies:
             for slot in slots:
                 if slot.copy is not None:
                     local(slot.param).copy_(slot.copy)
 
     def fill_copies(self) -> None:
-        """Copies params with gaps to where the library steps them."""
+        """Copies params with gaps to the dense copies that the library updates."""
         for param, copy in self._copies:
             copy.copy_(local(param))
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The storages of what is bound, which must outlive a save or load."""
+        """The storages of bound tensors. A save or load needs them until it has ended."""
         return [slot.bound.untyped_storage() for slot in self._slots]

@@ -1,4 +1,4 @@
-"""Params that are compared with their masters, element by element."""
+"""Compared: finds written params by comparing every element with its master."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from .steps import Steps
 from .state_memory import StateMemory
 from .tensors import in_memory_order, tensor_at
 
-# So many elements of small params are compared at once: two copies of them stay in the cache.
+# How many elements of small params are compared at once. Two copies of them fit in the CPU's cache.
 BLOCK_ELEMENTS = 1 << 17
-STATE_ALIGNMENT_BYTES = 64  # the library pads the state of a param to that
+STATE_ALIGNMENT_BYTES = 64  # the state of each param starts at a multiple of this
 
 _compare_memory = ctypes.CDLL(None).memcmp
 _compare_memory.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Block:
-    """Small params whose masters lie one after the other in memory."""
+    """Small params whose masters are neighbours in memory, so that one call rounds all of them."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.masters: list[Tensor] = []
         self._gaps: list[int] = []  # elements of padding in front of each master
-        self._all_masters = torch.empty(0, dtype=torch.float32, device="cpu")  # with their padding
-        self._params: list[bytes | ctypes.Array[ctypes.c_char]] = []  # the same, in 16 bits
+        self._all_masters = torch.empty(0, dtype=torch.float32, device="cpu")  # with the padding
+        # The memory of each param, and padding between them as between the masters.
+        self._params: list[bytes | ctypes.Array[ctypes.c_char]] = []
         self._rounded = torch.empty(0, dtype=torch.bfloat16, device="cpu")  # room for _all_masters
         self._rounded_address = 0
 
     def take(self, slot: Slot, master: Tensor) -> bool:
-        """Makes a param a part of the block if it follows the last one directly."""
+        """Adds a param to the block if its master directly follows the last one. Returns whether it did."""
         gap = 0
         if self.slots:
             last = self.masters[-1]
@@ -55,11 +56,11 @@ class Block:
         return True
 
     def find_params(self, addresses: Addresses) -> None:
-        """Takes note of where the params are now."""
+        """Looks up the addresses of the params."""
         self._params = []
         for slot, gap in zip(self.slots, self._gaps):
             if gap > 0:
-                self._params.append(bytes(2 * gap))  # the library leaves padding as the system gives it
+                self._params.append(bytes(2 * gap))  # the padding is zero: the library never writes it
             memory = (ctypes.c_char * slot.bytes).from_address(addresses.params[slot.id])
             self._params.append(memory)
 
@@ -69,15 +70,15 @@ class Block:
         self._rounded_address = self._rounded.data_ptr()
 
     def is_rounded(self) -> bool:
-        """Whether all params are their masters, rounded."""
+        """Whether all params equal their masters, rounded."""
         self._rounded.copy_(self._all_masters)
         params = b"".join(self._params)
         return _compare_memory(params, self._rounded_address, len(params)) == 0
 
 
 class Compared:
-    """Whoever writes a param, and in whatever way, makes it differ from its master, rounded. Params
-    are read where the library has been told that they are: callers must have bound them."""
+    """Any write to a param, by whatever means, makes it differ from its master, rounded. The params are read
+    at the addresses that the library knows, so they must be bound before each call."""
 
     def __init__(
         self, slots: list[Slot], addresses: Addresses, state_memory: StateMemory, steps: Steps
@@ -91,7 +92,8 @@ class Compared:
         self._large: list[tuple[Slot, Tensor]] = []  # with their masters
 
     def begin(self) -> None:
-        """There are masters now. Their views are kept: a running save would make them wait."""
+        """Starts: commit has just made the masters. Their views are kept, because asking for a view waits
+        for a running save."""
         for slot in self._slots:
             master = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
             if slot.count > BLOCK_ELEMENTS:
@@ -105,16 +107,16 @@ class Compared:
                 block.use_scratch(scratch)
 
     def note(self) -> None:
-        """All params are their masters, rounded, now. There is nothing to remember."""
+        """Does nothing: written() needs to remember nothing."""
 
     def forget(self) -> None:
-        """Every param may have been written. They are all compared anyway."""
+        """Does nothing: written() compares all params anyway."""
 
     def forget_one(self, slot: Slot) -> None:
-        """The same of one param."""
+        """Does nothing, for the same reason."""
 
     def written(self) -> list[Slot]:
-        """The params that are not their masters, rounded."""
+        """The params that differ from their masters, rounded."""
         self._steps.wait()
         if self._moves != self._addresses.moves:
             self._moves = self._addresses.moves

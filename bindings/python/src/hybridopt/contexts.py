@@ -1,5 +1,5 @@
-"""Contexts of the library, shared: optimizers on one device with the same options use the same
-update threads."""
+"""Shares contexts of the library: optimizers on one device with the same options use the same update
+threads."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ class DeviceMemory:
         return torch.cuda.mem_get_info(self._device)[1]
 
     def left_bytes(self) -> int:
-        """What nobody needs, at the time when torch's allocator has held the most so far: memory that it
-        has given back since is counted as needed."""
+        """The bytes that were free when torch's allocator held the most so far. Memory that the allocator has
+        released since counts as needed."""
         free = torch.cuda.mem_get_info(self._device)[0]
         most = torch.cuda.max_memory_reserved(self._device)
         return max(0, free - (most - torch.cuda.memory_reserved(self._device)))

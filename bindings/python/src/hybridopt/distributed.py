@@ -1,4 +1,4 @@
-"""What optimizers on several ranks have beside those on one: a comm table, and shards."""
+"""Comm tables and shards, for optimizers on several ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .sharding import shard_of
 def comm_for(
     members: list[Member], process_group: dist.ProcessGroup | None, timeout_seconds: float
 ) -> ProcessGroupComm | None:
-    """The comm table of the ranks that hold these params together: those of `process_group`, else
-    those of the DTensors' largest mesh; None for params of this process alone. All ranks call this."""
+    """The comm table of the ranks that hold these params: the ranks of `process_group`, otherwise those of
+    the DTensors' largest mesh. None if the params are on this process alone. All ranks must call this."""
     meshes: dict[Ranks, Member] = {}
     for member in members:
         if hasattr(member.param, "device_mesh"):
@@ -71,8 +71,8 @@ def with_shards(
     comm: ProcessGroupComm | None,
     replica_group: dist.ProcessGroup | None,
 ) -> list[Member]:
-    """Members that know which part of which tensor they are. With a comm table all its ranks call
-    this."""
+    """The members, each with the part of its tensor that this rank holds. With a comm table all its ranks
+    must call this."""
     shards = {member.name: shard_of(member.param, member.name) for member in members}
     if comm is not None:
         comm.register()

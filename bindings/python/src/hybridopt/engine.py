@@ -1,8 +1,8 @@
 """Engine: one optimizer of the library, made for the params of one torch optimizer.
 
-What is registered, bound, in sync and shown has a class each, and so has the state in the library's
-memory. The engine makes one of each and calls them in the right order. A function waits for queued work
-only if its documentation says so.
+Its parts have a class each: Registered, Bound, InSync, Masters, Shown, StateMemory. The engine makes one
+of each and calls them in the right order. A function waits for queued work only if its documentation says
+so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .under_way import UnderWay
 
 
 class Engine:
-    """It is registered when it is made, and commit() takes its memory."""
+    """The constructor registers groups and params; commit() allocates the memory."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class Engine:
         )
         self.masters = Masters(self.handle, device, self.slots, self.state_memory, self.in_sync)
         self.shown = Shown(self.handle, device, self.registered, self.state_memory)
-        # Those of params that are offloaded; None while no params are.
+        # The storages of params that are offloaded; None while params are on the device.
         self.released_storages: list[ReleasedStorage] | None = None
         self.states_are_out = False
-        # The plan of another device fraction.
+        # Returns the plan for another device fraction.
         self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
         self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one
 
     def difference(
         self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
     ) -> str:
-        """Why the torch optimizer needs another engine now; "" if it does not."""
+        """The reason why the torch optimizer needs another engine now; "" if this one still fits."""
         what = self.registered.difference(algorithm, groups, param_groups)
         if what:
             return what
@@ -95,11 +95,11 @@ class Engine:
         return current_stream(self.device)
 
     def wait(self) -> None:
-        """Waits for everything queued. Of a failed save its own ticket tells."""
+        """Waits for everything queued. A failed save raises from its own ticket, not here."""
         self.handle.drain()
 
     def set_device_fraction(self, state: dict[Tensor, Any], device_fraction: float) -> None:
-        """Changes which state is on the device. Views of it end; new ones take their place."""
+        """Changes how much of the state is on the device. Views of moved state are replaced by new ones."""
         self.settle()
         self.wait()
         self.shown.hide(state, everywhere=True)
@@ -113,8 +113,8 @@ class Engine:
     # ------------------------------------------------------------------------------ step counts --
 
     def hidden_counts(self) -> dict[Tensor, int]:
-        """The step counts of params whose state has no `step` in torch. bf16 moments are rounded with
-        random bits that depend on the count: one that began again would repeat them."""
+        """The step counts of params whose state has no `step` in torch. The random bits that round bf16
+        moments depend on the count: a count that started again would repeat them."""
         if self.registered.algorithm in COUNTED:
             return {}
         self.wait()
@@ -122,7 +122,7 @@ class Engine:
         return {param: count for param, count in counts.items() if count > 0}
 
     def hidden_count(self, slot: Slot) -> int:
-        """The count that goes with moments which come from elsewhere, and have been stepped then."""
+        """The step count for loaded moments. A param with moments has had at least one step."""
         return self._stored_count(slot) or self.counts_before.get(slot.param, 1)
 
     def _stored_count(self, slot: Slot) -> int:
@@ -132,12 +132,12 @@ class Engine:
     # --------------------------------------------------------------------------------- stepping --
 
     def step(self, **options: Any) -> bool:
-        """A step over what is bound, done when this returns. Whether it has been skipped.
+        """Makes a step over the bound params and waits for it. Returns whether it was skipped.
 
-        On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): torch's
-        copies into memory that is not pinned, such as .cpu(), did not return behind such a wait."""
+        On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): behind such a wait
+        torch's copies into memory that is not pinned, such as .cpu(), did not return."""
         active, ticket = self._queue(options)
-        self.bound.note_written_in_place(active)  # the library works meanwhile
+        self.bound.note_written_in_place(active)  # while the library computes
         result = self.steps.result(ticket)
         self.bound.take_copies(active)
         self.in_sync.note()
@@ -147,8 +147,8 @@ class Engine:
     def begin_step(
         self, aliases_of: Callable[[Tensor], Iterable[Tensor]], **options: Any
     ) -> None:
-        """Queues a step over what is bound. Its params may be used when under_way has waited for them.
-        aliases_of gives other tensors over the memory of a param."""
+        """Queues a step over the bound params. A param may be used after under_way has waited for it.
+        aliases_of returns other tensors over the memory of a param."""
         active, ticket = self._queue(options)
         self.bound.note_written_in_place(active)
         gradients = self.bound.gradients()
@@ -163,21 +163,23 @@ class Engine:
         return active, self.steps.queue(active, {"stream": self.stream(), **options})
 
     def _note_end(self, written: list[Slot]) -> None:
-        """A step that was under way is over; others have written these params since it was queued."""
+        """Notes that a queued step has ended, and which params other code has written since it was
+        queued."""
         self.in_sync.note()
         for slot in written:
             self.in_sync.forget_one(slot)
 
     def refresh_masters(self) -> None:
-        """Masters follow params that others have written. Those that are offloaded are looked at when
-        they are back."""
+        """Updates the masters of params that other code has written. For offloaded params the reload does
+        that."""
         if self.released_storages is None:
             self.bound.fill_copies()
             self.masters.refresh()
 
     def forget_what_is_in_sync(self) -> None:
-        """Params may have been written in a way that tensors do not notice. Split masters follow by
-        themselves, but for lower halves left from before, which this drops."""
+        """Treats all params as written: other code may have written them without a trace. A split master
+        has the param as its upper half already; this clears the lower half, which belongs to the value of
+        before."""
         self.in_sync.forget()
         if not any(slot.split for slot in self.slots):
             return
@@ -189,13 +191,14 @@ class Engine:
         self.shown.refresh_copies()
 
     def _note_written(self, slots: list[Slot]) -> None:
-        """The library has written these params and their masters; the others were in sync before."""
+        """Notes that the library has written these params and their masters. All others were in sync
+        before."""
         self.bound.note_written_in_place(slots)
         self.bound.take_copies(slots)
         self.in_sync.note()
 
     def settle(self) -> None:
-        """Waits for queued steps, but for no save, and takes note of their results."""
+        """Waits for queued steps, but not for saves, and records their results."""
         if len(self.steps) == 0:
             return
         self.under_way.finish()
@@ -208,7 +211,7 @@ class Engine:
 
     @in_no_mode
     def show(self, state: dict[Tensor, Any]) -> None:
-        """`state` says what all steps so far have done."""
+        """Brings `state` up to date with all steps so far."""
         self.shown.refuse_hidden()
         self.settle()
         self.shown.publish_due(state)
@@ -216,7 +219,7 @@ class Engine:
     # ------------------------------------------------------------------------------ checkpoints --
 
     def before_save(self) -> None:
-        """Masters and copies become what the params are."""
+        """Updates masters and dense copies from the params."""
         for slot in self.slots:
             if not slot.row_major:
                 raise abi.UnsupportedError(
@@ -232,15 +235,15 @@ class Engine:
         self.refresh_masters()
 
     def after_load(self, steps: int, most: int) -> None:
-        """The library has written params, state and step counts, its own among them, which is `steps`.
-        It stores nothing of params without elements, whose steps torch counts: they take `most`, those
-        of the param that was stepped most."""
+        """Notes that a load has written params, state and step counts, and that the optimizer's own count is
+        `steps`. torch counts the steps of params without elements too, but a checkpoint holds nothing of
+        them: they get `most`, the highest count of all params."""
         self._note_written(self.slots)
         self.history.note_load(steps)
         for slot in self.slots:
             count = most if slot.count == 0 else self._stored_count(slot)
             self.shown.count_views[slot.id].fill_(count)
-            # Of masters with low bits another engine could not make new ones from params.
+            # A master with more bits than its param cannot be made from the param by another engine.
             if count > 0 or self.masters.has_low_bits(slot):
                 self.shown.note_due([slot])
         self.shown.refresh_copies()

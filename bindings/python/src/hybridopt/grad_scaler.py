@@ -1,4 +1,4 @@
-"""What torch.amp.GradScaler tells a step, as attributes of the optimizer, and what it is told."""
+"""Reads what torch.amp.GradScaler tells a step by attributes of the optimizer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .engine import Engine
 
 
 def is_scaling(optimizer: Any) -> bool:
-    """Whether a GradScaler makes this step."""
+    """Whether a GradScaler called this step."""
     return hasattr(optimizer, "found_inf")
 
 
 def found_inf(optimizer: Any) -> bool:
-    """The scaler's verdict, which may be that of other ranks."""
+    """Whether the scaler has found Inf or NaN, on this rank or on another one."""
     verdict = getattr(optimizer, "found_inf", None)
     return verdict is not None and float(verdict) != 0.0
 
@@ -25,8 +25,8 @@ def grad_scale(optimizer: Any) -> float:
 
 
 def check(optimizer: Any, engine: Engine, is_named: bool) -> None:
-    """Refuses a scaler's step over gradients on the host: a scaler looks for Inf and NaN in `grad`,
-    where they are not. One that hook_gradients() was told of, by name, hears of the verdict."""
+    """Raises if a scaler steps over gradients on the host: it looks for Inf and NaN in `grad`, which is None
+    then. A scaler that was given to hook_gradients() is told what the step has found."""
     hosted = engine.bound.hosted
     if not is_scaling(optimizer) or not hosted:
         return

@@ -1,10 +1,10 @@
-"""Gradients that leave the device while the backward pass still runs.
+"""GradientHooks: move gradients to the host while the backward pass still runs.
 
-A hook on each param looks at its gradient when autograd has accumulated it. Gradients that are final,
-those of a step's last micro-batch, are collected; when there are some, and when the backward pass ends,
-the library is told of all of them in one call, and they are taken off their params. The copies run behind
-the work that is queued by then on the streams that made them; the hooks let tensors go when the copies
-have ended. The step finds the gradients on the host.
+Autograd calls a hook of each param after it has accumulated the param's gradient. The hook collects final
+gradients, which are those of a step's last micro-batch. One call to the library offloads a batch of them,
+when the batch is large enough or the backward pass ends, and `grad` of their params becomes None. The
+copies begin after the work that is queued by then on the streams that made the gradients. The hooks drop
+the tensors when the copies have ended. The step then reads the gradients on the host.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .modes import in_no_mode
 from .moves import send_gradients
 from .registered import Slot
 
-# Gradients are handed over together when they are so large, or so many.
+# A batch is offloaded when it has so many bytes, or so many params.
 BATCH_BYTES = 64 << 20
 BATCH_PARAMS = 256
-# The library takes 256 queued calls. Batches beyond these wait for the oldest copies to end. Who adds up
-# on the host has little memory on the device: there fewer are held.
+# How many batches may be under way before a hook waits for the oldest one; the library's queue holds 256
+# calls. With accumulate=True the limit is lower, because the device is short of memory then.
 MAX_IN_FLIGHT = 64
 MAX_IN_FLIGHT_ACCUMULATING = 4
-# The library takes so many streams in one call.
+# How many streams one call to the library may name.
 MAX_STREAMS = 4
 _MARK = "hybridopt"
 
@@ -49,7 +49,7 @@ class Final(NamedTuple):
 
 
 class Hooked(Protocol):
-    """The optimizer, as far as its hooks know it."""
+    """What the hooks use of the optimizer."""
 
     _engine: Engine | None
     _hooks: GradientHooks | None
@@ -58,9 +58,10 @@ class Hooked(Protocol):
 
 
 def refuse_replicas(params: set[Tensor]) -> None:
-    """DistributedDataParallel would find nothing to average, and the ranks would drift apart without a
-    word. It leaves no mark on its params, but it keeps their accumulators. So does an autograd graph that is
-    still there: where somebody keeps one, the module is looked for among all objects."""
+    """Raises if params belong to a DistributedDataParallel: it would find no gradients to average, and the
+    ranks would diverge silently. The module does not mark its params, but it keeps a reference to their
+    accumulation nodes. An autograd graph that still exists does so too. So if there is a reference, this
+    searches all objects for the module."""
     if not dist.is_available() or not dist.is_initialized():
         return
     if not any(param.requires_grad and _is_accumulator_kept(param) for param in params):
@@ -77,8 +78,8 @@ def refuse_replicas(params: set[Tensor]) -> None:
 
 
 def _is_accumulator_kept(param: Tensor) -> bool:
-    """Whether somebody keeps the node of autograd that adds up a param's gradients. Autograd itself makes
-    another one each time, which has no metadata."""
+    """Whether another object has a reference to the autograd node that accumulates a param's gradients.
+    Without one autograd makes a new node each time, and the new node has no metadata."""
     _metadata_of_accumulator(param)[_MARK] = True
     return _MARK in _metadata_of_accumulator(param)
 
@@ -89,7 +90,7 @@ def _metadata_of_accumulator(param: Tensor) -> dict[str, Any]:
 
 
 class GradientHooks:
-    """What hook_gradients() gives: remove() takes the hooks off, as does the end of a with."""
+    """What hook_gradients() returns. remove() removes the hooks, and so does the end of a `with` block."""
 
     def __init__(
         self,
@@ -104,21 +105,21 @@ class GradientHooks:
                 f"grad_scaler is a {type(grad_scaler).__name__}, expected the torch.amp.GradScaler "
                 "whose step() will step this optimizer"
             )
-        # Params hold their hooks: those must not hold on to an optimizer that nobody else wants.
+        # Params keep their hooks alive. The hooks must not keep the optimizer alive.
         self._optimizer = weakref.ref(optimizer)
         self._accumulate = accumulate
         self._micro_batches = micro_batches
         self._is_last = False  # inside of last_micro_batch()
         self._passes: dict[Tensor, int] = {}  # backward passes of this step that a param took part in
         self._handles: dict[Tensor, Any] = {}
-        # What is to be handed over next, and the streams that it was made on.
+        # The next batch, and the streams that made its gradients.
         self._final: dict[Tensor, Final] = {}
         self._final_bytes = 0
         self._streams: dict[int, None] = {}
-        self._graph_task = -1  # the backward pass at whose end it is handed over
-        # Copies that may still be under way, with what they read.
+        self._graph_task = -1  # the backward pass at whose end the batch is offloaded
+        # Tickets of copies that may still be under way, and the tensors that they read.
         self._in_flight: collections.deque[tuple[int, list[Tensor]]] = collections.deque()
-        self._begun = False  # gradients of the next step have been handed over, or are about to be
+        self._begun = False  # whether a gradient for the next step has been collected
         self.grad_scaler = grad_scaler
 
     def attach(self, engine: Engine) -> None:
@@ -129,7 +130,7 @@ class GradientHooks:
                 self._handles[slot.param] = handle
 
     def remove(self) -> None:
-        """Gradients stay with their params from now on; those on the host are for the next step."""
+        """Removes the hooks. Gradients on the host stay there for the next step."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -148,19 +149,19 @@ class GradientHooks:
         self.remove()
 
     def release(self) -> None:
-        """After a step, which has read all gradients: lets them go."""
+        """Drops all gradients after a step has read them."""
         self._in_flight.clear()
         self.begin_again()
 
     def begin_again(self) -> None:
-        """The gradients of a step have been used up or dropped."""
+        """Starts a new step: the gradients of the last one have been used or dropped."""
         self._begun = False
         self._passes.clear()
         self._forget_final()
 
     @contextlib.contextmanager
     def last_micro_batch(self) -> Iterator[None]:
-        """The backward pass in here is the last one of a step."""
+        """Marks the backward pass in this context as the last one of a step."""
         was_last, self._is_last = self._is_last, True
         try:
             yield
@@ -168,8 +169,8 @@ class GradientHooks:
             self._is_last = was_last
 
     def tell_scaler(self, found_inf: bool) -> None:
-        """Puts the verdict of the step where GradScaler.update() looks for it. There is no other way:
-        the scaler itself finds gradients in `grad` alone."""
+        """Stores whether the step found Inf or NaN where GradScaler.update() reads it. The scaler cannot find
+        out itself, because it reads `grad` alone."""
         optimizer, scaler = self._optimizer(), self.grad_scaler
         if optimizer is None or scaler is None or optimizer._engine is None:
             return
@@ -179,29 +180,29 @@ class GradientHooks:
 
     @in_no_mode
     def _ready(self, param: Tensor) -> None:
-        """Autograd has added to the gradient of a param."""
+        """Autograd calls this after it has accumulated the gradient of a param."""
         optimizer = self._optimizer()
         if optimizer is None:
             self.remove()
             return
-        if param.grad is None or hasattr(param, "decoupled_grad"):  # not what a step takes
+        if param.grad is None or hasattr(param, "decoupled_grad"):  # a step does not use this gradient
             return
         if not self._is_final(param):
             return
         engine = optimizer._engine
         if engine is None or not self._begun:
-            # The first one of a step: state can still move to where there is room for what has been
-            # unfrozen, or for a group's momentum. Later the gradients on the host would be lost.
+            # This is the first gradient of a step. Only now may another engine be made, with room for
+            # unfrozen params or a group's momentum: later it would lose the gradients on the host.
             engine = optimizer._ready_engine()
             self._begun = True
         slot = engine.registered.slot_of.get(param)
-        if slot is None:  # no param of this optimizer any more
+        if slot is None:  # the param was removed from the optimizer
             return
         self._check(engine, slot, param.grad)
         self._collect(engine, Final(slot, param.grad, slot.usable_gradient(param.grad)))
 
     def _is_final(self, param: Tensor) -> bool:
-        if self._accumulate:  # on the host, where each pass is added
+        if self._accumulate:  # the host adds up the gradients of each pass
             return True
         passes = self._passes[param] = self._passes.get(param, 0) + 1
         return self._is_last or (self._micro_batches is not None and passes >= self._micro_batches)
@@ -222,7 +223,7 @@ class GradientHooks:
                 "optimizer.last_micro_batch():`; hook_gradients(accumulate=True) adds them up on the host"
             )
 
-    # ------------------------------------------------------------------------------- handing over --
+    # --------------------------------------------------------------------------------- offloading --
 
     def _collect(self, engine: Engine, final: Final) -> None:
         stream = engine.stream()
@@ -233,7 +234,7 @@ class GradientHooks:
         self._final_bytes += final.usable.nbytes
         graph_task = torch._C._current_graph_task_id()
         if (
-            graph_task == -1  # at the end of a backward pass, where FSDP2 reduces what is left
+            graph_task == -1  # FSDP2 reduces the last gradients after the end of the backward pass
             or self._final_bytes >= BATCH_BYTES
             or len(self._final) >= BATCH_PARAMS
         ):
@@ -244,7 +245,7 @@ class GradientHooks:
 
     @in_no_mode
     def _send(self) -> None:
-        """Hands over what has been collected, but for gradients that somebody has replaced or dropped."""
+        """Offloads the batch, except for gradients that have been replaced or dropped since."""
         optimizer = self._optimizer()
         final, streams = list(self._final.items()), list(self._streams)
         self._forget_final()
@@ -273,7 +274,7 @@ class GradientHooks:
         self._streams.clear()
 
     def _let_go(self, engine: Engine) -> None:
-        """Drops what has been copied; waits where too much has not."""
+        """Drops gradients that have been copied. Waits for the oldest copy if too many are under way."""
         most = MAX_IN_FLIGHT_ACCUMULATING if self._accumulate else MAX_IN_FLIGHT
         while self._in_flight:
             ticket, _ = self._in_flight[0]

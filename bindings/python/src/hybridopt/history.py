@@ -1,5 +1,5 @@
-"""What an optimizer has done so far. Its state moves to another engine when params are added, say; its
-history goes on."""
+"""History: results, samples of memory and totals of an optimizer. They continue when the optimizer gets
+another engine, for added params, say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .plans import Stats, StepResult, described
 
 REMEMBERED_RESULTS = 1024
 REMEMBERED_SAMPLES = 4096
-# Fields of Stats that add up from engine to engine; the others tell of now.
+# The fields of Stats that are sums over all engines. The others describe the present.
 TOTALS = [
     field.name
     for field in dataclasses.fields(Stats)
@@ -25,8 +25,9 @@ TOTALS = [
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Who holds how much: before a step (`gradients`) and after it (`step`), after each move
-    (`offload`, `reload`, `set_offload_fraction`, and `auto` where offload_fraction="auto" moved state)."""
+    """How much memory is in use, and for what: before a step (`gradients`) and after it (`step`), and after
+    each move (`offload`, `reload`, `set_offload_fraction`, and `auto` if offload_fraction="auto" moved
+    state)."""
 
     seconds: float  # since the optimizer was made
     label: str
@@ -48,10 +49,10 @@ HELD = [field.name for field in dataclasses.fields(Stats) if field.name not in T
 
 @dataclass(frozen=True)
 class Pause:
-    """What an engine said when it was put aside."""
+    """The totals of an engine when it was put aside."""
 
     stats: Stats
-    steps: int  # that it counts
+    steps: int  # the engine's own step count
 
 
 class History:
@@ -59,11 +60,11 @@ class History:
         self._made = time.monotonic()
         self.results: deque[StepResult] = deque(maxlen=REMEMBERED_RESULTS)
         self.samples: deque[MemorySample] = deque(maxlen=REMEMBERED_SAMPLES)
-        self._before = Stats()  # totals without the engine there is
-        self._counted = Stats()  # what of its totals is in those
-        self._held_aside = dict.fromkeys(HELD, 0)  # by engines that are aside
-        self._steps_before = 0  # that the engine does not count
-        self._steps_now = 0  # by the latest result, or by the checkpoint that was loaded since
+        self._before = Stats()  # totals without the present engine
+        self._counted = Stats()  # the part of the present engine's totals that _before includes
+        self._held_aside = dict.fromkeys(HELD, 0)  # memory of the engines that are aside
+        self._steps_before = 0  # steps that the present engine does not count
+        self._steps_now = 0  # steps in the latest result, or in the checkpoint loaded since
 
     def add(self, result: abi.offload_step_result_t) -> None:
         result.step += self._steps_before
@@ -71,12 +72,12 @@ class History:
         self.results.append(described(StepResult, result))
 
     def sample(self, label: str, own: abi.offload_stats_t) -> None:
-        """Notes who holds how much now."""
+        """Adds a sample of the memory in use now."""
         held = {name: getattr(own, name) + self._held_aside[name] for name in BYTE_FIELDS}
         self.samples.append(MemorySample(time.monotonic() - self._made, label, **held))
 
     def stats(self, own: abi.offload_stats_t | None) -> Stats:
-        """Totals of all engines, and what the one there is and those that are aside hold."""
+        """Totals of all engines, and the memory of the present engine and of those aside."""
         now = Stats() if own is None else described(Stats, own)
         before, counted = self._before, self._counted
         sums = {
@@ -86,27 +87,27 @@ class History:
         return Stats(**sums, **held)
 
     def note_end(self, own: abi.offload_stats_t) -> None:
-        """The engine ends. All of its results have been added."""
+        """Notes the end of the present engine, after all of its results have been added."""
         sums = self.stats(own)
         self._before = Stats(**{name: getattr(sums, name) for name in TOTALS})
         self._counted = Stats()
         self._steps_before = self._steps_now
 
     def note_pause(self, own: abi.offload_stats_t) -> Pause:
-        """The engine is put aside. All of its results have been added."""
+        """Notes that the present engine is put aside, after all of its results have been added."""
         pause = Pause(described(Stats, own), self._steps_now - self._steps_before)
         self.note_end(own)
         self._hold(pause, 1)
         return pause
 
     def note_return(self, pause: Pause) -> None:
-        """It is the engine again; there is no other one."""
+        """Notes that an engine aside is the present engine again. There must be no other one."""
         self._hold(pause, -1)
         self._counted = pause.stats
         self._steps_before = self._steps_now - pause.steps
 
     def note_dropped(self, pause: Pause) -> None:
-        """It has ended aside."""
+        """Notes that an engine has ended while it was aside."""
         self._hold(pause, -1)
 
     def _hold(self, pause: Pause, sign: int) -> None:
@@ -114,6 +115,6 @@ class History:
             self._held_aside[name] += sign * getattr(pause.stats, name)
 
     def note_load(self, steps: int) -> None:
-        """The engine counts from the checkpoint's steps on."""
+        """Notes that the present engine goes on from the steps of a checkpoint."""
         self._steps_before = 0
         self._steps_now = steps

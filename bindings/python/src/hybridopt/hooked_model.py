@@ -1,5 +1,6 @@
-"""A model whose params are waited for: modules wait before their forward pass, FSDP2 before it gathers,
-and so does what reads or writes weights as a whole."""
+"""HookedModel: a model that waits for a step that still writes its params. Each module waits for its own
+params before its forward pass, and FSDP2 before it gathers params. Functions that read or write all
+weights wait for all params."""
 
 from __future__ import annotations
 
@@ -11,25 +12,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-# Methods of a module that write its weights or gradients; hooks of torch tell nothing of them.
+# Methods of a module that write its weights or gradients and for which torch has no hooks.
 METHODS = ("_apply", "zero_grad")
 
 
 class Waiter(Protocol):
-    """Who is asked to wait."""
+    """What the hooks call to wait."""
 
     def is_wanted(self) -> bool:
-        """Whether wait() would do anything."""
+        """Whether wait() would have any effect now."""
 
     def wait(self, params: Iterable[Tensor], streams: Iterable[Any] = ()) -> None:
-        """Params are about to be used, on the current stream and on `streams`."""
+        """Waits for params that will be used on the current stream and on `streams`."""
 
     def finish(self) -> None:
-        """The same for all params."""
+        """Waits for all params."""
 
 
 def nothing(*_: Any) -> None:
-    """The hook of a module that was copied or unpickled: no step writes its params."""
+    """The hook of a copied or unpickled module. It does not wait: no step writes the copy's params."""
 
 
 def _nothing() -> Callable[..., None]:
@@ -37,7 +38,8 @@ def _nothing() -> Callable[..., None]:
 
 
 class Hook:
-    """What a module calls. It keeps nobody alive, and copies of the module do not wait."""
+    """A hook that torch calls before it uses a module. It keeps no object alive. Copies of the module have a
+    hook that does not wait."""
 
     def __init__(self, waiter: Waiter) -> None:
         self._waiter = weakref.ref(waiter)
@@ -47,7 +49,8 @@ class Hook:
         if waiter is not None and (torch.compiler.is_compiling() or waiter.is_wanted()):
             self._wait(waiter)
 
-    # What torch.compile compiles is cut in two here: else it would leave the wait out.
+    # This makes torch.compile end one graph before the wait and begin another behind it. A graph that was
+    # compiled without the wait would leave it out for ever.
     @torch._disable_dynamo
     def _wait(self, waiter: Waiter) -> None:
         self.wait(waiter)
@@ -63,13 +66,13 @@ class Hook:
 
 
 class ForwardHook(Hook):
-    """Waits for what the forward pass of one module uses."""
+    """Waits for the params that the forward pass of one module uses."""
 
     def __init__(self, waiter: Waiter, module: nn.Module) -> None:
         super().__init__(waiter)
         self._module = weakref.ref(module)
         self.own: list[Tensor] = []
-        self.params: list[Tensor] = []  # those, and what is below and not called by itself
+        self.params: list[Tensor] = []  # own, and the params of modules below that torch does not call
         self.was_called = False
 
     def wait(self, waiter: Waiter) -> None:
@@ -77,13 +80,13 @@ class ForwardHook(Hook):
         module = self._module()
         params: Iterable[Tensor] = self.params
         if module is not None and not module.training and not torch.is_grad_enabled():
-            # Shorter ways than the forward passes of modules below may be taken then.
+            # In this mode torch may use fast paths that do not call the modules below.
             params = module.parameters()
         waiter.wait(params)
 
 
 class Method:
-    """A method of one module that waits first. That of a copied module waits for nobody."""
+    """A method of one module that first waits. The method of a copied module does not wait."""
 
     def __init__(self, name: str, module: nn.Module, waiter: Waiter | None = None) -> None:
         self._name = name
@@ -98,7 +101,7 @@ class Method:
         return getattr(type(module), self._name)(module, *args, **kwargs)
 
     def _only_drops(self, set_to_none: Any = True, *_: Any, **__: Any) -> bool:
-        """Whether gradients are dropped and not written."""
+        """Whether the call drops gradients instead of writing them."""
         return self._name == "zero_grad" and bool(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Method:
@@ -109,7 +112,7 @@ class Method:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """The groups of params that fully_shard gathers before the forward pass of a module."""
+    """The param groups that fully_shard gathers before the forward pass of a module."""
     get_state = getattr(module, "_get_fsdp_state", None)
     if get_state is None:
         return []
@@ -119,12 +122,12 @@ def groups_of(module: nn.Module) -> list[Any]:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether it is what torch.compile(module) makes."""
+    """Whether torch.compile(module) has returned this module."""
     return "_orig_mod" in module._modules
 
 
 def is_closed(module: nn.Module) -> bool:
-    """Whether hooks of the modules below it are not called, or only inside of what is compiled."""
+    """Whether torch does not call the hooks of the modules below, or only inside of compiled code."""
     return (
         isinstance(module, (torch.jit.ScriptModule, nn.DataParallel))
         or module._compiled_call_impl is not None
@@ -139,7 +142,7 @@ class HookedModel:
         self._hooks: dict[nn.Module, ForwardHook] = {}
         self._groups: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
-        # All is waited for when the forward pass is over: losses may use params by themselves.
+        # The end of the forward pass waits for all params, because the loss may use params directly.
         self._undo.append(model.register_forward_hook(Hook(waiter)).remove)
         self.attach()
 
@@ -165,12 +168,13 @@ class HookedModel:
         return set(self._model.parameters())
 
     def aliases_of(self, param: Tensor) -> list[Tensor]:
-        """Other tensors over the memory of a param, which are read instead of it."""
+        """Other tensors over the memory of a param, which FSDP2 reads instead of the param."""
         groups = (each for group in self._groups for each in group.fsdp_params)
         return [each._sharded_param_data for each in groups if each.sharded_param is param]
 
     def share_out(self) -> None:
-        """Params of modules that nobody has called are used by the modules above: those wait."""
+        """Gives the params of modules that were not called in the forward pass to the modules above them:
+        these use such params, so they wait for them."""
         for module, hook in self._hooks.items():
             if hook.was_called:
                 hook.params = list(self._used_by(module, {}))
@@ -182,7 +186,7 @@ class HookedModel:
         self._hooks.clear()
 
     def _open_modules(self, module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-        """The modules with params in or below them whose hooks are called."""
+        """The modules with params, in or below them, whose hooks torch calls."""
         if module in seen or not any(True for _ in module.parameters()):
             return
         seen.add(module)
@@ -207,7 +211,7 @@ class HookedModel:
         hook = self._hooks[module] = ForwardHook(self._waiter, module)
         compiled = module._compiled_call_impl
         if compiled is None:
-            # First: hooks of others may read or write what this one waits for.
+            # This hook goes before all others, which may read or write the params it waits for.
             self._undo.append(module.register_forward_pre_hook(hook, prepend=True).remove)
             return
 

@@ -1,5 +1,4 @@
-"""What is in sync: params that are their masters, rounded, because nobody but the library has written
-them since."""
+"""InSync: which params still equal their masters, rounded, because only the library has written them."""
 
 from __future__ import annotations
 
@@ -19,27 +18,27 @@ from .tensors import local
 
 
 class InSync(Protocol):
-    """Who finds out which params others have written."""
+    """Finds the params that other code has written."""
 
     def begin(self) -> None:
-        """There are masters now, made of the params."""
+        """Starts: commit has just made the masters from the params."""
 
     def note(self) -> None:
-        """All params are in sync now."""
+        """Notes that all params are in sync now."""
 
     def forget(self) -> None:
-        """Every param may have been written."""
+        """Treats every param as written until the next note()."""
 
     def forget_one(self, slot: Slot) -> None:
-        """That param may have been written."""
+        """Treats this param as written until the next note()."""
 
     def written(self) -> list[Slot]:
-        """The params that others may have written since they were in sync."""
+        """The params that other code may have written since note()."""
 
 
 class Unwatched:
-    """Params that the host cannot read, and that are all to be compared with their masters: each counts
-    as written, and whoever makes masters follow fetches and compares it."""
+    """For params on a device whose every element is to be compared: each param counts as written. Masters
+    then fetches it and compares it with its master."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
@@ -61,10 +60,10 @@ class Unwatched:
 
 
 class Watched:
-    """An operation of torch in place counts up the version of a param. Other memory has another
-    address, or the storage that was at this address has expired. Whoever writes `param.data` in place
-    changes none of these: where a sample of a param has changed, all params count as written. Callers
-    must have bound the params."""
+    """Finds writes by their traces. An operation in place increments the version of a param. A param in
+    other memory has another address, or the storage that was at this address has expired. A write to
+    `param.data` in place leaves neither trace; but if a sample of the bits of one param has changed, all
+    params count as written. The params must be bound before each call."""
 
     def __init__(
         self, slots: list[Slot], addresses: Addresses, samples: SamplesHere | SamplesAway
@@ -75,21 +74,21 @@ class Watched:
         self._index_of = {slot: index for index, slot in enumerate(slots)}
         self._addresses = addresses
         self._samples: Any = samples
-        # As of note(). A version of None: the param may have been written.
+        # From the last note(). A version of None means that the param may have been written.
         self._versions: list[int | None] = []
         self._moves = -1
         self._places: list[int] = []
         self._storage_refs: list[StorageWeakRef] = []
         self._storages: list[int] = []
         self._content: Any = None
-        self._has_memory_changed = True  # since note(), as of written()
+        self._has_memory_changed = True  # what the last written() found
 
     def begin(self) -> None:
-        """There are masters now, made of the params."""
+        """Starts: commit has just made the masters from the params."""
         self.note()
 
     def note(self) -> None:
-        """All params are their masters, rounded, now."""
+        """Notes that all params equal their masters, rounded, now."""
         self._versions = self._versions_now()
         if self._has_memory_changed or self._moves != self._addresses.moves:
             self._note_memory()
@@ -97,16 +96,16 @@ class Watched:
             self._content = self._samples.take()
 
     def forget(self) -> None:
-        """Every param may have been written."""
+        """Treats every param as written until the next note()."""
         self._versions = [None] * len(self._slots)
 
     def forget_one(self, slot: Slot) -> None:
-        """That param may have been written, if it is watched."""
+        """Treats this param, if it is watched, as written until the next note()."""
         if slot in self._index_of:
             self._versions[self._index_of[slot]] = None
 
     def written(self) -> list[Slot]:
-        """The params that others may have written since note()."""
+        """The params that other code may have written since note()."""
         in_other_memory = self._find_in_other_memory()
         self._has_memory_changed = bool(in_other_memory)
         versions = self._versions_now()
@@ -136,12 +135,13 @@ class Watched:
         return [self._addresses.params[slot.id] for slot in self._slots]
 
     def _find_in_other_memory(self) -> list[Slot]:
-        """Nothing else gets the address of memory whose storage is still there."""
+        """The params that lie in other memory than at note(). An address alone is proof only while the
+        storage that was there still exists: later another tensor may get the same address."""
         found = []
         if self._moves != self._addresses.moves:
             both = zip(self._slots, self._places_now(), self._places)
             found = [slot for slot, now, known in both if now != known]
-        # StorageWeakRef.expired() asks the same, in four times the time.
+        # StorageWeakRef.expired() calls this too, but takes four times as long.
         expired = list(map(UntypedStorage._expired, self._storages))
         if any(expired):
             found += [slot for slot, is_gone in zip(self._slots, expired) if is_gone]
@@ -150,7 +150,7 @@ class Watched:
     # --------------------------------------------------------------------------------- content --
 
     def _are_as_sampled(self, written: set[Slot]) -> bool:
-        """Whether the samples of the others are as they were."""
+        """Whether the samples of all params but `written` are as they were at note()."""
         now = self._samples.take()
         if self._samples.equal(now, self._content):
             return True
@@ -171,7 +171,7 @@ def in_sync_of(
     steps: Steps,
     check_weights: bool,
 ) -> InSync:
-    """What finds out about the params of these slots that have masters of their own."""
+    """The right class for the slots among these whose params have masters of their own."""
     slots = [slot for slot in slots if slot.has_master and slot.count > 0]
     if is_away(device):
         away = SamplesAway(slots, addresses, device)

@@ -1,5 +1,4 @@
-"""Whether what is to be loaded into an optimizer is of one of its kind. Asked before anything
-changes."""
+"""Checks that a state_dict comes from an optimizer of the same kind, before anything changes."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ _MOMENTS_OF_ANY = {name: None for moments in MOMENTS.values() for name in moment
 
 
 def check_group(kind: str, index: int, group: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuses a param group that lacks a hyperparameter. Switches may be missing: older optimizers
-    had fewer of them, and torch takes what is missing for off."""
+    """Raises if a param group lacks a hyperparameter. Boolean options may be missing: older optimizers had
+    fewer of them, and torch then uses False."""
     needed = [
         name
         for name, value in defaults.items()
@@ -27,7 +26,7 @@ def check_group(kind: str, index: int, group: dict[str, Any], defaults: dict[str
 
 
 def check_entry(kind: str, key: object, entry: Any, algorithm: int) -> None:
-    """Refuses the state of a param that another algorithm has made."""
+    """Raises if the state of a param is another algorithm's."""
     if not isinstance(entry, dict):
         return
     moments = MOMENTS[algorithm]

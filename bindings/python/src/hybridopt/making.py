@@ -1,4 +1,4 @@
-"""Making an engine: its context, its ranks and how much of the state goes on the device."""
+"""Makes engines: chooses the context, the ranks and how much of the state is on the device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def needs_ranks(members: list[Member], options: OffloadOptions) -> bool:
 
 
 def ranks_of(members: list[Member], options: OffloadOptions) -> ProcessGroupComm | None:
-    """The ranks that step together; None for this process alone. All of them call this."""
+    """The ranks that step together; None for this process alone. All these ranks must call this."""
     if not needs_ranks(members, options):
         return None
     from . import distributed  # which imports much
@@ -52,8 +52,9 @@ def with_shards(
     comm: ProcessGroupComm | None,
     options: OffloadOptions,
 ) -> list[Member]:
-    """Members that know their shards. All ranks call this, but for the members of before: that a
-    gradient is wider may show on one rank alone."""
+    """The members with their shards. If the members are those of before, this asks no other rank, because
+    only one rank may be making a new engine then (for a gradient in a wider dtype). Otherwise all ranks must
+    call this."""
     names = {param: slot.name for param, slot in before.items()}
     if comm is not None and names == {member.param: member.name for member in members}:
         return [dataclasses.replace(m, shard=before[m.param].shard) for m in members]
@@ -72,7 +73,7 @@ def make_engine(
     comm: ProcessGroupComm | None,
     history: History,
 ) -> tuple[Engine, Placement]:
-    """An engine that is registered and not committed, and where its state is to go."""
+    """A registered engine that is not committed, and where its state will be."""
     device = device_of(members)
     context = context_for(
         device,
@@ -105,7 +106,7 @@ def make_engine(
 
     host_executors = options["host_executors"]
     if host_executors == "auto" and fraction == placement.AUTO and budget_bytes is not None:
-        # The ring that state streams through is no use if it takes the place of the state itself.
+        # If the ring for streamed state took much of the budget, the state itself would have no room.
         if engine_for(0.0, host_executors).plan().device_ring_bytes > budget_bytes // 8:
             host_executors = "cpu"
     chosen = placement.choose(
@@ -122,14 +123,14 @@ def make_engine(
 
 
 def tell(chosen: Placement) -> None:
-    """Says what "auto" has chosen, and why."""
+    """Prints what "auto" has chosen, and why."""
     print(
         f"hybridopt: offload_fraction {chosen.offload_fraction:.4f}: {chosen.reason}", file=sys.stderr
     )
 
 
 def leftover_of(engine: Engine, options: OffloadOptions) -> Leftover | None:
-    """What chooses the fraction of an engine as it runs, if the options ask for that."""
+    """The object that chooses the device fraction after some steps, if the options ask for that."""
     is_asked = options["offload_fraction"] == placement.AUTO and options["device_budget_bytes"] is None
     if not is_asked or engine.device.type == "cpu":
         return None

@@ -1,5 +1,5 @@
-"""Masters: they follow params that others have written, and are read in one form, however they are
-stored."""
+"""Masters: updates masters after other code has written params, and reads masters as fp32 numbers in
+whatever layout they are stored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Masters:
         self.written_before_offload: set[Slot] = set()
 
     def refresh(self) -> None:
-        """Params that others have written (weights were loaded, say) become their masters again."""
+        """Makes the masters of params that other code has written (by loading weights, say) equal to these
+        params."""
         written = self._in_sync.written()
         for slot in written:
             self._refresh_one(slot)
@@ -42,18 +43,20 @@ class Masters:
             self._in_sync.note()
 
     def note_offload(self) -> None:
-        """Params are about to be offloaded. That alone is no reason to compare them with masters."""
+        """Notes, before params are offloaded, which of them have been written. An offload and a reload alone
+        must not make params count as written."""
         self.written_before_offload = set(self._in_sync.written())
 
     def note_reload(self) -> None:
-        """Params are back as they were, perhaps in other memory."""
+        """Notes that params have been reloaded with the bits that they had, perhaps to other memory."""
         self._in_sync.note()
         for slot in self.written_before_offload:
             self._in_sync.forget_one(slot)
         self.written_before_offload = set()
 
     def _refresh_one(self, slot: Slot) -> None:
-        """Elements that are still their rounded masters keep those, down to the last bit."""
+        """Makes one master equal to its param. Elements that still equal their rounded master keep all bits
+        of the master."""
         self._handle.drain()
         if slot.dtype == torch.float32:
             self._refresh_by_library([slot])
@@ -68,13 +71,13 @@ class Masters:
         self._handle.refresh_masters(params=params, streams=[current_stream(self._device)])
 
     def drop_low_halves(self) -> None:
-        """Split masters become their params. Nothing notices when those are written: they are the
-        masters, but for lower halves that were others'."""
+        """Sets the lower halves of split masters so that the masters equal their params. A write to such a
+        param changes the upper half of the master itself, so the lower half would belong to another value."""
         self._refresh_by_library([slot for slot in self._slots if slot.split])
         self._handle.drain()
 
     def read(self, slot: Slot) -> Tensor:
-        """Masters in fp32, on the host, in memory order: a view where there is one."""
+        """Masters in fp32, on the host, in memory order. It is a view where they are stored in that form."""
         self._handle.drain()
         if slot.split:
             low = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER_LOW)
@@ -84,7 +87,7 @@ class Masters:
         return in_memory_order(slot.bound).cpu()
 
     def has_low_bits(self, slot: Slot) -> bool:
-        """Whether the master is more than the param."""
+        """Whether the master has bits that the param does not have."""
         if slot.dtype == torch.float32:
             return False
         return not torch.equal(self.read(slot), in_memory_order(slot.bound).cpu().float())
@@ -92,8 +95,9 @@ class Masters:
     def adopt(
         self, slot: Slot, entry: dict[str, Any], part_of: Callable[[Tensor], Tensor]
     ) -> None:
-        """Takes masters from state that came from elsewhere, in either layout; `part_of` cuts what
-        belongs to this process. Without any, fp32 masters are compared with the param."""
+        """Takes masters, in either layout, from an entry of `state` that was loaded or assigned. `part_of`
+        cuts out the part of this process. If the entry has none, the next step compares fp32 masters with
+        the param."""
         master, low = entry.get(MASTER), entry.get(MASTER_LOW)
         if slot.split:
             if isinstance(low, Tensor):
@@ -112,7 +116,7 @@ class Masters:
         for key in (MASTER, MASTER_LOW):
             if key not in slot.kinds:
                 entry.pop(key, None)
-        self._in_sync.forget_one(slot)  # the param may not be what these masters stand for
+        self._in_sync.forget_one(slot)  # the param may differ from these masters
 
     def _split(self, slot: Slot, master: Tensor) -> None:
         flat = in_memory_order(arranged(master, torch.float32, slot.stride)).cpu()

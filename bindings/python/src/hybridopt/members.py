@@ -1,4 +1,4 @@
-"""Members: the params of a torch optimizer that the library is to step."""
+"""Members: the params of a torch optimizer that the library updates."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Member:
-    """A param of the torch optimizer that takes part."""
+    """A param of the torch optimizer that the library updates."""
 
     param: Tensor
     name: str
     group: int
     shard: TensorShard | None = None  # None: the param is a whole tensor
-    wide_gradient: bool = False  # it has had gradients in fp32 before
+    wide_gradient: bool = False  # the param had gradients in fp32 before
     chunk_order: int = 0  # params with a lower one are updated first
 
 
 def named(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The params of a param group with the names that they were given, else with their place."""
+    """The params of a param group with their names, or without names with their index."""
     names = group.get("param_names")
     for i, param in enumerate(group["params"]):
         yield names[i] if names else f"param_groups.{index}.{i}", param
@@ -42,7 +42,7 @@ def takes_part(param: Tensor) -> bool:
 
 
 def check_dtype(name: str, param: Tensor) -> None:
-    """Refuses params of dtypes that the library does not step."""
+    """Raises if the library cannot update params of this dtype."""
     if local(param).dtype not in DTYPES:
         raise TypeError(
             f"parameter {name!r} is {param.dtype}, expected torch.float32, torch.bfloat16 or "
@@ -51,9 +51,9 @@ def check_dtype(name: str, param: Tensor) -> None:
 
 
 def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool]) -> list[Member]:
-    """The params that are trained, and those that were members before. A frozen param without a
-    gradient is none and gets no state. `known` has the members of before, and whether their gradients
-    have been in fp32."""
+    """The params that are trained, and those that were members before. A frozen param without a gradient is
+    not a member and gets no state. `known` has the members of before, and whether their gradients were in
+    fp32."""
     members: list[Member] = []
     names: set[str] = set()
     seen: set[Tensor] = set()

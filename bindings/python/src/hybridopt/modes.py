@@ -1,4 +1,4 @@
-"""Calls that come out the same in whatever mode they are made."""
+"""Makes functions independent of torch's modes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Result = TypeVar("Result")
 
 
 def in_no_mode(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Runs a function without autograd; outside of inference mode, whose tensors count no versions and
-    can never again be written outside of it; and not as a part of what torch.compile compiles."""
+    """Runs a function without autograd, outside of inference mode and outside of torch.compile. Tensors made
+    in inference mode have no version and could not be written outside of it later."""
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

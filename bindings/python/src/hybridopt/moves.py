@@ -1,5 +1,5 @@
-"""Moves: params, gradients and states go to the host and come back. The library keeps the content;
-here the memory is given back to torch."""
+"""Moves: offloads params, gradients and states to the host, and reloads them. The library copies the
+content; this module frees torch's memory and allocates it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tensors import gradient_of, like_param, set_gradient
 
 
 def check_movable(engine: Engine, wanted: dict[str, bool]) -> None:
-    """Refuses to move what there is no room for on the host."""
+    """Raises if the optimizer was made without room on the host for what is to be moved."""
     missing = [name for name, want in wanted.items() if want and not engine.movable & MOVABLE[name]]
     if missing:
         raise abi.InvalidStateError(
@@ -27,7 +27,7 @@ def check_movable(engine: Engine, wanted: dict[str, bool]) -> None:
 
 
 def check_all_here(engine: Engine, why: str) -> None:
-    """Refuses to give the engine up while it holds what would be lost."""
+    """Raises if the engine holds content on the host that would be lost with the engine."""
     if engine.released_storages is not None or engine.states_are_out:
         raise abi.InvalidStateError(
             f"{why}, but params or states are offloaded; call reload(params=True, states=True) "
@@ -43,7 +43,7 @@ def check_all_here(engine: Engine, why: str) -> None:
 def offload(
     engine: Engine, state: dict[Tensor, Any], params: bool, grads: bool, states: bool
 ) -> None:
-    """Moves content to the host and gives the memory back, as far as it is not there already."""
+    """Moves content to the host, except for what is there already, and frees the device memory."""
     check_movable(engine, {"params": params, "grads": grads, "states": states})
     engine.settle()
     streams = [engine.stream()]
@@ -67,7 +67,7 @@ def offload(
 def reload(
     engine: Engine, state: dict[Tensor, Any], params: bool, grads: bool, states: bool
 ) -> None:
-    """Moves content back into memory of torch's, where it is when this returns."""
+    """Moves content back to torch's memory and waits for that."""
     check_movable(engine, {"params": params, "grads": grads, "states": states})
     streams = [engine.stream()]
     if states and engine.states_are_out:
@@ -97,8 +97,8 @@ def send_gradients(
     streams: list[int],
     hooked: bool = False,
 ) -> int:
-    """Queues the copies of gradients, as the library reads them, to the host: their ticket. They must live
-    until then. `streams` have made them."""
+    """Queues the copies of gradients, which must be as the library reads them, to the host and returns the
+    ticket. The gradients must live until the ticket has completed. `streams` are those that make them."""
     engine.bound.bind_gradients(gradients)
     params = [slot.id for slot in gradients]
     ticket = engine.handle.offload_grads(params=params, flags=flags, streams=streams)
@@ -107,7 +107,7 @@ def send_gradients(
 
 
 def send_all_gradients(engine: Engine) -> None:
-    """The same for all gradients there are, and waits for the end."""
+    """Copies all gradients to the host and waits for that."""
     found = {slot: gradient_of(slot.param) for slot in engine.slots}
     usable = {slot: slot.usable_gradient(grad) for slot, grad in found.items() if grad is not None}
     if usable:
@@ -116,7 +116,7 @@ def send_all_gradients(engine: Engine) -> None:
 
 
 def drop_gradients(engine: Engine) -> None:
-    """Forgets the gradients that are on the host."""
+    """Drops the gradients that are on the host."""
     hosted = engine.bound.hosted
     if hosted:
         params = [slot.id for slot in hosted]
@@ -125,7 +125,7 @@ def drop_gradients(engine: Engine) -> None:
 
 
 def reload_gradients(engine: Engine, streams: list[int]) -> None:
-    """Puts gradients that are on the host back where the params have theirs."""
+    """Makes the gradients that are on the host the gradients of their params again."""
     hosted = engine.bound.hosted
     for slot in hosted:
         if gradient_of(slot.param) is not None:

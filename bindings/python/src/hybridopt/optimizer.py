@@ -1,5 +1,5 @@
-"""OffloadOptimizer: what the optimizers of algorithms.py have in common. A torch optimizer in
-everything that can be seen; the state lives in the library and its step is one call."""
+"""OffloadOptimizer: the base class of the optimizers in algorithms.py. It behaves as a torch optimizer, but
+the library holds the state, and a step is one call of the library."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ NOTHING_TO_CLIP = (
     "it clips nothing and returns 0.0; make the optimizer with max_grad_norm= (or assign "
     "optimizer.max_grad_norm), None if nothing is to be clipped"
 )
-# Options that name objects of this process: a copied or unpickled optimizer is without them.
+# Options whose values are objects of this process. A copied or unpickled optimizer does not have them.
 OF_THIS_PROCESS = ("process_group", "replica_group", "overlap")
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
     """The base class. Subclasses say which algorithm it is and what its hyperparameters are."""
 
-    _step_supports_amp_scaling = True  # GradScaler hands scale and verdict to step()
+    _step_supports_amp_scaling = True  # GradScaler gives step() the scale and what it has found
     _engine: Engine | None = None
     _comm: ProcessGroupComm | None = None
     _options: OffloadOptions = DEFAULT_OPTIONS
@@ -82,7 +82,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _history: History
     _aside: Aside
 
-    # ------------------------------------------------------------------- what subclasses tell --
+    # -------------------------------------------------------------- what subclasses implement --
 
     def _algorithm(self) -> int:
         """enum offload_algorithm."""
@@ -93,7 +93,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _kind(self) -> str:
-        """Whose state_dicts fit, for texts."""
+        """The optimizers whose state_dicts fit, for error texts."""
         name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(__package__))
         known = f" or torch.optim.{name}" if hasattr(torch.optim, name) else ""
         return f"hybridopt.{name}{known}"
@@ -101,7 +101,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------------------- construction --
 
     def _configure(self, options: OffloadOptions) -> None:
-        """Takes the options apart from torch's. Called before torch's constructor."""
+        """Stores the options that torch does not have. Constructors call this before torch's."""
         self._options = checked(options, type(self).__name__)
         self._says_whether_to_clip = "max_grad_norm" in options
         if self._options["local_world"] is None:
@@ -113,13 +113,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. After steps the state moves to new memory with room for the new params, so
-        that for a moment there is twice as much."""
+        """As torch's. If there have been steps, the state moves to new memory with room for the new params.
+        Until that is done it takes twice the memory."""
         super().add_param_group(param_group)
         try:
             self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
             if self._hooks is not None:
-                engine = self._prepare(always=True)  # the new params' gradients are hooked too
+                engine = self._prepare(always=True)  # hooks the new params too
                 if engine is not None:
                     engine.bound.release()
         except Exception:
@@ -151,8 +151,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm that the gradients are clipped to inside the step; None: they are not. What is
-        assigned holds from the next step on; all ranks assign the same."""
+        """The norm to which a step clips the gradients; None: it does not clip. An assignment takes effect
+        with the next step. All ranks must assign the same value."""
         return self._options["max_grad_norm"]
 
     @max_grad_norm.setter
@@ -174,11 +174,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, content: dict[Any, Any]) -> None:
         if self._engine is not None:
-            self._engine.show(self._state)  # what goes with it starts again, or is replaced
+            self._engine.show(self._state)  # so that the next step notices what `content` replaces
         self._state = State(self, content)
 
     def _fill_state(self) -> None:
-        """Puts into `state` what is to be seen there: somebody is about to look."""
+        """Brings `state` up to date. State calls this before it is read or changed."""
         if self._engine is not None:
             self._engine.show(self._state)
 
@@ -193,7 +193,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        if "_history" not in vars(self):  # a copy begins with nothing
+        if "_history" not in vars(self):  # a copy starts without a history
             self._history = History()
             self._aside = Aside(self._history, {})
         self._aside.counts = state.pop("_hidden_counts", self._aside.counts)
@@ -206,7 +206,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return counts if self._engine is None else {**counts, **self._engine.hidden_counts()}
 
     def _refuse_left_out(self, what: str, keys: Iterable[Any]) -> None:
-        """Refuses to write a part of the state as if that were all. `keys` are those of state."""
+        """Raises if what is to be saved would lack some of the state. `keys` are the keys of `state`."""
         params = {param for group in self.param_groups for param in group["params"]}
         count = sum(isinstance(key, Tensor) and key not in params for key in keys)
         if count > 0:
@@ -216,8 +216,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, and for torch's optimizer of the same name too: tensors are references to live
-        state, so deepcopy what must not change with the next step."""
+        """As torch's. torch's optimizer of the same name can load it. The tensors are views of live state:
+        deepcopy what must not change with the next step."""
         self._refuse_left_out("state_dict()", self.state)
         state_dict = super().state_dict()
         entries = state_dict["state"].items()
@@ -227,8 +227,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state_dict of this class or of torch's optimizer of the same name. State stays in
-        fp32 on the host, whatever the params are; it is copied in at the next step."""
+        """Loads a state_dict of this class or of torch's optimizer of the same name. State stays in fp32 on the
+        host, whatever the dtype of the params. The next step copies it to the library's memory."""
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -276,17 +276,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
         wait: bool = True,
         progress: checkpoints.Progress = None,
     ) -> checkpoints.Transfer:
-        """Writes masters, moments and step counts as a new directory of safetensors files and a
-        manifest: whole or not there. On several ranks all call this. It returns when all is on disk.
+        """Writes masters, moments and step counts to a new directory, as safetensors files and a manifest.
+        The directory appears only when it is complete. With several ranks all must call this. The call
+        returns when everything is on disk.
 
-        With wait=False training goes on meanwhile; until the next step() has returned (or wait() of
-        what this returns) nobody else may write fp32 params on the CPU, and until that wait() moments
-        and masters in place. Nor may storages of params on the CPU be resized, freed, or moved by
-        share_memory_() or torch.multiprocessing until that wait(): the save reads memory that would
-        be gone, and the process may crash.
+        With wait=False it returns at once, and training may go on. Then, until the next step() or wait() of
+        the returned object has returned, other code must not write fp32 params on the CPU. Until that wait()
+        has returned, it must not write moments and masters in place, nor resize, free or move (by
+        share_memory_() or torch.multiprocessing) storages of params on the CPU: the save would read memory
+        that no longer exists, and the process might crash.
 
-        `progress` is a function of bytes done and bytes in all, or True or False for a tqdm bar;
-        None (the default) shows one on a terminal."""
+        `progress` is a function of the bytes done and the total bytes, or True or False for a tqdm bar.
+        None (the default) shows a bar on a terminal."""
         self._refuse_fsdp1("save_checkpoint()")
         engine = self._ready_engine()
         self._refuse_left_out("save_checkpoint()", self._aside.params(self._state))
@@ -304,10 +305,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         verify: bool = True,
         progress: checkpoints.Progress = None,
     ) -> None:
-        """Reads a directory that save_checkpoint or any other program of the library has written, by
-        any number of ranks: state and params. Param groups stay as they are; a refused checkpoint
-        changes nothing. fresh_moments takes the weights only, and keep_steps the step counts too;
-        verify=False reads the files once instead of twice."""
+        """Loads state and params from a directory that save_checkpoint() or another program with this library
+        has written, with any number of ranks. Param groups stay as they are. If the checkpoint is refused,
+        nothing has changed. With fresh_moments only the weights are loaded, with keep_steps too also the
+        step counts. verify=False reads the files once instead of twice."""
         self._refuse_fsdp1("load_checkpoint()")
         engine = self._ready_engine()
         checkpoints.load(engine, path, fresh_moments, keep_steps, verify, progress)
@@ -316,8 +317,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over the params that have a gradient, done when this returns (but for overlap()).
-        Gradients stay as they are."""
+        """Updates the params that have a gradient. Unless overlap() was called, the step is complete when this
+        returns. Gradients stay as they are."""
         refuse_capture()
         loss = None
         if closure is not None:
@@ -328,7 +329,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             is_named = self._hooks is not None and self._hooks.grad_scaler is not None
             grad_scaler.check(self, self._engine, is_named)
         if grad_scaler.found_inf(self):
-            self._drop_hosted()  # a step that is skipped uses them up too
+            self._drop_hosted()  # a skipped step drops gradients on the host too
             return loss
         engine = self._prepare()
         if engine is not None and (engine.bound.bind() or self._comm is not None):
@@ -341,7 +342,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _step(self, engine: Engine) -> None:
         options = self._step_options()
-        # A GradScaler is told the verdict before it goes on.
+        # A GradScaler must be told what the step has found before it goes on.
         is_told = self._hooks is not None and grad_scaler.is_scaling(self)
         if self._overlap is not None and not is_told and self._overlap.may_begin():
             engine.begin_step(self._overlap.aliases_of, **options)
@@ -367,7 +368,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _telling_rank(self) -> Iterator[None]:
-        """What went wrong between ranks is said by the ranks, too."""
+        """Adds the comm table's own error text to an error of the library."""
         try:
             yield
         except abi.CommFailedError as error:
@@ -377,18 +378,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def _wait_for(self, slots: Sequence[Slot], streams: Iterable[Any] = ()) -> None:
-        """Params of these slots are what the step under way makes of them."""
+        """Waits until the step under way has updated the params of these slots."""
         if self._engine is not None:
             with self._telling_rank():
                 self._engine.under_way.wait(slots, streams)
 
     def _finish(self) -> None:
-        """The same for all params."""
+        """Waits until the step under way has updated all params."""
         if self._engine is not None and self._engine.under_way:
             self._wait_for(self._engine.slots)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that are on the host are dropped too."""
+        """As torch's. It also drops gradients that are on the host."""
         if not set_to_none:
             self._finish()  # a step may read what is to be zero
         super().zero_grad(set_to_none)
@@ -400,7 +401,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._drop_hosted()
 
     def _drop_hosted(self) -> None:
-        """Forgets the gradients that are on the host."""
+        """Drops the gradients that are on the host."""
         if self._engine is not None:
             moves.drop_gradients(self._engine)
         if self._hooks is not None:
@@ -409,8 +410,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------------------------- engine --
 
     def _ready_engine(self) -> Engine:
-        """The engine, committed and up to date with params, groups and state, whether there are
-        gradients or not."""
+        """The engine, committed and up to date with params, groups and state. It is made even if there are no
+        gradients."""
         refuse_capture()
         engine = self._prepare(always=True)
         if engine is None:
@@ -422,8 +423,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return engine
 
     def _prepare(self, always: bool = False) -> Engine | None:
-        """The engine, committed and up to date with param groups and state; None while there is
-        nothing to step, but for `always`."""
+        """The engine, committed and up to date with param groups and state. Unless `always` is set, it is None
+        while there is no gradient."""
         if self._closed:
             raise abi.InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
         self._finish()
@@ -432,10 +433,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         groups = [self._hyperparameters(group) for group in self.param_groups]
         known: dict[Tensor, Slot] = {}
         if self._engine is not None:
-            known = self._engine.registered.slot_of  # nothing else: it would keep the memory
+            known = self._engine.registered.slot_of  # a reference to the engine would keep its memory
             changed = self._engine.difference(self._algorithm(), groups, self.param_groups)
             if changed:
-                # Params that are refused are refused while there is still an engine.
+                # This raises for invalid params while the old engine still exists.
                 members_of(self.param_groups, wide_gradients(known))
                 self._leave_engine(changed)
         if self._engine is None:
@@ -455,8 +456,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _committed_engine(
         self, known: dict[Tensor, Slot], groups: list[dict[str, Any]], always: bool
     ) -> Engine | None:
-        """A new engine, where one with the slots `known` may have been before; None while there is
-        nothing to step."""
+        """A new engine; None while there is nothing to update. `known` has the slots of the engine before it,
+        if there was one."""
         members = members_of(self.param_groups, wide_gradients(known))
         if self._comm is None:
             self._comm = making.ranks_of(members, self._options)
@@ -486,7 +487,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return engine
 
     def _leave_engine(self, why: str) -> None:
-        """It is not the one for what is in param_groups."""
+        """Puts the engine aside or ends it, because it does not fit param_groups any more."""
         engine = self._engine
         assert engine is not None
         params = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -501,13 +502,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine = None
 
     def _may_put_aside(self) -> bool:
-        """Whether an engine may stay beside the next one: what the engine alone has to do with the model,
-        other ranks or the room on the device is not there."""
+        """Whether the engine may exist beside the next one. It may not if it depends on other ranks, on hooks
+        of the model or on the memory that the device has left."""
         is_alone = self._comm is None and self._hooks is None and self._overlap is None
         return is_alone and self._options["offload_fraction"] != placement.AUTO
 
     def _drop_engine(self, why: str) -> None:
-        """Its state goes on in tensors of its memory until another engine adopts it."""
+        """Ends the engine. Its state stays in `state`, in tensors, until another engine adopts it."""
         engine = self._engine
         if engine is None:
             return
@@ -532,24 +533,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
         micro_batches: int | None = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> GradientHooks:
-        """From now on gradients go to the host during the backward pass, some at a time as they become
-        ready, and are taken off their params (`grad` is None after it). The next step uses them up;
-        zero_grad() drops them.
+        """Moves gradients to the host during the backward pass from now on, in batches as they become ready,
+        and sets `grad` of their params to None. The next step uses and drops them; zero_grad() drops them
+        too.
 
-        They leave in the last backward pass of a step; before that autograd adds them up where they are.
-        `micro_batches` is how many passes a step has, or None: then the last one is in
-        `with optimizer.last_micro_batch():`. Under FSDP2's set_requires_gradient_sync(False) there are no
-        gradients before the last pass: it counts as one. With `accumulate` gradients leave in every pass
-        instead, for who has no room for them on the device, and are added up on the host, in fp32; for
-        low-precision gradients that takes twice the room there.
+        Gradients move in the last backward pass of a step. In the passes before, autograd adds them up on
+        the device. `micro_batches` is the number of passes of a step. If it is None, the last pass must be
+        inside of `with optimizer.last_micro_batch():`. Under FSDP2's set_requires_gradient_sync(False) there
+        are no gradients before the last pass, so a step counts as one pass. With `accumulate`, for devices
+        without room for gradients, gradients move in every pass, and the host adds them up in fp32. For
+        low-precision gradients that takes twice the memory on the host.
 
-        Takes the memory for state and gradients now. Clip by max_grad_norm: there is nothing here
-        for torch.nn.utils.clip_grad_norm_ to look at, and a warning says so unless the optimizer was made
-        with max_grad_norm=, which may be None; nor is there for GradScaler: one that steps this
-        optimizer must be named as `grad_scaler`, to be told what the step has found."""
+        The call allocates the memory for state and gradients. To clip, use max_grad_norm:
+        torch.nn.utils.clip_grad_norm_ finds no gradients. A warning says so unless the optimizer was made
+        with max_grad_norm=, which may be None. GradScaler finds no gradients either: give the scaler that
+        steps this optimizer as `grad_scaler`, and the step will tell it what it has found."""
         if self._hooks is not None:
             raise abi.InvalidStateError(
-                "gradients are hooked already; call remove() on what hook_gradients() gave"
+                "gradients are hooked already; call remove() on what hook_gradients() returned"
             )
         if not self._says_whether_to_clip:
             warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
@@ -558,7 +559,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         refuse_replicas({param for group in self.param_groups for param in group["params"]})
         needed = "accumulate" if accumulate else "grads"
         if needed not in self._options["movable"]:
-            # Another engine, with room for the gradients, goes on from its state.
+            # Another engine, which has room for the gradients, adopts the state.
             self._drop_engine("hooks need room for gradients")
             movable = (*self._options["movable"], needed)
             self._options = {**self._options, "movable": movable}
@@ -567,24 +568,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return hooks
 
     def last_micro_batch(self) -> contextlib.AbstractContextManager[None]:
-        """The backward pass in this context is the last one of a step: with hook_gradients() gradients
-        leave in it. Without hooks it does nothing."""
+        """Marks the backward pass in this context as the last one of a step, in which hook_gradients() moves
+        gradients. Without hooks it has no effect."""
         return contextlib.nullcontext() if self._hooks is None else self._hooks.last_micro_batch()
 
     @in_no_mode
     def overlap(self, model: nn.Module) -> Overlap:
-        """From now on step() queues and returns. Each module of the model, which has all params of this
-        optimizer, waits in its forward pass for its own params only, and chunks are updated in the
-        order in which the first forward pass uses them. `overlap=model` in the constructor is the same.
+        """Makes step() queue the step and return, from now on. In its forward pass each module of the model
+        waits for its own params only, and the library updates params in the order in which the first forward
+        pass uses them. The model must have all params of this optimizer. `overlap=model` in the constructor
+        has the same effect.
 
-        Who else reads or writes params waits where it goes through the model (state_dict(),
-        load_state_dict(), to()) or through this optimizer. Whoever reads them by themselves while a
-        step is under way (averages of weights, copy.deepcopy) calls synchronize() before.
-        HYBRIDOPT_CHECK_OVERLAP=1 in the environment finds who does not. A step that fails is told to
-        the next one who waits."""
+        Functions of the model (state_dict(), load_state_dict(), to()) and of this optimizer wait before they
+        read or write params. Code that reads params directly while a step is under way (averages of weights,
+        copy.deepcopy) must call synchronize() first; HYBRIDOPT_CHECK_OVERLAP=1 in the environment finds code
+        that does not. If a step fails, the next wait raises the error."""
         if self._overlap is not None:
             raise abi.InvalidStateError(
-                "steps overlap already; call remove() on what overlap() gave"
+                "steps overlap already; call remove() on what overlap() returned"
             )
         self._refuse_fsdp1("overlap()")
         self._aside.end_all(self._state)
@@ -598,39 +599,39 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def synchronize(self) -> None:
-        """Waits for all steps; then params may be read and written by anyone."""
+        """Waits for all steps. After that any code may read and write params."""
         self._finish()
         if self._engine is not None:
             self._engine.settle()
 
     @in_no_mode
     def offload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
-        """Moves content to the host, bit for bit, and gives the memory back. What is there already
-        stays. Returns when the memory is free. The `movable` option must name what is moved.
+        """Moves content to the host, bit for bit, and frees its device memory before it returns. What is on the
+        host already stays there. The `movable` option must name what is moved.
 
-        Params keep their tensors, but must not be used until reload(). Gradients are taken off
-        their params; reload() puts them back, or the next step uses them where they are."""
+        Params keep their tensors, but must not be used until reload(). `grad` of params becomes None;
+        reload() sets it again, or the next step uses the gradients on the host."""
         self._aside.end_all(self._state)
         moves.offload(self._ready_engine(), self._state, params, grads, states)
         self._sample("offload")
 
     @in_no_mode
     def reload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
-        """Moves content back into memory of torch's, where it is when this returns."""
+        """Moves content back to torch's memory and waits for that."""
         refuse_capture()
         self._finish()
-        engine = self._ready_engine() if self._engine is None else self._engine  # as it was offloaded
+        engine = self._ready_engine() if self._engine is None else self._engine
         moves.reload(engine, self._state, params, grads, states)
         self._sample("reload")
 
     @in_no_mode
     def set_offload_fraction(self, offload_fraction: float) -> None:
-        """Changes how much of the state is on the host, between two steps: 0.0 (all of it on the
-        device) to 1.0 (all on the host), with the same bits. Returns when the content has been copied
-        and the memory that is no longer needed has been given back, on both sides. If the device or
-        the host has no room, it raises and nothing has changed.
+        """Changes how much of the state is on the host, from 0.0 (all state on the device) to 1.0 (all on the
+        host), without a change of its bits. It returns when the content has been copied and the memory that
+        is no longer needed has been freed, on both sides. If the device or the host lacks memory, it raises
+        and nothing has changed.
 
-        Tensors taken from `state` before are not the optimizer's any more: look again."""
+        Tensors that were taken from `state` before are no longer the optimizer's: read `state` again."""
         refuse_capture()
         placement.check_fraction(offload_fraction)
         self._aside.end_all(self._state)
@@ -647,11 +648,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._sample("set_offload_fraction")
 
     def _move_state(self, device_fraction: float) -> None:
-        engine = self._ready_engine()  # which has taken over what was put into `state`
+        engine = self._ready_engine()  # it has adopted changes of `state`
         engine.set_device_fraction(self._state, device_fraction)
 
     def _note_placement(self, chosen: Placement | None) -> None:
-        """offload_fraction="auto" has moved state."""
+        """Records a choice of offload_fraction="auto", if there is one."""
         if chosen is not None:
             self._placement = chosen
             making.tell(chosen)
@@ -659,8 +660,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def _give_back(self) -> None:
-        """Moves state that offload_fraction="auto" has brought to the device back if torch has run out of
-        memory since."""
+        """Moves state that offload_fraction="auto" moved to the device back to the host if torch has run out
+        of memory since."""
         if self._leftover is not None and self._leftover.has_run_out():
             self._note_placement(self._leftover.give_back(self._move_state))
 
@@ -668,23 +669,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def offloaded(
         self, params: bool = True, grads: bool = True, states: bool = True
     ) -> Iterator[None]:
-        """For a phase that needs the device for itself: offload() before, reload() after."""
+        """Calls offload() at the start of the context and reload() at its end, for a phase that needs the
+        device memory."""
         self.offload(params=params, grads=grads, states=states)
         try:
             yield
         finally:
             self.reload(params=params, grads=grads, states=states)
 
-    # --------------------------------------------------------------------------------- looking --
+    # ------------------------------------------------------------------------------- reporting --
 
     def __repr__(self) -> str:
-        """As torch's, and what is particular here."""
+        """As torch's, with the options and bytes of this class added."""
         groups = super().__repr__().removesuffix(")")
         lines = "".join(f"    {name}: {value}\n" for name, value in self._particulars().items())
         return f"{groups}Offload\n{lines})"
 
     def _particulars(self) -> dict[str, Any]:
-        """For repr(), which neither waits nor makes an engine, and never raises."""
+        """What repr() adds. It does not wait, does not make an engine, and does not raise."""
         particulars: dict[str, Any] = {
             key: self._options.get(key)
             for key in ("offload_fraction", "host_executors", "master_layout", "max_grad_norm", "state_dtype")
@@ -706,7 +708,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def plan(self) -> Plan:
-        """Every byte that the first step will take, or has taken."""
+        """All memory that the first step will take, or has taken."""
         engine = self._engine
         if engine is None:
             groups = [self._hyperparameters(group) for group in self.param_groups]
@@ -724,32 +726,33 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
 
     def stats(self) -> Stats:
-        """Totals of steps, bytes and seconds; zeros before the first step."""
+        """Totals of steps, bytes and seconds. They are 0 before the first step."""
         return self._history.stats(None if self._engine is None else self._engine.handle.stats())
 
     @in_no_mode
     def last_step(self) -> StepResult:
-        """What the last step did: skipped? which gradient norm? Waits for it."""
+        """The result of the last step: whether it was skipped, the gradient norm, and so on. Waits for the
+        step."""
         results = self.step_results()
         if not results:
             raise abi.InvalidStateError("no step yet; call step() first")
         return results[-1]
 
     def memory_timeline(self) -> list[MemorySample]:
-        """Bytes by kind and place before and after each step and after each move, the last 4096 of
-        them."""
+        """The last 4096 samples of memory in use, by kind and place. There is one before and one after each
+        step, and one after each move."""
         return list(self._history.samples)
 
     @in_no_mode
     def step_results(self) -> list[StepResult]:
-        """What the last 1024 steps did, skipped ones too. Waits for queued steps."""
+        """The results of the last 1024 steps, with skipped ones. Waits for queued steps."""
         if self._engine is not None:
             self._engine.settle()
         return list(self._history.results)
 
     def plot_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes a picture of memory_timeline() and of the lanes of the last steps; needs
-        matplotlib. Waits for queued steps."""
+        """Writes a plot of memory_timeline() and of the lanes of the last steps. It needs matplotlib. Waits for
+        queued steps."""
         from .timeline_plot import plot_timeline
 
         plot_timeline(self.memory_timeline(), self.step_results(), path)
@@ -760,21 +763,23 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def refresh_masters(self) -> None:
-        """Weights were written in a way that tensors do not notice (`param.data` in place): the fp32
-        masters follow. Not needed after load_state_dict, copy_ and other operations on params. Split
-        masters follow by themselves, but for lower halves left from before, which this drops."""
+        """Makes the next step update the masters from the params. Call it after writes that leave no trace in
+        the tensors (in place to `param.data`). It is not needed after load_state_dict(), copy_() and other
+        operations on params. The upper half of a split master is the param itself; this clears the lower
+        half, which belongs to the value of before."""
         if self._engine is not None:
             self._finish()
             if any(slot.split for slot in self._engine.slots):
-                self._prepare(always=True)  # lower halves that were put into `state` are dropped too
+                self._prepare(always=True)  # adopts lower halves in `state`, to clear them too
         for engine in (*self._aside.engines(), self._engine):
             if engine is not None:
                 engine.forget_what_is_in_sync()
 
     @in_no_mode
     def master_of(self, param: Tensor) -> Tensor:
-        """The fp32 numbers that steps update, rounded to which they are the param: a view of the
-        library's memory where they lie there as such, else a copy. Waits for queued work."""
+        """The master of a param in fp32: the numbers that steps update, and of which the param is the rounded
+        value. It is a view of the library's memory if the master is stored there in fp32, otherwise a copy.
+        Waits for queued work."""
         engine = self._ready_engine()
         slot = engine.registered.slot_of.get(param)
         if slot is None:
@@ -785,8 +790,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @in_no_mode
     def close(self) -> None:
-        """Gives the memory of the state back, as the end of the object does. Tensors that `state` has
-        given out stay valid and hold on to their part."""
+        """Frees the memory of the state, as the end of the object does. Tensors that were taken from `state`
+        stay valid and keep their part of the memory."""
         if self._engine is not None:
             moves.check_all_here(self._engine, "the optimizer is to be closed")
             if self._hooks is not None:

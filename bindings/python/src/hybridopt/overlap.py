@@ -1,4 +1,4 @@
-"""Overlap: a step goes on beside what follows it, and whoever uses a param waits for it first."""
+"""Overlap: step() queues a step and returns. The model waits for a param before it uses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .registered import Slot
 
 
 class Overlapped(Protocol):
-    """The optimizer, as far as its overlap knows it."""
+    """What Overlap uses of the optimizer."""
 
     _engine: Engine | None
     _overlap: Overlap | None
@@ -29,7 +29,7 @@ class Overlapped(Protocol):
 
 
 class Overlap:
-    """What overlap() gives: remove() ends it."""
+    """What OffloadOptimizer.overlap() returns. remove() ends it."""
 
     def __init__(self, optimizer: Overlapped, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -37,9 +37,9 @@ class Overlap:
                 f"overlap is a {type(model).__name__}, expected the torch.nn.Module whose params the "
                 "optimizer has"
             )
-        # The model holds its hooks: those must not hold on to an optimizer that nobody else wants.
+        # The model keeps its hooks alive. The hooks must not keep the optimizer alive.
         self._optimizer = weakref.ref(optimizer)
-        self._order: dict[Tensor, int] = {}  # in which forward passes have used params
+        self._order: dict[Tensor, int] = {}  # the order in which forward passes use params
         self._is_recording = True
         self._has_warned = False
         self._checks: dict[Tensor, Any] = {}
@@ -87,7 +87,7 @@ class Overlap:
     # --------------------------------------------------------------------- what the optimizer calls --
 
     def ordered(self, members: list[Member]) -> list[Member]:
-        """Members that know when forward passes use them."""
+        """The members with the order in which forward passes use their params."""
         self.refuse_others({member.param: member.name for member in members})
         order, last = self._order, len(self._order)
         return [
@@ -96,7 +96,7 @@ class Overlap:
         ]
 
     def refuse_others(self, names: dict[Tensor, str]) -> None:
-        """Refuses params for which nobody would wait."""
+        """Raises if no module of the model has a param, so that nothing would wait for it."""
         known = self._model.params()
         for param, name in names.items():
             if param.requires_grad and param not in known:
@@ -115,7 +115,7 @@ class Overlap:
                 self._checks[slot.param] = check
 
     def may_begin(self) -> bool:
-        """Whether forward passes tell who uses what, so that the next step need not be waited for."""
+        """Whether a forward pass has been recorded, so that step() need not wait."""
         if self._is_recording and self._order:
             self._is_recording = False
             self._model.share_out()
@@ -132,7 +132,7 @@ class Overlap:
         return self._model.aliases_of(param)
 
     def remove(self) -> None:
-        """Steps are waited for from now on."""
+        """Removes all hooks. From now on step() waits."""
         try:
             self.finish()
         finally:

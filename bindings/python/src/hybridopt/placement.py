@@ -1,5 +1,5 @@
-"""How much of the state goes on the device: a fraction, what fits a budget of bytes, or what the device
-has left."""
+"""Chooses how much of the state is on the device: a given fraction, as much as a budget of bytes allows, or
+as much as the device has left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 DEFAULT_HEADROOM = 0.1  # of the device
 OBSERVED_STEPS = 2
-SMALLER, TRIES = 0.75, 5  # where the device has no room in one piece for what it has left
+# The free memory of a device may not be usable in one piece: after a failure try with less.
+SMALLER, TRIES = 0.75, 5
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def check(
     device_budget_bytes: int | None,
     device_headroom: float | None = None,
 ) -> None:
-    """Refuses what cannot be meant."""
+    """Raises if the options are invalid or contradict each other."""
     if device_headroom is not None:
         if offload_fraction != AUTO or device_budget_bytes is not None:
             raise ValueError(
@@ -75,7 +76,7 @@ def mebibytes(count: int) -> str:
 
 
 def chosen(offload_fraction: float | str, on_host: bool) -> Placement:
-    """Where the caller has decided, or there is nothing to decide."""
+    """The placement if the caller has chosen the fraction, or if all params are in host memory."""
     if on_host:
         return Placement(1.0, "the parameters are in host memory, so is all of their state")
     return Placement(float(offload_fraction), "as given")
@@ -87,7 +88,7 @@ def choose(
     on_host: bool,
     plan_of: Callable[[float], abi.offload_plan_t],
 ) -> Placement:
-    """`plan_of` gives the plan for a device fraction."""
+    """The placement for these options. `plan_of` returns the plan for a device fraction."""
     if on_host or offload_fraction != AUTO:
         return chosen(offload_fraction, on_host)
     if device_budget_bytes is None:
@@ -125,13 +126,13 @@ class Leftover:
         self._headroom = headroom
         self._steps = 0
         self._has_taken = False
-        self._out_of_memory_count = 0  # when it took memory
+        self._out_of_memory_count = 0  # torch's count when state was moved to the device
 
     def after_step(
         self, plan_of: Callable[[float], abi.offload_plan_t], move: Callable[[float], None]
     ) -> Placement | None:
-        """A step has ended. After the last one that was to be observed, `move` brings state to the device;
-        it takes a device fraction. Gives the new placement, and why."""
+        """Call this after each step. After the last observed one it calls `move` with a device fraction, to
+        move state to the device, and returns the new placement. Otherwise it returns None."""
         self._steps += 1
         if self._steps != OBSERVED_STEPS:
             return None
@@ -158,11 +159,11 @@ class Leftover:
         return Placement(1.0, f"{why}; that is no room for state")
 
     def has_run_out(self) -> bool:
-        """Whether torch has run out of memory since state was brought to the device."""
+        """Whether torch has run out of memory since state was moved to the device."""
         return self._has_taken and self._memory.out_of_memory_count() > self._out_of_memory_count
 
     def give_back(self, move: Callable[[float], None]) -> Placement:
-        """Brings all state back to the host."""
+        """Moves all state back to the host."""
         move(0.0)
         self._has_taken = False
         return Placement(1.0, "torch ran out of device memory, and all state went back to the host")

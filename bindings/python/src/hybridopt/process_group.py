@@ -1,13 +1,13 @@
 """The ranks of a torch.distributed process group as the library's comm table.
 
-A step asks the other ranks for two numbers: the sum of squares of all gradients, and whether any is
-Inf or NaN. It asks from the library's own thread, at a time of its own, while the training thread
-goes on. So the table has a group of its own, over gloo, whatever the training uses: gloo needs no
-device, and calls of its own group cannot get in between those of NCCL, whose order must be the same
-on all ranks.
+A step combines two numbers of all ranks: the sum of squares of all gradients, and whether any gradient is
+Inf or NaN. The library's own thread does this while the training thread goes on. So the table has its own
+group, over gloo, whatever backend the training uses: gloo needs no device, and calls of a group of their
+own cannot come between the calls of NCCL, whose order must be the same on all ranks.
 
-ctypes takes the interpreter's lock for each call, and torch gives it up while it waits for others,
-as ctypes does while Python waits for the library: nobody holds it who waits for someone else.
+There is no deadlock with the interpreter's lock: ctypes takes it when the library calls a function of the
+table, but torch releases it while it waits for other ranks, and ctypes releases it while Python waits for
+the library. So no thread holds the lock while it waits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from . import abi
 
 _log = logging.getLogger("hybridopt")
 
-# Values that go along with the word what they are for; more of them follow it.
+# How many values fit into the message that names the call. More values go in a second message.
 SHORT = 32
 
 
 class Call(enum.IntEnum):
-    """What ranks meet for, in the words of error texts."""
+    """The calls for which ranks meet. str() gives the words of error texts."""
 
     STEPPING = 1
     STEPPING_OR_SAVING = 2
@@ -51,10 +51,10 @@ class Call(enum.IntEnum):
 
 
 class ProcessGroupComm:
-    """A comm table over some ranks (None: all). Each of them makes one, at the same point of its
-    program, for the table's own group is made here.
+    """A comm table over some ranks (None: all). All of them must make it at the same point of their program,
+    because the constructor makes the table's group.
 
-    Every rank gathers all values and combines them in rank order: the same bits everywhere."""
+    Every rank gathers all values and combines them in rank order, so that all get the same bits."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ProcessGroupComm:
             )
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, expected more than 0")
-        # In this order, for new_group() sorts: torch before 2.12 does so whatever it is told.
+        # Sorted, because new_group() sorts ranks: before torch 2.12 it cannot be told not to.
         ranks = list(range(dist.get_world_size())) if ranks is None else sorted(ranks)
         if dist.get_rank() not in ranks:
             raise ValueError(
@@ -78,9 +78,9 @@ class ProcessGroupComm:
         self.rank = ranks.index(dist.get_rank())
         self.world = len(ranks)
         self.timeout_ns = int(timeout_seconds * 1e9)
-        self.error = ""  # why the first call failed
-        self.no_clipping = no_clipping  # why these ranks' norm may not be that of all gradients
-        self.no_saving = ""  # why a checkpoint cannot hold what these ranks have
+        self.error = ""  # why the first failed call failed
+        self.no_clipping = no_clipping  # why the norm of these ranks may not be the whole norm
+        self.no_saving = ""  # why a checkpoint cannot hold the params of these ranks
         self.group = dist.new_group(
             ranks,
             timeout=datetime.timedelta(seconds=timeout_seconds),
@@ -88,8 +88,8 @@ class ProcessGroupComm:
             use_local_synchronization=True,
             group_desc="hybridopt",
         )
-        # The table's functions are called until the optimizer is destroyed; they live as long as
-        # the table, which the optimizer keeps.
+        # The library calls the table's functions until the optimizer is destroyed. The optimizer keeps
+        # the table alive, and the table keeps the functions alive.
         self.table = abi.offload_comm_t(
             rank=self.rank,
             world=self.world,
@@ -103,8 +103,8 @@ class ProcessGroupComm:
         return {"comm": ctypes.pointer(self.table), "comm_timeout_ns": self.timeout_ns}
 
     def finish_at_exit(self, optimizer: abi.Optimizer) -> None:
-        """Lets queued work end before the interpreter does: the library's thread cannot call
-        functions of an interpreter that is gone."""
+        """Makes the interpreter wait for queued work before it ends: the library's thread cannot call Python
+        functions after that."""
         referred = weakref.ref(optimizer)
 
         def finish() -> None:
@@ -131,7 +131,7 @@ class ProcessGroupComm:
         return self._guarded(lambda: self._meet(Call.WAITING, timeout_ns))
 
     def register(self) -> None:
-        """All ranks call this before they tell each other of their params."""
+        """Meets the other ranks. All call this before they exchange information about their params."""
         if self._guarded(lambda: self._meet(Call.REGISTERING, self.timeout_ns)) != abi.OFFLOAD_OK:
             raise abi.CommFailedError(self.error)
 
@@ -148,7 +148,7 @@ class ProcessGroupComm:
         combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> int:
         def reduce() -> None:
-            # In doubles, which hold 32-bit ints too.
+            # As doubles, which represent 32-bit ints exactly too.
             own = torch.tensor(values[:count], dtype=torch.float64, device="cpu")
             first, *others = self._gather(call, own, timeout_ns)
             for other in others:
@@ -159,8 +159,8 @@ class ProcessGroupComm:
         return self._guarded(reduce)
 
     def _gather(self, call: Call, own: torch.Tensor, timeout_ns: int) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order. It goes with what it is for: ranks that are not at the
-        same call hear of it, instead of taking each other's values or waiting."""
+        """Every rank's tensor, in rank order. The message names the call, so that ranks at different calls
+        get an error instead of each other's values."""
         count = own.numel()
         message = torch.zeros(2 + SHORT, dtype=torch.float64, device="cpu")
         message[0], message[1] = int(call), count
@@ -184,8 +184,8 @@ class ProcessGroupComm:
         return gathered
 
     def _guarded(self, action: Callable[[], object]) -> int:
-        """The status of an action. Nothing may be raised into the library, and after a failure the
-        ranks are out of step for good: what a later call gathered would be of an earlier one."""
+        """Runs an action and returns its status: no exception may reach the library. After a failure all later
+        calls fail too, because ranks may be at different calls and would gather values of an earlier one."""
         if self.error:
             return abi.OFFLOAD_COMM_FAILED
         try:

@@ -1,5 +1,5 @@
-"""What is registered with the library: param groups, and params with all that does not change while
-they are registered."""
+"""Registered: the param groups and params that the library knows, and the properties of params that must
+not change meanwhile."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ MASTER_LOW = "master_low"
 
 
 class Slot:
-    """A member as it is registered, and whether its param and gradient still fit that. Nothing here
-    changes."""
+    """A registered param, and checks that the param and its gradient still fit. A slot never changes."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class Slot:
         split_masters: bool,
     ) -> None:
         current = local(member.param).detach()
-        self.id = id  # also its place in the list of slots
+        self.id = id  # also its index in the list of slots
         self.param = member.param
         self.device = device
         self.name = member.name
@@ -57,35 +56,36 @@ class Slot:
         self.shape = current.shape
         self.count = current.numel()
         self.bytes = current.numel() * current.element_size()
-        # The library steps a param with gaps between its elements in this dense copy of it.
+        # A param with gaps between its elements has this dense copy, which the library updates.
         self.copy = None if is_dense(current) else torch.empty_like(current).contiguous()
         bound = current if self.copy is None else self.copy
         self.stride = bound.stride()
         self.row_major = bound.is_contiguous()
         self.split = split_masters and self.dtype == torch.bfloat16
-        # The library keeps a master of its own, which must follow when others write the param.
+        # The library stores a master apart from the param. When other code writes the param, the master
+        # must be updated.
         own_master = self.dtype != torch.float32 or device.type != "cpu"
-        # Of split masters the param itself is a half, and follows by itself.
+        # The param itself is the upper half of a split master, so that needs no update.
         self.has_master = own_master and not self.split
         self.moments = moments
-        self.kinds = dict(moments)  # every kind of state that is shown, by its name
+        self.kinds = dict(moments)  # every kind of state that `state` shows, by its name
         if self.split:
             self.kinds[MASTER_LOW] = abi.OFFLOAD_STATE_MASTER_LOW
-        elif self.dtype != torch.float32:  # an fp32 param shows no master: it is the same
+        elif self.dtype != torch.float32:  # an fp32 param has the bits of its master: none is shown
             self.kinds[MASTER] = abi.OFFLOAD_STATE_MASTER
 
     @property
     def bound(self) -> Tensor:
-        """The dense tensor that the library steps."""
+        """The dense tensor that the library updates."""
         return local(self.param).detach() if self.copy is None else self.copy
 
     def arrange(self, flat: Tensor) -> Tensor:
-        """Elements in memory order in the shape of the param."""
+        """A view of elements in memory order, in the shape of the param."""
         return flat.as_strided(self.shape, self.stride)
 
     def takes_gradient(self) -> bool:
-        """Whether the gradient that is there, or that autograd will make, has no more bits than the
-        registered dtype holds. (A param that has another dtype itself is refused later.)"""
+        """Whether the registered dtype can hold the gradient of now, or the one that autograd will make,
+        without rounding. (check_param() refuses a param that itself has another dtype.)"""
         if self.grad_dtype == torch.float32 or local(self.param).dtype != self.dtype:
             return True
         dtype = gradient_dtype(self.param)
@@ -94,9 +94,9 @@ class Slot:
         )
 
     def check_param(self, current: Tensor) -> None:
-        """The library knows a param by its address alone; all else must be as it was registered."""
+        """Raises if the param's shape, dtype, device or strides have changed: only its address may."""
         stride = current.stride()
-        # A copy is filled from any strides. Those of dimensions of one element lead nowhere.
+        # A copy can be filled from any strides. The stride of a dimension of size 1 has no effect.
         if self.copy is not None or is_same_order(self.shape, stride, self.stride):
             stride = self.stride
         for is_so, was_so, now, before in (
@@ -118,14 +118,14 @@ class Slot:
             )
 
     def usable_gradient(self, grad: Tensor) -> Tensor:
-        """The gradient, copied where the library could not read it as it is."""
+        """The gradient, or a copy of it that the library can read."""
         grad = local_gradient(grad, self.param, self.name)
         if grad.layout != torch.strided:
             raise RuntimeError(
                 f"hybridopt does not support sparse gradients; parameter {self.name!r} has one: make "
                 "its layer with sparse=False, or give it to torch.optim.SparseAdam"
             )
-        # torch checks what is assigned to .grad, but not .grad.data, nor decoupled_grad.
+        # torch checks assignments to .grad, but not to .grad.data or decoupled_grad.
         wrong = None
         if grad.shape != self.shape:
             wrong = f"has shape {tuple(grad.shape)}, expected {tuple(self.shape)}"
@@ -140,7 +140,7 @@ class Slot:
         return arranged(grad, self.grad_dtype, self.stride)
 
     def struct(self) -> abi.offload_param_t:
-        """The slot as the ABI has it. The struct keeps what it points to alive."""
+        """The slot as a struct of the ABI. The struct keeps the memory that it points to alive."""
         return abi.offload_param_t(
             group=self.group,
             dtype=DTYPES[self.dtype],
@@ -154,8 +154,8 @@ class Slot:
         )
 
     def _shard_struct(self) -> Any:
-        """What the member says of its shard. Else the whole tensor, with its dimensions where the
-        elements lie in their order."""
+        """The member's shard. Without one it is the whole tensor; its dimensions are told only if its
+        elements are in row-major order."""
         if self.shard is not None:
             return ctypes.pointer(self.shard.struct())
         if not self.row_major or not 1 <= len(self.shape) <= 8:
@@ -199,7 +199,7 @@ class Registered:
             for id, member in enumerate(members)
         ]
         self.slot_of = {slot.param: slot for slot in self.slots}
-        # The params of the groups when they were last gone through, and those of them without a slot.
+        # The params of the groups at the last comparison one by one, and those of them without a slot.
         self._gone_through: list[list[Tensor]] = []
         self._left_out: list[Tensor] = []
         handle.add_params([slot.struct() for slot in self.slots])
@@ -214,7 +214,7 @@ class Registered:
     def difference(
         self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
     ) -> str:
-        """Which params, groups or algorithm are not those that are registered; "" if all are."""
+        """What differs from the registered params, groups and algorithm; "" if nothing does."""
         if len(groups) != len(self.groups) or algorithm != self.algorithm:
             return "param groups are others"
         for new, old in zip(groups, self.groups):
@@ -225,7 +225,7 @@ class Registered:
         return self._difference_of_params(param_groups)
 
     def _are_the_same(self, param_groups: list[dict[str, Any]]) -> bool:
-        """Whether groups have the params that they had when they were last gone through."""
+        """Whether the groups have the params that they had at the last comparison one by one."""
         return len(param_groups) == len(self._gone_through) and all(
             len(group["params"]) == len(before) and all(map(is_, group["params"], before))
             for group, before in zip(param_groups, self._gone_through)

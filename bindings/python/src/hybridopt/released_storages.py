@@ -1,5 +1,5 @@
-"""Memory of torch's that params have given up. A param keeps its tensor, its views and whatever else
-refers to it: only its storage shrinks to nothing, and grows again."""
+"""Frees the memory of params and allocates it again. The tensor of a param and its views stay valid
+objects: only the size of their storage changes, to 0 and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tensors import local
 
 
 class ReleasedStorage:
-    """A storage that has been given up. What in it belongs to no param is kept here."""
+    """A storage whose memory is freed. Bytes in it that belong to no param are kept here."""
 
     def __init__(self, tensor: Tensor, slots: list[Slot]) -> None:
         self._storage = tensor.untyped_storage()
@@ -28,7 +28,7 @@ class ReleasedStorage:
         return everything.set_(self._storage)
 
     def _rest(self, slots: list[Slot]) -> Iterator[tuple[int, int]]:
-        """The bytes outside of the params', begin and end."""
+        """The ranges (begin, end) of bytes that belong to no param."""
         passed = 0
         taken = []
         for slot in slots:
@@ -51,7 +51,7 @@ class ReleasedStorage:
 
 
 def release_storages(slots: list[Slot]) -> list[ReleasedStorage]:
-    """Shrinks the storages of params to nothing. Several params may lie in one."""
+    """Frees the memory of params. Several params may share a storage."""
     by_storage: dict[int, list[Slot]] = {}
     for slot in slots:
         by_storage.setdefault(local(slot.param).untyped_storage()._cdata, []).append(slot)

@@ -1,15 +1,16 @@
-"""Which ranks hold the same tensor, so that one of them counts it in the norm and saves it.
+"""Finds which ranks hold the same tensor, so that exactly one of them counts it in the norm and saves it.
 
-Placements tell it of a DTensor whose mesh has all ranks. Two kinds of params need more:
+The placements of a DTensor whose mesh has all ranks say so. Two other kinds of params need more:
 
-    plain tensors               what DistributedDataParallel has, and tensor parallelism outside of its plan
-    DTensors on a part of the   of the mesh (dp, tp), say, params outside of the plan lie on dp alone:
-    ranks                       each tp rank has its own mesh, and the same shards on it
+    plain tensors               with DistributedDataParallel; with tensor parallelism, params that its plan
+                                does not name
+    DTensors on a part of the   on a mesh (dp, tp), say, params that the plan of tp does not name are on a
+    ranks                       mesh of dp alone: each tp rank has its own mesh with the same shards
 
-Several ranks, or meshes, then have a param of one name. It is one tensor where a device mesh of other
-params, or the group that the caller names, has all these ranks, and where the bits are the same. Without
-such a mesh or group nothing is known: stages of a pipeline may have params of the same names and even of
-the same bits. With a group that has not all of them they are different tensors.
+Several ranks or meshes then have a param of the same name. It is one tensor if the bits are the same and
+all these ranks are in one device mesh of other params, or in the group that the caller names. Without such
+a mesh or group this cannot be decided: stages of a pipeline may have params of the same name and even of
+the same bits. If the caller's group lacks some of these ranks, they have different tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from .sharding import SHARD_ATTRIBUTE, TensorShard
 
-Ranks = tuple[int, ...]  # in the whole job
-_DIGEST_ELEMENTS = 1 << 22  # so many at once: their 64-bit copies take 64 MiB
+Ranks = tuple[int, ...]  # numbers in the whole job
+_DIGEST_ELEMENTS = 1 << 22  # elements at once: their 64-bit copies take 64 MiB
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,11 +35,11 @@ def ranks_of(mesh: Any) -> Ranks:
 
 @dataclasses.dataclass
 class Told:
-    """What a rank tells the others before any bits are compared."""
+    """What each rank sends to the others before bits are compared."""
 
-    links: set[Ranks]  # ranks that hold parts or copies of the same params
-    names_group: bool  # one of these is what the caller has named
-    holders: dict[str, Ranks]  # who together holds one copy of a param, where other ranks may have others
+    links: set[Ranks]  # sets of ranks that hold parts or copies of the same params
+    names_group: bool  # whether the caller has named one of these sets
+    holders: dict[str, Ranks]  # by name: the ranks that hold one copy of a param that may have more copies
 
 
 def mark_replicas(
@@ -47,8 +48,8 @@ def mark_replicas(
     group: dist.ProcessGroup,
     replica_group: dist.ProcessGroup | None,
 ) -> tuple[dict[str, TensorShard | None], str]:
-    """The shards, of which those that another rank counts are replicas now, and why a checkpoint cannot
-    hold them all ("" if it can). All ranks of the group call this."""
+    """Marks shards that another rank counts as replicas. Returns all shards, and the reason why a checkpoint
+    cannot hold them ("" if it can). All ranks of the group must call this."""
     own = _told(shards, params, group, replica_group)
     ranks = dist.get_process_group_ranks(group)
     told: dict[int, Told] = dict(zip(ranks, _gathered(own, group)))
@@ -115,7 +116,7 @@ def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _linked(told: dict[int, Told]) -> dict[int, int]:
-    """For each rank the lowest of those that it is linked with, directly or through others."""
+    """For each rank the lowest rank that it is linked with, directly or through other ranks."""
     lowest = {rank: rank for rank in told}
 
     def find(rank: int) -> int:
@@ -134,7 +135,7 @@ def _linked(told: dict[int, Told]) -> dict[int, int]:
 def _check_same(
     name: str, first: Ranks, other: Ranks, digests: dict[int, dict[str, tuple]]
 ) -> None:
-    """Refuses copies that differ, rank by rank."""
+    """Raises if two copies differ on any pair of ranks."""
     for one, two in zip(first, other):
         here, there = digests[one].get(name), digests[two].get(name)
         if here is None or here != there or len(first) != len(other):
@@ -167,8 +168,8 @@ def _as_replica(shard: TensorShard | None, param: Tensor) -> TensorShard:
 
 
 def _digest(param: Tensor, shard: TensorShard | None) -> tuple:
-    """Tells different tensors apart: shape and dtype, the part that is here, and two sums over its
-    bits."""
+    """Describes a tensor so that different ones differ: shape and dtype, the part that this rank holds, and
+    two sums over its bits."""
     with torch.no_grad():
         here = getattr(param, "_local_tensor", param).detach()
         bits = here.contiguous().view(-1).view(_BITS[here.element_size()])

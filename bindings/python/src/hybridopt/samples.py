@@ -1,5 +1,5 @@
-"""Samples: some bits of params, by which a write to them is noticed. They are read where the library
-has been told that the params are, so whoever takes them must have bound the params."""
+"""Samples: some bits of each param. If they have changed, somebody has written the param. Samples are read
+at the addresses that the library knows, so the params must be bound before."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .bound import Addresses
 from .registered import Slot
 from .tensors import tensor_at
 
-# What is looked at of each param: so many runs of so many bytes, spread over it.
+# The sample of a param is RUNS runs of RUN_BYTES bytes, spread evenly over it.
 RUNS, RUN_BYTES = 8, 64
-LONG_BYTES = RUNS * RUN_BYTES  # of params up to that all is looked at
+LONG_BYTES = RUNS * RUN_BYTES  # the sample of a param up to this size is the whole param
 
 
 def stride_of(size_bytes: int) -> int:
@@ -23,12 +23,12 @@ def stride_of(size_bytes: int) -> int:
 
 
 class SamplesHere:
-    """Of params in host memory, as bytes."""
+    """Samples of params in host memory, as bytes."""
 
     def __init__(self, slots: list[Slot], addresses: Addresses) -> None:
         self._slots = slots
         self._addresses = addresses
-        self._moves = -1  # of the addresses that the runs are at
+        self._moves = -1  # Addresses.moves when the runs were located
         self._runs: list[ctypes.Array[ctypes.c_char]] = []
 
     def take(self) -> bytes:
@@ -59,8 +59,8 @@ class SamplesHere:
 
 
 class SamplesAway:
-    """Of params anywhere, taken there, in two copies however many params there are. The result stays
-    there too, and the device is asked once whether it is the same."""
+    """Samples of params on a device. They are taken and kept on the device, by two operations however many
+    params there are, and one operation compares them."""
 
     def __init__(self, slots: list[Slot], addresses: Addresses, device: torch.device) -> None:
         self._slots = slots

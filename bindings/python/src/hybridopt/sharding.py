@@ -1,10 +1,10 @@
-"""Which elements of a global tensor a process holds, and who counts them.
+"""TensorShard: which elements of a global tensor a process holds, and whether it counts them.
 
-The library takes a shard as boxes in the global tensor and never derives one from a placement. Here
-the boxes of a DTensor are made from its placements, by the rules by which torch cuts tensors:
-Shard(d) cuts what is left of dimension d as torch.chunk does, _StridedShard(d, k) first cuts it
-into k pieces and then takes one part of each. So what a rank holds along a dimension is a list of
-runs, and the local tensor is their product:
+For the library a shard is a list of boxes in the global tensor; it knows nothing of placements. This
+module computes the boxes of a DTensor from its placements, by the rules by which torch cuts tensors:
+Shard(d) cuts the rest of dimension d as torch.chunk does; _StridedShard(d, k) first cuts it into k pieces
+and then takes one part of each. So a rank holds a list of runs along each dimension, and the local tensor
+is their product:
 
     rows  0..1, 4..5  x  columns 0..7          two boxes, one after the other in memory
     rows  0..1        x  columns 0..3, 8..11   four boxes: memory goes through the columns' runs
@@ -31,15 +31,15 @@ from .strides import is_dense
 # A half-open range of indices along one dimension.
 Run = tuple[int, int]
 MAX_BOXES = 4096  # of the library
-# The attribute by which a param says what part of what it is (Megatron's buffers, say).
+# The attribute in which a param says which part of which tensor it is (for Megatron's buffers, say).
 SHARD_ATTRIBUTE = "offload_shard"
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorShard:
-    """The part of a global tensor that a process holds: boxes (offsets, extents), and perhaps a
-    range of elements counted through the boxes in order. A replica is stepped here and counted in
-    the norm, and saved, by another rank."""
+    """The part of a global tensor that a process holds: boxes (offsets, extents), and optionally a range of
+    the elements in them, counted through the boxes in order. This process updates a replica, but another
+    rank counts it in the norm and saves it."""
 
     global_shape: tuple[int, ...]
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -47,7 +47,7 @@ class TensorShard:
     replica: bool = False
 
     def struct(self) -> abi.offload_shard_t:
-        """The shard as the ABI has it; it keeps its arrays alive."""
+        """The shard as a struct of the ABI, which keeps its arrays alive."""
         dimensions = len(self.global_shape)
         begin, count = self.range or (0, 0)
         return abi.offload_shard_t(
@@ -68,8 +68,8 @@ def _int64s(values: Any) -> Any:
 
 
 def shard_of(param: Tensor, name: str) -> TensorShard | None:
-    """What a param says of itself, else what the placements of a DTensor say; None for a plain tensor
-    that says nothing."""
+    """The shard in a param's attribute, or the one that a DTensor's placements describe; None for a plain
+    tensor without the attribute."""
     shard = getattr(param, SHARD_ATTRIBUTE, None)
     if shard is None:
         return _shard_of_dtensor(param, name) if isinstance(param, DTensor) else None

@@ -1,5 +1,5 @@
-"""What is shown: tensors in the optimizer's `state` that are views of the library's memory, so that
-nothing is kept twice. They are made when somebody asks for the state."""
+"""Shown: the tensors in the optimizer's `state`. They are views of the library's memory, so that nothing is
+stored twice, and are made when somebody reads `state`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ def count_dtype() -> torch.dtype:
 
 
 class Exhibit:
-    """What is shown of one param."""
+    """The views of one param's state."""
 
     def __init__(self) -> None:
-        self.entry: Entry | None = None  # in the optimizer's state, made here
+        self.entry: Entry | None = None  # the entry in `state` that has the views
         self.views: dict[str, Tensor] = {}
-        self.places: dict[str, int] = {}  # where the views lay: torch may lead a tensor elsewhere
-        # Of those views that are copies, since the state lies in two places: their versions.
+        self.places: dict[str, int] = {}  # addresses of the views: other code may set another storage
+        # State that lies partly on the device and partly on the host is shown as a copy. The versions of
+        # these copies.
         self.copies: dict[str, int] = {}
 
 
 class Shown:
-    """The exhibits of all params, and their step counts. `state` is the optimizer's, everywhere."""
+    """The exhibits and step counts of all params. The argument `state` is always the optimizer's."""
 
     def __init__(
         self,
@@ -52,12 +53,12 @@ class Shown:
         self._of = [Exhibit() for _ in self._slots]
         self._with_copies: set[Slot] = set()
         self._unpublished = set(filter(self._has_state, self._slots))
-        self._due: dict[Slot, None] = {}  # those of them that are to be seen, in the order of steps
+        self._due: dict[Slot, None] = {}  # those of them with state to publish, in the order of steps
         self._counted_last: list[Slot] | None = None
-        self._snapshot: Snapshot | None = None  # of when all entries were as they were published
-        self._hidden: list[Slot] = []  # their state is offloaded and has been taken from sight
-        self.shows_all_masters = False  # fp32 params, which are their masters, show themselves as that
-        # One tensor with a view for each param, so that a step adds to all in one operation.
+        self._snapshot: Snapshot | None = None  # taken when all entries were as they were published
+        self._hidden: list[Slot] = []  # slots whose state is offloaded and whose views are removed
+        self.shows_all_masters = False  # also show an fp32 param as its own master
+        # One tensor with a view for each param, so that one operation counts a step of all params.
         self.set_counts(torch.zeros(len(self._slots), dtype=count_dtype(), device="cpu"))
 
     def of(self, slot: Slot) -> Exhibit:
@@ -67,7 +68,7 @@ class Shown:
         return bool(slot.kinds) or self._is_counted
 
     def publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
-        """Puts views of a param's state where torch has its tensors."""
+        """Puts views of a param's state into its entry of `state`."""
         exhibit = self.of(slot)
         self._snapshot = None
         if self._is_counted:
@@ -95,20 +96,20 @@ class Shown:
         self._due.pop(slot, None)
 
     def _wait(self) -> None:
-        """Waits until nothing is queued. After a failure nothing is: steps say why, and the state of before
-        can be looked at."""
+        """Waits for everything queued. After a failure nothing is queued any more: the state as it was before
+        can be shown, and a step raises the error."""
         with contextlib.suppress(abi.HybridoptError):
             self._handle.drain()
 
     def publish_due(self, state: dict[Tensor, Any]) -> None:
-        """Publishes the state that is to be seen and is not yet."""
+        """Publishes the state of all slots for which it is due."""
         for slot in list(self._due):
             self.publish(slot, state)
         if self.shows_all_masters:
             self._follow_params()
 
     def _follow_params(self) -> None:
-        """Params may lie in other memory than when they were shown as their masters."""
+        """Makes the views of params that are shown as masters point to the params' memory of now."""
         for slot in self._slots:
             exhibit = self.of(slot)
             if slot.dtype == torch.float32 and MASTER in exhibit.views:
@@ -117,13 +118,13 @@ class Shown:
                 exhibit.places[MASTER] = view.data_ptr()
 
     def note_due(self, slots: list[Slot]) -> None:
-        """The state of these slots is to be seen."""
+        """Notes that these slots have state to publish."""
         for slot in slots:
             if slot in self._unpublished:
                 self._due[slot] = None
 
     def withdraw(self, slot: Slot) -> None:
-        """What `state` has of a param is not from here any more, until it is published again."""
+        """Makes a param's entry an ordinary dict, until its state is published again."""
         exhibit = self.of(slot)
         if exhibit.entry is not None:
             exhibit.entry.end()
@@ -134,16 +135,16 @@ class Shown:
         self._counted_last = None
 
     def is_untouched(self, state: dict[Tensor, Any]) -> bool:
-        """Whether all entries are as they were published, and there are no others."""
+        """Whether all entries are as they were published, and `state` has no others."""
         return self._snapshot is not None and self._snapshot.matches(state)
 
     def note_untouched(self, state: dict[Tensor, Any]) -> None:
-        """All entries are so now."""
+        """Notes that all entries are now as they were published."""
         both = [(exhibit.entry, dict(exhibit.views)) for exhibit in self._of]
         self._snapshot = Snapshot(state, [(e, views) for e, views in both if e is not None])
 
     def is_as_published(self, slot: Slot, entry: dict[str, Any]) -> bool:
-        """Whether an entry is as it was put there, but for what may be written in its tensors."""
+        """Whether an entry is as it was published. The content of its tensors may have been written."""
         exhibit = self.of(slot)
         return entry is exhibit.entry and all(
             entry.get(key) is view and local(view).data_ptr() == exhibit.places[key]
@@ -151,8 +152,8 @@ class Shown:
         )
 
     def forget_moved(self, slot: Slot) -> None:
-        """Drops views that are not of the library's memory any more: torch.multiprocessing moves what
-        it sends into memory of its own, in place, and `.data` leads a tensor anywhere."""
+        """Drops views that no longer lie in the library's memory: torch.multiprocessing moves a tensor that
+        it sends to its own memory, in place, and an assignment to `.data` may do the same."""
         exhibit = self.of(slot)
         for key, view in list(exhibit.views.items()):
             if local(view).data_ptr() != exhibit.places[key]:
@@ -164,7 +165,7 @@ class Shown:
     # --------------------------------------------------------------------------------- copies --
 
     def refresh_copies(self) -> None:
-        """Copies become what the state is."""
+        """Updates the copies from the state."""
         if self._with_copies:
             self._handle.drain()
         for slot in self._with_copies:
@@ -175,7 +176,7 @@ class Shown:
                 exhibit.copies[key] = view._version
 
     def take_copies(self, slots: Iterable[Slot] | None = None) -> None:
-        """The state of some slots (None: all) becomes what others have written into copies of it."""
+        """Writes back the copies that other code has written, of some slots (None: of all)."""
         for slot in self._with_copies if slots is None else slots:
             exhibit = self.of(slot)
             for key, version in exhibit.copies.items():
@@ -194,11 +195,11 @@ class Shown:
         self.note_counts()
 
     def note_counts(self) -> None:
-        """The library has these counts."""
+        """Notes that the library has these counts."""
         self._counts_version = self.counts._version
 
     def count(self, slots: list[Slot]) -> None:
-        """Adds a step of the slots. Their state is to be seen from then on."""
+        """Counts a step of the slots, which have state to publish from then on."""
         if slots is not self._counted_last:
             self.note_due(slots)
             self._counted_last = slots
@@ -216,12 +217,12 @@ class Shown:
     # ------------------------------------------------------------------------- states offloaded --
 
     def hide(self, state: dict[Tensor, Any], everywhere: bool = False) -> None:
-        """Takes views of memory that is about to go from where others find them: of the device's, or
-        of all."""
+        """Removes the views of memory that is about to be freed from `state`: views of device memory, or all
+        views."""
         if not everywhere:
             if self._device.type == "cpu":
                 return
-            self.publish_due(state)  # else nobody would know whose state is away
+            self.publish_due(state)  # so that show_hidden() knows whose state to publish again
         for slot in self._slots:
             exhibit = self.of(slot)
             on_device = any(local(view).device.type != "cpu" for view in exhibit.views.values())
@@ -236,7 +237,7 @@ class Shown:
             self.withdraw(slot)
 
     def show_hidden(self, state: dict[Tensor, Any]) -> None:
-        """Puts views of the new memory there again."""
+        """Publishes views of the new memory for the slots that hide() has removed."""
         hidden, self._hidden = self._hidden, []
         for slot in hidden:
             self.publish(slot, state)
@@ -248,8 +249,8 @@ class Shown:
             )
 
     def leave_device(self) -> None:
-        """State on the device moves to host tensors, so that its memory is free for another engine
-        when this one ends."""
+        """Replaces views of device memory by tensors on the host, so that another engine can take the device
+        memory when this one ends."""
         for exhibit in self._of:
             if exhibit.entry is not None:
                 exhibit.entry.end()

@@ -18,9 +18,9 @@ from .tensors import local, local_part
 
 
 class Entry(dict):
-    """The state of one param. While it shows the library's memory, what is assigned to a key is written
-    there and not kept beside it. Helpers that bring state to the device by `entry[key] =
-    value.to(device)` thus leave it where it is."""
+    """The state of one param. While the entry has views of the library's memory, an assignment to a key
+    writes to that memory instead of storing another tensor. So helpers that move state to the device by
+    `entry[key] = value.to(device)` leave it where it is."""
 
     def __init__(self, content: Any = ()) -> None:
         super().__init__(content)
@@ -28,12 +28,12 @@ class Entry(dict):
         self._views: dict[str, Tensor] = {}
 
     def show(self, handle: abi.Optimizer, views: dict[str, Tensor]) -> None:
-        """These tensors of the library's memory are in the entry from now on."""
+        """Puts views of the library's memory into the entry."""
         dict.update(self, views)
         self._handle, self._views = handle, views
 
     def end(self) -> None:
-        """The entry is an ordinary dict again."""
+        """Makes the entry an ordinary dict."""
         self._handle, self._views = None, {}
 
     @property
@@ -57,7 +57,8 @@ class Entry(dict):
 
     @in_no_mode
     def _take(self, key: str, value: Any) -> bool:
-        """Whether the library has what is assigned. The next step looks at what it does not."""
+        """Writes an assigned value to the library's memory. If this returns False, the entry stores the
+        value, and the next step adopts or refuses it."""
         if self._handle is None or key not in self._views:
             return False
         view = self._views[key]
@@ -69,21 +70,21 @@ class Entry(dict):
             return False
         self._handle.drain()
         own, given = local(view), local_part(value.detach(), view).to(local(view).device)
-        if key in (MASTER, MASTER_LOW):  # others may mean that the param has been written
+        if key in (MASTER, MASTER_LOW):  # another master may belong to a param that has been written
             return own.dtype == given.dtype and same_content(own, given)
         own.copy_(given)
         return True
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors of one dtype and shape have the same bits."""
+    """Whether two tensors of the same dtype and shape have the same bits."""
     bits = torch.int32 if one.element_size() == 4 else torch.int16
     return torch.equal(one.view(bits), other.view(bits))
 
 
 class State(defaultdict):
-    """A dict that is filled when somebody looks into it or changes it: until then there are no tensors
-    of the library's memory, and queued steps need not be waited for."""
+    """A dict that is filled when it is read or changed. Until then no views of the library's memory are made,
+    and nothing waits for queued steps."""
 
     def __init__(self, optimizer: Any, content: Any = ()) -> None:
         super().__init__(Entry)
@@ -116,7 +117,7 @@ class State(defaultdict):
 
 
 def filled(name: str) -> Callable[..., Any]:
-    """A method of dict that fills first."""
+    """A method of dict that first fills the state."""
     method = getattr(defaultdict, name)
 
     def call(self: State, *args: Any, **kwargs: Any) -> Any:
@@ -135,19 +136,19 @@ for name in (
     setattr(State, name, filled(name))
 
 
-PART_ENTRIES = 256  # what torch and Python keep of their tensors stays in the cache meanwhile
+PART_ENTRIES = 256  # the objects of so many entries stay in the CPU's cache while they are compared
 
 
 def are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether as many objects are the same ones."""
+    """Whether two sequences of the same length have the same objects."""
     return all(map(is_, some, others))
 
 
 class Part:
-    """Some entries, and those of their tensors that are ours."""
+    """Some entries of a snapshot, and the tensors that Shown has put into them."""
 
     def __init__(self, shown: list[tuple[dict[str, Any], dict[str, Tensor]]]) -> None:
-        # Entries with the same names of tensors are looked through together, name by name.
+        # Entries with the same keys are compared together, key by key.
         by_names: dict[tuple[str, ...], tuple[list[dict[str, Any]], list[dict[str, Tensor]]]] = {}
         for entry, tensors in shown:
             entries, all_tensors = by_names.setdefault(tuple(tensors), ([], []))
@@ -180,9 +181,9 @@ class Part:
 
 
 class Snapshot:
-    """It tells whether others have put something else into `state` since. What they write into the
-    tensors there does not count. `shown` has the entries that the library's tensors are in, with these
-    tensors; of other entries it counts whether there is something in them."""
+    """Tells whether other code has put another object into `state` since the snapshot. Writes to the tensors
+    there do not count. `shown` lists the entries with views of the library's memory, and these views. Of any
+    other entry the snapshot notes only whether it is empty."""
 
     def __init__(
         self, state: dict[Any, Any], shown: list[tuple[dict[str, Any], dict[str, Tensor]]]

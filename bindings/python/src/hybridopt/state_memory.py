@@ -11,7 +11,7 @@ from .tensors import STATE_DTYPES, arranged, cuda_view, host_view, in_memory_ord
 
 
 class StateMemory:
-    """Reads and writes state. Nothing may be queued that uses it."""
+    """Reads and writes state. Callers must have waited for queued work that uses it."""
 
     def __init__(self, handle: abi.Optimizer, device: torch.device) -> None:
         self._handle = handle

@@ -1,4 +1,4 @@
-"""Steps that have been queued and whose results nobody has asked for yet."""
+"""Steps: queued steps whose results have not been taken yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REMEMBERED_STEPS = 64  # by offload_optimizer_step_result
 class Steps:
     def __init__(self, handle: abi.Optimizer) -> None:
         self._handle = handle
-        self._unsettled: list[tuple[int, list[Slot]]] = []  # tickets, and who took part
+        self._unsettled: list[tuple[int, list[Slot]]] = []  # tickets, and the slots of each step
         self._known: dict[int, abi.offload_step_result_t] = {}  # results of some of them, by ticket
 
     def __len__(self) -> int:
@@ -21,19 +21,19 @@ class Steps:
 
     @property
     def is_full(self) -> bool:
-        """Whether the library would forget a result with the next step."""
+        """Whether the next step would make the library drop a result that has not been taken."""
         return len(self._unsettled) == REMEMBERED_STEPS
 
     def queue(self, slots: list[Slot], options: dict[str, Any]) -> int:
         """Queues a step and gives its ticket."""
         ticket = self._handle.step(**options)
-        self._unsettled.append((ticket, slots))  # also if Ctrl-C ends the wait
+        self._unsettled.append((ticket, slots))  # now, since Ctrl-C may end the wait for it
         return ticket
 
     def result(self, ticket: int) -> abi.offload_step_result_t:
-        """Waits for the end of the step queued last and gives its result."""
+        """Waits for the step that was queued last and returns its result."""
         try:
-            self._handle.wait(ticket)  # not for all: a failed save is told to whoever waits for it
+            self._handle.wait(ticket)  # for this ticket alone: a failed save raises from its own ticket
         except abi.HybridoptError:
             self.forget_failed()
             raise
@@ -41,16 +41,16 @@ class Steps:
         return self._known[ticket]
 
     def forget_failed(self) -> None:
-        """The step queued last has failed, so it has not happened."""
+        """Removes the step that was queued last, because it has failed."""
         self._unsettled.pop()
 
     def wait(self) -> None:
-        """Waits for the steps, and for no save."""
+        """Waits for the queued steps, but not for saves."""
         if self._unsettled and self._unsettled[-1][0] not in self._known:
             self._handle.wait(self._unsettled[-1][0])
 
     def take(self) -> list[tuple[abi.offload_step_result_t, list[Slot]]]:
-        """Waits for the steps and forgets them: their results, and who took part."""
+        """Waits for the queued steps, removes them, and returns their results and slots."""
         self.wait()
         steps, self._unsettled = self._unsettled, []
         known, self._known = self._known, {}

@@ -1,4 +1,4 @@
-"""What the library needs to know of torch's tensors: where their elements lie, and how."""
+"""Helpers for torch's tensors: local parts, gradients, memory order, and tensors over given memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DTYPES = {
 STATE_DTYPES = {
     abi.OFFLOAD_FP32: torch.float32,
     abi.OFFLOAD_BF16: torch.bfloat16,
-    abi.OFFLOAD_U16: torch.int16,  # which torch can do more with
+    abi.OFFLOAD_U16: torch.int16,  # torch has few operations for uint16
 }
 
-# Newer versions of torch have params say which dtype autograd makes their gradients in; in older ones
-# it is the param's.
+# In newer versions of torch a param's grad_dtype is the dtype in which autograd makes its gradient. In older
+# ones that is the param's dtype.
 TELLS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
@@ -37,20 +37,20 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """The gradient that the next step takes: `decoupled_grad` of a param that has this attribute
-    (Megatron keeps gradients of another dtype there), else `grad`."""
+    """The gradient that the next step uses: `decoupled_grad` if the param has this attribute (Megatron stores
+    gradients of another dtype there), else `grad`."""
     return param.decoupled_grad if hasattr(param, "decoupled_grad") else param.grad
 
 
 def gradients_of(params: list[Tensor]) -> list[Tensor | None]:
-    """The same of many params, in less time than so many calls take."""
+    """gradient_of() for many params. It takes less time than so many calls."""
     if any(map(hasattr, params, repeat("decoupled_grad"))):
         return list(map(gradient_of, params))
     return list(map(_grad_of, params))
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """That of the gradient there is, else of the one that autograd will make."""
+    """The dtype of the param's gradient, or of the one that autograd will make."""
     grad = gradient_of(param)
     if grad is not None:
         return local(grad).dtype
@@ -60,7 +60,7 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
 
 
 def set_gradient(param: Tensor, grad: Tensor | None) -> None:
-    """Puts a gradient where gradient_of() finds it."""
+    """Sets the gradient that gradient_of() returns."""
     setattr(param, "decoupled_grad" if hasattr(param, "decoupled_grad") else "grad", grad)
 
 
@@ -75,18 +75,18 @@ def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
             f"the gradient of parameter {name!r} has the placements {placements}, expected "
             f"{expected}; redistribute() it before step()"
         )
-    wait = getattr(grad._local_tensor, "wait", None)  # what a collective will give when asked
+    wait = getattr(grad._local_tensor, "wait", None)  # set if a collective may still be writing it
     return grad._local_tensor if wait is None else wait()
 
 
 def is_spread(param: Tensor) -> bool:
-    """Whether a param says that it is a part of something: a DTensor, or with an offload_shard."""
+    """Whether a param is a part of a larger tensor: it is a DTensor or has the attribute offload_shard."""
     return hasattr(param, "_local_tensor") or hasattr(param, "offload_shard")
 
 
 def refuse_fsdp1(name: str, param: Tensor, what: str) -> None:
-    """FullyShardedDataParallel does not say which parts of parameters a rank has, nor which ranks
-    have the others."""
+    """Raises for params of FullyShardedDataParallel (FSDP1): it does not tell which part of a param this rank
+    has, nor which ranks have the others."""
     if getattr(param, "_fsdp_flattened", False):
         raise ValueError(
             f"{what} with parameter {name!r}, which FullyShardedDataParallel (FSDP1) has cut into parts "
@@ -96,7 +96,7 @@ def refuse_fsdp1(name: str, param: Tensor, what: str) -> None:
 
 
 def like_param(state: Tensor, param: Tensor) -> Tensor:
-    """A state tensor of this process's elements as what the param is: plain, or a DTensor."""
+    """Wraps a state tensor with this process's elements as a DTensor if the param is one."""
     if not hasattr(param, "_local_tensor"):
         return state
     from . import sharding  # which imports much
@@ -106,7 +106,7 @@ def like_param(state: Tensor, param: Tensor) -> Tensor:
 
 
 def local_part(value: Tensor, param: Tensor) -> Tensor:
-    """What belongs to this process of a state tensor that came from elsewhere."""
+    """The part of a loaded or assigned state tensor that belongs to this process."""
     if not hasattr(param, "_local_tensor") and not hasattr(value, "_local_tensor"):
         return value
     from . import sharding
@@ -115,12 +115,12 @@ def local_part(value: Tensor, param: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie in memory, as a view."""
+    """A flat view of a dense tensor's elements in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def arranged(tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> Tensor:
-    """The tensor in that dtype and memory order; itself if it is so already."""
+    """The tensor in this dtype and memory order: a copy, or the tensor itself if it has both."""
     if tensor.dtype == dtype and (tensor.stride() == stride or tensor.numel() == 0):
         return tensor
     copied = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
@@ -141,26 +141,26 @@ class _CudaMemory:
 def tensor_at(
     address: int | None, count: int, dtype: torch.dtype, device: torch.device, owner: Any = None
 ) -> Tensor:
-    """Memory at an address as a tensor, which keeps the owner of the memory alive. Without an owner
-    nothing keeps the memory: whoever reads the tensor must know that it is still there."""
+    """A tensor over the memory at an address. It keeps `owner`, the owner of the memory, alive. Without an
+    owner the caller must make sure that the memory exists as long as the tensor is used."""
     if count == 0 or not address:
         return torch.empty(0, dtype=dtype, device=device)
     if device.type == "cpu":
         memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
         memory.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=dtype)
-    typestr = f"<i{dtype.itemsize}"  # the interface knows no bf16
+    typestr = f"<i{dtype.itemsize}"  # the interface has no type for bf16
     on_device = _CudaMemory(address, typestr, count, owner)
     return torch.as_tensor(on_device, device=device).view(dtype)
 
 
 def host_view(view: abi.offload_state_view_t, owner: Any) -> Tensor:
-    """The host's part of a piece of state as a tensor, which keeps its owner alive."""
+    """The host's part of a state array as a tensor, which keeps the owner of the memory alive."""
     dtype = STATE_DTYPES[view.dtype]
     return tensor_at(view.host_data, view.host_count, dtype, torch.device("cpu"), owner)
 
 
 def cuda_view(view: abi.offload_state_view_t, owner: Any, device: torch.device) -> Tensor:
-    """The GPU's part of a piece of state as a tensor, which keeps its owner alive."""
+    """The GPU's part of a state array as a tensor, which keeps the owner of the memory alive."""
     dtype = STATE_DTYPES[view.dtype]
     return tensor_at(view.device_data, view.device_count, dtype, device, owner)

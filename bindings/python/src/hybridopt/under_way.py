@@ -1,4 +1,5 @@
-"""A step that is under way: the library reads gradients and writes params until they are waited for."""
+"""UnderWay: a step that runs while the program goes on. The library reads gradients and writes params until
+the program has waited for them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 class Used:
-    """What the step uses of one slot. It lives until the step has ended."""
+    """The tensors that the step uses of one slot. The references keep them alive until it has ended."""
 
     def __init__(self, slot: Slot, gradient: Tensor | None) -> None:
         self.gradient = gradient
@@ -49,7 +50,7 @@ Pending = dict[Slot, Used]
 
 
 class UnderWay:
-    """The step that was queued last, and those of its params that nobody has waited for."""
+    """The step that was queued last, and those of its params for which the program has not waited."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class UnderWay:
         slots: list[Slot],
         on_end: Callable[[list[Slot]], None],
     ) -> None:
-        """on_end is called when all params of a step have been waited for, with those of `slots` that
-        others have written since it was queued."""
+        """UnderWay calls on_end when the program has waited for all params of a step. The argument lists the
+        slots whose params other code has written since the step was queued."""
         self._handle = handle
         self._steps = steps
         self._device = device
@@ -68,8 +69,8 @@ class UnderWay:
         self._on_end = weakref.WeakMethod(on_end)
         self._ticket = 0
         self._pending: Pending = {}
-        self._versions: list[int] = []  # of the params of all slots, as of begin()
-        # Whoever lets the optimizer go, or ends the process, frees memory that the step uses.
+        self._versions: list[int] = []  # of the params of all slots, at begin()
+        # The end of the optimizer or of the process would free memory that the step uses.
         weakref.finalize(self, _end, handle, self._pending, os.getpid())
 
     def __bool__(self) -> bool:
@@ -82,7 +83,7 @@ class UnderWay:
         gradients: Sequence[Tensor | None],
         aliases_of: Callable[[Tensor], Iterable[Tensor]],
     ) -> None:
-        """The step of that ticket is under way, over these slots with these gradients. aliases_of gives
+        """Notes that the step of this ticket runs over these slots with these gradients. aliases_of returns
         other tensors over the memory of a param."""
         self._ticket = ticket
         for slot, gradient in zip(slots, gradients):
@@ -93,12 +94,12 @@ class UnderWay:
                 used.hide(slot, aliases_of(slot.param))
 
     def is_pending(self, slot: Slot) -> bool:
-        """Whether nobody has waited for this param."""
+        """Whether the program has not waited for this param yet."""
         return slot in self._pending
 
     def wait(self, slots: Iterable[Slot], others: Iterable[torch.cuda.Stream] = ()) -> None:
-        """Params of these slots are what the step makes of them: for the host on the CPU, for work that
-        follows on the current stream, the default one and `others` on a GPU."""
+        """Waits until the step has updated the params of these slots. On the CPU the caller waits. On a GPU
+        later work on the current stream, the default stream and `others` waits."""
         waiting = [slot for slot in slots if slot in self._pending]
         if not waiting:
             return
@@ -113,7 +114,7 @@ class UnderWay:
         self._give_back(waiting)
 
     def finish(self) -> None:
-        """The same for all params of the step."""
+        """Waits for all params of the step."""
         self.wait(list(self._pending))
 
     def _wait_on_streams(self, slots: list[Slot], others: Iterable[torch.cuda.Stream]) -> None:
@@ -140,8 +141,8 @@ class UnderWay:
             if gradient is None:
                 continue
             if gradient.device.type != "cpu":
-                # It may belong to another stream, and be freed now: its memory is used again behind
-                # what the current stream waits for.
+                # The gradient may belong to another stream, and is freed now. record_stream() keeps
+                # torch from reusing its memory before the current stream has passed its wait.
                 gradient.record_stream(torch.cuda.current_stream(self._device))
             if version_of(gradient) != used.gradient_version:
                 written.append(slot.name)
@@ -160,7 +161,7 @@ class UnderWay:
             on_end([slot for slot, version in before if version_of(local(slot.param)) != version])
 
     def _fail(self) -> None:
-        """The step has failed, which the caller is told: nobody else waits for it."""
+        """Ends the step after a failure, which the caller raises: nothing waits for it again."""
         for used in self._pending.values():
             used.reveal()
         self._pending.clear()
@@ -168,7 +169,7 @@ class UnderWay:
 
 
 def _end(handle: abi.Optimizer, pending: Pending, process: int) -> None:
-    """Waits for a step that nobody will wait for any more."""
+    """Waits for a step at the end of its optimizer or of the process."""
     if not pending or os.getpid() != process or handle.closed:
         return
     try:

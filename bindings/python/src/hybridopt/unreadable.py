@@ -1,7 +1,8 @@
-"""Check mode: params that a step still writes cannot be used, so that whoever does not wait is found.
+"""Check mode: an operation on a param that a step still writes raises, so that code without the necessary
+wait is found.
 
-The environment variable HYBRIDOPT_CHECK_OVERLAP=1 turns it on. A tensor gets another class meanwhile,
-whose operations raise. Its memory and its address stay as they are."""
+The environment variable HYBRIDOPT_CHECK_OVERLAP=1 turns it on. Until the step has been waited for, the
+tensor has another class, whose operations raise. Its memory and its address do not change."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from . import abi
 
 VARIABLE = "HYBRIDOPT_CHECK_OVERLAP"
 
-# What reads no element of a tensor: gradients are taken and given, and forms are asked for.
+# Functions and attributes that read no element of a tensor. Check mode allows them.
 _HARMLESS_FUNCTIONS = {
     Tensor.data_ptr, Tensor.dim, Tensor.element_size, Tensor.is_contiguous, Tensor.nelement,
     Tensor.numel, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
@@ -43,7 +44,7 @@ HARMLESS = _harmless()
 
 
 class Unreadable:
-    """What all classes of such tensors have in common."""
+    """The base of the classes that tensors have in check mode."""
 
     parameter = ""
     readable: type[Tensor]  # the class that the tensor had before
@@ -69,7 +70,7 @@ def is_on() -> bool:
 
 
 def hide(tensor: Tensor, parameter: str) -> None:
-    """Whoever uses the tensor from now on gets an error that names the parameter."""
+    """Makes operations on the tensor raise an error that names the parameter."""
     readable = type(tensor)
     if issubclass(readable, Unreadable):
         return
@@ -78,7 +79,7 @@ def hide(tensor: Tensor, parameter: str) -> None:
 
 
 def reveal(tensor: Tensor) -> None:
-    """The tensor is as it was before hide()."""
+    """Undoes hide()."""
     hidden = type(tensor)
     if issubclass(hidden, Unreadable):
         tensor.__class__ = hidden.readable

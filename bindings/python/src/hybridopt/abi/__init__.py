@@ -1,5 +1,5 @@
-"""The C ABI in Python: its structs, constants and functions by their names, its statuses as
-exceptions, its handles as objects. Needs no torch. The manual is offload.h."""
+"""The C ABI in Python: structs, constants and functions by their names, statuses as exceptions and handles
+as objects. It does not need torch. The manual is offload.h."""
 
 # "as": type checkers export no other names.
 from .checkpoints import StoredTensor as StoredTensor

@@ -1,4 +1,4 @@
-"""What a checkpoint's directory holds."""
+"""Reads and verifies the directory of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statuses of the ABI as exceptions. The text is that of offload_last_error()."""
+"""The statuses of the ABI as exceptions. The text of an exception is that of offload_last_error()."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from . import generated as c
 
 
 class HybridoptError(RuntimeError):
-    """A call of the library failed. `status` is the ABI's number for why."""
+    """A call of the library failed. `status` is the ABI's status."""
 
     status: int = c.OFFLOAD_INTERNAL
 
 
 class InvalidArgumentError(HybridoptError, ValueError):
-    """A parameter is wrong; nothing happened."""
+    """An argument is wrong. Nothing has changed."""
 
     status = c.OFFLOAD_INVALID_ARGUMENT
 
 
 class InvalidStateError(HybridoptError):
-    """Not now, or not on this object; nothing happened."""
+    """The object is in a state that does not allow the call. Nothing has changed."""
 
     status = c.OFFLOAD_INVALID_STATE
 
 
 class UnsupportedError(HybridoptError, NotImplementedError):
-    """This build, device or release cannot; nothing happened."""
+    """This build, device or release does not support the call. Nothing has changed."""
 
     status = c.OFFLOAD_UNSUPPORTED
 
 
 class OutOfMemoryError(HybridoptError, MemoryError):
-    """Memory of the host or of the device is short."""
+    """The host or the device lacks memory."""
 
 
 class OutOfHostMemoryError(OutOfMemoryError):
@@ -42,7 +42,7 @@ class OutOfDeviceMemoryError(OutOfMemoryError):
 
 
 class DeviceFailedError(HybridoptError):
-    """The device reported an error, perhaps of earlier work."""
+    """The device has reported an error, perhaps one of earlier work."""
 
     status = c.OFFLOAD_DEVICE_FAILED
 
@@ -64,19 +64,19 @@ class IoFailedError(CheckpointError, OSError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """The bytes on disk are not what was written."""
+    """The bytes on disk differ from those that were written."""
 
     status = c.OFFLOAD_CHECKPOINT_CORRUPT
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A good checkpoint, but of another model."""
+    """The checkpoint is intact, but belongs to another model."""
 
     status = c.OFFLOAD_CHECKPOINT_MISMATCH
 
 
 class TimedOutError(HybridoptError, TimeoutError):
-    """The work goes on; wait again."""
+    """The wait timed out. The work goes on: wait again."""
 
     status = c.OFFLOAD_TIMED_OUT
 
@@ -88,7 +88,7 @@ class PoisonedError(HybridoptError):
 
 
 class InternalError(HybridoptError):
-    """A bug of the library; please report the text."""
+    """The library has a bug. Please report the text."""
 
     status = c.OFFLOAD_INTERNAL
 
@@ -114,7 +114,7 @@ BY_STATUS: dict[int, type[HybridoptError]] = {
 
 
 def error_of(status: int, text: str) -> HybridoptError:
-    """The exception for a status; one that this release does not know is a HybridoptError."""
+    """The exception for a status. For a status that this release does not know it is a HybridoptError."""
     error = BY_STATUS.get(status, HybridoptError)(text)
     error.status = status
     return error

@@ -1,5 +1,5 @@
-"""Contexts and optimizers of the ABI as objects. Keyword arguments are fields of the ABI's structs;
-what is not named is zero, which means the documented default."""
+"""Contexts and optimizers of the ABI as objects. Keyword arguments are fields of the ABI's structs. A field
+that is not given is 0, which means the documented default."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .library import call, function
 
 _log = logging.getLogger("hybridopt")
 
-# A wait without limit is cut into waits of this length, so that Ctrl-C is heard.
+# A wait without limit is a loop of waits of this length, so that Python can handle Ctrl-C in between.
 _WAIT_NS = 200_000_000
 
 Self = TypeVar("Self", bound="Handle")
 
 
 def make(struct: type[c.Struct], fields: dict[str, Any]) -> Any:
-    """A struct with those fields; one that it lacks is a TypeError, strings are encoded."""
+    """A struct with these field values. Strings are encoded. An unknown field is a TypeError."""
     known = [name for name, *_ in struct._fields_]
     for name, value in fields.items():
         if name not in known or name == "struct_size":
@@ -36,7 +36,7 @@ def make(struct: type[c.Struct], fields: dict[str, Any]) -> Any:
 
 
 def progress_of(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Options with a Python function for `progress` made one for C, which must be kept."""
+    """The options with the Python function `progress` as a C function, and the objects to keep alive."""
     progress = options.get("progress")
     if progress is None:
         return {name: value for name, value in options.items() if name != "progress"}, None
@@ -45,7 +45,7 @@ def progress_of(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
-    """Ids as an array and its length; None stands for all."""
+    """Ids as a C array and its length. None stands for all params."""
     if params is None:
         return None, 0
     ids = list(params)
@@ -53,20 +53,20 @@ def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
 
 
 def _destroy(name: str, value: int, _: Any) -> None:
-    function(name)(value)  # in a forked child the library refuses it, and nothing happens
+    function(name)(value)  # in a forked child the library refuses this call, which has no effect
 
 
 class Handle:
-    """Closed by close(), at the end of a with statement or when nothing refers to it any more. At
-    the process's end what is left open is left to the system, once running saves have ended."""
+    """An object of the library. close(), the end of a `with` block or the last reference's end destroys it.
+    At the end of the process running saves are waited for; objects that are still open are not destroyed."""
 
     _destroyer: str
 
     def __init__(self, value: int) -> None:
         self._value: int | None = value
         self._owner = os.getpid()
-        self._kept: dict[int, Any] = {}  # by the ticket of the work that uses it
-        # What is kept for the library goes after the handle, whoever goes first.
+        self._kept: dict[int, Any] = {}  # objects that queued work uses, by its ticket
+        # These objects are freed after the handle has been destroyed, whatever is released first.
         self._finalizer = weakref.finalize(self, _destroy, self._destroyer, value, self._kept)
         self._finalizer.atexit = False
 
@@ -76,13 +76,13 @@ class Handle:
 
     @property
     def value(self) -> int:
-        """What the ABI's functions take."""
+        """The handle that the ABI's functions take."""
         if self._value is None:
             raise InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
         return self._value
 
     def close(self) -> None:
-        """Destroys the handle; a closed one stays closed."""
+        """Destroys the handle. A second call has no effect."""
         if self._value is None:
             return
         if self._owner == os.getpid():
@@ -155,8 +155,8 @@ class Optimizer(Handle):
         fields = make(c.offload_optimizer_options_t, options)
         call("offload_optimizer_create", context.value, fields, handle)
         self.context = context
-        self._comm = options.get("comm")  # its functions are called until destroy
-        self._failed: dict[int, HybridoptError] = {}  # by ticket: what nobody has been told yet
+        self._comm = options.get("comm")  # the library calls its functions until destroy
+        self._failed: dict[int, HybridoptError] = {}  # by ticket: failures that have not been raised yet
         super().__init__(handle.value or 0)
 
     def add_group(self, **group: Any) -> int:
@@ -168,14 +168,14 @@ class Optimizer(Handle):
         call("offload_optimizer_set_group", self.value, group_id, make(c.offload_group_t, group))
 
     def add_params(self, params: Sequence[c.offload_param_t]) -> int:
-        """Registers params, all or none; the first one's id."""
+        """Registers all of these params or none. Returns the id of the first."""
         array = (c.offload_param_t * max(len(params), 1))(*params)
         first_id = ctypes.c_uint32()
         call("offload_optimizer_add_params", self.value, array, len(params), first_id)
         return first_id.value
 
     def bind(self, bindings: Any, count: int) -> None:
-        """Tells new addresses: the first `count` of an array of offload_binding_t."""
+        """Binds new addresses: the first `count` elements of an array of offload_binding_t."""
         call("offload_optimizer_bind", self.value, bindings, count)
 
     def plan(self) -> c.offload_plan_t:
@@ -187,7 +187,7 @@ class Optimizer(Handle):
         call("offload_optimizer_commit", self.value, stream)
 
     def step(self, **options: Any) -> int:
-        """Queues a step. Fields: offload_step_options_t. Gives its ticket."""
+        """Queues a step and returns its ticket. Fields: offload_step_options_t."""
         ticket = c.offload_ticket_t()
         fields = make(c.offload_step_options_t, options)
         call("offload_optimizer_step", self.value, fields, ticket)
@@ -199,9 +199,9 @@ class Optimizer(Handle):
         return result
 
     def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
-        """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit).
-        Why a save or load failed is told by its own ticket, and once by 0, one failure a call, if
-        nobody has been told before."""
+        """Waits for a ticket (0: for everything queued), at most timeout_ns (negative: no limit). The failure
+        of a save or load is raised by a wait for its own ticket. If there was none, a wait for 0 raises it,
+        one failure a call."""
         if ticket == 0:
             self.drain(timeout_ns)
             if self._failed:
@@ -214,19 +214,19 @@ class Optimizer(Handle):
         except TimedOutError:
             raise
         except HybridoptError:
-            self._kept.pop(ticket, None)  # it has been told
+            self._kept.pop(ticket, None)  # the failure is raised here
             raise
         self._kept.pop(ticket, None)
 
     def drain(self, timeout_ns: int = -1) -> None:
-        """Waits for everything queued, as wait() does, but raises only what concerns all of it: why
-        a save or load failed is left for wait() to tell."""
+        """Waits for everything queued, as wait() does, but raises only failures of the whole optimizer. It
+        leaves the failure of a save or load to wait()."""
         try:
             _wait("offload_optimizer_wait", timeout_ns, self.value, 0)
         except TimedOutError:
             raise
         except HybridoptError:
-            pass  # either it is heard again from its own ticket, or it is told again below
+            pass  # a wait for its own ticket raises it again, or the second call below does
         self._hear()
         _wait("offload_optimizer_wait", timeout_ns, self.value, 0)
 
@@ -263,13 +263,13 @@ class Optimizer(Handle):
         return self._move("offload_optimizer_refresh_masters", options)
 
     def set_device_fraction(self, device_fraction: float) -> int:
-        """Queues a change of which state is on the device: its ticket."""
+        """Queues a change of how much state is on the device, and returns its ticket."""
         ticket = c.offload_ticket_t()
         call("offload_optimizer_set_device_fraction", self.value, device_fraction, ticket)
         return ticket.value
 
     def state(self, param: int, kind: int) -> c.offload_state_view_t:
-        """Borrowed addresses of one kind of state of one param."""
+        """The addresses of one kind of state of one param. The memory stays the library's."""
         view = c.offload_state_view_t()
         call("offload_optimizer_state", self.value, param, kind, view)
         return view
@@ -283,8 +283,8 @@ class Optimizer(Handle):
         return stats
 
     def save(self, path: str | os.PathLike[str], keep: Any = None, **options: Any) -> int:
-        """Queues a save. Fields: offload_save_options_t; `progress` may be a Python function. What
-        is in `keep` lives until the save has ended: the owners of bound memory, say."""
+        """Queues a save. Fields: offload_save_options_t; `progress` may be a Python function. The objects in
+        `keep`, such as the owners of bound memory, stay alive until the save has ended."""
         return self._transfer("offload_optimizer_save", c.offload_save_options_t, path, keep, options)
 
     def load(self, path: str | os.PathLike[str], keep: Any = None, **options: Any) -> int:
@@ -303,8 +303,8 @@ class Optimizer(Handle):
         return ticket.value
 
     def _hear(self) -> None:
-        """What ended saves and loads needed goes, also if nobody has waited for them. The library
-        takes a failure for told when it has told us: it is kept until wait() has told somebody."""
+        """Releases what ended saves and loads needed, even if nothing has waited for them. The library
+        reports a failure only once, so this keeps it until wait() raises it."""
         value = self.value
         for ticket in sorted(self._kept):
             try:
@@ -312,13 +312,13 @@ class Optimizer(Handle):
             except TimedOutError:
                 continue
             except HybridoptError as error:
-                if ticket in self._kept:  # no other thread has heard of it meanwhile
-                    error.__traceback__ = error.__context__ = None  # they refer to this optimizer
+                if ticket in self._kept:  # no other thread has got this failure meanwhile
+                    error.__traceback__ = error.__context__ = None  # both refer to this optimizer
                     self._failed[ticket] = error
             self._kept.pop(ticket, None)
 
     def _move(self, name: str, options: dict[str, Any]) -> int:
-        """`params` and `streams` are iterables here; params None stands for all."""
+        """Queues a move. `params` (None: all) and `streams` are iterables."""
         fields = dict(options)
         ids, fields["param_count"] = ids_of(fields.pop("params", None))
         streams = list(fields.pop("streams", ()))
@@ -331,14 +331,14 @@ class Optimizer(Handle):
         return ticket.value
 
 
-# Whoever has queued a save or load and may not have waited for it.
+# Optimizers with a save or load that may not have been waited for.
 _transferring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_transferring.clear)  # it is the parent's
+os.register_at_fork(after_in_child=_transferring.clear)  # these belong to the parent
 
 
 @atexit.register
 def _finish_transfers() -> None:
-    """Lets saves end while there is an interpreter for their progress functions to run in."""
+    """Waits for saves before the interpreter ends, because their progress functions need it."""
     for optimizer in list(_transferring):
         if optimizer.closed:
             continue

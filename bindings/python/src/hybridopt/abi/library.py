@@ -11,13 +11,13 @@ from typing import Any
 from . import generated as c
 from .errors import HybridoptError, UnsupportedError, error_of
 
-# Callers of one major work with every library of it.
+# This package works with every library of this major version.
 ABI_MAJOR = 0
 SONAME = f"libhybridopt.so.{ABI_MAJOR}"
 
 
 def library_path() -> str:
-    """HYBRIDOPT_LIBRARY, else the library in this package, else the system's."""
+    """The path in HYBRIDOPT_LIBRARY, otherwise the library in this package, otherwise the system's."""
     if path := os.environ.get("HYBRIDOPT_LIBRARY"):
         return path
     packaged = pathlib.Path(__file__).parents[1] / SONAME
@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def function(name: str) -> Any:
-    """A function of the library, typed. One that an older library lacks is an UnsupportedError."""
+    """A function of the library, with its types. If the library is too old to have it: UnsupportedError."""
     result, arguments = c.FUNCTIONS[name]
     try:
         found = getattr(library(), name)
@@ -59,14 +59,14 @@ def function(name: str) -> Any:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls a function that returns a status; anything but OFFLOAD_OK becomes an exception."""
+    """Calls a function that returns a status, and raises an exception unless that is OFFLOAD_OK."""
     status = function(name)(*arguments)
     if status != c.OFFLOAD_OK:
         raise last_error(status)
 
 
 def last_error(status: int) -> HybridoptError:
-    """The exception for what the last failed call of this thread returned."""
+    """The exception for the status that the last failed call of this thread returned."""
     return error_of(status, function("offload_last_error")().decode(errors="replace"))
 
 
