@@ -175,6 +175,25 @@ def test_checkpoints():
     must(lib.offload_context_destroy(context[0]))
 
 
+def test_stash():
+    x = values(BIASES, 1)
+    size = 4 * BIASES
+    context, stash = ffi.new("offload_context_t*"), ffi.new("offload_stash_t*")
+    ticket = ffi.new("offload_stash_ticket_t*")
+    must(lib.offload_context_create(struct("offload_context_options_t"), context))
+    options = struct("offload_stash_options_t", budget_bytes=4096, slab_bytes=4096, min_bytes=1)
+    must(lib.offload_stash_create(context[0], options, stash))
+    data = ffi.from_buffer(x)
+    must(lib.offload_stash_push(stash[0], 0, data, size, ffi.NULL, ticket))
+    assert ticket[0] != 0
+    before, x[:] = x[:], values(BIASES, 2)
+    must(lib.offload_stash_prefetch(stash[0], ticket[0], data, size, ffi.NULL))
+    must(lib.offload_stash_pop(stash[0], ticket[0], ffi.NULL, 0))
+    assert x == before
+    must(lib.offload_stash_destroy(stash[0]))
+    must(lib.offload_context_destroy(context[0]))
+
+
 def test_another_header():
     try:
         hybridopt_cffi.declarations(__file__)
@@ -187,6 +206,7 @@ def test_another_header():
 test_errors()
 test_log()
 test_checkpoints()
+test_stash()
 test_another_header()
 check(training_step, train())
 print(f"cffi, {mode.upper()} mode:", ffi.string(lib.offload_build_info()).decode())

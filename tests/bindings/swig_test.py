@@ -189,9 +189,35 @@ def test_checkpoints():
     h.offload_context_destroy(context)
 
 
+def test_stash():
+    x = values(BIASES, 1)
+    size = 4 * BIASES
+    context = h.offload_context_create(h.offload_context_options_t())
+    options = make(h.offload_stash_options_t, budget_bytes=4096, slab_bytes=4096, min_bytes=1)
+    plan, stats = h.offload_stash_plan_t(), h.offload_stash_stats_t()
+    h.offload_stash_plan(context, options, plan)
+    assert (plan.slab_count, plan.fits) == (1, 1)
+    stash = h.offload_stash_create(context, options)
+    mark = h.offload_stash_mark(stash, 0)
+    ticket = h.offload_stash_push(stash, 0, address(x), size, None)
+    assert ticket != 0
+    assert h.offload_stash_push(stash, 0, address(x), size, None) == 0, "there was no room"
+    before, x[:] = x[:], values(BIASES, 2)
+    h.offload_stash_prefetch(stash, ticket, address(x), size, None)
+    h.offload_stash_pop(stash, ticket, None, h.OFFLOAD_STASH_KEEP)
+    assert x == before
+    h.offload_stash_rollback(stash, mark, None)
+    bad = h.OFFLOAD_INVALID_ARGUMENT
+    refused(h.offload_stash_release, stash, ticket, None, status=bad, words=["has ended"])
+    h.offload_stash_get_stats(stash, stats)
+    assert (stats.pushes, stats.refused_pushes, stats.pops, stats.drops) == (1, 1, 1, 1)
+    h.offload_stash_destroy(stash)
+    h.offload_context_destroy(context)
+
+
 def test_structs_are_sized():
     structs = [kind for name, kind in vars(h).items() if name.endswith("_t")]
-    assert len(structs) >= 19, structs
+    assert len(structs) >= 22, structs
     for kind in structs:
         assert kind().struct_size > 4, f"{kind.__name__} needs a SIZED in hybridopt_swig.i"
 
@@ -200,5 +226,6 @@ test_structs_are_sized()
 test_errors()
 test_device_and_log()
 test_checkpoints()
+test_stash()
 check(sys.argv[1], train())
 print("hybridopt_swig:", h.offload_build_info())

@@ -35,6 +35,7 @@ ADDRESS(void*)
 ADDRESS(const void*)
 ADDRESS(offload_context_t)
 ADDRESS(offload_optimizer_t)
+ADDRESS(offload_stash_t)
 ADDRESS(offload_stream_t)
 
 // RETURNED(declaration, type, expression): an argument that the function writes is a result instead.
@@ -50,12 +51,17 @@ ADDRESS(offload_stream_t)
 
 RETURNED(offload_context_t* context, offload_context_t, PyLong_FromVoidPtr(returned$argnum))
 RETURNED(offload_optimizer_t* optimizer, offload_optimizer_t, PyLong_FromVoidPtr(returned$argnum))
+RETURNED(offload_stash_t* stash, offload_stash_t, PyLong_FromVoidPtr(returned$argnum))
 RETURNED(offload_stream_t* stream, offload_stream_t, PyLong_FromVoidPtr(returned$argnum))
 RETURNED(void** data, void*, PyLong_FromVoidPtr(returned$argnum))
 RETURNED(void** mapped, void*, PyLong_FromVoidPtr(returned$argnum))
 RETURNED(uint32_t* group_id, uint32_t, PyLong_FromUnsignedLong(returned$argnum))
 RETURNED(uint32_t* first_id, uint32_t, PyLong_FromUnsignedLong(returned$argnum))
 RETURNED(offload_ticket_t* ticket, offload_ticket_t, PyLong_FromUnsignedLongLong(returned$argnum))
+RETURNED(offload_stash_ticket_t* ticket, offload_stash_ticket_t,
+         PyLong_FromUnsignedLongLong(returned$argnum))
+RETURNED(offload_stash_mark_t* mark, offload_stash_mark_t,
+         PyLong_FromUnsignedLongLong(returned$argnum))
 
 // The caller says how many bytes to make room for.
 %cstring_output_maxsize(char* path, uint64_t path_bytes);
@@ -125,6 +131,9 @@ SIZED(offload_load_options)
 SIZED(offload_checkpoint_info)
 SIZED(offload_checkpoint_tensor)
 SIZED(offload_verify_options)
+SIZED(offload_stash_options)
+SIZED(offload_stash_plan)
+SIZED(offload_stash_stats)
 
 // Arrays for the functions that take several, and for the fields of structs. Elements are copied
 // in and out; cast() gives the pointer.

@@ -475,7 +475,8 @@ Status CudaDevice::CheckStream(StreamHandle stream) const {
       Check(cudaStreamIsCapturing(Of(stream), &capture), "cudaStreamIsCapturing", stream));
   if (capture != cudaStreamCaptureStatusNone)
     return Status::Error(OFFLOAD_INVALID_STATE,
-                         "stream %p is capturing a graph, which a step or move cannot be part of; "
+                         "stream %p is capturing a graph, which steps, moves and copies of a stash "
+                         "cannot be part of; "
                          "call this outside the capture",
                          stream);
 #if CUDART_VERSION >= 12080
