@@ -148,6 +148,31 @@ struct LayoutTimes {
   std::vector<Together> together;
 };
 
+// The best rate of both executors that the ceilings of a round allow, in passes over all elements a
+// second. For each rate of the CPU threads the streams' one is limited twice: by what the host's
+// memory gives both, on lines between the ceilings, and by the way down, on which the CPU threads'
+// gradients (and the upper halves of split masters) come. The way up has no more to carry.
+double BestSplit(const LayoutCase& layout, double cpu_alone, double copies_alone,
+                 const Together& together) {
+  const double down_bytes = layout.layout.masters == OFFLOAD_MASTER_SPLIT ? 4 : 2;
+  const double taken = down_bytes / static_cast<double>(layout.state_bytes);  // of the way down
+  const auto on_line = [](double x, double x0, double y0, double x1, double y1) {
+    return x1 > x0 ? y0 + (x - x0) / (x1 - x0) * (y1 - y0) : std::max(y0, y1);
+  };
+  double best = 0;
+  constexpr int kSteps = 1000;
+  for (int step = 0; step <= kSteps; ++step) {
+    const double cpu = cpu_alone * step / kSteps;
+    const double memory =
+        std::max(on_line(cpu, 0, copies_alone, cpu_alone, 0),
+                 cpu < together.cpu ? on_line(cpu, 0, copies_alone, together.cpu, together.copies)
+                                    : on_line(cpu, together.cpu, together.copies, cpu_alone, 0));
+    const double streams = std::min(memory, copies_alone - cpu * taken);
+    best = std::max(best, cpu + std::max(streams, 0.0));
+  }
+  return best;
+}
+
 // `ceiling_elements` are those that the ceilings went over.
 void AddLayoutFigures(const LayoutCase& layout, uint64_t elements, uint64_t ceiling_elements,
                       const LayoutTimes& times, Report& report) {
@@ -160,21 +185,21 @@ void AddLayoutFigures(const LayoutCase& layout, uint64_t elements, uint64_t ceil
   AddFigure(report, key + "ceiling_cpu_gparams_per_s", Rates(times.traffic, ceiling_count), "G/s");
   AddFigure(report, key + "ceiling_copies_gparams_per_s", Rates(times.copies, ceiling_count),
             "G/s");
-  Times cpu, copies, memory, floor;
+  Times cpu, copies, memory, best, floor;
   for (size_t round = 0; round < times.together.size(); ++round) {
     const Together& rates = times.together[round];
     cpu.push_back(rates.cpu * ceiling_count * 1e-9);
     copies.push_back(rates.copies * ceiling_count * 1e-9);
     memory.push_back(cpu.back() * layout.bytes +
                      copies.back() * static_cast<double>(2 * layout.state_bytes));
-    // The best that the ceilings allow: both at once, or one of them alone.
-    const double best =
-        std::max({rates.cpu + rates.copies, 1 / times.traffic[round], 1 / times.copies[round]});
-    floor.push_back(count / ceiling_count / best);
+    best.push_back(BestSplit(layout, 1 / times.traffic[round], 1 / times.copies[round], rates) *
+                   ceiling_count * 1e-9);
+    floor.push_back(count * 1e-9 / best.back());
   }
   AddFigure(report, key + "ceiling_at_once_cpu_gparams_per_s", cpu, "G/s");
   AddFigure(report, key + "ceiling_at_once_copies_gparams_per_s", copies, "G/s");
   AddFigure(report, key + "ceiling_at_once_gb_per_s", memory, "GB/s");
+  AddFigure(report, key + "ceiling_both_gparams_per_s", best, "G/s");
   const auto scaled = [&](const Times& ceiling, const Times& seconds) {
     return Paired(ceiling, seconds,
                   [&](double c, double s) { return c * count / ceiling_count / s; });

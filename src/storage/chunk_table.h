@@ -74,9 +74,10 @@ struct ChunkTable {
 
 ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Residence& residence);
 
-// Default slots of the device's ring: one is copied up, one is updated, one is copied down, one is
-// spare.
-inline constexpr uint32_t kDefaultStreamSlots = 4;
+// Default slots of the device's ring: one is copied up, one is updated, one is copied down. More
+// slots would keep more state under way on the link, for which the gradients that the CPU workers
+// need would wait: a fourth one costs up to 7 % of a step by both.
+inline constexpr uint32_t kDefaultStreamSlots = 3;
 // With fewer slots the copies of the ring would wait for each other.
 inline constexpr uint32_t kMinStreamSlots = 2;
 inline constexpr uint32_t kMaxStreamSlots = 64;
@@ -86,7 +87,7 @@ inline bool SharesChunks(const StateShape& shape) {
   return shape.options.cpu_updates && shape.options.streams;
 }
 // Then a chunk is at most this part of the elements that are left. At the end of a step both
-// executors still have what they have taken ahead, by default 8 and 4 chunks: half of what is left.
+// executors still have what they have taken ahead, by default 8 and 3 chunks: half of what is left.
 inline constexpr uint64_t kChunksAhead = 24;
 // But it has at least so many elements: less would not be worth the calls for it.
 inline uint64_t SmallestChunkElements(const StateShape& shape) {

@@ -124,7 +124,7 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// Device memory for the ring that state on the host goes through; the state of 4 chunks by
+    /// Device memory for the ring that state on the host goes through; the state of 3 chunks by
     /// default.
     pub fn stream_ring_bytes(mut self, bytes: u64) -> Self {
         self.options.stream_ring_bytes = bytes;
