@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 HEADER = HERE.parent / "include" / "offload.h"
 ALGORITHMS = HERE.parent / "src" / "kernels" / "algorithms.h"
 
-SCALARS = ("char", "double", "int32_t", "int64_t", "uint32_t", "uint64_t", "void")
+SCALARS = ("char", "double", "int32_t", "int64_t", "uint32_t", "uint64_t", "uint8_t", "void")
 
 
 # ------------------------------------------------------------------------ what the header declares
@@ -260,6 +260,7 @@ PYTHON_SCALARS = {
     "int32_t": "ctypes.c_int32",
     "int64_t": "ctypes.c_int64",
     "uint32_t": "ctypes.c_uint32",
+    "uint8_t": "ctypes.c_uint8",
     "uint64_t": "ctypes.c_uint64",
     "char*": "ctypes.c_char_p",
     "void*": "ctypes.c_void_p",
@@ -366,6 +367,7 @@ RUST_SCALARS = {
     "int32_t": "i32",
     "int64_t": "i64",
     "uint32_t": "u32",
+    "uint8_t": "u8",
     "uint64_t": "u64",
     "void": "c_void",
 }

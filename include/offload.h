@@ -670,6 +670,21 @@ OFFLOAD_API int32_t offload_optimizer_reload_grads(offload_optimizer_t optimizer
                                                    const offload_move_options_t* options,
                                                    offload_ticket_t* ticket);
 
+/* Tells of each param whether its gradient is better left on the device until the next step has
+ * read it: the device will update the param, because it has its state, or because the state is in
+ * the part of the host share that goes through the device's ring. A program that offloads gradients
+ * during the backward pass leaves these out: they would go down and come up again. This is advice;
+ * the bits do not depend on it. The part that goes through the ring is as large as it was in the
+ * last step (before the first step it is empty, with OFFLOAD_EXECUTORS_STREAMED it is everything).
+ *
+ * keep: one byte for each param, in the order of ids; set to 1 where the gradient should stay,
+ *   else 0.
+ * count: the number of params.
+ *
+ * Errors: INVALID_ARGUMENT (keep is NULL; count), INVALID_STATE (not committed). */
+OFFLOAD_API int32_t offload_optimizer_grads_to_keep(offload_optimizer_t optimizer, uint8_t* keep,
+                                                    uint32_t count);
+
 /* Copies the masters and moments of the device share to the host, or back to the device. While the
  * states of all params are offloaded, the library holds no byte on the device. A reload allocates
  * the device memory before it returns.

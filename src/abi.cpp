@@ -519,6 +519,15 @@ int32_t offload_optimizer_set_step_count(offload_optimizer_t optimizer, uint32_t
   });
 }
 
+int32_t offload_optimizer_grads_to_keep(offload_optimizer_t optimizer, uint8_t* keep,
+                                        uint32_t count) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    if (keep == nullptr) return Status::Error(OFFLOAD_INVALID_ARGUMENT, "keep is NULL");
+    return found->GradsToKeep({keep, count});
+  });
+}
+
 int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats_t* stats) {
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));

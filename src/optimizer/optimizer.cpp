@@ -500,6 +500,8 @@ void Optimizer::Remember(uint64_t sequence, const offload_step_result_t& result)
   stats_.state_up_seconds += result.state_up_seconds;
   stats_.streamed_update_seconds += result.streamed_update_seconds;
   stats_.state_down_seconds += result.state_down_seconds;
+  if (const uint64_t elements = result.cpu_elements + result.streamed_elements; elements > 0)
+    streamed_share_ = static_cast<double>(result.streamed_elements) / static_cast<double>(elements);
   stats_.cpu_idle_seconds += result.cpu_idle_seconds;
   stats_.streamed_idle_seconds += result.streamed_idle_seconds;
 }

@@ -71,6 +71,7 @@ class Optimizer {
   Result<offload_state_view_t> State(uint32_t param, int32_t kind) const;
   Status SetStepCount(uint32_t param, uint64_t step_count);
   offload_stats_t Stats() const;
+  Status GradsToKeep(std::span<uint8_t> keep) const;
 
  private:
   // The content of one slot of the timeline.
@@ -161,7 +162,9 @@ class Optimizer {
     offload_step_result_t result{};
   };
   std::array<Remembered, 64> results_;  // guarded by results_mutex_
-  offload_stats_t stats_{};             // guarded by results_mutex_
+  double streamed_share_ =
+      0;  // of the host share, in the last step that updated any; guarded by results_mutex_
+  offload_stats_t stats_{};  // guarded by results_mutex_
 
   std::unique_ptr<Committed> committed_;
   std::atomic<bool> is_committed_ = false;  // for the calls that any thread may make at any time

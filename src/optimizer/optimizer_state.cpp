@@ -100,4 +100,21 @@ offload_stats_t Optimizer::Stats() const {
   return stats;
 }
 
+Status Optimizer::GradsToKeep(std::span<uint8_t> keep) const {
+  HYBRIDOPT_TRY(CheckCommitted());
+  if (keep.size() != table_.size())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "count is %zu, but %u params have been added; give room for one byte each",
+                         keep.size(), table_.size());
+  const auto& options = committed_->shape.options;
+  // Without CPU workers all of it streams. Else the last step has shown how much.
+  double share = options.streams && !options.cpu_updates ? 1 : 0;
+  if (options.streams && options.cpu_updates) {
+    std::lock_guard lock(results_mutex_);
+    share = streamed_share_;
+  }
+  ChooseGradsToKeep(table_, committed_->shape, committed_->decided.residence, share, keep);
+  return {};
+}
+
 }  // namespace hybridopt

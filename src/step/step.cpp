@@ -216,9 +216,13 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
 }
 
 // The two executors take the first chunks in turn, so that these chunks come back at the speed of
-// both.
+// both. A chunk whose gradients are on the host costs the CPU workers less of the link, one whose
+// gradients are on the device the streamed executor.
 void StepPipeline::TakeAhead() {
   queue_.Reset();
+  if (plan_.host_holds_grads())
+    for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk)
+      queue_.Prefer(chunk, plan_.IsHeld(chunk) ? Executor::kCpu : Executor::kStreamed);
   cpu_executor_.Reset();
   streamed_.Reset();
   const bool cpu_takes = shape_.options.cpu_updates || !streamed_.on();
@@ -245,13 +249,13 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
 }
 
 // The device's share has been queued before all chunks.
-void StepPipeline::Issued(uint32_t chunk, Executor executor, EventHandle written) {
-  marks_->issued(kDevicePart + queue_.Issue(chunk, executor, written));
+void StepPipeline::Issued(uint32_t chunk, EventHandle written) {
+  marks_->issued(kDevicePart + queue_.Issue(chunk, written));
 }
 
 Status StepPipeline::PutBehind(StreamHandle stream, uint64_t mark) const {
   HYBRIDOPT_TRY(device_.StreamWait(stream, lanes_.device_updated.end));
-  for (EventHandle written : queue_.Written(mark - kDevicePart))
+  for (EventHandle written : queue_.WrittenUpTo(mark - kDevicePart))
     if (written != nullptr) HYBRIDOPT_TRY(device_.StreamWait(stream, written));
   return {};
 }

@@ -104,7 +104,7 @@ class StepPipeline : private ChunkProgress {
                    Verdict* verdict);
   void TakeAhead();
   Status RunChunks(offload_step_result_t* result);
-  void Issued(uint32_t chunk, Executor executor, EventHandle written) override;
+  void Issued(uint32_t chunk, EventHandle written) override;
   Status Finished(uint32_t chunk) override;
 
   bool VerdictOnDevice() const;

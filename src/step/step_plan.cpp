@@ -28,12 +28,13 @@ StepPlan::StepPlan(const ParamTable& table, const StateShape& shape, const Resid
 uint64_t StepPlan::Bytes(const ParamTable& table, const StateShape& shape) {
   const uint64_t chunks = ChunksMost(shape);
   return table.size() * (sizeof(StepParam) + sizeof(Coefficients) + sizeof(uint64_t)) +
-         2 * chunks * sizeof(uint64_t) + table.groups().size() * sizeof(Memo);
+         3 * chunks * sizeof(uint64_t) + table.groups().size() * sizeof(Memo);
 }
 
 void StepPlan::UseChunks() {
   active_before_.resize(chunks_.fragments.size());
   active_in_chunk_.resize(chunks_.chunks.size());
+  held_in_chunk_.resize(chunks_.chunks.size());
 }
 
 void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
@@ -76,12 +77,28 @@ uint32_t StepPlan::CoefficientsFor(const offload_group_t& group, uint32_t group_
 
 void StepPlan::CountActive() {
   for (uint32_t chunk = 0; chunk < chunk_count(); ++chunk) {
-    uint64_t active = 0;
+    uint64_t active = 0, held = 0;
     for (const Fragment& fragment : fragments(chunk)) {
       active_before_[static_cast<size_t>(&fragment - chunks_.fragments.data())] = active;
-      if (params_[fragment.param].active) active += fragment.count;
+      const StepParam& param = params_[fragment.param];
+      if (!param.active) continue;
+      active += fragment.count;
+      if (param.host_grad != nullptr) held += fragment.count;
     }
     active_in_chunk_[chunk] = active;
+    held_in_chunk_[chunk] = held;
+  }
+}
+
+void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const Residence& residence,
+                       double streamed_share, std::span<uint8_t> keep) {
+  double owed = 0;  // elements that should have been kept so far, and have not
+  for (uint32_t id : shape.update_order) {
+    const uint64_t device_count = residence.device_count(id);
+    const auto host_count = static_cast<double>(table.param(id).count - device_count);
+    owed += streamed_share * host_count;
+    keep[id] = host_count > 0 ? 2 * owed > host_count : device_count > 0;
+    if (keep[id] != 0) owed -= host_count;
   }
 }
 

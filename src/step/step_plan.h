@@ -81,6 +81,8 @@ class StepPlan {
   bool params_come_down() const {
     return params_come_down_;
   }  // with the gradients of a chunk that the cpu updates
+  // Whether the host holds the gradients of most of the chunk's active elements.
+  bool IsHeld(uint32_t chunk) const { return 2 * held_in_chunk_[chunk] > active_in_chunk_[chunk]; }
   // Active elements are those of active params. These return how many a chunk has, and how many its
   // fragments before this one have. Workers get equal parts of a chunk's active elements.
   uint64_t active_count(uint32_t chunk) const { return active_in_chunk_[chunk]; }
@@ -108,8 +110,16 @@ class StepPlan {
   std::vector<Memo> memos_;                // per group: the coefficients computed last
   std::vector<uint64_t> active_before_;    // per fragment
   std::vector<uint64_t> active_in_chunk_;  // per chunk
+  std::vector<uint64_t> held_in_chunk_;    // of these, whose gradients the host holds
   bool host_holds_grads_ = false;
   bool params_come_down_ = false;
 };
+
+// For each param whether its gradient is better left on the device until the step has read it,
+// because the device will update the param: it has all of its state, or the state is among the
+// `streamed_share` of the host share that will stream. That part is spread evenly over the order
+// of updates, so that both executors come forward at the same pace.
+void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const Residence& residence,
+                       double streamed_share, std::span<uint8_t> keep);
 
 }  // namespace hybridopt

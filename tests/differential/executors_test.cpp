@@ -198,9 +198,88 @@ TEST(Executors, TheDeviceDoesWhatHeldUpWorkersLeave) {
 
 TEST(Executors, WorkersDoWhatAHeldUpDeviceLeaves) {
   const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));
-  const offload_step_result_t result = StepHolding(solved, "state down", "params uploaded", 4);
-  EXPECT_EQ(result.streamed_elements, 4 * kChunkElements);
-  EXPECT_EQ(result.cpu_elements, Elements(solved.problem) - 4 * kChunkElements);
+  const offload_step_result_t result = StepHolding(solved, "state down", "params uploaded", 3);
+  EXPECT_EQ(result.streamed_elements, 3 * kChunkElements);
+  EXPECT_EQ(result.cpu_elements, Elements(solved.problem) - 3 * kChunkElements);
+}
+
+// ------------------------------------------------------------- gradients in two memories at once
+// --
+
+std::vector<uint8_t> GradsToKeep(const LifecycleRig& rig, size_t count) {
+  std::vector<uint8_t> keep(count, 2);
+  MUST(offload_optimizer_grads_to_keep(rig.optimizer(), keep.data(), static_cast<uint32_t>(count)));
+  return keep;
+}
+
+// A step whose gradients are offloaded but for those to keep.
+offload_step_result_t StepKeeping(LifecycleRig& rig, const StepInput& input,
+                                  const std::vector<uint8_t>& keep) {
+  rig.NewGrads(input);
+  rig.BindAll();
+  MoveArguments leave;
+  for (uint32_t id = 0; id < keep.size(); ++id)
+    if (keep[id] == 0) leave.params.push_back(id);
+  if (!leave.params.empty()) rig.Move(offload_optimizer_offload_grads, leave);
+  const offload_ticket_t ticket = rig.Step(input);
+  rig.Wait();
+  auto result = Make<offload_step_result_t>();
+  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
+  return result;
+}
+
+// One chunk a param, and no more chunks than both executors take ahead of the verdict.
+TEST(Executors, EachTakesTheChunksWhoseGradientsAreNearIt) {
+  const ParamSpec spec{OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, kChunkElements};
+  Problem problem = RandomProblem(OFFLOAD_ADAMW, std::vector<ParamSpec>(11, spec), 1, 3);
+  Random random(4);
+  for (auto& grad : problem.steps[0].grads)
+    grad = RandomArray(OFFLOAD_BF16, kChunkElements, false, random);
+  problem.steps[0].flags = 0;
+  for (const StateChoice& state :
+       {StateChoice{}, StateChoice{OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16}}) {
+    problem.state = state;
+    const Solved solved(problem);
+    LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_AUTO);
+    setting.movable = OFFLOAD_MOVABLE_GRADS;
+    setting.optimizer.staging_slots = 8;
+    LifecycleRig rig(solved.problem, setting);
+    std::vector<uint8_t> keep(11);
+    for (uint32_t id : {2, 5, 9}) keep[id] = 1;
+    const offload_step_result_t result = StepKeeping(rig, solved.problem.steps[0], keep);
+    EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+    EXPECT_EQ(result.streamed_elements, 3 * kChunkElements);
+    EXPECT_EQ(result.cpu_elements, 8 * kChunkElements);
+    EXPECT_EQ(result.grads_down_bytes, 0u);
+  }
+}
+
+TEST(Executors, GradientsThatTheDeviceWillReadAreToBeKept) {
+  constexpr size_t kSteps = 6;
+  const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, kSteps));
+  const size_t count = solved.problem.params.size();
+  const std::vector<uint8_t> all(count, 1), none(count, 0);
+  for (int32_t executors :
+       {OFFLOAD_EXECUTORS_AUTO, OFFLOAD_EXECUTORS_CPU, OFFLOAD_EXECUTORS_STREAMED}) {
+    SCOPED_TRACE(executors);
+    LifecycleSetting setting = SettingOf(executors);
+    setting.movable = OFFLOAD_MOVABLE_GRADS;
+    LifecycleRig rig(solved.problem, setting);
+    for (size_t i = 0; i < kSteps; ++i) {
+      const std::vector<uint8_t> keep = GradsToKeep(rig, count);
+      if (executors == OFFLOAD_EXECUTORS_STREAMED) {
+        EXPECT_EQ(keep, all);
+      } else if (executors == OFFLOAD_EXECUTORS_CPU || i == 0) {
+        EXPECT_EQ(keep, none);  // nothing streams, or nobody knows yet how much will
+      }
+      for (uint8_t one : keep) EXPECT_LE(one, 1);
+      StepKeeping(rig, solved.problem.steps[i], keep);
+      ASSERT_EQ(rig.Difference(solved.trace[i + 1]), "");
+    }
+    rig.SetDeviceFraction(1);
+    EXPECT_EQ(GradsToKeep(rig, count), all);
+    rig.Wait();
+  }
 }
 
 // -------------------------------------------------------------------------------------- pinning --

@@ -62,6 +62,13 @@ INSTANTIATE_TEST_SUITE_P(
             OFFLOAD_INVALID_STATE,
             {"not committed"},
             [](Trainer& t) { return offload_optimizer_set_step_count(t.optimizer, 0, 1); }},
+        Row{"GradsToKeep",
+            OFFLOAD_INVALID_STATE,
+            {"not committed"},
+            [](Trainer& t) {
+              uint8_t keep[64] = {};
+              return offload_optimizer_grads_to_keep(t.optimizer, keep, 64);
+            }},
         Row{"CommitOnUnknownStream",
             OFFLOAD_INVALID_ARGUMENT,
             {"stream is"},
@@ -70,7 +77,20 @@ INSTANTIATE_TEST_SUITE_P(
 
 INSTANTIATE_TEST_SUITE_P(
     TooLate, Committed,
-    testing::Values(Row{"AddParams",
+    testing::Values(Row{"GradsToKeepIntoNothing",
+                        OFFLOAD_INVALID_ARGUMENT,
+                        {"keep is NULL"},
+                        [](Trainer& t) {
+                          return offload_optimizer_grads_to_keep(t.optimizer, nullptr, 1);
+                        }},
+                    Row{"GradsToKeepOfOthers",
+                        OFFLOAD_INVALID_ARGUMENT,
+                        {"count is 0", "params have been added", "one byte each"},
+                        [](Trainer& t) {
+                          uint8_t keep = 0;
+                          return offload_optimizer_grads_to_keep(t.optimizer, &keep, 0);
+                        }},
+                    Row{"AddParams",
                         OFFLOAD_INVALID_STATE,
                         {"params are fixed at commit"},
                         [](Trainer& t) {

@@ -18,37 +18,77 @@ TEST(ChunkQueueTest, ChunksAreTakenInOrderAndCountedWithoutGaps) {
   ChunkQueue queue;
   queue.UseChunks(4);
   queue.Reset();
-  for (uint32_t chunk = 0; chunk < 3; ++chunk) EXPECT_EQ(queue.Take(), chunk);
+  EXPECT_EQ(queue.Take(Executor::kStreamed), 0u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 1u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 2u);
   EXPECT_EQ(queue.Finish(1), 0u);
   EXPECT_EQ(queue.Finish(2), 0u);
-  EXPECT_EQ(queue.Issue(1, Executor::kCpu, Event(1)), 0u);
+  EXPECT_EQ(queue.Issue(1, Event(1)), 0u);
   EXPECT_EQ(queue.finished(), 0u);
   EXPECT_EQ(queue.Finish(0), 3u);
   EXPECT_EQ(queue.finished(), 3u);
-  EXPECT_EQ(queue.Issue(0, Executor::kStreamed, Event(0)), 2u);
-  EXPECT_EQ(queue.Issue(2, Executor::kCpu, Event(2)), 3u);
-  EXPECT_EQ(queue.Written(0), (PerExecutor<EventHandle>{nullptr, nullptr}));
-  EXPECT_EQ(queue.Written(1), (PerExecutor<EventHandle>{nullptr, Event(0)}));
-  EXPECT_EQ(queue.Written(2), (PerExecutor<EventHandle>{Event(1), Event(0)}));
-  EXPECT_EQ(queue.Written(4), (PerExecutor<EventHandle>{Event(2), Event(0)}));
-  EXPECT_EQ(queue.Take(), 3u);
-  EXPECT_EQ(queue.Take(), std::nullopt);
+  EXPECT_EQ(queue.Issue(0, Event(0)), 2u);
+  EXPECT_EQ(queue.Issue(2, Event(2)), 3u);
+  EXPECT_EQ(queue.WrittenUpTo(0), (PerExecutor<EventHandle>{nullptr, nullptr}));
+  EXPECT_EQ(queue.WrittenUpTo(1), (PerExecutor<EventHandle>{nullptr, Event(0)}));
+  EXPECT_EQ(queue.WrittenUpTo(2), (PerExecutor<EventHandle>{Event(1), Event(0)}));
+  EXPECT_EQ(queue.WrittenUpTo(4), (PerExecutor<EventHandle>{Event(2), Event(0)}));
+  EXPECT_EQ(queue.Take(Executor::kCpu), 3u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), std::nullopt);
   queue.Finish(3);
   EXPECT_EQ(queue.finished(), 4u);
+}
+
+TEST(ChunkQueueTest, AnExecutorTakesItsOwnChunksBeforeThoseOfTheOther) {
+  ChunkQueue queue;
+  queue.UseChunks(6);
+  queue.Reset();
+  for (uint32_t chunk : {1u, 2u, 5u}) queue.Prefer(chunk, Executor::kCpu);
+  for (uint32_t chunk : {0u, 3u}) queue.Prefer(chunk, Executor::kStreamed);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 1u);
+  EXPECT_EQ(queue.Take(Executor::kStreamed), 0u);
+  EXPECT_EQ(queue.Finish(0), 1u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 2u);
+  EXPECT_EQ(queue.Finish(2), 1u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 4u);  // of both
+  EXPECT_EQ(queue.Take(Executor::kStreamed), 3u);
+  EXPECT_EQ(queue.Take(Executor::kStreamed), 5u);  // has none of its own any more
+  EXPECT_EQ(queue.Take(Executor::kCpu), std::nullopt);
+  EXPECT_EQ(queue.Finish(1), 3u);
+  queue.Reset();  // forgets preferences
+  EXPECT_EQ(queue.Take(Executor::kCpu), 0u);
+}
+
+// The events of an executor are behind what it issued before, whatever the order of the chunks.
+TEST(ChunkQueueTest, AStreamWaitsForWhatWasIssuedLast) {
+  ChunkQueue queue;
+  queue.UseChunks(3);
+  queue.Reset();
+  queue.Prefer(0, Executor::kStreamed);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 1u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 2u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 0u);
+  EXPECT_EQ(queue.Issue(1, Event(1)), 0u);
+  EXPECT_EQ(queue.Issue(2, Event(2)), 0u);
+  EXPECT_EQ(queue.Issue(0, Event(0)), 3u);
+  for (uint64_t count : {1, 2, 3})
+    EXPECT_EQ(queue.WrittenUpTo(count), (PerExecutor<EventHandle>{Event(0), nullptr}));
+  queue.Reset();
+  EXPECT_EQ(queue.WrittenUpTo(3), (PerExecutor<EventHandle>{nullptr, nullptr}));
 }
 
 TEST(ChunkQueueTest, AStoppedQueueGivesNothingUntilTheNextStep) {
   ChunkQueue queue;
   queue.UseChunks(2);
   queue.Reset();
-  EXPECT_EQ(queue.Take(), 0u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 0u);
   queue.Stop();
-  EXPECT_EQ(queue.Take(), std::nullopt);
+  EXPECT_EQ(queue.Take(Executor::kCpu), std::nullopt);
   queue.Finish(0);
   EXPECT_EQ(queue.finished(), 1u);
   queue.Reset();
   EXPECT_EQ(queue.finished(), 0u);
-  EXPECT_EQ(queue.Take(), 0u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 0u);
 }
 
 TEST(ChunkQueueTest, TwoThreadsTakeEachChunkOnce) {
@@ -58,7 +98,7 @@ TEST(ChunkQueueTest, TwoThreadsTakeEachChunkOnce) {
   queue.Reset();
   std::vector<std::atomic<int>> taken(kChunks);
   const auto work = [&] {
-    while (const std::optional<uint32_t> chunk = queue.Take()) {
+    while (const std::optional<uint32_t> chunk = queue.Take(Executor::kCpu)) {
       taken[*chunk] += 1;
       queue.Finish(*chunk);
     }

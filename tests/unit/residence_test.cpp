@@ -12,6 +12,7 @@
 
 #include "../random.h"
 #include "state/shape.h"
+#include "step/step_plan.h"
 #include "storage/chunk_table.h"
 
 namespace hybridopt {
@@ -108,6 +109,31 @@ bool Keeps(const Param& param, const ParamShape& shaped, const ShapeOptions& opt
     default:
       return slot == kMoment0;
   }
+}
+
+// What is kept of the host share is within one param of the share that is to stream, at every point
+// of the order of updates.
+TEST_F(ResidenceTest, GradsToKeepAreTheDevicesAndAnEvenPartOfTheOthers) {
+  for (double share : {0.0, 0.3, 0.75, 1.0})
+    ForRandomCases([share](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
+      std::vector<uint8_t> keep(table.size(), 2);
+      ChooseGradsToKeep(table, arranged.shape, arranged.residence, share, keep);
+      double owed = 0, largest = 0;
+      for (uint32_t id : arranged.shape.update_order) {
+        const uint64_t device = arranged.residence.device_count(id);
+        const auto host = static_cast<double>(table.param(id).count - device);
+        if (host == 0) {
+          EXPECT_EQ(keep[id], device > 0 ? 1 : 0);
+          continue;
+        }
+        if (share == 0 || share == 1) {
+          EXPECT_EQ(keep[id], share);
+        }
+        largest = std::max(largest, host);
+        owed += (share - keep[id]) * host;
+        EXPECT_LE(std::abs(owed), largest);
+      }
+    });
 }
 
 TEST_F(ResidenceTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {

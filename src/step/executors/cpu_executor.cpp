@@ -155,7 +155,7 @@ Status CpuExecutor::MoveOn(uint32_t number) {
   lanes_.ring().ReleaseGrads(slot);
   task_->result->cpu_elements += plan_.active_count(slots_[slot].chunk);
   HYBRIDOPT_TRY(SendUp(number));
-  progress_.Issued(slots_[slot].chunk, Executor::kCpu, lanes_.uploaded(slot).end);
+  progress_.Issued(slots_[slot].chunk, lanes_.uploaded(slot).end);
   if (!plan_.params_come_down()) HYBRIDOPT_TRY(TakeAndBringDown());
   // Retires chunks now, and not only when their slots are needed, because the caller may be waiting
   // for these params.
@@ -191,7 +191,7 @@ Result<bool> CpuExecutor::MayGive() {
 
 // Takes a chunk from the queue into the slot of the next number, which is free.
 bool CpuExecutor::Take() {
-  const std::optional<uint32_t> chunk = queue_.Take();
+  const std::optional<uint32_t> chunk = queue_.Take(Executor::kCpu);
   if (chunk.has_value()) slots_[SlotOf(taken_++)].taken = *chunk;
   return chunk.has_value();
 }

@@ -56,7 +56,7 @@ bool StreamedExecutor::TakeAhead() { return taken_ < chunks_.size() && Take(); }
 
 // Takes a chunk from the queue into the slot of the next number, which is free.
 bool StreamedExecutor::Take() {
-  const std::optional<uint32_t> chunk = queue_.Take();
+  const std::optional<uint32_t> chunk = queue_.Take(Executor::kStreamed);
   if (chunk.has_value()) chunks_[SlotOf(taken_++)] = *chunk;
   return chunk.has_value();
 }
@@ -113,8 +113,7 @@ Status StreamedExecutor::Work() {
       const uint32_t chunk = chunks_[SlotOf(queued)];
       updater_.AwaitCapture(*step_, chunk, {0, plan_.active_count(chunk)});
       HYBRIDOPT_TRY(QueueUpdate(queued));
-      progress_.Issued(chunk, Executor::kStreamed,
-                       lanes_.stream_slots()[SlotOf(queued)].updated.end);
+      progress_.Issued(chunk, lanes_.stream_slots()[SlotOf(queued)].updated.end);
       HYBRIDOPT_TRY(QueueDown(queued));
     }
     HYBRIDOPT_TRY(Finish(finished_));

@@ -637,6 +637,11 @@ extern "C" {
         options: *const offload_move_options_t,
         ticket: *mut offload_ticket_t,
     ) -> i32;
+    pub fn offload_optimizer_grads_to_keep(
+        optimizer: offload_optimizer_t,
+        keep: *mut u8,
+        count: u32,
+    ) -> i32;
     pub fn offload_optimizer_offload_states(
         optimizer: offload_optimizer_t,
         options: *const offload_move_options_t,

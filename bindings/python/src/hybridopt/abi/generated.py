@@ -833,6 +833,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_optimizer_reload_params": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_offload_grads": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_reload_grads": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
+    "offload_optimizer_grads_to_keep": (ctypes.c_int32, [offload_optimizer_t, POINTER(ctypes.c_uint8), ctypes.c_uint32]),
     "offload_optimizer_offload_states": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_reload_states": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_refresh_masters": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
