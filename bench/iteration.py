@@ -297,7 +297,8 @@ def contenders(options: argparse.Namespace) -> dict[str, Callable[[], Contender]
         for layout, arguments in (("fp32 state", {}), ("split, bf16 moments", SMALL)):
             for overlap in (False, True) if fraction == options.fractions[0] else (True,):
                 add(f"{fraction:.0%} {layout}", overlap, False, offload_fraction=fraction, **arguments)
-    add("100% fp32 state", True, True, offload_fraction=1.0)
+    for layout, arguments in (("fp32 state", {}), ("split, bf16 moments", SMALL)):
+        add(f"100% {layout}", True, True, offload_fraction=1.0, **arguments)
     for executors in ("cpu", "streamed"):
         add(f"100% fp32 state, {executors} only", True, False, offload_fraction=1.0,
             host_executors=executors)  # fmt: skip

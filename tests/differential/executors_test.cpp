@@ -203,8 +203,7 @@ TEST(Executors, WorkersDoWhatAHeldUpDeviceLeaves) {
   EXPECT_EQ(result.cpu_elements, Elements(solved.problem) - 3 * kChunkElements);
 }
 
-// ------------------------------------------------------------- gradients in two memories at once
-// --
+// ------------------------------------------------------------ gradients in two memories at once --
 
 std::vector<uint8_t> GradsToKeep(const LifecycleRig& rig, size_t count) {
   std::vector<uint8_t> keep(count, 2);

@@ -139,6 +139,7 @@ SIZED(offload_stash_stats)
 // in and out; cast() gives the pointer.
 %array_class(offload_param_t, ParamArray);
 %array_class(offload_binding_t, BindingArray);
+%array_class(uint8_t, Uint8Array);
 %array_class(uint32_t, Uint32Array);
 %array_class(uint64_t, Uint64Array);
 %array_class(int64_t, Int64Array);

@@ -55,6 +55,19 @@ def pair(dtype=torch.float32, **options):
 # ----------------------------------------------------------------------------------- gradients --
 
 
+def keep_every_second(monkeypatch):
+    """As if the device would read every second gradient, which hooks then leave there."""
+    monkeypatch.setattr(
+        abi.Optimizer, "grads_to_keep", lambda self, count: bytes(id % 2 for id in range(count))
+    )
+
+
+@pytest.fixture(params=["all leave", "some stay"])
+def some_stay(request, monkeypatch):
+    if request.param == "some stay":
+        keep_every_second(monkeypatch)
+
+
 def test_hooks_say_that_clip_grad_norm_will_find_nothing():
     with pytest.warns(UserWarning, match=r"clip_grad_norm_\(\) does not find them.* max_grad_norm="):
         adamw(models.perceptron()).hook_gradients()
@@ -84,6 +97,7 @@ def test_max_grad_norm_can_be_read_and_changed():
     assert changed.max_grad_norm == 0.5
 
 
+@pytest.mark.usefixtures("some_stay")
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
@@ -111,6 +125,7 @@ def in_micro_batches(module, optimizer, micro_batches, told, steps=4):
     return results
 
 
+@pytest.mark.usefixtures("some_stay")
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
@@ -234,6 +249,7 @@ def test_checkpointed_activations(reentrant):
     assert models.bits(module.parameters()) == models.bits(other.parameters())
 
 
+@pytest.mark.usefixtures("some_stay")
 def test_who_replaces_a_gradient_in_backward_is_believed():
     module, optimizer, other, plain = pair()
     optimizer.hook_gradients()
@@ -292,6 +308,65 @@ def test_gradients_are_gone_after_backward_and_dropped_by_zero_grad():
     assert len(optimizer.state) == 0
 
 
+def test_gradients_that_stay_go_where_they_are_sent(monkeypatch):
+    """reload() gives back those that stayed and those that left, offload() takes all of them."""
+    keep_every_second(monkeypatch)
+    module, optimizer, other, plain = pair(movable=ALL)
+    optimizer.hook_gradients()
+    backward(module, 0), backward(other, 0)
+    sizes = [4 * param.numel() for param in module.parameters()]
+    assert optimizer.stats().grads_on_host_bytes == sum(sizes[0::2])
+    optimizer.offload(grads=True)
+    assert optimizer.stats().grads_on_host_bytes == sum(sizes)
+    optimizer.reload(grads=True)
+    assert optimizer.stats().grads_on_host_bytes == 0
+    expected = models.bits(param.grad for param in other.parameters())
+    assert models.bits(param.grad for param in module.parameters()) == expected
+    optimizer.zero_grad()
+    backward(module, 0)
+    optimizer.reload(grads=True)
+    assert models.bits(param.grad for param in module.parameters()) == expected
+    optimizer.step(), plain.step()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_gradients_that_stay_live_until_the_step_and_are_dropped_by_zero_grad(monkeypatch):
+    keep_every_second(monkeypatch)
+    module = models.perceptron()
+    optimizer = adamw(module)
+    optimizer.hook_gradients()
+    kept = []
+    for param in list(module.parameters())[1::2]:
+        param.register_post_accumulate_grad_hook(lambda param: kept.append(weakref.ref(param.grad)))
+    for use_up in (optimizer.zero_grad, optimizer.step):
+        kept.clear()
+        backward(module, 0)
+        assert all(param.grad is None for param in module.parameters())
+        assert len(kept) == 2 and all(ref() is not None for ref in kept)
+        before = models.bits(module.parameters())
+        use_up()
+        assert (models.bits(module.parameters()) == before) == (use_up == optimizer.zero_grad)
+        gc.collect()
+        assert all(ref() is None for ref in kept)
+    backward(module, 1)
+    module[0].bias.grad = torch.zeros_like(module[0].bias)
+    with pytest.raises(
+        abi.InvalidStateError,
+        match=r"hooks have taken a gradient of parameter 'param_groups.0.1' .* another one now; step\(\)",
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{"free_all": True}, {"accumulate": True}])
+def test_who_wants_the_memory_keeps_no_gradient(monkeypatch, options):
+    keep_every_second(monkeypatch)
+    module = models.perceptron()
+    optimizer = adamw(module)
+    optimizer.hook_gradients(**options)
+    backward(module, 0)
+    assert optimizer.stats().grads_on_host_bytes == 4 * sum(param.numel() for param in module.parameters())
+
+
 def test_hooks_come_to_params_that_are_added():
     module, optimizer, other, plain = pair()
     optimizer.hook_gradients()
@@ -319,13 +394,14 @@ def test_many_gradients_wait_for_the_oldest(monkeypatch, accumulate):
     assert all(param.tolist() == [-1.0] * 3 for param in module)
 
 
+@pytest.mark.usefixtures("some_stay")
 def test_a_second_backward_that_nobody_told_of_is_refused():
     module, optimizer, other, plain = pair(max_grad_norm=0.5)
     hooks = optimizer.hook_gradients()
     backward(module, 0)
     with pytest.raises(
         abi.InvalidStateError,
-        match=r"the gradient of parameter '.*' is on the host already, .*hook_gradients\(micro_batches=n\), "
+        match=r"the gradient of parameter '.*' has been taken already, .*hook_gradients\(micro_batches=n\), "
         r".*optimizer.last_micro_batch\(\):`; hook_gradients\(accumulate=True\) adds them up on the host",
     ):
         backward(module, 1)
@@ -373,10 +449,10 @@ def test_gradients_on_the_host_are_not_lost_with_the_param_groups():
     optimizer = adamw(module)
     optimizer.hook_gradients()
     backward(module, 0)
-    with pytest.raises(abi.InvalidStateError, match="gradients are on the host and would be lost"):
+    with pytest.raises(abi.InvalidStateError, match="gradients have been taken off their params and would be lost"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert len(optimizer.param_groups) == 1
-    with pytest.raises(abi.InvalidStateError, match="gradients are on the host and would be lost"):
+    with pytest.raises(abi.InvalidStateError, match="gradients have been taken off their params and would be lost"):
         optimizer.close()
     optimizer.step()
     optimizer.close()
@@ -400,6 +476,7 @@ def scaler_of():
     return torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
 
 
+@pytest.mark.usefixtures("some_stay")
 def test_grad_scaler_is_told_what_a_step_with_hooks_has_found():
     module, optimizer, other, plain = pair(max_grad_norm=0.5)
     scaler = scaler_of()
@@ -433,6 +510,7 @@ def test_a_grad_scaler_that_cannot_be_told_is_refused_before_the_step(hooked):
         adamw(module).hook_gradients(grad_scaler=128.0)
 
 
+@pytest.mark.usefixtures("some_stay")
 def test_unscaling_gradients_that_hooks_have_taken_is_refused():
     module = models.perceptron()
     optimizer = adamw(module)
@@ -497,7 +575,7 @@ def test_params_that_are_unfrozen_in_the_middle_of_a_step_are_refused_until_it_i
     before = models.bits(module.parameters())
     with pytest.raises(
         abi.InvalidStateError,
-        match=r"'param_groups.0.0' has been added or unfrozen, but gradients are on the host and would "
+        match=r"'param_groups.0.0' has been added or unfrozen, but gradients have been taken off their params and would "
         r"be lost; step\(\) without that first, or drop the gradients with zero_grad\(\)",
     ):
         optimizer.step()

@@ -71,6 +71,8 @@ class Bound:
         self._are_others_active = False  # gradients on the host have changed which slots are active
         # Slots whose gradient the library holds on the host; True if a hook moved it there.
         self.hosted: dict[Slot, bool] = {}
+        # Gradients that hooks have taken off their params, and that the next step reads where they are.
+        self.kept: dict[Slot, Tensor] = {}
 
     # ------------------------------------------------------------------------------- binding --
 
@@ -88,12 +90,13 @@ class Bound:
             batch.find_params()
             batch.find_gradients()
             grads += batch.grads
+        self._put_kept(grads)
         self._tell_changed(grads)
         if self._are_others_active or any(batch.has_changed for batch in self._batches):
             found = (grad for batch in self._batches for grad in batch.usable)
             both = zip(self._slots, found)
-            self.active = [slot for slot, grad in both if grad is not None or slot in self.hosted]
-            self._are_others_active = bool(self.hosted)
+            self.active = [slot for slot, grad in both if grad is not None or self.has_taken(slot)]
+            self._are_others_active = bool(self.hosted or self.kept)
         return bool(self.active)
 
     def bind_params(self) -> None:
@@ -120,6 +123,15 @@ class Bound:
         ids = [slot.id for slot in gradients]
         params = [self._batch_of(slot).address_of(slot) for slot in gradients]
         self.addresses.tell(ids, params, [grad.data_ptr() for grad in gradients.values()])
+
+    def _put_kept(self, grads: list[int]) -> None:
+        for slot, grad in self.kept.items():
+            if grads[slot.id] != 0:
+                raise abi.InvalidStateError(
+                    f"hooks have taken a gradient of parameter {slot.name!r} for this step, and there is "
+                    "another one now; step() or zero_grad() before the next backward pass"
+                )
+            grads[slot.id] = grad.data_ptr()
 
     def _finish_look(self) -> None:
         if not self._has_looked:
@@ -154,17 +166,27 @@ class Bound:
             self.addresses.grads[slot.id] = 0
         self._are_others_active = True
 
+    def note_kept(self, gradients: dict[Slot, Tensor]) -> None:
+        """These are off their params; the next step reads them where they are."""
+        self.kept.update(gradients)
+        self._are_others_active = True
+
+    def has_taken(self, slot: Slot) -> bool:
+        """Whether the slot's gradient for the next step is not with its param any more."""
+        return slot in self.hosted or slot in self.kept
+
     def gradients(self) -> list[Tensor | None]:
         """The gradients of the active slots; None where the library holds the gradient on the host."""
         usable = [gradient for batch in self._batches for gradient in batch.usable]
-        return [usable[slot.id] for slot in self.active]
+        return [self.kept.get(slot, usable[slot.id]) for slot in self.active]
 
     def note_stepped(self) -> None:
         """Notes that a step has read all gradients. The library has dropped those on the host."""
         self.release()
-        if self.hosted:
+        if self.hosted or self.kept:
             for slot in self.active:
                 self.hosted.pop(slot, None)
+                self.kept.pop(slot, None)
 
     def note_written_in_place(self, slots: list[Slot]) -> None:
         """Increments the versions of params that the library writes or has written, as any operation in

@@ -25,21 +25,21 @@ def grad_scale(optimizer: Any) -> float:
 
 
 def check(optimizer: Any, engine: Engine, is_named: bool) -> None:
-    """Raises if a scaler steps over gradients on the host: it looks for Inf and NaN in `grad`, which is None
-    then. A scaler that was given to hook_gradients() is told what the step has found."""
-    hosted = engine.bound.hosted
-    if not is_scaling(optimizer) or not hosted:
+    """Raises if a scaler steps over gradients that are off their params: it looks for Inf and NaN in `grad`,
+    which is None then. A scaler that was given to hook_gradients() is told what the step has found."""
+    hosted, kept = engine.bound.hosted, engine.bound.kept
+    if not is_scaling(optimizer) or not (hosted or kept):
         return
     unscaled = getattr(optimizer, "grad_scale", None) is None
-    if unscaled and any(hosted.values()):
+    if unscaled and (kept or any(hosted.values())):
         raise abi.InvalidStateError(
-            "GradScaler.unscale_() has not seen the gradients that hooks have brought to the host, "
+            "GradScaler.unscale_() has not seen the gradients that hooks have taken off their params, "
             "and this step would take them as they are, scaled; leave unscale_() out, for the step "
             "unscales, and clip by max_grad_norm"
         )
     if not unscaled and not is_named:
         raise abi.InvalidStateError(
-            "gradients are on the host, where GradScaler cannot look for Inf and NaN, and its "
+            "gradients are off their params, where GradScaler cannot look for Inf and NaN, and its "
             "update() would not know what this step found; make the hooks with "
             "hook_gradients(grad_scaler=...), or call reload(grads=True) before GradScaler.step()"
         )

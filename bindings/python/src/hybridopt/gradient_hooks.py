@@ -4,7 +4,8 @@ Autograd calls a hook of each param after it has accumulated the param's gradien
 gradients, which are those of a step's last micro-batch. One call to the library offloads a batch of them,
 when the batch is large enough or the backward pass ends, and `grad` of their params becomes None. The
 copies begin after the work that is queued by then on the streams that made the gradients. The hooks drop
-the tensors when the copies have ended. The step then reads the gradients on the host.
+the tensors when the copies have ended. The step then reads the gradients on the host. Gradients that the
+device will read are not copied: `grad` becomes None too, and they live until the step has read them.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class GradientHooks:
         accumulate: bool,
         micro_batches: int | None,
         grad_scaler: torch.amp.GradScaler | None,
+        free_all: bool = False,
     ) -> None:
         check_micro_batches(micro_batches, accumulate)
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
@@ -108,6 +110,9 @@ class GradientHooks:
         # Params keep their hooks alive. The hooks must not keep the optimizer alive.
         self._optimizer = weakref.ref(optimizer)
         self._accumulate = accumulate
+        # Who has no room on the device for gradients, or adds them up on the host, keeps none there.
+        self._keeps_none = free_all or accumulate
+        self._keep = b""  # per slot: whether its gradient stays on the device in this step
         self._micro_batches = micro_batches
         self._is_last = False  # inside of last_micro_batch()
         self._passes: dict[Tensor, int] = {}  # backward passes of this step that a param took part in
@@ -194,6 +199,8 @@ class GradientHooks:
             # This is the first gradient of a step. Only now may another engine be made, with room for
             # unfrozen params or a group's momentum: later it would lose the gradients on the host.
             engine = optimizer._ready_engine()
+            count = len(engine.slots)
+            self._keep = bytes(count) if self._keeps_none else engine.handle.grads_to_keep(count)
             self._begun = True
         slot = engine.registered.slot_of.get(param)
         if slot is None:  # the param was removed from the optimizer
@@ -215,9 +222,9 @@ class GradientHooks:
                 "grad_dtype of the parameter between step() and the next backward pass, or drop the "
                 "gradients with zero_grad() and start the step again"
             )
-        if slot in engine.bound.hosted and not self._accumulate:
+        if engine.bound.has_taken(slot) and not self._accumulate:
             raise abi.InvalidStateError(
-                f"the gradient of parameter {slot.name!r} is on the host already, and another backward pass "
+                f"the gradient of parameter {slot.name!r} has been taken already, and another backward pass "
                 "has made one; call step() or zero_grad() before that pass. If a step has several, say how "
                 "many by hook_gradients(micro_batches=n), or micro_batches=None and the last one in `with "
                 "optimizer.last_micro_batch():`; hook_gradients(accumulate=True) adds them up on the host"
@@ -260,11 +267,14 @@ class GradientHooks:
         ]
         if not batch:
             return
-        self._let_go(engine)
-        flags = abi.OFFLOAD_MOVE_ACCUMULATE if self._accumulate else 0
-        gradients = {each.slot: each.usable for each in batch}
-        ticket = send_gradients(engine, gradients, flags, streams, hooked=True)
-        self._in_flight.append((ticket, list(gradients.values())))
+        kept = {each.slot: each.usable for each in batch if self._keep[each.slot.id]}
+        leaving = {each.slot: each.usable for each in batch if not self._keep[each.slot.id]}
+        if leaving:
+            self._let_go(engine)
+            flags = abi.OFFLOAD_MOVE_ACCUMULATE if self._accumulate else 0
+            ticket = send_gradients(engine, leaving, flags, streams, hooked=True)
+            self._in_flight.append((ticket, list(leaving.values())))
+        engine.bound.note_kept(kept)
         for each in batch:
             each.slot.param.grad = None
 

@@ -33,10 +33,10 @@ def check_all_here(engine: Engine, why: str) -> None:
             f"{why}, but params or states are offloaded; call reload(params=True, states=True) "
             "first"
         )
-    if engine.bound.hosted:
+    if engine.bound.hosted or engine.bound.kept:
         raise abi.InvalidStateError(
-            f"{why}, but gradients are on the host and would be lost; step() without that first, "
-            "or drop the gradients with zero_grad()"
+            f"{why}, but gradients have been taken off their params and would be lost; step() without "
+            "that first, or drop the gradients with zero_grad()"
         )
 
 
@@ -110,13 +110,18 @@ def send_all_gradients(engine: Engine) -> None:
     """Copies all gradients to the host and waits for that."""
     found = {slot: gradient_of(slot.param) for slot in engine.slots}
     usable = {slot: slot.usable_gradient(grad) for slot, grad in found.items() if grad is not None}
+    kept = dict(engine.bound.kept)
     if usable:
         send_gradients(engine, usable, 0, [engine.stream()])
+    if kept:
+        send_gradients(engine, kept, 0, [engine.stream()], hooked=True)
+    engine.bound.kept.clear()
     engine.wait()
 
 
 def drop_gradients(engine: Engine) -> None:
-    """Drops the gradients that are on the host."""
+    """Drops the gradients that are on the host, and those that hooks have kept on the device."""
+    engine.bound.kept.clear()
     hosted = engine.bound.hosted
     if hosted:
         params = [slot.id for slot in hosted]
@@ -125,14 +130,17 @@ def drop_gradients(engine: Engine) -> None:
 
 
 def reload_gradients(engine: Engine, streams: list[int]) -> None:
-    """Makes the gradients that are on the host the gradients of their params again."""
-    hosted = engine.bound.hosted
-    for slot in hosted:
+    """Makes the gradients that are on the host, or that hooks have kept, those of their params again."""
+    hosted, kept = engine.bound.hosted, engine.bound.kept
+    for slot in (*hosted, *kept):
         if gradient_of(slot.param) is not None:
             raise abi.InvalidStateError(
                 f"parameter {slot.name!r} has a gradient on the host and another one here; "
                 "step() or zero_grad() before the next backward pass"
             )
+    for slot, grad in kept.items():
+        set_gradient(slot.param, like_param(grad, slot.param))
+    kept.clear()
     gradients = {
         slot: torch.empty_strided(
             slot.shape, slot.stride, dtype=slot.grad_dtype, device=engine.device

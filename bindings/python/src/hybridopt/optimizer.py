@@ -532,6 +532,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         *,
         micro_batches: int | None = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
+        free_all: bool = False,
     ) -> GradientHooks:
         """Moves gradients to the host during the backward pass from now on, in batches as they become ready,
         and sets `grad` of their params to None. The next step uses and drops them; zero_grad() drops them
@@ -544,6 +545,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         without room for gradients, gradients move in every pass, and the host adds them up in fp32. For
         low-precision gradients that takes twice the memory on the host.
 
+        Gradients that the device will read stay in its memory until the step has read them: those of params
+        whose state is there, or goes there in the step (of the latter as many as in the step before). With
+        `free_all` they move to the host too, which frees the most memory, but the step takes longer.
+
         The call allocates the memory for state and gradients. To clip, use max_grad_norm:
         torch.nn.utils.clip_grad_norm_ finds no gradients. A warning says so unless the optimizer was made
         with max_grad_norm=, which may be None. GradScaler finds no gradients either: give the scaler that
@@ -555,7 +560,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not self._says_whether_to_clip:
             warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
         self._aside.end_all(self._state)
-        hooks = GradientHooks(self, accumulate, micro_batches, grad_scaler)
+        hooks = GradientHooks(self, accumulate, micro_batches, grad_scaler, free_all)
         refuse_replicas({param for group in self.param_groups for param in group["params"]})
         needed = "accumulate" if accumulate else "grads"
         if needed not in self._options["movable"]:

@@ -281,6 +281,21 @@ impl<'a> Optimizer<'a> {
         Ok(())
     }
 
+    /// For each param, in the order of ids, whether its gradient is better left on the device than
+    /// given to [`offload_grads`](Optimizer::offload_grads): the next step reads it there.
+    pub fn grads_to_keep(&self) -> Result<Vec<bool>> {
+        let mut keep = vec![0u8; self.slots.len()];
+        // SAFETY: the handle is alive; `keep` has room for one byte a param.
+        check(unsafe {
+            sys::offload_optimizer_grads_to_keep(
+                self.handle.0,
+                keep.as_mut_ptr(),
+                keep.len() as u32,
+            )
+        })?;
+        Ok(keep.into_iter().map(|byte| byte != 0).collect())
+    }
+
     /// How many steps a param has taken part in, for state that comes from elsewhere and was
     /// written through [`state`](Optimizer::state).
     pub fn set_step_count(&mut self, id: ParamId, count: u64) -> Result<()> {

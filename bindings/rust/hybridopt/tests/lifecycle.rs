@@ -78,6 +78,8 @@ fn the_device_fraction_changes_between_steps() -> Result<()> {
         norm = optimizer.step(&step_options())?.grad_norm;
     }
     assert_eq!(summary(&mut optimizer, weight, bias, norm)?, expected());
+    optimizer.set_device_fraction(1.0)?;
+    assert_eq!(optimizer.grads_to_keep()?, [true, true]);
     optimizer.set_device_fraction(0.0)?;
     assert_eq!(optimizer.stats()?.states_on_device_bytes, 0);
     assert!(optimizer.stats()?.states_on_host_bytes >= all_bytes);

@@ -253,6 +253,12 @@ class Optimizer(Handle):
     def reload_grads(self, **options: Any) -> int:
         return self._move("offload_optimizer_reload_grads", options)
 
+    def grads_to_keep(self, count: int) -> bytes:
+        """For each of the `count` params 1 if its gradient is better left on the device, else 0."""
+        keep = (ctypes.c_uint8 * count)()
+        call("offload_optimizer_grads_to_keep", self.value, keep, count)
+        return bytes(keep)
+
     def offload_states(self, **options: Any) -> int:
         return self._move("offload_optimizer_offload_states", options)
 
