@@ -32,15 +32,19 @@ def run(function, world, *arguments, backend="gloo"):
     went away without a word."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
-            _rank, (world, folder, backend, function, arguments), nprocs=world, start_method="forkserver"
+            _rank,
+            (world, folder, backend, dict(os.environ), function, arguments),
+            nprocs=world,
+            start_method="forkserver",
         )
         results = [os.path.join(folder, f"result{rank}") for rank in range(world)]
         return [torch.load(path) if os.path.exists(path) else None for path in results]
 
 
-def _rank(rank, world, folder, backend, function, arguments):
+def _rank(rank, world, folder, backend, environment, function, arguments):
     torch.set_num_threads(1)
     complete_fsdp2()
+    os.environ.update(environment)  # what a test has set since the process was started that is forked
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     if backend == "nccl":
         torch.cuda.set_device(rank)
