@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from .options import OffloadOptions
     from .plans import Plan, Stats, StepResult
     from .sharding import TensorShard
+    from .stash import ActivationStash
 
     __version__: str
 
 _MODULES = {
+    "ActivationStash": "stash",
     "Adagrad": "algorithms",
     "Adam": "algorithms",
     "AdamW": "algorithms",
@@ -35,6 +37,7 @@ _MODULES = {
 # Spelled out for type checkers, which export nothing else.
 __all__ = [
     "SGD",
+    "ActivationStash",
     "Adagrad",
     "Adam",
     "AdamW",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 
-def refuse_capture() -> None:
+def refuse_capture(what: str = "what the optimizer does") -> None:
     """Raises while a CUDA graph is captured. Callers ask this before anything asks the device: that
     would end the capture with an error about something else."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "what the optimizer does runs on the host and cannot be captured into a CUDA graph; call "
-            "it outside of torch.cuda.graph()"
+            f"{what} runs on the host and cannot be captured into a CUDA graph; call it outside of "
+            "torch.cuda.graph()"
         )
 
 

@@ -32,3 +32,5 @@ from .library import call as call
 from .library import library as library
 from .library import library_path as library_path
 from .library import status_name as status_name
+from .stash import Stash as Stash
+from .stash import stash_plan as stash_plan

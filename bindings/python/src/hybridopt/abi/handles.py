@@ -142,7 +142,7 @@ class Context(Handle):
         call("offload_stream_destroy", self.value, stream)
 
     def stream_synchronize(self, stream: int = 0, timeout_ns: int = -1) -> None:
-        _wait("offload_stream_synchronize", timeout_ns, self.value, stream)
+        wait_in_pieces("offload_stream_synchronize", timeout_ns, self.value, stream)
 
 
 class Optimizer(Handle):
@@ -210,7 +210,7 @@ class Optimizer(Handle):
         if ticket in self._failed:
             raise self._failed.pop(ticket)
         try:
-            _wait("offload_optimizer_wait", timeout_ns, self.value, ticket)
+            wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, ticket)
         except TimedOutError:
             raise
         except HybridoptError:
@@ -222,13 +222,13 @@ class Optimizer(Handle):
         """Waits for everything queued, as wait() does, but raises only failures of the whole optimizer. It
         leaves the failure of a save or load to wait()."""
         try:
-            _wait("offload_optimizer_wait", timeout_ns, self.value, 0)
+            wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, 0)
         except TimedOutError:
             raise
         except HybridoptError:
             pass  # a wait for its own ticket raises it again, or the second call below does
         self._hear()
-        _wait("offload_optimizer_wait", timeout_ns, self.value, 0)
+        wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, 0)
 
     def ended(self, ticket: int) -> bool:
         """Whether wait() for a save or load would return at once, or raise."""
@@ -355,7 +355,7 @@ def _finish_transfers() -> None:
                 _log.error("a save that was not waited for: %s", error)
 
 
-def _wait(name: str, timeout_ns: int, *arguments: Any) -> None:
+def wait_in_pieces(name: str, timeout_ns: int, *arguments: Any) -> None:
     if timeout_ns >= 0:
         call(name, *arguments, timeout_ns)
         return

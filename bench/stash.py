@@ -1,0 +1,312 @@
+#!/usr/bin/env python3
+"""What an activation stash saves and costs: time of a training iteration and peak memory of a GPT, without a stash,
+with one at several fractions, and beside others who put activations aside.
+
+    HYBRIDOPT_LIBRARY=build/release/libhybridopt.so PYTHONPATH=bindings/python/src \\
+        python3 bench/stash.py --json stash.json
+
+On one GPU, or with a tiny model on the CPU where there is no GPU, which shows that everything runs and measures
+neither memory nor what hides. Contenders take turns, each with a fresh model of the same params. First each of
+them trains with deterministic kernels, and losses and gradients are compared bit by bit with those of no stash.
+Then the clock runs: the time is that of some iterations with one synchronisation at their end, divided, and the
+median of several rounds. Peak memory is that of torch's allocator in these iterations. Who cannot be imported, or
+has no place here, is named with the reason and left out; any other failure ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
+
+import torch
+from iteration import SIZES, Unavailable, batches, make_model
+from torch import Tensor
+
+import hybridopt
+
+GIB = 1 << 30
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measures what an activation stash saves and costs.")
+    for name in SIZES["cpu"]:
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--tokens", type=int, help="of a micro-batch; 8192 on a GPU")
+    parser.add_argument("--iterations", type=int, default=5, help="that are timed together")
+    parser.add_argument("--rounds", type=int, default=3, help="of iterations; the median counts")
+    parser.add_argument(
+        "--fractions", type=float, nargs="*", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0],
+        help="of the activations' bytes that go, beside what the stash chooses by itself",
+    )  # fmt: skip
+    parser.add_argument("--budget", type=float, default=32.0, help="GiB of host memory of a stash, on a GPU")
+    parser.add_argument("--no-check", action="store_true", help="do not compare bits")
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--json", help="where to write all figures")
+    options = parser.parse_args()
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.world = 1
+    for name, size in SIZES[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, size)
+    if options.tokens is None:
+        options.tokens = 8192 if options.device == "cuda" else 2 * options.context
+    if options.tokens % options.context != 0:
+        parser.error(f"--tokens {options.tokens} is no multiple of --context {options.context}")
+    return options
+
+
+# ------------------------------------------------------------------------------------ contenders --
+
+
+class Contender:
+    """No stash. Others say what the forward pass is put into."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.model = make_model(options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def around_forward(self) -> Any:
+        return contextlib.nullcontext()
+
+    def backward(self, batch: Tensor) -> Tensor:
+        with self.around_forward():
+            loss = self.model(batch)
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def restart(self) -> None:
+        """Kernels are others from now on."""
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class Ours(Contender):
+    shared: hybridopt.ActivationStash | None = None  # to pin its memory takes long
+
+    def __init__(self, options: argparse.Namespace, fraction: float | None, wraps: bool = False) -> None:
+        super().__init__(options)
+        if Ours.shared is None:
+            on_cpu = options.device == "cpu"
+            sizes = {"min_bytes": 256, "slab_bytes": 4096} if on_cpu else {}
+            budget = 16 << 20 if on_cpu else int(options.budget * GIB)
+            Ours.shared = hybridopt.ActivationStash(budget, device=options.device, **sizes)
+        self.stash = Ours.shared
+        self.stash.fraction = fraction
+        self.before = self.stash.stats()
+        self.wrapping = self.stash.wrap(self.model.blocks) if wraps else None
+
+    def around_forward(self) -> Any:
+        return self.stash if self.wrapping is None else contextlib.nullcontext()
+
+    def restart(self) -> None:
+        self.stash.measure_again()
+        self.before = self.stash.stats()
+
+    def figures(self) -> dict[str, Any]:
+        stats, choice = self.stash.stats(), self.stash.choice()
+        counts = {name: getattr(stats, name) - getattr(self.before, name)
+                  for name in ("pushed_bytes", "returned_bytes", "refused_bytes", "waited_seconds")}  # fmt: skip
+        names = ("eligible_bytes", "chosen_bytes", "kept_bytes", "forward_seconds", "backward_seconds")
+        return {
+            "stats": {**dataclasses.asdict(stats), **counts},
+            "choice": None if choice is None else {name: getattr(choice, name) for name in names},
+        }
+
+    def close(self) -> None:
+        if self.wrapping is not None:
+            self.wrapping.remove()
+
+
+class SaveOnCpu(Contender):
+    def around_forward(self) -> Any:
+        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+class Torchtune(Contender):
+    def __init__(self, options: argparse.Namespace) -> None:
+        if importlib.util.find_spec("torchtune") is None:
+            raise Unavailable("torchtune is not installed")
+        if options.device != "cuda":
+            raise Unavailable("it needs a GPU")
+        super().__init__(options)
+
+    def around_forward(self) -> Any:
+        from torchtune.training import OffloadActivations
+
+        return OffloadActivations()
+
+
+def contenders(options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
+    """Everyone by name, the yardstick first."""
+    found: dict[str, Callable[[], Contender]] = {
+        "no stash": lambda: Contender(options),
+        "stash": lambda: Ours(options, None),
+        "stash, wrapped blocks": lambda: Ours(options, None, wraps=True),
+    }
+    for fraction in options.fractions:
+        found[f"stash, {fraction:.0%}"] = lambda fraction=fraction: Ours(options, fraction)
+    found["torch save_on_cpu"] = lambda: SaveOnCpu(options)
+    found["torchtune OffloadActivations"] = lambda: Torchtune(options)
+    return found
+
+
+# ------------------------------------------------------------------------------------- measuring --
+
+
+def synchronize(options: argparse.Namespace) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def digest(tensors: list[Tensor]) -> list[int]:
+    """Sums of all bits, weighted by their places."""
+    sums = []
+    for tensor in tensors:
+        integers = tensor.detach().reshape(-1).view(torch.int16).long()
+        places = torch.arange(integers.numel(), device=integers.device) % 65521 + 1
+        sums += [int(integers.sum()), int((integers * places).sum())]
+    return sums
+
+
+def bits_of(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
+    """Losses and gradients of three iterations with deterministic kernels, and the peak of the first one."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        bits: list[int] = []
+        peak_bytes = None
+        if options.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for batch in batches(options, 3):
+            loss = contender.backward(batch)
+            if options.device == "cuda" and peak_bytes is None:
+                peak_bytes = torch.cuda.max_memory_allocated()
+            gradients = [p.grad for p in contender.model.parameters() if p.grad is not None]
+            bits += digest([loss, *gradients])
+            contender.step()
+        return {"bits": bits, "gpu_first_peak_bytes": peak_bytes}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
+    everything = batches(options, options.iterations)
+    for batch in [*everything, *everything][:4]:
+        contender.backward(batch)
+        contender.step()
+    rounds = []
+    before_bytes = peak_bytes = None
+    for _ in range(options.rounds):
+        synchronize(options)
+        if options.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before_bytes = torch.cuda.memory_allocated()
+        begin = time.perf_counter()
+        for batch in everything:
+            contender.backward(batch)
+            contender.step()
+        synchronize(options)
+        rounds.append((time.perf_counter() - begin) / options.iterations)
+        if options.device == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated()
+    return {
+        "seconds": statistics.median(rounds),
+        "rounds_seconds": rounds,
+        "gpu_peak_bytes": peak_bytes,
+        "gpu_before_forward_bytes": before_bytes,
+        **contender.figures(),
+    }
+
+
+def run(make: Callable[[], Contender], options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        contender = make()
+    except Unavailable as why:
+        return {"left_out": str(why)}
+    result: dict[str, Any] = {}
+    try:
+        if not options.no_check:
+            result.update(bits_of(contender, options))
+            contender.restart()
+        result.update(measure(contender, options))
+        contender.close()
+    except torch.OutOfMemoryError as error:
+        result = {"left_out": f"the GPU is full: {str(error).splitlines()[0]}"}
+    del contender
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+# --------------------------------------------------------------------------------------- telling --
+
+
+def row(name: str, result: dict[str, Any], yardstick: dict[str, Any]) -> str:
+    seconds, first = result["seconds"], yardstick["seconds"]
+    cells = f"{name:30} {seconds:9.4f} s {100 * (seconds / first - 1):+7.2f} %"
+    if result["gpu_peak_bytes"] is not None:
+        peak, others = result["gpu_peak_bytes"], yardstick["gpu_peak_bytes"]
+        cells += f" {peak / GIB:8.2f} GiB {100 * (peak / others - 1):+7.2f} %"
+    else:
+        cells += f" {'-':>12} {'-':>9}"
+    choice, stats = result.get("choice"), result.get("stats")
+    if choice is not None and stats is not None:
+        share = choice["chosen_bytes"] / max(choice["eligible_bytes"], 1)
+        speed = f"{stats['down_bytes_per_second'] / GIB:6.1f} {stats['up_bytes_per_second'] / GIB:6.1f}"
+        cells += f" {choice['chosen_bytes'] / GIB:8.3f} GiB {100 * share:6.1f} % {speed}"
+    else:
+        cells += f" {'-':>12} {'-':>8} {'-':>6} {'-':>6}"
+    if "same_bits" in result:
+        cells += "  same" if result["same_bits"] else "  OTHER"
+    return cells
+
+
+def main() -> None:
+    options = parse()
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU, a tiny model"
+    print(f"{where}, {os.cpu_count()} CPUs, torch {torch.__version__}, {options.tokens} tokens")
+    print(
+        f"{'':30} {'iteration':>11} {'':>9} {'peak':>12} {'':>9} {'to the host':>12} {'share':>8} "
+        f"{'down, up GiB/s':>13}  bits"
+    )
+    results: dict[str, Any] = {}
+    expected = None
+    for name, make in contenders(options).items():
+        result = results[name] = run(make, options)
+        if "left_out" in result:
+            print(f"{name}: left out, {result['left_out']}", flush=True)
+            continue
+        if "bits" in result:
+            found = result.pop("bits")
+            expected = expected or found
+            result["same_bits"] = found == expected
+        print(row(name, result, next(iter(results.values()))), flush=True)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"options": vars(options), "device": where, "results": results}, file, indent=1)
+    wrong = [name for name, result in results.items() if not result.get("same_bits", True)]
+    if wrong:
+        raise SystemExit(f"FAILED: losses and gradients are not those of no stash: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,645 @@
+"""ActivationStash: what the forward pass saves for the backward pass lies on the host in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..abi.handles import Context
+from ..abi.stash import Stash
+from ..contexts import context_for
+from ..local_ranks import mask_of
+from ..options import DEFAULT_OPTIONS, NUMA_POLICIES
+from ..streams import refuse_capture
+from .blocks import Block, Transfers
+from .choice import Choice, Link, choose
+from .clock import clock_of
+from .forward_pass import ForwardPass
+from .names import ROLES, Call, Names, Roles
+from .saved import Kept, Put, Wrapped, is_param, may_go, range_of
+from .table import Table
+
+MIN_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class StashStats:
+    """What a stash has done since it was made, and what it holds.
+
+    Attributes:
+        saved, saved_bytes: tensors that autograd has saved while the stash looked on, and their bytes.
+        twice, twice_bytes: of these, tensors over memory that was put aside already.
+        pushed_bytes: copied to the host.
+        refused_bytes: that found no room within the budget and stayed on the device.
+        returned_bytes: copied back.
+        host_bytes, host_bytes_max: on the host now, and at most.
+        slabs_bytes: pinned host memory of the stash.
+        down_bytes_per_second, up_bytes_per_second: of copies to the host and back, as the device has timed
+            them; 0.0 on the CPU.
+        waited_seconds: for which the device waited for copies.
+    """
+
+    saved: int
+    saved_bytes: int
+    twice: int
+    twice_bytes: int
+    pushed_bytes: int
+    refused_bytes: int
+    returned_bytes: int
+    host_bytes: int
+    host_bytes_max: int
+    slabs_bytes: int
+    down_bytes_per_second: float
+    up_bytes_per_second: float
+    waited_seconds: float
+
+
+# So many passes are measured. The first one puts all aside, and its times are those of kernels that run for the
+# first time; the second one follows a choice already.
+MEASURED_PASSES = 2
+
+
+class Program:
+    """What runs under one key: forward passes that save the same tensors in the same order."""
+
+    def __init__(self) -> None:
+        self.choice: Choice | None = None
+        self.measuring: ForwardPass | None = None
+        self.measured = 0
+        self._last_length = -1
+
+    def note_length(self, length: int) -> None:
+        """Two passes of another length than the chosen one: the program has changed."""
+        if self.choice is not None and length not in (0, len(self.choice.goes)):
+            if length == self._last_length:
+                self.choice, self.measuring, self.measured = None, None, 0
+            self._last_length = length
+
+
+class Thread(threading.local):
+    """What each thread has entered."""
+
+    def __init__(self) -> None:
+        self.passes: list[ForwardPass | None] = []  # of with statements; None: in a backward pass
+        self.entered: list[Entered] = []
+
+
+class Entered:
+    """Hooks that are in force. `module` is None for a with statement."""
+
+    def __init__(self, module: nn.Module | None, undo: list[Any]) -> None:
+        self.module = module
+        self._undo = undo
+
+    def leave(self) -> None:
+        for each in reversed(self._undo):
+            each.__exit__(None, None, None)
+        self._undo.clear()
+
+
+class Keyed:
+    """What stash("key") gives: a forward pass of the program of that name."""
+
+    def __init__(self, stash: ActivationStash, key: str) -> None:
+        self._stash = stash
+        self._key = key
+
+    def __enter__(self) -> ActivationStash:
+        self._stash._enter(self._key)
+        return self._stash
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._stash._exit(self._key, kind is None)
+
+
+class Wrapping:
+    """What wrap() gives: remove() ends it."""
+
+    def __init__(self, undo: list[Callable[[], None]]) -> None:
+        self._undo = undo
+
+    def remove(self) -> None:
+        for each in self._undo:
+            each()
+        self._undo.clear()
+
+
+class ActivationStash:
+    """Puts activations aside: what autograd saves in the forward pass is copied to pinned host memory and comes
+    back before the backward pass needs it. Losses and gradients keep their bits.
+
+        stash = hybridopt.ActivationStash(budget=16 << 30)
+        for batch in batches:
+            with stash:
+                loss = model(batch)
+            loss.backward()
+
+    The first forward and backward passes put all aside that they can, and measure sizes, lifetimes and times.
+    Those after it put aside what lives longest, as much as the link to the host can copy while the forward pass
+    computes. What stays: params and views of them, tensors smaller than min_bytes, what was put aside already,
+    what does not fit into the budget, what is saved during a backward pass (checkpoints that compute again), and
+    what the innermost other saved_tensors_hooks take, those of torch.utils.checkpoint among them.
+
+    Args:
+        budget (int): host memory for activations, in bytes. All of it is taken and pinned by this call. What
+            finds no room stays on the device.
+        keep_last (int, default 2): so many groups at the end of a forward pass stay, because the backward pass
+            begins with them. A group is what one call of a wrapped module saves; without wrap() each tensor is
+            a group.
+        fraction (float, default None): share of the bytes that may go, 0.0 to 1.0, which goes whether it can be
+            hidden or not, except for keep_last. None: as much as the link can hide.
+        min_bytes (int, default 1 MiB): smaller tensors stay.
+        slab_bytes (int, default 4 MiB): the budget is cut into slabs, and each tensor takes whole ones; a
+            multiple of 4096.
+        window_bytes (int, default None): device memory for copies that are under way, beside what stays. A
+            smaller window saves more memory and makes the device wait more often. None: twice the largest
+            tensor that goes.
+        model (torch.nn.Module, default None): its modules' names are used in errors, in tables and by only().
+        device (torch.device or str, default None): where the activations are. None: the current GPU, or the CPU
+            where there is none. On the CPU copies are made at once, and none is hidden.
+        pin (bool, default True): host memory that the system does not pin is an error. False: it is then used
+            unpinned, which is slower.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the text says what was expected.
+        hybridopt.abi.OutOfHostMemoryError: the budget is more than the host has or pins.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        keep_last: int = 2,
+        fraction: float | None = None,
+        *,
+        min_bytes: int = MIN_BYTES,
+        slab_bytes: int = 0,
+        window_bytes: int | None = None,
+        model: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        pin: bool = True,
+    ) -> None:
+        _check_count("budget", budget, 1, "bytes of host memory, 16 << 30 say")
+        _check_count("keep_last", keep_last, 0, "groups at the end of a forward pass that stay")
+        _check_count("min_bytes", min_bytes, 1, "bytes of the smallest tensor that goes")
+        _check_count("slab_bytes", slab_bytes, 0, "a multiple of 4096, or 0 for 4 MiB")
+        if window_bytes is not None:
+            _check_count("window_bytes", window_bytes, 0, "bytes of copies under way, or None")
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"Invalid model: a {type(model).__name__}, expected a torch.nn.Module")
+        self._device = _device_of(device)
+        self._budget_bytes = budget
+        self._keep_last = keep_last
+        self._fraction = _fraction_of(fraction)
+        self._min_bytes = min_bytes
+        self._window_bytes = window_bytes
+        self._handle = Stash(
+            _context_of(self._device, pin),
+            budget_bytes=budget,
+            slab_bytes=slab_bytes,
+            min_bytes=min_bytes,
+        )
+        self._transfers = Transfers(self._handle, self._device)
+        self._clock = clock_of(self._device)
+        self._hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] = (self._pack, self._unpack)
+        self._lock = threading.RLock()
+        self._thread = Thread()
+        self._names = Names()
+        if model is not None:
+            self._names.watch(model)
+        self._module_names = {} if model is None else {m: name for name, m in model.named_modules()}
+        self._wanted: tuple[str, ...] = ()
+        self._roles = Roles(self._names.stack)
+        self._is_telling = False  # dry_run() needs roles
+        self._programs: dict[str, Program] = {}
+        self._previous: weakref.ref[ForwardPass] | None = None
+        self._wrapped: list[nn.Module] = []
+        self._first_called: nn.Module | None = None
+        self._open: ForwardPass | None = None  # of wrapped modules outside of with statements
+        self._group = 0
+        self._blocks: weakref.WeakValueDictionary[tuple, Block] = weakref.WeakValueDictionary()
+        self._saved = self._saved_bytes = self._twice = self._twice_bytes = 0
+
+    # ------------------------------------------------------------------------------ what users call --
+
+    def __enter__(self) -> ActivationStash:
+        """A forward pass begins: until the end of the with statement, what autograd saves may be put aside."""
+        self._enter("")
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._exit("", kind is None)
+
+    def __call__(self, key: str) -> Keyed:
+        """For a with statement: the same as the stash itself, for a program that saves other tensors than those
+        of other keys. Each of them is measured and chosen for by itself: the chunks of a model in an
+        interleaved pipeline, say."""
+        if not isinstance(key, str):
+            raise TypeError(f"stash() got a {type(key).__name__}, expected the name of a program as a string")
+        return Keyed(self, key)
+
+    def wrap(self, modules: nn.Module | Iterable[nn.Module]) -> Wrapping:
+        """Only what these modules save is put aside from now on, layer by layer; a with statement is not needed.
+        A forward pass begins when the module that was the first of the last pass is called again, or where a
+        with statement says so. A module whose call is inside of another one's saved_tensors_hooks (of
+        torch.utils.checkpoint, say) leaves all to these.
+
+        Args:
+            modules (torch.nn.Module, or several): the layers; of a torch.nn.ModuleList its entries. What
+                torch.compile(layer) has made counts as a layer, and so does a layer after layer.compile().
+
+        Returns:
+            Wrapping: its remove() ends this.
+        """
+        layers = _modules_of(modules)
+        for layer in layers:
+            if layer in self._wrapped:
+                raise ValueError("wrap() got a module that is wrapped already; remove() that wrapping first")
+        undo = [undo for number, layer in enumerate(layers) for undo in self._attach(layer, number)]
+        self._wrapped += layers
+        undo += [functools.partial(self._wrapped.remove, layer) for layer in layers]
+        return Wrapping(undo)
+
+    def only(self, *names: str) -> None:
+        """Only some activations may go from now on; the next forward pass is measured again. only() without
+        names ends this.
+
+        Args:
+            names (str): parts of modules' names one behind the other ("mlp", "blocks.0", "attention.*"; the model
+                was given as model=), or what saves them: "norm", "attention.core", "linear", "activation",
+                "softmax", "dropout", "loss" are the roles of functions of torch. Megatron-LM's words for
+                --offload-modules ("attn_norm", "core_attn", "mlp_norm" and so on) stand for the names that its
+                modules have.
+
+        Raises:
+            ValueError: a name that no module and no role has.
+        """
+        self._names.check(names)
+        self._wanted = names
+        self.measure_again()
+
+    @property
+    def fraction(self) -> float | None:
+        """The argument of this name. It can be assigned; the next forward pass is measured again."""
+        return self._fraction
+
+    @fraction.setter
+    def fraction(self, fraction: float | None) -> None:
+        self._fraction = _fraction_of(fraction)
+        self.measure_again()
+
+    def measure_again(self) -> None:
+        """The next forward and backward passes are measured as the first ones were: for a model, a batch size or
+        a machine that has changed. The stash does so by itself where a pass saves another number of tensors than
+        before, twice the same."""
+        with self._lock:
+            self._programs.clear()
+
+    def dry_run(self, step: Callable[[], Any]) -> Table:
+        """Runs a forward and a backward pass inside of this stash, and tells what each choice saves and costs.
+        str() of the table can be printed.
+
+        Args:
+            step: a function without arguments that does both passes, as training does them.
+        """
+        with self._lock:
+            self._programs["dry run"] = program = Program()
+        self._is_telling = True
+        try:
+            with self("dry run"):
+                step()
+        finally:
+            self._is_telling = False
+            del self._programs["dry run"]
+        if program.measuring is None or not program.measuring.was_used:
+            raise RuntimeError(
+                "dry_run() has seen no backward pass use what the forward pass saved; expected a function that "
+                "calls the model and then backward(), with tensors of at least min_bytes "
+                f"({self._min_bytes} bytes)"
+            )
+        ranges, forward_seconds = program.measuring.measured()
+        return Table.of(ranges, forward_seconds, self._link(), self._budget_bytes, self._keep_last)
+
+    def choice(self, key: str = "") -> Choice | None:
+        """What goes to the host in each forward pass; None until a pass has been measured."""
+        with self._lock:
+            program = self._programs.get(key)
+            if program is None:
+                return None
+            self._settle(program)
+            return program.choice
+
+    def stats(self) -> StashStats:
+        self._transfers.end_abandoned()
+        stats = self._handle.stats()
+        link = _link_of(stats)
+        return StashStats(
+            saved=self._saved,
+            saved_bytes=self._saved_bytes,
+            twice=self._twice,
+            twice_bytes=self._twice_bytes,
+            pushed_bytes=stats.pushed_bytes,
+            refused_bytes=stats.refused_bytes,
+            returned_bytes=stats.prefetched_bytes,
+            host_bytes=stats.held_bytes,
+            host_bytes_max=stats.used_bytes_max,
+            slabs_bytes=stats.slabs_bytes,
+            down_bytes_per_second=0.0 if link is None else link.down,
+            up_bytes_per_second=0.0 if link is None else link.up,
+            waited_seconds=stats.release_wait_seconds + stats.pop_wait_seconds,
+        )
+
+    def close(self) -> None:
+        """Gives the host memory back. Backward passes that need what is in it raise from now on. Modules that
+        were wrapped are called as before; remove() their wrapping."""
+        self._handle.close()
+        self._transfers.end_abandoned()
+        self._names.remove()
+
+    # ----------------------------------------------------------------------------- forward passes --
+
+    def _enter(self, key: str) -> None:
+        refuse_capture("an activation stash")
+        thread = self._thread
+        if _is_in_backward():
+            thread.passes.append(None)
+            return
+        with self._lock:
+            outer = thread.passes[-1] if thread.passes else None
+            thread.passes.append(self._begin(key) if outer is None else outer)
+        if outer is None and not self._wrapped:
+            thread.entered.append(self._install(None))
+
+    def _exit(self, key: str, is_whole: bool) -> None:
+        thread = self._thread
+        this = thread.passes.pop()
+        if this is None or (thread.passes and thread.passes[-1] is this):
+            return
+        if thread.entered and thread.entered[-1].module is None:
+            thread.entered.pop().leave()
+        with self._lock:
+            self._end(this, key, is_whole)
+
+    def _begin(self, key: str) -> ForwardPass:
+        program = self._programs.setdefault(key, Program())
+        self._settle(program)
+        previous = None if self._previous is None else self._previous()
+        if previous is not None:
+            previous.release_all()
+        self._transfers.end_abandoned()
+        is_measured = program.measured < MEASURED_PASSES and program.measuring is None
+        clock = self._clock if is_measured else None
+        begun = ForwardPass(self._transfers, program.choice, clock, self._window_bytes)
+        if is_measured:
+            program.measuring = begun
+        self._previous = weakref.ref(begun)
+        return begun
+
+    def _end(self, this: ForwardPass, key: str, is_whole: bool) -> None:
+        this.end_forward()
+        program = self._programs.get(key)
+        if program is not None:
+            if is_whole:
+                program.note_length(len(this))
+            elif program.measuring is this:
+                program.measuring = None
+
+    def _settle(self, program: Program) -> None:
+        """Chooses, once the measured pass has been used."""
+        measuring = program.measuring
+        if measuring is None or measuring.is_open:
+            return
+        if not measuring.is_over and not measuring.was_used_whole:
+            return
+        program.measuring = None
+        if not measuring.was_used:
+            return  # nobody wanted gradients
+        ranges, forward_seconds = measuring.measured()
+        program.measured += 1
+        program.choice = choose(
+            ranges,
+            forward_seconds,
+            self._link(),
+            budget_bytes=self._budget_bytes,
+            keep_last=self._keep_last,
+            fraction=self._fraction,
+        )
+
+    def _link(self) -> Link:
+        """As the device has timed it; on the CPU as the host has."""
+        return _link_of(self._handle.stats()) or self._transfers.link()
+
+    # ---------------------------------------------------------------------------- wrapped modules --
+
+    def _attach(self, layer: nn.Module, number: int) -> Iterator[Callable[[], None]]:
+        name = self._module_names.get(layer) or f"layer {number}"
+        referred = weakref.ref(self)
+        its = weakref.ref(layer)
+
+        @torch._disable_dynamo
+        def before(*_: Any) -> None:
+            stash, module = referred(), its()
+            if stash is not None and module is not None and not stash._handle.closed:
+                stash._enter_layer(module, name)
+
+        @torch._disable_dynamo
+        def after(*_: Any) -> None:
+            stash, module = referred(), its()
+            if stash is not None and module is not None:
+                stash._leave_layer(module, name)
+
+        compiled = layer._compiled_call_impl
+        if compiled is None:
+            yield layer.register_forward_pre_hook(Call(before), prepend=True).remove
+            yield layer.register_forward_hook(Call(after), always_call=True).remove
+            return
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before()
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                after()
+
+        layer._compiled_call_impl = call
+        yield functools.partial(setattr, layer, "_compiled_call_impl", compiled)
+
+    def _enter_layer(self, layer: nn.Module, name: str) -> None:
+        thread = self._thread
+        while any(each.module is layer for each in thread.entered):
+            thread.entered.pop().leave()  # Ctrl-C has ended its last call without a word
+        if _is_in_backward() or not torch.is_grad_enabled() or self._has_other_hooks():
+            return
+        refuse_capture("an activation stash")
+        if not thread.entered:
+            with self._lock:
+                self._group += 1
+                self._continue_pass(layer)
+        self._names.stack.modules.append(name)
+        thread.entered.append(self._install(layer))
+
+    def _leave_layer(self, layer: nn.Module, name: str) -> None:
+        thread = self._thread
+        if thread.entered and thread.entered[-1].module is layer:
+            thread.entered.pop().leave()
+            if self._names.stack.modules and self._names.stack.modules[-1] == name:
+                self._names.stack.modules.pop()
+
+    def _continue_pass(self, layer: nn.Module) -> None:
+        """Outside of with statements, forward passes begin with the same layer."""
+        if self._thread.passes:
+            return
+        is_first = layer is self._first_called
+        if self._open is None or is_first or self._open.was_used:
+            if self._open is not None:
+                self._end(self._open, "", True)
+            self._first_called = layer
+            self._open = self._begin("")
+
+    def _has_other_hooks(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] != self._hooks[0]
+
+    def _install(self, module: nn.Module | None) -> Entered:
+        undo: list[Any] = [saved_tensors_hooks(*self._hooks)]
+        if self._is_telling or any(name in ROLES for name in self._wanted):
+            undo.append(self._roles)
+        for each in undo:
+            each.__enter__()
+        return Entered(module, undo)
+
+    # ------------------------------------------------------------------------------ what hooks do --
+
+    def _pack(self, tensor: Tensor) -> Any:
+        with self._lock:
+            return self._save(tensor)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        with self._lock:
+            return self._restore(saved)
+
+    def _save(self, tensor: Tensor) -> Any:
+        kind = type(tensor)
+        if kind is not Tensor and kind is not nn.Parameter:
+            if not is_traceable_wrapper_subclass(tensor) or is_param(tensor):
+                return Kept(tensor, self._names.module)
+            wait = getattr(tensor, "trigger_wait", None)  # what a collective will give
+            if wait is not None:
+                return self._save(wait())
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self._save_part(getattr(tensor, name)) for name in names}
+            return Wrapped(tensor, parts, context, self._names.module)
+        this = self._pass_now()
+        if this is None or not may_go(tensor, self._device, self._min_bytes):
+            return Kept(tensor, self._names.module)
+        refuse_capture("an activation stash")
+        return self._put(tensor, this)
+
+    def _save_part(self, part: Any) -> Any:
+        return self._save(part) if isinstance(part, Tensor) else part  # a DeviceMesh, say
+
+    def _pass_now(self) -> ForwardPass | None:
+        if _is_in_backward():
+            return None
+        return self._thread.passes[-1] if self._thread.passes else self._open
+
+    def _put(self, tensor: Tensor, this: ForwardPass) -> Any:
+        module = self._names.module
+        if self._wanted and not self._names.is_one_of(self._wanted):
+            return Kept(tensor, module)
+        found = range_of(tensor)
+        if found is None:
+            return Kept(tensor, module)
+        address, size = found
+        storage = tensor.untyped_storage()
+        self._saved += 1
+        self._saved_bytes += size
+        # The same memory with the same content. As long as the block lives no other storage has this name.
+        key = (storage._cdata, address, size, tensor._version)
+        block = self._blocks.get(key)
+        if block is None or block.origin.expired():
+            block = Block(storage, address, size)
+            self._blocks[key] = block
+            group = self._group if self._wrapped else len(this)
+            this.save(block, module, self._names.stack.role, group)
+        else:
+            self._twice += 1
+            self._twice_bytes += size
+        return Put(tensor, block, tensor.data_ptr(), module)
+
+    def _restore(self, saved: Any) -> Any:
+        if isinstance(saved, Wrapped):
+            return saved.restore({name: self._restore(part) for name, part in saved.parts.items()})
+        if not isinstance(saved, (Kept, Put)):
+            return saved
+        saved.guard.check()
+        if isinstance(saved, Put):
+            saved.block.forward_pass.use(saved.block)
+        return saved.restore()
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _link_of(stats: Any) -> Link | None:
+    if stats.down_seconds <= 0.0 or stats.up_seconds <= 0.0:
+        return None
+    return Link(stats.down_timed_bytes / stats.down_seconds, stats.up_timed_bytes / stats.up_seconds)
+
+
+def _modules_of(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+        return [modules]
+    found = list(dict.fromkeys(modules))
+    for each in found:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"wrap() got a {type(each).__name__}, expected torch.nn.Module or several of them")
+    return found
+
+
+def _device_of(device: torch.device | str | None) -> torch.device:
+    found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _context_of(device: torch.device, pin: bool) -> Context:
+    """The one that optimizers with default options on this device have, too."""
+    return context_for(
+        device,
+        None,
+        None,
+        mask_of(None),
+        threads=DEFAULT_OPTIONS["threads"],
+        numa_policy=NUMA_POLICIES[DEFAULT_OPTIONS["numa_policy"]],
+        allow_pageable=int(not pin),
+    )
+
+
+def _fraction_of(fraction: Any) -> float | None:
+    if fraction is None:
+        return None
+    if isinstance(fraction, (int, float)) and 0.0 <= float(fraction) <= 1.0:
+        return float(fraction)
+    raise ValueError(
+        f"Invalid fraction: {fraction!r}, expected a share of the activations' bytes from 0.0 to 1.0, or None for as "
+        "much as the link can hide"
+    )
+
+
+def _check_count(name: str, value: Any, least: int, meaning: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"Invalid {name}: {value!r}, expected an int: {meaning}")
+    if value < least:
+        raise ValueError(f"Invalid {name}: {value!r}, expected at least {least}: {meaning}")

@@ -1,0 +1,213 @@
+"""Ranges of device memory that go to the host and come back. A range goes once, however many tensors over
+it were saved."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..abi.errors import HybridoptError, InvalidStateError
+from ..streams import current_stream
+from .choice import Link
+
+# A range comes back to an address with the same remainder: the order in which some kernels add depends on
+# how their data is aligned.
+ALIGNMENT = 64
+
+
+class Handle(Protocol):
+    """What the copies are queued with: abi.stash.Stash."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def push(self, data: int, bytes: int, stream: int = 0, lane: int = 0) -> int: ...
+
+    def release(self, ticket: int, stream: int = 0) -> None: ...
+
+    def prefetch(self, ticket: int, destination: int, bytes: int, stream: int = 0) -> None: ...
+
+    def pop(self, ticket: int, stream: int = 0, flags: int = 0) -> None: ...
+
+    def drop(self, ticket: int, stream: int = 0) -> None: ...
+
+
+class Counter:
+    """Bytes that a forward pass has on the device. Blocks may die at any moment, in any thread and in the
+    middle of a statement of this class: what they give back is noted and subtracted later."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._freed: deque[int] = deque()
+
+    def add(self, size_bytes: int) -> None:
+        self._bytes += size_bytes
+
+    def free(self, size_bytes: int) -> None:
+        self._freed.append(size_bytes)
+
+    def bytes(self) -> int:
+        while self._freed:
+            self._bytes -= self._freed.popleft()
+        return self._bytes
+
+
+class Block:
+    """One range, held by the tensors that were saved over it.
+
+        storage  ticket  buffer
+        yes      0       None    it stays on the device
+        yes      yes     None    it is copied to the host, or has been: its memory may not be used yet
+        None     yes     None    it is on the host
+        None     yes     yes     it is copied into the buffer
+        None     0       yes     it is back
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "buffer",
+        "bytes",
+        "counter",
+        "forward_pass",
+        "origin",
+        "padding",
+        "place",
+        "storage",
+        "stream",
+        "ticket",
+        "transfers",
+        "was_used",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, address: int, size_bytes: int) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.address = address
+        self.bytes = size_bytes
+        self.origin = StorageWeakRef(storage)  # whether somebody has the memory that it was saved from
+        self.padding = address % ALIGNMENT
+        self.buffer: Tensor | None = None
+        self.ticket = 0
+        self.stream = 0
+        self.transfers: Transfers | None = None
+        self.counter: Counter | None = None
+        self.forward_pass: Any = None  # which knows what comes back next
+        self.place = -1  # in the order of the pass
+        self.was_used = False
+
+    def __del__(self) -> None:
+        if self.counter is not None and (self.storage is not None or self.buffer is not None):
+            self.counter.free(self.bytes)
+        if self.ticket and self.transfers is not None:
+            self.transfers.abandon(self.ticket, self.stream, (self.storage, self.buffer))
+
+    def memory(self) -> tuple[torch.UntypedStorage, int]:
+        """A storage, and at which byte of it the block's address is now."""
+        if self.storage is not None:
+            return self.storage, self.address - self.storage.data_ptr()
+        assert self.buffer is not None
+        return self.buffer.untyped_storage(), self.padding
+
+
+class Transfers:
+    """Queues copies of blocks, and keeps memory alive that copies still read or write. Never by
+    record_stream: which stream waits for which copy is said to the library."""
+
+    def __init__(self, handle: Handle, device: torch.device) -> None:
+        self.handle = handle
+        self._device = device
+        self._pushed_bytes = 0
+        self._seconds = 0.0
+        self._abandoned: deque[tuple[int, int, Any]] = deque()
+        self._ending = threading.Lock()
+
+    def push(self, block: Block) -> bool:
+        """Queues the copy to the host, unless the stash has no room."""
+        stream = current_stream(self._device)
+        begin = time.perf_counter()
+        block.ticket = self.handle.push(block.address, block.bytes, stream)
+        if block.ticket:
+            self._pushed_bytes += block.bytes
+            self._seconds += time.perf_counter() - begin
+        block.stream = stream
+        block.transfers = self
+        return block.ticket != 0
+
+    def link(self) -> Link:
+        """On the CPU, where a push is the copy itself. Elsewhere the device times copies."""
+        is_timed = self._device.type == "cpu" and self._seconds > 0.0
+        speed = self._pushed_bytes / self._seconds if is_timed else 1.0
+        return Link(speed, speed)
+
+    def release(self, block: Block) -> None:
+        """Lets the memory of a block go: its stream may use it again when the copy has ended."""
+        self.handle.release(block.ticket, block.stream)
+        block.storage = None
+
+    def prefetch(self, block: Block) -> None:
+        """Queues the copy back, into new memory of the stream that the block was used on."""
+        with self._on(block.stream):
+            size = block.padding + block.bytes
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        address = buffer.data_ptr() + block.padding
+        self.handle.prefetch(block.ticket, address, block.bytes, block.stream)
+        block.buffer = buffer
+
+    def bring_back(self, block: Block) -> None:
+        """The current stream may use the block."""
+        if block.buffer is None:
+            self.prefetch(block)
+        self.handle.pop(block.ticket, block.stream)
+        block.ticket = 0
+        self.follow(block)
+
+    def follow(self, block: Block) -> None:
+        """If the current stream is another one than that of a block which is back, copies the block:
+        memory belongs to the stream that it was taken on, which would use it again too early."""
+        stream = current_stream(self._device)
+        if stream == block.stream or block.buffer is None:
+            return
+        mine, its = self._stream(stream), self._stream(block.stream)
+        mine.wait_stream(its)
+        buffer = block.buffer.clone()
+        its.wait_stream(mine)
+        block.buffer, block.stream = buffer, stream
+
+    def _stream(self, stream: int) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(stream, self._device)
+
+    def _on(self, stream: int) -> AbstractContextManager[Any]:
+        if stream == current_stream(self._device):
+            return nullcontext()
+        return torch.cuda.stream(self._stream(stream))
+
+    def abandon(self, ticket: int, stream: int, memory: Any) -> None:
+        """Ends a ticket that nobody needs. `memory` is let go when its stream waits for the copies."""
+        self._abandoned.append((ticket, stream, memory))
+        self.end_abandoned()
+
+    def end_abandoned(self) -> None:
+        """A block may die inside of this very function, by the collection of garbage: whoever has the lock
+        ends the block too."""
+        while self._abandoned and self._ending.acquire(blocking=False):
+            try:
+                while self._abandoned and not self.handle.closed:
+                    ticket, stream, _ = self._abandoned[0]
+                    try:
+                        self.handle.drop(ticket, stream)
+                    except InvalidStateError:
+                        return  # the stream captures a graph: later
+                    except HybridoptError:
+                        pass  # the stash is poisoned: its next call says why
+                    self._abandoned.popleft()
+                if self.handle.closed:
+                    self._abandoned.clear()
+            finally:
+                self._ending.release()

@@ -1,0 +1,176 @@
+"""Which tensors go to the host: pure numbers of one measured pass."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+@dataclasses.dataclass
+class Measured:
+    """A range of memory that may go, as a forward and a backward pass have shown it."""
+
+    bytes: int
+    name: str  # of the module that saved it
+    role: str  # of the function of torch that saved it
+    group: int  # the call of a wrapped module; without wrapped modules each range is a group
+    saved: float  # seconds that the device had computed when it was saved, waits for copies left out
+    used: float | None  # the same when the backward pass first used it; None: it did not
+    is_held: bool  # somebody else held the memory in between, so that to put it aside frees nothing
+
+    @property
+    def lifetime(self) -> float:
+        return -math.inf if self.used is None else self.used - self.saved
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """How many bytes the link copies in a second, in each direction."""
+
+    down: float
+    up: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What goes to the host in each forward pass that saves the same tensors.
+
+    Attributes:
+        goes: by the order of saving, whether a range goes.
+        order: the places in `goes` of those that go, in the order in which the backward pass uses them.
+        begin: for each of `order`, how many ranges the backward pass has used when its copy back should
+            begin, so that it has ended in time.
+        held: the places of those that somebody else held.
+        eligible_bytes, chosen_bytes, kept_bytes: of all ranges, of those that go, and of the others.
+        largest_bytes: the largest one that goes.
+        forward_seconds, backward_seconds: that the device computes.
+        link: bytes a second in each direction.
+    """
+
+    goes: tuple[bool, ...]
+    order: tuple[int, ...]
+    begin: tuple[int, ...]
+    held: frozenset[int]
+    eligible_bytes: int
+    chosen_bytes: int
+    kept_bytes: int
+    largest_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    link: Link
+
+
+def candidates(ranges: Sequence[Measured], keep_last: int) -> list[int]:
+    """The places of those that may go, longest lifetime first."""
+    groups = sorted({each.group for each in ranges})
+    last = set(groups[max(len(groups) - keep_last, 0) :])
+    places = (
+        place
+        for place, each in enumerate(ranges)
+        if each.used is not None and not each.is_held and each.group not in last
+    )
+    return sorted(places, key=lambda place: -ranges[place].lifetime)
+
+
+class Hidden:
+    """Which copies the link can do beside what the device computes: down before the forward pass ends,
+    up after that, each before it is used."""
+
+    def __init__(self, ranges: Sequence[Measured], forward_seconds: float, link: Link) -> None:
+        self._link = link
+        used = [math.inf if each.used is None else each.used for each in ranges]
+        by_use = sorted(range(len(ranges)), key=used.__getitem__)
+        self._turn = {place: turn for turn, place in enumerate(by_use)}
+        # What the link could still copy of the ranges from each one on, in seconds.
+        self._down = forward_seconds - _numbers([each.saved for each in ranges])
+        # When each use comes, and until then how long the link works for it and for those before it.
+        self._uses = _numbers([used[place] - forward_seconds for place in by_use])
+        self._busy = torch.zeros_like(self._uses)
+        self._goes = torch.zeros_like(self._uses, dtype=torch.bool)
+
+    def take(self, place: int, size_bytes: int) -> bool:
+        """Takes a range whose two copies can be hidden beside those of the ranges taken before."""
+        down, up = size_bytes / self._link.down, size_bytes / self._link.up
+        turn = self._turn[place]
+        if bool(self._down[: place + 1].min() < down):
+            return False
+        later = self._goes[turn:].clone()
+        later[0] = True
+        if bool((self._uses[turn:] - self._busy[turn:])[later].min() < up):
+            return False
+        self._down[: place + 1] -= down
+        self._busy[turn:] += up
+        self._goes[turn] = True
+        return True
+
+
+def _numbers(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def choose(
+    ranges: Sequence[Measured],
+    forward_seconds: float,
+    link: Link,
+    *,
+    budget_bytes: int,
+    keep_last: int,
+    fraction: float | None,
+) -> Choice:
+    """Those that live longest go first: until the link can hide no more, or, if there is a fraction,
+    until that share of all bytes goes."""
+    eligible_bytes = sum(each.bytes for each in ranges)
+    limit_bytes = budget_bytes
+    if fraction is not None:
+        limit_bytes = min(limit_bytes, round(fraction * eligible_bytes))
+    hidden = Hidden(ranges, forward_seconds, link)
+    goes = [False] * len(ranges)
+    chosen_bytes = 0
+    for place in candidates(ranges, keep_last):
+        size = ranges[place].bytes
+        if chosen_bytes + size > limit_bytes:
+            continue
+        if fraction is None and not hidden.take(place, size):
+            continue
+        goes[place] = True
+        chosen_bytes += size
+    order, begin = schedule(ranges, goes, link)
+    return Choice(
+        goes=tuple(goes),
+        order=order,
+        begin=begin,
+        held=frozenset(place for place, each in enumerate(ranges) if each.is_held),
+        eligible_bytes=eligible_bytes,
+        chosen_bytes=chosen_bytes,
+        kept_bytes=eligible_bytes - chosen_bytes,
+        largest_bytes=max((ranges[place].bytes for place in order), default=0),
+        forward_seconds=forward_seconds,
+        backward_seconds=max((each.used or 0.0 for each in ranges), default=0.0) - forward_seconds,
+        link=link,
+    )
+
+
+# Copies back begin so much earlier than they need to: nothing is lost if one takes longer.
+MARGIN = 1.25
+
+
+def schedule(
+    ranges: Sequence[Measured], goes: Sequence[bool], link: Link
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """In which order ranges come back, and after how many uses the copy of each begins: as late as
+    possible, because until then others have the memory."""
+    uses = sorted((each.used, place) for place, each in enumerate(ranges) if each.used is not None)
+    times = [time for time, _ in uses]
+    order, begin = [], []
+    latest = math.inf
+    for time, place in reversed(uses):
+        if not goes[place]:
+            continue
+        latest = min(latest, time) - MARGIN * ranges[place].bytes / link.up
+        order.append(place)
+        begin.append(max(bisect.bisect_right(times, latest) - 1, 0))
+    return tuple(reversed(order)), tuple(reversed(begin))

@@ -1,0 +1,46 @@
+"""When something happens on the device that computes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    def now(self) -> Any:
+        """A point in the work of the current stream."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one point to another; waits until both have passed."""
+
+
+class HostClock:
+    """On the CPU work is done when it has been called."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class DeviceClock:
+    """The host queues work long before a GPU does it: events tell when that was."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    return DeviceClock(device) if device.type == "cuda" else HostClock()

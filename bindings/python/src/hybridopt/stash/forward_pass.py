@@ -1,0 +1,188 @@
+"""One forward pass and the backward pass over it: which ranges go, when their memory is let go, and when they
+come back."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from .blocks import Block, Counter, Transfers
+from .choice import Choice, Measured
+from .clock import Clock
+
+
+class Record:
+    """What a measured pass knows of a range: when its save and its first use began and ended, as points of the
+    clock. In between streams may have waited for copies."""
+
+    def __init__(self, block: Block, name: str, role: str, group: int) -> None:
+        self.bytes = block.bytes
+        self.name = name
+        self.role = role
+        self.group = group
+        self.saved: tuple[Any, Any] | None = None
+        self.used: tuple[Any, Any] | None = None
+        self.is_held = False
+
+
+class ForwardPass:
+    """With a choice, the pass has no more on the device than what the choice keeps and a window. Without one, it
+    has no more than a window, so that a model that does not fit without a stash can be measured."""
+
+    def __init__(
+        self, transfers: Transfers, choice: Choice | None, clock: Clock | None, window_bytes: int | None
+    ) -> None:
+        self._transfers = transfers
+        self._choice = choice
+        self._clock = clock  # None: this pass is not measured
+        self._window_bytes = window_bytes
+        self._blocks: list[weakref.ref[Block]] = []
+        self._leaving: deque[weakref.ref[Block]] = deque()
+        self._on_device = Counter()
+        self._kept_bytes = 0
+        self._largest_bytes = 0 if choice is None else choice.largest_bytes
+        self._uses = 0
+        self._next: int | None = None  # the turn, in the order of coming back, of the next one
+        self.records: list[Record] = []
+        self.forward_end: Any = None
+        self.is_open = True
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def was_used(self) -> bool:
+        return self._uses > 0
+
+    @property
+    def was_used_whole(self) -> bool:
+        return self._uses == len(self._blocks)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody can use what was saved any more."""
+        return all(block() is None for block in self._blocks)
+
+    # -------------------------------------------------------------------------------- forward --
+
+    def save(self, block: Block, name: str, role: str, group: int) -> None:
+        place = len(self._blocks)
+        begin = None if self._clock is None else self._clock.now()
+        block.forward_pass, block.place, block.counter = self, place, self._on_device
+        self._blocks.append(weakref.ref(block))
+        self._on_device.add(block.bytes)
+        choice = self._choice
+        goes = choice is None or place >= len(choice.goes) or choice.goes[place]
+        if self._clock is not None:
+            self.records.append(Record(block, name, role, group))
+        if goes and self._transfers.push(block):
+            self._largest_bytes = max(self._largest_bytes, block.bytes)
+            self._leaving.append(weakref.ref(block))
+        else:
+            self._kept_bytes += block.bytes
+        self._release(self._limit_bytes())
+        if self._clock is not None:
+            self.records[place].saved = begin, self._clock.now()
+
+    def end_forward(self) -> None:
+        self.is_open = False
+        self._release(self._limit_bytes())
+        if self._clock is not None and self.forward_end is None:
+            self.forward_end = self._clock.now()
+
+    def release_all(self) -> None:
+        """Lets all memory go that copies still read: the next forward pass needs it."""
+        self._release(-1)
+
+    def _limit_bytes(self) -> int:
+        window = 2 * self._largest_bytes if self._window_bytes is None else self._window_bytes
+        planned = 0 if self._choice is None else self._choice.kept_bytes
+        return max(planned, self._kept_bytes) + window
+
+    def _release(self, limit_bytes: int) -> None:
+        while self._leaving and self._on_device.bytes() > limit_bytes:
+            block = self._leaving.popleft()()
+            if block is not None and block.storage is not None and not block.was_used:
+                self._transfers.release(block)
+                self._on_device.free(block.bytes)
+
+    # ------------------------------------------------------------------------------- backward --
+
+    def use(self, block: Block) -> None:
+        """Makes a block usable on the current stream, and brings back what comes next."""
+        if block.was_used:
+            self._transfers.follow(block)
+            return
+        block.was_used = True
+        self.is_open = False
+        begin = None if self._clock is None else self._clock.now()
+        if self.forward_end is None:
+            self.forward_end = begin
+        if block.storage is None:
+            if block.buffer is None:
+                self._on_device.add(block.bytes)
+            self._transfers.bring_back(block)
+        self._uses += 1
+        if self._clock is not None:
+            record = self.records[block.place]
+            record.is_held = block.storage is None and not block.origin.expired()
+            record.used = begin, self._clock.now()
+        self._bring_next(block.place)
+
+    def _bring_next(self, place: int) -> None:
+        order = () if self._choice is None else self._choice.order
+        planned = self._choice is not None and len(self._blocks) == len(self._choice.goes)
+        if self._next is None:
+            self._next = 0 if planned else place
+        while True:
+            if planned:
+                if self._next >= len(order):
+                    return
+                assert self._choice is not None
+                if self._uses < self._choice.begin[self._next]:
+                    return
+                block = self._blocks[order[self._next]]()
+            else:
+                if self._next < 0:
+                    return
+                block = self._blocks[self._next]()
+            if block is not None and block.storage is None and block.buffer is None:
+                if self._on_device.bytes() + block.bytes > self._limit_bytes():
+                    return
+                try:
+                    self._transfers.prefetch(block)
+                except torch.OutOfMemoryError:
+                    return  # it comes back when it is used
+                self._on_device.add(block.bytes)
+            self._next += 1 if planned else -1
+
+    # ------------------------------------------------------------------------------ measuring --
+
+    def measured(self) -> tuple[list[Measured], float]:
+        """All ranges, and the seconds of the forward pass. Waits that copies caused are left out. What stays here
+        shows nothing of who holds it: an earlier measurement has."""
+        held = () if self._choice is None else self._choice.held
+        clock, records = self._clock, self.records
+        assert clock is not None and records and records[0].saved is not None
+        points = [record.saved for record in records if record.saved is not None]
+        begin = points[0][0]
+        waited = 0.0
+        saved = []
+        for before, after in points:
+            saved.append(clock.seconds(begin, before) - waited)
+            waited += clock.seconds(before, after)
+        forward_seconds = clock.seconds(begin, self.forward_end) - waited
+        used: dict[int, float] = {}
+        uses = [(clock.seconds(begin, r.used[0]), place) for place, r in enumerate(records) if r.used]
+        for seconds, place in sorted(uses):
+            used[place] = seconds - waited
+            before, after = records[place].used or (None, None)
+            waited += clock.seconds(before, after)
+        ranges = [
+            Measured(r.bytes, r.name, r.role, r.group, saved[place], used.get(place), r.is_held or place in held)
+            for place, r in enumerate(records)
+        ]
+        return ranges, forward_seconds

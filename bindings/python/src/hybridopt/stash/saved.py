@@ -1,0 +1,159 @@
+"""What autograd keeps instead of a tensor, from which the tensor comes back as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..strides import is_dense
+from .blocks import Block
+
+_empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _without_elements(dtype: torch.dtype, device: torch.device) -> Tensor:
+    found = _empty.get((dtype, device))
+    if found is None:
+        found = _empty[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+    return found
+
+
+class Guard:
+    """Tells whether a tensor has been changed in place since it was saved, also when its memory has been let
+    go. (torch does not look at tensors that hooks have saved.)"""
+
+    __slots__ = ("_counter", "_kind", "_maker", "_module", "_version")
+
+    def __init__(self, tensor: Tensor, module: str, counter: Tensor) -> None:
+        self._module = module
+        self._maker = "" if tensor.grad_fn is None else tensor.grad_fn.name()
+        self._kind = tensor.dtype, tensor.shape
+        self._counter = counter  # shares the tensor's version
+        self._version = tensor._version
+
+    def check(self) -> None:
+        version = self._counter._version
+        if version != self._version:
+            raise RuntimeError(
+                f"{self._name()} was changed in place after it was saved for the backward pass: it is at version "
+                f"{version}, expected version {self._version}; change a clone() of it instead"
+            )
+
+    def _name(self) -> str:
+        dtype, shape = self._kind
+        kind = str(dtype).removeprefix("torch.")
+        maker = f" made by {self._maker}" if self._maker else ""
+        module = f" that module {self._module!r} saved" if self._module else ""
+        return f"the {kind} tensor of shape {tuple(shape)}{maker}{module}"
+
+
+class Kept:
+    """A tensor that stays."""
+
+    __slots__ = ("guard", "tensor")
+
+    def __init__(self, tensor: Tensor, module: str) -> None:
+        # A saved result refers to the node that saves it: to hold it would be a circle.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.guard = Guard(tensor, module, self.tensor)
+
+    def restore(self) -> Tensor:
+        self.guard.check()
+        return self.tensor
+
+
+class Put:
+    """A tensor over a block."""
+
+    __slots__ = ("block", "dtype", "guard", "offset_bytes", "shape", "stride")
+
+    def __init__(self, tensor: Tensor, block: Block, address: int, module: str) -> None:
+        self.block = block
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset_bytes = address - block.address
+        counter = tensor.detach()
+        counter.data = _without_elements(tensor.dtype, tensor.device)
+        self.guard = Guard(tensor, module, counter)
+
+    def restore(self) -> Tensor:
+        """Once the block is on the device."""
+        storage, begin = self.block.memory()
+        offset = (begin + self.offset_bytes) // self.dtype.itemsize
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, offset, self.shape, self.stride)
+
+
+class Wrapped:
+    """A tensor made of others (a DTensor, say), each of which was saved by itself."""
+
+    __slots__ = ("context", "guard", "parts", "shape", "stride", "type")
+
+    def __init__(self, tensor: Any, parts: dict[str, Any], context: Any, module: str) -> None:
+        self.type = type(tensor)
+        self.parts = parts
+        self.context = context
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        counter = tensor.detach()
+        for name, part in parts.items():
+            if isinstance(part, (Kept, Put, Wrapped)):
+                setattr(counter, name, None)  # the counter holds no memory
+        self.guard = Guard(tensor, module, counter)
+
+    def restore(self, parts: dict[str, Any]) -> Tensor:
+        self.guard.check()
+        return self.type.__tensor_unflatten__(parts, self.context, self.shape, self.stride)
+
+
+# ------------------------------------------------------------------------------- what may go --
+
+
+def is_param(tensor: Tensor) -> bool:
+    """Whether a tensor is a param or a view of one, or something else that the caller holds and wants a
+    gradient of."""
+    return any(
+        each is not None
+        and (isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad))
+        for each in (tensor, tensor._base)
+    )
+
+
+def may_go(tensor: Tensor, device: torch.device, min_bytes: int) -> bool:
+    return (
+        tensor.device == device
+        and tensor.layout == torch.strided
+        and tensor.numel() * tensor.element_size() >= min_bytes
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not torch._is_functional_tensor(tensor)
+        and not is_param(tensor)
+    )
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of its elements, and how many bytes there are from it to the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+# A view with holes goes with what lies between its elements, if that is no more than so many times as much.
+HOLES = 4
+
+
+def range_of(tensor: Tensor) -> tuple[int, int] | None:
+    """The range that goes for a tensor: its span, or that of the whole tensor it is a view of, so that views
+    between each other's elements (queries, keys and values in one matrix) go together, once. None: there are
+    too many holes."""
+    begin, size = span_of(tensor)
+    dense = tensor.numel() * tensor.element_size()
+    if size <= dense:
+        return begin, size
+    base = tensor._base
+    if base is not None and base.layout == torch.strided and is_dense(base):
+        base_begin, base_size = span_of(base)
+        inside = base_begin <= begin and begin + size <= base_begin + base_size
+        if inside and base_size <= HOLES * dense:
+            return base_begin, base_size
+    return (begin, size) if size <= HOLES * dense else None

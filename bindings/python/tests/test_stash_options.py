@@ -1,0 +1,324 @@
+"""What goes to the host: the choice, which is numbers alone; names and roles; tables; bad input."""
+
+import functools
+import os
+import pathlib
+import re
+
+import pytest
+import torch
+from models import Block
+from torch import nn
+from torch.nn import functional
+
+import hybridopt
+from hybridopt import abi
+from hybridopt.stash.choice import Link, Measured, choose, schedule
+from hybridopt.stash.names import matches
+
+MIB = 1 << 20
+LINK = Link(down=100.0 * MIB, up=100.0 * MIB)
+
+
+def ranges_of(count, bytes=10 * MIB, forward=1.0, held=()):
+    """Saved at equal distances in the forward pass and used in the opposite order, twice as slowly."""
+    return [
+        Measured(
+            bytes=bytes,
+            name="",
+            role="",
+            group=place,
+            saved=forward * place / count,
+            used=forward + 2 * forward * (count - place) / count,
+            is_held=place in held,
+        )
+        for place in range(count)
+    ]
+
+
+def chosen(ranges, forward=1.0, link=LINK, budget=1 << 40, keep_last=0, fraction=None):
+    return choose(ranges, forward, link, budget_bytes=budget, keep_last=keep_last, fraction=fraction)
+
+
+def test_what_lives_longest_goes_until_the_link_is_full():
+    choice = chosen(ranges_of(40))
+    assert choice.goes == (True,) * 10 + (False,) * 30  # 10 times 10 MiB in a second
+    assert choice.chosen_bytes == 100 * MIB and choice.kept_bytes == 300 * MIB
+    assert choice.order == tuple(range(9, -1, -1))
+    assert choice.forward_seconds == 1.0 and choice.backward_seconds == pytest.approx(2.0)
+
+
+def test_what_is_saved_late_has_less_time():
+    """The last of them has to be down when the forward pass ends, too."""
+    ranges = ranges_of(10)
+    for each in ranges[:5]:
+        each.used = None  # by nobody, so that they do not live at all
+    choice = chosen(ranges, link=Link(down=101.0 * MIB, up=101.0 * MIB))
+    assert choice.goes == (False,) * 5 + (True,) * 5
+    choice = chosen(ranges, link=Link(down=51.0 * MIB, up=51.0 * MIB))
+    assert choice.goes == (False,) * 5 + (True,) * 2 + (False,) * 3
+
+
+def test_what_is_used_early_cannot_come_back_in_time():
+    ranges = ranges_of(10)
+    ranges[0].used = 1.05  # lives long enough to go down, and is needed at once
+    ranges[0].saved = -5.0
+    assert not chosen(ranges).goes[0]
+    assert chosen(ranges, fraction=0.1).goes[0]
+    assert chosen(ranges, link=Link(down=100.0 * MIB, up=1000.0 * MIB)).goes[0]
+
+
+def test_a_fraction_goes_whether_it_can_be_hidden_or_not():
+    slow = Link(down=1.0, up=1.0)
+    assert chosen(ranges_of(40), link=slow).chosen_bytes == 0
+    assert sum(chosen(ranges_of(40), link=slow, fraction=0.25).goes) == 10
+    assert sum(chosen(ranges_of(40), link=slow, fraction=1.0).goes) == 40
+    assert sum(chosen(ranges_of(40), fraction=0.0).goes) == 0
+
+
+def test_last_groups_held_ranges_and_the_budget():
+    assert chosen(ranges_of(8), fraction=1.0, keep_last=3).goes == (True,) * 5 + (False,) * 3
+    assert sum(chosen(ranges_of(8), fraction=1.0, keep_last=9).goes) == 0
+    ranges = ranges_of(8)
+    for place, each in enumerate(ranges):
+        each.group = place // 4
+    assert chosen(ranges, fraction=1.0, keep_last=1).goes == (True,) * 4 + (False,) * 4
+    assert chosen(ranges_of(4, held=(0, 2)), fraction=1.0).goes == (False, True, False, True)
+    assert sum(chosen(ranges_of(8), fraction=1.0, budget=35 * MIB).goes) == 3
+    assert chosen([]).order == ()
+
+
+def test_copies_back_begin_as_late_as_they_may_and_end_in_time():
+    ranges = ranges_of(40)
+    goes = [place < 10 for place in range(40)]
+    order, begin = schedule(ranges, goes, LINK)
+    uses = sorted(each.used for each in ranges)
+    free_at = 0.0
+    for place, count in zip(order, begin):
+        start = max(free_at, uses[max(count - 1, 0)])
+        free_at = start + ranges[place].bytes / LINK.up
+        assert free_at <= ranges[place].used
+    assert begin[0] == 14  # ten copies of 0.125 s, with their margin, before the last use at 3.0 s
+    assert list(begin) == sorted(begin)
+
+
+@pytest.mark.parametrize(
+    "module, name, expected",
+    [
+        ("blocks.3.norm1", "norm1", True),
+        ("blocks.3.norm1", "norm", False),
+        ("blocks.3.norm1", "norm*", True),
+        ("blocks.3.norm1", "blocks.3", True),
+        ("blocks.31.norm1", "blocks.3", False),
+        ("blocks.3.attention.core", "attention.core", True),
+        ("blocks.3.attention.core.softmax", "attention.core", True),
+        ("blocks.3.attention", "attention.core", False),
+        ("decoder.layers.0.self_attention.core_attention", "core_attn", True),
+        ("decoder.layers.0.pre_mlp_layernorm", "mlp_norm", True),
+        ("decoder.layers.0.mlp.experts.linear_fc1", "expert_fc1", True),
+        ("decoder.layers.0.mlp.linear_fc1", "expert_fc1", False),
+        ("", "norm", False),
+    ],
+)
+def test_names(module, name, expected):
+    assert matches(module, name) == expected
+
+
+# ------------------------------------------------------------------------------- only, dry_run --
+
+
+class Layer(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.mix, self.mlp = nn.Linear(width, width), Block(width, 64)
+
+    def forward(self, x):
+        heads = self.mix(x).unflatten(-1, (2, 8)).transpose(-2, -3)
+        return self.mlp(functional.scaled_dot_product_attention(heads, heads, heads).transpose(-2, -3).flatten(-2))
+
+
+def model_and_stash(**options):
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    options = {"budget": 4 * MIB, "min_bytes": 1, "slab_bytes": 4096, "keep_last": 0, "model": model, **options}
+    return model, hybridopt.ActivationStash(**options)
+
+
+def backward(model):
+    model(torch.randn(2, 6, 16)).square().mean().backward()
+
+
+def names_of(stash, model):
+    table = stash.dry_run(functools.partial(backward, model))
+    return {row.name for row in table.rows[:-1]}
+
+
+def test_a_dry_run_tells_what_each_choice_saves_and_costs():
+    model, stash = model_and_stash()
+    table = stash.dry_run(functools.partial(backward, model))
+    rows = {row.name: row for row in table.rows}
+    assert {"*.mlp.norm (norm)", "*.mlp (activation)", "* (attention.core)", "*.mix (linear)"} <= set(rows)
+    assert rows["*.mlp (activation)"].count == 4 and rows["*.mlp (activation)"].bytes == 4 * 12 * 64 * 4
+    everything = rows.pop("all")
+    assert table.rows[-1] is everything
+    assert everything.bytes == sum(row.bytes for row in rows.values())
+    assert everything.count == sum(row.count for row in rows.values())
+    for row in table.rows:
+        assert 0 <= row.hidden_bytes <= row.bytes and row.cost_seconds <= row.copy_seconds
+        assert row.lifetime_seconds > 0
+    text = str(table).splitlines()
+    assert len(text) == len(table.rows) + 2 and text[1].startswith(table.rows[0].name)
+    assert stash.choice() is None and stash.stats().host_bytes == 0
+
+
+def test_only_some_go():
+    model, stash = model_and_stash()
+    everything = names_of(stash, model)
+    stash.only("mlp.norm", "attention.core")
+    assert names_of(stash, model) == {"*.mlp.norm (norm)", "* (attention.core)"}
+    stash.only("mlp")
+    assert names_of(stash, model) == {name for name in everything if ".mlp" in name}
+    stash.only("2", "linear")
+    assert {name for name in names_of(stash, model) if "(linear)" not in name} < everything
+    stash.only()
+    assert names_of(stash, model) == everything
+
+
+def test_only_holds_in_training_too():
+    model, stash = model_and_stash(fraction=1.0)
+    stash.only("activation")
+    for _ in range(3):
+        with stash:
+            loss = model(torch.randn(2, 6, 16)).square().mean()
+        loss.backward()
+    assert stash.choice().eligible_bytes == 4 * 12 * 64 * 4
+    stash.only("mlp.norm")
+    assert stash.choice() is None
+    stash.wrap([model[1], model[2]])
+    for _ in range(3):
+        backward(model)
+    assert stash.choice().eligible_bytes == 2 * 12 * (16 + 2) * 4
+
+
+def test_names_that_stand_for_nothing_are_refused():
+    _, stash = model_and_stash()
+    with pytest.raises(ValueError, match=r"only\(\) got 'nrom', but the model has no module of that name; expected "
+                       r"parts of .* roles norm, attention.core.* Megatron-LM's attn_norm"):  # fmt: skip
+        stash.only("norm", "nrom")
+    _, stash = model_and_stash(model=None)
+    stash.only("norm")
+    with pytest.raises(ValueError, match=r"'mlp', but the model is not known: give model="):
+        stash.only("mlp")
+
+
+def test_a_dry_run_without_a_backward_pass_is_refused():
+    model, stash = model_and_stash()
+    with pytest.raises(RuntimeError, match=r"dry_run\(\) has seen no backward pass .* at least min_bytes \(1 bytes\)"):
+        stash.dry_run(lambda: model(torch.randn(2, 6, 16)))
+    backward(model)
+
+
+# ----------------------------------------------------------------------------------- bad input --
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, text",
+    [
+        ({"budget": "16 GiB"}, TypeError, "Invalid budget: '16 GiB', expected an int: bytes of host memory"),
+        ({"budget": 0}, ValueError, "Invalid budget: 0, expected at least 1"),
+        ({"budget": 1.5e9}, TypeError, "Invalid budget: 1500000000.0, expected an int"),
+        ({"keep_last": -1}, ValueError, "Invalid keep_last: -1, expected at least 0: groups"),
+        ({"keep_last": True}, TypeError, "Invalid keep_last: True, expected an int"),
+        ({"fraction": 1.5}, ValueError, "Invalid fraction: 1.5, expected a share .* from 0.0 to 1.0"),
+        ({"fraction": "all"}, ValueError, "Invalid fraction: 'all'"),
+        ({"fraction": float("nan")}, ValueError, "Invalid fraction: nan"),
+        ({"min_bytes": 0}, ValueError, "Invalid min_bytes: 0, expected at least 1"),
+        ({"window_bytes": -5}, ValueError, "Invalid window_bytes: -5, expected at least 0"),
+        ({"model": []}, TypeError, "Invalid model: a list, expected a torch.nn.Module"),
+        ({"device": "mps"}, ValueError, "are on mps, expected cpu or cuda"),
+        ({"slab_bytes": 1000}, abi.InvalidArgumentError, "slab_bytes"),
+        ({"budget": 1 << 45}, abi.OutOfMemoryError, "budget_bytes"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(arguments, kind, text):
+    with pytest.raises(kind, match=text):
+        hybridopt.ActivationStash(**{"budget": MIB, **arguments})
+
+
+def test_wrong_calls_are_refused():
+    model, stash = model_and_stash()
+    with pytest.raises(TypeError, match=r"stash\(\) got a int, expected the name of a program as a string"):
+        stash(3)
+    with pytest.raises(TypeError, match=r"wrap\(\) got a str, expected torch.nn.Module or several of them"):
+        stash.wrap(["0"])
+    wrapping = stash.wrap(model)
+    with pytest.raises(ValueError, match=r"wrap\(\) got a module that is wrapped already; remove\(\)"):
+        stash.wrap([model])
+    wrapping.remove()
+    stash.wrap(model).remove()
+
+
+def test_what_is_in_a_closed_stash_is_lost_and_says_so():
+    model, stash = model_and_stash(fraction=1.0, window_bytes=0)
+    with stash:
+        loss = model(torch.randn(2, 6, 16)).sum()
+    stash.close()
+    with pytest.raises(abi.InvalidStateError, match="this Stash is closed; make a new one"):
+        loss.backward()
+    with pytest.raises(abi.InvalidStateError, match="this Stash is closed"), stash:
+        model(torch.randn(2, 6, 16))
+    backward(model)
+    stash.close()
+
+
+def test_a_forked_child_cannot_use_its_parents_stash():
+    model, stash = model_and_stash()
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            with stash:
+                model(torch.randn(2, 6, 16))
+        except abi.HybridoptError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.wait()
+    with open(reading) as said:
+        assert "fork" in said.read()
+    with stash:
+        model(torch.randn(2, 6, 16)).sum().backward()
+
+
+def test_the_library_as_it_is():
+    """abi.Stash by itself: bytes go and come back."""
+    context = abi.Context()
+    plan = abi.stash_plan(context, budget_bytes=3 * 4096, slab_bytes=4096)
+    assert (plan.slab_count, plan.slab_bytes, plan.fits) == (3, 4096, 1)
+    with abi.Stash(context, budget_bytes=3 * 4096, slab_bytes=4096, min_bytes=1) as stash:
+        source = torch.arange(1500, dtype=torch.int32)
+        ticket = stash.push(source.data_ptr(), source.nbytes)
+        assert ticket != 0 and stash.stats().held_bytes == 6000
+        assert stash.push(source.data_ptr(), source.nbytes) == 0  # it takes two slabs
+        stash.release(ticket)
+        stash.wait(ticket)
+        expected, back = source.clone(), torch.empty_like(source)
+        source.zero_()
+        stash.prefetch(ticket, back.data_ptr(), back.nbytes)
+        stash.pop(ticket)
+        assert torch.equal(back, expected)
+        with pytest.raises(abi.InvalidArgumentError, match="ticket"):
+            stash.pop(ticket)
+        mark = stash.mark()
+        assert stash.push(source.data_ptr(), source.nbytes) != 0
+        stash.rollback(mark)
+        stash.drop(stash.push(source.data_ptr(), source.nbytes))
+        stash.wait()
+        assert stash.stats().tickets == 0 and stash.stats().drops == 2
+
+
+def test_the_example_in_the_docs_runs(capsys):
+    text = (pathlib.Path(__file__).parents[3] / "docs/STASH.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(compile(code, "docs/STASH.md", "exec"), {})
+    assert re.search(r"\d+ of \d+ bytes wait on the host", capsys.readouterr().out)
