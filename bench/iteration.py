@@ -144,6 +144,35 @@ def make_model(options: argparse.Namespace, offload_policy: Any = None) -> nn.Mo
 # ------------------------------------------------------------------------------------ contenders --
 
 
+class Backwards:
+    """How long backward passes take, on the stream that they run on. It waits for none of them."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._marks: list[Any] = []
+
+    def begin(self) -> None:
+        self._mark()
+
+    def end(self) -> None:
+        self._mark()
+
+    def seconds(self) -> float:
+        """Of all passes so far, which must have ended."""
+        pairs = zip(self._marks[0::2], self._marks[1::2])
+        if self._on_gpu:
+            return sum(begin.elapsed_time(end) for begin, end in pairs) * 1e-3
+        return sum(end - begin for begin, end in pairs)
+
+    def _mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+
 class Unavailable(Exception):
     """Why a contender has no place in this run."""
 
@@ -155,10 +184,16 @@ def local(tensor: Tensor) -> Tensor:
 class Contender:
     model: nn.Module
     optimizer: Any
+    backwards: Backwards | None = None
 
     def backward(self, losses: list[Callable[[], Tensor]]) -> None:
         for loss in losses:
-            loss().backward()
+            value = loss()
+            if self.backwards is not None:
+                self.backwards.begin()
+            value.backward()
+            if self.backwards is not None:
+                self.backwards.end()
 
     def step(self) -> None:
         self.optimizer.step()
@@ -349,19 +384,21 @@ def first_changes(contender: Contender, micro_batches: list[Tensor], options: ar
 
 
 def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of an iteration by the number of its micro-batches."""
+    """Seconds of an iteration, and of its backward passes, by the number of its micro-batches."""
     everything = batches(options, max(options.micro_batches))
     first_changes(contender, everything[:1], options)
-    seconds = {}
+    seconds, backward_seconds = {}, {}
     for count in options.micro_batches:
         synchronize(options)
+        contender.backwards = Backwards(options.device == "cuda")
         begin = time.perf_counter()
         iterate(contender, everything[:count], options.iterations)
         synchronize(options)
         if isinstance(contender, Ours):  # the last step is part of the time
             contender.optimizer.synchronize()
         seconds[count] = (time.perf_counter() - begin) / options.iterations
-    result: dict[str, Any] = {"seconds": seconds}
+        backward_seconds[count] = contender.backwards.seconds() / options.iterations
+    result: dict[str, Any] = {"seconds": seconds, "backward_seconds": backward_seconds}
     if isinstance(contender, Ours):
         result["last_step"] = dataclasses.asdict(contender.optimizer.last_step())
         if options.lanes:
@@ -396,11 +433,12 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def row(name: str, result: dict[str, Any], yardstick: dict[int, float]) -> str:
-    cells = (
-        f"{seconds:9.4f} s {seconds / yardstick[count]:5.2f}x"
-        for count, seconds in result["seconds"].items()
-    )
+def row(name: str, result: dict[str, Any], yardstick: dict[str, Any]) -> str:
+    cells = [
+        f"{seconds:9.4f} s {seconds / yardstick[what][count]:5.2f}x"
+        for what in ("seconds", "backward_seconds")
+        for count, seconds in result[what].items()
+    ]
     return f"{name:55}" + "".join(f"{cell:>20}" for cell in cells)
 
 
@@ -423,13 +461,14 @@ def main() -> None:
     with ranks(options):
         where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU"
         say(f"{options.world} x {where}, {os.cpu_count()} CPUs, torch {torch.__version__}")
-        heads = (f"{count * options.tokens} tokens" for count in options.micro_batches)
+        counts = [f"{count * options.tokens} tokens" for count in options.micro_batches]
+        heads = [*counts, *(f"backward, {count.split()[0]}" for count in counts)]
         say(f"{'iteration, a rank has':55}" + "".join(f"{head:>20}" for head in heads))
         results: dict[str, Any] = {}
         for name, make in contenders(options).items():
             results[name] = run(name, make, options)
             if "seconds" in results[name]:
-                say(row(name, results[name], next(iter(results.values()))["seconds"]))
+                say(row(name, results[name], next(iter(results.values()))))
         if options.json and (options.world == 1 or dist.get_rank() == 0):
             with open(options.json, "w", encoding="utf-8") as file:
                 json.dump({"options": vars(options), "device": where, "results": results}, file, indent=1)

@@ -132,7 +132,7 @@ def test_gradients_are_gone_from_the_gpu_after_backward():
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
     one = 4 * 2048 * 2048
     optimizer = hybridopt.SGD(layers.parameters(), lr=1e-3)
-    optimizer.hook_gradients()
+    optimizer.hook_gradients(free_all=True)
     layers(torch.randn(1, 2048, device="cuda")).sum().backward()
     optimizer.step()
     torch.cuda.synchronize()
