@@ -35,6 +35,7 @@ struct LifecycleSetting {
   uint32_t movable = kMoveAll;
   std::vector<int32_t> chunk_orders;  // per param; empty: all 0
   const offload_comm_t* comm = nullptr;
+  std::string name_prefix = {};  // of params: ranks that share nothing have different names
   // Puts a device of the test's between the library and the real one.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
   // The same; *made is that device once there is a rig.
@@ -402,7 +403,7 @@ class LifecycleRig {
   void AddParams() {
     for (uint32_t id = 0; id < size(); ++id) {
       const ParamSpec& spec = problem_.params[id];
-      const std::string name = "param" + std::to_string(id);
+      const std::string name = setting_.name_prefix + "param" + std::to_string(id);
       auto param = Make<offload_param_t>();
       param.group = spec.group;
       param.dtype = spec.dtype;

@@ -11,9 +11,11 @@
 #include <fstream>
 #include <functional>
 #include <optional>
+#include <thread>
 
 #include "../differential/lifecycle_rig.h"
 #include "../temporary_directory.h"
+#include "../thread_comm.h"
 #include "checkpoint/reader.h"
 #include "recording_files.h"
 
@@ -74,10 +76,24 @@ uint64_t NewestStep(const std::string& directory) {
 
 constexpr int kWrongBits = 3;
 constexpr int kLost = 4;
+constexpr int kNotSaved = 6;
+
+// Whether the save has completed. Another job may have come first: then the name is taken.
+bool Saved(LifecycleRig& rig, const std::string& path) {
+  auto options = Make<offload_save_options_t>();
+  options.path = path.c_str();
+  offload_ticket_t ticket = 0;
+  int32_t status = offload_optimizer_save(rig.optimizer(), &options, &ticket);
+  const bool queued = status == OFFLOAD_OK;
+  // Where no save was queued the step before it may still read gradients.
+  status = offload_optimizer_wait(rig.optimizer(), queued ? ticket : 0, -1);
+  return queued && status == OFFLOAD_OK;
+}
 
 // A training job: goes on from the newest checkpoint, which must hold the bits of its step and be
-// no older than `promised`, saves after every step and tells `pipe` when a save has completed.
-int Train(const std::string& directory, size_t promised, int pipe, prim::Files& files) {
+// no older than `promised`, saves after every step and tells `pipe` when a save has completed. Only
+// where there are other jobs in the directory may a save fail.
+int Train(const std::string& directory, size_t promised, int pipe, prim::Files& files, bool alone) {
   const Solved& solved = TheProblem();
   LifecycleRig rig(solved.problem, SettingWith(&files));
   std::string newest(4096, '\0');
@@ -93,31 +109,52 @@ int Train(const std::string& directory, size_t promised, int pipe, prim::Files& 
   if (step < promised) return kLost;
   for (; step < kSteps; ++step) {
     Step(rig, step);
-    rig.Wait(rig.Save(directory + "/step-" + std::to_string(step + 1)));
+    const std::string path = directory + "/step-" + std::to_string(step + 1);
+    if (!Saved(rig, path) && (alone || !std::filesystem::exists(path + "/manifest.json")))
+      return kNotSaved;
     const char done = static_cast<char>(step + 1);
     if (write(pipe, &done, 1) != 1) return 5;
   }
   return 0;
 }
 
-// Runs it in a process of its own until it ends or `interrupt` has had its way; gives its status.
-int RunJob(const std::string& directory, size_t* promised,
-           const std::function<void(pid_t)>& interrupt,
-           const std::function<std::unique_ptr<prim::Files>()>& make_files) {
+struct Job {
+  pid_t child;
+  int pipe;
+};
+
+// In a process of its own.
+Job StartJob(const std::string& directory, size_t promised, bool alone,
+             const std::function<std::unique_ptr<prim::Files>()>& make_files) {
   int ends[2];
   if (pipe(ends) != 0) std::abort();
   const pid_t child = fork();
   if (child == 0) {
     close(ends[0]);
     const std::unique_ptr<prim::Files> files = make_files();
-    _exit(Train(directory, *promised, ends[1], *files));
+    _exit(Train(directory, promised, ends[1], *files, alone));
   }
   close(ends[1]);
-  interrupt(child);
+  return {child, ends[0]};
+}
+
+// Its status; what it has promised is never less than what was promised before.
+int EndJob(const Job& job, size_t* promised) {
   int status = 0;
-  waitpid(child, &status, 0);
-  for (char done; read(ends[0], &done, 1) == 1;) *promised = static_cast<size_t>(done);
-  close(ends[0]);
+  waitpid(job.child, &status, 0);
+  for (char done; read(job.pipe, &done, 1) == 1;)
+    *promised = std::max(*promised, static_cast<size_t>(done));
+  close(job.pipe);
+  return status;
+}
+
+// Runs a job until it ends or `interrupt` has had its way; gives its status.
+int RunJob(const std::string& directory, size_t* promised,
+           const std::function<void(pid_t)>& interrupt,
+           const std::function<std::unique_ptr<prim::Files>()>& make_files) {
+  const Job job = StartJob(directory, *promised, true, make_files);
+  interrupt(job.child);
+  const int status = EndJob(job, promised);
   EXPECT_GE(NewestStep(directory), *promised);
   return status;
 }
@@ -131,22 +168,27 @@ void ExpectNothingLeft(TemporaryDirectory& directory) {
   for (const std::string& name : directory.Names()) EXPECT_EQ(name.substr(0, 5), "step-");
 }
 
+std::unique_ptr<prim::Files> SystemFilesOfAJob() { return std::make_unique<prim::Files>(); }
+
+// How long a job takes here that nobody kills.
+uint64_t WholeJobUs() {
+  const TemporaryDirectory directory;
+  size_t promised = 0;
+  (void)TheProblem();
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_TRUE(Done(RunJob(
+      directory.path(), &promised, [](pid_t) {}, SystemFilesOfAJob)));
+  const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
+  return static_cast<uint64_t>(std::min(200'000.0, took.count()));
+}
+
 TEST(CheckpointCrash, AJobThatIsKilledAtAnyMomentGoesOnFromItsLastCheckpoint) {
-  const auto system_files = [] { return std::make_unique<prim::Files>(); };
   Random random(23);
+  const uint64_t whole_us = WholeJobUs();
   auto directory = std::make_unique<TemporaryDirectory>();
   size_t promised = 0;
   int killed = 0;
-  (void)TheProblem();
-  // How long a job takes here that nobody kills.
-  const auto begin = std::chrono::steady_clock::now();
-  ASSERT_TRUE(Done(RunJob(
-      directory->path(), &promised, [](pid_t) {}, system_files)));
-  const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
-  const auto whole_us = static_cast<uint64_t>(std::min(200'000.0, took.count()));
-  directory = std::make_unique<TemporaryDirectory>();
-  promised = 0;
-  const int kills = Scaled(500);
+  const int kills = Scaled(300);
   while (killed < kills) {
     const auto wait = static_cast<useconds_t>(random.Below(whole_us));
     const int status = RunJob(
@@ -155,7 +197,7 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyMomentGoesOnFromItsLastCheckpoint) {
           usleep(wait);
           kill(child, SIGKILL);
         },
-        system_files);
+        SystemFilesOfAJob);
     ASSERT_TRUE(Killed(status) || Done(status)) << "status " << status;
     ASSERT_FALSE(HasFailure());
     killed += Killed(status);
@@ -165,8 +207,41 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyMomentGoesOnFromItsLastCheckpoint) {
     promised = 0;
   }
   EXPECT_TRUE(Done(RunJob(
-      directory->path(), &promised, [](pid_t) {}, system_files)));
+      directory->path(), &promised, [](pid_t) {}, SystemFilesOfAJob)));
   ExpectNothingLeft(*directory);
+}
+
+// Somebody has started the same training several times. The jobs race for each checkpoint's name;
+// whoever comes first has it, and what is there is always whole.
+TEST(CheckpointCrash, SeveralJobsThatAreKilledInOneDirectoryLoseNothing) {
+  constexpr size_t kJobs = 3;
+  Random random(37);
+  const uint64_t whole_us = WholeJobUs();
+  auto directory = std::make_unique<TemporaryDirectory>();
+  size_t promised = 0;
+  int killed = 0;
+  const int kills = Scaled(60);
+  while (killed < kills) {
+    std::vector<Job> jobs;
+    for (size_t i = 0; i < kJobs; ++i)
+      jobs.push_back(StartJob(directory->path(), promised, false, SystemFilesOfAJob));
+    for (const Job& job : jobs) {
+      usleep(static_cast<useconds_t>(random.Below(whole_us) / kJobs));
+      kill(job.child, SIGKILL);
+    }
+    bool done = false;
+    for (const Job& job : jobs) {
+      const int status = EndJob(job, &promised);
+      ASSERT_TRUE(Killed(status) || Done(status)) << "status " << status;
+      killed += Killed(status);
+      done = done || Done(status);
+    }
+    EXPECT_GE(NewestStep(directory->path()), promised);
+    ASSERT_FALSE(HasFailure());
+    if (!done) continue;
+    directory = std::make_unique<TemporaryDirectory>();
+    promised = 0;
+  }
 }
 
 // Kills its process in place of one call.
@@ -217,7 +292,7 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyCallGoesOnFromItsLastCheckpoint) {
   int kills = 0;
   (void)TheProblem();
   const auto leave_alone = [](pid_t) {};
-  const uint64_t stride = 160 / static_cast<uint64_t>(std::max(1, Scaled(160)));
+  const uint64_t stride = std::max<uint64_t>(1, 160 / Scaled(uint64_t{160}));
   for (uint64_t call = 0; call < 160; call += stride) {
     const int status = RunJob(directory.path(), &promised, leave_alone,
                               [&] { return std::make_unique<DeadlyFiles>(call); });
@@ -241,7 +316,7 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyCallGoesOnFromItsLastCheckpoint) {
 
 void Put(const RecordingFiles::Disk& disk, RecordingFiles::Inode inode, const std::string& path) {
   const auto directory = disk.directories.find(inode);
-  if (directory != disk.directories.end() && disk.files.count(inode) == 0) {
+  if (directory != disk.directories.end()) {
     std::filesystem::create_directory(path);
     for (const auto& [name, child] : directory->second) Put(disk, child, path + "/" + name);
     return;
@@ -252,22 +327,35 @@ void Put(const RecordingFiles::Disk& disk, RecordingFiles::Inode inode, const st
     stream.write(file->second.data(), static_cast<std::streamsize>(file->second.size()));
 }
 
-TEST(CheckpointCrash, ADiskThatLostWhatWasNotSyncedHoldsTheOldCheckpointOrTheNew) {
-  const TemporaryDirectory saved;
-  RecordingFiles files(saved.path());
-  LifecycleRig rig(TheProblem().problem, SettingWith(&files));
-  Step(rig, 0);
-  rig.Wait(rig.Save(saved / "old"));
-  const size_t old_end = files.changes().size();
+// Where a crash leaves the disk.
+std::string DiskDirectory() { return std::filesystem::exists("/dev/shm") ? "/dev/shm" : "/tmp"; }
+
+// Goes on with what a crash has left: the newest checkpoint is loaded, and a save to the name at
+// which the crash happened is whole and removes what was left of it.
+void GoOn(const std::string& directory, uint64_t newest) {
+  LifecycleRig rig(TheProblem().problem, SettingWith(&prim::SystemFiles()));
+  ASSERT_EQ(rig.TryLoad(directory + (newest == 1 ? "/old" : "/new")), OFFLOAD_OK)
+      << offload_last_error();
+  ASSERT_EQ(rig.Difference(TheProblem().trace[newest]), "");
+  if (newest == 2) return;
   Step(rig, 1);
-  rig.Wait(rig.Save(saved / "new"));
+  rig.Wait(rig.Save(directory + "/new"));
+  ASSERT_EQ(rig.Difference(TheProblem().trace[2]), "");
+  ASSERT_EQ(NewestStep(directory), 2u);
+  ASSERT_EQ(TemporaryDirectory::NamesIn(directory), (std::vector<std::string>{"new", "old"}));
+}
+
+// What the disk may hold after a crash behind each change between two saves, the first of which had
+// completed: the old checkpoint or the new one, always whole, and the new one once its save has
+// completed. Now and then go_on(directory, step) goes on from what is there.
+void CrashEverywhere(const RecordingFiles& files, size_t old_end, int wanted_states,
+                     const std::function<void(const std::string&, uint64_t)>& go_on = GoOn) {
   const size_t end = files.changes().size();
   ASSERT_GT(end - old_end, 12u);
-
-  const TemporaryDirectory replayed(std::filesystem::exists("/dev/shm") ? "/dev/shm" : "/tmp");
+  const TemporaryDirectory replayed(DiskDirectory());
   Random random(29);
   int states = 0, old_found = 0, new_found = 0;
-  const int rounds = std::max(3, Scaled(5000) / static_cast<int>(end - old_end + 1) + 1);
+  const int rounds = std::max(3, wanted_states / static_cast<int>(end - old_end + 1) + 1);
   for (size_t count = old_end; count <= end; ++count) {
     for (int round = 0; round < rounds; ++round) {
       // None, all, or some of what was not synced is there.
@@ -281,16 +369,78 @@ TEST(CheckpointCrash, ADiskThatLostWhatWasNotSyncedHoldsTheOldCheckpointOrTheNew
       } else {
         ASSERT_TRUE(step == 1 || step == 2) << "step " << step << " behind change " << count;
       }
-      ASSERT_FALSE(HasFailure()) << "behind change " << count;
+      if (states % 20 == 0) go_on(directory, step);
+      ASSERT_FALSE(testing::Test::HasFailure()) << "behind change " << count;
       ++states;
       old_found += step == 1;
       new_found += step == 2;
       std::filesystem::remove_all(directory);
     }
   }
-  EXPECT_GE(states, Scaled(5000));
+  std::printf("%d crash states: the old checkpoint in %d, the new one in %d\n", states, old_found,
+              new_found);
+  EXPECT_GE(states, wanted_states);
   EXPECT_GT(old_found, 0);
   EXPECT_GT(new_found, 0);
+}
+
+TEST(CheckpointCrash, ADiskThatLostWhatWasNotSyncedHoldsTheOldCheckpointOrTheNew) {
+  const TemporaryDirectory saved;
+  RecordingFiles files(saved.path());
+  LifecycleRig rig(TheProblem().problem, SettingWith(&files));
+  Step(rig, 0);
+  rig.Wait(rig.Save(saved / "old"));
+  const size_t old_end = files.changes().size();
+  Step(rig, 1);
+  rig.Wait(rig.Save(saved / "new"));
+  CrashEverywhere(files, old_end, Scaled(1000));
+}
+
+// The save removes what an earlier one has left, so that a crash may also come in the middle of
+// that.
+TEST(CheckpointCrash, ACrashWhileTheRestOfAnotherIsRemovedLosesNothingEither) {
+  const TemporaryDirectory saved;
+  RecordingFiles files(saved.path());
+  LifecycleRig rig(TheProblem().problem, SettingWith(&files));
+  Step(rig, 0);
+  rig.Wait(rig.Save(saved / "old"));
+  const std::string rest = saved / ".new.saving-0123456789abcdef";
+  ASSERT_EQ(files.MakeDirectory(rest), 0);
+  for (const char* name : {"/shard-00000-of-00001.safetensors", "/manifest.json"}) {
+    const int file = files.OpenFile(rest + name, prim::Files::Open::kCreate);
+    ASSERT_GE(file, 0);
+    ASSERT_EQ(files.Write(file, "half", 4, 0), 4);
+    ASSERT_EQ(files.Close(file), 0);
+  }
+  const size_t old_end = files.changes().size();
+  Step(rig, 1);
+  rig.Wait(rig.Save(saved / "new"));
+  ASSERT_EQ(saved.Names(), (std::vector<std::string>{"new", "old"}));
+  CrashEverywhere(files, old_end, Scaled(500));
+}
+
+// Two ranks write into one directory, and rank 0 gives it its name.
+TEST(CheckpointCrash, ACrashOfTwoRanksLeavesTheOldCheckpointOrTheNew) {
+  const TemporaryDirectory saved;
+  RecordingFiles files(saved.path());
+  ThreadComm comm(2);
+  const offload_comm_t tables[] = {comm.Table(0), comm.Table(1)};
+  size_t old_end = 0;
+  const auto train = [&](uint32_t rank) {
+    LifecycleSetting setting = SettingWith(&files);
+    setting.comm = &tables[rank];
+    setting.name_prefix = rank == 0 ? "first." : "second.";
+    LifecycleRig rig(TheProblem().problem, setting);
+    for (size_t step = 0; step < 2; ++step) {
+      Step(rig, step);
+      rig.Wait(rig.Save(saved / (step == 0 ? "old" : "new")));
+      if (step == 0 && rank == 0) old_end = files.changes().size();
+    }
+  };
+  std::thread second([&] { train(1); });
+  train(0);
+  second.join();
+  CrashEverywhere(files, old_end, Scaled(1000), [](const std::string&, uint64_t) {});
 }
 
 }  // namespace

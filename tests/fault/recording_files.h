@@ -38,13 +38,14 @@ class RecordingFiles : public prim::Files {
   const std::vector<Change>& changes() const { return changes_; }
 
   // The disk after a crash behind the first `count` changes. keep(i) decides on what was not synced
-  // by then: whether change i, or one page of it, is there.
+  // by then: whether change i, or one sector of it, is there.
   template <typename Keep>
   Disk After(size_t count, Keep&& keep) const {
     std::map<Inode, size_t> last_sync;
     for (size_t i = 0; i < count; ++i)
       if (changes_[i].kind == Change::kSync) last_sync[changes_[i].target] = i;
     Disk disk;
+    for (const Inode inode : directory_inodes_) disk.directories[inode];
     for (size_t i = 0; i < count; ++i) {
       const auto synced = last_sync.find(changes_[i].target);
       const bool lasts = synced != last_sync.end() && synced->second > i;
@@ -57,7 +58,7 @@ class RecordingFiles : public prim::Files {
     const int file = Files::OpenFile(path, how);
     std::lock_guard lock(mutex_);
     if (file < 0) return file;
-    if (how == Open::kCreate || how == Open::kCreateDirect) Add(path);
+    if (how == Open::kCreate || how == Open::kCreateDirect) Add(path, false);
     open_[file] = InodeOf(path);
     return file;
   }
@@ -90,7 +91,7 @@ class RecordingFiles : public prim::Files {
   int MakeDirectory(const std::string& path) override {
     const int error = Files::MakeDirectory(path);
     std::lock_guard lock(mutex_);
-    if (error == 0) Add(path);
+    if (error == 0) Add(path, true);
     return error;
   }
   int RenameNoReplace(const std::string& from, const std::string& to) override {
@@ -123,8 +124,9 @@ class RecordingFiles : public prim::Files {
     const auto found = inodes_.find(path);
     return found == inodes_.end() ? -1 : found->second;
   }
-  void Add(const std::string& path) {
+  void Add(const std::string& path, bool is_directory) {
     inodes_[path] = next_inode_++;
+    if (is_directory) directory_inodes_.insert(inodes_[path]);
     changes_.push_back({InodeOf(Parent(path)), Change::kAdd, Name(path), "", inodes_[path], 0, ""});
   }
   int Forget(const std::string& path, int error) {
@@ -136,14 +138,16 @@ class RecordingFiles : public prim::Files {
 
   template <typename Keep>
   static void Apply(const Change& change, Disk& disk, Keep&& keep) {
-    constexpr size_t kPage = 4096;
-    auto& names = disk.directories[change.target];
+    constexpr size_t kSector = 512;  // the least that a disk writes whole
+    std::map<std::string, Inode> none;
+    const auto directory = disk.directories.find(change.target);
+    auto& names = directory == disk.directories.end() ? none : directory->second;
     switch (change.kind) {
       case Change::kWrite: {
         std::string& file = disk.files[change.target];
-        for (size_t at = 0; at < change.bytes.size(); at += kPage) {
+        for (size_t at = 0; at < change.bytes.size(); at += kSector) {
           if (!keep()) continue;
-          const size_t bytes = std::min(kPage, change.bytes.size() - at);
+          const size_t bytes = std::min(kSector, change.bytes.size() - at);
           if (file.size() < change.offset + at + bytes) file.resize(change.offset + at + bytes);
           std::memcpy(file.data() + change.offset + at, change.bytes.data() + at, bytes);
         }
@@ -172,6 +176,7 @@ class RecordingFiles : public prim::Files {
   const std::string root_;
   std::mutex mutex_;
   std::map<std::string, Inode> inodes_;  // guarded by mutex_, as all below
+  std::set<Inode> directory_inodes_{kRoot};
   std::map<int, Inode> open_;
   std::vector<Change> changes_;
   Inode next_inode_ = 1;

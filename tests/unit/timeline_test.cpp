@@ -471,6 +471,19 @@ TEST(Timeline, ABackgroundThatFailsForMoreThanItselfPoisons) {
   EXPECT_EQ(line.timeline->NextSlot().status().code(), OFFLOAD_POISONED);
 }
 
+TEST(Timeline, TheCauseThatIsToldIsTheFirstFailure) {
+  Line line;
+  line.holding = 1;
+  line.failing = 2;
+  line.settle_outcome = Status::Error(OFFLOAD_COMM_FAILED, "a rank is gone");
+  line.Permit(2);
+  line.Queue();
+  line.Queue();
+  EXPECT_TRUE(line.Drain().ok());
+  const std::string text = line.timeline->CheckPoison().message();
+  EXPECT_NE(text.find("broken at 7"), std::string::npos) << text;
+}
+
 // Who is told of a failure that concerns more than a save gets POISONED from the next call, and not
 // what the failed device says to it.
 TEST(Timeline, PoisonIsThereBeforeAWaiterIsTold) {
