@@ -1,6 +1,7 @@
 #include "checkpoint/reader.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <optional>
 #include <utility>
 
@@ -264,7 +265,10 @@ Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& dire
   for (const std::string& name : names) {
     const std::string path = directory + "/" + name;
     // Names with a leading point are directories of unfinished saves.
-    if (name[0] == '.' || files.Look(path + "/" + kManifestFile) != 0) continue;
+    if (name[0] == '.') continue;
+    const std::string manifest_path = path + "/" + kManifestFile;
+    const int looked = Uninterrupted([&] { return files.Look(manifest_path); });
+    if (looked == -ENOENT || looked == -ENOTDIR) continue;  // something else than a checkpoint
     const Result<Reader> reader = Reader::Open(files, path);
     if (reader.ok())
       candidates.emplace_back(reader.value().manifest().step, path);

@@ -27,13 +27,14 @@ enum class Operation {
   kList,
   kRename,
   kRemove,
-  kRemoveDirectory
+  kRemoveDirectory,
+  kLook
 };
-inline constexpr int kOperations = 14;
+inline constexpr int kOperations = 15;
 inline const char* OperationName(Operation operation) {
   constexpr const char* kNames[] = {
-      "open", "close", "size",           "read", "write",  "allocate", "truncate",
-      "sync", "lock",  "make directory", "list", "rename", "remove",   "remove directory"};
+      "open", "close",          "size", "read",   "write",  "allocate",         "truncate", "sync",
+      "lock", "make directory", "list", "rename", "remove", "remove directory", "look"};
   return kNames[static_cast<int>(operation)];
 }
 
@@ -104,6 +105,10 @@ class FaultyFiles : public prim::Files {
   int Lock(int file) override {
     const int error = Fault(Operation::kLock);
     return error > 0 ? -error : Files::Lock(file);
+  }
+  int Look(const std::string& path) override {
+    const int error = Fault(Operation::kLook);
+    return error > 0 ? -error : Files::Look(path);
   }
   int MakeDirectory(const std::string& path) override {
     const int error = Fault(Operation::kMakeDirectory);
