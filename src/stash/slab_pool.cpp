@@ -23,7 +23,10 @@ Result<SlabPool> SlabPool::Create(Context& context, const SlabSizes& sizes) {
     mapped = pool.Map(true);
   if (pool.pieces_.empty() || mapped.code() != OFFLOAD_OUT_OF_HOST_MEMORY) HYBRIDOPT_TRY(mapped);
   uint64_t pinned_bytes = 0;
-  for (const PinnedArena& piece : pool.pieces_) pinned_bytes += piece.pinned_bytes();
+  for (const PinnedArena& piece : pool.pieces_) {
+    pinned_bytes += piece.pinned_bytes();
+    context.device().DiscardHost(piece.data(), piece.bytes());
+  }
   if (pins) {
     if (pinned_bytes < pool.bytes())
       context.Note("a stash is pageable: the system did not pin it");

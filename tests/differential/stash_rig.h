@@ -45,12 +45,21 @@ class StashLeakyDevice final : public ForwardingDevice {
   StashLeakyDevice(std::unique_ptr<Device> device, StashLeak leak, const std::atomic<bool>& leaking)
       : ForwardingDevice(std::move(device)), leak_(leak), leaking_(leaking) {}
 
+  // How often memory was pinned, or an event or a stream made.
+  int taken() const { return taken_; }
+
+  Status PinHost(void* data, uint64_t bytes) override {
+    taken_ += 1;
+    return ForwardingDevice::PinHost(data, bytes);
+  }
   Result<StreamHandle> CreateStream(const char* label) override {
+    taken_ += 1;
     Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
     if (stream.ok()) SetLabel(stream.value(), label);
     return stream;
   }
   Result<EventHandle> CreateEvent(const char* label) override {
+    taken_ += 1;
     Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
     if (event.ok()) SetLabel(event.value(), label);
     return event;
@@ -96,6 +105,7 @@ class StashLeakyDevice final : public ForwardingDevice {
 
   const StashLeak leak_;
   const std::atomic<bool>& leaking_;
+  std::atomic<int> taken_ = 0;
   std::mutex mutex_;
   std::map<const void*, std::string> labels_;  // of streams and events; guarded by mutex_
 };
@@ -125,9 +135,9 @@ class StashRig {
     if (setting.device_kind != OFFLOAD_DEVICE_HOST)
       device = std::move(
           MakeAccelerator({kDeviceBytes, setting.seed, setting.delay_ns_max}, kernels).value());
-    internals = std::make_shared<Context>(
-        options, std::make_unique<StashLeakyDevice>(std::move(device), setting.leak, leaking),
-        kernels);
+    auto leaky = std::make_unique<StashLeakyDevice>(std::move(device), setting.leak, leaking);
+    leaky_device = leaky.get();
+    internals = std::make_shared<Context>(options, std::move(leaky), kernels);
     context = static_cast<offload_context_t>(
         HandleTable<Context, HandleKind::kContext>::Instance().Insert(internals));
     host_ = std::move(PinnedArena::Map(internals->device(), kHostBytes).value());
@@ -196,6 +206,7 @@ class StashRig {
 
   std::atomic<bool> leaking = false;
   std::shared_ptr<Context> internals;
+  const StashLeakyDevice* leaky_device = nullptr;
   offload_context_t context = nullptr;
   offload_stream_t streams[3] = {};
   offload_stash_t stash = nullptr;

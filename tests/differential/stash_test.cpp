@@ -23,6 +23,7 @@ class Program {
     for (Buffer& buffer : buffers_) buffer.data = rig.Allocate(kBytesMax);
     for (size_t i = 0; i < std::size(buffers_); ++i)
       buffers_[i].stream = rig.streams[i % std::size(rig.streams)];
+    taken_before_ = rig.leaky_device->taken();
   }
 
   void Run(int calls) {
@@ -39,6 +40,7 @@ class Program {
   void Check() {
     for (const Expected& one : expected_)
       ASSERT_EQ(std::memcmp(one.got, one.content.data(), one.content.size()), 0) << one.what;
+    EXPECT_EQ(rig_.leaky_device->taken(), taken_before_) << "pinned memory, events or streams";
     const offload_stash_stats_t stats = rig_.Stats();
     EXPECT_EQ(stats.tickets, 0u);
     EXPECT_EQ(stats.used_bytes, 0u);
@@ -218,6 +220,7 @@ class Program {
   std::vector<Live> live_;
   std::vector<LaneMark> marks_;  // by lane
   std::vector<Expected> expected_;
+  int taken_before_ = 0;
   uint64_t order_ = 0, pushes_ = 0, pushed_bytes_ = 0, refused_ = 0, pops_ = 0, drops_ = 0;
 };
 

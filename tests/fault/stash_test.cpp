@@ -374,6 +374,46 @@ TEST_P(StashTest, ThePlanIsWhatCreateTakes) {
   user.stash = nullptr;
 }
 
+// -------------------------------------------------------------------------- schedules of others --
+
+// Two micro-batches, each with a lane. Iterations of one fail in the middle of the forward pass:
+// room is given back each time, and what the other has put aside stays.
+TEST_P(StashTest, AForwardPassThatFailsGivesBackWhatItsLaneHasPushed) {
+  User user(GetParam(), 12);  // four pushes
+  const offload_stash_ticket_t others = user.Push(1, 1);
+  const offload_stash_ticket_t earlier = user.Push(2, 0);
+  for (uint64_t iteration = 0; iteration < 50; ++iteration) {
+    offload_stash_mark_t mark = 0;
+    EXPECT_OFFLOAD_OK(offload_stash_mark(user.stash, 0, &mark));
+    ASSERT_NE(user.Push(3, 0), 0u) << "room was lost in iteration " << iteration;
+    ASSERT_NE(user.Push(4, 0), 0u) << "room was lost in iteration " << iteration;
+    EXPECT_OFFLOAD_OK(offload_stash_rollback(user.stash, mark, user.stream));
+    EXPECT_OFFLOAD_OK(offload_stash_rollback(user.stash, mark, user.stream));  // there is nothing
+    EXPECT_EQ(user.Stats().tickets, 2u);
+  }
+  user.ExpectBack(earlier, 2);
+  user.ExpectBack(others, 1);
+  EXPECT_EQ(user.Stats().drops, 100u);
+}
+
+// Interleaved pipeline stages take micro-batches back in another order than the last one first.
+TEST_P(StashTest, MicroBatchesOfAnInterleavedPipelineComeBackInAnyOrder) {
+  User user(GetParam(), 12);  // four pushes
+  std::vector<offload_stash_ticket_t> tickets(1);
+  const auto forward = [&](uint64_t batch) {
+    tickets.push_back(user.Push(batch, static_cast<uint32_t>(batch % 2)));
+    ASSERT_NE(tickets[batch], 0u);
+  };
+  const auto backward = [&](uint64_t batch) { user.ExpectBack(tickets[batch], batch); };
+  for (const uint64_t batch : {1, 2, 3}) forward(batch);
+  for (const uint64_t batch : {4, 5, 6, 7}) {  // one forward, one backward: the first one first
+    forward(batch);
+    backward(batch - 3);
+  }
+  for (const uint64_t batch : {6, 5, 7}) backward(batch);
+  EXPECT_EQ(user.Stats().tickets, 0u);
+}
+
 // --------------------------------------------------------------------------- ends of the others --
 
 TEST_P(StashTest, AContextWithAStashIsNotDestroyedAndAStashWithTicketsIs) {

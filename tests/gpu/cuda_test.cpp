@@ -301,6 +301,50 @@ TEST(Capture, OnAStreamOfTheCallRefusesTheCallAndGoesOn) {
   EXPECT_EQ(rig.Difference(model), "");
 }
 
+TEST(Capture, OfAStashIsRefused) {
+  constexpr uint64_t kBytes = 10'000;
+  const TestContext context(CudaSetting());
+  Streams streams(1);
+  const cudaStream_t stream = streams.handles[0];
+  auto options = Make<offload_stash_options_t>();
+  options.budget_bytes = kBytes;
+  options.slab_bytes = 4096;
+  options.min_bytes = 1;
+  offload_stash_t stash = nullptr;
+  MUST(offload_stash_create(context.handle(), &options, &stash));
+  void* data = nullptr;
+  MUST(offload_device_alloc(context.handle(), kBytes, &data));
+  std::vector<unsigned char> content(kBytes, 0x5a), got(kBytes);
+  MUST(offload_device_upload(context.handle(), data, content.data(), kBytes, stream));
+  offload_stash_ticket_t ticket = 0, other = 0;
+  offload_stash_mark_t mark = 0;
+  MUST(offload_stash_mark(stash, 0, &mark));
+  MUST(offload_stash_push(stash, 0, data, kBytes, stream, &ticket));
+  ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  const int32_t statuses[] = {offload_stash_push(stash, 0, data, kBytes, stream, &other),
+                              offload_stash_release(stash, ticket, stream),
+                              offload_stash_prefetch(stash, ticket, data, kBytes, stream),
+                              offload_stash_drop(stash, ticket, stream),
+                              offload_stash_rollback(stash, mark, stream),
+                              offload_stash_pop(stash, ticket, stream, 0)};
+  for (int32_t status : statuses) EXPECT_EQ(status, OFFLOAD_INVALID_STATE);
+  EXPECT_TRUE(LastErrorHas("is capturing a graph")) << offload_last_error();
+  cudaGraph_t graph = nullptr;
+  ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
+  size_t nodes = 9;
+  ASSERT_CUDA(cudaGraphGetNodes(graph, nullptr, &nodes));
+  EXPECT_EQ(nodes, 0u);
+  ASSERT_CUDA(cudaGraphDestroy(graph));
+  MUST(offload_stash_release(stash, ticket, stream));
+  MUST(offload_device_upload(context.handle(), data, got.data(), kBytes, stream));
+  MUST(offload_stash_prefetch(stash, ticket, data, kBytes, stream));
+  MUST(offload_stash_pop(stash, ticket, stream, 0));
+  MUST(offload_device_download(context.handle(), got.data(), data, kBytes, stream));
+  EXPECT_EQ(got, content);
+  MUST(offload_stash_destroy(stash));
+  MUST(offload_device_free(context.handle(), data));
+}
+
 // A capture in the strictest mode on another stream, by the same thread and by another: steps go
 // on, and the capture is not spoilt.
 TEST(Capture, ElsewhereDisturbsNobody) {
