@@ -45,7 +45,8 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& s
                              kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
   return table.size() * per_param + StepPlan::Bytes(table, shape) + DeviceExecutor::Bytes(shape) +
          StreamedExecutor::Bytes(shape) + ChunkTable::BytesMax(shape) +
-         shape.norm_blocks * sizeof(double) + shape.stripes.size() * sizeof(Stripe);
+         ChunkQueue::Bytes(ChunksMost(shape)) + shape.norm_blocks * sizeof(double) +
+         shape.stripes.size() * sizeof(Stripe);
 }
 
 // ------------------------------------------------------------------------------------- the step --

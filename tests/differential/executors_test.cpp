@@ -12,6 +12,7 @@
 
 #include "holding_device.h"
 #include "lifecycle_rig.h"
+#include "storage/chunk_table.h"
 
 namespace hybridopt {
 namespace {
@@ -198,9 +199,10 @@ TEST(Executors, TheDeviceDoesWhatHeldUpWorkersLeave) {
 
 TEST(Executors, WorkersDoWhatAHeldUpDeviceLeaves) {
   const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));
-  const offload_step_result_t result = StepHolding(solved, "state down", "params uploaded", 3);
-  EXPECT_EQ(result.streamed_elements, 3 * kChunkElements);
-  EXPECT_EQ(result.cpu_elements, Elements(solved.problem) - 3 * kChunkElements);
+  constexpr uint32_t kHeld = kDefaultStreamSlots;
+  const offload_step_result_t result = StepHolding(solved, "state down", "params uploaded", kHeld);
+  EXPECT_EQ(result.streamed_elements, kHeld * kChunkElements);
+  EXPECT_EQ(result.cpu_elements, Elements(solved.problem) - kHeld * kChunkElements);
 }
 
 // ------------------------------------------------------------ gradients in two memories at once --

@@ -13,6 +13,7 @@
 
 #include "holding_device.h"
 #include "lifecycle_rig.h"
+#include "storage/chunk_table.h"
 
 namespace hybridopt {
 namespace {
@@ -100,7 +101,8 @@ class Meeting {
 std::string TrainWithOneHeldUp(size_t process, const Meeting& meeting) {
   const Solved solved = SolvedProblem();
   const bool workers = process == 0;
-  const uint32_t held_chunks = workers ? 2 : 4;  // those in the ring of whoever is held up
+  const uint32_t held_chunks =
+      workers ? 2 : kDefaultStreamSlots;  // those in the ring of whoever is held up
   LifecycleSetting setting = SettingOf(process);
   HoldingDevice* holding = nullptr;
   setting.WrapIn(&holding, workers ? "gradients landed" : "state down",

@@ -26,7 +26,7 @@
 namespace hybridopt {
 
 // Who may update the chunks.
-enum class Executor { kCpu, kStreamed };
+enum class Executor : uint8_t { kCpu, kStreamed };
 template <typename T>
 using PerExecutor = std::array<T, 2>;
 
@@ -43,6 +43,8 @@ class ChunkProgress {
 
 class ChunkQueue {
  public:
+  // Of the tables of so many chunks.
+  static uint64_t Bytes(uint64_t chunks) { return chunks * sizeof(Chunk) + 2 * (chunks / 8); }
   // Sets the number of chunks, between steps. Allocates.
   void UseChunks(uint32_t count) {
     issued_.done.resize(count);
