@@ -1,4 +1,4 @@
-//! Save and load, and what can be said about a checkpoint without an optimizer.
+//! Saves and loads checkpoints, and inspects and verifies them without an optimizer.
 
 use std::ffi::{c_void, CStr, CString};
 use std::fmt;
@@ -21,28 +21,29 @@ use crate::queue::Queue;
 use crate::report::CheckpointInfo;
 use crate::state::StateKind;
 
-/// How a save is to be done.
+/// The options of a save.
 #[derive(Default)]
 pub struct SaveOptions<'p> {
-    /// Without moments; loads with `fresh_moments` only.
+    /// Saves no moments. Such a checkpoint can only be loaded with `fresh_moments`.
     pub masters_only: bool,
-    /// Blocks of 8 MiB under way at once, 1 to 64; 0 stands for 4.
+    /// How many blocks of 8 MiB are under way at a time, 1 to 64; 0 means 4.
     pub io_depth: u32,
     /// Params that are their own masters are read after the work that is on this stream now; None
     /// is the NULL stream.
     pub stream: Option<&'p Stream<'p>>,
-    /// Told bytes done and bytes in total, from a thread of the library's.
+    /// A closure that gets the bytes done and the total bytes. A thread of the library calls it.
     pub progress: Option<ProgressFunction<'p>>,
 }
 
-/// How a load is to be done.
+/// The options of a load.
 #[derive(Default)]
 pub struct LoadOptions<'p> {
-    /// Weights only: moments as after commit, step counts 0.
+    /// Loads the weights only: moments are as after commit, step counts are 0.
     pub fresh_moments: bool,
-    /// With `fresh_moments`: step counts from the checkpoint all the same.
+    /// Together with `fresh_moments`: loads step counts from the checkpoint too.
     pub keep_steps: bool,
-    /// Hashes are not compared before state is replaced: files are read once instead of twice.
+    /// Does not compare hashes before it replaces state, so that it reads the files once instead of
+    /// twice.
     pub no_verify: bool,
     /// As for save.
     pub io_depth: u32,
@@ -107,7 +108,7 @@ fn c_path(path: &Path) -> Result<CString> {
     })
 }
 
-/// What a save and a load have in common: they are queued and may tell of their progress.
+/// A save or a load: both are queued and may report progress.
 trait Transfer<'p> {
     fn take_progress(&mut self) -> Option<ProgressFunction<'p>>;
 
@@ -192,13 +193,13 @@ impl<'a> Queue<'_, 'a> {
     }
 
     /// Saves masters, moments and step counts as they are at this point, while later steps follow.
-    /// A save that fails poisons nothing; its ticket tells why.
+    /// A save that fails does not poison the optimizer; a wait for its ticket returns the error.
     pub fn save(&mut self, path: impl AsRef<Path>, options: SaveOptions<'a>) -> Result<Ticket> {
         self.transfer(path.as_ref(), options)
     }
 
     /// Loads masters, moments, step counts and the params. A load that is refused changes nothing;
-    /// its ticket tells why.
+    /// a wait for its ticket returns the error.
     pub fn load(&mut self, path: impl AsRef<Path>, options: LoadOptions<'a>) -> Result<Ticket> {
         self.transfer(path.as_ref(), options)
     }
@@ -233,29 +234,29 @@ impl Optimizer<'_> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CheckpointTensor {
-    /// Of the param.
+    /// The name of the param.
     pub name: String,
-    /// Which of its states; None if this release does not know it.
+    /// Which kind of its state; None if this release does not know it.
     pub kind: Option<StateKind>,
-    /// As stored; None if this release does not know it.
+    /// The dtype of the stored elements; None if this release does not know it.
     pub dtype: Option<Dtype>,
-    /// That saved it.
+    /// The rank that saved it.
     pub rank: u32,
-    /// Of the whole tensor.
+    /// The shape of the whole tensor.
     pub global_shape: Vec<i64>,
-    /// Offsets and extents of the boxes, one after the other.
+    /// Offsets and extents of the rank's boxes in the tensor.
     pub boxes: Vec<(Vec<i64>, Vec<i64>)>,
-    /// Elements, counted through the boxes in order.
+    /// The first stored element, counted through the boxes in order.
     pub range_begin: u64,
-    /// Elements stored.
+    /// How many elements are stored.
     pub range_count: u64,
-    /// Inside the directory.
+    /// The file's name in the directory.
     pub file: String,
-    /// Bytes, of its first element in the file.
+    /// The offset of the first element in the file, in bytes.
     pub file_offset: u64,
-    /// Bytes stored.
+    /// How many bytes are stored.
     pub bytes: u64,
-    /// Steps the param has taken part in.
+    /// How many steps have updated the param.
     pub step_count: u64,
 }
 
@@ -312,7 +313,7 @@ unsafe extern "C" fn visit(user: *mut c_void, tensor: *const sys::offload_checkp
     }
 }
 
-/// Reads and checks manifest and headers, not the data.
+/// Reads and checks the manifest and the headers, but not the data.
 pub fn inspect(path: impl AsRef<Path>) -> Result<(CheckpointInfo, Vec<CheckpointTensor>)> {
     let path = c_path(path.as_ref())?;
     let mut info = sys::offload_checkpoint_info_t::default();
@@ -329,12 +330,12 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<(CheckpointInfo, Vec<Checkpoint
     Ok((CheckpointInfo::from(&info), state.tensors))
 }
 
-/// How a checkpoint is verified.
+/// The options of a verification.
 #[derive(Default)]
 pub struct VerifyOptions<'p> {
     /// As for save.
     pub io_depth: u32,
-    /// Told bytes done and bytes in total, on this thread.
+    /// A closure that gets the bytes done and the total bytes. This thread calls it.
     pub progress: Option<ProgressFunction<'p>>,
 }
 

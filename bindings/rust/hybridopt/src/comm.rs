@@ -1,4 +1,4 @@
-//! How ranks of one model talk to each other: three closures.
+//! The comm table: three closures by which the ranks of one model exchange numbers.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -10,12 +10,12 @@ use hybridopt_sys as sys;
 
 use crate::contain::contain_and_forget;
 
-/// Why a call to the other ranks did not succeed.
+/// Why a closure of the comm table failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CommError {
     /// A rank did not answer within the timeout.
     TimedOut,
-    /// Anything else.
+    /// Any other failure.
     Failed,
 }
 
@@ -45,7 +45,7 @@ unsafe impl Sync for Comm<'_> {}
 
 impl<'a> Comm<'a> {
     /// `sum` and `max` work in place, over all ranks; `barrier` returns when all ranks have called
-    /// it. Each gets the time it may take.
+    /// it. Each closure gets its timeout.
     pub fn new(
         rank: i32,
         world: i32,

@@ -44,12 +44,12 @@ pub enum NumaPolicy {
     Interleaved,
 }
 
-/// How bad it is.
+/// The severity of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LogLevel {
-    /// Good to know.
+    /// Information.
     Info,
-    /// Something fell short of the best.
+    /// Something is worse than it could be.
     Warning,
     /// Something failed.
     Error,
@@ -72,7 +72,7 @@ impl ContextBuilder {
         self
     }
 
-    /// Which CUDA device.
+    /// The index of the CUDA device.
     pub fn device_index(mut self, index: i32) -> Self {
         self.options.device_index = index;
         self
@@ -118,8 +118,8 @@ impl ContextBuilder {
         self
     }
 
-    /// Which of the ranks on this host this is, so that no two run on the same CPUs; by default as
-    /// LOCAL_RANK and LOCAL_WORLD_SIZE say.
+    /// The number of this rank among those on this host, so that no two run on the same CPUs. By
+    /// default the environment variables LOCAL_RANK and LOCAL_WORLD_SIZE say it.
     pub fn local_rank(mut self, rank: u32, world: u32) -> Self {
         self.options.local_rank = rank;
         self.options.local_world = world;
@@ -145,17 +145,17 @@ impl ContextBuilder {
         self
     }
 
-    /// Where messages go, instead of stderr. Called from any thread, the library's included; must
-    /// not call into the library. A panic inside ends with the call.
+    /// A closure that gets log messages; without one they go to stderr. Any thread may call it, also
+    /// threads of the library. It must not call the library. A panic inside of it is caught.
     pub fn log(mut self, log: impl Fn(LogLevel, &str) + Send + Sync + 'static) -> Self {
         self.log = Some(Box::new(log));
         self
     }
 
-    /// Opens the device and learns the machine.
+    /// Creates the context: opens the device and finds CPUs and NUMA nodes.
     pub fn create(mut self) -> Result<Context> {
         check_abi_version()?;
-        // Shared with the library, whose pointer stays good wherever the context moves.
+        // On the heap, because the library keeps a pointer to it while the context may move.
         let log = self.log.take().map(Arc::new);
         if let Some(log) = &log {
             self.options.log = Some(call_log);
@@ -203,12 +203,12 @@ fn check_abi_version() -> Result<()> {
     )))
 }
 
-/// As the library counts; longer than it can count is no limit.
+/// A timeout in nanoseconds. One that does not fit means no limit.
 pub(crate) fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// For waits: None is without limit.
+/// The timeout of a wait; None means no limit.
 pub(crate) fn timeout_ns(timeout: Option<Duration>) -> i64 {
     timeout.map_or(-1, |limit| i64::try_from(limit.as_nanos()).unwrap_or(i64::MAX))
 }
@@ -237,7 +237,7 @@ impl Context {
         Context::builder().create()
     }
 
-    /// What was really obtained.
+    /// The threads, the memory and the device that the context has got.
     pub fn info(&self) -> Result<ContextInfo> {
         let mut info = sys::offload_context_info_t::default();
         self.with(|handle| {
@@ -247,7 +247,7 @@ impl Context {
         Ok(ContextInfo::from(&info))
     }
 
-    /// The header wants calls on one handle to be serialised.
+    /// Runs `call` under the lock: calls on one handle must not run at the same time.
     pub(crate) fn with<R>(&self, call: impl FnOnce(sys::offload_context_t) -> R) -> R {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         call(handle.0)

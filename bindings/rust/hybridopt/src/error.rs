@@ -1,39 +1,39 @@
-//! What the library reports: a code, and a text that says what to do about it.
+//! Errors of the library: a code, and a text that says what to do.
 
 use std::ffi::CStr;
 use std::fmt;
 
 use hybridopt_sys as sys;
 
-/// What kind of failure it was.
+/// The kind of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Code {
-    /// A parameter is wrong; nothing happened.
+    /// An argument is wrong. Nothing has changed.
     InvalidArgument,
-    /// Not now, or not on this object; nothing happened.
+    /// The object is in a state that does not allow the call. Nothing has changed.
     InvalidState,
-    /// This build, device or release cannot; nothing happened.
+    /// This build, device or release does not support the call. Nothing has changed.
     Unsupported,
     /// The text names bytes asked for and bytes there.
     OutOfHostMemory,
     /// The text names bytes asked for and bytes there.
     OutOfDeviceMemory,
-    /// The device reported an error, perhaps of earlier work.
+    /// The device has reported an error, perhaps one of earlier work.
     DeviceFailed,
     /// Another rank failed or vanished.
     CommFailed,
     /// The text names the file and the system's error.
     IoFailed,
-    /// The bytes on disk are not what was written.
+    /// The bytes on disk differ from those that were written.
     CheckpointCorrupt,
-    /// A good checkpoint, but of another model.
+    /// The checkpoint is intact, but belongs to another model.
     CheckpointMismatch,
-    /// The work goes on; wait again.
+    /// The wait timed out. The work goes on: wait again.
     TimedOut,
     /// Earlier queued work of this optimizer failed.
     Poisoned,
-    /// A bug of the library's; please report the text.
+    /// The library has a bug. Please report the text.
     Internal,
     /// A status that this release of the crate does not know.
     Unknown(i32),

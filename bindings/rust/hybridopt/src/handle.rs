@@ -5,16 +5,17 @@ use hybridopt_sys as sys;
 use crate::error::{check, Result};
 use crate::report::{Plan, Stats, StepResult};
 
-/// A point on an optimizer's timeline; tickets complete in the order they were given out, but for a
-/// save's, which later ones do not wait for. It holds nothing: to forget it forgets no work.
+/// A point on an optimizer's timeline. Tickets complete in the order in which calls returned them,
+/// except that later tickets do not wait for a save's. A ticket owns nothing: dropping it does not
+/// affect the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(pub(crate) u64);
 
-/// The library's optimizer, destroyed when dropped.
+/// The handle of the library's optimizer. Drop destroys the optimizer.
 pub(crate) struct Handle(pub(crate) sys::offload_optimizer_t);
 
-// SAFETY: a number, valid on every thread. Which calls may run at the same time is settled by
-// `&self` and `&mut self` of those who own it.
+// SAFETY: the handle is a number, valid on every thread. `&self` and `&mut self` of the owners decide
+// which calls may run at the same time.
 unsafe impl Send for Handle {}
 unsafe impl Sync for Handle {}
 

@@ -1,4 +1,4 @@
-//! What queued work needs until it is done: memory, and closures that the library calls.
+//! Memory and closures that queued work needs until it is done.
 
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::contain::{contain, Payload};
 use crate::memory::Memory;
 
-/// What queued work needs until it is done.
+/// An object that queued work needs until it is done.
 pub(crate) enum Keep<'a> {
     /// An address that the library gives up.
     #[allow(dead_code)] // kept alive, not looked at
@@ -31,10 +31,10 @@ impl Keep<'_> {
     }
 }
 
-/// A closure that is told bytes done and bytes in total.
+/// A closure that gets the bytes done and the total bytes.
 pub(crate) type ProgressFunction<'p> = Box<dyn FnMut(u64, u64) + Send + 'p>;
 
-/// One that the library calls, from whatever thread.
+/// A progress closure that the library calls, on any thread.
 pub(crate) struct Progress(Mutex<ProgressState>);
 
 struct ProgressState {
@@ -45,7 +45,7 @@ struct ProgressState {
 
 impl Progress {
     /// # Safety
-    /// The result ends before what the closure borrows.
+    /// The caller drops the result before the end of what the closure borrows.
     pub(crate) unsafe fn new(function: ProgressFunction<'_>) -> Arc<Self> {
         // SAFETY: only the lifetime changes; the rest is the caller's promise.
         let function = unsafe {
@@ -54,12 +54,12 @@ impl Progress {
         Arc::new(Progress(Mutex::new(ProgressState { function, panic: None, silent: false })))
     }
 
-    /// What the closure panicked with, once.
+    /// The value with which the closure panicked. A second call returns None.
     pub(crate) fn take_panic(&self) -> Option<Payload> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).panic.take()
     }
 
-    /// Calls the closure; after a panic never again.
+    /// Calls the closure. After a panic it does not call it again.
     pub(crate) fn call(&self, done: u64, total: u64) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.silent {

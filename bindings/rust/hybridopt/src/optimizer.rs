@@ -121,24 +121,24 @@ impl<'a> Optimizer<'a> {
         check(unsafe { sys::offload_optimizer_set_group(self.handle.0, id.0, &group.raw()) })
     }
 
-    /// One update of every param that has a gradient; returns when it is done. A step with any
-    /// non-finite gradient is skipped: no bit changes.
+    /// Updates every param that has a gradient, and returns when that is done. If any gradient is Inf
+    /// or NaN, the step is skipped: it changes no bit.
     pub fn step(&mut self, options: &StepOptions<'_>) -> Result<StepResult> {
         let ticket = self.queue(|queue| queue.step(options))?;
         self.step_result(ticket)
     }
 
-    /// What a completed step did; the last 64 are remembered.
+    /// The result of a completed step. The library keeps the last 64.
     pub fn step_result(&self, ticket: Ticket) -> Result<StepResult> {
         step_result(self.handle.0, ticket)
     }
 
-    /// Every byte that commit has taken.
+    /// The memory that commit has taken.
     pub fn plan(&mut self) -> Result<Plan> {
         self.handle.plan()
     }
 
-    /// Totals since create, and what is held now.
+    /// Totals since create, and the memory in use now.
     pub fn stats(&self) -> Result<Stats> {
         stats(self.handle.0)
     }
@@ -157,7 +157,7 @@ impl<'a> Optimizer<'a> {
         ))
     }
 
-    /// The name a param was registered with.
+    /// The name under which a param was registered.
     pub fn name(&self, id: ParamId) -> Result<&str> {
         Ok(&self.slot(id)?.name)
     }
@@ -273,7 +273,7 @@ impl<'a> Optimizer<'a> {
         Ok(())
     }
 
-    /// No gradient: the next step leaves this param untouched.
+    /// Removes the gradient of a param: the next step does not update it.
     pub fn clear_grad(&mut self, id: ParamId) -> Result<()> {
         self.slot(id)?;
         self.bind(id, ptr::null_mut(), ptr::null_mut())?;

@@ -1,4 +1,4 @@
-//! What a param is made known with.
+//! Params, groups and shards, as they are registered.
 
 use std::ffi::CString;
 
@@ -30,13 +30,13 @@ pub struct Group {
     pub eps: f64,
     /// All algorithms.
     pub weight_decay: f64,
-    /// SGD; whether it is zero is settled at commit. Signum; in [0, 1).
+    /// SGD: after commit it must stay zero, or stay above zero. Signum: in [0, 1).
     pub momentum: f64,
     /// SGD; needs momentum.
     pub dampening: f64,
     /// Adagrad.
     pub lr_decay: f64,
-    /// Adagrad; fills the sum at commit.
+    /// Adagrad: commit sets the sum to this value.
     pub initial_accumulator_value: f64,
     /// SGD; needs momentum and no dampening.
     pub nesterov: bool,
@@ -98,7 +98,7 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Of a tensor of this shape; add the boxes next.
+    /// A shard of a tensor of this shape. Add the boxes next.
     pub fn of(global_shape: &[i64]) -> Self {
         Shard {
             global_shape: global_shape.to_vec(),
@@ -110,7 +110,7 @@ impl Shard {
         }
     }
 
-    /// One more box, as many numbers each as the tensor has dimensions.
+    /// Adds a box. Both slices have one number for each dimension of the tensor.
     #[must_use]
     pub fn with_box(mut self, offset: &[i64], extent: &[i64]) -> Self {
         let dimensions = self.global_shape.len();
@@ -129,7 +129,7 @@ impl Shard {
         self
     }
 
-    /// Only these elements of the boxes, counted through them in order.
+    /// Limits the shard to these elements, counted through the boxes in order.
     #[must_use]
     pub fn with_range(mut self, begin: u64, count: u64) -> Self {
         self.range = Some((begin, count));
@@ -197,7 +197,7 @@ impl<'a> Param<'a> {
         self
     }
 
-    /// Of gradients that are bound later; that of `data` by default.
+    /// The dtype of gradients that are bound later; by default that of `data`.
     pub fn grad_dtype(mut self, dtype: Dtype) -> Self {
         self.grad_dtype = dtype;
         self
@@ -209,19 +209,19 @@ impl<'a> Param<'a> {
         self
     }
 
-    /// Another rank counts this shard in the norm.
+    /// Says that another rank counts this shard in the norm and saves it.
     pub fn replica(mut self, replica: bool) -> Self {
         self.replica = replica;
         self
     }
 
-    /// Lower ones go through the pipeline first. Changes no bit.
+    /// Params with a lower number are updated first. It does not change the bits.
     pub fn chunk_order(mut self, order: i32) -> Self {
         self.chunk_order = order;
         self
     }
 
-    /// Which part of which tensor it is; by default the whole of a one-dimensional one.
+    /// Which part of which tensor the param is; by default it is a whole tensor of one dimension.
     pub fn shard(mut self, shard: Shard) -> Self {
         self.shard = Some(shard);
         self
@@ -259,7 +259,7 @@ impl<'a> Param<'a> {
     }
 }
 
-/// The library is told one count for both.
+/// Fails unless the gradient has as many elements as the param: the library gets one count for both.
 pub(crate) fn check_count(grad: usize, data: usize, name: &str) -> Result<()> {
     if grad == data {
         return Ok(());

@@ -17,10 +17,10 @@ use crate::param::ParamId;
 use crate::report::{Stats, StepResult};
 
 impl<'a> Optimizer<'a> {
-    /// Queues several calls and goes on meanwhile. Everything is waited for before this returns,
-    /// whatever happens in `body`, so that the memory of params and gradients is out of everybody's
-    /// reach for just as long as the library works on it. An error of the body comes first, then
-    /// that of the work.
+    /// Lets `body` queue several calls and do other things meanwhile. Whatever happens in `body`,
+    /// this waits for all queued work before it returns. So safe code cannot reach the memory of
+    /// params and gradients while the library works on it. If both the body and the work fail, this
+    /// returns the error of the body.
     ///
     /// ```
     /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, StepOptions};
@@ -56,7 +56,7 @@ impl<'a> Optimizer<'a> {
     /// # Ok::<(), Error>(())
     /// ```
     ///
-    /// nor can the queue leave it:
+    /// The queue cannot leave the closure either:
     ///
     /// ```compile_fail,E0521
     /// # use hybridopt::{Algorithm, Context, Error, Group, Optimizer, Param, Queue, StepOptions};
@@ -77,7 +77,7 @@ impl<'a> Optimizer<'a> {
         struct OnPanic(sys::offload_optimizer_t);
         impl Drop for OnPanic {
             fn drop(&mut self) {
-                // What the body had to say comes first.
+                // The error of the body has precedence.
                 let _ = finish(self.0);
             }
         }
@@ -87,7 +87,7 @@ impl<'a> Optimizer<'a> {
         let finished = finish(self.handle.0);
         let panics: Vec<Payload> = self.kept.iter().filter_map(Keep::take_panic).collect();
         if finished.is_ok() {
-            // After a failure device memory stays until the optimizer goes.
+            // After a failure the device memory is kept until the optimizer is dropped.
             self.kept.clear();
         }
         if let Some(payload) = panics.into_iter().next() {
@@ -99,8 +99,9 @@ impl<'a> Optimizer<'a> {
     }
 }
 
-/// Waits until nothing is queued any more, and gives the first failure. A wait for everything tells
-/// one failed save or load at a time; the others must not be left for the next queue to find.
+/// Waits until nothing is queued any more, and returns the first failure. A wait for everything
+/// reports one failed save or load a call, so this waits until there is none left: otherwise the next
+/// queue would get it.
 fn finish(handle: sys::offload_optimizer_t) -> Result<()> {
     const CALLS_QUEUED_AT_MOST: usize = 256;
     let mut first = Ok(());
@@ -114,8 +115,8 @@ fn finish(handle: sys::offload_optimizer_t) -> Result<()> {
     first
 }
 
-/// An optimizer inside [`Optimizer::queue`]: calls return at once, and the work is done in their
-/// order.
+/// An optimizer inside [`Optimizer::queue`]. Calls queue work and return; the library does the work
+/// in the order of the calls.
 pub struct Queue<'q, 'a> {
     pub(crate) optimizer: &'q mut Optimizer<'a>,
 }
@@ -149,7 +150,7 @@ impl<'q, 'a> Queue<'q, 'a> {
         stats(self.handle())
     }
 
-    /// For other threads to wait with.
+    /// An object with which other threads can wait.
     pub fn waiter(&self) -> Waiter<'q> {
         Waiter { handle: self.handle(), queue: PhantomData }
     }

@@ -18,7 +18,7 @@ use crate::param::{Group, GroupId, Param, ParamId};
 use crate::report::Plan;
 use crate::slot::Slot;
 
-/// What may be offloaded later; room for it on the host is part of the plan.
+/// What may be offloaded later. The plan includes the memory for it on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Movable {
     /// Params.
@@ -27,7 +27,7 @@ pub struct Movable {
     pub grads: bool,
     /// Masters and moments of the device share.
     pub states: bool,
-    /// Gradients, and room to add them up in fp32; includes `grads`.
+    /// Gradients, and memory to add them up in fp32. It includes `grads`.
     pub accumulate: bool,
 }
 
@@ -51,7 +51,8 @@ pub enum MasterLayout {
     Split,
 }
 
-/// Who updates the host share where the device has memory of its own. The bits are the same.
+/// Which executors update the host share if the device has memory of its own. The bits do not depend
+/// on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum HostExecutors {
     /// CPU threads and, if the host's state can be pinned, the device.
@@ -59,14 +60,14 @@ pub enum HostExecutors {
     Auto,
     /// CPU threads alone.
     Cpu,
-    /// The device alone, which state goes through.
+    /// The device alone, through which state streams.
     Streamed,
 }
 
-/// How moments kept in bf16 are rounded.
+/// How moments in bf16 are rounded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Rounding {
-    /// At random: the mean of many roundings is the number itself.
+    /// At random, so that the mean of many roundings is the number itself.
     #[default]
     Stochastic,
     /// To nearest, ties to even: small changes are lost.
@@ -82,7 +83,7 @@ pub struct OptimizerBuilder<'a> {
 }
 
 impl<'a> Optimizer<'a> {
-    /// Begins with the settings.
+    /// Starts with the default settings.
     pub fn builder(context: &'a Context, algorithm: Algorithm) -> OptimizerBuilder<'a> {
         OptimizerBuilder::new(context, algorithm)
     }
@@ -114,7 +115,7 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// Who updates the host share; CPU threads and the device by default.
+    /// Which executors update the host share; CPU threads and the device by default.
     pub fn host_executors(mut self, executors: HostExecutors) -> Self {
         self.options.host_executors = match executors {
             HostExecutors::Auto => sys::OFFLOAD_EXECUTORS_AUTO,
@@ -163,14 +164,14 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// The other ranks, and the time after which one that does not answer has failed.
+    /// The comm table, and the time after which a rank that does not answer counts as failed.
     pub fn comm(mut self, comm: Comm<'a>, timeout: Duration) -> Self {
         self.comm = Some(comm);
         self.options.comm_timeout_ns = nanoseconds(timeout);
         self
     }
 
-    /// Goes on to groups and params. Nothing is allocated before commit.
+    /// Creates the optimizer. Add groups and params next; commit allocates the memory.
     pub fn create(mut self) -> Result<Registration<'a>> {
         let comm = self.comm.as_ref().map(Comm::raw);
         self.options.comm = comm.as_ref().map_or(ptr::null(), |comm| comm);

@@ -1,11 +1,11 @@
-//! What the library tells about itself: reports with a field for each of the C struct's.
+//! Reports of the library. Each has a field for every field of the C struct.
 
 use std::ffi::CStr;
 use std::os::raw::c_char;
 
 use hybridopt_sys as sys;
 
-/// How a field of C becomes one of ours.
+/// Converts a field of a C struct to the field of the report.
 trait Convert<To> {
     fn convert(&self) -> To;
 }
@@ -59,42 +59,42 @@ macro_rules! report {
 }
 
 report! {
-    /// What was really obtained.
+    /// The threads, the memory and the device that a context has got.
     ContextInfo from offload_context_info_t {
-        /// Update threads, really.
+        /// Update threads that run.
         threads: u32,
         /// CPUs in this process's affinity mask.
         cpus_allowed: u32,
         /// NUMA nodes with CPUs this process may use.
         nodes: u32,
-        /// Each update thread keeps to its NUMA node; else the system refused.
+        /// Whether each update thread stays on its NUMA node; false if the system refused that.
         threads_seated: bool,
-        /// State memory asks for huge pages, as the system allows.
+        /// Whether state memory asks for huge pages and the system allows them.
         huge_pages: bool,
-        /// Alive in this context.
+        /// Optimizers in this context.
         optimizers: u32,
-        /// Capacity; 0 on the host device.
+        /// Memory of the device; 0 on the host device.
         device_memory_bytes: u64,
-        /// Now.
+        /// Free memory of the device now.
         device_memory_free_bytes: u64,
-        /// Host memory that is pinned for this context, really.
+        /// Host memory that is pinned for this context.
         pinned_bytes: u64,
-        /// Instruction set of the host kernels: "avx512" and so on.
+        /// Instruction set of the host kernels, such as "avx512".
         isa: String,
         /// The device's own name.
         device_name: String,
-        /// As the CPUs were shared out.
+        /// The number of this rank when the CPUs of this host were divided among its ranks.
         local_rank: u32,
-        /// As the CPUs were shared out.
+        /// How many ranks the CPUs of this host were divided among.
         local_world: u32,
-        /// This rank's part of `cpus_allowed`.
+        /// The number of CPUs of `cpus_allowed` that are this rank's.
         cpus: u32,
-        /// 0: pages lie where the system puts them, 1: first touch, 2: placed. Final once the first
-        /// work has started threads.
+        /// 0: the system chooses where pages lie, 1: the thread that touches a page first, 2: the
+        /// library. The value is final after the first work has started threads.
         numa_rung: i32,
         /// Bit n: there are update threads on node n.
         numa_nodes: u64,
-        /// What fell short of the best, and why; empty if nothing did.
+        /// What is worse than it could be, and why; empty if nothing is.
         notes: String,
         /// Bit n: the kernel has been told to put host memory on node n.
         numa_memory_nodes: u64,
@@ -104,68 +104,68 @@ report! {
 }
 
 report! {
-    /// What commit takes, by kind and place. Bytes include padding.
+    /// The memory that commit takes, by kind and place. Bytes include padding.
     Plan from offload_plan_t {
-        /// Params registered.
+        /// How many params are registered.
         param_count: u32,
         /// Elements of all params.
         element_count: u64,
-        /// Of the host share.
+        /// Elements of the host share.
         host_elements: u64,
-        /// Of the device share.
+        /// Elements of the device share.
         device_elements: u64,
-        /// Indexed by [`StateKind`](crate::StateKind).
+        /// State on the host, indexed by [`StateKind`](crate::StateKind).
         host_state_bytes: [u64; 32],
-        /// Indexed by [`StateKind`](crate::StateKind).
+        /// State on the device, indexed by [`StateKind`](crate::StateKind).
         device_state_bytes: [u64; 32],
-        /// Pinned host memory: ring and verdict.
+        /// Pinned host memory for the staging ring and the verdict.
         staging_bytes: u64,
-        /// Pinned: room for params that are offloaded.
+        /// Pinned host memory for params that are offloaded.
         host_params_bytes: u64,
-        /// Pinned: room for gradients that are offloaded.
+        /// Pinned host memory for gradients that are offloaded.
         host_grads_bytes: u64,
-        /// Pinned: room for the device share's state.
+        /// Pinned host memory for the device share's state while it is offloaded.
         host_swap_bytes: u64,
-        /// Tables, norm sums, queued-step snapshots.
+        /// Host memory for tables, norm sums and queued steps.
         host_scratch_bytes: u64,
-        /// Norm sums, verdict, gradients that come back for a step.
+        /// Device memory for norm sums, the verdict and gradients that a step copies back.
         device_scratch_bytes: u64,
-        /// All of the above on the host.
+        /// All host memory that commit takes.
         host_bytes: u64,
-        /// All of the above on the device.
+        /// All device memory that commit takes.
         device_bytes: u64,
-        /// On the device now; 0 on the host device.
+        /// Free memory of the device now; 0 on the host device.
         device_free_bytes: u64,
-        /// On the host now, cgroup limit counted.
+        /// Host memory that the process can allocate now, within the cgroup's limit.
         host_available_bytes: u64,
-        /// Under the context's cap; `u64::MAX` without one.
+        /// How much more memory the context's cap allows to pin; `u64::MAX` without a cap.
         pinned_bytes_left: u64,
-        /// Chunks a full step moves.
+        /// How many chunks a step of all params has.
         chunk_count: u64,
-        /// Copied device to host by a full step.
+        /// Bytes of gradients that a step of all params copies to the host.
         grads_down_bytes: u64,
-        /// Copied host to device by a full step.
+        /// Bytes of params that a step of all params copies to the device.
         params_up_bytes: u64,
-        /// Commit would find room for all of it now.
+        /// Whether commit would find all of this memory now.
         fits: bool,
-        /// Of `host_bytes`, on each NUMA node: planned before commit, found after it.
+        /// The bytes of `host_bytes` on each NUMA node: planned before commit, measured after it.
         numa_bytes: [u64; 64],
-        /// The rest of `host_bytes`, whose node is not known.
+        /// The bytes of `host_bytes` whose node is not known.
         numa_unknown_bytes: u64,
-        /// Of `device_scratch_bytes`: the ring that state on the host goes through; 0: CPU threads
-        /// alone update the host share.
+        /// The part of `device_scratch_bytes` that is the ring through which state on the host
+        /// streams; 0 if CPU threads alone update the host share.
         device_ring_bytes: u64,
-        /// Of `host_bytes`: state that commit pins for that ring.
+        /// The part of `host_bytes` that is state which commit pins for that ring.
         pinned_state_bytes: u64,
     }
 }
 
 report! {
-    /// What a completed step did.
+    /// The result of a completed step.
     StepResult from offload_step_result_t {
-        /// A gradient was Inf or NaN; nothing at all has changed.
+        /// Whether a gradient was Inf or NaN. Then the step has changed nothing.
         skipped: bool,
-        /// Steps applied so far, this one included unless skipped.
+        /// Steps applied so far, including this one unless it was skipped.
         step: u64,
         /// Global norm of the unscaled gradients before clipping; NaN if not computed, Inf or NaN
         /// if skipped.
@@ -176,77 +176,79 @@ report! {
         total_seconds: f64,
         /// Until the norm and the verdict were known.
         norm_seconds: f64,
-        /// Copying gradients to the host, as the device took it.
+        /// How long the device took to copy gradients to the host.
         grads_down_seconds: f64,
-        /// CPU threads updating the host share.
+        /// How long CPU threads took to update their chunks of the host share.
         update_seconds: f64,
-        /// Copying params to the device, as the device took it.
+        /// How long the device took to copy params to the device.
         params_up_seconds: f64,
-        /// The device updating its share.
+        /// How long the device took to update its share.
         device_update_seconds: f64,
-        /// CPU threads waiting for gradients or for a free staging slot.
+        /// How long CPU threads waited for gradients or for a free staging slot.
         stall_seconds: f64,
-        /// Copied device to host.
+        /// Bytes of gradients that were copied to the host.
         grads_down_bytes: u64,
-        /// Copied host to device.
+        /// Bytes of params that were copied to the device.
         params_up_bytes: u64,
         /// Elements of the host share that CPU threads updated.
         cpu_elements: u64,
         /// Elements of the host share whose state went through the device.
         streamed_elements: u64,
-        /// Of their state: copied from the host to the device.
+        /// Bytes of their state that were copied to the device.
         state_up_bytes: u64,
-        /// Of their state: copied from the device to the host.
+        /// Bytes of their state that were copied back to the host.
         state_down_bytes: u64,
-        /// Copying their state to the device, as the device timed it.
+        /// How long the device took to copy their state to the device.
         state_up_seconds: f64,
-        /// The device updating them.
+        /// How long the device took to update them.
         streamed_update_seconds: f64,
-        /// Copying their state back, as the device timed it.
+        /// How long the device took to copy their state back.
         state_down_seconds: f64,
-        /// From the CPU threads' last chunk to the last one that was streamed.
+        /// The time between the last chunk of the CPU threads and the last streamed chunk, if the
+        /// latter ended later.
         cpu_idle_seconds: f64,
-        /// From the last streamed chunk to the CPU threads' last one.
+        /// The time between the last streamed chunk and the last chunk of the CPU threads, if the
+        /// latter ended later.
         streamed_idle_seconds: f64,
     }
 }
 
 report! {
-    /// Totals since create, and what is held now.
+    /// Totals since create, and the memory in use now.
     Stats from offload_stats_t {
         /// Calls queued or running now.
         queued: u32,
-        /// Steps that changed something.
+        /// Steps that have updated params.
         steps_applied: u64,
-        /// Steps with an Inf or NaN.
+        /// Steps that were skipped because a gradient was Inf or NaN.
         steps_skipped: u64,
-        /// Held now, as in the plan.
+        /// Host memory in use now, as in [`Plan`].
         host_bytes: u64,
-        /// Held now, as in the plan.
+        /// Device memory in use now, as in [`Plan`].
         device_bytes: u64,
-        /// Held now; part of `host_bytes`.
+        /// Pinned staging memory in use now, a part of `host_bytes`.
         staging_bytes: u64,
-        /// The caller's, of registered params with an address.
+        /// The caller's memory of registered params that have an address.
         params_on_device_bytes: u64,
-        /// Offloaded.
+        /// Params that are offloaded.
         params_on_host_bytes: u64,
-        /// The caller's, of gradients with an address.
+        /// The caller's memory of gradients that have an address.
         grads_on_device_bytes: u64,
-        /// Offloaded or accumulated.
+        /// Gradients that are offloaded or accumulated on the host.
         grads_on_host_bytes: u64,
-        /// The device share.
+        /// State of the device share that is on the device.
         states_on_device_bytes: u64,
-        /// The host share, and what was offloaded of the device share.
+        /// State of the host share, and state of the device share that is offloaded.
         states_on_host_bytes: u64,
-        /// Since create.
+        /// Bytes of gradients that steps have copied to the host since create.
         grads_down_bytes: u64,
-        /// Since create.
+        /// Bytes of params that steps have copied to the device since create.
         params_up_bytes: u64,
-        /// Since create, by the offloading calls.
+        /// Bytes that the offload calls have copied since create.
         offloaded_bytes: u64,
-        /// Since create, by the reloading calls.
+        /// Bytes that the reload calls have copied since create.
         reloaded_bytes: u64,
-        /// Sum of the step results since create, as are the following.
+        /// The sum over all steps since create, as in [`StepResult`]. So are the fields below.
         total_seconds: f64,
         /// See [`StepResult`].
         norm_seconds: f64,
@@ -260,49 +262,51 @@ report! {
         device_update_seconds: f64,
         /// See [`StepResult`].
         stall_seconds: f64,
-        /// Elements of the host share that CPU threads updated.
+        /// Elements of the host share that CPU threads have updated.
         cpu_elements: u64,
-        /// Elements of the host share whose state went through the device.
+        /// Elements of the host share whose state has gone through the device.
         streamed_elements: u64,
-        /// Of their state: copied from the host to the device.
+        /// Bytes of their state that were copied to the device.
         state_up_bytes: u64,
-        /// Of their state: copied from the device to the host.
+        /// Bytes of their state that were copied back to the host.
         state_down_bytes: u64,
-        /// Copying their state to the device, as the device timed it.
+        /// How long the device took to copy their state to the device.
         state_up_seconds: f64,
-        /// The device updating them.
+        /// How long the device took to update them.
         streamed_update_seconds: f64,
-        /// Copying their state back, as the device timed it.
+        /// How long the device took to copy their state back.
         state_down_seconds: f64,
-        /// From the CPU threads' last chunk to the last one that was streamed.
+        /// The time between the last chunk of the CPU threads and the last streamed chunk, if the
+        /// latter ended later.
         cpu_idle_seconds: f64,
-        /// From the last streamed chunk to the CPU threads' last one.
+        /// The time between the last streamed chunk and the last chunk of the CPU threads, if the
+        /// latter ended later.
         streamed_idle_seconds: f64,
     }
 }
 
 report! {
-    /// What a checkpoint's manifest says of the whole.
+    /// The manifest of a checkpoint, without its arrays.
     CheckpointInfo from offload_checkpoint_info_t {
-        /// Of the manifest.
+        /// The version of the manifest's format.
         format_version: u32,
         /// The library's number of the algorithm.
         algorithm: i32,
-        /// 1: masters only.
+        /// 1 if the checkpoint has masters only.
         save_flags: u32,
-        /// Ranks that saved it.
+        /// How many ranks saved it.
         world: u32,
-        /// Groups of the optimizer.
+        /// How many groups the optimizer had.
         group_count: u32,
-        /// Steps applied when it was saved.
+        /// How many steps had been applied when it was saved.
         step: u64,
-        /// Different names.
+        /// How many params it has, counted by name.
         param_count: u64,
-        /// Parts of tensors.
+        /// How many stored arrays it has.
         tensor_count: u64,
-        /// Safetensors files.
+        /// How many safetensors files it has.
         file_count: u64,
-        /// Of all tensors.
+        /// Bytes of all stored arrays.
         bytes: u64,
     }
 }

@@ -5,16 +5,16 @@ use crate::error::{Error, Result};
 use crate::memory::Memory;
 use crate::param::Param;
 
-/// A param as this side knows it.
+/// A param, with the memory that Rust owns for it.
 pub(crate) struct Slot<'a> {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     pub(crate) grad_dtype: Dtype,
     pub(crate) count: usize,
-    /// None once the address was given up.
+    /// None after an offload has given the address up.
     pub(crate) data: Option<Memory<'a>>,
     pub(crate) grad: Option<Memory<'a>>,
-    /// The params' bits are on the host, whether there is an address or not.
+    /// Whether the content of the param is on the host. It may have an address all the same.
     pub(crate) offloaded: bool,
 }
 

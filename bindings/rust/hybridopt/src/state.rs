@@ -10,7 +10,7 @@ use crate::error::{check, Error, Result};
 use crate::optimizer::Optimizer;
 use crate::param::ParamId;
 
-/// The kinds of state. A param has those its algorithm names, and a master where it needs one.
+/// The kinds of state. A param has the kinds of its algorithm, and a master if it needs one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StateKind {
     /// The fp32 value of a param.
@@ -89,17 +89,17 @@ impl State<'_, '_> {
         self.len() == 0
     }
 
-    /// Of them, how many are on the device.
+    /// How many of the elements are on the device.
     pub fn device_len(&self) -> usize {
         self.view.device_count as usize
     }
 
-    /// What they are.
+    /// The dtype of the elements.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// Steps this param has taken part in.
+    /// How many steps have updated this param.
     pub fn step_count(&self) -> u64 {
         self.view.step_count
     }
