@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hybridopt
 from hybridopt.stash import activation_stash
 from hybridopt.stash.blocks import Transfers
+from hybridopt.stash.forward_pass import ForwardPass
 from hybridopt.stash.saved import Guard
 
 EVERYTHING = {"fraction": 1.0, "keep_last": 0, "window_bytes": 0}
@@ -214,6 +215,43 @@ def test_each_program_has_a_choice_of_its_own(both):
     assert halves(model, lambda: stash("first"), lambda: stash("second")) == expected
     assert len(stash.choice("first").goes) > len(stash.choice("second").goes) > 0
     assert stash.choice() is None and is_empty(stash)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fraction": 0.5}, EVERYTHING, {"fraction": 1.0, "window_bytes": 1 << 14}, {"budget": 6 * 4096}],
+    ids=str,
+)
+def test_a_pass_has_no_more_on_the_device_than_it_says(options, both, monkeypatch):
+    """Counted block by block after each save and each use."""
+    looks = {"forward": 0, "backward": 0}
+    save, use = ForwardPass.save, ForwardPass.use
+
+    def on_device(self):
+        blocks = [block() for block in self._blocks]
+        there = sum(b.bytes for b in blocks if b is not None and (b.storage is not None or b.buffer is not None))
+        assert there == self._on_device.bytes()
+        return there
+
+    def saving(self, block, *names):
+        save(self, block, *names)
+        assert on_device(self) <= self._forward_limit_bytes()
+        looks["forward"] += 1
+
+    def using(self, block):
+        use(self, block)
+        on_device(self)
+        looks["backward"] += 1
+
+    monkeypatch.setattr(ForwardPass, "save", saving)
+    monkeypatch.setattr(ForwardPass, "use", using)
+    model = nn.Sequential(Block(16, 64), Attention(16, 2), Block(16, 24))
+    stash = stash_of(**options)
+    for _ in range(4):
+        with stash:
+            loss = model(torch.randn(2, 6, 16)).sum()
+        loss.backward()
+    assert looks["forward"] > 40 and looks["backward"] > 40 and is_empty(stash)
 
 
 # ------------------------------------------------------------------------------ tensors come back --

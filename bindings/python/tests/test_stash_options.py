@@ -13,11 +13,11 @@ from torch.nn import functional
 
 import hybridopt
 from hybridopt import abi
-from hybridopt.stash.choice import Link, Measured, choose, schedule
+from hybridopt.stash.choice import LINK_SHARE, Link, Measured, choose, schedule
 from hybridopt.stash.names import matches
 
 MIB = 1 << 20
-LINK = Link(down=100.0 * MIB, up=100.0 * MIB)
+LINK = Link(down=100.0 * MIB / LINK_SHARE, up=100.0 * MIB / LINK_SHARE)
 
 
 def ranges_of(count, bytes=10 * MIB, forward=1.0, held=()):
@@ -53,9 +53,9 @@ def test_what_is_saved_late_has_less_time():
     ranges = ranges_of(10)
     for each in ranges[:5]:
         each.used = None  # by nobody, so that they do not live at all
-    choice = chosen(ranges, link=Link(down=101.0 * MIB, up=101.0 * MIB))
+    choice = chosen(ranges, link=Link(down=113.0 * MIB, up=113.0 * MIB))
     assert choice.goes == (False,) * 5 + (True,) * 5
-    choice = chosen(ranges, link=Link(down=51.0 * MIB, up=51.0 * MIB))
+    choice = chosen(ranges, link=Link(down=57.0 * MIB, up=57.0 * MIB))
     assert choice.goes == (False,) * 5 + (True,) * 2 + (False,) * 3
 
 
@@ -65,7 +65,7 @@ def test_what_is_used_early_cannot_come_back_in_time():
     ranges[0].saved = -5.0
     assert not chosen(ranges).goes[0]
     assert chosen(ranges, fraction=0.1).goes[0]
-    assert chosen(ranges, link=Link(down=100.0 * MIB, up=1000.0 * MIB)).goes[0]
+    assert chosen(ranges, link=Link(down=LINK.down, up=1000.0 * MIB)).goes[0]
 
 
 def test_a_fraction_goes_whether_it_can_be_hidden_or_not():
@@ -98,7 +98,7 @@ def test_copies_back_begin_as_late_as_they_may_and_end_in_time():
         start = max(free_at, uses[max(count - 1, 0)])
         free_at = start + ranges[place].bytes / LINK.up
         assert free_at <= ranges[place].used
-    assert begin[0] == 14  # ten copies of 0.125 s, with their margin, before the last use at 3.0 s
+    assert begin[0] == 16  # ten copies of 0.1125 s, with their margin, before the last use at 3.0 s
     assert list(begin) == sorted(begin)
 
 

@@ -44,6 +44,7 @@ class Choice:
         order: the places in `goes` of those that go, in the order in which the backward pass uses them.
         begin: for each of `order`, how many ranges the backward pass has used when its copy back should
             begin, so that it has ended in time.
+        is_hidden: whether only what the link can hide goes, so that the forward pass need not wait for it.
         held: the places of those that somebody else held.
         eligible_bytes, chosen_bytes, kept_bytes: of all ranges, of those that go, and of the others.
         largest_bytes: the largest one that goes.
@@ -54,6 +55,7 @@ class Choice:
     goes: tuple[bool, ...]
     order: tuple[int, ...]
     begin: tuple[int, ...]
+    is_hidden: bool
     held: frozenset[int]
     eligible_bytes: int
     chosen_bytes: int
@@ -76,6 +78,10 @@ def candidates(ranges: Sequence[Measured], keep_last: int) -> list[int]:
     return sorted(places, key=lambda place: -ranges[place].lifetime)
 
 
+# So much of the link is counted on: other copies use it too.
+LINK_SHARE = 0.9
+
+
 class Hidden:
     """Which copies the link can do beside what the device computes: down before the forward pass ends,
     up after that, each before it is used."""
@@ -94,7 +100,7 @@ class Hidden:
 
     def take(self, place: int, size_bytes: int) -> bool:
         """Takes a range whose two copies can be hidden beside those of the ranges taken before."""
-        down, up = size_bytes / self._link.down, size_bytes / self._link.up
+        down, up = (size_bytes / (LINK_SHARE * speed) for speed in (self._link.down, self._link.up))
         turn = self._turn[place]
         if bool(self._down[: place + 1].min() < down):
             return False
@@ -143,6 +149,7 @@ def choose(
         goes=tuple(goes),
         order=order,
         begin=begin,
+        is_hidden=fraction is None,
         held=frozenset(place for place, each in enumerate(ranges) if each.is_held),
         eligible_bytes=eligible_bytes,
         chosen_bytes=chosen_bytes,

@@ -29,8 +29,9 @@ class Record:
 
 
 class ForwardPass:
-    """With a choice, the pass has no more on the device than what the choice keeps and a window. Without one, it
-    has no more than a window, so that a model that does not fit without a stash can be measured."""
+    """With a choice, the pass has no more on the device than what the choice keeps, and a window if the link is too
+    slow for what goes. Without one, it has no more than a window, so that a model that does not fit without a stash
+    can be measured."""
 
     def __init__(
         self, transfers: Transfers, choice: Choice | None, clock: Clock | None, window_bytes: int | None
@@ -83,13 +84,13 @@ class ForwardPass:
             self._leaving.append(weakref.ref(block))
         else:
             self._kept_bytes += block.bytes
-        self._release(self._limit_bytes())
+        self._release(self._forward_limit_bytes())
         if self._clock is not None:
             self.records[place].saved = begin, self._clock.now()
 
     def end_forward(self) -> None:
         self.is_open = False
-        self._release(self._limit_bytes())
+        self._release(self._forward_limit_bytes())
         if self._clock is not None and self.forward_end is None:
             self.forward_end = self._clock.now()
 
@@ -97,10 +98,19 @@ class ForwardPass:
         """Lets all memory go that copies still read: the next forward pass needs it."""
         self._release(-1)
 
+    def _forward_limit_bytes(self) -> int:
+        """Copies that are hidden have ended when the last of what stays is there: they need no window. Those of a
+        fraction may be late, and what is saved last is used first: it need not have left."""
+        is_hidden = self._choice is not None and self._choice.is_hidden
+        return self._staying_bytes() if is_hidden else self._limit_bytes()
+
     def _limit_bytes(self) -> int:
         window = 2 * self._largest_bytes if self._window_bytes is None else self._window_bytes
+        return self._staying_bytes() + window
+
+    def _staying_bytes(self) -> int:
         planned = 0 if self._choice is None else self._choice.kept_bytes
-        return max(planned, self._kept_bytes) + window
+        return max(planned, self._kept_bytes)
 
     def _release(self, limit_bytes: int) -> None:
         while self._leaving and self._on_device.bytes() > limit_bytes:
