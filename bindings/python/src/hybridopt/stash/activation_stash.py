@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -506,7 +508,9 @@ class ActivationStash:
             self._open = self._begin("")
 
     def _has_other_hooks(self) -> bool:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if _top_hooks is None:
+            return _is_in_checkpoint()
+        top = _top_hooks(False)
         return top is not None and top[0] != self._hooks[0]
 
     def _install(self, module: nn.Module | None) -> Entered:
@@ -585,6 +589,20 @@ class ActivationStash:
         if isinstance(saved, Put):
             saved.block.forward_pass.use(saved.block)
         return saved.restore()
+
+
+# Older versions of torch do not tell.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether a checkpoint of torch is among the callers."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_in_backward() -> bool:
