@@ -1,101 +1,24 @@
 """verl's engine for FSDP2 as its workers have it, on the CPU over gloo: model, optimizer, schedule and checkpoints
 are its own. The test computes the loss by itself."""
 
-import contextlib
-import sys
-from unittest import mock
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybridopt
 import ranks
-from copying import Copying
 from models import bits
+from verl_on_cpu import Phases, configs, save_model, without_gpu
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
-EAGER = {"attn_implementation": "eager"}  # flash attention needs a GPU
-
-
-class Phases(Copying):
-    """The GPU is other memory of the host."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        args = tuple("cpu" if isinstance(arg, str) and arg == "gpu" else arg for arg in args)
-        return super().__torch_function__(function, types, args, kwargs)
-
-
-@contextlib.contextmanager
-def without_gpu():
-    """verl asks its platform for the GPU, and its engine goes to a device of that name and back."""
-    # Its data sets are imported beside the engine and not used here.
-    for name in ("datasets", "pandas"):
-        sys.modules.setdefault(name, mock.MagicMock(__spec__=None))
-    from verl.plugin.platform import platform_manager
-    from verl.plugin.platform.platform_cuda import PlatformCUDA
-
-    class Host(PlatformCUDA):
-        device_name = "cpu"
-        device_module = mock.MagicMock(
-            **{
-                "mem_get_info.return_value": (1, 1),
-                "memory_allocated.return_value": 0,
-                "memory_reserved.return_value": 0,
-            }
-        )
-
-        def current_device(self):
-            return "cpu"
-
-    platform_manager.set_platform(Host())
-    from verl.workers.engine import base
-    from verl.workers.engine.fsdp import transformer_impl
-
-    with (
-        mock.patch.object(base, "get_device_name", lambda: "gpu"),
-        mock.patch.object(transformer_impl, "get_device_name", lambda: "gpu"),
-    ):
-        yield
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def made(folder, is_offloading, options):
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    engine = FSDPEngineWithLMHead(
-        HFModelConfig(path=folder, load_tokenizer=False, use_remove_padding=False, override_config=EAGER),
-        FSDPEngineConfig(
-            strategy="fsdp2",
-            param_offload=is_offloading,
-            optimizer_offload=is_offloading,
-            model_dtype="bf16",
-            use_torch_compile=False,
-        ),
-        FSDPOptimizerConfig(
-            optimizer_impl="hybridopt",
-            optimizer="AdamW",
-            lr=1e-2,
-            clip_grad=0.5,
-            total_training_steps=20,
-            lr_warmup_steps=2,
-            lr_scheduler_type="cosine",
-            override_optimizer_config=options,
-        ),
-        CheckpointConfig(save_contents=["model", "optimizer", "extra"], load_contents=["model", "optimizer", "extra"]),
-    )
+    engine = FSDPEngineWithLMHead(*configs(folder, is_offloading, options))
     engine.initialize()
     assert type(engine.optimizer) is hybridopt.AdamW
     return engine

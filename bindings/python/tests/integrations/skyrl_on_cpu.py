@@ -1,0 +1,17 @@
+"""Lets SkyRL be imported without what it takes for GPUs, data sets and servers. Not a test itself."""
+
+import contextlib
+import typing
+from unittest import mock
+
+import typing_extensions
+
+from verl_on_cpu import leave_out
+
+
+@contextlib.contextmanager
+def importable():
+    """It is for Python 3.12, from which on pydantic takes typing's TypedDict."""
+    leave_out("datasets", "pandas", "flash_attn", "flash_attn.bert_padding")
+    with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict):
+        yield
