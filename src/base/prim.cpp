@@ -459,6 +459,8 @@ bool PinThisThread(const std::vector<uint32_t>& cpus) {
   return sched_setaffinity(0, set.bytes(), set.get()) == 0;
 }
 
+bool SetTimerSlack(uint64_t slack_ns) { return prctl(PR_SET_TIMERSLACK, slack_ns) == 0; }
+
 uint64_t SveVectorBytes() {
   const int answer = prctl(PR_SVE_GET_VL);
   return answer < 0 ? 0 : static_cast<uint64_t>(answer & PR_SVE_VL_LEN_MASK);

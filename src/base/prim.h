@@ -127,6 +127,10 @@ Status StartThreads(const char* name, Object* object, size_t count, std::vector<
 // Binds the calling thread to `cpus` (not empty). False if the system refuses.
 bool PinThisThread(const std::vector<uint32_t>& cpus);
 
+// Lets the system wake the calling thread at most so much later than its sleeps ask for. The
+// system's default is 50 us. False if the system refuses.
+bool SetTimerSlack(uint64_t slack_ns);
+
 // Length of the calling thread's SVE vectors; 0 if the CPU or the system has none.
 uint64_t SveVectorBytes();
 

@@ -16,7 +16,6 @@ namespace {
 constexpr uint64_t kCopyPieceBytes = 64 << 10;
 
 constexpr int64_t kAbandonPollNs = 1'000'000;
-constexpr int kFlagPollsBeforeSleep = 100;
 constexpr auto kFlagPollInterval = std::chrono::microseconds(20);
 
 void CopyInPieces(void* destination, const void* source, uint64_t bytes) {
@@ -210,14 +209,9 @@ Status SimExecutor::Apply(const sim::WaitStream& wait, const std::atomic<bool>& 
 }
 
 Status SimExecutor::Apply(const sim::WaitFlag& wait, const std::atomic<bool>& abandoned) const {
-  for (int polls = 0; wait.flag->load(std::memory_order_acquire) < wait.value; ++polls) {
+  while (wait.flag->load(std::memory_order_acquire) < wait.value) {
     if (fault_.stopped() || abandoned) break;
-    if (polls < kFlagPollsBeforeSleep) {
-      std::this_thread::yield();
-    } else {
-      polls = kFlagPollsBeforeSleep;
-      std::this_thread::sleep_for(kFlagPollInterval);
-    }
+    std::this_thread::sleep_for(kFlagPollInterval);
   }
   return Status();
 }

@@ -9,9 +9,6 @@
 namespace hybridopt {
 namespace {
 
-// A sleep takes about 50 us longer than asked for, so during shorter delays the thread yields
-// instead.
-constexpr int64_t kSleepNsMin = 100'000;
 // The interval at which a sleeping thread checks whether its device has stopped.
 constexpr int64_t kSleepNsMax = 1'000'000;
 
@@ -118,6 +115,9 @@ bool SimStream::End(int64_t timeout_ns) {
 }
 
 void SimStream::RunCommands() {
+  // Delays and polls are short. A thread that sleeps gives its CPU away for the delay; one that
+  // yields loses it for a whole time slice if another program has work.
+  prim::SetTimerSlack(1);
   RunCommandsUntilClosed();
   std::lock_guard lock(mutex_);
   ended_ = true;
@@ -151,12 +151,7 @@ void SimStream::Delay() {
   while (!fault_.stopped()) {
     const int64_t left_ns = end_ns - prim::NowNs();
     if (left_ns <= 0) return;
-    if (left_ns < kSleepNsMin) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(
-          std::chrono::nanoseconds(std::min(left_ns - kSleepNsMin / 2, kSleepNsMax)));
-    }
+    std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(left_ns, kSleepNsMax)));
   }
 }
 

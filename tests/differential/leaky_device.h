@@ -98,7 +98,7 @@ class LeakyDevice final : public ForwardingDevice {
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
     if (leaking_ && HasLabel(event, slow_event_))
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
     if (Leaks(Leak::kLanded, event, "gradients landed")) return {};
     if (Leaks(Leak::kUploaded, event, "params uploaded")) return {};
     if (Leaks(Leak::kStateDown, event, "state down")) return {};
