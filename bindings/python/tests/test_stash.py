@@ -930,3 +930,26 @@ def test_other_modes_of_torch_do_not_matter(both):
             torch.set_default_dtype(before)
 
     assert train(model, forward, each_pass=lambda: stash) == train(other, other) and is_empty(stash)
+
+
+def test_beside_an_optimizer_that_steps_beside_the_forward_pass(both):
+    model = Model()
+    other = copy.deepcopy(model)
+
+    def run(module, each_pass):
+        optimizer = hybridopt.AdamW(module.named_parameters(), lr=1e-3, overlap=module)
+        losses = []
+        for seed in range(4):
+            torch.manual_seed(seed)
+            with each_pass():
+                loss = module(torch.randint(40, (2, 12)))
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return bits([*losses, *module.parameters()])
+
+    stash = stash_of(**EVERYTHING)
+    assert run(model, lambda: stash) == run(other, contextlib.nullcontext)
+    assert is_empty(stash)

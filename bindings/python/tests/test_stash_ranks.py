@@ -3,6 +3,7 @@
 import contextlib
 import copy
 
+import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -158,5 +159,8 @@ def pipeline(rank, world):
     dist.barrier()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="the schedule of torch 2.6 hangs over gloo, without a stash too"
+)
 def test_a_pipeline_with_interleaving():
     ranks.run(pipeline, 2)

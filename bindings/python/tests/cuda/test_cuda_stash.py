@@ -229,7 +229,7 @@ def test_the_peak_is_lower(monkeypatch):
     model, other = pair()
     everything = peak_of(other, contextlib.nullcontext)
     for fraction, most in ((0.25, 0.85), (0.5, 0.65), (1.0, 0.45)):
-        stash = stash_of(fraction=fraction, keep_last=0)
+        stash = stash_of(fraction=fraction, keep_last=0, window_bytes=32 << 20)
         peak = peak_of(model, lambda stash=stash: stash)
         assert peak <= most * everything, (fraction, peak, everything)
         stash.close()
