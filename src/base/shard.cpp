@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "base/box_overlap.h"
 #include "base/check.h"
-#include "base/overlap.h"
 
 namespace hybridopt {
 namespace {

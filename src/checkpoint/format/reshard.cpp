@@ -4,8 +4,8 @@
 #include <array>
 #include <string>
 
+#include "base/box_overlap.h"
 #include "base/check.h"
-#include "base/overlap.h"
 
 namespace hybridopt::checkpoint {
 namespace {

@@ -1,6 +1,6 @@
 // Boxes that share an element, held against comparing each with each; and what the search costs,
 // counted, not timed.
-#include "base/overlap.h"
+#include "base/box_overlap.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
-// Overlap: whether boxes share an element, and which boxes share one with a given box. Comparing
-// all pairs would take too long for the shards of a large world, and for the boxes that a forged
-// checkpoint may list.
+// Box overlap: whether boxes share an element, and which boxes share one with a given box.
+// Comparing all pairs would take too long for the shards of a large world, and for the boxes that a
+// forged checkpoint may list.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-#include "base/overlap.h"
+#include "base/box_overlap.h"
 
 #include <algorithm>
 #include <array>
