@@ -449,7 +449,8 @@ def ranks(options: argparse.Namespace) -> Iterator[None]:
     if options.world == 1:
         yield
         return
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    # CPUOffloadPolicy clips tensors on the CPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
     try:
         yield
     finally:

@@ -143,7 +143,9 @@ def test_losses_and_gradients_keep_their_bits(options, wraps, dtype):
     each_pass = contextlib.nullcontext if wraps else (lambda: stash)
     assert train(model, each_pass) == train(other)
     assert is_empty(stash)
-    assert stash.choice().forward_seconds > 0 and stash.choice().link.down > 1e8
+    assert stash.choice().forward_seconds > 0
+    if options.get("window_bytes") != GIB:  # where nothing has to leave, nobody sees how fast the link is
+        assert stash.choice().link.down > 1e8
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
