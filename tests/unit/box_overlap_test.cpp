@@ -268,7 +268,7 @@ TEST(Overlap, OfManyBoxesIsNotLookedForInPairs) {
 // The boxes of one family are looked for in another one of the same size: a hull that lies apart
 // is looked at once for all that is in it.
 TEST(BoxTree, IsNotLookedThroughFromEndToEnd) {
-  const auto few = static_cast<size_t>(std::max(200, Scaled(2000)));
+  const auto few = static_cast<size_t>(std::max(200, Scaled(500)));
   const std::vector<Family> small = Families(few), large = Families(16 * few);
   for (size_t i = 0; i < small.size(); ++i) {
     const auto looks = [](const Family& family) {
