@@ -874,6 +874,20 @@ def test_a_stash_that_nobody_holds_goes(both):
     train(model, model, passes=1)
 
 
+def test_a_model_that_nobody_holds_goes(both):
+    model = Model()
+    stash = stash_of(model=model, **EVERYTHING)
+    wrapping = stash.wrap(model.blocks)
+    train(model, model, passes=2)
+    gone = [weakref.ref(module) for module in model.modules()]
+    del model
+    gc.collect()
+    assert not any(module() for module in gone)
+    train(other := Model(), other, each_pass=lambda: stash)
+    wrapping.remove()
+    assert is_empty(stash)
+
+
 def test_a_program_that_changes_is_measured_again(both):
     model = Model()
     other = copy.deepcopy(model)

@@ -217,14 +217,17 @@ class ActivationStash:
         self._names = Names()
         if model is not None:
             self._names.watch(model)
-        self._module_names = {} if model is None else {m: name for name, m in model.named_modules()}
+        # Models are not held: somebody else may want their memory.
+        self._module_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        if model is not None:
+            self._module_names.update((module, name) for name, module in model.named_modules())
         self._wanted: tuple[str, ...] = ()
         self._roles = Roles(self._names.stack)
         self._is_telling = False  # dry_run() needs roles
         self._programs: dict[str, Program] = {}
         self._previous: weakref.ref[ForwardPass] | None = None
-        self._wrapped: list[nn.Module] = []
-        self._first_called: nn.Module | None = None
+        self._wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._first_called: weakref.ref[nn.Module] | None = None
         self._open: ForwardPass | None = None  # of wrapped modules outside of with statements
         self._group = 0
         self._blocks: weakref.WeakValueDictionary[tuple, Block] = weakref.WeakValueDictionary()
@@ -266,9 +269,8 @@ class ActivationStash:
             if layer in self._wrapped:
                 raise ValueError("wrap() got a module that is wrapped already; remove() that wrapping first")
         undo = [undo for number, layer in enumerate(layers) for undo in self._attach(layer, number)]
-        self._wrapped += layers
-        undo += [functools.partial(self._wrapped.remove, layer) for layer in layers]
-        return Wrapping(undo)
+        self._wrapped.update(layers)
+        return Wrapping([*undo, functools.partial(self._unwrap, weakref.WeakSet(layers))])
 
     def only(self, *names: str) -> None:
         """Only some activations may go from now on; the next forward pass is measured again. only() without
@@ -472,8 +474,17 @@ class ActivationStash:
             finally:
                 after()
 
+        def undo() -> None:
+            module = its()
+            if module is not None:
+                module._compiled_call_impl = compiled
+
         layer._compiled_call_impl = call
-        yield functools.partial(setattr, layer, "_compiled_call_impl", compiled)
+        yield undo
+
+    def _unwrap(self, layers: Iterable[nn.Module]) -> None:
+        self._wrapped.difference_update(layers)
+        self._first_called = self._open = None
 
     def _enter_layer(self, layer: nn.Module, name: str) -> None:
         thread = self._thread
@@ -500,11 +511,11 @@ class ActivationStash:
         """Outside of with statements, forward passes begin with the same layer."""
         if self._thread.passes:
             return
-        is_first = layer is self._first_called
+        is_first = self._first_called is not None and self._first_called() is layer
         if self._open is None or is_first or self._open.was_used:
             if self._open is not None:
                 self._end(self._open, "", True)
-            self._first_called = layer
+            self._first_called = weakref.ref(layer)
             self._open = self._begin("")
 
     def _has_other_hooks(self) -> bool:
