@@ -3,6 +3,7 @@
 HYBRIDOPT_TOOL and HYBRIDOPT_MAKE_SAMPLE are the programs, HYBRIDOPT_FAULTY_FILES is preloaded.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -492,6 +493,44 @@ def test_a_name_that_might_not_last_is_taken_back(sample, tmp_path):
     assert refuse(FAILED, text, "export", sample, out, env=failing) == "IO_FAILED"
     assert [path.name for path in tmp_path.iterdir()] == ["sample"]
     succeed("export", sample, out)
+
+
+def content_of(path):
+    """The bytes of each file."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    return [file.read_bytes() for file in files]
+
+
+@pytest.mark.parametrize("command, error", [("reshard", errno.ENOSPC), ("export", errno.EIO)])
+def test_every_call_that_fails_is_told_and_leaves_nothing(command, error, sample, tmp_path):
+    """The output is whole, or it is not there and the error tells the file."""
+    more = ["--world", "2"] if command == "reshard" else []
+    out = tmp_path / "out"
+    arguments = [command, sample, out, *more]
+    calls = tmp_path.parent / f"{tmp_path.name}.calls"
+    result = tool(*arguments, env={**with_fault(""), "HYBRIDOPT_TEST_CALLS": str(calls)})
+    assert result.returncode == DONE, result
+    whole = content_of(out)
+    told, survived = 0, 0
+    for call in range(1, int(calls.read_text()) + 1):
+        subprocess.run(["rm", "-rf", str(out)], check=True)
+        result = tool(*arguments, env=with_fault(f"fail:{call}:{error}"))
+        names = sorted(path.name for path in tmp_path.iterdir())
+        if result.returncode == DONE:
+            survived += 1
+            assert content_of(out) == whole, call
+        else:
+            told += 1
+            assert result.returncode == FAILED, (call, result)
+            assert f"(errno {error})" in result.stderr or os.strerror(error) in result.stderr, (call, result)
+            assert str(tmp_path) in result.stderr, (call, result)
+            assert "out" not in names, call
+        assert all(name in ("out", "sample") or is_pending(name, "out") for name in names), (call, names)
+    subprocess.run(["rm", "-rf", str(out)], check=True)
+    succeed(*arguments)  # removes what could not be removed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "sample"]
+    # Only a lock, and what is removed at the end, is asked for without need.
+    assert told > 20 and survived <= 3, (told, survived)
 
 
 def test_a_kind_that_a_rank_did_not_store_is_told(tmp_path):
