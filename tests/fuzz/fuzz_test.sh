@@ -7,6 +7,7 @@ set -euo pipefail
 root=$(cd "$1" && pwd)
 targets=$2
 runs=$3
+seed=${HYBRIDOPT_TEST_SEED:-1}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -32,7 +33,7 @@ for target in $targets; do
   mkdir -p "$found"
   "$clang" "${flags[@]}" -I"$root/src" -I"$root/include" -o "$scratch/$target" \
     "$root/tests/fuzz/${target}_fuzz.cpp" "$scratch"/*.o
-  "$scratch/$target" -runs="$runs" -seed=1 -max_len=8192 -timeout=20 -malloc_limit_mb=8 \
+  "$scratch/$target" -runs="$runs" -seed="$seed" -max_len=8192 -timeout=20 -malloc_limit_mb=8 \
     -rss_limit_mb=1024 -print_final_stats=1 -artifact_prefix="$scratch/" \
     "$found" "$root/tests/fuzz/corpus/$target" >"$scratch/log" 2>&1 || {
     tail -50 "$scratch/log"
