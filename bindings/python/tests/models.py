@@ -1,6 +1,7 @@
 """Small models and what tests say of them."""
 
 import copy
+import os
 
 import torch
 from torch import nn
@@ -18,6 +19,14 @@ PAIRS = {
     "Adagrad": (hybridopt.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "weight_decay": 0.01}),
 }
 WITH_TORCH = {name: pair for name, pair in PAIRS.items() if pair[1] is not None}
+
+
+def drawn_seeds(count):
+    """The seeds of a test that draws at random, which are in its name: others for each HYBRIDOPT_TEST_SEED,
+    and more of them in a long run."""
+    first = 1_000_000 * int(os.environ.get("HYBRIDOPT_TEST_SEED", "0"))
+    scaled = round(count * float(os.environ.get("HYBRIDOPT_TEST_SCALE", "1")))
+    return range(first, first + max(1, scaled))
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi, aside, making
-from models import PAIRS, bits, clone, set_gradients, state_bits
+from models import PAIRS, bits, clone, drawn_seeds, set_gradients, state_bits
 
 SHAPES = [(4, 3), (5,), (2, 8), (40,), (7, 1), (16, 2)]
 LAYOUTS = {
@@ -122,7 +122,7 @@ def all_state_gone(optimizer, params, param, draw):
     optimizer.state.clear()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", drawn_seeds(3))
 @pytest.mark.parametrize("layout", [*LAYOUTS, "watched"])
 def test_whatever_is_changed_in_between(layout, seed):
     dtype, options = LAYOUTS.get(layout, (torch.bfloat16, {"check_weights": False}))

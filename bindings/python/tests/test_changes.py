@@ -10,7 +10,7 @@ from torch.nn import Parameter
 import hybridopt
 from hybridopt import batch, compared, in_sync
 from hybridopt import state as states
-from models import bits
+from models import bits, drawn_seeds
 
 SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
 
@@ -250,7 +250,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", drawn_seeds(4))
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_changes(dtype, options, seed, small_parts):
@@ -267,7 +267,7 @@ def test_each_change_of_params_that_are_watched(change, small_parts):
     check(torch.bfloat16, {"check_weights": False}, 7, changes=[change], steps=16)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", drawn_seeds(3))
 def test_changes_of_params_that_are_away(seed, small_parts, monkeypatch):
     monkeypatch.setattr(in_sync, "is_away", lambda _: True)
     check(torch.bfloat16, {"check_weights": False}, seed)
