@@ -25,6 +25,9 @@ namespace hybridopt {
 using fault::Gate;
 using fault::Make;
 
+// Where a wait never ends, the test shall fail and not stand still.
+constexpr int64_t kLongNs = 120'000'000'000;
+
 // The waits of the stash.
 enum class StashLeak {
   kNone,
@@ -195,7 +198,7 @@ class StashRig {
     return to;
   }
   void Synchronize(offload_stream_t stream) {
-    EXPECT_OFFLOAD_OK(offload_stream_synchronize(context, stream, -1));
+    EXPECT_OFFLOAD_OK(offload_stream_synchronize(context, stream, kLongNs));
   }
 
   offload_stash_stats_t Stats() {

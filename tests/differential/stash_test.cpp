@@ -333,7 +333,7 @@ struct LeftOut : public testing::Test {
     if (leaking_) done();
     gate_->open = true;
   }
-  void AwaitCopies() { EXPECT_OFFLOAD_OK(offload_stash_wait(rig_->stash, 0, -1)); }
+  void AwaitCopies() { EXPECT_OFFLOAD_OK(offload_stash_wait(rig_->stash, 0, kLongNs)); }
   offload_stash_ticket_t Push(offload_stream_t stream, const std::byte* data) {
     offload_stash_ticket_t ticket = 0;
     EXPECT_OFFLOAD_OK(offload_stash_push(rig_->stash, 0, data, kBytes, stream, &ticket));
@@ -394,7 +394,7 @@ struct LeftOut : public testing::Test {
     rig_->Write(a_, source_, x_);
     const offload_stash_ticket_t ticket = Push(a_, source_);
     Prefetch(ticket, b_);
-    Open([&] { EXPECT_OFFLOAD_OK(offload_stash_wait(rig_->stash, ticket, -1)); });
+    Open([&] { EXPECT_OFFLOAD_OK(offload_stash_wait(rig_->stash, ticket, kLongNs)); });
     rig_->Synchronize(a_);
     Pop(ticket, b_);
     return ReadDestination(x_);
@@ -432,7 +432,7 @@ struct LeftOut : public testing::Test {
     };
     Open(free_source);
     if (!leaking_) free_source();
-    return offload_stash_wait(rig_->stash, 0, -1) == OFFLOAD_OK ? Seen::kRight : Seen::kFailed;
+    return offload_stash_wait(rig_->stash, 0, kLongNs) == OFFLOAD_OK ? Seen::kRight : Seen::kFailed;
   }
   Seen DropBeforeTheCopyToTheDevice() {
     const offload_stash_ticket_t ticket = PutAside();
@@ -451,7 +451,7 @@ struct LeftOut : public testing::Test {
     Pop(ticket, b_);
     rig_->Write(a_, source_, y_);
     const offload_stash_ticket_t other = Push(a_, source_);
-    Open([&] { EXPECT_OFFLOAD_OK(offload_stash_wait(rig_->stash, other, -1)); });
+    Open([&] { EXPECT_OFFLOAD_OK(offload_stash_wait(rig_->stash, other, kLongNs)); });
     return ReadDestination(x_);
   }
   Seen WaitOnTheHost() {
@@ -459,7 +459,7 @@ struct LeftOut : public testing::Test {
     Hold(a_);
     const offload_stash_ticket_t ticket = Push(a_, source_);
     if (!leaking_) gate_->open = true;
-    EXPECT_OFFLOAD_OK(offload_stash_wait(rig_->stash, ticket, -1));
+    EXPECT_OFFLOAD_OK(offload_stash_wait(rig_->stash, ticket, kLongNs));
     rig_->Write(b_, source_, y_);
     rig_->Synchronize(b_);
     gate_->open = true;
