@@ -21,7 +21,7 @@ if [[ -z $clang ]] || ! "$clang" "${flags[@]}" "$scratch/probe.cpp" -o "$scratch
 fi
 
 # Compiling takes ten times as long as the default number of runs, so both targets share the objects.
-for source in base/{overlap,shard,status} checkpoint/format/{format,hash,json,manifest,reshard,safetensors} \
+for source in base/{box_overlap,shard,status} checkpoint/format/{format,hash,json,manifest,reshard,safetensors} \
   kernels/coefficients; do
   "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -I"$root/src" -I"$root/include" \
     -c "$root/src/$source.cpp" -o "$scratch/${source##*/}.o"
