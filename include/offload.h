@@ -430,8 +430,9 @@ typedef struct offload_param {
   uint64_t count;   /* elements of this shard */
   const offload_shard_t* shard; /* NULL = the whole of a one-dimensional tensor */
   int32_t chunk_order; /* the pipeline takes params with a lower chunk_order first, and params with
-                          the same one (the default for all) in registration order. It changes no
-                          bit */
+                          the same one (the default for all) in registration order; if the host
+                          holds some gradients, each executor first takes those that are near it.
+                          It changes no bit */
   uint32_t reserved;   /* 0 */
 } offload_param_t;
 
@@ -671,7 +672,7 @@ OFFLOAD_API int32_t offload_optimizer_reload_grads(offload_optimizer_t optimizer
                                                    offload_ticket_t* ticket);
 
 /* Tells of each param whether its gradient is better left on the device until the next step has
- * read it: the device will update the param, because it has its state, or because the state is in
+ * read it: the device will update most of the param, because it has the state, or the state is in
  * the part of the host share that goes through the device's ring. A program that offloads gradients
  * during the backward pass leaves these out: they would go down and come up again. This is advice;
  * the bits do not depend on it. The part that goes through the ring is as large as it was in the
@@ -681,7 +682,7 @@ OFFLOAD_API int32_t offload_optimizer_reload_grads(offload_optimizer_t optimizer
  *   else 0.
  * count: the number of params.
  *
- * Errors: INVALID_ARGUMENT (keep is NULL; count), INVALID_STATE (not committed). */
+ * Errors: INVALID_ARGUMENT (keep is NULL; count), INVALID_STATE (not committed), POISONED. */
 OFFLOAD_API int32_t offload_optimizer_grads_to_keep(offload_optimizer_t optimizer, uint8_t* keep,
                                                     uint32_t count);
 

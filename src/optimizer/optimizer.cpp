@@ -190,10 +190,11 @@ Status Optimizer::CheckStreams(const StateShape& shape, const Arrangement& arran
   if (arrangement.lanes.stream_slots >= least) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "options.stream_ring_bytes is %llu, expected at least %llu, the state of 2 "
-                       "chunks (0 = that of 4); raise it, make chunk_elements smaller, or use "
+                       "chunks (0 = that of %u); raise it, make chunk_elements smaller, or use "
                        "OFFLOAD_EXECUTORS_CPU",
                        static_cast<unsigned long long>(options_.stream_ring_bytes),
-                       static_cast<unsigned long long>(least * chunks.stream_slot_bytes()));
+                       static_cast<unsigned long long>(least * chunks.stream_slot_bytes()),
+                       kDefaultStreamSlots);
 }
 
 // Pins the host's state for the device's ring. If the system does not pin so much, the ring is

@@ -102,6 +102,7 @@ offload_stats_t Optimizer::Stats() const {
 
 Status Optimizer::GradsToKeep(std::span<uint8_t> keep) const {
   HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
   if (keep.size() != table_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "count is %zu, but %u params have been added; give room for one byte each",

@@ -221,12 +221,13 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
 // gradients are on the device the streamed executor.
 void StepPipeline::TakeAhead() {
   queue_.Reset();
-  if (plan_.host_holds_grads())
-    for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk)
-      queue_.Prefer(chunk, plan_.IsHeld(chunk) ? Executor::kCpu : Executor::kStreamed);
   cpu_executor_.Reset();
   streamed_.Reset();
   const bool cpu_takes = shape_.options.cpu_updates || !streamed_.on();
+  if (cpu_takes && streamed_.on() && plan_.host_holds_grads())
+    for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk)
+      if (plan_.active_count(chunk) > 0)
+        queue_.Prefer(chunk, plan_.IsHeld(chunk) ? Executor::kCpu : Executor::kStreamed);
   for (bool taken = true; taken;) {
     taken = cpu_takes && cpu_executor_.TakeAhead();
     taken = streamed_.TakeAhead() || taken;

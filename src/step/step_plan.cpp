@@ -94,10 +94,12 @@ void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const R
                        double streamed_share, std::span<uint8_t> keep) {
   double owed = 0;  // elements that should have been kept so far, and have not
   for (uint32_t id : shape.update_order) {
-    const uint64_t device_count = residence.device_count(id);
-    const auto host_count = static_cast<double>(table.param(id).count - device_count);
+    const uint64_t count = table.param(id).count, device_count = residence.device_count(id);
+    keep[id] = 2 * device_count > count;
+    if (keep[id] != 0) continue;
+    const auto host_count = static_cast<double>(count - device_count);
     owed += streamed_share * host_count;
-    keep[id] = host_count > 0 ? 2 * owed > host_count : device_count > 0;
+    keep[id] = 2 * owed > host_count;
     if (keep[id] != 0) owed -= host_count;
   }
 }

@@ -116,7 +116,7 @@ class StepPlan {
 };
 
 // For each param whether its gradient is better left on the device until the step has read it,
-// because the device will update the param: it has all of its state, or the state is among the
+// because the device will update most of the param: it has the state, or the state is among the
 // `streamed_share` of the host share that will stream. That part is spread evenly over the order
 // of updates, so that both executors come forward at the same pace.
 void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const Residence& residence,

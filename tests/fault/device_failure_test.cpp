@@ -67,6 +67,10 @@ TEST(AsynchronousFailure, ReachesTheWaiterWithItsCauseAndPoisonsTheRest) {
       [&] { return offload_optimizer_step(trainer.optimizer, nullptr, nullptr); },
       [&] { return offload_optimizer_bind(trainer.optimizer, &binding, 1); },
       [&] { return offload_optimizer_set_group(trainer.optimizer, 0, &trainer.group); },
+      [&] {
+        uint8_t keep = 0;
+        return offload_optimizer_grads_to_keep(trainer.optimizer, &keep, 1);
+      },
       [&] { return offload_optimizer_stream_wait(trainer.optimizer, 0, stream, nullptr, 0); }};
   for (const auto& call : poisoned) {
     EXPECT_EQ(call(), OFFLOAD_POISONED);

@@ -357,6 +357,68 @@ def test_gradients_that_stay_live_until_the_step_and_are_dropped_by_zero_grad(mo
         optimizer.step()
 
 
+def test_gradients_of_one_storage_stay_or_leave_together(monkeypatch):
+    """As FSDP2 makes them. One that stayed would hold the memory of all."""
+    keep_every_second(monkeypatch)
+    params = [nn.Parameter(torch.zeros(6)) for _ in range(24)]
+    optimizer = hybridopt.SGD(params, lr=1.0, max_grad_norm=None, threads=1)
+    optimizer.hook_gradients()
+    for begin in range(0, 24, 3):
+        together = torch.full((18,), float(begin)).split(6)
+        for param, grad in zip(params[begin : begin + 3], together):
+            param.grad = grad
+    send_by_hand(optimizer)
+    kept = {slot.id for slot in optimizer._engine.bound.kept}
+    groups = [kept & set(range(begin, begin + 3)) for begin in range(0, 24, 3)]
+    assert {len(group) for group in groups} == {0, 3} and 3 <= sum(map(bool, groups)) <= 5
+    optimizer.step()
+    assert [param.tolist() for param in params] == [[-float(id - id % 3)] * 6 for id in range(24)]
+
+
+def test_a_step_whose_wait_is_interrupted_has_used_up_what_hooks_have_taken(monkeypatch):
+    keep_every_second(monkeypatch)
+    module, optimizer, other, plain = pair()
+    optimizer.hook_gradients()
+    trained(module, optimizer), trained(other, plain)
+    backward(module, 7), backward(other, 7)
+    held = weakref.ref(next(iter(optimizer._engine.bound.kept.values())))
+
+    def interrupted(self, ticket=0, timeout_ns=-1):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(abi.Optimizer, "wait", interrupted)
+        optimizer.step()
+    assert held() is not None  # the library may read it still
+    plain.step()
+    optimizer._engine.settle()
+    gc.collect()
+    assert held() is None and optimizer.stats().grads_on_device_bytes == 0
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    before = models.bits(module.parameters())
+    optimizer.step()  # there is no gradient
+    assert models.bits(module.parameters()) == before
+
+
+def test_a_kept_gradient_is_refused_beside_another_one(monkeypatch):
+    keep_every_second(monkeypatch)
+    module = models.perceptron()
+    optimizer = adamw(module, movable=("grads", "accumulate"))
+    optimizer.hook_gradients().remove()
+    hooks = optimizer.hook_gradients()
+    backward(module, 0)
+    hooks.remove()
+    with optimizer.hook_gradients(accumulate=True), pytest.raises(
+        abi.InvalidStateError, match="the gradient of parameter .* has been taken already"
+    ):
+        backward(module, 1)
+    module.zero_grad()
+    backward(module, 1)
+    with pytest.raises(abi.InvalidStateError, match="hooks have taken a gradient of parameter .* another one now"):
+        optimizer.offload(grads=True)
+    assert optimizer.stats().grads_on_host_bytes == sum(4 * p.numel() for p in list(module.parameters())[0::2])
+
+
 @pytest.mark.parametrize("options", [{"free_all": True}, {"accumulate": True}])
 def test_who_wants_the_memory_keeps_no_gradient(monkeypatch, options):
     keep_every_second(monkeypatch)
@@ -707,7 +769,7 @@ def test_a_second_gradient_beside_one_on_the_host_is_refused():
     backward(module, 0)
     optimizer.offload(grads=True)
     backward(module, 1)
-    with pytest.raises(abi.InvalidStateError, match="has a gradient on the host and another one"):
+    with pytest.raises(abi.InvalidStateError, match="has a gradient that was taken off it and another one"):
         optimizer.reload(grads=True)
 
 

@@ -127,11 +127,14 @@ class Bound:
     def _put_kept(self, grads: list[int]) -> None:
         for slot, grad in self.kept.items():
             if grads[slot.id] != 0:
-                raise abi.InvalidStateError(
-                    f"hooks have taken a gradient of parameter {slot.name!r} for this step, and there is "
-                    "another one now; step() or zero_grad() before the next backward pass"
-                )
+                self.refuse_two_gradients(slot)
             grads[slot.id] = grad.data_ptr()
+
+    def refuse_two_gradients(self, slot: Slot) -> None:
+        raise abi.InvalidStateError(
+            f"hooks have taken a gradient of parameter {slot.name!r} for this step, and there is "
+            "another one now; step() or zero_grad() before the next backward pass"
+        )
 
     def _finish_look(self) -> None:
         if not self._has_looked:
@@ -171,6 +174,13 @@ class Bound:
         self.kept.update(gradients)
         self._are_others_active = True
 
+    def drop_kept(self) -> None:
+        """Lets go of what note_kept() has taken, and the library of its addresses."""
+        if self.kept:
+            ids = [slot.id for slot in self.kept]
+            self.addresses.tell(ids, [self.addresses.params[id] for id in ids], [0] * len(ids))
+            self.kept.clear()
+
     def has_taken(self, slot: Slot) -> bool:
         """Whether the slot's gradient for the next step is not with its param any more."""
         return slot in self.hosted or slot in self.kept
@@ -180,13 +190,11 @@ class Bound:
         usable = [gradient for batch in self._batches for gradient in batch.usable]
         return [self.kept.get(slot, usable[slot.id]) for slot in self.active]
 
-    def note_stepped(self) -> None:
-        """Notes that a step has read all gradients. The library has dropped those on the host."""
-        self.release()
-        if self.hosted or self.kept:
-            for slot in self.active:
-                self.hosted.pop(slot, None)
-                self.kept.pop(slot, None)
+    def note_queued(self) -> None:
+        """A step has been queued, which uses up the gradients that were taken off their params."""
+        for slot in self.active if self.hosted else ():
+            self.hosted.pop(slot, None)
+        self.drop_kept()
 
     def note_written_in_place(self, slots: list[Slot]) -> None:
         """Increments the versions of params that the library writes or has written, as any operation in

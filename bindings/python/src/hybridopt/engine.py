@@ -136,12 +136,13 @@ class Engine:
 
         On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): behind such a wait
         torch's copies into memory that is not pinned, such as .cpu(), did not return."""
-        active, ticket = self._queue(options)
+        active, ticket = self._queue(options, list(self.bound.kept.values()))
+        self.bound.note_queued()  # now, since Ctrl-C may end the wait below
         self.bound.note_written_in_place(active)  # while the library computes
         result = self.steps.result(ticket)
         self.bound.take_copies(active)
         self.in_sync.note()
-        self.bound.note_stepped()
+        self.bound.release()
         return bool(result.skipped)
 
     def begin_step(
@@ -149,18 +150,19 @@ class Engine:
     ) -> None:
         """Queues a step over the bound params. A param may be used after under_way has waited for it.
         aliases_of returns other tensors over the memory of a param."""
-        active, ticket = self._queue(options)
+        active, ticket = self._queue(options, [])  # under_way keeps the gradients alive
         self.bound.note_written_in_place(active)
         gradients = self.bound.gradients()
-        self.bound.note_stepped()
+        self.bound.note_queued()
+        self.bound.release()
         self.under_way.begin(ticket, active, gradients, aliases_of)
 
-    def _queue(self, options: dict[str, Any]) -> tuple[list[Slot], int]:
+    def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
         self.refresh_masters()
         if self.steps.is_full:
             self.settle()
         active = self.bound.active
-        return active, self.steps.queue(active, {"stream": self.stream(), **options})
+        return active, self.steps.queue(active, {"stream": self.stream(), **options}, gradients)
 
     def _note_end(self, written: list[Slot]) -> None:
         """Notes that a queued step has ended, and which params other code has written since it was

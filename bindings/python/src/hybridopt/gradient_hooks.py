@@ -54,6 +54,7 @@ class Hooked(Protocol):
 
     _engine: Engine | None
     _hooks: GradientHooks | None
+    _leftover: Any  # where free memory of the device is given to state
 
     def _ready_engine(self) -> Engine: ...
 
@@ -112,7 +113,9 @@ class GradientHooks:
         self._accumulate = accumulate
         # Who has no room on the device for gradients, or adds them up on the host, keeps none there.
         self._keeps_none = free_all or accumulate
-        self._keep = b""  # per slot: whether its gradient stays on the device in this step
+        self._keep = b""  # per slot: whether its gradient should stay on the device in this step
+        self._owed_bytes = 0  # of gradients that share storages, and should have stayed so far
+        self._storage = (0, False)  # the last shared storage, and whether it stays
         self._micro_batches = micro_batches
         self._is_last = False  # inside of last_micro_batch()
         self._passes: dict[Tensor, int] = {}  # backward passes of this step that a param took part in
@@ -200,7 +203,9 @@ class GradientHooks:
             # unfrozen params or a group's momentum: later it would lose the gradients on the host.
             engine = optimizer._ready_engine()
             count = len(engine.slots)
-            self._keep = bytes(count) if self._keeps_none else engine.handle.grads_to_keep(count)
+            keeps_none = self._keeps_none or optimizer._leftover is not None
+            self._keep = bytes(count) if keeps_none else engine.handle.grads_to_keep(count)
+            self._owed_bytes, self._storage = 0, (0, False)
             self._begun = True
         slot = engine.registered.slot_of.get(param)
         if slot is None:  # the param was removed from the optimizer
@@ -222,7 +227,7 @@ class GradientHooks:
                 "grad_dtype of the parameter between step() and the next backward pass, or drop the "
                 "gradients with zero_grad() and start the step again"
             )
-        if engine.bound.has_taken(slot) and not self._accumulate:
+        if slot in engine.bound.kept or (slot in engine.bound.hosted and not self._accumulate):
             raise abi.InvalidStateError(
                 f"the gradient of parameter {slot.name!r} has been taken already, and another backward pass "
                 "has made one; call step() or zero_grad() before that pass. If a step has several, say how "
@@ -267,8 +272,9 @@ class GradientHooks:
         ]
         if not batch:
             return
-        kept = {each.slot: each.usable for each in batch if self._keep[each.slot.id]}
-        leaving = {each.slot: each.usable for each in batch if not self._keep[each.slot.id]}
+        stays = [self._stays(each) for each in batch]
+        kept = {each.slot: each.usable for each, stay in zip(batch, stays) if stay}
+        leaving = {each.slot: each.usable for each, stay in zip(batch, stays) if not stay}
         if leaving:
             self._let_go(engine)
             flags = abi.OFFLOAD_MOVE_ACCUMULATE if self._accumulate else 0
@@ -277,6 +283,22 @@ class GradientHooks:
         engine.bound.note_kept(kept)
         for each in batch:
             each.slot.param.grad = None
+
+    def _stays(self, final: Final) -> bool:
+        """Whether a gradient stays on the device. FSDP2 makes those of one module in one storage, whose
+        memory one of them would hold for all: they stay together, or leave together."""
+        should_stay = bool(self._keep[final.slot.id])
+        storage = final.usable.untyped_storage()
+        if storage.nbytes() == final.usable.nbytes:
+            return should_stay
+        if storage.data_ptr() != self._storage[0]:
+            stays = 2 * self._owed_bytes > storage.nbytes()
+            self._storage = (storage.data_ptr(), stays)
+            if stays:
+                self._owed_bytes -= storage.nbytes()
+        if should_stay:
+            self._owed_bytes += final.usable.nbytes
+        return self._storage[1]
 
     def _forget_final(self) -> None:
         self._final.clear()

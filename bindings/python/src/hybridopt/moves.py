@@ -110,18 +110,21 @@ def send_all_gradients(engine: Engine) -> None:
     """Copies all gradients to the host and waits for that."""
     found = {slot: gradient_of(slot.param) for slot in engine.slots}
     usable = {slot: slot.usable_gradient(grad) for slot, grad in found.items() if grad is not None}
-    kept = dict(engine.bound.kept)
+    kept = engine.bound.kept
+    for slot in usable:
+        if slot in kept:
+            engine.bound.refuse_two_gradients(slot)
     if usable:
         send_gradients(engine, usable, 0, [engine.stream()])
     if kept:
         send_gradients(engine, kept, 0, [engine.stream()], hooked=True)
-    engine.bound.kept.clear()
     engine.wait()
+    kept.clear()
 
 
 def drop_gradients(engine: Engine) -> None:
     """Drops the gradients that are on the host, and those that hooks have kept on the device."""
-    engine.bound.kept.clear()
+    engine.bound.drop_kept()
     hosted = engine.bound.hosted
     if hosted:
         params = [slot.id for slot in hosted]
@@ -135,7 +138,7 @@ def reload_gradients(engine: Engine, streams: list[int]) -> None:
     for slot in (*hosted, *kept):
         if gradient_of(slot.param) is not None:
             raise abi.InvalidStateError(
-                f"parameter {slot.name!r} has a gradient on the host and another one here; "
+                f"parameter {slot.name!r} has a gradient that was taken off it and another one here; "
                 "step() or zero_grad() before the next backward pass"
             )
     for slot, grad in kept.items():

@@ -547,7 +547,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Gradients that the device will read stay in its memory until the step has read them: those of params
         whose state is there, or goes there in the step (of the latter as many as in the step before). With
-        `free_all` they move to the host too, which frees the most memory, but the step takes longer.
+        `free_all` they move to the host too, which frees the most memory, but the step takes longer; so they
+        do with offload_fraction="auto" without a budget, which gives free memory to state.
 
         The call allocates the memory for state and gradients. To clip, use max_grad_norm:
         torch.nn.utils.clip_grad_norm_ finds no gradients. A warning says so unless the optimizer was made

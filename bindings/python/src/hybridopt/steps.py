@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from . import abi
 from .registered import Slot
 
@@ -15,6 +17,7 @@ class Steps:
         self._handle = handle
         self._unsettled: list[tuple[int, list[Slot]]] = []  # tickets, and the slots of each step
         self._known: dict[int, abi.offload_step_result_t] = {}  # results of some of them, by ticket
+        self._read: dict[int, list[Tensor]] = {}  # gradients that steps read and nobody else keeps alive
 
     def __len__(self) -> int:
         return len(self._unsettled)
@@ -24,10 +27,12 @@ class Steps:
         """Whether the next step would make the library drop a result that has not been taken."""
         return len(self._unsettled) == REMEMBERED_STEPS
 
-    def queue(self, slots: list[Slot], options: dict[str, Any]) -> int:
-        """Queues a step and gives its ticket."""
+    def queue(self, slots: list[Slot], options: dict[str, Any], gradients: list[Tensor]) -> int:
+        """Queues a step and gives its ticket. Until result() or take() the gradients are kept alive."""
         ticket = self._handle.step(**options)
         self._unsettled.append((ticket, slots))  # now, since Ctrl-C may end the wait for it
+        if gradients:
+            self._read[ticket] = gradients
         return ticket
 
     def result(self, ticket: int) -> abi.offload_step_result_t:
@@ -37,12 +42,14 @@ class Steps:
         except abi.HybridoptError:
             self.forget_failed()
             raise
+        self._read.pop(ticket, None)
         self._known[ticket] = self._handle.step_result(ticket)
         return self._known[ticket]
 
     def forget_failed(self) -> None:
         """Removes the step that was queued last, because it has failed."""
-        self._unsettled.pop()
+        ticket, _ = self._unsettled.pop()
+        self._read.pop(ticket, None)
 
     def wait(self) -> None:
         """Waits for the queued steps, but not for saves."""
@@ -54,4 +61,5 @@ class Steps:
         self.wait()
         steps, self._unsettled = self._unsettled, []
         known, self._known = self._known, {}
+        self._read.clear()
         return [(known.get(ticket) or self._handle.step_result(ticket), slots) for ticket, slots in steps]
