@@ -67,8 +67,11 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
     reached.Add(world);
     if (HasFailure()) return;
   }
+  // The thread sanitizer's run is too short for each call to succeed: some take many calls in a row,
+  // and which of those succeed depends on how fast queued work is.
+  if (!full) return;
   ExpectEveryCallSucceededAndWasRefused(reached.tally, worlds * calls);
-  if (full) ExpectEveryMoveAndALoadDidSomething(reached);  // else too few: they take calls in a row
+  ExpectEveryMoveAndALoadDidSomething(reached);
 }
 
 }  // namespace
