@@ -72,8 +72,7 @@ Result<LaneRing> LaneRing::Take(Context& context, const LaneSizes& sizes) {
 
 // Tries in turn: all slots pinned; fewer slots; no slot pinned, if the caller allows that.
 Status LaneRing::Pin(const LaneSizes& sizes) {
-  HYBRIDOPT_TRY(context_->ReservePinned(RingBytes(sizes)));
-  pinned_bytes_ = RingBytes(sizes);
+  HYBRIDOPT_ASSIGN(reservation_, PinnedReservation::Take(*context_, RingBytes(sizes)));
   const auto create = [&](uint32_t slots, bool allow_pageable) {
     return StagingRing::Create(context_->device(), slots, sizes.slot_grad_bytes,
                                sizes.slot_param_bytes, context_->pinned_pages(), allow_pageable);
@@ -91,8 +90,7 @@ Status LaneRing::Pin(const LaneSizes& sizes) {
     context_->Note("staging is pageable: the system did not pin it");
   else if (slots < sizes.staging_slots)
     context_->Note("staging has fewer slots than asked for: the system did not pin more");
-  context_->ReleasePinned(pinned_bytes_ - staging_.pinned_bytes());
-  pinned_bytes_ = staging_.pinned_bytes();
+  reservation_.ShrinkTo(staging_.pinned_bytes());
   return {};
 }
 
@@ -100,13 +98,12 @@ LaneRing::~LaneRing() {
   if (context_ == nullptr) return;
   for (const std::vector<TimedEvent>* events : {&landed_, &uploaded_})
     for (const TimedEvent& event : *events) Destroy(context_->device(), event);
-  context_->ReleasePinned(pinned_bytes_);
 }
 
 LaneRing& LaneRing::operator=(LaneRing&& other) noexcept {
   std::swap(context_, other.context_);
+  std::swap(reservation_, other.reservation_);
   std::swap(staging_, other.staging_);
-  std::swap(pinned_bytes_, other.pinned_bytes_);
   std::swap(landed_, other.landed_);
   std::swap(uploaded_, other.uploaded_);
   return *this;
@@ -151,13 +148,12 @@ Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const LaneSizes& 
 Status Lanes::CreateAll(const LaneSizes& sizes) {
   HYBRIDOPT_TRY(context_.CheckPinned(PinnedBytes(sizes)));
   block_sums_bytes_ = BlockSumsBytes(sizes);
-  HYBRIDOPT_TRY(context_.ReservePinned(VerdictPageBytes(sizes)));
-  pinned_bytes_ = VerdictPageBytes(sizes);
+  HYBRIDOPT_ASSIGN(verdict_reservation_,
+                   PinnedReservation::Take(context_, VerdictPageBytes(sizes)));
   HYBRIDOPT_ASSIGN(verdict_page_,
                    StagingRing::Create(device(), 1, kVerdictBytes + block_sums_bytes_, 0,
                                        context_.pinned_pages(), context_.allow_pageable()));
-  context_.ReleasePinned(pinned_bytes_ - verdict_page_.pinned_bytes());
-  pinned_bytes_ = verdict_page_.pinned_bytes();
+  verdict_reservation_.ShrinkTo(verdict_page_.pinned_bytes());
   host_verdict = reinterpret_cast<Verdict*>(verdict_page_.grads(0));
   host_block_sums = reinterpret_cast<double*>(verdict_page_.grads(0) + kVerdictBytes);
   HYBRIDOPT_ASSIGN(ring_, LaneRing::Take(context_, sizes));
@@ -189,7 +185,6 @@ Lanes::~Lanes() {
   // may be waiting for a stream of the caller that never ends; their queued work is dropped.
   for (StreamHandle stream : streams_) device().AbandonStream(stream);
   for (EventHandle event : events_) device().DestroyEvent(event);
-  context_.ReleasePinned(pinned_bytes_);
 }
 
 void Lanes::AwaitStreams() {

@@ -10,6 +10,7 @@
 
 #include "base/function_ref.h"
 #include "machine/context.h"
+#include "machine/pinned_reservation.h"
 #include "machine/timeline.h"
 #include "memory/arena.h"
 #include "memory/staging.h"
@@ -61,8 +62,8 @@ class LaneRing {
   Status Pin(const LaneSizes& sizes);
 
   Context* context_ = nullptr;
+  PinnedReservation reservation_;
   StagingRing staging_;
-  uint64_t pinned_bytes_ = 0;         // reserved in the context
   std::vector<TimedEvent> landed_;    // per slot: the copies down have ended
   std::vector<TimedEvent> uploaded_;  // per slot: the copies of params up have ended
 };
@@ -190,7 +191,7 @@ class Lanes {
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
   EventHandle kept_ready_ = nullptr;   // the event that KeepReadyEvent has taken
   uint64_t block_sums_bytes_ = 0;
-  uint64_t pinned_bytes_ = 0;  // of the pinned page below, reserved in the context
+  PinnedReservation verdict_reservation_;
   StagingRing verdict_page_;
   LaneRing ring_;
   LaneScratch scratch_;

@@ -162,9 +162,9 @@ class Optimizer {
     offload_step_result_t result{};
   };
   std::array<Remembered, 64> results_;  // guarded by results_mutex_
-  double streamed_share_ =
-      0;  // of the host share, in the last step that updated any; guarded by results_mutex_
-  offload_stats_t stats_{};  // guarded by results_mutex_
+  offload_stats_t stats_{};             // guarded by results_mutex_
+  // Of the host share, in the last step that updated any of it. Guarded by results_mutex_.
+  double streamed_share_ = 0;
 
   std::unique_ptr<Committed> committed_;
   std::atomic<bool> is_committed_ = false;  // for the calls that any thread may make at any time

@@ -1,7 +1,6 @@
 #include "stash/slab_pool.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "base/check.h"
 #include "base/prim.h"
@@ -14,8 +13,7 @@ Result<SlabPool> SlabPool::Create(Context& context, const SlabSizes& sizes) {
   pool.sizes_ = sizes;
   const bool pins = !context.device().unified();
   if (pins) {
-    HYBRIDOPT_TRY(context.ReservePinned(sizes.bytes()));
-    pool.pinned_bytes_ = sizes.bytes();
+    HYBRIDOPT_ASSIGN(pool.reservation_, PinnedReservation::Take(context, sizes.bytes()));
   }
   Status mapped = pool.Map(false);
   if (pool.pieces_.empty() && mapped.code() == OFFLOAD_OUT_OF_HOST_MEMORY &&
@@ -32,8 +30,7 @@ Result<SlabPool> SlabPool::Create(Context& context, const SlabSizes& sizes) {
       context.Note("a stash is pageable: the system did not pin it");
     else if (pool.bytes() < sizes.bytes())
       context.Note("a stash has fewer slabs than asked for: the system did not pin more");
-    context.ReleasePinned(pool.pinned_bytes_ - pinned_bytes);
-    pool.pinned_bytes_ = pinned_bytes;
+    pool.reservation_.ShrinkTo(pinned_bytes);
   }
   pool.next_.resize(pool.sizes_.slab_count);
   for (uint32_t slab = 0; slab < pool.sizes_.slab_count; ++slab) pool.next_[slab] = slab + 1;
@@ -70,21 +67,6 @@ Result<PinnedArena> SlabPool::MapPiece(uint32_t* slabs, bool allow_pageable) {
     if (piece.status().code() != OFFLOAD_OUT_OF_HOST_MEMORY || *slabs == 1) return piece;
     *slabs /= 2;
   }
-}
-
-SlabPool::~SlabPool() {
-  if (context_ != nullptr) context_->ReleasePinned(pinned_bytes_);
-}
-
-SlabPool& SlabPool::operator=(SlabPool&& other) noexcept {
-  std::swap(context_, other.context_);
-  std::swap(sizes_, other.sizes_);
-  std::swap(pinned_bytes_, other.pinned_bytes_);
-  std::swap(piece_slabs_, other.piece_slabs_);
-  std::swap(pieces_, other.pieces_);
-  std::swap(next_, other.next_);
-  std::swap(free_, other.free_);
-  return *this;
 }
 
 SlabChain SlabPool::Take(uint32_t count) {

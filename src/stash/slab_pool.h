@@ -13,6 +13,7 @@
 
 #include "base/function_ref.h"
 #include "machine/context.h"
+#include "machine/pinned_reservation.h"
 #include "memory/pinned_arena.h"
 
 namespace hybridopt {
@@ -37,9 +38,6 @@ class SlabPool {
   // Tries in turn: all slabs pinned; fewer slabs; all slabs, not pinned, if the context allows
   // that.
   static Result<SlabPool> Create(Context& context, const SlabSizes& sizes);
-  ~SlabPool();
-  SlabPool(SlabPool&& other) noexcept { *this = std::move(other); }
-  SlabPool& operator=(SlabPool&& other) noexcept;
 
   static uint64_t ScratchBytes(const SlabSizes& sizes) {
     return sizes.slab_count * sizeof(uint32_t);
@@ -47,7 +45,7 @@ class SlabPool {
 
   uint64_t slab_bytes() const { return sizes_.slab_bytes; }
   uint64_t bytes() const { return sizes_.bytes(); }
-  uint64_t pinned_bytes() const { return pinned_bytes_; }
+  uint64_t pinned_bytes() const { return reservation_.bytes(); }
 
   uint32_t free_slabs() const { return free_.count; }
   // count is at least 1, and so many slabs are free.
@@ -72,7 +70,7 @@ class SlabPool {
 
   Context* context_ = nullptr;
   SlabSizes sizes_;
-  uint64_t pinned_bytes_ = 0;  // reserved in the context
+  PinnedReservation reservation_;
   uint32_t piece_slabs_ = 1;
   std::vector<PinnedArena> pieces_;  // all of piece_slabs_ slabs but the last, which may have fewer
   std::vector<uint32_t> next_;       // of each slab that is not the last of its chain

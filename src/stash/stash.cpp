@@ -78,6 +78,10 @@ uint64_t Stash::ScratchBytes(const Settings& settings) {
 Result<offload_stash_plan_t> Stash::Plan(const Context& context,
                                          const offload_stash_options_t& options) {
   HYBRIDOPT_ASSIGN(const Settings settings, Check(options));
+  return PlanOf(context, settings);
+}
+
+offload_stash_plan_t Stash::PlanOf(const Context& context, const Settings& settings) {
   offload_stash_plan_t plan{};
   plan.tickets_max = settings.tickets_max;
   plan.slab_bytes = settings.slabs.slab_bytes;
@@ -99,8 +103,8 @@ Result<offload_stash_plan_t> Stash::Plan(const Context& context,
 
 Result<std::shared_ptr<Stash>> Stash::Create(std::shared_ptr<Context> context,
                                              const offload_stash_options_t& options) {
-  HYBRIDOPT_ASSIGN(const offload_stash_plan_t plan, Plan(*context, options));
   HYBRIDOPT_ASSIGN(const Settings settings, Check(options));
+  const offload_stash_plan_t plan = PlanOf(*context, settings);
   if (plan.host_bytes > plan.host_available_bytes)
     return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
                          "options.budget_bytes is %llu, for which the stash needs %llu bytes of "

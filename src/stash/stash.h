@@ -56,6 +56,7 @@ class Stash {
   };
   static Result<Settings> Check(const offload_stash_options_t& options);
   static uint64_t ScratchBytes(const Settings& settings);
+  static offload_stash_plan_t PlanOf(const Context& context, const Settings& settings);
 
   Stash(std::shared_ptr<Context> context, const Settings& settings);
   Status CreateAll();

@@ -14,20 +14,16 @@ Result<PinnedRoom> PinnedRoom::Take(Context& context, uint64_t bytes) {
   Device& device = context.device();
   // Where no device copies to or from host memory, it need not be pinned, and does not count as
   // pinned.
-  if (!device.unified()) HYBRIDOPT_TRY(context.ReservePinned(bytes));
-  Result<PinnedArena> arena =
-      PinnedArena::Map(device, bytes, context.pinned_pages(), context.allow_pageable());
-  if (!arena.ok()) {
-    if (!device.unified()) context.ReleasePinned(bytes);
-    return arena.status();
+  if (!device.unified()) {
+    HYBRIDOPT_ASSIGN(room.reservation_, PinnedReservation::Take(context, bytes));
   }
-  room.arena_ = std::move(arena.value());
+  HYBRIDOPT_ASSIGN(room.arena_, PinnedArena::Map(device, bytes, context.pinned_pages(),
+                                                 context.allow_pageable()));
   if (device.unified()) return room;
-  room.context_ = &context;
   const uint64_t pinned_bytes = room.arena_.pinned_bytes();
   if (pinned_bytes < bytes)
     context.Note("room for what is offloaded is pageable: the system did not pin all of it");
-  context.ReleasePinned(bytes - pinned_bytes);
+  room.reservation_.ShrinkTo(pinned_bytes);
   return room;
 }
 

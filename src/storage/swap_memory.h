@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "machine/context.h"
+#include "machine/pinned_reservation.h"
 #include "memory/pinned_arena.h"
 #include "state/residence.h"
 
@@ -17,23 +18,13 @@ namespace hybridopt {
 // A pinned arena. It counts towards the context's cap if a device copies to and from it.
 class PinnedRoom {
  public:
-  PinnedRoom() = default;
   static Result<PinnedRoom> Take(Context& context, uint64_t bytes);
-  ~PinnedRoom() {
-    if (context_ != nullptr) context_->ReleasePinned(arena_.pinned_bytes());
-  }
-  PinnedRoom(PinnedRoom&& other) noexcept { *this = std::move(other); }
-  PinnedRoom& operator=(PinnedRoom&& other) noexcept {
-    std::swap(context_, other.context_);
-    std::swap(arena_, other.arena_);
-    return *this;
-  }
   std::byte* data() const { return arena_.data(); }
 
   void AddNodeBytes(NodeBytes* sum) const { arena_.AddNodeBytes(sum); }
 
  private:
-  Context* context_ = nullptr;  // set if the arena counts towards the cap
+  PinnedReservation reservation_;
   PinnedArena arena_;
 };
 
