@@ -50,9 +50,7 @@ SIZES = {
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times whole training iterations of a GPT.")
-    for name in SIZES["cpu"]:
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--tokens", type=int, help="of a rank's micro-batch; 8192 on a GPU")
+    add_model_options(parser)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="of an iteration")
     parser.add_argument("--iterations", type=int, default=3, help="that are timed; 2 before are not")
     parser.add_argument(
@@ -62,15 +60,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="contenders whose names match this regular expression, and the yardstick"
     )
+    parser.add_argument("--lanes", help="where to write a picture of the lanes of hybridopt's steps")
+    return parse_with_model(parser, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    for name in SIZES["cpu"]:
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--tokens", type=int, help="of a rank's micro-batch; 8192 on a GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--json", help="where to write all figures")
-    parser.add_argument("--lanes", help="where to write a picture of the lanes of hybridopt's steps")
+
+
+def parse_with_model(parser: argparse.ArgumentParser, world: int) -> argparse.Namespace:
+    """The options, with the sizes of the model and the device that were left out."""
     options = parser.parse_args()
+    options.world = world
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options.world = int(os.environ.get("WORLD_SIZE", "1"))
-    sharded = options.world > 1 and options.device == "cuda"
-    sizes = SIZES["fsdp2" if sharded else options.device]
-    for name, size in sizes.items():
+    sharded = world > 1 and options.device == "cuda"
+    for name, size in SIZES["fsdp2" if sharded else options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, size)
     if options.tokens is None:
@@ -145,16 +153,17 @@ def make_model(options: argparse.Namespace, offload_policy: Any = None) -> nn.Mo
 
 
 class Backwards:
-    """How long backward passes take, on the stream that they run on. It waits for none of them."""
+    """How long backward passes take, on the stream that they run on: each is in a `with`. It waits for none
+    of them."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
         self._marks: list[Any] = []
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         self._mark()
 
-    def end(self) -> None:
+    def __exit__(self, *_: Any) -> None:
         self._mark()
 
     def seconds(self) -> float:
@@ -184,16 +193,13 @@ def local(tensor: Tensor) -> Tensor:
 class Contender:
     model: nn.Module
     optimizer: Any
-    backwards: Backwards | None = None
+    backwards: Backwards | contextlib.nullcontext[None] = contextlib.nullcontext()
 
     def backward(self, losses: list[Callable[[], Tensor]]) -> None:
         for loss in losses:
             value = loss()
-            if self.backwards is not None:
-                self.backwards.begin()
-            value.backward()
-            if self.backwards is not None:
-                self.backwards.end()
+            with self.backwards:
+                value.backward()
 
     def step(self) -> None:
         self.optimizer.step()
@@ -390,14 +396,14 @@ def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]
     seconds, backward_seconds = {}, {}
     for count in options.micro_batches:
         synchronize(options)
-        contender.backwards = Backwards(options.device == "cuda")
+        backwards = contender.backwards = Backwards(options.device == "cuda")
         begin = time.perf_counter()
         iterate(contender, everything[:count], options.iterations)
         synchronize(options)
         if isinstance(contender, Ours):  # the last step is part of the time
             contender.optimizer.synchronize()
         seconds[count] = (time.perf_counter() - begin) / options.iterations
-        backward_seconds[count] = contender.backwards.seconds() / options.iterations
+        backward_seconds[count] = backwards.seconds() / options.iterations
     result: dict[str, Any] = {"seconds": seconds, "backward_seconds": backward_seconds}
     if isinstance(contender, Ours):
         result["last_step"] = dataclasses.asdict(contender.optimizer.last_step())

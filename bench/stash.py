@@ -30,7 +30,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
 
 import torch
-from iteration import SIZES, Unavailable, batches, make_model
+from iteration import Unavailable, add_model_options, batches, make_model, parse_with_model
 from torch import Tensor
 
 import hybridopt
@@ -40,9 +40,7 @@ GIB = 1 << 30
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measures what an activation stash saves and costs.")
-    for name in SIZES["cpu"]:
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--tokens", type=int, help="of a micro-batch; 8192 on a GPU")
+    add_model_options(parser)
     parser.add_argument("--iterations", type=int, default=5, help="that are timed together")
     parser.add_argument("--rounds", type=int, default=3, help="of iterations; the median counts")
     parser.add_argument(
@@ -51,19 +49,7 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--budget", type=float, default=32.0, help="GiB of host memory of a stash, on a GPU")
     parser.add_argument("--no-check", action="store_true", help="do not compare bits")
-    parser.add_argument("--device", choices=("cuda", "cpu"))
-    parser.add_argument("--json", help="where to write all figures")
-    options = parser.parse_args()
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options.world = 1
-    for name, size in SIZES[options.device].items():
-        if getattr(options, name) is None:
-            setattr(options, name, size)
-    if options.tokens is None:
-        options.tokens = 8192 if options.device == "cuda" else 2 * options.context
-    if options.tokens % options.context != 0:
-        parser.error(f"--tokens {options.tokens} is no multiple of --context {options.context}")
-    return options
+    return parse_with_model(parser, world=1)
 
 
 # ------------------------------------------------------------------------------------ contenders --
