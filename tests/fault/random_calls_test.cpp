@@ -67,8 +67,8 @@ TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
     reached.Add(world);
     if (HasFailure()) return;
   }
-  // The thread sanitizer's run is too short for each call to succeed: some take many calls in a row,
-  // and which of those succeed depends on how fast queued work is.
+  // The thread sanitizer's run is too short for each call to succeed: some take many calls in a
+  // row, and which of those succeed depends on how fast queued work is.
   if (!full) return;
   ExpectEveryCallSucceededAndWasRefused(reached.tally, worlds * calls);
   ExpectEveryMoveAndALoadDidSomething(reached);
