@@ -143,7 +143,7 @@ Status FinishCopy(Context& context, StreamHandle stream) {
 
 Status VerifyCheckpoint(const std::string& path, const offload_verify_options_t& options) {
   HYBRIDOPT_ASSIGN(const checkpoint::Reader reader,
-                   checkpoint::Reader::Open(prim::SystemFiles(), path));
+                   checkpoint::Reader::Open(system::SystemFiles(), path));
   HYBRIDOPT_ASSIGN(const checkpoint::VerifyResult result,
                    reader.Verify(options.io_depth, [&](uint64_t done, uint64_t total) {
                      if (options.progress != nullptr)
@@ -567,7 +567,7 @@ int32_t offload_checkpoint_inspect(const char* path, offload_checkpoint_info_t* 
     HYBRIDOPT_TRY(CheckPointer(path, "path"));
     if (info != nullptr) HYBRIDOPT_TRY(CheckOutput(info, "info"));
     HYBRIDOPT_ASSIGN(const checkpoint::Reader reader,
-                     checkpoint::Reader::Open(prim::SystemFiles(), path));
+                     checkpoint::Reader::Open(system::SystemFiles(), path));
     if (info != nullptr) Write(info, checkpoint::InfoOf(reader.manifest()));
     if (visit == nullptr) return {};
     checkpoint::ForEachTensor(reader.manifest(), [&](const offload_checkpoint_tensor_t& tensor) {
@@ -601,7 +601,7 @@ int32_t offload_checkpoint_newest(const char* directory, const offload_verify_op
       return verify == nullptr ? Status() : VerifyCheckpoint(candidate, read);
     };
     HYBRIDOPT_ASSIGN(const std::string newest,
-                     checkpoint::NewestCheckpoint(prim::SystemFiles(), directory, check));
+                     checkpoint::NewestCheckpoint(system::SystemFiles(), directory, check));
     if (newest.size() >= path_bytes)
       return Status::Error(OFFLOAD_INVALID_ARGUMENT, "path_bytes is %llu, '%.500s' needs %zu",
                            static_cast<unsigned long long>(path_bytes), newest.c_str(),

@@ -9,7 +9,7 @@
 
 namespace hybridopt {
 
-class HeldFiles : public prim::Files {
+class HeldFiles : public system::Files {
  public:
   int Allocate(int file, uint64_t bytes) override {
     WaitWhile(before_reading);

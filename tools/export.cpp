@@ -13,7 +13,7 @@ namespace tool {
 namespace {
 
 using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
-using hybridopt::prim::SystemFiles;
+using hybridopt::system::SystemFiles;
 
 Dtype TargetDtype(const std::string& name) {
   return name == "bf16" ? Dtype::kBF16 : name == "fp16" ? Dtype::kF16 : Dtype::kF32;
@@ -144,7 +144,7 @@ Status CheckOut(const std::string& out) {
   if (error == 0) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "OUT '%.500s': its folder '%.500s' cannot be used: %s; %s", out.c_str(),
-                       folder.c_str(), hybridopt::prim::ErrorText(-error).c_str(),
+                       folder.c_str(), hybridopt::system::ErrorText(-error).c_str(),
                        error == -ENOENT ? "make it first" : "choose another one");
 }
 

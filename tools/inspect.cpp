@@ -146,7 +146,7 @@ Json JsonOf(const Reader& reader) {
 
 Result<Report> Inspect(const InspectOptions& options) {
   HYBRIDOPT_ASSIGN(const Reader reader,
-                   Reader::Open(hybridopt::prim::SystemFiles(), options.directory));
+                   Reader::Open(hybridopt::system::SystemFiles(), options.directory));
   return Report{TextOf(reader), JsonOf(reader), {}};
 }
 

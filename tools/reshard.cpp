@@ -12,7 +12,7 @@ namespace tool {
 namespace {
 
 using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
-using hybridopt::prim::SystemFiles;
+using hybridopt::system::SystemFiles;
 
 // What all shards of a param say alike: a shard of the new world can only say one of it.
 Status CheckAlike(const StoredParam& param) {

@@ -25,7 +25,7 @@ StreamFile::StreamFile(File file, Arena memory, uint64_t bytes)
 
 Result<std::unique_ptr<StreamFile>> StreamFile::Create(const std::string& path, uint64_t bytes) {
   HYBRIDOPT_ASSIGN(Arena memory, Arena::Map(kBlocks * kBlockBytes));
-  HYBRIDOPT_ASSIGN(File file, File::Create(hybridopt::prim::SystemFiles(), path));
+  HYBRIDOPT_ASSIGN(File file, File::Create(hybridopt::system::SystemFiles(), path));
   HYBRIDOPT_TRY(file.Allocate(bytes));
   std::unique_ptr<StreamFile> stream(new StreamFile(std::move(file), std::move(memory), bytes));
   HYBRIDOPT_TRY(stream->writer_.Start());

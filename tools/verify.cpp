@@ -53,7 +53,7 @@ Json JsonOf(const VerifyResult& result) {
 
 Result<Report> Verify(const VerifyOptions& options) {
   HYBRIDOPT_ASSIGN(const Reader reader,
-                   Reader::Open(hybridopt::prim::SystemFiles(), options.directory));
+                   Reader::Open(hybridopt::system::SystemFiles(), options.directory));
   VerifyResult result;
   {
     ProgressBar bar("verifying");

@@ -19,7 +19,7 @@
 #include <system_error>
 #include <vector>
 
-namespace hybridopt::prim {
+namespace hybridopt::system {
 namespace {
 
 // What a call returned, or -errno.
@@ -234,4 +234,4 @@ uint64_t RandomBits() {
          static_cast<uint64_t>(getpid()) << 32 ^ static_cast<uint64_t>(now.tv_sec);
 }
 
-}  // namespace hybridopt::prim
+}  // namespace hybridopt::system

@@ -1,12 +1,12 @@
 // The file system's calls, unchanged, behind an interface, so that tests can let each call fail,
-// record it and replay it. Part of prim, the library's only access to the operating system.
+// record it and replay it. Part of system, the library's only access to the operating system.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-namespace hybridopt::prim {
+namespace hybridopt::system {
 
 // Every call returns what the system returned, or -errno. No call is repeated here, not even after
 // EINTR. Thread-safe.
@@ -62,4 +62,4 @@ std::string ErrorText(int error);
 // Random bits, for names that no other process chooses.
 uint64_t RandomBits();
 
-}  // namespace hybridopt::prim
+}  // namespace hybridopt::system

@@ -28,7 +28,7 @@ Status Take(void* library, const char* name, Function* function) {
 
 Status Refused(const char* call, int error) {
   return Status::Error(OFFLOAD_UNSUPPORTED, "%s was refused (%s)", call,
-                       prim::ErrorText(error).c_str());
+                       system::ErrorText(error).c_str());
 }
 
 }  // namespace
@@ -57,7 +57,7 @@ Result<Numa> Numa::Open(const char* file) {
         OFFLOAD_UNSUPPORTED,
         "libnuma finds no NUMA policy in this system (%s): the kernel has none, or "
         "a container without CAP_SYS_NICE hides it",
-        prim::ErrorText(errno).c_str());
+        system::ErrorText(errno).c_str());
   return numa;
 }
 

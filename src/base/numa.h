@@ -29,9 +29,10 @@ class Numa {
   // The nodes whose memory this process may use, ascending.
   std::vector<uint32_t> MemoryNodes() const;
 
-  // Sets the policy of pages that prim::MapPages gave and that no thread has touched. It replaces,
-  // in this range, a policy that the process inherited (numactl). `nodes` is empty for kToucher.
-  // UNSUPPORTED if the system refuses, as it often does in containers without CAP_SYS_NICE.
+  // Sets the policy of pages that system::MapPages gave and that no thread has touched. It
+  // replaces, in this range, a policy that the process inherited (numactl). `nodes` is empty for
+  // kToucher. UNSUPPORTED if the system refuses, as it often does in containers without
+  // CAP_SYS_NICE.
   Status SetPolicy(void* data, uint64_t bytes, PagePolicy policy,
                    const std::vector<uint32_t>& nodes) const;
 

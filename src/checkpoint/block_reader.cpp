@@ -29,7 +29,7 @@ BlockReader::~BlockReader() {
 Status BlockReader::Start() {
   const uint64_t count = std::min<uint64_t>(blocks_, extents_.size());
   threads_.reserve(count);  // so that an exception cannot lose a thread that runs
-  return prim::StartThreads<&BlockReader::Loop>("hybridopt/read", this, count, &threads_);
+  return system::StartThreads<&BlockReader::Loop>("hybridopt/read", this, count, &threads_);
 }
 
 Result<const std::byte*> BlockReader::Next() {

@@ -11,8 +11,8 @@
 #include <span>
 #include <vector>
 
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 #include "checkpoint/file_io.h"
 
 namespace hybridopt::checkpoint {
@@ -56,7 +56,7 @@ class BlockReader {
   std::byte* const memory_;
   const uint32_t blocks_;
   const uint64_t block_bytes_;
-  std::vector<prim::Thread> threads_;
+  std::vector<system::Thread> threads_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -17,7 +17,7 @@ BlockWriter::~BlockWriter() { Stop(); }
 
 Status BlockWriter::Start() {
   threads_.reserve(blocks_);  // so that an exception cannot lose a thread that runs
-  return prim::StartThreads<&BlockWriter::Loop>("hybridopt/write", this, blocks_, &threads_);
+  return system::StartThreads<&BlockWriter::Loop>("hybridopt/write", this, blocks_, &threads_);
 }
 
 void BlockWriter::Stop() {

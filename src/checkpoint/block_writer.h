@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/function_ref.h"
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 #include "checkpoint/file_io.h"
 
 namespace hybridopt::checkpoint {
@@ -53,7 +53,7 @@ class BlockWriter {
   const uint32_t blocks_;
   const uint64_t block_bytes_;
   const FunctionRef<void(uint64_t)> wrote_;
-  std::vector<prim::Thread> threads_;
+  std::vector<system::Thread> threads_;
   uint64_t offset_ = 0;  // of the next block
 
   std::mutex mutex_;

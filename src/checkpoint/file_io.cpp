@@ -9,7 +9,7 @@
 namespace hybridopt::checkpoint {
 namespace {
 
-using Files = prim::Files;
+using Files = system::Files;
 
 // Checks the calls of a loop that reads or writes until it has all bytes.
 class CallChecker {
@@ -46,7 +46,7 @@ const char* AdviceFor(int64_t error) {
 
 Status IoError(const char* what, const std::string& path, int64_t error) {
   return Status::Error(OFFLOAD_IO_FAILED, "could not %s '%.500s': %s (errno %lld)%s", what,
-                       path.c_str(), prim::ErrorText(static_cast<int>(-error)).c_str(),
+                       path.c_str(), system::ErrorText(static_cast<int>(-error)).c_str(),
                        static_cast<long long>(-error), AdviceFor(error));
 }
 

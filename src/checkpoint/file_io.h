@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "base/files.h"
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 
 namespace hybridopt::checkpoint {
 
@@ -22,14 +22,14 @@ namespace hybridopt::checkpoint {
 inline constexpr uint64_t kDirectAlignment = 4096;
 
 constexpr uint64_t RoundUpToDirect(uint64_t bytes) {
-  return prim::RoundUp(bytes, kDirectAlignment);
+  return system::RoundUp(bytes, kDirectAlignment);
 }
 
 class File {
  public:
-  static Result<File> Create(prim::Files& files, std::string path);  // must not exist
-  static Result<File> Open(prim::Files& files, std::string path);    // opens for reading
-  ~File();                                                           // closes the file
+  static Result<File> Create(system::Files& files, std::string path);  // must not exist
+  static Result<File> Open(system::Files& files, std::string path);    // opens for reading
+  ~File();                                                             // closes the file
   File(File&& other) noexcept { *this = std::move(other); }
   File& operator=(File&& other) noexcept;
 
@@ -50,25 +50,26 @@ class File {
   Result<uint64_t> Read(std::byte* data, uint64_t bytes, uint64_t offset);
 
  private:
-  File(prim::Files& files, std::string path, int file, bool direct)
+  File(system::Files& files, std::string path, int file, bool direct)
       : files_(&files), path_(std::move(path)), file_(file), direct_(direct) {}
-  static Result<File> Open(prim::Files& files, std::string path, prim::Files::Open direct,
-                           prim::Files::Open cached, const char* what);
+  static Result<File> Open(system::Files& files, std::string path, system::Files::Open direct,
+                           system::Files::Open cached, const char* what);
   // Whether a call that was made with `direct` must be repeated through the page cache.
   bool GoThroughCache(int64_t error, bool direct);
 
-  prim::Files* files_ = nullptr;
+  system::Files* files_ = nullptr;
   std::string path_;
   int file_ = -1;
   std::atomic<bool> direct_ = false;
 };
 
 // Writes, syncs and closes a whole small file.
-Status WriteSmallFile(prim::Files& files, const std::string& path, const std::string& text);
+Status WriteSmallFile(system::Files& files, const std::string& path, const std::string& text);
 // CHECKPOINT_CORRUPT if it has more than bytes_max.
-Result<std::string> ReadSmallFile(prim::Files& files, const std::string& path, uint64_t bytes_max);
+Result<std::string> ReadSmallFile(system::Files& files, const std::string& path,
+                                  uint64_t bytes_max);
 
-Status SyncDirectory(prim::Files& files, const std::string& path);
+Status SyncDirectory(system::Files& files, const std::string& path);
 
 // IO_FAILED with a text that names all three.
 Status IoError(const char* what, const std::string& path, int64_t error);

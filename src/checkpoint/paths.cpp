@@ -24,12 +24,12 @@ std::string NameOf(const std::string& path) {
   return plain.substr(plain.rfind('/') + 1);  // npos + 1 is 0
 }
 
-int LookIn(prim::Files& files, const std::string& directory) {
+int LookIn(system::Files& files, const std::string& directory) {
   const std::string itself = directory + "/.";
   return Uninterrupted([&] { return files.Look(itself); });
 }
 
-Result<std::string> AbsolutePath(prim::Files& files, const std::string& path) {
+Result<std::string> AbsolutePath(system::Files& files, const std::string& path) {
   if (path.starts_with('/')) return path;
   std::string directory;
   const int error = Uninterrupted([&] { return files.WorkingDirectory(&directory); });
@@ -37,10 +37,10 @@ Result<std::string> AbsolutePath(prim::Files& files, const std::string& path) {
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "options.path '%.500s' is relative, but the working directory cannot be "
                        "told: %s; give a path that begins with '/'",
-                       path.c_str(), prim::ErrorText(-error).c_str());
+                       path.c_str(), system::ErrorText(-error).c_str());
 }
 
-Status CheckSource(prim::Files& files, const std::string& path) {
+Status CheckSource(system::Files& files, const std::string& path) {
   const std::string manifest = path + "/" + kManifestFile;
   if (Uninterrupted([&] { return files.Look(manifest); }) != -ENAMETOOLONG) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,

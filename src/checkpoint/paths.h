@@ -15,14 +15,14 @@ std::string WithoutSlashes(std::string path);  // removes slashes at its end
 
 // 0 if the path is a directory in which names can be looked up; else -errno, also for a file, or
 // for a symbolic link to nothing.
-int LookIn(prim::Files& files, const std::string& directory);
+int LookIn(system::Files& files, const std::string& directory);
 
 // The path made absolute, so that it does not depend on the working directory at the time of its
 // use. Errors are INVALID_ARGUMENT and call it options.path, as below.
-Result<std::string> AbsolutePath(prim::Files& files, const std::string& path);
+Result<std::string> AbsolutePath(system::Files& files, const std::string& path);
 
 // Whether a checkpoint can exist at this path: a name that is too long for the file system is
 // refused before the load is queued.
-Status CheckSource(prim::Files& files, const std::string& path);
+Status CheckSource(system::Files& files, const std::string& path);
 
 }  // namespace hybridopt::checkpoint

@@ -15,7 +15,7 @@
 namespace hybridopt::checkpoint {
 namespace {
 
-using Files = prim::Files;
+using Files = system::Files;
 
 constexpr char kMark[] = ".saving-";
 constexpr size_t kDigits = 16;
@@ -82,7 +82,7 @@ int RenameDirectory(Files& files, const std::string& from, const std::string& to
   return Uninterrupted([&] { return files.Rename(from, to); });
 }
 
-uint64_t RandomNumber() { return prim::RandomBits() & kNumberMask; }
+uint64_t RandomNumber() { return system::RandomBits() & kNumberMask; }
 
 // Removes the directory if no process has locked it. First renames it: if another machine, to which
 // the lock does not reach, is saving into it, that save can then no longer publish a checkpoint
@@ -129,7 +129,7 @@ Status PendingDirectory::CheckTarget(Files& files, const std::string& target) {
   if (const int error = LookIn(files, parent); error != 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.path '%.500s': its parent '%.500s' cannot be used: %s; %s",
-                         target.c_str(), parent.c_str(), prim::ErrorText(-error).c_str(),
+                         target.c_str(), parent.c_str(), system::ErrorText(-error).c_str(),
                          error == -ENOENT ? "make it first" : "choose another one");
   return {};
 }

@@ -23,12 +23,12 @@ namespace hybridopt::checkpoint {
 class PendingDirectory {
  public:
   // INVALID_ARGUMENT if no directory can be made at `target`, or if it exists.
-  static Status CheckTarget(prim::Files& files, const std::string& target);
+  static Status CheckTarget(system::Files& files, const std::string& target);
 
   // Removes the directories of crashed saves to this target, then makes a new one.
-  static Result<PendingDirectory> Make(prim::Files& files, const std::string& target);
+  static Result<PendingDirectory> Make(system::Files& files, const std::string& target);
   // The directory that another rank has made under this number.
-  static PendingDirectory Join(prim::Files& files, const std::string& target, uint64_t number);
+  static PendingDirectory Join(system::Files& files, const std::string& target, uint64_t number);
 
   ~PendingDirectory();  // releases the lock
   PendingDirectory(PendingDirectory&& other) noexcept { *this = std::move(other); }
@@ -45,10 +45,10 @@ class PendingDirectory {
   void Remove();
 
  private:
-  PendingDirectory(prim::Files& files, const std::string& target, uint64_t number);
+  PendingDirectory(system::Files& files, const std::string& target, uint64_t number);
   Status Occupy();
 
-  prim::Files* files_ = nullptr;
+  system::Files* files_ = nullptr;
   std::string target_;
   std::string path_;
   uint64_t number_ = 0;

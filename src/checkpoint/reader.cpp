@@ -84,7 +84,7 @@ Status CheckLargeManifest(File& file, uint64_t bytes) {
   return CheckManifestTail(tail, hasher.Take()[0]);
 }
 
-Result<std::string> ReadManifest(prim::Files& files, const std::string& path) {
+Result<std::string> ReadManifest(system::Files& files, const std::string& path) {
   {
     HYBRIDOPT_ASSIGN(File file, File::Open(files, path));
     HYBRIDOPT_ASSIGN(const uint64_t bytes, file.Size());
@@ -173,7 +173,7 @@ Status VerifyResult::status() const {
   return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text.c_str());
 }
 
-Result<Reader> Reader::Open(prim::Files& files, std::string path) {
+Result<Reader> Reader::Open(system::Files& files, std::string path) {
   const std::string manifest_path = path + "/" + kManifestFile;
   HYBRIDOPT_ASSIGN(const std::string text, ReadManifest(files, manifest_path));
   Result<Manifest> manifest = ParseManifest(text);
@@ -251,7 +251,7 @@ Status Reader::ChangedSinceVerified(const StoredParam& param, const StoredTensor
                        BlockText(param, tensor, at / manifest_.block_bytes).c_str());
 }
 
-Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory,
+Result<std::string> NewestCheckpoint(system::Files& files, const std::string& directory,
                                      FunctionRef<Status(const std::string& path)> check) {
   std::vector<std::string> names;
   const int error = Uninterrupted([&] {

@@ -44,7 +44,7 @@ class Reader {
  public:
   // Reads the manifest and all heads. Errors name the file: IO_FAILED, CHECKPOINT_CORRUPT,
   // UNSUPPORTED (of a newer release).
-  static Result<Reader> Open(prim::Files& files, std::string path);
+  static Result<Reader> Open(system::Files& files, std::string path);
 
   const std::string& path() const { return path_; }
   const Manifest& manifest() const { return manifest_; }
@@ -68,11 +68,11 @@ class Reader {
                               uint64_t at) const;
 
  private:
-  Reader(prim::Files& files, std::string path, Manifest manifest)
+  Reader(system::Files& files, std::string path, Manifest manifest)
       : files_(&files), path_(std::move(path)), manifest_(std::move(manifest)) {}
   Status CheckHead(uint32_t file, const Head& expected) const;
 
-  prim::Files* files_;
+  system::Files* files_;
   std::string path_;
   Manifest manifest_;
 };
@@ -80,7 +80,7 @@ class Reader {
 // The path of the checkpoint with the highest step among those in a directory for which Open and
 // `check` return OK; of those with equal steps the last by name. Checkpoints are tried in that
 // order. INVALID_STATE if there is none.
-Result<std::string> NewestCheckpoint(prim::Files& files, const std::string& directory,
+Result<std::string> NewestCheckpoint(system::Files& files, const std::string& directory,
                                      FunctionRef<Status(const std::string& path)> check);
 
 }  // namespace hybridopt::checkpoint

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 
@@ -46,7 +46,7 @@ Status Comm::AgreeOnMaxOfAll(int32_t* values, uint32_t count) const {
 Status Comm::GiveUpIfStuck() const {
   constexpr int64_t kGraceNs = 1'000'000'000;
   std::lock_guard lock(mutex_);
-  if (call_begin_ns_ == 0 || prim::NowNs() - call_begin_ns_ - kGraceNs < timeout_ns_)
+  if (call_begin_ns_ == 0 || system::NowNs() - call_begin_ns_ - kGraceNs < timeout_ns_)
     return given_up_;
   if (given_up_.ok())
     given_up_ = Status::Error(
@@ -63,7 +63,7 @@ Status Comm::Call(const char* what, FunctionRef<int32_t()> function) const {
   {
     std::lock_guard lock(mutex_);
     HYBRIDOPT_TRY(given_up_);
-    call_begin_ns_ = prim::NowNs();
+    call_begin_ns_ = system::NowNs();
     called_ = what;
   }
   int32_t status = OFFLOAD_OK;

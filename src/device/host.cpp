@@ -8,7 +8,7 @@
 #include <mutex>
 #include <unordered_set>
 
-#include "base/prim.h"
+#include "base/system.h"
 #include "device/device.h"
 
 namespace hybridopt {
@@ -105,8 +105,8 @@ Result<void*> HostDevice::Allocate(uint64_t bytes) {
   if (bytes == 0) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "bytes is 0, expected at least 1");
   }
-  const uint64_t available = prim::AvailableBytes();
-  const uint64_t rounded = prim::RoundUp(bytes, kAlignment);
+  const uint64_t available = system::AvailableBytes();
+  const uint64_t rounded = system::RoundUp(bytes, kAlignment);
   std::unique_ptr<void, decltype(&std::free)> data(nullptr, &std::free);
   // The system would grant a request beyond the free memory now, and end the process at first
   // touch.

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "device/device.h"
 #include "device/sim_command.h"
 #include "device/sim_memory.h"
@@ -114,7 +114,7 @@ class SimDevice final : public Device {
   Status CheckHost(const void* host, uint64_t bytes) const;
 
   const SimOptions options_;
-  const uint64_t fork_generation_ = prim::ForkGeneration();
+  const uint64_t fork_generation_ = system::ForkGeneration();
   SimFault fault_;
   std::unique_ptr<SimMemory> memory_;
   const SimExecutor executor_;
@@ -145,7 +145,7 @@ Status StillBusy(const SimStream& stream, int64_t timeout_ns) {
 }
 
 SimDevice::~SimDevice() {
-  if (fork_generation_ != prim::ForkGeneration()) {
+  if (fork_generation_ != system::ForkGeneration()) {
     // The threads exist only in the parent process, and may have held any lock when this process
     // was forked.
     for (auto& stream : streams_) static_cast<void>(stream.release());
@@ -157,11 +157,11 @@ SimDevice::~SimDevice() {
 }
 
 bool SimDevice::Stop() {
-  if (fork_generation_ != prim::ForkGeneration()) return true;
+  if (fork_generation_ != system::ForkGeneration()) return true;
   fault_.Stop();
-  const int64_t begin_ns = prim::NowNs();
+  const int64_t begin_ns = system::NowNs();
   for (auto& stream : streams_) {
-    const int64_t left_ns = options_.timeout_ns - (prim::NowNs() - begin_ns);
+    const int64_t left_ns = options_.timeout_ns - (system::NowNs() - begin_ns);
     if (!stream->End(std::max<int64_t>(left_ns, 0))) return false;
   }
   return true;

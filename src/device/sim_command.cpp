@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "base/check.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "device/sim_stream.h"
 
 namespace hybridopt {
@@ -196,7 +196,7 @@ Status SimExecutor::Apply(const sim::Run& run) const {
 
 Status SimExecutor::Apply(const sim::Record& record) const {
   std::lock_guard lock(record.event->mutex);
-  if (record.event->number == record.number) record.event->time_ns = prim::NowNs();
+  if (record.event->number == record.number) record.event->time_ns = system::NowNs();
   return Status();
 }
 

@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "base/check.h"
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -47,10 +47,10 @@ Result<std::unique_ptr<SimMemory>> SimMemory::Create(uint64_t bytes) {
                          kAlignment);
   }
   const uint64_t address_bytes = AddressBytes(capacity);
-  HYBRIDOPT_ASSIGN(void* addresses, prim::ReserveAddresses(address_bytes));
-  Result<void*> backing = prim::MapPages(address_bytes);
+  HYBRIDOPT_ASSIGN(void* addresses, system::ReserveAddresses(address_bytes));
+  Result<void*> backing = system::MapPages(address_bytes);
   if (!backing.ok()) {
-    prim::UnmapPages(addresses, address_bytes);
+    system::UnmapPages(addresses, address_bytes);
     return backing.status();
   }
   return std::unique_ptr<SimMemory>(new SimMemory(capacity, addresses, backing.value()));
@@ -65,11 +65,11 @@ SimMemory::SimMemory(uint64_t capacity, void* addresses, void* backing)
 
 SimMemory::~SimMemory() {
   for (const auto& [address, range] : reserved_) {
-    prim::UnmapPages(reinterpret_cast<void*>(address), range.bytes);
-    prim::UnmapPages(range.backing, range.bytes);
+    system::UnmapPages(reinterpret_cast<void*>(address), range.bytes);
+    system::UnmapPages(range.backing, range.bytes);
   }
-  prim::UnmapPages(addresses_, AddressBytes(capacity_));
-  prim::UnmapPages(backing_, AddressBytes(capacity_));
+  system::UnmapPages(addresses_, AddressBytes(capacity_));
+  system::UnmapPages(backing_, AddressBytes(capacity_));
 }
 
 DeviceMemory SimMemory::Usage() const {
@@ -86,7 +86,7 @@ Result<void*> SimMemory::Allocate(uint64_t bytes) {
   {
     std::unique_lock lock(mutex_);
     // No request beyond the capacity is rounded, so rounding cannot overflow.
-    taken = bytes <= capacity_ ? prim::RoundUp(bytes, kAlignment) : bytes;
+    taken = bytes <= capacity_ ? system::RoundUp(bytes, kAlignment) : bytes;
     const auto hole = std::find_if(free_.begin(), free_.end(),
                                    [&](const auto& run) { return run.second >= taken; });
     if (hole == free_.end() || taken > free_bytes_) {
@@ -130,7 +130,7 @@ Status SimMemory::Free(void* data) {
                            data);
     }
   }
-  const uint64_t bytes = prim::RoundUp(freed.mapped(), kAlignment);
+  const uint64_t bytes = system::RoundUp(freed.mapped(), kAlignment);
   freed.mapped() = bytes;
   // Here the range is neither live nor free, so that no allocation gets bytes that are being
   // poisoned.
@@ -153,13 +153,13 @@ Status SimMemory::Free(void* data) {
 }
 
 Result<void*> SimMemory::Reserve(uint64_t bytes) {
-  HYBRIDOPT_ASSIGN(void* const addresses, prim::ReserveAddresses(bytes));
-  Result<void*> backing = prim::ReserveAddresses(bytes);
+  HYBRIDOPT_ASSIGN(void* const addresses, system::ReserveAddresses(bytes));
+  Result<void*> backing = system::ReserveAddresses(bytes);
   Status status = backing.status();
-  if (status.ok()) status = prim::BackPages(backing.value(), bytes);
+  if (status.ok()) status = system::BackPages(backing.value(), bytes);
   if (!status.ok()) {
-    prim::UnmapPages(addresses, bytes);
-    if (backing.ok()) prim::UnmapPages(backing.value(), bytes);
+    system::UnmapPages(addresses, bytes);
+    if (backing.ok()) system::UnmapPages(backing.value(), bytes);
     return status;
   }
   std::unique_lock lock(mutex_);
@@ -174,8 +174,8 @@ void SimMemory::Unreserve(void* range) {
   std::unique_lock lock(mutex_);
   const auto found = reserved_.find(reinterpret_cast<uintptr_t>(range));
   HYBRIDOPT_CHECK(found != reserved_.end());
-  prim::UnmapPages(range, found->second.bytes);
-  prim::UnmapPages(found->second.backing, found->second.bytes);
+  system::UnmapPages(range, found->second.bytes);
+  system::UnmapPages(found->second.backing, found->second.bytes);
   reserved_.erase(found);
 }
 

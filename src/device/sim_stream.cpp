@@ -4,7 +4,7 @@
 #include <chrono>
 #include <thread>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -44,7 +44,7 @@ Status SimStream::Start() {
 Status SimStream::StartLocked() {
   if (started_) return Status();
   ring_ = std::make_unique<sim::Command[]>(kQueueCommands);
-  HYBRIDOPT_ASSIGN(thread_, prim::Thread::Start<&SimStream::RunCommands>(label_.c_str(), this));
+  HYBRIDOPT_ASSIGN(thread_, system::Thread::Start<&SimStream::RunCommands>(label_.c_str(), this));
   started_ = true;
   return Status();
 }
@@ -117,7 +117,7 @@ bool SimStream::End(int64_t timeout_ns) {
 void SimStream::RunCommands() {
   // Delays and polls are short. A thread that sleeps gives its CPU away for the delay; one that
   // yields loses it for a whole time slice if another program has work.
-  prim::SetTimerSlack(1);
+  system::SetTimerSlack(1);
   RunCommandsUntilClosed();
   std::lock_guard lock(mutex_);
   ended_ = true;
@@ -147,9 +147,9 @@ void SimStream::RunCommandsUntilClosed() {
 void SimStream::Delay() {
   if (delay_ns_max_ == 0) return;
   const auto delay_ns = static_cast<int64_t>(NextRandom(random_state_) % (delay_ns_max_ + 1));
-  const int64_t end_ns = prim::NowNs() + delay_ns;
+  const int64_t end_ns = system::NowNs() + delay_ns;
   while (!fault_.stopped()) {
-    const int64_t left_ns = end_ns - prim::NowNs();
+    const int64_t left_ns = end_ns - system::NowNs();
     if (left_ns <= 0) return;
     std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(left_ns, kSleepNsMax)));
   }

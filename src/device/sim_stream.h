@@ -9,8 +9,8 @@
 #include <string>
 
 #include "base/function_ref.h"
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 #include "device/sim_command.h"
 
 namespace hybridopt {
@@ -71,7 +71,7 @@ class SimStream {
   bool closed_ = false;
   bool ended_ = false;  // the thread has ended
   std::atomic<bool> abandoned_ = false;
-  prim::Thread thread_;
+  system::Thread thread_;
 };
 
 }  // namespace hybridopt

@@ -312,7 +312,7 @@ HWY_AFTER_NAMESPACE();
 #else
 #include <bit>
 
-#include "base/prim.h"
+#include "base/system.h"
 #endif
 
 namespace hybridopt {
@@ -353,7 +353,7 @@ struct Usable {
     if (HasAvx2()) tables[count++] = &N_AVX2::kTable;
 #endif
 #if HWY_TARGETS & HWY_SVE
-    const uint64_t sve_bytes = prim::SveVectorBytes();
+    const uint64_t sve_bytes = system::SveVectorBytes();
     // SVE vectors of NEON's length are not faster than NEON. A length that is no power of two,
     // which the first SVE allowed, does not divide the number of the norm's lanes.
     if (sve_bytes > 16 && std::has_single_bit(sve_bytes)) tables[count++] = &N_SVE::kTable;

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -87,9 +87,9 @@ SeatRequest SeatRequestOf(const offload_context_options_t& options, const Device
   return {options.numa_nodes, options.local_rank, options.local_world, device.pci_id()};
 }
 
-PagesAsked PagesOf(int32_t policy, const Seats& seats, uint32_t threads, bool shares_chunks) {
-  PagesAsked asked{policy, {}, seats.interleaved, shares_chunks};
-  for (const prim::NumaNode& node : seats.nodes) asked.threads.push_back({node.id, 0});
+NumaPolicyAsked PagesOf(int32_t policy, const Seats& seats, uint32_t threads, bool shares_chunks) {
+  NumaPolicyAsked asked{policy, {}, seats.interleaved, shares_chunks};
+  for (const system::NumaNode& node : seats.nodes) asked.threads.push_back({node.id, 0});
   for (uint32_t index = 0; index < threads; ++index) {
     const uint32_t node = NodeOfThread(seats.nodes, index, threads).id;
     for (PageWish::Share& share : asked.threads) share.parts += share.node == node ? 1 : 0;
@@ -118,7 +118,7 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
       seats_(std::move(seats)),
       workers_(options.threads, seats_.nodes, seats_.cpu_limit),
       numa_(std::move(numa)),
-      pages_(ChoosePages(
+      pages_(ChooseNumaPolicy(
           PagesOf(options.numa_policy, seats_, workers_.threads(), !device_->unified()), numa_)),
       allow_pageable_(options.allow_pageable != 0) {
   if (pages_.policy != options.numa_policy) Log(OFFLOAD_LOG_WARNING, Notes().c_str());
@@ -251,7 +251,7 @@ void Context::Note(const char* text) {
 std::string Context::Notes() const {
   std::string notes = seats_.note + pages_.note;
   if (!workers_.seated()) notes += "threads do not keep to their node: the system refused; ";
-  if (!prim::HugePagesAvailable())
+  if (!system::HugePagesAvailable())
     notes += "no huge pages: transparent_hugepage is off; ";
   else if (!pages_.state.huge_pages)
     notes += "no huge pages for state: several nodes share each chunk; ";
@@ -270,12 +270,12 @@ Result<offload_context_info_t> Context::Info() const {
   info.cpus_allowed = seats_.cpus_allowed;
   info.nodes = seats_.nodes_allowed;
   info.threads_seated = workers_.seated() ? 1 : 0;
-  info.huge_pages = prim::HugePagesAvailable() && pages_.state.huge_pages ? 1 : 0;
+  info.huge_pages = system::HugePagesAvailable() && pages_.state.huge_pages ? 1 : 0;
   info.local_rank = seats_.local_rank;
   info.local_world = seats_.local_world;
   info.cpus = workers_.cpus();
   info.numa_rung = NumaRung();
-  for (const prim::NumaNode& node : seats_.nodes)
+  for (const system::NumaNode& node : seats_.nodes)
     if (node.id < 64) info.numa_nodes |= uint64_t{1} << node.id;
   info.numa_policy = pages_.policy;
   for (const uint32_t node : pages_.pinned.nodes)

@@ -12,7 +12,7 @@
 #include "base/status.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
-#include "memory/page_wishes.h"
+#include "memory/numa_policy.h"
 #include "runtime/runner_pool.h"
 #include "runtime/topology.h"
 #include "runtime/worker_pool.h"
@@ -63,8 +63,8 @@ class Context {
   void Note(const char* text);
 
   // The file system for checkpoints; tests replace it before the first use.
-  prim::Files& files() const { return *files_; }
-  void UseFiles(prim::Files& files) { files_ = &files; }
+  system::Files& files() const { return *files_; }
+  void UseFiles(system::Files& files) { files_ = &files; }
 
   void OptimizerCreated() { optimizers_ += 1; }
   void OptimizerDestroyed() { optimizers_ -= 1; }
@@ -90,9 +90,9 @@ class Context {
   const Seats seats_;
   WorkerPool workers_;
   const Result<Numa> numa_;
-  const PageWishes pages_;
+  const NumaPolicy pages_;
   const bool allow_pageable_;
-  prim::Files* files_ = &prim::SystemFiles();
+  system::Files* files_ = &system::SystemFiles();
   mutable std::mutex notes_mutex_;
   std::set<std::string> notes_;  // guarded by notes_mutex_
   mutable std::mutex pinned_mutex_;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -15,13 +15,13 @@ constexpr uint64_t kScratchAlignmentBytes = 256;
 constexpr char kWaiter[] = "the optimizer";  // in errors
 
 uint64_t BlockSumsBytes(const LaneSizes& sizes) {
-  return prim::RoundUp(sizes.norm_blocks * sizeof(double), kScratchAlignmentBytes);
+  return system::RoundUp(sizes.norm_blocks * sizeof(double), kScratchAlignmentBytes);
 }
 
 // The offset at which the device's ring begins.
 uint64_t RingOffset(const LaneSizes& sizes) {
   return kVerdictBytes + BlockSumsBytes(sizes) +
-         prim::RoundUp(sizes.device_grad_elements * sizeof(float), kScratchAlignmentBytes);
+         system::RoundUp(sizes.device_grad_elements * sizeof(float), kScratchAlignmentBytes);
 }
 
 uint64_t RingBytes(const LaneSizes& sizes) {

@@ -3,12 +3,12 @@
 
 #include <cstdint>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 
 inline double SecondsSince(int64_t begin_ns) {
-  return static_cast<double>(prim::NowNs() - begin_ns) * 1e-9;
+  return static_cast<double>(system::NowNs() - begin_ns) * 1e-9;
 }
 
 class Stopwatch {
@@ -18,7 +18,7 @@ class Stopwatch {
 
  private:
   double& sum_;
-  const int64_t begin_ns_ = prim::NowNs();
+  const int64_t begin_ns_ = system::NowNs();
 };
 
 }  // namespace hybridopt

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "base/check.h"
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -19,7 +19,7 @@ Timeline::Timeline(RunnerPool& runners, Execute execute, Settle settle,
     : runners_(runners),
       execute_(std::move(execute)),
       settle_(std::move(settle)),
-      fork_generation_(prim::ForkGeneration()),
+      fork_generation_(system::ForkGeneration()),
       progress_(progress),
       reached_(
           ProgressAt(1, 0)),  // a wait for all queued work ends at once, because none is queued
@@ -34,7 +34,8 @@ Timeline::~Timeline() {
 
 Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
   constexpr auto kRound = std::chrono::milliseconds(50);
-  if (fork_generation_ != prim::ForkGeneration()) return {};  // the runners are in the parent only
+  if (fork_generation_ != system::ForkGeneration())
+    return {};  // the runners are in the parent only
   {
     std::unique_lock lock(mutex_);
     stopping_ = true;

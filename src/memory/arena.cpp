@@ -32,7 +32,7 @@ void PageWish::AddPlanned(uint64_t bytes, NodeBytes* sum) const {
 Result<Arena> Arena::Map(uint64_t bytes, const PageWish& wish) {
   Arena arena;
   if (bytes == 0) return arena;
-  HYBRIDOPT_ASSIGN(void* data, prim::MapPages(bytes, wish.huge_pages));
+  HYBRIDOPT_ASSIGN(void* data, system::MapPages(bytes, wish.huge_pages));
   arena.Use(data, bytes, wish);
   return arena;
 }
@@ -47,21 +47,21 @@ void Arena::Use(void* data, uint64_t bytes, const PageWish& wish) {
 Result<Arena> Arena::Reserve(uint64_t bytes, const PageWish& wish) {
   Arena arena;
   if (bytes == 0) return arena;
-  HYBRIDOPT_ASSIGN(void* data, prim::ReserveAddresses(bytes, wish.huge_pages));
+  HYBRIDOPT_ASSIGN(void* data, system::ReserveAddresses(bytes, wish.huge_pages));
   arena.Use(data, bytes, wish);
   return arena;
 }
 
 Status Arena::Back(uint64_t begin, uint64_t end) {
-  return begin < end ? prim::BackPages(data_ + begin, end - begin) : Status();
+  return begin < end ? system::BackPages(data_ + begin, end - begin) : Status();
 }
 
 void Arena::Discard(uint64_t begin, uint64_t end) {
-  if (begin < end) prim::DiscardPages(data_ + begin, end - begin);
+  if (begin < end) system::DiscardPages(data_ + begin, end - begin);
 }
 
 Arena::~Arena() {
-  if (data_ != nullptr) prim::UnmapPages(data_, bytes_);
+  if (data_ != nullptr) system::UnmapPages(data_, bytes_);
 }
 
 Arena& Arena::operator=(Arena&& other) noexcept {
@@ -73,7 +73,7 @@ Arena& Arena::operator=(Arena&& other) noexcept {
 
 void Arena::AddNodeBytes(uint64_t begin, uint64_t end, NodeBytes* sum) const {
   if (numa_ == nullptr || begin >= end) return;
-  const uint64_t page_bytes = prim::PageBytes();
+  const uint64_t page_bytes = system::PageBytes();
   const uint64_t first_page = begin / page_bytes;
   const uint64_t pages = (end - 1) / page_bytes + 1 - first_page;
   const uint64_t samples = std::min(pages, kSampledPages);

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "base/numa.h"
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 
 namespace hybridopt {
 

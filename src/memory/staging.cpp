@@ -1,6 +1,6 @@
 #include "memory/staging.h"
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -10,7 +10,8 @@ constexpr uint64_t kPageBytes = 4096;
 }  // namespace
 
 uint64_t StagingRing::Bytes(uint32_t slots, uint64_t grad_bytes, uint64_t param_bytes) {
-  return slots * (prim::RoundUp(grad_bytes, kPageBytes) + prim::RoundUp(param_bytes, kPageBytes));
+  return slots *
+         (system::RoundUp(grad_bytes, kPageBytes) + system::RoundUp(param_bytes, kPageBytes));
 }
 
 Result<StagingRing> StagingRing::Create(Device& device, uint32_t slots, uint64_t grad_bytes,
@@ -21,8 +22,8 @@ Result<StagingRing> StagingRing::Create(Device& device, uint32_t slots, uint64_t
                                                  wish, allow_pageable));
   if (ring.arena_.bytes() == 0) return ring;
   ring.slots_ = slots;
-  ring.grad_bytes_ = prim::RoundUp(grad_bytes, kPageBytes);
-  ring.slot_bytes_ = ring.grad_bytes_ + prim::RoundUp(param_bytes, kPageBytes);
+  ring.grad_bytes_ = system::RoundUp(grad_bytes, kPageBytes);
+  ring.slot_bytes_ = ring.grad_bytes_ + system::RoundUp(param_bytes, kPageBytes);
   ring.device_ = &device;
   for (uint32_t slot = 0; slot < slots; ++slot) {
     ring.ReleaseGrads(slot);

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 
 namespace hybridopt {
 
@@ -73,7 +73,7 @@ class HandleTable {
   static HandleTable& Instance() {
     static std::atomic<HandleTable*> current = new HandleTable(nullptr);
     HandleTable* table = current.load();
-    if (table->fork_ == prim::ForkGeneration()) return *table;
+    if (table->fork_ == system::ForkGeneration()) return *table;
     auto* fresh = new HandleTable(table);
     if (current.compare_exchange_strong(table, fresh)) return *fresh;
     delete fresh;
@@ -168,7 +168,7 @@ class HandleTable {
                          "%s is %p, which has been destroyed or was never given out", name, handle);
   }
 
-  const uint64_t fork_ = prim::ForkGeneration();
+  const uint64_t fork_ = system::ForkGeneration();
   // The table of the parent process. It is not used; the pointer tells leak checkers that it is not
   // lost.
   [[maybe_unused]] HandleTable* const inherited_;

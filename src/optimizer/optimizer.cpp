@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <numeric>
 
-#include "base/prim.h"
+#include "base/system.h"
 #include "optimizer/optimizer_options.h"
 #include "state/group.h"
 
@@ -293,8 +293,8 @@ Status Optimizer::TakeMemory(Committed& committed) {
   HYBRIDOPT_ASSIGN(committed.lanes, Lanes::Create(*context_, committed.decided.lanes));
   HYBRIDOPT_ASSIGN(committed.swap,
                    SwapMemory::Create(*context_, committed.shape, committed.residence));
-  committed.norm_sums =
-      std::make_unique<NormSums>(committed.shape.norm_blocks, context_->workers().threads());
+  committed.host_norm_sums =
+      std::make_unique<HostNormSums>(committed.shape.norm_blocks, context_->workers().threads());
   committed.step_counts.emplace(table_.size());
   return {};
 }
@@ -303,12 +303,12 @@ void Optimizer::MakeParts(Committed& committed) {
   committed.pipeline = std::make_unique<StepPipeline>(
       *context_,
       StepParts{table_, committed.shape, committed.residence, committed.chunks, *committed.memory,
-                *committed.swap, *committed.lanes, *committed.norm_sums, *committed.step_counts,
-                comm_},
+                *committed.swap, *committed.lanes, *committed.host_norm_sums,
+                *committed.step_counts, comm_},
       options_.rounding_seed);
   committed.mover = std::make_unique<Mover>(*context_, table_, committed.shape, committed.residence,
                                             committed.chunks, *committed.memory, *committed.lanes,
-                                            *committed.swap, *committed.norm_sums);
+                                            *committed.swap, *committed.host_norm_sums);
   committed.residence_changer = std::make_unique<ResidenceChanger>(
       *context_, table_, committed.shape, committed.residence, committed.chunks, *committed.memory,
       *committed.lanes, *committed.swap);

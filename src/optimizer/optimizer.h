@@ -88,7 +88,7 @@ class Optimizer {
     ChunkTable chunks;                // the same
     std::unique_ptr<StateMemory> memory;
     std::unique_ptr<SwapMemory> swap;
-    std::unique_ptr<NormSums> norm_sums;
+    std::unique_ptr<HostNormSums> host_norm_sums;
     std::optional<StepCounts> step_counts;
     std::unique_ptr<StepPipeline> pipeline;
     std::unique_ptr<Mover> mover;

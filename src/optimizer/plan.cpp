@@ -1,6 +1,6 @@
 #include "optimizer/plan.h"
 
-#include "base/prim.h"
+#include "base/system.h"
 #include "step/moves.h"
 #include "step/step.h"
 
@@ -62,7 +62,7 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.host_swap_bytes = SwapStates::Bytes(shape, residence);
   plan.host_bytes = StateMemory::HostBytes(residence) + plan.host_scratch_bytes +
                     SwapMemory::Bytes(shape, residence);
-  plan.host_available_bytes = prim::AvailableBytes();
+  plan.host_available_bytes = system::AvailableBytes();
   plan.pinned_bytes_left = context.PinnedBytesLeft();
   plan.chunk_count = arrangement.chunks.chunks.size();
   plan.grads_down_bytes = arrangement.chunks.grads_down_bytes;
@@ -97,7 +97,7 @@ Status CheckDeviceRoom(const Context& context, const char* what, double device_f
 }
 
 Status CheckHostRoom(const char* what, uint64_t bytes) {
-  const uint64_t available = prim::AvailableBytes();
+  const uint64_t available = system::AvailableBytes();
   if (bytes <= available) return {};
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
                        "%s needs %llu bytes (%.1f MiB) of host memory, but %llu (%.1f MiB) "

@@ -8,14 +8,14 @@
 #include <utility>
 #include <vector>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 
 struct RunnerPool::State {
   struct Runner {
     State* pool = nullptr;
-    prim::Thread thread;
+    system::Thread thread;
     bool ended = true;  // there is no thread, or it is about to return
 
     void Run() { pool->RunTurns(*this); }
@@ -36,7 +36,7 @@ struct RunnerPool::State {
   uint32_t RunnerCount() const;
 
   const int64_t patience_ns;
-  const uint64_t fork_generation = prim::ForkGeneration();
+  const uint64_t fork_generation = system::ForkGeneration();
   std::mutex mutex;                 // guards all below
   std::condition_variable alerted;  // idle runners wait for it
   std::condition_variable rested;   // Withdraw waits for it
@@ -92,7 +92,7 @@ void RunnerPool::State::RunTurns(Runner& runner) {
 RunnerPool::Task* RunnerPool::State::TakeDue() {
   const int64_t begin_ns = NextBeginNs();
   if (begin_ns == INT64_MAX) return nullptr;
-  const int64_t now_ns = prim::NowNs();
+  const int64_t now_ns = system::NowNs();
   if (now_ns < begin_ns) return nullptr;
   waiting_allowed = std::max(waiting_allowed, waiting);
   last_begin_ns = now_ns;
@@ -130,7 +130,7 @@ void RunnerPool::State::Rest(std::unique_lock<std::mutex>& lock) {
   idle += 1;
   if (const int64_t begin_ns = NextBeginNs(); begin_ns < next_look_ns) {
     next_look_ns = begin_ns;
-    alerted.wait_for(lock, std::chrono::nanoseconds(begin_ns - prim::NowNs()));
+    alerted.wait_for(lock, std::chrono::nanoseconds(begin_ns - system::NowNs()));
   } else {
     alerted.wait(lock);
   }
@@ -158,7 +158,7 @@ void RunnerPool::State::Alert() {
 Status RunnerPool::State::StartRunner() {
   HYBRIDOPT_ASSIGN(Runner* const runner, UnusedRunner());
   // Joins the runner's earlier thread, which needs no lock any more.
-  HYBRIDOPT_ASSIGN(runner->thread, prim::Thread::Start<&Runner::Run>("hybridopt/run", runner));
+  HYBRIDOPT_ASSIGN(runner->thread, system::Thread::Start<&Runner::Run>("hybridopt/run", runner));
   runner->ended = false;
   idle += 1;
   return {};
@@ -185,7 +185,7 @@ RunnerPool::RunnerPool(int64_t patience_ns) : state_(std::make_unique<State>(pat
 
 RunnerPool::~RunnerPool() {
   // A child of fork does not have the threads, which may have held the mutex.
-  if (state_->fork_generation != prim::ForkGeneration()) (void)state_.release();
+  if (state_->fork_generation != system::ForkGeneration()) (void)state_.release();
 }
 
 Status RunnerPool::Start() {

@@ -15,7 +15,7 @@ SideThread::~SideThread() {
 
 Status SideThread::Start(const char* name) {
   HYBRIDOPT_CHECK(!thread_.joinable());
-  HYBRIDOPT_ASSIGN(thread_, prim::Thread::Start<&SideThread::Loop>(name, this));
+  HYBRIDOPT_ASSIGN(thread_, system::Thread::Start<&SideThread::Loop>(name, this));
   return {};
 }
 

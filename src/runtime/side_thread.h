@@ -7,8 +7,8 @@
 #include <optional>
 
 #include "base/function_ref.h"
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 
 namespace hybridopt {
 
@@ -37,7 +37,7 @@ class SideThread {
   std::condition_variable changed_;
   std::optional<FunctionRef<void()>> work_;  // guarded by mutex_
   bool stopping_ = false;                    // guarded by mutex_
-  prim::Thread thread_;
+  system::Thread thread_;
 };
 
 }  // namespace hybridopt

@@ -19,7 +19,7 @@ bool Contains(const std::vector<uint32_t>& sorted, uint32_t value) {
 
 std::string Ids(const Nodes& nodes) {
   std::string text;
-  for (const prim::NumaNode& node : nodes)
+  for (const system::NumaNode& node : nodes)
     text += (text.empty() ? "" : ", ") + std::to_string(node.id);
   return text;
 }
@@ -28,7 +28,7 @@ std::string Ids(const Nodes& nodes) {
 Nodes Cut(const Nodes& nodes, uint64_t begin, uint64_t end) {
   Nodes part;
   uint64_t first = 0;
-  for (const prim::NumaNode& node : nodes) {
+  for (const system::NumaNode& node : nodes) {
     const uint64_t last = first + node.cpus.size();
     const uint64_t from = std::clamp(begin, first, last), to = std::clamp(end, first, last);
     const auto at = [&](uint64_t cpu) {
@@ -43,8 +43,8 @@ Nodes Cut(const Nodes& nodes, uint64_t begin, uint64_t end) {
 // Those of `nodes` that are in `wanted` too.
 Nodes Common(const Nodes& nodes, const Nodes& wanted) {
   Nodes common;
-  for (const prim::NumaNode& node : nodes)
-    for (const prim::NumaNode& other : wanted)
+  for (const system::NumaNode& node : nodes)
+    for (const system::NumaNode& other : wanted)
       if (node.id == other.id) common.push_back(node);
   return common;
 }
@@ -52,7 +52,7 @@ Nodes Common(const Nodes& nodes, const Nodes& wanted) {
 Result<Nodes> NodesAsked(const Nodes& nodes, uint64_t mask) {
   if (mask == 0) return nodes;
   Nodes asked;
-  for (const prim::NumaNode& node : nodes)
+  for (const system::NumaNode& node : nodes)
     if (node.id < kMaskBits && (mask >> node.id & 1) != 0) {
       asked.push_back(node);
       mask &= ~(uint64_t{1} << node.id);
@@ -110,7 +110,7 @@ Result<LocalRank> ChooseLocalRank(const SeatRequest& request) {
 
 Nodes NodesOf(const std::vector<uint32_t>& allowed_cpus, const std::string& root) {
   Nodes nodes;
-  for (prim::NumaNode& node : prim::NumaNodes(root)) {
+  for (system::NumaNode& node : system::NumaNodes(root)) {
     std::erase_if(node.cpus, [&](uint32_t cpu) { return !Contains(allowed_cpus, cpu); });
     if (!node.cpus.empty()) nodes.push_back(std::move(node));
   }
@@ -120,16 +120,16 @@ Nodes NodesOf(const std::vector<uint32_t>& allowed_cpus, const std::string& root
 
 uint32_t CpuCount(const Nodes& nodes) {
   size_t count = 0;
-  for (const prim::NumaNode& node : nodes) count += node.cpus.size();
+  for (const system::NumaNode& node : nodes) count += node.cpus.size();
   return static_cast<uint32_t>(count);
 }
 
 Nodes NodesNear(const Nodes& nodes, const std::string& pci_id, const std::string& root) {
   if (pci_id.empty()) return {};
-  const prim::PciPlace place = prim::PlaceOfPciDevice(pci_id, root);
+  const system::PciPlace place = system::PlaceOfPciDevice(pci_id, root);
   Nodes near;
   uint32_t nearest = UINT32_MAX - 1;  // a distance that is not known is never the nearest
-  for (const prim::NumaNode& node : nodes) {
+  for (const system::NumaNode& node : nodes) {
     if (place.node < 0) {
       if (std::any_of(node.cpus.begin(), node.cpus.end(),
                       [&](uint32_t cpu) { return Contains(place.cpus, cpu); }))
@@ -137,7 +137,7 @@ Nodes NodesNear(const Nodes& nodes, const std::string& pci_id, const std::string
       continue;
     }
     const uint32_t to = static_cast<uint32_t>(place.node);
-    const uint32_t distance = node.id == to ? 0 : prim::NodeDistance(node.id, to, root);
+    const uint32_t distance = node.id == to ? 0 : system::NodeDistance(node.id, to, root);
     if (distance > nearest) continue;
     if (distance < nearest) near.clear();
     nearest = distance;
@@ -153,7 +153,7 @@ Nodes PartOfRank(const Nodes& nodes, uint32_t rank, uint32_t world) {
   return Cut(nodes, begin, std::max(end, begin + 1));
 }
 
-const prim::NumaNode& NodeOfThread(const Nodes& nodes, uint32_t index, uint32_t threads) {
+const system::NumaNode& NodeOfThread(const Nodes& nodes, uint32_t index, uint32_t threads) {
   HYBRIDOPT_CHECK(index < threads && !nodes.empty());
   uint64_t at = uint64_t{CpuCount(nodes)} * index / threads;
   auto node = nodes.begin();
@@ -171,10 +171,10 @@ Result<Seats> ChooseSeats(const SeatRequest& request, const std::vector<uint32_t
   seats.local_world = local.world;
   seats.cpus_allowed = static_cast<uint32_t>(allowed_cpus.size());
   seats.nodes_allowed = static_cast<uint32_t>(allowed.size());
-  const uint32_t limit = prim::CgroupCpuLimit(root);
+  const uint32_t limit = system::CgroupCpuLimit(root);
   if (limit != 0) seats.cpu_limit = std::max(limit / local.world, 1u);
   seats.nodes = PartOfRank(asked, local.rank, local.world);
-  for (const prim::NumaNode& node : request.numa_nodes != 0 ? asked : prim::NumaNodes(root))
+  for (const system::NumaNode& node : request.numa_nodes != 0 ? asked : system::NumaNodes(root))
     if (!node.cpus.empty()) seats.interleaved.push_back(node.id);
   if (local.world > CpuCount(asked))
     seats.note =

@@ -15,12 +15,12 @@
 #include <string>
 #include <vector>
 
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 
 namespace hybridopt {
 
-using Nodes = std::vector<prim::NumaNode>;
+using Nodes = std::vector<system::NumaNode>;
 
 // The nodes that have CPUs of `allowed_cpus`, with those CPUs alone. Nodes without CPUs (memory of
 // an accelerator, as on Grace machines) are left out. Never empty: if the system does not say,
@@ -39,7 +39,7 @@ Nodes NodesNear(const Nodes& nodes, const std::string& pci_id, const std::string
 Nodes PartOfRank(const Nodes& nodes, uint32_t rank, uint32_t world);
 
 // The node that thread `index` of `threads` belongs to; the thread runs on the node's CPUs.
-const prim::NumaNode& NodeOfThread(const Nodes& nodes, uint32_t index, uint32_t threads);
+const system::NumaNode& NodeOfThread(const Nodes& nodes, uint32_t index, uint32_t threads);
 
 // The wishes of a context, as in offload_context_options.
 struct SeatRequest {
@@ -65,7 +65,7 @@ struct Seats {
 
 // Errors: INVALID_ARGUMENT (options.numa_nodes, options.local_*, or the environment's ranks).
 Result<Seats> ChooseSeats(const SeatRequest& request,
-                          const std::vector<uint32_t>& allowed_cpus = prim::AllowedCpus(),
+                          const std::vector<uint32_t>& allowed_cpus = system::AllowedCpus(),
                           const std::string& root = "");
 
 }  // namespace hybridopt

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -54,7 +54,7 @@ struct WorkerPool::State {
   struct Worker {
     State* state = nullptr;
     uint32_t index = 0;
-    prim::Thread thread;
+    system::Thread thread;
 
     void Run() { state->RunWorker(index); }
   };
@@ -73,7 +73,7 @@ struct WorkerPool::State {
   void WorkThroughJobs(uint32_t index);
   bool HandOut(const Work& work, Job* job);
 
-  const uint64_t fork_generation = prim::ForkGeneration();
+  const uint64_t fork_generation = system::ForkGeneration();
   const Nodes nodes;
   const uint32_t cpus;
   const PoolShape shape;
@@ -106,7 +106,7 @@ Status WorkerPool::State::Start() {
     worker.index = index;
     char name[32];
     std::snprintf(name, sizeof(name), "hybridopt/%u", index);
-    Result<prim::Thread> thread = prim::Thread::Start<&Worker::Run>(name, &worker);
+    Result<system::Thread> thread = system::Thread::Start<&Worker::Run>(name, &worker);
     if (!thread.ok()) {
       Stop(index);
       return Status::Error(thread.status().code(), "worker thread %u of %u did not start: %s",
@@ -141,7 +141,7 @@ void WorkerPool::State::RunWorker(uint32_t index) {
 // for the list of CPUs.
 bool WorkerPool::State::KeepToNode(uint32_t index) const {
   try {
-    return prim::PinThisThread(NodeOfThread(nodes, index, shape.threads).cpus);
+    return system::PinThisThread(NodeOfThread(nodes, index, shape.threads).cpus);
   } catch (const std::bad_alloc&) {
     return false;
   }
@@ -181,10 +181,10 @@ WorkerPool::WorkerPool(uint32_t threads, Nodes nodes, uint32_t cpu_limit)
     : state_(std::make_unique<State>(threads, std::move(nodes), cpu_limit)) {}
 
 WorkerPool::WorkerPool(uint32_t threads)
-    : WorkerPool(threads, NodesOf(prim::AllowedCpus()), prim::CgroupCpuLimit()) {}
+    : WorkerPool(threads, NodesOf(system::AllowedCpus()), system::CgroupCpuLimit()) {}
 
 WorkerPool::~WorkerPool() {
-  const bool forked = prim::ForkGeneration() != state_->fork_generation;
+  const bool forked = system::ForkGeneration() != state_->fork_generation;
   if (!forked && state_->started) state_->Stop(state_->shape.threads);
 }
 
@@ -196,7 +196,7 @@ Status WorkerPool::Begin(const Work& work, Job* job) {
   State& state = *state_;
   // This check comes before the lock: in a child of fork the mutex may be held by a thread that
   // does not exist there.
-  if (prim::ForkGeneration() != state.fork_generation)
+  if (system::ForkGeneration() != state.fork_generation)
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "this process was forked after its worker pool was made, and threads do "
                          "not survive fork: make a new context in the child");

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <utility>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -34,7 +34,7 @@ Status Guarded(FunctionRef<Status()> part) {
 class PartThread {
  public:
   explicit PartThread(FunctionRef<Status()> part) : part_(part) {
-    Result<prim::Thread> thread = prim::Thread::Start<&PartThread::Run>("hybridopt/file", this);
+    Result<system::Thread> thread = system::Thread::Start<&PartThread::Run>("hybridopt/file", this);
     if (thread.ok()) {
       thread_ = std::move(thread.value());
     } else {
@@ -69,7 +69,7 @@ class PartThread {
 
   const FunctionRef<Status()> part_;
   Status outcome_;  // only the thread uses it until the part has ended
-  prim::Thread thread_;
+  system::Thread thread_;
   std::mutex mutex_;
   std::condition_variable end_changed_;
   bool ended_ = false;  // guarded by mutex_

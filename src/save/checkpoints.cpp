@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/ranges.h"
+#include "base/profiler_range.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/format/json.h"
 #include "save/optimizer_manifest.h"
@@ -235,8 +235,8 @@ Status Checkpoints::PublishOnce() {
 // All work before the rename prepares it, so that after a crash either the whole checkpoint has its
 // name, or no checkpoint has.
 Status Checkpoints::Publish() {
-  const Range range("publish save");
-  prim::Files& files = context_.files();
+  const ProfilerRange range("publish save");
+  system::Files& files = context_.files();
   const std::string& path = directory_->path();
   HYBRIDOPT_TRY(checkpoint::SyncDirectory(files, path));
   HYBRIDOPT_ASSIGN(const checkpoint::Manifest manifest, WholeManifest());
@@ -250,7 +250,7 @@ Status Checkpoints::Publish() {
 Result<checkpoint::Manifest> Checkpoints::WholeManifest() {
   std::vector<checkpoint::Manifest> parts;
   parts.push_back(saver_->TakeManifest());
-  prim::Files& files = context_.files();
+  system::Files& files = context_.files();
   const auto world = static_cast<uint32_t>(comm_.world());
   for (uint32_t rank = 1; rank < world; ++rank) {
     const std::string path = directory_->path() + "/" + PartFileName(rank, world);
@@ -269,7 +269,7 @@ Result<checkpoint::Manifest> Checkpoints::WholeManifest() {
 Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline& timeline,
                          uint64_t sequence) {
   HYBRIDOPT_TRY(Complete(timeline));
-  const Range range("load");
+  const ProfilerRange range("load");
   std::optional<Loader> loader;
   Status status;
   HYBRIDOPT_TRY(Prepare(request, &loader, &status));

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/prim.h"
+#include "base/system.h"
 #include "checkpoint/format/hash.h"
 #include "checkpoint/format/reshard.h"
 #include "kernels/convert.h"
@@ -294,10 +294,10 @@ Status Loader::TakeMemory() {
   blocks_ = static_cast<uint32_t>(std::clamp<uint64_t>(units_.size(), 1, request_.io_depth));
   const uint64_t reading_bytes = blocks_ * checkpoint::BlockReader::BlockBytes(unit_bytes_);
   const uint64_t staging_bytes = context_.device().unified() ? 0 : kStagingBytes;
-  HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, reading_bytes + staging_bytes));
+  HYBRIDOPT_ASSIGN(memory_, CheckpointMemory::Take(context_, reading_bytes + staging_bytes));
   staging_ = memory_.data() + reading_bytes;
   files_.emplace(*reader_);
-  HYBRIDOPT_ASSIGN(stream_, TransferStream::Create(context_, "a load"));
+  HYBRIDOPT_ASSIGN(stream_, CheckpointStream::Create(context_, "a load"));
   return {};
 }
 
@@ -508,7 +508,7 @@ Status Loader::RoundAll(const std::byte* values, uint64_t count, const RoundTo& 
 Result<std::byte*> Loader::Stage(uint64_t bytes) {
   if (staged_bytes_ + bytes > kStagingBytes) HYBRIDOPT_TRY(AwaitCopies());
   std::byte* const room = staging_ + staged_bytes_;
-  staged_bytes_ += prim::RoundUp(bytes, kStagedAlignment);
+  staged_bytes_ += system::RoundUp(bytes, kStagedAlignment);
   return room;
 }
 

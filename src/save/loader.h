@@ -16,8 +16,8 @@
 #include "checkpoint/read_hashes.h"
 #include "checkpoint/reader.h"
 #include "machine/context.h"
-#include "save/transfer_memory.h"
-#include "save/transfer_stream.h"
+#include "save/checkpoint_memory.h"
+#include "save/checkpoint_stream.h"
 #include "state/step_counts.h"
 #include "storage/state_locator.h"
 
@@ -142,11 +142,11 @@ class Loader {
   std::vector<Unit> touched_;                       // one for each block that a unit touches
   std::optional<checkpoint::ReadHashes> verified_;  // hashes of what Verify has read
   uint32_t blocks_ = 0;                             // of memory
-  TransferMemory memory_;
+  CheckpointMemory memory_;
   uint64_t bytes_done_ = 0;
   uint64_t bytes_total_ = 0;
 
-  TransferStream stream_;
+  CheckpointStream stream_;
   std::byte* staging_ = nullptr;  // converted values on their way to the device
   uint64_t staged_bytes_ = 0;
   bool copying_ = false;  // copies are queued on stream_

@@ -5,8 +5,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "base/prim.h"
-#include "base/ranges.h"
+#include "base/profiler_range.h"
+#include "base/system.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/format/hash.h"
 #include "kernels/convert.h"
@@ -108,7 +108,8 @@ void Saver::Start(std::string directory, Status failure, std::function<void()> b
   on_ended_ = std::move(ended);
   outcome_ = std::move(failure);
   if (outcome_.ok()) {
-    Result<prim::Thread> thread = prim::Thread::Start<&Saver::RunThread>("hybridopt/save", this);
+    Result<system::Thread> thread =
+        system::Thread::Start<&Saver::RunThread>("hybridopt/save", this);
     if (thread.ok()) {
       thread_ = std::move(thread.value());
       return;
@@ -119,7 +120,7 @@ void Saver::Start(std::string directory, Status failure, std::function<void()> b
 }
 
 void Saver::RunThread() {
-  const Range range("save");
+  const ProfilerRange range("save");
   outcome_ = CatchExceptions("a save", [this]() -> Status {
     HYBRIDOPT_TRY(TakeMemory());
     return Write();
@@ -157,8 +158,8 @@ Status Saver::Join() {
 
 // Frees the save's own stream, event and memory, before the save reports that it has ended.
 void Saver::FreeTransfer() {
-  stream_ = TransferStream();
-  memory_ = TransferMemory();
+  stream_ = CheckpointStream();
+  memory_ = CheckpointMemory();
 }
 
 Status Saver::TakeMemory() {
@@ -166,8 +167,8 @@ Status Saver::TakeMemory() {
   block_bytes_ = std::min(checkpoint::kBlockBytes, file_bytes);
   blocks_ = static_cast<uint32_t>(
       std::min<uint64_t>(request_.io_depth, (file_bytes + block_bytes_ - 1) / block_bytes_));
-  HYBRIDOPT_ASSIGN(memory_, TransferMemory::Take(context_, blocks_ * block_bytes_));
-  HYBRIDOPT_ASSIGN(stream_, TransferStream::Create(context_, "a save"));
+  HYBRIDOPT_ASSIGN(memory_, CheckpointMemory::Take(context_, blocks_ * block_bytes_));
+  HYBRIDOPT_ASSIGN(stream_, CheckpointStream::Create(context_, "a save"));
   return {};
 }
 

@@ -14,13 +14,13 @@
 #include <vector>
 
 #include "base/files.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "checkpoint/block_writer.h"
 #include "checkpoint/format/format.h"
 #include "checkpoint/format/hash.h"
 #include "machine/context.h"
-#include "save/transfer_memory.h"
-#include "save/transfer_stream.h"
+#include "save/checkpoint_memory.h"
+#include "save/checkpoint_stream.h"
 #include "state/capture.h"
 #include "storage/state_locator.h"
 
@@ -120,10 +120,10 @@ class Saver {
   std::vector<Array> arrays_;  // in the order of the file
 
   // These are used by the running thread.
-  TransferMemory memory_;
+  CheckpointMemory memory_;
   uint64_t block_bytes_ = 0;
   uint32_t blocks_ = 0;
-  TransferStream stream_;
+  CheckpointStream stream_;
   // Buffers for the halves of masters. A device that hangs may write them until stream_ has been
   // destroyed.
   static constexpr uint64_t kJoinedTogether = 8192;
@@ -135,7 +135,7 @@ class Saver {
 
   std::function<void()> on_borrowed_read_;
   std::function<void()> on_ended_;
-  prim::Thread thread_;
+  system::Thread thread_;
   Status outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save that has not run");
   std::atomic<bool> ended_ = false;  // set with end_mutex_ held
   std::mutex end_mutex_;

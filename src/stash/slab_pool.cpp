@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/check.h"
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -89,7 +89,7 @@ offload_stash_plan_t Stash::PlanOf(const Context& context, const Settings& setti
   plan.slabs_bytes = settings.slabs.bytes();
   plan.scratch_bytes = ScratchBytes(settings);
   plan.host_bytes = plan.slabs_bytes + plan.scratch_bytes;
-  plan.host_available_bytes = prim::AvailableBytes();
+  plan.host_available_bytes = system::AvailableBytes();
   plan.pinned_bytes_left = context.PinnedBytesLeft();
   const bool pins = !context.device().unified();
   plan.fits = plan.host_bytes <= plan.host_available_bytes &&
@@ -387,11 +387,12 @@ Status Stash::Wait(offload_stash_ticket_t ticket, int64_t timeout_ns) {
   EventHandle events[2] = {};
   HYBRIDOPT_TRY(EventsToAwait(ticket, events));
   if (!queues_) return {};
-  const int64_t begin_ns = prim::NowNs();
+  const int64_t begin_ns = system::NowNs();
   for (EventHandle event : events) {
     while (true) {
-      const int64_t left_ns =
-          timeout_ns < 0 ? kLookNs : std::max<int64_t>(0, timeout_ns - (prim::NowNs() - begin_ns));
+      const int64_t left_ns = timeout_ns < 0
+                                  ? kLookNs
+                                  : std::max<int64_t>(0, timeout_ns - (system::NowNs() - begin_ns));
       const Status status = device().Wait(event, std::min(left_ns, kLookNs));
       if (status.ok()) break;
       if (status.code() != OFFLOAD_TIMED_OUT) return status;

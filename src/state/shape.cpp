@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-#include "base/prim.h"
+#include "base/system.h"
 #include "kernels/algorithms.h"
 
 namespace hybridopt {
@@ -75,8 +75,8 @@ void LayOutRegion(const ParamTable& table, Tier tier, StateSlot slot, StateShape
     ParamShape& param = shape.params[id];
     param.offset[tier_index][slot] = bytes;
     if (param.Keeps(tier, slot))
-      bytes += prim::RoundUp(table.param(id).count * DtypeBytes(param.dtype[slot]),
-                             kArrayAlignmentBytes);
+      bytes += system::RoundUp(table.param(id).count * DtypeBytes(param.dtype[slot]),
+                               kArrayAlignmentBytes);
   }
 }
 
@@ -107,9 +107,9 @@ void LayOutSwap(const ParamTable& table, StateShape& shape) {
     const uint64_t grad_bytes = accumulate ? sizeof(float) : DtypeBytes(param.grad_dtype);
     if ((movable & OFFLOAD_MOVABLE_PARAMS) != 0)
       shape.swap_params_bytes +=
-          prim::RoundUp(param.count * DtypeBytes(param.dtype), kSwapAlignmentBytes);
+          system::RoundUp(param.count * DtypeBytes(param.dtype), kSwapAlignmentBytes);
     if (accumulate || (movable & OFFLOAD_MOVABLE_GRADS) != 0)
-      shape.swap_grads_bytes += prim::RoundUp(param.count * grad_bytes, kSwapAlignmentBytes);
+      shape.swap_grads_bytes += system::RoundUp(param.count * grad_bytes, kSwapAlignmentBytes);
   }
 }
 

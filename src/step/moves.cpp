@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/ranges.h"
+#include "base/profiler_range.h"
 #include "runtime/parallel_copy.h"
 
 namespace hybridopt {
@@ -48,7 +48,7 @@ class Mover::GradPieces {
 
 Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
              const Residence& residence, const ChunkTable& chunks, StateMemory& memory,
-             Lanes& lanes, const SwapMemory& swap, NormSums& norm_sums)
+             Lanes& lanes, const SwapMemory& swap, HostNormSums& host_norm_sums)
     : context_(context),
       device_(context.device()),
       table_(table),
@@ -58,7 +58,7 @@ Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
       memory_(memory),
       lanes_(lanes),
       swap_(swap),
-      norm_sums_(norm_sums),
+      host_norm_sums_(host_norm_sums),
       updater_(table, shape, memory, context.kernels()),
       addresses_(table.size()) {
   copies_.reserve(kStateSlots * table.size());
@@ -67,7 +67,7 @@ Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
 
 Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
                   FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes) {
-  const Range range(RowOf(request.move).name);
+  const ProfilerRange range(RowOf(request.move).name);
   HYBRIDOPT_TRY(UseDeviceMemory(request));
   HYBRIDOPT_TRY(AwaitProducers(request, ready, await_borrowed));
   copies_.clear();
@@ -232,12 +232,12 @@ Status Mover::QueueSums(const MoveRequest& request) {
   return device_.Record(lanes_.grads_summed, lanes_.compute);
 }
 
-// Copies the block sums that the device has computed to each param's place in norm_sums_.
+// Copies the block sums that the device has computed to each param's place in host_norm_sums_.
 void Mover::KeepSums(const MoveRequest& request) {
   const double* sums = lanes_.host_block_sums;
   for (const MoveItem& item : request.items) {
     const uint64_t blocks = NormBlocksOf(table_.param(item.param).count);
-    norm_sums_.Set(shape_.params[item.param].first_norm_block, {sums, blocks});
+    host_norm_sums_.Set(shape_.params[item.param].first_norm_block, {sums, blocks});
     sums += blocks;
   }
 }
@@ -254,10 +254,10 @@ Status Mover::SumOnHost(const MoveRequest& request, int32_t dtype) {
                             dtype != 0 ? dtype : param.grad_dtype,
                             shape_.params[item.param].first_norm_block});
   }
-  // The caller may name params in any order; NormSums needs them in registration order.
+  // The caller may name params in any order; HostNormSums needs them in registration order.
   std::sort(norm_inputs_.begin(), norm_inputs_.end(),
             [](const NormInput& a, const NormInput& b) { return a.first_block < b.first_block; });
-  return norm_sums_.Sum(context_, norm_inputs_);
+  return host_norm_sums_.Sum(context_, norm_inputs_);
 }
 
 // --------------------------------------------------------------- gradients that are added up --

@@ -19,7 +19,7 @@
 #include "machine/lanes.h"
 #include "state/lifecycle.h"
 #include "step/executors/chunk_update.h"
-#include "step/norm_sums.h"
+#include "step/host_norm_sums.h"
 #include "storage/state_memory.h"
 #include "storage/swap_memory.h"
 
@@ -47,7 +47,7 @@ class Mover {
  public:
   Mover(Context& context, const ParamTable& table, const StateShape& shape,
         const Residence& residence, const ChunkTable& chunks, StateMemory& memory, Lanes& lanes,
-        const SwapMemory& swap, NormSums& norm_sums);
+        const SwapMemory& swap, HostNormSums& host_norm_sums);
 
   // How many bytes the tables of a mover take; the plan counts them.
   static uint64_t ScratchBytes(const ParamTable& table) {
@@ -106,7 +106,7 @@ class Mover {
   StateMemory& memory_;
   Lanes& lanes_;
   const SwapMemory& swap_;
-  NormSums& norm_sums_;
+  HostNormSums& host_norm_sums_;
   const ChunkUpdater updater_;
   // Of the running move.
   std::vector<Copy> copies_;

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/ranges.h"
+#include "base/profiler_range.h"
 
 namespace hybridopt {
 
 Status ResidenceChanger::Run(ResidenceRequest& request) {
-  const Range range("change the device fraction");
+  const ProfilerRange range("change the device fraction");
   HYBRIDOPT_TRY(memory_.GrowHost(request.residence));
   if (request.on_device) HYBRIDOPT_TRY(memory_.GrowDevice(request.pages));
   // The copies need a staging ring: the new one, or the old one if the new residence needs none.

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <limits>
 
-#include "base/prim.h"
-#include "base/ranges.h"
+#include "base/profiler_range.h"
+#include "base/system.h"
 #include "machine/stopwatch.h"
 
 namespace hybridopt {
@@ -16,7 +16,7 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       table_(parts.table),
       shape_(parts.shape),
       lanes_(parts.lanes),
-      norm_sums_(parts.norm_sums),
+      host_norm_sums_(parts.host_norm_sums),
       step_counts_(parts.step_counts),
       comm_(parts.comm),
       plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
@@ -53,8 +53,8 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& s
 
 Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture* capture,
                          const StepMarks& marks, offload_step_result_t* result) {
-  const Range range("step", step_counts_.applied() + 1);
-  const int64_t begin_ns = prim::NowNs();
+  const ProfilerRange range("step", step_counts_.applied() + 1);
+  const int64_t begin_ns = system::NowNs();
   capture_ = capture;
   marks_ = &marks;
   plan_.Make(request, step_counts_);
@@ -110,8 +110,9 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
   for (uint32_t id = 0; id < table_.size(); ++id) {
     if (!plan_.param(id).active) continue;
     const uint64_t first = shape_.params[id].first_norm_block;
-    const double* const blocks =
-        plan_.param(id).host_grad != nullptr ? norm_sums_.blocks(first) : landed_blocks + first;
+    const double* const blocks = plan_.param(id).host_grad != nullptr
+                                     ? host_norm_sums_.blocks(first)
+                                     : landed_blocks + first;
     const double param_sum = AddBlocks(blocks, table_.param(id).count);
     finite = finite && std::isfinite(param_sum);
     if ((table_.param(id).flags & OFFLOAD_PARAM_REPLICA) == 0) sum += param_sum;
@@ -128,11 +129,11 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
 Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_t* result,
                                 Verdict* verdict) {
   if (NeedsNorm(request)) {
-    const Range range("norm");
+    const ProfilerRange range("norm");
     Stopwatch norm(result->norm_seconds);
     ListNormInputs();
-    HYBRIDOPT_TRY(norm_sums_.Sum(context_, norm_inputs_));
-    HYBRIDOPT_ASSIGN(*verdict, DecideOnHost(request, norm_sums_.blocks(0)));
+    HYBRIDOPT_TRY(host_norm_sums_.Sum(context_, norm_inputs_));
+    HYBRIDOPT_ASSIGN(*verdict, DecideOnHost(request, host_norm_sums_.blocks(0)));
   } else {
     *verdict = AssumeFinite(request.grad_scale);
   }
@@ -148,7 +149,7 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   for (WorkRange range{0, 0}; range.end < total;) {
     range = {range.end, std::min(range.end + most, total)};
     updater_.AwaitCapture(step, 0, range);
-    const Range updating("update", 0);
+    const ProfilerRange updating("update", 0);
     pieces_.Reset(range, kWorkGrainElements, kWorkPieceElements);
     HYBRIDOPT_TRY(pieces_.Share(context_.workers(), [&](uint32_t worker) {
       updater_.Update(step, 0, {}, pieces_, worker);
@@ -175,7 +176,7 @@ void StepPipeline::AwaitBorrowed(offload_step_result_t* result) {
 
 // Waits until the gradients are ready. The caller's stream may itself be waiting for the save.
 Status StepPipeline::AwaitGradients(EventHandle ready) {
-  const Range range("await gradients");
+  const ProfilerRange range("await gradients");
   return lanes_.WaitForCaller(ready, "the gradients", [this]() -> Result<bool> {
     if (capture_ == nullptr || !capture_->borrows()) return false;
     return capture_->AwaitBorrowed();
@@ -201,7 +202,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   HYBRIDOPT_TRY(AwaitGradients(ready));
   Stopwatch total(result->total_seconds);
   {
-    const Range range("norm");
+    const ProfilerRange range("norm");
     Stopwatch norm(result->norm_seconds);
     HYBRIDOPT_ASSIGN(*verdict, AwaitVerdict(request));
   }

@@ -30,7 +30,7 @@
 #include "step/executors/cpu_executor.h"
 #include "step/executors/device_executor.h"
 #include "step/executors/streamed_executor.h"
-#include "step/norm_sums.h"
+#include "step/host_norm_sums.h"
 #include "step/step_plan.h"
 
 namespace hybridopt {
@@ -45,7 +45,7 @@ struct StepParts {
   const StateMemory& memory;
   const SwapMemory& swap;
   Lanes& lanes;
-  NormSums& norm_sums;
+  HostNormSums& host_norm_sums;
   StepCounts& step_counts;
   const Comm& comm;
 };
@@ -118,7 +118,7 @@ class StepPipeline : private ChunkProgress {
   const ParamTable& table_;  // for counts, dtypes and group ids only; addresses are in the requests
   const StateShape& shape_;
   Lanes& lanes_;
-  NormSums& norm_sums_;
+  HostNormSums& host_norm_sums_;
   StepCounts& step_counts_;
   const Comm& comm_;
   StepPlan plan_;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -14,8 +14,8 @@ constexpr uint64_t kCutElements = 1024;  // chunks that are not full have whole 
 uint64_t ChunkElements(const StateShape& shape, uint64_t rest) {
   if (shape.options.unified) return UINT64_MAX;
   if (!SharesChunks(shape)) return shape.options.chunk_elements;
-  return std::clamp(prim::RoundUp(rest / kChunksAhead, kCutElements), SmallestChunkElements(shape),
-                    shape.options.chunk_elements);
+  return std::clamp(system::RoundUp(rest / kChunksAhead, kCutElements),
+                    SmallestChunkElements(shape), shape.options.chunk_elements);
 }
 
 class ChunkCutter {
@@ -32,8 +32,8 @@ class ChunkCutter {
       table_.fragments.push_back(
           {id, begin, taken, chunk().element_count, grad_bytes_, param_bytes_, {}});
       PlaceInRing(table_.fragments.back());
-      grad_bytes_ += prim::RoundUp(taken * DtypeBytes(param.grad_dtype), kSlotAlignmentBytes);
-      param_bytes_ += prim::RoundUp(taken * DtypeBytes(param.dtype), kSlotAlignmentBytes);
+      grad_bytes_ += system::RoundUp(taken * DtypeBytes(param.grad_dtype), kSlotAlignmentBytes);
+      param_bytes_ += system::RoundUp(taken * DtypeBytes(param.dtype), kSlotAlignmentBytes);
       table_.slot_grad_bytes = std::max(table_.slot_grad_bytes, grad_bytes_);
       table_.slot_param_bytes = std::max(table_.slot_param_bytes, param_bytes_);
       table_.grads_down_bytes += taken * DtypeBytes(param.grad_dtype);
@@ -69,14 +69,14 @@ class ChunkCutter {
       const bool follows = state_end_[slot] > 0 && host >= host_end_[slot] &&
                            host - host_end_[slot] < kArrayAlignmentBytes;
       const uint64_t offset = follows ? state_end_[slot] + host - host_end_[slot]
-                                      : prim::RoundUp(state_end_[slot], kArrayAlignmentBytes) +
+                                      : system::RoundUp(state_end_[slot], kArrayAlignmentBytes) +
                                             host % kArrayAlignmentBytes;
       const uint64_t bytes = fragment.count * DtypeBytes(shaped.dtype[slot]);
       fragment.state_offset[slot] = offset;
       state_end_[slot] = offset + bytes;
       host_end_[slot] = host + bytes;
       table_.state_area_bytes[slot] = std::max(
-          table_.state_area_bytes[slot], prim::RoundUp(state_end_[slot], kArrayAlignmentBytes));
+          table_.state_area_bytes[slot], system::RoundUp(state_end_[slot], kArrayAlignmentBytes));
     }
   }
 
@@ -124,7 +124,7 @@ ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Res
   if (HostMayHoldGrads(shape) && !chunks.chunks.empty() && !shape.options.unified) {
     uint64_t most = 0;
     for (const Chunk& chunk : chunks.chunks) most = std::max(most, chunk.element_count);
-    chunks.held_grads_bytes = prim::RoundUp(most * sizeof(float), kArrayAlignmentBytes);
+    chunks.held_grads_bytes = system::RoundUp(most * sizeof(float), kArrayAlignmentBytes);
   }
   return chunks;
 }

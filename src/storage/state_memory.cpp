@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -30,7 +30,7 @@ uint64_t StateMemory::HostBytes(const Residence& residence) {
   uint64_t bytes = 0;
   for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
     const Residence::Bytes& range = residence.bytes(Tier::kHost, StateSlot{slot});
-    if (range.size() > 0) bytes += prim::RoundUp(range.size(), kHostPageBytes);
+    if (range.size() > 0) bytes += system::RoundUp(range.size(), kHostPageBytes);
   }
   return bytes;
 }

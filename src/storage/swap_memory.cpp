@@ -1,6 +1,6 @@
 #include "storage/swap_memory.h"
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -32,7 +32,7 @@ uint64_t SwapStates::Bytes(const StateShape& shape, const Residence& residence) 
   uint64_t bytes = 0;
   for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
     const uint64_t end = residence.bytes(Tier::kDevice, StateSlot{slot}).end;
-    bytes += prim::RoundUp(end, kRegionAlignmentBytes);
+    bytes += system::RoundUp(end, kRegionAlignmentBytes);
   }
   return bytes;
 }
@@ -45,7 +45,7 @@ Result<SwapStates> SwapStates::Take(Context& context, const StateShape& shape,
   for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
     states.begin_[slot] = begin;
     const uint64_t end = residence.bytes(Tier::kDevice, StateSlot{slot}).end;
-    begin += prim::RoundUp(end, kRegionAlignmentBytes);
+    begin += system::RoundUp(end, kRegionAlignmentBytes);
   }
   return states;
 }

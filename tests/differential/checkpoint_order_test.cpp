@@ -15,7 +15,7 @@ namespace hybridopt {
 namespace {
 
 // Files that take their time, each call another.
-class SlowFiles : public prim::Files {
+class SlowFiles : public system::Files {
  public:
   explicit SlowFiles(uint64_t delay_us_max) : delay_us_max_(delay_us_max) {}
   int64_t Write(int file, const void* data, uint64_t bytes, uint64_t offset) override {
@@ -42,7 +42,7 @@ class SlowFiles : public prim::Files {
 
 constexpr size_t kSteps = 4;
 
-LifecycleSetting SettingOf(prim::Files& files, int32_t device_kind, double fraction) {
+LifecycleSetting SettingOf(system::Files& files, int32_t device_kind, double fraction) {
   LifecycleSetting setting;
   setting.device_kind = device_kind;
   setting.optimizer = {fraction, 1024, 2};
@@ -233,7 +233,7 @@ TEST(CheckpointOrder, SavesFromWhereverStatesAndParamsAre) {
   int number = 0;
   for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
     for (double fraction : kFractions) {
-      LifecycleSetting setting = SettingOf(prim::SystemFiles(), device, fraction);
+      LifecycleSetting setting = SettingOf(system::SystemFiles(), device, fraction);
       LifecycleRig rig(solved.problem, setting);
       QueueStep(rig, solved.problem.steps[0]);
       const auto save = [&] {

@@ -14,7 +14,7 @@
 
 #include "../held_files.h"
 #include "../temporary_directory.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "machine/context.h"
 #include "optimizer/handle_table.h"
 #include "ranks_rig.h"
@@ -93,7 +93,7 @@ class SavingRanks : public Ranks {
   }
 };
 
-void UseFiles(ShardedRank& rank, prim::Files& files) {
+void UseFiles(ShardedRank& rank, system::Files& files) {
   using Contexts = HandleTable<Context, HandleKind::kContext>;
   Contexts::Instance().Find(rank.context(), "context").value()->UseFiles(files);
 }
@@ -254,7 +254,7 @@ TEST(CheckpointRanks, TheRankThatIsToldOfIsTheOneThatFailedSo) {
 }
 
 // Files whose shards cannot be read any more once their heads have been.
-class FailingFiles : public prim::Files {
+class FailingFiles : public system::Files {
  public:
   int OpenFile(const std::string& path, Open how) override {
     const int file = Files::OpenFile(path, how);
@@ -319,8 +319,8 @@ constexpr uint64_t kTimeoutNs = 20'000'000'000;
 
 void AwaitMeetings(const ThreadComm& comm, int32_t rank) {
   const uint64_t before = comm.calls(rank);
-  const int64_t given_up_ns = prim::NowNs() + 2 * static_cast<int64_t>(kTimeoutNs);
-  while (comm.calls(rank) < before + 3 && prim::NowNs() < given_up_ns)
+  const int64_t given_up_ns = system::NowNs() + 2 * static_cast<int64_t>(kTimeoutNs);
+  while (comm.calls(rank) < before + 3 && system::NowNs() < given_up_ns)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
@@ -357,7 +357,7 @@ TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
 }
 
 // Everything but the save's own writing: what rank 0 does for all, and what each does for a load.
-class SlowFiles : public prim::Files {
+class SlowFiles : public system::Files {
  public:
   SlowFiles(const ThreadComm& comm, int32_t rank) : comm_(comm), rank_(rank) {}
   int List(const std::string& path, std::vector<std::string>* names) override {
@@ -433,8 +433,8 @@ TEST(CheckpointRanks, NoWorkOnFilesOfOneRankCountsAgainstTheTimeoutOfAnother) {
   // A load: each rank is slower than the other by turns.
   ranks.Step(1);
   for (SlowFiles* slow : {&first, &second}) {
-    UseFiles(ranks[0], slow == &first ? first : prim::SystemFiles());
-    UseFiles(ranks[1], slow == &first ? prim::SystemFiles() : second);
+    UseFiles(ranks[0], slow == &first ? first : system::SystemFiles());
+    UseFiles(ranks[1], slow == &first ? system::SystemFiles() : second);
     for (const uint32_t flags : {0u, uint32_t{OFFLOAD_LOAD_NO_VERIFY}}) {
       slow->Forget();
       ASSERT_EQ(ranks.Outcomes(ranks.Load(directory / "new", flags)), AllOf(2, OFFLOAD_OK));

@@ -47,7 +47,7 @@ struct LifecycleSetting {
       return wrapper;
     };
   }
-  prim::Files* files = nullptr;  // where checkpoints go; NULL: the system's
+  system::Files* files = nullptr;  // where checkpoints go; NULL: the system's
   // Whoever waits on the host for such events is slow; empty: nobody.
   std::string slow_event = {};
 };

@@ -32,7 +32,7 @@ const Solved& TheProblem() {
   return solved;
 }
 
-LifecycleSetting SettingWith(prim::Files* files) {
+LifecycleSetting SettingWith(system::Files* files) {
   LifecycleSetting setting;
   setting.device_kind = OFFLOAD_DEVICE_HOST;
   setting.threads = 1;
@@ -62,7 +62,7 @@ uint64_t NewestStep(const std::string& directory) {
           << "'" << name << "' is no name of a save under way";
       continue;
     }
-    const auto reader = checkpoint::Reader::Open(prim::SystemFiles(), directory + "/" + name);
+    const auto reader = checkpoint::Reader::Open(system::SystemFiles(), directory + "/" + name);
     EXPECT_TRUE(reader.ok()) << "'" << name << "' is broken: " << reader.status().message();
     if (!reader.ok()) continue;
     const auto verified = reader.value().Verify(1, [](uint64_t, uint64_t) {});
@@ -93,7 +93,8 @@ bool Saved(LifecycleRig& rig, const std::string& path) {
 // A training job: goes on from the newest checkpoint, which must hold the bits of its step and be
 // no older than `promised`, saves after every step and tells `pipe` when a save has completed. Only
 // where there are other jobs in the directory may a save fail.
-int Train(const std::string& directory, size_t promised, int pipe, prim::Files& files, bool alone) {
+int Train(const std::string& directory, size_t promised, int pipe, system::Files& files,
+          bool alone) {
   const Solved& solved = TheProblem();
   LifecycleRig rig(solved.problem, SettingWith(&files));
   std::string newest(4096, '\0');
@@ -125,13 +126,13 @@ struct Job {
 
 // In a process of its own.
 Job StartJob(const std::string& directory, size_t promised, bool alone,
-             const std::function<std::unique_ptr<prim::Files>()>& make_files) {
+             const std::function<std::unique_ptr<system::Files>()>& make_files) {
   int ends[2];
   if (pipe(ends) != 0) std::abort();
   const pid_t child = fork();
   if (child == 0) {
     close(ends[0]);
-    const std::unique_ptr<prim::Files> files = make_files();
+    const std::unique_ptr<system::Files> files = make_files();
     _exit(Train(directory, promised, ends[1], *files, alone));
   }
   close(ends[1]);
@@ -151,7 +152,7 @@ int EndJob(const Job& job, size_t* promised) {
 // Runs a job until it ends or `interrupt` has had its way; gives its status.
 int RunJob(const std::string& directory, size_t* promised,
            const std::function<void(pid_t)>& interrupt,
-           const std::function<std::unique_ptr<prim::Files>()>& make_files) {
+           const std::function<std::unique_ptr<system::Files>()>& make_files) {
   const Job job = StartJob(directory, *promised, true, make_files);
   interrupt(job.child);
   const int status = EndJob(job, promised);
@@ -168,7 +169,7 @@ void ExpectNothingLeft(TemporaryDirectory& directory) {
   for (const std::string& name : directory.Names()) EXPECT_EQ(name.substr(0, 5), "step-");
 }
 
-std::unique_ptr<prim::Files> SystemFilesOfAJob() { return std::make_unique<prim::Files>(); }
+std::unique_ptr<system::Files> SystemFilesOfAJob() { return std::make_unique<system::Files>(); }
 
 // How long a job takes here that nobody kills.
 uint64_t WholeJobUs() {
@@ -245,7 +246,7 @@ TEST(CheckpointCrash, SeveralJobsThatAreKilledInOneDirectoryLoseNothing) {
 }
 
 // Kills its process in place of one call.
-class DeadlyFiles : public prim::Files {
+class DeadlyFiles : public system::Files {
  public:
   explicit DeadlyFiles(uint64_t call) : left_(call) {}
   int OpenFile(const std::string& path, Open how) override {
@@ -333,7 +334,7 @@ std::string DiskDirectory() { return std::filesystem::exists("/dev/shm") ? "/dev
 // Goes on with what a crash has left: the newest checkpoint is loaded, and a save to the name at
 // which the crash happened is whole and removes what was left of it.
 void GoOn(const std::string& directory, uint64_t newest) {
-  LifecycleRig rig(TheProblem().problem, SettingWith(&prim::SystemFiles()));
+  LifecycleRig rig(TheProblem().problem, SettingWith(&system::SystemFiles()));
   ASSERT_EQ(rig.TryLoad(directory + (newest == 1 ? "/old" : "/new")), OFFLOAD_OK)
       << offload_last_error();
   ASSERT_EQ(rig.Difference(TheProblem().trace[newest]), "");
@@ -407,7 +408,7 @@ TEST(CheckpointCrash, ACrashWhileTheRestOfAnotherIsRemovedLosesNothingEither) {
   const std::string rest = saved / ".new.saving-0123456789abcdef";
   ASSERT_EQ(files.MakeDirectory(rest), 0);
   for (const char* name : {"/shard-00000-of-00001.safetensors", "/manifest.json"}) {
-    const int file = files.OpenFile(rest + name, prim::Files::Open::kCreate);
+    const int file = files.OpenFile(rest + name, system::Files::Open::kCreate);
     ASSERT_GE(file, 0);
     ASSERT_EQ(files.Write(file, "half", 4, 0), 4);
     ASSERT_EQ(files.Close(file), 0);

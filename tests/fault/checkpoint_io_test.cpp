@@ -25,7 +25,7 @@ Problem SmallProblem() {
   return RandomProblem(OFFLOAD_ADAMW, params, 4, 3);
 }
 
-LifecycleSetting SettingOf(prim::Files& files, int32_t device_kind) {
+LifecycleSetting SettingOf(system::Files& files, int32_t device_kind) {
   LifecycleSetting setting;
   setting.device_kind = device_kind;
   setting.optimizer = {0.4, 1024, 2};
@@ -58,7 +58,7 @@ class CheckpointIoTest : public testing::Test {
 
 const int kErrors[] = {ENOSPC, EIO, EDQUOT, EINTR, kShort};
 
-std::string ErrorName(int error) { return error == kShort ? "short" : prim::ErrorText(error); }
+std::string ErrorName(int error) { return error == kShort ? "short" : system::ErrorText(error); }
 
 // What a save may survive: a signal and a short write, once; and what it asks for without need.
 bool MaySurvive(Operation operation, int error, bool sticky) {
@@ -225,7 +225,7 @@ TEST_F(CheckpointIoTest, AFileThatCanNoLongerBeReadWhileStateIsReplacedPoisons) 
 void RehashInBlocksOf(const std::string& path, uint64_t block_bytes) {
   using namespace checkpoint;  // NOLINT: this function is about its names only
   const std::string manifest_path = path + "/" + kManifestFile;
-  Result<std::string> text = ReadSmallFile(prim::SystemFiles(), manifest_path, kManifestBytesMax);
+  Result<std::string> text = ReadSmallFile(system::SystemFiles(), manifest_path, kManifestBytesMax);
   ASSERT_TRUE(text.ok()) << text.status().message();
   Result<Manifest> manifest = ParseManifest(text.value());
   ASSERT_TRUE(manifest.ok()) << manifest.status().message();
@@ -319,7 +319,7 @@ TEST_F(CheckpointIoTest, WhoWaitsForEverythingIsToldOnceOfAFailedSave) {
 }
 
 // Memory runs out where the manifest is made or read.
-class ForgetfulFiles : public prim::Files {
+class ForgetfulFiles : public system::Files {
  public:
   int OpenFile(const std::string& path, Open how) override {
     if (forgetful && path.ends_with("/manifest.json")) throw std::bad_alloc();

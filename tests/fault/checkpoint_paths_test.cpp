@@ -19,7 +19,7 @@ Problem SmallProblem() {
 }
 
 // The first thing that queued work asks of the disk waits until it is let go.
-class HeldFiles : public prim::Files {
+class HeldFiles : public system::Files {
  public:
   int List(const std::string& path, std::vector<std::string>* names) override {
     Wait();

@@ -18,7 +18,7 @@
 #include "../forwarding_device.h"
 #include "../random.h"
 #include "../scale.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "machine/context.h"
 #include "optimizer/optimizer.h"
 #include "trainer.h"

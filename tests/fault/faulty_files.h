@@ -42,7 +42,7 @@ inline const char* OperationName(Operation operation) {
 inline constexpr int kShort = 0;     // half of what was asked for
 inline constexpr int kChanged = -2;  // a read gives other bytes, as if the file had been changed
 
-class FaultyFiles : public prim::Files {
+class FaultyFiles : public system::Files {
  public:
   // The `call`-th operation of this kind from now on, and if sticky all later ones, fail.
   void Inject(Operation operation, uint64_t call, int error, bool sticky) {

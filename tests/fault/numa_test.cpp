@@ -17,7 +17,7 @@
 
 #include "../numa/fake_numa_library.h"
 #include "../temporary_directory.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "child.h"
 #include "machine/context.h"
 #include "machine/lanes.h"
@@ -117,7 +117,7 @@ TEST(NumaLadder, TheBestRungHereIsPlacedAndSaysNothing) {
     EXPECT_EQ(outcome.info.numa_rung, OFFLOAD_NUMA_PLACED);
     EXPECT_NE(outcome.info.numa_nodes, 0u);
     EXPECT_FALSE(Says(outcome.info, "placed")) << outcome.info.notes;
-    if (prim::HugePagesAvailable() && outcome.info.nodes == 1) {
+    if (system::HugePagesAvailable() && outcome.info.nodes == 1) {
       EXPECT_STREQ(outcome.info.notes, "");
     }
   }
@@ -163,7 +163,7 @@ TEST(NumaLadder, WithoutMbindAndAffinityMemoryLiesWhereItLies) {
 }
 
 TEST(NumaLadder, WithoutAffinityMemoryOfOneNodeIsStillPlaced) {
-  if (!MayPlace() || NodesOf(prim::AllowedCpus()).size() != 1)
+  if (!MayPlace() || NodesOf(system::AllowedCpus()).size() != 1)
     GTEST_SKIP() << "more nodes, or no mbind";
   ExpectSameBitsUnder(
       [] {
@@ -279,10 +279,10 @@ TEST(WithoutLibnuma, DISABLED_SaysSoAndWritesItsBits) {
 // --- Limits ---
 
 TEST(Limits, OneCpuOfTheMachine) {
-  const uint32_t cpu = prim::AllowedCpus().back();
+  const uint32_t cpu = system::AllowedCpus().back();
   ExpectSameBitsUnder(
       [&] {
-        if (!prim::PinThisThread({cpu})) std::_Exit(kSkipped);
+        if (!system::PinThisThread({cpu})) std::_Exit(kSkipped);
       },
       [](const offload_context_info_t& info) {
         EXPECT_EQ(info.cpus_allowed, 1u);
@@ -332,7 +332,7 @@ std::set<int> NodesOfPages(const void* data, uint64_t bytes) {
 TEST(Placement, StateLiesOnTheNodesOfTheThreads) {
   if (!MayPlace()) GTEST_SKIP() << "no libnuma, or a system that refuses mbind";
   const std::vector<uint32_t> memory_nodes = Numa::Open().value().MemoryNodes();
-  for (const prim::NumaNode& node : NodesOf(prim::AllowedCpus())) {
+  for (const system::NumaNode& node : NodesOf(system::AllowedCpus())) {
     if (node.id >= 64 || !std::binary_search(memory_nodes.begin(), memory_nodes.end(), node.id))
       continue;
     auto options = Make<offload_context_options_t>();
@@ -371,7 +371,7 @@ std::shared_ptr<Context> ContextOn(int32_t kind, const Nodes& nodes, const Resul
     device = std::move(CreateSimDevice({uint64_t{1} << 20, 0, 0}, kernels).value());
   Seats seats;
   seats.nodes = nodes;
-  for (const prim::NumaNode& node : nodes) seats.interleaved.push_back(node.id);
+  for (const system::NumaNode& node : nodes) seats.interleaved.push_back(node.id);
   return std::make_shared<Context>(options, std::move(device), kernels, seats, numa);
 }
 
@@ -391,7 +391,7 @@ TEST(Placement, SeveralNodesAreAskedForWhereTheyAreNeeded) {
     EXPECT_EQ(info.numa_memory_nodes, 3u);
     EXPECT_EQ(info.numa_policy, OFFLOAD_NUMA_NEAR);
     EXPECT_EQ(Says(info, "no huge pages"),
-              kind == OFFLOAD_DEVICE_SIM || !prim::HugePagesAvailable())
+              kind == OFFLOAD_DEVICE_SIM || !system::HugePagesAvailable())
         << info.notes;
   }
 }
@@ -552,7 +552,7 @@ void SetRank(uint32_t rank, uint32_t world) {
 }
 
 TEST(Ranks, NoTwoRunOnTheSameCpu) {
-  const std::vector<uint32_t> all = prim::AllowedCpus();
+  const std::vector<uint32_t> all = system::AllowedCpus();
   const uint32_t cpus = static_cast<uint32_t>(all.size());
   std::multiset<std::string> used, expected;
   for (uint32_t cpu : all) expected.insert(std::to_string(cpu));
@@ -578,7 +578,7 @@ TEST(Ranks, NoTwoRunOnTheSameCpu) {
 }
 
 TEST(Ranks, AThreadCountIsHonouredWithinThePart) {
-  const uint32_t cpus = static_cast<uint32_t>(prim::AllowedCpus().size());
+  const uint32_t cpus = static_cast<uint32_t>(system::AllowedCpus().size());
   InChild([&] {
     SetRank(cpus - 1, cpus);
     const Outcome outcome = RunSteps(OptionsFor(OFFLOAD_DEVICE_HOST, 3));
@@ -589,7 +589,7 @@ TEST(Ranks, AThreadCountIsHonouredWithinThePart) {
 }
 
 TEST(Ranks, MoreThanCpusShareThemAndSaySo) {
-  const uint32_t cpus = static_cast<uint32_t>(prim::AllowedCpus().size());
+  const uint32_t cpus = static_cast<uint32_t>(system::AllowedCpus().size());
   InChild([&] {
     SetRank(cpus, cpus + 1);
     const Outcome outcome = RunSteps(OptionsFor(OFFLOAD_DEVICE_SIM, 0));

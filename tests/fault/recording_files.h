@@ -13,7 +13,7 @@
 
 namespace hybridopt {
 
-class RecordingFiles : public prim::Files {
+class RecordingFiles : public system::Files {
  public:
   using Inode = int;
   static constexpr Inode kRoot = 0;

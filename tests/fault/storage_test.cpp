@@ -23,7 +23,7 @@ Problem SmallProblem() {
   return RandomProblem(OFFLOAD_ADAMW, params, 4, 3);
 }
 
-LifecycleSetting SettingOf(prim::Files& files) {
+LifecycleSetting SettingOf(system::Files& files) {
   LifecycleSetting setting;
   setting.device_kind = OFFLOAD_DEVICE_HOST;
   setting.movable = 0;
@@ -33,7 +33,7 @@ LifecycleSetting SettingOf(prim::Files& files) {
 
 // ------------------------------------------------------------------------------------- newest --
 
-Result<std::string> Newest(prim::Files& files, const std::string& directory) {
+Result<std::string> Newest(system::Files& files, const std::string& directory) {
   return checkpoint::NewestCheckpoint(files, directory, [&](const std::string& path) -> Status {
     HYBRIDOPT_ASSIGN(const checkpoint::Reader reader, checkpoint::Reader::Open(files, path));
     HYBRIDOPT_ASSIGN(const checkpoint::VerifyResult result,
@@ -111,7 +111,7 @@ TEST(Storage, EveryFailureOfEveryCallOfASearchIsToldOrGoesRoundTheFile) {
 // -------------------------------------------------------------------------------------- hangs --
 
 // A disk that hangs in one call, until it is let go.
-class HangingFiles : public prim::Files {
+class HangingFiles : public system::Files {
  public:
   // The `call`-th call from now on hangs.
   void HangIn(uint64_t call) {

@@ -52,7 +52,7 @@ std::string BytesOf(const std::string& path) {
 }
 
 TEST_P(GoldenTest, OpensAndEveryElementIsWhatWasWritten) {
-  const Result<Reader> reader = Reader::Open(prim::SystemFiles(), path());
+  const Result<Reader> reader = Reader::Open(system::SystemFiles(), path());
   ASSERT_TRUE(reader.ok()) << reader.status().message();
   const Manifest& manifest = reader.value().manifest();
   EXPECT_EQ(manifest.algorithm, GetParam().made.manifest.algorithm);

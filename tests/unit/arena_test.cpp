@@ -158,7 +158,7 @@ TEST(ArenaTest, AWishThatCannotBeMetCostsNothingElse) {
 
 TEST(ArenaNodeBytes, OfASmallArenaCountEveryPage) {
   const FakeNuma fake(0b1101);
-  const uint64_t page = prim::PageBytes();
+  const uint64_t page = system::PageBytes();
   const Arena arena = std::move(
       Arena::Map(7 * page + 1, Wish(fake.numa(), PagePolicy::kInterleaved, {0, 2, 3})).value());
   NodeBytes sum;
@@ -171,7 +171,7 @@ TEST(ArenaNodeBytes, OfASmallArenaCountEveryPage) {
 
 TEST(ArenaNodeBytes, OfARangeCountItsBytesOnly) {
   const FakeNuma fake(0b11);
-  const uint64_t page = prim::PageBytes();
+  const uint64_t page = system::PageBytes();
   const Arena arena = std::move(
       Arena::Reserve(8 * page, Wish(fake.numa(), PagePolicy::kInterleaved, {0, 1})).value());
   NodeBytes sum;
@@ -186,7 +186,7 @@ TEST(ArenaNodeBytes, OfARangeCountItsBytesOnly) {
 TEST(ArenaNodeBytes, OfALargeArenaAreASample) {
   const FakeNuma fake(0b1111);
   for (const uint64_t factor : {2, 4, 31}) {
-    const uint64_t bytes = Arena::kSampledPages * prim::PageBytes() * factor + 12345;
+    const uint64_t bytes = Arena::kSampledPages * system::PageBytes() * factor + 12345;
     const Arena arena = std::move(
         Arena::Map(bytes, Wish(fake.numa(), PagePolicy::kInterleaved, {0, 1, 2, 3})).value());
     NodeBytes sum;

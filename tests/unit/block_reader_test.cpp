@@ -24,7 +24,7 @@ constexpr uint64_t kFileBytes = 300'000;
 char ByteAt(uint32_t file, uint64_t at) { return static_cast<char>(at / 7 + 13 * file + at); }
 
 // Reads of some places wait until others have ended, or fail.
-class TestFiles : public prim::Files {
+class TestFiles : public system::Files {
  public:
   int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {
     {
@@ -113,7 +113,7 @@ TEST_F(BlockReaderTest, AReadThatTakesLongIsWaitedForAndOthersGoOnMeanwhile) {
 TEST_F(BlockReaderTest, ABlockStaysTheCallersUntilTheNextIsAskedFor) {
   std::vector<Extent> extents;
   for (uint64_t i = 0; i < 12; ++i) extents.push_back({0, i * 4096, 4096});
-  class CountingFiles : public prim::Files {
+  class CountingFiles : public system::Files {
    public:
     int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {
       const uint64_t index = offset / 4096;

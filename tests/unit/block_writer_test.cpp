@@ -24,7 +24,7 @@ TEST(BlockWriterTest, ABlockThatIsFilledStaysTheCallersWhileOthersAreWritten) {
   const std::string path = root.path() + "/file";
   constexpr uint64_t kBytes = 4096;
   constexpr int kBlocks = 200;
-  Result<File> file = File::Create(prim::SystemFiles(), path);
+  Result<File> file = File::Create(system::SystemFiles(), path);
   ASSERT_TRUE(file.ok()) << file.status().message();
   Result<Arena> memory = Arena::Map(3 * kBytes);
   uint64_t told = 0;
@@ -53,7 +53,7 @@ TEST(BlockWriterTest, ABlockThatIsFilledStaysTheCallersWhileOthersAreWritten) {
 }
 
 // A disk that is full from some place on.
-class FullFiles : public prim::Files {
+class FullFiles : public system::Files {
  public:
   explicit FullFiles(uint64_t bytes) : bytes_(bytes) {}
   int64_t Write(int file, const void* data, uint64_t bytes, uint64_t offset) override {
@@ -103,7 +103,7 @@ TEST(BlockWriterTest, AWriteThatFailsIsToldByTheNextCallsAndNothingElseIsWritten
 TEST(BlockWriterTest, TheLastBlockMayBeShortAndIsFilledUpWithZeros) {
   const FakeRoot root;
   const std::string path = root.path() + "/file";
-  Result<File> file = File::Create(prim::SystemFiles(), path);
+  Result<File> file = File::Create(system::SystemFiles(), path);
   ASSERT_TRUE(file.ok()) << file.status().message();
   Result<Arena> memory = Arena::Map(2 * 8192);
   std::memset(memory.value().data(), 0x55, 2 * 8192);
@@ -130,7 +130,7 @@ TEST(BlockWriterTest, TheLastBlockMayBeShortAndIsFilledUpWithZeros) {
 TEST(BlockWriterTest, MayBeGivenUpAtAnyTime) {
   const FakeRoot root;
   const std::string path = root.path() + "/file";
-  Result<File> file = File::Create(prim::SystemFiles(), path);
+  Result<File> file = File::Create(system::SystemFiles(), path);
   ASSERT_TRUE(file.ok()) << file.status().message();
   Result<Arena> memory = Arena::Map(4 * 4096);
   const auto wrote = [](uint64_t) {};
@@ -147,7 +147,7 @@ TEST(BlockWriterTest, MayBeGivenUpAtAnyTime) {
 
 // A file system that takes O_DIRECT when a file is opened and refuses it when data comes: several
 // calls at once, and more while the first of them ends direct access.
-class RefusingFiles : public prim::Files {
+class RefusingFiles : public system::Files {
  public:
   int OpenFile(const std::string& path, Open how) override {
     return Files::OpenFile(path, how == Open::kCreateDirect ? Open::kCreate : how);
@@ -194,7 +194,7 @@ TEST(FileTest, AllCallsThatWereRefusedAroundThePageCacheGoThroughIt) {
 
 // A disk with direct access, which takes whole units at whole places only. The first call ends in
 // the middle of a unit, as at a full quota or a signal.
-class ShortFiles : public prim::Files {
+class ShortFiles : public system::Files {
  public:
   int OpenFile(const std::string& path, Open how) override {
     return Files::OpenFile(path, how == Open::kCreateDirect ? Open::kCreate : how);

@@ -29,7 +29,7 @@ class ReaderTest : public testing::Test {
   ReaderTest() : path_(root_.path() + "/step-42") { sample_.Write(path_); }
 
   std::string PathOf(size_t file) const { return path_ + "/" + sample_.manifest.files[file].name; }
-  Result<Reader> Open() const { return Reader::Open(prim::SystemFiles(), path_); }
+  Result<Reader> Open() const { return Reader::Open(system::SystemFiles(), path_); }
 
   // Why the checkpoint is refused, by opening or by verifying it; "" if it is not.
   std::string Refusal() const {
@@ -83,7 +83,7 @@ TEST_F(ReaderTest, FilesAreOpenedAsTheyAreReadAndNotAllStayOpen) {
   fault::InChild([&] {
     const rlimit limit{40, 40};
     ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
-    const Result<Reader> reader = Reader::Open(prim::SystemFiles(), root_.path() + "/large");
+    const Result<Reader> reader = Reader::Open(system::SystemFiles(), root_.path() + "/large");
     ASSERT_TRUE(reader.ok()) << reader.status().message();
     OpenFiles files(reader.value());
     for (uint32_t file = 0; file < kWorld; ++file) {
@@ -130,7 +130,7 @@ TEST_F(ReaderTest, FilesAreOpenedAsTheyAreReadAndNotAllStayOpen) {
 }
 
 // The files of a checkpoint in memory, so that each can be read a hundred thousand times.
-class MemoryFiles final : public prim::Files {
+class MemoryFiles final : public system::Files {
  public:
   explicit MemoryFiles(const Sample& sample) {
     contents = {sample.text};
@@ -272,12 +272,12 @@ TEST_F(ReaderTest, AFileOfAnotherSizeIsRefused) {
                     " bytes, the manifest says " + std::to_string(sample_.files[0].size()));
 }
 
-Result<std::string> Newest(prim::Files& files, const std::string& directory) {
+Result<std::string> Newest(system::Files& files, const std::string& directory) {
   return NewestCheckpoint(files, directory, [](const std::string&) { return Status(); });
 }
 
 TEST_F(ReaderTest, TheNewestIsTheGoodOneWithTheHighestStep) {
-  prim::Files& files = prim::SystemFiles();
+  system::Files& files = system::SystemFiles();
   EXPECT_EQ(Newest(files, root_.path()).value(), path_);
   Sample later;
   later.manifest.step = 100;
@@ -301,7 +301,7 @@ TEST_F(ReaderTest, TheNewestIsTheGoodOneWithTheHighestStep) {
 }
 
 // Counts what is read, and how much at once.
-class CountingFiles : public prim::Files {
+class CountingFiles : public system::Files {
  public:
   int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {
     const int64_t read = Files::Read(file, data, bytes, offset);

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "../sanitizers.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "runtime/worker_pool.h"
 
 namespace hybridopt {
@@ -39,10 +39,10 @@ void ExpectParentGoesOn(WorkerPool& pool) {
 }
 
 TEST(ForkDeathTest, TheGenerationDiffersInTheChildOnly) {
-  const uint64_t before = prim::ForkGeneration();
-  EXPECT_EXIT(std::_Exit(prim::ForkGeneration() == before + 1 ? 0 : 1), testing::ExitedWithCode(0),
-              "");
-  EXPECT_EQ(prim::ForkGeneration(), before);
+  const uint64_t before = system::ForkGeneration();
+  EXPECT_EXIT(std::_Exit(system::ForkGeneration() == before + 1 ? 0 : 1),
+              testing::ExitedWithCode(0), "");
+  EXPECT_EQ(system::ForkGeneration(), before);
 }
 
 TEST(ForkDeathTest, AChildIsRefusedALivePoolAndTheParentGoesOn) {

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "../random.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "kernels/coefficients.h"
 #include "kernels/convert.h"
 
@@ -800,7 +800,7 @@ TEST_F(Select, WhatTheKernelSaysTheCpuHasIsThere) {
 // Vectors longer than NEON's go first, those of its length last, those of odd lengths nowhere.
 TEST_F(Select, WhatTheKernelSaysTheCpuHasIsThere) {
   std::vector<std::string> expected = {"neon"};
-  const uint64_t bytes = prim::SveVectorBytes();
+  const uint64_t bytes = system::SveVectorBytes();
   EXPECT_EQ(bytes != 0, (getauxval(AT_HWCAP) & HWCAP_SVE) != 0);
   if (std::has_single_bit(bytes))
     expected.insert(bytes > 16 ? expected.begin() : expected.end(), "sve");

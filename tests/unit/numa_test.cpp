@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../numa/fake_numa_library.h"
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -121,7 +121,7 @@ TEST(NumaOfThisSystem, PlacesPagesAndFindsThem) {
   ASSERT_FALSE(memory_nodes.empty());
   EXPECT_TRUE(std::is_sorted(memory_nodes.begin(), memory_nodes.end()));
   for (const uint32_t node : memory_nodes) {
-    void* page = prim::MapPages(1).value();
+    void* page = system::MapPages(1).value();
     const Status status = numa.value().SetPolicy(page, 1, PagePolicy::kNode, {node});
     if (!status.ok()) GTEST_SKIP() << status.message();
     int found = 0;
@@ -131,7 +131,7 @@ TEST(NumaOfThisSystem, PlacesPagesAndFindsThem) {
     *static_cast<volatile char*>(page) = 1;
     ASSERT_TRUE(numa.value().NodesOfPages({&page, 1}, {&found, 1}).ok());
     EXPECT_TRUE(found == static_cast<int>(node) || memory_nodes.size() > 1);
-    prim::UnmapPages(page, 1);
+    system::UnmapPages(page, 1);
   }
 }
 

@@ -30,7 +30,7 @@ constexpr char kShard[] = "shard-00000-of-00001.safetensors";
 constexpr char kManifest[] = "manifest.json";
 
 // The system's files, but for what a test says.
-class TestFiles : public prim::Files {
+class TestFiles : public system::Files {
  public:
   int Lock(int file) override { return lock_error == 0 ? Files::Lock(file) : lock_error; }
   int RenameNoReplace(const std::string& from, const std::string& to) override {
@@ -57,7 +57,7 @@ class LoneFiles : public TestFiles {
 
 class PendingDirectoryTest : public testing::Test {
  protected:
-  PendingDirectory Make(prim::Files& files) {
+  PendingDirectory Make(system::Files& files) {
     Result<PendingDirectory> made = PendingDirectory::Make(files, target_);
     EXPECT_TRUE(made.ok()) << made.status().message();
     return std::move(made.value());

@@ -54,14 +54,14 @@ void WriteGrace(const FakeRoot& root) {
 
 Cpus AllCpus(const Nodes& nodes) {
   Cpus cpus;
-  for (const prim::NumaNode& node : nodes)
+  for (const system::NumaNode& node : nodes)
     cpus.insert(cpus.end(), node.cpus.begin(), node.cpus.end());
   return cpus;
 }
 
 Cpus Ids(const Nodes& nodes) {
   Cpus ids;
-  for (const prim::NumaNode& node : nodes) ids.push_back(node.id);
+  for (const system::NumaNode& node : nodes) ids.push_back(node.id);
   return ids;
 }
 
@@ -92,9 +92,9 @@ TEST(NodesOfTest, ASystemThatSaysNothingIsOneNode) {
 }
 
 TEST(NodesOfTest, OfThisMachineHaveAllAllowedCpus) {
-  Cpus cpus = AllCpus(NodesOf(prim::AllowedCpus()));
+  Cpus cpus = AllCpus(NodesOf(system::AllowedCpus()));
   std::sort(cpus.begin(), cpus.end());
-  EXPECT_EQ(cpus, prim::AllowedCpus());
+  EXPECT_EQ(cpus, system::AllowedCpus());
 }
 
 // --- Devices ---

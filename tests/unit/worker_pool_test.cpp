@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "../limit_threads.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "floating_point_mode.h"
 
 // Counts every allocation of this program, on any thread. Not inlined: gcc would see malloc meet
@@ -60,7 +60,7 @@ std::vector<Seen> Look(WorkerPool& pool) {
     char name[64];
     pthread_getname_np(pthread_self(), name, sizeof(name));
     seen[index].thread = gettid();
-    seen[index].cpus = prim::AllowedCpus();
+    seen[index].cpus = system::AllowedCpus();
     seen[index].name = name;
     seen[index].flushes_to_zero = FlushesToZero();
     seen[index].rounding = fegetround();
@@ -351,8 +351,8 @@ TEST(WorkerPoolTest, NoSignalHandlerOfTheApplicationRunsOnAWorker) {
 // --- CPUs ---
 
 TEST(WorkerPoolTest, ByDefaultHasOneThreadPerUsableCpu) {
-  const uint32_t cpus = static_cast<uint32_t>(prim::AllowedCpus().size());
-  const uint32_t limit = prim::CgroupCpuLimit();
+  const uint32_t cpus = static_cast<uint32_t>(system::AllowedCpus().size());
+  const uint32_t limit = system::CgroupCpuLimit();
   const WorkerPool pool(0);
   EXPECT_EQ(pool.cpus(), cpus);
   EXPECT_EQ(pool.threads(), limit == 0 ? cpus : std::min(cpus, limit));
@@ -368,7 +368,7 @@ void ExpectOnTheirNodes(const std::vector<Seen>& seen, const std::vector<uint32_
 }
 
 TEST(WorkerPoolTest, ThreadsRunOnAnyCpuOfTheirNode) {
-  const std::vector<uint32_t> cpus = prim::AllowedCpus();
+  const std::vector<uint32_t> cpus = system::AllowedCpus();
   for (size_t threads : {size_t{1}, cpus.size(), cpus.size() + 1}) {
     WorkerPool pool(static_cast<uint32_t>(threads));
     ExpectOnTheirNodes(Look(pool), cpus);
@@ -377,18 +377,18 @@ TEST(WorkerPoolTest, ThreadsRunOnAnyCpuOfTheirNode) {
 }
 
 TEST(WorkerPoolTest, ThreadsAreNotTiedToTheCpuOfTheFirstCaller) {
-  const std::vector<uint32_t> cpus = prim::AllowedCpus();
+  const std::vector<uint32_t> cpus = system::AllowedCpus();
   WorkerPool pool(2);
   std::thread([&] {
-    ASSERT_TRUE(prim::PinThisThread({cpus[0]}));
+    ASSERT_TRUE(system::PinThisThread({cpus[0]}));
     ExpectOnTheirNodes(Look(pool), cpus);
   }).join();
 }
 
 TEST(WorkerPoolTest, RespectsTheAffinityOfItsMaker) {
   std::thread([] {
-    const std::vector<uint32_t> last{prim::AllowedCpus().back()};
-    ASSERT_TRUE(prim::PinThisThread(last));
+    const std::vector<uint32_t> last{system::AllowedCpus().back()};
+    ASSERT_TRUE(system::PinThisThread(last));
     WorkerPool one(0), two(2);
     EXPECT_EQ(one.threads(), 1u);
     EXPECT_EQ(one.cpus(), 1u);

@@ -17,14 +17,14 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/prim.h"
+#include "base/system.h"
 #include "device/cuda/driver.h"
 #include "device/cuda/memory.h"
 #include "device/cuda/poll.h"
 #include "device/cuda/stream_name.h"
 #include "device/cuda/tables.h"
 #include "device/cuda/update_rows.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/cuda_kernels.h"
 
 namespace hybridopt {
 namespace cuda {
@@ -140,7 +140,7 @@ class CudaDevice final : public Device {
 
   const CudaOptions options_;
   const Driver driver_;
-  const uint64_t fork_generation_ = prim::ForkGeneration();
+  const uint64_t fork_generation_ = system::ForkGeneration();
   CUcontext context_ = nullptr;  // the primary one, which the runtime and frameworks use
   std::string name_;
   std::string pci_id_;
@@ -227,7 +227,7 @@ Status CudaDevice::CheckAttributes(CUdevice device) {
 }
 
 CudaDevice::~CudaDevice() {
-  if (fork_generation_ != prim::ForkGeneration()) {
+  if (fork_generation_ != system::ForkGeneration()) {
     (void)tables_.release();  // CUDA does not survive fork: all objects belong to the parent
     memory_.KeepMapped();
     return;
@@ -364,13 +364,13 @@ void CudaDevice::UnpinHost(void* data) {
 Result<std::atomic<uint64_t>*> CudaDevice::NewFlag() {
   std::lock_guard lock(mutex_);
   if (flags_ == nullptr || flags_taken_ == kFlagPageBytes / kFlagStrideBytes) {
-    HYBRIDOPT_ASSIGN(void* page, prim::MapPages(kFlagPageBytes, false));
+    HYBRIDOPT_ASSIGN(void* page, system::MapPages(kFlagPageBytes, false));
     const Scope scope = Enter();
     const Status pinned = fault_.Check(
         cudaHostRegister(page, kFlagPageBytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
         "cudaHostRegister of a page of flags");
     if (!pinned.ok()) {
-      prim::UnmapPages(page, kFlagPageBytes);
+      system::UnmapPages(page, kFlagPageBytes);
       return pinned;
     }
     flags_ = static_cast<std::byte*>(page);

@@ -2,7 +2,7 @@
 
 #include <cinttypes>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt::cuda {
 namespace {
@@ -24,7 +24,7 @@ Result<void*> BlockMemory::Allocate(uint64_t bytes) {
                          bytes, free_bytes, total_bytes);
   };
   if (bytes > total_bytes) return full();  // rounding it could overflow
-  const uint64_t rounded = prim::RoundUp(bytes, kPageBytes);
+  const uint64_t rounded = system::RoundUp(bytes, kPageBytes);
   CUdeviceptr address = 0;
   HYBRIDOPT_TRY(fault_.Check(driver_.mem_address_reserve(&address, rounded, kPageBytes, 0, 0),
                              "cuMemAddressReserve"));
@@ -74,7 +74,7 @@ uint64_t BlockMemory::PageBytes(uint64_t range_bytes) {
 
 Result<void*> BlockMemory::Reserve(uint64_t bytes) {
   const uint64_t page_bytes = PageBytes(bytes);
-  const uint64_t rounded = prim::RoundUp(bytes, page_bytes);
+  const uint64_t rounded = system::RoundUp(bytes, page_bytes);
   CUdeviceptr address = 0;
   HYBRIDOPT_TRY(fault_.Check(driver_.mem_address_reserve(&address, rounded, page_bytes, 0, 0),
                              "cuMemAddressReserve"));

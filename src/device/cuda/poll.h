@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <thread>
 
-#include "base/prim.h"
 #include "base/status.h"
+#include "base/system.h"
 
 namespace hybridopt::cuda {
 
@@ -19,11 +19,11 @@ template <typename Done>
 Result<bool> PollUntil(Done&& done, int64_t timeout_ns) {
   constexpr int64_t kSpinNs = 100'000;
   constexpr int64_t kNapNsMax = 50'000;
-  const int64_t begin_ns = prim::NowNs();
+  const int64_t begin_ns = system::NowNs();
   while (true) {
     Result<bool> reached = done();
     if (!reached.ok() || reached.value()) return reached;
-    const int64_t waited_ns = prim::NowNs() - begin_ns;
+    const int64_t waited_ns = system::NowNs() - begin_ns;
     if (timeout_ns >= 0 && waited_ns >= timeout_ns) return false;
     if (waited_ns < kSpinNs) {
       std::this_thread::yield();

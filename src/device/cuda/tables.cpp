@@ -1,6 +1,6 @@
 #include "device/cuda/tables.h"
 
-#include "base/prim.h"
+#include "base/system.h"
 #include "device/cuda/poll.h"
 
 namespace hybridopt::cuda {

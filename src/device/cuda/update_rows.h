@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/device.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/cuda_kernels.h"
 
 namespace hybridopt::cuda {
 

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "kernels/convert.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/piece.h"
 
 namespace hybridopt::cuda {

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "kernels/cuda/arrays.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/cuda_kernels.h"
 
 namespace hybridopt::cuda {
 namespace {

@@ -1,7 +1,7 @@
 #include "step/executors/cpu_executor.h"
 
-#include "base/prim.h"
-#include "base/ranges.h"
+#include "base/profiler_range.h"
+#include "base/system.h"
 #include "machine/stopwatch.h"
 
 namespace hybridopt {
@@ -52,7 +52,7 @@ Status CpuExecutor::AwaitPrefetched() {
 Status CpuExecutor::Run(const HostStep& step, offload_step_result_t* result) {
   task_.emplace(Task{step, result});
   status_ = {};
-  idle_since_ns_ = prim::NowNs();
+  idle_since_ns_ = system::NowNs();
   const Status status = GiveAll();
   task_.reset();
   return status;
@@ -79,7 +79,7 @@ Status CpuExecutor::AwaitNext() {
   const uint32_t slot = SlotOf(given_);
   const uint32_t chunk = slots_[slot].taken;
   {
-    const Range range("await grads down", chunk);
+    const ProfilerRange range("await grads down", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(slot).end, "gradients coming down"));
   }
   updater_.AwaitCapture(task_->step, chunk, {0, plan_.active_count(chunk)});
@@ -91,7 +91,7 @@ Status CpuExecutor::AwaitNext() {
 // here.
 Status CpuExecutor::GiveNext() {
   const WorkerPool::Work work = PrepareNext();
-  busy_since_ns_ = prim::NowNs();
+  busy_since_ns_ = system::NowNs();
   busy_.test_and_set();
   Status status = context_.workers().Begin(work, &job_);
   if (status.ok()) return status;
@@ -101,7 +101,7 @@ Status CpuExecutor::GiveNext() {
 }
 
 void CpuExecutor::AwaitWorkers() {
-  const Range range("await workers");
+  const ProfilerRange range("await workers");
   busy_.wait(true);
   context_.workers().Await(job_);  // the worker that did the last part may not have returned yet
 }
@@ -117,7 +117,7 @@ Status CpuExecutor::Retire() {
   const uint32_t slot = SlotOf(retired_);
   const uint32_t chunk = slots_[slot].chunk;
   {
-    const Range range("await params up", chunk);
+    const ProfilerRange range("await params up", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded(slot).end, "params going up"));
   }
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.uploaded(slot)));
@@ -131,7 +131,7 @@ Status CpuExecutor::Retire() {
 // ------------------------------------------------------------------------------------- workers --
 
 void CpuExecutor::Update(Slot& slot, uint32_t worker) {
-  const Range range("update", slot.chunk);
+  const ProfilerRange range("update", slot.chunk);
   const auto index = static_cast<uint32_t>(&slot - slots_.data());
   const ChunkBuffers buffers{lanes_.ring().grads(index), lanes_.ring().params(index)};
   updater_.Update(task_->step, slot.chunk, buffers, slot.pieces, worker);
@@ -142,7 +142,7 @@ void CpuExecutor::AfterUpdate() {
   const uint32_t number = sent_++;
   if (status_.ok()) status_ = CatchExceptions("a chunk", [&] { return MoveOn(number); });
   if (sent_ < given_) return;
-  idle_since_ns_ = prim::NowNs();
+  idle_since_ns_ = system::NowNs();
   task_->result->update_seconds += static_cast<double>(idle_since_ns_ - busy_since_ns_) * 1e-9;
   busy_.clear();
   busy_.notify_one();
@@ -203,7 +203,7 @@ Status CpuExecutor::TakeAndBringDown() {
 Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
   const uint32_t slot = SlotOf(number);
   const uint32_t chunk = slots_[slot].taken;
-  const Range range("queue grads down", chunk);
+  const ProfilerRange range("queue grads down", chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.landed(slot).begin, lanes_.down));
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     const StepParam& param = plan_.param(fragment.param);
@@ -230,7 +230,7 @@ Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
 Status CpuExecutor::SendUp(uint32_t number) {
   const uint32_t slot = SlotOf(number);
   const uint32_t chunk = slots_[slot].chunk;
-  const Range range("queue params up", chunk);
+  const ProfilerRange range("queue params up", chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.uploaded(slot).begin, lanes_.up));
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     const StepParam& param = plan_.param(fragment.param);

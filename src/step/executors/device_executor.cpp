@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/ranges.h"
+#include "base/profiler_range.h"
 #include "step/executors/device_updates.h"
 
 namespace hybridopt {
@@ -50,7 +50,7 @@ Status DeviceExecutor::Queue(const StepPlan& plan) {
 }
 
 Status DeviceExecutor::Await(double* seconds) {
-  const Range range("await device update");
+  const ProfilerRange range("await device update");
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.device_updated.end, "the device's own update"));
   HYBRIDOPT_ASSIGN(const double taken, lanes_.Seconds(lanes_.device_updated));
   if (!updates_.empty()) *seconds += taken;

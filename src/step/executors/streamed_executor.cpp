@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "base/prim.h"
-#include "base/ranges.h"
+#include "base/profiler_range.h"
+#include "base/system.h"
 #include "step/executors/device_updates.h"
 
 namespace hybridopt {
@@ -85,7 +85,7 @@ Status StreamedExecutor::Begin(const HostStep& step) {
 
 Status StreamedExecutor::Await(offload_step_result_t* result) {
   if (step_ == nullptr) return {};
-  const int64_t begin_ns = prim::NowNs();
+  const int64_t begin_ns = system::NowNs();
   thread_.Await();
   step_ = nullptr;
   result->streamed_elements = done_.streamed_elements;
@@ -104,7 +104,7 @@ Status StreamedExecutor::Await(offload_step_result_t* result) {
 void StreamedExecutor::WorkOnThread() {
   status_ = CatchExceptions("a chunk", [this] { return Work(); });
   if (!status_.ok()) queue_.Stop();
-  end_ns_ = prim::NowNs();
+  end_ns_ = system::NowNs();
 }
 
 Status StreamedExecutor::Work() {
@@ -127,7 +127,7 @@ Status StreamedExecutor::Finish(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
   const uint32_t chunk = chunks_[SlotOf(number)];
   {
-    const Range range("await state down", chunk);
+    const ProfilerRange range("await state down", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(slot.down.end, "state coming down"));
   }
   HYBRIDOPT_ASSIGN(const double up_seconds, lanes_.Seconds(slot.up));
@@ -144,7 +144,7 @@ Status StreamedExecutor::Finish(uint32_t number) {
 
 Status StreamedExecutor::QueueUp(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
-  const Range range("queue state up", chunks_[SlotOf(number)]);
+  const ProfilerRange range("queue state up", chunks_[SlotOf(number)]);
   HYBRIDOPT_TRY(device_.Record(slot.up.begin, lanes_.up));
   HYBRIDOPT_TRY(CopyStates(number, Direction::kUp));
   HYBRIDOPT_TRY(CopyHeldGrads(number));

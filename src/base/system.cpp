@@ -1,5 +1,5 @@
 // Linux.
-#include "base/prim.h"
+#include "base/system.h"
 
 #include <fenv.h>
 #include <sched.h>
@@ -26,7 +26,7 @@
 #include "base/files.h"
 #include "base/function_ref.h"
 
-namespace hybridopt::prim {
+namespace hybridopt::system {
 namespace {
 
 // --- Pages ---
@@ -466,4 +466,4 @@ uint64_t SveVectorBytes() {
   return answer < 0 ? 0 : static_cast<uint64_t>(answer & PR_SVE_VL_LEN_MASK);
 }
 
-}  // namespace hybridopt::prim
+}  // namespace hybridopt::system

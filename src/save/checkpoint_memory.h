@@ -1,6 +1,6 @@
-// TransferMemory: the blocks of memory that a save or load holds while it runs. They are pinned if
-// there is a device, and the system and the context's cap allow it; without pinning copies are only
-// slower.
+// CheckpointMemory: the blocks of memory that a save or load holds while it runs. They are pinned
+// if there is a device, and the system and the context's cap allow it; without pinning copies are
+// only slower.
 #pragma once
 
 #include <utility>
@@ -11,10 +11,10 @@
 
 namespace hybridopt {
 
-class TransferMemory {
+class CheckpointMemory {
  public:
-  static Result<TransferMemory> Take(Context& context, uint64_t bytes) {
-    TransferMemory memory;
+  static Result<CheckpointMemory> Take(Context& context, uint64_t bytes) {
+    CheckpointMemory memory;
     // Direct access to a disk transfers contiguous memory at once; with small pages it is half as
     // fast.
     const PageWish& wish = context.pinned_pages();

@@ -8,13 +8,13 @@
 namespace hybridopt {
 
 // A range lasts from its constructor to the end of the scope. Ranges of one thread nest.
-class Range {
+class ProfilerRange {
  public:
-  explicit Range(const char* name);
-  Range(const char* name, uint64_t number);  // "update 3"
-  ~Range();
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
+  explicit ProfilerRange(const char* name);
+  ProfilerRange(const char* name, uint64_t number);  // "update 3"
+  ~ProfilerRange();
+  ProfilerRange(const ProfilerRange&) = delete;
+  ProfilerRange& operator=(const ProfilerRange&) = delete;
 };
 
 }  // namespace hybridopt

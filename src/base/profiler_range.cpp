@@ -1,4 +1,4 @@
-#include "base/ranges.h"
+#include "base/profiler_range.h"
 
 #ifdef HYBRIDOPT_HAS_NVTX
 #include <nvtx3/nvToolsExt.h>
@@ -31,26 +31,26 @@ void Push(const char* name) {
 
 }  // namespace
 
-Range::Range(const char* name) {
+ProfilerRange::ProfilerRange(const char* name) {
   if (Domain() != nullptr) Push(name);
 }
 
-Range::Range(const char* name, uint64_t number) {
+ProfilerRange::ProfilerRange(const char* name, uint64_t number) {
   if (Domain() == nullptr) return;
   char numbered[kNameBytes];
   std::snprintf(numbered, sizeof numbered, "%s %" PRIu64, name, number);
   Push(numbered);
 }
 
-Range::~Range() {
+ProfilerRange::~ProfilerRange() {
   if (Domain() != nullptr) (void)nvtxDomainRangePop(Domain());
 }
 
 #else
 
-Range::Range(const char*) {}
-Range::Range(const char*, uint64_t) {}
-Range::~Range() = default;
+ProfilerRange::ProfilerRange(const char*) {}
+ProfilerRange::ProfilerRange(const char*, uint64_t) {}
+ProfilerRange::~ProfilerRange() = default;
 
 #endif
 

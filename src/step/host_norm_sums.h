@@ -1,6 +1,6 @@
-// NormSums: the sums of squares of gradients that are on the host, one sum for each norm block, in
-// the fixed tree of kernels.h. Where a move offloads a gradient, the device computes its sums as a
-// rule, before the copy. The workers compute the sums of gradients that were accumulated on the
+// HostNormSums: the sums of squares of gradients that are on the host, one sum for each norm block,
+// in the fixed tree of kernels.h. Where a move offloads a gradient, the device computes its sums as
+// a rule, before the copy. The workers compute the sums of gradients that were accumulated on the
 // host, and on the `host` device those of all gradients, in the step.
 #pragma once
 
@@ -23,9 +23,9 @@ inline double AddBlocks(const double* blocks, uint64_t count) {
   return sum;
 }
 
-class NormSums {
+class HostNormSums {
  public:
-  NormSums(uint64_t block_count, uint32_t workers) : blocks_(block_count), pieces_(workers) {}
+  HostNormSums(uint64_t block_count, uint32_t workers) : blocks_(block_count), pieces_(workers) {}
 
   // Has the workers compute the block sums of these gradients, which are in registration order, not
   // empty, and in host memory.

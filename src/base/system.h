@@ -11,7 +11,7 @@
 
 #include "base/status.h"
 
-namespace hybridopt::prim {
+namespace hybridopt::system {
 
 // The next multiple. Wraps around where that is above 2^64 - 1.
 constexpr uint64_t RoundUp(uint64_t value, uint64_t multiple) {
@@ -134,4 +134,4 @@ bool SetTimerSlack(uint64_t slack_ns);
 // Length of the calling thread's SVE vectors; 0 if the CPU or the system has none.
 uint64_t SveVectorBytes();
 
-}  // namespace hybridopt::prim
+}  // namespace hybridopt::system

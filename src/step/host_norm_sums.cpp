@@ -1,4 +1,4 @@
-#include "step/norm_sums.h"
+#include "step/host_norm_sums.h"
 
 #include <algorithm>
 
@@ -11,7 +11,7 @@ uint64_t EndOf(const NormInput& input) { return input.first_block + NormBlocksOf
 
 }  // namespace
 
-Status NormSums::Sum(Context& context, std::span<const NormInput> inputs) {
+Status HostNormSums::Sum(Context& context, std::span<const NormInput> inputs) {
   if (inputs.empty()) return {};
   pieces_.Reset({inputs.front().first_block, EndOf(inputs.back())}, 1, kPieceBlocks);
   return pieces_.Share(context.workers(), [&](uint32_t worker) {
@@ -22,8 +22,8 @@ Status NormSums::Sum(Context& context, std::span<const NormInput> inputs) {
 
 // Computes the block sums of one piece: blocks [piece.begin, piece.end), counted over all params.
 // `inputs` may leave out params whose blocks are among these.
-void NormSums::SumPiece(const KernelTable& kernels, std::span<const NormInput> inputs,
-                        const WorkRange& piece) {
+void HostNormSums::SumPiece(const KernelTable& kernels, std::span<const NormInput> inputs,
+                            const WorkRange& piece) {
   auto input = std::upper_bound(
       inputs.begin(), inputs.end(), piece.begin,
       [](uint64_t block, const NormInput& candidate) { return block < EndOf(candidate); });

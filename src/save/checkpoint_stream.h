@@ -1,4 +1,4 @@
-// TransferStream: the stream on which a running save or load copies state, and the waits for it.
+// CheckpointStream: the stream on which a running save or load copies state, and the waits for it.
 // There is no stream if the device shares the host's memory.
 #pragma once
 
@@ -8,12 +8,12 @@
 
 namespace hybridopt {
 
-class TransferStream {
+class CheckpointStream {
  public:
-  TransferStream() = default;
+  CheckpointStream() = default;
   // `work` is "a save" or "a load", for error texts.
-  static Result<TransferStream> Create(Context& context, const char* work) {
-    TransferStream made;
+  static Result<CheckpointStream> Create(Context& context, const char* work) {
+    CheckpointStream made;
     made.context_ = &context;
     made.work_ = work;
     if (context.device().unified()) return made;
@@ -22,12 +22,12 @@ class TransferStream {
     return made;
   }
   // If a copy has not ended, the device keeps the memory that it may still touch.
-  ~TransferStream() {
+  ~CheckpointStream() {
     if (stream_ != nullptr) context_->device().AbandonStream(stream_);
     if (copied_ != nullptr) context_->device().DestroyEvent(copied_);
   }
-  TransferStream(TransferStream&& other) noexcept { *this = std::move(other); }
-  TransferStream& operator=(TransferStream&& other) noexcept {
+  CheckpointStream(CheckpointStream&& other) noexcept { *this = std::move(other); }
+  CheckpointStream& operator=(CheckpointStream&& other) noexcept {
     std::swap(context_, other.context_);
     std::swap(work_, other.work_);
     std::swap(stream_, other.stream_);

@@ -1,5 +1,5 @@
 // What is asked of the kernel for a context's memory, on machines that a fake libnuma makes up.
-#include "memory/page_wishes.h"
+#include "memory/numa_policy.h"
 
 #include <gtest/gtest.h>
 
@@ -14,10 +14,12 @@ namespace {
 
 using Ids = std::vector<uint32_t>;
 
-PagesAsked Near(std::vector<PageWish::Share> threads) {
+NumaPolicyAsked Near(std::vector<PageWish::Share> threads) {
   return {OFFLOAD_NUMA_NEAR, std::move(threads), {}};
 }
-PagesAsked Interleaved(Ids nodes) { return {OFFLOAD_NUMA_INTERLEAVED, {{0, 1}}, std::move(nodes)}; }
+NumaPolicyAsked Interleaved(Ids nodes) {
+  return {OFFLOAD_NUMA_INTERLEAVED, {{0, 1}}, std::move(nodes)};
+}
 
 // Where 1,000 bytes will lie; the last entry is what is not known.
 std::vector<uint64_t> Planned(const PageWish& wish, size_t nodes) {
@@ -30,9 +32,9 @@ std::vector<uint64_t> Planned(const PageWish& wish, size_t nodes) {
   return planned;
 }
 
-TEST(PageWishesTest, ThreadsOnOneNodeHaveTheirMemoryThere) {
+TEST(NumaPolicyTest, ThreadsOnOneNodeHaveTheirMemoryThere) {
   const FakeNuma fake(0b1111);
-  const PageWishes wishes = ChoosePages(Near({{2, 8}}), fake.result());
+  const NumaPolicy wishes = ChooseNumaPolicy(Near({{2, 8}}), fake.result());
   EXPECT_TRUE(wishes.placed());
   EXPECT_EQ(wishes.policy, OFFLOAD_NUMA_NEAR);
   EXPECT_EQ(wishes.note, "");
@@ -45,9 +47,9 @@ TEST(PageWishesTest, ThreadsOnOneNodeHaveTheirMemoryThere) {
   }
 }
 
-TEST(PageWishesTest, ThreadsOnSeveralNodesTouchTheirStateAndSharePinnedMemory) {
+TEST(NumaPolicyTest, ThreadsOnSeveralNodesTouchTheirStateAndSharePinnedMemory) {
   const FakeNuma fake(0b1111);
-  const PageWishes wishes = ChoosePages(Near({{0, 3}, {1, 1}}), fake.result());
+  const NumaPolicy wishes = ChooseNumaPolicy(Near({{0, 3}, {1, 1}}), fake.result());
   EXPECT_EQ(wishes.state.policy, PagePolicy::kToucher);
   EXPECT_EQ(wishes.state.nodes, Ids{});
   EXPECT_EQ(Planned(wishes.state, 2), (std::vector<uint64_t>{750, 250, 0}));
@@ -56,35 +58,36 @@ TEST(PageWishesTest, ThreadsOnSeveralNodesTouchTheirStateAndSharePinnedMemory) {
   EXPECT_EQ(Planned(wishes.pinned, 2), (std::vector<uint64_t>{500, 500, 0}));
 }
 
-TEST(PageWishesTest, HugePagesAreLeftOutWhereNodesShareChunks) {
+TEST(NumaPolicyTest, HugePagesAreLeftOutWhereNodesShareChunks) {
   const FakeNuma fake(0b11);
   for (const bool shares_chunks : {false, true}) {
-    PagesAsked one = Near({{0, 2}}), two = Near({{0, 1}, {1, 1}}), spread = Interleaved({0, 1});
+    NumaPolicyAsked one = Near({{0, 2}}), two = Near({{0, 1}, {1, 1}}),
+                    spread = Interleaved({0, 1});
     spread.threads = two.threads;
     one.shares_chunks = two.shares_chunks = spread.shares_chunks = shares_chunks;
-    EXPECT_TRUE(ChoosePages(one, fake.result()).state.huge_pages);
-    EXPECT_EQ(ChoosePages(two, fake.result()).state.huge_pages, !shares_chunks);
-    EXPECT_TRUE(ChoosePages(two, fake.result()).pinned.huge_pages);
-    EXPECT_TRUE(ChoosePages(spread, fake.result()).state.huge_pages);
+    EXPECT_TRUE(ChooseNumaPolicy(one, fake.result()).state.huge_pages);
+    EXPECT_EQ(ChooseNumaPolicy(two, fake.result()).state.huge_pages, !shares_chunks);
+    EXPECT_TRUE(ChooseNumaPolicy(two, fake.result()).pinned.huge_pages);
+    EXPECT_TRUE(ChooseNumaPolicy(spread, fake.result()).state.huge_pages);
   }
 }
 
-TEST(PageWishesTest, MemoryOfAThreadWhoseNodeHasNoneLiesSomewhere) {
+TEST(NumaPolicyTest, MemoryOfAThreadWhoseNodeHasNoneLiesSomewhere) {
   const FakeNuma fake(0b011);
-  const PageWishes wishes = ChoosePages(Near({{0, 1}, {1, 1}, {2, 2}}), fake.result());
+  const NumaPolicy wishes = ChooseNumaPolicy(Near({{0, 1}, {1, 1}, {2, 2}}), fake.result());
   EXPECT_EQ(wishes.state.policy, PagePolicy::kToucher);
   EXPECT_EQ(Planned(wishes.state, 3), (std::vector<uint64_t>{250, 250, 0, 500}));
   EXPECT_EQ(wishes.pinned.nodes, (Ids{0, 1}));
-  const PageWishes none = ChoosePages(Near({{2, 2}}), fake.result());
+  const NumaPolicy none = ChooseNumaPolicy(Near({{2, 2}}), fake.result());
   EXPECT_FALSE(none.placed());
   EXPECT_EQ(none.note,
             "memory is not placed: the nodes of the update threads have no memory that this "
             "process may use; ");
 }
 
-TEST(PageWishesTest, InterleavedMemoryGoesToAllNodesAskedForThatHaveSome) {
+TEST(NumaPolicyTest, InterleavedMemoryGoesToAllNodesAskedForThatHaveSome) {
   const FakeNuma fake(0b110111);
-  const PageWishes wishes = ChoosePages(Interleaved({0, 2, 3, 4}), fake.result());
+  const NumaPolicy wishes = ChooseNumaPolicy(Interleaved({0, 2, 3, 4}), fake.result());
   EXPECT_EQ(wishes.policy, OFFLOAD_NUMA_INTERLEAVED);
   EXPECT_EQ(wishes.note, "");
   for (const PageWish* wish : {&wishes.state, &wishes.pinned}) {
@@ -95,9 +98,9 @@ TEST(PageWishesTest, InterleavedMemoryGoesToAllNodesAskedForThatHaveSome) {
 }
 
 // The choice falls back to memory near the threads, and further down from there; each is told.
-TEST(PageWishesTest, WhatCannotBeInterleavedLiesNearTheThreads) {
+TEST(NumaPolicyTest, WhatCannotBeInterleavedLiesNearTheThreads) {
   const FakeNuma fake(0b0101);
-  const PageWishes wishes = ChoosePages(Interleaved({0, 1, 3}), fake.result());
+  const NumaPolicy wishes = ChooseNumaPolicy(Interleaved({0, 1, 3}), fake.result());
   EXPECT_EQ(wishes.policy, OFFLOAD_NUMA_NEAR);
   EXPECT_EQ(wishes.state.policy, PagePolicy::kNode);
   EXPECT_EQ(wishes.state.nodes, Ids{0});
@@ -106,10 +109,10 @@ TEST(PageWishesTest, WhatCannotBeInterleavedLiesNearTheThreads) {
             "process may use that of 1 (numa_nodes counted); ");
 }
 
-TEST(PageWishesTest, ARefusalOfMbindIsTold) {
+TEST(NumaPolicyTest, ARefusalOfMbindIsTold) {
   const FakeNuma fake(0b11);
   fake.machine().mbind_error = EPERM;
-  const PageWishes wishes = ChoosePages(Interleaved({0, 1}), fake.result());
+  const NumaPolicy wishes = ChooseNumaPolicy(Interleaved({0, 1}), fake.result());
   EXPECT_FALSE(wishes.placed());
   EXPECT_EQ(wishes.policy, OFFLOAD_NUMA_NEAR);
   EXPECT_EQ(wishes.note,
@@ -122,17 +125,17 @@ TEST(PageWishesTest, ARefusalOfMbindIsTold) {
   }
 }
 
-TEST(PageWishesTest, WithoutLibnumaTheKernelIsToldNothing) {
+TEST(NumaPolicyTest, WithoutLibnumaTheKernelIsToldNothing) {
   const Result<Numa> none = Status::Error(OFFLOAD_UNSUPPORTED, "there is none");
-  const PageWishes wishes = ChoosePages(Near({{0, 1}}), none);
+  const NumaPolicy wishes = ChooseNumaPolicy(Near({{0, 1}}), none);
   EXPECT_FALSE(wishes.placed());
   EXPECT_EQ(wishes.state.numa, nullptr);
   EXPECT_EQ(wishes.note, "memory is not placed: there is none; ");
-  EXPECT_EQ(ChoosePages(Interleaved({0, 1}), none).note,
+  EXPECT_EQ(ChooseNumaPolicy(Interleaved({0, 1}), none).note,
             "memory is not interleaved: there is none; memory is not placed: there is none; ");
 }
 
-TEST(PageWishesTest, PlannedBytesAddUpToTheLastOne) {
+TEST(NumaPolicyTest, PlannedBytesAddUpToTheLastOne) {
   for (const uint64_t bytes : {uint64_t{0}, uint64_t{1}, uint64_t{12345678901}, UINT64_MAX / 2}) {
     PageWish wish;
     wish.shares = {{0, 3}, {1, 1}, {5, 3}, {63, 7}};

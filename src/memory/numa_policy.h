@@ -1,6 +1,6 @@
-// PageWishes: on which nodes a context's host memory should be. ChoosePages compares, once, the
-// policy that was asked for with what the system allows; if it must fall back to another policy,
-// the note says so.
+// NumaPolicy: on which nodes a context's host memory should be. ChooseNumaPolicy compares, once,
+// the policy that was asked for with what the system allows; if it must fall back to another
+// policy, the note says so.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace hybridopt {
 
-struct PagesAsked {
+struct NumaPolicyAsked {
   int32_t policy;                        // enum offload_numa_policy
   std::vector<PageWish::Share> threads;  // the nodes of the update threads, ascending, and
                                          // how many threads belong to each
@@ -20,7 +20,7 @@ struct PagesAsked {
   bool shares_chunks = false;            // threads of all nodes work on each chunk
 };
 
-struct PageWishes {
+struct NumaPolicy {
   PageWish state;   // for memory that the workers touch first
   PageWish pinned;  // for memory that the thread that pins it touches first
   int32_t policy;   // the policy in force: enum offload_numa_policy
@@ -29,7 +29,7 @@ struct PageWishes {
   bool placed() const { return pinned.policy.has_value(); }
 };
 
-// `numa` outlives the wishes.
-PageWishes ChoosePages(const PagesAsked& asked, const Result<Numa>& numa);
+// `numa` outlives the result.
+NumaPolicy ChooseNumaPolicy(const NumaPolicyAsked& asked, const Result<Numa>& numa);
 
 }  // namespace hybridopt

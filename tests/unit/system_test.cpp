@@ -1,4 +1,4 @@
-#include "base/prim.h"
+#include "base/system.h"
 
 #include <fenv.h>
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@
 #include "fake_root.h"
 #include "floating_point_mode.h"
 
-namespace hybridopt::prim {
+namespace hybridopt::system {
 namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
@@ -499,4 +499,4 @@ TEST(ThreadTest, IsJoinedWhenItsOwnerIsDestroyedOrGetsAnother) {
 }
 
 }  // namespace
-}  // namespace hybridopt::prim
+}  // namespace hybridopt::system

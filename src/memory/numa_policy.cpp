@@ -1,9 +1,9 @@
-#include "memory/page_wishes.h"
+#include "memory/numa_policy.h"
 
 #include <algorithm>
 #include <iterator>
 
-#include "base/prim.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -29,13 +29,13 @@ PageWish WishFor(const Numa& numa, PagePolicy policy, const Nodes& nodes) {
 
 // Tries the policy out on one page.
 Status Try(const PageWish& wish) {
-  HYBRIDOPT_ASSIGN(void* const page, prim::MapPages(1));
+  HYBRIDOPT_ASSIGN(void* const page, system::MapPages(1));
   const Status status = wish.numa->SetPolicy(page, 1, *wish.policy, wish.nodes);
-  prim::UnmapPages(page, 1);
+  system::UnmapPages(page, 1);
   return status;
 }
 
-Status Interleave(const PagesAsked& asked, const Numa& numa, PageWishes* wishes) {
+Status Interleave(const NumaPolicyAsked& asked, const Numa& numa, NumaPolicy* chosen) {
   const Nodes nodes = Common(asked.interleaved, numa.MemoryNodes());
   if (nodes.size() < 2)
     return Status::Error(
@@ -45,15 +45,15 @@ Status Interleave(const PagesAsked& asked, const Numa& numa, PageWishes* wishes)
         nodes.size());
   const PageWish wish = WishFor(numa, PagePolicy::kInterleaved, nodes);
   HYBRIDOPT_TRY(Try(wish));
-  wishes->state = wishes->pinned = wish;
-  wishes->policy = OFFLOAD_NUMA_INTERLEAVED;
+  chosen->state = chosen->pinned = wish;
+  chosen->policy = OFFLOAD_NUMA_INTERLEAVED;
   return {};
 }
 
 // The policy for threads on several nodes. A page of state prefers the node of the thread that
 // touches it first, which is the worker that will update it. The thread that pins memory touches it
 // first, but all workers use it, so pinned memory is interleaved.
-Status PlaceNear(const PagesAsked& asked, const Numa& numa, PageWishes* wishes) {
+Status PlaceNear(const NumaPolicyAsked& asked, const Numa& numa, NumaPolicy* chosen) {
   Nodes nodes;
   for (const PageWish::Share& share : asked.threads) nodes.push_back(share.node);
   nodes = Common(nodes, numa.MemoryNodes());
@@ -64,33 +64,33 @@ Status PlaceNear(const PagesAsked& asked, const Numa& numa, PageWishes* wishes) 
   const bool one = nodes.size() == 1;
   const PageWish wish = WishFor(numa, one ? PagePolicy::kNode : PagePolicy::kInterleaved, nodes);
   HYBRIDOPT_TRY(Try(wish));
-  wishes->state = wishes->pinned = wish;
+  chosen->state = chosen->pinned = wish;
   if (one) return {};
-  wishes->state = WishFor(numa, PagePolicy::kToucher, {});
+  chosen->state = WishFor(numa, PagePolicy::kToucher, {});
   for (PageWish::Share share : asked.threads) {
     if (!std::binary_search(nodes.begin(), nodes.end(), share.node)) share.node = kNodeNotKnown;
-    wishes->state.shares.push_back(share);
+    chosen->state.shares.push_back(share);
   }
   return {};
 }
 
 }  // namespace
 
-PageWishes ChoosePages(const PagesAsked& asked, const Result<Numa>& numa) {
-  PageWishes wishes;
-  wishes.policy = OFFLOAD_NUMA_NEAR;
-  if (numa.ok()) wishes.state.numa = wishes.pinned.numa = &numa.value();
+NumaPolicy ChooseNumaPolicy(const NumaPolicyAsked& asked, const Result<Numa>& numa) {
+  NumaPolicy chosen;
+  chosen.policy = OFFLOAD_NUMA_NEAR;
+  if (numa.ok()) chosen.state.numa = chosen.pinned.numa = &numa.value();
   if (asked.policy == OFFLOAD_NUMA_INTERLEAVED) {
-    const Status status = numa.ok() ? Interleave(asked, numa.value(), &wishes) : numa.status();
-    if (status.ok()) return wishes;
-    wishes.note += "memory is not interleaved: " + status.message() + "; ";
+    const Status status = numa.ok() ? Interleave(asked, numa.value(), &chosen) : numa.status();
+    if (status.ok()) return chosen;
+    chosen.note += "memory is not interleaved: " + status.message() + "; ";
   }
-  const Status status = numa.ok() ? PlaceNear(asked, numa.value(), &wishes) : numa.status();
-  if (!status.ok()) wishes.note += "memory is not placed: " + status.message() + "; ";
+  const Status status = numa.ok() ? PlaceNear(asked, numa.value(), &chosen) : numa.status();
+  if (!status.ok()) chosen.note += "memory is not placed: " + status.message() + "; ";
   // If threads of several nodes share each chunk, each thread updates pieces of about 100 KiB: most
   // pages of 2 MiB would be on another node than their thread.
-  wishes.state.huge_pages = asked.threads.size() == 1 || !asked.shares_chunks;
-  return wishes;
+  chosen.state.huge_pages = asked.threads.size() == 1 || !asked.shares_chunks;
+  return chosen;
 }
 
 }  // namespace hybridopt
