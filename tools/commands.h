@@ -38,6 +38,13 @@ struct PlanOptions {
   std::string dtype = "bf16";  // of params and gradients
   double offload_fraction = 1;
   bool small_state = false;  // split masters and bf16 moments
+  // Of the training around the optimizer.
+  bool hook_gradients = false;     // gradients leave during the backward pass: room on the host
+  uint64_t stash_bytes = 0;        // the budget of an activation stash
+  uint64_t activations_bytes = 0;  // that wait for the backward pass
+  // Of another machine; 0: what is free on this one.
+  uint64_t host_memory_bytes = 0;
+  uint64_t device_memory_bytes = 0;
 };
 
 // What a command has to say, in both ways. A command that found damage has something to say and a

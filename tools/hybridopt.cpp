@@ -86,6 +86,18 @@ void AddMachineCommands(CLI::App& app, Request& request) {
       ->capture_default_str();
   plan->add_flag("--small-state", options->small_state,
                  "split masters (of bf16 params) and bf16 moments");
+  plan->add_flag("--hook-gradients", options->hook_gradients,
+                 "gradients leave during the backward pass, which takes room on the host");
+  const auto add_size = [plan](const char* name, uint64_t& bytes, const char* text) {
+    plan->add_option(name, bytes, text)->transform(CLI::AsSizeValue(true))->type_name("SIZE");
+  };
+  add_size("--activations", options->activations_bytes,
+           "that wait for the backward pass, as 60GiB: counted on the device");
+  add_size("--stash", options->stash_bytes, "budget of an activation stash, on the host");
+  add_size("--host-memory", options->host_memory_bytes,
+           "of another machine; else what is available here");
+  add_size("--device-memory", options->device_memory_bytes,
+           "of another machine; else what is free on the GPU here");
 }
 
 void AddCheckpointCommands(CLI::App& app, Request& request) {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cinttypes>
 #include <cmath>
 #include <iterator>
 #include <sstream>
@@ -69,6 +70,7 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
     optimizer_options.master_layout = OFFLOAD_MASTER_SPLIT;
     optimizer_options.moment_dtype = OFFLOAD_BF16;
   }
+  if (options.hook_gradients) optimizer_options.movable = OFFLOAD_MOVABLE_GRADS;
   Optimizer optimizer;
   HYBRIDOPT_TRY(optimizer.Create(context, optimizer_options));
   const offload_group_t group = GroupOf(kAlgorithms[algorithm]);
@@ -115,7 +117,8 @@ Status AddShare(const PlanOptions& options, uint64_t elements, double device_fra
   };
   using P = offload_plan_t;
   add(sizes.host_bytes, [](const P& p) { return p.host_bytes; });
-  add(sizes.pinned_bytes, [](const P& p) { return p.staging_bytes + p.pinned_state_bytes; });
+  add(sizes.pinned_bytes,
+      [](const P& p) { return p.staging_bytes + p.pinned_state_bytes + p.host_grads_bytes; });
   add(sizes.device_bytes, [](const P& p) { return p.device_bytes; });
   add(sizes.ring_bytes, [](const P& p) { return p.device_ring_bytes; });
   add(sizes.down_bytes, [](const P& p) { return p.grads_down_bytes; });
@@ -130,6 +133,124 @@ std::string Grouped(uint64_t number) {
   return text;
 }
 
+// Also of negative numbers, which the parser takes for large ones.
+constexpr uint64_t kSizeMaxBytes = uint64_t{1} << 50;
+
+Status CheckSizes(const PlanOptions& options) {
+  const struct {
+    const char* name;
+    uint64_t bytes;
+  } sizes[] = {{"--activations", options.activations_bytes},
+               {"--stash", options.stash_bytes},
+               {"--host-memory", options.host_memory_bytes},
+               {"--device-memory", options.device_memory_bytes}};
+  for (const auto& [name, bytes] : sizes)
+    if (bytes > kSizeMaxBytes)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "%s is %" PRIu64 " bytes, expected 0 to %s, as 8GiB", name, bytes,
+                           SizeText(kSizeMaxBytes).c_str());
+  return {};
+}
+
+// The training around the optimizer, and the memory that there is for it.
+struct Training {
+  uint64_t model_bytes = 0;        // params; gradients take as much
+  uint64_t activations_bytes = 0;  // that stay on the device
+  uint64_t stash_bytes = 0;
+  uint64_t host_bytes = 0;  // all of it
+  uint64_t device_bytes = 0;
+  uint64_t host_available_bytes = 0;
+  uint64_t device_available_bytes = 0;  // 0: not known
+};
+
+Result<uint64_t> StashBytes(uint64_t budget_bytes) {
+  if (budget_bytes == 0) return uint64_t{0};
+  Context context;
+  auto context_options = Make<offload_context_options_t>();
+  context_options.device_kind = OFFLOAD_DEVICE_HOST;
+  HYBRIDOPT_TRY(context.Create(context_options));
+  auto options = Make<offload_stash_options_t>();
+  options.budget_bytes = budget_bytes;
+  auto plan = Make<offload_stash_plan_t>();
+  HYBRIDOPT_TRY(StatusOf(offload_stash_plan(context.get(), &options, &plan)));
+  return plan.host_bytes;
+}
+
+// What is free on the GPU of this machine; 0 without one.
+uint64_t DeviceFreeBytes() {
+  Context context;
+  auto options = Make<offload_context_options_t>();
+  options.device_kind = OFFLOAD_DEVICE_CUDA;
+  auto info = Make<offload_context_info_t>();
+  if (!context.Create(options).ok() || offload_context_get_info(context.get(), &info) != OFFLOAD_OK)
+    return 0;
+  return info.device_memory_free_bytes;
+}
+
+Result<Training> TrainingOf(const PlanOptions& options, uint64_t optimizer_host_bytes,
+                            uint64_t optimizer_device_bytes) {
+  Training training;
+  HYBRIDOPT_ASSIGN(const std::ptrdiff_t dtype, FindName(kDtypes, options.dtype, "--dtype"));
+  training.model_bytes = options.elements * kDtypes[dtype].bytes;
+  HYBRIDOPT_ASSIGN(training.stash_bytes, StashBytes(options.stash_bytes));
+  training.activations_bytes =
+      options.activations_bytes - std::min(options.activations_bytes, options.stash_bytes);
+  training.host_bytes = optimizer_host_bytes + training.stash_bytes;
+  training.device_bytes =
+      2 * training.model_bytes + optimizer_device_bytes + training.activations_bytes;
+  HYBRIDOPT_ASSIGN(const offload_plan_t here, SmallPlan(options, 1, 0));
+  training.host_available_bytes =
+      options.host_memory_bytes != 0 ? options.host_memory_bytes : here.host_available_bytes;
+  training.device_available_bytes =
+      options.device_memory_bytes != 0 ? options.device_memory_bytes : DeviceFreeBytes();
+  return training;
+}
+
+// "fits into 128.0 GiB, 9.1 GiB are left for the program"
+std::string FitText(uint64_t needed, uint64_t available, const char* what_for) {
+  if (needed > available)
+    return "does not fit into " + SizeText(available) + ", " + SizeText(needed - available) +
+           " are missing";
+  return "fits into " + SizeText(available) + ", " + SizeText(available - needed) + " are left " +
+         what_for;
+}
+
+std::string TrainingText(const PlanOptions& options, const Training& training) {
+  std::ostringstream out;
+  out << "training  on the device " << SizeText(training.device_bytes) << ": params and "
+      << (options.hook_gradients ? "at most as much of gradients " : "gradients ")
+      << SizeText(2 * training.model_bytes) << ", activations "
+      << (options.activations_bytes == 0 ? "not counted (--activations)"
+                                         : SizeText(training.activations_bytes))
+      << "; "
+      << (training.device_available_bytes == 0
+              ? "there is no GPU here, --device-memory says how much another machine has"
+              : FitText(training.device_bytes, training.device_available_bytes, "there"))
+      << "\n          on the host " << SizeText(training.host_bytes) << ": state "
+      << (options.hook_gradients ? "and gradients " : "")
+      << SizeText(training.host_bytes - training.stash_bytes) << ", stash "
+      << SizeText(training.stash_bytes) << "; "
+      << FitText(training.host_bytes, training.host_available_bytes, "for the program itself")
+      << "\n";
+  return out.str();
+}
+
+Json Fit(uint64_t needed, uint64_t available) {
+  return available == 0 ? Json(nullptr) : Json(needed <= available);
+}
+
+void AddTraining(const Training& training, Json& json) {
+  json["training_device_bytes"] = training.device_bytes;
+  json["training_host_bytes"] = training.host_bytes;
+  json["params_bytes"] = training.model_bytes;
+  json["activations_on_device_bytes"] = training.activations_bytes;
+  json["stash_bytes"] = training.stash_bytes;
+  json["device_available_bytes"] = training.device_available_bytes;
+  json["host_available_bytes"] = training.host_available_bytes;
+  json["device_fits"] = Fit(training.device_bytes, training.device_available_bytes);
+  json["host_fits"] = Fit(training.host_bytes, training.host_available_bytes);
+}
+
 }  // namespace
 
 Result<Report> Plan(const PlanOptions& options) {
@@ -137,12 +258,15 @@ Result<Report> Plan(const PlanOptions& options) {
   if (!(options.offload_fraction >= 0 && options.offload_fraction <= 1))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "--offload-fraction is %g, expected 0 to 1",
                          options.offload_fraction);
+  HYBRIDOPT_TRY(CheckSizes(options));
   const auto on_device =
       static_cast<uint64_t>(static_cast<double>(options.elements) * (1 - options.offload_fraction));
   Sizes sizes;
   HYBRIDOPT_TRY(AddShare(options, options.elements - on_device, 0, sizes));
   HYBRIDOPT_TRY(AddShare(options, on_device, 1, sizes));
   const auto bytes = [](double size) { return static_cast<uint64_t>(std::llround(size)); };
+  HYBRIDOPT_ASSIGN(const Training training,
+                   TrainingOf(options, bytes(sizes.host_bytes), bytes(sizes.device_bytes)));
   std::ostringstream out;
   out << options.algorithm << " over " << Grouped(options.elements) << " elements of "
       << options.dtype << ", " << std::lround(100 * options.offload_fraction)
@@ -152,12 +276,14 @@ Result<Report> Plan(const PlanOptions& options) {
       << "device    " << SizeText(bytes(sizes.device_bytes)) << ", of it "
       << SizeText(bytes(sizes.ring_bytes)) << " for state that streams\n"
       << "per step  " << SizeText(bytes(sizes.down_bytes)) << " down, "
-      << SizeText(bytes(sizes.up_bytes)) << " up, if CPU threads update the host's share\n";
+      << SizeText(bytes(sizes.up_bytes)) << " up, if CPU threads update the host's share\n"
+      << TrainingText(options, training);
   Json json{
       {"status", offload_status_name(OFFLOAD_OK)},   {"elements", options.elements},
       {"host_bytes", bytes(sizes.host_bytes)},       {"pinned_bytes", bytes(sizes.pinned_bytes)},
       {"device_bytes", bytes(sizes.device_bytes)},   {"device_ring_bytes", bytes(sizes.ring_bytes)},
       {"grads_down_bytes", bytes(sizes.down_bytes)}, {"params_up_bytes", bytes(sizes.up_bytes)}};
+  AddTraining(training, json);
   return Report{out.str(), json, {}};
 }
 

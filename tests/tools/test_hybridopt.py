@@ -625,6 +625,8 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
         ["plan", "7B", "--dtype", "fp8"],
         *[["plan", "--", number] for number in ("0", "abc", "nan", "inf", "1e16", "-7B", "B", "", "7BB", "0.5")],
         ["plan", "7B", "--offload-fraction=half"],
+        ["plan", "7B", "--stash", "8 parsecs"],
+        ["plan", "7B", "--host-memory", "99999999TiB"],
     ],
 )
 def test_wrong_usage(arguments):
@@ -676,6 +678,60 @@ def test_plan_of_no_fraction(fraction):
 def test_plan_counts_every_element():
     odd = json.loads(succeed("plan", "3", "--offload-fraction", "0.5", "--json"))
     assert odd["grads_down_bytes"] == 4  # 2 elements of bf16 on the host, 1 on the device
+
+
+GIB = 1 << 30
+PRESET = ["plan", "14B", "--small-state", "--hook-gradients", "--activations", "50GiB", "--stash", "8GiB"]
+
+
+def test_plan_of_a_training_on_another_machine():
+    """14 G params on 139 GiB of GPU memory with 128 GiB of host memory."""
+    machine = ["--host-memory", "128GiB", "--device-memory", "139GiB"]
+    told = json.loads(succeed(*PRESET, *machine, "--json"))
+    params = 28e9
+    library = told["device_bytes"]
+    assert told["training_device_bytes"] == 2 * params + 42 * GIB + library and told["device_fits"] is True
+    expected = 6 * 14e9 + params + 8 * GIB  # state, gradients, stash
+    assert expected <= told["training_host_bytes"] <= expected * 1.003 + 2**28 and told["host_fits"] is True
+    assert told["pinned_bytes"] >= 6 * 14e9 + params
+    text = succeed(*PRESET, *machine)
+    assert re.search(
+        r"training  on the device 94.3 GiB: params and at most as much of gradients 52.2 GiB, activations "
+        r"42.0 GiB; fits into 139.0 GiB, 44.7 GiB are left there\n          on the host 112.\d GiB: state and "
+        r"gradients 104.\d GiB, stash 8.0 GiB; fits into 128.0 GiB, 15.\d GiB are left for the program itself\n",
+        text,
+    )
+    # Without hooks the gradients stay on the device.
+    stays = json.loads(succeed("plan", "14B", "--small-state", *machine, "--json"))
+    assert params <= told["training_host_bytes"] - 8 * GIB - stays["training_host_bytes"] <= params * 1.003
+    assert stays["training_device_bytes"] == 2 * params + stays["device_bytes"]
+
+
+def test_plan_of_a_training_that_does_not_fit():
+    machine = ["--host-memory", "96GiB", "--device-memory", "80GiB"]
+    told = json.loads(succeed(*PRESET, *machine, "--json"))
+    assert (told["device_fits"], told["host_fits"]) == (False, False)
+    text = succeed(*PRESET, *machine)
+    assert "does not fit into 80.0 GiB, 14.3 GiB are missing" in text
+    assert re.search(r"does not fit into 96.0 GiB, 16.\d GiB are missing\n", text)
+    assert json.loads(succeed(*PRESET, "--host-memory", "1TiB", "--json"))["host_fits"] is True
+
+
+def test_plan_of_a_training_on_this_machine():
+    told = json.loads(succeed("plan", "1000", "--json"))
+    assert 0 < told["host_available_bytes"] < 1 << 50 and told["host_fits"] is True
+    if told["device_available_bytes"] == 0:
+        assert told["device_fits"] is None
+        assert "there is no GPU here, --device-memory says how much another machine has" in succeed("plan", "1000")
+    # What a stash takes goes off what waits on the device, but no further than to 0.
+    all_gone = json.loads(succeed("plan", "1000", "--activations", "1MiB", "--stash", "2MiB", "--json"))
+    assert all_gone["activations_on_device_bytes"] == 0 and all_gone["stash_bytes"] >= 2 << 20
+
+
+@pytest.mark.parametrize("option", ["--activations", "--stash", "--host-memory", "--device-memory"])
+@pytest.mark.parametrize("size", ["2PiB", "-5"])
+def test_plan_of_no_size(option, size):
+    refuse(USAGE, "bytes, expected 0 to 1.0 PiB, as 8GiB", "plan", "7B", f"{option}={size}")
 
 
 def test_plan_of_an_unknown_algorithm_names_those_that_there_are():
