@@ -557,6 +557,8 @@ def fsdp1(rank, world, originals):
     ]
     for name, entry in states[1].items():
         torch.testing.assert_close(states[0][name]["exp_avg"], entry["exp_avg"], rtol=1e-4, atol=1e-7)
+    with pytest.raises(ValueError, match=r"hook_gradients\(\) with parameter .*FSDP1.* by .*fully_shard, or"):
+        optimizer.hook_gradients()
     for call in (optimizer.save_checkpoint, optimizer.load_checkpoint):
         with pytest.raises(ValueError, match=f"{call.__name__}.* with parameter .*FSDP1"):
             call("nowhere", progress=False)

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 
 from . import abi
 from .engine import Engine
@@ -59,31 +57,29 @@ class Hooked(Protocol):
     def _ready_engine(self) -> Engine: ...
 
 
-def refuse_replicas(params: set[Tensor]) -> None:
-    """Raises if params belong to a DistributedDataParallel: it would find no gradients to average, and the
-    ranks would diverge silently. The module does not mark its params, but it keeps a reference to their
-    accumulation nodes. An autograd graph that still exists does so too. So if there is a reference, this
-    searches all objects for the module."""
+def refuse_held_accumulators(params: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises if something holds the autograd node that accumulates the gradient of one of these params. What
+    averages gradients in the backward pass holds it (DistributedDataParallel, and the wrappers of Megatron-LM,
+    apex and DeepSpeed), because its own hook is on that node: it would find no gradient, and the ranks would
+    diverge silently. A graph that still exists holds the node too, and nothing tells the two apart."""
     if not dist.is_available() or not dist.is_initialized():
         return
-    if not any(param.requires_grad and _is_accumulator_kept(param) for param in params):
-        return
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and any(
-            param in params for param in found.parameters()
-        ):
+    for name, param in params:
+        if param.requires_grad and _is_accumulator_held(param):
             raise abi.InvalidStateError(
-                "hook_gradients() takes gradients away before DistributedDataParallel, which these "
-                "params are in, has averaged them; leave the hooks out, or shard the model by "
-                "torch.distributed.fsdp.fully_shard"
+                f"the autograd node that accumulates the gradient of parameter {name!r} is held by a wrapper "
+                "that averages gradients (DistributedDataParallel, say), which would find none, since "
+                "hook_gradients() takes them before: leave the hooks out, or shard the model by "
+                "torch.distributed.fsdp.fully_shard; or it is held by the graph of an earlier forward pass: "
+                "let go of its results (del loss) before hook_gradients()"
             )
 
 
-def _is_accumulator_kept(param: Tensor) -> bool:
-    """Whether another object has a reference to the autograd node that accumulates a param's gradients.
-    Without one autograd makes a new node each time, and the new node has no metadata."""
+def _is_accumulator_held(param: Tensor) -> bool:
+    """Without a reference from somewhere autograd makes a new node each time, and the new node has no
+    metadata."""
     _metadata_of_accumulator(param)[_MARK] = True
-    return _MARK in _metadata_of_accumulator(param)
+    return _metadata_of_accumulator(param).pop(_MARK, False)
 
 
 def _metadata_of_accumulator(param: Tensor) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from . import (
 )
 from .aside import Aside, has_state
 from .engine import Engine
-from .gradient_hooks import GradientHooks, refuse_replicas
+from .gradient_hooks import GradientHooks, refuse_held_accumulators
 from .history import History, MemorySample
 from .members import Member, check_dtype, has_gradient, members_of, named
 from .modes import in_no_mode
@@ -119,6 +119,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
             if self._hooks is not None:
+                refuse_held_accumulators(named(len(self.param_groups) - 1, self.param_groups[-1]))
                 engine = self._prepare(always=True)  # hooks the new params too
                 if engine is not None:
                     engine.bound.release()
@@ -468,8 +469,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         stepped = always or self._comm is not None
         if not members or not (stepped or any(has_gradient(m.param) for m in members)):
             return None
-        if self._hooks is not None:
-            refuse_replicas({member.param for member in members})
         if self._overlap is not None:
             members = self._overlap.ordered(members)
         engine = self._new_engine(members, groups)
@@ -550,6 +549,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         `free_all` they move to the host too, which frees the most memory, but the step takes longer; so they
         do with offload_fraction="auto" without a budget, which gives free memory to state.
 
+        Call it after the model has been wrapped, and when nothing holds a graph of it any more: wrappers that
+        average gradients in their own hooks, such as DistributedDataParallel, are refused by what they hold.
+
         The call allocates the memory for state and gradients. To clip, use max_grad_norm:
         torch.nn.utils.clip_grad_norm_ finds no gradients. A warning says so unless the optimizer was made
         with max_grad_norm=, which may be None. GradScaler finds no gradients either: give the scaler that
@@ -558,11 +560,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise abi.InvalidStateError(
                 "gradients are hooked already; call remove() on what hook_gradients() returned"
             )
+        self._refuse_fsdp1("hook_gradients()")
         if not self._says_whether_to_clip:
             warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
         self._aside.end_all(self._state)
         hooks = GradientHooks(self, accumulate, micro_batches, grad_scaler, free_all)
-        refuse_replicas({param for group in self.param_groups for param in group["params"]})
+        for index, group in enumerate(self.param_groups):
+            refuse_held_accumulators(named(index, group))
         needed = "accumulate" if accumulate else "grads"
         if needed not in self._options["movable"]:
             # Another engine, which has room for the gradients, adopts the state.
