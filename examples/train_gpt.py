@@ -3,12 +3,14 @@
 
     scripts/demo_python               builds the library and runs this
     scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses
+    scripts/demo_python --preset 14g  14 G params on one GPU of 139 GiB with 128 GiB of host memory; small on a CPU
 
 The text is that of this machine's Python standard library, or --data's. On a GPU where there is
-one, else on the CPU. (1), (2) and (3) mark what other training programs need too.
+one, else on the CPU. (1), (2), (3) and (4) mark what other training programs need too.
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import math
@@ -34,6 +36,25 @@ SIZES = {
     "cuda": {"steps": 200, "batch": 32, "context": 512, "layers": 12, "width": 768, "heads": 12,
              "lr": 3e-4},
 }  # fmt: skip
+# One H200 whose host has 128 GiB: state and gradients take 105 GiB there (hybridopt plan 14.06B --small-state
+# --hook-gradients), the stash 8 GiB. docs/STASH.md adds everything up.
+PRESETS = {
+    "14g": {
+        "cuda": {"steps": 10, "batch": 4, "context": 2048, "layers": 31, "width": 6144, "heads": 48,
+                 "lr": 1e-4, "stash_budget": 8.0},
+        "cpu": {"steps": 6, "batch": 8, "context": 64, "layers": 3, "width": 64, "heads": 4,
+                "lr": 1e-3, "stash_budget": 2 / 1024},
+    },
+}  # fmt: skip
+PRESET_FLAGS = {
+    "dtype": "bfloat16",
+    "master_layout": "split",
+    "state_dtype": "bfloat16",
+    "overlap": True,
+    "stash": True,
+    "memory_plot": pathlib.Path("train_gpt_memory.png"),
+}
+GIB = 1 << 30
 WHAT = {
     "steps": "optimizer steps",
     "batch": "sequences a step",
@@ -57,18 +78,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--master-layout", choices=("fp32", "split"), default="fp32", help="of bf16 params' masters"
     )
+    parser.add_argument("--state-dtype", choices=DTYPES, default="float32", help="of moments")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--overlap", action="store_true", help="gradients leave during backward")
+    parser.add_argument("--stash", action="store_true", help="activations wait on the host for the backward pass")
+    parser.add_argument("--stash-budget", type=float, help="GiB of the host for them; 8 on a GPU")
+    parser.add_argument("--preset", choices=PRESETS, help="sizes and options; what else is given counts first")
     parser.add_argument("--compare", action="store_true", help="train with torch.optim.AdamW too")
     parser.add_argument("--plot", type=pathlib.Path, default=pathlib.Path("train_gpt.png"))
     parser.add_argument("--timeline", type=pathlib.Path, help="a picture of memory and lanes")
+    parser.add_argument("--memory-plot", type=pathlib.Path, help="a picture of memory around each pass")
     parser.add_argument("--check", action="store_true", help="follow the steps in float64")
     parser.add_argument("--quick", action="store_true", help="20 small steps, checked")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if parser.parse_known_args()[0].preset is not None:
+        parser.set_defaults(**PRESET_FLAGS)
     options = parser.parse_args()
-    sizes = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
+    sizes = {"stash_budget": {"cuda": 8.0, "cpu": 1 / 16}[kind], **SIZES[kind]}
+    if options.preset is not None:
+        sizes = PRESETS[options.preset][kind]
     if options.quick:
         sizes = {**SIZES["cpu"], "steps": 20, "batch": 8, "context": 64, "layers": 2, "width": 64,
-                 "heads": 4}
+                 "heads": 4, "stash_budget": 1 / 16}
         options.check = not options.overlap
     for name, size in sizes.items():
         if getattr(options, name) is None:
@@ -139,6 +170,17 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(self.bytes(x) + self.places(places))))
 
 
+def make_model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Gpt:
+    """Makes the params where and as they stay: the host has no room for a large model beside its state."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return Gpt(options)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
 
@@ -188,6 +230,109 @@ def masters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param.detach() for param in params]
 
 
+# ---------------------------------------------------------------------------------------- memory --
+
+
+@dataclasses.dataclass
+class Sample:
+    """What is in use, in bytes: on the device, at most there since the last sample, and on the host."""
+
+    seconds: float
+    label: str
+    device: int
+    device_peak: int
+    state: int
+    gradients: int
+    stash: int
+
+
+class Memory:
+    """The memory of a training around each of its passes. On a GPU the device's is that of torch's allocator
+    and the library. On a CPU it is what would be on a device: params, gradients, and activations that stay."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: hybridopt.AdamW, stash: hybridopt.ActivationStash | None
+    ) -> None:
+        self.params = list(model.parameters())
+        self.params_bytes = sum(param.nbytes for param in self.params)
+        self.optimizer, self.stash = optimizer, stash
+        self.samples: list[Sample] = []
+        self._begun = time.perf_counter()
+        self._stayed_before = 0
+
+    def sample(self, label: str) -> None:
+        stats = self.optimizer.stats()
+        put_aside = 0 if self.stash is None else self.stash.stats().host_bytes
+        device, peak = self._device_bytes(label, stats)
+        self.samples.append(
+            Sample(time.perf_counter() - self._begun, label, device, peak, stats.states_on_host_bytes,
+                   stats.grads_on_host_bytes, put_aside)
+        )  # fmt: skip
+
+    def _device_bytes(self, label: str, stats: hybridopt.Stats) -> tuple[int, int]:
+        if self.params[0].device.type == "cuda":
+            both = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            return both[0] + stats.device_bytes, both[1] + stats.device_bytes
+        held = self.params_bytes + sum(p.grad.nbytes for p in self.params if p.grad is not None)
+        if self.stash is not None and label == "forward":
+            stash = self.stash.stats()
+            stayed = stash.saved_bytes - stash.twice_bytes - stash.pushed_bytes
+            held += stayed - self._stayed_before
+            self._stayed_before = stayed
+        return held, held
+
+    def all_on_the_device(self) -> int:
+        """What the same training would have there at least, with the same state: activations are gone before
+        the last gradients are made."""
+        stats = self.optimizer.stats()
+        state = stats.states_on_host_bytes + stats.states_on_device_bytes
+        return self.params_bytes + state + max(self.params_bytes, self.activations())
+
+    def activations(self) -> int:
+        choice = None if self.stash is None else self.stash.choice()
+        return 0 if choice is None else choice.eligible_bytes
+
+    def say(self) -> None:
+        print("memory in MiB, after each pass of the first two iterations and of the last one")
+        print(f"  {'':10}{'device':>10}{'its peak':>10}  |{'state':>10}{'gradients':>10}{'stash':>10} on the host")
+        for each in [*self.samples[:6], *self.samples[6:][-3:]]:
+            numbers = (each.device, each.device_peak, each.state, each.gradients, each.stash)
+            device, peak, *host = (f"{number / (1 << 20):10.1f}" for number in numbers)
+            print(f"  {each.label:10}{device}{peak}  |{''.join(host)}")
+        peak = max(each.device_peak for each in self.samples) / (1 << 20)
+        activations = self.activations() / (1 << 20)
+        print(
+            f"peak on the device {peak:.1f} MiB; all of it there would take {self.all_on_the_device() / (1 << 20):.1f} "
+            f"MiB at least: params, state, and the larger of gradients and {activations:.1f} MiB of activations"
+        )
+
+    def plot(self, path: pathlib.Path) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 6), layout="constrained")
+        device, host = figure.subplots(2, 1, sharex=True)
+        seconds = [each.seconds for each in self.samples]
+        unit, name = (GIB, "GiB") if self.params_bytes > GIB else (1 << 20, "MiB")
+
+        def numbers(field: str) -> list[float]:
+            return [getattr(each, field) / unit for each in self.samples]
+
+        device.plot(seconds, numbers("device"), label="in use")
+        device.plot(seconds, numbers("device_peak"), ":", label="peak since the last sample")
+        device.axhline(self.all_on_the_device() / unit, color="#ee6677", linestyle="--",
+                       label="all on the device, at least")  # fmt: skip
+        parts = ("state", "gradients", "stash")
+        host.stackplot(seconds, *map(numbers, parts), labels=parts, step="post")
+        for axes, where in ((device, "device"), (host, "host")):
+            axes.set_title(f"On the {where}", loc="left")
+            axes.set(ylabel=name, ylim=(0, None))
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        host.set_xlabel("seconds")
+        figure.savefig(path, dpi=120)
+        print(f"memory plotted in {path}")
+
+
 # ----------------------------------------------------------------------------------------- train --
 
 
@@ -201,8 +346,12 @@ class Run:
     distance: tuple[float, float] | None = None  # from float64
 
 
-def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, options):
+def train(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, options, memory=None
+):
     """Trains, and says how it went."""
+    stash = contextlib.nullcontext() if memory is None or memory.stash is None else memory.stash
+    sample_memory = (lambda label: None) if memory is None else memory.sample
     clip_here = not isinstance(optimizer, hybridopt.OffloadOptimizer)
     params = list(model.parameters())
     generator = torch.Generator().manual_seed(1)  # the same sequences for everyone
@@ -215,8 +364,11 @@ def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, text: T
         inputs, targets = sample(text, options.batch, options.context, generator)
         inputs, targets = inputs.to(params[0].device), targets.to(params[0].device)
         begin = time.perf_counter()
-        loss = loss_of(model, inputs, targets)
+        with stash:  # (4) around the forward pass, where activations are to leave
+            loss = loss_of(model, inputs, targets)
+        sample_memory("forward")
         loss.backward()
+        sample_memory("backward")
         seconds = time.perf_counter() - begin
         if follower is not None:
             follower.step([param.grad for param in params])
@@ -227,6 +379,7 @@ def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, text: T
         optimizer.step()  # (3)
         run.optimizer_seconds.append(time.perf_counter() - stepped)
         optimizer.zero_grad()
+        sample_memory("step")
         run.losses.append(loss.item())  # waits for the GPU
         run.step_seconds.append(seconds + time.perf_counter() - begin)
         schedule.step()
@@ -306,6 +459,25 @@ def plot_losses(losses: dict[str, list[float]], path: pathlib.Path) -> None:
     print(f"losses plotted in {path}")
 
 
+def refuse_too_large(optimizer: hybridopt.AdamW, options: argparse.Namespace) -> None:
+    """Adds up what the host will hold, before any of it is taken."""
+    plan = optimizer.plan()
+    stash = options.stash_budget * GIB if options.stash else 0
+    needed, available = ((size / (1 << 20)) for size in (plan.host_bytes + stash, plan.host_available_bytes))
+    text = (
+        f"the host will hold {needed:.1f} MiB of state, gradients that leave and the stash; {available:.1f} MiB are "
+        "available"
+    )
+    if needed > available:
+        raise SystemExit(f"{text}; choose a smaller model, --stash-budget or --offload-fraction")
+    print(text)
+
+
+def make_stash(options: argparse.Namespace, device: torch.device) -> hybridopt.ActivationStash:
+    sizes = {} if device.type == "cuda" else {"min_bytes": 4096, "slab_bytes": 4096}
+    return hybridopt.ActivationStash(int(options.stash_budget * GIB), device=device, **sizes)
+
+
 def main() -> int:
     options = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -314,7 +486,7 @@ def main() -> int:
     text = read_text(options.data)
     cut = len(text) - len(text) // VALIDATION_PART
     torch.manual_seed(0)
-    model = Gpt(options).to(device, dtype)
+    model = make_model(options, device, dtype)
     other = copy.deepcopy(model) if options.compare else None
     count = sum(param.numel() for param in model.parameters())
     print(f"{count} params in {dtype} on {device}, {len(text)} bytes of text")
@@ -325,14 +497,24 @@ def main() -> int:
         **arguments,
         offload_fraction=options.offload_fraction,
         master_layout=options.master_layout,
+        state_dtype=DTYPES[options.state_dtype],
         max_grad_norm=options.max_grad_norm,
+        movable=("grads",) if options.overlap else (),
     )
+    memory = None
+    if options.stash or options.memory_plot is not None:
+        refuse_too_large(optimizer, options)
+        memory = Memory(model, optimizer, make_stash(options, device) if options.stash else None)
     if options.overlap:
         optimizer.hook_gradients()
-    runs = {"hybridopt": train("hybridopt", model, optimizer, text[:cut], options)}
+    runs = {"hybridopt": train("hybridopt", model, optimizer, text[:cut], options, memory)}
     say_speed("hybridopt", runs["hybridopt"], options)
     say_lanes(runs["hybridopt"], optimizer)
     say_memory(optimizer, device)
+    if memory is not None:
+        memory.say()
+    if options.memory_plot is not None:
+        memory.plot(options.memory_plot)
     print(f"validation loss {validation_loss(model, text[cut:], options):.4f}")
     if options.timeline:
         optimizer.plot_timeline(options.timeline)

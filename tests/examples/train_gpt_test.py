@@ -1,5 +1,6 @@
 """Runs examples/train_gpt.py in its quick mode, in its ways. Usage: train_gpt_test.py PATH"""
 
+import argparse
 import pathlib
 import re
 import subprocess
@@ -7,6 +8,10 @@ import sys
 import tempfile
 
 import matplotlib.image
+import torch
+
+sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))
+import train_gpt  # noqa: E402
 
 
 def run(*arguments):
@@ -15,6 +20,13 @@ def run(*arguments):
     print(output.stdout)
     assert output.returncode == 0, f"{arguments}: exit status {output.returncode}"
     return output.stdout
+
+
+def refused(*arguments):
+    command = [sys.executable, sys.argv[1], "--quick", *arguments]
+    output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert output.returncode == 1, f"{arguments}: exit status {output.returncode}"
+    return output.stderr
 
 
 def losses(output, name):
@@ -35,3 +47,29 @@ with tempfile.TemporaryDirectory() as folder:
     assert losses(overlapped, "hybridopt") == losses(output, "hybridopt")
     first, last = (float(losses(output, "hybridopt")[i]) for i in (0, -1))
     assert last < first - 0.5, (first, last)
+
+    # All that a model needs which is too large for its GPU: the same steps with activations on the host.
+    small_state = ("--dtype", "bfloat16", "--master-layout", "split", "--state-dtype", "bfloat16", "--overlap")
+    short = ("--steps", "4", "--batch", "4")
+    plain = run(*small_state, *short)
+    plot = pathlib.Path(folder) / "memory.png"
+    preset = run("--preset", "14g", "--stash-budget", str(2 / 1024), "--memory-plot", str(plot), *short)
+    assert losses(preset, "hybridopt") == losses(plain, "hybridopt") != losses(overlapped, "hybridopt")
+    assert re.search(r"the host will hold \d+\.\d MiB of state, gradients .* \d+\.\d MiB are available", preset)
+    rows = re.findall(r"^  (forward|backward|step) +(.*?)  \| (.*)$", preset, re.MULTILINE)
+    assert [label for label, _, _ in rows] == 3 * ["forward", "backward", "step"]
+    host = [[float(number) for number in numbers.split()] for _, _, numbers in rows]
+    params = 2 * int(re.search(r"^(\d+) params", preset, re.MULTILINE)[1]) / (1 << 20)
+    assert host[0][2] > 1 and host[1][2] == host[2][2] == 0  # the stash
+    assert abs(host[1][1] - params) < 0.1 and host[2][1] == 0  # gradients, which have left
+    assert abs(host[1][0] - 3 * params) < 0.2  # state: lower halves of masters and two moments
+    peak, everything = re.search(r"peak on the device (\S+) MiB; all of it there would take (\S+) MiB", preset).groups()
+    assert float(peak) < float(everything)
+    assert matplotlib.image.imread(plot).shape[:2] == (720, 1080)
+    text = refused("--stash", "--stash-budget", "1000000")
+    assert re.search(r"the host will hold 10240\d+\.\d MiB .*; choose a smaller model, --stash-budget or", text), text
+
+# What the preset is on a GPU, without memory.
+with torch.device("meta"):
+    model = train_gpt.Gpt(argparse.Namespace(**train_gpt.PRESETS["14g"]["cuda"]))
+assert sum(param.numel() for param in model.parameters()) == 14_060_747_008

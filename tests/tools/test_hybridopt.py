@@ -755,6 +755,12 @@ def test_the_docs_show_what_the_tool_prints(tmp_path):
         assert (result.stdout + result.stderr).rstrip("\n") == shown.rstrip("\n")
 
 
+def test_the_docs_show_what_plan_prints():
+    page = (GOLDEN.parent.parent / "docs" / "STASH.md").read_text()
+    line, shown = page.split("\n$ ")[1].split("\n```")[0].split("\n", 1)
+    assert succeed(*line.split()[1:]) == shown + "\n"
+
+
 def test_help_and_version():
     for command in ("info", "plan", "inspect", "verify", "reshard", "export"):
         assert command in succeed("--help")
