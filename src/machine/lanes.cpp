@@ -192,7 +192,13 @@ void Lanes::AwaitStreams() {
     (void)context_.device().Synchronize(stream, context_.device_timeout_ns());
 }
 
+void Lanes::UseRing(LaneRing& ring) {
+  std::lock_guard lock(exchange_);
+  std::swap(ring_, ring);
+}
+
 void Lanes::UseScratch(LaneScratch& scratch) {
+  std::lock_guard lock(exchange_);
   std::swap(scratch_, scratch);
   device_verdict = reinterpret_cast<Verdict*>(scratch_.data());
   block_sums = reinterpret_cast<double*>(scratch_.data() + kVerdictBytes);

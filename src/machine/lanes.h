@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <utility>
 #include <vector>
@@ -115,8 +116,11 @@ class Lanes {
 
   // To be called only while no work uses them. These exchange the argument with the ring, or the
   // scratch, that was used before.
-  void UseRing(LaneRing& ring) { std::swap(ring_, ring); }
+  void UseRing(LaneRing& ring);
   void UseScratch(LaneScratch& scratch);
+  // While the lock is held, neither of these exchanges anything: a thread that is not the
+  // timeline's can use the events of the ring and of the scratch.
+  [[nodiscard]] std::unique_lock<std::mutex> KeepEvents() { return std::unique_lock(exchange_); }
   bool has_scratch() const { return scratch_.data() != nullptr; }
   uint64_t device_grad_elements() const { return scratch_.device_grad_elements(); }
   // The device's ring.
@@ -193,6 +197,7 @@ class Lanes {
   uint64_t block_sums_bytes_ = 0;
   PinnedReservation verdict_reservation_;
   StagingRing verdict_page_;
+  std::mutex exchange_;
   LaneRing ring_;
   LaneScratch scratch_;
 };

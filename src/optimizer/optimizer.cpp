@@ -560,6 +560,8 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
   if (context_->device().unified()) return timeline.AwaitIssued(sequence, mark);
   if (context_->device().shares_queues()) {
     HYBRIDOPT_TRY(timeline.AwaitIssued(sequence, mark));
+    // When the step has ended, a move behind it may destroy the events of its chunks.
+    const std::unique_lock<std::mutex> kept = committed_->lanes->KeepEvents();
     return timeline.HasReached(sequence, mark) ? Status()
                                                : committed_->pipeline->PutBehind(stream, mark);
   }

@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -28,8 +31,9 @@ std::vector<ParamSpec> Params() {
   return params;
 }
 
-Problem MakeProblem(int32_t algorithm, const StateChoice& state, size_t steps) {
-  Problem problem = RandomProblem(algorithm, Params(), steps, 3);
+Problem MakeProblem(int32_t algorithm, const StateChoice& state, size_t steps,
+                    const std::vector<ParamSpec>& params = Params()) {
+  Problem problem = RandomProblem(algorithm, params, steps, 3);
   problem.state = state;
   // Every param takes part.
   Random random(4);
@@ -362,6 +366,108 @@ TEST(Executors, EveryCopyKeepsToOnePinnedRangeWhateverTheFraction) {
     EXPECT_EQ(watch->other_copies(), 0);
   }
 }
+
+// ------------------------------------------------------- streams that wait while a ring changes --
+
+// A device whose streams share hardware queues, so that they wait for events and not for a flag.
+// The step's last events count as not ended until a stream of the test's waits for the first one:
+// what the test wants done in that moment comes then.
+class LateDevice final : public ForwardingDevice {
+ public:
+  LateDevice(std::unique_ptr<Device> device, std::string late)
+      : ForwardingDevice(std::move(device)), late_label_(std::move(late)) {}
+
+  bool shares_queues() const override { return true; }
+  Result<EventHandle> CreateEvent(const char* label) override {
+    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
+    std::lock_guard lock(mutex_);
+    if (event.ok() && late_label_ == label) late_.insert(event.value());
+    return event;
+  }
+  void DestroyEvent(EventHandle event) override {
+    EXPECT_FALSE(watched_stream_waits_);
+    ForwardingDevice::DestroyEvent(event);
+  }
+  Status Wait(EventHandle event, int64_t timeout_ns) override {
+    {
+      std::unique_lock lock(mutex_);
+      if (late_.count(event) > 0)
+        ended_.wait_for(lock, std::chrono::seconds(60), [&] { return meanwhile == nullptr; });
+    }
+    return ForwardingDevice::Wait(event, timeout_ns);
+  }
+  Status StreamWait(StreamHandle stream, EventHandle event) override {
+    if (stream == watched_stream && meanwhile != nullptr) {
+      watched_stream_waits_ = true;
+      const std::function<void()> now = meanwhile;
+      {
+        std::lock_guard lock(mutex_);
+        meanwhile = nullptr;
+      }
+      ended_.notify_all();
+      now();
+      watched_stream_waits_ = false;
+    }
+    return ForwardingDevice::StreamWait(stream, event);
+  }
+
+  // To be set while nothing is queued.
+  StreamHandle watched_stream = nullptr;
+  std::function<void()> meanwhile;
+
+ private:
+  const std::string late_label_;
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  std::set<EventHandle> late_;  // guarded by mutex_
+  std::atomic<bool> watched_stream_waits_ = false;
+};
+
+struct RingChange {
+  int32_t executors;
+  const char* last_event;  // of a chunk
+  MoveFunction move;       // NULL: the device fraction changes
+};
+
+class RingChangeTest : public testing::TestWithParam<RingChange> {};
+
+// The step ends, and a move behind it wants to destroy the events of the chunks, while a stream is
+// being put behind these events.
+TEST_P(RingChangeTest, AwaitsAStreamThatIsPutBehindTheStep) {
+  // All is in the first chunks, which are queued before anybody waits for their end.
+  const ParamSpec small = {OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, kChunkElements};
+  const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1, {small, small}));
+  LifecycleSetting setting = SettingOf(GetParam().executors);
+  setting.movable = OFFLOAD_MOVABLE_STATES;
+  LateDevice* device = nullptr;
+  setting.WrapIn(&device, GetParam().last_event);
+  LifecycleRig rig(solved.problem, setting);
+  rig.NewGrads(solved.problem.steps[0]);
+  rig.BindAll();
+  offload_stream_t stream = nullptr;
+  MUST(offload_stream_create(rig.context(), &stream));
+  offload_ticket_t step = 0, change = 0;
+  device->watched_stream = stream;
+  device->meanwhile = [&] {
+    rig.Wait(step);
+    change = GetParam().move != nullptr ? rig.Move(GetParam().move) : rig.SetDeviceFraction(1);
+    EXPECT_EQ(offload_optimizer_wait(rig.optimizer(), change, 200'000'000), OFFLOAD_TIMED_OUT);
+  };
+  step = rig.Step(solved.problem.steps[0]);
+  MUST(offload_optimizer_stream_wait(rig.optimizer(), step, stream, nullptr, 0));
+  EXPECT_NE(change, 0u);
+  rig.Wait();
+  MUST(offload_stream_synchronize(rig.context(), stream, -1));
+  MUST(offload_stream_destroy(rig.context(), stream));
+  EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Rings, RingChangeTest,
+    testing::Values(RingChange{OFFLOAD_EXECUTORS_STREAMED, "state down",
+                               offload_optimizer_offload_states},
+                    RingChange{OFFLOAD_EXECUTORS_STREAMED, "state down", nullptr},
+                    RingChange{OFFLOAD_EXECUTORS_CPU, "params uploaded", nullptr}));
 
 }  // namespace
 }  // namespace hybridopt

@@ -47,6 +47,7 @@ class ChunkQueue {
   static uint64_t Bytes(uint64_t chunks) { return chunks * sizeof(Chunk) + 2 * (chunks / 8); }
   // Sets the number of chunks, between steps. Allocates.
   void UseChunks(uint32_t count) {
+    std::lock_guard lock(mutex_);
     issued_.done.resize(count);
     chunks_.resize(count);
     finished_.done.resize(count);
