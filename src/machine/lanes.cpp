@@ -200,9 +200,12 @@ void Lanes::UseRing(LaneRing& ring) {
 void Lanes::UseScratch(LaneScratch& scratch) {
   std::lock_guard lock(exchange_);
   std::swap(scratch_, scratch);
-  device_verdict = reinterpret_cast<Verdict*>(scratch_.data());
-  block_sums = reinterpret_cast<double*>(scratch_.data() + kVerdictBytes);
-  device_grads = reinterpret_cast<float*>(scratch_.data() + kVerdictBytes + block_sums_bytes_);
+  std::byte* const data = scratch_.data();
+  const bool present = data != nullptr;
+  device_verdict = reinterpret_cast<Verdict*>(data);
+  block_sums = present ? reinterpret_cast<double*>(data + kVerdictBytes) : nullptr;
+  device_grads =
+      present ? reinterpret_cast<float*>(data + kVerdictBytes + block_sums_bytes_) : nullptr;
 }
 
 Result<StreamHandle> Lanes::NewStream(const char* label) {

@@ -129,7 +129,8 @@ class Lanes {
 
   // The events that are recorded behind the work that a request waits for.
   std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
-    return std::span(ready_).subspan(slot * kMaxProducers, ready_.empty() ? 0 : kMaxProducers);
+    if (ready_.empty()) return {};  // the device has no queues
+    return std::span(ready_).subspan(slot * kMaxProducers, kMaxProducers);
   }
   // Takes the first event out of a slot, for work in the background that still needs it when the
   // slot is used again. The next call gives it back.
