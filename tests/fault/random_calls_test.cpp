@@ -11,19 +11,20 @@
 namespace hybridopt::fault::random_calls {
 namespace {
 
-constexpr uint64_t kCallsPerWorld = 15'000;
+constexpr uint64_t kCallsPerWorld = 19'000;
 constexpr uint64_t kWorlds = 8;
 
 // What all worlds of a run reached.
 struct Reached {
   World::Tally tally;
   std::array<uint64_t, kMoves> moved{};
-  uint64_t loaded = 0;
+  uint64_t loaded = 0, popped = 0;
 
   void Add(const World& world) {
     for (const auto& [key, count] : world.tally) tally[key] += count;
     for (size_t move = 0; move < kMoves; ++move) moved[move] += world.moved[move];
     loaded += world.loaded;
+    popped += world.popped;
   }
 };
 
@@ -49,6 +50,7 @@ void ExpectEveryMoveAndALoadDidSomething(const Reached& reached) {
   for (size_t move = 0; move < kMoves; ++move)
     EXPECT_GT(reached.moved[move], 0u) << "move " << move << " never had anything to do";
   EXPECT_GT(reached.loaded, 0u);
+  EXPECT_GT(reached.popped, 0u);
 }
 
 TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {

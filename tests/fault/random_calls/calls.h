@@ -22,6 +22,7 @@ std::span<const Call> StepCalls();
 std::span<const Call> MoveCalls();
 std::span<const Call> CheckpointCalls();
 std::span<const Call> DeviceCalls();
+std::span<const Call> StashCalls();
 
 const std::vector<Call>& EveryCall();
 

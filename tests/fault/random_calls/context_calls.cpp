@@ -36,7 +36,7 @@ void CreateContext(World& world) {
   offload_context_t context = nullptr;
   const int32_t status = offload_context_create(&options, random.Chance(98) ? &context : nullptr);
   if (!world.Judge(status)) return;
-  ContextModel model{options.device_kind, 0, false, {}, {}};
+  ContextModel model{options.device_kind, 0, 0, false, {}, {}};
   for (uint32_t i = 0; i < kGradArrays; ++i) model.grads.push_back(NewArray(world, context));
   world.contexts.emplace(context, std::move(model));
 }
@@ -44,7 +44,7 @@ void CreateContext(World& world) {
 void DestroyContext(World& world) {
   const offload_context_t context = world.PickContext();
   const ContextModel* model = world.Find(context);
-  const bool used = model != nullptr && model->optimizers > 0;
+  const bool used = model != nullptr && model->optimizers + model->stashes > 0;
   const int32_t status = offload_context_destroy(context);
   if (used) {
     EXPECT_EQ(status, OFFLOAD_INVALID_STATE);
@@ -62,7 +62,11 @@ void ContextInfo(World& world) {
   const int32_t status =
       offload_context_get_info(context, world.random.Chance(98) ? &info : nullptr);
   if (!world.Judge(status, context)) return;
-  EXPECT_EQ(info.optimizers, world.contexts.at(context).optimizers);
+  const ContextModel& model = world.contexts.at(context);
+  EXPECT_EQ(info.optimizers, model.optimizers);
+  if (info.struct_size == sizeof(info)) {
+    EXPECT_EQ(info.stashes, model.stashes);
+  }
 }
 
 constexpr Call kCalls[] = {

@@ -1,9 +1,10 @@
-// What random_calls_test.cpp knows of contexts, optimizers and params: it is counted and remembered
-// beside the library, and compared with what the library says.
+// What random_calls_test.cpp knows of contexts, optimizers, params and stashes: it is counted and
+// remembered beside the library, and compared with what the library says.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,7 @@ constexpr uint64_t kQueuedSteps = 8;
 
 struct ContextModel {
   int32_t kind;
-  uint32_t optimizers = 0;
+  uint32_t optimizers = 0, stashes = 0;
   bool doomed = false;  // a gradient was freed while it was bound: steps may fail
   std::vector<void*> grads;
   std::vector<offload_stream_t> streams;
@@ -70,6 +71,58 @@ struct OptimizerModel {
   void AllSeenDone() {
     calls_queued_max = steps_queued_max = 0;
     saving = false;
+  }
+};
+
+struct StashModel {
+  struct Ticket {
+    offload_stash_ticket_t ticket;
+    uint32_t lane;
+    uint64_t order;  // among the pushes of its lane
+    std::vector<unsigned char> bytes;
+    void* destination = nullptr;  // of a prefetch that has not been popped
+  };
+  struct Mark {
+    offload_stash_mark_t mark;
+    uint32_t lane;
+    uint64_t pushes;  // of the lane before it
+  };
+  using Tickets = std::vector<Ticket>;
+
+  offload_context_t context;
+  uint64_t slab_bytes = 0, slab_count = 0, min_bytes = 0, tickets_max = 0;
+  std::vector<uint64_t> lane_pushes;
+  std::vector<void*> sources, destinations;
+  std::map<void*, std::vector<unsigned char>> contents;  // of the sources; they stay as they are
+  Tickets live;
+  std::vector<offload_stash_ticket_t> ended;
+  std::vector<Mark> marks;
+  offload_stash_ticket_t prefetched_last = 0;
+  offload_stash_stats_t counts{};
+
+  Tickets::iterator Find(offload_stash_ticket_t ticket) {
+    return std::find_if(live.begin(), live.end(),
+                        [&](const Ticket& t) { return t.ticket == ticket; });
+  }
+  void End(Tickets::iterator ticket) {
+    ended.push_back(ticket->ticket);
+    live.erase(ticket);
+  }
+  uint64_t used_slabs() const {
+    uint64_t slabs = 0;
+    for (const Ticket& t : live) slabs += (t.bytes.size() + slab_bytes - 1) / slab_bytes;
+    return slabs;
+  }
+  uint64_t held_bytes() const {
+    uint64_t bytes = 0;
+    for (const Ticket& t : live) bytes += t.bytes.size();
+    return bytes;
+  }
+  // What lies at this address, which is in one of the sources.
+  std::vector<unsigned char> ContentAt(const void* data, uint64_t bytes) const {
+    const auto& [source, content] = *std::prev(contents.upper_bound(const_cast<void*>(data)));
+    const auto offset = static_cast<const char*>(data) - static_cast<const char*>(source);
+    return {content.begin() + offset, content.begin() + offset + static_cast<ptrdiff_t>(bytes)};
   }
 };
 

@@ -224,7 +224,7 @@ void AddParams(World& world) {
   std::vector<ParamRoom> rooms(count);
   std::vector<offload_param_t> params(count);
   static const OptimizerModel no_optimizer{};
-  static const ContextModel no_context{OFFLOAD_DEVICE_HOST, 0, false, {}, {}};
+  static const ContextModel no_context{OFFLOAD_DEVICE_HOST, 0, 0, false, {}, {}};
   for (uint32_t i = 0; i < count; ++i) {
     FillParam(world, rooms[i], model != nullptr ? *model : no_optimizer,
               model != nullptr ? world.contexts.at(model->context) : no_context);

@@ -30,7 +30,7 @@ const std::vector<Call>& EveryCall() {
   static const std::vector<Call> calls = [] {
     std::vector<Call> all;
     for (const auto part : {ContextCalls(), RegistrationCalls(), StepCalls(), MoveCalls(),
-                            CheckpointCalls(), DeviceCalls()})
+                            CheckpointCalls(), DeviceCalls(), StashCalls()})
       all.insert(all.end(), part.begin(), part.end());
     return all;
   }();
@@ -62,6 +62,7 @@ void World::FreeBoundGradient() {
 void World::DestroyAll() {
   for (const auto& [handle, model] : optimizers)
     EXPECT_OFFLOAD_OK(offload_optimizer_destroy(handle));
+  for (const auto& [handle, model] : stashes) EXPECT_OFFLOAD_OK(offload_stash_destroy(handle));
   for (const auto& [handle, model] : contexts) EXPECT_OFFLOAD_OK(offload_context_destroy(handle));
 }
 
@@ -221,6 +222,11 @@ offload_context_t World::PickContext() {
 offload_optimizer_t World::PickOptimizer() {
   void* other = contexts.empty() ? nullptr : contexts.begin()->first;
   return Pick(*this, optimizers, dead_optimizers, other);
+}
+
+offload_stash_t World::PickStash() {
+  void* other = contexts.empty() ? nullptr : contexts.begin()->first;
+  return Pick(*this, stashes, dead_stashes, other);
 }
 
 offload_stream_t World::PickStream(offload_context_t context) {

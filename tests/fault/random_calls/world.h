@@ -1,5 +1,5 @@
-// Contexts and optimizers with their models, and what all random calls share: which handle, address
-// or number a call is given, and how its outcome is judged.
+// Contexts, optimizers and stashes with their models, and what all random calls share: which
+// handle, address or number a call is given, and how its outcome is judged.
 #pragma once
 
 #include <array>
@@ -51,6 +51,7 @@ class World {
   // Drawing input: mostly good, sometimes bad.
   offload_context_t PickContext();
   offload_optimizer_t PickOptimizer();
+  offload_stash_t PickStash();
   offload_stream_t PickStream(offload_context_t context);
   // Of this optimizer, of any optimizer, none, or noise.
   offload_ticket_t PickTicket(offload_optimizer_t optimizer);
@@ -64,7 +65,8 @@ class World {
   Random random;
   std::map<offload_context_t, ContextModel> contexts;
   std::map<offload_optimizer_t, OptimizerModel> optimizers;
-  std::vector<void*> dead_contexts, dead_optimizers, dead_streams;
+  std::map<offload_stash_t, StashModel> stashes;
+  std::vector<void*> dead_contexts, dead_optimizers, dead_streams, dead_stashes;
   std::vector<std::pair<offload_context_t, void*>> extra_arrays;  // that no optimizer uses
   std::vector<unsigned char> host_array = std::vector<unsigned char>(kArrayBytes);
 
@@ -79,6 +81,7 @@ class World {
   Tally tally;
   std::array<uint64_t, kMoves> moved{};  // params that a move really moved
   uint64_t loaded = 0;                   // loads that somebody has waited for
+  uint64_t popped = 0;                   // stash tickets whose bytes have been compared
 
  private:
   // Frees a gradient that is bound. On the simulated device queued work then fails; on the host it
