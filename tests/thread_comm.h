@@ -1,6 +1,6 @@
 // ThreadComm: ranks that are threads of this process, behind the comm table of offload.h. A call
 // ends when all ranks have made it; values are combined in rank order. A rank can be made to die,
-// to hang or to fail in a call.
+// to hang or to fail in a call, and a call can be lost or come late.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,9 @@ class ThreadComm {
     kNone,
     kDie,   // from this call on the rank is gone, and the others are told so at once
     kHang,  // this call returns only after Release(), and the others hear nothing
-    kFail   // this call and later ones give the rank a status, and the others hear nothing
+    kFail,  // this call and later ones give the rank a status, and the others hear nothing
+    kLose,  // this call times out, and the others hear nothing of it
+    kDelay  // this call begins after half of its timeout
   };
 
   explicit ThreadComm(int32_t world) {
@@ -58,12 +60,15 @@ class ThreadComm {
     member.fault_status = status;
   }
 
-  // Lets the calls that hang return.
-  void Release() {
+  // Lets the calls that hang return, with this status.
+  void Release(int32_t status = OFFLOAD_TIMED_OUT) {
     std::lock_guard lock(mutex_);
     released_ = true;
+    released_status_ = status;
     changed_.notify_all();
   }
+  // To be said while no call runs: a call that hangs returns by itself after so long.
+  void ReleaseAfter(std::chrono::nanoseconds time) { hang_ = time; }
 
   uint64_t calls(int32_t rank) const {
     std::lock_guard lock(mutex_);
@@ -94,7 +99,10 @@ class ThreadComm {
     Member& member = *static_cast<Member*>(user);
     ThreadComm& comm = *member.comm;
     std::unique_lock lock(comm.mutex_);
-    if (const int32_t status = comm.Misbehave(member, lock); status != OFFLOAD_OK) return status;
+    if (comm.IsFaulty(member)) {
+      if (member.fault != Fault::kDelay) return comm.Misbehave(member, timeout_ns, lock);
+      comm.changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns / 2), [] { return false; });
+    }
     member.values.assign(values, values + count);
     if (kind == 's' && count > 0) member.summand = member.values[0];
     if (const int32_t status = comm.Gather(kind, timeout_ns, lock); status != OFFLOAD_OK)
@@ -105,11 +113,21 @@ class ThreadComm {
     return OFFLOAD_OK;
   }
 
-  int32_t Misbehave(Member& member, std::unique_lock<std::mutex>& lock) {
+  // Counts the call.
+  static bool IsFaulty(Member& member) {
     const uint64_t call = member.calls++;
-    if (member.fault == Fault::kNone || call < member.fault_call) return OFFLOAD_OK;
+    if (member.fault == Fault::kNone || call < member.fault_call) return false;
+    const bool once = member.fault == Fault::kLose || member.fault == Fault::kDelay;
+    return !once || call == member.fault_call;
+  }
+
+  int32_t Misbehave(Member& member, int64_t timeout_ns, std::unique_lock<std::mutex>& lock) {
     if (member.fault == Fault::kHang) {
-      changed_.wait(lock, [&] { return released_; });
+      changed_.wait_for(lock, hang_, [&] { return released_; });
+      return released_status_;
+    }
+    if (member.fault == Fault::kLose) {
+      changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [] { return false; });
       return OFFLOAD_TIMED_OUT;
     }
     if (member.fault == Fault::kDie) {
@@ -120,7 +138,6 @@ class ThreadComm {
   }
 
   int32_t Gather(char kind, int64_t timeout_ns, std::unique_lock<std::mutex>& lock) {
-    constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
     const std::chrono::nanoseconds timeout(std::min(timeout_ns, kYearsNs));
     if (dead_) return OFFLOAD_COMM_FAILED;
     if (arrived_ > 0 && kind != kind_) return OFFLOAD_INTERNAL;  // ranks out of step
@@ -149,6 +166,8 @@ class ThreadComm {
     }
   }
 
+  static constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
+
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Member> members_;
@@ -157,7 +176,9 @@ class ThreadComm {
   uint64_t meetings_ = 0;
   std::vector<double> result_;
   bool dead_ = false;
+  std::chrono::nanoseconds hang_{kYearsNs};
   bool released_ = false;
+  int32_t released_status_ = OFFLOAD_TIMED_OUT;
 };
 
 }  // namespace hybridopt

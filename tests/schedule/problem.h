@@ -21,6 +21,7 @@ constexpr uint64_t kStepsMax = 12;
 constexpr uint32_t kWorldMax = 3;
 constexpr uint32_t kVariants = 2;
 constexpr double kNormMax = 1;
+constexpr uint64_t kCommTimeoutNs = 1'000'000'000;
 
 template <typename Struct>
 Struct Make() {

@@ -15,6 +15,10 @@ constexpr const char* kNames[] = {
     "load",          "fail the device"};
 static_assert(std::size(kNames) == static_cast<size_t>(Kind::kKinds));
 
+// As ThreadComm::Fault.
+constexpr const char* kFaultNames[] = {"is well", "dies",           "hangs",
+                                       "fails",   "loses its call", "is late"};
+
 // How often each kind is drawn.
 constexpr uint64_t kWeights[] = {12, 1, 4, 3, 2, 3, 2, 2, 2, 3, 3, 2, 3, 2, 2, 1, 0};
 static_assert(std::size(kWeights) == static_cast<size_t>(Kind::kKinds));
@@ -69,9 +73,13 @@ Program::Program(Family drawn_family, uint64_t drawn_number)
                                               : DrawOwner(trainer, random));
   for (uint64_t count = random.Below(3); count > 0; --count)
     observers.push_back(DrawObserver(trainers, random));
-  if (world > 1 && random.OneIn(4)) {
-    comm_fault = static_cast<uint32_t>(1 + random.Below(2));
+  if (world > 1 && random.OneIn(3)) {
+    using Fault = ThreadComm::Fault;
+    comm_fault =
+        random.OneOf({Fault::kDie, Fault::kFail, Fault::kHang, Fault::kLose, Fault::kDelay});
     comm_fault_call = random.Below(8);
+    // Only then a destroy may come while the call hangs.
+    if (comm_fault == Fault::kHang && random.OneIn(2)) waits_at_end = false;
   } else if (sim && world == 1 && random.OneIn(8)) {
     std::vector<Call>& calls = owners[0].calls;
     calls.insert(calls.begin() + static_cast<ptrdiff_t>(random.Below(calls.size() + 1)),
@@ -106,21 +114,21 @@ uint32_t Program::call_count() const {
 
 bool Program::may_fail() const {
   const auto fails = [](const Call& call) { return call.kind == Kind::kFailDevice; };
-  return comm_fault != 0 || std::any_of(owners.begin(), owners.end(), [&](const Script& script) {
+  return comm_may_fail() || std::any_of(owners.begin(), owners.end(), [&](const Script& script) {
            return std::any_of(script.calls.begin(), script.calls.end(), fails);
          });
 }
 
 std::string Program::Text() const {
   char text[400];
-  std::snprintf(text, sizeof(text),
-                "%s, %u %s, %u update threads, variant %u, executors %d, fraction %.1f, %u staging "
-                "slots, delays up to %llu ns, %s before destroy, comm fault %u at call %llu\n",
-                sim ? "sim" : "host", trainers, world > 1 ? "ranks" : "optimizers", threads,
-                variant, executors, device_fraction, staging_slots,
-                static_cast<unsigned long long>(sim_delay_ns_max),
-                waits_at_end ? "waits" : "does not wait", comm_fault,
-                static_cast<unsigned long long>(comm_fault_call));
+  std::snprintf(
+      text, sizeof(text),
+      "%s, %u %s, %u update threads, variant %u, executors %d, fraction %.1f, %u staging "
+      "slots, delays up to %llu ns, %s before destroy, rank 1 %s at call %llu\n",
+      sim ? "sim" : "host", trainers, world > 1 ? "ranks" : "optimizers", threads, variant,
+      executors, device_fraction, staging_slots, static_cast<unsigned long long>(sim_delay_ns_max),
+      waits_at_end ? "waits" : "does not wait", kFaultNames[static_cast<size_t>(comm_fault)],
+      static_cast<unsigned long long>(comm_fault_call));
   std::string all = text;
   for (const auto* scripts : {&owners, &observers})
     for (const Script& script : *scripts) {

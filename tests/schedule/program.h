@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../random.h"
+#include "../thread_comm.h"
 
 namespace hybridopt::schedule {
 
@@ -53,6 +54,9 @@ struct Program {
   // Leaves out the calls with these numbers, counted through all scripts.
   void Remove(const std::vector<uint32_t>& removed);
   uint32_t call_count() const;
+  bool comm_may_fail() const {
+    return comm_fault != ThreadComm::Fault::kNone && comm_fault != ThreadComm::Fault::kDelay;
+  }
   bool may_fail() const;  // the device or a rank
   std::string Text() const;
 
@@ -68,8 +72,8 @@ struct Program {
   uint32_t staging_slots = 2;
   uint64_t sim_delay_ns_max = 0;
   bool waits_at_end = true;  // before destroy
-  // Of the comm: what happens to rank 1 at its n-th call. 0: nothing, 1: it dies, 2: it fails.
-  uint32_t comm_fault = 0;
+  // What happens to rank 1 at its n-th call of the comm. A call that hangs returns at last.
+  ThreadComm::Fault comm_fault = ThreadComm::Fault::kNone;
   uint64_t comm_fault_call = 0;
   std::vector<Script> owners;     // one for each trainer
   std::vector<Script> observers;  // threads that wait and look

@@ -62,11 +62,7 @@ offload_context_t CreateContext(const Program& program, uint32_t rank) {
   return context;
 }
 
-void InjectFault(const Program& program, ThreadComm& comm) {
-  if (program.comm_fault == 0) return;
-  comm.Inject(1, program.comm_fault_call,
-              program.comm_fault == 1 ? ThreadComm::Fault::kDie : ThreadComm::Fault::kFail);
-}
+constexpr std::chrono::nanoseconds kHang{10 * kCommTimeoutNs};
 
 void RunTrainers(const Program& program, std::vector<std::unique_ptr<Trainer>>& trainers) {
   std::latch committed(program.trainers);
@@ -78,27 +74,41 @@ void RunTrainers(const Program& program, std::vector<std::unique_ptr<Trainer>>& 
   for (std::thread& thread : threads) thread.join();
 }
 
+// A rank that has waited for all of its work has been told what happened to rank 1.
+void CheckAllTold(const Program& program, const ThreadComm& comm,
+                  const std::vector<std::unique_ptr<Trainer>>& trainers) {
+  if (!program.comm_may_fail() || !program.waits_at_end) return;
+  if (comm.calls(1) <= program.comm_fault_call) return;
+  for (size_t rank = 0; rank < trainers.size(); ++rank)
+    if (!trainers[rank]->failed())
+      Fail("rank " + std::to_string(rank) + " has not been told of the failure of rank 1");
+}
+
+void DestroyContext(offload_context_t context, bool left_behind) {
+  const int32_t status = offload_context_destroy(context);
+  if (status != (left_behind ? OFFLOAD_INVALID_STATE : OFFLOAD_OK))
+    Fail(std::string("context_destroy returns ") + offload_status_name(status) + ": " +
+         offload_last_error());
+}
+
 // The first task of a run.
 void RunProgram(const Program& program, const std::string& directory) {
   const bool ranks = program.world > 1;
   ThreadComm comm(static_cast<int32_t>(program.world));
-  InjectFault(program, comm);
+  if (ranks) comm.Inject(1, program.comm_fault_call, program.comm_fault);
+  comm.ReleaseAfter(kHang);
   std::vector<offload_context_t> contexts;
-  std::vector<offload_comm_t> tables;
-  for (uint32_t rank = 0; rank < program.world; ++rank) {
+  for (uint32_t rank = 0; rank < program.world; ++rank)
     contexts.push_back(CreateContext(program, rank));
-    tables.push_back(comm.Table(static_cast<int32_t>(rank)));
-  }
   std::vector<std::unique_ptr<Trainer>> trainers;
   for (uint32_t number = 0; number < program.trainers; ++number)
     trainers.push_back(std::make_unique<Trainer>(
-        program, number, contexts[ranks ? number : 0], ranks ? &tables[number] : nullptr,
+        program, number, contexts[ranks ? number : 0], ranks ? &comm : nullptr,
         directory + "/" + std::to_string(ranks ? 0 : number)));
   RunTrainers(program, trainers);
-  trainers.clear();
-  for (offload_context_t context : contexts)
-    if (offload_context_destroy(context) != OFFLOAD_OK)
-      Fail(std::string("context_destroy: ") + offload_last_error());
+  CheckAllTold(program, comm, trainers);
+  for (size_t i = 0; i < contexts.size(); ++i)
+    DestroyContext(contexts[i], ranks && trainers[i]->left_behind());
 }
 
 // --------------------------------------------------------------------------------- a run's name --

@@ -92,6 +92,7 @@ class Scheduler {
   void End();
   void Bury();
   void AwaitOthers();
+  void LeaveThreads() { leaves_threads_ = true; }
   [[noreturn]] void Fail(const std::string& text);
 
   uint64_t Draw(uint64_t bound) { return random_.Below(bound); }
@@ -121,6 +122,7 @@ class Scheduler {
   std::vector<std::unique_ptr<Task>> tasks_;  // in the order of their numbers
   std::vector<Task*> ready_;
   Task* last_ended_ = nullptr;  // its thread still does its last things
+  bool leaves_threads_ = false;
   uint32_t next_number_ = 0;
   int64_t now_ns_ = kStartNs;
   int64_t next_deadline_ns_ = kNever;  // at or before the earliest one
@@ -325,6 +327,7 @@ void Scheduler::Bury() {
 }
 
 void Scheduler::AwaitOthers() {
+  if (leaves_threads_) return;
   for (size_t i = 1; i < tasks_.size(); ++i)
     while (tasks_[i]->state != Task::State::kEnded) Block("the end of", tasks_[i].get(), kNever);
 }
@@ -403,6 +406,7 @@ Summary RunSchedule(uint64_t seed, FunctionRef<void()> body) {
 }
 
 void Fail(const std::string& text) { scheduler->Fail(text); }
+void LeaveThreads() { scheduler->LeaveThreads(); }
 void OnFailure(void (*function)()) { on_failure = function; }
 
 bool IsTask() { return current != nullptr; }

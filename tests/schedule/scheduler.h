@@ -14,7 +14,8 @@
 // A run ends the process, after a report on stderr that names the seed, if
 //   - no task can run and no deadline is left (deadlock),
 //   - it takes more than kPointsMax points (livelock: some tasks wait for each other by looking),
-//   - a thread is left that does not end when the body has returned (a deadlock of that thread).
+//   - a thread is left that does not end when the body has returned (a deadlock of that thread),
+//     unless the body has said LeaveThreads.
 #pragma once
 
 #include <pthread.h>
@@ -40,6 +41,9 @@ Summary RunSchedule(uint64_t seed, FunctionRef<void()> body);
 
 // For the body and what it starts: ends the run as a failure, with this text.
 [[noreturn]] void Fail(const std::string& text);
+
+// For the body: threads that wait when it returns may stay for ever.
+void LeaveThreads();
 
 // What a failure calls, after its report and before it ends the process. May be NULL.
 void OnFailure(void (*function)());

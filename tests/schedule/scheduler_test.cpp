@@ -3,6 +3,7 @@
 #include "scheduler.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -181,6 +182,29 @@ TEST(SchedulerDeathTest, ALostWakeUpIsADeadlock) {
   EXPECT_EXIT(Explore(1000, LosesAWakeUp), testing::ExitedWithCode(1),
               "Schedule [0-9]+ of HYBRIDOPT_TEST_SEED=.*deadlock: no thread can run.*"
               "thread 1 waits for condition variable");
+}
+
+// A thread that nobody wakes any more.
+void LeavesAThread() {
+  static std::mutex mutex;
+  static std::condition_variable never;
+  std::thread([] {
+    std::unique_lock lock(mutex);
+    never.wait(lock, [] { return false; });
+  }).detach();
+}
+
+TEST(SchedulerDeathTest, AThreadThatIsLeftIsADeadlock) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(Explore(1, LeavesAThread), testing::ExitedWithCode(1), "deadlock");
+  const auto allowed = [] {
+    Explore(100, [] {
+      LeavesAThread();
+      LeaveThreads();
+    });
+    _exit(0);
+  };
+  EXPECT_EXIT(allowed(), testing::ExitedWithCode(0), "");
 }
 
 TEST(SchedulerDeathTest, TwoLocksInTwoOrdersAreADeadlock) {

@@ -1,9 +1,11 @@
 #include "trainer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "scheduler.h"
@@ -12,7 +14,6 @@ namespace hybridopt::schedule {
 namespace {
 
 constexpr uint64_t kQueuedStepsMax = 8;
-constexpr uint64_t kCommTimeoutNs = 1'000'000'000;
 
 // Times to wait for: some end before the work does.
 int64_t TimeoutNs(uint64_t number) { return int64_t{1000} << number % 16; }
@@ -66,6 +67,7 @@ bool Trainer::Queued(const char* call, int32_t status, bool allowed, offload_tic
   if (poisoned_ && status != OFFLOAD_POISONED)
     Wrong(StatusText(call, status) + " after a failure, expected POISONED");
   if (may_fail_ && IsFailure(status)) {
+    CheckText(call, status);
     failed_ = true;
     return false;
   }
@@ -79,10 +81,24 @@ bool Trainer::Queued(const char* call, int32_t status, bool allowed, offload_tic
   return true;
 }
 
+// What a rank is told of another rank, or of its own comm.
+void Trainer::CheckText(const char* call, int32_t status) const {
+  if (!program_.comm_may_fail()) return;
+  using Fault = ThreadComm::Fault;
+  const bool is_told =
+      program_.comm_fault == Fault::kDie || (program_.comm_fault == Fault::kFail && rank_ == 1);
+  const std::string expected =
+      is_told ? "another rank has failed or is gone" : "another rank did not answer within 1.0 s";
+  if (status == OFFLOAD_DEVICE_FAILED ||
+      std::string(offload_last_error()).find(expected) == std::string::npos)
+    Wrong(StatusText(call, status) + ", expected \"" + expected + '"');
+}
+
 bool Trainer::Waited(const char* call, int32_t status) {
   if (status == OFFLOAD_OK) return true;
   if (status == OFFLOAD_TIMED_OUT) return false;
   if (!may_fail_ || !IsFailure(status)) Wrong(StatusText(call, status));
+  CheckText(call, status);
   failed_ = true;
   return false;
 }
@@ -125,12 +141,13 @@ offload_move_options_t Trainer::Streams() const {
 // ----------------------------------------------------------------------------------- begin, end --
 
 Trainer::Trainer(const Program& program, uint32_t number, offload_context_t context,
-                 const offload_comm_t* comm, std::string directory)
+                 ThreadComm* comm, std::string directory)
     : program_(program),
       number_(number),
       rank_(program.world > 1 ? number : 0),
       context_(context),
       comm_(comm),
+      table_(comm == nullptr ? offload_comm_t{} : comm->Table(static_cast<int32_t>(number))),
       directory_(std::move(directory)),
       may_fail_(program.may_fail()) {}
 
@@ -142,7 +159,7 @@ void Trainer::Create() {
   options.staging_slots = program_.staging_slots;
   options.host_executors = program_.sim ? program_.executors : OFFLOAD_EXECUTORS_AUTO;
   options.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
-  options.comm = comm_;
+  if (comm_ != nullptr) options.comm = &table_;
   options.comm_timeout_ns = kCommTimeoutNs;
   Waited("create", offload_optimizer_create(context_, &options, &optimizer_));
   const offload_group_t group = Group();
@@ -189,16 +206,38 @@ void Trainer::Run(std::latch& committed) {
 void Trainer::Destroy() {
   watched_.destroyed = true;
   const int32_t status = offload_optimizer_destroy(optimizer_);
-  if (status != OFFLOAD_OK) Wrong(StatusText("destroy", status));
+  const bool hangs = program_.comm_fault == ThreadComm::Fault::kHang && rank_ == 1;
+  left_behind_ = hangs && status == OFFLOAD_COMM_FAILED &&
+                 std::strstr(offload_last_error(), "has not returned 1.0 s after its timeout");
+  if (status != OFFLOAD_OK && !left_behind_) Wrong(StatusText("destroy", status));
   for (auto* arrays : {&data_, &grads_})
     for (const auto& array : *arrays)
       if (array != nullptr) array->TakeBack();
   retired_.clear();
+  try {
+    if (left_behind_) ReturnLate();
+  } catch (const DeviceFailed&) {
+    Wrong("the device has failed behind destroy");
+  }
   if (stream_ != nullptr) (void)offload_stream_synchronize(context_, stream_, -1);
   if (!may_fail_ && !params_out_) CompareData();
   for (auto& array : grads_) array.reset();
   for (auto& array : data_) array.reset();
   if (stream_ != nullptr) (void)offload_stream_destroy(context_, stream_);
+}
+
+// The function of the comm returns behind destroy, and what the library does then must not touch
+// what is the caller's.
+void Trainer::ReturnLate() {
+  LeaveThreads();
+  Bytes before[kParams];
+  for (uint32_t id = 0; id < kParams; ++id)
+    if (program_.sim && data_[id] != nullptr) before[id] = data_[id]->Read();
+  comm_->Release(OFFLOAD_OK);
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  for (uint32_t id = 0; id < kParams; ++id)
+    if (program_.sim && data_[id] != nullptr && data_[id]->Read() != before[id])
+      Wrong("param " + std::to_string(id) + " has changed behind destroy");
 }
 
 // ---------------------------------------------------------------------------------------- calls --

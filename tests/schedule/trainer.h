@@ -31,8 +31,8 @@ void Observe(const Script& script, const Watched& watched, bool may_fail);
 class Trainer {
  public:
   // `directory` is where it saves; comm may be NULL.
-  Trainer(const Program& program, uint32_t number, offload_context_t context,
-          const offload_comm_t* comm, std::string directory);
+  Trainer(const Program& program, uint32_t number, offload_context_t context, ThreadComm* comm,
+          std::string directory);
   ~Trainer();
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
@@ -40,6 +40,10 @@ class Trainer {
   // Registers and commits, awaits that all trainers have done so, makes all calls, destroys.
   void Run(std::latch& committed);
   const Watched& watched() const { return watched_; }
+  bool failed() const { return failed_; }
+  // Its destroy has ended although a function of the comm had not returned: optimizer and context
+  // stay as long as the process.
+  bool left_behind() const { return left_behind_; }
 
  private:
   struct Retired {
@@ -76,9 +80,11 @@ class Trainer {
   void CompareData();
   void CompareStates();
   void Destroy();
+  void ReturnLate();
 
   // Judges what a call that queues work has returned; true: it has queued it.
   bool Queued(const char* call, int32_t status, bool allowed, offload_ticket_t ticket);
+  void CheckText(const char* call, int32_t status) const;
   // The same of a call that waits.
   bool Waited(const char* call, int32_t status);
   bool WaitedForWork(const char* call, int32_t status);
@@ -92,7 +98,8 @@ class Trainer {
   const uint32_t number_;
   const uint32_t rank_;
   const offload_context_t context_;
-  const offload_comm_t* const comm_;
+  ThreadComm* const comm_;
+  const offload_comm_t table_;
   const std::string directory_;
   const bool may_fail_;
   Watched watched_;
@@ -113,8 +120,9 @@ class Trainer {
   uint64_t applied_ = 0;
   uint64_t skipped_ = 0;
   uint64_t queued_steps_ = 0;  // at most
-  bool failed_ = false;        // this thread has been told of a failure
-  bool poisoned_ = false;      // one of queued work
+  bool left_behind_ = false;
+  bool failed_ = false;    // this thread has been told of a failure
+  bool poisoned_ = false;  // one of queued work
 };
 
 }  // namespace hybridopt::schedule
