@@ -502,6 +502,36 @@ def test_pipeline_stages_are_no_replicas(sharded, tmp_path):
     assert {tensor.name.split(".")[0] for tensor in tensors} == {"stage0", "stage1"}
 
 
+def three_dimensions(rank, world):
+    """Two stages of a pipeline, each in uneven shards along two dimensions."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    stage = mesh.get_local_rank("pp")
+    module = in_two_dimensions(block(seed=stage), mesh["dp", "tp"])
+    named = [(f"stage{stage}.{name}", param) for name, param in module.named_parameters()]
+    optimizer = hybridopt.AdamW(
+        named, lr=0.1, max_grad_norm=0.1, process_group=dist.group.WORLD, threads=1
+    )
+    norms = []
+    for seed in range(2):
+        backward(module, 10 * seed + stage)
+        square = torch.tensor(norm_of(module.parameters()) ** 2, dtype=torch.float64)
+        dist.all_reduce(square, group=mesh["pp"].get_group())
+        expected = float(square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        result = optimizer.last_step()
+        assert result.grad_norm == pytest.approx(expected, rel=1e-12)
+        assert result.grad_clip == pytest.approx(0.1 / (expected + 1e-6), rel=1e-6)
+        norms.append((result.grad_norm.hex(), result.grad_clip.hex()))
+    return norms, sum(param._local_tensor.numel() for param in module.parameters())
+
+
+def test_stages_in_uneven_shards_clip_by_the_norm_of_all():
+    norms, sizes = zip(*ranks.run(three_dimensions, 8))
+    assert all(norm == norms[0] for norm in norms)
+    assert len(set(sizes)) > 1
+
+
 def a_part_of_the_mesh(rank, world):
     """A pipeline stage knows no norm but its own; a replica needs no other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
