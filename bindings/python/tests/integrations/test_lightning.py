@@ -1,11 +1,18 @@
 """Lightning: configure_optimizers() returns the optimizer; its Trainer, checkpoints and command line."""
 
+import logging
+import os
+import warnings
+
 import lightning
 import pytest
+import ranks
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import hybridopt
@@ -84,6 +91,54 @@ def test_checkpoints_go_on_with_the_same_bits(tmp_path):
     fit(tmp_path, saving, options=options, epochs=1, enable_checkpointing=True)
     resumed = fit(tmp_path, options=options, ckpt_path=str(tmp_path / "first.ckpt"))
     assert bits(resumed.parameters()) == bits(whole.parameters())
+
+
+class Distributed(Module):
+    def configure_model(self):
+        if self.device_mesh is not None:
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+def sharded(one_file):
+    return ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not one_file
+    )
+
+
+STRATEGIES = {
+    "ddp": DDPStrategy,
+    "fsdp2": lambda: sharded(one_file=True),
+    "fsdp2, a file of each rank": lambda: sharded(one_file=False),
+}
+
+
+def fitted_twice(rank, world, folder, strategy):
+    """After two epochs, and after the second one of a model that begins with other weights than those that it
+    loads."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), GROUP_RANK="0", TORCHELASTIC_RUN_ID="run")
+    os.environ.update(MASTER_ADDR="", MASTER_PORT="0")  # as torchrun says more of; the ranks have met
+    fitted = []
+    for resumes in (False, True):
+        module = Distributed(hybridopt.AdamW, {"max_grad_norm": 0.1})
+        saving = ModelCheckpoint(dirpath=f"{folder}/{resumes}", filename="{epoch}", save_top_k=-1)
+        callbacks = [saving, OffloadCallback(overlap=True)]
+        if resumes:
+            nn.init.zeros_(module.layers[0].weight)
+        trainer = trainer_of(
+            folder, callbacks, strategy=STRATEGIES[strategy](), devices=world, enable_checkpointing=True
+        )
+        trainer.fit(module, data(), ckpt_path=f"{folder}/False/epoch=0.ckpt" if resumes else None)
+        fitted.append(bits(getattr(param, "full_tensor", lambda: param)() for param in module.parameters()))
+    return fitted
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoints_of_two_ranks_go_on_with_the_same_bits(tmp_path, strategy):
+    (whole, resumed), others = ranks.run(fitted_twice, 2, str(tmp_path), strategy)
+    assert resumed == whole and others == [whole, whole]
+    assert (tmp_path / "False" / "epoch=0.ckpt").is_dir() == ("file of each" in strategy)
 
 
 def test_clipping_twice_is_refused(tmp_path):
