@@ -14,6 +14,7 @@
 #include "kernels/kernels.h"
 #include "memory/numa_policy.h"
 #include "runtime/runner_pool.h"
+#include "runtime/side_threads.h"
 #include "runtime/topology.h"
 #include "runtime/worker_pool.h"
 
@@ -32,6 +33,7 @@ class Context {
   const Device& device() const { return *device_; }
   WorkerPool& workers() { return workers_; }
   RunnerPool& runners() { return runners_; }
+  SideThreads& side_threads() { return side_threads_; }
   const KernelTable& kernels() const { return kernels_; }
   int64_t device_timeout_ns() const { return device_timeout_ns_; }
   // Waits for an event of the device. DEVICE_FAILED after device_timeout_ns; the text says that
@@ -102,6 +104,7 @@ class Context {
   std::mutex given_out_mutex_;
   std::set<void*> allocations_;     // guarded by given_out_mutex_
   std::set<StreamHandle> streams_;  // guarded by given_out_mutex_
+  SideThreads side_threads_;        // runners give them work
   RunnerPool runners_;              // last: its threads end before what they use
 };
 

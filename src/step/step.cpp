@@ -22,8 +22,8 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
       updater_(parts.table, parts.shape, parts.memory, context.kernels()),
       cpu_executor_(context, parts.table, plan_, parts.lanes, queue_, *this, updater_),
-      streamed_(parts.table, parts.shape, plan_, parts.memory, parts.lanes, queue_, *this,
-                updater_),
+      streamed_(context.side_threads(), parts.table, parts.shape, plan_, parts.memory, parts.lanes,
+                queue_, *this, updater_),
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes),
       pieces_(context.workers().threads()) {
   for (const Param& param : table_.params())

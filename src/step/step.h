@@ -62,7 +62,8 @@ class StepPipeline : private ChunkProgress {
  public:
   StepPipeline(Context& context, const StepParts& parts, uint64_t rounding_seed);
 
-  // Starts the thread that works beside the caller of Run. To be called once, before the first Run.
+  // Provides for a thread that works beside the caller of Run. To be called once, before the first
+  // Run.
   Status Start() { return streamed_.Start(); }
   // To be called after the residence has changed, and with it the chunks and the staging ring.
   void UseChunks();

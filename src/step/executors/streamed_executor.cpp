@@ -18,11 +18,12 @@ uint64_t UpdatesMost(const StateShape& shape) {
 
 }  // namespace
 
-StreamedExecutor::StreamedExecutor(const ParamTable& table, const StateShape& shape,
-                                   const StepPlan& plan, const StateMemory& memory, Lanes& lanes,
-                                   ChunkQueue& queue, ChunkProgress& progress,
-                                   const ChunkUpdater& updater)
-    : table_(table),
+StreamedExecutor::StreamedExecutor(SideThreads& side_threads, const ParamTable& table,
+                                   const StateShape& shape, const StepPlan& plan,
+                                   const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
+                                   ChunkProgress& progress, const ChunkUpdater& updater)
+    : side_threads_(side_threads),
+      table_(table),
       shape_(shape),
       plan_(plan),
       memory_(memory),
@@ -35,12 +36,19 @@ StreamedExecutor::StreamedExecutor(const ParamTable& table, const StateShape& sh
   updates_.reserve(UpdatesMost(shape));
 }
 
+StreamedExecutor::~StreamedExecutor() {
+  if (owns_work_) side_threads_.RemoveOwner();
+}
+
 uint64_t StreamedExecutor::Bytes(const StateShape& shape) {
   return UpdatesMost(shape) * sizeof(DeviceUpdate);
 }
 
 Status StreamedExecutor::Start() {
-  return shape_.options.streams ? thread_.Start("hybridopt/state") : Status();
+  if (!shape_.options.streams) return {};
+  HYBRIDOPT_TRY(side_threads_.AddOwner());
+  owns_work_ = true;
+  return {};
 }
 
 // ------------------------------------------------------------------------- before the verdict --
@@ -79,14 +87,14 @@ Status StreamedExecutor::Begin(const HostStep& step) {
   HYBRIDOPT_TRY(device_.Record(lanes_.verdict_set, lanes_.compute));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, lanes_.verdict_set));
   step_ = &step;
-  thread_.Begin(body_);
+  side_threads_.Begin(*this);
   return {};
 }
 
 Status StreamedExecutor::Await(offload_step_result_t* result) {
   if (step_ == nullptr) return {};
   const int64_t begin_ns = system::NowNs();
-  thread_.Await();
+  side_threads_.Await(*this);
   step_ = nullptr;
   result->streamed_elements = done_.streamed_elements;
   result->state_up_bytes = done_.state_up_bytes;
@@ -101,13 +109,13 @@ Status StreamedExecutor::Await(offload_step_result_t* result) {
   return status_;
 }
 
-void StreamedExecutor::WorkOnThread() {
-  status_ = CatchExceptions("a chunk", [this] { return Work(); });
+void StreamedExecutor::Do() {
+  status_ = CatchExceptions("a chunk", [this] { return UpdateChunks(); });
   if (!status_.ok()) queue_.Stop();
   end_ns_ = system::NowNs();
 }
 
-Status StreamedExecutor::Work() {
+Status StreamedExecutor::UpdateChunks() {
   for (uint32_t queued = 0; finished_ < taken_;) {
     for (; queued < taken_; ++queued) {
       const uint32_t chunk = chunks_[SlotOf(queued)];

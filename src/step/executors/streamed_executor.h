@@ -11,8 +11,8 @@
 // down, are queued only when it is known that the step is not skipped. A chunk that a running save
 // has still to read waits until the save has read it: neither params nor state are written before.
 //
-// The executor's own thread takes chunks (chunk_queue.h) as slots become free, so that the executor
-// and the CPU workers do not wait for each other.
+// A side thread of the context takes chunks (chunk_queue.h) as slots become free, so that the
+// executor and the CPU workers do not wait for each other.
 #pragma once
 
 #include <atomic>
@@ -20,20 +20,21 @@
 #include <vector>
 
 #include "machine/lanes.h"
-#include "runtime/side_thread.h"
+#include "runtime/side_threads.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
 #include "storage/state_memory.h"
 
 namespace hybridopt {
 
-class StreamedExecutor {
+class StreamedExecutor final : private SideThreads::Work {
  public:
-  StreamedExecutor(const ParamTable& table, const StateShape& shape, const StepPlan& plan,
-                   const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
+  StreamedExecutor(SideThreads& side_threads, const ParamTable& table, const StateShape& shape,
+                   const StepPlan& plan, const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
                    ChunkProgress& progress, const ChunkUpdater& updater);
+  ~StreamedExecutor() override;
   static uint64_t Bytes(const StateShape& shape);
-  // Starts the thread if this optimizer may use the executor.
+  // Provides for a side thread if this optimizer may use the executor.
   Status Start();
 
   // To be called for a new step, before its verdict: forgets the chunks of the step before.
@@ -46,7 +47,7 @@ class StreamedExecutor {
   // chunks, or, in a step that is skipped, AwaitPrefetched waits for the copies.
   Status Prefetch();
   Status AwaitPrefetched();
-  // Updates chunks on the thread until the queue is empty, and tells of each, in order. The
+  // Updates chunks on a side thread until the queue is empty, and tells of each, in order. The
   // device's verdict is set by the work that is on the compute stream now. `step` must live until
   // Await, which adds times and counts to the result.
   Status Begin(const HostStep& step);
@@ -54,13 +55,9 @@ class StreamedExecutor {
 
  private:
   enum class Direction { kUp, kDown };
-  struct Body {
-    StreamedExecutor* executor;
-    void operator()() { executor->WorkOnThread(); }
-  };
 
-  void WorkOnThread();
-  Status Work();
+  void Do() override;
+  Status UpdateChunks();
   bool Take();
   Status QueueUp(uint32_t number);
   Status QueueUpdate(uint32_t number);
@@ -77,6 +74,7 @@ class StreamedExecutor {
     return number % static_cast<uint32_t>(lanes_.stream_slots().size());
   }
 
+  SideThreads& side_threads_;
   const ParamTable& table_;
   const StateShape& shape_;
   const StepPlan& plan_;
@@ -86,17 +84,17 @@ class StreamedExecutor {
   ChunkQueue& queue_;
   ChunkProgress& progress_;
   const ChunkUpdater& updater_;
-  SideThread thread_;
-  Body body_{this};  // of the thread
+
+  bool owns_work_ = false;  // for the side threads
 
   // State of the running step. Chunks are numbered in the order in which they are taken, and use
   // the slots in turn.
-  const HostStep* step_ = nullptr;     // null: the thread has nothing to do
+  const HostStep* step_ = nullptr;     // null: there is nothing to do
   std::vector<uint32_t> chunks_;       // per slot; the constructor reserves the capacity
   std::vector<DeviceUpdate> updates_;  // the same: launches read these while more are added
   uint32_t taken_ = 0;
   uint32_t finished_ = 0;
-  Status status_;  // the outcome of the thread's work
+  Status status_;  // the outcome of Do
   offload_step_result_t done_{};
   int64_t end_ns_ = 0;
 };

@@ -1,0 +1,60 @@
+// SideThreads: the threads of a context that do a piece of work each, while whoever has given it
+// out goes on. Owners of such work share them: there are as many as owners, and at most kMost. Work
+// that finds no idle thread is done by whoever waits for it, so nobody waits for the work of
+// others.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "base/status.h"
+
+namespace hybridopt {
+
+class SideThreads {
+ public:
+  // As many runners as begin turns at once have work for them (runner_pool.h).
+  static constexpr uint32_t kMost = 8;
+
+  // A piece of work that can be given out again once it has been awaited.
+  class Work {
+   public:
+    Work() = default;
+    virtual ~Work() = default;
+    Work(const Work&) = delete;
+    Work& operator=(const Work&) = delete;
+
+   private:
+    friend class SideThreads;
+    enum class State { kResting, kGiven, kDone };
+    virtual void Do() = 0;  // must not throw
+
+    // Guarded by the mutex of the threads.
+    State state_ = State::kResting;
+    Work* next_ = nullptr;  // in the list of given work
+  };
+
+  SideThreads();
+  ~SideThreads();  // no work is given out; in a forked child it leaves the threads alone
+  SideThreads(const SideThreads&) = delete;
+  SideThreads& operator=(const SideThreads&) = delete;
+
+  // Counts one more owner, and starts a thread for it while there are fewer than kMost.
+  // OUT_OF_HOST_MEMORY where the system refuses the first thread; then the owner does not count.
+  Status AddOwner();
+  void RemoveOwner();
+
+  // Gives the work to an idle thread, if there is one.
+  void Begin(Work& work);
+  // Returns when the work has been done; does it now if no thread was idle. To be called once after
+  // each Begin.
+  void Await(Work& work);
+
+  uint32_t threads() const;  // that there are
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace hybridopt
