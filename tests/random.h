@@ -44,8 +44,18 @@ class PinnedSeed {
 class Random {
  public:
   explicit Random(uint64_t stream) : state_(Mix(TestSeed()) + Mix(stream + kStep)) {}
+  // Each number comes from two of the bytes, which live as long as this; once they are used up all
+  // follow from the last.
+  Random(const uint8_t* bytes, uint64_t count) : bytes_(bytes), bytes_left_(count) {}
+  bool has_bytes() const { return bytes_left_ >= 2; }
 
-  uint64_t Next() { return Mix(state_ += kStep); }
+  uint64_t Next() {
+    if (!has_bytes()) return Mix(state_ += kStep);
+    state_ = uint64_t{bytes_[0]} | uint64_t{bytes_[1]} << 8;
+    bytes_ += 2;
+    bytes_left_ -= 2;
+    return Mix(state_);
+  }
   uint32_t Bits() { return static_cast<uint32_t>(Next() >> 32); }
   uint64_t Below(uint64_t bound) { return Next() % bound; }
   bool OneIn(uint64_t n) { return Below(n) == 0; }
@@ -77,7 +87,9 @@ class Random {
     return z ^ (z >> 31);
   }
 
-  uint64_t state_;
+  uint64_t state_ = 0;
+  const uint8_t* bytes_ = nullptr;
+  uint64_t bytes_left_ = 0;
 };
 
 }  // namespace hybridopt

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Builds fuzz targets with clang's libFuzzer, address and undefined-behaviour sanitizers, and runs
 # each for so many inputs. Without clang the test is skipped (status 77).
-# Usage: fuzz_test.sh SOURCE_DIR TARGETS RUNS [NEW_INPUTS_DIR], where TARGETS is "manifest", "head" or
-# "manifest head". With NEW_INPUTS_DIR what the fuzzer finds is kept there, for a long run by hand.
+# Usage: fuzz_test.sh SOURCE_DIR TARGETS RUNS [NEW_INPUTS_DIR], where TARGETS are some of "manifest",
+# "head" and "calls". With NEW_INPUTS_DIR what the fuzzer finds is kept there, for a long run by hand.
 set -euo pipefail
 root=$(cd "$1" && pwd)
 targets=$2
@@ -20,21 +20,43 @@ if [[ -z $clang ]] || ! "$clang" "${flags[@]}" "$scratch/probe.cpp" -o "$scratch
   exit 77
 fi
 
-# Compiling takes ten times as long as the default number of runs, so both targets share the objects.
+# Compiling takes ten times as long as the default number of runs, so targets share the objects.
+compile() {
+  local object=$scratch/$1.o
+  mkdir -p "${object%/*}"
+  "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -I"$root/src" -I"$root/include" \
+    -DHYBRIDOPT_VERSION='"fuzzed"' -DHYBRIDOPT_TEST_SCALE_DEFAULT=1 -c "$root/$1.cpp" -o "$object"
+}
+formats=()
 for source in base/{box_overlap,shard,status} checkpoint/format/{format,hash,json,manifest,reshard,safetensors} \
   kernels/coefficients; do
-  "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -I"$root/src" -I"$root/include" \
-    -c "$root/src/$source.cpp" -o "$scratch/${source##*/}.o"
+  compile "src/$source"
+  formats+=("$scratch/src/$source.o")
 done
+# The calls need the whole library.
+if [[ " $targets " == *" calls "* ]]; then
+  while read -r source; do
+    [[ -e $scratch/${source%.cpp}.o ]] || compile "${source%.cpp}"
+  done < <(cd "$root" && find src tests/fault/random_calls -name '*.cpp' \
+    ! -path '*/cuda/*' ! -path '*/adaptors/*' | sort)
+fi
 
-# No input asks for memory beyond what a few times its size takes.
 for target in $targets; do
+  if [[ $target == calls ]]; then
+    mapfile -t linked < <(find "$scratch/src" "$scratch/tests" -name '*.o')
+    linked+=(-lgtest -lpthread -ldl)
+    limits=(-max_len=4096 -timeout=120 -rss_limit_mb=8192)
+  else
+    linked=("${formats[@]}")
+    # No input asks for memory beyond what a few times its size takes.
+    limits=(-max_len=8192 -timeout=20 -malloc_limit_mb=8 -rss_limit_mb=1024)
+  fi
   found=${4:-$scratch/found_$target}
   mkdir -p "$found"
   "$clang" "${flags[@]}" -I"$root/src" -I"$root/include" -o "$scratch/$target" \
-    "$root/tests/fuzz/${target}_fuzz.cpp" "$scratch"/*.o
-  "$scratch/$target" -runs="$runs" -seed="$seed" -max_len=8192 -timeout=20 -malloc_limit_mb=8 \
-    -rss_limit_mb=1024 -print_final_stats=1 -artifact_prefix="$scratch/" \
+    "$root/tests/fuzz/${target}_fuzz.cpp" "${linked[@]}"
+  "$scratch/$target" -runs="$runs" -seed="$seed" "${limits[@]}" \
+    -print_final_stats=1 -artifact_prefix="$scratch/" \
     "$found" "$root/tests/fuzz/corpus/$target" >"$scratch/log" 2>&1 || {
     tail -50 "$scratch/log"
     for input in "$scratch"/crash-* "$scratch"/oom-* "$scratch"/timeout-*; do

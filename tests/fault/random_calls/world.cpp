@@ -37,7 +37,8 @@ const std::vector<Call>& EveryCall() {
   return calls;
 }
 
-World::World(uint64_t number) : random(number), directory(CheckpointParent()) {}
+World::World(uint64_t number) : World(Random(number)) {}
+World::World(const Random& drawn) : random(drawn), directory(CheckpointParent()) {}
 
 void World::MakeCall() {
   if (random.OneIn(3000)) return FreeBoundGradient();

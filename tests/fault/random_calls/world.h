@@ -23,6 +23,7 @@ struct Call;
 class World {
  public:
   explicit World(uint64_t number);
+  explicit World(const Random& drawn);
 
   // Makes one call, drawn from EveryCall().
   void MakeCall();
