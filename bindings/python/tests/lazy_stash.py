@@ -58,7 +58,9 @@ class LazyStash:
     def pop(self, ticket, stream=0, flags=0):
         entry = self._entry(ticket)
         ctypes.memmove(entry[3], entry[2], entry[1])
-        del self.tickets[ticket]
+        entry[3] = None
+        if not flags & abi.OFFLOAD_STASH_KEEP:
+            del self.tickets[ticket]
         self.log.append(("pop", ticket, entry[1]))
 
     def drop(self, ticket, stream=0):

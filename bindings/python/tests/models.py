@@ -5,6 +5,7 @@ import os
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import hybridopt
 
@@ -36,6 +37,27 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    """Queries, keys and values are views with holes into one matrix. With dropout it is written out, so that torch
+    draws the same numbers on each device of a kind."""
+
+    def __init__(self, width, heads, dropout=None):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        if self.dropout is None:
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = (q @ k.transpose(-1, -2)) / (width // self.heads) ** 0.5
+            mixed = functional.dropout(scores.softmax(-1), self.dropout) @ v
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 def perceptron(dtype=torch.float32):

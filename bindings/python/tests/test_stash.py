@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 from lazy_stash import LazyStash
-from models import Block, bits
+from models import Attention, Block, bits
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -42,22 +42,6 @@ def lazy(monkeypatch):
 
 def stash_of(**options):
     return hybridopt.ActivationStash(**{"budget": 8 << 20, "min_bytes": 1, "slab_bytes": 4096, **options})
-
-
-class Attention(nn.Module):
-    """Queries, keys and values are views with holes into one matrix."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
 
 
 class Model(nn.Module):

@@ -1,8 +1,9 @@
-"""Check mode: an operation on a param that a step still writes raises, so that code without the necessary
-wait is found.
+"""Params that cannot be read now: an operation on one raises. Meanwhile the tensor has another class, whose
+operations raise.
 
-The environment variable HYBRIDOPT_CHECK_OVERLAP=1 turns it on. Until the step has been waited for, the
-tensor has another class, whose operations raise. Its memory and its address do not change."""
+Check mode, which the environment variable HYBRIDOPT_CHECK_OVERLAP=1 turns on, does this to params that a step
+still writes, so that code without the necessary wait is found. Their memory and address do not change. An
+activation stash does it to weights that are on the host, and have no memory on the device."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ _HARMLESS_FUNCTIONS = {
     Tensor.data_ptr, Tensor.dim, Tensor.element_size, Tensor.is_contiguous, Tensor.nelement,
     Tensor.numel, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
     Tensor.requires_grad_, Tensor.size, Tensor.storage_offset, Tensor.stride, Tensor.is_inference,
+    torch.autograd.grad, torch.autograd.backward,
 }  # fmt: skip
 _HARMLESS_ATTRIBUTES = (
     "_backward_hooks", "_version", "device", "dtype", "grad", "grad_dtype", "grad_fn", "is_cpu",
-    "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "layout", "ndim", "requires_grad",
-    "retains_grad", "shape",
+    "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize", "layout", "nbytes", "ndim",
+    "requires_grad", "retains_grad", "shape",
 )  # fmt: skip
 
 
@@ -42,11 +44,22 @@ def _harmless() -> set[Any]:
 
 HARMLESS = _harmless()
 
+WRITTEN = (
+    "while a step still writes it, and no module that has it was called before; call optimizer.synchronize() "
+    "before this use"
+)
+AWAY = (
+    "while it is on the host, where wrap(weights=True) has put it; it comes back for the forward and backward pass "
+    "of its layer, for a step and for state_dict(). Before any other use call bring_back() of what wrap() has "
+    "returned"
+)
+
 
 class Unreadable:
-    """The base of the classes that tensors have in check mode."""
+    """The base of the classes that such tensors have."""
 
     parameter = ""
+    why = WRITTEN
     readable: type[Tensor]  # the class that the tensor had before
 
     @classmethod
@@ -60,8 +73,7 @@ class Unreadable:
         if name == "__get__":  # of an attribute, which knows its name
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         raise abi.InvalidStateError(
-            f"parameter {cls.parameter!r} is used by {name!r} while a step still writes it, and no "
-            "module that has it was called before; call optimizer.synchronize() before this use"
+            f"parameter {cls.parameter!r} is used by {name!r} {cls.why}"
         )
 
 
@@ -69,12 +81,12 @@ def is_on() -> bool:
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
-def hide(tensor: Tensor, parameter: str) -> None:
+def hide(tensor: Tensor, parameter: str, why: str = WRITTEN) -> None:
     """Makes operations on the tensor raise an error that names the parameter."""
     readable = type(tensor)
     if issubclass(readable, Unreadable):
         return
-    fields = {"parameter": parameter, "readable": readable, "__slots__": ()}
+    fields = {"parameter": parameter, "readable": readable, "why": why, "__slots__": ()}
     tensor.__class__ = type(f"Unreadable{readable.__name__}", (Unreadable, readable), fields)
 
 

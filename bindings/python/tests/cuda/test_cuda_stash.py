@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hybridopt
-from models import Block
+from models import Attention, Block
 
 GIB = 1 << 30
 
@@ -38,21 +38,6 @@ def spoil():
         torch.full((1 << shift,), torch.nan, device="cuda")
 
 
-class Attention(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        scores = (q @ k.transpose(-1, -2)) / (width // self.heads) ** 0.5
-        mixed = functional.dropout(scores.softmax(-1), 0.1) @ v
-        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-
-
 class Model(nn.Module):
     """Layers of different sizes, so that each activation finds other free memory than the last one."""
 
@@ -62,7 +47,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(300, width)
         self.blocks = nn.ModuleList()
         for hidden in (2048, 1024, 3072, 2048, 512, 2048):
-            self.blocks += [Attention(width, 4), Block(width, hidden)]
+            self.blocks += [Attention(width, 4, dropout=0.1), Block(width, hidden)]
         self.head = nn.Linear(width, 300)
 
     def forward(self, tokens):

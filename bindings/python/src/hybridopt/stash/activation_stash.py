@@ -14,7 +14,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ..abi.handles import Context
 from ..abi.stash import Stash
@@ -29,6 +31,7 @@ from .forward_pass import ForwardPass
 from .names import ROLES, Call, Names, Roles
 from .saved import Kept, Put, Wrapped, is_param, may_go, range_of
 from .table import Table
+from .weights import Weights
 
 MIN_BYTES = 1 << 20
 
@@ -48,6 +51,8 @@ class StashStats:
         down_bytes_per_second, up_bytes_per_second: of copies to the host and back, as the device has timed
             them; 0.0 on the CPU.
         waited_seconds: for which the device waited for copies.
+        weights_host_bytes: of host_bytes, copies of weights (wrap(weights=True)).
+        weights_away_bytes: weights that are on the host only.
     """
 
     saved: int
@@ -63,6 +68,8 @@ class StashStats:
     down_bytes_per_second: float
     up_bytes_per_second: float
     waited_seconds: float
+    weights_host_bytes: int
+    weights_away_bytes: int
 
 
 # So many passes are measured. The first one puts all aside, and its times are those of kernels that run for the
@@ -126,8 +133,14 @@ class Keyed:
 class Wrapping:
     """What wrap() gives: remove() ends it."""
 
-    def __init__(self, undo: list[Callable[[], None]]) -> None:
+    def __init__(self, undo: list[Callable[[], None]], bring_back: Callable[[], None]) -> None:
         self._undo = undo
+        self._bring_back = bring_back
+
+    def bring_back(self) -> None:
+        """All params of the modules are on the device when this returns, for whoever reads or writes them outside
+        of the modules' forward and backward passes. With weights=True they leave again after their next use."""
+        self._bring_back()
 
     def remove(self) -> None:
         for each in self._undo:
@@ -227,6 +240,8 @@ class ActivationStash:
         self._programs: dict[str, Program] = {}
         self._previous: weakref.ref[ForwardPass] | None = None
         self._wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._weights_only: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._weights = Weights(self._transfers, self._device)
         self._first_called: weakref.ref[nn.Module] | None = None
         self._open: ForwardPass | None = None  # of wrapped modules outside of with statements
         self._group = 0
@@ -251,7 +266,9 @@ class ActivationStash:
             raise TypeError(f"stash() got a {type(key).__name__}, expected the name of a program as a string")
         return Keyed(self, key)
 
-    def wrap(self, modules: nn.Module | Iterable[nn.Module]) -> Wrapping:
+    def wrap(
+        self, modules: nn.Module | Iterable[nn.Module], *, weights: bool = False, activations: bool = True
+    ) -> Wrapping:
         """Only what these modules save is put aside from now on, layer by layer; a with statement is not needed.
         A forward pass begins when the module that was the first of the last pass is called again, or where a
         with statement says so. A module whose call is inside of another one's saved_tensors_hooks (of
@@ -260,17 +277,38 @@ class ActivationStash:
         Args:
             modules (torch.nn.Module, or several): the layers; of a torch.nn.ModuleList its entries. What
                 torch.compile(layer) has made counts as a layer, and so does a layer after layer.compile().
+            weights (bool, default False): the params of these layers leave the device too, after the forward and
+                after the backward pass of their layer, and come back before the next one. At most three layers
+                are on the device: the one at work, the one before it, and the one that comes next. All trained
+                params are there while an optimizer steps. No layer may share params with another one.
+            activations (bool, default True): False, with weights=True: weights alone.
 
         Returns:
-            Wrapping: its remove() ends this.
+            Wrapping: its remove() ends this, its bring_back() brings weights back.
+
+        Raises:
+            TypeError, ValueError: a module that cannot be wrapped, or whose params cannot leave; the text says why.
         """
         layers = _modules_of(modules)
+        if not weights and not activations:
+            raise ValueError("wrap() got weights=False and activations=False, expected one of them to be True")
         for layer in layers:
             if layer in self._wrapped:
                 raise ValueError("wrap() got a module that is wrapped already; remove() that wrapping first")
+        if weights:
+            names = {layer: self._name_of(layer, number) for number, layer in enumerate(layers)}
+            known = ((name, module) for module, name in self._module_names.items())
+            with self._lock:
+                self._weights.add(names, known)
         undo = [undo for number, layer in enumerate(layers) for undo in self._attach(layer, number)]
+        if weights:
+            undo += [undo for layer in layers for undo in self._attach_weights(layer)]
+            undo.append(self._hook_steps())
         self._wrapped.update(layers)
-        return Wrapping([*undo, functools.partial(self._unwrap, weakref.WeakSet(layers))])
+        if not activations:
+            self._weights_only.update(layers)
+        kept = weakref.WeakSet(layers)
+        return Wrapping([*undo, functools.partial(self._unwrap, kept)], functools.partial(self._bring_back, kept))
 
     def only(self, *names: str) -> None:
         """Only some activations may go from now on; the next forward pass is measured again. only() without
@@ -359,11 +397,16 @@ class ActivationStash:
             down_bytes_per_second=0.0 if link is None else link.down,
             up_bytes_per_second=0.0 if link is None else link.up,
             waited_seconds=stats.release_wait_seconds + stats.pop_wait_seconds,
+            weights_host_bytes=self._weights.host_bytes(),
+            weights_away_bytes=self._weights.away_bytes(),
         )
 
     def close(self) -> None:
         """Gives the host memory back. Backward passes that need what is in it raise from now on. Modules that
-        were wrapped are called as before; remove() their wrapping."""
+        were wrapped are called as before, with their weights on the device; remove() their wrapping."""
+        if not self._handle.closed:
+            with self._lock:
+                self._weights.remove(self._weights.modules())
         self._handle.close()
         self._transfers.end_abandoned()
         self._names.remove()
@@ -432,7 +475,7 @@ class ActivationStash:
             ranges,
             forward_seconds,
             self._link(),
-            budget_bytes=self._budget_bytes,
+            budget_bytes=max(self._budget_bytes - self._weights.host_bytes(), 0),
             keep_last=self._keep_last,
             fraction=self._fraction,
         )
@@ -444,8 +487,10 @@ class ActivationStash:
     # ---------------------------------------------------------------------------- wrapped modules --
 
     def _attach(self, layer: nn.Module, number: int) -> Iterator[Callable[[], None]]:
-        name = self._module_names.get(layer) or f"layer {number}"
-        referred = weakref.ref(self)
+        name = self._name_of(layer, number)
+        # Who has the weights of a module must not go before the module does.
+        stays = functools.partial(_same, self)
+        referred: Callable[[], ActivationStash | None] = stays if layer in self._weights else weakref.ref(self)
         its = weakref.ref(layer)
 
         @torch._disable_dynamo
@@ -455,10 +500,10 @@ class ActivationStash:
                 stash._enter_layer(module, name)
 
         @torch._disable_dynamo
-        def after(*_: Any) -> None:
+        def after(*arguments: Any) -> None:
             stash, module = referred(), its()
             if stash is not None and module is not None:
-                stash._leave_layer(module, name)
+                stash._leave_layer(module, name, arguments[-1] if arguments else None)
 
         compiled = layer._compiled_call_impl
         if compiled is None:
@@ -469,10 +514,12 @@ class ActivationStash:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             before()
+            result = None
             try:
-                return compiled(*args, **kwargs)
+                result = compiled(*args, **kwargs)
+                return result
             finally:
-                after()
+                after(result)
 
         def undo() -> None:
             module = its()
@@ -482,7 +529,44 @@ class ActivationStash:
         layer._compiled_call_impl = call
         yield undo
 
+    def _name_of(self, layer: nn.Module, number: int) -> str:
+        return self._module_names.get(layer) or f"layer {number}"
+
+    def _attach_weights(self, layer: nn.Module) -> Iterator[Callable[[], None]]:
+        its = weakref.ref(layer)
+
+        def bring_back(*_: Any) -> None:
+            module = its()
+            if module is not None:
+                self._bring_back([module])
+
+        for module in layer.modules():
+            yield module.register_state_dict_pre_hook(Call(bring_back)).remove
+            yield module.register_load_state_dict_pre_hook(Call(bring_back)).remove
+
+    def _hook_steps(self) -> Callable[[], None]:
+        """Of any optimizer."""
+        referred = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            stash = referred()
+            if stash is not None and not stash._handle.closed:
+                with stash._lock:
+                    groups = optimizer.param_groups
+                    stash._weights.come_for_step(param for group in groups for param in group["params"])
+
+        return register_optimizer_step_pre_hook(before_step).remove
+
+    def _bring_back(self, layers: Iterable[nn.Module]) -> None:
+        if not self._handle.closed:
+            with self._lock:
+                self._weights.come_back(layers)
+
     def _unwrap(self, layers: Iterable[nn.Module]) -> None:
+        if not self._handle.closed:
+            with self._lock:
+                self._weights.remove(layers)
+        self._weights_only.difference_update(layers)
         self._wrapped.difference_update(layers)
         self._first_called = self._open = None
 
@@ -490,22 +574,42 @@ class ActivationStash:
         thread = self._thread
         while any(each.module is layer for each in thread.entered):
             thread.entered.pop().leave()  # Ctrl-C has ended its last call without a word
+        if layer in self._weights:
+            with self._lock:
+                self._weights.enter(layer, is_backward=False)
         if _is_in_backward() or not torch.is_grad_enabled() or self._has_other_hooks():
             return
         refuse_capture("an activation stash")
-        if not thread.entered:
+        if not thread.entered and layer not in self._weights_only:
             with self._lock:
                 self._group += 1
                 self._continue_pass(layer)
         self._names.stack.modules.append(name)
         thread.entered.append(self._install(layer))
 
-    def _leave_layer(self, layer: nn.Module, name: str) -> None:
+    def _leave_layer(self, layer: nn.Module, name: str, result: Any) -> None:
         thread = self._thread
+        if layer in self._weights and not self._handle.closed:
+            self._leave_weights(layer, result)
         if thread.entered and thread.entered[-1].module is layer:
             thread.entered.pop().leave()
             if self._names.stack.modules and self._names.stack.modules[-1] == name:
                 self._names.stack.modules.pop()
+
+    def _leave_weights(self, layer: nn.Module, result: Any) -> None:
+        with self._lock:
+            self._weights.exit(layer)
+        its = weakref.ref(layer)
+
+        def before_backward(_: Tensor) -> None:
+            module = its()
+            if module is not None and not self._handle.closed:
+                with self._lock:
+                    self._weights.enter(module, is_backward=True)
+
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(before_backward)
 
     def _continue_pass(self, layer: nn.Module) -> None:
         """Outside of with statements, forward passes begin with the same layer."""
@@ -543,6 +647,9 @@ class ActivationStash:
             return self._restore(saved)
 
     def _save(self, tensor: Tensor) -> Any:
+        entered = self._thread.entered
+        if entered and entered[-1].module in self._weights_only:
+            return Kept(tensor, self._names.module)
         kind = type(tensor)
         if kind is not Tensor and kind is not nn.Parameter:
             if not is_traceable_wrapper_subclass(tensor) or is_param(tensor):
@@ -599,6 +706,8 @@ class ActivationStash:
         saved.guard.check()
         if isinstance(saved, Put):
             saved.block.forward_pass.use(saved.block)
+        elif self._weights:
+            self._weights.come_for(saved.tensor)
         return saved.restore()
 
 
@@ -614,6 +723,10 @@ def _is_in_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _same(stash: ActivationStash) -> ActivationStash:
+    return stash
 
 
 def _is_in_backward() -> bool:

@@ -180,7 +180,20 @@ class Transfers:
         its.wait_stream(mine)
         block.buffer, block.stream = buffer, stream
 
+    def stream(self) -> int:
+        return current_stream(self._device)
+
+    def default_stream(self) -> int:
+        return 0 if self._device.type == "cpu" else torch.cuda.default_stream(self._device).cuda_stream
+
+    def order(self, owner: int, user: int) -> None:
+        """Memory of one stream is let go that another one has used: the owner waits for that."""
+        if owner != user:
+            self._stream(owner).wait_stream(self._stream(user))
+
     def _stream(self, stream: int) -> torch.cuda.Stream:
+        if stream == 0:  # torch takes 0 for "no stream given", and makes another one
+            return torch.cuda.default_stream(self._device)
         return torch.cuda.ExternalStream(stream, self._device)
 
     def _on(self, stream: int) -> AbstractContextManager[Any]:

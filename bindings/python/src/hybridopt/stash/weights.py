@@ -1,0 +1,346 @@
+"""Weights that are put aside: the params of a layer lie on the host while other layers compute."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..abi.generated import OFFLOAD_STASH_KEEP
+from ..streams import refuse_capture
+from ..tensors import local
+from ..unreadable import AWAY, hide, reveal
+from .blocks import Transfers
+
+# So many layers that have been used stay on the device: the one at work, and the one before it, whose params are
+# being copied to the host. Beside them the next one comes back.
+RESIDENT_LAYERS = 2
+
+
+class Weight:
+    """A storage, which is all of one or more params of a layer.
+
+        storage   ticket   is_coming
+        memory    0        no         there is no copy of it on the host
+        memory    yes      no         the copy on the host is the same, or will be when is_leaving ends
+        empty     yes      no         it is on the host
+        memory    yes      yes        it is copied back; nobody may use it yet
+    """
+
+    def __init__(self, transfers: Transfers, params: dict[str, Tensor]) -> None:
+        self.params = params
+        self.storage = next(iter(params.values())).untyped_storage()
+        self.bytes = self.storage.nbytes()
+        self._transfers = transfers
+        self._copied_version = 0  # of the bits on the host
+        self._stream = transfers.default_stream()  # which its memory belongs to
+        self._user = self._stream  # which has used it last
+        self.ticket = 0
+        self._is_leaving = False
+        self.is_coming = False
+        self._stays = False
+
+    def __del__(self) -> None:
+        if self.ticket:
+            self._transfers.abandon(self.ticket, self._user, self.storage)
+
+    def _version(self) -> int:
+        return sum(param._version for param in self.params.values())
+
+    @property
+    def is_away(self) -> bool:
+        return self.bytes > 0 and self.storage.nbytes() == 0
+
+    def push(self) -> None:
+        """Queues the copy to the host, unless there is one of these bits. Without room there is none."""
+        if self.is_away or self.is_coming or self._stays:
+            return
+        if self.ticket and self._version() != self._copied_version:
+            self.forget_copy()
+        if self.ticket:
+            return
+        self._user = self._transfers.stream()
+        self.ticket = self._transfers.handle.push(self.storage.data_ptr(), self.bytes, self._user)
+        self._copied_version = self._version()
+        self._is_leaving = True
+
+    def leave(self) -> None:
+        """Lets the memory go. The stream that has used it waits for the copy."""
+        self.push()
+        if not self.ticket or self.is_away or self._stays:
+            return
+        if self.is_coming:
+            self._arrive()
+        if self._is_leaving:
+            self._transfers.handle.release(self.ticket, self._user)
+            self._is_leaving = False
+        self._transfers.order(self._stream, self._user)
+        for name, param in self.params.items():
+            hide(param, name, AWAY)
+        self.storage.resize_(0)
+
+    def prefetch(self) -> None:
+        """Queues the copy back into new memory."""
+        if self.is_away:
+            self._stream = self._user = self._transfers.stream()
+            self.storage.resize_(self.bytes)
+            try:
+                self._transfers.handle.prefetch(self.ticket, self.storage.data_ptr(), self.bytes, self._stream)
+            except BaseException:
+                self.storage.resize_(0)  # nobody may take what is there for the weights
+                raise
+            self.is_coming = True
+
+    def come(self) -> None:
+        """The current stream may use it."""
+        self.prefetch()
+        if self.is_coming:
+            self._arrive()
+            for param in self.params.values():
+                reveal(param)
+        self._user = self._transfers.stream()
+
+    def come_for_backward(self) -> None:
+        """A backward pass that is differentiated (create_graph=True) saves params where no hook sees it: they stay
+        from now on."""
+        self.come()
+        self._stays = self._stays or torch.is_grad_enabled()
+
+    def _arrive(self) -> None:
+        user = self._transfers.stream()
+        self._transfers.handle.pop(self.ticket, user, OFFLOAD_STASH_KEEP)
+        self._user = user
+        self.is_coming = False
+
+    def forget_copy(self) -> None:
+        """Its bits are about to change, or have."""
+        self.come()
+        if self.ticket:
+            self._transfers.handle.drop(self.ticket, self._user)
+            self.ticket, self._is_leaving = 0, False
+
+
+class Layer:
+    """The weights of a module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        transfers: Transfers,
+        of_storage: weakref.WeakValueDictionary[int, Weight],
+    ) -> None:
+        self.module = weakref.ref(module)
+        self._name = name
+        self._transfers = transfers
+        self._of_storage = of_storage
+        self.weights: list[Weight] = []
+        self.look()
+
+    def look(self) -> None:
+        """Finds the storages of now: params may have been given other memory, or others may be there."""
+        module = self.module()
+        found: dict[int, dict[str, Tensor]] = {}
+        if module is not None:
+            away = {id(param) for weight in self.weights if weight.is_away or weight.is_coming
+                    for param in weight.params.values()}  # fmt: skip
+            for name, param in module.named_parameters():
+                if id(param) not in away and param.device.type != "meta":
+                    key = param.untyped_storage()._cdata
+                    found.setdefault(key, {})[f"{self._name}.{name}"] = param
+        known = {weight.storage._cdata: weight for weight in self.weights}
+        kept = [weight for weight in self.weights if weight.is_away or weight.is_coming]
+        for key, params in found.items():
+            weight = known.get(key)
+            kept.append(Weight(self._transfers, params) if weight is None else weight)
+        self.weights = [weight for weight in kept if weight.bytes > 0]
+        self._of_storage.update((weight.storage._cdata, weight) for weight in self.weights)
+
+
+class Weights:
+    """Which layers' params are on the device. Each method is called under the lock of the stash."""
+
+    def __init__(self, transfers: Transfers, device: torch.device) -> None:
+        self._transfers = transfers
+        self._device = device
+        self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
+        self._of_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+        self._used: list[weakref.ref[Layer]] = []  # on the device, the latest one last
+        self._last: tuple[bool, weakref.ref[Layer]] | None = None
+        # By direction (whether backward) and layer: the one that was used next.
+        self._next: dict[bool, weakref.WeakKeyDictionary[Layer, weakref.ref[Layer]]] = {
+            False: weakref.WeakKeyDictionary(),
+            True: weakref.WeakKeyDictionary(),
+        }
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._layers
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def add(self, modules: Mapping[nn.Module, str], others: Iterable[tuple[str, nn.Module]]) -> None:
+        """Refuses what cannot leave, before anything is changed. `others` are all modules of the model."""
+        owners: dict[int, str] = {
+            weight.storage._cdata: name
+            for layer in self._layers.values()
+            for weight in layer.weights
+            for name in weight.params
+        }
+        for module, name in modules.items():
+            self._check(module, name, owners)
+        inside = {each for module in (*modules, *self._layers) for each in module.modules()}
+        for name, module in others:
+            if module not in inside:
+                for own, param in module.named_parameters(recurse=False):
+                    refuse_shared(f"{name}.{own}", param, owners)
+        for module, name in modules.items():
+            self._layers[module] = Layer(module, name, self._transfers, self._of_storage)
+
+    def _check(self, module: nn.Module, layer: str, owners: dict[int, str]) -> None:
+        of_storage: dict[int, list[Tensor]] = {}
+        for own, param in module.named_parameters():
+            name = f"{layer}.{own}"
+            if local(param) is not param:
+                raise TypeError(
+                    f"wrap(weights=True) got parameter {name!r}, a DTensor; expected plain tensors: FSDP2 gathers "
+                    "and frees weights itself"
+                )
+            if param.device != self._device:
+                raise ValueError(
+                    f"wrap(weights=True) got parameter {name!r} on {param.device}, expected {self._device}, where "
+                    "the stash is"
+                )
+            refuse_shared(name, param, owners)
+            of_storage.setdefault(param.untyped_storage()._cdata, []).append(param)
+            storage = param.untyped_storage()
+            if not storage.resizable():
+                raise ValueError(
+                    f"wrap(weights=True) got parameter {name!r}, whose memory torch cannot free (shared, or not "
+                    "torch's); give it a clone()"
+                )
+        for own, param in module.named_parameters():
+            storage = param.untyped_storage()
+            if sum(each.nbytes for each in of_storage[storage._cdata]) != storage.nbytes():
+                raise ValueError(
+                    f"wrap(weights=True) got parameter '{layer}.{own}', which shares its memory with something "
+                    "outside of the layer (a flat buffer, say); give it memory of its own"
+                )
+            owners[storage._cdata] = f"{layer}.{own}"
+
+    # ------------------------------------------------------------------------------ what hooks call --
+
+    def enter(self, module: nn.Module, is_backward: bool) -> None:
+        """The module's params are used from now on; those of the module before the last leave."""
+        layer = self._layers.get(module)
+        if layer is None:
+            return
+        refuse_capture("an activation stash")
+        for weight in layer.weights:
+            if is_backward:
+                weight.come_for_backward()
+            else:
+                weight.come()
+        used = [each for each in map(_target, self._used) if each is not None and each is not layer]
+        for before in used[: 1 - RESIDENT_LAYERS]:
+            for weight in before.weights:
+                weight.leave()
+        used = [*used[1 - RESIDENT_LAYERS :], layer]
+        self._used = list(map(weakref.ref, used))
+        if is_backward and len(used) > 1:
+            self._begin_to_leave(used[-2])
+        self._prefetch_next(layer, is_backward)
+
+    def _prefetch_next(self, layer: Layer, is_backward: bool) -> None:
+        if self._last is not None and self._last[0] == is_backward:
+            before = self._last[1]()
+            if before is not None and before is not layer:
+                self._next[is_backward][before] = weakref.ref(layer)
+        self._last = (is_backward, weakref.ref(layer))
+        referred = self._next[is_backward].get(layer)
+        following = None if referred is None else referred()
+        if following is None:
+            return
+        try:
+            for weight in following.weights:
+                weight.prefetch()
+        except torch.OutOfMemoryError:
+            return  # it comes back when it is used
+
+    def exit(self, module: nn.Module) -> None:
+        """The module's forward pass has ended: copies to the host begin."""
+        layer = self._layers.get(module)
+        if layer is not None:
+            self._begin_to_leave(layer)
+
+    def _begin_to_leave(self, layer: Layer) -> None:
+        layer.look()
+        for weight in layer.weights:
+            weight.push()
+
+    def come_for(self, tensor: Tensor) -> None:
+        """Brings the storage of a tensor back that a backward pass uses."""
+        with torch._C.DisableTorchFunctionSubclass():  # it may be unreadable
+            storage = tensor.untyped_storage()
+        weight = self._of_storage.get(storage._cdata)
+        if weight is not None:
+            weight.come_for_backward()
+
+    # ------------------------------------------------------------------------------------- others --
+
+    def come_back(self, modules: Iterable[nn.Module]) -> None:
+        """All params of these modules are on the device when this returns, and leave after their next use. They
+        may be written: copies on the host count no longer."""
+        weights = [weight for module in modules if module in self._layers for weight in self._layers[module].weights]
+        for weight in weights:
+            weight.prefetch()
+        for weight in weights:
+            weight.forget_copy()
+
+    def come_for_step(self, params: Iterable[Tensor]) -> None:
+        """What an optimizer steps is on the device, where the step leaves the new params."""
+        stepped = {id(param) for param in params if param.requires_grad}
+        weights = [
+            weight
+            for layer in self._layers.values()
+            for weight in layer.weights
+            if any(id(param) in stepped for param in weight.params.values())
+        ]
+        for weight in weights:
+            weight.prefetch()
+        for weight in weights:
+            weight.forget_copy()
+        self._used.clear()  # a step may go on beside the forward pass: only who waits for it may let params leave
+
+    def remove(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self.come_back(modules)
+        for module in modules:
+            self._layers.pop(module, None)
+        kept = list(self._layers.values())
+        self._used = [each for each in self._used if _target(each) in kept]
+
+    def modules(self) -> list[nn.Module]:
+        return list(self._layers)
+
+    def host_bytes(self) -> int:
+        return sum(w.bytes for layer in self._layers.values() for w in layer.weights if w.ticket)
+
+    def away_bytes(self) -> int:
+        return sum(w.bytes for layer in self._layers.values() for w in layer.weights if w.is_away)
+
+
+def _target(reference: weakref.ref[Layer]) -> Layer | None:
+    return reference()
+
+
+def refuse_shared(name: str, param: Tensor, owners: dict[int, str]) -> None:
+    owner = owners.get(local(param).untyped_storage()._cdata)
+    if owner is not None:
+        raise ValueError(
+            f"wrap(weights=True) got tied parameters: {owner!r} and {name!r} share their memory, and one layer "
+            "would use it while it is away for the other; leave one of the layers out, or wrap the module that has "
+            "both"
+        )

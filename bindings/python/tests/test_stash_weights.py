@@ -1,0 +1,541 @@
+"""Weights that are put aside layer by layer: losses, gradients and params have the bits of training without. On the
+library's host device, and on a stash that copies as late as it may (lazy_stash.py)."""
+
+import contextlib
+import copy
+import gc
+import io
+import itertools
+import weakref
+
+import pytest
+import torch
+from lazy_stash import LazyStash
+from models import Attention, Block, bits
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import hybridopt
+from hybridopt import abi
+from hybridopt.stash import activation_stash
+from hybridopt.stash.weights import Weight
+
+AWAY = "while it is on the host, where wrap.weights=True. has put it"
+
+
+@pytest.fixture(params=["library", "lazy"], autouse=True)
+def both(request, monkeypatch):
+    if request.param == "lazy":
+        monkeypatch.setattr(activation_stash, "Stash", LazyStash)
+
+
+def stash_of(**options):
+    return hybridopt.ActivationStash(**{"budget": 8 << 20, "min_bytes": 1, "slab_bytes": 4096, **options})
+
+
+class Model(nn.Module):
+    """Layers of several sizes between an embedding and a head that stay."""
+
+    checkpoints = None
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.embedding = nn.Embedding(40, width)
+        self.blocks = nn.ModuleList()
+        for hidden in (64, 24, 128):
+            self.blocks += [Attention(width, 2), Block(width, hidden)]
+        self.head = nn.Linear(width, 40, bias=False)
+
+    def layers(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens):
+        x = functional.dropout(self.embedding(tokens), 0.1)
+        if self.checkpoints is None:
+            x = self.layers(x)
+        else:
+            x = checkpoint(self.layers, x, use_reentrant=self.checkpoints)
+        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+def tokens_of(seed):
+    return torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model):
+    return hybridopt.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=1.0)
+
+
+def train(model, wrapping=None, make_optimizer=sgd, steps=4, micro_batches=2, called=None):
+    """Bits of all losses and gradients, and of the params in the end."""
+    optimizer = make_optimizer(model)
+    results = []
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            torch.manual_seed(10 * step + micro_batch)
+            loss = (called or model)(tokens_of(10 * step + micro_batch))
+            loss.backward()
+            results.append(loss.detach())
+        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(optimizer, hybridopt.AdamW):
+        optimizer.synchronize()
+    if wrapping is not None:
+        wrapping.bring_back()
+    return bits([*results, *model.parameters()])
+
+
+def pair(dtype=torch.float32):
+    model = Model().to(dtype)
+    return model, copy.deepcopy(model)
+
+
+def weight_bytes(modules):
+    return sum(p.nbytes for module in modules for p in module.parameters())
+
+
+# -------------------------------------------------------------------------------------- bits --
+
+
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_gradients_and_params_keep_their_bits(activations, dtype):
+    model, other = pair(dtype)
+    stash = stash_of(fraction=1.0, keep_last=0)
+    wrapping = stash.wrap(model.blocks, weights=True, activations=activations)
+    assert train(model, wrapping) == train(other)
+    stats = stash.stats()
+    assert stats.pushed_bytes >= 4 * weight_bytes(model.blocks)  # once a step
+    assert (stats.saved > 0) == activations
+    assert stats.weights_host_bytes == stats.weights_away_bytes == stats.host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": True},
+        {"master_layout": "split", "state_dtype": torch.bfloat16},
+        {"check_weights": False},
+    ],
+    ids=str,
+)
+def test_beside_the_librarys_optimizers(options):
+    model, other = pair(torch.bfloat16)
+    stash = stash_of(fraction=1.0, keep_last=0)
+    wrapping = stash.wrap(model.blocks, weights=True)
+
+    def make(module):
+        own = {**options, "overlap": module} if options.get("overlap") else options
+        return hybridopt.AdamW(module.named_parameters(), lr=1e-2, max_grad_norm=1.0, **own)
+
+    assert train(model, wrapping, make) == train(other, None, make)
+    assert stash.stats().pushed_bytes > 4 * weight_bytes(model.blocks)
+
+
+def test_three_layers_are_on_the_device_at_most():
+    """After the first pass, when the order is known. A step wants them all."""
+    model, _ = pair()
+    stash = stash_of()
+    stash.wrap(model.blocks, weights=True, activations=False)
+    sizes = [weight_bytes([block]) for block in model.blocks]
+    total, most = sum(sizes), max(sum(three) for three in itertools.combinations(sizes, 3))
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: seen.append(total - stash.stats().weights_away_bytes))
+        block.norm.weight.register_hook(lambda _: seen.append(total - stash.stats().weights_away_bytes))
+    for seed in range(3):
+        model(tokens_of(seed)).backward()
+        here = seen[6:] if seed == 0 else seen
+        assert len(here) >= 6 and max(here) <= most
+        seen.clear()
+    pushed = stash.stats().pushed_bytes
+    assert pushed == total  # nothing has changed since the first pass
+    with torch.no_grad():
+        for seed in range(2):
+            model(tokens_of(seed))
+            assert total - stash.stats().weights_away_bytes <= most
+    assert stash.stats().pushed_bytes == pushed
+
+
+def test_what_a_step_has_changed_goes_down_once_and_frozen_weights_never_again():
+    """The step's upload is what the next forward pass uses: nothing comes up for it."""
+    model, other = pair()
+    for module in (model, other):
+        for block in (module.blocks[0], module.blocks[3]):
+            block.requires_grad_(False)
+        module.blocks[4].qkv.weight.requires_grad_(False)  # as adapters beside frozen weights
+    stash = stash_of()
+    wrapping = stash.wrap(model.blocks, weights=True, activations=False)
+    frozen = sum(p.nbytes for p in model.blocks.parameters() if not p.requires_grad)
+    trained = weight_bytes(model.blocks) - frozen
+    assert train(model, wrapping, adamw) == train(other, None, adamw)
+    assert stash.stats().pushed_bytes == frozen + 4 * trained
+    assert not any(p.grad is not None for p in model.parameters() if not p.requires_grad)
+
+
+def test_weights_come_from_the_step_itself():
+    model, _ = pair()
+    stash = stash_of()
+    stash.wrap(model.blocks, weights=True, activations=False)
+    optimizer = adamw(model)
+    for seed in range(3):
+        model(tokens_of(seed)).backward()
+        optimizer.step()
+        assert stash.stats().weights_away_bytes == stash.stats().weights_host_bytes == 0
+        before = stash.stats().returned_bytes
+        with torch.no_grad():
+            model.blocks[0](torch.randn(1, 3, 16))
+        assert stash.stats().returned_bytes == before
+        optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------ ways of training --
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation(reentrant):
+    """Megatron's settings forbid it."""
+    model, other = pair()
+    model.checkpoints = other.checkpoints = reentrant
+    stash = stash_of(fraction=1.0, keep_last=0)
+    wrapping = stash.wrap(model.blocks, weights=True)
+    for module in (model, other):
+        module.embedding.weight.requires_grad_(True)
+    assert train(model, wrapping) == train(other)
+    assert stash.stats().pushed_bytes >= 4 * weight_bytes(model.blocks)
+
+
+def test_a_checkpoint_inside_of_a_layer():
+    class Inside(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return self.block(x) + checkpoint(self.block, x, use_reentrant=False)
+
+    model, other = pair()
+    for module in (model, other):
+        module.blocks = nn.ModuleList(map(Inside, module.blocks))
+    wrapping = stash_of().wrap(model.blocks, weights=True)
+    assert train(model, wrapping) == train(other)
+
+
+def test_several_passes_before_their_backward_passes():
+    """1F1B, which Megatron's settings forbid."""
+    model, other = pair()
+    stash = stash_of(fraction=1.0, keep_last=0)
+    wrapping = stash.wrap(model.blocks, weights=True)
+
+    def scheduled(module):
+        losses, shown = [], []
+        for step in "FFFBFBBFBFFBBFFBB":
+            if step == "F":
+                torch.manual_seed(len(shown))
+                losses.append(module(tokens_of(len(shown))))
+                shown.append(losses[-1].detach())
+            else:
+                losses.pop(0).backward()
+        return bits([*shown, *(p.grad for p in module.parameters())])
+
+    assert scheduled(model) == scheduled(other)
+    assert stash.stats().weights_away_bytes > 0
+    wrapping.remove()
+    assert stash.stats().host_bytes == 0
+
+
+def test_branches_whose_backward_passes_are_between_each_other():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Block(16, 8 * n) for n in range(1, 7))
+
+        def forward(self, x):
+            first = [layer(x) for layer in self.layers]
+            return sum(layer(y * z) for layer, y, z in zip(reversed(self.layers), first, first[1:])).square().mean()
+
+    model = Branches()
+    other = copy.deepcopy(model)
+    stash_of().wrap(model.layers, weights=True)
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def run(module):
+        found = torch.autograd.grad(module(x), [x, *module.parameters()], create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in found), [x], retain_graph=True)
+        return bits([*found, *again])
+
+    for _ in range(2):
+        assert run(model) == run(other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("how", ["layer.compile()", "compile(layer)"])
+def test_compiled_layers(how):
+    torch._dynamo.reset()
+    model = nn.Sequential(Block(16, 64), Block(16, 24), Block(16, 40), Block(16, 32))
+    other = copy.deepcopy(model)
+    for layers in (model, other):
+        for index in range(4):
+            if how == "layer.compile()":
+                layers[index].compile(backend="aot_eager")
+            else:
+                layers[index] = torch.compile(layers[index], backend="aot_eager")
+    stash = stash_of()
+    stash.wrap(list(model), weights=True)
+
+    def run(module):
+        results = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            loss = module(torch.randn(4, 16)).square().sum()
+            loss.backward()
+            results.append(loss.detach())
+        return bits([*results, *(p.grad for p in module.parameters())])
+
+    assert run(model) == run(other)
+    assert stash.stats().weights_away_bytes > 0
+
+
+def test_without_room_weights_stay():
+    model, other = pair()
+    stash = stash_of(budget=3 * 4096)
+    wrapping = stash.wrap(model.blocks, weights=True, activations=False)
+    assert train(model, wrapping) == train(other)
+    assert stash.stats().refused_bytes > 0
+    model(tokens_of(0))
+    assert 0 < stash.stats().weights_away_bytes <= 3 * 4096
+
+
+def test_an_exception_leaves_all_in_order():
+    model, other = pair()
+    stash = stash_of(fraction=1.0, keep_last=0)
+    wrapping = stash.wrap(model.blocks, weights=True)
+    for module in (model, other):
+        hook = module.blocks[3].down.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            module(tokens_of(0))
+        hook.remove()
+    assert stash.stats().weights_away_bytes > 0
+    assert train(model, wrapping) == train(other)
+
+
+def test_evaluation_between_forward_and_backward():
+    model, other = pair()
+    stash_of().wrap(model.blocks, weights=True)
+
+    def run(module):
+        loss = module(tokens_of(0))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                results = [module.eval()(tokens_of(1)).clone()]
+        loss.backward()
+        return bits([loss, *results, *(p.grad for p in module.parameters())])
+
+    torch.manual_seed(0)
+    expected = run(other)
+    torch.manual_seed(0)
+    assert run(model) == expected
+
+
+# ---------------------------------------------------------------------------- whoever else looks --
+
+
+def away_param(model):
+    model(tokens_of(0))
+    return model.blocks[1].up.weight
+
+
+def test_state_dict_while_weights_are_away():
+    model, other = pair()
+    stash = stash_of()
+    stash.wrap(model.blocks, weights=True)
+    away_param(model)
+    assert stash.stats().weights_away_bytes > 0
+    found, expected = model.state_dict(), other.state_dict()
+    assert list(found) == list(expected) and bits(found.values()) == bits(expected.values())
+    away_param(model)
+    changed = {name: tensor + 1 for name, tensor in expected.items()}
+    model.load_state_dict(changed)
+    other.load_state_dict(changed)
+    assert train(model, None) is not None
+    model.load_state_dict(changed)
+    torch.manual_seed(3)
+    one = model(tokens_of(3))
+    torch.manual_seed(3)
+    assert bits([one]) == bits([other(tokens_of(3))])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, param: param.clone(),
+        lambda model, param: param.data,
+        lambda model, param: param.norm(),
+        lambda model, param: copy.deepcopy(model),
+        lambda model, param: model.to(torch.float64),
+        lambda model, param: torch.save(model, io.BytesIO()),
+        lambda model, param: param.copy_(torch.ones(64, 16)),
+        lambda model, param: functional.linear(torch.ones(2, 16), param),
+    ],
+)
+def test_a_use_elsewhere_is_refused_until_weights_are_brought_back(use):
+    model, _ = pair()
+    wrapping = stash_of(model=model).wrap(model.blocks, weights=True)
+    param = away_param(model)
+    with pytest.raises(abi.InvalidStateError, match=r"parameter 'blocks.\d.*' is used by .* " + AWAY):
+        use(model, param)
+    wrapping.bring_back()
+    with torch.no_grad():
+        use(model, param)
+
+
+def test_what_was_written_after_bring_back_counts():
+    model, other = pair()
+    wrapping = stash_of().wrap(model.blocks, weights=True, activations=False)
+    for module in (model, other):
+        away_param(module)
+        if module is model:
+            wrapping.bring_back()
+        for block in module.blocks:
+            for param in block.parameters():
+                param.data.mul_(1.5)  # which leaves no trace in the tensor
+        torch.manual_seed(0)
+        module(tokens_of(1)).backward()
+    wrapping.bring_back()
+    assert bits(p.grad for p in model.parameters()) == bits(p.grad for p in other.parameters())
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_a_write_in_place_between_two_uses_counts():
+    """Of weights that have a copy on the host and are on the device just now."""
+    model, other = pair()
+    stash_of().wrap(model.blocks, weights=True, activations=False)
+    for module in (model, other):
+        with torch.no_grad():
+            module(tokens_of(0))
+            module.blocks[5].up.weight.mul_(2)
+            module.blocks[5].down.weight = nn.Parameter(module.blocks[5].down.weight * 3)
+            for seed in range(2):
+                module(tokens_of(seed))
+        torch.manual_seed(0)
+        module(tokens_of(1)).backward()
+    assert bits(p.grad for p in model.parameters()) == bits(p.grad for p in other.parameters())
+
+
+def test_remove_close_and_the_end_of_a_model():
+    model, other = pair()
+    stash = stash_of()
+    wrapping = stash.wrap(model.blocks, weights=True)
+    away_param(model)
+    wrapping.remove()
+    assert bits(model.parameters()) == bits(other.parameters()) and stash.stats().host_bytes == 0
+    stash.wrap(model.blocks, weights=True)
+    away_param(model)
+    stash.close()
+    assert bits(model.parameters()) == bits(other.parameters())
+    assert train(model) == train(other)
+
+    model = Model()
+    stash = stash_of()
+    stash.wrap(model.blocks, weights=True)
+    away_param(model)
+    gone = weakref.ref(model.blocks[0])
+    assert stash.stats().weights_away_bytes > 0
+    del model
+    gc.collect()
+    assert gone() is None and stash.stats().host_bytes == 0
+
+
+def test_a_stash_lives_as_long_as_the_weights_that_it_has():
+    model, other = pair()
+    stash_of().wrap(model.blocks, weights=True)
+    gc.collect()
+    away_param(model)
+    assert train(model, None) is not None
+    found = model.state_dict()
+    train(other)
+    assert bits(found.values()) == bits(other.state_dict().values())
+
+
+# ------------------------------------------------------------------------------- what is refused --
+
+
+def test_tied_params_are_refused():
+    model = Model()
+    model.blocks[2].out.weight = model.blocks[0].out.weight
+    stash = stash_of(model=model)
+    with pytest.raises(ValueError, match=r"tied parameters: 'blocks.0.out.weight' and 'blocks.2.out.weight' share"):
+        stash.wrap(model.blocks, weights=True)
+    model = Model()
+    model.embedding.weight = model.head.weight
+    stash = stash_of(model=model)
+    with pytest.raises(ValueError, match=r"tied parameters: 'head.weight' and 'embedding.weight' share"):
+        stash.wrap([model.head], weights=True)
+    stash.wrap(model.blocks, weights=True).remove()
+    stash.wrap(model, weights=True)  # all of it is one layer
+    model(tokens_of(0)).backward()
+
+
+def test_params_that_cannot_leave_are_refused():
+    model, stash = Model(), stash_of()
+    flat = torch.zeros(2 * 16)
+    model.blocks[1].norm.weight = nn.Parameter(flat[:16])
+    with pytest.raises(ValueError, match=r"'layer 0.norm.weight', which shares its memory with something outside"):
+        stash.wrap([model.blocks[1]], weights=True)
+    model.blocks[1].norm.weight = nn.Parameter(torch.from_numpy(flat[:16].clone().numpy()))
+    with pytest.raises(ValueError, match=r"'layer 0.norm.weight', whose memory torch cannot free"):
+        stash.wrap([model.blocks[1]], weights=True)
+    with pytest.raises(ValueError, match=r"'layer 0.weight' on meta, expected cpu, where the stash is"):
+        stash.wrap([nn.Linear(3, 3, device="meta")], weights=True)
+    with pytest.raises(ValueError, match=r"weights=False and activations=False, expected one of them to be True"):
+        stash.wrap([model.blocks[0]], activations=False)
+    assert stash.stats().pushed_bytes == 0
+    stash.wrap([model.blocks[0]], weights=True)
+
+
+# ---------------------------------------------------------------------------- that waits are needed --
+
+
+@pytest.mark.parametrize("what", ["release", "pop", "forget_copy"])
+def test_each_wait_is_needed(what, monkeypatch, request):
+    """Without the wait for the copy to the host, for the copy back, and with the copy of before the step."""
+    if request.node.callspec.params["both"] != "lazy":
+        return  # copies of the host device are made at once
+    model, other = pair()
+    expected = train(other)
+    stash = stash_of()
+    wrapping = stash.wrap(model.blocks, weights=True, activations=False)
+    if what == "release":
+
+        def leave(self):
+            self.push()
+            if self.ticket and not self.is_away and not self.is_coming:
+                torch.empty(0, dtype=torch.uint8).set_(self.storage).fill_(0xFF)  # who gets the memory next
+                stash._handle.release(self.ticket)
+                self._is_leaving = False
+                self.storage.resize_(0)
+
+        monkeypatch.setattr(Weight, "leave", leave)
+    elif what == "pop":
+
+        def pop(self, ticket, stream=0, flags=0):
+            self.tickets[ticket][3] = None
+
+        monkeypatch.setattr(LazyStash, "pop", pop)
+    else:
+        monkeypatch.setattr(Weight, "forget_copy", Weight.come)
+        monkeypatch.setattr(Weight, "_version", lambda _: 0)
+    try:
+        found = train(model, wrapping)
+    except (RuntimeError, AssertionError):
+        return
+    assert found != expected
