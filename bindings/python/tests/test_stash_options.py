@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import re
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.stash import wrap_as_megatron
 from hybridopt.stash.choice import LINK_SHARE, Link, Measured, choose, schedule
 from hybridopt.stash.names import matches
 
@@ -215,6 +217,79 @@ def test_a_dry_run_without_a_backward_pass_is_refused():
     with pytest.raises(RuntimeError, match=r"dry_run\(\) has seen no backward pass .* at least min_bytes \(1 bytes\)"):
         stash.dry_run(lambda: model(torch.randn(2, 6, 16)))
     backward(model)
+
+
+# ------------------------------------------------------------------------- settings of Megatron-LM --
+
+
+def pushed_by(wrap):
+    model, stash = model_and_stash(fraction=1.0)
+    torch.manual_seed(0)
+    wrap(stash, model)
+    for _ in range(2):
+        backward(model)
+    stats = stash.stats()
+    return stats.saved_bytes, stats.pushed_bytes, stats.weights_away_bytes
+
+
+@pytest.mark.parametrize(
+    "settings, wrap",
+    [
+        ({}, lambda stash, model: stash.wrap([])),
+        ({"cpu_offloading_num_layers": 3}, lambda stash, model: stash.wrap([])),  # the switch is off
+        ({"cpu_offloading": True}, lambda stash, model: stash.wrap([])),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 2}, lambda stash, model: stash.wrap(model[:2])),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 3, "cpu_offloading_weights": True},
+            lambda stash, model: stash.wrap(model[:3], weights=True),
+        ),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 3, "cpu_offloading_weights": True,
+             "cpu_offloading_activations": False, "cpu_offloading_double_buffering": True},
+            lambda stash, model: stash.wrap(model[:3], weights=True, activations=False),
+        ),
+        (
+            {"fine_grained_activation_offloading": True, "offload_modules": ["norm", "mlp"]},
+            lambda stash, model: (stash.only("norm", "mlp"), stash.wrap(model[:3])),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_megatron(settings, wrap):
+    config = types.SimpleNamespace(**settings)
+    found = pushed_by(lambda stash, model: wrap_as_megatron(stash, model, config))
+    assert found == pushed_by(lambda stash, model: wrap(stash, list(model)))
+    assert (found[1] > 0) == (settings.get("cpu_offloading_num_layers", 4) > 0 and len(settings) > 1)
+
+
+WHOLE = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
+FINE = {"fine_grained_activation_offloading": True, "offload_modules": ["mlp"]}
+
+
+@pytest.mark.parametrize(
+    "settings, kind, text",
+    [
+        ({**WHOLE, "cpu_offloading_num_layers": 4}, ValueError,
+         "cpu_offloading_num_layers is 4, expected 0 to 3: one less than the 4 layers that there are"),
+        ({**WHOLE, "cpu_offloading_num_layers": -1}, ValueError, "cpu_offloading_num_layers is -1, expected 0 to 3"),
+        ({**WHOLE, "cpu_offloading_num_layers": 1.0}, TypeError, "cpu_offloading_num_layers is 1.0, expected an int"),
+        ({**WHOLE, **FINE}, ValueError, "are both True, expected one of them: the first puts whole layers aside"),
+        ({**WHOLE, "cpu_offloading_activations": False}, ValueError, "are both False, expected one of them to be True"),
+        ({**WHOLE, "cpu_offloading_weights": "yes"}, TypeError, "cpu_offloading_weights is 'yes', expected True or"),
+        ({**WHOLE, "enable_cuda_graph": True}, ValueError, "enable_cuda_graph is True, expected no CUDA graphs"),
+        ({**WHOLE, "cuda_graph_impl": "local"}, ValueError, "cuda_graph_impl is 'local', expected no CUDA graphs"),
+        ({**FINE, "external_cuda_graph": True}, ValueError, "external_cuda_graph is True, expected no CUDA graphs"),
+        ({**FINE, "offload_modules": None}, ValueError, "offload_modules is None, expected a list of names"),
+        ({**FINE, "offload_modules": ["nrom"]}, ValueError, "only.. got 'nrom', but the model has no module"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_megatron_that_are_refused(settings, kind, text):
+    model, stash = model_and_stash(fraction=1.0)
+    with pytest.raises(kind, match=text):
+        wrap_as_megatron(stash, model, types.SimpleNamespace(**settings))
+    backward(model)
+    assert stash.stats().saved == stash.stats().pushed_bytes == 0
 
 
 # ----------------------------------------------------------------------------------- bad input --

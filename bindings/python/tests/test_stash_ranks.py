@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import types
 
 import pytest
 import ranks
@@ -11,6 +12,7 @@ from models import Block, bits
 from torch import nn
 
 import hybridopt
+from hybridopt.stash import wrap_as_megatron
 
 EVERYTHING = {"budget": 4 << 20, "min_bytes": 1, "slab_bytes": 4096, "fraction": 1.0, "keep_last": 0, "window_bytes": 0}
 
@@ -130,7 +132,7 @@ def pipeline(rank, world):
 
     chunks, batches = 2, 4
 
-    def run(stashes):
+    def run(stashes, wrap=None):
         whole = blocks(world * chunks * 2)
         stages = []
         modules = []
@@ -139,7 +141,7 @@ def pipeline(rank, world):
             module = copy.deepcopy(whole[2 * index : 2 * index + 2])
             modules.append(module)
             if stashes:
-                stashes[chunk].wrap(list(module))
+                wrap(stashes[chunk], module)
             stages.append(PipelineStage(module, index, world * chunks, torch.device("cpu")))
         schedule = ScheduleInterleaved1F1B(stages, batches, loss_fn=lambda y, target: (y - target).square().mean())
         losses = []
@@ -154,8 +156,13 @@ def pipeline(rank, world):
 
     expected = run(None)
     stashes = [hybridopt.ActivationStash(**EVERYTHING) for _ in range(chunks)]
-    assert run(stashes) == expected
+    assert run(stashes, lambda stash, module: stash.wrap(list(module))) == expected
     assert all(is_empty(stash) and stash.choice().chosen_bytes > 0 for stash in stashes)
+    # Megatron-LM's settings, which it refuses with pipelines.
+    config = types.SimpleNamespace(cpu_offloading=True, cpu_offloading_num_layers=1, cpu_offloading_weights=True)
+    stashes = [hybridopt.ActivationStash(**EVERYTHING) for _ in range(chunks)]
+    assert run(stashes, lambda stash, module: wrap_as_megatron(stash, module, config)) == expected
+    assert all(stash.stats().pushed_bytes > 0 for stash in stashes)
     dist.barrier()
 
 
