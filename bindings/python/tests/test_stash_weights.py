@@ -125,6 +125,9 @@ def test_losses_gradients_and_params_keep_their_bits(activations, dtype):
         {"overlap": True},
         {"master_layout": "split", "state_dtype": torch.bfloat16},
         {"check_weights": False},
+        {"hooks": {}},
+        {"hooks": {"micro_batches": 2}, "master_layout": "split", "overlap": True},
+        {"hooks": {"accumulate": True}},
     ],
     ids=str,
 )
@@ -133,12 +136,41 @@ def test_beside_the_librarys_optimizers(options):
     stash = stash_of(fraction=1.0, keep_last=0)
     wrapping = stash.wrap(model.blocks, weights=True)
 
-    def make(module):
-        own = {**options, "overlap": module} if options.get("overlap") else options
-        return hybridopt.AdamW(module.named_parameters(), lr=1e-2, max_grad_norm=1.0, **own)
+    hooks = options.get("hooks")
+    micro_batches = 1 if hooks == {} else 2
 
-    assert train(model, wrapping, make) == train(other, None, make)
+    def make(module):
+        own = {key: value for key, value in options.items() if key != "hooks"}
+        if "overlap" in own:
+            own["overlap"] = module
+        optimizer = hybridopt.AdamW(module.named_parameters(), lr=1e-2, max_grad_norm=1.0, **own)
+        if hooks is not None:
+            optimizer.hook_gradients(**hooks)
+        return optimizer
+
+    found = train(model, wrapping, make, micro_batches=micro_batches)
+    assert found == train(other, None, make, micro_batches=micro_batches)
     assert stash.stats().pushed_bytes > 4 * weight_bytes(model.blocks)
+
+
+def test_gradients_that_leave_where_all_layers_are_on_the_device():
+    """Params that have moved, none of which is away when gradients leave."""
+    model = nn.Sequential(*(Block(16, 32) for _ in range(3)))
+    other = copy.deepcopy(model)
+    stash_of().wrap(list(model), weights=True)
+
+    def run(module):
+        optimizer = hybridopt.AdamW(module.named_parameters(), lr=1e-2, max_grad_norm=None)
+        optimizer.hook_gradients()
+        for seed in range(4):
+            torch.manual_seed(seed)
+            module(torch.randn(4, 16)).square().sum().backward()
+            with torch.no_grad():
+                module(torch.randn(4, 16))
+            optimizer.step()
+        return bits(module.state_dict().values())
+
+    assert run(model) == run(other)
 
 
 def test_three_layers_are_on_the_device_at_most():

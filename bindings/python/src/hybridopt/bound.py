@@ -13,6 +13,7 @@ from . import abi
 from .batch import BATCH_SLOTS, Batch, batches_of
 from .registered import Slot
 from .tensors import local
+from .unreadable import has_been_away
 
 # offload_binding_t in words of 8 bytes: struct_size and the param's id, then data, then grad.
 WORDS = ctypes.sizeof(abi.offload_binding_t) // 8
@@ -119,9 +120,14 @@ class Bound:
         self.addresses.tell(list(range(len(addresses))), addresses, [0] * len(addresses))
 
     def bind_gradients(self, gradients: dict[Slot, Tensor]) -> None:
-        """Binds some params and their gradients, which must be as the library reads them."""
+        """Binds some params and their gradients, which must be as the library reads them. No param is read: where
+        a stash puts some aside, all keep the addresses that the library knows, since one may have the memory now
+        that another one had. Before a step all are on the device, and bound."""
         ids = [slot.id for slot in gradients]
-        params = [self._batch_of(slot).address_of(slot) for slot in gradients]
+        if any(map(has_been_away, self._params)):
+            params = [self.addresses.params[id] for id in ids]
+        else:
+            params = [self._batch_of(slot).address_of(slot) for slot in gradients]
         self.addresses.tell(ids, params, [grad.data_ptr() for grad in gradients.values()])
 
     def _put_kept(self, grads: list[int]) -> None:

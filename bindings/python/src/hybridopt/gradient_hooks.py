@@ -54,7 +54,7 @@ class Hooked(Protocol):
     _hooks: GradientHooks | None
     _leftover: Any  # where free memory of the device is given to state
 
-    def _ready_engine(self) -> Engine: ...
+    def _ready_engine(self, binds_params: bool = True) -> Engine: ...
 
 
 def refuse_held_accumulators(params: Iterable[tuple[str, Tensor]]) -> None:
@@ -197,7 +197,7 @@ class GradientHooks:
         if engine is None or not self._begun:
             # This is the first gradient of a step. Only now may another engine be made, with room for
             # unfrozen params or a group's momentum: later it would lose the gradients on the host.
-            engine = optimizer._ready_engine()
+            engine = optimizer._ready_engine(binds_params=False)
             count = len(engine.slots)
             keeps_none = self._keeps_none or optimizer._leftover is not None
             self._keep = bytes(count) if keeps_none else engine.handle.grads_to_keep(count)

@@ -410,14 +410,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------------------------- engine --
 
-    def _ready_engine(self) -> Engine:
+    def _ready_engine(self, binds_params: bool = True) -> Engine:
         """The engine, committed and up to date with params, groups and state. It is made even if there are no
-        gradients."""
+        gradients. Who reads no param need not have them bound: a stash may have put some aside."""
         refuse_capture()
         engine = self._prepare(always=True)
         if engine is None:
             raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to move or save")
-        if engine.released_storages is None:
+        if binds_params and engine.released_storages is None:
             engine.bound.bind_params()
         else:
             engine.bound.release()

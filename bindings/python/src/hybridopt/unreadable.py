@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import abi
 
@@ -55,6 +56,9 @@ AWAY = (
 )
 
 
+_been_away: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensors
+
+
 class Unreadable:
     """The base of the classes that such tensors have."""
 
@@ -86,8 +90,15 @@ def hide(tensor: Tensor, parameter: str, why: str = WRITTEN) -> None:
     readable = type(tensor)
     if issubclass(readable, Unreadable):
         return
+    if why is AWAY:
+        _been_away[tensor] = True
     fields = {"parameter": parameter, "readable": readable, "why": why, "__slots__": ()}
     tensor.__class__ = type(f"Unreadable{readable.__name__}", (Unreadable, readable), fields)
+
+
+def has_been_away(tensor: Tensor) -> bool:
+    """Whether an activation stash has put the tensor's memory on the host, so that its address changes."""
+    return tensor in _been_away
 
 
 def reveal(tensor: Tensor) -> None:
