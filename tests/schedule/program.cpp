@@ -8,11 +8,31 @@
 namespace hybridopt::schedule {
 namespace {
 
-constexpr const char* kNames[] = {
-    "step",          "step with Inf",  "wait",          "wait briefly",        "look",
-    "stream_wait",   "get_stats",      "compare",       "offload_params",      "reload_params",
-    "offload_grads", "offload_states", "reload_states", "set_device_fraction", "save",
-    "load",          "fail the device"};
+constexpr const char* kNames[] = {"step",
+                                  "step with Inf",
+                                  "wait",
+                                  "wait briefly",
+                                  "look",
+                                  "stream_wait",
+                                  "get_stats",
+                                  "compare",
+                                  "offload_params",
+                                  "reload_params",
+                                  "offload_grads",
+                                  "offload_states",
+                                  "reload_states",
+                                  "set_device_fraction",
+                                  "save",
+                                  "load",
+                                  "fail the device",
+                                  "push",
+                                  "release",
+                                  "prefetch",
+                                  "pop",
+                                  "drop",
+                                  "rollback",
+                                  "wait for the stash",
+                                  "synchronize"};
 static_assert(std::size(kNames) == static_cast<size_t>(Kind::kKinds));
 
 // As ThreadComm::Fault.
@@ -20,7 +40,8 @@ constexpr const char* kFaultNames[] = {"is well", "dies",           "hangs",
                                        "fails",   "loses its call", "is late"};
 
 // How often each kind is drawn.
-constexpr uint64_t kWeights[] = {12, 1, 4, 3, 2, 3, 2, 2, 2, 3, 3, 2, 3, 2, 2, 1, 0};
+constexpr uint64_t kWeights[] = {12, 1, 4, 3, 2, 3, 2, 2, 2, 3, 3, 2, 3,
+                                 2,  2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0};
 static_assert(std::size(kWeights) == static_cast<size_t>(Kind::kKinds));
 
 Kind DrawKind(Random& random) {
@@ -44,6 +65,17 @@ Script DrawObserver(uint32_t trainers, Random& random) {
   for (uint64_t count = 1 + random.Below(4); count > 0; --count)
     script.calls.push_back(
         {random.OneOf({Kind::kWait, Kind::kWaitBriefly, Kind::kLook, Kind::kGetStats}),
+         random.Below(1000)});
+  return script;
+}
+
+Script DrawStashUser(uint32_t user, Random& random) {
+  Script script{user, {}};
+  for (uint64_t count = 4 + random.Below(16); count > 0; --count)
+    script.calls.push_back(
+        {random.OneOf({Kind::kPush, Kind::kPush, Kind::kPush, Kind::kRelease, Kind::kPrefetch,
+                       Kind::kPrefetch, Kind::kPop, Kind::kPop, Kind::kDrop, Kind::kRollback,
+                       Kind::kWaitForStash, Kind::kSynchronize}),
          random.Below(1000)});
   return script;
 }
@@ -85,12 +117,16 @@ Program::Program(Family drawn_family, uint64_t drawn_number)
     calls.insert(calls.begin() + static_cast<ptrdiff_t>(random.Below(calls.size() + 1)),
                  {Kind::kFailDevice, 0});
   }
+  if (family == Family::kSim && random.OneIn(2))
+    for (uint32_t users = static_cast<uint32_t>(1 + random.Below(2)), user = 0; user < users;
+         ++user)
+      stash_users.push_back(DrawStashUser(user, random));
 }
 
 // Ranks make the same calls, so theirs are counted once.
 void Program::Remove(const std::vector<uint32_t>& removed) {
   uint32_t next = 0;
-  for (auto* scripts : {&owners, &observers})
+  for (auto* scripts : {&owners, &observers, &stash_users})
     for (Script& script : *scripts) {
       if (world > 1 && scripts == &owners && script.trainer > 0) {
         script.calls = owners[0].calls;
@@ -108,7 +144,8 @@ uint32_t Program::call_count() const {
   size_t count = 0;  // as Remove numbers them
   for (const Script& script : owners)
     if (world == 1 || script.trainer == 0) count += script.calls.size();
-  for (const Script& script : observers) count += script.calls.size();
+  for (const auto* scripts : {&observers, &stash_users})
+    for (const Script& script : *scripts) count += script.calls.size();
   return static_cast<uint32_t>(count);
 }
 
@@ -130,9 +167,11 @@ std::string Program::Text() const {
       waits_at_end ? "waits" : "does not wait", kFaultNames[static_cast<size_t>(comm_fault)],
       static_cast<unsigned long long>(comm_fault_call));
   std::string all = text;
-  for (const auto* scripts : {&owners, &observers})
+  for (const auto* scripts : {&owners, &observers, &stash_users})
     for (const Script& script : *scripts) {
-      all += (scripts == &owners ? "  trainer " : "  observer of ") +
+      all += std::string(scripts == &owners      ? "  trainer "
+                         : scripts == &observers ? "  observer of "
+                                                 : "  user of the stash ") +
              std::to_string(script.trainer) + ":";
       for (const Call& call : script.calls)
         all += std::string(" ") + kNames[static_cast<size_t>(call.kind)] + "(" +

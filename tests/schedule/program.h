@@ -31,6 +31,15 @@ enum class Kind {
   kSave,
   kLoad,
   kFailDevice,
+  // Of a user of a stash.
+  kPush,
+  kRelease,
+  kPrefetch,
+  kPop,
+  kDrop,
+  kRollback,
+  kWaitForStash,
+  kSynchronize,
   kKinds
 };
 
@@ -40,9 +49,10 @@ struct Call {
       0;  // decides what the call needs: which ticket, which checkpoint, which fraction
 };
 
-// The calls of one thread: those of a trainer may all be there, an observer's do not queue work.
+// The calls of one thread: those of a trainer may all be there, an observer's do not queue work,
+// and a user of the stash has calls of its own.
 struct Script {
-  uint32_t trainer = 0;
+  uint32_t trainer = 0;  // or the number of the user
   std::vector<Call> calls;
 };
 
@@ -77,6 +87,8 @@ struct Program {
   uint64_t comm_fault_call = 0;
   std::vector<Script> owners;     // one for each trainer
   std::vector<Script> observers;  // threads that wait and look
+  // Of one stash in the trainers' context, on the simulated device.
+  std::vector<Script> stash_users;
 };
 
 }  // namespace hybridopt::schedule

@@ -36,6 +36,7 @@
 #include "problem.h"
 #include "program.h"
 #include "scheduler.h"
+#include "stash_user.h"
 #include "trainer.h"
 
 namespace hybridopt::schedule {
@@ -52,7 +53,7 @@ offload_context_t CreateContext(const Program& program, uint32_t rank) {
   options.log = DropLog;
   options.local_world = 1;
   if (program.sim) {
-    options.sim_memory_bytes = uint64_t{1} << 20;
+    options.sim_memory_bytes = uint64_t{2} << 20;
     options.sim_seed = program.number + rank;
     options.sim_delay_ns_max = program.sim_delay_ns_max;
   }
@@ -64,9 +65,11 @@ offload_context_t CreateContext(const Program& program, uint32_t rank) {
 
 constexpr std::chrono::nanoseconds kHang{10 * kCommTimeoutNs};
 
-void RunTrainers(const Program& program, std::vector<std::unique_ptr<Trainer>>& trainers) {
+void RunTrainers(const Program& program, std::vector<std::unique_ptr<Trainer>>& trainers,
+                 std::vector<std::unique_ptr<StashUser>>& stash_users) {
   std::latch committed(program.trainers);
   std::vector<std::thread> threads;
+  for (auto& user : stash_users) threads.emplace_back([&] { user->Run(); });
   for (const Script& script : program.observers)
     threads.emplace_back(
         [&] { Observe(script, trainers[script.trainer]->watched(), program.may_fail()); });
@@ -105,7 +108,14 @@ void RunProgram(const Program& program, const std::string& directory) {
     trainers.push_back(std::make_unique<Trainer>(
         program, number, contexts[ranks ? number : 0], ranks ? &comm : nullptr,
         directory + "/" + std::to_string(ranks ? 0 : number)));
-  RunTrainers(program, trainers);
+  std::unique_ptr<SharedStash> stash;
+  std::vector<std::unique_ptr<StashUser>> stash_users;
+  if (!program.stash_users.empty())
+    stash = std::make_unique<SharedStash>(contexts[0],
+                                          static_cast<uint32_t>(program.stash_users.size()));
+  for (const Script& script : program.stash_users)
+    stash_users.push_back(std::make_unique<StashUser>(*stash, script, program.may_fail()));
+  RunTrainers(program, trainers, stash_users);
   CheckAllTold(program, comm, trainers);
   for (size_t i = 0; i < contexts.size(); ++i)
     DestroyContext(contexts[i], ranks && trainers[i]->left_behind());
