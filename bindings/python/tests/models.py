@@ -40,8 +40,8 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values are views with holes into one matrix. With dropout it is written out, so that torch
-    draws the same numbers on each device of a kind."""
+    """Queries, keys and values are views with holes into one matrix. With a dropout scores and their softmax are saved,
+    too."""
 
     def __init__(self, width, heads, dropout=None):
         super().__init__()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -651,6 +652,47 @@ def test_capture_is_refused(monkeypatch):
         model(torch.randint(40, (2, 12))).backward()
 
 
+class Captured(TorchDispatchMode):
+    """As a CUDA graph: its replay does the same operations of torch on the same memory, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket not in (torch.ops.aten.detach, torch.ops.aten.t):  # which do nothing on a GPU
+            self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        with torch.no_grad():
+            for function, args, kwargs, result in self.calls:
+                result.data.copy_(function(*args, **kwargs))
+
+
+def test_a_captured_stash_would_put_the_activations_of_the_capture_aside(both, monkeypatch):
+    """Copies are queued by the host, which a replay does not do."""
+    weight = torch.randn(8, 8, requires_grad=True)
+    inputs = [torch.randn(4, 8) for _ in range(2)]
+
+    def forward(x):
+        return torch.tanh(torch.tanh(x @ weight) @ weight).sum()
+
+    def replayed(each_pass):
+        x, graph = inputs[0].clone(), Captured()
+        with each_pass, graph:
+            loss = forward(x)
+        x.data.copy_(inputs[1])
+        graph.replay()
+        return bits(torch.autograd.grad(loss, weight))
+
+    expected = bits(torch.autograd.grad(forward(inputs[1]), weight))
+    assert replayed(contextlib.nullcontext()) == expected
+    monkeypatch.setattr(activation_stash, "refuse_capture", lambda _: None)
+    assert replayed(stash_of(**EVERYTHING)) != expected
+
+
 def test_pipelines_with_interleaving(both):
     """One stack for all micro-batches: last in, first out."""
     chunks = [nn.Sequential(Block(16, 24), Block(16, 40)), nn.Sequential(Block(16, 32))]
@@ -753,6 +795,40 @@ def test_checkpoints(how, is_inside, wraps, lazy):
     whole = stash_of(**EVERYTHING)
     train(plain_model := Model(), plain_model, each_pass=lambda: whole)
     assert stash.stats().pushed_bytes < whole.stats().pushed_bytes
+
+
+def test_what_selective_checkpoints_cache_is_not_freed_by_force(both):
+    """The cache holds the memory of tensors that hooks have saved too, and no hook sees it: who frees the storage of
+    what was put aside (an operation in place, behind the back of all who hold it) spoils the cache."""
+    layer = nn.Linear(8, 8)
+
+    def both_of(x):
+        y = layer(x)
+        return y, torch.tanh(y)
+
+    def gradient(each_pass, after_forward=lambda: None):
+        x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+        with each_pass:
+            y, z = checkpoint(both_of, x, use_reentrant=False, context_fn=caching)
+            loss = (y * y).sum() + z.sum()
+        after_forward()
+        return bits(torch.autograd.grad(loss, [x, layer.weight]))
+
+    expected = gradient(contextlib.nullcontext())
+    stash = stash_of(**EVERYTHING)
+    assert gradient(stash) == expected and stash.stats().pushed_bytes > 0 and is_empty(stash)
+    storages = []
+
+    def pack(tensor):
+        storages.append(tensor.untyped_storage())
+        return tensor.clone()
+
+    def free_by_force():
+        for storage in storages:
+            overwrite(storage)
+
+    naive = saved_tensors_hooks(pack, lambda tensor: tensor)
+    assert goes_wrong(lambda: gradient(naive, free_by_force), expected)
 
 
 # ------------------------------------------------------------------------------------ compilation --

@@ -78,11 +78,23 @@ def pair(dtype=torch.bfloat16, **options):
 
 
 def stash_of(**options):
-    return hybridopt.ActivationStash(**{"budget": 4 * GIB, "min_bytes": 4096, "slab_bytes": 1 << 20, **options})
+    return hybridopt.ActivationStash(**{"budget": GIB, "min_bytes": 4096, "slab_bytes": 1 << 20, **options})
 
 
-def train(model, each_pass=contextlib.nullcontext, steps=5, micro_batches=2, backward=torch.Tensor.backward):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+def train(
+    model,
+    each_pass=contextlib.nullcontext,
+    steps=5,
+    micro_batches=2,
+    backward=torch.Tensor.backward,
+    make_optimizer=sgd,
+    finish=lambda: None,
+):
+    optimizer = make_optimizer(model)
     results = []
     for step in range(steps):
         for micro_batch in range(micro_batches):
@@ -94,10 +106,11 @@ def train(model, each_pass=contextlib.nullcontext, steps=5, micro_batches=2, bac
             backward(loss)
             results.append(loss.detach())
         if step == steps - 1:
-            results += [p.grad.clone() for p in model.parameters()]
+            results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
         spoil()
+    finish()
     return Bits([*results, *model.parameters()])
 
 
@@ -195,6 +208,67 @@ def test_several_passes_before_their_backward_passes():
     assert is_empty(stash)
 
 
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_keep_their_bits(dtype, activations):
+    model, other = pair(dtype)
+    stash = stash_of(fraction=1.0)
+    wrapping = stash.wrap(model.blocks, weights=True, activations=activations)
+    assert train(model, finish=wrapping.bring_back) == train(other)
+    assert is_empty(stash)
+
+
+@pytest.mark.parametrize("hooks", [None, {"micro_batches": 2}])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_weights_beside_the_librarys_optimizer(overlaps, hooks):
+    model, other = pair()
+    stash = stash_of(fraction=0.5)
+    wrapping = stash.wrap(model.blocks, weights=True)
+    made = []
+
+    def make(module):
+        options = {"overlap": module} if overlaps else {}
+        optimizer = hybridopt.AdamW(
+            module.named_parameters(), lr=1e-3, max_grad_norm=1.0, master_layout="split", state_dtype="bf16", **options
+        )
+        if hooks is not None:
+            optimizer.hook_gradients(**hooks)
+        made.append(optimizer)
+        return optimizer
+
+    def finish(bring_back=lambda: None):
+        made[-1].synchronize()
+        bring_back()
+
+    found = train(model, make_optimizer=make, finish=lambda: finish(wrapping.bring_back))
+    made.pop().close()
+    assert found == train(other, make_optimizer=make, finish=finish)
+    made.pop().close()
+
+
+def test_weights_that_are_away_take_no_memory(monkeypatch):
+    monkeypatch.setitem(SPOILS, 0, False)
+    model, _ = pair()
+    stash = stash_of()
+    wrapping = stash.wrap(model.blocks, weights=True, activations=False)
+    tokens = torch.randint(300, (8, 128), device="cuda")
+
+    def allocated():
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    with torch.no_grad():
+        model(tokens)
+        wrapping.bring_back()
+        everything = allocated()
+        model(tokens)
+    total = sum(p.nbytes for p in model.blocks.parameters() if p.nbytes >= 4096)
+    away = stash.stats().weights_away_bytes
+    assert total > away > 0.4 * total and allocated() <= everything - away
+    wrapping.bring_back()
+    assert allocated() == everything
+
+
 def peak_of(model, each_pass, steps=6):
     """Bytes above what is there before the forward pass, in the last of some iterations."""
     tokens = torch.randint(300, (32, 256), device="cuda")
@@ -215,10 +289,13 @@ def test_the_peak_is_lower(monkeypatch):
     monkeypatch.setitem(SPOILS, 0, False)
     model, other = pair()
     everything = peak_of(other, contextlib.nullcontext)
-    for fraction, most in ((0.25, 0.85), (0.5, 0.65), (1.0, 0.45)):
+    for fraction in (0.25, 0.5, 1.0):
         stash = stash_of(fraction=fraction, keep_last=0, window_bytes=32 << 20)
         peak = peak_of(model, lambda stash=stash: stash)
-        assert peak <= most * everything, (fraction, peak, everything)
+        choice = stash.choice()
+        assert choice.chosen_bytes >= 0.9 * fraction * choice.eligible_bytes > 0.4 * fraction * everything
+        # Another moment may have the peak then: that of a layer in the middle with its temporary tensors.
+        assert everything - peak >= 0.7 * choice.chosen_bytes - (32 << 20), (fraction, peak, everything)
         stash.close()
 
 
