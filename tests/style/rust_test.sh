@@ -14,7 +14,7 @@ fi
 if cargo clippy --version &>/dev/null; then
   # New releases know new matters of taste; they warn.
   cargo clippy --offline --locked --quiet --all-targets -- \
-    -D clippy::correctness -D clippy::suspicious
+    -D clippy::correctness -D clippy::suspicious -D unused-imports
   ran+=(clippy)
 fi
 ((${#ran[@]})) || { echo "skipped: neither rustfmt nor clippy is installed"; exit 77; }

@@ -9,7 +9,7 @@ use hybridopt_sys as sys;
 use crate::comm::Comm;
 use crate::context::Context;
 use crate::device::{download, upload, Stream};
-use crate::element::{Dtype, Element};
+use crate::element::Element;
 use crate::error::{check, Error, Result};
 use crate::handle::{stats, step_result, Handle, Ticket};
 use crate::keep::Keep;
