@@ -14,6 +14,7 @@
 #include "checkpoint/format/format.h"
 #include "checkpoint/format/hash.h"
 #include "kernels/convert.h"
+#include "kernels/dtypes.h"
 
 namespace hybridopt::checkpoint {
 
@@ -49,8 +50,8 @@ class HandMade {
           for (uint64_t i = 0; i < shard.shard.range_count; ++i) {
             const float value = Element(p, tensor.kind, shard.shard.GlobalIndex(i));
             const uint16_t half =
-                tensor.dtype == Dtype::kF16 ? Fp32ToFp16(value) : Fp32ToBf16(value);
-            if (tensor.dtype == Dtype::kF32)
+                tensor.dtype == OFFLOAD_FP16 ? Fp32ToFp16(value) : Fp32ToBf16(value);
+            if (tensor.dtype == OFFLOAD_FP32)
               std::memcpy(data + i * sizeof(value), &value, sizeof(value));
             else
               std::memcpy(data + i * sizeof(half), &half, sizeof(half));
@@ -81,7 +82,7 @@ class HandMade {
   }
 
   // Stores one kind of the last param's last shard in another dtype.
-  void Store(int32_t kind, Dtype dtype) {
+  void Store(int32_t kind, int32_t dtype) {
     StoredShard& shard = manifest.params.back().shards.back();
     for (StoredTensor& tensor : shard.tensors) {
       if (tensor.kind != kind) continue;
@@ -115,7 +116,7 @@ class HandMade {
     }
     for (int32_t kind : kinds)
       stored.tensors.push_back(
-          {kind, Dtype::kF32, rank, 0, stored.shard.range_count * sizeof(float), {}});
+          {kind, OFFLOAD_FP32, rank, 0, stored.shard.range_count * sizeof(float), {}});
     param.shards.push_back(std::move(stored));
   }
 

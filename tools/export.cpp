@@ -6,6 +6,7 @@
 #include "commands.h"
 #include "gatherer.h"
 #include "kernels/convert.h"
+#include "kernels/dtypes.h"
 #include "stream_file.h"
 #include "text.h"
 
@@ -15,45 +16,45 @@ namespace {
 using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
 using hybridopt::system::SystemFiles;
 
-Dtype TargetDtype(const std::string& name) {
-  return name == "bf16" ? Dtype::kBF16 : name == "fp16" ? Dtype::kF16 : Dtype::kF32;
+int32_t TargetDtype(const std::string& name) {
+  return name == "bf16" ? OFFLOAD_BF16 : name == "fp16" ? OFFLOAD_FP16 : OFFLOAD_FP32;
 }
 
 // Rounds elements that arrive as bytes; gives bytes.
 class Converter {
  public:
-  Converter(Dtype from, Dtype to) : from_(from), to_(to) {}
+  Converter(int32_t from, int32_t to) : from_(from), to_(to) {}
 
   const std::vector<std::byte>& Convert(const std::byte* data, uint64_t bytes) {
-    const uint64_t count = bytes / DtypeBytes(from_);
-    out_.resize(count * DtypeBytes(to_));
+    const uint64_t count = bytes / hybridopt::DtypeBytes(from_);
+    out_.resize(count * hybridopt::DtypeBytes(to_));
     for (uint64_t i = 0; i < count; ++i) Store(i, Load(data, i));
     return out_;
   }
 
  private:
   float Load(const std::byte* data, uint64_t i) const {
-    if (from_ == Dtype::kF32) {
+    if (from_ == OFFLOAD_FP32) {
       float value = 0;
       std::memcpy(&value, data + i * sizeof(value), sizeof(value));
       return value;
     }
     uint16_t bits = 0;
     std::memcpy(&bits, data + i * sizeof(bits), sizeof(bits));
-    return from_ == Dtype::kBF16 ? hybridopt::Bf16ToFp32(bits) : hybridopt::Fp16ToFp32(bits);
+    return from_ == OFFLOAD_BF16 ? hybridopt::Bf16ToFp32(bits) : hybridopt::Fp16ToFp32(bits);
   }
 
   void Store(uint64_t i, float value) {
-    if (to_ == Dtype::kF32) {
+    if (to_ == OFFLOAD_FP32) {
       std::memcpy(out_.data() + i * sizeof(value), &value, sizeof(value));
       return;
     }
     const uint16_t bits =
-        to_ == Dtype::kBF16 ? hybridopt::Fp32ToBf16(value) : hybridopt::Fp32ToFp16(value);
+        to_ == OFFLOAD_BF16 ? hybridopt::Fp32ToBf16(value) : hybridopt::Fp32ToFp16(value);
     std::memcpy(out_.data() + i * sizeof(bits), &bits, sizeof(bits));
   }
 
-  const Dtype from_, to_;
+  const int32_t from_, to_;
   std::vector<std::byte> out_;
 };
 
@@ -66,12 +67,12 @@ bool Holds(const StoredParam& param, int32_t kind) {
 
 struct Entry {
   const StoredParam* param;
-  Dtype from;
+  int32_t from;
 };
 
 class Exporter {
  public:
-  Exporter(const Reader& reader, Gatherer* gatherer, int32_t kind, Dtype to)
+  Exporter(const Reader& reader, Gatherer* gatherer, int32_t kind, int32_t to)
       : reader_(reader), gatherer_(gatherer), kind_(kind), to_(to) {}
 
   // What there is to write, and the file's head.
@@ -82,14 +83,14 @@ class Exporter {
                       {"hybridopt_step", std::to_string(manifest.step)}};
     for (const StoredParam& param : manifest.params) {
       if (!Holds(param, kind_)) continue;
-      HYBRIDOPT_ASSIGN(const Dtype from, gatherer_->Check(param, kind_));
-      if (from == Dtype::kU16)
+      HYBRIDOPT_ASSIGN(const int32_t from, gatherer_->Check(param, kind_));
+      if (from == OFFLOAD_U16)
         return Status::Error(OFFLOAD_UNSUPPORTED,
                              "param '%.256s': %s is stored as U16, which is part of a number only",
                              param.name.c_str(), KindName(kind_));
       uint64_t elements = 0;
       (void)CountElements(param.shape, &elements);  // checked when the manifest was read
-      const uint64_t end = data_bytes_ + elements * DtypeBytes(to_);
+      const uint64_t end = data_bytes_ + elements * hybridopt::DtypeBytes(to_);
       head_.tensors.push_back({param.name, to_, param.shape, data_bytes_, end});
       entries_.push_back({&param, from});
       data_bytes_ = end;
@@ -125,7 +126,7 @@ class Exporter {
   const Reader& reader_;
   Gatherer* const gatherer_;
   const int32_t kind_;
-  const Dtype to_;
+  const int32_t to_;
   Head head_;
   std::vector<Entry> entries_;
   uint64_t data_bytes_ = 0;

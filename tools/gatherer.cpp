@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/dtypes.h"
+
 namespace tool {
 
 using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
@@ -41,18 +43,19 @@ Result<Gatherer> Gatherer::Make(const Reader& reader, const ReadHashes& verified
 
 std::byte* Gatherer::block() const { return memory_.data() + kBlockBegin; }
 
-Result<Dtype> Gatherer::Check(const StoredParam& param, int32_t kind) const {
+Result<int32_t> Gatherer::Check(const StoredParam& param, int32_t kind) const {
   const std::string where = "param '" + param.name.substr(0, 256) + "', " + KindName(kind);
-  Dtype dtype = Dtype::kF32;
+  int32_t dtype = OFFLOAD_FP32;
   for (size_t i = 0; i < param.shards.size(); ++i) {
     const StoredTensor* const tensor = FindTensor(param.shards[i], kind);
     if (tensor == nullptr)
       return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH, "%s: rank %u did not store it",
                            where.c_str(), param.shards[i].rank);
     if (i > 0 && tensor->dtype != dtype)
-      return Status::Error(
-          OFFLOAD_CHECKPOINT_MISMATCH, "%s: rank %u stored it as %s, rank %u as %s", where.c_str(),
-          param.shards[0].rank, DtypeName(dtype), param.shards[i].rank, DtypeName(tensor->dtype));
+      return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH,
+                           "%s: rank %u stored it as %s, rank %u as %s", where.c_str(),
+                           param.shards[0].rank, hybridopt::StoredDtypeName(dtype),
+                           param.shards[i].rank, hybridopt::StoredDtypeName(tensor->dtype));
     dtype = tensor->dtype;
   }
   const Status coverage = CheckCoverage(ShardsOf(param), WholeShard(param.shape));
@@ -64,7 +67,7 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
                       FunctionRef<Status(const std::byte*, uint64_t)> take) {
   if (wanted.range_count == 0) return {};
   const std::vector<const Shard*> stored = ShardsOf(param);
-  const uint64_t element_bytes = DtypeBytes(FindTensor(param.shards[0], kind)->dtype);
+  const uint64_t element_bytes = hybridopt::DtypeBytes(FindTensor(param.shards[0], kind)->dtype);
   const uint64_t window_elements = kWindowBytes / element_bytes;
   std::vector<Segment> segments;
   Shard part = wanted;
@@ -94,7 +97,7 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
 // From one stored array into the window; segments are sorted by where they come from.
 Status Gatherer::CopySegments(const StoredParam& param, const StoredTensor& tensor,
                               std::span<const Segment> segments) {
-  const uint64_t element_bytes = DtypeBytes(tensor.dtype);
+  const uint64_t element_bytes = hybridopt::DtypeBytes(tensor.dtype);
   uint64_t have_begin = 0, have_end = 0;  // of the array, what the block holds
   const std::byte* have = nullptr;
   for (const Segment& segment : segments) {

@@ -28,8 +28,7 @@ class Gatherer {
 
   // Whether every element of a kind is stored, once and in one dtype. CHECKPOINT_MISMATCH or
   // _CORRUPT names the param.
-  Result<hybridopt::checkpoint::Dtype> Check(const hybridopt::checkpoint::StoredParam& param,
-                                             int32_t kind) const;
+  Result<int32_t> Check(const hybridopt::checkpoint::StoredParam& param, int32_t kind) const;
 
   // Hands the bytes of the wanted shard's elements out in its order, some at a time: always whole
   // elements. Check has been OK. CHECKPOINT_CORRUPT where a file has changed since it was verified.

@@ -7,6 +7,7 @@
 #include "checkpoint/reader.h"
 #include "commands.h"
 #include "kernels/algorithms.h"
+#include "kernels/dtypes.h"
 #include "text.h"
 
 namespace tool {
@@ -29,7 +30,7 @@ std::map<int32_t, KindSummary> Summarize(const StoredParam& param) {
   for (const StoredShard& shard : param.shards) {
     for (const StoredTensor& tensor : shard.tensors) {
       KindSummary& kind = kinds[tensor.kind];
-      kind.dtypes.insert(DtypeName(tensor.dtype));
+      kind.dtypes.insert(hybridopt::StoredDtypeName(tensor.dtype));
       kind.shards += 1;
       kind.bytes += tensor.bytes;
     }
@@ -102,7 +103,7 @@ Json JsonOf(const Manifest& manifest, const StoredShard& stored) {
                      std::vector(box.size.begin(), box.size.begin() + shard.dimensions)});
   for (const StoredTensor& tensor : stored.tensors)
     tensors.push_back({{"kind", KindName(tensor.kind)},
-                       {"dtype", DtypeName(tensor.dtype)},
+                       {"dtype", hybridopt::StoredDtypeName(tensor.dtype)},
                        {"file", manifest.files[tensor.file].name},
                        {"offset", tensor.offset},
                        {"bytes", tensor.bytes}});
@@ -124,7 +125,7 @@ Json JsonOf(const Reader& reader) {
     Json shards = Json::array();
     for (const StoredShard& shard : param.shards) shards.push_back(JsonOf(manifest, shard));
     params.push_back({{"name", param.name},
-                      {"dtype", ParamDtypeName(param.dtype)},
+                      {"dtype", hybridopt::StoredDtypeName(param.dtype)},
                       {"shape", param.shape},
                       {"shards", shards}});
   }

@@ -7,6 +7,7 @@
 #include "commands.h"
 #include "handles.h"
 #include "kernels/algorithms.h"
+#include "kernels/dtypes.h"
 #include "text.h"
 
 namespace tool {
@@ -24,19 +25,17 @@ constexpr uint64_t kLargeElements = 2 * kSmallElements;
 // Of the simulated device: an eighth of it is enough for the ring. Nothing touches it.
 constexpr uint64_t kDeviceBytes = uint64_t{4} << 30;
 
-struct DtypeRow {
-  const char* name;
-  int32_t value;
-  uint64_t bytes;
-};
-constexpr DtypeRow kDtypes[] = {
-    {"fp32", OFFLOAD_FP32, 4}, {"bf16", OFFLOAD_BF16, 2}, {"fp16", OFFLOAD_FP16, 2}};
+bool IsChoice(const hybridopt::DtypeRow& row) { return row.is_of_params; }
+bool IsChoice(const hybridopt::Algorithm&) { return true; }
 
-template <typename Rows>
-Result<std::ptrdiff_t> FindName(const Rows& rows, const std::string& name, const char* option) {
+// The row that an option names.
+template <typename Row, size_t kCount>
+Result<const Row*> FindName(const Row (&rows)[kCount], const std::string& name,
+                            const char* option) {
   std::string names;
-  for (const auto& row : rows) {
-    if (name == LowerCase(row.name)) return &row - std::begin(rows);
+  for (const Row& row : rows) {
+    if (!IsChoice(row)) continue;
+    if (name == LowerCase(row.name)) return &row;
     names += (names.empty() ? "" : ", ") + LowerCase(row.name);
   }
   return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is '%.100s', expected one of %s", option,
@@ -54,16 +53,17 @@ offload_group_t GroupOf(const hybridopt::Algorithm& algorithm) {
 // The plan of one param on the simulated device; nothing is committed.
 Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
                                  double device_fraction) {
-  HYBRIDOPT_ASSIGN(const std::ptrdiff_t algorithm,
+  HYBRIDOPT_ASSIGN(const hybridopt::Algorithm* const algorithm,
                    FindName(kAlgorithms, options.algorithm, "--algorithm"));
-  HYBRIDOPT_ASSIGN(const std::ptrdiff_t dtype, FindName(kDtypes, options.dtype, "--dtype"));
+  HYBRIDOPT_ASSIGN(const hybridopt::DtypeRow* const dtype,
+                   FindName(hybridopt::kDtypeRows, options.dtype, "--dtype"));
   auto context_options = Make<offload_context_options_t>();
   context_options.device_kind = OFFLOAD_DEVICE_SIM;
   context_options.sim_memory_bytes = kDeviceBytes;
   Context context;
   HYBRIDOPT_TRY(context.Create(context_options));
   auto optimizer_options = Make<offload_optimizer_options_t>();
-  optimizer_options.algorithm = kAlgorithms[algorithm].value;
+  optimizer_options.algorithm = algorithm->value;
   optimizer_options.device_fraction = device_fraction;
   optimizer_options.chunk_elements = kGpuChunkElements;
   if (options.small_state) {
@@ -73,14 +73,14 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
   if (options.hook_gradients) optimizer_options.movable = OFFLOAD_MOVABLE_GRADS;
   Optimizer optimizer;
   HYBRIDOPT_TRY(optimizer.Create(context, optimizer_options));
-  const offload_group_t group = GroupOf(kAlgorithms[algorithm]);
+  const offload_group_t group = GroupOf(*algorithm);
   auto param = Make<offload_param_t>();
   HYBRIDOPT_TRY(StatusOf(offload_optimizer_add_group(optimizer.get(), &group, &param.group)));
   param.name = "all";
-  param.dtype = param.grad_dtype = kDtypes[dtype].value;
+  param.dtype = param.grad_dtype = dtype->dtype;
   param.count = elements;
   HYBRIDOPT_TRY(
-      StatusOf(offload_device_alloc(context.get(), elements * kDtypes[dtype].bytes, &param.data)));
+      StatusOf(offload_device_alloc(context.get(), elements * dtype->bytes, &param.data)));
   HYBRIDOPT_TRY(StatusOf(offload_optimizer_add_params(optimizer.get(), &param, 1, nullptr)));
   auto plan = Make<offload_plan_t>();
   HYBRIDOPT_TRY(StatusOf(offload_optimizer_plan(optimizer.get(), &plan)));
@@ -190,8 +190,9 @@ uint64_t DeviceFreeBytes() {
 Result<Training> TrainingOf(const PlanOptions& options, uint64_t optimizer_host_bytes,
                             uint64_t optimizer_device_bytes) {
   Training training;
-  HYBRIDOPT_ASSIGN(const std::ptrdiff_t dtype, FindName(kDtypes, options.dtype, "--dtype"));
-  training.model_bytes = options.elements * kDtypes[dtype].bytes;
+  HYBRIDOPT_ASSIGN(const hybridopt::DtypeRow* const dtype,
+                   FindName(hybridopt::kDtypeRows, options.dtype, "--dtype"));
+  training.model_bytes = options.elements * dtype->bytes;
   HYBRIDOPT_ASSIGN(training.stash_bytes, StashBytes(options.stash_bytes));
   training.activations_bytes =
       options.activations_bytes - std::min(options.activations_bytes, options.stash_bytes);

@@ -5,6 +5,7 @@
 #include "checkpoint/pending_directory.h"
 #include "commands.h"
 #include "gatherer.h"
+#include "kernels/dtypes.h"
 #include "stream_file.h"
 #include "text.h"
 
@@ -43,7 +44,7 @@ StoredShard PartOf(const StoredParam& param, uint32_t rank, uint32_t world) {
   part.shard.range_count = even + (rank < rest ? 1 : 0);
   for (StoredTensor& tensor : part.tensors) {
     tensor.file = rank;
-    tensor.bytes = part.shard.range_count * DtypeBytes(tensor.dtype);
+    tensor.bytes = part.shard.range_count * hybridopt::DtypeBytes(tensor.dtype);
     tensor.hashes.clear();
   }
   return part;

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/system.h"
 #include "device/sim_stream.h"
+#include "kernels/convert.h"
 
 namespace hybridopt {
 namespace {
@@ -66,7 +67,6 @@ Result<T*> SimExecutor::Locate(const char* what, T* device, uint64_t count) cons
 
 Result<void*> SimExecutor::LocateArray(const char* what, const void* device, int32_t dtype,
                                        uint64_t count) const {
-  HYBRIDOPT_CHECK(dtype >= OFFLOAD_FP32 && dtype <= OFFLOAD_U16);
   return Locate(what, device, count, DtypeBytes(dtype), DtypeBytes(dtype));
 }
 

@@ -4,9 +4,11 @@
 // these bits.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
+#include "base/check.h"
 #include "offload.h"
 
 // CUDA's kernels use these functions too.
@@ -120,5 +122,26 @@ struct Element<OFFLOAD_FP16> {
   HYBRIDOPT_EVERYWHERE static float Widen(uint16_t stored) { return Fp16ToFp32(stored); }
   HYBRIDOPT_EVERYWHERE static uint16_t Round(float value) { return Fp32ToFp16(value); }
 };
+
+// array[0, count) = value, rounded to the dtype (to nearest). A NULL array is allowed and does
+// nothing.
+inline void FillArray(void* array, int32_t dtype, uint64_t count, float value) {
+  if (array == nullptr) return;
+  auto* const halves = static_cast<uint16_t*>(array);
+  switch (dtype) {
+    case OFFLOAD_FP32:
+      std::fill_n(static_cast<float*>(array), count, value);
+      return;
+    case OFFLOAD_BF16:
+      std::fill_n(halves, count, Fp32ToBf16(value));
+      return;
+    case OFFLOAD_FP16:
+      std::fill_n(halves, count, Fp32ToFp16(value));
+      return;
+    default:
+      HYBRIDOPT_CHECK(dtype == OFFLOAD_U16 && value == 0);
+      std::fill_n(halves, count, uint16_t{0});
+  }
+}
 
 }  // namespace hybridopt

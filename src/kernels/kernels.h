@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "kernels/algorithms.h"
+#include "kernels/dtypes.h"
 
 namespace hybridopt {
 
@@ -103,7 +104,19 @@ struct SpanTypes {
 };
 
 // The span without its first `begin` elements; its count is not changed.
-UpdateSpan Advanced(const UpdateSpan& span, const SpanTypes& types, uint64_t begin);
+inline UpdateSpan Advanced(const UpdateSpan& span, const SpanTypes& types, uint64_t begin) {
+  const auto at = [begin](void* array, uint64_t bytes) -> void* {
+    return array == nullptr ? nullptr : static_cast<char*>(array) + begin * bytes;
+  };
+  UpdateSpan rest = span;
+  rest.grad = static_cast<const char*>(span.grad) + begin * DtypeBytes(types.grad_dtype);
+  rest.param = at(span.param, DtypeBytes(types.param_dtype));
+  rest.master = at(span.master, types.master_bytes());
+  rest.moment0 = at(span.moment0, types.moment_bytes());
+  rest.moment1 = at(span.moment1, types.moment_bytes());
+  rest.order.column += begin;
+  return rest;
+}
 
 using UpdateFunction = void (*)(const Coefficients&, const UpdateSpan&);
 
@@ -153,13 +166,6 @@ std::span<const KernelTable* const> SimdKernels();
 // INVALID_ARGUMENT for an unknown name, UNSUPPORTED for one that this CPU cannot run; both texts
 // list the names that can be used here (kernels/select.cpp).
 Result<const KernelTable*> SelectKernels();
-
-// array[0, count) = value, rounded to the dtype (to nearest). A NULL array is allowed and does
-// nothing.
-void FillArray(void* array, int32_t dtype, uint64_t count, float value);
-
-constexpr uint64_t DtypeBytes(int32_t dtype) { return dtype == OFFLOAD_FP32 ? 4 : 2; }
-const char* DtypeName(int32_t dtype);
 
 // What the norm decides about a step. The device's updates read it from device memory.
 struct Verdict {

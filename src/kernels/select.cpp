@@ -49,19 +49,4 @@ Result<const KernelTable*> SelectKernels() {
                        name, UsableNames().c_str());
 }
 
-const char* DtypeName(int32_t dtype) {
-  switch (dtype) {
-    case OFFLOAD_FP32:
-      return "fp32";
-    case OFFLOAD_BF16:
-      return "bf16";
-    case OFFLOAD_FP16:
-      return "fp16";
-    case OFFLOAD_U16:
-      return "u16";
-    default:
-      return "unknown";
-  }
-}
-
 }  // namespace hybridopt

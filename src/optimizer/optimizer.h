@@ -20,7 +20,7 @@
 #include "save/checkpoints.h"
 #include "state/lifecycle.h"
 #include "state/param_table.h"
-#include "step/moves.h"
+#include "step/mover.h"
 #include "step/residence_change.h"
 #include "step/step.h"
 #include "storage/state_memory.h"

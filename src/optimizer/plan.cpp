@@ -1,7 +1,7 @@
 #include "optimizer/plan.h"
 
 #include "base/system.h"
-#include "step/moves.h"
+#include "step/mover.h"
 #include "step/step.h"
 
 namespace hybridopt {

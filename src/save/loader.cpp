@@ -40,8 +40,8 @@ std::string Text(const std::vector<int64_t>& shape) {
 
 // Whether a stored dtype can be converted to a slot's. Masters are stored in fp32 under every
 // layout, moments in fp32 or bf16.
-bool Converts(checkpoint::Dtype dtype, StateSlot slot) {
-  return dtype == checkpoint::Dtype::kF32 || (slot != kMaster && dtype == checkpoint::Dtype::kBF16);
+bool Converts(int32_t dtype, StateSlot slot) {
+  return dtype == OFFLOAD_FP32 || (slot != kMaster && dtype == OFFLOAD_BF16);
 }
 
 // Each way to round has a loop of its own, so that the compiler can vectorize it.
@@ -57,12 +57,17 @@ void RoundEach(const std::byte* values, uint64_t count, RoundOne round_one, std:
 
 // Rounds `count` fp32 values, which need not be aligned.
 void Round(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded) {
-  if (to.dtype == OFFLOAD_FP32)
-    std::memcpy(rounded, values, count * sizeof(float));
-  else if (to.dtype == OFFLOAD_FP16)
-    RoundEach(
-        values, count, [](float value) { return Fp32ToFp16(value); }, rounded);
-  else if (to.ties_away)
+  switch (to.dtype) {
+    case OFFLOAD_FP32:
+      std::memcpy(rounded, values, count * sizeof(float));
+      return;
+    case OFFLOAD_FP16:
+      return RoundEach(
+          values, count, [](float value) { return Fp32ToFp16(value); }, rounded);
+    default:
+      HYBRIDOPT_CHECK(to.dtype == OFFLOAD_BF16);
+  }
+  if (to.ties_away)
     RoundEach(
         values, count, [](float value) { return Fp32ToBf16TiesAway(value); }, rounded);
   else
@@ -137,8 +142,8 @@ void Loader::CompareParam(uint32_t id) {
     return;
   }
   if (stored.dtype != param.dtype)
-    Differ(name + "is in " + checkpoint::ParamDtypeName(stored.dtype) + ", here in " +
-           checkpoint::ParamDtypeName(param.dtype));
+    Differ(name + "is in " + StoredDtypeName(stored.dtype) + ", here in " +
+           StoredDtypeName(param.dtype));
   for (const StoredShard& shard : stored.shards) source.shards.push_back(&shard.shard);
   if (param.count == 0) return;
   if (Status covered = checkpoint::CheckCoverage(source.shards, param.shard); !covered.ok())
@@ -159,9 +164,8 @@ void Loader::CompareArrays(uint32_t id, const StoredShard& shard) {
       Differ(name + "has no " + checkpoint::KindName(kind) +
              (slot == kMaster ? "" : " (OFFLOAD_LOAD_FRESH_MOMENTS takes the weights alone)"));
     else if (!Converts(tensor->dtype, slot))
-      Differ(name + "has " + checkpoint::KindName(kind) + " in " +
-             checkpoint::DtypeName(tensor->dtype) + ", expected " +
-             (slot == kMaster ? "F32" : "F32 or BF16"));
+      Differ(name + "has " + checkpoint::KindName(kind) + " in " + StoredDtypeName(tensor->dtype) +
+             ", expected " + (slot == kMaster ? "F32" : "F32 or BF16"));
   }
   if ((request_.flags & OFFLOAD_LOAD_FRESH_MOMENTS) != 0) return;
   for (const StoredTensor& tensor : shard.tensors) {
@@ -241,7 +245,7 @@ Status Loader::ForEachUnitOf(uint32_t id, StateSlot slot,
   const auto visit_segment = [&](const checkpoint::Segment& segment) -> Status {
     const StoredTensor& tensor =
         *checkpoint::FindTensor(shards[segment.shard], locator_.KindOf(slot));
-    const uint64_t element_bytes = checkpoint::DtypeBytes(tensor.dtype);
+    const uint64_t element_bytes = DtypeBytes(tensor.dtype);
     for (uint64_t done = 0; done < segment.count;) {
       const uint64_t at = (segment.source + done) * element_bytes;
       const Extent next = UnitAt(tensor, block_bytes(), unit_bytes_, at);
@@ -251,9 +255,7 @@ Status Loader::ForEachUnitOf(uint32_t id, StateSlot slot,
       }
       const uint64_t into = tensor.offset + at - extent.offset;
       const uint64_t count = std::min(segment.count - done, (extent.bytes - into) / element_bytes);
-      HYBRIDOPT_TRY(
-          visit({id, slot, segment.destination + done, count, into,
-                 tensor.dtype == checkpoint::Dtype::kBF16 ? OFFLOAD_BF16 : OFFLOAD_FP32}));
+      HYBRIDOPT_TRY(visit({id, slot, segment.destination + done, count, into, tensor.dtype}));
       done += count;
     }
     return {};

@@ -26,12 +26,6 @@ std::string PartFileName(uint32_t rank, uint32_t world) {
   return name;
 }
 
-checkpoint::Dtype StoredDtype(int32_t dtype) {
-  if (dtype == OFFLOAD_BF16) return checkpoint::Dtype::kBF16;
-  if (dtype == OFFLOAD_FP16) return checkpoint::Dtype::kF16;
-  return checkpoint::Dtype::kF32;
-}
-
 StateSlot SlotOf(int32_t algorithm, int32_t kind) {
   uint32_t slot = 0;
   while (slot < kStateSlots && StateKindOf(algorithm, StateSlot{slot}) != kind) ++slot;

@@ -20,9 +20,6 @@ checkpoint::Manifest NewManifest(int32_t algorithm, uint64_t step, uint32_t worl
 // finished checkpoint has no such file.
 std::string PartFileName(uint32_t rank, uint32_t world);
 
-// The dtype in which a checkpoint stores a state array.
-checkpoint::Dtype StoredDtype(int32_t dtype);
-
 // The slot in which the algorithm keeps a kind of state.
 StateSlot SlotOf(int32_t algorithm, int32_t kind);
 

@@ -65,8 +65,7 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
 
 void Saver::FillCapture() {
   for (const Array& array : arrays_) {
-    capture_.SetLastArray(array.param, array.tensor->offset,
-                          checkpoint::DtypeBytes(array.tensor->dtype));
+    capture_.SetLastArray(array.param, array.tensor->offset, DtypeBytes(array.tensor->dtype));
     if (Borrows(array)) capture_.SetBorrowedEnd(array.tensor->offset + array.tensor->bytes);
   }
 }
@@ -75,7 +74,7 @@ void Saver::FillCapture() {
 bool Saver::Borrows(const Array& array) const {
   const ParamLocation& location = request_.locations[array.param];
   if (array.slot != kMaster || location.params_on_host) return false;
-  const uint64_t count = array.tensor->bytes / checkpoint::DtypeBytes(array.tensor->dtype);
+  const uint64_t count = array.tensor->bytes / DtypeBytes(array.tensor->dtype);
   for (uint64_t first = 0; first < count;) {
     const StateRange range = locator_.At(array.param, array.slot, first, count - first, location);
     if (range.is_param || range.upper != nullptr) return true;
@@ -93,7 +92,7 @@ void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped)
     if (slot != kMaster && (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0) continue;
     const int32_t dtype = shaped.dtype[slot];
     shard.tensors.push_back(
-        {locator_.KindOf(slot), StoredDtype(dtype), 0, 0, param.count * DtypeBytes(dtype), {}});
+        {locator_.KindOf(slot), dtype, 0, 0, param.count * DtypeBytes(dtype), {}});
   }
   stored.shards.push_back(std::move(shard));
   manifest_.params.push_back(std::move(stored));
@@ -237,7 +236,7 @@ void Saver::Filled(uint64_t bytes) {
 }
 
 Status Saver::AppendArray(const Array& array) {
-  const uint64_t element_bytes = checkpoint::DtypeBytes(array.tensor->dtype);
+  const uint64_t element_bytes = DtypeBytes(array.tensor->dtype);
   const uint64_t count = array.tensor->bytes / element_bytes;
   checkpoint::BlockHasher hasher(manifest_.block_bytes);
   hasher.Reset(array.tensor->bytes);

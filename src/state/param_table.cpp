@@ -12,10 +12,6 @@ namespace {
 constexpr size_t kMaxNameBytes = 1023;
 constexpr uint64_t kMaxParamElements = uint64_t{1} << 44;
 
-bool IsDtype(int32_t value) {
-  return value == OFFLOAD_FP32 || value == OFFLOAD_BF16 || value == OFFLOAD_FP16;
-}
-
 // FNV-1a.
 uint64_t HashOf(const std::string& name) {
   uint64_t hash = 0xCBF29CE484222325;
@@ -135,7 +131,7 @@ Status ParamTable::CheckParam(const offload_param_t& param) const {
                          "group is %u, but %zu groups have been added; call "
                          "offload_optimizer_add_group first",
                          param.group, groups_.size());
-  if (!IsDtype(param.dtype) || !IsDtype(param.grad_dtype))
+  if (!IsParamDtype(param.dtype) || !IsParamDtype(param.grad_dtype))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "dtype is %d and grad_dtype is %d, expected OFFLOAD_FP32 (1), "
                          "OFFLOAD_BF16 (2) or OFFLOAD_FP16 (3)",

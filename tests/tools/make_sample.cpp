@@ -28,9 +28,9 @@ HandMade Halves() {
   made.manifest.groups = {AdamGroup(0.001, 0)};
   made.AddParam("w", OFFLOAD_BF16, {7, 3});
   made.AddShard(0, 0, {{{0, 0}, {7, 3}}});
-  made.Store(OFFLOAD_STATE_MASTER, Dtype::kU16);
-  made.Store(OFFLOAD_STATE_EXP_AVG, Dtype::kBF16);
-  made.Store(OFFLOAD_STATE_EXP_AVG_SQ, Dtype::kF16);
+  made.Store(OFFLOAD_STATE_MASTER, OFFLOAD_U16);
+  made.Store(OFFLOAD_STATE_EXP_AVG, OFFLOAD_BF16);
+  made.Store(OFFLOAD_STATE_EXP_AVG_SQ, OFFLOAD_FP16);
   return made;
 }
 
@@ -41,7 +41,7 @@ HandMade Mixed() {
   made.AddParam("w", OFFLOAD_BF16, {8});
   made.AddShard(0, 0, {{{0}, {8}}}, 0, 4);
   made.AddShard(1, 0, {{{0}, {8}}}, 4, 4);
-  made.Store(OFFLOAD_STATE_EXP_AVG, Dtype::kBF16);
+  made.Store(OFFLOAD_STATE_EXP_AVG, OFFLOAD_BF16);
   return made;
 }
 

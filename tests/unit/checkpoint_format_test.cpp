@@ -231,7 +231,7 @@ TEST(HeadTest, WiderElementsComeFirst) {
   Sample sample;
   for (StoredParam& param : sample.manifest.params) {
     for (StoredShard& shard : param.shards) {
-      shard.tensors[0].dtype = Dtype::kU16;
+      shard.tensors[0].dtype = OFFLOAD_U16;
       shard.tensors[0].bytes /= 2;
     }
   }

@@ -9,16 +9,10 @@
 #include "checkpoint/format/hash.h"
 #include "checkpoint/format/reshard.h"
 #include "kernels/algorithms.h"
+#include "kernels/dtypes.h"
 
 namespace hybridopt::checkpoint {
 namespace {
-
-struct DtypeRow {
-  int32_t value;
-  const char* name;
-};
-constexpr DtypeRow kParamDtypes[] = {
-    {OFFLOAD_FP32, "F32"}, {OFFLOAD_BF16, "BF16"}, {OFFLOAD_FP16, "F16"}};
 
 // Finds a row by its name. Rows have a value and a name.
 template <typename Row, size_t kCount>
@@ -133,9 +127,8 @@ const StoredTensor* FindTensor(const StoredShard& shard, int32_t kind) {
   return nullptr;
 }
 
-const char* ParamDtypeName(int32_t dtype) { return NameOf(kParamDtypes, dtype); }
 bool FindParamDtype(std::string_view name, int32_t* dtype) {
-  return Find(kParamDtypes, name, dtype);
+  return FindStoredDtype(name, dtype) && IsParamDtype(*dtype);
 }
 bool FindAlgorithm(std::string_view name, int32_t* algorithm) {
   return Find(kAlgorithms, name, algorithm);

@@ -32,8 +32,8 @@ inline constexpr uint32_t kNameBytesMax = 1023;           // of a param's name, 
 // One array in one shard file: one kind of state of one shard. Its elements are those of the shard,
 // in the shard's order.
 struct StoredTensor {
-  int32_t kind;  // enum offload_state_kind
-  Dtype dtype;
+  int32_t kind;     // enum offload_state_kind
+  int32_t dtype;    // enum offload_dtype
   uint32_t file;    // index into Manifest::files
   uint64_t offset;  // bytes from the start of the file
   uint64_t bytes;
@@ -82,8 +82,7 @@ const char* KindName(int32_t kind);
 bool FindKind(std::string_view name, int32_t* kind);
 // The array of a kind; NULL where the shard has none.
 const StoredTensor* FindTensor(const StoredShard& shard, int32_t kind);
-// "BF16" for OFFLOAD_BF16, and so on; NULL for what is no dtype.
-const char* ParamDtypeName(int32_t dtype);
+// The same as FindStoredDtype, but for the dtypes of params.
 bool FindParamDtype(std::string_view name, int32_t* dtype);
 // The algorithm of a name in kernels/algorithms.h.
 bool FindAlgorithm(std::string_view name, int32_t* algorithm);

@@ -1,25 +1,6 @@
 #include "checkpoint/format/inspect.h"
 
 namespace hybridopt::checkpoint {
-namespace {
-
-// The ABI's dtype of stored elements; 0 for halves of numbers.
-int32_t AbiDtype(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kF32:
-      return OFFLOAD_FP32;
-    case Dtype::kBF16:
-      return OFFLOAD_BF16;
-    case Dtype::kF16:
-      return OFFLOAD_FP16;
-    case Dtype::kU16:
-      break;
-  }
-  return 0;
-}
-
-}  // namespace
-
 offload_checkpoint_info_t InfoOf(const Manifest& manifest) {
   offload_checkpoint_info_t info{};
   info.struct_size = sizeof(info);
@@ -63,7 +44,7 @@ void ForEachTensor(const Manifest& manifest,
       tensor.step_count = stored.step_count;
       for (const StoredTensor& array : stored.tensors) {
         tensor.kind = array.kind;
-        tensor.dtype = AbiDtype(array.dtype);
+        tensor.dtype = array.dtype;
         tensor.file = manifest.files[array.file].name.c_str();
         tensor.file_offset = array.offset;
         tensor.bytes = array.bytes;

@@ -12,6 +12,7 @@
 #include "checkpoint/format/group_fields.h"
 #include "checkpoint/format/hash.h"
 #include "checkpoint/format/json.h"
+#include "kernels/dtypes.h"
 
 namespace hybridopt::checkpoint {
 namespace {
@@ -139,7 +140,7 @@ class ManifestWriter {
     text_ += "{";
     Key("name");
     AppendJsonString(&text_, param.name);
-    text_ += std::string(",\"dtype\":\"") + ParamDtypeName(param.dtype) + "\",\"shape\":";
+    text_ += std::string(",\"dtype\":\"") + StoredDtypeName(param.dtype) + "\",\"shape\":";
     NumberList(param.shape);
     text_ += ",\"shards\":[";
     Join(param.shards, ",\n ", [&](const StoredShard& shard) { OneShard(shard); });
@@ -167,7 +168,7 @@ class ManifestWriter {
 
   void Tensor(const StoredTensor& tensor) {
     text_ += std::string("{\"kind\":\"") + KindName(tensor.kind) + "\",\"dtype\":\"" +
-             DtypeName(tensor.dtype) + "\"";
+             StoredDtypeName(tensor.dtype) + "\"";
     Number(",\"file\"", tensor.file);
     Number(",\"offset\"", tensor.offset);
     Number(",\"bytes\"", tensor.bytes);
@@ -353,7 +354,7 @@ class ManifestReader {
     StoredTensor tensor{};
     json_.Object({
         {"kind", [&] { Word(FindKind, "a kind of state", &tensor.kind); }},
-        {"dtype", [&] { Word(FindDtype, "a dtype", &tensor.dtype); }},
+        {"dtype", [&] { Word(FindStoredDtype, "a dtype", &tensor.dtype); }},
         {"file", [&] { tensor.file = Small(UINT32_MAX); }},
         {"offset", [&] { tensor.offset = json_.Unsigned(INT64_MAX); }},
         {"bytes", [&] { tensor.bytes = json_.Unsigned(INT64_MAX); }},

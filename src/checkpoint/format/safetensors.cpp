@@ -5,15 +5,10 @@
 
 #include "base/shard.h"
 #include "checkpoint/format/json.h"
+#include "kernels/dtypes.h"
 
 namespace hybridopt::checkpoint {
 namespace {
-
-struct DtypeRow {
-  const char* name;
-  uint64_t bytes;
-};
-constexpr DtypeRow kDtypes[] = {{"F32", 4}, {"BF16", 2}, {"F16", 2}, {"U16", 2}};
 
 constexpr std::string_view kMetadata = "__metadata__";
 
@@ -33,13 +28,13 @@ std::map<std::string, std::string> ParseMetadata(JsonReader& json) {
 }
 
 HeadTensor ParseTensor(JsonReader& json, std::string name) {
-  HeadTensor tensor{std::move(name), Dtype::kF32, {}, 0, 0};
+  HeadTensor tensor{std::move(name), OFFLOAD_FP32, {}, 0, 0};
   std::vector<uint64_t> offsets;
   json.Object({
       {"dtype",
        [&] {
          const std::string text = json.String();
-         if (!FindDtype(text, &tensor.dtype))
+         if (!FindStoredDtype(text, &tensor.dtype))
            json.Fail("dtype is \"%.16s\", known are F32, BF16, F16 and U16", text.c_str());
        }},
       {"shape",
@@ -101,7 +96,7 @@ Status CheckNamesDiffer(const std::vector<HeadTensor>& tensors) {
 
 void AppendTensor(std::string* json, const HeadTensor& tensor) {
   AppendJsonString(json, tensor.name);
-  *json += std::string(":{\"dtype\":\"") + DtypeName(tensor.dtype) + "\",\"shape\":[";
+  *json += std::string(":{\"dtype\":\"") + StoredDtypeName(tensor.dtype) + "\",\"shape\":[";
   for (size_t d = 0; d < tensor.shape.size(); ++d)
     *json += (d == 0 ? "" : ",") + std::to_string(tensor.shape[d]);
   *json += "],\"data_offsets\":[" + std::to_string(tensor.begin) + "," +
@@ -110,13 +105,10 @@ void AppendTensor(std::string* json, const HeadTensor& tensor) {
 
 }  // namespace
 
-const char* DtypeName(Dtype dtype) { return kDtypes[static_cast<size_t>(dtype)].name; }
-uint64_t DtypeBytes(Dtype dtype) { return kDtypes[static_cast<size_t>(dtype)].bytes; }
-
-bool FindDtype(std::string_view name, Dtype* dtype) {
-  for (size_t i = 0; i < std::size(kDtypes); ++i) {
-    if (name != kDtypes[i].name) continue;
-    *dtype = static_cast<Dtype>(i);
+bool FindStoredDtype(std::string_view name, int32_t* dtype) {
+  for (const DtypeRow& row : kDtypeRows) {
+    if (name != row.stored_name) continue;
+    *dtype = row.dtype;
     return true;
   }
   return false;

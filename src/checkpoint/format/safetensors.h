@@ -13,15 +13,12 @@
 
 namespace hybridopt::checkpoint {
 
-// How elements are stored. The names are those of safetensors.
-enum class Dtype : uint8_t { kF32, kBF16, kF16, kU16 };
-const char* DtypeName(Dtype dtype);
-uint64_t DtypeBytes(Dtype dtype);
-bool FindDtype(std::string_view name, Dtype* dtype);
+// The dtype of a name in safetensors files, such as OFFLOAD_BF16 of "BF16".
+bool FindStoredDtype(std::string_view name, int32_t* dtype);
 
 struct HeadTensor {
   std::string name;
-  Dtype dtype;
+  int32_t dtype;  // enum offload_dtype
   std::vector<int64_t> shape;
   uint64_t begin;  // bytes from the start of the data
   uint64_t end;

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "kernels/convert.h"
+
 namespace hybridopt {
 namespace {
 

@@ -1,4 +1,4 @@
-#include "step/moves.h"
+#include "step/mover.h"
 
 #include <algorithm>
 
