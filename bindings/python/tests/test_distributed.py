@@ -506,7 +506,7 @@ def three_dimensions(rank, world):
     """Two stages of a pipeline, each in uneven shards along two dimensions."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     stage = mesh.get_local_rank("pp")
-    module = in_two_dimensions(block(seed=stage), mesh["dp", "tp"])
+    module = in_two_dimensions(block(seed=stage), mesh)
     named = [(f"stage{stage}.{name}", param) for name, param in module.named_parameters()]
     optimizer = hybridopt.AdamW(
         named, lr=0.1, max_grad_norm=0.1, process_group=dist.group.WORLD, threads=1

@@ -337,6 +337,55 @@ def test_compiled_layers(how):
     assert stash.stats().weights_away_bytes > 0
 
 
+class OfDetached(torch.autograd.Function):
+    """As kernels are called that save a weight's data: autograd does not know it for a view of the param."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight.detach().t())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, transposed = ctx.saved_tensors
+        return grad @ transposed.t(), grad.t() @ x
+
+
+class Detached(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self, x):
+        return OfDetached.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_weights_that_are_saved_without_their_params_are_no_activations(replaced):
+    model = nn.Sequential(*[Detached(64) for _ in range(4)])
+    other = copy.deepcopy(model)
+    stash = stash_of(fraction=1.0, keep_last=0)
+    wrapping = stash.wrap(list(model), weights=True)
+
+    def run(module):
+        results = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            loss = module(torch.randn(4, 64)).square().sum()
+            loss.backward()
+            results.append(loss.detach())
+        return bits([*results, *(p.grad for p in module.parameters())])
+
+    assert run(model) == run(other)
+    if replaced:  # other memory, which no pass has seen
+        wrapping.bring_back()
+        for module in (model, other):
+            for param in module.parameters():
+                param.data = 1.5 * param.data
+        assert run(model) == run(other)
+    assert stash.stats().weights_away_bytes > 0
+
+
 def test_without_room_weights_stay():
     model, other = pair()
     stash = stash_of(budget=3 * 4096)

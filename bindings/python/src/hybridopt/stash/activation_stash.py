@@ -661,7 +661,7 @@ class ActivationStash:
             parts = {name: self._save_part(getattr(tensor, name)) for name in names}
             return Wrapped(tensor, parts, context, self._names.module)
         this = self._pass_now()
-        if this is None or not may_go(tensor, self._device, self._min_bytes):
+        if this is None or not may_go(tensor, self._device, self._min_bytes) or self._weights.holds(tensor):
             return Kept(tensor, self._names.module)
         refuse_capture("an activation stash")
         return self._put(tensor, this)

@@ -238,6 +238,8 @@ class Weights:
         if layer is None:
             return
         refuse_capture("an activation stash")
+        if not is_backward:
+            layer.look()  # before tensors are saved, of which holds() is asked
         for weight in layer.weights:
             if is_backward:
                 weight.come_for_backward()
@@ -279,6 +281,11 @@ class Weights:
         layer.look()
         for weight in layer.weights:
             weight.push()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether its memory is a weight's, which comes and goes as a whole. A tensor tells that of itself only
+        where autograd knows it for a view of a param: of `weight.detach()` it does not."""
+        return bool(self._of_storage) and tensor.untyped_storage()._cdata in self._of_storage
 
     def come_for(self, tensor: Tensor) -> None:
         """Brings the storage of a tensor back that a backward pass uses."""
