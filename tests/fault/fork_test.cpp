@@ -5,8 +5,12 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "../sanitizers.h"
@@ -23,10 +27,37 @@ constexpr bool kThreadsInChild = !HYBRIDOPT_TSAN;
 // of threads that allocate.
 constexpr bool kAllocatorSurvivesFork = !HYBRIDOPT_ASAN;
 
-// Runs body in a child, which must come to its end. A hang ends in SIGALRM.
+// How often the threads of this process other than the caller have been given a CPU; 0 if one of
+// them has work.
+uint64_t SwitchesOfSleepers() {
+  uint64_t switches = 1;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    if (task.path().filename() == std::to_string(gettid())) continue;
+    std::ifstream file(task.path() / "status");
+    for (std::string line; std::getline(file, line);) {
+      if (line.starts_with("State:") && line != "State:\tS (sleeping)") return 0;
+      if (line.find("ctxt_switches:") != std::string::npos)
+        switches += std::stoul(line.substr(line.find(':') + 1));
+    }
+  }
+  return switches;
+}
+
+// Returns when all other threads sleep: then none of them holds a lock of the allocator. A thread
+// that has just been started, or ends, allocates.
+void AwaitIdleThreads() {
+  for (uint64_t before = 0, now = 0; (now = SwitchesOfSleepers()) == 0 || now != before;) {
+    before = now;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+// Runs body in a child, which must come to its end. A hang ends in SIGALRM. Where the child leaves
+// through exit(), the threads of the parent are idle, or soon will be.
 template <typename Body>
 void RunInChild(Body&& body, void (*leave)(int) = std::exit) {
   const bool failed_before = testing::Test::HasFailure();
+  if (!kAllocatorSurvivesFork && leave == std::exit) AwaitIdleThreads();
   std::fflush(nullptr);  // the child would print it again
   const pid_t child = fork();
   ASSERT_GE(child, 0);
