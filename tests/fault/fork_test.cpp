@@ -168,7 +168,10 @@ TEST_P(Fork, InTheMiddleOfStepsDisturbsNobody) {
     Trainer trainer(run_);
     trainer.AddParams();
     trainer.Commit();
-    if (!kAllocatorSurvivesFork) trainer.Steps(0, 1);  // starts the threads
+    if (!kAllocatorSurvivesFork) {
+      trainer.Steps(0, 1);  // starts the threads
+      AwaitIdleThreads();
+    }
     trainer.UploadGrads(0);
     const auto leave = kAllocatorSurvivesFork ? std::exit : std::_Exit;
     for (int step = 0; step < 8; ++step) {
@@ -186,11 +189,13 @@ TEST_P(Fork, WhileOtherThreadsAreInsideTheLibraryDoesNotHang) {
   Trainer trainer(run_);
   trainer.AddParams();
   trainer.Commit();
+  AwaitIdleThreads();
   std::atomic<bool> stop = false;
+  std::atomic<int> inside = 0;
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i)
     threads.emplace_back([&] {
-      while (!stop) {
+      for (++inside; !stop;) {
         auto stats = Make<offload_stats_t>();
         EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(trainer.optimizer, &stats));
         if (!kAllocatorSurvivesFork) continue;
@@ -198,6 +203,7 @@ TEST_P(Fork, WhileOtherThreadsAreInsideTheLibraryDoesNotHang) {
         EXPECT_OFFLOAD_OK(offload_context_get_info(trainer.context, &info));
       }
     });
+  while (inside < 3) std::this_thread::yield();
   for (int child = 0; child < 2 + Scaled(20); ++child)
     RunInChild(
         [&] {
