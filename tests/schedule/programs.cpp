@@ -5,7 +5,8 @@
 //
 // NAME is FAMILY.PROGRAM.SCHEDULE[+COUNT][-CALL,CALL...]: this program in this schedule (or in
 // COUNT schedules from this one on), without these calls. A failure prints it, beside the seed and
-// the program, and then leaves out calls while some schedule still fails.
+// the program, and then leaves out calls while some schedule still fails. With GTEST_FAIL_FAST in
+// the environment it leaves out none: a failure is all that scripts/mutate asks for.
 //
 // Each run is a process of its own, so a run depends on the seed and on its name alone.
 #include <errno.h>
@@ -304,6 +305,7 @@ int Explore(Program::Family family, uint64_t programs) {
     const Name name{family, run / kSchedules, run, 1, {}};
     if (!Passes(name, false)) {
       Tell(name);
+      if (std::getenv("GTEST_FAIL_FAST") != nullptr) return 1;
       std::fprintf(stderr, "Leaving out calls (this takes two minutes at most) ...\n");
       Tell(Shrink(name));
       return 1;
