@@ -10,6 +10,7 @@
 #include <cstring>
 #include <fstream>
 #include <mutex>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -152,6 +153,23 @@ TEST_F(BlockReaderTest, AFailureComesWithItsExtentAndTheOthersAllTheSame) {
   status = reader.Next().status();
   EXPECT_EQ(status.message(), "there is no file 2");
   ExpectBytes(reader.Next(), extents[4]);
+}
+
+// The threads that read are the library's: nobody else catches what they throw.
+TEST_F(BlockReaderTest, AnExceptionIsAFailureOfItsExtent) {
+  const std::vector<Extent> extents = {{0, 0, 4096}, {1, 0, 10}, {0, 4096, 10}};
+  const BlockReader::Open good = Opening();
+  const auto opening = [&](uint32_t file) -> Result<std::shared_ptr<File>> {
+    if (file == 1) throw std::bad_alloc();
+    return good(file);
+  };
+  BlockReader reader(opening, extents, Memory(2, 4096), 2, 4096);
+  ASSERT_TRUE(reader.Start().ok());
+  ExpectBytes(reader.Next(), extents[0]);
+  const Status status = reader.Next().status();
+  EXPECT_EQ(status.code(), OFFLOAD_OUT_OF_HOST_MEMORY);
+  EXPECT_EQ(status.message(), "out of host memory for reading a block");
+  ExpectBytes(reader.Next(), extents[2]);
 }
 
 TEST_F(BlockReaderTest, MayBeGivenUpAtAnyTimeAndHaveNothingToRead) {

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -98,6 +99,26 @@ TEST(BlockWriterTest, AWriteThatFailsIsToldByTheNextCallsAndNothingElseIsWritten
       EXPECT_LE(told, good * kBytes);
     }
   }
+}
+
+// The threads that write are the library's: nobody else catches what they throw.
+TEST(BlockWriterTest, AnExceptionIsAFailureOfTheWriter) {
+  class ThrowingFiles : public system::Files {
+   public:
+    int64_t Write(int, const void*, uint64_t, uint64_t) override { throw std::bad_alloc(); }
+  } files;
+  const FakeRoot root;
+  Result<File> file = File::Create(files, root.path() + "/file");
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  Result<Arena> memory = Arena::Map(4096);
+  const auto wrote = [](uint64_t) { FAIL() << "nothing was written"; };
+  BlockWriter writer(file.value(), memory.value().data(), 1, 4096, wrote);
+  ASSERT_TRUE(writer.Start().ok());
+  ASSERT_TRUE(writer.Next().ok());
+  writer.Submit(4096);
+  const Status status = writer.Finish();
+  EXPECT_EQ(status.code(), OFFLOAD_OUT_OF_HOST_MEMORY);
+  EXPECT_EQ(status.message(), "out of host memory for writing a block");
 }
 
 TEST(BlockWriterTest, TheLastBlockMayBeShortAndIsFilledUpWithZeros) {
