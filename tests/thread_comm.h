@@ -52,8 +52,9 @@ class ThreadComm {
     return table;
   }
 
-  // To be said while no call runs. `call` counts the rank's calls from 0.
+  // Concerns calls that have not begun. `call` counts the rank's calls from 0.
   void Inject(int32_t rank, uint64_t call, Fault fault, int32_t status = OFFLOAD_COMM_FAILED) {
+    std::lock_guard lock(mutex_);
     Member& member = members_[static_cast<size_t>(rank)];
     member.fault = fault;
     member.fault_call = call;

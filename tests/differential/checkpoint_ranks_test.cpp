@@ -336,6 +336,8 @@ TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
     UseFiles(ranks[1], files);
     ranks.Step(0);
     const std::vector<offload_ticket_t> tickets = ranks.Save(directory / "new");
+    // Meanwhile rank 0 comes to the end of its part: it must still meet the other one.
+    for (int32_t rank : {0, 1}) AwaitMeetings(ranks.comm(), rank);
     ranks.QueueApart(1);
     const std::vector<offload_ticket_t> last = ranks.QueueApart(2);
     for (uint32_t rank = 0; rank < 2 && !before_reading; ++rank)
@@ -459,6 +461,30 @@ TEST(CheckpointRanks, ARankThatIsGonePoisonsAfterTheTimeout) {
   MUST(offload_optimizer_save(ranks.handle(0), &options, &ticket));
   EXPECT_EQ(offload_optimizer_wait(ranks.handle(0), ticket, -1), OFFLOAD_COMM_FAILED);
   EXPECT_EQ(offload_optimizer_save(ranks.handle(0), &options, nullptr), OFFLOAD_POISONED);
+  EXPECT_TRUE(directory.Names().empty());
+}
+
+// Rank 1 dies when it has written its part and rank 0 still writes.
+TEST(CheckpointRanks, ARankThatDiesDuringASaveLeavesNothing) {
+  const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3007);
+  const TemporaryDirectory directory;
+  HeldFiles files;
+  files.before_end = true;
+  Random random(8);
+  SavingRanks ranks(*sharded, RandomSetting(random), kTimeoutNs);
+  UseFiles(ranks[0], files);
+  ranks.Step(0);
+  const std::vector<offload_ticket_t> tickets = ranks.Save(directory / "new");
+  const auto has_part = [&] {
+    for (const std::string& pending : directory.Names())
+      for (const std::string& name : TemporaryDirectory::NamesIn(directory / pending))
+        if (name.starts_with("part-00001")) return true;
+    return false;
+  };
+  while (!has_part()) std::this_thread::yield();
+  ranks.comm().Inject(1, 0, ThreadComm::Fault::kDie);
+  files.before_end = false;
+  EXPECT_EQ(ranks.Outcomes(tickets), AllOf(2, OFFLOAD_COMM_FAILED));
   EXPECT_TRUE(directory.Names().empty());
 }
 
