@@ -144,5 +144,18 @@ TEST(CheckpointPartsTest, PartsThatWereSteppedDifferentlyMakeNoWhole) {
   }
 }
 
+TEST(CheckpointPartsTest, ElementsThatNobodyHasSavedAreMissed) {
+  const TemporaryDirectory directory;
+  Part half(nullptr, 0, kHalf);
+  half.QueueSave(directory / "saved");
+  EXPECT_OFFLOAD_OK(half.Wait());
+  Part whole(nullptr, 0, 2 * kHalf), other(nullptr, kHalf, kHalf);
+  for (Part* part : {&whole, &other})
+    ExpectError(
+        part->Load(directory / "saved"), OFFLOAD_CHECKPOINT_MISMATCH,
+        {"param 'weight' ", "element (100) of the tensor is in none of the 1 stored shards"});
+  EXPECT_OFFLOAD_OK(half.Load(directory / "saved"));
+}
+
 }  // namespace
 }  // namespace hybridopt::fault
