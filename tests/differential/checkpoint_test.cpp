@@ -255,5 +255,36 @@ TEST(CheckpointCopies, ReadMemoryThatIsThereUntilTheirStreamIsGivenUp) {
   }
 }
 
+// Weights are rounded into 512 KiB of staging memory, from where they are copied to the device: the
+// next piece is rounded when those copies have ended. The halves of split masters are joined piece
+// by piece too.
+TEST(CheckpointCopies, OfMoreThanTheStagingMemoryHoldsGiveEveryBit) {
+  const std::vector<ParamSpec> params(3, {OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 300'001});
+  for (const StateChoice& state : {StateChoice{}, StateChoice{OFFLOAD_MASTER_SPLIT}}) {
+    SCOPED_TRACE(state.Text());
+    const TemporaryDirectory directory;
+    const std::string path = directory / "saved";
+    Problem problem = RandomProblem(OFFLOAD_ADAMW, params, 1, 4);
+    problem.state = state;
+    const Solved saved(problem);
+    Problem other = problem;
+    other.initial = RandomProblem(OFFLOAD_ADAMW, params, 1, 5).initial;
+    LifecycleSetting setting;
+    setting.optimizer = {0, 100'000, 2};
+    {
+      LifecycleRig rig(saved.problem, setting);
+      rig.NewGrads(problem.steps[0]);
+      rig.BindAll();
+      rig.Step(problem.steps[0]);
+      rig.Wait(rig.Save(path));
+    }
+    setting.delay_ns_max = 2'000'000;
+    LifecycleRig rig(other, setting);
+    EXPECT_NE(rig.Difference(saved.trace[1]), "");
+    ASSERT_EQ(rig.TryLoad(path), OFFLOAD_OK) << offload_last_error();
+    EXPECT_EQ(rig.Difference(saved.trace[1]), "");
+  }
+}
+
 }  // namespace
 }  // namespace hybridopt
