@@ -405,9 +405,10 @@ TEST_P(StashTest, AForwardPassThatFailsGivesBackWhatItsLaneHasPushed) {
     EXPECT_OFFLOAD_OK(offload_stash_mark(user.stash, 0, &mark));
     ASSERT_NE(user.Push(3, 0), 0u) << "room was lost in iteration " << iteration;
     ASSERT_NE(user.Push(4, 0), 0u) << "room was lost in iteration " << iteration;
-    EXPECT_OFFLOAD_OK(offload_stash_rollback(user.stash, mark, user.stream));
-    EXPECT_OFFLOAD_OK(offload_stash_rollback(user.stash, mark, user.stream));  // there is nothing
-    EXPECT_EQ(user.Stats().tickets, 2u);
+    for (int time = 0; time < 2; ++time) {  // the second time there is nothing
+      EXPECT_OFFLOAD_OK(offload_stash_rollback(user.stash, mark, user.stream));
+      EXPECT_EQ(user.Stats().tickets, 2u);
+    }
   }
   user.ExpectBack(earlier, 2);
   user.ExpectBack(others, 1);
