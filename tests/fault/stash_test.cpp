@@ -3,13 +3,13 @@
 // lost.
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <functional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "bad_input.h"
+#include "call_thread.h"
 #include "trainer.h"
 
 namespace hybridopt::fault {
@@ -682,18 +682,14 @@ TEST(StashFailure, WaitingAndDestroyingBehindAStreamThatStandsStillEnd) {
       ExpectError(offload_stash_wait(user.stash, awaited, timeout_ns), OFFLOAD_TIMED_OUT,
                   {"have not ended within " + std::to_string(timeout_ns) + " ns", "wait again"});
   // A thread that waits without limit learns that the stash is destroyed.
-  std::atomic<int32_t> waited = OFFLOAD_OK;
-  std::string text;
-  std::thread waiter([&] {
-    waited = offload_stash_wait(user.stash, ticket, -1);
-    text = offload_last_error();
-  });
+  CallThread waiter([&] { return offload_stash_wait(user.stash, ticket, -1); });
+  waiter.AwaitAsleep();
   EXPECT_OFFLOAD_OK(offload_stash_destroy(user.stash));
-  waiter.join();
-  const bool came_later = waited == OFFLOAD_INVALID_ARGUMENT;
-  EXPECT_NE(text.find(came_later ? "has been destroyed" : "another thread destroys the stash"),
-            std::string::npos)
-      << text;
+  const bool came_later = waiter.Join() == OFFLOAD_INVALID_ARGUMENT;
+  EXPECT_NE(
+      waiter.error().find(came_later ? "has been destroyed" : "another thread destroys the stash"),
+      std::string::npos)
+      << waiter.error();
   user.stash = nullptr;
   gate.open = true;
   EXPECT_OFFLOAD_OK(offload_stream_synchronize(user.context, user.stream, -1));
