@@ -797,6 +797,12 @@ typedef struct offload_stats {
   double state_down_seconds;
   double cpu_idle_seconds;
   double streamed_idle_seconds;
+  /* Of the link that a stash shares (docs/STASH.md), since create; all 0 without a stash. */
+  uint64_t gave_way_copies; /* chunks of steps, and pieces of moves, that waited on the host until
+                               prefetches that were under way had ended */
+  double gave_way_seconds;  /* so long; part of other times above */
+  uint64_t pushes_ahead_bytes; /* pushes that were queued, and not known to have ended, when a step
+                                  queued a chunk to the host: the sum over all its chunks */
 } offload_stats_t;
 
 /* Tells what the optimizer holds now, and totals since create. */
@@ -1064,6 +1070,8 @@ typedef struct offload_stash_stats {
   double up_seconds;           /* so long */
   double release_wait_seconds; /* streams of the caller waited in release for a copy to the host */
   double pop_wait_seconds;     /* and in pop for a copy to the device */
+  uint64_t ahead_bytes;        /* that steps and moves had queued to the device, not known to have
+                                  arrived, when a prefetch was queued: the sum over all prefetches */
 } offload_stash_stats_t;
 
 /* Tells every byte that create would take. It changes nothing.

@@ -115,6 +115,7 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
       log_user_(options.log_user),
       kernels_(kernels),
       device_(std::move(device)),
+      link_(*device_, device_timeout_ns_),
       seats_(std::move(seats)),
       workers_(options.threads, seats_.nodes, seats_.cpu_limit),
       numa_(std::move(numa)),

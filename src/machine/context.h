@@ -12,6 +12,7 @@
 #include "base/status.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
+#include "machine/link.h"
 #include "memory/numa_policy.h"
 #include "runtime/runner_pool.h"
 #include "runtime/side_threads.h"
@@ -31,6 +32,7 @@ class Context {
 
   Device& device() { return *device_; }
   const Device& device() const { return *device_; }
+  Link& link() { return link_; }
   WorkerPool& workers() { return workers_; }
   RunnerPool& runners() { return runners_; }
   SideThreads& side_threads() { return side_threads_; }
@@ -89,6 +91,7 @@ class Context {
   void* const log_user_;
   const KernelTable& kernels_;
   std::unique_ptr<Device> device_;
+  Link link_;
   const Seats seats_;
   WorkerPool workers_;
   const Result<Numa> numa_;

@@ -11,6 +11,7 @@
 
 #include "base/function_ref.h"
 #include "machine/context.h"
+#include "machine/link.h"
 #include "machine/pinned_reservation.h"
 #include "machine/timeline.h"
 #include "memory/arena.h"
@@ -89,6 +90,7 @@ class LaneScratch {
     return *this;
   }
   uint64_t device_grad_elements() const { return device_grad_elements_; }
+  uint64_t slot_bytes() const { return slot_bytes_; }
   std::byte* data() const { return static_cast<std::byte*>(data_); }
   std::span<const StreamSlot> slots() const { return slots_; }
   std::byte* slot_data(uint32_t slot) const { return data() + ring_offset_ + slot * slot_bytes_; }
@@ -126,6 +128,7 @@ class Lanes {
   // The device's ring.
   std::span<const StreamSlot> stream_slots() const { return scratch_.slots(); }
   std::byte* stream_slot_data(uint32_t slot) const { return scratch_.slot_data(slot); }
+  uint64_t stream_slot_bytes() const { return scratch_.slot_bytes(); }
 
   // The events that are recorded behind the work that a request waits for.
   std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
@@ -154,6 +157,7 @@ class Lanes {
   Result<double> Seconds(const TimedEvent& event);
 
   Device& device() { return context_.device(); }
+  LinkUser& link() { return link_; }
   StagingRing& ring() { return ring_.staging(); }
   void AddNodeBytes(NodeBytes* sum) const {
     ring_.staging().AddNodeBytes(sum);
@@ -184,13 +188,14 @@ class Lanes {
   double* host_block_sums = nullptr;   // pinned: block_sums, for a verdict made on the host
 
  private:
-  explicit Lanes(Context& context) : context_(context) {}
+  explicit Lanes(Context& context) : context_(context), link_(context.link()) {}
   Status CreateAll(const LaneSizes& sizes);
   Status CreateStreams(bool streams);
   Result<StreamHandle> NewStream(const char* label);
   Status NewEvent(const char* label, EventHandle* event);
 
   Context& context_;
+  LinkUser link_;
   std::vector<StreamHandle> streams_;  // to destroy
   std::vector<EventHandle> events_;    // to destroy
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline

@@ -97,6 +97,10 @@ offload_stats_t Optimizer::Stats() const {
   stats.states_on_host_bytes = committed_->host_state_bytes + lifecycle.states_on_host_bytes();
   stats.states_on_device_bytes = committed_->device_state_bytes - lifecycle.states_on_host_bytes();
   stats.queued = committed_->timeline->queued();
+  const LinkUser& link = committed_->lanes->link();
+  stats.gave_way_copies = link.gave_way_copies();
+  stats.gave_way_seconds = link.gave_way_seconds();
+  stats.pushes_ahead_bytes = link.pushes_ahead_bytes();
   return stats;
 }
 

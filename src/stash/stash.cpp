@@ -126,7 +126,7 @@ Status Stash::CreateAll() {
   tickets_ = TicketTable(settings_.tickets_max, settings_.lanes, NextNumber());
   HYBRIDOPT_ASSIGN(slabs_, SlabPool::Create(*context_, settings_.slabs));
   if (!queues_) return {};
-  HYBRIDOPT_TRY(timings_.Create(device()));
+  HYBRIDOPT_TRY(timings_.Create(device(), context_->link()));
   HYBRIDOPT_ASSIGN(ready_, device().CreateEvent("stash: caller ready"));
   for (EventHandle& event : all_) {
     HYBRIDOPT_ASSIGN(event, device().CreateEvent("stash: all copies"));
@@ -422,6 +422,7 @@ Result<offload_stash_stats_t> Stash::Stats() {
   stats.up_timed_bytes = timings_.total(Interval::kUp).bytes;
   stats.release_wait_seconds = timings_.total(Interval::kReleaseWait).seconds;
   stats.pop_wait_seconds = timings_.total(Interval::kPopWait).seconds;
+  stats.ahead_bytes = timings_.ahead_bytes();
   return stats;
 }
 

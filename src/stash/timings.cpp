@@ -2,8 +2,10 @@
 
 namespace hybridopt {
 
-Status Timings::Create(Device& device) {
+Status Timings::Create(Device& device, Link& link) {
+  link.AddRoom(kPairs);
   device_ = &device;
+  link_ = &link;
   pairs_.resize(kPairs);
   for (Pair& pair : pairs_) {
     HYBRIDOPT_ASSIGN(pair.begin, device.CreateEvent("stash interval"));
@@ -13,6 +15,9 @@ Status Timings::Create(Device& device) {
 }
 
 Timings::~Timings() {
+  if (device_ == nullptr) return;
+  for (; first_ < count_; ++first_) Ended(pair(first_));
+  link_->RemoveRoom(kPairs);
   for (const Pair& pair : pairs_)
     for (EventHandle event : {pair.begin, pair.end})
       if (event != nullptr) device_->DestroyEvent(event);
@@ -34,9 +39,19 @@ Status Timings::Begin(Interval interval, uint64_t bytes, StreamHandle stream) {
 Status Timings::End(StreamHandle stream) {
   if (!begun_) return {};
   begun_ = false;
-  HYBRIDOPT_TRY(device_->Record(pair(count_).end, stream));
+  const Pair& next = pair(count_);
+  HYBRIDOPT_TRY(device_->Record(next.end, stream));
   count_ += 1;
+  if (next.interval == Interval::kDown) link_->PushQueued(next.bytes);
+  if (next.interval == Interval::kUp)
+    ahead_bytes_ += link_->PrefetchQueued({stream, next.begin, next.end, next.bytes});
   return {};
+}
+
+// The link knows of the interval no longer.
+void Timings::Ended(const Pair& pair) {
+  if (pair.interval == Interval::kDown) link_->PushEnded(pair.bytes);
+  if (pair.interval == Interval::kUp) link_->PrefetchEnded(pair.end);
 }
 
 // In the order in which they began: an interval behind one that goes on is added up later.
@@ -49,6 +64,7 @@ Status Timings::Collect() {
     Total& total = totals_[static_cast<size_t>(next.interval)];
     total.seconds += seconds;
     total.bytes += next.bytes;
+    Ended(next);
   }
   return {};
 }

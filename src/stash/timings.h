@@ -1,12 +1,13 @@
-// Timings: how long streams copied and waited, as the device times it. A ring of pairs of events:
-// where all pairs are still in use, an interval is not timed.
+// Timings: how long streams copied and waited, as the device times it, and which copies are under
+// way, which it tells the link. A ring of pairs of events: where all pairs are still in use, an
+// interval is not timed, and the link does not know of it.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <vector>
 
-#include "device/device.h"
+#include "machine/link.h"
 
 namespace hybridopt {
 
@@ -18,13 +19,13 @@ class Timings {
     double seconds = 0;
     uint64_t bytes = 0;
   };
-  static constexpr uint32_t kPairs = 128;
+  static constexpr uint32_t kPairs = 512;
 
   Timings() = default;
   Timings(const Timings&) = delete;
   Timings& operator=(const Timings&) = delete;
   ~Timings();
-  Status Create(Device& device);
+  Status Create(Device& device, Link& link);
 
   static constexpr uint64_t ScratchBytes() { return kPairs * sizeof(Pair); }
 
@@ -34,6 +35,8 @@ class Timings {
   Status End(StreamHandle stream);
   // Adds up the intervals that the device has come to the end of.
   Status Collect();
+  // Bytes that steps and moves had queued to the device ahead of copies to it, over all of these.
+  uint64_t ahead_bytes() const { return ahead_bytes_; }
   const Total& total(Interval interval) const { return totals_[static_cast<size_t>(interval)]; }
 
  private:
@@ -43,14 +46,17 @@ class Timings {
     Interval interval = Interval::kDown;
     uint64_t bytes = 0;
   };
+  void Ended(const Pair& pair);
   Pair& pair(uint64_t number) { return pairs_[number % kPairs]; }
 
   Device* device_ = nullptr;
+  Link* link_ = nullptr;
   std::vector<Pair> pairs_;
   uint64_t first_ = 0;  // the number of the first interval that has not been added up
   uint64_t count_ = 0;  // of intervals that have ended
   bool begun_ = false;  // the interval count_ has begun
   std::array<Total, 4> totals_;
+  uint64_t ahead_bytes_ = 0;
 };
 
 }  // namespace hybridopt

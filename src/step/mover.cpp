@@ -12,6 +12,12 @@ namespace {
 // one begins its next copy.
 constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
 
+// While the context has a stash, a move to the device waits for the device after so many pieces, so
+// that at most twice as many are queued: a prefetch that comes then stands behind no more.
+constexpr uint32_t kPiecesTogether = 8;
+
+constexpr char kMoved[] = "params, gradients or states being moved";  // in errors
+
 }  // namespace
 
 // A range of one gradient. `item` is null where no gradient is left.
@@ -159,23 +165,33 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
   if (device_.unified()) return CopyByWorkers(direction);
   const StreamHandle streams[2] = {direction == Direction::kDown ? lanes_.down : lanes_.up,
                                    lanes_.compute};
-  uint32_t turn = 0;
+  uint32_t pieces = 0;
   for (const Copy& copy : copies_) {
-    for (uint64_t begin = 0; begin < copy.bytes; begin += kCopyPieceBytes, turn ^= 1) {
+    for (uint64_t begin = 0; begin < copy.bytes; begin += kCopyPieceBytes, ++pieces) {
       const uint64_t piece = std::min(kCopyPieceBytes, copy.bytes - begin);
+      const StreamHandle stream = streams[pieces % 2];
       if (direction == Direction::kDown) {
-        HYBRIDOPT_TRY(
-            device_.CopyToHost(streams[turn], copy.host + begin, copy.device + begin, piece));
+        HYBRIDOPT_TRY(device_.CopyToHost(stream, copy.host + begin, copy.device + begin, piece));
       } else {
-        HYBRIDOPT_TRY(
-            device_.CopyToDevice(streams[turn], copy.device + begin, copy.host + begin, piece));
+        HYBRIDOPT_TRY(AwaitPieces(pieces));
+        lanes_.link().GiveWay(piece);
+        HYBRIDOPT_TRY(device_.CopyToDevice(stream, copy.device + begin, copy.host + begin, piece));
+        lanes_.link().QueuedUp(piece);
       }
     }
   }
   for (uint32_t i : {0, 1}) HYBRIDOPT_TRY(device_.Record(lanes_.moved[i], streams[i]));
-  for (EventHandle event : lanes_.moved)
-    HYBRIDOPT_TRY(lanes_.Wait(event, "params, gradients or states being moved"));
+  for (EventHandle event : lanes_.moved) HYBRIDOPT_TRY(lanes_.Wait(event, kMoved));
+  if (direction == Direction::kUp) lanes_.link().ArrivedUpTo(lanes_.link().queued_up_bytes());
   return {};
+}
+
+// To be called before each piece of a move to the device; `pieces` have been queued. Pieces take
+// turns on two streams, so the event on one of them tells well enough how far the device is.
+Status Mover::AwaitPieces(uint32_t pieces) {
+  if (!context_.link().has_prefetches() || pieces == 0 || pieces % kPiecesTogether != 0) return {};
+  if (pieces > kPiecesTogether) HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], kMoved));
+  return device_.Record(lanes_.moved[0], lanes_.up);
 }
 
 // Where device and host share one memory, the workers copy.

@@ -80,6 +80,7 @@ class Mover {
   void ListGrads(const MoveRequest& request);
   void ListStates(const MoveRequest& request);
   Status CopyListed(Direction direction, uint64_t* bytes);
+  Status AwaitPieces(uint32_t pieces);
   Status CopyByWorkers(Direction direction);
   Status OffloadGrads(const MoveRequest& request, uint64_t* bytes);
   Status QueueSums(const MoveRequest& request);

@@ -127,6 +127,8 @@ Status ResidenceChanger::CopyUp() {
       copies.push_back(
           {piece.copy.from, lanes_.ring().grads(slot) + piece.slot_offset, piece.copy.bytes});
     HYBRIDOPT_TRY(CopyInParallel(context_.workers(), copies));
+    lanes_.link().GiveWay(batches[i].bytes);
+    lanes_.link().QueuedUp(batches[i].bytes);
     for (const Piece& piece : batches[i].pieces)
       HYBRIDOPT_TRY(device_.CopyToDevice(lanes_.up, piece.copy.to,
                                          lanes_.ring().grads(slot) + piece.slot_offset,
@@ -137,6 +139,7 @@ Status ResidenceChanger::CopyUp() {
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded(static_cast<uint32_t>(slot)).end, "state going up"));
     lanes_.ring().ReleaseGrads(static_cast<uint32_t>(slot));
   }
+  lanes_.link().ArrivedUpTo(lanes_.link().queued_up_bytes());
   return {};
 }
 

@@ -195,8 +195,8 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   if (cpu_executor_.PrefetchCopies() > Lanes::kMaxCommandsAhead)
     HYBRIDOPT_TRY(AwaitGradients(ready));
   HYBRIDOPT_TRY(cpu_executor_.Prefetch(result));
-  HYBRIDOPT_TRY(streamed_.Prefetch());
   HYBRIDOPT_TRY(QueueVerdict(request));
+  HYBRIDOPT_TRY(streamed_.Prefetch());
   // The clock starts when the gradients are ready: the caller's own work does not count as time of
   // the step.
   HYBRIDOPT_TRY(AwaitGradients(ready));

@@ -225,7 +225,7 @@ static const pin_t pins[] = {
     FIELD(offload_state_view_t, host_count, 32, 8),
     FIELD(offload_state_view_t, step_count, 40, 8),
 
-    STRUCT(offload_stats_t, 256),
+    STRUCT(offload_stats_t, 280),
     FIELD(offload_stats_t, struct_size, 0, 4),
     FIELD(offload_stats_t, queued, 4, 4),
     FIELD(offload_stats_t, steps_applied, 8, 8),
@@ -259,6 +259,9 @@ static const pin_t pins[] = {
     FIELD(offload_stats_t, state_down_seconds, 232, 8),
     FIELD(offload_stats_t, cpu_idle_seconds, 240, 8),
     FIELD(offload_stats_t, streamed_idle_seconds, 248, 8),
+    FIELD(offload_stats_t, gave_way_copies, 256, 8),
+    FIELD(offload_stats_t, gave_way_seconds, 264, 8),
+    FIELD(offload_stats_t, pushes_ahead_bytes, 272, 8),
 
     STRUCT(offload_save_options_t, 48),
     FIELD(offload_save_options_t, struct_size, 0, 4),
@@ -339,7 +342,7 @@ static const pin_t pins[] = {
     FIELD(offload_stash_plan_t, fits, 64, 4),
     FIELD(offload_stash_plan_t, reserved, 68, 4),
 
-    STRUCT(offload_stash_stats_t, 168),
+    STRUCT(offload_stash_stats_t, 176),
     FIELD(offload_stash_stats_t, struct_size, 0, 4),
     FIELD(offload_stash_stats_t, tickets, 4, 4),
     FIELD(offload_stash_stats_t, slabs_bytes, 8, 8),
@@ -362,6 +365,7 @@ static const pin_t pins[] = {
     FIELD(offload_stash_stats_t, up_seconds, 144, 8),
     FIELD(offload_stash_stats_t, release_wait_seconds, 152, 8),
     FIELD(offload_stash_stats_t, pop_wait_seconds, 160, 8),
+    FIELD(offload_stash_stats_t, ahead_bytes, 168, 8),
 
     VALUE(OFFLOAD_OK, 0),
     VALUE(OFFLOAD_INVALID_ARGUMENT, 10),

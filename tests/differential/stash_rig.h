@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -115,18 +116,19 @@ class StashLeakyDevice final : public ForwardingDevice {
 
 struct StashSetting {
   int32_t device_kind = OFFLOAD_DEVICE_SIM;
+  uint64_t device_bytes = 16 << 20;
   uint64_t seed = 0;
   uint64_t delay_ns_max = 0;
   uint32_t slabs = 16;
   uint32_t lanes = 1;
   uint32_t tickets_max = 0;
   StashLeak leak = StashLeak::kNone;
+  std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;  // the device, if given
 };
 
 class StashRig {
  public:
   static constexpr uint64_t kSlabBytes = 4096;
-  static constexpr uint64_t kDeviceBytes = 16 << 20;
   static constexpr uint64_t kHostBytes = 16 << 20;
 
   explicit StashRig(const StashSetting& setting) {
@@ -137,7 +139,9 @@ class StashRig {
     std::unique_ptr<Device> device = CreateHostDevice();
     if (setting.device_kind != OFFLOAD_DEVICE_HOST)
       device = std::move(
-          MakeAccelerator({kDeviceBytes, setting.seed, setting.delay_ns_max}, kernels).value());
+          MakeAccelerator({setting.device_bytes, setting.seed, setting.delay_ns_max}, kernels)
+              .value());
+    if (setting.wrap) device = setting.wrap(std::move(device));
     auto leaky = std::make_unique<StashLeakyDevice>(std::move(device), setting.leak, leaking);
     leaky_device = leaky.get();
     internals = std::make_shared<Context>(options, std::move(leaky), kernels);

@@ -120,6 +120,7 @@ Status CpuExecutor::Retire() {
     const ProfilerRange range("await params up", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.uploaded(slot).end, "params going up"));
   }
+  lanes_.link().ArrivedUpTo(slots_[slot].queued_up);
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.uploaded(slot)));
   task_->result->params_up_seconds += seconds;
   lanes_.ring().ReleaseParams(slot);
@@ -204,6 +205,7 @@ Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
   const uint32_t slot = SlotOf(number);
   const uint32_t chunk = slots_[slot].taken;
   const ProfilerRange range("queue grads down", chunk);
+  lanes_.link().QueuedDown();
   HYBRIDOPT_TRY(device_.Record(lanes_.landed(slot).begin, lanes_.down));
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     const StepParam& param = plan_.param(fragment.param);
@@ -227,6 +229,7 @@ Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
   return device_.Record(lanes_.landed(slot).end, lanes_.down);
 }
 
+// Forward waits for these params, so they give way to nothing; nor could a worker wait here.
 Status CpuExecutor::SendUp(uint32_t number) {
   const uint32_t slot = SlotOf(number);
   const uint32_t chunk = slots_[slot].chunk;
@@ -240,7 +243,9 @@ Status CpuExecutor::SendUp(uint32_t number) {
         lanes_.up, static_cast<std::byte*>(param.addresses.data) + fragment.begin * element_bytes,
         lanes_.ring().params(slot) + fragment.param_offset, fragment.count * element_bytes));
     task_->result->params_up_bytes += fragment.count * element_bytes;
+    lanes_.link().QueuedUp(fragment.count * element_bytes);
   }
+  slots_[slot].queued_up = lanes_.link().queued_up_bytes();
   return device_.Record(lanes_.uploaded(slot).end, lanes_.up);
 }
 

@@ -63,6 +63,7 @@ class CpuExecutor {
     WorkPieces pieces;
     uint32_t chunk = 0;
     uint32_t taken = 0;
+    uint64_t queued_up = 0;  // queued_up_bytes() of the link behind the chunk's copies
 
     void operator()(uint32_t worker) { executor->Update(*this, worker); }
     void operator()() { executor->AfterUpdate(); }

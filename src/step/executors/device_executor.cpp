@@ -53,6 +53,7 @@ Status DeviceExecutor::Await(double* seconds) {
   const ProfilerRange range("await device update");
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.device_updated.end, "the device's own update"));
   HYBRIDOPT_ASSIGN(const double taken, lanes_.Seconds(lanes_.device_updated));
+  lanes_.link().ArrivedUpTo(lanes_.link().queued_up_bytes());
   if (!updates_.empty()) *seconds += taken;
   return {};
 }
@@ -105,6 +106,8 @@ Status DeviceExecutor::QueueFromHost(const StepPlan& plan, uint32_t id) {
   const uint64_t piece_elements = lanes_.device_grad_elements();
   for (uint64_t begin = 0; begin < whole.span.count; begin += piece_elements) {
     const uint64_t count = std::min(piece_elements, whole.span.count - begin);
+    lanes_.link().GiveWay(count * grad_bytes);
+    lanes_.link().QueuedUp(count * grad_bytes);
     HYBRIDOPT_TRY(lanes_.device().CopyToDevice(lanes_.compute, lanes_.device_grads,
                                                param.host_grad + begin * grad_bytes,
                                                count * grad_bytes));

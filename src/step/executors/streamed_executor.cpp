@@ -33,6 +33,7 @@ StreamedExecutor::StreamedExecutor(SideThreads& side_threads, const ParamTable& 
       progress_(progress),
       updater_(updater) {
   chunks_.reserve(kMaxStreamSlots);
+  queued_up_.reserve(kMaxStreamSlots);
   updates_.reserve(UpdatesMost(shape));
 }
 
@@ -56,6 +57,7 @@ Status StreamedExecutor::Start() {
 void StreamedExecutor::Reset() {
   taken_ = finished_ = 0;
   chunks_.resize(memory_.pinned() ? lanes_.stream_slots().size() : 0);
+  queued_up_.resize(chunks_.size());
   updates_.clear();
   done_ = {};
 }
@@ -75,8 +77,10 @@ Status StreamedExecutor::Prefetch() {
 }
 
 Status StreamedExecutor::AwaitPrefetched() {
-  for (uint32_t slot = 0; slot < taken_; ++slot)
+  for (uint32_t slot = 0; slot < taken_; ++slot) {
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.stream_slots()[slot].up.end, "state going up"));
+    lanes_.link().ArrivedUpTo(queued_up_[slot]);
+  }
   return {};
 }
 
@@ -138,6 +142,7 @@ Status StreamedExecutor::Finish(uint32_t number) {
     const ProfilerRange range("await state down", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(slot.down.end, "state coming down"));
   }
+  lanes_.link().ArrivedUpTo(queued_up_[SlotOf(number)]);
   HYBRIDOPT_ASSIGN(const double up_seconds, lanes_.Seconds(slot.up));
   HYBRIDOPT_ASSIGN(const double update_seconds, lanes_.Seconds(slot.updated));
   HYBRIDOPT_ASSIGN(const double down_seconds, lanes_.Seconds(slot.down));
@@ -152,10 +157,12 @@ Status StreamedExecutor::Finish(uint32_t number) {
 
 Status StreamedExecutor::QueueUp(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
+  lanes_.link().GiveWay(lanes_.stream_slot_bytes());
   const ProfilerRange range("queue state up", chunks_[SlotOf(number)]);
   HYBRIDOPT_TRY(device_.Record(slot.up.begin, lanes_.up));
   HYBRIDOPT_TRY(CopyStates(number, Direction::kUp));
   HYBRIDOPT_TRY(CopyHeldGrads(number));
+  queued_up_[SlotOf(number)] = lanes_.link().queued_up_bytes();
   return device_.Record(slot.up.end, lanes_.up);
 }
 
@@ -177,6 +184,7 @@ Status StreamedExecutor::QueueUpdate(uint32_t number) {
 
 Status StreamedExecutor::QueueDown(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
+  lanes_.link().QueuedDown();
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, slot.updated.end));
   HYBRIDOPT_TRY(device_.Record(slot.down.begin, lanes_.down));
   HYBRIDOPT_TRY(CopyStates(number, Direction::kDown));
@@ -257,6 +265,7 @@ Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
 Status StreamedExecutor::Copy(Direction direction, std::byte* host, std::byte* device,
                               uint64_t bytes) {
   (direction == Direction::kUp ? done_.state_up_bytes : done_.state_down_bytes) += bytes;
+  if (direction == Direction::kUp) lanes_.link().QueuedUp(bytes);
   for (uint64_t begin = 0; begin < bytes;) {
     const uint64_t piece = std::min(bytes - begin, memory_.BytesOfCopy(host + begin));
     HYBRIDOPT_TRY(direction == Direction::kUp
@@ -280,6 +289,7 @@ Status StreamedExecutor::CopyHeldGrads(uint32_t number) {
     HYBRIDOPT_TRY(device_.CopyToDevice(
         lanes_.up, HeldGrad(fragment, lanes_.stream_slot_data(SlotOf(number))),
         param.host_grad + fragment.begin * element_bytes, fragment.count * element_bytes));
+    lanes_.link().QueuedUp(fragment.count * element_bytes);
   }
   return {};
 }

@@ -91,6 +91,7 @@ class StreamedExecutor final : private SideThreads::Work {
   // the slots in turn.
   const HostStep* step_ = nullptr;     // null: there is nothing to do
   std::vector<uint32_t> chunks_;       // per slot; the constructor reserves the capacity
+  std::vector<uint64_t> queued_up_;    // the same: queued_up_bytes() of the link behind its copies
   std::vector<DeviceUpdate> updates_;  // the same: launches read these while more are added
   uint32_t taken_ = 0;
   uint32_t finished_ = 0;

@@ -19,7 +19,7 @@ TOTALS = [
     for field in dataclasses.fields(Stats)
     if field.name.endswith("_seconds")
     or field.name.startswith("steps_")
-    or field.name.endswith(("_up_bytes", "_down_bytes", "_elements", "loaded_bytes"))
+    or field.name.endswith(("_up_bytes", "_down_bytes", "_ahead_bytes", "_elements", "_copies", "loaded_bytes"))
 ]
 
 

@@ -87,6 +87,9 @@ class Stats:
     state_down_seconds: float = 0.0
     cpu_idle_seconds: float = 0.0
     streamed_idle_seconds: float = 0.0
+    gave_way_copies: int = 0
+    gave_way_seconds: float = 0.0
+    pushes_ahead_bytes: int = 0
 
 
 @dataclass(frozen=True)

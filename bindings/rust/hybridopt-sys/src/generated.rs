@@ -390,6 +390,9 @@ pub struct offload_stats_t {
     pub state_down_seconds: f64,
     pub cpu_idle_seconds: f64,
     pub streamed_idle_seconds: f64,
+    pub gave_way_copies: u64,
+    pub gave_way_seconds: f64,
+    pub pushes_ahead_bytes: u64,
 }
 default_is_zero!(offload_stats_t);
 
@@ -539,6 +542,7 @@ pub struct offload_stash_stats_t {
     pub up_seconds: f64,
     pub release_wait_seconds: f64,
     pub pop_wait_seconds: f64,
+    pub ahead_bytes: u64,
 }
 default_is_zero!(offload_stash_stats_t);
 

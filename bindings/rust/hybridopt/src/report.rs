@@ -282,6 +282,12 @@ report! {
         /// The time between the last streamed chunk and the last chunk of the CPU threads, if the
         /// latter ended later.
         streamed_idle_seconds: f64,
+        /// Chunks of steps, and pieces of moves, that waited until prefetches of a stash had ended.
+        gave_way_copies: u64,
+        /// How long they waited.
+        gave_way_seconds: f64,
+        /// Bytes of a stash's pushes that were under way when steps queued chunks to the host.
+        pushes_ahead_bytes: u64,
     }
 }
 

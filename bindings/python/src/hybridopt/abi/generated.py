@@ -538,6 +538,9 @@ class offload_stats_t(Struct):
     state_down_seconds: float
     cpu_idle_seconds: float
     streamed_idle_seconds: float
+    gave_way_copies: int
+    gave_way_seconds: float
+    pushes_ahead_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("queued", ctypes.c_uint32),
@@ -572,6 +575,9 @@ class offload_stats_t(Struct):
         ("state_down_seconds", ctypes.c_double),
         ("cpu_idle_seconds", ctypes.c_double),
         ("streamed_idle_seconds", ctypes.c_double),
+        ("gave_way_copies", ctypes.c_uint64),
+        ("gave_way_seconds", ctypes.c_double),
+        ("pushes_ahead_bytes", ctypes.c_uint64),
     ]
 
 
@@ -779,6 +785,7 @@ class offload_stash_stats_t(Struct):
     up_seconds: float
     release_wait_seconds: float
     pop_wait_seconds: float
+    ahead_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("tickets", ctypes.c_uint32),
@@ -802,6 +809,7 @@ class offload_stash_stats_t(Struct):
         ("up_seconds", ctypes.c_double),
         ("release_wait_seconds", ctypes.c_double),
         ("pop_wait_seconds", ctypes.c_double),
+        ("ahead_bytes", ctypes.c_uint64),
     ]
 
 

@@ -51,6 +51,8 @@ class StashStats:
         down_bytes_per_second, up_bytes_per_second: of copies to the host and back, as the device has timed
             them; 0.0 on the CPU.
         waited_seconds: for which the device waited for copies.
+        ahead_bytes: of steps and moves of the same context, that were on their way to the device when copies back began
+            to wait for the link: the sum over these.
         weights_host_bytes: of host_bytes, copies of weights (wrap(weights=True)).
         weights_away_bytes: weights that are on the host only.
     """
@@ -68,6 +70,7 @@ class StashStats:
     down_bytes_per_second: float
     up_bytes_per_second: float
     waited_seconds: float
+    ahead_bytes: int
     weights_host_bytes: int
     weights_away_bytes: int
 
@@ -397,6 +400,7 @@ class ActivationStash:
             down_bytes_per_second=0.0 if link is None else link.down,
             up_bytes_per_second=0.0 if link is None else link.up,
             waited_seconds=stats.release_wait_seconds + stats.pop_wait_seconds,
+            ahead_bytes=stats.ahead_bytes,
             weights_host_bytes=self._weights.host_bytes(),
             weights_away_bytes=self._weights.away_bytes(),
         )

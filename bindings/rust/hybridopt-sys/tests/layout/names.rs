@@ -234,6 +234,9 @@ pub fn table() -> Table {
         state_down_seconds,
         cpu_idle_seconds,
         streamed_idle_seconds,
+        gave_way_copies,
+        gave_way_seconds,
+        pushes_ahead_bytes,
     });
     fields!(table, offload_save_options_t {
         struct_size,
@@ -337,6 +340,7 @@ pub fn table() -> Table {
         up_seconds,
         release_wait_seconds,
         pop_wait_seconds,
+        ahead_bytes,
     });
     values!(table,
         OFFLOAD_OK,

@@ -1,0 +1,108 @@
+// Link: the way between host and device, which the stashes, steps and moves of a context share.
+// What the model waits for next goes first:
+//
+//   to the device   1. prefetches of a stash, and params that a step has updated
+//                   2. a step's state and gradients, and moves: these give way to prefetches
+//   to the host     all copies alike; the link only counts
+//
+// A device has no priorities for copies: those of several streams share the link in turns. So a
+// copy of class 2 is not queued while a prefetch is under way, that is, while the device has begun
+// it and not ended it. A library thread waits for that, never a call of the caller's, and never a
+// worker.
+//
+// A prefetch that has been queued and not begun waits for the caller's stream. Nobody gives way to
+// it: the link would stand still, and that stream may be waiting for this very step. So the wait is
+// only for a copy that nothing holds up, and no circle can come of it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "device/device.h"
+
+namespace hybridopt {
+
+// The copies of one prefetch. The events are recorded in front of and behind them.
+struct PrefetchCopies {
+  StreamHandle stream = nullptr;
+  EventHandle begin = nullptr;
+  EventHandle end = nullptr;
+  uint64_t bytes = 0;
+};
+
+// Thread-safe.
+class Link {
+ public:
+  // While one prefetch follows the other, a copy gives way to so many times its own bytes. So a
+  // step has at least a quarter of the link.
+  static constexpr uint64_t kGiveWayShare = 3;
+
+  Link(Device& device, int64_t timeout_ns) : device_(device), timeout_ns_(timeout_ns) {}
+
+  // A stash may have so many prefetches at a time from now on, or no longer.
+  void AddRoom(uint32_t prefetches);
+  void RemoveRoom(uint32_t prefetches) { room_ -= prefetches; }
+  bool has_prefetches() const { return room_ > 0; }  // now or later
+
+  // All copies of a prefetch have been queued. PrefetchEnded must follow before its events are
+  // recorded again or destroyed. The first gives how many bytes of steps and moves are queued
+  // ahead.
+  uint64_t PrefetchQueued(const PrefetchCopies& copies);
+  void PrefetchEnded(EventHandle end);
+
+  void PushQueued(uint64_t bytes) { pushes_bytes_ += bytes; }
+  void PushEnded(uint64_t bytes) { pushes_bytes_ -= bytes; }
+
+ private:
+  friend class LinkUser;
+  bool GiveWay(uint64_t bytes);
+  bool IsPrefetchUnderWay();  // with mutex_ held
+
+  Device& device_;
+  const int64_t timeout_ns_;
+  std::atomic<uint32_t> room_ = 0;
+  std::atomic<uint64_t> pushes_bytes_ = 0;  // that are queued and have not ended
+  std::atomic<uint64_t> up_bytes_ = 0;      // the same of steps and moves, to the device
+  std::atomic<uint32_t> queued_ = 0;        // the size of prefetches_, to be read without mutex_
+  std::mutex mutex_;
+  std::vector<PrefetchCopies> prefetches_;  // that are not known to have ended
+  uint64_t prefetched_bytes_ = 0;           // of those that have
+};
+
+// What one optimizer's steps and moves do with the link, and have waited for it. Thread-safe.
+class LinkUser {
+ public:
+  explicit LinkUser(Link& link) : link_(link) {}
+  ~LinkUser() { ArrivedUpTo(queued_up_bytes_); }
+  LinkUser(const LinkUser&) = delete;
+  LinkUser& operator=(const LinkUser&) = delete;
+
+  // To be called before `bytes` are queued to the device that may go after a prefetch. Waits while
+  // prefetches are under way, until kGiveWayShare times as many bytes have gone first, or the
+  // device has made no progress for its timeout: then the copy itself will fail.
+  void GiveWay(uint64_t bytes);
+
+  // Counts bytes that were queued to the device. One stream copies them all, so they arrive in
+  // order: when a copy is known to have arrived, so have the first queued_up_bytes() of that time.
+  void QueuedUp(uint64_t bytes);
+  uint64_t queued_up_bytes() const { return queued_up_bytes_; }
+  void ArrivedUpTo(uint64_t queued_up_bytes);
+  // Counts the pushes that stand ahead of a chunk that a step queues to the host.
+  void QueuedDown() { pushes_ahead_bytes_ += link_.pushes_bytes_; }
+
+  uint64_t gave_way_copies() const { return gave_way_copies_; }
+  double gave_way_seconds() const { return static_cast<double>(gave_way_ns_) * 1e-9; }
+  uint64_t pushes_ahead_bytes() const { return pushes_ahead_bytes_; }
+
+ private:
+  Link& link_;
+  std::atomic<uint64_t> queued_up_bytes_ = 0;
+  std::atomic<uint64_t> arrived_up_bytes_ = 0;
+  std::atomic<uint64_t> gave_way_copies_ = 0;
+  std::atomic<int64_t> gave_way_ns_ = 0;
+  std::atomic<uint64_t> pushes_ahead_bytes_ = 0;
+};
+
+}  // namespace hybridopt
