@@ -11,6 +11,11 @@ them trains with deterministic kernels, and losses and gradients are compared bi
 Then the clock runs: the time is that of some iterations with one synchronisation at their end, divided, and the
 median of several rounds. Peak memory is that of torch's allocator in these iterations. Who cannot be imported, or
 has no place here, is named with the reason and left out; any other failure ends the run.
+
+At the end, the link: how long prefetches take while an optimizer steps whose state streams through the device, and
+how long these steps take. In the optimizer's own context the step gives way to prefetches (docs/STASH.md); a stash in
+another context is not known to it, which is what there was without that. Where there is no GPU the simulated device
+shows that it runs; two of them share no link.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from iteration import Unavailable, add_model_options, batches, make_model, parse
 from torch import Tensor
 
 import hybridopt
+from hybridopt import abi
 
 GIB = 1 << 30
 
@@ -243,6 +249,107 @@ def run(make: Callable[[], Contender], options: argparse.Namespace) -> dict[str,
     return result
 
 
+# -------------------------------------------------------------------------------------- the link --
+
+
+class Prefetches:
+    """A stash in a context, with bytes that are brought back again and again."""
+
+    def __init__(self, context: abi.Context, size_bytes: int) -> None:
+        self._context, self._bytes = context, size_bytes
+        self.stash = abi.Stash(context, budget_bytes=size_bytes)
+        self._destination = context.alloc(size_bytes)
+        self._stream = context.stream_create()
+        self._ticket = self.stash.push(self._destination, size_bytes, self._stream)
+        self.stash.wait(self._ticket)
+
+    def seconds(self) -> float:
+        """Of one prefetch, until a stream that waits for it goes on."""
+        begin = time.perf_counter()
+        self.stash.prefetch(self._ticket, self._destination, self._bytes, self._stream)
+        self.stash.pop(self._ticket, self._stream, abi.OFFLOAD_STASH_KEEP)
+        self._context.stream_synchronize(self._stream)
+        return time.perf_counter() - begin
+
+
+def stepping(context: abi.Context, elements: int) -> abi.Optimizer:
+    """An optimizer of one bf16 param whose state is on the host and streams."""
+    optimizer = abi.Optimizer(context, algorithm=abi.OFFLOAD_ADAMW, host_executors=abi.OFFLOAD_EXECUTORS_STREAMED)
+    group = optimizer.add_group(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
+    zeros = torch.zeros(elements, dtype=torch.bfloat16)
+    addresses = [context.alloc(2 * elements) for _ in range(2)]
+    for address in addresses:
+        context.upload(address, zeros.data_ptr(), 2 * elements)
+    param = abi.offload_param_t(
+        name=b"weight", data=addresses[0], grad=addresses[1],
+        dtype=abi.OFFLOAD_BF16, grad_dtype=abi.OFFLOAD_BF16, count=elements, group=group,
+    )  # fmt: skip
+    optimizer.add_params([param])
+    optimizer.commit()
+    return optimizer
+
+
+def measure_link(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of a stash in the optimizer's context, and of one in another."""
+    on_gpu = options.device == "cuda"
+    kind = {"device_kind": abi.OFFLOAD_DEVICE_CUDA if on_gpu else abi.OFFLOAD_DEVICE_SIM}
+    elements, size_bytes = (256 << 20, 64 << 20) if on_gpu else (1 << 20, 4 << 20)
+    results = {}
+    with abi.Context(**kind) as own, abi.Context(**kind) as other, stepping(own, elements) as optimizer:
+
+        def step_seconds(ticket: int) -> float:
+            optimizer.wait(ticket)
+            return float(optimizer.step_result(ticket).total_seconds)
+
+        def has_ended(ticket: int) -> bool:
+            try:
+                optimizer.wait(ticket, timeout_ns=0)
+            except abi.TimedOutError:
+                return False
+            return True
+
+        step_seconds(optimizer.step())
+        for name, context in {"in the step's context": own, "in another context": other}.items():
+            prefetches = Prefetches(context, size_bytes)
+            prefetches.seconds()
+            alone = [prefetches.seconds() for _ in range(20)]
+            steps_alone = [step_seconds(optimizer.step()) for _ in range(options.rounds)]
+            before = optimizer.stats()
+            beside, steps_beside = [], []
+            for _ in range(options.rounds):
+                ticket = optimizer.step()
+                while not has_ended(ticket):
+                    beside.append(prefetches.seconds())
+                steps_beside.append(step_seconds(ticket))
+            after = optimizer.stats()
+            results[name] = {
+                "prefetch_bytes": size_bytes,
+                "prefetch_alone_seconds": statistics.median(alone),
+                "prefetch_beside_seconds": statistics.median(beside) if beside else None,
+                "prefetch_beside_seconds_max": max(beside, default=None),
+                "prefetches_beside": len(beside),
+                "step_alone_seconds": statistics.median(steps_alone),
+                "step_beside_seconds": statistics.median(steps_beside),
+                "gave_way_copies": after.gave_way_copies - before.gave_way_copies,
+                "gave_way_seconds": after.gave_way_seconds - before.gave_way_seconds,
+                "ahead_bytes": prefetches.stash.stats().ahead_bytes,
+            }
+            prefetches.stash.close()
+    return results
+
+
+def show_link(results: dict[str, dict[str, Any]]) -> None:
+    first = next(iter(results.values()))
+    print(f"prefetches of {first['prefetch_bytes'] >> 20} MiB beside steps whose state streams, ms, median (max):")
+    for name, result in results.items():
+        beside, most = (1e3 * (result[f"prefetch_beside_seconds{end}"] or 0.0) for end in ("", "_max"))
+        print(
+            f"{name:24} prefetch alone {1e3 * result['prefetch_alone_seconds']:.2f}, beside {beside:.2f} ({most:.2f}); "
+            f"step alone {1e3 * result['step_alone_seconds']:.2f}, beside {1e3 * result['step_beside_seconds']:.2f}; "
+            f"{result['gave_way_copies']} chunks gave way"
+        )
+
+
 # --------------------------------------------------------------------------------------- telling --
 
 
@@ -286,9 +393,13 @@ def main() -> None:
             expected = expected or found
             result["same_bits"] = found == expected
         print(row(name, result, next(iter(results.values()))), flush=True)
+    link = measure_link(options)
+    show_link(link)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"options": vars(options), "device": where, "results": results}, file, indent=1)
+            json.dump(
+                {"options": vars(options), "device": where, "results": results, "link": link}, file, indent=1
+            )
     wrong = [name for name, result in results.items() if not result.get("same_bits", True)]
     if wrong:
         raise SystemExit(f"FAILED: losses and gradients are not those of no stash: {', '.join(wrong)}")

@@ -16,7 +16,8 @@ def test_everybody_is_measured_or_named(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("the CPU, a tiny model")
-    results = json.loads(written.read_text())["results"]
+    found = json.loads(written.read_text())
+    results = found["results"]
     left_out = {name: result.pop("left_out") for name, result in results.items() if "left_out" in result}
     for name, reason in left_out.items():
         assert name == "torchtune OffloadActivations" and f"{name}: left out, {reason}" in ended.stdout
@@ -28,3 +29,8 @@ def test_everybody_is_measured_or_named(tmp_path):
     whole, half = (measured[f"stash, {share}"]["choice"] for share in ("100%", "50%"))
     assert 0 < half["chosen_bytes"] <= half["eligible_bytes"] / 2 < whole["chosen_bytes"]
     assert measured["stash, 100%"]["stats"]["pushed_bytes"] > 0
+    assert list(found["link"]) == ["in the step's context", "in another context"]
+    for figures in found["link"].values():
+        assert figures["prefetch_alone_seconds"] > 0 and figures["step_beside_seconds"] > 0
+    assert found["link"]["in another context"]["gave_way_copies"] == 0
+    assert "beside steps whose state streams" in ended.stdout
