@@ -200,6 +200,10 @@ TEST_P(FractionTest, TheLibraryHoldsThePlansBytes) {
   const offload_plan_t plan = rig.Plan();
   EXPECT_EQ(info.pinned_bytes, plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
                                    plan.host_swap_bytes + plan.pinned_state_bytes);
+  uint64_t host_bytes = plan.host_scratch_bytes + plan.host_params_bytes + plan.host_grads_bytes +
+                        plan.host_swap_bytes + plan.staging_bytes;
+  for (const uint64_t state_bytes : plan.host_state_bytes) host_bytes += state_bytes;
+  EXPECT_GE(plan.host_bytes, host_bytes);  // which may be rounded up
 }
 
 // Part of the states out: the memory stays. The last one frees it, the first one back takes it.

@@ -287,6 +287,19 @@ TEST_P(StashTest, TicketsEndOnce) {
   user.ExpectBack(kept, 4);
 }
 
+// Each copy is timed once. A device without queues times nothing.
+TEST_P(StashTest, TimedBytesAreThoseOfTheCopies) {
+  User user(GetParam(), 12);
+  for (int copies = 0; copies < 3; ++copies) {
+    user.ExpectBack(user.Push(1), 1);
+    EXPECT_OFFLOAD_OK(offload_stash_wait(user.stash, 0, -1));
+    const bool timed = GetParam() == OFFLOAD_DEVICE_SIM;
+    const auto stats = user.Stats();
+    EXPECT_EQ(stats.down_timed_bytes, timed ? stats.pushed_bytes : 0);
+    EXPECT_EQ(stats.up_timed_bytes, timed ? stats.prefetched_bytes : 0);
+  }
+}
+
 TEST_P(StashTest, AKeptTicketIsPrefetchedAgainAndOnlyThen) {
   User user(GetParam());
   const offload_stash_ticket_t ticket = user.Push(1);

@@ -68,6 +68,7 @@ TEST(HandleTable, GivesNoHandleTwiceWhenTheGenerationsOfASlotAreUsedUp) {
   for (int round = 0; round < 100; ++round) {
     void* const handle = table.Insert(std::make_shared<Object>(Object{round}));
     EXPECT_TRUE(given.insert(handle).second) << "a handle came back in round " << round;
+    EXPECT_LE(reinterpret_cast<uint64_t>(handle) >> 24 & 0xffffff, 5u) << "its generation";
     for (void* other : given) {
       EXPECT_EQ(table.Find(other, "context").ok(), other == handle);
     }
