@@ -99,7 +99,7 @@ TEST_F(LinkTest, DoesNotWaitForWhatHasNotBegun) {
 }
 
 TEST_F(LinkTest, WaitsForOneOfSeveralThatHasBegun) {
-  Make({{.begins_at = ScriptedDevice::kNever}, {.ends_at = 3}, {.ends_at = 1}});
+  Make({{.begins_at = ScriptedDevice::kNever, .ends_at = 50}, {.ends_at = 3}, {.ends_at = 1}});
   for (size_t i = 0; i < 3; ++i) Prefetch(i, 10);
   user->GiveWay(100);
   EXPECT_EQ(device->looks(0), 4);
@@ -108,7 +108,7 @@ TEST_F(LinkTest, WaitsForOneOfSeveralThatHasBegun) {
 }
 
 TEST_F(LinkTest, OfOneStreamTheFirstThatHasNotEndedIsEnough) {
-  Make({{.ends_at = 2}, {.ends_at = 1}, {.begins_at = ScriptedDevice::kNever}});
+  Make({{.ends_at = 2}, {.ends_at = 1}, {.begins_at = ScriptedDevice::kNever, .ends_at = 50}});
   for (size_t i = 0; i < 3; ++i) Prefetch(i, 10, 0);
   user->GiveWay(100);
   EXPECT_EQ(device->looks(0), 3);
