@@ -146,7 +146,9 @@ void StashUser::Pop(Item& item, bool keep) {
   Overwrite(item.source);
   if (!keep) return End(item);
   Overwrite(item.destination);
-  behind_stream_.push_back(std::move(item.destination));
+  // A wait for the ticket does not wait for what the stream still writes.
+  for (auto* array : {&item.source, &item.destination})
+    if (*array != nullptr) behind_stream_.push_back(std::move(*array));
 }
 
 void StashUser::Drop(Item& item) {
