@@ -520,16 +520,19 @@ void Trainer::CompareStates() {
 namespace {
 
 // Of a call that any thread may make. False: the optimizer is gone.
-bool Seen(const char* call, int32_t status, const Watched& watched, bool may_fail) {
+bool Seen(const char* call, int32_t status, Watched& watched, bool may_fail) {
   if (status == OFFLOAD_OK || status == OFFLOAD_TIMED_OUT) return true;
-  if (may_fail && IsFailure(status)) return true;
+  if (may_fail && IsFailure(status)) {
+    watched.told = true;
+    return true;
+  }
   if (!watched.destroyed) Fail("an observer: " + StatusText(call, status));
   return false;
 }
 
 }  // namespace
 
-void Observe(const Script& script, const Watched& watched, bool may_fail) {
+void Observe(const Script& script, Watched& watched, bool may_fail) {
   watched.optimizer.wait(nullptr);
   const offload_optimizer_t optimizer = watched.optimizer;
   uint64_t applied = 0;

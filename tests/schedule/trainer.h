@@ -23,10 +23,12 @@ struct Watched {
   std::atomic<offload_optimizer_t> optimizer = nullptr;  // until it is committed
   std::atomic<uint64_t> applied_min = 0;                 // steps that have been waited for
   std::atomic<bool> destroyed = false;                   // or about to be
+  // A thread that watches has been told of a failure. Of one that poisons nothing nobody else is.
+  std::atomic<bool> told = false;
 };
 
 // The calls of a thread that watches.
-void Observe(const Script& script, const Watched& watched, bool may_fail);
+void Observe(const Script& script, Watched& watched, bool may_fail);
 
 class Trainer {
  public:
@@ -39,7 +41,7 @@ class Trainer {
 
   // Registers and commits, awaits that all trainers have done so, makes all calls, destroys.
   void Run(std::latch& committed);
-  const Watched& watched() const { return watched_; }
+  Watched& watched() { return watched_; }
   bool failed() const { return failed_; }
   // Its destroy has ended although a function of the comm had not returned: optimizer and context
   // stay as long as the process.
