@@ -90,8 +90,7 @@ Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
     default:
       HYBRIDOPT_TRY(CopyResource(request, bytes));
   }
-  if (request.frees_device_memory) {
-    HYBRIDOPT_TRY(AwaitDevice());  // a kernel of an earlier step may still use the memory
+  if (request.frees_device_memory) {  // each step and move has waited for its work on the device
     memory_.FreeDevice();
     LaneScratch none;
     lanes_.UseScratch(none);

@@ -160,6 +160,26 @@ TEST(Executors, ASkippedStepEndsBehindItsCopies) {
   }
 }
 
+// State that lies apart on the host is copied apart: of params that are updated in another order
+// than that of registration, and of those around a param that the step leaves alone.
+TEST(Executors, StateThatIsApartIsCopiedApart) {
+  const ParamSpec spec{OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, 64};
+  for (const StateChoice& state : StateChoices()) {
+    SCOPED_TRACE(state.Text());
+    Problem problem = MakeProblem(OFFLOAD_ADAMW, state, 2, std::vector<ParamSpec>(24, spec));
+    for (size_t id : {3, 4, 11, 17}) problem.steps[1].grads[id] = std::nullopt;
+    const Solved solved(problem);
+    LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_STREAMED);
+    for (size_t id = 0; id < problem.params.size(); ++id)
+      setting.chunk_orders.push_back(static_cast<int32_t>(id * 7 % 24));
+    LifecycleRig rig(solved.problem, setting);
+    for (size_t i = 0; i < 2; ++i) {
+      rig.StepOnce(solved.problem.steps[i]);
+      ASSERT_EQ(rig.Difference(solved.trace[i + 1]), "");
+    }
+  }
+}
+
 // Gradients that the host holds go up with the state.
 TEST(Executors, HeldGradientsGoUpWithTheState) {
   const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));

@@ -83,6 +83,27 @@ TEST(LiveFractionTest, AnyChangeBetweenAnyTwoStepsGivesTheSameBits) {
   }
 }
 
+// States that are offloaded when the fraction changes stay so, and are all there after the reload.
+TEST(LiveFractionTest, OffloadedStatesKeepTheirBits) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    const Solved solved(ProblemOf(seed));
+    LifecycleSetting setting = SettingOf(seed, AcceleratorUnderTest());
+    setting.movable = kMoveAll;
+    setting.optimizer.device_fraction = 0.9;
+    LifecycleRig rig(solved.problem, setting);
+    for (size_t step = 0; step < 3; ++step) {
+      rig.NewGrads(solved.problem.steps[step]);
+      rig.BindAll();
+      rig.Step(solved.problem.steps[step]);
+      rig.Move(offload_optimizer_offload_states);
+      for (double fraction : {0.5, 0.8, 0.3, 0.9}) rig.SetDeviceFraction(fraction);
+      rig.Move(offload_optimizer_reload_states);
+      rig.Wait();
+      ASSERT_EQ(rig.Difference(solved.trace[step + 1]), "") << "seed " << seed << ", step " << step;
+    }
+  }
+}
+
 // What is no longer needed is given back, on both sides.
 TEST(LiveFractionTest, MemoryIsThatOfAnOptimizerMadeWithTheFraction) {
   for (uint64_t seed = 0; seed < 30; ++seed) {

@@ -51,7 +51,7 @@ INSTANTIATE_TEST_SUITE_P(
             [](Trainer& t) { return offload_device_free(t.context, Behind(t.data[0], 256)); }},
         Row{"FreeTwice",
             OFFLOAD_INVALID_ARGUMENT,
-            {"data is"},
+            {"data is", "of this context gave"},
             [](Trainer& t) {
               void* data = nullptr;
               EXPECT_OFFLOAD_OK(offload_device_alloc(t.context, 64, &data));
