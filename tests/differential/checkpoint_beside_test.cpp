@@ -261,19 +261,24 @@ TEST_F(BesideASave, OnTheHostTheCallerWaitsUntilItHasRead) {
   EXPECT_EQ(SavedDifference(), "");
 }
 
-// Stops the first thread that waits for an event, once told to, in front of its wait.
+// Stops the first thread that comes by, or the second, and so on, once told to.
 struct StopPoint {
-  std::atomic<bool> armed = false, reached = false, held = true;
+  std::atomic<int> passes_left = 0;
+  std::atomic<bool> reached = false, held = true;
+  void Pass() {
+    if (passes_left.fetch_sub(1) != 1) return;
+    reached = true;
+    while (held) std::this_thread::yield();
+  }
 };
+
+// Stops a thread in front of its wait for an event.
 class StoppingDevice final : public ForwardingDevice {
  public:
   StoppingDevice(std::unique_ptr<Device> device, StopPoint& stop)
       : ForwardingDevice(std::move(device)), stop_(stop) {}
   Status Wait(EventHandle event, int64_t timeout_ns) override {
-    if (stop_.armed.exchange(false)) {
-      stop_.reached = true;
-      while (stop_.held) std::this_thread::yield();
-    }
+    stop_.Pass();
     return ForwardingDevice::Wait(event, timeout_ns);
   }
 
@@ -299,7 +304,7 @@ TEST_F(BesideASave, ItWaitsForItsOwnStreamHoweverManyCallsComeBehindIt) {
   Overwriting writing{nullptr, solved_->problem.params[own_master].data_bytes()};
   MUST(offload_device_map(rig_->context(), rig_->data[own_master], writing.bytes, &writing.mapped));
   MUST(offload_stream_run(rig_->context(), stream, Overwriting::Run, &writing));
-  stop.armed = true;
+  stop.passes_left = 1;
   auto options = Make<offload_save_options_t>();
   options.path = path_.c_str();
   options.stream = stream;
@@ -315,6 +320,52 @@ TEST_F(BesideASave, ItWaitsForItsOwnStreamHoweverManyCallsComeBehindIt) {
   ASSERT_EQ(loaded.TryLoad(path_), OFFLOAD_OK) << offload_last_error();
   EXPECT_EQ(loaded.Read(loaded.data[own_master], writing.bytes),
             Bytes(writing.bytes, std::byte{255}));
+  rig_.reset();  // its device uses the stop point
+}
+
+// Stops a save in front of a copy of state from the device, whose address it has looked up.
+class StoppingCopies final : public ForwardingDevice {
+ public:
+  StoppingCopies(std::unique_ptr<Device> device, StopPoint& stop)
+      : ForwardingDevice(std::move(device)), stop_(stop) {}
+  Result<StreamHandle> CreateStream(const char* label) override {
+    Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
+    if (stream.ok() && label == std::string("checkpoint")) of_save_ = stream.value();
+    return stream;
+  }
+  Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
+    if (stream == of_save_) stop_.Pass();
+    return ForwardingDevice::CopyToHost(stream, host, device, bytes);
+  }
+
+ private:
+  StopPoint& stop_;
+  std::atomic<StreamHandle> of_save_ = nullptr;
+};
+
+// Whatever it reads at that moment stays where it is. Memory that the device gives back is
+// overwritten.
+TEST_F(BesideASave, AChangeOfTheFractionWaitsUntilItHasRead) {
+  for (int copy = 1; copy <= 9; ++copy) {  // three states of three params
+    SCOPED_TRACE(copy);
+    StopPoint stop;
+    stop.passes_left = copy;
+    wrap_ = [&](std::unique_ptr<Device> device) {
+      return std::make_unique<StoppingCopies>(std::move(device), stop);
+    };
+    Start(SmallProblem(1), {OFFLOAD_DEVICE_SIM, 1}, false);
+    while (!stop.reached) std::this_thread::yield();
+    const offload_ticket_t change = rig_->SetDeviceFraction(0);
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), change, kAWhileNs), OFFLOAD_TIMED_OUT);
+    stop.held = false;
+    rig_->Wait(change);
+    EXPECT_EQ(Look(save_), OFFLOAD_TIMED_OUT);
+    files_.before_end = false;
+    rig_->Wait(save_);
+    EXPECT_EQ(SavedDifference(), "");
+    EXPECT_EQ(rig_->Difference(solved_->trace[1]), "");
+    rig_.reset();  // its device uses the stop point
+  }
 }
 
 TEST_F(BesideASave, DestroyWaitsForItAndNotForMore) {
