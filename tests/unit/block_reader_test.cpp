@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <new>
@@ -153,6 +154,18 @@ TEST_F(BlockReaderTest, AFailureComesWithItsExtentAndTheOthersAllTheSame) {
   status = reader.Next().status();
   EXPECT_EQ(status.message(), "there is no file 2");
   ExpectBytes(reader.Next(), extents[4]);
+}
+
+// It ends where a unit of the disk ends, so that the read behind it gives nothing.
+TEST_F(BlockReaderTest, AFileThatWasCutAtAUnitIsToldWithItsEnd) {
+  std::filesystem::resize_file(Path(1), 8192);
+  const std::vector<Extent> extents = {{1, 4096, 8192}};
+  BlockReader reader(Opening(), extents, Memory(1, 8192), 1, 8192);
+  ASSERT_TRUE(reader.Start().ok());
+  const Status status = reader.Next().status();
+  EXPECT_EQ(status.code(), OFFLOAD_CHECKPOINT_CORRUPT);
+  EXPECT_EQ(status.message(),
+            "'" + Path(1) + "' ends at byte 8192, but state reaches to byte 12288");
 }
 
 // The threads that read are the library's: nobody else catches what they throw.

@@ -14,6 +14,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -216,6 +217,20 @@ TEST_F(PendingDirectoryTest, WhatHasGotItsNameIsNotTakenAway) {
   const PendingDirectory theirs = Make(there);
   EXPECT_EQ(published, 1);
   EXPECT_EQ(In(target_), (Names{kManifest, kShard}));
+}
+
+// Between its making and its lock, another process takes it for the rest of a crashed save.
+TEST_F(PendingDirectoryTest, WhatIsRemovedBeforeItIsLockedIsMadeAgain) {
+  LoneFiles here, there;
+  std::optional<PendingDirectory> theirs;
+  here.at_lock = [&] { theirs = Make(there); };
+  PendingDirectory ours = Make(here);
+  Names expected = {NameOf(ours.path()), NameOf(theirs.value().path())};
+  std::sort(expected.begin(), expected.end());
+  EXPECT_EQ(root_.Names(), expected);
+  Put(ours.path(), {kManifest});
+  const Status status = ours.Publish();
+  EXPECT_TRUE(status.ok()) << status.message();
 }
 
 // ----------------------------------------------------------------------------------- publishing --
