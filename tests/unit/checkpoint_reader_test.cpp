@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -69,17 +70,21 @@ TEST_F(ReaderTest, AGoodCheckpointIsReadAndProgressIsTold) {
   EXPECT_EQ(told.back(), bytes);
 }
 
-// One file per rank that saved it, far more than this process may open.
-TEST_F(ReaderTest, FilesAreOpenedAsTheyAreReadAndNotAllStayOpen) {
-  constexpr uint32_t kWorld = 300;
-  HandMade large(OFFLOAD_SGD, kWorld);
+// A checkpoint of one tensor with one element, and one file, per rank.
+void WriteWithRanks(uint32_t world, const std::string& path) {
+  HandMade large(OFFLOAD_SGD, world);
   large.manifest.groups = {AdamGroup(0.001, 0)};
   large.kinds = {OFFLOAD_STATE_MASTER};
-  large.AddParam("flat", OFFLOAD_FP32, {kWorld});
-  for (uint32_t rank = 0; rank < kWorld; ++rank)
-    large.AddShard(rank, 0, {{{0}, {kWorld}}}, rank, 1);
+  large.AddParam("flat", OFFLOAD_FP32, {world});
+  for (uint32_t rank = 0; rank < world; ++rank) large.AddShard(rank, 0, {{{0}, {world}}}, rank, 1);
   large.Fill();
-  large.Write(root_.path() + "/large");
+  large.Write(path);
+}
+
+// Far more files than this process may open.
+TEST_F(ReaderTest, FilesAreOpenedAsTheyAreReadAndNotAllStayOpen) {
+  constexpr uint32_t kWorld = 300;
+  WriteWithRanks(kWorld, root_.path() + "/large");
   fault::InChild([&] {
     const rlimit limit{40, 40};
     ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
@@ -127,6 +132,41 @@ TEST_F(ReaderTest, FilesAreOpenedAsTheyAreReadAndNotAllStayOpen) {
     EXPECT_EQ(offload_optimizer_destroy(optimizer), OFFLOAD_OK);
     EXPECT_EQ(offload_context_destroy(context), OFFLOAD_OK);
   });
+}
+
+class CountedFiles final : public system::Files {
+ public:
+  int OpenFile(const std::string& path, Open how) override {
+    const int file = Files::OpenFile(path, how);
+    if (file >= 0) {
+      open += 1;
+      opened += 1;
+    }
+    return file;
+  }
+  int Close(int file) override {
+    open -= 1;
+    return Files::Close(file);
+  }
+  std::atomic<int> open = 0, opened = 0;
+};
+
+// Where it may open any number, most of them are left to others. What is asked for often stays.
+TEST_F(ReaderTest, AFewFilesStayOpenHoweverManyMayBe) {
+  constexpr int kWorld = 100, kStay = 64;
+  WriteWithRanks(kWorld, root_.path() + "/large");
+  CountedFiles files;
+  const Result<Reader> reader = Reader::Open(files, root_.path() + "/large");
+  ASSERT_TRUE(reader.ok()) << reader.status().message();
+  EXPECT_EQ(files.open, 0);
+  files.opened = 0;
+  OpenFiles open(reader.value());
+  for (uint32_t file = 0; file < kWorld; ++file) {
+    ASSERT_TRUE(open.Get(file).ok());
+    ASSERT_TRUE(open.Get(0).ok());
+  }
+  EXPECT_EQ(files.opened, kWorld);
+  EXPECT_EQ(files.open, kStay);
 }
 
 // The files of a checkpoint in memory, so that each can be read a hundred thousand times.
