@@ -121,6 +121,29 @@ TEST(BlockWriterTest, AnExceptionIsAFailureOfTheWriter) {
   EXPECT_EQ(status.message(), "out of host memory for writing a block");
 }
 
+TEST(BlockWriterTest, TheEndWaitsForAWriteThatRuns) {
+  class SlowFiles : public system::Files {
+   public:
+    int64_t Write(int, const void*, uint64_t, uint64_t) override {
+      begun = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      return -EIO;
+    }
+    std::atomic<bool> begun = false;
+  } files;
+  const FakeRoot root;
+  Result<File> file = File::Create(files, root.path() + "/file");
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  Result<Arena> memory = Arena::Map(4096);
+  const auto wrote = [](uint64_t) { FAIL() << "nothing was written"; };
+  BlockWriter writer(file.value(), memory.value().data(), 1, 4096, wrote);
+  ASSERT_TRUE(writer.Start().ok());
+  ASSERT_TRUE(writer.Next().ok());
+  writer.Submit(4096);
+  while (!files.begun) std::this_thread::yield();
+  EXPECT_EQ(writer.Finish().code(), OFFLOAD_IO_FAILED);
+}
+
 TEST(BlockWriterTest, TheLastBlockMayBeShortAndIsFilledUpWithZeros) {
   const FakeRoot root;
   const std::string path = root.path() + "/file";
