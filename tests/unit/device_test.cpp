@@ -546,6 +546,22 @@ TEST(SimEvent, MeasuresTime) {
   EXPECT_LE(device->Elapsed(end, begin).value(), -0.002);
 }
 
+TEST(SimEvent, KeepsTheTimeOfItsLatestRecord) {
+  auto device = MakeSim();
+  StreamHandle late = MakeStream(*device, "late");
+  EventHandle begin = MakeEvent(*device, "begin"), event = MakeEvent(*device, "event");
+  Gate gate;
+  gate.Close(*device, late);
+  ASSERT_TRUE(Ok(device->Record(event, late)));
+  ASSERT_TRUE(Ok(device->Record(begin, nullptr)));
+  ASSERT_TRUE(Ok(device->Record(event, nullptr)));
+  ASSERT_TRUE(Ok(device->Wait(event, -1)));
+  const double elapsed = device->Elapsed(begin, event).value();
+  gate.Open();
+  ASSERT_TRUE(Ok(device->Synchronize(late, -1)));
+  EXPECT_EQ(device->Elapsed(begin, event).value(), elapsed);
+}
+
 // Carries a pattern through device memory on two streams: `up` brings it there as soon as `gate`
 // opens, `down` takes it back, ordered by one wait, or by none. True if all of it arrived.
 enum class Order { kEvent, kFlag, kNone };

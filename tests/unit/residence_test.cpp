@@ -357,6 +357,33 @@ TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
       });
 }
 
+// One copy moves what only padding separates, and kernels find each array aligned as on the host.
+TEST_F(ResidenceTest, StateInTheRingKeepsItsAlignmentAndItsDistanceToTheNext) {
+  ForRandomCases([](const ParamTable&, const ShapeOptions&, const Arranged& arranged) {
+    for (const Chunk& chunk : arranged.chunks.chunks) {
+      for (uint32_t index = 0; index < kStateSlots; ++index) {
+        const StateSlot slot{index};
+        uint64_t end = 0, host_end = 0;
+        for (const Fragment& fragment : arranged.chunks.FragmentsOf(chunk)) {
+          const ParamShape& shaped = arranged.shape.params[fragment.param];
+          if (!shaped.Keeps(Tier::kHost, slot)) continue;
+          const uint64_t host = shaped.ByteAt(Tier::kHost, slot, fragment.begin);
+          const uint64_t offset = fragment.state_offset[slot];
+          EXPECT_EQ(offset % 256, host % 256);
+          EXPECT_GE(offset, end);
+          if (end > 0 && host >= host_end && host - host_end < 256) {
+            EXPECT_EQ(offset - end, host - host_end);
+          }
+          const uint64_t bytes = fragment.count * DtypeBytes(shaped.dtype[slot]);
+          end = offset + bytes;
+          host_end = host + bytes;
+        }
+        EXPECT_LE(end, arranged.chunks.state_area_bytes[slot]);
+      }
+    }
+  });
+}
+
 // Whatever the fraction is, every element has the same address on a tier.
 TEST_F(ResidenceTest, TheShapeDoesNotDependOnTheFraction) {
   Random random(12);

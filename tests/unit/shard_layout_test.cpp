@@ -313,6 +313,28 @@ TEST(ShardTest, AnEmptyTensorOfHugeExtents) {
   EXPECT_FALSE(Validated(piece).partial());
 }
 
+// An update takes its time and memory for each stripe and row, so these are as long as can be.
+TEST(ShardTest, RowsAreJoinedBeyondTheDimensionsThatABoxFills) {
+  const auto stripes_of = [](std::vector<int64_t> extents) {
+    Piece piece;
+    piece.shape = {8, 5, 6};
+    piece.offsets = {2, 0, 0};
+    piece.extents = extents;
+    piece.box_count = 1;
+    piece.count = ElementsOf(extents);
+    std::vector<Stripe> stripes;
+    AddStripes(Validated(piece), stripes);
+    return stripes;
+  };
+  std::vector<Stripe> stripes = stripes_of({4, 5, 6});
+  ASSERT_EQ(stripes.size(), 1u);
+  EXPECT_EQ(stripes[0].row_length, 120u);
+  stripes = stripes_of({4, 3, 6});
+  ASSERT_EQ(stripes.size(), 1u);
+  EXPECT_EQ(stripes[0].row_length, 18u);
+  EXPECT_EQ(stripes[0].row_stride, 30u);
+}
+
 TEST(ShardTest, WholeTensorIsInOrder) {
   const Shard shard = WholeTensor(5);
   EXPECT_FALSE(shard.partial());
