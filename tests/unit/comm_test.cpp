@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <limits>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace hybridopt {
@@ -36,6 +38,7 @@ struct FakeRanks {
       EXPECT_EQ(count, 1u);
       fake.flag = *values;
       *values = std::max(*values, fake.others_max);
+      if (fake.in_max) fake.in_max();
       return fake.max_status;
     };
     table.barrier = [](void* user, int64_t) {
@@ -53,6 +56,7 @@ struct FakeRanks {
   std::vector<int64_t> timeouts_ns;
   double summand = -1;
   int32_t flag = -1;
+  std::function<void()> in_max;
 };
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -156,6 +160,26 @@ TEST(CommTest, FailuresNameRankAndCall) {
     EXPECT_EQ(status.code(), OFFLOAD_COMM_FAILED);
     EXPECT_EQ(status.message(), c.text);
     EXPECT_EQ(fake.calls.size(), c.calls);  // nothing more is asked of ranks that have failed
+  }
+}
+
+// Who destroys has gone on meanwhile, and the caller's memory is the caller's again.
+TEST(CommTest, ACallThatWasGivenUpHasFailedWhateverItReturns) {
+  FakeRanks fake;
+  const Comm comm(fake.Table(), 1);
+  fake.in_max = [&] {
+    while (comm.GiveUpIfStuck().ok()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  const std::vector<std::string> calls = {"sum", "max"};
+  for (int call = 0; call < 2; ++call) {
+    double sum = 2;
+    bool finite = true;
+    const Status status = comm.AgreeOnNorm(&sum, &finite);
+    EXPECT_EQ(status.code(), OFFLOAD_COMM_FAILED);
+    EXPECT_NE(status.message().find("comm.max has not returned 1.0 s after its timeout"),
+              std::string::npos)
+        << status.message();
+    EXPECT_EQ(fake.calls, calls) << "no other call is made";
   }
 }
 

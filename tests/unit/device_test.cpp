@@ -630,7 +630,8 @@ TEST(SimFailure, UseAfterFreeFailsTheDeviceLaterAndForGood) {
   std::snprintf(address, sizeof(address), "%p", static_cast<void*>(data));
   const std::vector<std::string> cause = {"CopyToHost on stream \"down\"", "64 bytes at", address,
                                           "freed"};
-  EXPECT_TRUE(Fails(device->Wait(event, -1), OFFLOAD_DEVICE_FAILED, cause));
+  // Else `other` would be waited for without an end.
+  ASSERT_TRUE(Fails(device->Wait(event, -1), OFFLOAD_DEVICE_FAILED, cause));
   EXPECT_EQ(ran, 0);
   EXPECT_EQ(back, std::vector<char>(64, 'o'));
 
