@@ -960,6 +960,46 @@ def test_a_program_that_changes_is_measured_again(both):
     assert len(after.goes) < len(before.goes) and is_empty(stash)
 
 
+class LateClock:
+    """A clock of a device that has not come to any point, until it is told."""
+
+    def __init__(self):
+        self.has_come = False
+        self.points = 0
+        self.waits = 0  # for a point to which the device has not come
+
+    def now(self):
+        self.points += 1
+        return float(self.points)
+
+    def has_passed(self, point):
+        return self.has_come
+
+    def seconds(self, begin, end):
+        self.waits += not self.has_come
+        return end - begin
+
+
+def test_only_the_first_times_are_waited_for_and_no_pass_is_measured_behind_that_wait():
+    """A device that has nothing queued computes at the speed of the host, and the choice would count on that."""
+    model, stash = Model(), stash_of(**EVERYTHING)
+    stash._clock = clock = LateClock()
+    train(model, model, 1, each_pass=lambda: stash)
+    first, points = stash.choice(), clock.points
+    assert first is not None and clock.waits > 0 and points > 0
+    train(model, model, 1, each_pass=lambda: stash)
+    assert clock.points == points  # that pass is not measured
+    waits = clock.waits
+    train(model, model, 3, each_pass=lambda: stash)
+    assert clock.points > points and clock.waits == waits
+    assert stash.choice() is first
+    clock.has_come = True
+    assert stash.choice() is not first
+    points = clock.points
+    train(model, model, 2, each_pass=lambda: stash)
+    assert clock.points == points  # two are enough
+
+
 def test_what_somebody_holds_is_not_put_aside_again(both):
     """To put it aside would free nothing."""
     model, stash = Model(), stash_of(**EVERYTHING)

@@ -76,7 +76,8 @@ class StashStats:
 
 
 # So many passes are measured. The first one puts all aside, and its times are those of kernels that run for the
-# first time; the second one follows a choice already.
+# first time; the second one follows a choice already. Between them a pass goes unmeasured: the host has waited for
+# the times of the first one, so the device has nothing queued when it begins, and its time would be that of the host.
 MEASURED_PASSES = 2
 
 
@@ -87,6 +88,7 @@ class Program:
         self.choice: Choice | None = None
         self.measuring: ForwardPass | None = None
         self.measured = 0
+        self.has_waited = False  # for the device, since the last pass began
         self._last_length = -1
 
     def note_length(self, length: int) -> None:
@@ -446,7 +448,8 @@ class ActivationStash:
         if previous is not None:
             previous.release_all()
         self._transfers.end_abandoned()
-        is_measured = program.measured < MEASURED_PASSES and program.measuring is None
+        is_measured = program.measured < MEASURED_PASSES and program.measuring is None and not program.has_waited
+        program.has_waited = False
         clock = self._clock if is_measured else None
         begun = ForwardPass(self._transfers, program.choice, clock, self._window_bytes)
         if is_measured:
@@ -470,10 +473,13 @@ class ActivationStash:
             return
         if not measuring.is_over and not measuring.was_used_whole:
             return
+        if program.choice is not None and not measuring.has_ended_on_device:
+            return  # that choice serves until then
         program.measuring = None
         if not measuring.was_used:
             return  # nobody wanted gradients
         ranges, forward_seconds = measuring.measured()
+        program.has_waited = program.measured == 0
         program.measured += 1
         program.choice = choose(
             ranges,

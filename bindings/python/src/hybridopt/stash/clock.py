@@ -12,6 +12,9 @@ class Clock(Protocol):
     def now(self) -> Any:
         """A point in the work of the current stream."""
 
+    def has_passed(self, point: Any) -> bool:
+        """Whether the device has come to a point."""
+
     def seconds(self, begin: Any, end: Any) -> float:
         """From one point to another; waits until both have passed."""
 
@@ -21,6 +24,9 @@ class HostClock:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def has_passed(self, point: float) -> bool:
+        return True
 
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
@@ -36,6 +42,9 @@ class DeviceClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def has_passed(self, point: torch.cuda.Event) -> bool:
+        return point.query()
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()

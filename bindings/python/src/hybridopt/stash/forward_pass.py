@@ -49,6 +49,7 @@ class ForwardPass:
         self._next: int | None = None  # the turn, in the order of coming back, of the next one
         self.records: list[Record] = []
         self.forward_end: Any = None
+        self._last_use_end: Any = None  # a point of the clock
         self.is_open = True
 
     def __len__(self) -> int:
@@ -140,6 +141,7 @@ class ForwardPass:
             record = self.records[block.place]
             record.is_held = block.storage is None and not block.origin.expired()
             record.used = begin, self._clock.now()
+            self._last_use_end = record.used[1]
         self._bring_next(block.place)
 
     def _bring_next(self, place: int) -> None:
@@ -170,6 +172,12 @@ class ForwardPass:
             self._next += 1 if planned else -1
 
     # ------------------------------------------------------------------------------ measuring --
+
+    @property
+    def has_ended_on_device(self) -> bool:
+        """Whether measured() need not wait."""
+        assert self._clock is not None
+        return self._last_use_end is None or self._clock.has_passed(self._last_use_end)
 
     def measured(self) -> tuple[list[Measured], float]:
         """All ranges, and the seconds of the forward pass. Waits that copies caused are left out. What stays here

@@ -114,11 +114,12 @@ class Wrapped:
 def is_param(tensor: Tensor) -> bool:
     """Whether a tensor is a param or a view of one, or something else that the caller holds and wants a
     gradient of."""
-    return any(
-        each is not None
-        and (isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad))
-        for each in (tensor, tensor._base)
-    )
+    base = tensor._base
+    return _is_wanted(tensor) or (base is not None and _is_wanted(base))
+
+
+def _is_wanted(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
 
 
 def may_go(tensor: Tensor, device: torch.device, min_bytes: int) -> bool:
