@@ -13,8 +13,6 @@
 namespace hybridopt::checkpoint {
 namespace {
 
-unsigned long long Wide(uint64_t number) { return number; }
-
 Status AtPath(const std::string& path, const Status& status) {
   return Status::Error(status.code(), "'%.500s': %s", path.c_str(), status.message().c_str());
 }

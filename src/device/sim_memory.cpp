@@ -12,7 +12,7 @@
 namespace hybridopt {
 namespace {
 
-constexpr uint64_t kAlignment = 256;
+constexpr uint64_t kBlockAlignment = 256;
 constexpr int kPoison = 0xff;
 
 // In larger blocks one cache line of every page is poisoned: to poison all bytes would take as long
@@ -40,11 +40,11 @@ uint64_t AddressBytes(uint64_t capacity) {
 }  // namespace
 
 Result<std::unique_ptr<SimMemory>> SimMemory::Create(uint64_t bytes) {
-  const uint64_t capacity = bytes / kAlignment * kAlignment;
+  const uint64_t capacity = bytes / kBlockAlignment * kBlockAlignment;
   if (capacity == 0) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "sim_memory_bytes is %" PRIu64 ", expected at least %" PRIu64, bytes,
-                         kAlignment);
+                         kBlockAlignment);
   }
   const uint64_t address_bytes = AddressBytes(capacity);
   HYBRIDOPT_ASSIGN(void* addresses, system::ReserveAddresses(address_bytes));
@@ -86,7 +86,7 @@ Result<void*> SimMemory::Allocate(uint64_t bytes) {
   {
     std::unique_lock lock(mutex_);
     // No request beyond the capacity is rounded, so rounding cannot overflow.
-    taken = bytes <= capacity_ ? system::RoundUp(bytes, kAlignment) : bytes;
+    taken = bytes <= capacity_ ? system::RoundUp(bytes, kBlockAlignment) : bytes;
     const auto hole = std::find_if(free_.begin(), free_.end(),
                                    [&](const auto& run) { return run.second >= taken; });
     if (hole == free_.end() || taken > free_bytes_) {
@@ -130,7 +130,7 @@ Status SimMemory::Free(void* data) {
                            data);
     }
   }
-  const uint64_t bytes = system::RoundUp(freed.mapped(), kAlignment);
+  const uint64_t bytes = system::RoundUp(freed.mapped(), kBlockAlignment);
   freed.mapped() = bytes;
   // Here the range is neither live nor free, so that no allocation gets bytes that are being
   // poisoned.

@@ -20,20 +20,20 @@ if [[ -z $clang ]] || ! "$clang" "${flags[@]}" "$scratch/probe.cpp" -o "$scratch
   exit 77
 fi
 
-# Compiling takes ten times as long as the default number of runs, so targets share the objects.
+# compile NAME [SOURCE]. It takes ten times as long as the default number of runs, so targets share the objects.
 compile() {
-  local object=$scratch/$1.o
+  local object=$scratch/$1.o source=${2:-$root/$1.cpp}
   mkdir -p "${object%/*}"
   "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -I"$root/src" -I"$root/include" \
-    -DHYBRIDOPT_VERSION='"fuzzed"' -DHYBRIDOPT_TEST_SCALE_DEFAULT=1 -c "$root/$1.cpp" -o "$object"
+    -DHYBRIDOPT_VERSION='"fuzzed"' -DHYBRIDOPT_TEST_SCALE_DEFAULT=1 -c "$source" -o "$object"
 }
-formats=()
+# All that the formats need as one file, since most of the time goes into headers that all include. The calls
+# need the whole library.
+formats=$scratch/formats.cpp
 for source in base/{box_overlap,shard,status} checkpoint/format/{format,hash,json,manifest,reshard,safetensors} \
   kernels/coefficients; do
-  compile "src/$source"
-  formats+=("$scratch/src/$source.o")
-done
-# The calls need the whole library.
+  echo "#include \"$source.cpp\""
+done >"$formats"
 if [[ " $targets " == *" calls "* ]]; then
   while read -r source; do
     [[ -e $scratch/${source%.cpp}.o ]] || compile "${source%.cpp}"
@@ -47,7 +47,8 @@ for target in $targets; do
     linked+=(-lgtest -lpthread -ldl)
     limits=(-max_len=4096 -timeout=120 -rss_limit_mb=8192)
   else
-    linked=("${formats[@]}")
+    linked=("$scratch/formats.o")
+    [[ -e $scratch/formats.o ]] || compile formats "$formats"
     # No input asks for memory beyond what a few times its size takes.
     limits=(-max_len=8192 -timeout=20 -malloc_limit_mb=8 -rss_limit_mb=1024)
   fi

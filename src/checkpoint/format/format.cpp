@@ -16,7 +16,7 @@ namespace {
 
 // Finds a row by its name. Rows have a value and a name.
 template <typename Row, size_t kCount>
-const char* NameOf(const Row (&rows)[kCount], int32_t value) {
+const char* RowName(const Row (&rows)[kCount], int32_t value) {
   for (const Row& row : rows)
     if (row.value == value) return row.name;
   return nullptr;
@@ -118,7 +118,7 @@ Status CheckNothingTwice(const StoredParam& param) {
 
 }  // namespace
 
-const char* KindName(int32_t kind) { return NameOf(kStoredKinds, kind); }
+const char* KindName(int32_t kind) { return RowName(kStoredKinds, kind); }
 bool FindKind(std::string_view name, int32_t* kind) { return Find(kStoredKinds, name, kind); }
 
 const StoredTensor* FindTensor(const StoredShard& shard, int32_t kind) {

@@ -27,12 +27,6 @@ constexpr size_t kWriterBytesMax = 256;
 constexpr size_t kLayoutBytesMax = 64;
 constexpr size_t kFileNameBytesMax = 255;
 
-unsigned long long Wide(uint64_t number) { return number; }
-
-Status Corrupt(const std::string& text) {
-  return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text.c_str());
-}
-
 std::string HashText(uint64_t hash) {
   char digits[kHashDigits + 1];
   std::snprintf(digits, sizeof(digits), "%016llx", Wide(hash));

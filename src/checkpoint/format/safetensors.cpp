@@ -12,12 +12,6 @@ namespace {
 
 constexpr std::string_view kMetadata = "__metadata__";
 
-Status Corrupt(const std::string& text) {
-  return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text.c_str());
-}
-
-unsigned long long Wide(uint64_t number) { return number; }
-
 std::map<std::string, std::string> ParseMetadata(JsonReader& json) {
   std::map<std::string, std::string> metadata;
   json.Members([&](const std::string& key) {

@@ -13,6 +13,13 @@
 
 namespace hybridopt::checkpoint {
 
+// For "%llu" in texts of errors.
+inline unsigned long long Wide(uint64_t number) { return number; }
+
+inline Status Corrupt(const std::string& text) {
+  return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text.c_str());
+}
+
 // The dtype of a name in safetensors files, such as OFFLOAD_BF16 of "BF16".
 bool FindStoredDtype(std::string_view name, int32_t* dtype);
 

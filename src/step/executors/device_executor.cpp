@@ -10,7 +10,7 @@ namespace {
 
 // An upper bound: one update for each param, and one more for each stripe and for each piece in
 // which a gradient comes back from the host.
-uint64_t UpdatesMost(const StateShape& shape) {
+uint64_t DeviceUpdatesMost(const StateShape& shape) {
   if (shape.options.unified) return 0;
   const bool from_host =
       (shape.options.movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0;
@@ -24,11 +24,11 @@ uint64_t UpdatesMost(const StateShape& shape) {
 DeviceExecutor::DeviceExecutor(const ParamTable& table, const StateShape& shape,
                                const StateMemory& memory, Lanes& lanes)
     : table_(table), shape_(shape), memory_(memory), lanes_(lanes) {
-  updates_.reserve(UpdatesMost(shape));
+  updates_.reserve(DeviceUpdatesMost(shape));
 }
 
 uint64_t DeviceExecutor::Bytes(const StateShape& shape) {
-  return UpdatesMost(shape) * sizeof(DeviceUpdate);
+  return DeviceUpdatesMost(shape) * sizeof(DeviceUpdate);
 }
 
 Status DeviceExecutor::Queue(const StepPlan& plan) {

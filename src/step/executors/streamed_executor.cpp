@@ -11,7 +11,7 @@ namespace {
 
 // An upper bound: one update for each fragment, and one more for each stripe that begins inside
 // one.
-uint64_t UpdatesMost(const StateShape& shape) {
+uint64_t StreamedUpdatesMost(const StateShape& shape) {
   if (!shape.options.streams) return 0;
   return shape.params.size() + ChunksMost(shape) + shape.stripes.size();
 }
@@ -34,7 +34,7 @@ StreamedExecutor::StreamedExecutor(SideThreads& side_threads, const ParamTable& 
       updater_(updater) {
   chunks_.reserve(kMaxStreamSlots);
   queued_up_.reserve(kMaxStreamSlots);
-  updates_.reserve(UpdatesMost(shape));
+  updates_.reserve(StreamedUpdatesMost(shape));
 }
 
 StreamedExecutor::~StreamedExecutor() {
@@ -42,7 +42,7 @@ StreamedExecutor::~StreamedExecutor() {
 }
 
 uint64_t StreamedExecutor::Bytes(const StateShape& shape) {
-  return UpdatesMost(shape) * sizeof(DeviceUpdate);
+  return StreamedUpdatesMost(shape) * sizeof(DeviceUpdate);
 }
 
 Status StreamedExecutor::Start() {
