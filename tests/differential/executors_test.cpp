@@ -9,7 +9,6 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <set>
 #include <string>
 #include <thread>
 
@@ -310,10 +309,9 @@ TEST(Executors, GradientsThatTheDeviceWillReadAreToBeKept) {
 // -------------------------------------------------------------------------------------- pinning --
 
 // Checks that each copy between the host's state and the device keeps to one pinned range.
-class PinnedCopiesDevice final : public ForwardingDevice {
+class PinnedCopiesDevice final : public LabelledDevice {
  public:
-  explicit PinnedCopiesDevice(std::unique_ptr<Device> device)
-      : ForwardingDevice(std::move(device)) {}
+  explicit PinnedCopiesDevice(std::unique_ptr<Device> device) : LabelledDevice(std::move(device)) {}
 
   Status PinHost(void* data, uint64_t bytes) override {
     HYBRIDOPT_TRY(ForwardingDevice::PinHost(data, bytes));
@@ -325,13 +323,6 @@ class PinnedCopiesDevice final : public ForwardingDevice {
     ForwardingDevice::UnpinHost(data);
     std::lock_guard lock(mutex_);
     pinned_.erase(static_cast<std::byte*>(data));
-  }
-  Result<StreamHandle> CreateStream(const char* label) override {
-    Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
-    std::lock_guard lock(mutex_);
-    const std::string name = label;
-    if (stream.ok() && (name == "down" || name == "up")) streams_.insert(stream.value());
-    return stream;
   }
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
     Look(stream, host, bytes);
@@ -350,8 +341,8 @@ class PinnedCopiesDevice final : public ForwardingDevice {
 
  private:
   void Look(StreamHandle stream, const void* host, uint64_t bytes) {
+    if (const std::string label = LabelOf(stream); label != "down" && label != "up") return;
     std::lock_guard lock(mutex_);
-    if (streams_.count(stream) == 0) return;
     const auto* const first = static_cast<const std::byte*>(host);
     auto after = pinned_.upper_bound(const_cast<std::byte*>(first));
     const bool inside =
@@ -361,7 +352,6 @@ class PinnedCopiesDevice final : public ForwardingDevice {
 
   std::mutex mutex_;
   std::map<std::byte*, uint64_t> pinned_;  // guarded by mutex_
-  std::set<StreamHandle> streams_;         // guarded by mutex_
   std::atomic<int> pinned_copies_ = 0, other_copies_ = 0;
 };
 
@@ -392,27 +382,20 @@ TEST(Executors, EveryCopyKeepsToOnePinnedRangeWhateverTheFraction) {
 // A device whose streams share hardware queues, so that they wait for events and not for a flag.
 // The step's last events count as not ended until a stream of the test's waits for the first one:
 // what the test wants done in that moment comes then.
-class LateDevice final : public ForwardingDevice {
+class LateDevice final : public LabelledDevice {
  public:
   LateDevice(std::unique_ptr<Device> device, std::string late)
-      : ForwardingDevice(std::move(device)), late_label_(std::move(late)) {}
+      : LabelledDevice(std::move(device)), late_label_(std::move(late)) {}
 
   bool shares_queues() const override { return true; }
-  Result<EventHandle> CreateEvent(const char* label) override {
-    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
-    std::lock_guard lock(mutex_);
-    if (event.ok() && late_label_ == label) late_.insert(event.value());
-    return event;
-  }
   void DestroyEvent(EventHandle event) override {
     EXPECT_FALSE(watched_stream_waits_);
     ForwardingDevice::DestroyEvent(event);
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
-    {
+    if (LabelOf(event) == late_label_) {
       std::unique_lock lock(mutex_);
-      if (late_.count(event) > 0)
-        ended_.wait_for(lock, std::chrono::seconds(60), [&] { return meanwhile == nullptr; });
+      ended_.wait_for(lock, std::chrono::seconds(60), [&] { return meanwhile == nullptr; });
     }
     return ForwardingDevice::Wait(event, timeout_ns);
   }
@@ -439,7 +422,6 @@ class LateDevice final : public ForwardingDevice {
   const std::string late_label_;
   std::mutex mutex_;
   std::condition_variable ended_;
-  std::set<EventHandle> late_;  // guarded by mutex_
   std::atomic<bool> watched_stream_waits_ = false;
 };
 

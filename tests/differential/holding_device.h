@@ -3,52 +3,43 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 
-#include "../forwarding_device.h"
+#include "../labelled_device.h"
 
 namespace hybridopt {
 
 // Holds back whoever waits for one kind of event, until another kind has been recorded often enough
 // since Close.
-class HoldingDevice final : public ForwardingDevice {
+class HoldingDevice final : public LabelledDevice {
  public:
   HoldingDevice(std::unique_ptr<Device> device, std::string held, std::string counted)
-      : ForwardingDevice(std::move(device)), held_(std::move(held)), counted_(std::move(counted)) {}
+      : LabelledDevice(std::move(device)), held_(std::move(held)), counted_(std::move(counted)) {}
 
   void Close(int until) {
     std::lock_guard lock(mutex_);
     left_ = until;
   }
-  Result<EventHandle> CreateEvent(const char* label) override {
-    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
-    std::lock_guard lock(mutex_);
-    if (event.ok()) labels_[event.value()] = label;
-    return event;
-  }
   // Each slot has two such events, of which the second ends.
   Status Record(EventHandle event, StreamHandle stream) override {
     HYBRIDOPT_TRY(ForwardingDevice::Record(event, stream));
     std::lock_guard lock(mutex_);
-    if (labels_[event] == counted_ && left_ > 0) left_ -= 1;
+    if (LabelOf(event) == counted_ && left_ > 0) left_ -= 1;
     changed_.notify_all();
     return {};
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
-    {
-      std::unique_lock lock(mutex_);
-      if (labels_[event] == held_) HYBRIDOPT_TRY(AwaitTheOther(lock));
-    }
+    if (LabelOf(event) == held_) HYBRIDOPT_TRY(AwaitTheOther());
     return ForwardingDevice::Wait(event, timeout_ns);
   }
 
  private:
   // However slow the machine is, the other comes to its next event within a minute.
-  Status AwaitTheOther(std::unique_lock<std::mutex>& lock) {
+  Status AwaitTheOther() {
+    std::unique_lock lock(mutex_);
     for (int left = left_; left > 0; left = left_) {
       changed_.wait_for(lock, std::chrono::seconds(60), [&] { return left_ < left; });
       if (left_ == left)
@@ -61,8 +52,7 @@ class HoldingDevice final : public ForwardingDevice {
   const std::string counted_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<EventHandle, std::string> labels_;  // guarded by mutex_
-  int left_ = 0;                               // guarded by mutex_
+  int left_ = 0;  // guarded by mutex_
 };
 
 }  // namespace hybridopt

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <chrono>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -14,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "../forwarding_device.h"
+#include "../labelled_device.h"
 
 namespace hybridopt {
 
@@ -44,13 +43,13 @@ enum class Leak {
   kStateDown,            // Wait for the state that comes down
 };
 
-class LeakyDevice final : public ForwardingDevice {
+class LeakyDevice final : public LabelledDevice {
  public:
   // Leaks only while `leaking`, which outlives the device.
   // Whoever waits on the host for an event labelled `slow_event` is held up for a while.
   LeakyDevice(std::unique_ptr<Device> device, Leak leak, const std::atomic<bool>& leaking,
               bool shares_queues, std::string slow_event)
-      : ForwardingDevice(std::move(device)),
+      : LabelledDevice(std::move(device)),
         leak_(leak),
         leaking_(leaking),
         shares_queues_(shares_queues),
@@ -59,17 +58,6 @@ class LeakyDevice final : public ForwardingDevice {
   // Then the caller's streams are put behind steps by the host, as on a real device.
   bool shares_queues() const override {
     return shares_queues_ || ForwardingDevice::shares_queues();
-  }
-
-  Result<StreamHandle> CreateStream(const char* label) override {
-    Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
-    if (stream.ok()) SetLabel(stream.value(), label);
-    return stream;
-  }
-  Result<EventHandle> CreateEvent(const char* label) override {
-    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
-    if (event.ok()) SetLabel(event.value(), label);
-    return event;
   }
 
   Status StreamWait(StreamHandle stream, EventHandle event) override {
@@ -150,17 +138,11 @@ class LeakyDevice final : public ForwardingDevice {
     std::lock_guard lock(mutex_);
     return kept.emplace_back(list.begin(), list.end());
   }
-  void SetLabel(const void* handle, const char* label) {
-    std::lock_guard lock(mutex_);
-    labels_[handle] = label;
-  }
   bool Leaks(Leak leak, const void* handle, const char* label) {
     return leak == leak_ && leaking_ && HasLabel(handle, label);
   }
-  bool HasLabel(const void* handle, const std::string& label) {
-    std::lock_guard lock(mutex_);
-    const auto found = labels_.find(handle);
-    return found != labels_.end() && found->second == label;
+  bool HasLabel(const void* handle, const std::string& label) const {
+    return LabelOf(handle) == label;
   }
 
   const Leak leak_;
@@ -168,7 +150,6 @@ class LeakyDevice final : public ForwardingDevice {
   const bool shares_queues_;
   const std::string slow_event_;
   std::mutex mutex_;
-  std::map<const void*, std::string> labels_;  // of streams and events; guarded by mutex_
   // What launches were given; guarded by mutex_.
   std::deque<std::vector<DeviceUpdate>> updates_;
   std::deque<std::vector<Coefficients>> coefficients_;

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "../forwarding_device.h"
+#include "../labelled_device.h"
 #include "machine/context.h"
 #include "optimizer/handle_table.h"
 #include "rig.h"
@@ -59,31 +59,18 @@ inline std::string DrawSlowEvent(Random& random) {
 }
 
 // Holds up whoever waits on the host for an event of one kind.
-class SlowDevice final : public ForwardingDevice {
+class SlowDevice final : public LabelledDevice {
  public:
   SlowDevice(std::unique_ptr<Device> device, std::string slow_event)
-      : ForwardingDevice(std::move(device)), slow_event_(std::move(slow_event)) {}
+      : LabelledDevice(std::move(device)), slow_event_(std::move(slow_event)) {}
 
-  Result<EventHandle> CreateEvent(const char* label) override {
-    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
-    std::lock_guard lock(mutex_);
-    if (event.ok()) is_slow_[event.value()] = slow_event_ == label;
-    return event;
-  }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
-    if (IsSlow(event)) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    if (LabelOf(event) == slow_event_) std::this_thread::sleep_for(std::chrono::microseconds(100));
     return ForwardingDevice::Wait(event, timeout_ns);
   }
 
  private:
-  bool IsSlow(EventHandle event) {
-    std::lock_guard lock(mutex_);
-    return is_slow_[event];
-  }
-
   const std::string slow_event_;
-  std::mutex mutex_;
-  std::map<EventHandle, bool> is_slow_;  // guarded by mutex_
 };
 
 using MoveFunction = int32_t (*)(offload_optimizer_t, const offload_move_options_t*,

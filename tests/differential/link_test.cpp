@@ -11,9 +11,9 @@ namespace hybridopt {
 namespace {
 
 // Counts copies, by the label of their stream, and holds one back.
-class LinkWatch final : public ForwardingDevice {
+class LinkWatch final : public LabelledDevice {
  public:
-  using ForwardingDevice::ForwardingDevice;
+  using LabelledDevice::LabelledDevice;
 
   // The next copy on this stream waits until Open.
   void HoldNext(const char* stream) {
@@ -26,44 +26,23 @@ class LinkWatch final : public ForwardingDevice {
   }
   void Open() { open_ = true; }
 
-  uint64_t copies(const char* stream) { return Locked(copies_[stream]); }
-  uint64_t bytes(const char* stream) { return Locked(bytes_[stream]); }
-  uint64_t records(const char* event) { return Locked(records_[event]); }
-  uint64_t waits(const char* event) { return Locked(waits_[event]); }
+  uint64_t copies(const char* stream) { return SumOf(copies_, stream); }
+  uint64_t bytes(const char* stream) { return SumOf(bytes_, stream); }
+  uint64_t records(const char* event) { return SumOf(records_, event); }
+  uint64_t waits(const char* event) { return SumOf(waits_, event); }
   // How often a thread of the library has asked how far the stash's copies are.
   int looks() const { return looks_; }
 
-  Result<StreamHandle> CreateStream(const char* label) override {
-    Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
-    std::lock_guard lock(mutex_);
-    if (stream.ok()) labels_[stream.value()] = label;
-    return stream;
-  }
-  Result<EventHandle> CreateEvent(const char* label) override {
-    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
-    std::lock_guard lock(mutex_);
-    if (event.ok()) labels_[event.value()] = label;
-    return event;
-  }
   Status Record(EventHandle event, StreamHandle stream) override {
-    {
-      std::lock_guard lock(mutex_);
-      records_[labels_[event]] += 1;
-    }
+    Add(&records_, LabelOf(event), 1);
     return ForwardingDevice::Record(event, stream);
   }
   Result<bool> Reached(EventHandle event) override {
-    {
-      std::lock_guard lock(mutex_);
-      if (labels_[event] == "stash interval" && std::this_thread::get_id() != caller_) looks_ += 1;
-    }
+    if (LabelOf(event) == "stash interval" && std::this_thread::get_id() != caller_) looks_ += 1;
     return ForwardingDevice::Reached(event);
   }
   Status Wait(EventHandle event, int64_t timeout_ns) override {
-    {
-      std::lock_guard lock(mutex_);
-      waits_[labels_[event]] += 1;
-    }
+    Add(&waits_, LabelOf(event), 1);
     return ForwardingDevice::Wait(event, timeout_ns);
   }
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
@@ -77,16 +56,23 @@ class LinkWatch final : public ForwardingDevice {
   }
 
  private:
-  uint64_t Locked(const uint64_t& value) {
+  using Sums = std::map<std::string, uint64_t>;  // by label
+
+  uint64_t SumOf(const Sums& sums, const char* label) {
     std::lock_guard lock(mutex_);
-    return value;
+    const auto found = sums.find(label);
+    return found != sums.end() ? found->second : 0;
+  }
+  void Add(Sums* sums, const std::string& label, uint64_t count) {
+    std::lock_guard lock(mutex_);
+    (*sums)[label] += count;
   }
   Status Count(StreamHandle stream, uint64_t bytes) {
+    const std::string label = LabelOf(stream);
+    Add(&copies_, label, 1);
+    Add(&bytes_, label, bytes);
     {
       std::lock_guard lock(mutex_);
-      const std::string& label = labels_[stream];
-      copies_[label] += 1;
-      bytes_[label] += bytes;
       if (held_.empty() || label != held_) return {};
       held_.clear();
     }
@@ -106,8 +92,7 @@ class LinkWatch final : public ForwardingDevice {
   std::atomic<int> looks_ = 0;
   std::mutex mutex_;  // guards all below
   std::string held_;
-  std::map<const void*, std::string> labels_;
-  std::map<std::string, uint64_t> copies_, bytes_, records_, waits_;
+  Sums copies_, bytes_, records_, waits_;
 };
 
 struct LinkTest : public testing::Test {

@@ -16,7 +16,7 @@
 
 #include "../devices.h"
 #include "../fault/trainer.h"
-#include "../forwarding_device.h"
+#include "../labelled_device.h"
 #include "machine/context.h"
 #include "memory/pinned_arena.h"
 #include "optimizer/handle_table.h"
@@ -44,10 +44,10 @@ enum class StashLeak {
 };
 
 // The device without one kind of wait, while `leaking`, which outlives it.
-class StashLeakyDevice final : public ForwardingDevice {
+class StashLeakyDevice final : public LabelledDevice {
  public:
   StashLeakyDevice(std::unique_ptr<Device> device, StashLeak leak, const std::atomic<bool>& leaking)
-      : ForwardingDevice(std::move(device)), leak_(leak), leaking_(leaking) {}
+      : LabelledDevice(std::move(device)), leak_(leak), leaking_(leaking) {}
 
   // How often memory was pinned, or an event or a stream made.
   int taken() const { return taken_; }
@@ -58,15 +58,11 @@ class StashLeakyDevice final : public ForwardingDevice {
   }
   Result<StreamHandle> CreateStream(const char* label) override {
     taken_ += 1;
-    Result<StreamHandle> stream = ForwardingDevice::CreateStream(label);
-    if (stream.ok()) SetLabel(stream.value(), label);
-    return stream;
+    return LabelledDevice::CreateStream(label);
   }
   Result<EventHandle> CreateEvent(const char* label) override {
     taken_ += 1;
-    Result<EventHandle> event = ForwardingDevice::CreateEvent(label);
-    if (event.ok()) SetLabel(event.value(), label);
-    return event;
+    return LabelledDevice::CreateEvent(label);
   }
 
   Status StreamWait(StreamHandle stream, EventHandle event) override {
@@ -97,21 +93,10 @@ class StashLeakyDevice final : public ForwardingDevice {
     return event == "stash: up" ? StashLeak::kBehindUp : StashLeak::kNone;
   }
   bool Leaks(StashLeak leak) const { return leaking_ && leak == leak_ && leak != StashLeak::kNone; }
-  void SetLabel(const void* handle, const char* label) {
-    std::lock_guard lock(mutex_);
-    labels_[handle] = label;
-  }
-  std::string LabelOf(const void* handle) {
-    std::lock_guard lock(mutex_);
-    const auto found = labels_.find(handle);
-    return found != labels_.end() ? found->second : "";
-  }
 
   const StashLeak leak_;
   const std::atomic<bool>& leaking_;
   std::atomic<int> taken_ = 0;
-  std::mutex mutex_;
-  std::map<const void*, std::string> labels_;  // of streams and events; guarded by mutex_
 };
 
 struct StashSetting {
