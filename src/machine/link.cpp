@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <span>
 #include <thread>
 
 #include "base/profiler_range.h"
@@ -12,6 +13,13 @@ namespace {
 
 // The pause between two looks. A slab of 4 MiB takes about 80 us.
 constexpr std::chrono::microseconds kPause(20);
+
+bool AreReached(Device& device, std::span<const EventHandle> events) {
+  return std::all_of(events.begin(), events.end(), [&](EventHandle event) {
+    const Result<bool> reached = device.Reached(event);
+    return reached.ok() && reached.value();
+  });
+}
 
 }  // namespace
 
@@ -44,8 +52,8 @@ void Link::PrefetchEnded(EventHandle end) {
 // ------------------------------------------------------------------------------- who goes first --
 
 // Forgets prefetches that have ended. A stream runs its copies in order, so what stands behind one
-// that has not ended has not begun. A device that fails copies nothing any more; the caller's next
-// call to it tells the cause.
+// that has not ended waits for that one. A device that fails copies nothing any more; the caller's
+// next call to it tells the cause.
 bool Link::IsPrefetchUnderWay() {
   bool under_way = false;
   StreamHandle busy = nullptr;
@@ -57,8 +65,7 @@ bool Link::IsPrefetchUnderWay() {
       return true;
     }
     busy = copies.stream;
-    const Result<bool> begun = device_.Reached(copies.begin);
-    under_way = under_way || (begun.ok() && begun.value());
+    under_way = under_way || AreReached(device_, copies.awaited);
     return false;
   });
   queued_ = static_cast<uint32_t>(prefetches_.size());

@@ -5,16 +5,18 @@
 //                   2. a step's state and gradients, and moves: these give way to prefetches
 //   to the host     all copies alike; the link only counts
 //
-// A device has no priorities for copies: those of several streams share the link in turns. So a
-// copy of class 2 is not queued while a prefetch is under way, that is, while the device has begun
-// it and not ended it. A library thread waits for that, never a call of the caller's, and never a
-// worker.
+// A device has no priorities for copies: those of several streams share the link in turns, and a
+// GPU's turns are long: while a step's copies followed each other, a prefetch of 64 MiB began 16 ms
+// late on an H200. So a copy of class 2 is not queued while a prefetch is under way, that is, while
+// it has not ended and only the link holds it up. A library thread waits for that, never a call of
+// the caller's, and never a worker.
 //
-// A prefetch that has been queued and not begun waits for the caller's stream. Nobody gives way to
-// it: the link would stand still, and that stream may be waiting for this very step. So the wait is
-// only for a copy that nothing holds up, and no circle can come of it.
+// A prefetch that waits for the caller's stream, or for its own copy to the host, is not under way.
+// Nobody gives way to it: the link would stand still, and that stream may be waiting for this very
+// step. So the wait is only for a copy that nothing else holds up, and no circle can come of it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -24,11 +26,11 @@
 
 namespace hybridopt {
 
-// The copies of one prefetch. The events are recorded in front of and behind them.
+// The copies of one prefetch.
 struct PrefetchCopies {
   StreamHandle stream = nullptr;
-  EventHandle begin = nullptr;
-  EventHandle end = nullptr;
+  std::array<EventHandle, 2> awaited{};  // what they wait for
+  EventHandle end = nullptr;             // recorded behind them
   uint64_t bytes = 0;
 };
 

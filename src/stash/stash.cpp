@@ -281,19 +281,19 @@ Status Stash::Prefetch(offload_stash_ticket_t ticket, void* destination, uint64_
                          "OFFLOAD_STASH_KEEP if it is to be prefetched again",
                          ForText(ticket));
   if (queues_) HYBRIDOPT_TRY(device().Record(ready_, stream));
-  HYBRIDOPT_TRY(Poison(QueueUp(*entry, destination)));
+  HYBRIDOPT_TRY(Poison(QueueUp(*entry, destination, stream)));
   entry->prefetched = entry->went_up = true;
   counts_.prefetches += 1;
   counts_.prefetched_bytes += entry->bytes;
   return {};
 }
 
-Status Stash::QueueUp(StashEntry& entry, void* destination) {
+Status Stash::QueueUp(StashEntry& entry, void* destination, StreamHandle caller) {
   if (queues_) {
     HYBRIDOPT_TRY(device().StreamWait(up_, ready_));
     HYBRIDOPT_TRY(device().StreamWait(up_, entry.down));
   }
-  HYBRIDOPT_TRY(timings_.Begin(Interval::kUp, entry.bytes, up_));
+  HYBRIDOPT_TRY(timings_.BeginUp(entry.bytes, up_, caller, entry.down));
   auto* const to = static_cast<std::byte*>(destination);
   HYBRIDOPT_TRY(slabs_.ForEachRun(entry.slabs, entry.bytes,
                                   [&](const std::byte* run, uint64_t offset, uint64_t bytes) {

@@ -68,7 +68,7 @@ class Stash {
   bool HasRoom(uint64_t bytes) const;
   Status Reclaim(uint32_t slabs);
   Status QueueDown(StashEntry& entry, const void* data);
-  Status QueueUp(StashEntry& entry, void* destination);
+  Status QueueUp(StashEntry& entry, void* destination, StreamHandle caller);
   void End(StashEntry& entry);
   Status DropEntry(StashEntry& entry, StreamHandle stream);
   Status EventsToAwait(offload_stash_ticket_t ticket, EventHandle (&events)[2]);

@@ -10,6 +10,7 @@ Status Timings::Create(Device& device, Link& link) {
   for (Pair& pair : pairs_) {
     HYBRIDOPT_ASSIGN(pair.begin, device.CreateEvent("stash interval"));
     HYBRIDOPT_ASSIGN(pair.end, device.CreateEvent("stash interval"));
+    HYBRIDOPT_ASSIGN(pair.ready, device.CreateEvent("stash prefetch ready"));
   }
   return {};
 }
@@ -19,7 +20,7 @@ Timings::~Timings() {
   for (; first_ < count_; ++first_) Ended(pair(first_));
   link_->RemoveRoom(kPairs);
   for (const Pair& pair : pairs_)
-    for (EventHandle event : {pair.begin, pair.end})
+    for (EventHandle event : {pair.begin, pair.end, pair.ready})
       if (event != nullptr) device_->DestroyEvent(event);
 }
 
@@ -36,6 +37,15 @@ Status Timings::Begin(Interval interval, uint64_t bytes, StreamHandle stream) {
   return {};
 }
 
+Status Timings::BeginUp(uint64_t bytes, StreamHandle stream, StreamHandle caller,
+                        EventHandle down) {
+  HYBRIDOPT_TRY(Begin(Interval::kUp, bytes, stream));
+  if (!begun_) return {};
+  Pair& next = pair(count_);
+  next.down = down;
+  return device_->Record(next.ready, caller);
+}
+
 Status Timings::End(StreamHandle stream) {
   if (!begun_) return {};
   begun_ = false;
@@ -44,7 +54,7 @@ Status Timings::End(StreamHandle stream) {
   count_ += 1;
   if (next.interval == Interval::kDown) link_->PushQueued(next.bytes);
   if (next.interval == Interval::kUp)
-    ahead_bytes_ += link_->PrefetchQueued({stream, next.begin, next.end, next.bytes});
+    ahead_bytes_ += link_->PrefetchQueued({stream, {next.ready, next.down}, next.end, next.bytes});
   return {};
 }
 

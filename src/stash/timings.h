@@ -32,6 +32,8 @@ class Timings {
   // An interval of a stream's work begins and ends; no other interval begins in between. Without
   // Create nothing is timed.
   Status Begin(Interval interval, uint64_t bytes, StreamHandle stream);
+  // The same for copies to the device, which wait for the work on `caller` and for `down`.
+  Status BeginUp(uint64_t bytes, StreamHandle stream, StreamHandle caller, EventHandle down);
   Status End(StreamHandle stream);
   // Adds up the intervals that the device has come to the end of.
   Status Collect();
@@ -43,6 +45,8 @@ class Timings {
   struct Pair {
     EventHandle begin = nullptr;
     EventHandle end = nullptr;
+    EventHandle ready = nullptr;  // of copies to the device: behind the caller's work
+    EventHandle down = nullptr;   // the same: behind the copy to the host, an event of the ticket
     Interval interval = Interval::kDown;
     uint64_t bytes = 0;
   };

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -14,13 +15,14 @@ namespace {
 
 constexpr int64_t kLongNs = 120'000'000'000;
 
-// Prefetch n begins at the look number begins_at[n] and ends at ends_at[n]. A look asks about all
-// prefetches that have not ended; looks count from 0.
+// A prefetch waits for two events, which are reached at the looks of these numbers, and ends at a
+// third one. A look asks about all prefetches that have not ended; looks count from 0.
 class ScriptedDevice final : public ForwardingDevice {
  public:
   static constexpr int kNever = 1 << 30;
   struct Script {
-    int begins_at = 0;
+    int caller_ready_at = 0;
+    int down_at = 0;
     int ends_at = kNever;
     bool fails = false;
   };
@@ -30,16 +32,20 @@ class ScriptedDevice final : public ForwardingDevice {
         scripts_(std::move(scripts)),
         looks_(scripts_.size()) {}
 
-  EventHandle begin(size_t prefetch) const { return Handle(2 * prefetch); }
-  EventHandle end(size_t prefetch) const { return Handle(2 * prefetch + 1); }
+  std::array<EventHandle, 2> awaited(size_t prefetch) const {
+    return {Handle(3 * prefetch), Handle(3 * prefetch + 1)};
+  }
+  EventHandle end(size_t prefetch) const { return Handle(3 * prefetch + 2); }
   int looks(size_t prefetch) const { return looks_[prefetch]; }
 
   Result<bool> Reached(EventHandle event) override {
     const size_t number = reinterpret_cast<uintptr_t>(event) - 1;
-    const Script& script = scripts_[number / 2];
+    const size_t prefetch = number / 3;
+    const Script& script = scripts_[prefetch];
     if (script.fails) return Status::Error(OFFLOAD_DEVICE_FAILED, "the test's");
-    if (number % 2 == 0) return looks_[number / 2] > script.begins_at;
-    return looks_[number / 2]++ >= script.ends_at;
+    if (number % 3 == 0) return looks_[prefetch] > script.caller_ready_at;
+    if (number % 3 == 1) return looks_[prefetch] > script.down_at;
+    return looks_[prefetch]++ >= script.ends_at;
   }
 
  private:
@@ -59,8 +65,8 @@ struct LinkTest : public testing::Test {
   // On a stream of its own, or the one of that number.
   uint64_t Prefetch(size_t number, uint64_t bytes) { return Prefetch(number, bytes, number); }
   uint64_t Prefetch(size_t number, uint64_t bytes, size_t stream) {
-    return link->PrefetchQueued({reinterpret_cast<StreamHandle>(stream + 1), device->begin(number),
-                                 device->end(number), bytes});
+    return link->PrefetchQueued({reinterpret_cast<StreamHandle>(stream + 1),
+                                 device->awaited(number), device->end(number), bytes});
   }
 
   std::unique_ptr<ScriptedDevice> device;
@@ -89,17 +95,21 @@ TEST_F(LinkTest, WaitsUntilWhatIsUnderWayHasEnded) {
   link->PrefetchEnded(device->end(0));  // nor does this find it
 }
 
-// What has been queued and not begun waits for the caller's stream, perhaps for this very step.
-TEST_F(LinkTest, DoesNotWaitForWhatHasNotBegun) {
-  Make({{.begins_at = ScriptedDevice::kNever, .ends_at = 50}});
-  Prefetch(0, 10);
-  user->GiveWay(100);
-  EXPECT_EQ(device->looks(0), 1);
-  EXPECT_EQ(user->gave_way_copies(), 0u);
+// The caller's stream may be waiting for this very step, and a copy to the host for the stream.
+TEST_F(LinkTest, DoesNotWaitForWhatWaitsForMoreThanTheLink) {
+  for (const auto& [caller_ready_at, down_at] :
+       {std::pair(ScriptedDevice::kNever, 0), {0, ScriptedDevice::kNever}}) {
+    Make({{caller_ready_at, down_at, 50}});
+    Prefetch(0, 10);
+    user->GiveWay(100);
+    EXPECT_EQ(device->looks(0), 1);
+    EXPECT_EQ(user->gave_way_copies(), 0u);
+  }
 }
 
-TEST_F(LinkTest, WaitsForOneOfSeveralThatHasBegun) {
-  Make({{.begins_at = ScriptedDevice::kNever, .ends_at = 50}, {.ends_at = 3}, {.ends_at = 1}});
+TEST_F(LinkTest, WaitsForOneOfSeveralThatOnlyTheLinkHoldsUp) {
+  Make(
+      {{.caller_ready_at = ScriptedDevice::kNever, .ends_at = 50}, {.ends_at = 3}, {.ends_at = 1}});
   for (size_t i = 0; i < 3; ++i) Prefetch(i, 10);
   user->GiveWay(100);
   EXPECT_EQ(device->looks(0), 4);
@@ -108,7 +118,8 @@ TEST_F(LinkTest, WaitsForOneOfSeveralThatHasBegun) {
 }
 
 TEST_F(LinkTest, OfOneStreamTheFirstThatHasNotEndedIsEnough) {
-  Make({{.ends_at = 2}, {.ends_at = 1}, {.begins_at = ScriptedDevice::kNever, .ends_at = 50}});
+  Make(
+      {{.ends_at = 2}, {.ends_at = 1}, {.caller_ready_at = ScriptedDevice::kNever, .ends_at = 50}});
   for (size_t i = 0; i < 3; ++i) Prefetch(i, 10, 0);
   user->GiveWay(100);
   EXPECT_EQ(device->looks(0), 3);
