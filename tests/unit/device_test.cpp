@@ -239,6 +239,23 @@ TEST(SimMemory, MapAndCheckRangeKnowTheLiveRanges) {
   EXPECT_TRUE(Fails(device->CheckRange(data, 1), OFFLOAD_INVALID_ARGUMENT, {"freed"}));
 }
 
+TEST(SimMemory, NothingLiesBehindThePagesOfARange) {
+  auto device = MakeSim(1 << 20);
+  constexpr uint64_t kRange = uint64_t{1} << 20;
+  const uint64_t page = device->page_bytes(kRange);
+  auto* const range = static_cast<char*>(device->Reserve(kRange).value());
+  DevicePages pages = std::move(device->TakePages(kRange, page).value());
+  ASSERT_TRUE(Ok(device->AppendPages(range, pages)));
+  EXPECT_TRUE(Ok(device->CheckRange(range, page)));
+  EXPECT_TRUE(Fails(device->CheckRange(range, page + 1), OFFLOAD_INVALID_ARGUMENT,
+                    {"runs past the end of its memory"}));
+  for (const uint64_t at : {page, page + 1, kRange - 1})
+    EXPECT_TRUE(Fails(device->CheckRange(range + at, 1), OFFLOAD_INVALID_ARGUMENT,
+                      {"no memory lies behind it"}))
+        << at;
+  device->Unreserve(range);
+}
+
 TEST(SimMemory, FreshAndFreedBytesArePoison) {
   auto device = MakeSim(4096);
   auto* data = AllocateArray<char>(*device, 1000);
