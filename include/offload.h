@@ -365,10 +365,14 @@ typedef struct offload_optimizer_options {
   int32_t moment_rounding; /* enum offload_rounding, for bf16 moments */
   uint32_t reserved;       /* 0 */
   uint64_t rounding_seed;  /* of stochastic rounding: use the same on all ranks and after a load */
-  uint64_t stream_ring_bytes; /* device memory for the ring that state on the host goes through, at
-                                 least the state of 2 chunks; 0 = the state of 3 chunks */
-  int32_t host_executors;     /* enum offload_host_executors */
-  uint32_t reserved1;         /* 0 */
+  uint64_t stream_ring_bytes;  /* device memory for the ring that state on the host goes through, at
+                                  least the state of 2 chunks; 0 = the state of 3 chunks */
+  int32_t host_executors;      /* enum offload_host_executors */
+  uint32_t reserved1;          /* 0 */
+  uint64_t early_update_bytes; /* host memory, pinned, for chunks that are updated before their step
+                                  (see "Early updates" below); 0 = none are. It is taken where the
+                                  device has memory of its own, gradients are movable and CPU
+                                  threads update; never more than all chunks could use */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
@@ -477,6 +481,7 @@ typedef struct offload_plan {
   uint64_t device_ring_bytes;  /* of device_scratch_bytes: the ring that state on the host goes
                                   through; 0 = CPU threads alone update the host share */
   uint64_t pinned_state_bytes; /* of host_bytes: state that commit pins for that ring */
+  uint64_t host_early_bytes;   /* of host_bytes: for early updates */
 } offload_plan_t;
 
 /* Makes an optimizer; the caller then registers groups and params. Commit allocates the memory. The
@@ -578,6 +583,9 @@ typedef struct offload_step_result {
   double state_down_seconds;      /* copying their state back, as the device timed it */
   double cpu_idle_seconds; /* from the CPU threads' last chunk to the last one that was streamed */
   double streamed_idle_seconds; /* from the last streamed chunk to the CPU threads' last one */
+  uint64_t early_elements;  /* of the host share: those that had been updated before the step; they
+                               count neither as cpu_elements nor as streamed_elements */
+  uint64_t undone_elements; /* updated early and undone, since the step before */
 } offload_step_result_t;
 
 /* Queues one step over every param that has a gradient, and returns at once. At most 8 steps may be
@@ -685,6 +693,31 @@ OFFLOAD_API int32_t offload_optimizer_reload_grads(offload_optimizer_t optimizer
  * Errors: INVALID_ARGUMENT (keep is NULL; count), INVALID_STATE (not committed), POISONED. */
 OFFLOAD_API int32_t offload_optimizer_grads_to_keep(offload_optimizer_t optimizer, uint8_t* keep,
                                                     uint32_t count);
+
+/* Early updates (options.early_update_bytes). While the backward pass goes on, CPU threads update
+ * chunks of the host share whose gradients offload_grads has copied to the host. They assume that
+ * the next step will have the groups of the first such call, the grad_scale of the step before, no
+ * clipping and no skip. They put the old state aside, and leave the params on the device as they
+ * are. If the step is that, it keeps these updates and copies their params up. Else the library
+ * copies the old state back and updates as always, so all bits are those of a run without early
+ * updates. Every other call that reads or changes state, params or gradients has them undone first,
+ * and so does a load, a save or a change of the fraction. After an undo, 1 step gets no early
+ * updates, or 2, 4 ... up to 64 where one undo follows the other.
+ *
+ * Chunks are chosen in the order in which their gradients arrive, as many as there is room for.
+ * Gradients that ACCUMULATE has added up have no early updates. From an offload_grads to the end of
+ * the next step:
+ * - the content of a view of offload_optimizer_state that was asked for before is unspecified;
+ * - the caller must not write params with split masters without calling this first, because an
+ *   early update may have read them. (Other masters do not notice such a write without
+ *   offload_optimizer_refresh_masters, which undoes.)
+ *
+ * offload_optimizer_undo_early_updates undoes them, and there are no others before the next step
+ * has ended. When its ticket completes, views and params may be read and written. It is not an
+ * error if there is nothing to undo.
+ * Errors: INVALID_STATE (not committed, or 256 calls are queued), POISONED. */
+OFFLOAD_API int32_t offload_optimizer_undo_early_updates(offload_optimizer_t optimizer,
+                                                         offload_ticket_t* ticket);
 
 /* Copies the masters and moments of the device share to the host, or back to the device. While the
  * states of all params are offloaded, the library holds no byte on the device. A reload allocates
@@ -803,6 +836,8 @@ typedef struct offload_stats {
   double gave_way_seconds;  /* so long; part of other times above */
   uint64_t pushes_ahead_bytes; /* pushes that were queued, and not known to have ended, when a step
                                   queued a chunk to the host: the sum over all its chunks */
+  uint64_t early_elements;     /* sums of the step results since create */
+  uint64_t undone_elements;
 } offload_stats_t;
 
 /* Tells what the optimizer holds now, and totals since create. */

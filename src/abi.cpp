@@ -500,6 +500,16 @@ int32_t offload_optimizer_set_device_fraction(offload_optimizer_t optimizer, dou
   });
 }
 
+int32_t offload_optimizer_undo_early_updates(offload_optimizer_t optimizer,
+                                             offload_ticket_t* ticket) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_ASSIGN(const offload_ticket_t value, found->UndoEarlyUpdates());
+    if (ticket != nullptr) *ticket = value;
+    return {};
+  });
+}
+
 int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param, int32_t kind,
                                 offload_state_view_t* view) {
   return Guard([&]() -> Status {

@@ -209,8 +209,8 @@ Status Context::CheckPinnedLocked(uint64_t bytes) const {
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "options.pinned_bytes_max of the context is %llu with %llu in use, but "
                        "%llu more are needed; raise it to at least %llu, or make "
-                       "chunk_elements, staging_slots or movable smaller, or budget_bytes of a "
-                       "stash",
+                       "chunk_elements, staging_slots or movable smaller, or "
+                       "early_update_bytes, or budget_bytes of a stash",
                        static_cast<unsigned long long>(pinned_bytes_max_),
                        static_cast<unsigned long long>(pinned_bytes_),
                        static_cast<unsigned long long>(bytes),

@@ -128,6 +128,7 @@ NodeBytes Optimizer::FoundNodeBytes() const {
   committed_->memory->AddNodeBytes(committed_->decided.residence, &bytes);
   committed_->lanes->AddNodeBytes(&bytes);
   committed_->swap->AddNodeBytes(&bytes);
+  committed_->pipeline->AddNodeBytes(&bytes);
   return bytes;
 }
 
@@ -137,7 +138,7 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
   HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes));
   if (context_->device().unified()) return {};
   return context_->CheckPinned(plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
-                               plan.host_swap_bytes);
+                               plan.host_swap_bytes + plan.host_early_bytes);
 }
 
 // Whether the device's ring leaves enough memory free. Only a ring that the options do not ask for
@@ -159,10 +160,10 @@ Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& 
     arrangement.lanes.stream_slots = 0;
     return PlanOf(*context_, table_, shape, arrangement);
   }
-  const uint64_t others_bytes = committed_ != nullptr
-                                    ? 0
-                                    : plan.staging_bytes + plan.host_params_bytes +
-                                          plan.host_grads_bytes + plan.host_swap_bytes;
+  const uint64_t others_bytes =
+      committed_ != nullptr ? 0
+                            : plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
+                                  plan.host_swap_bytes + plan.host_early_bytes;
   const uint64_t held_bytes = committed_ != nullptr ? committed_->pinned_state_bytes.load() : 0;
   const uint64_t left_bytes =
       plan.pinned_bytes_left - std::min(plan.pinned_bytes_left, others_bytes);
@@ -427,13 +428,22 @@ offload_ticket_t Optimizer::TicketOf(uint64_t sequence) const {
   return ticket_tag_ << kTagShift | sequence;
 }
 
+Result<offload_ticket_t> Optimizer::UndoEarlyUpdates() {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed_->timeline->NextSlot());
+  committed_->requests[slot].emplace<UndoRequest>();
+  HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());
+  return TicketOf(sequence);
+}
+
 // ---------------------------------------------------------------------------------- on a runner --
 
 Status Optimizer::Execute(uint32_t slot, uint64_t sequence) {
   if (MayWait(slot)) committed_->timeline->LetOthersRun();
   Status status = CatchExceptions("queued work", [&] { return ExecuteRequest(slot, sequence); });
   if (!status.ok()) {
-    committed_->timeline->LetOthersRun();  // the log is a function of the caller's
+    (void)committed_->pipeline->UndoEarly();  // no step follows that could keep the updates
+    committed_->timeline->LetOthersRun();     // the log is a function of the caller's
     context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
   }
   return status;
@@ -451,6 +461,8 @@ Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
   Timeline& timeline = *committed_->timeline;
   if (const auto* const step = std::get_if<StepRequest*>(&request))
     return ExecuteStep(**step, slot, sequence);
+  if (auto* const move = std::get_if<MoveRequest>(&request)) return ExecuteMove(*move, slot);
+  HYBRIDOPT_TRY(committed_->pipeline->UndoEarly());
   if (auto* const save = std::get_if<SaveRequest>(&request))
     return checkpoints.Save(std::move(*save), committed_->lanes->KeepReadyEvent(slot), timeline,
                             sequence);
@@ -458,7 +470,7 @@ Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
     return checkpoints.Load(*load, ReadyEvent(slot), timeline, sequence);
   if (auto* const change = std::get_if<ResidenceRequest>(&request))
     return ExecuteResidenceChange(*change);
-  return ExecuteMove(std::get<MoveRequest>(request), slot);
+  return {};
 }
 
 EventHandle Optimizer::ReadyEvent(uint32_t slot) const {
@@ -503,6 +515,8 @@ void Optimizer::Remember(uint64_t sequence, const offload_step_result_t& result)
   stats_.state_down_seconds += result.state_down_seconds;
   if (const uint64_t elements = result.cpu_elements + result.streamed_elements; elements > 0)
     streamed_share_ = static_cast<double>(result.streamed_elements) / static_cast<double>(elements);
+  stats_.early_elements += result.early_elements;
+  stats_.undone_elements += result.undone_elements;
   stats_.cpu_idle_seconds += result.cpu_idle_seconds;
   stats_.streamed_idle_seconds += result.streamed_idle_seconds;
 }

@@ -57,6 +57,7 @@ class Optimizer {
   // implemented in optimizer_moves.cpp.
   Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
                                         std::span<const offload_stream_t> streams);
+  Result<offload_ticket_t> UndoEarlyUpdates();
   // Changes which tier holds which state, between two steps. It is implemented in
   // optimizer_fraction.cpp.
   Result<offload_ticket_t> SetDeviceFraction(double device_fraction);
@@ -75,8 +76,9 @@ class Optimizer {
 
  private:
   // The content of one slot of the timeline.
+  struct UndoRequest {};
   using Request = std::variant<std::monostate, StepRequest*, MoveRequest, ResidenceRequest,
-                               SaveRequest, LoadRequest>;
+                               SaveRequest, LoadRequest, UndoRequest>;
 
   // What exists from commit on. The timeline is the last member: it is destroyed first, so that its
   // work ends before the objects that the work uses are destroyed.
@@ -126,6 +128,7 @@ class Optimizer {
   NodeBytes FoundNodeBytes() const;
   Status CheckCommitted() const;
   Status CheckIdle() const;
+  Status UndoEarlyNow() const;
   Status CheckStepOptions(const offload_step_options_t& options) const;
   void FillStep(const offload_step_options_t& options, StepRequest& request) const;
   Status RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams);

@@ -114,10 +114,13 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
 // On a runner.
 Status Optimizer::Settle(bool failure) {
   Checkpoints& checkpoints = *committed_->checkpoints;
-  return CatchExceptions("a save", [&] {
+  Status status = CatchExceptions("a save", [&] {
     return failure ? checkpoints.CompleteAlone(*committed_->timeline)
                    : checkpoints.Settle(*committed_->timeline);
   });
+  if (!status.ok())
+    (void)committed_->pipeline->UndoEarly();  // no step follows that could keep them
+  return status;
 }
 
 }  // namespace hybridopt

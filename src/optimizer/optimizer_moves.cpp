@@ -43,11 +43,14 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
 void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request) {
   const Lifecycle& lifecycle = *committed_->lifecycle;
   request.move = move;
+  if (move == Move::kOffloadGrads && committed_->shape.options.early_update_bytes > 0)
+    request.groups.assign(table_.groups().begin(), table_.groups().end());
   const bool grads = RowOf(move).resource == Resource::kGrads;
   for (uint32_t id : ids) {
     const Addresses& addresses = table_.addresses()[id];
     void* const address = grads ? const_cast<void*>(addresses.grad) : addresses.data;
-    request.items.push_back({id, address, lifecycle.host_grad(id) == HostGrad::kNone});
+    request.items.push_back(
+        {id, address, addresses.data, lifecycle.host_grad(id) == HostGrad::kNone});
   }
   request.frees_device_memory = move == Move::kOffloadStates && committed_->device_memory_held &&
                                 lifecycle.states_on_host_count() + ids.size() == table_.size();
@@ -75,6 +78,8 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
 
 // On a runner.
 Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
+  StepPipeline& pipeline = *committed_->pipeline;
+  if (request.move != Move::kOffloadGrads) HYBRIDOPT_TRY(pipeline.UndoEarly());
   // A running save may still read params and states from where they are now.
   if (RowOf(request.move).touches_state)
     HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
@@ -82,9 +87,12 @@ Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
   HYBRIDOPT_TRY(committed_->mover->Run(
       request, committed_->lanes->ReadyEvents(slot),
       [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }, &bytes));
+  if (!request.groups.empty())
+    HYBRIDOPT_TRY(pipeline.GradsArrived(request, committed_->checkpoints->capture()));
   const bool reload = RowOf(request.move).direction == Direction::kUp;
-  // Frees the list: 256 slots that each keep their longest list would take much memory.
+  // Frees the lists: 256 slots that each keep their longest list would take much memory.
   request.items = {};
+  request.groups = {};
   std::lock_guard lock(results_mutex_);
   (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;
   if (request.frees_device_memory) stats_.device_bytes = 0;

@@ -142,6 +142,12 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
   shape.streams = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
   shape.stream_ring_bytes = options.stream_ring_bytes;
+  // Only CPU workers update early, only chunks whose gradients have been offloaded, and only where
+  // the caller's params are not written in place.
+  const bool updates_early =
+      !device.unified() && shape.cpu_updates &&
+      (options.movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0;
+  shape.early_update_bytes = updates_early ? options.early_update_bytes : 0;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return shape;
 }

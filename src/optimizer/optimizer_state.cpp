@@ -14,9 +14,16 @@ Status Optimizer::CheckIdle() const {
                        queued);
 }
 
+// On the caller's thread, while no work is queued. After a failure the runner does it, which may
+// not have ended.
+Status Optimizer::UndoEarlyNow() const {
+  return committed_->timeline->CheckPoison().ok() ? committed_->pipeline->UndoEarly() : Status();
+}
+
 Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) const {
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_TRY(CheckIdle());
+  HYBRIDOPT_TRY(UndoEarlyNow());
   if (param_id >= table_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "param is %u, but only %u params have been added", param_id,
@@ -81,6 +88,7 @@ Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
   if (step_count > checkpoint::kStepsMax)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "step_count is %llu, expected at most 2^53",
                          static_cast<unsigned long long>(step_count));
+  HYBRIDOPT_TRY(UndoEarlyNow());
   committed_->step_counts->set(param, step_count);
   return {};
 }
@@ -118,7 +126,8 @@ Status Optimizer::GradsToKeep(std::span<uint8_t> keep) const {
     std::lock_guard lock(results_mutex_);
     share = streamed_share_;
   }
-  ChooseGradsToKeep(table_, committed_->shape, committed_->decided.residence, share, keep);
+  ChooseGradsToKeep(table_, committed_->shape, committed_->decided.residence, share,
+                    EarlyUpdates::ElementsMost(table_, committed_->shape), keep);
   return {};
 }
 

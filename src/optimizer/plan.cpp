@@ -24,9 +24,10 @@ NodeBytes PlannedNodeBytes(const Context& context, const Residence& residence,
                            const offload_plan_t& plan) {
   NodeBytes bytes;
   context.state_pages().AddPlanned(StateMemory::HostBytes(residence), &bytes);
-  context.pinned_pages().AddPlanned(
-      plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes + plan.host_swap_bytes,
-      &bytes);
+  context.pinned_pages().AddPlanned(plan.staging_bytes + plan.host_params_bytes +
+                                        plan.host_grads_bytes + plan.host_swap_bytes +
+                                        plan.host_early_bytes,
+                                    &bytes);
   return bytes;
 }
 
@@ -62,6 +63,8 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.host_swap_bytes = SwapStates::Bytes(shape, residence);
   plan.host_bytes = StateMemory::HostBytes(residence) + plan.host_scratch_bytes +
                     SwapMemory::Bytes(shape, residence);
+  plan.host_early_bytes = EarlyUpdates::RoomBytes(table, shape);
+  plan.host_bytes += plan.host_early_bytes;
   plan.host_available_bytes = system::AvailableBytes();
   plan.pinned_bytes_left = context.PinnedBytesLeft();
   plan.chunk_count = arrangement.chunks.chunks.size();

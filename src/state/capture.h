@@ -48,6 +48,10 @@ class Capture {
     WakeWaiters();
   }
 
+  // Whether the save has read the first `end` elements of all of the param's arrays.
+  bool HasRead(uint32_t param, uint64_t end) const {
+    return position_.load() >= PositionOf(param, end);
+  }
   // Returns when the save has read the first `end` elements of all of the param's arrays.
   void Await(uint32_t param, uint64_t end) { AwaitPosition(PositionOf(param, end)); }
   // These wait for at most timeout_ns; a negative timeout waits without limit. They return whether

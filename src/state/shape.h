@@ -54,6 +54,7 @@ struct ShapeOptions {
   bool cpu_updates = true;              // CPU workers take chunks
   bool streams = false;                 // chunks may go through a ring on the device
   uint64_t stream_ring_bytes = 0;       // of that ring; 0: kDefaultStreamSlots
+  uint64_t early_update_bytes = 0;      // for chunks that are updated before their step
 };
 
 struct ParamShape {

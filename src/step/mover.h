@@ -28,6 +28,7 @@ namespace hybridopt {
 struct MoveItem {
   uint32_t param;
   void* address;  // the address of its data or gradient at the time of the call
+  void* data;     // that of its data
   bool first;     // in an accumulation: this gradient is the first, the host holds no sum yet
 };
 
@@ -35,6 +36,7 @@ struct MoveItem {
 struct MoveRequest {
   Move move;
   std::vector<MoveItem> items;
+  std::vector<offload_group_t> groups;  // for early updates; empty where there are none
   uint32_t producer_count = 0;
   bool frees_device_memory = false;
   bool brings_device_memory = false;

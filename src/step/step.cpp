@@ -25,6 +25,8 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       streamed_(context.side_threads(), parts.table, parts.shape, plan_, parts.memory, parts.lanes,
                 queue_, *this, updater_),
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes),
+      early_(context, parts.table, parts.shape, plan_, parts.lanes, parts.step_counts, queue_,
+             *this, updater_),
       pieces_(context.workers().threads()) {
   for (const Param& param : table_.params())
     has_replicas_ = has_replicas_ || (param.flags & OFFLOAD_PARAM_REPLICA) != 0;
@@ -33,10 +35,16 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
   queue_.UseChunks(plan_.chunk_count());
 }
 
+Status StepPipeline::Start() {
+  HYBRIDOPT_TRY(streamed_.Start());
+  return early_.Start();
+}
+
 void StepPipeline::UseChunks() {
   plan_.UseChunks();
   queue_.UseChunks(plan_.chunk_count());
   cpu_executor_.UseRing();
+  early_.UseChunks();
 }
 
 uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& shape) {
@@ -44,9 +52,9 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& s
                              2 * sizeof(uint64_t) +  // step count, device count
                              kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
   return table.size() * per_param + StepPlan::Bytes(table, shape) + DeviceExecutor::Bytes(shape) +
-         StreamedExecutor::Bytes(shape) + ChunkTable::BytesMax(shape) +
-         ChunkQueue::Bytes(ChunksMost(shape)) + shape.norm_blocks * sizeof(double) +
-         shape.stripes.size() * sizeof(Stripe);
+         StreamedExecutor::Bytes(shape) + EarlyUpdates::Bytes(table, shape) +
+         ChunkTable::BytesMax(shape) + ChunkQueue::Bytes(ChunksMost(shape)) +
+         shape.norm_blocks * sizeof(double) + shape.stripes.size() * sizeof(Stripe);
 }
 
 // ------------------------------------------------------------------------------------- the step --
@@ -57,6 +65,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   const int64_t begin_ns = system::NowNs();
   capture_ = capture;
   marks_ = &marks;
+  HYBRIDOPT_TRY(early_.Stop(request));
   plan_.Make(request, step_counts_);
   Verdict verdict{};
   if (device_.unified()) {
@@ -67,7 +76,15 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   }
   AwaitBorrowed(result);
   CountStep(verdict, result);
+  early_.End(request, result);
   return {};
+}
+
+Status StepPipeline::GradsArrived(const MoveRequest& move, Capture* capture) {
+  if (!early_.Assume(move.groups)) return {};
+  for (const MoveItem& item : move.items)
+    HYBRIDOPT_TRY(early_.Arrived(item.param, item.data, capture));
+  return early_.BeginArrived();
 }
 
 void StepPipeline::ScaleCoefficients(const Verdict& verdict) {
@@ -206,6 +223,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
     Stopwatch norm(result->norm_seconds);
     HYBRIDOPT_ASSIGN(*verdict, AwaitVerdict(request));
   }
+  HYBRIDOPT_TRY(DecideEarly(*verdict, result));
   if (verdict->skip != 0) {
     HYBRIDOPT_TRY(cpu_executor_.AwaitPrefetched());
     return streamed_.AwaitPrefetched();
@@ -222,6 +240,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
 // gradients are on the device the streamed executor.
 void StepPipeline::TakeAhead() {
   queue_.Reset();
+  early_.TakeFromQueue();
   cpu_executor_.Reset();
   streamed_.Reset();
   const bool cpu_takes = shape_.options.cpu_updates || !streamed_.on();
@@ -229,10 +248,25 @@ void StepPipeline::TakeAhead() {
     for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk)
       if (plan_.active_count(chunk) > 0)
         queue_.Prefer(chunk, plan_.IsHeld(chunk) ? Executor::kCpu : Executor::kStreamed);
+  TakeInTurns();
+}
+
+void StepPipeline::TakeInTurns() {
+  const bool cpu_takes = shape_.options.cpu_updates || !streamed_.on();
   for (bool taken = true; taken;) {
     taken = cpu_takes && cpu_executor_.TakeAhead();
     taken = streamed_.TakeAhead() || taken;
   }
+}
+
+// Chunks that have been updated early and undone are free again.
+Status StepPipeline::DecideEarly(const Verdict& verdict, offload_step_result_t* result) {
+  bool undone = false;
+  HYBRIDOPT_TRY(early_.Decide(verdict, &undone));
+  if (!undone || verdict.skip != 0) return {};
+  TakeInTurns();
+  HYBRIDOPT_TRY(cpu_executor_.Prefetch(result));
+  return streamed_.Prefetch();
 }
 
 Status StepPipeline::RunChunks(offload_step_result_t* result) {
@@ -242,6 +276,8 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
   const Status cpu = cpu_executor_.Run(step, result);
   if (!cpu.ok()) queue_.Stop();
   const Status streamed = streamed_.Await(result);
+  const bool stopped = !cpu.ok() || !streamed.ok();
+  HYBRIDOPT_TRY(stopped ? early_.sent() : early_.Finish(result));
   HYBRIDOPT_TRY(cpu);
   HYBRIDOPT_TRY(streamed);
   double no_chunk_seconds = 0;
@@ -254,6 +290,9 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
 // The device's share has been queued before all chunks.
 void StepPipeline::Issued(uint32_t chunk, EventHandle written) {
   marks_->issued(kDevicePart + queue_.Issue(chunk, written));
+  // The params of chunks that were updated early go up one by one behind those of other chunks: all
+  // at once they would hold up these, for which the caller waits first.
+  if (queue_.TakenBy(chunk) != Executor::kEarly && !early_.SendNext().ok()) queue_.Stop();
 }
 
 Status StepPipeline::PutBehind(StreamHandle stream, uint64_t mark) const {

@@ -9,9 +9,10 @@
 // Gradients of the first chunks come down before the verdict is known, as many as the staging ring
 // has slots; nothing is written before the verdict. cpu_executor.h shows how the workers update
 // these chunks. StreamedExecutor takes other chunks from the same queue and copies their state to
-// the device. If params are in host memory there are no streams: the workers compute the norm, then
-// update everything in one pass. Gradients that the host holds already (moves.h) are read there;
-// those that the device needs are copied up first.
+// the device. EarlyUpdates may have updated some chunks before the step, which keeps that if the
+// verdict is the one assumed. If params are in host memory there are no streams: the workers
+// compute the norm, then update everything in one pass. Gradients that the host holds already
+// (moves.h) are read there; those that the device needs are copied up first.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,10 @@
 #include "step/executors/chunk_update.h"
 #include "step/executors/cpu_executor.h"
 #include "step/executors/device_executor.h"
+#include "step/executors/early_updates.h"
 #include "step/executors/streamed_executor.h"
 #include "step/host_norm_sums.h"
+#include "step/mover.h"
 #include "step/step_plan.h"
 
 namespace hybridopt {
@@ -62,9 +65,9 @@ class StepPipeline : private ChunkProgress {
  public:
   StepPipeline(Context& context, const StepParts& parts, uint64_t rounding_seed);
 
-  // Provides for a thread that works beside the caller of Run. To be called once, before the first
-  // Run.
-  Status Start() { return streamed_.Start(); }
+  // Provides for a thread that works beside the caller of Run, and takes memory for early updates.
+  // To be called once, before the first Run.
+  Status Start();
   // To be called after the residence has changed, and with it the chunks and the staging ring.
   void UseChunks();
 
@@ -73,6 +76,12 @@ class StepPipeline : private ChunkProgress {
   // allocate. After an error the state is undefined.
   Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
              const StepMarks& marks, offload_step_result_t* result);
+
+  // To be called after each offload of gradients, and before other work that reads or changes what
+  // a step does (early_updates.h).
+  Status GradsArrived(const MoveRequest& move, Capture* capture);
+  Status UndoEarly() { return early_.Undo(); }
+  void AddNodeBytes(NodeBytes* sum) const { early_.AddNodeBytes(sum); }
 
   // Later work on that stream of the caller waits for what writes the params up to a mark that has
   // been issued; or for more, if a later step runs. Any thread.
@@ -104,6 +113,8 @@ class StepPipeline : private ChunkProgress {
   Status RunStaged(const StepRequest& request, EventHandle ready, offload_step_result_t* result,
                    Verdict* verdict);
   void TakeAhead();
+  void TakeInTurns();
+  Status DecideEarly(const Verdict& verdict, offload_step_result_t* result);
   Status RunChunks(offload_step_result_t* result);
   void Issued(uint32_t chunk, EventHandle written) override;
   Status Finished(uint32_t chunk) override;
@@ -128,6 +139,7 @@ class StepPipeline : private ChunkProgress {
   CpuExecutor cpu_executor_;
   StreamedExecutor streamed_;
   DeviceExecutor device_executor_;
+  EarlyUpdates early_;
   WorkPieces pieces_;  // of a step in host memory
   bool has_replicas_ = false;
 

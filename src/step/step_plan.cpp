@@ -91,12 +91,14 @@ void StepPlan::CountActive() {
 }
 
 void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const Residence& residence,
-                       double streamed_share, std::span<uint8_t> keep) {
+                       double streamed_share, uint64_t early_elements, std::span<uint8_t> keep) {
+  uint64_t left = residence.host_elements();  // this param's included
   double owed = 0;  // elements that should have been kept so far, and have not
   for (uint32_t id : shape.update_order) {
     const uint64_t count = table.param(id).count, device_count = residence.device_count(id);
     keep[id] = 2 * device_count > count;
-    if (keep[id] != 0) continue;
+    left -= count - device_count;
+    if (keep[id] != 0 || left < early_elements) continue;
     const auto host_count = static_cast<double>(count - device_count);
     owed += streamed_share * host_count;
     keep[id] = 2 * owed > host_count;

@@ -118,8 +118,10 @@ class StepPlan {
 // For each param whether its gradient is better left on the device until the step has read it,
 // because the device will update most of the param: it has the state, or the state is among the
 // `streamed_share` of the host share that will stream. That part is spread evenly over the order
-// of updates, so that both executors come forward at the same pace.
+// of updates, so that both executors come forward at the same pace. The last `early_elements` in
+// that order are not kept: a backward pass makes their gradients first, and what is updated before
+// the step comes down.
 void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const Residence& residence,
-                       double streamed_share, std::span<uint8_t> keep);
+                       double streamed_share, uint64_t early_elements, std::span<uint8_t> keep);
 
 }  // namespace hybridopt

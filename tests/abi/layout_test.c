@@ -82,7 +82,7 @@ static const pin_t pins[] = {
     FIELD(offload_comm_t, max, 32, 8),
     FIELD(offload_comm_t, barrier, 40, 8),
 
-    STRUCT(offload_optimizer_options_t, 88),
+    STRUCT(offload_optimizer_options_t, 96),
     FIELD(offload_optimizer_options_t, struct_size, 0, 4),
     FIELD(offload_optimizer_options_t, algorithm, 4, 4),
     FIELD(offload_optimizer_options_t, device_fraction, 8, 8),
@@ -99,6 +99,7 @@ static const pin_t pins[] = {
     FIELD(offload_optimizer_options_t, stream_ring_bytes, 72, 8),
     FIELD(offload_optimizer_options_t, host_executors, 80, 4),
     FIELD(offload_optimizer_options_t, reserved1, 84, 4),
+    FIELD(offload_optimizer_options_t, early_update_bytes, 88, 8),
 
     STRUCT(offload_group_t, 88),
     FIELD(offload_group_t, struct_size, 0, 4),
@@ -147,7 +148,7 @@ static const pin_t pins[] = {
     FIELD(offload_binding_t, data, 8, 8),
     FIELD(offload_binding_t, grad, 16, 8),
 
-    STRUCT(offload_plan_t, 1200),
+    STRUCT(offload_plan_t, 1208),
     FIELD(offload_plan_t, struct_size, 0, 4),
     FIELD(offload_plan_t, param_count, 4, 4),
     FIELD(offload_plan_t, element_count, 8, 8),
@@ -175,6 +176,7 @@ static const pin_t pins[] = {
     FIELD(offload_plan_t, numa_unknown_bytes, 1176, 8),
     FIELD(offload_plan_t, device_ring_bytes, 1184, 8),
     FIELD(offload_plan_t, pinned_state_bytes, 1192, 8),
+    FIELD(offload_plan_t, host_early_bytes, 1200, 8),
 
     STRUCT(offload_step_options_t, 32),
     FIELD(offload_step_options_t, struct_size, 0, 4),
@@ -183,7 +185,7 @@ static const pin_t pins[] = {
     FIELD(offload_step_options_t, grad_norm_max, 16, 8),
     FIELD(offload_step_options_t, stream, 24, 8),
 
-    STRUCT(offload_step_result_t, 176),
+    STRUCT(offload_step_result_t, 192),
     FIELD(offload_step_result_t, struct_size, 0, 4),
     FIELD(offload_step_result_t, skipped, 4, 4),
     FIELD(offload_step_result_t, step, 8, 8),
@@ -207,6 +209,8 @@ static const pin_t pins[] = {
     FIELD(offload_step_result_t, state_down_seconds, 152, 8),
     FIELD(offload_step_result_t, cpu_idle_seconds, 160, 8),
     FIELD(offload_step_result_t, streamed_idle_seconds, 168, 8),
+    FIELD(offload_step_result_t, early_elements, 176, 8),
+    FIELD(offload_step_result_t, undone_elements, 184, 8),
 
     STRUCT(offload_move_options_t, 32),
     FIELD(offload_move_options_t, struct_size, 0, 4),
@@ -225,7 +229,7 @@ static const pin_t pins[] = {
     FIELD(offload_state_view_t, host_count, 32, 8),
     FIELD(offload_state_view_t, step_count, 40, 8),
 
-    STRUCT(offload_stats_t, 280),
+    STRUCT(offload_stats_t, 296),
     FIELD(offload_stats_t, struct_size, 0, 4),
     FIELD(offload_stats_t, queued, 4, 4),
     FIELD(offload_stats_t, steps_applied, 8, 8),
@@ -262,6 +266,8 @@ static const pin_t pins[] = {
     FIELD(offload_stats_t, gave_way_copies, 256, 8),
     FIELD(offload_stats_t, gave_way_seconds, 264, 8),
     FIELD(offload_stats_t, pushes_ahead_bytes, 272, 8),
+    FIELD(offload_stats_t, early_elements, 280, 8),
+    FIELD(offload_stats_t, undone_elements, 288, 8),
 
     STRUCT(offload_save_options_t, 48),
     FIELD(offload_save_options_t, struct_size, 0, 4),

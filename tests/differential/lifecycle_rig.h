@@ -377,6 +377,7 @@ class LifecycleRig {
     options.staging_slots = setting_.optimizer.staging_slots;
     options.host_executors = setting_.optimizer.host_executors;
     options.stream_ring_bytes = setting_.optimizer.stream_ring_bytes;
+    options.early_update_bytes = setting_.optimizer.early_update_bytes;
     options.movable = setting_.movable;
     options.comm = setting_.comm;
     problem_.state.Put(options);

@@ -46,6 +46,7 @@ struct OptimizerSetting {
   uint32_t staging_slots = 0;
   int32_t host_executors = OFFLOAD_EXECUTORS_AUTO;
   uint64_t stream_ring_bytes = 0;
+  uint64_t early_update_bytes = 0;
 };
 
 // Which executors work on the host share, and how large the device's ring is, for chunks of so many
@@ -167,6 +168,7 @@ class Rig {
     options.staging_slots = setting.staging_slots;
     options.host_executors = setting.host_executors;
     options.stream_ring_bytes = setting.stream_ring_bytes;
+    options.early_update_bytes = setting.early_update_bytes;
     options.comm = rank.comm;
     options.comm_timeout_ns = rank.comm_timeout_ns;
     options.movable = rank.movable;

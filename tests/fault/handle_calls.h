@@ -109,6 +109,8 @@ inline std::vector<HandleCall> OptimizerCalls() {
        [=](void* h) { return offload_optimizer_reload_states(as(h), nullptr, nullptr); }},
       {"refresh_masters",
        [=](void* h) { return offload_optimizer_refresh_masters(as(h), nullptr, nullptr); }},
+      {"undo_early_updates",
+       [=](void* h) { return offload_optimizer_undo_early_updates(as(h), nullptr); }},
       {"set_device_fraction",
        [=](void* h) { return offload_optimizer_set_device_fraction(as(h), 0.5, nullptr); }},
       {"state",

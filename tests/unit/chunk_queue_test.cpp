@@ -39,6 +39,27 @@ TEST(ChunkQueueTest, ChunksAreTakenInOrderAndCountedWithoutGaps) {
   EXPECT_EQ(queue.finished(), 4u);
 }
 
+// Chunks that were updated early are nobody's to take, until they are given back.
+TEST(ChunkQueueTest, ChunksAreTakenByTheirNumberAndGivenBack) {
+  ChunkQueue queue;
+  queue.UseChunks(5);
+  queue.Reset();
+  for (uint32_t chunk : {1u, 3u}) queue.TakeThis(chunk, Executor::kEarly);
+  queue.Prefer(2, Executor::kCpu);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 0u);
+  EXPECT_EQ(queue.Take(Executor::kStreamed), 4u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 2u);
+  EXPECT_EQ(queue.Take(Executor::kCpu), std::nullopt);
+  EXPECT_EQ(queue.TakenBy(3), Executor::kEarly);
+  queue.GiveBack(3);
+  EXPECT_EQ(queue.Take(Executor::kCpu), 3u);
+  EXPECT_EQ(queue.TakenBy(3), Executor::kCpu);
+  for (uint32_t chunk : {0u, 1u, 2u})
+    queue.Issue(chunk, Event(static_cast<size_t>(queue.TakenBy(chunk))));
+  EXPECT_EQ(queue.WrittenUpTo(2), (PerExecutor<EventHandle>{Event(0), nullptr, Event(2)}));
+  EXPECT_EQ(queue.WrittenUpTo(5), (PerExecutor<EventHandle>{Event(0), nullptr, Event(2)}));
+}
+
 TEST(ChunkQueueTest, AnExecutorTakesItsOwnChunksBeforeThoseOfTheOther) {
   ChunkQueue queue;
   queue.UseChunks(6);

@@ -117,7 +117,7 @@ TEST_F(ResidenceTest, GradsToKeepAreTheDevicesAndAnEvenPartOfTheOthers) {
   for (double share : {0.0, 0.3, 0.75, 1.0})
     ForRandomCases([share](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
       std::vector<uint8_t> keep(table.size(), 2);
-      ChooseGradsToKeep(table, arranged.shape, arranged.residence, share, keep);
+      ChooseGradsToKeep(table, arranged.shape, arranged.residence, share, 0, keep);
       double owed = 0, largest = 0;
       for (uint32_t id : arranged.shape.update_order) {
         const uint64_t count = table.param(id).count;
@@ -133,6 +133,25 @@ TEST_F(ResidenceTest, GradsToKeepAreTheDevicesAndAnEvenPartOfTheOthers) {
         largest = std::max(largest, host);
         owed += (share - keep[id]) * host;
         EXPECT_LE(std::abs(owed), largest);
+      }
+    });
+}
+
+// What is updated early comes down: the last elements in the order of updates. The part that is to
+// stream is a part of the others.
+TEST_F(ResidenceTest, GradsOfTheLastElementsAreNotKeptForWhatStreams) {
+  for (uint64_t early : {uint64_t{1}, uint64_t{500}, UINT64_MAX})
+    ForRandomCases([early](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
+      std::vector<uint8_t> keep(table.size(), 2);
+      ChooseGradsToKeep(table, arranged.shape, arranged.residence, 1, early, keep);
+      uint64_t behind = 0;  // elements of the host share
+      for (auto id = arranged.shape.update_order.rbegin(); id != arranged.shape.update_order.rend();
+           ++id) {
+        const uint64_t count = table.param(*id).count;
+        const uint64_t device = arranged.residence.device_count(*id);
+        const bool is_devices = 2 * device > count;
+        EXPECT_EQ(keep[*id], is_devices || (behind >= early && count > 0) ? 1 : 0);
+        behind += count - device;
       }
     });
 }

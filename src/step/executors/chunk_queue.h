@@ -26,9 +26,13 @@
 namespace hybridopt {
 
 // Who may update the chunks.
-enum class Executor : uint8_t { kCpu, kStreamed };
+enum class Executor : uint8_t {
+  kCpu,
+  kStreamed,
+  kEarly  // the CPU workers have updated them before the step (early_updates.h)
+};
 template <typename T>
-using PerExecutor = std::array<T, 2>;
+using PerExecutor = std::array<T, 3>;
 
 // What executors tell of the chunks that they have taken. Any thread.
 class ChunkProgress {
@@ -88,6 +92,23 @@ class ChunkQueue {
     chunks_[chunk].taken_by = executor;
     return chunk;
   }
+  // Takes this chunk, which is free; gives it back, before any executor is told of it.
+  void TakeThis(uint32_t chunk, Executor executor) {
+    std::lock_guard lock(mutex_);
+    HYBRIDOPT_CHECK(!chunks_[chunk].taken_by.has_value());
+    chunks_[chunk].taken_by.emplace(executor);
+  }
+  void GiveBack(uint32_t chunk) {
+    std::lock_guard lock(mutex_);
+    chunks_[chunk].taken_by.reset();
+    first_free_ = std::min(first_free_, chunk);
+    for (uint32_t& preferred : first_preferred_) preferred = std::min(preferred, chunk);
+  }
+  // Who has taken the chunk, which somebody has.
+  Executor TakenBy(uint32_t chunk) const {
+    std::lock_guard lock(mutex_);
+    return *chunks_[chunk].taken_by;
+  }
   // To be called when an executor has failed: Take gives no more chunks, and the others finish
   // those that they have taken.
   void Stop() {
@@ -118,7 +139,7 @@ class ChunkQueue {
     const uint64_t issued = std::min<uint64_t>(count, issued_.count);
     if (issued == 0) return {};
     const PerExecutor<Written>& last = chunks_[issued - 1].last;
-    return {last[0].event, last[1].event};
+    return {last[0].event, last[1].event, last[2].event};
   }
   uint32_t finished() const {
     std::lock_guard lock(mutex_);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -15,11 +16,16 @@
 
 namespace hybridopt {
 
+// Where the state of a chunk is put aside: an area for each array, laid out as in a slot of the
+// device's ring.
+using StateAreas = std::array<std::byte*, kStateSlots>;
+
 // Where the workers find a chunk's gradients and params: in a staging slot, or, if both are NULL,
-// at the caller's addresses.
+// at the caller's addresses. The update first copies the state to `old`, unless it is NULL.
 struct ChunkBuffers {
   std::byte* grads = nullptr;
   std::byte* params = nullptr;
+  const StateAreas* old = nullptr;
 };
 
 // What one step does to the state on the host.
@@ -58,6 +64,9 @@ class ChunkUpdater {
   // One worker's part of the update of a chunk's active elements, which `pieces` hands out.
   void Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers, WorkPieces& pieces,
               uint32_t worker) const;
+  // One worker's part of copying the state of a chunk back.
+  void Restore(std::span<const Fragment> fragments, uint64_t element_count, const StateAreas& old,
+               WorkPieces& pieces, uint32_t worker) const;
   // Returns when the running save has read what the update of these elements writes.
   void AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const;
 
@@ -74,6 +83,8 @@ class ChunkUpdater {
                           Visit&& visit) const;
   void UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                    const WorkRange& piece) const;
+  void PutAside(const Fragment& fragment, uint64_t first, uint64_t count,
+                const StateAreas& old) const;
   std::byte* ParamAt(const Fragment& fragment, const ChunkBuffers& buffers, void* data,
                      uint64_t first) const;
   // The address of the master, of its lower half, or of the param that is its own master.

@@ -37,7 +37,7 @@ uint64_t CpuExecutor::PrefetchCopies() const {
 }
 
 Status CpuExecutor::Prefetch(offload_step_result_t* result) {
-  for (uint32_t number = 0; number < taken_; ++number) HYBRIDOPT_TRY(BringDown(number, result));
+  for (; prefetched_ < taken_; ++prefetched_) HYBRIDOPT_TRY(BringDown(prefetched_, result));
   return {};
 }
 

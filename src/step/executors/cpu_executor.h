@@ -42,12 +42,13 @@ class CpuExecutor {
   void UseRing();  // to be called after the lanes have got another ring
 
   // To be called for a new step, before its verdict: forgets the chunks of the step before.
-  void Reset() { taken_ = given_ = sent_ = retired_ = 0; }
+  void Reset() { taken_ = prefetched_ = given_ = sent_ = retired_ = 0; }
   // Takes a chunk ahead of the verdict; false if the ring is full or the queue is empty.
   bool TakeAhead();
   // How many copies Prefetch will queue.
   uint64_t PrefetchCopies() const;
-  // Queues the copies of the gradients of all chunks that were taken ahead. Then either Run updates
+  // Queues the copies of the gradients of all chunks that were taken ahead since the last Prefetch.
+  // Then either Run updates
   // these chunks, or, in a step that is skipped, AwaitPrefetched waits for the copies.
   Status Prefetch(offload_step_result_t* result);
   Status AwaitPrefetched();
@@ -110,6 +111,7 @@ class CpuExecutor {
   // the slots in turn.
   std::optional<Task> task_;
   uint32_t taken_ = 0;  // chunks so far
+  uint32_t prefetched_ = 0;
   uint32_t given_ = 0;
   uint32_t sent_ = 0;
   uint32_t retired_ = 0;

@@ -43,8 +43,9 @@ class StreamedExecutor final : private SideThreads::Work {
   bool on() const { return !chunks_.empty(); }
   // Takes a chunk ahead of the verdict; false if the ring is full or the queue is empty.
   bool TakeAhead();
-  // Queues the copies up of all chunks that were taken ahead. Then either Begin updates these
-  // chunks, or, in a step that is skipped, AwaitPrefetched waits for the copies.
+  // Queues the copies up of all chunks that were taken ahead since the last Prefetch. Then either
+  // Begin updates these chunks, or, in a step that is skipped, AwaitPrefetched waits for the
+  // copies.
   Status Prefetch();
   Status AwaitPrefetched();
   // Updates chunks on a side thread until the queue is empty, and tells of each, in order. The
@@ -94,6 +95,7 @@ class StreamedExecutor final : private SideThreads::Work {
   std::vector<uint64_t> queued_up_;    // the same: queued_up_bytes() of the link behind its copies
   std::vector<DeviceUpdate> updates_;  // the same: launches read these while more are added
   uint32_t taken_ = 0;
+  uint32_t prefetched_ = 0;
   uint32_t finished_ = 0;
   Status status_;  // the outcome of Do
   offload_step_result_t done_{};

@@ -181,6 +181,7 @@ pub struct offload_optimizer_options_t {
     pub stream_ring_bytes: u64,
     pub host_executors: i32,
     pub reserved1: u32,
+    pub early_update_bytes: u64,
 }
 default_is_zero!(offload_optimizer_options_t);
 
@@ -281,6 +282,7 @@ pub struct offload_plan_t {
     pub numa_unknown_bytes: u64,
     pub device_ring_bytes: u64,
     pub pinned_state_bytes: u64,
+    pub host_early_bytes: u64,
 }
 default_is_zero!(offload_plan_t);
 
@@ -323,6 +325,8 @@ pub struct offload_step_result_t {
     pub state_down_seconds: f64,
     pub cpu_idle_seconds: f64,
     pub streamed_idle_seconds: f64,
+    pub early_elements: u64,
+    pub undone_elements: u64,
 }
 default_is_zero!(offload_step_result_t);
 
@@ -393,6 +397,8 @@ pub struct offload_stats_t {
     pub gave_way_copies: u64,
     pub gave_way_seconds: f64,
     pub pushes_ahead_bytes: u64,
+    pub early_elements: u64,
+    pub undone_elements: u64,
 }
 default_is_zero!(offload_stats_t);
 
@@ -645,6 +651,10 @@ extern "C" {
         optimizer: offload_optimizer_t,
         keep: *mut u8,
         count: u32,
+    ) -> i32;
+    pub fn offload_optimizer_undo_early_updates(
+        optimizer: offload_optimizer_t,
+        ticket: *mut offload_ticket_t,
     ) -> i32;
     pub fn offload_optimizer_offload_states(
         optimizer: offload_optimizer_t,

@@ -214,6 +214,7 @@ class offload_optimizer_options_t(Struct):
     stream_ring_bytes: int
     host_executors: int
     reserved1: int
+    early_update_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("algorithm", ctypes.c_int32),
@@ -231,6 +232,7 @@ class offload_optimizer_options_t(Struct):
         ("stream_ring_bytes", ctypes.c_uint64),
         ("host_executors", ctypes.c_int32),
         ("reserved1", ctypes.c_uint32),
+        ("early_update_bytes", ctypes.c_uint64),
     ]
 
 
@@ -364,6 +366,7 @@ class offload_plan_t(Struct):
     numa_unknown_bytes: int
     device_ring_bytes: int
     pinned_state_bytes: int
+    host_early_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("param_count", ctypes.c_uint32),
@@ -392,6 +395,7 @@ class offload_plan_t(Struct):
         ("numa_unknown_bytes", ctypes.c_uint64),
         ("device_ring_bytes", ctypes.c_uint64),
         ("pinned_state_bytes", ctypes.c_uint64),
+        ("host_early_bytes", ctypes.c_uint64),
     ]
 
 
@@ -437,6 +441,8 @@ class offload_step_result_t(Struct):
     state_down_seconds: float
     cpu_idle_seconds: float
     streamed_idle_seconds: float
+    early_elements: int
+    undone_elements: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("skipped", ctypes.c_int32),
@@ -461,6 +467,8 @@ class offload_step_result_t(Struct):
         ("state_down_seconds", ctypes.c_double),
         ("cpu_idle_seconds", ctypes.c_double),
         ("streamed_idle_seconds", ctypes.c_double),
+        ("early_elements", ctypes.c_uint64),
+        ("undone_elements", ctypes.c_uint64),
     ]
 
 
@@ -541,6 +549,8 @@ class offload_stats_t(Struct):
     gave_way_copies: int
     gave_way_seconds: float
     pushes_ahead_bytes: int
+    early_elements: int
+    undone_elements: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("queued", ctypes.c_uint32),
@@ -578,6 +588,8 @@ class offload_stats_t(Struct):
         ("gave_way_copies", ctypes.c_uint64),
         ("gave_way_seconds", ctypes.c_double),
         ("pushes_ahead_bytes", ctypes.c_uint64),
+        ("early_elements", ctypes.c_uint64),
+        ("undone_elements", ctypes.c_uint64),
     ]
 
 
@@ -842,6 +854,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_optimizer_offload_grads": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_reload_grads": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_grads_to_keep": (ctypes.c_int32, [offload_optimizer_t, POINTER(ctypes.c_uint8), ctypes.c_uint32]),
+    "offload_optimizer_undo_early_updates": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_ticket_t)]),
     "offload_optimizer_offload_states": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_reload_states": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_refresh_masters": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),

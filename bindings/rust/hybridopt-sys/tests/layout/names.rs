@@ -74,6 +74,7 @@ pub fn table() -> Table {
         stream_ring_bytes,
         host_executors,
         reserved1,
+        early_update_bytes,
     });
     fields!(table, offload_group_t {
         struct_size,
@@ -150,6 +151,7 @@ pub fn table() -> Table {
         numa_unknown_bytes,
         device_ring_bytes,
         pinned_state_bytes,
+        host_early_bytes,
     });
     fields!(table, offload_step_options_t {
         struct_size,
@@ -182,6 +184,8 @@ pub fn table() -> Table {
         state_down_seconds,
         cpu_idle_seconds,
         streamed_idle_seconds,
+        early_elements,
+        undone_elements,
     });
     fields!(table, offload_move_options_t {
         struct_size,
@@ -237,6 +241,8 @@ pub fn table() -> Table {
         gave_way_copies,
         gave_way_seconds,
         pushes_ahead_bytes,
+        early_elements,
+        undone_elements,
     });
     fields!(table, offload_save_options_t {
         struct_size,

@@ -1,0 +1,376 @@
+#include "step/executors/early_updates.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <optional>
+
+#include "base/profiler_range.h"
+#include "base/system.h"
+
+namespace hybridopt {
+namespace {
+
+// The bytes that the old state and the new params of all elements would take.
+uint64_t BytesOfAll(const ParamTable& table, const StateShape& shape) {
+  uint64_t bytes = 0;
+  for (uint32_t id = 0; id < table.size(); ++id)
+    bytes += table.param(id).count *
+             (shape.params[id].ElementBytes(Tier::kHost) + DtypeBytes(table.param(id).dtype));
+  return bytes;
+}
+
+}  // namespace
+
+EarlyUpdates::EarlyUpdates(Context& context, const ParamTable& table, const StateShape& shape,
+                           StepPlan& plan, Lanes& lanes, const StepCounts& step_counts,
+                           ChunkQueue& queue, ChunkProgress& progress, const ChunkUpdater& updater)
+    : context_(context),
+      device_(context.device()),
+      table_(table),
+      shape_(shape),
+      plan_(plan),
+      lanes_(lanes),
+      step_counts_(step_counts),
+      queue_(queue),
+      progress_(progress),
+      updater_(updater),
+      fork_generation_(system::ForkGeneration()) {}
+
+EarlyUpdates::~EarlyUpdates() {
+  // A child of fork has no workers, and what they held stays held there.
+  if (!on() || fork_generation_ != system::ForkGeneration()) return;
+  AwaitWorkers();
+  for (EventHandle event : written_)
+    if (event != nullptr) device_.DestroyEvent(event);
+}
+
+// What all chunks could use is the most that is taken. Chunks align each array of each fragment.
+uint64_t EarlyUpdates::RoomBytes(const ParamTable& table, const StateShape& shape) {
+  if (shape.options.early_update_bytes == 0) return 0;
+  constexpr uint64_t kPaddingBytes = 2 * kArrayAlignmentBytes * (kStateSlots + 1);
+  return std::min(shape.options.early_update_bytes,
+                  BytesOfAll(table, shape) + (ChunksMost(shape) + table.size()) * kPaddingBytes);
+}
+
+uint64_t EarlyUpdates::ElementsMost(const ParamTable& table, const StateShape& shape) {
+  const double share = static_cast<double>(RoomBytes(table, shape)) /
+                       static_cast<double>(std::max<uint64_t>(BytesOfAll(table, shape), 1));
+  return static_cast<uint64_t>(std::min(share, 1.0) * static_cast<double>(shape.element_count));
+}
+
+uint64_t EarlyUpdates::Bytes(const ParamTable& table, const StateShape& shape) {
+  if (shape.options.early_update_bytes == 0) return 0;
+  return table.size() *
+             (sizeof(Addresses) + sizeof(HostGrad) + sizeof(uint32_t) + sizeof(Coefficients)) +
+         ChunksMost(shape) * (sizeof(uint32_t) + sizeof(Early));
+}
+
+Status EarlyUpdates::Start() {
+  room_bytes_ = RoomBytes(table_, shape_);
+  if (room_bytes_ == 0) return {};
+  HYBRIDOPT_ASSIGN(room_, PinnedRoom::Take(context_, room_bytes_));
+  for (EventHandle& event : written_) {
+    HYBRIDOPT_ASSIGN(event, device_.CreateEvent("early params uploaded"));
+  }
+  for (uint32_t job = 0; job < kJobs; ++job)
+    jobs_.push_back({this, WorkPieces(context_.workers().threads())});
+  request_.addresses.resize(table_.size());
+  request_.host_grads.resize(table_.size(), HostGrad::kStored);
+  request_.groups.resize(table_.groups().size());
+  coefficients_.reserve(table_.size());
+  first_chunk_.resize(table_.size());
+  UseChunks();
+  return {};
+}
+
+void EarlyUpdates::UseChunks() {
+  if (!on()) return;
+  missing_.resize(plan_.chunk_count());
+  chunks_.reserve(plan_.chunk_count());
+  first_chunk_ = plan_.chunks().last_chunk_end;
+  for (uint32_t chunk = plan_.chunk_count(); chunk-- > 0;)
+    for (const Fragment& fragment : plan_.fragments(chunk)) first_chunk_[fragment.param] = chunk;
+  Forget();
+}
+
+// Between two assumptions no worker is at work.
+void EarlyUpdates::Forget() {
+  assumed_ = false;
+  used_bytes_ = 0;
+  chunks_.clear();
+  for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk)
+    missing_[chunk] = static_cast<uint32_t>(plan_.fragments(chunk).size());
+  ready_ = begun_ = ended_ = 0;
+}
+
+// ---------------------------------------------------------------------------- between the steps --
+
+bool EarlyUpdates::Assume(std::span<const offload_group_t> groups) {
+  if (!on() || closed_ || quiet_steps_ > 0) return false;
+  if (assumed_) return true;
+  assumed_ = true;
+  std::copy(groups.begin(), groups.end(), request_.groups.begin());
+  std::fill(request_.addresses.begin(), request_.addresses.end(), Addresses{nullptr, nullptr});
+  plan_.Make(request_, step_counts_);
+  grad_factor_ = AssumeFinite(grad_scale_).grad_factor;
+  coefficients_.assign(plan_.coefficients().begin(), plan_.coefficients().end());
+  for (Coefficients& coefficients : coefficients_) coefficients.grad_factor *= grad_factor_;
+  return true;
+}
+
+Status EarlyUpdates::Arrived(uint32_t param, void* data, const Capture* capture) {
+  request_.addresses[param].data = data;
+  const uint32_t end = plan_.chunks().last_chunk_end[param];
+  for (uint32_t chunk = first_chunk_[param]; chunk < end; ++chunk)
+    if (--missing_[chunk] == 0) HYBRIDOPT_TRY(Accept(chunk, capture));
+  return {};
+}
+
+Status EarlyUpdates::Accept(uint32_t chunk, const Capture* capture) {
+  for (const Fragment& fragment : plan_.fragments(chunk))
+    if (capture != nullptr && !capture->HasRead(fragment.param, fragment.begin + fragment.count))
+      return {};
+  Early early{};
+  const uint64_t bytes = Place(chunk, &early);
+  if (bytes > room_bytes_ - used_bytes_) return {};
+  bool brought = true;
+  HYBRIDOPT_TRY(BringParams(early, &brought));
+  if (!brought) return {};
+  used_bytes_ += bytes;
+  chunks_.push_back(early);
+  return {};
+}
+
+// Places the chunk in the room behind what is used, and returns the bytes that it needs. Each area
+// starts at an aligned address, so its arrays are aligned as they are on the host.
+uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
+  early->chunk = chunk;
+  std::array<uint64_t, kStateSlots> area_bytes{};
+  uint64_t param_bytes = 0;
+  for (const Fragment& fragment : plan_.fragments(chunk)) {
+    const ParamShape& shaped = shape_.params[fragment.param];
+    for (uint32_t index = 0; index < kStateSlots; ++index)
+      if (shaped.Keeps(Tier::kHost, StateSlot{index}))
+        area_bytes[index] =
+            std::max(area_bytes[index], fragment.state_offset[index] +
+                                            fragment.count * DtypeBytes(shaped.dtype[index]));
+    param_bytes =
+        fragment.param_offset + fragment.count * DtypeBytes(table_.param(fragment.param).dtype);
+  }
+  uint64_t offset = used_bytes_;
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    early->old[index] = room_.data() + offset;
+    offset += system::RoundUp(area_bytes[index], kArrayAlignmentBytes);
+  }
+  early->params = room_.data() + offset;
+  return offset + system::RoundUp(param_bytes, kArrayAlignmentBytes) - used_bytes_;
+}
+
+// Copies the params that are halves of masters to the room, where the update finds them. False if
+// one of them is not on the device.
+Status EarlyUpdates::BringParams(const Early& early, bool* brought) {
+  for (const Fragment& fragment : plan_.fragments(early.chunk))
+    if (plan_.ParamComesDown(fragment.param) && request_.addresses[fragment.param].data == nullptr)
+      *brought = false;
+  if (!*brought) return {};
+  for (const Fragment& fragment : plan_.fragments(early.chunk)) {
+    if (!plan_.ParamComesDown(fragment.param)) continue;
+    const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
+    const auto* const data = static_cast<std::byte*>(request_.addresses[fragment.param].data);
+    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, early.params + fragment.param_offset,
+                                     data + fragment.begin * element_bytes,
+                                     fragment.count * element_bytes));
+    params_come_down_ = true;
+  }
+  return {};
+}
+
+Status EarlyUpdates::BeginArrived() {
+  if (params_come_down_) {
+    HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.down));
+    HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], "params coming down"));
+    params_come_down_ = false;
+  }
+  std::optional<WorkerPool::Work> work;
+  {
+    std::lock_guard lock(mutex_);
+    ready_ = static_cast<uint32_t>(chunks_.size());
+    if (begun_ > ended_ || begun_ == ready_) return {};  // workers go on by themselves
+    work = NextWork();
+  }
+  // Begin may wait for a worker, which may wait for mutex_.
+  Status status = context_.workers().Begin(*work, &job_);
+  if (!status.ok()) begun_ = ended_;
+  return status;
+}
+
+Status EarlyUpdates::Undo() {
+  if (!assumed_) return {};
+  const ProfilerRange range("undo early updates");
+  AwaitWorkers();
+  if (!kept_) HYBRIDOPT_TRY(Restore());
+  Forget();
+  closed_ = true;
+  return {};
+}
+
+Status EarlyUpdates::Restore() {
+  for (uint32_t number = 0; number < begun_; ++number) {
+    const Early& early = chunks_[number];
+    WorkPieces& pieces = jobs_[0].pieces;
+    pieces.Reset({0, ElementsOf(early)}, kWorkGrainElements, kWorkPieceElements);
+    HYBRIDOPT_TRY(pieces.Share(context_.workers(), [&](uint32_t worker) {
+      updater_.Restore(plan_.fragments(early.chunk), ElementsOf(early), early.old, pieces, worker);
+    }));
+    undone_elements_ += ElementsOf(early);
+  }
+  return {};
+}
+
+// ------------------------------------------------------------------------------------- workers --
+
+void EarlyUpdates::Update(Job& job, uint32_t worker) {
+  const Early& early = chunks_[job.number];
+  const ProfilerRange range("update early", early.chunk);
+  const ChunkBuffers buffers{nullptr, early.params, &early.old};
+  updater_.Update({plan_, coefficients_, nullptr}, early.chunk, buffers, job.pieces, worker);
+}
+
+// With mutex_ held.
+WorkerPool::Work EarlyUpdates::NextWork() {
+  Job& job = jobs_[begun_ % kJobs];
+  job.number = begun_++;
+  job.pieces.Reset({0, ElementsOf(chunks_[job.number])}, kWorkGrainElements, kWorkPieceElements);
+  return {job, job};
+}
+
+// Jobs end in the order in which they began.
+void EarlyUpdates::AfterUpdate() {
+  std::lock_guard lock(mutex_);
+  ended_ += 1;
+  while (begun_ < ready_ && begun_ - ended_ < kJobs) {
+    if (context_.workers().TryBegin(NextWork(), &job_)) continue;
+    begun_ -= 1;  // other optimizers have filled the workers' queue; the next arrival begins it
+    break;
+  }
+  if (begun_ == ended_) rested_.notify_all();
+}
+
+// Lets the workers begin no more chunks, and waits for those that they have begun.
+void EarlyUpdates::AwaitWorkers() {
+  bool any = false;
+  {
+    std::unique_lock lock(mutex_);
+    ready_ = begun_;
+    rested_.wait(lock, [this] { return begun_ == ended_; });
+    any = begun_ > 0;
+  }
+  if (any) context_.workers().Await(job_);  // the last worker may not have returned yet
+}
+
+// --------------------------------------------------------------------------------- in the step --
+
+Status EarlyUpdates::Stop(const StepRequest& request) {
+  if (!assumed_) return {};
+  {
+    const ProfilerRange range("await early updates");
+    AwaitWorkers();
+  }
+  chunks_.resize(begun_);
+  return IsAsAssumed(request) ? Status() : Undo();
+}
+
+// The gradients are those that have arrived, because every other move of theirs undoes.
+bool EarlyUpdates::IsAsAssumed(const StepRequest& request) const {
+  if (std::memcmp(request.groups.data(), request_.groups.data(),
+                  request.groups.size() * sizeof(offload_group_t)) != 0)
+    return false;
+  for (const Early& early : chunks_)
+    for (const Fragment& fragment : plan_.fragments(early.chunk))
+      if (plan_.ParamComesDown(fragment.param) &&
+          request.addresses[fragment.param].data != request_.addresses[fragment.param].data)
+        return false;
+  return true;
+}
+
+void EarlyUpdates::TakeFromQueue() {
+  for (const Early& early : chunks_) queue_.TakeThis(early.chunk, Executor::kEarly);
+}
+
+Status EarlyUpdates::Decide(const Verdict& verdict, bool* undone) {
+  const bool is_as_assumed = verdict.skip == 0 && std::bit_cast<uint32_t>(verdict.grad_factor) ==
+                                                      std::bit_cast<uint32_t>(grad_factor_);
+  *undone = !chunks_.empty() && !is_as_assumed;
+  if (*undone) {
+    for (const Early& early : chunks_) queue_.GiveBack(early.chunk);
+    return Undo();
+  }
+  std::sort(chunks_.begin(), chunks_.end(),
+            [](const Early& a, const Early& b) { return a.chunk < b.chunk; });
+  std::lock_guard lock(send_mutex_);
+  kept_ = !chunks_.empty();
+  return {};
+}
+
+Status EarlyUpdates::SendNext() {
+  if (!on()) return {};
+  std::lock_guard lock(send_mutex_);
+  if (!kept_ || sent_ == chunks_.size() || !status_.ok()) return status_;
+  const EventHandle written = written_[sent_ % kEvents];
+  status_ = Send(chunks_[sent_], written);
+  if (!status_.ok()) return status_;
+  progress_.Issued(chunks_[sent_].chunk, written);
+  sent_ += 1;
+  return {};
+}
+
+// Forward waits for these params, so they give way to nothing; nor could a worker wait here.
+Status EarlyUpdates::Send(const Early& early, EventHandle written) {
+  for (const Fragment& fragment : plan_.fragments(early.chunk)) {
+    const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
+    const uint64_t bytes = fragment.count * element_bytes;
+    auto* const data = static_cast<std::byte*>(plan_.param(fragment.param).addresses.data);
+    HYBRIDOPT_TRY(device_.CopyToDevice(lanes_.up, data + fragment.begin * element_bytes,
+                                       early.params + fragment.param_offset, bytes));
+    lanes_.link().QueuedUp(bytes);
+    sent_bytes_ += bytes;
+  }
+  return device_.Record(written, lanes_.up);
+}
+
+Status EarlyUpdates::Finish(offload_step_result_t* result) {
+  if (!kept_) return {};
+  HYBRIDOPT_TRY(status_);
+  while (sent_ < chunks_.size()) HYBRIDOPT_TRY(SendNext());
+  {
+    const ProfilerRange range("await early params up");
+    HYBRIDOPT_TRY(lanes_.Wait(written_[(sent_ - 1) % kEvents], "params going up"));
+  }
+  result->params_up_bytes += sent_bytes_;
+  for (const Early& early : chunks_) {
+    result->early_elements += ElementsOf(early);
+    HYBRIDOPT_TRY(progress_.Finished(early.chunk));
+  }
+  device_.DiscardHost(room_.data(), used_bytes_);
+  return {};
+}
+
+void EarlyUpdates::End(const StepRequest& request, offload_step_result_t* result) {
+  if (!on()) return;
+  result->undone_elements = undone_elements_;
+  if (undone_elements_ > 0) {
+    quiet_steps_ = next_quiet_steps_;
+    next_quiet_steps_ = std::min(2 * next_quiet_steps_, kMostQuietSteps);
+  } else if (quiet_steps_ > 0) {
+    quiet_steps_ -= 1;
+  } else if (kept_) {
+    next_quiet_steps_ = 1;
+  }
+  grad_scale_ = request.grad_scale;
+  closed_ = kept_ = false;
+  undone_elements_ = sent_ = sent_bytes_ = 0;
+  Forget();
+}
+
+}  // namespace hybridopt
