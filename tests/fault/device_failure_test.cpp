@@ -338,11 +338,15 @@ class FaultyDevice final : public ForwardingDevice {
 constexpr uint64_t kCount = 2500;
 constexpr int kSteps = 3;
 
+// Who updates the host share: one executor at a time, so that the calls of each try are the same.
+// In the last mode the CPU workers update one chunk early, because there is room for one only.
+enum class Mode { kCpu, kStreamed, kEarly };
+
 // An optimizer on a faulty device: an SGD param with momentum and one without, device and host
 // shares, three chunks through two slots.
 class Rig {
  public:
-  Rig(Plan& plan, int32_t host_executors) : plan_(plan) {
+  Rig(Plan& plan, Mode mode) : plan_(plan), mode_(mode) {
     Result<const KernelTable*> kernels = SelectKernels();
     Result<std::unique_ptr<Device>> accelerator =
         MakeAccelerator({uint64_t{1} << 20, 1, 0}, *kernels.value());
@@ -362,7 +366,12 @@ class Rig {
     optimizer_options.device_fraction = 0.3;
     optimizer_options.chunk_elements = 1024;
     optimizer_options.staging_slots = 2;
-    optimizer_options.host_executors = host_executors;
+    optimizer_options.host_executors =
+        mode == Mode::kStreamed ? OFFLOAD_EXECUTORS_STREAMED : OFFLOAD_EXECUTORS_CPU;
+    if (mode == Mode::kEarly) {
+      optimizer_options.movable = OFFLOAD_MOVABLE_GRADS;
+      optimizer_options.early_update_bytes = 14 << 10;
+    }
     optimizer = Optimizer::Create(context_, optimizer_options).value();
     Register();
     idle_ = Held();
@@ -374,9 +383,11 @@ class Rig {
     committed = true;
     for (int step = 0; step < kSteps; ++step) {
       plan_.step = step + 1;
+      if (mode_ == Mode::kEarly) HYBRIDOPT_TRY(OffloadGrads());
       auto options = Make<offload_step_options_t>();
-      options.grad_norm_max = step == 1 ? 0 : 0.5;
-      options.flags = step == 1 ? OFFLOAD_STEP_ASSUME_FINITE : 0;
+      const int unclipped = mode_ == Mode::kEarly ? 0 : 1;  // updates are kept, then undone
+      options.grad_norm_max = step == unclipped ? 0 : 0.5;
+      options.flags = step == unclipped ? OFFLOAD_STEP_ASSUME_FINITE : 0;
       HYBRIDOPT_ASSIGN(const offload_ticket_t ticket, optimizer->Step(options));
       HYBRIDOPT_TRY(optimizer->Wait(ticket, kLongNs));
       HYBRIDOPT_TRY(optimizer->StreamWait(ticket, nullptr, {}));
@@ -413,6 +424,20 @@ class Rig {
  private:
   static constexpr uint64_t kArrays = 4;  // two params, two gradients
 
+  Status OffloadGrads() {
+    for (uint32_t i = 0; i < 2; ++i) {
+      auto binding = Make<offload_binding_t>();
+      binding.param = i;
+      binding.data = arrays_[i];
+      binding.grad = arrays_[2 + i];
+      HYBRIDOPT_TRY(optimizer->Bind({&binding, 1}));
+    }
+    const offload_stream_t stream = nullptr;
+    HYBRIDOPT_ASSIGN(const offload_ticket_t ticket,
+                     optimizer->MoveResource(Move::kOffloadGrads, {}, {&stream, 1}));
+    return optimizer->Wait(ticket, kLongNs);
+  }
+
   void FillArrays() {
     std::vector<float> values(kCount);
     for (uint64_t i = 0; i < kArrays; ++i) {
@@ -444,6 +469,7 @@ class Rig {
   }
 
   Plan& plan_;
+  const Mode mode_;
   FaultyDevice* device_ = nullptr;
   std::shared_ptr<Context> context_;
   void* arrays_[kArrays] = {};
@@ -453,7 +479,7 @@ class Rig {
 // Counts the calls of setting up a rig, which are not to fail.
 uint64_t CallsBeforeWork() {
   Plan plan;
-  Rig rig(plan, OFFLOAD_EXECUTORS_CPU);
+  Rig rig(plan, Mode::kCpu);
   return plan.calls;
 }
 
@@ -483,15 +509,14 @@ std::vector<uint64_t> CallsToFail(uint64_t before, const std::vector<Call>& made
   return calls;
 }
 
-// One executor at a time, so that the calls of each try are the same.
-void FailEveryCallOnce(int32_t code, bool sticky, int32_t host_executors) {
+void FailEveryCallOnce(int32_t code, bool sticky, Mode mode) {
   const uint64_t before = CallsBeforeWork();
   std::vector<float> expected;
   std::vector<uint64_t> calls;
   bool waits_for_flags = false;
   {
     Plan plan;
-    Rig rig(plan, host_executors);
+    Rig rig(plan, mode);
     waits_for_flags = !rig.shares_queues();
     const Status status = rig.Work();
     ASSERT_TRUE(status.ok()) << status.message();
@@ -507,7 +532,7 @@ void FailEveryCallOnce(int32_t code, bool sticky, int32_t host_executors) {
     plan.failing_call = call;
     plan.code = code;
     plan.sticky = sticky;
-    Rig rig(plan, host_executors);
+    Rig rig(plan, mode);
     const Status status = rig.Work();
     plan.failing_call = UINT64_MAX;
     if (status.ok()) {
@@ -537,7 +562,7 @@ void FailEveryCallOnce(int32_t code, bool sticky, int32_t host_executors) {
   EXPECT_EQ(failed.count("StreamWaitFlag"), waits_for_flags ? 1u : 0u);
 }
 
-class InjectedFailure : public testing::TestWithParam<int32_t> {};
+class InjectedFailure : public testing::TestWithParam<Mode> {};
 
 TEST_P(InjectedFailure, OfAnyOneCallIsReportedAndLeaksNothing) {
   FailEveryCallOnce(OFFLOAD_DEVICE_FAILED, false, GetParam());
@@ -550,9 +575,11 @@ TEST_P(InjectedFailure, OfMemoryAtAnyCallIsReportedAndLeaksNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Executors, InjectedFailure,
-                         testing::Values(OFFLOAD_EXECUTORS_CPU, OFFLOAD_EXECUTORS_STREAMED),
+                         testing::Values(Mode::kCpu, Mode::kStreamed, Mode::kEarly),
                          [](const auto& info) {
-                           return info.param == OFFLOAD_EXECUTORS_CPU ? "Cpu" : "Streamed";
+                           return info.param == Mode::kCpu        ? "Cpu"
+                                  : info.param == Mode::kStreamed ? "Streamed"
+                                                                  : "Early";
                          });
 
 }  // namespace

@@ -66,7 +66,7 @@ void Train(uint32_t variant, uint32_t rank, const offload_comm_t* comm,
       std::memcpy(grads[id].data(), gradient.data(), gradient.size());
     }
     auto step = Make<offload_step_options_t>();
-    step.grad_norm_max = kNormMax;
+    step.grad_norm_max = NormMax(variant);
     Must(offload_optimizer_step(optimizer, &step, nullptr));
     Must(offload_optimizer_wait(optimizer, 0, -1));
   }

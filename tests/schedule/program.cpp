@@ -121,6 +121,8 @@ Program::Program(Family drawn_family, uint64_t drawn_number)
     for (uint32_t users = static_cast<uint32_t>(1 + random.Below(2)), user = 0; user < users;
          ++user)
       stash_users.push_back(DrawStashUser(user, random));
+  if (random.OneIn(2)) variant += 2;
+  if (random.OneIn(2)) early_update_bytes = uint64_t{1} << (13 + random.Below(4));
 }
 
 // Ranks make the same calls, so theirs are counted once.
@@ -161,10 +163,13 @@ std::string Program::Text() const {
   std::snprintf(
       text, sizeof(text),
       "%s, %u %s, %u update threads, variant %u, executors %d, fraction %.1f, %u staging "
-      "slots, delays up to %llu ns, %s before destroy, rank 1 %s at call %llu\n",
+      "slots, %llu bytes for early updates, delays up to %llu ns, %s before destroy, rank 1 %s at "
+      "call %llu\n",
       sim ? "sim" : "host", trainers, world > 1 ? "ranks" : "optimizers", threads, variant,
-      executors, device_fraction, staging_slots, static_cast<unsigned long long>(sim_delay_ns_max),
-      waits_at_end ? "waits" : "does not wait", kFaultNames[static_cast<size_t>(comm_fault)],
+      executors, device_fraction, staging_slots,
+      static_cast<unsigned long long>(early_update_bytes),
+      static_cast<unsigned long long>(sim_delay_ns_max), waits_at_end ? "waits" : "does not wait",
+      kFaultNames[static_cast<size_t>(comm_fault)],
       static_cast<unsigned long long>(comm_fault_call));
   std::string all = text;
   for (const auto* scripts : {&owners, &observers, &stash_users})

@@ -77,6 +77,7 @@ struct Program {
   uint32_t trainers = 1;  // otherwise: of one context
   uint32_t threads = 1;
   uint32_t variant = 0;  // of the problem
+  uint64_t early_update_bytes = 0;
   int32_t executors = 0;
   double device_fraction = 0;
   uint32_t staging_slots = 2;

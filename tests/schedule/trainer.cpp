@@ -158,6 +158,7 @@ void Trainer::Create() {
   options.device_fraction = program_.device_fraction;
   options.staging_slots = program_.staging_slots;
   options.host_executors = program_.sim ? program_.executors : OFFLOAD_EXECUTORS_AUTO;
+  options.early_update_bytes = program_.early_update_bytes;
   options.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
   if (comm_ != nullptr) options.comm = &table_;
   options.comm_timeout_ns = kCommTimeoutNs;
@@ -317,7 +318,7 @@ void Trainer::Step(bool with_inf) {
   if (!grads_out_) MakeGrads(with_inf);
   Lend();
   auto options = Make<offload_step_options_t>();
-  options.grad_norm_max = kNormMax;
+  options.grad_norm_max = NormMax(program_.variant);
   options.stream = stream_;
   offload_ticket_t ticket = 0;
   const int32_t status = offload_optimizer_step(optimizer_, &options, &ticket);

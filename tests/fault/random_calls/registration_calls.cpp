@@ -35,6 +35,8 @@ void CreateOptimizer(World& world) {
   if (options.host_executors != OFFLOAD_EXECUTORS_CPU && random.Chance(30))
     options.stream_ring_bytes = random.OneOf<uint64_t>({1 << 16, 1 << 18, 1 << 20, 1, UINT64_MAX});
   if (random.Chance(70)) options.movable = static_cast<uint32_t>(random.Below(16));
+  if (random.Chance(30))
+    options.early_update_bytes = random.OneOf<uint64_t>({1 << 14, 1 << 18, UINT64_MAX});
   if (world.optimizers.size() >= 8) options.movable = 16;  // enough of them
   offload_optimizer_t optimizer = nullptr;
   if (!world.Judge(offload_optimizer_create(context, &options, &optimizer), context)) return;
