@@ -401,6 +401,16 @@ def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
             ValueError,
             "Invalid host_executors: 'gpu', expected 'auto', 'cpu' or 'streamed'",
         ),
+        (
+            {"early_update_bytes": -1},
+            ValueError,
+            "Invalid early_update_bytes: -1, expected a number of bytes, or 0 for no early updates",
+        ),
+        (
+            {"early_update_bytes": 1e9},
+            ValueError,
+            "Invalid early_update_bytes: 1000000000.0, expected a number of bytes",
+        ),
         ({"master_layout": "half"}, ValueError, "Invalid master_layout: 'half', expected 'fp32' or 's"),
         ({"numa_policy": "far"}, ValueError, "Invalid numa_policy: 'far', expected 'near' or 'interleaved'"),
         ({"max_grad_norm": 0}, ValueError, "Invalid max_grad_norm: 0, expected a finite number above 0"),

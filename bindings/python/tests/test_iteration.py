@@ -20,7 +20,7 @@ LEFT_OUT = {
 )
 def test_everybody_is_measured_or_named(launcher, tmp_path):
     written = tmp_path / "iteration.json"
-    arguments = ["--device", "cpu", "--iterations", "1", "--micro-batches", "1", "2"]
+    arguments = ["--device", "cpu", "--iterations", "1", "--micro-batches", "1", "2", "--early-gib", "1"]
     ended = subprocess.run(
         [sys.executable, *launcher, BENCH, *arguments, "--fractions", "1.0", "--json", written],
         capture_output=True,
@@ -32,6 +32,7 @@ def test_everybody_is_measured_or_named(launcher, tmp_path):
     measured = {name: result for name, result in results.items() if "seconds" in result}
     assert list(measured)[0] == "all on the device"
     assert {"hybridopt 100% fp32 state", "hybridopt 100% fp32 state, overlap, hooks"} < set(measured)
+    assert "hybridopt 100% fp32 state, early updates, overlap, hooks" in measured
     for result in measured.values():
         assert set(result["seconds"]) == {"1", "2"}
         assert all(seconds > 0 for seconds in result["seconds"].values())

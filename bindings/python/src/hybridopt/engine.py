@@ -7,6 +7,7 @@ so.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,7 +28,8 @@ from .steps import Steps
 from .released_storages import ReleasedStorage
 from .state_memory import StateMemory
 from .streams import current_stream
-from .under_way import UnderWay
+from .tensors import local
+from .under_way import UnderWay, version_of
 
 
 class Engine:
@@ -66,6 +68,8 @@ class Engine:
         # The storages of params that are offloaded; None while params are on the device.
         self.released_storages: list[ReleasedStorage] | None = None
         self.states_are_out = False
+        self._may_update_early = options.get("early_update_bytes", 0) > 0
+        self._split_versions: list[int] = []  # of params with split masters, before gradients left
         # Returns the plan for another device fraction.
         self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
         self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one
@@ -159,6 +163,7 @@ class Engine:
 
     def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
         self.refresh_masters()
+        self._undo_what_read_other_params()
         if self.steps.is_full:
             self.settle()
         active = self.bound.active
@@ -216,7 +221,28 @@ class Engine:
         """Brings `state` up to date with all steps so far."""
         self.shown.refuse_hidden()
         self.settle()
+        self.undo_early_updates()
         self.shown.publish_due(state)
+
+    def note_gradients_leave(self) -> None:
+        """Notes that the first gradients of a step are about to leave. From then on an early update may read
+        params with split masters."""
+        if self._may_update_early:
+            self._split_versions = self._versions_of_split_params()
+
+    def _undo_what_read_other_params(self) -> None:
+        """Undoes early updates if a param with split masters has been written since."""
+        if self._may_update_early and self._split_versions != self._versions_of_split_params():
+            self.handle.undo_early_updates()
+
+    def _versions_of_split_params(self) -> list[int]:
+        return [version_of(local(slot.param)) for slot in self.slots if slot.split]
+
+    def undo_early_updates(self) -> None:
+        """Brings state back to what it was before the library updated it early, and waits for that."""
+        if self._may_update_early:
+            with contextlib.suppress(abi.PoisonedError):  # then the library has done so itself
+                self.handle.wait(self.handle.undo_early_updates())
 
     # ------------------------------------------------------------------------------ checkpoints --
 

@@ -202,6 +202,7 @@ class GradientHooks:
             keeps_none = self._keeps_none or optimizer._leftover is not None
             self._keep = bytes(count) if keeps_none else engine.handle.grads_to_keep(count)
             self._owed_bytes, self._storage = 0, (0, False)
+            engine.note_gradients_leave()
             self._begun = True
         slot = engine.registered.slot_of.get(param)
         if slot is None:  # the param was removed from the optimizer

@@ -101,6 +101,7 @@ def make_engine(
             moment_dtype=DTYPES[state_dtype_of(options["state_dtype"])],
             master_layout=MASTER_LAYOUTS[options["master_layout"]],
             host_executors=HOST_EXECUTORS[host_executors],
+            early_update_bytes=options["early_update_bytes"],
             **({} if comm is None else comm.options()),
         )
 

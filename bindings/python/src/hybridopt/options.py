@@ -38,6 +38,9 @@ class OffloadOptions(TypedDict, total=False):
         host_executors (str, default "auto"): who updates the host's share of params on a GPU. "auto": CPU
             threads and, where the host's state can be pinned, the GPU, through which state then streams;
             "cpu" or "streamed": one of them alone. The same bits.
+        early_update_bytes (int, default 0): pinned host memory for early updates on a GPU, which need
+            hook_gradients(): CPU threads update params while the backward pass still runs, for the case
+            that the step neither clips nor is skipped. If it does, they are undone. The same bits.
         check_weights (bool, default None): True compares every param in 16 bits with its master before
             each step, so that no write is missed; it reads both once more. False looks at those whose
             version, or 512 bytes of content, tell of a write. None is True for params on the CPU, False
@@ -73,6 +76,7 @@ class OffloadOptions(TypedDict, total=False):
     state_dtype: torch.dtype | str
     master_layout: str
     host_executors: str
+    early_update_bytes: int
     check_weights: bool | None
     threads: int
     numa_policy: str
@@ -114,6 +118,7 @@ DEFAULT_OPTIONS: OffloadOptions = {
     "state_dtype": torch.float32,
     "master_layout": "fp32",
     "host_executors": "auto",
+    "early_update_bytes": 0,
     "check_weights": None,
     "threads": 0,
     "numa_policy": "near",
@@ -197,6 +202,12 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     if merged["host_executors"] not in HOST_EXECUTORS:
         raise ValueError(
             f"Invalid host_executors: {merged['host_executors']!r}, expected 'auto', 'cpu' or 'streamed'"
+        )
+    early_bytes = merged["early_update_bytes"]
+    if not isinstance(early_bytes, int) or not 0 <= early_bytes < 1 << 64:
+        raise ValueError(
+            f"Invalid early_update_bytes: {early_bytes!r}, expected a number of bytes, or 0 for no early "
+            "updates"
         )
     threads = merged["threads"]
     if not isinstance(threads, int) or threads < 0:

@@ -47,6 +47,7 @@ class Plan:
     numa_unknown_bytes: int
     device_ring_bytes: int  # of device_scratch_bytes: the ring that state on the host goes through
     pinned_state_bytes: int  # of host_bytes: pinned for that ring
+    host_early_bytes: int  # of host_bytes: for early updates
     offload_fraction: float
     reason: str  # why the fraction is what it is
 
@@ -90,6 +91,8 @@ class Stats:
     gave_way_copies: int = 0
     gave_way_seconds: float = 0.0
     pushes_ahead_bytes: int = 0
+    early_elements: int = 0
+    undone_elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class StepResult:
     state_down_seconds: float
     cpu_idle_seconds: float
     streamed_idle_seconds: float
+    early_elements: int
+    undone_elements: int
 
 
 Described = TypeVar("Described", Plan, Stats, StepResult)

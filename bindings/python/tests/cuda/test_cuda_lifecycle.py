@@ -128,6 +128,52 @@ def test_hooked_gradients_step_to_the_same_bits(fraction, dtype, micro_batches, 
     assert hooked.last_step().grad_norm == plain.last_step().grad_norm
 
 
+LAYOUTS = {"fp32": {}, "small": {"master_layout": "split", "state_dtype": torch.bfloat16}}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_early_updates_step_to_the_same_bits(layout, fraction, overlap):
+    """Some steps clip, one is skipped, the learning rate changes, and somebody writes params and looks into
+    state between backward pass and step."""
+    module = model(torch.bfloat16)
+    other = copy.deepcopy(module)
+    options = {"lr": 1e-2, "offload_fraction": fraction, "max_grad_norm": 1e9, **LAYOUTS[layout]}
+    early = hybridopt.AdamW(
+        module.parameters(), early_update_bytes=1 << 22, overlap=module if overlap else None, **options
+    )
+    plain = hybridopt.AdamW(other.parameters(), **options)
+    both = ((module, early), (other, plain))
+    early.hook_gradients()
+    for step in range(40):
+        inputs = torch.randn(32, 64, device="cuda").to(torch.bfloat16)
+        for each, optimizer in both:
+            optimizer.max_grad_norm = 1e-3 if step in (9, 10, 30) else 1e9
+            loss = each(inputs).float().square().mean()
+            (loss * float("inf") if step == 20 else loss).backward()
+        early._engine.wait()  # the workers have begun at least
+        for each, optimizer in both:
+            if step == 15:
+                optimizer.param_groups[0]["lr"] = 1e-3
+            if step == 25:
+                with torch.no_grad():
+                    next(each.parameters()).mul_(0.5)
+        if step == 35:
+            for param, expected in zip(module.parameters(), other.parameters()):
+                for key, value in plain.state[expected].items():
+                    assert torch.equal(early.state[param][key].cpu(), value.cpu()), key
+        early.step(), plain.step()
+        early.zero_grad(), plain.zero_grad()
+    early.synchronize()
+    torch.cuda.synchronize()
+    for param, expected in zip(module.parameters(), other.parameters()):
+        assert bits([param.cpu()]) == bits([expected.cpu()])
+    assert early.stats().early_elements > 0
+    assert early.stats().undone_elements > 0
+    assert early.last_step().grad_norm == plain.last_step().grad_norm
+
+
 def test_gradients_are_gone_from_the_gpu_after_backward():
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
     one = 4 * 2048 * 2048

@@ -112,6 +112,14 @@ impl<'q, 'a> Queue<'q, 'a> {
         Ok(Ticket(ticket))
     }
 
+    /// Undoes early updates, and makes none before the next step has ended.
+    pub fn undo_early_updates(&mut self) -> Result<Ticket> {
+        let mut ticket = 0;
+        // SAFETY: the handle is alive, and the ticket is written during the call.
+        check(unsafe { sys::offload_optimizer_undo_early_updates(self.handle(), &mut ticket) })?;
+        Ok(Ticket(ticket))
+    }
+
     fn move_resource(
         &mut self,
         call: Call,
@@ -207,6 +215,11 @@ impl<'a> Optimizer<'a> {
     /// See [`Queue::set_device_fraction`].
     pub fn set_device_fraction(&mut self, device_fraction: f64) -> Result<()> {
         self.queue(|queue| queue.set_device_fraction(device_fraction).map(drop))
+    }
+
+    /// See [`Queue::undo_early_updates`].
+    pub fn undo_early_updates(&mut self) -> Result<()> {
+        self.queue(|queue| queue.undo_early_updates().map(drop))
     }
 
     /// See [`Queue::refresh_masters`].

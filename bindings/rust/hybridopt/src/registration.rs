@@ -132,6 +132,14 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
+    /// Pinned host memory for chunks that CPU threads update before their step, as soon as
+    /// [`offload_grads`](crate::Optimizer::offload_grads) has brought their gradients; none by
+    /// default.
+    pub fn early_update_bytes(mut self, bytes: u64) -> Self {
+        self.options.early_update_bytes = bytes;
+        self
+    }
+
     /// What may be offloaded later; nothing by default.
     pub fn movable(mut self, movable: Movable) -> Self {
         self.options.movable = movable.raw();

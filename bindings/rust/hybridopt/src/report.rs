@@ -157,6 +157,8 @@ report! {
         device_ring_bytes: u64,
         /// The part of `host_bytes` that is state which commit pins for that ring.
         pinned_state_bytes: u64,
+        /// The part of `host_bytes` that is for early updates.
+        host_early_bytes: u64,
     }
 }
 
@@ -210,6 +212,10 @@ report! {
         /// The time between the last streamed chunk and the last chunk of the CPU threads, if the
         /// latter ended later.
         streamed_idle_seconds: f64,
+        /// Elements of the host share that had been updated before the step.
+        early_elements: u64,
+        /// Elements that were updated early and undone since the step before.
+        undone_elements: u64,
     }
 }
 
@@ -288,6 +294,10 @@ report! {
         gave_way_seconds: f64,
         /// Bytes of a stash's pushes that were under way when steps queued chunks to the host.
         pushes_ahead_bytes: u64,
+        /// Elements of the host share that had been updated before their steps.
+        early_elements: u64,
+        /// Elements that were updated early and undone.
+        undone_elements: u64,
     }
 }
 

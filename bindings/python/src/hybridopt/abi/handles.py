@@ -253,6 +253,11 @@ class Optimizer(Handle):
     def reload_grads(self, **options: Any) -> int:
         return self._move("offload_optimizer_reload_grads", options)
 
+    def undo_early_updates(self) -> int:
+        ticket = c.offload_ticket_t()
+        call("offload_optimizer_undo_early_updates", self.value, ticket)
+        return ticket.value
+
     def grads_to_keep(self, count: int) -> bytes:
         """For each of the `count` params 1 if its gradient is better left on the device, else 0."""
         keep = (ctypes.c_uint8 * count)()
