@@ -38,7 +38,6 @@ import hybridopt
 from hybridopt.options import DEFAULT_OPTIONS
 
 HYPERPARAMETERS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-MAX_GRAD_NORM = 1.0
 SMALL = {"master_layout": "split", "state_dtype": torch.bfloat16}
 # On a GPU 2.7 G params, or 6.7 G over several; on the CPU as few as show that all of it runs.
 SIZES = {
@@ -60,6 +59,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="contenders whose names match this regular expression, and the yardstick"
     )
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="early updates want one that is not reached")
+    parser.add_argument("--early-gib", type=float, default=0.0, help="of host memory for early updates; 0: none")
     parser.add_argument("--lanes", help="where to write a picture of the lanes of hybridopt's steps")
     return parse_with_model(parser, int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -214,12 +215,13 @@ class AllOnDevice(Contender):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.model = make_model(options)
+        self.max_grad_norm = options.max_grad_norm
         self.params = list(self.model.parameters())
         self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
         self.optimizer = torch.optim.AdamW(self.masters, fused=True, **HYPERPARAMETERS)
 
     def step(self) -> None:
-        clip(self.params)
+        clip(self.params, self.max_grad_norm)
         for param, master in zip(self.params, self.masters):
             master.grad = param.grad.float()
             param.grad = None
@@ -229,8 +231,8 @@ class AllOnDevice(Contender):
         torch._foreach_copy_([local(p.data) for p in self.params], [local(m.data) for m in self.masters])
 
 
-def clip(params: list[nn.Parameter]) -> None:
-    nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM, foreach=True)
+def clip(params: list[nn.Parameter], max_grad_norm: float) -> None:
+    nn.utils.clip_grad_norm_(params, max_grad_norm, foreach=True)
 
 
 class Ours(Contender):
@@ -245,7 +247,7 @@ class Ours(Contender):
         self.model = make_model(options)
         self.optimizer = hybridopt.AdamW(
             self.model.named_parameters(),
-            max_grad_norm=MAX_GRAD_NORM,
+            max_grad_norm=options.max_grad_norm,
             overlap=self.model if overlap else None,
             **arguments,
             **HYPERPARAMETERS,
@@ -273,10 +275,11 @@ class CpuOffloadPolicy(Contender):
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         self.model = make_model(options, CPUOffloadPolicy())
+        self.max_grad_norm = options.max_grad_norm
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPERPARAMETERS)
 
     def step(self) -> None:
-        clip(list(self.model.parameters()))
+        clip(list(self.model.parameters()), self.max_grad_norm)
         super().step()
 
 
@@ -301,6 +304,7 @@ class Megatron(Contender):
         from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
         self.model = make_model(options)
+        self.max_grad_norm = options.max_grad_norm
         self.optimizer = HybridDeviceOptimizer(
             list(self.model.parameters()),
             offload_fraction=1.0,
@@ -313,7 +317,7 @@ class Megatron(Contender):
         )
 
     def step(self) -> None:
-        clip(list(self.model.parameters()))
+        clip(list(self.model.parameters()), self.max_grad_norm)
         super().step()
 
 
@@ -340,6 +344,10 @@ def contenders(options: argparse.Namespace) -> dict[str, Callable[[], Contender]
                 add(f"{fraction:.0%} {layout}", overlap, False, offload_fraction=fraction, **arguments)
     for layout, arguments in (("fp32 state", {}), ("split, bf16 moments", SMALL)):
         add(f"100% {layout}", True, True, offload_fraction=1.0, **arguments)
+        early_bytes = int(options.early_gib * (1 << 30))
+        if early_bytes > 0:
+            add(f"100% {layout}, early updates", True, True, offload_fraction=1.0,
+                early_update_bytes=early_bytes, **arguments)  # fmt: skip
     for executors in ("cpu", "streamed"):
         add(f"100% fp32 state, {executors} only", True, False, offload_fraction=1.0,
             host_executors=executors)  # fmt: skip
