@@ -83,12 +83,13 @@ Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
   // A running save may still read params and states from where they are now.
   if (RowOf(request.move).touches_state)
     HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
-  uint64_t bytes = 0;
-  HYBRIDOPT_TRY(committed_->mover->Run(
+  HYBRIDOPT_TRY(committed_->mover->AwaitProducers(
       request, committed_->lanes->ReadyEvents(slot),
-      [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }, &bytes));
-  if (!request.groups.empty())
-    HYBRIDOPT_TRY(pipeline.GradsArrived(request, committed_->checkpoints->capture()));
+      [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }));
+  HYBRIDOPT_TRY(pipeline.GradsComing(request, committed_->checkpoints->capture()));
+  uint64_t bytes = 0;
+  HYBRIDOPT_TRY(committed_->mover->Run(request, &bytes));
+  HYBRIDOPT_TRY(pipeline.GradsArrived());
   const bool reload = RowOf(request.move).direction == Direction::kUp;
   // Frees the lists: 256 slots that each keep their longest list would take much memory.
   request.items = {};

@@ -127,7 +127,7 @@ Status Optimizer::GradsToKeep(std::span<uint8_t> keep) const {
     share = streamed_share_;
   }
   ChooseGradsToKeep(table_, committed_->shape, committed_->decided.residence, share,
-                    EarlyUpdates::ElementsMost(table_, committed_->shape), keep);
+                    committed_->pipeline->early_elements_wanted(), keep);
   return {};
 }
 

@@ -71,11 +71,9 @@ Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
   norm_inputs_.reserve(table.size());
 }
 
-Status Mover::Run(MoveRequest& request, std::span<const EventHandle> ready,
-                  FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes) {
+Status Mover::Run(MoveRequest& request, uint64_t* bytes) {
   const ProfilerRange range(RowOf(request.move).name);
   HYBRIDOPT_TRY(UseDeviceMemory(request));
-  HYBRIDOPT_TRY(AwaitProducers(request, ready, await_borrowed));
   copies_.clear();
   switch (request.move) {
     case Move::kOffloadGrads:

@@ -60,11 +60,13 @@ class Mover {
   // initial values.
   Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
 
-  // `ready` has one event for each stream of the caller's that produces what is moved. Their work
-  // may wait for a save, which `await_borrowed` ends: see Lanes::WaitForCaller. Run adds the bytes
-  // that it copied to *bytes.
-  Status Run(MoveRequest& request, std::span<const EventHandle> ready,
-             FunctionRef<Result<bool>()> await_borrowed, uint64_t* bytes);
+  // To be called before Run. `ready` has one event for each stream of the caller's that produces
+  // what is moved. Their work may wait for a save, which `await_borrowed` ends: see
+  // Lanes::WaitForCaller.
+  Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
+                        FunctionRef<Result<bool>()> await_borrowed);
+  // Adds the bytes that it copied to *bytes.
+  Status Run(MoveRequest& request, uint64_t* bytes);
 
  private:
   struct Copy {
@@ -75,8 +77,6 @@ class Mover {
   struct GradPiece;
   class GradPieces;
 
-  Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
-                        FunctionRef<Result<bool>()> await_borrowed);
   Status CopyResource(const MoveRequest& request, uint64_t* bytes);
   void ListParams(const MoveRequest& request);
   void ListGrads(const MoveRequest& request);

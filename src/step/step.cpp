@@ -80,11 +80,11 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   return {};
 }
 
-Status StepPipeline::GradsArrived(const MoveRequest& move, Capture* capture) {
-  if (!early_.Assume(move.groups)) return {};
+Status StepPipeline::GradsComing(const MoveRequest& move, Capture* capture) {
+  if (move.groups.empty() || !early_.Assume(move.groups)) return {};
   for (const MoveItem& item : move.items)
-    HYBRIDOPT_TRY(early_.Arrived(item.param, item.data, capture));
-  return early_.BeginArrived();
+    HYBRIDOPT_TRY(early_.Coming(item.param, item.data, capture));
+  return {};
 }
 
 void StepPipeline::ScaleCoefficients(const Verdict& verdict) {

@@ -77,10 +77,12 @@ class StepPipeline : private ChunkProgress {
   Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
              const StepMarks& marks, offload_step_result_t* result);
 
-  // To be called after each offload of gradients, and before other work that reads or changes what
-  // a step does (early_updates.h).
-  Status GradsArrived(const MoveRequest& move, Capture* capture);
+  // To be called before and after an offload of gradients copies, and before other work that reads
+  // or changes what a step does (early_updates.h).
+  Status GradsComing(const MoveRequest& move, Capture* capture);
+  Status GradsArrived() { return early_.BeginArrived(); }
   Status UndoEarly() { return early_.Undo(); }
+  uint64_t early_elements_wanted() const { return early_.elements_wanted(); }
   void AddNodeBytes(NodeBytes* sum) const { early_.AddNodeBytes(sum); }
 
   // Later work on that stream of the caller waits for what writes the params up to a mark that has

@@ -53,12 +53,6 @@ uint64_t EarlyUpdates::RoomBytes(const ParamTable& table, const StateShape& shap
                   BytesOfAll(table, shape) + (ChunksMost(shape) + table.size()) * kPaddingBytes);
 }
 
-uint64_t EarlyUpdates::ElementsMost(const ParamTable& table, const StateShape& shape) {
-  const double share = static_cast<double>(RoomBytes(table, shape)) /
-                       static_cast<double>(std::max<uint64_t>(BytesOfAll(table, shape), 1));
-  return static_cast<uint64_t>(std::min(share, 1.0) * static_cast<double>(shape.element_count));
-}
-
 uint64_t EarlyUpdates::Bytes(const ParamTable& table, const StateShape& shape) {
   if (shape.options.early_update_bytes == 0) return 0;
   return table.size() *
@@ -97,7 +91,7 @@ void EarlyUpdates::UseChunks() {
 // Between two assumptions no worker is at work.
 void EarlyUpdates::Forget() {
   assumed_ = false;
-  used_bytes_ = 0;
+  used_bytes_ = accepted_elements_ = 0;
   chunks_.clear();
   for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk)
     missing_[chunk] = static_cast<uint32_t>(plan_.fragments(chunk).size());
@@ -119,7 +113,7 @@ bool EarlyUpdates::Assume(std::span<const offload_group_t> groups) {
   return true;
 }
 
-Status EarlyUpdates::Arrived(uint32_t param, void* data, const Capture* capture) {
+Status EarlyUpdates::Coming(uint32_t param, void* data, const Capture* capture) {
   request_.addresses[param].data = data;
   const uint32_t end = plan_.chunks().last_chunk_end[param];
   for (uint32_t chunk = first_chunk_[param]; chunk < end; ++chunk)
@@ -131,6 +125,7 @@ Status EarlyUpdates::Accept(uint32_t chunk, const Capture* capture) {
   for (const Fragment& fragment : plan_.fragments(chunk))
     if (capture != nullptr && !capture->HasRead(fragment.param, fragment.begin + fragment.count))
       return {};
+  if (accepted_elements_ >= elements_wanted_) return {};
   Early early{};
   const uint64_t bytes = Place(chunk, &early);
   if (bytes > room_bytes_ - used_bytes_) return {};
@@ -138,6 +133,7 @@ Status EarlyUpdates::Accept(uint32_t chunk, const Capture* capture) {
   HYBRIDOPT_TRY(BringParams(early, &brought));
   if (!brought) return {};
   used_bytes_ += bytes;
+  accepted_elements_ += ElementsOf(early);
   chunks_.push_back(early);
   return {};
 }
@@ -181,17 +177,11 @@ Status EarlyUpdates::BringParams(const Early& early, bool* brought) {
     HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, early.params + fragment.param_offset,
                                      data + fragment.begin * element_bytes,
                                      fragment.count * element_bytes));
-    params_come_down_ = true;
   }
   return {};
 }
 
 Status EarlyUpdates::BeginArrived() {
-  if (params_come_down_) {
-    HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.down));
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], "params coming down"));
-    params_come_down_ = false;
-  }
   std::optional<WorkerPool::Work> work;
   {
     std::lock_guard lock(mutex_);
@@ -277,8 +267,19 @@ Status EarlyUpdates::Stop(const StepRequest& request) {
     const ProfilerRange range("await early updates");
     AwaitWorkers();
   }
+  Learn();
   chunks_.resize(begun_);
   return IsAsAssumed(request) ? Status() : Undo();
+}
+
+// If the workers have left chunks undone, no more than what they did is wanted for the next step;
+// else a quarter more.
+void EarlyUpdates::Learn() {
+  if (chunks_.empty()) return;
+  uint64_t elements = 0;
+  for (uint32_t number = 0; number < begun_; ++number) elements += ElementsOf(chunks_[number]);
+  if (begun_ == chunks_.size()) elements += elements / 4;
+  elements_wanted_ = elements + shape_.options.chunk_elements;
 }
 
 // The gradients are those that have arrived, because every other move of theirs undoes.
@@ -367,6 +368,7 @@ void EarlyUpdates::End(const StepRequest& request, offload_step_result_t* result
   } else if (kept_) {
     next_quiet_steps_ = 1;
   }
+  quiet_ = quiet_steps_ > 0;
   grad_scale_ = request.grad_scale;
   closed_ = kept_ = false;
   undone_elements_ = sent_ = sent_bytes_ = 0;

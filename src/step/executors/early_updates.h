@@ -19,6 +19,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -45,22 +46,25 @@ class EarlyUpdates {
 
   // Bytes of the room, and of the tables.
   static uint64_t RoomBytes(const ParamTable& table, const StateShape& shape);
-  // About how many elements the room has space for.
-  static uint64_t ElementsMost(const ParamTable& table, const StateShape& shape);
   static uint64_t Bytes(const ParamTable& table, const StateShape& shape);
 
   Status Start();    // takes the room, at commit
   void UseChunks();  // to be called after the chunks have changed
   bool on() const { return room_.data() != nullptr; }
   void AddNodeBytes(NodeBytes* sum) const { room_.AddNodeBytes(sum); }
+  // How many elements are to be updated before the next step: those whose gradients should come to
+  // the host. Any thread.
+  uint64_t elements_wanted() const { return on() && !quiet_ ? elements_wanted_.load() : 0; }
 
   // For gradients that have arrived on the host. Begins an assumption, or goes on with it; false if
   // no chunk is accepted now.
   bool Assume(std::span<const offload_group_t> groups);
-  // Accepts the chunks that wait for this gradient last. `data` is the param's address. A chunk
-  // that the running save has still to read is not accepted.
-  Status Arrived(uint32_t param, void* data, const Capture* capture);
-  // Lets the workers begin with what has been accepted.
+  // To be called for each gradient before the offload queues its copies. Accepts the chunks that
+  // wait for this gradient last, and queues the copies of their params that are halves of masters:
+  // the offload waits for these copies with its own. `data` is the param's address. A chunk that
+  // the running save has still to read is not accepted.
+  Status Coming(uint32_t param, void* data, const Capture* capture);
+  // Lets the workers begin with what has been accepted: its gradients and params have landed.
   Status BeginArrived();
 
   // Undoes all updates that are not kept, and accepts no more before the next step.
@@ -107,6 +111,7 @@ class EarlyUpdates {
   static constexpr uint32_t kMostQuietSteps = 64;
 
   Status Accept(uint32_t chunk, const Capture* capture);
+  void Learn();
   uint64_t Place(uint32_t chunk, Early* early) const;
   Status BringParams(const Early& early, bool* brought);
   bool IsAsAssumed(const StepRequest& request) const;
@@ -148,9 +153,13 @@ class EarlyUpdates {
   std::vector<uint32_t> first_chunk_;  // per param
   std::vector<uint32_t> missing_;      // per chunk: gradients that have not arrived
   uint64_t used_bytes_ = 0;            // of the room
-  bool params_come_down_ = false;      // to chunks that are not ready
-  std::vector<Early> chunks_;          // accepted, and in a step those that are updated
-  uint64_t undone_elements_ = 0;       // since the last step
+  uint64_t accepted_elements_ = 0;
+  std::vector<Early> chunks_;     // accepted, and in a step those that are updated
+  uint64_t undone_elements_ = 0;  // since the last step
+  // Gradients that come to the host for nothing take the link from others, so no more are wanted
+  // than the workers have shown that they can do.
+  std::atomic<uint64_t> elements_wanted_ = UINT64_MAX;
+  std::atomic<bool> quiet_ = false;  // no early updates before the next step
 
   // How far the workers are. Guarded by mutex_.
   std::mutex mutex_;
