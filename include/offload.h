@@ -704,9 +704,9 @@ OFFLOAD_API int32_t offload_optimizer_grads_to_keep(offload_optimizer_t optimize
  * and so does a load, a save or a change of the fraction. After an undo, 1 step gets no early
  * updates, or 2, 4 ... up to 64 where one undo follows the other.
  *
- * Chunks are chosen in the order in which their gradients arrive, as many as there is room for.
- * Gradients that ACCUMULATE has added up have no early updates. From an offload_grads to the end of
- * the next step:
+ * Chunks are chosen as their gradients arrive: as many as there is room for, and little more than
+ * the workers did before the last step. Gradients that ACCUMULATE has added up have no early
+ * updates. From an offload_grads to the end of the next step:
  * - the content of a view of offload_optimizer_state that was asked for before is unspecified;
  * - the caller must not write params with split masters without calling this first, because an
  *   early update may have read them. (Other masters do not notice such a write without

@@ -2,6 +2,7 @@
 // first: the bits are those of a run without early updates.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <vector>
@@ -366,6 +367,42 @@ TEST(EarlyUpdatesTest, NoMoreChunksThanTheRoomHolds) {
     EXPECT_LE(early, most * 1024);
     EXPECT_GE(early, std::min<uint64_t>(most, 1) * 1024);
     EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+  }
+}
+
+size_t GradsToKeep(const LifecycleRig& rig) {
+  std::vector<uint8_t> keep(rig.size(), 2);
+  MUST(offload_optimizer_grads_to_keep(rig.optimizer(), keep.data(), rig.size()));
+  return static_cast<size_t>(std::count(keep.begin(), keep.end(), 1));
+}
+
+// Gradients come to the host for early updates only if these will use them: the room holds one
+// chunk of 16, and a chunk more is wanted than the last step has shown.
+TEST(EarlyUpdatesTest, NoMoreGradientsAreWantedThanTheLastStepHasUsed) {
+  const ParamSpec spec{OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, 1024};
+  Problem problem = RandomProblem(OFFLOAD_ADAMW, std::vector<ParamSpec>(16, spec), 3, 5);
+  Random random(1);
+  for (StepInput& step : problem.steps) {
+    step.grad_scale = 0;
+    step.grad_norm_max = 0;
+    for (auto& grad : step.grads) grad = RandomArray(OFFLOAD_BF16, 1024, false, random);
+  }
+  problem.steps[2].grad_norm_max = 1e-3;  // it clips
+  const Solved solved(std::move(problem));
+  LifecycleSetting setting;
+  setting.device_kind = AcceleratorUnderTest();
+  setting.optimizer.early_update_bytes = 1024 * 14;
+  LifecycleRig rig(solved.problem, setting);
+  EXPECT_EQ(GradsToKeep(rig), 0u);  // nobody knows yet how much will stream
+  for (size_t step = 0; step < 3; ++step) {
+    const StepInput& input = solved.problem.steps[step];
+    Backward(rig, input, random);
+    rig.Wait();
+    const offload_step_result_t result = ResultOf(rig, rig.Step(input));
+    EXPECT_EQ(result.early_elements, step < 2 ? 1024u : 0u);
+    EXPECT_GT(result.streamed_elements, 0u);
+    EXPECT_GT(GradsToKeep(rig), 0u);
+    EXPECT_EQ(rig.Difference(solved.trace[step + 1]), "");
   }
 }
 

@@ -388,8 +388,7 @@ def test_a_dry_run():
     assert is_empty(stash)
 
 
-# torch 2.11's compiler reads a module of torch that warns.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("default")  # torch's compiler warns, of itself and of TensorFloat32
 def test_compiled_models():
     torch._dynamo.reset()
     model, other = (each.blocks[1] for each in pair(torch.float32))
