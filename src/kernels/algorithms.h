@@ -1,7 +1,7 @@
 // One row for each algorithm: its names, the rule that updates its params, the moments that it
 // keeps and the numbers of a group that it reads. StateShape, the check of groups, the kernels'
-// tables, checkpoints and error texts use these rows; bindings/python/generate_abi.py reads them
-// from this file. CONTRIBUTING.md lists what a new algorithm needs.
+// tables, checkpoints and error texts use these rows; bindings/generate_abi.py reads them from this
+// file. CONTRIBUTING.md lists what a new algorithm needs.
 #pragma once
 
 #include <cstdint>

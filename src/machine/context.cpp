@@ -87,7 +87,8 @@ SeatRequest SeatRequestOf(const offload_context_options_t& options, const Device
   return {options.numa_nodes, options.local_rank, options.local_world, device.pci_id()};
 }
 
-NumaPolicyAsked PagesOf(int32_t policy, const Seats& seats, uint32_t threads, bool shares_chunks) {
+NumaPolicyAsked PolicyAskedFor(int32_t policy, const Seats& seats, uint32_t threads,
+                               bool shares_chunks) {
   NumaPolicyAsked asked{policy, {}, seats.interleaved, shares_chunks};
   for (const system::NumaNode& node : seats.nodes) asked.threads.push_back({node.id, 0});
   for (uint32_t index = 0; index < threads; ++index) {
@@ -120,7 +121,8 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
       workers_(options.threads, seats_.nodes, seats_.cpu_limit),
       numa_(std::move(numa)),
       pages_(ChooseNumaPolicy(
-          PagesOf(options.numa_policy, seats_, workers_.threads(), !device_->unified()), numa_)),
+          PolicyAskedFor(options.numa_policy, seats_, workers_.threads(), !device_->unified()),
+          numa_)),
       allow_pageable_(options.allow_pageable != 0) {
   if (pages_.policy != options.numa_policy) Log(OFFLOAD_LOG_WARNING, Notes().c_str());
 }

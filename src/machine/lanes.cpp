@@ -159,7 +159,7 @@ Status Lanes::CreateAll(const LaneSizes& sizes) {
   HYBRIDOPT_ASSIGN(ring_, LaneRing::Take(context_, sizes));
   HYBRIDOPT_ASSIGN(LaneScratch scratch, LaneScratch::Take(context_, sizes));
   UseScratch(scratch);
-  HYBRIDOPT_TRY(CreateStreams(sizes.streams));
+  HYBRIDOPT_TRY(CreateStreams(sizes.streams_state));
   HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.begin));
   HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.end));
   HYBRIDOPT_TRY(NewEvent("verdict known", &verdict_known));
@@ -171,11 +171,11 @@ Status Lanes::CreateAll(const LaneSizes& sizes) {
   return NewEvent("caller ready", &kept_ready_);
 }
 
-Status Lanes::CreateStreams(bool streams) {
+Status Lanes::CreateStreams(bool streams_state) {
   HYBRIDOPT_ASSIGN(down, NewStream("down"));
   HYBRIDOPT_ASSIGN(up, NewStream("up"));
   HYBRIDOPT_ASSIGN(compute, NewStream("device update"));
-  if (!streams) return {};
+  if (!streams_state) return {};
   HYBRIDOPT_ASSIGN(state_update, NewStream(kBackgroundStreamLabel));
   return {};
 }

@@ -1,5 +1,6 @@
 // Lanes: the streams, events, staging slots and device scratch that one optimizer's pipeline runs
-// on. All of it is made at commit; a step only uses it.
+// on. All of it is made at commit. Later moves and changes of the device fraction may replace the
+// ring and the scratch memory; a step only uses them.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +32,8 @@ struct LaneSizes {
   uint64_t slot_grad_bytes = 0;
   uint64_t slot_param_bytes = 0;
   uint64_t norm_blocks = 0;
-  uint64_t device_grad_elements = 0;  // fp32 on the device for gradients the host holds
-  bool streams = false;               // the device's ring may be used, now or later
+  uint64_t device_grad_elements = 0;  // room in fp32 for gradients that a step copies up
+  bool streams_state = false;         // state may go through the device's ring, now or later
   uint32_t stream_slots = 0;          // 0: no ring on the device
   uint64_t stream_slot_bytes = 0;
 
@@ -73,7 +74,7 @@ class LaneRing {
 // Device memory for norm sums, the verdict, gradients that the host holds and a step copies up, and
 // the ring through which state streams.
 //
-//   | verdict | block sums | gradients that come back | slot 0 of the ring | slot 1 | ...
+//   | verdict | block sums | gradients copied up | slot 0 of the ring | slot 1 | ...
 class LaneScratch {
  public:
   LaneScratch() = default;
@@ -116,8 +117,8 @@ class Lanes {
   // Bytes of all memory that is taken on the device.
   static uint64_t DeviceScratchBytes(const LaneSizes& sizes);
 
-  // To be called only while no work uses them. These exchange the argument with the ring, or the
-  // scratch, that was used before.
+  // To be called only while no work uses the ring or the scratch memory. Each of these swaps its
+  // argument with the one in use: afterwards the argument has the old one.
   void UseRing(LaneRing& ring);
   void UseScratch(LaneScratch& scratch);
   // While the lock is held, neither of these exchanges anything: a thread that is not the
@@ -136,7 +137,7 @@ class Lanes {
     return std::span(ready_).subspan(slot * kMaxProducers, kMaxProducers);
   }
   // Takes the first event out of a slot, for work in the background that still needs it when the
-  // slot is used again. The next call gives it back.
+  // slot is used again. The next call puts that event into its own slot in exchange.
   EventHandle KeepReadyEvent(uint32_t slot) {
     if (ready_.empty()) return nullptr;
     std::swap(ready_[slot * kMaxProducers], kept_ready_);
@@ -149,9 +150,9 @@ class Lanes {
   // Waits for work of the pipeline, with a bound: if the time runs out the device has failed.
   Status Wait(EventHandle event, const char* what);
   // The same for work on a stream of the caller. That stream may itself be waiting until a save has
-  // read what it borrows, and a slow disk is no failure of the device. `await_borrowed` waits until
-  // the save has read that, and returns whether there is such a save; then the work gets the full
-  // time once more.
+  // read what it borrows, and a slow disk is no failure of the device. So when the time runs out,
+  // `await_borrowed` waits until the save has read that. It returns whether there was such a save;
+  // if there was, WaitForCaller waits for the event once more, with the full time.
   Status WaitForCaller(EventHandle event, const char* what,
                        FunctionRef<Result<bool>()> await_borrowed);
   Result<double> Seconds(const TimedEvent& event);
@@ -177,7 +178,7 @@ class Lanes {
   StreamHandle compute = nullptr;       // norm and updates on the device
   StreamHandle state_update = nullptr;  // updates in the device's ring; NULL: no ring
   TimedEvent device_updated;
-  EventHandle verdict_known = nullptr;  // the verdict, or its sums, are on the host
+  EventHandle verdict_known = nullptr;  // on the host: the verdict, or the block sums for it
   EventHandle verdict_set = nullptr;    // the verdict is on the device, made there or on the host
   EventHandle moved[2] = {};  // the copies of offload and reload, on each of their two streams
   EventHandle grads_summed = nullptr;  // on the host: block sums of gradients being moved
@@ -190,7 +191,7 @@ class Lanes {
  private:
   explicit Lanes(Context& context) : context_(context), link_(context.link()) {}
   Status CreateAll(const LaneSizes& sizes);
-  Status CreateStreams(bool streams);
+  Status CreateStreams(bool streams_state);
   Result<StreamHandle> NewStream(const char* label);
   Status NewEvent(const char* label, EventHandle* event);
 
@@ -202,7 +203,7 @@ class Lanes {
   EventHandle kept_ready_ = nullptr;   // the event that KeepReadyEvent has taken
   uint64_t block_sums_bytes_ = 0;
   PinnedReservation verdict_reservation_;
-  StagingRing verdict_page_;
+  StagingRing verdict_page_;  // one slot: the pinned memory of host_verdict, host_block_sums
   std::mutex exchange_;
   LaneRing ring_;
   LaneScratch scratch_;

@@ -31,8 +31,9 @@ class Timeline : private RunnerPool::Task {
 
   // Runs the work that was put into `slot` (0 to kCapacity - 1).
   using Execute = std::function<Status(uint32_t slot, uint64_t sequence)>;
-  // Does what the background piece needs from a turn of the timeline, after Wake. If `failure`, a
-  // later piece has failed and the background piece must end now. It calls Release at its end.
+  // Does what the background piece needs from a turn of the timeline (runner_pool.h), after Wake.
+  // If `failure`, a later piece has failed and the background piece must end now. When the
+  // background piece has completed, Settle calls Release.
   using Settle = std::function<Status(bool failure)>;
 
   // `runners` has been started. `progress` must outlive every stream that may wait for it.
@@ -52,12 +53,13 @@ class Timeline : private RunnerPool::Task {
   // nothing reads it any more. INVALID_STATE when kCapacity pieces are queued, POISONED after a
   // failure.
   Result<uint32_t> NextSlot();
-  // Queues that slot and gives its sequence number.
+  // Queues the slot that NextSlot has given, and returns its sequence number.
   Result<uint64_t> Submit();
 
-  // OK when the piece has completed. If it or an earlier piece failed, returns that failure as soon
-  // as the background piece has read the memory that it holds streams for. TIMED_OUT after
-  // timeout_ns (0 does not wait, negative waits without limit). Any thread may call it.
+  // OK when the piece has completed. If it or an earlier piece failed, returns that failure, but
+  // only after the background piece has read all memory that streams may write (ReleaseStreams).
+  // TIMED_OUT after timeout_ns (0 does not wait, negative waits without limit). Any thread may call
+  // it.
   Status Wait(uint64_t sequence, int64_t timeout_ns);
   // What Wait would return now. A failure of this piece alone is not returned.
   Status Look(uint64_t sequence);
@@ -67,8 +69,9 @@ class Timeline : private RunnerPool::Task {
 
   // Called while the piece runs: the piece continues in the background and completes when Release
   // is called. Until then a runner calls Settle every `round_ns` if there is no other work (0: it
-  // does not). With `holds_streams` the words stay at the start of the piece until ReleaseStreams.
-  // One piece at a time.
+  // does not). With `holds_streams` the two words do not grow until ReleaseStreams is called, so
+  // that streams which wait for them do not write the memory that the piece still reads. One piece
+  // at a time.
   void Hold(uint64_t sequence, int64_t round_ns, bool holds_streams);
   void ReleaseStreams();  // any thread may call it, also several times
   // Execute or Settle calls this when the background piece has completed. A `failure` that is not
@@ -137,8 +140,8 @@ class Timeline : private RunnerPool::Task {
   const Execute execute_;
   const Settle settle_;
   const uint64_t fork_generation_;
-  std::atomic<uint64_t>& progress_;
-  std::atomic<uint64_t> issued_;
+  std::atomic<uint64_t>& progress_;  // the word for marks that have been reached
+  std::atomic<uint64_t> issued_;     // the word for marks that have been issued
   std::atomic<uint64_t> submitted_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -152,7 +155,7 @@ class Timeline : private RunnerPool::Task {
   int64_t round_ns_ = 0;        // how often Settle is called for it
   bool awake_ = false;          // Settle has something to do
   bool holds_streams_ = false;  // the background reads what streams may write
-  // The values of the words, which are published while nothing holds streams.
+  // What the two words will be: PublishWords copies these to them unless streams are held.
   uint64_t reached_;
   uint64_t issued_mark_;
   struct Failure {

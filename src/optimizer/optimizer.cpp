@@ -117,7 +117,7 @@ Result<offload_plan_t> Optimizer::Plan() const {
   const StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
   Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
   HYBRIDOPT_ASSIGN(offload_plan_t plan, FitRing(shape, arrangement));
-  plan.fits = CheckStreams(shape, arrangement).ok() && CheckRoom(plan).ok() ? 1 : 0;
+  plan.fits = CheckStateMayStream(shape, arrangement).ok() && CheckRoom(plan).ok() ? 1 : 0;
   return plan;
 }
 
@@ -175,11 +175,12 @@ Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& 
 }
 
 // Checks that the options' demands on the device's ring can be met.
-Status Optimizer::CheckStreams(const StateShape& shape, const Arrangement& arrangement) const {
+Status Optimizer::CheckStateMayStream(const StateShape& shape,
+                                      const Arrangement& arrangement) const {
   const ChunkTable& chunks = arrangement.chunks;
   const uint64_t least = std::min<uint64_t>(kMinStreamSlots, chunks.chunks.size());
   const bool only = options_.host_executors == OFFLOAD_EXECUTORS_STREAMED;
-  if (!shape.options.streams || arrangement.lacks_room) return {};
+  if (!shape.options.streams_state || arrangement.lacks_room) return {};
   if (arrangement.unpinned_bytes > 0 && !only) return {};
   if (arrangement.unpinned_bytes > 0)
     return Status::Error(
@@ -241,7 +242,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   committed->shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
   committed->decided = Arrange(table_, committed->shape, options_.device_fraction);
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(committed->shape, committed->decided));
-  HYBRIDOPT_TRY(CheckStreams(committed->shape, committed->decided));
+  HYBRIDOPT_TRY(CheckStateMayStream(committed->shape, committed->decided));
   HYBRIDOPT_TRY(CheckRoom(plan));
   HYBRIDOPT_TRY(CheckChunkCount(committed->shape));
   HYBRIDOPT_TRY(TakeMemory(*committed));

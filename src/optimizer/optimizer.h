@@ -117,7 +117,7 @@ class Optimizer {
   Status CheckRoom(const offload_plan_t& plan) const;
   Result<offload_plan_t> FitRing(const StateShape& shape, Arrangement& arrangement) const;
   bool LeavesRoom(const offload_plan_t& plan) const;
-  Status CheckStreams(const StateShape& shape, const Arrangement& arrangement) const;
+  Status CheckStateMayStream(const StateShape& shape, const Arrangement& arrangement) const;
   Status PinStates(Committed& committed);
   Status PinForStreams(Committed& committed);
   Status CheckChunkCount(const StateShape& shape) const;

@@ -30,7 +30,7 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   HYBRIDOPT_TRY(CheckDeviceFraction(device_fraction, "device_fraction"));
   Arrangement wanted = Arrange(table_, committed.shape, device_fraction);
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(committed.shape, wanted));
-  HYBRIDOPT_TRY(CheckStreams(committed.shape, wanted));
+  HYBRIDOPT_TRY(CheckStateMayStream(committed.shape, wanted));
   ResidenceRequest& request = committed.requests[slot].emplace<ResidenceRequest>();
   Status taken = TakeForResidence(wanted, plan, request);
   const uint64_t device_bytes = request.device_bytes;
@@ -60,7 +60,7 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan
   request.chunks = wanted.chunks;
   request.locations = LocationsNow();
   request.on_device = committed.device_memory_held;
-  request.streams = wanted.lanes.stream_slots > 0;
+  request.streams_state = wanted.lanes.stream_slots > 0;
   request.host_bytes = plan.host_bytes;
   request.device_bytes = plan.device_bytes;
   request.staging_bytes = plan.staging_bytes;
@@ -107,10 +107,10 @@ Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
   HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
   const uint64_t host_bytes = request.host_bytes, staging_bytes = request.staging_bytes;
   const uint64_t device_bytes = request.on_device ? request.device_bytes : 0;
-  const bool streams = request.streams;
+  const bool streams_state = request.streams_state;
   HYBRIDOPT_TRY(committed_->residence_changer->Run(request));
   committed_->pipeline->UseChunks();
-  const Status pinned = streams ? PinForStreams(*committed_) : Status();
+  const Status pinned = streams_state ? PinForStreams(*committed_) : Status();
   if (!pinned.ok() && !IsUnpinnable(pinned)) return pinned;
   std::lock_guard lock(results_mutex_);
   stats_.host_bytes = host_bytes;

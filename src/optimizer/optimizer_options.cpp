@@ -140,7 +140,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.chunk_elements =
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
-  shape.streams = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
+  shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
   shape.stream_ring_bytes = options.stream_ring_bytes;
   // Only CPU workers update early, only chunks whose gradients have been offloaded, and only where
   // the caller's params are not written in place.

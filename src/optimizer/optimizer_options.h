@@ -1,4 +1,5 @@
-// Checks offload_optimizer_options_t and fills in its defaults.
+// Checks offload_optimizer_options_t, and fills in the defaults of those options that decide the
+// StateShape. Optimizer fills in that of comm_timeout_ns, chunk_table.h that of stream_ring_bytes.
 #pragma once
 
 #include "base/status.h"

@@ -121,8 +121,8 @@ Status Optimizer::GradsToKeep(std::span<uint8_t> keep) const {
                          keep.size(), table_.size());
   const auto& options = committed_->shape.options;
   // Without CPU workers all of it streams. Else the last step has shown how much.
-  double share = options.streams && !options.cpu_updates ? 1 : 0;
-  if (options.streams && options.cpu_updates) {
+  double share = options.streams_state && !options.cpu_updates ? 1 : 0;
+  if (options.streams_state && options.cpu_updates) {
     std::lock_guard lock(results_mutex_);
     share = streamed_share_;
   }

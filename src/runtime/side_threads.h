@@ -1,7 +1,7 @@
-// SideThreads: the threads of a context that do a piece of work each, while whoever has given it
-// out goes on. Owners of such work share them: there are as many as owners, and at most kMost. Work
-// that finds no idle thread is done by whoever waits for it, so nobody waits for the work of
-// others.
+// SideThreads: threads of a context that do work beside the thread that gave it out. An owner is an
+// object that may give out work; all owners share the threads. There are as many threads as there
+// have been owners at one time, but at most kMost. If no thread is idle when work is given out,
+// Await does it on the calling thread, so that no owner waits for the work of another owner.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace hybridopt {
 
 class SideThreads {
  public:
-  // As many runners as begin turns at once have work for them (runner_pool.h).
+  // RunnerPool::kWaitingTogether: so many turns that wait may go on at the same time, and each may
+  // give out one piece of work.
   static constexpr uint32_t kMost = 8;
 
   // A piece of work that can be given out again once it has been awaited.

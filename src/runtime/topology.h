@@ -1,5 +1,5 @@
-// Topology: on which NUMA nodes and CPUs the update threads of this process run. Prim reads what
-// the system says; the choices are pure.
+// Topology: on which NUMA nodes and CPUs the update threads of this process run. Functions of
+// base/system.h read what the system says; the choices are pure.
 //
 // The CPUs this process may use, listed node by node, are cut into one part per rank of this host;
 // a rank's part is cut into one piece per thread, which says on what node that thread runs. Ranks

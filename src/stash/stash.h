@@ -7,6 +7,8 @@
 // events, which every call records and waits for in the order of the calls. So no wait is for work
 // that is queued later, and no call waits on the host.
 //
+// A push that finds no room is refused with ticket 0; nothing is ever evicted for it.
+//
 // Slabs of a ticket that has ended belong to a push again when the copy to the device that may
 // still read them has ended, or when the down stream waits for it. Which of the two does not show.
 #pragma once

@@ -52,7 +52,7 @@ struct ShapeOptions {
   int32_t moment_dtype = OFFLOAD_FP32;  // or OFFLOAD_BF16
   bool stochastic = false;              // bf16 moments are rounded at random
   bool cpu_updates = true;              // CPU workers take chunks
-  bool streams = false;                 // chunks may go through a ring on the device
+  bool streams_state = false;           // chunks may go through a ring on the device
   uint64_t stream_ring_bytes = 0;       // of that ring; 0: kDefaultStreamSlots
   uint64_t early_update_bytes = 0;      // for chunks that are updated before their step
 };

@@ -1,7 +1,8 @@
 // HostNormSums: the sums of squares of gradients that are on the host, one sum for each norm block,
-// in the fixed tree of kernels.h. Where a move offloads a gradient, the device computes its sums as
-// a rule, before the copy. The workers compute the sums of gradients that were accumulated on the
-// host, and on the `host` device those of all gradients, in the step.
+// in the fixed tree of kernels.h. When a move offloads gradients, the device computes their sums
+// beside the copies (Mover::OffloadGrads says when the workers do it instead). The workers compute
+// the sums of gradients that were accumulated on the host, and, in a step on the `host` device, the
+// sums of all gradients.
 #pragma once
 
 #include <algorithm>

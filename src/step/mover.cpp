@@ -12,8 +12,9 @@ namespace {
 // one begins its next copy.
 constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
 
-// While the context has a stash, a move to the device waits for the device after so many pieces, so
-// that at most twice as many are queued: a prefetch that comes then stands behind no more.
+// While the context has a stash, a move to the device pauses after each kPiecesTogether pieces,
+// until the device has copied the kPiecesTogether pieces before these. So at most twice as many
+// are queued, and a prefetch that the stash queues meanwhile waits for no more than these.
 constexpr uint32_t kPiecesTogether = 8;
 
 constexpr char kMoved[] = "params, gradients or states being moved";  // in errors
@@ -80,7 +81,7 @@ Status Mover::Run(MoveRequest& request, uint64_t* bytes) {
       return OffloadGrads(request, bytes);
     case Move::kAccumulateGrads:
       HYBRIDOPT_TRY(Accumulate(request, bytes));
-      return SumOnHost(request, OFFLOAD_FP32);
+      return BlockSumsOnHost(request, OFFLOAD_FP32);
     case Move::kDropGrads:
       return {};
     case Move::kRefreshMasters:
@@ -90,8 +91,8 @@ Status Mover::Run(MoveRequest& request, uint64_t* bytes) {
   }
   if (request.frees_device_memory) {  // each step and move has waited for its work on the device
     memory_.FreeDevice();
-    LaneScratch none;
-    lanes_.UseScratch(none);
+    LaneScratch old;  // UseScratch swaps, so this gets the lanes' scratch memory and frees it
+    lanes_.UseScratch(old);
   }
   return {};
 }
@@ -105,9 +106,10 @@ Status Mover::CopyResource(const MoveRequest& request, uint64_t* bytes) {
   return CopyListed(row.direction, bytes);
 }
 
-// The runner waits for the producers on the host; the streams do not wait for them. A move may
-// queue more copies than a launch queue holds. And its ticket must not complete before the
-// producers' work has, also where the move copies nothing.
+// Waits on the host for the producers, which are the streams of the caller whose work writes what
+// is moved. The streams of the lanes do not wait for them, for two reasons: a move may queue more
+// copies than a launch queue holds, and its ticket must not complete before the producers' work
+// has completed, not even if the move copies nothing.
 Status Mover::AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
                              FunctionRef<Result<bool>()> await_borrowed) {
   if (device_.unified()) return {};
@@ -145,7 +147,7 @@ void Mover::ListStates(const MoveRequest& request) {
   }
 }
 
-// Hands the device memory of the request to the state memory and to the lanes, which free it from
+// Gives the device memory of the request to the state memory and to the lanes, which own it from
 // now on.
 Status Mover::UseDeviceMemory(MoveRequest& request) {
   if (!request.brings_device_memory) return {};
@@ -183,8 +185,9 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
   return {};
 }
 
-// To be called before each piece of a move to the device; `pieces` have been queued. Pieces take
-// turns on two streams, so the event on one of them tells well enough how far the device is.
+// To be called before each piece of a move to the device. `pieces` is how many pieces have been
+// queued so far. Every second piece is on lanes_.up, so an event on that stream alone tells well
+// enough how far the device is.
 Status Mover::AwaitPieces(uint32_t pieces) {
   if (!context_.link().has_prefetches() || pieces == 0 || pieces % kPiecesTogether != 0) return {};
   if (pieces > kPiecesTogether) HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], kMoved));
@@ -209,10 +212,11 @@ Status Mover::OffloadGrads(const MoveRequest& request, uint64_t* bytes) {
   ListGrads(request);
   if (device_.unified() || !lanes_.has_scratch()) {
     HYBRIDOPT_TRY(CopyListed(Direction::kDown, bytes));
-    return SumOnHost(request, 0);
+    return BlockSumsOnHost(request, 0);
   }
-  HYBRIDOPT_TRY(QueueSums(request));
-  // One stream copies whole params, so that each copy follows the one before without the host.
+  HYBRIDOPT_TRY(QueueBlockSums(request));
+  // One stream copies whole gradients, one directly after the other: the host does nothing between
+  // two copies.
   for (const Copy& copy : copies_) {
     *bytes += copy.bytes;
     if (copy.bytes > 0)
@@ -220,12 +224,13 @@ Status Mover::OffloadGrads(const MoveRequest& request, uint64_t* bytes) {
   }
   HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.down));
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.grads_summed, "the norms of gradients being moved"));
-  KeepSums(request);
+  KeepBlockSums(request);
   return lanes_.Wait(lanes_.moved[0], "gradients being moved");
 }
 
-// Queues the block sums of all params of the request, in the request's order and without gaps.
-Status Mover::QueueSums(const MoveRequest& request) {
+// Has the device compute the block sums of all gradients of the request. In lanes_.block_sums they
+// lie in the order of the request's items, without gaps.
+Status Mover::QueueBlockSums(const MoveRequest& request) {
   norm_inputs_.clear();
   uint64_t blocks = 0;
   for (const MoveItem& item : request.items) {
@@ -246,7 +251,7 @@ Status Mover::QueueSums(const MoveRequest& request) {
 }
 
 // Copies the block sums that the device has computed to each param's place in host_norm_sums_.
-void Mover::KeepSums(const MoveRequest& request) {
+void Mover::KeepBlockSums(const MoveRequest& request) {
   const double* sums = lanes_.host_block_sums;
   for (const MoveItem& item : request.items) {
     const uint64_t blocks = NormBlocksOf(table_.param(item.param).count);
@@ -255,10 +260,10 @@ void Mover::KeepSums(const MoveRequest& request) {
   }
 }
 
-// The workers compute the block sums of the request's gradients on the host, which are still in the
-// caches from the copy, so that the step need not read them again. `dtype` is that of the gradients
-// there; 0 means each gradient's own.
-Status Mover::SumOnHost(const MoveRequest& request, int32_t dtype) {
+// Makes the workers compute the block sums of the gradients that this move has just brought to the
+// host, so that the step need not read them again: now they are still in the CPU's caches. `dtype`
+// is the one in which the host holds these gradients; 0 means each gradient's own.
+Status Mover::BlockSumsOnHost(const MoveRequest& request, int32_t dtype) {
   norm_inputs_.clear();
   for (const MoveItem& item : request.items) {
     const Param& param = table_.param(item.param);
@@ -404,8 +409,9 @@ Status Mover::FillOnDevice(uint32_t id, void* data, bool moments, float first_mo
   return {};
 }
 
-// Leaves params with a NULL address as they are. It reads only params that have a whole master on
-// the host: the param of the others is the master, or its upper half.
+// Fills the masters of one chunk on the host from its params, and with `moments` the moments too.
+// Leaves the state of params whose address is NULL as it is. Copies down only params that have a
+// whole master on the host; any other param is its own master, or the upper half of it.
 Status Mover::FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments) {
   const std::span<const Fragment> fragments = chunks_.FragmentsOf(chunk);
   ChunkBuffers buffers;

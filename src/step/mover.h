@@ -38,9 +38,10 @@ struct MoveRequest {
   std::vector<MoveItem> items;
   std::vector<offload_group_t> groups;  // for early updates; empty where there are none
   uint32_t producer_count = 0;
-  bool frees_device_memory = false;
-  bool brings_device_memory = false;
-  // The call takes the device memory that the move brings; the move hands it on when it begins.
+  bool frees_device_memory = false;   // the move offloads the last states that are on the device
+  bool brings_device_memory = false;  // the move reloads the first ones: `pages`, `scratch` are set
+  // Device memory for states and for the lanes. The call takes it; when the move runs, it gives it
+  // to StateMemory and to Lanes.
   TakenPages pages;
   LaneScratch scratch;
 };
@@ -61,8 +62,8 @@ class Mover {
   Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
 
   // To be called before Run. `ready` has one event for each stream of the caller's that produces
-  // what is moved. Their work may wait for a save, which `await_borrowed` ends: see
-  // Lanes::WaitForCaller.
+  // what is moved. Such a stream may itself be waiting until a save has read what it borrows;
+  // `await_borrowed` waits for that, see Lanes::WaitForCaller.
   Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
                         FunctionRef<Result<bool>()> await_borrowed);
   // Adds the bytes that it copied to *bytes.
@@ -85,9 +86,9 @@ class Mover {
   Status AwaitPieces(uint32_t pieces);
   Status CopyByWorkers(Direction direction);
   Status OffloadGrads(const MoveRequest& request, uint64_t* bytes);
-  Status QueueSums(const MoveRequest& request);
-  void KeepSums(const MoveRequest& request);
-  Status SumOnHost(const MoveRequest& request, int32_t dtype);
+  Status QueueBlockSums(const MoveRequest& request);
+  void KeepBlockSums(const MoveRequest& request);
+  Status BlockSumsOnHost(const MoveRequest& request, int32_t dtype);
   Status Accumulate(const MoveRequest& request, uint64_t* bytes);
   Status AddInPlace(std::span<const MoveItem> items);
   Status AddStaged(std::span<const MoveItem> items);

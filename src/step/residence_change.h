@@ -27,7 +27,7 @@ struct ResidenceRequest {
   ChunkTable chunks;
   std::vector<ParamLocation> locations;  // per param
   bool on_device = true;                 // false while states are offloaded: the device has none
-  bool streams = false;                  // whether the streamed executor needs pinned state
+  bool streams_state = false;            // whether the streamed executor needs pinned state
   TakenPages pages;                      // memory that the state on the device grows by
   std::optional<LaneRing> ring;          // set if the new residence needs another ring
   std::optional<LaneScratch> scratch;    // set if the new residence needs other scratch memory

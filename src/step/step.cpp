@@ -209,11 +209,10 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   TakeAhead();
   // If a stream's launch queue is full, a call that queues a copy blocks until the stream runs
   // again. So copies that might fill the queue are queued only after the gradients are ready.
-  if (cpu_executor_.PrefetchCopies() > Lanes::kMaxCommandsAhead)
-    HYBRIDOPT_TRY(AwaitGradients(ready));
-  HYBRIDOPT_TRY(cpu_executor_.Prefetch(result));
+  if (cpu_executor_.CopiesAhead() > Lanes::kMaxCommandsAhead) HYBRIDOPT_TRY(AwaitGradients(ready));
+  HYBRIDOPT_TRY(cpu_executor_.CopyAhead(result));
   HYBRIDOPT_TRY(QueueVerdict(request));
-  HYBRIDOPT_TRY(streamed_.Prefetch());
+  HYBRIDOPT_TRY(streamed_.CopyAhead());
   // The clock starts when the gradients are ready: the caller's own work does not count as time of
   // the step.
   HYBRIDOPT_TRY(AwaitGradients(ready));
@@ -225,8 +224,8 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   }
   HYBRIDOPT_TRY(DecideEarly(*verdict, result));
   if (verdict->skip != 0) {
-    HYBRIDOPT_TRY(cpu_executor_.AwaitPrefetched());
-    return streamed_.AwaitPrefetched();
+    HYBRIDOPT_TRY(cpu_executor_.AwaitCopiedAhead());
+    return streamed_.AwaitCopiedAhead();
   }
   ScaleCoefficients(*verdict);
   AwaitCaptureOfDevice();
@@ -265,8 +264,8 @@ Status StepPipeline::DecideEarly(const Verdict& verdict, offload_step_result_t* 
   HYBRIDOPT_TRY(early_.Decide(verdict, &undone));
   if (!undone || verdict.skip != 0) return {};
   TakeInTurns();
-  HYBRIDOPT_TRY(cpu_executor_.Prefetch(result));
-  return streamed_.Prefetch();
+  HYBRIDOPT_TRY(cpu_executor_.CopyAhead(result));
+  return streamed_.CopyAhead();
 }
 
 Status StepPipeline::RunChunks(offload_step_result_t* result) {

@@ -95,7 +95,7 @@ bool HostMayHoldGrads(const StateShape& shape) {
 }
 
 uint32_t StreamSlots(const StateShape& shape, const ChunkTable& chunks) {
-  if (!shape.options.streams || chunks.chunks.empty()) return 0;
+  if (!shape.options.streams_state || chunks.chunks.empty()) return 0;
   const uint64_t most = std::min<uint64_t>(kMaxStreamSlots, chunks.chunks.size());
   if (shape.options.stream_ring_bytes == 0) return std::min<uint64_t>(kDefaultStreamSlots, most);
   // Without momentum SGD may keep no state, so that a slot has 0 bytes.
@@ -146,7 +146,7 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
     sizes.slot_grad_bytes =
         std::max(sizes.slot_grad_bytes, shape.options.chunk_elements * sizeof(float));
   }
-  sizes.streams = shape.options.streams;
+  sizes.streams_state = shape.options.streams_state;
   sizes.stream_slots = StreamSlots(shape, chunks);
   sizes.stream_slot_bytes = chunks.stream_slot_bytes();
   if (HostMayHoldGrads(shape))

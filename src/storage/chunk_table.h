@@ -84,7 +84,7 @@ inline constexpr uint32_t kMaxStreamSlots = 64;
 
 // Whether two executors take chunks from one queue.
 inline bool SharesChunks(const StateShape& shape) {
-  return shape.options.cpu_updates && shape.options.streams;
+  return shape.options.cpu_updates && shape.options.streams_state;
 }
 // Then a chunk is at most this part of the elements that are left. At the end of a step both
 // executors still have what they have taken ahead, by default 8 and 3 chunks: half of what is left.

@@ -57,7 +57,8 @@ Case RandomCase(Random& random) {
   one.options.chunk_elements = uint64_t{1024} << random.Below(4);
   one.options.staging_slots = 2 + static_cast<uint32_t>(random.Below(4));
   one.options.cpu_updates = one.options.unified || random.Below(3) > 0;
-  one.options.streams = !one.options.unified && (!one.options.cpu_updates || random.Below(2) == 0);
+  one.options.streams_state =
+      !one.options.unified && (!one.options.cpu_updates || random.Below(2) == 0);
   one.options.master_layout = static_cast<int32_t>(random.Below(2));
   one.options.moment_dtype = random.Below(2) == 0 ? OFFLOAD_FP32 : OFFLOAD_BF16;
   one.options.stochastic = random.Below(2) == 0;
@@ -222,7 +223,7 @@ TEST_F(ResidenceTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
       if (!options.unified) {
         EXPECT_LE(elements, options.chunk_elements);
         const bool last = c + 1 == arranged.chunks.chunks.size();
-        const bool both = options.cpu_updates && options.streams;
+        const bool both = options.cpu_updates && options.streams_state;
         const uint64_t smallest = std::max<uint64_t>(options.chunk_elements / 16, 1024);
         const uint64_t expected =
             !both ? options.chunk_elements
@@ -264,7 +265,7 @@ TEST(Chunks, TheLastOnesAreSmallAndNotTooMany) {
     ShapeOptions options{};
     options.chunk_elements = 1024 + random.Below(uint64_t{1} << (8 + random.Below(15)));
     options.staging_slots = 8;
-    options.streams = true;
+    options.streams_state = true;
     const Arranged arranged = Arrange(table, options, 0);
     const std::vector<Chunk>& chunks = arranged.chunks.chunks;
     EXPECT_LE(chunks.size(), ChunksMost(arranged.shape)) << input.param.count;

@@ -29,19 +29,19 @@ void CpuExecutor::UseRing() {
 
 bool CpuExecutor::TakeAhead() { return taken_ < lanes_.ring().slots() && Take(); }
 
-uint64_t CpuExecutor::PrefetchCopies() const {
+uint64_t CpuExecutor::CopiesAhead() const {
   uint64_t copies = 0;
   for (uint32_t number = 0; number < taken_; ++number)
     copies += (plan_.params_come_down() ? 2 : 1) * plan_.fragments(slots_[number].taken).size();
   return copies;
 }
 
-Status CpuExecutor::Prefetch(offload_step_result_t* result) {
+Status CpuExecutor::CopyAhead(offload_step_result_t* result) {
   for (; prefetched_ < taken_; ++prefetched_) HYBRIDOPT_TRY(BringDown(prefetched_, result));
   return {};
 }
 
-Status CpuExecutor::AwaitPrefetched() {
+Status CpuExecutor::AwaitCopiedAhead() {
   for (uint32_t number = 0; number < taken_; ++number)
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(number).end, "gradients coming down"));
   return {};

@@ -45,13 +45,13 @@ class CpuExecutor {
   void Reset() { taken_ = prefetched_ = given_ = sent_ = retired_ = 0; }
   // Takes a chunk ahead of the verdict; false if the ring is full or the queue is empty.
   bool TakeAhead();
-  // How many copies Prefetch will queue.
-  uint64_t PrefetchCopies() const;
-  // Queues the copies of the gradients of all chunks that were taken ahead since the last Prefetch.
-  // Then either Run updates
-  // these chunks, or, in a step that is skipped, AwaitPrefetched waits for the copies.
-  Status Prefetch(offload_step_result_t* result);
-  Status AwaitPrefetched();
+  // How many copies CopyAhead will queue.
+  uint64_t CopiesAhead() const;
+  // Queues the copies of the gradients of all chunks that were taken ahead since the last
+  // CopyAhead. Then either Run updates these chunks, or, in a step that is skipped,
+  // AwaitCopiedAhead waits for the copies.
+  Status CopyAhead(offload_step_result_t* result);
+  Status AwaitCopiedAhead();
   // Updates chunks until the queue is empty. Tells of each, in order, on this thread or on a
   // worker. The workers use `step` until Run returns.
   Status Run(const HostStep& step, offload_step_result_t* result);

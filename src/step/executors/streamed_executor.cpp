@@ -12,7 +12,7 @@ namespace {
 // An upper bound: one update for each fragment, and one more for each stripe that begins inside
 // one.
 uint64_t StreamedUpdatesMost(const StateShape& shape) {
-  if (!shape.options.streams) return 0;
+  if (!shape.options.streams_state) return 0;
   return shape.params.size() + ChunksMost(shape) + shape.stripes.size();
 }
 
@@ -46,7 +46,7 @@ uint64_t StreamedExecutor::Bytes(const StateShape& shape) {
 }
 
 Status StreamedExecutor::Start() {
-  if (!shape_.options.streams) return {};
+  if (!shape_.options.streams_state) return {};
   HYBRIDOPT_TRY(side_threads_.AddOwner());
   owns_work_ = true;
   return {};
@@ -71,12 +71,12 @@ bool StreamedExecutor::Take() {
   return chunk.has_value();
 }
 
-Status StreamedExecutor::Prefetch() {
+Status StreamedExecutor::CopyAhead() {
   for (; prefetched_ < taken_; ++prefetched_) HYBRIDOPT_TRY(QueueUp(prefetched_));
   return {};
 }
 
-Status StreamedExecutor::AwaitPrefetched() {
+Status StreamedExecutor::AwaitCopiedAhead() {
   for (uint32_t slot = 0; slot < taken_; ++slot) {
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.stream_slots()[slot].up.end, "state going up"));
     lanes_.link().ArrivedUpTo(queued_up_[slot]);

@@ -43,11 +43,11 @@ class StreamedExecutor final : private SideThreads::Work {
   bool on() const { return !chunks_.empty(); }
   // Takes a chunk ahead of the verdict; false if the ring is full or the queue is empty.
   bool TakeAhead();
-  // Queues the copies up of all chunks that were taken ahead since the last Prefetch. Then either
-  // Begin updates these chunks, or, in a step that is skipped, AwaitPrefetched waits for the
+  // Queues the copies up of all chunks that were taken ahead since the last CopyAhead. Then either
+  // Begin updates these chunks, or, in a step that is skipped, AwaitCopiedAhead waits for the
   // copies.
-  Status Prefetch();
-  Status AwaitPrefetched();
+  Status CopyAhead();
+  Status AwaitCopiedAhead();
   // Updates chunks on a side thread until the queue is empty, and tells of each, in order. The
   // device's verdict is set by the work that is on the compute stream now. `step` must live until
   // Await, which adds times and counts to the result.

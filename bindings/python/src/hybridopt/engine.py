@@ -1,8 +1,8 @@
 """Engine: one optimizer of the library, made for the params of one torch optimizer.
 
-Its parts have a class each: Registered, Bound, InSync, Masters, Shown, StateMemory. The engine makes one
-of each and calls them in the right order. A function waits for queued work only if its documentation says
-so.
+Each of its parts is a class: Registered, Bound, Steps, UnderWay, StateMemory, InSync, Masters, Shown. The
+engine makes one of each and calls them in the right order. A function waits for queued work only if its
+documentation says so.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Engine:
         self.shown = Shown(self.handle, device, self.registered, self.state_memory)
         # The storages of params that are offloaded; None while params are on the device.
         self.released_storages: list[ReleasedStorage] | None = None
-        self.states_are_out = False
+        self.states_are_offloaded = False
         self._may_update_early = options.get("early_update_bytes", 0) > 0
         self._split_versions: list[int] = []  # of params with split masters, before gradients left
         # Returns the plan for another device fraction.
@@ -111,7 +111,7 @@ class Engine:
             self.handle.set_device_fraction(device_fraction)
             self.wait()
         finally:
-            if not self.states_are_out:
+            if not self.states_are_offloaded:
                 self.shown.show_hidden(state)
 
     # ------------------------------------------------------------------------------ step counts --
@@ -126,7 +126,8 @@ class Engine:
         return {param: count for param, count in counts.items() if count > 0}
 
     def hidden_count(self, slot: Slot) -> int:
-        """The step count for loaded moments. A param with moments has had at least one step."""
+        """The step count for a param whose moments are loaded without one: the stored count, else that of the
+        engine before, else 1, because a param with moments has had at least one step."""
         return self._stored_count(slot) or self.counts_before.get(slot.param, 1)
 
     def _stored_count(self, slot: Slot) -> int:
@@ -184,9 +185,8 @@ class Engine:
             self.masters.refresh()
 
     def forget_what_is_in_sync(self) -> None:
-        """Treats all params as written: other code may have written them without a trace. A split master
-        has the param as its upper half already; this clears the lower half, which belongs to the value of
-        before."""
+        """Treats all params as written: other code may have written them without a trace. The upper half of a
+        split master is the param itself; this clears the lower half, which belongs to the old value."""
         self.in_sync.forget()
         if not any(slot.split for slot in self.slots):
             return
@@ -257,8 +257,8 @@ class Engine:
         for slot in self.slots:
             if self.released_storages is not None and slot in self.masters.written_before_offload:
                 raise abi.InvalidStateError(
-                    f"parameter {slot.name!r} has been written and then offloaded, and its master is "
-                    "not that yet; call reload(params=True) before saving"
+                    f"parameter {slot.name!r} has been written and then offloaded, and its master does "
+                    "not have the new value yet; call reload(params=True) before saving"
                 )
         self.refresh_masters()
 

@@ -52,9 +52,9 @@ def with_shards(
     comm: ProcessGroupComm | None,
     options: OffloadOptions,
 ) -> list[Member]:
-    """The members with their shards. If the members are those of before, this asks no other rank, because
-    only one rank may be making a new engine then (for a gradient in a wider dtype). Otherwise all ranks must
-    call this."""
+    """The members with their shards. `before` has the slots of the engine before. If they have the same params
+    and names as the members, this asks no other rank: this rank may be the only one that makes a new engine
+    (because one of its gradients came in a wider dtype). Otherwise all ranks must call this."""
     names = {param: slot.name for param, slot in before.items()}
     if comm is not None and names == {member.param: member.name for member in members}:
         return [dataclasses.replace(m, shard=before[m.param].shard) for m in members]
@@ -117,13 +117,13 @@ def make_engine(
         lambda device_fraction: engine_for(device_fraction, host_executors).plan(),
     )
     if fraction == placement.AUTO:
-        tell(chosen)
+        print_choice(chosen)
     engine = engine_for(chosen.device_fraction, host_executors)
     engine.plan_of = lambda device_fraction: engine_for(device_fraction, host_executors).plan()
     return engine, chosen
 
 
-def tell(chosen: Placement) -> None:
+def print_choice(chosen: Placement) -> None:
     """Prints what "auto" has chosen, and why."""
     print(
         f"hybridopt: offload_fraction {chosen.offload_fraction:.4f}: {chosen.reason}", file=sys.stderr

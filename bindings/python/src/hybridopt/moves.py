@@ -26,9 +26,9 @@ def check_movable(engine: Engine, wanted: dict[str, bool]) -> None:
         )
 
 
-def check_all_here(engine: Engine, why: str) -> None:
+def check_nothing_offloaded(engine: Engine, why: str) -> None:
     """Raises if the engine holds content on the host that would be lost with the engine."""
-    if engine.released_storages is not None or engine.states_are_out:
+    if engine.released_storages is not None or engine.states_are_offloaded:
         raise abi.InvalidStateError(
             f"{why}, but params or states are offloaded; call reload(params=True, states=True) "
             "first"
@@ -52,7 +52,7 @@ def offload(
     if states:
         engine.shown.hide(state)
         engine.handle.offload_states(streams=streams)
-        engine.states_are_out = True
+        engine.states_are_offloaded = True
     if params and engine.released_storages is None:
         engine.masters.note_offload()
         engine.handle.offload_params(streams=streams)
@@ -70,9 +70,9 @@ def reload(
     """Moves content back to torch's memory and waits for that."""
     check_movable(engine, {"params": params, "grads": grads, "states": states})
     streams = [engine.stream()]
-    if states and engine.states_are_out:
+    if states and engine.states_are_offloaded:
         engine.handle.reload_states(streams=streams)
-        engine.states_are_out = False
+        engine.states_are_offloaded = False
         engine.shown.show_hidden(state)
     if params and engine.released_storages is not None:
         for storage in engine.released_storages:
@@ -97,8 +97,9 @@ def send_gradients(
     streams: list[int],
     hooked: bool = False,
 ) -> int:
-    """Queues the copies of gradients, which must be as the library reads them, to the host and returns the
-    ticket. The gradients must live until the ticket has completed. `streams` are those that make them."""
+    """Queues copies of gradients to the host and returns the ticket. Each gradient must be what
+    Slot.usable_gradient() returns, and must live until the ticket has completed. `streams` are the streams
+    whose work writes the gradients."""
     engine.bound.bind_gradients(gradients)
     params = [slot.id for slot in gradients]
     ticket = engine.handle.offload_grads(params=params, flags=flags, streams=streams)
@@ -133,7 +134,8 @@ def drop_gradients(engine: Engine) -> None:
 
 
 def reload_gradients(engine: Engine, streams: list[int]) -> None:
-    """Makes the gradients that are on the host, or that hooks have kept, those of their params again."""
+    """Sets `grad` of params again: to copies of the gradients that are on the host, and to the gradients that
+    hooks have kept on the device."""
     hosted, kept = engine.bound.hosted, engine.bound.kept
     for slot in (*hosted, *kept):
         if gradient_of(slot.param) is not None:

@@ -492,7 +492,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         if not self._may_put_aside() or not engine.registered.slot_of.keys().isdisjoint(params):
             return self._drop_engine(why)
-        moves.check_all_here(engine, why)
+        moves.check_nothing_offloaded(engine, why)
         engine.show(self._state)
         if not has_state(engine, self._state):
             return self._drop_engine(why)
@@ -511,7 +511,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine = self._engine
         if engine is None:
             return
-        moves.check_all_here(engine, why)
+        moves.check_nothing_offloaded(engine, why)
         engine.show(self._state)
         engine.wait()  # a save reads params that the next engine will write
         if self._hooks is not None:
@@ -665,7 +665,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Records a choice of offload_fraction="auto", if there is one."""
         if chosen is not None:
             self._placement = chosen
-            making.tell(chosen)
+            making.print_choice(chosen)
             self._sample("auto")
 
     @in_no_mode
@@ -803,7 +803,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Frees the memory of the state, as the end of the object does. Tensors that were taken from `state`
         stay valid and keep their part of the memory."""
         if self._engine is not None:
-            moves.check_all_here(self._engine, "the optimizer is to be closed")
+            moves.check_nothing_offloaded(self._engine, "the optimizer is to be closed")
             if self._hooks is not None:
                 self._hooks.remove()
             if self._overlap is not None:
