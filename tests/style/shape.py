@@ -323,11 +323,36 @@ def include_circles(root):
             yield circle[0], "these include or import each other: " + ", ".join(circle)
 
 
+def named_files(text):
+    """What is named like a file in the comments of C++."""
+    for line in text.splitlines():
+        comment = line.partition("//")[2]
+        yield from re.findall(r"(?<![\w./])[\w/]+\.(?:h|cpp|inc|cu|py|md|map)\b", comment)
+
+
+def missing_files(root):
+    """Files that a comment in src/ names and that are not there, nor among the system's headers that src/
+    includes."""
+    ends = set()
+    for top in root.iterdir():
+        for path in () if SKIPPED.search(top.name) else (top, *top.rglob("*")):
+            name = path.relative_to(root).as_posix()
+            ends.update(name[at:] for at in (0, *(slash.end() for slash in re.finditer("/", name))))
+    sources = [(name, path.read_text()) for name, path in files_in(root, CPP_ENDINGS | {".inc"}, "src")]
+    for _, text in sources:
+        ends.update(name.rpartition("/")[2] for name in re.findall(r"#\s*include\s*<([^>]*)>", text))
+    for name, text in sources:
+        for named in named_files(text):
+            if named not in ends:
+                yield f"{name}: {named}", f"{name} names {named} in a comment, and there is no such file"
+
+
 RULES = {
     "undocumented file": undocumented_files,
     "long function": long_functions,
     "broken banner": broken_banners,
     "dead header": dead_headers,
+    "missing file": missing_files,
     "full folder": full_folders,
     "circle": include_circles,
 }

@@ -1,6 +1,7 @@
 """The shape of the source tree: files that docs/ARCHITECTURE.md tells of, short functions, whole
-banners, no dead header, small folders, no circle of includes or imports. What is not so yet stands in
-KNOWN; an entry that has become needless fails the test too, so that the list only gets shorter.
+banners, no dead header, no comment that names a missing file, small folders, no circle of includes
+or imports. What is not so yet stands in KNOWN; an entry that has become needless fails the test too,
+so that the list only gets shorter.
 Usage: shape_test.py SOURCE_DIR"""
 
 import sys
@@ -58,6 +59,10 @@ TREES = [
     ("broken banner", True, {"include/a.h": "/* ---------- steps -- */\n/* What\n * it is.\n */\n"}),
     ("broken banner", False, {"include/a.h": "/* ---------- steps --\n */\n"}),
     ("broken banner", False, {"src/a.cpp": "// ---------- steps\n// --\n"}),
+    ("missing file", True, {"src/a/a.h": "// b.h, a/b.h and src/a/b.h are one\n", "src/a/b.h": ""}),
+    ("missing file", True, {"src/a.h": "#include <sys/mman.h>\n// as mman.h has it\n"}),
+    ("missing file", False, {"src/a/a.h": "// b.h says more\n", "src/a/b.cpp": ""}),
+    ("missing file", False, {"src/a/a.h": "int a;  // c/b.h\n", "src/a/b.h": ""}),
     ("dead header", True, {"src/a/a.h": "", "src/a.cpp": '#include "a/a.h"\n'}),
     ("dead header", True, {"tests/a.h": "", "src/a.cpp": "#include <a.h>\n"}),
     ("dead header", False, {"src/a/a.h": "", "src/a.cpp": '// #include "a/a.h"\n'}),
