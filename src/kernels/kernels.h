@@ -130,11 +130,15 @@ using ToFp32Function = void (*)(const void* source, uint64_t count, float* desti
 // sum += grad, widened exactly; one fp32 addition an element.
 using AccumulateFunction = void (*)(const void* grad, uint64_t count, float* sum);
 
+// Copies bytes that nobody reads soon. It writes whole cache lines without having read them.
+using CopyPastCachesFunction = void (*)(void* to, const void* from, uint64_t bytes);
+
 // One implementation for one instruction set.
 struct KernelTable {
   const char* isa;
-  // Updates may store params past the caches, with stores that are weakly ordered. A thread calls
-  // this after its updates, before it reports to other threads that they are done.
+  // Updates may store params past the caches, as copy_past_caches does, with stores that are weakly
+  // ordered. A thread calls this after its updates and copies, before it reports to other threads
+  // that they are done.
   void (*publish)();
   // [layout][rule][grad dtype][param dtype]; NULL where a split layout meets a param that is not
   // bf16
@@ -142,6 +146,7 @@ struct KernelTable {
   SumSquaresFunction sum_squares[kDtypeCount];
   ToFp32Function to_fp32[kDtypeCount];
   AccumulateFunction accumulate[kDtypeCount];
+  CopyPastCachesFunction copy_past_caches;
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
     return Update(rule, {grad_dtype, param_dtype, StateLayout::kFp32});

@@ -2,6 +2,7 @@
 // conversions. Every other implementation gives the same bits.
 #include <cfloat>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "kernels/convert.h"
@@ -132,6 +133,10 @@ struct Kernels {
   }
 
   static void Publish() {}
+
+  static void CopyPastCaches(void* to, const void* from, uint64_t bytes) {
+    std::memcpy(to, from, bytes);
+  }
 
   template <int32_t kDtype>
   static void SumSquares(const void* grad, uint64_t count, double* block_sums) {

@@ -243,6 +243,19 @@ struct Kernels {
 
   static void Publish() { hwy::FlushStream(); }
 
+  static void CopyPastCaches(void* to, const void* from, uint64_t bytes) {
+    const hn::ScalableTag<uint8_t> vector;
+    const uint64_t vector_bytes = hn::Lanes(vector);
+    auto* const target = static_cast<uint8_t*>(to);
+    const auto* const source = static_cast<const uint8_t*>(from);
+    const uint64_t past_boundary = reinterpret_cast<uintptr_t>(to) % vector_bytes;
+    uint64_t done = std::min((vector_bytes - past_boundary) % vector_bytes, bytes);
+    std::memcpy(target, source, done);
+    for (; done + vector_bytes <= bytes; done += vector_bytes)
+      hn::Stream(hn::LoadU(vector, source + done), vector, target + done);
+    std::memcpy(target + done, source + done, bytes - done);
+  }
+
   template <int32_t kDtype>
   static void SumSquares(const void* grad, uint64_t count, double* block_sums) {
     const auto* elements = static_cast<const Stored<kDtype>*>(grad);

@@ -65,12 +65,14 @@ constexpr void FillDtype(KernelTable& table) {
 }
 
 // Kernels has the static member templates Update<rule, grad dtype, param dtype, layout>,
-// SumSquares<dtype>, ToFp32<dtype> and Accumulate<dtype>, and Publish.
+// SumSquares<dtype>, ToFp32<dtype> and Accumulate<dtype>, and the functions Publish and
+// CopyPastCaches.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
   table.isa = isa;
   table.publish = Kernels::Publish;
+  table.copy_past_caches = Kernels::CopyPastCaches;
   FillRules<Kernels>(table, std::make_integer_sequence<int32_t, kRuleCount>());
   FillDtype<Kernels, OFFLOAD_FP32>(table);
   FillDtype<Kernels, OFFLOAD_BF16>(table);

@@ -707,6 +707,30 @@ TEST(Accumulate, SignedZerosAndWhatIsNotFinite) {
   }
 }
 
+// ---------------------------------------------------------------------------- past the caches
+
+TEST(CopyPastCaches, EveryCountAndAddressGetsTheseBytes) {
+  Random random(14);
+  std::vector<const KernelTable*> tables(SimdKernels().begin(), SimdKernels().end());
+  tables.push_back(&ReferenceKernels());
+  for (uint64_t bytes : {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 4099}) {
+    std::vector<uint8_t> content(bytes);
+    for (uint8_t& byte : content) byte = static_cast<uint8_t>(random.Bits());
+    for (const KernelTable* table : tables) {
+      for (uint64_t to_shift = 0; to_shift < 64; ++to_shift) {
+        const uint64_t from_shift = random.Below(64);
+        Guarded from(bytes, from_shift), to(bytes, to_shift);
+        std::copy(content.begin(), content.end(), static_cast<uint8_t*>(from.data()));
+        table->copy_past_caches(to.data(), from.data(), bytes);
+        table->publish();
+        EXPECT_TRUE(std::equal(content.begin(), content.end(), static_cast<uint8_t*>(to.data())))
+            << table->isa << " " << bytes << " bytes from " << from_shift << " to " << to_shift;
+        EXPECT_TRUE(to.GuardsIntact() && from.GuardsIntact());
+      }
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------- select
 
 class Select : public testing::Test {

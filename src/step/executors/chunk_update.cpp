@@ -3,10 +3,6 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
-
 #include "kernels/convert.h"
 
 namespace hybridopt {
@@ -18,30 +14,6 @@ const std::byte* GradAddress(const StepParam& param, const Fragment& fragment,
   if (param.host_grad != nullptr) return param.host_grad + (fragment.begin + first) * bytes;
   if (buffers.grads != nullptr) return buffers.grads + fragment.grad_offset + first * bytes;
   return static_cast<const std::byte*>(param.addresses.grad) + (fragment.begin + first) * bytes;
-}
-
-// Copies past the caches: nobody reads the copy soon, and a plain store would first read from
-// memory what it overwrites.
-void CopyAside(std::byte* to, const std::byte* from, uint64_t bytes) {
-#if defined(__x86_64__)
-  constexpr uint64_t kVector = sizeof(__m128i);
-  const uint64_t head = std::min((kVector - reinterpret_cast<uintptr_t>(to)) % kVector, bytes);
-  std::memcpy(to, from, head);
-  uint64_t done = head;
-  for (; done + kVector <= bytes; done += kVector)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + done),
-                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + done)));
-  std::memcpy(to + done, from + done, bytes - done);
-#else
-  std::memcpy(to, from, bytes);
-#endif
-}
-
-// To be called by a thread behind its copies, before it reports that they are done.
-void PublishCopies() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
 }
 
 }  // namespace
@@ -81,19 +53,19 @@ void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffe
                           WorkPieces& pieces, uint32_t worker) const {
   pieces.Take(worker, [&](const WorkRange& piece) { UpdatePiece(step, chunk, buffers, piece); });
   kernels_.publish();
-  if (buffers.old != nullptr) PublishCopies();
 }
 
-// Brings what the update reads next into the caches.
-void ChunkUpdater::PutAside(const Fragment& fragment, uint64_t first, uint64_t count,
-                            const StateAreas& old) const {
+// Calls visit(state, old, bytes) for the elements' part of each array on the host.
+template <typename Visit>
+void ChunkUpdater::ForEachArray(const Fragment& fragment, uint64_t first, uint64_t count,
+                                const StateAreas& old, Visit&& visit) const {
   const ParamShape& shaped = shape_.params[fragment.param];
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
     if (!shaped.Keeps(Tier::kHost, slot)) continue;
     const uint64_t element_bytes = DtypeBytes(shaped.dtype[slot]);
-    CopyAside(old[slot] + fragment.state_offset[slot] + first * element_bytes,
-              memory_.Host(fragment.param, slot, fragment.begin + first), count * element_bytes);
+    visit(memory_.Host(fragment.param, slot, fragment.begin + first),
+          old[slot] + fragment.state_offset[slot] + first * element_bytes, count * element_bytes);
   }
 }
 
@@ -104,15 +76,10 @@ void ChunkUpdater::Restore(std::span<const Fragment> fragments, uint64_t element
         fragments, element_count, [](const Fragment& fragment) { return fragment.first_element; },
         piece,
         [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-          const ParamShape& shaped = shape_.params[fragment.param];
-          for (uint32_t index = 0; index < kStateSlots; ++index) {
-            const StateSlot slot{index};
-            if (!shaped.Keeps(Tier::kHost, slot)) continue;
-            const uint64_t element_bytes = DtypeBytes(shaped.dtype[slot]);
-            std::memcpy(memory_.Host(fragment.param, slot, fragment.begin + first),
-                        old[slot] + fragment.state_offset[slot] + first * element_bytes,
-                        count * element_bytes);
-          }
+          ForEachArray(fragment, first, count, old,
+                       [](std::byte* state, const std::byte* aside, uint64_t bytes) {
+                         std::memcpy(state, aside, bytes);
+                       });
         });
   });
 }
@@ -125,7 +92,12 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
         const StepParam& param = step.plan.param(id);
         const ParamShape& shaped = shape_.params[id];
         const uint64_t element = fragment.begin + first;
-        if (buffers.old != nullptr) PutAside(fragment, first, count, *buffers.old);
+        // This brings what the update reads next into the caches.
+        if (buffers.old != nullptr)
+          ForEachArray(fragment, first, count, *buffers.old,
+                       [&](const std::byte* state, std::byte* aside, uint64_t bytes) {
+                         kernels_.copy_past_caches(aside, state, bytes);
+                       });
         UpdateSpan span{};
         span.grad = GradAddress(param, fragment, buffers, first);
         span.param = ParamAt(fragment, buffers, param.addresses.data, first);

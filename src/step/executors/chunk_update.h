@@ -83,8 +83,9 @@ class ChunkUpdater {
                           Visit&& visit) const;
   void UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                    const WorkRange& piece) const;
-  void PutAside(const Fragment& fragment, uint64_t first, uint64_t count,
-                const StateAreas& old) const;
+  template <typename Visit>
+  void ForEachArray(const Fragment& fragment, uint64_t first, uint64_t count, const StateAreas& old,
+                    Visit&& visit) const;
   std::byte* ParamAt(const Fragment& fragment, const ChunkBuffers& buffers, void* data,
                      uint64_t first) const;
   // The address of the master, of its lower half, or of the param that is its own master.
