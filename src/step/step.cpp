@@ -87,12 +87,6 @@ Status StepPipeline::GradsComing(const MoveRequest& move, Capture* capture) {
   return {};
 }
 
-void StepPipeline::ScaleCoefficients(const Verdict& verdict) {
-  host_coefficients_.assign(plan_.coefficients().begin(), plan_.coefficients().end());
-  for (Coefficients& coefficients : host_coefficients_)
-    coefficients.grad_factor *= verdict.grad_factor;
-}
-
 void StepPipeline::CountStep(const Verdict& verdict, offload_step_result_t* result) {
   result->skipped = verdict.skip;
   result->grad_norm = verdict.grad_norm;
@@ -155,7 +149,7 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
     *verdict = AssumeFinite(request.grad_scale);
   }
   if (verdict->skip != 0 || plan_.chunk_count() == 0) return {};
-  ScaleCoefficients(*verdict);
+  plan_.ScaleCoefficients(verdict->grad_factor, &host_coefficients_);
   Stopwatch update(result->update_seconds);
   const HostStep step = HostStepNow();
   const uint64_t total = plan_.active_count(0);
@@ -227,7 +221,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
     HYBRIDOPT_TRY(cpu_executor_.AwaitCopiedAhead());
     return streamed_.AwaitCopiedAhead();
   }
-  ScaleCoefficients(*verdict);
+  plan_.ScaleCoefficients(verdict->grad_factor, &host_coefficients_);
   AwaitCaptureOfDevice();
   HYBRIDOPT_TRY(device_executor_.Queue(plan_));
   marks_->issued(kDevicePart);
@@ -242,8 +236,7 @@ void StepPipeline::TakeAhead() {
   early_.TakeFromQueue();
   cpu_executor_.Reset();
   streamed_.Reset();
-  const bool cpu_takes = shape_.options.cpu_updates || !streamed_.on();
-  if (cpu_takes && streamed_.on() && plan_.host_holds_grads())
+  if (CpuTakes() && streamed_.on() && plan_.host_holds_grads())
     for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk)
       if (plan_.active_count(chunk) > 0)
         queue_.Prefer(chunk, plan_.IsHeld(chunk) ? Executor::kCpu : Executor::kStreamed);
@@ -251,18 +244,16 @@ void StepPipeline::TakeAhead() {
 }
 
 void StepPipeline::TakeInTurns() {
-  const bool cpu_takes = shape_.options.cpu_updates || !streamed_.on();
   for (bool taken = true; taken;) {
-    taken = cpu_takes && cpu_executor_.TakeAhead();
+    taken = CpuTakes() && cpu_executor_.TakeAhead();
     taken = streamed_.TakeAhead() || taken;
   }
 }
 
 // Chunks that have been updated early and undone are free again.
 Status StepPipeline::DecideEarly(const Verdict& verdict, offload_step_result_t* result) {
-  bool undone = false;
-  HYBRIDOPT_TRY(early_.Decide(verdict, &undone));
-  if (!undone || verdict.skip != 0) return {};
+  HYBRIDOPT_ASSIGN(const bool kept, early_.Keep(verdict));
+  if (kept || verdict.skip != 0) return {};
   TakeInTurns();
   HYBRIDOPT_TRY(cpu_executor_.CopyAhead(result));
   return streamed_.CopyAhead();

@@ -105,7 +105,6 @@ class StepPipeline : private ChunkProgress {
 
  private:
   void CountStep(const Verdict& verdict, offload_step_result_t* result);
-  void ScaleCoefficients(const Verdict& verdict);
   HostStep HostStepNow() const { return {plan_, host_coefficients_, capture_}; }
 
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
@@ -114,6 +113,7 @@ class StepPipeline : private ChunkProgress {
   Status AwaitGradients(EventHandle ready);
   Status RunStaged(const StepRequest& request, EventHandle ready, offload_step_result_t* result,
                    Verdict* verdict);
+  bool CpuTakes() const { return shape_.options.cpu_updates || !streamed_.on(); }
   void TakeAhead();
   void TakeInTurns();
   Status DecideEarly(const Verdict& verdict, offload_step_result_t* result);

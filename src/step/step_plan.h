@@ -63,6 +63,11 @@ class StepPlan {
   const StepParam& param(uint32_t id) const { return params_[id]; }
   // For maximize grad_factor is negative.
   std::span<const Coefficients> coefficients() const { return coefficients_; }
+  // Those that updates on the host use: with this factor of the verdict.
+  void ScaleCoefficients(float grad_factor, std::vector<Coefficients>* scaled) const {
+    scaled->assign(coefficients_.begin(), coefficients_.end());
+    for (Coefficients& coefficients : *scaled) coefficients.grad_factor *= grad_factor;
+  }
   bool host_holds_grads() const { return host_holds_grads_; }
 
   // How many elements of the param the device updates: its first ones.

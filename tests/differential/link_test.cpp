@@ -361,6 +361,29 @@ TEST_F(LinkTest, APrefetchCountsWhatStandsAheadOfIt) {
   ExpectBack(later);
 }
 
+// The only chunk is updated early, so no other one follows its params.
+TEST_F(LinkTest, ParamsThatHaveArrivedStandAheadOfNothing) {
+  fault::RunOptions run;
+  run.counts = {700};
+  run.device_fraction = 0;
+  run.host_executors = OFFLOAD_EXECUTORS_CPU;
+  run.movable = OFFLOAD_MOVABLE_GRADS;
+  run.early_update_bytes = 1 << 20;
+  Make(run);
+  offload_ticket_t move = 0;
+  EXPECT_OFFLOAD_OK(offload_optimizer_offload_grads(trainer->optimizer, nullptr, &move));
+  Await(move);
+  const offload_ticket_t step = Step();
+  Await(step);
+  auto result = Make<offload_step_result_t>();
+  EXPECT_OFFLOAD_OK(offload_optimizer_step_result(trainer->optimizer, step, &result));
+  EXPECT_EQ(result.early_elements, 700u);
+  const offload_stash_ticket_t ticket = Push();
+  Prefetch(ticket);
+  EXPECT_EQ(rig->Stats().ahead_bytes, 0u);
+  ExpectBack(ticket);
+}
+
 TEST_F(LinkTest, AStepCountsPushesThatStandAheadOfItsChunks) {
   Make(Streamed());
   Await(Step());

@@ -72,6 +72,7 @@ struct RunOptions {
   uint32_t staging_slots = 2;
   int32_t host_executors = OFFLOAD_EXECUTORS_AUTO;
   uint64_t stream_ring_bytes = 0;
+  uint64_t early_update_bytes = 0;
   uint32_t movable = 0;
   uint64_t sim_memory_bytes = uint64_t{1} << 20;
   uint64_t sim_seed = 1;
@@ -210,6 +211,7 @@ class Trainer {
     optimizer_options.staging_slots = options_.staging_slots;
     optimizer_options.host_executors = options_.host_executors;
     optimizer_options.stream_ring_bytes = options_.stream_ring_bytes;
+    optimizer_options.early_update_bytes = options_.early_update_bytes;
     optimizer_options.movable = options_.movable;
     optimizer_options.comm = options_.comm;
     optimizer_options.comm_timeout_ns = options_.comm_timeout_ns;

@@ -108,8 +108,7 @@ bool EarlyUpdates::Assume(std::span<const offload_group_t> groups) {
   std::fill(request_.addresses.begin(), request_.addresses.end(), Addresses{nullptr, nullptr});
   plan_.Make(request_, step_counts_);
   grad_factor_ = AssumeFinite(grad_scale_).grad_factor;
-  coefficients_.assign(plan_.coefficients().begin(), plan_.coefficients().end());
-  for (Coefficients& coefficients : coefficients_) coefficients.grad_factor *= grad_factor_;
+  plan_.ScaleCoefficients(grad_factor_, &coefficients_);
   return true;
 }
 
@@ -122,16 +121,17 @@ Status EarlyUpdates::Coming(uint32_t param, void* data, const Capture* capture) 
 }
 
 Status EarlyUpdates::Accept(uint32_t chunk, const Capture* capture) {
-  for (const Fragment& fragment : plan_.fragments(chunk))
+  if (accepted_elements_ >= elements_wanted_) return {};
+  for (const Fragment& fragment : plan_.fragments(chunk)) {
     if (capture != nullptr && !capture->HasRead(fragment.param, fragment.begin + fragment.count))
       return {};
-  if (accepted_elements_ >= elements_wanted_) return {};
+    if (plan_.ParamComesDown(fragment.param) && request_.addresses[fragment.param].data == nullptr)
+      return {};
+  }
   Early early{};
   const uint64_t bytes = Place(chunk, &early);
   if (bytes > room_bytes_ - used_bytes_) return {};
-  bool brought = true;
-  HYBRIDOPT_TRY(BringParams(early, &brought));
-  if (!brought) return {};
+  HYBRIDOPT_TRY(BringParams(early));
   used_bytes_ += bytes;
   accepted_elements_ += ElementsOf(early);
   chunks_.push_back(early);
@@ -163,13 +163,8 @@ uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
   return offset + system::RoundUp(param_bytes, kArrayAlignmentBytes) - used_bytes_;
 }
 
-// Copies the params that are halves of masters to the room, where the update finds them. False if
-// one of them is not on the device.
-Status EarlyUpdates::BringParams(const Early& early, bool* brought) {
-  for (const Fragment& fragment : plan_.fragments(early.chunk))
-    if (plan_.ParamComesDown(fragment.param) && request_.addresses[fragment.param].data == nullptr)
-      *brought = false;
-  if (!*brought) return {};
+// Copies the params that are halves of masters to the room, where the update finds them.
+Status EarlyUpdates::BringParams(const Early& early) {
   for (const Fragment& fragment : plan_.fragments(early.chunk)) {
     if (!plan_.ParamComesDown(fragment.param)) continue;
     const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
@@ -299,19 +294,19 @@ void EarlyUpdates::TakeFromQueue() {
   for (const Early& early : chunks_) queue_.TakeThis(early.chunk, Executor::kEarly);
 }
 
-Status EarlyUpdates::Decide(const Verdict& verdict, bool* undone) {
+Result<bool> EarlyUpdates::Keep(const Verdict& verdict) {
   const bool is_as_assumed = verdict.skip == 0 && std::bit_cast<uint32_t>(verdict.grad_factor) ==
                                                       std::bit_cast<uint32_t>(grad_factor_);
-  *undone = !chunks_.empty() && !is_as_assumed;
-  if (*undone) {
+  if (!chunks_.empty() && !is_as_assumed) {
     for (const Early& early : chunks_) queue_.GiveBack(early.chunk);
-    return Undo();
+    HYBRIDOPT_TRY(Undo());
+    return false;
   }
   std::sort(chunks_.begin(), chunks_.end(),
             [](const Early& a, const Early& b) { return a.chunk < b.chunk; });
   std::lock_guard lock(send_mutex_);
   kept_ = !chunks_.empty();
-  return {};
+  return true;
 }
 
 Status EarlyUpdates::SendNext() {
@@ -368,7 +363,6 @@ void EarlyUpdates::End(const StepRequest& request, offload_step_result_t* result
   } else if (kept_) {
     next_quiet_steps_ = 1;
   }
-  quiet_ = quiet_steps_ > 0;
   grad_scale_ = request.grad_scale;
   closed_ = kept_ = false;
   undone_elements_ = sent_ = sent_bytes_ = 0;

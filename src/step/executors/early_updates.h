@@ -54,10 +54,12 @@ class EarlyUpdates {
   void AddNodeBytes(NodeBytes* sum) const { room_.AddNodeBytes(sum); }
   // How many elements are to be updated before the next step: those whose gradients should come to
   // the host. Any thread.
-  uint64_t elements_wanted() const { return on() && !quiet_ ? elements_wanted_.load() : 0; }
+  uint64_t elements_wanted() const {
+    return on() && quiet_steps_ == 0 ? elements_wanted_.load() : 0;
+  }
 
-  // For gradients that have arrived on the host. Begins an assumption, or goes on with it; false if
-  // no chunk is accepted now.
+  // For gradients that an offload is about to bring. Begins an assumption, or goes on with it;
+  // false if no chunk is accepted now.
   bool Assume(std::span<const offload_group_t> groups);
   // To be called for each gradient before the offload queues its copies. Accepts the chunks that
   // wait for this gradient last, and queues the copies of their params that are halves of masters:
@@ -76,9 +78,9 @@ class EarlyUpdates {
   // be called before the plan is made for the request.
   Status Stop(const StepRequest& request);
   void TakeFromQueue();
-  // Keeps the updates, or undoes them and gives their chunks back to the queue: then *undone is
-  // set.
-  Status Decide(const Verdict& verdict, bool* undone);
+  // Keeps the updates if the verdict is that assumed. Otherwise undoes them, gives their chunks
+  // back to the queue, and returns false.
+  Result<bool> Keep(const Verdict& verdict);
   // Queues the params of the next chunk that was kept. Any thread of the step. After a failure it
   // returns that, and queues no more.
   Status SendNext();
@@ -113,7 +115,7 @@ class EarlyUpdates {
   Status Accept(uint32_t chunk, const Capture* capture);
   void Learn();
   uint64_t Place(uint32_t chunk, Early* early) const;
-  Status BringParams(const Early& early, bool* brought);
+  Status BringParams(const Early& early);
   bool IsAsAssumed(const StepRequest& request) const;
   WorkerPool::Work NextWork();
   void Update(Job& job, uint32_t worker);
@@ -143,10 +145,10 @@ class EarlyUpdates {
 
   // The assumption. UseChunks reserves the capacity of all lists.
   bool assumed_ = false;
-  bool closed_ = false;            // since an undo
-  uint32_t quiet_steps_ = 0;       // that get no early updates
-  uint32_t next_quiet_steps_ = 1;  // after the next undo
-  double grad_scale_ = 1;          // of the last step
+  bool closed_ = false;                    // since an undo
+  std::atomic<uint32_t> quiet_steps_ = 0;  // that get no early updates
+  uint32_t next_quiet_steps_ = 1;          // after the next undo
+  double grad_scale_ = 1;                  // of the last step
   StepRequest request_;
   float grad_factor_ = 1;
   std::vector<Coefficients> coefficients_;
@@ -159,7 +161,6 @@ class EarlyUpdates {
   // Gradients that come to the host for nothing take the link from others, so no more are wanted
   // than the workers have shown that they can do.
   std::atomic<uint64_t> elements_wanted_ = UINT64_MAX;
-  std::atomic<bool> quiet_ = false;  // no early updates before the next step
 
   // How far the workers are. Guarded by mutex_.
   std::mutex mutex_;
@@ -175,7 +176,7 @@ class EarlyUpdates {
   bool kept_ = false;
   uint32_t sent_ = 0;
   uint64_t sent_bytes_ = 0;
-  Status status_;  // of SendNext
+  Status status_;           // of SendNext
 };
 
 }  // namespace hybridopt
