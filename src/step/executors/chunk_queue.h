@@ -139,7 +139,10 @@ class ChunkQueue {
     const uint64_t issued = std::min<uint64_t>(count, issued_.count);
     if (issued == 0) return {};
     const PerExecutor<Written>& last = chunks_[issued - 1].last;
-    return {last[0].event, last[1].event, last[2].event};
+    PerExecutor<EventHandle> events{};
+    std::transform(last.begin(), last.end(), events.begin(),
+                   [](const Written& written) { return written.event; });
+    return events;
   }
   uint32_t finished() const {
     std::lock_guard lock(mutex_);

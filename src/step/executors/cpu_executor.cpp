@@ -37,7 +37,7 @@ uint64_t CpuExecutor::CopiesAhead() const {
 }
 
 Status CpuExecutor::CopyAhead(offload_step_result_t* result) {
-  for (; prefetched_ < taken_; ++prefetched_) HYBRIDOPT_TRY(BringDown(prefetched_, result));
+  for (; copied_ahead_ < taken_; ++copied_ahead_) HYBRIDOPT_TRY(BringDown(copied_ahead_, result));
   return {};
 }
 

@@ -42,7 +42,7 @@ class CpuExecutor {
   void UseRing();  // to be called after the lanes have got another ring
 
   // To be called for a new step, before its verdict: forgets the chunks of the step before.
-  void Reset() { taken_ = prefetched_ = given_ = sent_ = retired_ = 0; }
+  void Reset() { taken_ = copied_ahead_ = given_ = sent_ = retired_ = 0; }
   // Takes a chunk ahead of the verdict; false if the ring is full or the queue is empty.
   bool TakeAhead();
   // How many copies CopyAhead will queue.
@@ -111,7 +111,7 @@ class CpuExecutor {
   // the slots in turn.
   std::optional<Task> task_;
   uint32_t taken_ = 0;  // chunks so far
-  uint32_t prefetched_ = 0;
+  uint32_t copied_ahead_ = 0;
   uint32_t given_ = 0;
   uint32_t sent_ = 0;
   uint32_t retired_ = 0;

@@ -55,7 +55,7 @@ Status StreamedExecutor::Start() {
 // ------------------------------------------------------------------------- before the verdict --
 
 void StreamedExecutor::Reset() {
-  taken_ = prefetched_ = finished_ = 0;
+  taken_ = copied_ahead_ = finished_ = 0;
   chunks_.resize(memory_.pinned() ? lanes_.stream_slots().size() : 0);
   queued_up_.resize(chunks_.size());
   updates_.clear();
@@ -72,7 +72,7 @@ bool StreamedExecutor::Take() {
 }
 
 Status StreamedExecutor::CopyAhead() {
-  for (; prefetched_ < taken_; ++prefetched_) HYBRIDOPT_TRY(QueueUp(prefetched_));
+  for (; copied_ahead_ < taken_; ++copied_ahead_) HYBRIDOPT_TRY(QueueUp(copied_ahead_));
   return {};
 }
 

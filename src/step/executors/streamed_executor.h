@@ -95,7 +95,7 @@ class StreamedExecutor final : private SideThreads::Work {
   std::vector<uint64_t> queued_up_;    // the same: queued_up_bytes() of the link behind its copies
   std::vector<DeviceUpdate> updates_;  // the same: launches read these while more are added
   uint32_t taken_ = 0;
-  uint32_t prefetched_ = 0;
+  uint32_t copied_ahead_ = 0;
   uint32_t finished_ = 0;
   Status status_;  // the outcome of Do
   offload_step_result_t done_{};
