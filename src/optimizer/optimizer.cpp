@@ -137,8 +137,7 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
       CheckDeviceRoom(*context_, "device_fraction", options_.device_fraction, plan.device_bytes));
   HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes));
   if (context_->device().unified()) return {};
-  return context_->CheckPinned(plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
-                               plan.host_swap_bytes + plan.host_early_bytes);
+  return context_->CheckPinned(PinnedBytesOf(plan));
 }
 
 // Whether the device's ring leaves enough memory free. Only a ring that the options do not ask for
@@ -160,10 +159,7 @@ Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& 
     arrangement.lanes.stream_slots = 0;
     return PlanOf(*context_, table_, shape, arrangement);
   }
-  const uint64_t others_bytes =
-      committed_ != nullptr ? 0
-                            : plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
-                                  plan.host_swap_bytes + plan.host_early_bytes;
+  const uint64_t others_bytes = committed_ != nullptr ? 0 : PinnedBytesOf(plan);
   const uint64_t held_bytes = committed_ != nullptr ? committed_->pinned_state_bytes.load() : 0;
   const uint64_t left_bytes =
       plan.pinned_bytes_left - std::min(plan.pinned_bytes_left, others_bytes);

@@ -49,10 +49,10 @@ void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& 
   for (uint32_t id : ids) {
     const Addresses& addresses = table_.addresses()[id];
     void* const address = grads ? const_cast<void*>(addresses.grad) : addresses.data;
-    // While the states of all params are on the host, the optimizer needs no device memory.
     request.items.push_back(
         {id, address, addresses.data, lifecycle.host_grad(id) == HostGrad::kNone});
   }
+  // While the states of all params are on the host, the optimizer needs no device memory.
   request.frees_device_memory = move == Move::kOffloadStates && committed_->device_memory_held &&
                                 lifecycle.states_on_host_count() + ids.size() == table_.size();
 }

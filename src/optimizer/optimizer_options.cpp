@@ -6,6 +6,7 @@
 #include "comm/comm.h"
 #include "kernels/algorithms.h"
 #include "runtime/worker_pool.h"
+#include "state/move_table.h"
 
 namespace hybridopt {
 namespace {
@@ -145,8 +146,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   // Only CPU workers update early, only chunks whose gradients have been offloaded, and only where
   // the caller's params are not written in place.
   const bool updates_early =
-      !device.unified() && shape.cpu_updates &&
-      (options.movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0;
+      !device.unified() && shape.cpu_updates && (options.movable & kGradsMovable) != 0;
   shape.early_update_bytes = updates_early ? options.early_update_bytes : 0;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return shape;

@@ -24,10 +24,7 @@ NodeBytes PlannedNodeBytes(const Context& context, const Residence& residence,
                            const offload_plan_t& plan) {
   NodeBytes bytes;
   context.state_pages().AddPlanned(StateMemory::HostBytes(residence), &bytes);
-  context.pinned_pages().AddPlanned(plan.staging_bytes + plan.host_params_bytes +
-                                        plan.host_grads_bytes + plan.host_swap_bytes +
-                                        plan.host_early_bytes,
-                                    &bytes);
+  context.pinned_pages().AddPlanned(PinnedBytesOf(plan), &bytes);
   return bytes;
 }
 

@@ -23,6 +23,12 @@ struct Arrangement {
 
 Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction);
 
+// Pinned memory that commit takes whole, beside state that is pinned for a ring.
+constexpr uint64_t PinnedBytesOf(const offload_plan_t& plan) {
+  return plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
+         plan.host_swap_bytes + plan.host_early_bytes;
+}
+
 // The whole plan except `fits`.
 Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
                               const StateShape& shape, const Arrangement& arrangement);

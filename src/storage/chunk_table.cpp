@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/system.h"
+#include "state/move_table.h"
 
 namespace hybridopt {
 namespace {
@@ -91,7 +92,7 @@ class ChunkCutter {
 };
 
 bool HostMayHoldGrads(const StateShape& shape) {
-  return (shape.options.movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0;
+  return (shape.options.movable & kGradsMovable) != 0;
 }
 
 uint32_t StreamSlots(const StateShape& shape, const ChunkTable& chunks) {
