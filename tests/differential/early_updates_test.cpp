@@ -15,19 +15,13 @@ namespace {
 
 constexpr uint64_t kPlenty = 1 << 20;
 
-std::vector<ParamSpec> Params(Random& random) {
-  std::vector<ParamSpec> params;
-  for (uint64_t count : {3000, 1, 1027, 0, 5000, 640, 2048, 77})
-    params.push_back(
-        {kDtypes[random.Below(3)], kDtypes[random.Below(3)], OFFLOAD_PLACE_AUTO, 0, count});
-  return params;
-}
+const std::vector<uint64_t> kCounts = {3000, 1, 1027, 0, 5000, 640, 2048, 77};
 
 // Every param has a gradient in every step, and no step clips or skips. The loss scale is the same
 // in all steps.
 Problem ProblemOf(uint64_t seed, size_t steps) {
   Random random(seed + 1);
-  Problem problem = RandomProblem(AlgorithmOfSeed(seed), Params(random), steps, seed);
+  Problem problem = RandomProblem(AlgorithmOfSeed(seed), SpecsOf(kCounts, random), steps, seed);
   problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
   const double scale = random.OneIn(2) ? 0 : 1024;
   for (StepInput& step : problem.steps) {

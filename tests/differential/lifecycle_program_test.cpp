@@ -17,17 +17,11 @@ namespace {
 
 constexpr int kCalls = 32;
 
-std::vector<ParamSpec> ProgramParams(Random& random) {
-  std::vector<ParamSpec> params;
-  for (uint64_t count : {1500, 33, 700, 2100, 1, 4099, 0, 1024})
-    params.push_back(
-        {kDtypes[random.Below(3)], kDtypes[random.Below(3)], OFFLOAD_PLACE_AUTO, 0, count});
-  return params;
-}
+const std::vector<uint64_t> kCounts = {1500, 33, 700, 2100, 1, 4099, 0, 1024};
 
 Problem ProgramProblem(uint64_t seed) {
   Random random(seed + 1);
-  Problem problem = RandomProblem(AlgorithmOfSeed(seed), ProgramParams(random), 1, seed);
+  Problem problem = RandomProblem(AlgorithmOfSeed(seed), SpecsOf(kCounts, random), 1, seed);
   problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
   return problem;
 }

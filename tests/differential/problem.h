@@ -206,6 +206,15 @@ inline StepInput RandomStep(const Problem& problem, size_t number, Random& rando
   return input;
 }
 
+// Params of these counts, of random dtypes.
+inline std::vector<ParamSpec> SpecsOf(const std::vector<uint64_t>& counts, Random& random) {
+  std::vector<ParamSpec> params;
+  for (uint64_t count : counts)
+    params.push_back(
+        {kDtypes[random.Below(3)], kDtypes[random.Below(3)], OFFLOAD_PLACE_AUTO, 0, count});
+  return params;
+}
+
 // Params as given, in random order and groups, with random values and steps.
 inline Problem RandomProblem(int32_t algorithm, std::vector<ParamSpec> params, size_t steps,
                              uint64_t seed) {

@@ -35,13 +35,7 @@ T Require(Result<T> result) {
 constexpr size_t kSteps = 2;
 
 // Chunks of 1024 of these wrap around every ring; the small params make chunks of many fragments.
-std::vector<ParamSpec> ScheduleParams(Random& random) {
-  std::vector<ParamSpec> params;
-  for (uint64_t count : {1500, 33, 700, 2100, 1, 1300, 1024})
-    params.push_back(
-        {kDtypes[random.Below(3)], kDtypes[random.Below(3)], OFFLOAD_PLACE_AUTO, 0, count});
-  return params;
-}
+const std::vector<uint64_t> kCounts = {1500, 33, 700, 2100, 1, 1300, 1024};
 
 // From this one on the step that is not clipped, in problems of even numbers the second, is vouched
 // finite: its verdict comes from the host.
@@ -51,7 +45,7 @@ constexpr uint64_t kVouchedProblems = 30;
 // problems the first or the second is skipped.
 Problem MakeProblem(uint64_t seed) {
   Random random(seed);
-  Problem problem = RandomProblem(AlgorithmOfSeed(seed), ScheduleParams(random), kSteps, seed);
+  Problem problem = RandomProblem(AlgorithmOfSeed(seed), SpecsOf(kCounts, random), kSteps, seed);
   StepInput& input = problem.steps[0];
   if (seed % 2 == 0) std::swap(input.grads, problem.steps[1].grads);
   if (seed % 2 == 0) std::swap(input.grad_scale, problem.steps[1].grad_scale);

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <new>
 #include <string>
@@ -101,22 +102,28 @@ TEST(BlockWriterTest, AWriteThatFailsIsToldByTheNextCallsAndNothingElseIsWritten
   }
 }
 
+// Submits one block, whose write must fail, and finishes once the write has `begun`.
+Status WriteInVain(system::Files& files, const std::function<bool()>& begun) {
+  const FakeRoot root;
+  Result<File> file = File::Create(files, root.path() + "/file");
+  EXPECT_TRUE(file.ok()) << file.status().message();
+  Result<Arena> memory = Arena::Map(4096);
+  const auto wrote = [](uint64_t) { FAIL() << "nothing was written"; };
+  BlockWriter writer(file.value(), memory.value().data(), 1, 4096, wrote);
+  EXPECT_TRUE(writer.Start().ok());
+  EXPECT_TRUE(writer.Next().ok());
+  writer.Submit(4096);
+  while (!begun()) std::this_thread::yield();
+  return writer.Finish();
+}
+
 // The threads that write are the library's: nobody else catches what they throw.
 TEST(BlockWriterTest, AnExceptionIsAFailureOfTheWriter) {
   class ThrowingFiles : public system::Files {
    public:
     int64_t Write(int, const void*, uint64_t, uint64_t) override { throw std::bad_alloc(); }
   } files;
-  const FakeRoot root;
-  Result<File> file = File::Create(files, root.path() + "/file");
-  ASSERT_TRUE(file.ok()) << file.status().message();
-  Result<Arena> memory = Arena::Map(4096);
-  const auto wrote = [](uint64_t) { FAIL() << "nothing was written"; };
-  BlockWriter writer(file.value(), memory.value().data(), 1, 4096, wrote);
-  ASSERT_TRUE(writer.Start().ok());
-  ASSERT_TRUE(writer.Next().ok());
-  writer.Submit(4096);
-  const Status status = writer.Finish();
+  const Status status = WriteInVain(files, [] { return true; });
   EXPECT_EQ(status.code(), OFFLOAD_OUT_OF_HOST_MEMORY);
   EXPECT_EQ(status.message(), "out of host memory for writing a block");
 }
@@ -131,17 +138,7 @@ TEST(BlockWriterTest, TheEndWaitsForAWriteThatRuns) {
     }
     std::atomic<bool> begun = false;
   } files;
-  const FakeRoot root;
-  Result<File> file = File::Create(files, root.path() + "/file");
-  ASSERT_TRUE(file.ok()) << file.status().message();
-  Result<Arena> memory = Arena::Map(4096);
-  const auto wrote = [](uint64_t) { FAIL() << "nothing was written"; };
-  BlockWriter writer(file.value(), memory.value().data(), 1, 4096, wrote);
-  ASSERT_TRUE(writer.Start().ok());
-  ASSERT_TRUE(writer.Next().ok());
-  writer.Submit(4096);
-  while (!files.begun) std::this_thread::yield();
-  EXPECT_EQ(writer.Finish().code(), OFFLOAD_IO_FAILED);
+  EXPECT_EQ(WriteInVain(files, [&] { return files.begun.load(); }).code(), OFFLOAD_IO_FAILED);
 }
 
 TEST(BlockWriterTest, TheLastBlockMayBeShortAndIsFilledUpWithZeros) {
