@@ -2,6 +2,7 @@
 key, by which an exception can name the violation, and a sentence that says what is wrong."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -10,14 +11,16 @@ FOLDER_FILES_MAX = 16
 CPP_ENDINGS = {".c", ".h", ".cpp", ".cu", ".inc"}
 SOURCE_ENDINGS = CPP_ENDINGS | {".py", ".rs"}
 # Build outputs, virtual environments, caches.
-SKIPPED = re.compile(r"(^|/)(build|target|__pycache__|\.[^/]*)(/|$)")
+SKIPPED = re.compile(r"build|target|__pycache__|\..*")
 
 
 def files_in(root, endings, folder="."):
-    for path in sorted((root / folder).rglob("*")):
-        name = path.relative_to(root).as_posix()
-        if path.suffix in endings and path.is_file() and not SKIPPED.search(name):
-            yield name, path
+    for parent, folders, names in os.walk(root / folder):
+        here = Path(parent)
+        folders[:] = sorted(each for each in folders if not SKIPPED.fullmatch(each))
+        for path in (here / name for name in sorted(names)):
+            if path.suffix in endings:
+                yield path.relative_to(root).as_posix(), path
 
 
 # ------------------------------------------------------------------------- every file has a line --
@@ -334,11 +337,9 @@ def missing_files(root):
     """Files that a comment in src/ names and that are not there, nor among the system's headers that src/
     includes."""
     ends = set()
-    for top in root.iterdir():
-        for path in () if SKIPPED.search(top.name) else (top, *top.rglob("*")):
-            name = path.relative_to(root).as_posix()
-            ends.update(name[at:] for at in (0, *(slash.end() for slash in re.finditer("/", name))))
-    sources = [(name, path.read_text()) for name, path in files_in(root, CPP_ENDINGS | {".inc"}, "src")]
+    for name, _ in files_in(root, CPP_ENDINGS | {".py", ".md", ".map"}):
+        ends.update(name[at:] for at in (0, *(slash.end() for slash in re.finditer("/", name))))
+    sources = [(name, path.read_text()) for name, path in files_in(root, CPP_ENDINGS, "src")]
     for _, text in sources:
         ends.update(name.rpartition("/")[2] for name in re.findall(r"#\s*include\s*<([^>]*)>", text))
     for name, text in sources:
