@@ -81,6 +81,13 @@ std::string NameOf(void* address) {
 class Scheduler {
  public:
   explicit Scheduler(uint64_t seed);
+  // Threads that are left wait for their turn as long as the process lives.
+  ~Scheduler() {
+    for (auto& task : tasks_)
+      if (task->state != Task::State::kEnded) (void)task.release();
+  }
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
 
   Task* Add(void* (*body)(void*), void* argument);
   void Remove(Task* task) { tasks_.erase(tasks_.begin() + IndexOf(task)); }
