@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "base/files.h"
-#include "checkpoint/format/inspect.h"
+#include "checkpoint/format/checkpoint_info.h"
 #include "checkpoint/reader.h"
 #include "machine/context.h"
 #include "optimizer/handle_table.h"
@@ -19,6 +19,8 @@ namespace {
 
 using namespace hybridopt;  // NOLINT: this file is the library's outermost layer
 
+// Find refuses handles that have been destroyed, or were made before a fork, so no body below runs
+// on these.
 using Contexts = HandleTable<Context, HandleKind::kContext>;
 using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
 using Stashes = HandleTable<Stash, HandleKind::kStash>;

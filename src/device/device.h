@@ -118,7 +118,8 @@ class Device {
   virtual Status CheckRange(const void* data, uint64_t bytes) const = 0;
 
   // Pins host memory, as this device needs it for asynchronous copies. OUT_OF_HOST_MEMORY if the
-  // system does not pin so much.
+  // system does not pin so much: the text says which limit was met, because callers go on with
+  // "raise that limit".
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
   virtual void UnpinHost(void* data) = 0;
   // Large memory is pinned in pieces of so many bytes, so that few bytes are pinned again when it

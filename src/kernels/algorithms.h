@@ -32,7 +32,8 @@ inline constexpr StoredKind kStoredKinds[] = {
     {OFFLOAD_STATE_SUM, "sum", true},
 };
 
-// The numbers of a group, in the order of a checkpoint's manifest.
+// The numbers of a group, in the order of a checkpoint's manifest. state/group.cpp checks them and
+// checkpoint/format/group_fields.h stores them by this list.
 using GroupNumber = double offload_group_t::*;
 struct NamedNumber {
   const char* name;

@@ -19,6 +19,7 @@ inline constexpr uint32_t kHashFactor1 = 0x3D73EB59;
 inline constexpr uint32_t kHashFactor2 = 0x45AA351B;
 
 // 32 random bits for one element: moment0 is rounded with the lower half, moment1 with the upper.
+// simd_unit.h computes the same in vectors, and cuda/tile_random.h counts up the counter.
 // For counters with the same upper half, the first line is a sum that grows by a constant. The key
 // is in the counter and in the tweak, so that the sequence of one key is no shifted copy of another
 // key's.

@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt import batch, compared, in_sync
+from hybridopt import compared, in_sync, slot_batch
 from hybridopt import state as states
 from models import bits, drawn_seeds
 
@@ -18,7 +18,7 @@ SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
 @pytest.fixture
 def small_parts(monkeypatch):
     """Several batches, parts and blocks of few params."""
-    monkeypatch.setattr(batch, "BATCH_SLOTS", 7)
+    monkeypatch.setattr(slot_batch, "BATCH_SLOTS", 7)
     monkeypatch.setattr(hybridopt.bound, "BATCH_SLOTS", 7)
     monkeypatch.setattr(states, "PART_ENTRIES", 5)
     monkeypatch.setattr(compared, "BLOCK_ELEMENTS", 35)
@@ -29,7 +29,7 @@ class LookingAtAll:
 
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(batch.Forms, "match", lambda *_: False)
+        self.patch.setattr(slot_batch.Forms, "match", lambda *_: False)
         self.patch.setattr(states.Snapshot, "matches", lambda *_: False)
         self.patch.setattr(compared.Block, "is_rounded", lambda *_: False)
         self.patch.setattr(hybridopt.registered.Registered, "_are_the_same", lambda *_: False)

@@ -189,7 +189,7 @@ def test_gradients_are_handed_over_together(monkeypatch):
 
         monkeypatch.setattr(abi.Optimizer, name, call)
     for per_call, expected in ((256, [256, 256, 88]), (1000, [600])):
-        monkeypatch.setattr(hybridopt.gradient_hooks, "BATCH_PARAMS", per_call)
+        monkeypatch.setattr(hybridopt.gradient_hooks, "SEND_AT_PARAMS", per_call)
         torch.stack([param.sum() for param in module]).sum().backward()
         optimizer.zero_grad()
         moved = [params for name, params in calls if name == "offload_grads" and params > 0]
@@ -198,7 +198,7 @@ def test_gradients_are_handed_over_together(monkeypatch):
         # Looked at, not waited for: one look before each call but the first.
         assert [name for name, _ in calls].count("wait") <= 2 * len(expected)
         calls.clear()
-    monkeypatch.setattr(hybridopt.gradient_hooks, "BATCH_BYTES", 12 * 200)
+    monkeypatch.setattr(hybridopt.gradient_hooks, "SEND_AT_BYTES", 12 * 200)
     torch.stack([param.sum() for param in module]).sum().backward()
     assert [params for name, params in calls if name == "offload_grads"] == [200, 200, 200]
     optimizer.step()
@@ -445,7 +445,7 @@ def test_hooks_come_to_params_that_are_added():
 
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_many_gradients_wait_for_the_oldest(monkeypatch, accumulate):
-    monkeypatch.setattr(hybridopt.gradient_hooks, "BATCH_PARAMS", 1)
+    monkeypatch.setattr(hybridopt.gradient_hooks, "SEND_AT_PARAMS", 1)
     module = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(400)])
     optimizer = hybridopt.SGD(module.parameters(), lr=1.0, threads=1)
     optimizer.hook_gradients(accumulate, micro_batches=1 if accumulate else 2)

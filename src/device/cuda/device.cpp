@@ -336,8 +336,10 @@ Status CudaDevice::PinHost(void* data, uint64_t bytes) {
     (void)cudaGetLastError();
     HYBRIDOPT_TRY(fault_.status());
     return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
-                         "cannot pin %" PRIu64 " bytes: cudaHostRegister: %s", bytes,
-                         TextOf(error).c_str());
+                         "cannot pin %" PRIu64
+                         " bytes, more than the system or this process's container lets the "
+                         "driver pin: cudaHostRegister: %s",
+                         bytes, TextOf(error).c_str());
   }
   if (error == cudaErrorInvalidValue || error == cudaErrorHostMemoryAlreadyRegistered) {
     (void)cudaGetLastError();

@@ -176,7 +176,7 @@ class EarlyUpdates {
   bool kept_ = false;
   uint32_t sent_ = 0;
   uint64_t sent_bytes_ = 0;
-  Status status_;           // of SendNext
+  Status status_;  // of SendNext
 };
 
 }  // namespace hybridopt

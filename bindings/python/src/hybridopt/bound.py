@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import abi
-from .batch import BATCH_SLOTS, Batch, batches_of
 from .registered import Slot
+from .slot_batch import BATCH_SLOTS, SlotBatch, slot_batches_of
 from .tensors import local
 from .unreadable import has_been_away
 
@@ -64,7 +64,7 @@ class Bound:
         self._slots = slots
         self._params = [slot.param for slot in slots]
         self._copies = [(slot.param, slot.copy) for slot in slots if slot.copy is not None]
-        self._batches = batches_of(slots)
+        self._batches = slot_batches_of(slots)
         self._has_looked = False  # look() has run, and nothing has been bound since
         self.addresses = Addresses(handle, [slot.bound.data_ptr() for slot in slots])
         # The slots that had a gradient at the last bind(). If other slots have one, it is a new list.
@@ -147,7 +147,7 @@ class Bound:
             self.look()
         self._has_looked = False
 
-    def _batch_of(self, slot: Slot) -> Batch:
+    def _batch_of(self, slot: Slot) -> SlotBatch:
         return self._batches[slot.id // BATCH_SLOTS]
 
     def _tell_changed(self, grads: list[int] | None) -> None:

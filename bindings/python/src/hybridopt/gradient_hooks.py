@@ -27,9 +27,9 @@ from .modes import in_no_mode
 from .moves import send_gradients
 from .registered import Slot
 
-# A batch is offloaded when it has so many bytes, or so many params.
-BATCH_BYTES = 64 << 20
-BATCH_PARAMS = 256
+# A batch is offloaded as soon as it has so many bytes, or so many params.
+SEND_AT_BYTES = 64 << 20
+SEND_AT_PARAMS = 256
 # How many batches may be under way before a hook waits for the oldest one; the library's queue holds 256
 # calls. With accumulate=True the limit is lower, because the device is short of memory then.
 MAX_IN_FLIGHT = 64
@@ -244,8 +244,8 @@ class GradientHooks:
         graph_task = torch._C._current_graph_task_id()
         if (
             graph_task == -1  # FSDP2 reduces the last gradients after the end of the backward pass
-            or self._final_bytes >= BATCH_BYTES
-            or len(self._final) >= BATCH_PARAMS
+            or self._final_bytes >= SEND_AT_BYTES
+            or len(self._final) >= SEND_AT_PARAMS
         ):
             self._send()
         elif graph_task != self._graph_task:

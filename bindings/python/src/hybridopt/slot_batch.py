@@ -1,4 +1,4 @@
-"""Batches of slots: a batch looks up the addresses of its params and gradients in a few calls."""
+"""Slot batches: each looks up the addresses of its params and gradients in a few calls."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Forms:
         return self._forms == [form_of(tensor) for tensor in tensors]
 
 
-class Batch:
+class SlotBatch:
     """Consecutive slots, and the addresses of their params and gradients. If all tensors have the forms that
     they had at the look before, a batch reads all addresses at once. Otherwise it checks slot by slot."""
 
@@ -200,6 +200,6 @@ class Batch:
         ]
 
 
-def batches_of(slots: list[Slot]) -> list[Batch]:
+def slot_batches_of(slots: list[Slot]) -> list[SlotBatch]:
     begins = range(0, len(slots), BATCH_SLOTS)
-    return [Batch(slots[begin : begin + BATCH_SLOTS]) for begin in begins]
+    return [SlotBatch(slots[begin : begin + BATCH_SLOTS]) for begin in begins]

@@ -1,4 +1,4 @@
-#include "checkpoint/format/inspect.h"
+#include "checkpoint/format/checkpoint_info.h"
 
 namespace hybridopt::checkpoint {
 offload_checkpoint_info_t InfoOf(const Manifest& manifest) {
