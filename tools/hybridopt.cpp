@@ -91,6 +91,8 @@ void AddMachineCommands(CLI::App& app, Request& request) {
   const auto add_size = [plan](const char* name, uint64_t& bytes, const char* text) {
     plan->add_option(name, bytes, text)->transform(CLI::AsSizeValue(true))->type_name("SIZE");
   };
+  add_size("--early-updates", options->early_bytes,
+           "early_update_bytes, on the host; with --hook-gradients");
   add_size("--activations", options->activations_bytes,
            "that wait for the backward pass, as 60GiB: counted on the device");
   add_size("--stash", options->stash_bytes, "budget of an activation stash, on the host");

@@ -22,6 +22,8 @@ constexpr uint64_t kGpuChunkElements = uint64_t{1} << 22;
 constexpr uint64_t kSmallElements =
     32 * kGpuChunkElements;  // more than have smaller last chunks alone
 constexpr uint64_t kLargeElements = 2 * kSmallElements;
+// What an option may say. Negative numbers, which the parser takes for large ones, are more.
+constexpr uint64_t kSizeMaxBytes = uint64_t{1} << 50;
 // Of the simulated device: an eighth of it is enough for the ring. Nothing touches it.
 constexpr uint64_t kDeviceBytes = uint64_t{4} << 30;
 
@@ -71,6 +73,8 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
     optimizer_options.moment_dtype = OFFLOAD_BF16;
   }
   if (options.hook_gradients) optimizer_options.movable = OFFLOAD_MOVABLE_GRADS;
+  // Room for all elements, which grows with them. The caller takes no more than the option.
+  if (options.early_bytes > 0) optimizer_options.early_update_bytes = kSizeMaxBytes;
   Optimizer optimizer;
   HYBRIDOPT_TRY(optimizer.Create(context, optimizer_options));
   const offload_group_t group = GroupOf(*algorithm);
@@ -92,7 +96,8 @@ struct Sizes {
   double pinned_bytes = 0;
   double device_bytes = 0;
   double ring_bytes = 0;
-  double down_bytes = 0;  // a step
+  double early_bytes = 0;  // that early updates of all elements would take
+  double down_bytes = 0;   // a step
   double up_bytes = 0;
 };
 
@@ -116,7 +121,8 @@ Status AddShare(const PlanOptions& options, uint64_t elements, double device_fra
     sum += bytes + slope * more;
   };
   using P = offload_plan_t;
-  add(sizes.host_bytes, [](const P& p) { return p.host_bytes; });
+  add(sizes.host_bytes, [](const P& p) { return p.host_bytes - p.host_early_bytes; });
+  add(sizes.early_bytes, [](const P& p) { return p.host_early_bytes; });
   add(sizes.pinned_bytes,
       [](const P& p) { return p.staging_bytes + p.pinned_state_bytes + p.host_grads_bytes; });
   add(sizes.device_bytes, [](const P& p) { return p.device_bytes; });
@@ -126,6 +132,8 @@ Status AddShare(const PlanOptions& options, uint64_t elements, double device_fra
   return {};
 }
 
+uint64_t Rounded(double bytes) { return static_cast<uint64_t>(std::llround(bytes)); }
+
 std::string Grouped(uint64_t number) {
   std::string text = std::to_string(number);
   for (auto at = static_cast<std::ptrdiff_t>(text.size()) - 3; at > 0; at -= 3)
@@ -133,14 +141,12 @@ std::string Grouped(uint64_t number) {
   return text;
 }
 
-// Also of negative numbers, which the parser takes for large ones.
-constexpr uint64_t kSizeMaxBytes = uint64_t{1} << 50;
-
 Status CheckSizes(const PlanOptions& options) {
   const struct {
     const char* name;
     uint64_t bytes;
-  } sizes[] = {{"--activations", options.activations_bytes},
+  } sizes[] = {{"--early-updates", options.early_bytes},
+               {"--activations", options.activations_bytes},
                {"--stash", options.stash_bytes},
                {"--host-memory", options.host_memory_bytes},
                {"--device-memory", options.device_memory_bytes}};
@@ -149,6 +155,10 @@ Status CheckSizes(const PlanOptions& options) {
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                            "%s is %" PRIu64 " bytes, expected 0 to %s, as 8GiB", name, bytes,
                            SizeText(kSizeMaxBytes).c_str());
+  if (options.early_bytes > 0 && !options.hook_gradients)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "--early-updates is given without --hook-gradients, expected both: only "
+                         "gradients that have left are used before the step");
   return {};
 }
 
@@ -156,6 +166,7 @@ Status CheckSizes(const PlanOptions& options) {
 struct Training {
   uint64_t model_bytes = 0;        // params; gradients take as much
   uint64_t activations_bytes = 0;  // that stay on the device
+  uint64_t early_bytes = 0;        // for early updates
   uint64_t stash_bytes = 0;
   uint64_t host_bytes = 0;  // all of it
   uint64_t device_bytes = 0;
@@ -187,8 +198,7 @@ uint64_t DeviceFreeBytes() {
   return info.device_memory_free_bytes;
 }
 
-Result<Training> TrainingOf(const PlanOptions& options, uint64_t optimizer_host_bytes,
-                            uint64_t optimizer_device_bytes) {
+Result<Training> TrainingOf(const PlanOptions& options, const Sizes& sizes) {
   Training training;
   HYBRIDOPT_ASSIGN(const hybridopt::DtypeRow* const dtype,
                    FindName(hybridopt::kDtypeRows, options.dtype, "--dtype"));
@@ -196,9 +206,10 @@ Result<Training> TrainingOf(const PlanOptions& options, uint64_t optimizer_host_
   HYBRIDOPT_ASSIGN(training.stash_bytes, StashBytes(options.stash_bytes));
   training.activations_bytes =
       options.activations_bytes - std::min(options.activations_bytes, options.stash_bytes);
-  training.host_bytes = optimizer_host_bytes + training.stash_bytes;
+  training.early_bytes = std::min(options.early_bytes, Rounded(sizes.early_bytes));
+  training.host_bytes = Rounded(sizes.host_bytes) + training.early_bytes + training.stash_bytes;
   training.device_bytes =
-      2 * training.model_bytes + optimizer_device_bytes + training.activations_bytes;
+      2 * training.model_bytes + Rounded(sizes.device_bytes) + training.activations_bytes;
   HYBRIDOPT_ASSIGN(const offload_plan_t here, SmallPlan(options, 1, 0));
   training.host_available_bytes =
       options.host_memory_bytes != 0 ? options.host_memory_bytes : here.host_available_bytes;
@@ -229,8 +240,9 @@ std::string TrainingText(const PlanOptions& options, const Training& training) {
               : FitText(training.device_bytes, training.device_available_bytes, "there"))
       << "\n          on the host " << SizeText(training.host_bytes) << ": state "
       << (options.hook_gradients ? "and gradients " : "")
-      << SizeText(training.host_bytes - training.stash_bytes) << ", stash "
-      << SizeText(training.stash_bytes) << "; "
+      << SizeText(training.host_bytes - training.early_bytes - training.stash_bytes)
+      << (training.early_bytes > 0 ? ", early updates " + SizeText(training.early_bytes) : "")
+      << ", stash " << SizeText(training.stash_bytes) << "; "
       << FitText(training.host_bytes, training.host_available_bytes, "for the program itself")
       << "\n";
   return out.str();
@@ -245,6 +257,7 @@ void AddTraining(const Training& training, Json& json) {
   json["training_host_bytes"] = training.host_bytes;
   json["params_bytes"] = training.model_bytes;
   json["activations_on_device_bytes"] = training.activations_bytes;
+  json["early_updates_bytes"] = training.early_bytes;
   json["stash_bytes"] = training.stash_bytes;
   json["device_available_bytes"] = training.device_available_bytes;
   json["host_available_bytes"] = training.host_available_bytes;
@@ -265,25 +278,26 @@ Result<Report> Plan(const PlanOptions& options) {
   Sizes sizes;
   HYBRIDOPT_TRY(AddShare(options, options.elements - on_device, 0, sizes));
   HYBRIDOPT_TRY(AddShare(options, on_device, 1, sizes));
-  const auto bytes = [](double size) { return static_cast<uint64_t>(std::llround(size)); };
-  HYBRIDOPT_ASSIGN(const Training training,
-                   TrainingOf(options, bytes(sizes.host_bytes), bytes(sizes.device_bytes)));
+  HYBRIDOPT_ASSIGN(const Training training, TrainingOf(options, sizes));
   std::ostringstream out;
   out << options.algorithm << " over " << Grouped(options.elements) << " elements of "
       << options.dtype << ", " << std::lround(100 * options.offload_fraction)
       << " % of the state on the host\n"
-      << "host      " << SizeText(bytes(sizes.host_bytes)) << ", of it "
-      << SizeText(bytes(sizes.pinned_bytes)) << " pinned\n"
-      << "device    " << SizeText(bytes(sizes.device_bytes)) << ", of it "
-      << SizeText(bytes(sizes.ring_bytes)) << " for state that streams\n"
-      << "per step  " << SizeText(bytes(sizes.down_bytes)) << " down, "
-      << SizeText(bytes(sizes.up_bytes)) << " up, if CPU threads update the host's share\n"
+      << "host      " << SizeText(Rounded(sizes.host_bytes)) << ", of it "
+      << SizeText(Rounded(sizes.pinned_bytes)) << " pinned\n"
+      << "device    " << SizeText(Rounded(sizes.device_bytes)) << ", of it "
+      << SizeText(Rounded(sizes.ring_bytes)) << " for state that streams\n"
+      << "per step  " << SizeText(Rounded(sizes.down_bytes)) << " down, "
+      << SizeText(Rounded(sizes.up_bytes)) << " up, if CPU threads update the host's share\n"
       << TrainingText(options, training);
-  Json json{
-      {"status", offload_status_name(OFFLOAD_OK)},   {"elements", options.elements},
-      {"host_bytes", bytes(sizes.host_bytes)},       {"pinned_bytes", bytes(sizes.pinned_bytes)},
-      {"device_bytes", bytes(sizes.device_bytes)},   {"device_ring_bytes", bytes(sizes.ring_bytes)},
-      {"grads_down_bytes", bytes(sizes.down_bytes)}, {"params_up_bytes", bytes(sizes.up_bytes)}};
+  Json json{{"status", offload_status_name(OFFLOAD_OK)},
+            {"elements", options.elements},
+            {"host_bytes", Rounded(sizes.host_bytes)},
+            {"pinned_bytes", Rounded(sizes.pinned_bytes)},
+            {"device_bytes", Rounded(sizes.device_bytes)},
+            {"device_ring_bytes", Rounded(sizes.ring_bytes)},
+            {"grads_down_bytes", Rounded(sizes.down_bytes)},
+            {"params_up_bytes", Rounded(sizes.up_bytes)}};
   AddTraining(training, json);
   return Report{out.str(), json, {}};
 }

@@ -707,6 +707,23 @@ def test_plan_of_a_training_on_another_machine():
     assert stays["training_device_bytes"] == 2 * params + stays["device_bytes"]
 
 
+def test_plan_counts_the_room_of_early_updates():
+    machine = ["--host-memory", "128GiB", "--device-memory", "139GiB"]
+    without = json.loads(succeed(*PRESET, *machine, "--json"))
+    told = json.loads(succeed(*PRESET, *machine, "--early-updates", "12GiB", "--json"))
+    assert told["early_updates_bytes"] == 12 * GIB and without["early_updates_bytes"] == 0
+    tables = told["host_bytes"] - without["host_bytes"]
+    assert told["training_host_bytes"] == without["training_host_bytes"] + tables + 12 * GIB
+    assert 0 < tables < 2**24
+    text = succeed(*PRESET, *machine, "--early-updates", "12GiB")
+    assert re.search(r"state and gradients 104.\d GiB, early updates 12.0 GiB, stash 8.0 GiB; fits", text)
+    # No more than the state and params of all elements, and what aligns them.
+    small = json.loads(succeed("plan", "1e6", "--hook-gradients", "--early-updates", "1GiB", "--json"))
+    assert 14e6 <= small["early_updates_bytes"] <= 14e6 * 1.01 + 2**14
+    refuse(USAGE, "--early-updates is given without --hook-gradients, expected both", "plan", "7B",
+           "--early-updates", "1GiB")  # fmt: skip
+
+
 def test_plan_of_a_training_that_does_not_fit():
     machine = ["--host-memory", "96GiB", "--device-memory", "80GiB"]
     told = json.loads(succeed(*PRESET, *machine, "--json"))
@@ -728,7 +745,9 @@ def test_plan_of_a_training_on_this_machine():
     assert all_gone["activations_on_device_bytes"] == 0 and all_gone["stash_bytes"] >= 2 << 20
 
 
-@pytest.mark.parametrize("option", ["--activations", "--stash", "--host-memory", "--device-memory"])
+@pytest.mark.parametrize(
+    "option", ["--activations", "--early-updates", "--stash", "--host-memory", "--device-memory"]
+)
 @pytest.mark.parametrize("size", ["2PiB", "-5"])
 def test_plan_of_no_size(option, size):
     refuse(USAGE, "bytes, expected 0 to 1.0 PiB, as 8GiB", "plan", "7B", f"{option}={size}")
