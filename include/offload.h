@@ -544,7 +544,12 @@ enum offload_step_flag {
   /* The caller guarantees that every gradient is finite. If there is no norm to clip by, the step
    * then skips the pass that looks for Inf and NaN. If a gradient is not finite after all, the
    * resulting numbers are unspecified, but the behaviour is defined. */
-  OFFLOAD_STEP_ASSUME_FINITE = 1
+  OFFLOAD_STEP_ASSUME_FINITE = 1,
+  /* Where an element of a bf16 or fp16 param is not its fp32 master, rounded, other code has
+   * written it, and the step first makes the master equal to it, even if it is then skipped. Only
+   * where params are in host memory; elsewhere there is offload_optimizer_refresh_masters. Costs
+   * reading the params: 2 bytes an element. */
+  OFFLOAD_STEP_FOLLOW_PARAMS = 2
 };
 
 typedef struct offload_step_options {
@@ -591,7 +596,9 @@ typedef struct offload_step_result {
 /* Queues one step over every param that has a gradient, and returns at once. At most 8 steps may be
  * queued. options may be NULL for the defaults; ticket may be NULL. If any gradient is not finite,
  * the step is skipped: no bit changes, step counts included.
- * Errors: INVALID_ARGUMENT, INVALID_STATE (before commit, or 8 steps are queued), POISONED. */
+ * Errors: INVALID_ARGUMENT, INVALID_STATE (before commit, or 8 steps are queued), UNSUPPORTED (a
+ * flag that this release does not know, or FOLLOW_PARAMS with params in device memory), POISONED.
+ */
 OFFLOAD_API int32_t offload_optimizer_step(offload_optimizer_t optimizer,
                                            const offload_step_options_t* options,
                                            offload_ticket_t* ticket);

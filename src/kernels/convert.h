@@ -123,6 +123,15 @@ struct Element<OFFLOAD_FP16> {
   HYBRIDOPT_EVERYWHERE static uint16_t Round(float value) { return Fp32ToFp16(value); }
 };
 
+// One element of FollowParamsFunction (kernels.h).
+template <int32_t kDtype>
+void FollowParam(uint16_t param, float* master) {
+  bool is_rounded = Element<kDtype>::Round(*master) == param;
+  if constexpr (kDtype == OFFLOAD_BF16)
+    is_rounded = is_rounded || Fp32ToBf16TiesAway(*master) == param;
+  if (!is_rounded) *master = Element<kDtype>::Widen(param);
+}
+
 // array[0, count) = value, rounded to the dtype (to nearest). A NULL array is allowed and does
 // nothing.
 inline void FillArray(void* array, int32_t dtype, uint64_t count, float value) {

@@ -130,6 +130,11 @@ using ToFp32Function = void (*)(const void* source, uint64_t count, float* desti
 // sum += grad, widened exactly; one fp32 addition an element.
 using AccumulateFunction = void (*)(const void* grad, uint64_t count, float* sum);
 
+// Where a 16-bit param is not its master, rounded, makes the master equal to the param. Of bf16
+// params either rounding of ties counts: masters may come from a layout that rounds them the other
+// way.
+using FollowParamsFunction = void (*)(const void* param, uint64_t count, float* master);
+
 // Copies bytes that nobody reads soon. It writes whole cache lines without having read them.
 using CopyPastCachesFunction = void (*)(void* to, const void* from, uint64_t bytes);
 
@@ -146,6 +151,7 @@ struct KernelTable {
   SumSquaresFunction sum_squares[kDtypeCount];
   ToFp32Function to_fp32[kDtypeCount];
   AccumulateFunction accumulate[kDtypeCount];
+  FollowParamsFunction follow_params[kDtypeCount];  // NULL for fp32: such a param is its master
   CopyPastCachesFunction copy_past_caches;
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
@@ -158,6 +164,7 @@ struct KernelTable {
   SumSquaresFunction SumSquares(int32_t dtype) const { return sum_squares[dtype - 1]; }
   ToFp32Function ToFp32(int32_t dtype) const { return to_fp32[dtype - 1]; }
   AccumulateFunction Accumulate(int32_t dtype) const { return accumulate[dtype - 1]; }
+  FollowParamsFunction FollowParams(int32_t dtype) const { return follow_params[dtype - 1]; }
 };
 
 // The scalar specification (kernels/reference.cpp).

@@ -159,6 +159,12 @@ struct Kernels {
     const auto* elements = static_cast<const typename Element<kDtype>::Stored*>(grad);
     for (uint64_t i = 0; i < count; ++i) sum[i] = sum[i] + Element<kDtype>::Widen(elements[i]);
   }
+
+  template <int32_t kDtype>
+  static void FollowParams(const void* param, uint64_t count, float* master) {
+    const auto* elements = static_cast<const uint16_t*>(param);
+    for (uint64_t i = 0; i < count; ++i) FollowParam<kDtype>(elements[i], &master[i]);
+  }
 };
 
 constexpr KernelTable kTable = MakeTable<Kernels>("reference");

@@ -219,6 +219,19 @@ void UpdateRange(const Coefficients& c, const UpdateSpan& span, const RangeRound
     UpdateTail<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, range, units.count, tail);
 }
 
+// Whether the params of a unit are their masters, rounded.
+template <int32_t kDtype>
+HWY_INLINE bool AreRounded(const uint16_t* param, const float* master) {
+  const Float first = hn::LoadU(F32(), master), second = hn::LoadU(F32(), master + Lanes());
+  const auto stored = hn::LoadU(U16(), param);
+  auto same = hn::Eq(Pack<kDtype, true>(first, second, {}), stored);
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    if (HWY_LIKELY(hn::AllTrue(U16(), same))) return true;
+    same = hn::Or(same, hn::Eq(Pack<kDtype, true>(first, second, {.ties_away = true}), stored));
+  }
+  return hn::AllTrue(U16(), same);
+}
+
 struct Kernels {
   template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
@@ -294,6 +307,17 @@ struct Kernels {
     const Float old = hn::LoadU(F32(), wide.values);
     hn::StoreU(hn::Add(old, LoadWide<kDtype>(narrow.values)), F32(), wide.values);
     wide.CopyOut(sum, whole, count - whole);
+  }
+
+  template <int32_t kDtype>
+  static void FollowParams(const void* param, uint64_t count, float* master) {
+    const auto* elements = static_cast<const uint16_t*>(param);
+    for (uint64_t begin = 0; begin < count; begin += Unit()) {
+      const uint64_t end = std::min(begin + Unit(), count);
+      if (end - begin == Unit() && HWY_LIKELY(AreRounded<kDtype>(elements + begin, master + begin)))
+        continue;
+      for (uint64_t i = begin; i < end; ++i) FollowParam<kDtype>(elements[i], &master[i]);
+    }
   }
 };
 

@@ -62,11 +62,13 @@ constexpr void FillDtype(KernelTable& table) {
   table.sum_squares[kDtype - 1] = Kernels::template SumSquares<kDtype>;
   table.to_fp32[kDtype - 1] = Kernels::template ToFp32<kDtype>;
   table.accumulate[kDtype - 1] = Kernels::template Accumulate<kDtype>;
+  if constexpr (kDtype != OFFLOAD_FP32)
+    table.follow_params[kDtype - 1] = Kernels::template FollowParams<kDtype>;
 }
 
 // Kernels has the static member templates Update<rule, grad dtype, param dtype, layout>,
-// SumSquares<dtype>, ToFp32<dtype> and Accumulate<dtype>, and the functions Publish and
-// CopyPastCaches.
+// SumSquares<dtype>, ToFp32<dtype>, Accumulate<dtype> and FollowParams<dtype of 16 bits>, and the
+// functions Publish and CopyPastCaches.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};

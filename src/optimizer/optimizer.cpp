@@ -374,9 +374,15 @@ Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) 
 }
 
 Status Optimizer::CheckStepOptions(const offload_step_options_t& options) const {
-  if ((options.flags & ~uint32_t{OFFLOAD_STEP_ASSUME_FINITE}) != 0)
+  constexpr uint32_t kKnown = OFFLOAD_STEP_ASSUME_FINITE | OFFLOAD_STEP_FOLLOW_PARAMS;
+  if ((options.flags & ~kKnown) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known is 0x%x", options.flags,
-                         OFFLOAD_STEP_ASSUME_FINITE);
+                         kKnown);
+  if ((options.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0 && !context_->device().unified())
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.flags has OFFLOAD_STEP_FOLLOW_PARAMS, expected it only where "
+                         "params are in host memory; call offload_optimizer_refresh_masters for "
+                         "params that other code has written");
   // Kernels multiply gradients by the reciprocal of grad_scale, in fp32. The comparison is written
   // so that NaN fails it.
   const float reciprocal =

@@ -5,6 +5,7 @@
 
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -41,6 +42,8 @@ class Model {
   }
 
   void Step(const StepInput& input) {
+    for (size_t id = 0; id < params.size(); ++id)
+      if ((input.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0) Follow(id);
     const double scale = input.grad_scale == 0 ? 1.0 : input.grad_scale;
     const bool vouched = (input.flags & OFFLOAD_STEP_ASSUME_FINITE) != 0;
     verdict = vouched && input.grad_norm_max == 0
@@ -90,6 +93,24 @@ class Model {
       sum += std::isnan(block) ? std::numeric_limits<double>::quiet_NaN() : block;
     }
     return sum;
+  }
+
+  // Where a param of 16 bits is not its master, rounded in either way, it is the master.
+  void Follow(size_t id) {
+    const ParamSpec& spec = problem_->params[id];
+    Param& param = params[id];
+    if (spec.dtype == OFFLOAD_FP32 || (spec.dtype == OFFLOAD_BF16 && problem_->state.split()))
+      return;
+    const std::vector<float> widened = Widen(spec.dtype, spec.count, param.data);
+    for (uint64_t i = 0; i < spec.count; ++i) {
+      uint16_t stored = 0;
+      std::memcpy(&stored, param.data.data() + 2 * i, 2);
+      const float master = param.master[i];
+      const bool same = spec.dtype == OFFLOAD_FP16
+                            ? stored == Fp32ToFp16(master)
+                            : stored == Fp32ToBf16(master) || stored == Fp32ToBf16TiesAway(master);
+      if (!same) param.master[i] = widened[i];
+    }
   }
 
   void Update(size_t id, const StepInput& input) {

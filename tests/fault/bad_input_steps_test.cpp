@@ -144,7 +144,7 @@ INSTANTIATE_TEST_SUITE_P(
                 [](StepOptions& o) { o.grad_norm_max = -2; }),
         StepRow("GradNormMaxInfinite", OFFLOAD_INVALID_ARGUMENT, {"options.grad_norm_max is inf"},
                 [](StepOptions& o) { o.grad_norm_max = kInfinity; }),
-        StepRow("StepFlags", OFFLOAD_UNSUPPORTED, {"options.flags is 0x80", "known is 0x1"},
+        StepRow("StepFlags", OFFLOAD_UNSUPPORTED, {"options.flags is 0x80", "known is 0x3"},
                 [](StepOptions& o) { o.flags = 0x80; }),
         StepRow("StepStream", OFFLOAD_INVALID_ARGUMENT, {"stream is"},
                 [](StepOptions& o) { o.stream = kUnknownStream; }),

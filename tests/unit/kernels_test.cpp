@@ -707,6 +707,78 @@ TEST(Accumulate, SignedZerosAndWhatIsNotFinite) {
   }
 }
 
+// ------------------------------------------------------------------------------ follow params
+
+// Params that are their masters, rounded to even or, in bf16, away from zero, and in between some
+// that other code has written.
+std::vector<uint8_t> PartlyWritten(const std::vector<float>& masters, int32_t dtype,
+                                   Random& random) {
+  std::vector<uint8_t> params = Narrow(masters, dtype);
+  for (size_t i = 0; i < masters.size(); ++i) {
+    auto bits = static_cast<uint16_t>(random.Bits());
+    if (dtype == OFFLOAD_BF16 && random.OneIn(2)) bits = Fp32ToBf16TiesAway(masters[i]);
+    if (random.OneIn(4)) std::memcpy(&params[2 * i], &bits, 2);
+  }
+  return params;
+}
+
+// Ties between two bf16 numbers among them.
+std::vector<float> MastersOf(uint64_t count, Random& random) {
+  std::vector<float> masters = AwkwardValues(count, random.Bits(), 1.0f, 60000.0f);
+  for (float& master : masters)
+    if (random.OneIn(3))
+      master = std::bit_cast<float>((std::bit_cast<uint32_t>(master) & 0xFFFF0000) | 0x8000);
+  return masters;
+}
+
+TEST(FollowParams, OnlyWrittenElementsChangeInEveryCountAndAddress) {
+  Random random(15);
+  for (int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP16}) {
+    for (uint64_t count : {0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 1009}) {
+      const std::vector<float> before = MastersOf(count, random);
+      const std::vector<uint8_t> params = PartlyWritten(before, dtype, random);
+      std::vector<float> expected = before;
+      for (uint64_t i = 0; i < count; ++i) {
+        uint16_t bits = 0;
+        std::memcpy(&bits, &params[2 * i], 2);
+        const bool is_bf16 = dtype == OFFLOAD_BF16;
+        if (bits == (is_bf16 ? Fp32ToBf16(before[i]) : Fp32ToFp16(before[i]))) continue;
+        if (is_bf16 && bits == Fp32ToBf16TiesAway(before[i])) continue;
+        expected[i] = is_bf16 ? Bf16ToFp32(bits) : Fp16ToFp32(bits);
+      }
+      std::vector<const KernelTable*> tables(SimdKernels().begin(), SimdKernels().end());
+      tables.push_back(&ReferenceKernels());
+      for (const KernelTable* table : tables) {
+        for (uint64_t shift : {0, 1, 5, 13, 31}) {
+          Guarded param(params.size(), 2 * shift), master(4 * count, (shift + 1) * 4 % 64);
+          std::copy(params.begin(), params.end(), static_cast<uint8_t*>(param.data()));
+          std::copy(before.begin(), before.end(), master.floats());
+          table->FollowParams(dtype)(param.data(), count, master.floats());
+          EXPECT_TRUE(std::memcmp(master.floats(), expected.data(), 4 * count) == 0)
+              << table->isa << " " << DtypeName(dtype) << " " << count << " shift " << shift;
+          EXPECT_TRUE(param.GuardsIntact() && master.GuardsIntact());
+        }
+      }
+    }
+  }
+}
+
+TEST(FollowParams, AnyMasterIsItsOwnRounding) {
+  Random random(16);
+  for (int i = 0; i < 200'000; i += 64) {
+    std::vector<float> masters(64);
+    for (float& master : masters) master = std::bit_cast<float>(random.Bits());  // NaN among them
+    for (int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP16}) {
+      const std::vector<uint8_t> params = Narrow(masters, dtype);
+      for (const KernelTable* table : SimdKernels()) {
+        std::vector<float> after = masters;
+        table->FollowParams(dtype)(params.data(), masters.size(), after.data());
+        ASSERT_EQ(std::memcmp(after.data(), masters.data(), 4 * masters.size()), 0) << table->isa;
+      }
+    }
+  }
+}
+
 // ---------------------------------------------------------------------------- past the caches
 
 TEST(CopyPastCaches, EveryCountAndAddressGetsTheseBytes) {

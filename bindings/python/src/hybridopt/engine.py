@@ -163,7 +163,11 @@ class Engine:
         self.under_way.begin(ticket, active, gradients, aliases_of)
 
     def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
-        self.refresh_masters()
+        if self.in_sync.steps_look:
+            self.bound.fill_copies()
+            options["flags"] = abi.OFFLOAD_STEP_FOLLOW_PARAMS
+        else:
+            self.refresh_masters()
         self._undo_what_read_other_params()
         if self.steps.is_full:
             self.settle()

@@ -20,6 +20,9 @@ from .tensors import local
 class InSync(Protocol):
     """Finds the params that other code has written."""
 
+    # Whether a step looks itself at each param that it updates (OFFLOAD_STEP_FOLLOW_PARAMS).
+    steps_look: bool
+
     def begin(self) -> None:
         """Starts: commit has just made the masters from the params."""
 
@@ -39,6 +42,8 @@ class InSync(Protocol):
 class Unwatched:
     """For params on a device whose every element is to be compared: each param counts as written. Masters
     then fetches it and compares it with its master."""
+
+    steps_look = False
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
@@ -64,6 +69,8 @@ class Watched:
     other memory has another address, or the storage that was at this address has expired. A write to
     `param.data` in place leaves neither trace; but if a sample of the bits of one param has changed, all
     params count as written. The params must be bound before each call."""
+
+    steps_look = False
 
     def __init__(
         self, slots: list[Slot], addresses: Addresses, samples: SamplesHere | SamplesAway

@@ -42,9 +42,9 @@ class OffloadOptions(TypedDict, total=False):
             hook_gradients(): CPU threads update params while the backward pass still runs, for the case
             that the step neither clips nor is skipped. If it does, they are undone. The same bits.
         check_weights (bool, default None): True compares every param in 16 bits with its master before
-            each step, so that no write is missed; it reads both once more. False looks at those whose
-            version, or 512 bytes of content, tell of a write. None is True for params on the CPU, False
-            for those on a GPU.
+            it is updated, so that no write is missed. On the CPU the step does that as it goes, on a GPU
+            both are read once more. False looks at those whose version, or 512 bytes of content, tell of
+            a write. None is True for params on the CPU, False for those on a GPU.
         threads (int, default 0): CPU threads that update the host's share; 0 is one per CPU of this rank.
         numa_policy (str, default "near"): where host memory lies on a machine of several NUMA nodes,
             "near" the update threads or "interleaved" page by page over all nodes that this process may

@@ -287,6 +287,7 @@ pub struct offload_plan_t {
 default_is_zero!(offload_plan_t);
 
 pub const OFFLOAD_STEP_ASSUME_FINITE: u32 = 1;
+pub const OFFLOAD_STEP_FOLLOW_PARAMS: u32 = 2;
 
 #[repr(C)]
 #[derive(Clone, Copy)]

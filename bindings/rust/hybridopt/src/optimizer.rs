@@ -59,6 +59,9 @@ pub struct StepOptions<'s> {
     /// Every gradient is finite, so nobody needs to look. If one is not, numbers come out
     /// undefined.
     pub assume_finite: bool,
+    /// What other code has written to params of 16 bits goes to their masters first. Only with
+    /// params in host memory.
+    pub follow_params: bool,
     /// Gradients and params are ready after the work that is on this stream now; None is the NULL
     /// stream.
     pub stream: Option<&'s Stream<'s>>,
@@ -67,7 +70,8 @@ pub struct StepOptions<'s> {
 impl StepOptions<'_> {
     pub(crate) fn raw(&self) -> sys::offload_step_options_t {
         sys::offload_step_options_t {
-            flags: if self.assume_finite { sys::OFFLOAD_STEP_ASSUME_FINITE } else { 0 },
+            flags: (if self.assume_finite { sys::OFFLOAD_STEP_ASSUME_FINITE } else { 0 })
+                | (if self.follow_params { sys::OFFLOAD_STEP_FOLLOW_PARAMS } else { 0 }),
             grad_scale: self.grad_scale,
             grad_norm_max: self.grad_norm_max,
             stream: self.stream.map_or(ptr::null_mut(), |stream| stream.raw),

@@ -156,6 +156,23 @@ fn a_scheduler_reaches_the_next_step() -> Result<()> {
 }
 
 #[test]
+fn a_step_follows_weights_from_outside() -> Result<()> {
+    let context = Context::host()?;
+    let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+    let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
+    let x = adding
+        .add_param(Param::new("x", group, vec![Bf16::from(1.0)]).grad(vec![Bf16::from(1.0)]))?;
+    let mut optimizer = adding.commit()?;
+    optimizer.data_mut(x)?[0] = Bf16::from(8.0);
+    optimizer.step(&StepOptions { follow_params: true, ..StepOptions::default() })?;
+    assert_eq!(f32::from(optimizer.data::<Bf16>(x)?[0]), 7.5);
+    optimizer.data_mut(x)?[0] = Bf16::from(8.0);
+    optimizer.step(&StepOptions::default())?;
+    assert_eq!(f32::from(optimizer.data::<Bf16>(x)?[0]), 7.0);
+    Ok(())
+}
+
+#[test]
 fn weights_from_outside() -> Result<()> {
     let context = Context::host()?;
     let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;

@@ -400,6 +400,7 @@ class offload_plan_t(Struct):
 
 
 OFFLOAD_STEP_ASSUME_FINITE = 1
+OFFLOAD_STEP_FOLLOW_PARAMS = 2
 
 
 class offload_step_options_t(Struct):

@@ -437,6 +437,7 @@ pub fn table() -> Table {
     );
     values!(table,
         OFFLOAD_STEP_ASSUME_FINITE,
+        OFFLOAD_STEP_FOLLOW_PARAMS,
     );
     values!(table,
         OFFLOAD_MOVE_ACCUMULATE,
