@@ -11,9 +11,11 @@ contenders step their own copy of the same params, in turns, and each figure is 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
 import platform
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -101,6 +103,25 @@ def measure(arguments: argparse.Namespace, anew: bool, look: bool = False) -> li
     return [contender.row(arguments.params) for contender in contenders]
 
 
+def profile(arguments: argparse.Namespace) -> None:
+    """Prints where a step in which nothing has changed spends the calling thread's time. Waiting for the
+    library is a part of it."""
+    params = make_params(arguments.params, arguments.elements, DTYPES[arguments.dtype])
+    optimizer = hybridopt.AdamW(params, lr=1e-4)
+    for _ in range(3):
+        optimizer.step()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(arguments.rounds):
+        optimizer.step()
+    profiler.disable()
+    own = {where: times[2] for where, times in pstats.Stats(profiler).stats.items()}
+    print(f"{arguments.params} params, {arguments.rounds} steps: us a param in each function itself")
+    for (file, _, name), seconds in sorted(own.items(), key=lambda item: -item[1])[:10]:
+        where = name if file == "~" else f"{os.path.basename(file)}, {name}"
+        print(f"{1e6 * seconds / arguments.rounds / arguments.params:6.2f}  {where}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--params", type=int, default=10_000)
@@ -108,7 +129,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--profile", action="store_true", help="instead: where the time goes, by function")
     arguments = parser.parse_args()
+    if arguments.profile:
+        profile(arguments)
+        return
     results = {
         "nothing has changed": measure(arguments, anew=False),
         "and state has been looked at": measure(arguments, anew=False, look=True),
