@@ -545,10 +545,11 @@ enum offload_step_flag {
    * then skips the pass that looks for Inf and NaN. If a gradient is not finite after all, the
    * resulting numbers are unspecified, but the behaviour is defined. */
   OFFLOAD_STEP_ASSUME_FINITE = 1,
-  /* Where an element of a bf16 or fp16 param is not its fp32 master, rounded, other code has
-   * written it, and the step first makes the master equal to it, even if it is then skipped. Only
-   * where params are in host memory; elsewhere there is offload_optimizer_refresh_masters. Costs
-   * reading the params: 2 bytes an element. */
+  /* Where an element of a bf16 or fp16 param that the step updates is not its fp32 master, rounded,
+   * other code has written it, and the step first makes the master equal to it. (Of bf16 either
+   * rounding of a tie will do.) Params without a gradient are left alone, and all are if the step
+   * is skipped: a later step follows them. Only where params are in host memory; elsewhere there is
+   * offload_optimizer_refresh_masters. Costs reading the params: 2 bytes an element. */
   OFFLOAD_STEP_FOLLOW_PARAMS = 2
 };
 
@@ -738,7 +739,8 @@ OFFLOAD_API int32_t offload_optimizer_reload_states(offload_optimizer_t optimize
                                                     offload_ticket_t* ticket);
 
 /* Copies the masters in from the params again; moments and step counts stay. Call it after the
- * program has written params: the next step would otherwise restore the old weights.
+ * program has written params: the next step would otherwise restore the old weights, unless it has
+ * OFFLOAD_STEP_FOLLOW_PARAMS.
  * Errors: as above. */
 OFFLOAD_API int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimizer,
                                                       const offload_move_options_t* options,

@@ -206,8 +206,8 @@ Result<Training> TrainingOf(const PlanOptions& options, const Sizes& sizes) {
   HYBRIDOPT_ASSIGN(training.stash_bytes, StashBytes(options.stash_bytes));
   training.activations_bytes =
       options.activations_bytes - std::min(options.activations_bytes, options.stash_bytes);
-  training.early_bytes = std::min(options.early_bytes, Rounded(sizes.early_bytes));
-  training.host_bytes = Rounded(sizes.host_bytes) + training.early_bytes + training.stash_bytes;
+  training.early_bytes = Rounded(sizes.early_bytes);
+  training.host_bytes = Rounded(sizes.host_bytes) + training.stash_bytes;
   training.device_bytes =
       2 * training.model_bytes + Rounded(sizes.device_bytes) + training.activations_bytes;
   HYBRIDOPT_ASSIGN(const offload_plan_t here, SmallPlan(options, 1, 0));
@@ -278,6 +278,10 @@ Result<Report> Plan(const PlanOptions& options) {
   Sizes sizes;
   HYBRIDOPT_TRY(AddShare(options, options.elements - on_device, 0, sizes));
   HYBRIDOPT_TRY(AddShare(options, on_device, 1, sizes));
+  // The plans are of a room for all elements.
+  sizes.early_bytes = std::min(sizes.early_bytes, static_cast<double>(options.early_bytes));
+  sizes.host_bytes += sizes.early_bytes;
+  sizes.pinned_bytes += sizes.early_bytes;
   HYBRIDOPT_ASSIGN(const Training training, TrainingOf(options, sizes));
   std::ostringstream out;
   out << options.algorithm << " over " << Grouped(options.elements) << " elements of "

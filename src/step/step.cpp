@@ -137,20 +137,6 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
 
 // ----------------------------------------------------------------------- params in host memory --
 
-// Masters follow params that the step does not update. Of all others they follow with the update.
-Status StepPipeline::FollowOthers(bool skipped) {
-  if (plan_.chunk_count() == 0) return {};
-  const uint64_t total = plan_.chunks().chunks[0].element_count;
-  if (!skipped && plan_.active_count(0) == total) return {};
-  for (uint32_t id = 0; id < table_.size() && capture_ != nullptr; ++id)
-    if (skipped || !plan_.param(id).active) capture_->Await(id, table_.param(id).count);
-  const ProfilerRange range("follow params");
-  pieces_.Reset({0, total}, kWorkGrainElements, kWorkPieceElements);
-  return pieces_.Share(context_.workers(), [&](uint32_t worker) {
-    updater_.Follow(plan_, 0, skipped, pieces_, worker);
-  });
-}
-
 Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_t* result,
                                 Verdict* verdict) {
   if (NeedsNorm(request)) {
@@ -162,13 +148,11 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   } else {
     *verdict = AssumeFinite(request.grad_scale);
   }
-  const bool follow_params = (request.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0;
-  if (follow_params) HYBRIDOPT_TRY(FollowOthers(verdict->skip != 0));
   if (verdict->skip != 0 || plan_.chunk_count() == 0) return {};
   plan_.ScaleCoefficients(verdict->grad_factor, &host_coefficients_);
   Stopwatch update(result->update_seconds);
   HostStep step = HostStepNow();
-  step.follow_params = follow_params;
+  step.follow_params = (request.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0;
   const uint64_t total = plan_.active_count(0);
   result->cpu_elements = total;
   // The update is one pass. While a save runs it is cut into ranges, and each range waits until the

@@ -107,7 +107,6 @@ class StepPipeline : private ChunkProgress {
   void CountStep(const Verdict& verdict, offload_step_result_t* result);
   HostStep HostStepNow() const { return {plan_, host_coefficients_, capture_}; }
 
-  Status FollowOthers(bool skipped);
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
   void AwaitCaptureOfDevice();
   void AwaitBorrowed(offload_step_result_t* result);

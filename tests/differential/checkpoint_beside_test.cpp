@@ -3,7 +3,6 @@
 // reads of the caller's memory is the caller's again when a later step has completed.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <thread>
@@ -67,12 +66,10 @@ class BesideASave : public testing::Test {
     return offload_optimizer_wait(rig_->optimizer(), ticket, 0);
   }
   // A step that updates nothing.
-  offload_ticket_t EmptyStep(uint32_t flags = 0) {
+  offload_ticket_t EmptyStep() {
     for (void*& grad : rig_->grad) rig_->Free(grad);
     rig_->BindAll();
-    StepInput input{std::vector<std::optional<Bytes>>(rig_->size()), {}};
-    input.flags = flags;
-    return rig_->Step(input);
+    return rig_->Step({std::vector<std::optional<Bytes>>(rig_->size()), {}});
   }
   offload_ticket_t DropGrads() {
     return rig_->Move(offload_optimizer_offload_grads, {{}, OFFLOAD_MOVE_DROP});
@@ -125,26 +122,6 @@ TEST_F(BesideASave, AnyNumberOfStepsCompletes) {
     EXPECT_EQ(SavedDifference(), "");
     EXPECT_EQ(rig_->Difference(solved_->trace[kSteps]), "");
   }
-}
-
-// The caller may write a param whose master is saved.
-TEST_F(BesideASave, MastersFollowWrittenParamsOnceItHasReadThem) {
-  Start(SmallProblem(1), {OFFLOAD_DEVICE_HOST, 0}, true);
-  const std::vector<ParamSpec>& params = solved_->problem.params;
-  const auto written = std::find_if(params.begin(), params.end(), [](const ParamSpec& param) {
-    return param.dtype == OFFLOAD_BF16;
-  });
-  const auto id = static_cast<uint32_t>(written - params.begin());
-  std::memset(rig_->data[id], 0x3f, written->data_bytes());
-  const offload_ticket_t step = EmptyStep(OFFLOAD_STEP_FOLLOW_PARAMS);
-  EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), step, kAWhileNs), OFFLOAD_TIMED_OUT);
-  files_.before_reading = false;
-  rig_->Wait(step);
-  rig_->Wait(save_);
-  EXPECT_EQ(SavedDifference(), "");
-  auto view = Make<offload_state_view_t>();
-  MUST(offload_optimizer_state(rig_->optimizer(), id, OFFLOAD_STATE_MASTER, &view));
-  EXPECT_EQ(static_cast<const float*>(view.host_data)[0], Bf16ToFp32(0x3f3f));
 }
 
 // A chunk that the save has still to read is not updated early, one that it has read is.

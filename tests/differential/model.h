@@ -42,8 +42,6 @@ class Model {
   }
 
   void Step(const StepInput& input) {
-    for (size_t id = 0; id < params.size(); ++id)
-      if ((input.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0) Follow(id);
     const double scale = input.grad_scale == 0 ? 1.0 : input.grad_scale;
     const bool vouched = (input.flags & OFFLOAD_STEP_ASSUME_FINITE) != 0;
     verdict = vouched && input.grad_norm_max == 0
@@ -116,6 +114,7 @@ class Model {
   void Update(size_t id, const StepInput& input) {
     const ParamSpec& spec = problem_->params[id];
     Param& param = params[id];
+    if ((input.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0) Follow(id);
     const double momentum_at_commit = problem_->groups[spec.group].momentum;
     const Rule rule = RuleOf(problem_->algorithm, momentum_at_commit);
     param.step_count += 1;

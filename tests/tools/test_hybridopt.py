@@ -712,9 +712,9 @@ def test_plan_counts_the_room_of_early_updates():
     without = json.loads(succeed(*PRESET, *machine, "--json"))
     told = json.loads(succeed(*PRESET, *machine, "--early-updates", "12GiB", "--json"))
     assert told["early_updates_bytes"] == 12 * GIB and without["early_updates_bytes"] == 0
-    tables = told["host_bytes"] - without["host_bytes"]
+    tables = told["host_bytes"] - without["host_bytes"] - 12 * GIB
     assert told["training_host_bytes"] == without["training_host_bytes"] + tables + 12 * GIB
-    assert 0 < tables < 2**24
+    assert 0 < tables < 2**24 and told["pinned_bytes"] == without["pinned_bytes"] + 12 * GIB
     text = succeed(*PRESET, *machine, "--early-updates", "12GiB")
     assert re.search(r"state and gradients 104.\d GiB, early updates 12.0 GiB, stash 8.0 GiB; fits", text)
     # No more than the state and params of all elements, and what aligns them.

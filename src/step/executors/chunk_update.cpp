@@ -55,28 +55,6 @@ void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffe
   kernels_.publish();
 }
 
-void ChunkUpdater::Follow(const StepPlan& plan, uint32_t chunk, bool updated_too,
-                          WorkPieces& pieces, uint32_t worker) const {
-  pieces.Take(worker, [&](const WorkRange& piece) {
-    ForEachRange(
-        plan.fragments(chunk), plan.chunks().chunks[chunk].element_count,
-        [](const Fragment& fragment) { return fragment.first_element; }, piece,
-        [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-          const StepParam& param = plan.param(fragment.param);
-          if (param.addresses.data == nullptr || (param.active && !updated_too)) return;
-          FollowPart(fragment.param, fragment.begin + first, count,
-                     ParamAt(fragment, {}, param.addresses.data, first));
-        });
-  });
-}
-
-void ChunkUpdater::FollowPart(uint32_t id, uint64_t element, uint64_t count,
-                              const void* param) const {
-  std::byte* const master = memory_.Host(id, kMaster, element);
-  if (master != nullptr)
-    kernels_.FollowParams(table_.param(id).dtype)(param, count, reinterpret_cast<float*>(master));
-}
-
 // Calls visit(state, old, bytes) for the elements' part of each array on the host.
 template <typename Visit>
 void ChunkUpdater::ForEachArray(const Fragment& fragment, uint64_t first, uint64_t count,
@@ -126,7 +104,9 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
         span.master = MasterAt(id, element, span.param);
         span.moment0 = memory_.Host(id, kMoment0, element);
         span.moment1 = memory_.Host(id, kMoment1, element);
-        if (step.follow_params) FollowPart(id, element, count, span.param);
+        if (step.follow_params && memory_.Host(id, kMaster, element) != nullptr)
+          kernels_.FollowParams(table_.param(id).dtype)(span.param, count,
+                                                        static_cast<float*>(span.master));
         span.rounding = param.rounding;
         const SpanTypes types{param.grad_dtype, table_.param(id).dtype, shaped.layout};
         const UpdateFunction update = kernels_.Update(shaped.rule, types);

@@ -65,10 +65,6 @@ class ChunkUpdater {
   // One worker's part of the update of a chunk's active elements, which `pieces` hands out.
   void Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers, WorkPieces& pieces,
               uint32_t worker) const;
-  // One worker's part of making masters equal to params that other code has written: of all params
-  // of the chunk, or of those that the step does not update.
-  void Follow(const StepPlan& plan, uint32_t chunk, bool updated_too, WorkPieces& pieces,
-              uint32_t worker) const;
   // One worker's part of copying the state of a chunk back.
   void Restore(std::span<const Fragment> fragments, uint64_t element_count, const StateAreas& old,
                WorkPieces& pieces, uint32_t worker) const;
@@ -88,7 +84,6 @@ class ChunkUpdater {
                           Visit&& visit) const;
   void UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                    const WorkRange& piece) const;
-  void FollowPart(uint32_t id, uint64_t element, uint64_t count, const void* param) const;
   template <typename Visit>
   void ForEachArray(const Fragment& fragment, uint64_t first, uint64_t count, const StateAreas& old,
                     Visit&& visit) const;

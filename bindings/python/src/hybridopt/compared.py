@@ -77,11 +77,11 @@ class Block:
 
 
 class Compared:
-    """Any write to a param, by whatever means, makes it differ from its master, rounded. Steps look for that
-    themselves; this is for what else needs masters that are in sync. The params are read at the addresses
+    """Any write to a param, by whatever means, makes it differ from its master, rounded. A step finds that
+    itself for the params that it updates; this is for other params, for saves and for who looks at masters. The params are read at the addresses
     that the library knows, so they must be bound before each call."""
 
-    steps_look = True
+    steps_follow_params = True
 
     def __init__(
         self, slots: list[Slot], addresses: Addresses, state_memory: StateMemory, steps: Steps

@@ -146,7 +146,7 @@ class Engine:
         self.bound.note_written_in_place(active)  # while the library computes
         result = self.steps.result(ticket)
         self.bound.take_copies(active)
-        self.in_sync.note()
+        self._note_end([])
         self.bound.release()
         return bool(result.skipped)
 
@@ -163,7 +163,7 @@ class Engine:
         self.under_way.begin(ticket, active, gradients, aliases_of)
 
     def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
-        if self.in_sync.steps_look:
+        if self.in_sync.steps_follow_params and len(self.bound.active) == len(self.slots):
             self.bound.fill_copies()
             options["flags"] = abi.OFFLOAD_STEP_FOLLOW_PARAMS
         else:
@@ -180,6 +180,8 @@ class Engine:
         self.in_sync.note()
         for slot in written:
             self.in_sync.forget_one(slot)
+        if self.in_sync.steps_follow_params and self.steps.was_last_skipped():
+            self.masters.refresh()  # a skipped step follows no param
 
     def refresh_masters(self) -> None:
         """Updates the masters of params that other code has written. For offloaded params the reload does

@@ -20,8 +20,8 @@ from .tensors import local
 class InSync(Protocol):
     """Finds the params that other code has written."""
 
-    # Whether a step looks itself at each param that it updates (OFFLOAD_STEP_FOLLOW_PARAMS).
-    steps_look: bool
+    # Whether a step itself finds what other code has written to params that it updates.
+    steps_follow_params: bool
 
     def begin(self) -> None:
         """Starts: commit has just made the masters from the params."""
@@ -43,7 +43,7 @@ class Unwatched:
     """For params on a device whose every element is to be compared: each param counts as written. Masters
     then fetches it and compares it with its master."""
 
-    steps_look = False
+    steps_follow_params = False
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
@@ -70,7 +70,7 @@ class Watched:
     `param.data` in place leaves neither trace; but if a sample of the bits of one param has changed, all
     params count as written. The params must be bound before each call."""
 
-    steps_look = False
+    steps_follow_params = False
 
     def __init__(
         self, slots: list[Slot], addresses: Addresses, samples: SamplesHere | SamplesAway

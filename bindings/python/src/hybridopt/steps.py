@@ -46,6 +46,13 @@ class Steps:
         self._known[ticket] = self._handle.step_result(ticket)
         return self._known[ticket]
 
+    def was_last_skipped(self) -> bool:
+        """Whether the step that was queued last, which has ended, was skipped."""
+        if not self._unsettled:
+            return False
+        ticket, _ = self._unsettled[-1]
+        return bool((self._known.get(ticket) or self._handle.step_result(ticket)).skipped)
+
     def forget_failed(self) -> None:
         """Removes the step that was queued last, because it has failed."""
         ticket, _ = self._unsettled.pop()

@@ -59,8 +59,8 @@ pub struct StepOptions<'s> {
     /// Every gradient is finite, so nobody needs to look. If one is not, numbers come out
     /// undefined.
     pub assume_finite: bool,
-    /// What other code has written to params of 16 bits goes to their masters first. Only with
-    /// params in host memory.
+    /// What other code has written to params of 16 bits that the step updates goes to their masters
+    /// first. Only with params in host memory.
     pub follow_params: bool,
     /// Gradients and params are ready after the work that is on this stream now; None is the NULL
     /// stream.
@@ -176,7 +176,7 @@ impl<'a> Optimizer<'a> {
     }
 
     /// The same to write to; call [`refresh_masters`](Optimizer::refresh_masters) afterwards, or
-    /// the next step brings the old values back.
+    /// step with `follow_params`; else the next step brings the old values back.
     pub fn data_mut<T: Element>(&mut self, id: ParamId) -> Result<&mut [T]> {
         let slot = self.slot(id)?;
         let data = slot.data()?;
