@@ -78,8 +78,8 @@ class Block:
 
 class Compared:
     """Any write to a param, by whatever means, makes it differ from its master, rounded. A step finds that
-    itself for the params that it updates; this is for other params, for saves and for who looks at masters. The params are read at the addresses
-    that the library knows, so they must be bound before each call."""
+    itself for the params that it updates; this is for other params, for saves and for who looks at masters.
+    The params are read at the addresses that the library knows, so they must be bound before each call."""
 
     steps_follow_params = True
 
@@ -118,17 +118,21 @@ class Compared:
     def forget_one(self, slot: Slot) -> None:
         """Does nothing, for the same reason."""
 
-    def written(self) -> list[Slot]:
+    def written(self, among: set[Slot] | None = None) -> list[Slot]:
         """The params that differ from their masters, rounded."""
         self._steps.wait()
         if self._moves != self._addresses.moves:
             self._moves = self._addresses.moves
             for block in self._blocks:
                 block.find_params(self._addresses)
-        differing = [block for block in self._blocks if not block.is_rounded()]
+        blocks, large = self._blocks, self._large
+        if among is not None:
+            blocks = [block for block in blocks if not among.isdisjoint(block.slots)]
+            large = [both for both in large if both[0] in among]
+        differing = [block for block in blocks if not block.is_rounded()]
         suspects = [both for block in differing for both in zip(block.slots, block.masters)]
         return [
             slot
-            for slot, master in suspects + self._large
+            for slot, master in suspects + large
             if not are_rounded(master, in_memory_order(slot.bound))
         ]

@@ -163,9 +163,11 @@ class Engine:
         self.under_way.begin(ticket, active, gradients, aliases_of)
 
     def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
-        if self.in_sync.steps_follow_params and len(self.bound.active) == len(self.slots):
-            self.bound.fill_copies()
+        if self.in_sync.steps_follow_params:
             options["flags"] = abi.OFFLOAD_STEP_FOLLOW_PARAMS
+            self.bound.fill_copies()
+            if len(self.bound.active) < len(self.slots):
+                self.masters.refresh(set(self.slots).difference(self.bound.active))
         else:
             self.refresh_masters()
         self._undo_what_read_other_params()

@@ -35,8 +35,9 @@ class InSync(Protocol):
     def forget_one(self, slot: Slot) -> None:
         """Treats this param as written until the next note()."""
 
-    def written(self) -> list[Slot]:
-        """The params that other code may have written since note()."""
+    def written(self, among: set[Slot] | None = None) -> list[Slot]:
+        """The params that other code may have written since note(). Others than those of `among` need not be
+        looked at."""
 
 
 class Unwatched:
@@ -60,7 +61,7 @@ class Unwatched:
     def forget_one(self, slot: Slot) -> None:
         pass
 
-    def written(self) -> list[Slot]:
+    def written(self, among: set[Slot] | None = None) -> list[Slot]:
         return self._slots
 
 
@@ -111,7 +112,7 @@ class Watched:
         if slot in self._index_of:
             self._versions[self._index_of[slot]] = None
 
-    def written(self) -> list[Slot]:
+    def written(self, among: set[Slot] | None = None) -> list[Slot]:
         """The params that other code may have written since note()."""
         in_other_memory = self._find_in_other_memory()
         self._has_memory_changed = bool(in_other_memory)

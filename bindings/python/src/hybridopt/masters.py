@@ -33,10 +33,10 @@ class Masters:
         self._in_sync = in_sync
         self.written_before_offload: set[Slot] = set()
 
-    def refresh(self) -> None:
+    def refresh(self, among: set[Slot] | None = None) -> None:
         """Makes the masters of params that other code has written (by loading weights, say) equal to these
-        params."""
-        written = self._in_sync.written()
+        params. Of others than those of `among` it need not."""
+        written = self._in_sync.written(among)
         for slot in written:
             self._refresh_one(slot)
         if written:
