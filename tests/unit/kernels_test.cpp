@@ -754,7 +754,7 @@ TEST(FollowParams, OnlyWrittenElementsChangeInEveryCountAndAddress) {
           std::copy(params.begin(), params.end(), static_cast<uint8_t*>(param.data()));
           std::copy(before.begin(), before.end(), master.floats());
           table->FollowParams(dtype)(param.data(), count, master.floats());
-          EXPECT_TRUE(std::memcmp(master.floats(), expected.data(), 4 * count) == 0)
+          EXPECT_TRUE(count == 0 || std::memcmp(master.floats(), expected.data(), 4 * count) == 0)
               << table->isa << " " << DtypeName(dtype) << " " << count << " shift " << shift;
           EXPECT_TRUE(param.GuardsIntact() && master.GuardsIntact());
         }
