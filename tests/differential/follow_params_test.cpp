@@ -33,7 +33,6 @@ std::vector<StateChoice> WithWholeMasters() {
 }
 
 TEST(FollowParamsTest, MastersAreWhatOtherCodeHasWritten) {
-  if (TestsRunOnCuda()) GTEST_SKIP() << "params are in device memory";
   const std::vector<StateChoice> choices = WithWholeMasters();
   const std::vector<std::string> isas = UsableIsas();
   const auto rounds = static_cast<uint64_t>(Scaled(42));

@@ -32,6 +32,13 @@ namespace {
 
 constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
 
+// Every SIMD implementation and the specification.
+std::vector<const KernelTable*> AllTables() {
+  std::vector<const KernelTable*> tables(SimdKernels().begin(), SimdKernels().end());
+  tables.push_back(&ReferenceKernels());
+  return tables;
+}
+
 // Bytes between guards. `shift` bytes past a 64-byte boundary.
 class Guarded {
  public:
@@ -682,21 +689,19 @@ TEST(Accumulate, SignedZerosAndWhatIsNotFinite) {
                         {0.0f, -0.0f, 0.0f},         {1.0f, -1.0f, 0.0f},
                         {FLT_MAX, 1.0f, FLT_MAX},    {INFINITY, 1.0f, INFINITY},
                         {1.0f, -INFINITY, -INFINITY}};
-  std::vector<const KernelTable*> tables(SimdKernels().begin(), SimdKernels().end());
-  tables.push_back(&ReferenceKernels());
   for (const Case& c : cases) {
     for (int32_t dtype : kDtypes) {
       const std::vector<uint8_t> grad = Narrow(std::vector<float>(33, c.grad), dtype);
       const std::vector<uint8_t> expected =
           Narrow(std::vector<float>(33, c.expected), OFFLOAD_FP32);
-      for (const KernelTable* table : tables) {
+      for (const KernelTable* table : AllTables()) {
         EXPECT_TRUE(Accumulated(*table, dtype, grad, std::vector<float>(33, c.sum)) == expected)
             << table->isa << " " << DtypeName(dtype) << ": " << c.sum << " + " << c.grad;
       }
     }
   }
   const std::vector<float> grad(33, INFINITY);
-  for (const KernelTable* table : tables) {
+  for (const KernelTable* table : AllTables()) {
     const std::vector<uint8_t> nan = Accumulated(*table, OFFLOAD_FP32, Narrow(grad, OFFLOAD_FP32),
                                                  std::vector<float>(33, -INFINITY));
     for (uint64_t i = 0; i < 33; ++i) {
@@ -746,9 +751,7 @@ TEST(FollowParams, OnlyWrittenElementsChangeInEveryCountAndAddress) {
         if (is_bf16 && bits == Fp32ToBf16TiesAway(before[i])) continue;
         expected[i] = is_bf16 ? Bf16ToFp32(bits) : Fp16ToFp32(bits);
       }
-      std::vector<const KernelTable*> tables(SimdKernels().begin(), SimdKernels().end());
-      tables.push_back(&ReferenceKernels());
-      for (const KernelTable* table : tables) {
+      for (const KernelTable* table : AllTables()) {
         for (uint64_t shift : {0, 1, 5, 13, 31}) {
           Guarded param(params.size(), 2 * shift), master(4 * count, (shift + 1) * 4 % 64);
           std::copy(params.begin(), params.end(), static_cast<uint8_t*>(param.data()));
@@ -783,12 +786,10 @@ TEST(FollowParams, AnyMasterIsItsOwnRounding) {
 
 TEST(CopyPastCaches, EveryCountAndAddressGetsTheseBytes) {
   Random random(14);
-  std::vector<const KernelTable*> tables(SimdKernels().begin(), SimdKernels().end());
-  tables.push_back(&ReferenceKernels());
   for (uint64_t bytes : {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 4099}) {
     std::vector<uint8_t> content(bytes);
     for (uint8_t& byte : content) byte = static_cast<uint8_t>(random.Bits());
-    for (const KernelTable* table : tables) {
+    for (const KernelTable* table : AllTables()) {
       for (uint64_t to_shift = 0; to_shift < 64; ++to_shift) {
         const uint64_t from_shift = random.Below(64);
         Guarded from(bytes, from_shift), to(bytes, to_shift);
@@ -822,9 +823,7 @@ class Select : public testing::Test {
 };
 
 TEST_F(Select, EachNameGivesItsTable) {
-  std::vector<const KernelTable*> tables(SimdKernels().begin(), SimdKernels().end());
-  tables.push_back(&ReferenceKernels());
-  for (const KernelTable* table : tables) {
+  for (const KernelTable* table : AllTables()) {
     setenv("HYBRIDOPT_ISA", table->isa, 1);
     const Result<const KernelTable*> selected = SelectKernels();
     ASSERT_TRUE(selected.ok()) << selected.status().message();

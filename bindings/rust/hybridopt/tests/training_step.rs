@@ -155,14 +155,19 @@ fn a_scheduler_reaches_the_next_step() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_step_follows_weights_from_outside() -> Result<()> {
-    let context = Context::host()?;
-    let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
+/// A weight of 1 with a gradient of 1; a step takes half of the gradient.
+fn with_one_weight(context: &Context) -> Result<(Optimizer<'_>, ParamId)> {
+    let mut adding = Optimizer::builder(context, Algorithm::Sgd).create()?;
     let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
     let x = adding
         .add_param(Param::new("x", group, vec![Bf16::from(1.0)]).grad(vec![Bf16::from(1.0)]))?;
-    let mut optimizer = adding.commit()?;
+    Ok((adding.commit()?, x))
+}
+
+#[test]
+fn a_step_follows_weights_from_outside() -> Result<()> {
+    let context = Context::host()?;
+    let (mut optimizer, x) = with_one_weight(&context)?;
     optimizer.data_mut(x)?[0] = Bf16::from(8.0);
     optimizer.step(&StepOptions { follow_params: true, ..StepOptions::default() })?;
     assert_eq!(f32::from(optimizer.data::<Bf16>(x)?[0]), 7.5);
@@ -175,11 +180,7 @@ fn a_step_follows_weights_from_outside() -> Result<()> {
 #[test]
 fn weights_from_outside() -> Result<()> {
     let context = Context::host()?;
-    let mut adding = Optimizer::builder(&context, Algorithm::Sgd).create()?;
-    let group = adding.add_group(&Group { lr: 0.5, ..Group::default() })?;
-    let x = adding
-        .add_param(Param::new("x", group, vec![Bf16::from(1.0)]).grad(vec![Bf16::from(1.0)]))?;
-    let mut optimizer = adding.commit()?;
+    let (mut optimizer, x) = with_one_weight(&context)?;
     optimizer.data_mut(x)?[0] = Bf16::from(8.0);
     optimizer.refresh_masters(&Move::default())?;
     optimizer.step(&StepOptions::default())?;
