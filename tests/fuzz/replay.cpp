@@ -1,22 +1,33 @@
-// Gives a fuzz target every file of a folder, where there is no fuzzer. Usage: PROGRAM FOLDER
+// Gives a fuzz target every file of a folder, or one file, where there is no fuzzer.
+// Usage: PROGRAM FOLDER|FILE
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <vector>
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
-  int files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(argv[1])) {
-    std::ifstream in(entry.path(), std::ios::binary);
+  std::vector<std::filesystem::path> files;
+  if (std::filesystem::is_directory(argv[1]))
+    for (const auto& entry : std::filesystem::directory_iterator(argv[1])) files.push_back(entry);
+  else
+    files.emplace_back(argv[1]);
+  std::sort(files.begin(), files.end());
+  for (const std::filesystem::path& file : files) {
+    // Whatever ends the program, its last line says which file did.
+    std::printf("%s\n", file.c_str());
+    std::fflush(stdout);
+    std::ifstream in(file, std::ios::binary);
+    if (!in) return 2;
     const std::string bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
     LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
-    files += 1;
   }
-  std::printf("%d files\n", files);
-  return files > 0 ? 0 : 1;
+  std::printf("%zu files\n", files.size());
+  return files.empty() ? 1 : 0;
 }
