@@ -7,7 +7,7 @@
 #include <map>
 #include <thread>
 
-#include "../unit/floating_point_mode.h"
+#include "../floating_point_mode.h"
 #include "rig.h"
 
 namespace hybridopt {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "../fake_root.h"
 #include "../sample_checkpoint.h"
-#include "../unit/fake_root.h"
 #include "offload.h"
 
 namespace hybridopt::checkpoint {

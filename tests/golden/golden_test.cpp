@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../unit/fake_root.h"
+#include "../fake_root.h"
 #include "checkpoint/format/reshard.h"
 #include "checkpoint/reader.h"
 #include "kernels/convert.h"

@@ -1,5 +1,5 @@
 """The shape of the source tree: files that docs/ARCHITECTURE.md tells of, short functions, whole
-banners, no dead header, no comment that names a missing file, small folders, no circle of includes
+banners, no dead header, no comment that names a missing file, no full folder, no circle of includes
 or imports. What is not so yet stands in KNOWN; an entry that has become needless fails the test too,
 so that the list only gets shorter.
 Usage: shape_test.py SOURCE_DIR"""
@@ -11,7 +11,7 @@ from pathlib import Path
 import shape
 
 # By rule, the violations that are known.
-KNOWN = {}
+KNOWN = {"full folder": {"bindings/python/src/hybridopt"}}
 
 # ---------------------------------------------------------- trees that a rule must accept or refuse
 
@@ -66,8 +66,11 @@ TREES = [
     ("dead header", True, {"src/a/a.h": "", "src/a.cpp": '#include "a/a.h"\n'}),
     ("dead header", True, {"tests/a.h": "", "src/a.cpp": "#include <a.h>\n"}),
     ("dead header", False, {"src/a/a.h": "", "src/a.cpp": '// #include "a/a.h"\n'}),
-    ("full folder", True, {f"src/a/{n}.cpp": "" for n in range(shape.FOLDER_FILES_MAX)}),
-    ("full folder", False, {f"src/a/{n}.cpp": "" for n in range(shape.FOLDER_FILES_MAX + 1)}),
+    ("full folder", True, {f"src/a/{n}.cpp": "" for n in range(shape.PRODUCT_FILES_MAX)}),
+    ("full folder", False, {f"src/a/{n}.cpp": "" for n in range(shape.PRODUCT_FILES_MAX + 1)}),
+    ("full folder", False, {f"bindings/python/src/p/{n}": "" for n in range(shape.PRODUCT_FILES_MAX + 1)}),
+    ("full folder", True, {f"tests/a/{n}": "" for n in range(shape.FOLDER_FILES_MAX)}),
+    ("full folder", False, {f"tests/a/{n}": "" for n in range(shape.FOLDER_FILES_MAX + 1)}),
     ("circle", True, {"src/a.h": '#include "b.h"\n', "src/b.h": ""}),
     ("circle", False, {"src/a.h": '#include "b.h"\n', "src/b.h": '#include "a.h"\n'}),
     (

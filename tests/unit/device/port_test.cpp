@@ -1,0 +1,521 @@
+// What every device with memory of its own promises alike: streams, events, flags, and kernels that
+// give the host's bits.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "../../devices.h"
+#include "../../random.h"
+#include "device_arrays.h"
+#include "device_calls.h"
+#include "kernels/convert.h"
+#include "kernels/table.h"
+#include "memory/device_window.h"
+
+namespace hybridopt {
+namespace {
+
+class PortTest : public AcceleratorTest {};
+
+INSTANTIATE_TEST_SUITE_P(Devices, PortTest, testing::ValuesIn(AcceleratorsUnderTest()),
+                         [](const auto& info) { return std::string(DeviceText(info.param)); });
+
+// Holds up a stream until it is opened; at the latest when it goes.
+class Gate {
+ public:
+  explicit Gate(Device& device) : device_(device) {
+    auto flag = device.NewFlag();
+    EXPECT_TRUE(Ok(flag));
+    flag_ = flag.value();
+  }
+  ~Gate() { Open(); }
+  void Close(StreamHandle stream) { EXPECT_TRUE(Ok(device_.StreamWaitFlag(stream, flag_, 1))); }
+  void Open() { flag_->store(1, std::memory_order_release); }
+
+ private:
+  Device& device_;
+  std::atomic<uint64_t>* flag_ = nullptr;
+};
+
+// ------------------------------------------------------------------------------------- streams --
+
+TEST_P(PortTest, WaitsTimeOutAndTheWorkGoesOn) {
+  auto device = Make();
+  StreamHandle stream = MakeStream(*device, "slow lane");
+  EventHandle event = MakeEvent(*device, "end of work");
+  Gate gate(*device);
+  gate.Close(stream);
+  ASSERT_TRUE(Ok(device->Record(event, stream)));
+  for (int64_t timeout_ns : {0, 1'000'000}) {
+    EXPECT_TRUE(Fails(device->Synchronize(stream, timeout_ns), OFFLOAD_TIMED_OUT,
+                      {"slow lane", std::to_string(timeout_ns) + " ns"}));
+    EXPECT_TRUE(Fails(device->Wait(event, timeout_ns), OFFLOAD_TIMED_OUT,
+                      {"end of work", "slow lane", std::to_string(timeout_ns) + " ns"}));
+  }
+  gate.Open();
+  EXPECT_TRUE(Ok(device->Wait(event, INT64_MAX)));
+  EXPECT_TRUE(Ok(device->Synchronize(stream, INT64_MAX)));
+  EXPECT_TRUE(Ok(device->Wait(event, 0)));
+  EXPECT_TRUE(Ok(device->Synchronize(stream, 0)));
+}
+
+// ------------------------------------------------------------------------------ events ----- --
+
+TEST_P(PortTest, NeverRecordedIsComplete) {
+  auto device = Make();
+  EventHandle event = MakeEvent(*device);
+  EXPECT_TRUE(device->Reached(event).value());
+  EXPECT_TRUE(Ok(device->Wait(event, 0)));
+  EXPECT_TRUE(Ok(device->StreamWait(nullptr, event)));
+  EXPECT_TRUE(Ok(device->Synchronize(nullptr, -1)));
+}
+
+TEST_P(PortTest, StandsForItsLatestRecord) {
+  auto device = Make();
+  StreamHandle blocked = MakeStream(*device, "blocked"), open = MakeStream(*device, "open");
+  EventHandle event = MakeEvent(*device);
+  Gate gate(*device);
+  gate.Close(blocked);
+  ASSERT_TRUE(Ok(device->Record(event, blocked)));
+  EXPECT_FALSE(device->Reached(event).value());
+  EXPECT_TRUE(Fails(device->Wait(event, 0), OFFLOAD_TIMED_OUT, {}));
+  ASSERT_TRUE(Ok(device->Record(event, open)));
+  EXPECT_TRUE(Ok(device->Wait(event, -1)));  // although the older record was not reached
+  EXPECT_TRUE(device->Reached(event).value());
+  ASSERT_TRUE(Ok(device->Record(event, blocked)));
+  EXPECT_TRUE(Fails(device->Wait(event, 0), OFFLOAD_TIMED_OUT, {}));
+  gate.Open();
+  EXPECT_TRUE(Ok(device->Wait(event, -1)));
+}
+
+TEST_P(PortTest, RecordingAgainDoesNotMoveWhoWaitsAlready) {
+  auto device = Make();
+  StreamHandle first = MakeStream(*device, "first"), second = MakeStream(*device, "second");
+  StreamHandle waiter = MakeStream(*device, "waiter");
+  EventHandle event = MakeEvent(*device);
+  Gate first_gate(*device), second_gate(*device);
+  first_gate.Close(first);
+  second_gate.Close(second);
+  ASSERT_TRUE(Ok(device->Record(event, first)));
+  ASSERT_TRUE(Ok(device->StreamWait(waiter, event)));
+  ASSERT_TRUE(Ok(device->Record(event, second)));
+  EXPECT_TRUE(Fails(device->Synchronize(waiter, 1'000'000), OFFLOAD_TIMED_OUT, {}));
+  first_gate.Open();
+  EXPECT_TRUE(Ok(device->Synchronize(waiter, -1)));  // the second gate is still closed
+
+  // The other way round: a later record that is reached does not release who waits for an older.
+  Gate third_gate(*device);
+  third_gate.Close(first);
+  ASSERT_TRUE(Ok(device->Record(event, first)));
+  ASSERT_TRUE(Ok(device->StreamWait(waiter, event)));
+  second_gate.Open();
+  ASSERT_TRUE(Ok(device->Record(event, second)));
+  ASSERT_TRUE(Ok(device->Wait(event, -1)));
+  EXPECT_TRUE(Fails(device->Synchronize(waiter, 1'000'000), OFFLOAD_TIMED_OUT, {}));
+  third_gate.Open();
+  EXPECT_TRUE(Ok(device->Synchronize(waiter, -1)));
+}
+
+// ----------------------------------------------------------------------------- kernels ----- --
+
+TEST_P(PortTest, FillAndWiden) {
+  auto device = Make();
+  auto* data = Upload(*device, std::vector<float>(100, -1.0f));
+  ASSERT_TRUE(Ok(device->Fill(nullptr, data + 1, OFFLOAD_FP32, 98, 2.5f)));
+  const std::vector<float> filled = Download(*device, data, 100);
+  EXPECT_TRUE(filled[0] == -1.0f && filled[99] == -1.0f);
+  EXPECT_EQ(std::count(filled.begin(), filled.end(), 2.5f), 98);
+
+  for (int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP16}) {
+    auto* halves = Upload(*device, std::vector<uint16_t>(3, uint16_t{7}));
+    ASSERT_TRUE(Ok(device->Fill(nullptr, halves + 1, dtype, 1, 1.0009765625f)));
+    const uint16_t rounded = dtype == OFFLOAD_BF16 ? 0x3f80 : 0x3c01;
+    EXPECT_EQ(Download(*device, halves, 3), (std::vector<uint16_t>{7, rounded, 7}));
+  }
+
+  const std::vector<uint16_t> bf16 = {0x3f80, 0xc000, 0x0001, 0x7fc0, 0x8000};
+  auto* source = Upload(*device, bf16);
+  std::vector<float> expected(5);
+  ReferenceKernels().ToFp32(OFFLOAD_BF16)(bf16.data(), 5, expected.data());
+  ASSERT_TRUE(Ok(device->ToFp32(nullptr, source, OFFLOAD_BF16, 5, data)));
+  EXPECT_TRUE(SameBits(Download(*device, data, 5), expected));
+  EXPECT_EQ(expected[1], -2.0f);
+}
+
+TEST_P(PortTest, TheNormFollowsTheFixedTree) {
+  const uint64_t counts[] = {1, 4096, 0, 10'000, 4097, 20'000, 33};
+  for (bool finite : {true, false}) {
+    auto device = Make();
+    std::vector<NormInput> inputs;
+    uint64_t blocks = 0;
+    double total = 0;
+    for (uint64_t count : counts) {
+      std::vector<float> grad = RandomValues(count, count);
+      if (!finite && count == 4097) grad[4096] = std::numeric_limits<float>::infinity();
+      total += TreeSum(grad);
+      float* data = count == 0 ? nullptr : Upload(*device, grad);
+      inputs.push_back({data, count, OFFLOAD_FP32, blocks});
+      blocks += (count + kNormBlockElements - 1) / kNormBlockElements;
+    }
+    auto* sums = AllocateArray<double>(*device, blocks);
+    auto* verdict = AllocateArray<Verdict>(*device, 1);
+    ASSERT_TRUE(Ok(device->Norm(nullptr, {inputs, sums, 1, 0.01, verdict})));
+    const Verdict expected = Decide(total, 1, 0.01);
+    EXPECT_EQ(expected.skip, finite ? 0 : 1);
+    EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {expected}));
+  }
+}
+
+// One block after the other, each 1 would be lost against 2^53.
+TEST_P(PortTest, TheNormAddsTheBlocksOfAParamBeforeTheParams) {
+  constexpr uint64_t kBlocks = 64;
+  auto device = Make();
+  const std::vector<float> huge(2, 0x1p26f);
+  std::vector<float> ones(kBlocks * kNormBlockElements, 0.0f);
+  for (uint64_t block = 0; block < kBlocks; ++block) ones[block * kNormBlockElements] = 1.0f;
+  const NormInput inputs[] = {{Upload(*device, huge), huge.size(), OFFLOAD_FP32, 0},
+                              {Upload(*device, ones), ones.size(), OFFLOAD_FP32, 1}};
+  auto* sums = AllocateArray<double>(*device, 1 + kBlocks);
+  auto* verdict = AllocateArray<Verdict>(*device, 1);
+  ASSERT_TRUE(Ok(device->Norm(nullptr, {inputs, sums, 1, 0, verdict})));
+  const Verdict expected = Decide(0x1p53 + kBlocks, 1, 0);
+  EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {expected}));
+  EXPECT_NE(expected.grad_norm, Decide(0x1p53, 1, 0).grad_norm);
+}
+
+TEST_P(PortTest, AnUpdateGivesTheBitsOfTheHostKernelOrNone) {
+  const std::vector<uint64_t> counts = {1, 33, 1000};
+  for (bool skip : {false, true}) {
+    auto device = Make();
+    std::vector<DeviceUpdate> updates;
+    std::vector<Coefficients> coefficients;
+    std::vector<std::vector<float>> expected;
+    Verdict verdict = Decide(3.0, 8, 0.5);
+    verdict.skip = skip;
+    for (size_t i = 0; i < counts.size(); ++i) {
+      const float sign = i == 1 ? -1.0f : 1.0f;  // one group maximizes
+      coefficients.push_back({sign, 0, 1e-4f, 1e-3f, 0.9f, 0.1f, 0.99f, 0.01f, 3, 1e-8f, 0, 0});
+      std::vector<float> grad = RandomValues(counts[i], 1), master = RandomValues(counts[i], 2);
+      std::vector<float> moment0 = RandomValues(counts[i], 3), moment1(counts[i], 0.5f);
+      std::vector<uint16_t> param(counts[i], 0x3f80);
+      updates.push_back({{Upload(*device, grad), Upload(*device, param), Upload(*device, master),
+                          Upload(*device, moment0), Upload(*device, moment1), counts[i]},
+                         OFFLOAD_FP32,
+                         OFFLOAD_BF16,
+                         static_cast<uint32_t>(i)});
+      if (!skip) {
+        Coefficients scaled = coefficients.back();
+        scaled.grad_factor = sign * verdict.grad_factor;
+        ReferenceKernels().Update(Rule::kAdam, OFFLOAD_FP32, OFFLOAD_BF16)(
+            scaled,
+            {grad.data(), param.data(), master.data(), moment0.data(), moment1.data(), counts[i]});
+      }
+      std::vector<float> widened(counts[i]);
+      ReferenceKernels().ToFp32(OFFLOAD_BF16)(param.data(), counts[i], widened.data());
+      for (auto* array : {&widened, &master, &moment0, &moment1}) expected.push_back(*array);
+    }
+    auto* device_verdict = AllocateArray<Verdict>(*device, 1);
+    ASSERT_TRUE(Ok(device->SetVerdict(nullptr, verdict, device_verdict)));
+    ASSERT_TRUE(Ok(device->Update(nullptr, {Rule::kAdam, updates, coefficients, device_verdict})));
+    for (size_t i = 0; i < counts.size(); ++i) {
+      const UpdateSpan& span = updates[i].span;
+      auto* widened = AllocateArray<float>(*device, counts[i]);
+      ASSERT_TRUE(Ok(device->ToFp32(nullptr, span.param, OFFLOAD_BF16, counts[i], widened)));
+      const void* results[] = {widened, span.master, span.moment0, span.moment1};
+      for (size_t k = 0; k < 4; ++k) {
+        EXPECT_TRUE(SameBits(Download(*device, static_cast<const float*>(results[k]), counts[i]),
+                             expected[4 * i + k]))
+            << "array " << k << " of update " << i << (skip ? ", skipped" : "");
+      }
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------- every last bit --
+
+// Spans long enough for every path through a device's kernel: whole tiles, vectors, what is left of
+// them, and arrays that no vector can start at. The numbers are of every magnitude, so quotients
+// and roots are denormal and infinite too.
+TEST_P(PortTest, UpdatesGiveTheBitsOfTheSpecification) {
+  auto device = Make();
+  Random random(7);
+  constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
+  auto* verdict = Upload(*device, std::vector<Verdict>{{1.0, 1.0, 0.75f, 0}});
+  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
+    for (int32_t grad_dtype : kDtypes) {
+      for (int32_t param_dtype : kDtypes) {
+        std::vector<SkewedArray> arrays;
+        std::vector<DeviceUpdate> updates;
+        const std::vector<Coefficients> coefficients = {
+            {1, 0, 1e-4f, 1e-3f, 0.9f, 0.1f, 0.999f, 1e-3f, 3, 1e-8f, 0, 0},
+            {-1, 1e-2f, 0, 1e-2f, 0.3f, 0.7f, 0.4f, 0.6f, 1.5f, 1e-30f, 0.9f, 1}};
+        const std::pair<uint64_t, uint64_t> spans[] = {{20'483, 0}, {8192, 0}, {5, 0},
+                                                       {9001, 1},   {3, 3},    {8195, 2}};
+        arrays.reserve(5 * std::size(spans));
+        for (const auto& [count, skew] : spans) {
+          const auto add = [&](int32_t dtype, bool positive) -> SkewedArray& {
+            std::vector<std::byte> values = AnyArray(dtype, count, random);
+            for (uint64_t i = 3; positive && i < values.size(); i += 4)
+              values[i] &= std::byte{0x7f};
+            return arrays.emplace_back(*device, dtype, skew, std::move(values));
+          };
+          SkewedArray& grad = add(grad_dtype, false);
+          SkewedArray& param = add(param_dtype, false);
+          SkewedArray& master = add(OFFLOAD_FP32, false);
+          SkewedArray& moment0 = add(OFFLOAD_FP32, IsSumOfSquares(MomentOf(Rule{rule}, 0)));
+          SkewedArray& moment1 = add(OFFLOAD_FP32, true);
+          const uint32_t which = updates.size() % 2;
+          updates.push_back(
+              {{grad.device_data(), param.device_data(), static_cast<float*>(master.device_data()),
+                static_cast<float*>(moment0.device_data()),
+                static_cast<float*>(moment1.device_data()), count},
+               grad_dtype,
+               param_dtype,
+               which});
+          Coefficients scaled = coefficients[which];
+          scaled.grad_factor *= 0.75f;
+          ReferenceKernels().Update(Rule{rule}, grad_dtype, param_dtype)(
+              scaled,
+              {grad.host_data(), param.host_data(), reinterpret_cast<float*>(master.host_data()),
+               reinterpret_cast<float*>(moment0.host_data()),
+               reinterpret_cast<float*>(moment1.host_data()), count});
+        }
+        ASSERT_TRUE(Ok(device->Update(nullptr, {Rule{rule}, updates, coefficients, verdict})));
+        for (size_t i = 0; i < arrays.size(); ++i)
+          ASSERT_EQ(BitsOf(arrays[i].Now(*device), arrays[i].dtype),
+                    BitsOf(arrays[i].image, arrays[i].dtype))
+              << "rule " << rule << ", " << DtypeName(grad_dtype) << " gradient, "
+              << DtypeName(param_dtype) << " param, array " << i % 5 << " of span " << i / 5;
+        for (SkewedArray& array : arrays) ASSERT_TRUE(Ok(device->Free(array.block)));
+      }
+    }
+  }
+}
+
+// Every bf16 and fp16 number, NaNs included, and where arrays start for no vector.
+TEST_P(PortTest, EveryHalfWidens) {
+  auto device = Make();
+  std::vector<uint16_t> halves(1 + 65536);
+  for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
+  auto* source = Upload(*device, halves);
+  auto* destination = AllocateArray<float>(*device, halves.size());
+  for (int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP16}) {
+    std::vector<float> expected(65536);
+    ReferenceKernels().ToFp32(dtype)(halves.data() + 1, 65536, expected.data());
+    ASSERT_TRUE(Ok(device->ToFp32(nullptr, source + 1, dtype, 65536, destination)));
+    EXPECT_TRUE(SameBits(Download(*device, destination, 65536), expected)) << DtypeName(dtype);
+  }
+}
+
+// More rows than one table of a launch holds, of every dtype, some of them empty.
+TEST_P(PortTest, ManySmallGradientsMakeOneNorm) {
+  auto device = Make();
+  constexpr uint64_t kInputs = 9'000;
+  Random random(11);
+  std::vector<NormInput> inputs;
+  std::vector<double> sums;
+  double total = 0;
+  std::vector<std::byte> block(kInputs * 64 * 4);
+  std::vector<uint64_t> offsets;
+  uint64_t offset = 0;
+  for (uint64_t i = 0; i < kInputs; ++i) {
+    const auto dtype = static_cast<int32_t>(1 + i % 3);
+    const uint64_t count = random.Below(40);
+    const std::vector<float> values = RandomValues(count, i);
+    offset = (offset + 3) / 4 * 4 + (dtype == OFFLOAD_FP32 ? 0 : 2 * (random.Below(2)));
+    for (uint64_t e = 0; e < count; ++e) {
+      uint32_t bits = std::bit_cast<uint32_t>(values[e]);
+      if (dtype == OFFLOAD_BF16) bits = Fp32ToBf16(values[e]);
+      if (dtype == OFFLOAD_FP16) bits = Fp32ToFp16(values[e]);
+      std::memcpy(&block[offset + e * DtypeBytes(dtype)], &bits, DtypeBytes(dtype));
+    }
+    double sum = 0;
+    if (count > 0) ReferenceKernels().SumSquares(dtype)(&block[offset], count, &sum);
+    total += sum;
+    offsets.push_back(offset);
+    inputs.push_back({nullptr, count, dtype, i});
+    offset += count * DtypeBytes(dtype);
+  }
+  auto* there = Upload(*device, block);
+  for (uint64_t i = 0; i < kInputs; ++i) inputs[i].grad = there + offsets[i];
+  auto* block_sums = AllocateArray<double>(*device, kInputs);
+  auto* verdict = AllocateArray<Verdict>(*device, 1);
+  ASSERT_TRUE(Ok(device->Norm(nullptr, {inputs, block_sums, 8, 0.5, verdict})));
+  EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {Decide(total, 8, 0.5)}));
+}
+
+// Blocks of every dtype, aligned for vectors and not, with the sums of each seen.
+TEST_P(PortTest, BlockSumsGiveTheBitsOfTheSpecification) {
+  auto device = Make();
+  Random random(13);
+  auto* sums = AllocateArray<double>(*device, 100);
+  for (int32_t dtype : {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16}) {
+    for (uint64_t skew : {0, 1, 4}) {
+      for (uint64_t count : {1, 15, 127, 128, 4095, 4096, 4097, 150'001}) {
+        SkewedArray grad(*device, dtype, skew, AnyArray(dtype, count, random));
+        const NormInput input = {grad.device_data(), count, dtype, 3};
+        std::vector<double> expected((count + kNormBlockElements - 1) / kNormBlockElements);
+        ReferenceKernels().SumSquares(dtype)(grad.host_data(), count, expected.data());
+        ASSERT_TRUE(Ok(device->Norm(nullptr, {{&input, 1}, sums, 1, 0, nullptr})));
+        ASSERT_TRUE(SameBits(Download(*device, sums + 3, expected.size()), expected))
+            << DtypeName(dtype) << ", skew " << skew << ", " << count << " elements";
+        ASSERT_TRUE(Ok(device->Free(grad.block)));
+      }
+    }
+  }
+}
+
+TEST_P(PortTest, SkippedUpdatesWriteNothing) {
+  auto device = Make();
+  const std::vector<float> before(20'000, 0.5f);
+  float* arrays[5];
+  for (float*& array : arrays) array = Upload(*device, before);
+  auto* verdict = Upload(*device, std::vector<Verdict>{{1.0, 1.0, 1.0f, 1}});
+  const DeviceUpdate update = {{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], 20'000},
+                               OFFLOAD_FP32,
+                               OFFLOAD_FP32,
+                               0};
+  const Coefficients coefficients = {1, 0, 0, 1, 0.5f, 0.5f, 0.5f, 0.5f, 1, 1, 0, 0};
+  for (int32_t rule = 0; rule < kRuleCount; ++rule)
+    ASSERT_TRUE(
+        Ok(device->Update(nullptr, {Rule{rule}, {&update, 1}, {&coefficients, 1}, verdict})));
+  for (float* array : arrays) EXPECT_TRUE(SameBits(Download(*device, array, 20'000), before));
+}
+
+TEST_P(PortTest, CommandsOnNothingDoNothing) {
+  auto device = Make();
+  auto* verdict = Upload(*device, std::vector<Verdict>{AssumeFinite(1)});
+  const NormInput input = {nullptr, 0, OFFLOAD_FP32, 0};
+  const DeviceUpdate update = {{}, OFFLOAD_FP32, OFFLOAD_FP32, 0};
+  const Coefficients coefficients = {};
+  EXPECT_TRUE(Ok(device->CopyToHost(nullptr, nullptr, nullptr, 0)));
+  EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, OFFLOAD_FP32, 0, 1.0f)));
+  EXPECT_TRUE(Ok(device->ToFp32(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
+  EXPECT_TRUE(
+      Ok(device->Update(nullptr, {Rule::kAdam, {&update, 1}, {&coefficients, 1}, verdict})));
+  EXPECT_TRUE(Ok(device->Norm(nullptr, {{&input, 1}, nullptr, 1, 0, verdict})));
+  EXPECT_TRUE(Ok(device->Synchronize(nullptr, -1)));
+  EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {Decide(0, 1, 0)}));
+  EXPECT_TRUE(Ok(device->Norm(nullptr, {{}, nullptr, 1, 0, verdict})));
+  EXPECT_TRUE(SameBits(Download(*device, verdict, 1), {Decide(0, 1, 0)}));
+}
+
+TEST_P(PortTest, RefusesWhatItCannotAllocateOrFree) {
+  auto device = Make();
+  const DeviceMemory memory = device->Memory().value();
+  EXPECT_GT(memory.total_bytes, memory.free_bytes / 2);
+  EXPECT_TRUE(Fails(device->Allocate(0), OFFLOAD_INVALID_ARGUMENT, {"bytes is 0"}));
+  for (uint64_t bytes : {UINT64_MAX, memory.total_bytes + 1})
+    EXPECT_TRUE(Fails(device->Allocate(bytes), OFFLOAD_OUT_OF_DEVICE_MEMORY,
+                      {"asked for " + std::to_string(bytes) + " bytes", "are free"}));
+  auto* data = AllocateArray<char>(*device, 1000);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(data) % 256, 0u);
+  int foreign = 0;
+  for (void* bad : {static_cast<void*>(&foreign), static_cast<void*>(data + 1)})
+    EXPECT_TRUE(Fails(device->Free(bad), OFFLOAD_INVALID_ARGUMENT, {"data is", "expected"}));
+  EXPECT_TRUE(Ok(device->CheckRange(data, 1000)));
+  EXPECT_TRUE(Ok(device->CheckRange(nullptr, 0)));
+  for (const void* bad : {static_cast<const void*>(&foreign), static_cast<const void*>(nullptr)})
+    EXPECT_TRUE(Fails(device->CheckRange(bad, 4), OFFLOAD_INVALID_ARGUMENT,
+                      {"not in this device's memory", "expected a range"}));
+  EXPECT_TRUE(Ok(device->Free(data)));
+  EXPECT_TRUE(Fails(device->Free(data), OFFLOAD_INVALID_ARGUMENT, {"data is"}));
+  EXPECT_TRUE(Ok(device->Free(nullptr)));
+}
+
+// What stays keeps its bits and its address; what comes and goes is the device's memory.
+TEST_P(PortTest, AWindowGrowsAndShrinksAtOneAddress) {
+  auto device = Make();
+  constexpr uint64_t kRange = uint64_t{16} << 20;
+  const uint64_t free_bytes = device->Memory().value().free_bytes;
+  DeviceWindow window = std::move(DeviceWindow::Reserve(*device, kRange).value());
+  EXPECT_EQ(device->Memory().value().free_bytes, free_bytes) << "addresses are not memory";
+  const uint64_t page = device->page_bytes(kRange);
+  EXPECT_TRUE(Fails(device->CheckRange(window.data(), 1), OFFLOAD_INVALID_ARGUMENT, {"expected"}));
+
+  DevicePages pages = std::move(window.Take(0, 2 * page + 1).value());
+  EXPECT_EQ(pages.bytes, 3 * page) << "whole pages";
+  EXPECT_EQ(DeviceWindow::PageBytes(*device, kRange, 2 * page + 1), 3 * page);
+  EXPECT_TRUE(Ok(window.Grow(pages)));
+  EXPECT_EQ(pages.bytes, 0u);
+  EXPECT_TRUE(Ok(device->CheckRange(window.data(), 3 * page)));
+  const std::vector<float> values = RandomValues(page / 4, 1);
+  const auto upload = [&](uint64_t at) {
+    EXPECT_TRUE(Ok(device->CopyToDevice(nullptr, window.data() + at, values.data(), page)));
+    EXPECT_TRUE(Ok(device->Synchronize(nullptr, -1)));
+  };
+  const auto holds = [&](uint64_t at) {
+    const auto* data = reinterpret_cast<const float*>(window.data() + at);
+    return SameBits(Download(*device, data, values.size()), values);
+  };
+  upload(0);
+  upload(2 * page);
+  window.Shrink(page);
+  EXPECT_TRUE(holds(0));
+  EXPECT_TRUE(
+      Fails(device->CheckRange(window.data() + page, 1), OFFLOAD_INVALID_ARGUMENT, {"expected"}));
+  EXPECT_EQ(window.Take(page, 1).value().bytes, 0u) << "a page more is not needed";
+  pages = std::move(window.Take(page, 3 * page).value());
+  EXPECT_TRUE(Ok(window.Grow(pages)));
+  EXPECT_TRUE(holds(0));
+  EXPECT_FALSE(holds(2 * page)) << "that memory was given away";
+  window.Shrink(0);
+  if (!TestsRunOnCuda()) {  // whose driver keeps memory for itself
+    EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
+  }
+}
+
+TEST_P(PortTest, PagesThatAreNotThereAreRefused) {
+  auto device = Make();
+  const uint64_t total = device->Memory().value().total_bytes;
+  DeviceWindow window = std::move(DeviceWindow::Reserve(*device, 2 * total).value());
+  const uint64_t free_bytes = device->Memory().value().free_bytes;
+  EXPECT_TRUE(Fails(window.Take(0, 2 * total).status(), OFFLOAD_OUT_OF_DEVICE_MEMORY,
+                    {"asked for", "bytes of device memory", "are free"}));
+  if (!TestsRunOnCuda()) {
+    EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
+  }
+}
+
+TEST_P(PortTest, PinnedMemoryIsPinnedOnce) {
+  auto device = Make();
+  std::vector<std::byte> host(3 << 12);
+  ASSERT_TRUE(Ok(device->PinHost(host.data(), host.size())));
+  EXPECT_TRUE(Fails(device->PinHost(host.data(), host.size()), OFFLOAD_INVALID_ARGUMENT,
+                    {"cannot pin", "nothing is pinned yet"}));
+  device->UnpinHost(host.data());
+  ASSERT_TRUE(Ok(device->PinHost(host.data(), host.size())));
+  device->UnpinHost(host.data());
+}
+
+// Copies of pinned memory are queued; the stream's order holds them together.
+TEST_P(PortTest, CopiesOfPinnedMemoryAreQueued) {
+  auto device = Make();
+  StreamHandle stream = MakeStream(*device, "copies");
+  std::vector<std::byte> host(2 << 20, std::byte{1});
+  ASSERT_TRUE(Ok(device->PinHost(host.data(), host.size())));
+  const uint64_t half = host.size() / 2;
+  auto* data = AllocateArray<std::byte>(*device, half);
+  {
+    Gate gate(*device);
+    gate.Close(stream);
+    ASSERT_TRUE(Ok(device->CopyToDevice(stream, data, host.data(), half)));
+    ASSERT_TRUE(Ok(device->CopyToHost(stream, host.data() + half, data, half)));
+    std::memset(host.data(), 2, half);
+    EXPECT_EQ(host[half], std::byte{1});
+    EXPECT_TRUE(Fails(device->Synchronize(stream, 1'000'000), OFFLOAD_TIMED_OUT, {"copies"}));
+  }
+  ASSERT_TRUE(Ok(device->Synchronize(stream, -1)));
+  EXPECT_EQ(host[half], std::byte{2});
+  EXPECT_EQ(host[host.size() - 1], std::byte{2});
+  device->UnpinHost(host.data());
+  EXPECT_TRUE(Ok(device->DestroyStream(stream)));
+}
+
+}  // namespace
+}  // namespace hybridopt

@@ -1,0 +1,589 @@
+// Split masters and bf16 moments: every SIMD kernel against the scalar specification, bit by bit;
+// the specification against fp32 masters, bit by bit; and what rounding at random promises.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../../random.h"
+#include "kernels/convert.h"
+#include "kernels/kernels.h"
+#include "kernels/stochastic_rounding.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
+constexpr StateLayout kLayouts[] = {StateLayout::kFp32, StateLayout::kSplit,
+                                    StateLayout::kBf16Moments, StateLayout::kSplitBf16Moments};
+
+struct Kind {
+  Rule rule;
+  SpanTypes types;
+};
+
+std::vector<Kind> AllKinds() {
+  std::vector<Kind> kinds;
+  for (int32_t rule = 0; rule < kRuleCount; ++rule)
+    for (StateLayout layout : kLayouts)
+      for (int32_t grad : kDtypes)
+        for (int32_t param : kDtypes)
+          if (!IsSplit(layout) || param == OFFLOAD_BF16)
+            kinds.push_back({Rule{rule}, {grad, param, layout}});
+  return kinds;
+}
+
+// An array of elements of 2 or 4 bytes at an odd address, between guards.
+class Array {
+ public:
+  Array(const std::vector<float>& values, int32_t dtype, uint64_t shift)
+      : element_bytes_(DtypeBytes(dtype)),
+        count_(values.size()),
+        bytes_(2 * kGuard + shift * element_bytes_ + values.size() * element_bytes_, kFill),
+        begin_(kGuard + shift * element_bytes_) {
+    for (uint64_t i = 0; i < values.size(); ++i) {
+      const uint32_t bits = dtype == OFFLOAD_FP32   ? std::bit_cast<uint32_t>(values[i])
+                            : dtype == OFFLOAD_BF16 ? Fp32ToBf16(values[i])
+                            : dtype == OFFLOAD_FP16 ? Fp32ToFp16(values[i])
+                                                    : LowHalf(values[i]);
+      std::memcpy(&bytes_[begin_ + i * element_bytes_], &bits, element_bytes_);
+    }
+  }
+
+  void* data() { return &bytes_[begin_]; }
+  template <typename T>
+  T at(uint64_t i) const {
+    T value;
+    std::memcpy(&value, &bytes_[begin_ + i * sizeof(T)], sizeof(T));
+    return value;
+  }
+  bool GuardsIntact() const {
+    for (uint64_t i = 0; i < bytes_.size(); ++i)
+      if ((i < begin_ || i >= begin_ + count_ * element_bytes_) && bytes_[i] != kFill) return false;
+    return true;
+  }
+  bool operator==(const Array& other) const { return bytes_ == other.bytes_; }
+  uint64_t Hash(uint64_t hash) const {
+    for (uint8_t byte : bytes_) hash = (hash ^ byte) * 1099511628211u;
+    return hash;
+  }
+
+ private:
+  static constexpr uint64_t kGuard = 64;
+  static constexpr uint8_t kFill = 0xA5;
+
+  uint64_t element_bytes_;
+  uint64_t count_;
+  std::vector<uint8_t> bytes_;
+  uint64_t begin_;
+};
+
+// All arrays of one update.
+struct Arrays {
+  Arrays(const Kind& kind, uint64_t count, uint64_t seed, uint64_t shift = 0,
+         float grad_max = INFINITY)
+      : kind_(kind),
+        count_(count),
+        grad(Clamped(Values(count, seed, 1.0f), grad_max), kind.types.grad_dtype, shift),
+        param(Rounded(Masters(count, seed)), kind.types.param_dtype, shift),
+        master(Masters(count, seed), IsSplit(kind.types.layout) ? OFFLOAD_U16 : OFFLOAD_FP32,
+               shift),
+        moment0(Positive(Values(count, seed + 2, 0.1f), IsSumOfSquares(MomentOf(kind.rule, 0))),
+                moment_dtype(), shift),
+        moment1(Positive(Values(count, seed + 3, 0.01f), true), moment_dtype(), shift) {}
+
+  // Elements from `cut` on in a call of their own.
+  void Update(const KernelTable& table, const Coefficients& c, const Rounding& rounding,
+              const ElementOrder& order = {}, uint64_t cut = 0) {
+    UpdateSpan span = {grad.data(),
+                       param.data(),
+                       master.data(),
+                       MomentOf(kind_.rule, 0) == kNoMoment ? nullptr : moment0.data(),
+                       MomentOf(kind_.rule, 1) == kNoMoment ? nullptr : moment1.data(),
+                       cut == 0 ? count_ : cut,
+                       rounding,
+                       order};
+    const UpdateFunction update = table.Update(kind_.rule, kind_.types);
+    update(c, span);
+    if (cut == 0) return;
+    span = Advanced(span, kind_.types, cut);
+    span.count = count_ - cut;
+    update(c, span);
+  }
+
+  float Moment(const Array& moment, uint64_t i) const {
+    return HasBf16Moments(kind_.types.layout) ? Bf16ToFp32(moment.at<uint16_t>(i))
+                                              : moment.at<float>(i);
+  }
+  float Master(uint64_t i) const {
+    return IsSplit(kind_.types.layout) ? JoinHalves(param.at<uint16_t>(i), master.at<uint16_t>(i))
+                                       : master.at<float>(i);
+  }
+  bool GuardsIntact() const {
+    return grad.GuardsIntact() && param.GuardsIntact() && master.GuardsIntact() &&
+           moment0.GuardsIntact() && moment1.GuardsIntact();
+  }
+  bool operator==(const Arrays& other) const {
+    return grad == other.grad && param == other.param && master == other.master &&
+           moment0 == other.moment0 && moment1 == other.moment1;
+  }
+
+ private:
+  int32_t moment_dtype() const {
+    return HasBf16Moments(kind_.types.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
+  }
+  // Of many magnitudes, zeros, denormals and huge ones among them.
+  static std::vector<float> Values(uint64_t count, uint64_t seed, float scale) {
+    Random random(seed);
+    std::vector<float> values(count);
+    for (float& value : values) {
+      const uint64_t kind = random.Next() % 16;
+      value = random.SignedUnit() * scale;
+      if (kind == 0) value = std::copysign(0.0f, value);
+      if (kind == 1) value *= FLT_MIN;
+      if (kind == 2) value *= 1e30f;
+      if (kind == 3) value = std::ldexp(value, static_cast<int>(random.Next() % 60) - 40);
+      if (kind == 4)
+        value = std::bit_cast<float>((std::bit_cast<uint32_t>(value) & ~0xFFFFu) | 0x8000);
+    }
+    return values;
+  }
+  static std::vector<float> Clamped(std::vector<float> values, float max) {
+    for (float& value : values) value = std::clamp(value, -max, max);
+    return values;
+  }
+  static std::vector<float> Masters(uint64_t count, uint64_t seed) {
+    return Values(count, seed + 1, 0.1f);
+  }
+  // So that, narrowed to bf16, it is the upper half of a split master.
+  static std::vector<float> Rounded(std::vector<float> values) {
+    for (float& value : values) value = Bf16ToFp32(Fp32ToBf16TiesAway(value));
+    return values;
+  }
+  static std::vector<float> Positive(std::vector<float> values, bool positive) {
+    if (positive)
+      for (float& value : values) value = std::fabs(value);
+    return values;
+  }
+
+  Kind kind_;
+  uint64_t count_;
+
+ public:
+  Array grad, param, master, moment0, moment1;
+};
+
+Coefficients AnyCoefficients() {
+  return {.grad_factor = -0.37f,
+          .l2_decay = 0.013f,
+          .decoupled_decay = 1.7e-3f,
+          .step_size = 3.1e-3f,
+          .keep0 = 0.9f,
+          .weight0 = 0.1f,
+          .keep1 = 0.97f,
+          .weight1 = 0.03f,
+          .inverse_sqrt_bias_correction2 = 1.9f,
+          .eps = 1e-8f,
+          .nesterov_momentum = 0.9f,
+          .nesterov = 1};
+}
+
+std::vector<Rounding> Roundings() {
+  return {{}, {.stochastic = false, .ties_away = true}, StochasticRounding(7, 8, 9)};
+}
+
+// Rows of 23 elements, 100 apart, from the 5th element of one on.
+constexpr ElementOrder kRows = {.first = 1000, .row_length = 23, .row_stride = 100, .column = 5};
+
+std::string Text(const KernelTable& table, const Kind& kind) {
+  return std::string(table.isa) + " rule " + std::to_string(static_cast<int>(kind.rule)) +
+         " layout " + std::to_string(static_cast<int>(kind.types.layout)) + " grad " +
+         DtypeName(kind.types.grad_dtype) + " param " + DtypeName(kind.types.param_dtype);
+}
+
+TEST(StateLayouts, EveryCountAndAddressHasReferenceBits) {
+  for (const Kind& kind : AllKinds()) {
+    for (const Rounding& rounding : Roundings()) {
+      for (uint64_t count : {0, 1, 15, 16, 17, 31, 32, 33, 65, 131, 517}) {
+        for (uint64_t shift : {0, 1, 7}) {
+          for (const ElementOrder& order : {ElementOrder{}, kRows}) {
+            Arrays expected(kind, count, count + 1, shift);
+            expected.Update(ReferenceKernels(), AnyCoefficients(), rounding, order);
+            ASSERT_TRUE(expected.GuardsIntact());
+            for (const KernelTable* table : SimdKernels()) {
+              Arrays got(kind, count, count + 1, shift);
+              got.Update(*table, AnyCoefficients(), rounding, order);
+              ASSERT_TRUE(got == expected) << Text(*table, kind) << " count " << count << " shift "
+                                           << shift << " rows " << (order.row_length == 23);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// A NaN whose lower bits would carry into its sign if it were rounded as a number. One alone: of
+// two in one operation the processor chooses.
+TEST(StateLayouts, OneNanHasReferenceBits) {
+  constexpr uint64_t kCount = 70;
+  const auto put_nan = [](Array& array, int32_t dtype, uint64_t at) {
+    if (dtype == OFFLOAD_FP32)
+      static_cast<uint32_t*>(array.data())[at] = 0x7FFFFFFF;
+    else
+      static_cast<uint16_t*>(array.data())[at] = 0x7FFF;
+  };
+  for (const Kind& kind : AllKinds()) {
+    const int32_t master = IsSplit(kind.types.layout) ? OFFLOAD_U16 : OFFLOAD_FP32;
+    const int32_t moment = HasBf16Moments(kind.types.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
+    for (const Rounding& rounding : Roundings()) {
+      for (uint64_t at : {0, 1, 31, 33, 69}) {
+        const auto updated = [&](const KernelTable& table, int where) {
+          Arrays arrays(kind, kCount, at);
+          if (where == 0) put_nan(arrays.grad, kind.types.grad_dtype, at);
+          if (where == 1) put_nan(arrays.master, master, at);
+          if (where == 1) put_nan(arrays.param, kind.types.param_dtype, at);
+          if (where == 2) put_nan(arrays.moment0, moment, at);
+          arrays.Update(table, AnyCoefficients(), rounding);
+          return arrays;
+        };
+        for (int where : {0, 1, 2}) {
+          const Arrays expected = updated(ReferenceKernels(), where);
+          for (const KernelTable* table : SimdKernels())
+            ASSERT_TRUE(updated(*table, where) == expected)
+                << Text(*table, kind) << " element " << at << " array " << where;
+        }
+      }
+    }
+  }
+}
+
+TEST(StateLayouts, CutAnywhereHasTheSameBits) {
+  for (const Kind& kind : AllKinds()) {
+    if (kind.types.grad_dtype != OFFLOAD_BF16 || kind.types.param_dtype != OFFLOAD_BF16) continue;
+    for (const ElementOrder& order :
+         {ElementOrder{}, kRows, ElementOrder{.first = (uint64_t{5} << 32) - 40}}) {
+      Arrays whole(kind, 100, 3);
+      whole.Update(ReferenceKernels(), AnyCoefficients(), StochasticRounding(1, 2, 3), order);
+      for (uint64_t cut = 1; cut < 100; ++cut) {
+        for (const KernelTable* table : SimdKernels()) {
+          Arrays parts(kind, 100, 3);
+          parts.Update(*table, AnyCoefficients(), StochasticRounding(1, 2, 3), order, cut);
+          ASSERT_TRUE(parts == whole) << Text(*table, kind) << " cut " << cut;
+        }
+      }
+    }
+  }
+}
+
+// The same bits on every machine, from every compiler and in every release. Gradients are finite in
+// every dtype: the sign of a NaN depends on the processor.
+TEST(StateLayouts, BitsArePinned) {
+  const PinnedSeed pinned;
+  uint64_t of_signum = 14695981039346656037u;  // FNV-1a
+  uint64_t of_others = of_signum;
+  for (const Kind& kind : AllKinds()) {
+    if (kind.types.layout == StateLayout::kFp32) continue;  // kernels_test.cpp
+    uint64_t& hash = kind.rule == Rule::kSignum ? of_signum : of_others;
+    for (const Rounding& rounding : Roundings()) {
+      Arrays arrays(kind, 500, 17, 0, 65504.0f);
+      for (int step = 0; step < 3; ++step)
+        arrays.Update(ReferenceKernels(), AnyCoefficients(), rounding, kRows);
+      hash = arrays.param.Hash(arrays.master.Hash(hash));
+      hash = arrays.moment0.Hash(arrays.moment1.Hash(hash));
+    }
+  }
+  EXPECT_EQ(of_others, 0x5f5059a591d642bau);
+  EXPECT_EQ(of_signum, 0xb57b296e6f0bb76u);
+}
+
+// -------------------------------------------------------------------------------- split masters --
+
+TEST(SplitMasters, HalvesJoinToTheNumberTheyCameFrom) {
+  for (uint32_t high = 0; high < 65536; ++high) {
+    for (uint32_t low :
+         {0u, 1u, 0x7FFEu, 0x7FFFu, 0x8000u, 0x8001u, 0xFFFEu, 0xFFFFu, high ^ 0x5A5A}) {
+      const float value = std::bit_cast<float>(high << 16 | low);
+      const uint16_t param = Fp32ToBf16TiesAway(value);
+      const float joined = JoinHalves(param, LowHalf(value));
+      if (std::isnan(value)) {
+        ASSERT_TRUE(std::isnan(joined) && std::isnan(Bf16ToFp32(param)));
+        ASSERT_EQ(param, high | 0x40);
+        ASSERT_EQ(std::bit_cast<uint32_t>(joined), (high | 0x40) << 16);
+        continue;
+      }
+      ASSERT_EQ(std::bit_cast<uint32_t>(joined), high << 16 | low);
+      // The one difference to rounding to nearest even.
+      ASSERT_EQ(param, low == 0x8000 ? high + 1 : Fp32ToBf16(value));
+    }
+  }
+}
+
+// What others write over masters with any lower half is what the step goes on from, and one with
+// lr 0 leaves zeros zero.
+TEST(SplitMasters, ZerosThatOthersWriteStayZeros) {
+  constexpr uint64_t kCount = 131;
+  Coefficients still = AnyCoefficients();
+  still.step_size = still.decoupled_decay = 0;
+  for (const Kind& kind : AllKinds()) {
+    if (!IsSplit(kind.types.layout)) continue;
+    for (const uint16_t zero : {uint16_t{0}, uint16_t{0x8000}}) {
+      const auto updated = [&](const KernelTable& table) {
+        Arrays arrays(kind, kCount, 5, 0, 65504.0f);
+        auto* const params = static_cast<uint8_t*>(arrays.param.data());
+        for (uint64_t i = 0; i < kCount; i += 3) std::memcpy(params + 2 * i, &zero, sizeof(zero));
+        arrays.Update(table, still, {});
+        return arrays;
+      };
+      const Arrays expected = updated(ReferenceKernels());
+      for (uint64_t i = 0; i < kCount; i += 3) {
+        ASSERT_EQ(expected.param.at<uint16_t>(i), zero) << "element " << i;
+        ASSERT_LT(std::abs(expected.Master(i)), FLT_MIN) << "element " << i;
+      }
+      for (const KernelTable* table : SimdKernels())
+        ASSERT_TRUE(updated(*table) == expected) << Text(*table, kind);
+    }
+  }
+}
+
+// Whatever happens in 50 steps, masters are those of the fp32 layout.
+TEST(SplitMasters, MastersHaveTheBitsOfFp32Masters) {
+  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
+    for (const bool bf16 : {false, true}) {
+      const Kind split = {Rule{rule},
+                          {OFFLOAD_BF16, OFFLOAD_BF16,
+                           bf16 ? StateLayout::kSplitBf16Moments : StateLayout::kSplit}};
+      const Kind whole = {
+          Rule{rule},
+          {OFFLOAD_BF16, OFFLOAD_BF16, bf16 ? StateLayout::kBf16Moments : StateLayout::kFp32}};
+      Arrays a(split, 700, 23), b(whole, 700, 23);
+      const Arrays start(split, 700, 23);
+      for (uint64_t step = 1; step <= 50; ++step) {
+        const Rounding rounding = bf16 ? StochasticRounding(1, 2, step) : Rounding{};
+        const KernelTable& table =
+            SimdKernels().empty() ? ReferenceKernels() : *SimdKernels().front();
+        a.Update(table, AnyCoefficients(), rounding);
+        b.Update(table, AnyCoefficients(), rounding);
+        for (uint64_t i = 0; i < 700; ++i) {
+          const uint32_t bits = std::bit_cast<uint32_t>(b.Master(i));
+          ASSERT_EQ(std::bit_cast<uint32_t>(a.Master(i)), bits);
+          const bool tie = (bits & 0xFFFF) == 0x8000;
+          const uint16_t up = static_cast<uint16_t>((bits >> 16) + 1);
+          ASSERT_EQ(a.param.at<uint16_t>(i), tie ? up : b.param.at<uint16_t>(i));
+        }
+      }
+      ASSERT_FALSE(a.param == start.param);  // it did learn
+    }
+  }
+}
+
+// --------------------------------------------------------------------------- rounding at random --
+
+// Chi-square of a byte's frequencies: 255 degrees of freedom, standard deviation 22.6.
+double ChiSquare(const std::vector<uint64_t>& counts, uint64_t total) {
+  const double expected = static_cast<double>(total) / static_cast<double>(counts.size());
+  double sum = 0;
+  for (uint64_t count : counts)
+    sum += std::pow(static_cast<double>(count) - expected, 2) / expected;
+  return sum;
+}
+
+void ExpectUniform(const std::vector<uint32_t>& words, const std::string& what) {
+  for (int shift = 0; shift < 32; shift += 8) {
+    std::vector<uint64_t> counts(256);
+    for (uint32_t word : words) ++counts[word >> shift & 0xFF];
+    const double chi = ChiSquare(counts, words.size());
+    EXPECT_LT(chi, 255 + 5 * 22.6) << what << ", byte at bit " << shift;
+    EXPECT_GT(chi, 255 - 5 * 22.6) << what << ", byte at bit " << shift;
+  }
+}
+
+// The words' bits, packed: bit 0 of all of them, bit 1, ...
+std::vector<std::vector<uint64_t>> Slices(const std::vector<uint32_t>& words) {
+  std::vector<std::vector<uint64_t>> slices(32, std::vector<uint64_t>(words.size() / 64));
+  for (size_t k = 0; k < words.size(); ++k)
+    for (int i = 0; i < 32; ++i) slices[i][k / 64] |= uint64_t{words[k] >> i & 1} << k % 64;
+  return slices;
+}
+
+// Bits of neighbouring draws agree half of the time, each with each other.
+void ExpectIndependent(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b,
+                       const std::string& what) {
+  const double count = static_cast<double>(a.size());
+  const auto of_a = Slices(a), of_b = Slices(b);
+  for (int i = 0; i < 32; ++i) {
+    for (int j = 0; j < 32; ++j) {
+      int64_t agree = 0;
+      for (size_t k = 0; k < of_a[i].size(); ++k)
+        agree += std::popcount(~(of_a[i][k] ^ of_b[j][k]));
+      EXPECT_NEAR(static_cast<double>(agree), count / 2, 5.5 * std::sqrt(count) / 2)
+          << what << ", bits " << i << " and " << j;
+    }
+  }
+}
+
+uint32_t Draw(const Rounding& rounding, uint64_t index) {
+  return RandomBits(CounterOf(rounding, index), TweakOf(rounding, index));
+}
+
+TEST(StochasticRounding, BitsAreUniformAndIndependent) {
+  constexpr uint64_t kCount = 1 << 16;
+  std::vector<uint32_t> indices, neighbours, steps, next_steps, seeds, names, far;
+  for (uint64_t i = 0; i < kCount; ++i) {
+    indices.push_back(Draw(StochasticRounding(0, 1, 1), i));
+    neighbours.push_back(Draw(StochasticRounding(0, 1, 1), i + 1));
+    steps.push_back(Draw(StochasticRounding(0, 1, i), 12345));
+    next_steps.push_back(Draw(StochasticRounding(0, 1, i + 1), 12345));
+    seeds.push_back(Draw(StochasticRounding(i, 1, 1), 12345));
+    names.push_back(Draw(StochasticRounding(0, i, 1), 12345));
+    far.push_back(Draw(StochasticRounding(0, 1, 1), i + (uint64_t{1} << 32)));
+  }
+  ExpectUniform(indices, "indices");
+  ExpectUniform(steps, "steps");
+  ExpectUniform(seeds, "seeds");
+  ExpectUniform(names, "names");
+  ExpectUniform(far, "beyond 2^32");
+  ExpectIndependent(indices, neighbours, "neighbours");
+  ExpectIndependent(steps, next_steps, "steps that follow each other");
+  ExpectIndependent(indices, far, "2^32 apart");
+  std::vector<uint32_t> upper;
+  for (uint32_t word : indices) upper.push_back(word >> 16 | word << 16);
+  for (int bit = 0; bit < 16; ++bit) {  // moment0's bits against moment1's
+    uint64_t agree = 0;
+    for (size_t k = 0; k < kCount; ++k) agree += ((indices[k] ^ upper[k]) >> bit & 1) == 0;
+    EXPECT_NEAR(static_cast<double>(agree), kCount / 2.0, 5.5 * std::sqrt(double{kCount}) / 2);
+  }
+}
+
+// Rows of one tensor are as independent as neighbours, and so is the other end of a large one.
+TEST(StochasticRounding, ElementsFarApartAreIndependent) {
+  constexpr uint64_t kCount = 1 << 16;
+  std::vector<uint64_t> distances = {3, 5, 7, 48, 768, 1000, 5120, 14336, 28672, 50257, 1000000};
+  for (int bit = 1; bit < 32; ++bit) distances.push_back(uint64_t{1} << bit);
+  for (uint64_t distance : distances) {
+    const Rounding rounding = StochasticRounding(1, 2, distance);
+    std::vector<uint32_t> near, far;
+    for (uint64_t i = 0; i < kCount; ++i) {
+      near.push_back(Draw(rounding, i));
+      far.push_back(Draw(rounding, i + distance));
+    }
+    ExpectIndependent(near, far, std::to_string(distance) + " apart");
+  }
+}
+
+// Counters whose upper half changes are mixed another way by kernels than others.
+TEST(StochasticRounding, CountersThatPassTheirLowerHalfHaveReferenceBits) {
+  const Rounding rounding = StochasticRounding(1, 2, 3);
+  for (const Kind& kind : AllKinds()) {
+    if (kind.types.grad_dtype != OFFLOAD_BF16 || kind.types.param_dtype != OFFLOAD_BF16) continue;
+    for (uint32_t before = 0; before <= 130; ++before) {
+      ElementOrder order;
+      order.first = uint32_t{0x30000} - before - CounterOf(rounding, 0);
+      ASSERT_EQ(CounterOf(rounding, order.first + before), 0x30000u);
+      Arrays expected(kind, 130, before);
+      expected.Update(ReferenceKernels(), AnyCoefficients(), rounding, order);
+      for (const KernelTable* table : SimdKernels()) {
+        Arrays got(kind, 130, before);
+        got.Update(*table, AnyCoefficients(), rounding, order);
+        ASSERT_TRUE(got == expected) << Text(*table, kind) << " before " << before;
+      }
+    }
+  }
+}
+
+// Up as often as the discarded bits say: the mean is the number.
+TEST(StochasticRounding, IsUnbiased) {
+  constexpr uint64_t kCount = 1 << 18;
+  for (uint32_t lost : {1u, 0x1000u, 0x4000u, 0x8000u, 0xC000u, 0xFFFFu}) {
+    for (uint32_t high : {0x3F80u, 0xBDCDu, 0x0001u}) {
+      const float value = std::bit_cast<float>(high << 16 | lost);
+      uint64_t up[2] = {0, 0};
+      for (uint64_t i = 0; i < kCount; ++i) {
+        const uint32_t bits = Draw(StochasticRounding(3, 4, 5), i);
+        for (int half : {0, 1}) {
+          const uint16_t rounded =
+              Fp32ToBf16Randomly(value, half == 0 ? bits & 0xFFFF : bits >> 16);
+          ASSERT_TRUE(rounded == high || rounded == high + 1);
+          up[half] += rounded == high + 1;
+        }
+      }
+      const double p = lost / 65536.0;
+      for (int half : {0, 1})
+        EXPECT_NEAR(static_cast<double>(up[half]), kCount * p,
+                    5 * std::sqrt(kCount * p * (1 - p)) + 1)
+            << std::hex << (high << 16 | lost);
+    }
+  }
+}
+
+TEST(StochasticRounding, KeepsZerosInfinitiesAndNans) {
+  for (uint32_t random : {0u, 1u, 0x7FFFu, 0xFFFFu}) {
+    EXPECT_EQ(Fp32ToBf16Randomly(0.0f, random), 0x0000);
+    EXPECT_EQ(Fp32ToBf16Randomly(-0.0f, random), 0x8000);
+    EXPECT_EQ(Fp32ToBf16Randomly(1.5f, random), 0x3FC0);  // a bf16 number stays
+    EXPECT_EQ(Fp32ToBf16Randomly(INFINITY, random), 0x7F80);
+    EXPECT_EQ(Fp32ToBf16Randomly(std::bit_cast<float>(0x7FFFFFFFu), random), 0x7FFF);
+    EXPECT_EQ(Fp32ToBf16Randomly(std::bit_cast<float>(0xFF800001u), random), 0xFFC0);
+  }
+}
+
+// A second moment that grows by less than half a bf16 step per update: at random it follows the
+// double, to nearest it stands still. That is why random is the default.
+TEST(StochasticRounding, SmallChangesAreNotLost) {
+  constexpr uint64_t kCount = 4096, kSteps = 1000;
+  const Kind kind = {Rule::kAdam, {OFFLOAD_FP32, OFFLOAD_BF16, StateLayout::kBf16Moments}};
+  Coefficients c = AnyCoefficients();
+  c.keep1 = 0.999f;
+  c.weight1 = 0.001f;
+  c.grad_factor = 1.0f;
+  c.l2_decay = 0.0f;
+  double exact = 1.0, mean[2] = {0, 0};
+  for (uint64_t step = 0; step < kSteps; ++step) exact += 0.001 * (4.0 - exact);
+  for (const bool stochastic : {false, true}) {
+    Arrays arrays(kind, kCount, 1);
+    const float two = 2.0f;
+    for (uint64_t i = 0; i < kCount; ++i) {
+      std::memcpy(static_cast<float*>(arrays.grad.data()) + i, &two, 4);
+      static_cast<uint16_t*>(arrays.moment1.data())[i] = 0x3F80;  // 1
+    }
+    for (uint64_t step = 1; step <= kSteps; ++step) {
+      const Rounding rounding = stochastic ? StochasticRounding(1, 2, step) : Rounding{};
+      arrays.Update(ReferenceKernels(), c, rounding);
+    }
+    for (uint64_t i = 0; i < kCount; ++i)
+      mean[stochastic] += arrays.Moment(arrays.moment1, i) / double{kCount};
+  }
+  EXPECT_NEAR(mean[true], exact, 0.003 * exact);
+  EXPECT_EQ(mean[false], 1.0);
+  EXPECT_GT(exact, 2.8);
+}
+
+TEST(StateLayouts, SumsInBf16StayFinite) {
+  for (Rule rule : {Rule::kAdam, Rule::kAdagrad}) {
+    for (const Rounding& rounding : Roundings()) {
+      for (const KernelTable* table : SimdKernels()) {
+        const Kind kind = {rule, {OFFLOAD_FP32, OFFLOAD_BF16, StateLayout::kBf16Moments}};
+        Arrays arrays(kind, 40, 1);
+        for (uint64_t i = 0; i < 40; ++i) {
+          const float huge = i % 2 == 0 ? FLT_MAX : -1e30f;
+          std::memcpy(static_cast<float*>(arrays.grad.data()) + i, &huge, 4);
+        }
+        Coefficients c = AnyCoefficients();
+        c.grad_factor = 1.0f;
+        c.weight1 = 0.99f;
+        c.keep1 = 0.01f;
+        for (int step = 0; step < 4; ++step) arrays.Update(*table, c, rounding);
+        const Array& sum = rule == Rule::kAdam ? arrays.moment1 : arrays.moment0;
+        for (uint64_t i = 0; i < 40; ++i) EXPECT_EQ(sum.at<uint16_t>(i), 0x7F7F);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hybridopt

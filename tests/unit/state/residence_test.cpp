@@ -1,0 +1,538 @@
+// Shape, residence and chunks are pure, so they can be checked element by element and byte by byte
+// on random tables.
+#include "state/residence.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../../random.h"
+#include "state/shape.h"
+#include "step/step_plan.h"
+#include "storage/chunk_table.h"
+
+namespace hybridopt {
+namespace {
+
+struct Case {
+  std::unique_ptr<Device> device = CreateHostDevice();  // takes any address
+  std::unique_ptr<ParamTable> table;
+  ShapeOptions options{};
+  double device_fraction = 0;
+};
+
+Case RandomCase(Random& random) {
+  Case one;
+  const int32_t algorithm = kAlgorithms[random.Below(std::size(kAlgorithms))].value;
+  one.table = std::make_unique<ParamTable>(algorithm, *one.device);
+  for (const double momentum : {0.0, 0.9}) {
+    offload_group_t group{};
+    for (const ReadNumber& read : AlgorithmOf(algorithm)->reads) {
+      if (read.field == &offload_group_t::momentum) group.momentum = momentum;
+      if (read.field == &offload_group_t::eps) group.eps = 1e-8;
+    }
+    EXPECT_TRUE(one.table->AddGroup(group).ok());
+  }
+  const uint64_t counts[] = {0, 1, 31, 32, 33, 1023, 1024, 1025, 4096, 5003, 20000};
+  const uint64_t params = 1 + random.Below(12);
+  for (uint32_t id = 0; id < params; ++id) {
+    ParamInput input{};
+    const std::string name = "p" + std::to_string(id);
+    input.param.name = name.c_str();
+    input.param.group = static_cast<uint32_t>(random.Below(2));
+    input.param.dtype = 1 + static_cast<int32_t>(random.Below(3));
+    input.param.grad_dtype = 1 + static_cast<int32_t>(random.Below(3));
+    input.param.placement = static_cast<int32_t>(random.Below(3));
+    input.param.count = counts[random.Below(std::size(counts))];
+    input.param.data = reinterpret_cast<void*>((uint64_t{id} + 1) << 32);
+    EXPECT_TRUE(one.table->AddParams({&input, 1}).ok());
+  }
+  const double fractions[] = {0, 1, 0.25, 0.5, 1.0 / 3, 0.9999999};
+  one.options.unified = random.Below(5) == 0;
+  one.device_fraction = fractions[random.Below(std::size(fractions))];
+  one.options.chunk_elements = uint64_t{1024} << random.Below(4);
+  one.options.staging_slots = 2 + static_cast<uint32_t>(random.Below(4));
+  one.options.cpu_updates = one.options.unified || random.Below(3) > 0;
+  one.options.streams_state =
+      !one.options.unified && (!one.options.cpu_updates || random.Below(2) == 0);
+  one.options.master_layout = static_cast<int32_t>(random.Below(2));
+  one.options.moment_dtype = random.Below(2) == 0 ? OFFLOAD_FP32 : OFFLOAD_BF16;
+  one.options.stochastic = random.Below(2) == 0;
+  return one;
+}
+
+// What follows from a table, options and a fraction.
+struct Arranged {
+  double device_fraction;
+  StateShape shape;
+  Residence residence;
+  ChunkTable chunks;
+  LaneSizes lanes;
+};
+
+Arranged Arrange(const ParamTable& table, const ShapeOptions& options, double device_fraction) {
+  Arranged arranged{device_fraction, MakeStateShape(table, options), {}, {}, {}};
+  arranged.residence = Residence(table, arranged.shape, device_fraction);
+  arranged.chunks = CutChunks(table, arranged.shape, arranged.residence);
+  arranged.lanes = LaneSizesOf(arranged.shape, arranged.residence, arranged.chunks);
+  return arranged;
+}
+
+class ResidenceTest : public testing::Test {
+ protected:
+  // Calls check(table, options, placement) on many random cases.
+  template <typename Check>
+  void ForRandomCases(Check&& check) {
+    Random random(11);
+    for (int round = 0; round < 2000 && !HasFailure(); ++round) {
+      SCOPED_TRACE("round " + std::to_string(round));
+      const Case one = RandomCase(random);
+      check(*one.table, one.options, Arrange(*one.table, one.options, one.device_fraction));
+    }
+  }
+};
+
+// What a tier keeps of a param, said again: an array or none.
+bool Keeps(const Param& param, const ParamShape& shaped, const ShapeOptions& options, uint32_t slot,
+           bool staged_host) {
+  const bool split = options.master_layout == OFFLOAD_MASTER_SPLIT && param.dtype == OFFLOAD_BF16;
+  if (slot == kMasterLow) return split;
+  if (slot == kMaster) return !split && (param.dtype != OFFLOAD_FP32 || staged_host);
+  switch (shaped.rule) {
+    case Rule::kAdam:
+      return true;
+    case Rule::kSgdPlain:
+      return false;
+    default:
+      return slot == kMoment0;
+  }
+}
+
+// What is kept of the host share is within one param of the share that is to stream, at every point
+// of the order of updates.
+TEST_F(ResidenceTest, GradsToKeepAreTheDevicesAndAnEvenPartOfTheOthers) {
+  for (double share : {0.0, 0.3, 0.75, 1.0})
+    ForRandomCases([share](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
+      std::vector<uint8_t> keep(table.size(), 2);
+      ChooseGradsToKeep(table, arranged.shape, arranged.residence, share, 0, keep);
+      double owed = 0, largest = 0;
+      for (uint32_t id : arranged.shape.update_order) {
+        const uint64_t count = table.param(id).count;
+        const uint64_t device = arranged.residence.device_count(id);
+        if (2 * device > count) {
+          EXPECT_EQ(keep[id], 1);
+          continue;
+        }
+        const auto host = static_cast<double>(count - device);
+        if (share == 0 || share == 1) {
+          EXPECT_EQ(keep[id], count > 0 ? share : 0);
+        }
+        largest = std::max(largest, host);
+        owed += (share - keep[id]) * host;
+        EXPECT_LE(std::abs(owed), largest);
+      }
+    });
+}
+
+// What is updated early comes down: the last elements in the order of updates. The part that is to
+// stream is a part of the others.
+TEST_F(ResidenceTest, GradsOfTheLastElementsAreNotKeptForWhatStreams) {
+  for (uint64_t early : {uint64_t{1}, uint64_t{500}, UINT64_MAX})
+    ForRandomCases([early](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
+      std::vector<uint8_t> keep(table.size(), 2);
+      ChooseGradsToKeep(table, arranged.shape, arranged.residence, 1, early, keep);
+      uint64_t behind = 0;  // elements of the host share
+      for (auto id = arranged.shape.update_order.rbegin(); id != arranged.shape.update_order.rend();
+           ++id) {
+        const uint64_t count = table.param(*id).count;
+        const uint64_t device = arranged.residence.device_count(*id);
+        const bool is_devices = 2 * device > count;
+        EXPECT_EQ(keep[*id], is_devices || (behind >= early && count > 0) ? 1 : 0);
+        behind += count - device;
+      }
+    });
+}
+
+TEST_F(ResidenceTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {
+  ForRandomCases(
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
+        uint64_t automatic = 0, automatic_on_device = 0, host = 0, device = 0;
+        bool host_share_seen = false;
+        for (uint32_t id = 0; id < table.size(); ++id) {
+          const Param& param = table.param(id);
+          const uint64_t device_count = arranged.residence.device_count(id);
+          ASSERT_LE(device_count, param.count);
+          device += device_count;
+          host += param.count - device_count;
+          if (options.unified) {
+            EXPECT_EQ(device_count, 0u);
+          } else if (param.placement == OFFLOAD_PLACE_HOST) {
+            EXPECT_EQ(device_count, 0u);
+          } else if (param.placement == OFFLOAD_PLACE_DEVICE) {
+            EXPECT_EQ(device_count, param.count);
+          } else {
+            automatic += param.count;
+            automatic_on_device += device_count;
+            if (host_share_seen) {
+              EXPECT_EQ(device_count, 0u) << "device elements come first";
+            }
+            host_share_seen |= device_count < param.count;
+          }
+        }
+        if (!options.unified) {
+          EXPECT_EQ(automatic_on_device,
+                    static_cast<uint64_t>(
+                        std::floor(arranged.device_fraction * static_cast<double>(automatic))));
+        }
+        EXPECT_EQ(arranged.residence.host_elements(), host);
+        EXPECT_EQ(arranged.residence.device_elements(), device);
+      });
+}
+
+TEST_F(ResidenceTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
+  ForRandomCases([](const ParamTable& table, const ShapeOptions& options,
+                    const Arranged& arranged) {
+    std::vector<uint64_t> next(table.size());
+    for (uint32_t id = 0; id < table.size(); ++id) next[id] = arranged.residence.device_count(id);
+    uint32_t param = 0, fragment_index = 0;
+    uint64_t rest = arranged.residence.host_elements();
+    for (uint32_t c = 0; c < arranged.chunks.chunks.size(); ++c) {
+      const Chunk& chunk = arranged.chunks.chunks[c];
+      EXPECT_EQ(chunk.first_fragment, fragment_index);
+      EXPECT_GT(chunk.element_count, 0u);
+      uint64_t elements = 0;
+      for (uint32_t f = 0; f < chunk.fragment_count; ++f, ++fragment_index) {
+        const Fragment& fragment = arranged.chunks.fragments[fragment_index];
+        ASSERT_GE(fragment.param, param) << "registration order";
+        param = fragment.param;
+        EXPECT_GT(fragment.count, 0u);
+        EXPECT_EQ(fragment.begin, next[param]);
+        EXPECT_EQ(fragment.first_element, elements);
+        EXPECT_LE(c, arranged.chunks.last_chunk_end[param]);
+        next[param] += fragment.count;
+        elements += fragment.count;
+        if (next[param] == table.param(param).count) {
+          EXPECT_EQ(arranged.chunks.last_chunk_end[param], c + 1);
+        }
+      }
+      EXPECT_EQ(chunk.element_count, elements);
+      if (!options.unified) {
+        EXPECT_LE(elements, options.chunk_elements);
+        const bool last = c + 1 == arranged.chunks.chunks.size();
+        const bool both = options.cpu_updates && options.streams_state;
+        const uint64_t smallest = std::max<uint64_t>(options.chunk_elements / 16, 1024);
+        const uint64_t expected =
+            !both ? options.chunk_elements
+                  : std::clamp((rest / 24 + 1023) / 1024 * 1024, smallest, options.chunk_elements);
+        EXPECT_TRUE(last ? elements <= expected : elements == expected)
+            << elements << " of " << rest << ", expected " << expected;
+      }
+      rest -= elements;
+    }
+    EXPECT_LE(arranged.chunks.chunks.size(), ChunksMost(arranged.shape));
+    EXPECT_EQ(fragment_index, arranged.chunks.fragments.size());
+    if (options.unified) {
+      EXPECT_LE(arranged.chunks.chunks.size(), 1u);
+    }
+    for (uint32_t id = 0; id < table.size(); ++id) {
+      EXPECT_EQ(next[id], table.param(id).count);
+      if (arranged.residence.device_count(id) == table.param(id).count) {
+        EXPECT_EQ(arranged.chunks.last_chunk_end[id], 0u) << "waits for no chunk";
+      }
+    }
+  });
+}
+
+// The number of chunks that memory is taken for, and marks, holds for long params too.
+TEST(Chunks, TheLastOnesAreSmallAndNotTooMany) {
+  auto device = CreateHostDevice();
+  Random random(5);
+  for (int round = 0; round < 500; ++round) {
+    ParamTable table(OFFLOAD_ADAMW, *device);
+    offload_group_t group{};
+    group.eps = 1e-8;
+    ASSERT_TRUE(table.AddGroup(group).ok());
+    ParamInput input{};
+    input.param.name = "p";
+    input.param.dtype = input.param.grad_dtype = OFFLOAD_BF16;
+    input.param.count = 1 + random.Below(uint64_t{1} << (10 + random.Below(20)));
+    input.param.data = reinterpret_cast<void*>(uint64_t{1} << 32);
+    ASSERT_TRUE(table.AddParams({&input, 1}).ok());
+    ShapeOptions options{};
+    options.chunk_elements = 1024 + random.Below(uint64_t{1} << (8 + random.Below(15)));
+    options.staging_slots = 8;
+    options.streams_state = true;
+    const Arranged arranged = Arrange(table, options, 0);
+    const std::vector<Chunk>& chunks = arranged.chunks.chunks;
+    EXPECT_LE(chunks.size(), ChunksMost(arranged.shape)) << input.param.count;
+    const uint64_t full = input.param.count / options.chunk_elements;
+    EXPECT_LE(chunks.size(), full + 97);
+    for (size_t c = 1; c < chunks.size(); ++c)
+      EXPECT_LE(chunks[c].element_count, chunks[c - 1].element_count);
+    // What both have taken when none is left, by default 12 chunks, is little.
+    if (full >= 24 && options.chunk_elements >= 16 * 1024) {
+      EXPECT_LE(chunks.back().element_count, options.chunk_elements / 16);
+    }
+  }
+}
+
+struct Range {
+  uint64_t begin, end;
+};
+
+void ExpectDisjoint(std::vector<Range> ranges, uint64_t limit) {
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  uint64_t end = 0;
+  for (const Range& range : ranges) {
+    EXPECT_GE(range.begin, end);
+    end = range.end;
+  }
+  EXPECT_LE(end, limit);
+}
+
+TEST_F(ResidenceTest, StagingOffsetsAreDisjointAlignedAndInsideTheirSlot) {
+  ForRandomCases(
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
+        if (options.unified) {
+          EXPECT_EQ(arranged.lanes.staging_slots, 0u);
+          EXPECT_EQ(arranged.lanes.slot_grad_bytes + arranged.lanes.slot_param_bytes, 0u);
+          EXPECT_EQ(arranged.chunks.grads_down_bytes + arranged.chunks.params_up_bytes, 0u);
+          return;
+        }
+        EXPECT_EQ(arranged.lanes.staging_slots,
+                  std::min<uint64_t>(options.staging_slots, arranged.chunks.chunks.size()));
+        uint64_t down = 0, up = 0;
+        for (const Chunk& chunk : arranged.chunks.chunks) {
+          std::vector<Range> grads, params;
+          for (uint32_t f = 0; f < chunk.fragment_count; ++f) {
+            const Fragment& fragment = arranged.chunks.fragments[chunk.first_fragment + f];
+            const Param& param = table.param(fragment.param);
+            const uint64_t grad_bytes = fragment.count * DtypeBytes(param.grad_dtype);
+            const uint64_t param_bytes = fragment.count * DtypeBytes(param.dtype);
+            EXPECT_EQ(fragment.grad_offset % 64, 0u);
+            EXPECT_EQ(fragment.param_offset % 64, 0u);
+            grads.push_back({fragment.grad_offset, fragment.grad_offset + grad_bytes});
+            params.push_back({fragment.param_offset, fragment.param_offset + param_bytes});
+            down += grad_bytes;
+            up += param_bytes;
+          }
+          ExpectDisjoint(grads, arranged.lanes.slot_grad_bytes);
+          ExpectDisjoint(params, arranged.lanes.slot_param_bytes);
+        }
+        EXPECT_EQ(arranged.chunks.grads_down_bytes, down);
+        EXPECT_EQ(arranged.chunks.params_up_bytes, up);
+      });
+}
+
+// Each tier's range of a region holds exactly the elements of that tier, and nothing else.
+TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
+  ForRandomCases(
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
+        for (uint32_t index = 0; index < kStateSlots; ++index) {
+          const StateSlot slot{index};
+          const bool moment = slot == kMoment0 || slot == kMoment1;
+          const int32_t dtype = slot == kMasterLow ? OFFLOAD_U16
+                                : moment           ? options.moment_dtype
+                                                   : OFFLOAD_FP32;
+          std::vector<Range> arrays[kTiers];
+          const Residence::Bytes& device = arranged.residence.bytes(Tier::kDevice, slot);
+          const Residence::Bytes& host = arranged.residence.bytes(Tier::kHost, slot);
+          uint64_t device_end = 0, host_begin = UINT64_MAX, host_end = 0;
+          for (uint32_t id = 0; id < table.size(); ++id) {
+            const Param& param = table.param(id);
+            const ParamShape& shaped = arranged.shape.params[id];
+            ASSERT_EQ(shaped.dtype[slot], dtype);
+            const bool on_device = !options.unified && Keeps(param, shaped, options, slot, false);
+            const bool on_host = Keeps(param, shaped, options, slot, !options.unified);
+            ASSERT_EQ(shaped.Keeps(Tier::kDevice, slot), on_device) << id << " slot " << slot;
+            ASSERT_EQ(shaped.Keeps(Tier::kHost, slot), on_host) << id << " slot " << slot;
+            const uint64_t cut = arranged.residence.device_count(id);
+            for (Tier tier : {Tier::kDevice, Tier::kHost}) {
+              if (!shaped.Keeps(tier, slot) || param.count == 0) continue;
+              EXPECT_EQ(shaped.ByteAt(tier, slot, 0) % 256, 0u);
+              arrays[static_cast<int>(tier)].push_back(
+                  {shaped.ByteAt(tier, slot, 0), shaped.ByteAt(tier, slot, param.count)});
+            }
+            if (on_device && cut > 0)
+              device_end = std::max(device_end, shaped.ByteAt(Tier::kDevice, slot, cut));
+            if (on_device && cut < param.count) {
+              EXPECT_GE(shaped.ByteAt(Tier::kDevice, slot, cut), device.end);
+            }
+            if (!on_host || cut == param.count) continue;
+            host_begin = std::min(host_begin, shaped.ByteAt(Tier::kHost, slot, cut));
+            host_end = std::max(host_end, shaped.ByteAt(Tier::kHost, slot, param.count));
+          }
+          for (Tier tier : {Tier::kDevice, Tier::kHost})
+            ExpectDisjoint(arrays[static_cast<int>(tier)], arranged.shape.RegionBytes(tier, slot));
+          EXPECT_EQ(device.begin, 0u);
+          EXPECT_EQ(device.end, device_end);
+          EXPECT_EQ(host.end, host_end);
+          EXPECT_EQ(host.begin, host_end > 0 ? host_begin : 0);
+        }
+      });
+}
+
+// One copy moves what only padding separates, and kernels find each array aligned as on the host.
+TEST_F(ResidenceTest, StateInTheRingKeepsItsAlignmentAndItsDistanceToTheNext) {
+  ForRandomCases([](const ParamTable&, const ShapeOptions&, const Arranged& arranged) {
+    for (const Chunk& chunk : arranged.chunks.chunks) {
+      for (uint32_t index = 0; index < kStateSlots; ++index) {
+        const StateSlot slot{index};
+        uint64_t end = 0, host_end = 0;
+        for (const Fragment& fragment : arranged.chunks.FragmentsOf(chunk)) {
+          const ParamShape& shaped = arranged.shape.params[fragment.param];
+          if (!shaped.Keeps(Tier::kHost, slot)) continue;
+          const uint64_t host = shaped.ByteAt(Tier::kHost, slot, fragment.begin);
+          const uint64_t offset = fragment.state_offset[slot];
+          EXPECT_EQ(offset % 256, host % 256);
+          EXPECT_GE(offset, end);
+          if (end > 0 && host >= host_end && host - host_end < 256) {
+            EXPECT_EQ(offset - end, host - host_end);
+          }
+          const uint64_t bytes = fragment.count * DtypeBytes(shaped.dtype[slot]);
+          end = offset + bytes;
+          host_end = host + bytes;
+        }
+        EXPECT_LE(end, arranged.chunks.state_area_bytes[slot]);
+      }
+    }
+  });
+}
+
+// Whatever the fraction is, every element has the same address on a tier.
+TEST_F(ResidenceTest, TheShapeDoesNotDependOnTheFraction) {
+  Random random(12);
+  for (int round = 0; round < 200; ++round) {
+    const Case one = RandomCase(random);
+    const Arranged none = Arrange(*one.table, one.options, 0);
+    const Arranged all = Arrange(*one.table, one.options, 1);
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+      const Residence::Bytes& low = none.residence.bytes(Tier::kDevice, StateSlot{slot});
+      const Residence::Bytes& high = all.residence.bytes(Tier::kDevice, StateSlot{slot});
+      EXPECT_LE(low.end, high.end);
+      const Residence::Bytes& host = none.residence.bytes(Tier::kHost, StateSlot{slot});
+      const Residence::Bytes& rest = all.residence.bytes(Tier::kHost, StateSlot{slot});
+      if (rest.size() > 0) {
+        EXPECT_EQ(host.end, rest.end) << "both tiers give and take at the cut";
+      }
+    }
+  }
+}
+
+TEST_F(ResidenceTest, NormBlocksFollowEachOther) {
+  ForRandomCases([](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
+    uint64_t block = 0;
+    for (uint32_t id = 0; id < table.size(); ++id) {
+      EXPECT_EQ(arranged.shape.params[id].first_norm_block, block);
+      block += (table.param(id).count + kNormBlockElements - 1) / kNormBlockElements;
+    }
+    EXPECT_EQ(arranged.shape.norm_blocks, block);
+  });
+}
+
+// Any range of a param is cut where its stripes end, and says of every element where it lies.
+TEST_F(ResidenceTest, StripesSayWhereEveryElementLies) {
+  ForRandomCases(
+      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
+        for (uint32_t id = 0; id < table.size(); ++id) {
+          const ParamShape& shaped = arranged.shape.params[id];
+          const uint64_t count = table.param(id).count;
+          const bool random = options.stochastic && options.moment_dtype == OFFLOAD_BF16 &&
+                              shaped.rule != Rule::kSgdPlain;
+          ASSERT_EQ(shaped.stripe_count > 0, random && count > 0);
+          if (count == 0) continue;
+          uint64_t next = 0;
+          ForEachStripe(arranged.shape, shaped, count / 3, count - count / 3,
+                        [&](uint64_t offset, uint64_t part, const ElementOrder& order) {
+                          ASSERT_EQ(offset, next);
+                          ASSERT_GT(part, 0u);
+                          next += part;
+                          if (random) {
+                            ASSERT_EQ(order.first + order.column, count / 3 + offset);
+                          }
+                        });
+          ASSERT_EQ(next, count - count / 3);
+        }
+      });
+}
+
+void AddOneParam(ParamTable& table, int32_t dtype, uint64_t count) {
+  offload_group_t group{};
+  group.eps = 1e-8;
+  EXPECT_TRUE(table.AddGroup(group).ok());
+  ParamInput input{};
+  input.param.name = "p";
+  input.param.dtype = input.param.grad_dtype = dtype;
+  input.param.count = count;
+  input.param.data = reinterpret_cast<void*>(0x1000);
+  EXPECT_TRUE(table.AddParams({&input, 1}).ok());
+}
+
+// 28 bytes a parameter: nothing more is kept than a bf16 model with AdamW needs.
+TEST(Shape, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) {
+  const std::unique_ptr<Device> device = CreateHostDevice();
+  for (const int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP32}) {
+    ParamTable table(OFFLOAD_ADAMW, *device);
+    constexpr uint64_t kCount = 1 << 20;
+    AddOneParam(table, dtype, kCount);
+    for (const int32_t master : {OFFLOAD_MASTER_FP32, OFFLOAD_MASTER_SPLIT}) {
+      for (const int32_t moments : {OFFLOAD_FP32, OFFLOAD_BF16}) {
+        const StateShape shape = MakeStateShape(table, {true, 1024, 2, 0, master, moments});
+        const Residence residence(table, shape, 0);
+        const uint64_t master_bytes = dtype == OFFLOAD_FP32            ? 0
+                                      : master == OFFLOAD_MASTER_SPLIT ? 2
+                                                                       : 4;
+        const uint64_t moment_bytes = moments == OFFLOAD_BF16 ? 4 : 8;
+        const uint64_t bytes = (master_bytes + moment_bytes) * kCount;
+        uint64_t kept_bytes = 0;
+        for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+          kept_bytes += residence.bytes(Tier::kHost, StateSlot{slot}).size();
+        EXPECT_EQ(kept_bytes, bytes);
+        EXPECT_LE(shape.host_arena_bytes, bytes + 4096);
+      }
+    }
+  }
+}
+
+// Arrays of 2^26 elements one right behind the other would share a bank of memory all the way.
+TEST(Shape, LargeStateArraysStartInDifferentBanks) {
+  const std::unique_ptr<Device> device = CreateHostDevice();
+  ParamTable table(OFFLOAD_ADAMW, *device);
+  AddOneParam(table, OFFLOAD_BF16, uint64_t{1} << 26);
+  const StateShape shape =
+      MakeStateShape(table, {true, 1 << 20, 2, 0, OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
+  std::vector<uint64_t> begins = {0};  // where a caller's array would begin, in a page of 2 MiB
+  for (const StateSlot slot : {kMaster, kMoment0, kMoment1}) {
+    const uint64_t begin = shape.host_region_begin[slot] % (2 << 20);
+    for (const uint64_t other : begins) {
+      EXPECT_GE(begin > other ? begin - other : other - begin, uint64_t{64} << 10) << slot;
+      EXPECT_NE(begin % 4096, other % 4096) << slot;
+    }
+    begins.push_back(begin);
+  }
+}
+
+TEST(Shape, StateKindsAreNamedByTheAlgorithm) {
+  const struct {
+    int32_t algorithm, moment0, moment1;
+  } rows[] = {{OFFLOAD_ADAMW, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
+              {OFFLOAD_ADAM, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
+              {OFFLOAD_SGD, OFFLOAD_STATE_MOMENTUM_BUFFER, -1},
+              {OFFLOAD_LION, OFFLOAD_STATE_EXP_AVG, -1},
+              {OFFLOAD_ADAGRAD, OFFLOAD_STATE_SUM, -1},
+              {OFFLOAD_SIGNUM, OFFLOAD_STATE_EXP_AVG, -1}};
+  for (const auto& row : rows) {
+    EXPECT_EQ(StateKindOf(row.algorithm, kMaster), OFFLOAD_STATE_MASTER);
+    EXPECT_EQ(StateKindOf(row.algorithm, kMasterLow), OFFLOAD_STATE_MASTER_LOW);
+    EXPECT_EQ(StateKindOf(row.algorithm, kMoment0), row.moment0);
+    EXPECT_EQ(StateKindOf(row.algorithm, kMoment1), row.moment1);
+  }
+}
+
+}  // namespace
+}  // namespace hybridopt
