@@ -5,6 +5,7 @@ import math
 import copy
 import gc
 import os
+import re
 
 import pytest
 import torch
@@ -185,12 +186,36 @@ def test_params_that_overlap_are_refused():
     assert torch.equal(memory, torch.ones(10))
 
 
-def test_a_param_named_twice_is_refused():
+TWICE = "'{}' is twice in param group {}{}, and would be updated twice in each step; name it once"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_param_twice_in_a_group_is_refused_at_once(trained):
+    param = Parameter(torch.ones(2), requires_grad=trained)
+    for names, text in (
+        (("weight", "weight"), TWICE.format("weight", 0, "")),
+        (("weight", "tied"), TWICE.format("tied", 0, ", before as 'weight'")),
+    ):
+        named = [(name, param) for name in names]
+        with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(ValueError, match=text):
+            hybridopt.AdamW(named)
+        optimizer = hybridopt.AdamW([("other", Parameter(torch.ones(2)))])
+        text = text.replace("group 0", "group 1")
+        with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(ValueError, match=text):
+            optimizer.add_param_group({"params": named})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_a_param_put_twice_into_a_group_later_is_refused():
     param = Parameter(torch.ones(2))
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = hybridopt.AdamW([("weight", param), ("weight", param)])
-    with pytest.raises(ValueError, match="'weight' is twice in param group 0.*name it once"):
-        run(optimizer, [param], [1])
+    optimizer = hybridopt.AdamW([("weight", param)])
+    run(optimizer, [param], [1])
+    before = bits([param])
+    optimizer.param_groups[0]["params"].append(param)
+    optimizer.param_groups[0]["param_names"].append("weight")
+    with pytest.raises(ValueError, match=TWICE.format("weight", 0, "")):
+        run(optimizer, [param], [2])
+    assert bits([param]) == before
 
 
 def test_equal_names_are_told_apart():
@@ -430,7 +455,7 @@ def test_options_that_cannot_be_are_refused(options, error, text):
 )
 def test_options_of_the_whole_optimizer_are_refused_in_a_group(option, value):
     params = [Parameter(torch.ones(1)), Parameter(torch.ones(1))]
-    text = f"param group 1 has {option}={value}, an option of the whole optimizer; .* two optimizers"
+    text = f"param group 1 has {option}={value}, an option of the whole optimizer, .* two optimizers"
     groups = [{"params": params[:1]}, {"params": params[1:], option: value}]
     with pytest.raises(ValueError, match=text):
         hybridopt.AdamW(groups)
@@ -440,12 +465,29 @@ def test_options_of_the_whole_optimizer_are_refused_in_a_group(option, value):
     assert len(optimizer.param_groups) == 1
 
 
-def test_more_threads_than_there_can_be_are_refused_at_the_first_step():
-    param = Parameter(torch.ones(1))
-    optimizer = hybridopt.AdamW([param], threads=5000)
-    param.grad = torch.ones(1)
-    with pytest.raises(abi.InvalidArgumentError, match="options.threads is 5000"):
-        optimizer.step()
+WAYS_OUT = {
+    "max_grad_norm": "assign optimizer.max_grad_norm",
+    "offload_fraction": r"call optimizer.set_offload_fraction\(\)",
+    "overlap": r"call optimizer.overlap\(\)",
+}
+
+
+@pytest.mark.parametrize("option", hybridopt.options.DEFAULT_OPTIONS)
+def test_options_of_the_whole_optimizer_are_refused_when_a_group_has_got_them(option):
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(3))]
+    optimizer = hybridopt.AdamW([{"params": params[:1]}, {"params": params[1:]}])
+    run(optimizer, params, [1])
+    optimizer.param_groups[1][option] = 0.5
+    before = bits(params), state_bits(optimizer)
+    way_out = WAYS_OUT.get(option, "give it to the constructor")
+    text = f"param group 1 has {option}=0.5, .* no effect in a group; {way_out}, .* delete the group's '{option}'"
+    for call in (optimizer.step, lambda: optimizer.save_checkpoint("/nowhere"), optimizer.hook_gradients):
+        with pytest.raises(ValueError, match=text):
+            call()
+    assert (bits(params), state_bits(optimizer)) == before
+    del optimizer.param_groups[1][option]
+    run(optimizer, params, [2])
+    assert optimizer.stats().steps_applied == 2
 
 
 def test_groups_that_disagree_on_decoupled_decay_are_refused():
@@ -683,15 +725,75 @@ def test_lion_takes_the_switches_of_the_others():
         ({"offload_fraction": None}, "Invalid offload_fraction: None, expected 0.0 .* or 'auto'"),
         ({"offload_fraction": float("nan")}, "Invalid offload_fraction: nan, expected"),
         ({"offload_fraction": "half"}, "Invalid offload_fraction: 'half', expected"),
-        ({"threads": -1}, "Invalid threads: -1, expected a whole number, or 0 for one thread per"),
+        ({"threads": -1}, "Invalid threads: -1, expected a whole number up to 1024, or 0"),
         ({"threads": "4"}, "Invalid threads: '4', expected a whole number"),
         ({"threads": 1.5}, "Invalid threads: 1.5, expected a whole number"),
         ({"movable": "everything"}, "Invalid movable: 'everything', expected some of params, grads"),
+        ({"movable": ["params", 3]}, "Invalid movable: 3, expected some of params, grads"),
+        ({"movable": True}, "Invalid movable: True, expected some of params, grads"),
+        ({"movable": ["params", []]}, r"Invalid movable: \[\], expected some of params, grads"),
+        ({"threads": 1025}, "Invalid threads: 1025, expected a whole number up to 1024, or 0"),
+        ({"master_layout": ["split"]}, r"Invalid master_layout: \['split'\], expected 'fp32' or 'split'"),
+        ({"host_executors": None}, "Invalid host_executors: None, expected 'auto', 'cpu' or 'streamed'"),
+        ({"state_dtype": torch.float16}, "Invalid state_dtype: torch.float16, expected torch.float32 or"),
+        ({"pin": 1}, "Invalid pin: 1, expected True or False"),
+        ({"pin": "no"}, "Invalid pin: 'no', expected True or False"),
+        ({"check_weights": 1}, "Invalid check_weights: 1, expected True, False, or None for True on the"),
+        ({"check_weights": "yes"}, "Invalid check_weights: 'yes', expected True, False, or None"),
+        ({"numa_nodes": 0}, "Invalid numa_nodes: 0, expected numbers of NUMA nodes from 0 to 63"),
+        ({"numa_nodes": [64]}, r"Invalid numa_nodes: \[64\], expected numbers of NUMA nodes from 0 to 63"),
+        ({"local_rank": 2, "local_world": 2}, "Invalid local_rank=2 with local_world=2, expected 0 <= loc"),
+        ({"local_rank": 0}, "Invalid local_rank=0 with local_world=None, expected 0 <= local_rank"),
+        ({"local_rank": 0, "local_world": 1 << 17}, "local_world=131072, expected .* local_world <= 65536"),
+        ({"comm_timeout_seconds": 0}, "Invalid comm_timeout_seconds: 0, expected a number of seconds above 0"),
+        ({"comm_timeout_seconds": math.inf}, "Invalid comm_timeout_seconds: inf, expected a number of sec"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused_at_once(options, text):
     with pytest.raises(ValueError, match=text):
         hybridopt.AdamW([Parameter(torch.ones(2))], **options)
+
+
+NUMBERS = {
+    "offload_fraction": {},
+    "device_budget_bytes": {"offload_fraction": "auto"},
+    "device_headroom": {"offload_fraction": "auto"},
+    "early_update_bytes": {},
+    "threads": {},
+    "local_rank": {"local_world": 2},
+    "local_world": {"local_rank": 0},
+    "numa_nodes": {},
+    "max_grad_norm": {},
+    "comm_timeout_seconds": {},
+}
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+@pytest.mark.parametrize("value", [True, "1", math.nan, [1.5]], ids=repr)
+def test_what_is_no_number_is_refused_by_every_option_that_is_one(option, value):
+    """All options that are numbers by their defaults are among them."""
+    defaults = hybridopt.options.DEFAULT_OPTIONS
+    assert {name for name, default in defaults.items() if type(default) in (int, float)} <= set(NUMBERS)
+    with pytest.raises(ValueError, match=f"{option}[=:] ?{re.escape(repr(value))}.*, expected"):
+        hybridopt.AdamW([Parameter(torch.ones(2))], **NUMBERS[option], **{option: value})
+
+
+@pytest.mark.parametrize("value", [True, "1"])
+def test_what_is_no_number_is_refused_by_the_setters(value):
+    param = Parameter(torch.ones(2))
+    optimizer = stepped(param, max_grad_norm=2.0)
+    with pytest.raises(ValueError, match=f"Invalid max_grad_norm: {value!r}, expected a finite number"):
+        optimizer.max_grad_norm = value
+    with pytest.raises(ValueError, match=f"Invalid offload_fraction: {value!r}, expected 0.0"):
+        optimizer.set_offload_fraction(value)
+    assert optimizer.max_grad_norm == 2.0 and optimizer.plan().offload_fraction == 1.0
+
+
+@pytest.mark.parametrize("option", ["process_group", "replica_group"])
+@pytest.mark.parametrize("value", [True, 0, "world", torch.distributed.GroupMember.NON_GROUP_MEMBER], ids=str)
+def test_what_is_no_process_group_is_refused(option, value):
+    with pytest.raises(TypeError, match=f"Invalid {option}: .*, expected a torch.distributed.ProcessGroup that"):
+        hybridopt.AdamW([Parameter(torch.ones(2))], **{option: value})
 
 
 @pytest.mark.parametrize("movable", ["params", ["params"], iter(["params"])])

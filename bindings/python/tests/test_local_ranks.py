@@ -96,8 +96,8 @@ def test_callers_may_say_it_themselves(monkeypatch):
         ({"local_world": 2}, "local_rank=None with local_world=2, expected .*; local_world=1 alone"),
         ({"local_rank": 2, "local_world": 2}, "local_rank=2 with local_world=2, expected"),
         ({"local_rank": "0", "local_world": "2"}, "local_rank='0' with local_world='2', expected"),
-        ({"numa_nodes": [64]}, r"numa_nodes: \(64,\), expected numbers of NUMA nodes from 0 to 63"),
-        ({"numa_nodes": ["0"]}, r"numa_nodes: \('0',\), expected numbers of NUMA nodes"),
+        ({"numa_nodes": [64]}, r"numa_nodes: \[64\], expected numbers of NUMA nodes from 0 to 63"),
+        ({"numa_nodes": ["0"]}, r"numa_nodes: \['0'\], expected numbers of NUMA nodes"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options, text):

@@ -10,8 +10,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
+
+from .checks import is_whole
+
+MOST_RANKS = 65536  # of the library
 
 # By process and name: this one's place among those who have counted themselves, and that with the
 # number of them as it was when the first context was made.
@@ -70,27 +75,34 @@ def _added(name: str, value: int) -> int | None:
         return None
 
 
-def mask_of(numa_nodes: Iterable[int] | None) -> int:
+def nodes_of(numa_nodes: Any) -> tuple[int, ...] | None:
+    """The option `numa_nodes` as a tuple."""
+    if numa_nodes is None:
+        return None
+    nodes = tuple(numa_nodes) if isinstance(numa_nodes, Iterable) else (None,)
+    if not all(is_whole(node, 0, 64) for node in nodes):
+        raise ValueError(
+            f"Invalid numa_nodes: {numa_nodes!r}, expected numbers of NUMA nodes from 0 to 63, such as "
+            "[0, 1], or None for those near the device"
+        )
+    return nodes
+
+
+def mask_of(nodes: Iterable[int] | None) -> int:
     """The nodes as bits."""
     mask = 0
-    for node in () if numa_nodes is None else numa_nodes:
-        if not isinstance(node, int) or not 0 <= node < 64:
-            raise ValueError(
-                f"Invalid numa_nodes: {numa_nodes!r}, expected numbers of NUMA nodes from 0 to 63, such as "
-                "[0, 1], or None for those near the device"
-            )
+    for node in nodes or ():
         mask |= 1 << node
     return mask
 
 
 def check_local_rank(local_rank: int | None, local_world: int | None) -> None:
     """Refuses one without the other, and a rank outside of its world."""
-    if local_rank is None and local_world in (None, 1):
+    if local_rank is None and (local_world is None or is_whole(local_world, 1, 2)):
         return
-    given = (local_rank, local_world)
-    if not all(isinstance(value, int) for value in given) or not 0 <= local_rank < local_world:  # type: ignore[operator]
+    if not is_whole(local_world, 1, MOST_RANKS + 1) or not is_whole(local_rank, 0, local_world or 0):
         raise ValueError(
             f"Invalid local_rank={local_rank!r} with local_world={local_world!r}, expected 0 <= local_rank < "
-            "local_world: the number of this rank among those that share the host's CPUs, and how many "
+            f"local_world <= {MOST_RANKS}: the number of this rank among those that share the host's CPUs, and how many "
             "these are; local_world=1 alone for a rank with CPUs of its own, or leave both out"
         )

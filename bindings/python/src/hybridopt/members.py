@@ -50,26 +50,38 @@ def check_dtype(name: str, param: Tensor) -> None:
         )
 
 
+def refuse_twice(index: int, group: dict[str, Any]) -> None:
+    """Raises if a group has a param more than once."""
+    seen: dict[Tensor, str] = {}
+    for name, param in named(index, group):
+        _note_once(seen, param, name, index)
+
+
+def _note_once(seen: dict[Tensor, str], param: Tensor, name: str, index: int) -> None:
+    if param in seen:
+        other = "" if seen[param] == name else f", before as {seen[param]!r}"
+        raise ValueError(
+            f"parameter {name!r} is twice in param group {index}{other}, and would be updated "
+            "twice in each step; name it once"
+        )
+    seen[param] = name
+
+
 def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool]) -> list[Member]:
     """The params that are trained, and those that were members before. A frozen param without a gradient is
     not a member and gets no state. `known` has the members of before, and whether their gradients were in
     fp32."""
     members: list[Member] = []
     names: set[str] = set()
-    seen: set[Tensor] = set()
+    seen: dict[Tensor, str] = {}
     for index, group in enumerate(param_groups):
         for name, param in named(index, group):
             if param not in known and not takes_part(param):
                 continue
             check_dtype(name, param)  # the param may have been converted
-            if param in seen:
-                raise ValueError(
-                    f"parameter {name!r} is twice in param group {index}, and would be updated "
-                    "twice in each step; name it once"
-                )
+            _note_once(seen, param, name, index)
             while name in names:
                 name += "'"
             names.add(name)
-            seen.add(param)
             members.append(Member(param, name, index, wide_gradient=known.get(param, False)))
     return members

@@ -29,7 +29,7 @@ from .aside import Aside, has_state
 from .engine import Engine
 from .gradient_hooks import GradientHooks, refuse_held_accumulators
 from .history import History, MemorySample
-from .members import Member, check_dtype, has_gradient, members_of, named
+from .members import Member, check_dtype, has_gradient, members_of, named, refuse_twice
 from .modes import in_no_mode
 from .options import (
     DEFAULT_OPTIONS,
@@ -130,6 +130,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         self._check_switches(index, group)
         refuse_in_group(index, group)
+        refuse_twice(index, group)
         for name, param in named(index, group):
             if param.requires_grad:
                 check_dtype(name, param)
@@ -431,6 +432,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._finish()
         for index, group in enumerate(self.param_groups):
             self._check_switches(index, group)
+            refuse_in_group(index, group)
         groups = [self._hyperparameters(group) for group in self.param_groups]
         known: dict[Tensor, Slot] = {}
         if self._engine is not None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from . import abi, placement
-from .local_ranks import check_local_rank, mask_of
+from .checks import check_word, is_number, is_whole
+from .local_ranks import check_local_rank, nodes_of
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -110,6 +111,8 @@ STATE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
+MOST_THREADS = 1024  # of the library
+MOST_SECONDS = 1e9  # the library counts nanoseconds in 63 bits
 NUMA_POLICIES = {"near": abi.OFFLOAD_NUMA_NEAR, "interleaved": abi.OFFLOAD_NUMA_INTERLEAVED}
 DEFAULT_OPTIONS: OffloadOptions = {
     "offload_fraction": 1.0,
@@ -135,13 +138,20 @@ DEFAULT_OPTIONS: OffloadOptions = {
 }
 
 
-def movable_bits(names: Iterable[str]) -> int:
+def movable_words(movable: Any) -> tuple[str, ...]:
+    """The words of the `movable` option, which may be one word or several."""
+    words = (movable,) if isinstance(movable, str) or not isinstance(movable, Iterable) else tuple(movable)
+    for word in words:
+        if not isinstance(word, str) or word not in MOVABLE:
+            raise ValueError(f"Invalid movable: {word!r}, expected some of {', '.join(MOVABLE)}")
+    return words
+
+
+def movable_bits(words: Iterable[str]) -> int:
     """enum offload_movable, or-ed, for words of the `movable` option."""
     bits = 0
-    for name in names:
-        if name not in MOVABLE:
-            raise ValueError(f"Invalid movable: {name!r}, expected some of {', '.join(MOVABLE)}")
-        bits |= MOVABLE[name]
+    for word in words:
+        bits |= MOVABLE[word]
     return bits
 
 
@@ -164,21 +174,32 @@ def with_options(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+    is_norm = is_number(max_grad_norm) and 0 < max_grad_norm < math.inf  # type: ignore[operator]
+    if max_grad_norm is not None and not is_norm:
         raise ValueError(
-            f"Invalid max_grad_norm: {max_grad_norm}, expected a finite number above 0, or None for no "
+            f"Invalid max_grad_norm: {max_grad_norm!r}, expected a finite number above 0, or None for no "
             "clipping"
         )
 
 
+# How an option is changed after the optimizer has been made.
+_ASSIGNED_BY = {
+    "max_grad_norm": "assign optimizer.max_grad_norm",
+    "offload_fraction": "call optimizer.set_offload_fraction()",
+    "overlap": "call optimizer.overlap()",
+}
+
+
 def refuse_in_group(index: int, group: dict[str, Any]) -> None:
     """Options hold for the whole optimizer; torch would keep them in a param group without a word."""
-    for name in DEFAULT_OPTIONS:
-        if name in group:
-            raise ValueError(
-                f"param group {index} has {name}={group[name]!r}, an option of the whole optimizer; give it "
-                "to the optimizer itself, or make two optimizers"
-            )
+    if DEFAULT_OPTIONS.keys().isdisjoint(group):
+        return
+    name = next(name for name in DEFAULT_OPTIONS if name in group)
+    way_out = _ASSIGNED_BY.get(name, "give it to the constructor")
+    raise ValueError(
+        f"param group {index} has {name}={group[name]!r}, an option of the whole optimizer, which has no effect in "
+        f"a group; {way_out}, or make two optimizers, and delete the group's {name!r}"
+    )
 
 
 def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
@@ -195,40 +216,62 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     )
     check_max_grad_norm(merged["max_grad_norm"])
     merged["state_dtype"] = state_dtype_of(merged["state_dtype"])
-    if merged["master_layout"] not in MASTER_LAYOUTS:
-        raise ValueError(
-            f"Invalid master_layout: {merged['master_layout']!r}, expected 'fp32' or 'split'"
-        )
-    if merged["host_executors"] not in HOST_EXECUTORS:
-        raise ValueError(
-            f"Invalid host_executors: {merged['host_executors']!r}, expected 'auto', 'cpu' or 'streamed'"
-        )
-    early_bytes = merged["early_update_bytes"]
-    if not isinstance(early_bytes, int) or not 0 <= early_bytes < 1 << 64:
+    check_word("master_layout", merged["master_layout"], MASTER_LAYOUTS)
+    check_word("host_executors", merged["host_executors"], HOST_EXECUTORS)
+    check_word("numa_policy", merged["numa_policy"], NUMA_POLICIES)
+    _check_numbers(merged)
+    _check_switches(merged)
+    _check_groups(merged)
+    check_local_rank(merged["local_rank"], merged["local_world"])
+    merged["numa_nodes"] = nodes_of(merged["numa_nodes"])
+    merged["movable"] = movable_words(merged["movable"])
+    return merged
+
+
+def _check_numbers(options: OffloadOptions) -> None:
+    early_bytes, threads = options["early_update_bytes"], options["threads"]
+    if not is_whole(early_bytes, 0, 1 << 64):
         raise ValueError(
             f"Invalid early_update_bytes: {early_bytes!r}, expected a number of bytes, or 0 for no early "
             "updates"
         )
-    threads = merged["threads"]
-    if not isinstance(threads, int) or threads < 0:
+    if not is_whole(threads, 0, MOST_THREADS + 1):
         raise ValueError(
-            f"Invalid threads: {threads!r}, expected a whole number, or 0 for one thread per CPU of "
-            "this rank"
+            f"Invalid threads: {threads!r}, expected a whole number up to {MOST_THREADS}, or 0 for one thread "
+            "per CPU of this rank"
         )
-    if merged["numa_policy"] not in NUMA_POLICIES:
+    seconds = options["comm_timeout_seconds"]
+    if not is_number(seconds) or not 0 < seconds < MOST_SECONDS:
         raise ValueError(
-            f"Invalid numa_policy: {merged['numa_policy']!r}, expected 'near' or 'interleaved'"
+            f"Invalid comm_timeout_seconds: {seconds!r}, expected a number of seconds above 0 and below "
+            f"{MOST_SECONDS:.0e}"
         )
-    if merged["replica_group"] is not None and merged["process_group"] is None:
+
+
+def _check_switches(options: OffloadOptions) -> None:
+    if not isinstance(options["pin"], bool):
+        raise ValueError(f"Invalid pin: {options['pin']!r}, expected True or False")
+    if options["check_weights"] not in (None, True, False) or is_number(options["check_weights"]):
+        raise ValueError(
+            f"Invalid check_weights: {options['check_weights']!r}, expected True, False, or None for True on the "
+            "CPU and False on a GPU"
+        )
+
+
+def _check_groups(options: OffloadOptions) -> None:
+    groups = {"process_group": options["process_group"], "replica_group": options["replica_group"]}
+    for name, group in groups.items():
+        if group is not None and not _is_process_group(group):
+            raise TypeError(
+                f"Invalid {name}: {group!r}, expected a torch.distributed.ProcessGroup that this rank is in, such "
+                "as torch.distributed.group.WORLD, or None"
+            )
+    if groups["replica_group"] is not None and groups["process_group"] is None:
         raise ValueError(
             "replica_group without process_group: no other rank is asked; give the group of all ranks "
             "whose gradients make up the norm as process_group too"
         )
-    check_local_rank(merged["local_rank"], merged["local_world"])
-    if merged["numa_nodes"] is not None:
-        merged["numa_nodes"] = tuple(merged["numa_nodes"])
-    mask_of(merged["numa_nodes"])
-    movable = merged["movable"]
-    merged["movable"] = (movable,) if isinstance(movable, str) else tuple(movable)
-    movable_bits(merged["movable"])
-    return merged
+
+
+def _is_process_group(group: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)

@@ -3,12 +3,12 @@ as much as the device has left."""
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import abi
+from .checks import is_number, is_whole
 
 if TYPE_CHECKING:
     from .device_memory import DeviceMemory
@@ -39,32 +39,32 @@ def check(
     if device_headroom is not None:
         if offload_fraction != AUTO or device_budget_bytes is not None:
             raise ValueError(
-                f"device_headroom={device_headroom} is for offload_fraction='auto' without "
+                f"device_headroom={device_headroom!r} is for offload_fraction='auto' without "
                 f"device_budget_bytes, got offload_fraction={offload_fraction!r} and "
-                f"device_budget_bytes={device_budget_bytes}; leave device_headroom out"
+                f"device_budget_bytes={device_budget_bytes!r}; leave device_headroom out"
             )
-        if not isinstance(device_headroom, numbers.Real) or not 0.0 <= device_headroom < 1.0:
+        if not is_number(device_headroom) or not 0.0 <= device_headroom < 1.0:
             raise ValueError(
                 f"Invalid device_headroom: {device_headroom!r}, expected the share of the device that is to "
                 "stay free, from 0.0 to below 1.0"
             )
     if offload_fraction == AUTO:
-        if device_budget_bytes is not None and device_budget_bytes < 0:
+        if device_budget_bytes is not None and not is_whole(device_budget_bytes, 0, 1 << 64):
             raise ValueError(
-                f"offload_fraction='auto' with device_budget_bytes={device_budget_bytes}, expected "
+                f"offload_fraction='auto' with device_budget_bytes={device_budget_bytes!r}, expected "
                 "how many bytes of the device optimizer state may take, or None for what the device has left"
             )
         return
     check_fraction(offload_fraction)
     if device_budget_bytes is not None:
         raise ValueError(
-            f"device_budget_bytes={device_budget_bytes} with offload_fraction={offload_fraction}: "
+            f"device_budget_bytes={device_budget_bytes!r} with offload_fraction={offload_fraction}: "
             "the fraction decides already; leave one of them out, or set offload_fraction='auto'"
         )
 
 
 def check_fraction(offload_fraction: float | str) -> None:
-    if not isinstance(offload_fraction, numbers.Real) or not 0.0 <= offload_fraction <= 1.0:
+    if not is_number(offload_fraction) or not 0.0 <= offload_fraction <= 1.0:  # type: ignore[operator]
         raise ValueError(
             f"Invalid offload_fraction: {offload_fraction!r}, expected 0.0 (all state on the device) "
             "to 1.0 (all on the host), or 'auto' where the optimizer is made"
