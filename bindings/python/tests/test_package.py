@@ -13,6 +13,7 @@ import torch
 import hybridopt
 from hybridopt import abi
 from hybridopt.options import DEFAULT_OPTIONS
+from hybridopt.units import readable
 from models import PAIRS, perceptron, set_gradients
 
 CLASSES = {pair[0] for pair in PAIRS.values()}
@@ -24,8 +25,12 @@ def test_version_is_the_librarys():
 
 
 def test_every_name_is_listed_and_there():
-    assert set(hybridopt.__all__) <= set(dir(hybridopt))
-    assert {"AdamW", "Lion", "OffloadOptions", "Plan", "__version__"} <= set(hybridopt.__all__)
+    """Whatever has been imported from the package, its modules and its own imports among it."""
+    assert hybridopt.optimizer.__name__ == "hybridopt.optimizer" and hybridopt.sys is sys
+    assert dir(hybridopt) == sorted(hybridopt.__all__)
+    public = {"OffloadOptimizer", "OffloadOptions", "ActivationStash", "Plan", "Stats", "StepResult", "TensorShard"}
+    modules = {"abi", "integrations", "stash"}
+    assert set(dir(hybridopt)) == {cls.__name__ for cls in CLASSES} | public | modules | {"__version__"}
     for name in hybridopt.__all__:
         assert getattr(hybridopt, name) is not None
     with pytest.raises(AttributeError, match="module 'hybridopt' has no attribute 'Adamw'"):
@@ -62,6 +67,23 @@ def documented(text):
     for names, default in re.findall(r"^        (\w[\w, ]*) \(.*?(?:, default (.*))?\): ", text, re.MULTILINE):
         found.update(dict.fromkeys(names.split(", "), default))
     return found
+
+
+def test_the_stash_without_torch_says_so():
+    program = "import sys; sys.modules['torch'] = None; import hybridopt; hybridopt.stash"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stderr.splitlines()[-1].startswith("ImportError: hybridopt.stash needs torch, which this Python (")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1536, "1.5 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"), (6 << 20, "6.0 MiB"), (80 << 30, "80.0 GiB"), (3 << 40, "3.0 TiB"), (1 << 50, "1024.0 TiB"),
+    ],
+)  # fmt: skip
+def test_bytes_are_told_in_a_unit_that_fits(count, text):
+    assert readable(count) == text
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -101,10 +123,38 @@ def test_repr_tells_fraction_layout_executor_and_bytes():
     set_gradients(model.parameters(), 1)
     optimizer.step()
     assert re.fullmatch(
-        r"6\.0 MiB of state on the host, 0\.0 MiB on the device", particulars(optimizer)["bytes"]
+        r"6\.0 MiB of state on the host, 0 bytes on the device", particulars(optimizer)["bytes"]
     )
+    assert particulars(optimizer)["steps"] == "1 applied and 0 skipped since it was made"
     optimizer.close()
     assert particulars(optimizer)["bytes"] == "none, the optimizer is closed"
+
+
+def test_repr_tells_the_bytes_of_small_state():
+    param = torch.nn.Parameter(torch.ones(1000))
+    optimizer = hybridopt.AdamW([param])
+    set_gradients([param], 1)
+    optimizer.step()
+    held = optimizer.stats().states_on_host_bytes
+    assert 8000 <= held < 1 << 20
+    assert particulars(optimizer)["bytes"] == f"{held / 1024:.1f} KiB of state on the host, 0 bytes on the device"
+
+
+def test_repr_and_stats_tell_steps_of_a_loaded_checkpoint_apart(tmp_path):
+    optimizers = [hybridopt.AdamW(perceptron().named_parameters()) for _ in range(2)]
+    for optimizer, steps in zip(optimizers, (3, 1)):
+        for _ in range(steps):
+            set_gradients(optimizer.param_groups[0]["params"], 1)
+            optimizer.step()
+    optimizers[0].save_checkpoint(tmp_path / "saved")
+    optimizers[1].load_checkpoint(tmp_path / "saved")
+    assert optimizers[1].stats().steps_applied == 1
+    loaded = "; the checkpoint that was loaded has 3"
+    assert particulars(optimizers[1])["steps"] == f"1 applied and 0 skipped since it was made{loaded}"
+    optimizers[1].step()
+    assert optimizers[1].last_step().step == 4
+    assert particulars(optimizers[1])["steps"] == f"2 applied and 0 skipped since it was made{loaded}"
+    assert "`steps_applied` goes on from what this" in hybridopt.Stats.__doc__
 
 
 def test_repr_in_a_forked_child_does_not_raise():

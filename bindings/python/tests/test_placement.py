@@ -90,7 +90,7 @@ def test_auto_takes_what_the_device_has_left_after_two_steps():
     placement = leftover.after_step(planner([]), moves.append)
     # 100 bytes are there already; of 600 that are left 200 are headroom, of 1000 for all state.
     assert moves == [pytest.approx(0.4)] and placement.device_fraction == moves[0]
-    assert "after 2 steps the device had 0.0 MiB left" in placement.reason
+    assert "after 2 steps the device had 600 bytes left" in placement.reason
     for _ in range(3):
         assert leftover.after_step(planner([]), moves.append) is None
     assert not leftover.has_run_out()
@@ -160,7 +160,7 @@ def test_auto_moves_state_between_steps_and_says_so(noticed_by, monkeypatch, cap
     assert moved == []
     step()
     # The plans are of a host, where all state fits into no bytes of a device.
-    assert moved == [1.0] and "0.5 MiB are headroom" in optimizer.plan().reason
+    assert moved == [1.0] and "512.0 KiB are headroom" in optimizer.plan().reason
     assert "after 2 steps the device had 1.0 MiB left" in capfd.readouterr().err
     step()
     assert moved == [1.0]

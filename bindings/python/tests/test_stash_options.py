@@ -149,6 +149,71 @@ def backward(model):
     model(torch.randn(2, 6, 16)).square().mean().backward()
 
 
+# --------------------------------------------------------------------------------------- reports --
+
+
+def particulars(stash):
+    """What repr() says."""
+    first, *lines, last = repr(stash).splitlines()
+    assert (first, last) == ("ActivationStash (", ")")
+    return dict(line.strip().split(": ", 1) for line in lines)
+
+
+NOT_MEASURED = "none before a forward and a backward pass have been measured"
+
+
+def test_repr_tells_budget_use_modules_and_choice():
+    model, stash = model_and_stash(fraction=1.0)
+    assert particulars(stash) == {"device": "cpu", "budget": "4.0 MiB", "in use": "0 bytes"}
+    with stash:
+        loss = model(torch.randn(2, 6, 16)).square().mean()
+    held = stash.stats().host_bytes
+    assert 1024 < held < 1 << 20
+    assert particulars(stash)["in use"] == f"{held / 1024:.1f} KiB"
+    assert particulars(stash)["choice()"] == NOT_MEASURED and stash.choice() is None
+    loss.backward()
+    choice = stash.choice()
+    told = f"{len(choice.order)} of {len(choice.goes)} tensors go, "
+    assert particulars(stash)["choice()"].startswith(told) and len(choice.order) > 0
+    assert "goes=" not in repr(choice) and f"chosen_bytes={choice.chosen_bytes}" in repr(choice)
+    first, others = stash.wrap(model[0], weights=True), stash.wrap(list(model[1:]))
+    assert particulars(stash)["wrapped"] == "4 modules, of 1 the weights too"
+    first.remove()
+    assert particulars(stash)["wrapped"] == "3 modules"
+    others.remove()
+    assert "wrapped" not in particulars(stash)
+    with stash("other"):
+        pass
+    assert particulars(stash)["choice('other')"].startswith("nothing goes")
+    stash.close()
+    assert particulars(stash)["in use"] == "none, the stash is closed"
+
+
+def test_repr_in_a_forked_child_does_not_raise():
+    stash = model_and_stash()[1]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if particulars(stash)["in use"].startswith("not known: ") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_where_nothing_may_go_the_choice_is_one_without_tensors():
+    model, stash = model_and_stash(min_bytes=1 << 20)
+    for _ in range(2):
+        assert stash.choice() is None or stash.choice().goes == ()
+        with stash:
+            loss = model(torch.randn(2, 6, 16)).square().mean()
+        loss.backward()
+    choice = stash.choice()
+    assert choice.goes == choice.order == () and choice.eligible_bytes == choice.chosen_bytes == 0
+    assert particulars(stash)["choice()"] == "nothing goes: no tensor of at least 1.0 MiB was saved that may go"
+    for _ in range(3):  # tensors that are large enough are measured at once
+        with stash:
+            loss = model(torch.randn(2048, 16, 16)).square().mean()
+        loss.backward()
+    assert stash.choice().eligible_bytes > 1 << 20
+
+
 def names_of(stash, model):
     table = stash.dry_run(functools.partial(backward, model))
     return {row.name for row in table.rows[:-1]}

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import abi
+    from . import abi, integrations, stash
     from .algorithms import SGD, Adagrad, Adam, AdamW, Lion, Signum
     from .optimizer import OffloadOptimizer
     from .options import OffloadOptions
@@ -51,19 +51,25 @@ __all__ = [
     "TensorShard",
     "__version__",
     "abi",
+    "integrations",
+    "stash",
 ]
+
+
+# They are imported when they are used, and may need torch.
+_SUBMODULES = ("abi", "integrations", "stash")
 
 
 def __getattr__(name: str) -> Any:
     """Imports torch only when a name that needs it is used."""
-    if name == "abi":
-        return importlib.import_module(".abi", __name__)
     if name == "__version__":  # the library's: "hybridopt 0.1.0, ..."
         build_info: str = importlib.import_module(".abi", __name__).build_info()
         return build_info.split(",")[0].split()[1]
-    if name not in _MODULES:
+    if name not in _MODULES and name not in _SUBMODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
+        if name in _SUBMODULES:
+            return importlib.import_module(f".{name}", __name__)
         return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -75,5 +81,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What completion and help() list, whether torch has been imported or not."""
-    return sorted({*globals(), *__all__})
+    """What completion and help() list, whether torch has been imported or not: the public names alone."""
+    return sorted(__all__)

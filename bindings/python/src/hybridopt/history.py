@@ -65,6 +65,7 @@ class History:
         self._held_aside = dict.fromkeys(HELD, 0)  # memory of the engines that are aside
         self._steps_before = 0  # steps that the present engine does not count
         self._steps_now = 0  # steps in the latest result, or in the checkpoint loaded since
+        self._steps_loaded: int | None = None  # of the checkpoint that was loaded last
 
     def add(self, result: abi.offload_step_result_t) -> None:
         result.step += self._steps_before
@@ -117,4 +118,9 @@ class History:
     def note_load(self, steps: int) -> None:
         """Notes that the present engine goes on from the steps of a checkpoint."""
         self._steps_before = 0
-        self._steps_now = steps
+        self._steps_now = self._steps_loaded = steps
+
+    def told(self, stats: Stats) -> str:
+        """The steps that have been made, for repr()."""
+        loaded = "" if self._steps_loaded is None else f"; the checkpoint that was loaded has {self._steps_loaded}"
+        return f"{stats.steps_applied} applied and {stats.steps_skipped} skipped since it was made{loaded}"

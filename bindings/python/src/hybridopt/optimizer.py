@@ -39,12 +39,13 @@ from .options import (
     refuse_in_group,
 )
 from .overlap import Overlap
-from .placement import Leftover, Placement, mebibytes
+from .placement import Leftover, Placement
 from .plans import Plan, Stats, StepResult, described
 from .registered import Slot, wide_gradients
 from .state import Entry, State
 from .streams import refuse_capture
 from .tensors import like_param, refuse_fsdp1, set_gradient
+from .units import readable
 
 if TYPE_CHECKING:
     from .process_group import ProcessGroupComm
@@ -712,9 +713,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             stats = self.stats()
         except abi.HybridoptError as error:  # in a forked child
             return {**particulars, "bytes": f"not known: {error}"}
+        particulars["steps"] = self._history.told(stats)
         particulars["bytes"] = (
-            f"{mebibytes(stats.states_on_host_bytes)} of state on the host, "
-            f"{mebibytes(stats.states_on_device_bytes)} on the device"
+            f"{readable(stats.states_on_host_bytes)} of state on the host, "
+            f"{readable(stats.states_on_device_bytes)} on the device"
         )
         return particulars
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from . import abi
 from .checks import is_number, is_whole
+from .units import readable
 
 if TYPE_CHECKING:
     from .device_memory import DeviceMemory
@@ -71,10 +72,6 @@ def check_fraction(offload_fraction: float | str) -> None:
         )
 
 
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
-
-
 def chosen(offload_fraction: float | str, on_host: bool) -> Placement:
     """The placement if the caller has chosen the fraction, or if all params are in host memory."""
     if on_host:
@@ -98,21 +95,21 @@ def choose(
     least, most = plan_of(0.0).device_bytes, plan_of(1.0).device_bytes
     if most <= device_budget_bytes:
         return Placement(
-            0.0, f"all state is {mebibytes(most)} on the device, the budget is "
-            f"{mebibytes(device_budget_bytes)}"
+            0.0, f"all state is {readable(most)} on the device, the budget is "
+            f"{readable(device_budget_bytes)}"
         )
     if least >= device_budget_bytes:
         return Placement(
-            1.0, f"even without state the device holds {mebibytes(least)}, the budget is "
-            f"{mebibytes(device_budget_bytes)}"
+            1.0, f"even without state the device holds {readable(least)}, the budget is "
+            f"{readable(device_budget_bytes)}"
         )
     fraction = (device_budget_bytes - least) / (most - least)
     while (needed := plan_of(fraction).device_bytes) > device_budget_bytes:
         excess = (needed - device_budget_bytes) / (most - least)
         fraction = max(0.0, fraction - max(excess, 1e-6))
     return Placement(
-        1.0 - fraction, f"{mebibytes(needed)} on the device of {mebibytes(most)} for all state; the "
-        f"budget is {mebibytes(device_budget_bytes)}"
+        1.0 - fraction, f"{readable(needed)} on the device of {readable(most)} for all state; the "
+        f"budget is {readable(device_budget_bytes)}"
     )
 
 
@@ -139,8 +136,8 @@ class Leftover:
         left = self._memory.left_bytes()
         headroom = int(self._headroom * self._memory.total_bytes())
         why = (
-            f"after {OBSERVED_STEPS} steps the device had {mebibytes(left)} left, of which "
-            f"{mebibytes(headroom)} are headroom"
+            f"after {OBSERVED_STEPS} steps the device had {readable(left)} left, of which "
+            f"{readable(headroom)} are headroom"
         )
         usable = left - headroom
         for _ in range(TRIES):

@@ -54,7 +54,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stats:
-    """Totals since the optimizer was made, and what is held now (offload_stats_t)."""
+    """Totals since the optimizer was made, and what is held now (offload_stats_t).
+
+    A load is no step: after load_checkpoint() and load_state_dict() `steps_applied` goes on from what this
+    optimizer has done itself. The step count of each param is in `state`, and last_step().step goes on from the
+    checkpoint's."""
 
     queued: int = 0
     steps_applied: int = 0

@@ -18,14 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from ..abi.errors import HybridoptError
 from ..abi.handles import Context
 from ..abi.stash import Stash
 from ..contexts import context_for
 from ..local_ranks import mask_of
 from ..options import DEFAULT_OPTIONS, NUMA_POLICIES
 from ..streams import refuse_capture
+from ..units import readable
 from .blocks import Block, Transfers
-from .choice import Choice, Link, choose
+from .choice import Choice, Link, choose, nothing
 from .clock import clock_of
 from .forward_pass import ForwardPass
 from .names import ROLES, Call, Names, Roles
@@ -89,14 +91,22 @@ class Program:
         self.measuring: ForwardPass | None = None
         self.measured = 0
         self.has_waited = False  # for the device, since the last pass began
+        self._most_saved = -1  # tensors in one pass with gradients
         self._last_length = -1
 
     def note_length(self, length: int) -> None:
         """Two passes of another length than the chosen one: the program has changed."""
+        if torch.is_grad_enabled():
+            self._most_saved = max(self._most_saved, length)
         if self.choice is not None and length not in (0, len(self.choice.goes)):
             if length == self._last_length:
                 self.choice, self.measuring, self.measured = None, None, 0
             self._last_length = length
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether there have been passes with gradients, and none has saved anything that may go."""
+        return self._most_saved == 0
 
 
 class Thread(threading.local):
@@ -376,12 +386,15 @@ class ActivationStash:
         return Table.of(ranges, forward_seconds, self._link(), self._budget_bytes, self._keep_last)
 
     def choice(self, key: str = "") -> Choice | None:
-        """What goes to the host in each forward pass; None until a pass has been measured."""
+        """What goes to the host in each forward pass; None until a forward and a backward pass have been measured.
+        Where a pass has saved nothing that may go (nothing of min_bytes, say) it is a choice without tensors."""
         with self._lock:
             program = self._programs.get(key)
             if program is None:
                 return None
             self._settle(program)
+            if program.choice is None and program.saves_nothing:
+                return nothing(self._link())
             return program.choice
 
     def stats(self) -> StashStats:
@@ -416,6 +429,37 @@ class ActivationStash:
         self._handle.close()
         self._transfers.end_abandoned()
         self._names.remove()
+
+    def __repr__(self) -> str:
+        lines = "".join(f"    {name}: {value}\n" for name, value in self._particulars().items())
+        return f"{type(self).__name__} (\n{lines})"
+
+    def _particulars(self) -> dict[str, str]:
+        """What repr() tells. It waits for nothing and does not raise."""
+        particulars = {"device": str(self._device), "budget": readable(self._budget_bytes)}
+        if self._handle.closed:
+            return {**particulars, "in use": "none, the stash is closed"}
+        try:
+            held = readable(self._handle.stats().held_bytes)
+        except HybridoptError as error:  # in a forked child
+            held = f"not known: {error}"
+        particulars["in use"] = held
+        if self._wrapped:
+            count = sum(module in self._weights for module in self._wrapped)
+            weights = f", of {count} the weights too" if count else ""
+            particulars["wrapped"] = f"{len(self._wrapped)} modules{weights}"
+        for key, program in list(self._programs.items()):
+            particulars[f"choice({key!r})" if key else "choice()"] = self._told(program)
+        return particulars
+
+    def _told(self, program: Program) -> str:
+        choice = program.choice
+        if choice is not None:
+            of = f"{len(choice.order)} of {len(choice.goes)} tensors go"
+            return f"{of}, {readable(choice.chosen_bytes)} of {readable(choice.eligible_bytes)}"
+        if program.saves_nothing:
+            return f"nothing goes: no tensor of at least {readable(self._min_bytes)} was saved that may go"
+        return "none before a forward and a backward pass have been measured"
 
     # ----------------------------------------------------------------------------- forward passes --
 

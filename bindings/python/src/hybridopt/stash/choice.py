@@ -52,11 +52,11 @@ class Choice:
         link: bytes a second in each direction.
     """
 
-    goes: tuple[bool, ...]
-    order: tuple[int, ...]
-    begin: tuple[int, ...]
+    goes: tuple[bool, ...] = dataclasses.field(repr=False)
+    order: tuple[int, ...] = dataclasses.field(repr=False)
+    begin: tuple[int, ...] = dataclasses.field(repr=False)
     is_hidden: bool
-    held: frozenset[int]
+    held: frozenset[int] = dataclasses.field(repr=False)
     eligible_bytes: int
     chosen_bytes: int
     kept_bytes: int
@@ -64,6 +64,11 @@ class Choice:
     forward_seconds: float
     backward_seconds: float
     link: Link
+
+
+def nothing(link: Link) -> Choice:
+    """The choice where a pass has saved nothing that may go."""
+    return choose([], 0.0, link, budget_bytes=0, keep_last=0, fraction=None)
 
 
 def candidates(ranges: Sequence[Measured], keep_last: int) -> list[int]:
