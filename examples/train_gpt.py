@@ -37,7 +37,7 @@ SIZES = {
              "lr": 3e-4},
 }  # fmt: skip
 # One H200 whose host has 128 GiB: state and gradients take 105 GiB there (hybridopt plan 14.06B --small-state
-# --hook-gradients), the stash 8 GiB. docs/STASH.md adds everything up.
+# --hook-gradients), the stash 8 GiB. docs/PYTORCH.md adds everything up.
 PRESETS = {
     "14g": {
         "cuda": {"steps": 10, "batch": 4, "context": 2048, "layers": 31, "width": 6144, "heads": 48,

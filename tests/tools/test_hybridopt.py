@@ -775,7 +775,7 @@ def test_the_docs_show_what_the_tool_prints(tmp_path):
 
 
 def test_the_docs_show_what_plan_prints():
-    page = (GOLDEN.parent.parent / "docs" / "STASH.md").read_text()
+    page = (GOLDEN.parent.parent / "docs" / "PYTORCH.md").read_text()
     line, shown = page.split("\n$ ")[1].split("\n```")[0].split("\n", 1)
     assert succeed(*line.split()[1:]) == shown + "\n"
 
