@@ -1,5 +1,5 @@
 // hybridopt_bench: measures the library against what the memory of this machine can give.
-// docs/PERFORMANCE.md says what the rows mean and how to read them.
+// bench/README.md says what the rows mean, docs/PERFORMANCE.md how to read them.
 #include <CLI/CLI.hpp>
 #include <iostream>
 

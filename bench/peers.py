@@ -1,6 +1,6 @@
 """hybridopt against torch's and DeepSpeed's AdamW on the CPU, in one process. Every contender runs
 once a round and each round starts with another one, so that ratios within a round pair times that met
-the same machine. docs/PERFORMANCE.md says what the rows mean. Started by scripts/bench --peers."""
+the same machine. docs/PERFORMANCE.md says how it is measured. Started by scripts/bench --peers."""
 
 from __future__ import annotations
 
@@ -298,7 +298,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=0, help="of 'all threads'; 0 = all CPUs")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    parser.add_argument("--plot", metavar="FILE", help="draw a PNG")
     parser.add_argument("--loops", required=True, help=argparse.SUPPRESS)
     options = parser.parse_args()
 
@@ -341,10 +340,6 @@ def main() -> None:
                     one.optimizer.close()
             del found
             context.close()
-    if options.plot:
-        import peers_plot
-
-        peers_plot.plot(report, options.plot)
     if options.json:
         medians = {key: value["median"] for key, value in report["figures"].items()}
         print(json.dumps({**medians, **report}, indent=2))

@@ -1,7 +1,7 @@
 // hybridopt_tune: which sizes suit a machine whose state on the host is updated by CPU threads, by
 // the GPU, or by both. It tries chunks, rings and stream priorities, one at a time around the
 // defaults, and prints a line for each. What the library has as constants is replaced between it
-// and the device, or its kernels. docs/PERFORMANCE.md says how to read the table.
+// and the device, or its kernels. bench/README.md says how to read the table.
 #include <CLI/CLI.hpp>
 #include <atomic>
 #include <cstdio>
