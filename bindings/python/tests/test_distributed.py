@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -143,6 +151,93 @@ def split_masters(rank, world):
 
 def test_split_masters_of_fsdp2_are_the_fp32_masters():
     ranks.run(split_masters, 2)
+
+
+def low_precision_backward(module, seed):
+    inputs, targets = (tensor.bfloat16() for tensor in batch(seed))
+    nn.functional.mse_loss(module(inputs), targets).backward()
+
+
+def state_bits(module, optimizer):
+    """Every bit of params, masters and moments, by names."""
+    return {
+        (name, key): models.bits([full(tensor)])
+        for name, param in module.named_parameters()
+        for key, tensor in (
+            ("param", param.detach()),
+            ("master", optimizer.master_of(param)),
+            *((key, optimizer.state[param][key]) for key in ("step", "exp_avg", "exp_avg_sq")),
+        )
+    }
+
+
+def go_on(module, optimizer, seeds):
+    for seed in seeds:
+        low_precision_backward(module, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def split_masters_through_torchs_state_dicts(rank, world, whole, from_rank_0):
+    """Exported by torch.distributed.checkpoint's functions and imported again, whole or by shards."""
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole and not from_rank_0)
+    moments = torch.bfloat16
+    sharded = fully_shard(model().bfloat16())
+    optimizer = optimizer_for(sharded, master_layout="split", state_dtype=moments)
+    go_on(sharded, optimizer, range(3))
+    weights = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    exported = copy.deepcopy(get_optimizer_state_dict(sharded, optimizer, options=options))
+    if exported:  # where they were brought to the CPU, torch gives them to rank 0 alone
+        lows = {name: entry["master_low"] for name, entry in exported["state"].items()}
+        assert {low.dtype for low in lows.values()} == {torch.uint8}
+        assert any(isinstance(low, DTensor) for low in lows.values()) != whole
+        assert any(bool(full(low).any()) for low in lows.values())
+    before = state_bits(sharded, optimizer)
+    go_on(sharded, optimizer, range(3, 5))
+    expected = state_bits(sharded, optimizer)
+    if options.cpu_offload:
+        everything = [exported, weights]
+        dist.broadcast_object_list(everything, src=0)
+        exported, weights = everything
+    if from_rank_0:
+        exported = exported if rank == 0 else {}
+
+    reading = StateDictOptions(full_state_dict=whole, broadcast_from_rank0=from_rank_0)
+    for layout in ("split",) if from_rank_0 else ("split", "fp32"):
+        for shards in (True, False) if whole and not from_rank_0 else (True,):
+            module = model(seed=9).bfloat16()
+            module = fully_shard(module) if shards else module
+            again = optimizer_for(module, master_layout=layout, state_dtype=moments)
+            loaded = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(module, copy.deepcopy(weights) if weights else {}, options=loaded)
+            set_optimizer_state_dict(module, again, copy.deepcopy(exported), options=reading)
+            assert state_bits(module, again) == before, (layout, shards)
+            go_on(module, again, range(3, 5))
+            if shards:  # an unsharded backward pass adds up in another order
+                assert state_bits(module, again) == expected, layout
+            if layout == "split":
+                continue
+            back = fully_shard(model(seed=9).bfloat16())
+            split = optimizer_for(back, master_layout="split", state_dtype=moments)
+            set_model_state_dict(back, get_model_state_dict(module, options=loaded), options=loaded)
+            given = copy.deepcopy(get_optimizer_state_dict(module, again, options=loaded))
+            assert all("master_param" in entry for entry in given["state"].values())
+            set_optimizer_state_dict(back, split, given, options=loaded)
+            assert state_bits(back, split) == state_bits(module, again)
+
+    module = fully_shard(model().bfloat16())
+    torchs = torch.optim.AdamW(module.named_parameters())
+    set_optimizer_state_dict(module, torchs, copy.deepcopy(exported), options=reading)
+    for name, param in module.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert models.bits([full(torchs.state[param][key])]) == before[name, key]
+    low_precision_backward(module, 3)
+    torchs.step()
+
+
+@pytest.mark.parametrize(("whole", "from_rank_0"), [(True, False), (True, True), (False, False)])
+def test_split_masters_go_through_torchs_state_dicts(whole, from_rank_0):
+    ranks.run(split_masters_through_torchs_state_dicts, 2, whole, from_rank_0)
 
 
 def clipped_training(rank, world, mesh_shape):

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import weakref
 from types import SimpleNamespace
 
@@ -854,8 +855,8 @@ def test_zeros_over_split_masters_stay_zeros():
     optimizer = hybridopt.AdamW([param], lr=1e-3, weight_decay=0.0, master_layout="split")
     param.grad = torch.randn(4000).bfloat16()
     optimizer.step()
-    low = optimizer.state[param]["master_low"].view(torch.int16)
-    assert (low < 0).any() and (low > 0).any()
+    low = optimizer.state[param]["master_low"].view(torch.int16)[..., 0]
+    assert low.shape == param.shape and (low < 0).any() and (low > 0).any()
     param.data.zero_()
     assert (optimizer.master_of(param).abs() < 2.0**-126).all()
     param.grad = torch.zeros_like(param)
@@ -876,7 +877,8 @@ def test_split_masters_are_the_fp32_masters(name, moments):
         for key, value in whole.state.get(own, {}).items():
             if key != "master_param":
                 assert bits([split.state[param][key]]) == bits([value])
-    assert split.state[params[0]]["master_low"].dtype == torch.int16
+    low = split.state[params[0]]["master_low"]
+    assert low.dtype == torch.uint8 and low.shape == (70, 50, 2)  # torch gathers no integers of 16 bits
     plan, whole_plan = split.plan(), whole.plan()
     count = sum(p.numel() for p in params if p.dtype == torch.bfloat16)
     assert plan.host_state_bytes["master_low"] >= 2 * count
@@ -920,6 +922,55 @@ def test_state_goes_from_either_master_layout_to_either(through, params_first, t
             _, (expected, own) = split_pair("AdamW", range(23), in_order)
             masters = bits(expected.master_of(param) for param in own)
             assert bits(other.master_of(param) for param in others) == masters
+
+
+def test_lower_halves_in_int16_as_older_versions_saved_them_load():
+    for layout in ("split", "fp32"):
+        (optimizer, params), _ = split_pair("AdamW", range(20))
+        saved = copy.deepcopy(optimizer.state_dict())
+        for entry in saved["state"].values():
+            if "master_low" in entry:
+                entry["master_low"] = entry["master_low"].contiguous().view(torch.int16).squeeze(-1)
+        others = clone(params)
+        other = hybridopt.AdamW(others, lr=1e-2, master_layout=layout)
+        other.load_state_dict(saved)
+        run(other, others, range(20, 23))
+        run(optimizer, params, range(20, 23))
+        assert bits(map(other.master_of, others)) == bits(map(optimizer.master_of, params))
+
+
+@pytest.mark.parametrize("layout", ["split", "fp32"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((70, 50), torch.uint8), ((70, 50, 2), torch.int16), ((70, 50), torch.float32)]
+)
+def test_lower_halves_that_cannot_be_are_refused_before_anything_changes(layout, shape, dtype):
+    low = torch.zeros(shape, dtype=dtype)
+    made = split_pair("AdamW")
+    (optimizer, params) = made[0] if layout == "split" else made[1]
+    before = bits(params), bits(map(optimizer.master_of, params)), state_bits(optimizer)
+    saved = optimizer.state_dict()
+    good = dict(saved["state"][0])
+    saved["state"][0] = {**{key: good[key] for key in ("step", "exp_avg", "exp_avg_sq")}, "master_low": low}
+    optimizer.load_state_dict(saved)
+    found = f"'param_groups.0.0' has 'master_low' in {dtype} of shape {shape}"
+    text = re.escape(f"{found}, expected torch.uint8 of shape (70, 50, 2)")
+    with pytest.raises(ValueError, match=text):
+        run(optimizer, params, [9])
+    optimizer.state[params[0]] = good
+    assert (bits(params), bits(map(optimizer.master_of, params)), state_bits(optimizer)) == before
+
+
+def test_lower_halves_are_views_that_can_be_written_and_assigned():
+    (optimizer, params), _ = split_pair("AdamW")
+    low = optimizer.state[params[0]]["master_low"]
+    before, pointer = low.clone(), low.data_ptr()
+    optimizer.state[params[0]]["master_low"] = before  # the same bits: nothing happens
+    assert optimizer.state[params[0]]["master_low"].data_ptr() == pointer
+    low.zero_()
+    assert torch.equal(optimizer.master_of(params[0]), params[0].float())
+    low.copy_(before)
+    (_, _), (whole, whole_params) = split_pair("AdamW")
+    assert bits([optimizer.master_of(params[0])]) == bits([whole.master_of(whole_params[0])])
 
 
 def test_masters_between_two_numbers_keep_every_bit_in_either_layout():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .engine import Engine
 from .moments import COUNTED
-from .registered import Slot
+from .registered import MASTER, MASTER_LOW, Slot
 from .tensors import local_part
 
 
@@ -78,6 +78,7 @@ def adopt_entry(
     if moments and all(value is None for value in moments.values()):
         if is_counted and count > 0:
             refuse(slot, f"has step {count} but lacks {', '.join(moments)}")
+        choose_master(engine, slot, entry)
         start_again(engine, slot)
         engine.masters.adopt(slot, entry, part_of)
         # Without this the next step would reset the state again, unless somebody reads `state` before.
@@ -93,11 +94,29 @@ def adopt_entry(
                 slot,
                 f"has {key!r} of shape {tuple(value.shape)}, expected {tuple(slot.param.shape)}",
             )
+    choose_master(engine, slot, entry)
     for key, value in loaded.items():
         engine.state_memory.write(slot, slot.moments[key], part_of(value))
     engine.masters.adopt(slot, entry, part_of)
     push_count(engine, slot, count)
     engine.shown.publish(slot, state)
+
+
+def choose_master(engine: Engine, slot: Slot, entry: dict[str, Any]) -> None:
+    """Leaves a loaded master in the entry where it stands beside the one that is here. set_optimizer_state_dict() of
+    torch.distributed.checkpoint adds what it loads to the state_dict of now, where another layout has another key."""
+    own, other = (MASTER_LOW, MASTER) if slot.split else (MASTER, MASTER_LOW)
+    if entry.get(other) is not None and entry.get(own) is engine.shown.of(slot).views.get(own, slot):
+        entry.pop(own)
+    low = entry.get(MASTER_LOW)
+    shape = tuple(slot.param.shape)
+    shapes = {torch.uint8: (*shape, 2), torch.int16: shape}
+    if isinstance(low, Tensor) and shapes.get(low.dtype) != tuple(low.shape):
+        refuse(
+            slot,
+            f"has {MASTER_LOW!r} in {low.dtype} of shape {tuple(low.shape)}, expected torch.uint8 of shape "
+            f"{(*shape, 2)}",
+        )
 
 
 def refuse(slot: Slot, what: str) -> NoReturn:

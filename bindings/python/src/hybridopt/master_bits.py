@@ -26,6 +26,21 @@ def halves(master: Tensor) -> tuple[Tensor, Tensor]:
     return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
 
 
+def as_bytes(low: Tensor) -> Tensor:
+    """A view of lower halves as bytes: two for each element, in a last dimension of their own. torch.distributed has
+    no collective for integers of 16 bits."""
+    return low.unsqueeze(-1).view(torch.uint8)
+
+
+def as_halves(stored: Tensor) -> Tensor:
+    """Lower halves as int16. They are stored as as_bytes() shows them, or in int16 as older versions did."""
+    if stored.dtype == torch.int16:
+        return stored
+    if not stored.is_contiguous() or stored.storage_offset() % 2 != 0:
+        stored = stored.clone(memory_format=torch.contiguous_format)
+    return stored.view(torch.int16).squeeze(-1)
+
+
 def merged(master: Tensor, param: Tensor) -> Tensor | None:
     """Masters that follow their params in 16 bits: where a param is not its master rounded, the param
     itself, elsewhere the master with all its bits. None if no param differs."""

@@ -110,7 +110,8 @@ class Masters:
         elif slot.dtype != torch.float32 and isinstance(master, Tensor):
             self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, part_of(master))
         elif slot.dtype == torch.bfloat16 and isinstance(low, Tensor):
-            flat = in_memory_order(arranged(part_of(low), torch.int16, slot.stride)).cpu()
+            halves = master_bits.as_halves(part_of(low))
+            flat = in_memory_order(arranged(halves, torch.int16, slot.stride)).cpu()
             whole = master_bits.joined(in_memory_order(slot.bound).cpu(), flat)
             self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, slot.arrange(whole))
         for key in (MASTER, MASTER_LOW):

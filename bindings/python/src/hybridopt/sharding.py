@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -194,10 +195,12 @@ def boxes_of(
 
 def as_dtensor(state: Tensor, param: DTensor) -> DTensor:
     """A tensor of this process's elements as a DTensor of the param's placements, which shares its
-    memory. It stays where it is, whatever the mesh's device."""
+    memory. It stays where it is, whatever the mesh's device. It may have dimensions behind those of the param."""
     known = param._spec.tensor_meta
     assert known is not None  # of a DTensor that is there
-    meta = TensorMeta(known.shape, known.stride, state.dtype)
+    behind = state.shape[param.ndim :]
+    stride = tuple(step * behind.numel() for step in known.stride) + state.stride()[param.ndim :]
+    meta = TensorMeta(torch.Size((*known.shape, *behind)), stride, state.dtype)
     spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
     return DTensor(state, spec, requires_grad=False)
 

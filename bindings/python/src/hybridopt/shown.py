@@ -172,7 +172,7 @@ class Shown:
             exhibit = self.of(slot)
             for key in exhibit.copies:
                 view = local(exhibit.views[key])
-                view.copy_(slot.arrange(self._state_memory.read(slot, slot.kinds[key])))
+                view.copy_(self._state_memory.show(slot, slot.kinds[key])[0])
                 exhibit.copies[key] = view._version
 
     def take_copies(self, slots: Iterable[Slot] | None = None) -> None:

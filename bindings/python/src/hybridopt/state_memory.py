@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import abi
+from . import abi, master_bits
 from .registered import Slot
 from .tensors import STATE_DTYPES, arranged, cuda_view, host_view, in_memory_order
 
@@ -22,12 +22,15 @@ class StateMemory:
         return self._handle.state(slot.id, kind)
 
     def show(self, slot: Slot, kind: int) -> tuple[Tensor, bool]:
-        """One kind of state in the shape of the param, and whether that is a view of the memory that
-        steps use: it is not where a part lies on the host and a part on the device."""
+        """One kind of state as `state` shows it, in the shape of the param, and whether that is a view of the
+        memory that steps use: it is not where a part lies on the host and a part on the device."""
         view = self.view_of(slot, kind)
         if view.device_count == slot.count and slot.count > 0:
-            return slot.arrange(cuda_view(view, self._handle, self._device)), True
-        return slot.arrange(self.read(slot, kind)), view.host_count == slot.count
+            flat, is_live = cuda_view(view, self._handle, self._device), True
+        else:
+            flat, is_live = self.read(slot, kind), view.host_count == slot.count
+        values = slot.arrange(flat)
+        return (master_bits.as_bytes(values) if view.dtype == abi.OFFLOAD_U16 else values), is_live
 
     def read(self, slot: Slot, kind: int) -> Tensor:
         """One kind of state in host memory and memory order; a view if it is all there."""
@@ -38,8 +41,10 @@ class StateMemory:
         return torch.cat([cuda_view(view, self._handle, self._device).cpu(), on_host])
 
     def write(self, slot: Slot, kind: int, value: Tensor) -> None:
-        """Replaces one kind of state by a tensor in the shape of the param."""
+        """Replaces one kind of state by a tensor such as show() gives."""
         view = self.view_of(slot, kind)
+        if view.dtype == abi.OFFLOAD_U16:
+            value = master_bits.as_halves(value)
         flat = in_memory_order(arranged(value.detach(), STATE_DTYPES[view.dtype], slot.stride))
         if view.host_count > 0:
             host_view(view, self._handle).copy_(flat[view.device_count :])
