@@ -207,7 +207,7 @@ def test_copies_know_the_state_that_lies_aside():
     for which, stepped in ((optimizer, params), (other, others)):
         set_gradients(stepped, 1)
         which.step()
-        assert set(which._engine.hidden_counts().values()) == {4}
+        assert set(which._engine.hidden_counts(which.state).values()) == {4}
     assert bits(params) == bits(others)
     assert state_bits(optimizer) == state_bits(other)
 

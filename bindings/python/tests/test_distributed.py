@@ -209,6 +209,9 @@ def split_masters_through_torchs_state_dicts(rank, world, whole, from_rank_0):
             module = fully_shard(module) if shards else module
             again = optimizer_for(module, master_layout=layout, state_dtype=moments)
             loaded = StateDictOptions(full_state_dict=True)
+            if layout == "split":
+                again.materialize()  # instead of torch's step with gradients of zero
+                assert {float(entry["step"]) for entry in again.state.values()} == {0.0}
             set_model_state_dict(module, copy.deepcopy(weights) if weights else {}, options=loaded)
             set_optimizer_state_dict(module, again, copy.deepcopy(exported), options=reading)
             assert state_bits(module, again) == before, (layout, shards)

@@ -81,13 +81,17 @@ class Aside:
     def note_counts(self, engine: Engine, state: dict[Tensor, Any]) -> None:
         """Keeps the hidden step counts of an engine that ends, for the next engine with its params."""
         known = {param: self.counts[param] for param in self.counts if dict.__contains__(state, param)}
-        self.counts = {**known, **engine.hidden_counts()}
+        self.counts = {**known, **engine.hidden_counts(state)}
 
-    def hidden_counts(self) -> dict[Tensor, int]:
+    def forget_unstepped(self) -> None:
+        """Moments are loaded: they have had a step, whatever those of before had."""
+        self.counts = {param: count for param, count in self.counts.items() if count > 0}
+
+    def hidden_counts(self, state: dict[Tensor, Any]) -> dict[Tensor, int]:
         """The hidden step counts of engines that have ended or are aside."""
         counts = dict(self.counts)
         for engine in self._pauses:
-            counts.update(engine.hidden_counts())
+            counts.update(engine.hidden_counts(state))
         return counts
 
 

@@ -73,6 +73,8 @@ class Engine:
         # Returns the plan for another device fraction.
         self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
         self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one
+        # Slots that materialize() shows before their first step and whose step count `state` does not have.
+        self._unstepped: set[Slot] = set()
 
     def difference(
         self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
@@ -116,19 +118,44 @@ class Engine:
 
     # ------------------------------------------------------------------------------ step counts --
 
-    def hidden_counts(self) -> dict[Tensor, int]:
+    def hidden_counts(self, state: dict[Tensor, Any]) -> dict[Tensor, int]:
         """The step counts of params whose state has no `step` in torch. The random bits that round bf16
-        moments depend on the count: a count that started again would repeat them."""
+        moments depend on the count: a count that started again would repeat them. A count of 0 is told where `state`
+        has moments of before the first step (materialize())."""
         if self.registered.algorithm in COUNTED:
             return {}
+        self._count_loaded_moments(self.slots)
         self.wait()
-        counts = {slot.param: self._stored_count(slot) for slot in self.slots if slot.moments}
-        return {param: count for param, count in counts.items() if count > 0}
+        counts = {slot: self._stored_count(slot) for slot in self.slots if slot.moments}
+        return {
+            slot.param: count
+            for slot, count in counts.items()
+            if count > 0 or self.shown.is_in(slot, state)
+        }
 
     def hidden_count(self, slot: Slot) -> int:
         """The step count for a param whose moments are loaded without one: the stored count, else that of the
         engine before, else 1, because a param with moments has had at least one step."""
         return self._stored_count(slot) or self.counts_before.get(slot.param, 1)
+
+    def materialize(self, state: dict[Tensor, Any]) -> None:
+        """Shows the state of all slots, those that have had no step among them."""
+        self.shown.note_due(self.slots)
+        self.show(state)
+        if self.registered.algorithm not in COUNTED:
+            with_moments = (slot for slot in self.slots if slot.moments)
+            self._unstepped = {slot for slot in with_moments if self._stored_count(slot) == 0}
+
+    def _count_loaded_moments(self, slots: Iterable[Slot]) -> None:
+        """Counts a step of params whose moments other code has written before their first step, which would begin
+        without moments."""
+        unstepped = self._unstepped.intersection(slots)
+        if unstepped:
+            self.wait()
+        for slot in unstepped:
+            if any(self.state_memory.read(slot, kind).any() for kind in slot.moments.values()):
+                self.handle.set_step_count(slot.id, 1)
+                self._unstepped.discard(slot)
 
     def _stored_count(self, slot: Slot) -> int:
         kinds = list(slot.kinds.values())
@@ -174,6 +201,9 @@ class Engine:
         if self.steps.is_full:
             self.settle()
         active = self.bound.active
+        if self._unstepped:
+            self._count_loaded_moments(active)
+            self._unstepped.difference_update(active)
         return active, self.steps.queue(active, {"stream": self.stream(), **options}, gradients)
 
     def _note_end(self, written: list[Slot]) -> None:
@@ -268,6 +298,7 @@ class Engine:
                     f"parameter {slot.name!r} has been written and then offloaded, and its master does "
                     "not have the new value yet; call reload(params=True) before saving"
                 )
+        self._count_loaded_moments(self.slots)
         self.refresh_masters()
 
     def after_load(self, steps: int, most: int) -> None:
@@ -275,6 +306,7 @@ class Engine:
         `steps`. torch counts the steps of params without elements too, but a checkpoint holds nothing of
         them: they get `most`, the highest count of all params."""
         self._note_written(self.slots)
+        self._unstepped.clear()
         self.history.note_load(steps)
         for slot in self.slots:
             count = most if slot.count == 0 else self._stored_count(slot)

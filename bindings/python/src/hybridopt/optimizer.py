@@ -185,6 +185,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.show(self._state)
 
+    @in_no_mode
+    def materialize(self) -> None:
+        """Takes the memory for the state now, so that `state` has the entries of all trained params before their
+        first step, for code that loads into them: moments are zero (Adagrad's sum is the initial one), step counts
+        0, and masters the params. What is loaded, assigned or written there is used by the next step; without that
+        the bits are those of steps alone. Of several ranks all must call this. Call it after the model has been
+        wrapped and moved to its device."""
+        self._ready_engine().materialize(self._state)
+
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
@@ -205,8 +214,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
 
     def _hidden_counts(self) -> dict[Tensor, int]:
-        counts = self._aside.hidden_counts()
-        return counts if self._engine is None else {**counts, **self._engine.hidden_counts()}
+        counts = self._aside.hidden_counts(self._state)
+        return counts if self._engine is None else {**counts, **self._engine.hidden_counts(self._state)}
 
     def _refuse_left_out(self, what: str, keys: Iterable[Any]) -> None:
         """Raises if what is to be saved would lack some of the state. `keys` are the keys of `state`."""
@@ -265,6 +274,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         }
         for key, value in state_dict["state"].items():
             loading.check_entry(self._kind(), key, value, self._algorithm())
+        self._aside.forget_unstepped()
         self.__setstate__({"state": state, "param_groups": loaded_groups})
 
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -151,6 +151,11 @@ class Shown:
             for key, view in exhibit.views.items()
         )
 
+    def is_in(self, slot: Slot, state: dict[Tensor, Any]) -> bool:
+        """Whether `state` has the entry with the views."""
+        entry = self.of(slot).entry
+        return entry is not None and dict.get(state, slot.param) is entry
+
     def forget_moved(self, slot: Slot) -> None:
         """Drops views that no longer lie in the library's memory: torch.multiprocessing moves a tensor that
         it sends to its own memory, in place, and an assignment to `.data` may do the same."""
