@@ -131,7 +131,8 @@ def test_losses_gradients_and_params_keep_their_bits(activations, dtype):
     ],
     ids=str,
 )
-def test_beside_the_librarys_optimizers(options):
+def test_beside_the_librarys_optimizers(options, monkeypatch):
+    monkeypatch.setenv("HYBRIDOPT_CHECK_OVERLAP", "1")
     model, other = pair(torch.bfloat16)
     stash = stash_of(fraction=1.0, keep_last=0)
     wrapping = stash.wrap(model.blocks, weights=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from . import abi
+from .away import has_been_away
 from .registered import Slot
 from .slot_batch import BATCH_SLOTS, SlotBatch, slot_batches_of
 from .tensors import local
-from .unreadable import has_been_away
 
 # offload_binding_t in words of 8 bytes: struct_size and the param's id, then data, then grad.
 WORDS = ctypes.sizeof(abi.offload_binding_t) // 8

@@ -8,7 +8,7 @@ documentation says so.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .released_storages import ReleasedStorage
 from .state_memory import StateMemory
 from .streams import current_stream
 from .tensors import local
-from .under_way import UnderWay, version_of
+from .under_way import Keeper, UnderWay, version_of
 
 
 class Engine:
@@ -178,16 +178,16 @@ class Engine:
         return bool(result.skipped)
 
     def begin_step(
-        self, aliases_of: Callable[[Tensor], Iterable[Tensor]], **options: Any
+        self, aliases: Mapping[Tensor, Sequence[Tensor]], keeper: Keeper, **options: Any
     ) -> None:
-        """Queues a step over the bound params. A param may be used after under_way has waited for it.
-        aliases_of returns other tensors over the memory of a param."""
+        """Queues a step over the bound params. A param may be used after under_way has waited for it, which the
+        keeper is told of. `aliases` are other tensors over the memory of params."""
         active, ticket = self._queue(options, [])  # under_way keeps the gradients alive
         self.bound.note_written_in_place(active)
         gradients = self.bound.gradients()
         self.bound.note_queued()
         self.bound.release()
-        self.under_way.begin(ticket, active, gradients, aliases_of)
+        self.under_way.begin(ticket, active, gradients, aliases, keeper)
 
     def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
         if self.in_sync.steps_follow_params:

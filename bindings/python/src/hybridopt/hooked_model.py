@@ -4,6 +4,7 @@ weights wait for all params."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from .traps import without_traps
 
 # Methods of a module that write its weights or gradients and for which torch has no hooks.
 METHODS = ("_apply", "zero_grad")
@@ -95,10 +98,12 @@ class Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         waiter = None if self._waiter is None else self._waiter()
-        if waiter is not None and not self._only_drops(*args, **kwargs):
+        only_drops = self._only_drops(*args, **kwargs)
+        if waiter is not None and not only_drops:
             waiter.finish()
         module = self._module()
-        return getattr(type(module), self._name)(module, *args, **kwargs)
+        with without_traps() if only_drops else contextlib.nullcontext():
+            return getattr(type(module), self._name)(module, *args, **kwargs)
 
     def _only_drops(self, set_to_none: Any = True, *_: Any, **__: Any) -> bool:
         """Whether the call drops gradients instead of writing them."""
@@ -164,13 +169,10 @@ class HookedModel:
             if any(True for _ in module.parameters()):
                 self._attach_methods(module)
 
-    def params(self) -> set[Tensor]:
-        return set(self._model.parameters())
-
-    def aliases_of(self, param: Tensor) -> list[Tensor]:
-        """Other tensors over the memory of a param, which FSDP2 reads instead of the param."""
+    def aliases(self) -> dict[Tensor, list[Tensor]]:
+        """Other tensors over the memory of params, which FSDP2 reads instead of the params."""
         groups = (each for group in self._groups for each in group.fsdp_params)
-        return [each._sharded_param_data for each in groups if each.sharded_param is param]
+        return {each.sharded_param: [each._sharded_param_data] for each in groups}
 
     def share_out(self) -> None:
         """Gives the params of modules that were not called in the forward pass to the modules above them:

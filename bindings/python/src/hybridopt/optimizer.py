@@ -45,6 +45,7 @@ from .registered import Slot, wide_gradients
 from .state import Entry, State
 from .streams import refuse_capture
 from .tensors import like_param, refuse_fsdp1, set_gradient
+from .traps import without_traps
 from .units import readable
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # A GradScaler must be told what the step has found before it goes on.
         is_told = self._hooks is not None and grad_scaler.is_scaling(self)
         if self._overlap is not None and not is_told and self._overlap.may_begin():
-            engine.begin_step(self._overlap.aliases_of, **options)
+            engine.begin_step(self._overlap.aliases(), self._overlap, **options)
             if self._hooks is not None:
                 self._hooks.begin_again()
             return
@@ -396,6 +397,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with self._telling_rank():
                 self._engine.under_way.wait(slots, streams)
 
+    @in_no_mode
+    def _wait_for_use(self, slots: Sequence[Slot]) -> None:
+        """As _wait_for, for code outside of modules."""
+        if self._engine is not None:
+            with self._telling_rank():
+                self._engine.under_way.wait_for_use(slots)
+
     def _finish(self) -> None:
         """Waits until the step under way has updated all params."""
         if self._engine is not None and self._engine.under_way:
@@ -405,7 +413,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """As torch's. It also drops gradients that are on the host."""
         if not set_to_none:
             self._finish()  # a step may read what is to be zero
-        super().zero_grad(set_to_none)
+        with without_traps() if set_to_none else contextlib.nullcontext():
+            super().zero_grad(set_to_none)
         self._give_back()
         for group in self.param_groups:
             for param in group["params"]:
@@ -599,13 +608,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def overlap(self, model: nn.Module) -> Overlap:
         """Makes step() queue the step and return, from now on. In its forward pass each module of the model
         waits for its own params only, and the library updates params in the order in which the first forward
-        pass uses them. The model must have all params of this optimizer. `overlap=model` in the constructor
-        has the same effect.
+        pass uses them. `overlap=model` in the constructor has the same effect.
 
-        Functions of the model (state_dict(), load_state_dict(), to()) and of this optimizer wait before they
-        read or write params. Code that reads params directly while a step is under way (averages of weights,
-        copy.deepcopy) must call synchronize() first; HYBRIDOPT_CHECK_OVERLAP=1 in the environment finds code
-        that does not. If a step fails, the next wait raises the error."""
+        Whatever else uses a param by functions of torch (averages of weights, copy.deepcopy, state_dict()) waits
+        for it as well. HYBRIDOPT_CHECK_OVERLAP=1 in the environment warns of such uses, because each of them
+        waits earlier than a module would. What reaches the memory of params in another way (a tensor over it
+        that was made before, C++ code, TorchScript) must call synchronize() first. If a step fails, the next wait
+        raises the error."""
         if self._overlap is not None:
             raise abi.InvalidStateError(
                 "steps overlap already; call remove() on what overlap() returned"
@@ -613,8 +622,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._refuse_fsdp1("overlap()")
         self._aside.end_all(self._state)
         overlap = Overlap(self, model)
-        names = (named(index, group) for index, group in enumerate(self.param_groups))
-        overlap.refuse_others({param: name for name, param in chain.from_iterable(names)})
         if self._engine is not None:
             overlap.attach(self._engine)
         self._overlap = overlap

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+import types
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -10,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from . import abi, unreadable
+from . import abi
 from .engine import Engine
 from .hooked_model import HookedModel
 from .members import Member
@@ -25,7 +28,29 @@ class Overlapped(Protocol):
 
     def _wait_for(self, slots: Sequence[Slot], streams: Iterable[Any]) -> None: ...
 
+    def _wait_for_use(self, slots: Sequence[Slot]) -> None: ...
+
     def _finish(self) -> None: ...
+
+
+VARIABLE = "HYBRIDOPT_CHECK_OVERLAP"
+
+
+def is_checking() -> bool:
+    """Whether uses of params outside of modules are told."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def _frames_inside() -> int:
+    """How many frames, from the caller's on, belong to this package, to torch or to copy.deepcopy()."""
+    count, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _package_of(frame) in ("torch", "copy", __package__):
+        count, frame = count + 1, frame.f_back
+    return count
+
+
+def _package_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 class Overlap:
@@ -70,6 +95,19 @@ class Overlap:
         if optimizer is not None:
             optimizer._finish()
 
+    def used(self, slots: list[Slot], operation: str) -> None:
+        """Waits for params that code outside of modules uses. (Overlap is the keeper of their traps.)"""
+        if operation and is_checking():
+            warnings.warn(
+                f"parameter {slots[0].name!r} is used by {operation!r} while a step still writes it, so that this "
+                "use waits, and the step gains less time beside what follows; if that can be, use it later, after "
+                "the forward pass",
+                stacklevel=_frames_inside(),
+            )
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._wait_for_use(slots)
+
     def _check_gradient(self, param: Tensor) -> None:
         optimizer = self._optimizer()
         engine = None if optimizer is None else optimizer._engine
@@ -78,33 +116,20 @@ class Overlap:
             return
         self.finish()
         raise abi.InvalidStateError(
-            f"parameter {slot.name!r} has got a gradient and was used, but no module that has it was "
-            "called before, and nobody has waited for the step that wrote it; use it in the forward "
-            "pass of its module, or call optimizer.synchronize() before, and give overlap() what "
-            f"torch.compile has made. {unreadable.VARIABLE}=1 in the environment shows the use"
+            f"parameter {slot.name!r} has got a gradient, but nobody has waited for the step that wrote it: code "
+            "that is not called through torch's functions in Python has used it (TorchScript, or an extension in "
+            "C++); use it in the forward pass of its module, or call optimizer.synchronize() before"
         )
 
     # --------------------------------------------------------------------- what the optimizer calls --
 
     def ordered(self, members: list[Member]) -> list[Member]:
         """The members with the order in which forward passes use their params."""
-        self.refuse_others({member.param: member.name for member in members})
         order, last = self._order, len(self._order)
         return [
             dataclasses.replace(member, chunk_order=order.get(member.param, last))
             for member in members
         ]
-
-    def refuse_others(self, names: dict[Tensor, str]) -> None:
-        """Raises if no module of the model has a param, so that nothing would wait for it."""
-        known = self._model.params()
-        for param, name in names.items():
-            if param.requires_grad and param not in known:
-                raise abi.InvalidStateError(
-                    f"parameter {name!r} is in no module of the model given to overlap(), so nobody "
-                    "would wait for it; give overlap() a module that has all params of the optimizer, "
-                    "an nn.ModuleList of several models, say"
-                )
 
     def attach(self, engine: Engine) -> None:
         """Hooks modules and params that have no hooks yet."""
@@ -128,8 +153,8 @@ class Overlap:
             )
         return not self._is_recording
 
-    def aliases_of(self, param: Tensor) -> list[Tensor]:
-        return self._model.aliases_of(param)
+    def aliases(self) -> dict[Tensor, list[Tensor]]:
+        return self._model.aliases()
 
     def remove(self) -> None:
         """Removes all hooks. From now on step() waits."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from . import abi, unreadable
+from . import abi
+from .modes import in_no_mode
 from .registered import Slot
 from .steps import Steps
 from .streams import current_stream
 from .tensors import local
+from .traps import Traps, take_back
 
 _log = logging.getLogger("hybridopt")
 
@@ -25,25 +29,50 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+class Keeper(Protocol):
+    """Whom a use of a param outside of modules is told."""
+
+    def used(self, slots: list[Slot], operation: str) -> None:
+        """An operation of torch, "" if it is this package's, is about to use these params. Waits for them."""
+
+
+_kept: dict[int, tuple[weakref.ref[Keeper], Slot]] = {}  # by the id of a tensor that has a trap
+
+
+def _used(tensors: list[Tensor], operation: str) -> None:
+    slots: dict[weakref.ref[Keeper], dict[Slot, None]] = {}
+    for tensor in tensors:
+        if id(tensor) in _kept:
+            referred, slot = _kept[id(tensor)]
+            slots.setdefault(referred, {})[slot] = None  # once, though an operation may get a tensor twice
+    for referred, used in slots.items():
+        keeper = referred()
+        if keeper is not None:
+            keeper.used(list(used), operation)
+
+
+_traps = Traps(_used)
+
+
 class Used:
     """The tensors that the step uses of one slot. The references keep them alive until it has ended."""
 
-    def __init__(self, slot: Slot, gradient: Tensor | None) -> None:
+    def __init__(self, slot: Slot, gradient: Tensor | None, aliases: Sequence[Tensor]) -> None:
         self.gradient = gradient
         self.gradient_version = 0 if gradient is None else version_of(gradient)
         self.storage = slot.bound.untyped_storage()
-        self.hidden: list[Tensor] = []  # in check mode
-
-    def hide(self, slot: Slot, aliases: Iterable[Tensor]) -> None:
         param = local(slot.param)
-        for tensor in (param, *(other for other in aliases if other is not param)):
-            unreadable.hide(tensor, slot.name)
-            self.hidden.append(tensor)
+        self._trapped = (slot.param, *aliases) if param is slot.param else (slot.param, param, *aliases)
 
-    def reveal(self) -> None:
-        for tensor in self.hidden:
-            unreadable.reveal(tensor)
-        self.hidden = []
+    def set_traps(self, keeper: weakref.ref[Keeper], slot: Slot) -> None:
+        for tensor in self._trapped:
+            _kept[id(tensor)] = keeper, slot
+            _traps.set(tensor)
+
+    def take_traps_back(self) -> None:
+        for tensor in self._trapped:
+            _kept.pop(id(tensor), None)
+        take_back(self._trapped)
 
 
 Pending = dict[Slot, Used]
@@ -70,6 +99,8 @@ class UnderWay:
         self._ticket = 0
         self._pending: Pending = {}
         self._versions: list[int] = []  # of the params of all slots, at begin()
+        self._lock = threading.RLock()  # a param may be used in any thread
+        _all.add(self)
         # The end of the optimizer or of the process would free memory that the step uses.
         weakref.finalize(self, _end, handle, self._pending, os.getpid())
 
@@ -81,17 +112,18 @@ class UnderWay:
         ticket: int,
         slots: Sequence[Slot],
         gradients: Sequence[Tensor | None],
-        aliases_of: Callable[[Tensor], Iterable[Tensor]],
+        aliases: Mapping[Tensor, Sequence[Tensor]],
+        keeper: Keeper,
     ) -> None:
-        """Notes that the step of this ticket runs over these slots with these gradients. aliases_of returns
-        other tensors over the memory of a param."""
+        """Notes that the step of this ticket runs over these slots with these gradients, and sets traps on their
+        params and on `aliases`, other tensors over the memory of a param."""
         self._ticket = ticket
         for slot, gradient in zip(slots, gradients):
-            self._pending[slot] = Used(slot, gradient)
+            self._pending[slot] = Used(slot, gradient, aliases.get(slot.param, ()))
         self._versions = [version_of(local(slot.param)) for slot in self._slots]
-        if unreadable.is_on():
-            for slot, used in self._pending.items():
-                used.hide(slot, aliases_of(slot.param))
+        referred = weakref.ref(keeper)
+        for slot, used in self._pending.items():
+            used.set_traps(referred, slot)
 
     def is_pending(self, slot: Slot) -> bool:
         """Whether the program has not waited for this param yet."""
@@ -100,22 +132,42 @@ class UnderWay:
     def wait(self, slots: Iterable[Slot], others: Iterable[torch.cuda.Stream] = ()) -> None:
         """Waits until the step has updated the params of these slots. On the CPU the caller waits. On a GPU
         later work on the current stream, the default stream and `others` waits."""
-        waiting = [slot for slot in slots if slot in self._pending]
-        if not waiting:
-            return
-        try:
-            if self._device.type == "cpu":
-                self._handle.wait(self._ticket)
-            else:
-                self._wait_on_streams(waiting, others)
-        except abi.HybridoptError:
-            self._fail()
-            raise
-        self._give_back(waiting)
+        with self._lock:
+            waiting = [slot for slot in slots if slot in self._pending]
+            if not waiting:
+                return
+            try:
+                if self._device.type == "cpu":
+                    self._handle.wait(self._ticket)
+                else:
+                    self._wait_on_streams(waiting, others)
+            except abi.HybridoptError:
+                self._fail()
+                raise
+            self._give_back(waiting)
+
+    def wait_for_use(self, slots: Iterable[Slot]) -> None:
+        """Waits for these params, which code outside of modules uses. On a GPU that may be on another stream than
+        the modules use later, and these would not wait again. Then the caller waits."""
+        self.wait(slots)
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            if current != torch.cuda.default_stream(self._device):
+                current.synchronize()
 
     def finish(self) -> None:
         """Waits for all params of the step."""
         self.wait(list(self._pending))
+
+    @in_no_mode
+    def finish_before_fork(self) -> None:
+        """Waits for all params: a child process has them as they are now, and no thread that writes them."""
+        if self._pending and self._device.type == "cpu":
+            try:
+                self._handle.wait(self._ticket)
+            except abi.HybridoptError:
+                return  # the next wait raises it
+            self.finish()
 
     def _wait_on_streams(self, slots: list[Slot], others: Iterable[torch.cuda.Stream]) -> None:
         ids = [slot.id for slot in slots]
@@ -132,11 +184,13 @@ class UnderWay:
     def _give_back(self, slots: list[Slot]) -> None:
         written: list[str] = []
         for slot in slots:
-            used = self._pending.pop(slot)
-            used.reveal()
+            used = self._pending[slot]
             if slot.copy is not None:
-                local(slot.param).copy_(slot.copy)
+                with torch._C.DisableTorchFunctionSubclass():  # the param still has its trap
+                    local(slot.param).copy_(slot.copy)
                 self._versions[slot.id] += 1
+            del self._pending[slot]
+            used.take_traps_back()
             gradient = used.gradient
             if gradient is None:
                 continue
@@ -163,9 +217,20 @@ class UnderWay:
     def _fail(self) -> None:
         """Ends the step after a failure, which the caller raises: nothing waits for it again."""
         for used in self._pending.values():
-            used.reveal()
+            used.take_traps_back()
         self._pending.clear()
         self._steps.forget_failed()
+
+
+_all: weakref.WeakSet[UnderWay] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for each in list(_all):
+        each.finish_before_fork()
+
+
+os.register_at_fork(before=_before_fork)
 
 
 def _end(handle: abi.Optimizer, pending: Pending, process: int) -> None:
@@ -177,5 +242,5 @@ def _end(handle: abi.Optimizer, pending: Pending, process: int) -> None:
     except abi.HybridoptError as error:
         _log.error("a step that nobody has waited for: %s", error)
     for used in pending.values():
-        used.reveal()
+        used.take_traps_back()
     pending.clear()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..abi.generated import OFFLOAD_STASH_KEEP
 from ..streams import refuse_capture
 from ..tensors import local
-from ..unreadable import AWAY, hide, reveal
+from ..traps import spring, take_back, without_traps
+from ..away import note_away
 from .blocks import Transfers
 
 # So many layers that have been used stay on the device: the one at work, and the one before it, whose params are
@@ -78,7 +79,7 @@ class Weight:
             self._is_leaving = False
         self._transfers.order(self._stream, self._user)
         for name, param in self.params.items():
-            hide(param, name, AWAY)
+            note_away(param, name)
         self.storage.resize_(0)
 
     def prefetch(self) -> None:
@@ -98,8 +99,7 @@ class Weight:
         self.prefetch()
         if self.is_coming:
             self._arrive()
-            for param in self.params.values():
-                reveal(param)
+            take_back(self.params.values())
         self._user = self._transfers.stream()
 
     def come_for_backward(self) -> None:
@@ -146,8 +146,10 @@ class Layer:
         if module is not None:
             away = {id(param) for weight in self.weights if weight.is_away or weight.is_coming
                     for param in weight.params.values()}  # fmt: skip
-            for name, param in module.named_parameters():
-                if id(param) not in away and param.device.type != "meta":
+            here = {name: param for name, param in module.named_parameters() if id(param) not in away}
+            spring(here.values())  # a step may still write them
+            for name, param in here.items():
+                if param.device.type != "meta":
                     key = param.untyped_storage()._cdata
                     found.setdefault(key, {})[f"{self._name}.{name}"] = param
         known = {weight.storage._cdata: weight for weight in self.weights}
@@ -289,7 +291,7 @@ class Weights:
 
     def come_for(self, tensor: Tensor) -> None:
         """Brings the storage of a tensor back that a backward pass uses."""
-        with torch._C.DisableTorchFunctionSubclass():  # it may be unreadable
+        with without_traps():  # it may be on the host
             storage = tensor.untyped_storage()
         weight = self._of_storage.get(storage._cdata)
         if weight is not None:
