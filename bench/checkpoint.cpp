@@ -48,7 +48,7 @@ int Open(const std::string& path, int flags) {
   return file;
 }
 
-// A file of so many bytes, by as many threads as the library has, and nothing else done.
+// Reads or writes a file of `bytes`, by as many threads as the library has, and does nothing else.
 void EachBlock(int file, uint64_t bytes, std::byte* memory, bool writing) {
   std::atomic<uint64_t> next = 0;
   std::vector<std::thread> threads;

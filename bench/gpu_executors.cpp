@@ -62,7 +62,7 @@ class StateCopies {
     for (uint64_t piece = 0; piece < pieces_; ++piece) Queue(piece);
     Await();
   }
-  // Copies until `stop`; gives how much of one Run a second that was.
+  // Copies until `stop`; returns the part of one Run that a second copies.
   double RunUntil(const std::atomic<bool>& stop) {
     const double begin = Seconds();
     uint64_t piece = 0;

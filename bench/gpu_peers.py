@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-# Threads of OpenMP that spin after their work would take the CPUs from whoever runs next.
+# Threads of OpenMP that spin after their work would take the CPUs from the contender that runs next.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
@@ -284,7 +284,7 @@ def check_same(name: str, params: list[torch.Tensor], others: list[torch.Tensor]
 
 
 class HostMemory:
-    """What the host's memory gives while contenders run: it is shared with whoever else is there."""
+    """What the host's memory gives while contenders run: other programs of the machine share it."""
 
     def __init__(self) -> None:
         self.source, self.target = (torch.ones(GIB // 4) for _ in range(2))

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Threads of OpenMP that spin after their work would take the CPUs from whoever runs next.
+# Threads of OpenMP that spin after their work would take the CPUs from the contender that runs next.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch

@@ -52,7 +52,7 @@ HWY_INLINE void Touch(const AdamWArrays arrays, uint64_t begin, uint64_t end) {
 
 using Bits = hn::ScalableTag<uint32_t>;
 
-// Adds `value` to so many bytes.
+// Adds `value` to kBytes bytes.
 template <uint64_t kBytes>
 HWY_INLINE void AddToBits(void* array, uint64_t offset, hn::Vec<Bits> value) {
   auto* const words = reinterpret_cast<uint32_t*>(static_cast<char*>(array) + offset);

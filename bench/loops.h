@@ -52,8 +52,8 @@ struct StateArrays {
 // allows CPU threads to be. begin and end are multiples of 64 elements.
 using StateLoop = void (*)(const StateArrays& arrays, uint64_t begin, uint64_t end);
 
-// The loop for masters and moments of so many bytes; masters of 2 bytes are halves, and the param,
-// which holds the other half, is read too.
+// The loop for masters and moments of these bytes an element; masters of 2 bytes are halves, and
+// the loop reads the param too, which holds the other half.
 StateLoop StateLoopOf(uint64_t master_bytes, uint64_t moment_bytes);
 
 }  // namespace bench

@@ -1,5 +1,5 @@
-// Pages: memory straight from the system with the library's wish for huge pages; whoever touches it
-// first places it.
+// Pages: memory straight from the system with the library's wish for huge pages. The thread that
+// touches a page first decides on which node it lies.
 #pragma once
 
 #include <sys/mman.h>

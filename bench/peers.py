@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 
-# Threads of OpenMP that spin after their work would take the CPUs from whoever runs next.
+# Threads of OpenMP that spin after their work would take the CPUs from the contender that runs next.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import numpy

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-# Threads of OpenMP that spin after their work would take the CPUs from whoever runs next.
+# Threads of OpenMP that spin after their work would take the CPUs from the contender that runs next.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch

@@ -1,5 +1,5 @@
 # Toolchain file: builds for 64-bit Arm with Debian's cross compiler (g++-aarch64-linux-gnu) and runs
-# the tests in an emulator (qemu-user). QEMU_CPU in the environment says which CPU that has.
+# the tests in an emulator (qemu-user). QEMU_CPU in the environment names the CPU of the emulator.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)

@@ -27,7 +27,7 @@ from torch.nn import functional
 import hybridopt  # (1)
 
 TEXT_BYTES = 8 << 20
-VALIDATION_PART = 20  # one byte in so many
+VALIDATION_PART = 20  # the last 1/20 of the text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Seconds of work on either: two million params on a CPU, GPT-2 small's 85 million on a GPU.
 SIZES = {

@@ -1125,11 +1125,11 @@ OFFLOAD_API int32_t offload_stash_plan(offload_context_t context,
                                        offload_stash_plan_t* plan);
 
 /* Makes a stash and takes its memory. The slabs are pinned, within pinned_bytes_max of the context.
- * If the system pins only a part, the stash has so many slabs less, and notes of the context and
- * stats tell so; if it pins nothing and allow_pageable of the context is 1, the stash uses all
- * slabs unpinned. The library writes *stash only on success. Errors: INVALID_ARGUMENT (the text
- * names the field; pinned_bytes_max is too small: the text has the bytes needed),
- * OUT_OF_HOST_MEMORY, DEVICE_FAILED. */
+ * If the system pins only a part, the stash has fewer slabs, and notes of the context and stats
+ * tell so; if it pins nothing and allow_pageable of the context is 1, the stash uses all slabs
+ * unpinned. The library writes *stash only on success. Errors: INVALID_ARGUMENT (the text names the
+ * field; pinned_bytes_max is too small: the text has the bytes needed), OUT_OF_HOST_MEMORY,
+ * DEVICE_FAILED. */
 OFFLOAD_API int32_t offload_stash_create(offload_context_t context,
                                          const offload_stash_options_t* options,
                                          offload_stash_t* stash);

@@ -16,8 +16,8 @@ namespace {
 using hybridopt::kAlgorithms;
 
 // The library plans a real model only where its params lie in memory, so the plan is made of two
-// models that are small: what a share takes is a constant and so much for each element. Both fill
-// the rings, whose chunks are those of a GPU.
+// models that are small: a share takes a constant and, for each element, the same bytes again. Both
+// fill the rings, whose chunks are those of a GPU.
 constexpr uint64_t kGpuChunkElements = uint64_t{1} << 22;
 constexpr uint64_t kSmallElements =
     32 * kGpuChunkElements;  // more than have smaller last chunks alone

@@ -13,7 +13,7 @@ namespace tool {
 
 class StreamFile {
  public:
-  // Takes room for `bytes` at once; so many must be appended.
+  // Takes room for `bytes` at once; the caller must append exactly these.
   static hybridopt::Result<std::unique_ptr<StreamFile>> Create(const std::string& path,
                                                                uint64_t bytes);
   hybridopt::Status Append(const void* data, uint64_t bytes);

@@ -127,7 +127,7 @@ Status StartThreads(const char* name, Object* object, size_t count, std::vector<
 // Binds the calling thread to `cpus` (not empty). False if the system refuses.
 bool PinThisThread(const std::vector<uint32_t>& cpus);
 
-// Lets the system wake the calling thread at most so much later than its sleeps ask for. The
+// Lets the system wake the calling thread at most slack_ns later than its sleeps ask for. The
 // system's default is 50 us. False if the system refuses.
 bool SetTimerSlack(uint64_t slack_ns);
 

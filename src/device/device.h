@@ -76,7 +76,7 @@ class Device {
  public:
   virtual ~Device() = default;
   // To be called before the destructor: drops queued commands that have not begun, and waits for
-  // those that have. False if some work does not end in time: the device must then never be
+  // the others. False if some work does not end in time: the device must then never be
   // destroyed.
   virtual bool Stop() { return true; }
 
@@ -101,10 +101,10 @@ class Device {
   // memory until AppendPages. Unreserve frees the memory too.
   virtual Result<void*> Reserve(uint64_t bytes) = 0;
   virtual void Unreserve(void* range) = 0;
-  // The page size of a range of so many bytes: the unit in which memory is appended and freed. A
+  // The page size of a range of `range_bytes`: the unit in which memory is appended and freed. A
   // power of two.
   virtual uint64_t page_bytes(uint64_t range_bytes) const = 0;
-  // Takes `bytes` of memory, whole pages of such a range. OUT_OF_DEVICE_MEMORY if so much is not
+  // Takes `bytes` of memory, whole pages of such a range. OUT_OF_DEVICE_MEMORY if these are not
   // free.
   virtual Result<DevicePages> TakePages(uint64_t range_bytes, uint64_t bytes) = 0;
   virtual void FreePages(DevicePages& pages) = 0;  // frees pages that no range has
@@ -118,11 +118,11 @@ class Device {
   virtual Status CheckRange(const void* data, uint64_t bytes) const = 0;
 
   // Pins host memory, as this device needs it for asynchronous copies. OUT_OF_HOST_MEMORY if the
-  // system does not pin so much: the text says which limit was met, because callers go on with
+  // system does not pin these bytes: the text says which limit was met, because callers go on with
   // "raise that limit".
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
   virtual void UnpinHost(void* data) = 0;
-  // Large memory is pinned in pieces of so many bytes, so that few bytes are pinned again when it
+  // Large memory is pinned in pieces of this size, so that few bytes are pinned again when it
   // grows or shrinks. A power of two.
   virtual uint64_t pin_piece_bytes() const { return uint64_t{1} << 30; }
   // To be called when the content of this host memory is not needed any more. The simulated device

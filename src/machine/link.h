@@ -37,13 +37,13 @@ struct PrefetchCopies {
 // Thread-safe.
 class Link {
  public:
-  // While one prefetch follows the other, a copy gives way to so many times its own bytes. So a
+  // While one prefetch follows the other, a copy gives way to this multiple of its own bytes. So a
   // step has at least a quarter of the link.
   static constexpr uint64_t kGiveWayShare = 3;
 
   Link(Device& device, int64_t timeout_ns) : device_(device), timeout_ns_(timeout_ns) {}
 
-  // A stash may have so many prefetches at a time from now on, or no longer.
+  // A stash may have this number of prefetches at a time from now on, or no longer.
   void AddRoom(uint32_t prefetches);
   void RemoveRoom(uint32_t prefetches) { room_ -= prefetches; }
   bool has_prefetches() const { return room_ > 0; }  // now or later
@@ -87,7 +87,7 @@ class LinkUser {
   void GiveWay(uint64_t bytes);
 
   // Counts bytes that were queued to the device. One stream copies them all, so they arrive in
-  // order: when a copy is known to have arrived, so have the first queued_up_bytes() of that time.
+  // order: when a copy has arrived, all bytes that were counted before it have arrived too.
   void QueuedUp(uint64_t bytes);
   uint64_t queued_up_bytes() const { return queued_up_bytes_; }
   void ArrivedUpTo(uint64_t queued_up_bytes);

@@ -1,6 +1,6 @@
 // PinnedReservation: bytes that count towards the context's cap of pinned memory while it lives.
-// Whoever pins memory has one: it reserves all bytes that it wants, then gives back those that the
-// system has not pinned.
+// Each owner of pinned memory has one: it reserves all bytes that it wants, then gives back those
+// that the system has not pinned.
 #pragma once
 
 #include <cstdint>

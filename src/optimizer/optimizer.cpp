@@ -195,7 +195,7 @@ Status Optimizer::CheckStateMayStream(const StateShape& shape,
                        kDefaultStreamSlots);
 }
 
-// Pins the host's state for the device's ring. If the system does not pin so much, the ring is
+// Pins the host's state for the device's ring. If the system does not pin all of it, the ring is
 // freed and the CPU workers update all chunks, unless the options forbid that.
 Status Optimizer::PinStates(Committed& committed) {
   if (committed.decided.unpinned_bytes > 0)

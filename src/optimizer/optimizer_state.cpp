@@ -14,8 +14,8 @@ Status Optimizer::CheckIdle() const {
                        queued);
 }
 
-// On the caller's thread, while no work is queued. After a failure the runner does it, which may
-// not have ended.
+// On the caller's thread, while no work is queued. After a failure the runner undoes early updates,
+// and it may still be at work.
 Status Optimizer::UndoEarlyNow() const {
   return committed_->timeline->CheckPoison().ok() ? committed_->pipeline->UndoEarly() : Status();
 }

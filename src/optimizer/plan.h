@@ -36,8 +36,8 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
 // Replaces the plan's bytes on NUMA nodes.
 void SetNodeBytes(const NodeBytes& bytes, offload_plan_t& plan);
 
-// OUT_OF_DEVICE_MEMORY or OUT_OF_HOST_MEMORY if so much is not free; the text starts with `what`,
-// the name of what needs it.
+// OUT_OF_DEVICE_MEMORY or OUT_OF_HOST_MEMORY if these bytes are not free; the text starts with
+// `what`, the name of what needs them.
 Status CheckDeviceRoom(const Context& context, const char* what, double device_fraction,
                        uint64_t bytes);
 Status CheckHostRoom(const char* what, uint64_t bytes);

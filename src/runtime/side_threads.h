@@ -13,7 +13,7 @@ namespace hybridopt {
 
 class SideThreads {
  public:
-  // RunnerPool::kWaitingTogether: so many turns that wait may go on at the same time, and each may
+  // As RunnerPool::kWaitingTogether, the number of turns that may wait at the same time: each may
   // give out one piece of work.
   static constexpr uint32_t kMost = 8;
 

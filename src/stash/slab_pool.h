@@ -48,7 +48,7 @@ class SlabPool {
   uint64_t pinned_bytes() const { return reservation_.bytes(); }
 
   uint32_t free_slabs() const { return free_.count; }
-  // count is at least 1, and so many slabs are free.
+  // count is at least 1 and at most free_slabs().
   SlabChain Take(uint32_t count);
   void Give(const SlabChain& chain);
 

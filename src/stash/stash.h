@@ -10,7 +10,8 @@
 // A push that finds no room is refused with ticket 0; nothing is ever evicted for it.
 //
 // Slabs of a ticket that has ended belong to a push again when the copy to the device that may
-// still read them has ended, or when the down stream waits for it. Which of the two does not show.
+// still read them has ended, or when the down stream waits for it. The caller cannot tell these
+// cases apart.
 #pragma once
 
 #include <atomic>

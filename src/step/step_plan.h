@@ -88,8 +88,8 @@ class StepPlan {
   }  // with the gradients of a chunk that the cpu updates
   // Whether the host holds the gradients of most of the chunk's active elements.
   bool IsHeld(uint32_t chunk) const { return 2 * held_in_chunk_[chunk] > active_in_chunk_[chunk]; }
-  // Active elements are those of active params. These return how many a chunk has, and how many its
-  // fragments before this one have. Workers get equal parts of a chunk's active elements.
+  // Active elements are those of active params. These return how many are in a chunk, and how many
+  // in its fragments before this one. Workers get equal parts of a chunk's active elements.
   uint64_t active_count(uint32_t chunk) const { return active_in_chunk_[chunk]; }
   uint64_t ActiveBefore(const Fragment& fragment) const {
     return active_before_[static_cast<size_t>(&fragment - chunks_.fragments.data())];

@@ -9,8 +9,8 @@
 //
 // One staging slot holds one chunk. A fragment is the range of one param in a chunk. Where there is
 // no staging all fragments form one chunk. Where CPU workers and streams share the chunks, the last
-// chunks become smaller and smaller, so that whoever has done its last one waits little for the
-// other's.
+// chunks become smaller and smaller, so that the side that has done its last chunk waits little
+// for the other.
 //
 // A slot of the device's ring holds the state of a chunk, one area for each array. Fragments whose
 // state is contiguous on the host, except for padding, are contiguous in the area too, so that one
@@ -89,7 +89,7 @@ inline bool SharesChunks(const StateShape& shape) {
 // Then a chunk is at most this part of the elements that are left. At the end of a step both
 // executors still have what they have taken ahead, by default 8 and 3 chunks: half of what is left.
 inline constexpr uint64_t kChunksAhead = 24;
-// But it has at least so many elements: less would not be worth the calls for it.
+// But it has at least these elements: fewer would not be worth the calls.
 inline uint64_t SmallestChunkElements(const StateShape& shape) {
   return std::min(shape.options.chunk_elements,
                   std::max<uint64_t>(shape.options.chunk_elements / 16, 1024));

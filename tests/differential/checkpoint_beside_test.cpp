@@ -187,8 +187,8 @@ TEST_F(BesideASave, StateIsNotToBeSeenUntilItHasEnded) {
             OFFLOAD_OK);
 }
 
-// Params that are masters, or their halves, are read where they are. Whoever has waited for a step
-// behind the save may write them, though the step left them alone.
+// Params that are masters, or their halves, are read where they are. A caller that has waited for
+// a step behind the save may write them, though the step left them alone.
 TEST_F(BesideASave, AStepCompletesWhenNothingOfTheCallersIsReadAnyMore) {
   const StateChoice split{OFFLOAD_MASTER_SPLIT};
   for (const StateChoice& state : {StateChoice(), split}) {

@@ -1,6 +1,6 @@
 // Who updates the host share never shows in the bits, only in what the step results count: CPU
-// workers alone, the device alone, or both at one queue, where whoever is held up leaves the rest
-// to the other.
+// workers alone, the device alone, or both at one queue, where an executor that is held up leaves
+// the rest to the other.
 #include <gtest/gtest.h>
 
 #include <atomic>

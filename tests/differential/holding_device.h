@@ -12,8 +12,8 @@
 
 namespace hybridopt {
 
-// Holds back whoever waits for one kind of event, until another kind has been recorded often enough
-// since Close.
+// Holds back each thread that waits for one kind of event, until another kind has been recorded
+// often enough since Close.
 class HoldingDevice final : public LabelledDevice {
  public:
   HoldingDevice(std::unique_ptr<Device> device, std::string held, std::string counted)

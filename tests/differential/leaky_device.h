@@ -1,5 +1,5 @@
-// LeakyDevice: the simulated device with one kind of wait left out. A test of the tests: whoever
-// runs the pipeline on it must see wrong bits.
+// LeakyDevice: the simulated device with one kind of wait left out. A test of the tests: the
+// pipeline must give wrong bits on it.
 #pragma once
 
 #include <atomic>
@@ -46,7 +46,7 @@ enum class Leak {
 class LeakyDevice final : public LabelledDevice {
  public:
   // Leaks only while `leaking`, which outlives the device.
-  // Whoever waits on the host for an event labelled `slow_event` is held up for a while.
+  // A thread that waits on the host for an event labelled `slow_event` is held up for a while.
   LeakyDevice(std::unique_ptr<Device> device, Leak leak, const std::atomic<bool>& leaking,
               bool shares_queues, std::string slow_event)
       : LabelledDevice(std::move(device)),
@@ -98,8 +98,8 @@ class LeakyDevice final : public LabelledDevice {
     if (Leaks(Leak::kSummed, event, "gradients summed")) return {};
     return ForwardingDevice::Wait(event, timeout_ns);
   }
-  // With a wait missing, whoever queued a launch may rewrite what it works on: that must show in
-  // what is computed, and not in lists that the device goes through meanwhile.
+  // With a wait missing, the caller of a launch may rewrite the memory that it works on: this must
+  // show in the computed bits, and not in lists that the device goes through meanwhile.
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
     if (!leaking_) return ForwardingDevice::Update(stream, launch);
     if (leak_ == Leak::kBehindDeviceUpdate) HYBRIDOPT_TRY(HoldUp(stream));

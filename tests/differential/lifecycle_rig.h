@@ -48,17 +48,17 @@ struct LifecycleSetting {
     };
   }
   system::Files* files = nullptr;  // where checkpoints go; NULL: the system's
-  // Whoever waits on the host for such events is slow; empty: nobody.
+  // Threads that wait on the host for such events are slow; empty: none.
   std::string slow_event = {};
 };
 
-// The other executor then does most chunks: the device, the CPU workers, or whoever comes first.
+// The other executor then does most chunks: the device, the CPU workers, or the first to come.
 inline std::string DrawSlowEvent(Random& random) {
   constexpr const char* kEvents[] = {"gradients landed", "state down", "", ""};
   return kEvents[random.Below(4)];
 }
 
-// Holds up whoever waits on the host for an event of one kind.
+// Holds up each thread that waits on the host for an event of one kind.
 class SlowDevice final : public LabelledDevice {
  public:
   SlowDevice(std::unique_ptr<Device> device, std::string slow_event)
@@ -153,7 +153,7 @@ class LifecycleRig {
   }
   void Free(void*& buffer) {
     if (buffer == nullptr) return;
-    // Whoever still reads it gets NaNs, as on the simulated device.
+    // Code that still reads it gets NaNs, as on the simulated device.
     if (setting_.device_kind == OFFLOAD_DEVICE_HOST) std::memset(buffer, 0xff, buffers_[buffer]);
     MUST(offload_device_free(context_, buffer));
     buffers_.erase(buffer);

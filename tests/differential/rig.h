@@ -49,8 +49,8 @@ struct OptimizerSetting {
   uint64_t early_update_bytes = 0;
 };
 
-// Which executors work on the host share, and how large the device's ring is, for chunks of so many
-// elements: that of fp32 state is at most 12 bytes an element, and padding.
+// Which executors work on the host share, and how large the device's ring is for such chunks: with
+// fp32 state at most 12 bytes an element, and padding.
 inline void DrawExecutors(uint64_t chunk_elements, Random& random, OptimizerSetting& setting) {
   setting.host_executors = static_cast<int32_t>(random.Below(3));
   const bool rings = setting.host_executors != OFFLOAD_EXECUTORS_CPU;
@@ -228,7 +228,7 @@ class Rig {
     Upload(block, layout.grads_begin, layout.bytes - layout.grads_begin);
   }
 
-  // The block will hold these, whoever puts them there.
+  // The block will hold these; the library may put them there too.
   void ExpectGrads(size_t block, const StepInput& input) {
     for (size_t id = 0; id < input.grads.size(); ++id) {
       if (!input.grads[id].has_value()) continue;

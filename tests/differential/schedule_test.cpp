@@ -78,9 +78,9 @@ struct Schedule {
   uint64_t seed = 0;
   uint64_t delay_ns_max = 0;
   Leak leak = Leak::kNone;
-  bool leak_in_commit = false;  // else in the steps
-  bool shares_queues = false;   // of the device
-  std::string slow_event;       // whoever waits for it on the host is held up each time
+  bool leak_in_commit = false;                 // else in the steps
+  bool shares_queues = false;                  // of the device
+  std::string slow_event;                      // its waits on the host are slow
   std::optional<int32_t> host_executors = {};  // else any
   Grads grads = Grads::kStay;
 };
@@ -205,7 +205,7 @@ class Training {
   }
 
   // What the caller's stream does besides. On a real device it takes up to some milliseconds, so
-  // that whoever does not wait for it comes too early.
+  // that code which does not wait for it comes too early.
   void WorkOnStream() {
     if (idle_work_ == nullptr) return;
     const uint64_t rounds = std::max<uint64_t>(1, schedule_.delay_ns_max / 100'000);
@@ -422,7 +422,7 @@ class LeakTest : public testing::TestWithParam<LeakCase> {};
 TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
   if (HYBRIDOPT_TSAN)
     GTEST_SKIP() << "a missing wait is a data race: the thread sanitizer would end the program";
-  // Whether a schedule shows it is chance, so delays grow until one does.
+  // Whether a schedule shows a missing wait is chance, so delays grow until a schedule shows it.
   constexpr int kSchedulesMax = 400;
   bool shown = false;
   int failed = 0;

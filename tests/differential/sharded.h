@@ -159,7 +159,7 @@ class ShardedRank {
   }
   offload_ticket_t Queue(size_t step) { return Queue(local().steps[step]); }
 
-  // Empty if every bit is what the whole model's is after so many steps.
+  // Empty if every bit is that of the whole model after `steps`.
   std::string Difference(size_t steps) { return Difference(sharded_.Expected(rank_, steps)); }
   std::string Difference(const Model& expected) {
     const std::string difference = rig_->Difference(expected);

@@ -278,8 +278,8 @@ INSTANTIATE_TEST_SUITE_P(Devices, StashProgram, testing::ValuesIn(DevicesUnderTe
 
 // ------------------------------------------------------------------------- each wait, left out --
 
-// A caller whose streams stand still where it matters. With a wait left out whoever should have
-// waited has done his work before the streams go on; else the streams go on at once.
+// A caller whose streams stand still where it matters. With a wait left out the side that
+// should have waited is done before the streams go on; else the streams go on at once.
 struct LeftOut : public testing::Test {
   static constexpr uint64_t kBytes = 3000;
 

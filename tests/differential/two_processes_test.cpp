@@ -102,7 +102,7 @@ std::string TrainWithOneHeldUp(size_t process, const Meeting& meeting) {
   const Solved solved = SolvedProblem();
   const bool workers = process == 0;
   const uint32_t held_chunks =
-      workers ? 2 : kDefaultStreamSlots;  // those in the ring of whoever is held up
+      workers ? 2 : kDefaultStreamSlots;  // those in the ring of the one held up
   LifecycleSetting setting = SettingOf(process);
   HoldingDevice* holding = nullptr;
   setting.WrapIn(&holding, workers ? "gradients landed" : "state down",
@@ -118,7 +118,7 @@ std::string TrainWithOneHeldUp(size_t process, const Meeting& meeting) {
     const uint64_t done = workers ? result.streamed_elements : result.cpu_elements;
     if (held != held_chunks * kChunkElements || done != kElements - held)
       return "process " + std::to_string(process) + ", step " + std::to_string(i) + ": " +
-             std::to_string(held) + " elements by whoever was held up, " + std::to_string(done) +
+             std::to_string(held) + " elements by the one held up, " + std::to_string(done) +
              " by the other";
   }
   return "";

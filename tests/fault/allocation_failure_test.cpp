@@ -84,7 +84,7 @@ namespace {
 
 constexpr uint32_t kRanks = 2;
 
-// The functions of one rank, with memory enough whichever thread calls them.
+// The functions of one rank, with memory enough on every thread.
 struct CommWithMemory {
   explicit CommWithMemory(const offload_comm_t& functions) : inner(functions) {}
 
@@ -354,7 +354,7 @@ class Retrier {
   }
 };
 
-constexpr uint32_t kParams = 40;  // so many that tables grow
+constexpr uint32_t kParams = 40;  // enough for tables to grow
 constexpr uint64_t kElements = 64;
 
 // What a program has on one device: two places for params and one for gradients.

@@ -213,7 +213,7 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyMomentGoesOnFromItsLastCheckpoint) {
 }
 
 // Somebody has started the same training several times. The jobs race for each checkpoint's name;
-// whoever comes first has it, and what is there is always whole.
+// the first one to come has it, and a checkpoint that is there is always whole.
 TEST(CheckpointCrash, SeveralJobsThatAreKilledInOneDirectoryLoseNothing) {
   constexpr size_t kJobs = 3;
   Random random(37);

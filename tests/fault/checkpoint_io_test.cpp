@@ -357,7 +357,7 @@ TEST(CheckpointMemory, RunningOutOfItIsToldAndPoisonsNothing) {
   EXPECT_EQ(directory.Names(), (std::vector<std::string>{"new", "old"}));
 }
 
-// Whoever may write beside the checkpoints may also leave something with a pending name there.
+// Programs that may write beside the checkpoints may also leave files with a pending name there.
 TEST_F(CheckpointIoTest, OnlyWhatASaveHasMadeIsRemoved) {
   Start();
   const auto put = [&](const std::string& name, const std::vector<std::string>& files) {

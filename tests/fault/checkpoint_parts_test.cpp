@@ -27,8 +27,8 @@ struct SecondBlock {
 };
 
 // An fp32 param on the host is its own master: the save reads the first third of its file from the
-// caller's memory. A step that leaves the param alone waits for that at its end, since whoever has
-// waited for a step may write params. Here two thirds of the param have been read.
+// caller's memory. A step that leaves the param alone waits for that at its end, since a caller
+// that has waited for a step may write params. Here two thirds of the param have been read.
 TEST(CheckpointPartsTest, AStepBehindASaveWaitsForAllThatIsBorrowed) {
   const TemporaryDirectory directory;
   const std::string path = directory / "saved";

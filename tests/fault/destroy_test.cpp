@@ -1,5 +1,5 @@
-// Destroy against the calls that other threads are in: it ends the work itself, whoever else uses
-// the handle, and whoever waits is told.
+// Destroy against the calls that other threads are in: it ends the work itself,
+// though others use the handle, and tells the threads that wait.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -139,8 +139,8 @@ const Query kQueries[] = {
      {OFFLOAD_OK}},
 };
 
-// Arrays outside the library that are gone when destroy has returned: with the address sanitizer
-// whoever still uses them is seen.
+// Arrays outside the library that are gone when destroy has returned: the address
+// sanitizer sees code that still uses them.
 class OwnArrays {
  public:
   OwnArrays(const RunOptions& run, const Trainer& trainer) : trainer_(trainer) {
@@ -196,7 +196,7 @@ void DestroyWhileAsked(const RunOptions& run, const Query& query) {
   trainer->context = nullptr;
 }
 
-TEST(Destroy, IsOverWhenItReturnsWhoeverAsksMeanwhile) {
+TEST(Destroy, IsOverWhenItReturnsAlsoWithOtherThreadsInside) {
   for (int round = 0; round < Scaled(3); ++round)
     for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM})
       for (const Query& query : kQueries) {

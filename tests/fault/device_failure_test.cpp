@@ -1,5 +1,5 @@
-// The device fails, refuses, or stops: whoever waits learns the cause, nobody hangs, nothing leaks,
-// and what failed before it began can be tried again.
+// The device fails, refuses, or stops: threads that wait learn the cause, none hangs, nothing
+// leaks, and a call that failed before it began can be made again.
 #include <execinfo.h>
 #include <gtest/gtest.h>
 

@@ -437,7 +437,8 @@ void ExpectPolicy(const FakeNuma& fake, const void* data, int mode, unsigned lon
   EXPECT_EQ(range->nodes, nodes);
 }
 
-// Staging and room for what is offloaded: whoever pins it touches it, so nobody owns a page.
+// Staging, and room for what is offloaded: the thread that pins this memory touches it, so no
+// worker owns a page.
 TEST(Placement, OnSeveralNodesStateLiesWithItsToucherAndPinnedMemoryIsInterleaved) {
   const FakeNuma fake(0b11);
   const std::shared_ptr<Context> context =

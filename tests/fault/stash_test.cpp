@@ -514,7 +514,7 @@ INSTANTIATE_TEST_SUITE_P(Devices, StashTest,
 
 // -------------------------------------------------------------------------------------- pinning --
 
-// A context of which the system, or the caller, lets so much be pinned.
+// A context of which the system, or the caller, lets no more than these bytes be pinned.
 offload_context_t Limited(uint64_t sim_pinned_bytes_max, uint64_t pinned_bytes_max,
                           int32_t allow_pageable) {
   auto options = Make<offload_context_options_t>();

@@ -10,7 +10,7 @@
 namespace hybridopt::checkpoint {
 namespace {
 
-// A file that begins with these bytes, and has so many.
+// The head of a file that begins with `bytes` and has `file_bytes`.
 Result<Head> ReadHead(const std::string& bytes, uint64_t file_bytes) {
   HYBRIDOPT_ASSIGN(const uint64_t before, BytesBeforeData(bytes.substr(0, 8), file_bytes));
   return ParseHead(std::string_view(bytes).substr(0, before), file_bytes);

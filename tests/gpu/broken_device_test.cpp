@@ -1,5 +1,5 @@
-// An error that the device's context does not survive: a program of its own, for nothing works on
-// the device afterwards.
+// An error that the device's context does not survive. This is a program of its own, because the
+// device does not work any more afterwards.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 

@@ -6,7 +6,7 @@
 typedef struct {
   unsigned long memory_nodes; /* bit n: node n has memory that the process may use */
   unsigned long empty_nodes;  /* bit n: node n is allowed, but has no memory */
-  int toucher;                /* the node that pages lie on where whoever touches first decides */
+  int toucher;                /* the node of pages whose first toucher decides where they lie */
   int mbind_error;            /* errno of every mbind; 0 = it works */
   int move_pages_error;       /* likewise */
   unsigned long range_count;  /* policies set so far */

@@ -36,7 +36,7 @@ class Array {
   void* data_ = nullptr;
 };
 
-// Whoever accesses an array that is taken back ends the run with a report.
+// An access to an array that is taken back ends the run with a report.
 void WatchArrays();
 
 }  // namespace hybridopt::schedule

@@ -1,6 +1,6 @@
 // Random programs over the public ABI under the scheduler.
 //
-//   schedule_programs host|sim|ranks PROGRAMS    so many programs, each in four schedules
+//   schedule_programs host|sim|ranks PROGRAMS    this number of programs, each in four schedules
 //   schedule_programs NAME                       one run, or some of one program
 //
 // NAME is FAMILY.PROGRAM.SCHEDULE[+COUNT][-CALL,CALL...]: this program in this schedule (or in
@@ -300,7 +300,7 @@ bool Repeats(const Name& name) {
 
 int Explore(Program::Family family, uint64_t programs) {
   constexpr uint64_t kSchedules = 4;  // of each program
-  constexpr uint64_t kRepeated = 50;  // one in so many
+  constexpr uint64_t kRepeated = 50;  // each 50th run is made twice
   uint64_t points = 0, switches = 0;
   for (uint64_t run = 0; run < programs * kSchedules; ++run) {
     const Name name{family, run / kSchedules, run, 1, {}};

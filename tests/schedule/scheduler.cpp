@@ -50,7 +50,7 @@ constexpr int64_t kYieldNs = 500;
 // How far time may jump although some task could run, as on a machine that is busy elsewhere.
 constexpr int64_t kStallNsMax = 2'000'000;
 constexpr uint64_t kChangesMax = 6;
-// A task that hesitates lets the others run for up to so many points.
+// The most points for which a task that hesitates lets the others run.
 constexpr uint64_t kHeldPointsMax = 4096;
 
 thread_local Task* current = nullptr;

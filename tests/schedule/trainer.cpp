@@ -103,7 +103,7 @@ bool Trainer::Waited(const char* call, int32_t status) {
   return false;
 }
 
-// The same of a wait for queued work. Whoever has been told of a failure of that finds the
+// The same for a wait for queued work. A thread that has been told of its failure finds the
 // optimizer poisoned.
 bool Trainer::WaitedForWork(const char* call, int32_t status) {
   if (Waited(call, status)) return true;
@@ -413,8 +413,8 @@ void Trainer::Load(uint64_t number) {
   if (Queued("load", status, MayStep(), ticket)) steps_ = saved.steps;
 }
 
-// A function behind it finds the params of all queued steps. Ranks that wait for each other must
-// not wait for one that does not come: there are no streams then that could.
+// A function that is queued behind this wait finds the params of all queued steps. Where ranks wait
+// for each other, a stream could wait for a rank that never comes: such programs have no streams.
 void Trainer::StreamWait() {
   if (params_out_) return;
   Lend();

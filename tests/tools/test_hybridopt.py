@@ -565,7 +565,7 @@ def test_what_changes_after_it_was_verified_is_never_written(command, sample, tm
     for call in itertools.count(1):
         result = tool(*arguments, env=with_fault(f"read:{call}"))
         if result.returncode == DONE:
-            break  # so many reads there are not
+            break  # this read never came: all of them have been tried
         changed += "has changed since it was verified" in result.stderr
         assert result.returncode == BAD, result
         assert "block" in result.stderr or "manifest" in result.stderr or "header" in result.stderr

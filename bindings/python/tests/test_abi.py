@@ -219,7 +219,7 @@ def test_each_save_that_failed_is_told(saver, tmp_path):
     saver.wait()
 
 
-def test_whoever_only_asks_takes_no_failure_away(saver, tmp_path):
+def test_a_thread_that_only_asks_takes_no_failure_away(saver, tmp_path):
     failed = fail_unheard(saver, tmp_path / "failed")
     assert saver.ended(failed)
     saver.drain()

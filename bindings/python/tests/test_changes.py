@@ -164,7 +164,7 @@ def entry_assigned(optimizer, params, param, draw):
 
 
 def entry_filled(optimizer, params, param, draw):
-    """First an empty entry, as whoever asks for one that is not there makes it."""
+    """First an empty entry, as code makes it that asks for one which is not there."""
     if param.requires_grad and not entry_of(optimizer, param):
         optimizer.state[param].update(
             step=torch.tensor(3.0),

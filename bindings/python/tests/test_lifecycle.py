@@ -834,7 +834,7 @@ def test_a_resumed_run_does_not_round_decoupled_gradients(tmp_path, dtype):
     states = [each.state[each.param_groups[0]["params"][0]] for each in (optimizer, again)]
     assert models.bits(states[0].values()) == models.bits(states[1].values())
     assert models.bits([param]) == models.bits([resumed])
-    # Once seen, room for them stays, whoever has a gradient when state moves to new memory.
+    # Once seen, room for them stays, also if they have no gradient when state moves to new memory.
     del resumed.decoupled_grad
     again.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(3)))]})
     again.offload()

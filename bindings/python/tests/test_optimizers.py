@@ -1063,7 +1063,7 @@ def sgd_pair(change=lambda group, step: None, steps=6, missing=(), **arguments):
     ],
 )
 def test_dampening_begins_with_a_params_second_step(arguments):
-    """Whichever step of the others that is."""
+    """Also if other params have had steps before."""
     sgd_pair(missing=(0, 1, 3), **arguments)
 
 

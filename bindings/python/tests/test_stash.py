@@ -411,7 +411,7 @@ def goes_wrong(naive, expected):
 
 
 def overwrite(storage):
-    """As whoever gets the memory next does it."""
+    """As the next user of the memory does it."""
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
 
 

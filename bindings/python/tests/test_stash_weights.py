@@ -428,7 +428,7 @@ def test_evaluation_between_forward_and_backward():
     assert run(model) == expected
 
 
-# ---------------------------------------------------------------------------- whoever else looks --
+# ------------------------------------------------------------------------ other uses of params --
 
 
 def away_param(model):

@@ -10,7 +10,7 @@ namespace hybridopt::cuda {
 namespace {
 
 constexpr uint32_t kThreads = 256;
-// At least so many blocks for each processor: they have enough loads in flight for its memory.
+// The least number of blocks for each processor: fewer have too few loads in flight for its memory.
 constexpr uint32_t kBlocksOfProcessor = 4;
 constexpr uint32_t kQuad = 4;
 constexpr uint32_t kStride = kThreads * kQuad;  // elements that a thread block reads at once

@@ -47,7 +47,7 @@ class ChunkProgress {
 
 class ChunkQueue {
  public:
-  // Of the tables of so many chunks.
+  // The bytes of the tables of `chunks`.
   static uint64_t Bytes(uint64_t chunks) { return chunks * sizeof(Chunk) + 2 * (chunks / 8); }
   // Sets the number of chunks, between steps. Allocates.
   void UseChunks(uint32_t count) {

@@ -109,7 +109,8 @@ class EarlyUpdates {
   static constexpr uint32_t kJobs = 2;
   // Uploads use these in turns: to wait for a later one than needed is right too.
   static constexpr uint32_t kEvents = 16;
-  // After an undo so many steps get no early updates, twice as many after each undo that follows.
+  // After an undo some steps get no early updates, twice as many after each undo that follows, and
+  // at most these.
   static constexpr uint32_t kMostQuietSteps = 64;
 
   Status Accept(uint32_t chunk, const Capture* capture);
@@ -158,8 +159,8 @@ class EarlyUpdates {
   uint64_t accepted_elements_ = 0;
   std::vector<Early> chunks_;     // accepted, and in a step those that are updated
   uint64_t undone_elements_ = 0;  // since the last step
-  // Gradients that come to the host for nothing take the link from others, so no more are wanted
-  // than the workers have shown that they can do.
+  // Gradients that come to the host unused take the link from others, so no more are wanted than
+  // the workers have shown that they can do.
   std::atomic<uint64_t> elements_wanted_ = UINT64_MAX;
 
   // How far the workers are. Guarded by mutex_.

@@ -59,7 +59,7 @@ struct OptimizerModel {
   uint64_t steps_counted_max = 0;
   std::string checkpoint;  // its last save's
   bool saving = false;     // a save has been queued since all was last seen done
-  // Queued since all was last seen done: at most so many are queued now.
+  // Queued since all was last seen done: no more than these are queued now.
   uint64_t calls_queued_max = 0, steps_queued_max = 0;
   uint64_t device_state_bytes = 0;  // as stats said after commit
   std::vector<void*> data;

@@ -93,7 +93,7 @@ class World {
   offload_ticket_t last_ticket_ = 0;
 };
 
-// What a load of no checkpoint, or of another model's, ends with; whoever waits for it is told.
+// The statuses of a load of no checkpoint, or of another model's; a wait for it returns them.
 inline bool IsOfATransfer(int32_t status) {
   return status == OFFLOAD_IO_FAILED || status == OFFLOAD_CHECKPOINT_MISMATCH;
 }

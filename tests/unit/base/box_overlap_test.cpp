@@ -38,8 +38,8 @@ void Shuffle(Items& items, Random& random) {
   for (size_t i = items.size(); i > 1; --i) std::swap(items[i - 1], items[random.Below(i)]);
 }
 
-// Halves boxes at random until there are so many: none overlap, and only one of them at a time says
-// in which dimension they lie apart.
+// Halves boxes at random until there are `count`. None overlap, and any two lie apart in one
+// dimension alone.
 Boxes Divided(size_t count, uint32_t dimensions, int64_t size, Random& random) {
   Boxes boxes(1);
   for (uint32_t d = 0; d < dimensions; ++d) boxes[0].size[d] = size;
@@ -85,7 +85,7 @@ TEST(Overlap, IsFoundWhereComparingEachWithEachFindsIt) {
   EXPECT_GT(disjoint, Scaled(500));
 }
 
-// Whichever of the two begins first, in whichever dimension.
+// Each of the two may begin first, in any dimension.
 TEST(Overlap, OfTwoAmongManyIsFound) {
   Random random(12);
   int searched = 0;

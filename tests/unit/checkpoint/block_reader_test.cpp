@@ -42,7 +42,7 @@ class TestFiles : public system::Files {
     return read;
   }
   uint64_t held_offset = UINT64_MAX, failing_offset = UINT64_MAX;
-  uint64_t held_until = 0;  // so many others have ended
+  uint64_t held_until = 0;  // this number of others have ended
   uint64_t begun = 0, ended = 0;
 
  private:

@@ -476,7 +476,7 @@ TEST(StochasticRounding, ElementsFarApartAreIndependent) {
   }
 }
 
-// Counters whose upper half changes are mixed another way by kernels than others.
+// Where the upper half of the counters changes inside of an array, kernels mix it in another way.
 TEST(StochasticRounding, CountersThatPassTheirLowerHalfHaveReferenceBits) {
   const Rounding rounding = StochasticRounding(1, 2, 3);
   for (const Kind& kind : AllKinds()) {

@@ -392,7 +392,8 @@ TEST(Timeline, AFailureLetsStreamsGoWhenTheBackgroundHasRead) {
   line.Permit(2);
   line.Queue();
   line.Queue();
-  EXPECT_EQ(line.timeline->AwaitIssued(2, 0).code(), OFFLOAD_POISONED) << "whoever asks is told";
+  EXPECT_EQ(line.timeline->AwaitIssued(2, 0).code(), OFFLOAD_POISONED)
+      << "each thread that asks is told";
   EXPECT_EQ(line.progress, Timeline::ProgressAt(1, 5));
   EXPECT_EQ(line.timeline->Wait(2, 0).code(), OFFLOAD_TIMED_OUT) << "what was lent is being read";
   std::thread waiting(

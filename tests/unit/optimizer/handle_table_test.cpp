@@ -112,7 +112,7 @@ TEST(HandleTable, ObjectsMayRefuseToGo) {
   EXPECT_EQ(table.Find(handle, "context").value()->value, 5);
 }
 
-// Whoever uses the object is told by `close`, and it is gone when Destroy has returned.
+// `close` tells the calls that use the object, and it is gone when Destroy has returned.
 TEST(HandleTable, DestroyWaitsForTheCallsThatUseTheObject) {
   Contexts table(nullptr);
   auto object = std::make_shared<Object>();

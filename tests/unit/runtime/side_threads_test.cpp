@@ -50,7 +50,7 @@ TEST(SideThreadsTest, WorkIsDoneWhileItsOwnerGoesOn) {
   }
 }
 
-TEST(SideThreadsTest, WorkThatFindsNoIdleThreadIsDoneByWhoeverAwaitsIt) {
+TEST(SideThreadsTest, WorkThatFindsNoIdleThreadIsDoneByTheThreadThatAwaitsIt) {
   SideThreads side;
   ASSERT_TRUE(side.AddOwner().ok());
   std::mutex mutex;

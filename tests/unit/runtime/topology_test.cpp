@@ -325,7 +325,7 @@ TEST_F(SeatsTest, NodesAskedForAreCutAmongTheRanks) {
   EXPECT_EQ(AllCpus(MustChoose(request).nodes), Range(4, 8));
 }
 
-TEST_F(SeatsTest, MemoryIsInterleavedOverNodesWithCpusWhoeverMayUseThese) {
+TEST_F(SeatsTest, MemoryIsInterleavedOverNodesWithCpusOfAnyRank) {
   const auto interleaved = [](const SeatRequest& request, const Cpus& cpus, const FakeRoot& root) {
     return ChooseSeats(request, cpus, root.path()).value().interleaved;
   };

@@ -27,7 +27,7 @@ from .modes import in_no_mode
 from .moves import send_gradients
 from .registered import Slot
 
-# A batch is offloaded as soon as it has so many bytes, or so many params.
+# A batch is offloaded as soon as it has one of these.
 SEND_AT_BYTES = 64 << 20
 SEND_AT_PARAMS = 256
 # How many batches may be under way before a hook waits for the oldest one; the library's queue holds 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# are_rounded() rounds so many masters at once: they stay in the cache.
+# are_rounded() rounds this number of masters at once: they stay in the cache.
 COMPARED_ELEMENTS = 1 << 20
 
 

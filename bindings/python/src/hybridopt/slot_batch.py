@@ -11,7 +11,7 @@ from torch import Tensor
 from .registered import Slot
 from .tensors import gradients_of, local
 
-BATCH_SLOTS = 256  # the objects of so many tensors stay in the CPU's cache while a batch reads them
+BATCH_SLOTS = 256  # the objects of as many tensors stay in the CPU's cache while a batch reads them
 
 
 def find_guards() -> Any:

@@ -136,7 +136,7 @@ for name in (
     setattr(State, name, filled(name))
 
 
-PART_ENTRIES = 256  # the objects of so many entries stay in the CPU's cache while they are compared
+PART_ENTRIES = 256  # the objects of as many entries stay in the CPU's cache while they are compared
 
 
 def are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:

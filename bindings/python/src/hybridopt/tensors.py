@@ -43,7 +43,7 @@ def gradient_of(param: Tensor) -> Tensor | None:
 
 
 def gradients_of(params: list[Tensor]) -> list[Tensor | None]:
-    """gradient_of() for many params. It takes less time than so many calls."""
+    """gradient_of() for many params. It takes less time than a call for each."""
     if any(map(hasattr, params, repeat("decoupled_grad"))):
         return list(map(gradient_of, params))
     return list(map(_grad_of, params))

@@ -1,7 +1,7 @@
 """Traps: tensors that torch does not use before somebody has been told.
 
 While a trap is set, the tensor has another class. The first function of torch that gets the tensor, alone or in a
-list, tells of it whoever has set the trap. He waits until the tensor may be used, or raises. After the wait the tensor
+list, calls the owner of the trap. The owner waits until the tensor may be used, or raises. After the wait the tensor
 has its own class again, and the function runs. The tensor's memory, address and elements do not change.
 
 A step that is under way sets traps on the params that it writes (under_way.py), an activation stash on weights that

@@ -1,5 +1,5 @@
 """Activations that are put aside while a GPU computes: losses and gradients have the bits of training without a stash,
-whoever uses the freed memory next; the peak is lower; nothing is left behind."""
+the next user of the freed memory; the peak is lower; nothing is left behind."""
 
 import contextlib
 import copy

@@ -27,7 +27,7 @@ impl Random {
     }
 }
 
-/// Point i: where it is, and on which of the two arms.
+/// Point i: where it is, and on which arm.
 fn point(i: usize) -> ([f32; 2], f32) {
     let along = (i / 2) as f32 / (POINTS / 2) as f32;
     let side = if i % 2 == 0 { 1.0 } else { -1.0 };

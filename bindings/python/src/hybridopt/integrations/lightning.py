@@ -38,7 +38,7 @@ class OffloadCallback(Callback):
                 self._overlaps.append(optimizer.overlap(pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end()  # whoever reads weights after fit() need not know of it
+        self._end()  # code that reads weights after fit() need not know of it
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self._end()

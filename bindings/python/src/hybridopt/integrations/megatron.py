@@ -172,7 +172,7 @@ class HybridDeviceOptimizer(OffloadOptimizer):
         }
 
     def dummy_step(self) -> None:
-        """State is to be seen from now on, so that it can be loaded into. Nothing is stepped."""
+        """Shows all state from now on, so that it can be loaded into. No param is stepped."""
         engine = self._ready_engine()
         engine.shown.note_due(engine.slots[::-1])
 

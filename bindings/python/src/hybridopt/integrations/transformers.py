@@ -86,7 +86,7 @@ class OffloadCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._end_overlap()  # whoever reads weights after train() need not know of it
+        self._end_overlap()  # code that reads weights after train() need not know of it
 
     def _end_overlap(self) -> None:
         if self._overlap is not None:

@@ -77,7 +77,7 @@ class StashStats:
     weights_away_bytes: int
 
 
-# So many passes are measured. The first one puts all aside, and its times are those of kernels that run for the
+# The number of measured passes. The first one puts all aside, and its times are those of kernels that run for the
 # first time; the second one follows a choice already. Between them a pass goes unmeasured: the host has waited for
 # the times of the first one, so the device has nothing queued when it begins, and its time would be that of the host.
 MEASURED_PASSES = 2
@@ -153,7 +153,7 @@ class Wrapping:
         self._bring_back = bring_back
 
     def bring_back(self) -> None:
-        """All params of the modules are on the device when this returns, for whoever reads or writes them outside
+        """All params of the modules are on the device when this returns, for code that reads or writes them outside
         of the modules' forward and backward passes. With weights=True they leave again after their next use."""
         self._bring_back()
 
@@ -182,9 +182,9 @@ class ActivationStash:
     Args:
         budget (int): host memory for activations, in bytes. All of it is taken and pinned by this call. What
             finds no room stays on the device.
-        keep_last (int, default 2): so many groups at the end of a forward pass stay, because the backward pass
-            begins with them. A group is what one call of a wrapped module saves; without wrap() each tensor is
-            a group.
+        keep_last (int, default 2): the number of groups at the end of a forward pass that stay, because the
+            backward pass begins with them. A group is what one call of a wrapped module saves; without wrap() each
+            tensor is a group.
         fraction (float, default None): share of the bytes that may go, 0.0 to 1.0, which goes whether it can be
             hidden or not, except for keep_last. None: as much as the link can hide.
         min_bytes (int, default 1 MiB): smaller tensors stay.
@@ -435,7 +435,7 @@ class ActivationStash:
         return f"{type(self).__name__} (\n{lines})"
 
     def _particulars(self) -> dict[str, str]:
-        """What repr() tells. It waits for nothing and does not raise."""
+        """What repr() tells. It does not wait, and does not raise."""
         particulars = {"device": str(self._device), "budget": readable(self._budget_bytes)}
         if self._handle.closed:
             return {**particulars, "in use": "none, the stash is closed"}

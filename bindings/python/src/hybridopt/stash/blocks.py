@@ -207,8 +207,8 @@ class Transfers:
         self.end_abandoned()
 
     def end_abandoned(self) -> None:
-        """A block may die inside of this very function, by the collection of garbage: whoever has the lock
-        ends the block too."""
+        """A block may die inside of this very function, by the collection of garbage: the thread that has
+        the lock ends the block too."""
         while self._abandoned and self._ending.acquire(blocking=False):
             try:
                 while self._abandoned and not self.handle.closed:

@@ -83,7 +83,7 @@ def candidates(ranges: Sequence[Measured], keep_last: int) -> list[int]:
     return sorted(places, key=lambda place: -ranges[place].lifetime)
 
 
-# So much of the link is counted on: other copies use it too.
+# The share of the link that is counted on: other copies use it too.
 LINK_SHARE = 0.9
 
 
@@ -166,7 +166,7 @@ def choose(
     )
 
 
-# Copies back begin so much earlier than they need to: nothing is lost if one takes longer.
+# Copies back begin earlier than they need to, by this factor: nothing is lost if one takes longer.
 MARGIN = 1.25
 
 

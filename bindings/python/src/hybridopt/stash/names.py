@@ -167,7 +167,7 @@ class Names:
         return self.stack.modules[-1] if self.stack.modules else ""
 
     def check(self, wanted: Iterable[str]) -> None:
-        """Refuses a name that stands for nothing."""
+        """Refuses a name that fits no module and no role."""
         for name in wanted:
             if name not in ROLES and not any(matches(known, name) for known in self._known):
                 has = "has no module of that name" if self._known else "is not known: give model="

@@ -139,7 +139,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-# A view with holes goes with what lies between its elements, if that is no more than so many times as much.
+# A view with holes goes with what lies between its elements, if that is at most this many times larger.
 HOLES = 4
 
 

@@ -15,7 +15,7 @@ from ..traps import spring, take_back, without_traps
 from ..away import note_away
 from .blocks import Transfers
 
-# So many layers that have been used stay on the device: the one at work, and the one before it, whose params are
+# The number of used layers that stay on the device: the one at work, and the one before it, whose params are
 # being copied to the host. Beside them the next one comes back.
 RESIDENT_LAYERS = 2
 
