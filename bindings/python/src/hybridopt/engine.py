@@ -8,7 +8,7 @@ documentation says so.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .steps import Steps
 from .released_storages import ReleasedStorage
 from .state_memory import StateMemory
 from .streams import current_stream
-from .tensors import local
+from .tensors import gradient_of, local
 from .under_way import Keeper, UnderWay, version_of
 
 
@@ -68,6 +68,8 @@ class Engine:
         # The storages of params that are offloaded; None while params are on the device.
         self.released_storages: list[ReleasedStorage] | None = None
         self.states_are_offloaded = False
+        self.expects_skips = False  # a GradScaler, which looks for a scale, hears of them
+        self._has_ranks = "comm" in options
         self._may_update_early = options.get("early_update_bytes", 0) > 0
         self._split_versions: list[int] = []  # of params with split masters, before gradients left
         # Returns the plan for another device fraction.
@@ -168,13 +170,17 @@ class Engine:
 
         On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): behind such a wait
         torch's copies into memory that is not pinned, such as .cpu(), did not return."""
-        active, ticket = self._queue(options, list(self.bound.kept.values()))
+        kept = dict(self.bound.kept)
+        active, ticket = self._queue(options, list(kept.values()))
         self.bound.note_queued()  # now, since Ctrl-C may end the wait below
         self.bound.note_written_in_place(active)  # while the library computes
         result = self.steps.result(ticket)
         self.bound.take_copies(active)
         self._note_end([])
         self.bound.release()
+        if result.skipped:
+            found = {slot: kept.get(slot, gradient_of(slot.param)) for slot in active}
+            self.under_way.skipped_gradients = found
         return bool(result.skipped)
 
     def begin_step(
@@ -247,12 +253,23 @@ class Engine:
         if len(self.steps) == 0:
             return
         self.under_way.finish()
+        gradients, self.under_way.skipped_gradients = self.under_way.skipped_gradients, {}
+        skipped: list[list[Slot]] = []
         for result, stepped in self.steps.take():
             self.history.add(result)
             if not result.skipped:
                 self.shown.count(stepped)
+            elif not self.expects_skips:
+                skipped.append(stepped)
         self.shown.refresh_copies()
         self.shown.note_counts()
+        for slots in skipped:
+            self.history.skips.note(slots, gradients, self._has_ranks)
+
+    def settle_ended(self) -> None:
+        """Records the results of queued steps if they have ended, so that a skipped one is told before the next."""
+        if self.steps.have_ended():
+            self.settle()
 
     @in_no_mode
     def show(self, state: dict[Tensor, Any]) -> None:

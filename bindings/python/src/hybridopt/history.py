@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from . import abi
 from .plans import Stats, StepResult, described
+from .skips import Skips
 
 REMEMBERED_RESULTS = 1024
 REMEMBERED_SAMPLES = 4096
@@ -60,6 +61,7 @@ class History:
         self._made = time.monotonic()
         self.results: deque[StepResult] = deque(maxlen=REMEMBERED_RESULTS)
         self.samples: deque[MemorySample] = deque(maxlen=REMEMBERED_SAMPLES)
+        self.skips = Skips()
         self._before = Stats()  # totals without the present engine
         self._counted = Stats()  # the part of the present engine's totals that _before includes
         self._held_aside = dict.fromkeys(HELD, 0)  # memory of the engines that are aside
@@ -71,6 +73,10 @@ class History:
         result.step += self._steps_before
         self._steps_now = result.step
         self.results.append(described(StepResult, result))
+
+    def note_skipped(self) -> None:
+        """Notes a step that was skipped before the library heard of it."""
+        self._before = dataclasses.replace(self._before, steps_skipped=self._before.steps_skipped + 1)
 
     def sample(self, label: str, own: abi.offload_stats_t) -> None:
         """Adds a sample of the memory in use now."""

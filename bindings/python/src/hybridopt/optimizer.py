@@ -344,6 +344,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             grad_scaler.check(self, self._engine, is_named)
         if grad_scaler.found_inf(self):
             self._drop_hosted()  # a skipped step drops gradients on the host too
+            self._history.note_skipped()
             return loss
         engine = self._prepare()
         if engine is not None and (engine.bound.bind() or self._comm is not None):
@@ -358,6 +359,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         options = self._step_options()
         # A GradScaler must be told what the step has found before it goes on.
         is_told = self._hooks is not None and grad_scaler.is_scaling(self)
+        if self._overlap is not None:
+            engine.settle_ended()
+        engine.expects_skips = is_told
         if self._overlap is not None and not is_told and self._overlap.may_begin():
             engine.begin_step(self._overlap.aliases(), self._overlap, **options)
             if self._hooks is not None:
@@ -369,7 +373,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if is_told:
                 self._hooks.tell_scaler(skipped)
             self._hooks.release()
-        if engine.device.type == "cpu":
+        if engine.device.type == "cpu" or skipped:
             engine.settle()
 
     def _step_options(self) -> dict[str, Any]:

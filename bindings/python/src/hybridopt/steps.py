@@ -63,6 +63,16 @@ class Steps:
         if self._unsettled and self._unsettled[-1][0] not in self._known:
             self._handle.wait(self._unsettled[-1][0])
 
+    def have_ended(self) -> bool:
+        """Whether wait() would return at once. An error is left to it."""
+        if not self._unsettled:
+            return False
+        try:
+            self._handle.wait(self._unsettled[-1][0], timeout_ns=0)
+        except abi.HybridoptError:
+            return False
+        return True
+
     def take(self) -> list[tuple[abi.offload_step_result_t, list[Slot]]]:
         """Waits for the queued steps, removes them, and returns their results and slots."""
         self.wait()

@@ -97,6 +97,8 @@ class UnderWay:
         self._slots = slots
         self._on_end = weakref.WeakMethod(on_end)
         self._ticket = 0
+        self._is_ended = True  # somebody has waited for the step itself
+        self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it is told
         self._pending: Pending = {}
         self._versions: list[int] = []  # of the params of all slots, at begin()
         self._lock = threading.RLock()  # a param may be used in any thread
@@ -118,6 +120,7 @@ class UnderWay:
         """Notes that the step of this ticket runs over these slots with these gradients, and sets traps on their
         params and on `aliases`, other tensors over the memory of a param."""
         self._ticket = ticket
+        self._is_ended = False
         for slot, gradient in zip(slots, gradients):
             self._pending[slot] = Used(slot, gradient, aliases.get(slot.param, ()))
         self._versions = [version_of(local(slot.param)) for slot in self._slots]
@@ -139,12 +142,19 @@ class UnderWay:
             try:
                 if self._device.type == "cpu":
                     self._handle.wait(self._ticket)
+                    self._keep_skipped()
                 else:
                     self._wait_on_streams(waiting, others)
             except abi.HybridoptError:
                 self._fail()
                 raise
             self._give_back(waiting)
+
+    def _keep_skipped(self) -> None:
+        """Keeps the gradients of a step that was skipped, since one of them is why."""
+        if not self._is_ended and self._steps.was_last_skipped():
+            self.skipped_gradients = {slot: used.gradient for slot, used in self._pending.items()}
+        self._is_ended = True
 
     def wait_for_use(self, slots: Iterable[Slot]) -> None:
         """Waits for these params, which code outside of modules uses. On a GPU that may be on another stream than
