@@ -83,7 +83,7 @@ void ReadRaw(const std::string& path, uint64_t bytes, std::byte* memory) {
   close(file);
 }
 
-// As torch.save does it, and then made safe: one thread, through the page cache.
+// Writes as torch.save does, with one thread and through the page cache, then syncs the file.
 void WriteBuffered(const std::string& path, uint64_t bytes, const std::byte* memory) {
   const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
   for (uint64_t at = 0; at < bytes;) {
@@ -206,9 +206,9 @@ class CheckpointBench {
     add("save_gb_per_s", Rates(kSave), "GB/s", "");
     add("save_vs_raw", ratios(kWriteRaw, kSave), "", "at least 0.85");
     add("save_vs_buffered", ratios(kWriteBuffered, kSave), "", "");
-    // A load reads everything twice, once to compare all hashes before anything is replaced and
-    // once to replace. It is held against a reader that does the same, and without its first pass
-    // against one that reads once.
+    // A load reads everything twice: once to compare all hashes, then to replace the state. Its
+    // time is compared with that of a reader that reads twice, and without its first pass with that
+    // of one that reads once.
     add("load_unverified_gb_per_s", Rates(kLoadUnverified), "GB/s", "");
     add("load_vs_raw", ratios(kReadRaw, kLoadUnverified), "", "at least 0.85");
     add("load_verified_gb_per_s", Rates(kLoad), "GB/s", "");

@@ -157,7 +157,7 @@ class Stepper {
     });
     steps_.wait(0);  // now state streams at full rate
   }
-  // Ends it, and gives the seconds of a step.
+  // Ends the steps, and returns the seconds of one.
   double Stop() {
     stop_ = true;
     thread_.join();

@@ -37,7 +37,7 @@ struct Knobs {
   bool params_through_caches = false;  // to the staging ring; else past them
 };
 
-// Those of the optimizer that runs.
+// The settings of the optimizer that runs.
 Knobs knobs;
 
 class TunedDevice final : public hybridopt::ForwardingDevice {

@@ -178,10 +178,10 @@ class Trainer {
     return info.device_name;
   }
 
-  // Over the bf16 params as they lie on the device.
+  // A hash of the bf16 params as they lie on the device.
   uint64_t params_hash() { return hash_device(kHashStart, params_.device, kParamBytes); }
 
-  // Over masters and both moments, the device's share and the host's.
+  // A hash of masters and both moments, of the device's share and the host's.
   uint64_t states_hash() {
     uint64_t hash = kHashStart;
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -269,8 +269,9 @@ class Trainer {
         step);
   }
 
-  // Of a GPU as much is shown as the simulated device has, from what was free at the start. What
-  // cudaMemGetInfo misses of it beyond what is counted is scratch, too: pages are of 2 MiB.
+  // Shows a GPU as if it had as much memory as the simulated device, counted from what was free at
+  // the start. What cudaMemGetInfo misses beyond the counted bytes counts as scratch, too: pages
+  // have 2 MiB.
   void measure(Bytes* bytes) const {
     const uint64_t free = gpu_->free_bytes();
     const uint64_t used = gpu_free_at_start_ - std::min(gpu_free_at_start_, free);

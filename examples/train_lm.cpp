@@ -250,7 +250,8 @@ class Trainer {
     }
   }
 
-  // What is queued next reads the params of this layer as the last step leaves them.
+  // Work that is queued after this call reads the params of this layer as the last step leaves
+  // them.
   void await_layer(int layer) {
     if (!last_step_) return;
     std::vector<uint32_t> ids(static_cast<size_t>(tensors_of_layer(layer)));
@@ -389,8 +390,8 @@ void show_refusal_and_commit(Trainer& trainer) {
          (device.device_bytes - trainer.plan().device_bytes) / kMiB);
 }
 
-// The same on a GPU, which has room for all: what each commit takes of it is measured. Leaves the
-// optimizer with all state on the host.
+// The same on a GPU, which has room for all state: measures the memory that each commit takes.
+// Leaves the optimizer with all state on the host.
 void measure_and_commit(Trainer& trainer) {
   offload_plan_t plans[2];
   double taken[2];  // MiB

@@ -21,7 +21,7 @@ inline std::vector<int32_t> DevicesUnderTest() {
   return {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM};
 }
 
-// Those with memory of their own.
+// The devices with memory of their own.
 inline std::vector<int32_t> AcceleratorsUnderTest() {
   if (TestsRunOnCuda()) return {OFFLOAD_DEVICE_CUDA};
   return {OFFLOAD_DEVICE_SIM};

@@ -1,5 +1,5 @@
-// Random ways to share a tensor out over ranks, and what they mean, said slowly: the library's own
-// reading of a shard is held against these.
+// Random ways to share a tensor out over ranks, and what they mean, computed in a slow and simple
+// way: tests compare the library's own reading of a shard with it.
 #pragma once
 
 #include <algorithm>

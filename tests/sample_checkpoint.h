@@ -1,5 +1,5 @@
-// Checkpoints made by hand, element by element, whatever the library's own saving does. What the
-// library makes of them is held against Element().
+// Checkpoints made by hand, element by element, without the library's own saving. Tests compare
+// what the library reads from them with Element().
 #pragma once
 
 #include <gtest/gtest.h>

@@ -68,7 +68,7 @@ class ThreadComm {
     released_status_ = status;
     changed_.notify_all();
   }
-  // To be said while no call runs: a call that hangs returns by itself after so long.
+  // A call that hangs returns by itself after this time. To be called while no call runs.
   void ReleaseAfter(std::chrono::nanoseconds time) { hang_ = time; }
 
   uint64_t calls(int32_t rank) const {

@@ -38,7 +38,7 @@ struct PlanOptions {
   std::string dtype = "bf16";  // of params and gradients
   double offload_fraction = 1;
   bool small_state = false;  // split masters and bf16 moments
-  // Of the training around the optimizer.
+  // The training around the optimizer.
   bool hook_gradients = false;     // gradients leave during the backward pass: room on the host
   uint64_t early_bytes = 0;        // early_update_bytes
   uint64_t stash_bytes = 0;        // the budget of an activation stash

@@ -24,7 +24,7 @@ constexpr uint64_t kSmallElements =
 constexpr uint64_t kLargeElements = 2 * kSmallElements;
 // What an option may say. Negative numbers, which the parser takes for large ones, are more.
 constexpr uint64_t kSizeMaxBytes = uint64_t{1} << 50;
-// Of the simulated device: an eighth of it is enough for the ring. Nothing touches it.
+// The memory of the simulated device: an eighth of it is enough for the ring. Nothing touches it.
 constexpr uint64_t kDeviceBytes = uint64_t{4} << 30;
 
 bool IsChoice(const hybridopt::DtypeRow& row) { return row.is_of_params; }
@@ -101,8 +101,8 @@ struct Sizes {
   double up_bytes = 0;
 };
 
-// Adds what `elements` of a share take. Those of a large model come from the plans of two smaller
-// ones: rings do not grow with them.
+// Adds the bytes of a share of `elements`. The bytes of a large model follow from the plans of two
+// smaller ones, because rings do not grow with the model.
 Status AddShare(const PlanOptions& options, uint64_t elements, double device_fraction,
                 Sizes& sizes) {
   if (elements == 0) return {};

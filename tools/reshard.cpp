@@ -94,7 +94,7 @@ class Resharder {
     StoredTensor* tensor;
   };
 
-  // In the order of their bytes.
+  // The arrays of each file, in the order of their bytes.
   std::vector<std::vector<Array>> ArraysByFile() const {
     std::vector<std::vector<Array>> arrays(plan_->files.size());
     for (size_t p = 0; p < plan_->params.size(); ++p)

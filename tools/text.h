@@ -11,7 +11,7 @@ namespace tool {
 // "13.6 KiB"; below 1024 plain "17 B".
 std::string SizeText(uint64_t bytes);
 
-// Of ASCII letters.
+// Changes ASCII letters alone.
 std::string LowerCase(std::string text);
 
 // "6 x 5"

@@ -18,8 +18,8 @@ __global__ void score(const float* cache, const bf16* prompts, float* squared_er
   if (j == 0) squared_error[token] = sum / (kLayers * kWidth);
 }
 
-// Of the outputs of one batch, [layer][token][place]: their weighted errors. A block for each token
-// of each layer. Tokens that came out worse in the rollout count more.
+// Computes the weighted errors of the outputs of one batch, [layer][token][place]. There is a block
+// for each token of each layer. Tokens that came out worse in the rollout count more.
 __global__ void weigh(bf16* errors, const float* outputs, const bf16* prompts,
                       const float* squared_error, float mean) {
   const int token = blockIdx.x % kBatch, j = threadIdx.x;

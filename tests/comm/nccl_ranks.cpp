@@ -150,7 +150,7 @@ int CountGpus() {
   }));
 }
 
-// Of the rank that vanishes nothing is expected.
+// The test expects nothing of the rank that vanishes.
 int RunRanks(const std::string& mode) {
   std::vector<pid_t> ranks;
   for (int each = 0; each < world; ++each) {

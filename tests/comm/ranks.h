@@ -1,5 +1,5 @@
-// Programs whose ranks are processes: what a table must answer, and whole steps over one, with the
-// bits that threads for ranks give.
+// Programs whose ranks are processes: the answers that a table must give, and whole steps over a
+// table, with the bits of ranks that are threads.
 #pragma once
 
 #include <unistd.h>

@@ -234,7 +234,7 @@ TEST(CheckpointRanks, ARankThatRefusesALoadRefusesItForAll) {
   EXPECT_EQ(ranks.Difference(3), "");
 }
 
-// Of several failures one is told to those that have none, its rank and its code.
+// If several ranks fail, the others are told of one failure: its rank and its code.
 TEST(CheckpointRanks, TheRankThatIsToldOfIsTheOneThatFailedSo) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 3, kSteps, 3005);
   const TemporaryDirectory directory;
@@ -358,7 +358,8 @@ TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
   }
 }
 
-// Everything but the save's own writing: what rank 0 does for all, and what each does for a load.
+// Delays all work on files except the save's own writing: what rank 0 does for all, and what each
+// rank does for a load.
 class SlowFiles : public system::Files {
  public:
   SlowFiles(const ThreadComm& comm, int32_t rank) : comm_(comm), rank_(rank) {}

@@ -121,7 +121,7 @@ TEST(EarlyUpdatesTest, StepsKeepThem) {
   }
 }
 
-// Whether the verdict is the one assumed changes from step to step, and so does the room.
+// The verdict is the assumed one in some steps and not in others, and the room differs too.
 TEST(EarlyUpdatesTest, AnyVerdictGivesTheSameBits) {
   const uint64_t rounds = static_cast<uint64_t>(Scaled(84));
   for (uint64_t seed = 0; seed < rounds; ++seed) {
@@ -154,8 +154,9 @@ TEST(EarlyUpdatesTest, AnyVerdictGivesTheSameBits) {
   }
 }
 
-// Two steps, of which the second one has early updates when `call` comes. After it the state must
-// be that of the first step, the second step must keep none, and its bits are as ever.
+// Makes two steps. The second one has early updates when `call` comes. After the call the state
+// must be that of the first step, and the second step must keep no early update and give the same
+// bits.
 template <typename Call>
 void ExpectUndoneBy(const char* what, Call call) {
   for (uint64_t seed = 0; seed < 14; ++seed) {
@@ -312,8 +313,8 @@ TEST(EarlyUpdatesTest, EachUndoIsFollowedByALongerPause) {
   EXPECT_EQ(kept, (std::vector<size_t>{10}));
 }
 
-// The room is what the option says, or what all chunks could use. Nothing is taken where nothing
-// could be updated early.
+// The room is that of the option, or less if all chunks could not use it. Optimizers that update
+// nothing early take none.
 TEST(EarlyUpdatesTest, ThePlanTellsTheirRoom) {
   const Problem problem = ProblemOf(3, 1);
   const auto room = [&](uint64_t bytes, int32_t device, uint32_t movable, int32_t executors) {

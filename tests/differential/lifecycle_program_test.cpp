@@ -493,7 +493,7 @@ class Program {
       const offload_stats_t before = rig_.Stats();
       ExpectRefused(rig_.TryMove(call.move, With(ids, call.flags)), "a move");
       const offload_stats_t after = rig_.Stats();
-      // Of what goes on meanwhile nothing shows in these.
+      // Other work does not show in these figures.
       if (before.params_on_host_bytes != after.params_on_host_bytes ||
           before.grads_on_host_bytes != after.grads_on_host_bytes ||
           before.states_on_host_bytes != after.states_on_host_bytes ||

@@ -306,7 +306,7 @@ class LifecycleRig {
     MUST(offload_optimizer_plan(optimizer_, &plan));
     return plan;
   }
-  // Of a GPU, what everybody on it has taken: tests that count want it to themselves.
+  // On a GPU these are the bytes of all programs: tests that count need the GPU to themselves.
   uint64_t DeviceBytesUsed() const {
     auto info = Make<offload_context_info_t>();
     MUST(offload_context_get_info(context_, &info));

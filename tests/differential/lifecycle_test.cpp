@@ -343,7 +343,8 @@ TEST_P(DeviceTest, AStepReadsGradientsOnTheHost) {
   }
 }
 
-// Inf or NaN in one gradient, on the host or on the device, with the others on the other side.
+// Inf or NaN in one gradient, on the host or on the device, while the other gradients are on the
+// other side.
 TEST_P(DeviceTest, AStepIsSkippedForWhatIsNotFiniteOnTheHost) {
   for (const double fraction : {0.0, 1.0}) {
     for (const float bad : {INFINITY, -INFINITY, NAN}) {

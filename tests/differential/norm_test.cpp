@@ -176,8 +176,8 @@ std::vector<uint64_t> Positions(uint64_t count) {
   return positions;
 }
 
-// A good step, a bad one for each position of each param, and after each bad one, nothing changed;
-// at the end a good step as if nothing had been.
+// A good step, then a bad one for each position of each param, after which nothing has changed; at
+// the end a good step with the bits of a run without the bad ones.
 std::string SkipEverywhere(const Setting& setting, const Problem& problem, size_t kind) {
   const TestContext context(setting.context);
   Rig rig(context, problem, setting.optimizer);

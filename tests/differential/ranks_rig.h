@@ -52,7 +52,8 @@ class Ranks {
     MUST(offload_optimizer_step_result(handle(rank), 0, &result));
     return result;
   }
-  // That of the first rank whose bits are not the whole model's; empty if there is none.
+  // The difference of the first rank whose bits are not those of the whole model; empty if there is
+  // none.
   std::string Difference(size_t steps) {
     std::string difference;
     for (auto& rank : ranks_)

@@ -59,7 +59,7 @@ TEST(RanksTest, EveryRankStepsAsTheWholeModel) {
   }
 }
 
-// Of the problems above: without clipped steps and replicas they would prove little.
+// The problems above would prove little without clipped steps and replicas.
 TEST(RanksTest, TheProblemsClipAndReplicate) {
   int clipped = 0, replicas = 0, empty = 0, missing = 0;
   for (uint64_t seed = 1; seed <= 80; ++seed) {
@@ -233,8 +233,8 @@ StepInput Poisoned(const ShardedRank& rank, size_t step, size_t id, float value)
   return input;
 }
 
-// For each rank and each of its params: a good step, a bad one, and nothing has changed anywhere;
-// then a good one as if nothing had been.
+// For each rank and each of its params: a good step, then a bad one, after which nothing has
+// changed on any rank, then a good step with the bits of a run without the bad one.
 std::string SkipEverywhere(const Sharded& sharded, const Setting& setting) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   Ranks ranks(sharded, setting);

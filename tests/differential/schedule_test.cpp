@@ -317,7 +317,7 @@ class Training {
     return "";
   }
 
-  // As it is now, whatever is still queued.
+  // Compares the bytes of this moment, without a wait for queued work.
   bool SameOnDevice(void* address, const void* expected, uint64_t bytes) {
     if (bytes == 0) return true;
     if (const Result<void*> mapped = device().Map(address, bytes); mapped.ok())

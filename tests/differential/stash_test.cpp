@@ -350,7 +350,7 @@ struct LeftOut : public testing::Test {
     rig_->Write(a_, source_, x_);
     rig_->Synchronize(a_);
   }
-  // x, as it is put aside from a stream that nothing holds up.
+  // Puts x aside from a stream that nothing holds up.
   offload_stash_ticket_t PutAside() {
     WriteSource();
     const offload_stash_ticket_t ticket = Push(a_, source_);
@@ -360,7 +360,7 @@ struct LeftOut : public testing::Test {
   Seen Compare(const std::byte* got, const std::vector<std::byte>& content) {
     return std::memcmp(got, content.data(), kBytes) == 0 ? Seen::kRight : Seen::kWrongBytes;
   }
-  // What the destination has when stream b has come to the end.
+  // Reads the destination when stream b has come to its end.
   Seen ReadDestination(const std::vector<std::byte>& content) {
     const std::byte* const got = rig_->Read(b_, destination_, kBytes);
     rig_->Synchronize(b_);

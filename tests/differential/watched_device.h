@@ -17,7 +17,8 @@ namespace hybridopt {
 // What a WatchedDevice has seen and is told to do. Outlives the device.
 class Watch {
  public:
-  // From now on: calls by this thread that block it until the device has got somewhere.
+  // Counts, from now on, the calls of this thread that block it until the device has come to some
+  // point.
   void CountHostWaits() { caller_ = std::this_thread::get_id(); }
   int host_waits() const { return host_waits_; }
   // Waits by any thread for an event or a stream, and norms that the device was to make.

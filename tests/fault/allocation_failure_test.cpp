@@ -278,7 +278,7 @@ const Scenario kScenarios[] = {
 
 Outcome RunScenario(const Scenario& scenario, uint64_t failing) {
   const TemporaryDirectory directory;
-  // Where a rank is lost for want of memory the others wait so long for it.
+  // The others wait this long for a rank that is lost for want of memory.
   const uint64_t comm_timeout_ns = failing == kNone ? 60'000'000'000 : 100'000'000;
   Program program(scenario.run, scenario.ranks, comm_timeout_ns);
   allocations = 0;

@@ -27,7 +27,7 @@ struct Target {
 struct Call {
   const char* name;
   int32_t (*make)(const Target& target);
-  // Of the optimizer, beside OK and what a destroyed handle gives.
+  // Other statuses that the call may return, beside OK and the one for a destroyed handle.
   std::vector<int32_t> others;
 };
 

@@ -1,6 +1,6 @@
-// Every call of the file system that a save or load makes fails in every way: the ticket tells what
-// and where, nothing is left behind, the checkpoint before is as good as ever, and training goes on
-// with the bits of a run that nothing happened to.
+// Every call of the file system that a save or load makes fails in every way. The ticket tells what
+// failed and where, nothing is left behind, the earlier checkpoint is still good, and training goes
+// on with the bits of a run without failures.
 #include <gtest/gtest.h>
 
 #include <atomic>

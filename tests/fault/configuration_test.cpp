@@ -415,7 +415,7 @@ offload_context_info_t Info(offload_context_t context) {
   return info;
 }
 
-// Commit is refused as often as it is tried, the plan foresaw it, and nothing is kept.
+// Each try to commit is refused, as the plan has told, and nothing is kept.
 void ExpectCommitRefused(const Trainer& trainer, int32_t status,
                          const std::vector<std::string>& words) {
   EXPECT_EQ(Plan(trainer.optimizer).fits, 0);

@@ -16,7 +16,7 @@
 namespace hybridopt::fault {
 namespace {
 
-// Neither is a std::exception, nor anything that the library knows.
+// This type is no std::exception, and the library does not know it.
 struct Thrown {};
 
 int32_t Save(offload_optimizer_t optimizer, const std::string& path,

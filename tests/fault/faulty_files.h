@@ -149,7 +149,7 @@ class FaultyFiles : public system::Files {
     failed_ += 1;
     return error_;
   }
-  // Down to whole units of the disk where there are several, as a disk does.
+  // Cuts to whole units of the disk if there are several, as a disk does.
   static uint64_t Cut(int error, uint64_t bytes) {
     if (error != kShort) return bytes;
     return bytes > 8192 ? bytes / 2 / 4096 * 4096 : bytes / 2;

@@ -125,7 +125,7 @@ TEST_P(RanksFaultTest, ARankThatNeverStepsTimesTheOthersOut) {
   const std::vector<Bytes> before = AllBits();
   for (uint32_t rank : {0u, 2u}) Queue(rank, 1);
   for (uint32_t rank : {0u, 2u}) ExpectFailed(rank, TimeoutText("sum"), before[rank]);
-  // Who comes too late finds nobody.
+  // A rank that comes too late finds no other rank.
   Queue(kBad, 1);
   ExpectFailed(kBad, TimeoutText("sum"), before[kBad]);
 }

@@ -1,5 +1,5 @@
-// A small training run through the public ABI: two runs of the same setup give the same bits, so a
-// run that something bad was done to can be held against one that was left alone.
+// A small training run through the public ABI. Two runs of the same setup give the same bits, so a
+// test can compare a run to which it did something bad with one that it left alone.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -22,10 +22,10 @@ class Array {
 
   void* data() const { return data_; }
 
-  // From now on the library may access it, or may not.
+  // Lend allows the library to access the array from now on, TakeBack forbids it.
   void Lend();
   void TakeBack();
-  // Of an array that is lent.
+  // Writes to an array that is lent.
   void Write(const Bytes& bytes, offload_stream_t stream);
   Bytes Read() const;
 

@@ -1,6 +1,6 @@
-// The memory of objects. What a task deletes is filled and kept until the run ends: who still reads
-// it finds no pointer there, and who writes it is found at the end. Runs are short, and each is a
-// process of its own.
+// The memory of objects. The memory that a task deletes is filled and kept until the run ends: a
+// later read finds no pointer there, and a later write is found at the end. Runs are short, and
+// each is a process of its own.
 #include <malloc.h>
 
 #include <cstdint>

@@ -56,7 +56,7 @@ RealFunctions FindAll() {
 
 int64_t InNs(const timespec& time) { return time.tv_sec * kSecondNs + time.tv_nsec; }
 
-// Of the scheduler's time.
+// Translates a deadline to the scheduler's time.
 int64_t DeadlineNs(clockid_t clock, const timespec& time) {
   return InNs(time) - (clock == CLOCK_REALTIME ? kRealTimeOffsetNs : 0);
 }

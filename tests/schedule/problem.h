@@ -53,7 +53,7 @@ inline Bytes Pattern(uint64_t count, int32_t dtype, uint64_t seed) {
 inline Bytes InitialData(uint32_t rank, uint32_t param) {
   return Pattern(kCounts[param], DtypeOf(param), 77 + 10 * rank + param);
 }
-// Of the step that follows `steps` steps.
+// The gradient of the step that follows `steps` steps.
 inline Bytes Gradient(uint32_t rank, uint32_t param, uint64_t steps) {
   return Pattern(kCounts[param], GradDtypeOf(param), 1000 + 100 * steps + 10 * rank + param);
 }

@@ -35,7 +35,7 @@ constexpr const char* kNames[] = {"step",
                                   "synchronize"};
 static_assert(std::size(kNames) == static_cast<size_t>(Kind::kKinds));
 
-// As ThreadComm::Fault.
+// In the order of ThreadComm::Fault.
 constexpr const char* kFaultNames[] = {"is well", "dies",           "hangs",
                                        "fails",   "loses its call", "is late"};
 

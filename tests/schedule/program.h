@@ -31,7 +31,7 @@ enum class Kind {
   kSave,
   kLoad,
   kFailDevice,
-  // Of a user of a stash.
+  // Calls of a user of a stash.
   kPush,
   kRelease,
   kPrefetch,
@@ -88,7 +88,7 @@ struct Program {
   uint64_t comm_fault_call = 0;
   std::vector<Script> owners;     // one for each trainer
   std::vector<Script> observers;  // threads that wait and look
-  // Of one stash in the trainers' context, on the simulated device.
+  // The users of one stash in the trainers' context, on the simulated device.
   std::vector<Script> stash_users;
 };
 

@@ -217,8 +217,8 @@ Task& Scheduler::NextByPriority() {
   });
 }
 
-// Who goes on: one that is ready, after the time that this takes if none is. `last_choice` only if
-// no other task is ready.
+// The task that runs next: one that is ready; if none is, time passes until a task is ready.
+// `last_choice` runs next only if no other task is ready.
 Task& Scheduler::Next(const Task* last_choice) {
   MaybeStall();
   PassTime();

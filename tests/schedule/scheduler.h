@@ -58,8 +58,8 @@ bool IsTask();
 void Point();
 // Another task goes on here if one can.
 void Yield();
-// As Point, where a thread has looked and has not acted on what it saw: now and then all others go
-// on for long, which is what a lost wake-up needs.
+// As Point, at a place where a thread has looked and has not yet acted on what it saw. Now and then
+// all others run for long here, because a lost wake-up needs that.
 void Hesitate();
 // Stops this task until another one wakes `object`, or until the deadline. `what` is for the
 // report. False: the deadline has passed.

@@ -520,7 +520,7 @@ void Trainer::CompareStates() {
 
 namespace {
 
-// Of a call that any thread may make. False: the optimizer is gone.
+// Checks the status of a call that any thread may make. False: the optimizer is gone.
 bool Seen(const char* call, int32_t status, Watched& watched, bool may_fail) {
   if (status == OFFLOAD_OK || status == OFFLOAD_TIMED_OUT) return true;
   if (may_fail && IsFailure(status)) {

@@ -265,7 +265,7 @@ def python_graph(root):
     for module, (name, path) in modules.items():
         package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
         targets = set(python_imports(ast.parse(path.read_text()), package))
-        # `from .engine import Engine` asks for the package's other names in no way.
+        # `from .engine import Engine` imports no other name of the package.
         graph[name] = {
             modules[target][0]
             for target in targets

@@ -659,7 +659,7 @@ def test_plan_tells_state_and_rings(arguments, bytes_each):
     assert told["status"] == "OK"
     fraction = float(arguments[2]) if "--offload-fraction" in arguments else 1
     host = told["elements"] * fraction * bytes_each
-    # Beside the state: the staging ring on the host, and on the device the ring of what streams. The
+    # Beside the state there are the staging ring on the host, and on the device the ring of state that streams. The
     # tables take 2 bytes of a thousand.
     assert host <= told["host_bytes"] <= host * 1.003 + 2**28
     on_device = told["elements"] * bytes_each - host

@@ -21,7 +21,7 @@ for line in sys.stdin:
             os.dup2(pipe[1], number)
             os.close(pipe[0]), os.close(pipe[1])
         sys.argv = request["argv"]
-        # Among the globals of this program, which are there until the interpreter ends.
+        # The code runs with the globals of this program, which live until the interpreter ends.
         exec(compile(request["code"], "script", "exec"), globals())
         break
     texts = []

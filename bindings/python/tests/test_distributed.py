@@ -852,7 +852,7 @@ def wrong_gradients(rank, world):
     optimizer = hybridopt.SGD([("weight", weight)], lr=1.0, threads=1)
     weight.grad = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
     optimizer.step()
-    # Behind autograd's back, as frameworks with gradients of their own have it.
+    # Autograd does not know of this gradient, as in frameworks that keep gradients of their own.
     weight.decoupled_grad = distribute_tensor(torch.ones(5, 2), mesh, [Replicate()])
     with pytest.raises(ValueError, match="gradient of parameter 'weight' has the placements"):
         optimizer.step()

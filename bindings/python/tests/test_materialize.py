@@ -16,7 +16,7 @@ import hybridopt
 from hybridopt import abi
 from models import PAIRS, bits, clone, perceptron, run, set_gradients, state_bits
 
-# Beside PAIRS, what a step count that is wrong by one would change.
+# PAIRS, and optimizers whose bits a step count that is wrong by one would change.
 ALL = {
     **{name: (ours, arguments) for name, (ours, _, arguments) in PAIRS.items()},
     "SGD dampened": (hybridopt.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),

@@ -101,7 +101,7 @@ void FillInput(World& world, MoveInput& input, const OptimizerModel& model, uint
 
 // ------------------------------------------------------------------------------ what it must do --
 
-// The params that the call means, as far as there are such.
+// The params that the call names and that exist.
 std::vector<ParamModel*> Named(OptimizerModel& model, const MoveInput& input) {
   std::set<ParamModel*> named;
   for (uint32_t i = 0; i < input.options.param_count; ++i)

@@ -192,7 +192,7 @@ void Create(World& world) {
   const offload_stash_options_t options = DrawOptions(world, reasons);
   offload_stash_t stash = nullptr;
   auto plan = Make<offload_stash_plan_t>();
-  // No more may be pinned than the context's limit.
+  // A stash may not pin more than the context's limit.
   reasons.AddInvalid(offload_stash_plan(context, &options, &plan) == OFFLOAD_OK && plan.fits == 0);
   const bool taken = world.random.Chance(98);
   reasons.AddInvalid(!taken);
@@ -314,7 +314,7 @@ void Pop(World& world) {
   model->counts.pops += 1;
   const std::vector<unsigned char> expected = found->bytes;
   if (flags == 0) model->End(found);
-  // What came later may lie there.
+  // The bytes of a later prefetch may lie there.
   if (ticket != model->prefetched_last || world.IsDoomed(model->context)) return;
   std::vector<unsigned char> got(expected.size());
   EXPECT_OFFLOAD_OK(

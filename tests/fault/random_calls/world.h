@@ -54,7 +54,7 @@ class World {
   offload_optimizer_t PickOptimizer();
   offload_stash_t PickStash();
   offload_stream_t PickStream(offload_context_t context);
-  // Of this optimizer, of any optimizer, none, or noise.
+  // A ticket of this optimizer, of any optimizer, none, or noise.
   offload_ticket_t PickTicket(offload_optimizer_t optimizer);
   // An address of `bytes` bytes in one of `arrays`, or a bad one. What the host device cannot know
   // to be bad (a wild pointer) is not given to it.

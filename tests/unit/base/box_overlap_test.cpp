@@ -1,5 +1,5 @@
-// Boxes that share an element, held against comparing each with each; and what the search costs,
-// counted, not timed.
+// Boxes that share an element: the search is compared with a comparison of all pairs, and its cost
+// is counted, not timed.
 #include "base/box_overlap.h"
 
 #include <gtest/gtest.h>
@@ -96,7 +96,7 @@ TEST(Overlap, OfTwoAmongManyIsFound) {
     const size_t d = random.Below(dimensions);
     if (random.OneIn(2)) grown.offset[d] -= 1;
     grown.size[d] += 1;
-    // Of those that it reaches into now one stays.
+    // Of the boxes that it reaches into now, one stays.
     const Box copy = grown;
     bool kept = false;
     std::erase_if(boxes, [&](const Box& box) {
@@ -258,7 +258,7 @@ TEST(Overlap, OfManyBoxesIsNotLookedForInPairs) {
                              " dimensions: " + std::to_string(before) + " looks for each, then " +
                              std::to_string(after);
     EXPECT_LT(after, 8 * before) << what;
-    // As sharding has it.
+    // These are the shapes that sharding makes.
     if (small[i].name != "divided" && small[i].dimensions <= 3) {
       EXPECT_LT(after, 16 * std::log2(16 * few)) << what;
     }

@@ -133,8 +133,8 @@ std::string Refusal(const Piece& piece, uint64_t count) {
 // Each random layout's shards with one thing wrong, at a random place.
 class MutationTest : public ::testing::Test {
  protected:
-  // Calls spoil(piece, box, dimension, random) on a copy of each piece, and wants the refusal to
-  // hold the text it gives. An empty text: this piece cannot be spoilt so.
+  // Calls spoil(piece, box, dimension, random) on a copy of each piece. The refusal must have the
+  // text that spoil returns. An empty text: this piece cannot be spoilt in this way.
   template <typename Spoil>
   void Run(Spoil spoil) {
     int refused = 0;

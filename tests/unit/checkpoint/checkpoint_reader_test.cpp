@@ -151,7 +151,8 @@ class CountedFiles final : public system::Files {
   std::atomic<int> open = 0, opened = 0;
 };
 
-// Where it may open any number, most of them are left to others. What is asked for often stays.
+// Where a reader may open any number of files, it leaves most of them to others. Files that are
+// read often stay open.
 TEST_F(ReaderTest, AFewFilesStayOpenHoweverManyMayBe) {
   constexpr int kWorld = 100, kStay = 64;
   WriteWithRanks(kWorld, root_.path() + "/large");
@@ -364,7 +365,7 @@ TEST_F(ReaderTest, AManifestThatIsLargeAndNoneCostsLittleMemory) {
   EXPECT_EQ(Newest(files, root_.path()).value(), path_);
   EXPECT_LT(files.total_bytes, kMiB);
 
-  // Nor is an end that looks like a manifest's.
+  // A file that only ends like a manifest is none either.
   const std::string end = sample_.text.substr(sample_.text.size() - kManifestTailBytes);
   Sample::WriteFile(path + "/manifest.json", std::string(4 * kMiB + 17, ' ') + end);
   CountingFiles others;

@@ -1,5 +1,5 @@
-// Resharding between random layouts, held against brute force: where each element of each shard
-// lies in the global tensor is worked out slowly.
+// Resharding between random layouts, compared with brute force, which finds the place of each
+// element of each shard in the global tensor.
 #include "checkpoint/format/reshard.h"
 
 #include <gtest/gtest.h>

@@ -14,7 +14,7 @@
 namespace hybridopt {
 namespace {
 
-// A table that notes its calls and answers as it is told.
+// A table that notes its calls and gives the answers of the test.
 struct FakeRanks {
   offload_comm_t Table() {
     offload_comm_t table{};
@@ -163,7 +163,7 @@ TEST(CommTest, FailuresNameRankAndCall) {
   }
 }
 
-// Who destroys has gone on meanwhile, and the caller's memory is the caller's again.
+// The thread that destroys has gone on meanwhile, and the caller may have freed its memory.
 TEST(CommTest, ACallThatWasGivenUpHasFailedWhateverItReturns) {
   FakeRanks fake;
   const Comm comm(fake.Table(), 1);

@@ -28,7 +28,7 @@ AssertionResult Ok(const Result<T>& result) {
   return Ok(result.status());
 }
 
-// That `status` has this code and that its text has all these words.
+// Asserts that `status` has this code and that its text has all these words.
 inline AssertionResult Fails(const Status& status, int32_t code,
                              const std::vector<std::string>& words) {
   if (status.code() != code) {

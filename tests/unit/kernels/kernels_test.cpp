@@ -385,7 +385,7 @@ TEST(Update, BitsArePinned) {
   };
   const std::vector<float> grad = values(1.0f);
   const Inputs any = {{}, values(0.1f), values(0.1f), values(0.01f)};
-  // Of all rules up to this one.
+  // Each is the hash of all rules up to this one.
   constexpr uint64_t kHashes[] = {0x3c741cfd4173b949u, 0x32743251a5026f4cu, 0xe90eac068c5cd8a7u,
                                   0xef5219a3399654bau, 0x78cd2b5abe0f6563u, 0xe4e89c5bb6f17082u};
   static_assert(std::size(kHashes) == kRuleCount);

@@ -137,7 +137,7 @@ struct Arrays {
   int32_t moment_dtype() const {
     return HasBf16Moments(kind_.types.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
   }
-  // Of many magnitudes, zeros, denormals and huge ones among them.
+  // Numbers of many magnitudes, zeros, denormals and huge ones among them.
   static std::vector<float> Values(uint64_t count, uint64_t seed, float scale) {
     Random random(seed);
     std::vector<float> values(count);

@@ -501,8 +501,8 @@ TEST(Timeline, TheCauseThatIsToldIsTheFirstFailure) {
   EXPECT_NE(text.find("broken at 7"), std::string::npos) << text;
 }
 
-// Who is told of a failure that concerns more than a save gets POISONED from the next call, and not
-// what the failed device says to it.
+// After a thread has been told of a failure that concerns more than a save, its next call gives
+// POISONED, and not the status of the failed device.
 TEST(Timeline, PoisonIsThereBeforeAWaiterIsTold) {
   Line line;
   line.holding = line.reporting = 1;

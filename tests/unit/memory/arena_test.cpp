@@ -120,7 +120,7 @@ TEST(ArenaTest, TellsTheKernelItsWishAndNeverMore) {
       for (std::byte* at : {arena.data(), arena.data() + bytes - 1}) {
         const std::optional<Policy> policy = PolicyOf(at);
         if (!policy.has_value()) GTEST_SKIP() << "get_mempolicy: " << std::strerror(errno);
-        // Preferring the toucher's node reads as "local" in newer kernels.
+        // Newer kernels report a preference for the toucher's node as "local".
         const bool local = c.policy == PagePolicy::kToucher && policy->mode == MPOL_LOCAL;
         EXPECT_TRUE(policy->mode == c.mode || local) << policy->mode;
         EXPECT_EQ(policy->nodes, c.mask);

@@ -14,7 +14,7 @@ namespace {
 
 using Ranges = std::vector<std::pair<uint64_t, uint64_t>>;
 
-// What a worker gets that finds nobody in its way.
+// The pieces that a worker gets while no other worker takes any.
 Ranges TakeAll(WorkPieces& pieces, uint32_t worker) {
   Ranges taken;
   pieces.Take(worker, [&](const WorkRange& piece) { taken.emplace_back(piece.begin, piece.end); });

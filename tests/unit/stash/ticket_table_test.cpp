@@ -90,7 +90,7 @@ TEST(TicketTable, AMarkDividesThePushesOfItsLaneAlone) {
   EXPECT_EQ(table.LastSince(mark), &first);
   table.End(first);
   EXPECT_EQ(table.LastSince(mark), nullptr);
-  // Of the same entry as one before the mark, but pushed since.
+  // This ticket has the entry of one before the mark, but was pushed since.
   table.End(before);
   while (table.FirstEnding() != nullptr) table.FreeFirstEnding();
   StashEntry& later = table.Begin(1);
