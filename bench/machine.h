@@ -21,7 +21,7 @@ Machine DescribeMachine();
 // The share of this process's anonymous memory that huge pages hold now.
 double HugePageShare();
 
-// Measures from its making on how many CPUs other processes keep busy.
+// Measures, from its construction on, how many CPUs other processes keep busy.
 class Neighbours {
  public:
   Neighbours();

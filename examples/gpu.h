@@ -67,8 +67,9 @@ class GpuStream {
   // times.
   void product(bool transpose_a, bool transpose_b, int m, int n, int k, float scale, Matrix a,
                Matrix b, float keep, Matrix c, int count = 1) const {
-    // cuBLAS goes by columns, and what is a matrix by rows is its transpose by columns. So it is
-    // told to make the transpose of c, which is that of b times that of a.
+    // cuBLAS stores matrices by columns, so it reads a matrix that is stored by rows as its
+    // transpose. So this asks cuBLAS for the transpose of c, which is the transpose of b times the
+    // transpose of a.
     MUST_CUBLAS(cublasGemmStridedBatchedEx(
         cublas_, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
         n, m, k, &scale, b.data, b.type, b.step, b.distance, a.data, a.type, a.step, a.distance,

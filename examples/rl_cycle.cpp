@@ -417,7 +417,7 @@ Options parse_options(int count, char** arguments) {
 int main(int count, char** arguments) {
   const Options options = parse_options(count, arguments);
   const bool gpu = use_gpu(options.device);
-  if (gpu) {  // What CUDA takes when something is first used stays with it: before bytes are shown.
+  if (gpu) {  // CUDA keeps the memory that it takes at a first use: before bytes are shown.
     Trainer trainer(gpu, 0);
     run_cycles(trainer, 1, true, false);
   }

@@ -108,7 +108,7 @@ class ThreadComm {
     if (kind == 's' && count > 0) member.summand = member.values[0];
     if (const int32_t status = comm.Gather(kind, timeout_ns, lock); status != OFFLOAD_OK)
       return status;
-    // No later call can have overwritten it: this rank has not made it yet.
+    // No later call can have overwritten it, because this rank has not made a later call yet.
     std::transform(comm.result_.begin(), comm.result_.end(), values,
                    [](double value) { return static_cast<T>(value); });
     return OFFLOAD_OK;

@@ -94,7 +94,7 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
   return {};
 }
 
-// From one stored array into the window; segments are sorted by where they come from.
+// Copies from one stored array into the window; segments are sorted by their source.
 Status Gatherer::CopySegments(const StoredParam& param, const StoredTensor& tensor,
                               std::span<const Segment> segments) {
   const uint64_t element_bytes = hybridopt::DtypeBytes(tensor.dtype);

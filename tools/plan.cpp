@@ -73,7 +73,8 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
     optimizer_options.moment_dtype = OFFLOAD_BF16;
   }
   if (options.hook_gradients) optimizer_options.movable = OFFLOAD_MOVABLE_GRADS;
-  // Room for all elements, which grows with them. The caller takes no more than the option.
+  // Room for all elements, which grows with their number. The caller takes no more than the option
+  // says.
   if (options.early_bytes > 0) optimizer_options.early_update_bytes = kSizeMaxBytes;
   Optimizer optimizer;
   HYBRIDOPT_TRY(optimizer.Create(context, optimizer_options));

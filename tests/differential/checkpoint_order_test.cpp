@@ -126,7 +126,7 @@ TEST(CheckpointOrder, AStepFollowsASaveOfManyBlocks) {
   }
 }
 
-// Whatever else is queued behind a save that has not read anything yet.
+// Other calls that are queued behind a save that has not read anything yet.
 class HeldSave : public testing::Test {
  protected:
   // After a failed assertion too the save must end, or destroy would wait for it.

@@ -223,8 +223,8 @@ TEST(EarlyUpdatesTest, WhatComesBetweenUndoesThem) {
   });
 }
 
-// Other groups than those of the first offload, gradients that are replaced, masters and state that
-// are replaced: the model has them too.
+// Groups, gradients, masters and other state are replaced after the first offload; the model
+// replaces them too.
 TEST(EarlyUpdatesTest, WhatChangesTheStepUndoesThem) {
   const TemporaryDirectory directory;
   for (uint64_t seed = 0; seed < 42; ++seed) {
@@ -288,7 +288,7 @@ TEST(EarlyUpdatesTest, ParamsThatHaveMovedAreReadThere) {
   EXPECT_EQ(rig.Difference(solved.trace[1]), "");
 }
 
-// After an undo no step has them for a while, twice as long after the next one.
+// After an undo some steps have no early updates, and twice as many after the next undo.
 TEST(EarlyUpdatesTest, EachUndoIsFollowedByALongerPause) {
   constexpr size_t kSteps = 20;
   Problem problem = ProblemOf(0, kSteps);

@@ -436,7 +436,7 @@ class RingChangeTest : public testing::TestWithParam<RingChange> {};
 // The step ends, and a move behind it wants to destroy the events of the chunks, while a stream is
 // being put behind these events.
 TEST_P(RingChangeTest, AwaitsAStreamThatIsPutBehindTheStep) {
-  // All is in the first chunks, which are queued before anybody waits for their end.
+  // All elements are in the first chunks, which are queued before a thread waits for their end.
   const ParamSpec small = {OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, kChunkElements};
   const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1, {small, small}));
   LifecycleSetting setting = SettingOf(GetParam().executors);

@@ -119,8 +119,8 @@ TEST(LayoutsTest, TheSeedDecidesTheBits) {
   EXPECT_NE(moments[0], moments[1]);
 }
 
-// 200 steps downhill on (w - target)^2 / 2 in every layout. Against AdamW in double the way that
-// the weights go is the same to a few per cent; an optimizer that does nothing is 100 % off.
+// 200 steps downhill on (w - target)^2 / 2 in every layout. The way that the weights go differs
+// from that of AdamW in double by a few per cent; an optimizer that does nothing differs by 100 %.
 TEST(LayoutsTest, UpdatesFollowDoublePrecision) {
   constexpr uint64_t kWeights = 2000;
   constexpr int kSteps = 200;

@@ -17,9 +17,9 @@
 
 namespace hybridopt {
 
-// A step has one more wait for the gradients, kReady: it only starts the clock, what follows waits
-// for later events on the streams that are behind the gradients anyway. A move of gradients needs
-// it.
+// A step has one more wait for the gradients, kReady. There it only starts the clock: later work of
+// the step waits for later events on streams that are behind the gradients anyway. A move of
+// gradients needs this wait.
 enum class Leak {
   kNone,
   kDownBehindGradients,     // StreamWait of the down stream on the caller's gradients

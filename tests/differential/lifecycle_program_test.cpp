@@ -352,8 +352,8 @@ class Program {
     for (uint32_t id : ids) params_[id].states_away = false;
   }
 
-  // Weights come from outside, on a stream behind all that is queued. Then they are refreshed at
-  // once: before that their bits would depend on which share an element is in.
+  // Other code writes the weights, on a stream behind all queued work. Then masters are refreshed
+  // at once: without that the bits would depend on the share in which an element is.
   void Refresh() {
     const std::vector<uint32_t> ids =
         SomeOf([](const ParamState& state) { return !state.away && !state.states_away; });

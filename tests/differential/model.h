@@ -1,6 +1,6 @@
-// Model: what the optimizer must do, as simply as it can be said: whole params, one after the
-// other, in plain loops over the scalar specification. It shares nothing else with the library:
-// the norm's tree, the step counts and the skip are its own.
+// Model: does what the optimizer must do in the simplest way: whole params, one after the other, in
+// plain loops over the scalar specification. It shares nothing else with the library: it has its
+// own tree for the norm, its own step counts and its own skip.
 #pragma once
 
 #include <bit>

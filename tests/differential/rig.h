@@ -206,7 +206,7 @@ class Rig {
     return blocks_.size() - 1;
   }
 
-  // The block is gone, as a framework frees gradients that nobody needs any more.
+  // Frees the block, as a framework frees gradients that nobody needs any more.
   void FreeBlock(size_t block) {
     MUST(offload_device_free(context_, blocks_[block].device));
     blocks_[block].device = nullptr;

@@ -168,7 +168,7 @@ class Program {
     if (!keep) live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(index));
   }
 
-  // Streams that use the memory of a ticket that ends on `stream`, other than that one.
+  // Streams other than `stream` that use the memory of a ticket which ends on `stream`.
   void Leave(Live& live, offload_stream_t stream) {
     if (live.source != nullptr && live.source->stream != stream) Release(live);
     if (live.destination == nullptr || live.destination->stream == stream) return;

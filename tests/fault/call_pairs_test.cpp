@@ -1,5 +1,5 @@
-// Calls that any thread may make, each against each and against itself, while steps are under way:
-// each gives what the header says, and the steps write the same bits as without company.
+// Calls that any thread may make, in all pairs and each beside itself, while steps are under way:
+// each returns what the header says, and the steps write the same bits as without these calls.
 #include <gtest/gtest.h>
 
 #include <algorithm>

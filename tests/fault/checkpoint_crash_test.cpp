@@ -78,7 +78,7 @@ constexpr int kWrongBits = 3;
 constexpr int kLost = 4;
 constexpr int kNotSaved = 6;
 
-// Whether the save has completed. Another job may have come first: then the name is taken.
+// Whether the save has completed. If another job was first, the name is taken.
 bool Saved(LifecycleRig& rig, const std::string& path) {
   auto options = Make<offload_save_options_t>();
   options.path = path.c_str();

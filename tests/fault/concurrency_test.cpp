@@ -49,7 +49,7 @@ void Ask(offload_optimizer_t optimizer, const std::atomic<bool>& stop) {
   }
 }
 
-// Registers, commits and works while two threads ask.
+// Registers, commits and steps while two threads ask for statistics and results, and wait.
 template <typename Work>
 std::vector<unsigned char> WorkWhileAsked(Trainer& trainer, Work&& work) {
   std::atomic<bool> stop = false;
@@ -225,7 +225,8 @@ std::vector<unsigned char> StayAlone(const RunOptions& run, uint64_t steps) {
   return trainer.Bits();
 }
 
-// Each gives all its memory away and takes it back while others are in the middle of a step.
+// Each optimizer gives all its memory away and takes it back while others are in the middle of a
+// step.
 TEST(Concurrency, CyclesOfOptimizersOfOneContextGiveTheBitsOfOneThatStays) {
   const uint64_t cycles = 4 + Scaled(40);
   ExpectTheBitsOfEachAlone(
@@ -247,7 +248,7 @@ TEST(Concurrency, ContextsComeAndGo) {
       for (uint64_t round = 0; round < rounds; ++round) {
         Trainer trainer(run);
         EXPECT_EQ(TrainWhileAsked(trainer, 2), expected);
-        // Left with work queued; destroy finishes it.
+        // The optimizer has queued work at its end; destroy finishes it.
         EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
       }
     });

@@ -625,7 +625,7 @@ uint64_t AddressSpaceBytes() {
   return pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
 }
 
-// There is memory, but the process may not have it.
+// The machine has memory, but a limit keeps the process from it.
 TEST(Configuration, AddressSpaceLimited) {
   if (HYBRIDOPT_ASAN || HYBRIDOPT_TSAN)
     GTEST_SKIP() << "sanitizers need address space of their own";

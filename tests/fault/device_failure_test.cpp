@@ -201,7 +201,7 @@ struct Call {
   Place place;
 };
 
-// What fails, when, and how.
+// The call that fails, when, and how.
 struct Plan {
   uint64_t failing_call = UINT64_MAX;
   int32_t code = OFFLOAD_DEVICE_FAILED;
@@ -284,8 +284,8 @@ class FaultyDevice final : public ForwardingDevice {
     HYBRIDOPT_TRY(plan_.Next("StreamWaitFlag"));
     return ForwardingDevice::StreamWaitFlag(stream, flag, value);
   }
-  // Waits, so that the number of calls does not depend on how fast the device is: chunks then go
-  // to the workers as early as they ever can.
+  // Waits, so that the number of calls does not depend on the speed of the device: chunks then go
+  // to the workers as early as possible.
   Result<bool> Reached(EventHandle event) override {
     HYBRIDOPT_TRY(plan_.Next("Reached"));
     HYBRIDOPT_TRY(ForwardingDevice::Wait(event, -1));

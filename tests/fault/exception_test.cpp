@@ -126,8 +126,8 @@ TEST_F(ExceptionTest, OfAFunctionOnAStreamFailsTheDevice) {
               {"exception of unknown type"});
 }
 
-// What a cancelled thread was in the middle of is not left half done. The address sanitizer's own
-// code at a thread's end trips over the stack that cancelling has left.
+// A cancelled thread leaves no call half done. The address sanitizer's own code at the end of a
+// thread fails on the stack that cancelling has left.
 #if !HYBRIDOPT_ASAN
 TEST_F(ExceptionTest, AThreadThatIsCancelledInACallEndsBehindIt) {
   Trainer trainer({});

@@ -506,7 +506,7 @@ TEST(Placement, ThePlanSaysHowMuchLiesOnWhichNode) {
   }
 }
 
-// Memory that lies with its first toucher is nowhere in particular if threads wander.
+// If threads may run on any node, memory may lie on any node.
 TEST(Placement, SeveralNodesNeedThreadsThatKeepToThem) {
   const FakeNuma fake(0b11);
   for (const int32_t policy : {OFFLOAD_NUMA_NEAR, OFFLOAD_NUMA_INTERLEAVED}) {

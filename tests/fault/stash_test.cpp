@@ -621,7 +621,7 @@ TEST(StashFailure, PoisonsWithTheCause) {
   ExpectError(offload_stash_wait(user.stash, lost, -1), OFFLOAD_DEVICE_FAILED,
               {"CopyToHost", "stash down", "freed or never allocated"});
   const std::string cause = offload_last_error();
-  // What only looks still works; all else says why not.
+  // Calls that only look still work; all others say why they do not.
   EXPECT_EQ(user.Stats().tickets, 2u);
   for (const int32_t status :
        {user.Prefetch(ticket), offload_stash_pop(user.stash, ticket, user.stream, 0),

@@ -144,8 +144,8 @@ TEST(CallersStreams, AStepWaitsForWorkOnAnyOfThem) {
   ASSERT_CUDA(cudaStreamDestroy(blocking));
 }
 
-// More streams than the hardware has queues wait for a step whose own work comes after. Were they
-// to share a queue with it, nothing would move.
+// More streams than the hardware has queues wait for a step whose own work is queued after them. If
+// such a stream shared a queue with the step, neither would go on.
 TEST(CallersStreams, ManyThatWaitDoNotStandInTheWay) {
   const Solved solved = SmallProblem(3);
   const TestContext context(CudaSetting());

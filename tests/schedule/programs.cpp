@@ -208,7 +208,7 @@ int to_nursery[2], from_nursery[2];  // pipes: a byte for each run
   _exit(0);
 }
 
-// Ends when nobody asks any more.
+// Ends when no thread asks any more.
 void BeNursery() {
   char byte = 0;
   while (read(to_nursery[0], &byte, 1) == 1) {

@@ -360,7 +360,7 @@ def test_what_is_killed_has_no_name_and_is_removed_by_the_next(command, sample, 
     whole = tmp_path / "whole"
     succeed(command, sample, whole, *more)
     size = (whole / "shard-00001-of-00002.safetensors" if more else whole).stat().st_size
-    # Where room is taken, and where the last bytes are written; a reshard in its second file too.
+    # Faults where the program takes room and where it writes the last bytes, of a reshard also in its second file.
     for limit in (0, 5000, size - 1):
         for left in [path for path in tmp_path.iterdir() if path.name.startswith(".")]:
             assert is_pending(left.name, "out")

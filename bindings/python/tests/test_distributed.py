@@ -867,7 +867,7 @@ def moving(rank, world):
     module, other = fully_shard(model()), fully_shard(model())
     optimizer = optimizer_for(module, movable=("params", "grads", "states"), max_grad_norm=0.3)
     plain = optimizer_for(other, max_grad_norm=0.3)
-    # Gradients of both passes are reduced, or only what both have added up.
+    # FSDP2 reduces the gradients of each pass, or only the sum of both.
     for synced, options in ((True, {"micro_batches": 2}), (False, {})):
         with optimizer.hook_gradients(**options):
             for step in range(2):

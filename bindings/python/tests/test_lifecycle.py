@@ -147,7 +147,7 @@ def test_a_step_with_fewer_micro_batches_is_told_its_last():
     for micro_batches, told in ((4, False), (2, True), (4, False), (3, True)):
         results = in_micro_batches(module, optimizer, micro_batches, told, 1)
         assert results == in_micro_batches(other, plain, micro_batches, told, 1)
-    # Nobody was told, and the step takes the gradients where they are.
+    # No hook was called, and the step takes the gradients where they are.
     trained(module, optimizer, 2), trained(other, plain, 2)
     assert models.bits(module.parameters()) == models.bits(other.parameters())
 

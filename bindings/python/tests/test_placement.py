@@ -159,7 +159,7 @@ def test_auto_moves_state_between_steps_and_says_so(noticed_by, monkeypatch, cap
     step()
     assert moved == []
     step()
-    # The plans are of a host, where all state fits into no bytes of a device.
+    # These plans are for a host, where state takes no bytes of a device.
     assert moved == [1.0] and "512.0 KiB are headroom" in optimizer.plan().reason
     assert "after 2 steps the device had 1.0 MiB left" in capfd.readouterr().err
     step()

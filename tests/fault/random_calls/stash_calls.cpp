@@ -101,7 +101,7 @@ void CompareStats(World& world, offload_stash_t stash) {
   EXPECT_EQ(stats.drops, counts.drops);
 }
 
-// What each call begins with: a stash, and its model if it lives.
+// Each call begins with this: a stash, and its model if it lives.
 struct Picked {
   offload_stash_t stash;
   StashModel* model;

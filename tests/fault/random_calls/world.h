@@ -85,8 +85,8 @@ class World {
   uint64_t popped = 0;                   // stash tickets whose bytes have been compared
 
  private:
-  // Frees a gradient that is bound. On the simulated device queued work then fails; on the host it
-  // would be the caller's crash.
+  // Frees a gradient that is bound. On the simulated device queued work then fails; on the host the
+  // program would crash.
   void FreeBoundGradient();
 
   const Call* call_ = nullptr;  // the running one

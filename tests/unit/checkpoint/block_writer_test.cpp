@@ -37,7 +37,7 @@ TEST(BlockWriterTest, ABlockThatIsFilledStaysTheCallersWhileOthersAreWritten) {
     for (int i = 0; i < kBlocks; ++i) {
       Result<std::byte*> block = writer.Next();
       ASSERT_TRUE(block.ok());
-      // Time for the writes under way to end and give their blocks back.
+      // Gives the writes under way time to end and to give their blocks back.
       std::this_thread::sleep_for(std::chrono::microseconds(300));
       std::memset(block.value(), i, kBytes);
       writer.Submit(kBytes);

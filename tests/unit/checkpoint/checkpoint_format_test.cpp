@@ -20,7 +20,7 @@ std::string Replaced(std::string text, const std::string& from, const std::strin
 
 constexpr size_t kTailBytes = 28;  // ,"xxh3":"0123456789abcdef"}\n
 
-// The text with its own hash made right again: what only an adversary would write.
+// The text with a new hash that is right: only an adversary would write this.
 std::string Rehashed(std::string text) {
   text.resize(text.size() - kTailBytes);
   char tail[kTailBytes + 1];

@@ -30,7 +30,7 @@ using Names = std::vector<std::string>;
 constexpr char kShard[] = "shard-00000-of-00001.safetensors";
 constexpr char kManifest[] = "manifest.json";
 
-// The system's files, but for what a test says.
+// The system's files, except for calls that a test replaces.
 class TestFiles : public system::Files {
  public:
   int Lock(int file) override { return lock_error == 0 ? Files::Lock(file) : lock_error; }

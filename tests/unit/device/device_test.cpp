@@ -620,7 +620,7 @@ TEST(SimEvent, WaitsOrderDataBetweenStreams) {
   }
 }
 
-// The test of the test above.
+// Shows that the test above can fail.
 TEST(SimEvent, AMissingWaitShows) { EXPECT_FALSE(Arrives(1, Order::kNone)); }
 
 // ---------------------------------------------------------------------------- sim: failures --

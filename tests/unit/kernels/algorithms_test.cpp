@@ -1,4 +1,4 @@
-// What the rows of kernels/algorithms.h say, against what the code that reads them does.
+// Compares the rows of kernels/algorithms.h with what the code that reads them does.
 #include "kernels/algorithms.h"
 
 #include <gtest/gtest.h>
@@ -33,7 +33,7 @@ TEST(Algorithms, ValuesAndNamesAreUnique) {
     EXPECT_TRUE(names.insert(row.name).second) << row.name;
     EXPECT_EQ(AlgorithmOf(row.value), &row);
   }
-  // 0 is what a caller gets who has not set the field.
+  // A caller that has not set the field gets 0.
   for (const int32_t unknown : {-1, 0, *values.rbegin() + 1, INT32_MAX})
     EXPECT_EQ(AlgorithmOf(unknown), nullptr) << unknown;
 }
@@ -61,7 +61,8 @@ TEST(Algorithms, ARuleWithoutMomentumKeepsNoMoment) {
   }
 }
 
-// No number of a group is read twice, and none is read that no row of kGroupNumbers names.
+// An algorithm reads no number of a group twice, and reads only numbers that a row of kGroupNumbers
+// names.
 TEST(Algorithms, NumbersAreReadOnceAndHaveNames) {
   for (const Algorithm& row : kAlgorithms) {
     std::set<std::string> names;

@@ -392,8 +392,8 @@ double RelativeRms(const std::vector<double>& got, const std::vector<double>& ex
   return std::sqrt(error / size);
 }
 
-// Weights are put back to a small value before each step, so that what a step subtracts can be read
-// off with little rounding while the moments go on.
+// Weights are set to a small value before each step, so that the test reads what a step subtracts
+// with little rounding while the moments go on.
 void ExpectThousandSteps(int32_t algorithm, const offload_group_t& group,
                          const KernelTable& kernels) {
   constexpr uint64_t kCount = 499;

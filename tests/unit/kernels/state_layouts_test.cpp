@@ -160,7 +160,7 @@ struct Arrays {
   static std::vector<float> Masters(uint64_t count, uint64_t seed) {
     return Values(count, seed + 1, 0.1f);
   }
-  // So that, narrowed to bf16, it is the upper half of a split master.
+  // Makes a number that, narrowed to bf16, is the upper half of a split master.
   static std::vector<float> Rounded(std::vector<float> values) {
     for (float& value : values) value = Bf16ToFp32(Fp32ToBf16TiesAway(value));
     return values;
@@ -460,7 +460,8 @@ TEST(StochasticRounding, BitsAreUniformAndIndependent) {
   }
 }
 
-// Rows of one tensor are as independent as neighbours, and so is the other end of a large one.
+// Elements of different rows of one tensor are as independent as neighbours, and so are elements at
+// both ends of a large tensor.
 TEST(StochasticRounding, ElementsFarApartAreIndependent) {
   constexpr uint64_t kCount = 1 << 16;
   std::vector<uint64_t> distances = {3, 5, 7, 48, 768, 1000, 5120, 14336, 28672, 50257, 1000000};

@@ -44,7 +44,7 @@ static std::atomic<uint64_t> allocations{0};
 namespace hybridopt {
 namespace {
 
-// What one worker saw of itself.
+// What one worker found out about itself.
 struct Seen {
   pid_t thread = 0;
   std::vector<uint32_t> cpus;

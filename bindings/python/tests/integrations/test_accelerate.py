@@ -77,7 +77,7 @@ def fsdp2(rank, world, folder, dtype):
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
     )
     with accelerator() as prepare:
-        # accelerate takes FSDP2 where there are several GPUs only; what it does then works on CPUs too.
+        # accelerate takes FSDP2 only if there are several GPUs; its code for FSDP2 works on CPUs too.
         prepare.state.__dict__.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
         model = model_of(dtype)
         optimizer = hybridopt.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=0.5)
