@@ -75,7 +75,7 @@ void RequireSameWork(const Optimizer& optimizer, const AdamWArrays& arrays, uint
   }
 }
 
-// In this order in a round: what is compared runs side by side.
+// The order within a round: contenders that are compared run one after the other.
 enum Contender { kCached, kStreamed, kOurs, kOursChecked, kOursClipped, kPlain };
 struct Described {
   const char* name;

@@ -129,7 +129,7 @@ std::unique_ptr<Optimizer> MakeOptimizer(const Settings& settings, const Context
 
 void StepOnce(Optimizer& optimizer) { optimizer.Step(OFFLOAD_STEP_ASSUME_FINITE); }
 
-// What a step of both executors says of itself.
+// The figures that a step of both executors reports.
 struct BothResults {
   Times share, cpu_idle, streamed_idle, stall;
 
@@ -149,9 +149,10 @@ struct LayoutTimes {
 };
 
 // The best rate of both executors that the ceilings of a round allow, in passes over all elements a
-// second. For each rate of the CPU threads the streams' one is limited twice: by what the host's
-// memory gives both, on lines between the ceilings, and by the way down, on which the CPU threads'
-// gradients (and the upper halves of split masters) come. The way up has no more to carry.
+// second. For each rate of the CPU threads there are two limits for the rate of the streams: the
+// memory of the host, by the lines between the ceilings, and the way down, which also carries the
+// gradients of the CPU threads (and the upper halves of split masters). The way up carries no more
+// than the way down.
 double BestSplit(const LayoutCase& layout, double cpu_alone, double copies_alone,
                  const Together& together) {
   const double down_bytes = layout.layout.masters == OFFLOAD_MASTER_SPLIT ? 4 : 2;

@@ -395,7 +395,8 @@ void show_refusal_and_commit(Trainer& trainer) {
 void measure_and_commit(Trainer& trainer) {
   offload_plan_t plans[2];
   double taken[2];  // MiB
-  // The first commit is not counted: what CUDA takes when something is first used stays with it.
+  // The first commit is not counted, because CUDA keeps the memory that it takes at the first use
+  // of something.
   for (double fraction : {1.0, 1.0, 0.0}) {
     trainer.destroy_optimizer();
     trainer.create_optimizer(fraction);

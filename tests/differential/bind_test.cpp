@@ -270,8 +270,8 @@ class HoldingDevice final : public ForwardingDevice {
   const std::atomic<const void*>& held_;
 };
 
-// The stream need not wait for the rest of the step: it gets through while the copy of the last
-// param is held. The chunks before that one have gone up, because the ring has two slots.
+// The stream need not wait for the rest of the step: it goes on while the test holds the copy of
+// the last param. The chunks before that param have gone up, because the ring has two slots.
 TEST(StreamWaitTest, NamedParamsAreNotHeldUpByLaterChunks) {
   constexpr uint64_t kParams = 12, kCount = 1500, kBytes = kCount * sizeof(float);
   std::atomic<const void*> held = nullptr;

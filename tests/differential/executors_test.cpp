@@ -198,8 +198,8 @@ TEST(Executors, HeldGradientsGoUpWithTheState) {
 
 // ---------------------------------------------------------------------------------- who is slow --
 
-// Lets one executor wait, holding what is in its ring, until the other has done all else. The step
-// then says so.
+// Lets one executor wait, with chunks in its ring, until the other has done all others. The step's
+// result then shows this.
 offload_step_result_t StepHolding(const Solved& solved, const char* held, const char* counted,
                                   uint32_t ring_of_held) {
   LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_AUTO);

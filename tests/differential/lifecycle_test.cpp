@@ -189,7 +189,7 @@ TEST_P(FractionTest, StatisticsAreTheDevicesOwnCount) {
   EXPECT_EQ(rig.Stats().states_on_host_bytes, home.states_on_host_bytes);
 }
 
-// What the plan says is what is there, also where nothing is a round number.
+// The optimizer holds the bytes that the plan says, also where no size is a round number.
 TEST_P(FractionTest, TheLibraryHoldsThePlansBytes) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 8);
   LifecycleRig rig(problem, SettingOf(OFFLOAD_DEVICE_SIM, GetParam()));

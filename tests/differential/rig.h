@@ -283,7 +283,7 @@ class Rig {
     return difference.empty() ? BitsDifference(model) : difference;
   }
 
-  // The same but for the result.
+  // The same, without the step's result.
   std::string BitsDifference(const Model& model) {
     ExpectParams(data_block_, model);
     std::string difference;

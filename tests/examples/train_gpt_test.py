@@ -48,7 +48,7 @@ with tempfile.TemporaryDirectory() as folder:
     first, last = (float(losses(output, "hybridopt")[i]) for i in (0, -1))
     assert last < first - 0.5, (first, last)
 
-    # All that a model needs which is too large for its GPU: the same steps with activations on the host.
+    # The options of a model that is too large for its GPU: the same steps with activations on the host.
     small_state = ("--dtype", "bfloat16", "--master-layout", "split", "--state-dtype", "bfloat16", "--overlap")
     short = ("--steps", "4", "--batch", "4")
     plain = run(*small_state, *short)

@@ -163,8 +163,8 @@ int RunJob(const std::string& directory, size_t* promised,
 bool Killed(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
 bool Done(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == 0; }
 
-// What a kill leaves is removed by the next save of that step: nothing is left when a job has
-// ended.
+// The next save of that step removes the files of a killed one: nothing of them is left when a job
+// has ended.
 void ExpectNothingLeft(TemporaryDirectory& directory) {
   for (const std::string& name : directory.Names()) EXPECT_EQ(name.substr(0, 5), "step-");
 }

@@ -74,7 +74,7 @@ void DestroyWhileCalled(int32_t device_kind, const std::function<int32_t(const T
   EXPECT_FALSE(caller.returned());
   comm.gate.open = true;
   EXPECT_EQ(destroyer.Join(), OFFLOAD_OK) << destroyer.error();
-  // The call uses nothing any more, but its thread may still be on its way out of it.
+  // The call does not use the object any more, but its thread may not have returned yet.
   EXPECT_EQ(caller.Join(), OFFLOAD_OK) << caller.error();
   trainer.optimizer = nullptr;
   // All arrays are the caller's again, and the context has no optimizer any more.

@@ -407,7 +407,7 @@ class Rig {
   // Streams, events, pinned areas, allocations and device bytes.
   std::array<int64_t, 5> Held() {
     const uint64_t failing_call = std::exchange(plan_.failing_call, UINT64_MAX);
-    // A real driver takes memory for itself as it likes.
+    // A real driver takes memory for its own use at any time.
     const int64_t free_bytes =
         TestsRunOnCuda() ? 0 : static_cast<int64_t>(device_->Memory().value().free_bytes);
     plan_.failing_call = failing_call;

@@ -240,7 +240,7 @@ TEST(Exit, WithLiveHandlesAndQueuedStepsIsClean) {
       trainer->UploadGrads(0);
       for (int step = 0; step < 8; ++step)
         EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer->optimizer, nullptr, nullptr));
-      // Handlers that run late may still call in.
+      // Handlers that run late may still call the library.
       std::atexit([] {
         auto stats = Make<offload_stats_t>();
         if (offload_optimizer_get_stats(trainer->optimizer, &stats) != OFFLOAD_OK) std::_Exit(3);

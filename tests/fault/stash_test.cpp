@@ -428,7 +428,7 @@ TEST_P(StashTest, AForwardPassThatFailsGivesBackWhatItsLaneHasPushed) {
   EXPECT_EQ(user.Stats().drops, 100u);
 }
 
-// Interleaved pipeline stages take micro-batches back in another order than the last one first.
+// Interleaved pipeline stages do not take the last micro-batch back first.
 TEST_P(StashTest, MicroBatchesOfAnInterleavedPipelineComeBackInAnyOrder) {
   User user(GetParam(), 12);  // four pushes
   std::vector<offload_stash_ticket_t> tickets(1);

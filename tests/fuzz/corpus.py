@@ -12,6 +12,7 @@ corpus.py minimise TARGET [FOLDER...]   keeps what reaches code that no other ca
 corpus.py check                     says whether each archive is as `pack` makes it
 """
 
+import argparse
 import gzip
 import io
 import pathlib
@@ -28,8 +29,6 @@ KEPT_DIGITS = 12
 
 
 def archive_of(target):
-    if target not in TARGETS:
-        sys.exit(f"error: the fuzz target is '{target}', expected one of {', '.join(TARGETS)}")
     return FUZZ / "corpus" / f"{target}.tar.gz"
 
 
@@ -62,7 +61,7 @@ def case_name(path):
 
 
 def cases_in(paths):
-    return {case_name(path): path.read_bytes() for path in paths if path.is_file()}
+    return {case_name(path): path.read_bytes() for path in paths}
 
 
 def unpack(target, folder):
@@ -101,9 +100,22 @@ def check():
     print(f"{len(TARGETS)} archives are as tests/fuzz/corpus.py makes them")
 
 
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command, name, count in ((unpack, "folder", 1), (pack, "folder", 1), (add, "file", "+"),
+                                 (minimise, "folder", "*"), (check, None, None)):
+        one = commands.add_parser(command.__name__)
+        one.set_defaults(command=command, target=None, names=[])
+        if name:
+            one.add_argument("target", choices=TARGETS)
+            one.add_argument("names", metavar=name.upper(), nargs=count)
+    given = parser.parse_args()
+    try:
+        given.command(*([given.target] if given.target else []), *given.names)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    commands = {command.__name__: command for command in (unpack, pack, add, minimise, check)}
-    arguments = sys.argv[2:]
-    if len(sys.argv) < 2 or sys.argv[1] not in commands or (not arguments and sys.argv[1] != "check"):
-        sys.exit(__doc__)
-    commands[sys.argv[1]](*arguments)
+    main()

@@ -57,7 +57,7 @@ bool FillTransfer(World& world, Options& options, uint32_t known_flags, offload_
          options.io_depth <= 64 && options.reserved == 0 && stream_good;
 }
 
-// What a call that queues a save or load gave, against what is known of its input.
+// Compares the outcome of a call that queues a save or load with what the model knows of its input.
 bool JudgeTransfer(World& world, int32_t status, offload_optimizer_t optimizer, bool right,
                    bool wrong) {
   const bool done = world.Judge(status, optimizer);

@@ -54,7 +54,7 @@ TEST(ManifestTest, WhatIsWrittenReadsBack) {
   EXPECT_EQ(read.value().params[1].shards[1].shard.range_begin, 13u);
   EXPECT_EQ(read.value().params[2].shards[0].tensors[1].hashes.size(), 2u);
   EXPECT_EQ(read.value().groups[1].lr, 0.002);
-  // The rest: written again it is the same text.
+  // What the fields above leave out: the manifest gives the same text when it is written again.
   EXPECT_EQ(EncodeManifest(read.value()).value(), sample.text);
 }
 

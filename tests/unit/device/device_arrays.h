@@ -35,7 +35,8 @@ inline std::vector<std::byte> AnyArray(int32_t dtype, uint64_t count, Random& ra
   return array;
 }
 
-// The bits of an array, every NaN alike: which one an operation makes is not promised.
+// The bits of an array, with every NaN replaced by the same one: no device promises which NaN an
+// operation makes.
 inline std::vector<uint32_t> BitsOf(const std::vector<std::byte>& array, int32_t dtype) {
   const uint64_t bytes = DtypeBytes(dtype);
   std::vector<uint32_t> values(array.size() / bytes);

@@ -574,7 +574,8 @@ class Machine {
     place.grad_bound = stats.grads_on_device_bytes > 4 * kCounts[1];
     place.states_on_host = stats.states_on_device_bytes == 0;
     if (stats.grads_on_host_bytes == grad_bytes) place.held = HostGrad::kStored;
-    // An fp32 gradient takes as much room added up as stored: the entered kind is taken for it.
+    // An fp32 gradient takes the same room when it is added up and when it is stored, so the
+    // entered kind counts.
     if (stats.grads_on_host_bytes == 4 * kCounts[0]) place.held = HostGrad::kAccumulated;
     EXPECT_TRUE(place.params_on_host || stats.params_on_host_bytes == 0);
     EXPECT_TRUE(place.data_bound || stats.params_on_device_bytes == 2 * kCounts[1]);
@@ -742,7 +743,7 @@ constexpr MoveCall kMoveCalls[] = {
 
 class MoveCallTest : public testing::TestWithParam<MoveCall> {
  protected:
-  // What the call with these options says; it must leave everything alone.
+  // The text of the call with these options, which must change nothing.
   std::string Refused(int32_t status, const offload_move_options_t* options) {
     const offload_stats_t before = machine_.Stats();
     EXPECT_EQ(GetParam().move(machine_.optimizer(), options, nullptr), status);
