@@ -25,6 +25,7 @@ from . import abi
 from .engine import Engine
 from .modes import in_no_mode
 from .moves import send_gradients
+from .owned_hooks import ParamHooks
 from .registered import Slot
 
 # A batch is offloaded as soon as it has one of these.
@@ -88,7 +89,7 @@ def _metadata_of_accumulator(param: Tensor) -> dict[str, Any]:
 
 
 class GradientHooks:
-    """What hook_gradients() returns. remove() removes the hooks, and so does the end of a `with` block."""
+    """What moves the gradients of an optimizer, which owns it."""
 
     def __init__(
         self,
@@ -104,7 +105,6 @@ class GradientHooks:
                 f"grad_scaler is a {type(grad_scaler).__name__}, expected the torch.amp.GradScaler "
                 "whose step() will step this optimizer"
             )
-        # Params keep their hooks alive. The hooks must not keep the optimizer alive.
         self._optimizer = weakref.ref(optimizer)
         self._accumulate = accumulate
         # Who has no room on the device for gradients, or adds them up on the host, keeps none there.
@@ -115,7 +115,7 @@ class GradientHooks:
         self._micro_batches = micro_batches
         self._is_last = False  # inside of last_micro_batch()
         self._passes: dict[Tensor, int] = {}  # backward passes of this step that a param took part in
-        self._handles: dict[Tensor, Any] = {}
+        self._param_hooks = ParamHooks(self._ready)
         # The next batch, and the streams that made its gradients.
         self._final: dict[Tensor, Final] = {}
         self._final_bytes = 0
@@ -127,17 +127,12 @@ class GradientHooks:
         self.grad_scaler = grad_scaler
 
     def attach(self, engine: Engine) -> None:
-        """Hooks the params of an engine that have none yet."""
-        for slot in engine.slots:
-            if slot.param not in self._handles and slot.param.requires_grad:
-                handle = slot.param.register_post_accumulate_grad_hook(self._ready)
-                self._handles[slot.param] = handle
+        """Hooks the params of an engine, instead of those of the engine before."""
+        self._param_hooks.attach(slot.param for slot in engine.slots)
 
     def remove(self) -> None:
         """Removes the hooks. Gradients on the host stay there for the next step."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        self._param_hooks.remove()
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._hooks is self:
             optimizer._hooks = None
@@ -145,12 +140,6 @@ class GradientHooks:
                 optimizer._engine.wait()
         self._in_flight.clear()
         self.begin_again()
-
-    def __enter__(self) -> GradientHooks:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.remove()
 
     def release(self) -> None:
         """Drops all gradients after a step has read them."""
@@ -187,7 +176,6 @@ class GradientHooks:
         """Autograd calls this after it has accumulated the gradient of a param."""
         optimizer = self._optimizer()
         if optimizer is None:
-            self.remove()
             return
         if param.grad is None or hasattr(param, "decoupled_grad"):  # a step does not use this gradient
             return

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .owned_hooks import OwnedHook, Uncopied, drop_ended
 from .traps import without_traps
 
 # Methods of a module that write its weights or gradients and for which torch has no hooks.
@@ -32,23 +33,12 @@ class Waiter(Protocol):
         """Waits for all params."""
 
 
-def nothing(*_: Any) -> None:
-    """The hook of a copied or unpickled module. It does not wait: no step writes the copy's params."""
-
-
-def _nothing() -> Callable[..., None]:
-    return nothing
-
-
-class Hook:
-    """A hook that torch calls before it uses a module. It keeps no object alive. Copies of the module have a
-    hook that does not wait."""
-
-    def __init__(self, waiter: Waiter) -> None:
-        self._waiter = weakref.ref(waiter)
+class Hook(OwnedHook):
+    """A hook that torch calls before it uses a module. It keeps no object alive. The hooks of a copied module do not
+    wait: no step writes the copy's params."""
 
     def __call__(self, *_: Any) -> None:
-        waiter = self._waiter()
+        waiter: Waiter | None = self._owner()
         if waiter is not None and (torch.compiler.is_compiling() or waiter.is_wanted()):
             self._wait(waiter)
 
@@ -60,12 +50,6 @@ class Hook:
 
     def wait(self, waiter: Waiter) -> None:
         waiter.finish()
-
-    def __deepcopy__(self, _: Any) -> Callable[..., None]:
-        return nothing
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
 
 
 class ForwardHook(Hook):
@@ -91,16 +75,15 @@ class ForwardHook(Hook):
 class Method:
     """A method of one module that first waits. The method of a copied module does not wait."""
 
-    def __init__(self, name: str, module: nn.Module, waiter: Waiter | None = None) -> None:
+    def __init__(self, name: str, module: nn.Module, waits: Waits | None = None) -> None:
         self._name = name
         self._module = weakref.ref(module)
-        self._waiter = None if waiter is None else weakref.ref(waiter)
+        self.waits = waits
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        waiter = None if self._waiter is None else self._waiter()
         only_drops = self._only_drops(*args, **kwargs)
-        if waiter is not None and not only_drops:
-            waiter.finish()
+        if self.waits is not None and not only_drops:
+            self.waits()
         module = self._module()
         with without_traps() if only_drops else contextlib.nullcontext():
             return getattr(type(module), self._name)(module, *args, **kwargs)
@@ -114,6 +97,44 @@ class Method:
 
     def __reduce__(self) -> Any:
         return Method, (self._name, self._module())
+
+
+class Waits(Uncopied):
+    """Waits for all params before a function that reads or writes the weights or gradients of one module. All optimizers
+    whose steps overlap share the replaced functions, so that they can end in any order, and without a word."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+        for name in METHODS:
+            vars(module)[name] = Method(name, module, self)
+        self._handles = [
+            module.register_state_dict_pre_hook(self),
+            module.register_load_state_dict_pre_hook(self),
+        ]
+
+    @staticmethod
+    def of(module: nn.Module) -> Waits:
+        method = vars(module).get(METHODS[0])
+        waits = method.waits if isinstance(method, Method) else None
+        return Waits(module) if waits is None else waits
+
+    def __call__(self, *_: Any) -> None:
+        for waiter in list(self.waiters):
+            waiter.finish()
+
+    def leave(self, module: nn.Module, owner: weakref.ref[Waiter]) -> None:
+        discard(self.waiters, owner)
+        if not self.waiters:
+            for handle in self._handles:
+                handle.remove()
+            for name in METHODS:
+                vars(module).pop(name, None)
+
+
+def discard(waiters: weakref.WeakSet[Waiter], owner: weakref.ref[Waiter]) -> None:
+    waiter = owner()
+    if waiter is not None:
+        waiters.discard(waiter)
 
 
 def groups_of(module: nn.Module) -> list[Any]:
@@ -143,31 +164,36 @@ def is_closed(module: nn.Module) -> bool:
 class HookedModel:
     def __init__(self, model: nn.Module, waiter: Waiter) -> None:
         self._model = model
-        self._waiter = waiter
+        self._owner = weakref.ref(waiter)
         self._hooks: dict[nn.Module, ForwardHook] = {}
         self._groups: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
+        for module in model.modules():
+            drop_ended(module._forward_hooks)
+            drop_ended(module._forward_pre_hooks)
         # The end of the forward pass waits for all params, because the loss may use params directly.
         self._undo.append(model.register_forward_hook(Hook(waiter)).remove)
         self.attach()
 
     def attach(self) -> None:
         """Hooks the modules that have no hooks yet."""
+        waiter = self._owner()
+        assert waiter is not None  # who calls this
         for module in self._model.modules():
             for group in groups_of(module):
                 if all(group is not known for known in self._groups):
-                    self._attach_group(group)
+                    self._attach_group(group, waiter)
         gathered = {each.sharded_param for group in self._groups for each in group.fsdp_params}
         for module in self._open_modules(self._model, set()):
             if module not in self._hooks:
-                self._attach_module(module)
+                self._attach_module(module, waiter)
             hook = self._hooks[module]
             own = module.parameters(recurse=is_closed(module))
             hook.own = hook.params = [param for param in own if param not in gathered]
         self.share_out()
         for module in self._model.modules():
             if any(True for _ in module.parameters()):
-                self._attach_methods(module)
+                self._attach_methods(module, waiter)
 
     def aliases(self) -> dict[Tensor, list[Tensor]]:
         """Other tensors over the memory of params, which FSDP2 reads instead of the params."""
@@ -209,45 +235,67 @@ class HookedModel:
 
     # --------------------------------------------------------------------------------- hooking --
 
-    def _attach_module(self, module: nn.Module) -> None:
-        hook = self._hooks[module] = ForwardHook(self._waiter, module)
+    def _attach_module(self, module: nn.Module, waiter: Waiter) -> None:
+        hook = self._hooks[module] = ForwardHook(waiter, module)
         compiled = module._compiled_call_impl
         if compiled is None:
             # This hook goes before all others, which may read or write the params it waits for.
             self._undo.append(module.register_forward_pre_hook(hook, prepend=True).remove)
             return
+        hooks = getattr(compiled, "hybridopt_hooks", None)
+        if hooks is None:
+            hooks = _hook_compiled_call(module)
+        hooks.add(hook)
+        self._undo.append(functools.partial(hooks.discard, hook))
 
-        @functools.wraps(compiled)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            hook()
-            return compiled(*args, **kwargs)
-
-        module._compiled_call_impl = call
-        self._undo.append(functools.partial(setattr, module, "_compiled_call_impl", compiled))
-
-    def _attach_group(self, group: Any) -> None:
+    def _attach_group(self, group: Any, waiter: Waiter) -> None:
         self._groups.append(group)
-        unshard, referred = group.unshard, weakref.ref(self._waiter)
+        waiters = getattr(group.unshard, "hybridopt_waiters", None)
+        if waiters is None:
+            waiters = _hook_unshard(group)
+        waiters.add(waiter)
+        self._undo.append(functools.partial(discard, waiters, self._owner))
 
-        @functools.wraps(unshard)
-        def unshard_after_wait(*args: Any, **kwargs: Any) -> Any:
-            waiter = referred()
-            if waiter is not None and waiter.is_wanted() and not group.is_unsharded:
+    def _attach_methods(self, module: nn.Module, waiter: Waiter) -> None:
+        if is_wrapper(module):
+            return
+        waits = Waits.of(module)
+        if waiter not in waits.waiters:
+            waits.waiters.add(waiter)
+            self._undo.append(functools.partial(waits.leave, module, self._owner))
+
+
+def _hook_compiled_call(module: nn.Module) -> weakref.WeakSet[ForwardHook]:
+    """Replaces the compiled call of a module, for which torch calls no hooks, by one that first calls the hooks of a
+    set. It returns the set."""
+    hooks: weakref.WeakSet[ForwardHook] = weakref.WeakSet()
+    compiled: Any = module._compiled_call_impl
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for hook in list(hooks):
+            hook()
+        return compiled(*args, **kwargs)
+
+    call.hybridopt_hooks = hooks  # type: ignore[attr-defined]
+    module._compiled_call_impl = call
+    return hooks
+
+
+def _hook_unshard(group: Any) -> weakref.WeakSet[Waiter]:
+    """Makes those of a set wait before FSDP2 gathers the params of a group. It returns the set."""
+    waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+    unshard = group.unshard
+
+    @functools.wraps(unshard)
+    def unshard_after_wait(*args: Any, **kwargs: Any) -> Any:
+        for waiter in list(waiters):
+            if waiter.is_wanted() and not group.is_unsharded:
                 stream = getattr(group.comm_ctx, "all_gather_copy_in_stream", None)
                 params = [each.sharded_param for each in group.fsdp_params]
                 waiter.wait(params, [] if stream is None else [stream])
-            return unshard(*args, **kwargs)
+        return unshard(*args, **kwargs)
 
-        group.unshard = unshard_after_wait
-        self._undo.append(functools.partial(setattr, group, "unshard", unshard))
-
-    def _attach_methods(self, module: nn.Module) -> None:
-        attributes = vars(module)
-        if isinstance(attributes.get("_apply"), Method) or is_wrapper(module):
-            return
-        for name in METHODS:
-            attributes[name] = Method(name, module, self._waiter)
-            self._undo.append(functools.partial(attributes.pop, name, None))
-        hook = Hook(self._waiter)
-        self._undo.append(module.register_state_dict_pre_hook(hook).remove)
-        self._undo.append(module.register_load_state_dict_pre_hook(hook).remove)
+    unshard_after_wait.hybridopt_waiters = waiters  # type: ignore[attr-defined]
+    group.unshard = unshard_after_wait
+    return waiters

@@ -39,6 +39,7 @@ from .options import (
     refuse_in_group,
 )
 from .overlap import Overlap
+from .owned_hooks import Removal
 from .placement import Leftover, Placement
 from .plans import Plan, Stats, StepResult, described
 from .registered import Slot, wide_gradients
@@ -558,7 +559,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         micro_batches: int | None = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
         free_all: bool = False,
-    ) -> GradientHooks:
+    ) -> Removal:
         """Moves gradients to the host during the backward pass from now on, in batches as they become ready,
         and sets `grad` of their params to None. The next step uses and drops them; zero_grad() drops them
         too.
@@ -601,7 +602,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._options = {**self._options, "movable": movable}
         hooks.attach(self._ready_engine())
         self._hooks = hooks
-        return hooks
+        return Removal(hooks)
 
     def last_micro_batch(self) -> contextlib.AbstractContextManager[None]:
         """Marks the backward pass in this context as the last one of a step, in which hook_gradients() moves
@@ -609,7 +610,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return contextlib.nullcontext() if self._hooks is None else self._hooks.last_micro_batch()
 
     @in_no_mode
-    def overlap(self, model: nn.Module) -> Overlap:
+    def overlap(self, model: nn.Module) -> Removal:
         """Makes step() queue the step and return, from now on. In its forward pass each module of the model
         waits for its own params only, and the library updates params in the order in which the first forward
         pass uses them. `overlap=model` in the constructor has the same effect.
@@ -629,7 +630,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             overlap.attach(self._engine)
         self._overlap = overlap
-        return overlap
+        return Removal(overlap)
 
     @in_no_mode
     def synchronize(self) -> None:

@@ -17,6 +17,7 @@ from . import abi
 from .engine import Engine
 from .hooked_model import HookedModel
 from .members import Member
+from .owned_hooks import ParamHooks
 from .registered import Slot
 
 
@@ -54,7 +55,7 @@ def _package_of(frame: types.FrameType) -> str:
 
 
 class Overlap:
-    """What OffloadOptimizer.overlap() returns. remove() ends it."""
+    """Lets the steps of an optimizer, which owns it, go on beside the forward pass of a model."""
 
     def __init__(self, optimizer: Overlapped, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -62,12 +63,11 @@ class Overlap:
                 f"overlap is a {type(model).__name__}, expected the torch.nn.Module whose params the "
                 "optimizer has"
             )
-        # The model keeps its hooks alive. The hooks must not keep the optimizer alive.
         self._optimizer = weakref.ref(optimizer)
         self._order: dict[Tensor, int] = {}  # the order in which forward passes use params
         self._is_recording = True
         self._has_warned = False
-        self._checks: dict[Tensor, Any] = {}
+        self._checks = ParamHooks(self._check_gradient)
         self._model = HookedModel(model, self)
 
     # ------------------------------------------------------------------------- what hooks call --
@@ -132,12 +132,9 @@ class Overlap:
         ]
 
     def attach(self, engine: Engine) -> None:
-        """Hooks modules and params that have no hooks yet."""
+        """Hooks modules that have no hooks yet, and the params of the engine."""
         self._model.attach()
-        for slot in engine.slots:
-            if slot.param not in self._checks and slot.param.requires_grad:
-                check = slot.param.register_post_accumulate_grad_hook(self._check_gradient)
-                self._checks[slot.param] = check
+        self._checks.attach(slot.param for slot in engine.slots)
 
     def may_begin(self) -> bool:
         """Whether a forward pass has been recorded, so that step() need not wait."""
@@ -162,9 +159,7 @@ class Overlap:
             self.finish()
         finally:
             self._model.remove()
-            for check in self._checks.values():
-                check.remove()
-            self._checks.clear()
+            self._checks.remove()
             optimizer = self._optimizer()
             if optimizer is not None:
                 optimizer._overlap = None

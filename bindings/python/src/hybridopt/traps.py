@@ -28,9 +28,9 @@ _HARMLESS_FUNCTIONS = (
     "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
 )  # fmt: skip
 _HARMLESS_ATTRIBUTES = (
-    "_backward_hooks", "_version", "device", "dtype", "grad", "grad_dtype", "grad_fn", "is_cpu", "is_cuda",
-    "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad",
-    "retains_grad", "shape",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_dtype", "grad_fn",
+    "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize", "layout", "nbytes", "ndim",
+    "requires_grad", "retains_grad", "shape",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from ..overlap import Overlap
+from ..owned_hooks import Removal
 from .wrapped import check_clipped_once, name_params, unwrapped
 
 
@@ -23,7 +23,7 @@ class OffloadCallback(Callback):
 
     def __init__(self, overlap: bool = False) -> None:
         self._is_overlapping = overlap
-        self._overlaps: list[Overlap] = []
+        self._overlaps: list[Removal] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in map(unwrapped, trainer.optimizers):

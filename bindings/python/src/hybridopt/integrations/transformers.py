@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from .. import algorithms
-from ..overlap import Overlap
+from ..owned_hooks import Removal
 from .wrapped import check_clipped_once, check_options, name_params, unwrapped
 
 FOLDER = "hybridopt"  # in each of Trainer's checkpoints
@@ -64,7 +64,7 @@ class OffloadCallback(TrainerCallback):
         self._is_overlapping = overlap
         self._is_saving = save_checkpoint
         self._load_from = load_from
-        self._overlap: Overlap | None = None
+        self._overlap: Removal | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -145,6 +145,55 @@ class Keyed:
         self._stash._exit(self._key, kind is None)
 
 
+class LayerHooks:
+    """What is called before and after a wrapped module. Who has the weights of a module must not go before the module
+    does: then these keep the stash alive."""
+
+    def __init__(self, stash: ActivationStash, layer: nn.Module, name: str) -> None:
+        self._stash = weakref.ref(stash)
+        self._kept = stash if layer in stash._weights else None
+        self._layer = weakref.ref(layer)
+        self._name = name
+        self._has_ended = False
+
+    @torch._disable_dynamo
+    def before(self, *_: Any) -> None:
+        stash, layer = self._stash(), self._layer()
+        if stash is not None and layer is not None and not stash._handle.closed:
+            stash._enter_layer(layer, self._name)
+
+    @torch._disable_dynamo
+    def after(self, *arguments: Any) -> None:
+        stash, layer = self._stash(), self._layer()
+        if stash is not None and layer is not None:
+            stash._leave_layer(layer, self._name, arguments[-1] if arguments else None)
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """For a module whose call is compiled, so that torch calls no hooks of it."""
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._has_ended:
+                return compiled(*args, **kwargs)
+            self.before()
+            result = None
+            try:
+                result = compiled(*args, **kwargs)
+                return result
+            finally:
+                self.after(result)
+
+        self._call, self._compiled = weakref.ref(call), compiled
+        return call
+
+    def end(self) -> None:
+        """Undoes around(). What others have put around it since stays."""
+        self._has_ended, self._kept = True, None
+        layer = self._layer()
+        if layer is not None and layer._compiled_call_impl is self._call():
+            layer._compiled_call_impl = self._compiled
+
+
 class Wrapping:
     """What wrap() gives: remove() ends it."""
 
@@ -239,7 +288,6 @@ class ActivationStash:
         )
         self._transfers = Transfers(self._handle, self._device)
         self._clock = clock_of(self._device)
-        self._hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] = (self._pack, self._unpack)
         self._lock = threading.RLock()
         self._thread = Thread()
         self._names = Names()
@@ -318,7 +366,8 @@ class ActivationStash:
         undo = [undo for number, layer in enumerate(layers) for undo in self._attach(layer, number)]
         if weights:
             undo += [undo for layer in layers for undo in self._attach_weights(layer)]
-            undo.append(self._hook_steps())
+            _hook_steps()
+            _with_weights.add(self)
         self._wrapped.update(layers)
         if not activations:
             self._weights_only.update(layers)
@@ -541,47 +590,14 @@ class ActivationStash:
     # ---------------------------------------------------------------------------- wrapped modules --
 
     def _attach(self, layer: nn.Module, number: int) -> Iterator[Callable[[], None]]:
-        name = self._name_of(layer, number)
-        # Who has the weights of a module must not go before the module does.
-        stays = functools.partial(_same, self)
-        referred: Callable[[], ActivationStash | None] = stays if layer in self._weights else weakref.ref(self)
-        its = weakref.ref(layer)
-
-        @torch._disable_dynamo
-        def before(*_: Any) -> None:
-            stash, module = referred(), its()
-            if stash is not None and module is not None and not stash._handle.closed:
-                stash._enter_layer(module, name)
-
-        @torch._disable_dynamo
-        def after(*arguments: Any) -> None:
-            stash, module = referred(), its()
-            if stash is not None and module is not None:
-                stash._leave_layer(module, name, arguments[-1] if arguments else None)
-
+        hooks = LayerHooks(self, layer, self._name_of(layer, number))
         compiled = layer._compiled_call_impl
         if compiled is None:
-            yield layer.register_forward_pre_hook(Call(before), prepend=True).remove
-            yield layer.register_forward_hook(Call(after), always_call=True).remove
-            return
-
-        @functools.wraps(compiled)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before()
-            result = None
-            try:
-                result = compiled(*args, **kwargs)
-                return result
-            finally:
-                after(result)
-
-        def undo() -> None:
-            module = its()
-            if module is not None:
-                module._compiled_call_impl = compiled
-
-        layer._compiled_call_impl = call
-        yield undo
+            yield layer.register_forward_pre_hook(Call(hooks.before), prepend=True).remove
+            yield layer.register_forward_hook(Call(hooks.after), always_call=True).remove
+        else:
+            layer._compiled_call_impl = hooks.around(compiled)
+            yield hooks.end
 
     def _name_of(self, layer: nn.Module, number: int) -> str:
         return self._module_names.get(layer) or f"layer {number}"
@@ -597,19 +613,6 @@ class ActivationStash:
         for module in layer.modules():
             yield module.register_state_dict_pre_hook(Call(bring_back)).remove
             yield module.register_load_state_dict_pre_hook(Call(bring_back)).remove
-
-    def _hook_steps(self) -> Callable[[], None]:
-        """Of any optimizer."""
-        referred = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            stash = referred()
-            if stash is not None and not stash._handle.closed:
-                with stash._lock:
-                    groups = optimizer.param_groups
-                    stash._weights.come_for_step(param for group in groups for param in group["params"])
-
-        return register_optimizer_step_pre_hook(before_step).remove
 
     def _bring_back(self, layers: Iterable[nn.Module]) -> None:
         if not self._handle.closed:
@@ -680,10 +683,10 @@ class ActivationStash:
         if _top_hooks is None:
             return _is_in_checkpoint()
         top = _top_hooks(False)
-        return top is not None and top[0] != self._hooks[0]
+        return top is not None and top[0] != self._pack
 
     def _install(self, module: nn.Module | None) -> Entered:
-        undo: list[Any] = [saved_tensors_hooks(*self._hooks)]
+        undo: list[Any] = [saved_tensors_hooks(self._pack, self._unpack)]
         if self._is_telling or any(name in ROLES for name in self._wanted):
             undo.append(self._roles)
         for each in undo:
@@ -765,6 +768,24 @@ class ActivationStash:
         return saved.restore()
 
 
+_with_weights: weakref.WeakSet[ActivationStash] = weakref.WeakSet()  # those that have put weights aside
+
+
+@functools.cache
+def _hook_steps() -> None:
+    """Once, for all stashes: torch has no hook that ends with its stash."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before the step of any optimizer."""
+    for stash in list(_with_weights):
+        if not stash._handle.closed:
+            with stash._lock:
+                groups = optimizer.param_groups
+                stash._weights.come_for_step(param for group in groups for param in group["params"])
+
+
 # Older versions of torch do not tell.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -777,10 +798,6 @@ def _is_in_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _same(stash: ActivationStash) -> ActivationStash:
-    return stash
 
 
 def _is_in_backward() -> bool:

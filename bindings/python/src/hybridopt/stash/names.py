@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..hooked_model import nothing
+from ..owned_hooks import Uncopied
 
 # What functions save, by their role in a model.
 ROLES: dict[str, tuple[Any, ...]] = {
@@ -103,7 +103,7 @@ class Watch:
         ]
 
 
-class Call:
+class Call(Uncopied):
     """A hook that copies and pickles of its module have no part in."""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -111,16 +111,6 @@ class Call:
 
     def __call__(self, *arguments: Any) -> None:
         self._function(*arguments)
-
-    def __deepcopy__(self, _: Any) -> Callable[..., None]:
-        return nothing
-
-    def __reduce__(self) -> Any:
-        return _get_nothing, ()
-
-
-def _get_nothing() -> Callable[..., None]:
-    return nothing
 
 
 class Roles(TorchFunctionMode):
