@@ -403,11 +403,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._engine.under_way.wait(slots, streams)
 
     @in_no_mode
-    def _wait_for_use(self, slots: Sequence[Slot]) -> None:
-        """As _wait_for, for code outside of modules."""
+    def _finish_for_use(self) -> None:
+        """As _finish, for code outside of modules that is about to use a param."""
         if self._engine is not None:
             with self._telling_rank():
-                self._engine.under_way.wait_for_use(slots)
+                self._engine.under_way.finish_for_use()
 
     def _finish(self) -> None:
         """Waits until the step under way has updated all params."""

@@ -29,7 +29,7 @@ class Overlapped(Protocol):
 
     def _wait_for(self, slots: Sequence[Slot], streams: Iterable[Any]) -> None: ...
 
-    def _wait_for_use(self, slots: Sequence[Slot]) -> None: ...
+    def _finish_for_use(self) -> None: ...
 
     def _finish(self) -> None: ...
 
@@ -95,18 +95,19 @@ class Overlap:
         if optimizer is not None:
             optimizer._finish()
 
-    def used(self, slots: list[Slot], operation: str) -> None:
-        """Waits for params that code outside of modules uses. (Overlap is the keeper of their traps.)"""
+    def used(self, slot: Slot, operation: str) -> None:
+        """Waits for the step that writes a param, which code outside of modules uses. (Overlap is the keeper of the
+        param's trap.)"""
         if operation and is_checking():
             warnings.warn(
-                f"parameter {slots[0].name!r} is used by {operation!r} while a step still writes it, so that this "
+                f"parameter {slot.name!r} is used by {operation!r} while a step still writes it, so that this "
                 "use waits, and the step gains less time beside what follows; if that can be, use it later, after "
                 "the forward pass",
                 stacklevel=_frames_inside(),
             )
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer._wait_for_use(slots)
+            optimizer._finish_for_use()
 
     def _check_gradient(self, param: Tensor) -> None:
         optimizer = self._optimizer()

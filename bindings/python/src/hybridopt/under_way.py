@@ -32,23 +32,19 @@ def version_of(tensor: Tensor) -> int:
 class Keeper(Protocol):
     """Whom a use of a param outside of modules is told."""
 
-    def used(self, slots: list[Slot], operation: str) -> None:
-        """An operation of torch, "" if it is this package's, is about to use these params. Waits for them."""
+    def used(self, slot: Slot, operation: str) -> None:
+        """An operation of torch, "" if it is this package's, is about to use this param. Waits for the step."""
 
 
 _kept: dict[int, tuple[weakref.ref[Keeper], Slot]] = {}  # by the id of a tensor that has a trap
 
 
 def _used(tensors: list[Tensor], operation: str) -> None:
-    slots: dict[weakref.ref[Keeper], dict[Slot, None]] = {}
     for tensor in tensors:
-        if id(tensor) in _kept:
-            referred, slot = _kept[id(tensor)]
-            slots.setdefault(referred, {})[slot] = None  # once, though an operation may get a tensor twice
-    for referred, used in slots.items():
-        keeper = referred()
-        if keeper is not None:
-            keeper.used(list(used), operation)
+        referred, slot = _kept.get(id(tensor), (None, None))  # nothing if it was waited for with the one before
+        keeper = None if referred is None else referred()
+        if keeper is not None and slot is not None:
+            keeper.used(slot, operation)
 
 
 _traps = Traps(_used)
@@ -156,18 +152,19 @@ class UnderWay:
             self.skipped_gradients = {slot: used.gradient for slot, used in self._pending.items()}
         self._is_ended = True
 
-    def wait_for_use(self, slots: Iterable[Slot]) -> None:
-        """Waits for these params, which code outside of modules uses. On a GPU that may be on another stream than
-        the modules use later, and these would not wait again. Then the caller waits."""
-        self.wait(slots)
+    def finish(self) -> None:
+        """Waits for all params of the step."""
+        self.wait(list(self._pending))
+
+    def finish_for_use(self) -> None:
+        """Waits for all params of the step, of which code outside of modules uses one. It may write that through
+        `.data`, which leaves no trace, so that the step must have ended before. On a GPU it may use another stream
+        than modules, which would not wait again. Then the caller waits."""
+        self.finish()
         if self._device.type == "cuda":
             current = torch.cuda.current_stream(self._device)
             if current != torch.cuda.default_stream(self._device):
                 current.synchronize()
-
-    def finish(self) -> None:
-        """Waits for all params of the step."""
-        self.wait(list(self._pending))
 
     @in_no_mode
     def finish_before_fork(self) -> None:
