@@ -57,7 +57,8 @@ def source_lines(run):
     commit = "commit not recorded" if run["commit"] is None else f"commit {run['commit']}"
     command = "command not recorded" if run["command"] is None else f"`{run['command']}`"
     parts = (run["machine"], run.get("software"), run["date"], commit, command)
-    text = f"{run['what']}. *{'; '.join(part for part in parts if part)}.*"
+    where = "; ".join(part for part in parts if part)
+    text = f"{run['what']}. *{where[0].upper()}{where[1:]}.*"
     return textwrap.wrap(text, LINE_WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
