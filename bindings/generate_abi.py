@@ -3,8 +3,8 @@
 it only compares.
 
 Python gets structs, constants and functions for ctypes, and the rows of the algorithms. Rust gets the
-declarations of the crate hybridopt-sys, the names that its layout test compares with C, and the enum
-of the algorithms.
+declarations of the crate hybridopt-sys, the names that its layout test compares with C, the enum of the
+algorithms, and groups.
 
 The middle of the header is plain C99 in one style, and so are the rows of the algorithms in theirs,
 so that a few patterns read all of it. The generator refuses what they do not match; it never leaves a
@@ -16,6 +16,7 @@ import dataclasses
 import pathlib
 import re
 import sys
+import textwrap
 
 HERE = pathlib.Path(__file__).resolve().parent
 HEADER = HERE.parent / "include" / "offload.h"
@@ -40,6 +41,7 @@ class Value:
 
     name: str
     type: "Type | FunctionType"
+    comment: str = ""  # of a field
 
 
 @dataclasses.dataclass
@@ -74,6 +76,12 @@ class Alias:
 class Struct:
     name: str
     fields: list[Value]
+    comment: str
+
+    @property
+    def said(self):
+        """The fields that mean something to a user."""
+        return [f for f in self.fields if f.name != "struct_size" and not f.name.startswith("reserved")]
 
 
 @dataclasses.dataclass
@@ -89,6 +97,7 @@ class Header:
         match = re.search(r"/\* begin-plain-c99 \*/(.*)/\* end-plain-c99 \*/", text, re.S)
         if match is None:
             raise ValueError("begin- and end-plain-c99 not found")
+        self.plain = match[1]
         self.comments = dict(re.findall(r"^ +(OFFLOAD_\w+) = \w+,? +/\* (.*) \*/$", match[1], re.M))
         # Fields name their enum in a comment; flags are "enum NAME, or-ed".
         self.flags = set(re.findall(r"enum (\w+), or-ed", match[1]))
@@ -98,6 +107,9 @@ class Header:
         for declaration in split_declarations(code):
             self.declarations.append(self.declaration(" ".join(declaration.split())))
 
+    def struct(self, name):
+        return next(struct for struct in self.of(Struct) if struct.name == name)
+
     def of(self, kind):
         return [declared for declared in self.declarations if isinstance(declared, kind)]
 
@@ -106,7 +118,7 @@ class Header:
             return self.enum(match[1], match[2])
         if match := re.fullmatch(r"typedef struct \w+ \{(.*)\} (\w+)", text):
             fields = [self.value(field) for field in match[1].split(";") if field.strip()]
-            return self.named(Struct(match[2], fields))
+            return self.named(self.commented(Struct(match[2], fields, "")))
         if match := re.fullmatch(r"typedef (\w+) \(\*(\w+)\)\((.*)\)", text):
             return self.named(Alias(match[2], self.function(match[1], match[3])))
         if match := re.fullmatch(r"typedef struct (\w+)\* ?(\w+)", text):
@@ -116,6 +128,17 @@ class Header:
         if match := re.fullmatch(r"OFFLOAD_API ((?:const )?\w+\*?) (\w+)\((.*)\)", text):
             return Function(match[2], self.function(match[1], match[3]))
         raise ValueError(f"not understood: {text!r}")
+
+    def commented(self, struct):
+        """With the comment before the struct, and those behind its fields."""
+        name = struct.name.removesuffix("_t")
+        text = re.search(rf"typedef struct {name} \{{(.*?)\}} {struct.name};", self.plain, re.S)
+        before = re.search(r"/\*((?:(?!\*/).)*)\*/\n\Z", self.plain[: text.start()], re.S)
+        struct.comment = plain_words(before[1]) if before else ""
+        for field in struct.fields:
+            behind = re.search(rf"\b{field.name}(?:\[\d+\])?; */\*(.*?)\*/", text[1], re.S)
+            field.comment = plain_words(behind[1]) if behind else ""
+        return struct
 
     def named(self, declared):
         self.names.add(declared.name)
@@ -148,6 +171,11 @@ class Header:
         return Type(name, tuple(is_const and level == 0 for level in range(pointers)))
 
 
+def plain_words(comment):
+    """Without the stars at the beginnings of lines, in one line."""
+    return " ".join(re.sub(r"\n \* ?", " ", comment).split())
+
+
 def split_declarations(code):
     """Declarations end at a semicolon outside of braces."""
     depth, start = 0, 0
@@ -171,8 +199,18 @@ class Algorithm:
     name: str
     moments: list[str]  # constants of enum offload_state_kind
     needs_momentum: bool  # for its moments
-    numbers: list[str]  # of a group, that it reads
     counts_steps: bool
+
+
+@dataclasses.dataclass
+class GroupField:
+    """A row of kGroupFields."""
+
+    name: str
+    is_flag: bool
+    readers: list[str] | None  # constants of enum offload_algorithm; None: all
+
+
 
 
 class Algorithms:
@@ -181,6 +219,7 @@ class Algorithms:
         self.kind_names = dict(re.findall(r'\{(\w+), "(\w+)"', kinds))
         if len(self.kind_names) != kinds.count("{"):
             raise ValueError("a row of kStoredKinds is not understood")
+        self.fields = [self.field(row) for row in rows_of(table(text, "GroupField kGroupFields"))]
         rows = re.split(r"\{(?=\.value)", table(text, "Algorithm kAlgorithms"))
         self.rows = [self.row(row) for row in rows[1:]]
         if not self.rows or rows[0].strip():
@@ -193,14 +232,30 @@ class Algorithms:
             name=fields.pop("name").strip('"'),
             moments=re.findall(r"OFFLOAD_STATE_\w+", fields.pop("moments")),
             needs_momentum="rule_without_momentum" in fields,
-            numbers=re.findall(r"&offload_group_t::(\w+)", fields.pop("reads")),
             counts_steps=fields.pop("counts_steps", "false") == "true",
         )
         internal = {"rule", "rule_without_momentum", "set_coefficients", "initial_moment0"}
-        internal |= {"reads_nesterov", "nan_reaches_param"}
+        internal |= {"nan_reaches_param"}
         if not fields.keys() <= internal or not {*row.moments} <= self.kind_names.keys():
             raise ValueError(f"a row of kAlgorithms is not understood: {text!r}")
         return row
+
+    @staticmethod
+    def field(row):
+        match = re.fullmatch(r'\{"(\w+)", ?&offload_group_t::(\w+), ?(\{?)(.*?),?\}', row)
+        if match is None or match[1] != match[2]:
+            raise ValueError(f"a row of kGroupFields is not understood: {row!r}")
+        readers = None if "kAllAlgorithms" in match[4] else re.findall(r"OFFLOAD_\w+", match[4])
+        return GroupField(match[1], is_flag=match[3] == "", readers=readers)
+
+    def read_by(self, row):
+        """The names of the fields of a group that an algorithm reads."""
+        return [f.name for f in self.fields if f.readers is None or row.constant in f.readers]
+
+
+def rows_of(text):
+    """The rows of a table, each in one line."""
+    return [" ".join(row.split()).removesuffix(",") for row in re.split(r"^    (?=\{)", text, flags=re.M)[1:]]
 
 
 def table(text, name):
@@ -246,12 +301,15 @@ class Algorithm(NamedTuple):
     name: str
     moments: dict[str, int]  # enum offload_state_kind, by the names that torch gives them
     needs_momentum: bool  # it keeps its moments for groups with momentum only
-    numbers: tuple[str, ...]  # of a group, that it reads
+    reads: tuple[str, ...]  # the fields of offload_group_t that it reads
     counts_steps: bool  # torch keeps a step count beside the moments
 
 
+# The fields of offload_group_t that are 0 or 1.
+GROUP_FLAGS = ({})
+
 # By enum offload_algorithm.
-ALGORITHMS: dict[int, Algorithm] = {
+ALGORITHMS: dict[int, Algorithm] = {{
 '''
 
 PYTHON_SCALARS = {
@@ -293,14 +351,15 @@ class Python:
         text += "\n\n# Result and arguments of every function.\n"
         text += "FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {\n"
         text += "".join(self.function(function) for function in header.of(Function))
-        text += "}\n" + PYTHON_ALGORITHMS
+        flags = ", ".join(f'"{field.name}"' for field in algorithms.fields if field.is_flag)
+        text += "}\n" + PYTHON_ALGORITHMS.format(flags)
         self.text = text + "".join(self.algorithm(row, algorithms) for row in algorithms.rows) + "}\n"
 
     @staticmethod
     def algorithm(row, algorithms):
         moments = ", ".join(f'"{algorithms.kind_names[kind]}": {kind}' for kind in row.moments)
-        numbers = ", ".join(f'"{number}"' for number in row.numbers)
-        values = f'"{row.name}"', f"{{{moments}}}", row.needs_momentum, f"({numbers})", row.counts_steps
+        reads = ", ".join(f'"{name}"' for name in algorithms.read_by(row))
+        values = f'"{row.name}"', f"{{{moments}}}", row.needs_momentum, f"({reads})", row.counts_steps
         return f"    {row.constant}: Algorithm(\n" + "".join(f"        {v},\n" for v in values) + "    ),\n"
 
     def alias(self, declared):
@@ -459,17 +518,64 @@ def rust_algorithms(header, algorithms):
     return text + "        }\n    }\n}\n"
 
 
+def sentence(comment, words):
+    """A comment of the header as a sentence, with words of another language for those of C."""
+    text = re.sub(r"^enum", "of enum", comment)
+    for c, word in words.items():
+        text = re.sub(rf"(?<![\w.]){c}", word, text)
+    return f"{text[0].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
+
+
+RUST_WORDS = {"1: ": "`true`: ", "0: ": "`false`: ", "UINT64_MAX": "`u64::MAX`"}
+
+
+def rust_doc(comment, indent):
+    lines = textwrap.wrap(sentence(comment, RUST_WORDS), 96 - len(indent))
+    return "".join(f"{indent}/// {line}\n" for line in lines)
+
+
+RUST_GROUP_PREAMBLE = """\
+//! Groups of params. Written by generate_abi.py; do not edit.
+
+use hybridopt_sys as sys;
+
+/// Hyperparameters, as PyTorch names and means them. There are no silent defaults: `Default` is all
+/// zero, and a field that the algorithm does not use must stay zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Group {
+"""
+
+
+def rust_group(header, algorithms):
+    """The hyperparameters in the safe crate: numbers, and flags as bool."""
+    struct = header.struct("offload_group_t")
+    comments = {field.name: field.comment for field in struct.said}
+    if comments.keys() != {field.name for field in algorithms.fields}:
+        raise ValueError("offload_group_t and kGroupFields have other fields")
+    text, values = RUST_GROUP_PREAMBLE, ""
+    for field in algorithms.fields:
+        name = field.name
+        text += rust_doc(comments[name], "    ")
+        text += f"    pub {name}: {'bool' if field.is_flag else 'f64'},\n"
+        value = f"i32::from(self.{name})" if field.is_flag else f"self.{name}"
+        values += f"            {name}: {value},\n"
+    text += "}\n\nimpl Group {\n    pub(crate) fn raw(&self) -> sys::offload_group_t {\n"
+    text += f"        sys::offload_group_t {{\n{values}            ..Default::default()\n        }}\n"
+    return text + "    }\n}\n"
+
+
 # ------------------------------------------------------------------------------------------ files
 
 
 def outputs(header, algorithms):
-    crate = HERE / "rust" / "hybridopt-sys"
-    generated = HERE / "python" / "src" / "hybridopt" / "abi" / "generated.py"
+    raw_crate, crate = HERE / "rust" / "hybridopt-sys", HERE / "rust" / "hybridopt" / "src"
+    abi = HERE / "python" / "src" / "hybridopt" / "abi"
     return {
-        generated: Python(header, algorithms).text,
-        crate / "src" / "generated.rs": Rust(header).text,
-        crate / "tests" / "layout" / "names.rs": rust_names(header),
-        HERE / "rust" / "hybridopt" / "src" / "algorithm.rs": rust_algorithms(header, algorithms),
+        abi / "generated.py": Python(header, algorithms).text,
+        raw_crate / "src" / "generated.rs": Rust(header).text,
+        raw_crate / "tests" / "layout" / "names.rs": rust_names(header),
+        crate / "algorithm.rs": rust_algorithms(header, algorithms),
+        crate / "group.rs": rust_group(header, algorithms),
     }
 
 

@@ -269,9 +269,10 @@ enum offload_numa_rung {
   OFFLOAD_NUMA_PLACED = 2       /* libnuma has told the kernel which nodes to prefer */
 };
 
+/* What a context has got of the machine. */
 typedef struct offload_context_info {
   uint32_t struct_size;
-  int32_t device_kind;
+  int32_t device_kind;    /* enum offload_device_kind */
   uint32_t threads;       /* number of update threads */
   uint32_t cpus_allowed;  /* CPUs in this process's affinity mask */
   uint32_t nodes;         /* NUMA nodes with CPUs that this process may use */
@@ -279,17 +280,17 @@ typedef struct offload_context_info {
   int32_t huge_pages;     /* 1: the library asks for huge pages for state and the system has them */
   uint32_t optimizers;    /* optimizers of this context that have not been destroyed */
   uint64_t device_memory_bytes;      /* capacity; 0 on the host device */
-  uint64_t device_memory_free_bytes; /* now */
+  uint64_t device_memory_free_bytes; /* free on the device now; 0 on the host device */
   uint64_t pinned_bytes;             /* host memory that is pinned for this context now */
   char isa[32];                      /* instruction set of the host kernels: "avx512", ... */
-  char device_name[256];
-  uint32_t local_rank;  /* this rank, as the library used it to share out the CPUs */
-  uint32_t local_world; /* number of ranks, likewise */
-  uint32_t cpus;        /* how many of cpus_allowed are this rank's */
-  int32_t numa_rung;    /* enum offload_numa_rung; final once the first work has started threads */
-  uint64_t numa_nodes;  /* bit n: update threads run on node n (nodes above 63 do not show) */
-  char notes[1024];     /* what the library could not have as asked or at its best, and why; "" if
-                           there is nothing to tell */
+  char device_name[256];             /* the device's own name */
+  uint32_t local_rank;               /* this rank, as the library used it to share out the CPUs */
+  uint32_t local_world;              /* number of ranks that the library shared out the CPUs to */
+  uint32_t cpus;                     /* how many of cpus_allowed are this rank's */
+  int32_t numa_rung;   /* enum offload_numa_rung; final once the first work has started threads */
+  uint64_t numa_nodes; /* bit n: update threads run on node n (nodes above 63 do not show) */
+  char notes[1024];    /* what the library could not have as asked or at its best, and why; "" if
+                          there is nothing to tell */
   uint64_t numa_memory_nodes; /* bit n: the kernel has been told to put host memory on node n */
   int32_t numa_policy;        /* enum offload_numa_policy in force; if it is not what options asked
                                  for, notes and a warning in the log tell why */
@@ -378,10 +379,10 @@ typedef struct offload_optimizer_options {
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
  * Signum their papers', with decoupled weight decay).
  * Here zero means zero, not a default. A field that the algorithm does not use must be zero. All
- * numbers are finite and not negative. */
+ * numbers are finite and not negative; nesterov and maximize are 0 or 1. */
 typedef struct offload_group {
   uint32_t struct_size;
-  int32_t nesterov;    /* SGD: 0 or 1; needs momentum > 0 and dampening 0 */
+  int32_t nesterov;    /* SGD; needs momentum > 0 and dampening 0 */
   int32_t maximize;    /* 1: step along the gradient; 0: against it */
   uint32_t reserved;   /* 0 */
   double lr;           /* all algorithms */
@@ -450,12 +451,12 @@ typedef struct offload_binding {
 /* The memory that commit takes, by kind and place, and what a step copies. Padding is included. */
 typedef struct offload_plan {
   uint32_t struct_size;
-  uint32_t param_count;
-  uint64_t element_count;
-  uint64_t host_elements;          /* of the host share */
-  uint64_t device_elements;        /* of the device share */
-  uint64_t host_state_bytes[32];   /* indexed by enum offload_state_kind */
-  uint64_t device_state_bytes[32]; /* likewise */
+  uint32_t param_count;            /* params that are registered */
+  uint64_t element_count;          /* elements of all params */
+  uint64_t host_elements;          /* elements of the host share */
+  uint64_t device_elements;        /* elements of the device share */
+  uint64_t host_state_bytes[32];   /* state on the host, by enum offload_state_kind */
+  uint64_t device_state_bytes[32]; /* state on the device, by enum offload_state_kind */
   uint64_t staging_bytes;        /* pinned host memory: the staging ring and the results of norms */
   uint64_t host_params_bytes;    /* pinned: room for params that are offloaded */
   uint64_t host_grads_bytes;     /* pinned: room for gradients that are offloaded */
@@ -467,11 +468,13 @@ typedef struct offload_plan {
   uint64_t device_bytes;         /* all of the above on the device */
   uint64_t device_free_bytes;    /* free on the device now; 0 on the host device */
   uint64_t host_available_bytes; /* available on the host now, within the limits of cgroups */
-  uint64_t pinned_bytes_left;    /* that this context may still pin; UINT64_MAX without a limit */
-  uint64_t chunk_count;          /* chunks of a step in which all params have a gradient */
-  uint64_t grads_down_bytes;     /* that such a step copies from the device to the host, and */
-  uint64_t params_up_bytes;      /* from the host to the device, if CPU threads update all chunks */
-  int32_t fits;                  /* 1: commit would find enough memory now */
+  uint64_t pinned_bytes_left; /* how much more this context may pin; UINT64_MAX without a limit */
+  uint64_t chunk_count;       /* chunks of a step in which all params have a gradient */
+  uint64_t grads_down_bytes;  /* what such a step copies from the device to the host, if CPU
+                                 threads update all chunks */
+  uint64_t params_up_bytes;   /* what such a step copies from the host to the device, if CPU
+                                 threads update all chunks */
+  int32_t fits;               /* 1: commit would find enough memory now */
   uint32_t reserved;
   uint64_t numa_bytes[64]; /* of host_bytes, on each NUMA node: where the context's policy will put
                               them; after commit, while no work is queued, where they lie, from what
@@ -562,6 +565,7 @@ typedef struct offload_step_options {
   offload_stream_t stream; /* gradients and params are ready after the work queued on it now */
 } offload_step_options_t;
 
+/* What a completed step did, and how long its parts took. */
 typedef struct offload_step_result {
   uint32_t struct_size;
   int32_t skipped;      /* 1: a gradient had an Inf or NaN; the step has changed nothing */
@@ -572,26 +576,26 @@ typedef struct offload_step_result {
   double grad_clip;     /* factor by which clipping multiplied the gradients; 1 = no clipping */
   double total_seconds; /* from the start of the work to its end */
   double norm_seconds;  /* from the start until the norm was known */
-  double grads_down_seconds;      /* copying gradients to the host, as the device timed it */
-  double update_seconds;          /* CPU threads updating the host share */
-  double params_up_seconds;       /* copying params to the device, as the device timed it */
-  double device_update_seconds;   /* the device updating its share */
-  double stall_seconds;           /* CPU threads waiting for gradients, a staging slot, the device's
-                                     update or a save */
-  uint64_t grads_down_bytes;      /* copied from the device to the host */
-  uint64_t params_up_bytes;       /* copied from the host to the device */
-  uint64_t cpu_elements;          /* of the host share: those that CPU threads updated */
-  uint64_t streamed_elements;     /* of the host share: those whose state went through the device */
-  uint64_t state_up_bytes;        /* of their state: copied from the host to the device */
-  uint64_t state_down_bytes;      /* of their state: copied from the device to the host */
-  double state_up_seconds;        /* copying their state to the device, as the device timed it */
-  double streamed_update_seconds; /* the device updating them */
-  double state_down_seconds;      /* copying their state back, as the device timed it */
+  double grads_down_seconds;    /* copying gradients to the host, as the device timed it */
+  double update_seconds;        /* CPU threads updating the host share */
+  double params_up_seconds;     /* copying params to the device, as the device timed it */
+  double device_update_seconds; /* the device updating its share */
+  double stall_seconds;         /* CPU threads waiting for gradients, a staging slot, the device's
+                                   update or a save */
+  uint64_t grads_down_bytes;    /* gradients copied from the device to the host */
+  uint64_t params_up_bytes;     /* params copied from the host to the device */
+  uint64_t cpu_elements;        /* elements of the host share that CPU threads updated */
+  uint64_t streamed_elements;   /* elements of the host share whose state went through the device */
+  uint64_t state_up_bytes;      /* streamed state copied from the host to the device */
+  uint64_t state_down_bytes;    /* streamed state copied from the device to the host */
+  double state_up_seconds;      /* copying streamed state to the device, as the device timed it */
+  double streamed_update_seconds; /* the device updating the streamed elements */
+  double state_down_seconds;      /* copying streamed state back, as the device timed it */
   double cpu_idle_seconds; /* from the CPU threads' last chunk to the last one that was streamed */
   double streamed_idle_seconds; /* from the last streamed chunk to the CPU threads' last one */
-  uint64_t early_elements;  /* of the host share: those that had been updated before the step; they
-                               count neither as cpu_elements nor as streamed_elements */
-  uint64_t undone_elements; /* updated early and undone, since the step before */
+  uint64_t early_elements; /* elements of the host share that had been updated before the step; they
+                              count neither as cpu_elements nor as streamed_elements */
+  uint64_t undone_elements; /* elements updated early and undone, since the step before */
 } offload_step_result_t;
 
 /* Queues one step over every param that has a gradient, and returns at once. At most 8 steps may be
@@ -804,14 +808,16 @@ OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint3
 OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimizer, uint32_t param,
                                                      uint64_t step_count);
 
+/* Totals since create, and the memory in use now. Fields that offload_step_result_t has too are
+ * sums over all steps. */
 typedef struct offload_stats {
   uint32_t struct_size;
   uint32_t queued; /* calls that are queued or running now; a save until its ticket completes */
-  uint64_t steps_applied;
-  uint64_t steps_skipped;
-  uint64_t host_bytes;             /* that the library holds now, as in the plan */
-  uint64_t device_bytes;           /* that the library holds now, as in the plan */
-  uint64_t staging_bytes;          /* that the library holds now; part of host_bytes */
+  uint64_t steps_applied;          /* steps that have updated params */
+  uint64_t steps_skipped;          /* steps that a gradient with an Inf or NaN has skipped */
+  uint64_t host_bytes;             /* host memory that the library holds now, as in the plan */
+  uint64_t device_bytes;           /* device memory that the library holds now, as in the plan */
+  uint64_t staging_bytes;          /* staging memory that it holds now; part of host_bytes */
   uint64_t params_on_device_bytes; /* the caller's: registered params that have an address */
   uint64_t params_on_host_bytes;   /* offloaded params */
   uint64_t grads_on_device_bytes;  /* the caller's: gradients that have an address */
@@ -819,33 +825,34 @@ typedef struct offload_stats {
   uint64_t states_on_device_bytes; /* state of the device share */
   uint64_t states_on_host_bytes;   /* state of the host share, and offloaded state of the device
                                       share */
-  uint64_t grads_down_bytes;       /* that steps have copied since create */
-  uint64_t params_up_bytes;        /* that steps have copied since create */
-  uint64_t offloaded_bytes;        /* that offload_* has copied since create */
-  uint64_t reloaded_bytes;         /* that reload_* has copied since create */
-  double total_seconds;            /* from here on: sums of the step results since create */
+  uint64_t grads_down_bytes;
+  uint64_t params_up_bytes;
+  uint64_t offloaded_bytes; /* what offload_* has copied since create */
+  uint64_t reloaded_bytes;  /* what reload_* has copied since create */
+  double total_seconds;
   double norm_seconds;
   double grads_down_seconds;
   double update_seconds;
   double params_up_seconds;
   double device_update_seconds;
   double stall_seconds;
-  uint64_t cpu_elements; /* since create */
+  uint64_t cpu_elements;
   uint64_t streamed_elements;
   uint64_t state_up_bytes;
   uint64_t state_down_bytes;
-  double state_up_seconds; /* sums of the step results since create */
+  double state_up_seconds;
   double streamed_update_seconds;
   double state_down_seconds;
   double cpu_idle_seconds;
   double streamed_idle_seconds;
-  /* Of the link that a stash shares (docs/STASH.md), since create; all 0 without a stash. */
-  uint64_t gave_way_copies; /* chunks of steps, and pieces of moves, that waited on the host until
-                               prefetches that were under way had ended */
-  double gave_way_seconds;  /* so long; part of other times above */
-  uint64_t pushes_ahead_bytes; /* pushes that were queued, and not known to have ended, when a step
-                                  queued a chunk to the host: the sum over all its chunks */
-  uint64_t early_elements;     /* sums of the step results since create */
+  uint64_t gave_way_copies;    /* chunks of steps, and pieces of moves, that waited on the host
+                                  until a stash's prefetches that were under way had ended
+                                  (docs/STASH.md) */
+  double gave_way_seconds;     /* how long they waited; part of other times above */
+  uint64_t pushes_ahead_bytes; /* a stash's pushes that were queued, and not known to have ended,
+                                  when a step queued a chunk to the host: the sum over all its
+                                  chunks */
+  uint64_t early_elements;
   uint64_t undone_elements;
 } offload_stats_t;
 
@@ -960,16 +967,16 @@ OFFLOAD_API int32_t offload_optimizer_load(offload_optimizer_t optimizer,
 /* What a manifest says about the whole checkpoint. */
 typedef struct offload_checkpoint_info {
   uint32_t struct_size;
-  uint32_t format_version;
-  int32_t algorithm;   /* enum offload_algorithm */
-  uint32_t save_flags; /* enum offload_save_flag, or-ed */
-  uint32_t world;      /* number of ranks that saved it */
-  uint32_t group_count;
-  uint64_t step;         /* steps applied before the save */
-  uint64_t param_count;  /* different names */
-  uint64_t tensor_count; /* stored arrays: how often visit is called */
-  uint64_t file_count;   /* safetensors files */
-  uint64_t bytes;        /* of all stored arrays */
+  uint32_t format_version; /* of the manifest */
+  int32_t algorithm;       /* enum offload_algorithm */
+  uint32_t save_flags;     /* enum offload_save_flag, or-ed */
+  uint32_t world;          /* number of ranks that saved it */
+  uint32_t group_count;    /* groups of the optimizer */
+  uint64_t step;           /* steps applied before the save */
+  uint64_t param_count;    /* different names */
+  uint64_t tensor_count;   /* stored arrays: how often visit is called */
+  uint64_t file_count;     /* safetensors files */
+  uint64_t bytes;          /* of all stored arrays */
 } offload_checkpoint_info_t;
 
 /* One stored array: one kind of state of one rank's shard of one param. Strings and arrays are

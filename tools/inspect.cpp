@@ -3,7 +3,6 @@
 #include <set>
 #include <sstream>
 
-#include "checkpoint/format/group_fields.h"
 #include "checkpoint/reader.h"
 #include "commands.h"
 #include "kernels/algorithms.h"
@@ -89,9 +88,13 @@ std::string TextOf(const Reader& reader) {
 
 Json JsonOf(const offload_group_t& group) {
   Json object;
-  ForEachGroupField(
-      group, [&](const char* key, double number) { object[key] = number; },
-      [&](const char* key, int32_t flag) { object[key] = flag != 0; });
+  for (const hybridopt::GroupField& field : hybridopt::kGroupFields) {
+    if (!hybridopt::IsInEveryManifest(field) && field.In(group) == 0) continue;
+    if (field.number != nullptr)
+      object[field.name] = group.*field.number;
+    else
+      object[field.name] = group.*field.flag != 0;
+  }
   return object;
 }
 

@@ -47,8 +47,9 @@ Result<const Row*> FindName(const Row (&rows)[kCount], const std::string& name,
 // A group that the algorithm accepts. No number of it changes what is taken, but momentum is there.
 offload_group_t GroupOf(const hybridopt::Algorithm& algorithm) {
   auto group = Make<offload_group_t>();
-  for (const hybridopt::ReadNumber& read : algorithm.reads)
-    if (read.field != nullptr) group.*read.field = 0.5;
+  for (const hybridopt::GroupField& field : hybridopt::kGroupFields)
+    if (field.number != nullptr && field.ReadersOf(algorithm.value) != nullptr)
+      group.*field.number = 0.5;
   return group;
 }
 

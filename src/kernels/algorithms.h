@@ -1,11 +1,11 @@
-// One row for each algorithm: its names, the rule that updates its params, the moments that it
-// keeps and the numbers of a group that it reads. StateShape, the check of groups, the kernels'
-// tables, checkpoints and error texts use these rows; bindings/generate_abi.py reads them from this
-// file. CONTRIBUTING.md lists what a new algorithm needs.
+// One row for each hyperparameter of a group: its name, the algorithms that read it and the values
+// that it may have. One row for each algorithm: its names, the rule that updates its params and the
+// moments that it keeps. StateShape, the check of groups, the kernels' tables, checkpoints and
+// error texts use these rows; bindings/generate_abi.py reads them from this file. CONTRIBUTING.md
+// lists what a new algorithm or a new hyperparameter needs.
 #pragma once
 
 #include <cstdint>
-#include <iterator>
 
 #include "offload.h"
 
@@ -32,31 +32,77 @@ inline constexpr StoredKind kStoredKinds[] = {
     {OFFLOAD_STATE_SUM, "sum", true},
 };
 
-// The numbers of a group, in the order of a checkpoint's manifest. state/group.cpp checks them and
-// checkpoint/format/group_fields.h stores them by this list.
-using GroupNumber = double offload_group_t::*;
-struct NamedNumber {
-  const char* name;
-  GroupNumber field;
-};
-inline constexpr NamedNumber kGroupNumbers[] = {
-    {"lr", &offload_group_t::lr},
-    {"beta1", &offload_group_t::beta1},
-    {"beta2", &offload_group_t::beta2},
-    {"eps", &offload_group_t::eps},
-    {"weight_decay", &offload_group_t::weight_decay},
-    {"momentum", &offload_group_t::momentum},
-    {"dampening", &offload_group_t::dampening},
-    {"lr_decay", &offload_group_t::lr_decay},
-    {"initial_accumulator_value", &offload_group_t::initial_accumulator_value},
-};
+// A set of algorithms: one bit for each value of enum offload_algorithm.
+template <typename... Values>
+constexpr uint32_t Of(Values... algorithms) {
+  return ((uint32_t{1} << algorithms) | ...);
+}
+inline constexpr uint32_t kAllAlgorithms = UINT32_MAX;
 
 // The values that a number may have. All must be finite in fp32 too.
-enum class NumberRange { kAtLeastZero, kAboveZero, kZeroToBelowOne };
-struct ReadNumber {
-  GroupNumber field = nullptr;
-  NumberRange range = NumberRange::kAtLeastZero;
+enum NumberRange { kAtLeastZero, kAboveZero, kZeroToBelowOne };
+
+// Algorithms that read a field, and the values that it may have there. A flag has no range.
+struct Readers {
+  uint32_t algorithms = 0;
+  NumberRange range = kAtLeastZero;
 };
+
+using GroupNumber = double offload_group_t::*;
+using GroupFlag = int32_t offload_group_t::*;
+
+// A hyperparameter of a group: a number, or a flag, which is 0 or 1. For an algorithm that does not
+// read it, it must be 0.
+struct GroupField {
+  const char* name;  // in errors, in checkpoints and in the bindings
+  GroupNumber number = nullptr;
+  GroupFlag flag = nullptr;
+  Readers readers[2] = {};
+
+  constexpr GroupField(const char* name, GroupNumber number, Readers first, Readers second = {})
+      : name(name), number(number), readers{first, second} {}
+  constexpr GroupField(const char* name, GroupFlag flag, uint32_t algorithms)
+      : name(name), flag(flag), readers{{algorithms}} {}
+
+  constexpr double In(const offload_group_t& group) const {
+    return number != nullptr ? group.*number : group.*flag;
+  }
+  // What the algorithm takes; NULL if it does not read the field.
+  constexpr const Readers* ReadersOf(int32_t algorithm) const {
+    for (const Readers& one : readers)
+      if ((one.algorithms & Of(algorithm)) != 0) return &one;
+    return nullptr;
+  }
+};
+
+// In the order of a checkpoint's manifest.
+inline constexpr GroupField kGroupFields[] = {
+    {"lr", &offload_group_t::lr, {kAllAlgorithms}},
+    {"beta1",
+     &offload_group_t::beta1,
+     {Of(OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_LION), kZeroToBelowOne}},
+    {"beta2",
+     &offload_group_t::beta2,
+     {Of(OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_LION), kZeroToBelowOne}},
+    {"eps", &offload_group_t::eps, {Of(OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_ADAGRAD), kAboveZero}},
+    {"weight_decay", &offload_group_t::weight_decay, {kAllAlgorithms}},
+    {"momentum",
+     &offload_group_t::momentum,
+     {Of(OFFLOAD_SGD)},
+     {Of(OFFLOAD_SIGNUM), kZeroToBelowOne}},
+    {"dampening", &offload_group_t::dampening, {Of(OFFLOAD_SGD)}},
+    {"lr_decay", &offload_group_t::lr_decay, {Of(OFFLOAD_ADAGRAD)}},
+    {"initial_accumulator_value",
+     &offload_group_t::initial_accumulator_value,
+     {Of(OFFLOAD_ADAGRAD)}},
+    {"nesterov", &offload_group_t::nesterov, Of(OFFLOAD_SGD)},
+    {"maximize", &offload_group_t::maximize, kAllAlgorithms},
+};
+
+// Version 1 of the checkpoint format began with the first 11 fields, which every manifest has. A
+// later field is only in the manifests of groups where it is not 0: releases that do not know it
+// read the others.
+constexpr bool IsInEveryManifest(const GroupField& field) { return &field - kGroupFields < 11; }
 
 inline constexpr int32_t kMomentsMax = 2;
 inline constexpr int32_t kNoMoment = -1;
@@ -79,8 +125,6 @@ struct Algorithm {
   CoefficientsFunction set_coefficients;
   int32_t moments[kMomentsMax] = {kNoMoment, kNoMoment};  // enum offload_state_kind
   GroupNumber initial_moment0 = nullptr;                  // initial first moment; NULL: 0
-  ReadNumber reads[std::size(kGroupNumbers)] = {};        // of a group; its other numbers must be 0
-  bool reads_nesterov = false;                            // else the group's nesterov must be 0
   bool counts_steps = false;      // the update depends on the number of the param's step
   bool nan_reaches_param = true;  // a moment that becomes NaN makes the param NaN in that step
 };
@@ -91,43 +135,24 @@ inline constexpr Algorithm kAlgorithms[] = {
      .rule = Rule::kAdam,
      .set_coefficients = SetAdamW,
      .moments = {OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
-     .reads = {{&offload_group_t::lr},
-               {&offload_group_t::beta1, NumberRange::kZeroToBelowOne},
-               {&offload_group_t::beta2, NumberRange::kZeroToBelowOne},
-               {&offload_group_t::eps, NumberRange::kAboveZero},
-               {&offload_group_t::weight_decay}},
      .counts_steps = true},
     {.value = OFFLOAD_ADAM,
      .name = "Adam",
      .rule = Rule::kAdam,
      .set_coefficients = SetAdam,
      .moments = {OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
-     .reads = {{&offload_group_t::lr},
-               {&offload_group_t::beta1, NumberRange::kZeroToBelowOne},
-               {&offload_group_t::beta2, NumberRange::kZeroToBelowOne},
-               {&offload_group_t::eps, NumberRange::kAboveZero},
-               {&offload_group_t::weight_decay}},
      .counts_steps = true},
     {.value = OFFLOAD_SGD,
      .name = "SGD",
      .rule = Rule::kSgdMomentum,
      .rule_without_momentum = Rule::kSgdPlain,
      .set_coefficients = SetSgd,
-     .moments = {OFFLOAD_STATE_MOMENTUM_BUFFER, kNoMoment},
-     .reads = {{&offload_group_t::lr},
-               {&offload_group_t::weight_decay},
-               {&offload_group_t::momentum},
-               {&offload_group_t::dampening}},
-     .reads_nesterov = true},
+     .moments = {OFFLOAD_STATE_MOMENTUM_BUFFER, kNoMoment}},
     {.value = OFFLOAD_LION,
      .name = "Lion",
      .rule = Rule::kLion,
      .set_coefficients = SetLion,
      .moments = {OFFLOAD_STATE_EXP_AVG, kNoMoment},
-     .reads = {{&offload_group_t::lr},
-               {&offload_group_t::beta1, NumberRange::kZeroToBelowOne},
-               {&offload_group_t::beta2, NumberRange::kZeroToBelowOne},
-               {&offload_group_t::weight_decay}},
      .nan_reaches_param = false},
     {.value = OFFLOAD_ADAGRAD,
      .name = "Adagrad",
@@ -135,20 +160,12 @@ inline constexpr Algorithm kAlgorithms[] = {
      .set_coefficients = SetAdagrad,
      .moments = {OFFLOAD_STATE_SUM, kNoMoment},
      .initial_moment0 = &offload_group_t::initial_accumulator_value,
-     .reads = {{&offload_group_t::lr},
-               {&offload_group_t::eps, NumberRange::kAboveZero},
-               {&offload_group_t::weight_decay},
-               {&offload_group_t::lr_decay},
-               {&offload_group_t::initial_accumulator_value}},
      .counts_steps = true},
     {.value = OFFLOAD_SIGNUM,
      .name = "Signum",
      .rule = Rule::kSignum,
      .set_coefficients = SetSignum,
-     .moments = {OFFLOAD_STATE_EXP_AVG, kNoMoment},
-     .reads = {{&offload_group_t::lr},
-               {&offload_group_t::weight_decay},
-               {&offload_group_t::momentum, NumberRange::kZeroToBelowOne}}},
+     .moments = {OFFLOAD_STATE_EXP_AVG, kNoMoment}},
 };
 
 // The row of a value of enum offload_algorithm; NULL for any other value.

@@ -5,8 +5,7 @@
 
 namespace hybridopt {
 
-// Checks every field that the algorithm reads (see its row in kernels/algorithms.h). Errors name
-// the field.
+// Checks every field against its row in kernels/algorithms.h. Errors name the field.
 Status ValidateGroup(int32_t algorithm, const offload_group_t& group);
 
 }  // namespace hybridopt

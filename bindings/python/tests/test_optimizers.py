@@ -1,6 +1,7 @@
 """hybridopt's optimizers as torch optimizers: steps, state, state_dict and params that change."""
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
@@ -1102,3 +1103,33 @@ def test_nesterov_with_dampening_is_refused_later_as_well():
     optimizer.param_groups[0]["dampening"] = 0.5
     with pytest.raises(abi.InvalidArgumentError, match="nesterov"):
         run(optimizer, [param], [2])
+
+
+def test_a_flag_that_the_algorithm_does_not_use_is_refused():
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(3))]
+    refused = "param group 1 has nesterov=True, but AdamW does not use it; leave it out"
+    with pytest.raises(ValueError, match=refused):
+        hybridopt.AdamW([{"params": params[:1]}, {"params": params[1:], "nesterov": True}])
+    optimizer = hybridopt.AdamW([{"params": params[:1], "nesterov": False}, {"params": params[1:]}])
+    run(optimizer, params, [1])
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[1]["nesterov"] = True
+    with pytest.raises(ValueError, match=refused):
+        run(optimizer, params, [2])
+    assert all(map(torch.equal, params, before))
+    del optimizer.param_groups[1]["nesterov"]
+    run(optimizer, params, [2])
+
+
+def test_stats_have_the_sums_of_all_results():
+    params = [Parameter(torch.ones(5000))]
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1, 2, 3])
+    stats, results = optimizer.stats(), optimizer.step_results()
+    assert len(results) == 3
+    names = {field.name for field in dataclasses.fields(hybridopt.StepResult)}
+    summed = names & {field.name for field in dataclasses.fields(hybridopt.Stats)}
+    assert summed == names - {"skipped", "step", "grad_norm", "grad_clip"}
+    for name in summed:
+        assert getattr(stats, name) == sum(getattr(result, name) for result in results), name
+    assert stats.cpu_elements == 15000 and stats.update_seconds > 0 and stats.total_seconds > 0

@@ -116,7 +116,7 @@ void JsonReader::Object(std::span<const Field> fields) {
   });
   uint64_t bit = 1;
   for (const Field& field : fields) {
-    if ((seen & bit) == 0) Fail("the key \"%s\" is missing", field.key);
+    if ((seen & bit) == 0 && !field.is_optional) Fail("the key \"%s\" is missing", field.key);
     bit <<= 1;
   }
 }

@@ -23,8 +23,9 @@ class JsonReader {
   struct Field {
     const char* key;
     FunctionRef<void()> read;
+    bool is_optional = false;
   };
-  // An object with exactly these keys, each once, in any order.
+  // An object with exactly these keys, each once, in any order. Optional ones may be missing.
   void Object(std::span<const Field> fields);
   void Object(std::initializer_list<Field> fields) {
     Object(std::span<const Field>(fields.begin(), fields.size()));

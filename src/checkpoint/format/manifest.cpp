@@ -9,9 +9,9 @@
 
 #include "base/check.h"
 #include "checkpoint/format/format.h"
-#include "checkpoint/format/group_fields.h"
 #include "checkpoint/format/hash.h"
 #include "checkpoint/format/json.h"
+#include "kernels/algorithms.h"
 #include "kernels/dtypes.h"
 
 namespace hybridopt::checkpoint {
@@ -102,21 +102,17 @@ class ManifestWriter {
 
   void Group(const offload_group_t& group) {
     const char* before = "{";
-    const auto next = [&](const char* key) {
+    for (const GroupField& field : kGroupFields) {
+      const double value = field.In(group);
+      if (!IsInEveryManifest(field) && value == 0) continue;
       text_ += before;
-      Key(key);
       before = ",";
-    };
-    ForEachGroupField(
-        group,
-        [&](const char* key, double number) {
-          next(key);
-          AppendJsonNumber(&text_, number);
-        },
-        [&](const char* key, int32_t flag) {
-          next(key);
-          text_ += flag != 0 ? "true" : "false";
-        });
+      Key(field.name);
+      if (field.number != nullptr)
+        AppendJsonNumber(&text_, value);
+      else
+        text_ += value != 0 ? "true" : "false";
+    }
     text_ += "}";
   }
 
@@ -260,18 +256,18 @@ class ManifestReader {
   offload_group_t Group() {
     offload_group_t group{};
     group.struct_size = sizeof(group);
-    std::vector<std::pair<const char*, std::function<void()>>> fields;
-    ForEachGroupField(
-        group,
-        [&](const char* key, double& number) {
-          fields.emplace_back(key, [&] { number = Hyperparameter(); });
-        },
-        [&](const char* key, int32_t& flag) {
-          fields.emplace_back(key, [&] { flag = json_.Bool(); });
-        });
-    std::vector<JsonReader::Field> readers;
-    for (const auto& [key, read] : fields) readers.push_back({key, read});
-    json_.Object(readers);
+    std::vector<std::function<void()>> reads;
+    for (const GroupField& field : kGroupFields)
+      reads.emplace_back([this, &group, &field] {
+        if (field.number != nullptr)
+          group.*field.number = Hyperparameter();
+        else
+          group.*field.flag = json_.Bool();
+      });
+    std::vector<JsonReader::Field> fields;
+    for (const GroupField& field : kGroupFields)
+      fields.push_back({field.name, reads[fields.size()], !IsInEveryManifest(field)});
+    json_.Object(fields);
     return group;
   }
 

@@ -108,6 +108,21 @@ TEST(JsonTest, NumbersReadBackBitForBit) {
   }
 }
 
+TEST(JsonTest, OptionalKeysMayBeMissingAndOthersNot) {
+  const auto read = [](const std::string& text) {
+    std::string seen;
+    JsonReader reader(text);
+    reader.Object({{"a", [&] { seen += "a" + std::to_string(reader.Unsigned()); }},
+                   {"b", [&] { seen += "b" + std::to_string(reader.Unsigned()); }, true}});
+    reader.End();
+    return reader.ok() ? seen : reader.error();
+  };
+  EXPECT_EQ(read(R"({"a":1})"), "a1");
+  EXPECT_EQ(read(R"({"b":2,"a":1})"), "b2a1");
+  EXPECT_NE(read(R"({"b":2})").find("the key \"a\" is missing"), std::string::npos);
+  EXPECT_NE(read(R"({"a":1,"b":2,"b":2})").find("the key \"b\" stands twice"), std::string::npos);
+}
+
 TEST(JsonTest, TheFirstErrorIsToldWithItsPlaceAndStays) {
   JsonReader reader("[1, x, {]");
   int elements = 0;

@@ -20,8 +20,8 @@ namespace {
 offload_group_t GroupOf(const Algorithm& row) {
   offload_group_t group{};
   group.struct_size = sizeof(group);
-  for (const ReadNumber& read : row.reads)
-    if (read.field != nullptr) group.*read.field = 0.5;
+  for (const GroupField& field : kGroupFields)
+    if (field.number != nullptr && field.ReadersOf(row.value) != nullptr) group.*field.number = 0.5;
   return group;
 }
 
@@ -61,38 +61,30 @@ TEST(Algorithms, ARuleWithoutMomentumKeepsNoMoment) {
   }
 }
 
-// An algorithm reads no number of a group twice, and reads only numbers that a row of kGroupNumbers
-// names.
-TEST(Algorithms, NumbersAreReadOnceAndHaveNames) {
-  for (const Algorithm& row : kAlgorithms) {
-    std::set<std::string> names;
-    for (const ReadNumber& read : row.reads) {
-      if (read.field == nullptr) continue;
-      for (const NamedNumber& number : kGroupNumbers) {
-        if (number.field != read.field) continue;
-        EXPECT_TRUE(names.insert(number.name).second) << row.name << " " << number.name;
-      }
-    }
-    const auto count = std::count_if(std::begin(row.reads), std::end(row.reads),
-                                     [](const ReadNumber& r) { return r.field != nullptr; });
-    EXPECT_EQ(names.size(), static_cast<size_t>(count)) << row.name;
+TEST(Algorithms, FieldsHaveNamesOfTheirOwnAndAreReadInOneWay) {
+  std::set<std::string> names;
+  for (const GroupField& field : kGroupFields) {
+    EXPECT_TRUE(names.insert(field.name).second) << field.name;
+    EXPECT_NE(field.number == nullptr, field.flag == nullptr) << field.name;
+    EXPECT_NE(field.readers[0].algorithms, 0u) << field.name;
+    EXPECT_EQ(field.readers[0].algorithms & field.readers[1].algorithms, 0u) << field.name;
   }
 }
 
-// Whether any number that the row does not name changes a coefficient, and each that it names does.
-// initial_accumulator_value is read at commit instead.
-TEST(Algorithms, CoefficientsDependOnTheNumbersThatARowReads) {
+// A number that the algorithm does not read changes no coefficient, and each that it reads changes
+// one. initial_accumulator_value is read at commit instead.
+TEST(Algorithms, CoefficientsDependOnTheNumbersThatAnAlgorithmReads) {
   for (const Algorithm& row : kAlgorithms) {
-    for (const NamedNumber& number : kGroupNumbers) {
-      const bool read = std::any_of(std::begin(row.reads), std::end(row.reads),
-                                    [&](const ReadNumber& r) { return r.field == number.field; });
+    for (const GroupField& field : kGroupFields) {
+      if (field.number == nullptr) continue;
       offload_group_t group = GroupOf(row);
       const Coefficients before = MakeCoefficients(row.value, group, 3);
-      group.*number.field = 0.75;
+      group.*field.number = 0.75;
       const Coefficients after = MakeCoefficients(row.value, group, 3);
       const bool changes = std::memcmp(&before, &after, sizeof(before)) != 0;
-      EXPECT_EQ(changes, read && number.field != row.initial_moment0)
-          << row.name << " " << number.name;
+      const bool is_read = field.ReadersOf(row.value) != nullptr;
+      EXPECT_EQ(changes, is_read && field.number != row.initial_moment0)
+          << row.name << " " << field.name;
     }
   }
 }

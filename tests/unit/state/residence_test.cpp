@@ -31,9 +31,10 @@ Case RandomCase(Random& random) {
   one.table = std::make_unique<ParamTable>(algorithm, *one.device);
   for (const double momentum : {0.0, 0.9}) {
     offload_group_t group{};
-    for (const ReadNumber& read : AlgorithmOf(algorithm)->reads) {
-      if (read.field == &offload_group_t::momentum) group.momentum = momentum;
-      if (read.field == &offload_group_t::eps) group.eps = 1e-8;
+    for (const GroupField& field : kGroupFields) {
+      if (field.ReadersOf(algorithm) == nullptr) continue;
+      if (field.number == &offload_group_t::momentum) group.momentum = momentum;
+      if (field.number == &offload_group_t::eps) group.eps = 1e-8;
     }
     EXPECT_TRUE(one.table->AddGroup(group).ok());
   }

@@ -25,30 +25,6 @@ if TYPE_CHECKING:
 _ADAM_HAS_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 
 
-def _learning_rate(group: dict[str, Any]) -> float:
-    """Schedulers that go to 0 in steps of their own end a rounding error below it: that is 0."""
-    lr = float(group["lr"])
-    return 0.0 if -1e-12 < lr < 0.0 else lr
-
-
-def _eps(group: dict[str, Any]) -> float:
-    """torch takes an eps of 0; the library makes the smallest fp32 number of what is below that."""
-    eps = float(group["eps"])
-    return eps if eps != 0.0 else 1e-45
-
-
-def _adam_fields(group: dict[str, Any]) -> dict[str, Any]:
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": _learning_rate(group),
-        "beta1": float(beta1),
-        "beta2": float(beta2),
-        "eps": _eps(group),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": int(group["maximize"]),
-    }
-
-
 @with_options
 class Adam(OffloadOptimizer, torch.optim.Adam):
     """torch.optim.Adam with its state in host memory.
@@ -117,9 +93,6 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
             )
         return abi.OFFLOAD_ADAMW if decoupled.pop() else abi.OFFLOAD_ADAM
 
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        return _adam_fields(group)
-
 
 @with_options
 class AdamW(OffloadOptimizer, torch.optim.AdamW):
@@ -174,9 +147,6 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
     def _algorithm(self) -> int:
         return abi.OFFLOAD_ADAMW
 
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        return _adam_fields(group)
-
 
 @with_options
 class SGD(OffloadOptimizer, torch.optim.SGD):
@@ -229,17 +199,6 @@ class SGD(OffloadOptimizer, torch.optim.SGD):
 
     def _algorithm(self) -> int:
         return abi.OFFLOAD_SGD
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        momentum = float(group["momentum"])
-        return {
-            "lr": _learning_rate(group),
-            "momentum": momentum,
-            "dampening": float(group["dampening"]) if momentum > 0 else 0.0,  # torch ignores it too
-            "weight_decay": float(group["weight_decay"]),
-            "nesterov": int(group["nesterov"] and momentum > 0),  # likewise
-            "maximize": int(group["maximize"]),
-        }
 
 
 class _FromPaper(OffloadOptimizer):
@@ -321,16 +280,6 @@ class Lion(_FromPaper):
     def _algorithm(self) -> int:
         return abi.OFFLOAD_LION
 
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": _learning_rate(group),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": int(group["maximize"]),
-        }
-
 
 @with_options
 class Signum(_FromPaper):
@@ -375,14 +324,6 @@ class Signum(_FromPaper):
 
     def _algorithm(self) -> int:
         return abi.OFFLOAD_SIGNUM
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": _learning_rate(group),
-            "momentum": float(group["momentum"]),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": int(group["maximize"]),
-        }
 
 
 @with_options
@@ -453,13 +394,3 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
 
     def _algorithm(self) -> int:
         return abi.OFFLOAD_ADAGRAD
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": _learning_rate(group),
-            "lr_decay": float(group["lr_decay"]),
-            "eps": _eps(group),
-            "weight_decay": float(group["weight_decay"]),
-            "initial_accumulator_value": float(group["initial_accumulator_value"]),
-            "maximize": int(group["maximize"]),
-        }

@@ -29,6 +29,7 @@ from .aside import Aside, has_state
 from .engine import Engine
 from .gradient_hooks import GradientHooks, refuse_held_accumulators
 from .history import History, MemorySample
+from .hyperparameters import hyperparameters_of, refuse_unread
 from .members import Member, check_dtype, has_gradient, members_of, named, refuse_twice
 from .modes import in_no_mode
 from .options import (
@@ -69,7 +70,7 @@ OF_THIS_PROCESS = ("process_group", "replica_group", "overlap")
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """The base class. Subclasses say which algorithm it is and what its hyperparameters are."""
+    """The base class. Subclasses say which algorithm it is."""
 
     _step_supports_amp_scaling = True  # GradScaler gives step() the scale and what it has found
     _engine: Engine | None = None
@@ -85,15 +86,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
     _history: History
     _aside: Aside
 
-    # -------------------------------------------------------------- what subclasses implement --
-
     def _algorithm(self) -> int:
-        """enum offload_algorithm."""
+        """enum offload_algorithm. Subclasses implement it."""
         raise NotImplementedError
 
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Fields of offload_group_t for a param group."""
-        raise NotImplementedError
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Those of each param group, as fields of offload_group_t."""
+        algorithm = self._algorithm()
+        for index, group in enumerate(self.param_groups):
+            refuse_unread(algorithm, index, group)
+        return [hyperparameters_of(algorithm, group) for group in self.param_groups]
 
     def _kind(self) -> str:
         """The optimizers whose state_dicts fit, for error texts."""
@@ -134,6 +136,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._check_switches(index, group)
         refuse_in_group(index, group)
         refuse_twice(index, group)
+        refuse_unread(self._algorithm(), index, group)
         for name, param in named(index, group):
             if param.requires_grad:
                 check_dtype(name, param)
@@ -458,7 +461,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             self._check_switches(index, group)
             refuse_in_group(index, group)
-        groups = [self._hyperparameters(group) for group in self.param_groups]
+        groups = self._hyperparameters()
         known: dict[Tensor, Slot] = {}
         if self._engine is not None:
             known = self._engine.registered.slot_of  # a reference to the engine would keep its memory
@@ -747,7 +750,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """All memory that the first step will take, or has taken."""
         engine = self._engine
         if engine is None:
-            groups = [self._hyperparameters(group) for group in self.param_groups]
+            groups = self._hyperparameters()
             members = members_of(self.param_groups, {})
             if not members:
                 raise abi.InvalidStateError(

@@ -127,6 +127,7 @@ mod context;
 mod device;
 mod element;
 mod error;
+mod group;
 mod handle;
 mod keep;
 mod lifecycle;
@@ -149,11 +150,12 @@ pub use context::{Context, ContextBuilder, DeviceKind, LogLevel, NumaPolicy};
 pub use device::{DeviceBuffer, Stream};
 pub use element::{Bf16, Dtype, Element, Fp16};
 pub use error::{Code, Error, Result};
+pub use group::Group;
 pub use handle::Ticket;
 pub use lifecycle::Move;
 pub use memory::Memory;
 pub use optimizer::{Optimizer, StepOptions};
-pub use param::{Group, GroupId, Param, ParamId, Placement, Shard};
+pub use param::{GroupId, Param, ParamId, Placement, Shard};
 pub use queue::{Queue, Waiter};
 pub use registration::{
     HostExecutors, MasterLayout, Movable, OptimizerBuilder, Registration, Rounding,

@@ -11,10 +11,11 @@ use crate::context::Context;
 use crate::device::{download, upload, Stream};
 use crate::element::Element;
 use crate::error::{check, Error, Result};
+use crate::group::Group;
 use crate::handle::{stats, step_result, Handle, Ticket};
 use crate::keep::Keep;
 use crate::memory::Memory;
-use crate::param::{check_count, Group, GroupId, ParamId};
+use crate::param::{check_count, GroupId, ParamId};
 use crate::report::{Plan, Stats, StepResult};
 use crate::slot::Slot;
 

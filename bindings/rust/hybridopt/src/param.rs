@@ -16,53 +16,6 @@ pub struct GroupId(pub(crate) u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ParamId(pub(crate) u32);
 
-/// Hyperparameters, as PyTorch names and means them. There are no silent defaults: `Default` is all
-/// zero, and a field that the algorithm does not use must stay zero.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Group {
-    /// All algorithms.
-    pub lr: f64,
-    /// AdamW, Adam, Lion; in [0, 1).
-    pub beta1: f64,
-    /// AdamW, Adam, Lion; in [0, 1).
-    pub beta2: f64,
-    /// AdamW, Adam, Adagrad; above 0.
-    pub eps: f64,
-    /// All algorithms.
-    pub weight_decay: f64,
-    /// SGD: after commit it must stay zero, or stay above zero. Signum: in [0, 1).
-    pub momentum: f64,
-    /// SGD; needs momentum.
-    pub dampening: f64,
-    /// Adagrad.
-    pub lr_decay: f64,
-    /// Adagrad: commit sets the sum to this value.
-    pub initial_accumulator_value: f64,
-    /// SGD; needs momentum and no dampening.
-    pub nesterov: bool,
-    /// Step along the gradient instead of against it.
-    pub maximize: bool,
-}
-
-impl Group {
-    pub(crate) fn raw(&self) -> sys::offload_group_t {
-        sys::offload_group_t {
-            lr: self.lr,
-            beta1: self.beta1,
-            beta2: self.beta2,
-            eps: self.eps,
-            weight_decay: self.weight_decay,
-            momentum: self.momentum,
-            dampening: self.dampening,
-            lr_decay: self.lr_decay,
-            initial_accumulator_value: self.initial_accumulator_value,
-            nesterov: i32::from(self.nesterov),
-            maximize: i32::from(self.maximize),
-            ..Default::default()
-        }
-    }
-}
-
 /// Where the state of one param lives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Placement {

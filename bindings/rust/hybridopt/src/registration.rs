@@ -12,9 +12,10 @@ use crate::comm::Comm;
 use crate::context::{nanoseconds, Context};
 use crate::element::Dtype;
 use crate::error::{check, Result};
+use crate::group::Group;
 use crate::handle::Handle;
 use crate::optimizer::Optimizer;
-use crate::param::{Group, GroupId, Param, ParamId};
+use crate::param::{GroupId, Param, ParamId};
 use crate::report::Plan;
 use crate::slot::Slot;
 

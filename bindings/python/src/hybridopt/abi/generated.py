@@ -898,9 +898,12 @@ class Algorithm(NamedTuple):
     name: str
     moments: dict[str, int]  # enum offload_state_kind, by the names that torch gives them
     needs_momentum: bool  # it keeps its moments for groups with momentum only
-    numbers: tuple[str, ...]  # of a group, that it reads
+    reads: tuple[str, ...]  # the fields of offload_group_t that it reads
     counts_steps: bool  # torch keeps a step count beside the moments
 
+
+# The fields of offload_group_t that are 0 or 1.
+GROUP_FLAGS = ("nesterov", "maximize")
 
 # By enum offload_algorithm.
 ALGORITHMS: dict[int, Algorithm] = {
@@ -908,42 +911,42 @@ ALGORITHMS: dict[int, Algorithm] = {
         "AdamW",
         {"exp_avg": OFFLOAD_STATE_EXP_AVG, "exp_avg_sq": OFFLOAD_STATE_EXP_AVG_SQ},
         False,
-        ("lr", "beta1", "beta2", "eps", "weight_decay"),
+        ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
         True,
     ),
     OFFLOAD_ADAM: Algorithm(
         "Adam",
         {"exp_avg": OFFLOAD_STATE_EXP_AVG, "exp_avg_sq": OFFLOAD_STATE_EXP_AVG_SQ},
         False,
-        ("lr", "beta1", "beta2", "eps", "weight_decay"),
+        ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
         True,
     ),
     OFFLOAD_SGD: Algorithm(
         "SGD",
         {"momentum_buffer": OFFLOAD_STATE_MOMENTUM_BUFFER},
         True,
-        ("lr", "weight_decay", "momentum", "dampening"),
+        ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize"),
         False,
     ),
     OFFLOAD_LION: Algorithm(
         "Lion",
         {"exp_avg": OFFLOAD_STATE_EXP_AVG},
         False,
-        ("lr", "beta1", "beta2", "weight_decay"),
+        ("lr", "beta1", "beta2", "weight_decay", "maximize"),
         False,
     ),
     OFFLOAD_ADAGRAD: Algorithm(
         "Adagrad",
         {"sum": OFFLOAD_STATE_SUM},
         False,
-        ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"),
+        ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize"),
         True,
     ),
     OFFLOAD_SIGNUM: Algorithm(
         "Signum",
         {"exp_avg": OFFLOAD_STATE_EXP_AVG},
         False,
-        ("lr", "weight_decay", "momentum"),
+        ("lr", "weight_decay", "momentum", "maximize"),
         False,
     ),
 }

@@ -1,0 +1,50 @@
+//! Groups of params. Written by generate_abi.py; do not edit.
+
+use hybridopt_sys as sys;
+
+/// Hyperparameters, as PyTorch names and means them. There are no silent defaults: `Default` is all
+/// zero, and a field that the algorithm does not use must stay zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Group {
+    /// All algorithms.
+    pub lr: f64,
+    /// AdamW, Adam, Lion; in [0, 1).
+    pub beta1: f64,
+    /// AdamW, Adam, Lion; in [0, 1).
+    pub beta2: f64,
+    /// AdamW, Adam, Adagrad; above 0.
+    pub eps: f64,
+    /// All algorithms.
+    pub weight_decay: f64,
+    /// SGD; commit fixes whether it is zero, see offload_optimizer_set_group. Signum: in [0, 1).
+    pub momentum: f64,
+    /// SGD; needs momentum > 0.
+    pub dampening: f64,
+    /// Adagrad.
+    pub lr_decay: f64,
+    /// Adagrad; commit fills sum with it, later it has no effect.
+    pub initial_accumulator_value: f64,
+    /// SGD; needs momentum > 0 and dampening 0.
+    pub nesterov: bool,
+    /// `true`: step along the gradient; `false`: against it.
+    pub maximize: bool,
+}
+
+impl Group {
+    pub(crate) fn raw(&self) -> sys::offload_group_t {
+        sys::offload_group_t {
+            lr: self.lr,
+            beta1: self.beta1,
+            beta2: self.beta2,
+            eps: self.eps,
+            weight_decay: self.weight_decay,
+            momentum: self.momentum,
+            dampening: self.dampening,
+            lr_decay: self.lr_decay,
+            initial_accumulator_value: self.initial_accumulator_value,
+            nesterov: i32::from(self.nesterov),
+            maximize: i32::from(self.maximize),
+            ..Default::default()
+        }
+    }
+}
