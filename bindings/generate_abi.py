@@ -2,9 +2,10 @@
 """Writes what the bindings declare of include/offload.h and of src/kernels/algorithms.h; with --check
 it only compares.
 
-Python gets structs, constants and functions for ctypes, and the rows of the algorithms. Rust gets the
-declarations of the crate hybridopt-sys, the names that its layout test compares with C, the enum of the
-algorithms, and groups.
+Python gets structs, constants and functions for ctypes, the rows of the algorithms, and the reports as
+dataclasses. Rust gets the declarations of the crate hybridopt-sys, the names that its layout test
+compares with C, the enum of the algorithms, groups and the reports. The library gets the function that
+adds the result of a step to the totals.
 
 The middle of the header is plain C99 in one style, and so are the rows of the algorithms in theirs,
 so that a few patterns read all of it. The generator refuses what they do not match; it never leaves a
@@ -21,6 +22,7 @@ import textwrap
 HERE = pathlib.Path(__file__).resolve().parent
 HEADER = HERE.parent / "include" / "offload.h"
 ALGORITHMS = HERE.parent / "src" / "kernels" / "algorithms.h"
+TOTALS = HERE.parent / "src" / "optimizer" / "step_totals.h"
 
 SCALARS = ("char", "double", "int32_t", "int64_t", "uint32_t", "uint64_t", "uint8_t", "void")
 
@@ -564,6 +566,164 @@ def rust_group(header, algorithms):
     return text + "    }\n}\n"
 
 
+# ---------------------------------------------------------------------------------------- reports
+
+
+@dataclasses.dataclass
+class Report:
+    """A struct that the library fills in, as the bindings show it."""
+
+    struct: str
+    rust: str
+    python: str = ""  # "": Python shows the struct as it is
+    is_sum: bool = False  # it adds up, and begins with zeros
+
+
+RESULT, STATS = "offload_step_result_t", "offload_stats_t"
+REPORTS = [
+    Report("offload_context_info_t", rust="ContextInfo"),
+    Report("offload_plan_t", rust="Plan", python="PlannedMemory"),
+    Report(RESULT, rust="StepResult", python="StepResult"),
+    Report(STATS, rust="Stats", python="Totals", is_sum=True),
+    Report("offload_checkpoint_info_t", rust="CheckpointInfo"),
+]
+
+
+def is_bool(field):
+    """An int32_t that is 1 or 0 says in its comment what 1 means."""
+    return field.type == Type("int32_t") and field.comment.startswith("1: ")
+
+
+def summed_fields(header):
+    """The fields of the totals to which the field of that name of a step's result is added."""
+    totals = {field.name: field for field in header.struct(STATS).said}
+    summed = [field for field in header.struct(RESULT).said if field.name in totals]
+    for field in summed:
+        if field.type != totals[field.name].type or field.type not in (Type("double"), Type("uint64_t")):
+            raise ValueError(f"{field.name} of a step's result cannot be added to the totals")
+    return summed
+
+
+def comment_of(header, report, field):
+    """What the header says of a field of a report."""
+    text = field.comment
+    if not text and report.is_sum:
+        of_step = {each.name: each.comment for each in summed_fields(header)}
+        text = f"of all steps: {of_step[field.name]}" if field.name in of_step else ""
+    if not text:
+        raise ValueError(f"{field.name} of {report.struct} has no comment")
+    return text
+
+
+RUST_REPORTS_PREAMBLE = """\
+//! Reports of the library. Each has a field for every field of the C struct.
+//!
+//! Written by generate_abi.py; do not edit.
+
+use std::ffi::CStr;
+use std::os::raw::c_char;
+
+use hybridopt_sys as sys;
+
+fn text(characters: &[c_char]) -> String {
+    assert!(characters.contains(&0), "the library ends its texts");
+    // SAFETY: there is a NUL in it.
+    unsafe { CStr::from_ptr(characters.as_ptr()) }.to_string_lossy().into_owned()
+}
+"""
+
+
+def rust_reports(header):
+    rust = Rust(header)
+    text = RUST_REPORTS_PREAMBLE
+    for report in REPORTS:
+        struct = header.struct(report.struct)
+        fields, values = "", ""
+        for field in struct.said:
+            type, value = rust.type(field.type), f"raw.{field.name}"
+            if field.type.name == "char":
+                type, value = "String", f"text(&{value})"
+            elif is_bool(field):
+                type, value = "bool", f"{value} != 0"
+            fields += rust_doc(comment_of(header, report, field), "    ")
+            fields += f"    pub {field.name}: {type},\n"
+            values += f"            {field.name}: {value},\n"
+        text += f"\n{rust_doc(struct.comment, '')}#[derive(Clone, Debug, PartialEq)]\n#[non_exhaustive]\n"
+        text += f"pub struct {report.rust} {{\n{fields}}}\n\n"
+        text += f"impl From<&sys::{report.struct}> for {report.rust} {{\n"
+        text += f"    fn from(raw: &sys::{report.struct}) -> Self {{\n"
+        text += f"        {report.rust} {{\n{values}        }}\n    }}\n}}\n"
+    return text
+
+
+PYTHON_REPORTS_PREAMBLE = '''\
+"""Reports of the library as dataclasses, with a field for every field of the C struct.
+
+Written by generate_abi.py; do not edit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+'''
+
+
+def python_type(field):
+    if is_bool(field):
+        return "bool"
+    if field.type.length:  # of an array: by the names of kinds of state, or by the numbers of nodes
+        return "dict[str, int]" if "by enum offload_state_kind" in field.comment else "dict[int, int]"
+    return PYTHON_HINTS[PYTHON_SCALARS[field.type.name]]
+
+
+def python_reports(header):
+    text = PYTHON_REPORTS_PREAMBLE
+    for report in REPORTS:
+        if not report.python:
+            continue
+        struct = header.struct(report.struct)
+        text += f"\n\n@dataclass(frozen=True)\nclass {report.python}:\n"
+        text += python_doc(f"{struct.comment.rstrip('.')} ({report.struct})") + "\n"
+        for field in struct.said:
+            type = python_type(field)
+            zero = f" = {'0.0' if type == 'float' else '0'}" if report.is_sum else ""
+            text += f"    {field.name}: {type}{zero}\n"
+            text += python_doc(comment_of(header, report, field))
+    return text
+
+
+PYTHON_WORDS = {"1: ": "True: ", "0: ": "False: ", "UINT64_MAX": "2**64 - 1"}
+
+
+def python_doc(comment):
+    text = sentence(comment, PYTHON_WORDS)
+    if '"' in text or "\\" in text:
+        raise ValueError(f"no docstring can be made of {text!r}")
+    lines = textwrap.wrap(f'"""{text}"""', 96)
+    return "".join(f"    {line}\n" for line in lines)
+
+
+# ------------------------------------------------------------------------------------- the library
+
+
+def step_totals(header):
+    lines = "".join(f"  totals.{field.name} += result.{field.name};\n" for field in summed_fields(header))
+    return f"""\
+// Adds what a step's result and the totals both have. Written by bindings/generate_abi.py; do not
+// edit.
+#pragma once
+
+#include "offload.h"
+
+namespace hybridopt {{
+
+inline void AddToTotals(const {RESULT}& result, {STATS}& totals) {{
+{lines}}}
+
+}}  // namespace hybridopt
+"""
+
+
 # ------------------------------------------------------------------------------------------ files
 
 
@@ -572,10 +732,13 @@ def outputs(header, algorithms):
     abi = HERE / "python" / "src" / "hybridopt" / "abi"
     return {
         abi / "generated.py": Python(header, algorithms).text,
+        abi / "reports.py": python_reports(header),
         raw_crate / "src" / "generated.rs": Rust(header).text,
         raw_crate / "tests" / "layout" / "names.rs": rust_names(header),
         crate / "algorithm.rs": rust_algorithms(header, algorithms),
         crate / "group.rs": rust_group(header, algorithms),
+        crate / "report.rs": rust_reports(header),
+        TOTALS: step_totals(header),
     }
 
 

@@ -813,7 +813,8 @@ OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimiz
 typedef struct offload_stats {
   uint32_t struct_size;
   uint32_t queued; /* calls that are queued or running now; a save until its ticket completes */
-  uint64_t steps_applied;          /* steps that have updated params */
+  uint64_t steps_applied;          /* steps that have updated params; a load leaves it as it is, and
+                                      the step of a result goes on from the checkpoint's */
   uint64_t steps_skipped;          /* steps that a gradient with an Inf or NaN has skipped */
   uint64_t host_bytes;             /* host memory that the library holds now, as in the plan */
   uint64_t device_bytes;           /* device memory that the library holds now, as in the plan */

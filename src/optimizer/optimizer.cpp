@@ -8,6 +8,7 @@
 
 #include "base/system.h"
 #include "optimizer/optimizer_options.h"
+#include "optimizer/step_totals.h"
 #include "state/group.h"
 
 namespace hybridopt {
@@ -500,28 +501,9 @@ void Optimizer::Remember(uint64_t sequence, const offload_step_result_t& result)
   results_[(stats_.steps_applied + stats_.steps_skipped) % results_.size()] = {sequence, result};
   stats_.steps_applied += result.skipped == 0;
   stats_.steps_skipped += result.skipped != 0;
-  stats_.grads_down_bytes += result.grads_down_bytes;
-  stats_.params_up_bytes += result.params_up_bytes;
-  stats_.total_seconds += result.total_seconds;
-  stats_.norm_seconds += result.norm_seconds;
-  stats_.grads_down_seconds += result.grads_down_seconds;
-  stats_.update_seconds += result.update_seconds;
-  stats_.params_up_seconds += result.params_up_seconds;
-  stats_.device_update_seconds += result.device_update_seconds;
-  stats_.stall_seconds += result.stall_seconds;
-  stats_.cpu_elements += result.cpu_elements;
-  stats_.streamed_elements += result.streamed_elements;
-  stats_.state_up_bytes += result.state_up_bytes;
-  stats_.state_down_bytes += result.state_down_bytes;
-  stats_.state_up_seconds += result.state_up_seconds;
-  stats_.streamed_update_seconds += result.streamed_update_seconds;
-  stats_.state_down_seconds += result.state_down_seconds;
+  AddToTotals(result, stats_);
   if (const uint64_t elements = result.cpu_elements + result.streamed_elements; elements > 0)
     streamed_share_ = static_cast<double>(result.streamed_elements) / static_cast<double>(elements);
-  stats_.early_elements += result.early_elements;
-  stats_.undone_elements += result.undone_elements;
-  stats_.cpu_idle_seconds += result.cpu_idle_seconds;
-  stats_.streamed_idle_seconds += result.streamed_idle_seconds;
 }
 
 Result<uint64_t> Optimizer::SequenceOf(offload_ticket_t ticket) const {

@@ -1,328 +1,448 @@
 //! Reports of the library. Each has a field for every field of the C struct.
+//!
+//! Written by generate_abi.py; do not edit.
 
 use std::ffi::CStr;
 use std::os::raw::c_char;
 
 use hybridopt_sys as sys;
 
-/// Converts a field of a C struct to the field of the report.
-trait Convert<To> {
-    fn convert(&self) -> To;
+fn text(characters: &[c_char]) -> String {
+    assert!(characters.contains(&0), "the library ends its texts");
+    // SAFETY: there is a NUL in it.
+    unsafe { CStr::from_ptr(characters.as_ptr()) }.to_string_lossy().into_owned()
 }
 
-macro_rules! as_it_is {
-    ($($type:ty),*) => {$(
-        impl Convert<$type> for $type {
-            fn convert(&self) -> $type {
-                *self
-            }
+/// What a context has got of the machine.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ContextInfo {
+    /// Of enum offload_device_kind.
+    pub device_kind: i32,
+    /// Number of update threads.
+    pub threads: u32,
+    /// CPUs in this process's affinity mask.
+    pub cpus_allowed: u32,
+    /// NUMA nodes with CPUs that this process may use.
+    pub nodes: u32,
+    /// `true`: each update thread stays on its NUMA node; `false`: the system refused.
+    pub threads_seated: bool,
+    /// `true`: the library asks for huge pages for state and the system has them.
+    pub huge_pages: bool,
+    /// Optimizers of this context that have not been destroyed.
+    pub optimizers: u32,
+    /// Capacity; 0 on the host device.
+    pub device_memory_bytes: u64,
+    /// Free on the device now; 0 on the host device.
+    pub device_memory_free_bytes: u64,
+    /// Host memory that is pinned for this context now.
+    pub pinned_bytes: u64,
+    /// Instruction set of the host kernels: "avx512", ...
+    pub isa: String,
+    /// The device's own name.
+    pub device_name: String,
+    /// This rank, as the library used it to share out the CPUs.
+    pub local_rank: u32,
+    /// Number of ranks that the library shared out the CPUs to.
+    pub local_world: u32,
+    /// How many of cpus_allowed are this rank's.
+    pub cpus: u32,
+    /// Of enum offload_numa_rung; final once the first work has started threads.
+    pub numa_rung: i32,
+    /// Bit n: update threads run on node n (nodes above 63 do not show).
+    pub numa_nodes: u64,
+    /// What the library could not have as asked or at its best, and why; "" if there is nothing to
+    /// tell.
+    pub notes: String,
+    /// Bit n: the kernel has been told to put host memory on node n.
+    pub numa_memory_nodes: u64,
+    /// Of enum offload_numa_policy in force; if it is not what options asked for, notes and a
+    /// warning in the log tell why.
+    pub numa_policy: i32,
+    /// Stashes of this context that have not been destroyed.
+    pub stashes: u32,
+}
+
+impl From<&sys::offload_context_info_t> for ContextInfo {
+    fn from(raw: &sys::offload_context_info_t) -> Self {
+        ContextInfo {
+            device_kind: raw.device_kind,
+            threads: raw.threads,
+            cpus_allowed: raw.cpus_allowed,
+            nodes: raw.nodes,
+            threads_seated: raw.threads_seated != 0,
+            huge_pages: raw.huge_pages != 0,
+            optimizers: raw.optimizers,
+            device_memory_bytes: raw.device_memory_bytes,
+            device_memory_free_bytes: raw.device_memory_free_bytes,
+            pinned_bytes: raw.pinned_bytes,
+            isa: text(&raw.isa),
+            device_name: text(&raw.device_name),
+            local_rank: raw.local_rank,
+            local_world: raw.local_world,
+            cpus: raw.cpus,
+            numa_rung: raw.numa_rung,
+            numa_nodes: raw.numa_nodes,
+            notes: text(&raw.notes),
+            numa_memory_nodes: raw.numa_memory_nodes,
+            numa_policy: raw.numa_policy,
+            stashes: raw.stashes,
         }
-    )*};
-}
-
-as_it_is!(i32, u32, u64, f64, [u64; 32], [u64; 64]);
-
-impl Convert<bool> for i32 {
-    fn convert(&self) -> bool {
-        *self != 0
     }
 }
 
-impl<const N: usize> Convert<String> for [c_char; N] {
-    fn convert(&self) -> String {
-        assert!(self.contains(&0), "the library ends its texts");
-        // SAFETY: there is a NUL in it.
-        unsafe { CStr::from_ptr(self.as_ptr()) }.to_string_lossy().into_owned()
-    }
+/// The memory that commit takes, by kind and place, and what a step copies. Padding is included.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Plan {
+    /// Params that are registered.
+    pub param_count: u32,
+    /// Elements of all params.
+    pub element_count: u64,
+    /// Elements of the host share.
+    pub host_elements: u64,
+    /// Elements of the device share.
+    pub device_elements: u64,
+    /// State on the host, by enum offload_state_kind.
+    pub host_state_bytes: [u64; 32],
+    /// State on the device, by enum offload_state_kind.
+    pub device_state_bytes: [u64; 32],
+    /// Pinned host memory: the staging ring and the results of norms.
+    pub staging_bytes: u64,
+    /// Pinned: room for params that are offloaded.
+    pub host_params_bytes: u64,
+    /// Pinned: room for gradients that are offloaded.
+    pub host_grads_bytes: u64,
+    /// Pinned: room for the state of the device share.
+    pub host_swap_bytes: u64,
+    /// Tables, norm sums, copies of what queued steps need.
+    pub host_scratch_bytes: u64,
+    /// Norms, gradients that go back to the device for a step, the ring that state on the host goes
+    /// through.
+    pub device_scratch_bytes: u64,
+    /// All of the above on the host.
+    pub host_bytes: u64,
+    /// All of the above on the device.
+    pub device_bytes: u64,
+    /// Free on the device now; 0 on the host device.
+    pub device_free_bytes: u64,
+    /// Available on the host now, within the limits of cgroups.
+    pub host_available_bytes: u64,
+    /// How much more this context may pin; `u64::MAX` without a limit.
+    pub pinned_bytes_left: u64,
+    /// Chunks of a step in which all params have a gradient.
+    pub chunk_count: u64,
+    /// What such a step copies from the device to the host, if CPU threads update all chunks.
+    pub grads_down_bytes: u64,
+    /// What such a step copies from the host to the device, if CPU threads update all chunks.
+    pub params_up_bytes: u64,
+    /// `true`: commit would find enough memory now.
+    pub fits: bool,
+    /// Of host_bytes, on each NUMA node: where the context's policy will put them; after commit,
+    /// while no work is queued, where they lie, from what the kernel says of up to 4,096 pages of
+    /// each array.
+    pub numa_bytes: [u64; 64],
+    /// The rest of host_bytes: small tables, pages that nothing has touched yet, nodes above 63;
+    /// all of it without libnuma.
+    pub numa_unknown_bytes: u64,
+    /// Of device_scratch_bytes: the ring that state on the host goes through; 0 = CPU threads alone
+    /// update the host share.
+    pub device_ring_bytes: u64,
+    /// Of host_bytes: state that commit pins for that ring.
+    pub pinned_state_bytes: u64,
+    /// Of host_bytes: for early updates.
+    pub host_early_bytes: u64,
 }
 
-macro_rules! report {
-    (
-        $(#[$meta:meta])*
-        $name:ident from $raw:ident {
-            $($(#[$field_meta:meta])* $field:ident: $type:ty,)*
+impl From<&sys::offload_plan_t> for Plan {
+    fn from(raw: &sys::offload_plan_t) -> Self {
+        Plan {
+            param_count: raw.param_count,
+            element_count: raw.element_count,
+            host_elements: raw.host_elements,
+            device_elements: raw.device_elements,
+            host_state_bytes: raw.host_state_bytes,
+            device_state_bytes: raw.device_state_bytes,
+            staging_bytes: raw.staging_bytes,
+            host_params_bytes: raw.host_params_bytes,
+            host_grads_bytes: raw.host_grads_bytes,
+            host_swap_bytes: raw.host_swap_bytes,
+            host_scratch_bytes: raw.host_scratch_bytes,
+            device_scratch_bytes: raw.device_scratch_bytes,
+            host_bytes: raw.host_bytes,
+            device_bytes: raw.device_bytes,
+            device_free_bytes: raw.device_free_bytes,
+            host_available_bytes: raw.host_available_bytes,
+            pinned_bytes_left: raw.pinned_bytes_left,
+            chunk_count: raw.chunk_count,
+            grads_down_bytes: raw.grads_down_bytes,
+            params_up_bytes: raw.params_up_bytes,
+            fits: raw.fits != 0,
+            numa_bytes: raw.numa_bytes,
+            numa_unknown_bytes: raw.numa_unknown_bytes,
+            device_ring_bytes: raw.device_ring_bytes,
+            pinned_state_bytes: raw.pinned_state_bytes,
+            host_early_bytes: raw.host_early_bytes,
         }
-    ) => {
-        $(#[$meta])*
-        #[derive(Clone, Debug, PartialEq)]
-        #[non_exhaustive]
-        pub struct $name {
-            $($(#[$field_meta])* pub $field: $type,)*
+    }
+}
+
+/// What a completed step did, and how long its parts took.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct StepResult {
+    /// `true`: a gradient had an Inf or NaN; the step has changed nothing.
+    pub skipped: bool,
+    /// Steps applied so far, this one included unless it was skipped.
+    pub step: u64,
+    /// Global norm of the unscaled gradients before clipping; NaN if the step did not compute it
+    /// (ASSUME_FINITE without clipping), Inf or NaN if it was skipped.
+    pub grad_norm: f64,
+    /// Factor by which clipping multiplied the gradients; 1 = no clipping.
+    pub grad_clip: f64,
+    /// From the start of the work to its end.
+    pub total_seconds: f64,
+    /// From the start until the norm was known.
+    pub norm_seconds: f64,
+    /// Copying gradients to the host, as the device timed it.
+    pub grads_down_seconds: f64,
+    /// CPU threads updating the host share.
+    pub update_seconds: f64,
+    /// Copying params to the device, as the device timed it.
+    pub params_up_seconds: f64,
+    /// The device updating its share.
+    pub device_update_seconds: f64,
+    /// CPU threads waiting for gradients, a staging slot, the device's update or a save.
+    pub stall_seconds: f64,
+    /// Gradients copied from the device to the host.
+    pub grads_down_bytes: u64,
+    /// Params copied from the host to the device.
+    pub params_up_bytes: u64,
+    /// Elements of the host share that CPU threads updated.
+    pub cpu_elements: u64,
+    /// Elements of the host share whose state went through the device.
+    pub streamed_elements: u64,
+    /// Streamed state copied from the host to the device.
+    pub state_up_bytes: u64,
+    /// Streamed state copied from the device to the host.
+    pub state_down_bytes: u64,
+    /// Copying streamed state to the device, as the device timed it.
+    pub state_up_seconds: f64,
+    /// The device updating the streamed elements.
+    pub streamed_update_seconds: f64,
+    /// Copying streamed state back, as the device timed it.
+    pub state_down_seconds: f64,
+    /// From the CPU threads' last chunk to the last one that was streamed.
+    pub cpu_idle_seconds: f64,
+    /// From the last streamed chunk to the CPU threads' last one.
+    pub streamed_idle_seconds: f64,
+    /// Elements of the host share that had been updated before the step; they count neither as
+    /// cpu_elements nor as streamed_elements.
+    pub early_elements: u64,
+    /// Elements updated early and undone, since the step before.
+    pub undone_elements: u64,
+}
+
+impl From<&sys::offload_step_result_t> for StepResult {
+    fn from(raw: &sys::offload_step_result_t) -> Self {
+        StepResult {
+            skipped: raw.skipped != 0,
+            step: raw.step,
+            grad_norm: raw.grad_norm,
+            grad_clip: raw.grad_clip,
+            total_seconds: raw.total_seconds,
+            norm_seconds: raw.norm_seconds,
+            grads_down_seconds: raw.grads_down_seconds,
+            update_seconds: raw.update_seconds,
+            params_up_seconds: raw.params_up_seconds,
+            device_update_seconds: raw.device_update_seconds,
+            stall_seconds: raw.stall_seconds,
+            grads_down_bytes: raw.grads_down_bytes,
+            params_up_bytes: raw.params_up_bytes,
+            cpu_elements: raw.cpu_elements,
+            streamed_elements: raw.streamed_elements,
+            state_up_bytes: raw.state_up_bytes,
+            state_down_bytes: raw.state_down_bytes,
+            state_up_seconds: raw.state_up_seconds,
+            streamed_update_seconds: raw.streamed_update_seconds,
+            state_down_seconds: raw.state_down_seconds,
+            cpu_idle_seconds: raw.cpu_idle_seconds,
+            streamed_idle_seconds: raw.streamed_idle_seconds,
+            early_elements: raw.early_elements,
+            undone_elements: raw.undone_elements,
         }
+    }
+}
 
-        impl From<&sys::$raw> for $name {
-            fn from(raw: &sys::$raw) -> Self {
-                $name { $($field: raw.$field.convert(),)* }
-            }
+/// Totals since create, and the memory in use now. Fields that offload_step_result_t has too are
+/// sums over all steps.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Calls that are queued or running now; a save until its ticket completes.
+    pub queued: u32,
+    /// Steps that have updated params; a load leaves it as it is, and the step of a result goes on
+    /// from the checkpoint's.
+    pub steps_applied: u64,
+    /// Steps that a gradient with an Inf or NaN has skipped.
+    pub steps_skipped: u64,
+    /// Host memory that the library holds now, as in the plan.
+    pub host_bytes: u64,
+    /// Device memory that the library holds now, as in the plan.
+    pub device_bytes: u64,
+    /// Staging memory that it holds now; part of host_bytes.
+    pub staging_bytes: u64,
+    /// The caller's: registered params that have an address.
+    pub params_on_device_bytes: u64,
+    /// Offloaded params.
+    pub params_on_host_bytes: u64,
+    /// The caller's: gradients that have an address.
+    pub grads_on_device_bytes: u64,
+    /// Offloaded or accumulated gradients.
+    pub grads_on_host_bytes: u64,
+    /// State of the device share.
+    pub states_on_device_bytes: u64,
+    /// State of the host share, and offloaded state of the device share.
+    pub states_on_host_bytes: u64,
+    /// Of all steps: gradients copied from the device to the host.
+    pub grads_down_bytes: u64,
+    /// Of all steps: params copied from the host to the device.
+    pub params_up_bytes: u64,
+    /// What offload_* has copied since create.
+    pub offloaded_bytes: u64,
+    /// What reload_* has copied since create.
+    pub reloaded_bytes: u64,
+    /// Of all steps: from the start of the work to its end.
+    pub total_seconds: f64,
+    /// Of all steps: from the start until the norm was known.
+    pub norm_seconds: f64,
+    /// Of all steps: copying gradients to the host, as the device timed it.
+    pub grads_down_seconds: f64,
+    /// Of all steps: CPU threads updating the host share.
+    pub update_seconds: f64,
+    /// Of all steps: copying params to the device, as the device timed it.
+    pub params_up_seconds: f64,
+    /// Of all steps: the device updating its share.
+    pub device_update_seconds: f64,
+    /// Of all steps: CPU threads waiting for gradients, a staging slot, the device's update or a
+    /// save.
+    pub stall_seconds: f64,
+    /// Of all steps: elements of the host share that CPU threads updated.
+    pub cpu_elements: u64,
+    /// Of all steps: elements of the host share whose state went through the device.
+    pub streamed_elements: u64,
+    /// Of all steps: streamed state copied from the host to the device.
+    pub state_up_bytes: u64,
+    /// Of all steps: streamed state copied from the device to the host.
+    pub state_down_bytes: u64,
+    /// Of all steps: copying streamed state to the device, as the device timed it.
+    pub state_up_seconds: f64,
+    /// Of all steps: the device updating the streamed elements.
+    pub streamed_update_seconds: f64,
+    /// Of all steps: copying streamed state back, as the device timed it.
+    pub state_down_seconds: f64,
+    /// Of all steps: from the CPU threads' last chunk to the last one that was streamed.
+    pub cpu_idle_seconds: f64,
+    /// Of all steps: from the last streamed chunk to the CPU threads' last one.
+    pub streamed_idle_seconds: f64,
+    /// Chunks of steps, and pieces of moves, that waited on the host until a stash's prefetches
+    /// that were under way had ended (docs/STASH.md).
+    pub gave_way_copies: u64,
+    /// How long they waited; part of other times above.
+    pub gave_way_seconds: f64,
+    /// A stash's pushes that were queued, and not known to have ended, when a step queued a chunk
+    /// to the host: the sum over all its chunks.
+    pub pushes_ahead_bytes: u64,
+    /// Of all steps: elements of the host share that had been updated before the step; they count
+    /// neither as cpu_elements nor as streamed_elements.
+    pub early_elements: u64,
+    /// Of all steps: elements updated early and undone, since the step before.
+    pub undone_elements: u64,
+}
+
+impl From<&sys::offload_stats_t> for Stats {
+    fn from(raw: &sys::offload_stats_t) -> Self {
+        Stats {
+            queued: raw.queued,
+            steps_applied: raw.steps_applied,
+            steps_skipped: raw.steps_skipped,
+            host_bytes: raw.host_bytes,
+            device_bytes: raw.device_bytes,
+            staging_bytes: raw.staging_bytes,
+            params_on_device_bytes: raw.params_on_device_bytes,
+            params_on_host_bytes: raw.params_on_host_bytes,
+            grads_on_device_bytes: raw.grads_on_device_bytes,
+            grads_on_host_bytes: raw.grads_on_host_bytes,
+            states_on_device_bytes: raw.states_on_device_bytes,
+            states_on_host_bytes: raw.states_on_host_bytes,
+            grads_down_bytes: raw.grads_down_bytes,
+            params_up_bytes: raw.params_up_bytes,
+            offloaded_bytes: raw.offloaded_bytes,
+            reloaded_bytes: raw.reloaded_bytes,
+            total_seconds: raw.total_seconds,
+            norm_seconds: raw.norm_seconds,
+            grads_down_seconds: raw.grads_down_seconds,
+            update_seconds: raw.update_seconds,
+            params_up_seconds: raw.params_up_seconds,
+            device_update_seconds: raw.device_update_seconds,
+            stall_seconds: raw.stall_seconds,
+            cpu_elements: raw.cpu_elements,
+            streamed_elements: raw.streamed_elements,
+            state_up_bytes: raw.state_up_bytes,
+            state_down_bytes: raw.state_down_bytes,
+            state_up_seconds: raw.state_up_seconds,
+            streamed_update_seconds: raw.streamed_update_seconds,
+            state_down_seconds: raw.state_down_seconds,
+            cpu_idle_seconds: raw.cpu_idle_seconds,
+            streamed_idle_seconds: raw.streamed_idle_seconds,
+            gave_way_copies: raw.gave_way_copies,
+            gave_way_seconds: raw.gave_way_seconds,
+            pushes_ahead_bytes: raw.pushes_ahead_bytes,
+            early_elements: raw.early_elements,
+            undone_elements: raw.undone_elements,
         }
-    };
-}
-
-report! {
-    /// The threads, the memory and the device that a context has got.
-    ContextInfo from offload_context_info_t {
-        /// Update threads that run.
-        threads: u32,
-        /// CPUs in this process's affinity mask.
-        cpus_allowed: u32,
-        /// NUMA nodes with CPUs this process may use.
-        nodes: u32,
-        /// Whether each update thread stays on its NUMA node; false if the system refused that.
-        threads_seated: bool,
-        /// Whether state memory asks for huge pages and the system allows them.
-        huge_pages: bool,
-        /// Optimizers in this context.
-        optimizers: u32,
-        /// Memory of the device; 0 on the host device.
-        device_memory_bytes: u64,
-        /// Free memory of the device now.
-        device_memory_free_bytes: u64,
-        /// Host memory that is pinned for this context.
-        pinned_bytes: u64,
-        /// Instruction set of the host kernels, such as "avx512".
-        isa: String,
-        /// The device's own name.
-        device_name: String,
-        /// The number of this rank when the CPUs of this host were divided among its ranks.
-        local_rank: u32,
-        /// How many ranks the CPUs of this host were divided among.
-        local_world: u32,
-        /// The number of CPUs of `cpus_allowed` that are this rank's.
-        cpus: u32,
-        /// 0: the system chooses where pages lie, 1: the thread that touches a page first, 2: the
-        /// library. The value is final after the first work has started threads.
-        numa_rung: i32,
-        /// Bit n: there are update threads on node n.
-        numa_nodes: u64,
-        /// What is worse than it could be, and why; empty if nothing is.
-        notes: String,
-        /// Bit n: the kernel has been told to put host memory on node n.
-        numa_memory_nodes: u64,
-        /// 0: host memory lies near the update threads, 1: it is interleaved.
-        numa_policy: i32,
     }
 }
 
-report! {
-    /// The memory that commit takes, by kind and place. Bytes include padding.
-    Plan from offload_plan_t {
-        /// How many params are registered.
-        param_count: u32,
-        /// Elements of all params.
-        element_count: u64,
-        /// Elements of the host share.
-        host_elements: u64,
-        /// Elements of the device share.
-        device_elements: u64,
-        /// State on the host, indexed by [`StateKind`](crate::StateKind).
-        host_state_bytes: [u64; 32],
-        /// State on the device, indexed by [`StateKind`](crate::StateKind).
-        device_state_bytes: [u64; 32],
-        /// Pinned host memory for the staging ring and the verdict.
-        staging_bytes: u64,
-        /// Pinned host memory for params that are offloaded.
-        host_params_bytes: u64,
-        /// Pinned host memory for gradients that are offloaded.
-        host_grads_bytes: u64,
-        /// Pinned host memory for the device share's state while it is offloaded.
-        host_swap_bytes: u64,
-        /// Host memory for tables, norm sums and queued steps.
-        host_scratch_bytes: u64,
-        /// Device memory for norm sums, the verdict and gradients that a step copies back.
-        device_scratch_bytes: u64,
-        /// All host memory that commit takes.
-        host_bytes: u64,
-        /// All device memory that commit takes.
-        device_bytes: u64,
-        /// Free memory of the device now; 0 on the host device.
-        device_free_bytes: u64,
-        /// Host memory that the process can allocate now, within the cgroup's limit.
-        host_available_bytes: u64,
-        /// How much more memory the context's cap allows to pin; `u64::MAX` without a cap.
-        pinned_bytes_left: u64,
-        /// How many chunks a step of all params has.
-        chunk_count: u64,
-        /// Bytes of gradients that a step of all params copies to the host.
-        grads_down_bytes: u64,
-        /// Bytes of params that a step of all params copies to the device.
-        params_up_bytes: u64,
-        /// Whether commit would find all of this memory now.
-        fits: bool,
-        /// The bytes of `host_bytes` on each NUMA node: planned before commit, measured after it.
-        numa_bytes: [u64; 64],
-        /// The bytes of `host_bytes` whose node is not known.
-        numa_unknown_bytes: u64,
-        /// The part of `device_scratch_bytes` that is the ring through which state on the host
-        /// streams; 0 if CPU threads alone update the host share.
-        device_ring_bytes: u64,
-        /// The part of `host_bytes` that is state which commit pins for that ring.
-        pinned_state_bytes: u64,
-        /// The part of `host_bytes` that is for early updates.
-        host_early_bytes: u64,
-    }
+/// What a manifest says about the whole checkpoint.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct CheckpointInfo {
+    /// Of the manifest.
+    pub format_version: u32,
+    /// Of enum offload_algorithm.
+    pub algorithm: i32,
+    /// Of enum offload_save_flag, or-ed.
+    pub save_flags: u32,
+    /// Number of ranks that saved it.
+    pub world: u32,
+    /// Groups of the optimizer.
+    pub group_count: u32,
+    /// Steps applied before the save.
+    pub step: u64,
+    /// Different names.
+    pub param_count: u64,
+    /// Stored arrays: how often visit is called.
+    pub tensor_count: u64,
+    /// Safetensors files.
+    pub file_count: u64,
+    /// Of all stored arrays.
+    pub bytes: u64,
 }
 
-report! {
-    /// The result of a completed step.
-    StepResult from offload_step_result_t {
-        /// Whether a gradient was Inf or NaN. Then the step has changed nothing.
-        skipped: bool,
-        /// Steps applied so far, including this one unless it was skipped.
-        step: u64,
-        /// Global norm of the unscaled gradients before clipping; NaN if not computed, Inf or NaN
-        /// if skipped.
-        grad_norm: f64,
-        /// Factor that clipping multiplied the gradients by; 1 if not clipped.
-        grad_clip: f64,
-        /// From the start of the work to its end.
-        total_seconds: f64,
-        /// Until the norm and the verdict were known.
-        norm_seconds: f64,
-        /// How long the device took to copy gradients to the host.
-        grads_down_seconds: f64,
-        /// How long CPU threads took to update their chunks of the host share.
-        update_seconds: f64,
-        /// How long the device took to copy params to the device.
-        params_up_seconds: f64,
-        /// How long the device took to update its share.
-        device_update_seconds: f64,
-        /// How long CPU threads waited for gradients or for a free staging slot.
-        stall_seconds: f64,
-        /// Bytes of gradients that were copied to the host.
-        grads_down_bytes: u64,
-        /// Bytes of params that were copied to the device.
-        params_up_bytes: u64,
-        /// Elements of the host share that CPU threads updated.
-        cpu_elements: u64,
-        /// Elements of the host share whose state went through the device.
-        streamed_elements: u64,
-        /// Bytes of their state that were copied to the device.
-        state_up_bytes: u64,
-        /// Bytes of their state that were copied back to the host.
-        state_down_bytes: u64,
-        /// How long the device took to copy their state to the device.
-        state_up_seconds: f64,
-        /// How long the device took to update them.
-        streamed_update_seconds: f64,
-        /// How long the device took to copy their state back.
-        state_down_seconds: f64,
-        /// The time between the last chunk of the CPU threads and the last streamed chunk, if the
-        /// latter ended later.
-        cpu_idle_seconds: f64,
-        /// The time between the last streamed chunk and the last chunk of the CPU threads, if the
-        /// latter ended later.
-        streamed_idle_seconds: f64,
-        /// Elements of the host share that had been updated before the step.
-        early_elements: u64,
-        /// Elements that were updated early and undone since the step before.
-        undone_elements: u64,
-    }
-}
-
-report! {
-    /// Totals since create, and the memory in use now.
-    Stats from offload_stats_t {
-        /// Calls queued or running now.
-        queued: u32,
-        /// Steps that have updated params.
-        steps_applied: u64,
-        /// Steps that were skipped because a gradient was Inf or NaN.
-        steps_skipped: u64,
-        /// Host memory in use now, as in [`Plan`].
-        host_bytes: u64,
-        /// Device memory in use now, as in [`Plan`].
-        device_bytes: u64,
-        /// Pinned staging memory in use now, a part of `host_bytes`.
-        staging_bytes: u64,
-        /// The caller's memory of registered params that have an address.
-        params_on_device_bytes: u64,
-        /// Params that are offloaded.
-        params_on_host_bytes: u64,
-        /// The caller's memory of gradients that have an address.
-        grads_on_device_bytes: u64,
-        /// Gradients that are offloaded or accumulated on the host.
-        grads_on_host_bytes: u64,
-        /// State of the device share that is on the device.
-        states_on_device_bytes: u64,
-        /// State of the host share, and state of the device share that is offloaded.
-        states_on_host_bytes: u64,
-        /// Bytes of gradients that steps have copied to the host since create.
-        grads_down_bytes: u64,
-        /// Bytes of params that steps have copied to the device since create.
-        params_up_bytes: u64,
-        /// Bytes that the offload calls have copied since create.
-        offloaded_bytes: u64,
-        /// Bytes that the reload calls have copied since create.
-        reloaded_bytes: u64,
-        /// The sum over all steps since create, as in [`StepResult`]. So are the fields below.
-        total_seconds: f64,
-        /// See [`StepResult`].
-        norm_seconds: f64,
-        /// See [`StepResult`].
-        grads_down_seconds: f64,
-        /// See [`StepResult`].
-        update_seconds: f64,
-        /// See [`StepResult`].
-        params_up_seconds: f64,
-        /// See [`StepResult`].
-        device_update_seconds: f64,
-        /// See [`StepResult`].
-        stall_seconds: f64,
-        /// Elements of the host share that CPU threads have updated.
-        cpu_elements: u64,
-        /// Elements of the host share whose state has gone through the device.
-        streamed_elements: u64,
-        /// Bytes of their state that were copied to the device.
-        state_up_bytes: u64,
-        /// Bytes of their state that were copied back to the host.
-        state_down_bytes: u64,
-        /// How long the device took to copy their state to the device.
-        state_up_seconds: f64,
-        /// How long the device took to update them.
-        streamed_update_seconds: f64,
-        /// How long the device took to copy their state back.
-        state_down_seconds: f64,
-        /// The time between the last chunk of the CPU threads and the last streamed chunk, if the
-        /// latter ended later.
-        cpu_idle_seconds: f64,
-        /// The time between the last streamed chunk and the last chunk of the CPU threads, if the
-        /// latter ended later.
-        streamed_idle_seconds: f64,
-        /// Chunks of steps, and pieces of moves, that waited until prefetches of a stash had ended.
-        gave_way_copies: u64,
-        /// How long they waited.
-        gave_way_seconds: f64,
-        /// Bytes of a stash's pushes that were under way when steps queued chunks to the host.
-        pushes_ahead_bytes: u64,
-        /// Elements of the host share that had been updated before their steps.
-        early_elements: u64,
-        /// Elements that were updated early and undone.
-        undone_elements: u64,
-    }
-}
-
-report! {
-    /// The manifest of a checkpoint, without its arrays.
-    CheckpointInfo from offload_checkpoint_info_t {
-        /// The version of the manifest's format.
-        format_version: u32,
-        /// The library's number of the algorithm.
-        algorithm: i32,
-        /// 1 if the checkpoint has masters only.
-        save_flags: u32,
-        /// How many ranks saved it.
-        world: u32,
-        /// How many groups the optimizer had.
-        group_count: u32,
-        /// How many steps had been applied when it was saved.
-        step: u64,
-        /// How many params it has, counted by name.
-        param_count: u64,
-        /// How many stored arrays it has.
-        tensor_count: u64,
-        /// How many safetensors files it has.
-        file_count: u64,
-        /// Bytes of all stored arrays.
-        bytes: u64,
+impl From<&sys::offload_checkpoint_info_t> for CheckpointInfo {
+    fn from(raw: &sys::offload_checkpoint_info_t) -> Self {
+        CheckpointInfo {
+            format_version: raw.format_version,
+            algorithm: raw.algorithm,
+            save_flags: raw.save_flags,
+            world: raw.world,
+            group_count: raw.group_count,
+            step: raw.step,
+            param_count: raw.param_count,
+            tensor_count: raw.tensor_count,
+            file_count: raw.file_count,
+            bytes: raw.bytes,
+        }
     }
 }
