@@ -236,8 +236,8 @@ class Algorithms:
             needs_momentum="rule_without_momentum" in fields,
             counts_steps=fields.pop("counts_steps", "false") == "true",
         )
-        internal = {"rule", "rule_without_momentum", "set_coefficients", "initial_moment0"}
-        internal |= {"nan_reaches_param"}
+        internal = {"set_coefficients", "initial_moment0", "nan_reaches_param"}
+        internal |= {name for name in fields if name.startswith("rule")}
         if not fields.keys() <= internal or not {*row.moments} <= self.kind_names.keys():
             raise ValueError(f"a row of kAlgorithms is not understood: {text!r}")
         return row

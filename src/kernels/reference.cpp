@@ -31,9 +31,7 @@ inline float Lerp(float old, float next, float keep, float weight) {
   return weight < 0.5f ? std::fma(weight, next - old, old) : std::fma(keep, old - next, next);
 }
 inline float Saturate(float value) { return value < FLT_MAX ? value : FLT_MAX; }
-inline float SignOr(float value, float neither) {
-  return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : neither;
-}
+inline float IfAbove(float a, float b, float yes, float no) { return a > b ? yes : no; }
 
 #include "kernels/rules.inc"
 

@@ -75,10 +75,8 @@ HWY_INLINE Float AtMost(Float value, Float max) {
 
 HWY_INLINE Float Saturate(Float value) { return AtMost(value, Broadcast(FLT_MAX)); }
 
-HWY_INLINE Float SignOr(Float value, Float neither) {
-  const Float zero = Broadcast(0.0f);
-  const Float not_positive = hn::IfThenElse(hn::Lt(value, zero), Broadcast(-1.0f), neither);
-  return hn::IfThenElse(hn::Gt(value, zero), Broadcast(1.0f), not_positive);
+HWY_INLINE Float IfAbove(Float a, Float b, Float yes, Float no) {
+  return hn::IfThenElse(hn::Gt(a, b), yes, no);
 }
 
 #include "kernels/rules.inc"

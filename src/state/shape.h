@@ -58,7 +58,7 @@ struct ShapeOptions {
 };
 
 struct ParamShape {
-  Rule rule;
+  Rule rule;  // of its group at commit, which decides the moments
   StateLayout layout;
   std::array<int32_t, kStateSlots> dtype;  // enum offload_dtype of each slot's elements
   // Whether a tier keeps an array for the slot, and at which byte of the region its element 0 is.

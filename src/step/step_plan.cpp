@@ -57,6 +57,7 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
     const uint64_t step = step_counts.of(id) + 1;
     step_param.coefficients = CoefficientsFor(request.groups[param.group], param.group, step);
     const ParamShape& shaped = shape_.params[id];
+    step_param.rule = shaped.rule;
     step_param.rounding = {};
     if (shaped.stripe_count > 0)
       step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);

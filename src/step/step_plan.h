@@ -1,6 +1,6 @@
-// StepPlan: what one step does: which params it updates, with which coefficients, which executor
-// updates each element, and by which route gradient and param travel. Pure. It is made for every
-// step without an allocation.
+// StepPlan: what one step does: which params it updates, by which rules and coefficients, which
+// executor updates each element, and by which route gradient and param travel. Pure. It is made for
+// every step without an allocation.
 //
 //   executor  state is        gradient                       param
 //   device    on the device   there, or up from the host     there
@@ -40,6 +40,7 @@ struct StepParam {
   Addresses addresses;
   const std::byte* host_grad;  // the gradient if the host holds it, else NULL
   int32_t grad_dtype;          // the dtype in which it is stored there
+  Rule rule;                   // by which the step updates the param
   uint32_t coefficients;       // index into coefficients()
   bool active;                 // has a gradient and elements: the step updates it
   Rounding rounding;

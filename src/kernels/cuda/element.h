@@ -23,9 +23,7 @@ __device__ inline float Lerp(float old, float next, float keep, float weight) {
                        : __fmaf_rn(keep, __fsub_rn(old, next), next);
 }
 __device__ inline float Saturate(float value) { return value < FLT_MAX ? value : FLT_MAX; }
-__device__ inline float SignOr(float value, float neither) {
-  return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : neither;
-}
+__device__ inline float IfAbove(float a, float b, float yes, float no) { return a > b ? yes : no; }
 
 #include "kernels/rules.inc"
 

@@ -109,7 +109,7 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
                                                         static_cast<float*>(span.master));
         span.rounding = param.rounding;
         const SpanTypes types{param.grad_dtype, table_.param(id).dtype, shaped.layout};
-        const UpdateFunction update = kernels_.Update(shaped.rule, types);
+        const UpdateFunction update = kernels_.Update(param.rule, types);
         ForEachStripe(shape_, shaped, element, count,
                       [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
                         UpdateSpan part = Advanced(span, types, offset);

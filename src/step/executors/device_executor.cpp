@@ -39,7 +39,7 @@ Status DeviceExecutor::Queue(const StepPlan& plan) {
     const size_t first = updates_.size();
     for (uint32_t id = 0; id < table_.size(); ++id)
       if (plan.device_count(id) > 0 && plan.param(id).host_grad == nullptr &&
-          shape_.params[id].rule == Rule{rule})
+          plan.param(id).rule == Rule{rule})
         Add(UpdateOf(plan, id), id, 0, plan.device_count(id));
     HYBRIDOPT_TRY(Launch(plan, Rule{rule}, first));
   }
@@ -114,7 +114,7 @@ Status DeviceExecutor::QueueFromHost(const StepPlan& plan, uint32_t id) {
     const size_t first = updates_.size();
     whole.span.grad = lanes_.device_grads;
     Add(whole, id, begin, count);
-    HYBRIDOPT_TRY(Launch(plan, shape_.params[id].rule, first));
+    HYBRIDOPT_TRY(Launch(plan, param.rule, first));
   }
   return {};
 }

@@ -174,7 +174,7 @@ Status StreamedExecutor::QueueUpdate(uint32_t number) {
   for (int32_t rule = 0; rule < kRuleCount; ++rule) {
     const size_t first = updates_.size();
     for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)]))
-      if (plan_.param(fragment.param).active && shape_.params[fragment.param].rule == Rule{rule})
+      if (plan_.param(fragment.param).active && plan_.param(fragment.param).rule == Rule{rule})
         AddUpdates(shape_, shape_.params[fragment.param], fragment.begin, UpdateOf(fragment, data),
                    updates_);
     HYBRIDOPT_TRY(Launch(Rule{rule}, first));
