@@ -6,6 +6,7 @@ import pydoc
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +99,13 @@ def test_docstrings_list_every_argument_and_option(cls):
         assert eval(text, {"torch": torch}) == expected[name], name
     assert "comm_timeout_seconds (float, default 600.0)" in pydoc.render_doc(cls, renderer=pydoc.plaintext)
     assert f"class {cls.__name__}(" in pydoc.render_doc(hybridopt, renderer=pydoc.plaintext)
+
+
+def test_the_guide_has_every_option_in_its_table():
+    guide = Path(__file__).resolve().parents[3] / "docs" / "PYTORCH.md"
+    table = guide.read_text().partition("| keyword argument | default | |\n")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[1:]]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(DEFAULT_OPTIONS)
 
 
 def particulars(optimizer):

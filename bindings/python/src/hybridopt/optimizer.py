@@ -34,8 +34,8 @@ from .members import Member, check_dtype, has_gradient, members_of, named, refus
 from .modes import in_no_mode
 from .options import (
     DEFAULT_OPTIONS,
+    ROWS,
     OffloadOptions,
-    check_max_grad_norm,
     checked,
     refuse_in_group,
 )
@@ -165,7 +165,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, max_grad_norm: float | None) -> None:
-        check_max_grad_norm(max_grad_norm)
+        ROWS["max_grad_norm"].check("max_grad_norm", max_grad_norm)
         if max_grad_norm is not None:
             self._refuse_fsdp1("max_grad_norm")
         self._options = {**self._options, "max_grad_norm": max_grad_norm}
