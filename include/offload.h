@@ -379,21 +379,22 @@ typedef struct offload_optimizer_options {
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
  * Signum their papers', with decoupled weight decay).
  * Here zero means zero, not a default. A field that the algorithm does not use must be zero. All
- * numbers are finite and not negative; nesterov and maximize are 0 or 1. */
+ * numbers are finite and not negative; nesterov, maximize and cautious_weight_decay are 0 or 1. */
 typedef struct offload_group {
   uint32_t struct_size;
-  int32_t nesterov;    /* SGD; needs momentum > 0 and dampening 0 */
-  int32_t maximize;    /* 1: step along the gradient; 0: against it */
-  uint32_t reserved;   /* 0 */
-  double lr;           /* all algorithms */
-  double beta1;        /* AdamW, Adam, Lion; in [0, 1) */
-  double beta2;        /* AdamW, Adam, Lion; in [0, 1) */
-  double eps;          /* AdamW, Adam, Adagrad; above 0 */
-  double weight_decay; /* all algorithms */
-  double momentum;     /* SGD; commit fixes whether it is zero, see offload_optimizer_set_group.
-                          Signum: in [0, 1) */
-  double dampening;    /* SGD; needs momentum > 0 */
-  double lr_decay;     /* Adagrad */
+  int32_t nesterov;              /* SGD; needs momentum > 0 and dampening 0 */
+  int32_t maximize;              /* 1: step along the gradient; 0: against it */
+  int32_t cautious_weight_decay; /* AdamW; 1: weight decay leaves out elements that the update
+                                    without it moves away from zero */
+  double lr;                     /* all algorithms */
+  double beta1;                  /* AdamW, Adam, Lion; in [0, 1) */
+  double beta2;                  /* AdamW, Adam, Lion; in [0, 1) */
+  double eps;                    /* AdamW, Adam, Adagrad; above 0 */
+  double weight_decay;           /* all algorithms */
+  double momentum;  /* SGD; commit fixes whether it is zero, see offload_optimizer_set_group.
+                       Signum: in [0, 1) */
+  double dampening; /* SGD; needs momentum > 0 */
+  double lr_decay;  /* Adagrad */
   double initial_accumulator_value; /* Adagrad; commit fills sum with it, later it has no effect */
 } offload_group_t;
 

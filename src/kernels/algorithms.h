@@ -14,8 +14,16 @@ namespace hybridopt {
 struct Coefficients;
 
 // The formulas of an update. The kernel tables are indexed by it.
-enum class Rule : int32_t { kAdam, kSgdMomentum, kSgdPlain, kLion, kAdagrad, kSignum };
-inline constexpr int32_t kRuleCount = static_cast<int32_t>(Rule::kSignum) + 1;
+enum class Rule : int32_t {
+  kAdam,
+  kSgdMomentum,
+  kSgdPlain,
+  kLion,
+  kAdagrad,
+  kSignum,
+  kCautiousAdam
+};
+inline constexpr int32_t kRuleCount = static_cast<int32_t>(Rule::kCautiousAdam) + 1;
 
 // The kinds of state that checkpoints hold. Masters are stored as fp32, so that MASTER_LOW is no
 // kind here.
@@ -97,6 +105,7 @@ inline constexpr GroupField kGroupFields[] = {
      {Of(OFFLOAD_ADAGRAD)}},
     {"nesterov", &offload_group_t::nesterov, Of(OFFLOAD_SGD)},
     {"maximize", &offload_group_t::maximize, kAllAlgorithms},
+    {"cautious_weight_decay", &offload_group_t::cautious_weight_decay, Of(OFFLOAD_ADAMW)},
 };
 
 // Version 1 of the checkpoint format began with the first 11 fields, which every manifest has. A
@@ -122,6 +131,8 @@ struct Algorithm {
   Rule rule;
   // The rule of a group whose momentum is 0 at commit; has no moments.
   Rule rule_without_momentum = rule;
+  // The rule of steps of a group with cautious_weight_decay; has the same moments.
+  Rule rule_if_cautious = rule;
   CoefficientsFunction set_coefficients;
   int32_t moments[kMomentsMax] = {kNoMoment, kNoMoment};  // enum offload_state_kind
   GroupNumber initial_moment0 = nullptr;                  // initial first moment; NULL: 0
@@ -133,6 +144,7 @@ inline constexpr Algorithm kAlgorithms[] = {
     {.value = OFFLOAD_ADAMW,
      .name = "AdamW",
      .rule = Rule::kAdam,
+     .rule_if_cautious = Rule::kCautiousAdam,
      .set_coefficients = SetAdamW,
      .moments = {OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ},
      .counts_steps = true},
@@ -178,14 +190,17 @@ constexpr const Algorithm* AlgorithmOf(int32_t value) {
 // The first row whose params a rule updates. Rows that share a rule keep the same moments.
 constexpr const Algorithm& AlgorithmOf(Rule rule) {
   for (const Algorithm& algorithm : kAlgorithms)
-    if (algorithm.rule == rule || algorithm.rule_without_momentum == rule) return algorithm;
+    if (algorithm.rule == rule || algorithm.rule_without_momentum == rule ||
+        algorithm.rule_if_cautious == rule)
+      return algorithm;
   return kAlgorithms[0];  // every rule has a row: see the assertion below
 }
 
 // The moment that a rule keeps, or kNoMoment.
 constexpr int32_t MomentOf(Rule rule, int32_t index) {
   const Algorithm& algorithm = AlgorithmOf(rule);
-  return algorithm.rule == rule ? algorithm.moments[index] : kNoMoment;
+  return algorithm.rule == rule || algorithm.rule_if_cautious == rule ? algorithm.moments[index]
+                                                                      : kNoMoment;
 }
 
 constexpr bool IsSumOfSquares(int32_t kind) {
@@ -200,6 +215,11 @@ constexpr Rule RuleOf(int32_t algorithm, double momentum) {
   return momentum > 0.0 ? row.rule : row.rule_without_momentum;
 }
 
+// The rule of a step. `at_commit` is the rule of the group at commit.
+constexpr Rule RuleOfStep(int32_t algorithm, Rule at_commit, const offload_group_t& group) {
+  return group.cautious_weight_decay != 0 ? AlgorithmOf(algorithm)->rule_if_cautious : at_commit;
+}
+
 // The initial first moment of a group's params.
 constexpr double InitialMoment0(int32_t algorithm, const offload_group_t& group) {
   const GroupNumber field = AlgorithmOf(algorithm)->initial_moment0;
@@ -209,7 +229,9 @@ constexpr double InitialMoment0(int32_t algorithm, const offload_group_t& group)
 constexpr bool RowsAgree() {
   for (int32_t rule = 0; rule < kRuleCount; ++rule) {
     const Algorithm& first = AlgorithmOf(Rule{rule});
-    if (first.rule != Rule{rule} && first.rule_without_momentum != Rule{rule}) return false;
+    if (first.rule != Rule{rule} && first.rule_without_momentum != Rule{rule} &&
+        first.rule_if_cautious != Rule{rule})
+      return false;
   }
   for (const Algorithm& row : kAlgorithms) {
     const Algorithm& first = AlgorithmOf(row.rule);

@@ -43,8 +43,6 @@ Status CheckField(const Algorithm& algorithm, const offload_group_t& group,
 Status ValidateGroup(int32_t algorithm_value, const offload_group_t& group) {
   const Algorithm& algorithm = *AlgorithmOf(algorithm_value);
   for (const GroupField& field : kGroupFields) HYBRIDOPT_TRY(CheckField(algorithm, group, field));
-  if (group.reserved != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "group.reserved is %u, expected 0", group.reserved);
   if (group.nesterov != 0 && (group.momentum == 0 || group.dampening != 0))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "group.nesterov is 1 with momentum %g and dampening %g, expected momentum "

@@ -55,9 +55,10 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
     host_holds_grads_ = host_holds_grads_ || step_param.host_grad != nullptr;
     params_come_down_ = params_come_down_ || ParamComesDown(id);
     const uint64_t step = step_counts.of(id) + 1;
-    step_param.coefficients = CoefficientsFor(request.groups[param.group], param.group, step);
+    const offload_group_t& group = request.groups[param.group];
+    step_param.coefficients = CoefficientsFor(group, param.group, step);
     const ParamShape& shaped = shape_.params[id];
-    step_param.rule = shaped.rule;
+    step_param.rule = RuleOfStep(table_.algorithm(), shaped.rule, group);
     step_param.rounding = {};
     if (shaped.stripe_count > 0)
       step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);

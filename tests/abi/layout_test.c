@@ -105,7 +105,7 @@ static const pin_t pins[] = {
     FIELD(offload_group_t, struct_size, 0, 4),
     FIELD(offload_group_t, nesterov, 4, 4),
     FIELD(offload_group_t, maximize, 8, 4),
-    FIELD(offload_group_t, reserved, 12, 4),
+    FIELD(offload_group_t, cautious_weight_decay, 12, 4),
     FIELD(offload_group_t, lr, 16, 8),
     FIELD(offload_group_t, beta1, 24, 8),
     FIELD(offload_group_t, beta2, 32, 8),

@@ -46,7 +46,8 @@ def train():
     options = struct("offload_optimizer_options_t", algorithm=lib.OFFLOAD_ADAMW)
     must(lib.offload_optimizer_create(context[0], options, optimizer))
     adamw = struct(
-        "offload_group_t", lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1
+        "offload_group_t", lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1,
+        cautious_weight_decay=1,
     )
     must(lib.offload_optimizer_add_group(optimizer[0], adamw, group))
     for name, dtype, data, grad in (

@@ -25,7 +25,8 @@ def make(kind, **fields):
 
 def adamw():
     return make(
-        h.offload_group_t, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1
+        h.offload_group_t, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1,
+        cautious_weight_decay=1,
     )
 
 

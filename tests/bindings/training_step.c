@@ -59,7 +59,8 @@ int main(void) {
                            .beta1 = 0.9,
                            .beta2 = 0.999,
                            .eps = 1e-8,
-                           .weight_decay = 0.1};
+                           .weight_decay = 0.1,
+                           .cautious_weight_decay = 1};
   check(offload_optimizer_add_group(optimizer, &group, &group_id));
   for (i = 0; i < WEIGHTS; i++) weight[i] = bf16(value(i, 1));
   for (i = 0; i < BIASES; i++) bias[i] = value(i, 2);

@@ -41,10 +41,10 @@ class Float64Optimizer {
   void UpdateElement(size_t i, double g) {
     switch (algorithm_) {
       case OFFLOAD_ADAMW:
-        params[i] *= 1 - group_.lr * group_.weight_decay;
-        return Adam(i, g);
+        return AdamW(i, g);
       case OFFLOAD_ADAM:
-        return Adam(i, g + group_.weight_decay * params[i]);
+        params[i] -= group_.lr * AdamDirection(i, g + group_.weight_decay * params[i]);
+        return;
       case OFFLOAD_SGD:
         return Sgd(i, g + group_.weight_decay * params[i]);
       case OFFLOAD_LION:
@@ -56,12 +56,18 @@ class Float64Optimizer {
     }
   }
 
-  void Adam(size_t i, double g) {
+  void AdamW(size_t i, double g) {
+    const double u = AdamDirection(i, g), x = params[i];
+    const bool decays = group_.cautious_weight_decay == 0 || u * x >= 0;
+    params[i] -= group_.lr * (u + (decays ? group_.weight_decay * x : 0));
+  }
+
+  double AdamDirection(size_t i, double g) {
     first_[i] = group_.beta1 * first_[i] + (1 - group_.beta1) * g;
     second_[i] = group_.beta2 * second_[i] + (1 - group_.beta2) * g * g;
     const double mean = first_[i] / (1 - std::pow(group_.beta1, step_));
     const double square = second_[i] / (1 - std::pow(group_.beta2, step_));
-    params[i] -= group_.lr * mean / (std::sqrt(square) + group_.eps);
+    return mean / (std::sqrt(square) + group_.eps);
   }
 
   void Sgd(size_t i, double g) {
@@ -130,6 +136,8 @@ offload_group_t SgdGroup(double momentum, double dampening, int32_t nesterov) {
 std::vector<Case> Cases() {
   offload_group_t maximize = AdamGroup(1e-3, 0.1, 0.9, 0.95, 1e-8);
   maximize.maximize = 1;
+  offload_group_t cautious = AdamGroup(1e-3, 1.0, 0.9, 0.999, 1e-8);
+  cautious.cautious_weight_decay = 1;
   offload_group_t adagrad = Group(1e-2, 1e-3);
   adagrad.eps = 1e-10;
   adagrad.lr_decay = 1e-3;
@@ -138,6 +146,7 @@ std::vector<Case> Cases() {
   signum.momentum = 0.9;
   return {{"AdamW", OFFLOAD_ADAMW, AdamGroup(1e-3, 0.1, 0.9, 0.999, 1e-8)},
           {"AdamWMaximize", OFFLOAD_ADAMW, maximize},
+          {"AdamWCautious", OFFLOAD_ADAMW, cautious},
           {"Adam", OFFLOAD_ADAM, AdamGroup(1e-3, 1e-2, 0.9, 0.999, 1e-8)},
           {"SgdPlain", OFFLOAD_SGD, SgdGroup(0, 0, 0)},
           {"SgdMomentum", OFFLOAD_SGD, SgdGroup(0.9, 0.1, 0)},

@@ -168,6 +168,7 @@ inline offload_group_t RandomGroup(int32_t algorithm, uint32_t index, bool first
     group.lr_decay = random.Between(0, 0.1);
     group.initial_accumulator_value = index == 0 ? 0 : random.Between(0.01, 1);
   }
+  if (algorithm == OFFLOAD_ADAMW && index == 2) group.cautious_weight_decay = !random.OneIn(3);
   if (algorithm == OFFLOAD_SIGNUM) group.momentum = random.OneIn(4) ? 0 : random.Between(0.3, 0.99);
   if (algorithm == OFFLOAD_SGD && index != 1) {
     // Momentum may fall to 0 after commit, and keeps its buffer.

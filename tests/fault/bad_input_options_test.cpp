@@ -162,6 +162,10 @@ std::vector<GroupCase> FieldsOfOtherAlgorithms() {
        OFFLOAD_ADAMW,
        {"group.nesterov is 1", "AdamW"},
        [](auto& g) { g.nesterov = 1; }},
+      {"CautiousUnused",
+       OFFLOAD_ADAM,
+       {"group.cautious_weight_decay is 1", "Adam does not use it; leave it 0"},
+       [](auto& g) { g.cautious_weight_decay = 1; }},
   };
 }
 
@@ -212,11 +216,10 @@ std::vector<GroupCase> FieldsThatDoNotFit() {
        OFFLOAD_ADAMW,
        {"group.maximize is -1"},
        [](auto& g) { g.maximize = -1; }},
-      {"GroupReserved",
+      {"CautiousTwo",
        OFFLOAD_ADAMW,
-       {"group.reserved is 1"},
-       [](auto& g) { g.reserved = 1; },
-       OFFLOAD_UNSUPPORTED},
+       {"group.cautious_weight_decay is 2", "0 or 1"},
+       [](auto& g) { g.cautious_weight_decay = 2; }},
       {"GroupStructSize",
        OFFLOAD_ADAMW,
        {"group.struct_size is 3"},

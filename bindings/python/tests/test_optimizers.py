@@ -1133,3 +1133,74 @@ def test_stats_have_the_sums_of_all_results():
     for name in summed:
         assert getattr(stats, name) == sum(getattr(result, name) for result in results), name
     assert stats.cpu_elements == 15000 and stats.update_seconds > 0 and stats.total_seconds > 0
+
+
+@pytest.mark.parametrize("wrong", ["no", 2, None])
+def test_a_flag_is_true_or_false(wrong):
+    param = Parameter(torch.ones(3))
+    optimizer = hybridopt.AdamW([param], cautious_weight_decay=wrong)
+    with pytest.raises(ValueError, match=f"Invalid cautious_weight_decay: {wrong!r}, expected True or False"):
+        run(optimizer, [param], [1])
+    assert torch.equal(param, torch.ones(3))
+
+
+def adamw_after(seeds, params, **arguments):
+    """Params that AdamW has stepped, and their averages of gradients."""
+    params = [Parameter(param.detach().clone()) for param in params]
+    optimizer = hybridopt.AdamW(params, lr=1e-2, **arguments)
+    run(optimizer, params, seeds)
+    return params, [optimizer.state[param]["exp_avg"].clone() for param in params]
+
+
+def test_cautious_weight_decay_leaves_out_elements_that_move_away_from_zero():
+    generator = torch.Generator().manual_seed(5)
+    start = [torch.randn(5000, generator=generator), torch.randn(3, 7, generator=generator)]
+    decayed, averages = adamw_after([1], start, weight_decay=0.5)
+    kept, _ = adamw_after([1], start, weight_decay=0.0)
+    cautious, _ = adamw_after([1], start, weight_decay=0.5, cautious_weight_decay=True)
+    for begin, average, *ends in zip(start, averages, decayed, kept, cautious):
+        expected = torch.where(average * begin >= 0, ends[0], ends[1])
+        assert torch.equal(ends[2], expected)
+        assert not torch.equal(ends[2], ends[0]) and not torch.equal(ends[2], ends[1])
+
+
+def test_cautious_weight_decay_is_of_a_group_and_may_change():
+    start = [torch.randn(500, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    params = [Parameter(begin.clone()) for begin in start]
+    groups = [{"params": params[:1]}, {"params": params[1:], "cautious_weight_decay": True}]
+    optimizer = hybridopt.AdamW(groups, lr=1e-2, weight_decay=0.5)
+    run(optimizer, params, [1])
+    plain, _ = adamw_after([1], start, weight_decay=0.5)
+    cautious, _ = adamw_after([1], start, weight_decay=0.5, cautious_weight_decay=True)
+    assert torch.equal(params[0], plain[0]) and torch.equal(params[1], cautious[1])
+    optimizer.param_groups[1]["cautious_weight_decay"] = False
+    twins = [Parameter(begin.clone()) for begin in start]
+    twin = hybridopt.AdamW(twins, lr=1e-2, weight_decay=0.5)
+    run(twin, twins, [1])
+    with torch.no_grad():
+        twins[1].copy_(params[1])  # the moments are the same
+    run(optimizer, params, [2])
+    run(twin, twins, [2])
+    assert all(map(torch.equal, params, twins))
+
+
+def test_cautious_weight_decay_is_kept_by_state_dicts_and_given_by_those_of_torch():
+    param = Parameter(torch.ones(3))
+    optimizer = hybridopt.AdamW([param], cautious_weight_decay=True)
+    run(optimizer, [param], [1])
+    other = hybridopt.AdamW([Parameter(torch.ones(3))])
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["cautious_weight_decay"] is True
+    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["cautious_weight_decay"] is True
+    theirs = torch.optim.AdamW([Parameter(torch.ones(3))])
+    theirs.load_state_dict(optimizer.state_dict())  # which has one key more than theirs
+    optimizer.load_state_dict(torch.optim.AdamW([Parameter(torch.ones(3))]).state_dict())
+    assert optimizer.param_groups[0]["cautious_weight_decay"] is True, "as the optimizer was made"
+
+
+def test_no_other_algorithm_decays_cautiously():
+    param = Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="param group 0 has cautious_weight_decay=True, but Adam does not use it"):
+        hybridopt.Adam([{"params": [param], "cautious_weight_decay": True}])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cautious_weight_decay'"):
+        hybridopt.Lion([param], cautious_weight_decay=True)

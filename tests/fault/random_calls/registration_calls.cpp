@@ -87,7 +87,8 @@ offload_group_t Group(World& world, offload_optimizer_t optimizer) {
   if (algorithm == OFFLOAD_ADAGRAD) group.initial_accumulator_value = world.Number();
   if (algorithm == OFFLOAD_SIGNUM) group.momentum = world.Number();
   if (random.Chance(2)) group.momentum = 0.5;
-  if (random.Chance(1)) group.reserved = 1;
+  if (algorithm == OFFLOAD_ADAMW || random.Chance(1))
+    group.cautious_weight_decay = static_cast<int32_t>(random.Below(2));
   return group;
 }
 

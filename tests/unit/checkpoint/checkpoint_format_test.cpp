@@ -65,6 +65,7 @@ TEST(ManifestTest, HyperparametersKeepEveryBit) {
   sample.manifest.groups[0].weight_decay = 1.7976931348623157e308;
   sample.manifest.groups[0].nesterov = 1;
   sample.manifest.groups[1].maximize = 1;
+  sample.manifest.groups[1].cautious_weight_decay = 1;
   sample.Fill();
   const Result<Manifest> read = ParseManifest(sample.text);
   ASSERT_TRUE(read.ok()) << read.status().message();
@@ -97,6 +98,26 @@ TEST(ManifestTest, EndsAreCheckedBeforeTheRest) {
   ExpectRefused(Rehashed(Replaced(sample.text, "\"version\":1", "\"version\":7")),
                 "format version 7, this release reads version 1; use the release",
                 OFFLOAD_UNSUPPORTED);
+}
+
+// Releases that do not know it read all manifests but those of groups that use it.
+TEST(ManifestTest, AFlagThatVersionOneDidNotBeginWithIsWrittenOnlyWhereItIsSet) {
+  const std::string key = "\"cautious_weight_decay\"";
+  EXPECT_EQ(Sample().text.find(key), std::string::npos);
+  Sample sample;
+  sample.manifest.groups[1].cautious_weight_decay = 1;
+  sample.Fill();
+  const size_t at = sample.text.find(key + ":true");
+  ASSERT_NE(at, std::string::npos);
+  EXPECT_EQ(sample.text.find(key, at + 1), std::string::npos);
+  const Result<Manifest> read = ParseManifest(sample.text);
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  EXPECT_EQ(read.value().groups[0].cautious_weight_decay, 0);
+  EXPECT_EQ(read.value().groups[1].cautious_weight_decay, 1);
+  ExpectRefused(Rehashed(Replaced(sample.text, key + ":true", key + ":1")),
+                "true or false is expected");
+  ExpectRefused(Rehashed(Replaced(sample.text, key + ":true", key + ":true," + key + ":true")),
+                "the key \"cautious_weight_decay\" stands twice");
 }
 
 TEST(ManifestTest, ForgedTextsAreRefused) {

@@ -38,6 +38,16 @@ TEST(RuleOf, AdamAndAdamWShareAKernel) {
   EXPECT_EQ(RuleOf(OFFLOAD_SIGNUM, 0.9), Rule::kSignum);
 }
 
+TEST(RuleOfStep, CautiousWeightDecayHasARuleOfItsOwn) {
+  offload_group_t group = {};
+  EXPECT_EQ(RuleOfStep(OFFLOAD_ADAMW, Rule::kAdam, group), Rule::kAdam);
+  EXPECT_EQ(RuleOfStep(OFFLOAD_SGD, Rule::kSgdPlain, group), Rule::kSgdPlain);
+  group.cautious_weight_decay = 1;
+  EXPECT_EQ(RuleOfStep(OFFLOAD_ADAMW, Rule::kAdam, group), Rule::kCautiousAdam);
+  for (int32_t moment : {0, 1})
+    EXPECT_EQ(MomentOf(Rule::kCautiousAdam, moment), MomentOf(Rule::kAdam, moment));
+}
+
 TEST(MakeCoefficients, AdamW) {
   const Coefficients first = MakeCoefficients(OFFLOAD_ADAMW, AdamGroup(), 1);
   EXPECT_EQ(first.grad_factor, 1.0f);
@@ -176,7 +186,7 @@ struct Param {
 
 void Step(const KernelTable& kernels, int32_t algorithm, const offload_group_t& group,
           uint64_t step, float grad, Param& param) {
-  const Rule rule = RuleOf(algorithm, group.momentum);
+  const Rule rule = RuleOfStep(algorithm, RuleOf(algorithm, group.momentum), group);
   const UpdateSpan span = {&grad, &param.weight, &param.weight, &param.moment0, &param.moment1, 1};
   kernels.Update(rule, OFFLOAD_FP32, OFFLOAD_FP32)(MakeCoefficients(algorithm, group, step), span);
 }
@@ -199,6 +209,28 @@ TEST(ByHand, AdamW) {
   EXPECT_EQ(param.moment1, 1.0f);  // 0.75 * 1 + 0.25 * 1
   // 0.35 - 0.25 * 0.35 - 0.5 * (1 / 0.75) / (sqrt(1 / 0.4375) + 0.5)
   EXPECT_NEAR(param.weight, 0.2625 - 0.3313687, 2e-7);
+}
+
+TEST(ByHand, AdamWDecaysCautiously) {
+  offload_group_t group = {};
+  group.lr = 0.5;
+  group.eps = 1.0;
+  group.weight_decay = 0.5;
+  group.cautious_weight_decay = 1;
+  const auto stepped = [&](float grad, float weight) {
+    Param param = {.weight = weight};
+    Step(ReferenceKernels(), OFFLOAD_ADAMW, group, 1, grad, param);
+    return param.weight;
+  };
+  EXPECT_EQ(stepped(1.0f, 4.0f), 2.75f);    // 4 - 0.5 * (1 / (1 + 1) + 0.5 * 4)
+  EXPECT_EQ(stepped(-1.0f, 4.0f), 4.25f);   // away from zero: 4 - 0.5 * (-1 / (1 + 1))
+  EXPECT_EQ(stepped(1.0f, -4.0f), -4.25f);  // away from zero
+  EXPECT_EQ(stepped(-1.0f, -4.0f), -2.75f);
+  EXPECT_EQ(stepped(0.0f, 4.0f), 3.0f);  // no update: 4 - 0.5 * 0.5 * 4
+  EXPECT_EQ(stepped(1.0f, 0.0f), -0.25f);
+  // Signs that differ count, however small the product.
+  EXPECT_EQ(stepped(-0x1p-100f, 0x1p-100f), 0x1p-100f - 0.5f * -0x1p-100f);
+  EXPECT_EQ(stepped(0x1p-100f, 0x1p-100f), 0x1p-100f - 0.5f * 0x1p-100f - 0.25f * 0x1p-100f);
 }
 
 TEST(ByHand, Adam) {
@@ -351,7 +383,9 @@ class Textbook {
         v = o.beta2 * v + (1 - o.beta2) * g * g;
         const double corrected_m = m / (1 - std::pow(o.beta1, t));
         const double corrected_v = v / (1 - std::pow(o.beta2, t));
-        return o.lr * corrected_m / (std::sqrt(corrected_v) + o.eps) + decay;
+        const double u = corrected_m / (std::sqrt(corrected_v) + o.eps);
+        const bool decays = o.cautious_weight_decay == 0 || u * weight >= 0;
+        return o.lr * u + (decays ? decay : 0.0);
       }
       case OFFLOAD_SGD: {
         if (o.momentum == 0) return o.lr * g;
@@ -409,7 +443,7 @@ void ExpectThousandSteps(int32_t algorithm, const offload_group_t& group,
   std::vector<float> grad(kCount), weight(kCount), moment0(kCount, 0.0f), moment1(kCount, 0.0f);
   std::vector<double> total(kCount, 0.0), expected_total(kCount, 0.0);
   std::vector<double> late, expected_late;
-  const Rule rule = RuleOf(algorithm, group.momentum);
+  const Rule rule = RuleOfStep(algorithm, RuleOf(algorithm, group.momentum), group);
   for (uint64_t t = 1; t <= kSteps; ++t) {
     for (uint64_t i = 0; i < kCount; ++i) {
       grad[i] = static_cast<float>(std::ldexp(signal[i] + random.Noise(), -6));
@@ -449,6 +483,9 @@ TEST(ThousandSteps, AdamW) {
   group.beta1 = 0.4;
   group.beta2 = 0.95;
   group.maximize = 1;
+  ExpectThousandSteps(OFFLOAD_ADAMW, group);
+  group.weight_decay = 10.0;
+  group.cautious_weight_decay = 1;
   ExpectThousandSteps(OFFLOAD_ADAMW, group);
 }
 

@@ -369,6 +369,49 @@ TEST(Update, SecondMomentsStayFiniteForFiniteGradients) {
   }
 }
 
+// Cautious weight decay: where update and param have opposite signs the bits of AdamW without
+// weight decay, elsewhere those of AdamW, zeros among them.
+TEST(Update, CautiousWeightDecayDiffersOnlyWhereSignsDiffer) {
+  const Kind plain = {Rule::kAdam, OFFLOAD_FP32, OFFLOAD_FP32};
+  const Kind cautious = {Rule::kCautiousAdam, OFFLOAD_FP32, OFFLOAD_FP32};
+  Coefficients decays = AnyCoefficients(0.1f, 0);
+  decays.l2_decay = 0.0f;
+  Coefficients does_not = decays;
+  does_not.decoupled_decay = 0.0f;
+  Inputs inputs = AwkwardInputs(5000, plain, 3);
+  auto* grad = reinterpret_cast<float*>(inputs.grad.data());
+  for (const size_t i : {7, 8}) {  // no update
+    grad[i] = inputs.moment0[i] = 0.0f;
+    inputs.moment1[i] = 1.0f;
+    inputs.master[i] = i == 7 ? 1.0f : -1.0f;
+  }
+  const auto params = [&](const Kind& kind, const Coefficients& c) {
+    const Outputs outputs = RunUpdate(ReferenceKernels(), kind, c, inputs);
+    std::vector<float> values(inputs.master.size());
+    std::memcpy(values.data(), outputs.param.data(), outputs.param.size());
+    return std::pair(values, outputs.state);
+  };
+  const auto [expected_decayed, state] = params(plain, decays);
+  const std::vector<float> expected_kept = params(plain, does_not).first;
+  const std::vector<float> got = params(cautious, decays).first;
+  int opposed = 0, differ = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    float moment0 = 0.0f, moment1 = 0.0f;
+    std::memcpy(&moment0, state.data() + (got.size() + i) * 4, 4);
+    std::memcpy(&moment1, state.data() + (2 * got.size() + i) * 4, 4);
+    const float u = moment0 / std::fma(std::sqrt(moment1), 1.9f, 1e-8f), x = inputs.master[i];
+    const bool is_opposed = (u > 0 && x < 0) || (u < 0 && x > 0);
+    const float expected = is_opposed ? expected_kept[i] : expected_decayed[i];
+    if (std::isnan(expected)) continue;
+    ASSERT_EQ(std::memcmp(&got[i], &expected, 4), 0) << i << " " << u << " " << x;
+    opposed += is_opposed;
+    differ += std::memcmp(&expected_kept[i], &expected_decayed[i], 4) != 0;
+  }
+  EXPECT_GT(opposed, 1000);
+  EXPECT_GT(differ, 1000);
+  for (const size_t i : {7, 8}) EXPECT_LT(std::fabs(got[i]), 1.0f) << "no update, but decay";
+}
+
 // The same bits on every machine, from every compiler and in every release: a change here is a
 // change of the numbers users get.
 TEST(Update, BitsArePinned) {
@@ -387,7 +430,8 @@ TEST(Update, BitsArePinned) {
   const Inputs any = {{}, values(0.1f), values(0.1f), values(0.01f)};
   // Each is the hash of all rules up to this one.
   constexpr uint64_t kHashes[] = {0x3c741cfd4173b949u, 0x32743251a5026f4cu, 0xe90eac068c5cd8a7u,
-                                  0xef5219a3399654bau, 0x78cd2b5abe0f6563u, 0xe4e89c5bb6f17082u};
+                                  0xef5219a3399654bau, 0x78cd2b5abe0f6563u, 0xe4e89c5bb6f17082u,
+                                  0xa3affaef93e5f019u};
   static_assert(std::size(kHashes) == kRuleCount);
   uint64_t hash = 14695981039346656037u;  // FNV-1a
   for (const Kind& kind : AllKinds()) {

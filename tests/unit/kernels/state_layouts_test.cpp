@@ -286,10 +286,12 @@ TEST(StateLayouts, CutAnywhereHasTheSameBits) {
 TEST(StateLayouts, BitsArePinned) {
   const PinnedSeed pinned;
   uint64_t of_signum = 14695981039346656037u;  // FNV-1a
-  uint64_t of_others = of_signum;
+  uint64_t of_others = of_signum, of_cautious_adam = of_signum;
   for (const Kind& kind : AllKinds()) {
     if (kind.types.layout == StateLayout::kFp32) continue;  // kernels_test.cpp
-    uint64_t& hash = kind.rule == Rule::kSignum ? of_signum : of_others;
+    uint64_t& hash = kind.rule == Rule::kSignum         ? of_signum
+                     : kind.rule == Rule::kCautiousAdam ? of_cautious_adam
+                                                        : of_others;
     for (const Rounding& rounding : Roundings()) {
       Arrays arrays(kind, 500, 17, 0, 65504.0f);
       for (int step = 0; step < 3; ++step)
@@ -300,6 +302,7 @@ TEST(StateLayouts, BitsArePinned) {
   }
   EXPECT_EQ(of_others, 0x5f5059a591d642bau);
   EXPECT_EQ(of_signum, 0xb57b296e6f0bb76u);
+  EXPECT_EQ(of_cautious_adam, 0x457efbcfa3ce7c07u);
 }
 
 // -------------------------------------------------------------------------------- split masters --

@@ -110,6 +110,9 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
         amsgrad, capturable, differentiable (bool, default False): True is refused.
         maximize (bool, default False): ascends instead.
         foreach, fused (bool, default None): change nothing here.
+        cautious_weight_decay (bool, default False): weight decay leaves out elements that the update
+            without it moves away from zero (Chen et al., "Cautious Weight Decay", 2025). torch's has no
+            such argument.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        cautious_weight_decay: bool = False,
         **options: Unpack[OffloadOptions],
     ) -> None:
         self._configure(options)
@@ -143,6 +147,19 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
+        if cautious_weight_decay is not False:  # else groups and state_dicts are those of torch
+            self.defaults["cautious_weight_decay"] = cautious_weight_decay
+            self._fill_groups()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._fill_groups()
+
+    def _fill_groups(self) -> None:
+        """Adds what torch's constructor and its state_dicts do not know."""
+        if "cautious_weight_decay" in self.defaults:
+            for group in self.param_groups:
+                group.setdefault("cautious_weight_decay", self.defaults["cautious_weight_decay"])
 
     def _algorithm(self) -> int:
         return abi.OFFLOAD_ADAMW

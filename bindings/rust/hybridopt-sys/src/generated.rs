@@ -191,7 +191,7 @@ pub struct offload_group_t {
     pub struct_size: u32,
     pub nesterov: i32,
     pub maximize: i32,
-    pub reserved: u32,
+    pub cautious_weight_decay: i32,
     pub lr: f64,
     pub beta1: f64,
     pub beta2: f64,

@@ -28,6 +28,9 @@ pub struct Group {
     pub nesterov: bool,
     /// `true`: step along the gradient; `false`: against it.
     pub maximize: bool,
+    /// AdamW; `true`: weight decay leaves out elements that the update without it moves away from
+    /// zero.
+    pub cautious_weight_decay: bool,
 }
 
 impl Group {
@@ -44,6 +47,7 @@ impl Group {
             initial_accumulator_value: self.initial_accumulator_value,
             nesterov: i32::from(self.nesterov),
             maximize: i32::from(self.maximize),
+            cautious_weight_decay: i32::from(self.cautious_weight_decay),
             ..Default::default()
         }
     }

@@ -120,6 +120,18 @@ fn other_algorithms_step() -> Result<()> {
             0.5,
         ),
         (Algorithm::Sgd, Group { lr: 0.5, maximize: true, ..Group::default() }, 1.0 + 0.5 * 2.0),
+        (
+            Algorithm::AdamW,
+            Group {
+                lr: 0.5,
+                eps: 2.0,
+                weight_decay: 0.5,
+                maximize: true,
+                cautious_weight_decay: true,
+                ..Group::default()
+            },
+            1.0 + 0.5 * 2.0 / (2.0 + 2.0),
+        ),
     ];
     for (algorithm, group, expected) in cases {
         let context = Context::host()?;

@@ -240,7 +240,7 @@ class offload_group_t(Struct):
     struct_size: int
     nesterov: int
     maximize: int
-    reserved: int
+    cautious_weight_decay: int
     lr: float
     beta1: float
     beta2: float
@@ -254,7 +254,7 @@ class offload_group_t(Struct):
         ("struct_size", ctypes.c_uint32),
         ("nesterov", ctypes.c_int32),
         ("maximize", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
+        ("cautious_weight_decay", ctypes.c_int32),
         ("lr", ctypes.c_double),
         ("beta1", ctypes.c_double),
         ("beta2", ctypes.c_double),
@@ -903,7 +903,7 @@ class Algorithm(NamedTuple):
 
 
 # The fields of offload_group_t that are 0 or 1.
-GROUP_FLAGS = ("nesterov", "maximize")
+GROUP_FLAGS = ("nesterov", "maximize", "cautious_weight_decay")
 
 # By enum offload_algorithm.
 ALGORITHMS: dict[int, Algorithm] = {
@@ -911,7 +911,7 @@ ALGORITHMS: dict[int, Algorithm] = {
         "AdamW",
         {"exp_avg": OFFLOAD_STATE_EXP_AVG, "exp_avg_sq": OFFLOAD_STATE_EXP_AVG_SQ},
         False,
-        ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
+        ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "cautious_weight_decay"),
         True,
     ),
     OFFLOAD_ADAM: Algorithm(

@@ -80,7 +80,7 @@ pub fn table() -> Table {
         struct_size,
         nesterov,
         maximize,
-        reserved,
+        cautious_weight_decay,
         lr,
         beta1,
         beta2,

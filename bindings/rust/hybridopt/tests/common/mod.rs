@@ -20,7 +20,15 @@ pub fn values<T: Element + From<f32>>(count: usize, seed: u32) -> Vec<T> {
 }
 
 pub fn adamw() -> Group {
-    Group { lr: 0.01, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, ..Group::default() }
+    Group {
+        lr: 0.01,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        cautious_weight_decay: true,
+        ..Group::default()
+    }
 }
 
 pub fn step_options<'s>() -> StepOptions<'s> {
