@@ -3,6 +3,7 @@
 time, the library's time for the same step, the CPU time of the calling thread (which is little disturbed
 by other programs, and in which waiting for the library does not count), and torch's fused step. All
 contenders step their own copy of the same params, in turns, and each figure is the median of the rounds.
+--first measures the first step instead, from the constructor on, and the step after add_param_group().
 
     HYBRIDOPT_LIBRARY=build/release/libhybridopt.so PYTHONPATH=bindings/python/src \\
         python3 bench/python_step.py --params 10000 --elements 1024
@@ -103,6 +104,31 @@ def measure(arguments: argparse.Namespace, anew: bool, look: bool = False) -> li
     return [contender.row(arguments.params) for contender in contenders]
 
 
+def measure_first(arguments: argparse.Namespace) -> list[dict[str, float | str]]:
+    """Milliseconds until a new optimizer has made its first step, and of the step after a param was added."""
+    made = {
+        "hybridopt": lambda params: hybridopt.AdamW(params, lr=1e-4),
+        "torch fused": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
+    }
+    params = make_params(arguments.params + 1, arguments.elements, DTYPES[arguments.dtype])
+    rows: list[dict[str, float | str]] = []
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
+    for round in range(arguments.rounds + 1):  # the first round imports modules
+        for name in sorted(made, reverse=round % 2 == 0):
+            begin = time.perf_counter()
+            optimizer = made[name](params[:-1])
+            optimizer.step()
+            first = time.perf_counter()
+            optimizer.add_param_group({"params": params[-1:]})
+            optimizer.step()
+            times[name].append((first - begin, time.perf_counter() - first))
+            del optimizer
+    for name, all_times in times.items():
+        first_ms, added_ms = (1e3 * statistics.median(each) for each in zip(*all_times[1:]))
+        rows.append({"name": name, "first_ms": first_ms, "added_ms": added_ms})
+    return rows
+
+
 def profile(arguments: argparse.Namespace) -> None:
     """Prints where a step in which nothing has changed spends the calling thread's time. Waiting for the
     library is a part of it."""
@@ -129,12 +155,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--first", action="store_true", help="instead: the first step of an optimizer")
     parser.add_argument("--profile", action="store_true", help="instead: where the time goes, by function")
     arguments = parser.parse_args()
     if arguments.profile:
         profile(arguments)
         return
-    results = {
+    results = {"first steps": measure_first(arguments)} if arguments.first else {
         "nothing has changed": measure(arguments, anew=False),
         "and state has been looked at": measure(arguments, anew=False, look=True),
         "gradients made anew": measure(arguments, anew=True),
@@ -146,6 +173,11 @@ def main() -> None:
         f"{arguments.params} params of {arguments.elements} elements, {arguments.dtype}, torch "
         f"{torch.__version__} with {torch.get_num_threads()} threads, {platform.machine()}"
     )
+    if arguments.first:
+        print(f"\n{'':32} {'constructor and first step, ms':>30} {'step after add_param_group, ms':>31}")
+        for row in results["first steps"]:
+            print(f"{row['name']:32} {row['first_ms']:30.1f} {row['added_ms']:31.1f}")
+        return
     for title, rows in results.items():
         print(
             f"\n{title:32} {'step ms':>9} {'library ms':>11} {'beyond it, us a param':>23} "

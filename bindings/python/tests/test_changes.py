@@ -2,6 +2,7 @@
 what has changed goes through a random training beside one that looks at everything: same bits."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import Parameter
 import hybridopt
 from hybridopt import compared, in_sync, slot_batch
 from hybridopt import state as states
+from hybridopt.abi import handles
 from models import bits, drawn_seeds
 
 SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
@@ -271,3 +273,35 @@ def test_each_change_of_params_that_are_watched(change, small_parts):
 def test_changes_of_params_that_are_away(seed, small_parts, monkeypatch):
     monkeypatch.setattr(in_sync, "is_away", lambda _: True)
     check(torch.bfloat16, {"check_weights": False}, seed)
+
+
+def calls_of_first_step(count, monkeypatch):
+    """Calls of Python's functions, and of the library's, while an optimizer of `count` params is made and
+    steps for the first time."""
+    params = [Parameter(torch.zeros(4, dtype=torch.bfloat16)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    of_python, of_library = 0, []
+
+    def note(_, event, __):
+        nonlocal of_python
+        of_python += event in ("call", "c_call")
+
+    call = handles.call
+    monkeypatch.setattr(handles, "call", lambda name, *_: of_library.append(name) or call(name, *_))
+    sys.setprofile(note)
+    try:
+        optimizer = hybridopt.AdamW(params, lr=1e-2, threads=1)
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    monkeypatch.undo()
+    return of_python, of_library
+
+
+def test_the_first_step_does_little_for_each_param(monkeypatch):
+    calls_of_first_step(10, monkeypatch)  # imports modules
+    few, library_few = calls_of_first_step(256, monkeypatch)
+    many, library_many = calls_of_first_step(1280, monkeypatch)
+    assert library_many == library_few
+    assert (many - few) / 1024 < 100, (many, few)  # there were 150 once, on torch 2.13

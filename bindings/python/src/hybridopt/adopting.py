@@ -27,7 +27,7 @@ def adopt(engine: Engine, state: dict[Tensor, Any]) -> None:
     if shown.is_untouched(state):
         shown.take_copies()
     else:
-        for slot in engine.slots:
+        for slot in shown.with_entries(state):
             adopt_slot(engine, slot, state)
         shown.note_untouched(state)
     shown.note_counts()

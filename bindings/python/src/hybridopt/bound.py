@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import abi
 from .away import has_been_away
-from .registered import Slot
+from .registered import Registered, Slot
 from .slot_batch import BATCH_SLOTS, SlotBatch, slot_batches_of
 from .tensors import local
 
@@ -25,15 +25,15 @@ class Addresses:
 
     def __init__(self, handle: abi.Optimizer, params: list[int]) -> None:
         self._handle = handle
-        self.params = params
+        self.params = list(params)
         self.grads = [0] * len(params)
         self.moves = 0  # counts changes of params' addresses
         # The structs are allocated once and filled word by word, which is faster than field by field.
-        self._structs = (abi.offload_binding_t * max(len(params), 1))()
+        self._structs = abi.array_of(abi.offload_binding_t, len(params))
         words = ctypes.c_uint64 * (WORDS * len(self._structs))
         self._words: Any = words.from_buffer(self._structs)
         for id, struct in enumerate(self._structs):
-            struct.struct_size, struct.param = ctypes.sizeof(struct), id
+            struct.param = id
         self._heads = self._words[::WORDS]  # by slot
 
     def changed(self, params: list[int], grads: list[int]) -> list[int]:
@@ -60,13 +60,13 @@ class Addresses:
 class Bound:
     """Binds params, and their gradients for the next step."""
 
-    def __init__(self, handle: abi.Optimizer, slots: list[Slot]) -> None:
-        self._slots = slots
+    def __init__(self, handle: abi.Optimizer, registered: Registered) -> None:
+        self._slots = slots = registered.slots
         self._params = [slot.param for slot in slots]
         self._copies = [(slot.param, slot.copy) for slot in slots if slot.copy is not None]
-        self._batches = slot_batches_of(slots)
+        self._batches = slot_batches_of(slots, registered.addresses)
         self._has_looked = False  # look() has run, and nothing has been bound since
-        self.addresses = Addresses(handle, [slot.bound.data_ptr() for slot in slots])
+        self.addresses = Addresses(handle, registered.addresses)
         # The slots that had a gradient at the last bind(). If other slots have one, it is a new list.
         self.active: list[Slot] = []
         self._are_others_active = False  # gradients on the host have changed which slots are active

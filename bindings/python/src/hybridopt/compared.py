@@ -26,48 +26,53 @@ _compare_memory.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
 class Block:
     """Small params whose masters are neighbours in memory, so that one call rounds all of them."""
 
-    def __init__(self) -> None:
-        self.slots: list[Slot] = []
-        self.masters: list[Tensor] = []
-        self._gaps: list[int] = []  # elements of padding in front of each master
-        self._all_masters = torch.empty(0, dtype=torch.float32, device="cpu")  # with the padding
+    def __init__(self, slot: Slot, master: Tensor) -> None:
+        self.slots = [slot]
+        self._begins = [0]  # of their masters, in elements from the first one
+        self._end = slot.count
+        self._first_master = master
+        self._all_masters = master  # with the padding between them
         # The memory of each param, and padding between them as between the masters.
         self._params: list[bytes | ctypes.Array[ctypes.c_char]] = []
         self._rounded = torch.empty(0, dtype=torch.bfloat16, device="cpu")  # room for _all_masters
         self._rounded_address = 0
 
-    def take(self, slot: Slot, master: Tensor) -> bool:
-        """Adds a param to the block if its master directly follows the last one. Returns whether it did."""
-        gap = 0
-        if self.slots:
-            last = self.masters[-1]
-            gap_bytes = master.data_ptr() - (last.data_ptr() + last.nbytes)
-            gap = gap_bytes // master.element_size()
-            follows = 0 <= gap_bytes < STATE_ALIGNMENT_BYTES and slot.dtype == self.slots[0].dtype
-            if not follows or len(self._all_masters) + gap + slot.count > BLOCK_ELEMENTS:
-                return False
+    def take(self, slot: Slot, address: int) -> bool:
+        """Adds a param to the block if its master, at this address, directly follows the last one. Returns
+        whether it did."""
+        begin = (address - self._first_master.data_ptr()) // 4
+        follows = 0 <= 4 * (begin - self._end) < STATE_ALIGNMENT_BYTES
+        if not follows or slot.dtype != self.slots[0].dtype or begin + slot.count > BLOCK_ELEMENTS:
+            return False
         self.slots.append(slot)
-        self.masters.append(master)
-        self._gaps.append(gap)
-        count, first = len(self._all_masters) + gap + slot.count, self.masters[0]
-        self._all_masters = tensor_at(
-            first.data_ptr(), count, torch.float32, first.device, self.masters
-        )
+        self._begins.append(begin)
+        self._end = begin + slot.count
         return True
+
+    def finish(self, scratch: Tensor) -> None:
+        """Finds the memory of all masters, after the last take(). They are rounded into the scratch memory,
+        which blocks may share."""
+        first = self._first_master
+        self._all_masters = tensor_at(
+            first.data_ptr(), self._end, first.dtype, first.device, owner=first
+        )
+        self._rounded = scratch.view(self.slots[0].dtype)[: self._end]
+        self._rounded_address = self._rounded.data_ptr()
 
     def find_params(self, addresses: Addresses) -> None:
         """Looks up the addresses of the params."""
         self._params = []
-        for slot, gap in zip(self.slots, self._gaps):
-            if gap > 0:
-                self._params.append(bytes(2 * gap))  # the padding is zero: the library never writes it
+        end = 0
+        for slot, begin in zip(self.slots, self._begins):
+            if begin > end:
+                self._params.append(bytes(2 * (begin - end)))  # the library never writes the padding
             memory = (ctypes.c_char * slot.bytes).from_address(addresses.params[slot.id])
             self._params.append(memory)
+            end = begin + slot.count
 
-    def use_scratch(self, scratch: Tensor) -> None:
-        """Gives the block memory to round its masters into. Blocks may share it."""
-        self._rounded = scratch.view(self.slots[0].dtype)[: len(self._all_masters)]
-        self._rounded_address = self._rounded.data_ptr()
+    def with_masters(self) -> list[tuple[Slot, Tensor]]:
+        both = zip(self.slots, self._begins)
+        return [(slot, self._all_masters[begin : begin + slot.count]) for slot, begin in both]
 
     def is_rounded(self) -> bool:
         """Whether all params equal their masters, rounded."""
@@ -91,23 +96,35 @@ class Compared:
         self._state_memory = state_memory
         self._steps = steps
         self._moves = -1  # of the addresses that the blocks have found
+        self._has_found_masters = False
         self._blocks: list[Block] = []
         self._large: list[tuple[Slot, Tensor]] = []  # with their masters
 
     def begin(self) -> None:
-        """Starts: commit has just made the masters. Their views are kept, because asking for a view waits
-        for a running save."""
+        """Does nothing: most trainings never call written()."""
+
+    def find_masters(self) -> None:
+        """Finds where the masters are, once: asking for a view waits for queued work, and a running save must
+        not be waited for. Before the first save written() is called."""
+        if self._has_found_masters:
+            return
+        self._state_memory.drain()
+        blocks: list[Block] = []
+        large: list[tuple[Slot, Tensor]] = []
         for slot in self._slots:
-            master = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
             if slot.count > BLOCK_ELEMENTS:
-                self._large.append((slot, master))
-            elif not self._blocks or not self._blocks[-1].take(slot, master):
-                self._blocks.append(Block())
-                self._blocks[-1].take(slot, master)
-        if self._blocks:
-            scratch = torch.empty(BLOCK_ELEMENTS, dtype=torch.int16, device="cpu")
-            for block in self._blocks:
-                block.use_scratch(scratch)
+                large.append((slot, self._master_of(slot)))
+                continue
+            view = self._state_memory.view_of(slot, abi.OFFLOAD_STATE_MASTER)
+            if not blocks or not blocks[-1].take(slot, view.host_data or 0):
+                blocks.append(Block(slot, self._master_of(slot)))
+        scratch = torch.empty(BLOCK_ELEMENTS, dtype=torch.int16, device="cpu")
+        for block in blocks:
+            block.finish(scratch)
+        self._blocks, self._large, self._has_found_masters = blocks, large, True
+
+    def _master_of(self, slot: Slot) -> Tensor:
+        return self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
 
     def note(self) -> None:
         """Does nothing: written() needs to remember nothing."""
@@ -121,6 +138,7 @@ class Compared:
     def written(self, among: set[Slot] | None = None) -> list[Slot]:
         """The params that differ from their masters, rounded."""
         self._steps.wait()
+        self.find_masters()
         if self._moves != self._addresses.moves:
             self._moves = self._addresses.moves
             for block in self._blocks:
@@ -129,8 +147,9 @@ class Compared:
         if among is not None:
             blocks = [block for block in blocks if not among.isdisjoint(block.slots)]
             large = [both for both in large if both[0] in among]
-        differing = [block for block in blocks if not block.is_rounded()]
-        suspects = [both for block in differing for both in zip(block.slots, block.masters)]
+        suspects = [
+            both for block in blocks if not block.is_rounded() for both in block.with_masters()
+        ]
         return [
             slot
             for slot, master in suspects + large

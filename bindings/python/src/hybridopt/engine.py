@@ -56,7 +56,7 @@ class Engine:
             self.handle, device, algorithm, groups, members, split_masters
         )
         self.slots = self.registered.slots
-        self.bound = Bound(self.handle, self.slots)
+        self.bound = Bound(self.handle, self.registered)
         self.steps = Steps(self.handle)
         self.under_way = UnderWay(self.handle, self.steps, device, self.slots, self._note_end)
         self.state_memory = StateMemory(self.handle, device)

@@ -26,6 +26,9 @@ class InSync(Protocol):
     def begin(self) -> None:
         """Starts: commit has just made the masters from the params."""
 
+    def find_masters(self) -> None:
+        """To be called before states are offloaded, if written() may be called while they are."""
+
     def note(self) -> None:
         """Notes that all params are in sync now."""
 
@@ -50,6 +53,9 @@ class Unwatched:
         self._slots = slots
 
     def begin(self) -> None:
+        pass
+
+    def find_masters(self) -> None:
         pass
 
     def note(self) -> None:
@@ -94,6 +100,9 @@ class Watched:
     def begin(self) -> None:
         """Starts: commit has just made the masters from the params."""
         self.note()
+
+    def find_masters(self) -> None:
+        """Does nothing: written() reads no master."""
 
     def note(self) -> None:
         """Notes that all params equal their masters, rounded, now."""

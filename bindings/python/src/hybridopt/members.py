@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .sharding import TensorShard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Member:
     """A param of the torch optimizer that the library updates."""
 
@@ -76,12 +76,13 @@ def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool])
     seen: dict[Tensor, str] = {}
     for index, group in enumerate(param_groups):
         for name, param in named(index, group):
-            if param not in known and not takes_part(param):
+            wide_gradient = known.get(param)
+            if wide_gradient is None and not takes_part(param):
                 continue
             check_dtype(name, param)  # the param may have been converted
             _note_once(seen, param, name, index)
             while name in names:
                 name += "'"
             names.add(name)
-            members.append(Member(param, name, index, wide_gradient=known.get(param, False)))
+            members.append(Member(param, name, index, wide_gradient=bool(wide_gradient)))
     return members

@@ -51,6 +51,7 @@ def offload(
         send_all_gradients(engine)
     if states:
         engine.shown.hide(state)
+        engine.in_sync.find_masters()
         engine.handle.offload_states(streams=streams)
         engine.states_are_offloaded = True
     if params and engine.released_storages is None:

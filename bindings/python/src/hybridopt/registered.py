@@ -4,6 +4,7 @@ not change meanwhile."""
 from __future__ import annotations
 
 import ctypes
+import functools
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,13 @@ MASTER_LOW = "master_low"
 class Slot:
     """A registered param, and checks that the param and its gradient still fit. A slot never changes."""
 
+    # Without these each slot would have a dict, which Python's garbage collector goes through too.
+    __slots__ = (
+        *("id", "param", "device", "name", "group", "chunk_order", "shard", "dtype", "grad_dtype"),
+        *("shape", "count", "bytes", "copy", "stride", "row_major", "split", "has_master"),
+        *("moments", "kinds"),
+    )
+
     def __init__(
         self,
         id: int,
@@ -41,7 +49,7 @@ class Slot:
         moments: dict[str, int],
         split_masters: bool,
     ) -> None:
-        current = local(member.param).detach()
+        current = local(member.param)
         self.id = id  # also its index in the list of slots
         self.param = member.param
         self.device = device
@@ -57,7 +65,7 @@ class Slot:
         self.count = current.numel()
         self.bytes = current.numel() * current.element_size()
         # A param with gaps between its elements has this dense copy, which the library updates.
-        self.copy = None if is_dense(current) else torch.empty_like(current).contiguous()
+        self.copy = None if is_dense(current) else torch.empty_like(current.detach()).contiguous()
         bound = current if self.copy is None else self.copy
         self.stride = bound.stride()
         self.row_major = bound.is_contiguous()
@@ -78,6 +86,10 @@ class Slot:
     def bound(self) -> Tensor:
         """The dense tensor that the library updates."""
         return local(self.param).detach() if self.copy is None else self.copy
+
+    def address(self) -> int:
+        """Where `bound` lies."""
+        return (local(self.param) if self.copy is None else self.copy).data_ptr()
 
     def arrange(self, flat: Tensor) -> Tensor:
         """A view of elements in memory order, in the shape of the param."""
@@ -139,37 +151,35 @@ class Slot:
             )
         return arranged(grad, self.grad_dtype, self.stride)
 
-    def struct(self) -> abi.offload_param_t:
-        """The slot as a struct of the ABI. The struct keeps the memory that it points to alive."""
-        return abi.offload_param_t(
-            group=self.group,
-            dtype=DTYPES[self.dtype],
-            grad_dtype=DTYPES[self.grad_dtype],
-            name=self.name.encode(),
-            data=self.bound.data_ptr() or None,
-            count=self.count,
-            shard=self._shard_struct(),
-            chunk_order=self.chunk_order,
-            flags=abi.OFFLOAD_PARAM_REPLICA if self.shard and self.shard.replica else 0,
-        )
-
-    def _shard_struct(self) -> Any:
-        """The member's shard. Without one it is the whole tensor; its dimensions are told only if its
-        elements are in row-major order."""
+    def describe(self, struct: abi.offload_param_t, address: int) -> None:
+        """Fills in a struct of the ABI, which keeps the memory that it points to alive."""
+        struct.group = self.group
+        struct.dtype = DTYPES[self.dtype]
+        struct.grad_dtype = DTYPES[self.grad_dtype]
+        struct.name = self.name.encode()
+        struct.data = address or None
+        struct.count = self.count
+        struct.chunk_order = self.chunk_order
         if self.shard is not None:
-            return ctypes.pointer(self.shard.struct())
-        if not self.row_major or not 1 <= len(self.shape) <= 8:
-            return None
-        sizes = ctypes.c_int64 * len(self.shape)
-        return ctypes.pointer(
-            abi.offload_shard_t(
-                dimensions=len(self.shape),
-                box_count=1,
-                global_shape=sizes(*self.shape),
-                box_offsets=sizes(),
-                box_extents=sizes(*self.shape),
-            )
+            struct.shard = ctypes.pointer(self.shard.struct())
+            struct.flags = abi.OFFLOAD_PARAM_REPLICA if self.shard.replica else 0
+        elif self.row_major and 1 <= len(self.shape) <= 8:
+            struct.shard = whole_tensor(self.shape)
+
+
+@functools.lru_cache(maxsize=256)  # many params have the same shape
+def whole_tensor(shape: torch.Size) -> Any:
+    """The shard of a param that is a whole tensor. It tells the library the param's dimensions."""
+    sizes = ctypes.c_int64 * len(shape)
+    return ctypes.pointer(
+        abi.offload_shard_t(
+            dimensions=len(shape),
+            box_count=1,
+            global_shape=sizes(*shape),
+            box_offsets=sizes(),
+            box_extents=sizes(*shape),
         )
+    )
 
 
 def wide_gradients(slot_of: dict[Tensor, Slot]) -> dict[Tensor, bool]:
@@ -194,15 +204,20 @@ class Registered:
         self.groups = [dict(group) for group in groups]  # hyperparameters, as the library knows them
         for group in groups:
             handle.add_group(**group)
+        moments = [moments_of(algorithm, group) for group in groups]
         self.slots = [
-            Slot(id, member, device, moments_of(algorithm, groups[member.group]), split_masters)
+            Slot(id, member, device, moments[member.group], split_masters)
             for id, member in enumerate(members)
         ]
         self.slot_of = {slot.param: slot for slot in self.slots}
         # The params of the groups at the last comparison one by one, and those of them without a slot.
         self._gone_through: list[list[Tensor]] = []
         self._left_out: list[Tensor] = []
-        handle.add_params([slot.struct() for slot in self.slots])
+        self.addresses = [slot.address() for slot in self.slots]  # when they were registered
+        structs = abi.array_of(abi.offload_param_t, len(self.slots))
+        for slot, struct, address in zip(self.slots, structs, self.addresses):
+            slot.describe(struct, address)
+        handle.add_params(structs)
 
     def set_groups(self, groups: list[dict[str, Any]]) -> None:
         """Tells the library which hyperparameters have changed."""

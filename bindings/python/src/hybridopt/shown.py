@@ -48,9 +48,10 @@ class Shown:
         self._handle = handle
         self._device = device
         self._slots = registered.slots
+        self._slot_of = registered.slot_of
         self._state_memory = state_memory
         self._is_counted = registered.algorithm in COUNTED
-        self._of = [Exhibit() for _ in self._slots]
+        self._of: dict[Slot, Exhibit] = {}  # of the slots whose state has been published
         self._with_copies: set[Slot] = set()
         self._unpublished = set(filter(self._has_state, self._slots))
         self._due: dict[Slot, None] = {}  # those of them with state to publish, in the order of steps
@@ -62,7 +63,13 @@ class Shown:
         self.set_counts(torch.zeros(len(self._slots), dtype=count_dtype(), device="cpu"))
 
     def of(self, slot: Slot) -> Exhibit:
-        return self._of[slot.id]
+        return self._of.setdefault(slot, Exhibit())
+
+    def with_entries(self, state: dict[Tensor, Any]) -> list[Slot]:
+        """The slots that have an entry in `state`, or had one when their state was published."""
+        slots = {slot for slot, exhibit in self._of.items() if exhibit.entry is not None}
+        slots.update(self._slot_of[param] for param in dict.keys(state) if param in self._slot_of)
+        return sorted(slots, key=lambda slot: slot.id)
 
     def _has_state(self, slot: Slot) -> bool:
         return bool(slot.kinds) or self._is_counted
@@ -73,9 +80,10 @@ class Shown:
         self._snapshot = None
         if self._is_counted:
             exhibit.views["step"] = self.count_views[slot.id]
+        if not slot.kinds.keys() <= exhibit.views.keys():
+            self._wait()
         for key, kind in slot.kinds.items():
             if key not in exhibit.views:
-                self._wait()
                 view, is_live = self._state_memory.show(slot, kind)
                 if not is_live:
                     exhibit.copies[key] = view._version
@@ -110,8 +118,7 @@ class Shown:
 
     def _follow_params(self) -> None:
         """Makes the views of params that are shown as masters point to the params' memory of now."""
-        for slot in self._slots:
-            exhibit = self.of(slot)
+        for slot, exhibit in self._of.items():
             if slot.dtype == torch.float32 and MASTER in exhibit.views:
                 view = local(exhibit.views[MASTER])
                 view.data = local(slot.param).detach()
@@ -140,7 +147,7 @@ class Shown:
 
     def note_untouched(self, state: dict[Tensor, Any]) -> None:
         """Notes that all entries are now as they were published."""
-        both = [(exhibit.entry, dict(exhibit.views)) for exhibit in self._of]
+        both = [(exhibit.entry, dict(exhibit.views)) for exhibit in self._of.values()]
         self._snapshot = Snapshot(state, [(e, views) for e, views in both if e is not None])
 
     def is_as_published(self, slot: Slot, entry: dict[str, Any]) -> bool:
@@ -195,9 +202,16 @@ class Shown:
 
     def set_counts(self, counts: Tensor) -> None:
         self.counts = counts
-        self.count_views = list(counts.unbind())
+        self._count_views: list[Tensor] = []
         self._counts_place = counts.data_ptr()
         self.note_counts()
+
+    @property
+    def count_views(self) -> list[Tensor]:
+        """The counts one by one, as views."""
+        if not self._count_views:
+            self._count_views = list(self.counts.unbind())
+        return self._count_views
 
     def note_counts(self) -> None:
         """Notes that the library has these counts."""
@@ -228,7 +242,7 @@ class Shown:
             if self._device.type == "cpu":
                 return
             self.publish_due(state)  # so that show_hidden() knows whose state to publish again
-        for slot in self._slots:
+        for slot in filter(self._of.__contains__, self._slots):
             exhibit = self.of(slot)
             on_device = any(local(view).device.type != "cpu" for view in exhibit.views.values())
             if not on_device and not exhibit.copies and not everywhere:
@@ -256,7 +270,7 @@ class Shown:
     def leave_device(self) -> None:
         """Replaces views of device memory by tensors on the host, so that another engine can take the device
         memory when this one ends."""
-        for exhibit in self._of:
+        for exhibit in self._of.values():
             if exhibit.entry is not None:
                 exhibit.entry.end()
                 for key, tensor in exhibit.views.items():

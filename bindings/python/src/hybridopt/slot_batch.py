@@ -77,12 +77,12 @@ class SlotBatch:
     """Consecutive slots, and the addresses of their params and gradients. If all tensors have the forms that
     they had at the look before, a batch reads all addresses at once. Otherwise it checks slot by slot."""
 
-    def __init__(self, slots: list[Slot]) -> None:
+    def __init__(self, slots: list[Slot], addresses: list[int]) -> None:
         self._slots = slots
         self._begin = slots[0].id
         self._params = [slot.param for slot in slots]
         # Addresses in the order of slots; that of a gradient is 0 where there is none.
-        self.params = [slot.bound.data_ptr() for slot in slots]
+        self.params = addresses
         self.grads = [0] * len(slots)
         self.usable: list[Tensor | None] = []  # the gradients as the library reads them
         # From the last look(): torch's gradients, and the slots that must be checked one by one.
@@ -200,6 +200,7 @@ class SlotBatch:
         ]
 
 
-def slot_batches_of(slots: list[Slot]) -> list[SlotBatch]:
-    begins = range(0, len(slots), BATCH_SLOTS)
-    return [SlotBatch(slots[begin : begin + BATCH_SLOTS]) for begin in begins]
+def slot_batches_of(slots: list[Slot], addresses: list[int]) -> list[SlotBatch]:
+    """Batches of these slots, whose params are at these addresses now."""
+    parts = (slice(begin, begin + BATCH_SLOTS) for begin in range(0, len(slots), BATCH_SLOTS))
+    return [SlotBatch(slots[part], addresses[part]) for part in parts]

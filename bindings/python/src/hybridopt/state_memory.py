@@ -17,6 +17,10 @@ class StateMemory:
         self._handle = handle
         self._device = device
 
+    def drain(self) -> None:
+        """Waits for everything queued."""
+        self._handle.drain()
+
     def view_of(self, slot: Slot, kind: int) -> abi.offload_state_view_t:
         """Where one kind of state lies."""
         return self._handle.state(slot.id, kind)
@@ -28,13 +32,15 @@ class StateMemory:
         if view.device_count == slot.count and slot.count > 0:
             flat, is_live = cuda_view(view, self._handle, self._device), True
         else:
-            flat, is_live = self.read(slot, kind), view.host_count == slot.count
+            flat, is_live = self._on_host(view), view.host_count == slot.count
         values = slot.arrange(flat)
         return (master_bits.as_bytes(values) if view.dtype == abi.OFFLOAD_U16 else values), is_live
 
     def read(self, slot: Slot, kind: int) -> Tensor:
         """One kind of state in host memory and memory order; a view if it is all there."""
-        view = self.view_of(slot, kind)
+        return self._on_host(self.view_of(slot, kind))
+
+    def _on_host(self, view: abi.offload_state_view_t) -> Tensor:
         on_host = host_view(view, self._handle)
         if view.device_count == 0:
             return on_host
