@@ -621,3 +621,180 @@ def test_each_wait_is_needed(what, monkeypatch, request):
     except (RuntimeError, AssertionError):
         return
     assert found != expected
+
+
+# ----------------------------------------------------------------------------- params that change --
+
+
+def freeze(model, optimizer):
+    for index in (1, 2, 4):
+        model.blocks[index].requires_grad_(False)
+
+
+def unfreeze(model, optimizer):
+    model.blocks.requires_grad_(True)
+
+
+def toggle(model, optimizer):
+    for param in model.blocks[2].parameters():
+        param.requires_grad_(not param.requires_grad)
+
+
+def replace(model, optimizer):
+    """Another param in a layer's place, for the optimizer too."""
+    old = model.blocks[3].up.weight
+    new = model.blocks[3].up.weight = nn.Parameter(old.detach() * 1.5)
+    for group in optimizer.param_groups:
+        group["params"] = [new if param is old else param for param in group["params"]]
+
+
+def add(model, optimizer):
+    """Another param of a layer, in a group of its own."""
+    block = model.blocks[1]
+    if hasattr(block, "gain"):
+        return
+    block.gain = nn.Parameter(torch.full((16,), 0.5, dtype=block.up.weight.dtype))
+    forward = block.forward
+    block.forward = lambda x: forward(x) * block.gain
+    optimizer.add_param_group({"params": [("gain", block.gain)]})
+
+
+def take_out(model, optimizer):
+    """A trained param that the optimizer has no more, and that stays as it is."""
+    gone = model.blocks[5].down.weight
+    for group in optimizer.param_groups:
+        kept = [index for index, param in enumerate(group["params"]) if param is not gone]
+        for key in ("params", "param_names"):
+            group[key] = [group[key][index] for index in kept]
+
+
+def give_other_memory(model, optimizer):
+    model.blocks[0].out.weight.data = model.blocks[0].out.weight.data * 0.5
+
+
+CHANGES = [freeze, unfreeze, toggle, replace, add, take_out, give_other_memory]
+
+
+@pytest.mark.parametrize(
+    "when, options",
+    [
+        ("before the forward pass", ()),
+        ("before the forward pass", ("overlap", "hooks")),
+        ("before the step", ("overlap",)),  # which hooks of gradients refuse, because it comes too late
+    ],
+)
+@pytest.mark.parametrize(
+    "changes",
+    [*([each] for each in CHANGES), [freeze, unfreeze], [toggle, freeze, toggle], CHANGES],
+    ids=lambda changes: " ".join(each.__name__ for each in changes),
+)
+def test_params_that_change_between_steps(changes, options, when):
+    """A layer's params are frozen and trained again, replaced, added and left out."""
+    model, other = pair(torch.bfloat16)
+    for module in (model, other):
+        module.blocks[0].norm.weight.requires_grad_(False)  # frozen from the start
+    stash = stash_of(fraction=1.0, keep_last=0)
+    wrapping = stash.wrap(model.blocks, weights=True)
+
+    def run(module, back):
+        optimizer = hybridopt.AdamW(module.named_parameters(), lr=1e-2, max_grad_norm=1.0)
+        if "overlap" in options:
+            optimizer.overlap(module)
+        if "hooks" in options:
+            optimizer.hook_gradients()
+        results = []
+        for step in range(3 * (len(changes) + 1)):
+            change = changes[step // 3 - 1] if step % 3 == 0 and step > 0 else None
+            if change is not None and when == "before the forward pass":
+                back()
+                change(module, optimizer)
+            torch.manual_seed(step)
+            loss = module(tokens_of(step))
+            loss.backward()
+            results.append(loss.detach())
+            if change is not None and when == "before the step":
+                back()
+                change(module, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        back()
+        return bits([*results, *module.parameters()])
+
+    assert run(model, wrapping.bring_back) == run(other, lambda: None)
+    assert stash.stats().pushed_bytes > 0
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_a_param_that_is_frozen_after_its_gradient_is_stepped_with_it(make):
+    """As torch's optimizers do."""
+    model, other = pair()
+    wrapping = stash_of().wrap(model.blocks, weights=True)
+
+    def run(module):
+        optimizer = make(module)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            module(tokens_of(seed)).backward()
+            module.blocks[2].requires_grad_(False)
+            optimizer.step()
+            optimizer.zero_grad()
+            module.blocks[2].requires_grad_(seed == 0)
+
+    run(model), run(other)
+    wrapping.bring_back()
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_a_param_that_was_trained_and_is_frozen_comes_up_for_a_step_and_does_not_go_down_again():
+    model, _ = pair()
+    stash = stash_of()
+    stash.wrap(model.blocks, weights=True, activations=False)
+    optimizer = adamw(model)
+
+    def step():
+        before = stash.stats().pushed_bytes
+        model(tokens_of(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return stash.stats().pushed_bytes - before
+
+    assert step() == weight_bytes(model.blocks)
+    model.blocks[2].requires_grad_(False)
+    step()
+    assert step() == weight_bytes(model.blocks) - weight_bytes([model.blocks[2]])
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "materialize", "plan", "hook_gradients", "master_of"])
+def test_calls_of_an_optimizer_bring_weights_back_that_they_read(call, tmp_path):
+    """After an evaluation, say, whose layers have left."""
+    model, other = pair(torch.bfloat16)
+    wrapping = stash_of().wrap(model.blocks, weights=True)
+    first = adamw(other)
+    first.save_checkpoint(tmp_path / "first", progress=False)
+
+    def run(module):
+        optimizer = adamw(module)
+        found = None
+        for seed in range(2):
+            if seed == 0 and call == "save_checkpoint":
+                optimizer.materialize()
+            with torch.no_grad():
+                module(tokens_of(seed))
+            if call == "save_checkpoint":
+                optimizer.save_checkpoint(tmp_path / f"{id(module)} {seed}", progress=False)
+            elif call == "load_checkpoint":
+                optimizer.load_checkpoint(tmp_path / "first", progress=False)
+            elif call == "master_of":
+                found = bits([optimizer.master_of(module.blocks[0].norm.weight)])
+            elif seed == 0:
+                getattr(optimizer, call)()
+            torch.manual_seed(seed)
+            module(tokens_of(seed)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert run(model) == run(other)
+    wrapping.bring_back()
+    assert bits(model.parameters()) == bits(other.parameters())

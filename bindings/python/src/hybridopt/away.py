@@ -3,12 +3,28 @@ raises."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import abi
 from .traps import Traps
 
+
+class Keeper(Protocol):
+    """An activation stash that puts weights on the host."""
+
+    def come_for_step(self, params: Iterable[Tensor]) -> None:
+        """Brings back those of these params that a step updates."""
+
+    def come_to_be_read(self, params: Iterable[Tensor]) -> None:
+        """Brings back these params."""
+
+
+keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
 _names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of weights that are or have been away
 
 
@@ -32,3 +48,11 @@ def note_away(weight: Tensor, name: str) -> None:
 def has_been_away(tensor: Tensor) -> bool:
     """Whether an activation stash has put the tensor's memory on the host, so that its address changes."""
     return tensor in _names
+
+
+def bring_back(params: Iterable[Tensor]) -> None:
+    """Those of these params that are on the host come back, for code of this package that reads them."""
+    if keepers:
+        away = [param for param in params if getattr(type(param), "traps", None) is _traps]
+        for keeper in list(keepers) if away else ():
+            keeper.come_to_be_read(away)

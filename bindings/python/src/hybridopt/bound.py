@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import abi
-from .away import has_been_away
+from .away import bring_back, has_been_away
 from .registered import Registered, Slot
 from .slot_batch import BATCH_SLOTS, SlotBatch, slot_batches_of
 from .tensors import local
@@ -85,6 +85,7 @@ class Bound:
 
     def bind(self) -> bool:
         """Binds the params and gradients of now. Returns False if there is no gradient."""
+        bring_back(self._params)  # those too that have been trained and are frozen now
         self._finish_look()
         grads: list[int] = []
         for batch in self._batches:
@@ -102,6 +103,7 @@ class Bound:
 
     def bind_params(self) -> None:
         """Binds the params of now. A step or a move binds gradients itself before it reads them."""
+        bring_back(self._params)
         self._finish_look()
         for batch in self._batches:
             batch.find_params()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from . import (
     abi,
     adopting,
+    away,
     checkpoints,
     grad_scaler,
     loading,
@@ -490,6 +491,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """A new engine; None while there is nothing to update. `known` has the slots of the engine before it,
         if there was one."""
         members = members_of(self.param_groups, wide_gradients(known))
+        away.bring_back(member.param for member in members)
         if self._comm is None:
             self._comm = making.ranks_of(members, self._options)
             if self._comm is not None:
@@ -752,6 +754,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if engine is None:
             groups = self._hyperparameters()
             members = members_of(self.param_groups, {})
+            away.bring_back(member.param for member in members)
             if not members:
                 raise abi.InvalidStateError(
                     "no parameter requires a gradient; there is nothing to plan for"

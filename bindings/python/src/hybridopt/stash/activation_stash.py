@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..abi.errors import HybridoptError
 from ..abi.handles import Context
 from ..abi.stash import Stash
+from ..away import keepers
 from ..contexts import context_for
 from ..local_ranks import mask_of
 from ..options import DEFAULT_OPTIONS, NUMA_POLICIES
@@ -367,7 +368,7 @@ class ActivationStash:
         if weights:
             undo += [undo for layer in layers for undo in self._attach_weights(layer)]
             _hook_steps()
-            _with_weights.add(self)
+            keepers.add(self)
         self._wrapped.update(layers)
         if not activations:
             self._weights_only.update(layers)
@@ -614,6 +615,18 @@ class ActivationStash:
             yield module.register_state_dict_pre_hook(Call(bring_back)).remove
             yield module.register_load_state_dict_pre_hook(Call(bring_back)).remove
 
+    def come_for_step(self, params: Iterable[Tensor]) -> None:
+        """For away.Keeper."""
+        if not self._handle.closed:
+            with self._lock:
+                self._weights.come_for_step(params)
+
+    def come_to_be_read(self, params: Iterable[Tensor]) -> None:
+        """For away.Keeper."""
+        if not self._handle.closed:
+            with self._lock:
+                self._weights.come_to_be_read(params)
+
     def _bring_back(self, layers: Iterable[nn.Module]) -> None:
         if not self._handle.closed:
             with self._lock:
@@ -768,9 +781,6 @@ class ActivationStash:
         return saved.restore()
 
 
-_with_weights: weakref.WeakSet[ActivationStash] = weakref.WeakSet()  # those that have put weights aside
-
-
 @functools.cache
 def _hook_steps() -> None:
     """Once, for all stashes: torch has no hook that ends with its stash."""
@@ -779,11 +789,9 @@ def _hook_steps() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before the step of any optimizer."""
-    for stash in list(_with_weights):
-        if not stash._handle.closed:
-            with stash._lock:
-                groups = optimizer.param_groups
-                stash._weights.come_for_step(param for group in groups for param in group["params"])
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for keeper in list(keepers):
+        keeper.come_for_step(params)
 
 
 # Older versions of torch do not tell.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..abi.generated import OFFLOAD_STASH_KEEP
+from ..members import takes_part
 from ..streams import refuse_capture
 from ..tensors import local
 from ..traps import spring, take_back, without_traps
@@ -310,18 +311,29 @@ class Weights:
 
     def come_for_step(self, params: Iterable[Tensor]) -> None:
         """What an optimizer steps is on the device, where the step leaves the new params."""
-        stepped = {id(param) for param in params if param.requires_grad}
-        weights = [
-            weight
-            for layer in self._layers.values()
-            for weight in layer.weights
-            if any(id(param) in stepped for param in weight.params.values())
-        ]
+        weights = self._weights_of(param for param in params if takes_part(param))
         for weight in weights:
             weight.prefetch()
         for weight in weights:
             weight.forget_copy()
         self._used.clear()  # a step may go on beside the forward pass: only who waits for it may let params leave
+
+    def come_to_be_read(self, params: Iterable[Tensor]) -> None:
+        """These params are on the device. What is on the host counts as long as nobody writes them."""
+        weights = self._weights_of(params)
+        for weight in weights:
+            weight.prefetch()
+        for weight in weights:
+            weight.come()
+
+    def _weights_of(self, params: Iterable[Tensor]) -> list[Weight]:
+        ids = {id(param) for param in params}
+        return [
+            weight
+            for layer in self._layers.values()
+            for weight in layer.weights
+            if any(id(param) in ids for param in weight.params.values())
+        ]
 
     def remove(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
