@@ -98,6 +98,34 @@ TEST(Executors, CpuThreadsAloneStreamNothing) {
   EXPECT_EQ(result.params_up_bytes, rig.Plan().params_up_bytes);
 }
 
+TEST(Executors, StatsAddUpTheResultsOfAllSteps) {
+  for (int32_t executors : {OFFLOAD_EXECUTORS_CPU, OFFLOAD_EXECUTORS_STREAMED}) {
+    const Solved solved(MakeProblem(OFFLOAD_ADAMW, StateChoice{}, 3));
+    LifecycleRig rig(solved.problem, SettingOf(executors));
+    offload_stats_t sums{};
+    for (const StepInput& step : solved.problem.steps) {
+      const offload_step_result_t result = rig.StepOnce(step);
+      sums.total_seconds += result.total_seconds;
+      sums.update_seconds += result.update_seconds;
+      sums.streamed_update_seconds += result.streamed_update_seconds;
+      sums.grads_down_bytes += result.grads_down_bytes;
+      sums.state_down_bytes += result.state_down_bytes;
+      sums.cpu_elements += result.cpu_elements;
+      sums.streamed_elements += result.streamed_elements;
+    }
+    const offload_stats_t stats = rig.Stats();
+    EXPECT_GT(stats.total_seconds, 0.0);
+    EXPECT_EQ(stats.total_seconds, sums.total_seconds);
+    EXPECT_EQ(stats.update_seconds, sums.update_seconds);
+    EXPECT_EQ(stats.streamed_update_seconds, sums.streamed_update_seconds);
+    EXPECT_EQ(stats.grads_down_bytes, sums.grads_down_bytes);
+    EXPECT_EQ(stats.state_down_bytes, sums.state_down_bytes);
+    EXPECT_EQ(stats.cpu_elements, sums.cpu_elements);
+    EXPECT_EQ(stats.streamed_elements, sums.streamed_elements);
+    EXPECT_EQ(stats.cpu_elements + stats.streamed_elements, 3 * Elements(solved.problem));
+  }
+}
+
 TEST(Executors, ASkippedStepBringsNoStateBack) {
   Problem problem = MakeProblem(OFFLOAD_ADAMW, {}, 1);
   PutElement(*problem.steps[0].grads[3], problem.params[3].grad_dtype, 0,
