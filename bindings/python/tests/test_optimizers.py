@@ -1138,8 +1138,14 @@ def test_stats_have_the_sums_of_all_results():
 @pytest.mark.parametrize("wrong", ["no", 2, None])
 def test_a_flag_is_true_or_false(wrong):
     param = Parameter(torch.ones(3))
-    optimizer = hybridopt.AdamW([param], cautious_weight_decay=wrong)
-    with pytest.raises(ValueError, match=f"Invalid cautious_weight_decay: {wrong!r}, expected True or False"):
+    refused = f"param group 0 has cautious_weight_decay={wrong!r}, expected True or False"
+    with pytest.raises(ValueError, match=refused):
+        hybridopt.AdamW([param], cautious_weight_decay=wrong)
+    with pytest.raises(ValueError, match=refused):
+        hybridopt.AdamW([{"params": [param], "cautious_weight_decay": wrong}])
+    optimizer = hybridopt.AdamW([param], cautious_weight_decay=True)
+    optimizer.param_groups[0]["cautious_weight_decay"] = wrong
+    with pytest.raises(ValueError, match=refused):
         run(optimizer, [param], [1])
     assert torch.equal(param, torch.ones(3))
 

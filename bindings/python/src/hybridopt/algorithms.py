@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import abi
+from .hyperparameters import check_flags
 from .modes import in_no_mode
 from .optimizer import OffloadOptimizer
 from .options import OffloadOptions, state_dtype_of, with_options
@@ -150,6 +151,8 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
         if cautious_weight_decay is not False:  # else groups and state_dicts are those of torch
             self.defaults["cautious_weight_decay"] = cautious_weight_decay
             self._fill_groups()
+            for index, group in enumerate(self.param_groups):
+                check_flags(abi.OFFLOAD_ADAMW, index, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

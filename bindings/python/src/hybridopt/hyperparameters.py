@@ -12,22 +12,23 @@ def hyperparameters_of(algorithm: int, group: dict[str, Any]) -> dict[str, Any]:
     return {name: _field(name, group) for name in abi.ALGORITHMS[algorithm].reads}
 
 
-def refuse_unread(algorithm: int, index: int, group: dict[str, Any]) -> None:
-    """A flag that the algorithm does not read would be without effect, and torch says nothing of it."""
+def check_flags(algorithm: int, index: int, group: dict[str, Any]) -> None:
+    """Refuses a flag that is neither True nor False, and one that the algorithm does not use: torch would say
+    nothing of it."""
     row = abi.ALGORITHMS[algorithm]
     for name in abi.GROUP_FLAGS:
-        if name not in row.reads and group.get(name):
+        value = group.get(name, False)
+        if value not in (False, True):
+            raise ValueError(f"param group {index} has {name}={value!r}, expected True or False")
+        if value and name not in row.reads:
             raise ValueError(
-                f"param group {index} has {name}={group[name]!r}, but {row.name} does not use it; leave it out"
+                f"param group {index} has {name}={value!r}, but {row.name} does not use it; leave it out"
             )
 
 
 def _field(name: str, group: dict[str, Any]) -> float | int:
     if name in abi.GROUP_FLAGS:
-        value = group.get(name, False)
-        if value not in (False, True):
-            raise ValueError(f"Invalid {name}: {value!r}, expected True or False")
-        return int(value) if _counts(name, group) else 0
+        return int(group.get(name, False)) if _counts(name, group) else 0
     if name in ("beta1", "beta2"):
         return float(group["betas"][int(name[-1]) - 1])
     number = float(group[name]) if _counts(name, group) else 0.0

@@ -30,7 +30,7 @@ from .aside import Aside, has_state
 from .engine import Engine
 from .gradient_hooks import GradientHooks, refuse_held_accumulators
 from .history import History, MemorySample
-from .hyperparameters import hyperparameters_of, refuse_unread
+from .hyperparameters import check_flags, hyperparameters_of
 from .members import Member, check_dtype, has_gradient, members_of, named, refuse_twice
 from .modes import in_no_mode
 from .options import (
@@ -95,7 +95,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Those of each param group, as fields of offload_group_t."""
         algorithm = self._algorithm()
         for index, group in enumerate(self.param_groups):
-            refuse_unread(algorithm, index, group)
+            check_flags(algorithm, index, group)
         return [hyperparameters_of(algorithm, group) for group in self.param_groups]
 
     def _kind(self) -> str:
@@ -137,7 +137,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._check_switches(index, group)
         refuse_in_group(index, group)
         refuse_twice(index, group)
-        refuse_unread(self._algorithm(), index, group)
+        check_flags(self._algorithm(), index, group)
         for name, param in named(index, group):
             if param.requires_grad:
                 check_dtype(name, param)
