@@ -106,6 +106,7 @@ class Option(NamedTuple):
     default: Any
     about: str
     check: Check = anything  # of it alone; checked() has what options have to do with each other
+    changed_by: str = "give it to the constructor"  # after the optimizer has been made
 
 
 class OffloadOptions(TypedDict, total=False):
@@ -116,6 +117,7 @@ class OffloadOptions(TypedDict, total=False):
             1.0,
             """share of the state's elements that lives on the host, 0.0 to 1.0. "auto" leaves as much on the
             device as device_budget_bytes allows, or without that as the device has left after two steps.""",
+            changed_by="call optimizer.set_offload_fraction()",
         ),
     ]
     device_budget_bytes: Annotated[
@@ -267,6 +269,7 @@ class OffloadOptions(TypedDict, total=False):
                 lambda v: v is None or (is_number(v) and 0 < v < math.inf),
                 "a finite number above 0, or None for no clipping",
             ),
+            changed_by="assign optimizer.max_grad_norm",
         ),
     ]
     movable: Annotated[
@@ -286,6 +289,7 @@ class OffloadOptions(TypedDict, total=False):
             None,
             """the model. step() returns at once, and the model's modules wait for their params
             (OffloadOptimizer.overlap). None: step() waits.""",
+            changed_by="call optimizer.overlap()",
         ),
     ]
     process_group: Annotated[
@@ -357,23 +361,14 @@ def movable_bits(words: Iterable[str]) -> int:
     return bits
 
 
-# How an option is changed after the optimizer has been made.
-_ASSIGNED_BY = {
-    "max_grad_norm": "assign optimizer.max_grad_norm",
-    "offload_fraction": "call optimizer.set_offload_fraction()",
-    "overlap": "call optimizer.overlap()",
-}
-
-
 def refuse_in_group(index: int, group: dict[str, Any]) -> None:
     """Options hold for the whole optimizer; torch would keep them in a param group without a word."""
     if DEFAULT_OPTIONS.keys().isdisjoint(group):
         return
     name = next(name for name in DEFAULT_OPTIONS if name in group)
-    way_out = _ASSIGNED_BY.get(name, "give it to the constructor")
     raise ValueError(
         f"param group {index} has {name}={group[name]!r}, an option of the whole optimizer, which has no effect in "
-        f"a group; {way_out}, or make two optimizers, and delete the group's {name!r}"
+        f"a group; {ROWS[name].changed_by}, or make two optimizers, and delete the group's {name!r}"
     )
 
 
