@@ -359,11 +359,11 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_no_bit(value):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"lr": -1.0}, "group.lr is -1"),
-        ({"lr": float("nan")}, "group.lr is nan"),
-        ({"betas": (1.0, 0.9)}, "group.beta1 is 1"),
-        ({"eps": -1e-8}, "group.eps is -1e-08"),
-        ({"weight_decay": float("inf")}, "group.weight_decay is inf"),
+        ({"lr": -1.0}, "^lr is -1, expected a number"),
+        ({"lr": float("nan")}, "^lr is nan"),
+        ({"betas": (1.0, 0.9)}, r"^betas\[0\] is 1, expected 0 <= betas\[0\] < 1"),
+        ({"eps": -1e-8}, "^eps is -1e-08"),
+        ({"weight_decay": float("inf")}, "^weight_decay is inf"),
     ],
 )
 def test_a_hyperparameter_that_cannot_be_is_refused_and_can_be_put_right(change, text):

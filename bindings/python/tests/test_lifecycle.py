@@ -757,7 +757,7 @@ def test_what_is_out_cannot_be_stepped():
         optimizer.close()
     optimizer.reload(params=True)
     optimizer.offload(states=True)
-    with pytest.raises(abi.InvalidStateError, match="reload_states"):
+    with pytest.raises(abi.InvalidStateError, match=r"call reload\(states=True\) first"):
         optimizer.step()
     optimizer.reload(states=True)
     optimizer.step()

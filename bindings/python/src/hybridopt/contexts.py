@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import abi
+from . import abi, words
 from .local_ranks import local_rank_and_world
 
 _contexts: weakref.WeakValueDictionary[tuple, abi.Context] = weakref.WeakValueDictionary()
@@ -42,5 +42,5 @@ def context_for(
     key = (os.getpid(), *sorted(options.items()))  # a forked child cannot use its parent's
     context = _contexts.get(key)
     if context is None or context.closed:
-        context = _contexts[key] = abi.Context(**options)
+        context = _contexts[key] = abi.Context(retold=words.retold, log=words.LOG, **options)
     return context

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import placement
+from .callers import depth_of_caller
 from .contexts import context_for
 from .device_memory import DeviceMemory
 from .engine import Engine
@@ -75,6 +77,11 @@ def make_engine(
 ) -> tuple[Engine, Placement]:
     """A registered engine that is not committed, and where its state will be."""
     device = device_of(members)
+    if device.type == "cpu" and options["host_executors"] == "streamed":
+        raise ValueError(
+            "host_executors='streamed' with parameters on the CPU: state streams through a GPU; set "
+            "host_executors='auto', or move the model to the GPU before its first step"
+        )
     context = context_for(
         device,
         options["local_rank"],
@@ -121,6 +128,24 @@ def make_engine(
     engine = engine_for(chosen.device_fraction, host_executors)
     engine.plan_of = lambda device_fraction: engine_for(device_fraction, host_executors).plan()
     return engine, chosen
+
+
+def warn_of_no_early_updates(options: OffloadOptions, device: torch.device) -> None:
+    """Warns where early_update_bytes can have no effect."""
+    if options["early_update_bytes"] == 0:
+        return
+    why = None
+    if device.type == "cpu":
+        why = "the parameters are on the CPU, and early updates are for those on a GPU"
+    elif options["host_executors"] == "streamed":
+        why = "host_executors='streamed' leaves nothing to CPU threads, which update early"
+    elif "accumulate" in options["movable"]:
+        why = "with hook_gradients(accumulate=True) gradients are final in the step alone"
+    if why is not None:
+        warnings.warn(
+            f"early_update_bytes={options['early_update_bytes']} has no effect: {why}; leave it out",
+            stacklevel=depth_of_caller(),
+        )
 
 
 def print_choice(chosen: Placement) -> None:

@@ -505,6 +505,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             members = self._overlap.ordered(members)
         engine = self._new_engine(members, groups)
         engine.commit()
+        making.warn_of_no_early_updates(self._options, engine.device)
         engine.counts_before = self._aside.counts
         self._leftover = making.leftover_of(engine, self._options)
         if self._comm is not None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from .callers import depth_of_caller
 from .registered import Slot
 from .tensors import local
 
 MOST_NAMES = 3
-_PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
 
 
 class Skips:
@@ -36,7 +34,7 @@ class Skips:
         warnings.warn(
             f"a step was skipped, and no parameter has changed, because of Inf or NaN in {where}.{times} The next "
             f"warning comes after {2 * self._count} skipped steps; stats().steps_skipped counts them",
-            stacklevel=_depth_of_caller(),
+            stacklevel=depth_of_caller(),
         )
 
 
@@ -63,11 +61,3 @@ def _told(names: list[str], some_are_gone: bool, has_ranks: bool) -> str:
         gone = "that is gone: hook_gradients() or overlap() has taken it, leave them out to see the parameter's name"
         return f"a gradient {ranks}, or in one {gone}" if ranks else f"a gradient {gone}"
     return f"a gradient {ranks}" if ranks else "a gradient"
-
-
-def _depth_of_caller() -> int:
-    """How far the code that uses this package is above the caller of this function, for warnings.warn()."""
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        depth, frame = depth + 1, frame.f_back
-    return depth

@@ -22,6 +22,7 @@ from .errors import OutOfMemoryError as OutOfMemoryError
 from .errors import PoisonedError as PoisonedError
 from .errors import TimedOutError as TimedOutError
 from .errors import UnsupportedError as UnsupportedError
+from .errors import error_of as error_of
 from .generated import *  # noqa: F403
 from .handles import Context as Context
 from .handles import Handle as Handle

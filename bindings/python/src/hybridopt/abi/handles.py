@@ -8,7 +8,7 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from . import generated as c
@@ -67,6 +67,7 @@ class Handle:
     At the end of the process running saves are waited for; objects that are still open are not destroyed."""
 
     _destroyer: str
+    retold: Callable[[HybridoptError], HybridoptError] | None = None  # None: in the words of offload.h
 
     def __init__(self, value: int) -> None:
         self._value: int | None = value
@@ -87,12 +88,32 @@ class Handle:
             raise InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
         return self._value
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        """call(), whose errors tell what happened in the words of `retold`."""
+        try:
+            call(name, *arguments)
+        except HybridoptError as error:
+            if self.retold is None:
+                raise
+            raise self.retold(error) from None
+
+    def _wait_in_pieces(self, name: str, timeout_ns: int, *arguments: Any) -> None:
+        if timeout_ns >= 0:
+            self._call(name, *arguments, timeout_ns)
+            return
+        while True:
+            try:
+                self._call(name, *arguments, _WAIT_NS)
+                return
+            except TimedOutError:
+                continue
+
     def close(self) -> None:
         """Destroys the handle. A second call has no effect."""
         if self._value is None:
             return
         if self._owner == os.getpid():
-            call(self._destroyer, self._value)
+            self._call(self._destroyer, self._value)
         self._finalizer.detach()
         self._value = None
 
@@ -104,51 +125,55 @@ class Handle:
 
 
 class Context(Handle):
-    """A device and update threads. Fields: offload_context_options_t."""
+    """A device and update threads. Fields: offload_context_options_t. Errors of the context and of what is made in it
+    go through `retold` before they are raised: another layer may have other words for what they tell."""
 
     _destroyer = "offload_context_destroy"
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self, *, retold: Callable[[HybridoptError], HybridoptError] | None = None, **options: Any
+    ) -> None:
+        self.retold = retold
         handle = c.offload_context_t()
         fields = make(c.offload_context_options_t, options)
-        call("offload_context_create", fields, handle)
+        self._call("offload_context_create", fields, handle)
         self._log = options.get("log")  # ctypes does not keep it alive
         super().__init__(handle.value or 0)
 
     def info(self) -> c.offload_context_info_t:
         info = c.offload_context_info_t()
-        call("offload_context_get_info", self.value, info)
+        self._call("offload_context_get_info", self.value, info)
         return info
 
     def alloc(self, bytes: int) -> int:
         data = ctypes.c_void_p()
-        call("offload_device_alloc", self.value, bytes, data)
+        self._call("offload_device_alloc", self.value, bytes, data)
         return data.value or 0
 
     def free(self, data: int) -> None:
-        call("offload_device_free", self.value, data)
+        self._call("offload_device_free", self.value, data)
 
     def upload(self, device_data: int, host_data: int, bytes: int, stream: int = 0) -> None:
-        call("offload_device_upload", self.value, device_data, host_data, bytes, stream)
+        self._call("offload_device_upload", self.value, device_data, host_data, bytes, stream)
 
     def download(self, host_data: int, device_data: int, bytes: int, stream: int = 0) -> None:
-        call("offload_device_download", self.value, host_data, device_data, bytes, stream)
+        self._call("offload_device_download", self.value, host_data, device_data, bytes, stream)
 
     def map(self, device_data: int, bytes: int) -> int:
         mapped = ctypes.c_void_p()
-        call("offload_device_map", self.value, device_data, bytes, mapped)
+        self._call("offload_device_map", self.value, device_data, bytes, mapped)
         return mapped.value or 0
 
     def stream_create(self) -> int:
         stream = c.offload_stream_t()
-        call("offload_stream_create", self.value, stream)
+        self._call("offload_stream_create", self.value, stream)
         return stream.value or 0
 
     def stream_destroy(self, stream: int) -> None:
-        call("offload_stream_destroy", self.value, stream)
+        self._call("offload_stream_destroy", self.value, stream)
 
     def stream_synchronize(self, stream: int = 0, timeout_ns: int = -1) -> None:
-        wait_in_pieces("offload_stream_synchronize", timeout_ns, self.value, stream)
+        self._wait_in_pieces("offload_stream_synchronize", timeout_ns, self.value, stream)
 
 
 class Optimizer(Handle):
@@ -159,7 +184,8 @@ class Optimizer(Handle):
     def __init__(self, context: Context, **options: Any) -> None:
         handle = c.offload_optimizer_t()
         fields = make(c.offload_optimizer_options_t, options)
-        call("offload_optimizer_create", context.value, fields, handle)
+        self.retold = context.retold
+        self._call("offload_optimizer_create", context.value, fields, handle)
         self.context = context
         self._comm = options.get("comm")  # the library calls its functions until destroy
         self._failed: dict[int, HybridoptError] = {}  # by ticket: failures that have not been raised yet
@@ -167,42 +193,42 @@ class Optimizer(Handle):
 
     def add_group(self, **group: Any) -> int:
         group_id = ctypes.c_uint32()
-        call("offload_optimizer_add_group", self.value, make(c.offload_group_t, group), group_id)
+        self._call("offload_optimizer_add_group", self.value, make(c.offload_group_t, group), group_id)
         return group_id.value
 
     def set_group(self, group_id: int, **group: Any) -> None:
-        call("offload_optimizer_set_group", self.value, group_id, make(c.offload_group_t, group))
+        self._call("offload_optimizer_set_group", self.value, group_id, make(c.offload_group_t, group))
 
     def add_params(self, params: Sequence[c.offload_param_t] | ctypes.Array[c.offload_param_t]) -> int:
         """Registers all of these params or none. Returns the id of the first."""
         is_array = isinstance(params, ctypes.Array)
         array = params if is_array else (c.offload_param_t * max(len(params), 1))(*params)
         first_id = ctypes.c_uint32()
-        call("offload_optimizer_add_params", self.value, array, len(params), first_id)
+        self._call("offload_optimizer_add_params", self.value, array, len(params), first_id)
         return first_id.value
 
     def bind(self, bindings: Any, count: int) -> None:
         """Binds new addresses: the first `count` elements of an array of offload_binding_t."""
-        call("offload_optimizer_bind", self.value, bindings, count)
+        self._call("offload_optimizer_bind", self.value, bindings, count)
 
     def plan(self) -> c.offload_plan_t:
         plan = c.offload_plan_t()
-        call("offload_optimizer_plan", self.value, plan)
+        self._call("offload_optimizer_plan", self.value, plan)
         return plan
 
     def commit(self, stream: int = 0) -> None:
-        call("offload_optimizer_commit", self.value, stream)
+        self._call("offload_optimizer_commit", self.value, stream)
 
     def step(self, **options: Any) -> int:
         """Queues a step and returns its ticket. Fields: offload_step_options_t."""
         ticket = c.offload_ticket_t()
         fields = make(c.offload_step_options_t, options)
-        call("offload_optimizer_step", self.value, fields, ticket)
+        self._call("offload_optimizer_step", self.value, fields, ticket)
         return ticket.value
 
     def step_result(self, ticket: int = 0) -> c.offload_step_result_t:
         result = c.offload_step_result_t()
-        call("offload_optimizer_step_result", self.value, ticket, result)
+        self._call("offload_optimizer_step_result", self.value, ticket, result)
         return result
 
     def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
@@ -217,7 +243,7 @@ class Optimizer(Handle):
         if ticket in self._failed:
             raise self._failed.pop(ticket)
         try:
-            wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, ticket)
+            self._wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, ticket)
         except TimedOutError:
             raise
         except HybridoptError:
@@ -229,13 +255,13 @@ class Optimizer(Handle):
         """Waits for everything queued, as wait() does, but raises only failures of the whole optimizer. It
         leaves the failure of a save or load to wait()."""
         try:
-            wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, 0)
+            self._wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, 0)
         except TimedOutError:
             raise
         except HybridoptError:
             pass  # a wait for its own ticket raises it again, or the second call below does
         self._hear()
-        wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, 0)
+        self._wait_in_pieces("offload_optimizer_wait", timeout_ns, self.value, 0)
 
     def ended(self, ticket: int) -> bool:
         """Whether wait() for a save or load would return at once, or raise."""
@@ -246,7 +272,7 @@ class Optimizer(Handle):
     def stream_wait(self, stream: int, ticket: int = 0, params: Iterable[int] | None = None) -> None:
         """Makes later work on the stream wait until the params (None: all) are updated."""
         ids, count = ids_of(params)
-        call("offload_optimizer_stream_wait", self.value, ticket, stream, ids, count)
+        self._call("offload_optimizer_stream_wait", self.value, ticket, stream, ids, count)
 
     def offload_params(self, **options: Any) -> int:
         return self._move("offload_optimizer_offload_params", options)
@@ -262,13 +288,13 @@ class Optimizer(Handle):
 
     def undo_early_updates(self) -> int:
         ticket = c.offload_ticket_t()
-        call("offload_optimizer_undo_early_updates", self.value, ticket)
+        self._call("offload_optimizer_undo_early_updates", self.value, ticket)
         return ticket.value
 
     def grads_to_keep(self, count: int) -> bytes:
         """For each of the `count` params 1 if its gradient is better left on the device, else 0."""
         keep = (ctypes.c_uint8 * count)()
-        call("offload_optimizer_grads_to_keep", self.value, keep, count)
+        self._call("offload_optimizer_grads_to_keep", self.value, keep, count)
         return bytes(keep)
 
     def offload_states(self, **options: Any) -> int:
@@ -283,21 +309,21 @@ class Optimizer(Handle):
     def set_device_fraction(self, device_fraction: float) -> int:
         """Queues a change of how much state is on the device, and returns its ticket."""
         ticket = c.offload_ticket_t()
-        call("offload_optimizer_set_device_fraction", self.value, device_fraction, ticket)
+        self._call("offload_optimizer_set_device_fraction", self.value, device_fraction, ticket)
         return ticket.value
 
     def state(self, param: int, kind: int) -> c.offload_state_view_t:
         """The addresses of one kind of state of one param. The memory stays the library's."""
         view = c.offload_state_view_t()
-        call("offload_optimizer_state", self.value, param, kind, view)
+        self._call("offload_optimizer_state", self.value, param, kind, view)
         return view
 
     def set_step_count(self, param: int, step_count: int) -> None:
-        call("offload_optimizer_set_step_count", self.value, param, step_count)
+        self._call("offload_optimizer_set_step_count", self.value, param, step_count)
 
     def stats(self) -> c.offload_stats_t:
         stats = c.offload_stats_t()
-        call("offload_optimizer_get_stats", self.value, stats)
+        self._call("offload_optimizer_get_stats", self.value, stats)
         return stats
 
     def save(self, path: str | os.PathLike[str], keep: Any = None, **options: Any) -> int:
@@ -315,7 +341,7 @@ class Optimizer(Handle):
         self._hear()
         fields, kept = progress_of(options)
         ticket = c.offload_ticket_t()
-        call(name, self.value, make(struct, {**fields, "path": path}), ticket)
+        self._call(name, self.value, make(struct, {**fields, "path": path}), ticket)
         self._kept[ticket.value] = (kept, keep)
         _transferring.add(self)
         return ticket.value
@@ -326,7 +352,7 @@ class Optimizer(Handle):
         value = self.value
         for ticket in sorted(self._kept):
             try:
-                call("offload_optimizer_wait", value, ticket, 0)
+                self._call("offload_optimizer_wait", value, ticket, 0)
             except TimedOutError:
                 continue
             except HybridoptError as error:
@@ -345,7 +371,7 @@ class Optimizer(Handle):
         move.params = ids
         move.streams = array
         ticket = c.offload_ticket_t()
-        call(name, self.value, move, ticket)
+        self._call(name, self.value, move, ticket)
         return ticket.value
 
 
@@ -365,15 +391,3 @@ def _finish_transfers() -> None:
                 optimizer.wait(ticket)
             except HybridoptError as error:
                 _log.error("a save that was not waited for: %s", error)
-
-
-def wait_in_pieces(name: str, timeout_ns: int, *arguments: Any) -> None:
-    if timeout_ns >= 0:
-        call(name, *arguments, timeout_ns)
-        return
-    while True:
-        try:
-            call(name, *arguments, _WAIT_NS)
-            return
-        except TimedOutError:
-            continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import generated as c
-from .handles import Context, Handle, make, wait_in_pieces
+from .handles import Context, Handle, make
 from .library import call
 
 
@@ -24,46 +24,47 @@ class Stash(Handle):
     def __init__(self, context: Context, **options: Any) -> None:
         handle = c.offload_stash_t()
         fields = make(c.offload_stash_options_t, options)
-        call("offload_stash_create", context.value, fields, handle)
+        self.retold = context.retold
+        self._call("offload_stash_create", context.value, fields, handle)
         self.context = context
         super().__init__(handle.value or 0)
 
     def push(self, data: int, bytes: int, stream: int = 0, lane: int = 0) -> int:
         """Queues the copy to the host: its ticket, or 0 if the stash has no room for it."""
         ticket = c.offload_stash_ticket_t()
-        call("offload_stash_push", self.value, lane, data, bytes, stream, ticket)
+        self._call("offload_stash_push", self.value, lane, data, bytes, stream, ticket)
         return ticket.value
 
     def release(self, ticket: int, stream: int = 0) -> None:
         """Later work on the stream waits until the copy to the host has ended."""
-        call("offload_stash_release", self.value, ticket, stream)
+        self._call("offload_stash_release", self.value, ticket, stream)
 
     def prefetch(self, ticket: int, destination: int, bytes: int, stream: int = 0) -> None:
         """Queues the copy back, into memory of the device that has room for `bytes` bytes."""
-        call("offload_stash_prefetch", self.value, ticket, destination, bytes, stream)
+        self._call("offload_stash_prefetch", self.value, ticket, destination, bytes, stream)
 
     def pop(self, ticket: int, stream: int = 0, flags: int = 0) -> None:
         """Later work on the stream waits until the bytes are back."""
-        call("offload_stash_pop", self.value, ticket, stream, flags)
+        self._call("offload_stash_pop", self.value, ticket, stream, flags)
 
     def drop(self, ticket: int, stream: int = 0) -> None:
         """Ends a ticket; later work on the stream waits until its copies have ended."""
-        call("offload_stash_drop", self.value, ticket, stream)
+        self._call("offload_stash_drop", self.value, ticket, stream)
 
     def mark(self, lane: int = 0) -> int:
         mark = c.offload_stash_mark_t()
-        call("offload_stash_mark", self.value, lane, mark)
+        self._call("offload_stash_mark", self.value, lane, mark)
         return mark.value
 
     def rollback(self, mark: int, stream: int = 0) -> None:
         """Drops what the mark's lane has pushed since the mark."""
-        call("offload_stash_rollback", self.value, mark, stream)
+        self._call("offload_stash_rollback", self.value, mark, stream)
 
     def wait(self, ticket: int = 0, timeout_ns: int = -1) -> None:
         """Waits for the copies of a ticket (0: of all), at most timeout_ns (negative: no limit)."""
-        wait_in_pieces("offload_stash_wait", timeout_ns, self.value, ticket)
+        self._wait_in_pieces("offload_stash_wait", timeout_ns, self.value, ticket)
 
     def stats(self) -> c.offload_stash_stats_t:
         stats = c.offload_stash_stats_t()
-        call("offload_stash_get_stats", self.value, stats)
+        self._call("offload_stash_get_stats", self.value, stats)
         return stats
