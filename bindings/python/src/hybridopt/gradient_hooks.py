@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from . import abi
+from .clipping import watch
 from .engine import Engine
 from .modes import in_no_mode
 from .moves import send_gradients
@@ -53,6 +54,9 @@ class Hooked(Protocol):
 
     _engine: Engine | None
     _hooks: GradientHooks | None
+    @property
+    def max_grad_norm(self) -> float | None: ...
+
     _leftover: Any  # where free memory of the device is given to state
 
     def _ready_engine(self, binds_params: bool = True) -> Engine: ...
@@ -124,6 +128,7 @@ class GradientHooks:
         # Tickets of copies that may still be under way, and the tensors that they read.
         self._in_flight: collections.deque[tuple[int, list[Tensor]]] = collections.deque()
         self._begun = False  # whether a gradient for the next step has been collected
+        self._is_watched = False  # who would clip the gradients that have been taken is refused
         self.grad_scaler = grad_scaler
 
     def attach(self, engine: Engine) -> None:
@@ -148,7 +153,7 @@ class GradientHooks:
 
     def begin_again(self) -> None:
         """Starts a new step: the gradients of the last one have been used or dropped."""
-        self._begun = False
+        self._begun = self._is_watched = False
         self._passes.clear()
         self._forget_final()
 
@@ -247,7 +252,7 @@ class GradientHooks:
         final, streams = list(self._final.items()), list(self._streams)
         self._forget_final()
         engine = None if optimizer is None else optimizer._engine
-        if engine is None:
+        if optimizer is None or engine is None:
             return
         slot_of = engine.registered.slot_of
         batch = [
@@ -268,6 +273,9 @@ class GradientHooks:
         engine.bound.note_kept(kept)
         for each in batch:
             each.slot.param.grad = None
+        if not self._is_watched:
+            self._is_watched = True
+            watch(batch[0].slot.param, optimizer)
 
     def _stays(self, final: Final) -> bool:
         """Whether a gradient stays on the device. FSDP2 makes those of one module in one storage, whose

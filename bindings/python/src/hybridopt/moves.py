@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import abi
 from .engine import Engine
+from .offloaded import note_offloaded, note_reloaded
 from .options import MOVABLE
 from .registered import Slot
 from .released_storages import release_storages
@@ -63,6 +64,7 @@ def offload(
             set_gradient(slot.param, None)
     if params and engine.released_storages is None:
         engine.released_storages = release_storages(engine.slots)
+        note_offloaded((slot.name, slot.param) for slot in engine.slots if slot.count > 0)
 
 
 def reload(
@@ -76,6 +78,7 @@ def reload(
         engine.states_are_offloaded = False
         engine.shown.show_hidden(state)
     if params and engine.released_storages is not None:
+        note_reloaded(slot.param for slot in engine.slots)
         for storage in engine.released_storages:
             storage.restore()
         engine.released_storages = None

@@ -62,8 +62,8 @@ UNSUPPORTED = {
 }
 
 NOTHING_TO_CLIP = (
-    "hook_gradients() takes gradients to the host, where torch.nn.utils.clip_grad_norm_() does not find them: "
-    "it clips nothing and returns 0.0; make the optimizer with max_grad_norm= (or assign "
+    "hook_gradients() takes gradients to the host, where torch.nn.utils.clip_grad_norm_() does not find them and is "
+    "refused, and where other code that clips finds none; make the optimizer with max_grad_norm= (or assign "
     "optimizer.max_grad_norm), None if nothing is to be clipped"
 )
 # Options whose values are objects of this process. A copied or unpickled optimizer does not have them.
@@ -586,8 +586,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         average gradients in their own hooks, such as DistributedDataParallel, are refused by what they hold.
 
         The call allocates the memory for state and gradients. To clip, use max_grad_norm:
-        torch.nn.utils.clip_grad_norm_ finds no gradients. A warning says so unless the optimizer was made
-        with max_grad_norm=, which may be None. GradScaler finds no gradients either: give the scaler that
+        torch.nn.utils.clip_grad_norm_ finds no gradients, and raises after a backward pass whose gradients have been
+        taken; last_step().grad_norm tells the norm. A warning says so unless the optimizer was made with
+        max_grad_norm=, which may be None. GradScaler finds no gradients either: give the scaler that
         steps this optimizer as `grad_scaler`, and the step will tell it what it has found."""
         if self._hooks is not None:
             raise abi.InvalidStateError(
@@ -650,7 +651,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Moves content to the host, bit for bit, and frees its device memory before it returns. What is on the
         host already stays there. The `movable` option must name what is moved.
 
-        Params keep their tensors, but must not be used until reload(). `grad` of params becomes None;
+        Params keep their tensors, but have no content until reload(): an operation that uses one raises. `grad` of params becomes None;
         reload() sets it again, or the next step uses the gradients on the host."""
         self._aside.end_all(self._state)
         moves.offload(self._ready_engine(), self._state, params, grads, states)

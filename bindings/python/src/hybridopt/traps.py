@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -48,10 +48,14 @@ def _harmless() -> set[Any]:
 class Traps:
     """Traps of one kind."""
 
-    def __init__(self, used: Callable[[list[Tensor], str], None]) -> None:
+    def __init__(
+        self, used: Callable[[list[Tensor], str], None], harmless: Container[Any] | None = None
+    ) -> None:
         """An operation of torch that is about to use tensors calls used(tensors, its name), which returns when it
-        may, or raises. The name is "" for a use by this package."""
+        may, or raises. The name is "" for a use by this package. Functions in `harmless` (None: HARMLESS) spring no
+        trap of this kind."""
         self.used = used
+        self._harmless = HARMLESS if harmless is None else harmless
         self._trap_of: dict[type, type[Tensor]] = {}  # by the class of a tensor: a subclass of it and of Trap
 
     def set(self, tensor: Tensor) -> None:
@@ -65,7 +69,7 @@ class Traps:
             "readable": readable,
             "traps": self,
             # A class with a handler of its own decides itself what these do.
-            "harmless": _HARMLESS if readable.__torch_function__ in _OF_TORCH else set(),
+            "harmless": self._harmless if readable.__torch_function__ in _OF_TORCH else set(),
             "__slots__": (),
             "__module__": readable.__module__,  # programs that compare names of classes find the same
             "__qualname__": readable.__qualname__,
@@ -82,7 +86,7 @@ class Trap:
 
     readable: type[Tensor]  # the class that the tensor had before
     traps: Traps
-    harmless: set[Any]
+    harmless: Container[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls.readable(*args, **kwargs)  # a tensor that is made of the type of a param has no trap
@@ -108,13 +112,16 @@ class Trap:
         return self.__reduce_ex__(protocol)
 
     def detach(self: Any) -> Any:
+        if Tensor.detach in self.harmless:
+            with torch._C.DisableTorchFunctionSubclass():
+                return Tensor.detach(self)
         spring([self], "detach")
         if sys._getframe(1).f_code is _MAKE_PARAMETER:  # which has seen the class of the trap, and wants it again
             return self.readable._make_subclass(self.readable, self)
         return self.detach()
 
 
-_HARMLESS = _harmless()
+HARMLESS = _harmless()
 # Handlers of torch's own classes.
 _OF_TORCH = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _MAKE_PARAMETER = nn.Parameter.__new__.__code__
