@@ -1,8 +1,11 @@
 """Runs Python programs to the end of their interpreter. Not a test itself. They are forked from one
-process that has imported torch, which takes longer than most of them; it has no threads."""
+process that has imported torch, which takes longer than most of them; it has no threads. ten_lines() is one of
+them."""
 
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -55,3 +58,11 @@ class Scripts:
         self._server.stdin.close()
         self._server.stdout.close()
         self._server.wait()
+
+
+def ten_lines():
+    """The README's lines of PyTorch."""
+    readme = (pathlib.Path(__file__).parents[3] / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (code,) = (block for block in blocks if "hybridopt.AdamW(" in block)
+    return code

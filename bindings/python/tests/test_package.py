@@ -1,4 +1,4 @@
-"""The package as people meet it: names, version, and what needs torch."""
+"""The package as people meet it: names, version, what needs torch, and the README's lines."""
 
 import inspect
 import os
@@ -16,6 +16,7 @@ from hybridopt import abi
 from hybridopt.options import DEFAULT_OPTIONS
 from hybridopt.units import readable
 from models import PAIRS, perceptron, set_gradients
+from scripts import ten_lines
 
 CLASSES = {pair[0] for pair in PAIRS.values()}
 
@@ -173,3 +174,18 @@ def test_repr_in_a_forked_child_does_not_raise():
     if child == 0:
         os._exit(0 if particulars(optimizer)["bytes"].startswith("not known: ") else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# ------------------------------------------------------------------------ the README's ten lines --
+
+
+def test_ten_lines_of_pytorch_run_twice(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    variables = {}
+    for _ in range(2):
+        exec(compile(ten_lines(), "README.md", "exec"), variables)
+        assert variables["optimizer"].stats().steps_applied == 100
+        *losses, shown = capsys.readouterr().out.split("\n", 4)
+        losses = [float(line.split()[-1]) for line in losses]
+        assert len(losses) == 4 and losses[-1] < losses[0]
+        assert shown.startswith("AdamW (") and "offload_fraction" in shown, shown

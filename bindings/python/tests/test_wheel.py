@@ -12,7 +12,7 @@ import venv
 import zipfile
 
 import pytest
-from test_readme import ten_lines
+from scripts import ten_lines
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 

@@ -184,7 +184,7 @@ def test_a_fraction_that_does_not_fit_changes_nothing():
     run_on_gpu(optimizer, params, [1])
     free, _ = torch.cuda.mem_get_info()
     ballast = torch.empty(free - (128 << 20), dtype=torch.uint8, device="cuda")
-    with pytest.raises(hybridopt.abi.OutOfDeviceMemoryError, match="device_fraction"):
+    with pytest.raises(hybridopt.abi.OutOfDeviceMemoryError, match="raise offload_fraction"):
         optimizer.set_offload_fraction(0.0)
     assert optimizer.plan().offload_fraction == 1.0
     del ballast
