@@ -438,6 +438,23 @@ def test_what_is_refused():
         hybridopt.SGD(module.named_parameters(), lr=0.1, overlap=module)
 
 
+def test_a_module_may_have_all_params_below_in_modules_that_are_not_called():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = nn.ParameterList([nn.Parameter(torch.ones(3))])
+
+        def forward(self, x):
+            return x * self.scales[0]
+
+    module = Scaled()
+    optimizer = hybridopt.SGD(module.named_parameters(), lr=0.1, overlap=module)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert pending(optimizer) == {"scales.0"}
+    assert module(torch.ones(1, 3)).tolist() == [[0.8999999761581421] * 3]
+
+
 def test_without_a_forward_pass_steps_wait_and_say_so_once():
     module = nn.Linear(2, 2)
     optimizer = hybridopt.SGD(module.named_parameters(), lr=0.1, overlap=module)

@@ -42,7 +42,7 @@ _traps = Traps(_refuse)
 def note_away(weight: Tensor, name: str) -> None:
     """Makes operations on the weight raise an error that names it. traps.take_back() ends that."""
     _names[weight] = name
-    _traps.set(weight)
+    _traps.set([weight])
 
 
 def has_been_away(tensor: Tensor) -> bool:

@@ -66,6 +66,7 @@ class Overlap:
         self._optimizer = weakref.ref(optimizer)
         self._order: dict[Tensor, int] = {}  # the order in which forward passes use params
         self._is_recording = True
+        self._has_seen_pass = False
         self._has_warned = False
         self._checks = ParamHooks(self._check_gradient)
         self._model = HookedModel(model, self)
@@ -81,6 +82,7 @@ class Overlap:
 
     def wait(self, params: Iterable[Tensor], streams: Iterable[Any] = ()) -> None:
         if self._is_recording:
+            self._has_seen_pass = True
             params = list(params)
             for param in params:
                 self._order.setdefault(param, len(self._order))
@@ -139,7 +141,7 @@ class Overlap:
 
     def may_begin(self) -> bool:
         """Whether a forward pass has been recorded, so that step() need not wait."""
-        if self._is_recording and self._order:
+        if self._is_recording and self._has_seen_pass:
             self._is_recording = False
             self._model.share_out()
         if self._is_recording and not self._has_warned:

@@ -38,7 +38,7 @@ class Slot:
     __slots__ = (
         *("id", "param", "device", "name", "group", "chunk_order", "shard", "dtype", "grad_dtype"),
         *("shape", "count", "bytes", "copy", "stride", "row_major", "split", "has_master"),
-        *("moments", "kinds"),
+        *("moments", "kinds", "is_plain"),
     )
 
     def __init__(
@@ -52,6 +52,7 @@ class Slot:
         current = local(member.param)
         self.id = id  # also its index in the list of slots
         self.param = member.param
+        self.is_plain = current is member.param  # no DTensor
         self.device = device
         self.name = member.name
         self.group = member.group

@@ -45,6 +45,9 @@ def _harmless() -> set[Any]:
     return {torch.autograd.grad, torch.autograd.backward, *functions, *accessors}
 
 
+_readable_of: dict[type, type[Tensor]] = {}  # by the class of a tensor with a trap: its own class
+
+
 class Traps:
     """Traps of one kind."""
 
@@ -58,13 +61,14 @@ class Traps:
         self._harmless = HARMLESS if harmless is None else harmless
         self._trap_of: dict[type, type[Tensor]] = {}  # by the class of a tensor: a subclass of it and of Trap
 
-    def set(self, tensor: Tensor) -> None:
-        """Sets a trap on a tensor. One that has a trap already keeps that."""
-        readable = type(tensor)
-        if not issubclass(readable, Trap):
-            tensor.__class__ = self._trap_of.get(readable) or self._made_trap_of(readable)
+    def set(self, tensors: Iterable[Tensor]) -> None:
+        """Sets traps on tensors. One that has a trap already keeps that."""
+        for tensor in tensors:
+            tensor.__class__ = self._trap_of.get(type(tensor)) or self._made_trap_of(type(tensor))
 
     def _made_trap_of(self, readable: type[Tensor]) -> type[Tensor]:
+        if readable in _readable_of:
+            return readable
         fields = {
             "readable": readable,
             "traps": self,
@@ -76,6 +80,7 @@ class Traps:
         }
         make: Any = type(readable)
         trap = self._trap_of[readable] = make(readable.__name__, (Trap, readable), fields)
+        _readable_of[trap] = readable
         if readable in (Tensor, nn.Parameter):  # torch sends these to other processes without a copy
             ForkingPickler.register(trap, _reduced)
         return trap
@@ -135,9 +140,9 @@ def _reduced(tensor: Tensor) -> Any:
 def take_back(tensors: Iterable[Tensor]) -> None:
     """Takes the traps of these tensors back."""
     for tensor in tensors:
-        trap = type(tensor)
-        if issubclass(trap, Trap):
-            tensor.__class__ = trap.readable
+        readable = _readable_of.get(type(tensor))
+        if readable is not None:
+            tensor.__class__ = readable
 
 
 @torch._disable_dynamo

@@ -19,7 +19,7 @@ from .registered import Slot
 from .steps import Steps
 from .streams import current_stream
 from .tensors import local
-from .traps import Traps, take_back
+from .traps import Traps, take_back, without_traps
 
 _log = logging.getLogger("hybridopt")
 
@@ -36,15 +36,9 @@ class Keeper(Protocol):
         """An operation of torch, "" if it is this package's, is about to use this param. Waits for the step."""
 
 
-_kept: dict[int, tuple[weakref.ref[Keeper], Slot]] = {}  # by the id of a tensor that has a trap
-
-
 def _used(tensors: list[Tensor], operation: str) -> None:
-    for tensor in tensors:
-        referred, slot = _kept.get(id(tensor), (None, None))  # nothing if it was waited for with the one before
-        keeper = None if referred is None else referred()
-        if keeper is not None and slot is not None:
-            keeper.used(slot, operation)
+    for each in list(_all):
+        each.note_use(tensors, operation)
 
 
 _traps = Traps(_used)
@@ -57,18 +51,7 @@ class Used:
         self.gradient = gradient
         self.gradient_version = 0 if gradient is None else version_of(gradient)
         self.storage = slot.bound.untyped_storage()
-        param = local(slot.param)
-        self._trapped = (slot.param, *aliases) if param is slot.param else (slot.param, param, *aliases)
-
-    def set_traps(self, keeper: weakref.ref[Keeper], slot: Slot) -> None:
-        for tensor in self._trapped:
-            _kept[id(tensor)] = keeper, slot
-            _traps.set(tensor)
-
-    def take_traps_back(self) -> None:
-        for tensor in self._trapped:
-            _kept.pop(id(tensor), None)
-        take_back(self._trapped)
+        self.trapped = [slot.param, *aliases] if slot.is_plain else [slot.param, local(slot.param), *aliases]
 
 
 Pending = dict[Slot, Used]
@@ -96,6 +79,7 @@ class UnderWay:
         self._is_ended = True  # somebody has waited for the step itself
         self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it is told
         self._pending: Pending = {}
+        self._keeper: weakref.ref[Keeper] | None = None
         self._versions: list[int] = []  # of the params of all slots, at begin()
         self._lock = threading.RLock()  # a param may be used in any thread
         _all.add(self)
@@ -118,11 +102,19 @@ class UnderWay:
         self._ticket = ticket
         self._is_ended = False
         for slot, gradient in zip(slots, gradients):
-            self._pending[slot] = Used(slot, gradient, aliases.get(slot.param, ()))
+            self._pending[slot] = Used(slot, gradient, aliases.get(slot.param, ()) if aliases else ())
         self._versions = [version_of(local(slot.param)) for slot in self._slots]
-        referred = weakref.ref(keeper)
-        for slot, used in self._pending.items():
-            used.set_traps(referred, slot)
+        self._keeper = weakref.ref(keeper)
+        _traps.set(tensor for used in self._pending.values() for tensor in used.trapped)
+
+    def note_use(self, tensors: list[Tensor], operation: str) -> None:
+        """Tells the keeper if the step still writes one of these tensors, which an operation is about to use."""
+        ids = set(map(id, tensors))
+        pending = list(self._pending.items())
+        slot = next((slot for slot, used in pending if not ids.isdisjoint(map(id, used.trapped))), None)
+        keeper = None if self._keeper is None else self._keeper()
+        if slot is not None and keeper is not None:
+            keeper.used(slot, operation)
 
     def is_pending(self, slot: Slot) -> bool:
         """Whether the program has not waited for this param yet."""
@@ -189,15 +181,15 @@ class UnderWay:
                 raise
 
     def _give_back(self, slots: list[Slot]) -> None:
-        written: list[str] = []
         for slot in slots:
-            used = self._pending[slot]
             if slot.copy is not None:
-                with torch._C.DisableTorchFunctionSubclass():  # the param still has its trap
+                with without_traps():
                     local(slot.param).copy_(slot.copy)
                 self._versions[slot.id] += 1
-            del self._pending[slot]
-            used.take_traps_back()
+        all_used = [self._pending.pop(slot) for slot in slots]
+        take_back(tensor for used in all_used for tensor in used.trapped)
+        written: list[str] = []
+        for slot, used in zip(slots, all_used):
             gradient = used.gradient
             if gradient is None:
                 continue
@@ -224,7 +216,7 @@ class UnderWay:
     def _fail(self) -> None:
         """Ends the step after a failure, which the caller raises: nothing waits for it again."""
         for used in self._pending.values():
-            used.take_traps_back()
+            take_back(used.trapped)
         self._pending.clear()
         self._steps.forget_failed()
 
@@ -249,5 +241,5 @@ def _end(handle: abi.Optimizer, pending: Pending, process: int) -> None:
     except abi.HybridoptError as error:
         _log.error("a step that nobody has waited for: %s", error)
     for used in pending.values():
-        used.take_traps_back()
+        take_back(used.trapped)
     pending.clear()
