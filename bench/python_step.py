@@ -82,9 +82,6 @@ def measure(arguments: argparse.Namespace, anew: bool, look: bool = False) -> li
     dtype = DTYPES[arguments.dtype]
     made: dict[str, Callable[[list], torch.optim.Optimizer]] = {
         "hybridopt": lambda params: hybridopt.AdamW(params, lr=1e-4),
-        "hybridopt, check_weights=False": lambda params: hybridopt.AdamW(
-            params, lr=1e-4, check_weights=False
-        ),
         "torch fused": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
     }
     contenders = []

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import hybridopt
+from hybridopt import in_sync
 
 # Every optimizer here with torch's of the same name (None: torch has none) and arguments for both.
 PAIRS = {
@@ -28,6 +29,13 @@ def drawn_seeds(count):
     first = 1_000_000 * int(os.environ.get("HYBRIDOPT_TEST_SEED", "0"))
     scaled = round(count * float(os.environ.get("HYBRIDOPT_TEST_SCALE", "1")))
     return range(first, first + max(1, scaled))
+
+
+def watch_params(monkeypatch, watched=True):
+    """Has optimizers made from now on watch params on the CPU as they watch those on a GPU, if `watched` is True.
+    Otherwise their steps follow params on the CPU."""
+    if watched:
+        monkeypatch.setattr(in_sync, "is_away", lambda device: True)
 
 
 class Block(nn.Module):

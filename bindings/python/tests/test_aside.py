@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi, aside, making
-from models import PAIRS, bits, clone, drawn_seeds, set_gradients, state_bits
+from models import PAIRS, bits, clone, drawn_seeds, set_gradients, state_bits, watch_params
 
 SHAPES = [(4, 3), (5,), (2, 8), (40,), (7, 1), (16, 2)]
 LAYOUTS = {
@@ -124,11 +124,12 @@ def all_state_gone(optimizer, params, param, draw):
 
 @pytest.mark.parametrize("seed", drawn_seeds(3))
 @pytest.mark.parametrize("layout", [*LAYOUTS, "watched"])
-def test_whatever_is_changed_in_between(layout, seed):
-    dtype, options = LAYOUTS.get(layout, (torch.bfloat16, {"check_weights": False}))
+def test_whatever_is_changed_in_between(layout, seed, monkeypatch):
+    dtype, options = LAYOUTS.get(layout, (torch.bfloat16, {}))
+    watch_params(monkeypatch, layout == "watched")
     changes = [change for change in CHANGES if change is not taken_out]
     changes += [copied, fraction_set, all_state_gone]
-    if layout == "watched":  # a new engine compares once, whatever the option says
+    if layout == "watched":  # a new engine compares once, watched or not
         changes.remove(master_written)
     if layout != "fp32":  # masters of deleted entries stay as they are, where their engine does
         changes.remove(entry_deleted)
@@ -231,10 +232,11 @@ def test_a_part_is_not_saved_as_if_it_were_all(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["bf16", "split"])
-def test_weights_that_are_written_aside_become_masters(layout):
+def test_weights_that_are_written_aside_become_masters(layout, monkeypatch):
+    watch_params(monkeypatch)
     dtype, options = LAYOUTS[layout]
     params = new_params(dtype)
-    optimizer = hybridopt.AdamW(params, check_weights=False, **options)
+    optimizer = hybridopt.AdamW(params, **options)
     set_gradients(params, 0)
     step_parts(optimizer, parts_of(params))
     for param in params:

@@ -742,8 +742,6 @@ def test_lion_takes_the_switches_of_the_others():
         ({"state_dtype": torch.float16}, "Invalid state_dtype: torch.float16, expected torch.float32 or"),
         ({"pin": 1}, "Invalid pin: 1, expected True or False"),
         ({"pin": "no"}, "Invalid pin: 'no', expected True or False"),
-        ({"check_weights": 1}, "Invalid check_weights: 1, expected True, False, or None for True on the"),
-        ({"check_weights": "yes"}, "Invalid check_weights: 'yes', expected True, False, or None"),
         ({"numa_nodes": 0}, "Invalid numa_nodes: 0, expected numbers of NUMA nodes from 0 to 63"),
         ({"numa_nodes": [64]}, r"Invalid numa_nodes: \[64\], expected numbers of NUMA nodes from 0 to 63"),
         ({"local_rank": 2, "local_world": 2}, "Invalid local_rank=2 with local_world=2, expected 0 <= loc"),

@@ -9,10 +9,10 @@ import torch
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt import compared, in_sync, slot_batch
+from hybridopt import compared, slot_batch
 from hybridopt import state as states
 from hybridopt.abi import handles
-from models import bits, drawn_seeds
+from models import bits, drawn_seeds, watch_params
 
 SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
 
@@ -232,21 +232,22 @@ def train(dtype, options, seed, changes, steps):
     return trail
 
 
-def check(dtype, options, seed, changes=CHANGES, steps=40):
+def check(dtype, options, seed, changes=CHANGES, steps=40, watched=False):
     """Params that are watched must come to what comparing them all does. Only masters that are written
     are another thing: a param that is not its master, rounded, is taken for written where all are
     compared."""
-    if "check_weights" in options:
+    if watched:
         changes = [change for change in changes if change is not master_written]
-    with LookingAtAll() as patch:
-        patch.setattr(in_sync, "is_away", lambda _: False)
-        expected = train(dtype, {**options, "check_weights": True}, seed, changes, steps)
-    assert train(dtype, options, seed, changes, steps) == expected
+    with LookingAtAll():
+        expected = train(dtype, options, seed, changes, steps)
+    with pytest.MonkeyPatch.context() as patch:
+        watch_params(patch, watched)
+        assert train(dtype, options, seed, changes, steps) == expected
 
 
 OPTIONS = {
     "all compared": {},
-    "watched": {"check_weights": False},
+    "watched": {},
     "split": {"master_layout": "split"},
     "bf16 moments": {"state_dtype": torch.bfloat16},
 }
@@ -256,7 +257,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_changes(dtype, options, seed, small_parts):
-    check(dtype, OPTIONS[options], seed)
+    check(dtype, OPTIONS[options], seed, watched=options == "watched")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -266,13 +267,7 @@ def test_each_change(change, small_parts):
 
 @pytest.mark.parametrize("change", [moved, replaced, written, written_unseen])
 def test_each_change_of_params_that_are_watched(change, small_parts):
-    check(torch.bfloat16, {"check_weights": False}, 7, changes=[change], steps=16)
-
-
-@pytest.mark.parametrize("seed", drawn_seeds(3))
-def test_changes_of_params_that_are_away(seed, small_parts, monkeypatch):
-    monkeypatch.setattr(in_sync, "is_away", lambda _: True)
-    check(torch.bfloat16, {"check_weights": False}, seed)
+    check(torch.bfloat16, {}, 7, changes=[change], steps=16, watched=True)
 
 
 def calls_of_first_step(count, monkeypatch):

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt import abi, adopting, in_sync, master_bits, samples
-from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits
+from hybridopt import abi, adopting, master_bits, samples
+from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits, watch_params
 
 every_optimizer = pytest.mark.parametrize("name", PAIRS)
 every_torch_pair = pytest.mark.parametrize("name", WITH_TORCH)
@@ -524,19 +524,16 @@ def test_a_momentum_that_comes_later_gets_its_buffers():
 # ---------------------------------------------------------------------- weights from outside --
 
 
-@pytest.fixture(params=["here", "away"])
-def where(request, monkeypatch):
-    """Params are looked at in place, or as those on a GPU are, by torch's operations."""
-    monkeypatch.setattr(in_sync, "is_away", lambda _: request.param == "away")
+@pytest.fixture(params=[False, True])
+def watched(request, monkeypatch):
+    watch_params(monkeypatch, request.param)
     return request.param
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"master_layout": "split"}, {"check_weights": True}, {"check_weights": False}]
-)
+@pytest.mark.parametrize("options", [{}, {"master_layout": "split"}])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["AdamW", "SGD plain"])
-def test_loaded_weights_are_not_reverted(name, dtype, options, where):
+def test_loaded_weights_are_not_reverted(name, dtype, options, watched):
     ours, _, arguments = PAIRS[name]
     param = nn.Parameter(torch.randn(5000).to(dtype))
     optimizer = ours([param], **{**arguments, "lr": 0.0, "weight_decay": 0.0}, **options)
@@ -568,9 +565,10 @@ def low_precision_pair(**options):
 
 
 @pytest.mark.parametrize("stepped_last", [[0, 1], [1]])
-def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere(where, stepped_last):
+def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere(monkeypatch, stepped_last):
     """A sample of the large param misses one element; the small one is all looked at."""
-    params, optimizer = low_precision_pair(check_weights=False)
+    watch_params(monkeypatch)
+    params, optimizer = low_precision_pair()
     set_gradients(params, 3)
     for index, param in enumerate(params):
         param.grad = param.grad if index in stepped_last else None
@@ -586,11 +584,13 @@ def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere(where, stepped_
     assert bits(optimizer.state[param]["master_param"] for param in params) == bits(masters)
 
 
-@pytest.mark.parametrize("options", [{}, {"check_weights": True}])
-def test_one_element_written_behind_our_back_is_kept_where_all_are_checked(where, options):
-    params, optimizer = low_precision_pair(**options)
+def test_one_element_written_behind_our_back_is_kept(watched):
+    """Where params are watched no sample has this element, but refresh_masters() looks at all."""
+    params, optimizer = low_precision_pair()
     masters = [optimizer.state[param]["master_param"].clone() for param in params]
     params[1].data[100] = masters[1][100] = 7.0
+    if watched:
+        optimizer.refresh_masters()
     run(optimizer, params, [3])
     assert params[1][100] == 7.0
     assert bits(optimizer.state[param]["master_param"] for param in params) == bits(masters)
@@ -620,11 +620,11 @@ def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype, monkeyp
                 assert bits([optimizer.master_of(each)]) == bits([master])
 
 
-def test_other_memory_at_the_same_address_is_noticed():
+def test_other_memory_at_the_same_address_is_noticed(watched):
     """Its version, address and sampled bytes are those of before."""
     memory = bytearray(2 * 5000)
     param = Parameter(torch.frombuffer(memory, dtype=torch.bfloat16))
-    optimizer = hybridopt.SGD([param], lr=1e-3, check_weights=False, threads=1)
+    optimizer = hybridopt.SGD([param], lr=1e-3, threads=1)
     run(optimizer, [param], [1, 2])
     param.data = torch.empty(0, dtype=torch.bfloat16)  # which frees the storage, but not the memory
     torch.frombuffer(memory, dtype=torch.bfloat16)[77] = 3.0
@@ -651,23 +651,20 @@ def test_rows_zeroed_behind_our_back_before_a_save_or_a_phase_are_kept(tmp_path)
     assert not other.weight[77].any() and other.weight[78].any()
 
 
-def test_samples_are_the_same_wherever_a_param_is():
+def test_samples_are_runs_from_the_first_to_the_last_bytes():
     for count in (1, 255, 256, 257, 300, 5000, 99_999):
         for dtype in DTYPES:
             tensors = [torch.randn(count).to(dtype), torch.ones(2), torch.randn(count).to(dtype)]
             slots = [SimpleNamespace(id=id, bytes=each.nbytes) for id, each in enumerate(tensors)]
             addresses = SimpleNamespace(moves=0, params=[each.data_ptr() for each in tensors])
-            here = samples.SamplesHere(slots, addresses)
-            away = samples.SamplesAway(slots, addresses, torch.device("cpu"))
-            cut = here.cut(here.take())
-            assert cut == away.cut(away.take())
-            for tensor, sample in zip(tensors, cut):
+            taken = samples.Samples(slots, addresses, torch.device("cpu"))
+            for tensor, sample in zip(tensors, taken.cut(taken.take())):
                 content = bytes(tensor.view(torch.uint8).tolist())
                 assert len(sample) == min(tensor.nbytes, 512)
                 assert sample[:64] == content[:64] and sample[-64:] in content[-92:]
 
 
-def test_weights_written_behind_our_back_before_a_phase_are_not_reverted(where):
+def test_weights_written_behind_our_back_before_a_phase_are_not_reverted(watched):
     params, optimizer = low_precision_pair(movable=["params"])
     for param in params:
         param.data.fill_(3.0)

@@ -113,15 +113,18 @@ def pair(dtype=torch.float32, **options):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.3])
 @pytest.mark.parametrize(
-    "dtype, options",
+    "dtype, options, watched",
     [
-        (torch.float32, {}),
-        (torch.bfloat16, {}),
-        (torch.bfloat16, {"master_layout": "split", "state_dtype": torch.bfloat16}),
-        (torch.bfloat16, {"check_weights": False}),
+        (torch.float32, {}, False),
+        (torch.bfloat16, {}, False),
+        (torch.bfloat16, {"master_layout": "split", "state_dtype": torch.bfloat16}, False),
+        (torch.bfloat16, {}, True),
     ],
 )
-def test_losses_and_bits_are_those_of_steps_that_wait(dtype, options, max_grad_norm, micro_batches):
+def test_losses_and_bits_are_those_of_steps_that_wait(
+    dtype, options, watched, max_grad_norm, micro_batches, monkeypatch
+):
+    models.watch_params(monkeypatch, watched)
     both = module, optimizer, other, plain = pair(dtype, max_grad_norm=max_grad_norm, **options)
     losses = train(module, optimizer, 7, micro_batches)
     assert under_way(optimizer)
@@ -165,13 +168,14 @@ def test_hooked_gradients_need_no_wait():
     assert same(*both)
 
 
-def test_params_with_gaps_and_params_without_gradients():
+def test_params_with_gaps_and_params_without_gradients(monkeypatch):
+    models.watch_params(monkeypatch)
     module, other = model(torch.bfloat16), model(torch.bfloat16)
     for each in (module, other):
         norm = each.blocks[1].norm
         norm.weight = nn.Parameter(torch.ones(12, dtype=torch.bfloat16)[::2])
         each.blocks[2].norm.weight.requires_grad_(False)
-    optimizer, plain = overlapping(module, check_weights=False), adamw(other)
+    optimizer, plain = overlapping(module), adamw(other)
     assert train(module, optimizer, 5) == train(other, plain, 5)
     assert same(module, optimizer, other, plain)
     assert optimizer._engine.in_sync.written() == []  # what the library writes is not others'
@@ -405,13 +409,15 @@ def test_gradients_live_until_their_params_have_been_waited_for():
     assert all(gradient() is None for gradient in gradients)
 
 
-@pytest.mark.parametrize("check_weights", [True, False])
-def test_params_that_others_write_in_the_forward_pass_are_noticed(check_weights):
+@pytest.mark.parametrize("watched", [True, False])
+def test_params_that_others_write_in_the_forward_pass_are_noticed(watched, monkeypatch):
+    models.watch_params(monkeypatch, watched)
+
     def clamp(module, _):
         with torch.no_grad():
             module.weight.clamp_(-0.1, 0.1)
 
-    both = module, optimizer, other, plain = pair(torch.bfloat16, check_weights=check_weights)
+    both = module, optimizer, other, plain = pair(torch.bfloat16)
     for each in (module, other):
         each.embedding.register_forward_pre_hook(clamp, prepend=True)
     optimizer._overlap.remove()

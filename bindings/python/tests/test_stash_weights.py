@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from lazy_stash import LazyStash
-from models import Attention, Block, bits
+from models import Attention, Block, bits, watch_params
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -124,7 +124,7 @@ def test_losses_gradients_and_params_keep_their_bits(activations, dtype):
         {},
         {"overlap": True},
         {"master_layout": "split", "state_dtype": torch.bfloat16},
-        {"check_weights": False},
+        {"watched": True},
         {"hooks": {}},
         {"hooks": {"micro_batches": 2}, "master_layout": "split", "overlap": True},
         {"hooks": {"accumulate": True}},
@@ -133,6 +133,7 @@ def test_losses_gradients_and_params_keep_their_bits(activations, dtype):
 )
 def test_beside_the_librarys_optimizers(options, monkeypatch):
     monkeypatch.setenv("HYBRIDOPT_CHECK_OVERLAP", "1")
+    watch_params(monkeypatch, options.get("watched", False))
     model, other = pair(torch.bfloat16)
     stash = stash_of(fraction=1.0, keep_last=0)
     wrapping = stash.wrap(model.blocks, weights=True)
@@ -141,7 +142,7 @@ def test_beside_the_librarys_optimizers(options, monkeypatch):
     micro_batches = 1 if hooks == {} else 2
 
     def make(module):
-        own = {key: value for key, value in options.items() if key != "hooks"}
+        own = {key: value for key, value in options.items() if key not in ("hooks", "watched")}
         if "overlap" in own:
             own["overlap"] = module
         optimizer = hybridopt.AdamW(module.named_parameters(), lr=1e-2, max_grad_norm=1.0, **own)

@@ -293,11 +293,12 @@ USES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("check_weights", [True, False])
+@pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("use", USES)
-def test_uses_of_several_params_get_what_the_step_has_written(use, dtype, check_weights):
-    both = module, optimizer, other, _ = both_after(2, dtype=dtype, check_weights=check_weights)
+def test_uses_of_several_params_get_what_the_step_has_written(use, dtype, watched, monkeypatch):
+    models.watch_params(monkeypatch, watched)
+    both = module, optimizer, other, _ = both_after(2, dtype=dtype)
     result = USES[use](module)
     assert not pending(optimizer)
     assert comparable(result) == comparable(USES[use](other))
@@ -584,9 +585,10 @@ def drawn_use(rng, module, optimizer, average):
     )()
 
 
-def run_drawn_program(seed, overlaps):
+def run_drawn_program(seed, overlaps, monkeypatch):
     """Losses, what uses have got, and weights and state in the end; and how many steps were under way."""
     rng = random.Random(seed)
+    models.watch_params(monkeypatch, rng.choice([True, False]))  # the same for both runs of a seed
     micro_batches = rng.choice([1, 1, 2, 3])
     module = model(rng.choice([torch.float32, torch.bfloat16]))
     optimizer = hybridopt.AdamW(
@@ -594,7 +596,6 @@ def run_drawn_program(seed, overlaps):
         lr=0.05,
         threads=1,
         max_grad_norm=rng.choice([None, 0.1, 1.0]),
-        check_weights=rng.choice([True, False]),
         master_layout=rng.choice(["fp32", "split"]),
         overlap=module if overlaps else None,
     )
@@ -622,9 +623,9 @@ def run_drawn_program(seed, overlaps):
 
 
 @pytest.mark.parametrize("seed", models.drawn_seeds(25))
-def test_a_drawn_program_gets_what_it_gets_from_steps_that_wait(seed):
-    found, under_way = run_drawn_program(seed, overlaps=True)
-    expected, none = run_drawn_program(seed, overlaps=False)
+def test_a_drawn_program_gets_what_it_gets_from_steps_that_wait(seed, monkeypatch):
+    found, under_way = run_drawn_program(seed, True, monkeypatch)
+    expected, none = run_drawn_program(seed, False, monkeypatch)
     assert under_way > 0 and none == 0
     assert found == expected
 

@@ -42,7 +42,6 @@ class Engine:
         algorithm: int,
         groups: list[dict[str, Any]],
         members: list[Member],
-        check_weights: bool,
         history: History,
         **options: Any,
     ) -> None:
@@ -61,7 +60,7 @@ class Engine:
         self.under_way = UnderWay(self.handle, self.steps, device, self.slots, self._note_end)
         self.state_memory = StateMemory(self.handle, device)
         self.in_sync = in_sync_of(
-            self.slots, device, self.bound.addresses, self.state_memory, self.steps, check_weights
+            self.slots, device, self.bound.addresses, self.state_memory, self.steps
         )
         self.masters = Masters(self.handle, device, self.slots, self.state_memory, self.in_sync)
         self.shown = Shown(self.handle, device, self.registered, self.state_memory)

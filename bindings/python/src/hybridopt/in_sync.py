@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import UntypedStorage
@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .bound import Addresses
 from .compared import Compared
 from .registered import Slot
-from .samples import SamplesAway, SamplesHere
+from .samples import Samples
 from .steps import Steps
 from .state_memory import StateMemory
 from .tensors import local
@@ -43,34 +43,6 @@ class InSync(Protocol):
         looked at."""
 
 
-class Unwatched:
-    """For params on a device whose every element is to be compared: each param counts as written. Masters
-    then fetches it and compares it with its master."""
-
-    steps_follow_params = False
-
-    def __init__(self, slots: list[Slot]) -> None:
-        self._slots = slots
-
-    def begin(self) -> None:
-        pass
-
-    def find_masters(self) -> None:
-        pass
-
-    def note(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def forget_one(self, slot: Slot) -> None:
-        pass
-
-    def written(self, among: set[Slot] | None = None) -> list[Slot]:
-        return self._slots
-
-
 class Watched:
     """Finds writes by their traces. An operation in place increments the version of a param. A param in
     other memory has another address, or the storage that was at this address has expired. A write to
@@ -79,22 +51,20 @@ class Watched:
 
     steps_follow_params = False
 
-    def __init__(
-        self, slots: list[Slot], addresses: Addresses, samples: SamplesHere | SamplesAway
-    ) -> None:
+    def __init__(self, slots: list[Slot], addresses: Addresses, device: torch.device) -> None:
         self._slots = slots
         self._params = [slot.param for slot in slots]
         self._are_plain = all(local(param) is param for param in self._params)
         self._index_of = {slot: index for index, slot in enumerate(slots)}
         self._addresses = addresses
-        self._samples: Any = samples
+        self._samples = Samples(slots, addresses, device)
         # From the last note(). A version of None means that the param may have been written.
         self._versions: list[int | None] = []
         self._moves = -1
         self._places: list[int] = []
         self._storage_refs: list[StorageWeakRef] = []
         self._storages: list[int] = []
-        self._content: Any = None
+        self._content = torch.empty(0)  # of the samples
         self._has_memory_changed = True  # what the last written() found
 
     def begin(self) -> None:
@@ -169,7 +139,7 @@ class Watched:
     def _are_as_sampled(self, written: set[Slot]) -> bool:
         """Whether the samples of all params but `written` are as they were at note()."""
         now = self._samples.take()
-        if self._samples.equal(now, self._content):
+        if torch.equal(now, self._content):
             return True
         both = zip(self._slots, self._samples.cut(now), self._samples.cut(self._content))
         return all(new == old for slot, new, old in both if slot not in written)
@@ -186,13 +156,9 @@ def in_sync_of(
     addresses: Addresses,
     state_memory: StateMemory,
     steps: Steps,
-    check_weights: bool,
 ) -> InSync:
     """The right class for the slots among these whose params have masters of their own."""
     slots = [slot for slot in slots if slot.has_master and slot.count > 0]
     if is_away(device):
-        away = SamplesAway(slots, addresses, device)
-        return Unwatched(slots) if check_weights else Watched(slots, addresses, away)
-    if check_weights:
-        return Compared(slots, addresses, state_memory, steps)
-    return Watched(slots, addresses, SamplesHere(slots, addresses))
+        return Watched(slots, addresses, device)
+    return Compared(slots, addresses, state_memory, steps)

@@ -91,7 +91,6 @@ def make_engine(
         numa_policy=NUMA_POLICIES[options["numa_policy"]],
         allow_pageable=int(not options["pin"]),
     )
-    check_weights = options["check_weights"]
     fraction, budget_bytes = options["offload_fraction"], options["device_budget_bytes"]
 
     def engine_for(device_fraction: float, host_executors: str) -> Engine:
@@ -101,7 +100,6 @@ def make_engine(
             algorithm,
             groups,
             members,
-            device.type == "cpu" if check_weights is None else check_weights,
             history,
             device_fraction=device_fraction,
             movable=movable_bits(options["movable"]),

@@ -183,21 +183,6 @@ class OffloadOptions(TypedDict, total=False):
             expect(lambda v: is_whole(v, 0, 1 << 64), "a number of bytes, or 0 for no early updates"),
         ),
     ]
-    check_weights: Annotated[
-        bool | None,
-        Option(
-            "bool",
-            None,
-            """True compares every param in 16 bits with its master before it is updated, so that no write is
-            missed. On the CPU the step does that as it goes, on a GPU both are read once more. False looks at
-            those whose version, or 512 bytes of content, tell of a write. None is True for params on the CPU,
-            False for those on a GPU.""",
-            expect(
-                lambda v: v in (None, True, False) and not is_number(v),
-                "True, False, or None for True on the CPU and False on a GPU",
-            ),
-        ),
-    ]
     threads: Annotated[
         int,
         Option(

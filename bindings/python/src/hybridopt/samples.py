@@ -22,45 +22,9 @@ def stride_of(size_bytes: int) -> int:
     return (size_bytes - RUN_BYTES) // (RUNS - 1) // 4 * 4
 
 
-class SamplesHere:
-    """Samples of params in host memory, as bytes."""
-
-    def __init__(self, slots: list[Slot], addresses: Addresses) -> None:
-        self._slots = slots
-        self._addresses = addresses
-        self._moves = -1  # Addresses.moves when the runs were located
-        self._runs: list[ctypes.Array[ctypes.c_char]] = []
-
-    def take(self) -> bytes:
-        if self._moves != self._addresses.moves:
-            self._moves = self._addresses.moves
-            self._runs = [run for slot in self._slots for run in self._runs_of(slot)]
-        return b"".join(self._runs)
-
-    def _runs_of(self, slot: Slot) -> list[ctypes.Array[ctypes.c_char]]:
-        address = self._addresses.params[slot.id]
-        if slot.bytes <= LONG_BYTES:
-            return [(ctypes.c_char * slot.bytes).from_address(address)]
-        run, stride = ctypes.c_char * RUN_BYTES, stride_of(slot.bytes)
-        return [run.from_address(address + i * stride) for i in range(RUNS)]
-
-    @staticmethod
-    def equal(one: bytes, other: bytes) -> bool:
-        return one == other
-
-    def cut(self, content: bytes) -> list[bytes]:
-        """The sample of each slot."""
-        samples, begin = [], 0
-        for slot in self._slots:
-            end = begin + min(slot.bytes, LONG_BYTES)
-            samples.append(content[begin:end])
-            begin = end
-        return samples
-
-
-class SamplesAway:
-    """Samples of params on a device. They are taken and kept on the device, by two operations however many
-    params there are, and one operation compares them."""
+class Samples:
+    """They are taken and kept where the params are, by two operations for all params together, and one
+    operation compares them."""
 
     def __init__(self, slots: list[Slot], addresses: Addresses, device: torch.device) -> None:
         self._slots = slots
@@ -84,10 +48,6 @@ class SamplesAway:
         if slot.bytes <= LONG_BYTES:
             return flat
         return flat.as_strided((RUNS, RUN_BYTES // 2), (stride_of(slot.bytes) // 2, 1))
-
-    @staticmethod
-    def equal(one: Tensor, other: Tensor) -> bool:
-        return torch.equal(one, other)
 
     def cut(self, content: Tensor) -> list[bytes]:
         """The sample of each slot."""

@@ -86,7 +86,6 @@ def same(module, optimizer, other, plain):
         (torch.float32, {}),
         (torch.bfloat16, {}),
         (torch.bfloat16, {"master_layout": "split", "state_dtype": torch.bfloat16}),
-        (torch.bfloat16, {"check_weights": True}),
     ],
 )
 def test_losses_and_bits_are_those_of_steps_that_wait(dtype, options, fraction, hooked):
