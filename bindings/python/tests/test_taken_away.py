@@ -67,6 +67,7 @@ def test_a_forward_pass_names_the_param_and_reload(overlaps):
         (lambda param: param[0], "__getitem__"),
         (lambda param: copy.deepcopy(param), "deepcopy"),
         (lambda param: pickle.dumps(param), "pickle"),
+        (lambda param: nn.Parameter(param), "detach"),
         (lambda param: param.numpy(force=True), "numpy"),
         (lambda param: param.tolist(), "tolist"),
     ],
@@ -176,6 +177,8 @@ def test_others_may_look_at_gradients_and_params():
     backward(model)
     x = torch.ones(1, 10)
     assert torch.equal(model(x), model(x)) and model.state_dict()["0.weight"].sum() != 0
+    for param in model.parameters():
+        assert torch.equal(nn.Parameter(param), param) and torch.equal(copy.deepcopy(param), param)
     assert all(param.grad is None for param in model.parameters())
     model.zero_grad()
     optimizer.step()

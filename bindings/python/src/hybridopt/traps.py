@@ -117,12 +117,13 @@ class Trap:
         return self.__reduce_ex__(protocol)
 
     def detach(self: Any) -> Any:
-        if Tensor.detach in self.harmless:
+        makes_parameter, readable = sys._getframe(1).f_code is _MAKE_PARAMETER, self.readable
+        if Tensor.detach in self.harmless and not makes_parameter:
             with torch._C.DisableTorchFunctionSubclass():
                 return Tensor.detach(self)
         spring([self], "detach")
-        if sys._getframe(1).f_code is _MAKE_PARAMETER:  # which has seen the class of the trap, and wants it again
-            return self.readable._make_subclass(self.readable, self)
+        if makes_parameter:  # which has seen the class of the trap, and wants it again
+            return readable._make_subclass(readable, self)
         return self.detach()
 
 
