@@ -65,4 +65,4 @@ _traps = Traps(_used, _AllButGrad())
 def watch(param: Tensor, optimizer: Clips) -> None:
     """The gradient of this param has been taken off it. The next use of `grad` takes the trap back."""
     _optimizers[param] = weakref.ref(optimizer)
-    _traps.set(param)
+    _traps.set([param])

@@ -32,7 +32,7 @@ _traps = Traps(_refuse, HARMLESS | _PLACES)
 def note_offloaded(params: Iterable[tuple[str, Tensor]]) -> None:
     for name, param in params:
         _names[param] = name
-        _traps.set(param)
+        _traps.set([param])
 
 
 def note_reloaded(params: Iterable[Tensor]) -> None:
