@@ -9,7 +9,8 @@ targets=${*:3}
 clang=$(command -v clang++-14 || command -v clang++ || true)
 echo 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' \
   >"$out/probe.cpp"
-flags=(-std=c++20 -O1 -gline-tables-only -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all)
+flags=(-std=c++20 -O1 -gline-tables-only -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+  -I"$root/src" -I"$root/include" -DHYBRIDOPT_VERSION='"fuzzed"' -DHYBRIDOPT_TEST_SCALE_DEFAULT=1)
 if [[ -z $clang ]] || ! "$clang" "${flags[@]}" "$out/probe.cpp" -o "$out/probe"; then
   echo "skipped: no clang with libFuzzer here (Debian: clang-14 libclang-rt-14-dev)"
   exit 77
@@ -19,8 +20,7 @@ fi
 compile() {
   local object=$out/$1.o source=${2:-$root/$1.cpp}
   mkdir -p "${object%/*}"
-  "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -I"$root/src" -I"$root/include" \
-    -DHYBRIDOPT_VERSION='"fuzzed"' -DHYBRIDOPT_TEST_SCALE_DEFAULT=1 -c "$source" -o "$object"
+  "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -c "$source" -o "$object"
 }
 # All that the formats need as one file, since most of the time goes into headers that all include. The calls
 # need the whole library.
@@ -42,6 +42,5 @@ for target in $targets; do
     linked=("$out/formats.o")
     [[ -e $out/formats.o ]] || compile formats "$formats"
   fi
-  "$clang" "${flags[@]}" -I"$root/src" -I"$root/include" -o "$out/$target" \
-    "$root/tests/fuzz/${target}_fuzz.cpp" "${linked[@]}"
+  "$clang" "${flags[@]}" -o "$out/$target" "$root/tests/fuzz/${target}_fuzz.cpp" "${linked[@]}"
 done
