@@ -6,9 +6,17 @@ import warnings
 
 import lightning
 import pytest
+import models
 import ranks
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from drawn_uses import DrawnUses
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -84,6 +92,76 @@ def test_overlap_gives_the_same_bits(tmp_path, accumulate):
     assert bits(plain.parameters()) != bits(Module(hybridopt.AdamW, {}).parameters())
 
 
+class Validated(Module):
+    def validation_step(self, batch, _):
+        self.log("seen", self(batch[0]).float().square().mean())
+
+    def val_dataloader(self):
+        return data()
+
+
+def fitted(folder, callbacks, overlap, options):
+    """Weights, and the last of what validation has logged."""
+    module = Validated(hybridopt.AdamW, {"max_grad_norm": 0.1, **options})
+    callbacks = [*callbacks, OffloadCallback(overlap=overlap)]
+    trainer = trainer_of(folder, callbacks, epochs=4, val_check_interval=2)
+    trainer.fit(module, data())
+    assert trainer.optimizers[0].last_step().step > 0
+    return bits(module.parameters()), trainer.callback_metrics["seen"].item()
+
+
+CALLBACKS = {
+    "EMA": lambda: EMAWeightAveraging(decay=0.7),
+    "SWA": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1),
+    "pruning": lambda: ModelPruning("l1_unstructured", amount=0.2, make_pruning_permanent=True, verbose=0),
+}
+
+
+@pytest.mark.parametrize("check_weights", [True, False])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_that_read_and_write_weights(tmp_path, name, check_weights):
+    options = {"check_weights": check_weights}
+    overlapped = fitted(tmp_path, [CALLBACKS[name]()], True, options)
+    assert overlapped == fitted(tmp_path, [CALLBACKS[name]()], False, options)
+    assert overlapped != fitted(tmp_path, [], False, options)
+
+
+class Drawn(Callback):
+    """Uses weights wherever Lightning calls callbacks between steps."""
+
+    def __init__(self, seed):
+        self.uses = DrawnUses(seed)
+
+    def _draw(self, trainer, pl_module, *_):
+        self.uses.draw(pl_module, trainer.optimizers[0])
+
+    on_train_batch_start = on_train_batch_end = _draw
+    on_train_epoch_start = on_train_epoch_end = on_validation_start = on_validation_end = _draw
+
+
+class Hooked(Validated):
+    """Whose gradients leave in the backward pass."""
+
+    def configure_optimizers(self):
+        (optimizer,), schedules = super().configure_optimizers()
+        optimizer.hook_gradients()
+        return [optimizer], schedules
+
+
+@pytest.mark.parametrize("seed", models.drawn_seeds(6))
+def test_drawn_callbacks_get_what_they_get_without_overlap(tmp_path, seed):
+    seen = []
+    for overlap in (True, False):
+        drawn = Drawn(seed)
+        options = {"max_grad_norm": 0.1, "check_weights": seed % 2 == 0}
+        module = (Hooked if seed % 3 == 0 else Validated)(hybridopt.AdamW, options)
+        trainer = trainer_of(tmp_path, [drawn, OffloadCallback(overlap=overlap)], epochs=3, val_check_interval=2)
+        trainer.fit(module, data())
+        assert (drawn.uses.under_way > 0) == overlap
+        seen.append((drawn.uses.found, bits(module.parameters())))
+    assert seen[0] == seen[1]
+
+
 def test_checkpoints_go_on_with_the_same_bits(tmp_path):
     options = {"state_dtype": "bf16"}
     whole = fit(tmp_path, options=options)
@@ -93,7 +171,7 @@ def test_checkpoints_go_on_with_the_same_bits(tmp_path):
     assert bits(resumed.parameters()) == bits(whole.parameters())
 
 
-class Distributed(Module):
+class Distributed(Validated):
     def configure_model(self):
         if self.device_mesh is not None:
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])

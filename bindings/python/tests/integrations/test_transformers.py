@@ -4,9 +4,11 @@ optimizer, whatever is offloaded, overlapped, saved and resumed."""
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hybridopt
+import models
+from drawn_uses import DrawnUses
 from hybridopt.integrations import transformers
 from hybridopt.integrations.transformers import OffloadCallback
 from models import bits
@@ -47,6 +49,7 @@ def trainer_of(folder, cls, kwargs, callbacks=(), dtype=torch.float32, steps=6, 
         model=llama(dtype),
         args=args,
         train_dataset=Tokens(),
+        eval_dataset=Tokens(),
         optimizer_cls_and_kwargs=None if cls is None else (cls, {"lr": 1e-2, **kwargs}),
         callbacks=list(callbacks),
     )
@@ -108,6 +111,41 @@ def test_overlap_gives_the_same_bits(tmp_path):
         )
         trainer.train()
         made.append((weights(trainer), [entry.get("loss") for entry in trainer.state.log_history]))
+    assert made[0] == made[1]
+
+
+class Drawn(TrainerCallback):
+    """Uses weights wherever Trainer calls callbacks between steps."""
+
+    def __init__(self, seed):
+        self.uses = DrawnUses(seed)
+
+    def _draw(self, args, state, control, model, optimizer, **_):
+        self.uses.draw(model, optimizer.optimizer)
+
+    on_step_begin = on_step_end = on_evaluate = on_log = on_epoch_begin = _draw
+
+
+@pytest.mark.parametrize("seed", models.drawn_seeds(4))
+def test_drawn_callbacks_get_what_they_get_without_overlap(tmp_path, seed):
+    """Trainer evaluates in the middle."""
+    made = []
+    for overlap in (False, True):
+        drawn = Drawn(seed)
+        trainer = trainer_of(
+            tmp_path,
+            hybridopt.AdamW,
+            {"max_grad_norm": 0.5, "check_weights": seed % 2 == 0},
+            [drawn, OffloadCallback(overlap=overlap)],
+            dtype=torch.bfloat16,
+            eval_strategy="steps",
+            eval_steps=2,
+            gradient_accumulation_steps=1 + seed % 2,
+        )
+        trainer.train()
+        assert (drawn.uses.under_way > 0) == overlap
+        losses = [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
+        made.append((drawn.uses.found, weights(trainer), losses))
     assert made[0] == made[1]
 
 
