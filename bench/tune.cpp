@@ -53,7 +53,7 @@ class TunedDevice final : public hybridopt::ForwardingDevice {
 
 // -------------------------------------------------------------------------------------- kernels --
 
-constexpr hybridopt::SpanTypes kTypes = {OFFLOAD_BF16, OFFLOAD_BF16, hybridopt::StateLayout::kFp32};
+constexpr hybridopt::SpanTypes kTypes = {OFFLOAD_BF16, OFFLOAD_BF16, {}};
 hybridopt::UpdateFunction past_the_caches;
 
 // The library stores params of bf16 past the caches if they are aligned. So these go through a
@@ -77,9 +77,8 @@ void UpdateThroughCaches(const hybridopt::Coefficients& coefficients,
 const hybridopt::KernelTable& TunedKernels() {
   static const hybridopt::KernelTable tuned = [] {
     hybridopt::KernelTable table = *hybridopt::SelectKernels().value();
-    const auto rule = static_cast<int32_t>(hybridopt::RuleOf(OFFLOAD_ADAMW, 0));
-    hybridopt::UpdateFunction& update = table.update[static_cast<int32_t>(kTypes.layout)][rule]
-                                                    [kTypes.grad_dtype - 1][kTypes.param_dtype - 1];
+    hybridopt::UpdateFunction& update =
+        table.update.Of(hybridopt::RuleOf(OFFLOAD_ADAMW, 0), kTypes);
     past_the_caches = update;
     update = UpdateThroughCaches;
     return table;

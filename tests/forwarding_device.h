@@ -86,9 +86,8 @@ class ForwardingDevice : public Device {
                       uint64_t bytes) override {
     return device_->CopyToDevice(stream, device, host, bytes);
   }
-  Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
-              float value) override {
-    return device_->Fill(stream, device, dtype, count, value);
+  Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override {
+    return device_->Fill(stream, device, count, pattern);
   }
   Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
                 float* destination) override {

@@ -26,9 +26,9 @@ struct DeviceUpdate {
   int32_t param_dtype;
   // Index into the launch's coefficients; grad_factor there is only the sign of maximize.
   uint32_t coefficients;
-  StateLayout layout = StateLayout::kFp32;
+  StateFormats formats = {};
 
-  SpanTypes types() const { return {grad_dtype, param_dtype, layout}; }
+  SpanTypes types() const { return {grad_dtype, param_dtype, formats}; }
 };
 
 // All updates of one launch. The arrays must not change until the launch has run.
@@ -165,9 +165,9 @@ class Device {
                             uint64_t bytes) = 0;
   virtual Status CopyToDevice(StreamHandle stream, void* device, const void* host,
                               uint64_t bytes) = 0;
-  // Sets every element to `value`, rounded to the dtype (to nearest).
-  virtual Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
-                      float value) = 0;
+  // Sets every element to the pattern.
+  virtual Status Fill(StreamHandle stream, void* device, uint64_t count,
+                      const Pattern& pattern) = 0;
   virtual Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
                         float* destination) = 0;  // all device addresses
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;

@@ -80,7 +80,7 @@ class HostDevice final : public Device {
                       uint64_t bytes) override {
     return Copy(stream, device, host, bytes);
   }
-  Status Fill(StreamHandle, void*, int32_t, uint64_t, float) override {
+  Status Fill(StreamHandle, void*, uint64_t, const Pattern&) override {
     return Unsupported("Fill");
   }
   Status ToFp32(StreamHandle, const void*, int32_t, uint64_t, float*) override {

@@ -75,9 +75,8 @@ class SimDevice final : public Device {
 
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override;
   Status CopyToDevice(StreamHandle stream, void* device, const void* host, uint64_t bytes) override;
-  Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
-              float value) override {
-    return Queue(stream, sim::Fill{device, dtype, count, value}).status();
+  Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override {
+    return Queue(stream, sim::Fill{device, count, pattern}).status();
   }
   Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
                 float* destination) override {

@@ -8,7 +8,6 @@
 #include "base/check.h"
 #include "base/system.h"
 #include "device/sim_stream.h"
-#include "kernels/convert.h"
 
 namespace hybridopt {
 namespace {
@@ -76,14 +75,16 @@ Result<UpdateSpan> SimExecutor::LocateSpan(const DeviceUpdate& update) const {
   if (count == 0) return span;
   HYBRIDOPT_ASSIGN(span.grad, LocateArray("grad", span.grad, update.grad_dtype, count));
   HYBRIDOPT_ASSIGN(span.param, LocateArray("param", span.param, update.param_dtype, count));
-  const int32_t master = IsSplit(update.layout) ? OFFLOAD_U16 : OFFLOAD_FP32;
-  const int32_t moment = HasBf16Moments(update.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
-  HYBRIDOPT_ASSIGN(span.master, LocateArray("master", span.master, master, count));
+  const auto locate = [&](const char* what, void* array, Format format) -> Result<void*> {
+    const FormatRow& row = RowOf(format);
+    return Locate(what, array, row.Bytes(count), 1, row.unit_bytes / row.unit_elements);
+  };
+  HYBRIDOPT_ASSIGN(span.master, locate("master", span.master, update.formats.master));
   if (span.moment0 != nullptr) {
-    HYBRIDOPT_ASSIGN(span.moment0, LocateArray("moment0", span.moment0, moment, count));
+    HYBRIDOPT_ASSIGN(span.moment0, locate("moment0", span.moment0, update.formats.moment0));
   }
   if (span.moment1 != nullptr) {
-    HYBRIDOPT_ASSIGN(span.moment1, LocateArray("moment1", span.moment1, moment, count));
+    HYBRIDOPT_ASSIGN(span.moment1, locate("moment1", span.moment1, update.formats.moment1));
   }
   return span;
 }
@@ -117,9 +118,9 @@ Status SimExecutor::Apply(const sim::CopyToDevice& copy) const {
 
 Status SimExecutor::Apply(const sim::Fill& fill) const {
   if (fill.count == 0) return Status();
-  HYBRIDOPT_ASSIGN(void* destination,
-                   LocateArray("destination", fill.device, fill.dtype, fill.count));
-  FillArray(destination, fill.dtype, fill.count, fill.value);
+  HYBRIDOPT_ASSIGN(void* destination, Locate("destination", fill.device, fill.count,
+                                             fill.pattern.bytes, fill.pattern.bytes));
+  FillArray(destination, fill.count, fill.pattern);
   return Status();
 }
 

@@ -48,9 +48,8 @@ struct CopyToDevice {
 struct Fill {
   static constexpr char kName[] = "Fill";
   void* device;
-  int32_t dtype;
   uint64_t count;
-  float value;
+  Pattern pattern;
 };
 struct ToFp32 {
   static constexpr char kName[] = "ToFp32";

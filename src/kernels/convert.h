@@ -4,11 +4,9 @@
 // these bits.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 
-#include "base/check.h"
 #include "offload.h"
 
 // CUDA's kernels use these functions too.
@@ -41,22 +39,6 @@ HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16TiesAway(float value) {
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
   if (is_nan) return static_cast<uint16_t>((bits >> 16) | 0x0040);
   return static_cast<uint16_t>((bits + 0x8000) >> 16);
-}
-
-// A split master: the rounded upper half and the lower half, which is 0 for NaN. Joined they are
-// the fp32 number, bit for bit (of a NaN: sign and upper payload). No number is split into an upper
-// half that is zero and a negative lower half: then other code has written that zero, and joining
-// gives zero.
-HYBRIDOPT_EVERYWHERE inline uint16_t LowHalf(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-  return is_nan ? 0 : static_cast<uint16_t>(bits);
-}
-HYBRIDOPT_EVERYWHERE inline float JoinHalves(uint16_t high, uint16_t low) {
-  const int32_t lost = int32_t{static_cast<int16_t>(low)};
-  const uint32_t upper = uint32_t{high} << 16;
-  const bool zeroed = (upper << 1) == 0 && lost < 0;
-  return std::bit_cast<float>(zeroed ? upper : upper + static_cast<uint32_t>(lost));
 }
 
 // A signalling NaN becomes quiet, as it does in the conversion instructions of x86 and Arm.
@@ -130,27 +112,6 @@ void FollowParam(uint16_t param, float* master) {
   if constexpr (kDtype == OFFLOAD_BF16)
     is_rounded = is_rounded || Fp32ToBf16TiesAway(*master) == param;
   if (!is_rounded) *master = Element<kDtype>::Widen(param);
-}
-
-// array[0, count) = value, rounded to the dtype (to nearest). A NULL array is allowed and does
-// nothing.
-inline void FillArray(void* array, int32_t dtype, uint64_t count, float value) {
-  if (array == nullptr) return;
-  auto* const halves = static_cast<uint16_t*>(array);
-  switch (dtype) {
-    case OFFLOAD_FP32:
-      std::fill_n(static_cast<float*>(array), count, value);
-      return;
-    case OFFLOAD_BF16:
-      std::fill_n(halves, count, Fp32ToBf16(value));
-      return;
-    case OFFLOAD_FP16:
-      std::fill_n(halves, count, Fp32ToFp16(value));
-      return;
-    default:
-      HYBRIDOPT_CHECK(dtype == OFFLOAD_U16 && value == 0);
-      std::fill_n(halves, count, uint16_t{0});
-  }
 }
 
 }  // namespace hybridopt

@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "kernels/algorithms.h"
 #include "kernels/dtypes.h"
+#include "kernels/formats/format.h"
 
 namespace hybridopt {
 
@@ -25,19 +26,6 @@ constexpr uint64_t NormBlocksOf(uint64_t count) {
 inline constexpr uint32_t kNormLanes = 16;
 
 inline constexpr int32_t kDtypeCount = 3;  // enum offload_dtype, from 1
-
-// How the state of a param is stored.
-//   split         the bf16 param is the rounded upper half of the fp32 master; the state has only
-//                 its 16-bit lower half
-//   bf16 moments  exp_avg and the like are rounded to bf16 when they are stored
-enum class StateLayout : int32_t { kFp32, kSplit, kBf16Moments, kSplitBf16Moments };
-inline constexpr int32_t kStateLayoutCount = 4;
-constexpr bool IsSplit(StateLayout layout) {
-  return layout == StateLayout::kSplit || layout == StateLayout::kSplitBf16Moments;
-}
-constexpr bool HasBf16Moments(StateLayout layout) {
-  return layout == StateLayout::kBf16Moments || layout == StateLayout::kSplitBf16Moments;
-}
 
 // The values that are the same for every element of one param in one step. Computed in double,
 // rounded once. Fields that a rule does not use are zero.
@@ -59,8 +47,9 @@ struct Coefficients {
 
 // How values are rounded when they are stored.
 struct Rounding {
-  bool stochastic = false;  // bf16 moments: stochastically (stochastic_rounding.h); else to nearest
-  // Bf16 params: exact ties round away from zero, as split masters need it.
+  // Formats that are rounded: stochastically (stochastic_rounding.h); else to nearest.
+  bool stochastic = false;
+  // Bf16 params: exact ties round away from zero, as formats beside the param need it.
   bool ties_away = false;
   uint32_t key0 = 0;  // key of this param in this step, if stochastic
   uint32_t key1 = 0;
@@ -76,12 +65,11 @@ struct ElementOrder {
   uint64_t column = 0;
 };
 
-// The addresses of a contiguous range of elements. `master` has the fp32 values that are updated,
-// or, if masters are split, their lower halves (uint16_t). `param` gets the values rounded to its
-// dtype; for an fp32 param that is its own master it is the same address as `master`. Moments are
-// float or bf16. `moment0` is exp_avg, momentum_buffer or sum, `moment1` is exp_avg_sq; NULL if the
-// rule has none. Arrays need only their element's natural alignment (2 or 4 bytes) and do not
-// overlap otherwise.
+// The addresses of a contiguous range of elements. `master` has the values that are updated, or
+// what the param beside it lacks of them. `param` gets the values rounded to its dtype; for an fp32
+// param that is its own master it is the same address as `master`. `moment0` is exp_avg,
+// momentum_buffer or sum, `moment1` is exp_avg_sq; NULL if the rule has none. Arrays need only
+// their element's natural alignment (1, 2 or 4 bytes) and do not overlap otherwise.
 struct UpdateSpan {
   const void* grad;
   void* param;
@@ -97,23 +85,32 @@ struct UpdateSpan {
 struct SpanTypes {
   int32_t grad_dtype;
   int32_t param_dtype;
-  StateLayout layout;
-
-  constexpr uint64_t master_bytes() const { return IsSplit(layout) ? 2 : 4; }
-  constexpr uint64_t moment_bytes() const { return HasBf16Moments(layout) ? 2 : 4; }
+  StateFormats formats;
 };
+
+// Calls visit for each combination of dtypes and formats for which there are kernels.
+template <typename Visit>
+constexpr void ForEachSpanTypes(Visit&& visit) {
+  for (const FormatRow& moment : kFormats)
+    for (const FormatRow& master : kFormats)
+      for (int32_t grad = 1; grad <= kDtypeCount; ++grad)
+        for (int32_t param = 1; param <= kDtypeCount; ++param)
+          if (moment.moment_dtype != kNotOffered && master.master_layout != kNotOffered &&
+              (param == OFFLOAD_BF16 || !master.beside_param))
+            visit(SpanTypes{grad, param, {master.format, moment.format, moment.format}});
+}
 
 // The span without its first `begin` elements; its count is not changed.
 inline UpdateSpan Advanced(const UpdateSpan& span, const SpanTypes& types, uint64_t begin) {
-  const auto at = [begin](void* array, uint64_t bytes) -> void* {
-    return array == nullptr ? nullptr : static_cast<char*>(array) + begin * bytes;
+  const auto at = [](void* array, uint64_t bytes) -> void* {
+    return array == nullptr ? nullptr : static_cast<char*>(array) + bytes;
   };
   UpdateSpan rest = span;
   rest.grad = static_cast<const char*>(span.grad) + begin * DtypeBytes(types.grad_dtype);
-  rest.param = at(span.param, DtypeBytes(types.param_dtype));
-  rest.master = at(span.master, types.master_bytes());
-  rest.moment0 = at(span.moment0, types.moment_bytes());
-  rest.moment1 = at(span.moment1, types.moment_bytes());
+  rest.param = at(span.param, begin * DtypeBytes(types.param_dtype));
+  rest.master = at(span.master, RowOf(types.formats.master).Bytes(begin));
+  rest.moment0 = at(span.moment0, RowOf(types.formats.moment0).Bytes(begin));
+  rest.moment1 = at(span.moment1, RowOf(types.formats.moment1).Bytes(begin));
   rest.order.column += begin;
   return rest;
 }
@@ -138,6 +135,28 @@ using FollowParamsFunction = void (*)(const void* param, uint64_t count, float* 
 // Copies bytes that nobody reads soon. It writes whole cache lines without having read them.
 using CopyPastCachesFunction = void (*)(void* to, const void* from, uint64_t bytes);
 
+// A number for each combination of a rule and types. The format of the first moment decides that of
+// the second.
+constexpr uint32_t IndexOf(Rule rule, const SpanTypes& types) {
+  int32_t index = static_cast<int32_t>(types.formats.master);
+  index = index * kFormatCount + static_cast<int32_t>(types.formats.moment0);
+  index = index * kRuleCount + static_cast<int32_t>(rule);
+  index = index * kDtypeCount + types.grad_dtype - 1;
+  return static_cast<uint32_t>(index * kDtypeCount + types.param_dtype - 1);
+}
+inline constexpr uint32_t kIndexCount =
+    kFormatCount * kFormatCount * kRuleCount * kDtypeCount * kDtypeCount;
+
+// One T for each IndexOf. NULL where there is no such kernel: masters beside a param that is not
+// bf16, and formats that masters or moments cannot have.
+template <typename T>
+struct ByTypes {
+  T at[kIndexCount];
+
+  constexpr T& Of(Rule rule, const SpanTypes& types) { return at[IndexOf(rule, types)]; }
+  constexpr T Of(Rule rule, const SpanTypes& types) const { return at[IndexOf(rule, types)]; }
+};
+
 // One implementation for one instruction set.
 struct KernelTable {
   const char* isa;
@@ -145,9 +164,7 @@ struct KernelTable {
   // ordered. A thread calls this after its updates and copies, before it reports to other threads
   // that they are done.
   void (*publish)();
-  // [layout][rule][grad dtype][param dtype]; NULL where a split layout meets a param that is not
-  // bf16
-  UpdateFunction update[kStateLayoutCount][kRuleCount][kDtypeCount][kDtypeCount];
+  ByTypes<UpdateFunction> update;
   SumSquaresFunction sum_squares[kDtypeCount];
   ToFp32Function to_fp32[kDtypeCount];
   AccumulateFunction accumulate[kDtypeCount];
@@ -155,12 +172,9 @@ struct KernelTable {
   CopyPastCachesFunction copy_past_caches;
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
-    return Update(rule, {grad_dtype, param_dtype, StateLayout::kFp32});
+    return update.Of(rule, {grad_dtype, param_dtype, {}});
   }
-  UpdateFunction Update(Rule rule, const SpanTypes& types) const {
-    return update[static_cast<int32_t>(types.layout)][static_cast<int32_t>(rule)]
-                 [types.grad_dtype - 1][types.param_dtype - 1];
-  }
+  UpdateFunction Update(Rule rule, const SpanTypes& types) const { return update.Of(rule, types); }
   SumSquaresFunction SumSquares(int32_t dtype) const { return sum_squares[dtype - 1]; }
   ToFp32Function ToFp32(int32_t dtype) const { return to_fp32[dtype - 1]; }
   AccumulateFunction Accumulate(int32_t dtype) const { return accumulate[dtype - 1]; }

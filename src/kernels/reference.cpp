@@ -50,83 +50,60 @@ double SumSquaresOfBlock(const typename Element<kDtype>::Stored* grad, uint64_t 
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 
-// Stores a moment. A sum of squares is kept finite.
-template <bool kBf16>
-struct Moment {
-  using Stored = float;
-  static float Widen(float stored) { return stored; }
-  template <bool kIsSum>
-  static float Round(float value, const Rounding&, uint32_t) {
-    return value;
-  }
-};
-
-template <>
-struct Moment<true> {
-  using Stored = uint16_t;
-  static float Widen(uint16_t stored) { return Bf16ToFp32(stored); }
-  template <bool kIsSum>
-  static uint16_t Round(float value, const Rounding& rounding, uint32_t random) {
-    if (kIsSum) value = value < kBf16Max ? value : kBf16Max;
-    return rounding.stochastic ? Fp32ToBf16Randomly(value, random) : Fp32ToBf16(value);
-  }
-};
-
 uint32_t RandomBitsOf(const UpdateSpan& span, uint64_t element) {
   if (!span.rounding.stochastic) return 0;
   const uint64_t index = IndexOf(span.order, element);
   return RandomBits(CounterOf(span.rounding, index), TweakOf(span.rounding, index));
 }
 
-// Stores the param and, if masters are not split, the master.
-template <int32_t kParamDtype, bool kSplit>
+// Reads and stores the master and the param that it is rounded to.
+template <int32_t kParamDtype, Format kFormat>
 struct Weights {
   using Param = Element<kParamDtype>;
-  static float Load(const UpdateSpan& span, uint64_t i) {
-    return static_cast<const float*>(span.master)[i];
-  }
-  static void Store(const UpdateSpan& span, uint64_t i, float value) {
-    static_cast<float*>(span.master)[i] = value;
-    const bool ties_away = kParamDtype == OFFLOAD_BF16 && span.rounding.ties_away;
-    static_cast<typename Param::Stored*>(span.param)[i] =
-        ties_away ? Fp32ToBf16TiesAway(value) : Param::Round(value);
-  }
-};
+  using Master = Codec<kFormat>;
+  using Stored = typename Master::Stored;
 
-template <>
-struct Weights<OFFLOAD_BF16, true> {
   static float Load(const UpdateSpan& span, uint64_t i) {
-    return JoinHalves(static_cast<const uint16_t*>(span.param)[i],
-                      static_cast<const uint16_t*>(span.master)[i]);
+    const Stored stored = static_cast<const Stored*>(span.master)[i];
+    if constexpr (Master::kBesideParam)
+      return Master::Decode(stored, static_cast<const uint16_t*>(span.param)[i]);
+    else
+      return Master::Decode(stored);
   }
-  static void Store(const UpdateSpan& span, uint64_t i, float value) {
-    static_cast<uint16_t*>(span.param)[i] = Fp32ToBf16TiesAway(value);
-    static_cast<uint16_t*>(span.master)[i] = LowHalf(value);
+  static void Store(const UpdateSpan& span, uint64_t i, float value, uint32_t random) {
+    const float kept = Master::Keep(value, span.rounding.stochastic, random);
+    static_cast<Stored*>(span.master)[i] = Master::Encode(kept);
+    const bool ties_away =
+        Master::kBesideParam || (kParamDtype == OFFLOAD_BF16 && span.rounding.ties_away);
+    static_cast<typename Param::Stored*>(span.param)[i] =
+        ties_away ? Fp32ToBf16TiesAway(kept) : Param::Round(kept);
   }
 };
 
 struct Kernels {
-  template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
+  template <Rule kRule, SpanTypes kTypes>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
-    using Grad = Element<kGradDtype>;
-    using Weight = Weights<kParamDtype, IsSplit(kLayout)>;
-    using Stored = Moment<HasBf16Moments(kLayout)>;
+    using Grad = Element<kTypes.grad_dtype>;
+    using Weight = Weights<kTypes.param_dtype, kTypes.formats.master>;
+    using Moment0 = Codec<kTypes.formats.moment0>;
+    using Moment1 = Codec<kTypes.formats.moment1>;
     const auto* grad = static_cast<const typename Grad::Stored*>(span.grad);
-    auto* moment0 = static_cast<typename Stored::Stored*>(span.moment0);
-    auto* moment1 = static_cast<typename Stored::Stored*>(span.moment1);
+    auto* moment0 = static_cast<typename Moment0::Stored*>(span.moment0);
+    auto* moment1 = static_cast<typename Moment1::Stored*>(span.moment1);
+    const bool stochastic = span.rounding.stochastic;
     for (uint64_t i = 0; i < span.count; ++i) {
       float new_param = Weight::Load(span, i);
-      float new_moment0 = kHasMoment0<kRule> ? Stored::Widen(moment0[i]) : 0.0f;
-      float new_moment1 = kHasMoment1<kRule> ? Stored::Widen(moment1[i]) : 0.0f;
+      float new_moment0 = kHasMoment0<kRule> ? Moment0::Decode(moment0[i]) : 0.0f;
+      float new_moment1 = kHasMoment1<kRule> ? Moment1::Decode(moment1[i]) : 0.0f;
       Apply<kRule>(c, Grad::Widen(grad[i]) * c.grad_factor, new_param, new_moment0, new_moment1);
-      const uint32_t random = HasBf16Moments(kLayout) ? RandomBitsOf(span, i) : 0;
+      const uint32_t random = RoundsState<kRule>(kTypes.formats) ? RandomBitsOf(span, i) : 0;
       if constexpr (kHasMoment0<kRule>)
-        moment0[i] = Stored::template Round<kMoment0IsSum<kRule>>(new_moment0, span.rounding,
-                                                                  random & 0xFFFF);
+        moment0[i] = Moment0::template EncodeMoment<kMoment0IsSum<kRule>>(new_moment0, stochastic,
+                                                                          random & 0xFFFF);
       if constexpr (kHasMoment1<kRule>)
-        moment1[i] =
-            Stored::template Round<kMoment1IsSum<kRule>>(new_moment1, span.rounding, random >> 16);
-      Weight::Store(span, i, new_param);
+        moment1[i] = Moment1::template EncodeMoment<kMoment1IsSum<kRule>>(new_moment1, stochastic,
+                                                                          random >> 16);
+      Weight::Store(span, i, new_param, MasterBits(random));
     }
   }
 

@@ -43,78 +43,62 @@ namespace hybridopt {
 namespace HWY_NAMESPACE {
 namespace {
 
+// Whether all arrays of a unit have elements that can be read in pairs.
+template <Rule kRule, SpanTypes kTypes>
+constexpr bool IsPaired() {
+  return VectorCodec<kTypes.formats.master>::kCanPair && kTypes.grad_dtype == OFFLOAD_BF16 &&
+         (VectorCodec<kTypes.formats.moment0>::kCanPair || !kHasMoment0<kRule>);
+}
+
 // Computes the update of the unit at `begin` and stores nothing.
-template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm, bool kMayBeNan>
+template <Rule kRule, SpanTypes kTypes, bool kMayBeNan>
 HWY_INLINE void UpdateUnit(const Coefficients& c, const UpdateSpan& span, uint64_t begin,
                            const Value& first, const Value& second) {
-  constexpr bool kInPairs = IsPaired<kRule, kGradDtype, kSplit, kForm>();
-  const auto* grad = static_cast<const Stored<kGradDtype>*>(span.grad);
-  LoadUnit<kGradDtype, kInPairs>(grad + begin, first.grad, second.grad);
+  constexpr bool kInPairs = IsPaired<kRule, kTypes>();
+  const auto* grad = static_cast<const Stored<kTypes.grad_dtype>*>(span.grad);
+  LoadUnit<kTypes.grad_dtype, kInPairs>(grad + begin, first.grad, second.grad);
   first.grad = hn::Mul(first.grad, Broadcast(c.grad_factor));
   second.grad = hn::Mul(second.grad, Broadcast(c.grad_factor));
-  LoadMasters<kSplit, kInPairs, kMayBeNan>(span, begin, first.param, second.param);
+  VectorCodec<kTypes.formats.master>::template LoadMasters<kInPairs, kMayBeNan>(
+      span, begin, first.param, second.param);
   if constexpr (kHasMoment0<kRule>)
-    LoadMoments<kForm, kInPairs>(span.moment0, begin, first.moment0, second.moment0);
+    VectorCodec<kTypes.formats.moment0>::template LoadMoments<kInPairs>(
+        span.moment0, begin, first.moment0, second.moment0);
   if constexpr (kHasMoment1<kRule>)
-    LoadMoments<kForm, kInPairs>(span.moment1, begin, first.moment1, second.moment1);
+    VectorCodec<kTypes.formats.moment1>::template LoadMoments<kInPairs>(
+        span.moment1, begin, first.moment1, second.moment1);
   Apply<kRule>(c, first.grad, first.param, first.moment0, first.moment1);
   Apply<kRule>(c, second.grad, second.param, second.moment0, second.moment1);
 }
 
-template <Rule kRule, MomentForm kForm, bool kInPairs, bool kMayBeNan>
-HWY_INLINE void StoreUnitMoments(const Value& first, const Value& second, const UpdateSpan& span,
-                                 const RangeRounding& range, uint64_t begin) {
-  auto first0 = hn::Zero(U32()), second0 = first0, first1 = first0, second1 = first0;
-  if constexpr (kForm == MomentForm::kStochastic)
-    RandomBitsOfUnit<kInPairs>(range.counter + static_cast<uint32_t>(begin), range.tweak,
-                               {first0, second0, first1, second1});
-  if constexpr (kHasMoment0<kRule>)
-    StoreMoments<kForm, kInPairs, kMoment0IsSum<kRule>, kMayBeNan>(
-        first.moment0, second.moment0, first0, second0, span.moment0, begin);
-  if constexpr (kHasMoment1<kRule>)
-    StoreMoments<kForm, kInPairs, kMoment1IsSum<kRule>, kMayBeNan>(
-        first.moment1, second.moment1, first1, second1, span.moment1, begin);
-}
-
-// How a unit's params and masters are stored.
-struct ParamStore {
-  bool in_place;  // the param is the master
-  bool stream;    // stored past the caches, because the step does not read the param again
-};
-
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm,
-          bool kMayBeNan>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kMayBeNan>
 HWY_INLINE void StoreUnit(const Value& first, const Value& second, const UpdateSpan& span,
                           const RangeRounding& range, const ParamStore& store, uint64_t begin) {
-  constexpr bool kInPairs = IsPaired<kRule, kGradDtype, kSplit, kForm>();
-  StoreUnitMoments<kRule, kForm, kInPairs, kMayBeNan>(first, second, span, range, begin);
-  if constexpr (kSplit) {
-    StoreHalves<kInPairs, kMayBeNan>(first.param, second.param, span, begin);
-  } else {
-    auto* master = static_cast<float*>(span.master) + begin;
-    auto* param = static_cast<Stored<kParamDtype>*>(span.param) + begin;
-    hn::StoreU(first.param, F32(), master);
-    hn::StoreU(second.param, F32(), master + Lanes());
-    if constexpr (kParamDtype != OFFLOAD_FP32) {
-      const auto packed = Pack<kParamDtype, kMayBeNan>(first.param, second.param, range.rounding);
-      if (store.stream) {
-        hn::Stream(packed, U16(), param);
-      } else {
-        hn::StoreU(packed, U16(), param);
-      }
-    } else if (!store.in_place) {
-      hn::StoreU(first.param, F32(), param);
-      hn::StoreU(second.param, F32(), param + Lanes());
-    }
-  }
+  constexpr bool kInPairs = IsPaired<kRule, kTypes>();
+  auto first0 = hn::Zero(U32()), second0 = first0, first1 = first0, second1 = first0;
+  auto first_master = first0, second_master = first0;
+  if constexpr (kRandomly)
+    RandomBitsOfUnit<kInPairs>(range.counter + static_cast<uint32_t>(begin), range.tweak,
+                               {first0, second0, first1, second1, first_master, second_master});
+  if constexpr (kHasMoment0<kRule>)
+    VectorCodec<kTypes.formats.moment0>::template StoreMoments<kRandomly, kInPairs,
+                                                               kMoment0IsSum<kRule>, kMayBeNan>(
+        first.moment0, second.moment0, first0, second0, span.moment0, begin);
+  if constexpr (kHasMoment1<kRule>)
+    VectorCodec<kTypes.formats.moment1>::template StoreMoments<kRandomly, kInPairs,
+                                                               kMoment1IsSum<kRule>, kMayBeNan>(
+        first.moment1, second.moment1, first1, second1, span.moment1, begin);
+  VectorCodec<kTypes.formats.master>::template StoreMasters<kTypes.param_dtype, kRandomly, kInPairs,
+                                                            kMayBeNan>(
+      first.param, second.param, span, range.rounding, store, begin, first_master, second_master);
 }
 
 // Whether a value that the unit rounds to bf16 may be NaN.
-template <Rule kRule, int32_t kParamDtype, MomentForm kForm>
+template <Rule kRule, SpanTypes kTypes>
 HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
-  constexpr bool kParams = kParamDtype == OFFLOAD_BF16;
+  constexpr bool kParams = kTypes.param_dtype == OFFLOAD_BF16;
   constexpr bool kMoments =
-      kForm != MomentForm::kFp32 && kHasMoment0<kRule> && !kMoment0IsSum<kRule>;
+      kHasMoment0<kRule> && !kMoment0IsSum<kRule> && Codec<kTypes.formats.moment0>::kIsRounded;
   constexpr bool kParamsTell = kParams && AlgorithmOf(kRule).nan_reaches_param;
   bool nan = false;
   if constexpr (kParams) nan = MayHaveNan(first.param, second.param);
@@ -124,48 +108,43 @@ HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
 
 // Updates one unit. Without kMayBeNan it stores nothing and returns false if a value may be NaN;
 // with kMayBeNan it tests every value.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm,
-          bool kMayBeNan>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kMayBeNan>
 HWY_INLINE bool TryUnit(const Coefficients& c, const UpdateSpan& span, const RangeRounding& range,
                         const ParamStore& store, uint64_t begin) {
   Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
   Float grad1 = grad0, param1 = grad0, first1 = grad0, second1 = grad0;
   const Value first = {grad0, param0, first0, second0};
   const Value second = {grad1, param1, first1, second1};
-  UpdateUnit<kRule, kGradDtype, kSplit, kForm, kMayBeNan>(c, span, begin, first, second);
-  if (!kMayBeNan && HWY_UNLIKELY((RoundsNan<kRule, kParamDtype, kForm>(first, second))))
-    return false;
-  StoreUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, kMayBeNan>(first, second, span, range,
-                                                                      store, begin);
+  UpdateUnit<kRule, kTypes, kMayBeNan>(c, span, begin, first, second);
+  if (!kMayBeNan && HWY_UNLIKELY((RoundsNan<kRule, kTypes>(first, second)))) return false;
+  StoreUnit<kRule, kTypes, kRandomly, kMayBeNan>(first, second, span, range, store, begin);
   return true;
 }
 
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly>
 HWY_NOINLINE void UpdateNanUnit(Coefficients c, UpdateSpan span, RangeRounding range,
                                 ParamStore store, uint64_t begin) {
-  TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, range, store, begin);
+  TryUnit<kRule, kTypes, kRandomly, true>(c, span, range, store, begin);
 }
 
 // Updates whole units: span.count is a multiple of Unit(). The arguments are copies, here and in
 // the functions called, so that no store can alias them.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly>
 void UpdateUnits(const Coefficients c, const UpdateSpan span, const RangeRounding range) {
   const auto param_address = reinterpret_cast<uintptr_t>(span.param);
   const ParamStore store = {span.param == span.master,
                             param_address % (Unit() * sizeof(uint16_t)) == 0};
   const auto try_unit = [&](uint64_t i) HWY_ATTR {
-    return TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, false>(c, span, range, store, i);
+    return TryUnit<kRule, kTypes, kRandomly, false>(c, span, range, store, i);
   };
   for (uint64_t i = 0; i < span.count; i += Unit()) {
 #if HWY_HAVE_SCALABLE
     // Without this call gcc 12 increments the counter of the loop below before the store.
-    if (!try_unit(i))
-      TryUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm, true>(c, span, range, store, i);
+    if (!try_unit(i)) TryUnit<kRule, kTypes, kRandomly, true>(c, span, range, store, i);
 #else
     // A call inside the loop would use the registers of the loop's constants.
     while (i < span.count && try_unit(i)) i += Unit();
-    if (i < span.count)
-      UpdateNanUnit<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, range, store, i);
+    if (i < span.count) UpdateNanUnit<kRule, kTypes, kRandomly>(c, span, range, store, i);
 #endif
   }
 }
@@ -185,22 +164,23 @@ struct Tail {
 
 // The last elements, fewer than a unit, run the loop's own code on padded copies. Padding is zero,
 // which every rule maps to finite numbers.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly>
 void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RangeRounding& range,
                 uint64_t begin, uint64_t count) {
-  Tail<Stored<kGradDtype>> grad;
-  Tail<Stored<kParamDtype>> param;
-  Tail<std::conditional_t<kSplit, uint16_t, float>> master;
-  Tail<StoredMoment<kForm>> moment0;
-  Tail<StoredMoment<kForm>> moment1;
+  using Master = Codec<kTypes.formats.master>;
+  Tail<Stored<kTypes.grad_dtype>> grad;
+  Tail<Stored<kTypes.param_dtype>> param;
+  Tail<typename Master::Stored> master;
+  Tail<typename Codec<kTypes.formats.moment0>::Stored> moment0;
+  Tail<typename Codec<kTypes.formats.moment1>::Stored> moment1;
   grad.CopyIn(span.grad, begin, count);
-  if constexpr (kSplit) param.CopyIn(span.param, begin, count);
+  if constexpr (Master::kBesideParam) param.CopyIn(span.param, begin, count);
   master.CopyIn(span.master, begin, count);
   if constexpr (kHasMoment0<kRule>) moment0.CopyIn(span.moment0, begin, count);
   if constexpr (kHasMoment1<kRule>) moment1.CopyIn(span.moment1, begin, count);
   RangeRounding rest = range;
   rest.counter += static_cast<uint32_t>(begin);
-  UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(
+  UpdateUnits<kRule, kTypes, kRandomly>(
       c, {grad.values, param.values, master.values, moment0.values, moment1.values, Unit()}, rest);
   if constexpr (kHasMoment0<kRule>) moment0.CopyOut(span.moment0, begin, count);
   if constexpr (kHasMoment1<kRule>) moment1.CopyOut(span.moment1, begin, count);
@@ -209,14 +189,13 @@ void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RangeRoundi
 }
 
 // Updates elements whose indices are consecutive.
-template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, bool kSplit, MomentForm kForm>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly>
 void UpdateRange(const Coefficients& c, const UpdateSpan& span, const RangeRounding& range) {
   const uint64_t tail = span.count % Unit();
   UpdateSpan units = span;
   units.count = span.count - tail;
-  UpdateUnits<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, units, range);
-  if (tail != 0)
-    UpdateTail<kRule, kGradDtype, kParamDtype, kSplit, kForm>(c, span, range, units.count, tail);
+  UpdateUnits<kRule, kTypes, kRandomly>(c, units, range);
+  if (tail != 0) UpdateTail<kRule, kTypes, kRandomly>(c, span, range, units.count, tail);
 }
 
 // Whether the params of a unit are their masters, rounded.
@@ -233,25 +212,19 @@ HWY_INLINE bool AreRounded(const uint16_t* param, const float* master) {
 }
 
 struct Kernels {
-  template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, StateLayout kLayout>
+  template <Rule kRule, SpanTypes kTypes>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
-    constexpr bool kSplit = IsSplit(kLayout);
-    if constexpr (!HasBf16Moments(kLayout)) {
-      UpdateRange<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kFp32>(c, span,
-                                                                             {span.rounding, 0, 0});
-    } else if (!span.rounding.stochastic) {
-      UpdateRange<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kNearest>(
-          c, span, {span.rounding, 0, 0});
-    } else {
+    if (!RoundsState<kRule>(kTypes.formats) || !span.rounding.stochastic)
+      return UpdateRange<kRule, kTypes, false>(c, span, {span.rounding, 0, 0});
+    if constexpr (RoundsState<kRule>(kTypes.formats))
       ForEachIndexRange(
           span.order, span.count, [&](uint64_t begin, uint64_t count, uint64_t index) {
-            UpdateSpan range = Advanced(span, {kGradDtype, kParamDtype, kLayout}, begin);
+            UpdateSpan range = Advanced(span, kTypes, begin);
             range.count = count;
-            UpdateRange<kRule, kGradDtype, kParamDtype, kSplit, MomentForm::kStochastic>(
+            UpdateRange<kRule, kTypes, true>(
                 c, range,
                 {span.rounding, CounterOf(span.rounding, index), TweakOf(span.rounding, index)});
           });
-    }
   }
 
   static void Publish() { hwy::FlushStream(); }

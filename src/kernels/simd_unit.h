@@ -1,5 +1,5 @@
-// Reads, rounds and stores units, which are two vectors of elements, in every layout. A part of
-// simd.cpp, like simd_rules.h.
+// Reads, rounds and stores units, which are two vectors of elements, and the vector codecs of all
+// formats. A part of simd.cpp, like simd_rules.h.
 #if defined(HYBRIDOPT_KERNELS_SIMD_UNIT_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef HYBRIDOPT_KERNELS_SIMD_UNIT_H
 #undef HYBRIDOPT_KERNELS_SIMD_UNIT_H
@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "kernels/convert.h"
+#include "kernels/formats/format.h"
 #include "kernels/kernels.h"
 #include "kernels/simd_rules.h"
 #include "kernels/stochastic_rounding.h"
@@ -37,15 +38,9 @@ HWY_INLINE Float LoadWide(const Stored<kDtype>* source) {
   }
 }
 
-// A unit is read into two vectors: its halves, or, if IsPaired(), its even and its odd elements.
-// Pairs are cheaper if all arrays have elements of 16 bits: one shift and one mask widen or pack
-// them.
-template <Rule kRule, int32_t kGradDtype, bool kSplit, MomentForm kForm>
-constexpr bool IsPaired() {
-  return kSplit && kGradDtype == OFFLOAD_BF16 &&
-         (kForm != MomentForm::kFp32 || !kHasMoment0<kRule>);
-}
-
+// A unit is read into two vectors: its halves, or, if IsPaired() (simd.cpp), its even and its odd
+// elements. Pairs are cheaper if all arrays have elements of 16 bits: one shift and one mask widen
+// or pack them.
 template <int32_t kDtype, bool kInPairs>
 HWY_INLINE void LoadUnit(const Stored<kDtype>* source, Float& first, Float& second) {
   if constexpr (kInPairs) {
@@ -128,23 +123,27 @@ struct RangeRounding {
   uint32_t tweak;
 };
 
-// The random bits of a unit's vectors, for moment0 and for moment1.
+// The random bits of a unit's vectors, for moment0, for moment1 and for masters.
 struct Draw {
   hn::Vec<U32>& first0;
   hn::Vec<U32>& second0;
   hn::Vec<U32>& first1;
   hn::Vec<U32>& second1;
+  hn::Vec<U32>& first_master;
+  hn::Vec<U32>& second_master;
 };
 
 // The last part of RandomBits in stochastic_rounding.h, after the counters have been mixed: gives
-// the lower and the upper half of its bits. Xor and shift of the tweak are computed once, as a
-// scalar.
+// the lower and the upper half of its bits, and MasterBits. Xor and shift of the tweak are computed
+// once, as a scalar.
 HWY_INLINE void FinishRandomBits(hn::Vec<U32> x, uint32_t tweak, hn::Vec<U32>& lower,
-                                 hn::Vec<U32>& upper) {
+                                 hn::Vec<U32>& upper, hn::Vec<U32>& master) {
   x = hn::Xor3(x, hn::ShiftRight<13>(x), hn::Set(U32(), tweak ^ (tweak >> 13)));
   x = hn::Mul(x, hn::Set(U32(), kHashFactor2));
   upper = hn::ShiftRight<16>(x);
-  lower = hn::And(hn::Xor(x, upper), hn::Set(U32(), 0xFFFF));
+  x = hn::Xor(x, upper);
+  lower = hn::And(x, hn::Set(U32(), 0xFFFF));
+  master = hn::ShiftRight<24>(hn::Mul(x, hn::Set(U32(), kHashFactor3)));
 }
 
 HWY_INLINE hn::Vec<U32> MixCounters(hn::Vec<U32> counters) {
@@ -167,104 +166,73 @@ HWY_INLINE void RandomBitsOfUnit(uint32_t counter, uint32_t tweak, const Draw& d
     first = MixCounters(hn::Add(hn::Set(U32(), counter), offsets));
     second = MixCounters(hn::Add(hn::Set(U32(), counter + ahead), offsets));
   }
-  FinishRandomBits(first, tweak, draw.first0, draw.first1);
-  FinishRandomBits(second, tweak, draw.second0, draw.second1);
+  FinishRandomBits(first, tweak, draw.first0, draw.first1, draw.first_master);
+  FinishRandomBits(second, tweak, draw.second0, draw.second1, draw.second_master);
 }
 
-// Rounds a moment to bf16 in the upper half of each lane. `random` is below 2^16.
-template <MomentForm kForm, bool kIsSum, bool kMayBeNan>
-HWY_INLINE hn::Vec<U32> RoundMoment(Float value, hn::Vec<U32> random) {
-  if constexpr (kIsSum) value = AtMost(value, Broadcast(kBf16Max));  // AtMost replaces a NaN too
-  const auto bits = hn::BitCast(U32(), value);
-  auto rounded = hn::Add(bits, random);
-  if constexpr (kForm == MomentForm::kNearest) {
-    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(U32(), 1));
-    rounded = hn::Add(hn::Add(bits, odd), hn::Set(U32(), 0x7FFF));
-  }
-  return UnlessNan < kMayBeNan && !kIsSum > (value, Quieted(bits), rounded);
-}
-
-template <MomentForm kForm>
-using StoredMoment = std::conditional_t<kForm == MomentForm::kFp32, float, uint16_t>;
-
-template <MomentForm kForm, bool kInPairs>
-HWY_INLINE void LoadMoments(const void* moments, uint64_t begin, Float& first, Float& second) {
-  constexpr int32_t kDtype = kForm == MomentForm::kFp32 ? OFFLOAD_FP32 : OFFLOAD_BF16;
-  LoadUnit<kDtype, kInPairs>(static_cast<const StoredMoment<kForm>*>(moments) + begin, first,
-                             second);
-}
-
-// Stores a unit of moments.
-template <MomentForm kForm, bool kInPairs, bool kIsSum, bool kMayBeNan>
-HWY_INLINE void StoreMoments(Float first, Float second, hn::Vec<U32> random_first,
-                             hn::Vec<U32> random_second, void* moments, uint64_t begin) {
-  auto* stored = static_cast<StoredMoment<kForm>*>(moments) + begin;
-  if constexpr (kForm == MomentForm::kFp32) {
-    hn::StoreU(first, F32(), stored);
-    hn::StoreU(second, F32(), stored + Lanes());
-  } else {
-    const auto packed =
-        PackUpper<kInPairs>(RoundMoment<kForm, kIsSum, kMayBeNan>(first, random_first),
-                            RoundMoment<kForm, kIsSum, kMayBeNan>(second, random_second));
-    hn::StoreU(packed, U16(), stored);
-  }
-}
-
-// The zero of convert.h that other code has written. Joined with a negative lower half its bits
-// would be those of a NaN, so the result is replaced by zero.
+// The zero (formats/split.inc) that other code has written. Joined with a negative lower half its
+// bits would be those of a NaN, so the result is replaced by zero.
 HWY_INLINE Float KeepZero(Float upper, Float joined) {
   const auto zeroed = hn::And(hn::Eq(upper, Broadcast(0)), hn::IsNaN(joined));
   return hn::IfThenElse(zeroed, upper, joined);
 }
 
-template <bool kSplit, bool kInPairs, bool kMayBeNan>
-HWY_INLINE void LoadMasters(const UpdateSpan& span, uint64_t begin, Float& first, Float& second) {
-  if constexpr (kSplit) {
-    const hn::RebindToSigned<U32> i32;
-    const auto* high = static_cast<const uint16_t*>(span.param) + begin;
-    const auto* low = static_cast<const int16_t*>(span.master) + begin;
-    Float first_upper, second_upper;
-    LoadUnit<OFFLOAD_BF16, kInPairs>(high, first_upper, second_upper);
-    const auto join = [&](Float upper, hn::Vec<hn::RebindToSigned<U32>> lost) HWY_ATTR {
-      return hn::BitCast(F32(), hn::Add(hn::BitCast(i32, upper), lost));
-    };
-    if constexpr (kInPairs) {
-      const auto pairs = hn::BitCast(i32, hn::LoadU(hn::RebindToSigned<U16>(), low));
-      first = join(first_upper, hn::ShiftRight<16>(hn::ShiftLeft<16>(pairs)));
-      second = join(second_upper, hn::ShiftRight<16>(pairs));
-    } else {
-      const hn::RebindToSigned<HalfU16> half_i16;
-      first = join(first_upper, hn::PromoteTo(i32, hn::LoadU(half_i16, low)));
-      second = join(second_upper, hn::PromoteTo(i32, hn::LoadU(half_i16, low + Lanes())));
-    }
-    if constexpr (kMayBeNan) {
-      first = KeepZero(first_upper, first);
-      second = KeepZero(second_upper, second);
-    }
-  } else {
-    LoadUnit<OFFLOAD_FP32, false>(static_cast<const float*>(span.master) + begin, first, second);
+// Masters of a unit from their bf16 params and from what rounding to these has lost.
+template <bool kInPairs, bool kMayBeNan>
+HWY_INLINE void JoinMasters(const UpdateSpan& span, uint64_t begin, hn::Vec<I32> first_lost,
+                            hn::Vec<I32> second_lost, Float& first, Float& second) {
+  Float first_upper, second_upper;
+  LoadUnit<OFFLOAD_BF16, kInPairs>(static_cast<const uint16_t*>(span.param) + begin, first_upper,
+                                   second_upper);
+  first = hn::BitCast(F32(), hn::Add(hn::BitCast(I32(), first_upper), first_lost));
+  second = hn::BitCast(F32(), hn::Add(hn::BitCast(I32(), second_upper), second_lost));
+  if constexpr (kMayBeNan) {
+    first = KeepZero(first_upper, first);
+    second = KeepZero(second_upper, second);
   }
 }
 
-// Prepares one vector of a unit of masters: NaNs get their quiet bit set and 0 as lower half.
+// The same for pairs: `lost` has the lower halves of all elements of the unit, in order.
 template <bool kMayBeNan>
-HWY_INLINE hn::Vec<U32> WithoutLowNan(Float value) {
-  const auto bits = hn::BitCast(U32(), value);
-  return UnlessNan<kMayBeNan>(value, hn::And(Quieted(bits), hn::Set(U32(), 0xFFFF0000)), bits);
+HWY_INLINE void JoinPairs(const UpdateSpan& span, uint64_t begin, hn::Vec<I16> lost, Float& first,
+                          Float& second) {
+  const auto pairs = hn::BitCast(I32(), lost);
+  JoinMasters<true, kMayBeNan>(span, begin, hn::ShiftRight<16>(hn::ShiftLeft<16>(pairs)),
+                               hn::ShiftRight<16>(pairs), first, second);
 }
 
-// Stores a unit of masters as their two halves. Both arrays have just been read, so they are in the
-// caches, and are not stored past these.
-template <bool kInPairs, bool kMayBeNan>
-HWY_INLINE void StoreHalves(Float first, Float second, const UpdateSpan& span, uint64_t begin) {
-  const auto first_bits = WithoutLowNan<kMayBeNan>(first);
-  const auto second_bits = WithoutLowNan<kMayBeNan>(second);
-  const auto half = hn::Set(U32(), 0x8000);
-  const auto params = PackUpper<kInPairs>(hn::Add(first_bits, half), hn::Add(second_bits, half));
-  hn::StoreU(params, U16(), static_cast<uint16_t*>(span.param) + begin);
-  hn::StoreU(PackLower<kInPairs>(first_bits, second_bits), U16(),
-             static_cast<uint16_t*>(span.master) + begin);
+// Prepares the bits of one vector of a unit of masters: NaNs get their quiet bit set and 0 as lower
+// half.
+template <bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> WithoutLowNan(Float value, hn::Vec<U32> bits) {
+  const auto nan = hn::And(Quieted(hn::BitCast(U32(), value)), hn::Set(U32(), 0xFFFF0000));
+  return UnlessNan<kMayBeNan>(value, nan, bits);
 }
+
+// How a unit's params and masters are stored.
+struct ParamStore {
+  bool in_place;  // the param is the master
+  bool stream;    // stored past the caches, because the step does not read the param again
+};
+
+// Stores a unit of masters, rounded to bf16, as params. These have just been read, so they are in
+// the caches, and are not stored past these.
+template <bool kInPairs>
+HWY_INLINE void StoreUpperHalves(hn::Vec<U32> first, hn::Vec<U32> second, const UpdateSpan& span,
+                                 uint64_t begin) {
+  const auto half = hn::Set(U32(), 0x8000);
+  const auto params = PackUpper<kInPairs>(hn::Add(first, half), hn::Add(second, half));
+  hn::StoreU(params, U16(), static_cast<uint16_t*>(span.param) + begin);
+}
+
+// The codec of a format in vectors. Formats that masters can have define LoadMasters and
+// StoreMasters, those that moments can have LoadMoments and StoreMoments.
+template <Format kFormat>
+struct VectorCodec;
+
+#define HYBRIDOPT_IN_VECTORS
+#include "kernels/formats/table.inc"
+#undef HYBRIDOPT_IN_VECTORS
 
 }  // namespace
 }  // namespace HWY_NAMESPACE

@@ -1,11 +1,10 @@
-// Stochastic rounding of fp32 to bf16: the mean of many roundings is the number itself. A moment
-// needs it if it changes by less than half a bf16 step per update. The random bits are a function
-// of a key and of the element's index in its whole tensor. There is no other state, so that the
-// division of the work into threads, chunks, devices or ranks does not change a bit.
+// The random bits of stochastic rounding: the mean of many roundings is the number itself. A moment
+// in bf16 needs it if it changes by less than half a bf16 step per update. The random bits are a
+// function of a key and of the element's index in its whole tensor. There is no other state, so
+// that the division of the work into threads, chunks, devices or ranks does not change a bit.
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 
 #include "kernels/convert.h"
@@ -17,8 +16,10 @@ namespace hybridopt {
 inline constexpr uint32_t kHashFactor0 = 0x07BE90C7;
 inline constexpr uint32_t kHashFactor1 = 0x3D73EB59;
 inline constexpr uint32_t kHashFactor2 = 0x45AA351B;
+inline constexpr uint32_t kHashFactor3 = 0x6F4A955D;
 
-// 32 random bits for one element: moment0 is rounded with the lower half, moment1 with the upper.
+// 32 random bits for one element: moment0 is rounded with the lower half, moment1 with the upper,
+// and the master with MasterBits.
 // simd_unit.h computes the same in vectors, and cuda/tile_random.h counts up the counter.
 // For counters with the same upper half, the first line is a sum that grows by a constant. The key
 // is in the counter and in the tweak, so that the sequence of one key is no shifted copy of another
@@ -30,6 +31,12 @@ HYBRIDOPT_EVERYWHERE inline uint32_t RandomBits(uint32_t counter, uint32_t tweak
   x *= kHashFactor2;
   x ^= x >> 16;
   return x;
+}
+
+// 8 random bits from those of RandomBits. For each lower half of these, all upper halves together
+// give each value equally often, so that rounding a master tells nothing about rounding moment0.
+HYBRIDOPT_EVERYWHERE inline uint32_t MasterBits(uint32_t random) {
+  return random * kHashFactor3 >> 24;
 }
 
 // The finalizer of SplitMix64 (Steele, Lea and Flood, 2014). 0 stays 0.
@@ -60,14 +67,6 @@ inline Rounding StochasticRounding(uint64_t seed, uint64_t name_hash, uint64_t s
           .ties_away = false,
           .key0 = static_cast<uint32_t>(key),
           .key1 = static_cast<uint32_t>(key >> 32)};
-}
-
-// Rounds up with a probability of the discarded bits / 2^16; `random` has 16 bits. NaN stays NaN.
-HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16Randomly(float value, uint32_t random) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-  if (is_nan) return static_cast<uint16_t>((bits >> 16) | 0x0040);
-  return static_cast<uint16_t>((bits + random) >> 16);
 }
 
 // The index of one element of a span. Most elements are in the first row and need no division,

@@ -1,4 +1,4 @@
-// Makes a KernelTable from the templates of one implementation.
+// Makes a KernelTable, and the table of its updates, from the templates of one implementation.
 #pragma once
 
 #include <utility>
@@ -12,49 +12,73 @@ inline constexpr bool kHasMoment0 = MomentOf(kRule, 0) != kNoMoment;
 template <Rule kRule>
 inline constexpr bool kHasMoment1 = MomentOf(kRule, 1) != kNoMoment;
 
-// How a kernel stores moments. It is a template parameter, so that a kernel's loop has no branch
-// for it.
-enum class MomentForm { kFp32, kNearest, kStochastic };
-
 // Whether a moment is a sum of squares, which is never below zero and which kernels keep finite.
 template <Rule kRule>
 inline constexpr bool kMoment0IsSum = IsSumOfSquares(MomentOf(kRule, 0));
 template <Rule kRule>
 inline constexpr bool kMoment1IsSum = IsSumOfSquares(MomentOf(kRule, 1));
 
-template <typename Kernels, Rule kRule, int32_t kGradDtype, StateLayout kAsked>
-constexpr void FillParamDtypes(KernelTable& table) {
-  // A rule without moments needs only one of the layouts that differ in moments.
-  constexpr StateLayout kLayout = kHasMoment0<kRule> ? kAsked
-                                  : IsSplit(kAsked)  ? StateLayout::kSplit
-                                                     : StateLayout::kFp32;
-  UpdateFunction* row =
-      table.update[static_cast<int32_t>(kAsked)][static_cast<int32_t>(kRule)][kGradDtype - 1];
-  row[OFFLOAD_BF16 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_BF16, kLayout>;
-  if constexpr (!IsSplit(kLayout)) {
-    row[OFFLOAD_FP32 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_FP32, kLayout>;
-    row[OFFLOAD_FP16 - 1] = Kernels::template Update<kRule, kGradDtype, OFFLOAD_FP16, kLayout>;
+// A rule without moments needs only one of the combinations that differ in moments.
+template <Rule kRule>
+constexpr StateFormats KernelFormats(const StateFormats& formats) {
+  return kHasMoment0<kRule> ? formats : StateFormats{.master = formats.master};
+}
+
+// Whether a kernel with these types rounds state, so that a step's random bits have an effect.
+template <Rule kRule>
+constexpr bool RoundsState(const StateFormats& formats) {
+  return RowOf(formats.master).is_rounded ||
+         (kHasMoment0<kRule> && RowOf(formats.moment0).is_rounded);
+}
+
+template <typename Kernels, Rule kRule, SpanTypes kAsked, typename T>
+constexpr void FillOne(ByTypes<T>& update) {
+  constexpr SpanTypes kTypes = {kAsked.grad_dtype, kAsked.param_dtype,
+                                KernelFormats<kRule>(kAsked.formats)};
+  if constexpr (kTypes.param_dtype == OFFLOAD_BF16 || !RowOf(kTypes.formats.master).beside_param)
+    update.Of(kRule, kAsked) = Kernels::template Update<kRule, kTypes>;
+}
+
+template <typename Kernels, Rule kRule, StateFormats kFormats, int32_t kGradDtype, typename T>
+constexpr void FillParamDtypes(ByTypes<T>& update) {
+  FillOne<Kernels, kRule, SpanTypes{kGradDtype, OFFLOAD_FP32, kFormats}>(update);
+  FillOne<Kernels, kRule, SpanTypes{kGradDtype, OFFLOAD_BF16, kFormats}>(update);
+  FillOne<Kernels, kRule, SpanTypes{kGradDtype, OFFLOAD_FP16, kFormats}>(update);
+}
+
+template <typename Kernels, Rule kRule, Format kMaster, Format kMoment, typename T>
+constexpr void FillGradDtypes(ByTypes<T>& update) {
+  if constexpr (RowOf(kMaster).master_layout != kNotOffered &&
+                RowOf(kMoment).moment_dtype != kNotOffered) {
+    constexpr StateFormats kFormats = {kMaster, kMoment, kMoment};
+    FillParamDtypes<Kernels, kRule, kFormats, OFFLOAD_FP32>(update);
+    FillParamDtypes<Kernels, kRule, kFormats, OFFLOAD_BF16>(update);
+    FillParamDtypes<Kernels, kRule, kFormats, OFFLOAD_FP16>(update);
   }
 }
 
-template <typename Kernels, Rule kRule, StateLayout kLayout>
-constexpr void FillGradDtypes(KernelTable& table) {
-  FillParamDtypes<Kernels, kRule, OFFLOAD_FP32, kLayout>(table);
-  FillParamDtypes<Kernels, kRule, OFFLOAD_BF16, kLayout>(table);
-  FillParamDtypes<Kernels, kRule, OFFLOAD_FP16, kLayout>(table);
+template <typename Kernels, Rule kRule, Format kMaster, typename T, int32_t... kMoments>
+constexpr void FillMoments(ByTypes<T>& update, std::integer_sequence<int32_t, kMoments...>) {
+  (FillGradDtypes<Kernels, kRule, kMaster, Format{kMoments}>(update), ...);
 }
 
-template <typename Kernels, Rule kRule>
-constexpr void FillRule(KernelTable& table) {
-  FillGradDtypes<Kernels, kRule, StateLayout::kFp32>(table);
-  FillGradDtypes<Kernels, kRule, StateLayout::kSplit>(table);
-  FillGradDtypes<Kernels, kRule, StateLayout::kBf16Moments>(table);
-  FillGradDtypes<Kernels, kRule, StateLayout::kSplitBf16Moments>(table);
+template <typename Kernels, Rule kRule, typename T, int32_t... kMasters>
+constexpr void FillMasters(ByTypes<T>& update, std::integer_sequence<int32_t, kMasters...> all) {
+  (FillMoments<Kernels, kRule, Format{kMasters}>(update, all), ...);
 }
 
-template <typename Kernels, int32_t... kRules>
-constexpr void FillRules(KernelTable& table, std::integer_sequence<int32_t, kRules...>) {
-  (FillRule<Kernels, Rule{kRules}>(table), ...);
+template <typename Kernels, typename T, int32_t... kRules>
+constexpr void FillRules(ByTypes<T>& update, std::integer_sequence<int32_t, kRules...>) {
+  (FillMasters<Kernels, Rule{kRules}>(update, std::make_integer_sequence<int32_t, kFormatCount>()),
+   ...);
+}
+
+// Kernels has the static member template Update<rule, types>.
+template <typename Kernels, typename T>
+constexpr ByTypes<T> MakeUpdates() {
+  ByTypes<T> update = {};
+  FillRules<Kernels>(update, std::make_integer_sequence<int32_t, kRuleCount>());
+  return update;
 }
 
 template <typename Kernels, int32_t kDtype>
@@ -66,16 +90,16 @@ constexpr void FillDtype(KernelTable& table) {
     table.follow_params[kDtype - 1] = Kernels::template FollowParams<kDtype>;
 }
 
-// Kernels has the static member templates Update<rule, grad dtype, param dtype, layout>,
-// SumSquares<dtype>, ToFp32<dtype>, Accumulate<dtype> and FollowParams<dtype of 16 bits>, and the
-// functions Publish and CopyPastCaches.
+// Kernels has the static member templates Update<rule, types>, SumSquares<dtype>, ToFp32<dtype>,
+// Accumulate<dtype> and FollowParams<dtype of 16 bits>, and the functions Publish and
+// CopyPastCaches.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
   table.isa = isa;
   table.publish = Kernels::Publish;
   table.copy_past_caches = Kernels::CopyPastCaches;
-  FillRules<Kernels>(table, std::make_integer_sequence<int32_t, kRuleCount>());
+  table.update = MakeUpdates<Kernels, UpdateFunction>();
   FillDtype<Kernels, OFFLOAD_FP32>(table);
   FillDtype<Kernels, OFFLOAD_BF16>(table);
   FillDtype<Kernels, OFFLOAD_FP16>(table);

@@ -1,10 +1,11 @@
 #include "optimizer/optimizer_options.h"
 
-#include <iterator>
 #include <string>
+#include <vector>
 
 #include "comm/comm.h"
 #include "kernels/algorithms.h"
+#include "kernels/formats/format.h"
 #include "runtime/worker_pool.h"
 #include "state/move_table.h"
 
@@ -21,35 +22,98 @@ static_assert(kMaxStagingSlots < WorkerPool::kJobsMax);
 constexpr uint32_t kMovable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
                               OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
 
-Status CheckLayout(const offload_optimizer_options_t& options) {
-  if (options.master_layout != OFFLOAD_MASTER_FP32 && options.master_layout != OFFLOAD_MASTER_SPLIT)
+// "OFFLOAD_ADAMW (1), _ADAM (2), ... or _ADAGRAD (5)": values of an enum, whose names begin with
+// `prefix`.
+class Choices {
+ public:
+  explicit Choices(const char* prefix) : prefix_(prefix) {}
+
+  void Add(const char* name, int32_t value) {
+    std::string word = (words_.empty() ? prefix_ : "") + '_';
+    for (const char* c = name; *c != '\0'; ++c)
+      word += static_cast<char>(*c >= 'a' && *c <= 'z' ? *c - 'a' + 'A' : *c);
+    words_.push_back(word + " (" + std::to_string(value) + ")");
+  }
+  std::string Text() const {
+    std::string text;
+    for (size_t i = 0; i < words_.size(); ++i)
+      text += (i == 0 ? "" : i + 1 == words_.size() ? " or " : ", ") + words_[i];
+    return text;
+  }
+
+ private:
+  const std::string prefix_;
+  std::vector<std::string> words_;
+};
+
+std::string AlgorithmChoices() {
+  Choices choices("OFFLOAD");
+  for (const Algorithm& row : kAlgorithms) choices.Add(row.name, row.value);
+  return choices.Text();
+}
+
+// The formats that masters or moments can have.
+std::string FormatChoices(int32_t FormatRow::*option, const char* prefix, bool rounded) {
+  Choices choices(prefix);
+  for (const FormatRow& row : kFormats)
+    if (row.*option != kNotOffered && (row.is_rounded || !rounded))
+      choices.Add(row.name, row.*option);
+  return choices.Text();
+}
+
+std::string MasterChoices(bool rounded) {
+  return FormatChoices(&FormatRow::master_layout, "OFFLOAD_MASTER", rounded);
+}
+std::string MomentChoices(bool rounded) {
+  return FormatChoices(&FormatRow::moment_dtype, "OFFLOAD", rounded);
+}
+
+// What to set so that a step rounds state.
+std::string RoundedChoices() {
+  const std::string masters = MasterChoices(true);
+  return "moment_dtype to " + MomentChoices(true) +
+         (masters.empty() ? "" : " or master_layout to " + masters);
+}
+
+// The state formats that the options ask for. They have been checked.
+StateFormats FormatsOf(const offload_optimizer_options_t& options) {
+  const int32_t dtype = options.moment_dtype != 0 ? options.moment_dtype : int32_t{OFFLOAD_FP32};
+  const Format moment = FindMomentFormat(dtype)->format;
+  return {FindMasterFormat(options.master_layout)->format, moment, moment};
+}
+
+bool RoundsState(const offload_optimizer_options_t& options) {
+  const StateFormats formats = FormatsOf(options);
+  return RowOf(formats.master).is_rounded || RowOf(formats.moment0).is_rounded;
+}
+
+Status CheckFormats(const offload_optimizer_options_t& options) {
+  if (FindMasterFormat(options.master_layout) == nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "options.master_layout is %d, expected %s",
+                         options.master_layout, MasterChoices(false).c_str());
+  if (options.moment_dtype != 0 && FindMomentFormat(options.moment_dtype) == nullptr)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.master_layout is %d, expected OFFLOAD_MASTER_FP32 (0) or _SPLIT "
-                         "(1)",
-                         options.master_layout);
-  const bool bf16 = options.moment_dtype == OFFLOAD_BF16;
-  if (!bf16 && options.moment_dtype != 0 && options.moment_dtype != OFFLOAD_FP32)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.moment_dtype is %d, expected OFFLOAD_FP32 (1) or OFFLOAD_BF16 "
-                         "(2) (0 = OFFLOAD_FP32)",
-                         options.moment_dtype);
+                         "options.moment_dtype is %d, expected %s (0 = OFFLOAD_FP32)",
+                         options.moment_dtype, MomentChoices(false).c_str());
   if (options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC &&
       options.moment_rounding != OFFLOAD_ROUND_NEAREST)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.moment_rounding is %d, expected OFFLOAD_ROUND_STOCHASTIC (0) or "
                          "_NEAREST (1)",
                          options.moment_rounding);
-  if (!bf16 && options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC)
+  const bool rounds = RoundsState(options);
+  if (!rounds && options.moment_rounding != OFFLOAD_ROUND_STOCHASTIC)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.moment_rounding is OFFLOAD_ROUND_NEAREST, but fp32 moments are "
-                         "not rounded; set moment_dtype to OFFLOAD_BF16, or leave it 0");
-  const bool stochastic = bf16 && options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
+                         "options.moment_rounding is OFFLOAD_ROUND_NEAREST, but a step rounds no "
+                         "state; set %s, or leave it 0",
+                         RoundedChoices().c_str());
+  const bool stochastic = rounds && options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
   if (!stochastic && options.rounding_seed != 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.rounding_seed is %llu, but nothing is rounded at random; set "
-                         "moment_dtype to OFFLOAD_BF16 and moment_rounding to "
-                         "OFFLOAD_ROUND_STOCHASTIC, or leave it 0",
-                         static_cast<unsigned long long>(options.rounding_seed));
+                         "options.rounding_seed is %llu, but a step rounds nothing at random; set "
+                         "%s and moment_rounding to OFFLOAD_ROUND_STOCHASTIC, or leave it 0",
+                         static_cast<unsigned long long>(options.rounding_seed),
+                         RoundedChoices().c_str());
   if (options.reserved != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved is %u, expected 0",
                          options.reserved);
@@ -80,20 +144,6 @@ Status CheckExecutors(const offload_optimizer_options_t& options, const Device& 
   return {};
 }
 
-// "OFFLOAD_ADAMW (1), _ADAM (2), ... or _ADAGRAD (5)"
-std::string AlgorithmChoices() {
-  std::string choices = "OFFLOAD";
-  for (const Algorithm& algorithm : kAlgorithms) {
-    if (&algorithm != kAlgorithms)
-      choices += &algorithm == std::end(kAlgorithms) - 1 ? " or " : ", ";
-    choices += '_';
-    for (const char* c = algorithm.name; *c != '\0'; ++c)
-      choices += static_cast<char>(*c >= 'a' && *c <= 'z' ? *c - 'a' + 'A' : *c);
-    choices += " (" + std::to_string(algorithm.value) + ")";
-  }
-  return choices;
-}
-
 }  // namespace
 
 Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const Device& device) {
@@ -115,7 +165,7 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
   if ((options.movable & ~kMovable) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.movable is 0x%x, known is 0x%x",
                          options.movable, kMovable);
-  HYBRIDOPT_TRY(CheckLayout(options));
+  HYBRIDOPT_TRY(CheckFormats(options));
   HYBRIDOPT_TRY(CheckExecutors(options, device));
   if (options.comm_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -135,8 +185,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   ShapeOptions shape{};
   shape.unified = device.unified();
   shape.movable = options.movable;
-  shape.master_layout = options.master_layout;
-  shape.moment_dtype = options.moment_dtype == OFFLOAD_BF16 ? OFFLOAD_BF16 : OFFLOAD_FP32;
+  shape.formats = FormatsOf(options);
   shape.stochastic = options.moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
   shape.chunk_elements =
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();

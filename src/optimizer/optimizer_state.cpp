@@ -33,7 +33,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   const uint64_t device_count = committed_->residence.device_count(param_id);
   uint32_t slot = 0;
   while (slot < kStateSlots && (StateKindOf(table_.algorithm(), StateSlot{slot}) != kind ||
-                                !HasState(shaped.rule, shaped.layout, StateSlot{slot})))
+                                !HasState(shaped.rule, shaped.formats().master, StateSlot{slot})))
     ++slot;
   if (slot == kStateSlots && kind == OFFLOAD_STATE_MASTER)
     return Status::Error(
@@ -48,7 +48,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "offload_state_kind",
                          kind, AlgorithmOf(table_.algorithm())->name, param.name.c_str());
   offload_state_view_t view{};
-  view.dtype = shaped.dtype[slot];
+  view.dtype = RowOf(shaped.format[slot]).view_dtype;
   view.device_count = device_count;
   view.host_count = param.count - device_count;
   view.step_count = committed_->step_counts->of(param_id);

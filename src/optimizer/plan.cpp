@@ -113,7 +113,7 @@ std::vector<uint64_t> StateBytes(const ParamTable& table, const StateShape& shap
   for (uint32_t id = 0; id < table.size(); ++id) {
     const uint64_t on_device = residence.device_count(id);
     const uint64_t count = tier == Tier::kDevice ? on_device : table.param(id).count - on_device;
-    bytes.push_back(count * shape.params[id].ElementBytes(tier));
+    bytes.push_back(shape.params[id].BytesOn(tier, count));
   }
   return bytes;
 }

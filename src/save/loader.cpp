@@ -9,7 +9,6 @@
 #include "base/system.h"
 #include "checkpoint/format/hash.h"
 #include "checkpoint/format/reshard.h"
-#include "kernels/convert.h"
 #include "runtime/work_pieces.h"
 #include "save/optimizer_manifest.h"
 
@@ -26,8 +25,7 @@ constexpr uint64_t kUnitBytesMax = uint64_t{8} << 20;
 // 1 MiB beside its blocks.
 constexpr uint64_t kStagingBytes = uint64_t{512} << 10;
 constexpr uint64_t kStagedAlignment = 64;
-// How many elements are converted at a time, if state is kept in another layout than it was saved
-// in.
+// How many elements are converted at a time, if their format is not that of the file.
 constexpr uint64_t kConvertedElements = uint64_t{1} << 15;
 // The least bytes for which it is worth to wake the workers.
 constexpr uint64_t kSharedBytes = uint64_t{256} << 10;
@@ -38,8 +36,8 @@ std::string Text(const std::vector<int64_t>& shape) {
   return text + ")";
 }
 
-// Whether a stored dtype can be converted to a slot's. Masters are stored in fp32 under every
-// layout, moments in fp32 or bf16.
+// Whether a stored dtype can be converted to a slot's format. Masters are stored in fp32 from every
+// format, moments in fp32 or bf16.
 bool Converts(int32_t dtype, StateSlot slot) {
   return dtype == OFFLOAD_FP32 || (slot != kMaster && dtype == OFFLOAD_BF16);
 }
@@ -47,32 +45,25 @@ bool Converts(int32_t dtype, StateSlot slot) {
 // Each way to round has a loop of its own, so that the compiler can vectorize it.
 template <typename RoundOne>
 void RoundEach(const std::byte* values, uint64_t count, RoundOne round_one, std::byte* rounded) {
-  for (uint64_t i = 0; i < count; ++i) {
-    float value;
-    std::memcpy(&value, values + i * sizeof(float), sizeof(value));
-    const uint16_t bits = round_one(value);
-    std::memcpy(rounded + i * sizeof(bits), &bits, sizeof(bits));
-  }
+  for (uint64_t i = 0; i < count; ++i)
+    StoreElement<uint16_t>(rounded, i, round_one(LoadElement<float>(values, i)));
 }
 
-// Rounds `count` fp32 values, which need not be aligned.
-void Round(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded) {
+// Rounds masters, which need not be aligned, to their params.
+void RoundToParams(const std::byte* masters, uint64_t count, const Rounded& to, std::byte* params) {
+  if (RowOf(to.master).beside_param) return RowOf(to.master).encode_params(masters, count, params);
   switch (to.dtype) {
     case OFFLOAD_FP32:
-      std::memcpy(rounded, values, count * sizeof(float));
+      std::memcpy(params, masters, count * sizeof(float));
       return;
     case OFFLOAD_FP16:
       return RoundEach(
-          values, count, [](float value) { return Fp32ToFp16(value); }, rounded);
+          masters, count, [](float value) { return Fp32ToFp16(value); }, params);
     default:
       HYBRIDOPT_CHECK(to.dtype == OFFLOAD_BF16);
+      RoundEach(
+          masters, count, [](float value) { return Fp32ToBf16(value); }, params);
   }
-  if (to.ties_away)
-    RoundEach(
-        values, count, [](float value) { return Fp32ToBf16TiesAway(value); }, rounded);
-  else
-    RoundEach(
-        values, count, [](float value) { return Fp32ToBf16(value); }, rounded);
 }
 
 // The read unit that holds a byte of an array. Blocks are cut into units, so that no unit spans two
@@ -388,18 +379,15 @@ Status Loader::Replace(EventHandle ready) {
 Status Loader::Put(const Piece& piece, const std::byte* data) {
   has_replaced_ = true;
   const uint64_t element_bytes = DtypeBytes(piece.dtype);
-  const bool convert = piece.dtype != shape_.params[piece.param].dtype[piece.slot];
   const ParamLocation& location = request_.locations[piece.param];
   for (uint64_t done = 0; done < piece.count;) {
     const StateRange range =
         locator_.At(piece.param, piece.slot, piece.element + done, piece.count - done, location);
     const std::byte* const from = data + done * element_bytes;
-    if (range.upper != nullptr) {
-      HYBRIDOPT_TRY(PutLowerHalves(range, from));
-    } else if (convert) {
-      HYBRIDOPT_TRY(PutConverted(piece, range, from));
-    } else {
+    if (range.params == nullptr && RowOf(range.format).stored_dtype == piece.dtype) {
       HYBRIDOPT_TRY(Copy(from, range.data, range.count * element_bytes, range.on_device));
+    } else {
+      HYBRIDOPT_TRY(PutEncoded(range, piece.dtype, from));
     }
     if (piece.slot == kMaster && !range.is_param)
       HYBRIDOPT_TRY(PutParams(piece.param, piece.element + done, range.count, from));
@@ -408,45 +396,35 @@ Status Loader::Put(const Piece& piece, const std::byte* data) {
   return {};
 }
 
-// PutParams writes the upper halves.
-Status Loader::PutLowerHalves(const StateRange& range, const std::byte* masters) {
-  return PutComputed(range, sizeof(uint16_t), [&](uint64_t first, uint64_t count, std::byte* into) {
-    RoundEach(masters + first * sizeof(float), count, LowHalf, into);
+// Writes state whose format is not that of the file: fp32 is rounded to nearest, bf16 is widened
+// exactly. Of masters beside params PutParams writes the params.
+Status Loader::PutEncoded(const StateRange& range, int32_t dtype, const std::byte* from) {
+  const FormatRow& format = RowOf(range.format);
+  std::vector<float> wide(dtype == OFFLOAD_FP32 ? 0 : std::min(range.count, kConvertedElements));
+  return PutComputed(range, [&](uint64_t first, uint64_t count, std::byte* into) {
+    const std::byte* values = from + first * DtypeBytes(dtype);
+    if (dtype != OFFLOAD_FP32) {
+      RowOf(Format::kBf16).decode(values, nullptr, count, wide.data());
+      values = reinterpret_cast<const std::byte*>(wide.data());
+    }
+    format.encode(values, count, into);
   });
-}
-
-// Writes moments that were saved in another dtype: bf16 is widened exactly, fp32 is rounded to
-// nearest.
-Status Loader::PutConverted(const Piece& piece, const StateRange& range, const std::byte* from) {
-  const int32_t dtype = shape_.params[piece.param].dtype[piece.slot];
-  const uint64_t room = std::min(range.count, kConvertedElements);
-  std::vector<uint16_t> narrow(piece.dtype == OFFLOAD_FP32 ? 0 : room);  // `from` is unaligned
-  return PutComputed(range, DtypeBytes(dtype),
-                     [&](uint64_t first, uint64_t count, std::byte* into) {
-                       const std::byte* const stored = from + first * DtypeBytes(piece.dtype);
-                       if (piece.dtype == OFFLOAD_FP32) {
-                         Round(stored, count, {dtype, false}, into);
-                       } else {
-                         std::memcpy(narrow.data(), stored, count * sizeof(uint16_t));
-                         context_.kernels().ToFp32(OFFLOAD_BF16)(narrow.data(), count,
-                                                                 reinterpret_cast<float*>(into));
-                       }
-                     });
 }
 
 // Writes state that `make` computes, some elements at a time: in place on the host, or through the
 // staging buffer to the device.
-Status Loader::PutComputed(const StateRange& range, uint64_t element_bytes,
+Status Loader::PutComputed(const StateRange& range,
                            FunctionRef<void(uint64_t, uint64_t, std::byte*)> make) {
+  const FormatRow& format = RowOf(range.format);
   for (uint64_t done = 0; done < range.count;) {
     const uint64_t now = std::min(range.count - done, kConvertedElements);
-    std::byte* const destination = range.data + done * element_bytes;
+    std::byte* const destination = range.data + format.Bytes(done);
     std::byte* made = destination;
     if (range.on_device) {
-      HYBRIDOPT_ASSIGN(made, Stage(now * element_bytes));
+      HYBRIDOPT_ASSIGN(made, Stage(format.Bytes(now)));
     }
     make(done, now, made);
-    if (range.on_device) HYBRIDOPT_TRY(Copy(made, destination, now * element_bytes, true));
+    if (range.on_device) HYBRIDOPT_TRY(Copy(made, destination, format.Bytes(now), true));
     done += now;
   }
   return {};
@@ -483,7 +461,7 @@ Status Loader::PutParams(uint32_t id, uint64_t element, uint64_t count, const st
       HYBRIDOPT_ASSIGN(rounded, Stage(now * param_bytes));
     }
     HYBRIDOPT_TRY(RoundAll(masters + done * sizeof(float), now,
-                           {dtype, shape_.params[id].ties_away}, rounded));
+                           {dtype, shape_.params[id].formats().master}, rounded));
     if (!context_.device().unified())
       HYBRIDOPT_TRY(Copy(rounded, params + done * param_bytes, now * param_bytes, true));
     done += now;
@@ -491,17 +469,17 @@ Status Loader::PutParams(uint32_t id, uint64_t element, uint64_t count, const st
   return {};
 }
 
-Status Loader::RoundAll(const std::byte* values, uint64_t count, const RoundTo& to,
+Status Loader::RoundAll(const std::byte* values, uint64_t count, const Rounded& to,
                         std::byte* rounded) {
   if (count * sizeof(float) < kSharedBytes) {
-    Round(values, count, to, rounded);
+    RoundToParams(values, count, to, rounded);
     return {};
   }
   const uint32_t workers = context_.workers().threads();
   return context_.workers().Run([&](uint32_t worker) {
     const WorkRange range = RangeOfWorker(count, kWorkGrainElements, worker, workers);
-    Round(values + range.begin * sizeof(float), range.end - range.begin, to,
-          rounded + range.begin * DtypeBytes(to.dtype));
+    RoundToParams(values + range.begin * sizeof(float), range.end - range.begin, to,
+                  rounded + range.begin * DtypeBytes(to.dtype));
   });
 }
 
@@ -523,16 +501,15 @@ Status Loader::FillMoments() {
       if (!locator_.Has(id, slot)) continue;
       const float value =
           slot == kMoment0 ? static_cast<float>(request_.first_moments[param.group]) : 0.0f;
-      const int32_t dtype = shape_.params[id].dtype[slot];
+      const Pattern pattern = PatternOf(shape_.params[id].format[slot], value);
       for (uint64_t first = 0; first < param.count;) {
         const StateRange range =
             locator_.At(id, slot, first, param.count - first, request_.locations[id]);
         if (!range.on_device) {
-          FillArray(range.data, dtype, range.count, value);
+          FillArray(range.data, range.count, pattern);
         } else {
           copying_ = true;
-          HYBRIDOPT_TRY(
-              context_.device().Fill(stream_.handle(), range.data, dtype, range.count, value));
+          HYBRIDOPT_TRY(context_.device().Fill(stream_.handle(), range.data, range.count, pattern));
         }
         first += range.count;
       }

@@ -34,10 +34,10 @@ struct LoadRequest {
   std::vector<double> first_moments;     // per group: the initial value of the first moments
 };
 
-// How masters are rounded to params.
-struct RoundTo {
+// What masters are rounded to: a param of this dtype, whose masters have this format.
+struct Rounded {
   int32_t dtype;
-  bool ties_away;
+  Format master;
 };
 
 class Loader {
@@ -115,12 +115,11 @@ class Loader {
 
   Status Put(const Piece& piece, const std::byte* data);
   Status Copy(const std::byte* from, std::byte* to, uint64_t bytes, bool to_device);
-  Status PutLowerHalves(const StateRange& range, const std::byte* masters);
-  Status PutConverted(const Piece& piece, const StateRange& range, const std::byte* from);
-  Status PutComputed(const StateRange& range, uint64_t element_bytes,
+  Status PutEncoded(const StateRange& range, int32_t dtype, const std::byte* from);
+  Status PutComputed(const StateRange& range,
                      FunctionRef<void(uint64_t, uint64_t, std::byte*)> make);
   Status PutParams(uint32_t id, uint64_t element, uint64_t count, const std::byte* masters);
-  Status RoundAll(const std::byte* values, uint64_t count, const RoundTo& to, std::byte* rounded);
+  Status RoundAll(const std::byte* values, uint64_t count, const Rounded& to, std::byte* rounded);
   Result<std::byte*> Stage(uint64_t bytes);
   Status FillMoments();
   Status AwaitCopies();

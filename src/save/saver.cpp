@@ -9,7 +9,6 @@
 #include "base/system.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/format/hash.h"
-#include "kernels/convert.h"
 #include "save/optimizer_manifest.h"
 
 namespace hybridopt {
@@ -39,8 +38,7 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   const bool masters_only = (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0;
   manifest_ =
       NewManifest(table.algorithm(), point_.step, point_.world, masters_only, request_.groups);
-  for (const ParamShape& shaped : shape.params)
-    if (shaped.dtype[kMoment0] == OFFLOAD_BF16) manifest_.layout = "bf16 moments";
+  manifest_.layout = RowOf(shape.options.formats.moment0).stored_layout;
   manifest_.files.push_back(
       {checkpoint::ShardFileName(point_.rank, point_.world), point_.rank, 0, 0, 0});
   // Arrays are in the order in which a step overwrites them.
@@ -77,7 +75,7 @@ bool Saver::Borrows(const Array& array) const {
   const uint64_t count = array.tensor->bytes / DtypeBytes(array.tensor->dtype);
   for (uint64_t first = 0; first < count;) {
     const StateRange range = locator_.At(array.param, array.slot, first, count - first, location);
-    if (range.is_param || range.upper != nullptr) return true;
+    if (range.is_param || range.params != nullptr) return true;
     first += range.count;
   }
   return false;
@@ -90,7 +88,7 @@ void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped)
     const StateSlot slot{index};
     if (!locator_.Has(id, slot)) continue;
     if (slot != kMaster && (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0) continue;
-    const int32_t dtype = shaped.dtype[slot];
+    const int32_t dtype = RowOf(shaped.format[slot]).stored_dtype;
     shard.tensors.push_back(
         {locator_.KindOf(slot), dtype, 0, 0, param.count * DtypeBytes(dtype), {}});
   }
@@ -243,8 +241,8 @@ Status Saver::AppendArray(const Array& array) {
   for (uint64_t first = 0; first < count;) {
     const StateRange range =
         locator_.At(array.param, array.slot, first, count - first, request_.locations[array.param]);
-    if (range.upper != nullptr) {
-      HYBRIDOPT_TRY(AppendJoined(range, hasher));
+    if (range.params != nullptr) {
+      HYBRIDOPT_TRY(AppendDecoded(range, hasher));
     } else {
       HYBRIDOPT_TRY(AppendRange(range, range.count * element_bytes, hasher));
     }
@@ -272,24 +270,25 @@ Status Saver::AppendRange(const StateRange& range, uint64_t bytes,
   return {};
 }
 
-// Joins the halves of split masters, which are stored as fp32 numbers.
-Status Saver::AppendJoined(const StateRange& range, checkpoint::BlockHasher& hasher) {
-  std::array<float, kJoinedTogether> joined;
+// Masters beside their params are stored as fp32 numbers.
+Status Saver::AppendDecoded(const StateRange& range, checkpoint::BlockHasher& hasher) {
+  const FormatRow& format = RowOf(range.format);
+  std::array<float, kDecodedTogether> values;
   for (uint64_t done = 0; done < range.count;) {
-    const uint64_t count = std::min(kJoinedTogether, range.count - done);
-    const uint64_t bytes = count * sizeof(uint16_t);
-    const auto fetch = [&](std::byte* into, const std::byte* halves, bool on_device) -> Status {
-      halves += done * sizeof(uint16_t);
-      if (on_device) return CopyDown(into, halves, bytes);
-      std::memcpy(into, halves, bytes);
+    const uint64_t count = std::min(kDecodedTogether, range.count - done);
+    const auto fetch = [&](void* into, const std::byte* from, uint64_t bytes,
+                           bool on_device) -> Status {
+      if (on_device) return CopyDown(static_cast<std::byte*>(into), from, bytes);
+      std::memcpy(into, from, bytes);
       return {};
     };
-    HYBRIDOPT_TRY(fetch(reinterpret_cast<std::byte*>(lower_.data()), range.data, range.on_device));
-    HYBRIDOPT_TRY(
-        fetch(reinterpret_cast<std::byte*>(upper_.data()), range.upper, range.upper_on_device));
-    for (uint64_t i = 0; i < count; ++i) joined[i] = JoinHalves(upper_[i], lower_[i]);
-    hasher.Add(reinterpret_cast<const std::byte*>(joined.data()), count * sizeof(float));
-    HYBRIDOPT_TRY(Append(joined.data(), count * sizeof(float)));
+    HYBRIDOPT_TRY(fetch(encoded_.data(), range.data + format.Bytes(done), format.Bytes(count),
+                        range.on_device));
+    HYBRIDOPT_TRY(fetch(params_.data(), range.params + done * sizeof(uint16_t),
+                        count * sizeof(uint16_t), range.params_on_device));
+    format.decode(encoded_.data(), params_.data(), count, values.data());
+    hasher.Add(reinterpret_cast<const std::byte*>(values.data()), count * sizeof(float));
+    HYBRIDOPT_TRY(Append(values.data(), count * sizeof(float)));
     done += count;
   }
   return {};

@@ -103,7 +103,7 @@ class Saver {
   void Filled(uint64_t bytes);
   Status Append(const void* data, uint64_t bytes);
   Status AppendArray(const Array& array);
-  Status AppendJoined(const StateRange& range, checkpoint::BlockHasher& hasher);
+  Status AppendDecoded(const StateRange& range, checkpoint::BlockHasher& hasher);
   Status AppendRange(const StateRange& range, uint64_t bytes, checkpoint::BlockHasher& hasher);
   Status CopyDown(std::byte* into, const std::byte* data, uint64_t bytes);
   Status WritePart();
@@ -124,10 +124,10 @@ class Saver {
   uint64_t block_bytes_ = 0;
   uint32_t blocks_ = 0;
   CheckpointStream stream_;
-  // Buffers for the halves of masters. A device that hangs may write them until stream_ has been
-  // destroyed.
-  static constexpr uint64_t kJoinedTogether = 8192;
-  std::array<uint16_t, kJoinedTogether> lower_, upper_;
+  // Buffers for masters beside params, and for these params. A device that hangs may write them
+  // until stream_ has been destroyed.
+  static constexpr uint64_t kDecodedTogether = 8192;
+  std::array<std::byte, kDecodedTogether * sizeof(uint16_t)> encoded_, params_;
   checkpoint::BlockWriter* writer_ = nullptr;
   std::byte* block_ = nullptr;  // the block that is being filled
   uint64_t filled_bytes_ = 0;   // of block_

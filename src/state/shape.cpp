@@ -42,27 +42,22 @@ void ChooseOrders(const ParamTable& table, StateShape& shape) {
                    });
 }
 
-void ChooseLayout(const Param& param, const ShapeOptions& options, StateShape& shape,
-                  ParamShape& shaped) {
-  const bool bf16 = options.moment_dtype == OFFLOAD_BF16;
-  const bool split = options.master_layout == OFFLOAD_MASTER_SPLIT && param.dtype == OFFLOAD_BF16;
-  if (split)
-    shaped.layout = bf16 ? StateLayout::kSplitBf16Moments : StateLayout::kSplit;
-  else
-    shaped.layout = bf16 ? StateLayout::kBf16Moments : StateLayout::kFp32;
-  shaped.ties_away = split;
-  shaped.dtype[kMaster] = OFFLOAD_FP32;
-  shaped.dtype[kMasterLow] = OFFLOAD_U16;
-  shaped.dtype[kMoment0] = shaped.dtype[kMoment1] = options.moment_dtype;
+void ChooseFormats(const Param& param, const ShapeOptions& options, StateShape& shape,
+                   ParamShape& shaped) {
+  const Format master = param.dtype == OFFLOAD_BF16 ? options.formats.master : Format::kFp32;
+  shaped.format = {Format::kFp32, options.formats.moment0, options.formats.moment1, Format::kFp32};
+  if (RowOf(master).beside_param) shaped.format[kMasterLow] = master;
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
-    const bool has = HasState(shaped.rule, shaped.layout, slot);
+    const bool has = HasState(shaped.rule, master, slot);
     const bool own_master = slot == kMaster && param.dtype == OFFLOAD_FP32;
     shaped.kept[static_cast<uint32_t>(Tier::kDevice)][slot] =
         has && !own_master && !options.unified;
     shaped.kept[static_cast<uint32_t>(Tier::kHost)][slot] = has && !(own_master && options.unified);
   }
-  if (!options.stochastic || !bf16 || !HasState(shaped.rule, shaped.layout, kMoment0)) return;
+  const bool rounds = RowOf(master).is_rounded || (HasState(shaped.rule, master, kMoment0) &&
+                                                   RowOf(options.formats.moment0).is_rounded);
+  if (!options.stochastic || !rounds) return;
   shaped.first_stripe = static_cast<uint32_t>(shape.stripes.size());
   AddStripes(param.shard, shape.stripes);
   shaped.stripe_count = static_cast<uint32_t>(shape.stripes.size()) - shaped.first_stripe;
@@ -75,8 +70,7 @@ void LayOutRegion(const ParamTable& table, Tier tier, StateSlot slot, StateShape
     ParamShape& param = shape.params[id];
     param.offset[tier_index][slot] = bytes;
     if (param.Keeps(tier, slot))
-      bytes += system::RoundUp(table.param(id).count * DtypeBytes(param.dtype[slot]),
-                               kArrayAlignmentBytes);
+      bytes += system::RoundUp(param.Bytes(slot, table.param(id).count), kArrayAlignmentBytes);
   }
 }
 
@@ -121,16 +115,16 @@ int32_t StateKindOf(int32_t algorithm, StateSlot slot) {
   return AlgorithmOf(algorithm)->moments[slot - kMoment0];
 }
 
-bool HasState(Rule rule, StateLayout layout, StateSlot slot) {
-  if (slot == kMaster) return !IsSplit(layout);
-  if (slot == kMasterLow) return IsSplit(layout);
+bool HasState(Rule rule, Format master, StateSlot slot) {
+  if (slot == kMaster) return !RowOf(master).beside_param;
+  if (slot == kMasterLow) return RowOf(master).beside_param;
   return MomentOf(rule, static_cast<int32_t>(slot - kMoment0)) != kNoMoment;
 }
 
-uint64_t ParamShape::ElementBytes(Tier tier) const {
+uint64_t ParamShape::BytesOn(Tier tier, uint64_t count) const {
   uint64_t bytes = 0;
   for (uint32_t slot = 0; slot < kStateSlots; ++slot)
-    if (Keeps(tier, StateSlot{slot})) bytes += DtypeBytes(dtype[slot]);
+    if (Keeps(tier, StateSlot{slot})) bytes += Bytes(StateSlot{slot}, count);
   return bytes;
 }
 
@@ -146,7 +140,7 @@ StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options) 
     shaped.first_norm_block = shape.norm_blocks;
     shape.norm_blocks += NormBlocksOf(param.count);
     shape.element_count += param.count;
-    ChooseLayout(param, options, shape, shaped);
+    ChooseFormats(param, options, shape, shaped);
   }
   LayOutRegions(table, shape);
   LayOutSwap(table, shape);

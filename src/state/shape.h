@@ -25,15 +25,16 @@
 namespace hybridopt {
 
 // The arrays that a param's state can have. The algorithm names the moments. A param keeps masters
-// or, where masters are split, their lower halves.
+// or, where their format is beside the param, what the param lacks of them.
 enum StateSlot : uint32_t { kMaster = 0, kMoment0 = 1, kMoment1 = 2, kMasterLow = 3 };
 inline constexpr uint32_t kStateSlots = 4;
 
 // The ABI's name for a slot (enum offload_state_kind), or kNoMoment.
 int32_t StateKindOf(int32_t algorithm, StateSlot slot);
 
-// Whether a param with this rule and layout has this state. A master may be the param itself.
-bool HasState(Rule rule, StateLayout layout, StateSlot slot);
+// Whether a param with this rule and format of masters has this state. A master may be the param
+// itself.
+bool HasState(Rule rule, Format master, StateSlot slot);
 
 // Arrays of state start at multiples of this: the device's kernels need it, and on the host two
 // arrays share no cache line.
@@ -47,26 +48,23 @@ struct ShapeOptions {
   bool unified;  // host and device share one memory: the host holds all state, no chunk is staged
   uint64_t chunk_elements;
   uint32_t staging_slots;
-  uint32_t movable;  // a combination of enum offload_movable
-  int32_t master_layout = OFFLOAD_MASTER_FP32;
-  int32_t moment_dtype = OFFLOAD_FP32;  // or OFFLOAD_BF16
-  bool stochastic = false;              // bf16 moments are rounded at random
-  bool cpu_updates = true;              // CPU workers take chunks
-  bool streams_state = false;           // chunks may go through a ring on the device
-  uint64_t stream_ring_bytes = 0;       // of that ring; 0: kDefaultStreamSlots
-  uint64_t early_update_bytes = 0;      // for chunks that are updated before their step
+  uint32_t movable;                 // a combination of enum offload_movable
+  StateFormats formats = {};        // masters: of bf16 params
+  bool stochastic = false;          // what formats round is rounded at random
+  bool cpu_updates = true;          // CPU workers take chunks
+  bool streams_state = false;       // chunks may go through a ring on the device
+  uint64_t stream_ring_bytes = 0;   // of that ring; 0: kDefaultStreamSlots
+  uint64_t early_update_bytes = 0;  // for chunks that are updated before their step
 };
 
 struct ParamShape {
-  Rule rule;  // of its group at commit, which decides the moments
-  StateLayout layout;
-  std::array<int32_t, kStateSlots> dtype;  // enum offload_dtype of each slot's elements
+  Rule rule;                               // of its group at commit, which decides the moments
+  std::array<Format, kStateSlots> format;  // of each slot that the param has
   // Whether a tier keeps an array for the slot, and at which byte of the region its element 0 is.
   // An fp32 param is its own master on the tier that has the param: on the device, and on the host
   // where both share one memory. That tier keeps no master array for it.
   std::array<std::array<bool, kStateSlots>, kTiers> kept;
   std::array<std::array<uint64_t, kStateSlots>, kTiers> offset;
-  bool ties_away;  // how the param is rounded, on every executor
   // Stripes: the indices of the param's elements in the whole tensor, from which stochastic
   // rounding takes its random bits. Without stochastic rounding a param has no stripes.
   uint32_t first_stripe;
@@ -76,11 +74,20 @@ struct ParamShape {
   uint64_t swap_grads_offset;   // the same for gradients
 
   bool Keeps(Tier tier, StateSlot slot) const { return kept[static_cast<uint32_t>(tier)][slot]; }
-  uint64_t ByteAt(Tier tier, StateSlot slot, uint64_t element) const {
-    return offset[static_cast<uint32_t>(tier)][slot] + element * DtypeBytes(dtype[slot]);
+  // The slot of the array that updates take as masters, unless the param itself is that.
+  StateSlot master_slot() const {
+    return RowOf(format[kMasterLow]).beside_param ? kMasterLow : kMaster;
   }
-  // Bytes of the state of one element on a tier.
-  uint64_t ElementBytes(Tier tier) const;
+  bool beside_param() const { return master_slot() == kMasterLow; }
+  StateFormats formats() const {
+    return {format[master_slot()], format[kMoment0], format[kMoment1]};
+  }
+  uint64_t Bytes(StateSlot slot, uint64_t count) const { return RowOf(format[slot]).Bytes(count); }
+  uint64_t ByteAt(Tier tier, StateSlot slot, uint64_t element) const {
+    return offset[static_cast<uint32_t>(tier)][slot] + Bytes(slot, element);
+  }
+  // Bytes of the state of `count` elements on a tier.
+  uint64_t BytesOn(Tier tier, uint64_t count) const;
 };
 
 struct StateShape {

@@ -142,7 +142,7 @@ void Mover::ListStates(const MoveRequest& request) {
       const StateSlot slot{index};
       if (!shaped.Keeps(Tier::kDevice, slot)) continue;
       copies_.push_back({memory_.OnDevice(item.param, slot), swap_.State(item.param, slot, 0),
-                         count * DtypeBytes(shaped.dtype[slot])});
+                         shaped.Bytes(slot, count)});
     }
   }
 }
@@ -399,13 +399,15 @@ Status Mover::FillOnDevice(uint32_t id, void* data, bool moments, float first_mo
     HYBRIDOPT_TRY(
         device_.ToFp32(lanes_.compute, data, param.dtype, count, reinterpret_cast<float*>(master)));
   if (std::byte* low = memory_.OnDevice(id, kMasterLow); low != nullptr)
-    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, low, OFFLOAD_U16, count, 0.0f));
+    HYBRIDOPT_TRY(
+        device_.Fill(lanes_.compute, low, count, PatternOf(shaped.format[kMasterLow], 0.0f)));
   if (!moments) return {};
   if (std::byte* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
-    HYBRIDOPT_TRY(
-        device_.Fill(lanes_.compute, moment, shaped.dtype[kMoment0], count, first_moment0));
+    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count,
+                               PatternOf(shaped.format[kMoment0], first_moment0)));
   if (std::byte* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
-    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, shaped.dtype[kMoment1], count, 0.0f));
+    HYBRIDOPT_TRY(
+        device_.Fill(lanes_.compute, moment, count, PatternOf(shaped.format[kMoment1], 0.0f)));
   return {};
 }
 

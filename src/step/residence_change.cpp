@@ -46,17 +46,16 @@ void ResidenceChanger::ListParam(const ResidenceRequest& request, uint32_t id) {
   const uint64_t count = std::max(old_count, new_count) - begin;
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
-    const uint64_t element_bytes = DtypeBytes(param.dtype[slot]);
     const bool swapped = location.states_on_host && param.Keeps(Tier::kDevice, slot);
     if (swapped && begin > 0)
       on_host_.push_back(
-          {swap_.State(id, slot, 0), request.swap->At(param, slot, 0), begin * element_bytes});
+          {swap_.State(id, slot, 0), request.swap->At(param, slot, 0), param.Bytes(slot, begin)});
     if (count == 0 || !param.Keeps(Tier::kHost, slot)) continue;
     std::byte* const host = memory_.Host(id, slot, begin);
-    const uint64_t bytes = count * element_bytes;
+    const uint64_t bytes = param.Bytes(slot, count);
     if (!param.Keeps(Tier::kDevice, slot)) {  // the master: on the device the param itself is it
       if (new_count > old_count) continue;
-      const uint64_t offset = begin * element_bytes;
+      const uint64_t offset = param.Bytes(slot, begin);
       if (location.params_on_host)
         on_host_.push_back({swap_.Params(id) + offset, host, bytes});
       else

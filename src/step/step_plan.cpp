@@ -62,7 +62,7 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
     step_param.rounding = {};
     if (shaped.stripe_count > 0)
       step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);
-    step_param.rounding.ties_away = shaped.ties_away;
+    step_param.rounding.ties_away = shaped.beside_param();
   }
   CountActive();
 }

@@ -4,7 +4,7 @@
 //
 //   executor  state is        gradient                       param
 //   device    on the device   there, or up from the host     there
-//   cpu       on the host     down, or on the host already   up; where masters are split, down
+//   cpu       on the host     down, or on the host already   up; masters beside params: down
 //                                                            first
 //   streamed  on the host,    there, or up from the host     there
 //             up and down
@@ -82,7 +82,7 @@ class StepPlan {
     return chunks_.FragmentsOf(chunks_.chunks[chunk]);
   }
   bool ParamComesDown(uint32_t id) const {
-    return params_[id].active && IsSplit(shape_.params[id].layout) && !shape_.options.unified;
+    return params_[id].active && shape_.params[id].beside_param() && !shape_.options.unified;
   }
   bool params_come_down() const {
     return params_come_down_;

@@ -72,7 +72,7 @@ class ChunkCutter {
       const uint64_t offset = follows ? state_end_[slot] + host - host_end_[slot]
                                       : system::RoundUp(state_end_[slot], kArrayAlignmentBytes) +
                                             host % kArrayAlignmentBytes;
-      const uint64_t bytes = fragment.count * DtypeBytes(shaped.dtype[slot]);
+      const uint64_t bytes = shaped.Bytes(slot, fragment.count);
       fragment.state_offset[slot] = offset;
       state_end_[slot] = offset + bytes;
       host_end_[slot] = host + bytes;

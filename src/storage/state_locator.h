@@ -19,14 +19,16 @@ struct ParamLocation {
   bool states_on_host;
 };
 
-// A contiguous range of state elements. For split masters `data` has the lower halves.
+// A contiguous range of state elements.
 struct StateRange {
   std::byte* data;
+  Format format;
   uint64_t count;
   bool on_device;
-  bool is_param;               // the param is its own master
-  std::byte* upper = nullptr;  // split masters: the params that are their upper halves
-  bool upper_on_device = false;
+  bool is_param;  // the param is its own master
+  // Formats beside the param: these params, with which the range is decoded.
+  std::byte* params = nullptr;
+  bool params_on_device = false;
 };
 
 class StateLocator {
@@ -41,28 +43,29 @@ class StateLocator {
                 const ParamLocation& location) const {
     const ParamShape& param = shape_.params[id];
     const bool params_on_device = !shape_.options.unified && !location.params_on_host;
-    if (slot == kMaster && IsSplit(param.layout)) {
-      StateRange halves = At(id, kMasterLow, first, count, location);
-      halves.upper = ParamAt(id, location) + first * sizeof(uint16_t);
-      halves.upper_on_device = params_on_device;
-      return halves;
+    if (slot == kMaster && param.beside_param()) {
+      StateRange range = At(id, kMasterLow, first, count, location);
+      range.params = ParamAt(id, location) + first * sizeof(uint16_t);
+      range.params_on_device = params_on_device;
+      return range;
     }
     const uint64_t device_count = residence_.device_count(id);
     const Tier tier = first < device_count ? Tier::kDevice : Tier::kHost;
     if (tier == Tier::kDevice) count = std::min(count, device_count - first);
+    const Format format = param.format[slot];
     if (!param.Keeps(tier, slot))  // the param is its own master
-      return {ParamAt(id, location) + first * DtypeBytes(param.dtype[slot]), count,
-              params_on_device, true};
-    if (tier == Tier::kHost) return {memory_.Host(id, slot, first), count, false, false};
-    if (location.states_on_host) return {swap_.State(id, slot, first), count, false, false};
-    return {memory_.OnDevice(id, slot, first), count, true, false};
+      return {ParamAt(id, location) + param.Bytes(slot, first), format, count, params_on_device,
+              true};
+    if (tier == Tier::kHost) return {memory_.Host(id, slot, first), format, count, false, false};
+    if (location.states_on_host) return {swap_.State(id, slot, first), format, count, false, false};
+    return {memory_.OnDevice(id, slot, first), format, count, true, false};
   }
 
   int32_t KindOf(StateSlot slot) const { return StateKindOf(table_.algorithm(), slot); }
-  // Whether the param has this state. Split masters count as masters.
+  // Whether the param has this state. Masters count in every format.
   bool Has(uint32_t id, StateSlot slot) const {
     return table_.param(id).count > 0 && KindOf(slot) >= 0 &&
-           HasState(shape_.params[id].rule, StateLayout::kFp32, slot);
+           HasState(shape_.params[id].rule, Format::kFp32, slot);
   }
 
  private:

@@ -284,7 +284,8 @@ TEST(StreamWaitTest, NamedParamsAreNotHeldUpByLaterChunks) {
       context_options, std::make_unique<HoldingDevice>(std::move(sim), held), kernels);
   Device& device = context->device();
   auto* const params = static_cast<std::byte*>(device.Allocate(2 * kParams * kBytes).value());
-  ASSERT_TRUE(device.Fill(nullptr, params, OFFLOAD_FP32, 2 * kParams * kCount, 1.0f).ok());
+  ASSERT_TRUE(
+      device.Fill(nullptr, params, 2 * kParams * kCount, PatternOf(Format::kFp32, 1.0f)).ok());
   offload_optimizer_options_t options{};
   options.algorithm = OFFLOAD_SGD;
   options.chunk_elements = 1024;

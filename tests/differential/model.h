@@ -139,7 +139,8 @@ class Model {
     std::vector<uint16_t> moment0 = Narrow(param.moment0), moment1 = Narrow(param.moment1);
     span.moment0 = moment0.data();
     span.moment1 = moment1.data();
-    ReferenceKernels().Update(rule, {spec.grad_dtype, spec.dtype, StateLayout::kBf16Moments})(
+    ReferenceKernels().Update(
+        rule, {spec.grad_dtype, spec.dtype, {Format::kFp32, Format::kBf16, Format::kBf16}})(
         coefficients, span);
     param.moment0 = Widen(OFFLOAD_BF16, moment0);
     param.moment1 = Widen(OFFLOAD_BF16, moment1);

@@ -210,7 +210,7 @@ class Training {
     if (idle_work_ == nullptr) return;
     const uint64_t rounds = std::max<uint64_t>(1, schedule_.delay_ns_max / 100'000);
     for (uint64_t i = random_.Below(8) * rounds; i > 0; --i)
-      Require(device().Fill(stream_, idle_work_, OFFLOAD_FP32, kIdleElements, 1.0f));
+      Require(device().Fill(stream_, idle_work_, kIdleElements, PatternOf(Format::kFp32, 1.0f)));
   }
 
   void WriteOnStream(std::byte* to, const Bytes& bytes) { WriteOn(stream_, to, bytes); }

@@ -96,16 +96,16 @@ INSTANTIATE_TEST_SUITE_P(
                      {"options.master_layout is 2", "OFFLOAD_MASTER_FP32 (0) or _SPLIT (1)"},
                      [](OptimizerOptions& o) { o.master_layout = 2; }),
         OptimizerRow("MomentsInFp16", OFFLOAD_INVALID_ARGUMENT,
-                     {"options.moment_dtype is 3", "OFFLOAD_FP32 (1) or OFFLOAD_BF16 (2)"},
+                     {"options.moment_dtype is 3", "OFFLOAD_FP32 (1) or _BF16 (2)"},
                      [](OptimizerOptions& o) { o.moment_dtype = OFFLOAD_FP16; }),
         OptimizerRow("UnknownRounding", OFFLOAD_INVALID_ARGUMENT,
                      {"options.moment_rounding is 2", "OFFLOAD_ROUND_STOCHASTIC (0)"},
                      [](OptimizerOptions& o) { o.moment_rounding = 2; }),
         OptimizerRow("RoundingOfFp32", OFFLOAD_INVALID_ARGUMENT,
-                     {"OFFLOAD_ROUND_NEAREST", "fp32 moments are not rounded", "moment_dtype"},
+                     {"OFFLOAD_ROUND_NEAREST", "a step rounds no state", "moment_dtype"},
                      [](OptimizerOptions& o) { o.moment_rounding = OFFLOAD_ROUND_NEAREST; }),
         OptimizerRow("SeedWithoutRandom", OFFLOAD_INVALID_ARGUMENT,
-                     {"options.rounding_seed is 7", "nothing is rounded at random"},
+                     {"options.rounding_seed is 7", "a step rounds nothing at random"},
                      [](OptimizerOptions& o) {
                        o.rounding_seed = 7;
                        o.moment_dtype = OFFLOAD_BF16;

@@ -32,7 +32,7 @@ TEST(BrokenDevice, PoisonsWithTheCauseAndNothingHangs) {
   const std::shared_ptr<Context> context =
       Contexts::Instance().Find(trainer.context, "context").value().shared();
   auto* const nowhere = reinterpret_cast<float*>(uint64_t{1} << 44);
-  ASSERT_TRUE(context->device().Fill(waiting, nowhere, OFFLOAD_FP32, 1000, 1.0f).ok());
+  ASSERT_TRUE(context->device().Fill(waiting, nowhere, 1000, PatternOf(Format::kFp32, 1.0f)).ok());
   auto options = Make<offload_step_options_t>();
   options.stream = waiting;
   offload_ticket_t ticket = 0;

@@ -20,12 +20,13 @@ const KernelTable* FindAvx2() {
 
 struct Named {
   const char* name;
-  StateLayout layout;
+  StateFormats formats;
 };
-constexpr Named kLayouts[] = {{"fp32", StateLayout::kFp32},
-                              {"split", StateLayout::kSplit},
-                              {"bf16_moments", StateLayout::kBf16Moments},
-                              {"split_bf16_moments", StateLayout::kSplitBf16Moments}};
+constexpr Named kFormatsNamed[] = {
+    {"fp32", {}},
+    {"split", {.master = Format::kSplit}},
+    {"bf16_moments", {Format::kFp32, Format::kBf16, Format::kBf16}},
+    {"split_bf16_moments", {Format::kSplit, Format::kBf16, Format::kBf16}}};
 
 }  // namespace
 }  // namespace hybridopt
@@ -56,7 +57,7 @@ int main(int count, char** arguments) {
     std::vector<double> sums(kElements / kNormBlockElements);
     MeasuredNorm(table->SumSquares(OFFLOAD_BF16), grad.data(), sums.data());
   }
-  for (const Named& one : kLayouts) {
+  for (const Named& one : kFormatsNamed) {
     if (std::strcmp(name, one.name) != 0) continue;
     Coefficients c = {};
     c.grad_factor = c.step_size = c.keep0 = c.keep1 = c.eps = 0.5f;
@@ -68,7 +69,7 @@ int main(int count, char** arguments) {
                              moment1.data(),
                              kElements,
                              StochasticRounding(1, 2, 3)};
-    MeasuredUpdate(table->Update(Rule::kAdam, {OFFLOAD_BF16, OFFLOAD_BF16, one.layout}), c, span);
+    MeasuredUpdate(table->Update(Rule::kAdam, {OFFLOAD_BF16, OFFLOAD_BF16, one.formats}), c, span);
   }
   std::printf("compiler %s\nelements %llu\n", __VERSION__,
               static_cast<unsigned long long>(kElements));

@@ -110,8 +110,7 @@ class CudaDevice final : public Device {
                       uint64_t bytes) override {
     return Copy(stream, device, host, bytes, host, "copy to the device");
   }
-  Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
-              float value) override;
+  Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override;
   Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
                 float* destination) override;
   Status Norm(StreamHandle stream, const NormLaunch& launch) override;
@@ -599,10 +598,9 @@ Status CudaDevice::AwaitIfPageable(StreamHandle stream, const void* host) {
                        status.message().c_str());
 }
 
-Status CudaDevice::Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
-                        float value) {
+Status CudaDevice::Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) {
   const Scope scope = Enter();
-  return Check(LaunchFill(Of(stream), device, dtype, count, value), "fill", stream);
+  return Check(LaunchFill(Of(stream), device, count, pattern), "fill", stream);
 }
 
 Status CudaDevice::ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,

@@ -14,9 +14,9 @@ bool CanReadAtOnce(const void* array, uint64_t element_bytes) {
 bool Vectors(const UpdateSpan& span, const SpanTypes& types) {
   return CanReadAtOnce(span.grad, DtypeBytes(types.grad_dtype)) &&
          CanReadAtOnce(span.param, DtypeBytes(types.param_dtype)) &&
-         CanReadAtOnce(span.master, types.master_bytes()) &&
-         CanReadAtOnce(span.moment0, types.moment_bytes()) &&
-         CanReadAtOnce(span.moment1, types.moment_bytes());
+         CanReadAtOnce(span.master, RowOf(types.formats.master).Bytes(1)) &&
+         CanReadAtOnce(span.moment0, RowOf(types.formats.moment0).Bytes(1)) &&
+         CanReadAtOnce(span.moment1, RowOf(types.formats.moment1).Bytes(1));
 }
 
 }  // namespace
@@ -24,17 +24,17 @@ bool Vectors(const UpdateSpan& span, const SpanTypes& types) {
 UpdateKind KindOf(Rule rule, const DeviceUpdate& update) {
   const SpanTypes types = update.types();
   const bool is_bf16 = types.param_dtype == OFFLOAD_BF16;
-  HYBRIDOPT_CHECK(is_bf16 || !IsSplit(types.layout));
+  const bool beside_param = RowOf(types.formats.master).beside_param;
+  HYBRIDOPT_CHECK(is_bf16 || !beside_param);
   const Rounding& rounding = update.span.rounding;
-  return {rule, types, IsSplit(types.layout) || (is_bf16 && rounding.ties_away),
-          HasBf16Moments(types.layout) && rounding.stochastic};
+  const bool rounds =
+      RowOf(types.formats.master).is_rounded || RowOf(types.formats.moment0).is_rounded;
+  return {rule, types, beside_param || (is_bf16 && rounding.ties_away),
+          rounds && rounding.stochastic};
 }
 
 uint32_t NumberOf(const UpdateKind& kind) {
-  const auto layout = static_cast<int32_t>(kind.types.layout);
-  const int32_t dtypes = (kind.types.grad_dtype - 1) * kDtypeCount + kind.types.param_dtype - 1;
-  const int32_t roundings = 2 * kind.ties_away + kind.stochastic;
-  return static_cast<uint32_t>((layout * kDtypeCount * kDtypeCount + dtypes) * 4 + roundings);
+  return IndexOf(kind.rule, kind.types) * 4 + 2 * kind.ties_away + kind.stochastic;
 }
 
 UpdateRow RowOf(const DeviceUpdate& update, const Coefficients& coefficients, uint32_t first_tile) {

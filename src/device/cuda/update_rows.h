@@ -8,8 +8,7 @@ namespace hybridopt::cuda {
 
 UpdateKind KindOf(Rule rule, const DeviceUpdate& update);
 
-// Number of kinds of updates of one rule.
-inline constexpr uint32_t kUpdateKindCount = kStateLayoutCount * kDtypeCount * kDtypeCount * 4;
+inline constexpr uint32_t kUpdateKindCount = kIndexCount * 4;
 uint32_t NumberOf(const UpdateKind& kind);
 
 // `first_tile` is the number of tiles of the rows before.

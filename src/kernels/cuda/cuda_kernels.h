@@ -60,8 +60,8 @@ cudaError_t LaunchBlockSums(cudaStream_t stream, const NormRow* rows, uint32_t r
 cudaError_t LaunchVerdictOfSums(cudaStream_t stream, const NormRow* rows, uint32_t row_count,
                                 double* block_sums, const NormTotal& total, Verdict* verdict);
 cudaError_t LaunchSetVerdict(cudaStream_t stream, const Verdict& value, Verdict* verdict);
-cudaError_t LaunchFill(cudaStream_t stream, void* destination, int32_t dtype, uint64_t count,
-                       float value);
+cudaError_t LaunchFill(cudaStream_t stream, void* destination, uint64_t count,
+                       const Pattern& pattern);
 cudaError_t LaunchToFp32(cudaStream_t stream, const void* source, int32_t dtype, uint64_t count,
                          float* destination);
 

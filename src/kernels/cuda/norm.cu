@@ -210,15 +210,22 @@ cudaError_t LaunchSetVerdict(cudaStream_t stream, const Verdict& value, Verdict*
   return cudaGetLastError();
 }
 
-cudaError_t LaunchFill(cudaStream_t stream, void* destination, int32_t dtype, uint64_t count,
-                       float value) {
+cudaError_t LaunchFill(cudaStream_t stream, void* destination, uint64_t count,
+                       const Pattern& pattern) {
   if (count == 0) return cudaSuccess;
   const uint32_t blocks = SmallBlocks(count);
-  if (dtype == OFFLOAD_FP32) {
-    Fill<<<blocks, kSmallThreads, 0, stream>>>(static_cast<float*>(destination), count, value);
-  } else {
-    const uint16_t bits = dtype == OFFLOAD_BF16 ? Fp32ToBf16(value) : Fp32ToFp16(value);
-    Fill<<<blocks, kSmallThreads, 0, stream>>>(static_cast<uint16_t*>(destination), count, bits);
+  switch (pattern.bytes) {
+    case 4:
+      Fill<<<blocks, kSmallThreads, 0, stream>>>(static_cast<uint32_t*>(destination), count,
+                                                 pattern.bits);
+      break;
+    case 2:
+      Fill<<<blocks, kSmallThreads, 0, stream>>>(static_cast<uint16_t*>(destination), count,
+                                                 static_cast<uint16_t>(pattern.bits));
+      break;
+    default:
+      Fill<<<blocks, kSmallThreads, 0, stream>>>(static_cast<uint8_t*>(destination), count,
+                                                 static_cast<uint8_t>(pattern.bits));
   }
   return cudaGetLastError();
 }
@@ -241,8 +248,9 @@ cudaError_t LoadKernels() {
       reinterpret_cast<const void*>(ParamSums),
       reinterpret_cast<const void*>(VerdictOfSums),
       reinterpret_cast<const void*>(SetVerdict),
-      reinterpret_cast<const void*>(Fill<float>),
+      reinterpret_cast<const void*>(Fill<uint32_t>),
       reinterpret_cast<const void*>(Fill<uint16_t>),
+      reinterpret_cast<const void*>(Fill<uint8_t>),
       reinterpret_cast<const void*>(ToFp32<OFFLOAD_FP32>),
       reinterpret_cast<const void*>(ToFp32<OFFLOAD_BF16>),
       reinterpret_cast<const void*>(ToFp32<OFFLOAD_FP16>),

@@ -1,5 +1,5 @@
 // The update of many params of one kind in one launch. A thread block finds the row of each tile.
-// Each combination of layout, dtypes and rounding has a kernel of its own, which needs registers
+// Each combination of formats, dtypes and rounding has a kernel of its own, which needs registers
 // only for that combination.
 #include <utility>
 
@@ -30,15 +30,14 @@ __device__ const UpdateRow& RowOfTile(const UpdateRow* rows, uint32_t row_count,
   return rows[first];
 }
 
-template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype, int32_t kParamDtype,
-          bool kTiesAway>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kTiesAway>
 __device__ void UpdateTile(const UpdateRow& row, uint32_t tile, float grad_factor) {
   Coefficients c = row.coefficients;
   c.grad_factor = __fmul_rn(c.grad_factor, grad_factor);
   const uint64_t begin = uint64_t{tile - row.first_tile} * kTileElements;
   const uint64_t end = min(begin + kTileElements, row.span.count);
-  const TileArrays<kRule, kSplit, kForm, kGradDtype, kParamDtype, kTiesAway> arrays(
-      row.span, begin, static_cast<uint32_t>(end - begin));
+  const TileArrays<kRule, kTypes, kRandomly, kTiesAway> arrays(row.span, begin,
+                                                               static_cast<uint32_t>(end - begin));
   uint64_t done = begin;
   if (row.vectors && arrays.pieces()) {
     done = end / kQuad * kQuad;
@@ -61,104 +60,70 @@ __device__ void UpdateTile(const UpdateRow& row, uint32_t tile, float grad_facto
   }
 }
 
-// Each thread block updates one tile.
-template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype, int32_t kParamDtype,
-          bool kTiesAway>
+// Each thread block updates one tile. nvcc does not take a struct as template argument of a kernel.
+template <Rule kRule, int32_t kGradDtype, int32_t kParamDtype, Format kMaster, Format kMoment0,
+          Format kMoment1, bool kRandomly, bool kTiesAway>
 __global__ void __launch_bounds__(kThreads, kBlocksOfProcessor)
     Update(const UpdateRow* __restrict__ rows, uint32_t row_count, const Verdict* verdict) {
   if (verdict->skip != 0) return;
-  UpdateTile<kRule, kSplit, kForm, kGradDtype, kParamDtype, kTiesAway>(
-      RowOfTile(rows, row_count, blockIdx.x), blockIdx.x, verdict->grad_factor);
+  constexpr SpanTypes kTypes = {kGradDtype, kParamDtype, {kMaster, kMoment0, kMoment1}};
+  UpdateTile<kRule, kTypes, kRandomly, kTiesAway>(RowOfTile(rows, row_count, blockIdx.x),
+                                                  blockIdx.x, verdict->grad_factor);
 }
 
 using UpdateKernel = void (*)(const UpdateRow*, uint32_t, const Verdict*);
 
-template <Rule kRule, bool kSplit, MomentForm kForm, int32_t kGradDtype>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kTiesAway>
+constexpr UpdateKernel kKernel =
+    Update<kRule, kTypes.grad_dtype, kTypes.param_dtype, kTypes.formats.master,
+           kTypes.formats.moment0, kTypes.formats.moment1, kRandomly, kTiesAway>;
+
+template <Rule kRule, SpanTypes kTypes, bool kRandomly>
 UpdateKernel KernelOf(const UpdateKind& kind) {
-  if constexpr (kSplit) {
-    return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_BF16, true>;
+  if constexpr (RowOf(kTypes.formats.master).beside_param) {
+    return kKernel<kRule, kTypes, kRandomly, true>;
   } else {
-    switch (kind.types.param_dtype) {
-      case OFFLOAD_FP32:
-        return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_FP32, false>;
-      case OFFLOAD_BF16:
-        if (kind.ties_away) return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_BF16, true>;
-        return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_BF16, false>;
-      default:
-        return Update<kRule, kSplit, kForm, kGradDtype, OFFLOAD_FP16, false>;
-    }
+    if constexpr (kTypes.param_dtype == OFFLOAD_BF16)
+      if (kind.ties_away) return kKernel<kRule, kTypes, kRandomly, true>;
+    return kKernel<kRule, kTypes, kRandomly, false>;
   }
 }
 
-template <Rule kRule, bool kSplit, MomentForm kForm>
-UpdateKernel KernelOf(const UpdateKind& kind) {
-  switch (kind.types.grad_dtype) {
-    case OFFLOAD_FP32:
-      return KernelOf<kRule, kSplit, kForm, OFFLOAD_FP32>(kind);
-    case OFFLOAD_BF16:
-      return KernelOf<kRule, kSplit, kForm, OFFLOAD_BF16>(kind);
-    default:
-      return KernelOf<kRule, kSplit, kForm, OFFLOAD_FP16>(kind);
+// Update chooses the kernel for a rule and types.
+struct Kernels {
+  template <Rule kRule, SpanTypes kTypes>
+  static UpdateKernel Update(const UpdateKind& kind) {
+    if constexpr (RoundsState<kRule>(kTypes.formats))
+      if (kind.stochastic) return KernelOf<kRule, kTypes, true>(kind);
+    return KernelOf<kRule, kTypes, false>(kind);
   }
-}
+};
 
-template <Rule kRule, bool kSplit>
-UpdateKernel KernelOf(const UpdateKind& kind) {
-  // A rule without moments needs only one of the forms of storing them.
-  if constexpr (kHasMoment0<kRule>) {
-    if (HasBf16Moments(kind.types.layout)) {
-      if (kind.stochastic) return KernelOf<kRule, kSplit, MomentForm::kStochastic>(kind);
-      return KernelOf<kRule, kSplit, MomentForm::kNearest>(kind);
-    }
-  }
-  return KernelOf<kRule, kSplit, MomentForm::kFp32>(kind);
-}
-
-template <Rule kRule>
-UpdateKernel KernelOfRule(const UpdateKind& kind) {
-  return IsSplit(kind.types.layout) ? KernelOf<kRule, true>(kind) : KernelOf<kRule, false>(kind);
-}
-
-template <int32_t... kRules>
-UpdateKernel KernelOf(const UpdateKind& kind, std::integer_sequence<int32_t, kRules...>) {
-  constexpr UpdateKernel (*kOfRules[])(const UpdateKind&) = {KernelOfRule<Rule{kRules}>...};
-  return kOfRules[static_cast<int32_t>(kind.rule)](kind);
-}
-
-UpdateKernel KernelOf(const UpdateKind& kind) {
-  return KernelOf(kind, std::make_integer_sequence<int32_t, kRuleCount>());
-}
+using ChooseKernel = UpdateKernel (*)(const UpdateKind&);
+constexpr ByTypes<ChooseKernel> kKernels = MakeUpdates<Kernels, ChooseKernel>();
 
 }  // namespace
 
 cudaError_t LaunchUpdate(cudaStream_t stream, const UpdateKind& kind, const UpdateRow* rows,
                          uint32_t row_count, uint32_t tiles, const Verdict* verdict) {
-  KernelOf(kind)<<<tiles, kThreads, 0, stream>>>(rows, row_count, verdict);
+  kKernels.Of(kind.rule, kind.types)(kind)<<<tiles, kThreads, 0, stream>>>(rows, row_count,
+                                                                           verdict);
   return cudaGetLastError();
 }
 
-namespace {
-
-cudaError_t LoadUpdateKernel(const UpdateKind& kind) {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, KernelOf(kind));
-}
-
-}  // namespace
-
 cudaError_t LoadUpdateKernels() {
-  for (int32_t rule = 0; rule < kRuleCount; ++rule)
-    for (int32_t layout = 0; layout < kStateLayoutCount; ++layout)
-      for (int32_t grad_dtype = 1; grad_dtype <= kDtypeCount; ++grad_dtype)
-        for (int32_t param_dtype = 1; param_dtype <= kDtypeCount; ++param_dtype)
-          for (bool ties_away : {false, true})
-            for (bool stochastic : {false, true}) {
-              const SpanTypes types = {grad_dtype, param_dtype, StateLayout{layout}};
-              const cudaError_t error =
-                  LoadUpdateKernel({Rule{rule}, types, ties_away, stochastic});
-              if (error != cudaSuccess) return error;
-            }
-  return cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  ForEachSpanTypes([&](const SpanTypes& types) {
+    for (int32_t rule = 0; rule < kRuleCount; ++rule)
+      for (bool ties_away : {false, true})
+        for (bool stochastic : {false, true}) {
+          if (error != cudaSuccess) return;
+          const UpdateKind kind = {Rule{rule}, types, ties_away, stochastic};
+          cudaFuncAttributes attributes;
+          error = cudaFuncGetAttributes(&attributes, kKernels.Of(kind.rule, types)(kind));
+        }
+  });
+  return error;
 }
 
 }  // namespace hybridopt::cuda

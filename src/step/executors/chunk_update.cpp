@@ -3,8 +3,6 @@
 #include <cstring>
 #include <utility>
 
-#include "kernels/convert.h"
-
 namespace hybridopt {
 namespace {
 
@@ -26,8 +24,7 @@ std::byte* ChunkUpdater::ParamAt(const Fragment& fragment, const ChunkBuffers& b
 }
 
 std::byte* ChunkUpdater::MasterAt(uint32_t id, uint64_t element, void* param) const {
-  if (IsSplit(shape_.params[id].layout)) return memory_.Host(id, kMasterLow, element);
-  std::byte* const master = memory_.Host(id, kMaster, element);
+  std::byte* const master = memory_.Host(id, shape_.params[id].master_slot(), element);
   return master != nullptr ? master : static_cast<std::byte*>(param);
 }
 
@@ -63,9 +60,9 @@ void ChunkUpdater::ForEachArray(const Fragment& fragment, uint64_t first, uint64
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
     if (!shaped.Keeps(Tier::kHost, slot)) continue;
-    const uint64_t element_bytes = DtypeBytes(shaped.dtype[slot]);
     visit(memory_.Host(fragment.param, slot, fragment.begin + first),
-          old[slot] + fragment.state_offset[slot] + first * element_bytes, count * element_bytes);
+          old[slot] + fragment.state_offset[slot] + shaped.Bytes(slot, first),
+          shaped.Bytes(slot, count));
   }
 }
 
@@ -108,7 +105,7 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
           kernels_.FollowParams(table_.param(id).dtype)(span.param, count,
                                                         static_cast<float*>(span.master));
         span.rounding = param.rounding;
-        const SpanTypes types{param.grad_dtype, table_.param(id).dtype, shaped.layout};
+        const SpanTypes types{param.grad_dtype, table_.param(id).dtype, shaped.formats()};
         const UpdateFunction update = kernels_.Update(param.rule, types);
         ForEachStripe(shape_, shaped, element, count,
                       [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
@@ -136,15 +133,17 @@ void ChunkUpdater::Fill(std::span<const Fragment> fragments, uint64_t element_co
         if (std::byte* master = memory_.Host(id, kMaster, element); master != nullptr)
           kernels_.ToFp32(param.dtype)(ParamAt(fragment, buffers, data, first), count,
                                        reinterpret_cast<float*>(master));
-        FillArray(memory_.Host(id, kMasterLow, element), OFFLOAD_U16, count, 0.0f);
+        FillArray(memory_.Host(id, kMasterLow, element), count,
+                  PatternOf(shaped.format[kMasterLow], 0.0f));
         if (!moments) return;
         // A worker rounds this to fp32, because the caller's thread may have set another rounding
         // mode.
         const double first_moment =
             InitialMoment0(table_.algorithm(), table_.groups()[param.group]);
-        FillArray(memory_.Host(id, kMoment0, element), shaped.dtype[kMoment0], count,
-                  static_cast<float>(first_moment));
-        FillArray(memory_.Host(id, kMoment1, element), shaped.dtype[kMoment1], count, 0.0f);
+        FillArray(memory_.Host(id, kMoment0, element), count,
+                  PatternOf(shaped.format[kMoment0], static_cast<float>(first_moment)));
+        FillArray(memory_.Host(id, kMoment1, element), count,
+                  PatternOf(shaped.format[kMoment1], 0.0f));
       });
 }
 

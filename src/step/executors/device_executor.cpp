@@ -62,7 +62,7 @@ Status DeviceExecutor::Await(double* seconds) {
 DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
   const StepParam& param = plan.param(id);
   const ParamShape& shaped = shape_.params[id];
-  void* master = memory_.OnDevice(id, IsSplit(shaped.layout) ? kMasterLow : kMaster);
+  void* master = memory_.OnDevice(id, shaped.master_slot());
   if (master == nullptr) master = param.addresses.data;
   DeviceUpdate update{};
   update.span = {
@@ -72,7 +72,7 @@ DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
   update.grad_dtype = param.grad_dtype;
   update.param_dtype = table_.param(id).dtype;
   update.coefficients = param.coefficients;
-  update.layout = shaped.layout;
+  update.formats = shaped.formats();
   return update;
 }
 

@@ -14,9 +14,11 @@ namespace {
 // The bytes that the old state and the new params of all elements would take.
 uint64_t BytesOfAll(const ParamTable& table, const StateShape& shape) {
   uint64_t bytes = 0;
-  for (uint32_t id = 0; id < table.size(); ++id)
-    bytes += table.param(id).count *
-             (shape.params[id].ElementBytes(Tier::kHost) + DtypeBytes(table.param(id).dtype));
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const Param& param = table.param(id);
+    bytes += shape.params[id].BytesOn(Tier::kHost, param.count);
+    bytes += param.count * DtypeBytes(param.dtype);
+  }
   return bytes;
 }
 
@@ -149,8 +151,8 @@ uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
     for (uint32_t index = 0; index < kStateSlots; ++index)
       if (shaped.Keeps(Tier::kHost, StateSlot{index}))
         area_bytes[index] =
-            std::max(area_bytes[index], fragment.state_offset[index] +
-                                            fragment.count * DtypeBytes(shaped.dtype[index]));
+            std::max(area_bytes[index],
+                     fragment.state_offset[index] + shaped.Bytes(StateSlot{index}, fragment.count));
     param_bytes =
         fragment.param_offset + fragment.count * DtypeBytes(table_.param(fragment.param).dtype);
   }

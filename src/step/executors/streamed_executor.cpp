@@ -218,7 +218,7 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slo
                          ? HeldGrad(fragment, slot)
                          : static_cast<const std::byte*>(param.addresses.grad) + grad_begin;
   update.span.param = static_cast<std::byte*>(param.addresses.data) + param_begin;
-  update.span.master = state(IsSplit(shaped.layout) ? kMasterLow : kMaster);
+  update.span.master = state(shaped.master_slot());
   update.span.moment0 = state(kMoment0);
   update.span.moment1 = state(kMoment1);
   update.span.count = fragment.count;
@@ -226,7 +226,7 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slo
   update.grad_dtype = param.grad_dtype;
   update.param_dtype = table_.param(id).dtype;
   update.coefficients = param.coefficients;
-  update.layout = shaped.layout;
+  update.formats = shaped.formats();
   return update;
 }
 
@@ -254,8 +254,7 @@ Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
         bytes = 0;
       }
       if (travels)
-        bytes =
-            fragment.state_offset[kind] - offset + fragment.count * DtypeBytes(shaped.dtype[kind]);
+        bytes = fragment.state_offset[kind] - offset + shaped.Bytes(kind, fragment.count);
     }
     HYBRIDOPT_TRY(Copy(direction, host, area + offset, bytes));
   }

@@ -139,7 +139,7 @@ TEST(HostDevice, RefusesWhatOnlyAPipelineNeeds) {
   EXPECT_TRUE(refuses(device->StreamWaitFlag(nullptr, &flag, 1), "StreamWaitFlag"));
   EXPECT_TRUE(refuses(device->Wait(nullptr, 0), "Wait"));
   EXPECT_TRUE(refuses(device->Elapsed(nullptr, nullptr).status(), "Elapsed"));
-  EXPECT_TRUE(refuses(device->Fill(nullptr, &value, OFFLOAD_FP32, 1, 2), "Fill"));
+  EXPECT_TRUE(refuses(device->Fill(nullptr, &value, 1, PatternOf(Format::kFp32, 2)), "Fill"));
   EXPECT_TRUE(refuses(device->ToFp32(nullptr, &value, OFFLOAD_FP32, 1, &value), "ToFp32"));
   EXPECT_TRUE(refuses(device->Norm(nullptr, {}), "Norm"));
   EXPECT_TRUE(refuses(device->SetVerdict(nullptr, verdict, &verdict), "SetVerdict"));
@@ -470,7 +470,7 @@ TEST(SimStream, UnknownStreamsAndEventsAreRefusedByEveryFunction) {
                                device->Synchronize(stream, 0),
                                device->CopyToHost(stream, &value, data, 4),
                                device->CopyToDevice(stream, data, &value, 4),
-                               device->Fill(stream, data, OFFLOAD_FP32, 1, 1.0f),
+                               device->Fill(stream, data, 1, PatternOf(Format::kFp32, 1.0f)),
                                device->ToFp32(stream, data, OFFLOAD_FP32, 1, data),
                                device->Norm(stream, {}),
                                device->SetVerdict(stream, {}, nullptr),
@@ -683,8 +683,8 @@ TEST(SimFailure, TheFirstCauseStays) {
   auto* data = AllocateArray<float>(*device, 64);
   Gate gate;
   gate.Close(*device, streams[1]);
-  EXPECT_TRUE(Ok(device->Fill(streams[1], data, OFFLOAD_FP32, 65, 0.0f)));
-  EXPECT_TRUE(Ok(device->Fill(streams[0], data + 64, OFFLOAD_FP32, 1, 0.0f)));
+  EXPECT_TRUE(Ok(device->Fill(streams[1], data, 65, PatternOf(Format::kFp32, 0.0f))));
+  EXPECT_TRUE(Ok(device->Fill(streams[0], data + 64, 1, PatternOf(Format::kFp32, 0.0f))));
   EXPECT_TRUE(Fails(device->Synchronize(streams[0], -1), OFFLOAD_DEVICE_FAILED, {"\"first\""}));
   gate.Open();
   EXPECT_TRUE(Fails(device->Synchronize(streams[1], -1), OFFLOAD_DEVICE_FAILED, {"\"first\""}));
@@ -693,7 +693,7 @@ TEST(SimFailure, TheFirstCauseStays) {
 TEST(SimFailure, FreeWorksOnAFailedDevice) {
   auto device = MakeSim(4096);
   auto* data = AllocateArray<float>(*device, 64);
-  EXPECT_TRUE(Ok(device->Fill(nullptr, data, OFFLOAD_FP32, 65, 0.0f)));
+  EXPECT_TRUE(Ok(device->Fill(nullptr, data, 65, PatternOf(Format::kFp32, 0.0f))));
   EXPECT_TRUE(Fails(device->Synchronize(nullptr, -1), OFFLOAD_DEVICE_FAILED, {"Fill"}));
   EXPECT_TRUE(Ok(device->Free(data)));
   EXPECT_EQ(device->Memory().value().free_bytes, 4096u);
@@ -743,15 +743,17 @@ TEST(SimFailure, EveryCommandChecksEveryAddressWhenItRuns) {
       {"CopyToDevice", "destination",
        [](Arrays& a) { return a.device->CopyToDevice(nullptr, a.grad + 1, a.host, 256); }},
       {"Fill", "destination",
-       [=](Arrays& a) { return a.device->Fill(nullptr, a.grad, OFFLOAD_FP32, past, 1.0f); }},
+       [=](Arrays& a) {
+         return a.device->Fill(nullptr, a.grad, past, PatternOf(Format::kFp32, 1.0f));
+       }},
       {"Fill", "runs past the end",
        [](Arrays& a) {
-         return a.device->Fill(nullptr, a.grad, OFFLOAD_FP32, UINT64_MAX / 2, 1.0f);
+         return a.device->Fill(nullptr, a.grad, UINT64_MAX / 2, PatternOf(Format::kFp32, 1.0f));
        }},
       {"Fill", "not aligned",
        [](Arrays& a) {
          auto* odd = reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(a.grad) + 2);
-         return a.device->Fill(nullptr, odd, OFFLOAD_FP32, 1, 1.0f);
+         return a.device->Fill(nullptr, odd, 1, PatternOf(Format::kFp32, 1.0f));
        }},
       {"ToFp32", "source",
        [=](Arrays& a) {
@@ -811,7 +813,7 @@ TEST(SimFailure, CommandsOnNothingNeedNoAddress) {
   const NormInput input = {nullptr, 0, OFFLOAD_FP32, 0};
   const DeviceUpdate update = {{}, OFFLOAD_FP32, OFFLOAD_FP32, 0};
   const Coefficients coefficients = {};
-  EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, OFFLOAD_FP32, 0, 1.0f)));
+  EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, 0, PatternOf(Format::kFp32, 1.0f))));
   EXPECT_TRUE(Ok(device->ToFp32(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
   EXPECT_TRUE(Ok(device->Norm(nullptr, {{&input, 1}, nullptr, 1, 0, verdict})));
   EXPECT_TRUE(
@@ -887,7 +889,7 @@ TEST(SimQueue, QueueingAndRunningAllocateNothing) {
   const auto everything = [&] {
     Device& device = *a.device;
     return device.CopyToDevice(stream, a.grad, a.host, 256).ok() &&
-           device.Fill(stream, a.param, OFFLOAD_FP32, 64, 1.0f).ok() &&
+           device.Fill(stream, a.param, 64, PatternOf(Format::kFp32, 1.0f)).ok() &&
            device.ToFp32(stream, a.grad, OFFLOAD_BF16, 64, a.param).ok() &&
            device.Norm(stream, a.Norm()).ok() &&
            device.SetVerdict(stream, AssumeFinite(1), a.verdict).ok() &&

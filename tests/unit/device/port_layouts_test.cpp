@@ -18,9 +18,6 @@
 namespace hybridopt {
 namespace {
 
-constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
-constexpr StateLayout kLayouts[] = {StateLayout::kFp32, StateLayout::kSplit,
-                                    StateLayout::kBf16Moments, StateLayout::kSplitBf16Moments};
 constexpr float kGradFactor = 0.75f;
 constexpr Coefficients kCoefficients[] = {
     {1, 0, 1e-4f, 1e-3f, 0.9f, 0.1f, 0.999f, 1e-3f, 3, 1e-8f, 0, 0},
@@ -28,16 +25,14 @@ constexpr Coefficients kCoefficients[] = {
 
 std::vector<SpanTypes> AllTypes() {
   std::vector<SpanTypes> all;
-  for (StateLayout layout : kLayouts)
-    for (int32_t grad : kDtypes)
-      for (int32_t param : kDtypes)
-        if (!IsSplit(layout) || param == OFFLOAD_BF16) all.push_back({grad, param, layout});
+  ForEachSpanTypes([&](const SpanTypes& types) { all.push_back(types); });
   return all;
 }
 
 std::string Text(const SpanTypes& types) {
-  return "layout " + std::to_string(static_cast<int32_t>(types.layout)) + ", " +
-         DtypeName(types.grad_dtype) + " gradient, " + DtypeName(types.param_dtype) + " param";
+  return RowOf(types.formats.master).name + std::string(" masters, ") +
+         RowOf(types.formats.moment0).name + " moments, " + DtypeName(types.grad_dtype) +
+         " gradient, " + DtypeName(types.param_dtype) + " param";
 }
 
 // Where elements lie in their tensor: one run, runs that cross 2^32, and rows of every length
@@ -88,16 +83,17 @@ class Updates {
 
   void Add(const SpanTypes& types, uint64_t count, uint64_t skew, const Rounding& rounding,
            const ElementOrder& order, bool not_finite = false) {
+    const FormatRow& masters = RowOf(types.formats.master);
     const auto add = [&](int32_t dtype, bool positive) -> SkewedArray& {
       return arrays_.emplace_back(device_, dtype, skew,
-                                  dtype == OFFLOAD_U16
+                                  arrays_.size() % 5 == 2 && masters.beside_param
                                       ? AnyArray(dtype, count, random_)
                                       : Numbers(dtype, count, positive, not_finite, random_));
     };
-    const int32_t moment = HasBf16Moments(types.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
+    const int32_t moment = RowOf(types.formats.moment0).view_dtype;
     SkewedArray& grad = add(types.grad_dtype, false);
     SkewedArray& param = add(types.param_dtype, false);
-    SkewedArray& master = add(IsSplit(types.layout) ? OFFLOAD_U16 : OFFLOAD_FP32, false);
+    SkewedArray& master = add(masters.view_dtype, false);
     SkewedArray& moment0 = add(moment, IsSumOfSquares(MomentOf(rule_, 0)));
     SkewedArray& moment1 = add(moment, true);
     const uint32_t which = updates_.size() % 2;
@@ -109,7 +105,7 @@ class Updates {
                         types.grad_dtype,
                         types.param_dtype,
                         which,
-                        types.layout});
+                        types.formats});
     Coefficients scaled = kCoefficients[which];
     scaled.grad_factor *= kGradFactor;
     ReferenceKernels().Update(rule_, types)(
@@ -157,10 +153,12 @@ constexpr Rounding kBoth = {
 // All that make a difference.
 std::vector<Rounding> RoundingsOf(const SpanTypes& types) {
   std::vector<Rounding> roundings = {kNearest};
-  if (HasBf16Moments(types.layout)) roundings.push_back(kStochastic);
-  if (types.param_dtype == OFFLOAD_BF16 && !IsSplit(types.layout)) {
+  const FormatRow& masters = RowOf(types.formats.master);
+  const bool rounds = masters.is_rounded || RowOf(types.formats.moment0).is_rounded;
+  if (rounds) roundings.push_back(kStochastic);
+  if (types.param_dtype == OFFLOAD_BF16 && !masters.beside_param) {
     roundings.push_back(kTiesAway);
-    if (HasBf16Moments(types.layout)) roundings.push_back(kBoth);
+    if (rounds) roundings.push_back(kBoth);
   }
   return roundings;
 }
@@ -189,11 +187,12 @@ TEST_P(PortLayoutsTest, UpdatesGiveTheBitsOfTheSpecification) {
 TEST_P(PortLayoutsTest, RandomBitsFollowTheElementsOrder) {
   auto device = Make();
   for (int32_t rule = 0; rule < kRuleCount; ++rule) {
-    for (StateLayout layout : {StateLayout::kBf16Moments, StateLayout::kSplitBf16Moments}) {
+    for (const SpanTypes& types : AllTypes()) {
+      if (types.grad_dtype != OFFLOAD_BF16 || types.param_dtype != OFFLOAD_BF16) continue;
       for (uint64_t skew : {0, 1}) {
         Updates updates(*device, Rule{rule}, 5);
         for (const ElementOrder& order : kOrders)
-          updates.Add({OFFLOAD_BF16, OFFLOAD_BF16, layout}, 10'007, skew, kStochastic, order);
+          updates.Add(types, 10'007, skew, kStochastic, order);
         ASSERT_EQ(updates.Difference(), "") << "rule " << rule << ", skew " << skew;
       }
     }

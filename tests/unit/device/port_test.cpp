@@ -126,17 +126,18 @@ TEST_P(PortTest, RecordingAgainDoesNotMoveWhoWaitsAlready) {
 TEST_P(PortTest, FillAndWiden) {
   auto device = Make();
   auto* data = Upload(*device, std::vector<float>(100, -1.0f));
-  ASSERT_TRUE(Ok(device->Fill(nullptr, data + 1, OFFLOAD_FP32, 98, 2.5f)));
+  ASSERT_TRUE(Ok(device->Fill(nullptr, data + 1, 98, PatternOf(Format::kFp32, 2.5f))));
   const std::vector<float> filled = Download(*device, data, 100);
   EXPECT_TRUE(filled[0] == -1.0f && filled[99] == -1.0f);
   EXPECT_EQ(std::count(filled.begin(), filled.end(), 2.5f), 98);
 
-  for (int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP16}) {
-    auto* halves = Upload(*device, std::vector<uint16_t>(3, uint16_t{7}));
-    ASSERT_TRUE(Ok(device->Fill(nullptr, halves + 1, dtype, 1, 1.0009765625f)));
-    const uint16_t rounded = dtype == OFFLOAD_BF16 ? 0x3f80 : 0x3c01;
-    EXPECT_EQ(Download(*device, halves, 3), (std::vector<uint16_t>{7, rounded, 7}));
-  }
+  const Pattern pattern = PatternOf(Format::kBf16, 1.0009765625f);
+  auto* halves = Upload(*device, std::vector<uint16_t>(3, uint16_t{7}));
+  ASSERT_TRUE(Ok(device->Fill(nullptr, halves + 1, 1, pattern)));
+  EXPECT_EQ(Download(*device, halves, 3), (std::vector<uint16_t>{7, 0x3f80, 7}));
+  auto* bytes = Upload(*device, std::vector<uint8_t>(4, uint8_t{7}));
+  ASSERT_TRUE(Ok(device->Fill(nullptr, bytes + 1, 2, {1, 0xfe})));
+  EXPECT_EQ(Download(*device, bytes, 4), (std::vector<uint8_t>{7, 0xfe, 0xfe, 7}));
 
   const std::vector<uint16_t> bf16 = {0x3f80, 0xc000, 0x0001, 0x7fc0, 0x8000};
   auto* source = Upload(*device, bf16);
@@ -394,7 +395,7 @@ TEST_P(PortTest, CommandsOnNothingDoNothing) {
   const DeviceUpdate update = {{}, OFFLOAD_FP32, OFFLOAD_FP32, 0};
   const Coefficients coefficients = {};
   EXPECT_TRUE(Ok(device->CopyToHost(nullptr, nullptr, nullptr, 0)));
-  EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, OFFLOAD_FP32, 0, 1.0f)));
+  EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, 0, PatternOf(Format::kFp32, 1.0f))));
   EXPECT_TRUE(Ok(device->ToFp32(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
   EXPECT_TRUE(
       Ok(device->Update(nullptr, {Rule::kAdam, {&update, 1}, {&coefficients, 1}, verdict})));

@@ -18,10 +18,6 @@
 namespace hybridopt {
 namespace {
 
-constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
-constexpr StateLayout kLayouts[] = {StateLayout::kFp32, StateLayout::kSplit,
-                                    StateLayout::kBf16Moments, StateLayout::kSplitBf16Moments};
-
 struct Kind {
   Rule rule;
   SpanTypes types;
@@ -30,32 +26,48 @@ struct Kind {
 std::vector<Kind> AllKinds() {
   std::vector<Kind> kinds;
   for (int32_t rule = 0; rule < kRuleCount; ++rule)
-    for (StateLayout layout : kLayouts)
-      for (int32_t grad : kDtypes)
-        for (int32_t param : kDtypes)
-          if (!IsSplit(layout) || param == OFFLOAD_BF16)
-            kinds.push_back({Rule{rule}, {grad, param, layout}});
+    ForEachSpanTypes([&](const SpanTypes& types) { kinds.push_back({Rule{rule}, types}); });
   return kinds;
 }
 
-// An array of elements of 2 or 4 bytes at an odd address, between guards.
+const std::byte* BytesOf(const std::vector<float>& values) {
+  return reinterpret_cast<const std::byte*>(values.data());
+}
+
+// An array of elements at an odd address, between guards.
 class Array {
  public:
   Array(const std::vector<float>& values, int32_t dtype, uint64_t shift)
-      : element_bytes_(DtypeBytes(dtype)),
-        count_(values.size()),
-        bytes_(2 * kGuard + shift * element_bytes_ + values.size() * element_bytes_, kFill),
-        begin_(kGuard + shift * element_bytes_) {
+      : Array(values.size(), DtypeBytes(dtype), shift) {
     for (uint64_t i = 0; i < values.size(); ++i) {
       const uint32_t bits = dtype == OFFLOAD_FP32   ? std::bit_cast<uint32_t>(values[i])
                             : dtype == OFFLOAD_BF16 ? Fp32ToBf16(values[i])
-                            : dtype == OFFLOAD_FP16 ? Fp32ToFp16(values[i])
-                                                    : LowHalf(values[i]);
+                                                    : Fp32ToFp16(values[i]);
       std::memcpy(&bytes_[begin_ + i * element_bytes_], &bits, element_bytes_);
     }
   }
+  Array(const std::vector<float>& values, Format format, uint64_t shift)
+      : Array(values.size(), RowOf(format).Bytes(1), shift) {
+    RowOf(format).encode(BytesOf(values), count_, reinterpret_cast<std::byte*>(data()));
+  }
+  // The params of masters in that format.
+  static Array Params(const std::vector<float>& masters, Format format, int32_t dtype,
+                      uint64_t shift) {
+    if (!RowOf(format).beside_param) return Array(masters, dtype, shift);
+    Array params(masters.size(), DtypeBytes(dtype), shift);
+    RowOf(format).encode_params(BytesOf(masters), masters.size(),
+                                reinterpret_cast<std::byte*>(params.data()));
+    return params;
+  }
 
   void* data() { return &bytes_[begin_]; }
+  void PutNan(uint64_t i) {
+    const uint32_t nan = 0x7FFFFFFF >> (32 - 8 * element_bytes_);
+    std::memcpy(&bytes_[begin_ + i * element_bytes_], &nan, element_bytes_);
+  }
+  const std::byte* element(uint64_t i) const {
+    return reinterpret_cast<const std::byte*>(&bytes_[begin_ + i * element_bytes_]);
+  }
   template <typename T>
   T at(uint64_t i) const {
     T value;
@@ -74,6 +86,12 @@ class Array {
   }
 
  private:
+  Array(uint64_t count, uint64_t element_bytes, uint64_t shift)
+      : element_bytes_(element_bytes),
+        count_(count),
+        bytes_(2 * kGuard + shift * element_bytes + count * element_bytes, kFill),
+        begin_(kGuard + shift * element_bytes) {}
+
   static constexpr uint64_t kGuard = 64;
   static constexpr uint8_t kFill = 0xA5;
 
@@ -90,12 +108,13 @@ struct Arrays {
       : kind_(kind),
         count_(count),
         grad(Clamped(Values(count, seed, 1.0f), grad_max), kind.types.grad_dtype, shift),
-        param(Rounded(Masters(count, seed)), kind.types.param_dtype, shift),
-        master(Masters(count, seed), IsSplit(kind.types.layout) ? OFFLOAD_U16 : OFFLOAD_FP32,
-               shift),
+        param(Array::Params(Masters(count, seed), kind.types.formats.master, kind.types.param_dtype,
+                            shift)),
+        master(Masters(count, seed), kind.types.formats.master, shift),
         moment0(Positive(Values(count, seed + 2, 0.1f), IsSumOfSquares(MomentOf(kind.rule, 0))),
-                moment_dtype(), shift),
-        moment1(Positive(Values(count, seed + 3, 0.01f), true), moment_dtype(), shift) {}
+                kind.types.formats.moment0, shift),
+        moment1(Positive(Values(count, seed + 3, 0.01f), true), kind.types.formats.moment1, shift) {
+  }
 
   // Elements from `cut` on in a call of their own.
   void Update(const KernelTable& table, const Coefficients& c, const Rounding& rounding,
@@ -117,12 +136,14 @@ struct Arrays {
   }
 
   float Moment(const Array& moment, uint64_t i) const {
-    return HasBf16Moments(kind_.types.layout) ? Bf16ToFp32(moment.at<uint16_t>(i))
-                                              : moment.at<float>(i);
+    float value = 0;
+    RowOf(kind_.types.formats.moment0).decode(moment.element(i), nullptr, 1, &value);
+    return value;
   }
   float Master(uint64_t i) const {
-    return IsSplit(kind_.types.layout) ? JoinHalves(param.at<uint16_t>(i), master.at<uint16_t>(i))
-                                       : master.at<float>(i);
+    float value = 0;
+    RowOf(kind_.types.formats.master).decode(master.element(i), param.element(i), 1, &value);
+    return value;
   }
   bool GuardsIntact() const {
     return grad.GuardsIntact() && param.GuardsIntact() && master.GuardsIntact() &&
@@ -134,9 +155,6 @@ struct Arrays {
   }
 
  private:
-  int32_t moment_dtype() const {
-    return HasBf16Moments(kind_.types.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
-  }
   // Numbers of many magnitudes, zeros, denormals and huge ones among them.
   static std::vector<float> Values(uint64_t count, uint64_t seed, float scale) {
     Random random(seed);
@@ -159,11 +177,6 @@ struct Arrays {
   }
   static std::vector<float> Masters(uint64_t count, uint64_t seed) {
     return Values(count, seed + 1, 0.1f);
-  }
-  // Makes a number that, narrowed to bf16, is the upper half of a split master.
-  static std::vector<float> Rounded(std::vector<float> values) {
-    for (float& value : values) value = Bf16ToFp32(Fp32ToBf16TiesAway(value));
-    return values;
   }
   static std::vector<float> Positive(std::vector<float> values, bool positive) {
     if (positive)
@@ -202,8 +215,9 @@ constexpr ElementOrder kRows = {.first = 1000, .row_length = 23, .row_stride = 1
 
 std::string Text(const KernelTable& table, const Kind& kind) {
   return std::string(table.isa) + " rule " + std::to_string(static_cast<int>(kind.rule)) +
-         " layout " + std::to_string(static_cast<int>(kind.types.layout)) + " grad " +
-         DtypeName(kind.types.grad_dtype) + " param " + DtypeName(kind.types.param_dtype);
+         " masters " + RowOf(kind.types.formats.master).name + " moments " +
+         RowOf(kind.types.formats.moment0).name + " grad " + DtypeName(kind.types.grad_dtype) +
+         " param " + DtypeName(kind.types.param_dtype);
 }
 
 TEST(StateLayouts, EveryCountAndAddressHasReferenceBits) {
@@ -232,23 +246,15 @@ TEST(StateLayouts, EveryCountAndAddressHasReferenceBits) {
 // two in one operation the processor chooses.
 TEST(StateLayouts, OneNanHasReferenceBits) {
   constexpr uint64_t kCount = 70;
-  const auto put_nan = [](Array& array, int32_t dtype, uint64_t at) {
-    if (dtype == OFFLOAD_FP32)
-      static_cast<uint32_t*>(array.data())[at] = 0x7FFFFFFF;
-    else
-      static_cast<uint16_t*>(array.data())[at] = 0x7FFF;
-  };
   for (const Kind& kind : AllKinds()) {
-    const int32_t master = IsSplit(kind.types.layout) ? OFFLOAD_U16 : OFFLOAD_FP32;
-    const int32_t moment = HasBf16Moments(kind.types.layout) ? OFFLOAD_BF16 : OFFLOAD_FP32;
     for (const Rounding& rounding : Roundings()) {
       for (uint64_t at : {0, 1, 31, 33, 69}) {
         const auto updated = [&](const KernelTable& table, int where) {
           Arrays arrays(kind, kCount, at);
-          if (where == 0) put_nan(arrays.grad, kind.types.grad_dtype, at);
-          if (where == 1) put_nan(arrays.master, master, at);
-          if (where == 1) put_nan(arrays.param, kind.types.param_dtype, at);
-          if (where == 2) put_nan(arrays.moment0, moment, at);
+          if (where == 0) arrays.grad.PutNan(at);
+          if (where == 1) arrays.master.PutNan(at);
+          if (where == 1) arrays.param.PutNan(at);
+          if (where == 2) arrays.moment0.PutNan(at);
           arrays.Update(table, AnyCoefficients(), rounding);
           return arrays;
         };
@@ -288,7 +294,7 @@ TEST(StateLayouts, BitsArePinned) {
   uint64_t of_signum = 14695981039346656037u;  // FNV-1a
   uint64_t of_others = of_signum, of_cautious_adam = of_signum;
   for (const Kind& kind : AllKinds()) {
-    if (kind.types.layout == StateLayout::kFp32) continue;  // kernels_test.cpp
+    if (kind.types.formats == StateFormats{}) continue;  // kernels_test.cpp
     uint64_t& hash = kind.rule == Rule::kSignum         ? of_signum
                      : kind.rule == Rule::kCautiousAdam ? of_cautious_adam
                                                         : of_others;
@@ -334,7 +340,7 @@ TEST(SplitMasters, ZerosThatOthersWriteStayZeros) {
   Coefficients still = AnyCoefficients();
   still.step_size = still.decoupled_decay = 0;
   for (const Kind& kind : AllKinds()) {
-    if (!IsSplit(kind.types.layout)) continue;
+    if (!RowOf(kind.types.formats.master).beside_param) continue;
     for (const uint16_t zero : {uint16_t{0}, uint16_t{0x8000}}) {
       const auto updated = [&](const KernelTable& table) {
         Arrays arrays(kind, kCount, 5, 0, 65504.0f);
@@ -358,12 +364,11 @@ TEST(SplitMasters, ZerosThatOthersWriteStayZeros) {
 TEST(SplitMasters, MastersHaveTheBitsOfFp32Masters) {
   for (int32_t rule = 0; rule < kRuleCount; ++rule) {
     for (const bool bf16 : {false, true}) {
+      const Format moment = bf16 ? Format::kBf16 : Format::kFp32;
       const Kind split = {Rule{rule},
-                          {OFFLOAD_BF16, OFFLOAD_BF16,
-                           bf16 ? StateLayout::kSplitBf16Moments : StateLayout::kSplit}};
-      const Kind whole = {
-          Rule{rule},
-          {OFFLOAD_BF16, OFFLOAD_BF16, bf16 ? StateLayout::kBf16Moments : StateLayout::kFp32}};
+                          {OFFLOAD_BF16, OFFLOAD_BF16, {Format::kSplit, moment, moment}}};
+      const Kind whole = {Rule{rule},
+                          {OFFLOAD_BF16, OFFLOAD_BF16, {Format::kFp32, moment, moment}}};
       Arrays a(split, 700, 23), b(whole, 700, 23);
       const Arrays start(split, 700, 23);
       for (uint64_t step = 1; step <= 50; ++step) {
@@ -538,9 +543,11 @@ TEST(StochasticRounding, KeepsZerosInfinitiesAndNans) {
 
 // A second moment that grows by less than half a bf16 step per update: at random it follows the
 // double, to nearest it stands still. That is why random is the default.
+constexpr StateFormats kBf16Moments = {Format::kFp32, Format::kBf16, Format::kBf16};
+
 TEST(StochasticRounding, SmallChangesAreNotLost) {
   constexpr uint64_t kCount = 4096, kSteps = 1000;
-  const Kind kind = {Rule::kAdam, {OFFLOAD_FP32, OFFLOAD_BF16, StateLayout::kBf16Moments}};
+  const Kind kind = {Rule::kAdam, {OFFLOAD_FP32, OFFLOAD_BF16, kBf16Moments}};
   Coefficients c = AnyCoefficients();
   c.keep1 = 0.999f;
   c.weight1 = 0.001f;
@@ -571,7 +578,7 @@ TEST(StateLayouts, SumsInBf16StayFinite) {
   for (Rule rule : {Rule::kAdam, Rule::kAdagrad}) {
     for (const Rounding& rounding : Roundings()) {
       for (const KernelTable* table : SimdKernels()) {
-        const Kind kind = {rule, {OFFLOAD_FP32, OFFLOAD_BF16, StateLayout::kBf16Moments}};
+        const Kind kind = {rule, {OFFLOAD_FP32, OFFLOAD_BF16, kBf16Moments}};
         Arrays arrays(kind, 40, 1);
         for (uint64_t i = 0; i < 40; ++i) {
           const float huge = i % 2 == 0 ? FLT_MAX : -1e30f;

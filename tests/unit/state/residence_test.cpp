@@ -60,8 +60,9 @@ Case RandomCase(Random& random) {
   one.options.cpu_updates = one.options.unified || random.Below(3) > 0;
   one.options.streams_state =
       !one.options.unified && (!one.options.cpu_updates || random.Below(2) == 0);
-  one.options.master_layout = static_cast<int32_t>(random.Below(2));
-  one.options.moment_dtype = random.Below(2) == 0 ? OFFLOAD_FP32 : OFFLOAD_BF16;
+  one.options.formats.master = FindMasterFormat(static_cast<int32_t>(random.Below(2)))->format;
+  one.options.formats.moment0 = one.options.formats.moment1 =
+      random.Below(2) == 0 ? Format::kFp32 : Format::kBf16;
   one.options.stochastic = random.Below(2) == 0;
   return one;
 }
@@ -100,7 +101,7 @@ class ResidenceTest : public testing::Test {
 // What a tier keeps of a param, said again: an array or none.
 bool Keeps(const Param& param, const ParamShape& shaped, const ShapeOptions& options, uint32_t slot,
            bool staged_host) {
-  const bool split = options.master_layout == OFFLOAD_MASTER_SPLIT && param.dtype == OFFLOAD_BF16;
+  const bool split = options.formats.master != Format::kFp32 && param.dtype == OFFLOAD_BF16;
   if (slot == kMasterLow) return split;
   if (slot == kMaster) return !split && (param.dtype != OFFLOAD_FP32 || staged_host);
   switch (shaped.rule) {
@@ -337,9 +338,6 @@ TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
         for (uint32_t index = 0; index < kStateSlots; ++index) {
           const StateSlot slot{index};
           const bool moment = slot == kMoment0 || slot == kMoment1;
-          const int32_t dtype = slot == kMasterLow ? OFFLOAD_U16
-                                : moment           ? options.moment_dtype
-                                                   : OFFLOAD_FP32;
           std::vector<Range> arrays[kTiers];
           const Residence::Bytes& device = arranged.residence.bytes(Tier::kDevice, slot);
           const Residence::Bytes& host = arranged.residence.bytes(Tier::kHost, slot);
@@ -347,7 +345,11 @@ TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
           for (uint32_t id = 0; id < table.size(); ++id) {
             const Param& param = table.param(id);
             const ParamShape& shaped = arranged.shape.params[id];
-            ASSERT_EQ(shaped.dtype[slot], dtype);
+            const bool beside = RowOf(options.formats.master).beside_param;
+            const bool low = slot == kMasterLow && beside && param.dtype == OFFLOAD_BF16;
+            ASSERT_EQ(shaped.format[slot], moment ? options.formats.moment0
+                                           : low  ? options.formats.master
+                                                  : Format::kFp32);
             const bool on_device = !options.unified && Keeps(param, shaped, options, slot, false);
             const bool on_host = Keeps(param, shaped, options, slot, !options.unified);
             ASSERT_EQ(shaped.Keeps(Tier::kDevice, slot), on_device) << id << " slot " << slot;
@@ -395,7 +397,7 @@ TEST_F(ResidenceTest, StateInTheRingKeepsItsAlignmentAndItsDistanceToTheNext) {
           if (end > 0 && host >= host_end && host - host_end < 256) {
             EXPECT_EQ(offset - end, host - host_end);
           }
-          const uint64_t bytes = fragment.count * DtypeBytes(shaped.dtype[slot]);
+          const uint64_t bytes = shaped.Bytes(slot, fragment.count);
           end = offset + bytes;
           host_end = host + bytes;
         }
@@ -443,7 +445,7 @@ TEST_F(ResidenceTest, StripesSayWhereEveryElementLies) {
         for (uint32_t id = 0; id < table.size(); ++id) {
           const ParamShape& shaped = arranged.shape.params[id];
           const uint64_t count = table.param(id).count;
-          const bool random = options.stochastic && options.moment_dtype == OFFLOAD_BF16 &&
+          const bool random = options.stochastic && options.formats.moment0 == Format::kBf16 &&
                               shaped.rule != Rule::kSgdPlain;
           ASSERT_EQ(shaped.stripe_count > 0, random && count > 0);
           if (count == 0) continue;
@@ -481,14 +483,15 @@ TEST(Shape, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) 
     ParamTable table(OFFLOAD_ADAMW, *device);
     constexpr uint64_t kCount = 1 << 20;
     AddOneParam(table, dtype, kCount);
-    for (const int32_t master : {OFFLOAD_MASTER_FP32, OFFLOAD_MASTER_SPLIT}) {
-      for (const int32_t moments : {OFFLOAD_FP32, OFFLOAD_BF16}) {
-        const StateShape shape = MakeStateShape(table, {true, 1024, 2, 0, master, moments});
+    for (const Format master : {Format::kFp32, Format::kSplit}) {
+      for (const Format moments : {Format::kFp32, Format::kBf16}) {
+        const StateShape shape =
+            MakeStateShape(table, {true, 1024, 2, 0, {master, moments, moments}});
         const Residence residence(table, shape, 0);
-        const uint64_t master_bytes = dtype == OFFLOAD_FP32            ? 0
-                                      : master == OFFLOAD_MASTER_SPLIT ? 2
-                                                                       : 4;
-        const uint64_t moment_bytes = moments == OFFLOAD_BF16 ? 4 : 8;
+        const uint64_t master_bytes = dtype == OFFLOAD_FP32      ? 0
+                                      : master == Format::kSplit ? 2
+                                                                 : 4;
+        const uint64_t moment_bytes = moments == Format::kBf16 ? 4 : 8;
         const uint64_t bytes = (master_bytes + moment_bytes) * kCount;
         uint64_t kept_bytes = 0;
         for (uint32_t slot = 0; slot < kStateSlots; ++slot)
@@ -505,8 +508,7 @@ TEST(Shape, LargeStateArraysStartInDifferentBanks) {
   const std::unique_ptr<Device> device = CreateHostDevice();
   ParamTable table(OFFLOAD_ADAMW, *device);
   AddOneParam(table, OFFLOAD_BF16, uint64_t{1} << 26);
-  const StateShape shape =
-      MakeStateShape(table, {true, 1 << 20, 2, 0, OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
+  const StateShape shape = MakeStateShape(table, {true, 1 << 20, 2, 0});
   std::vector<uint64_t> begins = {0};  // where a caller's array would begin, in a page of 2 MiB
   for (const StateSlot slot : {kMaster, kMoment0, kMoment1}) {
     const uint64_t begin = shape.host_region_begin[slot] % (2 << 20);
