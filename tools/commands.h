@@ -37,7 +37,8 @@ struct PlanOptions {
   std::string algorithm = "adamw";
   std::string dtype = "bf16";  // of params and gradients
   double offload_fraction = 1;
-  bool small_state = false;  // split masters and bf16 moments
+  bool small_state = false;   // split masters and bf16 moments
+  std::string master_layout;  // of bf16 params; empty: "fp32", or "split" with small_state
   // The training around the optimizer.
   bool hook_gradients = false;     // gradients leave during the backward pass: room on the host
   uint64_t early_bytes = 0;        // early_update_bytes

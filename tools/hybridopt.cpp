@@ -86,6 +86,8 @@ void AddMachineCommands(CLI::App& app, Request& request) {
       ->capture_default_str();
   plan->add_flag("--small-state", options->small_state,
                  "split masters (of bf16 params) and bf16 moments");
+  plan->add_option("--master-layout", options->master_layout,
+                   "of bf16 params, as in fp32 or split");
   plan->add_flag("--hook-gradients", options->hook_gradients,
                  "gradients leave during the backward pass, which takes room on the host");
   const auto add_size = [plan](const char* name, uint64_t& bytes, const char* text) {

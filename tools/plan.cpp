@@ -8,6 +8,7 @@
 #include "handles.h"
 #include "kernels/algorithms.h"
 #include "kernels/dtypes.h"
+#include "kernels/formats/format.h"
 #include "text.h"
 
 namespace tool {
@@ -29,6 +30,9 @@ constexpr uint64_t kDeviceBytes = uint64_t{4} << 30;
 
 bool IsChoice(const hybridopt::DtypeRow& row) { return row.is_of_params; }
 bool IsChoice(const hybridopt::Algorithm&) { return true; }
+bool IsChoice(const hybridopt::FormatRow& row) {
+  return row.master_layout != hybridopt::kNotOffered;
+}
 
 // The row that an option names.
 template <typename Row, size_t kCount>
@@ -69,10 +73,12 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
   optimizer_options.algorithm = algorithm->value;
   optimizer_options.device_fraction = device_fraction;
   optimizer_options.chunk_elements = kGpuChunkElements;
-  if (options.small_state) {
-    optimizer_options.master_layout = OFFLOAD_MASTER_SPLIT;
-    optimizer_options.moment_dtype = OFFLOAD_BF16;
-  }
+  std::string masters = options.master_layout;
+  if (masters.empty()) masters = options.small_state ? "split" : "fp32";
+  HYBRIDOPT_ASSIGN(const hybridopt::FormatRow* const format,
+                   FindName(hybridopt::kFormats, masters, "--master-layout"));
+  optimizer_options.master_layout = format->master_layout;
+  if (options.small_state) optimizer_options.moment_dtype = OFFLOAD_BF16;
   if (options.hook_gradients) optimizer_options.movable = OFFLOAD_MOVABLE_GRADS;
   // Room for all elements, which grows with their number. The caller takes no more than the option
   // says.

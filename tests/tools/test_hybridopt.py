@@ -646,6 +646,8 @@ STATE_BYTES = [  # of an element: master and moments
     (["7e9"], 12),
     (["7e9", "--offload-fraction", "0.25"], 12),
     (["7B", "--small-state"], 6),
+    (["7B", "--master-layout", "split"], 10),
+    (["7B", "--small-state", "--master-layout", "fp32"], 8),
     (["1e9", "--algorithm", "lion", "--dtype", "fp32"], 8),
     (["2e9", "--algorithm", "sgd", "--dtype", "fp16"], 8),
     (["350M", "--algorithm", "adagrad"], 8),
