@@ -10,7 +10,7 @@ from torch import Tensor
 from .engine import Engine
 from .moments import COUNTED
 from .registered import MASTER, MASTER_LOW, Slot
-from .tensors import local_part
+from .tensors import LOW_DTYPES, local_part
 
 
 def adopt(engine: Engine, state: dict[Tensor, Any]) -> None:
@@ -110,12 +110,14 @@ def choose_master(engine: Engine, slot: Slot, entry: dict[str, Any]) -> None:
         entry.pop(own)
     low = entry.get(MASTER_LOW)
     shape = tuple(slot.param.shape)
-    shapes = {torch.uint8: (*shape, 2), torch.int16: shape}
-    if isinstance(low, Tensor) and shapes.get(low.dtype) != tuple(low.shape):
+    known = [(torch.int16, shape)]
+    known += [(torch.uint8, (*shape, dtype.itemsize)) for dtype in LOW_DTYPES.values()]
+    if isinstance(low, Tensor) and (low.dtype, tuple(low.shape)) not in known:
+        bytes_each = (slot.low_dtype or torch.int16).itemsize
         refuse(
             slot,
             f"has {MASTER_LOW!r} in {low.dtype} of shape {tuple(low.shape)}, expected torch.uint8 of shape "
-            f"{(*shape, 2)}",
+            f"{(*shape, bytes_each)}",
         )
 
 

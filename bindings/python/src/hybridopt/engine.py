@@ -28,7 +28,7 @@ from .steps import Steps
 from .released_storages import ReleasedStorage
 from .state_memory import StateMemory
 from .streams import current_stream
-from .tensors import gradient_of, local
+from .tensors import LOW_DTYPES, gradient_of, local
 from .under_way import Keeper, UnderWay, version_of
 
 
@@ -50,10 +50,8 @@ class Engine:
         self.history = history
         self.movable: int = options.get("movable", 0)  # enum offload_movable, or-ed
         self.handle = abi.Optimizer(context, algorithm=algorithm, **options)
-        split_masters = options.get("master_layout", 0) == abi.OFFLOAD_MASTER_SPLIT
-        self.registered = Registered(
-            self.handle, device, algorithm, groups, members, split_masters
-        )
+        low_dtype = LOW_DTYPES.get(options.get("master_layout", 0))
+        self.registered = Registered(self.handle, device, algorithm, groups, members, low_dtype)
         self.slots = self.registered.slots
         self.bound = Bound(self.handle, self.registered)
         self.steps = Steps(self.handle)

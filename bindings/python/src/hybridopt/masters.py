@@ -95,33 +95,40 @@ class Masters:
     def adopt(
         self, slot: Slot, entry: dict[str, Any], part_of: Callable[[Tensor], Tensor]
     ) -> None:
-        """Takes masters, in either layout, from an entry of `state` that was loaded or assigned. `part_of`
+        """Takes masters, in any layout, from an entry of `state` that was loaded or assigned. `part_of`
         cuts out the part of this process. If the entry has none, the next step compares fp32 masters with
         the param."""
         master, low = entry.get(MASTER), entry.get(MASTER_LOW)
         if slot.split:
             if isinstance(low, Tensor):
-                self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, part_of(low))
+                low = master_bits.as_halves(part_of(low))
+                if low.dtype == slot.low_dtype:
+                    self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, low)
+                else:
+                    self._split(slot, self._joined(slot, low))
             elif isinstance(master, Tensor):
                 self._split(slot, part_of(master))
             else:
-                zeros = torch.zeros((), dtype=torch.int16, device="cpu").expand(slot.shape)
+                zeros = torch.zeros((), dtype=slot.low_dtype, device="cpu").expand(slot.shape)
                 self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, zeros)
         elif slot.dtype != torch.float32 and isinstance(master, Tensor):
             self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, part_of(master))
         elif slot.dtype == torch.bfloat16 and isinstance(low, Tensor):
-            halves = master_bits.as_halves(part_of(low))
-            flat = in_memory_order(arranged(halves, torch.int16, slot.stride)).cpu()
-            whole = master_bits.joined(in_memory_order(slot.bound).cpu(), flat)
-            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, slot.arrange(whole))
+            whole = self._joined(slot, master_bits.as_halves(part_of(low)))
+            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, whole)
         for key in (MASTER, MASTER_LOW):
             if key not in slot.kinds:
                 entry.pop(key, None)
         self._in_sync.forget_one(slot)  # the param may differ from these masters
 
+    def _joined(self, slot: Slot, low: Tensor) -> Tensor:
+        flat = in_memory_order(arranged(low, low.dtype, slot.stride)).cpu()
+        return slot.arrange(master_bits.joined(in_memory_order(slot.bound).cpu(), flat))
+
     def _split(self, slot: Slot, master: Tensor) -> None:
+        assert slot.low_dtype is not None
         flat = in_memory_order(arranged(master, torch.float32, slot.stride)).cpu()
-        low, fitting = master_bits.split(flat, in_memory_order(slot.bound).cpu())
+        low, fitting = master_bits.split(flat, in_memory_order(slot.bound).cpu(), slot.low_dtype)
         if fitting is not None:
             slot.bound.copy_(slot.arrange(fitting))
         self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, slot.arrange(low))

@@ -37,7 +37,7 @@ class Slot:
     # Without these each slot would have a dict, which Python's garbage collector goes through too.
     __slots__ = (
         *("id", "param", "device", "name", "group", "chunk_order", "shard", "dtype", "grad_dtype"),
-        *("shape", "count", "bytes", "copy", "stride", "row_major", "split", "has_master"),
+        *("shape", "count", "bytes", "copy", "stride", "row_major", "low_dtype", "split", "has_master"),
         *("moments", "kinds", "is_plain"),
     )
 
@@ -47,7 +47,7 @@ class Slot:
         member: Member,
         device: torch.device,
         moments: dict[str, int],
-        split_masters: bool,
+        low_dtype: torch.dtype | None,
     ) -> None:
         current = local(member.param)
         self.id = id  # also its index in the list of slots
@@ -70,7 +70,9 @@ class Slot:
         bound = current if self.copy is None else self.copy
         self.stride = bound.stride()
         self.row_major = bound.is_contiguous()
-        self.split = split_masters and self.dtype == torch.bfloat16
+        # Of what is stored beside the param, which is the master rounded; None: whole masters are stored.
+        self.low_dtype = low_dtype if self.dtype == torch.bfloat16 else None
+        self.split = self.low_dtype is not None
         # The library stores a master apart from the param. When other code writes the param, the master
         # must be updated.
         own_master = self.dtype != torch.float32 or device.type != "cpu"
@@ -198,7 +200,7 @@ class Registered:
         algorithm: int,
         groups: list[dict[str, Any]],
         members: list[Member],
-        split_masters: bool,
+        low_dtype: torch.dtype | None,
     ) -> None:
         self._handle = handle
         self.algorithm = algorithm
@@ -207,7 +209,7 @@ class Registered:
             handle.add_group(**group)
         moments = [moments_of(algorithm, group) for group in groups]
         self.slots = [
-            Slot(id, member, device, moments[member.group], split_masters)
+            Slot(id, member, device, moments[member.group], low_dtype)
             for id, member in enumerate(members)
         ]
         self.slot_of = {slot.param: slot for slot in self.slots}

@@ -34,7 +34,7 @@ class StateMemory:
         else:
             flat, is_live = self._on_host(view), view.host_count == slot.count
         values = slot.arrange(flat)
-        return (master_bits.as_bytes(values) if view.dtype == abi.OFFLOAD_U16 else values), is_live
+        return (master_bits.as_bytes(values) if kind == abi.OFFLOAD_STATE_MASTER_LOW else values), is_live
 
     def read(self, slot: Slot, kind: int) -> Tensor:
         """One kind of state in host memory and memory order; a view if it is all there."""
@@ -49,7 +49,7 @@ class StateMemory:
     def write(self, slot: Slot, kind: int, value: Tensor) -> None:
         """Replaces one kind of state by a tensor such as show() gives."""
         view = self.view_of(slot, kind)
-        if view.dtype == abi.OFFLOAD_U16:
+        if kind == abi.OFFLOAD_STATE_MASTER_LOW:
             value = master_bits.as_halves(value)
         flat = in_memory_order(arranged(value.detach(), STATE_DTYPES[view.dtype], slot.stride))
         if view.host_count > 0:

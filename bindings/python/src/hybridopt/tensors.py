@@ -26,6 +26,9 @@ STATE_DTYPES = {
     abi.OFFLOAD_U16: torch.int16,  # torch has few operations for uint16
 }
 
+# What is stored beside bf16 params, which are the masters rounded: the upper bits of what that lost.
+LOW_DTYPES = {abi.OFFLOAD_MASTER_SPLIT: torch.int16}
+
 # In newer versions of torch a param's grad_dtype is the dtype in which autograd makes its gradient. In older
 # ones that is the param's dtype.
 TELLS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")

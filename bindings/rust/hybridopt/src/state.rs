@@ -23,7 +23,8 @@ pub enum StateKind {
     MomentumBuffer,
     /// Adagrad.
     Sum,
-    /// The lower 16 bits of split masters, as `u16`.
+    /// What bf16 params lack of their masters, where [`MasterLayout`](crate::MasterLayout) keeps only
+    /// that.
     MasterLow,
 }
 
