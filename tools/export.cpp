@@ -84,10 +84,10 @@ class Exporter {
     for (const StoredParam& param : manifest.params) {
       if (!Holds(param, kind_)) continue;
       HYBRIDOPT_ASSIGN(const int32_t from, gatherer_->Check(param, kind_));
-      if (from == OFFLOAD_U16)
+      if (!hybridopt::IsParamDtype(from))
         return Status::Error(OFFLOAD_UNSUPPORTED,
-                             "param '%.256s': %s is stored as U16, which is part of a number only",
-                             param.name.c_str(), KindName(kind_));
+                             "param '%.256s': %s is stored as %s, which is part of a number only",
+                             param.name.c_str(), KindName(kind_), hybridopt::StoredDtypeName(from));
       uint64_t elements = 0;
       (void)CountElements(param.shape, &elements);  // checked when the manifest was read
       const uint64_t end = data_bytes_ + elements * hybridopt::DtypeBytes(to_);
