@@ -148,16 +148,19 @@ enum offload_dtype {
   OFFLOAD_FP32 = 1,
   OFFLOAD_BF16 = 2,
   OFFLOAD_FP16 = 3,
-  OFFLOAD_U16 = 4 /* of state only: lower halves of split masters */
+  OFFLOAD_U16 = 4, /* of state only: lower halves of split masters */
+  OFFLOAD_I8 = 5   /* of state only: the bytes of masters of 24 bits */
 };
 
-/* How the library keeps the fp32 master of a bf16 param. The master's bits are the same. */
+/* How the library keeps the fp32 master of a bf16 param. FP32 and SPLIT keep the same bits. */
 enum offload_master_layout {
-  OFFLOAD_MASTER_FP32 = 0, /* as 4 bytes of state */
-  OFFLOAD_MASTER_SPLIT = 1 /* the bf16 param is the upper half, 2 bytes of state are the lower */
+  OFFLOAD_MASTER_FP32 = 0,   /* as 4 bytes of state */
+  OFFLOAD_MASTER_SPLIT = 1,  /* the bf16 param is the upper half, 2 bytes of state are the lower */
+  OFFLOAD_MASTER_SPLIT24 = 2 /* the same with 1 byte of state: a step rounds the master's lower 8
+                                bits away */
 };
 
-/* How the library rounds moments that it keeps in bf16. */
+/* How a step rounds moments that it keeps in bf16, and masters that it keeps in 24 bits. */
 enum offload_rounding {
   OFFLOAD_ROUND_STOCHASTIC = 0, /* at random: the mean of many roundings is the exact number */
   OFFLOAD_ROUND_NEAREST = 1     /* to nearest, ties to even: small changes are lost */
@@ -177,8 +180,9 @@ enum offload_state_kind {
   OFFLOAD_STATE_EXP_AVG_SQ = 2,
   OFFLOAD_STATE_MOMENTUM_BUFFER = 3,
   OFFLOAD_STATE_SUM = 4,
-  /* The lower 16 bits of split masters. The param holds the upper bits, rounded:
-   * master bits = (param bits << 16) + (MASTER_LOW bits, read as a signed number). */
+  /* What the param, which holds the upper bits, rounded, lacks of its master:
+   * SPLIT (OFFLOAD_U16):  master bits = (param bits << 16) + MASTER_LOW, read as a signed number
+   * SPLIT24 (OFFLOAD_I8): master bits = (param bits << 16) + (MASTER_LOW << 8) */
   OFFLOAD_STATE_MASTER_LOW = 5
 };
 
@@ -360,10 +364,11 @@ typedef struct offload_optimizer_options {
                                  its user points to must live until destroy */
   uint64_t comm_timeout_ns;   /* the library treats a rank that does not answer for so long as
                                  failed; 0 = 600 s */
-  int32_t master_layout;   /* enum offload_master_layout, of bf16 params. With SPLIT a step copies
-                              the params of the host share to the host, with their gradients */
+  int32_t master_layout;   /* enum offload_master_layout, of bf16 params. With SPLIT and SPLIT24 a
+                              step copies the params of the host share to the host, with their
+                              gradients */
   int32_t moment_dtype;    /* OFFLOAD_FP32 or OFFLOAD_BF16; 0 = OFFLOAD_FP32 */
-  int32_t moment_rounding; /* enum offload_rounding, for bf16 moments */
+  int32_t moment_rounding; /* enum offload_rounding, for bf16 moments and 24-bit masters */
   uint32_t reserved;       /* 0 */
   uint64_t rounding_seed;  /* of stochastic rounding: use the same on all ranks and after a load */
   uint64_t stream_ring_bytes;  /* device memory for the ring that state on the host goes through, at
@@ -793,8 +798,8 @@ typedef struct offload_state_view {
 } offload_state_view_t;
 
 /* Gives the view of one kind of state. An fp32 param that is updated in place has no separate
- * master: the view is then the param itself. A bf16 param with OFFLOAD_MASTER_SPLIT has MASTER_LOW
- * and no MASTER.
+ * master: the view is then the param itself. A bf16 param with OFFLOAD_MASTER_SPLIT or _SPLIT24 has
+ * MASTER_LOW and no MASTER.
  * Errors: INVALID_ARGUMENT (unknown param, or a kind that the param does not have), INVALID_STATE
  * (before commit; while work is queued: wait first; while its states or, where the view would be
  * the param itself, the param are offloaded: reload first). */

@@ -18,10 +18,9 @@ struct DtypeRow {
 };
 
 inline constexpr DtypeRow kDtypeRows[] = {
-    {OFFLOAD_FP32, 4, "fp32", "F32", true},
-    {OFFLOAD_BF16, 2, "bf16", "BF16", true},
-    {OFFLOAD_FP16, 2, "fp16", "F16", true},
-    {OFFLOAD_U16, 2, "u16", "U16", false},
+    {OFFLOAD_FP32, 4, "fp32", "F32", true}, {OFFLOAD_BF16, 2, "bf16", "BF16", true},
+    {OFFLOAD_FP16, 2, "fp16", "F16", true}, {OFFLOAD_U16, 2, "u16", "U16", false},
+    {OFFLOAD_I8, 1, "i8", "I8", false},
 };
 
 // NULL for what is no dtype.

@@ -22,7 +22,7 @@ const std::vector<uint64_t> kCounts = {3000, 1, 1027, 0, 5000, 640, 2048, 77};
 Problem ProblemOf(uint64_t seed, size_t steps) {
   Random random(seed + 1);
   Problem problem = RandomProblem(AlgorithmOfSeed(seed), SpecsOf(kCounts, random), steps, seed);
-  problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
+  problem.state = StateChoices()[seed / kAlgorithmValues.size() % StateChoices().size()];
   const double scale = random.OneIn(2) ? 0 : 1024;
   for (StepInput& step : problem.steps) {
     step.grad_scale = scale;

@@ -22,7 +22,7 @@ const std::vector<uint64_t> kCounts = {1500, 33, 700, 2100, 1, 4099, 0, 1024};
 Problem ProgramProblem(uint64_t seed) {
   Random random(seed + 1);
   Problem problem = RandomProblem(AlgorithmOfSeed(seed), SpecsOf(kCounts, random), 1, seed);
-  problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
+  problem.state = StateChoices()[seed / kAlgorithmValues.size() % StateChoices().size()];
   return problem;
 }
 

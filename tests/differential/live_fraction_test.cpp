@@ -26,7 +26,7 @@ std::vector<ParamSpec> Params(Random& random) {
 Problem ProblemOf(uint64_t seed) {
   Random random(seed + 1);
   Problem problem = RandomProblem(AlgorithmOfSeed(seed), Params(random), 6, seed);
-  problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
+  problem.state = StateChoices()[seed / kAlgorithmValues.size() % StateChoices().size()];
   return problem;
 }
 

@@ -126,15 +126,19 @@ class Model {
     UpdateSpan span{input.grads[id]->data(), param.data.data(),    param.master.data(),
                     param.moment0.data(),    param.moment1.data(), spec.count};
     const StateChoice& state = problem_->state;
+    if (state.random())
+      span.rounding = StochasticRounding(state.rounding_seed, HashOfName(id), param.step_count);
     span.rounding.ties_away = state.split() && spec.dtype == OFFLOAD_BF16;
-    if (!state.bf16()) {
+    UpdateArrays(id, rule, coefficients, span);
+    if (state.split24() && spec.dtype == OFFLOAD_BF16) RoundMasters(id, span.rounding);
+  }
+
+  void UpdateArrays(size_t id, Rule rule, const Coefficients& coefficients, UpdateSpan span) {
+    const ParamSpec& spec = problem_->params[id];
+    Param& param = params[id];
+    if (!problem_->state.bf16()) {
       ReferenceKernels().Update(rule, spec.grad_dtype, spec.dtype)(coefficients, span);
       return;
-    }
-    if (state.moment_rounding == OFFLOAD_ROUND_STOCHASTIC) {
-      const Rounding keyed =
-          StochasticRounding(state.rounding_seed, HashOfName(id), param.step_count);
-      span.rounding = {true, span.rounding.ties_away, keyed.key0, keyed.key1};
     }
     std::vector<uint16_t> moment0 = Narrow(param.moment0), moment1 = Narrow(param.moment1);
     span.moment0 = moment0.data();
@@ -144,6 +148,20 @@ class Model {
         coefficients, span);
     param.moment0 = Widen(OFFLOAD_BF16, moment0);
     param.moment1 = Widen(OFFLOAD_BF16, moment1);
+  }
+
+  // Rounds away the lower 8 bits of fp32 masters that a step has made, and gives the params.
+  void RoundMasters(size_t id, const Rounding& rounding) {
+    Param& param = params[id];
+    for (uint64_t i = 0; i < param.master.size(); ++i) {
+      uint32_t bits = std::bit_cast<uint32_t>(param.master[i]);
+      const uint32_t random = RandomBits(CounterOf(rounding, i), TweakOf(rounding, i));
+      const uint32_t to_nearest = 0x7F + (bits >> 8 & 1);
+      if (!std::isnan(param.master[i]))
+        bits += rounding.stochastic ? random * 0x6F4A955D >> 24 : to_nearest;
+      param.master[i] = std::bit_cast<float>(bits & 0xFFFFFF00);
+      PutElement(param.data, OFFLOAD_BF16, i, Fp32ToBf16TiesAway(param.master[i]));
+    }
   }
 
   // FNV-1a of "param0" and so on, which all rigs call them.

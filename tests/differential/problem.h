@@ -68,7 +68,11 @@ struct StateChoice {
   uint64_t rounding_seed = 0;
 
   bool bf16() const { return moment_dtype == OFFLOAD_BF16; }
-  bool split() const { return master_layout == OFFLOAD_MASTER_SPLIT; }
+  bool split() const { return master_layout != OFFLOAD_MASTER_FP32; }  // beside bf16 params
+  bool split24() const { return master_layout == OFFLOAD_MASTER_SPLIT24; }
+  bool random() const {
+    return (bf16() || split24()) && moment_rounding == OFFLOAD_ROUND_STOCHASTIC;
+  }
   void Put(offload_optimizer_options_t& options) const {
     options.master_layout = master_layout;
     options.moment_dtype = moment_dtype;
@@ -76,10 +80,13 @@ struct StateChoice {
     options.rounding_seed = rounding_seed;
   }
   std::string Text() const {
-    return std::string(split() ? "split masters" : "fp32 masters") +
-           (!bf16()                                       ? ", fp32 moments"
-            : moment_rounding == OFFLOAD_ROUND_STOCHASTIC ? ", bf16 moments at random"
-                                                          : ", bf16 moments to nearest");
+    return std::string(split24() ? "24-bit masters"
+                       : split() ? "split masters"
+                                 : "fp32 masters") +
+           (bf16() ? ", bf16 moments" : ", fp32 moments") +
+           (random()              ? " at random"
+            : bf16() || split24() ? " to nearest"
+                                  : "");
   }
 };
 
@@ -90,6 +97,10 @@ inline std::vector<StateChoice> StateChoices() {
     choices.push_back({master, 0, 0, 0});
     choices.push_back({master, OFFLOAD_BF16, OFFLOAD_ROUND_STOCHASTIC, 77});
     choices.push_back({master, OFFLOAD_BF16, OFFLOAD_ROUND_NEAREST, 0});
+  }
+  for (int32_t moments : {0, int32_t{OFFLOAD_BF16}}) {
+    choices.push_back({OFFLOAD_MASTER_SPLIT24, moments, OFFLOAD_ROUND_STOCHASTIC, 77});
+    choices.push_back({OFFLOAD_MASTER_SPLIT24, moments, OFFLOAD_ROUND_NEAREST, 0});
   }
   return choices;
 }

@@ -61,8 +61,12 @@ inline StateBits ReadState(offload_optimizer_t optimizer, uint32_t id, int32_t k
   if (halves) {  // on the device, in front of the host's fp32 masters; or all of them
     const std::vector<uint16_t> upper = ElementsOf<uint16_t>(data);
     std::vector<float> joined;
-    for (uint16_t lower : ElementsOf<uint16_t>(ReadView(low, read))) {
-      const int32_t lost = static_cast<int16_t>(lower);
+    std::vector<int32_t> all_lost;
+    if (low.dtype == OFFLOAD_U16)
+      for (int16_t lower : ElementsOf<int16_t>(ReadView(low, read))) all_lost.push_back(lower);
+    else
+      for (int8_t lower : ElementsOf<int8_t>(ReadView(low, read))) all_lost.push_back(lower * 256);
+    for (int32_t lost : all_lost) {
       const uint32_t rounded = uint32_t{upper[joined.size()]} << 16;
       joined.push_back(std::bit_cast<float>(rounded + static_cast<uint32_t>(lost)));
     }

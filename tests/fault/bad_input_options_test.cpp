@@ -93,23 +93,32 @@ INSTANTIATE_TEST_SUITE_P(
         OptimizerRow("OptimizerStructSize", OFFLOAD_INVALID_ARGUMENT, {"options.struct_size is 0"},
                      [](OptimizerOptions& o) { o.struct_size = 0; }),
         OptimizerRow("UnknownMasterLayout", OFFLOAD_INVALID_ARGUMENT,
-                     {"options.master_layout is 2", "OFFLOAD_MASTER_FP32 (0) or _SPLIT (1)"},
-                     [](OptimizerOptions& o) { o.master_layout = 2; }),
+                     {"options.master_layout is 3",
+                      "OFFLOAD_MASTER_FP32 (0), _SPLIT (1) or _SPLIT24 (2)"},
+                     [](OptimizerOptions& o) { o.master_layout = 3; }),
         OptimizerRow("MomentsInFp16", OFFLOAD_INVALID_ARGUMENT,
                      {"options.moment_dtype is 3", "OFFLOAD_FP32 (1) or _BF16 (2)"},
                      [](OptimizerOptions& o) { o.moment_dtype = OFFLOAD_FP16; }),
         OptimizerRow("UnknownRounding", OFFLOAD_INVALID_ARGUMENT,
                      {"options.moment_rounding is 2", "OFFLOAD_ROUND_STOCHASTIC (0)"},
                      [](OptimizerOptions& o) { o.moment_rounding = 2; }),
-        OptimizerRow("RoundingOfFp32", OFFLOAD_INVALID_ARGUMENT,
-                     {"OFFLOAD_ROUND_NEAREST", "a step rounds no state", "moment_dtype"},
-                     [](OptimizerOptions& o) { o.moment_rounding = OFFLOAD_ROUND_NEAREST; }),
+        OptimizerRow(
+            "RoundingOfFp32", OFFLOAD_INVALID_ARGUMENT,
+            {"OFFLOAD_ROUND_NEAREST", "a step rounds no state",
+             "moment_dtype to OFFLOAD_BF16 (2) or master_layout to OFFLOAD_MASTER_SPLIT24 (2)"},
+            [](OptimizerOptions& o) { o.moment_rounding = OFFLOAD_ROUND_NEAREST; }),
         OptimizerRow("SeedWithoutRandom", OFFLOAD_INVALID_ARGUMENT,
                      {"options.rounding_seed is 7", "a step rounds nothing at random"},
                      [](OptimizerOptions& o) {
                        o.rounding_seed = 7;
                        o.moment_dtype = OFFLOAD_BF16;
                        o.moment_rounding = OFFLOAD_ROUND_NEAREST;
+                     }),
+        OptimizerRow("SeedOfSplitMasters", OFFLOAD_INVALID_ARGUMENT,
+                     {"options.rounding_seed is 7", "a step rounds nothing at random"},
+                     [](OptimizerOptions& o) {
+                       o.rounding_seed = 7;
+                       o.master_layout = OFFLOAD_MASTER_SPLIT;
                      }),
         OptimizerRow("OptimizerReserved", OFFLOAD_UNSUPPORTED, {"options.reserved is 1"},
                      [](OptimizerOptions& o) { o.reserved = 1; })),

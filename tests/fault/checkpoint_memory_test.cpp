@@ -161,14 +161,15 @@ TEST(CheckpointMemory, IsSeenByTheCounter) {
 TEST(CheckpointMemory, OfASaveOrLoadIsItsBlocksAndLessThanOneMiBForAnyModel) {
   if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
   const Layout full, split{OFFLOAD_MASTER_SPLIT, OFFLOAD_FP32},
-      narrow{OFFLOAD_MASTER_FP32, OFFLOAD_BF16};
+      split24{OFFLOAD_MASTER_SPLIT24, OFFLOAD_FP32}, narrow{OFFLOAD_MASTER_FP32, OFFLOAD_BF16};
   const Case cases[] = {{"host", OFFLOAD_DEVICE_HOST, 0, full, full},
                         {"host, into split masters", OFFLOAD_DEVICE_HOST, 0, full, split},
                         {"host, from split masters", OFFLOAD_DEVICE_HOST, 0, split, full},
                         {"host, into bf16 moments", OFFLOAD_DEVICE_HOST, 0, full, narrow},
                         {"host, from bf16 moments", OFFLOAD_DEVICE_HOST, 0, narrow, full},
                         {"half on a device", OFFLOAD_DEVICE_SIM, 0.5, full, full},
-                        {"a device, into split masters", OFFLOAD_DEVICE_SIM, 1, full, split}};
+                        {"a device, into split masters", OFFLOAD_DEVICE_SIM, 1, full, split},
+                        {"a device, of 24-bit masters", OFFLOAD_DEVICE_SIM, 1, split24, split24}};
   constexpr int64_t kBound = kDepth * 8 * kMiB + kMiB;
   for (const Case& one : cases) {
     for (const uint64_t elements : {uint64_t{3} << 20, uint64_t{9} << 20}) {  // 36 and 108 MiB

@@ -19,7 +19,7 @@ if [[ -z $record ]] && ! grep -q "^$compiler," "$recorded"; then
 fi
 
 failed=0
-for kernel in fp32 split bf16_moments split_bf16_moments norm; do
+for kernel in fp32 split bf16_moments split_bf16_moments split24 split24_bf16_moments norm; do
   LD_BIND_NOW=1 valgrind --tool=callgrind --callgrind-out-file="$out/callgrind" \
     --toggle-collect=MeasuredUpdate --toggle-collect=MeasuredNorm "$program" "$kernel" \
     >"$out/log" 2>&1 || { echo "SKIPPED: valgrind cannot run this here"; cat "$out/log"; exit 77; }

@@ -26,7 +26,9 @@ constexpr Named kFormatsNamed[] = {
     {"fp32", {}},
     {"split", {.master = Format::kSplit}},
     {"bf16_moments", {Format::kFp32, Format::kBf16, Format::kBf16}},
-    {"split_bf16_moments", {Format::kSplit, Format::kBf16, Format::kBf16}}};
+    {"split_bf16_moments", {Format::kSplit, Format::kBf16, Format::kBf16}},
+    {"split24", {.master = Format::kSplit24}},
+    {"split24_bf16_moments", {Format::kSplit24, Format::kBf16, Format::kBf16}}};
 
 }  // namespace
 }  // namespace hybridopt

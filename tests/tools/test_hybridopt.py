@@ -648,6 +648,7 @@ STATE_BYTES = [  # of an element: master and moments
     (["7B", "--small-state"], 6),
     (["7B", "--master-layout", "split"], 10),
     (["7B", "--small-state", "--master-layout", "fp32"], 8),
+    (["7B", "--small-state", "--master-layout", "split24"], 5),
     (["1e9", "--algorithm", "lion", "--dtype", "fp32"], 8),
     (["2e9", "--algorithm", "sgd", "--dtype", "fp16"], 8),
     (["350M", "--algorithm", "adagrad"], 8),

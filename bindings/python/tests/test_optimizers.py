@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi, adopting, master_bits, samples
+from hybridopt.options import MASTER_LAYOUTS
 from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits, watch_params
 
 every_optimizer = pytest.mark.parametrize("name", PAIRS)
@@ -969,6 +970,59 @@ def test_lower_halves_are_views_that_can_be_written_and_assigned():
     low.copy_(before)
     (_, _), (whole, whole_params) = split_pair("AdamW")
     assert bits([optimizer.master_of(params[0])]) == bits([whole.master_of(whole_params[0])])
+
+
+def trained(layout, seeds, in_order):
+    """A model's params and their optimizer, whose masters have that layout, after some steps."""
+    torch.manual_seed(5)
+    start = [torch.randn(70, 50).bfloat16(), torch.randn(3), torch.randn(5).half(), torch.randn(1, 0)]
+    if not in_order:
+        start.append(torch.randn(4, 3, 2).bfloat16().permute(2, 0, 1))
+    params = [Parameter(tensor.clone()) for tensor in start]
+    optimizer = hybridopt.AdamW(params, lr=1e-2, master_layout=layout)
+    run(optimizer, params, seeds)
+    return optimizer, params
+
+
+def rounded_to_24_bits(masters):
+    words = masters.view(torch.int32)
+    return ((words + 0x7F + (words >> 8 & 1)) & ~0xFF).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("through", "params_first"),
+    [(through_state_dict, True), (through_state_dict, False), (through_checkpoint, True)],
+)
+@pytest.mark.parametrize(("saved", "loaded"), [("split24", layout) for layout in MASTER_LAYOUTS] + [("fp32", "split24")])
+def test_state_goes_to_and_from_masters_of_24_bits(saved, loaded, through, params_first, tmp_path):
+    in_order = through is through_checkpoint  # which wants elements in the order of dimensions
+    optimizer, params = trained(saved, range(5), in_order)
+    other, others = through(optimizer, params, loaded, params_first, tmp_path)
+    for param, own in zip(params, others):
+        expected = optimizer.master_of(param)
+        if loaded == "split24" and param.dtype == torch.bfloat16:
+            expected = rounded_to_24_bits(expected)
+        assert bits([other.master_of(own)]) == bits([expected])
+    if saved == loaded:  # as if it had never stopped
+        run(other, others, range(5, 8))
+        run(optimizer, params, range(5, 8))
+        assert bits(others) == bits(params)
+        assert bits(map(other.master_of, others)) == bits(map(optimizer.master_of, params))
+
+
+def test_masters_of_24_bits_take_a_byte_and_learn():
+    (optimizer, params), (whole, whole_params) = (trained(layout, range(20), False) for layout in ("split24", "fp32"))
+    low = optimizer.state[params[0]]["master_low"]
+    assert low.dtype == torch.uint8 and low.shape == (70, 50, 1) and low.any()
+    masters, exact = optimizer.master_of(params[0]), whole.master_of(whole_params[0])
+    assert not (masters.view(torch.int32) & 0xFF).any()
+    assert not torch.equal(masters, exact)
+    step = 2.0**-15 * exact.abs()  # of numbers of 24 bits, at most
+    assert ((masters - exact).abs() <= 20 * step + 1e-4).all()
+    count = sum(param.numel() for param in params if param.dtype == torch.bfloat16)
+    bytes_of = [each.plan().host_state_bytes for each in (optimizer, whole)]
+    assert count <= bytes_of[0]["master_low"] <= count + 1024
+    assert sum(bytes_of[0].values()) < sum(bytes_of[1].values()) - 2 * count
 
 
 def test_masters_between_two_numbers_keep_every_bit_in_either_layout():

@@ -1,5 +1,6 @@
-// Split masters and bf16 moments: every SIMD kernel against the scalar specification, bit by bit;
-// the specification against fp32 masters, bit by bit; and what rounding at random promises.
+// Split and 24-bit masters and bf16 moments: every SIMD kernel against the scalar specification,
+// bit by bit; the specification against fp32 masters, bit by bit; and what rounding at random
+// promises.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -292,12 +293,13 @@ TEST(StateLayouts, CutAnywhereHasTheSameBits) {
 TEST(StateLayouts, BitsArePinned) {
   const PinnedSeed pinned;
   uint64_t of_signum = 14695981039346656037u;  // FNV-1a
-  uint64_t of_others = of_signum, of_cautious_adam = of_signum;
+  uint64_t of_others = of_signum, of_cautious_adam = of_signum, of_24_bits = of_signum;
   for (const Kind& kind : AllKinds()) {
     if (kind.types.formats == StateFormats{}) continue;  // kernels_test.cpp
-    uint64_t& hash = kind.rule == Rule::kSignum         ? of_signum
-                     : kind.rule == Rule::kCautiousAdam ? of_cautious_adam
-                                                        : of_others;
+    uint64_t& hash = kind.types.formats.master == Format::kSplit24 ? of_24_bits
+                     : kind.rule == Rule::kSignum                  ? of_signum
+                     : kind.rule == Rule::kCautiousAdam            ? of_cautious_adam
+                                                                   : of_others;
     for (const Rounding& rounding : Roundings()) {
       Arrays arrays(kind, 500, 17, 0, 65504.0f);
       for (int step = 0; step < 3; ++step)
@@ -309,6 +311,7 @@ TEST(StateLayouts, BitsArePinned) {
   EXPECT_EQ(of_others, 0x5f5059a591d642bau);
   EXPECT_EQ(of_signum, 0xb57b296e6f0bb76u);
   EXPECT_EQ(of_cautious_adam, 0x457efbcfa3ce7c07u);
+  EXPECT_EQ(of_24_bits, 0x6d17e9764ce86f0bu);
 }
 
 // -------------------------------------------------------------------------------- split masters --
@@ -390,6 +393,131 @@ TEST(SplitMasters, MastersHaveTheBitsOfFp32Masters) {
   }
 }
 
+// ------------------------------------------------------------------------------- 24-bit masters --
+
+float OfBits(uint32_t bits) { return std::bit_cast<float>(bits); }
+uint32_t BitsOf(float value) { return std::bit_cast<uint32_t>(value); }
+
+using Split24 = Codec<Format::kSplit24>;
+
+TEST(MastersOf24Bits, JoinToTheNumberTheyCameFrom) {
+  for (uint32_t bits = 0; bits < 1u << 24; bits += 1 + bits % 7) {
+    const float value = OfBits(bits << 8);
+    const uint16_t param = Fp32ToBf16TiesAway(value);
+    const uint32_t joined = BitsOf(Split24::Decode(Split24::Encode(value), param));
+    if (std::isnan(value)) {  // sign and upper payload
+      ASSERT_EQ(joined, (bits << 8 & 0xFFFF0000) | 0x00400000);
+    } else {
+      ASSERT_EQ(joined, bits << 8);
+    }
+    // A number of 24 bits is not rounded, at random neither.
+    for (const bool stochastic : {false, true})
+      ASSERT_EQ(BitsOf(Split24::Keep(value, stochastic, 0xFF)), bits << 8);
+  }
+}
+
+TEST(MastersOf24Bits, AreRoundedToNearestTiesToEven) {
+  const uint32_t cases[][2] = {
+      {0x3F800000, 0x3F800000}, {0x3F80007F, 0x3F800000},
+      {0x3F800080, 0x3F800000},                            // a tie, down to even
+      {0x3F800081, 0x3F800100}, {0x3F800180, 0x3F800200},  // a tie, up to even
+      {0x3F807F80, 0x3F808000},                            // up to a tie of the param
+      {0x3FFFFFFF, 0x40000000},                            // a carry into the exponent
+      {0x00000080, 0x00000000},                            // denormal numbers
+      {0x00000081, 0x00000100}, {0x007FFFFF, 0x00800000},
+      {0x00000000, 0x00000000}, {0x7F7FFF7F, 0x7F7FFF00},  // the largest number of 24 bits
+      {0x7F7FFF80, 0x7F800000},                            // above it: infinite
+      {0x7F800000, 0x7F800000}, {0x7FC00001, 0x7FC00001},  // NaN
+      {0x7FFFFFFF, 0x7FFFFFFF}};
+  for (const auto& [from, to] : cases)
+    for (const uint32_t sign : {0u, 0x80000000u})
+      EXPECT_EQ(BitsOf(Split24::Keep(OfBits(from | sign), false, 0)), to | sign)
+          << std::hex << from;
+}
+
+TEST(MastersOf24Bits, AreRoundedAtRandomUpAsOftenAsTheLostBitsSay) {
+  for (const uint32_t high : {0x3F807Fu, 0xBF8000u, 0x000000u, 0x807FFFu, 0x7F7FFFu}) {
+    for (uint32_t lost = 0; lost < 256; ++lost) {
+      uint32_t up = 0;
+      for (uint32_t random = 0; random < 256; ++random) {
+        const uint32_t kept = BitsOf(Split24::Keep(OfBits(high << 8 | lost), true, random));
+        ASSERT_TRUE(kept == high << 8 || kept == (high + 1) << 8);
+        up += kept == (high + 1) << 8;
+      }
+      ASSERT_EQ(up, lost) << std::hex << high;
+    }
+  }
+  for (const uint32_t nan : {0x7FFFFFFFu, 0xFF800001u})
+    EXPECT_TRUE(std::isnan(Split24::Keep(OfBits(nan), true, 0xFF)));
+}
+
+// Where rounding to 24 bits comes to a tie of the param, param and byte must agree on the way.
+TEST(MastersOf24Bits, ArraysOfParamsAndBytesFitEachOther) {
+  std::vector<float> values;
+  for (const uint32_t high : {0x3F80u, 0xBF81u, 0x0000u, 0x7F7Fu})
+    for (uint32_t low = 0; low < 1 << 16; ++low) values.push_back(OfBits(high << 16 | low));
+  const FormatRow& row = RowOf(Format::kSplit24);
+  std::vector<std::byte> stored(row.Bytes(values.size())), params(2 * values.size());
+  std::vector<float> decoded(values.size());
+  row.encode(BytesOf(values), values.size(), stored.data());
+  row.encode_params(BytesOf(values), values.size(), params.data());
+  row.decode(stored.data(), params.data(), values.size(), decoded.data());
+  for (size_t i = 0; i < values.size(); ++i)
+    ASSERT_EQ(BitsOf(decoded[i]), BitsOf(Split24::Keep(values[i], false, 0))) << values[i];
+}
+
+// Every step rounds what a step of fp32 masters gives, with the random bits of the element.
+TEST(MastersOf24Bits, AreFp32MastersRounded) {
+  constexpr uint64_t kCount = 700;
+  for (const Kind& kind : AllKinds()) {
+    if (kind.types.formats.master != Format::kSplit24) continue;
+    Kind whole = kind;
+    whole.types.formats.master = Format::kFp32;
+    for (const Rounding& rounding : {Rounding{}, StochasticRounding(1, 2, 3)}) {
+      Arrays a(kind, kCount, 23, 0, 65504.0f), b(whole, kCount, 23, 0, 65504.0f);
+      const Arrays start(kind, kCount, 23, 0, 65504.0f);
+      for (uint64_t i = 0; i < kCount; ++i) static_cast<float*>(b.master.data())[i] = a.Master(i);
+      const KernelTable& table =
+          SimdKernels().empty() ? ReferenceKernels() : *SimdKernels().front();
+      a.Update(table, AnyCoefficients(), rounding);
+      b.Update(ReferenceKernels(), AnyCoefficients(), rounding);
+      for (uint64_t i = 0; i < kCount; ++i) {
+        const uint32_t random = RandomBits(CounterOf(rounding, i), TweakOf(rounding, i));
+        const float kept = Split24::Keep(b.Master(i), rounding.stochastic, MasterBits(random));
+        ASSERT_EQ(BitsOf(a.Master(i)), BitsOf(kept)) << Text(table, kind) << " element " << i;
+        ASSERT_EQ(a.param.at<uint16_t>(i), Fp32ToBf16TiesAway(kept));
+      }
+      ASSERT_TRUE(a.moment0 == b.moment0 && a.moment1 == b.moment1);
+      ASSERT_FALSE(a.param == start.param);  // it did learn
+    }
+  }
+}
+
+// Masters that a step makes larger than 24 bits can hold become infinite, and stay so.
+TEST(MastersOf24Bits, AboveTheLargestAreInfinite) {
+  constexpr uint64_t kCount = 67;
+  const Kind kind = {Rule::kSgdPlain, {OFFLOAD_FP32, OFFLOAD_BF16, {.master = Format::kSplit24}}};
+  Coefficients c = {};
+  c.grad_factor = c.step_size = 1;
+  for (const KernelTable* table : SimdKernels()) {
+    for (const Rounding& rounding : {Rounding{}, StochasticRounding(1, 2, 3)}) {
+      Arrays arrays(kind, kCount, 1), expected(kind, kCount, 1);
+      for (Arrays* each : {&arrays, &expected}) {
+        std::fill_n(static_cast<float*>(each->grad.data()), kCount, -FLT_MAX);
+        std::fill_n(static_cast<uint16_t*>(each->param.data()), kCount, uint16_t{0});
+        std::fill_n(static_cast<int8_t*>(each->master.data()), kCount, int8_t{0});
+      }
+      arrays.Update(*table, c, rounding);
+      expected.Update(ReferenceKernels(), c, rounding);
+      ASSERT_TRUE(arrays == expected) << table->isa;
+      for (uint64_t i = 0; i < kCount && !rounding.stochastic; ++i) {
+        EXPECT_EQ(arrays.Master(i), INFINITY);
+        EXPECT_EQ(arrays.param.at<uint16_t>(i), 0x7F80);
+      }
+    }
+  }
+}
+
 // --------------------------------------------------------------------------- rounding at random --
 
 // Chi-square of a byte's frequencies: 255 degrees of freedom, standard deviation 22.6.
@@ -465,6 +593,37 @@ TEST(StochasticRounding, BitsAreUniformAndIndependent) {
     uint64_t agree = 0;
     for (size_t k = 0; k < kCount; ++k) agree += ((indices[k] ^ upper[k]) >> bit & 1) == 0;
     EXPECT_NEAR(static_cast<double>(agree), kCount / 2.0, 5.5 * std::sqrt(double{kCount}) / 2);
+  }
+}
+
+// The bits that masters are rounded with are uniform, also where those of a moment are known: of
+// moment0 exactly so, of moment1 as draws show.
+TEST(StochasticRounding, BitsOfMastersTellNothingOfTheMoments) {
+  for (const uint32_t lower : {0u, 1u, 0x1234u, 0x8000u, 0xFFFFu}) {
+    std::vector<uint64_t> counts(256);
+    for (uint32_t upper = 0; upper < 1 << 16; ++upper) ++counts[MasterBits(upper << 16 | lower)];
+    EXPECT_EQ(std::count(counts.begin(), counts.end(), 256), 256) << lower;
+  }
+  constexpr uint64_t kCount = 1 << 18;
+  std::vector<uint64_t> counts(256), beside_moment1(1 << 16);
+  std::vector<uint32_t> masters, moments;
+  for (uint64_t i = 0; i < kCount; ++i) {
+    const uint32_t bits = Draw(StochasticRounding(0, 1, 1), i);
+    masters.push_back(MasterBits(bits));
+    moments.push_back(bits);
+    ++counts[masters.back()];
+    ++beside_moment1[masters.back() << 8 | bits >> 24];
+  }
+  EXPECT_LT(ChiSquare(counts, kCount), 255 + 5 * 22.6);
+  EXPECT_GT(ChiSquare(counts, kCount), 255 - 5 * 22.6);
+  EXPECT_LT(ChiSquare(beside_moment1, kCount), 65535 + 5 * 362.0);
+  for (int i = 0; i < 8; ++i) {
+    for (int j = 0; j < 32; ++j) {
+      uint64_t agree = 0;
+      for (size_t k = 0; k < kCount; ++k) agree += ((masters[k] >> i ^ moments[k] >> j) & 1) == 0;
+      EXPECT_NEAR(static_cast<double>(agree), kCount / 2.0, 5.5 * std::sqrt(double{kCount}) / 2)
+          << "bits " << i << " and " << j;
+    }
   }
 }
 

@@ -60,7 +60,7 @@ Case RandomCase(Random& random) {
   one.options.cpu_updates = one.options.unified || random.Below(3) > 0;
   one.options.streams_state =
       !one.options.unified && (!one.options.cpu_updates || random.Below(2) == 0);
-  one.options.formats.master = FindMasterFormat(static_cast<int32_t>(random.Below(2)))->format;
+  one.options.formats.master = FindMasterFormat(static_cast<int32_t>(random.Below(3)))->format;
   one.options.formats.moment0 = one.options.formats.moment1 =
       random.Below(2) == 0 ? Format::kFp32 : Format::kBf16;
   one.options.stochastic = random.Below(2) == 0;
@@ -440,28 +440,30 @@ TEST_F(ResidenceTest, NormBlocksFollowEachOther) {
 
 // Any range of a param is cut where its stripes end, and says of every element where it lies.
 TEST_F(ResidenceTest, StripesSayWhereEveryElementLies) {
-  ForRandomCases(
-      [](const ParamTable& table, const ShapeOptions& options, const Arranged& arranged) {
-        for (uint32_t id = 0; id < table.size(); ++id) {
-          const ParamShape& shaped = arranged.shape.params[id];
-          const uint64_t count = table.param(id).count;
-          const bool random = options.stochastic && options.formats.moment0 == Format::kBf16 &&
-                              shaped.rule != Rule::kSgdPlain;
-          ASSERT_EQ(shaped.stripe_count > 0, random && count > 0);
-          if (count == 0) continue;
-          uint64_t next = 0;
-          ForEachStripe(arranged.shape, shaped, count / 3, count - count / 3,
-                        [&](uint64_t offset, uint64_t part, const ElementOrder& order) {
-                          ASSERT_EQ(offset, next);
-                          ASSERT_GT(part, 0u);
-                          next += part;
-                          if (random) {
-                            ASSERT_EQ(order.first + order.column, count / 3 + offset);
-                          }
-                        });
-          ASSERT_EQ(next, count - count / 3);
-        }
-      });
+  ForRandomCases([](const ParamTable& table, const ShapeOptions& options,
+                    const Arranged& arranged) {
+    for (uint32_t id = 0; id < table.size(); ++id) {
+      const ParamShape& shaped = arranged.shape.params[id];
+      const uint64_t count = table.param(id).count;
+      const bool random =
+          options.stochastic &&
+          ((options.formats.moment0 == Format::kBf16 && shaped.rule != Rule::kSgdPlain) ||
+           (options.formats.master == Format::kSplit24 && table.param(id).dtype == OFFLOAD_BF16));
+      ASSERT_EQ(shaped.stripe_count > 0, random && count > 0);
+      if (count == 0) continue;
+      uint64_t next = 0;
+      ForEachStripe(arranged.shape, shaped, count / 3, count - count / 3,
+                    [&](uint64_t offset, uint64_t part, const ElementOrder& order) {
+                      ASSERT_EQ(offset, next);
+                      ASSERT_GT(part, 0u);
+                      next += part;
+                      if (random) {
+                        ASSERT_EQ(order.first + order.column, count / 3 + offset);
+                      }
+                    });
+      ASSERT_EQ(next, count - count / 3);
+    }
+  });
 }
 
 void AddOneParam(ParamTable& table, int32_t dtype, uint64_t count) {
@@ -488,9 +490,7 @@ TEST(Shape, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) 
         const StateShape shape =
             MakeStateShape(table, {true, 1024, 2, 0, {master, moments, moments}});
         const Residence residence(table, shape, 0);
-        const uint64_t master_bytes = dtype == OFFLOAD_FP32      ? 0
-                                      : master == Format::kSplit ? 2
-                                                                 : 4;
+        const uint64_t master_bytes = dtype == OFFLOAD_FP32 ? 0 : master == Format::kSplit ? 2 : 4;
         const uint64_t moment_bytes = moments == Format::kBf16 ? 4 : 8;
         const uint64_t bytes = (master_bytes + moment_bytes) * kCount;
         uint64_t kept_bytes = 0;

@@ -16,7 +16,11 @@ from .local_ranks import check_local_rank, nodes_of
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
-MASTER_LAYOUTS = {"fp32": abi.OFFLOAD_MASTER_FP32, "split": abi.OFFLOAD_MASTER_SPLIT}
+MASTER_LAYOUTS = {
+    "fp32": abi.OFFLOAD_MASTER_FP32,
+    "split": abi.OFFLOAD_MASTER_SPLIT,
+    "split24": abi.OFFLOAD_MASTER_SPLIT24,
+}
 HOST_EXECUTORS = {
     "auto": abi.OFFLOAD_EXECUTORS_AUTO,
     "cpu": abi.OFFLOAD_EXECUTORS_CPU,
@@ -157,7 +161,9 @@ class OffloadOptions(TypedDict, total=False):
             "fp32",
             """of the fp32 masters of bf16 params, "fp32", 4 bytes an element, or "split", 2 bytes: the param is
             the upper half, and only the lower one is kept. The same masters. A param differs only where its
-            master lies exactly between two bf16 numbers, because these ties are rounded away from zero.""",
+            master lies exactly between two bf16 numbers, because these ties are rounded away from zero.
+            "split24" keeps 1 byte: masters have 24 bits, and a step rounds the lower 8 bits of the fp32 result
+            away at random.""",
             one_of(MASTER_LAYOUTS),
         ),
     ]

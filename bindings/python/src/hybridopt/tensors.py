@@ -24,10 +24,11 @@ STATE_DTYPES = {
     abi.OFFLOAD_FP32: torch.float32,
     abi.OFFLOAD_BF16: torch.bfloat16,
     abi.OFFLOAD_U16: torch.int16,  # torch has few operations for uint16
+    abi.OFFLOAD_I8: torch.int8,
 }
 
 # What is stored beside bf16 params, which are the masters rounded: the upper bits of what that lost.
-LOW_DTYPES = {abi.OFFLOAD_MASTER_SPLIT: torch.int16}
+LOW_DTYPES = {abi.OFFLOAD_MASTER_SPLIT: torch.int16, abi.OFFLOAD_MASTER_SPLIT24: torch.int8}
 
 # In newer versions of torch a param's grad_dtype is the dtype in which autograd makes its gradient. In older
 # ones that is the param's dtype.

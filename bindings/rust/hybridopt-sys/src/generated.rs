@@ -35,9 +35,11 @@ pub const OFFLOAD_FP32: i32 = 1;
 pub const OFFLOAD_BF16: i32 = 2;
 pub const OFFLOAD_FP16: i32 = 3;
 pub const OFFLOAD_U16: i32 = 4;
+pub const OFFLOAD_I8: i32 = 5;
 
 pub const OFFLOAD_MASTER_FP32: i32 = 0;
 pub const OFFLOAD_MASTER_SPLIT: i32 = 1;
+pub const OFFLOAD_MASTER_SPLIT24: i32 = 2;
 
 pub const OFFLOAD_ROUND_STOCHASTIC: i32 = 0;
 pub const OFFLOAD_ROUND_NEAREST: i32 = 1;

@@ -13,6 +13,8 @@ pub enum Dtype {
     Fp16,
     /// `u16`, of state only: the lower halves of split masters.
     U16,
+    /// `i8`, of state only: the bytes of 24-bit masters.
+    I8,
 }
 
 impl Dtype {
@@ -22,11 +24,12 @@ impl Dtype {
             Dtype::Bf16 => sys::OFFLOAD_BF16,
             Dtype::Fp16 => sys::OFFLOAD_FP16,
             Dtype::U16 => sys::OFFLOAD_U16,
+            Dtype::I8 => sys::OFFLOAD_I8,
         }
     }
 
     pub(crate) fn from_raw(raw: i32) -> Option<Self> {
-        [Dtype::Fp32, Dtype::Bf16, Dtype::Fp16, Dtype::U16]
+        [Dtype::Fp32, Dtype::Bf16, Dtype::Fp16, Dtype::U16, Dtype::I8]
             .into_iter()
             .find(|dtype| dtype.raw() == raw)
     }
@@ -36,6 +39,7 @@ impl Dtype {
         match self {
             Dtype::Fp32 => 4,
             Dtype::Bf16 | Dtype::Fp16 | Dtype::U16 => 2,
+            Dtype::I8 => 1,
         }
     }
 }
@@ -71,11 +75,12 @@ mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for u16 {}
+    impl Sealed for i8 {}
     impl Sealed for super::Bf16 {}
     impl Sealed for super::Fp16 {}
 }
 
-/// `f32`, [`Bf16`] and [`Fp16`]; `u16` for state only.
+/// `f32`, [`Bf16`] and [`Fp16`]; `u16` and `i8` for state only.
 pub trait Element: Copy + Default + Send + Sync + 'static + sealed::Sealed {
     /// The same as a value.
     const DTYPE: Dtype;
@@ -87,6 +92,10 @@ impl Element for f32 {
 
 impl Element for u16 {
     const DTYPE: Dtype = Dtype::U16;
+}
+
+impl Element for i8 {
+    const DTYPE: Dtype = Dtype::I8;
 }
 
 impl Element for Bf16 {

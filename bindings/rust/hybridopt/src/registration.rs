@@ -42,14 +42,16 @@ impl Movable {
     }
 }
 
-/// How the fp32 master of a bf16 param is kept. Its bits are the same either way.
+/// How the fp32 master of a bf16 param is kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum MasterLayout {
     /// As 4 bytes of state.
     #[default]
     Fp32,
-    /// The bf16 param is its upper half, 2 bytes of state are the lower.
+    /// The bf16 param is its upper half, 2 bytes of state are the lower. The same masters.
     Split,
+    /// The same with 1 byte of state: a step rounds the lower 8 bits of the master away.
+    Split24,
 }
 
 /// Which executors update the host share if the device has memory of its own. The bits do not depend
@@ -152,6 +154,7 @@ impl<'a> OptimizerBuilder<'a> {
         self.options.master_layout = match layout {
             MasterLayout::Fp32 => sys::OFFLOAD_MASTER_FP32,
             MasterLayout::Split => sys::OFFLOAD_MASTER_SPLIT,
+            MasterLayout::Split24 => sys::OFFLOAD_MASTER_SPLIT24,
         };
         self
     }
@@ -162,7 +165,7 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// How bf16 moments are rounded; at random by default, from a seed that is the same on all
+    /// How bf16 moments and 24-bit masters are rounded; at random by default, from a seed that is the same on all
     /// ranks and after a load.
     pub fn moment_rounding(mut self, rounding: Rounding, seed: u64) -> Self {
         self.options.moment_rounding = match rounding {

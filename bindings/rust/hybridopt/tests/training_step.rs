@@ -211,7 +211,7 @@ fn weights_from_outside() -> Result<()> {
 #[test]
 fn less_state_on_the_host() -> Result<()> {
     let context = Context::host()?;
-    let train = |builder: OptimizerBuilder<'_>| -> Result<(u64, Vec<Bf16>, Option<u16>, Dtype)> {
+    let train = |builder: OptimizerBuilder<'_>| -> Result<(u64, Vec<Bf16>, Option<Dtype>, Dtype)> {
         let mut adding = builder.create()?;
         let group = adding.add_group(&adamw())?;
         let grad = values::<Bf16>(WEIGHTS, 11);
@@ -222,7 +222,14 @@ fn less_state_on_the_host() -> Result<()> {
             optimizer.step(&step_options())?;
         }
         let low = match optimizer.state(x, StateKind::MasterLow) {
-            Ok(state) => state.host::<u16>()?.first().copied(),
+            Ok(state) if state.dtype() == Dtype::I8 => {
+                assert_eq!(state.host::<i8>()?.len(), WEIGHTS);
+                Some(Dtype::I8)
+            }
+            Ok(state) => {
+                assert_eq!(state.host::<u16>()?.len(), WEIGHTS);
+                Some(state.dtype())
+            }
             Err(_) => None,
         };
         let dtype = optimizer.state(x, StateKind::ExpAvg)?.dtype();
@@ -232,7 +239,9 @@ fn less_state_on_the_host() -> Result<()> {
     let full = train(builder())?;
     let split = train(builder().master_layout(MasterLayout::Split))?;
     assert_eq!(split.1, full.1, "the bits of the params");
-    assert!(split.0 < full.0 && split.2.is_some() && full.2.is_none());
+    assert!(split.0 < full.0 && split.2 == Some(Dtype::U16) && full.2.is_none());
+    let split24 = train(builder().master_layout(MasterLayout::Split24))?;
+    assert!(split24.0 < split.0 && split24.2 == Some(Dtype::I8));
     let small =
         |rounding, seed| train(builder().moment_dtype(Dtype::Bf16).moment_rounding(rounding, seed));
     let nearest = small(Rounding::Nearest, 0)?;

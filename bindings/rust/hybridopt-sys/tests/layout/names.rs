@@ -382,10 +382,12 @@ pub fn table() -> Table {
         OFFLOAD_BF16,
         OFFLOAD_FP16,
         OFFLOAD_U16,
+        OFFLOAD_I8,
     );
     values!(table,
         OFFLOAD_MASTER_FP32,
         OFFLOAD_MASTER_SPLIT,
+        OFFLOAD_MASTER_SPLIT24,
     );
     values!(table,
         OFFLOAD_ROUND_STOCHASTIC,
