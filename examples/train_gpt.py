@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="of params; on a GPU bfloat16")
     parser.add_argument("--offload-fraction", type=float, default=1.0)
     parser.add_argument(
-        "--master-layout", choices=("fp32", "split"), default="fp32", help="of bf16 params' masters"
+        "--master-layout", choices=("fp32", "split", "split24"), default="fp32", help="of bf16 params' masters"
     )
     parser.add_argument("--state-dtype", choices=DTYPES, default="float32", help="of moments")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
