@@ -87,7 +87,8 @@ Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
   HYBRIDOPT_TRY(committed_->mover->AwaitProducers(
       request, committed_->lanes->ReadyEvents(slot),
       [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }));
-  HYBRIDOPT_TRY(pipeline.GradsComing(request, committed_->checkpoints->capture()));
+  HYBRIDOPT_TRY(
+      pipeline.GradsComing(request.items, request.groups, committed_->checkpoints->capture()));
   uint64_t bytes = 0;
   HYBRIDOPT_TRY(committed_->mover->Run(request, &bytes));
   HYBRIDOPT_TRY(pipeline.GradsArrived());

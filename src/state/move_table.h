@@ -72,4 +72,12 @@ constexpr bool RowsStandInOrder() {
 }
 static_assert(RowsStandInOrder());
 
+// What a queued move does to one param.
+struct MoveItem {
+  uint32_t param;
+  void* address;  // the address of its data or gradient at the time of the call
+  void* data;     // that of its data
+  bool first;     // in an accumulation: this gradient is the first, the host holds no sum yet
+};
+
 }  // namespace hybridopt

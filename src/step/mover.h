@@ -25,13 +25,6 @@
 
 namespace hybridopt {
 
-struct MoveItem {
-  uint32_t param;
-  void* address;  // the address of its data or gradient at the time of the call
-  void* data;     // that of its data
-  bool first;     // in an accumulation: this gradient is the first, the host holds no sum yet
-};
-
 // A queued move, with all that it needs as of its call.
 struct MoveRequest {
   Move move;

@@ -80,10 +80,10 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   return {};
 }
 
-Status StepPipeline::GradsComing(const MoveRequest& move, Capture* capture) {
-  if (move.groups.empty() || !early_.Assume(move.groups)) return {};
-  for (const MoveItem& item : move.items)
-    HYBRIDOPT_TRY(early_.Coming(item.param, item.data, capture));
+Status StepPipeline::GradsComing(std::span<const MoveItem> grads,
+                                 std::span<const offload_group_t> groups, Capture* capture) {
+  if (groups.empty() || !early_.Assume(groups)) return {};
+  for (const MoveItem& grad : grads) HYBRIDOPT_TRY(early_.Coming(grad.param, grad.data, capture));
   return {};
 }
 

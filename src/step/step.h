@@ -26,6 +26,7 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "state/capture.h"
+#include "state/move_table.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
 #include "step/executors/cpu_executor.h"
@@ -33,7 +34,6 @@
 #include "step/executors/early_updates.h"
 #include "step/executors/streamed_executor.h"
 #include "step/host_norm_sums.h"
-#include "step/mover.h"
 #include "step/step_plan.h"
 
 namespace hybridopt {
@@ -78,8 +78,10 @@ class StepPipeline : private ChunkProgress {
              const StepMarks& marks, offload_step_result_t* result);
 
   // To be called before and after an offload of gradients copies, and before other work that reads
-  // or changes what a step does (early_updates.h).
-  Status GradsComing(const MoveRequest& move, Capture* capture);
+  // or changes what a step does (early_updates.h). `groups` are those of the call that offloads;
+  // empty: nothing is updated early.
+  Status GradsComing(std::span<const MoveItem> grads, std::span<const offload_group_t> groups,
+                     Capture* capture);
   Status GradsArrived() { return early_.BeginArrived(); }
   Status UndoEarly() { return early_.Undo(); }
   uint64_t early_elements_wanted() const { return early_.elements_wanted(); }
