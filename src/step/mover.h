@@ -16,10 +16,10 @@
 
 #include "base/function_ref.h"
 #include "machine/context.h"
+#include "machine/host_norm_sums.h"
 #include "machine/lanes.h"
 #include "state/lifecycle.h"
 #include "step/executors/chunk_update.h"
-#include "step/host_norm_sums.h"
 #include "storage/state_memory.h"
 #include "storage/swap_memory.h"
 

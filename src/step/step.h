@@ -24,6 +24,7 @@
 #include "base/function_ref.h"
 #include "comm/comm.h"
 #include "machine/context.h"
+#include "machine/host_norm_sums.h"
 #include "machine/lanes.h"
 #include "state/capture.h"
 #include "state/move_table.h"
@@ -33,7 +34,6 @@
 #include "step/executors/device_executor.h"
 #include "step/executors/early_updates.h"
 #include "step/executors/streamed_executor.h"
-#include "step/host_norm_sums.h"
 #include "step/step_plan.h"
 
 namespace hybridopt {

@@ -1,4 +1,4 @@
-#include "step/host_norm_sums.h"
+#include "machine/host_norm_sums.h"
 
 #include <algorithm>
 
