@@ -246,7 +246,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   MakeParts(*committed);
   HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
   HYBRIDOPT_TRY(committed->pipeline->Start());
-  HYBRIDOPT_TRY(committed->mover->Initialize(table_.addresses(), stream));
+  HYBRIDOPT_TRY(committed->master_fill->Initialize(table_.addresses(), stream));
   HYBRIDOPT_TRY(PinStates(*committed));  // the workers must touch it before: Initialize does that
   FillTables(*committed);
   committed->planned_device_bytes = plan.device_bytes;
@@ -305,9 +305,12 @@ void Optimizer::MakeParts(Committed& committed) {
                 *committed.swap, *committed.lanes, *committed.host_norm_sums,
                 *committed.step_counts, comm_},
       options_.rounding_seed);
+  committed.master_fill =
+      std::make_unique<MasterFill>(*context_, table_, committed.shape, committed.residence,
+                                   committed.chunks, *committed.memory, *committed.lanes);
   committed.mover = std::make_unique<Mover>(*context_, table_, committed.shape, committed.residence,
-                                            committed.chunks, *committed.memory, *committed.lanes,
-                                            *committed.swap, *committed.host_norm_sums);
+                                            *committed.memory, *committed.lanes, *committed.swap,
+                                            *committed.host_norm_sums, *committed.master_fill);
   committed.residence_changer = std::make_unique<ResidenceChanger>(
       *context_, table_, committed.shape, committed.residence, committed.chunks, *committed.memory,
       *committed.lanes, *committed.swap);

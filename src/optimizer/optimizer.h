@@ -20,6 +20,7 @@
 #include "save/checkpoints.h"
 #include "state/lifecycle.h"
 #include "state/param_table.h"
+#include "step/master_fill.h"
 #include "step/mover.h"
 #include "step/residence_change.h"
 #include "step/step.h"
@@ -93,6 +94,7 @@ class Optimizer {
     std::unique_ptr<HostNormSums> host_norm_sums;
     std::optional<StepCounts> step_counts;
     std::unique_ptr<StepPipeline> pipeline;
+    std::unique_ptr<MasterFill> master_fill;
     std::unique_ptr<Mover> mover;
     std::unique_ptr<ResidenceChanger> residence_changer;
     std::unique_ptr<Checkpoints> checkpoints;

@@ -1,6 +1,7 @@
 #include "optimizer/plan.h"
 
 #include "base/system.h"
+#include "step/master_fill.h"
 #include "step/mover.h"
 #include "step/step.h"
 
@@ -54,7 +55,8 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
     plan.host_state_bytes[kind] = residence.bytes(Tier::kHost, slot).size();
     plan.device_state_bytes[kind] = residence.bytes(Tier::kDevice, slot).size();
   }
-  plan.host_scratch_bytes = StepPipeline::ScratchBytes(table, shape) + Mover::ScratchBytes(table);
+  plan.host_scratch_bytes = StepPipeline::ScratchBytes(table, shape) + Mover::ScratchBytes(table) +
+                            MasterFill::ScratchBytes(table);
   plan.host_params_bytes = shape.swap_params_bytes;
   plan.host_grads_bytes = shape.swap_grads_bytes;
   plan.host_swap_bytes = SwapStates::Bytes(shape, residence);

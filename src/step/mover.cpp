@@ -54,20 +54,18 @@ class Mover::GradPieces {
 };
 
 Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
-             const Residence& residence, const ChunkTable& chunks, StateMemory& memory,
-             Lanes& lanes, const SwapMemory& swap, HostNormSums& host_norm_sums)
+             const Residence& residence, StateMemory& memory, Lanes& lanes, const SwapMemory& swap,
+             HostNormSums& host_norm_sums, MasterFill& master_fill)
     : context_(context),
       device_(context.device()),
       table_(table),
       shape_(shape),
       residence_(residence),
-      chunks_(chunks),
       memory_(memory),
       lanes_(lanes),
       swap_(swap),
       host_norm_sums_(host_norm_sums),
-      updater_(table, shape, memory, context.kernels()),
-      addresses_(table.size()) {
+      master_fill_(master_fill) {
   copies_.reserve(kStateSlots * table.size());
   norm_inputs_.reserve(table.size());
 }
@@ -85,7 +83,7 @@ Status Mover::Run(MoveRequest& request, uint64_t* bytes) {
     case Move::kDropGrads:
       return {};
     case Move::kRefreshMasters:
-      return Refresh(request);
+      return master_fill_.Refresh(request.items);
     default:
       HYBRIDOPT_TRY(CopyResource(request, bytes));
   }
@@ -357,95 +355,6 @@ void Mover::Add(const GradPiece& piece, const std::byte* grad) const {
   const auto add = piece.item->first ? kernels.ToFp32(dtype) : kernels.Accumulate(dtype);
   auto* const sum = reinterpret_cast<float*>(swap_.Grads(piece.item->param));
   add(grad, piece.end - piece.begin, sum + piece.begin);
-}
-
-// -------------------------------------------------------------------------- masters from params --
-
-Status Mover::Initialize(std::span<const Addresses> addresses, StreamHandle stream) {
-  if (!device_.unified()) {
-    HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], stream));
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], "the params given to commit"));
-  }
-  // A worker rounds the values to fp32, because the caller's thread may have any rounding mode.
-  std::vector<float> first_moments0(table_.groups().size());
-  HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    for (size_t group = 0; worker == 0 && group < first_moments0.size(); ++group)
-      first_moments0[group] =
-          static_cast<float>(InitialMoment0(table_.algorithm(), table_.groups()[group]));
-  }));
-  for (uint32_t id = 0; id < table_.size(); ++id)
-    HYBRIDOPT_TRY(
-        FillOnDevice(id, addresses[id].data, true, first_moments0[table_.param(id).group]));
-  for (const Chunk& chunk : chunks_.chunks) HYBRIDOPT_TRY(FillChunk(chunk, addresses, true));
-  return AwaitDevice();
-}
-
-Status Mover::Refresh(const MoveRequest& request) {
-  std::fill(addresses_.begin(), addresses_.end(), Addresses{nullptr, nullptr});
-  for (const MoveItem& item : request.items) {
-    addresses_[item.param].data = item.address;
-    HYBRIDOPT_TRY(FillOnDevice(item.param, item.address, false, 0.0f));
-  }
-  for (const Chunk& chunk : chunks_.chunks) HYBRIDOPT_TRY(FillChunk(chunk, addresses_, false));
-  return AwaitDevice();
-}
-
-Status Mover::FillOnDevice(uint32_t id, void* data, bool moments, float first_moment0) {
-  const ParamShape& shaped = shape_.params[id];
-  const uint64_t count = residence_.device_count(id);
-  if (count == 0) return {};
-  const Param& param = table_.param(id);
-  if (std::byte* master = memory_.OnDevice(id, kMaster); master != nullptr)
-    HYBRIDOPT_TRY(
-        device_.ToFp32(lanes_.compute, data, param.dtype, count, reinterpret_cast<float*>(master)));
-  if (std::byte* low = memory_.OnDevice(id, kMasterLow); low != nullptr)
-    HYBRIDOPT_TRY(
-        device_.Fill(lanes_.compute, low, count, PatternOf(shaped.format[kMasterLow], 0.0f)));
-  if (!moments) return {};
-  if (std::byte* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
-    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count,
-                               PatternOf(shaped.format[kMoment0], first_moment0)));
-  if (std::byte* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
-    HYBRIDOPT_TRY(
-        device_.Fill(lanes_.compute, moment, count, PatternOf(shaped.format[kMoment1], 0.0f)));
-  return {};
-}
-
-// Fills the masters of one chunk on the host from its params, and with `moments` the moments too.
-// Leaves the state of params whose address is NULL as it is. Copies down only params that have a
-// whole master on the host; any other param is its own master, or the upper half of it.
-Status Mover::FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments) {
-  const std::span<const Fragment> fragments = chunks_.FragmentsOf(chunk);
-  ChunkBuffers buffers;
-  if (!device_.unified()) {
-    buffers = {lanes_.ring().grads(0), lanes_.ring().params(0)};
-    bool any = false;
-    for (const Fragment& fragment : fragments) {
-      const std::byte* data = static_cast<const std::byte*>(addresses[fragment.param].data);
-      if (data == nullptr) continue;
-      any = true;
-      if (!shape_.params[fragment.param].Keeps(Tier::kHost, kMaster)) continue;
-      const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
-      HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, buffers.params + fragment.param_offset,
-                                       data + fragment.begin * element_bytes,
-                                       fragment.count * element_bytes));
-    }
-    if (!any) return {};
-    HYBRIDOPT_TRY(device_.Record(lanes_.landed(0).end, lanes_.down));
-    HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(0).end, "params coming down"));
-  }
-  const uint32_t workers = context_.workers().threads();
-  HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    updater_.Fill(fragments, chunk.element_count, buffers, addresses, moments, worker, workers);
-  }));
-  if (!device_.unified()) lanes_.ring().ReleaseParams(0);
-  return {};
-}
-
-Status Mover::AwaitDevice() {
-  if (device_.unified()) return {};
-  HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.compute));
-  return lanes_.Wait(lanes_.moved[0], "masters on the device");
 }
 
 }  // namespace hybridopt

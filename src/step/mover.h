@@ -1,6 +1,6 @@
 // Mover: copies params, gradients and states between device and host, adds gradients up on the
-// host, and fills masters from params. Lifecycle has already decided that a move is allowed when
-// the mover runs it.
+// host, and has masters filled from params. Lifecycle has already decided that a move is allowed
+// when the mover runs it.
 //
 // One move offloads the gradients of many params. While the down stream copies them, the device
 // computes the block sums of their norms on its compute stream. A later step makes its verdict from
@@ -19,7 +19,7 @@
 #include "machine/host_norm_sums.h"
 #include "machine/lanes.h"
 #include "state/lifecycle.h"
-#include "step/executors/chunk_update.h"
+#include "step/master_fill.h"
 #include "storage/state_memory.h"
 #include "storage/swap_memory.h"
 
@@ -42,17 +42,13 @@ struct MoveRequest {
 class Mover {
  public:
   Mover(Context& context, const ParamTable& table, const StateShape& shape,
-        const Residence& residence, const ChunkTable& chunks, StateMemory& memory, Lanes& lanes,
-        const SwapMemory& swap, HostNormSums& host_norm_sums);
+        const Residence& residence, StateMemory& memory, Lanes& lanes, const SwapMemory& swap,
+        HostNormSums& host_norm_sums, MasterFill& master_fill);
 
   // How many bytes the tables of a mover take; the plan counts them.
   static uint64_t ScratchBytes(const ParamTable& table) {
-    return table.size() * (kStateSlots * sizeof(Copy) + sizeof(NormInput) + sizeof(Addresses));
+    return table.size() * (kStateSlots * sizeof(Copy) + sizeof(NormInput));
   }
-
-  // Waits for the work on `stream`, then fills masters from the params and moments with their
-  // initial values.
-  Status Initialize(std::span<const Addresses> addresses, StreamHandle stream);
 
   // To be called before Run. `ready` has one event for each stream of the caller's that produces
   // what is moved. Such a stream may itself be waiting until a save has read what it borrows;
@@ -89,26 +85,20 @@ class Mover {
   const std::byte* GradAddress(const MoveItem& item, uint64_t element) const;
   void Add(const GradPiece& piece, const std::byte* grad) const;
   Status UseDeviceMemory(MoveRequest& request);
-  Status Refresh(const MoveRequest& request);
-  Status FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments);
-  Status FillOnDevice(uint32_t id, void* data, bool moments, float first_moment0);
-  Status AwaitDevice();
 
   Context& context_;
   Device& device_;
   const ParamTable& table_;
   const StateShape& shape_;
   const Residence& residence_;
-  const ChunkTable& chunks_;
   StateMemory& memory_;
   Lanes& lanes_;
   const SwapMemory& swap_;
   HostNormSums& host_norm_sums_;
-  const ChunkUpdater updater_;
+  MasterFill& master_fill_;
   // Of the running move.
   std::vector<Copy> copies_;
   std::vector<NormInput> norm_inputs_;
-  std::vector<Addresses> addresses_;  // per param, NULL for params that a refresh leaves alone
 };
 
 }  // namespace hybridopt

@@ -21,12 +21,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <numeric>
 #include <span>
 #include <vector>
 
 #include "machine/lanes.h"
+#include "runtime/work_pieces.h"
 #include "state/residence.h"
 
 namespace hybridopt {
@@ -71,6 +73,34 @@ struct ChunkTable {
   // Bytes of the table itself where all state is on the host, its largest size.
   static uint64_t BytesMax(const StateShape& shape);
 };
+
+// Calls visit(fragment, first, count) for the range of each fragment that is in `range`. `range`
+// counts active elements only, of which the fragments have `total`, and before(f) come before
+// fragment f. `first` counts from the fragment's begin.
+template <typename Before, typename Visit>
+void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& before,
+                  const WorkRange& range, Visit&& visit) {
+  if (range.begin == range.end) return;
+  auto fragment =
+      std::upper_bound(fragments.begin(), fragments.end(), range.begin,
+                       [&](uint64_t element, const Fragment& f) { return element < before(f); });
+  --fragment;  // before(first fragment) is 0, so a fragment before this one exists
+  for (; fragment != fragments.end() && before(*fragment) < range.end; ++fragment) {
+    const auto next = fragment + 1;
+    const uint64_t fragment_end = next == fragments.end() ? total : before(*next);
+    const uint64_t begin = std::max(range.begin, before(*fragment));
+    const uint64_t end = std::min(range.end, fragment_end);
+    if (begin < end) visit(*fragment, begin - before(*fragment), end - begin);
+  }
+}
+
+// The address of the fragment's element `first` in the param: in the params half of a staging slot,
+// or, where that is NULL, behind the param's own address.
+inline std::byte* ParamAt(const Fragment& fragment, uint64_t first, uint64_t element_bytes,
+                          std::byte* staged, void* param) {
+  if (staged != nullptr) return staged + fragment.param_offset + first * element_bytes;
+  return static_cast<std::byte*>(param) + (fragment.begin + first) * element_bytes;
+}
 
 ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Residence& residence);
 

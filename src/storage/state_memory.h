@@ -48,7 +48,7 @@ class StateMemory {
   StateMemory(const StateMemory&) = delete;
   StateMemory& operator=(const StateMemory&) = delete;
 
-  // Takes the memory. Its content is unspecified until Mover (step/mover.h) fills it. `shape` must
+  // Takes the memory. Its content is unspecified until MasterFill fills it. `shape` must
   // outlive the StateMemory.
   static Result<std::unique_ptr<StateMemory>> Create(Context& context, const StateShape& shape,
                                                      const Residence& residence);

@@ -16,13 +16,6 @@ const std::byte* GradAddress(const StepParam& param, const Fragment& fragment,
 
 }  // namespace
 
-std::byte* ChunkUpdater::ParamAt(const Fragment& fragment, const ChunkBuffers& buffers, void* data,
-                                 uint64_t first) const {
-  const uint64_t bytes = DtypeBytes(table_.param(fragment.param).dtype);
-  if (buffers.params != nullptr) return buffers.params + fragment.param_offset + first * bytes;
-  return static_cast<std::byte*>(data) + (fragment.begin + first) * bytes;
-}
-
 std::byte* ChunkUpdater::MasterAt(uint32_t id, uint64_t element, void* param) const {
   std::byte* const master = memory_.Host(id, shape_.params[id].master_slot(), element);
   return master != nullptr ? master : static_cast<std::byte*>(param);
@@ -97,7 +90,8 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
                        });
         UpdateSpan span{};
         span.grad = GradAddress(param, fragment, buffers, first);
-        span.param = ParamAt(fragment, buffers, param.addresses.data, first);
+        span.param = ParamAt(fragment, first, DtypeBytes(table_.param(id).dtype), buffers.params,
+                             param.addresses.data);
         span.master = MasterAt(id, element, span.param);
         span.moment0 = memory_.Host(id, kMoment0, element);
         span.moment1 = memory_.Host(id, kMoment1, element);
@@ -114,36 +108,6 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
                         part.order = order;
                         update(step.coefficients[param.coefficients], part);
                       });
-      });
-}
-
-void ChunkUpdater::Fill(std::span<const Fragment> fragments, uint64_t element_count,
-                        const ChunkBuffers& buffers, std::span<const Addresses> addresses,
-                        bool moments, uint32_t worker, uint32_t workers) const {
-  ForEachRange(
-      fragments, element_count, [](const Fragment& fragment) { return fragment.first_element; },
-      RangeOfWorker(element_count, kWorkGrainElements, worker, workers),
-      [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-        const uint32_t id = fragment.param;
-        void* const data = addresses[id].data;
-        if (data == nullptr) return;
-        const Param& param = table_.param(id);
-        const ParamShape& shaped = shape_.params[id];
-        const uint64_t element = fragment.begin + first;
-        if (std::byte* master = memory_.Host(id, kMaster, element); master != nullptr)
-          kernels_.ToFp32(param.dtype)(ParamAt(fragment, buffers, data, first), count,
-                                       reinterpret_cast<float*>(master));
-        FillArray(memory_.Host(id, kMasterLow, element), count,
-                  PatternOf(shaped.format[kMasterLow], 0.0f));
-        if (!moments) return;
-        // A worker rounds this to fp32, because the caller's thread may have set another rounding
-        // mode.
-        const double first_moment =
-            InitialMoment0(table_.algorithm(), table_.groups()[param.group]);
-        FillArray(memory_.Host(id, kMoment0, element), count,
-                  PatternOf(shaped.format[kMoment0], static_cast<float>(first_moment)));
-        FillArray(memory_.Host(id, kMoment1, element), count,
-                  PatternOf(shaped.format[kMoment1], 0.0f));
       });
 }
 

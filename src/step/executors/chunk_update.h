@@ -2,7 +2,6 @@
 // each worker begins with a part of its own, whose memory it touched first.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -36,26 +35,6 @@ struct HostStep {
   bool follow_params = false;  // masters first become equal to params that others have written
 };
 
-// Calls visit(fragment, first, count) for the range of each fragment that is in `range`. `range`
-// counts active elements only, of which the fragments have `total`, and before(f) come before
-// fragment f. `first` counts from the fragment's begin.
-template <typename Before, typename Visit>
-void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& before,
-                  const WorkRange& range, Visit&& visit) {
-  if (range.begin == range.end) return;
-  auto fragment =
-      std::upper_bound(fragments.begin(), fragments.end(), range.begin,
-                       [&](uint64_t element, const Fragment& f) { return element < before(f); });
-  --fragment;  // before(first fragment) is 0, so a fragment before this one exists
-  for (; fragment != fragments.end() && before(*fragment) < range.end; ++fragment) {
-    const auto next = fragment + 1;
-    const uint64_t fragment_end = next == fragments.end() ? total : before(*next);
-    const uint64_t begin = std::max(range.begin, before(*fragment));
-    const uint64_t end = std::min(range.end, fragment_end);
-    if (begin < end) visit(*fragment, begin - before(*fragment), end - begin);
-  }
-}
-
 class ChunkUpdater {
  public:
   ChunkUpdater(const ParamTable& table, const StateShape& shape, const StateMemory& memory,
@@ -71,13 +50,6 @@ class ChunkUpdater {
   // Returns when the running save has read what the update of these elements writes.
   void AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const;
 
-  // One worker's part of the initialization of a chunk's state: masters are widened from the
-  // params, and, if `moments`, moments get their initial values. At commit this is the first touch
-  // of the memory. Params whose address is NULL are not changed.
-  void Fill(std::span<const Fragment> fragments, uint64_t element_count,
-            const ChunkBuffers& buffers, std::span<const Addresses> addresses, bool moments,
-            uint32_t worker, uint32_t workers) const;
-
  private:
   template <typename Visit>
   void ForEachActiveRange(const HostStep& step, uint32_t chunk, const WorkRange& range,
@@ -87,8 +59,6 @@ class ChunkUpdater {
   template <typename Visit>
   void ForEachArray(const Fragment& fragment, uint64_t first, uint64_t count, const StateAreas& old,
                     Visit&& visit) const;
-  std::byte* ParamAt(const Fragment& fragment, const ChunkBuffers& buffers, void* data,
-                     uint64_t first) const;
   // The address of the master, of its lower half, or of the param that is its own master.
   std::byte* MasterAt(uint32_t id, uint64_t element, void* param) const;
 
