@@ -1,8 +1,8 @@
 #include "optimizer/plan.h"
 
 #include "base/system.h"
-#include "step/master_fill.h"
-#include "step/mover.h"
+#include "move/master_fill.h"
+#include "move/mover.h"
 #include "step/step.h"
 
 namespace hybridopt {

@@ -1,7 +1,7 @@
 // Lifecycle: where each param's data, its gradient and its states of the device share are, and
 // which calls are allowed from there. The tables are in transitions.h. Pure: Lifecycle decides
 // whether a call is allowed and records the decision, in the order of the calls; Mover
-// (step/mover.h) does the work later.
+// (move/mover.h) does the work later.
 #pragma once
 
 #include <atomic>

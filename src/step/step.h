@@ -12,7 +12,7 @@
 // the device. EarlyUpdates may have updated some chunks before the step, which keeps that if the
 // verdict is the one assumed. If params are in host memory there are no streams: the workers
 // compute the norm, then update everything in one pass. Gradients that the host holds already
-// (mover.h) are read there; those that the device needs are copied up first.
+// (move/mover.h) are read there; those that the device needs are copied up first.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Includes inside src/ go downward only:
-#   abi -> optimizer -> {step, save, stash} -> storage -> {state, machine} -> {checkpoint, comm}
+#   abi -> optimizer -> {step, move, save, stash} -> storage -> {state, machine} -> {checkpoint, comm}
 #       -> {memory, runtime} -> device -> kernels -> base
 # Layers in braces are neighbours and do not include each other. Usage: layers_test.sh SOURCE_DIR
 set -euo pipefail
@@ -13,7 +13,7 @@ check_layers() {
       rank["base"] = 0; rank["kernels"] = 1; rank["device"] = 2; rank["memory"] = 3
       rank["runtime"] = 3; rank["checkpoint"] = 4; rank["comm"] = 4; rank["machine"] = 5
       rank["state"] = 5; rank["storage"] = 6; rank["step"] = 7; rank["save"] = 7
-      rank["stash"] = 7
+      rank["stash"] = 7; rank["move"] = 7
       rank["optimizer"] = 8; rank["abi"] = 9
     }
     function layer(path) { sub(/[\/.].*/, "", path); return path }
@@ -30,12 +30,13 @@ check_layers() {
     END { exit bad }')
 }
 
-# The check itself: a tree that must pass and eight that must not.
+# The check itself: a tree that must pass and ten that must not.
 self_test() {
   local scratch
   scratch=$(mktemp -d)
   mkdir -p "$scratch/src/optimizer" "$scratch/src/step" "$scratch/src/save" "$scratch/src/state" \
-    "$scratch/src/base" "$scratch/src/stash" "$scratch/src/memory" "$scratch/src/runtime"
+    "$scratch/src/base" "$scratch/src/stash" "$scratch/src/memory" "$scratch/src/runtime" \
+    "$scratch/src/move"
   local good='#include "base/status.h"'
   echo "$good" >"$scratch/src/step/step.cpp"
   check_layers "$scratch" || { echo "FAILED: the check refuses a good include"; exit 1; }
@@ -52,6 +53,8 @@ base/status.h step/step.h
 memory/arena.cpp runtime/worker_pool.h
 save/loader.h step/step.h
 state/residence.h machine/lanes.h
+step/step.h move/mover.h
+move/mover.h step/step.h
 step/step.h save/saver.h
 stash/stash.h step/step.h
 optimizer/optimizer.cpp abi.h

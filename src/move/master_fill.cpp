@@ -1,4 +1,4 @@
-#include "step/master_fill.h"
+#include "move/master_fill.h"
 
 #include <algorithm>
 

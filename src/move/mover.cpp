@@ -1,4 +1,4 @@
-#include "step/mover.h"
+#include "move/mover.h"
 
 #include <algorithm>
 

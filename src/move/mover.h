@@ -18,8 +18,8 @@
 #include "machine/context.h"
 #include "machine/host_norm_sums.h"
 #include "machine/lanes.h"
+#include "move/master_fill.h"
 #include "state/lifecycle.h"
-#include "step/master_fill.h"
 #include "storage/state_memory.h"
 #include "storage/swap_memory.h"
 

@@ -1,4 +1,4 @@
-#include "step/residence_change.h"
+#include "move/residence_change.h"
 
 #include <algorithm>
 #include <utility>
