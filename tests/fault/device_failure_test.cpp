@@ -308,10 +308,9 @@ class FaultyDevice final : public ForwardingDevice {
     HYBRIDOPT_TRY(plan_.Next("CopyToDevice"));
     return ForwardingDevice::CopyToDevice(stream, device, host, bytes);
   }
-  Status Fill(StreamHandle stream, void* device, int32_t dtype, uint64_t count,
-              float value) override {
+  Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override {
     HYBRIDOPT_TRY(plan_.Next("Fill"));
-    return ForwardingDevice::Fill(stream, device, dtype, count, value);
+    return ForwardingDevice::Fill(stream, device, count, pattern);
   }
   Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
                 float* destination) override {
