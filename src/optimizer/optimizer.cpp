@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
-#include <numeric>
 
 #include "base/system.h"
 #include "optimizer/optimizer_options.h"
@@ -112,7 +111,7 @@ Result<offload_plan_t> Optimizer::Plan() const {
     HYBRIDOPT_ASSIGN(offload_plan_t plan,
                      PlanOf(*context_, table_, committed_->shape, committed_->decided));
     plan.fits = 1;
-    if (committed_->timeline->idle()) SetNodeBytes(FoundNodeBytes(), plan);
+    if (committed_->timeline->idle()) SetNodeBytes(committed_->FoundNodeBytes(), plan);
     return plan;
   }
   const StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
@@ -120,17 +119,6 @@ Result<offload_plan_t> Optimizer::Plan() const {
   HYBRIDOPT_ASSIGN(offload_plan_t plan, FitRing(shape, arrangement));
   plan.fits = CheckStateMayStream(shape, arrangement).ok() && CheckRoom(plan).ok() ? 1 : 0;
   return plan;
-}
-
-// The bytes of the committed memory on each NUMA node. No work may be queued, because it might
-// change that memory.
-NodeBytes Optimizer::FoundNodeBytes() const {
-  NodeBytes bytes;
-  committed_->memory->AddNodeBytes(committed_->decided.residence, &bytes);
-  committed_->lanes->AddNodeBytes(&bytes);
-  committed_->swap->AddNodeBytes(&bytes);
-  committed_->pipeline->AddNodeBytes(&bytes);
-  return bytes;
 }
 
 Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
@@ -206,7 +194,7 @@ Status Optimizer::PinStates(Committed& committed) {
         "state does not stream through the device: a ring would take more than an eighth of its "
         "free memory");
   if (committed.decided.lanes.stream_slots == 0) return {};
-  const Status status = PinForStreams(committed);
+  const Status status = committed.PinForStreams();
   if (status.ok() || !IsUnpinnable(status)) return status;
   if (options_.host_executors == OFFLOAD_EXECUTORS_STREAMED)
     return Status::Error(status.code(),
@@ -219,15 +207,6 @@ Status Optimizer::PinStates(Committed& committed) {
   return {};
 }
 
-// Pins the state, or adds a note that says why it is not pinned.
-Status Optimizer::PinForStreams(Committed& committed) {
-  const Status status = committed.memory->PinHost(committed.residence);
-  committed.pinned_state_bytes = status.ok() ? committed.memory->pinned_bytes() : 0;
-  if (IsUnpinnable(status))
-    context_->Note("state does not stream through the device: the system did not pin it");
-  return status;
-}
-
 Status Optimizer::Commit(StreamHandle stream) {
   if (committed_ != nullptr)
     return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer has been committed before");
@@ -235,20 +214,18 @@ Status Optimizer::Commit(StreamHandle stream) {
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "no params; call offload_optimizer_add_params before commit");
   HYBRIDOPT_TRY(context_->device().CheckStream(stream));
-  auto committed = std::make_unique<Committed>();
-  committed->shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
-  committed->decided = Arrange(table_, committed->shape, options_.device_fraction);
-  HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(committed->shape, committed->decided));
-  HYBRIDOPT_TRY(CheckStateMayStream(committed->shape, committed->decided));
+  StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
+  Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(shape, arrangement));
+  HYBRIDOPT_TRY(CheckStateMayStream(shape, arrangement));
   HYBRIDOPT_TRY(CheckRoom(plan));
-  HYBRIDOPT_TRY(CheckChunkCount(committed->shape));
-  HYBRIDOPT_TRY(TakeMemory(*committed));
-  MakeParts(*committed);
+  HYBRIDOPT_TRY(CheckChunkCount(shape));
+  HYBRIDOPT_ASSIGN(auto committed, Committed::Make(*context_, table_, comm_, options_,
+                                                   std::move(shape), std::move(arrangement)));
   HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
   HYBRIDOPT_TRY(committed->pipeline->Start());
   HYBRIDOPT_TRY(committed->master_fill->Initialize(table_.addresses(), stream));
   HYBRIDOPT_TRY(PinStates(*committed));  // the workers must touch it before: Initialize does that
-  FillTables(*committed);
   committed->planned_device_bytes = plan.device_bytes;
   HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
   HYBRIDOPT_TRY(context_->runners().Start());
@@ -282,71 +259,6 @@ Status Optimizer::CheckChunkCount(const StateShape& shape) const {
                        static_cast<unsigned long long>(shape.options.chunk_elements),
                        static_cast<unsigned long long>(shape.element_count),
                        static_cast<unsigned long long>(chunks));
-}
-
-Status Optimizer::TakeMemory(Committed& committed) {
-  committed.residence = committed.decided.residence;
-  committed.chunks = committed.decided.chunks;
-  HYBRIDOPT_ASSIGN(committed.memory,
-                   StateMemory::Create(*context_, committed.shape, committed.residence));
-  HYBRIDOPT_ASSIGN(committed.lanes, Lanes::Create(*context_, committed.decided.lanes));
-  HYBRIDOPT_ASSIGN(committed.swap,
-                   SwapMemory::Create(*context_, committed.shape, committed.residence));
-  committed.host_norm_sums =
-      std::make_unique<HostNormSums>(committed.shape.norm_blocks, context_->workers().threads());
-  committed.step_counts.emplace(table_.size());
-  return {};
-}
-
-void Optimizer::MakeParts(Committed& committed) {
-  committed.pipeline = std::make_unique<StepPipeline>(
-      *context_,
-      StepParts{table_, committed.shape, committed.residence, committed.chunks, *committed.memory,
-                *committed.swap, *committed.lanes, *committed.host_norm_sums,
-                *committed.step_counts, comm_},
-      options_.rounding_seed);
-  committed.master_fill =
-      std::make_unique<MasterFill>(*context_, table_, committed.shape, committed.residence,
-                                   committed.chunks, *committed.memory, *committed.lanes);
-  committed.mover = std::make_unique<Mover>(*context_, table_, committed.shape, committed.residence,
-                                            *committed.memory, *committed.lanes, *committed.swap,
-                                            *committed.host_norm_sums, *committed.master_fill);
-  committed.residence_changer = std::make_unique<ResidenceChanger>(
-      *context_, table_, committed.shape, committed.residence, committed.chunks, *committed.memory,
-      *committed.lanes, *committed.swap);
-  committed.checkpoints =
-      std::make_unique<Checkpoints>(*context_, table_, committed.shape,
-                                    StateLocator(table_, committed.shape, committed.residence,
-                                                 *committed.memory, *committed.swap),
-                                    *committed.step_counts, comm_);
-  committed.lifecycle = std::make_unique<Lifecycle>(
-      table_, options_.movable,
-      StateBytes(table_, committed.shape, committed.decided.residence, Tier::kDevice));
-}
-
-void Optimizer::FillTables(Committed& committed) const {
-  for (StepRequest& step : committed.steps) {
-    step.addresses.resize(table_.size());
-    step.host_grads.resize(table_.size());
-    step.groups.resize(table_.groups().size());
-  }
-  for (const offload_group_t& group : table_.groups())
-    committed.momentum_free.push_back(RuleOf(table_.algorithm(), group.momentum) !=
-                                      AlgorithmOf(table_.algorithm())->rule);
-  committed.all_ids.resize(table_.size());
-  std::iota(committed.all_ids.begin(), committed.all_ids.end(), 0u);
-  for (uint32_t id = 0; id < table_.size() && !committed.partial_param.has_value(); ++id)
-    if (table_.param(id).shard.partial()) committed.partial_param = id;
-  CountStateBytes(committed);
-}
-
-void Optimizer::CountStateBytes(Committed& committed) const {
-  uint64_t bytes[2] = {0, 0};
-  for (Tier tier : {Tier::kDevice, Tier::kHost})
-    for (uint64_t each : StateBytes(table_, committed.shape, committed.decided.residence, tier))
-      bytes[static_cast<int>(tier)] += each;
-  committed.device_state_bytes = bytes[static_cast<int>(Tier::kDevice)];
-  committed.host_state_bytes = bytes[static_cast<int>(Tier::kHost)];
 }
 
 Status Optimizer::CheckCommitted() const {

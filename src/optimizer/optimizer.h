@@ -7,24 +7,13 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
-#include <variant>
 #include <vector>
 
 #include "comm/comm.h"
 #include "machine/context.h"
-#include "machine/lanes.h"
-#include "machine/timeline.h"
-#include "move/master_fill.h"
-#include "move/mover.h"
-#include "move/residence_change.h"
-#include "optimizer/plan.h"
-#include "save/checkpoints.h"
-#include "state/lifecycle.h"
+#include "optimizer/committed.h"
 #include "state/param_table.h"
-#include "step/step.h"
-#include "storage/state_memory.h"
 
 namespace hybridopt {
 
@@ -76,58 +65,12 @@ class Optimizer {
   Status GradsToKeep(std::span<uint8_t> keep) const;
 
  private:
-  // The content of one slot of the timeline.
-  struct UndoRequest {};
-  using Request = std::variant<std::monostate, StepRequest*, MoveRequest, ResidenceRequest,
-                               SaveRequest, LoadRequest, UndoRequest>;
-
-  // What exists from commit on. The timeline is the last member: it is destroyed first, so that its
-  // work ends before the objects that the work uses are destroyed.
-  struct Committed {
-    StateShape shape;
-    Arrangement decided;              // as the calls made so far have decided it
-    uint64_t residence_sequence = 0;  // of the last call that changed `decided`
-    Residence residence;              // the timeline's: as queued work has made it so far
-    ChunkTable chunks;                // the same
-    std::unique_ptr<StateMemory> memory;
-    std::unique_ptr<SwapMemory> swap;
-    std::unique_ptr<HostNormSums> host_norm_sums;
-    std::optional<StepCounts> step_counts;
-    std::unique_ptr<StepPipeline> pipeline;
-    std::unique_ptr<MasterFill> master_fill;
-    std::unique_ptr<Mover> mover;
-    std::unique_ptr<ResidenceChanger> residence_changer;
-    std::unique_ptr<Checkpoints> checkpoints;
-    std::unique_ptr<Lanes> lanes;  // after all memory that its streams may still read and write
-    std::unique_ptr<Lifecycle> lifecycle;
-    std::array<Request, Timeline::kCapacity> requests;
-    std::array<StepRequest, StepPipeline::kMaxQueuedSteps> steps;  // used in turns
-    std::atomic<uint64_t> steps_queued = 0;                        // since commit
-    std::atomic<uint64_t> steps_done = 0;
-    std::atomic<uint64_t> last_step = 0;  // the sequence number of the last step
-    std::vector<uint32_t> all_ids;
-    std::optional<uint32_t> partial_param;  // the first param that is only a part of its tensor
-    bool device_memory_held = true;         // as of the calls made so far
-    std::atomic<uint64_t> planned_device_bytes = 0;
-    std::atomic<uint64_t> pinned_state_bytes = 0;  // held for the device's ring
-    uint64_t host_state_bytes = 0;                 // of the host share, without padding
-    uint64_t device_state_bytes = 0;               // of the device share, without padding
-    std::vector<bool> momentum_free;               // per group: committed without a momentum_buffer
-    std::unique_ptr<Timeline> timeline;
-  };
-
   Status CheckRoom(const offload_plan_t& plan) const;
   Result<offload_plan_t> FitRing(const StateShape& shape, Arrangement& arrangement) const;
   bool LeavesRoom(const offload_plan_t& plan) const;
   Status CheckStateMayStream(const StateShape& shape, const Arrangement& arrangement) const;
   Status PinStates(Committed& committed);
-  Status PinForStreams(Committed& committed);
   Status CheckChunkCount(const StateShape& shape) const;
-  Status TakeMemory(Committed& committed);
-  void MakeParts(Committed& committed);
-  void FillTables(Committed& committed) const;
-  void CountStateBytes(Committed& committed) const;
-  NodeBytes FoundNodeBytes() const;
   Status CheckCommitted() const;
   Status CheckIdle() const;
   Status UndoEarlyNow() const;

@@ -46,7 +46,7 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
       StateBytes(table_, committed.shape, committed.decided.residence, Tier::kDevice);
   std::lock_guard lock(results_mutex_);  // other threads ask for stats
   committed.lifecycle->SetDeviceStateBytes(std::move(device_state_bytes));
-  CountStateBytes(committed);
+  committed.CountStateBytes();
   return TicketOf(sequence.value());
 }
 
@@ -110,7 +110,7 @@ Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
   const bool streams_state = request.streams_state;
   HYBRIDOPT_TRY(committed_->residence_changer->Run(request));
   committed_->pipeline->UseChunks();
-  const Status pinned = streams_state ? PinForStreams(*committed_) : Status();
+  const Status pinned = streams_state ? committed_->PinForStreams() : Status();
   if (!pinned.ok() && !IsUnpinnable(pinned)) return pinned;
   std::lock_guard lock(results_mutex_);
   stats_.host_bytes = host_bytes;

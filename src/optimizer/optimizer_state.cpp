@@ -51,7 +51,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   view.dtype = RowOf(shaped.format[slot]).view_dtype;
   view.device_count = device_count;
   view.host_count = param.count - device_count;
-  view.step_count = committed_->step_counts->of(param_id);
+  view.step_count = committed_->step_counts.of(param_id);
   if (view.device_count > 0 && committed_->lifecycle->states_on_host(param_id))
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "the states of param '%.200s' are on the host; call "
@@ -89,7 +89,7 @@ Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "step_count is %llu, expected at most 2^53",
                          static_cast<unsigned long long>(step_count));
   HYBRIDOPT_TRY(UndoEarlyNow());
-  committed_->step_counts->set(param, step_count);
+  committed_->step_counts.set(param, step_count);
   return {};
 }
 

@@ -1,0 +1,101 @@
+#include "optimizer/committed.h"
+
+#include <numeric>
+#include <utility>
+
+#include "kernels/algorithms.h"
+
+namespace hybridopt {
+
+Result<std::unique_ptr<Committed>> Committed::Make(Context& context, const ParamTable& table,
+                                                   const Comm& comm,
+                                                   const offload_optimizer_options_t& options,
+                                                   StateShape shape, Arrangement decided) {
+  auto committed =
+      std::make_unique<Committed>(context, table, std::move(shape), std::move(decided));
+  HYBRIDOPT_TRY(committed->TakeMemory());
+  committed->MakeParts(comm, options);
+  committed->FillTables();
+  return committed;
+}
+
+Committed::Committed(Context& context, const ParamTable& table, StateShape shape,
+                     Arrangement decided)
+    : context(context),
+      table(table),
+      shape(std::move(shape)),
+      decided(std::move(decided)),
+      residence(this->decided.residence),
+      chunks(this->decided.chunks),
+      step_counts(table.size()) {}
+
+Status Committed::TakeMemory() {
+  HYBRIDOPT_ASSIGN(memory, StateMemory::Create(context, shape, residence));
+  HYBRIDOPT_ASSIGN(lanes, Lanes::Create(context, decided.lanes));
+  HYBRIDOPT_ASSIGN(swap, SwapMemory::Create(context, shape, residence));
+  host_norm_sums = std::make_unique<HostNormSums>(shape.norm_blocks, context.workers().threads());
+  return {};
+}
+
+void Committed::MakeParts(const Comm& comm, const offload_optimizer_options_t& options) {
+  pipeline =
+      std::make_unique<StepPipeline>(context,
+                                     StepParts{table, shape, residence, chunks, *memory, *swap,
+                                               *lanes, *host_norm_sums, step_counts, comm},
+                                     options.rounding_seed);
+  master_fill =
+      std::make_unique<MasterFill>(context, table, shape, residence, chunks, *memory, *lanes);
+  mover = std::make_unique<Mover>(context, table, shape, residence, *memory, *lanes, *swap,
+                                  *host_norm_sums, *master_fill);
+  residence_changer = std::make_unique<ResidenceChanger>(context, table, shape, residence, chunks,
+                                                         *memory, *lanes, *swap);
+  checkpoints = std::make_unique<Checkpoints>(context, table, shape,
+                                              StateLocator(table, shape, residence, *memory, *swap),
+                                              step_counts, comm);
+  lifecycle = std::make_unique<Lifecycle>(
+      table, options.movable, StateBytes(table, shape, decided.residence, Tier::kDevice));
+}
+
+void Committed::FillTables() {
+  for (StepRequest& step : steps) {
+    step.addresses.resize(table.size());
+    step.host_grads.resize(table.size());
+    step.groups.resize(table.groups().size());
+  }
+  for (const offload_group_t& group : table.groups())
+    momentum_free.push_back(RuleOf(table.algorithm(), group.momentum) !=
+                            AlgorithmOf(table.algorithm())->rule);
+  all_ids.resize(table.size());
+  std::iota(all_ids.begin(), all_ids.end(), 0u);
+  for (uint32_t id = 0; id < table.size() && !partial_param.has_value(); ++id)
+    if (table.param(id).shard.partial()) partial_param = id;
+  CountStateBytes();
+}
+
+void Committed::CountStateBytes() {
+  uint64_t bytes[2] = {0, 0};
+  for (Tier tier : {Tier::kDevice, Tier::kHost})
+    for (uint64_t each : StateBytes(table, shape, decided.residence, tier))
+      bytes[static_cast<int>(tier)] += each;
+  device_state_bytes = bytes[static_cast<int>(Tier::kDevice)];
+  host_state_bytes = bytes[static_cast<int>(Tier::kHost)];
+}
+
+Status Committed::PinForStreams() {
+  const Status status = memory->PinHost(residence);
+  pinned_state_bytes = status.ok() ? memory->pinned_bytes() : 0;
+  if (IsUnpinnable(status))
+    context.Note("state does not stream through the device: the system did not pin it");
+  return status;
+}
+
+NodeBytes Committed::FoundNodeBytes() const {
+  NodeBytes bytes;
+  memory->AddNodeBytes(decided.residence, &bytes);
+  lanes->AddNodeBytes(&bytes);
+  swap->AddNodeBytes(&bytes);
+  pipeline->AddNodeBytes(&bytes);
+  return bytes;
+}
+
+}  // namespace hybridopt

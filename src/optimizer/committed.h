@@ -1,0 +1,96 @@
+// Committed: what an optimizer has from commit on: its memory, the parts that work with it, the
+// requests that are queued, and the timeline that runs them.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include "comm/comm.h"
+#include "machine/context.h"
+#include "machine/host_norm_sums.h"
+#include "machine/lanes.h"
+#include "machine/timeline.h"
+#include "move/master_fill.h"
+#include "move/mover.h"
+#include "move/residence_change.h"
+#include "optimizer/plan.h"
+#include "save/checkpoints.h"
+#include "state/lifecycle.h"
+#include "state/param_table.h"
+#include "step/step.h"
+#include "storage/state_memory.h"
+
+namespace hybridopt {
+
+// The content of one slot of the timeline.
+struct UndoRequest {};
+using Request = std::variant<std::monostate, StepRequest*, MoveRequest, ResidenceRequest,
+                             SaveRequest, LoadRequest, UndoRequest>;
+
+struct Committed {
+  // Takes the memory and makes everything but the timeline. The state has no values yet.
+  static Result<std::unique_ptr<Committed>> Make(Context& context, const ParamTable& table,
+                                                 const Comm& comm,
+                                                 const offload_optimizer_options_t& options,
+                                                 StateShape shape, Arrangement decided);
+  Committed(Context& context, const ParamTable& table, StateShape shape, Arrangement decided);
+
+  // Pins the state, or adds a note to the context that says why it is not pinned.
+  Status PinForStreams();
+  // To be called after `decided` has changed.
+  void CountStateBytes();
+  // The bytes on each NUMA node. No work may be queued, because it might change the memory.
+  NodeBytes FoundNodeBytes() const;
+
+  Context& context;
+  const ParamTable& table;
+
+  const StateShape shape;
+  Arrangement decided;              // as the calls made so far have decided it
+  uint64_t residence_sequence = 0;  // of the last call that changed `decided`
+  Residence residence;              // the timeline's: as queued work has made it so far
+  ChunkTable chunks;                // the same
+
+  std::unique_ptr<StateMemory> memory;
+  std::unique_ptr<SwapMemory> swap;
+  std::unique_ptr<HostNormSums> host_norm_sums;
+  StepCounts step_counts;
+  std::unique_ptr<StepPipeline> pipeline;
+  std::unique_ptr<MasterFill> master_fill;
+  std::unique_ptr<Mover> mover;
+  std::unique_ptr<ResidenceChanger> residence_changer;
+  std::unique_ptr<Checkpoints> checkpoints;
+  std::unique_ptr<Lanes> lanes;  // after all memory that its streams may still read and write
+  std::unique_ptr<Lifecycle> lifecycle;
+
+  std::array<Request, Timeline::kCapacity> requests;
+  std::array<StepRequest, StepPipeline::kMaxQueuedSteps> steps;  // used in turns
+  std::atomic<uint64_t> steps_queued = 0;                        // since commit
+  std::atomic<uint64_t> steps_done = 0;
+  std::atomic<uint64_t> last_step = 0;  // the sequence number of the last step
+
+  std::vector<uint32_t> all_ids;
+  std::optional<uint32_t> partial_param;  // the first param that is only a part of its tensor
+  std::vector<bool> momentum_free;        // per group: committed without a momentum_buffer
+  bool device_memory_held = true;         // as of the calls made so far
+  std::atomic<uint64_t> planned_device_bytes = 0;
+  std::atomic<uint64_t> pinned_state_bytes = 0;  // held for the device's ring
+  uint64_t host_state_bytes = 0;                 // of the host share, without padding
+  uint64_t device_state_bytes = 0;               // of the device share, without padding
+
+  // The last member: it is destroyed first, so that its work ends before the objects that the work
+  // uses are destroyed.
+  std::unique_ptr<Timeline> timeline;
+
+ private:
+  Status TakeMemory();
+  void MakeParts(const Comm& comm, const offload_optimizer_options_t& options);
+  void FillTables();
+};
+
+}  // namespace hybridopt
