@@ -3,7 +3,10 @@
 import gc
 import os
 import time
+import warnings
 import weakref
+
+import torch
 
 PATIENCE_SECONDS = 10
 
@@ -21,6 +24,9 @@ def parts_of(*roots):
         if engine is not None:
             parts[f"the library's optimizer of {number}"] = engine.handle
             parts[f"the library's context of {number}"] = engine.context
+        comm = getattr(root, "_comm", None)
+        if comm is not None:
+            parts[f"the ranks of {number}"] = comm
     return parts
 
 
@@ -60,3 +66,34 @@ def threads():
 def resident_bytes():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def tensor_bytes():
+    """The bytes of all tensors on the CPU that Python knows."""
+    storages = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of objects that warn when something asks for their class
+        for each in gc.get_objects():
+            if issubclass(type(each), torch.Tensor) and each.device.type == "cpu" and each.layout == torch.strided:
+                storage = getattr(each, "_local_tensor", each).untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def assert_that_nothing_piles_up(train, repetitions=4, bytes_now=tensor_bytes, first_gone=0):
+    """train() trains once and returns what is to be gone, one part after the other: the first one first, or the last
+    one first (first_gone=-1). The first training may leave what a framework keeps of its own,
+    and the second one makes the group by which several ranks agree on others."""
+    counts = []
+    for _ in range(repetitions):
+        remains = Remains()
+        parts = list(train())
+        remains.watch(*parts)
+        while parts:
+            parts.pop(first_gone)
+            gc.collect()
+        assert remains.alive() == []
+        if len(counts) >= 2:
+            remains.assert_no_thread()
+        counts.append(bytes_now())
+    assert counts[1:] == counts[1:2] * (repetitions - 1)

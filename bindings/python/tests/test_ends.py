@@ -9,9 +9,12 @@ import pickle
 
 import models
 import pytest
+import ranks
 import torch
-from remains import Remains, resident_bytes
+import torch.distributed as dist
+from remains import Remains, assert_that_nothing_piles_up, resident_bytes
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hybridopt
@@ -64,8 +67,8 @@ def plain(module):
     return optimizer
 
 
-def hooked(module, **options):
-    optimizer = adamw(module, **options)
+def hooked(module):
+    optimizer = adamw(module)
     hooks = optimizer.hook_gradients()
     steps(module, optimizer)
     return optimizer, hooks
@@ -106,13 +109,8 @@ def overlapping_until_the_end(module):
     return optimizer, overlap
 
 
-def early(module):
-    """The library keeps room for early updates where the device is a GPU."""
-    return hooked(module, early_update_bytes=1 << 20)
-
-
 def everything(module):
-    optimizer = adamw(module, overlap=module, early_update_bytes=1 << 20)
+    optimizer = adamw(module, overlap=module)
     hooks = optimizer.hook_gradients()
     stash = stash_of(model=module)
     wrapping = stash.wrap(list(module), weights=True)
@@ -256,7 +254,7 @@ def in_check_mode(module):
 
 TRAININGS = [
     plain, hooked, hooked_in_a_pass, accumulating, overlapping, overlapping_from_the_start, overlapping_until_the_end,
-    early, everything, stashed, stashed_by_name, wrapped, with_weights, with_weights_away, compiled, in_a_phase, scheduled,
+    everything, stashed, stashed_by_name, wrapped, with_weights, with_weights_away, compiled, in_a_phase, scheduled,
     copied, loaded, failing, closed, removed, in_check_mode,
 ]  # fmt: skip
 every_training = pytest.mark.parametrize("training", TRAININGS, ids=lambda each: each.__name__)
@@ -492,3 +490,29 @@ def test_trainings_in_one_process_take_the_memory_of_one(training):
     taken()  # threads, pools and modules of the first one
     before, *after = (taken() for _ in range(5))
     assert max(after) - before < 32 << 20
+
+
+# --------------------------------------------------------------------------------------- several ranks --
+
+
+def on_ranks(rank, world, is_sharded):
+    everyone = {"process_group": dist.group.WORLD, "replica_group": dist.group.WORLD}
+
+    def train():
+        module = model()
+        if is_sharded:
+            for index in range(len(module)):
+                fully_shard(module[index])
+            fully_shard(module)
+        optimizer = adamw(module, **({} if is_sharded else everyone))
+        overlap, hooks = optimizer.overlap(module), optimizer.hook_gradients()
+        steps(module, optimizer)
+        assert optimizer._comm is not None
+        return module, optimizer, overlap, hooks
+
+    assert_that_nothing_piles_up(train)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_trainings_of_several_ranks_leave_nothing(is_sharded):
+    ranks.run(on_ranks, 2, is_sharded)

@@ -1,6 +1,7 @@
 """The comm table over a process group: real processes, gloo, the library's own thread."""
 
 import ctypes
+import gc
 import os
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from hybridopt import abi
 from hybridopt.process_group import ProcessGroupComm
+from remains import threads
 
 SECOND_NS = 1_000_000_000
 
@@ -133,6 +135,85 @@ def test_a_rank_that_does_not_come_is_a_timeout():
     first, second, text = ranks.run(a_rank_that_does_not_come, 2)[0]
     assert (first, second) == (abi.OFFLOAD_TIMED_OUT, abi.OFFLOAD_COMM_FAILED)
     assert "timed out" in text
+
+
+def summed(comm):
+    own = doubles([1.0])
+    assert comm.table.sum(None, own, 1, 30 * SECOND_NS) == abi.OFFLOAD_OK
+    return own[0]
+
+
+def tables_one_after_the_other(rank, world):
+    made = [ProcessGroupComm(timeout_seconds=30)]
+    groups = [made[0].group]
+    assert summed(made[0]) == world
+    for step in range(4):
+        if step == 1 + rank:  # ranks end the first one at different moments
+            made[0] = None
+        made.append(ProcessGroupComm(timeout_seconds=30))
+        groups.append(made[-1].group)
+        assert [summed(comm) for comm in made[1:]] == [world] * (1 + step)
+    assert groups[3] is groups[0]
+    assert len(set(groups)) == len(groups) - 1
+    made.clear()
+    before = threads()
+    for _ in range(4):
+        assert summed(ProcessGroupComm(timeout_seconds=30)) == world
+    assert threads() == before
+
+
+def test_tables_use_the_groups_of_tables_that_have_ended_on_all_ranks():
+    ranks.run(tables_one_after_the_other, 2)
+
+
+def a_table_after_one_that_failed(rank, world):
+    comm = ProcessGroupComm(timeout_seconds=2)
+    failed = comm.group
+    if rank == 0:
+        assert comm.table.sum(None, doubles([1.0]), 1, SECOND_NS // 2) == abi.OFFLOAD_TIMED_OUT
+    dist.barrier()
+    del comm
+    for _ in range(2):
+        comm = ProcessGroupComm(timeout_seconds=30)
+        assert comm.group is not failed and summed(comm) == world
+    dist.barrier()
+
+
+def test_nobody_uses_the_group_of_a_table_that_failed():
+    ranks.run(a_table_after_one_that_failed, 2)
+
+
+def a_rank_that_makes_no_table(rank, world):
+    ProcessGroupComm(timeout_seconds=30)
+    ProcessGroupComm(timeout_seconds=30)
+    if rank == 0:
+        with pytest.raises(
+            abi.CommFailedError,
+            match=r"ranks \[0, 1\] have not all come within 1 seconds to make an optimizer together: .*; all ranks must",
+        ):
+            ProcessGroupComm(timeout_seconds=1)
+    dist.barrier()
+
+
+def test_a_rank_that_makes_no_table_is_told():
+    ranks.run(a_rank_that_makes_no_table, 2)
+
+
+def groups_that_are_destroyed(rank, world, folder):
+    comm = ProcessGroupComm(timeout_seconds=30)
+    for number in range(3):
+        assert summed(comm) == world
+        del comm
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        assert threads() == 1
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=world)
+        comm = ProcessGroupComm(timeout_seconds=30)
+
+
+def test_destroying_all_process_groups_ends_those_of_tables(tmp_path):
+    ranks.run(groups_that_are_destroyed, 2, str(tmp_path))
 
 
 def a_rank_that_dies(rank, world, folder):

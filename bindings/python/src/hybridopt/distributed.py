@@ -77,5 +77,6 @@ def with_shards(
     if comm is not None:
         comm.register()
         params = {member.name: member.param for member in members}
-        shards, comm.no_saving = mark_replicas(shards, params, comm.group, replica_group)
+        with comm.exchanging():
+            shards, comm.no_saving = mark_replicas(shards, params, comm.group, replica_group)
     return [dataclasses.replace(member, shard=shards[member.name]) for member in members]

@@ -847,4 +847,5 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine = self._leftover = None
         self._aside.end_all(self._state)
         self._state = State(self)
+        self._comm = None
         self._closed = True

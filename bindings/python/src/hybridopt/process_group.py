@@ -13,18 +13,20 @@ the library. So no thread holds the lock while it waits.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import datetime
 import enum
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import abi
+from .gloo_groups import groups_of
 
 _log = logging.getLogger("hybridopt")
 
@@ -52,7 +54,7 @@ class Call(enum.IntEnum):
 
 class ProcessGroupComm:
     """A comm table over some ranks (None: all). All of them must make it at the same point of their program,
-    because the constructor makes the table's group.
+    because the constructor makes the table's group, or agrees on one that an earlier table has used.
 
     Every rank gathers all values and combines them in rank order, so that all get the same bits."""
 
@@ -81,16 +83,17 @@ class ProcessGroupComm:
         self.error = ""  # why the first failed call failed
         self.no_clipping = no_clipping  # why the norm of these ranks may not be the whole norm
         self.no_saving = ""  # why a checkpoint cannot hold the params of these ranks
-        self.group = dist.new_group(
-            ranks,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="hybridopt",
-        )
-        # The library calls the table's functions until the optimizer is destroyed. The optimizer keeps
-        # the table alive, and the table keeps the functions alive.
-        self.table = abi.offload_comm_t(
+        self._gloo = groups_of(tuple(ranks)).take(self, datetime.timedelta(seconds=timeout_seconds))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._gloo.group
+
+    @property
+    def table(self) -> abi.offload_comm_t:
+        """The library calls the table's functions until the optimizer is destroyed. The optimizer keeps the table
+        alive, the table the functions, and these this object, which does not refer to the table."""
+        return abi.offload_comm_t(
             rank=self.rank,
             world=self.world,
             sum=_field("sum")(self._sum),
@@ -178,10 +181,19 @@ class ProcessGroupComm:
         return self._all(own, timeout_ns)
 
     def _all(self, own: torch.Tensor, timeout_ns: int) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(own) for _ in range(self.world)]
-        work = self.group.allgather([gathered], [own])
-        work.wait(datetime.timedelta(microseconds=max(1, timeout_ns // 1000)))
-        return gathered
+        return self._gloo.all_gather(own, datetime.timedelta(microseconds=max(1, timeout_ns // 1000)))
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """In this context ranks exchange information by the group. After an error that only some of them may have
+        got, nobody uses the group again."""
+        try:
+            yield
+        except ValueError:  # what they have exchanged is wrong, for all of them
+            raise
+        except BaseException:
+            self._gloo.fail()
+            raise
 
     def _guarded(self, action: Callable[[], object]) -> int:
         """Runs an action and returns its status: no exception may reach the library. After a failure all later
@@ -192,6 +204,7 @@ class ProcessGroupComm:
             action()
         except BaseException as error:  # noqa: BLE001
             self.error = f"{type(error).__name__}: {error}"
+            self._gloo.fail()
             _log.error("rank %d of %d: %s", self.rank, self.world, self.error)
             timed_out = "timed out" in str(error).lower()
             return abi.OFFLOAD_TIMED_OUT if timed_out else abi.OFFLOAD_COMM_FAILED
