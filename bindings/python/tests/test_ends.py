@@ -255,7 +255,7 @@ def in_check_mode(module):
 TRAININGS = [
     plain, hooked, hooked_in_a_pass, accumulating, overlapping, overlapping_from_the_start, overlapping_until_the_end,
     everything, stashed, stashed_by_name, wrapped, with_weights, with_weights_away, compiled, in_a_phase, scheduled,
-    copied, loaded, failing, closed, removed, in_check_mode,
+    in_a_circle, copied, loaded, failing, closed, removed, in_check_mode,
 ]  # fmt: skip
 every_training = pytest.mark.parametrize("training", TRAININGS, ids=lambda each: each.__name__)
 
@@ -276,7 +276,7 @@ def first_training():
 
 
 # A circle of references needs the collection of garbage: torch's scheduler makes one, and so does dynamo.
-CIRCLES = (compiled, scheduled, copied)
+CIRCLES = (compiled, scheduled, in_a_circle, copied)
 
 
 @every_training

@@ -45,16 +45,16 @@ _traps = Traps(_used)
 
 
 class Used:
-    """The tensors that the step uses of one slot. The references keep them alive until it has ended."""
+    """The tensors that the step uses of one slot."""
 
     def __init__(self, slot: Slot, gradient: Tensor | None, aliases: Sequence[Tensor]) -> None:
         self.gradient = gradient
         self.gradient_version = 0 if gradient is None else version_of(gradient)
-        self.storage = slot.bound.untyped_storage()
         self.trapped = [slot.param, *aliases] if slot.is_plain else [slot.param, local(slot.param), *aliases]
 
 
-Pending = dict[Slot, Used]
+# By the id of a slot: the memory of its param and of its gradient.
+Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]]
 
 
 class UnderWay:
@@ -78,13 +78,19 @@ class UnderWay:
         self._ticket = 0
         self._is_ended = True  # somebody has waited for the step itself
         self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it is told
-        self._pending: Pending = {}
+        self._pending: dict[Slot, Used] = {}
         self._keeper: weakref.ref[Keeper] | None = None
         self._versions: list[int] = []  # of the params of all slots, at begin()
         self._lock = threading.RLock()  # a param may be used in any thread
         _all.add(self)
-        # The end of the optimizer or of the process would free memory that the step uses.
-        weakref.finalize(self, _end, handle, self._pending, os.getpid())
+        # The end of the optimizer or of the process would free memory that the step uses. What is to happen then must
+        # not refer to a param, which may refer to the optimizer: the process would keep both.
+        self._memory: Memory = {}
+        self._wait_at_end = weakref.finalize(self, _end, handle, self._memory, os.getpid())
+
+    def __del__(self) -> None:
+        self._wait_at_end()
+        self._take_traps_back(self._pending.values())
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -103,6 +109,8 @@ class UnderWay:
         self._is_ended = False
         for slot, gradient in zip(slots, gradients):
             self._pending[slot] = Used(slot, gradient, aliases.get(slot.param, ()) if aliases else ())
+            read = None if gradient is None else gradient.untyped_storage()
+            self._memory[slot.id] = slot.bound.untyped_storage(), read
         self._versions = [version_of(local(slot.param)) for slot in self._slots]
         self._keeper = weakref.ref(keeper)
         _traps.set(tensor for used in self._pending.values() for tensor in used.trapped)
@@ -187,10 +195,11 @@ class UnderWay:
                     local(slot.param).copy_(slot.copy)
                 self._versions[slot.id] += 1
         all_used = [self._pending.pop(slot) for slot in slots]
-        take_back(tensor for used in all_used for tensor in used.trapped)
+        self._take_traps_back(all_used)
         written: list[str] = []
         for slot, used in zip(slots, all_used):
             gradient = used.gradient
+            del self._memory[slot.id]
             if gradient is None:
                 continue
             if gradient.device.type != "cpu":
@@ -215,10 +224,13 @@ class UnderWay:
 
     def _fail(self) -> None:
         """Ends the step after a failure, which the caller raises: nothing waits for it again."""
-        for used in self._pending.values():
-            take_back(used.trapped)
+        self._take_traps_back(self._pending.values())
         self._pending.clear()
+        self._memory.clear()
         self._steps.forget_failed()
+
+    def _take_traps_back(self, all_used: Iterable[Used]) -> None:
+        take_back(tensor for used in all_used for tensor in used.trapped)
 
 
 _all: weakref.WeakSet[UnderWay] = weakref.WeakSet()
@@ -232,14 +244,12 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork)
 
 
-def _end(handle: abi.Optimizer, pending: Pending, process: int) -> None:
+def _end(handle: abi.Optimizer, memory: Memory, process: int) -> None:
     """Waits for a step at the end of its optimizer or of the process."""
-    if not pending or os.getpid() != process or handle.closed:
+    if not memory or os.getpid() != process or handle.closed:
         return
     try:
         handle.drain()
     except abi.HybridoptError as error:
         _log.error("a step that nobody has waited for: %s", error)
-    for used in pending.values():
-        take_back(used.trapped)
-    pending.clear()
+    memory.clear()
