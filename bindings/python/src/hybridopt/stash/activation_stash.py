@@ -156,6 +156,8 @@ class LayerHooks:
         self._layer = weakref.ref(layer)
         self._name = name
         self._has_ended = False
+        self._compiled: Callable[..., Any] | None = None  # what around() has got
+        self._call: weakref.ref[Any] | None = None  # what it has given
 
     @torch._disable_dynamo
     def before(self, *_: Any) -> None:
@@ -184,14 +186,14 @@ class LayerHooks:
             finally:
                 self.after(result)
 
-        self._call, self._compiled = weakref.ref(call), compiled
+        self._compiled, self._call = compiled, weakref.ref(call)
         return call
 
     def end(self) -> None:
         """Undoes around(). What others have put around it since stays."""
         self._has_ended, self._kept = True, None
         layer = self._layer()
-        if layer is not None and layer._compiled_call_impl is self._call():
+        if layer is not None and self._call is not None and layer._compiled_call_impl is self._call():
             layer._compiled_call_impl = self._compiled
 
 
