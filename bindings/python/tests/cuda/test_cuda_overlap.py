@@ -141,7 +141,7 @@ def test_averages_of_weights_on_any_stream(monkeypatch, trains_on, reads_on, fra
         for step in range(4):
             with torch.cuda.stream(streams[trains_on]):
                 losses.append(train(module, optimizer, 1, 1))
-            with torch.cuda.stream(streams[reads_on]):
+            with torch.cuda.stream(streams[reads_on]), torch.no_grad():
                 torch._foreach_lerp_(average, list(module.parameters()), 0.3)
                 streams[reads_on].synchronize()  # before params are written again
         torch.cuda.synchronize()
