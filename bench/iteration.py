@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hybridopt
-from hybridopt.options import DEFAULT_OPTIONS
+from hybridopt.settings.options import DEFAULT_OPTIONS
 
 HYPERPARAMETERS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SMALL = {"master_layout": "split", "state_dtype": torch.bfloat16}

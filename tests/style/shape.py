@@ -30,15 +30,15 @@ def files_in(root, endings=None, folder="."):
 
 
 def folder_rows(text):
-    """What the table of ARCHITECTURE.md says of each folder of src/. A row without a folder goes on
-    with the one above."""
+    """What the tables of ARCHITECTURE.md say of each folder of src/ and of the Python package. A row without a
+    folder goes on with the one above."""
     rows, folder = {}, None
     for line in text.splitlines():
         cells = re.split(r"(?<!\\)\|", line)
         if len(cells) < 4:
             folder = None
             continue
-        named = re.search(r"`(src/[^`]*)`", cells[1])
+        named = re.search(r"`((?:src|hybridopt)/[^`]*)`", cells[1])
         if named or cells[1].strip():
             folder = named.group(1).rstrip("/") if named else None
         if folder:
@@ -51,6 +51,10 @@ def undocumented_files(root):
     stems = {}
     for name, path in files_in(root, CPP_ENDINGS, "src"):
         stems.setdefault(Path(name).parent.as_posix(), set()).add(path.stem)
+    for name, path in files_in(root, {".py"}, "bindings/python/src"):
+        if path.name != "__init__.py":
+            folder = Path(name).relative_to("bindings/python/src").parent.as_posix()
+            stems.setdefault(folder, set()).add(path.stem)
     for folder, names in sorted(stems.items()):
         if folder == "src":
             for stem in sorted(names):
@@ -242,7 +246,8 @@ def cpp_graph(root):
     return graph
 
 
-def python_imports(tree, package):
+def python_imports(tree, package, modules):
+    """The modules that a tree imports: `from .. import abi` imports abi alone, not the package around it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for one in node.names:
@@ -250,9 +255,9 @@ def python_imports(tree, package):
         elif isinstance(node, ast.ImportFrom):
             parts = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join(parts + ([node.module] if node.module else []))
-            yield base
             for one in node.names:
-                yield f"{base}.{one.name}"
+                whole = f"{base}.{one.name}"
+                yield whole if whole in modules else base
 
 
 def python_graph(root):
@@ -264,18 +269,9 @@ def python_graph(root):
     graph = {}
     for module, (name, path) in modules.items():
         package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
-        targets = set(python_imports(ast.parse(path.read_text()), package))
-        # `from .engine import Engine` imports no other name of the package.
-        graph[name] = {
-            modules[target][0]
-            for target in targets
-            if target in modules and modules[target][0] != name and target != package_of(module)
-        }
+        targets = set(python_imports(ast.parse(path.read_text()), package, modules))
+        graph[name] = {modules[target][0] for target in targets if target in modules and target != module}
     return graph
-
-
-def package_of(module):
-    return module.rpartition(".")[0]
 
 
 def rust_graph(root):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import hybridopt
-from hybridopt import in_sync
+from hybridopt.sync import in_sync
 
 # Every optimizer here with torch's of the same name (None: torch has none) and arguments for both.
 PAIRS = {

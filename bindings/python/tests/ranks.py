@@ -20,7 +20,7 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "torch._dynamo",
-        "hybridopt.optimizer",
+        "hybridopt.optimizers.optimizer",
         "models",
     ]
 )

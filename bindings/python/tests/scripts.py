@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 SERVER = """
 import json, os, sys
-import hybridopt.algorithms, torch
+import hybridopt.optimizers.algorithms, torch
 import torch._dynamo  # an optimizer's first call does it
 
 for line in sys.stdin:

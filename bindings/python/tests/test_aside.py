@@ -12,7 +12,8 @@ from test_changes import CHANGES, entry_deleted, master_written, state_of, taken
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt import abi, aside, making
+from hybridopt import abi
+from hybridopt.engine import aside, making
 from models import PAIRS, bits, clone, drawn_seeds, set_gradients, state_bits, watch_params
 
 SHAPES = [(4, 3), (5,), (2, 8), (40,), (7, 1), (16, 2)]

@@ -472,7 +472,7 @@ WAYS_OUT = {
 }
 
 
-@pytest.mark.parametrize("option", hybridopt.options.DEFAULT_OPTIONS)
+@pytest.mark.parametrize("option", hybridopt.settings.options.DEFAULT_OPTIONS)
 def test_options_of_the_whole_optimizer_are_refused_when_a_group_has_got_them(option):
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(3))]
     optimizer = hybridopt.AdamW([{"params": params[:1]}, {"params": params[1:]}])
@@ -774,7 +774,7 @@ NUMBERS = {
 @pytest.mark.parametrize("value", [True, "1", math.nan, [1.5]], ids=repr)
 def test_what_is_no_number_is_refused_by_every_option_that_is_one(option, value):
     """All options that are numbers by their defaults are among them."""
-    defaults = hybridopt.options.DEFAULT_OPTIONS
+    defaults = hybridopt.settings.options.DEFAULT_OPTIONS
     assert {name for name, default in defaults.items() if type(default) in (int, float)} <= set(NUMBERS)
     with pytest.raises(ValueError, match=f"{option}[=:] ?{re.escape(repr(value))}.*, expected"):
         hybridopt.AdamW([Parameter(torch.ones(2))], **NUMBERS[option], **{option: value})

@@ -9,9 +9,10 @@ import torch
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt import compared, slot_batch
-from hybridopt import state as states
 from hybridopt.abi import handles
+from hybridopt.params import slot_batch
+from hybridopt.state import entries as states
+from hybridopt.sync import compared
 from models import bits, drawn_seeds, watch_params
 
 SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
@@ -21,7 +22,7 @@ SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
 def small_parts(monkeypatch):
     """Several batches, parts and blocks of few params."""
     monkeypatch.setattr(slot_batch, "BATCH_SLOTS", 7)
-    monkeypatch.setattr(hybridopt.bound, "BATCH_SLOTS", 7)
+    monkeypatch.setattr(hybridopt.params.bound, "BATCH_SLOTS", 7)
     monkeypatch.setattr(states, "PART_ENTRIES", 5)
     monkeypatch.setattr(compared, "BLOCK_ELEMENTS", 35)
 
@@ -34,7 +35,7 @@ class LookingAtAll:
         self.patch.setattr(slot_batch.Forms, "match", lambda *_: False)
         self.patch.setattr(states.Snapshot, "matches", lambda *_: False)
         self.patch.setattr(compared.Block, "is_rounded", lambda *_: False)
-        self.patch.setattr(hybridopt.registered.Registered, "_are_the_same", lambda *_: False)
+        self.patch.setattr(hybridopt.params.registered.Registered, "_are_the_same", lambda *_: False)
         return self.patch
 
     def __exit__(self, *_):

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hybridopt
-from hybridopt import abi, sharding
-from hybridopt.process_group import ProcessGroupComm
+from hybridopt import abi
+from hybridopt.params import sharding
+from hybridopt.ranks.process_group import ProcessGroupComm
 
 
 def model(seed=0):

@@ -1,13 +1,20 @@
-"""The modules of the package import each other downward only: there is no circle. Imports for type
-checkers and those inside of functions count too, for they say who knows whom."""
+"""The modules of the package import each other downward only: there is no circle, and the sub-packages have an
+order. Imports for type checkers and those inside of functions count too, for they say who knows whom."""
 
 import ast
 import graphlib
 import pathlib
+import re
 
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "src/hybridopt"
+# The sub-packages from the top down: each imports from those below it alone. docs/ARCHITECTURE.md lists them in this
+# order. The modules beside them, __init__ and __main__, are above all.
+ORDER = [
+    "integrations", "stash", "optimizers", "hiding", "engine", "sync", "state", "steps", "settings", "ranks", "params",
+    "traps", "base", "abi",
+]  # fmt: skip
 
 
 def imports_of(root):
@@ -34,6 +41,23 @@ def imports_of_file(name, path, modules):
     return imported.intersection(modules) - {name}
 
 
+def upward_imports(root, order):
+    """The imports that go up in the order of sub-packages, or from one of them to a module beside them, as
+    "importer imports imported". Raises ValueError if the order does not name just the sub-packages."""
+    floors = {f"{root.name}.{name}": -floor for floor, name in enumerate(order)}
+    imports = imports_of(root)
+    floor_of = {name: floors.get(".".join(name.split(".")[:2]), 1) for name in imports}
+    folders = {path.parent.name for path in root.glob("*/*.py")}
+    if folders != set(order):
+        raise ValueError(f"the sub-packages are {sorted(folders)}, the order names {sorted(order)}")
+    return [
+        f"{name} imports {other}"
+        for name, others in sorted(imports.items())
+        for other in sorted(others)
+        if floor_of[other] > floor_of[name]
+    ]
+
+
 def circle_of(root):
     """A circle of imports, or None."""
     try:
@@ -47,13 +71,22 @@ def test_there_is_no_circle():
     assert circle_of(PACKAGE) is None
 
 
+def test_sub_packages_import_from_those_below_alone():
+    assert upward_imports(PACKAGE, ORDER) == []
+
+
+def test_the_docs_list_the_sub_packages_in_their_order():
+    text = (PACKAGE.parents[3] / "docs/ARCHITECTURE.md").read_text()
+    assert re.findall(r"^\| `hybridopt/(\w+)/` \|", text, re.MULTILINE) == ORDER
+
+
 def test_all_modules_are_looked_at():
     imports = imports_of(PACKAGE)
-    assert imports["hybridopt.algorithms"] >= {"hybridopt.abi", "hybridopt.optimizer"}
-    assert "hybridopt.algorithms" in imports["hybridopt"]
+    assert imports["hybridopt.optimizers.algorithms"] >= {"hybridopt.abi", "hybridopt.optimizers.optimizer"}
+    assert "hybridopt.optimizers.algorithms" in imports["hybridopt"]
     assert "hybridopt.abi.generated" in imports["hybridopt.abi.errors"]
-    assert "hybridopt.sharding" in imports["hybridopt.tensors"]  # inside of functions
-    assert "hybridopt.process_group" in imports["hybridopt.optimizer"]  # for type checkers
+    assert "hybridopt.params.sharding" in imports["hybridopt.params.tensors"]  # inside of functions
+    assert "hybridopt.ranks.process_group" in imports["hybridopt.optimizers.optimizer"]  # for type checkers
 
 
 @pytest.mark.parametrize(
@@ -78,3 +111,34 @@ def test_circles_are_found(back, tmp_path):
     assert circle_of(root) is None
     (root / "three.py").write_text(back)
     assert set(circle_of(root)) == {"package.one", "package.inner.two", "package.three"}
+
+
+@pytest.mark.parametrize(
+    "module, text, upward",
+    [
+        ("low/a.py", "from . import b", []),
+        ("high/a.py", "from ..low.b import name", []),
+        ("__main__.py", "from .high import a", []),
+        ("low/a.py", "from ..high import b", ["package.low.a imports package.high.b"]),
+        ("low/a.py", "def later():\n    import package.high.b", ["package.low.a imports package.high.b"]),
+        ("low/a.py", "from .. import other", ["package.low.a imports package.other"]),
+        ("low/__init__.py", "from ..high.b import name", ["package.low imports package.high.b"]),
+    ],
+)
+def test_imports_that_go_up_are_found(module, text, upward, tmp_path):
+    root = tmp_path / "package"
+    for name in ("high/__init__.py", "high/a.py", "high/b.py", "low/__init__.py", "low/a.py", "low/b.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    (root / "__init__.py").write_text("")
+    (root / "other.py").write_text("")
+    (root / module).write_text(text)
+    assert upward_imports(root, ["high", "low"]) == upward
+
+
+def test_a_sub_package_without_a_place_in_the_order_is_found(tmp_path):
+    root = tmp_path / "package"
+    (root / "low").mkdir(parents=True)
+    (root / "low" / "__init__.py").write_text("")
+    with pytest.raises(ValueError, match=r"the sub-packages are \['low'\], the order names \['high', 'low'\]"):
+        upward_imports(root, ["high", "low"])

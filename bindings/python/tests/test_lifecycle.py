@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hybridopt
-import hybridopt.timeline_plot
+import hybridopt.steps.timeline_plot
 from hybridopt import abi
 
 ALL = ("params", "grads", "states")
@@ -189,7 +189,7 @@ def test_gradients_are_handed_over_together(monkeypatch):
 
         monkeypatch.setattr(abi.Optimizer, name, call)
     for per_call, expected in ((256, [256, 256, 88]), (1000, [600])):
-        monkeypatch.setattr(hybridopt.gradient_hooks, "SEND_AT_PARAMS", per_call)
+        monkeypatch.setattr(hybridopt.hiding.gradient_hooks, "SEND_AT_PARAMS", per_call)
         torch.stack([param.sum() for param in module]).sum().backward()
         optimizer.zero_grad()
         moved = [params for name, params in calls if name == "offload_grads" and params > 0]
@@ -198,7 +198,7 @@ def test_gradients_are_handed_over_together(monkeypatch):
         # Looked at, not waited for: one look before each call but the first.
         assert [name for name, _ in calls].count("wait") <= 2 * len(expected)
         calls.clear()
-    monkeypatch.setattr(hybridopt.gradient_hooks, "SEND_AT_BYTES", 12 * 200)
+    monkeypatch.setattr(hybridopt.hiding.gradient_hooks, "SEND_AT_BYTES", 12 * 200)
     torch.stack([param.sum() for param in module]).sum().backward()
     assert [params for name, params in calls if name == "offload_grads"] == [200, 200, 200]
     optimizer.step()
@@ -445,7 +445,7 @@ def test_hooks_come_to_params_that_are_added():
 
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_many_gradients_wait_for_the_oldest(monkeypatch, accumulate):
-    monkeypatch.setattr(hybridopt.gradient_hooks, "SEND_AT_PARAMS", 1)
+    monkeypatch.setattr(hybridopt.hiding.gradient_hooks, "SEND_AT_PARAMS", 1)
     module = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(400)])
     optimizer = hybridopt.SGD(module.parameters(), lr=1.0, threads=1)
     optimizer.hook_gradients(accumulate, micro_batches=1 if accumulate else 2)
@@ -993,7 +993,7 @@ def test_the_timeline_is_a_picture(tmp_path):
     optimizer.plot_timeline(tmp_path / "timeline.png")
     pixels = matplotlib.image.imread(tmp_path / "timeline.png")
     assert pixels.shape[:2] == (960, 1200)
-    for color in hybridopt.timeline_plot.COLORS:  # each kind of memory is there to be seen
+    for color in hybridopt.steps.timeline_plot.COLORS:  # each kind of memory is there to be seen
         rgb = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
         near = (torch.from_numpy(pixels[..., :3]) - rgb).abs().amax(-1) < 0.01
         assert int(near.sum()) > 2000, color  # more than in the legends

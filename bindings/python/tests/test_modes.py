@@ -10,7 +10,7 @@ import torch.multiprocessing
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt.process_group import ProcessGroupComm
+from hybridopt.ranks.process_group import ProcessGroupComm
 from models import PAIRS, bits, clone, perceptron, run, set_gradients, state_bits
 
 every_optimizer = pytest.mark.parametrize("name", PAIRS)

@@ -16,8 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt import abi, adopting, master_bits, samples
-from hybridopt.options import MASTER_LAYOUTS
+from hybridopt import abi
+from hybridopt.optimizers import adopting
+from hybridopt.settings.options import MASTER_LAYOUTS
+from hybridopt.state import master_bits
+from hybridopt.sync import samples
 from models import PAIRS, WITH_TORCH, bits, clone, perceptron, run, set_gradients, state_bits, watch_params
 
 every_optimizer = pytest.mark.parametrize("name", PAIRS)

@@ -13,8 +13,8 @@ import torch
 
 import hybridopt
 from hybridopt import abi
-from hybridopt.options import DEFAULT_OPTIONS
-from hybridopt.units import readable
+from hybridopt.base.units import readable
+from hybridopt.settings.options import DEFAULT_OPTIONS
 from models import PAIRS, perceptron, set_gradients
 from scripts import ten_lines
 
@@ -28,7 +28,7 @@ def test_version_is_the_librarys():
 
 def test_every_name_is_listed_and_there():
     """Whatever has been imported from the package, its modules and its own imports among it."""
-    assert hybridopt.optimizer.__name__ == "hybridopt.optimizer" and hybridopt.sys is sys
+    assert hybridopt.optimizers.__name__ == "hybridopt.optimizers" and hybridopt.sys is sys
     assert dir(hybridopt) == sorted(hybridopt.__all__)
     public = {"OffloadOptimizer", "OffloadOptions", "ActivationStash", "Plan", "Stats", "StepResult", "TensorShard"}
     modules = {"abi", "integrations", "stash"}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hybridopt
-from hybridopt import making
-from hybridopt.engine import Engine
-from hybridopt.placement import AUTO, Leftover, choose
+from hybridopt.engine import making
+from hybridopt.engine.engine import Engine
+from hybridopt.settings.placement import AUTO, Leftover, choose
 
 
 def planner(calls, least=100, most=1100, step=1):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridopt import abi
-from hybridopt.process_group import ProcessGroupComm
+from hybridopt.ranks.process_group import ProcessGroupComm
 from remains import threads
 
 SECOND_NS = 1_000_000_000
@@ -263,7 +263,7 @@ EXIT_PROGRAM = """
 import atexit, ctypes, sys, time
 import torch, torch.distributed as dist
 from hybridopt import abi
-from hybridopt.process_group import ProcessGroupComm
+from hybridopt.ranks.process_group import ProcessGroupComm
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 comm = ProcessGroupComm(timeout_seconds=30)

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hybridopt import abi, sharding
+from hybridopt import abi
+from hybridopt.params import sharding
 
 MESHES = [(2,), (3,), (4,), (2, 2), (3, 2), (2, 3)]
 SHAPES = [(n,) for n in range(14)] + [(8, 8), (5, 7), (1, 9), (7, 3), (0, 4), (5, 3, 4)]

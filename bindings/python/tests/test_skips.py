@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt.skips import MOST_NAMES
+from hybridopt.steps.skips import MOST_NAMES
 from models import bits, perceptron, run, set_gradients, state_bits
 
 SKIPPED = "a step was skipped, and no parameter has changed, because of Inf or NaN in "

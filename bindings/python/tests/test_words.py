@@ -11,7 +11,8 @@ import torch
 from torch.nn import Parameter
 
 import hybridopt
-from hybridopt import abi, words
+from hybridopt import abi
+from hybridopt.base import words
 from models import perceptron, run, set_gradients
 
 SOURCES = pathlib.Path(__file__).parents[3] / "src"
@@ -294,8 +295,8 @@ def test_early_updates_that_there_cannot_be_are_told():
     ],
 )
 def test_early_updates_on_a_gpu_that_there_cannot_be_are_told(options, text):
-    merged = hybridopt.options.checked({"early_update_bytes": 9, **options}, "AdamW")
+    merged = hybridopt.settings.options.checked({"early_update_bytes": 9, **options}, "AdamW")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hybridopt.making.warn_of_no_early_updates(merged, torch.device("cuda"))
+        hybridopt.engine.making.warn_of_no_early_updates(merged, torch.device("cuda"))
     assert [bool(re.search(text, str(each.message))) for each in caught] == ([] if text is None else [True])

@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import abi, integrations, stash
-    from .algorithms import SGD, Adagrad, Adam, AdamW, Lion, Signum
-    from .optimizer import OffloadOptimizer
-    from .options import OffloadOptions
-    from .plans import Plan, Stats, StepResult
-    from .sharding import TensorShard
+    from .optimizers.algorithms import SGD, Adagrad, Adam, AdamW, Lion, Signum
+    from .optimizers.optimizer import OffloadOptimizer
+    from .params.sharding import TensorShard
+    from .settings.options import OffloadOptions
     from .stash import ActivationStash
+    from .steps.plans import Plan, Stats, StepResult
 
     __version__: str
 
 _MODULES = {
     "ActivationStash": "stash",
-    "Adagrad": "algorithms",
-    "Adam": "algorithms",
-    "AdamW": "algorithms",
-    "Lion": "algorithms",
-    "SGD": "algorithms",
-    "Signum": "algorithms",
-    "OffloadOptimizer": "optimizer",
-    "OffloadOptions": "options",
-    "Plan": "plans",
-    "Stats": "plans",
-    "StepResult": "plans",
-    "TensorShard": "sharding",
+    "Adagrad": "optimizers.algorithms",
+    "Adam": "optimizers.algorithms",
+    "AdamW": "optimizers.algorithms",
+    "Lion": "optimizers.algorithms",
+    "SGD": "optimizers.algorithms",
+    "Signum": "optimizers.algorithms",
+    "OffloadOptimizer": "optimizers.optimizer",
+    "OffloadOptions": "settings.options",
+    "Plan": "steps.plans",
+    "Stats": "steps.plans",
+    "StepResult": "steps.plans",
+    "TensorShard": "params.sharding",
 }
 
 # Spelled out for type checkers, which export nothing else.

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from ..owned_hooks import Removal
+from ..base.owned_hooks import Removal
 from .wrapped import check_clipped_once, name_params, unwrapped
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import algorithms
-from ..engine import Engine
-from ..members import Member, takes_part
-from ..optimizer import OffloadOptimizer
-from ..options import OffloadOptions, state_dtype_of
+from ..engine.engine import Engine
+from ..optimizers import algorithms
+from ..optimizers.optimizer import OffloadOptimizer
+from ..params.members import Member, takes_part
+from ..settings.options import OffloadOptions, state_dtype_of
 from .wrapped import check_options
 
 PLACES = (

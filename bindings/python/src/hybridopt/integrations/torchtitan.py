@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn, optim
 from torchtitan.components.optimizer import OptimizersContainer
 
-from .. import algorithms
+from ..optimizers import algorithms
 
 NAMES = ("AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad")
 

@@ -26,8 +26,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from .. import algorithms
-from ..owned_hooks import Removal
+from ..base.owned_hooks import Removal
+from ..optimizers import algorithms
 from .wrapped import check_clipped_once, check_options, name_params, unwrapped
 
 FOLDER = "hybridopt"  # in each of Trainer's checkpoints

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..optimizer import OffloadOptimizer
-from ..options import DEFAULT_OPTIONS
+from ..optimizers.optimizer import OffloadOptimizer
+from ..settings.options import DEFAULT_OPTIONS
 
 # What wrappers of modules put into the names of params: DistributedDataParallel, torch.compile,
 # activation checkpointing.

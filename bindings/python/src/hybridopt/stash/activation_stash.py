@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 from ..abi.errors import HybridoptError
 from ..abi.handles import Context
 from ..abi.stash import Stash
-from ..away import keepers
-from ..contexts import context_for
-from ..local_ranks import mask_of
-from ..options import DEFAULT_OPTIONS, NUMA_POLICIES
-from ..streams import refuse_capture
-from ..units import readable
+from ..base.streams import refuse_capture
+from ..base.units import readable
+from ..ranks.local_ranks import mask_of
+from ..settings.contexts import context_for
+from ..settings.options import DEFAULT_OPTIONS, NUMA_POLICIES
+from ..traps.away import keepers
 from .blocks import Block, Transfers
 from .choice import Choice, Link, choose, nothing
 from .clock import clock_of

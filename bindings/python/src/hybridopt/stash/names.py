@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..owned_hooks import Uncopied
+from ..base.owned_hooks import Uncopied
 
 # What functions save, by their role in a model.
 ROLES: dict[str, tuple[Any, ...]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..strides import is_dense
+from ..params.strides import is_dense
 from .blocks import Block
 
 _empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}

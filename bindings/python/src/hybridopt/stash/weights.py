@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..abi.generated import OFFLOAD_STASH_KEEP
-from ..members import takes_part
-from ..streams import refuse_capture
-from ..tensors import local
-from ..traps import spring, take_back, without_traps
-from ..away import note_away
+from ..base.streams import refuse_capture
+from ..params.members import takes_part
+from ..params.tensors import local
+from ..traps.away import note_away
+from ..traps.trap import spring, take_back, without_traps
 from .blocks import Transfers
 
 # The number of used layers that stay on the device: the one at work, and the one before it, whose params are

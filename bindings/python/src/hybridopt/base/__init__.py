@@ -1,0 +1,1 @@
+"""What any part of the package needs to ask of torch, of callers or of a value."""

@@ -1,0 +1,1 @@
+"""One optimizer of the library: how it is made, put aside and moved."""

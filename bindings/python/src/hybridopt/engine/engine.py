@@ -1,0 +1,332 @@
+"""Engine: one optimizer of the library, made for the params of one torch optimizer.
+
+Each of its parts is a class: Registered, Bound, Steps, UnderWay, StateMemory, InSync, Masters, Shown. The
+engine makes one of each and calls them in the right order. A function waits for queued work only if its
+documentation says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import abi
+from ..base.modes import in_no_mode
+from ..base.streams import current_stream
+from ..params.bound import Bound
+from ..params.members import Member
+from ..params.moments import COUNTED
+from ..params.registered import Registered, Slot
+from ..params.released_storages import ReleasedStorage
+from ..params.tensors import LOW_DTYPES, gradient_of, local
+from ..state.shown import Shown
+from ..state.state_memory import StateMemory
+from ..steps.history import History
+from ..steps.queued import Steps
+from ..steps.under_way import Keeper, UnderWay, version_of
+from ..sync.in_sync import in_sync_of
+from ..sync.masters import Masters
+
+
+class Engine:
+    """The constructor registers groups and params; commit() allocates the memory."""
+
+    def __init__(
+        self,
+        context: abi.Context,
+        device: torch.device,
+        algorithm: int,
+        groups: list[dict[str, Any]],
+        members: list[Member],
+        history: History,
+        **options: Any,
+    ) -> None:
+        self.context = context
+        self.device = device
+        self.history = history
+        self.movable: int = options.get("movable", 0)  # enum offload_movable, or-ed
+        self.handle = abi.Optimizer(context, algorithm=algorithm, **options)
+        low_dtype = LOW_DTYPES.get(options.get("master_layout", 0))
+        self.registered = Registered(self.handle, device, algorithm, groups, members, low_dtype)
+        self.slots = self.registered.slots
+        self.bound = Bound(self.handle, self.registered)
+        self.steps = Steps(self.handle)
+        self.under_way = UnderWay(self.handle, self.steps, device, self.slots, self._note_end)
+        self.state_memory = StateMemory(self.handle, device)
+        self.in_sync = in_sync_of(
+            self.slots, device, self.bound.addresses, self.state_memory, self.steps
+        )
+        self.masters = Masters(self.handle, device, self.slots, self.state_memory, self.in_sync)
+        self.shown = Shown(self.handle, device, self.registered, self.state_memory)
+        # The storages of params that are offloaded; None while params are on the device.
+        self.released_storages: list[ReleasedStorage] | None = None
+        self.states_are_offloaded = False
+        self.expects_skips = False  # a GradScaler, which looks for a scale, hears of them
+        self._has_ranks = "comm" in options
+        self._may_update_early = options.get("early_update_bytes", 0) > 0
+        self._split_versions: list[int] = []  # of params with split masters, before gradients left
+        # Returns the plan for another device fraction.
+        self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
+        self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one
+        # Slots that materialize() shows before their first step and whose step count `state` does not have.
+        self._unstepped: set[Slot] = set()
+
+    def difference(
+        self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
+    ) -> str:
+        """The reason why the torch optimizer needs another engine now; "" if this one still fits."""
+        what = self.registered.difference(algorithm, groups, param_groups)
+        if what:
+            return what
+        for slot in self.bound.look():
+            if not slot.takes_gradient():
+                return f"the gradient of parameter {slot.name!r} is in a wider dtype than before"
+        return ""
+
+    def plan(self) -> abi.offload_plan_t:
+        return self.handle.plan()
+
+    def commit(self) -> None:
+        self.bound.fill_copies()
+        self.handle.commit(self.stream())
+        self.in_sync.begin()
+
+    def stream(self) -> int:
+        """The stream on which gradients and params are ready."""
+        return current_stream(self.device)
+
+    def wait(self) -> None:
+        """Waits for everything queued. A failed save raises from its own ticket, not here."""
+        self.handle.drain()
+
+    def set_device_fraction(self, state: dict[Tensor, Any], device_fraction: float) -> None:
+        """Changes how much of the state is on the device. Views of moved state are replaced by new ones."""
+        self.settle()
+        self.wait()
+        self.shown.hide(state, everywhere=True)
+        try:
+            self.handle.set_device_fraction(device_fraction)
+            self.wait()
+        finally:
+            if not self.states_are_offloaded:
+                self.shown.show_hidden(state)
+
+    # ------------------------------------------------------------------------------ step counts --
+
+    def hidden_counts(self, state: dict[Tensor, Any]) -> dict[Tensor, int]:
+        """The step counts of params whose state has no `step` in torch. The random bits that round bf16
+        moments depend on the count: a count that started again would repeat them. A count of 0 is told where `state`
+        has moments of before the first step (materialize())."""
+        if self.registered.algorithm in COUNTED:
+            return {}
+        self._count_loaded_moments(self.slots)
+        self.wait()
+        counts = {slot: self._stored_count(slot) for slot in self.slots if slot.moments}
+        return {
+            slot.param: count
+            for slot, count in counts.items()
+            if count > 0 or self.shown.is_in(slot, state)
+        }
+
+    def hidden_count(self, slot: Slot) -> int:
+        """The step count for a param whose moments are loaded without one: the stored count, else that of the
+        engine before, else 1, because a param with moments has had at least one step."""
+        return self._stored_count(slot) or self.counts_before.get(slot.param, 1)
+
+    def materialize(self, state: dict[Tensor, Any]) -> None:
+        """Shows the state of all slots, those that have had no step among them."""
+        self.shown.note_due(self.slots)
+        self.show(state)
+        if self.registered.algorithm not in COUNTED:
+            with_moments = (slot for slot in self.slots if slot.moments)
+            self._unstepped = {slot for slot in with_moments if self._stored_count(slot) == 0}
+
+    def _count_loaded_moments(self, slots: Iterable[Slot]) -> None:
+        """Counts a step of params whose moments other code has written before their first step, which would begin
+        without moments."""
+        unstepped = self._unstepped.intersection(slots)
+        if unstepped:
+            self.wait()
+        for slot in unstepped:
+            if any(self.state_memory.read(slot, kind).any() for kind in slot.moments.values()):
+                self.handle.set_step_count(slot.id, 1)
+                self._unstepped.discard(slot)
+
+    def _stored_count(self, slot: Slot) -> int:
+        kinds = list(slot.kinds.values())
+        return int(self.state_memory.view_of(slot, kinds[0]).step_count) if kinds else 0
+
+    # --------------------------------------------------------------------------------- stepping --
+
+    def step(self, **options: Any) -> bool:
+        """Makes a step over the bound params and waits for it. Returns whether it was skipped.
+
+        On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): behind such a wait
+        torch's copies into memory that is not pinned, such as .cpu(), did not return."""
+        kept = dict(self.bound.kept)
+        active, ticket = self._queue(options, list(kept.values()))
+        self.bound.note_queued()  # now, since Ctrl-C may end the wait below
+        self.bound.note_written_in_place(active)  # while the library computes
+        result = self.steps.result(ticket)
+        self.bound.take_copies(active)
+        self._note_end([])
+        self.bound.release()
+        if result.skipped:
+            found = {slot: kept.get(slot, gradient_of(slot.param)) for slot in active}
+            self.under_way.skipped_gradients = found
+        return bool(result.skipped)
+
+    def begin_step(
+        self, aliases: Mapping[Tensor, Sequence[Tensor]], keeper: Keeper, **options: Any
+    ) -> None:
+        """Queues a step over the bound params. A param may be used after under_way has waited for it, which the
+        keeper is told of. `aliases` are other tensors over the memory of params."""
+        active, ticket = self._queue(options, [])  # under_way keeps the gradients alive
+        self.bound.note_written_in_place(active)
+        gradients = self.bound.gradients()
+        self.bound.note_queued()
+        self.bound.release()
+        self.under_way.begin(ticket, active, gradients, aliases, keeper)
+
+    def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
+        if self.in_sync.steps_follow_params:
+            options["flags"] = abi.OFFLOAD_STEP_FOLLOW_PARAMS
+            self.bound.fill_copies()
+            if len(self.bound.active) < len(self.slots):
+                self.masters.refresh(set(self.slots).difference(self.bound.active))
+        else:
+            self.refresh_masters()
+        self._undo_what_read_other_params()
+        if self.steps.is_full:
+            self.settle()
+        active = self.bound.active
+        if self._unstepped:
+            self._count_loaded_moments(active)
+            self._unstepped.difference_update(active)
+        return active, self.steps.queue(active, {"stream": self.stream(), **options}, gradients)
+
+    def _note_end(self, written: list[Slot]) -> None:
+        """Notes that a queued step has ended, and which params other code has written since it was
+        queued."""
+        self.in_sync.note()
+        for slot in written:
+            self.in_sync.forget_one(slot)
+        if self.in_sync.steps_follow_params and self.steps.was_last_skipped():
+            self.masters.refresh()  # a skipped step follows no param
+
+    def refresh_masters(self) -> None:
+        """Updates the masters of params that other code has written. For offloaded params the reload does
+        that."""
+        if self.released_storages is None:
+            self.bound.fill_copies()
+            self.masters.refresh()
+
+    def forget_what_is_in_sync(self) -> None:
+        """Treats all params as written: other code may have written them without a trace. The upper half of a
+        split master is the param itself; this clears the lower half, which belongs to the old value."""
+        self.in_sync.forget()
+        if not any(slot.split for slot in self.slots):
+            return
+        if self.released_storages is None:
+            self.bound.bind_params()
+        else:
+            self.bound.release()
+        self.masters.drop_low_halves()
+        self.shown.refresh_copies()
+
+    def _note_written(self, slots: list[Slot]) -> None:
+        """Notes that the library has written these params and their masters. All others were in sync
+        before."""
+        self.bound.note_written_in_place(slots)
+        self.bound.take_copies(slots)
+        self.in_sync.note()
+
+    def settle(self) -> None:
+        """Waits for queued steps, but not for saves, and records their results."""
+        if len(self.steps) == 0:
+            return
+        self.under_way.finish()
+        gradients, self.under_way.skipped_gradients = self.under_way.skipped_gradients, {}
+        skipped: list[list[Slot]] = []
+        for result, stepped in self.steps.take():
+            self.history.add(result)
+            if not result.skipped:
+                self.shown.count(stepped)
+            elif not self.expects_skips:
+                skipped.append(stepped)
+        self.shown.refresh_copies()
+        self.shown.note_counts()
+        for slots in skipped:
+            self.history.skips.note(slots, gradients, self._has_ranks)
+
+    def settle_ended(self) -> None:
+        """Records the results of queued steps if they have ended, so that a skipped one is told before the next."""
+        if self.steps.have_ended():
+            self.settle()
+
+    @in_no_mode
+    def show(self, state: dict[Tensor, Any]) -> None:
+        """Brings `state` up to date with all steps so far."""
+        self.shown.refuse_hidden()
+        self.settle()
+        self.undo_early_updates()
+        self.shown.publish_due(state)
+
+    def note_gradients_leave(self) -> None:
+        """Notes that the first gradients of a step are about to leave. From then on an early update may read
+        params with split masters."""
+        if self._may_update_early:
+            self._split_versions = self._versions_of_split_params()
+
+    def _undo_what_read_other_params(self) -> None:
+        """Undoes early updates if a param with split masters has been written since."""
+        if self._may_update_early and self._split_versions != self._versions_of_split_params():
+            self.handle.undo_early_updates()
+
+    def _versions_of_split_params(self) -> list[int]:
+        return [version_of(local(slot.param)) for slot in self.slots if slot.split]
+
+    def undo_early_updates(self) -> None:
+        """Brings state back to what it was before the library updated it early, and waits for that."""
+        if self._may_update_early:
+            with contextlib.suppress(abi.PoisonedError):  # then the library has done so itself
+                self.handle.wait(self.handle.undo_early_updates())
+
+    # ------------------------------------------------------------------------------ checkpoints --
+
+    def before_save(self) -> None:
+        """Updates masters and dense copies from the params."""
+        for slot in self.slots:
+            if not slot.row_major:
+                raise abi.UnsupportedError(
+                    f"parameter {slot.name!r} has strides {slot.stride}, and checkpoints hold elements "
+                    "in the order of dimensions; make it contiguous(), or save state_dict()"
+                )
+        for slot in self.slots:
+            if self.released_storages is not None and slot in self.masters.written_before_offload:
+                raise abi.InvalidStateError(
+                    f"parameter {slot.name!r} has been written and then offloaded, and its master does "
+                    "not have the new value yet; call reload(params=True) before saving"
+                )
+        self._count_loaded_moments(self.slots)
+        self.refresh_masters()
+
+    def after_load(self, steps: int, most: int) -> None:
+        """Notes that a load has written params, state and step counts, and that the optimizer's own count is
+        `steps`. torch counts the steps of params without elements too, but a checkpoint holds nothing of
+        them: they get `most`, the highest count of all params."""
+        self._note_written(self.slots)
+        self._unstepped.clear()
+        self.history.note_load(steps)
+        for slot in self.slots:
+            count = most if slot.count == 0 else self._stored_count(slot)
+            self.shown.count_views[slot.id].fill_(count)
+            # A master with more bits than its param cannot be made from the param by another engine.
+            if count > 0 or self.masters.has_low_bits(slot):
+                self.shown.note_due([slot])
+        self.shown.refresh_copies()
+        self.shown.note_counts()

@@ -1,0 +1,176 @@
+"""Makes engines: chooses the context, the ranks and how much of the state is on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..base.callers import depth_of_caller
+from ..base.device_memory import DeviceMemory
+from ..params.members import Member
+from ..params.registered import Slot
+from ..params.tensors import DTYPES, is_spread, local
+from ..ranks.local_ranks import mask_of
+from ..settings import placement
+from ..settings.contexts import context_for
+from ..settings.options import (
+    HOST_EXECUTORS,
+    MASTER_LAYOUTS,
+    NUMA_POLICIES,
+    OffloadOptions,
+    movable_bits,
+    state_dtype_of,
+)
+from ..settings.placement import Leftover, Placement
+from ..steps.history import History
+from .engine import Engine
+
+if TYPE_CHECKING:
+    from ..ranks.process_group import ProcessGroupComm
+
+
+def needs_ranks(members: list[Member], options: OffloadOptions) -> bool:
+    return options["process_group"] is not None or any(is_spread(m.param) for m in members)
+
+
+def ranks_of(members: list[Member], options: OffloadOptions) -> ProcessGroupComm | None:
+    """The ranks that step together; None for this process alone. All these ranks must call this."""
+    if not needs_ranks(members, options):
+        return None
+    from ..ranks import distributed  # which imports much
+
+    group, timeout_seconds = options["process_group"], options["comm_timeout_seconds"]
+    return distributed.comm_for(members, group, timeout_seconds)
+
+
+def with_shards(
+    members: list[Member],
+    before: dict[Tensor, Slot],
+    comm: ProcessGroupComm | None,
+    options: OffloadOptions,
+) -> list[Member]:
+    """The members with their shards. `before` has the slots of the engine before. If they have the same params
+    and names as the members, this asks no other rank: this rank may be the only one that makes a new engine
+    (because one of its gradients came in a wider dtype). Otherwise all ranks must call this."""
+    names = {param: slot.name for param, slot in before.items()}
+    if comm is not None and names == {member.param: member.name for member in members}:
+        return [dataclasses.replace(m, shard=before[m.param].shard) for m in members]
+    if not needs_ranks(members, options):
+        return members
+    from ..ranks import distributed
+
+    return distributed.with_shards(members, comm, options["replica_group"])
+
+
+def make_engine(
+    members: list[Member],
+    algorithm: int,
+    groups: list[dict[str, Any]],
+    options: OffloadOptions,
+    comm: ProcessGroupComm | None,
+    history: History,
+) -> tuple[Engine, Placement]:
+    """A registered engine that is not committed, and where its state will be."""
+    device = device_of(members)
+    if device.type == "cpu" and options["host_executors"] == "streamed":
+        raise ValueError(
+            "host_executors='streamed' with parameters on the CPU: state streams through a GPU; set "
+            "host_executors='auto', or move the model to the GPU before its first step"
+        )
+    context = context_for(
+        device,
+        options["local_rank"],
+        options["local_world"],
+        mask_of(options["numa_nodes"]),
+        threads=options["threads"],
+        numa_policy=NUMA_POLICIES[options["numa_policy"]],
+        allow_pageable=int(not options["pin"]),
+    )
+    fraction, budget_bytes = options["offload_fraction"], options["device_budget_bytes"]
+
+    def engine_for(device_fraction: float, host_executors: str) -> Engine:
+        return Engine(
+            context,
+            device,
+            algorithm,
+            groups,
+            members,
+            history,
+            device_fraction=device_fraction,
+            movable=movable_bits(options["movable"]),
+            moment_dtype=DTYPES[state_dtype_of(options["state_dtype"])],
+            master_layout=MASTER_LAYOUTS[options["master_layout"]],
+            host_executors=HOST_EXECUTORS[host_executors],
+            early_update_bytes=options["early_update_bytes"],
+            **({} if comm is None else comm.options()),
+        )
+
+    host_executors = options["host_executors"]
+    if host_executors == "auto" and fraction == placement.AUTO and budget_bytes is not None:
+        # If the ring for streamed state took much of the budget, the state itself would have no room.
+        if engine_for(0.0, host_executors).plan().device_ring_bytes > budget_bytes // 8:
+            host_executors = "cpu"
+    chosen = placement.choose(
+        fraction,
+        budget_bytes,
+        device.type == "cpu",
+        lambda device_fraction: engine_for(device_fraction, host_executors).plan(),
+    )
+    if fraction == placement.AUTO:
+        print_choice(chosen)
+    engine = engine_for(chosen.device_fraction, host_executors)
+    engine.plan_of = lambda device_fraction: engine_for(device_fraction, host_executors).plan()
+    return engine, chosen
+
+
+def warn_of_no_early_updates(options: OffloadOptions, device: torch.device) -> None:
+    """Warns where early_update_bytes can have no effect."""
+    if options["early_update_bytes"] == 0:
+        return
+    why = None
+    if device.type == "cpu":
+        why = "the parameters are on the CPU, and early updates are for those on a GPU"
+    elif options["host_executors"] == "streamed":
+        why = "host_executors='streamed' leaves nothing to CPU threads, which update early"
+    elif "accumulate" in options["movable"]:
+        why = "with hook_gradients(accumulate=True) gradients are final in the step alone"
+    if why is not None:
+        warnings.warn(
+            f"early_update_bytes={options['early_update_bytes']} has no effect: {why}; leave it out",
+            stacklevel=depth_of_caller(),
+        )
+
+
+def print_choice(chosen: Placement) -> None:
+    """Prints what "auto" has chosen, and why."""
+    print(
+        f"hybridopt: offload_fraction {chosen.offload_fraction:.4f}: {chosen.reason}", file=sys.stderr
+    )
+
+
+def leftover_of(engine: Engine, options: OffloadOptions) -> Leftover | None:
+    """The object that chooses the device fraction after some steps, if the options ask for that."""
+    is_asked = options["offload_fraction"] == placement.AUTO and options["device_budget_bytes"] is None
+    if not is_asked or engine.device.type == "cpu":
+        return None
+    headroom = options["device_headroom"]
+    return Leftover(
+        DeviceMemory(engine.device), placement.DEFAULT_HEADROOM if headroom is None else headroom
+    )
+
+
+def device_of(members: list[Member]) -> torch.device:
+    """The device that all members are on."""
+    devices = {local(member.param).device: member.name for member in members}
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"the parameters are on several devices ({places}); make one optimizer for each "
+            "device"
+        )
+    return next(iter(devices))

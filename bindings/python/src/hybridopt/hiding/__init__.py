@@ -1,0 +1,1 @@
+"""Hides steps behind the forward pass, and copies of gradients behind the backward pass."""

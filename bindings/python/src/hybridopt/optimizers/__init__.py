@@ -1,0 +1,1 @@
+"""The optimizers of users: torch's classes outside, an engine inside."""

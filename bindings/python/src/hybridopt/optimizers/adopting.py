@@ -1,0 +1,128 @@
+"""Adopts changes that other code has made in the optimizer's `state`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..engine.engine import Engine
+from ..params.moments import COUNTED
+from ..params.registered import MASTER, MASTER_LOW, Slot
+from ..params.tensors import LOW_DTYPES, local_part
+
+
+def adopt(engine: Engine, state: dict[Tensor, Any]) -> None:
+    """Brings the library's state up to date with `state`, where entries may have been loaded, assigned,
+    deleted or written."""
+    shown = engine.shown
+    if shown.have_counts_moved():
+        shown.set_counts(shown.counts.clone())
+    if shown.have_counts_changed():
+        engine.settle()
+        engine.wait()
+        for slot in engine.slots:
+            push_count(engine, slot, int(shown.count_views[slot.id]))
+    if shown.is_untouched(state):
+        shown.take_copies()
+    else:
+        for slot in shown.with_entries(state):
+            adopt_slot(engine, slot, state)
+        shown.note_untouched(state)
+    shown.note_counts()
+
+
+def adopt_slot(engine: Engine, slot: Slot, state: dict[Tensor, Any]) -> None:
+    shown = engine.shown
+    entry = dict.get(state, slot.param)
+    if not entry and shown.of(slot).entry is None:
+        return
+    if entry is not None and shown.is_as_published(slot, entry):
+        shown.take_copies([slot])
+        return
+    engine.wait()
+    shown.forget_moved(slot)
+    if entry:
+        adopt_entry(engine, slot, entry, state)
+    else:
+        start_again(engine, slot)
+
+
+def push_count(engine: Engine, slot: Slot, count: int) -> None:
+    engine.handle.set_step_count(slot.id, count)
+    shown = engine.shown.count_views[slot.id]
+    if count != int(shown):
+        shown.fill_(count)
+
+
+def start_again(engine: Engine, slot: Slot) -> None:
+    """Resets moments and step count, as torch does for a param without state. The master stays."""
+    engine.shown.withdraw(slot)
+    push_count(engine, slot, 0)
+    fresh = engine.registered.groups[slot.group].get("initial_accumulator_value", 0.0)
+    for kind in slot.moments.values():
+        value = torch.full((), fresh, dtype=torch.float32, device=engine.device).expand(slot.shape)
+        engine.state_memory.write(slot, kind, value)
+
+
+def adopt_entry(
+    engine: Engine, slot: Slot, entry: dict[str, Any], state: dict[Tensor, Any]
+) -> None:
+    def part_of(value: Tensor) -> Tensor:
+        return local_part(value, slot.param)
+
+    is_counted = engine.registered.algorithm in COUNTED
+    moments = {key: entry.get(key) for key in slot.moments}
+    count = int(entry.get("step", 0)) if is_counted else engine.hidden_count(slot)
+    if moments and all(value is None for value in moments.values()):
+        if is_counted and count > 0:
+            refuse(slot, f"has step {count} but lacks {', '.join(moments)}")
+        choose_master(engine, slot, entry)
+        start_again(engine, slot)
+        engine.masters.adopt(slot, entry, part_of)
+        # Without this the next step would reset the state again, unless somebody reads `state` before.
+        engine.shown.publish(slot, state)
+        return
+    loaded: dict[str, Tensor] = {}
+    for key, value in moments.items():
+        if not isinstance(value, Tensor):
+            refuse(slot, f"lacks {key!r}")
+        loaded[key] = value
+        if value.shape != slot.param.shape:
+            refuse(
+                slot,
+                f"has {key!r} of shape {tuple(value.shape)}, expected {tuple(slot.param.shape)}",
+            )
+    choose_master(engine, slot, entry)
+    for key, value in loaded.items():
+        engine.state_memory.write(slot, slot.moments[key], part_of(value))
+    engine.masters.adopt(slot, entry, part_of)
+    push_count(engine, slot, count)
+    engine.shown.publish(slot, state)
+
+
+def choose_master(engine: Engine, slot: Slot, entry: dict[str, Any]) -> None:
+    """Leaves a loaded master in the entry where it stands beside the one that is here. set_optimizer_state_dict() of
+    torch.distributed.checkpoint adds what it loads to the state_dict of now, where another layout has another key."""
+    own, other = (MASTER_LOW, MASTER) if slot.split else (MASTER, MASTER_LOW)
+    if entry.get(other) is not None and entry.get(own) is engine.shown.of(slot).views.get(own, slot):
+        entry.pop(own)
+    low = entry.get(MASTER_LOW)
+    shape = tuple(slot.param.shape)
+    known = [(torch.int16, shape)]
+    known += [(torch.uint8, (*shape, dtype.itemsize)) for dtype in LOW_DTYPES.values()]
+    if isinstance(low, Tensor) and (low.dtype, tuple(low.shape)) not in known:
+        bytes_each = (slot.low_dtype or torch.int16).itemsize
+        refuse(
+            slot,
+            f"has {MASTER_LOW!r} in {low.dtype} of shape {tuple(low.shape)}, expected torch.uint8 of shape "
+            f"{(*shape, bytes_each)}",
+        )
+
+
+def refuse(slot: Slot, what: str) -> NoReturn:
+    raise ValueError(
+        f"the state of parameter {slot.name!r} {what}; load a state_dict of the same optimizer "
+        "and model, or delete the parameter's entry to start its state afresh"
+    )

@@ -1,0 +1,110 @@
+"""Saves and loads in the library's own format, with a bar that shows how far they are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .. import abi
+from ..engine.engine import Engine
+
+Progress = Callable[[int, int], Any] | bool | None
+
+
+class Bar:
+    """A tqdm bar as a function of bytes done and bytes in all."""
+
+    def __init__(self, title: str) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        self._bar = tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1024)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def shown(progress: Progress, title: str) -> Callable[[int, int], Any] | None:
+    """What to call with the progress. tqdm is not needed unless it is asked for."""
+    if callable(progress):
+        return progress
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        return None
+    try:
+        return Bar(title)
+    except ImportError:
+        if progress is None:
+            return None
+        raise
+
+
+class Transfer:
+    """A save or load under way."""
+
+    def __init__(self, engine: Engine, ticket: int, progress: Any) -> None:
+        self._engine = engine
+        self._ticket = ticket
+        self._progress = progress
+
+    def done(self) -> bool:
+        """Whether wait() would return at once, or raise."""
+        return self._engine.handle.ended(self._ticket)
+
+    def wait(self) -> None:
+        """Returns when everything is on disk; what went wrong is raised here."""
+        try:
+            self._engine.handle.wait(self._ticket)
+        finally:
+            if isinstance(self._progress, Bar):
+                self._progress.close()
+
+
+def save(
+    engine: Engine,
+    path: str | os.PathLike[str],
+    masters_only: bool,
+    wait: bool,
+    progress: Progress,
+) -> Transfer:
+    engine.before_save()
+    function = shown(progress, f"save {os.fspath(path)}")
+    flags = abi.OFFLOAD_SAVE_MASTERS_ONLY if masters_only else 0
+    stream = engine.stream() or None
+    ticket = engine.handle.save(
+        path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
+    )
+    transfer = Transfer(engine, ticket, function)
+    if wait:
+        transfer.wait()
+    return transfer
+
+
+def load(
+    engine: Engine,
+    path: str | os.PathLike[str],
+    fresh_moments: bool,
+    keep_steps: bool,
+    verify: bool,
+    progress: Progress,
+) -> None:
+    engine.settle()
+    flags = 0 if verify else abi.OFFLOAD_LOAD_NO_VERIFY
+    flags |= abi.OFFLOAD_LOAD_FRESH_MOMENTS if fresh_moments else 0
+    flags |= abi.OFFLOAD_LOAD_KEEP_STEPS if keep_steps else 0
+    function = shown(progress, f"load {os.fspath(path)}")
+    stream = engine.stream() or None
+    ticket = engine.handle.load(
+        path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
+    )
+    Transfer(engine, ticket, function).wait()
+    if keep_steps or not fresh_moments:
+        info, tensors = abi.checkpoint_inspect(path)
+        most = max((tensor.step_count for tensor in tensors), default=info.step)
+        engine.after_load(info.step, most)
+    else:
+        engine.after_load(0, 0)

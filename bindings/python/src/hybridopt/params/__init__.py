@@ -1,0 +1,1 @@
+"""The params of a torch optimizer, as the library knows them."""

@@ -1,0 +1,44 @@
+"""The hyperparameters of a param group, as the library takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import abi
+
+
+def hyperparameters_of(algorithm: int, group: dict[str, Any]) -> dict[str, Any]:
+    """The fields of offload_group_t that the algorithm reads."""
+    return {name: _field(name, group) for name in abi.ALGORITHMS[algorithm].reads}
+
+
+def check_flags(algorithm: int, index: int, group: dict[str, Any]) -> None:
+    """Refuses a flag that is neither True nor False, and one that the algorithm does not use: torch would say
+    nothing of it."""
+    row = abi.ALGORITHMS[algorithm]
+    for name in abi.GROUP_FLAGS:
+        value = group.get(name, False)
+        if value not in (False, True):
+            raise ValueError(f"param group {index} has {name}={value!r}, expected True or False")
+        if value and name not in row.reads:
+            raise ValueError(
+                f"param group {index} has {name}={value!r}, but {row.name} does not use it; leave it out"
+            )
+
+
+def _field(name: str, group: dict[str, Any]) -> float | int:
+    if name in abi.GROUP_FLAGS:
+        return int(group.get(name, False)) if _counts(name, group) else 0
+    if name in ("beta1", "beta2"):
+        return float(group["betas"][int(name[-1]) - 1])
+    number = float(group[name]) if _counts(name, group) else 0.0
+    if name == "lr" and -1e-12 < number < 0.0:
+        return 0.0  # schedulers that go to 0 in steps of their own end a rounding error below it
+    if name == "eps" and number == 0.0:
+        return 1e-45  # torch takes 0; the library makes the smallest fp32 number of what is below that
+    return number
+
+
+def _counts(name: str, group: dict[str, Any]) -> bool:
+    """Without momentum torch's SGD ignores what acts on it."""
+    return name not in ("dampening", "nesterov") or float(group["momentum"]) > 0

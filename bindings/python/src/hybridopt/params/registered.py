@@ -1,0 +1,264 @@
+"""Registered: the param groups and params that the library knows, and the properties of params that must
+not change meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import abi
+from .members import Member, takes_part
+from .moments import moments_of
+from .strides import is_dense, is_same_order
+from .tensors import DTYPES, arranged, gradient_dtype, gradient_of, local, local_gradient
+
+if TYPE_CHECKING:
+    from .sharding import TensorShard
+
+MASTER = "master_param"
+MASTER_LOW = "master_low"
+
+
+class Slot:
+    """A registered param, and checks that the param and its gradient still fit. A slot never changes."""
+
+    # Without these each slot would have a dict, which Python's garbage collector goes through too.
+    __slots__ = (
+        *("id", "param", "device", "name", "group", "chunk_order", "shard", "dtype", "grad_dtype"),
+        *("shape", "count", "bytes", "copy", "stride", "row_major", "low_dtype", "split", "has_master"),
+        *("moments", "kinds", "is_plain"),
+    )
+
+    def __init__(
+        self,
+        id: int,
+        member: Member,
+        device: torch.device,
+        moments: dict[str, int],
+        low_dtype: torch.dtype | None,
+    ) -> None:
+        current = local(member.param)
+        self.id = id  # also its index in the list of slots
+        self.param = member.param
+        self.is_plain = current is member.param  # no DTensor
+        self.device = device
+        self.name = member.name
+        self.group = member.group
+        self.chunk_order = member.chunk_order
+        self.shard: TensorShard | None = member.shard
+        self.dtype = current.dtype
+        self.grad_dtype = gradient_dtype(member.param)
+        if self.grad_dtype not in DTYPES or member.wide_gradient:
+            self.grad_dtype = torch.float32  # gradients of other dtypes will be converted
+        self.shape = current.shape
+        self.count = current.numel()
+        self.bytes = current.numel() * current.element_size()
+        # A param with gaps between its elements has this dense copy, which the library updates.
+        self.copy = None if is_dense(current) else torch.empty_like(current.detach()).contiguous()
+        bound = current if self.copy is None else self.copy
+        self.stride = bound.stride()
+        self.row_major = bound.is_contiguous()
+        # Of what is stored beside the param, which is the master rounded; None: whole masters are stored.
+        self.low_dtype = low_dtype if self.dtype == torch.bfloat16 else None
+        self.split = self.low_dtype is not None
+        # The library stores a master apart from the param. When other code writes the param, the master
+        # must be updated.
+        own_master = self.dtype != torch.float32 or device.type != "cpu"
+        # The param itself is the upper half of a split master, so that needs no update.
+        self.has_master = own_master and not self.split
+        self.moments = moments
+        self.kinds = dict(moments)  # every kind of state that `state` shows, by its name
+        if self.split:
+            self.kinds[MASTER_LOW] = abi.OFFLOAD_STATE_MASTER_LOW
+        elif self.dtype != torch.float32:  # an fp32 param has the bits of its master: none is shown
+            self.kinds[MASTER] = abi.OFFLOAD_STATE_MASTER
+
+    @property
+    def bound(self) -> Tensor:
+        """The dense tensor that the library updates."""
+        return local(self.param).detach() if self.copy is None else self.copy
+
+    def address(self) -> int:
+        """Where `bound` lies."""
+        return (local(self.param) if self.copy is None else self.copy).data_ptr()
+
+    def arrange(self, flat: Tensor) -> Tensor:
+        """A view of elements in memory order, in the shape of the param."""
+        return flat.as_strided(self.shape, self.stride)
+
+    def takes_gradient(self) -> bool:
+        """Whether the registered dtype can hold the gradient of now, or the one that autograd will make,
+        without rounding. (check_param() refuses a param that itself has another dtype.)"""
+        if self.grad_dtype == torch.float32 or local(self.param).dtype != self.dtype:
+            return True
+        dtype = gradient_dtype(self.param)
+        return dtype == self.grad_dtype or (
+            gradient_of(self.param) is None and dtype != torch.float32
+        )
+
+    def check_param(self, current: Tensor) -> None:
+        """Raises if the param's shape, dtype, device or strides have changed: only its address may."""
+        stride = current.stride()
+        # A copy can be filled from any strides. The stride of a dimension of size 1 has no effect.
+        if self.copy is not None or is_same_order(self.shape, stride, self.stride):
+            stride = self.stride
+        for is_so, was_so, now, before in (
+            ("has shape", "had shape", tuple(current.shape), tuple(self.shape)),
+            ("has dtype", "had dtype", current.dtype, self.dtype),
+            ("is on", "was on", current.device, self.device),
+            ("has strides", "had strides", stride, self.stride),
+        ):
+            if now != before:
+                raise abi.InvalidStateError(
+                    f"parameter {self.name!r} {is_so} {now}, but its state was made when it {was_so} "
+                    f"{before}; make a new optimizer after changing parameters, and load this one's "
+                    "state_dict() into it"
+                )
+        if current.data_ptr() == 0 and self.count > 0:
+            raise abi.InvalidStateError(
+                f"parameter {self.name!r} has no memory: its storage was freed or resized to 0; "
+                "bring it back before step()"
+            )
+
+    def usable_gradient(self, grad: Tensor) -> Tensor:
+        """The gradient, or a copy of it that the library can read."""
+        grad = local_gradient(grad, self.param, self.name)
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"hybridopt does not support sparse gradients; parameter {self.name!r} has one: make "
+                "its layer with sparse=False, or give it to torch.optim.SparseAdam"
+            )
+        # torch checks assignments to .grad, but not to .grad.data or decoupled_grad.
+        wrong = None
+        if grad.shape != self.shape:
+            wrong = f"has shape {tuple(grad.shape)}, expected {tuple(self.shape)}"
+        elif grad.device != self.device:
+            wrong = f"is on {grad.device}, expected {self.device}"
+        elif self.count > 0 and grad.data_ptr() == 0:
+            wrong = "has no memory: its storage was freed or resized to 0"
+        if wrong is not None:
+            raise abi.InvalidStateError(
+                f"the gradient of parameter {self.name!r} {wrong}; set it to None or compute it again"
+            )
+        return arranged(grad, self.grad_dtype, self.stride)
+
+    def describe(self, struct: abi.offload_param_t, address: int) -> None:
+        """Fills in a struct of the ABI, which keeps the memory that it points to alive."""
+        struct.group = self.group
+        struct.dtype = DTYPES[self.dtype]
+        struct.grad_dtype = DTYPES[self.grad_dtype]
+        struct.name = self.name.encode()
+        struct.data = address or None
+        struct.count = self.count
+        struct.chunk_order = self.chunk_order
+        if self.shard is not None:
+            struct.shard = ctypes.pointer(self.shard.struct())
+            struct.flags = abi.OFFLOAD_PARAM_REPLICA if self.shard.replica else 0
+        elif self.row_major and 1 <= len(self.shape) <= 8:
+            struct.shard = whole_tensor(self.shape)
+
+
+@functools.lru_cache(maxsize=256)  # many params have the same shape
+def whole_tensor(shape: torch.Size) -> Any:
+    """The shard of a param that is a whole tensor. It tells the library the param's dimensions."""
+    sizes = ctypes.c_int64 * len(shape)
+    return ctypes.pointer(
+        abi.offload_shard_t(
+            dimensions=len(shape),
+            box_count=1,
+            global_shape=sizes(*shape),
+            box_offsets=sizes(),
+            box_extents=sizes(*shape),
+        )
+    )
+
+
+def wide_gradients(slot_of: dict[Tensor, Slot]) -> dict[Tensor, bool]:
+    """Whether params are registered with gradients in fp32."""
+    return {param: slot.grad_dtype == torch.float32 for param, slot in slot_of.items()}
+
+
+class Registered:
+    """The groups and params of one optimizer of the library."""
+
+    def __init__(
+        self,
+        handle: abi.Optimizer,
+        device: torch.device,
+        algorithm: int,
+        groups: list[dict[str, Any]],
+        members: list[Member],
+        low_dtype: torch.dtype | None,
+    ) -> None:
+        self._handle = handle
+        self.algorithm = algorithm
+        self.groups = [dict(group) for group in groups]  # hyperparameters, as the library knows them
+        for group in groups:
+            handle.add_group(**group)
+        moments = [moments_of(algorithm, group) for group in groups]
+        self.slots = [
+            Slot(id, member, device, moments[member.group], low_dtype)
+            for id, member in enumerate(members)
+        ]
+        self.slot_of = {slot.param: slot for slot in self.slots}
+        # The params of the groups at the last comparison one by one, and those of them without a slot.
+        self._gone_through: list[list[Tensor]] = []
+        self._left_out: list[Tensor] = []
+        self.addresses = [slot.address() for slot in self.slots]  # when they were registered
+        structs = abi.array_of(abi.offload_param_t, len(self.slots))
+        for slot, struct, address in zip(self.slots, structs, self.addresses):
+            slot.describe(struct, address)
+        handle.add_params(structs)
+
+    def set_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Tells the library which hyperparameters have changed."""
+        for id, group in enumerate(groups):
+            if group != self.groups[id]:
+                self._handle.set_group(id, **group)
+                self.groups[id] = dict(group)
+
+    def difference(
+        self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
+    ) -> str:
+        """What differs from the registered params, groups and algorithm; "" if nothing does."""
+        if len(groups) != len(self.groups) or algorithm != self.algorithm:
+            return "param groups are others"
+        for new, old in zip(groups, self.groups):
+            if moments_of(algorithm, new) != moments_of(algorithm, old):
+                return "a param group has got its first momentum, or has none any more"
+        if self._are_the_same(param_groups) and not any(map(takes_part, self._left_out)):
+            return ""
+        return self._difference_of_params(param_groups)
+
+    def _are_the_same(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether the groups have the params that they had at the last comparison one by one."""
+        return len(param_groups) == len(self._gone_through) and all(
+            len(group["params"]) == len(before) and all(map(is_, group["params"], before))
+            for group, before in zip(param_groups, self._gone_through)
+        )
+
+    def _difference_of_params(self, param_groups: list[dict[str, Any]]) -> str:
+        left_out: list[Tensor] = []
+        known = 0
+        for index, group in enumerate(param_groups):
+            for place, param in enumerate(group["params"]):
+                slot = self.slot_of.get(param)
+                if slot is None:
+                    if takes_part(param):
+                        name = group.get("param_names", {place: f"param_groups.{index}.{place}"})[place]
+                        return f"parameter {name!r} has been added or unfrozen"
+                    left_out.append(param)
+                elif slot.group != index:
+                    return f"parameter {slot.name!r} is in another group"
+                else:
+                    known += 1
+        if known != len(self.slots):
+            return "parameters have been taken out"
+        self._gone_through = [list(group["params"]) for group in param_groups]
+        self._left_out = left_out
+        return ""

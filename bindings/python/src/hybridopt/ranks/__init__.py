@@ -1,0 +1,1 @@
+"""How ranks agree, and how those of one host share its CPUs."""

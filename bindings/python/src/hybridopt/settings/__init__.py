@@ -1,0 +1,1 @@
+"""Keyword arguments, and the placement and the contexts that follow from them."""

@@ -1,0 +1,1 @@
+"""The state of params in the library's memory, and as optimizer.state shows it."""

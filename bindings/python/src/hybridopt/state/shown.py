@@ -1,0 +1,279 @@
+"""Shown: the tensors in the optimizer's `state`. They are views of the library's memory, so that nothing is
+stored twice, and are made when somebody reads `state`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import abi
+from ..params.moments import COUNTED
+from ..params.registered import MASTER, Registered, Slot
+from ..params.tensors import like_param, local
+from .entries import Entry, Snapshot
+from .state_memory import StateMemory
+
+
+def count_dtype() -> torch.dtype:
+    """The dtype of step counts, as torch has it: 16 bits would not count beyond 256."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+class Exhibit:
+    """The views of one param's state."""
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None  # the entry in `state` that has the views
+        self.views: dict[str, Tensor] = {}
+        self.places: dict[str, int] = {}  # addresses of the views: other code may set another storage
+        # State that lies partly on the device and partly on the host is shown as a copy. The versions of
+        # these copies.
+        self.copies: dict[str, int] = {}
+
+
+class Shown:
+    """The exhibits and step counts of all params. The argument `state` is always the optimizer's."""
+
+    def __init__(
+        self,
+        handle: abi.Optimizer,
+        device: torch.device,
+        registered: Registered,
+        state_memory: StateMemory,
+    ) -> None:
+        self._handle = handle
+        self._device = device
+        self._slots = registered.slots
+        self._slot_of = registered.slot_of
+        self._state_memory = state_memory
+        self._is_counted = registered.algorithm in COUNTED
+        self._of: dict[Slot, Exhibit] = {}  # of the slots whose state has been published
+        self._with_copies: set[Slot] = set()
+        self._unpublished = set(filter(self._has_state, self._slots))
+        self._due: dict[Slot, None] = {}  # those of them with state to publish, in the order of steps
+        self._counted_last: list[Slot] | None = None
+        self._snapshot: Snapshot | None = None  # taken when all entries were as they were published
+        self._hidden: list[Slot] = []  # slots whose state is offloaded and whose views are removed
+        self.shows_all_masters = False  # also show an fp32 param as its own master
+        # One tensor with a view for each param, so that one operation counts a step of all params.
+        self.set_counts(torch.zeros(len(self._slots), dtype=count_dtype(), device="cpu"))
+
+    def of(self, slot: Slot) -> Exhibit:
+        return self._of.setdefault(slot, Exhibit())
+
+    def with_entries(self, state: dict[Tensor, Any]) -> list[Slot]:
+        """The slots that have an entry in `state`, or had one when their state was published."""
+        slots = {slot for slot, exhibit in self._of.items() if exhibit.entry is not None}
+        slots.update(self._slot_of[param] for param in dict.keys(state) if param in self._slot_of)
+        return sorted(slots, key=lambda slot: slot.id)
+
+    def _has_state(self, slot: Slot) -> bool:
+        return bool(slot.kinds) or self._is_counted
+
+    def publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
+        """Puts views of a param's state into its entry of `state`."""
+        exhibit = self.of(slot)
+        self._snapshot = None
+        if self._is_counted:
+            exhibit.views["step"] = self.count_views[slot.id]
+        if not slot.kinds.keys() <= exhibit.views.keys():
+            self._wait()
+        for key, kind in slot.kinds.items():
+            if key not in exhibit.views:
+                view, is_live = self._state_memory.show(slot, kind)
+                if not is_live:
+                    exhibit.copies[key] = view._version
+                    self._with_copies.add(slot)
+                exhibit.views[key] = like_param(view, slot.param)
+        if self.shows_all_masters and slot.dtype == torch.float32:
+            exhibit.views[MASTER] = slot.param.detach()
+        if not exhibit.views:
+            return
+        exhibit.places = {key: local(view).data_ptr() for key, view in exhibit.views.items()}
+        entry = dict.get(state, slot.param)
+        if not isinstance(entry, Entry):
+            entry = Entry(entry or {})
+            dict.__setitem__(state, slot.param, entry)
+        entry.show(self._handle, exhibit.views)
+        exhibit.entry = entry
+        self._unpublished.discard(slot)
+        self._due.pop(slot, None)
+
+    def _wait(self) -> None:
+        """Waits for everything queued. After a failure nothing is queued any more: the state as it was before
+        can be shown, and a step raises the error."""
+        with contextlib.suppress(abi.HybridoptError):
+            self._handle.drain()
+
+    def publish_due(self, state: dict[Tensor, Any]) -> None:
+        """Publishes the state of all slots for which it is due."""
+        for slot in list(self._due):
+            self.publish(slot, state)
+        if self.shows_all_masters:
+            self._follow_params()
+
+    def _follow_params(self) -> None:
+        """Makes the views of params that are shown as masters point to the params' memory of now."""
+        for slot, exhibit in self._of.items():
+            if slot.dtype == torch.float32 and MASTER in exhibit.views:
+                view = local(exhibit.views[MASTER])
+                view.data = local(slot.param).detach()
+                exhibit.places[MASTER] = view.data_ptr()
+
+    def note_due(self, slots: list[Slot]) -> None:
+        """Notes that these slots have state to publish."""
+        for slot in slots:
+            if slot in self._unpublished:
+                self._due[slot] = None
+
+    def withdraw(self, slot: Slot) -> None:
+        """Makes a param's entry an ordinary dict, until its state is published again."""
+        exhibit = self.of(slot)
+        if exhibit.entry is not None:
+            exhibit.entry.end()
+        exhibit.entry = None
+        self._snapshot = None
+        if self._has_state(slot):
+            self._unpublished.add(slot)
+        self._counted_last = None
+
+    def is_untouched(self, state: dict[Tensor, Any]) -> bool:
+        """Whether all entries are as they were published, and `state` has no others."""
+        return self._snapshot is not None and self._snapshot.matches(state)
+
+    def note_untouched(self, state: dict[Tensor, Any]) -> None:
+        """Notes that all entries are now as they were published."""
+        both = [(exhibit.entry, dict(exhibit.views)) for exhibit in self._of.values()]
+        self._snapshot = Snapshot(state, [(e, views) for e, views in both if e is not None])
+
+    def is_as_published(self, slot: Slot, entry: dict[str, Any]) -> bool:
+        """Whether an entry is as it was published. The content of its tensors may have been written."""
+        exhibit = self.of(slot)
+        return entry is exhibit.entry and all(
+            entry.get(key) is view and local(view).data_ptr() == exhibit.places[key]
+            for key, view in exhibit.views.items()
+        )
+
+    def is_in(self, slot: Slot, state: dict[Tensor, Any]) -> bool:
+        """Whether `state` has the entry with the views."""
+        entry = self.of(slot).entry
+        return entry is not None and dict.get(state, slot.param) is entry
+
+    def forget_moved(self, slot: Slot) -> None:
+        """Drops views that no longer lie in the library's memory: torch.multiprocessing moves a tensor that
+        it sends to its own memory, in place, and an assignment to `.data` may do the same."""
+        exhibit = self.of(slot)
+        for key, view in list(exhibit.views.items()):
+            if local(view).data_ptr() != exhibit.places[key]:
+                del exhibit.views[key]
+                exhibit.copies.pop(key, None)
+                if key == "step":
+                    self.count_views[slot.id] = self.counts[slot.id]
+
+    # --------------------------------------------------------------------------------- copies --
+
+    def refresh_copies(self) -> None:
+        """Updates the copies from the state."""
+        if self._with_copies:
+            self._handle.drain()
+        for slot in self._with_copies:
+            exhibit = self.of(slot)
+            for key in exhibit.copies:
+                view = local(exhibit.views[key])
+                view.copy_(self._state_memory.show(slot, slot.kinds[key])[0])
+                exhibit.copies[key] = view._version
+
+    def take_copies(self, slots: Iterable[Slot] | None = None) -> None:
+        """Writes back the copies that other code has written, of some slots (None: of all)."""
+        for slot in self._with_copies if slots is None else slots:
+            exhibit = self.of(slot)
+            for key, version in exhibit.copies.items():
+                view = local(exhibit.views[key])
+                if view._version != version:
+                    self._handle.drain()
+                    self._state_memory.write(slot, slot.kinds[key], view)
+                    exhibit.copies[key] = view._version
+
+    # --------------------------------------------------------------------------------- counts --
+
+    def set_counts(self, counts: Tensor) -> None:
+        self.counts = counts
+        self._count_views: list[Tensor] = []
+        self._counts_place = counts.data_ptr()
+        self.note_counts()
+
+    @property
+    def count_views(self) -> list[Tensor]:
+        """The counts one by one, as views."""
+        if not self._count_views:
+            self._count_views = list(self.counts.unbind())
+        return self._count_views
+
+    def note_counts(self) -> None:
+        """Notes that the library has these counts."""
+        self._counts_version = self.counts._version
+
+    def count(self, slots: list[Slot]) -> None:
+        """Counts a step of the slots, which have state to publish from then on."""
+        if slots is not self._counted_last:
+            self.note_due(slots)
+            self._counted_last = slots
+        if len(slots) == len(self._slots):
+            self.counts.add_(1)
+        else:
+            self.counts[[slot.id for slot in slots]] += 1
+
+    def have_counts_moved(self) -> bool:
+        return self.counts.data_ptr() != self._counts_place
+
+    def have_counts_changed(self) -> bool:
+        return self.counts._version != self._counts_version
+
+    # ------------------------------------------------------------------------- states offloaded --
+
+    def hide(self, state: dict[Tensor, Any], everywhere: bool = False) -> None:
+        """Removes the views of memory that is about to be freed from `state`: views of device memory, or all
+        views."""
+        if not everywhere:
+            if self._device.type == "cpu":
+                return
+            self.publish_due(state)  # so that show_hidden() knows whose state to publish again
+        for slot in filter(self._of.__contains__, self._slots):
+            exhibit = self.of(slot)
+            on_device = any(local(view).device.type != "cpu" for view in exhibit.views.values())
+            if not on_device and not exhibit.copies and not everywhere:
+                continue
+            if exhibit.entry is not None:
+                self._hidden.append(slot)
+                if dict.get(state, slot.param) is exhibit.entry:
+                    dict.pop(state, slot.param)
+            exhibit.views, exhibit.copies = {}, {}
+            self._with_copies.discard(slot)
+            self.withdraw(slot)
+
+    def show_hidden(self, state: dict[Tensor, Any]) -> None:
+        """Publishes views of the new memory for the slots that hide() has removed."""
+        hidden, self._hidden = self._hidden, []
+        for slot in hidden:
+            self.publish(slot, state)
+
+    def refuse_hidden(self) -> None:
+        if self._hidden:
+            raise abi.InvalidStateError(
+                "states are offloaded and cannot be looked at; call reload(states=True) first"
+            )
+
+    def leave_device(self) -> None:
+        """Replaces views of device memory by tensors on the host, so that another engine can take the device
+        memory when this one ends."""
+        for exhibit in self._of.values():
+            if exhibit.entry is not None:
+                exhibit.entry.end()
+                for key, tensor in exhibit.views.items():
+                    if tensor.device.type != "cpu":
+                        exhibit.entry[key] = tensor.cpu()
+            exhibit.views = {}

@@ -1,0 +1,1 @@
+"""Steps that are queued, under way or done, and their reports."""

@@ -1,0 +1,132 @@
+"""History: results, samples of memory and totals of an optimizer. They continue when the optimizer gets
+another engine, for added params, say."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from .. import abi
+from .plans import Stats, StepResult, described
+from .skips import Skips
+
+REMEMBERED_RESULTS = 1024
+REMEMBERED_SAMPLES = 4096
+# The fields of Stats that are sums over all engines. The others describe the present.
+TOTALS = [
+    field.name
+    for field in dataclasses.fields(Stats)
+    if field.name.endswith("_seconds")
+    or field.name.startswith("steps_")
+    or field.name.endswith(("_up_bytes", "_down_bytes", "_ahead_bytes", "_elements", "_copies", "loaded_bytes"))
+]
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """How much memory is in use, and for what: before a step (`gradients`) and after it (`step`), and after
+    each move (`offload`, `reload`, `set_offload_fraction`, and `auto` if offload_fraction="auto" moved
+    state)."""
+
+    seconds: float  # since the optimizer was made
+    label: str
+    params_on_device_bytes: int
+    params_on_host_bytes: int
+    grads_on_device_bytes: int
+    grads_on_host_bytes: int
+    states_on_device_bytes: int
+    states_on_host_bytes: int
+    device_bytes: int  # the library's own, the device share's states and scratch
+    host_bytes: int  # the library's own, all of it
+
+
+BYTE_FIELDS = [
+    field.name for field in dataclasses.fields(MemorySample) if field.name.endswith("_bytes")
+]
+HELD = [field.name for field in dataclasses.fields(Stats) if field.name not in TOTALS]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The totals of an engine when it was put aside."""
+
+    stats: Stats
+    steps: int  # the engine's own step count
+
+
+class History:
+    def __init__(self) -> None:
+        self._made = time.monotonic()
+        self.results: deque[StepResult] = deque(maxlen=REMEMBERED_RESULTS)
+        self.samples: deque[MemorySample] = deque(maxlen=REMEMBERED_SAMPLES)
+        self.skips = Skips()
+        self._before = Stats()  # totals without the present engine
+        self._counted = Stats()  # the part of the present engine's totals that _before includes
+        self._held_aside = dict.fromkeys(HELD, 0)  # memory of the engines that are aside
+        self._steps_before = 0  # steps that the present engine does not count
+        self._steps_now = 0  # steps in the latest result, or in the checkpoint loaded since
+        self._steps_loaded: int | None = None  # of the checkpoint that was loaded last
+
+    def add(self, result: abi.offload_step_result_t) -> None:
+        result.step += self._steps_before
+        self._steps_now = result.step
+        self.results.append(described(StepResult, result))
+
+    def note_skipped(self) -> None:
+        """Notes a step that was skipped before the library heard of it."""
+        self._before = dataclasses.replace(self._before, steps_skipped=self._before.steps_skipped + 1)
+
+    def sample(self, label: str, own: abi.offload_stats_t) -> None:
+        """Adds a sample of the memory in use now."""
+        held = {name: getattr(own, name) + self._held_aside[name] for name in BYTE_FIELDS}
+        self.samples.append(MemorySample(time.monotonic() - self._made, label, **held))
+
+    def stats(self, own: abi.offload_stats_t | None) -> Stats:
+        """Totals of all engines, and the memory of the present engine and of those aside."""
+        now = Stats() if own is None else described(Stats, own)
+        before, counted = self._before, self._counted
+        sums = {
+            name: getattr(before, name) + getattr(now, name) - getattr(counted, name) for name in TOTALS
+        }
+        held = {name: getattr(now, name) + self._held_aside[name] for name in HELD}
+        return Stats(**sums, **held)
+
+    def note_end(self, own: abi.offload_stats_t) -> None:
+        """Notes the end of the present engine, after all of its results have been added."""
+        sums = self.stats(own)
+        self._before = Stats(**{name: getattr(sums, name) for name in TOTALS})
+        self._counted = Stats()
+        self._steps_before = self._steps_now
+
+    def note_pause(self, own: abi.offload_stats_t) -> Pause:
+        """Notes that the present engine is put aside, after all of its results have been added."""
+        pause = Pause(described(Stats, own), self._steps_now - self._steps_before)
+        self.note_end(own)
+        self._hold(pause, 1)
+        return pause
+
+    def note_return(self, pause: Pause) -> None:
+        """Notes that an engine aside is the present engine again. There must be no other one."""
+        self._hold(pause, -1)
+        self._counted = pause.stats
+        self._steps_before = self._steps_now - pause.steps
+
+    def note_dropped(self, pause: Pause) -> None:
+        """Notes that an engine has ended while it was aside."""
+        self._hold(pause, -1)
+
+    def _hold(self, pause: Pause, sign: int) -> None:
+        for name in HELD:
+            self._held_aside[name] += sign * getattr(pause.stats, name)
+
+    def note_load(self, steps: int) -> None:
+        """Notes that the present engine goes on from the steps of a checkpoint."""
+        self._steps_before = 0
+        self._steps_now = self._steps_loaded = steps
+
+    def told(self, stats: Stats) -> str:
+        """The steps that have been made, for repr()."""
+        loaded = "" if self._steps_loaded is None else f"; the checkpoint that was loaded has {self._steps_loaded}"
+        return f"{stats.steps_applied} applied and {stats.steps_skipped} skipped since it was made{loaded}"

@@ -1,0 +1,255 @@
+"""UnderWay: a step that runs while the program goes on. The library reads gradients and writes params until
+the program has waited for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import abi
+from ..base.modes import in_no_mode
+from ..base.streams import current_stream
+from ..params.registered import Slot
+from ..params.tensors import local
+from ..traps.trap import Traps, take_back, without_traps
+from .queued import Steps
+
+_log = logging.getLogger("hybridopt")
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often torch has written a tensor in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Keeper(Protocol):
+    """Whom a use of a param outside of modules is told."""
+
+    def used(self, slot: Slot, operation: str) -> None:
+        """An operation of torch, "" if it is this package's, is about to use this param. Waits for the step."""
+
+
+def _used(tensors: list[Tensor], operation: str) -> None:
+    for each in list(_all):
+        each.note_use(tensors, operation)
+
+
+_traps = Traps(_used)
+
+
+class Used:
+    """The tensors that the step uses of one slot."""
+
+    def __init__(self, slot: Slot, gradient: Tensor | None, aliases: Sequence[Tensor]) -> None:
+        self.gradient = gradient
+        self.gradient_version = 0 if gradient is None else version_of(gradient)
+        self.trapped = [slot.param, *aliases] if slot.is_plain else [slot.param, local(slot.param), *aliases]
+
+
+# By the id of a slot: the memory of its param and of its gradient.
+Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]]
+
+
+class UnderWay:
+    """The step that was queued last, and those of its params for which the program has not waited."""
+
+    def __init__(
+        self,
+        handle: abi.Optimizer,
+        steps: Steps,
+        device: torch.device,
+        slots: list[Slot],
+        on_end: Callable[[list[Slot]], None],
+    ) -> None:
+        """UnderWay calls on_end when the program has waited for all params of a step. The argument lists the
+        slots whose params other code has written since the step was queued."""
+        self._handle = handle
+        self._steps = steps
+        self._device = device
+        self._slots = slots
+        self._on_end = weakref.WeakMethod(on_end)
+        self._ticket = 0
+        self._is_ended = True  # somebody has waited for the step itself
+        self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it is told
+        self._pending: dict[Slot, Used] = {}
+        self._keeper: weakref.ref[Keeper] | None = None
+        self._versions: list[int] = []  # of the params of all slots, at begin()
+        self._lock = threading.RLock()  # a param may be used in any thread
+        _all.add(self)
+        # The end of the optimizer or of the process would free memory that the step uses. What is to happen then must
+        # not refer to a param, which may refer to the optimizer: the process would keep both.
+        self._memory: Memory = {}
+        self._wait_at_end = weakref.finalize(self, _end, handle, self._memory, os.getpid())
+
+    def __del__(self) -> None:
+        self._wait_at_end()
+        self._take_traps_back(self._pending.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def begin(
+        self,
+        ticket: int,
+        slots: Sequence[Slot],
+        gradients: Sequence[Tensor | None],
+        aliases: Mapping[Tensor, Sequence[Tensor]],
+        keeper: Keeper,
+    ) -> None:
+        """Notes that the step of this ticket runs over these slots with these gradients, and sets traps on their
+        params and on `aliases`, other tensors over the memory of a param."""
+        self._ticket = ticket
+        self._is_ended = False
+        for slot, gradient in zip(slots, gradients):
+            self._pending[slot] = Used(slot, gradient, aliases.get(slot.param, ()) if aliases else ())
+            read = None if gradient is None else gradient.untyped_storage()
+            self._memory[slot.id] = slot.bound.untyped_storage(), read
+        self._versions = [version_of(local(slot.param)) for slot in self._slots]
+        self._keeper = weakref.ref(keeper)
+        _traps.set(tensor for used in self._pending.values() for tensor in used.trapped)
+
+    def note_use(self, tensors: list[Tensor], operation: str) -> None:
+        """Tells the keeper if the step still writes one of these tensors, which an operation is about to use."""
+        ids = set(map(id, tensors))
+        pending = list(self._pending.items())
+        slot = next((slot for slot, used in pending if not ids.isdisjoint(map(id, used.trapped))), None)
+        keeper = None if self._keeper is None else self._keeper()
+        if slot is not None and keeper is not None:
+            keeper.used(slot, operation)
+
+    def is_pending(self, slot: Slot) -> bool:
+        """Whether the program has not waited for this param yet."""
+        return slot in self._pending
+
+    def wait(self, slots: Iterable[Slot], others: Iterable[torch.cuda.Stream] = ()) -> None:
+        """Waits until the step has updated the params of these slots. On the CPU the caller waits. On a GPU
+        later work on the current stream, the default stream and `others` waits."""
+        with self._lock:
+            waiting = [slot for slot in slots if slot in self._pending]
+            if not waiting:
+                return
+            try:
+                if self._device.type == "cpu":
+                    self._handle.wait(self._ticket)
+                    self._keep_skipped()
+                else:
+                    self._wait_on_streams(waiting, others)
+            except abi.HybridoptError:
+                self._fail()
+                raise
+            self._give_back(waiting)
+
+    def _keep_skipped(self) -> None:
+        """Keeps the gradients of a step that was skipped, since one of them is why."""
+        if not self._is_ended and self._steps.was_last_skipped():
+            self.skipped_gradients = {slot: used.gradient for slot, used in self._pending.items()}
+        self._is_ended = True
+
+    def finish(self) -> None:
+        """Waits for all params of the step."""
+        self.wait(list(self._pending))
+
+    def finish_for_use(self) -> None:
+        """Waits for all params of the step, of which code outside of modules uses one. It may write that through
+        `.data`, which leaves no trace, so that the step must have ended before. On a GPU it may use another stream
+        than modules, which would not wait again. Then the caller waits."""
+        self.finish()
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            if current != torch.cuda.default_stream(self._device):
+                current.synchronize()
+
+    @in_no_mode
+    def finish_before_fork(self) -> None:
+        """Waits for all params: a child process has them as they are now, and no thread that writes them."""
+        if self._pending and self._device.type == "cpu":
+            try:
+                self._handle.wait(self._ticket)
+            except abi.HybridoptError:
+                return  # the next wait raises it
+            self.finish()
+
+    def _wait_on_streams(self, slots: list[Slot], others: Iterable[torch.cuda.Stream]) -> None:
+        ids = [slot.id for slot in slots]
+        streams = {current_stream(self._device)}
+        streams.add(torch.cuda.default_stream(self._device).cuda_stream)
+        streams.update(other.cuda_stream for other in others)
+        for stream in streams:
+            try:
+                self._handle.stream_wait(stream, self._ticket, ids)
+            except abi.PoisonedError:
+                self._handle.wait(self._ticket)  # raises why
+                raise
+
+    def _give_back(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            if slot.copy is not None:
+                with without_traps():
+                    local(slot.param).copy_(slot.copy)
+                self._versions[slot.id] += 1
+        all_used = [self._pending.pop(slot) for slot in slots]
+        self._take_traps_back(all_used)
+        written: list[str] = []
+        for slot, used in zip(slots, all_used):
+            gradient = used.gradient
+            del self._memory[slot.id]
+            if gradient is None:
+                continue
+            if gradient.device.type != "cpu":
+                # The gradient may belong to another stream, and is freed now. record_stream() keeps
+                # torch from reusing its memory before the current stream has passed its wait.
+                gradient.record_stream(torch.cuda.current_stream(self._device))
+            if version_of(gradient) != used.gradient_version:
+                written.append(slot.name)
+        if not self._pending:
+            self._end_step()
+        if written:
+            raise abi.InvalidStateError(
+                f"the gradient of parameter {written[0]!r} was written in place while a step read it, "
+                "so that this step may have used other numbers; call optimizer.zero_grad(), which "
+                "waits where it must, or optimizer.synchronize() before writing gradients"
+            )
+
+    def _end_step(self) -> None:
+        on_end, before = self._on_end(), zip(self._slots, self._versions)
+        if on_end is not None:
+            on_end([slot for slot, version in before if version_of(local(slot.param)) != version])
+
+    def _fail(self) -> None:
+        """Ends the step after a failure, which the caller raises: nothing waits for it again."""
+        self._take_traps_back(self._pending.values())
+        self._pending.clear()
+        self._memory.clear()
+        self._steps.forget_failed()
+
+    def _take_traps_back(self, all_used: Iterable[Used]) -> None:
+        take_back(tensor for used in all_used for tensor in used.trapped)
+
+
+_all: weakref.WeakSet[UnderWay] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for each in list(_all):
+        each.finish_before_fork()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+def _end(handle: abi.Optimizer, memory: Memory, process: int) -> None:
+    """Waits for a step at the end of its optimizer or of the process."""
+    if not memory or os.getpid() != process or handle.closed:
+        return
+    try:
+        handle.drain()
+    except abi.HybridoptError as error:
+        _log.error("a step that nobody has waited for: %s", error)
+    memory.clear()

@@ -1,0 +1,1 @@
+"""Finds params that other code has written, and updates their masters."""

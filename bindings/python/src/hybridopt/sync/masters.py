@@ -1,0 +1,135 @@
+"""Masters: updates masters after other code has written params, and reads masters as fp32 numbers in
+whatever layout they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import abi
+from ..base.streams import current_stream
+from ..params.registered import MASTER, MASTER_LOW, Slot
+from ..params.tensors import arranged, in_memory_order
+from ..state import master_bits
+from ..state.state_memory import StateMemory
+from .in_sync import InSync
+
+
+class Masters:
+    def __init__(
+        self,
+        handle: abi.Optimizer,
+        device: torch.device,
+        slots: list[Slot],
+        state_memory: StateMemory,
+        in_sync: InSync,
+    ) -> None:
+        self._handle = handle
+        self._device = device
+        self._slots = slots
+        self._state_memory = state_memory
+        self._in_sync = in_sync
+        self.written_before_offload: set[Slot] = set()
+
+    def refresh(self, among: set[Slot] | None = None) -> None:
+        """Makes the masters of params that other code has written (by loading weights, say) equal to these
+        params. Of others than those of `among` it need not."""
+        written = self._in_sync.written(among)
+        for slot in written:
+            self._refresh_one(slot)
+        if written:
+            self._in_sync.note()
+
+    def note_offload(self) -> None:
+        """Notes, before params are offloaded, which of them have been written. An offload and a reload alone
+        must not make params count as written."""
+        self.written_before_offload = set(self._in_sync.written())
+
+    def note_reload(self) -> None:
+        """Notes that params have been reloaded with the bits that they had, perhaps to other memory."""
+        self._in_sync.note()
+        for slot in self.written_before_offload:
+            self._in_sync.forget_one(slot)
+        self.written_before_offload = set()
+
+    def _refresh_one(self, slot: Slot) -> None:
+        """Makes one master equal to its param. Elements that still equal their rounded master keep all bits
+        of the master."""
+        self._handle.drain()
+        if slot.dtype == torch.float32:
+            self._refresh_by_library([slot])
+            return
+        master = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
+        merged = master_bits.merged(master, in_memory_order(slot.bound).cpu())
+        if merged is not None:
+            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, slot.arrange(merged))
+
+    def _refresh_by_library(self, slots: list[Slot]) -> None:
+        params = [slot.id for slot in slots]
+        self._handle.refresh_masters(params=params, streams=[current_stream(self._device)])
+
+    def drop_low_halves(self) -> None:
+        """Sets the lower halves of split masters so that the masters equal their params. A write to such a
+        param changes the upper half of the master itself, so the lower half would belong to another value."""
+        self._refresh_by_library([slot for slot in self._slots if slot.split])
+        self._handle.drain()
+
+    def read(self, slot: Slot) -> Tensor:
+        """Masters in fp32, on the host, in memory order. It is a view where they are stored in that form."""
+        self._handle.drain()
+        if slot.split:
+            low = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER_LOW)
+            return master_bits.joined(in_memory_order(slot.bound).cpu(), low)
+        if MASTER in slot.kinds:
+            return self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
+        return in_memory_order(slot.bound).cpu()
+
+    def has_low_bits(self, slot: Slot) -> bool:
+        """Whether the master has bits that the param does not have."""
+        if slot.dtype == torch.float32:
+            return False
+        return not torch.equal(self.read(slot), in_memory_order(slot.bound).cpu().float())
+
+    def adopt(
+        self, slot: Slot, entry: dict[str, Any], part_of: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Takes masters, in any layout, from an entry of `state` that was loaded or assigned. `part_of`
+        cuts out the part of this process. If the entry has none, the next step compares fp32 masters with
+        the param."""
+        master, low = entry.get(MASTER), entry.get(MASTER_LOW)
+        if slot.split:
+            if isinstance(low, Tensor):
+                low = master_bits.as_halves(part_of(low))
+                if low.dtype == slot.low_dtype:
+                    self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, low)
+                else:
+                    self._split(slot, self._joined(slot, low))
+            elif isinstance(master, Tensor):
+                self._split(slot, part_of(master))
+            else:
+                zeros = torch.zeros((), dtype=slot.low_dtype, device="cpu").expand(slot.shape)
+                self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, zeros)
+        elif slot.dtype != torch.float32 and isinstance(master, Tensor):
+            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, part_of(master))
+        elif slot.dtype == torch.bfloat16 and isinstance(low, Tensor):
+            whole = self._joined(slot, master_bits.as_halves(part_of(low)))
+            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, whole)
+        for key in (MASTER, MASTER_LOW):
+            if key not in slot.kinds:
+                entry.pop(key, None)
+        self._in_sync.forget_one(slot)  # the param may differ from these masters
+
+    def _joined(self, slot: Slot, low: Tensor) -> Tensor:
+        flat = in_memory_order(arranged(low, low.dtype, slot.stride)).cpu()
+        return slot.arrange(master_bits.joined(in_memory_order(slot.bound).cpu(), flat))
+
+    def _split(self, slot: Slot, master: Tensor) -> None:
+        assert slot.low_dtype is not None
+        flat = in_memory_order(arranged(master, torch.float32, slot.stride)).cpu()
+        low, fitting = master_bits.split(flat, in_memory_order(slot.bound).cpu(), slot.low_dtype)
+        if fitting is not None:
+            slot.bound.copy_(slot.arrange(fitting))
+        self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, slot.arrange(low))

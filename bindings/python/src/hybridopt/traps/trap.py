@@ -1,0 +1,182 @@
+"""Traps: tensors that torch does not use before somebody has been told.
+
+While a trap is set, the tensor has another class. The first function of torch that gets the tensor, alone or in a
+list, calls the owner of the trap. The owner waits until the tensor may be used, or raises. After the wait the tensor
+has its own class again, and the function runs. The tensor's memory, address and elements do not change.
+
+A step that is under way sets traps on the params that it writes (steps/under_way.py), an activation stash on weights that
+are on the host and have no memory on the device (away.py beside this file).
+
+Only functions that torch offers in Python see the trap. Memory of a param that is reached in another way does not
+have one: docs/PYTORCH.md lists these ways."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
+
+# Functions and attributes that read no element of a tensor, and after which no other code can. They spring no trap.
+_HARMLESS_FUNCTIONS = (
+    "element_size", "is_contiguous", "is_inference", "nelement", "numel", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
+)  # fmt: skip
+_HARMLESS_ATTRIBUTES = (
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_dtype", "grad_fn",
+    "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize", "layout", "nbytes", "ndim",
+    "requires_grad", "retains_grad", "shape",
+)  # fmt: skip
+
+
+def _harmless() -> set[Any]:
+    functions = (getattr(Tensor, name) for name in _HARMLESS_FUNCTIONS)
+    attributes = (getattr(Tensor, name, None) for name in _HARMLESS_ATTRIBUTES)
+    accessors = (
+        getattr(attribute, accessor, None)
+        for attribute in attributes
+        for accessor in ("__get__", "__set__", "__delete__")
+    )
+    return {torch.autograd.grad, torch.autograd.backward, *functions, *accessors}
+
+
+_readable_of: dict[type, type[Tensor]] = {}  # by the class of a tensor with a trap: its own class
+
+
+class Traps:
+    """Traps of one kind."""
+
+    def __init__(
+        self, used: Callable[[list[Tensor], str], None], harmless: Container[Any] | None = None
+    ) -> None:
+        """An operation of torch that is about to use tensors calls used(tensors, its name), which returns when it
+        may, or raises. The name is "" for a use by this package. Functions in `harmless` (None: HARMLESS) spring no
+        trap of this kind."""
+        self.used = used
+        self._harmless = HARMLESS if harmless is None else harmless
+        self._trap_of: dict[type, type[Tensor]] = {}  # by the class of a tensor: a subclass of it and of Trap
+
+    def set(self, tensors: Iterable[Tensor]) -> None:
+        """Sets traps on tensors. One that has a trap already keeps that."""
+        for tensor in tensors:
+            tensor.__class__ = self._trap_of.get(type(tensor)) or self._made_trap_of(type(tensor))
+
+    def _made_trap_of(self, readable: type[Tensor]) -> type[Tensor]:
+        if readable in _readable_of:
+            return readable
+        fields = {
+            "readable": readable,
+            "traps": self,
+            # A class with a handler of its own decides itself what these do.
+            "harmless": self._harmless if readable.__torch_function__ in _OF_TORCH else set(),
+            "__slots__": (),
+            "__module__": readable.__module__,  # programs that compare names of classes find the same
+            "__qualname__": readable.__qualname__,
+        }
+        make: Any = type(readable)
+        trap = self._trap_of[readable] = make(readable.__name__, (Trap, readable), fields)
+        _readable_of[trap] = readable
+        if readable in (Tensor, nn.Parameter):  # torch sends these to other processes without a copy
+            ForkingPickler.register(trap, _reduced)
+        return trap
+
+
+class Trap:
+    """The base of the classes that tensors with a trap have."""
+
+    readable: type[Tensor]  # the class that the tensor had before
+    traps: Traps
+    harmless: Container[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.readable(*args, **kwargs)  # a tensor that is made of the type of a param has no trap
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in cls.harmless:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        spring(_tensors_in((args, kwargs)), _name_of(function))
+        return function(*args, **(kwargs or {}))
+
+    # What reads the class of a param before a function of torch has given it back.
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        spring([self], "deepcopy")
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        spring([self], "pickle")
+        return self.__reduce_ex__(protocol)
+
+    def detach(self: Any) -> Any:
+        makes_parameter, readable = sys._getframe(1).f_code is _MAKE_PARAMETER, self.readable
+        if Tensor.detach in self.harmless and not makes_parameter:
+            with torch._C.DisableTorchFunctionSubclass():
+                return Tensor.detach(self)
+        spring([self], "detach")
+        if makes_parameter:  # which has seen the class of the trap, and wants it again
+            return readable._make_subclass(readable, self)
+        return self.detach()
+
+
+HARMLESS = _harmless()
+# Handlers of torch's own classes.
+_OF_TORCH = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+_MAKE_PARAMETER = nn.Parameter.__new__.__code__
+
+
+def _reduced(tensor: Tensor) -> Any:
+    spring([tensor], "pickle")
+    return reduce_tensor(tensor)
+
+
+def take_back(tensors: Iterable[Tensor]) -> None:
+    """Takes the traps of these tensors back."""
+    for tensor in tensors:
+        readable = _readable_of.get(type(tensor))
+        if readable is not None:
+            tensor.__class__ = readable
+
+
+@torch._disable_dynamo
+def spring(tensors: Iterable[Tensor], operation: str = "") -> None:
+    """Waits until these tensors may be used, or raises. "" as the operation: this package uses them."""
+    trapped: dict[Traps, list[Tensor]] = {}
+    for tensor in tensors:
+        trap = type(tensor)
+        if issubclass(trap, Trap):
+            trapped.setdefault(trap.traps, []).append(tensor)
+    for traps, used in trapped.items():
+        traps.used(used, operation)
+        take_back(used)
+
+
+def without_traps() -> contextlib.AbstractContextManager[Any]:
+    """Inside of this context functions of torch spring no trap: for code that uses no element."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
+def _tensors_in(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, (list, tuple)):
+        for each in nested:
+            yield from _tensors_in(each)
+    elif isinstance(nested, dict):
+        yield from _tensors_in(list(nested.values()))
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__", "__delete__"):  # of an attribute, which knows its name
+        name = getattr(getattr(function, "__self__", None), "__name__", name)
+    return name
