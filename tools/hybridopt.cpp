@@ -16,6 +16,7 @@ namespace tool {
 namespace {
 
 constexpr int kUsage = 2;
+constexpr bool kInAscii = true;  // of JSON: names in files may hold what acts on a terminal
 
 int ExitCode(const Status& status) {
   switch (status.code()) {
@@ -37,7 +38,7 @@ int Tell(const Result<Report>& result, bool json) {
     Json object =
         result.ok() ? result.value().json : Json{{"status", offload_status_name(status.code())}};
     if (!status.ok()) object["error"] = status.message();
-    std::cout << object.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
+    std::cout << object.dump(2, ' ', kInAscii, Json::error_handler_t::replace) << '\n';
   } else if (result.ok()) {
     std::cout << result.value().text;
   }

@@ -3,6 +3,7 @@
 #include <set>
 #include <sstream>
 
+#include "base/utf8.h"
 #include "checkpoint/reader.h"
 #include "commands.h"
 #include "kernels/algorithms.h"
@@ -15,6 +16,7 @@ namespace {
 using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
 using hybridopt::AlgorithmOf;
 using hybridopt::Box;
+using hybridopt::Printable;
 using hybridopt::Shard;
 
 struct KindSummary {
@@ -58,9 +60,9 @@ std::string TextOf(const Reader& reader) {
   const Manifest& manifest = reader.manifest();
   std::ostringstream out;
   out << "step " << manifest.step << ", " << AlgorithmOf(manifest.algorithm)->name << ", "
-      << manifest.layout << " state" << (manifest.masters_only ? " (masters only)" : "")
+      << Printable(manifest.layout) << " state" << (manifest.masters_only ? " (masters only)" : "")
       << ", saved by " << manifest.world << (manifest.world == 1 ? " rank" : " ranks") << " with "
-      << manifest.writer << "\n\n";
+      << Printable(manifest.writer) << "\n\n";
   using Align = Table::Align;
   Table table({{"tensor", Align::kLeft},
                {"shape", Align::kLeft},

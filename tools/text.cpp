@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <ostream>
 
+#include "base/utf8.h"
+
 namespace tool {
 namespace {
 
@@ -38,6 +40,11 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
   std::string text;
   for (int64_t extent : shape) text += (text.empty() ? "" : " x ") + std::to_string(extent);
   return text;
+}
+
+void Table::Add(std::vector<std::string> cells) {
+  for (std::string& cell : cells) cell = hybridopt::Printable(cell);
+  rows_.push_back(std::move(cells));
 }
 
 void Table::Print(std::ostream& out) const {

@@ -26,7 +26,7 @@ class Table {
   };
   explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
 
-  void Add(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
+  void Add(std::vector<std::string> cells);  // shows them printable (base/utf8.h)
   void Print(std::ostream& out) const;
 
  private:

@@ -5,6 +5,8 @@
 #include <exception>
 #include <new>
 
+#include "base/utf8.h"
+
 namespace hybridopt {
 namespace {
 
@@ -17,15 +19,16 @@ const std::string& kNoMemoryForText =
 }  // namespace
 
 Status Status::Error(int32_t code, const char* format, ...) noexcept {
-  char text[1024];
+  char text[kTextBytesMax + 1];
   va_list arguments;
   va_start(arguments, format);
-  std::vsnprintf(text, sizeof(text), format, arguments);
+  const int written = std::vsnprintf(text, sizeof(text), format, arguments);
   va_end(arguments);
   Status status;
   status.code_ = code;
+  if (written < 0) return status;  // the C library had no memory
   try {
-    status.message_ = std::make_shared<const std::string>(text);
+    status.message_ = std::make_shared<const std::string>(Printable(text, kTextBytesMax));
   } catch (const std::bad_alloc&) {
   }
   return status;

@@ -2,6 +2,7 @@
 // does not throw.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -19,6 +20,8 @@ class [[nodiscard]] Status {
  public:
   Status() = default;
 
+  static constexpr size_t kTextBytesMax = 1023;
+  // The text is made printable (utf8.h), because it may quote files; what does not fit is cut off.
   // If there is no memory for the text, the status has the code and a fixed text.
   [[gnu::format(printf, 2, 3)]] static Status Error(int32_t code, const char* format, ...) noexcept;
   // The status for the exception that is being handled: OUT_OF_HOST_MEMORY for std::bad_alloc, else

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/utf8.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/format/format.h"
-#include "checkpoint/format/json.h"
 #include "checkpoint/paths.h"
 
 namespace hybridopt::checkpoint {

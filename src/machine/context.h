@@ -8,11 +8,11 @@
 #include <string>
 
 #include "base/files.h"
-#include "base/numa.h"
 #include "base/status.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
 #include "machine/link.h"
+#include "memory/numa.h"
 #include "memory/numa_policy.h"
 #include "runtime/runner_pool.h"
 #include "runtime/side_threads.h"

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/numa.h"
 #include "base/status.h"
 #include "base/system.h"
+#include "memory/numa.h"
 
 namespace hybridopt {
 

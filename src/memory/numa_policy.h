@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "base/numa.h"
 #include "memory/arena.h"
+#include "memory/numa.h"
 
 namespace hybridopt {
 

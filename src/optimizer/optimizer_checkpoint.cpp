@@ -1,7 +1,7 @@
 // Optimizer's saves and loads: this file checks and queues them, checkpoints.cpp runs them.
 #include <utility>
 
-#include "checkpoint/format/json.h"
+#include "base/utf8.h"
 #include "checkpoint/paths.h"
 #include "checkpoint/pending_directory.h"
 #include "optimizer/optimizer.h"
@@ -50,7 +50,7 @@ void FillCommon(const Options& options, std::string path, Request& request) {
 // Checks that all names are UTF-8: a checkpoint's files are JSON, which allows no other text.
 Status CheckNames(const ParamTable& table) {
   for (uint32_t id = 0; id < table.size(); ++id)
-    if (!checkpoint::IsUtf8(table.param(id).name))
+    if (!IsUtf8(table.param(id).name))
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                            "params.name of param %u is not UTF-8, which a checkpoint's files need; "
                            "register it by another name",

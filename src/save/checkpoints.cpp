@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "base/profiler_range.h"
+#include "base/utf8.h"
 #include "checkpoint/file_io.h"
-#include "checkpoint/format/json.h"
 #include "save/optimizer_manifest.h"
 
 namespace hybridopt {
@@ -71,7 +71,7 @@ Status Checkpoints::CheckRoom() const {
   SaveRequest request;
   for (uint32_t id = 0; id < table_.size(); ++id) {
     // Only a save refuses such a name.
-    if (!checkpoint::IsUtf8(table_.param(id).name)) return {};
+    if (!IsUtf8(table_.param(id).name)) return {};
     request.locations.push_back({table_.addresses()[id].data, false, false});
   }
   request.groups.assign(table_.groups().begin(), table_.groups().end());

@@ -7,8 +7,8 @@
 
 #include <string>
 
-#include "base/numa.h"
 #include "fake_numa.h"
+#include "memory/numa.h"
 
 namespace hybridopt {
 

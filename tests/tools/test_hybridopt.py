@@ -126,6 +126,53 @@ def test_inspect_lines_up_names_of_many_bytes(sample):
     assert "head.weight.exp_avg        1100   F32         1     43  4.3 KiB" in lines
 
 
+HOSTILE = {
+    "\x1b]0;title\x07\x1b[2J": r"\x1b]0;title\x07\x1b[2J",
+    "two\nlines\r\t\x7f": r"two\nlines\r\t\x7f",
+    "\x85\x9b2J": r"\u0085\u009b2J",
+    "\u202egnp.\u2066\u200b": r"\u202egnp.\u2066\u200b",
+}
+
+
+def may_be_shown(text):
+    return all(letter == "\n" or letter.isprintable() for letter in text)
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_words_of_a_file_do_nothing_to_a_terminal(word, tmp_path):
+    directory = tmp_path / "hostile"
+    shutil.copytree(GOLDEN / "sgd-world3", directory)
+
+    def edit(manifest):
+        manifest["writer"] = manifest["layout"] = word
+        manifest["params"][2]["name"] = word  # the one without elements: no file has its name
+
+    edit_manifest(directory, edit)
+    text = succeed("inspect", directory)
+    assert may_be_shown(text) and text.count(HOSTILE[word]) == 3, text
+    assert len(text.splitlines()) == len(succeed("inspect", GOLDEN / "sgd-world3").splitlines())
+    told = succeed("inspect", directory, "--json")
+    assert may_be_shown(told) and told.isascii()
+    assert json.loads(told)["writer"] == json.loads(told)["params"][2]["name"] == word
+
+    edit_manifest(directory, lambda manifest: manifest.update({word: 1}))
+    for arguments in (["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--json"]):
+        refused = tool(*arguments, directory)
+        assert refused.returncode == BAD
+        assert may_be_shown(refused.stdout + refused.stderr), refused
+    assert HOSTILE[word] in tool("inspect", directory).stderr
+    assert HOSTILE[word] in json.loads(tool("inspect", directory, "--json").stdout)["error"]
+
+
+def test_names_of_folders_do_nothing_to_a_terminal(tmp_path):
+    missing = tool("inspect", tmp_path / "\x1b[2J\u202e", "--json")
+    assert missing.returncode == FAILED
+    assert r"\x1b[2J\u202e" in json.loads(missing.stdout)["error"]
+    raw = subprocess.run([TOOL, "inspect", os.fsencode(tmp_path) + b"/\x9b\xff"], capture_output=True)
+    assert raw.returncode == FAILED and rb"/\x9b\xff" in raw.stderr.replace(b"'", b"")
+    assert raw.stderr.isascii()
+
+
 @pytest.mark.parametrize("directory", GOLDENS, ids=lambda path: path.name)
 def test_inspect_as_json_tells_what_the_manifest_says(directory):
     told = json.loads(succeed("inspect", directory, "--json"))

@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "base/check.h"
+#include "base/utf8.h"
 
 namespace hybridopt::checkpoint {
 namespace {
@@ -29,23 +30,6 @@ void AppendUtf8(std::string* text, uint32_t code) {
     append(0x80 | (code >> 6 & 0x3f));
     append(0x80 | (code & 0x3f));
   }
-}
-
-// The bytes of the UTF-8 character at the front of `text`; 0 if there is none.
-size_t Utf8Bytes(std::string_view text) {
-  const auto byte = [&](size_t i) -> uint32_t { return static_cast<unsigned char>(text[i]); };
-  const uint32_t first = byte(0);
-  if (first < 0x80) return 1;
-  const size_t bytes = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : first >= 0xc0 ? 2 : 0;
-  if (bytes == 0 || first > 0xf4 || text.size() < bytes) return 0;
-  uint32_t code = first & (0x7fu >> bytes);
-  for (size_t i = 1; i < bytes; ++i) {
-    if ((byte(i) & 0xc0) != 0x80) return 0;
-    code = code << 6 | (byte(i) & 0x3f);
-  }
-  constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
-  const bool surrogate = code >= 0xd800 && code < 0xe000;
-  return code >= kLeast[bytes] && code <= 0x10ffff && !surrogate ? bytes : 0;
 }
 
 }  // namespace
@@ -182,7 +166,7 @@ std::string JsonReader::String() {
       Escape(&text);
       continue;
     }
-    const size_t bytes = Utf8Bytes(text_.substr(at_));
+    const size_t bytes = FirstCharacter(text_.substr(at_)).bytes;
     if (bytes == 0 || static_cast<unsigned char>(letter) < 0x20) {
       Fail(bytes == 0 ? "bytes that are not UTF-8" : "a control character inside a string");
       break;
@@ -290,15 +274,6 @@ void AppendJsonNumber(std::string* json, double number) {
   const auto [end, error] = std::to_chars(digits, digits + sizeof(digits), number);
   HYBRIDOPT_CHECK(error == std::errc());
   json->append(digits, end);
-}
-
-bool IsUtf8(std::string_view text) {
-  while (!text.empty()) {
-    const size_t bytes = Utf8Bytes(text);
-    if (bytes == 0) return false;
-    text.remove_prefix(bytes);
-  }
-  return true;
 }
 
 }  // namespace hybridopt::checkpoint

@@ -66,7 +66,4 @@ void AppendJsonString(std::string* json, std::string_view text);
 // Appends the shortest digits that read back as the same finite number.
 void AppendJsonNumber(std::string* json, double number);
 
-// Whether a text is UTF-8 as Unicode defines it: shortest forms, no surrogates.
-bool IsUtf8(std::string_view text);
-
 }  // namespace hybridopt::checkpoint

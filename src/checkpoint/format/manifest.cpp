@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/utf8.h"
 #include "checkpoint/format/format.h"
 #include "checkpoint/format/hash.h"
 #include "checkpoint/format/json.h"

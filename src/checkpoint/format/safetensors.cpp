@@ -4,6 +4,7 @@
 #include <set>
 
 #include "base/shard.h"
+#include "base/utf8.h"
 #include "checkpoint/format/json.h"
 #include "kernels/dtypes.h"
 

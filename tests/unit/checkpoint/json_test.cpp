@@ -8,6 +8,7 @@
 
 #include "../../random.h"
 #include "../../scale.h"
+#include "base/utf8.h"
 
 namespace hybridopt::checkpoint {
 namespace {

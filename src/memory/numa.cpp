@@ -1,4 +1,4 @@
-#include "base/numa.h"
+#include "memory/numa.h"
 
 #include <dlfcn.h>
 #include <linux/mempolicy.h>

@@ -1,5 +1,5 @@
 // libnuma: the system's own where there is one, and libraries that stand for it (fake_numa.c).
-#include "base/numa.h"
+#include "memory/numa.h"
 
 #include <gtest/gtest.h>
 #include <linux/mempolicy.h>
