@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <type_traits>
@@ -28,15 +29,51 @@ using Stashes = HandleTable<Stash, HandleKind::kStash>;
 constexpr uint32_t kAbiVersion = 0 * 1000 + 1;
 constexpr uint32_t kMaxStructBytes = 1 << 16;
 
-// The text has a fixed buffer, because errors also occur when memory has run out.
-struct LastError {
-  char text[1024];
-};
-thread_local LastError last_error;
+// The text of each thread's last failure. A thread keeps its buffer, because errors also occur when
+// memory has run out. This is not thread_local: in a library that was loaded at run time, the first
+// use of such a variable allocates, and the system ends the process if it cannot.
+class LastErrors {
+ public:
+  LastErrors() { has_key_ = pthread_key_create(&key_, Free) == 0; }
+  ~LastErrors() {
+    if (has_key_) pthread_key_delete(key_);
+  }
+  LastErrors(const LastErrors&) = delete;
+  LastErrors& operator=(const LastErrors&) = delete;
 
-int32_t Report(int32_t code, const char* text) {
-  std::snprintf(last_error.text, sizeof(last_error.text), "%s", text);
-  return code;
+  const char* text() const {
+    const void* const buffer = has_key_ ? pthread_getspecific(key_) : nullptr;
+    return buffer != nullptr ? static_cast<const char*>(buffer) : "";
+  }
+  void Set(const char* text) {
+    if (!has_key_) return;
+    void* buffer = pthread_getspecific(key_);
+    if (buffer == nullptr || buffer == no_memory_) {
+      buffer = std::malloc(kBytes);
+      if (pthread_setspecific(key_, buffer != nullptr ? buffer : no_memory_) != 0) {
+        std::free(buffer);
+        return;
+      }
+    }
+    if (buffer != nullptr) std::snprintf(static_cast<char*>(buffer), kBytes, "%s", text);
+  }
+
+ private:
+  static constexpr size_t kBytes = Status::kTextBytesMax + 1;
+  static void Free(void* buffer) {
+    if (buffer != no_memory_) std::free(buffer);
+  }
+  // Stands for the buffer of a thread that there was no memory for.
+  static inline char no_memory_[] = "out of host memory, also for the text of the last error";
+
+  pthread_key_t key_ = 0;
+  bool has_key_ = false;
+};
+LastErrors last_errors;
+
+int32_t Report(const Status& failure) {
+  last_errors.Set(failure.message().c_str());
+  return failure.code();
 }
 
 // Defers a pthread_cancel of the calling thread until the call has returned, so that the call is
@@ -58,7 +95,7 @@ template <typename Body>
 int32_t Guard(Body&& body) noexcept {
   const NoCancellation no_cancellation;
   const Status status = CatchExceptions("this call", body);
-  return status.ok() ? OFFLOAD_OK : Report(status.code(), status.message().c_str());
+  return status.ok() ? OFFLOAD_OK : Report(status);
 }
 
 Status CheckStructSize(uint32_t got, size_t expected, const char* name) {
@@ -261,7 +298,7 @@ const char* offload_status_name(int32_t status) {
   }
 }
 
-const char* offload_last_error(void) { return last_error.text; }
+const char* offload_last_error(void) { return last_errors.text(); }
 
 // -------------------------------------------------------------------------------------- context --
 

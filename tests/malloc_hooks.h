@@ -1,7 +1,7 @@
-// MallocHooks: every allocation of a test program, of all its threads and libraries, is told. For
-// one source of a program, which defines both functions. glibc lets a program bring malloc and the
-// others; operator new of libstdc++ ends there. Sanitizers have an allocator of their own, which is
-// left alone: HYBRIDOPT_SEES_MALLOC is 0 then.
+// MallocHooks: every allocation of a test program, of all its threads and libraries, is told, and
+// may be made to fail. For one source of a program, which defines all functions. glibc lets a
+// program bring malloc and the others; operator new of libstdc++ ends there. Sanitizers have an
+// allocator of their own, which is left alone: HYBRIDOPT_SEES_MALLOC is 0 then.
 #pragma once
 
 #include <cerrno>
@@ -13,6 +13,7 @@
 
 namespace malloc_hooks {
 
+bool Fails();                // the allocation that is asked for now
 void Allocated(void* data);  // NULL where there was no memory
 void Freeing(void* data);    // not NULL; it is there still
 
@@ -26,17 +27,23 @@ void* __libc_realloc(void* data, size_t bytes);
 void* __libc_memalign(size_t alignment, size_t bytes);
 void __libc_free(void* data);
 
+inline bool malloc_hooks_fail() {
+  if (!malloc_hooks::Fails()) return false;
+  errno = ENOMEM;
+  return true;
+}
 void* malloc(size_t bytes) noexcept {
-  void* const data = __libc_malloc(bytes);
+  void* const data = malloc_hooks_fail() ? nullptr : __libc_malloc(bytes);
   malloc_hooks::Allocated(data);
   return data;
 }
 void* calloc(size_t count, size_t bytes) noexcept {
-  void* const data = __libc_calloc(count, bytes);
+  void* const data = malloc_hooks_fail() ? nullptr : __libc_calloc(count, bytes);
   malloc_hooks::Allocated(data);
   return data;
 }
 void* realloc(void* data, size_t bytes) noexcept {
+  if (malloc_hooks_fail()) return nullptr;
   if (data != nullptr) malloc_hooks::Freeing(data);
   void* const moved = __libc_realloc(data, bytes);
   const bool kept = moved == nullptr && bytes > 0;
@@ -44,7 +51,7 @@ void* realloc(void* data, size_t bytes) noexcept {
   return moved;
 }
 void* memalign(size_t alignment, size_t bytes) noexcept {
-  void* const data = __libc_memalign(alignment, bytes);
+  void* const data = malloc_hooks_fail() ? nullptr : __libc_memalign(alignment, bytes);
   malloc_hooks::Allocated(data);
   return data;
 }

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <vector>
@@ -51,10 +52,7 @@ int FlagsOf(Files::Open how) {
 // child closes them.
 class OwnFiles {
  public:
-  static OwnFiles& Instance() {
-    static OwnFiles* const files = new OwnFiles;  // threads may still use it at exit
-    return *files;
-  }
+  static OwnFiles& Instance() { return instance_; }
 
   // Opens a file that no forked child inherits; -errno on failure.
   int Open(const char* path, int flags) {
@@ -100,22 +98,27 @@ class OwnFiles {
         });
   }
 
+  // Made when the library is loaded: File::~File comes here, where there may be no memory and
+  // nothing may throw. It is never destroyed, because threads may still use it at exit.
+  static OwnFiles& instance_;
+
   std::mutex mutex_;  // held while the process forks
   std::vector<int> open_;
   std::atomic<uint64_t> forks_ = 0;
 };
 
-// Reads the names in the directory and closes it.
+OwnFiles& OwnFiles::instance_ = *new OwnFiles;
+
+// Reads the names in the directory and closes it, also if there is no memory for them.
 int ReadNames(DIR* directory, std::vector<std::string>* names) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> closed(directory, closedir);
   names->clear();
   errno = 0;
   while (const dirent* entry = readdir(directory)) {
     const std::string name = entry->d_name;
     if (name != "." && name != "..") names->push_back(name);
   }
-  const int error = errno;
-  closedir(directory);
-  return -error;
+  return -errno;
 }
 
 }  // namespace

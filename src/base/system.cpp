@@ -72,12 +72,12 @@ Status Refused(uint64_t bytes) {
 // The whole text; empty if the file cannot be read.
 std::string ReadText(const std::string& path) {
   std::string text;
-  std::FILE* file = std::fopen(path.c_str(), "re");
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "re"),
+                                                             std::fclose);
   if (file == nullptr) return text;
   char buffer[4096];
-  while (const size_t bytes = std::fread(buffer, 1, sizeof(buffer), file))
+  while (const size_t bytes = std::fread(buffer, 1, sizeof(buffer), file.get()))
     text.append(buffer, bytes);
-  std::fclose(file);
   return text;
 }
 
@@ -250,6 +250,10 @@ constexpr uint32_t kCpusMax = 1 << 16;
 
 std::atomic<uint64_t> fork_generation{0};
 
+// Registered when the library is loaded, because later there may be no memory for it.
+const int fork_error = pthread_atfork(
+    nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
+
 // --- Threads ---
 
 struct StartArguments {
@@ -296,9 +300,7 @@ int64_t NowNs() {
 }
 
 uint64_t ForkGeneration() {
-  static const int registered = pthread_atfork(
-      nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
-  HYBRIDOPT_CHECK(registered == 0);
+  HYBRIDOPT_CHECK(fork_error == 0);
   return fork_generation.load(std::memory_order_relaxed);
 }
 

@@ -32,6 +32,23 @@ class CallChecker {
   int idle_calls_ = 0;
 };
 
+// Closes a file at the end of a function, also of one that an exception ends.
+class Closing {
+ public:
+  Closing(Files& files, int file) : files_(files), file_(file) {}
+  ~Closing() {
+    if (file_ >= 0) (void)Close();
+  }
+  Closing(const Closing&) = delete;
+  Closing& operator=(const Closing&) = delete;
+
+  int Close() { return files_.Close(std::exchange(file_, -1)); }
+
+ private:
+  Files& files_;
+  int file_;
+};
+
 uint64_t BytesMoved(int64_t result) { return result > 0 ? static_cast<uint64_t>(result) : 0; }
 
 const char* AdviceFor(int64_t error) {
@@ -197,18 +214,17 @@ Result<std::string> ReadAll(Files& files, int file, const std::string& path, uin
 Status WriteSmallFile(Files& files, const std::string& path, const std::string& text) {
   const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kCreate); });
   if (file < 0) return IoError("create", path, file);
-  Status status = WriteAndSync(files, file, path, text);
-  const int error = files.Close(file);
-  if (status.ok() && error != 0 && error != -EINTR) return IoError("close", path, error);
-  return status;
+  Closing closing(files, file);
+  HYBRIDOPT_TRY(WriteAndSync(files, file, path, text));
+  const int error = closing.Close();
+  return error == 0 || error == -EINTR ? Status() : IoError("close", path, error);
 }
 
 Result<std::string> ReadSmallFile(Files& files, const std::string& path, uint64_t bytes_max) {
   const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kRead); });
   if (file < 0) return IoError("open", path, file);
-  Result<std::string> text = ReadAll(files, file, path, bytes_max);
-  (void)files.Close(file);
-  return text;
+  const Closing closing(files, file);
+  return ReadAll(files, file, path, bytes_max);
 }
 
 Status SyncDirectory(Files& files, const std::string& path) {

@@ -270,8 +270,10 @@ Result<std::string> NewestCheckpoint(system::Files& files, const std::string& di
     const Result<Reader> reader = Reader::Open(files, path);
     if (reader.ok())
       candidates.emplace_back(reader.value().manifest().step, path);
-    else
+    else if (ConcernsThisCheckpoint(reader.status()))
       refused = "; the last one that was refused: " + reader.status().message();
+    else
+      return reader.status();
   }
   std::sort(candidates.begin(), candidates.end());
   for (; !candidates.empty(); candidates.pop_back()) {

@@ -1,6 +1,7 @@
 #include "machine/context.h"
 
 #include <cstdio>
+#include <list>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -83,6 +84,11 @@ Result<std::unique_ptr<Device>> CreateDevice(const offload_context_options_t& op
   return CreateSimDevice(sim, kernels);
 }
 
+// The devices of contexts that have ended before them, for leak checkers. It is made when the
+// library is loaded, because later there may be no memory for it.
+std::list<std::unique_ptr<Device>>& left_behind = *new std::list<std::unique_ptr<Device>>;
+std::mutex left_behind_mutex;
+
 SeatRequest SeatRequestOf(const offload_context_options_t& options, const Device& device) {
   return {options.numa_nodes, options.local_rank, options.local_world, device.pci_id()};
 }
@@ -134,10 +140,9 @@ Context::~Context() {
       "the context is destroyed, but a function that offload_stream_run was given has not returned "
       "within device_timeout_ns: its thread and the memory of the simulated device stay until the "
       "process ends");
-  static std::mutex mutex;
-  static auto* const left_behind = new std::vector<Device*>;  // for leak checkers
-  std::lock_guard lock(mutex);
-  left_behind->push_back(device_.release());
+  std::lock_guard lock(left_behind_mutex);
+  kept_device_.front() = std::move(device_);
+  left_behind.splice(left_behind.end(), kept_device_);
 }
 
 Status Context::AwaitEvent(EventHandle event, const char* waiter, const char* what) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -91,6 +92,8 @@ class Context {
   void* const log_user_;
   const KernelTable& kernels_;
   std::unique_ptr<Device> device_;
+  std::list<std::unique_ptr<Device>> kept_device_{
+      1};  // room for it in the list of those left behind
   Link link_;
   const Seats seats_;
   WorkerPool workers_;

@@ -89,6 +89,10 @@ class HandleTable {
     while (slot < entries_.size() && !entries_[slot].is_usable()) ++slot;
     HYBRIDOPT_CHECK(slot <= kSlotMask);
     if (slot == entries_.size()) entries_.emplace_back();
+    // Destroy must not need memory: here is the room for all objects whose close may fail.
+    const size_t room = left_behind_.size() + objects_ + 1;
+    if (left_behind_.capacity() < room) left_behind_.reserve(2 * room);
+    objects_ += 1;
     Entry& entry = entries_[slot];
     entry.generation += 1;
     entry.target = std::move(target);
@@ -121,7 +125,8 @@ class HandleTable {
     target->AwaitLastUse();
     if (!closed.ok()) {
       std::lock_guard lock(mutex_);
-      left_behind_.push_back(target->object);
+      if (!closed.ok()) left_behind_.push_back(target->object);
+      objects_ -= 1;
     }
     target->object.reset();
     return closed;
@@ -175,6 +180,7 @@ class HandleTable {
   std::mutex mutex_;
   std::vector<Entry> entries_;
   std::vector<std::shared_ptr<Object>> left_behind_;
+  size_t objects_ = 0;  // that have not been destroyed yet
 };
 
 }  // namespace hybridopt

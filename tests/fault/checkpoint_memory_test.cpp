@@ -30,6 +30,7 @@ void Add(int64_t bytes) { Look(held.fetch_add(bytes) + bytes); }
 
 }  // namespace
 
+bool malloc_hooks::Fails() { return false; }
 void malloc_hooks::Allocated(void* data) {
   if (data != nullptr) Add(static_cast<int64_t>(malloc_usable_size(data)));
 }

@@ -32,6 +32,7 @@ std::atomic<uint64_t> malloc_calls{0};
 
 }  // namespace
 
+bool malloc_hooks::Fails() { return false; }
 void malloc_hooks::Allocated(void*) { malloc_calls.fetch_add(1, std::memory_order_relaxed); }
 void malloc_hooks::Freeing(void*) {}
 
