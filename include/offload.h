@@ -201,7 +201,8 @@ typedef struct offload_context* offload_context_t;
 typedef struct offload_optimizer* offload_optimizer_t;
 typedef struct offload_stash* offload_stash_t;
 
-/* A point on an optimizer's timeline. 0 stands for all work that has been queued so far. */
+/* A point on an optimizer's timeline. 0 stands for all work that has been queued so far. No other
+ * optimizer of the process has had or will have the same ticket. */
 typedef uint64_t offload_ticket_t;
 
 /* A stream of the context's device: from offload_stream_create, or a cudaStream_t. NULL is the

@@ -308,7 +308,8 @@ int32_t offload_context_create(const offload_context_options_t* options,
     HYBRIDOPT_TRY(CheckPointer(context, "context"));
     HYBRIDOPT_ASSIGN(const offload_context_options_t read, Read(options, "options"));
     HYBRIDOPT_ASSIGN(std::shared_ptr<Context> created, Context::Create(read));
-    *context = static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(created)));
+    HYBRIDOPT_ASSIGN(void* const handle, Contexts::Instance().Insert(std::move(created)));
+    *context = static_cast<offload_context_t>(handle);
     return {};
   });
 }
@@ -351,8 +352,8 @@ int32_t offload_optimizer_create(offload_context_t context,
       read.comm = &comm;
     }
     HYBRIDOPT_ASSIGN(std::shared_ptr<Optimizer> created, Optimizer::Create(found.shared(), read));
-    *optimizer =
-        static_cast<offload_optimizer_t>(Optimizers::Instance().Insert(std::move(created)));
+    HYBRIDOPT_ASSIGN(void* const handle, Optimizers::Instance().Insert(std::move(created)));
+    *optimizer = static_cast<offload_optimizer_t>(handle);
     return {};
   });
 }
@@ -681,7 +682,8 @@ int32_t offload_stash_create(offload_context_t context, const offload_stash_opti
     HYBRIDOPT_TRY(CheckPointer(stash, "stash"));
     HYBRIDOPT_ASSIGN(const offload_stash_options_t read, Read(options, "options"));
     HYBRIDOPT_ASSIGN(std::shared_ptr<Stash> created, Stash::Create(found.shared(), read));
-    *stash = static_cast<offload_stash_t>(Stashes::Instance().Insert(std::move(created)));
+    HYBRIDOPT_ASSIGN(void* const handle, Stashes::Instance().Insert(std::move(created)));
+    *stash = static_cast<offload_stash_t>(handle);
     return {};
   });
 }

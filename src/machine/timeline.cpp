@@ -68,6 +68,7 @@ Result<uint64_t> Timeline::Submit() {
   std::lock_guard lock(mutex_);
   if (stopping_) return Status::Error(OFFLOAD_INVALID_STATE, "this optimizer is being destroyed");
   ReserveFailures();
+  HYBRIDOPT_CHECK(ProgressAt(submitted_ + 3, 0) < kReleased);
   const uint64_t sequence = ++submitted_;
   runners_.Submit(*this);  // before Drain can see that the piece has run
   changed_.notify_all();   // a runner may await a round of the background

@@ -62,7 +62,8 @@ class HandleUse {
 };
 
 // Generations of a slot count from 1 to kGenerationMax.
-template <typename Object, HandleKind kKind, uint64_t kGenerationMax = (uint64_t{1} << 24) - 1>
+template <typename Object, HandleKind kKind, uint64_t kGenerationMax = (uint64_t{1} << 24) - 1,
+          uint64_t kSlots = uint64_t{1} << 24>
 class HandleTable {
  public:
   using Use = HandleUse<Object>;
@@ -80,14 +81,26 @@ class HandleTable {
     return *table;
   }
 
-  explicit HandleTable(HandleTable* inherited) : inherited_(inherited) {}
+  explicit HandleTable(HandleTable* inherited, uint64_t fork = system::ForkGeneration())
+      : fork_(fork), inherited_(inherited) {}
 
-  void* Insert(std::shared_ptr<Object> object) {
+  // INVALID_STATE if there is no handle left that was not given out before.
+  Result<void*> Insert(std::shared_ptr<Object> object) {
+    if (fork_ > kForkMask)
+      return Status::Error(OFFLOAD_INVALID_STATE,
+                           "this process is the child of %llu forks in a row, at most %llu can be "
+                           "told apart; start a new program (exec)",
+                           static_cast<unsigned long long>(fork_),
+                           static_cast<unsigned long long>(kForkMask));
     auto target = std::make_shared<Target>(std::move(object));
     std::lock_guard lock(mutex_);
     uint64_t slot = 0;
     while (slot < entries_.size() && !entries_[slot].is_usable()) ++slot;
-    HYBRIDOPT_CHECK(slot <= kSlotMask);
+    if (slot == kSlots)
+      return Status::Error(OFFLOAD_INVALID_STATE,
+                           "all %llu handles of this kind are in use or used up; destroy some, or "
+                           "start a new process",
+                           static_cast<unsigned long long>(kSlots));
     if (slot == entries_.size()) entries_.emplace_back();
     // Destroy must not need memory: here is the room for all objects whose close may fail.
     const size_t room = left_behind_.size() + objects_ + 1;
@@ -123,7 +136,7 @@ class HandleTable {
     }
     Status closed = close(*target->object);
     target->AwaitLastUse();
-    if (!closed.ok()) {
+    {
       std::lock_guard lock(mutex_);
       if (!closed.ok()) left_behind_.push_back(target->object);
       objects_ -= 1;
@@ -141,10 +154,10 @@ class HandleTable {
   };
   static constexpr uint64_t kSlotBits = 24;
   static constexpr uint64_t kSlotMask = (uint64_t{1} << kSlotBits) - 1;
+  static constexpr uint64_t kForkMask = 0xff;
 
   uint64_t Bits(uint64_t slot, uint64_t generation) const {
-    return static_cast<uint64_t>(kKind) << 56 | (fork_ & 0xff) << 48 | generation << kSlotBits |
-           slot;
+    return static_cast<uint64_t>(kKind) << 56 | fork_ << 48 | generation << kSlotBits | slot;
   }
 
   // The checks that need no look at the table.
@@ -155,7 +168,7 @@ class HandleTable {
     if (bits >> 56 != static_cast<uint64_t>(kKind))
       return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is %p, which is not a handle of that kind",
                            name, handle);
-    if ((bits >> 48 & 0xff) != (fork_ & 0xff))
+    if ((bits >> 48 & kForkMask) != fork_)
       return Status::Error(OFFLOAD_INVALID_STATE,
                            "%s was made before fork() and belongs to the parent process; make a "
                            "new one in the child",
@@ -173,7 +186,7 @@ class HandleTable {
                          "%s is %p, which has been destroyed or was never given out", name, handle);
   }
 
-  const uint64_t fork_ = system::ForkGeneration();
+  const uint64_t fork_;
   // The table of the parent process. It is not used; the pointer tells leak checkers that it is not
   // lost.
   [[maybe_unused]] HandleTable* const inherited_;

@@ -28,28 +28,20 @@ Comm MakeComm(const offload_optimizer_options_t& options) {
                                                             : kDefaultCommTimeoutNs)};
 }
 
-// A ticket is a tag in the upper 16 bits and a sequence number in the lower 48.
-constexpr int kTagShift = 48;
-constexpr uint64_t kSequenceMask = (uint64_t{1} << kTagShift) - 1;
-
-uint64_t NewTicketTag() {
-  static std::atomic<uint64_t> next = 0;
-  return next.fetch_add(1) % 0xffff + 1;
-}
-
 }  // namespace
 
 Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> context,
                                                      const offload_optimizer_options_t& options) {
   HYBRIDOPT_TRY(CheckOptimizerOptions(options, context->device()));
-  return std::make_shared<Optimizer>(std::move(context), options);
+  auto optimizer = std::make_shared<Optimizer>(std::move(context), options);
+  HYBRIDOPT_TRY(optimizer->tickets_.Reserve(0));
+  return optimizer;
 }
 
 Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options)
     : context_(std::move(context)),
       options_(WithoutComm(options)),
       comm_(MakeComm(options)),
-      ticket_tag_(NewTicketTag()),
       table_(options.algorithm, context_->device()) {
   context_->OptimizerCreated();
 }
@@ -271,7 +263,7 @@ Status Optimizer::CheckCommitted() const {
 Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) {
   HYBRIDOPT_TRY(CheckCommitted());
   Committed& committed = *committed_;
-  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
   if (committed.steps_queued - committed.steps_done >= StepPipeline::kMaxQueuedSteps)
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "%u steps are queued, at most %u may be; wait for an earlier ticket",
@@ -343,13 +335,22 @@ Status Optimizer::RecordProducers(uint32_t slot, std::span<const offload_stream_
   return {};
 }
 
+// The slot of the next request, for which there will be a ticket.
+Result<uint32_t> Optimizer::NextSlot() {
+  HYBRIDOPT_ASSIGN(const uint32_t slot, committed_->timeline->NextSlot());
+  std::lock_guard lock(tickets_mutex_);
+  HYBRIDOPT_TRY(tickets_.Reserve(committed_->timeline->submitted() + 1));
+  return slot;
+}
+
 offload_ticket_t Optimizer::TicketOf(uint64_t sequence) const {
-  return ticket_tag_ << kTagShift | sequence;
+  std::lock_guard lock(tickets_mutex_);
+  return tickets_.NumberOf(sequence);
 }
 
 Result<offload_ticket_t> Optimizer::UndoEarlyUpdates() {
   HYBRIDOPT_TRY(CheckCommitted());
-  HYBRIDOPT_ASSIGN(const uint32_t slot, committed_->timeline->NextSlot());
+  HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
   committed_->requests[slot].emplace<UndoRequest>();
   HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());
   return TicketOf(sequence);
@@ -424,13 +425,16 @@ void Optimizer::Remember(uint64_t sequence, const offload_step_result_t& result)
 Result<uint64_t> Optimizer::SequenceOf(offload_ticket_t ticket) const {
   const uint64_t submitted = committed_->timeline->submitted();
   if (ticket == 0) return submitted;
-  const uint64_t sequence = ticket & kSequenceMask;
-  if (ticket >> kTagShift != ticket_tag_ || sequence == 0 || sequence > submitted)
+  const std::optional<uint64_t> sequence = [&] {
+    std::lock_guard lock(tickets_mutex_);
+    return tickets_.CountOf(ticket);
+  }();
+  if (!sequence.has_value() || *sequence == 0 || *sequence > submitted)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "ticket is 0x%llx, which this optimizer has not given out; use the ticket "
                          "of its own offload_optimizer_step, or 0 for everything queued",
                          static_cast<unsigned long long>(ticket));
-  return sequence;
+  return *sequence;
 }
 
 Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) const {

@@ -12,6 +12,7 @@
 
 #include "comm/comm.h"
 #include "machine/context.h"
+#include "machine/ticket_numbers.h"
 #include "optimizer/committed.h"
 #include "state/param_table.h"
 
@@ -80,6 +81,7 @@ class Optimizer {
   Status TakeDeviceMemory(MoveRequest& request);
   void FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request);
   void ReleaseAddresses(Move move, std::span<const uint32_t> ids);
+  Result<uint32_t> NextSlot();
   offload_ticket_t TicketOf(uint64_t sequence) const;
   Status Execute(uint32_t slot, uint64_t sequence);
   bool MayWait(uint32_t slot) const;
@@ -100,9 +102,11 @@ class Optimizer {
   const std::shared_ptr<Context> context_;
   const offload_optimizer_options_t options_;
   Comm comm_;
-  const uint64_t ticket_tag_;  // tells this optimizer's tickets from others'
   ParamTable table_;
   std::vector<offload_binding_t> bindings_;  // of the running offload_optimizer_bind
+
+  mutable std::mutex tickets_mutex_;
+  TicketNumbers tickets_;  // of sequence numbers; guarded by tickets_mutex_
 
   mutable std::mutex results_mutex_;
   struct Remembered {

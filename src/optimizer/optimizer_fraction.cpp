@@ -26,7 +26,7 @@ uint64_t Growth(uint64_t from, uint64_t to) { return to > from ? to - from : 0; 
 Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   HYBRIDOPT_TRY(CheckCommitted());
   Committed& committed = *committed_;
-  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
   HYBRIDOPT_TRY(CheckDeviceFraction(device_fraction, "device_fraction"));
   Arrangement wanted = Arrange(table_, committed.shape, device_fraction);
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(committed.shape, wanted));

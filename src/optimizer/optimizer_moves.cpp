@@ -10,7 +10,7 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
                                                  std::span<const offload_stream_t> streams) {
   HYBRIDOPT_TRY(CheckCommitted());
   Committed& committed = *committed_;
-  HYBRIDOPT_ASSIGN(const uint32_t slot, committed.timeline->NextSlot());
+  HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
   for (uint32_t id : params)
     if (id >= table_.size())
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,

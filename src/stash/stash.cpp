@@ -19,11 +19,6 @@ unsigned long long ForText(uint64_t value) { return value; }
 
 uint64_t SlabsOf(uint64_t bytes, uint64_t slab_bytes) { return (bytes - 1) / slab_bytes + 1; }
 
-uint64_t NextNumber() {
-  static std::atomic<uint64_t> next = 0;
-  return next++;
-}
-
 }  // namespace
 
 // -------------------------------------------------------------------------------- what it needs --
@@ -123,7 +118,8 @@ Stash::Stash(std::shared_ptr<Context> context, const Settings& settings)
 }
 
 Status Stash::CreateAll() {
-  tickets_ = TicketTable(settings_.tickets_max, settings_.lanes, NextNumber());
+  tickets_ = TicketTable(settings_.tickets_max, settings_.lanes);
+  HYBRIDOPT_TRY(tickets_.ReserveNumber());
   HYBRIDOPT_ASSIGN(slabs_, SlabPool::Create(*context_, settings_.slabs));
   if (!queues_) return {};
   HYBRIDOPT_TRY(timings_.Create(device(), context_->link()));
@@ -200,6 +196,7 @@ Result<offload_stash_ticket_t> Stash::Push(uint32_t lane, const void* data, uint
     counts_.refused_bytes += bytes;
     return offload_stash_ticket_t{0};
   }
+  HYBRIDOPT_TRY(tickets_.ReserveNumber());
   if (queues_) HYBRIDOPT_TRY(device().Record(ready_, stream));
   const auto slabs = static_cast<uint32_t>(SlabsOf(bytes, slabs_.slab_bytes()));
   HYBRIDOPT_TRY(Poison(Reclaim(slabs)));

@@ -5,21 +5,14 @@
 namespace hybridopt {
 namespace {
 
-constexpr uint64_t kStashShift = 56;
 constexpr uint64_t kEntryBits = 16;
-constexpr uint64_t kGenerationMask = (uint64_t{1} << (kStashShift - kEntryBits)) - 1;
-constexpr uint64_t kLaneShift = 44;
-constexpr uint64_t kPushesMask = (uint64_t{1} << kLaneShift) - 1;
+constexpr uint64_t kNumberMask = (uint64_t{1} << TicketNumbers::kNumberBits) - 1;
 
-uint64_t StashOf(uint64_t number) { return number >> kStashShift; }
-uint32_t LaneOf(uint64_t mark) {
-  return static_cast<uint32_t>(mark >> kLaneShift) % TicketTable::kLanesMax;
-}
+uint64_t LaneOf(uint64_t mark) { return mark >> TicketNumbers::kNumberBits; }
 
 }  // namespace
 
-TicketTable::TicketTable(uint32_t entries, uint32_t lanes, uint64_t stash)
-    : stash_(stash % 255 + 1), entries_(entries), lanes_(lanes) {
+TicketTable::TicketTable(uint32_t entries, uint32_t lanes) : entries_(entries), lanes_(lanes) {
   for (uint32_t i = 0; i < entries; ++i) entries_[i].next_ = i + 1 < entries ? i + 1 : kNone;
   free_ = entries > 0 ? 0 : kNone;
 }
@@ -32,7 +25,7 @@ Status TicketTable::CheckLane(uint32_t lane) const {
 }
 
 uint64_t TicketTable::TicketOf(const StashEntry& entry) const {
-  return stash_ << kStashShift | entry.generation_ << kEntryBits | IndexOf(entry);
+  return numbers_.NumberOf(entry.push_) << kEntryBits | IndexOf(entry);
 }
 
 Result<StashEntry*> TicketTable::Find(uint64_t ticket) {
@@ -44,13 +37,12 @@ Result<StashEntry*> TicketTable::Find(uint64_t ticket) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "ticket is 0x%llx, %s",
                          static_cast<unsigned long long>(ticket), why);
   };
-  if (StashOf(ticket) != stash_) return wrong("which this stash has not given: is it another's?");
+  const std::optional<uint64_t> push = numbers_.CountOf(ticket >> kEntryBits);
   const uint64_t index = ticket % kEntriesMax;
-  const uint64_t generation = ticket >> kEntryBits & kGenerationMask;
-  if (index >= entries_.size() || generation == 0 || generation > entries_[index].generation_)
+  if (!push.has_value() || *push == 0 || index >= entries_.size() || *push > entries_[index].push_)
     return wrong("which this stash has not given: is it another's?");
   StashEntry& entry = entries_[index];
-  if (generation < entry.generation_ || !entry.live_)
+  if (*push < entry.push_ || !entry.live_)
     return wrong(
         "which has ended: it was popped, dropped or rolled back. A ticket ends once; pop with "
         "OFFLOAD_STASH_KEEP to use it again");
@@ -64,10 +56,8 @@ StashEntry& TicketTable::Begin(uint32_t lane) {
   free_ = entry.next_;
   entry.live_ = true;
   entry.went_up = entry.prefetched = false;
-  entry.generation_ += 1;
-  HYBRIDOPT_CHECK(entry.generation_ <= kGenerationMask);
   entry.lane_ = lane;
-  entry.order_ = ++lanes_[lane].pushes;
+  entry.push_ = ++pushes_;
   entry.previous_ = lanes_[lane].last;
   entry.next_ = kNone;
   if (entry.previous_ != kNone) entries_[entry.previous_].next_ = index;
@@ -104,14 +94,12 @@ void TicketTable::FreeFirstEnding() {
 }
 
 uint64_t TicketTable::Mark(uint32_t lane) const {
-  return stash_ << kStashShift | uint64_t{lane} << kLaneShift | lanes_[lane].pushes;
+  return uint64_t{lane} << TicketNumbers::kNumberBits | numbers_.NumberOf(pushes_);
 }
 
 Status TicketTable::CheckMark(uint64_t mark) const {
-  const uint32_t lane = LaneOf(mark);
-  if (StashOf(mark) == stash_ && lane < lanes_.size() &&
-      (mark & kPushesMask) <= lanes_[lane].pushes)
-    return {};
+  const std::optional<uint64_t> push = numbers_.CountOf(mark & kNumberMask);
+  if (push.has_value() && *push <= pushes_ && LaneOf(mark) < lanes_.size()) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "mark is 0x%llx, expected one that offload_stash_mark of this stash gave",
                        static_cast<unsigned long long>(mark));
@@ -119,7 +107,7 @@ Status TicketTable::CheckMark(uint64_t mark) const {
 
 StashEntry* TicketTable::LastSince(uint64_t mark) {
   const uint32_t last = lanes_[LaneOf(mark)].last;
-  if (last == kNone || entries_[last].order_ <= (mark & kPushesMask)) return nullptr;
+  if (last == kNone || entries_[last].push_ <= numbers_.CountOf(mark & kNumberMask)) return nullptr;
   return &entries_[last];
 }
 

@@ -1,10 +1,10 @@
-// TicketTable: the tickets of a stash. A ticket is a number that names an entry and how often it
-// has been used, so that a ticket that has ended is refused. So is one of another stash, unless
-// that one was made exactly 255 stashes earlier or later:
+// TicketTable: the tickets of a stash. A ticket names an entry and the push that has taken it, by a
+// number that no other push of the process has (ticket_numbers.h): a ticket that has ended is
+// refused, and so is one of another stash. A mark names a lane and the last push before it:
 //
-//   63      56 55                    16 15        0
-//   |  stash   |      generation      |   entry    |      ticket
-//   |  stash   |  lane (12)  |  pushes of the lane |      mark
+//   63                      16 15        0
+//   |          push          |   entry    |      ticket
+//   |  lane (16)  |         push          |      mark
 //
 // An entry is free, live, or ending: then its ticket is no good any more, but the device may still
 // copy from or to its slabs. All entries are made at the beginning.
@@ -15,6 +15,7 @@
 
 #include "base/status.h"
 #include "device/device.h"
+#include "machine/ticket_numbers.h"
 #include "stash/slab_pool.h"
 
 namespace hybridopt {
@@ -33,8 +34,7 @@ struct StashEntry {
   uint32_t lane_ = 0;
   uint32_t previous_ = 0;  // in its lane, while live
   uint32_t next_ = 0;      // in its lane while live, else among the free or the ending ones
-  uint64_t generation_ = 0;
-  uint64_t order_ = 0;  // among the pushes of its lane, from 1
+  uint64_t push_ = 0;      // that has taken it last: the stash's first is 1
 };
 
 class TicketTable {
@@ -43,8 +43,9 @@ class TicketTable {
   static constexpr uint32_t kLanesMax = 1 << 12;
 
   TicketTable() = default;
-  // `stash` tells the tickets of this stash from those of others.
-  TicketTable(uint32_t entries, uint32_t lanes, uint64_t stash);
+  TicketTable(uint32_t entries, uint32_t lanes);
+  // To be called, and to succeed, before the first Mark and before each Begin.
+  Status ReserveNumber() { return numbers_.Reserve(pushes_ + 1); }
 
   static uint64_t ScratchBytes(uint32_t entries, uint32_t lanes) {
     return entries * sizeof(StashEntry) + lanes * sizeof(Lane);
@@ -74,15 +75,15 @@ class TicketTable {
  private:
   static constexpr uint32_t kNone = UINT32_MAX;
   struct Lane {
-    uint64_t pushes = 0;
-    uint32_t last = kNone;
+    uint32_t last = kNone;  // of its live entries
   };
 
   uint32_t IndexOf(const StashEntry& entry) const {
     return static_cast<uint32_t>(&entry - entries_.data());
   }
 
-  uint64_t stash_ = 0;
+  TicketNumbers numbers_;
+  uint64_t pushes_ = 0;
   std::vector<StashEntry> entries_;
   std::vector<Lane> lanes_;
   uint32_t live_ = 0;

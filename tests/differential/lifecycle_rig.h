@@ -364,7 +364,8 @@ class LifecycleRig {
     using Contexts = HandleTable<Context, HandleKind::kContext>;
     auto context = std::make_shared<Context>(options, std::move(device), kernels);
     if (setting_.files != nullptr) context->UseFiles(*setting_.files);
-    context_ = static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(context)));
+    context_ =
+        static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(context)).value());
     idle_bytes_ = 0;
     idle_bytes_ = DeviceBytesUsed();
   }

@@ -131,7 +131,7 @@ class StashRig {
     leaky_device = leaky.get();
     internals = std::make_shared<Context>(options, std::move(leaky), kernels);
     context = static_cast<offload_context_t>(
-        HandleTable<Context, HandleKind::kContext>::Instance().Insert(internals));
+        HandleTable<Context, HandleKind::kContext>::Instance().Insert(internals).value());
     host_ = std::move(PinnedArena::Map(internals->device(), kHostBytes).value());
     for (offload_stream_t& stream : streams)
       EXPECT_OFFLOAD_OK(offload_stream_create(context, &stream));

@@ -200,5 +200,41 @@ TEST(ManyOptimizersTest, CommFunctionsOfAllMayWaitForEachOther) {
   }
 }
 
+// 70,000 others may come in between: a ticket has no 16 bits that could come back.
+TEST(ManyOptimizersTest, NoneTakesTheTicketOfAnother) {
+  constexpr size_t kOthers = 70'000;
+  constexpr size_t kSameIn16Bits = 65'535;
+  const RunOptions run = Options(OFFLOAD_DEVICE_HOST);
+  const Trainer owner(run);
+  std::vector<std::unique_ptr<Trainer>> trainers;
+  std::vector<offload_ticket_t> tickets;
+  const auto step = [&] {
+    Add(trainers, run, owner.context);
+    tickets.emplace_back();
+    ASSERT_OFFLOAD_OK(offload_optimizer_step(trainers.back()->optimizer, nullptr, &tickets.back()));
+  };
+  auto options = Make<offload_optimizer_options_t>();
+  options.algorithm = OFFLOAD_SGD;
+  for (size_t made = 0; made < kOthers; ++made) {
+    if (made == 0 || made == kSameIn16Bits || made == kOthers - 1) {
+      step();
+      continue;
+    }
+    offload_optimizer_t optimizer = nullptr;
+    ASSERT_OFFLOAD_OK(offload_optimizer_create(owner.context, &options, &optimizer));
+    ASSERT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
+  }
+  ASSERT_EQ(tickets.size(), 3u);
+  for (size_t one = 0; one < trainers.size(); ++one) {
+    const offload_optimizer_t optimizer = trainers[one]->optimizer;
+    EXPECT_OFFLOAD_OK(offload_optimizer_wait(optimizer, tickets[one], -1));
+    for (size_t other = 0; other < trainers.size(); ++other) {
+      if (other == one) continue;
+      ExpectError(offload_optimizer_wait(optimizer, tickets[other], 0), OFFLOAD_INVALID_ARGUMENT,
+                  {"which this optimizer has not given out"});
+    }
+  }
+}
+
 }  // namespace
 }  // namespace hybridopt::fault

@@ -257,6 +257,35 @@ TEST_P(StashTest, NumbersThatAreNoTicketsOfThisStashAreRefusedByEveryCall) {
   user.ExpectBack(ticket, 1);
 }
 
+// However many stashes are made in between.
+TEST_P(StashTest, NoStashTakesTicketsAndMarksOfAnother) {
+  constexpr int kStashes = 600;
+  User first(GetParam());
+  const offload_stash_ticket_t ticket = first.Push(1);
+  offload_stash_mark_t mark = 0;
+  EXPECT_OFFLOAD_OK(offload_stash_mark(first.stash, 0, &mark));
+  for (int made = 0; made < kStashes; ++made) {
+    const offload_stash_options_t options = Options(12);
+    offload_stash_t stash = nullptr;
+    ASSERT_OFFLOAD_OK(offload_stash_create(first.context, &options, &stash));
+    offload_stash_ticket_t own = 0;
+    offload_stash_mark_t own_mark = 0;
+    ASSERT_OFFLOAD_OK(offload_stash_push(stash, 0, first.data, kBytes, nullptr, &own));
+    ASSERT_OFFLOAD_OK(offload_stash_mark(stash, 0, &own_mark));
+    ExpectError(offload_stash_drop(stash, ticket, nullptr), OFFLOAD_INVALID_ARGUMENT,
+                {"is it another's?"});
+    ExpectError(offload_stash_drop(first.stash, own, nullptr), OFFLOAD_INVALID_ARGUMENT,
+                {"is it another's?"});
+    ExpectError(offload_stash_rollback(stash, mark, nullptr), OFFLOAD_INVALID_ARGUMENT,
+                {"mark is 0x"});
+    ExpectError(offload_stash_rollback(first.stash, own_mark, nullptr), OFFLOAD_INVALID_ARGUMENT,
+                {"mark is 0x"});
+    ASSERT_OFFLOAD_OK(offload_stash_destroy(stash));
+    if (HasFailure()) return;
+  }
+  first.ExpectBack(ticket, 1);
+}
+
 TEST_P(StashTest, TicketsEndOnce) {
   User user(GetParam());
   const auto expect_ended = [&](offload_stash_ticket_t ticket) {

@@ -33,8 +33,8 @@ std::string RefusalOf(Contexts& table, const void* handle) {
 
 TEST(HandleTable, FindsWhatWasInserted) {
   Contexts table(nullptr);
-  void* one = table.Insert(std::make_shared<Object>(Object{1}));
-  void* two = table.Insert(std::make_shared<Object>(Object{2}));
+  void* one = table.Insert(std::make_shared<Object>(Object{1})).value();
+  void* two = table.Insert(std::make_shared<Object>(Object{2})).value();
   EXPECT_NE(one, two);
   EXPECT_EQ(table.Find(one, "context").value()->value, 1);
   EXPECT_EQ(table.Find(two, "context").value()->value, 2);
@@ -44,12 +44,12 @@ TEST(HandleTable, RefusesADestroyedHandleEvenWhenItsSlotIsUsedAgain) {
   Contexts table(nullptr);
   std::set<void*> dead;
   for (int round = 0; round < 1000; ++round) {
-    void* handle = table.Insert(std::make_shared<Object>(Object{round}));
+    void* handle = table.Insert(std::make_shared<Object>(Object{round})).value();
     EXPECT_EQ(dead.count(handle), 0u) << "a handle came back";
     EXPECT_TRUE(Destroy(table, handle).ok());
     dead.insert(handle);
   }
-  void* alive = table.Insert(std::make_shared<Object>(Object{-1}));
+  void* alive = table.Insert(std::make_shared<Object>(Object{-1})).value();
   for (void* handle : dead) {
     EXPECT_NE(RefusalOf(table, handle).find("has been destroyed"), std::string::npos);
     EXPECT_FALSE(Destroy(table, handle).ok());
@@ -66,7 +66,7 @@ TEST(HandleTable, GivesNoHandleTwiceWhenTheGenerationsOfASlotAreUsedUp) {
   };
   std::set<void*> given;
   for (int round = 0; round < 100; ++round) {
-    void* const handle = table.Insert(std::make_shared<Object>(Object{round}));
+    void* const handle = table.Insert(std::make_shared<Object>(Object{round})).value();
     EXPECT_TRUE(given.insert(handle).second) << "a handle came back in round " << round;
     EXPECT_LE(reinterpret_cast<uint64_t>(handle) >> 24 & 0xffffff, 5u) << "its generation";
     for (void* other : given) {
@@ -76,10 +76,41 @@ TEST(HandleTable, GivesNoHandleTwiceWhenTheGenerationsOfASlotAreUsedUp) {
   }
 }
 
+TEST(HandleTable, RefusesToMakeAHandleWhereNoneIsLeft) {
+  HandleTable<Object, HandleKind::kContext, 1, 2> table(nullptr);
+  void* const one = table.Insert(std::make_shared<Object>()).value();
+  void* const two = table.Insert(std::make_shared<Object>()).value();
+  EXPECT_TRUE(table
+                  .Destroy(
+                      one, "context", [](const Object&) { return Status(); },
+                      [](Object&) { return Status(); })
+                  .ok());
+  const Result<void*> third = table.Insert(std::make_shared<Object>());
+  ASSERT_FALSE(third.ok());
+  EXPECT_EQ(third.status().code(), OFFLOAD_INVALID_STATE);
+  EXPECT_EQ(
+      third.status().message(),
+      "all 2 handles of this kind are in use or used up; destroy some, or start a new process");
+  EXPECT_TRUE(table.Find(two, "context").ok());
+}
+
+TEST(HandleTable, TheChildOfManyForksMakesNoHandleThatAnAncestorMayHaveMade) {
+  Contexts first(nullptr, 0), last(nullptr, 255), beyond(nullptr, 256);
+  void* const inherited = first.Insert(std::make_shared<Object>()).value();
+  EXPECT_TRUE(last.Insert(std::make_shared<Object>()).ok());
+  const Result<void*> refused = beyond.Insert(std::make_shared<Object>());
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.status().code(), OFFLOAD_INVALID_STATE);
+  EXPECT_EQ(refused.status().message(),
+            "this process is the child of 256 forks in a row, at most 255 can be told apart; start "
+            "a new program (exec)");
+  EXPECT_EQ(beyond.Find(inherited, "context").status().code(), OFFLOAD_INVALID_STATE);
+}
+
 TEST(HandleTable, KeepsAnObjectThatCannotBeClosed) {
   Contexts table(nullptr);
   const auto object = std::make_shared<Object>(Object{1});
-  void* const handle = table.Insert(object);
+  void* const handle = table.Insert(object).value();
   const Status destroyed = table.Destroy(
       handle, "context", [](const Object&) { return Status(); },
       [](Object&) { return Status::Error(OFFLOAD_COMM_FAILED, "a thread is in it"); });
@@ -91,8 +122,8 @@ TEST(HandleTable, KeepsAnObjectThatCannotBeClosed) {
 TEST(HandleTable, TellsKindsApart) {
   Contexts contexts(nullptr);
   Optimizers optimizers(nullptr);
-  contexts.Insert(std::make_shared<Object>());
-  void* optimizer = optimizers.Insert(std::make_shared<Object>());
+  ASSERT_TRUE(contexts.Insert(std::make_shared<Object>()).ok());
+  void* optimizer = optimizers.Insert(std::make_shared<Object>()).value();
   EXPECT_NE(RefusalOf(contexts, optimizer).find("not a handle of that kind"), std::string::npos);
   EXPECT_NE(RefusalOf(contexts, nullptr).find("context is NULL"), std::string::npos);
   EXPECT_NE(RefusalOf(contexts, &contexts).find("not a handle of that kind"), std::string::npos);
@@ -100,7 +131,7 @@ TEST(HandleTable, TellsKindsApart) {
 
 TEST(HandleTable, ObjectsMayRefuseToGo) {
   Contexts table(nullptr);
-  void* handle = table.Insert(std::make_shared<Object>(Object{5}));
+  void* handle = table.Insert(std::make_shared<Object>(Object{5})).value();
   const auto busy = [](const Object& object) {
     return Status::Error(OFFLOAD_INVALID_STATE, "%d reasons", object.value);
   };
@@ -117,7 +148,7 @@ TEST(HandleTable, DestroyWaitsForTheCallsThatUseTheObject) {
   Contexts table(nullptr);
   auto object = std::make_shared<Object>();
   const std::weak_ptr<Object> watch = object;
-  void* handle = table.Insert(std::move(object));
+  void* handle = table.Insert(std::move(object)).value();
   std::atomic<bool> using_it = false, closed = false, left = false;
   std::thread user([&] {
     const Result<Contexts::Use> use = table.Find(handle, "context");
@@ -147,7 +178,7 @@ TEST(HandleTable, ServesManyThreads) {
   for (int thread = 0; thread < 4; ++thread)
     threads.emplace_back([&, thread] {
       for (int round = 0; round < 500; ++round) {
-        void* handle = table.Insert(std::make_shared<Object>(Object{thread}));
+        void* handle = table.Insert(std::make_shared<Object>(Object{thread})).value();
         EXPECT_EQ(table.Find(handle, "context").value()->value, thread);
         EXPECT_TRUE(Destroy(table, handle).ok());
         EXPECT_FALSE(table.Find(handle, "context").ok());

@@ -15,10 +15,15 @@ bool IsRefused(TicketTable& table, uint64_t ticket, const std::string& word) {
          found.status().message().find(word) != std::string::npos;
 }
 
+StashEntry& Begin(TicketTable& table, uint32_t lane) {
+  EXPECT_TRUE(table.ReserveNumber().ok());
+  return table.Begin(lane);
+}
+
 TEST(TicketTable, EveryChangedBitOfATicketIsRefused) {
-  TicketTable table(3, 2, 7);
+  TicketTable table(3, 2);
   for (int i = 0; i < 3; ++i) {  // generations 1 to 3 of the first entry
-    StashEntry& entry = table.Begin(0);
+    StashEntry& entry = Begin(table, 0);
     EXPECT_EQ(table.Find(table.TicketOf(entry)).value(), &entry);
     if (i == 2) break;
     table.End(entry);
@@ -30,10 +35,10 @@ TEST(TicketTable, EveryChangedBitOfATicketIsRefused) {
 }
 
 TEST(TicketTable, AnEndedTicketStaysEndedWhateverBecomesOfItsEntry) {
-  TicketTable table(1, 1, 0);
+  TicketTable table(1, 1);
   uint64_t last = 0;
   for (int round = 0; round < 5; ++round) {
-    StashEntry& entry = table.Begin(0);
+    StashEntry& entry = Begin(table, 0);
     const uint64_t ticket = table.TicketOf(entry);
     EXPECT_NE(ticket, 0u);
     EXPECT_NE(ticket, last);
@@ -53,18 +58,19 @@ TEST(TicketTable, AnEndedTicketStaysEndedWhateverBecomesOfItsEntry) {
 }
 
 TEST(TicketTable, OfAnotherStashIsRefused) {
-  TicketTable one(4, 4, 1), other(4, 4, 2);
-  const uint64_t ticket = one.TicketOf(one.Begin(0));
-  (void)other.Begin(0);
+  TicketTable one(4, 4), other(4, 4);
+  ASSERT_TRUE(other.ReserveNumber().ok());
+  const uint64_t ticket = one.TicketOf(Begin(one, 0));
+  (void)Begin(other, 0);
   EXPECT_TRUE(IsRefused(other, ticket, "which this stash has not given"));
   EXPECT_FALSE(other.CheckMark(one.Mark(0)).ok());
   EXPECT_TRUE(one.CheckMark(one.Mark(3)).ok());
 }
 
 TEST(TicketTable, EndingTicketsAreFreedInTheOrderInWhichTheyEnded) {
-  TicketTable table(4, 1, 0);
+  TicketTable table(4, 1);
   std::vector<StashEntry*> entries;
-  for (int i = 0; i < 4; ++i) entries.push_back(&table.Begin(0));
+  for (int i = 0; i < 4; ++i) entries.push_back(&Begin(table, 0));
   EXPECT_FALSE(table.has_free());
   for (const size_t index : {2, 0, 3}) table.End(*entries[index]);
   EXPECT_EQ(table.live(), 1u);
@@ -76,14 +82,14 @@ TEST(TicketTable, EndingTicketsAreFreedInTheOrderInWhichTheyEnded) {
 }
 
 TEST(TicketTable, AMarkDividesThePushesOfItsLaneAlone) {
-  TicketTable table(8, 2, 0);
-  StashEntry& before = table.Begin(1);
+  TicketTable table(8, 2);
+  StashEntry& before = Begin(table, 1);
   const uint64_t mark = table.Mark(1);
   EXPECT_EQ(table.LastSince(mark), nullptr);
-  StashEntry& first = table.Begin(1);
-  (void)table.Begin(0);  // of another lane
-  StashEntry& second = table.Begin(1);
-  StashEntry& third = table.Begin(1);
+  StashEntry& first = Begin(table, 1);
+  (void)Begin(table, 0);  // of another lane
+  StashEntry& second = Begin(table, 1);
+  StashEntry& third = Begin(table, 1);
   table.End(second);  // from the middle
   EXPECT_EQ(table.LastSince(mark), &third);
   table.End(third);
@@ -93,7 +99,7 @@ TEST(TicketTable, AMarkDividesThePushesOfItsLaneAlone) {
   // This ticket has the entry of one before the mark, but was pushed since.
   table.End(before);
   while (table.FirstEnding() != nullptr) table.FreeFirstEnding();
-  StashEntry& later = table.Begin(1);
+  StashEntry& later = Begin(table, 1);
   EXPECT_EQ(table.LastSince(mark), &later);
   EXPECT_EQ(table.live(), 2u);
 }
