@@ -642,7 +642,9 @@ OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offloa
  * device this call does not block. On the host device it blocks until the params are written: there
  * is only the NULL stream. If the step fails, the stream goes on.
  * Errors: INVALID_ARGUMENT (unknown param id, or not a ticket of this optimizer), UNSUPPORTED,
- * POISONED. */
+ * POISONED, COMM_FAILED (a call that blocks waits for a function of comm that has not returned 1 s
+ * after comm_timeout_ns: the optimizer is poisoned, and the library touches no param or gradient
+ * any more). */
 OFFLOAD_API int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer,
                                                   offload_ticket_t ticket, offload_stream_t stream,
                                                   const uint32_t* params, uint32_t param_count);

@@ -40,12 +40,7 @@ Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
     std::unique_lock lock(mutex_);
     stopping_ = true;
     while (!changed_.wait_for(lock, kRound, [this] { return !HasWork(); })) {
-      // A save in the background may still read the caller's memory.
-      Status stuck = holds_streams_ ? Status() : check_stuck();
-      if (stuck.ok()) continue;
-      PoisonLocked(0, stuck);
-      changed_.notify_all();
-      return stuck;
+      HYBRIDOPT_TRY(PoisonIfStuck(check_stuck));
     }
   }
   runners_.Withdraw(*this);
@@ -217,14 +212,19 @@ void Timeline::PublishWords() {
 }
 
 // Marks are issued about every 100 us without a notification, so this polls.
-Status Timeline::AwaitIssued(uint64_t sequence, uint64_t mark) {
+Status Timeline::AwaitIssued(uint64_t sequence, uint64_t mark, FunctionRef<Status()> check_stuck) {
   constexpr int kLooksBeforeNaps = 1000;
+  constexpr int kNapsBeforeChecks = 500;
   constexpr auto kNap = std::chrono::microseconds(20);
   for (int looks = 0; issued_.load() < ProgressAt(sequence, mark); ++looks) {
     if (looks < kLooksBeforeNaps) {
       std::this_thread::yield();
     } else {
       HYBRIDOPT_TRY(CheckPoison());  // while streams are held, poison does not change the words
+      if (looks % kNapsBeforeChecks == 0) {
+        std::lock_guard lock(mutex_);
+        HYBRIDOPT_TRY(PoisonIfStuck(check_stuck));
+      }
       std::this_thread::sleep_for(kNap);
     }
   }
@@ -332,6 +332,16 @@ void Timeline::Poison(uint64_t sequence, Status cause) {
     PoisonLocked(sequence, std::move(cause));
   }
   changed_.notify_all();
+}
+
+// A runner is inside a piece that does not end. Not while a save in the background may still read
+// the caller's memory.
+Status Timeline::PoisonIfStuck(FunctionRef<Status()> check_stuck) {
+  Status stuck = holds_streams_ ? Status() : check_stuck();
+  if (stuck.ok()) return stuck;
+  PoisonLocked(0, stuck);
+  changed_.notify_all();
+  return stuck;
 }
 
 void Timeline::PoisonLocked(uint64_t sequence, Status cause) {

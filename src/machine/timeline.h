@@ -88,8 +88,9 @@ class Timeline : private RunnerPool::Task {
   void Report(uint64_t sequence, Status failure);
   static constexpr size_t kFailuresKept = 64;
   // Blocks the calling thread until a mark has been issued. If a failure prevents that, returns
-  // POISONED with the cause.
-  Status AwaitIssued(uint64_t sequence, uint64_t mark);
+  // POISONED with the cause. While it waits, it calls check_stuck again and again; if that fails,
+  // it poisons the timeline with this failure and returns it, as Drain does.
+  Status AwaitIssued(uint64_t sequence, uint64_t mark, FunctionRef<Status()> check_stuck);
   bool HasReached(uint64_t sequence, uint64_t mark) const {
     return progress_.load() >= ProgressAt(sequence, mark);
   }
@@ -126,6 +127,7 @@ class Timeline : private RunnerPool::Task {
   void AwaitRound(std::unique_lock<std::mutex>& lock);
   bool HasWork() const;
   void PoisonLocked(uint64_t sequence, Status cause);
+  Status PoisonIfStuck(FunctionRef<Status()> check_stuck);
   void ReserveFailures();
   void SetReached(uint64_t progress);
   void PublishWords();

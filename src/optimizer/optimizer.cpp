@@ -462,6 +462,14 @@ Status Optimizer::Wait(offload_ticket_t ticket, int64_t timeout_ns) {
   return ticket == 0 ? timeline.WaitForAll(timeout_ns) : timeline.Wait(sequence, timeout_ns);
 }
 
+Status Optimizer::AwaitIssued(uint64_t sequence, uint64_t mark) {
+  Status status =
+      committed_->timeline->AwaitIssued(sequence, mark, [this] { return comm_.GiveUpIfStuck(); });
+  // Work that has been queued on the device ends without the other ranks.
+  if (status.code() == OFFLOAD_COMM_FAILED) committed_->lanes->AwaitStreams();
+  return status;
+}
+
 Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
                              std::span<const uint32_t> params) {
   HYBRIDOPT_TRY(CheckCommitted());
@@ -475,9 +483,9 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
   const uint64_t mark = MarkOf(params, sequence);
   Timeline& timeline = *committed_->timeline;
   HYBRIDOPT_TRY(timeline.CheckPoison());
-  if (context_->device().unified()) return timeline.AwaitIssued(sequence, mark);
+  if (context_->device().unified()) return AwaitIssued(sequence, mark);
   if (context_->device().shares_queues()) {
-    HYBRIDOPT_TRY(timeline.AwaitIssued(sequence, mark));
+    HYBRIDOPT_TRY(AwaitIssued(sequence, mark));
     // When the step has ended, a move behind it may destroy the events of its chunks.
     const std::unique_lock<std::mutex> kept = committed_->lanes->KeepEvents();
     return timeline.HasReached(sequence, mark) ? Status()

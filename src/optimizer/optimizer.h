@@ -91,6 +91,7 @@ class Optimizer {
   Status TakeForResidence(const Arrangement& wanted, const offload_plan_t& plan,
                           ResidenceRequest& request) const;
   Status ExecuteResidenceChange(ResidenceRequest& request);
+  Status AwaitIssued(uint64_t sequence, uint64_t mark);
   uint64_t MarkOf(std::span<const uint32_t> params, uint64_t sequence) const;
   EventHandle ReadyEvent(uint32_t slot) const;
   Status Settle(bool failure);

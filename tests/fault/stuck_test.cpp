@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -195,6 +196,40 @@ TEST(StuckTest, DestroyEndsThoughACommFunctionDoesNotReturn) {
     static auto& left = *new std::vector<Trainer*>;  // for ever, so that it is no leak
     left.push_back(trainer);
   }
+}
+
+// On the host device the call waits itself; it ends, and so does everything behind it.
+TEST(StuckTest, AStreamWaitEndsThoughACommFunctionDoesNotReturn) {
+  StuckComm comm;
+  const offload_comm_t table = comm.Table();
+  RunOptions run = Options();
+  run.device_kind = OFFLOAD_DEVICE_HOST;
+  run.comm = &table;
+  run.comm_timeout_ns = kTimeoutNs;
+  Trainer trainer(run);
+  trainer.AddParams();
+  trainer.Commit();
+  trainer.UploadGrads(0);
+  std::vector<std::vector<unsigned char>> before;
+  for (uint32_t i = 0; i < trainer.size(); ++i) before.push_back(trainer.ParamBits(i));
+  EXPECT_OFFLOAD_OK(offload_optimizer_step(trainer.optimizer, nullptr, nullptr));
+  ExpectError(offload_optimizer_stream_wait(trainer.optimizer, 0, nullptr, nullptr, 0),
+              OFFLOAD_COMM_FAILED,
+              {"rank 0 of 1", "comm.sum has not returned 1.0 s after its timeout",
+               "touches no param or gradient any more"});
+  ExpectError(offload_optimizer_wait(trainer.optimizer, 0, -1), OFFLOAD_COMM_FAILED,
+              {"comm.sum has not returned"});
+  for (const auto& call : std::vector<std::function<int32_t()>>{
+           [&] { return offload_optimizer_step(trainer.optimizer, nullptr, nullptr); },
+           [&] {
+             return offload_optimizer_stream_wait(trainer.optimizer, 0, nullptr, nullptr, 0);
+           }})
+    ExpectError(call(), OFFLOAD_POISONED, {"comm.sum has not returned"});
+  comm.open = true;
+  while (!comm.returned) std::this_thread::yield();
+  for (uint32_t i = 0; i < trainer.size(); ++i)
+    EXPECT_TRUE(trainer.ParamBits(i) == before[i]) << "a param was written behind the failure";
+  EXPECT_EQ(comm.calls, 1);
 }
 
 }  // namespace

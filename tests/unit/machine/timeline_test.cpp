@@ -12,6 +12,10 @@ namespace {
 
 constexpr int64_t kForever = -1;
 
+Status AwaitIssued(Timeline& timeline, uint64_t sequence, uint64_t mark) {
+  return timeline.AwaitIssued(sequence, mark, [] { return Status(); });
+}
+
 // A timeline whose pieces wait for permits, and fail where told.
 class Line {
  public:
@@ -140,12 +144,12 @@ TEST(Timeline, WhatIsIssuedIsAheadOfWhatIsReached) {
   Timeline& timeline = *line.timeline;
   timeline.Issued(1, 7);
   timeline.Issued(1, 3);  // late, and no way back
-  EXPECT_TRUE(timeline.AwaitIssued(1, 7).ok());
+  EXPECT_TRUE(AwaitIssued(timeline, 1, 7).ok());
   EXPECT_FALSE(timeline.HasReached(1, 1));
   line.Permit(1);
   EXPECT_TRUE(timeline.Wait(1, -1).ok());
   EXPECT_TRUE(timeline.HasReached(1, Timeline::kMarks));
-  EXPECT_TRUE(timeline.AwaitIssued(1, Timeline::kMarks).ok());
+  EXPECT_TRUE(AwaitIssued(timeline, 1, Timeline::kMarks).ok());
 }
 
 TEST(Timeline, AMarkIsAwaitedByTheCallingThread) {
@@ -154,11 +158,11 @@ TEST(Timeline, AMarkIsAwaitedByTheCallingThread) {
   line.Queue();
   line.Queue();
   std::thread permits([&] { line.Permit(2); });
-  const Status reached = line.timeline->AwaitIssued(1, 5);
+  const Status reached = AwaitIssued(*line.timeline, 1, 5);
   EXPECT_TRUE(reached.ok() || reached.code() == OFFLOAD_POISONED) << reached.message();
   EXPECT_GE(line.progress, Timeline::ProgressAt(1, 5));
   // The second piece reaches mark 5, then fails.
-  const Status failed = line.timeline->AwaitIssued(2, 6);
+  const Status failed = AwaitIssued(*line.timeline, 2, 6);
   EXPECT_EQ(failed.code(), OFFLOAD_POISONED);
   EXPECT_NE(failed.message().find("broken at 7"), std::string::npos) << failed.message();
   permits.join();
@@ -366,7 +370,7 @@ TEST(Timeline, TheBackgroundHoldsStreamsUntilItHasRead) {
   for (int i = 0; i < 3; ++i) line.Queue();
   std::atomic<bool> issued = false;
   std::thread caller([&] {
-    EXPECT_TRUE(line.timeline->AwaitIssued(2, 1).ok());
+    EXPECT_TRUE(AwaitIssued(*line.timeline, 2, 1).ok());
     issued = true;
   });
   EXPECT_TRUE(line.timeline->Wait(3, kForever).ok());
@@ -392,7 +396,7 @@ TEST(Timeline, AFailureLetsStreamsGoWhenTheBackgroundHasRead) {
   line.Permit(2);
   line.Queue();
   line.Queue();
-  EXPECT_EQ(line.timeline->AwaitIssued(2, 0).code(), OFFLOAD_POISONED)
+  EXPECT_EQ(AwaitIssued(*line.timeline, 2, 0).code(), OFFLOAD_POISONED)
       << "each thread that asks is told";
   EXPECT_EQ(line.progress, Timeline::ProgressAt(1, 5));
   EXPECT_EQ(line.timeline->Wait(2, 0).code(), OFFLOAD_TIMED_OUT) << "what was lent is being read";
