@@ -377,9 +377,9 @@ typedef struct offload_optimizer_options {
   int32_t host_executors;      /* enum offload_host_executors */
   uint32_t reserved1;          /* 0 */
   uint64_t early_update_bytes; /* host memory, pinned, for chunks that are updated before their step
-                                  (see "Early updates" below); 0 = none are. It is taken where the
-                                  device has memory of its own, gradients are movable and CPU
-                                  threads update; never more than all chunks could use */
+                                  (see "Early updates" below); 0 = none are. Never more is taken
+                                  than all chunks could use. It must be 0 on the host device, with
+                                  OFFLOAD_EXECUTORS_STREAMED, and unless gradients are movable */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and

@@ -144,6 +144,31 @@ Status CheckExecutors(const offload_optimizer_options_t& options, const Device& 
   return {};
 }
 
+// Only CPU workers update early, only chunks whose gradients have been offloaded, and only where
+// the caller's params are not written in place.
+Status CheckEarlyUpdates(const offload_optimizer_options_t& options, const Device& device) {
+  if (options.early_update_bytes == 0) return {};
+  const auto bytes = static_cast<unsigned long long>(options.early_update_bytes);
+  if (device.unified())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.early_update_bytes is %llu, but the device is %s, where a step "
+                         "writes params in place and nothing can be updated before it; leave it 0",
+                         bytes, device.name());
+  if (options.host_executors == OFFLOAD_EXECUTORS_STREAMED)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.early_update_bytes is %llu, but host_executors is "
+                         "OFFLOAD_EXECUTORS_STREAMED, and only CPU threads update before a step; "
+                         "use OFFLOAD_EXECUTORS_AUTO, or leave it 0",
+                         bytes);
+  if ((options.movable & kGradsMovable) == 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.early_update_bytes is %llu, but gradients are not movable, and "
+                         "only those that have left the device are used before a step; add "
+                         "OFFLOAD_MOVABLE_GRADS to options.movable, or leave it 0",
+                         bytes);
+  return {};
+}
+
 }  // namespace
 
 Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const Device& device) {
@@ -167,6 +192,7 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
                          options.movable, kMovable);
   HYBRIDOPT_TRY(CheckFormats(options));
   HYBRIDOPT_TRY(CheckExecutors(options, device));
+  HYBRIDOPT_TRY(CheckEarlyUpdates(options, device));
   if (options.comm_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
@@ -192,11 +218,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
   shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
   shape.stream_ring_bytes = options.stream_ring_bytes;
-  // Only CPU workers update early, only chunks whose gradients have been offloaded, and only where
-  // the caller's params are not written in place.
-  const bool updates_early =
-      !device.unified() && shape.cpu_updates && (options.movable & kGradsMovable) != 0;
-  shape.early_update_bytes = updates_early ? options.early_update_bytes : 0;
+  shape.early_update_bytes = options.early_update_bytes;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return shape;
 }

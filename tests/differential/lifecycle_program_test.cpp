@@ -39,7 +39,8 @@ LifecycleSetting ProgramSetting(uint64_t seed) {
   setting.optimizer.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));
   DrawExecutors(setting.optimizer.chunk_elements, random, setting.optimizer);
   setting.slow_event = DrawSlowEvent(random);
-  if (random.OneIn(2)) setting.optimizer.early_update_bytes = 1 << (12 + random.Below(8));
+  if (random.OneIn(2) && setting.optimizer.host_executors != OFFLOAD_EXECUTORS_STREAMED)
+    setting.optimizer.early_update_bytes = 1 << (12 + random.Below(8));
   for (int i = 0; i < 8; ++i)
     setting.chunk_orders.push_back(random.OneIn(2) ? 0 : static_cast<int32_t>(random.Below(5)));
   return setting;

@@ -254,6 +254,45 @@ std::vector<Row> GroupRows() {
   }
   return rows;
 }
+TEST(EarlyUpdateBytes, AreRefusedWhereNothingCouldBeUpdatedEarly) {
+  const auto create = [](int32_t device_kind, uint32_t movable, int32_t executors) {
+    auto context_options = Make<ContextOptions>();
+    context_options.device_kind = device_kind;
+    context_options.log = DropLog;
+    offload_context_t context = nullptr;
+    EXPECT_OFFLOAD_OK(offload_context_create(&context_options, &context));
+    auto options = Make<OptimizerOptions>();
+    options.algorithm = OFFLOAD_ADAMW;
+    options.movable = movable;
+    options.host_executors = executors;
+    options.early_update_bytes = 1 << 20;
+    offload_optimizer_t optimizer = nullptr;
+    const int32_t status = offload_optimizer_create(context, &options, &optimizer);
+    if (status == OFFLOAD_OK) {
+      EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
+    }
+    EXPECT_OFFLOAD_OK(offload_context_destroy(context));
+    return status;
+  };
+  const uint32_t grads = OFFLOAD_MOVABLE_GRADS;
+  ExpectError(
+      create(OFFLOAD_DEVICE_HOST, grads, OFFLOAD_EXECUTORS_AUTO), OFFLOAD_INVALID_ARGUMENT,
+      {"options.early_update_bytes is 1048576, but the device is host memory", "leave it 0"});
+  ExpectError(create(OFFLOAD_DEVICE_SIM, grads, OFFLOAD_EXECUTORS_STREAMED),
+              OFFLOAD_INVALID_ARGUMENT,
+              {"options.early_update_bytes is 1048576, but host_executors is "
+               "OFFLOAD_EXECUTORS_STREAMED",
+               "use OFFLOAD_EXECUTORS_AUTO, or leave it 0"});
+  ExpectError(create(OFFLOAD_DEVICE_SIM, OFFLOAD_MOVABLE_STATES, OFFLOAD_EXECUTORS_AUTO),
+              OFFLOAD_INVALID_ARGUMENT,
+              {"options.early_update_bytes is 1048576, but gradients are not movable",
+               "add OFFLOAD_MOVABLE_GRADS to options.movable, or leave it 0"});
+  for (const int32_t executors : {OFFLOAD_EXECUTORS_AUTO, OFFLOAD_EXECUTORS_CPU}) {
+    EXPECT_OFFLOAD_OK(create(OFFLOAD_DEVICE_SIM, grads, executors));
+    EXPECT_OFFLOAD_OK(create(OFFLOAD_DEVICE_SIM, OFFLOAD_MOVABLE_ACCUMULATE, executors));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Group, Registering, testing::ValuesIn(GroupRows()), RowName);
 
 INSTANTIATE_TEST_SUITE_P(

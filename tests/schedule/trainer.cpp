@@ -158,7 +158,8 @@ void Trainer::Create() {
   options.device_fraction = program_.device_fraction;
   options.staging_slots = program_.staging_slots;
   options.host_executors = program_.sim ? program_.executors : OFFLOAD_EXECUTORS_AUTO;
-  options.early_update_bytes = program_.early_update_bytes;
+  if (program_.sim && options.host_executors != OFFLOAD_EXECUTORS_STREAMED)
+    options.early_update_bytes = program_.early_update_bytes;
   options.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
   if (comm_ != nullptr) options.comm = &table_;
   options.comm_timeout_ns = kCommTimeoutNs;

@@ -35,7 +35,11 @@ void CreateOptimizer(World& world) {
   if (options.host_executors != OFFLOAD_EXECUTORS_CPU && random.Chance(30))
     options.stream_ring_bytes = random.OneOf<uint64_t>({1 << 16, 1 << 18, 1 << 20, 1, UINT64_MAX});
   if (random.Chance(70)) options.movable = static_cast<uint32_t>(random.Below(16));
-  if (random.Chance(30))
+  const bool updates_early = (options.movable & OFFLOAD_MOVABLE_GRADS) != 0 &&
+                             options.host_executors != OFFLOAD_EXECUTORS_STREAMED &&
+                             world.contexts.contains(context) &&
+                             world.contexts.at(context).kind != OFFLOAD_DEVICE_HOST;
+  if (random.Chance(updates_early ? 60 : 2))
     options.early_update_bytes = random.OneOf<uint64_t>({1 << 14, 1 << 18, UINT64_MAX});
   if (world.optimizers.size() >= 8) options.movable = 16;  // enough of them
   offload_optimizer_t optimizer = nullptr;

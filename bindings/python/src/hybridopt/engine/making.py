@@ -67,6 +67,14 @@ def with_shards(
     return distributed.with_shards(members, comm, options["replica_group"])
 
 
+def early_update_bytes(options: OffloadOptions, device: torch.device, host_executors: str) -> int:
+    """What the library is to take for early updates: nothing where it would refuse that, because gradients do
+    not leave (before hook_gradients()), or because no CPU thread could update a copy of a param."""
+    leave = {"grads", "accumulate"} & set(options["movable"])
+    usable = device.type != "cpu" and bool(leave) and host_executors != "streamed"
+    return options["early_update_bytes"] if usable else 0
+
+
 def make_engine(
     members: list[Member],
     algorithm: int,
@@ -106,7 +114,7 @@ def make_engine(
             moment_dtype=DTYPES[state_dtype_of(options["state_dtype"])],
             master_layout=MASTER_LAYOUTS[options["master_layout"]],
             host_executors=HOST_EXECUTORS[host_executors],
-            early_update_bytes=options["early_update_bytes"],
+            early_update_bytes=early_update_bytes(options, device, host_executors),
             **({} if comm is None else comm.options()),
         )
 
