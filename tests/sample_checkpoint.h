@@ -114,7 +114,8 @@ class HandMade {
         stored.shard.range_count += elements;
       }
     }
-    for (int32_t kind : kinds)
+    if (stored.shard.range_count == 0) manifest.version = kVersionOfEmptyShards;
+    for (int32_t kind : stored.shard.range_count > 0 ? kinds : std::vector<int32_t>())
       stored.tensors.push_back(
           {kind, OFFLOAD_FP32, rank, 0, stored.shard.range_count * sizeof(float), {}});
     param.shards.push_back(std::move(stored));

@@ -62,7 +62,7 @@ bool Holds(const StoredParam& param, int32_t kind) {
   for (const StoredShard& shard : param.shards)
     if (FindTensor(shard, kind) != nullptr) return true;
   // A tensor without elements has a master too.
-  return param.shards.empty() && kind == OFFLOAD_STATE_MASTER;
+  return !HasElements(param) && kind == OFFLOAD_STATE_MASTER;
 }
 
 struct Entry {

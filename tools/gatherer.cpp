@@ -46,6 +46,7 @@ std::byte* Gatherer::block() const { return memory_.data() + kBlockBegin; }
 Result<int32_t> Gatherer::Check(const StoredParam& param, int32_t kind) const {
   const std::string where = "param '" + param.name.substr(0, 256) + "', " + KindName(kind);
   int32_t dtype = OFFLOAD_FP32;
+  if (!HasElements(param)) return dtype;
   for (size_t i = 0; i < param.shards.size(); ++i) {
     const StoredTensor* const tensor = FindTensor(param.shards[i], kind);
     if (tensor == nullptr)

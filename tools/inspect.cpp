@@ -135,7 +135,7 @@ Json JsonOf(const Reader& reader) {
                       {"shards", shards}});
   }
   return {{"status", "OK"},
-          {"format_version", kFormatVersion},
+          {"format_version", manifest.version},
           {"writer", manifest.writer},
           {"step", manifest.step},
           {"algorithm", AlgorithmOf(manifest.algorithm)->name},

@@ -66,7 +66,9 @@ Result<Manifest> Plan(const Manifest& old, const Gatherer& gatherer, uint32_t wo
     std::vector<StoredShard> parts;
     for (uint32_t rank = 0; rank < world; ++rank) {
       StoredShard part = PartOf(param, rank, world);
-      if (part.shard.range_count > 0) parts.push_back(std::move(part));
+      // Of a param without elements there is one shard, which tells the step count.
+      if (part.shard.range_count > 0 || (rank == 0 && !HasElements(param)))
+        parts.push_back(std::move(part));
     }
     param.shards = std::move(parts);
   }

@@ -202,7 +202,10 @@ uint32_t Loader::fingerprint() const {
 }
 
 std::vector<int32_t> Loader::Known() const {
-  std::vector<int32_t> known(reader_->manifest().params.size());
+  // Params without elements need not be registered.
+  std::vector<int32_t> known;
+  for (const checkpoint::StoredParam& param : reader_->manifest().params)
+    known.push_back(checkpoint::HasElements(param) ? 0 : 1);
   for (const Source& source : sources_)
     if (source.stored != nullptr) known[source.stored - reader_->manifest().params.data()] = 1;
   return known;
@@ -531,15 +534,27 @@ void Loader::SetCounts(StepCounts& step_counts) const {
                      (request_.flags & OFFLOAD_LOAD_KEEP_STEPS) == 0;
   step_counts.set_applied(fresh ? 0 : reader_->manifest().step);
   for (uint32_t id = 0; id < table_.size(); ++id) {
-    if (table_.param(id).count == 0) continue;
-    uint64_t count = 0;
-    (void)checkpoint::ForEachSegment(
-        sources_[id].shards, table_.param(id).shard, [&](const checkpoint::Segment& segment) {
-          count = sources_[id].stored->shards[segment.shard].step_count;
-          return Status::Error(OFFLOAD_INTERNAL, "the first tells");
-        });
-    step_counts.set(id, fresh ? 0 : count);
+    const Param& param = table_.param(id);
+    if (param.count == 0 && param.shard.partial()) continue;  // other ranks step it
+    step_counts.set(id, fresh ? 0 : StoredCount(id));
   }
+}
+
+uint64_t Loader::StoredCount(uint32_t id) const {
+  const Source& source = sources_[id];
+  uint64_t count = 0;
+  if (source.stored == nullptr) return count;
+  const std::vector<StoredShard>& shards = source.stored->shards;
+  if (table_.param(id).count == 0) {
+    for (const StoredShard& shard : shards) count = std::max(count, shard.step_count);
+    return count;
+  }
+  (void)checkpoint::ForEachSegment(source.shards, table_.param(id).shard,
+                                   [&](const checkpoint::Segment& segment) {
+                                     count = shards[segment.shard].step_count;
+                                     return Status::Error(OFFLOAD_INTERNAL, "the first tells");
+                                   });
+  return count;
 }
 
 }  // namespace hybridopt

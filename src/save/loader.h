@@ -123,6 +123,7 @@ class Loader {
   Result<std::byte*> Stage(uint64_t bytes);
   Status FillMoments();
   Status AwaitCopies();
+  uint64_t StoredCount(uint32_t id) const;
 
   Context& context_;
   const ParamTable& table_;

@@ -45,7 +45,7 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   std::vector<uint32_t> ids;  // of the params in the manifest
   for (uint32_t id : shape.update_order) {
     const Param& param = table.param(id);
-    if (param.count == 0 || (param.flags & OFFLOAD_PARAM_REPLICA) != 0) continue;
+    if (!IsStored(param, id)) continue;
     ListShard(param, id, shape.params[id]);
     ids.push_back(id);
   }
@@ -59,6 +59,12 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   });
   FillCapture();
   return {};
+}
+
+// Of a param without elements there is only the step count, which is 0 where nothing is stored.
+bool Saver::IsStored(const Param& param, uint32_t id) const {
+  if ((param.flags & OFFLOAD_PARAM_REPLICA) != 0) return false;
+  return param.count > 0 || (!param.shard.partial() && point_.step_counts[id] > 0);
 }
 
 void Saver::FillCapture() {
@@ -84,9 +90,11 @@ bool Saver::Borrows(const Array& array) const {
 void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped) {
   checkpoint::StoredParam stored{param.name, param.dtype, ShapeOf(param.shard), {}};
   checkpoint::StoredShard shard{point_.rank, param.group, point_.step_counts[id], param.shard, {}};
+  if (param.count == 0)
+    manifest_.version = std::max(manifest_.version, checkpoint::kVersionOfEmptyShards);
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
-    if (!locator_.Has(id, slot)) continue;
+    if (param.count == 0 || !locator_.Has(id, slot)) continue;
     if (slot != kMaster && (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0) continue;
     const int32_t dtype = RowOf(shaped.format[slot]).stored_dtype;
     shard.tensors.push_back(

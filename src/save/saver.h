@@ -90,6 +90,7 @@ class Saver {
         capture_(param_count) {}
 
   Status LayOut(const ParamTable& table, const StateShape& shape);
+  bool IsStored(const Param& param, uint32_t id) const;
   void ListShard(const Param& param, uint32_t id, const ParamShape& shaped);
   void FillCapture();
   bool Borrows(const Array& array) const;

@@ -34,7 +34,7 @@ def read_manifest(directory):
     tail = b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text[:-TAIL]).encode() + b'"}\n'
     require(text[-TAIL:] == tail, "the manifest's hash does not match")
     manifest = json.loads(text, object_pairs_hook=once)
-    require(manifest["version"] == 1, "unknown version")
+    require(manifest["version"] in (1, 2), "unknown version")
     return manifest
 
 

@@ -18,6 +18,7 @@ KINDS_OF = {
     "adagrad-world1": ["master", "sum"],
     "adam-world2": ["master", "exp_avg", "exp_avg_sq"],
     "adamw-world1": ["master", "exp_avg", "exp_avg_sq"],
+    "counts-world2": ["master", "exp_avg", "exp_avg_sq"],
     "lion-world2": ["master", "exp_avg"],
     "masters-world1": ["master"],
     "sgd-world3": ["master", "momentum_buffer"],

@@ -1,6 +1,6 @@
 // What the golden checkpoints hold: one small checkpoint of each algorithm, world size and way to
-// shard. make_golden.cpp wrote them once, with the release of format version 1; every later release
-// must load them.
+// shard. make_golden.cpp wrote them once, each with the first release of its format version; every
+// later release must load them.
 #pragma once
 
 #include <string>
@@ -79,6 +79,21 @@ inline Golden GoldenRanges() {
   return golden;
 }
 
+// Format version 2: params without elements, of which there are step counts.
+inline Golden GoldenCounts() {
+  Golden golden{"counts-world2", HandMade(OFFLOAD_ADAMW, 2)};
+  HandMade& made = golden.made;
+  made.manifest.groups = {GoldenGroup(OFFLOAD_ADAMW)};
+  made.AddParam("flat", OFFLOAD_BF16, {6});
+  made.AddShard(0, 0, {{{0}, {6}}}, 0, 4);
+  made.AddShard(1, 0, {{{0}, {6}}}, 4, 2);
+  made.AddParam("nothing", OFFLOAD_FP16, {0, 4});
+  made.AddShard(0, 0, {{{0, 0}, {0, 4}}});
+  made.AddShard(1, 0, {{{0, 0}, {0, 4}}});
+  made.AddParam("no shard", OFFLOAD_FP32, {3, 0});
+  return golden;
+}
+
 inline std::vector<Golden> Goldens() {
   std::vector<Golden> goldens;
   goldens.push_back(
@@ -97,6 +112,7 @@ inline std::vector<Golden> Goldens() {
   goldens.push_back(
       GoldenBoxes("lion-world2", OFFLOAD_LION, {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG}));
   goldens.push_back(GoldenRanges());
+  goldens.push_back(GoldenCounts());
   for (Golden& golden : goldens) {
     golden.made.manifest.writer = "hybridopt 0.1.0, tests/golden/make_golden.cpp";
     golden.made.Fill();

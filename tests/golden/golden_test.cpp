@@ -58,6 +58,7 @@ TEST_P(GoldenTest, OpensAndEveryElementIsWhatWasWritten) {
   EXPECT_EQ(manifest.algorithm, GetParam().made.manifest.algorithm);
   EXPECT_EQ(manifest.masters_only, GetParam().made.manifest.masters_only);
   EXPECT_EQ(manifest.step, 42u);
+  EXPECT_EQ(manifest.version, GetParam().made.manifest.version);
   ASSERT_EQ(manifest.groups.size(), 1u);
   EXPECT_EQ(std::memcmp(&manifest.groups[0], &GetParam().made.manifest.groups[0],
                         sizeof(offload_group_t)),
@@ -75,7 +76,7 @@ TEST_P(GoldenTest, OpensAndEveryElementIsWhatWasWritten) {
     for (const StoredShard& shard : param.shards) {
       shards.push_back(&shard.shard);
       EXPECT_EQ(shard.step_count, 41 + p);
-      EXPECT_EQ(shard.tensors.size(), GetParam().made.kinds.size());
+      EXPECT_EQ(shard.tensors.size(), HasElements(param) ? GetParam().made.kinds.size() : 0);
       for (const StoredTensor& tensor : shard.tensors) {
         const std::string file = BytesOf(reader.value().FilePath(tensor.file));
         for (uint64_t i = 0; i < shard.shard.range_count; ++i) {

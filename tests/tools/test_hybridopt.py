@@ -197,10 +197,10 @@ def test_inspect_of_what_is_no_good_checkpoint(sample, tmp_path):
     shutil.copytree(sample, other)
     (other / "manifest.json").write_text("{}")
     assert refuse(BAD, "too few", "inspect", other) == "CHECKPOINT_CORRUPT"
-    text = (sample / "manifest.json").read_bytes()[:-TAIL].replace(b'"version":1', b'"version":2')
+    text = (sample / "manifest.json").read_bytes()[:-TAIL].replace(b'"version":1', b'"version":9')
     tail = b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}\n'
     (other / "manifest.json").write_bytes(text + tail)
-    assert refuse(FAILED, "format version 2", "inspect", other) == "UNSUPPORTED"
+    assert refuse(FAILED, "format version 9", "inspect", other) == "UNSUPPORTED"
     flip(sample / "shard-00001-of-00002.safetensors", 100)
     refuse(BAD, "shard-00001-of-00002.safetensors': the header's hash", "inspect", sample)
 
@@ -307,7 +307,7 @@ def test_reshard_keeps_every_bit_and_deals_evenly(directory, world, tmp_path):
     if world == 1:
         arrays = load_file(out / "shard-00000-of-00001.safetensors")
         for param in after["params"]:
-            if param["shards"]:
+            if 0 not in param["shape"]:
                 assert list(arrays[param["name"] + ".master"].shape) == param["shape"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 

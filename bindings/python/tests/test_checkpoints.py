@@ -58,6 +58,8 @@ def test_params_without_elements_keep_their_state(name, dtype, tmp_path):
     params = [Parameter(torch.zeros(size, dtype=dtype)) for size in ((3,), (0, 2))]
     optimizer = ours(params, **arguments)
     run(optimizer, params, [1, 2])
+    params[1].grad = None  # counts differ between params
+    optimizer.step()
     saved = state_bits(optimizer)
     optimizer.save_checkpoint(tmp_path / "saved")
     other_params = clone(params)

@@ -4,7 +4,7 @@ namespace hybridopt::checkpoint {
 offload_checkpoint_info_t InfoOf(const Manifest& manifest) {
   offload_checkpoint_info_t info{};
   info.struct_size = sizeof(info);
-  info.format_version = kFormatVersion;
+  info.format_version = manifest.version;
   info.algorithm = manifest.algorithm;
   info.save_flags = manifest.masters_only ? OFFLOAD_SAVE_MASTERS_ONLY : 0;
   info.world = manifest.world;

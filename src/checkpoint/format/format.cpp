@@ -32,6 +32,8 @@ bool Find(const Row (&rows)[kCount], std::string_view name, int32_t* value) {
   return false;
 }
 
+constexpr char kHeadVersion[] = "1";  // of the heads, which are alike in all versions of manifests
+
 // The arrays of each file, in the order of the manifest.
 std::vector<std::vector<StoredTensor*>> ArraysByFile(Manifest* manifest) {
   std::vector<std::vector<StoredTensor*>> arrays(manifest->files.size());
@@ -127,6 +129,10 @@ const StoredTensor* FindTensor(const StoredShard& shard, int32_t kind) {
   return nullptr;
 }
 
+bool HasElements(const StoredParam& param) {
+  return std::find(param.shape.begin(), param.shape.end(), 0) == param.shape.end();
+}
+
 bool FindParamDtype(std::string_view name, int32_t* dtype) {
   return FindStoredDtype(name, dtype) && IsParamDtype(*dtype);
 }
@@ -157,7 +163,7 @@ std::vector<int64_t> StoredShape(const Shard& shard) {
 std::vector<Head> HeadsOf(const Manifest& manifest) {
   std::vector<Head> heads(manifest.files.size());
   for (size_t i = 0; i < heads.size(); ++i)
-    heads[i].metadata = {{"hybridopt_checkpoint", std::to_string(kFormatVersion)},
+    heads[i].metadata = {{"hybridopt_checkpoint", kHeadVersion},
                          {"rank", std::to_string(manifest.files[i].rank)},
                          {"step", std::to_string(manifest.step)},
                          {"world", std::to_string(manifest.world)}};
@@ -216,6 +222,7 @@ Result<Manifest> MergeManifests(std::vector<Manifest> parts) {
   for (uint32_t i = 0; i < parts.size(); ++i) {
     Manifest& part = parts[i];
     HYBRIDOPT_TRY(CheckSameRun(whole, part, i));
+    whole.version = std::max(whole.version, part.version);
     const std::vector<uint32_t> groups = MergeGroups(&whole, part.groups);
     const auto first_file = static_cast<uint32_t>(whole.files.size());
     for (StoredFile& file : part.files) whole.files.push_back(std::move(file));

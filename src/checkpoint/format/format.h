@@ -19,7 +19,9 @@
 
 namespace hybridopt::checkpoint {
 
-inline constexpr uint32_t kFormatVersion = 1;
+// A checkpoint has the lowest version that can hold it, so that older releases read what they can.
+inline constexpr uint32_t kFormatVersion = 2;  // the highest of this release
+inline constexpr uint32_t kVersionOfEmptyShards = 2;
 inline constexpr char kManifestFile[] = "manifest.json";
 inline constexpr uint64_t kManifestBytesMax = uint64_t{1} << 30;
 inline constexpr uint64_t kBlockBytes = uint64_t{8} << 20;  // what this release writes
@@ -40,7 +42,8 @@ struct StoredTensor {
   std::vector<uint64_t> hashes;  // XXH3 of each block, counted from the array's start
 };
 
-// What one rank stored of a param. Empty shards are not stored.
+// What one rank stored of a param. A shard without elements is stored only where the whole param
+// has none: it has no tensors, and tells the step count.
 struct StoredShard {
   uint32_t rank;
   uint32_t group;  // index into Manifest::groups
@@ -65,6 +68,7 @@ struct StoredFile {
 };
 
 struct Manifest {
+  uint32_t version = 1;
   std::string writer;  // name of the program that wrote it, for people
   uint64_t step;       // steps applied
   int32_t algorithm;   // enum offload_algorithm
@@ -82,6 +86,8 @@ const char* KindName(int32_t kind);
 bool FindKind(std::string_view name, int32_t* kind);
 // The array of a kind; NULL where the shard has none.
 const StoredTensor* FindTensor(const StoredShard& shard, int32_t kind);
+// Whether the whole tensor has elements.
+bool HasElements(const StoredParam& param);
 // The same as FindStoredDtype, but for the dtypes of params.
 bool FindParamDtype(std::string_view name, int32_t* dtype);
 // The algorithm of a name in kernels/algorithms.h.

@@ -41,7 +41,7 @@ class ManifestWriter {
   explicit ManifestWriter(const Manifest& manifest) : manifest_(manifest) {}
 
   std::string Write() {
-    text_ = std::string(kFirst) + std::to_string(kFormatVersion) + ",\n";
+    text_ = std::string(kFirst) + std::to_string(manifest_.version) + ",\n";
     Key("writer");
     AppendJsonString(&text_, manifest_.writer);
     Number(",\"step\"", manifest_.step);
@@ -194,7 +194,7 @@ class ManifestReader {
   Result<Manifest> Read() {
     json_.Object({
         {"format", [&] { json_.String(); }},  // checked with the first bytes
-        {"version", [&] { json_.Unsigned(); }},
+        {"version", [&] { manifest_.version = Small(kFormatVersion); }},
         {"writer", [&] { manifest_.writer = Text(kWriterBytesMax); }},
         {"step", [&] { manifest_.step = json_.Unsigned(kStepsMax); }},
         {"algorithm", [&] { Word(FindAlgorithm, "an algorithm", &manifest_.algorithm); }},
@@ -425,10 +425,13 @@ Status CheckTensor(const Manifest& manifest, const StoredShard& shard, const Sto
   return {};
 }
 
-Status CheckShard(const Manifest& manifest, const StoredShard& shard) {
+Status CheckShard(const Manifest& manifest, bool has_elements, const StoredShard& shard) {
   if (shard.rank >= manifest.world) return Corrupt("a rank outside the world");
   if (shard.group >= manifest.groups.size()) return Corrupt("a group that is not listed");
-  if (shard.shard.range_count == 0) return Corrupt("a shard without elements");
+  if (shard.shard.range_count == 0 && (has_elements || manifest.version < kVersionOfEmptyShards))
+    return Corrupt("a shard without elements");
+  if (shard.shard.range_count == 0 && !shard.tensors.empty())
+    return Corrupt("an array without elements");
   uint32_t kinds = 0;
   for (const StoredTensor& tensor : shard.tensors) {
     if ((kinds & 1u << tensor.kind) != 0)
@@ -447,7 +450,7 @@ Status CheckParam(const Manifest& manifest, const StoredParam& param) {
     return Corrupt("shape has no dimension or too many elements");
   std::vector<uint32_t> ranks;
   for (const StoredShard& shard : param.shards) {
-    const Status status = CheckShard(manifest, shard);
+    const Status status = CheckShard(manifest, elements > 0, shard);
     if (!status.ok())
       return Corrupt("the shard of rank " + std::to_string(shard.rank) + ": " + status.message());
     ranks.push_back(shard.rank);
@@ -521,10 +524,10 @@ Status CheckEnds(std::string_view text) {
   const char* const digits = body.data() + kFirst.size();
   const auto [end, error] = std::from_chars(digits, body.data() + body.size(), version);
   if (error != std::errc() || version == 0) return Corrupt("the manifest tells no version");
-  if (version != kFormatVersion)
+  if (version > kFormatVersion)
     return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "the checkpoint has format version %llu, this release reads version %u; "
-                         "use the release that wrote it, or a later one",
+                         "the checkpoint has format version %llu, this release reads versions 1 to "
+                         "%u; use the release that wrote it, or a later one",
                          Wide(version), kFormatVersion);
   return {};
 }

@@ -96,7 +96,7 @@ TEST(ManifestTest, EndsAreCheckedBeforeTheRest) {
   ExpectRefused(Rehashed(Replaced(sample.text, "\"version\":1", "\"version\":-1")),
                 "tells no version");
   ExpectRefused(Rehashed(Replaced(sample.text, "\"version\":1", "\"version\":7")),
-                "format version 7, this release reads version 1; use the release",
+                "format version 7, this release reads versions 1 to 2; use the release",
                 OFFLOAD_UNSUPPORTED);
 }
 
@@ -118,6 +118,29 @@ TEST(ManifestTest, AFlagThatVersionOneDidNotBeginWithIsWrittenOnlyWhereItIsSet) 
                 "true or false is expected");
   ExpectRefused(Rehashed(Replaced(sample.text, key + ":true", key + ":true," + key + ":true")),
                 "the key \"cautious_weight_decay\" stands twice");
+}
+
+TEST(ManifestTest, AShardWithoutElementsTellsAStepCountAndNothingElse) {
+  HandMade made(OFFLOAD_ADAMW, 1);
+  made.manifest.groups = {AdamGroup(0.001, 0.1)};
+  made.AddParam("nothing", OFFLOAD_BF16, {3, 0});
+  made.AddShard(0, 0, {{{0, 0}, {3, 0}}});
+  made.AddParam("some", OFFLOAD_BF16, {4});
+  made.AddShard(0, 0, {{{0}, {4}}});
+  made.Fill();
+  const Result<Manifest> manifest = ParseManifest(made.text);
+  ASSERT_TRUE(manifest.ok()) << manifest.status().message();
+  EXPECT_EQ(manifest.value().version, 2u);
+  ASSERT_EQ(manifest.value().params[0].shards.size(), 1u);
+  EXPECT_EQ(manifest.value().params[0].shards[0].step_count, 41u);
+  ExpectRefused(Rehashed(Replaced(made.text, "\"version\":2", "\"version\":1")),
+                "param \"nothing\": the shard of rank 0: a shard without elements");
+  ExpectRefused(Rehashed(Replaced(made.text, "\"range\":[0,4]", "\"range\":[0,0]")),
+                "param \"some\": the shard of rank 0: a shard without elements");
+  ExpectRefused(Rehashed(Replaced(made.text, "\"tensors\":[]",
+                                  "\"tensors\":[{\"kind\":\"master\",\"dtype\":\"F32\",\"file\":0,"
+                                  "\"offset\":4096,\"bytes\":0,\"xxh3\":[]}]")),
+                "param \"nothing\": the shard of rank 0: an array without elements");
 }
 
 TEST(ManifestTest, ForgedTextsAreRefused) {
@@ -397,6 +420,23 @@ TEST(MergeTest, PartsBecomeTheWhole) {
   }
   // One rank's part is a manifest itself, and merging one is no change.
   EXPECT_EQ(EncodeManifest(MergeManifests({sample.manifest}).value()).value(), sample.text);
+}
+
+// Only one of the ranks has what needs a later version.
+TEST(MergeTest, TheVersionIsTheHighestOfAllParts) {
+  HandMade made(OFFLOAD_ADAMW, 2);
+  made.manifest.groups = {AdamGroup(0.001, 0.1)};
+  made.AddParam("some", OFFLOAD_BF16, {4});
+  made.AddShard(0, 0, {{{0}, {4}}});
+  made.AddParam("nothing", OFFLOAD_BF16, {0});
+  made.AddShard(1, 0, {{{0}, {0}}});
+  made.Fill();
+  Manifest first = PartOf(made.manifest, 0), second = PartOf(made.manifest, 1);
+  first.version = 1;
+  const Result<Manifest> merged = MergeManifests({first, second});
+  ASSERT_TRUE(merged.ok()) << merged.status().message();
+  EXPECT_EQ(merged.value().version, 2u);
+  EXPECT_TRUE(ParseManifest(EncodeManifest(merged.value()).value()).ok());
 }
 
 TEST(MergeTest, RanksThatDisagreeAreRefused) {

@@ -313,17 +313,28 @@ class Engine:
                     "not have the new value yet; call reload(params=True) before saving"
                 )
         self._count_loaded_moments(self.slots)
+        self._push_empty_counts()
         self.refresh_masters()
 
-    def after_load(self, steps: int, most: int) -> None:
+    def _push_empty_counts(self) -> None:
+        """Sets the step counts of params without elements: torch counts their steps, the library does not."""
+        empty = [slot for slot in self.slots if slot.param.numel() == 0]
+        if empty:
+            self.settle()
+            self.wait()
+        for slot in empty:
+            self.handle.set_step_count(slot.id, int(self.shown.count_views[slot.id]))
+
+    def after_load(self, steps: int, counts: Mapping[str, int]) -> None:
         """Notes that a load has written params, state and step counts, and that the optimizer's own count is
-        `steps`. torch counts the steps of params without elements too, but a checkpoint holds nothing of
-        them: they get `most`, the highest count of all params."""
+        `steps`. `counts` are those of params by name: the library sets none where this rank has no element of a
+        param that others have elements of."""
         self._note_written(self.slots)
         self._unstepped.clear()
         self.history.note_load(steps)
         for slot in self.slots:
-            count = most if slot.count == 0 else self._stored_count(slot)
+            elsewhere = slot.count == 0 and slot.param.numel() > 0
+            count = counts.get(slot.name, 0) if elsewhere else self._stored_count(slot)
             self.shown.count_views[slot.id].fill_(count)
             # A master with more bits than its param cannot be made from the param by another engine.
             if count > 0 or self.masters.has_low_bits(slot):

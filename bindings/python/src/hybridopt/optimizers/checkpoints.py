@@ -104,7 +104,9 @@ def load(
     Transfer(engine, ticket, function).wait()
     if keep_steps or not fresh_moments:
         info, tensors = abi.checkpoint_inspect(path)
-        most = max((tensor.step_count for tensor in tensors), default=info.step)
-        engine.after_load(info.step, most)
+        counts: dict[str, int] = {}
+        for tensor in tensors:
+            counts[tensor.name] = max(tensor.step_count, counts.get(tensor.name, 0))
+        engine.after_load(info.step, counts)
     else:
-        engine.after_load(0, 0)
+        engine.after_load(0, {})
