@@ -38,7 +38,8 @@ RanksSetting RandomSetting(Random& random) {
 // Ranks that save and load together.
 class SavingRanks : public Ranks {
  public:
-  SavingRanks(const Sharded& sharded, const RanksSetting& setting, uint64_t comm_timeout_ns = 0)
+  SavingRanks(const Sharded& sharded, const RanksSetting& setting,
+              uint64_t comm_timeout_ns = kRankTimeoutNs)
       : Ranks(sharded, setting, 0, comm_timeout_ns) {}
 
   // In blocks of its own, so that the gradients of a queued step stay.
@@ -74,7 +75,8 @@ class SavingRanks : public Ranks {
                                 std::vector<std::string>* texts = nullptr) {
     std::vector<int32_t> outcomes;
     for (uint32_t rank = 0; rank < world(); ++rank) {
-      outcomes.push_back(offload_optimizer_wait(handle(rank), tickets[rank], -1));
+      outcomes.push_back(offload_optimizer_wait(handle(rank), tickets[rank], kHangNs));
+      if (outcomes.back() == OFFLOAD_TIMED_OUT) MUST(outcomes.back());  // a destroy would hang too
       if (texts != nullptr)
         texts->push_back(outcomes.back() == OFFLOAD_OK ? "" : offload_last_error());
     }
@@ -314,14 +316,16 @@ TEST(CheckpointRanks, StateIsAMixtureOnlyIfSomeRankHasReplacedSome) {
 
 // A rank that takes its time is one that goes on answering, so a test need not wait for a timeout:
 // the others must have met it several times meanwhile. Without that they would be stuck in one
-// call.
-constexpr uint64_t kTimeoutNs = 20'000'000'000;
+// call: then this returns false, after the timeout of that call.
 
-void AwaitMeetings(const ThreadComm& comm, int32_t rank) {
+bool AwaitMeetings(const ThreadComm& comm, int32_t rank) {
   const uint64_t before = comm.calls(rank);
-  const int64_t given_up_ns = system::NowNs() + 2 * static_cast<int64_t>(kTimeoutNs);
-  while (comm.calls(rank) < before + 3 && system::NowNs() < given_up_ns)
+  const int64_t given_up_ns = system::NowNs() + 3 * static_cast<int64_t>(kRankTimeoutNs) / 2;
+  while (comm.calls(rank) < before + 3) {
+    if (system::NowNs() > given_up_ns) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
 }
 
 TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
@@ -332,18 +336,18 @@ TEST(CheckpointRanks, ARankWithASlowDiskIsWaitedForAndHoldsNoStepUp) {
     std::atomic<bool>& held = before_reading ? files.before_reading : files.before_end;
     held = true;
     Random random(4);
-    SavingRanks ranks(*sharded, RandomSetting(random), kTimeoutNs);
+    SavingRanks ranks(*sharded, RandomSetting(random));
     UseFiles(ranks[1], files);
     ranks.Step(0);
     const std::vector<offload_ticket_t> tickets = ranks.Save(directory / "new");
     // Meanwhile rank 0 comes to the end of its part: it must still meet the other one.
-    for (int32_t rank : {0, 1}) AwaitMeetings(ranks.comm(), rank);
+    for (int32_t rank : {0, 1}) EXPECT_TRUE(AwaitMeetings(ranks.comm(), rank));
     ranks.QueueApart(1);
     const std::vector<offload_ticket_t> last = ranks.QueueApart(2);
     for (uint32_t rank = 0; rank < 2 && !before_reading; ++rank)
       EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), last[rank], -1), OFFLOAD_OK)
           << offload_last_error();
-    for (int32_t rank : {0, 1}) AwaitMeetings(ranks.comm(), rank);
+    for (int32_t rank : {0, 1}) EXPECT_TRUE(AwaitMeetings(ranks.comm(), rank));
     EXPECT_EQ(StepsApplied(ranks.handle(1)), before_reading ? 1u : 3u);
     for (uint32_t rank = 0; rank < 2; ++rank) {
       EXPECT_EQ(offload_optimizer_wait(ranks.handle(rank), tickets[rank], 0), OFFLOAD_TIMED_OUT)
@@ -401,13 +405,14 @@ class SlowFiles : public system::Files {
   void Take(const char* name) {
     {
       std::lock_guard lock(mutex_);
-      if (++taken_[name] > kTaken) return;
+      if (++taken_[name] > kTaken || alone_) return;
     }
-    AwaitMeetings(comm_, rank_);
+    alone_ = !AwaitMeetings(comm_, rank_);
   }
   static constexpr int kTaken = 8;
   const ThreadComm& comm_;
   const int32_t rank_;
+  std::atomic<bool> alone_ = false;  // the other rank does not go on: one wait for it is enough
   std::mutex mutex_;
   std::map<std::string, int> taken_;
 };
@@ -416,7 +421,7 @@ TEST(CheckpointRanks, NoWorkOnFilesOfOneRankCountsAgainstTheTimeoutOfAnother) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3004);
   const TemporaryDirectory directory;
   Random random(5);
-  SavingRanks ranks(*sharded, RandomSetting(random), kTimeoutNs);
+  SavingRanks ranks(*sharded, RandomSetting(random));
   SlowFiles first(ranks.comm(), 0), second(ranks.comm(), 1);
   UseFiles(ranks[0], first);
   UseFiles(ranks[1], second);
@@ -472,7 +477,7 @@ TEST(CheckpointRanks, ARankThatDiesDuringASaveLeavesNothing) {
   HeldFiles files;
   files.before_end = true;
   Random random(8);
-  SavingRanks ranks(*sharded, RandomSetting(random), kTimeoutNs);
+  SavingRanks ranks(*sharded, RandomSetting(random));
   UseFiles(ranks[0], files);
   ranks.Step(0);
   const std::vector<offload_ticket_t> tickets = ranks.Save(directory / "new");

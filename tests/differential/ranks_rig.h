@@ -10,6 +10,11 @@
 
 namespace hybridopt {
 
+// Ranks that wait for each other for ever are told soon: where one does not come, by its comm
+// timeout; where they go on meeting without end, by a wait that aborts.
+constexpr uint64_t kRankTimeoutNs = 20'000'000'000;
+constexpr int64_t kHangNs = 60'000'000'000;
+
 struct RanksSetting {
   ContextSetting context;
   OptimizerSetting optimizer;
@@ -20,7 +25,7 @@ struct RanksSetting {
 class Ranks {
  public:
   Ranks(const Sharded& sharded, const RanksSetting& setting, uint32_t movable = 0,
-        uint64_t comm_timeout_ns = 0)
+        uint64_t comm_timeout_ns = kRankTimeoutNs)
       : comm_(static_cast<int32_t>(sharded.world())) {
     for (uint32_t rank = 0; rank < sharded.world(); ++rank) {
       RanksSetting own = setting;
@@ -41,7 +46,7 @@ class Ranks {
   }
   void Wait() {
     for (uint32_t rank = 0; rank < world(); ++rank)
-      MUST(offload_optimizer_wait(handle(rank), 0, -1));
+      MUST(offload_optimizer_wait(handle(rank), 0, kHangNs));
   }
   void Step(size_t step) {
     Queue(step);

@@ -82,8 +82,8 @@ struct RunOptions {
   uint64_t device_timeout_ns = 0;
   std::vector<uint64_t> counts = {3000, 1, 2500};
   const offload_comm_t* comm = nullptr;
-  uint64_t comm_timeout_ns = 0;
-  const char* name_prefix = "p";  // of the params
+  uint64_t comm_timeout_ns = 20'000'000'000;  // so that ranks which hang are told soon
+  const char* name_prefix = "p";              // of the params
   offload_log_function_t log = DropLog;
 };
 
