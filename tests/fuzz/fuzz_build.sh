@@ -25,7 +25,7 @@ compile() {
 # All that the formats need as one file, since most of the time goes into headers that all include. The calls
 # need the whole library.
 formats=$out/formats.cpp
-for source in base/{box_overlap,shard,status} checkpoint/format/{format,hash,json,manifest,reshard,safetensors} \
+for source in base/{box_overlap,shard,status,utf8} checkpoint/format/{format,hash,json,manifest,reshard,safetensors} \
   kernels/coefficients; do
   echo "#include \"$source.cpp\""
 done >"$formats"
