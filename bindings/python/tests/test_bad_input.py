@@ -364,6 +364,10 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_no_bit(value):
         ({"betas": (1.0, 0.9)}, r"^betas\[0\] is 1, expected 0 <= betas\[0\] < 1"),
         ({"eps": -1e-8}, "^eps is -1e-08"),
         ({"weight_decay": float("inf")}, "^weight_decay is inf"),
+        ({"lr": None}, "^param group 0 has lr=None, expected a number"),
+        ({"eps": "small"}, "^param group 0 has eps='small', expected a number"),
+        ({"betas": 0.9}, r"^param group 0 has betas=0.9, expected two numbers"),
+        ({"betas": (0.9,)}, r"^param group 0 has betas=\(0.9,\), expected two numbers"),
     ],
 )
 def test_a_hyperparameter_that_cannot_be_is_refused_and_can_be_put_right(change, text):
@@ -375,7 +379,7 @@ def test_a_hyperparameter_that_cannot_be_is_refused_and_can_be_put_right(change,
     good = {key: optimizer.param_groups[0][key] for key in change}
     optimizer.param_groups[0].update(change)
     before = bits(params)
-    with pytest.raises(abi.InvalidArgumentError, match=text):
+    with pytest.raises(ValueError, match=text):
         run(optimizer, params, [2])
     assert bits(params) == before
     optimizer.param_groups[0].update(good)
@@ -862,3 +866,30 @@ def test_hooks_under_distributed_data_parallel_are_refused(one_rank, frozen, arg
         optimizer.step()  # goes on without them
     assert optimizer.stats().steps_applied == 2
     other.hook_gradients()
+
+
+# ------------------------------------------------------------------------------- text with NUL --
+
+
+def test_paths_with_nul_are_refused_and_not_cut_there(tmp_path):
+    params = [Parameter(torch.ones(3))]
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    path = str(tmp_path / "step\x00100")
+    uses = {
+        "path": (optimizer.save_checkpoint, optimizer.load_checkpoint, abi.checkpoint_inspect, abi.checkpoint_verify),
+        "directory": (abi.checkpoint_newest,),
+    }
+    for name, functions in uses.items():
+        for function in functions:
+            with pytest.raises(ValueError, match=f"{name} is .*step.*100', expected text without NUL characters"):
+                function(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_params_with_nul_are_refused():
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(3))]
+    optimizer = hybridopt.AdamW(zip(("a\0b", "a\0c"), params))
+    with pytest.raises(ValueError, match="a parameter's name is .*, expected text without NUL characters"):
+        run(optimizer, params, [1])
+    assert bits(params) == bits([torch.ones(3), torch.ones(3)])

@@ -365,11 +365,13 @@ def test_settings_of_megatron_that_are_refused(settings, kind, text):
     [
         ({"budget": "16 GiB"}, TypeError, "Invalid budget: '16 GiB', expected an int: bytes of host memory"),
         ({"budget": 0}, ValueError, "Invalid budget: 0, expected at least 1"),
+        ({"budget": (1 << 64) + (4 << 20)}, ValueError, "Invalid budget: .*, expected less than 2"),
         ({"budget": 1.5e9}, TypeError, "Invalid budget: 1500000000.0, expected an int"),
         ({"keep_last": -1}, ValueError, "Invalid keep_last: -1, expected at least 0: groups"),
         ({"keep_last": True}, TypeError, "Invalid keep_last: True, expected an int"),
         ({"fraction": 1.5}, ValueError, "Invalid fraction: 1.5, expected a share .* from 0.0 to 1.0"),
         ({"fraction": "all"}, ValueError, "Invalid fraction: 'all'"),
+        ({"fraction": True}, ValueError, "Invalid fraction: True"),
         ({"fraction": float("nan")}, ValueError, "Invalid fraction: nan"),
         ({"min_bytes": 0}, ValueError, "Invalid min_bytes: 0, expected at least 1"),
         ({"window_bytes": -5}, ValueError, "Invalid window_bytes: -5, expected at least 0"),

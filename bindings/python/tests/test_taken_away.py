@@ -1,6 +1,7 @@
 """Params and gradients that have been taken away: who uses them is told."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -137,6 +138,9 @@ CLIPPERS = {
     "norm": lambda params: nn.utils.clip_grad_norm_(params, 0.5),
     "value": lambda params: nn.utils.clip_grad_value_(params, 0.5),
     "list": lambda params: nn.utils.clip_grad_norm_(list(params), 0.5, foreach=False),
+    "first": lambda params: nn.utils.clip_grad_norm_(next(params), 0.5),
+    "last": lambda params: nn.utils.clip_grad_norm_(list(params)[-1:], 0.5),
+    "after a look": lambda params: nn.utils.clip_grad_norm_([each for each in params if each.grad is None], 0.5),
 }
 
 
@@ -171,6 +175,37 @@ def test_who_clips_without_hooks_or_before_the_last_pass_does_so():
     optimizer.step()
 
 
+def test_who_clips_after_the_end_of_the_optimizer_does_so():
+    model, optimizer = made(max_grad_norm=1.0)
+    optimizer.hook_gradients()
+    backward(model)
+    del optimizer
+    gc.collect()
+    backward(model)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.0
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_forward_passes_before_the_step_compile_a_model_once_more(accumulate):
+    (model, optimizer), (other, plain) = made(max_grad_norm=1.0), made(max_grad_norm=1.0)
+    optimizer.hook_gradients(accumulate)
+    plain.hook_gradients(accumulate)
+    graphs = []
+    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    for seed in range(4):
+        for each in (compiled, other):
+            backward(each, seed)
+            assert each(torch.randn(4, 10)).isfinite().all()
+            if accumulate:
+                backward(each, seed)
+        with pytest.raises(abi.InvalidStateError, match=CLIPPED.format("the step clips to 1.0")):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        plain.step()
+    assert len(graphs) == 2
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
 def test_others_may_look_at_gradients_and_params():
     model, optimizer = made(max_grad_norm=1.0)
     optimizer.hook_gradients()
@@ -200,6 +235,20 @@ def on_shards(rank, world):
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return optimizer.last_step().grad_norm
+
+
+def test_beside_weights_that_are_on_the_host_it_is_refused_too():
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(6)))
+    stash = hybridopt.ActivationStash(1 << 22, min_bytes=1, device="cpu")
+    wrapping = stash.wrap(list(model), weights=True)
+    optimizer = hybridopt.AdamW(model.named_parameters(), max_grad_norm=0.5, threads=1)
+    optimizer.hook_gradients()
+    for seed in range(4):
+        backward(model, seed)
+        with pytest.raises(abi.InvalidStateError, match=CLIPPED.format(STEP_CLIPS)):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    wrapping.remove()
 
 
 def test_under_fsdp2_it_is_refused_too():

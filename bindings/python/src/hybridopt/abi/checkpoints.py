@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import generated as c
-from .handles import make, progress_of
+from .handles import encoded, make, progress_of
 from .library import call
 
 _PATH_BYTES = 4096
@@ -62,14 +62,14 @@ def checkpoint_inspect(
     tensors: list[StoredTensor] = []
     visit = c.offload_tensor_function_t(lambda user, tensor: tensors.append(_stored(tensor[0])))
     info = c.offload_checkpoint_info_t()
-    call("offload_checkpoint_inspect", os.fsencode(path), info, visit, None)
+    call("offload_checkpoint_inspect", encoded("path", path), info, visit, None)
     return info, tensors
 
 
 def checkpoint_verify(path: str | os.PathLike[str], **options: Any) -> None:
     """Reads every byte and compares every hash. Fields: offload_verify_options_t."""
     fields, _kept = progress_of(options)
-    call("offload_checkpoint_verify", os.fsencode(path), make(c.offload_verify_options_t, fields))
+    call("offload_checkpoint_verify", encoded("path", path), make(c.offload_verify_options_t, fields))
 
 
 def checkpoint_newest(directory: str | os.PathLike[str], *, verify: bool = False, **options: Any) -> str:
@@ -78,5 +78,5 @@ def checkpoint_newest(directory: str | os.PathLike[str], *, verify: bool = False
     fields, _kept = progress_of(options)
     how = make(c.offload_verify_options_t, fields) if verify else None
     path = ctypes.create_string_buffer(_PATH_BYTES)
-    call("offload_checkpoint_newest", os.fsencode(directory), how, path, len(path))
+    call("offload_checkpoint_newest", encoded("directory", directory), how, path, len(path))
     return os.fsdecode(path.value)

@@ -31,8 +31,16 @@ def make(struct: type[c.Struct], fields: dict[str, Any]) -> Any:
             expected = ", ".join(field for field in known[1:] if field != "reserved")
             raise TypeError(f"{struct.__name__} has no field {name!r}, expected some of {expected}")
         if isinstance(value, (str, os.PathLike)):
-            fields = {**fields, name: os.fsencode(value)}
+            fields = {**fields, name: encoded(name, value)}
     return struct(**fields)
+
+
+def encoded(name: str, value: str | os.PathLike[str]) -> bytes:
+    """A path or a name as the library takes it: up to the first NUL."""
+    text = os.fsencode(value)
+    if b"\0" in text:
+        raise ValueError(f"{name} is {os.fspath(value)!r}, expected text without NUL characters")
+    return text
 
 
 def array_of(struct: type[c.Struct], count: int) -> Any:

@@ -1,5 +1,7 @@
 """Code that clips gradients which hook_gradients() has taken off their params: it would find none, clip nothing and
-return a norm of 0.0. A trap on one of the params sees that torch's functions for clipping ask for its gradient."""
+return a norm of 0.0. Traps on the params see that torch's functions for clipping ask for a gradient. They are there
+until the next step; no other use takes them away, so that torch.compile finds one class of params before the step and
+one after it, and compiles a model at most twice."""
 
 from __future__ import annotations
 
@@ -9,10 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import abi
-from ..traps.trap import Traps
+from ..traps.trap import Traps, take_back
 
 _GRAD: Any = Tensor.grad
 _CLIPS_IN = sys.modules[torch.nn.utils.clip_grad_norm_.__module__].__file__
@@ -26,20 +27,18 @@ class Clips(Protocol):
     def max_grad_norm(self) -> float | None: ...
 
 
-class _AllButGrad:
+class _AllButClipping:
     def __contains__(self, function: object) -> bool:
-        return function != _GRAD.__get__
-
-
-_optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by params: weak references
+        return function != _GRAD.__get__ or not _is_in_clipping()
 
 
 def _used(params: list[Tensor], operation: str) -> None:
     if operation != "grad" or not _is_in_clipping():
         return
-    referred = _optimizers.get(params[0])
-    optimizer = None if referred is None else referred()
-    norm = None if optimizer is None else optimizer.max_grad_norm
+    optimizer = next((each.optimizer() for each in list(_all) if each.has(params[0])), None)
+    if optimizer is None:
+        return  # its gradients have gone with it
+    norm = optimizer.max_grad_norm
     how = "assign optimizer.max_grad_norm, by which the step clips" if norm is None else f"the step clips to {norm}"
     raise abi.InvalidStateError(
         "torch.nn.utils.clip_grad_norm_() and its like find no gradients after the backward pass, since hook_gradients() "
@@ -59,10 +58,32 @@ def _is_in_clipping() -> bool:
     return False
 
 
-_traps = Traps(_used, _AllButGrad())
+_traps = Traps(_used, _AllButClipping())
 
 
-def watch(param: Tensor, optimizer: Clips) -> None:
-    """The gradient of this param has been taken off it. The next use of `grad` takes the trap back."""
-    _optimizers[param] = weakref.ref(optimizer)
-    _traps.set([param])
+def _is_trapped(param: Tensor) -> bool:
+    return getattr(type(param), "traps", None) is _traps
+
+
+class Unclipped:
+    """The params of one optimizer whose gradients have been taken since the last step."""
+
+    def __init__(self, optimizer: Clips) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self._params: list[Tensor] = []
+        _all.add(self)
+
+    def has(self, param: Tensor) -> bool:
+        return any(each is param for each in self._params)
+
+    def add(self, params: list[Tensor]) -> None:
+        found = [param for param in params if not _is_trapped(param)]
+        _traps.set(found)
+        self._params += found
+
+    def end(self) -> None:
+        take_back(filter(_is_trapped, self._params))
+        self._params.clear()
+
+
+_all: weakref.WeakSet[Unclipped] = weakref.WeakSet()

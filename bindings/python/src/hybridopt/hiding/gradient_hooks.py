@@ -27,7 +27,7 @@ from ..base.owned_hooks import ParamHooks
 from ..engine.engine import Engine
 from ..engine.moves import send_gradients
 from ..params.registered import Slot
-from .clipping import watch
+from .clipping import Unclipped
 
 # A batch is offloaded as soon as it has one of these.
 SEND_AT_BYTES = 64 << 20
@@ -128,7 +128,7 @@ class GradientHooks:
         # Tickets of copies that may still be under way, and the tensors that they read.
         self._in_flight: collections.deque[tuple[int, list[Tensor]]] = collections.deque()
         self._begun = False  # whether a gradient for the next step has been collected
-        self._is_watched = False  # who would clip the gradients that have been taken is refused
+        self.unclipped = Unclipped(optimizer)  # who would clip the gradients that have been taken is refused
         self.grad_scaler = grad_scaler
 
     def attach(self, engine: Engine) -> None:
@@ -153,7 +153,8 @@ class GradientHooks:
 
     def begin_again(self) -> None:
         """Starts a new step: the gradients of the last one have been used or dropped."""
-        self._begun = self._is_watched = False
+        self._begun = False
+        self.unclipped.end()
         self._passes.clear()
         self._forget_final()
 
@@ -273,9 +274,7 @@ class GradientHooks:
         engine.bound.note_kept(kept)
         for each in batch:
             each.slot.param.grad = None
-        if not self._is_watched:
-            self._is_watched = True
-            watch(batch[0].slot.param, optimizer)
+        self.unclipped.add([each.slot.param for each in batch])
 
     def _stays(self, final: Final) -> bool:
         """Whether a gradient stays on the device. FSDP2 makes those of one module in one storage, whose

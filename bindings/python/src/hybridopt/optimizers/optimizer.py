@@ -85,7 +85,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         algorithm = self._algorithm()
         for index, group in enumerate(self.param_groups):
             check_flags(algorithm, index, group)
-        return [hyperparameters_of(algorithm, group) for group in self.param_groups]
+        return [hyperparameters_of(algorithm, *each) for each in enumerate(self.param_groups)]
 
     def _kind(self) -> str:
         """The optimizers whose state_dicts fit, for error texts."""
@@ -341,6 +341,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._history.note_skipped()
             return loss
         engine = self._prepare()
+        if self._hooks is not None:
+            self._hooks.unclipped.end()
         if engine is not None and (engine.bound.bind() or self._comm is not None):
             self._sample("gradients")
             self._step(engine)
@@ -824,7 +826,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @in_no_mode
     def close(self) -> None:
         """Frees the memory of the state, as the end of the object does. Tensors that were taken from `state`
-        stay valid and keep their part of the memory."""
+        stay valid: the memory of all state, and the library's threads, last as long as one of these tensors."""
         if self._engine is not None:
             moves.check_nothing_offloaded(self._engine, "the optimizer is to be closed")
             if self._hooks is not None:

@@ -7,9 +7,9 @@ from typing import Any
 from .. import abi
 
 
-def hyperparameters_of(algorithm: int, group: dict[str, Any]) -> dict[str, Any]:
+def hyperparameters_of(algorithm: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
     """The fields of offload_group_t that the algorithm reads."""
-    return {name: _field(name, group) for name in abi.ALGORITHMS[algorithm].reads}
+    return {name: _field(name, index, group) for name in abi.ALGORITHMS[algorithm].reads}
 
 
 def check_flags(algorithm: int, index: int, group: dict[str, Any]) -> None:
@@ -26,12 +26,18 @@ def check_flags(algorithm: int, index: int, group: dict[str, Any]) -> None:
             )
 
 
-def _field(name: str, group: dict[str, Any]) -> float | int:
+def _field(name: str, index: int, group: dict[str, Any]) -> float | int:
     if name in abi.GROUP_FLAGS:
         return int(group.get(name, False)) if _counts(name, group) else 0
-    if name in ("beta1", "beta2"):
-        return float(group["betas"][int(name[-1]) - 1])
-    number = float(group[name]) if _counts(name, group) else 0.0
+    key = "betas" if name in ("beta1", "beta2") else name
+    value = group[key]
+    try:
+        if key == "betas":
+            return float(value[int(name[-1]) - 1])
+        number = float(value) if _counts(name, group) else 0.0
+    except (TypeError, ValueError, IndexError):
+        expected = "two numbers" if key == "betas" else "a number"
+        raise ValueError(f"param group {index} has {key}={value!r}, expected {expected}") from None
     if name == "lr" and -1e-12 < number < 0.0:
         return 0.0  # schedulers that go to 0 in steps of their own end a rounding error below it
     if name == "eps" and number == 0.0:

@@ -152,7 +152,7 @@ class Slot:
         struct.group = self.group
         struct.dtype = DTYPES[self.dtype]
         struct.grad_dtype = DTYPES[self.grad_dtype]
-        struct.name = self.name.encode()
+        struct.name = abi.encoded("a parameter's name", self.name)
         struct.data = address or None
         struct.count = self.count
         struct.chunk_order = self.chunk_order

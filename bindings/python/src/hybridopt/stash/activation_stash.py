@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..abi.errors import HybridoptError
 from ..abi.handles import Context
 from ..abi.stash import Stash
+from ..base.checks import is_number
 from ..base.streams import refuse_capture
 from ..base.units import readable
 from ..ranks.local_ranks import mask_of
@@ -853,7 +854,7 @@ def _context_of(device: torch.device, pin: bool) -> Context:
 def _fraction_of(fraction: Any) -> float | None:
     if fraction is None:
         return None
-    if isinstance(fraction, (int, float)) and 0.0 <= float(fraction) <= 1.0:
+    if is_number(fraction) and 0.0 <= fraction <= 1.0:
         return float(fraction)
     raise ValueError(
         f"Invalid fraction: {fraction!r}, expected a share of the activations' bytes from 0.0 to 1.0, or None for as "
@@ -864,5 +865,6 @@ def _fraction_of(fraction: Any) -> float | None:
 def _check_count(name: str, value: Any, least: int, meaning: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"Invalid {name}: {value!r}, expected an int: {meaning}")
-    if value < least:
-        raise ValueError(f"Invalid {name}: {value!r}, expected at least {least}: {meaning}")
+    if not least <= value < 1 << 63:
+        expected = f"at least {least}" if value < least else "less than 2**63"
+        raise ValueError(f"Invalid {name}: {value!r}, expected {expected}: {meaning}")
