@@ -111,10 +111,15 @@ offload_context_t MakeContext(const Settings& settings) {
   request.local_world = 1;
   request.pci_id = device.value()->pci_id();
   using Contexts = hybridopt::HandleTable<hybridopt::Context, hybridopt::HandleKind::kContext>;
-  return static_cast<offload_context_t>(
+  const hybridopt::Result<void*> handle =
       Contexts::Instance().Insert(std::make_shared<hybridopt::Context>(
           options, std::make_unique<TunedDevice>(std::move(device.value())), TunedKernels(),
-          hybridopt::ChooseSeats(request).value())));
+          hybridopt::ChooseSeats(request).value()));
+  if (!handle.ok()) {
+    std::fprintf(stderr, "hybridopt_tune: %s\n", handle.status().message().c_str());
+    std::exit(1);
+  }
+  return static_cast<offload_context_t>(handle.value());
 }
 
 class Tuner {
