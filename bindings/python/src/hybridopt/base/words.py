@@ -14,6 +14,7 @@ from .. import abi
 
 # What these phrases say to do is another thing here. The keys are regular expressions; they come before WORDS.
 _PHRASES: dict[str, str | Callable[[re.Match[str]], str]] = {
+    r"\bflags is 0x[0-9a-f]+: ": "",
     r"\blower device_fraction": "raise offload_fraction",
     r"\braise device_fraction": "lower offload_fraction",
     r"\b(?:options\.)?device_fraction (?:is )?(\d[\d.e+-]*)": lambda found: (
