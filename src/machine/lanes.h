@@ -26,6 +26,14 @@ struct TimedEvent {
   EventHandle end = nullptr;
 };
 
+// Default slots of the device's ring: one is copied up, one is updated, one is copied down. More
+// slots would keep more state under way on the link, for which the gradients that the CPU workers
+// need would wait: a fourth one costs up to 7 % of a step by both.
+inline constexpr uint32_t kDefaultStreamSlots = 3;
+// With fewer slots the copies of the ring would wait for each other.
+inline constexpr uint32_t kMinStreamSlots = 2;
+inline constexpr uint32_t kMaxStreamSlots = 64;
+
 // The sizes from which the lanes of an optimizer are made.
 struct LaneSizes {
   uint32_t staging_slots = 0;  // 0: no ring

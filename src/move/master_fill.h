@@ -14,9 +14,9 @@
 
 #include "machine/context.h"
 #include "machine/lanes.h"
+#include "place/state_memory.h"
+#include "state/chunk_table.h"
 #include "state/move_table.h"
-#include "storage/chunk_table.h"
-#include "storage/state_memory.h"
 
 namespace hybridopt {
 

@@ -19,9 +19,9 @@
 #include "machine/host_norm_sums.h"
 #include "machine/lanes.h"
 #include "move/master_fill.h"
+#include "place/state_memory.h"
+#include "place/swap_memory.h"
 #include "state/lifecycle.h"
-#include "storage/state_memory.h"
-#include "storage/swap_memory.h"
 
 namespace hybridopt {
 

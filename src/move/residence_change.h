@@ -15,9 +15,9 @@
 
 #include "machine/context.h"
 #include "machine/lanes.h"
+#include "place/state_locator.h"
 #include "runtime/parallel_copy.h"
-#include "storage/chunk_table.h"
-#include "storage/state_locator.h"
+#include "state/chunk_table.h"
 
 namespace hybridopt {
 

@@ -19,11 +19,11 @@
 #include "move/mover.h"
 #include "move/residence_change.h"
 #include "optimizer/plan.h"
+#include "place/state_memory.h"
 #include "save/checkpoints.h"
 #include "state/lifecycle.h"
 #include "state/param_table.h"
 #include "step/step.h"
-#include "storage/state_memory.h"
 
 namespace hybridopt {
 

@@ -5,7 +5,8 @@
 #include <vector>
 
 #include "machine/context.h"
-#include "storage/chunk_table.h"
+#include "machine/lanes.h"
+#include "state/chunk_table.h"
 
 namespace hybridopt {
 
@@ -20,6 +21,10 @@ struct Arrangement {
   // The bytes of state that a ring on the device needs pinned, and that the cap does not allow.
   uint64_t unpinned_bytes = 0;
 };
+
+// The sizes from which the pipeline's lanes are made.
+LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
+                      const ChunkTable& chunks);
 
 Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction);
 

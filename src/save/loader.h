@@ -16,10 +16,10 @@
 #include "checkpoint/read_hashes.h"
 #include "checkpoint/reader.h"
 #include "machine/context.h"
+#include "place/state_locator.h"
 #include "save/checkpoint_memory.h"
 #include "save/checkpoint_stream.h"
 #include "state/step_counts.h"
-#include "storage/state_locator.h"
 
 namespace hybridopt {
 

@@ -19,10 +19,10 @@
 #include "checkpoint/format/format.h"
 #include "checkpoint/format/hash.h"
 #include "machine/context.h"
+#include "place/state_locator.h"
 #include "save/checkpoint_memory.h"
 #include "save/checkpoint_stream.h"
 #include "state/capture.h"
-#include "storage/state_locator.h"
 
 namespace hybridopt {
 

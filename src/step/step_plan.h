@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "kernels/coefficients.h"
+#include "place/swap_memory.h"
+#include "state/chunk_table.h"
 #include "state/lifecycle.h"
 #include "state/step_counts.h"
-#include "storage/chunk_table.h"
-#include "storage/swap_memory.h"
 
 namespace hybridopt {
 

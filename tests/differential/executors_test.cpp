@@ -14,7 +14,7 @@
 
 #include "holding_device.h"
 #include "lifecycle_rig.h"
-#include "storage/chunk_table.h"
+#include "machine/lanes.h"
 
 namespace hybridopt {
 namespace {

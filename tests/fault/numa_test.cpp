@@ -22,11 +22,12 @@
 #include "machine/context.h"
 #include "machine/lanes.h"
 #include "optimizer/optimizer.h"
+#include "optimizer/plan.h"
+#include "place/state_memory.h"
+#include "place/swap_memory.h"
 #include "runtime/topology.h"
+#include "state/chunk_table.h"
 #include "state/residence.h"
-#include "storage/chunk_table.h"
-#include "storage/state_memory.h"
-#include "storage/swap_memory.h"
 #include "trainer.h"
 
 namespace hybridopt::fault {

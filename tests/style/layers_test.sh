@@ -1,6 +1,6 @@
 #!/bin/bash
 # Includes inside src/ go downward only:
-#   abi -> optimizer -> {step, move, save, stash} -> storage -> {state, machine} -> {checkpoint, comm}
+#   abi -> optimizer -> {step, move, save, stash} -> place -> {state, machine} -> {checkpoint, comm}
 #       -> {memory, runtime} -> device -> kernels -> base
 # Layers in braces are neighbours and do not include each other. Usage: layers_test.sh SOURCE_DIR
 set -euo pipefail
@@ -12,7 +12,7 @@ check_layers() {
     BEGIN {
       rank["base"] = 0; rank["kernels"] = 1; rank["device"] = 2; rank["memory"] = 3
       rank["runtime"] = 3; rank["checkpoint"] = 4; rank["comm"] = 4; rank["machine"] = 5
-      rank["state"] = 5; rank["storage"] = 6; rank["step"] = 7; rank["save"] = 7
+      rank["state"] = 5; rank["place"] = 6; rank["step"] = 7; rank["save"] = 7
       rank["stash"] = 7; rank["move"] = 7
       rank["optimizer"] = 8; rank["abi"] = 9
     }

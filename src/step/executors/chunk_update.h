@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <span>
 
+#include "place/state_memory.h"
 #include "runtime/work_pieces.h"
 #include "runtime/worker_pool.h"
 #include "state/capture.h"
 #include "step/step_plan.h"
-#include "storage/state_memory.h"
 
 namespace hybridopt {
 

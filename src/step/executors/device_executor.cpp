@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/profiler_range.h"
-#include "state/move_table.h"
 #include "step/executors/device_updates.h"
 
 namespace hybridopt {
@@ -13,9 +12,10 @@ namespace {
 // which a gradient comes back from the host.
 uint64_t DeviceUpdatesMost(const StateShape& shape) {
   if (shape.options.unified) return 0;
-  const bool from_host = (shape.options.movable & kGradsMovable) != 0;
   const uint64_t pieces =
-      from_host ? shape.element_count / shape.options.chunk_elements + shape.params.size() : 0;
+      HostMayHoldGrads(shape)
+          ? shape.element_count / shape.options.chunk_elements + shape.params.size()
+          : 0;
   return shape.params.size() + pieces + shape.stripes.size();
 }
 

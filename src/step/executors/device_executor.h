@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "machine/lanes.h"
+#include "place/state_memory.h"
 #include "step/step_plan.h"
-#include "storage/state_memory.h"
 
 namespace hybridopt {
 

@@ -28,9 +28,9 @@
 
 #include "machine/context.h"
 #include "machine/lanes.h"
+#include "place/swap_memory.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
-#include "storage/swap_memory.h"
 
 namespace hybridopt {
 

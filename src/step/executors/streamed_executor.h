@@ -20,10 +20,10 @@
 #include <vector>
 
 #include "machine/lanes.h"
+#include "place/state_memory.h"
 #include "runtime/side_threads.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
-#include "storage/state_memory.h"
 
 namespace hybridopt {
 

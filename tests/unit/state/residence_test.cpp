@@ -11,9 +11,10 @@
 #include <vector>
 
 #include "../../random.h"
+#include "optimizer/plan.h"
+#include "state/chunk_table.h"
 #include "state/shape.h"
 #include "step/step_plan.h"
-#include "storage/chunk_table.h"
 
 namespace hybridopt {
 namespace {

@@ -1,4 +1,4 @@
-#include "storage/state_memory.h"
+#include "place/state_memory.h"
 
 #include <algorithm>
 

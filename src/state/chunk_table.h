@@ -27,7 +27,6 @@
 #include <span>
 #include <vector>
 
-#include "machine/lanes.h"
 #include "runtime/work_pieces.h"
 #include "state/residence.h"
 
@@ -102,15 +101,10 @@ inline std::byte* ParamAt(const Fragment& fragment, uint64_t first, uint64_t ele
   return static_cast<std::byte*>(param) + (fragment.begin + first) * element_bytes;
 }
 
-ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Residence& residence);
+// Whether gradients can be offloaded, so that a step may find them on the host.
+bool HostMayHoldGrads(const StateShape& shape);
 
-// Default slots of the device's ring: one is copied up, one is updated, one is copied down. More
-// slots would keep more state under way on the link, for which the gradients that the CPU workers
-// need would wait: a fourth one costs up to 7 % of a step by both.
-inline constexpr uint32_t kDefaultStreamSlots = 3;
-// With fewer slots the copies of the ring would wait for each other.
-inline constexpr uint32_t kMinStreamSlots = 2;
-inline constexpr uint32_t kMaxStreamSlots = 64;
+ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Residence& residence);
 
 // Whether two executors take chunks from one queue.
 inline bool SharesChunks(const StateShape& shape) {
@@ -134,9 +128,5 @@ inline uint64_t ChunksMost(const StateShape& shape) {
   if (!SharesChunks(shape)) return full;
   return std::min(full + kSmallChunksMost, shape.element_count / SmallestChunkElements(shape) + 1);
 }
-
-// The sizes from which the pipeline's lanes are made.
-LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
-                      const ChunkTable& chunks);
 
 }  // namespace hybridopt

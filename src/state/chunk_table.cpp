@@ -1,4 +1,4 @@
-#include "storage/chunk_table.h"
+#include "state/chunk_table.h"
 
 #include <algorithm>
 
@@ -91,20 +91,11 @@ class ChunkCutter {
   std::array<uint64_t, kStateSlots> host_end_{};   // the same, in the host's regions
 };
 
+}  // namespace
+
 bool HostMayHoldGrads(const StateShape& shape) {
   return (shape.options.movable & kGradsMovable) != 0;
 }
-
-uint32_t StreamSlots(const StateShape& shape, const ChunkTable& chunks) {
-  if (!shape.options.streams_state || chunks.chunks.empty()) return 0;
-  const uint64_t most = std::min<uint64_t>(kMaxStreamSlots, chunks.chunks.size());
-  if (shape.options.stream_ring_bytes == 0) return std::min<uint64_t>(kDefaultStreamSlots, most);
-  // Without momentum SGD may keep no state, so that a slot has 0 bytes.
-  const uint64_t slot_bytes = std::max<uint64_t>(chunks.stream_slot_bytes(), 1);
-  return static_cast<uint32_t>(std::min(shape.options.stream_ring_bytes / slot_bytes, most));
-}
-
-}  // namespace
 
 uint64_t ChunkTable::BytesMax(const StateShape& shape) {
   const uint64_t chunks = ChunksMost(shape);
@@ -128,32 +119,6 @@ ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Res
     chunks.held_grads_bytes = system::RoundUp(most * sizeof(float), kArrayAlignmentBytes);
   }
   return chunks;
-}
-
-LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
-                      const ChunkTable& chunks) {
-  LaneSizes sizes;
-  sizes.norm_blocks = shape.norm_blocks;
-  if (shape.options.unified) return sizes;
-  const uint32_t movable = shape.options.movable;
-  sizes.staging_slots =
-      static_cast<uint32_t>(std::min<uint64_t>(shape.options.staging_slots, chunks.chunks.size()));
-  sizes.slot_grad_bytes = chunks.slot_grad_bytes;
-  sizes.slot_param_bytes = chunks.slot_param_bytes;
-  if ((movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0) {
-    // Gradients that are accumulated on the host come down through the ring, even where all state
-    // is on the device.
-    sizes.staging_slots = shape.options.staging_slots;
-    sizes.slot_grad_bytes =
-        std::max(sizes.slot_grad_bytes, shape.options.chunk_elements * sizeof(float));
-  }
-  sizes.streams_state = shape.options.streams_state;
-  sizes.stream_slots = StreamSlots(shape, chunks);
-  sizes.stream_slot_bytes = chunks.stream_slot_bytes();
-  if (HostMayHoldGrads(shape))
-    sizes.device_grad_elements =
-        std::min(shape.options.chunk_elements, residence.device_elements());
-  return sizes;
 }
 
 }  // namespace hybridopt

@@ -1,4 +1,4 @@
-#include "storage/swap_memory.h"
+#include "place/swap_memory.h"
 
 #include "base/system.h"
 

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "place/state_memory.h"
+#include "place/swap_memory.h"
 #include "state/lifecycle.h"
 #include "state/residence.h"
-#include "storage/state_memory.h"
-#include "storage/swap_memory.h"
 
 namespace hybridopt {
 
