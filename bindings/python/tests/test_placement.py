@@ -11,6 +11,7 @@ import hybridopt
 from hybridopt.engine import making
 from hybridopt.engine.engine import Engine
 from hybridopt.settings.placement import AUTO, Leftover, choose
+from hybridopt.state.state_memory import StateMemory
 
 
 def planner(calls, least=100, most=1100, step=1):
@@ -211,3 +212,25 @@ def test_memory_that_is_interleaved_gives_the_same_bits_and_a_fall_back_is_told(
     told = "memory is not interleaved" in capfd.readouterr().err
     with abi.Context(numa_policy=abi.OFFLOAD_NUMA_INTERLEAVED) as context:
         assert told == (context.info().numa_policy == abi.OFFLOAD_NUMA_NEAR)
+
+
+def test_state_that_has_moved_is_made_visible_when_it_is_read(monkeypatch):
+    """Views of moved state are not made before somebody reads `state`: where a param lies partly on the
+    host they are copies, which take longer than the move."""
+    param, plain_param = torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.ones(64))
+    optimizer = hybridopt.AdamW([param], threads=1)
+    plain = hybridopt.AdamW([plain_param], threads=1)
+    shown = []
+    show = StateMemory.show
+    monkeypatch.setattr(StateMemory, "show", lambda *given: shown.append(given[1:]) or show(*given))
+    for fraction in (0.25, 0.75):
+        param.grad, plain_param.grad = torch.ones(64), torch.ones(64)
+        optimizer.step(), plain.step()
+        optimizer.set_offload_fraction(fraction)
+        assert shown == []
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[param][key], plain.state[plain_param][key])
+    assert len(shown) == 4  # two of each optimizer
+    optimizer.set_offload_fraction(0.5)
+    assert len(shown) == 4
+    assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"} and len(shown) == 6

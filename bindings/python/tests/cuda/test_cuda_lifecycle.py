@@ -10,6 +10,7 @@ from torch import nn
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.state.state_memory import StateMemory
 from models import bits, set_gradients
 
 ALL = ("params", "grads", "states")
@@ -93,6 +94,20 @@ def test_weights_written_before_a_phase_are_the_next_steps(fraction):
     with torch.no_grad():
         on_cpu[1].fill_(-2), on_gpu[1].fill_(-2)
     step_both(*both, 1)
+    assert same(*both)
+
+
+def test_a_phase_reads_no_state(monkeypatch):
+    """A copy of the state that lies partly on the host takes longer to make than a phase."""
+    both = on_cpu, cpu, on_gpu, gpu = pair(torch.bfloat16, 0.4, movable=ALL)
+    step_both(*both, 0)
+    assert same(*both)  # this reads `state`
+    monkeypatch.setattr(StateMemory, "show", lambda *given: pytest.fail("state was read"))
+    for seed in (1, 2):
+        with gpu.offloaded():
+            pass
+        step_both(*both, seed)
+    monkeypatch.undo()
     assert same(*both)
 
 

@@ -113,7 +113,7 @@ class Engine:
             self.wait()
         finally:
             if not self.states_are_offloaded:
-                self.shown.show_hidden(state)
+                self.shown.show_hidden()
 
     # ------------------------------------------------------------------------------ step counts --
 

@@ -67,16 +67,14 @@ def offload(
         note_offloaded((slot.name, slot.param) for slot in engine.slots if slot.count > 0)
 
 
-def reload(
-    engine: Engine, state: dict[Tensor, Any], params: bool, grads: bool, states: bool
-) -> None:
+def reload(engine: Engine, params: bool, grads: bool, states: bool) -> None:
     """Moves content back to torch's memory and waits for that."""
     check_movable(engine, {"params": params, "grads": grads, "states": states})
     streams = [engine.stream()]
     if states and engine.states_are_offloaded:
         engine.handle.reload_states(streams=streams)
         engine.states_are_offloaded = False
-        engine.shown.show_hidden(state)
+        engine.shown.show_hidden()
     if params and engine.released_storages is not None:
         note_reloaded(slot.param for slot in engine.slots)
         for storage in engine.released_storages:

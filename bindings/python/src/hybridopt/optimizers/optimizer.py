@@ -654,7 +654,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         refuse_capture()
         self._finish()
         engine = self._ready_engine() if self._engine is None else self._engine
-        moves.reload(engine, self._state, params, grads, states)
+        moves.reload(engine, params, grads, states)
         self._sample("reload")
 
     @in_no_mode

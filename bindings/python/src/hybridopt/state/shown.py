@@ -237,11 +237,13 @@ class Shown:
 
     def hide(self, state: dict[Tensor, Any], everywhere: bool = False) -> None:
         """Removes the views of memory that is about to be freed from `state`: views of device memory, or all
-        views."""
-        if not everywhere:
-            if self._device.type == "cpu":
-                return
-            self.publish_due(state)  # so that show_hidden() knows whose state to publish again
+        views. State that is due stays unpublished until show_hidden()."""
+        if not everywhere and self._device.type == "cpu":
+            return
+        for slot in list(self._due):
+            if everywhere or self._is_on_device(slot):
+                del self._due[slot]
+                self._hidden.append(slot)
         for slot in filter(self._of.__contains__, self._slots):
             exhibit = self.of(slot)
             on_device = any(local(view).device.type != "cpu" for view in exhibit.views.values())
@@ -255,11 +257,16 @@ class Shown:
             self._with_copies.discard(slot)
             self.withdraw(slot)
 
-    def show_hidden(self, state: dict[Tensor, Any]) -> None:
-        """Publishes views of the new memory for the slots that hide() has removed."""
+    def _is_on_device(self, slot: Slot) -> bool:
+        """Whether some of a param's state is on the device."""
+        views = (self._state_memory.view_of(slot, kind) for kind in slot.kinds.values())
+        return any(view.device_count > 0 for view in views)
+
+    def show_hidden(self) -> None:
+        """Has the state of the slots that hide() has noted published when `state` is read next: a copy of state
+        that lies partly on the host takes longer to make than the device memory takes to come back."""
         hidden, self._hidden = self._hidden, []
-        for slot in hidden:
-            self.publish(slot, state)
+        self.note_due(hidden)
 
     def refuse_hidden(self) -> None:
         if self._hidden:
