@@ -24,12 +24,14 @@ uint64_t RingOffset(const LaneSizes& sizes) {
          system::RoundUp(sizes.device_grad_elements * sizeof(float), kScratchAlignmentBytes);
 }
 
-uint64_t RingBytes(const LaneSizes& sizes) {
-  return StagingRing::Bytes(sizes.staging_slots, sizes.slot_grad_bytes, sizes.slot_param_bytes);
+uint64_t SlotBytes(const LaneSizes& sizes) {
+  return StagingRing::SlotBytes(sizes.slot_grad_bytes, sizes.slot_param_bytes);
 }
 
+uint64_t RingBytes(const LaneSizes& sizes) { return sizes.staging_slots * SlotBytes(sizes); }
+
 uint64_t VerdictPageBytes(const LaneSizes& sizes) {
-  return StagingRing::Bytes(1, kVerdictBytes + BlockSumsBytes(sizes), 0);
+  return StagingRing::SlotBytes(kVerdictBytes + BlockSumsBytes(sizes), 0);
 }
 
 Status Create(Device& device, const char* label, TimedEvent* event) {
@@ -72,25 +74,22 @@ Result<LaneRing> LaneRing::Take(Context& context, const LaneSizes& sizes) {
 
 // Tries in turn: all slots pinned; fewer slots; no slot pinned, if the caller allows that.
 Status LaneRing::Pin(const LaneSizes& sizes) {
-  HYBRIDOPT_ASSIGN(reservation_, PinnedReservation::Take(*context_, RingBytes(sizes)));
-  const auto create = [&](uint32_t slots, bool allow_pageable) {
-    return StagingRing::Create(context_->device(), slots, sizes.slot_grad_bytes,
-                               sizes.slot_param_bytes, context_->pinned_pages(), allow_pageable);
-  };
+  HYBRIDOPT_ASSIGN(room_, PinnedRoom::Reserve(*context_, RingBytes(sizes)));
   uint32_t slots = sizes.staging_slots;
-  Result<StagingRing> ring = create(slots, false);
-  while (ring.status().code() == OFFLOAD_OUT_OF_HOST_MEMORY && slots > kMinRingSlots) {
-    slots = std::max(kMinRingSlots, slots / 2);
-    ring = create(slots, false);
+  Status added = room_.Add(SlotBytes(sizes), &slots, kMinRingSlots, false);
+  if (added.code() == OFFLOAD_OUT_OF_HOST_MEMORY && context_->allow_pageable()) {
+    slots = sizes.staging_slots;
+    added = room_.Add(SlotBytes(sizes), &slots, kMinRingSlots, true);
   }
-  if (ring.status().code() == OFFLOAD_OUT_OF_HOST_MEMORY && context_->allow_pageable())
-    ring = create(sizes.staging_slots, true);
-  HYBRIDOPT_ASSIGN(staging_, std::move(ring));
-  if (staging_.pinned_bytes() < staging_.bytes())
+  HYBRIDOPT_TRY(added);
+  if (room_.pageable())
     context_->Note("staging is pageable: the system did not pin it");
   else if (slots < sizes.staging_slots)
     context_->Note("staging has fewer slots than asked for: the system did not pin more");
-  reservation_.ShrinkTo(staging_.pinned_bytes());
+  room_.Settle();
+  if (room_.data() == nullptr) return {};
+  staging_ = StagingRing(context_->device(), room_.data(), slots, sizes.slot_grad_bytes,
+                         sizes.slot_param_bytes);
   return {};
 }
 
@@ -102,7 +101,7 @@ LaneRing::~LaneRing() {
 
 LaneRing& LaneRing::operator=(LaneRing&& other) noexcept {
   std::swap(context_, other.context_);
-  std::swap(reservation_, other.reservation_);
+  std::swap(room_, other.room_);
   std::swap(staging_, other.staging_);
   std::swap(landed_, other.landed_);
   std::swap(uploaded_, other.uploaded_);
@@ -148,14 +147,9 @@ Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const LaneSizes& 
 Status Lanes::CreateAll(const LaneSizes& sizes) {
   HYBRIDOPT_TRY(context_.CheckPinned(PinnedBytes(sizes)));
   block_sums_bytes_ = BlockSumsBytes(sizes);
-  HYBRIDOPT_ASSIGN(verdict_reservation_,
-                   PinnedReservation::Take(context_, VerdictPageBytes(sizes)));
-  HYBRIDOPT_ASSIGN(verdict_page_,
-                   StagingRing::Create(device(), 1, kVerdictBytes + block_sums_bytes_, 0,
-                                       context_.pinned_pages(), context_.allow_pageable()));
-  verdict_reservation_.ShrinkTo(verdict_page_.pinned_bytes());
-  host_verdict = reinterpret_cast<Verdict*>(verdict_page_.grads(0));
-  host_block_sums = reinterpret_cast<double*>(verdict_page_.grads(0) + kVerdictBytes);
+  HYBRIDOPT_ASSIGN(verdict_page_, PinnedRoom::Take(context_, VerdictPageBytes(sizes)));
+  host_verdict = reinterpret_cast<Verdict*>(verdict_page_.data());
+  host_block_sums = reinterpret_cast<double*>(verdict_page_.data() + kVerdictBytes);
   HYBRIDOPT_ASSIGN(ring_, LaneRing::Take(context_, sizes));
   HYBRIDOPT_ASSIGN(LaneScratch scratch, LaneScratch::Take(context_, sizes));
   UseScratch(scratch);

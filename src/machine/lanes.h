@@ -13,9 +13,8 @@
 #include "base/function_ref.h"
 #include "machine/context.h"
 #include "machine/link.h"
-#include "machine/pinned_reservation.h"
+#include "machine/pinned_room.h"
 #include "machine/timeline.h"
-#include "memory/arena.h"
 #include "memory/staging.h"
 
 namespace hybridopt {
@@ -66,6 +65,7 @@ class LaneRing {
 
   StagingRing& staging() { return staging_; }
   const StagingRing& staging() const { return staging_; }
+  void AddNodeBytes(NodeBytes* sum) const { room_.AddNodeBytes(sum); }
   const TimedEvent& landed(uint32_t slot) const { return landed_[slot]; }
   const TimedEvent& uploaded(uint32_t slot) const { return uploaded_[slot]; }
 
@@ -73,7 +73,7 @@ class LaneRing {
   Status Pin(const LaneSizes& sizes);
 
   Context* context_ = nullptr;
-  PinnedReservation reservation_;
+  PinnedRoom room_;  // the memory of staging_
   StagingRing staging_;
   std::vector<TimedEvent> landed_;    // per slot: the copies down have ended
   std::vector<TimedEvent> uploaded_;  // per slot: the copies of params up have ended
@@ -169,7 +169,7 @@ class Lanes {
   LinkUser& link() { return link_; }
   StagingRing& ring() { return ring_.staging(); }
   void AddNodeBytes(NodeBytes* sum) const {
-    ring_.staging().AddNodeBytes(sum);
+    ring_.AddNodeBytes(sum);
     verdict_page_.AddNodeBytes(sum);
   }
   const TimedEvent& landed(uint32_t slot) const { return ring_.landed(slot); }
@@ -210,8 +210,7 @@ class Lanes {
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
   EventHandle kept_ready_ = nullptr;   // the event that KeepReadyEvent has taken
   uint64_t block_sums_bytes_ = 0;
-  PinnedReservation verdict_reservation_;
-  StagingRing verdict_page_;  // one slot: the pinned memory of host_verdict, host_block_sums
+  PinnedRoom verdict_page_;  // host_verdict, host_block_sums
   std::mutex exchange_;
   LaneRing ring_;
   LaneScratch scratch_;

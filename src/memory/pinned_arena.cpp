@@ -21,6 +21,12 @@ Result<PinnedArena> PinnedArena::Map(Device& device, uint64_t bytes, const PageW
   return pinned;
 }
 
+Result<PinnedArena> PinnedArena::MapPageable(uint64_t bytes, const PageWish& wish) {
+  PinnedArena pageable;
+  HYBRIDOPT_ASSIGN(pageable.arena_, Arena::Map(bytes, wish));
+  return pageable;
+}
+
 PinnedArena::~PinnedArena() {
   if (device_ != nullptr) device_->UnpinHost(arena_.data());
 }

@@ -14,6 +14,8 @@ class PinnedArena {
   // mapped without pinning.
   static Result<PinnedArena> Map(Device& device, uint64_t bytes, const PageWish& wish = {},
                                  bool allow_pageable = false);
+  // An arena of the same kind that is not pinned.
+  static Result<PinnedArena> MapPageable(uint64_t bytes, const PageWish& wish);
   ~PinnedArena();
   PinnedArena(PinnedArena&& other) noexcept { *this = std::move(other); }
   PinnedArena& operator=(PinnedArena&& other) noexcept;

@@ -9,25 +9,10 @@
 #include <memory>
 #include <utility>
 
-#include "machine/context.h"
-#include "machine/pinned_reservation.h"
-#include "memory/pinned_arena.h"
+#include "machine/pinned_room.h"
 #include "state/residence.h"
 
 namespace hybridopt {
-
-// A pinned arena. It counts towards the context's cap if a device copies to and from it.
-class PinnedRoom {
- public:
-  static Result<PinnedRoom> Take(Context& context, uint64_t bytes);
-  std::byte* data() const { return arena_.data(); }
-
-  void AddNodeBytes(NodeBytes* sum) const { arena_.AddNodeBytes(sum); }
-
- private:
-  PinnedReservation reservation_;
-  PinnedArena arena_;
-};
 
 // Host memory for the states of the device share under one residence: the first bytes of each
 // device region, one region after the other.

@@ -290,7 +290,7 @@ Status Loader::TakeMemory() {
   blocks_ = static_cast<uint32_t>(std::clamp<uint64_t>(units_.size(), 1, request_.io_depth));
   const uint64_t reading_bytes = blocks_ * checkpoint::BlockReader::BlockBytes(unit_bytes_);
   const uint64_t staging_bytes = context_.device().unified() ? 0 : kStagingBytes;
-  HYBRIDOPT_ASSIGN(memory_, CheckpointMemory::Take(context_, reading_bytes + staging_bytes));
+  HYBRIDOPT_ASSIGN(memory_, PinnedRoom::TakeAnyway(context_, reading_bytes + staging_bytes));
   staging_ = memory_.data() + reading_bytes;
   files_.emplace(*reader_);
   HYBRIDOPT_ASSIGN(stream_, CheckpointStream::Create(context_, "a load"));

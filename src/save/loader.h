@@ -16,8 +16,8 @@
 #include "checkpoint/read_hashes.h"
 #include "checkpoint/reader.h"
 #include "machine/context.h"
+#include "machine/pinned_room.h"
 #include "place/state_locator.h"
-#include "save/checkpoint_memory.h"
 #include "save/checkpoint_stream.h"
 #include "state/step_counts.h"
 
@@ -142,7 +142,7 @@ class Loader {
   std::vector<Unit> touched_;                       // one for each block that a unit touches
   std::optional<checkpoint::ReadHashes> verified_;  // hashes of what Verify has read
   uint32_t blocks_ = 0;                             // of memory
-  CheckpointMemory memory_;
+  PinnedRoom memory_;
   uint64_t bytes_done_ = 0;
   uint64_t bytes_total_ = 0;
 

@@ -164,7 +164,7 @@ Status Saver::Join() {
 // Frees the save's own stream, event and memory, before the save reports that it has ended.
 void Saver::FreeTransfer() {
   stream_ = CheckpointStream();
-  memory_ = CheckpointMemory();
+  memory_ = PinnedRoom();
 }
 
 Status Saver::TakeMemory() {
@@ -172,7 +172,7 @@ Status Saver::TakeMemory() {
   block_bytes_ = std::min(checkpoint::kBlockBytes, file_bytes);
   blocks_ = static_cast<uint32_t>(
       std::min<uint64_t>(request_.io_depth, (file_bytes + block_bytes_ - 1) / block_bytes_));
-  HYBRIDOPT_ASSIGN(memory_, CheckpointMemory::Take(context_, blocks_ * block_bytes_));
+  HYBRIDOPT_ASSIGN(memory_, PinnedRoom::TakeAnyway(context_, blocks_ * block_bytes_));
   HYBRIDOPT_ASSIGN(stream_, CheckpointStream::Create(context_, "a save"));
   return {};
 }

@@ -19,8 +19,8 @@
 #include "checkpoint/format/format.h"
 #include "checkpoint/format/hash.h"
 #include "machine/context.h"
+#include "machine/pinned_room.h"
 #include "place/state_locator.h"
-#include "save/checkpoint_memory.h"
 #include "save/checkpoint_stream.h"
 #include "state/capture.h"
 
@@ -121,7 +121,7 @@ class Saver {
   std::vector<Array> arrays_;  // in the order of the file
 
   // These are used by the running thread.
-  CheckpointMemory memory_;
+  PinnedRoom memory_;
   uint64_t block_bytes_ = 0;
   uint32_t blocks_ = 0;
   CheckpointStream stream_;

@@ -9,29 +9,21 @@ namespace hybridopt {
 
 Result<SlabPool> SlabPool::Create(Context& context, const SlabSizes& sizes) {
   SlabPool pool;
-  pool.context_ = &context;
   pool.sizes_ = sizes;
-  const bool pins = !context.device().unified();
-  if (pins) {
-    HYBRIDOPT_ASSIGN(pool.reservation_, PinnedReservation::Take(context, sizes.bytes()));
-  }
-  Status mapped = pool.Map(false);
-  if (pool.pieces_.empty() && mapped.code() == OFFLOAD_OUT_OF_HOST_MEMORY &&
+  HYBRIDOPT_ASSIGN(pool.room_, PinnedRoom::Reserve(context, sizes.bytes()));
+  Status mapped = pool.Map(context, false);
+  if (pool.room_.pieces().empty() && mapped.code() == OFFLOAD_OUT_OF_HOST_MEMORY &&
       context.allow_pageable())
-    mapped = pool.Map(true);
-  if (pool.pieces_.empty() || mapped.code() != OFFLOAD_OUT_OF_HOST_MEMORY) HYBRIDOPT_TRY(mapped);
-  uint64_t pinned_bytes = 0;
-  for (const PinnedArena& piece : pool.pieces_) {
-    pinned_bytes += piece.pinned_bytes();
+    mapped = pool.Map(context, true);
+  if (pool.room_.pieces().empty() || mapped.code() != OFFLOAD_OUT_OF_HOST_MEMORY)
+    HYBRIDOPT_TRY(mapped);
+  for (const PinnedArena& piece : pool.room_.pieces())
     context.device().DiscardHost(piece.data(), piece.bytes());
-  }
-  if (pins) {
-    if (pinned_bytes < pool.bytes())
-      context.Note("a stash is pageable: the system did not pin it");
-    else if (pool.bytes() < sizes.bytes())
-      context.Note("a stash has fewer slabs than asked for: the system did not pin more");
-    pool.reservation_.ShrinkTo(pinned_bytes);
-  }
+  pool.room_.Settle();
+  if (pool.room_.pageable())
+    context.Note("a stash is pageable: the system did not pin it");
+  else if (pool.bytes() < sizes.bytes() && !context.device().unified())
+    context.Note("a stash has fewer slabs than asked for: the system did not pin more");
   pool.next_.resize(pool.sizes_.slab_count);
   for (uint32_t slab = 0; slab < pool.sizes_.slab_count; ++slab) pool.next_[slab] = slab + 1;
   pool.free_ = {0, pool.sizes_.slab_count - 1, pool.sizes_.slab_count};
@@ -40,33 +32,20 @@ Result<SlabPool> SlabPool::Create(Context& context, const SlabSizes& sizes) {
 
 // Maps pieces until there are all slabs, or until the system refuses: then the pool has what there
 // is by then.
-Status SlabPool::Map(bool allow_pageable) {
-  const uint64_t piece_bytes = context_->device().pin_piece_bytes();
+Status SlabPool::Map(Context& context, bool allow_pageable) {
+  const uint64_t piece_bytes = context.device().pin_piece_bytes();
   piece_slabs_ = static_cast<uint32_t>(std::max<uint64_t>(1, piece_bytes / sizes_.slab_bytes));
   uint32_t mapped = 0;
   while (mapped < sizes_.slab_count) {
-    uint32_t slabs = std::min(piece_slabs_, sizes_.slab_count - mapped);
-    const uint32_t wanted = slabs;
-    Result<PinnedArena> piece = MapPiece(&slabs, allow_pageable);
-    if (piece.ok()) {
-      pieces_.push_back(std::move(piece.value()));
-      mapped += slabs;
-      if (slabs == wanted) continue;
-    }
+    const uint32_t wanted = std::min(piece_slabs_, sizes_.slab_count - mapped);
+    uint32_t slabs = wanted;
+    const Status added = room_.Add(sizes_.slab_bytes, &slabs, 1, allow_pageable);
+    if (added.ok()) mapped += slabs;
+    if (added.ok() && slabs == wanted) continue;
     if (mapped > 0) sizes_.slab_count = mapped;
-    return piece.ok() ? Status() : piece.status();
+    return added;
   }
   return {};
-}
-
-// Of *slabs slabs, or half as many, and so on.
-Result<PinnedArena> SlabPool::MapPiece(uint32_t* slabs, bool allow_pageable) {
-  while (true) {
-    Result<PinnedArena> piece = PinnedArena::Map(context_->device(), *slabs * sizes_.slab_bytes,
-                                                 context_->pinned_pages(), allow_pageable);
-    if (piece.status().code() != OFFLOAD_OUT_OF_HOST_MEMORY || *slabs == 1) return piece;
-    *slabs /= 2;
-  }
 }
 
 SlabChain SlabPool::Take(uint32_t count) {

@@ -13,8 +13,7 @@
 
 #include "base/function_ref.h"
 #include "machine/context.h"
-#include "machine/pinned_reservation.h"
-#include "memory/pinned_arena.h"
+#include "machine/pinned_room.h"
 
 namespace hybridopt {
 
@@ -45,7 +44,7 @@ class SlabPool {
 
   uint64_t slab_bytes() const { return sizes_.slab_bytes; }
   uint64_t bytes() const { return sizes_.bytes(); }
-  uint64_t pinned_bytes() const { return reservation_.bytes(); }
+  uint64_t pinned_bytes() const { return room_.pinned_bytes(); }
 
   uint32_t free_slabs() const { return free_.count; }
   // count is at least 1 and at most free_slabs().
@@ -58,22 +57,19 @@ class SlabPool {
   Status ForEachRun(const SlabChain& chain, uint64_t bytes, Visit visit) const;
 
  private:
-  Status Map(bool allow_pageable);
-  Result<PinnedArena> MapPiece(uint32_t* slabs, bool allow_pageable);
+  Status Map(Context& context, bool allow_pageable);
   std::byte* data(uint32_t slab) const {
-    return pieces_[slab / piece_slabs_].data() + slab % piece_slabs_ * sizes_.slab_bytes;
+    return room_.pieces()[slab / piece_slabs_].data() + slab % piece_slabs_ * sizes_.slab_bytes;
   }
   // Whether the next slab of the chain lies right behind this one.
   bool IsNeighbour(uint32_t slab) const {
     return next_[slab] == slab + 1 && next_[slab] % piece_slabs_ != 0;
   }
 
-  Context* context_ = nullptr;
   SlabSizes sizes_;
-  PinnedReservation reservation_;
   uint32_t piece_slabs_ = 1;
-  std::vector<PinnedArena> pieces_;  // all of piece_slabs_ slabs but the last, which may have fewer
-  std::vector<uint32_t> next_;       // of each slab that is not the last of its chain
+  PinnedRoom room_;             // its pieces are of piece_slabs_ slabs, but the last may have fewer
+  std::vector<uint32_t> next_;  // of each slab that is not the last of its chain
   // The last that were given are the first to be taken: what is put aside in one order and taken
   // back in the opposite one gets neighbours again.
   SlabChain free_;

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <vector>
 
+#include "memory/pinned_arena.h"
+
 namespace hybridopt {
 namespace {
 
@@ -17,15 +19,27 @@ std::unique_ptr<Device> Sim() {
   return std::move(CreateSimDevice({1 << 20, 1, 0}, ReferenceKernels()).value());
 }
 
+// A ring in pinned memory of its own.
+struct PinnedRing {
+  PinnedRing(Device& device, uint32_t slots)
+      : memory(std::move(
+            PinnedArena::Map(device, slots * StagingRing::SlotBytes(kGradBytes, kParamBytes))
+                .value())),
+        ring(device, memory.data(), slots, kGradBytes, kParamBytes) {}
+
+  PinnedArena memory;
+  StagingRing ring;
+};
+
 bool AllAre(const std::byte* data, uint64_t bytes, int value) {
   return std::all_of(data, data + bytes, [&](std::byte b) { return b == std::byte(value); });
 }
 
 TEST(StagingRing, HalvesOfAllSlotsAreApartAndOnPages) {
   const std::unique_ptr<Device> device = Sim();
-  const StagingRing ring =
-      std::move(StagingRing::Create(*device, kSlots, kGradBytes, kParamBytes).value());
-  EXPECT_EQ(StagingRing::Bytes(kSlots, kGradBytes, kParamBytes), kSlots * (8192 + 4096));
+  const PinnedRing pinned(*device, kSlots);
+  const StagingRing& ring = pinned.ring;
+  EXPECT_EQ(StagingRing::SlotBytes(kGradBytes, kParamBytes), 8192u + 4096u);
   EXPECT_EQ(ring.slots(), kSlots);
   const std::byte* next = ring.grads(0);
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
@@ -38,8 +52,8 @@ TEST(StagingRing, HalvesOfAllSlotsAreApartAndOnPages) {
 
 TEST(StagingRing, IsPoisonedOnTheSimulatedDeviceHalfByHalf) {
   const std::unique_ptr<Device> device = Sim();
-  StagingRing ring =
-      std::move(StagingRing::Create(*device, kSlots, kGradBytes, kParamBytes).value());
+  PinnedRing pinned(*device, kSlots);
+  StagingRing& ring = pinned.ring;
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
     EXPECT_TRUE(AllAre(ring.grads(slot), kGradBytes, 0xff)) << "fresh";
     EXPECT_TRUE(AllAre(ring.params(slot), kParamBytes, 0xff)) << "fresh";
@@ -58,7 +72,8 @@ TEST(StagingRing, IsPoisonedOnTheSimulatedDeviceHalfByHalf) {
 
 TEST(StagingRing, IsLeftAloneOnARealDevice) {
   const std::unique_ptr<Device> device = CreateHostDevice();
-  StagingRing ring = std::move(StagingRing::Create(*device, 2, kGradBytes, kParamBytes).value());
+  PinnedRing pinned(*device, 2);
+  StagingRing& ring = pinned.ring;
   std::memset(ring.grads(0), 1, kGradBytes);
   std::memset(ring.params(0), 2, kParamBytes);
   ring.ReleaseGrads(0);
@@ -67,24 +82,24 @@ TEST(StagingRing, IsLeftAloneOnARealDevice) {
   EXPECT_TRUE(AllAre(ring.params(0), kParamBytes, 2));
 }
 
-TEST(StagingRing, IsPinnedForExactlyItsLife) {
+TEST(StagingRing, MemoryIsPinnedForExactlyItsLife) {
   const std::unique_ptr<Device> device = Sim();
-  StagingRing ring = std::move(StagingRing::Create(*device, 2, kGradBytes, kParamBytes).value());
-  const uint64_t bytes = StagingRing::Bytes(2, kGradBytes, kParamBytes);
+  PinnedRing pinned(*device, 2);
+  const StagingRing& ring = pinned.ring;
+  const uint64_t bytes = 2 * StagingRing::SlotBytes(kGradBytes, kParamBytes);
   EXPECT_FALSE(device->PinHost(ring.grads(0), bytes).ok()) << "pinned already, all of it";
   EXPECT_FALSE(device->PinHost(ring.params(1) + 4095, 1).ok()) << "to the last byte";
-  StagingRing moved = std::move(ring);
-  void* const data = moved.grads(0);
-  moved = StagingRing();  // swaps: the old memory goes with the temporary
+  PinnedArena moved = std::move(pinned.memory);
+  void* const data = moved.data();
+  moved = PinnedArena();  // swaps: the old memory goes with the temporary
   EXPECT_TRUE(device->PinHost(data, bytes).ok()) << "no longer pinned";
   device->UnpinHost(data);
 }
 
 TEST(StagingRing, WithoutSlotsTakesNothing) {
   const std::unique_ptr<Device> device = Sim();
-  const StagingRing ring = std::move(StagingRing::Create(*device, 0, 0, 0).value());
-  EXPECT_EQ(StagingRing::Bytes(0, kGradBytes, kParamBytes), 0u);
-  EXPECT_EQ(ring.slots(), 0u);
+  EXPECT_EQ(PinnedRing(*device, 0).memory.bytes(), 0u);
+  EXPECT_EQ(StagingRing().slots(), 0u);
 }
 
 }  // namespace
