@@ -544,7 +544,7 @@ int32_t offload_optimizer_undo_early_updates(offload_optimizer_t optimizer,
                                              offload_ticket_t* ticket) {
   return Guard([&]() -> Status {
     HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
-    HYBRIDOPT_ASSIGN(const offload_ticket_t value, found->UndoEarlyUpdates());
+    HYBRIDOPT_ASSIGN(const offload_ticket_t value, found->QueueNothing());
     if (ticket != nullptr) *ticket = value;
     return {};
   });

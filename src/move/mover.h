@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -29,7 +30,7 @@ namespace hybridopt {
 struct MoveRequest {
   Move move;
   std::vector<MoveItem> items;
-  std::vector<offload_group_t> groups;  // for early updates; empty where there are none
+  std::shared_ptr<const std::vector<offload_group_t>> groups;
   uint32_t producer_count = 0;
   bool frees_device_memory = false;   // the move offloads the last states that are on the device
   bool brings_device_memory = false;  // the move reloads the first ones: `pages`, `scratch` are set

@@ -27,10 +27,9 @@
 
 namespace hybridopt {
 
-// The content of one slot of the timeline.
-struct UndoRequest {};
+// The content of one slot of the timeline. The first one does nothing.
 using Request = std::variant<std::monostate, StepRequest*, MoveRequest, ResidenceRequest,
-                             SaveRequest, LoadRequest, UndoRequest>;
+                             SaveRequest, LoadRequest>;
 
 struct Committed {
   // Takes the memory and makes everything but the timeline. The state has no values yet.

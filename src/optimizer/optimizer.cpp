@@ -348,32 +348,20 @@ offload_ticket_t Optimizer::TicketOf(uint64_t sequence) const {
   return tickets_.NumberOf(sequence);
 }
 
-Result<offload_ticket_t> Optimizer::UndoEarlyUpdates() {
+Result<offload_ticket_t> Optimizer::QueueNothing() {
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
-  committed_->requests[slot].emplace<UndoRequest>();
+  committed_->requests[slot] = std::monostate();
   HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());
   return TicketOf(sequence);
 }
 
-// ---------------------------------------------------------------------------------- on a runner --
-
-Status Optimizer::Execute(uint32_t slot, uint64_t sequence) {
-  if (MayWait(slot)) committed_->timeline->LetOthersRun();
-  Status status = CatchExceptions("queued work", [&] { return ExecuteRequest(slot, sequence); });
-  if (!status.ok()) {
-    (void)committed_->pipeline->UndoEarly();  // no step follows that could keep the updates
-    committed_->timeline->LetOthersRun();     // the log is a function of the caller's
-    context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
-  }
-  return status;
-}
-
-// Whether the request may wait for more than the workers: for the device, other ranks or files.
-bool Optimizer::MayWait(uint32_t slot) const {
-  const bool is_step = std::holds_alternative<StepRequest*>(committed_->requests[slot]);
-  return !is_step || !context_->device().unified() || comm_.present();
-}
+// ------------------------------------------------------------------------- who may use the state--
+//
+// Chunks that have been updated early (step/executors/early_updates.h) are what the next step will
+// make of them. So these updates are undone before anything but that step uses the state: in
+// ExecuteRequest for what is queued, in InTurn after a failure, because no step follows, and in
+// ClaimState for the caller's own thread. No other code asks for it.
 
 Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
   Request& request = committed_->requests[slot];
@@ -381,8 +369,13 @@ Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
   Timeline& timeline = *committed_->timeline;
   if (const auto* const step = std::get_if<StepRequest*>(&request))
     return ExecuteStep(**step, slot, sequence);
-  if (auto* const move = std::get_if<MoveRequest>(&request)) return ExecuteMove(*move, slot);
+  auto* const move = std::get_if<MoveRequest>(&request);
+  if (move != nullptr && move->move == Move::kOffloadGrads) return OffloadGrads(*move, slot);
   HYBRIDOPT_TRY(committed_->pipeline->UndoEarly());
+  if (move != nullptr) {
+    HYBRIDOPT_TRY(AwaitBeforeMove(*move, slot));
+    return RunMove(*move);
+  }
   if (auto* const save = std::get_if<SaveRequest>(&request))
     return checkpoints.Save(std::move(*save), committed_->lanes->KeepReadyEvent(slot), timeline,
                             sequence);
@@ -391,6 +384,61 @@ Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
   if (auto* const change = std::get_if<ResidenceRequest>(&request))
     return ExecuteResidenceChange(*change);
   return {};
+}
+
+// Chunks may be updated with the gradients as soon as these are on the host.
+Status Optimizer::OffloadGrads(MoveRequest& request, uint32_t slot) {
+  StepPipeline& pipeline = *committed_->pipeline;
+  HYBRIDOPT_TRY(AwaitBeforeMove(request, slot));
+  HYBRIDOPT_TRY(
+      pipeline.GradsComing(request.items, *request.groups, committed_->checkpoints->capture()));
+  HYBRIDOPT_TRY(RunMove(request));
+  return pipeline.GradsArrived();
+}
+
+Status Optimizer::InTurn(const char* what, FunctionRef<Status()> work) {
+  Status status = CatchExceptions(what, work);
+  if (!status.ok()) (void)committed_->pipeline->UndoEarly();
+  return status;
+}
+
+// Gives the state to the caller's thread, which a call of the caller's has until it returns.
+// INVALID_STATE if queued work uses it, or a save in the background.
+Status Optimizer::ClaimState() const {
+  const Timeline& timeline = *committed_->timeline;
+  if (const uint32_t queued = timeline.queued(); queued > 0)
+    return Status::Error(OFFLOAD_INVALID_STATE,
+                         "%u calls are queued (a save counts until its ticket completes); call "
+                         "offload_optimizer_wait first",
+                         queued);
+  // After a failure the runner undoes, and it may still be at work.
+  return timeline.CheckPoison().ok() ? committed_->pipeline->UndoEarly() : Status();
+}
+
+// ---------------------------------------------------------------------------------- on a runner --
+
+Status Optimizer::Execute(uint32_t slot, uint64_t sequence) {
+  if (MayWait(slot)) committed_->timeline->LetOthersRun();
+  Status status = InTurn("queued work", [&] { return ExecuteRequest(slot, sequence); });
+  if (!status.ok()) {
+    committed_->timeline->LetOthersRun();  // the log is a function of the caller's
+    context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
+  }
+  return status;
+}
+
+Status Optimizer::Settle(bool failure) {
+  Checkpoints& checkpoints = *committed_->checkpoints;
+  return InTurn("a save", [&] {
+    return failure ? checkpoints.CompleteAlone(*committed_->timeline)
+                   : checkpoints.Settle(*committed_->timeline);
+  });
+}
+
+// Whether the request may wait for more than the workers: for the device, other ranks or files.
+bool Optimizer::MayWait(uint32_t slot) const {
+  const bool is_step = std::holds_alternative<StepRequest*>(committed_->requests[slot]);
+  return !is_step || !context_->device().unified() || comm_.present();
 }
 
 EventHandle Optimizer::ReadyEvent(uint32_t slot) const {

@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "base/function_ref.h"
 #include "comm/comm.h"
 #include "machine/context.h"
 #include "machine/ticket_numbers.h"
@@ -48,7 +49,8 @@ class Optimizer {
   // implemented in optimizer_moves.cpp.
   Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
                                         std::span<const offload_stream_t> streams);
-  Result<offload_ticket_t> UndoEarlyUpdates();
+  // Queues a request that does nothing but what the dispatcher does before any request.
+  Result<offload_ticket_t> QueueNothing();
   // Changes which tier holds which state, between two steps. It is implemented in
   // optimizer_fraction.cpp.
   Result<offload_ticket_t> SetDeviceFraction(double device_fraction);
@@ -73,8 +75,7 @@ class Optimizer {
   Status PinStates(Committed& committed);
   Status CheckChunkCount(const StateShape& shape) const;
   Status CheckCommitted() const;
-  Status CheckIdle() const;
-  Status UndoEarlyNow() const;
+  Status ClaimState() const;
   Status CheckStepOptions(const offload_step_options_t& options) const;
   void FillStep(const offload_step_options_t& options, StepRequest& request) const;
   Status RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams);
@@ -84,17 +85,20 @@ class Optimizer {
   Result<uint32_t> NextSlot();
   offload_ticket_t TicketOf(uint64_t sequence) const;
   Status Execute(uint32_t slot, uint64_t sequence);
+  Status Settle(bool failure);
+  Status InTurn(const char* what, FunctionRef<Status()> work);
   bool MayWait(uint32_t slot) const;
   Status ExecuteRequest(uint32_t slot, uint64_t sequence);
   Status ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence);
-  Status ExecuteMove(MoveRequest& request, uint32_t slot);
+  Status OffloadGrads(MoveRequest& request, uint32_t slot);
+  Status AwaitBeforeMove(const MoveRequest& request, uint32_t slot);
+  Status RunMove(MoveRequest& request);
   Status TakeForResidence(const Arrangement& wanted, const offload_plan_t& plan,
                           ResidenceRequest& request) const;
   Status ExecuteResidenceChange(ResidenceRequest& request);
   Status AwaitIssued(uint64_t sequence, uint64_t mark);
   uint64_t MarkOf(std::span<const uint32_t> params, uint64_t sequence) const;
   EventHandle ReadyEvent(uint32_t slot) const;
-  Status Settle(bool failure);
   std::vector<ParamLocation> LocationsNow() const;
   void Remember(uint64_t sequence, const offload_step_result_t& result);
   // The sequence number of a ticket of this optimizer; ticket 0 means the last one.

@@ -111,16 +111,4 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
   return TicketOf(sequence);
 }
 
-// On a runner.
-Status Optimizer::Settle(bool failure) {
-  Checkpoints& checkpoints = *committed_->checkpoints;
-  Status status = CatchExceptions("a save", [&] {
-    return failure ? checkpoints.CompleteAlone(*committed_->timeline)
-                   : checkpoints.Settle(*committed_->timeline);
-  });
-  if (!status.ok())
-    (void)committed_->pipeline->UndoEarly();  // no step follows that could keep them
-  return status;
-}
-
 }  // namespace hybridopt

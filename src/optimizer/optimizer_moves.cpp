@@ -43,8 +43,7 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
 void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& request) {
   const Lifecycle& lifecycle = *committed_->lifecycle;
   request.move = move;
-  if (move == Move::kOffloadGrads && committed_->shape.options.early_update_bytes > 0)
-    request.groups.assign(table_.groups().begin(), table_.groups().end());
+  request.groups = table_.GroupsNow();
   const bool grads = RowOf(move).resource == Resource::kGrads;
   for (uint32_t id : ids) {
     const Addresses& addresses = table_.addresses()[id];
@@ -77,25 +76,23 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
   }
 }
 
-// On a runner.
-Status Optimizer::ExecuteMove(MoveRequest& request, uint32_t slot) {
-  StepPipeline& pipeline = *committed_->pipeline;
-  if (request.move != Move::kOffloadGrads) HYBRIDOPT_TRY(pipeline.UndoEarly());
+// On a runner, as the next one.
+Status Optimizer::AwaitBeforeMove(const MoveRequest& request, uint32_t slot) {
   // A running save may still read params and states from where they are now.
   if (RowOf(request.move).touches_state)
     HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
-  HYBRIDOPT_TRY(committed_->mover->AwaitProducers(
-      request, committed_->lanes->ReadyEvents(slot),
-      [this] { return committed_->checkpoints->AwaitBorrowed(*committed_->timeline); }));
-  HYBRIDOPT_TRY(
-      pipeline.GradsComing(request.items, request.groups, committed_->checkpoints->capture()));
+  return committed_->mover->AwaitProducers(request, committed_->lanes->ReadyEvents(slot), [this] {
+    return committed_->checkpoints->AwaitBorrowed(*committed_->timeline);
+  });
+}
+
+Status Optimizer::RunMove(MoveRequest& request) {
   uint64_t bytes = 0;
   HYBRIDOPT_TRY(committed_->mover->Run(request, &bytes));
-  HYBRIDOPT_TRY(pipeline.GradsArrived());
   const bool reload = RowOf(request.move).direction == Direction::kUp;
   // Frees the lists: 256 slots that each keep their longest list would take much memory.
   request.items = {};
-  request.groups = {};
+  request.groups = nullptr;
   std::lock_guard lock(results_mutex_);
   (reload ? stats_.reloaded_bytes : stats_.offloaded_bytes) += bytes;
   if (request.frees_device_memory) stats_.device_bytes = 0;

@@ -218,7 +218,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
   shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
   shape.stream_ring_bytes = options.stream_ring_bytes;
-  shape.early_update_bytes = options.early_update_bytes;
+  shape.early_bytes = options.early_update_bytes;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return shape;
 }

@@ -4,26 +4,10 @@
 #include "optimizer/optimizer.h"
 
 namespace hybridopt {
-// Queued work uses the state. A save in the background does too, even if no other work is queued.
-Status Optimizer::CheckIdle() const {
-  const uint32_t queued = committed_->timeline->queued();
-  if (queued == 0) return {};
-  return Status::Error(OFFLOAD_INVALID_STATE,
-                       "%u calls are queued (a save counts until its ticket completes); call "
-                       "offload_optimizer_wait first",
-                       queued);
-}
-
-// On the caller's thread, while no work is queued. After a failure the runner undoes early updates,
-// and it may still be at work.
-Status Optimizer::UndoEarlyNow() const {
-  return committed_->timeline->CheckPoison().ok() ? committed_->pipeline->UndoEarly() : Status();
-}
 
 Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) const {
   HYBRIDOPT_TRY(CheckCommitted());
-  HYBRIDOPT_TRY(CheckIdle());
-  HYBRIDOPT_TRY(UndoEarlyNow());
+  HYBRIDOPT_TRY(ClaimState());
   if (param_id >= table_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "param is %u, but only %u params have been added", param_id,
@@ -81,14 +65,13 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
 Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
-  HYBRIDOPT_TRY(CheckIdle());
   if (param >= table_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "param is %u, but only %u params have been added", param, table_.size());
   if (step_count > checkpoint::kStepsMax)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "step_count is %llu, expected at most 2^53",
                          static_cast<unsigned long long>(step_count));
-  HYBRIDOPT_TRY(UndoEarlyNow());
+  HYBRIDOPT_TRY(ClaimState());
   committed_->step_counts.set(param, step_count);
   return {};
 }

@@ -101,7 +101,7 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.host_swap_bytes = SwapStates::Bytes(shape, residence);
   plan.host_bytes = StateMemory::HostBytes(residence) + plan.host_scratch_bytes +
                     SwapMemory::Bytes(shape, residence);
-  plan.host_early_bytes = EarlyUpdates::RoomBytes(table, shape);
+  plan.host_early_bytes = StepPipeline::EarlyBytes(table, shape);
   plan.host_bytes += plan.host_early_bytes;
   plan.host_available_bytes = system::AvailableBytes();
   plan.pinned_bytes_left = context.PinnedBytesLeft();

@@ -30,6 +30,7 @@ Status InContext(const Status& status, const char* what, size_t index, const cha
 Result<uint32_t> ParamTable::AddGroup(const offload_group_t& group) {
   HYBRIDOPT_TRY(ValidateGroup(algorithm_, group));
   groups_.push_back(group);
+  groups_now_ = nullptr;
   return static_cast<uint32_t>(groups_.size() - 1);
 }
 
@@ -38,10 +39,17 @@ Status ParamTable::SetGroup(uint32_t id, const offload_group_t& group, bool comm
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "group_id is %u, but only %zu groups have been added", id, groups_.size());
   HYBRIDOPT_TRY(ValidateGroup(algorithm_, group));
+  groups_now_ = nullptr;
   const double at_commit = groups_[id].initial_accumulator_value;
   groups_[id] = group;
   if (committed) groups_[id].initial_accumulator_value = at_commit;
   return {};
+}
+
+std::shared_ptr<const std::vector<offload_group_t>> ParamTable::GroupsNow() {
+  if (groups_now_ == nullptr)
+    groups_now_ = std::make_shared<const std::vector<offload_group_t>>(groups_);
+  return groups_now_;
 }
 
 // Removes the params that were added in its lifetime, unless Keep is called.

@@ -48,13 +48,13 @@ struct ShapeOptions {
   bool unified;  // host and device share one memory: the host holds all state, no chunk is staged
   uint64_t chunk_elements;
   uint32_t staging_slots;
-  uint32_t movable;                 // a combination of enum offload_movable
-  StateFormats formats = {};        // masters: of bf16 params
-  bool stochastic = false;          // what formats round is rounded at random
-  bool cpu_updates = true;          // CPU workers take chunks
-  bool streams_state = false;       // chunks may go through a ring on the device
-  uint64_t stream_ring_bytes = 0;   // of that ring; 0: kDefaultStreamSlots
-  uint64_t early_update_bytes = 0;  // for chunks that are updated before their step
+  uint32_t movable;                // a combination of enum offload_movable
+  StateFormats formats = {};       // masters: of bf16 params
+  bool stochastic = false;         // what formats round is rounded at random
+  bool cpu_updates = true;         // CPU workers take chunks
+  bool streams_state = false;      // chunks may go through a ring on the device
+  uint64_t stream_ring_bytes = 0;  // of that ring; 0: kDefaultStreamSlots
+  uint64_t early_bytes = 0;        // pinned, for chunks that are updated before their step
 };
 
 struct ParamShape {

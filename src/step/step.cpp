@@ -82,7 +82,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
 
 Status StepPipeline::GradsComing(std::span<const MoveItem> grads,
                                  std::span<const offload_group_t> groups, Capture* capture) {
-  if (groups.empty() || !early_.Assume(groups)) return {};
+  if (!early_.Assume(groups)) return {};
   for (const MoveItem& grad : grads) HYBRIDOPT_TRY(early_.Coming(grad.param, grad.data, capture));
   return {};
 }

@@ -78,12 +78,15 @@ class StepPipeline : private ChunkProgress {
              const StepMarks& marks, offload_step_result_t* result);
 
   // To be called before and after an offload of gradients copies, and before other work that reads
-  // or changes what a step does (early_updates.h). `groups` are those of the call that offloads;
-  // empty: nothing is updated early.
+  // or changes what a step does (early_updates.h). `groups` are those of the call that offloads.
   Status GradsComing(std::span<const MoveItem> grads, std::span<const offload_group_t> groups,
                      Capture* capture);
   Status GradsArrived() { return early_.BeginArrived(); }
   Status UndoEarly() { return early_.Undo(); }
+  // The bytes of pinned memory for early updates.
+  static uint64_t EarlyBytes(const ParamTable& table, const StateShape& shape) {
+    return EarlyUpdates::RoomBytes(table, shape);
+  }
   uint64_t early_elements_wanted() const { return early_.elements_wanted(); }
   void AddNodeBytes(NodeBytes* sum) const { early_.AddNodeBytes(sum); }
 

@@ -223,6 +223,38 @@ TEST(EarlyUpdatesTest, WhatComesBetweenUndoesThem) {
   });
 }
 
+// The norm that the other ranks are asked for never comes. The state can still be read.
+TEST(EarlyUpdatesTest, AFailureUndoesThem) {
+  bool fails = false;
+  auto comm = Make<offload_comm_t>();
+  comm.world = 1;
+  comm.user = &fails;
+  comm.sum = [](void* user, double*, uint32_t, int64_t) -> int32_t {
+    return *static_cast<const bool*>(user) ? 1 : 0;
+  };
+  comm.max = [](void*, int32_t*, uint32_t, int64_t) -> int32_t { return 0; };
+  comm.barrier = [](void*, int64_t) -> int32_t { return 0; };
+  for (uint64_t seed = 0; seed < 14; ++seed) {
+    fails = false;
+    const Solved solved(ProblemOf(seed, 3));
+    LifecycleSetting setting = SettingOf(seed);
+    setting.comm = &comm;
+    LifecycleRig rig(solved.problem, setting);
+    Random random(seed + 3);
+    for (size_t step = 0; step < 2; ++step) {
+      Backward(rig, solved.problem.steps[step], random);
+      rig.Wait(rig.Step(solved.problem.steps[step]));
+    }
+    StepInput input = solved.problem.steps[2];
+    Backward(rig, input, random);
+    rig.Wait();  // then the workers have begun at least
+    fails = true;
+    input.flags = 0;  // the norm is needed
+    EXPECT_EQ(offload_optimizer_wait(rig.optimizer(), rig.Step(input), -1), OFFLOAD_COMM_FAILED);
+    EXPECT_EQ(rig.Difference(solved.trace[2]), "") << "seed " << seed;
+  }
+}
+
 // Groups, gradients, masters and other state are replaced after the first offload; the model
 // replaces them too.
 TEST(EarlyUpdatesTest, WhatChangesTheStepUndoesThem) {

@@ -29,7 +29,7 @@ namespace hybridopt {
 enum class Executor : uint8_t {
   kCpu,
   kStreamed,
-  kEarly  // the CPU workers have updated them before the step (early_updates.h)
+  kEarly  // the CPU workers, which have updated them before the step
 };
 template <typename T>
 using PerExecutor = std::array<T, 3>;

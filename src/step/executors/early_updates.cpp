@@ -49,14 +49,14 @@ EarlyUpdates::~EarlyUpdates() {
 
 // What all chunks could use is the most that is taken. Chunks align each array of each fragment.
 uint64_t EarlyUpdates::RoomBytes(const ParamTable& table, const StateShape& shape) {
-  if (shape.options.early_update_bytes == 0) return 0;
+  if (shape.options.early_bytes == 0) return 0;
   constexpr uint64_t kPaddingBytes = 2 * kArrayAlignmentBytes * (kStateSlots + 1);
-  return std::min(shape.options.early_update_bytes,
+  return std::min(shape.options.early_bytes,
                   BytesOfAll(table, shape) + (ChunksMost(shape) + table.size()) * kPaddingBytes);
 }
 
 uint64_t EarlyUpdates::Bytes(const ParamTable& table, const StateShape& shape) {
-  if (shape.options.early_update_bytes == 0) return 0;
+  if (shape.options.early_bytes == 0) return 0;
   return table.size() *
              (sizeof(Addresses) + sizeof(HostGrad) + sizeof(uint32_t) + sizeof(Coefficients)) +
          ChunksMost(shape) * (sizeof(uint32_t) + sizeof(Early));
