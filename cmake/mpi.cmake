@@ -1,5 +1,5 @@
 # The comm table over MPI. A library of its own, so that libhybridopt.so never needs an MPI.
-set(HYBRIDOPT_MPI AUTO CACHE STRING "Build the MPI adaptor: AUTO (where there is an MPI), ON, OFF")
+set(HYBRIDOPT_MPI OFF CACHE STRING "Build the MPI adaptor: AUTO (where there is an MPI), ON, OFF")
 set_property(CACHE HYBRIDOPT_MPI PROPERTY STRINGS AUTO ON OFF)
 
 if(HYBRIDOPT_MPI STREQUAL "AUTO")

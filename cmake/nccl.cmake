@@ -1,5 +1,6 @@
-# The comm table over NCCL. A library of its own, built where CUDA is; it finds NCCL when it runs.
-if(NOT HYBRIDOPT_HAS_CUDA)
+# The comm table over NCCL. A library of its own, which finds NCCL when it runs.
+option(HYBRIDOPT_NCCL "Build the NCCL adaptor where CUDA is" OFF)
+if(NOT HYBRIDOPT_NCCL OR NOT HYBRIDOPT_HAS_CUDA)
   return()
 endif()
 

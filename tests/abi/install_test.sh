@@ -18,11 +18,12 @@ done
 [[ $(find "$prefix" -name '*.h' -printf '%P\n' | sort | xargs) == \
   "$(printf 'include/%s ' $headers | xargs)" ]] ||
   { echo "FAILED: $headers must be the only header that is installed"; exit 1; }
-export LD_LIBRARY_PATH=$prefix/$libdir
 
 if [[ -e $build/tools/hybridopt ]]; then
-  "$prefix/bin/hybridopt" --version
+  env -u LD_LIBRARY_PATH "$prefix/bin/hybridopt" --version  # it finds the library by itself
 fi
+
+export LD_LIBRARY_PATH=$prefix/$libdir
 
 export PKG_CONFIG_PATH=$prefix/$libdir/pkgconfig
 gcc -std=c99 -Wall -Wextra -Wpedantic -Werror "$consumer/consumer.c" -o "$scratch/consumer" \

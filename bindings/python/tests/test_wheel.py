@@ -96,6 +96,22 @@ def test_holds_the_package_one_library_and_the_command(wheel):
     assert ours == modules | {"hybridopt/libhybridopt.so.0", "hybridopt/bin/hybridopt"}
 
 
+def test_holds_the_library_once(wheel):
+    program = zipfile.ZipFile(wheel).read("hybridopt/bin/hybridopt")
+    assert b"\0libhybridopt.so.0\0" in program  # among the libraries that the loader opens for it
+
+
+def test_holds_its_description_and_all_licenses(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    text = archive.read(metadata).decode()
+    assert "License-Expression: Apache-2.0" in text and "# hybridopt for Python" in text
+    licenses = metadata.replace("METADATA", "licenses/")
+    root = PACKAGE.parents[1]
+    for name in ("LICENSE", "THIRD_PARTY.md"):
+        assert archive.read(licenses + name) == (root / name).read_bytes()
+
+
 def test_is_of_the_librarys_version(wheel):
     from hybridopt import abi
 
