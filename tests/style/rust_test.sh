@@ -1,6 +1,6 @@
 #!/bin/bash
-# rustfmt agrees with every Rust file, and clippy finds nothing that is wrong or suspicious. Either
-# is left out where it is not installed; without both the test is skipped (status 77).
+# rustfmt agrees with every Rust file, clippy finds nothing that is wrong or suspicious, and the crates
+# hold their license and description when cargo packages them. rustfmt or clippy is left out where it is not installed; without both the test is skipped (status 77).
 # Usage: rust_test.sh SOURCE_DIR BUILD_DIR
 set -euo pipefail
 cd "$1/bindings/rust"
@@ -17,5 +17,12 @@ if cargo clippy --version &>/dev/null; then
     -D clippy::correctness -D clippy::suspicious -D unused-imports
   ran+=(clippy)
 fi
+for crate in hybridopt-sys hybridopt; do
+  files=$(cargo package --offline --locked --allow-dirty --list --package "$crate" 2>/dev/null)
+  for file in LICENSE README.md; do
+    grep -qx "$file" <<<"$files" ||
+      { echo "FAILED: the package of $crate would not hold $file"; exit 1; }
+  done
+done
 ((${#ran[@]})) || { echo "skipped: neither rustfmt nor clippy is installed"; exit 77; }
 echo "no complaints from ${ran[*]}"
