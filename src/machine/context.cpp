@@ -206,27 +206,25 @@ Status Context::DestroyStreamForCaller(StreamHandle stream) {
   return {};
 }
 
-Status Context::CheckPinned(uint64_t bytes) const {
+Status Context::CheckPinned(uint64_t bytes, const char* shrinks) const {
   std::lock_guard lock(pinned_mutex_);
-  return CheckPinnedLocked(bytes);
+  return CheckPinnedLocked(bytes, shrinks);
 }
 
-Status Context::CheckPinnedLocked(uint64_t bytes) const {
+Status Context::CheckPinnedLocked(uint64_t bytes, const char* shrinks) const {
   if (bytes <= pinned_bytes_max_ - pinned_bytes_) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "options.pinned_bytes_max of the context is %llu with %llu in use, but "
-                       "%llu more are needed; raise it to at least %llu, or make "
-                       "chunk_elements, staging_slots or movable smaller, or "
-                       "early_update_bytes, or budget_bytes of a stash",
+                       "%llu more are needed; raise it to at least %llu, or make %s smaller",
                        static_cast<unsigned long long>(pinned_bytes_max_),
                        static_cast<unsigned long long>(pinned_bytes_),
                        static_cast<unsigned long long>(bytes),
-                       static_cast<unsigned long long>(pinned_bytes_ + bytes));
+                       static_cast<unsigned long long>(pinned_bytes_ + bytes), shrinks);
 }
 
-Status Context::ReservePinned(uint64_t bytes) {
+Status Context::ReservePinned(uint64_t bytes, const char* shrinks) {
   std::lock_guard lock(pinned_mutex_);
-  HYBRIDOPT_TRY(CheckPinnedLocked(bytes));
+  HYBRIDOPT_TRY(CheckPinnedLocked(bytes, shrinks));
   pinned_bytes_ += bytes;
   return {};
 }

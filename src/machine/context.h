@@ -56,9 +56,10 @@ class Context {
   Result<StreamHandle> CreateStreamForCaller();
   Status DestroyStreamForCaller(StreamHandle stream);
 
-  // Pinned memory under the cap; INVALID_ARGUMENT says how much is needed.
-  Status CheckPinned(uint64_t bytes) const;
-  Status ReservePinned(uint64_t bytes);
+  // Pinned memory under the cap; INVALID_ARGUMENT says how much is needed, and that `shrinks`,
+  // names of options for example, may be made smaller instead.
+  Status CheckPinned(uint64_t bytes, const char* shrinks) const;
+  Status ReservePinned(uint64_t bytes, const char* shrinks);
   void ReleasePinned(uint64_t bytes);
   uint64_t PinnedBytesLeft() const;
 
@@ -82,7 +83,7 @@ class Context {
   void Log(int32_t level, const char* text) const;
 
  private:
-  Status CheckPinnedLocked(uint64_t bytes) const;
+  Status CheckPinnedLocked(uint64_t bytes, const char* shrinks) const;
   int32_t NumaRung() const;
   std::string Notes() const;
 

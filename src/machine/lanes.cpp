@@ -12,7 +12,8 @@ constexpr uint32_t kMinRingSlots = 2;  // one chunk comes down while the workers
 
 constexpr uint64_t kScratchAlignmentBytes = 256;
 
-constexpr char kWaiter[] = "the optimizer";  // in errors
+constexpr char kWaiter[] = "the optimizer";                     // in errors
+constexpr char kShrinks[] = "chunk_elements or staging_slots";  // pinned memory
 
 uint64_t BlockSumsBytes(const LaneSizes& sizes) {
   return system::RoundUp(sizes.norm_blocks * sizeof(double), kScratchAlignmentBytes);
@@ -74,7 +75,7 @@ Result<LaneRing> LaneRing::Take(Context& context, const LaneSizes& sizes) {
 
 // Tries in turn: all slots pinned; fewer slots; no slot pinned, if the caller allows that.
 Status LaneRing::Pin(const LaneSizes& sizes) {
-  HYBRIDOPT_ASSIGN(room_, PinnedRoom::Reserve(*context_, RingBytes(sizes)));
+  HYBRIDOPT_ASSIGN(room_, PinnedRoom::Reserve(*context_, RingBytes(sizes), kShrinks));
   uint32_t slots = sizes.staging_slots;
   Status added = room_.Add(SlotBytes(sizes), &slots, kMinRingSlots, false);
   if (added.code() == OFFLOAD_OUT_OF_HOST_MEMORY && context_->allow_pageable()) {
@@ -145,9 +146,9 @@ Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const LaneSizes& 
 }
 
 Status Lanes::CreateAll(const LaneSizes& sizes) {
-  HYBRIDOPT_TRY(context_.CheckPinned(PinnedBytes(sizes)));
+  HYBRIDOPT_TRY(context_.CheckPinned(PinnedBytes(sizes), kShrinks));
   block_sums_bytes_ = BlockSumsBytes(sizes);
-  HYBRIDOPT_ASSIGN(verdict_page_, PinnedRoom::Take(context_, VerdictPageBytes(sizes)));
+  HYBRIDOPT_ASSIGN(verdict_page_, PinnedRoom::Take(context_, VerdictPageBytes(sizes), kShrinks));
   host_verdict = reinterpret_cast<Verdict*>(verdict_page_.data());
   host_block_sums = reinterpret_cast<double*>(verdict_page_.data() + kVerdictBytes);
   HYBRIDOPT_ASSIGN(ring_, LaneRing::Take(context_, sizes));

@@ -4,19 +4,20 @@
 
 namespace hybridopt {
 
-Result<PinnedRoom> PinnedRoom::Reserve(Context& context, uint64_t bytes) {
+Result<PinnedRoom> PinnedRoom::Reserve(Context& context, uint64_t bytes, const char* shrinks) {
   PinnedRoom room;
   if (!context.device().unified()) {
-    HYBRIDOPT_TRY(context.ReservePinned(bytes));
+    HYBRIDOPT_TRY(context.ReservePinned(bytes, shrinks));
     room.reserved_bytes_ = bytes;
     room.pins_ = true;
   }
   room.context_ = &context;
+  room.shrinks_ = shrinks;
   return room;
 }
 
-Result<PinnedRoom> PinnedRoom::Take(Context& context, uint64_t bytes) {
-  HYBRIDOPT_ASSIGN(PinnedRoom room, Reserve(context, bytes));
+Result<PinnedRoom> PinnedRoom::Take(Context& context, uint64_t bytes, const char* shrinks) {
+  HYBRIDOPT_ASSIGN(PinnedRoom room, Reserve(context, bytes, shrinks));
   uint32_t units = 1;
   HYBRIDOPT_TRY(room.Add(bytes, &units, 1, context.allow_pageable()));
   room.Settle();
@@ -25,7 +26,7 @@ Result<PinnedRoom> PinnedRoom::Take(Context& context, uint64_t bytes) {
 
 Result<PinnedRoom> PinnedRoom::TakeAnyway(Context& context, uint64_t bytes) {
   PinnedRoom room;
-  Result<PinnedRoom> reserved = Reserve(context, bytes);
+  Result<PinnedRoom> reserved = Reserve(context, bytes, "");
   if (reserved.ok()) room = std::move(reserved.value());
   room.context_ = &context;
   uint32_t units = 1;
@@ -36,8 +37,13 @@ Result<PinnedRoom> PinnedRoom::TakeAnyway(Context& context, uint64_t bytes) {
 
 Result<PinnedArena> PinnedRoom::Map(uint64_t bytes, bool allow_pageable) const {
   const PageWish& wish = context_->pinned_pages();
-  return pins_ ? PinnedArena::Map(context_->device(), bytes, wish, allow_pageable)
-               : PinnedArena::MapPageable(bytes, wish);
+  if (!pins_) return PinnedArena::MapPageable(bytes, wish);
+  Result<PinnedArena> mapped = PinnedArena::Map(context_->device(), bytes, wish, allow_pageable);
+  if (mapped.status().code() != OFFLOAD_OUT_OF_HOST_MEMORY) return mapped;
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "%s; raise that limit, make %s smaller, or set allow_pageable of the "
+                       "context to use it unpinned",
+                       mapped.status().message().c_str(), shrinks_);
 }
 
 Status PinnedRoom::Add(uint64_t unit_bytes, uint32_t* units, uint32_t least, bool allow_pageable) {
@@ -74,6 +80,7 @@ void PinnedRoom::AddNodeBytes(NodeBytes* sum) const {
 
 PinnedRoom& PinnedRoom::operator=(PinnedRoom&& other) noexcept {
   std::swap(context_, other.context_);
+  std::swap(shrinks_, other.shrinks_);
   std::swap(reserved_bytes_, other.reserved_bytes_);
   std::swap(pins_, other.pins_);
   std::swap(pieces_, other.pieces_);

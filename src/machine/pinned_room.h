@@ -19,14 +19,15 @@ namespace hybridopt {
 class PinnedRoom {
  public:
   PinnedRoom() = default;  // of 0 bytes
-  // One piece. If the system does not pin it, it is pageable if the context allows that.
-  static Result<PinnedRoom> Take(Context& context, uint64_t bytes);
+  // One piece. If the system does not pin it, it is pageable if the context allows that. `shrinks`
+  // is what errors say to make smaller; it must outlive the room.
+  static Result<PinnedRoom> Take(Context& context, uint64_t bytes, const char* shrinks);
   // One piece, which is pageable if the system or the cap does not let it be pinned: copies are
   // only slower then.
   static Result<PinnedRoom> TakeAnyway(Context& context, uint64_t bytes);
 
   // For several pieces: reserves the bytes of all. Then come Add for each piece, and Settle.
-  static Result<PinnedRoom> Reserve(Context& context, uint64_t bytes);
+  static Result<PinnedRoom> Reserve(Context& context, uint64_t bytes, const char* shrinks);
   // Adds a piece of *units units. If the system does not pin it, of half as many, and so on down to
   // `least`; *units tells how many the piece has.
   Status Add(uint64_t unit_bytes, uint32_t* units, uint32_t least, bool allow_pageable);
@@ -54,6 +55,7 @@ class PinnedRoom {
   void ReleaseReserved(uint64_t kept_bytes);
 
   Context* context_ = nullptr;
+  const char* shrinks_ = "";
   uint64_t reserved_bytes_ = 0;
   bool pins_ = false;
   std::vector<PinnedArena> pieces_;

@@ -10,13 +10,6 @@ Result<PinnedArena> PinnedArena::Map(Device& device, uint64_t bytes, const PageW
   const Status status = device.PinHost(pinned.arena_.data(), bytes);
   if (status.ok()) pinned.device_ = &device;
   const bool pageable = allow_pageable && status.code() == OFFLOAD_OUT_OF_HOST_MEMORY;
-  if (status.code() == OFFLOAD_OUT_OF_HOST_MEMORY && !pageable)
-    return Status::Error(
-        OFFLOAD_OUT_OF_HOST_MEMORY,
-        "%s; raise that limit, make chunk_elements, staging_slots or movable "
-        "smaller, or early_update_bytes, or budget_bytes of a stash, or set allow_pageable of the "
-        "context to use it unpinned",
-        status.message().c_str());
   if (!status.ok() && !pageable) return status;
   return pinned;
 }

@@ -118,7 +118,8 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
       CheckDeviceRoom(*context_, "device_fraction", options_.device_fraction, plan.device_bytes));
   HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes));
   if (context_->device().unified()) return {};
-  return context_->CheckPinned(PinnedBytesOf(plan));
+  return context_->CheckPinned(PinnedBytesOf(plan),
+                               "chunk_elements, staging_slots, movable or early_update_bytes");
 }
 
 // Whether the device's ring leaves enough memory free. Only a ring that the options do not ask for

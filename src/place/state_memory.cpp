@@ -172,7 +172,7 @@ void StateMemory::UnpinHost(const Residence* but_what_this_holds) {
 
 Status StateMemory::PinPiece(const Piece& piece) {
   pieces_.reserve(pieces_.size() + 1);  // so that a piece that has been pinned can always be listed
-  HYBRIDOPT_TRY(context_.ReservePinned(piece.end - piece.begin));
+  HYBRIDOPT_TRY(context_.ReservePinned(piece.end - piece.begin, "the state on the host"));
   const Status status = device_.PinHost(arena_.data() + piece.begin, piece.end - piece.begin);
   if (status.ok())
     pieces_.push_back(piece);

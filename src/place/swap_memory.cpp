@@ -8,7 +8,7 @@ namespace {
 constexpr uint64_t kRegionAlignmentBytes = 256;
 
 Result<PinnedRoom> TakeRoom(Context& context, uint64_t bytes) {
-  HYBRIDOPT_ASSIGN(PinnedRoom room, PinnedRoom::Take(context, bytes));
+  HYBRIDOPT_ASSIGN(PinnedRoom room, PinnedRoom::Take(context, bytes, "movable"));
   if (room.pageable())
     context.Note("room for what is offloaded is pageable: the system did not pin all of it");
   return room;

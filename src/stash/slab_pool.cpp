@@ -10,7 +10,7 @@ namespace hybridopt {
 Result<SlabPool> SlabPool::Create(Context& context, const SlabSizes& sizes) {
   SlabPool pool;
   pool.sizes_ = sizes;
-  HYBRIDOPT_ASSIGN(pool.room_, PinnedRoom::Reserve(context, sizes.bytes()));
+  HYBRIDOPT_ASSIGN(pool.room_, PinnedRoom::Reserve(context, sizes.bytes(), "budget_bytes"));
   Status mapped = pool.Map(context, false);
   if (pool.room_.pieces().empty() && mapped.code() == OFFLOAD_OUT_OF_HOST_MEMORY &&
       context.allow_pageable())

@@ -479,7 +479,8 @@ TEST(Configuration, PinnedCapTooSmall) {
       ExpectCommitRefused(*capped.trainer, OFFLOAD_INVALID_ARGUMENT,
                           {"options.pinned_bytes_max of the context is 4096",
                            "raise it to at least " + std::to_string(enough),
-                           "chunk_elements, staging_slots or movable smaller"});
+                           "make chunk_elements, staging_slots, movable or early_update_bytes "
+                           "smaller"});
     }
     CappedTrainer almost(enough - 1, movable);
     almost.trainer->AddParams();
@@ -575,7 +576,7 @@ TEST(Configuration, PinningRefused) {
   trainer.AddParams();
   ExpectError(offload_optimizer_commit(trainer.optimizer, nullptr), OFFLOAD_OUT_OF_HOST_MEMORY,
               {"cannot pin", "of at most 4096 are pinned", "raise that limit",
-               "chunk_elements, staging_slots or movable smaller", "allow_pageable"});
+               "make chunk_elements or staging_slots smaller", "allow_pageable"});
   EXPECT_EQ(BytesHeld(trainer.optimizer), 0u);
   options.allow_pageable = 1;
   Trainer allowed(options);

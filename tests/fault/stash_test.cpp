@@ -604,7 +604,8 @@ TEST(StashPinning, RefusedWhereNothingCanBePinned) {
   const offload_stash_options_t options = Options(40);
   offload_stash_t stash = nullptr;
   ExpectError(offload_stash_create(context, &options, &stash), OFFLOAD_OUT_OF_HOST_MEMORY,
-              {"cannot pin 4096 bytes", "of at most 4095", "raise that limit", "allow_pageable"});
+              {"cannot pin 4096 bytes", "of at most 4095",
+               "raise that limit, make budget_bytes smaller", "allow_pageable"});
   EXPECT_EQ(stash, nullptr);
   auto info = Make<offload_context_info_t>();
   EXPECT_OFFLOAD_OK(offload_context_get_info(context, &info));
@@ -619,7 +620,7 @@ TEST(StashPinning, StaysWithinTheCapOfTheContext) {
   offload_stash_t stash = nullptr, more = nullptr;
   ExpectError(offload_stash_create(context, &options, &stash), OFFLOAD_INVALID_ARGUMENT,
               {"options.pinned_bytes_max of the context is 163840", "with 0 in use",
-               "raise it to at least 167936", "budget_bytes of a stash"});
+               "raise it to at least 167936", "make budget_bytes smaller"});
   auto plan = Make<offload_stash_plan_t>();
   EXPECT_OFFLOAD_OK(offload_stash_plan(context, &options, &plan));
   EXPECT_EQ(plan.fits, 0);

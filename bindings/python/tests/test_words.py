@@ -62,6 +62,8 @@ def test_every_word_is_one_of_the_librarys():
         ("param 3 'group.beta1' and group.beta1", "param 3 'group.beta1' and betas[0]"),
         ("give both up with OFFLOAD_MOVE_DROP, or bind NULL and step", "give both up with zero_grad()"),
         ("set allow_pageable of the context to use it unpinned", "set pin=False to use it unpinned"),
+        ("raise that limit, make chunk_elements or staging_slots smaller, or set", "raise that limit, or set"),
+        ("at least 9, or make chunk_elements, staging_slots, movable or x smaller", "at least 9, or make movable or x smaller"),
         ("my_options.path, suboptions.path", "my_options.path, suboptions.path"),
     ],
 )  # fmt: skip

@@ -65,7 +65,7 @@ uint64_t EarlyUpdates::Bytes(const ParamTable& table, const StateShape& shape) {
 Status EarlyUpdates::Start() {
   room_bytes_ = RoomBytes(table_, shape_);
   if (room_bytes_ == 0) return {};
-  HYBRIDOPT_ASSIGN(room_, PinnedRoom::Take(context_, room_bytes_));
+  HYBRIDOPT_ASSIGN(room_, PinnedRoom::Take(context_, room_bytes_, "early_update_bytes"));
   for (EventHandle& event : written_) {
     HYBRIDOPT_ASSIGN(event, device_.CreateEvent("early params uploaded"));
   }

@@ -10,6 +10,7 @@ namespace hybridopt {
 namespace {
 
 constexpr uint64_t kPage = 4096;
+constexpr char kShrinks[] = "size_bytes";
 
 struct Limits {
   uint64_t system_bytes = UINT64_MAX;  // the system pins no more
@@ -33,7 +34,7 @@ uint64_t Counted(const Context& context) { return context.Info().value().pinned_
 TEST(PinnedRoom, CountsTowardsTheCapWhileItLives) {
   const auto context = OnSim({});
   {
-    PinnedRoom room = std::move(PinnedRoom::Take(*context, 2 * kPage).value());
+    PinnedRoom room = std::move(PinnedRoom::Take(*context, 2 * kPage, kShrinks).value());
     EXPECT_EQ(Counted(*context), 2 * kPage);
     EXPECT_FALSE(context->device().PinHost(room.data(), 1).ok()) << "pinned already";
     EXPECT_FALSE(room.pageable());
@@ -46,16 +47,26 @@ TEST(PinnedRoom, CountsTowardsTheCapWhileItLives) {
 
 TEST(PinnedRoom, WhatTheSystemDoesNotPinIsRefusedOrCountsNothing) {
   const auto strict = OnSim({kPage});
-  const Result<PinnedRoom> refused = PinnedRoom::Take(*strict, 2 * kPage);
+  const Result<PinnedRoom> refused = PinnedRoom::Take(*strict, 2 * kPage, kShrinks);
   EXPECT_EQ(refused.status().code(), OFFLOAD_OUT_OF_HOST_MEMORY);
-  EXPECT_NE(refused.status().message().find("allow_pageable"), std::string::npos);
+  EXPECT_NE(refused.status().message().find("make size_bytes smaller, or set allow_pageable"),
+            std::string::npos)
+      << refused.status().message();
   EXPECT_EQ(Counted(*strict), 0u);
 
   const auto lenient = OnSim({kPage, 0, 1});
-  const PinnedRoom pageable = std::move(PinnedRoom::Take(*lenient, 2 * kPage).value());
+  const PinnedRoom pageable = std::move(PinnedRoom::Take(*lenient, 2 * kPage, kShrinks).value());
   EXPECT_NE(pageable.data(), nullptr);
   EXPECT_TRUE(pageable.pageable());
   EXPECT_EQ(Counted(*lenient), 0u);
+}
+
+TEST(PinnedRoom, TheCapRefusesAndTellsWhatToMakeSmaller) {
+  const auto capped = OnSim({UINT64_MAX, kPage});
+  const Result<PinnedRoom> refused = PinnedRoom::Take(*capped, 2 * kPage, kShrinks);
+  EXPECT_EQ(refused.status().code(), OFFLOAD_INVALID_ARGUMENT);
+  EXPECT_NE(refused.status().message().find("or make size_bytes smaller"), std::string::npos)
+      << refused.status().message();
 }
 
 TEST(PinnedRoom, ThatIsTakenAnywayIsPinnedIfSystemAndCapAllowIt) {
@@ -73,7 +84,7 @@ TEST(PinnedRoom, ThatIsTakenAnywayIsPinnedIfSystemAndCapAllowIt) {
 
 TEST(PinnedRoom, APieceGetsHalfAsManyUnitsUntilTheSystemPinsIt) {
   const auto context = OnSim({3 * kPage});
-  PinnedRoom room = std::move(PinnedRoom::Reserve(*context, 8 * kPage).value());
+  PinnedRoom room = std::move(PinnedRoom::Reserve(*context, 8 * kPage, kShrinks).value());
   EXPECT_EQ(Counted(*context), 8 * kPage);
   uint32_t units = 8;
   ASSERT_TRUE(room.Add(kPage, &units, 1, false).ok());
@@ -93,7 +104,7 @@ TEST(PinnedRoom, NothingIsPinnedWhereNoDeviceCopies) {
   options.threads = 1;
   options.pinned_bytes_max = 1;
   Context context(options, CreateHostDevice(), ReferenceKernels());
-  const PinnedRoom room = std::move(PinnedRoom::Take(context, kPage).value());
+  const PinnedRoom room = std::move(PinnedRoom::Take(context, kPage, kShrinks).value());
   EXPECT_NE(room.data(), nullptr);
   EXPECT_FALSE(room.pageable());
   EXPECT_EQ(room.pinned_bytes(), 0u);

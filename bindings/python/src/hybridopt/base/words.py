@@ -21,9 +21,8 @@ _PHRASES: dict[str, str | Callable[[re.Match[str]], str]] = {
         f"offload_fraction {1.0 - float(found[1]):g}"
     ),
     r"\b(?:options\.)?device_fraction": "offload_fraction",
-    r"chunk_elements, staging_slots or movable smaller, or early_update_bytes, or budget_bytes of a stash": (
-        "movable, early_update_bytes or the budget of a stash smaller"
-    ),
+    r"chunk_elements, staging_slots, movable or": "movable or",
+    r",(?: or)? make chunk_elements or staging_slots smaller": "",
     r"set allow_pageable of the context": "set pin=False",
     r"tell the new one with offload_optimizer_bind, then reload": "call reload() first",
     r"\bbind and reload_params first": "call reload(params=True) first",
