@@ -39,20 +39,20 @@ Status MasterFill::Refresh(std::span<const MoveItem> params) {
 
 Status MasterFill::FillOnDevice(uint32_t id, void* data, bool moments, float first_moment0) {
   const ParamShape& shaped = shape_.params[id];
-  const uint64_t count = residence_.device_count(id);
+  const uint64_t count = residence_.range(id, Tier::kDevice).count;
   if (count == 0) return {};
   const Param& param = table_.param(id);
-  if (std::byte* master = memory_.OnDevice(id, kMaster); master != nullptr)
+  if (std::byte* master = memory_.At(Tier::kDevice, id, kMaster); master != nullptr)
     HYBRIDOPT_TRY(
         device_.ToFp32(lanes_.compute, data, param.dtype, count, reinterpret_cast<float*>(master)));
-  if (std::byte* low = memory_.OnDevice(id, kMasterLow); low != nullptr)
+  if (std::byte* low = memory_.At(Tier::kDevice, id, kMasterLow); low != nullptr)
     HYBRIDOPT_TRY(
         device_.Fill(lanes_.compute, low, count, PatternOf(shaped.format[kMasterLow], 0.0f)));
   if (!moments) return {};
-  if (std::byte* moment = memory_.OnDevice(id, kMoment0); moment != nullptr)
+  if (std::byte* moment = memory_.At(Tier::kDevice, id, kMoment0); moment != nullptr)
     HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count,
                                PatternOf(shaped.format[kMoment0], first_moment0)));
-  if (std::byte* moment = memory_.OnDevice(id, kMoment1); moment != nullptr)
+  if (std::byte* moment = memory_.At(Tier::kDevice, id, kMoment1); moment != nullptr)
     HYBRIDOPT_TRY(
         device_.Fill(lanes_.compute, moment, count, PatternOf(shaped.format[kMoment1], 0.0f)));
   return {};
@@ -71,7 +71,7 @@ Status MasterFill::FillChunk(const Chunk& chunk, std::span<const Addresses> addr
       const std::byte* data = static_cast<const std::byte*>(addresses[fragment.param].data);
       if (data == nullptr) continue;
       any = true;
-      if (!shape_.params[fragment.param].Keeps(Tier::kHost, kMaster)) continue;
+      if (!shape_.params[fragment.param].Keeps(fragment.tier, kMaster)) continue;
       const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
       HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, staged + fragment.param_offset,
                                        data + fragment.begin * element_bytes,
@@ -104,20 +104,20 @@ void MasterFill::FillOnHost(const Chunk& chunk, std::byte* staged,
         const Param& param = table_.param(id);
         const ParamShape& shaped = shape_.params[id];
         const uint64_t element = fragment.begin + first;
-        if (std::byte* master = memory_.Host(id, kMaster, element); master != nullptr)
+        if (std::byte* master = memory_.At(fragment.tier, id, kMaster, element); master != nullptr)
           kernels.ToFp32(param.dtype)(
               ParamAt(fragment, first, DtypeBytes(param.dtype), staged, data), count,
               reinterpret_cast<float*>(master));
-        FillArray(memory_.Host(id, kMasterLow, element), count,
+        FillArray(memory_.At(fragment.tier, id, kMasterLow, element), count,
                   PatternOf(shaped.format[kMasterLow], 0.0f));
         if (!moments) return;
         // A worker rounds this to fp32, because the caller's thread may have set another rounding
         // mode.
         const double first_moment =
             InitialMoment0(table_.algorithm(), table_.groups()[param.group]);
-        FillArray(memory_.Host(id, kMoment0, element), count,
+        FillArray(memory_.At(fragment.tier, id, kMoment0, element), count,
                   PatternOf(shaped.format[kMoment0], static_cast<float>(first_moment)));
-        FillArray(memory_.Host(id, kMoment1, element), count,
+        FillArray(memory_.At(fragment.tier, id, kMoment1, element), count,
                   PatternOf(shaped.format[kMoment1], 0.0f));
       });
 }

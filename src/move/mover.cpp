@@ -134,13 +134,13 @@ void Mover::ListGrads(const MoveRequest& request) {
 
 void Mover::ListStates(const MoveRequest& request) {
   for (const MoveItem& item : request.items) {
-    const uint64_t count = residence_.device_count(item.param);
+    const uint64_t count = residence_.range(item.param, Tier::kDevice).count;
     const ParamShape& shaped = shape_.params[item.param];
     for (uint32_t index = 0; index < kStateSlots && count > 0; ++index) {
       const StateSlot slot{index};
       if (!shaped.Keeps(Tier::kDevice, slot)) continue;
-      copies_.push_back({memory_.OnDevice(item.param, slot), swap_.State(item.param, slot, 0),
-                         shaped.Bytes(slot, count)});
+      copies_.push_back({memory_.At(Tier::kDevice, item.param, slot),
+                         swap_.State(item.param, slot, 0), shaped.Bytes(slot, count)});
     }
   }
 }

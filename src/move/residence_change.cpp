@@ -9,8 +9,7 @@ namespace hybridopt {
 
 Status ResidenceChanger::Run(ResidenceRequest& request) {
   const ProfilerRange range("change the device fraction");
-  HYBRIDOPT_TRY(memory_.GrowHost(request.residence));
-  if (request.on_device) HYBRIDOPT_TRY(memory_.GrowDevice(request.pages));
+  HYBRIDOPT_TRY(memory_.Grow(request.residence, request.pages));
   // The copies need a staging ring: the new one, or the old one if the new residence needs none.
   const bool ring_first = request.ring.has_value() && request.ring->staging().slots() > 0;
   if (ring_first) lanes_.UseRing(*request.ring);
@@ -21,9 +20,7 @@ Status ResidenceChanger::Run(ResidenceRequest& request) {
   if (request.ring.has_value() && !ring_first) lanes_.UseRing(*request.ring);
   if (request.scratch.has_value()) lanes_.UseScratch(*request.scratch);
   if (request.swap.has_value()) std::swap(swap_.states(), *request.swap);
-  if (request.on_device) memory_.ShrinkDevice(request.residence);
-  memory_.UnpinHost(&request.residence);  // memory that will be freed must not be pinned
-  memory_.ShrinkHost(residence_, request.residence);
+  memory_.Shrink(residence_, request.residence);
   residence_ = std::move(request.residence);
   chunks_ = std::move(request.chunks);
   request = {};  // frees the old ring, scratch and swap memory
@@ -34,43 +31,32 @@ void ResidenceChanger::List(const ResidenceRequest& request) {
   down_.clear();
   up_.clear();
   on_host_.clear();
-  for (uint32_t id = 0; id < table_.size(); ++id) ListParam(request, id);
-}
-
-void ResidenceChanger::ListParam(const ResidenceRequest& request, uint32_t id) {
-  const ParamShape& param = shape_.params[id];
-  const ParamLocation& location = request.locations[id];
-  const uint64_t old_count = residence_.device_count(id);
-  const uint64_t new_count = request.residence.device_count(id);
-  const uint64_t begin = std::min(old_count, new_count);
-  const uint64_t count = std::max(old_count, new_count) - begin;
-  for (uint32_t index = 0; index < kStateSlots; ++index) {
-    const StateSlot slot{index};
-    const bool swapped = location.states_on_host && param.Keeps(Tier::kDevice, slot);
-    if (swapped && begin > 0)
-      on_host_.push_back(
-          {swap_.State(id, slot, 0), request.swap->At(param, slot, 0), param.Bytes(slot, begin)});
-    if (count == 0 || !param.Keeps(Tier::kHost, slot)) continue;
-    std::byte* const host = memory_.Host(id, slot, begin);
-    const uint64_t bytes = param.Bytes(slot, count);
-    if (!param.Keeps(Tier::kDevice, slot)) {  // the master: on the device the param itself is it
-      if (new_count > old_count) continue;
-      const uint64_t offset = param.Bytes(slot, begin);
-      if (location.params_on_host)
-        on_host_.push_back({swap_.Params(id) + offset, host, bytes});
-      else
-        down_.push_back({static_cast<std::byte*>(location.data) + offset, host, bytes});
-    } else if (new_count < old_count) {
-      if (swapped)
-        on_host_.push_back({swap_.State(id, slot, begin), host, bytes});
-      else
-        down_.push_back({memory_.OnDevice(id, slot, begin), host, bytes});
-    } else if (swapped) {
-      on_host_.push_back({host, request.swap->At(param, slot, begin), bytes});
-    } else {
-      up_.push_back({host, memory_.OnDevice(id, slot, begin), bytes});
+  for (uint32_t id = 0; id < table_.size(); ++id) {
+    const ParamShape& param = shape_.params[id];
+    for (Tier old_tier : kTiers) {
+      request.residence.ForEachTier(
+          id, residence_.range(id, old_tier), [&](Tier new_tier, const ElementRange& range) {
+            for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+              if (param.Keeps(old_tier, StateSlot{slot}) || param.Keeps(new_tier, StateSlot{slot}))
+                ListArray(request, id, StateSlot{slot}, range);
+          });
     }
   }
+}
+
+// Lists the copies of a range that is on one tier before the change and on one after it.
+void ResidenceChanger::ListArray(const ResidenceRequest& request, uint32_t id, StateSlot slot,
+                                 const ElementRange& range) {
+  const ParamLocation& location = request.locations[id];
+  const StateLocator before(table_, shape_, residence_, memory_, swap_);
+  const StateLocator after(table_, shape_, request.residence, memory_, swap_,
+                           request.swap.has_value() ? *request.swap : swap_.states());
+  const StateRange from = before.At(id, slot, range.begin, range.count, location);
+  const StateRange to = after.At(id, slot, range.begin, range.count, location);
+  // A param that becomes its own master has the master's value.
+  if (to.is_param || from.data == to.data) return;
+  std::vector<Copy>& copies = from.on_device ? down_ : to.on_device ? up_ : on_host_;
+  copies.push_back({from.data, to.data, shape_.params[id].Bytes(slot, range.count)});
 }
 
 std::vector<ResidenceChanger::Batch> ResidenceChanger::Cut(const std::vector<Copy>& copies) {

@@ -1,7 +1,8 @@
-// ResidenceChange: moves the state of some elements to the other tier, between two steps.
+// ResidenceChange: moves the state of some elements to another tier, between two steps.
 //
 //   device -> host: the down stream copies into staging slots, the workers copy out of them
 //   host -> device: the workers copy into staging slots, the up stream copies out of them
+//   host -> host:   the workers copy
 //
 // The call (offload_optimizer_set_device_fraction) takes the memory that the new residence needs
 // beyond the old one. After the copies the change frees the memory that is no longer needed. On
@@ -74,7 +75,8 @@ class ResidenceChanger {
   };
 
   void List(const ResidenceRequest& request);
-  void ListParam(const ResidenceRequest& request, uint32_t id);
+  void ListArray(const ResidenceRequest& request, uint32_t id, StateSlot slot,
+                 const ElementRange& range);
   std::vector<Batch> Cut(const std::vector<Copy>& copies);
   Status CopyDown();
   Status CopyUp();

@@ -52,8 +52,8 @@ void Committed::MakeParts(const Comm& comm, const offload_optimizer_options_t& o
   checkpoints = std::make_unique<Checkpoints>(context, table, shape,
                                               StateLocator(table, shape, residence, *memory, *swap),
                                               step_counts, comm);
-  lifecycle = std::make_unique<Lifecycle>(
-      table, options.movable, StateBytes(table, shape, decided.residence, Tier::kDevice));
+  lifecycle = std::make_unique<Lifecycle>(table, options.movable,
+                                          StateBytes(shape, decided.residence, Tier::kDevice));
 }
 
 void Committed::FillTables() {
@@ -73,12 +73,10 @@ void Committed::FillTables() {
 }
 
 void Committed::CountStateBytes() {
-  uint64_t bytes[2] = {0, 0};
-  for (Tier tier : {Tier::kDevice, Tier::kHost})
-    for (uint64_t each : StateBytes(table, shape, decided.residence, tier))
-      bytes[static_cast<int>(tier)] += each;
-  device_state_bytes = bytes[static_cast<int>(Tier::kDevice)];
-  host_state_bytes = bytes[static_cast<int>(Tier::kHost)];
+  for (Tier tier : kTiers) {
+    const std::vector<uint64_t> bytes = StateBytes(shape, decided.residence, tier);
+    state_bytes[tier] = std::accumulate(bytes.begin(), bytes.end(), uint64_t{0});
+  }
 }
 
 Status Committed::PinForStreams() {

@@ -79,8 +79,7 @@ struct Committed {
   bool device_memory_held = true;         // as of the calls made so far
   std::atomic<uint64_t> planned_device_bytes = 0;
   std::atomic<uint64_t> pinned_state_bytes = 0;  // held for the device's ring
-  uint64_t host_state_bytes = 0;                 // of the host share, without padding
-  uint64_t device_state_bytes = 0;               // of the device share, without padding
+  ByTier<uint64_t> state_bytes;                  // of the elements on each tier, without padding
 
   // The last member: it is destroyed first, so that its work ends before the objects that the work
   // uses are destroyed.

@@ -43,7 +43,7 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   committed.decided = std::move(wanted);
   committed.residence_sequence = sequence.value();
   std::vector<uint64_t> device_state_bytes =
-      StateBytes(table_, committed.shape, committed.decided.residence, Tier::kDevice);
+      StateBytes(committed.shape, committed.decided.residence, Tier::kDevice);
   std::lock_guard lock(results_mutex_);  // other threads ask for stats
   committed.lifecycle->SetDeviceStateBytes(std::move(device_state_bytes));
   committed.CountStateBytes();
@@ -64,16 +64,15 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan
   request.host_bytes = plan.host_bytes;
   request.device_bytes = plan.device_bytes;
   request.staging_bytes = plan.staging_bytes;
-  HYBRIDOPT_TRY(CheckHostRoom(
-      "device_fraction",
-      Growth(StateMemory::HostBytes(decided.residence), StateMemory::HostBytes(wanted.residence)) +
-          SwapStates::Bytes(committed.shape, wanted.residence)));
+  const auto before = StateMemory::Bytes(device, committed.shape, decided.residence);
+  const auto after = StateMemory::Bytes(device, committed.shape, wanted.residence);
+  HYBRIDOPT_TRY(
+      CheckHostRoom("device_fraction", Growth(before[Tier::kHost], after[Tier::kHost]) +
+                                           SwapStates::Bytes(committed.shape, wanted.residence)));
   if (device.unified()) return {};
   if (request.on_device) {
-    HYBRIDOPT_TRY(CheckDeviceRoom(
-        *context_, "device_fraction", wanted.device_fraction,
-        Growth(StateMemory::DeviceBytes(device, committed.shape, decided.residence),
-               StateMemory::DeviceBytes(device, committed.shape, wanted.residence))));
+    HYBRIDOPT_TRY(CheckDeviceRoom(*context_, "device_fraction", wanted.device_fraction,
+                                  Growth(before[Tier::kDevice], after[Tier::kDevice])));
     HYBRIDOPT_ASSIGN(request.pages,
                      committed.memory->TakeDevice(&decided.residence, wanted.residence));
   }

@@ -14,7 +14,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          table_.size());
   const Param& param = table_.param(param_id);
   const ParamShape& shaped = committed_->shape.params[param_id];
-  const uint64_t device_count = committed_->residence.device_count(param_id);
+  const uint64_t device_count = committed_->residence.range(param_id, Tier::kDevice).count;
   uint32_t slot = 0;
   while (slot < kStateSlots && (StateKindOf(table_.algorithm(), StateSlot{slot}) != kind ||
                                 !HasState(shaped.rule, shaped.formats().master, StateSlot{slot})))
@@ -55,8 +55,9 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "queued work failed; they are lost",
                          param.name.c_str());
   void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
-  void* const device_data = committed_->memory->OnDevice(param_id, StateSlot{slot});
-  void* const host_data = committed_->memory->Host(param_id, StateSlot{slot}, device_count);
+  void* const device_data = committed_->memory->At(Tier::kDevice, param_id, StateSlot{slot});
+  void* const host_data =
+      committed_->memory->At(Tier::kHost, param_id, StateSlot{slot}, device_count);
   if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
   if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
   return view;
@@ -85,8 +86,10 @@ offload_stats_t Optimizer::Stats() const {
   const Lifecycle& lifecycle = *committed_->lifecycle;
   stats.params_on_host_bytes = lifecycle.params_on_host_bytes();
   stats.grads_on_host_bytes = lifecycle.grads_on_host_bytes();
-  stats.states_on_host_bytes = committed_->host_state_bytes + lifecycle.states_on_host_bytes();
-  stats.states_on_device_bytes = committed_->device_state_bytes - lifecycle.states_on_host_bytes();
+  stats.states_on_host_bytes =
+      committed_->state_bytes[Tier::kHost] + lifecycle.states_on_host_bytes();
+  stats.states_on_device_bytes =
+      committed_->state_bytes[Tier::kDevice] - lifecycle.states_on_host_bytes();
   stats.queued = committed_->timeline->queued();
   const LinkUser& link = committed_->lanes->link();
   stats.gave_way_copies = link.gave_way_copies();

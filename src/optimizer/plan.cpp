@@ -42,7 +42,7 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
   sizes.stream_slot_bytes = chunks.stream_slot_bytes();
   if (HostMayHoldGrads(shape))
     sizes.device_grad_elements =
-        std::min(shape.options.chunk_elements, residence.device_elements());
+        std::min(shape.options.chunk_elements, residence.elements(Tier::kDevice));
   return sizes;
 }
 
@@ -51,7 +51,7 @@ double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction) {
   Arrangement arrangement;
   arrangement.device_fraction = device_fraction;
-  arrangement.residence = Residence(table, shape, device_fraction);
+  arrangement.residence = Residence(table, shape, {{device_fraction}});
   arrangement.chunks = CutChunks(table, shape, arrangement.residence);
   arrangement.lanes = LaneSizesOf(shape, arrangement.residence, arrangement.chunks);
   return arrangement;
@@ -60,10 +60,10 @@ Arrangement Arrange(const ParamTable& table, const StateShape& shape, double dev
 namespace {
 
 // The bytes on each NUMA node under the context's policy.
-NodeBytes PlannedNodeBytes(const Context& context, const Residence& residence,
+NodeBytes PlannedNodeBytes(const Context& context, uint64_t state_bytes,
                            const offload_plan_t& plan) {
   NodeBytes bytes;
-  context.state_pages().AddPlanned(StateMemory::HostBytes(residence), &bytes);
+  context.state_pages().AddPlanned(state_bytes, &bytes);
   context.pinned_pages().AddPlanned(PinnedBytesOf(plan), &bytes);
   return bytes;
 }
@@ -84,8 +84,8 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   const Device& device = context.device();
   offload_plan_t plan{};
   plan.param_count = table.size();
-  plan.host_elements = residence.host_elements();
-  plan.device_elements = residence.device_elements();
+  plan.host_elements = residence.elements(Tier::kHost);
+  plan.device_elements = residence.elements(Tier::kDevice);
   plan.element_count = shape.element_count;
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
@@ -99,8 +99,9 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.host_params_bytes = shape.swap_params_bytes;
   plan.host_grads_bytes = shape.swap_grads_bytes;
   plan.host_swap_bytes = SwapStates::Bytes(shape, residence);
-  plan.host_bytes = StateMemory::HostBytes(residence) + plan.host_scratch_bytes +
-                    SwapMemory::Bytes(shape, residence);
+  const ByTier<uint64_t> state_bytes = StateMemory::Bytes(device, shape, residence);
+  plan.host_bytes =
+      state_bytes[Tier::kHost] + plan.host_scratch_bytes + SwapMemory::Bytes(shape, residence);
   plan.host_early_bytes = StepPipeline::EarlyBytes(table, shape);
   plan.host_bytes += plan.host_early_bytes;
   plan.host_available_bytes = system::AvailableBytes();
@@ -110,14 +111,13 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.params_up_bytes = arrangement.chunks.params_up_bytes;
   if (!device.unified()) plan.staging_bytes = Lanes::PinnedBytes(arrangement.lanes);
   plan.host_bytes += plan.staging_bytes;
-  SetNodeBytes(PlannedNodeBytes(context, residence, plan), plan);
+  SetNodeBytes(PlannedNodeBytes(context, state_bytes[Tier::kHost], plan), plan);
   if (device.unified()) return plan;
   plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
   plan.device_ring_bytes = arrangement.lanes.stream_ring_bytes();
   if (arrangement.lanes.stream_slots > 0)
     plan.pinned_state_bytes = StateMemory::PinnedBytes(shape, residence);
-  plan.device_bytes =
-      StateMemory::DeviceBytes(device, shape, residence) + plan.device_scratch_bytes;
+  plan.device_bytes = state_bytes[Tier::kDevice] + plan.device_scratch_bytes;
   HYBRIDOPT_ASSIGN(const DeviceMemory memory, device.Memory());
   plan.device_free_bytes = memory.free_bytes;
   return plan;
@@ -148,14 +148,10 @@ Status CheckHostRoom(const char* what, uint64_t bytes) {
                        static_cast<unsigned long long>(available), MiB(available));
 }
 
-std::vector<uint64_t> StateBytes(const ParamTable& table, const StateShape& shape,
-                                 const Residence& residence, Tier tier) {
+std::vector<uint64_t> StateBytes(const StateShape& shape, const Residence& residence, Tier tier) {
   std::vector<uint64_t> bytes;
-  for (uint32_t id = 0; id < table.size(); ++id) {
-    const uint64_t on_device = residence.device_count(id);
-    const uint64_t count = tier == Tier::kDevice ? on_device : table.param(id).count - on_device;
-    bytes.push_back(shape.params[id].BytesOn(tier, count));
-  }
+  for (uint32_t id = 0; id < shape.params.size(); ++id)
+    bytes.push_back(shape.params[id].BytesOn(tier, residence.range(id, tier).count));
   return bytes;
 }
 

@@ -48,8 +48,7 @@ Status CheckDeviceRoom(const Context& context, const char* what, double device_f
 Status CheckHostRoom(const char* what, uint64_t bytes);
 
 // The bytes of each param's state on a tier, without padding.
-std::vector<uint64_t> StateBytes(const ParamTable& table, const StateShape& shape,
-                                 const Residence& residence, Tier tier);
+std::vector<uint64_t> StateBytes(const StateShape& shape, const Residence& residence, Tier tier);
 
 double MiB(uint64_t bytes);
 

@@ -36,7 +36,16 @@ class StateLocator {
   // `residence` is the timeline's: it changes when a queued change of residence runs.
   StateLocator(const ParamTable& table, const StateShape& shape, const Residence& residence,
                const StateMemory& memory, const SwapMemory& swap)
-      : table_(table), shape_(shape), residence_(residence), memory_(memory), swap_(swap) {}
+      : StateLocator(table, shape, residence, memory, swap, swap.states()) {}
+  // `states` are for offloaded states under the residence.
+  StateLocator(const ParamTable& table, const StateShape& shape, const Residence& residence,
+               const StateMemory& memory, const SwapMemory& swap, const SwapStates& states)
+      : table_(table),
+        shape_(shape),
+        residence_(residence),
+        memory_(memory),
+        swap_(swap),
+        swap_states_(states) {}
 
   // The range that starts at element `first`, with at most `count` elements.
   StateRange At(uint32_t id, StateSlot slot, uint64_t first, uint64_t count,
@@ -49,16 +58,15 @@ class StateLocator {
       range.params_on_device = params_on_device;
       return range;
     }
-    const uint64_t device_count = residence_.device_count(id);
-    const Tier tier = first < device_count ? Tier::kDevice : Tier::kHost;
-    if (tier == Tier::kDevice) count = std::min(count, device_count - first);
+    const Tier tier = residence_.TierOf(id, first);
+    count = std::min(count, residence_.range(id, tier).end() - first);
     const Format format = param.format[slot];
     if (!param.Keeps(tier, slot))  // the param is its own master
       return {ParamAt(id, location) + param.Bytes(slot, first), format, count, params_on_device,
               true};
-    if (tier == Tier::kHost) return {memory_.Host(id, slot, first), format, count, false, false};
-    if (location.states_on_host) return {swap_.State(id, slot, first), format, count, false, false};
-    return {memory_.OnDevice(id, slot, first), format, count, true, false};
+    if (tier == Tier::kDevice && location.states_on_host)
+      return {swap_states_.At(param, slot, first), format, count, false, false};
+    return {memory_.At(tier, id, slot, first), format, count, tier == Tier::kDevice, false};
   }
 
   int32_t KindOf(StateSlot slot) const { return StateKindOf(table_.algorithm(), slot); }
@@ -78,6 +86,7 @@ class StateLocator {
   const Residence& residence_;
   const StateMemory& memory_;
   const SwapMemory& swap_;
+  const SwapStates& swap_states_;
 };
 
 }  // namespace hybridopt

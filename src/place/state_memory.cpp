@@ -15,32 +15,31 @@ Result<std::unique_ptr<StateMemory>> StateMemory::Create(Context& context, const
                                                          const Residence& residence) {
   std::unique_ptr<StateMemory> memory(new StateMemory(context, shape));
   HYBRIDOPT_ASSIGN(memory->arena_, Arena::Reserve(shape.host_arena_bytes, context.state_pages()));
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+    memory->regions_[Tier::kHost][slot] = memory->arena_.data() + shape.host_region_begin[slot];
   HYBRIDOPT_TRY(memory->GrowHost(residence));
   if (context.device().unified()) return memory;
   for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
     const uint64_t bytes = shape.RegionBytes(Tier::kDevice, StateSlot{slot});
     HYBRIDOPT_ASSIGN(memory->windows_[slot], DeviceWindow::Reserve(context.device(), bytes));
+    memory->regions_[Tier::kDevice][slot] = memory->windows_[slot].data();
   }
   HYBRIDOPT_ASSIGN(TakenPages pages, memory->TakeDevice(nullptr, residence));
   HYBRIDOPT_TRY(memory->GrowDevice(pages));
   return memory;
 }
 
-uint64_t StateMemory::HostBytes(const Residence& residence) {
-  uint64_t bytes = 0;
-  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
-    const Residence::Bytes& range = residence.bytes(Tier::kHost, StateSlot{slot});
-    if (range.size() > 0) bytes += system::RoundUp(range.size(), kHostPageBytes);
+ByTier<uint64_t> StateMemory::Bytes(const Device& device, const StateShape& shape,
+                                    const Residence& residence) {
+  ByTier<uint64_t> bytes;
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    const StateSlot slot{index};
+    bytes[Tier::kHost] +=
+        system::RoundUp(residence.bytes(Tier::kHost, slot).size(), kHostPageBytes);
+    if (!device.unified())
+      bytes[Tier::kDevice] += DeviceWindow::PageBytes(
+          device, shape.RegionBytes(Tier::kDevice, slot), residence.bytes(Tier::kDevice, slot).end);
   }
-  return bytes;
-}
-
-uint64_t StateMemory::DeviceBytes(const Device& device, const StateShape& shape,
-                                  const Residence& residence) {
-  uint64_t bytes = 0;
-  for (uint32_t slot = 0; slot < kStateSlots; ++slot)
-    bytes += DeviceWindow::PageBytes(device, shape.RegionBytes(Tier::kDevice, StateSlot{slot}),
-                                     residence.bytes(Tier::kDevice, StateSlot{slot}).end);
   return bytes;
 }
 
@@ -62,14 +61,21 @@ Status StateMemory::GrowDevice(TakenPages& pages) {
   return {};
 }
 
-void StateMemory::ShrinkDevice(const Residence& to) {
-  for (uint32_t slot = 0; slot < kStateSlots; ++slot)
-    windows_[slot].Shrink(to.bytes(Tier::kDevice, StateSlot{slot}).end);
-}
-
 void StateMemory::FreeDevice() {
   for (const DeviceWindow& window : windows_) window.Shrink(0);
   has_device_ = false;
+}
+
+Status StateMemory::Grow(const Residence& to, TakenPages& pages) {
+  HYBRIDOPT_TRY(GrowHost(to));
+  return has_device_ ? GrowDevice(pages) : Status();
+}
+
+void StateMemory::Shrink(const Residence& from, const Residence& to) {
+  for (uint32_t slot = 0; slot < kStateSlots && has_device_; ++slot)
+    windows_[slot].Shrink(to.bytes(Tier::kDevice, StateSlot{slot}).end);
+  UnpinHost(&to);  // memory that will be freed must not be pinned
+  ShrinkHost(from, to);
 }
 
 Status StateMemory::GrowHost(const Residence& to) {

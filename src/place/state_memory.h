@@ -1,5 +1,5 @@
-// StateMemory: the masters and moments of one optimizer, on the host and on the device. Each slot
-// has one region of addresses on each tier; the residence says which part of it has memory.
+// StateMemory: the masters and moments of one optimizer, on all tiers. Each slot has one region of
+// addresses on each tier; the residence says which part of it has memory.
 #pragma once
 
 #include <array>
@@ -54,28 +54,24 @@ class StateMemory {
                                                      const Residence& residence);
 
   // Bytes of memory for a residence, in whole pages.
-  static uint64_t HostBytes(const Residence& residence);
-  static uint64_t DeviceBytes(const Device& device, const StateShape& shape,
-                              const Residence& residence);
+  static ByTier<uint64_t> Bytes(const Device& device, const StateShape& shape,
+                                const Residence& residence);
 
   // Takes the device memory that `to` needs beyond `from`; `from` NULL: all that `to` needs.
   Result<TakenPages> TakeDevice(const Residence* from, const Residence& to) const;
   Status GrowDevice(TakenPages& pages);
-  void ShrinkDevice(const Residence& to);
   void FreeDevice();
   // False while all states are offloaded, or after queued work failed while it moved them.
   bool has_device() const { return has_device_; }
 
-  // GrowHost adds the memory that `to` needs on the host. After the copies ShrinkHost frees what
-  // only `from` needed.
-  Status GrowHost(const Residence& to);
-  void ShrinkHost(const Residence& from, const Residence& to);
+  // Grow adds the memory that `to` needs on each tier; of the device, while it has memory, these
+  // pages. After the copies Shrink frees what only `from` needed.
+  Status Grow(const Residence& to, TakenPages& pages);
+  void Shrink(const Residence& from, const Residence& to);
 
   // Pins the state that a residence holds on the host, so that the device copies it at full speed.
-  // Before ShrinkHost, UnpinHost must unpin all memory that the new residence does not hold. If not
-  // all can be pinned (IsUnpinnable), nothing is pinned.
+  // If not all can be pinned (IsUnpinnable), nothing is pinned.
   Status PinHost(const Residence& residence);
-  void UnpinHost(const Residence* but_what_this_holds);
   bool pinned() const { return pinned_; }
   uint64_t pinned_bytes() const;
   static uint64_t PinnedBytes(const StateShape& shape, const Residence& residence);
@@ -89,16 +85,10 @@ class StateMemory {
 
   // An element's address on a tier; NULL where that tier keeps no such array. The residence says
   // whether the address has memory.
-  std::byte* Host(uint32_t param, StateSlot slot, uint64_t element = 0) const {
+  std::byte* At(Tier tier, uint32_t param, StateSlot slot, uint64_t element = 0) const {
     const ParamShape& shaped = shape_.params[param];
-    if (!shaped.Keeps(Tier::kHost, slot)) return nullptr;
-    return arena_.data() + shape_.host_region_begin[slot] +
-           shaped.ByteAt(Tier::kHost, slot, element);
-  }
-  std::byte* OnDevice(uint32_t param, StateSlot slot, uint64_t element = 0) const {
-    const ParamShape& shaped = shape_.params[param];
-    if (!shaped.Keeps(Tier::kDevice, slot)) return nullptr;
-    return windows_[slot].data() + shaped.ByteAt(Tier::kDevice, slot, element);
+    if (!shaped.Keeps(tier, slot)) return nullptr;
+    return regions_[tier][slot] + shaped.ByteAt(tier, slot, element);
   }
 
  private:
@@ -115,6 +105,10 @@ class StateMemory {
         piece_bytes_(context.device().pin_piece_bytes()) {}
   static std::vector<Piece> Pieces(const StateShape& shape, const Residence& residence,
                                    uint64_t piece_bytes);
+  Status GrowHost(const Residence& to);
+  void ShrinkHost(const Residence& from, const Residence& to);
+  // Must unpin what ShrinkHost will free.
+  void UnpinHost(const Residence* but_what_this_holds);
   Status PinPiece(const Piece& piece);
   void UnpinPiece(const Piece& piece);
 
@@ -126,6 +120,7 @@ class StateMemory {
   bool pinned_ = false;        // all state on the host is pinned
   Arena arena_;
   std::array<DeviceWindow, kStateSlots> windows_;
+  ByTier<std::array<std::byte*, kStateSlots>> regions_;  // where each region begins
   bool has_device_ = true;
 };
 

@@ -51,6 +51,7 @@ class SwapMemory {
     return states_.At(shape_.params[id], slot, element);
   }
   SwapStates& states() { return states_; }
+  const SwapStates& states() const { return states_; }
   void AddNodeBytes(NodeBytes* sum) const {
     params_.AddNodeBytes(sum);
     grads_.AddNodeBytes(sum);

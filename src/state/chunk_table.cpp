@@ -25,13 +25,14 @@ class ChunkCutter {
   ChunkCutter(const StateShape& shape, uint64_t elements, ChunkTable& table)
       : shape_(shape), rest_(elements), table_(table) {}
 
-  void Add(uint32_t id, const Param& param, uint64_t begin) {
-    for (uint64_t count = param.count - begin; count > 0;) {
+  void Add(uint32_t id, const Param& param, Tier tier, const ElementRange& range) {
+    uint64_t begin = range.begin;
+    for (uint64_t count = range.count; count > 0;) {
       if (table_.chunks.empty() || chunk().element_count == chunk_elements_) Open();
       const uint64_t taken = std::min(count, chunk_elements_ - chunk().element_count);
       rest_ -= taken;
       table_.fragments.push_back(
-          {id, begin, taken, chunk().element_count, grad_bytes_, param_bytes_, {}});
+          {id, tier, begin, taken, chunk().element_count, grad_bytes_, param_bytes_, {}});
       PlaceInRing(table_.fragments.back());
       grad_bytes_ += system::RoundUp(taken * DtypeBytes(param.grad_dtype), kSlotAlignmentBytes);
       param_bytes_ += system::RoundUp(taken * DtypeBytes(param.dtype), kSlotAlignmentBytes);
@@ -65,8 +66,8 @@ class ChunkCutter {
     const ParamShape& shaped = shape_.params[fragment.param];
     for (uint32_t index = 0; index < kStateSlots; ++index) {
       const StateSlot slot{index};
-      if (!shaped.Keeps(Tier::kHost, slot)) continue;
-      const uint64_t host = shaped.ByteAt(Tier::kHost, slot, fragment.begin);
+      if (!shaped.Keeps(fragment.tier, slot)) continue;
+      const uint64_t host = shaped.ByteAt(fragment.tier, slot, fragment.begin);
       const bool follows = state_end_[slot] > 0 && host >= host_end_[slot] &&
                            host - host_end_[slot] < kArrayAlignmentBytes;
       const uint64_t offset = follows ? state_end_[slot] + host - host_end_[slot]
@@ -106,10 +107,11 @@ uint64_t ChunkTable::BytesMax(const StateShape& shape) {
 ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Residence& residence) {
   ChunkTable chunks;
   chunks.last_chunk_end.resize(table.size());
-  ChunkCutter cutter(shape, residence.host_elements(), chunks);
+  ChunkCutter cutter(shape, residence.chunked_elements(), chunks);
   for (uint32_t id : shape.update_order)
-    if (residence.device_count(id) < table.param(id).count)
-      cutter.Add(id, table.param(id), residence.device_count(id));
+    for (const TierRow& row : kTierRows)
+      if (row.is_chunked && residence.range(id, row.tier).count > 0)
+        cutter.Add(id, table.param(id), row.tier, residence.range(id, row.tier));
   if (shape.options.unified)  // no chunk is staged or copied
     chunks.slot_grad_bytes = chunks.slot_param_bytes = chunks.grads_down_bytes =
         chunks.params_up_bytes = 0;

@@ -1,5 +1,5 @@
-// ChunkTable: how the elements whose state is on the host are cut into chunks. Pure. The table is
-// made again when the residence changes.
+// ChunkTable: how the elements whose state is not on the device are cut into chunks. Pure. The
+// table is made again when the residence changes.
 //
 // The chunks cover the host's ranges of all params, in the shape's update order:
 //
@@ -34,6 +34,7 @@ namespace hybridopt {
 
 struct Fragment {
   uint32_t param;
+  Tier tier;       // holds the state of all its elements
   uint64_t begin;  // first element, counted in the param
   uint64_t count;
   uint64_t first_element;                          // counted in the chunk

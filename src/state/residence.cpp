@@ -1,42 +1,83 @@
 #include "state/residence.h"
 
-#include <algorithm>
 #include <cmath>
 
 namespace hybridopt {
+namespace {
 
-Residence::Residence(const ParamTable& table, const StateShape& shape, double device_fraction)
-    : device_counts_(table.size()) {
-  uint64_t automatic_count = 0;
+uint64_t AutomaticElements(const ParamTable& table) {
+  uint64_t elements = 0;
   for (const Param& param : table.params())
-    if (param.placement == OFFLOAD_PLACE_AUTO) automatic_count += param.count;
-  uint64_t left =
-      static_cast<uint64_t>(std::floor(device_fraction * static_cast<double>(automatic_count)));
-  for (uint32_t id = 0; id < table.size() && !shape.options.unified; ++id) {
-    const Param& param = table.param(id);
-    if (param.placement == OFFLOAD_PLACE_DEVICE) device_counts_[id] = param.count;
-    if (param.placement != OFFLOAD_PLACE_AUTO) continue;
-    device_counts_[id] = std::min(left, param.count);
-    left -= device_counts_[id];
-  }
-  for (uint64_t count : device_counts_) device_elements_ += count;
-  host_elements_ = shape.element_count - device_elements_;
-  CountBytes(table, shape);
+    if (param.placement == OFFLOAD_PLACE_AUTO) elements += param.count;
+  return elements;
 }
 
-void Residence::CountBytes(const ParamTable& table, const StateShape& shape) {
-  for (uint32_t index = 0; index < kStateSlots; ++index) {
-    const StateSlot slot{index};
-    Bytes& device = device_bytes_[slot];
-    Bytes& host = host_bytes_[slot];
-    for (uint32_t id : shape.region_order) {
-      const ParamShape& param = shape.params[id];
-      const uint64_t count = table.param(id).count;
-      if (device_counts_[id] > 0 && param.Keeps(Tier::kDevice, slot))
-        device.end = param.ByteAt(Tier::kDevice, slot, device_counts_[id]);
-      if (device_counts_[id] == count || !param.Keeps(Tier::kHost, slot)) continue;
-      if (host.size() == 0) host.begin = param.ByteAt(Tier::kHost, slot, device_counts_[id]);
-      host.end = param.ByteAt(Tier::kHost, slot, count);
+// How many elements each tier gets.
+ByTier<uint64_t> Shares(uint64_t elements, const ByTier<double>& fractions) {
+  ByTier<uint64_t> shares;
+  uint64_t left = elements;
+  for (Tier tier : kTiers) {
+    if (tier == Tier::kHost) continue;
+    const double wanted = std::floor(fractions[tier] * static_cast<double>(elements));
+    shares[tier] = std::min(left, static_cast<uint64_t>(wanted));
+    left -= shares[tier];
+  }
+  shares[Tier::kHost] = left;
+  return shares;
+}
+
+// Takes the elements of one param out of what each tier still gets, and returns where its ranges
+// end.
+ByTier<uint64_t> Take(uint64_t count, ByTier<uint64_t>& shares) {
+  ByTier<uint64_t> ends;
+  uint64_t end = 0;
+  for (Tier tier : kTiers) {
+    const uint64_t taken = std::min(shares[tier], count - end);
+    shares[tier] -= taken;
+    end += taken;
+    ends[tier] = end;
+  }
+  return ends;
+}
+
+}  // namespace
+
+Residence::Residence(const ParamTable& table, const StateShape& shape,
+                     const ByTier<double>& fractions) {
+  const uint64_t automatic = AutomaticElements(table);
+  ByTier<uint64_t> shares = Shares(automatic, fractions);
+  ends_.reserve(table.size());
+  for (const Param& param : table.params()) {
+    ByTier<uint64_t> whole;  // for a param that one tier holds
+    const bool on_device = param.placement == OFFLOAD_PLACE_DEVICE && !shape.options.unified;
+    whole[on_device ? Tier::kDevice : Tier::kHost] = param.count;
+    const bool shared = param.placement == OFFLOAD_PLACE_AUTO && !shape.options.unified;
+    ends_.push_back(Take(param.count, shared ? shares : whole));
+  }
+  for (uint32_t id = 0; id < table.size(); ++id)
+    for (Tier tier : kTiers) elements_[tier] += range(id, tier).count;
+  CountBytes(shape);
+}
+
+uint64_t Residence::chunked_elements() const {
+  uint64_t elements = 0;
+  for (const TierRow& row : kTierRows)
+    if (row.is_chunked) elements += elements_[row.tier];
+  return elements;
+}
+
+void Residence::CountBytes(const StateShape& shape) {
+  for (Tier tier : kTiers) {
+    for (uint32_t index = 0; index < kStateSlots; ++index) {
+      const StateSlot slot{index};
+      Bytes& bytes = bytes_[tier][slot];
+      for (uint32_t id : shape.region_order) {
+        const ParamShape& param = shape.params[id];
+        const ElementRange held = range(id, tier);
+        if (held.count == 0 || !param.Keeps(tier, slot)) continue;
+        if (bytes.size() == 0) bytes.begin = param.ByteAt(tier, slot, held.begin);
+        bytes.end = param.ByteAt(tier, slot, held.end());
+      }
     }
   }
 }

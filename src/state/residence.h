@@ -1,12 +1,15 @@
-// Residence: which tier holds the state of each element. Pure. It is the one answer to "how many
-// elements are on the device", and it may change between two steps (offload_optimizer_set_device_
-// fraction).
+// Residence: which tier holds the state of each element. Pure. It may change between two steps
+// (offload_optimizer_set_device_fraction).
 //
-// The state of each param is in at most two ranges: elements [0, device_count) are on the device,
-// the others on the host. The device fraction applies to params that are placed OFFLOAD_PLACE_AUTO:
-// it puts the first of their elements, in registration order, on the device.
+// The state of each param is in consecutive ranges, one for each tier, in the order of the tiers:
+//
+//   param    | device | host ............... |
+//
+// A range may be empty. Params that are placed OFFLOAD_PLACE_AUTO are shared out together: in
+// registration order the first of their elements go to the first tier.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -15,38 +18,63 @@
 
 namespace hybridopt {
 
+// Elements [begin, begin + count) of a param.
+struct ElementRange {
+  uint64_t begin = 0;
+  uint64_t count = 0;
+
+  uint64_t end() const { return begin + count; }
+  bool operator==(const ElementRange&) const = default;
+};
+
 class Residence {
  public:
   Residence() = default;
-  // `device_fraction` is the fraction of the elements of all params that are placed
-  // OFFLOAD_PLACE_AUTO.
-  Residence(const ParamTable& table, const StateShape& shape, double device_fraction);
+  // `fractions`: which part of the elements of all params that are placed OFFLOAD_PLACE_AUTO each
+  // tier gets. That of the host is not read: it gets what the others leave.
+  Residence(const ParamTable& table, const StateShape& shape, const ByTier<double>& fractions);
 
-  uint64_t device_count(uint32_t param) const { return device_counts_[param]; }
-  uint64_t device_elements() const { return device_elements_; }
-  uint64_t host_elements() const { return host_elements_; }
+  ElementRange range(uint32_t param, Tier tier) const {
+    const auto index = static_cast<size_t>(tier);
+    const uint64_t begin = index == 0 ? 0 : ends_[param].values[index - 1];
+    return {begin, ends_[param].values[index] - begin};
+  }
+  Tier TierOf(uint32_t param, uint64_t element) const {
+    const auto& ends = ends_[param].values;
+    return kTiers[static_cast<size_t>(std::upper_bound(ends.begin(), ends.end() - 1, element) -
+                                      ends.begin())];
+  }
+  uint64_t elements(Tier tier) const { return elements_[tier]; }
+  // Elements of tiers whose elements are cut into chunks.
+  uint64_t chunked_elements() const;
 
-  // The bytes of a slot's region that have memory: on the device the first bytes of the region, on
-  // the host the bytes [begin, end).
+  // Calls visit(tier, range) for each tier that holds some of these elements of a param.
+  template <typename Visit>
+  void ForEachTier(uint32_t param, const ElementRange& wanted, Visit&& visit) const {
+    for (Tier tier : kTiers) {
+      const ElementRange all = range(param, tier);
+      const uint64_t begin = std::max(all.begin, wanted.begin);
+      const uint64_t end = std::min(all.end(), wanted.end());
+      if (begin < end) visit(tier, ElementRange{begin, end - begin});
+    }
+  }
+
+  // The bytes of a slot's region that have memory: the hull of what the tier holds.
   struct Bytes {
     uint64_t begin = 0;
     uint64_t end = 0;
     uint64_t size() const { return end - begin; }
   };
-  const Bytes& bytes(Tier tier, StateSlot slot) const {
-    return (tier == Tier::kDevice ? device_bytes_ : host_bytes_)[slot];
-  }
+  const Bytes& bytes(Tier tier, StateSlot slot) const { return bytes_[tier][slot]; }
 
-  bool operator==(const Residence& other) const { return device_counts_ == other.device_counts_; }
+  bool operator==(const Residence& other) const { return ends_ == other.ends_; }
 
  private:
-  void CountBytes(const ParamTable& table, const StateShape& shape);
+  void CountBytes(const StateShape& shape);
 
-  std::vector<uint64_t> device_counts_;  // per param
-  uint64_t device_elements_ = 0;
-  uint64_t host_elements_ = 0;
-  std::array<Bytes, kStateSlots> device_bytes_{};
-  std::array<Bytes, kStateSlots> host_bytes_{};
+  std::vector<ByTier<uint64_t>> ends_;  // per param: where the range of each tier ends
+  ByTier<uint64_t> elements_;
+  ByTier<std::array<Bytes, kStateSlots>> bytes_;
 };
 
 }  // namespace hybridopt

@@ -45,15 +45,16 @@ void ChooseOrders(const ParamTable& table, StateShape& shape) {
 void ChooseFormats(const Param& param, const ShapeOptions& options, StateShape& shape,
                    ParamShape& shaped) {
   const Format master = param.dtype == OFFLOAD_BF16 ? options.formats.master : Format::kFp32;
+  const Tier params_tier = options.unified ? Tier::kHost : Tier::kDevice;
   shaped.format = {Format::kFp32, options.formats.moment0, options.formats.moment1, Format::kFp32};
   if (RowOf(master).beside_param) shaped.format[kMasterLow] = master;
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
     const bool has = HasState(shaped.rule, master, slot);
     const bool own_master = slot == kMaster && param.dtype == OFFLOAD_FP32;
-    shaped.kept[static_cast<uint32_t>(Tier::kDevice)][slot] =
-        has && !own_master && !options.unified;
-    shaped.kept[static_cast<uint32_t>(Tier::kHost)][slot] = has && !(own_master && options.unified);
+    for (Tier tier : kTiers)
+      shaped.kept[tier][slot] = has && !(own_master && tier == params_tier) &&
+                                !(options.unified && tier == Tier::kDevice);
   }
   const bool rounds = RowOf(master).is_rounded || (HasState(shaped.rule, master, kMoment0) &&
                                                    RowOf(options.formats.moment0).is_rounded);
@@ -64,11 +65,10 @@ void ChooseFormats(const Param& param, const ShapeOptions& options, StateShape& 
 }
 
 void LayOutRegion(const ParamTable& table, Tier tier, StateSlot slot, StateShape& shape) {
-  const uint32_t tier_index = static_cast<uint32_t>(tier);
-  uint64_t& bytes = shape.region_bytes[tier_index][slot];
+  uint64_t& bytes = shape.region_bytes[tier][slot];
   for (uint32_t id : shape.region_order) {
     ParamShape& param = shape.params[id];
-    param.offset[tier_index][slot] = bytes;
+    param.offset[tier][slot] = bytes;
     if (param.Keeps(tier, slot))
       bytes += system::RoundUp(param.Bytes(slot, table.param(id).count), kArrayAlignmentBytes);
   }
@@ -79,8 +79,7 @@ void LayOutRegions(const ParamTable& table, StateShape& shape) {
       kStaggerLinesBytes + (shape.element_count < kBanksMatterElements ? 0 : kStaggerBanksBytes);
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
-    LayOutRegion(table, Tier::kDevice, slot, shape);
-    LayOutRegion(table, Tier::kHost, slot, shape);
+    for (Tier tier : kTiers) LayOutRegion(table, tier, slot, shape);
     const uint64_t host_bytes = shape.RegionBytes(Tier::kHost, slot);
     if (host_bytes == 0) continue;
     // The first region is shifted too, because the caller's arrays often start at a page.

@@ -3,8 +3,8 @@
 // which tier holds which element.
 //
 // Each state slot (masters, first moments ...) has one region on each tier. Every region lists the
-// arrays of the params in the same order, so that the elements on the device are a prefix of the
-// device's region, and the elements on the host are the end of the host's region:
+// arrays of the params in the same order, so that what a tier holds is contiguous there: on the
+// device it is a prefix of the region, on the host the end of the region.
 //
 //   region   | placed on the device | the device fraction decides | placed on the host |
 //                                              ^ cut: [0, cut) device, [cut, end) host
@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "memory/tier.h"
 #include "state/param_table.h"
 
 namespace hybridopt {
@@ -40,10 +41,6 @@ bool HasState(Rule rule, Format master, StateSlot slot);
 // arrays share no cache line.
 inline constexpr uint64_t kArrayAlignmentBytes = 256;
 
-// Where state can be stored.
-enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
-inline constexpr uint32_t kTiers = 2;
-
 struct ShapeOptions {
   bool unified;  // host and device share one memory: the host holds all state, no chunk is staged
   uint64_t chunk_elements;
@@ -63,8 +60,8 @@ struct ParamShape {
   // Whether a tier keeps an array for the slot, and at which byte of the region its element 0 is.
   // An fp32 param is its own master on the tier that has the param: on the device, and on the host
   // where both share one memory. That tier keeps no master array for it.
-  std::array<std::array<bool, kStateSlots>, kTiers> kept;
-  std::array<std::array<uint64_t, kStateSlots>, kTiers> offset;
+  ByTier<std::array<bool, kStateSlots>> kept;
+  ByTier<std::array<uint64_t, kStateSlots>> offset;
   // Stripes: the indices of the param's elements in the whole tensor, from which stochastic
   // rounding takes its random bits. Without stochastic rounding a param has no stripes.
   uint32_t first_stripe;
@@ -73,7 +70,7 @@ struct ParamShape {
   uint64_t swap_params_offset;  // in the host memory for offloaded params, in bytes
   uint64_t swap_grads_offset;   // the same for gradients
 
-  bool Keeps(Tier tier, StateSlot slot) const { return kept[static_cast<uint32_t>(tier)][slot]; }
+  bool Keeps(Tier tier, StateSlot slot) const { return kept[tier][slot]; }
   // The slot of the array that updates take as masters, unless the param itself is that.
   StateSlot master_slot() const {
     return RowOf(format[kMasterLow]).beside_param ? kMasterLow : kMaster;
@@ -84,7 +81,7 @@ struct ParamShape {
   }
   uint64_t Bytes(StateSlot slot, uint64_t count) const { return RowOf(format[slot]).Bytes(count); }
   uint64_t ByteAt(Tier tier, StateSlot slot, uint64_t element) const {
-    return offset[static_cast<uint32_t>(tier)][slot] + Bytes(slot, element);
+    return offset[tier][slot] + Bytes(slot, element);
   }
   // Bytes of the state of `count` elements on a tier.
   uint64_t BytesOn(Tier tier, uint64_t count) const;
@@ -96,7 +93,7 @@ struct StateShape {
   std::vector<Stripe> stripes;
   std::vector<uint32_t> region_order;  // ids in the order of each region
   std::vector<uint32_t> update_order;  // ids in the order of chunks and saves: by chunk_order
-  std::array<std::array<uint64_t, kStateSlots>, kTiers> region_bytes{};
+  ByTier<std::array<uint64_t, kStateSlots>> region_bytes;
   std::array<uint64_t, kStateSlots> host_region_begin{};  // in the host's arena
   uint64_t host_arena_bytes = 0;                          // of addresses
   uint64_t element_count = 0;
@@ -104,9 +101,7 @@ struct StateShape {
   uint64_t swap_params_bytes = 0;
   uint64_t swap_grads_bytes = 0;
 
-  uint64_t RegionBytes(Tier tier, StateSlot slot) const {
-    return region_bytes[static_cast<uint32_t>(tier)][slot];
-  }
+  uint64_t RegionBytes(Tier tier, StateSlot slot) const { return region_bytes[tier][slot]; }
 };
 
 StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options);

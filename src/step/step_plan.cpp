@@ -94,17 +94,18 @@ void StepPlan::CountActive() {
 
 void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const Residence& residence,
                        double streamed_share, uint64_t early_elements, std::span<uint8_t> keep) {
-  uint64_t left = residence.host_elements();  // this param's included
+  uint64_t left = residence.chunked_elements();  // this param's included
   double owed = 0;  // elements that should have been kept so far, and have not
   for (uint32_t id : shape.update_order) {
-    const uint64_t count = table.param(id).count, device_count = residence.device_count(id);
+    const uint64_t count = table.param(id).count;
+    const uint64_t device_count = residence.range(id, Tier::kDevice).count;
     keep[id] = 2 * device_count > count;
     left -= count - device_count;
     if (keep[id] != 0 || left < early_elements) continue;
-    const auto host_count = static_cast<double>(count - device_count);
-    owed += streamed_share * host_count;
-    keep[id] = 2 * owed > host_count;
-    if (keep[id] != 0) owed -= host_count;
+    const auto chunked = static_cast<double>(count - device_count);
+    owed += streamed_share * chunked;
+    keep[id] = 2 * owed > chunked;
+    if (keep[id] != 0) owed -= chunked;
   }
 }
 

@@ -73,7 +73,7 @@ class StepPlan {
 
   // How many elements of the param the device updates: its first ones.
   uint64_t device_count(uint32_t id) const {
-    return params_[id].active ? residence_.device_count(id) : 0;
+    return params_[id].active ? residence_.range(id, Tier::kDevice).count : 0;
   }
   // The chunks of the elements whose state is on the host.
   const ChunkTable& chunks() const { return chunks_; }

@@ -412,7 +412,7 @@ struct OptimizerMemory {
     constexpr uint32_t kMovable =
         OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
     shape = MakeStateShape(table, {false, 1024, 2, kMovable});
-    const Residence residence(table, shape, 0.5);
+    const Residence residence(table, shape, {{0.5}});
     state = std::move(StateMemory::Create(context, shape, residence).value());
     lanes = std::move(
         Lanes::Create(context, LaneSizesOf(shape, residence, CutChunks(table, shape, residence)))
@@ -445,7 +445,7 @@ TEST(Placement, OnSeveralNodesStateLiesWithItsToucherAndPinnedMemoryIsInterleave
   const std::shared_ptr<Context> context =
       ContextOn(OFFLOAD_DEVICE_SIM, {{0, {0}}, {1, {1}}}, fake.result());
   const OptimizerMemory memory(*context);
-  ExpectPolicy(fake, memory.state->Host(0, kMaster), MPOL_PREFERRED, 0);
+  ExpectPolicy(fake, memory.state->At(Tier::kHost, 0, kMaster), MPOL_PREFERRED, 0);
   for (const void* data : memory.Pinned()) ExpectPolicy(fake, data, MPOL_INTERLEAVE, 0b11);
 }
 
@@ -455,7 +455,7 @@ TEST(Placement, InterleavedMeansAllOfIt) {
       ContextOn(OFFLOAD_DEVICE_SIM, {{0, {0}}, {1, {1}}, {2, {2}}, {3, {3}}}, fake.result(),
                 OFFLOAD_NUMA_INTERLEAVED);
   const OptimizerMemory memory(*context);
-  ExpectPolicy(fake, memory.state->Host(0, kMaster), MPOL_INTERLEAVE, 0b1011);
+  ExpectPolicy(fake, memory.state->At(Tier::kHost, 0, kMaster), MPOL_INTERLEAVE, 0b1011);
   for (const void* data : memory.Pinned()) ExpectPolicy(fake, data, MPOL_INTERLEAVE, 0b1011);
   const offload_context_info_t info = context->Info().value();
   EXPECT_EQ(info.numa_policy, OFFLOAD_NUMA_INTERLEAVED);

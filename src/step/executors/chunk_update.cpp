@@ -16,8 +16,8 @@ const std::byte* GradAddress(const StepParam& param, const Fragment& fragment,
 
 }  // namespace
 
-std::byte* ChunkUpdater::MasterAt(uint32_t id, uint64_t element, void* param) const {
-  std::byte* const master = memory_.Host(id, shape_.params[id].master_slot(), element);
+std::byte* ChunkUpdater::MasterAt(Tier tier, uint32_t id, uint64_t element, void* param) const {
+  std::byte* const master = memory_.At(tier, id, shape_.params[id].master_slot(), element);
   return master != nullptr ? master : static_cast<std::byte*>(param);
 }
 
@@ -45,15 +45,15 @@ void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffe
   kernels_.publish();
 }
 
-// Calls visit(state, old, bytes) for the elements' part of each array on the host.
+// Calls visit(state, old, bytes) for the elements' part of each array.
 template <typename Visit>
 void ChunkUpdater::ForEachArray(const Fragment& fragment, uint64_t first, uint64_t count,
                                 const StateAreas& old, Visit&& visit) const {
   const ParamShape& shaped = shape_.params[fragment.param];
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
-    if (!shaped.Keeps(Tier::kHost, slot)) continue;
-    visit(memory_.Host(fragment.param, slot, fragment.begin + first),
+    if (!shaped.Keeps(fragment.tier, slot)) continue;
+    visit(memory_.At(fragment.tier, fragment.param, slot, fragment.begin + first),
           old[slot] + fragment.state_offset[slot] + shaped.Bytes(slot, first),
           shaped.Bytes(slot, count));
   }
@@ -92,10 +92,10 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
         span.grad = GradAddress(param, fragment, buffers, first);
         span.param = ParamAt(fragment, first, DtypeBytes(table_.param(id).dtype), buffers.params,
                              param.addresses.data);
-        span.master = MasterAt(id, element, span.param);
-        span.moment0 = memory_.Host(id, kMoment0, element);
-        span.moment1 = memory_.Host(id, kMoment1, element);
-        if (step.follow_params && memory_.Host(id, kMaster, element) != nullptr)
+        span.master = MasterAt(fragment.tier, id, element, span.param);
+        span.moment0 = memory_.At(fragment.tier, id, kMoment0, element);
+        span.moment1 = memory_.At(fragment.tier, id, kMoment1, element);
+        if (step.follow_params && memory_.At(fragment.tier, id, kMaster, element) != nullptr)
           kernels_.FollowParams(table_.param(id).dtype)(span.param, count,
                                                         static_cast<float*>(span.master));
         span.rounding = param.rounding;

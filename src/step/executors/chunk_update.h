@@ -60,7 +60,7 @@ class ChunkUpdater {
   void ForEachArray(const Fragment& fragment, uint64_t first, uint64_t count, const StateAreas& old,
                     Visit&& visit) const;
   // The address of the master, of its lower half, or of the param that is its own master.
-  std::byte* MasterAt(uint32_t id, uint64_t element, void* param) const;
+  std::byte* MasterAt(Tier tier, uint32_t id, uint64_t element, void* param) const;
 
   const ParamTable& table_;
   const StateShape& shape_;

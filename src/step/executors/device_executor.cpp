@@ -62,12 +62,15 @@ Status DeviceExecutor::Await(double* seconds) {
 DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
   const StepParam& param = plan.param(id);
   const ParamShape& shaped = shape_.params[id];
-  void* master = memory_.OnDevice(id, shaped.master_slot());
+  void* master = memory_.At(Tier::kDevice, id, shaped.master_slot());
   if (master == nullptr) master = param.addresses.data;
   DeviceUpdate update{};
-  update.span = {
-      param.addresses.grad,           param.addresses.data,           master,
-      memory_.OnDevice(id, kMoment0), memory_.OnDevice(id, kMoment1), plan.device_count(id)};
+  update.span = {param.addresses.grad,
+                 param.addresses.data,
+                 master,
+                 memory_.At(Tier::kDevice, id, kMoment0),
+                 memory_.At(Tier::kDevice, id, kMoment1),
+                 plan.device_count(id)};
   update.span.rounding = param.rounding;
   update.grad_dtype = param.grad_dtype;
   update.param_dtype = table_.param(id).dtype;

@@ -149,7 +149,7 @@ uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     const ParamShape& shaped = shape_.params[fragment.param];
     for (uint32_t index = 0; index < kStateSlots; ++index)
-      if (shaped.Keeps(Tier::kHost, StateSlot{index}))
+      if (shaped.Keeps(fragment.tier, StateSlot{index}))
         area_bytes[index] =
             std::max(area_bytes[index],
                      fragment.state_offset[index] + shaped.Bytes(StateSlot{index}, fragment.count));

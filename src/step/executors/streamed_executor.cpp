@@ -208,7 +208,7 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slo
   const StepParam& param = plan_.param(id);
   const ParamShape& shaped = shape_.params[id];
   const auto state = [&](StateSlot kind) -> std::byte* {
-    if (!shaped.Keeps(Tier::kHost, kind)) return nullptr;
+    if (!shaped.Keeps(fragment.tier, kind)) return nullptr;
     return slot + plan_.chunks().StateArea(kind) + fragment.state_offset[kind];
   };
   const uint64_t grad_begin = fragment.begin * DtypeBytes(param.grad_dtype);
@@ -242,8 +242,9 @@ Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
     uint64_t offset = 0, bytes = 0;
     for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)])) {
       const ParamShape& shaped = shape_.params[fragment.param];
-      const bool travels = plan_.param(fragment.param).active && shaped.Keeps(Tier::kHost, kind);
-      std::byte* const fragment_host = memory_.Host(fragment.param, kind, fragment.begin);
+      const bool travels = plan_.param(fragment.param).active && shaped.Keeps(fragment.tier, kind);
+      std::byte* const fragment_host =
+          memory_.At(fragment.tier, fragment.param, kind, fragment.begin);
       const uint64_t padding = fragment.state_offset[kind] - offset - bytes;
       const bool goes_on = travels && bytes > 0 && padding < kArrayAlignmentBytes &&
                            host + bytes + padding == fragment_host;

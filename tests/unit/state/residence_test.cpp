@@ -79,7 +79,7 @@ struct Arranged {
 
 Arranged Arrange(const ParamTable& table, const ShapeOptions& options, double device_fraction) {
   Arranged arranged{device_fraction, MakeStateShape(table, options), {}, {}, {}};
-  arranged.residence = Residence(table, arranged.shape, device_fraction);
+  arranged.residence = Residence(table, arranged.shape, {{device_fraction}});
   arranged.chunks = CutChunks(table, arranged.shape, arranged.residence);
   arranged.lanes = LaneSizesOf(arranged.shape, arranged.residence, arranged.chunks);
   return arranged;
@@ -125,7 +125,7 @@ TEST_F(ResidenceTest, GradsToKeepAreTheDevicesAndAnEvenPartOfTheOthers) {
       double owed = 0, largest = 0;
       for (uint32_t id : arranged.shape.update_order) {
         const uint64_t count = table.param(id).count;
-        const uint64_t device = arranged.residence.device_count(id);
+        const uint64_t device = arranged.residence.range(id, Tier::kDevice).count;
         if (2 * device > count) {
           EXPECT_EQ(keep[id], 1);
           continue;
@@ -152,7 +152,7 @@ TEST_F(ResidenceTest, GradsOfTheLastElementsAreNotKeptForWhatStreams) {
       for (auto id = arranged.shape.update_order.rbegin(); id != arranged.shape.update_order.rend();
            ++id) {
         const uint64_t count = table.param(*id).count;
-        const uint64_t device = arranged.residence.device_count(*id);
+        const uint64_t device = arranged.residence.range(*id, Tier::kDevice).count;
         const bool is_devices = 2 * device > count;
         EXPECT_EQ(keep[*id], is_devices || (behind >= early && count > 0) ? 1 : 0);
         behind += count - device;
@@ -167,7 +167,7 @@ TEST_F(ResidenceTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {
         bool host_share_seen = false;
         for (uint32_t id = 0; id < table.size(); ++id) {
           const Param& param = table.param(id);
-          const uint64_t device_count = arranged.residence.device_count(id);
+          const uint64_t device_count = arranged.residence.range(id, Tier::kDevice).count;
           ASSERT_LE(device_count, param.count);
           device += device_count;
           host += param.count - device_count;
@@ -191,8 +191,8 @@ TEST_F(ResidenceTest, DeviceSharesAreTheFirstElementsOfExactlyTheFraction) {
                     static_cast<uint64_t>(
                         std::floor(arranged.device_fraction * static_cast<double>(automatic))));
         }
-        EXPECT_EQ(arranged.residence.host_elements(), host);
-        EXPECT_EQ(arranged.residence.device_elements(), device);
+        EXPECT_EQ(arranged.residence.elements(Tier::kHost), host);
+        EXPECT_EQ(arranged.residence.elements(Tier::kDevice), device);
       });
 }
 
@@ -200,9 +200,10 @@ TEST_F(ResidenceTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
   ForRandomCases([](const ParamTable& table, const ShapeOptions& options,
                     const Arranged& arranged) {
     std::vector<uint64_t> next(table.size());
-    for (uint32_t id = 0; id < table.size(); ++id) next[id] = arranged.residence.device_count(id);
+    for (uint32_t id = 0; id < table.size(); ++id)
+      next[id] = arranged.residence.range(id, Tier::kDevice).count;
     uint32_t param = 0, fragment_index = 0;
-    uint64_t rest = arranged.residence.host_elements();
+    uint64_t rest = arranged.residence.elements(Tier::kHost);
     for (uint32_t c = 0; c < arranged.chunks.chunks.size(); ++c) {
       const Chunk& chunk = arranged.chunks.chunks[c];
       EXPECT_EQ(chunk.first_fragment, fragment_index);
@@ -243,7 +244,7 @@ TEST_F(ResidenceTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
     }
     for (uint32_t id = 0; id < table.size(); ++id) {
       EXPECT_EQ(next[id], table.param(id).count);
-      if (arranged.residence.device_count(id) == table.param(id).count) {
+      if (arranged.residence.range(id, Tier::kDevice).count == table.param(id).count) {
         EXPECT_EQ(arranged.chunks.last_chunk_end[id], 0u) << "waits for no chunk";
       }
     }
@@ -339,7 +340,7 @@ TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
         for (uint32_t index = 0; index < kStateSlots; ++index) {
           const StateSlot slot{index};
           const bool moment = slot == kMoment0 || slot == kMoment1;
-          std::vector<Range> arrays[kTiers];
+          std::vector<Range> arrays[kTierCount];
           const Residence::Bytes& device = arranged.residence.bytes(Tier::kDevice, slot);
           const Residence::Bytes& host = arranged.residence.bytes(Tier::kHost, slot);
           uint64_t device_end = 0, host_begin = UINT64_MAX, host_end = 0;
@@ -355,7 +356,7 @@ TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
             const bool on_host = Keeps(param, shaped, options, slot, !options.unified);
             ASSERT_EQ(shaped.Keeps(Tier::kDevice, slot), on_device) << id << " slot " << slot;
             ASSERT_EQ(shaped.Keeps(Tier::kHost, slot), on_host) << id << " slot " << slot;
-            const uint64_t cut = arranged.residence.device_count(id);
+            const uint64_t cut = arranged.residence.range(id, Tier::kDevice).count;
             for (Tier tier : {Tier::kDevice, Tier::kHost}) {
               if (!shaped.Keeps(tier, slot) || param.count == 0) continue;
               EXPECT_EQ(shaped.ByteAt(tier, slot, 0) % 256, 0u);
@@ -490,7 +491,7 @@ TEST(Shape, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) 
       for (const Format moments : {Format::kFp32, Format::kBf16}) {
         const StateShape shape =
             MakeStateShape(table, {true, 1024, 2, 0, {master, moments, moments}});
-        const Residence residence(table, shape, 0);
+        const Residence residence(table, shape, {});
         const uint64_t master_bytes = dtype == OFFLOAD_FP32 ? 0 : master == Format::kSplit ? 2 : 4;
         const uint64_t moment_bytes = moments == Format::kBf16 ? 4 : 8;
         const uint64_t bytes = (master_bytes + moment_bytes) * kCount;

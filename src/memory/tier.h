@@ -1,0 +1,50 @@
+// Tier: where state can be stored. Each tier has one row, and src/place/ has its memory. The order
+// is that of a param's ranges: its first elements are on the first tier.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace hybridopt {
+
+enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
+
+struct TierRow {
+  Tier tier;
+  const char* name;
+  // What the tier holds is cut into chunks, which CPU workers update where they are, or the device
+  // in its ring. What no chunk holds the device updates where it is.
+  bool is_chunked;
+};
+
+inline constexpr std::array kTierRows = {TierRow{Tier::kDevice, "device", false},
+                                         TierRow{Tier::kHost, "host", true}};
+inline constexpr uint32_t kTierCount = kTierRows.size();
+
+constexpr const TierRow& RowOf(Tier tier) { return kTierRows[static_cast<size_t>(tier)]; }
+
+// One value for each tier.
+template <typename T>
+struct ByTier {
+  std::array<T, kTierCount> values{};
+
+  constexpr T& operator[](Tier tier) { return values[static_cast<size_t>(tier)]; }
+  constexpr const T& operator[](Tier tier) const { return values[static_cast<size_t>(tier)]; }
+  bool operator==(const ByTier&) const = default;
+};
+
+inline constexpr std::array<Tier, kTierCount> kTiers = [] {
+  std::array<Tier, kTierCount> tiers{};
+  for (uint32_t i = 0; i < kTierCount; ++i) tiers[i] = kTierRows[i].tier;
+  return tiers;
+}();
+
+constexpr bool TierRowsAreInOrder() {
+  for (uint32_t i = 0; i < kTierCount; ++i)
+    if (static_cast<uint32_t>(kTiers[i]) != i) return false;
+  return true;
+}
+static_assert(TierRowsAreInOrder());
+
+}  // namespace hybridopt
