@@ -1,6 +1,7 @@
 """What changes between two steps is noticed, however much stays as it was. An optimizer that looks at
 what has changed goes through a random training beside one that looks at everything: same bits."""
 
+import copy
 import random
 import sys
 
@@ -13,7 +14,7 @@ from hybridopt.abi import handles
 from hybridopt.params import slot_batch
 from hybridopt.state import entries as states
 from hybridopt.sync import compared
-from models import bits, drawn_seeds, watch_params
+from models import PAIRS, WITH_TORCH, bits, clone, drawn_seeds, run, set_gradients, watch_params
 
 SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
 
@@ -283,8 +284,13 @@ def calls_of_first_step(count, monkeypatch):
         nonlocal of_python
         of_python += event in ("call", "c_call")
 
-    call = handles.call
-    monkeypatch.setattr(handles, "call", lambda name, *_: of_library.append(name) or call(name, *_))
+    call = handles.Handle._call
+
+    def counted(handle, name, *arguments):
+        of_library.append(name)
+        call(handle, name, *arguments)
+
+    monkeypatch.setattr(handles.Handle, "_call", counted)
     sys.setprofile(note)
     try:
         optimizer = hybridopt.AdamW(params, lr=1e-2, threads=1)
@@ -301,3 +307,142 @@ def test_the_first_step_does_little_for_each_param(monkeypatch):
     many, library_many = calls_of_first_step(1280, monkeypatch)
     assert library_many == library_few
     assert (many - few) / 1024 < 100, (many, few)  # there were 150 once, on torch 2.13
+
+
+# -------------------------------------------------------------------------------- a plain step --
+
+# In a plain step nothing has changed since the last one, and nothing is hidden, offloaded or scaled. It runs in few
+# modules, so that a reader can follow it.
+MOST_MODULES = 12
+
+
+def modules_of(function):
+    """The modules of the package whose functions run meanwhile."""
+    modules = set()
+
+    def note(frame, event, _):
+        if event == "call":
+            modules.add(frame.f_globals.get("__name__", ""))
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return sorted(module for module in modules if module.split(".")[0] == "hybridopt")
+
+
+def three_params(dtype=torch.float32):
+    return [Parameter(torch.ones(shape).to(dtype)) for shape in [(4, 3), (7,), ()]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_plain_step_runs_in_few_modules(name, dtype):
+    ours, _, arguments = PAIRS[name]
+    params = three_params(dtype)
+    optimizer = ours(params, threads=1, **arguments)
+    run(optimizer, params, range(3))
+    modules = modules_of(optimizer.step)
+    assert "hybridopt.optimizers.optimizer" in modules and "hybridopt.abi.handles" in modules
+    assert len(modules) <= MOST_MODULES, modules
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_grad_norm": 1.0}, {"master_layout": "split"}, {"state_dtype": "bf16"}], ids=str
+)
+def test_a_plain_step_with_options_runs_in_few_modules(options):
+    params = three_params(torch.bfloat16)
+    optimizer = hybridopt.AdamW(params, threads=1, **options)
+    run(optimizer, params, range(3))
+    assert len(modules_of(optimizer.step)) <= MOST_MODULES
+
+
+def lr_assigned(group):
+    group["lr"] = 0.5
+
+
+def lr_in_place(group):
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(0.5)
+
+
+def betas_in_place(group):
+    if isinstance(group.get("betas"), list):
+        group["betas"][0] = 0.5
+
+
+def flag(group):
+    group["maximize"] = True
+
+
+def put_elsewhere(group):
+    """The same values by other objects, under the same keys in another order."""
+    for key in list(group):
+        if key != "params":
+            group[key] = group.pop(key)
+
+
+def param_taken_out(group):
+    group["params"] = group["params"][1:]
+
+
+def param_taken_out_in_place(group):
+    del group["params"][0]
+
+
+CHANGES_OF_A_GROUP = [
+    lr_assigned, lr_in_place, betas_in_place, flag, put_elsewhere, param_taken_out, param_taken_out_in_place,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds", ["numbers", "that change in place"])
+@pytest.mark.parametrize("change", CHANGES_OF_A_GROUP)
+@pytest.mark.parametrize("name", WITH_TORCH)
+def test_what_changes_in_a_group_has_its_effect(name, change, kinds):
+    """A new optimizer that begins with the changed group is the reference, since it checks everything."""
+    ours, _, arguments = PAIRS[name]
+    if kinds != "numbers":
+        arguments = {**arguments, "lr": torch.tensor(float(arguments["lr"]))}
+    params = three_params()
+    optimizer = ours(params, threads=1, **arguments)
+    if kinds != "numbers" and "betas" in optimizer.param_groups[0]:
+        optimizer.param_groups[0]["betas"] = list(optimizer.param_groups[0]["betas"])
+    run(optimizer, params, range(3))
+    others = clone(params)
+    other = ours(others, threads=1, **{**arguments, "lr": float(arguments["lr"])})
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    change(optimizer.param_groups[0])
+    group = other.param_groups[0]
+    for key, value in optimizer.param_groups[0].items():
+        if key == "params":
+            group[key] = others[len(others) - len(value) :]
+        else:
+            group[key] = float(value) if isinstance(value, torch.Tensor) else value
+    set_gradients(params, 7)
+    set_gradients(others, 7)
+    optimizer.step()
+    other.step()
+    assert bits(params) == bits(others)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda group: group.update(amsgrad=True), r"does not support amsgrad=True \(param group 0\)"),
+        (lambda group: group.update(threads=2), "param group 0 has threads=2, an option of the whole optimizer"),
+        (lambda group: group.update(nesterov=True), "param group 0 has nesterov=True, but AdamW does not use it"),
+        (lambda group: group.update(lr="fast"), "param group 0 has lr='fast', expected a number"),
+        (lambda group: group.update(betas=(0.9,)), r"param group 0 has betas=\(0.9,\), expected two numbers"),
+    ],
+)
+def test_what_is_put_into_a_group_later_is_refused(change, text):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params, threads=1)
+    run(optimizer, params, range(3))
+    before = bits(params)
+    change(optimizer.param_groups[0])
+    for _ in range(2):  # a group that has been refused is not taken for checked
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            optimizer.step()
+    assert bits(params) == before

@@ -210,7 +210,7 @@ def test_each_of_two_optimizers_is_waited_for():
 def pending(optimizer):
     """The names of params that nobody has waited for."""
     engine = optimizer._engine
-    return {slot.name for slot in engine.slots if engine.under_way.is_pending(slot)}
+    return {slot.name for slot in engine.slots if engine.under_way and engine.under_way.is_pending(slot)}
 
 
 def test_modules_wait_for_their_own_params_in_the_order_of_the_first_forward_pass():

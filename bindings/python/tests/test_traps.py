@@ -59,7 +59,7 @@ def step(module, optimizer, seed):
 def pending(optimizer):
     """The names of params that nobody has waited for."""
     engine = optimizer._engine
-    return {slot.name for slot in engine.slots if engine.under_way.is_pending(slot)}
+    return {slot.name for slot in engine.slots if engine.under_way and engine.under_way.is_pending(slot)}
 
 
 def both_after(count, **options):

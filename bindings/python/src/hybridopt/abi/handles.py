@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import logging
 import os
 import weakref
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 from . import generated as c
 from .errors import HybridoptError, InvalidStateError, TimedOutError
-from .library import call, function
+from .library import function, last_error
 
 _log = logging.getLogger("hybridopt")
 
@@ -21,18 +22,29 @@ _log = logging.getLogger("hybridopt")
 _WAIT_NS = 200_000_000
 
 Self = TypeVar("Self", bound="Handle")
+Made = TypeVar("Made", bound=c.Struct)
+
+
+@functools.cache
+def _zeros(struct: type[c.Struct]) -> bytes:
+    return bytes(struct())
+
+
+def blank(struct: type[Made]) -> Made:
+    """A struct that is zero but for struct_size. It is made in less time than by a call of the class."""
+    return struct.from_buffer_copy(_zeros(struct))
 
 
 def make(struct: type[c.Struct], fields: dict[str, Any]) -> Any:
     """A struct with these field values. Strings are encoded. An unknown field is a TypeError."""
+    made = blank(struct)
     known = [name for name, *_ in struct._fields_]
     for name, value in fields.items():
         if name not in known or name == "struct_size":
             expected = ", ".join(field for field in known[1:] if field != "reserved")
             raise TypeError(f"{struct.__name__} has no field {name!r}, expected some of {expected}")
-        if isinstance(value, (str, os.PathLike)):
-            fields = {**fields, name: encoded(name, value)}
-    return struct(**fields)
+        setattr(made, name, encoded(name, value) if isinstance(value, (str, os.PathLike)) else value)
+    return made
 
 
 def encoded(name: str, value: str | os.PathLike[str]) -> bytes:
@@ -46,7 +58,7 @@ def encoded(name: str, value: str | os.PathLike[str]) -> bytes:
 def array_of(struct: type[c.Struct], count: int) -> Any:
     """An array of structs that are zero but for struct_size. Of many structs it is made in less time than a
     list, in which each is a Python object."""
-    return (struct * count).from_buffer_copy(bytes(struct()) * count)
+    return (struct * count).from_buffer_copy(_zeros(struct) * count)
 
 
 def progress_of(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -97,9 +109,11 @@ class Handle:
         return self._value
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """call(), whose errors tell what happened in the words of `retold`."""
+        """library.call(), whose errors tell what happened in the words of `retold`."""
         try:
-            call(name, *arguments)
+            status = function(name)(*arguments)
+            if status != c.OFFLOAD_OK:
+                raise last_error(status)
         except HybridoptError as error:
             if self.retold is None:
                 raise
@@ -235,7 +249,7 @@ class Optimizer(Handle):
         return ticket.value
 
     def step_result(self, ticket: int = 0) -> c.offload_step_result_t:
-        result = c.offload_step_result_t()
+        result = blank(c.offload_step_result_t)
         self._call("offload_optimizer_step_result", self.value, ticket, result)
         return result
 
@@ -330,7 +344,7 @@ class Optimizer(Handle):
         self._call("offload_optimizer_set_step_count", self.value, param, step_count)
 
     def stats(self) -> c.offload_stats_t:
-        stats = c.offload_stats_t()
+        stats = blank(c.offload_stats_t)
         self._call("offload_optimizer_get_stats", self.value, stats)
         return stats
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..base.modes import in_no_mode
-from ..base.streams import current_stream
+from ..base.modes import current_stream, in_no_mode
 from ..params.bound import Bound
 from ..params.members import Member
 from ..params.moments import COUNTED
-from ..params.registered import Registered, Slot
+from ..params.registered import Registered, Slot, Wanted
 from ..params.released_storages import ReleasedStorage
 from ..params.tensors import LOW_DTYPES, gradient_of, local
 from ..state.shown import Shown
@@ -39,8 +38,7 @@ class Engine:
         self,
         context: abi.Context,
         device: torch.device,
-        algorithm: int,
-        groups: list[dict[str, Any]],
+        wanted: Wanted,
         members: list[Member],
         history: History,
         **options: Any,
@@ -49,13 +47,13 @@ class Engine:
         self.device = device
         self.history = history
         self.movable: int = options.get("movable", 0)  # enum offload_movable, or-ed
-        self.handle = abi.Optimizer(context, algorithm=algorithm, **options)
+        self.handle = abi.Optimizer(context, algorithm=wanted.algorithm, **options)
         low_dtype = LOW_DTYPES.get(options.get("master_layout", 0))
-        self.registered = Registered(self.handle, device, algorithm, groups, members, low_dtype)
+        self.registered = Registered(self.handle, device, wanted, members, low_dtype)
         self.slots = self.registered.slots
         self.bound = Bound(self.handle, self.registered)
         self.steps = Steps(self.handle)
-        self.under_way = UnderWay(self.handle, self.steps, device, self.slots, self._note_end)
+        self.under_way: UnderWay | None = None  # made by the first begin_step()
         self.state_memory = StateMemory(self.handle, device)
         self.in_sync = in_sync_of(
             self.slots, device, self.bound.addresses, self.state_memory, self.steps
@@ -75,17 +73,18 @@ class Engine:
         # Slots that materialize() shows before their first step and whose step count `state` does not have.
         self._unstepped: set[Slot] = set()
 
-    def difference(
-        self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
-    ) -> str:
+    def is_as_checked(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether the engine fits, and needs to be told nothing, because nothing has changed."""
+        return self.registered.is_as_checked(param_groups) and self._wider_gradient() is None
+
+    def difference(self, wanted: Wanted) -> str:
         """The reason why the torch optimizer needs another engine now; "" if this one still fits."""
-        what = self.registered.difference(algorithm, groups, param_groups)
-        if what:
-            return what
-        for slot in self.bound.look():
-            if not slot.takes_gradient():
-                return f"the gradient of parameter {slot.name!r} is in a wider dtype than before"
-        return ""
+        what = self.registered.difference(wanted)
+        slot = None if what else self._wider_gradient()
+        return what if slot is None else f"the gradient of parameter {slot.name!r} is in a wider dtype than before"
+
+    def _wider_gradient(self) -> Slot | None:
+        return next((slot for slot in self.bound.look() if not slot.takes_gradient()), None)
 
     def plan(self) -> abi.offload_plan_t:
         return self.handle.plan()
@@ -177,7 +176,7 @@ class Engine:
         self.bound.release()
         if result.skipped:
             found = {slot: kept.get(slot, gradient_of(slot.param)) for slot in active}
-            self.under_way.skipped_gradients = found
+            self.steps.skipped_gradients = found
         return bool(result.skipped)
 
     def begin_step(
@@ -190,6 +189,8 @@ class Engine:
         gradients = self.bound.gradients()
         self.bound.note_queued()
         self.bound.release()
+        if self.under_way is None:
+            self.under_way = UnderWay(self.handle, self.steps, self.device, self.slots, self._note_end)
         self.under_way.begin(ticket, active, gradients, aliases, keeper)
 
     def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
@@ -212,10 +213,11 @@ class Engine:
     def _note_end(self, written: list[Slot]) -> None:
         """Notes that a queued step has ended, and which params other code has written since it was
         queued."""
-        self.in_sync.note()
-        for slot in written:
-            self.in_sync.forget_one(slot)
-        if self.in_sync.steps_follow_params and self.steps.was_last_skipped():
+        if not self.in_sync.steps_follow_params:
+            self.in_sync.note()
+            for slot in written:
+                self.in_sync.forget_one(slot)
+        elif self.steps.was_last_skipped():
             self.masters.refresh()  # a skipped step follows no param
 
     def refresh_masters(self) -> None:
@@ -249,8 +251,9 @@ class Engine:
         """Waits for queued steps, but not for saves, and records their results."""
         if len(self.steps) == 0:
             return
-        self.under_way.finish()
-        gradients, self.under_way.skipped_gradients = self.under_way.skipped_gradients, {}
+        if self.under_way is not None:
+            self.under_way.finish()
+        gradients, self.steps.skipped_gradients = self.steps.skipped_gradients, {}
         skipped: list[list[Slot]] = []
         for result, stepped in self.steps.take():
             self.history.add(result)

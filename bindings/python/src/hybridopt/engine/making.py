@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base.callers import depth_of_caller
 from ..base.device_memory import DeviceMemory
 from ..params.members import Member
-from ..params.registered import Slot
+from ..params.registered import Slot, Wanted
 from ..params.tensors import DTYPES, is_spread, local
 from ..ranks.local_ranks import mask_of
 from ..settings import placement
@@ -77,8 +77,7 @@ def early_update_bytes(options: OffloadOptions, device: torch.device, host_execu
 
 def make_engine(
     members: list[Member],
-    algorithm: int,
-    groups: list[dict[str, Any]],
+    wanted: Wanted,
     options: OffloadOptions,
     comm: ProcessGroupComm | None,
     history: History,
@@ -105,8 +104,7 @@ def make_engine(
         return Engine(
             context,
             device,
-            algorithm,
-            groups,
+            wanted,
             members,
             history,
             device_fraction=device_fraction,

@@ -15,6 +15,12 @@ from torch import Tensor
 from .. import abi
 from ..traps.trap import Traps, take_back
 
+NOTHING_TO_CLIP = (
+    "hook_gradients() takes gradients to the host, where torch.nn.utils.clip_grad_norm_() does not find them and is "
+    "refused, and where other code that clips finds none; make the optimizer with max_grad_norm= (or assign "
+    "optimizer.max_grad_norm), None if nothing is to be clipped"
+)
+
 _GRAD: Any = Tensor.grad
 _CLIPS_IN = sys.modules[torch.nn.utils.clip_grad_norm_.__module__].__file__
 _FRAMES = 12  # between the use of a gradient and the function of torch: handlers of the trap

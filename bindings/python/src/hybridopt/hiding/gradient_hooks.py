@@ -52,8 +52,11 @@ class Final(NamedTuple):
 class Hooked(Protocol):
     """What the hooks use of the optimizer."""
 
-    _engine: Engine | None
     _hooks: GradientHooks | None
+
+    @property
+    def _engine(self) -> Engine | None: ...
+
     @property
     def max_grad_norm(self) -> float | None: ...
 

@@ -24,8 +24,10 @@ from .hooked_model import HookedModel
 class Overlapped(Protocol):
     """What Overlap uses of the optimizer."""
 
-    _engine: Engine | None
     _overlap: Overlap | None
+
+    @property
+    def _engine(self) -> Engine | None: ...
 
     def _wait_for(self, slots: Sequence[Slot], streams: Iterable[Any]) -> None: ...
 
@@ -115,7 +117,7 @@ class Overlap:
         optimizer = self._optimizer()
         engine = None if optimizer is None else optimizer._engine
         slot = None if engine is None else engine.registered.slot_of.get(param)
-        if engine is None or slot is None or not engine.under_way.is_pending(slot):
+        if engine is None or slot is None or not (engine.under_way and engine.under_way.is_pending(slot)):
             return
         self.finish()
         raise abi.InvalidStateError(

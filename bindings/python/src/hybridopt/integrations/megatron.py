@@ -23,6 +23,7 @@ from ..engine.engine import Engine
 from ..optimizers import algorithms
 from ..optimizers.optimizer import OffloadOptimizer
 from ..params.members import Member, takes_part
+from ..params.registered import Wanted
 from ..settings.options import OffloadOptions, state_dtype_of
 from .wrapped import check_options
 
@@ -146,12 +147,12 @@ class HybridDeviceOptimizer(OffloadOptimizer):
             for param in others:
                 param.requires_grad_(False)
 
-    def _new_engine(self, members: list[Member], groups: list[dict[str, Any]]) -> Engine:
+    def _new_engine(self, members: list[Member], wanted: Wanted) -> Engine:
         """The device takes the params that come first here; users of the flag expect the first ones on the
         host."""
         if self._has_wide_gradients:
             members = [replace(member, wide_gradient=True) for member in members]
-        engine = super()._new_engine(members[::-1], groups)
+        engine = super()._new_engine(members[::-1], wanted)
         engine.shown.shows_all_masters = self._shows_all_masters
         return engine
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from .. import abi
 from ..engine.engine import Engine
+from ..hiding.gradient_hooks import GradientHooks
+
+ATTRIBUTES = frozenset(("found_inf", "grad_scale"))  # of an optimizer while a GradScaler steps it
 
 
 def is_scaling(optimizer: Any) -> bool:
@@ -13,8 +16,11 @@ def is_scaling(optimizer: Any) -> bool:
     return hasattr(optimizer, "found_inf")
 
 
-def found_inf(optimizer: Any) -> bool:
-    """Whether the scaler has found Inf or NaN, on this rank or on another one."""
+def is_skipped(optimizer: Any, engine: Engine | None, hooks: GradientHooks | None) -> bool:
+    """Whether there is no step, because the scaler has found Inf or NaN, on this rank or on another one. Raises if it
+    could not look."""
+    if engine is not None:
+        _check(optimizer, engine, hooks is not None and hooks.grad_scaler is not None)
     verdict = getattr(optimizer, "found_inf", None)
     return verdict is not None and float(verdict) != 0.0
 
@@ -24,7 +30,7 @@ def grad_scale(optimizer: Any) -> float:
     return 1.0 if scale is None else float(scale)
 
 
-def check(optimizer: Any, engine: Engine, is_named: bool) -> None:
+def _check(optimizer: Any, engine: Engine, is_named: bool) -> None:
     """Raises if a scaler steps over gradients that are off their params: it looks for Inf and NaN in `grad`,
     which is None then. A scaler that was given to hook_gradients() is told what the step has found."""
     hosted, kept = engine.bound.hosted, engine.bound.kept

@@ -4,94 +4,62 @@ the library holds the state, and a step is one call of the library."""
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import abi
-from ..base.modes import in_no_mode
+from ..base.modes import in_no_mode, refuse_capture
 from ..base.owned_hooks import Removal
-from ..base.streams import refuse_capture
-from ..base.units import readable
 from ..engine import making, moves
-from ..engine.aside import Aside, has_state
 from ..engine.engine import Engine
+from ..engine.engines import Engines
+from ..hiding.clipping import NOTHING_TO_CLIP
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
 from ..params.hyperparameters import check_flags, hyperparameters_of
-from ..params.members import Member, check_dtype, has_gradient, members_of, named, refuse_twice
-from ..params.registered import Slot, wide_gradients
-from ..params.tensors import like_param, refuse_fsdp1, set_gradient
+from ..params.members import Member, has_gradient, members_of, named
+from ..params.registered import Slot, Wanted, wide_gradients
+from ..params.tensors import set_gradient
 from ..ranks import local_ranks
 from ..settings import placement
-from ..settings.options import DEFAULT_OPTIONS, ROWS, OffloadOptions, checked, refuse_in_group
+from ..settings.groups import check_group, check_values, refuse_fsdp1_in
+from ..settings.options import DEFAULT_OPTIONS, ROWS, OffloadOptions, checked
 from ..settings.placement import Leftover, Placement
-from ..state import loading
-from ..state.entries import Entry, State
-from ..steps.history import History, MemorySample
-from ..steps.plans import Plan, Stats, StepResult, described
+from ..state.entries import State
+from ..steps.history import History
 from ..traps import away
 from ..traps.trap import without_traps
-from . import adopting, checkpoints, grad_scaler
+from . import adopting, grad_scaler
+from .reporting import Reporting
+from .saving import Saving
 
 if TYPE_CHECKING:
     from ..ranks.process_group import ProcessGroupComm
 
-# Options of torch's optimizers that change what is computed or how it is called.
-UNSUPPORTED = {
-    "amsgrad": "it keeps a third moment",
-    "capturable": "the step runs on the host and cannot be part of a CUDA graph",
-    "differentiable": "autograd does not see the step",
-}
 
-NOTHING_TO_CLIP = (
-    "hook_gradients() takes gradients to the host, where torch.nn.utils.clip_grad_norm_() does not find them and is "
-    "refused, and where other code that clips finds none; make the optimizer with max_grad_norm= (or assign "
-    "optimizer.max_grad_norm), None if nothing is to be clipped"
-)
-# Options whose values are objects of this process. A copied or unpickled optimizer does not have them.
-OF_THIS_PROCESS = ("process_group", "replica_group", "overlap")
-
-
-class OffloadOptimizer(torch.optim.Optimizer):
+class OffloadOptimizer(Saving, Reporting):
     """The base class. Subclasses say which algorithm it is."""
 
     _step_supports_amp_scaling = True  # GradScaler gives step() the scale and what it has found
-    _engine: Engine | None = None
     _comm: ProcessGroupComm | None = None
     _options: OffloadOptions = DEFAULT_OPTIONS
     _placement = Placement(1.0, "no step yet")
     _leftover: Leftover | None = None
     _hooks: GradientHooks | None = None
     _overlap: Overlap | None = None
-    _closed = False
     _says_whether_to_clip = False
-    _state: State
-    _history: History
-    _aside: Aside
 
     def _algorithm(self) -> int:
         """enum offload_algorithm. Subclasses implement it."""
         raise NotImplementedError
 
-    def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Those of each param group, as fields of offload_group_t."""
-        algorithm = self._algorithm()
-        for index, group in enumerate(self.param_groups):
-            check_flags(algorithm, index, group)
-        return [hyperparameters_of(algorithm, *each) for each in enumerate(self.param_groups)]
-
-    def _kind(self) -> str:
-        """The optimizers whose state_dicts fit, for error texts."""
-        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("hybridopt."))
-        known = f" or torch.optim.{name}" if hasattr(torch.optim, name) else ""
-        return f"hybridopt.{name}{known}"
+    @property
+    def _engine(self) -> Engine | None:
+        return self._engines.present
 
     # ---------------------------------------------------------------------------- construction --
 
@@ -102,7 +70,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._options["local_world"] is None:
             local_ranks.count_in(local_ranks.mask_of(self._options["numa_nodes"]))
         self._history = History()
-        self._aside = Aside(self._history, {})
+        self._engines = Engines(self._history)
         if self._options["overlap"] is not None:
             self._overlap = Overlap(self, self._options["overlap"])
 
@@ -112,40 +80,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Until that is done it takes twice the memory."""
         super().add_param_group(param_group)
         try:
-            self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
+            index, group = len(self.param_groups) - 1, self.param_groups[-1]
+            check_group(index, group, self._algorithm(), self._options, type(self).__name__)
             if self._hooks is not None:
-                refuse_held_accumulators(named(len(self.param_groups) - 1, self.param_groups[-1]))
+                refuse_held_accumulators(named(index, group))
                 engine = self._prepare(always=True)  # hooks the new params too
                 if engine is not None:
                     engine.bound.release()
         except Exception:
             self.param_groups.pop()
             raise
-
-    def _check_group(self, index: int, group: dict[str, Any]) -> None:
-        self._check_switches(index, group)
-        refuse_in_group(index, group)
-        refuse_twice(index, group)
-        check_flags(self._algorithm(), index, group)
-        for name, param in named(index, group):
-            if param.requires_grad:
-                check_dtype(name, param)
-            for option in ("max_grad_norm", "process_group", "overlap"):
-                if self._options.get(option) is not None:
-                    refuse_fsdp1(name, param, option)
-
-    def _refuse_fsdp1(self, what: str) -> None:
-        for index, group in enumerate(self.param_groups):
-            for name, param in named(index, group):
-                refuse_fsdp1(name, param, what)
-
-    def _check_switches(self, index: int, group: dict[str, Any]) -> None:
-        for option, why in UNSUPPORTED.items():
-            if group.get(option):
-                raise RuntimeError(
-                    f"hybridopt.{type(self).__name__} does not support {option}=True (param group "
-                    f"{index}): {why}; set it to False"
-                )
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -157,169 +101,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def max_grad_norm(self, max_grad_norm: float | None) -> None:
         ROWS["max_grad_norm"].check("max_grad_norm", max_grad_norm)
         if max_grad_norm is not None:
-            self._refuse_fsdp1("max_grad_norm")
+            refuse_fsdp1_in(self.param_groups, "max_grad_norm")
         self._options = {**self._options, "max_grad_norm": max_grad_norm}
         self._says_whether_to_clip = True
-
-    # ----------------------------------------------------------------------------------- state --
-
-    @property
-    def state(self) -> State:
-        """Per param, by torch's names: `step`, moments, and the fp32 `master_param` of a param in
-        lower precision. The tensors are views of the library's memory."""
-        return self._state
-
-    @state.setter
-    def state(self, content: dict[Any, Any]) -> None:
-        if self._engine is not None:
-            self._engine.show(self._state)  # so that the next step notices what `content` replaces
-        self._state = State(self, content)
-
-    def _fill_state(self) -> None:
-        """Brings `state` up to date. State calls this before it is read or changed."""
-        if self._engine is not None:
-            self._engine.show(self._state)
-
-    @in_no_mode
-    def materialize(self) -> None:
-        """Takes the memory for the state now, so that `state` has the entries of all trained params before their
-        first step, for code that loads into them: moments are zero (Adagrad's sum is the initial one), step counts
-        0, and masters the params. What is loaded, assigned or written there is used by the next step; without that
-        the bits are those of steps alone. Of several ranks all must call this. Call it after the model has been
-        wrapped and moved to its device."""
-        self._ready_engine().materialize(self._state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "state": dict(self.state.items()),
-            "_says_whether_to_clip": self._says_whether_to_clip,
-            "_hidden_counts": self._hidden_counts(),
-            "_options": {**self._options, **dict.fromkeys(OF_THIS_PROCESS)},
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        if "_history" not in vars(self):  # a copy starts without a history
-            self._history = History()
-            self._aside = Aside(self._history, {})
-        self._aside.counts = state.pop("_hidden_counts", self._aside.counts)
-        if "state" in state:
-            self.state = state.pop("state")
-        super().__setstate__(state)
-
-    def _hidden_counts(self) -> dict[Tensor, int]:
-        counts = self._aside.hidden_counts(self._state)
-        return counts if self._engine is None else {**counts, **self._engine.hidden_counts(self._state)}
-
-    def _refuse_left_out(self, what: str, keys: Iterable[Any]) -> None:
-        """Raises if what is to be saved would lack some of the state. `keys` are the keys of `state`."""
-        params = {param for group in self.param_groups for param in group["params"]}
-        count = sum(isinstance(key, Tensor) and key not in params for key in keys)
-        if count > 0:
-            raise abi.InvalidStateError(
-                f"{what} would leave out the state of {count} parameters that are not in param_groups; put them "
-                "there before, or delete their entries from `state`"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's. torch's optimizer of the same name can load it. The tensors are views of live state:
-        deepcopy what must not change with the next step."""
-        self._refuse_left_out("state_dict()", self.state)
-        state_dict = super().state_dict()
-        entries = state_dict["state"].items()
-        state_dict["state"] = {
-            key: dict(entry) if isinstance(entry, Entry) else entry for key, entry in entries
-        }
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state_dict of this class or of torch's optimizer of the same name. State stays in fp32 on the
-        host, whatever the dtype of the params. The next step copies it to the library's memory."""
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
-
-        loaded_groups = deepcopy(state_dict["param_groups"])
-        if len(loaded_groups) != len(self.param_groups):
-            raise ValueError("loaded state dict has a different number of parameter groups")
-        for own, loaded in zip(self.param_groups, loaded_groups):
-            if len(own["params"]) != len(loaded["params"]):
-                raise ValueError(
-                    "loaded state dict contains a parameter group that doesn't match the size of "
-                    "optimizer's group"
-                )
-        param_of = dict(
-            zip(
-                chain.from_iterable(group["params"] for group in loaded_groups),
-                chain.from_iterable(group["params"] for group in self.param_groups),
-            )
-        )
-        for index, (own, loaded) in enumerate(zip(self.param_groups, loaded_groups)):
-            loading.check_group(self._kind(), index, loaded, self.defaults)
-            loaded["params"] = own["params"]
-            if "param_names" in own:
-                loaded.setdefault("param_names", own["param_names"])
-            self._check_group(index, loaded)
-        state = {
-            param_of.get(key, key): dict(value) if isinstance(value, dict) else value
-            for key, value in state_dict["state"].items()
-        }
-        for key, value in state_dict["state"].items():
-            loading.check_entry(self._kind(), key, value, self._algorithm())
-        self._aside.forget_unstepped()
-        self.__setstate__({"state": state, "param_groups": loaded_groups})
-
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    @in_no_mode
-    def save_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        masters_only: bool = False,
-        wait: bool = True,
-        progress: checkpoints.Progress = None,
-    ) -> checkpoints.Transfer:
-        """Writes masters, moments and step counts to a new directory, as safetensors files and a manifest.
-        The directory appears only when it is complete. With several ranks all must call this. The call
-        returns when everything is on disk.
-
-        With wait=False it returns at once, and training may go on. Then, until the next step() or wait() of
-        the returned object has returned, other code must not write fp32 params on the CPU. Until that wait()
-        has returned, it must not write moments and masters in place, nor resize, free or move (by
-        share_memory_() or torch.multiprocessing) storages of params on the CPU: the save would read memory
-        that no longer exists, and the process might crash.
-
-        `progress` is a function of the bytes done and the total bytes, or True or False for a tqdm bar.
-        None (the default) shows a bar on a terminal."""
-        self._refuse_fsdp1("save_checkpoint()")
-        engine = self._ready_engine()
-        self._refuse_left_out("save_checkpoint()", self._aside.params(self._state))
-        if self._comm is not None and self._comm.no_saving:
-            raise abi.InvalidStateError(self._comm.no_saving)
-        return checkpoints.save(engine, path, masters_only, wait, progress)
-
-    @in_no_mode
-    def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        fresh_moments: bool = False,
-        keep_steps: bool = False,
-        verify: bool = True,
-        progress: checkpoints.Progress = None,
-    ) -> None:
-        """Loads state and params from a directory that save_checkpoint() or another program with this library
-        has written, with any number of ranks. Param groups stay as they are. If the checkpoint is refused,
-        nothing has changed. With fresh_moments only the weights are loaded, with keep_steps too also the
-        step counts. verify=False reads the files once instead of twice."""
-        self._refuse_fsdp1("load_checkpoint()")
-        engine = self._ready_engine()
-        checkpoints.load(engine, path, fresh_moments, keep_steps, verify, progress)
 
     # ------------------------------------------------------------------------------------ step --
 
@@ -332,11 +116,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._give_back()
-        if self._engine is not None:
-            is_named = self._hooks is not None and self._hooks.grad_scaler is not None
-            grad_scaler.check(self, self._engine, is_named)
-        if grad_scaler.found_inf(self):
+        if self._leftover is not None:
+            self._give_back()
+        scaled = not grad_scaler.ATTRIBUTES.isdisjoint(vars(self))
+        if scaled and grad_scaler.is_skipped(self, self._engine, self._hooks):
             self._drop_hosted()  # a skipped step drops gradients on the host too
             self._history.note_skipped()
             return loss
@@ -345,16 +128,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._hooks.unclipped.end()
         if engine is not None and (engine.bound.bind() or self._comm is not None):
             self._sample("gradients")
-            self._step(engine)
+            self._step(engine, scaled)
             self._sample("step")
             if self._leftover is not None and engine.plan_of is not None:
                 self._note_placement(self._leftover.after_step(engine.plan_of, self._move_state))
         return loss
 
-    def _step(self, engine: Engine) -> None:
-        options = self._step_options()
+    def _step(self, engine: Engine, scaled: bool) -> None:
+        options = self._step_options(scaled)
         # A GradScaler must be told what the step has found before it goes on.
-        is_told = self._hooks is not None and grad_scaler.is_scaling(self)
+        is_told = scaled and self._hooks is not None and grad_scaler.is_scaling(self)
         if self._overlap is not None:
             engine.settle_ended()
         engine.expects_skips = is_told
@@ -372,8 +155,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if engine.device.type == "cpu" or skipped:
             engine.settle()
 
-    def _step_options(self) -> dict[str, Any]:
-        options = {"grad_scale": grad_scaler.grad_scale(self)}
+    def _step_options(self, scaled: bool) -> dict[str, Any]:
+        options = {"grad_scale": grad_scaler.grad_scale(self) if scaled else 1.0}
         if self._options["max_grad_norm"] is not None:
             if self._comm is not None and self._comm.no_clipping:
                 raise ValueError(self._comm.no_clipping)
@@ -393,14 +176,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @in_no_mode
     def _wait_for(self, slots: Sequence[Slot], streams: Iterable[Any] = ()) -> None:
         """Waits until the step under way has updated the params of these slots."""
-        if self._engine is not None:
+        if self._engine is not None and self._engine.under_way is not None:
             with self._telling_rank():
                 self._engine.under_way.wait(slots, streams)
 
     @in_no_mode
     def _finish_for_use(self) -> None:
         """As _finish, for code outside of modules that is about to use a param."""
-        if self._engine is not None:
+        if self._engine is not None and self._engine.under_way is not None:
             with self._telling_rank():
                 self._engine.under_way.finish_for_use()
 
@@ -447,38 +230,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _prepare(self, always: bool = False) -> Engine | None:
         """The engine, committed and up to date with param groups and state. Unless `always` is set, it is None
         while there is no gradient."""
-        if self._closed:
-            raise abi.InvalidStateError(f"this {type(self).__name__} is closed; make a new one")
         self._finish()
-        for index, group in enumerate(self.param_groups):
-            self._check_switches(index, group)
-            refuse_in_group(index, group)
-        groups = self._hyperparameters()
-        known: dict[Tensor, Slot] = {}
-        if self._engine is not None:
-            known = self._engine.registered.slot_of  # a reference to the engine would keep its memory
-            changed = self._engine.difference(self._algorithm(), groups, self.param_groups)
-            if changed:
-                # This raises for invalid params while the old engine still exists.
-                members_of(self.param_groups, wide_gradients(known))
-                self._leave_engine(changed)
-        if self._engine is None:
-            self._engine = self._aside.take(self._algorithm(), groups, self.param_groups, self._state)
-        if self._engine is None:
-            self._engine = self._committed_engine(known, groups, always)
-            if self._engine is None:
-                return None
-            if self._hooks is not None:
-                self._hooks.attach(self._engine)
-            if self._overlap is not None:
-                self._overlap.attach(self._engine)
-        self._engine.registered.set_groups(groups)
-        adopting.adopt(self._engine, self._state)
-        return self._engine
+        engine = self._engines.ready(self, always)
+        if engine is not None and not engine.shown.is_as_left(self._state):
+            adopting.adopt(engine, self._state)
+        return engine
 
-    def _committed_engine(
-        self, known: dict[Tensor, Slot], groups: list[dict[str, Any]], always: bool
-    ) -> Engine | None:
+    def _wanted(self) -> Wanted:
+        """What an engine must fit now. Raises if the groups are invalid."""
+        algorithm, groups = self._algorithm(), self.param_groups
+        for index, group in enumerate(groups):
+            check_values(index, group, type(self).__name__)
+            check_flags(algorithm, index, group)
+        return Wanted(algorithm, [hyperparameters_of(algorithm, *each) for each in enumerate(groups)], groups)
+
+    def _committed_engine(self, known: dict[Tensor, Slot], wanted: Wanted, always: bool) -> Engine | None:
         """A new engine; None while there is nothing to update. `known` has the slots of the engine before it,
         if there was one."""
         members = members_of(self.param_groups, wide_gradients(known))
@@ -486,7 +252,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._comm is None:
             self._comm = making.ranks_of(members, self._options)
             if self._comm is not None:
-                self._aside.end_all(self._state)
+                self._engines.end_aside(self)
         members = making.with_shards(members, known, self._comm, self._options)
         # On several ranks all step together, those without gradients too.
         stepped = always or self._comm is not None
@@ -494,35 +260,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return None
         if self._overlap is not None:
             members = self._overlap.ordered(members)
-        engine = self._new_engine(members, groups)
+        engine = self._new_engine(members, wanted)
         engine.commit()
         making.warn_of_no_early_updates(self._options, engine.device)
-        engine.counts_before = self._aside.counts
+        engine.counts_before = self._engines.counts
         self._leftover = making.leftover_of(engine, self._options)
         if self._comm is not None:
             self._comm.finish_at_exit(engine.handle)
         return engine
 
-    def _new_engine(self, members: list[Member], groups: list[dict[str, Any]]) -> Engine:
-        engine, self._placement = making.make_engine(
-            members, self._algorithm(), groups, self._options, self._comm, self._history
-        )
+    def _new_engine(self, members: list[Member], wanted: Wanted) -> Engine:
+        """An engine that is not committed."""
+        engine, self._placement = making.make_engine(members, wanted, self._options, self._comm, self._history)
         return engine
 
-    def _leave_engine(self, why: str) -> None:
-        """Puts the engine aside or ends it, because it does not fit param_groups any more."""
-        engine = self._engine
-        assert engine is not None
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        if not self._may_put_aside() or not engine.registered.slot_of.keys().isdisjoint(params):
-            return self._drop_engine(why)
-        moves.check_nothing_offloaded(engine, why)
-        engine.show(self._state)
-        if not has_state(engine, self._state):
-            return self._drop_engine(why)
-        engine.wait()
-        self._aside.put(engine, self._state)
-        self._engine = None
+    def _planned_engine(self) -> Engine:
+        wanted = self._wanted()
+        members = members_of(self.param_groups, {})
+        away.bring_back(member.param for member in members)
+        if not members:
+            raise abi.InvalidStateError("no parameter requires a gradient; there is nothing to plan for")
+        return self._new_engine(members, wanted)
 
     def _may_put_aside(self) -> bool:
         """Whether the engine may exist beside the next one. It may not if it depends on other ranks, on hooks
@@ -530,21 +288,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         is_alone = self._comm is None and self._hooks is None and self._overlap is None
         return is_alone and self._options["offload_fraction"] != placement.AUTO
 
-    def _drop_engine(self, why: str) -> None:
-        """Ends the engine. Its state stays in `state`, in tensors, until another engine adopts it."""
-        engine = self._engine
-        if engine is None:
-            return
-        moves.check_nothing_offloaded(engine, why)
-        engine.show(self._state)
-        engine.wait()  # a save reads params that the next engine will write
+    def _begin_with(self, engine: Engine) -> None:
+        for hooks in (self._hooks, self._overlap):
+            if hooks is not None:
+                hooks.attach(engine)
+
+    def _let_go(self) -> None:
         if self._hooks is not None:
             self._hooks.release()
-        self._aside.note_counts(engine, self._state)
         self._leftover = None
-        engine.shown.leave_device()
-        self._history.note_end(engine.handle.stats())
-        self._engine = None
+
+    def _unhook(self) -> None:
+        for hooks in (self._hooks, self._overlap):
+            if hooks is not None:
+                hooks.remove()
 
     # ----------------------------------------------------------------------------------- moves --
 
@@ -585,17 +342,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise abi.InvalidStateError(
                 "gradients are hooked already; call remove() on what hook_gradients() returned"
             )
-        self._refuse_fsdp1("hook_gradients()")
+        refuse_fsdp1_in(self.param_groups, "hook_gradients()")
         if not self._says_whether_to_clip:
             warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
-        self._aside.end_all(self._state)
+        self._engines.end_aside(self)
         hooks = GradientHooks(self, accumulate, micro_batches, grad_scaler, free_all)
         for index, group in enumerate(self.param_groups):
             refuse_held_accumulators(named(index, group))
         needed = "accumulate" if accumulate else "grads"
         if needed not in self._options["movable"]:
             # Another engine, which has room for the gradients, adopts the state.
-            self._drop_engine("hooks need room for gradients")
+            self._engines.end(self, "hooks need room for gradients")
             movable = (*self._options["movable"], needed)
             self._options = {**self._options, "movable": movable}
         hooks.attach(self._ready_engine())
@@ -622,8 +379,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise abi.InvalidStateError(
                 "steps overlap already; call remove() on what overlap() returned"
             )
-        self._refuse_fsdp1("overlap()")
-        self._aside.end_all(self._state)
+        refuse_fsdp1_in(self.param_groups, "overlap()")
+        self._engines.end_aside(self)
         overlap = Overlap(self, model)
         if self._engine is not None:
             overlap.attach(self._engine)
@@ -644,7 +401,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Params keep their tensors, but have no content until reload(): an operation that uses one raises. `grad` of params becomes None;
         reload() sets it again, or the next step uses the gradients on the host."""
-        self._aside.end_all(self._state)
+        self._engines.end_aside(self)
         moves.offload(self._ready_engine(), self._state, params, grads, states)
         self._sample("offload")
 
@@ -667,7 +424,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Tensors that were taken from `state` before are no longer the optimizer's: read `state` again."""
         refuse_capture()
         placement.check_fraction(offload_fraction)
-        self._aside.end_all(self._state)
+        self._engines.end_aside(self)
         if self._engine is not None:
             self._move_state(1.0 - offload_fraction)
             self._placement = placement.chosen(offload_fraction, self._engine.device.type == "cpu")
@@ -710,88 +467,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:
             self.reload(params=params, grads=grads, states=states)
 
-    # ------------------------------------------------------------------------------- reporting --
-
-    def __repr__(self) -> str:
-        """As torch's, with the options and bytes of this class added."""
-        groups = super().__repr__().removesuffix(")")
-        lines = "".join(f"    {name}: {value}\n" for name, value in self._particulars().items())
-        return f"{groups}Offload\n{lines})"
-
-    def _particulars(self) -> dict[str, Any]:
-        """What repr() adds. It does not wait, does not make an engine, and does not raise."""
-        particulars: dict[str, Any] = {
-            key: self._options.get(key)
-            for key in ("offload_fraction", "host_executors", "master_layout", "max_grad_norm", "state_dtype")
-        }
-        if self._closed:
-            return {**particulars, "bytes": "none, the optimizer is closed"}
-        if self._engine is None:
-            return {**particulars, "bytes": "none before the first step; plan() tells them"}
-        particulars["offload_fraction"] = self._placement.offload_fraction
-        try:
-            stats = self.stats()
-        except abi.HybridoptError as error:  # in a forked child
-            return {**particulars, "bytes": f"not known: {error}"}
-        particulars["steps"] = self._history.told(stats)
-        particulars["bytes"] = (
-            f"{readable(stats.states_on_host_bytes)} of state on the host, "
-            f"{readable(stats.states_on_device_bytes)} on the device"
-        )
-        return particulars
-
-    @in_no_mode
-    def plan(self) -> Plan:
-        """All memory that the first step will take, or has taken."""
-        engine = self._engine
-        if engine is None:
-            groups = self._hyperparameters()
-            members = members_of(self.param_groups, {})
-            away.bring_back(member.param for member in members)
-            if not members:
-                raise abi.InvalidStateError(
-                    "no parameter requires a gradient; there is nothing to plan for"
-                )
-            engine = self._new_engine(members, groups)
-        return described(
-            Plan,
-            engine.plan(),
-            offload_fraction=self._placement.offload_fraction,
-            reason=self._placement.reason,
-        )
-
-    def stats(self) -> Stats:
-        """Totals of steps, bytes and seconds. They are 0 before the first step."""
-        return self._history.stats(None if self._engine is None else self._engine.handle.stats())
-
-    @in_no_mode
-    def last_step(self) -> StepResult:
-        """The result of the last step: whether it was skipped, the gradient norm, and so on. Waits for the
-        step."""
-        results = self.step_results()
-        if not results:
-            raise abi.InvalidStateError("no step yet; call step() first")
-        return results[-1]
-
-    def memory_timeline(self) -> list[MemorySample]:
-        """The last 4096 samples of memory in use, by kind and place. There is one before and one after each
-        step, and one after each move."""
-        return list(self._history.samples)
-
-    @in_no_mode
-    def step_results(self) -> list[StepResult]:
-        """The results of the last 1024 steps, with skipped ones. Waits for queued steps."""
-        if self._engine is not None:
-            self._engine.settle()
-        return list(self._history.results)
-
-    def plot_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes a plot of memory_timeline() and of the lanes of the last steps. It needs matplotlib. Waits for
-        queued steps."""
-        from ..steps.timeline_plot import plot_timeline
-
-        plot_timeline(self.memory_timeline(), self.step_results(), path)
-
     def _sample(self, label: str) -> None:
         if self._engine is not None:
             self._history.sample(label, self._engine.handle.stats())
@@ -806,37 +481,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._finish()
             if any(slot.split for slot in self._engine.slots):
                 self._prepare(always=True)  # adopts lower halves in `state`, to clear them too
-        for engine in (*self._aside.engines(), self._engine):
+        for engine in (*self._engines.aside(), self._engine):
             if engine is not None:
                 engine.forget_what_is_in_sync()
-
-    @in_no_mode
-    def master_of(self, param: Tensor) -> Tensor:
-        """The master of a param in fp32: the numbers that steps update, and of which the param is the rounded
-        value. It is a view of the library's memory if the master is stored there in fp32, otherwise a copy.
-        Waits for queued work."""
-        engine = self._ready_engine()
-        slot = engine.registered.slot_of.get(param)
-        if slot is None:
-            raise ValueError("this parameter has no state here; is it one of the optimizer's, and trained?")
-        engine.settle()
-        engine.refresh_masters()
-        return like_param(slot.arrange(engine.masters.read(slot)), param)
 
     @in_no_mode
     def close(self) -> None:
         """Frees the memory of the state, as the end of the object does. Tensors that were taken from `state`
         stay valid: the memory of all state, and the library's threads, last as long as one of these tensors."""
-        if self._engine is not None:
-            moves.check_nothing_offloaded(self._engine, "the optimizer is to be closed")
-            if self._hooks is not None:
-                self._hooks.remove()
-            if self._overlap is not None:
-                self._overlap.remove()
-            self._engine.settle()
-            self._history.note_end(self._engine.handle.stats())
-            self._engine = self._leftover = None
-        self._aside.end_all(self._state)
+        self._engines.close(self)
         self._state = State(self)
-        self._comm = None
-        self._closed = True
+        self._comm = self._leftover = None

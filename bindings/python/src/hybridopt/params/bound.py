@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..traps.away import bring_back, has_been_away
+from ..traps import away
 from .registered import Registered, Slot
 from .slot_batch import BATCH_SLOTS, SlotBatch, slot_batches_of
 from .tensors import local
@@ -85,7 +85,8 @@ class Bound:
 
     def bind(self) -> bool:
         """Binds the params and gradients of now. Returns False if there is no gradient."""
-        bring_back(self._params)  # those too that have been trained and are frozen now
+        if away.keepers:
+            away.bring_back(self._params)  # those too that have been trained and are frozen now
         self._finish_look()
         grads: list[int] = []
         for batch in self._batches:
@@ -103,7 +104,7 @@ class Bound:
 
     def bind_params(self) -> None:
         """Binds the params of now. A step or a move binds gradients itself before it reads them."""
-        bring_back(self._params)
+        away.bring_back(self._params)
         self._finish_look()
         for batch in self._batches:
             batch.find_params()
@@ -126,7 +127,7 @@ class Bound:
         a stash puts some aside, all keep the addresses that the library knows, since one may have the memory now
         that another one had. Before a step all are on the device, and bound."""
         ids = [slot.id for slot in gradients]
-        if any(map(has_been_away, self._params)):
+        if any(map(away.has_been_away, self._params)):
             params = [self.addresses.params[id] for id in ids]
         else:
             params = [self._batch_of(slot).address_of(slot) for slot in gradients]

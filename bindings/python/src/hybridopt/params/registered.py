@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,6 +183,32 @@ def wide_gradients(slot_of: dict[Tensor, Slot]) -> dict[Tensor, bool]:
     return {param: slot.grad_dtype == torch.float32 for param, slot in slot_of.items()}
 
 
+class Wanted(NamedTuple):
+    """What an optimizer of the library must fit."""
+
+    algorithm: int
+    groups: list[dict[str, Any]]  # the hyperparameters of each param group, as fields of offload_group_t
+    param_groups: list[dict[str, Any]]  # torch's
+
+
+# Values of these types do not change in place.
+_CONSTANT = (type(None), bool, int, float, str)
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in _CONSTANT or (type(value) is tuple and all(type(each) in _CONSTANT for each in value))
+
+
+def _as_checked(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a param group that has been checked; an empty dict if a value in it may change in place."""
+    others = (value for key, value in group.items() if key not in ("params", "param_names"))
+    return dict(group) if all(map(_is_constant, others)) else {}
+
+
+def _has_same_values(group: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(group) == len(before) and all(map(is_, group, before)) and all(map(is_, group.values(), before.values()))
+
+
 class Registered:
     """The groups and params of one optimizer of the library."""
 
@@ -190,22 +216,22 @@ class Registered:
         self,
         handle: abi.Optimizer,
         device: torch.device,
-        algorithm: int,
-        groups: list[dict[str, Any]],
+        wanted: Wanted,
         members: list[Member],
         low_dtype: torch.dtype | None,
     ) -> None:
         self._handle = handle
-        self.algorithm = algorithm
-        self.groups = [dict(group) for group in groups]  # hyperparameters, as the library knows them
-        for group in groups:
+        self.algorithm = wanted.algorithm
+        self.groups = [dict(group) for group in wanted.groups]  # hyperparameters, as the library knows them
+        for group in wanted.groups:
             handle.add_group(**group)
-        moments = [moments_of(algorithm, group) for group in groups]
+        moments = [moments_of(self.algorithm, group) for group in wanted.groups]
         self.slots = [
             Slot(id, member, device, moments[member.group], low_dtype)
             for id, member in enumerate(members)
         ]
         self.slot_of = {slot.param: slot for slot in self.slots}
+        self._checked: list[dict[str, Any]] = []  # the groups at the last set_groups()
         # The params of the groups at the last comparison one by one, and those of them without a slot.
         self._gone_through: list[list[Tensor]] = []
         self._left_out: list[Tensor] = []
@@ -215,25 +241,36 @@ class Registered:
             slot.describe(struct, address)
         handle.add_params(structs)
 
-    def set_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Tells the library which hyperparameters have changed."""
-        for id, group in enumerate(groups):
+    def set_groups(self, wanted: Wanted) -> None:
+        """Tells the library which hyperparameters have changed. Nothing else differs."""
+        for id, group in enumerate(wanted.groups):
             if group != self.groups[id]:
                 self._handle.set_group(id, **group)
                 self.groups[id] = dict(group)
+        self._checked = list(map(_as_checked, wanted.param_groups))
 
-    def difference(
-        self, algorithm: int, groups: list[dict[str, Any]], param_groups: list[dict[str, Any]]
-    ) -> str:
+    def is_as_checked(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether the groups have the values that they had at the last set_groups(), and the same params, so that
+        they need not be checked again. This looks at objects alone, which takes little time."""
+        return (
+            len(param_groups) == len(self._checked)
+            and all(map(_has_same_values, param_groups, self._checked))
+            and self._has_params_of_before(param_groups)
+        )
+
+    def difference(self, wanted: Wanted) -> str:
         """What differs from the registered params, groups and algorithm; "" if nothing does."""
-        if len(groups) != len(self.groups) or algorithm != self.algorithm:
+        if len(wanted.groups) != len(self.groups) or wanted.algorithm != self.algorithm:
             return "param groups are others"
-        for new, old in zip(groups, self.groups):
-            if moments_of(algorithm, new) != moments_of(algorithm, old):
+        for new, old in zip(wanted.groups, self.groups):
+            if moments_of(self.algorithm, new) != moments_of(self.algorithm, old):
                 return "a param group has got its first momentum, or has none any more"
-        if self._are_the_same(param_groups) and not any(map(takes_part, self._left_out)):
+        if self._has_params_of_before(wanted.param_groups):
             return ""
-        return self._difference_of_params(param_groups)
+        return self._difference_of_params(wanted.param_groups)
+
+    def _has_params_of_before(self, param_groups: list[dict[str, Any]]) -> bool:
+        return self._are_the_same(param_groups) and not any(map(takes_part, self._left_out))
 
     def _are_the_same(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether the groups have the params that they had at the last comparison one by one."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .registered import Slot
-from .tensors import gradients_of, local
+from .tensors import gradient_of, local
 
 BATCH_SLOTS = 256  # the objects of as many tensors stay in the CPU's cache while a batch reads them
 
@@ -26,6 +28,14 @@ def find_guards() -> Any:
 
 
 TensorGuards = find_guards()
+_grad_of = attrgetter("grad")
+
+
+def gradients_of(params: list[Tensor]) -> list[Tensor | None]:
+    """gradient_of() for many params. It takes less time than a call for each."""
+    if any(map(hasattr, params, repeat("decoupled_grad"))):
+        return list(map(gradient_of, params))
+    return list(map(_grad_of, params))
 
 
 def form_of(tensor: Tensor | None) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from ..abi.errors import HybridoptError
 from ..abi.handles import Context
 from ..abi.stash import Stash
 from ..base.checks import is_number
-from ..base.streams import refuse_capture
+from ..base.modes import refuse_capture
 from ..base.units import readable
 from ..ranks.local_ranks import mask_of
 from ..settings.contexts import context_for

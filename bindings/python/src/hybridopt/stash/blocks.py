@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..abi.errors import HybridoptError, InvalidStateError
-from ..base.streams import current_stream
+from ..base.modes import current_stream
 from .choice import Link
 
 # A range comes back to an address with the same remainder: the order in which some kernels add depends on

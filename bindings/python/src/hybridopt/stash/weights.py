@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..abi.generated import OFFLOAD_STASH_KEEP
-from ..base.streams import refuse_capture
+from ..base.modes import refuse_capture
 from ..params.members import takes_part
 from ..params.tensors import local
 from ..traps.away import note_away

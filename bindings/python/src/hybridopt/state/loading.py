@@ -1,12 +1,47 @@
-"""Checks that a state_dict comes from an optimizer of the same kind, before anything changes."""
+"""Takes a state_dict apart. Checks that it comes from an optimizer of the same kind, before anything changes."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 from ..params.moments import COUNTED, MOMENTS
 
 _MOMENTS_OF_ANY = {name: None for moments in MOMENTS.values() for name in moments}
+
+Groups = list[dict[str, Any]]
+
+
+def groups_of(state_dict: dict[str, Any], own_groups: Groups, defaults: dict[str, Any], kind: str) -> Groups:
+    """The param groups of a state_dict, with the params of this optimizer. `kind` names the optimizers whose
+    state_dicts fit."""
+    groups: Groups = deepcopy(state_dict["param_groups"])
+    if len(groups) != len(own_groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    for own, loaded in zip(own_groups, groups):
+        if len(own["params"]) != len(loaded["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+            )
+    for index, (own, loaded) in enumerate(zip(own_groups, groups)):
+        check_group(kind, index, loaded, defaults)
+        loaded["params"] = own["params"]
+        if "param_names" in own:
+            loaded.setdefault("param_names", own["param_names"])
+    return groups
+
+
+def state_of(state_dict: dict[str, Any], own_groups: Groups, algorithm: int, kind: str) -> dict[Any, Any]:
+    """The state of a state_dict, by the params of this optimizer. groups_of() has compared the groups."""
+    for key, entry in state_dict["state"].items():
+        check_entry(kind, key, entry, algorithm)
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    param_of = dict(zip(keys, chain.from_iterable(group["params"] for group in own_groups)))
+    return {
+        param_of.get(key, key): dict(entry) if isinstance(entry, dict) else entry
+        for key, entry in state_dict["state"].items()
+    }
 
 
 def check_group(kind: str, index: int, group: dict[str, Any], defaults: dict[str, Any]) -> None:

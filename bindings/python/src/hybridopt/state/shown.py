@@ -174,6 +174,12 @@ class Shown:
                 if key == "step":
                     self.count_views[slot.id] = self.counts[slot.id]
 
+    def is_as_left(self, state: dict[Tensor, Any]) -> bool:
+        """Whether other code has changed nothing that the library must take over, so far as a quick look tells."""
+        return not (self._with_copies or self.have_counts_moved() or self.have_counts_changed()) and self.is_untouched(
+            state
+        )
+
     # --------------------------------------------------------------------------------- copies --
 
     def refresh_copies(self) -> None:

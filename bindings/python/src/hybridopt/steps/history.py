@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from .. import abi
-from .plans import Stats, StepResult, described
+from .plans import Stats, described
 from .skips import Skips
 
 REMEMBERED_RESULTS = 1024
@@ -59,7 +59,7 @@ class Pause:
 class History:
     def __init__(self) -> None:
         self._made = time.monotonic()
-        self.results: deque[StepResult] = deque(maxlen=REMEMBERED_RESULTS)
+        self.results: deque[abi.offload_step_result_t] = deque(maxlen=REMEMBERED_RESULTS)  # for described()
         self.samples: deque[MemorySample] = deque(maxlen=REMEMBERED_SAMPLES)
         self.skips = Skips()
         self._before = Stats()  # totals without the present engine
@@ -72,7 +72,7 @@ class History:
     def add(self, result: abi.offload_step_result_t) -> None:
         result.step += self._steps_before
         self._steps_now = result.step
-        self.results.append(described(StepResult, result))
+        self.results.append(result)
 
     def note_skipped(self) -> None:
         """Notes a step that was skipped before the library heard of it."""

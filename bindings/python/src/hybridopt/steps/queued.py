@@ -18,6 +18,7 @@ class Steps:
         self._unsettled: list[tuple[int, list[Slot]]] = []  # tickets, and the slots of each step
         self._known: dict[int, abi.offload_step_result_t] = {}  # results of some of them, by ticket
         self._read: dict[int, list[Tensor]] = {}  # gradients that steps read and nobody else keeps alive
+        self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it is told
 
     def __len__(self) -> int:
         return len(self._unsettled)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..base.modes import in_no_mode
-from ..base.streams import current_stream
+from ..base.modes import current_stream, in_no_mode
 from ..params.registered import Slot
 from ..params.tensors import local
 from ..traps.trap import Traps, take_back, without_traps
@@ -77,7 +76,6 @@ class UnderWay:
         self._on_end = weakref.WeakMethod(on_end)
         self._ticket = 0
         self._is_ended = True  # somebody has waited for the step itself
-        self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it is told
         self._pending: dict[Slot, Used] = {}
         self._keeper: weakref.ref[Keeper] | None = None
         self._versions: list[int] = []  # of the params of all slots, at begin()
@@ -149,7 +147,7 @@ class UnderWay:
     def _keep_skipped(self) -> None:
         """Keeps the gradients of a step that was skipped, since one of them is why."""
         if not self._is_ended and self._steps.was_last_skipped():
-            self.skipped_gradients = {slot: used.gradient for slot, used in self._pending.items()}
+            self._steps.skipped_gradients = {slot: used.gradient for slot, used in self._pending.items()}
         self._is_ended = True
 
     def finish(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..base.streams import current_stream
+from ..base.modes import current_stream
 from ..params.registered import MASTER, MASTER_LOW, Slot
 from ..params.tensors import arranged, in_memory_order
 from ..state import master_bits

@@ -1,5 +1,7 @@
-"""Params that are stepped part by part, each part alone in param_groups, as DeepSpeed's stage 3 does it. Every
-bit is compared with an optimizer that makes its state anew for each part, or that steps all params at once."""
+"""Which engine an optimizer has, and how it gets one: the table at the top of engine/engines.py, row by row; random
+walks through it, compared in bits with an optimizer that has one engine from the beginning to the end; and params that
+are stepped part by part, each part alone in param_groups, as DeepSpeed's stage 3 does it. Every bit is compared with an
+optimizer that makes its state anew for each part, or that steps all params at once."""
 
 import copy
 import gc
@@ -13,7 +15,7 @@ from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi
-from hybridopt.engine import aside, making
+from hybridopt.engine import engines, making
 from models import PAIRS, bits, clone, drawn_seeds, set_gradients, state_bits, watch_params
 
 SHAPES = [(4, 3), (5,), (2, 8), (40,), (7, 1), (16, 2)]
@@ -28,6 +30,260 @@ LAYOUTS = {
 def new_params(dtype=torch.float32):
     generator = torch.Generator().manual_seed(5)
     return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+# ------------------------------------------------------------------------------- transitions --
+
+MADE, KEPT, PUT_ASIDE = ("nothing", "PRESENT"), ("PRESENT", "PRESENT"), ("PRESENT", "ASIDE")
+ENDED, TAKEN_BACK, ENDED_ASIDE = ("PRESENT", "ENDED"), ("ASIDE", "PRESENT"), ("ASIDE", "ENDED")
+
+
+class Walk:
+    """An optimizer whose param groups have a part of the params at a time, and the transitions of its engines."""
+
+    def __init__(self, dtype=torch.float32, **options):
+        self.params = new_params(dtype)
+        self.model = torch.nn.Module()
+        self.model.weights = torch.nn.ParameterList(self.params)
+        options = {"lr": 1e-2, "threads": 1, "max_grad_norm": None, "movable": ("states",), **options}
+        self.optimizer = hybridopt.AdamW(self.params, **options)
+        self.seen = []  # engines, whose references keep none of them present
+        self.transitions = set()
+
+    def places(self):
+        owned = self.optimizer._engines
+        places = dict.fromkeys(owned.aside(), "ASIDE")
+        if owned.present is not None:
+            assert owned.present not in places
+            places[owned.present] = "PRESENT"
+        slots = [slot.param for engine in places for slot in engine.slots]
+        assert len(slots) == len(set(slots))  # no param belongs to two engines
+        return places
+
+    def note(self, act):
+        """The transitions of act()."""
+        before = self.places()
+        act()
+        after = self.places()
+        found = {(before.get(engine, "nothing"), after.get(engine, "ENDED")) for engine in before | after}
+        self.seen += [engine for engine in after if engine not in self.seen]
+        self.transitions |= found
+        return found
+
+    def put(self, *numbers):
+        self.optimizer.param_groups[0]["params"] = [self.params[number] for number in numbers]
+
+    def step(self, *numbers, seed=0):
+        """Steps some params, alone in param_groups."""
+        self.put(*numbers)
+        set_gradients(self.params, seed)
+        return self.note(self.optimizer.step)
+
+
+def test_all_transitions_are_those_of_the_table():
+    walk = Walk()
+    assert walk.step(0, 1) == {MADE}
+    assert walk.step(0, 1) == {KEPT}
+    assert walk.step(2, 3) == {PUT_ASIDE, MADE}
+    assert walk.step(0, 1) == {TAKEN_BACK, PUT_ASIDE}
+    assert walk.step(0) == {ENDED, MADE, ("ASIDE", "ASIDE")}
+    assert walk.step(0, 2) == {ENDED, ENDED_ASIDE, MADE}
+    assert walk.note(walk.optimizer.close) == {ENDED}
+    assert walk.transitions == {MADE, KEPT, PUT_ASIDE, TAKEN_BACK, ENDED, ENDED_ASIDE, ("ASIDE", "ASIDE")}
+
+
+def other_momentum(walk):
+    """A param group gets hyperparameters for which the library has no room."""
+    for group in walk.optimizer.param_groups:
+        group["params"] = walk.params[:2]
+    walk.optimizer.add_param_group({"params": [walk.params[4]]})
+    set_gradients(walk.params, 1)
+    walk.optimizer.step()
+
+
+ENDS_OF_PRESENT = {
+    "some of its params": lambda walk: walk.step(1, 2),
+    "more params": lambda walk: walk.step(0, 1, 2),
+    "more groups": other_momentum,
+    "hooks": lambda walk: walk.optimizer.hook_gradients(),
+    "close": lambda walk: walk.optimizer.close(),
+}
+
+
+@pytest.mark.parametrize("reason", ENDS_OF_PRESENT)
+def test_the_present_engine_ends(reason):
+    walk = Walk()
+    walk.step(0, 1)
+    (engine,) = walk.seen
+    walk.note(lambda: ENDS_OF_PRESENT[reason](walk))
+    assert engine not in walk.places() and ENDED in walk.transitions
+
+
+def state_gone(walk):
+    walk.optimizer.state.clear()
+    walk.step(4)
+
+
+def state_offloaded(walk):
+    walk.optimizer.offload(states=True)
+    walk.optimizer.reload(states=True)
+
+
+ENDS_ASIDE = {
+    "some of its params": lambda walk: walk.step(1, 4),
+    "nothing of it in state": state_gone,
+    "hooks": lambda walk: walk.optimizer.hook_gradients(),
+    "overlap": lambda walk: walk.optimizer.overlap(walk.model),
+    "offload": state_offloaded,
+    "fraction": lambda walk: walk.optimizer.set_offload_fraction(1.0),
+    "close": lambda walk: walk.optimizer.close(),
+}
+
+
+@pytest.mark.parametrize("reason", ENDS_ASIDE)
+def test_engines_that_are_aside_end(reason):
+    walk = Walk()
+    walk.step(0, 1)
+    assert walk.step(2, 3) == {PUT_ASIDE, MADE}
+    aside = walk.seen[0]
+    walk.note(lambda: ENDS_ASIDE[reason](walk))
+    assert aside not in walk.places() and ENDED_ASIDE in walk.transitions
+
+
+def test_the_oldest_one_ends_when_too_many_are_aside(monkeypatch):
+    monkeypatch.setattr(engines, "MOST_ASIDE", 2)
+    walk = Walk()
+    for number in range(3):
+        walk.step(number)
+    assert walk.step(3) == {PUT_ASIDE, MADE, ENDED_ASIDE, ("ASIDE", "ASIDE")}
+    assert walk.seen[0] not in walk.places() and walk.seen[1] in walk.places()
+
+
+@pytest.mark.filterwarnings("ignore:overlap\\(\\) has seen no forward pass:UserWarning")
+@pytest.mark.parametrize("begin", ["hooks", "overlap"])
+def test_what_depends_on_the_model_is_not_put_aside(begin):
+    walk = Walk()
+    walk.step(0, 1)
+    if begin == "hooks":
+        walk.optimizer.hook_gradients()
+    else:
+        walk.optimizer.overlap(walk.model)
+    walk.step(0, 1)
+    assert walk.step(2, 3) == {ENDED, MADE}
+
+
+@pytest.mark.parametrize("part", [(2, 3), (1, 2)], ids=["to be put aside", "to be ended"])
+def test_no_transition_happens_while_content_is_offloaded(part):
+    walk = Walk()
+    walk.step(0, 1)
+    walk.optimizer.offload(states=True)
+    walk.put(*part)
+    before = walk.places()
+    with pytest.raises(abi.InvalidStateError, match=r"but params or states are offloaded; call reload\("):
+        walk.optimizer.step()
+    with pytest.raises(abi.InvalidStateError, match="the optimizer is to be closed, but params or states are"):
+        walk.optimizer.close()
+    assert walk.places() == before
+    walk.optimizer.param_groups[0]["params"] = walk.params[:2]
+    walk.optimizer.reload(states=True)
+    assert walk.step(0, 1) == {KEPT}
+
+
+def test_invalid_params_leave_the_engine_as_it_is():
+    walk = Walk()
+    walk.step(0, 1)
+    walk.params[2].data = walk.params[2].data.to(torch.complex64)
+    walk.put(0, 1, 2)
+    before = walk.places()
+    with pytest.raises(TypeError, match="is torch.complex64, expected"):
+        walk.optimizer.step()
+    assert walk.places() == before
+    assert walk.step(0, 1) == {KEPT}
+
+
+def test_a_closed_optimizer_has_no_engine_any_more():
+    walk = Walk()
+    walk.step(0, 1)
+    walk.step(2, 3)
+    walk.optimizer.close()
+    assert walk.places() == {} and len(walk.optimizer.state) == 0
+    with pytest.raises(abi.InvalidStateError, match="this AdamW is closed; make a new one"):
+        walk.step(0, 1)
+    assert walk.places() == {}
+    walk.optimizer.close()
+
+
+def hooked(walk):
+    walk.optimizer.hook_gradients().remove()
+
+
+def looked(walk):
+    assert walk.optimizer.state_dict()["state"]
+
+
+def loaded(walk):
+    walk.put(*range(len(SHAPES)))
+    state_dict = walk.optimizer.state_dict()
+    walk.optimizer.load_state_dict(
+        {"state": {key: {k: v.clone() for k, v in entry.items()} for key, entry in state_dict["state"].items()},
+         "param_groups": state_dict["param_groups"]}
+    )
+
+
+BETWEEN = {"hooks": hooked, "offload": state_offloaded, "looked at": looked, "loaded": loaded}
+
+
+def drawn_walk(seed, dtype, options):
+    """Steps of drawn parts, with other acts in between. The optimizer with all params makes the same steps."""
+    draw = random.Random(seed)
+    walk = Walk(dtype, **options)
+    others = clone(walk.params)
+    plain = hybridopt.AdamW(others, lr=1e-2, threads=1, **options)
+    set_gradients(others, 0)
+    first = [(0, 1), (0, 1), (2, 3), (0, 1), (1, 2)]  # all transitions
+    parts = [(0, 1), (2, 3), (4, 5), (0, 1), (2, 3), (0,), (1, 2, 4), (0, 1, 2, 3, 4, 5)]
+    for seed, part in enumerate([*first, *draw.choices(parts, k=35)]):
+        walk.step(*part, seed=seed)
+        set_gradients(others, seed)
+        for number, other in enumerate(others):
+            if number not in part:
+                other.grad = None
+        plain.step()
+        if draw.random() < 0.15:
+            walk.put(*range(len(SHAPES)))
+            walk.note(lambda: BETWEEN[draw.choice(list(BETWEEN))](walk))
+        assert bits(walk.params) == bits(others)
+    walk.put(*range(len(SHAPES)))
+    assert state_bits(walk.optimizer) == state_bits(plain)
+    assert walk.optimizer.stats().steps_applied == plain.stats().steps_applied
+    assert walk.transitions >= {MADE, KEPT, PUT_ASIDE, TAKEN_BACK, ENDED, ENDED_ASIDE}
+
+
+@pytest.mark.parametrize("most_aside", [2, 256])
+@pytest.mark.parametrize(
+    "dtype, options",
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"master_layout": "split"})],
+    ids=["fp32", "bf16", "split"],
+)
+@pytest.mark.parametrize("seed", drawn_seeds(2))
+def test_drawn_walks_come_to_the_bits_of_one_engine(seed, dtype, options, most_aside, monkeypatch):
+    monkeypatch.setattr(engines, "MOST_ASIDE", most_aside)
+    drawn_walk(seed, dtype, options)
+
+
+@pytest.mark.filterwarnings("ignore:overlap\\(\\) has seen no forward pass:UserWarning")
+def test_a_new_engine_is_hooked():
+    walk = Walk()
+    walk.optimizer.hook_gradients()
+    walk.optimizer.overlap(walk.model)
+    added = Parameter(torch.ones(3))
+    assert walk.note(lambda: walk.optimizer.add_param_group({"params": [added]})) == {ENDED, MADE}
+    assert len(added._post_accumulate_grad_hooks) == 2
+    walk.optimizer.close()
+    assert not added._post_accumulate_grad_hooks and not walk.params[0]._post_accumulate_grad_hooks
+
+
+# ------------------------------------------------------------------------- params part by part --
 
 
 def parts_of(params, count=3):
@@ -250,7 +506,7 @@ def test_weights_that_are_written_aside_become_masters(layout, monkeypatch):
 
 
 def engines_of(optimizer):
-    return [weakref.ref(engine) for engine in (*optimizer._aside._pauses, optimizer._engine)]
+    return [weakref.ref(engine) for engine in (*optimizer._engines.aside(), optimizer._engine)]
 
 
 def alive(references):
@@ -263,10 +519,10 @@ def test_memory_is_given_back():
     optimizer = hybridopt.AdamW(params)
     set_gradients(params, 0)
     step_parts(optimizer, parts_of(params))
-    engines = engines_of(optimizer)
-    assert alive(engines) == 3
+    references = engines_of(optimizer)
+    assert alive(references) == 3
     optimizer.close()
-    assert alive(engines) == 0 and optimizer.stats().states_on_host_bytes == 0
+    assert alive(references) == 0 and optimizer.stats().states_on_host_bytes == 0
 
 
 def test_engines_whose_state_nobody_has_any_more_end():
@@ -280,7 +536,7 @@ def test_engines_whose_state_nobody_has_any_more_end():
 
 
 def test_there_are_not_too_many(monkeypatch, made):
-    monkeypatch.setattr(aside, "MOST_ENGINES", 2)
+    monkeypatch.setattr(engines, "MOST_ASIDE", 2)
     params = new_params()
     others = clone(params)
     optimizer, other = hybridopt.AdamW(params), hybridopt.AdamW(others)
@@ -289,7 +545,7 @@ def test_there_are_not_too_many(monkeypatch, made):
         set_gradients(others, seed)
         step_parts(optimizer, parts_of(params, 6))
         other.step()
-    assert len(optimizer._aside._pauses) == 2 and made.count(1) == 18
+    assert len(optimizer._engines.aside()) == 2 and made.count(1) == 18
     put_back(optimizer, params)
     assert bits(params) == bits(others) and state_bits(optimizer) == state_bits(other)
 
@@ -316,8 +572,8 @@ def test_what_is_for_all_params_ends_those_that_are_aside(begin):
     optimizer = hybridopt.AdamW(params, movable=("states",), max_grad_norm=None)
     set_gradients(params, 0)
     step_parts(optimizer, [params[:2], params[2:]])
-    engines = engines_of(optimizer)
-    assert alive(engines) == 2
+    references = engines_of(optimizer)
+    assert alive(references) == 2
     put_back(optimizer, params)
     if begin == "hooks":
         optimizer.hook_gradients()
@@ -326,7 +582,7 @@ def test_what_is_for_all_params_ends_those_that_are_aside(begin):
     else:
         optimizer.offload(states=True)
         optimizer.reload(states=True)
-    assert len(optimizer._aside._pauses) == 0
+    assert len(optimizer._engines.aside()) == 0
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.synchronize()
