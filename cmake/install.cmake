@@ -1,8 +1,10 @@
-# Installs the header, the library, the CMake package and the pkg-config file; all relocatable.
+# Installs the headers, the library, the CMake package and the pkg-config file; all relocatable.
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/hybridopt)
-install(FILES ${PROJECT_SOURCE_DIR}/include/offload.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES
+  ${PROJECT_SOURCE_DIR}/include/offload.h ${PROJECT_SOURCE_DIR}/include/offload_simple.h
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(TARGETS hybridopt EXPORT hybridopt-targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT hybridopt-targets NAMESPACE hybridopt:: DESTINATION ${package_dir})
 

@@ -4,7 +4,7 @@
  *
  *   cc -std=c99 hello.c -lhybridopt -o hello && ./hello
  */
-#include <offload.h>
+#include <offload_simple.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -33,26 +33,16 @@ int main(void) {
   float weights[2] = {0, 0}, gradient[2];
   offload_context_t context;
   offload_optimizer_t optimizer;
-  uint32_t group_id;
 
-  /* Fields that are not named are zero, and zero means the default: the host device. */
-  offload_context_options_t context_options = {.struct_size = sizeof context_options};
-  check(offload_context_create(&context_options, &context));
-  offload_optimizer_options_t options = {.struct_size = sizeof options, .algorithm = OFFLOAD_ADAMW};
-  check(offload_optimizer_create(context, &options, &optimizer));
-  offload_group_t group = {
-      .struct_size = sizeof group, .lr = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8};
-  check(offload_optimizer_add_group(optimizer, &group, &group_id));
-  offload_param_t param = {.struct_size = sizeof param,
-                           .group = group_id,
-                           .name = "line.weight",
-                           .dtype = OFFLOAD_FP32,
-                           .data = weights,
-                           .count = 2,
-                           .grad_dtype = OFFLOAD_FP32,
-                           .grad = gradient};
-  check(offload_optimizer_add_params(optimizer, &param, 1, NULL));
-  check(offload_optimizer_commit(optimizer, NULL));
+  /* Fields that are not named have their defaults: all state is on the host. */
+  const offload_optimizer_options_t options =
+      OFFLOAD_INIT(offload_optimizer_options_t, .algorithm = OFFLOAD_ADAMW);
+  const offload_group_t group =
+      OFFLOAD_INIT(offload_group_t, .lr = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8);
+  const offload_param_t param =
+      OFFLOAD_INIT(offload_param_t, .name = "line.weight", .data = weights, .grad = gradient,
+                   .count = 2, .dtype = OFFLOAD_FP32, .grad_dtype = OFFLOAD_FP32);
+  check(offload_create_all(NULL, &options, &group, &param, 1, &context, &optimizer));
 
   for (int step = 0; step <= 200; ++step) {
     const float loss = loss_and_gradient(weights, gradient);
@@ -63,7 +53,6 @@ int main(void) {
     check(offload_optimizer_wait(optimizer, 0, -1)); /* from here on weights may be read */
   }
 
-  check(offload_optimizer_destroy(optimizer));
-  check(offload_context_destroy(context));
+  check(offload_destroy_all(context, optimizer));
   return 0;
 }

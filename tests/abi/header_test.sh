@@ -17,8 +17,8 @@ sed -n '/begin-plain-c99/,/end-plain-c99/p' "$header" >"$scratch/plain"
 ! grep -n '^[[:space:]]*#' "$scratch/plain" || fail "a preprocessor line in the plain part"
 echo "the plain part has no preprocessor line"
 
-# The header alone, as the first thing a program includes.
-echo '#include "offload.h"' >"$scratch/only.c"
+# The headers alone, as the first thing a program includes.
+echo '#include "offload_simple.h"' >"$scratch/only.c"
 cp "$scratch/only.c" "$scratch/only.cpp"
 flags=(-Wall -Wextra -Wpedantic -Werror -fsyntax-only -I"$1/include")
 for compilers in gcc:g++ clang:clang++; do

@@ -11,13 +11,14 @@ trap 'rm -rf "$scratch"' EXIT
 cmake --install "$build" --prefix "$scratch/first" >/dev/null
 mv "$scratch/first" "$scratch/moved"
 prefix=$scratch/moved
-headers=offload.h
+headers="offload.h"
 for adaptor in mpi nccl; do
   [[ ! -e $prefix/$libdir/libhybridopt_$adaptor.so ]] || headers+=" offload_$adaptor.h"
 done
+headers+=" offload_simple.h"
 [[ $(find "$prefix" -name '*.h' -printf '%P\n' | sort | xargs) == \
   "$(printf 'include/%s ' $headers | xargs)" ]] ||
-  { echo "FAILED: $headers must be the only header that is installed"; exit 1; }
+  { echo "FAILED: $headers must be the only headers that are installed"; exit 1; }
 
 if [[ -e $build/tools/hybridopt ]]; then
   env -u LD_LIBRARY_PATH "$prefix/bin/hybridopt" --version  # it finds the library by itself
@@ -30,6 +31,15 @@ gcc -std=c99 -Wall -Wextra -Wpedantic -Werror "$consumer/consumer.c" -o "$scratc
   $(pkg-config --cflags --libs hybridopt)
 "$scratch/consumer"
 echo "C99 consumer by pkg-config: $(pkg-config --modversion hybridopt)"
+
+# The README's program, as it stands there, prints what its comment says.
+sed -n '/^```c$/,/^```$/p' "$consumer/../../../README.md" | sed '1d;$d' >"$scratch/readme.c"
+gcc -std=c99 -Wall -Wextra -Wpedantic -Werror "$scratch/readme.c" -o "$scratch/readme" \
+  $(pkg-config --cflags --libs hybridopt)
+printed=$("$scratch/readme")
+[[ -n $printed ]] && grep -qF "/* $printed */" "$scratch/readme.c" ||
+  { echo "FAILED: README.md's program prints '$printed'"; exit 1; }
+echo "README.md's program"
 
 cmake -S "$consumer" -B "$scratch/build" -G Ninja -DCMAKE_PREFIX_PATH="$prefix"
 cmake --build "$scratch/build"

@@ -1,6 +1,7 @@
 #!/bin/bash
 # rustfmt agrees with every Rust file, clippy finds nothing that is wrong or suspicious, and the crates
-# hold their license and description when cargo packages them. rustfmt or clippy is left out where it is not installed; without both the test is skipped (status 77).
+# hold their license and description when cargo packages them. rustfmt or clippy is left out where it
+# is not installed; without both the test is skipped (status 77).
 # Usage: rust_test.sh SOURCE_DIR BUILD_DIR
 set -euo pipefail
 cd "$1/bindings/rust"

@@ -1,6 +1,7 @@
 /* A C99 program with nothing but the installed library: one SGD step on the host. */
-#include <offload.h>
+#include <offload_simple.h>
 #include <stdio.h>
+#include <string.h>
 
 static int failed(const char* call, int32_t status) {
   if (status == OFFLOAD_OK) return 0;
@@ -14,35 +15,26 @@ static int failed(const char* call, int32_t status) {
 int main(void) {
   float weight[3] = {1.0f, 2.0f, 3.0f};
   const float gradient[3] = {1.0f, 0.0f, -2.0f};
-  offload_context_t context = NULL;
-  offload_optimizer_t optimizer = NULL;
-  offload_context_options_t context_options = {0};
-  offload_optimizer_options_t options = {0};
-  offload_group_t group = {0};
-  offload_param_t param = {0};
+  offload_context_t context;
+  offload_optimizer_t optimizer;
+  const offload_optimizer_options_t options =
+      OFFLOAD_INIT(offload_optimizer_options_t, .algorithm = OFFLOAD_SGD);
+  offload_group_t group = OFFLOAD_INIT(offload_group_t, .lr = -1);
+  const offload_param_t param =
+      OFFLOAD_INIT(offload_param_t, .dtype = OFFLOAD_FP32, .grad_dtype = OFFLOAD_FP32,
+                   .name = "weight", .data = weight, .grad = gradient, .count = 3);
 
-  context_options.struct_size = sizeof(context_options);
-  options.struct_size = sizeof(options);
-  options.algorithm = OFFLOAD_SGD;
-  group.struct_size = sizeof(group);
+  if (offload_create_all(NULL, &options, &group, &param, 1, &context, &optimizer) !=
+          OFFLOAD_INVALID_ARGUMENT ||
+      context != NULL || optimizer != NULL || strstr(offload_last_error(), "lr is -1") == NULL) {
+    printf("a wrong group: %s\n", offload_last_error());
+    return 1;
+  }
   group.lr = 0.5;
-  param.struct_size = sizeof(param);
-  param.dtype = OFFLOAD_FP32;
-  param.grad_dtype = OFFLOAD_FP32;
-  param.name = "weight";
-  param.data = weight;
-  param.grad = gradient;
-  param.count = 3;
-
-  TRY(offload_context_create(&context_options, &context));
-  TRY(offload_optimizer_create(context, &options, &optimizer));
-  TRY(offload_optimizer_add_group(optimizer, &group, &param.group));
-  TRY(offload_optimizer_add_params(optimizer, &param, 1, NULL));
-  TRY(offload_optimizer_commit(optimizer, NULL));
+  TRY(offload_create_all(NULL, &options, &group, &param, 1, &context, &optimizer));
   TRY(offload_optimizer_step(optimizer, NULL, NULL));
   TRY(offload_optimizer_wait(optimizer, 0, -1));
-  TRY(offload_optimizer_destroy(optimizer));
-  TRY(offload_context_destroy(context));
+  TRY(offload_destroy_all(context, optimizer));
   if (weight[0] != 0.5f || weight[1] != 2.0f || weight[2] != 4.0f) {
     printf("got %g %g %g, expected 0.5 2 4\n", weight[0], weight[1], weight[2]);
     return 1;
