@@ -8,7 +8,8 @@
 #include <offload.h>
 #include <string.h>
 
-/* A struct of offload.h whose fields have the values that are named; all others have their defaults.
+/* A struct of offload.h whose fields have the values that are named; all others have their
+ * defaults.
  *
  *   C    offload_group_t group = OFFLOAD_INIT(offload_group_t, .lr = 1e-3, .eps = 1e-8);
  *   C++  auto group = offload_init<offload_group_t>();
