@@ -69,3 +69,64 @@ def test_stashes_of_everybody_are_measured_or_named_and_have_the_bits_of_none(tm
         assert figures["prefetch_alone_seconds"] > 0 and figures["step_beside_seconds"] > 0
     assert found["link"]["in another context"]["gave_way_copies"] == 0
     assert "beside steps whose state streams" in ended.stdout
+
+
+def few_bytes(*arguments):
+    ended = subprocess.run(
+        [sys.executable, BENCH / "few_bytes.py", "--device", "cpu", "--no-compile", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_codes_of_few_bytes_are_what_their_file_says():
+    lines = few_bytes("--check").splitlines()
+    assert len(lines) == 10 and all(line.endswith(": good") for line in lines)
+
+
+def test_trainings_in_few_bytes_run_once_for_a_file(tmp_path):
+    results = tmp_path / "few_bytes.jsonl"
+    forms = ["fp32", "fp32, nudged", "ratio, log 10 of 128, 24, misread", "softsign, root of 32"]
+    arguments = ["--tiny", "--problems", "outliers", "sparse", "switch", "--forms", *forms, "--results", results]
+    assert few_bytes(*arguments, "--budget-seconds", "0").endswith("switch: ratio, log 10 of 128, 24, misread\n")
+    assert results.read_text() == ""
+    assert few_bytes(*arguments).endswith("nothing is left\n")
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    batches = [("outliers", 0), ("outliers", 1), ("outliers", 3), ("sparse", 0), ("sparse", 1)]
+    batches += [("switch", 0), ("switch", 1), ("switch", 2)]
+    assert [(row["problem"], row["form"], row["seed"]) for row in rows] == [
+        (problem, forms[index], seed) for problem, index in batches for seed in (1, 2)
+    ]
+    assert all(0.1 < row["loss"] < 10 for row in rows)
+    # A call that was cut off: the last line is not whole, and its run alone is trained again.
+    whole = results.read_text()
+    results.write_text(whole[:-20])
+    few_bytes(*arguments)
+    again = [json.loads(line) for line in results.read_text().split("\n") if line.endswith("}")]
+    assert [(row["problem"], row["form"], row["seed"], row["loss"]) for row in again] == [
+        (row["problem"], row["form"], row["seed"], row["loss"]) for row in rows
+    ]
+
+
+def test_the_gate_of_few_bytes_is_the_one_in_its_head(tmp_path):
+    results, forms = tmp_path / "few_bytes.jsonl", ("bf16", "bf16, 24", "softsign, root of 32")
+    # Among fp32 and nudged runs of a seed the variance is 0.5 %^2, so that two standard errors of two seeds are 1.414 %.
+    text = {"fp32": (2, 4), "fp32, nudged": (2.02, 3.96), forms[0]: (2.026, 4.06), forms[1]: (2.028, 4.062)}
+    text[forms[2]] = (2, 4)
+    outliers = {"fp32": (1, 1), forms[0]: (1.009, 0.991), forms[1]: (1, 1), forms[2]: (1, 0.989)}
+    scales = {"fp32": (1, 1), forms[0]: (3, 3), forms[1]: (1, float("nan"))}
+    rows = [
+        {"problem": problem, "form": form, "seed": seed, "loss": loss, "ends": [[0]], "steps": 1, "device": "CPU"}
+        for problem, losses in (("text", text), ("outliers", outliers), ("scales", scales))
+        for form, pair in losses.items()
+        for seed, loss in zip((1, 2), pair, strict=True)
+    ]
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = few_bytes("--table", results)
+    assert "the mean within 1.414 %, two standard errors" in printed
+    gate = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "betas" in line]
+    assert [cells[0] for cells in gate] == list(forms)
+    assert [cells[2:4] for cells in gate] == [["PASS", ""], ["FAIL", "text, scales"], ["FAIL", "outliers"]]
