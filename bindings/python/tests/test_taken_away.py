@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import pickle
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.params import released_storages
 from models import bits, perceptron, run, set_gradients, state_bits
 
 OFFLOADED = (
@@ -83,6 +85,59 @@ def test_operations_that_would_touch_no_memory_are_refused(use, operation):
     assert type(model[2].bias) is nn.Parameter
     with torch.no_grad():
         use(model[2].bias)
+
+
+@pytest.mark.parametrize(
+    ("view", "kind"),
+    [
+        (lambda model: model[2].bias.detach(), torch.Tensor),
+        (lambda model: model[2].bias.data, torch.Tensor),
+        (lambda model: model[2].bias.detach().data.detach(), torch.Tensor),
+        (lambda model: model.state_dict()["2.bias"], torch.Tensor),
+        (lambda model: model[2].state_dict(keep_vars=True)["bias"], nn.Parameter),
+    ],
+)
+def test_what_the_program_takes_of_them_meanwhile_is_refused_as_they_are(view, kind):
+    model, optimizer = stepped()
+    before = bits(model.parameters())
+    with optimizer.offloaded():
+        taken = view(model)
+        assert taken.shape == (3,) and taken.data_ptr() == 0 and taken.untyped_storage().nbytes() == 0
+        for use, operation in (
+            (torch.sum, "sum"),
+            (lambda each: each.numpy(force=True), "numpy"),
+            (pickle.dumps, "pickle"),
+            (lambda each: torch.ones(3).copy_(each), "copy_"),
+        ):
+            with pytest.raises(abi.InvalidStateError, match=OFFLOADED.format("2.bias", operation)):
+                use(taken)
+        with pytest.raises(abi.InvalidStateError, match=OFFLOADED.format("0.weight", "pickle")):
+            torch.save(model.state_dict(), io.BytesIO())
+    assert type(taken) is kind and torch.equal(taken, model[2].bias)
+    assert bits(model.parameters()) == before
+
+
+@pytest.mark.parametrize("failing", ["storage", "copy"])
+def test_a_reload_without_memory_leaves_them_where_they_are(failing, monkeypatch):
+    model, optimizer = stepped()
+    before = bits(model.parameters())
+    optimizer.offload(params=True)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patched:
+        if failing == "storage":
+            patched.setattr(released_storages.ReleasedStorage, "restore", fail)
+        else:
+            patched.setattr(type(optimizer._engine.handle), "reload_params", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.reload(params=True)
+    with pytest.raises(abi.InvalidStateError, match=OFFLOADED.format("0.weight", "linear")):
+        model(torch.ones(2, 10))
+    optimizer.reload(params=True)
+    assert bits(model.parameters()) == before
+    run(optimizer, list(model.parameters()), [2])
 
 
 def test_what_reads_no_element_works_meanwhile():

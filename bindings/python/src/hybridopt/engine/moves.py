@@ -76,13 +76,13 @@ def reload(engine: Engine, params: bool, grads: bool, states: bool) -> None:
         engine.states_are_offloaded = False
         engine.shown.show_hidden()
     if params and engine.released_storages is not None:
-        note_reloaded(slot.param for slot in engine.slots)
         for storage in engine.released_storages:
             storage.restore()
-        engine.released_storages = None
         engine.bound.rebind_params()
         engine.handle.reload_params(streams=streams)
         engine.wait()
+        engine.released_storages = None
+        note_reloaded(slot.param for slot in engine.slots)
         engine.masters.note_reload()
     if grads:
         reload_gradients(engine, streams)

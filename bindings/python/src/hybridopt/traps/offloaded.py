@@ -1,8 +1,9 @@
 """Params that offload(params=True) has put on the host. They have no memory until reload(params=True), and an
-operation that would read or write it raises."""
+operation that would read or write it raises. So does one on what `detach()` and `.data` return meanwhile."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import abi
-from .trap import HARMLESS, Traps, take_back
+from .trap import HARMLESS, VIEWS, Traps, take_back
 
-_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of params that are on the host
+_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of params that are on the host, and of their views
+_params: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references to the params of these views
 
 
 def _refuse(params: list[Tensor], operation: str) -> None:
@@ -23,10 +25,15 @@ def _refuse(params: list[Tensor], operation: str) -> None:
     )
 
 
+def _note_view(tensor: Tensor, view: Tensor) -> None:
+    _names[view] = _names[tensor]
+    _params[view] = _params.get(tensor) or weakref.ref(tensor)
+
+
 _DATA: Any = Tensor.data
-# What tells where the memory is, or makes another tensor over it.
-_PLACES = {Tensor.data_ptr, Tensor.detach, Tensor.untyped_storage, _DATA.__get__, _DATA.__set__}
-_traps = Traps(_refuse, HARMLESS | _PLACES)
+# What tells where the memory is.
+_PLACES = {Tensor.data_ptr, Tensor.untyped_storage, _DATA.__set__}
+_traps = Traps(_refuse, HARMLESS | _PLACES | VIEWS, _note_view)
 
 
 def note_offloaded(params: Iterable[tuple[str, Tensor]]) -> None:
@@ -37,6 +44,9 @@ def note_offloaded(params: Iterable[tuple[str, Tensor]]) -> None:
 
 def note_reloaded(params: Iterable[Tensor]) -> None:
     listed = list(params)
+    ids = set(map(id, listed))
+    listed += [view for view, param in list(_params.items()) if id(param()) in ids]
     take_back(listed)
-    for param in listed:
-        _names.pop(param, None)
+    for tensor in listed:
+        _names.pop(tensor, None)
+        _params.pop(tensor, None)

@@ -52,19 +52,31 @@ class Traps:
     """Traps of one kind."""
 
     def __init__(
-        self, used: Callable[[list[Tensor], str], None], harmless: Container[Any] | None = None
+        self,
+        used: Callable[[list[Tensor], str], None],
+        harmless: Container[Any] | None = None,
+        viewed: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """An operation of torch that is about to use tensors calls used(tensors, its name), which returns when it
         may, or raises. The name is "" for a use by this package. Functions in `harmless` (None: HARMLESS) spring no
-        trap of this kind."""
+        trap of this kind. If VIEWS are among these, viewed(tensor, view) is called for each view that they make, which
+        has the trap too."""
         self.used = used
         self._harmless = HARMLESS if harmless is None else harmless
+        self._viewed = viewed
         self._trap_of: dict[type, type[Tensor]] = {}  # by the class of a tensor: a subclass of it and of Trap
 
     def set(self, tensors: Iterable[Tensor]) -> None:
         """Sets traps on tensors. One that has a trap already keeps that."""
         for tensor in tensors:
             tensor.__class__ = self._trap_of.get(type(tensor)) or self._made_trap_of(type(tensor))
+
+    def view(self, tensor: Tensor, view: Tensor) -> Tensor:
+        """The view of a tensor, which VIEWS have made without springing the tensor's trap."""
+        if self._viewed is not None:
+            self._viewed(tensor, view)
+            self.set([view])
+        return view
 
     def _made_trap_of(self, readable: type[Tensor]) -> type[Tensor]:
         if readable in _readable_of:
@@ -102,7 +114,8 @@ class Trap:
     ) -> Any:
         if function in cls.harmless:
             with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
+                returned = function(*args, **(kwargs or {}))
+            return cls.traps.view(args[0], returned) if function in VIEWS else returned
         spring(_tensors_in((args, kwargs)), _name_of(function))
         return function(*args, **(kwargs or {}))
 
@@ -120,7 +133,8 @@ class Trap:
         makes_parameter, readable = sys._getframe(1).f_code is _MAKE_PARAMETER, self.readable
         if Tensor.detach in self.harmless and not makes_parameter:
             with torch._C.DisableTorchFunctionSubclass():
-                return Tensor.detach(self)
+                view = Tensor.detach(self)
+            return self.traps.view(self, view)
         spring([self], "detach")
         if makes_parameter:  # which has seen the class of the trap, and wants it again
             return readable._make_subclass(readable, self)
@@ -128,6 +142,8 @@ class Trap:
 
 
 HARMLESS = _harmless()
+_DATA: Any = Tensor.data
+VIEWS = {Tensor.detach, _DATA.__get__}  # other tensors over the memory of one
 # Handlers of torch's own classes.
 _OF_TORCH = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _MAKE_PARAMETER = nn.Parameter.__new__.__code__
