@@ -751,9 +751,13 @@ OFFLOAD_API int32_t offload_optimizer_reload_states(offload_optimizer_t optimize
                                                     const offload_move_options_t* options,
                                                     offload_ticket_t* ticket);
 
-/* Copies the masters in from the params again; moments and step counts stay. Call it after the
- * program has written params: the next step would otherwise restore the old weights, unless it has
- * OFFLOAD_STEP_FOLLOW_PARAMS.
+/* Makes masters follow params that other code has written; moments and step counts stay. Call it
+ * after such writes: the next step would otherwise restore the old weights, unless it has
+ * OFFLOAD_STEP_FOLLOW_PARAMS. The rule is the same as there, wherever the params are: an element
+ * whose param has the bits of its fp32 master, rounded, keeps all bits of the master. So params
+ * that nobody has written lose nothing. Where the bf16 param is one half of the master
+ * (options.master_layout), it is the rounded master whatever the other half is. The library cannot
+ * see a write there; it sets the other half to 0 in all elements of the params that the call names.
  * Errors: as above. */
 OFFLOAD_API int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimizer,
                                                       const offload_move_options_t* options,

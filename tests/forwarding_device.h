@@ -89,9 +89,9 @@ class ForwardingDevice : public Device {
   Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override {
     return device_->Fill(stream, device, count, pattern);
   }
-  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
-                float* destination) override {
-    return device_->ToFp32(stream, source, dtype, count, destination);
+  Status FollowParams(StreamHandle stream, const void* params, int32_t dtype, uint64_t count,
+                      float* masters) override {
+    return device_->FollowParams(stream, params, dtype, count, masters);
   }
   Status Norm(StreamHandle stream, const NormLaunch& launch) override {
     return device_->Norm(stream, launch);

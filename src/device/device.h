@@ -168,8 +168,9 @@ class Device {
   // Sets every element to the pattern.
   virtual Status Fill(StreamHandle stream, void* device, uint64_t count,
                       const Pattern& pattern) = 0;
-  virtual Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
-                        float* destination) = 0;  // all device addresses
+  // As FollowParamsFunction of kernels.h; the arrays are at device addresses.
+  virtual Status FollowParams(StreamHandle stream, const void* params, int32_t dtype,
+                              uint64_t count, float* masters) = 0;
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;
   virtual Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) = 0;
   virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;

@@ -83,8 +83,8 @@ class HostDevice final : public Device {
   Status Fill(StreamHandle, void*, uint64_t, const Pattern&) override {
     return Unsupported("Fill");
   }
-  Status ToFp32(StreamHandle, const void*, int32_t, uint64_t, float*) override {
-    return Unsupported("ToFp32");
+  Status FollowParams(StreamHandle, const void*, int32_t, uint64_t, float*) override {
+    return Unsupported("FollowParams");
   }
   Status Norm(StreamHandle, const NormLaunch&) override { return Unsupported("Norm"); }
   Status SetVerdict(StreamHandle, const Verdict&, Verdict*) override {

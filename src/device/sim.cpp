@@ -78,9 +78,9 @@ class SimDevice final : public Device {
   Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override {
     return Queue(stream, sim::Fill{device, count, pattern}).status();
   }
-  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
-                float* destination) override {
-    return Queue(stream, sim::ToFp32{source, dtype, count, destination}).status();
+  Status FollowParams(StreamHandle stream, const void* params, int32_t dtype, uint64_t count,
+                      float* masters) override {
+    return Queue(stream, sim::FollowParams{params, dtype, count, masters}).status();
   }
   Status Norm(StreamHandle stream, const NormLaunch& launch) override {
     return Queue(stream, sim::Norm{launch}).status();

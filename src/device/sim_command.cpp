@@ -124,12 +124,12 @@ Status SimExecutor::Apply(const sim::Fill& fill) const {
   return Status();
 }
 
-Status SimExecutor::Apply(const sim::ToFp32& widen) const {
-  if (widen.count == 0) return Status();
-  HYBRIDOPT_ASSIGN(const void* source,
-                   LocateArray("source", widen.source, widen.dtype, widen.count));
-  HYBRIDOPT_ASSIGN(float* destination, Locate("destination", widen.destination, widen.count));
-  kernels_.ToFp32(widen.dtype)(source, widen.count, destination);
+Status SimExecutor::Apply(const sim::FollowParams& follow) const {
+  if (follow.count == 0) return Status();
+  HYBRIDOPT_ASSIGN(const void* params,
+                   LocateArray("params", follow.params, follow.dtype, follow.count));
+  HYBRIDOPT_ASSIGN(float* masters, Locate("masters", follow.masters, follow.count));
+  kernels_.FollowParams(follow.dtype)(params, follow.count, masters);
   return Status();
 }
 

@@ -51,12 +51,12 @@ struct Fill {
   uint64_t count;
   Pattern pattern;
 };
-struct ToFp32 {
-  static constexpr char kName[] = "ToFp32";
-  const void* source;
+struct FollowParams {
+  static constexpr char kName[] = "FollowParams";
+  const void* params;
   int32_t dtype;
   uint64_t count;
-  float* destination;
+  float* masters;
 };
 struct Norm {
   static constexpr char kName[] = "Norm";
@@ -92,8 +92,8 @@ struct WaitFlag {
   uint64_t value;
 };
 
-using Command = std::variant<CopyToHost, CopyToDevice, Fill, ToFp32, Norm, SetVerdict, Update, Run,
-                             Record, WaitStream, WaitFlag>;
+using Command = std::variant<CopyToHost, CopyToDevice, Fill, FollowParams, Norm, SetVerdict, Update,
+                             Run, Record, WaitStream, WaitFlag>;
 
 const char* NameOf(const Command& command);
 
@@ -130,7 +130,7 @@ class SimExecutor {
   Status Apply(const sim::CopyToHost& copy) const;
   Status Apply(const sim::CopyToDevice& copy) const;
   Status Apply(const sim::Fill& fill) const;
-  Status Apply(const sim::ToFp32& widen) const;
+  Status Apply(const sim::FollowParams& follow) const;
   Status Apply(const sim::Norm& norm) const;
   Status Apply(const sim::SetVerdict& set) const;
   Status Apply(const sim::Update& update) const;

@@ -105,9 +105,9 @@ struct Element<OFFLOAD_FP16> {
   HYBRIDOPT_EVERYWHERE static uint16_t Round(float value) { return Fp32ToFp16(value); }
 };
 
-// One element of FollowParamsFunction (kernels.h).
+// One element of FollowParamsFunction (kernels.h), for dtypes of 16 bits.
 template <int32_t kDtype>
-void FollowParam(uint16_t param, float* master) {
+HYBRIDOPT_EVERYWHERE void FollowParam(uint16_t param, float* master) {
   bool is_rounded = Element<kDtype>::Round(*master) == param;
   if constexpr (kDtype == OFFLOAD_BF16)
     is_rounded = is_rounded || Fp32ToBf16TiesAway(*master) == param;

@@ -127,9 +127,9 @@ using ToFp32Function = void (*)(const void* source, uint64_t count, float* desti
 // sum += grad, widened exactly; one fp32 addition an element.
 using AccumulateFunction = void (*)(const void* grad, uint64_t count, float* sum);
 
-// Where a 16-bit param is not its master, rounded, makes the master equal to the param. Of bf16
-// params either rounding of ties counts: masters may come from a layout that rounds them the other
-// way.
+// Where a param does not have the bits of its master, rounded, makes the master equal to the param;
+// elsewhere the master keeps all its bits. Of bf16 params either rounding of ties counts: masters
+// may come from a layout that rounds them the other way. An fp32 param is copied.
 using FollowParamsFunction = void (*)(const void* param, uint64_t count, float* master);
 
 // Copies bytes that nobody reads soon. It writes whole cache lines without having read them.
@@ -168,7 +168,7 @@ struct KernelTable {
   SumSquaresFunction sum_squares[kDtypeCount];
   ToFp32Function to_fp32[kDtypeCount];
   AccumulateFunction accumulate[kDtypeCount];
-  FollowParamsFunction follow_params[kDtypeCount];  // NULL for fp32: such a param is its master
+  FollowParamsFunction follow_params[kDtypeCount];
   CopyPastCachesFunction copy_past_caches;
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {

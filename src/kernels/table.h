@@ -86,7 +86,9 @@ constexpr void FillDtype(KernelTable& table) {
   table.sum_squares[kDtype - 1] = Kernels::template SumSquares<kDtype>;
   table.to_fp32[kDtype - 1] = Kernels::template ToFp32<kDtype>;
   table.accumulate[kDtype - 1] = Kernels::template Accumulate<kDtype>;
-  if constexpr (kDtype != OFFLOAD_FP32)
+  if constexpr (kDtype == OFFLOAD_FP32)
+    table.follow_params[kDtype - 1] = Kernels::template ToFp32<kDtype>;
+  else
     table.follow_params[kDtype - 1] = Kernels::template FollowParams<kDtype>;
 }
 

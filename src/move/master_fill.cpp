@@ -42,9 +42,14 @@ Status MasterFill::FillOnDevice(uint32_t id, void* data, bool moments, float fir
   const uint64_t count = residence_.range(id, Tier::kDevice).count;
   if (count == 0) return {};
   const Param& param = table_.param(id);
-  if (std::byte* master = memory_.At(Tier::kDevice, id, kMaster); master != nullptr)
-    HYBRIDOPT_TRY(
-        device_.ToFp32(lanes_.compute, data, param.dtype, count, reinterpret_cast<float*>(master)));
+  if (std::byte* master = memory_.At(Tier::kDevice, id, kMaster); master != nullptr) {
+    // A master of 0 follows every param: the one param that this is the master of is 0.
+    if (moments)
+      HYBRIDOPT_TRY(
+          device_.Fill(lanes_.compute, master, count, PatternOf(shaped.format[kMaster], 0.0f)));
+    HYBRIDOPT_TRY(device_.FollowParams(lanes_.compute, data, param.dtype, count,
+                                       reinterpret_cast<float*>(master)));
+  }
   if (std::byte* low = memory_.At(Tier::kDevice, id, kMasterLow); low != nullptr)
     HYBRIDOPT_TRY(
         device_.Fill(lanes_.compute, low, count, PatternOf(shaped.format[kMasterLow], 0.0f)));
@@ -104,10 +109,10 @@ void MasterFill::FillOnHost(const Chunk& chunk, std::byte* staged,
         const Param& param = table_.param(id);
         const ParamShape& shaped = shape_.params[id];
         const uint64_t element = fragment.begin + first;
+        const auto fill = moments ? kernels.ToFp32(param.dtype) : kernels.FollowParams(param.dtype);
         if (std::byte* master = memory_.At(fragment.tier, id, kMaster, element); master != nullptr)
-          kernels.ToFp32(param.dtype)(
-              ParamAt(fragment, first, DtypeBytes(param.dtype), staged, data), count,
-              reinterpret_cast<float*>(master));
+          fill(ParamAt(fragment, first, DtypeBytes(param.dtype), staged, data), count,
+               reinterpret_cast<float*>(master));
         FillArray(memory_.At(fragment.tier, id, kMasterLow, element), count,
                   PatternOf(shaped.format[kMasterLow], 0.0f));
         if (!moments) return;

@@ -368,7 +368,7 @@ class Program {
         param.data = RandomArray(spec.dtype, spec.count, false, random_);
         WriteBehind(rig_.data[id], param.data);
       }
-      param.master = Widened(spec.dtype, param.data);
+      model_.Refresh(id);
     }
     Move(offload_optimizer_refresh_masters, ids);
   }

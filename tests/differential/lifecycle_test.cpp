@@ -583,7 +583,7 @@ TEST_P(DeviceTest, RefreshMakesLoadedWeightsStay) {
       for (uint32_t id = 0; id < rig.size(); ++id) {
         rig.Write(rig.data[id], weights[id]);
         model.params[id].data = weights[id];
-        model.params[id].master = Widened(problem.params[id].dtype, weights[id]);
+        model.Refresh(id);
       }
       rig.Move(offload_optimizer_refresh_masters);
       rig.Wait();
@@ -827,7 +827,7 @@ TEST(ProducersTest, ReloadAndRefreshWaitToo) {
   for (uint32_t id = 0; id < rig.size(); ++id) {
     write_data(writes[rig.size() + id], id, weights[id]);
     model.params[id].data = weights[id];
-    model.params[id].master = Widened(problem.params[id].dtype, weights[id]);
+    model.Refresh(id);
   }
   OpenLater(rig, second, rig.Move(offload_optimizer_refresh_masters, {{}, 0, {nullptr, stream}}),
             stream);
@@ -947,9 +947,6 @@ TEST(Overlap, NoCallWaitsForTheCallersStream) {
   EXPECT_EQ(watch.host_waits(), 1);  // so they are counted
 
   model.Step(problem.steps[0]);
-  // What refresh does to masters that the step has just rounded into the params.
-  for (uint32_t id = 0; id < rig.size(); ++id)
-    model.params[id].master = Widened(problem.params[id].dtype, model.params[id].data);
   StepInput without = problem.steps[1];
   for (auto& grad : without.grads) grad.reset();
   model.Step(without);

@@ -56,6 +56,16 @@ class Model {
       if (input.grads[id].has_value() && problem_->params[id].count > 0) Update(id, input);
   }
 
+  // What offload_optimizer_refresh_masters does with a param. A param beside half a master is the
+  // master's other half: nobody can tell whether it has been written.
+  void Refresh(size_t id) {
+    if (is_half(id) || problem_->params[id].dtype == OFFLOAD_FP32)
+      params[id].master =
+          Widen(problem_->params[id].dtype, problem_->params[id].count, params[id].data);
+    else
+      Follow(id);
+  }
+
   std::vector<Param> params;
   uint64_t steps_applied = 0;
   uint64_t steps_skipped = 0;
@@ -93,12 +103,15 @@ class Model {
     return sum;
   }
 
+  bool is_half(size_t id) const {
+    return problem_->params[id].dtype == OFFLOAD_BF16 && problem_->state.split();
+  }
+
   // Where a param of 16 bits is not its master, rounded in either way, it is the master.
   void Follow(size_t id) {
     const ParamSpec& spec = problem_->params[id];
     Param& param = params[id];
-    if (spec.dtype == OFFLOAD_FP32 || (spec.dtype == OFFLOAD_BF16 && problem_->state.split()))
-      return;
+    if (spec.dtype == OFFLOAD_FP32 || is_half(id)) return;
     const std::vector<float> widened = Widen(spec.dtype, spec.count, param.data);
     for (uint64_t i = 0; i < spec.count; ++i) {
       uint16_t stored = 0;

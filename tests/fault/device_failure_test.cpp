@@ -312,10 +312,10 @@ class FaultyDevice final : public ForwardingDevice {
     HYBRIDOPT_TRY(plan_.Next("Fill"));
     return ForwardingDevice::Fill(stream, device, count, pattern);
   }
-  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
-                float* destination) override {
-    HYBRIDOPT_TRY(plan_.Next("ToFp32"));
-    return ForwardingDevice::ToFp32(stream, source, dtype, count, destination);
+  Status FollowParams(StreamHandle stream, const void* params, int32_t dtype, uint64_t count,
+                      float* masters) override {
+    HYBRIDOPT_TRY(plan_.Next("FollowParams"));
+    return ForwardingDevice::FollowParams(stream, params, dtype, count, masters);
   }
   Status Norm(StreamHandle stream, const NormLaunch& launch) override {
     HYBRIDOPT_TRY(plan_.Next("Norm"));

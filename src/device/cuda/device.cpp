@@ -111,8 +111,8 @@ class CudaDevice final : public Device {
     return Copy(stream, device, host, bytes, host, "copy to the device");
   }
   Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override;
-  Status ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
-                float* destination) override;
+  Status FollowParams(StreamHandle stream, const void* params, int32_t dtype, uint64_t count,
+                      float* masters) override;
   Status Norm(StreamHandle stream, const NormLaunch& launch) override;
   Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override;
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override;
@@ -603,10 +603,11 @@ Status CudaDevice::Fill(StreamHandle stream, void* device, uint64_t count, const
   return Check(LaunchFill(Of(stream), device, count, pattern), "fill", stream);
 }
 
-Status CudaDevice::ToFp32(StreamHandle stream, const void* source, int32_t dtype, uint64_t count,
-                          float* destination) {
+Status CudaDevice::FollowParams(StreamHandle stream, const void* params, int32_t dtype,
+                                uint64_t count, float* masters) {
   const Scope scope = Enter();
-  return Check(LaunchToFp32(Of(stream), source, dtype, count, destination), "widen", stream);
+  return Check(LaunchFollowParams(Of(stream), params, dtype, count, masters), "follow params",
+               stream);
 }
 
 Status CudaDevice::SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) {

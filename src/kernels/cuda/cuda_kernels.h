@@ -62,8 +62,8 @@ cudaError_t LaunchVerdictOfSums(cudaStream_t stream, const NormRow* rows, uint32
 cudaError_t LaunchSetVerdict(cudaStream_t stream, const Verdict& value, Verdict* verdict);
 cudaError_t LaunchFill(cudaStream_t stream, void* destination, uint64_t count,
                        const Pattern& pattern);
-cudaError_t LaunchToFp32(cudaStream_t stream, const void* source, int32_t dtype, uint64_t count,
-                         float* destination);
+cudaError_t LaunchFollowParams(cudaStream_t stream, const void* params, int32_t dtype,
+                               uint64_t count, float* masters);
 
 // Loads all kernels into the current context. If a kernel were loaded at its first launch, loading
 // could wait for a stream that waits for that launch.

@@ -171,11 +171,14 @@ __global__ void Fill(T* destination, uint64_t count, T value) {
 }
 
 template <int32_t kDtype>
-__global__ void ToFp32(const void* source, uint64_t count, float* destination) {
-  const auto* const elements = static_cast<const typename Element<kDtype>::Stored*>(source);
+__global__ void FollowParams(const void* params, uint64_t count, float* masters) {
+  const auto* const elements = static_cast<const typename Element<kDtype>::Stored*>(params);
   const uint64_t step = uint64_t{gridDim.x} * kSmallThreads;
   for (uint64_t i = uint64_t{blockIdx.x} * kSmallThreads + threadIdx.x; i < count; i += step)
-    destination[i] = Element<kDtype>::Widen(elements[i]);
+    if constexpr (kDtype == OFFLOAD_FP32)
+      masters[i] = elements[i];
+    else
+      FollowParam<kDtype>(elements[i], &masters[i]);
 }
 
 uint32_t SmallBlocks(uint64_t count) {
@@ -230,13 +233,13 @@ cudaError_t LaunchFill(cudaStream_t stream, void* destination, uint64_t count,
   return cudaGetLastError();
 }
 
-cudaError_t LaunchToFp32(cudaStream_t stream, const void* source, int32_t dtype, uint64_t count,
-                         float* destination) {
+cudaError_t LaunchFollowParams(cudaStream_t stream, const void* params, int32_t dtype,
+                               uint64_t count, float* masters) {
   if (count == 0) return cudaSuccess;
-  const auto kernel = dtype == OFFLOAD_FP32   ? ToFp32<OFFLOAD_FP32>
-                      : dtype == OFFLOAD_BF16 ? ToFp32<OFFLOAD_BF16>
-                                              : ToFp32<OFFLOAD_FP16>;
-  kernel<<<SmallBlocks(count), kSmallThreads, 0, stream>>>(source, count, destination);
+  const auto kernel = dtype == OFFLOAD_FP32   ? FollowParams<OFFLOAD_FP32>
+                      : dtype == OFFLOAD_BF16 ? FollowParams<OFFLOAD_BF16>
+                                              : FollowParams<OFFLOAD_FP16>;
+  kernel<<<SmallBlocks(count), kSmallThreads, 0, stream>>>(params, count, masters);
   return cudaGetLastError();
 }
 
@@ -251,9 +254,9 @@ cudaError_t LoadKernels() {
       reinterpret_cast<const void*>(Fill<uint32_t>),
       reinterpret_cast<const void*>(Fill<uint16_t>),
       reinterpret_cast<const void*>(Fill<uint8_t>),
-      reinterpret_cast<const void*>(ToFp32<OFFLOAD_FP32>),
-      reinterpret_cast<const void*>(ToFp32<OFFLOAD_BF16>),
-      reinterpret_cast<const void*>(ToFp32<OFFLOAD_FP16>),
+      reinterpret_cast<const void*>(FollowParams<OFFLOAD_FP32>),
+      reinterpret_cast<const void*>(FollowParams<OFFLOAD_BF16>),
+      reinterpret_cast<const void*>(FollowParams<OFFLOAD_FP16>),
   };
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;

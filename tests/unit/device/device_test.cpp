@@ -141,7 +141,8 @@ TEST(HostDevice, RefusesWhatOnlyAPipelineNeeds) {
   EXPECT_TRUE(refuses(device->Wait(nullptr, 0), "Wait"));
   EXPECT_TRUE(refuses(device->Elapsed(nullptr, nullptr).status(), "Elapsed"));
   EXPECT_TRUE(refuses(device->Fill(nullptr, &value, 1, PatternOf(Format::kFp32, 2)), "Fill"));
-  EXPECT_TRUE(refuses(device->ToFp32(nullptr, &value, OFFLOAD_FP32, 1, &value), "ToFp32"));
+  EXPECT_TRUE(
+      refuses(device->FollowParams(nullptr, &value, OFFLOAD_FP32, 1, &value), "FollowParams"));
   EXPECT_TRUE(refuses(device->Norm(nullptr, {}), "Norm"));
   EXPECT_TRUE(refuses(device->SetVerdict(nullptr, verdict, &verdict), "SetVerdict"));
   EXPECT_TRUE(refuses(device->Update(nullptr, {}), "Update"));
@@ -472,7 +473,7 @@ TEST(SimStream, UnknownStreamsAndEventsAreRefusedByEveryFunction) {
                                device->CopyToHost(stream, &value, data, 4),
                                device->CopyToDevice(stream, data, &value, 4),
                                device->Fill(stream, data, 1, PatternOf(Format::kFp32, 1.0f)),
-                               device->ToFp32(stream, data, OFFLOAD_FP32, 1, data),
+                               device->FollowParams(stream, data, OFFLOAD_FP32, 1, data),
                                device->Norm(stream, {}),
                                device->SetVerdict(stream, {}, nullptr),
                                device->Update(stream, {}),
@@ -756,12 +757,14 @@ TEST(SimFailure, EveryCommandChecksEveryAddressWhenItRuns) {
          auto* odd = reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(a.grad) + 2);
          return a.device->Fill(nullptr, odd, 1, PatternOf(Format::kFp32, 1.0f));
        }},
-      {"ToFp32", "source",
+      {"FollowParams", "params",
        [=](Arrays& a) {
-         return a.device->ToFp32(nullptr, a.grad, OFFLOAD_BF16, 2 * past, a.param);
+         return a.device->FollowParams(nullptr, a.grad, OFFLOAD_BF16, 2 * past, a.param);
        }},
-      {"ToFp32", "destination",
-       [=](Arrays& a) { return a.device->ToFp32(nullptr, a.grad, OFFLOAD_BF16, past, a.param); }},
+      {"FollowParams", "masters",
+       [=](Arrays& a) {
+         return a.device->FollowParams(nullptr, a.grad, OFFLOAD_BF16, past, a.param);
+       }},
       {"SetVerdict", "verdict",
        [](Arrays& a) { return a.device->SetVerdict(nullptr, {}, a.verdict + 1); }},
       {"Norm", "grad", [=](Arrays& a) { return a.input.count = past, queue_norm(a); }},
@@ -815,7 +818,7 @@ TEST(SimFailure, CommandsOnNothingNeedNoAddress) {
   const DeviceUpdate update = {{}, OFFLOAD_FP32, OFFLOAD_FP32, 0};
   const Coefficients coefficients = {};
   EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, 0, PatternOf(Format::kFp32, 1.0f))));
-  EXPECT_TRUE(Ok(device->ToFp32(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
+  EXPECT_TRUE(Ok(device->FollowParams(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
   EXPECT_TRUE(Ok(device->Norm(nullptr, {{&input, 1}, nullptr, 1, 0, verdict})));
   EXPECT_TRUE(
       Ok(device->Update(nullptr, {Rule::kAdam, {&update, 1}, {&coefficients, 1}, verdict})));
@@ -891,7 +894,7 @@ TEST(SimQueue, QueueingAndRunningAllocateNothing) {
     Device& device = *a.device;
     return device.CopyToDevice(stream, a.grad, a.host, 256).ok() &&
            device.Fill(stream, a.param, 64, PatternOf(Format::kFp32, 1.0f)).ok() &&
-           device.ToFp32(stream, a.grad, OFFLOAD_BF16, 64, a.param).ok() &&
+           device.FollowParams(stream, a.grad, OFFLOAD_BF16, 64, a.param).ok() &&
            device.Norm(stream, a.Norm()).ok() &&
            device.SetVerdict(stream, AssumeFinite(1), a.verdict).ok() &&
            device.Update(stream, a.Update()).ok() && device.Record(event, stream).ok() &&

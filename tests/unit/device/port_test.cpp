@@ -123,7 +123,7 @@ TEST_P(PortTest, RecordingAgainDoesNotMoveWhoWaitsAlready) {
 
 // ----------------------------------------------------------------------------- kernels ----- --
 
-TEST_P(PortTest, FillAndWiden) {
+TEST_P(PortTest, FillSetsElementsOfOneTwoAndFourBytes) {
   auto device = Make();
   auto* data = Upload(*device, std::vector<float>(100, -1.0f));
   ASSERT_TRUE(Ok(device->Fill(nullptr, data + 1, 98, PatternOf(Format::kFp32, 2.5f))));
@@ -138,14 +138,20 @@ TEST_P(PortTest, FillAndWiden) {
   auto* bytes = Upload(*device, std::vector<uint8_t>(4, uint8_t{7}));
   ASSERT_TRUE(Ok(device->Fill(nullptr, bytes + 1, 2, {1, 0xfe})));
   EXPECT_EQ(Download(*device, bytes, 4), (std::vector<uint8_t>{7, 0xfe, 0xfe, 7}));
+}
 
-  const std::vector<uint16_t> bf16 = {0x3f80, 0xc000, 0x0001, 0x7fc0, 0x8000};
-  auto* source = Upload(*device, bf16);
-  std::vector<float> expected(5);
-  ReferenceKernels().ToFp32(OFFLOAD_BF16)(bf16.data(), 5, expected.data());
-  ASSERT_TRUE(Ok(device->ToFp32(nullptr, source, OFFLOAD_BF16, 5, data)));
-  EXPECT_TRUE(SameBits(Download(*device, data, 5), expected));
-  EXPECT_EQ(expected[1], -2.0f);
+// A param of 1 beside masters that are 1, rounded: the last one is a tie that other layouts round
+// to 1. Then params that other code has written, of which a zero has the other sign.
+TEST_P(PortTest, MastersFollowParamsThatWereWritten) {
+  auto device = Make();
+  const std::vector<uint16_t> params = {0x3f80, 0x3f80, 0x3f80, 0xc000, 0x8000, 0x0001, 0x7fc0};
+  const std::vector<float> before = {1.0f, 1.001f, 0x1.FFp-1f, 1.0f, 0.0f, 1.0f, -1.0f};
+  auto* masters = Upload(*device, before);
+  ASSERT_TRUE(Ok(device->FollowParams(nullptr, Upload(*device, params), OFFLOAD_BF16, params.size(),
+                                      masters)));
+  const std::vector<float> expected = {
+      1.0f, 1.001f, 0x1.FFp-1f, -2.0f, -0.0f, 0x1p-133f, std::bit_cast<float>(0x7fc00000)};
+  EXPECT_TRUE(SameBits(Download(*device, masters, before.size()), expected));
 }
 
 TEST_P(PortTest, TheNormFollowsTheFixedTree) {
@@ -195,6 +201,7 @@ TEST_P(PortTest, AnUpdateGivesTheBitsOfTheHostKernelOrNone) {
     auto device = Make();
     std::vector<DeviceUpdate> updates;
     std::vector<Coefficients> coefficients;
+    std::vector<std::vector<uint16_t>> params;  // expected, as the others
     std::vector<std::vector<float>> expected;
     Verdict verdict = Decide(3.0, 8, 0.5);
     verdict.skip = skip;
@@ -216,21 +223,20 @@ TEST_P(PortTest, AnUpdateGivesTheBitsOfTheHostKernelOrNone) {
             scaled,
             {grad.data(), param.data(), master.data(), moment0.data(), moment1.data(), counts[i]});
       }
-      std::vector<float> widened(counts[i]);
-      ReferenceKernels().ToFp32(OFFLOAD_BF16)(param.data(), counts[i], widened.data());
-      for (auto* array : {&widened, &master, &moment0, &moment1}) expected.push_back(*array);
+      params.push_back(param);
+      for (auto* array : {&master, &moment0, &moment1}) expected.push_back(*array);
     }
     auto* device_verdict = AllocateArray<Verdict>(*device, 1);
     ASSERT_TRUE(Ok(device->SetVerdict(nullptr, verdict, device_verdict)));
     ASSERT_TRUE(Ok(device->Update(nullptr, {Rule::kAdam, updates, coefficients, device_verdict})));
     for (size_t i = 0; i < counts.size(); ++i) {
       const UpdateSpan& span = updates[i].span;
-      auto* widened = AllocateArray<float>(*device, counts[i]);
-      ASSERT_TRUE(Ok(device->ToFp32(nullptr, span.param, OFFLOAD_BF16, counts[i], widened)));
-      const void* results[] = {widened, span.master, span.moment0, span.moment1};
-      for (size_t k = 0; k < 4; ++k) {
+      EXPECT_EQ(Download(*device, static_cast<const uint16_t*>(span.param), counts[i]), params[i])
+          << "update " << i << (skip ? ", skipped" : "");
+      const void* results[] = {span.master, span.moment0, span.moment1};
+      for (size_t k = 0; k < 3; ++k) {
         EXPECT_TRUE(SameBits(Download(*device, static_cast<const float*>(results[k]), counts[i]),
-                             expected[4 * i + k]))
+                             expected[3 * i + k]))
             << "array " << k << " of update " << i << (skip ? ", skipped" : "");
       }
     }
@@ -298,19 +304,46 @@ TEST_P(PortTest, UpdatesGiveTheBitsOfTheSpecification) {
   }
 }
 
-// Every bf16 and fp16 number, NaNs included, and where arrays start for no vector.
-TEST_P(PortTest, EveryHalfWidens) {
+// Every bf16 and fp16 number, NaNs included, beside masters that are anything: 0, whatever rounds
+// to the param or nearly does, any bits. Arrays start at no multiple of a vector.
+TEST_P(PortTest, MastersFollowEveryHalf) {
   auto device = Make();
   std::vector<uint16_t> halves(1 + 65536);
   for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
-  auto* source = Upload(*device, halves);
-  auto* destination = AllocateArray<float>(*device, halves.size());
+  auto* params = Upload(*device, halves);
+  Random random(21);
   for (int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP16}) {
-    std::vector<float> expected(65536);
-    ReferenceKernels().ToFp32(dtype)(halves.data() + 1, 65536, expected.data());
-    ASSERT_TRUE(Ok(device->ToFp32(nullptr, source + 1, dtype, 65536, destination)));
-    EXPECT_TRUE(SameBits(Download(*device, destination, 65536), expected)) << DtypeName(dtype);
+    std::vector<float> widened(65536);
+    ReferenceKernels().ToFp32(dtype)(halves.data() + 1, 65536, widened.data());
+    for (uint32_t lost : {0u, 0xFFFu, 0x1000u, 0x8000u, 0x18000u, 0xFFFFFFFFu}) {
+      std::vector<float> expected(65536, 0.0f);
+      for (size_t i = 0; i < expected.size() && lost != 0; ++i) {
+        const uint32_t bits = lost == 0xFFFFFFFF
+                                  ? random.Bits()
+                                  : std::bit_cast<uint32_t>(widened[i]) + lost -
+                                        2 * static_cast<uint32_t>(random.Below(lost));
+        expected[i] = std::bit_cast<float>(bits);
+      }
+      auto* masters = Upload(*device, expected);
+      ReferenceKernels().FollowParams(dtype)(halves.data() + 1, 65536, expected.data());
+      ASSERT_TRUE(Ok(device->FollowParams(nullptr, params + 1, dtype, 65536, masters)));
+      EXPECT_TRUE(SameBits(Download(*device, masters, 65536), expected))
+          << DtypeName(dtype) << ", " << lost;
+      if (lost == 0) {
+        EXPECT_TRUE(SameBits(expected, widened)) << DtypeName(dtype);
+      }
+    }
   }
+}
+
+TEST_P(PortTest, ParamsInFp32AreTheirMasters) {
+  auto device = Make();
+  const std::vector<float> params = RandomValues(1001, 5);
+  auto* masters = Upload(*device, RandomValues(1001, 6));
+  ASSERT_TRUE(
+      Ok(device->FollowParams(nullptr, Upload(*device, params) + 1, OFFLOAD_FP32, 1000, masters)));
+  EXPECT_TRUE(SameBits(Download(*device, masters, 1000),
+                       std::vector<float>(params.begin() + 1, params.end())));
 }
 
 // More rows than one table of a launch holds, of every dtype, some of them empty.
@@ -396,7 +429,7 @@ TEST_P(PortTest, CommandsOnNothingDoNothing) {
   const Coefficients coefficients = {};
   EXPECT_TRUE(Ok(device->CopyToHost(nullptr, nullptr, nullptr, 0)));
   EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, 0, PatternOf(Format::kFp32, 1.0f))));
-  EXPECT_TRUE(Ok(device->ToFp32(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
+  EXPECT_TRUE(Ok(device->FollowParams(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
   EXPECT_TRUE(
       Ok(device->Update(nullptr, {Rule::kAdam, {&update, 1}, {&coefficients, 1}, verdict})));
   EXPECT_TRUE(Ok(device->Norm(nullptr, {{&input, 1}, nullptr, 1, 0, verdict})));
