@@ -218,11 +218,49 @@ def test_a_param_put_twice_into_a_group_later_is_refused():
     assert bits([param]) == before
 
 
-def test_equal_names_are_told_apart():
-    params = [Parameter(torch.ones(2)), Parameter(torch.ones(2))]
-    optimizer = hybridopt.AdamW([("weight", params[0]), ("weight", params[1])])
-    run(optimizer, params, [1])
-    assert [slot.name for slot in optimizer._engine.slots] == ["weight", "weight'"]
+@pytest.mark.parametrize("groups", [1, 2])
+def test_equal_names_are_told_apart_and_the_user_is_told(groups):
+    """Two models in one optimizer have the same names. torch steps them too, so that they are not refused."""
+    params = [Parameter(torch.ones(2)) for _ in range(5)]
+    names = ["weight", "weight", "weight", "bias", "bias"]
+    named = list(zip(names, params))
+    optimizer = hybridopt.AdamW([{"params": named[:2]}, {"params": named[2:]}] if groups == 2 else named)
+    text = (
+        r"several parameters have the same name \('weight', 'weight', 'bias'\); the name of each but the first gets a ' "
+        r"at its end.*Give names of their own: \(f'critic.{name}', param\)"
+    )
+    with pytest.warns(UserWarning, match=text) as warned:
+        run(optimizer, params, [1])
+    assert [each.filename for each in warned] == [run.__code__.co_filename]
+    assert [slot.name for slot in optimizer._engine.slots] == ["weight", "weight'", "weight''", "bias", "bias'"]
+    run(optimizer, params, [2])
+
+
+SWITCHES = {
+    "accumulate": lambda optimizer, value: optimizer.hook_gradients(value),
+    "free_all": lambda optimizer, value: optimizer.hook_gradients(free_all=value),
+    "params": lambda optimizer, value: optimizer.offload(params=value),
+    "grads": lambda optimizer, value: optimizer.reload(grads=value),
+    "states": lambda optimizer, value: optimizer.offloaded(states=value).__enter__(),
+    "masters_only": lambda optimizer, value: optimizer.save_checkpoint("/nowhere", masters_only=value),
+    "wait": lambda optimizer, value: optimizer.save_checkpoint("/nowhere", wait=value),
+    "fresh_moments": lambda optimizer, value: optimizer.load_checkpoint("/nowhere", fresh_moments=value),
+    "keep_steps": lambda optimizer, value: optimizer.load_checkpoint("/nowhere", keep_steps=value),
+    "verify": lambda optimizer, value: optimizer.load_checkpoint("/nowhere", verify=value),
+}
+
+
+@pytest.mark.parametrize("value", ["x", "False", None, 2, ("weight",)], ids=repr)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_that_is_neither_true_nor_false_is_refused(switch, value):
+    param = Parameter(torch.ones(2))
+    optimizer = hybridopt.AdamW([("weight", param)], movable=("params", "grads", "states"))
+    run(optimizer, [param], [1])
+    with pytest.raises(ValueError, match=rf"^Invalid {switch}: {re.escape(repr(value))}, expected True or False$"):
+        SWITCHES[switch](optimizer, value)
+    assert param.numel() == 2 and optimizer._hooks is None
+    run(optimizer, [param], [2])
+    assert optimizer.stats().steps_applied == 2
 
 
 # ---------------------------------------------------------------------------------- devices --

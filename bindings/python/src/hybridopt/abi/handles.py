@@ -336,7 +336,7 @@ class Optimizer(Handle):
 
     def state(self, param: int, kind: int) -> c.offload_state_view_t:
         """The addresses of one kind of state of one param. The memory stays the library's."""
-        view = c.offload_state_view_t()
+        view = blank(c.offload_state_view_t)
         self._call("offload_optimizer_state", self.value, param, kind, view)
         return view
 

@@ -17,6 +17,12 @@ def is_whole(value: Any, least: int, end: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < end
 
 
+def check_switch(name: str, value: Any) -> None:
+    """Refuses what is neither True nor False. Any text would count as True."""
+    if value not in (False, True):
+        raise ValueError(f"Invalid {name}: {value!r}, expected True or False")
+
+
 def check_word(option: str, value: Any, words: Collection[str]) -> None:
     if not isinstance(value, str) or value not in words:
         *others, last = map(repr, words)

@@ -1,9 +1,11 @@
-"""The modes of torch, of which functions here are independent, and the stream that work starts behind."""
+"""The modes of torch and Python, of which functions here are independent, and the stream that work starts behind."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -22,6 +24,19 @@ def in_no_mode(function: Callable[Parameters, Result]) -> Callable[Parameters, R
             return function(*args, **kwargs)
 
     return torch._disable_dynamo(call)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Puts off Python's garbage collection, for code that makes objects for each param: the collection would go
+    through all of them again and again, and find none to free."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def refuse_capture(what: str = "what the optimizer does") -> None:

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .. import abi
+from ..base.modes import without_collection
 from ..params.members import members_of
 from ..params.registered import Slot, Wanted, wide_gradients
 from ..steps.history import History, Pause
@@ -90,6 +91,10 @@ class Engines:
             raise abi.InvalidStateError(f"this {type(owner).__name__} is closed; make a new one")
         if self.present is not None and self.present.is_as_checked(owner.param_groups):
             return self.present
+        with without_collection():
+            return self._changed(owner, always)
+
+    def _changed(self, owner: Owner, always: bool) -> Engine | None:
         wanted = owner._wanted()
         known: dict[Tensor, Slot] = {}
         if self.present is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
+from ..base.checks import check_switch
 from ..params.registered import Slot
 from ..params.released_storages import release_storages
 from ..params.tensors import gradient_of, like_param, set_gradient
@@ -19,6 +20,8 @@ from .engine import Engine
 
 def check_movable(engine: Engine, wanted: dict[str, bool]) -> None:
     """Raises if the optimizer was made without room on the host for what is to be moved."""
+    for name, want in wanted.items():
+        check_switch(name, want)
     missing = [name for name, want in wanted.items() if want and not engine.movable & MOVABLE[name]]
     if missing:
         raise abi.InvalidStateError(

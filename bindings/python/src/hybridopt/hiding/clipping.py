@@ -38,6 +38,8 @@ class _AllButClipping:
         return function != _GRAD.__get__ or not _is_in_clipping()
 
 
+# __contains__() has asked the same already, except for classes of params with a handler of their own for torch's
+# functions: these have no harmless ones.
 def _used(params: list[Tensor], operation: str) -> None:
     if operation != "grad" or not _is_in_clipping():
         return

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .. import abi
+from ..base.checks import check_switch
 from ..base.modes import in_no_mode
 from ..base.owned_hooks import ParamHooks
 from ..engine.engine import Engine
@@ -106,6 +107,8 @@ class GradientHooks:
         grad_scaler: torch.amp.GradScaler | None,
         free_all: bool = False,
     ) -> None:
+        check_switch("accumulate", accumulate)
+        check_switch("free_all", free_all)
         check_micro_batches(micro_batches, accumulate)
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise TypeError(

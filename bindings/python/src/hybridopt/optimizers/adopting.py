@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..base.modes import without_collection
 from ..engine.engine import Engine
 from ..params.moments import COUNTED
 from ..params.registered import MASTER, MASTER_LOW, Slot
@@ -27,22 +28,31 @@ def adopt(engine: Engine, state: dict[Tensor, Any]) -> None:
     if shown.is_untouched(state):
         shown.take_copies()
     else:
-        for slot in shown.with_entries(state):
-            adopt_slot(engine, slot, state)
+        with without_collection():
+            adopt_entries(engine, state)
         shown.note_untouched(state)
     shown.note_counts()
 
 
-def adopt_slot(engine: Engine, slot: Slot, state: dict[Tensor, Any]) -> None:
+def adopt_entries(engine: Engine, state: dict[Tensor, Any]) -> None:
     shown = engine.shown
+    same: list[Slot] = []
+    changed: list[Slot] = []
+    for slot in shown.with_entries(state):
+        entry = dict.get(state, slot.param)
+        if entry or shown.of(slot).entry is not None:
+            is_same = entry is not None and shown.is_as_published(slot, entry)
+            (same if is_same else changed).append(slot)
+    shown.take_copies(same)
+    if changed:
+        engine.wait()  # once: what follows queues nothing
+    for slot in changed:
+        adopt_slot(engine, slot, state)
+
+
+def adopt_slot(engine: Engine, slot: Slot, state: dict[Tensor, Any]) -> None:
     entry = dict.get(state, slot.param)
-    if not entry and shown.of(slot).entry is None:
-        return
-    if entry is not None and shown.is_as_published(slot, entry):
-        shown.take_copies([slot])
-        return
-    engine.wait()
-    shown.forget_moved(slot)
+    engine.shown.forget_moved(slot)
     if entry:
         adopt_entry(engine, slot, entry, state)
     else:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import abi
+from ..base.checks import check_switch
 from ..engine.engine import Engine
 
 Progress = Callable[[int, int], Any] | bool | None
@@ -71,6 +72,8 @@ def save(
     wait: bool,
     progress: Progress,
 ) -> Transfer:
+    check_switch("masters_only", masters_only)
+    check_switch("wait", wait)
     engine.before_save()
     function = shown(progress, f"save {os.fspath(path)}")
     flags = abi.OFFLOAD_SAVE_MASTERS_ONLY if masters_only else 0
@@ -92,6 +95,8 @@ def load(
     verify: bool,
     progress: Progress,
 ) -> None:
+    for name, value in (("fresh_moments", fresh_moments), ("keep_steps", keep_steps), ("verify", verify)):
+        check_switch(name, value)
     engine.settle()
     flags = 0 if verify else abi.OFFLOAD_LOAD_NO_VERIFY
     flags |= abi.OFFLOAD_LOAD_FRESH_MOMENTS if fresh_moments else 0

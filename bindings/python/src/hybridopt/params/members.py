@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..base.callers import depth_of_caller
 from .tensors import DTYPES, gradient_of, local
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool])
     fp32."""
     members: list[Member] = []
     names: set[str] = set()
+    renamed: list[str] = []
     seen: dict[Tensor, str] = {}
     for index, group in enumerate(param_groups):
         for name, param in named(index, group):
@@ -81,8 +84,22 @@ def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool])
                 continue
             check_dtype(name, param)  # the param may have been converted
             _note_once(seen, param, name, index)
+            if name in names:
+                renamed.append(name)
             while name in names:
                 name += "'"
             names.add(name)
             members.append(Member(param, name, index, wide_gradient=bool(wide_gradient)))
+    if renamed:
+        _warn_of_renamed(renamed)
     return members
+
+
+def _warn_of_renamed(names: list[str]) -> None:
+    listed = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+    warnings.warn(
+        f"several parameters have the same name ({listed}); the name of each but the first gets a ' at its end, in "
+        "checkpoints and messages, so that a checkpoint fits only the same order of parameters. Give names of their "
+        "own: (f'critic.{name}', param), say",
+        stacklevel=depth_of_caller(),
+    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
+from ..base.modes import without_collection
 from ..params.moments import COUNTED
 from ..params.registered import MASTER, Registered, Slot
 from ..params.tensors import like_param, local
@@ -75,13 +76,11 @@ class Shown:
         return bool(slot.kinds) or self._is_counted
 
     def publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
-        """Puts views of a param's state into its entry of `state`."""
+        """Puts views of a param's state into its entry of `state`. The caller has waited for everything queued."""
         exhibit = self.of(slot)
         self._snapshot = None
         if self._is_counted:
             exhibit.views["step"] = self.count_views[slot.id]
-        if not slot.kinds.keys() <= exhibit.views.keys():
-            self._wait()
         for key, kind in slot.kinds.items():
             if key not in exhibit.views:
                 view, is_live = self._state_memory.show(slot, kind)
@@ -111,8 +110,11 @@ class Shown:
 
     def publish_due(self, state: dict[Tensor, Any]) -> None:
         """Publishes the state of all slots for which it is due."""
-        for slot in list(self._due):
-            self.publish(slot, state)
+        if self._due:
+            self._wait()
+            with without_collection():
+                for slot in list(self._due):
+                    self.publish(slot, state)
         if self.shows_all_masters:
             self._follow_params()
 
