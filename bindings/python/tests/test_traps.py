@@ -251,9 +251,9 @@ def functionally_called(module):
     return torch.func.functional_call(module, params, (data(3).to(module[0].bias.dtype),))
 
 
-def used_by_a_compiled_function(module):
+def used_by_a_compiled_function(module, use):
     torch._dynamo.reset()
-    sums = torch.compile(lambda params: [param.sum() * 2 for param in params], backend="eager")
+    sums = torch.compile(lambda params: [use(param) * 2 for param in params], backend="eager")
     return [total for _ in range(2) for total in sums(list(module.parameters()))]
 
 
@@ -287,7 +287,8 @@ USES = {
     "data written, and others read": written_and_others_read,
     "evaluation": evaluated,
     "functional_call": functionally_called,
-    "a compiled function": used_by_a_compiled_function,
+    "a compiled function": lambda module: used_by_a_compiled_function(module, torch.sum),
+    "a compiled function that detaches": lambda module: used_by_a_compiled_function(module, lambda param: param.detach().sum()),
     "gradients of weights": lambda module: torch.autograd.grad(module[1].up.weight.square().sum(), module[1].up.weight),
     "another module's param": lambda module: functional.linear(output_of(module, 3), module[1].up.weight),
 }  # fmt: skip
@@ -569,7 +570,7 @@ def drawn_use(rng, module, optimizer, average):
     if kind == "param":
         return READS[rng.choice(sorted(READS))](module[rng.randint(1, 3)].up.weight)
     if kind == "model":
-        return USES[rng.choice(sorted(USES.keys() - {"a compiled function"}))](module)
+        return USES[rng.choice(sorted(name for name in USES if "compiled" not in name))](module)
     if kind == "average":
         return rng.choice([average.update, average.update, average.load, reloaded])(module)
     if kind == "thread":

@@ -130,6 +130,9 @@ class Trap:
         return self.__reduce_ex__(protocol)
 
     def detach(self: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile cannot follow what comes next
+            spring([self], "detach")
+            return self.detach()
         makes_parameter, readable = sys._getframe(1).f_code is _MAKE_PARAMETER, self.readable
         if Tensor.detach in self.harmless and not makes_parameter:
             with torch._C.DisableTorchFunctionSubclass():
