@@ -1,6 +1,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/utf8.h"
 #include "checkpoint/paths.h"
 #include "checkpoint/pending_directory.h"
 #include "commands.h"
@@ -14,6 +15,7 @@ namespace tool {
 namespace {
 
 using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
+using hybridopt::Printable;
 using hybridopt::system::SystemFiles;
 
 int32_t TargetDtype(const std::string& name) {
@@ -196,8 +198,9 @@ Result<Report> Export(const ExportOptions& options) {
   }
   HYBRIDOPT_TRY(WriteAndName(&exporter, options.out));
   Report report;
-  report.text = options.out + ": " + options.what + " of " + std::to_string(exporter.tensors()) +
-                " tensors in " + options.dtype + ", " + SizeText(exporter.data_bytes()) + "\n";
+  report.text = Printable(options.out) + ": " + options.what + " of " +
+                std::to_string(exporter.tensors()) + " tensors in " + options.dtype + ", " +
+                SizeText(exporter.data_bytes()) + "\n";
   report.json = {
       {"status", "OK"},         {"path", options.out},           {"what", options.what},
       {"dtype", options.dtype}, {"tensors", exporter.tensors()}, {"bytes", exporter.data_bytes()}};

@@ -10,6 +10,7 @@
 #include <new>
 #include <string>
 
+#include "base/utf8.h"
 #include "commands.h"
 
 namespace tool {
@@ -152,6 +153,9 @@ int Main(int argc, char** argv) {
       "hybridopt");
   app.set_version_flag("--version", "hybridopt " HYBRIDOPT_VERSION);
   app.require_subcommand(1);
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    return hybridopt::Printable(error.what()) + "\nRun with --help for more information.\n";
+  });
   Request request;
   AddMachineCommands(app, request);
   AddCheckpointCommands(app, request);

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "base/utf8.h"
 #include "checkpoint/format/hash.h"
 #include "checkpoint/pending_directory.h"
 #include "commands.h"
@@ -13,6 +14,7 @@ namespace tool {
 namespace {
 
 using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
+using hybridopt::Printable;
 using hybridopt::system::SystemFiles;
 
 // What all shards of a param say alike: a shard of the new world can only say one of it.
@@ -180,7 +182,7 @@ Result<Report> Reshard(const ReshardOptions& options) {
     return status;
   }
   Report report;
-  report.text = options.out + ": " + SizeText(reader.bytes()) + " of state for " +
+  report.text = Printable(options.out) + ": " + SizeText(reader.bytes()) + " of state for " +
                 std::to_string(options.world) + (options.world == 1 ? " rank\n" : " ranks\n");
   report.json = {{"status", "OK"},
                  {"path", options.out},

@@ -171,6 +171,13 @@ def test_names_of_folders_do_nothing_to_a_terminal(tmp_path):
     raw = subprocess.run([TOOL, "inspect", os.fsencode(tmp_path) + b"/\x9b\xff"], capture_output=True)
     assert raw.returncode == FAILED and rb"/\x9b\xff" in raw.stderr.replace(b"'", b"")
     assert raw.stderr.isascii()
+    out = tmp_path / "\x1b[2J\n\u202e"
+    for command in (["export"], ["reshard", "--world", "1"]):
+        told = tool(*command, GOLDEN / "sgd-world3", f"{out}{command[0]}")
+        assert told.returncode == 0 and may_be_shown(told.stdout)
+        assert len(told.stdout.splitlines()) == 1 and r"\x1b[2J\n\u202e" + command[0] in told.stdout
+    more = tool("inspect", GOLDEN / "sgd-world3", out)
+    assert more.returncode == USAGE and may_be_shown(more.stderr) and r"\x1b[2J\n\u202e" in more.stderr
 
 
 @pytest.mark.parametrize("directory", GOLDENS, ids=lambda path: path.name)
