@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <thread>
 
@@ -13,7 +14,7 @@ class HeldFiles : public system::Files {
  public:
   int Allocate(int file, uint64_t bytes) override {
     WaitWhile(before_reading);
-    return Files::Allocate(file, bytes);
+    return is_broken ? EIO : Files::Allocate(file, bytes);
   }
   int Truncate(int file, uint64_t bytes) override {
     WaitWhile(before_end);
@@ -21,6 +22,7 @@ class HeldFiles : public system::Files {
   }
   std::atomic<bool> before_reading = false;  // no byte of state has been read
   std::atomic<bool> before_end = false;      // all has been read, and the save goes on
+  std::atomic<bool> is_broken = false;       // the save fails where it has not read any state
 
  private:
   static void WaitWhile(const std::atomic<bool>& held) {

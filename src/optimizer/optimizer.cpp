@@ -391,8 +391,8 @@ Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
 Status Optimizer::OffloadGrads(MoveRequest& request, uint32_t slot) {
   StepPipeline& pipeline = *committed_->pipeline;
   HYBRIDOPT_TRY(AwaitBeforeMove(request, slot));
-  HYBRIDOPT_TRY(
-      pipeline.GradsComing(request.items, *request.groups, committed_->checkpoints->capture()));
+  HYBRIDOPT_TRY(pipeline.GradsComing(request.items, *request.groups,
+                                     committed_->checkpoints->save().capture()));
   HYBRIDOPT_TRY(RunMove(request));
   return pipeline.GradsArrived();
 }
@@ -429,11 +429,7 @@ Status Optimizer::Execute(uint32_t slot, uint64_t sequence) {
 }
 
 Status Optimizer::Settle(bool failure) {
-  Checkpoints& checkpoints = *committed_->checkpoints;
-  return InTurn("a save", [&] {
-    return failure ? checkpoints.CompleteAlone(*committed_->timeline)
-                   : checkpoints.Settle(*committed_->timeline);
-  });
+  return InTurn("a save", [&] { return committed_->checkpoints->save().Settle(failure); });
 }
 
 // Whether the request may wait for more than the workers: for the device, other ranks or files.
@@ -449,12 +445,12 @@ EventHandle Optimizer::ReadyEvent(uint32_t slot) const {
 
 Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence) {
   offload_step_result_t result{};
-  Checkpoints& checkpoints = *committed_->checkpoints;
-  HYBRIDOPT_TRY(checkpoints.BeforeStep(*committed_->timeline));
+  BackgroundSave& save = committed_->checkpoints->save();
+  HYBRIDOPT_TRY(save.BeforeStep());
   Timeline& timeline = *committed_->timeline;
   const auto issued = [&](uint64_t mark) { timeline.Issued(sequence, mark); };
   const auto reached = [&](uint64_t mark) { timeline.Reached(sequence, mark); };
-  HYBRIDOPT_TRY(committed_->pipeline->Run(request, ReadyEvent(slot), checkpoints.capture(),
+  HYBRIDOPT_TRY(committed_->pipeline->Run(request, ReadyEvent(slot), save.capture(),
                                           {issued, reached}, &result));
   Remember(sequence, result);
   committed_->steps_done += 1;

@@ -103,7 +103,7 @@ uint64_t Optimizer::MarkOf(std::span<const uint32_t> params, uint64_t sequence) 
 // On a runner.
 Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
   // A running save reads states from where they are now.
-  HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
+  HYBRIDOPT_TRY(committed_->checkpoints->save().AwaitCapture());
   const uint64_t host_bytes = request.host_bytes, staging_bytes = request.staging_bytes;
   const uint64_t device_bytes = request.on_device ? request.device_bytes : 0;
   const bool streams_state = request.streams_state;

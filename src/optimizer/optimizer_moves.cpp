@@ -80,9 +80,9 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
 Status Optimizer::AwaitBeforeMove(const MoveRequest& request, uint32_t slot) {
   // A running save may still read params and states from where they are now.
   if (RowOf(request.move).touches_state)
-    HYBRIDOPT_TRY(committed_->checkpoints->AwaitCapture(*committed_->timeline));
+    HYBRIDOPT_TRY(committed_->checkpoints->save().AwaitCapture());
   return committed_->mover->AwaitProducers(request, committed_->lanes->ReadyEvents(slot), [this] {
-    return committed_->checkpoints->AwaitBorrowed(*committed_->timeline);
+    return committed_->checkpoints->save().AwaitBorrowed();
   });
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstring>
 
 #include "base/profiler_range.h"
@@ -106,11 +105,9 @@ void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped)
 
 // --------------------------------------------------------------------------------------- thread --
 
-void Saver::Start(std::string directory, Status failure, std::function<void()> borrowed_read,
-                  std::function<void()> ended) {
+void Saver::Start(std::string directory, Status failure, Owner& owner) {
   directory_ = std::move(directory);
-  on_borrowed_read_ = std::move(borrowed_read);
-  on_ended_ = std::move(ended);
+  owner_ = &owner;
   outcome_ = std::move(failure);
   if (outcome_.ok()) {
     Result<system::Thread> thread =
@@ -121,7 +118,7 @@ void Saver::Start(std::string directory, Status failure, std::function<void()> b
     }
     outcome_ = thread.status();
   }
-  ReportEnd();
+  owner.Written();
 }
 
 void Saver::RunThread() {
@@ -133,27 +130,7 @@ void Saver::RunThread() {
   FreeTransfer();
   if (outcome_.ok() && point_.rank != 0)
     outcome_ = CatchExceptions("a save", [this] { return WritePart(); });
-  ReportEnd();
-}
-
-void Saver::ReportEnd() {
-  capture_.End();
-  on_borrowed_read_();
-  {
-    std::lock_guard lock(end_mutex_);
-    ended_ = true;
-  }
-  end_changed_.notify_all();
-  on_ended_();
-}
-
-void Saver::AwaitEnd(int64_t timeout_ns) {
-  const auto ended = [this] { return ended_.load(); };
-  std::unique_lock lock(end_mutex_);
-  if (timeout_ns < 0)
-    end_changed_.wait(lock, ended);
-  else
-    end_changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
+  owner_->Written();
 }
 
 Status Saver::Join() {
@@ -204,7 +181,7 @@ Status Saver::WriteArrays(checkpoint::BlockWriter& writer) {
   for (const Array& array : arrays_) {
     const bool borrowing = !capture_.has_read_borrowed();
     HYBRIDOPT_TRY(AppendArray(array));
-    if (borrowing && capture_.has_read_borrowed()) on_borrowed_read_();
+    if (borrowing && capture_.has_read_borrowed()) owner_->BorrowedRead();
   }
   if (filled_bytes_ > 0) writer.Submit(filled_bytes_);
   return {};

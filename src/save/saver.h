@@ -5,11 +5,7 @@
 #pragma once
 
 #include <array>
-#include <atomic>
-#include <condition_variable>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -49,6 +45,16 @@ struct SavePoint {
 
 class Saver {
  public:
+  // Who is told how far the save is, by the saver's thread.
+  class Owner {
+   public:
+    virtual void BorrowedRead() = 0;  // all that the save borrows from the caller has been read
+    virtual void Written() = 0;       // the thread does no more; Join has the outcome
+
+   protected:
+    ~Owner() = default;
+  };
+
   // Decides the offset of each array in the file.
   static Result<std::unique_ptr<Saver>> Create(Context& context, const ParamTable& table,
                                                const StateShape& shape, const StateLocator& locator,
@@ -57,18 +63,14 @@ class Saver {
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
 
-  // Writes into an existing directory. Calls `borrowed_read` when the save has read all that it
-  // borrows from the caller, and `ended` at the end of the saver's thread; if that thread cannot be
-  // started, before Start returns. If `failure` is an error the save ends at once with it.
-  void Start(std::string directory, Status failure, std::function<void()> borrowed_read,
-             std::function<void()> ended);
+  // Writes into an existing directory. The owner must outlive the saver; if the saver's thread
+  // cannot be started, it is told before Start returns. If `failure` is an error, that is the
+  // outcome and nothing is written.
+  void Start(std::string directory, Status failure, Owner& owner);
   // A later step waits for this before it overwrites state.
   Capture& capture() { return capture_; }
-  bool ended() const { return ended_; }
-  // Waits until it has ended, for at most timeout_ns; negative: without limit.
-  void AwaitEnd(int64_t timeout_ns);
-  // Waits for the end. OK: this rank's file is on disk, and, on ranks other than 0, its part of the
-  // manifest too.
+  // Waits for the end of its thread. OK: this rank's file is on disk, and, on ranks other than 0,
+  // its part of the manifest too.
   Status Join();
 
   const SaveRequest& request() const { return request_; }
@@ -95,7 +97,6 @@ class Saver {
   void FillCapture();
   bool Borrows(const Array& array) const;
   void RunThread();
-  void ReportEnd();
   void FreeTransfer();
   Status TakeMemory();
   Status Write();
@@ -134,13 +135,9 @@ class Saver {
   uint64_t filled_bytes_ = 0;   // of block_
   uint64_t position_ = 0;       // in the file
 
-  std::function<void()> on_borrowed_read_;
-  std::function<void()> on_ended_;
+  Owner* owner_ = nullptr;
   system::Thread thread_;
   Status outcome_ = Status::Error(OFFLOAD_INTERNAL, "a save that has not run");
-  std::atomic<bool> ended_ = false;  // set with end_mutex_ held
-  std::mutex end_mutex_;
-  std::condition_variable end_changed_;
 };
 
 }  // namespace hybridopt

@@ -420,6 +420,23 @@ TEST_F(BesideASave, AFailureOfItIsItsOwn) {
   rig_->Wait(EmptyStep());
 }
 
+TEST_F(BesideASave, AStepThatWaitsForItGoesOnWhenItFails) {
+  const Problem problem = SmallProblem(2);
+  for (const Place& place : {Place{OFFLOAD_DEVICE_HOST, 0}, Place{OFFLOAD_DEVICE_SIM, 0.4}}) {
+    files_.is_broken = true;
+    Start(problem, place, true);
+    rig_->NewGrads(problem.steps[1]);
+    rig_->BindAll();
+    const offload_ticket_t step = rig_->Step(problem.steps[1]);
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), step, 20'000'000), OFFLOAD_TIMED_OUT);
+    files_.before_reading = false;
+    ASSERT_EQ(offload_optimizer_wait(rig_->optimizer(), step, kLongNs), OFFLOAD_OK)
+        << offload_last_error();
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, -1), OFFLOAD_IO_FAILED);
+    EXPECT_EQ(rig_->Difference(solved_->trace[2]), "");
+  }
+}
+
 // The time that a device may take runs out at once in one wait for the work on a stream.
 struct Impatience {
   std::atomic<StreamHandle> stream = nullptr;

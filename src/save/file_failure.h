@@ -1,0 +1,33 @@
+// What a failure of a save or of a load ends: its own ticket, or the optimizer.
+#pragma once
+
+#include <new>
+#include <utility>
+
+#include "machine/context.h"
+#include "machine/timeline.h"
+
+namespace hybridopt {
+
+// Turns std::bad_alloc into a status, so that this rank still takes part in the other ranks'
+// rounds, and the optimizer can be used further.
+template <typename Call>
+auto CatchBadAlloc(const char* what, Call&& call) -> decltype(call()) try {
+  return call();
+} catch (const std::bad_alloc&) {
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "out of host memory for the tables of a %s; nothing was changed", what);
+}
+
+// Reports the failure of the save or load of this sequence number. Returns OK if it ends nothing
+// else, as a full disk does; a broken device or a lost rank poisons the optimizer.
+inline Status ReportFailure(const Context& context, Timeline& timeline, uint64_t sequence,
+                            Status failure) {
+  context.Log(OFFLOAD_LOG_ERROR, failure.message().c_str());
+  timeline.Report(sequence, failure);
+  const bool ends_optimizer =
+      failure.code() == OFFLOAD_DEVICE_FAILED || failure.code() == OFFLOAD_COMM_FAILED;
+  return ends_optimizer ? failure : Status();
+}
+
+}  // namespace hybridopt
