@@ -64,8 +64,7 @@ Status BackgroundSave::MakeDirectory(FunctionRef<Result<std::unique_ptr<Saver>>(
   return {};
 }
 
-// --------------------------------------------------------------------------- on the saver's thread
-// --
+// ------------------------------------------------------------------------ on the saver's thread --
 
 void BackgroundSave::BorrowedRead() { timeline_->ReleaseStreams(); }
 
