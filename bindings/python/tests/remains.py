@@ -1,4 +1,5 @@
-"""What is left of a training after its last reference has gone. Not a test itself."""
+"""Short trainings on whatever device their model is, and what is left of them after their last reference has gone. Not a
+test itself."""
 
 import gc
 import os
@@ -6,7 +7,11 @@ import time
 import warnings
 import weakref
 
+import pytest
 import torch
+from torch import nn
+
+import hybridopt
 
 PATIENCE_SECONDS = 10
 
@@ -97,3 +102,163 @@ def assert_that_nothing_piles_up(train, repetitions=4, bytes_now=tensor_bytes, f
             remains.assert_no_thread()
         counts.append(bytes_now())
     assert counts[1:] == counts[1:2] * (repetitions - 1)
+
+
+# ------------------------------------------------------------------------------------- trainings --
+
+
+class Failing(Exception):
+    pass
+
+
+def inputs_of(module, seed=0):
+    """What the model gets: the last dimension of its first param is its width."""
+    param = next(module.parameters())
+    drawn = torch.randn(4, param.shape[-1], generator=torch.Generator().manual_seed(seed))
+    return drawn.to(param.device, param.dtype)
+
+
+def loss_of(module, seed=0):
+    return module(inputs_of(module, seed)).float().square().sum()
+
+
+def backward(module, seed=0):
+    loss_of(module, seed).backward()
+
+
+def steps(module, optimizer, count=3):
+    for seed in range(count):
+        backward(module, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adamw(module, **options):
+    options = {"lr": 1e-2, "threads": 2, "max_grad_norm": 1.0, **options}
+    return hybridopt.AdamW(module.named_parameters(), **options)
+
+
+def stash_of(module, **options):
+    """A stash that takes all activations and weights of the model."""
+    weight_bytes = sum(param.nbytes for param in module.parameters())
+    slab_bytes = 4096 if weight_bytes < 1 << 20 else 1 << 20
+    budget = max(1 << 20, 8 * weight_bytes)
+    return hybridopt.ActivationStash(budget, min_bytes=1, slab_bytes=slab_bytes, fraction=1.0, keep_last=0, **options)
+
+
+# Each function trains a model, which is a sequence of layers, with options of the optimizer. It returns the optimizer, and
+# what else the user may keep.
+
+
+def plain(module, **options):
+    optimizer = adamw(module, **options)
+    steps(module, optimizer)
+    assert optimizer.state_dict()["state"]
+    return optimizer
+
+
+def hooked(module, **options):
+    optimizer = adamw(module, **options)
+    hooks = optimizer.hook_gradients()
+    steps(module, optimizer)
+    return optimizer, hooks
+
+
+def hooked_in_a_pass(module, **options):
+    """The gradients of a backward pass have left, and no step has used them."""
+    optimizer, hooks = hooked(module, **options)
+    backward(module)
+    return optimizer, hooks
+
+
+def accumulating(module, **options):
+    optimizer = adamw(module, **options)
+    hooks = optimizer.hook_gradients(accumulate=True)
+    steps(module, optimizer)
+    return optimizer, hooks
+
+
+def overlapping(module, **options):
+    """A step is under way."""
+    optimizer = adamw(module, **options)
+    overlap = optimizer.overlap(module)
+    steps(module, optimizer)
+    assert optimizer._engine.under_way
+    return optimizer, overlap
+
+
+def everything(module, **options):
+    optimizer = adamw(module, overlap=module, **options)
+    hooks = optimizer.hook_gradients()
+    stash = stash_of(module, model=module)
+    wrapping = stash.wrap(list(module), weights=True)
+    steps(module, optimizer)
+    return optimizer, hooks, stash, wrapping
+
+
+def stashed(module, **options):
+    optimizer, stash = adamw(module), stash_of(module, **options)
+    for seed in range(3):
+        with stash:
+            loss = loss_of(module, seed)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert stash.stats().pushed_bytes > 0
+    return optimizer, stash
+
+
+def stashed_by_name(module):
+    return stashed(module, model=module)
+
+
+def wrapped(module, **options):
+    optimizer, stash = adamw(module), stash_of(module)
+    wrapping = stash.wrap(list(module), **options)
+    steps(module, optimizer)
+    assert stash.stats().pushed_bytes > 0
+    return optimizer, stash, wrapping
+
+
+def with_weights_away(module):
+    optimizer, stash, wrapping = wrapped(module, weights=True)
+    backward(module)
+    assert stash.stats().weights_away_bytes > 0
+    return optimizer, stash, wrapping
+
+
+def in_a_phase(module, **options):
+    """Params and state have been moved away and have not come back."""
+    optimizer = adamw(module, movable=("params", "grads", "states"), **options)
+    steps(module, optimizer)
+    optimizer.offload(params=True, grads=True, states=True)
+    return optimizer
+
+
+def closed(module, **options):
+    found = everything(module, **options)
+    found[0].close()
+    found[2].close()
+    return found
+
+
+def failing(module, **options):
+    """A forward and a backward pass that raise."""
+    found = everything(module, **options)
+    layer = [each for each in module[1].modules() if isinstance(each, nn.Linear)][-1]
+
+    def fail(*_):
+        raise Failing
+
+    for register in (layer.register_forward_pre_hook, layer.weight.register_hook):
+        fails = register(fail)
+        with pytest.raises(Failing):
+            backward(module)
+        fails.remove()
+    forget_failed_pass(module)
+    return found
+
+
+def forget_failed_pass(module):
+    """torch keeps what a backward pass that has failed had queued until the next one."""
+    torch.zeros(1, requires_grad=True, device=next(module.parameters()).device).sum().backward()

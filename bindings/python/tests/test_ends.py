@@ -12,7 +12,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from remains import Remains, assert_that_nothing_piles_up, resident_bytes
+from remains import (
+    Remains, accumulating, adamw, assert_that_nothing_piles_up, backward, closed, everything, failing, forget_failed_pass,
+    hooked, hooked_in_a_pass, in_a_phase, overlapping, plain, resident_bytes, stash_of, stashed, stashed_by_name, steps,
+    with_weights_away, wrapped,
+)  # fmt: skip
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -27,74 +31,12 @@ WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
-class Failing(Exception):
-    pass
-
-
 def model():
     torch.manual_seed(0)
     return nn.Sequential(*(models.Block(WIDTH, 16) for _ in range(3)))
 
 
-def backward(module, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    module(torch.randn(4, WIDTH, generator=generator)).square().sum().backward()
-
-
-def steps(module, optimizer, count=3):
-    for seed in range(count):
-        backward(module, seed)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adamw(module, **options):
-    options = {"lr": 1e-2, "threads": 2, "max_grad_norm": 1.0, **options}
-    return hybridopt.AdamW(module.named_parameters(), **options)
-
-
-def stash_of(**options):
-    return hybridopt.ActivationStash(1 << 20, min_bytes=1, slab_bytes=4096, fraction=1.0, keep_last=0, **options)
-
-
-# Each function trains a model and returns the optimizer, and what else the user may keep.
-
-
-def plain(module):
-    optimizer = adamw(module)
-    steps(module, optimizer)
-    assert optimizer.state_dict()["state"]
-    return optimizer
-
-
-def hooked(module):
-    optimizer = adamw(module)
-    hooks = optimizer.hook_gradients()
-    steps(module, optimizer)
-    return optimizer, hooks
-
-
-def hooked_in_a_pass(module):
-    """The gradients of a backward pass have left, and no step has used them."""
-    optimizer, hooks = hooked(module)
-    backward(module)
-    return optimizer, hooks
-
-
-def accumulating(module):
-    optimizer = adamw(module)
-    hooks = optimizer.hook_gradients(accumulate=True)
-    steps(module, optimizer)
-    return optimizer, hooks
-
-
-def overlapping(module, **options):
-    """A step is under way."""
-    optimizer = adamw(module, **options)
-    overlap = optimizer.overlap(module)
-    steps(module, optimizer)
-    assert optimizer._engine.under_way
-    return optimizer, overlap
+# Each function trains a model and returns the optimizer, and what else the user may keep. remains.py has more.
 
 
 def overlapping_from_the_start(module):
@@ -109,62 +51,14 @@ def overlapping_until_the_end(module):
     return optimizer, overlap
 
 
-def everything(module):
-    optimizer = adamw(module, overlap=module)
-    hooks = optimizer.hook_gradients()
-    stash = stash_of(model=module)
-    wrapping = stash.wrap(list(module), weights=True)
-    steps(module, optimizer)
-    return optimizer, hooks, stash, wrapping
-
-
-def stashed(module, **options):
-    optimizer, stash = adamw(module), stash_of(**options)
-    for seed in range(3):
-        with stash:
-            loss = module(torch.randn(4, WIDTH)).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert stash.stats().pushed_bytes > 0
-    return optimizer, stash
-
-
-def stashed_by_name(module):
-    return stashed(module, model=module)
-
-
-def wrapped(module, **options):
-    optimizer, stash = adamw(module), stash_of()
-    wrapping = stash.wrap(list(module), **options)
-    steps(module, optimizer)
-    assert stash.stats().pushed_bytes > 0
-    return optimizer, stash, wrapping
-
-
 def with_weights(module):
     return wrapped(module, weights=True)
-
-
-def with_weights_away(module):
-    optimizer, stash, wrapping = wrapped(module, weights=True)
-    backward(module)
-    assert stash.stats().weights_away_bytes > 0
-    return optimizer, stash, wrapping
 
 
 def compiled(module):
     for block in module:
         block.compile(backend="eager")
     return everything(module)
-
-
-def in_a_phase(module):
-    """Params and state have been moved away and have not come back."""
-    optimizer = adamw(module, movable=("params", "grads", "states"))
-    steps(module, optimizer)
-    optimizer.offload(params=True, grads=True, states=True)
-    return optimizer
 
 
 def scheduled(module):
@@ -199,45 +93,20 @@ def loaded(module):
     return optimizer
 
 
-def failing(module):
-    """A forward and a backward pass and a step that raise."""
-    optimizer = adamw(module, overlap=module)
-    hooks = optimizer.hook_gradients()
-    stash = stash_of()
-    wrapping = stash.wrap(list(module), weights=True)
-    steps(module, optimizer)
-
-    def fail(*_):
-        raise Failing
-
-    fails = module[1].down.register_forward_pre_hook(fail)
-    with pytest.raises(Failing):
-        backward(module)
-    fails.remove()
-    fails = module[1].down.weight.register_hook(fail)
-    with pytest.raises(Failing):
-        backward(module)
-    fails.remove()
-    optimizer.zero_grad()
+def failing_in_hooks(module):
+    """A backward pass that raises because no step has used the gradients of the pass before."""
+    found = everything(module)
     backward(module)
     with pytest.raises(abi.InvalidStateError, match="has been taken already, and another backward pass"):
         backward(module)
-    # torch keeps what a backward pass that has failed had queued until the next one.
-    torch.zeros(1, requires_grad=True).sum().backward()
-    return optimizer, hooks, stash, wrapping
-
-
-def closed(module):
-    found = everything(module)
-    found[0].close()
-    found[2].close()
+    forget_failed_pass(module)
     return found
 
 
 def removed(module):
     optimizer = adamw(module)
     overlap, hooks = optimizer.overlap(module), optimizer.hook_gradients()
-    stash = stash_of()
+    stash = stash_of(module)
     wrapping = stash.wrap(list(module), weights=True)
     steps(module, optimizer)
     for each in (hooks, wrapping, overlap):
@@ -255,7 +124,7 @@ def in_check_mode(module):
 TRAININGS = [
     plain, hooked, hooked_in_a_pass, accumulating, overlapping, overlapping_from_the_start, overlapping_until_the_end,
     everything, stashed, stashed_by_name, wrapped, with_weights, with_weights_away, compiled, in_a_phase, scheduled,
-    in_a_circle, copied, loaded, failing, closed, removed, in_check_mode,
+    in_a_circle, copied, loaded, failing, failing_in_hooks, closed, removed, in_check_mode,
 ]  # fmt: skip
 every_training = pytest.mark.parametrize("training", TRAININGS, ids=lambda each: each.__name__)
 
@@ -426,7 +295,7 @@ def test_a_wrapping_that_ends_leaves_the_wait_that_came_after_it(monkeypatch):
     module = model()
     for block in module:
         block.compile(backend="eager")
-    stash = stash_of()
+    stash = stash_of(module)
     wrapping = stash.wrap(list(module))
     optimizer, _ = overlapping(module)
     wrapping.remove()

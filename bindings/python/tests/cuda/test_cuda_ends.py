@@ -1,19 +1,19 @@
 """Trainings with params on a GPU, one after the other in one process: of each nothing is left, neither on the device nor
 on the host."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
-import hybridopt
-from remains import assert_that_nothing_piles_up, resident_bytes
+from remains import (
+    accumulating, assert_that_nothing_piles_up, closed, everything, failing, hooked_in_a_pass, in_a_phase, overlapping,
+    plain, resident_bytes, stashed_by_name, with_weights_away,
+)  # fmt: skip
 
 WIDTH = 1024
 LAYERS = 4
-
-
-class Failing(Exception):
-    pass
 
 
 def model():
@@ -21,135 +21,21 @@ def model():
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16().cuda()
 
 
-def backward(module):
-    module(torch.randn(8, WIDTH, dtype=torch.bfloat16, device="cuda")).float().square().mean().backward()
-
-
-def steps(module, optimizer, count=3):
-    for _ in range(count):
-        backward(module)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adamw(module, fraction=1.0, **options):
-    options = {"lr": 1e-2, "max_grad_norm": 1.0, "offload_fraction": fraction, **options}
-    return hybridopt.AdamW(module.named_parameters(), **options)
-
-
-def stash_of(**options):
-    return hybridopt.ActivationStash(64 << 20, min_bytes=1, slab_bytes=1 << 20, fraction=1.0, keep_last=0, **options)
-
-
-# Each function trains a model, and returns the optimizer and what else the user may keep.
-
-
-def plain(module):
-    optimizer = adamw(module)
-    steps(module, optimizer)
-    return optimizer
-
-
-def mixed(module):
-    optimizer = adamw(module, 0.5)
-    steps(module, optimizer)
-    assert optimizer.state_dict()["state"]
-    return optimizer
-
-
-def hooked(module):
-    optimizer = adamw(module)
-    hooks = optimizer.hook_gradients()
-    steps(module, optimizer)
-    backward(module)  # whose gradients no step uses
-    return optimizer, hooks
-
-
-def accumulating(module):
-    optimizer = adamw(module)
-    hooks = optimizer.hook_gradients(accumulate=True)
-    steps(module, optimizer)
-    return optimizer, hooks
-
-
-def overlapping(module):
-    """The last step is under way at the end."""
-    optimizer = adamw(module, 0.5)
-    overlap = optimizer.overlap(module)
-    steps(module, optimizer)
-    return optimizer, overlap
-
-
-def early(module):
-    optimizer = adamw(module, early_update_bytes=16 << 20, overlap=module)
-    hooks = optimizer.hook_gradients()
-    steps(module, optimizer)
-    backward(module)  # after which the library has updated some state early
-    return optimizer, hooks
-
-
-def stashed(module):
-    optimizer, stash = adamw(module), stash_of(model=module)
-    for _ in range(3):
-        with stash:
-            loss = module(torch.randn(8, WIDTH, dtype=torch.bfloat16, device="cuda")).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer, stash
-
-
-def with_weights(module):
-    optimizer, stash = adamw(module), stash_of()
-    wrapping = stash.wrap(list(module), weights=True)
-    steps(module, optimizer)
-    backward(module)
-    assert stash.stats().weights_away_bytes > 0
-    return optimizer, stash, wrapping
-
-
-def everything(module):
-    optimizer = adamw(module, overlap=module, early_update_bytes=16 << 20)
-    hooks = optimizer.hook_gradients()
-    stash = stash_of()
-    wrapping = stash.wrap(list(module), weights=True)
-    steps(module, optimizer)
-    return optimizer, hooks, stash, wrapping
-
-
-def in_a_phase(module):
-    optimizer = adamw(module, 0.5, movable=("params", "grads", "states"))
-    steps(module, optimizer)
-    optimizer.offload(params=True, grads=True, states=True)
-    return optimizer
-
-
-def closed(module):
-    found = everything(module)
-    found[0].close()
-    found[2].close()
-    return found
-
-
-def failing(module):
-    found = everything(module)
-
-    def fail(*_):
-        raise Failing
-
-    for register in (module[1].register_forward_pre_hook, module[1].weight.register_hook):
-        fails = register(fail)
-        with pytest.raises(Failing):
-            backward(module)
-        fails.remove()
-    # torch keeps what a backward pass that has failed had queued until the next one.
-    torch.zeros(1, requires_grad=True, device="cuda").sum().backward()
-    return found
-
-
-TRAININGS = [
-    plain, mixed, hooked, accumulating, overlapping, early, stashed, with_weights, everything, in_a_phase, closed, failing,
-]  # fmt: skip
+EARLY = {"early_update_bytes": 16 << 20}
+TRAININGS = {
+    "plain": plain,
+    "mixed": functools.partial(plain, offload_fraction=0.5),
+    "hooked": hooked_in_a_pass,
+    "accumulating": accumulating,
+    "overlapping": functools.partial(overlapping, offload_fraction=0.5),
+    "early": lambda module: hooked_in_a_pass(module, overlap=module, **EARLY),  # some state has been updated early
+    "stashed": stashed_by_name,
+    "with_weights": with_weights_away,
+    "everything": functools.partial(everything, **EARLY),
+    "in_a_phase": functools.partial(in_a_phase, offload_fraction=0.5),
+    "closed": functools.partial(closed, **EARLY),
+    "failing": functools.partial(failing, **EARLY),
+}
 
 
 def allocated_bytes():
@@ -158,13 +44,13 @@ def allocated_bytes():
 
 
 @pytest.mark.parametrize("first_gone", [0, -1])
-@pytest.mark.parametrize("training", TRAININGS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("training", TRAININGS)
 def test_memory_of_the_device_and_of_the_host_returns(training, first_gone):
     resident = []
 
     def train():
         module = model()
-        found = training(module)
+        found = TRAININGS[training](module)
         resident.append(resident_bytes())
         return module, *(found if isinstance(found, tuple) else (found,))
 
