@@ -15,7 +15,6 @@ from hybridopt.abi import handles
 from hybridopt.optimizers import adopting
 from hybridopt.params import slot_batch
 from hybridopt.state import entries as states
-from hybridopt.sync import compared
 from models import PAIRS, WITH_TORCH, bits, clone, drawn_seeds, run, set_gradients, watch_params
 
 SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
@@ -23,11 +22,10 @@ SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Several batches, parts and blocks of few params."""
+    """Several batches and parts of few params."""
     monkeypatch.setattr(slot_batch, "BATCH_SLOTS", 7)
     monkeypatch.setattr(hybridopt.params.bound, "BATCH_SLOTS", 7)
     monkeypatch.setattr(states, "PART_ENTRIES", 5)
-    monkeypatch.setattr(compared, "BLOCK_ELEMENTS", 35)
 
 
 class LookingAtAll:
@@ -37,7 +35,6 @@ class LookingAtAll:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(slot_batch.Forms, "match", lambda *_: False)
         self.patch.setattr(states.Snapshot, "matches", lambda *_: False)
-        self.patch.setattr(compared.Block, "is_rounded", lambda *_: False)
         self.patch.setattr(hybridopt.params.registered.Registered, "_are_the_same", lambda *_: False)
         return self.patch
 

@@ -601,8 +601,7 @@ def test_one_element_written_behind_our_back_is_kept(watched):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype, monkeypatch):
-    monkeypatch.setattr(master_bits, "COMPARED_ELEMENTS", 16)
+def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype):
     whole = torch.randn(103).to(dtype)  # params at places that words do not begin at, of odd lengths
     params = [Parameter(whole[:32]), Parameter(whole[33:63]), Parameter(whole[63:])]
     optimizer = hybridopt.AdamW(params, lr=1e-3, weight_decay=0.0, threads=1)
@@ -622,6 +621,60 @@ def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype, monkeyp
                 if each is param:
                     master[index] = float(expected)
                 assert bits([optimizer.master_of(each)]) == bits([master])
+
+
+def load_same_weights(module, how):
+    same = {name: value.clone() for name, value in module.state_dict().items()}
+    if how == "load_state_dict":
+        module.load_state_dict(same)
+    for name, param in module.named_parameters():
+        with torch.no_grad():
+            if how == "copy_":
+                param.copy_(same[name])
+            elif how == "data":
+                param.data = same[name]
+
+
+@pytest.mark.parametrize("options", [{}, {"master_layout": "split"}, {"master_layout": "split24"}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_loaded_unchanged_change_no_bit(dtype, options, watched):
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(30, 70), nn.Linear(70, 5)).to(dtype)
+    other = copy.deepcopy(module)
+    both = [(each, hybridopt.AdamW(each.named_parameters(), lr=1e-2, **options)) for each in (module, other)]
+    for seed, how in enumerate(("load_state_dict", "copy_", "data", "all left as it is")):
+        load_same_weights(module, how)
+        for each, optimizer in both:
+            run(optimizer, list(each.parameters()), [seed])
+        masters = [[optimizer.master_of(param) for param in each.parameters()] for each, optimizer in both]
+        assert bits(masters[0]) == bits(masters[1]), how
+        assert bits(module.parameters()) == bits(other.parameters()), how
+
+
+def test_masters_follow_though_the_step_is_skipped(watched):
+    params, optimizer = low_precision_pair()
+    master = optimizer.state[params[1]]["master_param"]
+    expected = master.clone()
+    with torch.no_grad():
+        params[1][100] = expected[100] = 7.0
+    set_gradients(params, 3)
+    params[0].grad[0] = torch.inf
+    with pytest.warns(UserWarning, match="skipped"):
+        optimizer.step()
+    assert optimizer.last_step().skipped and bits([master]) == bits([expected])
+
+
+def test_on_the_cpu_a_step_of_all_params_refreshes_no_masters(monkeypatch):
+    params, optimizer = low_precision_pair()
+    calls = []
+    refresh = abi.Optimizer.refresh_masters
+    monkeypatch.setattr(abi.Optimizer, "refresh_masters", lambda *a, **k: calls.append(1) or refresh(*a, **k))
+    with torch.no_grad():
+        params[0].copy_(params[0].clone())
+    run(optimizer, params, [3, 4])
+    assert not calls
+    optimizer.master_of(params[0])
+    assert calls
 
 
 def test_other_memory_at_the_same_address_is_noticed(watched):
@@ -678,21 +731,50 @@ def test_weights_written_behind_our_back_before_a_phase_are_not_reverted(watched
     assert all((param == 3.0).all() for param in params)
 
 
-def test_a_save_does_not_take_masters_of_weights_that_were_written_and_offloaded(tmp_path):
-    params, optimizer = low_precision_pair(movable=["params"])
+def assert_saved(path, params):
+    others = [nn.Parameter(torch.zeros_like(param)) for param in params]
+    hybridopt.AdamW(others).load_checkpoint(path)
+    assert bits(others) == bits(params)
+
+
+def test_a_save_has_weights_that_were_written_and_then_offloaded(watched, tmp_path):
+    params, optimizer = low_precision_pair(movable=["params", "states"])
     params[1].data.fill_(3.0)
+    optimizer.offload(params=True, states=True)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    optimizer.reload(params=True)
+    assert_saved(tmp_path / "saved", params)
+    params[0].data.fill_(4.0)
+    optimizer.save_checkpoint(tmp_path / "again")
+    assert_saved(tmp_path / "again", params)
+    params[1].data.fill_(5.0)
+    optimizer.offload(params=True)
+    optimizer.save_checkpoint(tmp_path / "last")
+    optimizer.reload(params=True, states=True)
+    assert_saved(tmp_path / "last", params)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    run(optimizer, params, [3])
+    assert (params[0] == 4.0).all() and (params[1] == 5.0).all()
+
+
+def test_a_save_does_not_take_masters_that_could_not_follow(monkeypatch, tmp_path):
+    """State of the device is on the host when the weights are written and offloaded."""
+    watch_params(monkeypatch)
+    params, optimizer = low_precision_pair(movable=["params", "states"])
+    optimizer.offload(states=True)
+    with torch.no_grad():
+        params[1].fill_(3.0)
+    monkeypatch.setattr(optimizer._engine, "plan", lambda: SimpleNamespace(device_elements=1))
     optimizer.offload(params=True)
     with pytest.raises(abi.InvalidStateError, match=r"'param_groups.0.1' has been written and then off"):
         optimizer.save_checkpoint(tmp_path / "saved")
-    optimizer.reload(params=True)
+    optimizer.reload(params=True, states=True)
     optimizer.save_checkpoint(tmp_path / "saved")
     optimizer.offload(params=True)
     optimizer.save_checkpoint(tmp_path / "again")
     optimizer.reload(params=True)
     for name in ("saved", "again"):
-        others = [nn.Parameter(torch.zeros_like(param)) for param in params]
-        hybridopt.AdamW(others).load_checkpoint(tmp_path / name)
-        assert bits(others) == bits(params)
+        assert_saved(tmp_path / name, params)
 
 
 def test_weights_at_the_address_of_others_are_not_reverted():

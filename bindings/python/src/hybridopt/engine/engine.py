@@ -55,9 +55,7 @@ class Engine:
         self.steps = Steps(self.handle)
         self.under_way: UnderWay | None = None  # made by the first begin_step()
         self.state_memory = StateMemory(self.handle, device)
-        self.in_sync = in_sync_of(
-            self.slots, device, self.bound.addresses, self.state_memory, self.steps
-        )
+        self.in_sync = in_sync_of(self.slots, device, self.bound.addresses)
         self.masters = Masters(self.handle, device, self.slots, self.state_memory, self.in_sync)
         self.shown = Shown(self.handle, device, self.registered, self.state_memory)
         # The storages of params that are offloaded; None while params are on the device.
@@ -218,14 +216,33 @@ class Engine:
             for slot in written:
                 self.in_sync.forget_one(slot)
         elif self.steps.was_last_skipped():
-            self.masters.refresh()  # a skipped step follows no param
+            ticket = self.masters.refresh()  # a skipped step follows no param
+            if ticket:
+                self.handle.wait(ticket)
 
     def refresh_masters(self) -> None:
-        """Updates the masters of params that other code has written. For offloaded params the reload does
-        that."""
-        if self.released_storages is None:
-            self.bound.fill_copies()
+        """Updates the masters of params that other code has written. For offloaded params note_params_leave() has
+        done that."""
+        if self.released_storages is not None:
+            return
+        self.bound.fill_copies()
+        if self.states_are_offloaded and self.plan().device_elements == 0:
+            # The library refuses this, but the state has never been elsewhere: these moves copy nothing.
+            self.handle.reload_states()
+            try:
+                self.masters.refresh()
+            finally:
+                self.handle.offload_states()
+        else:
             self.masters.refresh()
+
+    def note_params_leave(self) -> None:
+        """Updates masters before params are offloaded. Where state of the device is on the host already, they follow
+        after the reload of the params."""
+        try:
+            self.refresh_masters()
+        except abi.InvalidStateError:
+            self.masters.note_offload()
 
     def forget_what_is_in_sync(self) -> None:
         """Treats all params as written: other code may have written them without a trace. The upper half of a

@@ -53,13 +53,13 @@ def offload(
     streams = [engine.stream()]
     if grads:
         send_all_gradients(engine)
+    if params and engine.released_storages is None:
+        engine.note_params_leave()
     if states:
         engine.shown.hide(state)
-        engine.in_sync.find_masters()
         engine.handle.offload_states(streams=streams)
         engine.states_are_offloaded = True
     if params and engine.released_storages is None:
-        engine.masters.note_offload()
         engine.handle.offload_params(streams=streams)
     engine.wait()
     if grads:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# are_rounded() rounds this number of masters at once: they stay in the cache.
-COMPARED_ELEMENTS = 1 << 20
-
 
 def lost_bits(low_dtype: torch.dtype) -> int:
     """How many of the lower bits of fp32 numbers masters do not have."""
@@ -51,17 +48,6 @@ def as_halves(stored: Tensor) -> Tensor:
     return stored.view({1: torch.int8, 2: torch.int16}[stored.shape[-1]]).squeeze(-1)
 
 
-def merged(master: Tensor, param: Tensor) -> Tensor | None:
-    """Masters that follow their params in 16 bits: where a param is not its master rounded, the param
-    itself, elsewhere the master with all its bits. None if no param differs."""
-    bits = param.view(torch.int16)
-    written = master.to(param.dtype).view(torch.int16) != bits
-    if param.dtype == torch.bfloat16 and written.any():
-        # masters that were split come with ties rounded up
-        written &= halves(master, torch.int16)[0] != bits
-    return torch.where(written, param.float(), master) if written.any() else None
-
-
 def split(
     master: Tensor, param: Tensor, low_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
@@ -76,21 +62,3 @@ def split(
     if (as_even & ~same).any():
         fitting = torch.where(as_even, upper, bits).view(torch.bfloat16)
     return torch.where(same | as_even, low, torch.zeros_like(low)), fitting
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether flat tensors of as many elements of 16 bits are the same. They are compared as integers
-    as wide as they can be, which torch compares fastest."""
-    whole = all(flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 for flat in (one, other))
-    dtype = torch.int64 if whole else torch.int16
-    return torch.equal(one.view(dtype), other.view(dtype))
-
-
-def are_rounded(master: Tensor, param: Tensor) -> bool:
-    """Whether params in 16 bits are their masters, rounded. Both are flat and on the host."""
-    rounded = torch.empty(min(master.numel(), COMPARED_ELEMENTS), dtype=param.dtype, device="cpu")
-    for masters, params in zip(master.split(COMPARED_ELEMENTS), param.split(COMPARED_ELEMENTS)):
-        now = rounded[: masters.numel()].copy_(masters)
-        if not same_bits(now, params):
-            return False
-    return True

@@ -1,4 +1,5 @@
-"""InSync: which params still equal their masters, rounded, because only the library has written them."""
+"""InSync: which params other code may have written. The library makes their masters follow, and leaves a master
+alone whose param is its rounded value."""
 
 from __future__ import annotations
 
@@ -11,23 +12,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..params.bound import Addresses
 from ..params.registered import Slot
 from ..params.tensors import local
-from ..state.state_memory import StateMemory
-from ..steps.queued import Steps
-from .compared import Compared
 from .samples import Samples
 
 
 class InSync(Protocol):
-    """Finds the params that other code has written."""
+    """Finds the params that other code may have written."""
 
     # Whether a step itself finds what other code has written to params that it updates.
     steps_follow_params: bool
 
     def begin(self) -> None:
         """Starts: commit has just made the masters from the params."""
-
-    def find_masters(self) -> None:
-        """To be called before states are offloaded, if written() may be called while they are."""
 
     def note(self) -> None:
         """Notes that all params are in sync now."""
@@ -41,6 +36,31 @@ class InSync(Protocol):
     def written(self, among: set[Slot] | None = None) -> list[Slot]:
         """The params that other code may have written since note(). Others than those of `among` need not be
         looked at."""
+
+
+class Followed:
+    """Params in host memory. A step makes the masters of the params that it updates follow, so nothing is noted, and
+    any param may have been written."""
+
+    steps_follow_params = True
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots
+
+    def begin(self) -> None:
+        pass
+
+    def note(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def forget_one(self, slot: Slot) -> None:
+        pass
+
+    def written(self, among: set[Slot] | None = None) -> list[Slot]:
+        return [slot for slot in self._slots if among is None or slot in among]
 
 
 class Watched:
@@ -70,9 +90,6 @@ class Watched:
     def begin(self) -> None:
         """Starts: commit has just made the masters from the params."""
         self.note()
-
-    def find_masters(self) -> None:
-        """Does nothing: written() reads no master."""
 
     def note(self) -> None:
         """Notes that all params equal their masters, rounded, now."""
@@ -150,15 +167,9 @@ def is_away(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def in_sync_of(
-    slots: list[Slot],
-    device: torch.device,
-    addresses: Addresses,
-    state_memory: StateMemory,
-    steps: Steps,
-) -> InSync:
+def in_sync_of(slots: list[Slot], device: torch.device, addresses: Addresses) -> InSync:
     """The right class for the slots among these whose params have masters of their own."""
     slots = [slot for slot in slots if slot.has_master and slot.count > 0]
     if is_away(device):
         return Watched(slots, addresses, device)
-    return Compared(slots, addresses, state_memory, steps)
+    return Followed(slots)

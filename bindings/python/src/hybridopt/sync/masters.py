@@ -1,4 +1,4 @@
-"""Masters: updates masters after other code has written params, and reads masters as fp32 numbers in
+"""Masters: makes masters follow after other code has written params, and reads masters as fp32 numbers in
 whatever layout they are stored."""
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class Masters:
         self._in_sync = in_sync
         self.written_before_offload: set[Slot] = set()
 
-    def refresh(self, among: set[Slot] | None = None) -> None:
-        """Makes the masters of params that other code has written (by loading weights, say) equal to these
-        params. Of others than those of `among` it need not."""
+    def refresh(self, among: set[Slot] | None = None) -> int:
+        """Makes the masters of params that other code has written (by loading weights, say) follow these
+        params. Of others than those of `among` it need not. Returns the ticket, 0 if nothing was to be done."""
         written = self._in_sync.written(among)
-        for slot in written:
-            self._refresh_one(slot)
-        if written:
-            self._in_sync.note()
+        if not written:
+            return 0
+        ticket = self._refresh(written)
+        self._in_sync.note()
+        return ticket
 
     def note_offload(self) -> None:
         """Notes, before params are offloaded, which of them have been written. An offload and a reload alone
@@ -55,26 +56,14 @@ class Masters:
             self._in_sync.forget_one(slot)
         self.written_before_offload = set()
 
-    def _refresh_one(self, slot: Slot) -> None:
-        """Makes one master equal to its param. Elements that still equal their rounded master keep all bits
-        of the master."""
-        self._handle.drain()
-        if slot.dtype == torch.float32:
-            self._refresh_by_library([slot])
-            return
-        master = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
-        merged = master_bits.merged(master, in_memory_order(slot.bound).cpu())
-        if merged is not None:
-            self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER, slot.arrange(merged))
-
-    def _refresh_by_library(self, slots: list[Slot]) -> None:
+    def _refresh(self, slots: list[Slot]) -> int:
         params = [slot.id for slot in slots]
-        self._handle.refresh_masters(params=params, streams=[current_stream(self._device)])
+        return self._handle.refresh_masters(params=params, streams=[current_stream(self._device)])
 
     def drop_low_halves(self) -> None:
         """Sets the lower halves of split masters so that the masters equal their params. A write to such a
         param changes the upper half of the master itself, so the lower half would belong to another value."""
-        self._refresh_by_library([slot for slot in self._slots if slot.split])
+        self._refresh([slot for slot in self._slots if slot.split])
         self._handle.drain()
 
     def read(self, slot: Slot) -> Tensor:
@@ -97,8 +86,8 @@ class Masters:
         self, slot: Slot, entry: dict[str, Any], part_of: Callable[[Tensor], Tensor]
     ) -> None:
         """Takes masters, in any layout, from an entry of `state` that was loaded or assigned. `part_of`
-        cuts out the part of this process. If the entry has none, the next step compares fp32 masters with
-        the param."""
+        cuts out the part of this process. If the entry has none, fp32 masters follow the param in the next
+        step."""
         master, low = entry.get(MASTER), entry.get(MASTER_LOW)
         if slot.split:
             if isinstance(low, Tensor):
