@@ -195,6 +195,26 @@ def test_a_fraction_that_does_not_fit_changes_nothing():
 
 
 @every_fraction
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_follow_what_others_write_and_keep_the_bits_of_the_rest(fraction, dtype):
+    on_cpu, on_gpu = pair(dtype)
+    cpu, gpu = (hybridopt.AdamW(on_cpu, lr=1e-2), hybridopt.AdamW(on_gpu, lr=1e-2, offload_fraction=fraction))
+    for seed in range(6):
+        set_both(on_cpu, on_gpu, seed)
+        with torch.no_grad():
+            for params in (on_cpu, on_gpu):
+                if seed == 2:  # the same weights again
+                    params[0].copy_(params[0].clone())
+                    params[2].data = params[2].data.clone()
+                if seed == 3:
+                    params[0][:35].fill_(0.25)
+                if seed == 4:
+                    params[2].data = params[2].data * 2
+        cpu.step(), gpu.step()
+        same_everywhere(on_cpu, cpu, on_gpu, gpu)
+
+
+@every_fraction
 def test_split_masters_follow_what_others_write(fraction):
     on_cpu, on_gpu = pair(torch.bfloat16)
     both = [(on_cpu, hybridopt.AdamW(on_cpu, lr=1e-2, master_layout="split"))]

@@ -96,7 +96,8 @@ impl<'q, 'a> Queue<'q, 'a> {
         self.move_resource(sys::offload_optimizer_reload_states, what, 0, GivesUp::Nothing)
     }
 
-    /// Weights were written from outside: masters are copied in from the params again.
+    /// Weights were written from outside: masters follow. Where a param still is its master,
+    /// rounded, the master stays as it is.
     pub fn refresh_masters(&mut self, what: &Move<'_>) -> Result<Ticket> {
         self.move_resource(sys::offload_optimizer_refresh_masters, what, 0, GivesUp::Nothing)
     }
