@@ -197,11 +197,13 @@ def check_codes(device: torch.device, compiled: bool) -> bool:
         if id(moments) in seen:
             continue
         seen.add(id(moments))
-        if isinstance(moments, RatioLog):
+        if type(moments) is RatioLog:
             wrong += [*bounded_errors(moments, device), *zeros_stay(moments, device)]
-        if not isinstance(moments, SoftsignRoot):
+        if not isinstance(moments, SoftsignRoot) and getattr(moments, "exact", "number") == "number":
             wrong += unbiased(moments, device)
-        wrong += [*monotone(moments, device), *comes_back(moments, device)]
+        wrong += monotone(moments, device)
+        if type(moments) in (Bf16, RatioLog, SoftsignRoot):  # the others are made of these
+            wrong += comes_back(moments, device)
         if compiled and name == THREE_BYTES:  # as one form takes seconds
             wrong += compiled_agrees(form, device)
         print(f"{name}: {'; '.join(wrong) or 'good'}", flush=True)

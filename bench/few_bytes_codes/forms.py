@@ -129,12 +129,18 @@ class Bf16:
         return [((x.view(torch.int32) + bits) & -65536).view(torch.float32).bfloat16() for x, bits in pairs]
 
 
+FP32, BF16 = Fp32(), Bf16()
+
+
 class RatioLog:
     """exp_avg as a ratio, exp_avg_sq as a logarithm, as this file's head says. Without groups the lowest code is
-    `lowest`, a power of two, and everything above the 255th saturates too."""
+    `lowest`, a power of two, and everything above the 255th saturates too. `exact` is what rounding at random keeps
+    in the mean: the number, or its logarithm, or one divided by its root, which is what the update uses."""
 
-    def __init__(self, octave: int, group: int | None = 128, linear: bool = False, lowest: int = -45) -> None:
-        self.octave, self.grouped, self.linear = octave, group is not None, linear
+    def __init__(
+        self, octave: int, group: int | None = 128, linear: bool = False, lowest: int = -45, exact: str = "number"
+    ) -> None:
+        self.octave, self.grouped, self.linear, self.exact = octave, group is not None, linear, exact
         self.group = group or 128
         self.base = (lowest + 126) * octave  # the lattice number of code 1, without groups
         numbers = [2.0 ** (n / octave - 126) for n in range(254 * octave)]
@@ -184,7 +190,12 @@ class RatioLog:
         guess = (guess - (lattice[guess] > positive).int()).clamp(min=0)
         guess = (guess + (lattice[guess + 1] <= positive).int()).clamp(max=last)
         low, high = lattice[guess], lattice[guess + 1]
-        up = goes_up(positive - low, high - low, random)
+        if self.exact == "inverse root":
+            up = goes_up(low.rsqrt() - positive.rsqrt(), low.rsqrt() - high.rsqrt(), random)
+        elif self.exact == "logarithm":
+            up = goes_up((positive / low).log2() * self.octave, 1.0, random)
+        else:
+            up = goes_up(positive - low, high - low, random)
         return torch.where(x > 0, (guess + up.int()).clamp(max=last), -1)
 
     def ratio_code(self, first: Tensor, root: Tensor, bound: Tensor, random: Tensor | None) -> Tensor:
@@ -197,6 +208,38 @@ class RatioLog:
         else:
             up = goes_up(size * 16129 - whole * whole, 2 * whole + 1, random)
         return ((whole + up.float()) * ratio.sign()).to(torch.int8)
+
+
+class RatioBf16(RatioLog):
+    """exp_avg as a ratio, exp_avg_sq in bf16, rounded at random."""
+
+    def new(self, shape: torch.Size, device: torch.device) -> list[Tensor]:
+        return [torch.zeros(shape, device=device, dtype=kind) for kind in (torch.int8, torch.bfloat16)]
+
+    def decode(self, stored: list[Tensor], bound: Tensor) -> tuple[Tensor, Tensor]:
+        second = stored[1].float()
+        code = stored[0].float()
+        return code * code.abs() / 16129 * bound * second.sqrt(), second
+
+    def encode(self, first: Tensor, second: Tensor, bound: Tensor, draws: Draws | None) -> list[Tensor]:
+        stored = BF16.encode(first, second, bound, draws)[1]
+        ratio = self.ratio_code(first, stored.float().sqrt(), bound, draws.first if draws else None)
+        return [ratio, stored]
+
+
+class Bf16Log(RatioLog):
+    """exp_avg in bf16, exp_avg_sq as a logarithm."""
+
+    def new(self, shape: torch.Size, device: torch.device) -> list[Tensor]:
+        codes, scales = super().new(shape, device)[1:]
+        return [torch.zeros(shape, device=device, dtype=torch.bfloat16), codes, scales]
+
+    def decode(self, stored: list[Tensor], bound: Tensor) -> tuple[Tensor, Tensor]:
+        lattice = self.on_device[stored[0].device]
+        return stored[0].float(), self.numbers(stored[1].int(), self.bases(stored), lattice)
+
+    def encode(self, first: Tensor, second: Tensor, bound: Tensor, draws: Draws | None) -> list[Tensor]:
+        return [BF16.encode(first, second, bound, draws)[0], *super().encode(first, second, bound, draws)[1:]]
 
 
 class SoftsignRoot:
@@ -236,7 +279,7 @@ class Form:
     misread: bool = False  # after betas have changed, ratios are decoded by the new bound
 
 
-FP32, BF16, TEN = Fp32(), Bf16(), RatioLog(10)
+TEN = RatioLog(10)
 FORMS: dict[str, Form] = {
     "fp32": Form(12, FP32),
     "fp32, nudged": Form(12, FP32, nudge=1),
@@ -252,6 +295,10 @@ FORMS: dict[str, Form] = {
     "ratio, log 5 fixed, 24": Form(3, RatioLog(5, None), True),
     "linear ratio, log 10 of 128, 24": Form(3 + 1 / 128, RatioLog(10, linear=True), True),
     "ratio, log 10 of 128, 24, misread": Form(3 + 1 / 128, TEN, True, misread=True),
+    "ratio, log 10 of 128 by logarithm, 24": Form(3 + 1 / 128, RatioLog(10, exact="logarithm"), True),
+    "ratio, log 10 of 128 by inverse root, 24": Form(3 + 1 / 128, RatioLog(10, exact="inverse root"), True),
+    "ratio, bf16, 24": Form(4, RatioBf16(128), True),
+    "bf16, log 10 of 128, 24": Form(4 + 1 / 128, Bf16Log(10), True),
     "softsign, root of 32": Form(4 + 1 / 8, SoftsignRoot()),
 }
 THREE_BYTES = "ratio, log 10 of 128, 24"
@@ -338,7 +385,7 @@ def update(
 def ends(form: Form, moments: list[Tensor]) -> list[float]:
     """Shares of the elements that ever had a gradient: exp_avg at the end of its code, exp_avg_sq at the lowest code,
     and, without groups, at the highest. It counts codes, so numbers that are there by right are in it too."""
-    if not isinstance(form.moments, RatioLog):
+    if type(form.moments) is not RatioLog:
         return []
     alive = (moments[1] > 0).sum().clamp(min=1)
     places = [moments[0].abs() == 127, moments[1] == 1]
