@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import threading
@@ -19,96 +18,24 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..abi.errors import HybridoptError
-from ..abi.handles import Context
 from ..abi.stash import Stash
-from ..base.checks import is_number
 from ..base.modes import refuse_capture
 from ..base.units import readable
-from ..ranks.local_ranks import mask_of
-from ..settings.contexts import context_for
-from ..settings.options import DEFAULT_OPTIONS, NUMA_POLICIES
 from ..traps.away import keepers
+from .arguments import check_count, context_of, device_of, fraction_of
 from .blocks import Block, Transfers
 from .choice import Choice, Link, choose, nothing
 from .clock import clock_of
 from .forward_pass import ForwardPass
+from .layers import LayerHooks, Wrapping, modules_of
 from .names import ROLES, Call, Names, Roles
+from .program import Program
 from .saved import Kept, Put, Wrapped, is_param, may_go, range_of
+from .stats import Saved, StashStats, link_of, stats_of
 from .table import Table
 from .weights import Weights
 
 MIN_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class StashStats:
-    """What a stash has done since it was made, and what it holds.
-
-    Attributes:
-        saved, saved_bytes: tensors that autograd has saved while the stash looked on, and their bytes.
-        twice, twice_bytes: of these, tensors over memory that was put aside already.
-        pushed_bytes: copied to the host.
-        refused_bytes: that found no room within the budget and stayed on the device.
-        returned_bytes: copied back.
-        host_bytes, host_bytes_max: on the host now, and at most.
-        slabs_bytes: pinned host memory of the stash.
-        down_bytes_per_second, up_bytes_per_second: of copies to the host and back, as the device has timed
-            them; 0.0 on the CPU.
-        waited_seconds: for which the device waited for copies.
-        ahead_bytes: of steps and moves of the same context, that were on their way to the device when copies back began
-            to wait for the link: the sum over these.
-        weights_host_bytes: of host_bytes, copies of weights (wrap(weights=True)).
-        weights_away_bytes: weights that are on the host only.
-    """
-
-    saved: int
-    saved_bytes: int
-    twice: int
-    twice_bytes: int
-    pushed_bytes: int
-    refused_bytes: int
-    returned_bytes: int
-    host_bytes: int
-    host_bytes_max: int
-    slabs_bytes: int
-    down_bytes_per_second: float
-    up_bytes_per_second: float
-    waited_seconds: float
-    ahead_bytes: int
-    weights_host_bytes: int
-    weights_away_bytes: int
-
-
-# The number of measured passes. The first one puts all aside, and its times are those of kernels that run for the
-# first time; the second one follows a choice already. Between them a pass goes unmeasured: the host has waited for
-# the times of the first one, so the device has nothing queued when it begins, and its time would be that of the host.
-MEASURED_PASSES = 2
-
-
-class Program:
-    """What runs under one key: forward passes that save the same tensors in the same order."""
-
-    def __init__(self) -> None:
-        self.choice: Choice | None = None
-        self.measuring: ForwardPass | None = None
-        self.measured = 0
-        self.has_waited = False  # for the device, since the last pass began
-        self._most_saved = -1  # tensors in one pass with gradients
-        self._last_length = -1
-
-    def note_length(self, length: int) -> None:
-        """Two passes of another length than the chosen one: the program has changed."""
-        if torch.is_grad_enabled():
-            self._most_saved = max(self._most_saved, length)
-        if self.choice is not None and length not in (0, len(self.choice.goes)):
-            if length == self._last_length:
-                self.choice, self.measuring, self.measured = None, None, 0
-            self._last_length = length
-
-    @property
-    def saves_nothing(self) -> bool:
-        """Whether there have been passes with gradients, and none has saved anything that may go."""
-        return self._most_saved == 0
 
 
 class Thread(threading.local):
@@ -145,75 +72,6 @@ class Keyed:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         self._stash._exit(self._key, kind is None)
-
-
-class LayerHooks:
-    """What is called before and after a wrapped module. Who has the weights of a module must not go before the module
-    does: then these keep the stash alive."""
-
-    def __init__(self, stash: ActivationStash, layer: nn.Module, name: str) -> None:
-        self._stash = weakref.ref(stash)
-        self._kept = stash if layer in stash._weights else None
-        self._layer = weakref.ref(layer)
-        self._name = name
-        self._has_ended = False
-        self._compiled: Callable[..., Any] | None = None  # what around() has got
-        self._call: weakref.ref[Any] | None = None  # what it has given
-
-    @torch._disable_dynamo
-    def before(self, *_: Any) -> None:
-        stash, layer = self._stash(), self._layer()
-        if stash is not None and layer is not None and not stash._handle.closed:
-            stash._enter_layer(layer, self._name)
-
-    @torch._disable_dynamo
-    def after(self, *arguments: Any) -> None:
-        stash, layer = self._stash(), self._layer()
-        if stash is not None and layer is not None:
-            stash._leave_layer(layer, self._name, arguments[-1] if arguments else None)
-
-    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """For a module whose call is compiled, so that torch calls no hooks of it."""
-
-        @functools.wraps(compiled)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._has_ended:
-                return compiled(*args, **kwargs)
-            self.before()
-            result = None
-            try:
-                result = compiled(*args, **kwargs)
-                return result
-            finally:
-                self.after(result)
-
-        self._compiled, self._call = compiled, weakref.ref(call)
-        return call
-
-    def end(self) -> None:
-        """Undoes around(). What others have put around it since stays."""
-        self._has_ended, self._kept = True, None
-        layer = self._layer()
-        if layer is not None and self._call is not None and layer._compiled_call_impl is self._call():
-            layer._compiled_call_impl = self._compiled
-
-
-class Wrapping:
-    """What wrap() gives: remove() ends it."""
-
-    def __init__(self, undo: list[Callable[[], None]], bring_back: Callable[[], None]) -> None:
-        self._undo = undo
-        self._bring_back = bring_back
-
-    def bring_back(self) -> None:
-        """All params of the modules are on the device when this returns, for code that reads or writes them outside
-        of the modules' forward and backward passes. With weights=True they leave again after their next use."""
-        self._bring_back()
-
-    def remove(self) -> None:
-        for each in self._undo:
-            each()
-        self._undo.clear()
 
 
 class ActivationStash:
@@ -270,22 +128,22 @@ class ActivationStash:
         device: torch.device | str | None = None,
         pin: bool = True,
     ) -> None:
-        _check_count("budget", budget, 1, "bytes of host memory, 16 << 30 say")
-        _check_count("keep_last", keep_last, 0, "groups at the end of a forward pass that stay")
-        _check_count("min_bytes", min_bytes, 1, "bytes of the smallest tensor that goes")
-        _check_count("slab_bytes", slab_bytes, 0, "a multiple of 4096, or 0 for 4 MiB")
+        check_count("budget", budget, 1, "bytes of host memory, 16 << 30 say")
+        check_count("keep_last", keep_last, 0, "groups at the end of a forward pass that stay")
+        check_count("min_bytes", min_bytes, 1, "bytes of the smallest tensor that goes")
+        check_count("slab_bytes", slab_bytes, 0, "a multiple of 4096, or 0 for 4 MiB")
         if window_bytes is not None:
-            _check_count("window_bytes", window_bytes, 0, "bytes of copies under way, or None")
+            check_count("window_bytes", window_bytes, 0, "bytes of copies under way, or None")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"Invalid model: a {type(model).__name__}, expected a torch.nn.Module")
-        self._device = _device_of(device)
+        self._device = device_of(device)
         self._budget_bytes = budget
         self._keep_last = keep_last
-        self._fraction = _fraction_of(fraction)
+        self._fraction = fraction_of(fraction)
         self._min_bytes = min_bytes
         self._window_bytes = window_bytes
         self._handle = Stash(
-            _context_of(self._device, pin),
+            context_of(self._device, pin),
             budget_bytes=budget,
             slab_bytes=slab_bytes,
             min_bytes=min_bytes,
@@ -313,7 +171,7 @@ class ActivationStash:
         self._open: ForwardPass | None = None  # of wrapped modules outside of with statements
         self._group = 0
         self._blocks: weakref.WeakValueDictionary[tuple, Block] = weakref.WeakValueDictionary()
-        self._saved = self._saved_bytes = self._twice = self._twice_bytes = 0
+        self._saved = Saved()
 
     # ------------------------------------------------------------------------------ what users call --
 
@@ -356,7 +214,7 @@ class ActivationStash:
         Raises:
             TypeError, ValueError: a module that cannot be wrapped, or whose params cannot leave; the text says why.
         """
-        layers = _modules_of(modules)
+        layers = modules_of(modules)
         if not weights and not activations:
             raise ValueError("wrap() got weights=False and activations=False, expected one of them to be True")
         for layer in layers:
@@ -367,7 +225,7 @@ class ActivationStash:
             known = ((name, module) for module, name in self._module_names.items())
             with self._lock:
                 self._weights.add(names, known)
-        undo = [undo for number, layer in enumerate(layers) for undo in self._attach(layer, number)]
+        undo = [undo for number, layer in enumerate(layers) for undo in self._hooked(layer, number)]
         if weights:
             undo += [undo for layer in layers for undo in self._attach_weights(layer)]
             _hook_steps()
@@ -403,7 +261,7 @@ class ActivationStash:
 
     @fraction.setter
     def fraction(self, fraction: float | None) -> None:
-        self._fraction = _fraction_of(fraction)
+        self._fraction = fraction_of(fraction)
         self.measure_again()
 
     def measure_again(self) -> None:
@@ -445,33 +303,15 @@ class ActivationStash:
             program = self._programs.get(key)
             if program is None:
                 return None
-            self._settle(program)
+            program.settle(self._choose)
             if program.choice is None and program.saves_nothing:
                 return nothing(self._link())
             return program.choice
 
     def stats(self) -> StashStats:
         self._transfers.end_abandoned()
-        stats = self._handle.stats()
-        link = _link_of(stats)
-        return StashStats(
-            saved=self._saved,
-            saved_bytes=self._saved_bytes,
-            twice=self._twice,
-            twice_bytes=self._twice_bytes,
-            pushed_bytes=stats.pushed_bytes,
-            refused_bytes=stats.refused_bytes,
-            returned_bytes=stats.prefetched_bytes,
-            host_bytes=stats.held_bytes,
-            host_bytes_max=stats.used_bytes_max,
-            slabs_bytes=stats.slabs_bytes,
-            down_bytes_per_second=0.0 if link is None else link.down,
-            up_bytes_per_second=0.0 if link is None else link.up,
-            waited_seconds=stats.release_wait_seconds + stats.pop_wait_seconds,
-            ahead_bytes=stats.ahead_bytes,
-            weights_host_bytes=self._weights.host_bytes(),
-            weights_away_bytes=self._weights.away_bytes(),
-        )
+        weights = self._weights
+        return stats_of(self._handle.stats(), self._saved, weights.host_bytes(), weights.away_bytes())
 
     def close(self) -> None:
         """Gives the host memory back. Backward passes that need what is in it raise from now on. Modules that
@@ -502,17 +342,8 @@ class ActivationStash:
             weights = f", of {count} the weights too" if count else ""
             particulars["wrapped"] = f"{len(self._wrapped)} modules{weights}"
         for key, program in list(self._programs.items()):
-            particulars[f"choice({key!r})" if key else "choice()"] = self._told(program)
+            particulars[f"choice({key!r})" if key else "choice()"] = program.told(self._min_bytes)
         return particulars
-
-    def _told(self, program: Program) -> str:
-        choice = program.choice
-        if choice is not None:
-            of = f"{len(choice.order)} of {len(choice.goes)} tensors go"
-            return f"{of}, {readable(choice.chosen_bytes)} of {readable(choice.eligible_bytes)}"
-        if program.saves_nothing:
-            return f"nothing goes: no tensor of at least {readable(self._min_bytes)} was saved that may go"
-        return "none before a forward and a backward pass have been measured"
 
     # ----------------------------------------------------------------------------- forward passes --
 
@@ -540,12 +371,12 @@ class ActivationStash:
 
     def _begin(self, key: str) -> ForwardPass:
         program = self._programs.setdefault(key, Program())
-        self._settle(program)
+        program.settle(self._choose)
         previous = None if self._previous is None else self._previous()
         if previous is not None:
             previous.release_all()
         self._transfers.end_abandoned()
-        is_measured = program.measured < MEASURED_PASSES and program.measuring is None and not program.has_waited
+        is_measured = program.is_to_be_measured
         program.has_waited = False
         clock = self._clock if is_measured else None
         begun = ForwardPass(self._transfers, program.choice, clock, self._window_bytes)
@@ -563,45 +394,25 @@ class ActivationStash:
             elif program.measuring is this:
                 program.measuring = None
 
-    def _settle(self, program: Program) -> None:
-        """Chooses, once the measured pass has been used."""
-        measuring = program.measuring
-        if measuring is None or measuring.is_open:
-            return
-        if not measuring.is_over and not measuring.was_used_whole:
-            return
-        if program.choice is not None and not measuring.has_ended_on_device:
-            return  # that choice serves until then
-        program.measuring = None
-        if not measuring.was_used:
-            return  # nobody wanted gradients
-        ranges, forward_seconds = measuring.measured()
-        program.has_waited = program.measured == 0
-        program.measured += 1
-        program.choice = choose(
+    def _choose(self, ranges: Any, forward_seconds: float) -> Choice:
+        budget_bytes = max(self._budget_bytes - self._weights.host_bytes(), 0)
+        return choose(
             ranges,
             forward_seconds,
             self._link(),
-            budget_bytes=max(self._budget_bytes - self._weights.host_bytes(), 0),
+            budget_bytes=budget_bytes,
             keep_last=self._keep_last,
             fraction=self._fraction,
         )
 
     def _link(self) -> Link:
         """As the device has timed it; on the CPU as the host has."""
-        return _link_of(self._handle.stats()) or self._transfers.link()
+        return link_of(self._handle.stats()) or self._transfers.link()
 
     # ---------------------------------------------------------------------------- wrapped modules --
 
-    def _attach(self, layer: nn.Module, number: int) -> Iterator[Callable[[], None]]:
-        hooks = LayerHooks(self, layer, self._name_of(layer, number))
-        compiled = layer._compiled_call_impl
-        if compiled is None:
-            yield layer.register_forward_pre_hook(Call(hooks.before), prepend=True).remove
-            yield layer.register_forward_hook(Call(hooks.after), always_call=True).remove
-        else:
-            layer._compiled_call_impl = hooks.around(compiled)
-            yield hooks.end
+    def _hooked(self, layer: nn.Module, number: int) -> Iterator[Callable[[], None]]:
+        return LayerHooks(self, layer, self._name_of(layer, number), layer in self._weights).attach(layer)
 
     def _name_of(self, layer: nn.Module, number: int) -> str:
         return self._module_names.get(layer) or f"layer {number}"
@@ -644,6 +455,8 @@ class ActivationStash:
         self._first_called = self._open = None
 
     def _enter_layer(self, layer: nn.Module, name: str) -> None:
+        if self._handle.closed:
+            return
         thread = self._thread
         while any(each.module is layer for each in thread.entered):
             thread.entered.pop().leave()  # Ctrl-C has ended its last call without a word
@@ -756,8 +569,8 @@ class ActivationStash:
             return Kept(tensor, module)
         address, size = found
         storage = tensor.untyped_storage()
-        self._saved += 1
-        self._saved_bytes += size
+        self._saved.count += 1
+        self._saved.bytes += size
         # The same memory with the same content. As long as the block lives no other storage has this name.
         key = (storage._cdata, address, size, tensor._version)
         block = self._blocks.get(key)
@@ -767,8 +580,8 @@ class ActivationStash:
             group = self._group if self._wrapped else len(this)
             this.save(block, module, self._names.stack.role, group)
         else:
-            self._twice += 1
-            self._twice_bytes += size
+            self._saved.twice += 1
+            self._saved.twice_bytes += size
         return Put(tensor, block, tensor.data_ptr(), module)
 
     def _restore(self, saved: Any) -> Any:
@@ -813,58 +626,3 @@ def _is_in_checkpoint() -> bool:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _link_of(stats: Any) -> Link | None:
-    if stats.down_seconds <= 0.0 or stats.up_seconds <= 0.0:
-        return None
-    return Link(stats.down_timed_bytes / stats.down_seconds, stats.up_timed_bytes / stats.up_seconds)
-
-
-def _modules_of(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
-        return [modules]
-    found = list(dict.fromkeys(modules))
-    for each in found:
-        if not isinstance(each, nn.Module):
-            raise TypeError(f"wrap() got a {type(each).__name__}, expected torch.nn.Module or several of them")
-    return found
-
-
-def _device_of(device: torch.device | str | None) -> torch.device:
-    found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
-def _context_of(device: torch.device, pin: bool) -> Context:
-    """The one that optimizers with default options on this device have, too."""
-    return context_for(
-        device,
-        None,
-        None,
-        mask_of(None),
-        threads=DEFAULT_OPTIONS["threads"],
-        numa_policy=NUMA_POLICIES[DEFAULT_OPTIONS["numa_policy"]],
-        allow_pageable=int(not pin),
-    )
-
-
-def _fraction_of(fraction: Any) -> float | None:
-    if fraction is None:
-        return None
-    if is_number(fraction) and 0.0 <= fraction <= 1.0:
-        return float(fraction)
-    raise ValueError(
-        f"Invalid fraction: {fraction!r}, expected a share of the activations' bytes from 0.0 to 1.0, or None for as "
-        "much as the link can hide"
-    )
-
-
-def _check_count(name: str, value: Any, least: int, meaning: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"Invalid {name}: {value!r}, expected an int: {meaning}")
-    if not least <= value < 1 << 63:
-        expected = f"at least {least}" if value < least else "less than 2**63"
-        raise ValueError(f"Invalid {name}: {value!r}, expected {expected}: {meaning}")

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from .activation_stash import ActivationStash, Wrapping
+from .activation_stash import ActivationStash
+from .layers import Wrapping
 
 # Fields of Megatron-LM's TransformerConfig with its defaults.
 DEFAULTS: dict[str, Any] = {

@@ -1,0 +1,52 @@
+"""The arguments of a stash: checks, and what they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..abi.handles import Context
+from ..base.checks import is_number
+from ..ranks.local_ranks import mask_of
+from ..settings.contexts import context_for
+from ..settings.options import DEFAULT_OPTIONS, NUMA_POLICIES
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def context_of(device: torch.device, pin: bool) -> Context:
+    """The one that optimizers with default options on this device have, too."""
+    return context_for(
+        device,
+        None,
+        None,
+        mask_of(None),
+        threads=DEFAULT_OPTIONS["threads"],
+        numa_policy=NUMA_POLICIES[DEFAULT_OPTIONS["numa_policy"]],
+        allow_pageable=int(not pin),
+    )
+
+
+def fraction_of(fraction: Any) -> float | None:
+    if fraction is None:
+        return None
+    if is_number(fraction) and 0.0 <= fraction <= 1.0:
+        return float(fraction)
+    raise ValueError(
+        f"Invalid fraction: {fraction!r}, expected a share of the activations' bytes from 0.0 to 1.0, or None for as "
+        "much as the link can hide"
+    )
+
+
+def check_count(name: str, value: Any, least: int, meaning: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"Invalid {name}: {value!r}, expected an int: {meaning}")
+    if not least <= value < 1 << 63:
+        expected = f"at least {least}" if value < least else "less than 2**63"
+        raise ValueError(f"Invalid {name}: {value!r}, expected {expected}: {meaning}")

@@ -1,0 +1,110 @@
+"""The layers that wrap() wraps: what is called around each of their calls, and what ends that."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .names import Call
+
+
+class Wraps(Protocol):
+    """What the hooks of a layer call."""
+
+    def _enter_layer(self, layer: nn.Module, name: str) -> None: ...
+
+    def _leave_layer(self, layer: nn.Module, name: str, result: Any) -> None: ...
+
+
+class LayerHooks:
+    """What is called before and after a wrapped module. Who has the weights of a module must not go before the module
+    does: then these keep the stash alive."""
+
+    def __init__(self, stash: Wraps, layer: nn.Module, name: str, keeps_stash: bool) -> None:
+        self._stash = weakref.ref(stash)
+        self._kept = stash if keeps_stash else None
+        self._layer = weakref.ref(layer)
+        self._name = name
+        self._has_ended = False
+        self._compiled: Callable[..., Any] | None = None  # what around() has got
+        self._call: weakref.ref[Any] | None = None  # what it has given
+
+    def attach(self, layer: nn.Module) -> Iterator[Callable[[], None]]:
+        """Hooks the layer. Gives what undoes that."""
+        compiled = layer._compiled_call_impl
+        if compiled is None:
+            yield layer.register_forward_pre_hook(Call(self.before), prepend=True).remove
+            yield layer.register_forward_hook(Call(self.after), always_call=True).remove
+        else:
+            layer._compiled_call_impl = self.around(compiled)
+            yield self.end
+
+    @torch._disable_dynamo
+    def before(self, *_: Any) -> None:
+        stash, layer = self._stash(), self._layer()
+        if stash is not None and layer is not None:
+            stash._enter_layer(layer, self._name)
+
+    @torch._disable_dynamo
+    def after(self, *arguments: Any) -> None:
+        stash, layer = self._stash(), self._layer()
+        if stash is not None and layer is not None:
+            stash._leave_layer(layer, self._name, arguments[-1] if arguments else None)
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """For a module whose call is compiled, so that torch calls no hooks of it."""
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._has_ended:
+                return compiled(*args, **kwargs)
+            self.before()
+            result = None
+            try:
+                result = compiled(*args, **kwargs)
+                return result
+            finally:
+                self.after(result)
+
+        self._compiled, self._call = compiled, weakref.ref(call)
+        return call
+
+    def end(self) -> None:
+        """Undoes around(). What others have put around it since stays."""
+        self._has_ended, self._kept = True, None
+        layer = self._layer()
+        if layer is not None and self._call is not None and layer._compiled_call_impl is self._call():
+            layer._compiled_call_impl = self._compiled
+
+
+class Wrapping:
+    """What wrap() gives: remove() ends it."""
+
+    def __init__(self, undo: list[Callable[[], None]], bring_back: Callable[[], None]) -> None:
+        self._undo = undo
+        self._bring_back = bring_back
+
+    def bring_back(self) -> None:
+        """All params of the modules are on the device when this returns, for code that reads or writes them outside
+        of the modules' forward and backward passes. With weights=True they leave again after their next use."""
+        self._bring_back()
+
+    def remove(self) -> None:
+        for each in self._undo:
+            each()
+        self._undo.clear()
+
+
+def modules_of(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+        return [modules]
+    found = list(dict.fromkeys(modules))
+    for each in found:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"wrap() got a {type(each).__name__}, expected torch.nn.Module or several of them")
+    return found

@@ -1,0 +1,75 @@
+"""Program: what runs under one key. Its first passes are measured, and those after them follow the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..base.units import readable
+from .choice import Choice
+from .forward_pass import ForwardPass
+
+# The number of measured passes. The first one puts all aside, and its times are those of kernels that run for the
+# first time; the second one follows a choice already. Between them a pass goes unmeasured: the host has waited for
+# the times of the first one, so the device has nothing queued when it begins, and its time would be that of the host.
+MEASURED_PASSES = 2
+
+
+class Program:
+    """What runs under one key: forward passes that save the same tensors in the same order."""
+
+    def __init__(self) -> None:
+        self.choice: Choice | None = None
+        self.measuring: ForwardPass | None = None
+        self.measured = 0
+        self.has_waited = False  # for the device, since the last pass began
+        self._most_saved = -1  # tensors in one pass with gradients
+        self._last_length = -1
+
+    def note_length(self, length: int) -> None:
+        """Two passes of another length than the chosen one: the program has changed."""
+        if torch.is_grad_enabled():
+            self._most_saved = max(self._most_saved, length)
+        if self.choice is not None and length not in (0, len(self.choice.goes)):
+            if length == self._last_length:
+                self.choice, self.measuring, self.measured = None, None, 0
+            self._last_length = length
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether there have been passes with gradients, and none has saved anything that may go."""
+        return self._most_saved == 0
+
+    @property
+    def is_to_be_measured(self) -> bool:
+        """Whether the next pass is to be measured."""
+        return self.measured < MEASURED_PASSES and self.measuring is None and not self.has_waited
+
+    def settle(self, choose: Callable[[Any, float], Choice]) -> None:
+        """Chooses, once the measured pass has been used. choose() gets the ranges of that pass and the seconds of its
+        forward pass."""
+        measuring = self.measuring
+        if measuring is None or measuring.is_open:
+            return
+        if not measuring.is_over and not measuring.was_used_whole:
+            return
+        if self.choice is not None and not measuring.has_ended_on_device:
+            return  # that choice serves until then
+        self.measuring = None
+        if not measuring.was_used:
+            return  # nobody wanted gradients
+        ranges, forward_seconds = measuring.measured()
+        self.has_waited = self.measured == 0
+        self.measured += 1
+        self.choice = choose(ranges, forward_seconds)
+
+    def told(self, min_bytes: int) -> str:
+        """What goes, for repr()."""
+        if self.choice is not None:
+            of = f"{len(self.choice.order)} of {len(self.choice.goes)} tensors go"
+            return f"{of}, {readable(self.choice.chosen_bytes)} of {readable(self.choice.eligible_bytes)}"
+        if self.saves_nothing:
+            return f"nothing goes: no tensor of at least {readable(min_bytes)} was saved that may go"
+        return "none before a forward and a backward pass have been measured"
