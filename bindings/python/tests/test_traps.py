@@ -409,6 +409,22 @@ def test_two_optimizers_may_step_the_same_params():
     assert not pending(both[0]) and not pending(both[1])
 
 
+def test_a_step_is_waited_for_where_an_optimizer_that_has_ended_had_taken_gradients():
+    module = model()
+    ended = hybridopt.AdamW(module.named_parameters(), max_grad_norm=1.0)
+    ended.hook_gradients()
+    output_of(module, 0).square().mean().backward()
+    del ended
+    gc.collect()
+    optimizer = hybridopt.AdamW(module.named_parameters(), overlap=module)
+    output_of(module, 1).square().mean().backward()
+    optimizer.step()
+    assert pending(optimizer)
+    module[2].up.weight.sum()
+    assert not pending(optimizer)
+    assert all(type(param) is nn.Parameter for param in module.parameters())
+
+
 # ------------------------------------------------------------------------------------- how it ends --
 
 

@@ -81,6 +81,9 @@ class Unclipped:
         self._params: list[Tensor] = []
         _all.add(self)
 
+    def __del__(self) -> None:
+        self.end()  # a trap that stays would keep out those of another optimizer's step
+
     def has(self, param: Tensor) -> bool:
         return any(each is param for each in self._params)
 
