@@ -201,6 +201,22 @@ def test_invalid_params_leave_the_engine_as_it_is():
     assert walk.step(0, 1) == {KEPT}
 
 
+def test_an_engine_that_cannot_be_made_leaves_the_state_to_the_next_try(monkeypatch):
+    walk, other = Walk(), Walk()
+    for each in (walk, other):
+        each.step(0, 1, seed=1)
+        each.step(2, 3, seed=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "make_engine", lambda *_: (_ for _ in ()).throw(abi.OutOfHostMemoryError("no memory")))
+        with pytest.raises(abi.OutOfHostMemoryError, match="no memory"):
+            walk.step(0, 1, 2, 3, seed=3)
+    assert walk.places() == {}
+    for each in (walk, other):
+        each.step(0, 1, 2, 3, seed=3)
+    assert bits(walk.params) == bits(other.params)
+    assert state_bits(walk.optimizer) == state_bits(other.optimizer)
+
+
 def test_a_closed_optimizer_has_no_engine_any_more():
     walk = Walk()
     walk.step(0, 1)

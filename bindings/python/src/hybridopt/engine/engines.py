@@ -4,26 +4,29 @@ The optimizer has one engine, whose params are those of param_groups, or none. E
 param_groups now may be aside. DeepSpeed's stage 3 needs them: it puts one part of the params after the other into
 param_groups, and steps each part alone.
 
-                 made            put aside
-    (nothing) ---------> PRESENT ---------> ASIDE
-                         |  ^  \\            |   |
-                     kept|  |   \\           |   |
-                         +--+    \\ taken back   |
-                          \\      +<---------+   |
-                           \\ ended               | ended
-                            +------> ENDED <-----+
+                      kept
+                     +-----+
+              made   v     |    put aside
+    nothing ------> PRESENT -----------------> ASIDE
+                     |    ^                    |   |
+                     |    +--------------------+   |
+               ended |          taken back         | ended
+                     v                             v
+                   ENDED                         ENDED
 
-    from     by          to        what the optimizer calls, and when
-    nothing  made        PRESENT   ready(): there is no other engine to have, and there is something to update
+    from     by          to        the call of the optimizer, and the reason
+    nothing  made        PRESENT   ready(): no engine fits param_groups, and there is something to update
     PRESENT  kept        PRESENT   ready(): the engine fits param_groups
-    PRESENT  put aside   ASIDE     ready(): none of its params is in param_groups, it depends on nothing that another
-                                   engine depends on, and `state` shows something of it
-    PRESENT  ended       ENDED     ready(): it does not fit for another reason. end(): another engine is to have more
-                                   room. close()
+    PRESENT  put aside   ASIDE     ready(): none of its params is in param_groups, `state` shows something of it, and it
+                                   may exist beside the next engine (_may_put_aside() of the optimizer)
+    PRESENT  ended       ENDED     ready(): it does not fit param_groups for another reason
+                                   end(): the next engine needs more room
+                                   close()
     ASIDE    taken back  PRESENT   ready(): just its params are in param_groups
-    ASIDE    ended       ENDED     ready(): some of its params are in param_groups, or `state` shows nothing of it and
-                                   none is taken back; MOST_ASIDE other ones are aside. end_aside(): what begins is for
-                                   all params. close()
+    ASIDE    ended       ENDED     ready(): some of its params are in param_groups together with others; or no engine is
+                                   taken back, and `state` shows nothing of it; or MOST_ASIDE younger ones are aside
+                                   end_aside(): hooks, an overlap, a move or ranks begin, which are for all params
+                                   close()
 
 The state of an engine that ends stays in `state`, in ordinary tensors. The next engine with these params adopts it.
 """
@@ -95,6 +98,7 @@ class Engines:
             return self._changed(owner, always)
 
     def _changed(self, owner: Owner, always: bool) -> Engine | None:
+        """ready() after something has changed in param_groups, perhaps without effect on the engine."""
         wanted = owner._wanted()
         known: dict[Tensor, Slot] = {}
         if self.present is not None:

@@ -399,8 +399,8 @@ class OffloadOptimizer(Saving, Reporting):
         """Moves content to the host, bit for bit, and frees its device memory before it returns. What is on the
         host already stays there. The `movable` option must name what is moved.
 
-        Params keep their tensors, but have no content until reload(): an operation that uses one raises. `grad` of params becomes None;
-        reload() sets it again, or the next step uses the gradients on the host."""
+        Params keep their tensors, but have no content until reload(): an operation that uses one raises. `grad` of
+        params becomes None; reload() sets it again, or the next step uses the gradients on the host."""
         self._engines.end_aside(self)
         moves.offload(self._ready_engine(), self._state, params, grads, states)
         self._sample("offload")
