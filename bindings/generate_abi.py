@@ -34,7 +34,7 @@ SCALARS = ("char", "double", "int32_t", "int64_t", "uint32_t", "uint64_t", "uint
 class Type:
     name: str  # of a scalar, or of what the header declares
     pointers: tuple[bool, ...] = ()  # one entry a `*`; True where it points to something const
-    length: int = 0  # of an array; 0 = no array
+    lengths: tuple[int, ...] = ()  # of an array, one entry a dimension
 
 
 @dataclasses.dataclass
@@ -138,7 +138,7 @@ class Header:
         before = re.search(r"/\*((?:(?!\*/).)*)\*/\n\Z", self.plain[: text.start()], re.S)
         struct.comment = plain_words(before[1]) if before else ""
         for field in struct.fields:
-            behind = re.search(rf"\b{field.name}(?:\[\d+\])?; */\*(.*?)\*/", text[1], re.S)
+            behind = re.search(rf"\b{field.name}(?:\[\d+\])*; */\*(.*?)\*/", text[1], re.S)
             field.comment = plain_words(behind[1]) if behind else ""
         return struct
 
@@ -154,8 +154,9 @@ class Header:
         text = text.strip()
         if match := re.fullmatch(r"(\w+) \(\*(\w+)\)\((.*)\)", text):
             return Value(match[2], self.function(match[1], match[3]))
-        if match := re.fullmatch(r"(\w+) (\w+)\[(\d+)\]", text):
-            return Value(match[2], Type(self.type(match[1]).name, length=int(match[3])))
+        if match := re.fullmatch(r"(\w+) (\w+)((?:\[\d+\])+)", text):
+            lengths = tuple(int(length) for length in re.findall(r"\d+", match[3]))
+            return Value(match[2], Type(self.type(match[1]).name, lengths=lengths))
         if match := re.fullmatch(r"((?:const )?\w+\**) (\w+)", text):
             return Value(match[2], self.type(match[1]))
         raise ValueError(f"field or parameter not understood: {text!r}")
@@ -390,8 +391,8 @@ class Python:
     def ctype(self, c):
         if isinstance(c, FunctionType):
             return f"CFUNCTYPE({', '.join(self.signature(c))})"
-        if c.length:
-            return f"{self.ctype(Type(c.name))} * {c.length}"
+        if c.lengths:
+            return " * ".join([self.ctype(Type(c.name)), *map(str, reversed(c.lengths))])
         if not c.pointers:
             return PYTHON_SCALARS.get(c.name, c.name)
         if len(c.pointers) == 1 and f"{c.name}*" in PYTHON_SCALARS:
@@ -399,8 +400,11 @@ class Python:
         return f"POINTER({self.ctype(Type(c.name, c.pointers[:-1]))})"
 
     def hint(self, ctype, c):
-        if isinstance(c, Type) and c.length:
-            return "bytes" if c.name == "char" else f"ctypes.Array[{self.ctype(Type(c.name))}]"
+        if isinstance(c, Type) and c.lengths:
+            if c.name == "char":
+                return "bytes"
+            depth = len(c.lengths)
+            return "ctypes.Array[" * depth + self.ctype(Type(c.name)) + "]" * depth
         return self.hints.get(ctype, "Any")
 
 
@@ -481,7 +485,9 @@ class Rust:
         name = RUST_SCALARS.get(c.name, c.name)
         for is_const in c.pointers:
             name = f"*{'const' if is_const else 'mut'} {name}"
-        return f"[{name}; {c.length}]" if c.length else name
+        for length in reversed(c.lengths):
+            name = f"[{name}; {length}]"
+        return name
 
 
 def rust_names(header):
@@ -604,6 +610,19 @@ def summed_fields(header):
     return summed
 
 
+def is_by_tier(field):
+    return bool(field.type.lengths) and "by enum offload_tier" in field.comment
+
+
+def tiers(header):
+    """The names of the tiers, in the order of their numbers, and what the header says of them."""
+    prefix = "OFFLOAD_TIER_"
+    names = {value: name for enum in header.of(Enum) for name, value in enum.constants if name.startswith(prefix)}
+    if sorted(names) != list(range(len(names))):
+        raise ValueError("the tiers are not numbered from 0 on")
+    return [(names[value].removeprefix(prefix).lower(), header.comments[names[value]]) for value in range(len(names))]
+
+
 def comment_of(header, report, field):
     """What the header says of a field of a report."""
     text = field.comment
@@ -633,9 +652,21 @@ fn text(characters: &[c_char]) -> String {
 """
 
 
+def rust_tiers(header):
+    fields, values = "", ""
+    for number, (name, comment) in enumerate(tiers(header)):
+        fields += rust_doc(comment, "    ") + f"    pub {name}: T,\n"
+        values += f"            {name}: values[{number}],\n"
+    return (
+        "\n/// One value for each tier.\n#[derive(Clone, Copy, Debug, PartialEq)]\n#[non_exhaustive]\n"
+        f"pub struct ByTier<T> {{\n{fields}}}\n\nimpl<T: Copy> ByTier<T> {{\n"
+        f"    fn of(values: &[T]) -> Self {{\n        ByTier {{\n{values}        }}\n    }}\n}}\n"
+    )
+
+
 def rust_reports(header):
     rust = Rust(header)
-    text = RUST_REPORTS_PREAMBLE
+    text = RUST_REPORTS_PREAMBLE + rust_tiers(header)
     for report in REPORTS:
         struct = header.struct(report.struct)
         fields, values = "", ""
@@ -645,6 +676,9 @@ def rust_reports(header):
                 type, value = "String", f"text(&{value})"
             elif is_bool(field):
                 type, value = "bool", f"{value} != 0"
+            elif is_by_tier(field):
+                one = rust.type(Type(field.type.name, lengths=field.type.lengths[1:]))
+                type, value = f"ByTier<{one}>", f"ByTier::of(&{value})"
             fields += rust_doc(comment_of(header, report, field), "    ")
             fields += f"    pub {field.name}: {type},\n"
             values += f"            {field.name}: {value},\n"
@@ -665,19 +699,38 @@ Written by generate_abi.py; do not edit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 '''
+
+
+def python_tiers(header):
+    named = tiers(header)
+    text = "\n\n@dataclass(frozen=True)\nclass ByTier(Generic[T]):\n"
+    text += python_doc("One value for each tier (enum offload_tier)") + "\n"
+    for name, comment in named:
+        text += f"    {name}: T\n" + python_doc(comment)
+    for operator, word in {"+": "add", "-": "sub"}.items():
+        values = ", ".join(f"self.{name} {operator} other.{name}" for name, _ in named)
+        text += f"\n    def __{word}__(self: ByTier[int], other: ByTier[int]) -> ByTier[int]:\n"
+        text += f"        return ByTier({values})\n"
+    return text
 
 
 def python_type(field):
     if is_bool(field):
         return "bool"
-    if field.type.length:  # of an array: by the names of kinds of state, or by the numbers of nodes
-        return "dict[str, int]" if "by enum offload_state_kind" in field.comment else "dict[int, int]"
+    if field.type.lengths:  # of an array: by tiers, by the names of kinds of state, by the numbers of nodes
+        counts = "dict[str, int]" if "enum offload_state_kind" in field.comment else "dict[int, int]"
+        if not is_by_tier(field):
+            return counts
+        return f"ByTier[{counts if len(field.type.lengths) > 1 else 'int'}]"
     return PYTHON_HINTS[PYTHON_SCALARS[field.type.name]]
 
 
 def python_reports(header):
-    text = PYTHON_REPORTS_PREAMBLE
+    text = PYTHON_REPORTS_PREAMBLE + python_tiers(header)
     for report in REPORTS:
         if not report.python:
             continue
@@ -686,10 +739,16 @@ def python_reports(header):
         text += python_doc(f"{struct.comment.rstrip('.')} ({report.struct})") + "\n"
         for field in struct.said:
             type = python_type(field)
-            zero = f" = {'0.0' if type == 'float' else '0'}" if report.is_sum else ""
+            zero = f" = {python_zero(header, type)}" if report.is_sum else ""
             text += f"    {field.name}: {type}{zero}\n"
             text += python_doc(comment_of(header, report, field))
     return text
+
+
+def python_zero(header, type):
+    if type == "ByTier[int]":
+        return f"ByTier({', '.join('0' for _ in tiers(header))})"
+    return "0.0" if type == "float" else "0"
 
 
 PYTHON_WORDS = {"1: ": "True: ", "0: ": "False: ", "UINT64_MAX": "2**64 - 1"}

@@ -164,7 +164,7 @@ class Trainer {
     auto info = sized<offload_context_info_t>();
     MUST(offload_context_get_info(context_, &info));
     const offload_stats_t& library = bytes.library;
-    bytes.scratch = library.device_bytes - library.states_on_device_bytes;
+    bytes.scratch = library.device_bytes - library.state_bytes[OFFLOAD_TIER_DEVICE];
     bytes.weights = weights_.device ? kParamBytes : 0;
     bytes.cache = cache_.device ? kCacheBytes : 0;
     bytes.free = info.device_memory_free_bytes;
@@ -276,8 +276,9 @@ class Trainer {
     const uint64_t free = gpu_->free_bytes();
     const uint64_t used = gpu_free_at_start_ - std::min(gpu_free_at_start_, free);
     const offload_stats_t& library = bytes->library;
-    const uint64_t counted = library.params_on_device_bytes + library.grads_on_device_bytes +
-                             library.states_on_device_bytes + bytes->weights + bytes->cache;
+    const uint64_t counted =
+        library.params_bytes[OFFLOAD_TIER_DEVICE] + library.grads_bytes[OFFLOAD_TIER_DEVICE] +
+        library.state_bytes[OFFLOAD_TIER_DEVICE] + bytes->weights + bytes->cache;
     bytes->scratch = std::clamp(used, counted, kDeviceBytes) - counted;
     bytes->free = kDeviceBytes - counted - bytes->scratch;
   }

@@ -265,8 +265,8 @@ class Memory:
         put_aside = 0 if self.stash is None else self.stash.stats().host_bytes
         device, peak = self._device_bytes(label, stats)
         self.samples.append(
-            Sample(time.perf_counter() - self._begun, label, device, peak, stats.states_on_host_bytes,
-                   stats.grads_on_host_bytes, put_aside)
+            Sample(time.perf_counter() - self._begun, label, device, peak, stats.state_bytes.host,
+                   stats.grads_bytes.host, put_aside)
         )  # fmt: skip
 
     def _device_bytes(self, label: str, stats: hybridopt.Stats) -> tuple[int, int]:
@@ -286,7 +286,7 @@ class Memory:
         """What the same training would have there at least, with the same state: activations are gone before
         the last gradients are made."""
         stats = self.optimizer.stats()
-        state = stats.states_on_host_bytes + stats.states_on_device_bytes
+        state = stats.state_bytes.host + stats.state_bytes.device
         return self.params_bytes + state + max(self.params_bytes, self.activations())
 
     def activations(self) -> int:
@@ -425,10 +425,10 @@ def say_memory(optimizer: hybridopt.AdamW, device: torch.device) -> None:
     """Where the bytes are; beside them what torch would hold on the device."""
     stats = optimizer.stats()
     mib = 1 / (1 << 20)
-    state = (stats.states_on_host_bytes + stats.states_on_device_bytes) * mib
-    saved = stats.states_on_host_bytes * mib
+    state = (stats.state_bytes.host + stats.state_bytes.device) * mib
+    saved = stats.state_bytes.host * mib
     if device.type == "cuda":
-        own = (stats.device_bytes - stats.states_on_device_bytes) * mib
+        own = (stats.device_bytes - stats.state_bytes.device) * mib
         print(f"memory saved on the GPU: {saved:.1f} of {state:.1f} MiB of state")
         print(f"the library's own there beside state: {own:.1f} MiB")
         print(f"peak of torch's own: {torch.cuda.max_memory_allocated(device) * mib:.1f} MiB")

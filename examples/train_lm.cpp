@@ -362,8 +362,9 @@ void show_plans(const offload_plan_t& device, const offload_plan_t& host) {
   };
   const char* kinds[] = {"master", "exp_avg", "exp_avg_sq"};
   for (int i = OFFLOAD_STATE_MASTER; i <= OFFLOAD_STATE_EXP_AVG_SQ; ++i) {
-    row(kinds[i], device.device_state_bytes[i], device.host_state_bytes[i],
-        host.device_state_bytes[i], host.host_state_bytes[i]);
+    row(kinds[i], device.state_bytes[OFFLOAD_TIER_DEVICE][i],
+        device.state_bytes[OFFLOAD_TIER_HOST][i], host.state_bytes[OFFLOAD_TIER_DEVICE][i],
+        host.state_bytes[OFFLOAD_TIER_HOST][i]);
   }
   row("staging", 0, device.staging_bytes, 0, host.staging_bytes);
   row("scratch", device.device_scratch_bytes, device.host_scratch_bytes, host.device_scratch_bytes,

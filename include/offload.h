@@ -172,6 +172,13 @@ enum offload_placement {
   OFFLOAD_PLACE_DEVICE = 2 /* all state of this param on the device */
 };
 
+/* Where state is stored. What is counted by tier stands in arrays that have room for tiers to come,
+ * whose counts are 0. */
+enum offload_tier {
+  OFFLOAD_TIER_DEVICE = 0, /* the memory of the device */
+  OFFLOAD_TIER_HOST = 1    /* host memory */
+};
+
 /* The kinds of state. The algorithm says which moments a param has. A param has a master, or the
  * lower half of one, unless it is fp32 and is updated in place: then it is its own master. */
 enum offload_state_kind {
@@ -458,12 +465,10 @@ typedef struct offload_binding {
 /* The memory that commit takes, by kind and place, and what a step copies. Padding is included. */
 typedef struct offload_plan {
   uint32_t struct_size;
-  uint32_t param_count;            /* params that are registered */
-  uint64_t element_count;          /* elements of all params */
-  uint64_t host_elements;          /* elements of the host share */
-  uint64_t device_elements;        /* elements of the device share */
-  uint64_t host_state_bytes[32];   /* state on the host, by enum offload_state_kind */
-  uint64_t device_state_bytes[32]; /* state on the device, by enum offload_state_kind */
+  uint32_t param_count;          /* params that are registered */
+  uint64_t element_count;        /* elements of all params */
+  uint64_t elements[4];          /* elements whose state a tier holds, by enum offload_tier */
+  uint64_t state_bytes[4][32];   /* state, by enum offload_tier and enum offload_state_kind */
   uint64_t staging_bytes;        /* pinned host memory: the staging ring and the results of norms */
   uint64_t host_params_bytes;    /* pinned: room for params that are offloaded */
   uint64_t host_grads_bytes;     /* pinned: room for gradients that are offloaded */
@@ -826,19 +831,19 @@ OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimiz
 typedef struct offload_stats {
   uint32_t struct_size;
   uint32_t queued; /* calls that are queued or running now; a save until its ticket completes */
-  uint64_t steps_applied;          /* steps that have updated params; a load leaves it as it is, and
-                                      the step of a result goes on from the checkpoint's */
-  uint64_t steps_skipped;          /* steps that a gradient with an Inf or NaN has skipped */
-  uint64_t host_bytes;             /* host memory that the library holds now, as in the plan */
-  uint64_t device_bytes;           /* device memory that the library holds now, as in the plan */
-  uint64_t staging_bytes;          /* staging memory that it holds now; part of host_bytes */
-  uint64_t params_on_device_bytes; /* the caller's: registered params that have an address */
-  uint64_t params_on_host_bytes;   /* offloaded params */
-  uint64_t grads_on_device_bytes;  /* the caller's: gradients that have an address */
-  uint64_t grads_on_host_bytes;    /* offloaded or accumulated gradients */
-  uint64_t states_on_device_bytes; /* state of the device share */
-  uint64_t states_on_host_bytes;   /* state of the host share, and offloaded state of the device
-                                      share */
+  uint64_t steps_applied;   /* steps that have updated params; a load leaves it as it is, and
+                               the step of a result goes on from the checkpoint's */
+  uint64_t steps_skipped;   /* steps that a gradient with an Inf or NaN has skipped */
+  uint64_t host_bytes;      /* host memory that the library holds now, as in the plan */
+  uint64_t device_bytes;    /* device memory that the library holds now, as in the plan */
+  uint64_t staging_bytes;   /* staging memory that it holds now; part of host_bytes */
+  uint64_t params_bytes[4]; /* by enum offload_tier. On the device the caller's: registered
+                               params that have an address; on the host offloaded params */
+  uint64_t grads_bytes[4];  /* by enum offload_tier. On the device the caller's: gradients
+                               that have an address; on the host offloaded or accumulated
+                               gradients */
+  uint64_t state_bytes[4];  /* by enum offload_tier: state of the tier's share; the host's
+                               includes offloaded state of the device share */
   uint64_t grads_down_bytes;
   uint64_t params_up_bytes;
   uint64_t offloaded_bytes; /* what offload_* has copied since create */

@@ -24,13 +24,14 @@ inline double mib(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20
 // What lies on the device, each with its letter. The library counts its bytes itself, and the
 // device counts what is free: together they must be the whole device.
 inline std::vector<std::pair<char, uint64_t>> parts_of(const Bytes& bytes) {
-  std::vector<std::pair<char, uint64_t>> parts = {{'P', bytes.library.params_on_device_bytes},
-                                                  {'G', bytes.library.grads_on_device_bytes},
-                                                  {'S', bytes.library.states_on_device_bytes},
-                                                  {'x', bytes.scratch},
-                                                  {'W', bytes.weights},
-                                                  {'C', bytes.cache},
-                                                  {'.', bytes.free}};
+  std::vector<std::pair<char, uint64_t>> parts = {
+      {'P', bytes.library.params_bytes[OFFLOAD_TIER_DEVICE]},
+      {'G', bytes.library.grads_bytes[OFFLOAD_TIER_DEVICE]},
+      {'S', bytes.library.state_bytes[OFFLOAD_TIER_DEVICE]},
+      {'x', bytes.scratch},
+      {'W', bytes.weights},
+      {'C', bytes.cache},
+      {'.', bytes.free}};
   uint64_t sum = 0;
   for (const auto& [letter, size] : parts) sum += size;
   if (sum != kDeviceBytes) fail("the library and the device count different bytes");
@@ -45,8 +46,8 @@ inline void show(const std::string& when, const char* phase, double seconds, con
   printf("%4s  %-7s %4.0f  %s ", when.c_str(), phase, 1e3 * seconds, bar.c_str());
   for (const auto& [letter, size] : parts_of(bytes)) printf(" %4.1f", mib(size));
   const offload_stats_t& library = bytes.library;
-  printf("   %4.1f %4.1f %4.1f\n", mib(library.params_on_host_bytes),
-         mib(library.grads_on_host_bytes), mib(library.states_on_host_bytes));
+  printf("   %4.1f %4.1f %4.1f\n", mib(library.params_bytes[OFFLOAD_TIER_HOST]),
+         mib(library.grads_bytes[OFFLOAD_TIER_HOST]), mib(library.state_bytes[OFFLOAD_TIER_HOST]));
   fflush(stdout);
 }
 

@@ -6,9 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "offload.h"
+
 namespace hybridopt {
 
-enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
+// As the ABI numbers them.
+enum class Tier : uint8_t { kDevice = OFFLOAD_TIER_DEVICE, kHost = OFFLOAD_TIER_HOST };
+constexpr size_t IndexOf(Tier tier) { return static_cast<size_t>(tier); }
 
 struct TierRow {
   Tier tier;
@@ -22,15 +26,15 @@ inline constexpr std::array kTierRows = {TierRow{Tier::kDevice, "device", false}
                                          TierRow{Tier::kHost, "host", true}};
 inline constexpr uint32_t kTierCount = kTierRows.size();
 
-constexpr const TierRow& RowOf(Tier tier) { return kTierRows[static_cast<size_t>(tier)]; }
+constexpr const TierRow& RowOf(Tier tier) { return kTierRows[IndexOf(tier)]; }
 
 // One value for each tier.
 template <typename T>
 struct ByTier {
   std::array<T, kTierCount> values{};
 
-  constexpr T& operator[](Tier tier) { return values[static_cast<size_t>(tier)]; }
-  constexpr const T& operator[](Tier tier) const { return values[static_cast<size_t>(tier)]; }
+  constexpr T& operator[](Tier tier) { return values[IndexOf(tier)]; }
+  constexpr const T& operator[](Tier tier) const { return values[IndexOf(tier)]; }
   bool operator==(const ByTier&) const = default;
 };
 

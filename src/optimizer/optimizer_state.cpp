@@ -80,16 +80,15 @@ Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
 offload_stats_t Optimizer::Stats() const {
   std::lock_guard lock(results_mutex_);
   offload_stats_t stats = stats_;
-  stats.params_on_device_bytes = table_.data_bytes();
-  stats.grads_on_device_bytes = table_.grad_bytes();
+  stats.params_bytes[OFFLOAD_TIER_DEVICE] = table_.data_bytes();
+  stats.grads_bytes[OFFLOAD_TIER_DEVICE] = table_.grad_bytes();
   if (!is_committed_) return stats;
   const Lifecycle& lifecycle = *committed_->lifecycle;
-  stats.params_on_host_bytes = lifecycle.params_on_host_bytes();
-  stats.grads_on_host_bytes = lifecycle.grads_on_host_bytes();
-  stats.states_on_host_bytes =
-      committed_->state_bytes[Tier::kHost] + lifecycle.states_on_host_bytes();
-  stats.states_on_device_bytes =
-      committed_->state_bytes[Tier::kDevice] - lifecycle.states_on_host_bytes();
+  stats.params_bytes[OFFLOAD_TIER_HOST] = lifecycle.params_on_host_bytes();
+  stats.grads_bytes[OFFLOAD_TIER_HOST] = lifecycle.grads_on_host_bytes();
+  for (Tier tier : kTiers) stats.state_bytes[IndexOf(tier)] = committed_->state_bytes[tier];
+  stats.state_bytes[OFFLOAD_TIER_DEVICE] -= lifecycle.states_on_host_bytes();
+  stats.state_bytes[OFFLOAD_TIER_HOST] += lifecycle.states_on_host_bytes();
   stats.queued = committed_->timeline->queued();
   const LinkUser& link = committed_->lanes->link();
   stats.gave_way_copies = link.gave_way_copies();

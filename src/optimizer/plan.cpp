@@ -84,15 +84,14 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   const Device& device = context.device();
   offload_plan_t plan{};
   plan.param_count = table.size();
-  plan.host_elements = residence.elements(Tier::kHost);
-  plan.device_elements = residence.elements(Tier::kDevice);
   plan.element_count = shape.element_count;
+  for (Tier tier : kTiers) plan.elements[IndexOf(tier)] = residence.elements(tier);
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
     const int32_t kind = StateKindOf(table.algorithm(), slot);
     if (kind < 0) continue;
-    plan.host_state_bytes[kind] = residence.bytes(Tier::kHost, slot).size();
-    plan.device_state_bytes[kind] = residence.bytes(Tier::kDevice, slot).size();
+    for (Tier tier : kTiers)
+      plan.state_bytes[IndexOf(tier)][kind] = residence.bytes(tier, slot).size();
   }
   plan.host_scratch_bytes = StepPipeline::ScratchBytes(table, shape) + Mover::ScratchBytes(table) +
                             MasterFill::ScratchBytes(table);

@@ -35,7 +35,7 @@ class Residence {
   Residence(const ParamTable& table, const StateShape& shape, const ByTier<double>& fractions);
 
   ElementRange range(uint32_t param, Tier tier) const {
-    const auto index = static_cast<size_t>(tier);
+    const size_t index = IndexOf(tier);
     const uint64_t begin = index == 0 ? 0 : ends_[param].values[index - 1];
     return {begin, ends_[param].values[index] - begin};
   }

@@ -500,7 +500,7 @@ TEST(ShorterInput, GroupWithoutMomentumHasNoMomentumBuffer) {
     ASSERT_EQ(Outcome(offload_optimizer_add_params(world.optimizer, &param, 1, nullptr)), "OK");
     auto plan = Empty<offload_plan_t>();
     ASSERT_EQ(Outcome(offload_optimizer_plan(world.optimizer, &plan)), "OK");
-    EXPECT_EQ(plan.host_state_bytes[OFFLOAD_STATE_MOMENTUM_BUFFER] == 0, cut);
+    EXPECT_EQ(plan.state_bytes[OFFLOAD_TIER_HOST][OFFLOAD_STATE_MOMENTUM_BUFFER] == 0, cut);
   }
 }
 
@@ -551,7 +551,7 @@ TEST(ShorterInput, MoveOptionsWithoutParamsMoveAll) {
     ASSERT_EQ(Outcome(offload_optimizer_wait(world.optimizer, 0, -1)), "OK");
     auto stats = Empty<offload_stats_t>();
     ASSERT_EQ(Outcome(offload_optimizer_get_stats(world.optimizer, &stats)), "OK");
-    EXPECT_EQ(stats.params_on_host_bytes, cut ? sizeof(world.data) : 0u);
+    EXPECT_EQ(stats.params_bytes[OFFLOAD_TIER_HOST], cut ? sizeof(world.data) : 0u);
   }
 }
 

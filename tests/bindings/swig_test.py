@@ -140,8 +140,8 @@ def test_device_and_log():
     h.offload_optimizer_commit(optimizer, stream)
     plan = h.offload_plan_t()
     h.offload_optimizer_plan(optimizer, plan)
-    by_kind = h.Uint64Array.frompointer(plan.host_state_bytes)
-    assert by_kind[h.OFFLOAD_STATE_EXP_AVG] >= 4 * BIASES
+    by_tier = ctypes.cast(int(plan.state_bytes), ctypes.POINTER(ctypes.c_uint64 * 32))
+    assert by_tier[h.OFFLOAD_TIER_HOST][h.OFFLOAD_STATE_EXP_AVG] >= 4 * BIASES
     ticket = h.offload_optimizer_step(optimizer, None)
     h.offload_optimizer_stream_wait(optimizer, ticket, stream, None, 0)
     after = values(BIASES, 1)

@@ -90,7 +90,7 @@ offload_step_result_t ResultOf(LifecycleRig& rig, offload_ticket_t ticket) {
   return result;
 }
 
-uint64_t HostElements(const LifecycleRig& rig) { return rig.Plan().host_elements; }
+uint64_t HostElements(const LifecycleRig& rig) { return rig.Plan().elements[OFFLOAD_TIER_HOST]; }
 
 void ExpectAllUpdated(const LifecycleRig& rig, const offload_step_result_t& result) {
   EXPECT_EQ(result.cpu_elements + result.streamed_elements + result.early_elements,

@@ -66,7 +66,7 @@ TEST(Executors, TheDeviceAloneDoesAllAndCopiesStateOnly) {
       const offload_plan_t plan = rig.Plan();
       EXPECT_GT(plan.device_ring_bytes, 0u);
       uint64_t state_bytes = 0;
-      for (const uint64_t bytes : plan.host_state_bytes) state_bytes += bytes;
+      for (const uint64_t bytes : plan.state_bytes[OFFLOAD_TIER_HOST]) state_bytes += bytes;
       EXPECT_GE(plan.pinned_state_bytes, state_bytes);
       for (size_t i = 0; i < solved.problem.steps.size(); ++i) {
         const offload_step_result_t result = rig.StepOnce(solved.problem.steps[i]);
@@ -395,7 +395,7 @@ TEST(Executors, EveryCopyKeepsToOnePinnedRangeWhateverTheFraction) {
       rig.SetDeviceFraction(kFractions[i]);
       const offload_step_result_t result = rig.StepOnce(solved.problem.steps[i]);
       ASSERT_EQ(rig.Difference(solved.trace[i + 1]), "") << state.Text() << ", step " << i;
-      EXPECT_EQ(result.streamed_elements, rig.Plan().host_elements);
+      EXPECT_EQ(result.streamed_elements, rig.Plan().elements[OFFLOAD_TIER_HOST]);
       auto info = Make<offload_context_info_t>();
       MUST(offload_context_get_info(rig.context(), &info));
       EXPECT_EQ(info.pinned_bytes, rig.Plan().staging_bytes + rig.Plan().pinned_state_bytes);

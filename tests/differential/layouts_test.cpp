@@ -44,7 +44,8 @@ TEST(LayoutsTest, ThePlanSaysWhatEachLayoutTakes) {
         auto plan = Make<offload_plan_t>();
         MUST(offload_optimizer_plan(rig.handle(), &plan));
         const bool on_device = device != OFFLOAD_DEVICE_HOST && fraction == 1;
-        const uint64_t* of = on_device ? plan.device_state_bytes : plan.host_state_bytes;
+        const uint64_t* of =
+            on_device ? plan.state_bytes[OFFLOAD_TIER_DEVICE] : plan.state_bytes[OFFLOAD_TIER_HOST];
         const bool split = choice.split();
         const uint64_t least = kCount * (moments + masters);
         EXPECT_GE(StateBytes(of), least) << choice.Text();
@@ -53,7 +54,9 @@ TEST(LayoutsTest, ThePlanSaysWhatEachLayoutTakes) {
         EXPECT_EQ(of[OFFLOAD_STATE_MASTER_LOW] == 0, !split) << choice.Text();
         auto stats = Make<offload_stats_t>();
         MUST(offload_optimizer_get_stats(rig.handle(), &stats));
-        EXPECT_EQ(on_device ? stats.states_on_device_bytes : stats.states_on_host_bytes, least);
+        EXPECT_EQ(on_device ? stats.state_bytes[OFFLOAD_TIER_DEVICE]
+                            : stats.state_bytes[OFFLOAD_TIER_HOST],
+                  least);
       }
     }
   }

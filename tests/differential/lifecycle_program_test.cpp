@@ -495,11 +495,11 @@ class Program {
       ExpectRefused(rig_.TryMove(call.move, With(ids, call.flags)), "a move");
       const offload_stats_t after = rig_.Stats();
       // Other work does not show in these figures.
-      if (before.params_on_host_bytes != after.params_on_host_bytes ||
-          before.grads_on_host_bytes != after.grads_on_host_bytes ||
-          before.states_on_host_bytes != after.states_on_host_bytes ||
-          before.params_on_device_bytes != after.params_on_device_bytes ||
-          before.grads_on_device_bytes != after.grads_on_device_bytes)
+      if (before.params_bytes[OFFLOAD_TIER_HOST] != after.params_bytes[OFFLOAD_TIER_HOST] ||
+          before.grads_bytes[OFFLOAD_TIER_HOST] != after.grads_bytes[OFFLOAD_TIER_HOST] ||
+          before.state_bytes[OFFLOAD_TIER_HOST] != after.state_bytes[OFFLOAD_TIER_HOST] ||
+          before.params_bytes[OFFLOAD_TIER_DEVICE] != after.params_bytes[OFFLOAD_TIER_DEVICE] ||
+          before.grads_bytes[OFFLOAD_TIER_DEVICE] != after.grads_bytes[OFFLOAD_TIER_DEVICE])
         error_ = "a refused call has changed something";
       return;
     }

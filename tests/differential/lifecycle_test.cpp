@@ -125,9 +125,9 @@ class FractionTest : public testing::TestWithParam<double> {};
 void ExpectDevicesOwnCount(const LifecycleRig& rig, uint64_t params, uint64_t grads,
                            uint64_t states, const char* phase) {
   const offload_stats_t stats = rig.Stats();
-  EXPECT_EQ(stats.params_on_device_bytes, params) << phase;
-  EXPECT_EQ(stats.grads_on_device_bytes, grads) << phase;
-  EXPECT_EQ(stats.states_on_device_bytes, states) << phase;
+  EXPECT_EQ(stats.params_bytes[OFFLOAD_TIER_DEVICE], params) << phase;
+  EXPECT_EQ(stats.grads_bytes[OFFLOAD_TIER_DEVICE], grads) << phase;
+  EXPECT_EQ(stats.state_bytes[OFFLOAD_TIER_DEVICE], states) << phase;
   const uint64_t scratch = stats.device_bytes == 0 ? 0 : rig.Plan().device_scratch_bytes;
   EXPECT_EQ(stats.device_bytes, states + scratch) << phase;
   EXPECT_EQ(rig.DeviceBytesUsed(), params + grads + states + scratch) << phase;
@@ -140,22 +140,22 @@ TEST_P(FractionTest, StatisticsAreTheDevicesOwnCount) {
   const uint64_t grad_bytes = GradBytes(problem);
   const offload_plan_t plan = rig.Plan();
   uint64_t device_states = 0;
-  for (uint64_t bytes : plan.device_state_bytes) device_states += bytes;
-  EXPECT_EQ(plan.device_elements, static_cast<uint64_t>(GetParam() * 6400));
+  for (uint64_t bytes : plan.state_bytes[OFFLOAD_TIER_DEVICE]) device_states += bytes;
+  EXPECT_EQ(plan.elements[OFFLOAD_TIER_DEVICE], static_cast<uint64_t>(GetParam() * 6400));
 
   for (uint32_t id = 0; id < rig.size(); ++id)
     rig.NewGrad(id, Bytes(problem.params[id].grad_bytes()));
   rig.BindAll();
   ExpectDevicesOwnCount(rig, data_bytes, grad_bytes, device_states, "at home");
   const offload_stats_t home = rig.Stats();
-  EXPECT_EQ(home.params_on_host_bytes, 0u);
-  EXPECT_EQ(home.grads_on_host_bytes, 0u);
+  EXPECT_EQ(home.params_bytes[OFFLOAD_TIER_HOST], 0u);
+  EXPECT_EQ(home.grads_bytes[OFFLOAD_TIER_HOST], 0u);
 
   rig.Move(offload_optimizer_offload_grads);
   rig.Wait();
   for (void*& grad : rig.grad) rig.Free(grad);
   ExpectDevicesOwnCount(rig, data_bytes, 0, device_states, "gradients out");
-  EXPECT_EQ(rig.Stats().grads_on_host_bytes, grad_bytes);
+  EXPECT_EQ(rig.Stats().grads_bytes[OFFLOAD_TIER_HOST], grad_bytes);
   EXPECT_EQ(rig.Stats().offloaded_bytes, grad_bytes);
 
   rig.Move(offload_optimizer_offload_params, {{1, 3}});
@@ -164,7 +164,7 @@ TEST_P(FractionTest, StatisticsAreTheDevicesOwnCount) {
   rig.Free(rig.data[1]);
   rig.Free(rig.data[3]);
   ExpectDevicesOwnCount(rig, data_bytes - moved, 0, device_states, "some params out");
-  EXPECT_EQ(rig.Stats().params_on_host_bytes, moved);
+  EXPECT_EQ(rig.Stats().params_bytes[OFFLOAD_TIER_HOST], moved);
 
   rig.Move(offload_optimizer_offload_states);
   rig.Move(offload_optimizer_offload_params);
@@ -172,8 +172,9 @@ TEST_P(FractionTest, StatisticsAreTheDevicesOwnCount) {
   rig.FreeAll();
   ExpectDevicesOwnCount(rig, 0, 0, 0, "everything out");
   const offload_stats_t away = rig.Stats();
-  EXPECT_EQ(away.params_on_host_bytes, data_bytes);
-  EXPECT_EQ(away.states_on_host_bytes, home.states_on_host_bytes + home.states_on_device_bytes);
+  EXPECT_EQ(away.params_bytes[OFFLOAD_TIER_HOST], data_bytes);
+  EXPECT_EQ(away.state_bytes[OFFLOAD_TIER_HOST],
+            home.state_bytes[OFFLOAD_TIER_HOST] + home.state_bytes[OFFLOAD_TIER_DEVICE]);
   EXPECT_EQ(away.offloaded_bytes, grad_bytes + data_bytes + device_states);
   EXPECT_EQ(away.reloaded_bytes, 0u);
 
@@ -186,7 +187,7 @@ TEST_P(FractionTest, StatisticsAreTheDevicesOwnCount) {
   rig.Wait();
   ExpectDevicesOwnCount(rig, data_bytes, grad_bytes, device_states, "home again");
   EXPECT_EQ(rig.Stats().reloaded_bytes, away.offloaded_bytes);
-  EXPECT_EQ(rig.Stats().states_on_host_bytes, home.states_on_host_bytes);
+  EXPECT_EQ(rig.Stats().state_bytes[OFFLOAD_TIER_HOST], home.state_bytes[OFFLOAD_TIER_HOST]);
 }
 
 // The optimizer holds the bytes that the plan says, also where no size is a round number.
@@ -202,7 +203,7 @@ TEST_P(FractionTest, TheLibraryHoldsThePlansBytes) {
                                    plan.host_swap_bytes + plan.pinned_state_bytes);
   uint64_t host_bytes = plan.host_scratch_bytes + plan.host_params_bytes + plan.host_grads_bytes +
                         plan.host_swap_bytes + plan.staging_bytes;
-  for (const uint64_t state_bytes : plan.host_state_bytes) host_bytes += state_bytes;
+  for (const uint64_t state_bytes : plan.state_bytes[OFFLOAD_TIER_HOST]) host_bytes += state_bytes;
   EXPECT_GE(plan.host_bytes, host_bytes);  // which may be rounded up
 }
 
@@ -336,7 +337,7 @@ TEST_P(DeviceTest, AStepReadsGradientsOnTheHost) {
           ASSERT_EQ(rig.Difference(model), "")
               << "algorithm " << algorithm << ", fraction " << fraction;
           ASSERT_EQ(rig.ResultDifference(model), "");
-          ASSERT_EQ(rig.Stats().grads_on_host_bytes, 0u);
+          ASSERT_EQ(rig.Stats().grads_bytes[OFFLOAD_TIER_HOST], 0u);
         }
       }
     }
@@ -373,7 +374,7 @@ TEST_P(DeviceTest, AStepIsSkippedForWhatIsNotFiniteOnTheHost) {
           ASSERT_EQ(rig.Difference(model), "");
           ASSERT_EQ(rig.ResultDifference(model), "");
           // The skipped step has used the host's gradients up.
-          ASSERT_EQ(rig.Stats().grads_on_host_bytes, 0u);
+          ASSERT_EQ(rig.Stats().grads_bytes[OFFLOAD_TIER_HOST], 0u);
         }
       }
     }
@@ -498,7 +499,7 @@ TEST_P(DeviceTest, DroppedGradientsAreAbsentUntilBoundAgain) {
     rig.Move(offload_optimizer_offload_grads, summed);
     rig.Wait(rig.Move(offload_optimizer_offload_grads, dropped));
     for (uint32_t id : dropped.params) rig.Free(rig.grad[id]);
-    EXPECT_EQ(rig.Stats().grads_on_host_bytes, 0u);
+    EXPECT_EQ(rig.Stats().grads_bytes[OFFLOAD_TIER_HOST], 0u);
     rig.Step(input);
     rig.Wait();
     model.Step(input);

@@ -117,12 +117,14 @@ TEST(LiveFractionTest, MemoryIsThatOfAnOptimizerMadeWithTheFraction) {
       setting.optimizer.device_fraction = fraction;
       LifecycleRig fresh(problem, setting);
       const offload_plan_t plan = rig.Plan(), fresh_plan = fresh.Plan();
-      EXPECT_EQ(plan.device_elements, fresh_plan.device_elements);
+      EXPECT_EQ(plan.elements[OFFLOAD_TIER_DEVICE], fresh_plan.elements[OFFLOAD_TIER_DEVICE]);
       EXPECT_EQ(plan.host_bytes, fresh_plan.host_bytes);
       EXPECT_EQ(plan.device_bytes, fresh_plan.device_bytes);
       EXPECT_EQ(rig.DeviceBytesUsed(), fresh.DeviceBytesUsed()) << "seed " << seed;
-      EXPECT_EQ(rig.Stats().states_on_device_bytes, fresh.Stats().states_on_device_bytes);
-      EXPECT_EQ(rig.Stats().states_on_host_bytes, fresh.Stats().states_on_host_bytes);
+      EXPECT_EQ(rig.Stats().state_bytes[OFFLOAD_TIER_DEVICE],
+                fresh.Stats().state_bytes[OFFLOAD_TIER_DEVICE]);
+      EXPECT_EQ(rig.Stats().state_bytes[OFFLOAD_TIER_HOST],
+                fresh.Stats().state_bytes[OFFLOAD_TIER_HOST]);
       EXPECT_EQ(rig.Stats().device_bytes, fresh.Stats().device_bytes);
       EXPECT_EQ(rig.Stats().host_bytes, fresh.Stats().host_bytes);
       EXPECT_EQ(rig.Stats().staging_bytes, fresh.Stats().staging_bytes);

@@ -160,14 +160,15 @@ TEST(StatsTest, BesideAChangeOfTheFractionAddUpToAllState) {
     return stats;
   };
   const offload_stats_t before = stats_of();
-  const uint64_t all_bytes = before.states_on_device_bytes + before.states_on_host_bytes;
+  const uint64_t all_bytes =
+      before.state_bytes[OFFLOAD_TIER_DEVICE] + before.state_bytes[OFFLOAD_TIER_HOST];
   EXPECT_OFFLOAD_OK(offload_optimizer_offload_states(trainer.optimizer, nullptr, nullptr));
   std::atomic<bool> over = false;
   std::thread asking([&] {
     while (!over) {
       const offload_stats_t stats = stats_of();
-      ASSERT_LE(stats.states_on_device_bytes, all_bytes);
-      ASSERT_LE(stats.states_on_host_bytes, all_bytes);
+      ASSERT_LE(stats.state_bytes[OFFLOAD_TIER_DEVICE], all_bytes);
+      ASSERT_LE(stats.state_bytes[OFFLOAD_TIER_HOST], all_bytes);
     }
   });
   for (int change = 0; change < Scaled(200); ++change) {

@@ -188,7 +188,7 @@ TEST(EmptyList, MovesNothing) {
   auto stats = Make<offload_stats_t>();
   Must(offload_optimizer_get_stats(rig.optimizer, &stats));
   EXPECT_EQ(stats.offloaded_bytes, 0u);
-  EXPECT_EQ(stats.params_on_host_bytes, 0u);
+  EXPECT_EQ(stats.params_bytes[OFFLOAD_TIER_HOST], 0u);
 }
 
 }  // namespace

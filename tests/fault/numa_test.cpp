@@ -494,8 +494,9 @@ TEST(Placement, ThePlanSaysHowMuchLiesOnWhichNode) {
     // Threads of node 2 alone: nothing in this process really runs there, so the fake says so.
     fake.machine().toucher = 2;
     const offload_plan_t after = optimizer.Plan().value();
-    const uint64_t state_bytes = std::accumulate(std::begin(after.host_state_bytes),
-                                                 std::end(after.host_state_bytes), uint64_t{0});
+    const uint64_t state_bytes =
+        std::accumulate(std::begin(after.state_bytes[OFFLOAD_TIER_HOST]),
+                        std::end(after.state_bytes[OFFLOAD_TIER_HOST]), uint64_t{0});
     EXPECT_EQ(after.numa_bytes[0] + after.numa_bytes[2], state_bytes);
     EXPECT_EQ(after.numa_unknown_bytes, after.host_bytes - state_bytes);
     if (policy == OFFLOAD_NUMA_NEAR) {

@@ -435,12 +435,12 @@ def test_bytes_and_steps_count_those_that_are_aside():
         assert optimizer.stats().steps_applied == optimizer.last_step().step == 3 * turn
     assert [result.step for result in optimizer.step_results()] == list(range(1, 10))
     assert optimizer.stats().cpu_elements == 3 * other.stats().cpu_elements
-    assert optimizer.stats().states_on_host_bytes == other.stats().states_on_host_bytes
-    held = optimizer.memory_timeline()[-1].states_on_host_bytes
-    assert held == other.memory_timeline()[-1].states_on_host_bytes
+    assert optimizer.stats().state_bytes.host == other.stats().state_bytes.host
+    held = optimizer.memory_timeline()[-1].state_bytes.host
+    assert held == other.memory_timeline()[-1].state_bytes.host
     put_back(optimizer, params)
     optimizer.step()
-    assert optimizer.stats().states_on_host_bytes == other.stats().states_on_host_bytes
+    assert optimizer.stats().state_bytes.host == other.stats().state_bytes.host
     assert optimizer.stats().steps_applied == 10
 
 
@@ -538,7 +538,7 @@ def test_memory_is_given_back():
     references = engines_of(optimizer)
     assert alive(references) == 3
     optimizer.close()
-    assert alive(references) == 0 and optimizer.stats().states_on_host_bytes == 0
+    assert alive(references) == 0 and optimizer.stats().state_bytes.host == 0
 
 
 def test_engines_whose_state_nobody_has_any_more_end():

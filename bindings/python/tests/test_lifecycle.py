@@ -222,7 +222,7 @@ def test_a_backward_pass_that_fails_can_be_made_again():
         hidden = Failing.apply(module[1](module[0](torch.ones(1, 10, dtype=torch.bfloat16))))
         with pytest.raises(RuntimeError, match="planted"):
             module[2](hidden).sum().backward()
-        assert optimizer.stats().grads_on_host_bytes == 0
+        assert optimizer.stats().grads_bytes.host == 0
         dropped = weakref.ref(module[2].weight.grad)
         optimizer.zero_grad()
         assert dropped() is None
@@ -298,10 +298,10 @@ def test_gradients_are_gone_after_backward_and_dropped_by_zero_grad():
     sizes = sum(4 * param.numel() for param in module.parameters())
     backward(module, 0)
     assert all(param.grad is None for param in module.parameters())
-    assert optimizer.stats().grads_on_host_bytes == sizes
-    assert optimizer.stats().grads_on_device_bytes == 0
+    assert optimizer.stats().grads_bytes.host == sizes
+    assert optimizer.stats().grads_bytes.device == 0
     optimizer.zero_grad()
-    assert optimizer.stats().grads_on_host_bytes == 0
+    assert optimizer.stats().grads_bytes.host == 0
     before = models.bits(module.parameters())
     optimizer.step()
     assert models.bits(module.parameters()) == before
@@ -315,11 +315,11 @@ def test_gradients_that_stay_go_where_they_are_sent(monkeypatch):
     optimizer.hook_gradients()
     backward(module, 0), backward(other, 0)
     sizes = [4 * param.numel() for param in module.parameters()]
-    assert optimizer.stats().grads_on_host_bytes == sum(sizes[0::2])
+    assert optimizer.stats().grads_bytes.host == sum(sizes[0::2])
     optimizer.offload(grads=True)
-    assert optimizer.stats().grads_on_host_bytes == sum(sizes)
+    assert optimizer.stats().grads_bytes.host == sum(sizes)
     optimizer.reload(grads=True)
-    assert optimizer.stats().grads_on_host_bytes == 0
+    assert optimizer.stats().grads_bytes.host == 0
     expected = models.bits(param.grad for param in other.parameters())
     assert models.bits(param.grad for param in module.parameters()) == expected
     optimizer.zero_grad()
@@ -393,7 +393,7 @@ def test_a_step_whose_wait_is_interrupted_has_used_up_what_hooks_have_taken(monk
     plain.step()
     optimizer._engine.settle()
     gc.collect()
-    assert held() is None and optimizer.stats().grads_on_device_bytes == 0
+    assert held() is None and optimizer.stats().grads_bytes.device == 0
     assert models.bits(module.parameters()) == models.bits(other.parameters())
     before = models.bits(module.parameters())
     optimizer.step()  # there is no gradient
@@ -416,7 +416,7 @@ def test_a_kept_gradient_is_refused_beside_another_one(monkeypatch):
     backward(module, 1)
     with pytest.raises(abi.InvalidStateError, match="hooks have taken a gradient of parameter .* another one now"):
         optimizer.offload(grads=True)
-    assert optimizer.stats().grads_on_host_bytes == sum(4 * p.numel() for p in list(module.parameters())[0::2])
+    assert optimizer.stats().grads_bytes.host == sum(4 * p.numel() for p in list(module.parameters())[0::2])
 
 
 @pytest.mark.parametrize("options", [{"free_all": True}, {"accumulate": True}])
@@ -426,7 +426,7 @@ def test_who_wants_the_memory_keeps_no_gradient(monkeypatch, options):
     optimizer = adamw(module)
     optimizer.hook_gradients(**options)
     backward(module, 0)
-    assert optimizer.stats().grads_on_host_bytes == 4 * sum(param.numel() for param in module.parameters())
+    assert optimizer.stats().grads_bytes.host == 4 * sum(param.numel() for param in module.parameters())
 
 
 def test_hooks_come_to_params_that_are_added():
@@ -606,7 +606,7 @@ def test_a_step_that_another_rank_has_skipped_uses_up_gradients_on_the_host():
     backward(module, 0)
     optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
     optimizer.step()
-    assert optimizer.stats().grads_on_host_bytes == 0
+    assert optimizer.stats().grads_bytes.host == 0
 
 
 def test_params_that_are_unfrozen_under_hooks_are_hooked_too():
@@ -687,8 +687,8 @@ def test_everything_goes_and_comes_back_bit_for_bit(dtype):
         with optimizer.offloaded():
             assert storages(module) == 0
             assert all(param.grad is None for param in module.parameters())
-            assert optimizer.stats().params_on_host_bytes == held
-            assert optimizer.stats().params_on_device_bytes == 0
+            assert optimizer.stats().params_bytes.host == held
+            assert optimizer.stats().params_bytes.device == 0
         assert models.bits(module.parameters()) == before
         assert models.bits([param.grad for param in module.parameters()]) == gradients
         optimizer.step(), plain.step()
@@ -917,11 +917,11 @@ def test_the_timeline_says_who_held_what():
     _, stepped, out, back = samples
     assert [sample.label for sample in samples] == ["gradients", "step", "offload", "reload"]
     held = sum(4 * param.numel() for param in module.parameters())
-    assert stepped.params_on_device_bytes == out.params_on_host_bytes == held
-    assert stepped.params_on_host_bytes == out.params_on_device_bytes == 0
-    assert out.grads_on_host_bytes == back.grads_on_device_bytes == held
-    assert out.grads_on_device_bytes == back.grads_on_host_bytes == 0
-    assert stepped.states_on_host_bytes == 2 * held
+    assert stepped.params_bytes.device == out.params_bytes.host == held
+    assert stepped.params_bytes.host == out.params_bytes.device == 0
+    assert out.grads_bytes.host == back.grads_bytes.device == held
+    assert out.grads_bytes.device == back.grads_bytes.host == 0
+    assert stepped.state_bytes.host == 2 * held
     assert stepped.seconds <= out.seconds <= back.seconds
 
 

@@ -965,9 +965,9 @@ def test_split_masters_are_the_fp32_masters(name, moments):
     assert low.dtype == torch.uint8 and low.shape == (70, 50, 2)  # torch gathers no integers of 16 bits
     plan, whole_plan = split.plan(), whole.plan()
     count = sum(p.numel() for p in params if p.dtype == torch.bfloat16)
-    assert plan.host_state_bytes["master_low"] >= 2 * count
-    assert "master_low" not in whole_plan.host_state_bytes
-    assert sum(plan.host_state_bytes.values()) < sum(whole_plan.host_state_bytes.values())
+    assert plan.state_bytes.host["master_low"] >= 2 * count
+    assert "master_low" not in whole_plan.state_bytes.host
+    assert sum(plan.state_bytes.host.values()) < sum(whole_plan.state_bytes.host.values())
 
 
 def through_state_dict(optimizer, params, layout, params_first, tmp_path):
@@ -1105,7 +1105,7 @@ def test_masters_of_24_bits_take_a_byte_and_learn():
     step = 2.0**-15 * exact.abs()  # of numbers of 24 bits, at most
     assert ((masters - exact).abs() <= 20 * step + 1e-4).all()
     count = sum(param.numel() for param in params if param.dtype == torch.bfloat16)
-    bytes_of = [each.plan().host_state_bytes for each in (optimizer, whole)]
+    bytes_of = [each.plan().state_bytes.host for each in (optimizer, whole)]
     assert count <= bytes_of[0]["master_low"] <= count + 1024
     assert sum(bytes_of[0].values()) < sum(bytes_of[1].values()) - 2 * count
 

@@ -144,7 +144,7 @@ def test_repr_tells_the_bytes_of_small_state():
     optimizer = hybridopt.AdamW([param])
     set_gradients([param], 1)
     optimizer.step()
-    held = optimizer.stats().states_on_host_bytes
+    held = optimizer.stats().state_bytes.host
     assert 8000 <= held < 1 << 20
     assert particulars(optimizer)["bytes"] == f"{held / 1024:.1f} KiB of state on the host, 0 bytes on the device"
 

@@ -190,7 +190,7 @@ def test_auto_says_why(capfd):
     plan = optimizer.plan()
     assert (plan.offload_fraction, plan.element_count, plan.fits) == (1.0, 3, True)
     assert "in host memory" in plan.reason
-    assert plan.host_state_bytes.keys() == {"exp_avg", "exp_avg_sq"}
+    assert plan.state_bytes.host.keys() == {"exp_avg", "exp_avg_sq"}
 
 
 def test_memory_that_is_interleaved_gives_the_same_bits_and_a_fall_back_is_told(capfd):

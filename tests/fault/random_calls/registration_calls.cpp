@@ -303,7 +303,7 @@ void Commit(World& world) {
   EXPECT_FALSE(model->params.empty());
   auto stats = Make<offload_stats_t>();
   EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
-  model->device_state_bytes = stats.states_on_device_bytes;
+  model->device_state_bytes = stats.state_bytes[OFFLOAD_TIER_DEVICE];
   model->committed = true;
 }
 

@@ -116,7 +116,7 @@ void World::Compare(offload_optimizer_t optimizer, const OptimizerModel& model) 
   for (const ParamModel& param : model.params) elements += param.count;
   EXPECT_EQ(plan.param_count, model.params.size());
   EXPECT_EQ(plan.element_count, elements);
-  EXPECT_EQ(plan.host_elements + plan.device_elements, elements);
+  EXPECT_EQ(plan.elements[OFFLOAD_TIER_HOST] + plan.elements[OFFLOAD_TIER_DEVICE], elements);
   auto stats = Make<offload_stats_t>();
   ASSERT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
   EXPECT_EQ(stats.host_bytes > 0, model.committed);
@@ -135,17 +135,17 @@ void World::CompareStats(const offload_stats_t& stats, const OptimizerModel& mod
     grads_held += param.held_bytes();
     any_states_out |= param.states_out;
   }
-  EXPECT_EQ(stats.params_on_device_bytes, params_there);
-  EXPECT_EQ(stats.params_on_host_bytes, params_out);
-  EXPECT_EQ(stats.grads_on_device_bytes, grads_there);
-  EXPECT_EQ(stats.grads_on_host_bytes, grads_held);
+  EXPECT_EQ(stats.params_bytes[OFFLOAD_TIER_DEVICE], params_there);
+  EXPECT_EQ(stats.params_bytes[OFFLOAD_TIER_HOST], params_out);
+  EXPECT_EQ(stats.grads_bytes[OFFLOAD_TIER_DEVICE], grads_there);
+  EXPECT_EQ(stats.grads_bytes[OFFLOAD_TIER_HOST], grads_held);
   if (!model.committed) return;
-  EXPECT_LE(stats.states_on_device_bytes, model.device_state_bytes);
+  EXPECT_LE(stats.state_bytes[OFFLOAD_TIER_DEVICE], model.device_state_bytes);
   if (!any_states_out) {
-    EXPECT_EQ(stats.states_on_device_bytes, model.device_state_bytes);
+    EXPECT_EQ(stats.state_bytes[OFFLOAD_TIER_DEVICE], model.device_state_bytes);
   }
   if (model.all_states_out()) {
-    EXPECT_EQ(stats.states_on_device_bytes, 0u);
+    EXPECT_EQ(stats.state_bytes[OFFLOAD_TIER_DEVICE], 0u);
   }
 }
 

@@ -569,17 +569,17 @@ class Machine {
     const offload_stats_t stats = Stats();
     const uint64_t grad_bytes = kCounts[0] * (grad_dtype_ == OFFLOAD_FP32 ? 4 : 2);
     Place place;
-    place.params_on_host = stats.params_on_host_bytes == 2 * kCounts[0];
-    place.data_bound = stats.params_on_device_bytes == 2 * (kCounts[0] + kCounts[1]);
-    place.grad_bound = stats.grads_on_device_bytes > 4 * kCounts[1];
-    place.states_on_host = stats.states_on_device_bytes == 0;
-    if (stats.grads_on_host_bytes == grad_bytes) place.held = HostGrad::kStored;
+    place.params_on_host = stats.params_bytes[OFFLOAD_TIER_HOST] == 2 * kCounts[0];
+    place.data_bound = stats.params_bytes[OFFLOAD_TIER_DEVICE] == 2 * (kCounts[0] + kCounts[1]);
+    place.grad_bound = stats.grads_bytes[OFFLOAD_TIER_DEVICE] > 4 * kCounts[1];
+    place.states_on_host = stats.state_bytes[OFFLOAD_TIER_DEVICE] == 0;
+    if (stats.grads_bytes[OFFLOAD_TIER_HOST] == grad_bytes) place.held = HostGrad::kStored;
     // An fp32 gradient takes the same room when it is added up and when it is stored, so the
     // entered kind counts.
-    if (stats.grads_on_host_bytes == 4 * kCounts[0]) place.held = HostGrad::kAccumulated;
-    EXPECT_TRUE(place.params_on_host || stats.params_on_host_bytes == 0);
-    EXPECT_TRUE(place.data_bound || stats.params_on_device_bytes == 2 * kCounts[1]);
-    EXPECT_TRUE(place.held != HostGrad::kNone || stats.grads_on_host_bytes == 0);
+    if (stats.grads_bytes[OFFLOAD_TIER_HOST] == 4 * kCounts[0]) place.held = HostGrad::kAccumulated;
+    EXPECT_TRUE(place.params_on_host || stats.params_bytes[OFFLOAD_TIER_HOST] == 0);
+    EXPECT_TRUE(place.data_bound || stats.params_bytes[OFFLOAD_TIER_DEVICE] == 2 * kCounts[1]);
+    EXPECT_TRUE(place.held != HostGrad::kNone || stats.grads_bytes[OFFLOAD_TIER_HOST] == 0);
     return place;
   }
 
@@ -722,7 +722,8 @@ TEST(Abi, ACallIsRefusedAsAWhole) {
             OFFLOAD_INVALID_STATE);
   EXPECT_NE(std::string(offload_last_error()).find("param 1 'bystander'"), std::string::npos);
   ExpectDone(offload_optimizer_wait(machine.optimizer(), 0, -1));
-  EXPECT_EQ(machine.Stats().grads_on_host_bytes, before.grads_on_host_bytes + 4 * kCounts[1]);
+  EXPECT_EQ(machine.Stats().grads_bytes[OFFLOAD_TIER_HOST],
+            before.grads_bytes[OFFLOAD_TIER_HOST] + 4 * kCounts[1]);
   EXPECT_EQ(machine.Stats().reloaded_bytes, 0u);
 }
 

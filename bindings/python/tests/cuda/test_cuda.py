@@ -96,10 +96,10 @@ def test_state_layouts_have_the_bits_of_the_cpu(name, fraction, layout, moments)
         gpu.step()
     same_everywhere(on_cpu, cpu, on_gpu, gpu)
     plan = gpu.plan()
-    in_halves = "master_low" in plan.device_state_bytes
+    in_halves = "master_low" in plan.state_bytes.device
     assert in_halves == (layout == "split" and fraction < 1.0)
     for kind, of_layout in (("master_param", "fp32"), ("master_low", "split")):
-        assert (kind in plan.host_state_bytes) == (fraction > 0.0 and layout == of_layout)
+        assert (kind in plan.state_bytes.host) == (fraction > 0.0 and layout == of_layout)
 
 
 @every_optimizer
@@ -190,7 +190,7 @@ def test_a_fraction_that_does_not_fit_changes_nothing():
     del ballast
     torch.cuda.empty_cache()
     optimizer.set_offload_fraction(0.0)
-    assert optimizer.stats().states_on_host_bytes == 0
+    assert optimizer.stats().state_bytes.host == 0
     optimizer.close()
 
 
@@ -428,17 +428,17 @@ def test_auto_takes_what_is_left_and_gives_it_back():
         assert on_host([param]) == on_host([twin])
 
     step(1)
-    assert optimizer.stats().states_on_device_bytes == 0
+    assert optimizer.stats().state_bytes.device == 0
     step(2)
     assert optimizer.plan().offload_fraction == 0.0 and "headroom" in optimizer.plan().reason
-    assert optimizer.stats().states_on_device_bytes == 2 * 4 * param.numel()
+    assert optimizer.stats().state_bytes.device == 2 * 4 * param.numel()
     free, total = torch.cuda.mem_get_info()
     assert free >= 0.25 * total
     step(3)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2 * total, dtype=torch.uint8, device="cuda")
     optimizer.zero_grad()
-    assert optimizer.stats().states_on_device_bytes == 0
+    assert optimizer.stats().state_bytes.device == 0
     assert "ran out of device memory" in optimizer.plan().reason
     assert torch.cuda.mem_get_info()[0] >= free + 2 * 4 * param.numel()
     step(4)
@@ -454,7 +454,7 @@ def test_auto_takes_no_more_than_is_left():
     needed = 2 * 4 * param.numel()
     filling = torch.empty(torch.cuda.mem_get_info()[0] - needed // 2, dtype=torch.uint8, device="cuda")
     optimizer.step()
-    assert 0 < optimizer.stats().states_on_device_bytes <= needed // 2
+    assert 0 < optimizer.stats().state_bytes.device <= needed // 2
     assert 0.5 <= optimizer.plan().offload_fraction < 1.0
     del filling
     torch.cuda.empty_cache()

@@ -202,7 +202,7 @@ def test_gradients_are_gone_from_the_gpu_after_backward():
     optimizer._engine.handle.wait()
     optimizer._hooks._let_go(optimizer._engine)
     assert torch.cuda.memory_allocated() < held + one
-    assert optimizer.stats().grads_on_host_bytes == 8 * one
+    assert optimizer.stats().grads_bytes.host == 8 * one
 
 
 @every_fraction

@@ -48,6 +48,9 @@ pub const OFFLOAD_PLACE_AUTO: i32 = 0;
 pub const OFFLOAD_PLACE_HOST: i32 = 1;
 pub const OFFLOAD_PLACE_DEVICE: i32 = 2;
 
+pub const OFFLOAD_TIER_DEVICE: i32 = 0;
+pub const OFFLOAD_TIER_HOST: i32 = 1;
+
 pub const OFFLOAD_STATE_MASTER: i32 = 0;
 pub const OFFLOAD_STATE_EXP_AVG: i32 = 1;
 pub const OFFLOAD_STATE_EXP_AVG_SQ: i32 = 2;
@@ -260,10 +263,8 @@ pub struct offload_plan_t {
     pub struct_size: u32,
     pub param_count: u32,
     pub element_count: u64,
-    pub host_elements: u64,
-    pub device_elements: u64,
-    pub host_state_bytes: [u64; 32],
-    pub device_state_bytes: [u64; 32],
+    pub elements: [u64; 4],
+    pub state_bytes: [[u64; 32]; 4],
     pub staging_bytes: u64,
     pub host_params_bytes: u64,
     pub host_grads_bytes: u64,
@@ -371,12 +372,9 @@ pub struct offload_stats_t {
     pub host_bytes: u64,
     pub device_bytes: u64,
     pub staging_bytes: u64,
-    pub params_on_device_bytes: u64,
-    pub params_on_host_bytes: u64,
-    pub grads_on_device_bytes: u64,
-    pub grads_on_host_bytes: u64,
-    pub states_on_device_bytes: u64,
-    pub states_on_host_bytes: u64,
+    pub params_bytes: [u64; 4],
+    pub grads_bytes: [u64; 4],
+    pub state_bytes: [u64; 4],
     pub grads_down_bytes: u64,
     pub params_up_bytes: u64,
     pub offloaded_bytes: u64,

@@ -160,5 +160,5 @@ pub use queue::{Queue, Waiter};
 pub use registration::{
     HostExecutors, MasterLayout, Movable, OptimizerBuilder, Registration, Rounding,
 };
-pub use report::{CheckpointInfo, ContextInfo, Plan, Stats, StepResult};
+pub use report::{ByTier, CheckpointInfo, ContextInfo, Plan, Stats, StepResult};
 pub use state::{State, StateKind};

@@ -13,6 +13,25 @@ fn text(characters: &[c_char]) -> String {
     unsafe { CStr::from_ptr(characters.as_ptr()) }.to_string_lossy().into_owned()
 }
 
+/// One value for each tier.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ByTier<T> {
+    /// The memory of the device.
+    pub device: T,
+    /// Host memory.
+    pub host: T,
+}
+
+impl<T: Copy> ByTier<T> {
+    fn of(values: &[T]) -> Self {
+        ByTier {
+            device: values[0],
+            host: values[1],
+        }
+    }
+}
+
 /// What a context has got of the machine.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -99,14 +118,10 @@ pub struct Plan {
     pub param_count: u32,
     /// Elements of all params.
     pub element_count: u64,
-    /// Elements of the host share.
-    pub host_elements: u64,
-    /// Elements of the device share.
-    pub device_elements: u64,
-    /// State on the host, by enum offload_state_kind.
-    pub host_state_bytes: [u64; 32],
-    /// State on the device, by enum offload_state_kind.
-    pub device_state_bytes: [u64; 32],
+    /// Elements whose state a tier holds, by enum offload_tier.
+    pub elements: ByTier<u64>,
+    /// State, by enum offload_tier and enum offload_state_kind.
+    pub state_bytes: ByTier<[u64; 32]>,
     /// Pinned host memory: the staging ring and the results of norms.
     pub staging_bytes: u64,
     /// Pinned: room for params that are offloaded.
@@ -159,10 +174,8 @@ impl From<&sys::offload_plan_t> for Plan {
         Plan {
             param_count: raw.param_count,
             element_count: raw.element_count,
-            host_elements: raw.host_elements,
-            device_elements: raw.device_elements,
-            host_state_bytes: raw.host_state_bytes,
-            device_state_bytes: raw.device_state_bytes,
+            elements: ByTier::of(&raw.elements),
+            state_bytes: ByTier::of(&raw.state_bytes),
             staging_bytes: raw.staging_bytes,
             host_params_bytes: raw.host_params_bytes,
             host_grads_bytes: raw.host_grads_bytes,
@@ -292,18 +305,15 @@ pub struct Stats {
     pub device_bytes: u64,
     /// Staging memory that it holds now; part of host_bytes.
     pub staging_bytes: u64,
-    /// The caller's: registered params that have an address.
-    pub params_on_device_bytes: u64,
-    /// Offloaded params.
-    pub params_on_host_bytes: u64,
-    /// The caller's: gradients that have an address.
-    pub grads_on_device_bytes: u64,
-    /// Offloaded or accumulated gradients.
-    pub grads_on_host_bytes: u64,
-    /// State of the device share.
-    pub states_on_device_bytes: u64,
-    /// State of the host share, and offloaded state of the device share.
-    pub states_on_host_bytes: u64,
+    /// By enum offload_tier. On the device the caller's: registered params that have an address; on
+    /// the host offloaded params.
+    pub params_bytes: ByTier<u64>,
+    /// By enum offload_tier. On the device the caller's: gradients that have an address; on the
+    /// host offloaded or accumulated gradients.
+    pub grads_bytes: ByTier<u64>,
+    /// By enum offload_tier: state of the tier's share; the host's includes offloaded state of the
+    /// device share.
+    pub state_bytes: ByTier<u64>,
     /// Of all steps: gradients copied from the device to the host.
     pub grads_down_bytes: u64,
     /// Of all steps: params copied from the host to the device.
@@ -369,12 +379,9 @@ impl From<&sys::offload_stats_t> for Stats {
             host_bytes: raw.host_bytes,
             device_bytes: raw.device_bytes,
             staging_bytes: raw.staging_bytes,
-            params_on_device_bytes: raw.params_on_device_bytes,
-            params_on_host_bytes: raw.params_on_host_bytes,
-            grads_on_device_bytes: raw.grads_on_device_bytes,
-            grads_on_host_bytes: raw.grads_on_host_bytes,
-            states_on_device_bytes: raw.states_on_device_bytes,
-            states_on_host_bytes: raw.states_on_host_bytes,
+            params_bytes: ByTier::of(&raw.params_bytes),
+            grads_bytes: ByTier::of(&raw.grads_bytes),
+            state_bytes: ByTier::of(&raw.state_bytes),
             grads_down_bytes: raw.grads_down_bytes,
             params_up_bytes: raw.params_up_bytes,
             offloaded_bytes: raw.offloaded_bytes,

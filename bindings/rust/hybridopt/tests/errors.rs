@@ -149,7 +149,7 @@ fn registering_shards() {
         &["'x'"],
     );
     let plan = adding.plan().unwrap();
-    assert_eq!((plan.param_count, plan.device_elements, plan.fits), (1, 4, true));
+    assert_eq!((plan.param_count, plan.elements.device, plan.fits), (1, 4, true));
 }
 
 #[test]

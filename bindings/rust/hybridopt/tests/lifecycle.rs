@@ -26,7 +26,7 @@ fn a_cycle_with_everything_out() -> Result<()> {
             queue.offload_states(&Move::default())?;
             queue.offload_params(&Move::default())
         })?;
-        assert!(optimizer.stats()?.params_on_host_bytes > 0);
+        assert!(optimizer.stats()?.params_bytes.host > 0);
         assert_eq!(free_bytes(&context), free_at_first, "everything has left the device");
         assert_error(optimizer.step_result(ticket), Code::InvalidState, &["not of one", "steps"]);
         assert_error(optimizer.step(&step_options()), Code::InvalidState, &["reload_states"]);
@@ -69,7 +69,7 @@ fn the_device_fraction_changes_between_steps() -> Result<()> {
     let (mut optimizer, weight, bias) = on_device(&context, builder)?;
     let all_bytes = {
         let stats = optimizer.stats()?;
-        stats.states_on_host_bytes + stats.states_on_device_bytes
+        stats.state_bytes.host + stats.state_bytes.device
     };
     let mut norm = f64::NAN;
     for step in 1..=STEPS {
@@ -81,8 +81,8 @@ fn the_device_fraction_changes_between_steps() -> Result<()> {
     optimizer.set_device_fraction(1.0)?;
     assert_eq!(optimizer.grads_to_keep()?, [true, true]);
     optimizer.set_device_fraction(0.0)?;
-    assert_eq!(optimizer.stats()?.states_on_device_bytes, 0);
-    assert!(optimizer.stats()?.states_on_host_bytes >= all_bytes);
+    assert_eq!(optimizer.stats()?.state_bytes.device, 0);
+    assert!(optimizer.stats()?.state_bytes.host >= all_bytes);
     assert_error(
         optimizer.set_device_fraction(1.5),
         Code::InvalidArgument,

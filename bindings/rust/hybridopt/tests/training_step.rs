@@ -233,7 +233,7 @@ fn less_state_on_the_host() -> Result<()> {
             Err(_) => None,
         };
         let dtype = optimizer.state(x, StateKind::ExpAvg)?.dtype();
-        Ok((plan.host_state_bytes.iter().sum(), optimizer.data(x)?.to_vec(), low, dtype))
+        Ok((plan.state_bytes.host.iter().sum(), optimizer.data(x)?.to_vec(), low, dtype))
     };
     let builder = || Optimizer::builder(&context, Algorithm::AdamW);
     let full = train(builder())?;

@@ -57,6 +57,8 @@ OFFLOAD_ROUND_NEAREST = 1
 OFFLOAD_PLACE_AUTO = 0
 OFFLOAD_PLACE_HOST = 1
 OFFLOAD_PLACE_DEVICE = 2
+OFFLOAD_TIER_DEVICE = 0
+OFFLOAD_TIER_HOST = 1
 OFFLOAD_STATE_MASTER = 0
 OFFLOAD_STATE_EXP_AVG = 1
 OFFLOAD_STATE_EXP_AVG_SQ = 2
@@ -344,10 +346,8 @@ class offload_plan_t(Struct):
     struct_size: int
     param_count: int
     element_count: int
-    host_elements: int
-    device_elements: int
-    host_state_bytes: ctypes.Array[ctypes.c_uint64]
-    device_state_bytes: ctypes.Array[ctypes.c_uint64]
+    elements: ctypes.Array[ctypes.c_uint64]
+    state_bytes: ctypes.Array[ctypes.Array[ctypes.c_uint64]]
     staging_bytes: int
     host_params_bytes: int
     host_grads_bytes: int
@@ -373,10 +373,8 @@ class offload_plan_t(Struct):
         ("struct_size", ctypes.c_uint32),
         ("param_count", ctypes.c_uint32),
         ("element_count", ctypes.c_uint64),
-        ("host_elements", ctypes.c_uint64),
-        ("device_elements", ctypes.c_uint64),
-        ("host_state_bytes", ctypes.c_uint64 * 32),
-        ("device_state_bytes", ctypes.c_uint64 * 32),
+        ("elements", ctypes.c_uint64 * 4),
+        ("state_bytes", ctypes.c_uint64 * 32 * 4),
         ("staging_bytes", ctypes.c_uint64),
         ("host_params_bytes", ctypes.c_uint64),
         ("host_grads_bytes", ctypes.c_uint64),
@@ -523,12 +521,9 @@ class offload_stats_t(Struct):
     host_bytes: int
     device_bytes: int
     staging_bytes: int
-    params_on_device_bytes: int
-    params_on_host_bytes: int
-    grads_on_device_bytes: int
-    grads_on_host_bytes: int
-    states_on_device_bytes: int
-    states_on_host_bytes: int
+    params_bytes: ctypes.Array[ctypes.c_uint64]
+    grads_bytes: ctypes.Array[ctypes.c_uint64]
+    state_bytes: ctypes.Array[ctypes.c_uint64]
     grads_down_bytes: int
     params_up_bytes: int
     offloaded_bytes: int
@@ -562,12 +557,9 @@ class offload_stats_t(Struct):
         ("host_bytes", ctypes.c_uint64),
         ("device_bytes", ctypes.c_uint64),
         ("staging_bytes", ctypes.c_uint64),
-        ("params_on_device_bytes", ctypes.c_uint64),
-        ("params_on_host_bytes", ctypes.c_uint64),
-        ("grads_on_device_bytes", ctypes.c_uint64),
-        ("grads_on_host_bytes", ctypes.c_uint64),
-        ("states_on_device_bytes", ctypes.c_uint64),
-        ("states_on_host_bytes", ctypes.c_uint64),
+        ("params_bytes", ctypes.c_uint64 * 4),
+        ("grads_bytes", ctypes.c_uint64 * 4),
+        ("state_bytes", ctypes.c_uint64 * 4),
         ("grads_down_bytes", ctypes.c_uint64),
         ("params_up_bytes", ctypes.c_uint64),
         ("offloaded_bytes", ctypes.c_uint64),

@@ -6,6 +6,25 @@ Written by generate_abi.py; do not edit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ByTier(Generic[T]):
+    """One value for each tier (enum offload_tier)."""
+
+    device: T
+    """The memory of the device."""
+    host: T
+    """Host memory."""
+
+    def __add__(self: ByTier[int], other: ByTier[int]) -> ByTier[int]:
+        return ByTier(self.device + other.device, self.host + other.host)
+
+    def __sub__(self: ByTier[int], other: ByTier[int]) -> ByTier[int]:
+        return ByTier(self.device - other.device, self.host - other.host)
 
 
 @dataclass(frozen=True)
@@ -17,14 +36,10 @@ class PlannedMemory:
     """Params that are registered."""
     element_count: int
     """Elements of all params."""
-    host_elements: int
-    """Elements of the host share."""
-    device_elements: int
-    """Elements of the device share."""
-    host_state_bytes: dict[str, int]
-    """State on the host, by enum offload_state_kind."""
-    device_state_bytes: dict[str, int]
-    """State on the device, by enum offload_state_kind."""
+    elements: ByTier[int]
+    """Elements whose state a tier holds, by enum offload_tier."""
+    state_bytes: ByTier[dict[str, int]]
+    """State, by enum offload_tier and enum offload_state_kind."""
     staging_bytes: int
     """Pinned host memory: the staging ring and the results of norms."""
     host_params_bytes: int
@@ -146,18 +161,15 @@ class Totals:
     """Device memory that the library holds now, as in the plan."""
     staging_bytes: int = 0
     """Staging memory that it holds now; part of host_bytes."""
-    params_on_device_bytes: int = 0
-    """The caller's: registered params that have an address."""
-    params_on_host_bytes: int = 0
-    """Offloaded params."""
-    grads_on_device_bytes: int = 0
-    """The caller's: gradients that have an address."""
-    grads_on_host_bytes: int = 0
-    """Offloaded or accumulated gradients."""
-    states_on_device_bytes: int = 0
-    """State of the device share."""
-    states_on_host_bytes: int = 0
-    """State of the host share, and offloaded state of the device share."""
+    params_bytes: ByTier[int] = ByTier(0, 0)
+    """By enum offload_tier. On the device the caller's: registered params that have an address; on
+    the host offloaded params."""
+    grads_bytes: ByTier[int] = ByTier(0, 0)
+    """By enum offload_tier. On the device the caller's: gradients that have an address; on the host
+    offloaded or accumulated gradients."""
+    state_bytes: ByTier[int] = ByTier(0, 0)
+    """By enum offload_tier: state of the tier's share; the host's includes offloaded state of the
+    device share."""
     grads_down_bytes: int = 0
     """Of all steps: gradients copied from the device to the host."""
     params_up_bytes: int = 0

@@ -52,8 +52,8 @@ class Reporting(torch.optim.Optimizer):
             return {**particulars, "bytes": f"not known: {error}"}
         particulars["steps"] = self._history.told(stats)
         particulars["bytes"] = (
-            f"{readable(stats.states_on_host_bytes)} of state on the host, "
-            f"{readable(stats.states_on_device_bytes)} on the device"
+            f"{readable(stats.state_bytes.host)} of state on the host, "
+            f"{readable(stats.state_bytes.device)} on the device"
         )
         return particulars
 

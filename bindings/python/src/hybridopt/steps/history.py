@@ -4,12 +4,16 @@ another engine, for added params, say."""
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .. import abi
-from .plans import Stats, described
+from ..abi.reports import ByTier
+from .plans import Stats, by_tier, described
 from .skips import Skips
 
 REMEMBERED_RESULTS = 1024
@@ -32,19 +36,18 @@ class MemorySample:
 
     seconds: float  # since the optimizer was made
     label: str
-    params_on_device_bytes: int
-    params_on_host_bytes: int
-    grads_on_device_bytes: int
-    grads_on_host_bytes: int
-    states_on_device_bytes: int
-    states_on_host_bytes: int
+    params_bytes: ByTier[int]
+    grads_bytes: ByTier[int]
+    state_bytes: ByTier[int]
     device_bytes: int  # the library's own, the device share's states and scratch
     host_bytes: int  # the library's own, all of it
 
 
-BYTE_FIELDS = [
-    field.name for field in dataclasses.fields(MemorySample) if field.name.endswith("_bytes")
-]
+BYTE_FIELDS = {  # and whether they count by tier
+    field.name: field.type == "ByTier[int]"
+    for field in dataclasses.fields(MemorySample)
+    if field.name.endswith("_bytes")
+}
 HELD = [field.name for field in dataclasses.fields(Stats) if field.name not in TOTALS]
 
 
@@ -64,7 +67,7 @@ class History:
         self.skips = Skips()
         self._before = Stats()  # totals without the present engine
         self._counted = Stats()  # the part of the present engine's totals that _before includes
-        self._held_aside = dict.fromkeys(HELD, 0)  # memory of the engines that are aside
+        self._held_aside = {name: getattr(Stats(), name) for name in HELD}  # by the engines that are aside
         self._steps_before = 0  # steps that the present engine does not count
         self._steps_now = 0  # steps in the latest result, or in the checkpoint loaded since
         self._steps_loaded: int | None = None  # of the checkpoint that was loaded last
@@ -80,7 +83,10 @@ class History:
 
     def sample(self, label: str, own: abi.offload_stats_t) -> None:
         """Adds a sample of the memory in use now."""
-        held = {name: getattr(own, name) + self._held_aside[name] for name in BYTE_FIELDS}
+        held = {}
+        for name, is_by_tier in BYTE_FIELDS.items():
+            value = getattr(own, name)
+            held[name] = (by_tier(value) if is_by_tier else value) + self._held_aside[name]
         self.samples.append(MemorySample(time.monotonic() - self._made, label, **held))
 
     def stats(self, own: abi.offload_stats_t | None) -> Stats:
@@ -104,22 +110,22 @@ class History:
         """Notes that the present engine is put aside, after all of its results have been added."""
         pause = Pause(described(Stats, own), self._steps_now - self._steps_before)
         self.note_end(own)
-        self._hold(pause, 1)
+        self._hold(pause, operator.add)
         return pause
 
     def note_return(self, pause: Pause) -> None:
         """Notes that an engine aside is the present engine again. There must be no other one."""
-        self._hold(pause, -1)
+        self._hold(pause, operator.sub)
         self._counted = pause.stats
         self._steps_before = self._steps_now - pause.steps
 
     def note_dropped(self, pause: Pause) -> None:
         """Notes that an engine has ended while it was aside."""
-        self._hold(pause, -1)
+        self._hold(pause, operator.sub)
 
-    def _hold(self, pause: Pause, sign: int) -> None:
+    def _hold(self, pause: Pause, combine: Callable[[Any, Any], Any]) -> None:
         for name in HELD:
-            self._held_aside[name] += sign * getattr(pause.stats, name)
+            self._held_aside[name] = combine(self._held_aside[name], getattr(pause.stats, name))
 
     def note_load(self, steps: int) -> None:
         """Notes that the present engine goes on from the steps of a checkpoint."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .. import abi
-from ..abi.reports import PlannedMemory, StepResult, Totals
+from ..abi.reports import ByTier, PlannedMemory, StepResult, Totals
 
 _STATE_KINDS = {
     abi.OFFLOAD_STATE_MASTER: "master_param",
@@ -37,6 +37,8 @@ class Stats(Totals):
     checkpoint's."""
 
 
+_TIERS = len(dataclasses.fields(ByTier))
+
 Described = TypeVar("Described", Plan, Stats, StepResult)
 
 
@@ -58,6 +60,10 @@ def _conversions_of(cls: type) -> list[tuple[str, Callable[[Any], Any] | None]]:
             conversions.append((field.name, _by_kind))
         elif field.type == "dict[int, int]":
             conversions.append((field.name, _by_node))
+        elif field.type == "ByTier[int]":
+            conversions.append((field.name, by_tier))
+        elif field.type == "ByTier[dict[str, int]]":
+            conversions.append((field.name, _by_tier_and_kind))
         else:
             conversions.append((field.name, bool if field.type == "bool" else None))
     return conversions
@@ -65,6 +71,14 @@ def _conversions_of(cls: type) -> list[tuple[str, Callable[[Any], Any] | None]]:
 
 def _by_kind(counts: Any) -> dict[str, int]:
     return {name: counts[kind] for kind, name in _STATE_KINDS.items() if counts[kind] > 0}
+
+
+def by_tier(counts: Any) -> ByTier[int]:
+    return ByTier(*counts[:_TIERS])
+
+
+def _by_tier_and_kind(counts: Any) -> ByTier[dict[str, int]]:
+    return ByTier(*map(_by_kind, counts[:_TIERS]))
 
 
 def _by_node(counts: Any) -> dict[int, int]:

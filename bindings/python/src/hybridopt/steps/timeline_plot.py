@@ -27,7 +27,7 @@ LANE_COLORS = (
     *("#882255", "#117733", "#88ccee", "#ccbb44", "#bbbbbb"),
 )
 STEPS = 12  # as many have room
-KINDS = ("params", "grads", "states")
+KINDS = ("params", "grads", "state")
 COLORS = ("#4477aa", "#ee6677", "#228833")
 
 
@@ -48,15 +48,17 @@ def plot_timeline(
         ) from None
     figure = Figure(figsize=(10, 8), layout="constrained")
     device, host, lanes = figure.subplots(3, 1, height_ratios=[2, 2, 3])
-    _plot_memory(device, samples, "on_device", "on the device")
-    _plot_memory(host, samples, "on_host", "on the host")
+    _plot_memory(device, samples, "device", "on the device")
+    _plot_memory(host, samples, "host", "on the host")
     _plot_lanes(lanes, results)
     figure.savefig(path, dpi=120)
 
 
-def _plot_memory(axes: Any, samples: list[MemorySample], place: str, title: str) -> None:
+def _plot_memory(axes: Any, samples: list[MemorySample], tier: str, title: str) -> None:
     seconds = [sample.seconds for sample in samples]
-    heights = [[getattr(sample, f"{kind}_{place}_bytes") for sample in samples] for kind in KINDS]
+    heights = [
+        [getattr(getattr(sample, f"{kind}_bytes"), tier) for sample in samples] for kind in KINDS
+    ]
     unit, name = _unit(max(map(sum, zip(*heights))))
     heights = [[value / unit for value in kind] for kind in heights]
     # A sample holds until the next one.
