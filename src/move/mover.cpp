@@ -140,7 +140,7 @@ void Mover::ListStates(const MoveRequest& request) {
       const StateSlot slot{index};
       if (!shaped.Keeps(Tier::kDevice, slot)) continue;
       copies_.push_back({memory_.At(Tier::kDevice, item.param, slot),
-                         swap_.State(item.param, slot, 0), shaped.Bytes(slot, count)});
+                         swap_.State(item.param, slot, 0), shaped.Bytes(slot, 0, count)});
     }
   }
 }

@@ -56,7 +56,7 @@ void ResidenceChanger::ListArray(const ResidenceRequest& request, uint32_t id, S
   // A param that becomes its own master has the master's value.
   if (to.is_param || from.data == to.data) return;
   std::vector<Copy>& copies = from.on_device ? down_ : to.on_device ? up_ : on_host_;
-  copies.push_back({from.data, to.data, shape_.params[id].Bytes(slot, range.count)});
+  copies.push_back({from.data, to.data, shape_.params[id].Bytes(slot, range.begin, range.count)});
 }
 
 std::vector<ResidenceChanger::Batch> ResidenceChanger::Cut(const std::vector<Copy>& copies) {

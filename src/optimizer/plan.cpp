@@ -42,7 +42,8 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
   sizes.stream_slot_bytes = chunks.stream_slot_bytes();
   if (HostMayHoldGrads(shape))
     sizes.device_grad_elements =
-        std::min(shape.options.chunk_elements, residence.elements(Tier::kDevice));
+        std::min(std::max(shape.options.chunk_elements, shape.largest_unit),
+                 residence.elements(Tier::kDevice));
   return sizes;
 }
 
@@ -149,8 +150,10 @@ Status CheckHostRoom(const char* what, uint64_t bytes) {
 
 std::vector<uint64_t> StateBytes(const StateShape& shape, const Residence& residence, Tier tier) {
   std::vector<uint64_t> bytes;
-  for (uint32_t id = 0; id < shape.params.size(); ++id)
-    bytes.push_back(shape.params[id].BytesOn(tier, residence.range(id, tier).count));
+  for (uint32_t id = 0; id < shape.params.size(); ++id) {
+    const ElementRange range = residence.range(id, tier);
+    bytes.push_back(shape.params[id].BytesOn(tier, range.begin, range.count));
+  }
   return bytes;
 }
 

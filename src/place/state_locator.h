@@ -62,8 +62,8 @@ class StateLocator {
     count = std::min(count, residence_.range(id, tier).end() - first);
     const Format format = param.format[slot];
     if (!param.Keeps(tier, slot))  // the param is its own master
-      return {ParamAt(id, location) + param.Bytes(slot, first), format, count, params_on_device,
-              true};
+      return {ParamAt(id, location) + param.BytesBefore(slot, first), format, count,
+              params_on_device, true};
     if (tier == Tier::kDevice && location.states_on_host)
       return {swap_states_.At(param, slot, first), format, count, false, false};
     return {memory_.At(tier, id, slot, first), format, count, tier == Tier::kDevice, false};

@@ -26,13 +26,26 @@ class ChunkCutter {
       : shape_(shape), rest_(elements), table_(table) {}
 
   void Add(uint32_t id, const Param& param, Tier tier, const ElementRange& range) {
-    uint64_t begin = range.begin;
-    for (uint64_t count = range.count; count > 0;) {
-      if (table_.chunks.empty() || chunk().element_count == chunk_elements_) Open();
-      const uint64_t taken = std::min(count, chunk_elements_ - chunk().element_count);
+    const Unit& unit = shape_.params[id].unit;
+    for (uint64_t begin = range.begin; begin < range.end();) {
+      if (table_.chunks.empty() || chunk().element_count >= chunk_elements_) Open();
+      const uint64_t room = chunk_elements_ - chunk().element_count;
+      const uint64_t end = unit.CutOf(begin, range.end(), room);
+      const uint64_t taken = end - begin;
+      if (taken > room && chunk().element_count > 0) {
+        Open();
+        continue;
+      }
       rest_ -= taken;
-      table_.fragments.push_back(
-          {id, tier, begin, taken, chunk().element_count, grad_bytes_, param_bytes_, {}});
+      table_.fragments.push_back({id,
+                                  tier,
+                                  begin,
+                                  taken,
+                                  chunk().element_count,
+                                  grad_bytes_,
+                                  param_bytes_,
+                                  {},
+                                  unit.From(begin)});
       PlaceInRing(table_.fragments.back());
       grad_bytes_ += system::RoundUp(taken * DtypeBytes(param.grad_dtype), kSlotAlignmentBytes);
       param_bytes_ += system::RoundUp(taken * DtypeBytes(param.dtype), kSlotAlignmentBytes);
@@ -42,8 +55,7 @@ class ChunkCutter {
       table_.params_up_bytes += taken * DtypeBytes(param.dtype);
       chunk().fragment_count += 1;
       chunk().element_count += taken;
-      begin += taken;
-      count -= taken;
+      begin = end;
     }
     table_.last_chunk_end[id] = static_cast<uint32_t>(table_.chunks.size());
   }
@@ -73,7 +85,7 @@ class ChunkCutter {
       const uint64_t offset = follows ? state_end_[slot] + host - host_end_[slot]
                                       : system::RoundUp(state_end_[slot], kArrayAlignmentBytes) +
                                             host % kArrayAlignmentBytes;
-      const uint64_t bytes = shaped.Bytes(slot, fragment.count);
+      const uint64_t bytes = shaped.Bytes(slot, fragment.begin, fragment.count);
       fragment.state_offset[slot] = offset;
       state_end_[slot] = offset + bytes;
       host_end_[slot] = host + bytes;

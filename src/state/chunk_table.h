@@ -7,7 +7,8 @@
 //   fragments                    |  f0  |   f1  |   f2  |    f3    |     f4      |
 //   chunks                       |  0   |       1       |         2              |
 //
-// One staging slot holds one chunk. A fragment is the range of one param in a chunk. Where there is
+// One staging slot holds one chunk. A fragment is the range of one param in a chunk; it ends at the
+// end of a unit, and a chunk grows to hold a unit that is larger than a chunk. Where there is
 // no staging all fragments form one chunk. Where CPU workers and streams share the chunks, the last
 // chunks become smaller and smaller, so that the side that has done its last chunk waits little
 // for the other.
@@ -41,6 +42,7 @@ struct Fragment {
   uint64_t grad_offset;                            // bytes into the slot's grads half
   uint64_t param_offset;                           // bytes into the slot's params half
   std::array<uint64_t, kStateSlots> state_offset;  // bytes into each area of the device ring's slot
+  Unit unit;                                       // counted from the fragment's begin
 };
 
 struct Chunk {
@@ -76,7 +78,8 @@ struct ChunkTable {
 
 // Calls visit(fragment, first, count) for the range of each fragment that is in `range`. `range`
 // counts active elements only, of which the fragments have `total`, and before(f) come before
-// fragment f. `first` counts from the fragment's begin.
+// fragment f. `first` counts from the fragment's begin. A unit belongs to the range in which its
+// end is.
 template <typename Before, typename Visit>
 void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& before,
                   const WorkRange& range, Visit&& visit) {
@@ -87,10 +90,12 @@ void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& 
   --fragment;  // before(first fragment) is 0, so a fragment before this one exists
   for (; fragment != fragments.end() && before(*fragment) < range.end; ++fragment) {
     const auto next = fragment + 1;
+    const uint64_t first = before(*fragment);
     const uint64_t fragment_end = next == fragments.end() ? total : before(*next);
-    const uint64_t begin = std::max(range.begin, before(*fragment));
-    const uint64_t end = std::min(range.end, fragment_end);
-    if (begin < end) visit(*fragment, begin - before(*fragment), end - begin);
+    const uint64_t begin = fragment->unit.RoundDown(std::max(range.begin, first) - first);
+    const uint64_t end = range.end >= fragment_end ? fragment_end - first
+                                                   : fragment->unit.RoundDown(range.end - first);
+    if (begin < end) visit(*fragment, begin, end - begin);
   }
 }
 
@@ -126,8 +131,12 @@ inline constexpr uint64_t kSmallChunksMost = 96;
 inline uint64_t ChunksMost(const StateShape& shape) {
   if (shape.options.unified) return 1;
   const uint64_t full = shape.element_count / shape.options.chunk_elements + 1;
-  if (!SharesChunks(shape)) return full;
-  return std::min(full + kSmallChunksMost, shape.element_count / SmallestChunkElements(shape) + 1);
+  const uint64_t most = !SharesChunks(shape)
+                            ? full
+                            : std::min(full + kSmallChunksMost,
+                                       shape.element_count / SmallestChunkElements(shape) + 1);
+  // Two neighbours together are a full chunk: the second one begins with a unit that did not fit.
+  return shape.largest_unit == 1 ? most : 2 * most;
 }
 
 }  // namespace hybridopt

@@ -27,15 +27,19 @@ ByTier<uint64_t> Shares(uint64_t elements, const ByTier<double>& fractions) {
 }
 
 // Takes the elements of one param out of what each tier still gets, and returns where its ranges
-// end.
-ByTier<uint64_t> Take(uint64_t count, ByTier<uint64_t>& shares) {
+// end. What a tier gets is contiguous: where a unit does not fit any more, the next tier gets the
+// rest.
+ByTier<uint64_t> Take(uint64_t count, const Unit& unit, ByTier<uint64_t>& shares) {
   ByTier<uint64_t> ends;
-  uint64_t end = 0;
+  uint64_t begin = 0, left_over = 0;
   for (Tier tier : kTiers) {
-    const uint64_t taken = std::min(shares[tier], count - end);
-    shares[tier] -= taken;
-    end += taken;
-    ends[tier] = end;
+    shares[tier] += left_over;
+    const uint64_t wanted = std::min(shares[tier], count - begin);
+    const uint64_t end =
+        begin + wanted == count ? count : std::max(begin, unit.RoundDown(begin + wanted));
+    left_over = end == count ? 0 : shares[tier] - (end - begin);
+    shares[tier] -= end - begin + left_over;
+    ends[tier] = begin = end;
   }
   return ends;
 }
@@ -47,12 +51,13 @@ Residence::Residence(const ParamTable& table, const StateShape& shape,
   const uint64_t automatic = AutomaticElements(table);
   ByTier<uint64_t> shares = Shares(automatic, fractions);
   ends_.reserve(table.size());
-  for (const Param& param : table.params()) {
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const Param& param = table.param(id);
     ByTier<uint64_t> whole;  // for a param that one tier holds
     const bool on_device = param.placement == OFFLOAD_PLACE_DEVICE && !shape.options.unified;
     whole[on_device ? Tier::kDevice : Tier::kHost] = param.count;
     const bool shared = param.placement == OFFLOAD_PLACE_AUTO && !shape.options.unified;
-    ends_.push_back(Take(param.count, shared ? shares : whole));
+    ends_.push_back(Take(param.count, shape.params[id].unit, shared ? shares : whole));
   }
   for (uint32_t id = 0; id < table.size(); ++id)
     for (Tier tier : kTiers) elements_[tier] += range(id, tier).count;

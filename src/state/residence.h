@@ -6,7 +6,8 @@
 //   param    | device | host ............... |
 //
 // A range may be empty. Params that are placed OFFLOAD_PLACE_AUTO are shared out together: in
-// registration order the first of their elements go to the first tier.
+// registration order the first of their elements go to the first tier. A range ends at the end of a
+// unit: what does not fill one more unit goes to the next tier.
 #pragma once
 
 #include <algorithm>

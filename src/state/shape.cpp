@@ -64,13 +64,22 @@ void ChooseFormats(const Param& param, const ShapeOptions& options, StateShape& 
   shaped.stripe_count = static_cast<uint32_t>(shape.stripes.size()) - shaped.first_stripe;
 }
 
+// An array is cut where its format can be cut.
+Unit UnitOfFormats(const Param& param, const ParamShape& shaped) {
+  uint64_t elements = 1;
+  for (const Format format : shaped.format)
+    elements = std::lcm(elements, RowOf(format).unit_elements);
+  return UnitOf(param.shard, param.count, elements);
+}
+
 void LayOutRegion(const ParamTable& table, Tier tier, StateSlot slot, StateShape& shape) {
   uint64_t& bytes = shape.region_bytes[tier][slot];
   for (uint32_t id : shape.region_order) {
     ParamShape& param = shape.params[id];
     param.offset[tier][slot] = bytes;
     if (param.Keeps(tier, slot))
-      bytes += system::RoundUp(param.Bytes(slot, table.param(id).count), kArrayAlignmentBytes);
+      bytes +=
+          system::RoundUp(param.BytesBefore(slot, table.param(id).count), kArrayAlignmentBytes);
   }
 }
 
@@ -120,10 +129,28 @@ bool HasState(Rule rule, Format master, StateSlot slot) {
   return MomentOf(rule, static_cast<int32_t>(slot - kMoment0)) != kNoMoment;
 }
 
-uint64_t ParamShape::BytesOn(Tier tier, uint64_t count) const {
+Unit UnitOf(const Shard& shard, uint64_t count, uint64_t elements) {
+  if (elements == 1 || count == 0) return {};
+  std::vector<Stripe> stripes;
+  AddStripes(shard, stripes);
+  const auto phase_of = [&](const Stripe& stripe) {
+    const uint64_t first = stripe.first + stripe.column / stripe.row_length * stripe.row_stride +
+                           stripe.column % stripe.row_length;
+    return (first % elements + elements - stripe.begin % elements) % elements;
+  };
+  const uint64_t phase = phase_of(stripes[0]);
+  for (const Stripe& stripe : stripes) {
+    const bool is_one_row = stripe.column % stripe.row_length + stripe.count <= stripe.row_length;
+    const bool in_step = is_one_row || stripe.row_stride % elements == stripe.row_length % elements;
+    if (!in_step || phase_of(stripe) != phase) return {std::max<uint64_t>(count, 1), 0};
+  }
+  return {elements, phase};
+}
+
+uint64_t ParamShape::BytesOn(Tier tier, uint64_t begin, uint64_t count) const {
   uint64_t bytes = 0;
   for (uint32_t slot = 0; slot < kStateSlots; ++slot)
-    if (Keeps(tier, StateSlot{slot})) bytes += Bytes(StateSlot{slot}, count);
+    if (Keeps(tier, StateSlot{slot})) bytes += Bytes(StateSlot{slot}, begin, count);
   return bytes;
 }
 
@@ -140,6 +167,8 @@ StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options) 
     shape.norm_blocks += NormBlocksOf(param.count);
     shape.element_count += param.count;
     ChooseFormats(param, options, shape, shaped);
+    shaped.unit = UnitOfFormats(param, shaped);
+    shape.largest_unit = std::max(shape.largest_unit, std::min(shaped.unit.elements, param.count));
   }
   LayOutRegions(table, shape);
   LayOutSwap(table, shape);

@@ -54,7 +54,47 @@ struct ShapeOptions {
   uint64_t early_bytes = 0;        // pinned, for chunks that are updated before their step
 };
 
+// The smallest ranges of a param that may be cut. Units are counted in the whole tensor: the first
+// one of a shard lacks `phase` elements, and the last one may be shorter too.
+struct Unit {
+  uint64_t elements = 1;
+  uint64_t phase = 0;
+
+  // The last element at or before this one that begins a unit; 0 begins one too.
+  uint64_t RoundDown(uint64_t element) const {
+    if (elements == 1) return element;
+    const uint64_t over = (element + phase) % elements;
+    return element - std::min(element, over);
+  }
+  // The first one at or behind it. The param may end before.
+  uint64_t RoundUp(uint64_t element) const {
+    const uint64_t down = RoundDown(element);
+    return down == element ? element : RoundDown(element + elements - 1);
+  }
+  // That of a range which begins at `element`, the begin of a unit.
+  Unit From(uint64_t element) const { return {elements, element == 0 ? phase : 0}; }
+  // Where to cut a range [begin, limit) that has more elements than fit, so that it has at most
+  // `wanted` elements, but at least one unit. Both ends are ends of units.
+  uint64_t CutOf(uint64_t begin, uint64_t limit, uint64_t wanted) const {
+    if (limit - begin <= wanted) return limit;
+    const uint64_t end = RoundDown(begin + wanted);
+    return end > begin ? end : std::min(limit, RoundUp(begin + 1));
+  }
+};
+
+// The units of `elements` in a shard. Where its elements have gaps that leave them out of step with
+// the units of the whole tensor, the shard is not cut at all.
+Unit UnitOf(const Shard& shard, uint64_t count, uint64_t elements);
+
+// Bytes of an array before an element that begins a unit, or before its end. The first unit has
+// room for what it lacks. The units of the format divide those of the param.
+inline uint64_t BytesBefore(const FormatRow& row, const Unit& unit, uint64_t element) {
+  if (row.unit_elements == 1) return element * row.unit_bytes;
+  return element == 0 ? 0 : row.Bytes(element + unit.phase % row.unit_elements);
+}
+
 struct ParamShape {
+  Unit unit;
   Rule rule;                               // of its group at commit, which decides the moments
   std::array<Format, kStateSlots> format;  // of each slot that the param has
   // Whether a tier keeps an array for the slot, and at which byte of the region its element 0 is.
@@ -79,12 +119,18 @@ struct ParamShape {
   StateFormats formats() const {
     return {format[master_slot()], format[kMoment0], format[kMoment1]};
   }
-  uint64_t Bytes(StateSlot slot, uint64_t count) const { return RowOf(format[slot]).Bytes(count); }
-  uint64_t ByteAt(Tier tier, StateSlot slot, uint64_t element) const {
-    return offset[tier][slot] + Bytes(slot, element);
+  // Bytes of `count` elements of an array from `begin` on, where a unit begins.
+  uint64_t Bytes(StateSlot slot, uint64_t begin, uint64_t count) const {
+    return BytesBefore(slot, begin + count) - BytesBefore(slot, begin);
   }
-  // Bytes of the state of `count` elements on a tier.
-  uint64_t BytesOn(Tier tier, uint64_t count) const;
+  uint64_t ByteAt(Tier tier, StateSlot slot, uint64_t element) const {
+    return offset[tier][slot] + BytesBefore(slot, element);
+  }
+  // Bytes of the state of these elements on a tier.
+  uint64_t BytesOn(Tier tier, uint64_t begin, uint64_t count) const;
+  uint64_t BytesBefore(StateSlot slot, uint64_t element) const {
+    return hybridopt::BytesBefore(RowOf(format[slot]), unit, element);
+  }
 };
 
 struct StateShape {
@@ -97,6 +143,7 @@ struct StateShape {
   std::array<uint64_t, kStateSlots> host_region_begin{};  // in the host's arena
   uint64_t host_arena_bytes = 0;                          // of addresses
   uint64_t element_count = 0;
+  uint64_t largest_unit = 1;  // elements of it
   uint64_t norm_blocks = 0;
   uint64_t swap_params_bytes = 0;
   uint64_t swap_grads_bytes = 0;

@@ -350,9 +350,9 @@ def test_moves_take_ids_and_streams():
             )
             optimizer.commit()
             optimizer.offload_params(params=[])
-            assert optimizer.stats().params_bytes.host == 0
+            assert optimizer.stats().params_bytes[abi.OFFLOAD_TIER_HOST] == 0
             optimizer.wait(optimizer.offload_params(params=[0], streams=[stream]))
-            assert optimizer.stats().params_bytes.host == 36
+            assert optimizer.stats().params_bytes[abi.OFFLOAD_TIER_HOST] == 36
             with pytest.raises(abi.InvalidArgumentError, match="1 params have been added"):
                 optimizer.offload_params(params=[1])
         context.stream_destroy(stream)

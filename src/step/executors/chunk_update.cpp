@@ -54,8 +54,8 @@ void ChunkUpdater::ForEachArray(const Fragment& fragment, uint64_t first, uint64
     const StateSlot slot{index};
     if (!shaped.Keeps(fragment.tier, slot)) continue;
     visit(memory_.At(fragment.tier, fragment.param, slot, fragment.begin + first),
-          old[slot] + fragment.state_offset[slot] + shaped.Bytes(slot, first),
-          shaped.Bytes(slot, count));
+          old[slot] + fragment.state_offset[slot] + shaped.Bytes(slot, fragment.begin, first),
+          shaped.Bytes(slot, fragment.begin + first, count));
   }
 }
 

@@ -12,10 +12,10 @@ namespace {
 // which a gradient comes back from the host.
 uint64_t DeviceUpdatesMost(const StateShape& shape) {
   if (shape.options.unified) return 0;
-  const uint64_t pieces =
-      HostMayHoldGrads(shape)
-          ? shape.element_count / shape.options.chunk_elements + shape.params.size()
-          : 0;
+  uint64_t pieces = HostMayHoldGrads(shape)
+                        ? shape.element_count / shape.options.chunk_elements + shape.params.size()
+                        : 0;
+  if (shape.largest_unit > 1) pieces *= 2;  // a piece that ends with a unit may be half full
   return shape.params.size() + pieces + shape.stripes.size();
 }
 
@@ -107,8 +107,9 @@ Status DeviceExecutor::QueueFromHost(const StepPlan& plan, uint32_t id) {
   DeviceUpdate whole = UpdateOf(plan, id);
   const uint64_t grad_bytes = DtypeBytes(param.grad_dtype);
   const uint64_t piece_elements = lanes_.device_grad_elements();
-  for (uint64_t begin = 0; begin < whole.span.count; begin += piece_elements) {
-    const uint64_t count = std::min(piece_elements, whole.span.count - begin);
+  for (uint64_t begin = 0, end = 0; begin < whole.span.count; begin = end) {
+    end = shape_.params[id].unit.CutOf(begin, whole.span.count, piece_elements);
+    const uint64_t count = end - begin;
     lanes_.link().GiveWay(count * grad_bytes);
     lanes_.link().QueuedUp(count * grad_bytes);
     HYBRIDOPT_TRY(lanes_.device().CopyToDevice(lanes_.compute, lanes_.device_grads,

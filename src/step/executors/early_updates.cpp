@@ -16,7 +16,7 @@ uint64_t BytesOfAll(const ParamTable& table, const StateShape& shape) {
   uint64_t bytes = 0;
   for (uint32_t id = 0; id < table.size(); ++id) {
     const Param& param = table.param(id);
-    bytes += shape.params[id].BytesOn(Tier::kHost, param.count);
+    bytes += shape.params[id].BytesOn(Tier::kHost, 0, param.count);
     bytes += param.count * DtypeBytes(param.dtype);
   }
   return bytes;
@@ -150,9 +150,9 @@ uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
     const ParamShape& shaped = shape_.params[fragment.param];
     for (uint32_t index = 0; index < kStateSlots; ++index)
       if (shaped.Keeps(fragment.tier, StateSlot{index}))
-        area_bytes[index] =
-            std::max(area_bytes[index],
-                     fragment.state_offset[index] + shaped.Bytes(StateSlot{index}, fragment.count));
+        area_bytes[index] = std::max(
+            area_bytes[index], fragment.state_offset[index] +
+                                   shaped.Bytes(StateSlot{index}, fragment.begin, fragment.count));
     param_bytes =
         fragment.param_offset + fragment.count * DtypeBytes(table_.param(fragment.param).dtype);
   }

@@ -255,7 +255,8 @@ Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
         bytes = 0;
       }
       if (travels)
-        bytes = fragment.state_offset[kind] - offset + shaped.Bytes(kind, fragment.count);
+        bytes = fragment.state_offset[kind] - offset +
+                shaped.Bytes(kind, fragment.begin, fragment.count);
     }
     HYBRIDOPT_TRY(Copy(direction, host, area + offset, bytes));
   }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -77,8 +78,14 @@ struct Arranged {
   LaneSizes lanes;
 };
 
-Arranged Arrange(const ParamTable& table, const ShapeOptions& options, double device_fraction) {
+Arranged Arrange(const ParamTable& table, const ShapeOptions& options, double device_fraction,
+                 const std::vector<Unit>& units = {}) {
   Arranged arranged{device_fraction, MakeStateShape(table, options), {}, {}, {}};
+  for (uint32_t id = 0; id < units.size(); ++id) {
+    arranged.shape.params[id].unit = units[id];
+    arranged.shape.largest_unit =
+        std::max(arranged.shape.largest_unit, std::min(units[id].elements, table.param(id).count));
+  }
   arranged.residence = Residence(table, arranged.shape, {{device_fraction}});
   arranged.chunks = CutChunks(table, arranged.shape, arranged.residence);
   arranged.lanes = LaneSizesOf(arranged.shape, arranged.residence, arranged.chunks);
@@ -251,6 +258,178 @@ TEST_F(ResidenceTest, EveryHostElementIsInExactlyOneFragmentInOrder) {
   });
 }
 
+// Whether a param may be cut before this element.
+bool MayBeCut(const Unit& unit, uint64_t count, uint64_t element) {
+  return element == 0 || element == count || (element + unit.phase) % unit.elements == 0;
+}
+
+// One element, blocks of 128 and other blocks from anywhere in the tensor on, or the whole param.
+std::vector<Unit> RandomUnits(Random& random, const ParamTable& table) {
+  std::vector<Unit> units(table.size());
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const uint64_t sizes[] = {1, 128, 2 + random.Below(5000), table.param(id).count};
+    units[id].elements = std::max<uint64_t>(sizes[random.Below(std::size(sizes))], 1);
+    units[id].phase = random.Below(units[id].elements);
+    if (units[id].elements == table.param(id).count) units[id].phase = 0;
+  }
+  return units;
+}
+
+void ExpectWholeUnitsOnTiers(const ParamTable& table, const std::vector<Unit>& units,
+                             const ShapeOptions& options, const Arranged& arranged) {
+  uint64_t automatic = 0, automatic_on_device = 0, next_unit = 0;
+  bool host_share_seen = false;
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const Param& param = table.param(id);
+    uint64_t end = 0;
+    for (Tier tier : kTiers) {
+      const ElementRange range = arranged.residence.range(id, tier);
+      ASSERT_EQ(range.begin, end);
+      end = range.end();
+      ASSERT_TRUE(MayBeCut(units[id], param.count, end)) << id << ": " << end;
+    }
+    ASSERT_EQ(end, param.count);
+    if (param.placement != OFFLOAD_PLACE_AUTO || options.unified) continue;
+    const uint64_t on_device = arranged.residence.range(id, Tier::kDevice).count;
+    automatic += param.count;
+    automatic_on_device += on_device;
+    if (host_share_seen) {
+      EXPECT_EQ(on_device, 0u) << "what a tier holds is contiguous";
+    }
+    if (!host_share_seen && on_device < param.count) next_unit = units[id].elements;
+    host_share_seen |= on_device < param.count;
+  }
+  const auto wanted =
+      static_cast<uint64_t>(std::floor(arranged.device_fraction * static_cast<double>(automatic)));
+  EXPECT_LE(automatic_on_device, wanted);
+  if (host_share_seen && !options.unified) {
+    EXPECT_GT(automatic_on_device + next_unit, wanted) << "one more unit fits";
+  }
+}
+
+void ExpectWholeUnitsInChunks(const ParamTable& table, const std::vector<Unit>& units,
+                              const ShapeOptions& options, const Arranged& arranged) {
+  std::vector<uint64_t> next(table.size());
+  for (uint32_t id = 0; id < table.size(); ++id)
+    next[id] = arranged.residence.range(id, Tier::kHost).begin;
+  for (const Chunk& chunk : arranged.chunks.chunks) {
+    uint64_t elements = 0;
+    for (const Fragment& fragment : arranged.chunks.FragmentsOf(chunk)) {
+      const uint32_t id = fragment.param;
+      ASSERT_GT(fragment.count, 0u);
+      ASSERT_EQ(fragment.begin, next[id]);
+      ASSERT_TRUE(MayBeCut(units[id], table.param(id).count, fragment.begin));
+      next[id] += fragment.count;
+      elements += fragment.count;
+      if (!options.unified && fragment.count > options.chunk_elements) {
+        EXPECT_EQ(chunk.fragment_count, 1u) << "a chunk grows for one unit alone";
+        EXPECT_LE(fragment.count, units[id].elements);
+      }
+    }
+    ASSERT_EQ(elements, chunk.element_count);
+    EXPECT_TRUE(options.unified || chunk.fragment_count == 1 || elements <= options.chunk_elements);
+  }
+  for (uint32_t id = 0; id < table.size(); ++id) ASSERT_EQ(next[id], table.param(id).count);
+  EXPECT_LE(arranged.chunks.chunks.size(), ChunksMost(arranged.shape));
+}
+
+// However the elements of a chunk are shared out among workers, in pieces of any size.
+void ExpectWholeUnitsOfWork(const ParamTable& table, const std::vector<Unit>& units, uint64_t piece,
+                            const Arranged& arranged) {
+  for (const Chunk& chunk : arranged.chunks.chunks) {
+    std::vector<uint64_t> next(chunk.fragment_count);
+    const std::span<const Fragment> fragments = arranged.chunks.FragmentsOf(chunk);
+    for (uint64_t begin = 0; begin < chunk.element_count; begin += piece)
+      ForEachRange(
+          fragments, chunk.element_count, [](const Fragment& each) { return each.first_element; },
+          WorkRange{begin, std::min(begin + piece, chunk.element_count)},
+          [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+            const auto index = static_cast<size_t>(&fragment - fragments.data());
+            ASSERT_EQ(first, next[index]);
+            next[index] += count;
+            ASSERT_GT(count, 0u);
+            ASSERT_TRUE(MayBeCut(units[fragment.param], table.param(fragment.param).count,
+                                 fragment.begin + first));
+          });
+    for (size_t i = 0; i < fragments.size(); ++i) ASSERT_EQ(next[i], fragments[i].count);
+  }
+}
+
+TEST(Units, NothingIsCutInsideOne) {
+  Random random(23);
+  for (int round = 0; round < 2000 && !testing::Test::HasFailure(); ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    const Case one = RandomCase(random);
+    const std::vector<Unit> units = RandomUnits(random, *one.table);
+    const Arranged arranged = Arrange(*one.table, one.options, one.device_fraction, units);
+    ExpectWholeUnitsOnTiers(*one.table, units, one.options, arranged);
+    ExpectWholeUnitsInChunks(*one.table, units, one.options, arranged);
+    ExpectWholeUnitsOfWork(*one.table, units, 1 + random.Below(700), arranged);
+    // A gradient that goes up in pieces has room for a unit.
+    for (uint32_t id = 0; id < units.size() && arranged.lanes.device_grad_elements > 0; ++id) {
+      const uint64_t count = arranged.residence.range(id, Tier::kDevice).count;
+      for (uint64_t begin = 0, end = 0; begin < count; begin = end) {
+        end = units[id].CutOf(begin, count, arranged.lanes.device_grad_elements);
+        ASSERT_GT(end, begin);
+        ASSERT_LE(end - begin, arranged.lanes.device_grad_elements);
+        ASSERT_TRUE(MayBeCut(units[id], one.table->param(id).count, end));
+      }
+    }
+  }
+}
+
+// A format with blocks of 32 elements and a scale: of a shard that begins anywhere, every cut is
+// where a block begins, and the blocks between two cuts have their bytes there.
+TEST(Units, ArraysHaveRoomForEachBlock) {
+  FormatRow row = RowOf(Format::kFp32);
+  row.unit_elements = 32;
+  row.unit_bytes = 34;
+  for (uint64_t phase = 0; phase < 128; ++phase) {
+    const Unit unit{128, phase};
+    const uint64_t count = 1000 + phase;
+    for (uint64_t begin = 0, end = 0; begin < count; begin = end) {
+      end = unit.CutOf(begin, count, 300);
+      std::set<uint64_t> blocks;  // of the whole tensor
+      for (uint64_t element = begin; element < end; ++element)
+        blocks.insert((element + phase) / 32);
+      ASSERT_EQ(BytesBefore(row, unit, end) - BytesBefore(row, unit, begin), blocks.size() * 34);
+    }
+  }
+}
+
+// A matrix of 100 rows of 10 elements, of which a shard has some.
+TEST(Units, StartWhereTheWholeTensorsStart) {
+  Shard shard{};
+  shard.dimensions = 2;
+  shard.global_shape = {100, 10};
+  const auto rows = [&](int64_t row, int64_t column, int64_t count, int64_t columns) {
+    Box box{};
+    box.offset = {row, column};
+    box.size = {count, columns};
+    shard.boxes = {box};
+    shard.range_begin = 0;
+    shard.range_count = static_cast<uint64_t>(count * columns);
+    return shard;
+  };
+  const auto expect = [](const Unit& unit, uint64_t elements, uint64_t phase) {
+    EXPECT_EQ(unit.elements, elements);
+    EXPECT_EQ(unit.phase, phase);
+  };
+  expect(UnitOf(rows(0, 0, 100, 10), 1000, 128), 128, 0);
+  expect(UnitOf(rows(13, 0, 20, 10), 200, 128), 128, 2);
+  expect(UnitOf(rows(13, 0, 20, 10), 200, 1), 1, 0);
+  // Columns 4 to 7 of each row: in step with units of 2, but not with those of 4.
+  expect(UnitOf(rows(1, 4, 20, 4), 80, 2), 2, 0);
+  expect(UnitOf(rows(1, 4, 20, 4), 80, 4), 80, 0);
+  // A part of the rows, as ZeRO cuts them.
+  rows(0, 0, 100, 10);
+  shard.range_begin = 300;
+  shard.range_count = 500;
+  expect(UnitOf(shard, 500, 128), 128, 300 % 128);
+  // The first cut is where the tensor's third unit ends.
+  EXPECT_EQ(UnitOf(shard, 500, 128).RoundUp(1), 3 * 128u - 300);
+}
+
 // The number of chunks that memory is taken for, and marks, holds for long params too.
 TEST(Chunks, TheLastOnesAreSmallAndNotTooMany) {
   auto device = CreateHostDevice();
@@ -399,7 +578,7 @@ TEST_F(ResidenceTest, StateInTheRingKeepsItsAlignmentAndItsDistanceToTheNext) {
           if (end > 0 && host >= host_end && host - host_end < 256) {
             EXPECT_EQ(offset - end, host - host_end);
           }
-          const uint64_t bytes = shaped.Bytes(slot, fragment.count);
+          const uint64_t bytes = shaped.Bytes(slot, fragment.begin, fragment.count);
           end = offset + bytes;
           host_end = host + bytes;
         }

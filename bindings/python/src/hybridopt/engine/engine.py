@@ -226,7 +226,7 @@ class Engine:
         if self.released_storages is not None:
             return
         self.bound.fill_copies()
-        if self.states_are_offloaded and self.plan().device_elements == 0:
+        if self.states_are_offloaded and self.plan().elements[abi.OFFLOAD_TIER_DEVICE] == 0:
             # The library refuses this, but the state has never been elsewhere: these moves copy nothing.
             self.handle.reload_states()
             try:
