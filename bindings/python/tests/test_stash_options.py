@@ -375,6 +375,7 @@ def test_settings_of_megatron_that_are_refused(settings, kind, text):
         ({"fraction": float("nan")}, ValueError, "Invalid fraction: nan"),
         ({"min_bytes": 0}, ValueError, "Invalid min_bytes: 0, expected at least 1"),
         ({"window_bytes": -5}, ValueError, "Invalid window_bytes: -5, expected at least 0"),
+        ({"pin": "no"}, ValueError, "Invalid pin: 'no', expected True or False"),
         ({"model": []}, TypeError, "Invalid model: a list, expected a torch.nn.Module"),
         ({"device": "mps"}, ValueError, "are on mps, expected cpu or cuda"),
         ({"slab_bytes": 1000}, abi.InvalidArgumentError, "slab_bytes"),
@@ -393,6 +394,9 @@ def test_wrong_calls_are_refused():
         stash(3)
     with pytest.raises(TypeError, match=r"wrap\(\) got a str, expected torch.nn.Module or several of them"):
         stash.wrap(["0"])
+    for switch in ("weights", "activations"):
+        with pytest.raises(ValueError, match=rf"^Invalid {switch}: 'no', expected True or False$"):
+            stash.wrap(model, **{switch: "no"})
     wrapping = stash.wrap(model)
     with pytest.raises(ValueError, match=r"wrap\(\) got a module that is wrapped already; remove\(\)"):
         stash.wrap([model])

@@ -269,3 +269,8 @@ def test_the_command_line_takes_the_class_by_its_path(tmp_path):
     assert type(optimizer) is hybridopt.AdamW
     assert optimizer.max_grad_norm == 0.5
     assert {entry["exp_avg"].dtype for entry in optimizer.state.values()} == {torch.bfloat16}
+
+
+def test_a_switch_that_is_neither_true_nor_false_is_refused():
+    with pytest.raises(ValueError, match="^Invalid overlap: 'no', expected True or False$"):
+        OffloadCallback(overlap="no")

@@ -240,3 +240,9 @@ def test_what_trainer_decides_is_refused_in_install():
         transformers.install(overlap=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'thread', expected some of offload_fraction"):
         transformers.install(thread=1)
+
+
+@pytest.mark.parametrize("switch", ["overlap", "save_checkpoint"])
+def test_a_switch_that_is_neither_true_nor_false_is_refused(switch):
+    with pytest.raises(ValueError, match=f"^Invalid {switch}: 'no', expected True or False$"):
+        OffloadCallback(**{switch: "no"})

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from ..base.checks import check_switch
 from ..base.owned_hooks import Removal
 from .wrapped import check_clipped_once, name_params, unwrapped
 
@@ -22,6 +23,7 @@ class OffloadCallback(Callback):
     """
 
     def __init__(self, overlap: bool = False) -> None:
+        check_switch("overlap", overlap)
         self._is_overlapping = overlap
         self._overlaps: list[Removal] = []
 

@@ -26,6 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..base.checks import check_switch
 from ..base.owned_hooks import Removal
 from ..optimizers import algorithms
 from .wrapped import check_clipped_once, check_options, name_params, unwrapped
@@ -61,6 +62,8 @@ class OffloadCallback(TrainerCallback):
         save_checkpoint: bool = False,
         load_from: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_switch("overlap", overlap)
+        check_switch("save_checkpoint", save_checkpoint)
         self._is_overlapping = overlap
         self._is_saving = save_checkpoint
         self._load_from = load_from

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..abi.errors import HybridoptError
 from ..abi.stash import Stash
+from ..base.checks import check_switch
 from ..base.modes import refuse_capture
 from ..base.units import readable
 from ..traps.away import keepers
@@ -134,6 +135,7 @@ class ActivationStash:
         check_count("slab_bytes", slab_bytes, 0, "a multiple of 4096, or 0 for 4 MiB")
         if window_bytes is not None:
             check_count("window_bytes", window_bytes, 0, "bytes of copies under way, or None")
+        check_switch("pin", pin)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"Invalid model: a {type(model).__name__}, expected a torch.nn.Module")
         self._device = device_of(device)
@@ -215,6 +217,8 @@ class ActivationStash:
             TypeError, ValueError: a module that cannot be wrapped, or whose params cannot leave; the text says why.
         """
         layers = modules_of(modules)
+        check_switch("weights", weights)
+        check_switch("activations", activations)
         if not weights and not activations:
             raise ValueError("wrap() got weights=False and activations=False, expected one of them to be True")
         for layer in layers:
