@@ -41,7 +41,7 @@ struct PlanOptions {
   std::string master_layout;  // of bf16 params; empty: "fp32", or "split" with small_state
   // The training around the optimizer.
   bool hook_gradients = false;     // gradients leave during the backward pass: room on the host
-  uint64_t early_bytes = 0;        // early_update_bytes
+  uint64_t early_bytes = 0;        // on the host, for early updates
   uint64_t stash_bytes = 0;        // the budget of an activation stash
   uint64_t activations_bytes = 0;  // that wait for the backward pass
   // Of another machine; 0: what is free on this one.

@@ -96,7 +96,7 @@ void AddMachineCommands(CLI::App& app, Request& request) {
     plan->add_option(name, bytes, text)->transform(CLI::AsSizeValue(true))->type_name("SIZE");
   };
   add_size("--early-updates", options->early_bytes,
-           "early_update_bytes, on the host; with --hook-gradients");
+           "memory on the host for early updates; with --hook-gradients");
   add_size("--activations", options->activations_bytes,
            "that wait for the backward pass, as 60GiB: counted on the device");
   add_size("--stash", options->stash_bytes, "budget of an activation stash, on the host");

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../held_files.h"
 #include "../temporary_directory.h"
 #include "lifecycle_rig.h"
 
@@ -251,6 +252,49 @@ TEST(EarlyUpdatesTest, AFailureUndoesThem) {
     fails = true;
     input.flags = 0;  // the norm is needed
     EXPECT_EQ(offload_optimizer_wait(rig.optimizer(), rig.Step(input), -1), OFFLOAD_COMM_FAILED);
+    EXPECT_EQ(rig.Difference(solved.trace[2]), "") << "seed " << seed;
+  }
+}
+
+// A chunk that a save has still to read is not updated early, one that it has read is.
+TEST(EarlyUpdatesTest, WhatASaveHasStillToReadIsLeftAlone) {
+  const TemporaryDirectory directory;
+  for (uint64_t seed = 0; seed < 28; ++seed) {
+    const bool before_reading = seed % 2 == 0;
+    const std::string path = directory / std::to_string(seed);
+    Problem problem = ProblemOf(seed / 2, 2);
+    for (StepInput& step : problem.steps) step.grad_scale = 0;  // as the first step assumes
+    const Solved solved(std::move(problem));
+    HeldFiles files;
+    LifecycleSetting setting = SettingOf(seed / 2);
+    setting.optimizer.host_executors = OFFLOAD_EXECUTORS_CPU;
+    setting.optimizer.stream_ring_bytes = 0;
+    setting.files = &files;
+    LifecycleRig rig(solved.problem, setting);
+    Random random(seed + 3);
+    Backward(rig, solved.problem.steps[0], random);
+    rig.Wait(rig.Step(solved.problem.steps[0]));
+    (before_reading ? files.before_reading : files.before_end) = true;
+    const offload_ticket_t save = rig.Save(path);
+    // A change of the fraction waits until the save has read everything.
+    if (!before_reading) rig.Wait(rig.SetDeviceFraction(0));
+    rig.SetGroups(solved.problem.steps[1].groups);
+    rig.NewGrads(solved.problem.steps[1]);
+    rig.BindAll();
+    rig.Wait(rig.Move(offload_optimizer_offload_grads));
+    const offload_ticket_t step = rig.Step(solved.problem.steps[1]);
+    files.before_reading = false;
+    rig.Wait(step);
+    files.before_end = false;
+    rig.Wait(save);
+    const offload_step_result_t result = ResultOf(rig, step);
+    EXPECT_EQ(result.early_elements > 0, !before_reading) << "seed " << seed;
+    EXPECT_EQ(result.undone_elements, 0u) << "seed " << seed;
+    LifecycleSetting on_host;
+    on_host.device_kind = OFFLOAD_DEVICE_HOST;
+    LifecycleRig loaded(solved.problem, on_host);
+    ASSERT_EQ(loaded.TryLoad(path), OFFLOAD_OK) << offload_last_error();
+    EXPECT_EQ(loaded.Difference(solved.trace[1]), "") << "seed " << seed;
     EXPECT_EQ(rig.Difference(solved.trace[2]), "") << "seed " << seed;
   }
 }

@@ -63,17 +63,18 @@ struct Gate {
 
 inline void DropLog(void*, int32_t, const char*) {}
 
-struct RunOptions {
+// The options of the optimizer, and what else a run has.
+struct RunOptions : offload_optimizer_options_t {
+  RunOptions() : offload_optimizer_options_t(Make<offload_optimizer_options_t>()) {
+    algorithm = OFFLOAD_ADAMW;
+    device_fraction = 0.3;
+    chunk_elements = 1024;
+    staging_slots = 2;
+    comm_timeout_ns = 20'000'000'000;  // so that ranks which hang are told soon
+  }
+
   int32_t device_kind = OFFLOAD_DEVICE_SIM;
-  int32_t algorithm = OFFLOAD_ADAMW;
-  double device_fraction = 0.3;
   uint32_t threads = 2;
-  uint64_t chunk_elements = 1024;
-  uint32_t staging_slots = 2;
-  int32_t host_executors = OFFLOAD_EXECUTORS_AUTO;
-  uint64_t stream_ring_bytes = 0;
-  uint64_t early_update_bytes = 0;
-  uint32_t movable = 0;
   uint64_t sim_memory_bytes = uint64_t{1} << 20;
   uint64_t sim_seed = 1;
   uint64_t sim_delay_ns_max = 0;
@@ -81,9 +82,7 @@ struct RunOptions {
   int32_t allow_pageable = 0;
   uint64_t device_timeout_ns = 0;
   std::vector<uint64_t> counts = {3000, 1, 2500};
-  const offload_comm_t* comm = nullptr;
-  uint64_t comm_timeout_ns = 20'000'000'000;  // so that ranks which hang are told soon
-  const char* name_prefix = "p";              // of the params
+  const char* name_prefix = "p";  // of the params
   offload_log_function_t log = DropLog;
 };
 
@@ -204,18 +203,7 @@ class Trainer {
   }
 
   void CreateOptimizer() {
-    auto optimizer_options = Make<offload_optimizer_options_t>();
-    optimizer_options.algorithm = options_.algorithm;
-    optimizer_options.device_fraction = options_.device_fraction;
-    optimizer_options.chunk_elements = options_.chunk_elements;
-    optimizer_options.staging_slots = options_.staging_slots;
-    optimizer_options.host_executors = options_.host_executors;
-    optimizer_options.stream_ring_bytes = options_.stream_ring_bytes;
-    optimizer_options.early_update_bytes = options_.early_update_bytes;
-    optimizer_options.movable = options_.movable;
-    optimizer_options.comm = options_.comm;
-    optimizer_options.comm_timeout_ns = options_.comm_timeout_ns;
-    ASSERT_OFFLOAD_OK(offload_optimizer_create(context, &optimizer_options, &optimizer));
+    ASSERT_OFFLOAD_OK(offload_optimizer_create(context, &options_, &optimizer));
     FillGroup();
     uint32_t group_id = 0;
     ASSERT_OFFLOAD_OK(offload_optimizer_add_group(optimizer, &group, &group_id));

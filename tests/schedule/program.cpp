@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "offload.h"
+#include "problem.h"
 
 namespace hybridopt::schedule {
 namespace {
@@ -94,10 +94,13 @@ Program::Program(Family drawn_family, uint64_t drawn_number)
     trainers = random.OneIn(3) ? static_cast<uint32_t>(2 + random.Below(2)) : 1;
   threads = static_cast<uint32_t>(1 + random.Below(3));
   variant = static_cast<uint32_t>(random.Below(2));
-  executors =
+  options = OptimizerOptions(variant);
+  options.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
+  const int32_t executors =
       random.OneOf({OFFLOAD_EXECUTORS_AUTO, OFFLOAD_EXECUTORS_CPU, OFFLOAD_EXECUTORS_STREAMED});
-  device_fraction = random.OneOf({0.0, 0.3, 0.5, 1.0});
-  staging_slots = static_cast<uint32_t>(2 + random.Below(2));
+  if (sim) options.host_executors = executors;
+  options.device_fraction = random.OneOf({0.0, 0.3, 0.5, 1.0});
+  options.staging_slots = static_cast<uint32_t>(2 + random.Below(2));
   if (sim && random.OneIn(2)) sim_delay_ns_max = uint64_t{1000} << random.Below(8);
   waits_at_end = random.OneIn(2);
   for (uint32_t trainer = 0; trainer < trainers; ++trainer)
@@ -122,7 +125,8 @@ Program::Program(Family drawn_family, uint64_t drawn_number)
          ++user)
       stash_users.push_back(DrawStashUser(user, random));
   if (random.OneIn(2)) variant += 2;
-  if (random.OneIn(2)) early_update_bytes = uint64_t{1} << (13 + random.Below(4));
+  if (random.OneIn(2) && sim && options.host_executors != OFFLOAD_EXECUTORS_STREAMED)
+    options.early_update_bytes = uint64_t{1} << (13 + random.Below(4));
 }
 
 // Ranks make the same calls, so theirs are counted once.
@@ -166,8 +170,8 @@ std::string Program::Text() const {
       "slots, %llu bytes for early updates, delays up to %llu ns, %s before destroy, rank 1 %s at "
       "call %llu\n",
       sim ? "sim" : "host", trainers, world > 1 ? "ranks" : "optimizers", threads, variant,
-      executors, device_fraction, staging_slots,
-      static_cast<unsigned long long>(early_update_bytes),
+      options.host_executors, options.device_fraction, options.staging_slots,
+      static_cast<unsigned long long>(options.early_update_bytes),
       static_cast<unsigned long long>(sim_delay_ns_max), waits_at_end ? "waits" : "does not wait",
       kFaultNames[static_cast<size_t>(comm_fault)],
       static_cast<unsigned long long>(comm_fault_call));

@@ -10,6 +10,7 @@
 
 #include "../random.h"
 #include "../thread_comm.h"
+#include "offload.h"
 
 namespace hybridopt::schedule {
 
@@ -76,11 +77,8 @@ struct Program {
   uint32_t world = 1;     // trainers that are ranks of one model, each with a context of its own
   uint32_t trainers = 1;  // otherwise: of one context
   uint32_t threads = 1;
-  uint32_t variant = 0;  // of the problem
-  uint64_t early_update_bytes = 0;
-  int32_t executors = 0;
-  double device_fraction = 0;
-  uint32_t staging_slots = 2;
+  uint32_t variant = 0;                   // of the problem
+  offload_optimizer_options_t options{};  // but for the comm
   uint64_t sim_delay_ns_max = 0;
   bool waits_at_end = true;  // before destroy
   // What happens to rank 1 at its n-th call of the comm. A call that hangs returns at last.

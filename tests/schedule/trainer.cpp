@@ -154,13 +154,7 @@ Trainer::Trainer(const Program& program, uint32_t number, offload_context_t cont
 Trainer::~Trainer() = default;
 
 void Trainer::Create() {
-  offload_optimizer_options_t options = OptimizerOptions(program_.variant);
-  options.device_fraction = program_.device_fraction;
-  options.staging_slots = program_.staging_slots;
-  options.host_executors = program_.sim ? program_.executors : OFFLOAD_EXECUTORS_AUTO;
-  if (program_.sim && options.host_executors != OFFLOAD_EXECUTORS_STREAMED)
-    options.early_update_bytes = program_.early_update_bytes;
-  options.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
+  offload_optimizer_options_t options = program_.options;
   if (comm_ != nullptr) options.comm = &table_;
   options.comm_timeout_ns = kCommTimeoutNs;
   Waited("create", offload_optimizer_create(context_, &options, &optimizer_));

@@ -300,5 +300,5 @@ def test_early_updates_on_a_gpu_that_there_cannot_be_are_told(options, text):
     merged = hybridopt.settings.options.checked({"early_update_bytes": 9, **options}, "AdamW")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hybridopt.engine.making.warn_of_no_early_updates(merged, torch.device("cuda"))
+        hybridopt.engine.making.warn_of_no_effect(merged, torch.device("cuda"))
     assert [bool(re.search(text, str(each.message))) for each in caught] == ([] if text is None else [True])

@@ -134,8 +134,8 @@ def make_engine(
     return engine, chosen
 
 
-def warn_of_no_early_updates(options: OffloadOptions, device: torch.device) -> None:
-    """Warns where early_update_bytes can have no effect."""
+def warn_of_no_effect(options: OffloadOptions, device: torch.device) -> None:
+    """Warns of an option that has no effect on this device, or with the other options."""
     if options["early_update_bytes"] == 0:
         return
     why = None
