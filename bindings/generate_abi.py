@@ -653,14 +653,17 @@ fn text(characters: &[c_char]) -> String {
 
 
 def rust_tiers(header):
-    fields, values = "", ""
+    fields, values = "", []
     for number, (name, comment) in enumerate(tiers(header)):
         fields += rust_doc(comment, "    ") + f"    pub {name}: T,\n"
-        values += f"            {name}: values[{number}],\n"
+        values.append(f"{name}: values[{number}]")
+    value = f"ByTier {{ {', '.join(values)} }}"
+    if len(value) > 92:  # as rustfmt breaks lines
+        value = "ByTier {\n" + "".join(f"            {each},\n" for each in values) + "        }"
     return (
         "\n/// One value for each tier.\n#[derive(Clone, Copy, Debug, PartialEq)]\n#[non_exhaustive]\n"
         f"pub struct ByTier<T> {{\n{fields}}}\n\nimpl<T: Copy> ByTier<T> {{\n"
-        f"    fn of(values: &[T]) -> Self {{\n        ByTier {{\n{values}        }}\n    }}\n}}\n"
+        f"    fn of(values: &[T]) -> Self {{\n        {value}\n    }}\n}}\n"
     )
 
 

@@ -48,7 +48,7 @@ awk '
   inside == "enum" { list($0) }
   inside == "struct" && /;/ {
     if (sub(/.*\(\*/, "")) sub(/\).*/, "")  # a pointer to a function
-    sub(/(\[[^]]*\])?;.*/, ""); sub(/.*[ *]/, ""); fields = fields " " $0
+    sub(/(\[[^]]*\])*;.*/, ""); sub(/.*[ *]/, ""); fields = fields " " $0
   }
   function list(text,   parts, i, count) {
     count = split(text, parts, ",")

@@ -764,7 +764,7 @@ def test_a_save_does_not_take_masters_that_could_not_follow(monkeypatch, tmp_pat
     optimizer.offload(states=True)
     with torch.no_grad():
         params[1].fill_(3.0)
-    monkeypatch.setattr(optimizer._engine, "plan", lambda: SimpleNamespace(device_elements=1))
+    monkeypatch.setattr(optimizer._engine, "plan", lambda: SimpleNamespace(elements=[1, 0]))
     optimizer.offload(params=True)
     with pytest.raises(abi.InvalidStateError, match=r"'param_groups.0.1' has been written and then off"):
         optimizer.save_checkpoint(tmp_path / "saved")

@@ -25,10 +25,7 @@ pub struct ByTier<T> {
 
 impl<T: Copy> ByTier<T> {
     fn of(values: &[T]) -> Self {
-        ByTier {
-            device: values[0],
-            host: values[1],
-        }
+        ByTier { device: values[0], host: values[1] }
     }
 }
 
