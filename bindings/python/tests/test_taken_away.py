@@ -140,6 +140,36 @@ def test_a_reload_without_memory_leaves_them_where_they_are(failing, monkeypatch
     run(optimizer, list(model.parameters()), [2])
 
 
+def of_shards(rank, world):
+    torch.manual_seed(0)
+    model = nn.Sequential(fully_shard(nn.Linear(10, 8)), fully_shard(nn.Linear(8, 4)))
+    optimizer = hybridopt.AdamW(model.named_parameters(), movable=ALL)
+    model(torch.ones(2, 10)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = model(torch.ones(2, 10)).detach()
+    with optimizer.offloaded():
+        taken = model.state_dict()["0.weight"]
+        for use, operation in (
+            (lambda: model(torch.ones(2, 10)), "all_gather"),
+            (lambda: model[0].unshard(), "all_gather"),
+            (lambda: model[0].weight.sum(), "sum"),
+            (lambda: model[0].weight.to_local(), "view_as"),
+            (lambda: model[0].weight.full_tensor(), "(view_as|all_gather_into_tensor)"),
+            (lambda: taken.sum(), "sum"),
+            (lambda: taken.to_local().sum(), "(view_as|sum)"),
+            (lambda: torch.save(model.state_dict(), io.BytesIO()), "pickle"),
+        ):
+            with pytest.raises(abi.InvalidStateError, match=OFFLOADED.format("0.weight", operation)):
+                use()
+    assert torch.equal(taken.full_tensor(), model.state_dict()["0.weight"].full_tensor())
+    assert torch.equal(model(torch.ones(2, 10)), expected)
+
+
+def test_shards_of_fsdp2_are_refused_too():
+    ranks.run(of_shards, world=2)
+
+
 def test_what_reads_no_element_works_meanwhile():
     model, optimizer = stepped()
     param = model[0].weight

@@ -25,9 +25,18 @@ def _refuse(params: list[Tensor], operation: str) -> None:
     )
 
 
-def _note_view(tensor: Tensor, view: Tensor) -> None:
-    _names[view] = _names[tensor]
-    _params[view] = _params.get(tensor) or weakref.ref(tensor)
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The tensor, and of a DTensor its shard."""
+    shard = getattr(tensor, "_local_tensor", None)
+    return [tensor] if shard is None else [tensor, shard]
+
+
+def _note_view(tensor: Tensor, view: Tensor) -> list[Tensor]:
+    parts = _parts(view)
+    for part in parts:
+        _names[part] = _names[tensor]
+        _params[part] = _params.get(tensor) or weakref.ref(tensor)
+    return parts
 
 
 _DATA: Any = Tensor.data
@@ -38,12 +47,14 @@ _traps = Traps(_refuse, HARMLESS | _PLACES | VIEWS, _note_view)
 
 def note_offloaded(params: Iterable[tuple[str, Tensor]]) -> None:
     for name, param in params:
-        _names[param] = name
-        _traps.set([param])
+        parts = _parts(param)
+        for part in parts:
+            _names[part] = name
+        _traps.set(parts)
 
 
 def note_reloaded(params: Iterable[Tensor]) -> None:
-    listed = list(params)
+    listed = [part for param in params for part in _parts(param)]
     ids = set(map(id, listed))
     listed += [view for view, param in list(_params.items()) if id(param()) in ids]
     take_back(listed)

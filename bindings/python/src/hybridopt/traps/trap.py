@@ -55,12 +55,12 @@ class Traps:
         self,
         used: Callable[[list[Tensor], str], None],
         harmless: Container[Any] | None = None,
-        viewed: Callable[[Tensor, Tensor], None] | None = None,
+        viewed: Callable[[Tensor, Tensor], Iterable[Tensor]] | None = None,
     ) -> None:
         """An operation of torch that is about to use tensors calls used(tensors, its name), which returns when it
         may, or raises. The name is "" for a use by this package. Functions in `harmless` (None: HARMLESS) spring no
-        trap of this kind. If VIEWS are among these, viewed(tensor, view) is called for each view that they make, which
-        has the trap too."""
+        trap of this kind. If VIEWS are among these, viewed(tensor, view) is called for each view that they make, and
+        returns tensors that get the trap too."""
         self.used = used
         self._harmless = HARMLESS if harmless is None else harmless
         self._viewed = viewed
@@ -74,8 +74,7 @@ class Traps:
     def view(self, tensor: Tensor, view: Tensor) -> Tensor:
         """The view of a tensor, which VIEWS have made without springing the tensor's trap."""
         if self._viewed is not None:
-            self._viewed(tensor, view)
-            self.set([view])
+            self.set(self._viewed(tensor, view))
         return view
 
     def _made_trap_of(self, readable: type[Tensor]) -> type[Tensor]:
@@ -128,6 +127,12 @@ class Trap:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         spring([self], "pickle")
         return self.__reduce_ex__(protocol)
+
+    @property
+    def fsdp_pre_all_gather(self: Any) -> Any:
+        # FSDP2 asks a shard for this before it reads the memory through a tensor of its own.
+        spring([self], "all_gather")
+        return self.fsdp_pre_all_gather
 
     def detach(self: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile cannot follow what comes next
