@@ -95,7 +95,7 @@ class Reporting(torch.optim.Optimizer):
     def memory_timeline(self) -> list[MemorySample]:
         """The last 4096 samples of memory in use, by kind and place. There is one before and one after each
         step, and one after each move."""
-        return list(self._history.samples)
+        return self._history.samples()
 
     def plot_timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes a plot of memory_timeline() and of the lanes of the last steps. It needs matplotlib. Waits for

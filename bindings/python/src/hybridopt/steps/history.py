@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import abi
 from ..abi.reports import ByTier
@@ -51,6 +51,22 @@ BYTE_FIELDS = {  # and whether they count by tier
 HELD = [field.name for field in dataclasses.fields(Stats) if field.name not in TOTALS]
 
 
+class Sampled(NamedTuple):
+    """The parts of a MemorySample. Most samples are never looked at: a step keeps the parts, and told() makes the sample."""
+
+    seconds: float
+    label: str
+    own: abi.offload_stats_t
+    held_aside: dict[str, Any]
+
+    def told(self) -> MemorySample:
+        held = {}
+        for name, is_by_tier in BYTE_FIELDS.items():
+            value = getattr(self.own, name)
+            held[name] = (by_tier(value) if is_by_tier else value) + self.held_aside[name]
+        return MemorySample(self.seconds, self.label, **held)
+
+
 @dataclass(frozen=True)
 class Pause:
     """The totals of an engine when it was put aside."""
@@ -63,11 +79,12 @@ class History:
     def __init__(self) -> None:
         self._made = time.monotonic()
         self.results: deque[abi.offload_step_result_t] = deque(maxlen=REMEMBERED_RESULTS)  # for described()
-        self.samples: deque[MemorySample] = deque(maxlen=REMEMBERED_SAMPLES)
+        self._samples: deque[Sampled] = deque(maxlen=REMEMBERED_SAMPLES)
         self.skips = Skips()
         self._before = Stats()  # totals without the present engine
         self._counted = Stats()  # the part of the present engine's totals that _before includes
-        self._held_aside = {name: getattr(Stats(), name) for name in HELD}  # by the engines that are aside
+        # By the engines that are aside. Samples refer to this dict, so that it is replaced, never changed.
+        self._held_aside = {name: getattr(Stats(), name) for name in HELD}
         self._steps_before = 0  # steps that the present engine does not count
         self._steps_now = 0  # steps in the latest result, or in the checkpoint loaded since
         self._steps_loaded: int | None = None  # of the checkpoint that was loaded last
@@ -83,11 +100,10 @@ class History:
 
     def sample(self, label: str, own: abi.offload_stats_t) -> None:
         """Adds a sample of the memory in use now."""
-        held = {}
-        for name, is_by_tier in BYTE_FIELDS.items():
-            value = getattr(own, name)
-            held[name] = (by_tier(value) if is_by_tier else value) + self._held_aside[name]
-        self.samples.append(MemorySample(time.monotonic() - self._made, label, **held))
+        self._samples.append(Sampled(time.monotonic() - self._made, label, own, self._held_aside))
+
+    def samples(self) -> list[MemorySample]:
+        return [sampled.told() for sampled in self._samples]
 
     def stats(self, own: abi.offload_stats_t | None) -> Stats:
         """Totals of all engines, and the memory of the present engine and of those aside."""
@@ -124,8 +140,8 @@ class History:
         self._hold(pause, operator.sub)
 
     def _hold(self, pause: Pause, combine: Callable[[Any, Any], Any]) -> None:
-        for name in HELD:
-            self._held_aside[name] = combine(self._held_aside[name], getattr(pause.stats, name))
+        held = self._held_aside.items()
+        self._held_aside = {name: combine(value, getattr(pause.stats, name)) for name, value in held}
 
     def note_load(self, steps: int) -> None:
         """Notes that the present engine goes on from the steps of a checkpoint."""
