@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "base/files.h"
+#include "base/function_ref.h"
 #include "checkpoint/format/checkpoint_info.h"
 #include "checkpoint/reader.h"
 #include "machine/context.h"
@@ -206,12 +207,24 @@ Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32
   return inputs;
 }
 
+// The body of all calls that queue work of an optimizer. `queue` gets the optimizer and returns the
+// ticket, which the caller may not want.
+template <typename Queue>
+int32_t QueueWork(offload_optimizer_t optimizer, offload_ticket_t* ticket, Queue&& queue) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_ASSIGN(const offload_ticket_t given, queue(*found));
+    if (ticket != nullptr) *ticket = given;
+    return {};
+  });
+}
+
 // The body of all moves. `known` has all flags that the call accepts; `move_of` turns flags into a
 // move.
 int32_t QueueMove(offload_optimizer_t optimizer, const offload_move_options_t* options,
-                  offload_ticket_t* ticket, Move (*move_of)(uint32_t flags), uint32_t known) {
-  return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+                  offload_ticket_t* ticket, FunctionRef<Move(uint32_t flags)> move_of,
+                  uint32_t known) {
+  return QueueWork(optimizer, ticket, [&](Optimizer& found) -> Result<offload_ticket_t> {
     offload_move_options_t read{};
     if (options != nullptr) {
       HYBRIDOPT_ASSIGN(read, Read(options, "options"));
@@ -233,12 +246,15 @@ int32_t QueueMove(offload_optimizer_t optimizer, const offload_move_options_t* o
     const std::span<const offload_stream_t> streams =
         read.stream_count > 0 ? std::span(read.streams, read.stream_count)
                               : std::span(&null_stream, 1);
-    HYBRIDOPT_ASSIGN(
-        const offload_ticket_t given,
-        found->MoveResource(move_of(read.flags), {read.params, read.param_count}, streams));
-    if (ticket != nullptr) *ticket = given;
-    return {};
+    return found.MoveResource(move_of(read.flags), {read.params, read.param_count}, streams);
   });
+}
+
+// A move that takes no flags.
+int32_t QueueMove(offload_optimizer_t optimizer, const offload_move_options_t* options,
+                  offload_ticket_t* ticket, Move move) {
+  return QueueMove(
+      optimizer, options, ticket, [move](uint32_t) { return move; }, 0);
 }
 
 }  // namespace
@@ -434,15 +450,12 @@ int32_t offload_optimizer_commit(offload_optimizer_t optimizer, offload_stream_t
 
 int32_t offload_optimizer_step(offload_optimizer_t optimizer, const offload_step_options_t* options,
                                offload_ticket_t* ticket) {
-  return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+  return QueueWork(optimizer, ticket, [&](Optimizer& found) -> Result<offload_ticket_t> {
     offload_step_options_t read{};
     if (options != nullptr) {
       HYBRIDOPT_ASSIGN(read, Read(options, "options"));
     }
-    HYBRIDOPT_ASSIGN(const offload_ticket_t given, found->Step(read));
-    if (ticket != nullptr) *ticket = given;
-    return {};
+    return found.Step(read);
   });
 }
 
@@ -480,15 +493,13 @@ int32_t offload_optimizer_stream_wait(offload_optimizer_t optimizer, offload_tic
 int32_t offload_optimizer_offload_params(offload_optimizer_t optimizer,
                                          const offload_move_options_t* options,
                                          offload_ticket_t* ticket) {
-  return QueueMove(
-      optimizer, options, ticket, [](uint32_t) { return Move::kOffloadParams; }, 0);
+  return QueueMove(optimizer, options, ticket, Move::kOffloadParams);
 }
 
 int32_t offload_optimizer_reload_params(offload_optimizer_t optimizer,
                                         const offload_move_options_t* options,
                                         offload_ticket_t* ticket) {
-  return QueueMove(
-      optimizer, options, ticket, [](uint32_t) { return Move::kReloadParams; }, 0);
+  return QueueMove(optimizer, options, ticket, Move::kReloadParams);
 }
 
 int32_t offload_optimizer_offload_grads(offload_optimizer_t optimizer,
@@ -505,49 +516,36 @@ int32_t offload_optimizer_offload_grads(offload_optimizer_t optimizer,
 int32_t offload_optimizer_reload_grads(offload_optimizer_t optimizer,
                                        const offload_move_options_t* options,
                                        offload_ticket_t* ticket) {
-  return QueueMove(
-      optimizer, options, ticket, [](uint32_t) { return Move::kReloadGrads; }, 0);
+  return QueueMove(optimizer, options, ticket, Move::kReloadGrads);
 }
 
 int32_t offload_optimizer_offload_states(offload_optimizer_t optimizer,
                                          const offload_move_options_t* options,
                                          offload_ticket_t* ticket) {
-  return QueueMove(
-      optimizer, options, ticket, [](uint32_t) { return Move::kOffloadStates; }, 0);
+  return QueueMove(optimizer, options, ticket, Move::kOffloadStates);
 }
 
 int32_t offload_optimizer_reload_states(offload_optimizer_t optimizer,
                                         const offload_move_options_t* options,
                                         offload_ticket_t* ticket) {
-  return QueueMove(
-      optimizer, options, ticket, [](uint32_t) { return Move::kReloadStates; }, 0);
+  return QueueMove(optimizer, options, ticket, Move::kReloadStates);
 }
 
 int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimizer,
                                           const offload_move_options_t* options,
                                           offload_ticket_t* ticket) {
-  return QueueMove(
-      optimizer, options, ticket, [](uint32_t) { return Move::kRefreshMasters; }, 0);
+  return QueueMove(optimizer, options, ticket, Move::kRefreshMasters);
 }
 
 int32_t offload_optimizer_set_device_fraction(offload_optimizer_t optimizer, double device_fraction,
                                               offload_ticket_t* ticket) {
-  return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
-    HYBRIDOPT_ASSIGN(const offload_ticket_t value, found->SetDeviceFraction(device_fraction));
-    if (ticket != nullptr) *ticket = value;
-    return {};
-  });
+  return QueueWork(optimizer, ticket,
+                   [&](Optimizer& found) { return found.SetDeviceFraction(device_fraction); });
 }
 
 int32_t offload_optimizer_undo_early_updates(offload_optimizer_t optimizer,
                                              offload_ticket_t* ticket) {
-  return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
-    HYBRIDOPT_ASSIGN(const offload_ticket_t value, found->QueueNothing());
-    if (ticket != nullptr) *ticket = value;
-    return {};
-  });
+  return QueueWork(optimizer, ticket, [&](Optimizer& found) { return found.QueueNothing(); });
 }
 
 int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param, int32_t kind,
@@ -591,23 +589,17 @@ int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats
 
 int32_t offload_optimizer_save(offload_optimizer_t optimizer, const offload_save_options_t* options,
                                offload_ticket_t* ticket) {
-  return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+  return QueueWork(optimizer, ticket, [&](Optimizer& found) -> Result<offload_ticket_t> {
     HYBRIDOPT_ASSIGN(const offload_save_options_t read, Read(options, "options"));
-    HYBRIDOPT_ASSIGN(const offload_ticket_t given, found->Save(read));
-    if (ticket != nullptr) *ticket = given;
-    return {};
+    return found.Save(read);
   });
 }
 
 int32_t offload_optimizer_load(offload_optimizer_t optimizer, const offload_load_options_t* options,
                                offload_ticket_t* ticket) {
-  return Guard([&]() -> Status {
-    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+  return QueueWork(optimizer, ticket, [&](Optimizer& found) -> Result<offload_ticket_t> {
     HYBRIDOPT_ASSIGN(const offload_load_options_t read, Read(options, "options"));
-    HYBRIDOPT_ASSIGN(const offload_ticket_t given, found->Load(read));
-    if (ticket != nullptr) *ticket = given;
-    return {};
+    return found.Load(read);
   });
 }
 
