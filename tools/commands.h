@@ -14,6 +14,13 @@ using Json = nlohmann::ordered_json;
 using hybridopt::Result;
 using hybridopt::Status;
 
+struct ListOptions {
+  std::string directory;
+};
+struct NewestOptions {
+  std::string directory;
+  bool verify = false;  // read the data too
+};
 struct InspectOptions {
   std::string directory;
 };
@@ -61,6 +68,8 @@ Result<Report> Info();
 Result<Report> Plan(const PlanOptions& options);
 // A number of parameters as people write it: 7e9, 7B, 350M.
 Result<uint64_t> ElementCount(const std::string& text);
+Result<Report> List(const ListOptions& options);
+Result<Report> Newest(const NewestOptions& options);
 Result<Report> Inspect(const InspectOptions& options);
 Result<Report> Verify(const VerifyOptions& options);
 Result<Report> Reshard(const ReshardOptions& options);

@@ -4,6 +4,7 @@
 #include "base/utf8.h"
 #include "checkpoint/paths.h"
 #include "checkpoint/pending_directory.h"
+#include "checkpoints.h"
 #include "commands.h"
 #include "gatherer.h"
 #include "kernels/convert.h"
@@ -185,7 +186,7 @@ Result<Report> Export(const ExportOptions& options) {
   if (!FindKind(options.what, &kind))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "--what is %s, expected a kind of state",
                          options.what.c_str());
-  HYBRIDOPT_ASSIGN(const Reader reader, Reader::Open(SystemFiles(), options.directory));
+  HYBRIDOPT_ASSIGN(const Reader reader, OpenCheckpoint(options.directory));
   ReadHashes verified(Gatherer::kUnitBytes);
   HYBRIDOPT_ASSIGN(Gatherer gatherer, Gatherer::Make(reader, verified));
   Exporter exporter(reader, &gatherer, kind, TargetDtype(options.dtype));

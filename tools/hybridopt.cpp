@@ -2,13 +2,16 @@
 // verifies, reshards and exports them. Exit codes: 0 done, 1 the checkpoint is damaged or does not
 // hold what was asked for, 2 wrong usage, 3 could not be done.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <functional>
 #include <iostream>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <string>
+#include <vector>
 
 #include "base/utf8.h"
 #include "commands.h"
@@ -107,6 +110,20 @@ void AddMachineCommands(CLI::App& app, Request& request) {
 }
 
 void AddCheckpointCommands(CLI::App& app, Request& request) {
+  const auto list = std::make_shared<ListOptions>();
+  AddCommand(app, request, "list", "lists the checkpoints in a directory",
+             [list] { return List(*list); })
+      ->add_option("DIR", list->directory, "a directory that holds checkpoints")
+      ->required();
+
+  const auto newest = std::make_shared<NewestOptions>();
+  CLI::App* const finding =
+      AddCommand(app, request, "newest", "prints the path of the good checkpoint of the last step",
+                 [newest] { return Newest(*newest); });
+  finding->add_option("DIR", newest->directory, "a directory that holds checkpoints")->required();
+  finding->add_flag("--verify", newest->verify,
+                    "read every byte before a checkpoint is called good");
+
   const auto inspect = std::make_shared<InspectOptions>();
   AddCommand(app, request, "inspect",
              "lists the tensors of a checkpoint; checks manifest and headers, not the data",
@@ -147,6 +164,38 @@ void AddCheckpointCommands(CLI::App& app, Request& request) {
       ->capture_default_str();
 }
 
+// How many letters must be put in, left out or changed to make one word of the other.
+size_t Distance(const std::string& one, const std::string& other) {
+  std::vector<size_t> row(other.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < one.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (size_t j = 0; j < other.size(); ++j) {
+      const size_t changed = diagonal + (one[i] == other[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({changed, row[j] + 1, row[j + 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+// Empty if the word is a command; else what is wrong, and the command that it may stand for.
+std::string UnknownCommand(const CLI::App& app, const std::string& word) {
+  constexpr size_t kWordMost = 32;
+  std::string nearest;
+  size_t least = 3;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    const size_t distance = Distance(word.substr(0, kWordMost), command->get_name());
+    if (word == command->get_name()) return "";
+    if (distance >= least) continue;
+    least = distance;
+    nearest = command->get_name();
+  }
+  return "'" + hybridopt::Printable(word) + "': no such command" +
+         (nearest.empty() ? "" : "; did you mean '" + nearest + "'?");
+}
+
 int Main(int argc, char** argv) {
   CLI::App app(
       "Optimizer state in host memory: what it takes on this machine, and its checkpoints.",
@@ -159,6 +208,12 @@ int Main(int argc, char** argv) {
   Request request;
   AddMachineCommands(app, request);
   AddCheckpointCommands(app, request);
+  const std::string wrong =
+      argc > 1 && argv[1][0] != '-' ? UnknownCommand(app, argv[1]) : std::string();
+  if (!wrong.empty()) {
+    std::cerr << "hybridopt: " << wrong << "\nRun with --help for more information.\n";
+    return kUsage;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -4,7 +4,7 @@
 #include <sstream>
 
 #include "base/utf8.h"
-#include "checkpoint/reader.h"
+#include "checkpoints.h"
 #include "commands.h"
 #include "kernels/algorithms.h"
 #include "kernels/dtypes.h"
@@ -151,8 +151,7 @@ Json JsonOf(const Reader& reader) {
 }  // namespace
 
 Result<Report> Inspect(const InspectOptions& options) {
-  HYBRIDOPT_ASSIGN(const Reader reader,
-                   Reader::Open(hybridopt::system::SystemFiles(), options.directory));
+  HYBRIDOPT_ASSIGN(const Reader reader, OpenCheckpoint(options.directory));
   return Report{TextOf(reader), JsonOf(reader), {}};
 }
 

@@ -4,6 +4,7 @@
 #include "base/utf8.h"
 #include "checkpoint/format/hash.h"
 #include "checkpoint/pending_directory.h"
+#include "checkpoints.h"
 #include "commands.h"
 #include "gatherer.h"
 #include "kernels/dtypes.h"
@@ -165,7 +166,7 @@ Status CheckOut(const std::string& out) {
 
 Result<Report> Reshard(const ReshardOptions& options) {
   HYBRIDOPT_TRY(CheckOut(options.out));
-  HYBRIDOPT_ASSIGN(const Reader reader, Reader::Open(SystemFiles(), options.directory));
+  HYBRIDOPT_ASSIGN(const Reader reader, OpenCheckpoint(options.directory));
   ReadHashes verified(Gatherer::kUnitBytes);
   HYBRIDOPT_ASSIGN(Gatherer gatherer, Gatherer::Make(reader, verified));
   HYBRIDOPT_ASSIGN(Manifest plan, Plan(reader.manifest(), gatherer, options.world));

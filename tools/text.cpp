@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <ostream>
 
@@ -81,8 +82,14 @@ void ProgressBar::Show(uint64_t done, uint64_t total) {
   if (!terminal_ || percent == percent_) return;
   percent_ = percent;
   const std::string bar(static_cast<size_t>(percent * kWidth / 100), '#');
-  std::fprintf(stderr, "\r%s [%-*s] %3d %% of %s", what_, kWidth, bar.c_str(), percent,
-               SizeText(total).c_str());
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
+  const double rate = static_cast<double>(done) / std::max(seconds, 1e-3);
+  const double left = static_cast<double>(total - done) / std::max(rate, 1.0);
+  // What this line leaves of a longer one before it is wiped.
+  std::fprintf(stderr, "\r%s [%-*s] %3d %% of %s, %s/s, %.0f s left\033[K", what_, kWidth,
+               bar.c_str(), percent, SizeText(total).c_str(),
+               SizeText(static_cast<uint64_t>(rate)).c_str(), left);
   std::fflush(stderr);
 }
 

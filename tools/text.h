@@ -1,6 +1,7 @@
 // What people read: tables whose columns line up, sizes with units, a progress bar.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <iosfwd>
 #include <string>
@@ -34,7 +35,7 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// A bar on standard error while that is a terminal, else nothing.
+// A bar with rate and time left, on standard error while that is a terminal, else nothing.
 class ProgressBar {
  public:
   explicit ProgressBar(const char* what);
@@ -44,6 +45,7 @@ class ProgressBar {
  private:
   const char* const what_;
   const bool terminal_;
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   int percent_ = -1;  // as shown
 };
 

@@ -1,6 +1,6 @@
 #include <sstream>
 
-#include "checkpoint/reader.h"
+#include "checkpoints.h"
 #include "commands.h"
 #include "text.h"
 
@@ -52,8 +52,7 @@ Json JsonOf(const VerifyResult& result) {
 }  // namespace
 
 Result<Report> Verify(const VerifyOptions& options) {
-  HYBRIDOPT_ASSIGN(const Reader reader,
-                   Reader::Open(hybridopt::system::SystemFiles(), options.directory));
+  HYBRIDOPT_ASSIGN(const Reader reader, OpenCheckpoint(options.directory));
   VerifyResult result;
   {
     ProgressBar bar("verifying");

@@ -249,8 +249,7 @@ Status Reader::ChangedSinceVerified(const StoredParam& param, const StoredTensor
                        BlockText(param, tensor, at / manifest_.block_bytes).c_str());
 }
 
-Result<std::string> NewestCheckpoint(system::Files& files, const std::string& directory,
-                                     FunctionRef<Status(const std::string& path)> check) {
+Result<std::vector<std::string>> CheckpointsIn(system::Files& files, const std::string& directory) {
   std::vector<std::string> names;
   const int error = Uninterrupted([&] {
     names.clear();
@@ -258,15 +257,24 @@ Result<std::string> NewestCheckpoint(system::Files& files, const std::string& di
   });
   if (error != 0) return IoError("list", directory, error);
   std::sort(names.begin(), names.end());
-  std::vector<std::pair<uint64_t, std::string>> candidates;  // step and path
-  std::string refused;                                       // why the last candidate was refused
+  std::vector<std::string> paths;
   for (const std::string& name : names) {
-    const std::string path = directory + "/" + name;
     // Names with a leading point are directories of unfinished saves.
     if (name[0] == '.') continue;
+    const std::string path = directory + "/" + name;
     const std::string manifest_path = path + "/" + kManifestFile;
     const int looked = Uninterrupted([&] { return files.Look(manifest_path); });
-    if (looked == -ENOENT || looked == -ENOTDIR) continue;  // something else than a checkpoint
+    if (looked != -ENOENT && looked != -ENOTDIR) paths.push_back(path);
+  }
+  return paths;
+}
+
+Result<std::string> NewestCheckpoint(system::Files& files, const std::string& directory,
+                                     FunctionRef<Status(const std::string& path)> check) {
+  HYBRIDOPT_ASSIGN(const std::vector<std::string> paths, CheckpointsIn(files, directory));
+  std::vector<std::pair<uint64_t, std::string>> candidates;  // step and path
+  std::string refused;                                       // why the last candidate was refused
+  for (const std::string& path : paths) {
     const Result<Reader> reader = Reader::Open(files, path);
     if (reader.ok())
       candidates.emplace_back(reader.value().manifest().step, path);

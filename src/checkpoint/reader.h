@@ -77,6 +77,10 @@ class Reader {
   Manifest manifest_;
 };
 
+// The paths of what may be checkpoints in a directory, by name: directories with a manifest. Those
+// of unfinished saves are not among them.
+Result<std::vector<std::string>> CheckpointsIn(system::Files& files, const std::string& directory);
+
 // The path of the checkpoint with the highest step among those in a directory for which Open and
 // `check` return OK; of those with equal steps the last by name. Checkpoints are tried in that
 // order. INVALID_STATE if there is none.

@@ -100,6 +100,57 @@ def drop_rank(directory, rank):
     edit_manifest(directory, edit)
 
 
+# --- list, newest ---
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A directory with two good checkpoints, one that is damaged, an unfinished save and other things."""
+    for name in ("begin", "end", "wrong", ".step-44"):  # all of step 42
+        shutil.copytree(GOLDEN / "sgd-world3", tmp_path / "run" / name)
+    (tmp_path / "run" / "wrong" / "manifest.json").write_text("{}")
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("")
+    return tmp_path / "run"
+
+
+def test_list_names_what_is_there_and_the_newest(run):
+    damaged = f"'{run}/wrong/manifest.json': the manifest has 2 bytes, too few: it was cut"
+    assert succeed("list", run).splitlines() == [
+        "checkpoint  step  algorithm  ranks   size  manifest and headers",
+        "begin         42  SGD            3  192 B  whole",
+        "end           42  SGD            3  192 B  whole, newest",
+        f"wrong          -  -              -      -  refused: {damaged}",
+    ]
+    told = json.loads(succeed("list", run, "--json"))["checkpoints"]
+    whole = {"algorithm": "SGD", "world": 3, "state_bytes": 192, "masters_only": False}
+    assert told == [
+        {"name": "begin", "step": 42, **whole, "newest": False},
+        {"name": "end", "step": 42, **whole, "newest": True},
+        {"name": "wrong", "error": damaged},
+    ]
+    assert succeed("list", run / "logs") == f"no checkpoint in {run}/logs\n"
+    assert refuse(FAILED, f"could not list '{run}/none'", "list", run / "none") == "IO_FAILED"
+
+
+def test_newest_is_for_scripts(run):
+    assert succeed("newest", run) == succeed("newest", run, "--verify") == f"{run}/end\n"
+    flip(run / "end" / "shard-00001-of-00003.safetensors", 4101)
+    assert json.loads(succeed("newest", run, "--json"))["path"] == f"{run}/end"
+    assert succeed("newest", run, "--verify") == f"{run}/begin\n"
+    assert refuse(FAILED, "holds no good checkpoint", "newest", run / "logs") == "INVALID_STATE"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect"], ["verify"], ["reshard", "OUT", "--world", "1"], ["export", "OUT"]], ids=lambda a: a[0]
+)
+def test_a_directory_of_checkpoints_is_told_from_one(arguments, run, tmp_path):
+    given = [tmp_path / "out" if argument == "OUT" else argument for argument in arguments[1:]]
+    told = f"'{run}' is no checkpoint, but holds some: the newest is '{run}/end', and hybridopt list names all"
+    assert refuse(FAILED, told, arguments[0], run, *given) == "IO_FAILED"
+    assert not (tmp_path / "out").exists()
+
+
 # --- inspect ---
 
 
@@ -277,7 +328,8 @@ def on_a_terminal(*arguments):
 
 def test_a_bar_is_shown_on_a_terminal_and_wiped(sample, tmp_path):
     shown, out = on_a_terminal("verify", sample)
-    assert "\rverifying [" + "#" * 40 + "] 100 % of 13.6 KiB" in shown
+    rate = r"\rverifying \[#{40}\] 100 % of 13\.6 KiB, \d+(\.\d)? [KMG]?i?B/s, 0 s left"
+    assert re.search(rate, shown)
     assert shown.endswith("\r\x1b[K") and out.startswith("good: ")
     shown, _ = on_a_terminal("reshard", sample, tmp_path / "out", "--world", "1")
     assert "resharding [" in shown and "verifying [" in shown
@@ -688,6 +740,21 @@ def test_wrong_usage(arguments):
     assert result.returncode == USAGE and result.stdout == "" and result.stderr != ""
 
 
+@pytest.mark.parametrize(
+    "word, text",
+    [
+        ("pla", "'pla': no such command; did you mean 'plan'?"),
+        ("verfy", "'verfy': no such command; did you mean 'verify'?"),
+        ("frobnicate", "'frobnicate': no such command\n"),
+        ("\x1b[2J", "'\\x1b[2J': no such command"),
+    ],
+)
+def test_a_wrong_word_is_named(word, text):
+    result = tool(word, "7B")
+    assert result.returncode == USAGE and result.stdout == ""
+    assert result.stderr.startswith(f"hybridopt: {text}")
+
+
 def test_info_tells_of_the_library_and_the_machine():
     lines = succeed("info").splitlines()
     assert lines[0].startswith("hybridopt 0.")
@@ -820,7 +887,7 @@ def test_the_docs_show_what_the_tool_prints(tmp_path):
     block = page.split("## Look into checkpoints")[1].split("```")[1]
     sessions = [part.split("\n", 1) for part in block.split("\n$ ")[1:]]
     assert [line.split()[:2] for line, _ in sessions] == [
-        ["hybridopt", command] for command in ("inspect", "verify", "reshard", "export")
+        ["hybridopt", command] for command in ("list", "newest", "inspect", "verify", "reshard", "export")
     ]
     shutil.copytree(GOLDEN / "sgd-world3", tmp_path / "step-42")
     shutil.copytree(GOLDEN / "sgd-world3", tmp_path / "step-41")
