@@ -52,7 +52,7 @@ HELD = [field.name for field in dataclasses.fields(Stats) if field.name not in T
 
 
 class Sampled(NamedTuple):
-    """The parts of a MemorySample. Most samples are never looked at: a step keeps the parts, and told() makes the sample."""
+    """The parts of a MemorySample. Few samples are looked at: a step keeps the parts, and told() makes the sample."""
 
     seconds: float
     label: str
