@@ -1,31 +1,35 @@
-// Coefficients and formulas: against values worked out by hand, and the updates of a thousand
-// steps against the textbook formulas in double.
+// Coefficients and formulas: against tables of values worked out by hand, and the updates of a
+// thousand steps against the textbook formulas in double.
 #include "kernels/coefficients.h"
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
+#include <iterator>
 #include <limits>
-#include <string>
 #include <vector>
 
 #include "../../random.h"
 #include "kernels/kernels.h"
 
+// Tables leave out what is zero.
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+
 namespace hybridopt {
 namespace {
 
-offload_group_t AdamGroup() {
-  offload_group_t group = {};
-  group.struct_size = sizeof(group);
-  group.lr = 0.1;
-  group.beta1 = 0.9;
-  group.beta2 = 0.99;
-  group.eps = 1e-8;
-  group.weight_decay = 0.3;
-  return group;
-}
+constexpr offload_group_t kAdamGroup = {
+    .lr = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.3};
+constexpr offload_group_t kBetaZero = {.lr = 0.1, .eps = 1e-8, .weight_decay = 0.3};
+constexpr offload_group_t kSgdGroup = {
+    .lr = 0.1, .weight_decay = 0.2, .momentum = 0.9, .dampening = 0.25};
+constexpr offload_group_t kNesterovGroup = {
+    .nesterov = 1, .maximize = 1, .lr = 0.1, .weight_decay = 0.2, .momentum = 0.9};
+constexpr offload_group_t kSignumGroup = {.lr = 0.1, .weight_decay = 0.3, .momentum = 0.9};
+constexpr offload_group_t kAdagradGroup = {
+    .lr = 0.6, .eps = 1e-10, .weight_decay = 0.125, .lr_decay = 0.5};
 
 TEST(RuleOf, AdamAndAdamWShareAKernel) {
   EXPECT_EQ(RuleOf(OFFLOAD_ADAMW, 0.0), Rule::kAdam);
@@ -48,49 +52,51 @@ TEST(RuleOfStep, CautiousWeightDecayHasARuleOfItsOwn) {
     EXPECT_EQ(MomentOf(Rule::kCautiousAdam, moment), MomentOf(Rule::kAdam, moment));
 }
 
-TEST(MakeCoefficients, AdamW) {
-  const Coefficients first = MakeCoefficients(OFFLOAD_ADAMW, AdamGroup(), 1);
-  EXPECT_EQ(first.grad_factor, 1.0f);
-  EXPECT_EQ(first.step_size, 1.0f);                       // 0.1 / (1 - 0.9)
-  EXPECT_EQ(first.inverse_sqrt_bias_correction2, 10.0f);  // 1 / sqrt(1 - 0.99)
-  EXPECT_EQ(first.keep0, 0.9f);
-  EXPECT_EQ(first.weight0, 0.1f);
-  EXPECT_EQ(first.keep1, 0.99f);
-  EXPECT_EQ(first.weight1, 0.01f);
-  EXPECT_EQ(first.eps, 1e-8f);
-  EXPECT_EQ(first.decoupled_decay, 0.03f);
-  EXPECT_EQ(first.l2_decay, 0.0f);
+struct CoefficientsRow {
+  int32_t algorithm;
+  offload_group_t group;
+  uint64_t step;
+  Coefficients expected;
+};
 
-  const Coefficients second = MakeCoefficients(OFFLOAD_ADAMW, AdamGroup(), 2);
-  EXPECT_EQ(second.step_size, 0.526315789473684f);                     // 0.1 / 0.19
-  EXPECT_EQ(second.inverse_sqrt_bias_correction2, 7.08881205008336f);  // 1 / sqrt(0.0199)
+// In the order of Coefficients: grad_factor, l2_decay, decoupled_decay, step_size, keep0, weight0,
+// keep1, weight1, inverse_sqrt_bias_correction2, eps, nesterov_momentum, nesterov.
+const CoefficientsRow kCoefficients[] = {
+    // 0.1 / (1 - 0.9), 1 / sqrt(1 - 0.99); 0.1 / 0.19, 1 / sqrt(0.0199); no correction late
+    {OFFLOAD_ADAMW, kAdamGroup, 1, {1, 0, .03f, 1, .9f, .1f, .99f, .01f, 10, 1e-8f}},
+    {OFFLOAD_ADAMW,
+     kAdamGroup,
+     2,
+     {1, 0, .03f, .526315789473684f, .9f, .1f, .99f, .01f, 7.08881205008336f, 1e-8f}},
+    {OFFLOAD_ADAMW, kAdamGroup, 1u << 31, {1, 0, .03f, .1f, .9f, .1f, .99f, .01f, 1, 1e-8f}},
+    {OFFLOAD_ADAM, kAdamGroup, 1, {1, .3f, 0, 1, .9f, .1f, .99f, .01f, 10, 1e-8f}},
+    // Without a beta nothing is to be corrected.
+    {OFFLOAD_ADAMW, kBetaZero, 1, {1, 0, .03f, .1f, 0, 1, 0, 1, 1, 1e-8f}},
+    {OFFLOAD_ADAMW, kBetaZero, 2, {1, 0, .03f, .1f, 0, 1, 0, 1, 1, 1e-8f}},
+    {OFFLOAD_ADAMW, kBetaZero, 1000, {1, 0, .03f, .1f, 0, 1, 0, 1, 1, 1e-8f}},
+    // The first step is not dampened.
+    {OFFLOAD_SGD, kSgdGroup, 1, {1, .2f, 0, .1f, 0, 1}},
+    {OFFLOAD_SGD, kSgdGroup, 2, {1, .2f, 0, .1f, .9f, .75f}},
+    {OFFLOAD_SGD, kNesterovGroup, 2, {-1, .2f, 0, .1f, .9f, 1, 0, 0, 0, 0, .9f, 1}},
+    {OFFLOAD_LION, kAdamGroup, 5, {1, 0, .03f, .1f, .9f, .1f, .99f, .01f}},
+    {OFFLOAD_SIGNUM, kSignumGroup, 5, {1, 0, .03f, .1f, .9f, .1f}},
+    // 0.6 / (1 + 4 * 0.5)
+    {OFFLOAD_ADAGRAD, kAdagradGroup, 1, {1, .125f, 0, .6f, 0, 0, 0, 0, 0, 1e-10f}},
+    {OFFLOAD_ADAGRAD, kAdagradGroup, 5, {1, .125f, 0, .2f, 0, 0, 0, 0, 0, 1e-10f}},
+};
 
-  const Coefficients late = MakeCoefficients(OFFLOAD_ADAMW, AdamGroup(), 1u << 31);
-  EXPECT_EQ(late.step_size, 0.1f);
-  EXPECT_EQ(late.inverse_sqrt_bias_correction2, 1.0f);
-}
+// All are 4 bytes long; nesterov, the only integer, shows as a tiny float.
+using Fields = std::array<float, sizeof(Coefficients) / sizeof(float)>;
 
-TEST(MakeCoefficients, AdamDecaysThroughTheGradient) {
-  const Coefficients c = MakeCoefficients(OFFLOAD_ADAM, AdamGroup(), 1);
-  EXPECT_EQ(c.l2_decay, 0.3f);
-  EXPECT_EQ(c.decoupled_decay, 0.0f);
-  EXPECT_EQ(c.step_size, 1.0f);
-}
-
-TEST(MakeCoefficients, BetaZeroNeedsNoCorrection) {
-  offload_group_t group = AdamGroup();
-  group.beta1 = group.beta2 = 0.0;
-  for (uint64_t step : {1, 2, 1000}) {
-    const Coefficients c = MakeCoefficients(OFFLOAD_ADAMW, group, step);
-    EXPECT_EQ(c.step_size, 0.1f);
-    EXPECT_EQ(c.inverse_sqrt_bias_correction2, 1.0f);
-    EXPECT_EQ(c.keep0, 0.0f);
-    EXPECT_EQ(c.weight0, 1.0f);
-  }
+TEST(MakeCoefficients, IsWhatTheTableSays) {
+  for (const CoefficientsRow& row : kCoefficients)
+    EXPECT_EQ(std::bit_cast<Fields>(MakeCoefficients(row.algorithm, row.group, row.step)),
+              std::bit_cast<Fields>(row.expected))
+        << AlgorithmOf(row.algorithm)->name << ", step " << row.step;
 }
 
 TEST(MakeCoefficients, BiasCorrectionIsExactForEveryBetaAndStep) {
-  offload_group_t group = AdamGroup();
+  offload_group_t group = kAdamGroup;
   group.lr = 1.0;
   for (double beta : {0.1, 0.5, 0.9, 0.95, 0.99, 0.999, 0.9999, 0.999999, 1.0 - 1e-10}) {
     group.beta1 = group.beta2 = beta;
@@ -106,77 +112,13 @@ TEST(MakeCoefficients, BiasCorrectionIsExactForEveryBetaAndStep) {
 }
 
 TEST(MakeCoefficients, EpsNeverBecomesZero) {
-  offload_group_t group = AdamGroup();
+  offload_group_t group = kAdamGroup;
   group.eps = 1e-300;
   EXPECT_GT(MakeCoefficients(OFFLOAD_ADAMW, group, 1).eps, 0.0f);
   EXPECT_GT(MakeCoefficients(OFFLOAD_ADAGRAD, group, 1).eps, 0.0f);
 }
 
-TEST(MakeCoefficients, Sgd) {
-  offload_group_t group = {};
-  group.lr = 0.1;
-  group.weight_decay = 0.2;
-  group.momentum = 0.9;
-  group.dampening = 0.25;
-  const Coefficients first = MakeCoefficients(OFFLOAD_SGD, group, 1);
-  EXPECT_EQ(first.step_size, 0.1f);
-  EXPECT_EQ(first.l2_decay, 0.2f);
-  EXPECT_EQ(first.keep0, 0.0f);
-  EXPECT_EQ(first.weight0, 1.0f);
-  const Coefficients second = MakeCoefficients(OFFLOAD_SGD, group, 2);
-  EXPECT_EQ(second.keep0, 0.9f);
-  EXPECT_EQ(second.weight0, 0.75f);
-  EXPECT_EQ(second.nesterov, 0);
-  EXPECT_EQ(second.nesterov_momentum, 0.0f);
-
-  group.dampening = 0.0;
-  group.nesterov = 1;
-  group.maximize = 1;
-  const Coefficients nesterov = MakeCoefficients(OFFLOAD_SGD, group, 2);
-  EXPECT_EQ(nesterov.nesterov, 1);
-  EXPECT_EQ(nesterov.nesterov_momentum, 0.9f);
-  EXPECT_EQ(nesterov.weight0, 1.0f);
-  EXPECT_EQ(nesterov.grad_factor, -1.0f);
-}
-
-TEST(MakeCoefficients, Lion) {
-  const Coefficients c = MakeCoefficients(OFFLOAD_LION, AdamGroup(), 5);
-  EXPECT_EQ(c.step_size, 0.1f);
-  EXPECT_EQ(c.decoupled_decay, 0.03f);
-  EXPECT_EQ(c.l2_decay, 0.0f);
-  EXPECT_EQ(c.keep0, 0.9f);
-  EXPECT_EQ(c.weight0, 0.1f);
-  EXPECT_EQ(c.keep1, 0.99f);
-  EXPECT_EQ(c.weight1, 0.01f);
-}
-
-TEST(MakeCoefficients, Signum) {
-  offload_group_t group = {};
-  group.lr = 0.1;
-  group.momentum = 0.9;
-  group.weight_decay = 0.3;
-  const Coefficients c = MakeCoefficients(OFFLOAD_SIGNUM, group, 5);
-  EXPECT_EQ(c.step_size, 0.1f);
-  EXPECT_EQ(c.decoupled_decay, 0.03f);
-  EXPECT_EQ(c.l2_decay, 0.0f);
-  EXPECT_EQ(c.keep0, 0.9f);
-  EXPECT_EQ(c.weight0, 0.1f);
-}
-
-TEST(MakeCoefficients, Adagrad) {
-  offload_group_t group = {};
-  group.lr = 0.6;
-  group.lr_decay = 0.5;
-  group.eps = 1e-10;
-  group.weight_decay = 0.125;
-  EXPECT_EQ(MakeCoefficients(OFFLOAD_ADAGRAD, group, 1).step_size, 0.6f);
-  const Coefficients c = MakeCoefficients(OFFLOAD_ADAGRAD, group, 5);
-  EXPECT_EQ(c.step_size, 0.2f);  // 0.6 / (1 + 4 * 0.5)
-  EXPECT_EQ(c.l2_decay, 0.125f);
-  EXPECT_EQ(c.eps, 1e-10f);
-}
-
-// ------------------------------------------------------------------------ two steps by hand
+// ------------------------------------------------------------------------ steps by hand
 
 struct Param {
   float weight = 0.0f;
@@ -191,171 +133,107 @@ void Step(const KernelTable& kernels, int32_t algorithm, const offload_group_t& 
   kernels.Update(rule, OFFLOAD_FP32, OFFLOAD_FP32)(MakeCoefficients(algorithm, group, step), span);
 }
 
-TEST(ByHand, AdamW) {
-  offload_group_t group = {};
-  group.lr = 0.5;
-  group.beta1 = 0.5;
-  group.beta2 = 0.75;
-  group.eps = 0.5;
-  group.weight_decay = 0.5;
-  Param param = {.weight = 1.0f};
-  Step(ReferenceKernels(), OFFLOAD_ADAMW, group, 1, 2.0f, param);
-  EXPECT_EQ(param.moment0, 1.0f);  // 0.5 * 2
-  EXPECT_EQ(param.moment1, 1.0f);  // 0.25 * 4
-  // 1 - 0.5 * 0.5 * 1 - 0.5 * (1 / 0.5) / (sqrt(1 / 0.25) + 0.5)
-  EXPECT_FLOAT_EQ(param.weight, 0.35f);
-  Step(ReferenceKernels(), OFFLOAD_ADAMW, group, 2, 1.0f, param);
-  EXPECT_EQ(param.moment0, 1.0f);  // 0.5 * 1 + 0.5 * 1
-  EXPECT_EQ(param.moment1, 1.0f);  // 0.75 * 1 + 0.25 * 1
-  // 0.35 - 0.25 * 0.35 - 0.5 * (1 / 0.75) / (sqrt(1 / 0.4375) + 0.5)
-  EXPECT_NEAR(param.weight, 0.2625 - 0.3313687, 2e-7);
-}
+// One step, from what an earlier row or the first step begins with.
+struct HandRow {
+  int32_t algorithm;
+  offload_group_t group;
+  uint64_t step;
+  float grad;
+  Param before;
+  Param after;
+  float within = 0.0f;  // how far the weight may be off
+};
 
-TEST(ByHand, AdamWDecaysCautiously) {
-  offload_group_t group = {};
-  group.lr = 0.5;
-  group.eps = 1.0;
-  group.weight_decay = 0.5;
-  group.cautious_weight_decay = 1;
-  const auto stepped = [&](float grad, float weight) {
-    Param param = {.weight = weight};
-    Step(ReferenceKernels(), OFFLOAD_ADAMW, group, 1, grad, param);
-    return param.weight;
-  };
-  EXPECT_EQ(stepped(1.0f, 4.0f), 2.75f);    // 4 - 0.5 * (1 / (1 + 1) + 0.5 * 4)
-  EXPECT_EQ(stepped(-1.0f, 4.0f), 4.25f);   // away from zero: 4 - 0.5 * (-1 / (1 + 1))
-  EXPECT_EQ(stepped(1.0f, -4.0f), -4.25f);  // away from zero
-  EXPECT_EQ(stepped(-1.0f, -4.0f), -2.75f);
-  EXPECT_EQ(stepped(0.0f, 4.0f), 3.0f);  // no update: 4 - 0.5 * 0.5 * 4
-  EXPECT_EQ(stepped(1.0f, 0.0f), -0.25f);
-  // Signs that differ count, however small the product.
-  EXPECT_EQ(stepped(-0x1p-100f, 0x1p-100f), 0x1p-100f - 0.5f * -0x1p-100f);
-  EXPECT_EQ(stepped(0x1p-100f, 0x1p-100f), 0x1p-100f - 0.5f * 0x1p-100f - 0.25f * 0x1p-100f);
-}
+constexpr offload_group_t kAdamW = {
+    .lr = 0.5, .beta1 = 0.5, .beta2 = 0.75, .eps = 0.5, .weight_decay = 0.5};
+constexpr offload_group_t kCautious = {
+    .cautious_weight_decay = 1, .lr = 0.5, .eps = 1.0, .weight_decay = 0.5};
+constexpr offload_group_t kAdam = {
+    .lr = 0.5, .beta1 = 0.5, .beta2 = 0.75, .eps = 2.0, .weight_decay = 0.5};
+constexpr offload_group_t kMomentum = {.lr = 0.5, .momentum = 0.5, .dampening = 0.5};
+constexpr offload_group_t kNesterov = {.nesterov = 1, .lr = 0.5, .momentum = 0.5};
+constexpr offload_group_t kPlain = {.lr = 0.5, .weight_decay = 0.5};
+constexpr offload_group_t kMaximize = {.maximize = 1, .lr = 0.5, .weight_decay = 0.5};
+constexpr offload_group_t kLion = {.lr = 0.25, .beta1 = 0.5, .beta2 = 0.75, .weight_decay = 0.5};
+constexpr offload_group_t kLionNoDecay = {.lr = 0.25, .beta1 = 0.5, .beta2 = 0.75};
+constexpr offload_group_t kSignum = {.lr = 0.25, .weight_decay = 0.5, .momentum = 0.75};
+constexpr offload_group_t kSignumNoDecay = {.lr = 0.25, .momentum = 0.75};
+constexpr offload_group_t kSignSgd = {.lr = 0.25};
+constexpr offload_group_t kAdagrad = {.lr = 0.5, .eps = 3.0, .lr_decay = 1.0};
+constexpr float kTiny = 0x1p-100f;
 
-TEST(ByHand, Adam) {
-  offload_group_t group = {};
-  group.lr = 0.5;
-  group.beta1 = 0.5;
-  group.beta2 = 0.75;
-  group.eps = 2.0;
-  group.weight_decay = 0.5;
-  Param param = {.weight = 2.0f};
-  Step(ReferenceKernels(), OFFLOAD_ADAM, group, 1, 1.0f, param);
-  EXPECT_EQ(param.moment0, 1.0f);  // 0.5 * (1 + 0.5 * 2)
-  EXPECT_EQ(param.moment1, 1.0f);  // 0.25 * 2^2
-  EXPECT_EQ(param.weight, 1.75f);  // 2 - 0.5 * 2 / (2 + 2)
-  Step(ReferenceKernels(), OFFLOAD_ADAM, group, 2, 1.125f, param);
-  EXPECT_EQ(param.moment0, 1.5f);       // 0.5 * 1 + 0.5 * (1.125 + 0.875)
-  EXPECT_EQ(param.moment1, 1.75f);      // 0.75 * 1 + 0.25 * 4
-  EXPECT_FLOAT_EQ(param.weight, 1.5f);  // 1.75 - 0.5 * (1.5 / 0.75) / (sqrt(1.75 / 0.4375) + 2)
-}
+// Moments are those of the row's formula; the comment is of the weight, where it is not plain.
+const HandRow kByHand[] = {
+    // 1 - 0.5 * 0.5 * 1 - 0.5 * (1 / 0.5) / (sqrt(1 / 0.25) + 0.5)
+    {OFFLOAD_ADAMW, kAdamW, 1, 2.0f, {1.0f}, {0.35f, 1.0f, 1.0f}, 1e-7f},
+    // 0.35 - 0.25 * 0.35 - 0.5 * (1 / 0.75) / (sqrt(1 / 0.4375) + 0.5)
+    {OFFLOAD_ADAMW,
+     kAdamW,
+     2,
+     1.0f,
+     {0.35f, 1.0f, 1.0f},
+     {0.2625f - 0.3313687f, 1.0f, 1.0f},
+     1e-7f},
+    // 4 - 0.5 * (1 / (1 + 1) + 0.5 * 4); without decay where the update leads away from zero
+    {OFFLOAD_ADAMW, kCautious, 1, 1.0f, {4.0f}, {2.75f, 1.0f, 1.0f}},
+    {OFFLOAD_ADAMW, kCautious, 1, -1.0f, {4.0f}, {4.25f, -1.0f, 1.0f}},
+    {OFFLOAD_ADAMW, kCautious, 1, 1.0f, {-4.0f}, {-4.25f, 1.0f, 1.0f}},
+    {OFFLOAD_ADAMW, kCautious, 1, -1.0f, {-4.0f}, {-2.75f, -1.0f, 1.0f}},
+    // No update, so decay: 4 - 0.5 * 0.5 * 4
+    {OFFLOAD_ADAMW, kCautious, 1, 0.0f, {4.0f}, {3.0f}},
+    {OFFLOAD_ADAMW, kCautious, 1, 1.0f, {0.0f}, {-0.25f, 1.0f, 1.0f}},
+    // Signs that differ count, however small the product.
+    {OFFLOAD_ADAMW, kCautious, 1, -kTiny, {kTiny}, {kTiny + 0.5f * kTiny, -kTiny}},
+    {OFFLOAD_ADAMW, kCautious, 1, kTiny, {kTiny}, {kTiny - 0.5f * kTiny - 0.25f * kTiny, kTiny}},
+    // 2 - 0.5 * 2 / (2 + 2), 1.75 - 0.5 * (1.5 / 0.75) / (sqrt(1.75 / 0.4375) + 2); moments of
+    // grad + 0.5 * weight = 2
+    {OFFLOAD_ADAM, kAdam, 1, 1.0f, {2.0f}, {1.75f, 1.0f, 1.0f}},
+    {OFFLOAD_ADAM, kAdam, 2, 1.125f, {1.75f, 1.0f, 1.0f}, {1.5f, 1.5f, 1.75f}},
+    {OFFLOAD_SGD, kMomentum, 1, 1.0f, {4.0f}, {3.5f, 1.0f}},
+    {OFFLOAD_SGD, kMomentum, 2, 2.0f, {3.5f, 1.0f}, {2.75f, 1.5f}},
+    // 4 - 0.5 * (1 + 0.5 * 1), 3.25 - 0.5 * (2 + 0.5 * 2.5)
+    {OFFLOAD_SGD, kNesterov, 1, 1.0f, {4.0f}, {3.25f, 1.0f}},
+    {OFFLOAD_SGD, kNesterov, 2, 2.0f, {3.25f, 1.0f}, {1.625f, 2.5f}},
+    // 4 - 0.5 * (1 + 0.5 * 4), 2.5 - 0.5 * (-2 + 0.5 * 2.5)
+    {OFFLOAD_SGD, kPlain, 1, 1.0f, {4.0f}, {2.5f}},
+    {OFFLOAD_SGD, kMaximize, 2, 2.0f, {2.5f}, {2.875f}},
+    // 4 - 0.25 * (1 + 0.5 * 4), 3.25 - 0.25 * (-1 + 0.5 * 3.25), and 0.5 * -0.0625 + 0.5 * 0.0625,
+    // which has no sign
+    {OFFLOAD_LION, kLion, 1, 1.0f, {4.0f}, {3.25f, 0.25f}},
+    {OFFLOAD_LION, kLion, 2, -1.0f, {3.25f, 0.25f}, {3.09375f, -0.0625f}},
+    {OFFLOAD_LION, kLionNoDecay, 3, 0.0625f, {3.09375f, -0.0625f}, {3.09375f, -0.03125f}},
+    // As Lion; in the third step the moment, 0.75 * -0.3125 + 0.25 * 0.9375, has no sign
+    {OFFLOAD_SIGNUM, kSignum, 1, 1.0f, {4.0f}, {3.25f, 0.25f}},
+    {OFFLOAD_SIGNUM, kSignum, 2, -2.0f, {3.25f, 0.25f}, {3.09375f, -0.3125f}},
+    {OFFLOAD_SIGNUM, kSignumNoDecay, 3, 0.9375f, {3.09375f, -0.3125f}, {3.09375f, 0.0f}},
+    {OFFLOAD_SIGNUM, kSignSgd, 4, -1e-30f, {3.09375f}, {3.34375f, -1e-30f}},
+    // 4 - 0.5 * 3 / (3 + 3), 3.75 - 0.25 * 4 / (5 + 3)
+    {OFFLOAD_ADAGRAD, kAdagrad, 1, 3.0f, {4.0f}, {3.75f, 9.0f}},
+    {OFFLOAD_ADAGRAD, kAdagrad, 2, 4.0f, {3.75f, 9.0f}, {3.625f, 25.0f}},
+};
 
-TEST(ByHand, SgdMomentum) {
-  offload_group_t group = {};
-  group.lr = 0.5;
-  group.momentum = 0.5;
-  group.dampening = 0.5;
-  Param param = {.weight = 4.0f};
-  Step(ReferenceKernels(), OFFLOAD_SGD, group, 1, 1.0f, param);
-  EXPECT_EQ(param.moment0, 1.0f);
-  EXPECT_EQ(param.weight, 3.5f);
-  Step(ReferenceKernels(), OFFLOAD_SGD, group, 2, 2.0f, param);
-  EXPECT_EQ(param.moment0, 1.5f);  // 0.5 * 1 + 0.5 * 2
-  EXPECT_EQ(param.weight, 2.75f);
-}
-
-TEST(ByHand, SgdNesterov) {
-  offload_group_t group = {};
-  group.lr = 0.5;
-  group.momentum = 0.5;
-  group.nesterov = 1;
-  Param param = {.weight = 4.0f};
-  Step(ReferenceKernels(), OFFLOAD_SGD, group, 1, 1.0f, param);
-  EXPECT_EQ(param.weight, 3.25f);  // 4 - 0.5 * (1 + 0.5 * 1)
-  Step(ReferenceKernels(), OFFLOAD_SGD, group, 2, 2.0f, param);
-  EXPECT_EQ(param.moment0, 2.5f);   // 0.5 * 1 + 2
-  EXPECT_EQ(param.weight, 1.625f);  // 3.25 - 0.5 * (2 + 0.5 * 2.5)
-}
-
-TEST(ByHand, SgdPlain) {
-  offload_group_t group = {};
-  group.lr = 0.5;
-  group.weight_decay = 0.5;
-  Param param = {.weight = 4.0f};
-  Step(ReferenceKernels(), OFFLOAD_SGD, group, 1, 1.0f, param);
-  EXPECT_EQ(param.weight, 2.5f);  // 4 - 0.5 * (1 + 0.5 * 4)
-  group.maximize = 1;
-  Step(ReferenceKernels(), OFFLOAD_SGD, group, 2, 2.0f, param);
-  EXPECT_EQ(param.weight, 2.875f);  // 2.5 - 0.5 * (-2 + 0.5 * 2.5)
-}
-
-TEST(ByHand, Lion) {
-  offload_group_t group = {};
-  group.lr = 0.25;
-  group.weight_decay = 0.5;
-  group.beta1 = 0.5;
-  group.beta2 = 0.75;
-  Param param = {.weight = 4.0f};
-  Step(ReferenceKernels(), OFFLOAD_LION, group, 1, 1.0f, param);
-  EXPECT_EQ(param.weight, 3.25f);  // 4 - 0.25 * (1 + 0.5 * 4)
-  EXPECT_EQ(param.moment0, 0.25f);
-  Step(ReferenceKernels(), OFFLOAD_LION, group, 2, -1.0f, param);
-  EXPECT_EQ(param.weight, 3.09375f);   // 3.25 - 0.25 * (-1 + 0.5 * 3.25)
-  EXPECT_EQ(param.moment0, -0.0625f);  // 0.75 * 0.25 - 0.25
-  group.weight_decay = 0.0;
-  Step(ReferenceKernels(), OFFLOAD_LION, group, 3, 0.0625f, param);
-  EXPECT_EQ(param.weight, 3.09375f);  // 0.5 * -0.0625 + 0.5 * 0.0625 has no sign
-}
-
-TEST(ByHand, Signum) {
-  offload_group_t group = {};
-  group.lr = 0.25;
-  group.weight_decay = 0.5;
-  group.momentum = 0.75;
-  Param param = {.weight = 4.0f};
-  Step(ReferenceKernels(), OFFLOAD_SIGNUM, group, 1, 1.0f, param);
-  EXPECT_EQ(param.moment0, 0.25f);
-  EXPECT_EQ(param.weight, 3.25f);  // 4 - 0.25 * (1 + 0.5 * 4)
-  Step(ReferenceKernels(), OFFLOAD_SIGNUM, group, 2, -2.0f, param);
-  EXPECT_EQ(param.moment0, -0.3125f);  // 0.75 * 0.25 - 0.25 * 2
-  EXPECT_EQ(param.weight, 3.09375f);   // 3.25 - 0.25 * (-1 + 0.5 * 3.25)
-  group.weight_decay = 0.0;
-  Step(ReferenceKernels(), OFFLOAD_SIGNUM, group, 3, 0.9375f, param);
-  EXPECT_EQ(param.moment0, 0.0f);     // 0.75 * -0.3125 + 0.25 * 0.9375
-  EXPECT_EQ(param.weight, 3.09375f);  // which has no sign
-  group.momentum = 0.0;               // signSGD
-  Step(ReferenceKernels(), OFFLOAD_SIGNUM, group, 4, -1e-30f, param);
-  EXPECT_EQ(param.weight, 3.34375f);
+TEST(ByHand, StepsAreWhatTheTableSays) {
+  for (const HandRow& row : kByHand) {
+    SCOPED_TRACE(testing::Message() << AlgorithmOf(row.algorithm)->name << ", step " << row.step
+                                    << ", grad " << row.grad << ", weight " << row.before.weight);
+    Param param = row.before;
+    Step(ReferenceKernels(), row.algorithm, row.group, row.step, row.grad, param);
+    EXPECT_NEAR(param.weight, row.after.weight, row.within);
+    EXPECT_EQ(param.moment0, row.after.moment0);
+    EXPECT_EQ(param.moment1, row.after.moment1);
+  }
 }
 
 // Where the caller has vouched for a gradient that is NaN, the weights show it.
 TEST(ByHand, SignumKeepsNan) {
-  offload_group_t group = {};
-  group.lr = 0.25;
-  group.momentum = 0.75;
   const auto expect_nan = [&](const KernelTable& table) {
     Param param = {.weight = 4.0f};
-    Step(table, OFFLOAD_SIGNUM, group, 1, std::numeric_limits<float>::quiet_NaN(), param);
+    Step(table, OFFLOAD_SIGNUM, kSignumNoDecay, 1, std::numeric_limits<float>::quiet_NaN(), param);
     EXPECT_TRUE(std::isnan(param.moment0)) << table.isa;
     EXPECT_TRUE(std::isnan(param.weight)) << table.isa;
   };
   expect_nan(ReferenceKernels());
   for (const KernelTable* table : SimdKernels()) expect_nan(*table);
-}
-
-TEST(ByHand, Adagrad) {
-  offload_group_t group = {};
-  group.lr = 0.5;
-  group.lr_decay = 1.0;
-  group.eps = 3.0;
-  Param param = {.weight = 4.0f};
-  Step(ReferenceKernels(), OFFLOAD_ADAGRAD, group, 1, 3.0f, param);
-  EXPECT_EQ(param.moment0, 9.0f);
-  EXPECT_EQ(param.weight, 3.75f);  // 4 - 0.5 * 3 / (3 + 3)
-  Step(ReferenceKernels(), OFFLOAD_ADAGRAD, group, 2, 4.0f, param);
-  EXPECT_EQ(param.moment0, 25.0f);
-  EXPECT_EQ(param.weight, 3.625f);  // 3.75 - 0.25 * 4 / (5 + 3)
 }
 
 // ----------------------------------------------------------------- a thousand steps in double
@@ -467,78 +345,40 @@ void ExpectThousandSteps(int32_t algorithm, const offload_group_t& group,
   EXPECT_LE(RelativeRms(late, expected_late), 1e-5) << kernels.isa;
 }
 
-void ExpectThousandSteps(int32_t algorithm, const offload_group_t& group) {
-  ExpectThousandSteps(algorithm, group, ReferenceKernels());
-  for (const KernelTable* table : SimdKernels()) ExpectThousandSteps(algorithm, group, *table);
-}
+struct TextbookRow {
+  int32_t algorithm;
+  offload_group_t group;
+};
 
-TEST(ThousandSteps, AdamW) {
-  offload_group_t group = {};
-  group.lr = 0.01;
-  group.beta1 = 0.9;
-  group.beta2 = 0.999;
-  group.eps = 1e-8;
-  group.weight_decay = 0.1;
-  ExpectThousandSteps(OFFLOAD_ADAMW, group);
-  group.beta1 = 0.4;
-  group.beta2 = 0.95;
-  group.maximize = 1;
-  ExpectThousandSteps(OFFLOAD_ADAMW, group);
-  group.weight_decay = 10.0;
-  group.cautious_weight_decay = 1;
-  ExpectThousandSteps(OFFLOAD_ADAMW, group);
-}
+const TextbookRow kThousandSteps[] = {
+    {OFFLOAD_ADAMW, {.lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1}},
+    {OFFLOAD_ADAMW,
+     {.maximize = 1, .lr = 0.01, .beta1 = 0.4, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1}},
+    {OFFLOAD_ADAMW,
+     {.maximize = 1,
+      .cautious_weight_decay = 1,
+      .lr = 0.01,
+      .beta1 = 0.4,
+      .beta2 = 0.95,
+      .eps = 1e-8,
+      .weight_decay = 10.0}},
+    {OFFLOAD_ADAM, {.lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-3, .weight_decay = 0.1}},
+    {OFFLOAD_SGD, {.lr = 1.0, .weight_decay = 0.1}},
+    {OFFLOAD_SGD, {.lr = 1.0, .weight_decay = 0.1, .momentum = 0.9, .dampening = 0.3}},
+    {OFFLOAD_SGD, {.nesterov = 1, .lr = 1.0, .weight_decay = 0.1, .momentum = 0.9}},
+    {OFFLOAD_LION, {.lr = 0.01, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1}},
+    {OFFLOAD_SIGNUM, {.lr = 0.01, .weight_decay = 0.1, .momentum = 0.9}},
+    {OFFLOAD_SIGNUM, {.maximize = 1, .lr = 0.01, .weight_decay = 0.1, .momentum = 0.4}},
+    {OFFLOAD_ADAGRAD, {.lr = 0.1, .eps = 1e-10, .weight_decay = 0.1, .lr_decay = 0.001}},
+};
 
-TEST(ThousandSteps, Adam) {
-  offload_group_t group = {};
-  group.lr = 0.01;
-  group.beta1 = 0.9;
-  group.beta2 = 0.999;
-  group.eps = 1e-3;
-  group.weight_decay = 0.1;
-  ExpectThousandSteps(OFFLOAD_ADAM, group);
-}
-
-TEST(ThousandSteps, Sgd) {
-  offload_group_t group = {};
-  group.lr = 1.0;
-  group.weight_decay = 0.1;
-  ExpectThousandSteps(OFFLOAD_SGD, group);
-  group.momentum = 0.9;
-  group.dampening = 0.3;
-  ExpectThousandSteps(OFFLOAD_SGD, group);
-  group.dampening = 0.0;
-  group.nesterov = 1;
-  ExpectThousandSteps(OFFLOAD_SGD, group);
-}
-
-TEST(ThousandSteps, Lion) {
-  offload_group_t group = {};
-  group.lr = 0.01;
-  group.beta1 = 0.9;
-  group.beta2 = 0.99;
-  group.weight_decay = 0.1;
-  ExpectThousandSteps(OFFLOAD_LION, group);
-}
-
-TEST(ThousandSteps, Signum) {
-  offload_group_t group = {};
-  group.lr = 0.01;
-  group.momentum = 0.9;
-  group.weight_decay = 0.1;
-  ExpectThousandSteps(OFFLOAD_SIGNUM, group);
-  group.momentum = 0.4;
-  group.maximize = 1;
-  ExpectThousandSteps(OFFLOAD_SIGNUM, group);
-}
-
-TEST(ThousandSteps, Adagrad) {
-  offload_group_t group = {};
-  group.lr = 0.1;
-  group.lr_decay = 0.001;
-  group.eps = 1e-10;
-  group.weight_decay = 0.1;
-  ExpectThousandSteps(OFFLOAD_ADAGRAD, group);
+TEST(ThousandSteps, FollowTheTextbook) {
+  for (size_t i = 0; i < std::size(kThousandSteps); ++i) {
+    const auto& [algorithm, group] = kThousandSteps[i];
+    SCOPED_TRACE(testing::Message() << AlgorithmOf(algorithm)->name << ", row " << i);
+    ExpectThousandSteps(algorithm, group, ReferenceKernels());
+    for (const KernelTable* table : SimdKernels()) ExpectThousandSteps(algorithm, group, *table);
+  }
 }
 
 }  // namespace
