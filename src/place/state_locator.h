@@ -31,6 +31,11 @@ struct StateRange {
   bool params_on_device = false;
 };
 
+struct ParamRange {
+  std::byte* data;
+  bool on_device;
+};
+
 class StateLocator {
  public:
   // `residence` is the timeline's: it changes when a queued change of residence runs.
@@ -67,6 +72,12 @@ class StateLocator {
     if (tier == Tier::kDevice && location.states_on_host)
       return {swap_states_.At(param, slot, first), format, count, false, false};
     return {memory_.At(tier, id, slot, first), format, count, tier == Tier::kDevice, false};
+  }
+
+  // A param from element `first` on.
+  ParamRange Params(uint32_t id, uint64_t first, const ParamLocation& location) const {
+    return {ParamAt(id, location) + first * DtypeBytes(table_.param(id).dtype),
+            !shape_.options.unified && !location.params_on_host};
   }
 
   int32_t KindOf(StateSlot slot) const { return StateKindOf(table_.algorithm(), slot); }

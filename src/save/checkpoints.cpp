@@ -73,7 +73,7 @@ Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* l
   const auto open = [&]() -> Status {
     loader->emplace(context_, table_, shape_, locator_, request);
     HYBRIDOPT_TRY((*loader)->Open());
-    known = (*loader)->Known();
+    known = (*loader)->sources().Known();
     return {};
   };
   HYBRIDOPT_TRY(agreement_.DoTogether([&] { return CatchBadAlloc("load", open); }, refusal));
@@ -81,7 +81,7 @@ Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* l
   HYBRIDOPT_TRY(AgreeOnCheckpoint(**loader, &known, refusal));
   if (!refusal->ok()) return {};
   const auto verify = [&]() -> Status {
-    HYBRIDOPT_TRY((*loader)->CheckAllKnown(known));
+    HYBRIDOPT_TRY((*loader)->sources().CheckAllKnown(known));
     return (*loader)->Verify();
   };
   return agreement_.DoTogether([&] { return CatchBadAlloc("load", verify); }, refusal);
@@ -91,7 +91,7 @@ Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* l
 // one rank has.
 Status Checkpoints::AgreeOnCheckpoint(const Loader& loader, std::vector<int32_t>* known,
                                       Status* refusal) const {
-  const auto fingerprint = static_cast<int32_t>(loader.fingerprint());
+  const auto fingerprint = static_cast<int32_t>(loader.sources().fingerprint());
   int32_t ends[2] = {fingerprint, -fingerprint};
   HYBRIDOPT_TRY(comm_.AgreeOnMax(ends, 2));
   if (ends[0] != -ends[1]) {

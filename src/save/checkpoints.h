@@ -9,7 +9,7 @@
 #include "machine/timeline.h"
 #include "save/agreement.h"
 #include "save/background_save.h"
-#include "save/loader.h"
+#include "save/load/loader.h"
 #include "save/saver.h"
 
 namespace hybridopt {

@@ -1,7 +1,6 @@
 #include "save/saver.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include "base/profiler_range.h"
@@ -140,7 +139,7 @@ Status Saver::Join() {
 
 // Frees the save's own stream, event and memory, before the save reports that it has ended.
 void Saver::FreeTransfer() {
-  stream_ = CheckpointStream();
+  transfer_ = Transfer();
   memory_ = PinnedRoom();
 }
 
@@ -150,14 +149,15 @@ Status Saver::TakeMemory() {
   blocks_ = static_cast<uint32_t>(
       std::min<uint64_t>(request_.io_depth, (file_bytes + block_bytes_ - 1) / block_bytes_));
   HYBRIDOPT_ASSIGN(memory_, PinnedRoom::TakeAnyway(context_, blocks_ * block_bytes_));
-  HYBRIDOPT_ASSIGN(stream_, CheckpointStream::Create(context_, "a save"));
+  HYBRIDOPT_ASSIGN(transfer_, Transfer::Create(context_, "a save"));
   return {};
 }
 
 // -------------------------------------------------------------------------------------- writing --
 
 Status Saver::Write() {
-  if (point_.ready != nullptr) HYBRIDOPT_TRY(stream_.Await(point_.ready, "the stream given to it"));
+  if (point_.ready != nullptr)
+    HYBRIDOPT_TRY(transfer_.Await(point_.ready, "the stream given to it"));
   const checkpoint::StoredFile& stored = manifest_.files[0];
   HYBRIDOPT_ASSIGN(checkpoint::File file,
                    checkpoint::File::Create(context_.files(), directory_ + "/" + stored.name));
@@ -219,69 +219,34 @@ void Saver::Filled(uint64_t bytes) {
 }
 
 Status Saver::AppendArray(const Array& array) {
-  const uint64_t element_bytes = DtypeBytes(array.tensor->dtype);
-  const uint64_t count = array.tensor->bytes / element_bytes;
+  const uint64_t count = array.tensor->bytes / DtypeBytes(array.tensor->dtype);
   checkpoint::BlockHasher hasher(manifest_.block_bytes);
   hasher.Reset(array.tensor->bytes);
   for (uint64_t first = 0; first < count;) {
     const StateRange range =
         locator_.At(array.param, array.slot, first, count - first, request_.locations[array.param]);
-    if (range.params != nullptr) {
-      HYBRIDOPT_TRY(AppendDecoded(range, hasher));
-    } else {
-      HYBRIDOPT_TRY(AppendRange(range, range.count * element_bytes, hasher));
-    }
+    HYBRIDOPT_TRY(AppendRange(range, array.tensor->dtype, hasher));
     first += range.count;
   }
   array.tensor->hashes = hasher.Take();
   return {};
 }
 
-Status Saver::AppendRange(const StateRange& range, uint64_t bytes,
-                          checkpoint::BlockHasher& hasher) {
-  for (uint64_t done = 0; done < bytes;) {
-    uint64_t piece = std::min(bytes - done, range.on_device ? kDevicePieceBytes : kPieceBytes);
-    HYBRIDOPT_TRY(Room(&piece));
-    std::byte* const into = block_ + filled_bytes_;
-    if (range.on_device) {
-      HYBRIDOPT_TRY(CopyDown(into, range.data + done, piece));
-    } else {
-      std::memcpy(into, range.data + done, piece);
-    }
-    hasher.Add(into, piece);
-    Filled(piece);
-    done += piece;
-  }
-  return {};
-}
-
-// Masters beside their params are stored as fp32 numbers.
-Status Saver::AppendDecoded(const StateRange& range, checkpoint::BlockHasher& hasher) {
-  const FormatRow& format = RowOf(range.format);
-  std::array<float, kDecodedTogether> values;
+Status Saver::AppendRange(const StateRange& range, int32_t dtype, checkpoint::BlockHasher& hasher) {
+  const uint64_t element_bytes = DtypeBytes(dtype);
+  StateReader reader(transfer_);
   for (uint64_t done = 0; done < range.count;) {
-    const uint64_t count = std::min(kDecodedTogether, range.count - done);
-    const auto fetch = [&](void* into, const std::byte* from, uint64_t bytes,
-                           bool on_device) -> Status {
-      if (on_device) return CopyDown(static_cast<std::byte*>(into), from, bytes);
-      std::memcpy(into, from, bytes);
-      return {};
-    };
-    HYBRIDOPT_TRY(fetch(encoded_.data(), range.data + format.Bytes(done), format.Bytes(count),
-                        range.on_device));
-    HYBRIDOPT_TRY(fetch(params_.data(), range.params + done * sizeof(uint16_t),
-                        count * sizeof(uint16_t), range.params_on_device));
-    format.decode(encoded_.data(), params_.data(), count, values.data());
-    hasher.Add(reinterpret_cast<const std::byte*>(values.data()), count * sizeof(float));
-    HYBRIDOPT_TRY(Append(values.data(), count * sizeof(float)));
-    done += count;
+    // No element is cut: arrays lie in the file at multiples of their elements.
+    uint64_t bytes = std::min((range.count - done) * element_bytes,
+                              range.on_device ? kDevicePieceBytes : kPieceBytes);
+    HYBRIDOPT_TRY(Room(&bytes));
+    std::byte* const into = block_ + filled_bytes_;
+    HYBRIDOPT_TRY(reader.Read(range, done, bytes / element_bytes, dtype, into));
+    hasher.Add(into, bytes);
+    Filled(bytes);
+    done += bytes / element_bytes;
   }
   return {};
-}
-
-Status Saver::CopyDown(std::byte* into, const std::byte* data, uint64_t bytes) {
-  HYBRIDOPT_TRY(context_.device().CopyToHost(stream_.handle(), into, data, bytes));
-  return stream_.AwaitCopies("state coming down");
 }
 
 void Saver::Wrote(uint64_t bytes) {

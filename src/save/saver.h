@@ -4,7 +4,6 @@
 //   arenas, device --copy, hash--> blocks --threads--> file --truncate, sync--> (part) --> ready
 #pragma once
 
-#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,8 +16,9 @@
 #include "machine/context.h"
 #include "machine/pinned_room.h"
 #include "place/state_locator.h"
-#include "save/checkpoint_stream.h"
 #include "state/capture.h"
+#include "state_io/state_reader.h"
+#include "state_io/transfer.h"
 
 namespace hybridopt {
 
@@ -105,9 +105,7 @@ class Saver {
   void Filled(uint64_t bytes);
   Status Append(const void* data, uint64_t bytes);
   Status AppendArray(const Array& array);
-  Status AppendDecoded(const StateRange& range, checkpoint::BlockHasher& hasher);
-  Status AppendRange(const StateRange& range, uint64_t bytes, checkpoint::BlockHasher& hasher);
-  Status CopyDown(std::byte* into, const std::byte* data, uint64_t bytes);
+  Status AppendRange(const StateRange& range, int32_t dtype, checkpoint::BlockHasher& hasher);
   Status WritePart();
   void Wrote(uint64_t bytes);
 
@@ -125,11 +123,7 @@ class Saver {
   PinnedRoom memory_;
   uint64_t block_bytes_ = 0;
   uint32_t blocks_ = 0;
-  CheckpointStream stream_;
-  // Buffers for masters beside params, and for these params. A device that hangs may write them
-  // until stream_ has been destroyed.
-  static constexpr uint64_t kDecodedTogether = 8192;
-  std::array<std::byte, kDecodedTogether * sizeof(uint16_t)> encoded_, params_;
+  Transfer transfer_;  // its copies may still write memory_ until it has been destroyed
   checkpoint::BlockWriter* writer_ = nullptr;
   std::byte* block_ = nullptr;  // the block that is being filled
   uint64_t filled_bytes_ = 0;   // of block_

@@ -1,0 +1,86 @@
+// Loader: brings the state of a checkpoint into an optimizer; world, sharding and device fraction
+// may have been others when it was saved. Verify reads and checks all bytes and changes nothing;
+// only then Replace writes. So the files are read twice (unless the caller passes NO_VERIFY). The
+// reasons: who offloads state has no memory for a second copy of it, and if Replace found a damaged
+// block, the state that it had overwritten would be lost. Replace compares each unit with what
+// Verify has read before it uses the unit.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/open_files.h"
+#include "machine/context.h"
+#include "machine/pinned_room.h"
+#include "place/state_locator.h"
+#include "save/load/load_sources.h"
+#include "save/load/load_units.h"
+#include "save/load/load_verifier.h"
+#include "state/step_counts.h"
+#include "state_io/state_writer.h"
+#include "state_io/transfer.h"
+
+namespace hybridopt {
+
+// A queued load.
+struct LoadRequest {
+  std::string path;
+  uint32_t flags = 0;
+  uint32_t io_depth = 0;  // above 0
+  offload_progress_function_t progress = nullptr;
+  void* progress_user = nullptr;
+  std::vector<ParamLocation> locations;  // per param
+  std::vector<double> first_moments;     // per group: the initial value of the first moments
+};
+
+class Loader {
+ public:
+  Loader(Context& context, const ParamTable& table, const StateShape& shape,
+         const StateLocator& locator, const LoadRequest& request)
+      : context_(context),
+        table_(table),
+        locator_(locator),
+        request_(request),
+        sources_(table, locator_, request.flags),
+        units_(table, locator_, sources_),
+        writer_(transfer_, table, shape, locator_, StateWriter::Values::kStay) {}
+
+  // Opens the checkpoint and compares its content with this optimizer.
+  Status Open() { return sources_.Open(context_.files(), request_.path); }
+  const LoadSources& sources() const { return sources_; }
+  // Takes the memory for reading, and compares the hashes of all blocks that will be read.
+  Status Verify();
+
+  // Writes state and params, after the work behind which `ready` was recorded. After a failure they
+  // may be partly old and partly new.
+  Status Replace(EventHandle ready);
+  bool has_replaced() const { return writer_.has_written(); }
+  // Sets the step counts of the checkpoint.
+  void SetCounts(StepCounts& step_counts) const;
+
+ private:
+  Status TakeMemory();
+  checkpoint::BlockReader ReaderOf(const std::vector<checkpoint::Extent>& extents);
+  Status FillMoments();
+  void Progress(uint64_t bytes);
+  bool Has(uint32_t flag) const { return (request_.flags & flag) != 0; }
+
+  Context& context_;
+  const ParamTable& table_;
+  const StateLocator locator_;
+  const LoadRequest& request_;
+  LoadSources sources_;
+  LoadUnits units_;
+  std::optional<LoadVerifier> verifier_;  // unless the caller passes NO_VERIFY
+
+  std::optional<checkpoint::OpenFiles> files_;
+  uint32_t blocks_ = 0;  // of memory
+  PinnedRoom memory_;
+  Transfer transfer_;  // its copies may still read memory_ until it has been destroyed
+  StateWriter writer_;
+  uint64_t bytes_done_ = 0;
+  uint64_t bytes_total_ = 0;
+};
+
+}  // namespace hybridopt

@@ -1,0 +1,65 @@
+// StateWriter: writes state, in any format and to any place, from the numbers that checkpoints
+// store and callers give. With a master it writes the param too, which is the master, rounded.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/function_ref.h"
+#include "place/state_locator.h"
+#include "state_io/transfer.h"
+
+namespace hybridopt {
+
+// Elements [first, first + count) of one state of a param.
+struct StateElements {
+  uint32_t param;
+  StateSlot slot;
+  uint64_t first;
+  uint64_t count;
+};
+
+class StateWriter {
+ public:
+  // What Write may do with the values that it gets.
+  enum class Values {
+    kStay,      // they stay until Await, and the device may copy from them
+    kOfCaller,  // the device must not touch them
+  };
+  StateWriter(Transfer& transfer, const ParamTable& table, const StateShape& shape,
+              const StateLocator& locator, Values values)
+      : transfer_(transfer), table_(table), shape_(shape), locator_(locator), values_(values) {}
+
+  // Whether an array of this dtype can be written to a slot: masters are fp32 numbers, moments fp32
+  // or bf16.
+  static bool Takes(int32_t dtype, StateSlot slot) {
+    return dtype == OFFLOAD_FP32 || (slot != kMaster && dtype == OFFLOAD_BF16);
+  }
+
+  // Writes the values, which need not be aligned. What the format cannot hold is rounded to
+  // nearest.
+  Status Write(const StateElements& elements, const ParamLocation& location, int32_t dtype,
+               const std::byte* values);
+  // Sets all elements of a state to one number.
+  Status Fill(uint32_t param, StateSlot slot, const ParamLocation& location, float value);
+  // Waits until all of it has been written.
+  Status Await() { return transfer_.AwaitUp(); }
+  // Whether something may have been written. After a failure it is partly old and partly new.
+  bool has_written() const { return has_written_; }
+
+ private:
+  using Make = FunctionRef<void(uint64_t first, uint64_t count, std::byte* into)>;
+  Status WriteRange(const StateRange& range, int32_t dtype, const std::byte* values);
+  Status WriteParams(const StateElements& elements, const ParamLocation& location,
+                     const std::byte* masters);
+  Status Put(std::byte* array, uint64_t count, uint64_t element_bytes, bool on_device, Make make);
+
+  Transfer& transfer_;
+  const ParamTable& table_;
+  const StateShape& shape_;
+  const StateLocator& locator_;
+  const Values values_;
+  bool has_written_ = false;
+};
+
+}  // namespace hybridopt
