@@ -24,7 +24,7 @@ HEADER = HERE.parent / "include" / "offload.h"
 ALGORITHMS = HERE.parent / "src" / "kernels" / "algorithms.h"
 TOTALS = HERE.parent / "src" / "optimizer" / "step_totals.h"
 
-SCALARS = ("char", "double", "int32_t", "int64_t", "uint32_t", "uint64_t", "uint8_t", "void")
+SCALARS = ("char", "double", "float", "int32_t", "int64_t", "uint32_t", "uint64_t", "uint8_t", "void")
 
 
 # ------------------------------------------------------------------------ what the header declares
@@ -318,6 +318,7 @@ ALGORITHMS: dict[int, Algorithm] = {{
 PYTHON_SCALARS = {
     "char": "ctypes.c_char",
     "double": "ctypes.c_double",
+    "float": "ctypes.c_float",
     "int32_t": "ctypes.c_int32",
     "int64_t": "ctypes.c_int64",
     "uint32_t": "ctypes.c_uint32",
@@ -429,6 +430,7 @@ use super::*;
 RUST_SCALARS = {
     "char": "c_char",
     "double": "f64",
+    "float": "f32",
     "int32_t": "i32",
     "int64_t": "i64",
     "uint32_t": "u32",

@@ -818,7 +818,46 @@ typedef struct offload_state_view {
 OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param,
                                             int32_t kind, offload_state_view_t* view);
 
-/* Sets how many steps have updated a param, for state that the caller has written through views:
+/* Copies elements [first, first + count) of one kind of a param's state to the caller's memory, as
+ * fp32 numbers: the numbers that steps use and checkpoints have. The state may be stored in any
+ * layout and be anywhere: on the host, on the device, offloaded, or in the param, which may be
+ * offloaded too. OFFLOAD_STATE_MASTER is the masters in every layout.
+ *
+ * values: room for count numbers in host memory; after a failure its content is unspecified. May be
+ *   NULL if count is 0.
+ *
+ * Returns when the numbers have been copied, without waiting for queued work: while there is some,
+ * the call is refused. Of masters that are params the call reads the params; no work of the caller
+ * may write these meanwhile. It takes less than 1 MiB and a stream while it runs, where some of the
+ * state is on a device.
+ * Errors: INVALID_ARGUMENT (unknown param; a kind that the param does not have, or
+ *   OFFLOAD_STATE_MASTER_LOW; elements beyond the last one; values is NULL or not aligned to 4 bytes),
+ *   INVALID_STATE (before commit; while work is queued, a save until its ticket completes: wait
+ *   first), OUT_OF_HOST_MEMORY, DEVICE_FAILED (also after device_timeout_ns), POISONED. They change
+ *   nothing. */
+OFFLOAD_API int32_t offload_optimizer_read_state(offload_optimizer_t optimizer, uint32_t param,
+                                                 int32_t kind, uint64_t first, uint64_t count,
+                                                 float* values);
+
+/* Replaces elements [first, first + count) of one kind of a param's state by the caller's numbers,
+ * wherever they are, as above. What the layout cannot hold is rounded to nearest, ties to even:
+ * moments in bf16, masters of 24 bits. A second read gives what was kept.
+ *
+ * With a master the call writes the param too, which is its master, rounded, as a load does: on the
+ * device, or in host memory while the param is offloaded. So both stay equal, and no
+ * offload_optimizer_refresh_masters is needed. No work of the caller may use the param meanwhile.
+ * Step counts stay as they are; see offload_optimizer_set_step_count.
+ *
+ * values: count numbers in host memory. May be NULL if count is 0.
+ *
+ * Returns when all has been written, without waiting for queued work.
+ * Errors: as above, and they change nothing, with one exception: if the device or memory fails after
+ *   the first number may have been written, the state is a mixture and the optimizer is poisoned. */
+OFFLOAD_API int32_t offload_optimizer_write_state(offload_optimizer_t optimizer, uint32_t param,
+                                                  int32_t kind, uint64_t first, uint64_t count,
+                                                  const float* values);
+
+/* Sets how many steps have updated a param, for state that the caller has written:
  * bias corrections and the treatment of a first step depend on this count. At most 2^53; steps at
  * that count leave it there.
  * Errors: INVALID_ARGUMENT (unknown param, or count too large), INVALID_STATE (before commit, or

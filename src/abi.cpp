@@ -559,6 +559,22 @@ int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param, i
   });
 }
 
+int32_t offload_optimizer_read_state(offload_optimizer_t optimizer, uint32_t param, int32_t kind,
+                                     uint64_t first, uint64_t count, float* values) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    return found->ReadState({param, kind, first, count}, values);
+  });
+}
+
+int32_t offload_optimizer_write_state(offload_optimizer_t optimizer, uint32_t param, int32_t kind,
+                                      uint64_t first, uint64_t count, const float* values) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    return found->WriteState({param, kind, first, count}, values);
+  });
+}
+
 int32_t offload_optimizer_set_step_count(offload_optimizer_t optimizer, uint32_t param,
                                          uint64_t step_count) {
   return Guard([&]() -> Status {

@@ -83,6 +83,9 @@ class Timeline : private RunnerPool::Task {
   // work of other optimizers meanwhile. It may be called several times. Settle need not call it,
   // nor Execute while there is a background piece.
   void LetOthersRun() { runners_.LetOthersRun(*this); }
+  // Poisons the timeline while no work is queued: a call that is no piece of it has failed half
+  // way.
+  void Fail(Status cause) { Poison(submitted_ + 1, std::move(cause)); }
   // Called before the piece completes: the piece has failed alone, with this status. The timeline
   // keeps the last kFailuresKept of these.
   void Report(uint64_t sequence, Status failure);

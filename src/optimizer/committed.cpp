@@ -49,9 +49,7 @@ void Committed::MakeParts(const Comm& comm, const offload_optimizer_options_t& o
                                   *host_norm_sums, *master_fill);
   residence_changer = std::make_unique<ResidenceChanger>(context, table, shape, residence, chunks,
                                                          *memory, *lanes, *swap);
-  checkpoints = std::make_unique<Checkpoints>(context, table, shape,
-                                              StateLocator(table, shape, residence, *memory, *swap),
-                                              step_counts, comm);
+  checkpoints = std::make_unique<Checkpoints>(context, table, shape, Locator(), step_counts, comm);
   lifecycle = std::make_unique<Lifecycle>(table, options.movable,
                                           StateBytes(shape, decided.residence, Tier::kDevice));
 }

@@ -41,6 +41,8 @@ struct Committed {
 
   // Pins the state, or adds a note to the context that says why it is not pinned.
   Status PinForStreams();
+  // Where state is, as queued work has made it so far.
+  StateLocator Locator() const { return {table, shape, residence, *memory, *swap}; }
   // To be called after `decided` has changed.
   void CountStateBytes();
   // The bytes on each NUMA node. No work may be queued, because it might change the memory.

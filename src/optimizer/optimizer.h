@@ -16,8 +16,17 @@
 #include "machine/ticket_numbers.h"
 #include "optimizer/committed.h"
 #include "state/param_table.h"
+#include "state_io/state_writer.h"
 
 namespace hybridopt {
+
+// Elements [first, first + count) of one state of a param, as a caller names them.
+struct StateKindElements {
+  uint32_t param;
+  int32_t kind;
+  uint64_t first;
+  uint64_t count;
+};
 
 class Optimizer {
  public:
@@ -63,6 +72,8 @@ class Optimizer {
 
   // These are implemented in optimizer_state.cpp.
   Result<offload_state_view_t> State(uint32_t param, int32_t kind) const;
+  Status ReadState(const StateKindElements& asked, float* values);
+  Status WriteState(const StateKindElements& asked, const float* values);
   Status SetStepCount(uint32_t param, uint64_t step_count);
   offload_stats_t Stats() const;
   Status GradsToKeep(std::span<uint8_t> keep) const;
@@ -76,6 +87,9 @@ class Optimizer {
   Status CheckChunkCount(const StateShape& shape) const;
   Status CheckCommitted() const;
   Status ClaimState() const;
+  Status CheckParam(uint32_t param) const;
+  Status NoSuchState(int32_t kind, const Param& param) const;
+  Result<StateElements> ElementsOf(const StateKindElements& asked, const float* values) const;
   Status CheckStepOptions(const offload_step_options_t& options) const;
   void FillStep(const offload_step_options_t& options, StepRequest& request) const;
   Status RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams);
@@ -99,6 +113,7 @@ class Optimizer {
   Status AwaitIssued(uint64_t sequence, uint64_t mark);
   uint64_t MarkOf(std::span<const uint32_t> params, uint64_t sequence) const;
   EventHandle ReadyEvent(uint32_t slot) const;
+  ParamLocation LocationOf(uint32_t param) const;
   std::vector<ParamLocation> LocationsNow() const;
   void Remember(uint64_t sequence, const offload_step_result_t& result);
   // The sequence number of a ticket of this optimizer; ticket 0 means the last one.

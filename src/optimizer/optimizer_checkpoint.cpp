@@ -60,11 +60,14 @@ Status CheckNames(const ParamTable& table) {
 
 }  // namespace
 
+ParamLocation Optimizer::LocationOf(uint32_t param) const {
+  return {table_.addresses()[param].data, committed_->lifecycle->params_on_host(param),
+          committed_->lifecycle->states_on_host(param)};
+}
+
 std::vector<ParamLocation> Optimizer::LocationsNow() const {
   std::vector<ParamLocation> locations;
-  for (uint32_t id = 0; id < table_.size(); ++id)
-    locations.push_back({table_.addresses()[id].data, committed_->lifecycle->params_on_host(id),
-                         committed_->lifecycle->states_on_host(id)});
+  for (uint32_t id = 0; id < table_.size(); ++id) locations.push_back(LocationOf(id));
   return locations;
 }
 

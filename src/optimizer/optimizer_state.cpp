@@ -2,16 +2,27 @@
 #include "checkpoint/format/format.h"
 #include "kernels/algorithms.h"
 #include "optimizer/optimizer.h"
+#include "state_io/state_reader.h"
 
 namespace hybridopt {
+
+Status Optimizer::CheckParam(uint32_t param) const {
+  if (param < table_.size()) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "param is %u, but only %u params have been added",
+                       param, table_.size());
+}
+
+Status Optimizer::NoSuchState(int32_t kind, const Param& param) const {
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "kind is %d, which %s does not keep for param '%.200s'; see enum "
+                       "offload_state_kind",
+                       kind, AlgorithmOf(table_.algorithm())->name, param.name.c_str());
+}
 
 Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) const {
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_TRY(ClaimState());
-  if (param_id >= table_.size())
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "param is %u, but only %u params have been added", param_id,
-                         table_.size());
+  HYBRIDOPT_TRY(CheckParam(param_id));
   const Param& param = table_.param(param_id);
   const ParamShape& shaped = committed_->shape.params[param_id];
   const uint64_t device_count = committed_->residence.range(param_id, Tier::kDevice).count;
@@ -26,11 +37,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
         "(options.master_layout); ask for OFFLOAD_STATE_MASTER_LOW and join it "
         "with the param",
         param.name.c_str());
-  if (slot == kStateSlots)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "kind is %d, which %s does not keep for param '%.200s'; see enum "
-                         "offload_state_kind",
-                         kind, AlgorithmOf(table_.algorithm())->name, param.name.c_str());
+  if (slot == kStateSlots) return NoSuchState(kind, param);
   offload_state_view_t view{};
   view.dtype = RowOf(shaped.format[slot]).view_dtype;
   view.device_count = device_count;
@@ -63,12 +70,80 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   return view;
 }
 
+// Checks all that may be wrong with a read or write.
+Result<StateElements> Optimizer::ElementsOf(const StateKindElements& asked,
+                                            const float* values) const {
+  HYBRIDOPT_TRY(CheckCommitted());
+  HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+  HYBRIDOPT_TRY(CheckParam(asked.param));
+  const Param& param = table_.param(asked.param);
+  if (asked.kind == OFFLOAD_STATE_MASTER_LOW)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "kind is OFFLOAD_STATE_MASTER_LOW, a part of numbers; ask for "
+                         "OFFLOAD_STATE_MASTER, which is the whole masters in every layout");
+  uint32_t slot = 0;
+  while (slot <= kMoment1 &&
+         (StateKindOf(table_.algorithm(), StateSlot{slot}) != asked.kind ||
+          !HasState(committed_->shape.params[asked.param].rule, Format::kFp32, StateSlot{slot})))
+    ++slot;
+  if (slot > kMoment1) return NoSuchState(asked.kind, param);
+  if (asked.first > param.count || asked.count > param.count - asked.first)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "first is %llu and count is %llu, but param '%.200s' has %llu elements",
+                         static_cast<unsigned long long>(asked.first),
+                         static_cast<unsigned long long>(asked.count), param.name.c_str(),
+                         static_cast<unsigned long long>(param.count));
+  if (asked.count > 0 && values == nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "values is NULL, expected the address of %llu fp32 numbers in host memory",
+                         static_cast<unsigned long long>(asked.count));
+  if (reinterpret_cast<uintptr_t>(values) % alignof(float) != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "values is %p, expected a multiple of %zu: it has fp32 numbers",
+                         static_cast<const void*>(values), alignof(float));
+  return StateElements{asked.param, StateSlot{slot}, asked.first, asked.count};
+}
+
+Status Optimizer::ReadState(const StateKindElements& asked, float* values) {
+  HYBRIDOPT_ASSIGN(const StateElements elements, ElementsOf(asked, values));
+  HYBRIDOPT_TRY(ClaimState());
+  if (elements.count == 0) return {};
+  HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(*context_, "a read of state"));
+  StateReader reader(transfer);
+  const StateLocator locator = committed_->Locator();
+  for (uint64_t done = 0; done < elements.count;) {
+    const StateRange range = locator.At(elements.param, elements.slot, elements.first + done,
+                                        elements.count - done, LocationOf(elements.param));
+    HYBRIDOPT_TRY(reader.ReadForCaller(range, values + done));
+    done += range.count;
+  }
+  return {};
+}
+
+Status Optimizer::WriteState(const StateKindElements& asked, const float* values) {
+  HYBRIDOPT_ASSIGN(const StateElements elements, ElementsOf(asked, values));
+  HYBRIDOPT_TRY(ClaimState());
+  if (elements.count == 0) return {};
+  HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(*context_, "a write of state"));
+  const StateLocator locator = committed_->Locator();
+  StateWriter writer(transfer, table_, committed_->shape, locator, StateWriter::Values::kOfCaller);
+  Status status = CatchExceptions("a write of state", [&]() -> Status {
+    HYBRIDOPT_TRY(writer.Write(elements, LocationOf(elements.param), OFFLOAD_FP32,
+                               reinterpret_cast<const std::byte*>(values)));
+    return writer.Await();
+  });
+  if (status.ok()) return {};
+  status = Status::Error(status.code(),
+                         "state was being written when it failed, and is a mixture now: %s",
+                         status.message().c_str());
+  committed_->timeline->Fail(status);
+  return status;
+}
+
 Status Optimizer::SetStepCount(uint32_t param, uint64_t step_count) {
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
-  if (param >= table_.size())
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "param is %u, but only %u params have been added", param, table_.size());
+  HYBRIDOPT_TRY(CheckParam(param));
   if (step_count > checkpoint::kStepsMax)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "step_count is %llu, expected at most 2^53",
                          static_cast<unsigned long long>(step_count));

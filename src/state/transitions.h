@@ -49,6 +49,8 @@ enum class Call : uint8_t {
   kBind,      // with an address for this resource
   kBindNull,  // with NULL for this resource
   kView,      // offload_optimizer_state
+  kReadState,
+  kWriteState,
   kSetDeviceFraction
 };
 constexpr Call CallOf(Move move) { return static_cast<Call>(move); }
@@ -122,7 +124,7 @@ constexpr auto kLoadNeedsParams =
     "reload_params first";
 
 using Row = TransitionRow<ParamsAt, 3>;
-inline constexpr std::array<Row, 9> kRows = {{
+inline constexpr std::array<Row, 11> kRows = {{
     {Call::kOffloadParams, "`offload_params`", {Goes(kHost), Nothing(kHost), Nothing(kHostBound)}},
     {Call::kReloadParams,
      "`reload_params`",
@@ -153,6 +155,14 @@ inline constexpr std::array<Row, 9> kRows = {{
      "`load`",
      {Goes(kDevice, "written"), Refused(kHost, kReloadFirst, kLoadNeedsParams),
       Refused(kHostBound, "`reload_params`", kLoadNeedsParams)}},
+    {Call::kReadState,
+     "`read_state`",
+     {Goes(kDevice, "allowed"), Goes(kHost, "allowed: its own master is read there"),
+      Goes(kHostBound, "the same")}},
+    {Call::kWriteState,
+     "`write_state` of masters",
+     {Goes(kDevice, "written"), Goes(kHost, "written there, and a reload brings it"),
+      Goes(kHostBound, "the same")}},
 }};
 }  // namespace params_table
 
@@ -243,7 +253,7 @@ using enum StatesAt;
 constexpr auto kReloadFirst = "its states are on the host; reload_states first";
 
 using Row = TransitionRow<StatesAt, 2>;
-inline constexpr std::array<Row, 8> kRows = {{
+inline constexpr std::array<Row, 10> kRows = {{
     {Call::kOffloadStates, "`offload_states`", {Goes(kHost), Nothing(kHost)}},
     {Call::kReloadStates, "`reload_states`", {Nothing(kDevice), Goes(kDevice)}},
     {Call::kStep,
@@ -259,6 +269,12 @@ inline constexpr std::array<Row, 8> kRows = {{
      "`offload_optimizer_state`",
      {Goes(kDevice, "a view"),
       Refused(kHost, "`reload_states`, if the param has a device share", nullptr)}},
+    {Call::kReadState,
+     "`read_state`",
+     {Goes(kDevice, "allowed"), Goes(kHost, "allowed: read on the host")}},
+    {Call::kWriteState,
+     "`write_state`",
+     {Goes(kDevice, "written"), Goes(kHost, "written there, and a reload brings it")}},
     {Call::kSave, "`save`", {Goes(kDevice, "allowed"), Goes(kHost, "allowed: read on the host")}},
     {Call::kLoad,
      "`load`",

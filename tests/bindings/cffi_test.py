@@ -85,6 +85,11 @@ def train():
             number = getattr(lib, f"OFFLOAD_STATE_{kind}")
             must(lib.offload_optimizer_state(optimizer[0], param, number, view))
             states = hash_bytes(ffi.buffer(view.host_data, 4 * view.host_count), states)
+            read = ffi.new("float[]", int(view.host_count))
+            elements = (optimizer[0], param, number, 0, view.host_count)
+            must(lib.offload_optimizer_read_state(*elements, read))
+            assert ffi.buffer(read)[:] == ffi.buffer(view.host_data, 4 * view.host_count)[:]
+            must(lib.offload_optimizer_write_state(*elements, read))
     got = summary(hash_bytes(bias, hash_bytes(weight)), states, result.grad_norm)
     must(lib.offload_optimizer_destroy(optimizer[0]))
     must(lib.offload_context_destroy(context[0]))

@@ -77,7 +77,12 @@ def train():
         for kind in (h.OFFLOAD_STATE_MASTER, h.OFFLOAD_STATE_EXP_AVG, h.OFFLOAD_STATE_EXP_AVG_SQ):
             view = h.offload_state_view_t()
             h.offload_optimizer_state(optimizer, param, kind, view)
-            states = hash_bytes(ctypes.string_at(view.host_data, 4 * view.host_count), states)
+            content = ctypes.string_at(view.host_data, 4 * view.host_count)
+            states = hash_bytes(content, states)
+            read = values(view.host_count, 0)
+            h.offload_optimizer_read_state(optimizer, param, kind, 0, len(read), address(read))
+            assert read.tobytes() == content
+            h.offload_optimizer_write_state(optimizer, param, kind, 1, 1, address(read) + 4)
     got = summary(hash_bytes(bias, hash_bytes(weight)), states, result.grad_norm)
     h.offload_optimizer_destroy(optimizer)
     h.offload_context_destroy(context)

@@ -64,7 +64,9 @@ std::string BehindASave() {
          others + " | nothing |\n| " + touching +
          ", `set_device_fraction` | everything |\n"
          "| `save`, `load` | and until the first one is complete |\n"
-         "| `offload_optimizer_state` | **no** (INVALID_STATE): work is queued |\n";
+         "| `offload_optimizer_state`, `read_state`, `write_state` | **no** (INVALID_STATE): work "
+         "is "
+         "queued |\n";
 }
 
 std::vector<std::pair<std::string, std::string>> Tables() {

@@ -134,6 +134,18 @@ inline int32_t StateOf(Trainer& t, uint32_t param, int32_t kind) {
 }
 
 inline float host_array[64];
+
+// The status of a read or write of state, which must change neither the state nor the array.
+inline int32_t ReadOf(Trainer& t, uint32_t param, int32_t kind, uint64_t first, uint64_t count) {
+  host_array[0] = 99;
+  const int32_t status =
+      offload_optimizer_read_state(t.optimizer, param, kind, first, count, host_array);
+  EXPECT_EQ(host_array[0], 99);
+  return status;
+}
+inline int32_t WriteOf(Trainer& t, uint32_t param, int32_t kind, uint64_t first, uint64_t count) {
+  return offload_optimizer_write_state(t.optimizer, param, kind, first, count, host_array);
+}
 inline const offload_stream_t kUnknownStream = const_cast<char*>("no stream");
 
 }  // namespace hybridopt::fault

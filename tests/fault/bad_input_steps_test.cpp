@@ -58,6 +58,14 @@ INSTANTIATE_TEST_SUITE_P(
               auto view = Make<offload_state_view_t>();
               return offload_optimizer_state(t.optimizer, 0, OFFLOAD_STATE_MASTER, &view);
             }},
+        Row{"ReadState",
+            OFFLOAD_INVALID_STATE,
+            {"not committed"},
+            [](Trainer& t) { return ReadOf(t, 0, OFFLOAD_STATE_MASTER, 0, 1); }},
+        Row{"WriteState",
+            OFFLOAD_INVALID_STATE,
+            {"not committed"},
+            [](Trainer& t) { return WriteOf(t, 0, OFFLOAD_STATE_MASTER, 0, 1); }},
         Row{"SetStepCount",
             OFFLOAD_INVALID_STATE,
             {"not committed"},
@@ -224,6 +232,94 @@ INSTANTIATE_TEST_SUITE_P(
             {"kind is 2", "Lion does not keep"},
             [](Trainer& t) { return StateOf(t, 0, OFFLOAD_STATE_EXP_AVG_SQ); },
             OFFLOAD_LION},
+        Row{"ReadStateUnknownParam",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"param is 3", "only 3 params"},
+            [](Trainer& t) { return ReadOf(t, 3, OFFLOAD_STATE_MASTER, 0, 1); }},
+        Row{"WriteStateUnknownParam",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"param is 3", "only 3 params"},
+            [](Trainer& t) { return WriteOf(t, 3, OFFLOAD_STATE_MASTER, 0, 1); }},
+        Row{"ReadStateUnknownKind",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"kind is 6", "AdamW does not keep", "'p0'"},
+            [](Trainer& t) { return ReadOf(t, 0, 6, 0, 1); }},
+        Row{"WriteStateUnknownKind",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"kind is 6", "AdamW does not keep", "'p0'"},
+            [](Trainer& t) { return WriteOf(t, 0, 6, 0, 1); }},
+        Row{"ReadStateNegativeKind",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"kind is -1", "SGD does not keep"},
+            [](Trainer& t) { return ReadOf(t, 0, -1, 0, 1); },
+            OFFLOAD_SGD},
+        Row{"WriteStateNegativeKind",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"kind is -1", "SGD does not keep"},
+            [](Trainer& t) { return WriteOf(t, 0, -1, 0, 1); },
+            OFFLOAD_SGD},
+        Row{"ReadStateLowerHalves",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"OFFLOAD_STATE_MASTER_LOW", "ask for OFFLOAD_STATE_MASTER"},
+            [](Trainer& t) { return ReadOf(t, 0, OFFLOAD_STATE_MASTER_LOW, 0, 1); }},
+        Row{"WriteStateLowerHalves",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"OFFLOAD_STATE_MASTER_LOW", "ask for OFFLOAD_STATE_MASTER"},
+            [](Trainer& t) { return WriteOf(t, 0, OFFLOAD_STATE_MASTER_LOW, 0, 1); }},
+        Row{"ReadStateOfAnotherAlgorithm",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"kind is 1", "SGD does not keep"},
+            [](Trainer& t) { return ReadOf(t, 0, OFFLOAD_STATE_EXP_AVG, 0, 1); },
+            OFFLOAD_SGD},
+        Row{"WriteStateOfAnotherAlgorithm",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"kind is 1", "SGD does not keep"},
+            [](Trainer& t) { return WriteOf(t, 0, OFFLOAD_STATE_EXP_AVG, 0, 1); },
+            OFFLOAD_SGD},
+        Row{"ReadStateBeyondTheEnd",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"first is", "count is 1", "'p0' has", "elements"},
+            [](Trainer& t) { return ReadOf(t, 0, OFFLOAD_STATE_MASTER, t.Param(0).count, 1); }},
+        Row{"WriteStateBeyondTheEnd",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"first is", "count is 1", "'p0' has", "elements"},
+            [](Trainer& t) { return WriteOf(t, 0, OFFLOAD_STATE_MASTER, t.Param(0).count, 1); }},
+        Row{"ReadStateCountThatWrapsAround",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"first is 1 and count is 18446744073709551615"},
+            [](Trainer& t) { return ReadOf(t, 0, OFFLOAD_STATE_EXP_AVG, 1, UINT64_MAX); }},
+        Row{"WriteStateCountThatWrapsAround",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"first is 1 and count is 18446744073709551615"},
+            [](Trainer& t) { return WriteOf(t, 0, OFFLOAD_STATE_EXP_AVG, 1, UINT64_MAX); }},
+        Row{"ReadStateNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"values is NULL", "address of 2 fp32 numbers in host memory"},
+            [](Trainer& t) {
+              return offload_optimizer_read_state(t.optimizer, 0, OFFLOAD_STATE_MASTER, 0, 2,
+                                                  nullptr);
+            }},
+        Row{"ReadStateUnaligned",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"values is", "expected a multiple of 4"},
+            [](Trainer& t) {
+              auto* const odd = static_cast<float*>(Behind(host_array, 2));
+              return offload_optimizer_read_state(t.optimizer, 0, OFFLOAD_STATE_MASTER, 0, 1, odd);
+            }},
+        Row{"WriteStateNull",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"values is NULL", "address of 2 fp32 numbers in host memory"},
+            [](Trainer& t) {
+              return offload_optimizer_write_state(t.optimizer, 0, OFFLOAD_STATE_MASTER, 0, 2,
+                                                   nullptr);
+            }},
+        Row{"WriteStateUnaligned",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"values is", "expected a multiple of 4"},
+            [](Trainer& t) {
+              auto* const odd = static_cast<const float*>(Behind(host_array, 2));
+              return offload_optimizer_write_state(t.optimizer, 0, OFFLOAD_STATE_MASTER, 0, 1, odd);
+            }},
         Row{"SetStepCountUnknownParam",
             OFFLOAD_INVALID_ARGUMENT,
             {"param is 3", "only 3 params"},
@@ -283,6 +379,10 @@ TEST(Wait, OfWorkThatIsHeldBackTimesOutAndTheWorkGoesOn) {
   EXPECT_EQ(offload_optimizer_state(trainer.optimizer, 0, OFFLOAD_STATE_MASTER, &view),
             OFFLOAD_INVALID_STATE);
   EXPECT_NE(std::string(offload_last_error()).find("offload_optimizer_wait"), std::string::npos);
+  for (const auto access : {&ReadOf, &WriteOf}) {
+    EXPECT_EQ(access(trainer, 0, OFFLOAD_STATE_MASTER, 0, 1), OFFLOAD_INVALID_STATE);
+    EXPECT_NE(std::string(offload_last_error()).find("offload_optimizer_wait"), std::string::npos);
+  }
   auto stats = Make<offload_stats_t>();
   EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(trainer.optimizer, &stats));
   EXPECT_EQ(stats.queued, 8u);

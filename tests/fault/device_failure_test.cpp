@@ -98,6 +98,53 @@ TEST(AsynchronousFailure, ReachesTheWaiterWithItsCauseAndPoisonsTheRest) {
   EXPECT_TRUE(Contains(offload_last_error(), "freed or never allocated")) << offload_last_error();
 }
 
+// Where a write fails half way, nothing may step on what it has left.
+TEST(WriteState, ThatFailsOnTheDevicePoisonsAndSaysWhy) {
+  Trainer trainer({});
+  trainer.AddParams();
+  trainer.Commit();
+  trainer.Steps(0, 1);
+  std::vector<float> values(trainer.Param(2).count, 1.0f);
+  // The caller's mistake: the param is freed while it is bound.
+  ASSERT_OFFLOAD_OK(offload_device_free(trainer.context, trainer.data[2]));
+  EXPECT_EQ(offload_optimizer_write_state(trainer.optimizer, 2, OFFLOAD_STATE_MASTER, 0,
+                                          values.size(), values.data()),
+            OFFLOAD_DEVICE_FAILED);
+  const std::string cause = offload_last_error();
+  for (const char* word : {"state was being written", "mixture", "freed or never allocated"})
+    EXPECT_TRUE(Contains(cause, word)) << cause;
+  for (const auto& call : std::vector<std::function<int32_t()>>{
+           [&] { return offload_optimizer_step(trainer.optimizer, nullptr, nullptr); },
+           [&] {
+             return offload_optimizer_read_state(trainer.optimizer, 0, OFFLOAD_STATE_MASTER, 0, 1,
+                                                 values.data());
+           },
+           [&] {
+             return offload_optimizer_write_state(trainer.optimizer, 0, OFFLOAD_STATE_MASTER, 0, 1,
+                                                  values.data());
+           }}) {
+    EXPECT_EQ(call(), OFFLOAD_POISONED);
+    EXPECT_TRUE(Contains(offload_last_error(), cause)) << offload_last_error();
+  }
+  // What had completed before stays so.
+  EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, kLongNs));
+}
+
+TEST(ReadState, ThatFailsOnTheDeviceSaysWhy) {
+  RunOptions run;
+  run.device_fraction = 1;
+  Trainer trainer(run);
+  trainer.AddParams();
+  trainer.Commit();
+  trainer.Steps(0, 1);
+  std::vector<float> values(trainer.Param(1).count);
+  ASSERT_OFFLOAD_OK(offload_device_free(trainer.context, trainer.data[1]));  // its own master
+  EXPECT_EQ(offload_optimizer_read_state(trainer.optimizer, 1, OFFLOAD_STATE_MASTER, 0,
+                                         values.size(), values.data()),
+            OFFLOAD_DEVICE_FAILED);
+  EXPECT_TRUE(Contains(offload_last_error(), "freed or never allocated")) << offload_last_error();
+}
+
 TEST(StuckStream, FailsTheStepAfterDeviceTimeoutAndReleasesWhoWaits) {
   RunOptions run;
   run.device_timeout_ns = 1'000'000'000;

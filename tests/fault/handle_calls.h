@@ -58,6 +58,7 @@ inline std::vector<HandleCall> ContextCalls() {
 
 // Every call that takes an optimizer.
 inline std::vector<HandleCall> OptimizerCalls() {
+  static float values[1];
   static offload_group_t group;
   static offload_plan_t plan;
   static offload_step_result_t result;
@@ -115,6 +116,14 @@ inline std::vector<HandleCall> OptimizerCalls() {
        [=](void* h) { return offload_optimizer_set_device_fraction(as(h), 0.5, nullptr); }},
       {"state",
        [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
+      {"read_state",
+       [=](void* h) {
+         return offload_optimizer_read_state(as(h), 0, OFFLOAD_STATE_MASTER, 0, 1, values);
+       }},
+      {"write_state",
+       [=](void* h) {
+         return offload_optimizer_write_state(as(h), 0, OFFLOAD_STATE_MASTER, 0, 0, values);
+       }},
       {"set_step_count", [=](void* h) { return offload_optimizer_set_step_count(as(h), 0, 0); }},
       {"get_stats", [=](void* h) { return offload_optimizer_get_stats(as(h), &stats); }},
       {"save", [=](void* h) { return offload_optimizer_save(as(h), &save, nullptr); }},

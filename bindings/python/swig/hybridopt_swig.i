@@ -33,6 +33,8 @@
 
 ADDRESS(void*)
 ADDRESS(const void*)
+ADDRESS(float*)
+ADDRESS(const float*)
 ADDRESS(offload_context_t)
 ADDRESS(offload_optimizer_t)
 ADDRESS(offload_stash_t)

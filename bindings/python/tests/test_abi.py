@@ -86,6 +86,13 @@ def test_a_step_updates_memory_of_ours():
             moments = (ctypes.c_float * view.host_count).from_address(view.host_data)
             assert list(moments) == pytest.approx([0.1, -0.1, 0.1])
             assert view.step_count == 1
+            read, read_address = addressed([0.0, 0.0])
+            optimizer.read_state(0, abi.OFFLOAD_STATE_EXP_AVG, 1, 2, read_address)
+            assert list(read) == list(moments)[1:]
+            optimizer.write_state(0, abi.OFFLOAD_STATE_MASTER, 1, 2, read_address)
+            assert list(weights) == [0.5, *read]
+            with pytest.raises(abi.InvalidArgumentError, match="first is 2 and count is 2"):
+                optimizer.read_state(0, abi.OFFLOAD_STATE_EXP_AVG, 2, 2, read_address)
             assert optimizer.stats().steps_applied == 1
     assert grad[0].tolist() == [1.0, -1.0, 1.0]
 

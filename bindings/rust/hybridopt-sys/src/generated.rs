@@ -683,6 +683,22 @@ extern "C" {
         kind: i32,
         view: *mut offload_state_view_t,
     ) -> i32;
+    pub fn offload_optimizer_read_state(
+        optimizer: offload_optimizer_t,
+        param: u32,
+        kind: i32,
+        first: u64,
+        count: u64,
+        values: *mut f32,
+    ) -> i32;
+    pub fn offload_optimizer_write_state(
+        optimizer: offload_optimizer_t,
+        param: u32,
+        kind: i32,
+        first: u64,
+        count: u64,
+        values: *const f32,
+    ) -> i32;
     pub fn offload_optimizer_set_step_count(
         optimizer: offload_optimizer_t,
         param: u32,

@@ -79,6 +79,54 @@ impl<'a> Optimizer<'a> {
     }
 }
 
+impl Optimizer<'_> {
+    /// Copies elements of one kind of state out, from `first` on, as the numbers that steps use:
+    /// in every layout, wherever they are, and of [`StateKind::Master`] the whole masters.
+    pub fn read_state(
+        &mut self,
+        id: ParamId,
+        kind: StateKind,
+        first: usize,
+        values: &mut [f32],
+    ) -> Result<()> {
+        self.slot(id)?;
+        // SAFETY: the handle is alive and `values` has room for as many.
+        check(unsafe {
+            sys::offload_optimizer_read_state(
+                self.handle.0,
+                id.0,
+                kind.raw(),
+                first as u64,
+                values.len() as u64,
+                values.as_mut_ptr(),
+            )
+        })
+    }
+
+    /// Replaces elements of one kind of state, from `first` on. What the layout cannot hold is
+    /// rounded to nearest. With a master its param is written too.
+    pub fn write_state(
+        &mut self,
+        id: ParamId,
+        kind: StateKind,
+        first: usize,
+        values: &[f32],
+    ) -> Result<()> {
+        self.slot(id)?;
+        // SAFETY: the handle is alive and `values` has as many.
+        check(unsafe {
+            sys::offload_optimizer_write_state(
+                self.handle.0,
+                id.0,
+                kind.raw(),
+                first as u64,
+                values.len() as u64,
+                values.as_ptr(),
+            )
+        })
+    }
+}
+
 impl State<'_, '_> {
     /// Elements.
     pub fn len(&self) -> usize {

@@ -205,6 +205,12 @@ fn weights_from_outside() -> Result<()> {
     optimizer.step(&StepOptions::default())?;
     assert_eq!(f32::from(optimizer.data::<Bf16>(x)?[0]), 2.5);
     assert_eq!(optimizer.state(x, StateKind::Master)?.step_count(), 8);
+    // Or copied, as the numbers that steps use; with a master its param is written.
+    optimizer.write_state(x, StateKind::Master, 0, &[1.0 + 0.5f32.powi(20)])?;
+    assert_eq!(f32::from(optimizer.data::<Bf16>(x)?[0]), 1.0);
+    let mut read = [0.0f32];
+    optimizer.read_state(x, StateKind::Master, 0, &mut read)?;
+    assert_eq!(read[0], 1.0 + 0.5f32.powi(20));
     Ok(())
 }
 

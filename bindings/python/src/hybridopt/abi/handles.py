@@ -340,6 +340,16 @@ class Optimizer(Handle):
         self._call("offload_optimizer_state", self.value, param, kind, view)
         return view
 
+    def read_state(self, param: int, kind: int, first: int, count: int, address: int) -> None:
+        """Copies elements of one kind of state, as fp32 numbers, to host memory."""
+        values = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+        self._call("offload_optimizer_read_state", self.value, param, kind, first, count, values)
+
+    def write_state(self, param: int, kind: int, first: int, count: int, address: int) -> None:
+        """Replaces elements of one kind of state by fp32 numbers in host memory; with a master also its param."""
+        values = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+        self._call("offload_optimizer_write_state", self.value, param, kind, first, count, values)
+
     def set_step_count(self, param: int, step_count: int) -> None:
         self._call("offload_optimizer_set_step_count", self.value, param, step_count)
 
