@@ -88,7 +88,7 @@ class Optimizer {
   Status CheckCommitted() const;
   Status ClaimState() const;
   Status CheckParam(uint32_t param) const;
-  Status NoSuchState(int32_t kind, const Param& param) const;
+  Result<StateSlot> FindSlot(uint32_t param, int32_t kind, Format master) const;
   Result<StateElements> ElementsOf(const StateKindElements& asked, const float* values) const;
   Status CheckStepOptions(const offload_step_options_t& options) const;
   void FillStep(const offload_step_options_t& options, StepRequest& request) const;

@@ -12,11 +12,18 @@ Status Optimizer::CheckParam(uint32_t param) const {
                        param, table_.size());
 }
 
-Status Optimizer::NoSuchState(int32_t kind, const Param& param) const {
+// The slot of a kind of state, of a param with this format of masters.
+Result<StateSlot> Optimizer::FindSlot(uint32_t param, int32_t kind, Format master) const {
+  const Rule rule = committed_->shape.params[param].rule;
+  for (uint32_t index = 0; index < kStateSlots; ++index) {
+    const StateSlot slot{index};
+    if (StateKindOf(table_.algorithm(), slot) == kind && HasState(rule, master, slot)) return slot;
+  }
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "kind is %d, which %s does not keep for param '%.200s'; see enum "
                        "offload_state_kind",
-                       kind, AlgorithmOf(table_.algorithm())->name, param.name.c_str());
+                       kind, AlgorithmOf(table_.algorithm())->name,
+                       table_.param(param).name.c_str());
 }
 
 Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) const {
@@ -26,18 +33,14 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   const Param& param = table_.param(param_id);
   const ParamShape& shaped = committed_->shape.params[param_id];
   const uint64_t device_count = committed_->residence.range(param_id, Tier::kDevice).count;
-  uint32_t slot = 0;
-  while (slot < kStateSlots && (StateKindOf(table_.algorithm(), StateSlot{slot}) != kind ||
-                                !HasState(shaped.rule, shaped.formats().master, StateSlot{slot})))
-    ++slot;
-  if (slot == kStateSlots && kind == OFFLOAD_STATE_MASTER)
+  if (kind == OFFLOAD_STATE_MASTER && shaped.beside_param())
     return Status::Error(
         OFFLOAD_INVALID_ARGUMENT,
         "kind is OFFLOAD_STATE_MASTER, but the masters of param '%.200s' are split "
         "(options.master_layout); ask for OFFLOAD_STATE_MASTER_LOW and join it "
         "with the param",
         param.name.c_str());
-  if (slot == kStateSlots) return NoSuchState(kind, param);
+  HYBRIDOPT_ASSIGN(const StateSlot slot, FindSlot(param_id, kind, shaped.formats().master));
   offload_state_view_t view{};
   view.dtype = RowOf(shaped.format[slot]).view_dtype;
   view.device_count = device_count;
@@ -61,12 +64,12 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
                          "the states of param '%.200s' were on their way back when "
                          "queued work failed; they are lost",
                          param.name.c_str());
-  void* const data = slot == kMaster ? table_.addresses()[param_id].data : nullptr;
-  void* const device_data = committed_->memory->At(Tier::kDevice, param_id, StateSlot{slot});
-  void* const host_data =
-      committed_->memory->At(Tier::kHost, param_id, StateSlot{slot}, device_count);
-  if (view.device_count > 0) view.device_data = device_data != nullptr ? device_data : data;
-  if (view.host_count > 0) view.host_data = host_data != nullptr ? host_data : data;
+  const StateLocator locator = committed_->Locator();
+  const ParamLocation location = LocationOf(param_id);
+  if (view.device_count > 0)
+    view.device_data = locator.At(param_id, slot, 0, view.device_count, location).data;
+  if (view.host_count > 0)
+    view.host_data = locator.At(param_id, slot, device_count, view.host_count, location).data;
   return view;
 }
 
@@ -81,12 +84,7 @@ Result<StateElements> Optimizer::ElementsOf(const StateKindElements& asked,
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "kind is OFFLOAD_STATE_MASTER_LOW, a part of numbers; ask for "
                          "OFFLOAD_STATE_MASTER, which is the whole masters in every layout");
-  uint32_t slot = 0;
-  while (slot <= kMoment1 &&
-         (StateKindOf(table_.algorithm(), StateSlot{slot}) != asked.kind ||
-          !HasState(committed_->shape.params[asked.param].rule, Format::kFp32, StateSlot{slot})))
-    ++slot;
-  if (slot > kMoment1) return NoSuchState(asked.kind, param);
+  HYBRIDOPT_ASSIGN(const StateSlot slot, FindSlot(asked.param, asked.kind, Format::kFp32));
   if (asked.first > param.count || asked.count > param.count - asked.first)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "first is %llu and count is %llu, but param '%.200s' has %llu elements",
@@ -101,7 +99,7 @@ Result<StateElements> Optimizer::ElementsOf(const StateKindElements& asked,
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "values is %p, expected a multiple of %zu: it has fp32 numbers",
                          static_cast<const void*>(values), alignof(float));
-  return StateElements{asked.param, StateSlot{slot}, asked.first, asked.count};
+  return StateElements{asked.param, slot, asked.first, asked.count};
 }
 
 Status Optimizer::ReadState(const StateKindElements& asked, float* values) {
