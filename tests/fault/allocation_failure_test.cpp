@@ -494,6 +494,10 @@ CallsOutcome RunCalls(int32_t device_kind, uint64_t failing) {
   Bind(retry, optimizer, memory);
   retry("step", step);
   SaveAndLoad(retry, optimizer, directory / "saved");
+  float values[kElements];
+  retry("read_state", [&] {
+    return offload_optimizer_read_state(optimizer, 0, OFFLOAD_STATE_EXP_AVG, 0, kElements, values);
+  });
   MoveStates(retry, optimizer);
   retry("step", step);
   retry("wait", [&] { return offload_optimizer_wait(optimizer, 0, -1); });

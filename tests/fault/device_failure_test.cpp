@@ -438,7 +438,10 @@ class Rig {
       HYBRIDOPT_TRY(optimizer->Wait(ticket, kLongNs));
       HYBRIDOPT_TRY(optimizer->StreamWait(ticket, nullptr, {}));
     }
-    return {};
+    plan_.step = kSteps + 1;
+    std::vector<float> masters(kCount);
+    HYBRIDOPT_TRY(optimizer->ReadState({0, OFFLOAD_STATE_MASTER, 0, kCount}, masters.data()));
+    return optimizer->WriteState({0, OFFLOAD_STATE_MASTER, 0, kCount}, masters.data());
   }
 
   std::vector<float> Params() {
