@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "kernels/algorithms.h"
-#include "kernels/formats/format.h"
 #include "runtime/work_pieces.h"
+#include "state_io/initial_state.h"
 
 namespace hybridopt {
 
@@ -14,15 +14,14 @@ Status MasterFill::Initialize(std::span<const Addresses> addresses, StreamHandle
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], "the params given to commit"));
   }
   // A worker rounds the values to fp32, because the caller's thread may have any rounding mode.
-  std::vector<float> first_moments0(table_.groups().size());
+  first_moments_.resize(table_.groups().size());
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    for (size_t group = 0; worker == 0 && group < first_moments0.size(); ++group)
-      first_moments0[group] =
+    for (size_t group = 0; worker == 0 && group < first_moments_.size(); ++group)
+      first_moments_[group] =
           static_cast<float>(InitialMoment0(table_.algorithm(), table_.groups()[group]));
   }));
   for (uint32_t id = 0; id < table_.size(); ++id)
-    HYBRIDOPT_TRY(
-        FillOnDevice(id, addresses[id].data, true, first_moments0[table_.param(id).group]));
+    HYBRIDOPT_TRY(FillOnDevice(id, addresses[id].data, true));
   for (const Chunk& chunk : chunks_.chunks) HYBRIDOPT_TRY(FillChunk(chunk, addresses, true));
   return AwaitDevice();
 }
@@ -31,35 +30,28 @@ Status MasterFill::Refresh(std::span<const MoveItem> params) {
   std::fill(addresses_.begin(), addresses_.end(), Addresses{nullptr, nullptr});
   for (const MoveItem& item : params) {
     addresses_[item.param].data = item.address;
-    HYBRIDOPT_TRY(FillOnDevice(item.param, item.address, false, 0.0f));
+    HYBRIDOPT_TRY(FillOnDevice(item.param, item.address, false));
   }
   for (const Chunk& chunk : chunks_.chunks) HYBRIDOPT_TRY(FillChunk(chunk, addresses_, false));
   return AwaitDevice();
 }
 
-Status MasterFill::FillOnDevice(uint32_t id, void* data, bool moments, float first_moment0) {
-  const ParamShape& shaped = shape_.params[id];
+Status MasterFill::FillOnDevice(uint32_t id, void* data, bool moments) {
   const uint64_t count = residence_.range(id, Tier::kDevice).count;
   if (count == 0) return {};
   const Param& param = table_.param(id);
-  if (std::byte* master = memory_.At(Tier::kDevice, id, kMaster); master != nullptr) {
+  for (StateSlot slot : {kMaster, kMasterLow, kMoment0, kMoment1}) {
+    std::byte* const array = memory_.At(Tier::kDevice, id, slot);
+    if (array == nullptr) continue;
     // A master of 0 follows every param: the one param that this is the master of is 0.
-    if (moments)
+    if (moments || slot == kMasterLow)
       HYBRIDOPT_TRY(
-          device_.Fill(lanes_.compute, master, count, PatternOf(shaped.format[kMaster], 0.0f)));
-    HYBRIDOPT_TRY(device_.FollowParams(lanes_.compute, data, param.dtype, count,
-                                       reinterpret_cast<float*>(master)));
+          device_.Fill(lanes_.compute, array, count,
+                       InitialPattern(shape_.params[id], slot, first_moments_[param.group])));
+    if (slot == kMaster)
+      HYBRIDOPT_TRY(device_.FollowParams(lanes_.compute, data, param.dtype, count,
+                                         reinterpret_cast<float*>(array)));
   }
-  if (std::byte* low = memory_.At(Tier::kDevice, id, kMasterLow); low != nullptr)
-    HYBRIDOPT_TRY(
-        device_.Fill(lanes_.compute, low, count, PatternOf(shaped.format[kMasterLow], 0.0f)));
-  if (!moments) return {};
-  if (std::byte* moment = memory_.At(Tier::kDevice, id, kMoment0); moment != nullptr)
-    HYBRIDOPT_TRY(device_.Fill(lanes_.compute, moment, count,
-                               PatternOf(shaped.format[kMoment0], first_moment0)));
-  if (std::byte* moment = memory_.At(Tier::kDevice, id, kMoment1); moment != nullptr)
-    HYBRIDOPT_TRY(
-        device_.Fill(lanes_.compute, moment, count, PatternOf(shaped.format[kMoment1], 0.0f)));
   return {};
 }
 
@@ -107,23 +99,15 @@ void MasterFill::FillOnHost(const Chunk& chunk, std::byte* staged,
         void* const data = addresses[id].data;
         if (data == nullptr) return;
         const Param& param = table_.param(id);
-        const ParamShape& shaped = shape_.params[id];
         const uint64_t element = fragment.begin + first;
         const auto fill = moments ? kernels.ToFp32(param.dtype) : kernels.FollowParams(param.dtype);
         if (std::byte* master = memory_.At(fragment.tier, id, kMaster, element); master != nullptr)
           fill(ParamAt(fragment, first, DtypeBytes(param.dtype), staged, data), count,
                reinterpret_cast<float*>(master));
-        FillArray(memory_.At(fragment.tier, id, kMasterLow, element), count,
-                  PatternOf(shaped.format[kMasterLow], 0.0f));
-        if (!moments) return;
-        // A worker rounds this to fp32, because the caller's thread may have set another rounding
-        // mode.
-        const double first_moment =
-            InitialMoment0(table_.algorithm(), table_.groups()[param.group]);
-        FillArray(memory_.At(fragment.tier, id, kMoment0, element), count,
-                  PatternOf(shaped.format[kMoment0], static_cast<float>(first_moment)));
-        FillArray(memory_.At(fragment.tier, id, kMoment1, element), count,
-                  PatternOf(shaped.format[kMoment1], 0.0f));
+        for (StateSlot slot : {kMasterLow, kMoment0, kMoment1})
+          if (moments || slot == kMasterLow)
+            FillArray(memory_.At(fragment.tier, id, slot, element), count,
+                      InitialPattern(shape_.params[id], slot, first_moments_[param.group]));
       });
 }
 

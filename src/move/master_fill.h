@@ -46,7 +46,7 @@ class MasterFill {
   Status Refresh(std::span<const MoveItem> params);
 
  private:
-  Status FillOnDevice(uint32_t id, void* data, bool moments, float first_moment0);
+  Status FillOnDevice(uint32_t id, void* data, bool moments);
   Status FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments);
   void FillOnHost(const Chunk& chunk, std::byte* staged, std::span<const Addresses> addresses,
                   bool moments, uint32_t worker) const;
@@ -60,6 +60,7 @@ class MasterFill {
   const ChunkTable& chunks_;
   StateMemory& memory_;
   Lanes& lanes_;
+  std::vector<float> first_moments_;  // per group: initial values
   std::vector<Addresses> addresses_;  // per param, NULL for params that a refresh leaves alone
 };
 

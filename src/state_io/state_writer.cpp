@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 
+#include "state_io/initial_state.h"
 #include "state_io/shared_work.h"
 #include "state_io/state_reader.h"
 
@@ -125,11 +126,11 @@ Status StateWriter::Put(std::byte* array, uint64_t count, uint64_t element_bytes
   return {};
 }
 
-Status StateWriter::Fill(uint32_t param, StateSlot slot, const ParamLocation& location,
-                         float value) {
+Status StateWriter::Reset(uint32_t param, StateSlot slot, const ParamLocation& location,
+                          float first_moment) {
   has_written_ = true;
   const uint64_t count = table_.param(param).count;
-  const Pattern pattern = PatternOf(shape_.params[param].format[slot], value);
+  const Pattern pattern = InitialPattern(shape_.params[param], slot, first_moment);
   for (uint64_t first = 0; first < count;) {
     const StateRange range = locator_.At(param, slot, first, count - first, location);
     if (range.on_device)

@@ -40,8 +40,8 @@ class StateWriter {
   // nearest.
   Status Write(const StateElements& elements, const ParamLocation& location, int32_t dtype,
                const std::byte* values);
-  // Sets all elements of a state to one number.
-  Status Fill(uint32_t param, StateSlot slot, const ParamLocation& location, float value);
+  // Sets all elements of a moment to its initial value (InitialPattern).
+  Status Reset(uint32_t param, StateSlot slot, const ParamLocation& location, float first_moment);
   // Waits until all of it has been written.
   Status Await() { return transfer_.AwaitUp(); }
   // Whether something may have been written. After a failure it is partly old and partly new.

@@ -69,9 +69,8 @@ Status Loader::FillMoments() {
   for (uint32_t id = 0; id < table_.size(); ++id)
     for (StateSlot slot : {kMoment0, kMoment1}) {
       if (!locator_.Has(id, slot)) continue;
-      const double first = request_.first_moments[table_.param(id).group];
-      HYBRIDOPT_TRY(writer_.Fill(id, slot, request_.locations[id],
-                                 slot == kMoment0 ? static_cast<float>(first) : 0.0f));
+      const auto first = static_cast<float>(request_.first_moments[table_.param(id).group]);
+      HYBRIDOPT_TRY(writer_.Reset(id, slot, request_.locations[id], first));
     }
   return {};
 }
