@@ -831,7 +831,7 @@ OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint3
  * may write these meanwhile. It takes less than 1 MiB and a stream while it runs, where some of the
  * state is on a device.
  * Errors: INVALID_ARGUMENT (unknown param; a kind that the param does not have, or
- *   OFFLOAD_STATE_MASTER_LOW; elements beyond the last one; values is NULL or not aligned to 4 bytes),
+ *   OFFLOAD_STATE_MASTER_LOW; elements beyond the last one; values is NULL or not aligned),
  *   INVALID_STATE (before commit; while work is queued, a save until its ticket completes: wait
  *   first), OUT_OF_HOST_MEMORY, DEVICE_FAILED (also after device_timeout_ns), POISONED. They change
  *   nothing. */
@@ -851,8 +851,8 @@ OFFLOAD_API int32_t offload_optimizer_read_state(offload_optimizer_t optimizer, 
  * values: count numbers in host memory. May be NULL if count is 0.
  *
  * Returns when all has been written, without waiting for queued work.
- * Errors: as above, and they change nothing, with one exception: if the device or memory fails after
- *   the first number may have been written, the state is a mixture and the optimizer is poisoned. */
+ * Errors: as above. They change nothing, with one exception: if the device or memory fails after
+ *   the first number may have been written, the state is a mixture and the optimizer poisoned. */
 OFFLOAD_API int32_t offload_optimizer_write_state(offload_optimizer_t optimizer, uint32_t param,
                                                   int32_t kind, uint64_t first, uint64_t count,
                                                   const float* values);

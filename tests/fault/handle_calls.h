@@ -117,13 +117,9 @@ inline std::vector<HandleCall> OptimizerCalls() {
       {"state",
        [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
       {"read_state",
-       [=](void* h) {
-         return offload_optimizer_read_state(as(h), 0, OFFLOAD_STATE_MASTER, 0, 1, values);
-       }},
+       [=](void* h) { return offload_optimizer_read_state(as(h), 0, 0, 0, 1, values); }},
       {"write_state",
-       [=](void* h) {
-         return offload_optimizer_write_state(as(h), 0, OFFLOAD_STATE_MASTER, 0, 0, values);
-       }},
+       [=](void* h) { return offload_optimizer_write_state(as(h), 0, 0, 0, 0, values); }},
       {"set_step_count", [=](void* h) { return offload_optimizer_set_step_count(as(h), 0, 0); }},
       {"get_stats", [=](void* h) { return offload_optimizer_get_stats(as(h), &stats); }},
       {"save", [=](void* h) { return offload_optimizer_save(as(h), &save, nullptr); }},
