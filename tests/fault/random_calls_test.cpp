@@ -17,12 +17,12 @@ constexpr uint64_t kWorlds = 8;
 // What all worlds of a run reached.
 struct Reached {
   World::Tally tally;
-  std::array<uint64_t, kMoves> moved{};
+  std::array<uint64_t, kMoves.size()> moved{};
   uint64_t loaded = 0, popped = 0;
 
   void Add(const World& world) {
     for (const auto& [key, count] : world.tally) tally[key] += count;
-    for (size_t move = 0; move < kMoves; ++move) moved[move] += world.moved[move];
+    for (size_t move = 0; move < kMoves.size(); ++move) moved[move] += world.moved[move];
     loaded += world.loaded;
     popped += world.popped;
   }
@@ -47,7 +47,7 @@ void ExpectEveryCallSucceededAndWasRefused(const World::Tally& tally, uint64_t c
 }
 
 void ExpectEveryMoveAndALoadDidSomething(const Reached& reached) {
-  for (size_t move = 0; move < kMoves; ++move)
+  for (size_t move = 0; move < kMoves.size(); ++move)
     EXPECT_GT(reached.moved[move], 0u) << "move " << move << " never had anything to do";
   EXPECT_GT(reached.loaded, 0u);
   EXPECT_GT(reached.popped, 0u);

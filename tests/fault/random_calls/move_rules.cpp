@@ -1,91 +1,83 @@
 #include "move_rules.h"
 
-namespace hybridopt::fault::random_calls {
+#include <algorithm>
 
-Effect EffectOf(Move move, const ParamModel& param) {
-  const auto done_if = [](bool needed) { return needed ? Effect::kDone : Effect::kNothing; };
-  const bool bound = param.grad != nullptr;
-  switch (move) {
-    case Move::kOffloadParams:
-      return done_if(!param.params_out);
-    case Move::kReloadParams:
-      if (param.params_out && param.data == nullptr && param.count > 0) return Effect::kRefused;
-      return done_if(param.params_out);
-    case Move::kOffloadGrads:
-      return bound && param.held != Held::kNone ? Effect::kRefused : done_if(bound);
-    case Move::kAccumulateGrads:
-      return bound && param.held == Held::kStored ? Effect::kRefused : done_if(bound);
-    case Move::kDropGrads:
-      return done_if(bound || param.held != Held::kNone);
-    case Move::kReloadGrads:
-      if (param.held == Held::kNone) return Effect::kNothing;
-      if (!bound) return Effect::kRefused;
-      return param.held == Held::kAccumulated && param.grad_dtype != OFFLOAD_FP32 ? Effect::kRefused
-                                                                                  : Effect::kDone;
-    case Move::kOffloadStates:
-      return done_if(!param.states_out);
-    case Move::kReloadStates:
-      return done_if(param.states_out);
-    case Move::kRefreshMasters:
-      return param.params_out || param.states_out ? Effect::kRefused : Effect::kDone;
-  }
-  return Effect::kRefused;
+namespace hybridopt::fault::random_calls {
+namespace {
+
+using Event = hybridopt::Call;  // Call is one of random_calls_test.cpp here
+
+ParamsAt ParamsLocation(const ParamModel& param) {
+  if (!param.params_out) return ParamsAt::kDevice;
+  // An empty param needs no address.
+  return param.data == nullptr && param.count > 0 ? ParamsAt::kHost : ParamsAt::kHostBound;
 }
+
+GradAt GradLocation(const ParamModel& param) {
+  constexpr GradAt kLocations[][2] = {{GradAt::kNone, GradAt::kBound},
+                                      {GradAt::kStored, GradAt::kStoredBound},
+                                      {GradAt::kAccumulated, GradAt::kAccumulatedBound}};
+  return kLocations[static_cast<size_t>(param.held)][param.grad != nullptr];
+}
+
+StatesAt StatesLocation(const ParamModel& param) {
+  return param.states_out ? StatesAt::kHost : StatesAt::kDevice;
+}
+
+// Calls visit(transition) for each resource that the call concerns.
+template <typename Visit>
+void VisitTransitions(Event call, const ParamModel& param, Visit visit) {
+  const auto look_up = [&](const auto& table, auto location) {
+    if (const auto* row = FindRow(table, call)) visit(row->From(location));
+  };
+  look_up(params_table::kRows, ParamsLocation(param));
+  look_up(grad_table::kRows, GradLocation(param));
+  look_up(states_table::kRows, StatesLocation(param));
+}
+
+Effect EffectOf(Event call, const ParamModel& param) {
+  Effect strongest = Effect::kNothing;
+  VisitTransitions(call, param, [&](const auto& transition) {
+    Effect effect = transition.effect;
+    if (effect == Effect::kDoneIfFp32)
+      effect = param.grad_dtype == OFFLOAD_FP32 ? Effect::kDone : Effect::kRefused;
+    strongest = std::max(strongest, effect);
+  });
+  return strongest;
+}
+
+void GoTo(ParamsAt next, ParamModel& param) { param.params_out = next != ParamsAt::kDevice; }
+void GoTo(StatesAt next, ParamModel& param) { param.states_out = next == StatesAt::kHost; }
+void GoTo(GradAt next, ParamModel& param) {
+  const bool stored = next == GradAt::kStored || next == GradAt::kStoredBound;
+  const bool none = next == GradAt::kNone || next == GradAt::kBound;
+  param.held = none ? Held::kNone : stored ? Held::kStored : Held::kAccumulated;
+}
+
+}  // namespace
+
+Effect EffectOf(Move move, const ParamModel& param) { return EffectOf(CallOf(move), param); }
 
 void Apply(Move move, ParamModel& param) {
   if (EffectOf(move, param) != Effect::kDone) return;
-  switch (move) {
-    case Move::kOffloadParams:
-      param.params_out = true;
-      param.data = nullptr;
-      break;
-    case Move::kReloadParams:
-      param.params_out = false;
-      break;
-    case Move::kOffloadGrads:
-    case Move::kAccumulateGrads:
-    case Move::kDropGrads:
-      param.held = move == Move::kOffloadGrads      ? Held::kStored
-                   : move == Move::kAccumulateGrads ? Held::kAccumulated
-                                                    : Held::kNone;
-      param.grad = nullptr;
-      break;
-    case Move::kReloadGrads:
-      param.held = Held::kNone;
-      break;
-    case Move::kOffloadStates:
-    case Move::kReloadStates:
-      param.states_out = move == Move::kOffloadStates;
-      break;
-    case Move::kRefreshMasters:
-      break;
-  }
+  VisitTransitions(CallOf(move), param,
+                   [&](const auto& transition) { GoTo(transition.next, param); });
+  const MoveRow& row = RowOf(move);
+  if (!row.gives_up_address) return;
+  if (row.resource == Resource::kParams) param.data = nullptr;
+  if (row.resource == Resource::kGrads) param.grad = nullptr;
 }
 
 bool MovableAllows(Move move, uint32_t movable) {
-  switch (move) {
-    case Move::kOffloadParams:
-    case Move::kReloadParams:
-      return (movable & OFFLOAD_MOVABLE_PARAMS) != 0;
-    case Move::kOffloadGrads:
-    case Move::kReloadGrads:
-      return (movable & (OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_ACCUMULATE)) != 0;
-    case Move::kAccumulateGrads:
-      return (movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0;
-    case Move::kOffloadStates:
-    case Move::kReloadStates:
-      return (movable & OFFLOAD_MOVABLE_STATES) != 0;
-    default:
-      return true;
-  }
+  return RowOf(move).movable == 0 || (RowOf(move).movable & movable) != 0;
 }
 
 bool StepAllowed(const OptimizerModel& model) {
-  for (const ParamModel& param : model.params) {
-    const bool bound = param.grad != nullptr, held = param.held != Held::kNone;
-    if (param.states_out || (bound && held) || ((bound || held) && param.params_out)) return false;
-  }
-  return true;
+  return std::none_of(model.params.begin(), model.params.end(), [](const ParamModel& param) {
+    // Without a gradient the step leaves the param alone, but the states of all must be there.
+    const bool takes_part = GradLocation(param) != GradAt::kNone;
+    return takes_part ? EffectOf(Event::kStep, param) == Effect::kRefused : param.states_out;
+  });
 }
 
 }  // namespace hybridopt::fault::random_calls

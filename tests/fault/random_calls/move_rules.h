@@ -1,27 +1,15 @@
-// The tables of docs/LIFECYCLE.md, written down once more: what each call does to a param.
+// What state/transitions.h says of the params that random_calls_test.cpp remembers. unit.lifecycle
+// has each cell of those tables once more.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "model.h"
+#include "state/transitions.h"
 
 namespace hybridopt::fault::random_calls {
 
-enum class Move {
-  kOffloadParams,
-  kReloadParams,
-  kOffloadGrads,
-  kAccumulateGrads,
-  kDropGrads,
-  kReloadGrads,
-  kOffloadStates,
-  kReloadStates,
-  kRefreshMasters
-};
-constexpr size_t kMoves = 9;
-enum class Effect { kNothing, kDone, kRefused };
-
+// kDone, kNothing or kRefused.
 Effect EffectOf(Move move, const ParamModel& param);
 // Does to `param` what the move does, if it does anything.
 void Apply(Move move, ParamModel& param);

@@ -80,9 +80,9 @@ class World {
   // What was reached. Calls made so far, by function and status.
   using Tally = std::map<std::pair<std::string, int32_t>, uint64_t>;
   Tally tally;
-  std::array<uint64_t, kMoves> moved{};  // params that a move really moved
-  uint64_t loaded = 0;                   // loads that somebody has waited for
-  uint64_t popped = 0;                   // stash tickets whose bytes have been compared
+  std::array<uint64_t, kMoves.size()> moved{};  // params that a move really moved
+  uint64_t loaded = 0;                          // loads that somebody has waited for
+  uint64_t popped = 0;                          // stash tickets whose bytes have been compared
 
  private:
   // Frees a gradient that is bound. On the simulated device queued work then fails; on the host the

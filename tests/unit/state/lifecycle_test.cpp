@@ -8,6 +8,7 @@
 #include <memory>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/device.h"
@@ -38,10 +39,8 @@ void PrintTo(const Place& place, std::ostream* out) {
        << (place.states_on_host ? "; states on host" : "; states on device");
 }
 
+// The calls of enum Move come first, with the same values.
 enum class Call {
-  kBindData,
-  kBindGrad,
-  kBindNull,  // data and grad NULL
   kOffloadParams,
   kReloadParams,
   kOffloadGrads,
@@ -51,9 +50,14 @@ enum class Call {
   kOffloadStates,
   kReloadStates,
   kRefreshMasters,
+  kBindData,
+  kBindGrad,
+  kBindNull,  // data and grad NULL
   kStep,
   kView
 };
+bool IsMove(Call call) { return call <= Call::kRefreshMasters; }
+static_assert(static_cast<Move>(Call::kRefreshMasters) == Move::kRefreshMasters);
 
 enum class Outcome {
   kDone,     // allowed; the place changes, or content does
@@ -318,30 +322,7 @@ class Decisions {
         return lifecycle_->states_on_host(0) ? Status::Error(OFFLOAD_INVALID_STATE, "away")
                                              : Status();
       default:
-        return Apply(MoveOf(call));
-    }
-  }
-
-  static Move MoveOf(Call call) {
-    switch (call) {
-      case Call::kOffloadParams:
-        return Move::kOffloadParams;
-      case Call::kReloadParams:
-        return Move::kReloadParams;
-      case Call::kOffloadGrads:
-        return Move::kOffloadGrads;
-      case Call::kAccumulateGrads:
-        return Move::kAccumulateGrads;
-      case Call::kDropGrads:
-        return Move::kDropGrads;
-      case Call::kReloadGrads:
-        return Move::kReloadGrads;
-      case Call::kOffloadStates:
-        return Move::kOffloadStates;
-      case Call::kReloadStates:
-        return Move::kReloadStates;
-      default:
-        return Move::kRefreshMasters;
+        return Apply(static_cast<Move>(call));
     }
   }
 
@@ -353,8 +334,6 @@ class Decisions {
   std::unique_ptr<Lifecycle> lifecycle_;
   bool moved_ = false;
 };
-
-bool IsMove(Call call) { return call >= Call::kOffloadParams && call <= Call::kRefreshMasters; }
 
 class DecisionTest : public testing::TestWithParam<Cell> {};
 
@@ -455,6 +434,22 @@ Struct Make() {
 
 void ExpectDone(int32_t status) { EXPECT_EQ(status, OFFLOAD_OK) << offload_last_error(); }
 
+using MoveFunction = int32_t (*)(offload_optimizer_t, const offload_move_options_t*,
+                                 offload_ticket_t*);
+
+// In the order of enum Move, each with its flags.
+constexpr std::pair<MoveFunction, uint32_t> kMoveFunctions[] = {
+    {offload_optimizer_offload_params, 0},
+    {offload_optimizer_reload_params, 0},
+    {offload_optimizer_offload_grads, 0},
+    {offload_optimizer_offload_grads, OFFLOAD_MOVE_ACCUMULATE},
+    {offload_optimizer_offload_grads, OFFLOAD_MOVE_DROP},
+    {offload_optimizer_reload_grads, 0},
+    {offload_optimizer_offload_states, 0},
+    {offload_optimizer_reload_states, 0},
+    {offload_optimizer_refresh_masters, 0},
+};
+
 // Two params on the simulated device, the first of which has a device and a host share.
 class Machine {
  public:
@@ -490,9 +485,7 @@ class Machine {
 
   offload_optimizer_t optimizer() const { return optimizer_; }
 
-  int32_t MoveFirst(int32_t (*move)(offload_optimizer_t, const offload_move_options_t*,
-                                    offload_ticket_t*),
-                    uint32_t flags = 0) {
+  int32_t MoveFirst(MoveFunction move, uint32_t flags = 0) {
     const uint32_t id = 0;
     auto options = Make<offload_move_options_t>();
     options.params = &id;
@@ -526,6 +519,10 @@ class Machine {
 
   int32_t Do(Call call) {
     auto view = Make<offload_state_view_t>();
+    if (IsMove(call)) {
+      const auto& [move, flags] = kMoveFunctions[static_cast<size_t>(call)];
+      return MoveFirst(move, flags);
+    }
     switch (call) {
       case Call::kBindData:  // of params that are on the device: the caller has moved them
         return Bind(CopyOf(Now().params_on_host ? nullptr : data_[0]), grad_[0]);
@@ -533,24 +530,6 @@ class Machine {
         return Bind(nullptr, NewArray(63));
       case Call::kBindNull:
         return Bind(nullptr, nullptr);
-      case Call::kOffloadParams:
-        return MoveFirst(offload_optimizer_offload_params);
-      case Call::kReloadParams:
-        return MoveFirst(offload_optimizer_reload_params);
-      case Call::kOffloadGrads:
-        return MoveFirst(offload_optimizer_offload_grads);
-      case Call::kAccumulateGrads:
-        return MoveFirst(offload_optimizer_offload_grads, OFFLOAD_MOVE_ACCUMULATE);
-      case Call::kDropGrads:
-        return MoveFirst(offload_optimizer_offload_grads, OFFLOAD_MOVE_DROP);
-      case Call::kReloadGrads:
-        return MoveFirst(offload_optimizer_reload_grads);
-      case Call::kOffloadStates:
-        return MoveFirst(offload_optimizer_offload_states);
-      case Call::kReloadStates:
-        return MoveFirst(offload_optimizer_reload_states);
-      case Call::kRefreshMasters:
-        return MoveFirst(offload_optimizer_refresh_masters);
       case Call::kStep:
         return offload_optimizer_step(optimizer_, nullptr, nullptr);
       default:
@@ -729,7 +708,7 @@ TEST(Abi, ACallIsRefusedAsAWhole) {
 
 struct MoveCall {
   const char* name;
-  int32_t (*move)(offload_optimizer_t, const offload_move_options_t*, offload_ticket_t*);
+  MoveFunction move;
   uint32_t known_flags;
 };
 constexpr MoveCall kMoveCalls[] = {
