@@ -196,6 +196,21 @@ def test_dtypes_without_a_kernel_are_refused(info, dtype):
 # ------------------------------------------------------------------------------------- directions --
 
 
+def train(optimizer, loss, scheduler_constructors):
+    """Twenty steps. Returns the loss before them."""
+    schedulers = [constructor(optimizer) for constructor in scheduler_constructors]
+    closure = closure_of(optimizer, loss)
+    initial = closure().item()
+    for _ in range(20):
+        value = optimizer.step(closure)
+        for scheduler in schedulers:
+            if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(value.detach())
+            else:
+                scheduler.step()
+    return initial
+
+
 @every_case
 @pytest.mark.parametrize("contiguous", [True, False], ids=["dense", "strided"])
 @pytest.mark.parametrize("with_lrsched", [False, True], ids=["", "schedulers"])
@@ -207,16 +222,7 @@ def test_forloop_goes_right_direction(info, case, contiguous, with_lrsched):
     for schedulers in constructors:
         weight, bias, loss = problem(contiguous)
         optimizer = info.optim_cls([weight, bias], **kwargs_of(case))
-        schedulers = [constructor(optimizer) for constructor in schedulers]
-        closure = closure_of(optimizer, loss)
-        initial = closure().item()
-        for _ in range(20):
-            value = optimizer.step(closure)
-            for scheduler in schedulers:
-                if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-                    scheduler.step(value.detach())
-                else:
-                    scheduler.step()
+        initial = train(optimizer, loss, schedulers)
         if optimizer.param_groups[0]["maximize"]:
             assert loss().item() > initial
         else:
@@ -228,16 +234,7 @@ def test_param_group_with_lrscheduler_goes_right_direction(info):
     for schedulers in info.scheduler_inputs:
         weight, bias, loss = problem()
         optimizer = info.optim_cls([{"params": [weight]}, {"params": [bias], "lr": 0.01}])
-        schedulers = [constructor(optimizer) for constructor in schedulers]
-        closure = closure_of(optimizer, loss)
-        initial = closure().item()
-        for _ in range(20):
-            value = optimizer.step(closure)
-            for scheduler in schedulers:
-                if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-                    scheduler.step(value.detach())
-                else:
-                    scheduler.step()
+        initial = train(optimizer, loss, schedulers)
         assert loss().item() < initial
 
 

@@ -73,6 +73,17 @@ def adamw(model):
     return hybridopt.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=1.0)
 
 
+def passes(module, width):
+    """Bits of the losses of three passes, and of the gradients in the end."""
+    results = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = module(torch.randn(4, width)).square().sum()
+        loss.backward()
+        results.append(loss.detach())
+    return bits([*results, *(p.grad for p in module.parameters())])
+
+
 def train(model, wrapping=None, make_optimizer=sgd, steps=4, micro_batches=2, called=None):
     """Bits of all losses and gradients, and of the params in the end."""
     optimizer = make_optimizer(model)
@@ -326,16 +337,7 @@ def test_compiled_layers(how):
     stash = stash_of()
     stash.wrap(list(model), weights=True)
 
-    def run(module):
-        results = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            loss = module(torch.randn(4, 16)).square().sum()
-            loss.backward()
-            results.append(loss.detach())
-        return bits([*results, *(p.grad for p in module.parameters())])
-
-    assert run(model) == run(other)
+    assert passes(model, 16) == passes(other, 16)
     assert stash.stats().weights_away_bytes > 0
 
 
@@ -369,22 +371,13 @@ def test_weights_that_are_saved_without_their_params_are_no_activations(replaced
     stash = stash_of(fraction=1.0, keep_last=0)
     wrapping = stash.wrap(list(model), weights=True)
 
-    def run(module):
-        results = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            loss = module(torch.randn(4, 64)).square().sum()
-            loss.backward()
-            results.append(loss.detach())
-        return bits([*results, *(p.grad for p in module.parameters())])
-
-    assert run(model) == run(other)
+    assert passes(model, 64) == passes(other, 64)
     if replaced:  # other memory, which no pass has seen
         wrapping.bring_back()
         for module in (model, other):
             for param in module.parameters():
                 param.data = 1.5 * param.data
-        assert run(model) == run(other)
+        assert passes(model, 64) == passes(other, 64)
     assert stash.stats().weights_away_bytes > 0
 
 
