@@ -227,10 +227,7 @@ TEST_P(FractionTest, StatesOfSomeParams) {
     rig.Move(offload_optimizer_reload_states);
     rig.Wait();
     ASSERT_EQ(rig.Difference(model), "");
-    rig.NewGrads(problem.steps[0]);
-    rig.BindAll();
-    rig.Step(problem.steps[0]);
-    rig.Wait();
+    (void)rig.StepOnce(problem.steps[0]);
     model.Step(problem.steps[0]);
     ASSERT_EQ(rig.Difference(model), "");
   }
@@ -590,10 +587,7 @@ TEST_P(DeviceTest, RefreshMakesLoadedWeightsStay) {
       rig.Wait();
       ASSERT_EQ(rig.Difference(model), "") << "algorithm " << algorithm;
       const StepInput standing = StandingStep(problem, 1);
-      rig.NewGrads(standing);
-      rig.BindAll();
-      rig.Step(standing);
-      rig.Wait();
+      (void)rig.StepOnce(standing);
       model.Step(standing);
       for (uint32_t id = 0; id < rig.size(); ++id)
         ASSERT_TRUE(rig.Read(rig.data[id], weights[id].size()) == weights[id]) << "param " << id;
@@ -617,10 +611,7 @@ TEST_P(DeviceTest, WithoutRefreshTheOldWeightsComeBack) {
     for (uint32_t id = 0; id < rig.size(); ++id) rig.Write(rig.data[id], weights[id]);
     rig.Move(offload_optimizer_refresh_masters, {{1, 4}});
     const StepInput standing = StandingStep(problem, 0);
-    rig.NewGrads(standing);
-    rig.BindAll();
-    rig.Step(standing);
-    rig.Wait();
+    (void)rig.StepOnce(standing);
     for (uint32_t id = 0; id < rig.size(); ++id) {
       const Bytes& expected = id == 1 || id == 4 ? weights[id] : problem.initial[id];
       ASSERT_TRUE(rig.Read(rig.data[id], expected.size()) == expected) << "param " << id;
@@ -658,10 +649,7 @@ TEST(FullDevice, ReloadStatesIsRefusedAndWorksOnceThereIsRoom) {
   }
   rig.Move(offload_optimizer_reload_states);
   for (const StepInput& input : problem.steps) {
-    rig.NewGrads(input);
-    rig.BindAll();
-    rig.Step(input);
-    rig.Wait();
+    (void)rig.StepOnce(input);
     model.Step(input);
   }
   EXPECT_EQ(rig.Difference(model), "");
@@ -973,10 +961,7 @@ TEST(ChunkOrder, ChangesNoBit) {
       LifecycleRig rig(problem, setting);
       Model model(problem);
       for (const StepInput& input : problem.steps) {
-        rig.NewGrads(input);
-        rig.BindAll();
-        rig.Step(input);
-        rig.Wait();
+        (void)rig.StepOnce(input);
         model.Step(input);
         ASSERT_EQ(rig.Difference(model), "");
         ASSERT_EQ(rig.ResultDifference(model), "");
@@ -1091,10 +1076,7 @@ TEST(ForeignStreams, OfTheOptimizerAreNotTheCallersToDestroy) {
         std::string::npos)
         << offload_last_error();
   }
-  rig.NewGrads(solved.problem.steps[0]);
-  rig.BindAll();
-  rig.Step(solved.problem.steps[0]);
-  rig.Wait();
+  (void)rig.StepOnce(solved.problem.steps[0]);
   EXPECT_EQ(rig.Difference(solved.trace[1]), "");
 }
 

@@ -25,12 +25,7 @@ LifecycleSetting Setting(int32_t device_kind = OFFLOAD_DEVICE_HOST) {
   return setting;
 }
 
-void Step(LifecycleRig& rig, size_t step) {
-  rig.NewGrads(rig.problem().steps[step]);
-  rig.BindAll();
-  rig.Step(rig.problem().steps[step]);
-  rig.Wait();
-}
+void Step(LifecycleRig& rig, size_t step) { (void)rig.StepOnce(rig.problem().steps[step]); }
 
 std::string ReadFile(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);

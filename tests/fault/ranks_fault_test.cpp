@@ -103,6 +103,16 @@ class RanksFaultTest : public ::testing::TestWithParam<int32_t> {
     ExpectFailed(kBad, TimeoutText(name), before[kBad]);
   }
 
+  void DieIn(uint64_t call, const char* name) {
+    comm_.Inject(kBad, call, Fault::kDie);
+    GoodStep(0);
+    const std::vector<Bytes> before = AllBits();
+    QueueAll(1);
+    const std::string text =
+        std::string("comm.") + name + " returned 31; another rank has failed or is gone";
+    for (uint32_t rank = 0; rank < kWorld; ++rank) ExpectFailed(rank, text, before[rank]);
+  }
+
   std::vector<Bytes> AllBits() const {
     std::vector<Bytes> bits;
     for (const auto& rank : ranks_) bits.push_back(rank->Bits());
@@ -134,24 +144,9 @@ TEST_P(RanksFaultTest, ARankThatNeverStepsTimesTheOthersOut) {
 TEST_P(RanksFaultTest, ARankThatHangsInTheSumTimesTheOthersOut) { HangIn(2, "sum"); }
 TEST_P(RanksFaultTest, ARankThatHangsInTheMaxTimesTheOthersOut) { HangIn(3, "max"); }
 
-TEST_P(RanksFaultTest, ARankThatDiesInTheSumFailsTheOthersAtOnce) {
-  comm_.Inject(kBad, 2, Fault::kDie);
-  GoodStep(0);
-  const std::vector<Bytes> before = AllBits();
-  QueueAll(1);
-  for (uint32_t rank = 0; rank < kWorld; ++rank)
-    ExpectFailed(rank, "comm.sum returned 31; another rank has failed or is gone", before[rank]);
-}
-
+TEST_P(RanksFaultTest, ARankThatDiesInTheSumFailsTheOthersAtOnce) { DieIn(2, "sum"); }
 // All have the sum by now, and still nobody steps.
-TEST_P(RanksFaultTest, ARankThatDiesBetweenSumAndMaxLeavesNobodyHalfDone) {
-  comm_.Inject(kBad, 3, Fault::kDie);
-  GoodStep(0);
-  const std::vector<Bytes> before = AllBits();
-  QueueAll(1);
-  for (uint32_t rank = 0; rank < kWorld; ++rank)
-    ExpectFailed(rank, "comm.max returned 31; another rank has failed or is gone", before[rank]);
-}
+TEST_P(RanksFaultTest, ARankThatDiesBetweenSumAndMaxLeavesNobodyHalfDone) { DieIn(3, "max"); }
 
 // Whatever number a function gives back, it is a failure of the other ranks and never OK.
 TEST_P(RanksFaultTest, AnyOtherStatusIsAFailure) {

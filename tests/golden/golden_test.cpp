@@ -116,22 +116,10 @@ class Trainer {
   Trainer& operator=(const Trainer&) = delete;
 
   int32_t Load(const std::string& path, uint32_t flags = 0) {
-    offload_load_options_t options{};
-    options.struct_size = sizeof(options);
-    options.path = path.c_str();
-    options.flags = flags;
-    offload_ticket_t ticket = 0;
-    const int32_t status = offload_optimizer_load(optimizer_, &options, &ticket);
-    return status != OFFLOAD_OK ? status : offload_optimizer_wait(optimizer_, ticket, -1);
+    return Finish(offload_optimizer_load, path, flags);
   }
   int32_t Save(const std::string& path, uint32_t flags = 0) {
-    offload_save_options_t options{};
-    options.struct_size = sizeof(options);
-    options.path = path.c_str();
-    options.flags = flags;
-    offload_ticket_t ticket = 0;
-    const int32_t status = offload_optimizer_save(optimizer_, &options, &ticket);
-    return status != OFFLOAD_OK ? status : offload_optimizer_wait(optimizer_, ticket, -1);
+    return Finish(offload_optimizer_save, path, flags);
   }
 
   // One kind of state of one param, and how many steps it has seen.
@@ -162,6 +150,18 @@ class Trainer {
   }
 
  private:
+  template <typename Options>
+  int32_t Finish(int32_t (*transfer)(offload_optimizer_t, const Options*, offload_ticket_t*),
+                 const std::string& path, uint32_t flags) {
+    Options options{};
+    options.struct_size = sizeof(options);
+    options.path = path.c_str();
+    options.flags = flags;
+    offload_ticket_t ticket = 0;
+    const int32_t status = transfer(optimizer_, &options, &ticket);
+    return status != OFFLOAD_OK ? status : offload_optimizer_wait(optimizer_, ticket, -1);
+  }
+
   static void Expect(int32_t status) { EXPECT_EQ(status, OFFLOAD_OK) << offload_last_error(); }
 
   void AddParam(size_t p, const StoredParam& stored) {
