@@ -813,8 +813,8 @@ typedef struct offload_state_view {
  * master: the view is then the param itself. A bf16 param with OFFLOAD_MASTER_SPLIT or _SPLIT24 has
  * MASTER_LOW and no MASTER.
  * Errors: INVALID_ARGUMENT (unknown param, or a kind that the param does not have), INVALID_STATE
- * (before commit; while work is queued: wait first; while its states or, where the view would be
- * the param itself, the param are offloaded: reload first). */
+ * (before commit; while work is queued: wait first; while the states of the param are offloaded, or
+ * the param itself where it is its own master: reload first). */
 OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint32_t param,
                                             int32_t kind, offload_state_view_t* view);
 

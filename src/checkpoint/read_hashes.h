@@ -18,8 +18,8 @@ class ReadHashes {
   // unit begins. Only the last unit may be short. Returns the hash of the last unit.
   uint64_t Add(uint32_t file, uint64_t offset, const std::byte* data, uint64_t bytes);
 
-  // For the second pass: whether these are the bytes that were added. They begin and end where
-  // units do.
+  // For the second pass: returns whether `data` equals the bytes that Add got for this range, which
+  // must begin and end where units do.
   bool Match(uint32_t file, uint64_t offset, const std::byte* data, uint64_t bytes) const;
 
  private:

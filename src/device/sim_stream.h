@@ -41,9 +41,10 @@ class SimStream {
   bool WaitUntil(uint64_t sequence, int64_t timeout_ns) const;
   // Completes what is queued and ends the thread. Later commands are refused.
   void Close();
-  // The same, but drops commands that have not begun.
+  // Drops the commands that have not begun, and ends the thread as Close does.
   void Abandon();
-  // The same, for a device that has been stopped; false if the thread does not end in time.
+  // For a device that has been stopped: as Abandon, but returns false if the thread still runs
+  // after timeout_ns.
   bool End(int64_t timeout_ns);
 
  private:

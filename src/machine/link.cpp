@@ -51,9 +51,9 @@ void Link::PrefetchEnded(EventHandle end) {
 
 // ------------------------------------------------------------------------------- who goes first --
 
-// Forgets prefetches that have ended. A stream runs its copies in order, so what stands behind one
-// that has not ended waits for that one. A device that fails copies nothing any more; the caller's
-// next call to it tells the cause.
+// Returns whether a prefetch is being copied now, and forgets those that have ended. A stream runs
+// its copies in order, so a prefetch behind one that has not ended waits for that one. After the
+// device has failed all prefetches count as ended; the caller's next call reports the cause.
 bool Link::IsPrefetchUnderWay() {
   bool under_way = false;
   StreamHandle busy = nullptr;

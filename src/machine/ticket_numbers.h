@@ -22,7 +22,8 @@ class TicketSupply {
   static constexpr uint64_t kBlocksMax = (uint64_t{1} << 32) - 1;
 
   constexpr explicit TicketSupply(uint64_t blocks = kBlocksMax) : last_(blocks) {}
-  // A block that no call has returned before, above 0. INVALID_STATE when there is none left.
+  // Returns the number of a block, above 0, that no call has returned before. INVALID_STATE when
+  // there is none left.
   Result<uint64_t> Take();
 
  private:

@@ -135,7 +135,8 @@ class Optimizer {
   };
   std::array<Remembered, 64> results_;  // guarded by results_mutex_
   offload_stats_t stats_{};             // guarded by results_mutex_
-  // Of the host share, in the last step that updated any of it. Guarded by results_mutex_.
+  // The part of the host share that was streamed through the device, in the last step that updated
+  // the host share. Guarded by results_mutex_.
   double streamed_share_ = 0;
 
   std::unique_ptr<Committed> committed_;

@@ -70,8 +70,8 @@ class SlabPool {
   uint32_t piece_slabs_ = 1;
   PinnedRoom room_;             // its pieces are of piece_slabs_ slabs, but the last may have fewer
   std::vector<uint32_t> next_;  // of each slab that is not the last of its chain
-  // The last that were given are the first to be taken: what is put aside in one order and taken
-  // back in the opposite one gets neighbours again.
+  // A stack: Take returns the slabs that Give got last. If chains are given back in the opposite
+  // order of their pushes, new chains consist of neighbours again.
   SlabChain free_;
 };
 

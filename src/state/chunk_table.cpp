@@ -11,7 +11,8 @@ namespace {
 constexpr uint64_t kSlotAlignmentBytes = 64;  // a cache line
 constexpr uint64_t kCutElements = 1024;  // chunks that are not full have whole multiples of this
 
-// How many elements the next chunk gets if `rest` are left, itself included.
+// Returns the elements of the next chunk. `rest` counts those that no chunk has yet, including the
+// ones of this chunk.
 uint64_t ChunkElements(const StateShape& shape, uint64_t rest) {
   if (shape.options.unified) return UINT64_MAX;
   if (!SharesChunks(shape)) return shape.options.chunk_elements;

@@ -86,8 +86,9 @@ struct Unit {
 // the units of the whole tensor, the shard is not cut at all.
 Unit UnitOf(const Shard& shard, uint64_t count, uint64_t elements);
 
-// Bytes of an array before an element that begins a unit, or before its end. The first unit has
-// room for what it lacks. The units of the format divide those of the param.
+// Returns the bytes of an array before `element`, which begins a unit or is the end of the array. A
+// first unit that is short takes the room of a whole one. The units of the format divide those of
+// the param.
 inline uint64_t BytesBefore(const FormatRow& row, const Unit& unit, uint64_t element) {
   if (row.unit_elements == 1) return element * row.unit_bytes;
   return element == 0 ? 0 : row.Bytes(element + unit.phase % row.unit_elements);

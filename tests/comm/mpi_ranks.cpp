@@ -74,7 +74,7 @@ int Table() {
   MPI_Win window;
   CheckBarrier(table, NewSharedCounter(&window));
   MPI_Win_free(&window);
-  // Two tables used by two threads at once do not hear each other.
+  // Two threads use two tables at the same time: messages of one never reach the other.
   offload_comm_t other = MakeTable();
   std::thread thread([&] {
     for (uint64_t seed = 0; seed < 50; ++seed) CheckSums(other, 5, seed);

@@ -46,8 +46,8 @@ LifecycleSetting ProgramSetting(uint64_t seed) {
   return setting;
 }
 
-// Runs a program on the library and tells the model what of it counts. What it remembers of places
-// says which calls are legal; the model is not told.
+// Makes random calls on the library, and tells the model those that change numbers. It remembers
+// where params, gradients and states are, to know which calls are legal.
 class Program {
  public:
   explicit Program(uint64_t seed)

@@ -231,8 +231,8 @@ TEST_F(LinkTest, ParamsThatForwardWaitsForGiveWayToNothing) {
   ExpectBack(prefetched);
 }
 
-// The destination of the prefetch is in use until the step has ended: a step that gave way to it
-// would wait for itself.
+// The prefetch cannot begin while the caller's stream, which waits for the step, uses its
+// destination. If the step waited for the prefetch, both would wait for ever.
 TEST_F(LinkTest, AStepDoesNotWaitForAPrefetchThatMayBeWaitingForIt) {
   const std::vector<unsigned char> alone = BitsWithoutStash(Streamed());
   Make(Streamed());

@@ -48,7 +48,7 @@ with tempfile.TemporaryDirectory() as folder:
     first, last = (float(losses(output, "hybridopt")[i]) for i in (0, -1))
     assert last < first - 0.5, (first, last)
 
-    # The options of a model that is too large for its GPU: the same steps with activations on the host.
+    # The preset for a model that is too large for its GPU keeps activations on the host: its losses are the same.
     small_state = ("--dtype", "bfloat16", "--master-layout", "split", "--state-dtype", "bfloat16", "--overlap")
     short = ("--steps", "4", "--batch", "4")
     plain = run(*small_state, *short)

@@ -43,8 +43,8 @@ uint64_t SwitchesOfSleepers() {
   return switches;
 }
 
-// Returns when all other threads sleep: then none of them holds a lock of the allocator. A thread
-// that has just been started, or ends, allocates.
+// Returns when all other threads sleep: then none of them holds a lock of the allocator. Threads
+// allocate when they start and when they end, so the test waits until none does.
 void AwaitIdleThreads() {
   for (uint64_t before = 0, now = 0; (now = SwitchesOfSleepers()) == 0 || now != before;) {
     before = now;

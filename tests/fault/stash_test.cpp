@@ -434,7 +434,7 @@ TEST_P(StashTest, ThePlanIsWhatCreateTakes) {
   user.stash = nullptr;
 }
 
-// -------------------------------------------------------------------------- schedules of others --
+// ------------------------------------------------------------------------ several micro-batches --
 
 // Two micro-batches, each with a lane. Iterations of one fail in the middle of the forward pass:
 // room is given back each time, and what the other has put aside stays.

@@ -104,7 +104,8 @@ struct Told {
 };
 Told Told::instance;
 
-// What a stuck function says when it returns, after its context has gone.
+// Holds a function of the caller until the test opens it, after its context has been destroyed;
+// `returning` tells that the function is about to return.
 struct LateGate {
   std::atomic<bool> entered = false;
   std::atomic<bool> open = false;

@@ -32,7 +32,7 @@ Shard WholeShard(const std::vector<int64_t>& shape, uint64_t elements) {
   return shard;
 }
 
-// Whatever the shards are, they are looked through without a crash.
+// Checks a param of any shards: no call may crash on it.
 void LookThrough(const StoredParam& param) {
   uint64_t elements = 0;
   HYBRIDOPT_CHECK(CountElements(param.shape, &elements));

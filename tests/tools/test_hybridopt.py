@@ -683,8 +683,8 @@ def test_what_changes_after_it_was_verified_is_never_written(command, sample, tm
 
 
 def peak_mib(*arguments):
-    """The most memory that was resident, as far as looking every millisecond tells. (What wait4
-    tells counts this process too, from before the tool took its place.)"""
+    """The tool's peak of resident memory, read every millisecond. The number of wait4 is of no use: it counts this
+    process too, from before the exec."""
     process = subprocess.Popen([TOOL, *map(str, arguments)], stdout=subprocess.DEVNULL)
     peaks = [0]
     while process.poll() is None:

@@ -4,7 +4,8 @@
 // Each format has one file in this folder, with its codec twice: for one number, which the
 // specification and the GPU's kernels use, and for vectors, where HYBRIDOPT_IN_VECTORS is defined
 // (simd_unit.h includes table.inc again, inside the namespace of each instruction set). A new
-// format is such a file and three lines of table.inc.
+// format is such a file and three lines of table.inc. A format whose units have several elements
+// also needs an initial value of a whole unit (PatternOf) and kernels that read whole units.
 #pragma once
 
 #include <algorithm>

@@ -214,8 +214,8 @@ Family Rods(size_t count) {
   return family;
 }
 
-// Long boxes side by side, each somewhere else in one dimension only: what sweeping through the
-// others would hold all at once.
+// Boxes that are long in every dimension but one, in which each has its own place. A sweep along
+// another dimension would hold most of them at once.
 Family Sheets(size_t count, uint32_t dimensions, Random& random) {
   Family family{"sheets", dimensions, Boxes(count)};
   for (size_t i = 0; i < count; ++i) {

@@ -1,9 +1,9 @@
 """GlooGroups: process groups over gloo, each of which serves one optimizer after the other.
 
-Each group has threads and connections of its own. torch gives them back by destroy_process_group() alone, and names a
-group made after that by the number of groups that the rank has at that moment. Ranks end their optimizers at different
-moments, so the names would differ, and the ranks would wait for each other for ever. So a group is not destroyed here:
-the next optimizer over the same ranks takes it, once that of before has ended on all of them."""
+Each group has threads and connections of its own. torch gives them back by destroy_process_group() alone, and puts
+the number of groups that the rank has at that moment into the name of a new group. Ranks end their optimizers at
+different moments, so the names would differ, and the ranks would wait for each other for ever. So a group is not
+destroyed here: the next optimizer over the same ranks takes it when the optimizer before has ended on all ranks."""
 
 from __future__ import annotations
 

@@ -319,7 +319,8 @@ class Weights:
         self._used.clear()  # a step may go on beside the forward pass: only who waits for it may let params leave
 
     def come_to_be_read(self, params: Iterable[Tensor]) -> None:
-        """These params are on the device. What is on the host counts as long as nobody writes them."""
+        """Brings these params to the device, to be read. Their copies on the host stay valid until somebody writes
+        the params."""
         weights = self._weights_of(params)
         for weight in weights:
             weight.prefetch()
