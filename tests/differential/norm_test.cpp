@@ -32,6 +32,14 @@ std::vector<Setting> Settings() {
   return settings;
 }
 
+void ExpectTraceEverywhere(const Solved& solved) {
+  for (const Setting& setting : Settings()) {
+    const TestContext context(setting.context);
+    EXPECT_EQ(RunAll(context, solved, setting.optimizer), "")
+        << Text(setting.context, setting.optimizer);
+  }
+}
+
 // No NULL gradients, so that every place can be poisoned.
 Problem FullProblem(int32_t algorithm, size_t steps, uint64_t seed) {
   Problem problem = RandomProblem(algorithm, AllDtypePairs(), steps, seed);
@@ -86,11 +94,7 @@ TEST(NormTest, ClippingOnTheThreshold) {
     EXPECT_EQ(verdict.grad_clip, std::min(1.0, max / (verdict.grad_norm + 1e-6)));
     EXPECT_EQ(verdict.grad_clip < 1, i % 4 != 1);
   }
-  for (const Setting& setting : Settings()) {
-    const TestContext context(setting.context);
-    EXPECT_EQ(RunAll(context, solved, setting.optimizer), "")
-        << Text(setting.context, setting.optimizer);
-  }
+  ExpectTraceEverywhere(solved);
 }
 
 // Sums of squares that no fp32 can hold, and ones that are denormal in fp32.
@@ -110,11 +114,7 @@ TEST(NormTest, HugeAndTinyGradients) {
   const Solved solved(std::move(problem));
   EXPECT_GT(solved.trace[1].verdict.grad_norm, 1e38);
   EXPECT_LT(solved.trace[2].verdict.grad_norm, 1e-4);
-  for (const Setting& setting : Settings()) {
-    const TestContext context(setting.context);
-    EXPECT_EQ(RunAll(context, solved, setting.optimizer), "")
-        << Text(setting.context, setting.optimizer);
-  }
+  ExpectTraceEverywhere(solved);
 }
 
 // Params of many blocks: adding the blocks in one chain gives other bits here.
@@ -133,11 +133,7 @@ TEST(NormTest, BlocksAddUpParamByParam) {
     differs += chained.grad_norm != solved.trace[i + 1].verdict.grad_norm;
   }
   ASSERT_GT(differs, 0) << "a problem on which the order shows is needed";
-  for (const Setting& setting : Settings()) {
-    const TestContext context(setting.context);
-    EXPECT_EQ(RunAll(context, solved, setting.optimizer), "")
-        << Text(setting.context, setting.optimizer);
-  }
+  ExpectTraceEverywhere(solved);
 }
 
 TEST(NormTest, WithoutAnyGradientTheNormIsZeroAndNothingChanges) {
@@ -146,11 +142,7 @@ TEST(NormTest, WithoutAnyGradientTheNormIsZeroAndNothingChanges) {
   const Solved solved(std::move(problem));
   EXPECT_EQ(solved.trace[1].verdict.grad_norm, 0.0);
   EXPECT_EQ(solved.trace[1].steps_applied, 1u);
-  for (const Setting& setting : Settings()) {
-    const TestContext context(setting.context);
-    EXPECT_EQ(RunAll(context, solved, setting.optimizer), "")
-        << Text(setting.context, setting.optimizer);
-  }
+  ExpectTraceEverywhere(solved);
 }
 
 // ----------------------------------------------------------------------------------------- skip --
@@ -229,11 +221,7 @@ TEST(SkipTest, LargeFiniteGradientsAreNotSkipped) {
   }
   const Solved solved(std::move(problem));
   EXPECT_EQ(solved.trace[1].verdict.skip, 0);
-  for (const Setting& setting : Settings()) {
-    const TestContext context(setting.context);
-    EXPECT_EQ(RunAll(context, solved, setting.optimizer), "")
-        << Text(setting.context, setting.optimizer);
-  }
+  ExpectTraceEverywhere(solved);
 }
 
 // A skipped step between two queued ones: each takes its own gradients.

@@ -11,35 +11,11 @@
 #include <vector>
 
 #include "call_thread.h"
+#include "comm_gate.h"
 #include "trainer.h"
 
 namespace hybridopt::fault {
 namespace {
-
-// A comm table of one rank whose functions return when the gate is open: the work of a step stands
-// still inside them.
-struct CommGate {
-  offload_comm_t Table() {
-    auto table = Make<offload_comm_t>();
-    table.world = 1;
-    table.user = this;
-    table.sum = [](void* gate, double*, uint32_t, int64_t) { return Pass(gate); };
-    table.max = [](void* gate, int32_t*, uint32_t, int64_t) { return Pass(gate); };
-    table.barrier = [](void* gate, int64_t) { return Pass(gate); };
-    return table;
-  }
-  static int32_t Pass(void* gate) {
-    static_cast<CommGate*>(gate)->entered = true;
-    Gate::Hold(&static_cast<CommGate*>(gate)->gate);
-    return OFFLOAD_OK;
-  }
-  void AwaitEntered() const {
-    while (!entered) std::this_thread::yield();
-  }
-
-  std::atomic<bool> entered = false;
-  Gate gate;
-};
 
 bool IsDestroyed(offload_optimizer_t optimizer) {
   auto stats = Make<offload_stats_t>();

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm_gate.h"
 #include "runtime/runner_pool.h"
 #include "runtime/side_threads.h"
 #include "trainer.h"
@@ -88,27 +89,6 @@ TEST(ManyOptimizersTest, OnADeviceFewThreadsStayHoweverManyOptimizersThereAre) {
   while (LibraryThreads() > kMost) std::this_thread::yield();
 }
 
-// A comm table of one rank whose functions wait for a gate.
-struct CommGate {
-  offload_comm_t Table() {
-    auto table = Make<offload_comm_t>();
-    table.world = 1;
-    table.user = this;
-    table.sum = [](void* self, double*, uint32_t, int64_t) { return Pass(self); };
-    table.max = [](void* self, int32_t*, uint32_t, int64_t) { return Pass(self); };
-    table.barrier = [](void* self, int64_t) { return Pass(self); };
-    return table;
-  }
-  static int32_t Pass(void* self) {
-    static_cast<CommGate*>(self)->entered = true;
-    Gate::Hold(&static_cast<CommGate*>(self)->gate);
-    return OFFLOAD_OK;
-  }
-
-  std::atomic<bool> entered = false;
-  Gate gate;
-};
-
 TEST(ManyOptimizersTest, AllOthersStepWhileACommFunctionOfOneDoesNotReturn) {
   constexpr uint64_t kSteps = 3;
   for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
@@ -123,7 +103,7 @@ TEST(ManyOptimizersTest, AllOthersStepWhileACommFunctionOfOneDoesNotReturn) {
     Add(stuck, stuck_run, owner.context);
     stuck.front()->UploadGrads(0);
     ASSERT_OFFLOAD_OK(offload_optimizer_step(stuck.front()->optimizer, nullptr, nullptr));
-    while (!comm.entered) std::this_thread::yield();
+    comm.AwaitEntered();
 
     while (others.size() < kOptimizers - 1) Add(others, run, owner.context);
     for (uint64_t number = 0; number < kSteps; ++number) StepAll(others, number);
