@@ -71,6 +71,15 @@ def test_stashes_of_everybody_are_measured_or_named_and_have_the_bits_of_none(tm
     assert "beside steps whose state streams" in ended.stdout
 
 
+def test_phases_of_each_fraction_are_measured():
+    command = [sys.executable, BENCH / "phases.py", "--device", "cpu", "--layers", "1", "--width", "64"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    rows = [line.split("|")[1:-1] for line in ended.stdout.splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == ["0.00", "0.25", "0.50", "0.75"]
+    assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows)
+
+
 def few_bytes(*arguments):
     ended = subprocess.run(
         [sys.executable, BENCH / "few_bytes.py", "--device", "cpu", "--no-compile", *arguments],
