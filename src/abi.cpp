@@ -1,9 +1,6 @@
 // The extern "C" bodies of offload.h: bring structs to this release's size, find the handle, call
 // the optimizer, translate the result. This file makes no decisions.
-#include <pthread.h>
-
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <type_traits>
@@ -15,6 +12,7 @@
 #include "machine/context.h"
 #include "optimizer/handle_table.h"
 #include "optimizer/optimizer.h"
+#include "runtime/thread_text.h"
 #include "stash/stash.h"
 
 namespace {
@@ -30,47 +28,7 @@ using Stashes = HandleTable<Stash, HandleKind::kStash>;
 constexpr uint32_t kAbiVersion = 0 * 1000 + 1;
 constexpr uint32_t kMaxStructBytes = 1 << 16;
 
-// The text of each thread's last failure. A thread keeps its buffer, because errors also occur when
-// memory has run out. This is not thread_local: in a library that was loaded at run time, the first
-// use of such a variable allocates, and the system ends the process if it cannot.
-class LastErrors {
- public:
-  LastErrors() { has_key_ = pthread_key_create(&key_, Free) == 0; }
-  ~LastErrors() {
-    if (has_key_) pthread_key_delete(key_);
-  }
-  LastErrors(const LastErrors&) = delete;
-  LastErrors& operator=(const LastErrors&) = delete;
-
-  const char* text() const {
-    const void* const buffer = has_key_ ? pthread_getspecific(key_) : nullptr;
-    return buffer != nullptr ? static_cast<const char*>(buffer) : "";
-  }
-  void Set(const char* text) {
-    if (!has_key_) return;
-    void* buffer = pthread_getspecific(key_);
-    if (buffer == nullptr || buffer == no_memory_) {
-      buffer = std::malloc(kBytes);
-      if (pthread_setspecific(key_, buffer != nullptr ? buffer : no_memory_) != 0) {
-        std::free(buffer);
-        return;
-      }
-    }
-    if (buffer != nullptr) std::snprintf(static_cast<char*>(buffer), kBytes, "%s", text);
-  }
-
- private:
-  static constexpr size_t kBytes = Status::kTextBytesMax + 1;
-  static void Free(void* buffer) {
-    if (buffer != no_memory_) std::free(buffer);
-  }
-  // Stands for the buffer of a thread that there was no memory for.
-  static inline char no_memory_[] = "out of host memory, also for the text of the last error";
-
-  pthread_key_t key_ = 0;
-  bool has_key_ = false;
-};
-LastErrors last_errors;
+ThreadText last_errors;  // of each thread's last failure
 
 int32_t Report(const Status& failure) {
   last_errors.Set(failure.message().c_str());

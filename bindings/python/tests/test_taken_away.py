@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.engine import moves
+from hybridopt.engine.engine import Engine
 from hybridopt.params import released_storages
 from models import bits, perceptron, run, set_gradients, state_bits
 
@@ -117,6 +119,60 @@ def test_what_the_program_takes_of_them_meanwhile_is_refused_as_they_are(view, k
     assert bits(model.parameters()) == before
 
 
+def test_an_assignment_to_data_in_a_phase_is_refused():
+    """reload() would undo it."""
+    model, optimizer = stepped()
+    before = bits(model.parameters())
+    with optimizer.offloaded():
+        with pytest.raises(abi.InvalidStateError, match=OFFLOADED.format("0.weight", "data")):
+            model[0].weight.data = torch.ones(model[0].weight.shape)
+    assert bits(model.parameters()) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("where", ["queued", "waited", "noted", "copied", "released"])
+@pytest.mark.parametrize("storage", [1, 3])
+def test_an_offload_that_is_cut_off_loses_nothing(where, storage, error, monkeypatch):
+    """Wherever an exception ends it, a use of a param that has no memory is told, and reload() brings all back."""
+    (model, optimizer), (other, plain) = stepped(), stepped()
+    calls = []
+
+    def cut_off(call):
+        def cut(*given, **named):
+            calls.append(call)
+            if len(calls) == (storage if where in ("copied", "released") else 1):
+                raise error
+            return call(*given, **named)
+
+        return cut
+
+    place, name = {
+        "queued": (abi.Optimizer, "offload_params"),
+        "waited": (Engine, "wait"),
+        "noted": (moves, "note_offloaded"),
+        "copied": (released_storages.ReleasedStorage, "__init__"),
+        "released": (released_storages.ReleasedStorage, "release"),
+    }[where]
+    monkeypatch.setattr(place, name, cut_off(getattr(place, name)))
+    with pytest.raises(error):
+        optimizer.offload(params=True)
+    monkeypatch.undo()
+    if where in ("copied", "released"):
+        for param in model.parameters():
+            with pytest.raises(abi.InvalidStateError, match="while its content is on the host"):
+                param.sum()
+        with pytest.raises(abi.InvalidStateError, match="while its content is on the host"):
+            pickle.dumps(model.state_dict())
+    optimizer.reload(params=True)
+    assert bits(model.parameters()) == bits(other.parameters())
+    with optimizer.offloaded(grads=False, states=False):
+        pass
+    for each, trained in ((optimizer, model), (plain, other)):
+        run(each, list(trained.parameters()), [2])
+    assert bits(model.parameters()) == bits(other.parameters())
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+
+
 @pytest.mark.parametrize("failing", ["storage", "copy"])
 def test_a_reload_without_memory_leaves_them_where_they_are(failing, monkeypatch):
     model, optimizer = stepped()
@@ -208,7 +264,7 @@ def test_saves_steps_and_state_go_on_meanwhile(tmp_path):
 # ---------------------------------------------------------------------------- gradients of hooks --
 
 CLIPPED = (
-    r"clip_grad_norm_\(\) and its like find no gradients after the backward pass, since hook_gradients\(\) has taken them"
+    r"clip_grad_norm_\(\) and its like find no gradients after the backward pass, since hook_gradients\(\) or offload\(grads=True\) has taken them"
     r".*leave the call out: {}, and optimizer.last_step\(\).grad_norm tells the norm after it"
 )
 STEP_CLIPS, ASSIGN = "the step clips to 0.5", "assign optimizer.max_grad_norm, by which the step clips"
@@ -243,6 +299,32 @@ def test_clipping_after_hooks_is_refused_and_the_step_goes_on(clip, norm):
             each.step()
             each.zero_grad()
         assert optimizer.last_step().grad_norm == plain.last_step().grad_norm > 0.0
+    assert bits(model.parameters()) == bits(other.parameters())
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("taken_by", ["offload", "hooks that are removed"])
+def test_clipping_what_is_on_the_host_is_refused_and_the_step_goes_on(taken_by):
+    (model, optimizer), (other, plain) = (made(max_grad_norm=0.5, movable=ALL) for _ in range(2))
+    for seed in (1, 2):
+        if taken_by == "offload":
+            backward(model, seed)
+            optimizer.offload(grads=True)
+        else:
+            hooks = optimizer.hook_gradients()
+            backward(model, seed)
+            hooks.remove()
+        backward(other, seed)
+        with pytest.raises(abi.InvalidStateError, match=CLIPPED.format(STEP_CLIPS)):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if taken_by == "offload" and seed == 2:
+            optimizer.reload(grads=True)
+            norms = [nn.utils.clip_grad_norm_(each.parameters(), 1e9) for each in (model, other)]
+            assert torch.equal(*norms) and norms[0] > 0.5
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+        assert optimizer.last_step().grad_norm == plain.last_step().grad_norm > 0.5
     assert bits(model.parameters()) == bits(other.parameters())
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
 

@@ -6,12 +6,15 @@
 #include <mutex>
 #include <thread>
 
+#include "runtime/thread_text.h"
+
 namespace hybridopt::adaptor {
 namespace {
 
 constexpr size_t kTextBytes = 512;
 std::mutex last_error_mutex;
 char last_error[kTextBytes];  // guarded by last_error_mutex
+ThreadText told;              // to each thread
 
 }  // namespace
 
@@ -25,10 +28,9 @@ int32_t Fail(int32_t code, const char* format, ...) {
 }
 
 const char* LastError() {
-  thread_local char text[kTextBytes];
   std::lock_guard lock(last_error_mutex);
-  std::copy_n(last_error, kTextBytes, text);
-  return text;
+  told.Set(last_error);
+  return told.text();
 }
 
 Clock::time_point DeadlineAfter(int64_t timeout_ns) {

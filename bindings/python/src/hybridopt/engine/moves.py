@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import abi
 from ..base.checks import check_switch
 from ..params.registered import Slot
-from ..params.released_storages import release_storages
+from ..params.released_storages import storages_of
 from ..params.tensors import gradient_of, like_param, set_gradient
 from ..settings.options import MOVABLE
 from ..traps.offloaded import note_offloaded, note_reloaded
@@ -59,15 +59,35 @@ def offload(
         engine.shown.hide(state)
         engine.handle.offload_states(streams=streams)
         engine.states_are_offloaded = True
-    if params and engine.released_storages is None:
-        engine.handle.offload_params(streams=streams)
+    params_leave = params and engine.released_storages is None
+    if params_leave:
+        queue_params(engine, streams)
     engine.wait()
     if grads:
         for slot in engine.bound.hosted:
             set_gradient(slot.param, None)
-    if params and engine.released_storages is None:
-        engine.released_storages = release_storages(engine.slots)
-        note_offloaded((slot.name, slot.param) for slot in engine.slots if slot.count > 0)
+    if params_leave:
+        release_params(engine)
+
+
+def queue_params(engine: Engine, streams: list[int]) -> None:
+    """Queues the copies of all params to the host. From here on their content is there, and reload() brings it back,
+    also if an exception such as KeyboardInterrupt ends the offload at any place."""
+    engine.released_storages = []
+    try:
+        engine.handle.offload_params(streams=streams)
+    except abi.HybridoptError:  # the library has refused the call
+        engine.released_storages = None
+        raise
+    note_offloaded((slot.name, slot.param) for slot in engine.slots if slot.count > 0)
+
+
+def release_params(engine: Engine) -> None:
+    """Frees the memory of params that are on the host, storage by storage."""
+    assert engine.released_storages is not None
+    for storage in storages_of(engine.slots):
+        engine.released_storages.append(storage)
+        storage.release()
 
 
 def reload(engine: Engine, params: bool, grads: bool, states: bool) -> None:

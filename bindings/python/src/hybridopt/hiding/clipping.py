@@ -1,4 +1,4 @@
-"""Code that clips gradients which hook_gradients() has taken off their params: it would find none, clip nothing and
+"""Code that clips gradients which hook_gradients() or offload(grads=True) has taken off their params: it would find none, clip nothing and
 return a norm of 0.0. Traps on the params see that torch's functions for clipping ask for a gradient. They are there
 until the next step; no other use takes them away, so that torch.compile finds one class of params before the step and
 one after it, and compiles a model at most twice."""
@@ -43,14 +43,14 @@ class _AllButClipping:
 def _used(params: list[Tensor], operation: str) -> None:
     if operation != "grad" or not _is_in_clipping():
         return
-    optimizer = next((each.optimizer() for each in list(_all) if each.has(params[0])), None)
+    optimizer = next((each for each, taken in list(_taken.items()) if taken.has(params[0])), None)
     if optimizer is None:
         return  # its gradients have gone with it
     norm = optimizer.max_grad_norm
     how = "assign optimizer.max_grad_norm, by which the step clips" if norm is None else f"the step clips to {norm}"
     raise abi.InvalidStateError(
         "torch.nn.utils.clip_grad_norm_() and its like find no gradients after the backward pass, since hook_gradients() "
-        f"has taken them, and would return a norm of 0.0; leave the call out: {how}, and "
+        f"or offload(grads=True) has taken them, and would return a norm of 0.0; leave the call out: {how}, and "
         "optimizer.last_step().grad_norm tells the norm after it"
     )
 
@@ -73,13 +73,11 @@ def _is_trapped(param: Tensor) -> bool:
     return getattr(type(param), "traps", None) is _traps
 
 
-class Unclipped:
+class Taken:
     """The params of one optimizer whose gradients have been taken since the last step."""
 
-    def __init__(self, optimizer: Clips) -> None:
-        self.optimizer = weakref.ref(optimizer)
+    def __init__(self) -> None:
         self._params: list[Tensor] = []
-        _all.add(self)
 
     def __del__(self) -> None:
         self.end()  # a trap that stays would keep out those of another optimizer's step
@@ -97,4 +95,16 @@ class Unclipped:
         self._params.clear()
 
 
-_all: weakref.WeakSet[Unclipped] = weakref.WeakSet()
+_taken: weakref.WeakKeyDictionary[Clips, Taken] = weakref.WeakKeyDictionary()
+
+
+def note_taken(optimizer: Clips, params: list[Tensor]) -> None:
+    """Notes that gradients have been taken off these params for the optimizer's next step."""
+    _taken.setdefault(optimizer, Taken()).add(params)
+
+
+def note_used(optimizer: Clips) -> None:
+    """Notes that the step has begun, or that the gradients are back or dropped."""
+    taken = _taken.get(optimizer)
+    if taken is not None:
+        taken.end()

@@ -28,7 +28,7 @@ from ..base.owned_hooks import ParamHooks
 from ..engine.engine import Engine
 from ..engine.moves import send_gradients
 from ..params.registered import Slot
-from .clipping import Unclipped
+from .clipping import note_taken, note_used
 
 # A batch is offloaded as soon as it has one of these.
 SEND_AT_BYTES = 64 << 20
@@ -134,7 +134,6 @@ class GradientHooks:
         # Tickets of copies that may still be under way, and the tensors that they read.
         self._in_flight: collections.deque[tuple[int, list[Tensor]]] = collections.deque()
         self._begun = False  # whether a gradient for the next step has been collected
-        self.unclipped = Unclipped(optimizer)  # who would clip the gradients that have been taken is refused
         self.grad_scaler = grad_scaler
 
     def attach(self, engine: Engine) -> None:
@@ -150,7 +149,7 @@ class GradientHooks:
             if optimizer._engine is not None:
                 optimizer._engine.wait()
         self._in_flight.clear()
-        self.begin_again()
+        self._forget_pass()
 
     def release(self) -> None:
         """Drops all gradients after a step has read them."""
@@ -159,8 +158,13 @@ class GradientHooks:
 
     def begin_again(self) -> None:
         """Starts a new step: the gradients of the last one have been used or dropped."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            note_used(optimizer)
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
         self._begun = False
-        self.unclipped.end()
         self._passes.clear()
         self._forget_final()
 
@@ -280,7 +284,9 @@ class GradientHooks:
         engine.bound.note_kept(kept)
         for each in batch:
             each.slot.param.grad = None
-        self.unclipped.add([each.slot.param for each in batch])
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            note_taken(optimizer, [each.slot.param for each in batch])
 
     def _stays(self, final: Final) -> bool:
         """Whether a gradient stays on the device. FSDP2 makes those of one module in one storage, whose

@@ -17,7 +17,7 @@ from ..base.owned_hooks import Removal
 from ..engine import making, moves
 from ..engine.engine import Engine
 from ..engine.engines import Engines
-from ..hiding.clipping import NOTHING_TO_CLIP
+from ..hiding.clipping import NOTHING_TO_CLIP, note_taken, note_used
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
 from ..params.hyperparameters import check_flags, hyperparameters_of
@@ -124,8 +124,7 @@ class OffloadOptimizer(Saving, Reporting):
             self._history.note_skipped()
             return loss
         engine = self._prepare()
-        if self._hooks is not None:
-            self._hooks.unclipped.end()
+        note_used(self)
         if engine is not None and (engine.bound.bind() or self._comm is not None):
             self._sample("gradients")
             self._step(engine, scaled)
@@ -207,6 +206,7 @@ class OffloadOptimizer(Saving, Reporting):
 
     def _drop_hosted(self) -> None:
         """Drops the gradients that are on the host."""
+        note_used(self)
         if self._engine is not None:
             moves.drop_gradients(self._engine)
         if self._hooks is not None:
@@ -402,7 +402,9 @@ class OffloadOptimizer(Saving, Reporting):
         Params keep their tensors, but have no content until reload(): an operation that uses one raises. `grad` of
         params becomes None; reload() sets it again, or the next step uses the gradients on the host."""
         self._engines.end_aside(self)
-        moves.offload(self._ready_engine(), self._state, params, grads, states)
+        engine = self._ready_engine()
+        moves.offload(engine, self._state, params, grads, states)
+        note_taken(self, [slot.param for slot in engine.bound.hosted])
         self._sample("offload")
 
     @in_no_mode
@@ -412,6 +414,8 @@ class OffloadOptimizer(Saving, Reporting):
         self._finish()
         engine = self._ready_engine() if self._engine is None else self._engine
         moves.reload(engine, params, grads, states)
+        if not engine.bound.hosted:
+            note_used(self)
         self._sample("reload")
 
     @in_no_mode

@@ -13,7 +13,7 @@ from .tensors import local
 
 
 class ReleasedStorage:
-    """A storage whose memory is freed. Bytes in it that belong to no param are kept here."""
+    """A storage whose memory is freed by release(). Bytes in it that belong to no param are kept here."""
 
     def __init__(self, tensor: Tensor, slots: list[Slot]) -> None:
         self._storage = tensor.untyped_storage()
@@ -21,6 +21,8 @@ class ReleasedStorage:
         self._gaps = [
             (begin, self._all()[begin:end].to("cpu", copy=True)) for begin, end in self._rest(slots)
         ]
+
+    def release(self) -> None:
         self._storage.resize_(0)
 
     def _all(self) -> Tensor:
@@ -50,9 +52,10 @@ class ReleasedStorage:
                 self._all()[begin : begin + content.numel()].copy_(content)
 
 
-def release_storages(slots: list[Slot]) -> list[ReleasedStorage]:
-    """Frees the memory of params. Several params may share a storage."""
+def storages_of(slots: list[Slot]) -> Iterator[ReleasedStorage]:
+    """The storages of params, each made when it is asked for. Several params may share a storage."""
     by_storage: dict[int, list[Slot]] = {}
     for slot in slots:
         by_storage.setdefault(local(slot.param).untyped_storage()._cdata, []).append(slot)
-    return [ReleasedStorage(local(group[0].param), group) for group in by_storage.values()]
+    for group in by_storage.values():
+        yield ReleasedStorage(local(group[0].param), group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -39,9 +38,8 @@ def _note_view(tensor: Tensor, view: Tensor) -> list[Tensor]:
     return parts
 
 
-_DATA: Any = Tensor.data
 # What tells where the memory is.
-_PLACES = {Tensor.data_ptr, Tensor.untyped_storage, _DATA.__set__}
+_PLACES = {Tensor.data_ptr, Tensor.untyped_storage}
 _traps = Traps(_refuse, HARMLESS | _PLACES | VIEWS, _note_view)
 
 
