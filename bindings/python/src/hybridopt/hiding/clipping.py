@@ -43,7 +43,7 @@ class _AllButClipping:
 def _used(params: list[Tensor], operation: str) -> None:
     if operation != "grad" or not _is_in_clipping():
         return
-    optimizer = next((each for each, taken in list(_taken.items()) if taken.has(params[0])), None)
+    optimizer = next((each for each, taken in list(taken_by.items()) if taken.has(params[0])), None)
     if optimizer is None:
         return  # its gradients have gone with it
     norm = optimizer.max_grad_norm
@@ -95,16 +95,17 @@ class Taken:
         self._params.clear()
 
 
-_taken: weakref.WeakKeyDictionary[Clips, Taken] = weakref.WeakKeyDictionary()
+taken_by: weakref.WeakKeyDictionary[Clips, Taken] = weakref.WeakKeyDictionary()
 
 
 def note_taken(optimizer: Clips, params: list[Tensor]) -> None:
     """Notes that gradients have been taken off these params for the optimizer's next step."""
-    _taken.setdefault(optimizer, Taken()).add(params)
+    if params:
+        taken_by.setdefault(optimizer, Taken()).add(params)
 
 
 def note_used(optimizer: Clips) -> None:
     """Notes that the step has begun, or that the gradients are back or dropped."""
-    taken = _taken.get(optimizer)
+    taken = taken_by.pop(optimizer, None)
     if taken is not None:
         taken.end()

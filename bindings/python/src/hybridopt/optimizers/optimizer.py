@@ -17,7 +17,7 @@ from ..base.owned_hooks import Removal
 from ..engine import making, moves
 from ..engine.engine import Engine
 from ..engine.engines import Engines
-from ..hiding.clipping import NOTHING_TO_CLIP, note_taken, note_used
+from ..hiding.clipping import NOTHING_TO_CLIP, note_taken, note_used, taken_by
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
 from ..params.hyperparameters import check_flags, hyperparameters_of
@@ -124,7 +124,8 @@ class OffloadOptimizer(Saving, Reporting):
             self._history.note_skipped()
             return loss
         engine = self._prepare()
-        note_used(self)
+        if self in taken_by:
+            note_used(self)
         if engine is not None and (engine.bound.bind() or self._comm is not None):
             self._sample("gradients")
             self._step(engine, scaled)
