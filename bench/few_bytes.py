@@ -76,7 +76,6 @@ EVALUATIONS = 4
 SAMPLE_STEPS = 25
 HASH_FACTOR = 0x1E3779B97F4A7C15
 REFERENCES = [name for name in FORMS if name.startswith("fp32")]
-NEWER = [name for name in FORMS if " by " in name or name in ("ratio, bf16, 24", "bf16, log 10 of 128, 24")]
 ALL_FORMS = [name for name in FORMS if "misread" not in name]
 
 
@@ -111,7 +110,8 @@ PROBLEMS = [
     Problem("betas", "gpt", [*REFERENCES, THREE_BYTES, "bf16, 24"], 1000, 1e-3, ((0, (0.9, 0.999)),)),
     Problem(
         "sparse", "tables", [*REFERENCES, THREE_BYTES, "bf16, 24", "ratio, log 5 fixed, 24", "ratio, log 12 of 128, 24",
-                             "ratio, log 10 of 32, 24", *NEWER],
+                             "ratio, log 10 of 32, 24", "ratio, log 10 of 128 by logarithm, 24",
+                             "ratio, log 10 of 128 by inverse root, 24", "ratio, bf16, 24", "bf16, log 10 of 128, 24"],
         1000, 3e-3, width=96, layers=2, batch=4, rows=1 << 18,
     ),
     Problem(

@@ -32,8 +32,8 @@ def seconds_of(call) -> float:
 
 def model(layers: int, width: int, device: str) -> list[torch.nn.Parameter]:
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    make = lambda shape: torch.nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02)  # noqa: E731
-    return [make(shape) for _ in range(layers) for shape in shapes]
+    weights = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(layers) for shape in shapes)
+    return [torch.nn.Parameter(weight * 0.02) for weight in weights]
 
 
 def measure(params: list[torch.nn.Parameter], fraction: float, phases: int) -> tuple[float, float, float]:

@@ -19,7 +19,7 @@ constexpr uint64_t kPathBytes = 4096;
 
 // With `verify` the library reads all data of the checkpoint that it names.
 Result<std::string> NewestIn(const std::string& directory, bool verify) {
-  const auto options = Make<offload_verify_options_t>();
+  const auto options = offload_init<offload_verify_options_t>();
   std::string path(kPathBytes, '\0');
   HYBRIDOPT_TRY(StatusOf(offload_checkpoint_newest(directory.c_str(), verify ? &options : nullptr,
                                                    path.data(), path.size())));

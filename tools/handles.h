@@ -2,17 +2,9 @@
 #pragma once
 
 #include "base/status.h"
-#include "offload.h"
+#include "offload_simple.h"
 
 namespace tool {
-
-// A struct as the header asks for: all fields 0 but its size.
-template <typename Struct>
-Struct Make() {
-  Struct value{};
-  value.struct_size = sizeof(Struct);
-  return value;
-}
 
 // What a call of the ABI returned, with its text.
 inline hybridopt::Status StatusOf(int32_t status) {

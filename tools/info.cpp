@@ -12,11 +12,11 @@ std::string VersionText(uint32_t version) {
 }
 
 Result<offload_context_info_t> InfoOf(int32_t device_kind) {
-  auto options = Make<offload_context_options_t>();
+  auto options = offload_init<offload_context_options_t>();
   options.device_kind = device_kind;
   Context context;
   HYBRIDOPT_TRY(context.Create(options));
-  auto info = Make<offload_context_info_t>();
+  auto info = offload_init<offload_context_info_t>();
   HYBRIDOPT_TRY(StatusOf(offload_context_get_info(context.get(), &info)));
   return info;
 }

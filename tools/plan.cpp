@@ -50,7 +50,7 @@ Result<const Row*> FindName(const Row (&rows)[kCount], const std::string& name,
 
 // A group that the algorithm accepts. No number of it changes what is taken, but momentum is there.
 offload_group_t GroupOf(const hybridopt::Algorithm& algorithm) {
-  auto group = Make<offload_group_t>();
+  auto group = offload_init<offload_group_t>();
   for (const hybridopt::GroupField& field : hybridopt::kGroupFields)
     if (field.number != nullptr && field.ReadersOf(algorithm.value) != nullptr)
       group.*field.number = 0.5;
@@ -64,12 +64,12 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
                    FindName(kAlgorithms, options.algorithm, "--algorithm"));
   HYBRIDOPT_ASSIGN(const hybridopt::DtypeRow* const dtype,
                    FindName(hybridopt::kDtypeRows, options.dtype, "--dtype"));
-  auto context_options = Make<offload_context_options_t>();
+  auto context_options = offload_init<offload_context_options_t>();
   context_options.device_kind = OFFLOAD_DEVICE_SIM;
   context_options.sim_memory_bytes = kDeviceBytes;
   Context context;
   HYBRIDOPT_TRY(context.Create(context_options));
-  auto optimizer_options = Make<offload_optimizer_options_t>();
+  auto optimizer_options = offload_init<offload_optimizer_options_t>();
   optimizer_options.algorithm = algorithm->value;
   optimizer_options.device_fraction = device_fraction;
   optimizer_options.chunk_elements = kGpuChunkElements;
@@ -86,7 +86,7 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
   Optimizer optimizer;
   HYBRIDOPT_TRY(optimizer.Create(context, optimizer_options));
   const offload_group_t group = GroupOf(*algorithm);
-  auto param = Make<offload_param_t>();
+  auto param = offload_init<offload_param_t>();
   HYBRIDOPT_TRY(StatusOf(offload_optimizer_add_group(optimizer.get(), &group, &param.group)));
   param.name = "all";
   param.dtype = param.grad_dtype = dtype->dtype;
@@ -94,7 +94,7 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
   HYBRIDOPT_TRY(
       StatusOf(offload_device_alloc(context.get(), elements * dtype->bytes, &param.data)));
   HYBRIDOPT_TRY(StatusOf(offload_optimizer_add_params(optimizer.get(), &param, 1, nullptr)));
-  auto plan = Make<offload_plan_t>();
+  auto plan = offload_init<offload_plan_t>();
   HYBRIDOPT_TRY(StatusOf(offload_optimizer_plan(optimizer.get(), &plan)));
   return plan;
 }
@@ -185,12 +185,12 @@ struct Training {
 Result<uint64_t> StashBytes(uint64_t budget_bytes) {
   if (budget_bytes == 0) return uint64_t{0};
   Context context;
-  auto context_options = Make<offload_context_options_t>();
+  auto context_options = offload_init<offload_context_options_t>();
   context_options.device_kind = OFFLOAD_DEVICE_HOST;
   HYBRIDOPT_TRY(context.Create(context_options));
-  auto options = Make<offload_stash_options_t>();
+  auto options = offload_init<offload_stash_options_t>();
   options.budget_bytes = budget_bytes;
-  auto plan = Make<offload_stash_plan_t>();
+  auto plan = offload_init<offload_stash_plan_t>();
   HYBRIDOPT_TRY(StatusOf(offload_stash_plan(context.get(), &options, &plan)));
   return plan.host_bytes;
 }
@@ -198,9 +198,9 @@ Result<uint64_t> StashBytes(uint64_t budget_bytes) {
 // What is free on the GPU of this machine; 0 without one.
 uint64_t DeviceFreeBytes() {
   Context context;
-  auto options = Make<offload_context_options_t>();
+  auto options = offload_init<offload_context_options_t>();
   options.device_kind = OFFLOAD_DEVICE_CUDA;
-  auto info = Make<offload_context_info_t>();
+  auto info = offload_init<offload_context_info_t>();
   if (!context.Create(options).ok() || offload_context_get_info(context.get(), &info) != OFFLOAD_OK)
     return 0;
   return info.device_memory_free_bytes;

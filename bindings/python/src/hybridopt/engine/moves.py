@@ -51,15 +51,15 @@ def offload(
     check_movable(engine, {"params": params, "grads": grads, "states": states})
     engine.settle()
     streams = [engine.stream()]
+    params_leave = params and engine.released_storages is None
     if grads:
         send_all_gradients(engine)
-    if params and engine.released_storages is None:
+    if params_leave:
         engine.note_params_leave()
     if states:
         engine.shown.hide(state)
         engine.handle.offload_states(streams=streams)
         engine.states_are_offloaded = True
-    params_leave = params and engine.released_storages is None
     if params_leave:
         queue_params(engine, streams)
     engine.wait()

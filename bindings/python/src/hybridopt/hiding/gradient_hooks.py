@@ -28,7 +28,7 @@ from ..base.owned_hooks import ParamHooks
 from ..engine.engine import Engine
 from ..engine.moves import send_gradients
 from ..params.registered import Slot
-from .clipping import note_taken, note_used
+from .clipping import note_taken
 
 # A batch is offloaded as soon as it has one of these.
 SEND_AT_BYTES = 64 << 20
@@ -149,7 +149,7 @@ class GradientHooks:
             if optimizer._engine is not None:
                 optimizer._engine.wait()
         self._in_flight.clear()
-        self._forget_pass()
+        self.begin_again()
 
     def release(self) -> None:
         """Drops all gradients after a step has read them."""
@@ -158,12 +158,6 @@ class GradientHooks:
 
     def begin_again(self) -> None:
         """Starts a new step: the gradients of the last one have been used or dropped."""
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            note_used(optimizer)
-        self._forget_pass()
-
-    def _forget_pass(self) -> None:
         self._begun = False
         self._passes.clear()
         self._forget_final()

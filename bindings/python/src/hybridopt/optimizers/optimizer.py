@@ -295,6 +295,7 @@ class OffloadOptimizer(Saving, Reporting):
                 hooks.attach(engine)
 
     def _let_go(self) -> None:
+        note_used(self)
         if self._hooks is not None:
             self._hooks.release()
         self._leftover = None
