@@ -24,6 +24,7 @@ void WriteParams(const Rig& rig, const Problem& problem, Random& random, Model& 
   for (size_t id = 0; id < problem.params.size(); ++id) {
     Model::Param& param = model.params[id];
     WriteSome(problem.params[id], random, param.data);
+    if (param.data.empty()) continue;
     std::memcpy(rig.DataAddress(0, id), param.data.data(), param.data.size());
     if (problem.params[id].dtype == OFFLOAD_FP32)
       std::memcpy(param.master.data(), param.data.data(), param.data.size());
