@@ -18,11 +18,12 @@ bool Empty(const Box& box, uint32_t dimensions) {
 
 int64_t EndOf(const Box& box, uint32_t d) { return box.offset[d] + box.size[d]; }
 
-// Two boxes overlap if in every dimension one of them begins inside the other. So a search in one
-// dimension looks for intervals [begin, end) that contain a point, which is the begin of another
-// box. It recurses on halves of the points. Intervals that contain all points of a half overlap
-// these in this dimension, and go to the search in the next one. An interval that contains only
-// some of the points ends or begins between them, which is true in few halves.
+// Two boxes overlap if in every dimension one of the two begins inside the other. So the search in
+// one dimension compares intervals [begin, end) of boxes with points: a point is where another box
+// begins. The search recurses on halves of the points. An interval that contains all points of a
+// half overlaps the boxes of these points in this dimension; this interval goes on to the search in
+// the next dimension. An interval that contains only some points of a half begins or ends between
+// these points, so it does that in few halves.
 class Searcher {
  public:
   Searcher(std::span<const Box> boxes, uint32_t dimensions) : boxes_(boxes) {
@@ -65,7 +66,7 @@ class Searcher {
 
   // Whether a box of `intervals` overlaps a box of `points` in dimensions 0 to `index`, where in
   // dimension `index` the box of `points` begins inside the box of `intervals`. In the dimensions
-  // behind `index` all of them overlap. Reorders both lists.
+  // after `index` all these boxes overlap already. Reorders both lists.
   bool Meet(Indices intervals, Indices points, uint32_t index) {
     if (std::min(intervals.size(), points.size()) <= kFew)
       return MeetInPairs(intervals, points, index);
@@ -114,7 +115,8 @@ class Searcher {
     return all.first(static_cast<size_t>(end - all.begin()));
   }
 
-  // A begin above `least` that splits the points into halves, as evenly as possible.
+  // Returns where one of the boxes begins, above `least`, so that this point splits the points into
+  // halves as evenly as possible.
   int64_t Middle(Indices points, uint32_t d, int64_t least) const {
     const auto median = points.begin() + static_cast<ptrdiff_t>(points.size() / 2);
     std::nth_element(points.begin(), median, points.end(),
@@ -193,8 +195,8 @@ uint32_t BoxTree::BestDimension(uint32_t begin, uint32_t end) {
   return best;
 }
 
-// Splits by the begins of the boxes. The first box of the second half is the one that begins first
-// in it.
+// Splits the boxes into two halves, ordered by where they begin in dimension d. The first box of
+// the second half is the one that begins first in that half.
 void BoxTree::SplitInHalves(uint32_t begin, uint32_t end, uint32_t d) {
   const auto first = members_.begin() + begin;
   std::nth_element(

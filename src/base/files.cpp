@@ -1,4 +1,4 @@
-// Linux.
+// The file system's calls on Linux.
 #include "base/files.h"
 
 #include <dirent.h>
@@ -23,7 +23,7 @@
 namespace hybridopt::system {
 namespace {
 
-// What a call returned, or -errno.
+// Returns the result of a system call, or -errno if the call failed.
 template <typename Number>
 Number OrErrno(Number returned) {
   return returned < 0 ? static_cast<Number>(-errno) : returned;
@@ -74,7 +74,7 @@ class OwnFiles {
       std::lock_guard lock(mutex_);
       if (std::erase(open_, file) > 0) return OrErrno(close(file));
     }
-    return OrErrno(close(file));  // has no lock, and may take long
+    return OrErrno(close(file));  // without the mutex, because close() may take long
   }
 
  private:

@@ -16,11 +16,11 @@ class Files {
 
   enum class Open {
     kRead,
-    kReadDirect,    // around the page cache: addresses, offsets and sizes are multiples of 4096
+    kReadDirect,    // bypasses the page cache: addresses, offsets and sizes are multiples of 4096
     kCreate,        // a new file, for writing; an existing one is not opened
-    kCreateDirect,  // the same, around the page cache
-    kDirectory,     // to be synced
-    kOwnDirectory   // to be locked or emptied; not through a symbolic link
+    kCreateDirect,  // the same, bypassing the page cache
+    kDirectory,     // a directory, for fsync
+    kOwnDirectory   // a directory, to be locked or emptied; not through a symbolic link
   };
   virtual int OpenFile(const std::string& path, Open how);
   virtual int Close(int file);

@@ -95,15 +95,15 @@ BoxRows RowsOf(const Shard& shard, const Box& box) {
   BoxRows rows;
   const auto full = [&](uint32_t d) { return box.size[d] == shard.global_shape[d]; };
   uint32_t d = shard.dimensions;
-  // A row spans the last dimension; while the box fills a dimension, the row spans the one before
-  // it too.
+  // A row spans the last dimension. Where the box fills a dimension, the row also spans the
+  // dimension before it.
   do {
     d -= 1;
     rows.row_length *= static_cast<uint64_t>(box.size[d]);
     rows.row_stride *= static_cast<uint64_t>(shard.global_shape[d]);
   } while (d > 0 && full(d));
-  // Rows are at equal distances throughout the next dimension; while the box fills a dimension,
-  // they are so throughout the one before it too.
+  // The rows are at equal distances along the next dimension. Where the box fills that dimension,
+  // the rows are also at equal distances along the dimension before it.
   while (d > 0) {
     d -= 1;
     rows.rows_per_stripe *= static_cast<uint64_t>(box.size[d]);
@@ -125,7 +125,7 @@ void CutBox(const Box& box, uint32_t dimensions, uint32_t d, uint64_t begin, uin
     rows.size[d] = static_cast<int64_t>(count);
     return rows;
   };
-  const uint64_t first = (begin + row - 1) / row;  // of the whole rows
+  const uint64_t first = (begin + row - 1) / row;  // coordinate of the first whole row
   const uint64_t last = end / row;
   if (first > last)
     return CutBox(part(last, 1), dimensions, d + 1, begin - last * row, end - last * row, boxes);
@@ -162,8 +162,8 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
   }
   HYBRIDOPT_TRY(CheckDisjoint(shard));
   uint64_t boxes_count = 0;
-  // The boxes are inside global_shape and disjoint, so that no product, and not their sum, exceeds
-  // the product of global_shape.
+  // The boxes are inside global_shape and disjoint, so neither a product nor the sum of the
+  // products exceeds the product of global_shape.
   for (const Box& box : shard.boxes) boxes_count += ElementsOf(box, shard.dimensions);
   const bool ranged = (source.flags & OFFLOAD_SHARD_RANGE) != 0;
   shard.range_begin = ranged ? source.range_begin : 0;
@@ -210,7 +210,7 @@ uint64_t Shard::GlobalIndex(uint64_t element) const {
 }
 
 void AddStripes(const Shard& shard, std::vector<Stripe>& stripes) {
-  uint64_t box_begin = 0;  // counted through the boxes
+  uint64_t box_begin = 0;  // counted over all boxes
   const uint64_t range_end = shard.range_begin + shard.range_count;
   for (const Box& box : shard.boxes) {
     const uint64_t box_end = box_begin + ElementsOf(box, shard.dimensions);

@@ -10,8 +10,8 @@
 namespace hybridopt {
 namespace {
 
-// These are made when the library is loaded, since there may be no memory for them later, and are
-// never destroyed, since threads may still use them when the process ends.
+// These strings are made when the library is loaded, because later there may be no memory for them.
+// They are never destroyed, because threads may still use them when the process ends.
 const std::string& kEmpty = *new std::string;
 const std::string& kNoMemoryForText =
     *new std::string("out of host memory, also for the text of this error");

@@ -1,4 +1,4 @@
-// Linux.
+// The operating system's calls on Linux.
 #include "base/system.h"
 
 #include <fenv.h>

@@ -13,7 +13,7 @@
 
 namespace hybridopt::system {
 
-// The next multiple. Wraps around where that is above 2^64 - 1.
+// Rounds `value` up to a multiple of `multiple`. The result wraps around if it exceeds 2^64 - 1.
 constexpr uint64_t RoundUp(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -28,9 +28,9 @@ int64_t NowNs();
 // process.
 uint64_t ForkGeneration();
 
-// Anonymous zero pages, `bytes` > 0, rounded up to whole pages; huge pages are requested if wanted
-// and if the region is large enough for one; the system may refuse them. No page is touched: the
-// first thread that touches a page decides its node. OUT_OF_HOST_MEMORY names the bytes.
+// Maps anonymous zero pages for `bytes` > 0, rounded up to whole pages. With huge_pages it asks for
+// huge pages if the region is large enough for one; the system may refuse them. No page is touched:
+// the first thread that touches a page decides its node. OUT_OF_HOST_MEMORY names the bytes.
 Result<void*> MapPages(uint64_t bytes, bool huge_pages = true);
 void UnmapPages(void* data, uint64_t bytes);
 
@@ -79,10 +79,10 @@ struct PciPlace {
 PciPlace PlaceOfPciDevice(const std::string& id, const std::string& root = "");
 
 // One of the library's own threads. Its owner joins it, by Join or by destroying it. The
-// application's signal handlers never run on it: all signals are blocked but those that a fault of
-// the thread itself raises, which must still reach a crash reporter. Its floating-point mode is the
-// standard one: a thread inherits its creator's flush-to-zero setting and rounding mode, which
-// would change bits.
+// application's signal handlers never run on it: the thread blocks all signals except those that a
+// fault of the thread itself raises, which must still reach a crash reporter. A thread inherits its
+// creator's flush-to-zero setting and rounding mode, which would change bits; so this thread sets
+// the standard floating-point mode.
 class Thread {
  public:
   Thread() = default;  // no thread
@@ -112,8 +112,9 @@ class Thread {
   uint64_t fork_generation_ = 0;  // of the process that started it
 };
 
-// Starts threads, as Thread::Start does, until `count` of them run. One is enough: where another
-// one cannot be started, there are fewer. The caller has reserved room, so that no thread is lost.
+// Starts threads, as Thread::Start does, until `count` of them run. If the system refuses a thread,
+// fewer threads run; only if there is none at all this is an error. The caller has reserved room in
+// *threads, so that appending a thread cannot fail.
 template <auto kBody, typename Object>
 Status StartThreads(const char* name, Object* object, size_t count, std::vector<Thread>* threads) {
   while (threads->size() < count) {

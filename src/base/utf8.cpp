@@ -8,16 +8,16 @@ namespace {
 constexpr struct {
   uint32_t first, last;
 } kHidden[] = {
-    {0x00, 0x1f},      // control characters
-    {0x7f, 0x9f},      // delete, and the control characters of ISO 8859
-    {0xad, 0xad},      // soft hyphen
-    {0x61c, 0x61c},    // Arabic letter mark
-    {0x180e, 0x180e},  // Mongolian vowel separator
-    {0x200b, 0x200f},  // of no width; marks of direction
-    {0x2028, 0x202e},  // separators of lines and paragraphs; embeddings and overrides of direction
-    {0x2060, 0x206f},  // of no width; isolates of direction
-    {0xfeff, 0xfeff},  // byte order mark
-    {0xfff9, 0xfffb},  // interlinear annotation
+    {0x00, 0x1f},        // control characters
+    {0x7f, 0x9f},        // delete, and the control characters of ISO 8859
+    {0xad, 0xad},        // soft hyphen
+    {0x61c, 0x61c},      // Arabic letter mark
+    {0x180e, 0x180e},    // Mongolian vowel separator
+    {0x200b, 0x200f},    // zero-width characters; direction marks
+    {0x2028, 0x202e},    // line and paragraph separators; directional embeddings and overrides
+    {0x2060, 0x206f},    // zero-width characters; directional isolates
+    {0xfeff, 0xfeff},    // byte order mark
+    {0xfff9, 0xfffb},    // interlinear annotation
     {0xe0000, 0xe0fff},  // tags
 };
 
@@ -27,7 +27,8 @@ bool IsHidden(uint32_t code) {
   return false;
 }
 
-// The escape of the character, or of the byte if the front of the text is no character.
+// Returns the escape of the first character, or of the first byte if the text does not begin with a
+// character.
 std::string EscapeOf(const Utf8Character& front, char byte) {
   if (byte == '\n') return "\\n";
   if (byte == '\r') return "\\r";

@@ -1,7 +1,7 @@
-// UTF-8: its characters one by one, and texts that are safe to show. What stands in a file or names
-// one may have been written by somebody else: on a terminal it could move the cursor, change what
-// was shown before, or turn the direction of writing. So every text for people goes through
-// Printable: that of an error in Status::Error, that of the tool in its tables.
+// UTF-8: its characters one by one, and texts that are safe to show. The text of a file, or a file
+// name, may come from an attacker: on a terminal it could move the cursor, change what was shown
+// before, or turn the direction of writing. So every text for people goes through Printable: errors
+// in Status::Error, and the tables of the command-line tool.
 #pragma once
 
 #include <cstddef>
@@ -22,10 +22,10 @@ Utf8Character FirstCharacter(std::string_view text);
 
 bool IsUtf8(std::string_view text);
 
-// The text with an escape for each control character (line ends and tabs among them), for each
-// character that is not seen itself but changes how others are shown, and for each byte that is not
-// UTF-8: \n, \x1b, \u202e, \U000e0041. Other characters stay as they are, so that a text that has
-// been made printable stays as it is. Ends before the character with which it would have more than
+// Returns the text with an escape for each control character (line ends and tabs among them), for
+// each invisible character that changes how others are shown, and for each byte that is not UTF-8:
+// \n, \x1b, \u202e, \U000e0041. Other characters stay as they are, so a text that is printable
+// already does not change. The result ends before the character with which it would have more than
 // `bytes_max` bytes.
 std::string Printable(std::string_view text, size_t bytes_max = std::string::npos);
 

@@ -24,8 +24,8 @@ Status Comm::Check(const offload_comm_t& functions) {
 
 Status Comm::AgreeOnNorm(double* sum, bool* finite) const {
   if (!present_) return {};
-  // Whether sums are finite is asked separately: a comm function may compute a sum over ranks in a
-  // way that loses a NaN.
+  // The ranks agree on finiteness in a call of its own: a comm function may compute a sum over
+  // ranks in a way that loses a NaN.
   int32_t not_finite = *finite ? 0 : 1;
   if (!*finite) *sum = 0;
   HYBRIDOPT_TRY(Call("sum", [&] { return functions_.sum(functions_.user, sum, 1, timeout_ns_); }));

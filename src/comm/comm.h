@@ -26,9 +26,9 @@ class Comm {
   // All ranks get the sum of all ranks' sums of squares, and whether all of them are finite.
   // COMM_FAILED if another rank does not answer in time.
   Status AgreeOnNorm(double* sum, bool* finite) const;
-  // COMM_FAILED if a function of the table has not returned some time after its timeout. Then no
-  // function of the table is called any more, and the call that waits for that function fails when
-  // it returns. Else OK. Any thread may call this.
+  // COMM_FAILED if a function of the table has not returned some time after its timeout. From then
+  // on no function of the table is called, and the call that waits for the stuck function fails
+  // when it returns. Otherwise OK. Any thread may call this.
   Status GiveUpIfStuck() const;
   // Replaces each of `count` values by its maximum over all ranks. Does nothing in a world of 1.
   Status AgreeOnMax(int32_t* values, uint32_t count) const;

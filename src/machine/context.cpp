@@ -84,8 +84,8 @@ Result<std::unique_ptr<Device>> CreateDevice(const offload_context_options_t& op
   return CreateSimDevice(sim, kernels);
 }
 
-// The devices of contexts that have ended before them, for leak checkers. It is made when the
-// library is loaded, because later there may be no memory for it.
+// Devices that must outlive their contexts; this list keeps them reachable, for leak checkers. The
+// list is made when the library is loaded, because later there may be no memory for it.
 std::list<std::unique_ptr<Device>>& left_behind = *new std::list<std::unique_ptr<Device>>;
 std::mutex left_behind_mutex;
 
@@ -133,7 +133,8 @@ Context::Context(const offload_context_options_t& options, std::unique_ptr<Devic
   if (pages_.policy != options.numa_policy) Log(OFFLOAD_LOG_WARNING, Notes().c_str());
 }
 
-// A thread that is in a function of the caller uses the device again when that function returns.
+// If a thread is still inside a function of the caller, the device outlives the context: the thread
+// uses the device again when that function returns.
 Context::~Context() {
   if (device_->Stop()) return;
   Log(OFFLOAD_LOG_WARNING,
@@ -160,7 +161,7 @@ Status Context::NoProgressOnEvent(const Status& timed_out, const char* waiter,
 
 Result<void*> Context::AllocateForCaller(uint64_t bytes) {
   std::lock_guard lock(given_out_mutex_);
-  // The list gets its node first, because an allocation that cannot be listed must not be made.
+  // The node of the set is made first: memory that cannot be listed must not be allocated.
   auto room = allocations_.extract(allocations_.insert(nullptr).first);
   HYBRIDOPT_ASSIGN(void* data, device_->Allocate(bytes));
   room.value() = data;

@@ -25,7 +25,7 @@ namespace hybridopt {
 class Context {
  public:
   static Result<std::shared_ptr<Context>> Create(const offload_context_options_t& options);
-  // With a given device; tests give faulty ones.
+  // Takes the device as an argument, so that tests can pass a faulty one.
   Context(const offload_context_options_t& options, std::unique_ptr<Device> device,
           const KernelTable& kernels, Seats seats = ChooseSeats({.local_world = 1}).value(),
           Result<Numa> numa = Numa::Open());
@@ -42,22 +42,23 @@ class Context {
   // Waits for an event of the device. DEVICE_FAILED after device_timeout_ns; the text says that
   // `waiter`, such as "a save", waited for `what`, and on which stream.
   Status AwaitEvent(EventHandle event, const char* waiter, const char* what);
-  // That failure, made of the status TIMED_OUT of Device::Wait.
+  // The failure that AwaitEvent returns, made from the status TIMED_OUT of Device::Wait.
   Status NoProgressOnEvent(const Status& timed_out, const char* waiter, const char* what) const;
-  // On which nodes memory should be: state, whose pages the workers touch first, and pinned memory,
-  // which all workers use.
+  // The nodes on which memory should be: that of state, which the workers touch first, and pinned
+  // memory, which all workers use.
   const PageWish& state_pages() const { return pages_.state; }
   const PageWish& pinned_pages() const { return pages_.pinned; }
 
   // Device memory for the caller (offload_device_alloc); FreeForCaller frees only that.
   Result<void*> AllocateForCaller(uint64_t bytes);
   Status FreeForCaller(void* data);
-  // The same for streams of the caller: a stale handle may have the value of an optimizer's stream.
+  // Streams for the caller. DestroyStreamForCaller destroys only those: a stale handle may have the
+  // value of an optimizer's stream.
   Result<StreamHandle> CreateStreamForCaller();
   Status DestroyStreamForCaller(StreamHandle stream);
 
-  // Pinned memory under the cap; INVALID_ARGUMENT says how much is needed, and that `shrinks`,
-  // names of options for example, may be made smaller instead.
+  // Pinned memory under the cap. INVALID_ARGUMENT says how many bytes are needed and what can be
+  // made smaller: `shrinks`, for example names of options.
   Status CheckPinned(uint64_t bytes, const char* shrinks) const;
   Status ReservePinned(uint64_t bytes, const char* shrinks);
   void ReleasePinned(uint64_t bytes);
@@ -93,8 +94,7 @@ class Context {
   void* const log_user_;
   const KernelTable& kernels_;
   std::unique_ptr<Device> device_;
-  std::list<std::unique_ptr<Device>> kept_device_{
-      1};  // room for it in the list of those left behind
+  std::list<std::unique_ptr<Device>> kept_device_{1};  // a node for the list left_behind
   Link link_;
   const Seats seats_;
   WorkerPool workers_;

@@ -1,8 +1,8 @@
-// HostNormSums: the sums of squares of gradients that are on the host, one sum for each norm block,
+// HostNormSums: sums of squares of the gradients that are on the host, one sum for each norm block,
 // in the fixed tree of kernels.h. When a move offloads gradients, the device computes their sums
-// beside the copies (Mover::OffloadGrads says when the workers do it instead). The workers compute
-// the sums of gradients that were accumulated on the host, and, in a step on the `host` device, the
-// sums of all gradients.
+// beside the copies (Mover::OffloadGrads says when the workers compute them instead). The workers
+// compute the sums of gradients that were accumulated on the host and, in a step on the `host`
+// device, the sums of all gradients.
 #pragma once
 
 #include <algorithm>

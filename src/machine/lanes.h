@@ -26,8 +26,9 @@ struct TimedEvent {
 };
 
 // Default slots of the device's ring: one is copied up, one is updated, one is copied down. More
-// slots would keep more state under way on the link, for which the gradients that the CPU workers
-// need would wait: a fourth one costs up to 7 % of a step by both.
+// slots would keep more state under way on the link, and the gradients that the CPU workers need
+// would wait for that state: a fourth slot makes a step up to 7 % slower if the CPU and the device
+// both update.
 inline constexpr uint32_t kDefaultStreamSlots = 3;
 // With fewer slots the copies of the ring would wait for each other.
 inline constexpr uint32_t kMinStreamSlots = 2;
@@ -75,8 +76,8 @@ class LaneRing {
   Context* context_ = nullptr;
   PinnedRoom room_;  // the memory of staging_
   StagingRing staging_;
-  std::vector<TimedEvent> landed_;    // per slot: the copies down have ended
-  std::vector<TimedEvent> uploaded_;  // per slot: the copies of params up have ended
+  std::vector<TimedEvent> landed_;    // per slot: the copies of gradients to the host have ended
+  std::vector<TimedEvent> uploaded_;  // per slot: the copies of params to the device have ended
 };
 
 // Device memory for norm sums, the verdict, gradients that the host holds and a step copies up, and
@@ -120,17 +121,17 @@ class Lanes {
   static Result<std::unique_ptr<Lanes>> Create(Context& context, const LaneSizes& sizes);
   ~Lanes();
 
-  // The staging ring, in host memory.
+  // Bytes of the staging ring, in host memory.
   static uint64_t PinnedBytes(const LaneSizes& sizes);
   // Bytes of all memory that is taken on the device.
   static uint64_t DeviceScratchBytes(const LaneSizes& sizes);
 
-  // To be called only while no work uses the ring or the scratch memory. Each of these swaps its
-  // argument with the one in use: afterwards the argument has the old one.
+  // Each of these exchanges its argument with the ring or scratch memory in use: afterwards the
+  // argument has the old one. To be called only while no work uses the ring or the scratch memory.
   void UseRing(LaneRing& ring);
   void UseScratch(LaneScratch& scratch);
-  // While the lock is held, neither of these exchanges anything: a thread that is not the
-  // timeline's can use the events of the ring and of the scratch.
+  // While the returned lock is held, UseRing and UseScratch wait. So a thread other than the
+  // timeline's can use the events of the ring and of the scratch memory.
   [[nodiscard]] std::unique_lock<std::mutex> KeepEvents() { return std::unique_lock(exchange_); }
   bool has_scratch() const { return scratch_.data() != nullptr; }
   uint64_t device_grad_elements() const { return scratch_.device_grad_elements(); }
@@ -139,28 +140,30 @@ class Lanes {
   std::byte* stream_slot_data(uint32_t slot) const { return scratch_.slot_data(slot); }
   uint64_t stream_slot_bytes() const { return scratch_.slot_bytes(); }
 
-  // The events that are recorded behind the work that a request waits for.
+  // The events that are recorded after the work of the caller for which a request waits.
   std::span<const EventHandle> ReadyEvents(uint32_t slot) const {
     if (ready_.empty()) return {};  // the device has no queues
     return std::span(ready_).subspan(slot * kMaxProducers, kMaxProducers);
   }
-  // Takes the first event out of a slot, for work in the background that still needs it when the
-  // slot is used again. The next call puts that event into its own slot in exchange.
+  // Takes the first event out of a slot, for work in the background that still needs this event
+  // when the slot is used again. The next call gives that event back, in exchange for the event of
+  // its own slot.
   EventHandle KeepReadyEvent(uint32_t slot) {
     if (ready_.empty()) return nullptr;
     std::swap(ready_[slot * kMaxProducers], kept_ready_);
     return kept_ready_;
   }
   static constexpr uint32_t kMaxProducers = 4;
-  // How many commands may be queued on a stream behind work of the caller. Launch queues hold 1024.
+  // How many commands may be queued on a stream after work of the caller. Launch queues hold 1024.
   static constexpr uint64_t kMaxCommandsAhead = 512;
 
-  // Waits for work of the pipeline, with a bound: if the time runs out the device has failed.
+  // Waits for work of the pipeline, for a bounded time: after that the device counts as failed.
   Status Wait(EventHandle event, const char* what);
   // The same for work on a stream of the caller. That stream may itself be waiting until a save has
-  // read what it borrows, and a slow disk is no failure of the device. So when the time runs out,
-  // `await_borrowed` waits until the save has read that. It returns whether there was such a save;
-  // if there was, WaitForCaller waits for the event once more, with the full time.
+  // read the caller's memory, and a slow disk is no failure of the device. So when the time runs
+  // out, WaitForCaller calls `await_borrowed`, which waits until the save has read that memory and
+  // returns whether there was such a save. If there was, WaitForCaller waits for the event once
+  // more, for the full time.
   Status WaitForCaller(EventHandle event, const char* what,
                        FunctionRef<Result<bool>()> await_borrowed);
   Result<double> Seconds(const TimedEvent& event);

@@ -38,7 +38,7 @@ uint64_t Link::PrefetchQueued(const PrefetchCopies& copies) {
   return up_bytes_;
 }
 
-// GiveWay may have found already that it has ended.
+// The prefetch may be absent: IsPrefetchUnderWay removes prefetches that have ended.
 void Link::PrefetchEnded(EventHandle end) {
   std::lock_guard lock(mutex_);
   const auto found = std::find_if(prefetches_.begin(), prefetches_.end(),
@@ -51,8 +51,8 @@ void Link::PrefetchEnded(EventHandle end) {
 
 // ------------------------------------------------------------------------------- who goes first --
 
-// Returns whether a prefetch is being copied now, and forgets those that have ended. A stream runs
-// its copies in order, so a prefetch behind one that has not ended waits for that one. After the
+// Returns whether a prefetch is being copied now, and removes those that have ended. A stream runs
+// its copies in order, so a prefetch waits if an earlier one on its stream has not ended. After the
 // device has failed all prefetches count as ended; the caller's next call reports the cause.
 bool Link::IsPrefetchUnderWay() {
   bool under_way = false;
@@ -72,7 +72,7 @@ bool Link::IsPrefetchUnderWay() {
   return under_way;
 }
 
-// Returns whether it has waited.
+// Returns whether it had to wait.
 bool Link::GiveWay(uint64_t bytes) {
   if (queued_ == 0) return false;
   std::unique_lock lock(mutex_);

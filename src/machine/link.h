@@ -5,15 +5,15 @@
 //                   2. a step's state and gradients, and moves: these give way to prefetches
 //   to the host     all copies alike; the link only counts
 //
-// A device has no priorities for copies: those of several streams share the link in turns, and a
-// GPU's turns are long: while a step's copies followed each other, a prefetch of 64 MiB began 16 ms
-// late on an H200. So a copy of class 2 is not queued while a prefetch is under way, that is, while
-// it has not ended and only the link holds it up. A library thread waits for that, never a call of
-// the caller's, and never a worker.
+// A device has no priorities for copies: copies of several streams share the link in turns, and a
+// GPU's turns are long. While a step queued one copy after the other, a prefetch of 64 MiB began 16
+// ms late on an H200. So a copy of class 2 is not queued while a prefetch is under way. A prefetch
+// is under way from the time when only the link holds it up until it has ended. Only threads of the
+// library wait for prefetches, never a call of the caller and never a worker.
 //
-// A prefetch that waits for the caller's stream, or for its own copy to the host, is not under way.
-// Nobody gives way to it: the link would stand still, and that stream may be waiting for this very
-// step. So the wait is only for a copy that nothing else holds up, and no circle can come of it.
+// A prefetch that still waits for the caller's stream, or for its own copy to the host, is not
+// under way, and no copy gives way to it. Otherwise the link would stand idle, and there could be a
+// deadlock: the caller's stream may be waiting for the very step that gives way.
 #pragma once
 
 #include <array>
@@ -37,20 +37,21 @@ struct PrefetchCopies {
 // Thread-safe.
 class Link {
  public:
-  // While one prefetch follows the other, a copy gives way to this multiple of its own bytes. So a
+  // While one prefetch follows another, a copy gives way to this multiple of its own bytes. So a
   // step has at least a quarter of the link.
   static constexpr uint64_t kGiveWayShare = 3;
 
   Link(Device& device, int64_t timeout_ns) : device_(device), timeout_ns_(timeout_ns) {}
 
-  // A stash may have this number of prefetches at a time from now on, or no longer.
+  // AddRoom: a stash that may have this number of prefetches at one time was created. RemoveRoom: it
+  // was destroyed.
   void AddRoom(uint32_t prefetches);
   void RemoveRoom(uint32_t prefetches) { room_ -= prefetches; }
-  bool has_prefetches() const { return room_ > 0; }  // now or later
+  bool has_prefetches() const { return room_ > 0; }  // whether prefetches are possible
 
-  // All copies of a prefetch have been queued. PrefetchEnded must follow before its events are
-  // recorded again or destroyed. The first gives how many bytes of steps and moves are queued
-  // ahead.
+  // To be called when all copies of a prefetch have been queued. Returns the bytes of steps and
+  // moves that are queued ahead of it. PrefetchEnded must follow before the prefetch's events are
+  // recorded again or destroyed.
   uint64_t PrefetchQueued(const PrefetchCopies& copies);
   void PrefetchEnded(EventHandle end);
 
@@ -60,20 +61,21 @@ class Link {
  private:
   friend class LinkUser;
   bool GiveWay(uint64_t bytes);
-  bool IsPrefetchUnderWay();  // with mutex_ held
+  bool IsPrefetchUnderWay();  // requires mutex_
 
   Device& device_;
   const int64_t timeout_ns_;
   std::atomic<uint32_t> room_ = 0;
-  std::atomic<uint64_t> pushes_bytes_ = 0;  // that are queued and have not ended
-  std::atomic<uint64_t> up_bytes_ = 0;      // the same of steps and moves, to the device
-  std::atomic<uint32_t> queued_ = 0;        // the size of prefetches_, to be read without mutex_
+  std::atomic<uint64_t> pushes_bytes_ = 0;  // of pushes that are queued and have not ended
+  std::atomic<uint64_t> up_bytes_ = 0;      // the same for steps and moves to the device
+  std::atomic<uint32_t> queued_ = 0;        // the size of prefetches_, for readers without mutex_
   std::mutex mutex_;
-  std::vector<PrefetchCopies> prefetches_;  // that are not known to have ended
-  uint64_t prefetched_bytes_ = 0;           // of those that have
+  std::vector<PrefetchCopies> prefetches_;  // not known to have ended
+  uint64_t prefetched_bytes_ = 0;           // of prefetches that have ended
 };
 
-// What one optimizer's steps and moves do with the link, and have waited for it. Thread-safe.
+// One optimizer's steps and moves as users of the link, with counts of how long they have waited
+// for it. Thread-safe.
 class LinkUser {
  public:
   explicit LinkUser(Link& link) : link_(link) {}
@@ -81,9 +83,9 @@ class LinkUser {
   LinkUser(const LinkUser&) = delete;
   LinkUser& operator=(const LinkUser&) = delete;
 
-  // To be called before `bytes` are queued to the device that may go after a prefetch. Waits while
-  // prefetches are under way, until kGiveWayShare times as many bytes have gone first, or the
-  // device has made no progress for its timeout: then the copy itself will fail.
+  // To be called before `bytes` that may go after a prefetch are queued to the device. While
+  // prefetches are under way, waits until kGiveWayShare times as many bytes of prefetches have been
+  // copied, or until the device's timeout has passed; in that case the copy itself will fail.
   void GiveWay(uint64_t bytes);
 
   // Counts bytes that were queued to the device. One stream copies them all, so they arrive in
@@ -91,7 +93,8 @@ class LinkUser {
   void QueuedUp(uint64_t bytes);
   uint64_t queued_up_bytes() const { return queued_up_bytes_; }
   void ArrivedUpTo(uint64_t queued_up_bytes);
-  // Counts the pushes that stand ahead of a chunk that a step queues to the host.
+  // To be called when a step queues a chunk to the host: adds up the bytes of pushes that are
+  // queued ahead of it.
   void QueuedDown() { pushes_ahead_bytes_ += link_.pushes_bytes_; }
 
   uint64_t gave_way_copies() const { return gave_way_copies_; }

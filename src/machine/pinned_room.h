@@ -1,8 +1,9 @@
 // PinnedRoom: host memory to and from which the device copies asynchronously, in one or several
-// pieces. What is pinned of it counts towards the context's cap of pinned memory while it lives:
-// the room reserves all bytes that it wants, then gives back those that the system has not pinned.
+// pieces. While the room lives, its pinned bytes count towards the context's cap of pinned memory:
+// the room first reserves all bytes that it wants, then gives back the bytes that the system did
+// not pin.
 //
-// Where no device copies to or from host memory, it is not pinned and counts nothing.
+// If the device does not copy to or from host memory, the room is not pinned and counts as 0 bytes.
 #pragma once
 
 #include <cstddef>
@@ -18,18 +19,19 @@ namespace hybridopt {
 
 class PinnedRoom {
  public:
-  PinnedRoom() = default;  // of 0 bytes
-  // One piece. If the system does not pin it, it is pageable if the context allows that. `shrinks`
-  // is what errors say to make smaller; it must outlive the room.
+  PinnedRoom() = default;  // 0 bytes
+  // One piece. If the system does not pin it, it is pageable memory, if the context allows that.
+  // `shrinks` is what errors advise to make smaller; the string must outlive the room.
   static Result<PinnedRoom> Take(Context& context, uint64_t bytes, const char* shrinks);
-  // One piece, which is pageable if the system or the cap does not let it be pinned: copies are
-  // only slower then.
+  // One piece. If the system does not pin it, or the cap does not allow it, the piece is pageable
+  // memory, which only makes copies slower.
   static Result<PinnedRoom> TakeAnyway(Context& context, uint64_t bytes);
 
-  // For several pieces: reserves the bytes of all. Then come Add for each piece, and Settle.
+  // For several pieces: reserves the bytes of all pieces. Then the caller calls Add for each piece,
+  // and Settle.
   static Result<PinnedRoom> Reserve(Context& context, uint64_t bytes, const char* shrinks);
-  // Adds a piece of *units units. If the system does not pin it, of half as many, and so on down to
-  // `least`; *units tells how many the piece has.
+  // Adds a piece of *units units. If the system does not pin that, tries half as many units, and so
+  // on down to `least`. *units becomes the number of units of the piece.
   Status Add(uint64_t unit_bytes, uint32_t* units, uint32_t least, bool allow_pageable);
   // Gives back the reserved bytes that are not pinned.
   void Settle();
@@ -42,9 +44,9 @@ class PinnedRoom {
   PinnedRoom& operator=(PinnedRoom&& other) noexcept;
 
   std::span<const PinnedArena> pieces() const { return pieces_; }
-  // Of the first piece; NULL: there is no byte.
+  // The first piece; NULL if the room has 0 bytes.
   std::byte* data() const { return pieces_.empty() ? nullptr : pieces_[0].data(); }
-  // Whether some piece is not pinned although a device copies to or from it.
+  // Whether the device copies to or from some piece that is not pinned.
   bool pageable() const;
   // The bytes that count towards the cap.
   uint64_t pinned_bytes() const { return reserved_bytes_; }

@@ -10,7 +10,7 @@
 namespace hybridopt {
 namespace {
 
-constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
+constexpr int64_t kYearsNs = int64_t{1} << 59;  // the clock can still add this
 
 }  // namespace
 
@@ -44,7 +44,7 @@ Status Timeline::Drain(FunctionRef<Status()> check_stuck) {
     }
   }
   runners_.Withdraw(*this);
-  // No stream may wait for this timeline any more.
+  // From here on no stream may wait for this timeline.
   progress_.store(kReleased);
   issued_.store(kReleased);
   return {};
@@ -66,7 +66,7 @@ Result<uint64_t> Timeline::Submit() {
   HYBRIDOPT_CHECK(ProgressAt(submitted_ + 3, 0) < kReleased);
   const uint64_t sequence = ++submitted_;
   runners_.Submit(*this);  // before Drain can see that the piece has run
-  changed_.notify_all();   // a runner may await a round of the background
+  changed_.notify_all();   // wakes a runner in AwaitRound
   return sequence;
 }
 
@@ -134,7 +134,7 @@ void Timeline::Report(uint64_t sequence, Status failure) {
   failures_.push_back({sequence, std::move(failure), false});
 }
 
-// Room for all that is queued, so that Report needs no memory.
+// Reserves room for the failures of all queued pieces, so that Report needs no memory.
 void Timeline::ReserveFailures() {
   constexpr size_t kPiecesMax = kCapacity + 1;  // one in the background
   failures_.reserve(kFailuresKept);
@@ -185,7 +185,7 @@ void Timeline::Wake() {
   if (held_ == 0 || ended_) return;
   awake_ = true;
   runners_.Submit(*this);
-  changed_.notify_all();  // a runner may await a round of the background
+  changed_.notify_all();  // wakes a runner in AwaitRound
 }
 
 void Timeline::Reached(uint64_t sequence, uint64_t mark) {
@@ -234,7 +234,7 @@ Status Timeline::AwaitIssued(uint64_t sequence, uint64_t mark, FunctionRef<Statu
 uint32_t Timeline::queued() const {
   std::lock_guard lock(mutex_);
   const uint64_t to_run = cause_.ok() ? submitted_.load() - executed_ : 0;
-  // Its own turn is over, so `to_run` does not count it.
+  // The background piece's own turn is over, so `to_run` does not count it.
   const bool in_background = held_ != 0 && held_ <= executed_;
   return static_cast<uint32_t>(to_run) + (in_background ? 1 : 0);
 }
@@ -292,7 +292,7 @@ bool Timeline::HasWork() const {
   return !ended_ && (in_turn_ || held_ != 0 || executed_ < submitted_.load());
 }
 
-// False if it failed.
+// Returns false if the piece failed.
 bool Timeline::ExecutePiece(uint64_t sequence) {
   Status status = execute_(static_cast<uint32_t>(sequence % kCapacity), sequence);
   if (status.ok()) return true;
@@ -303,7 +303,7 @@ bool Timeline::ExecutePiece(uint64_t sequence) {
   return false;
 }
 
-// False if it failed and has poisoned the timeline.
+// Returns false if the background piece failed and has poisoned the timeline.
 bool Timeline::SettleBackground(bool failure) {
   {
     std::lock_guard lock(mutex_);
@@ -317,15 +317,15 @@ bool Timeline::SettleBackground(bool failure) {
   return false;
 }
 
-// Whether a failure prevents a piece from completing: no piece behind a failed one runs. The
-// background piece completes, unless it is what has failed.
+// Whether a failure prevents a piece from completing: no piece after a failed one runs. The
+// background piece completes, unless it is the piece that has failed.
 bool Timeline::CannotComplete(uint64_t sequence) const {
   return !cause_.ok() && (sequence > executed_ || failed_ == 0);
 }
 
-// A failure releases every waiting stream: a device that hangs would be worse than a wrong value,
+// A failure releases every waiting stream: a wrong value is better than a device that hangs,
 // because the caller learns of the failure. The background piece ends by itself, so it may hold
-// streams as long as it reads.
+// streams while it reads.
 void Timeline::Poison(uint64_t sequence, Status cause) {
   {
     std::lock_guard lock(mutex_);
@@ -334,8 +334,8 @@ void Timeline::Poison(uint64_t sequence, Status cause) {
   changed_.notify_all();
 }
 
-// A runner is inside a piece that does not end. Not while a save in the background may still read
-// the caller's memory.
+// Poisons the timeline if check_stuck fails: a runner is then inside a piece that does not end.
+// Does nothing while a save in the background may still read the caller's memory.
 Status Timeline::PoisonIfStuck(FunctionRef<Status()> check_stuck) {
   Status stuck = holds_streams_ ? Status() : check_stuck();
   if (stuck.ok()) return stuck;

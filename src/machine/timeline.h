@@ -31,9 +31,9 @@ class Timeline : private RunnerPool::Task {
 
   // Runs the work that was put into `slot` (0 to kCapacity - 1).
   using Execute = std::function<Status(uint32_t slot, uint64_t sequence)>;
-  // Does what the background piece needs from a turn of the timeline (runner_pool.h), after Wake.
-  // If `failure`, a later piece has failed and the background piece must end now. When the
-  // background piece has completed, Settle calls Release.
+  // Does a turn of the background piece (runner_pool.h) after Wake. If `failure`, a later piece has
+  // failed and the background piece must end now. When the background piece has completed, Settle
+  // calls Release.
   using Settle = std::function<Status(bool failure)>;
 
   // `runners` has been started. `progress` must outlive every stream that may wait for it.
@@ -67,11 +67,11 @@ class Timeline : private RunnerPool::Task {
   // the first of these failures that no call has returned yet; each is returned once.
   Status WaitForAll(int64_t timeout_ns);
 
-  // Called while the piece runs: the piece continues in the background and completes when Release
-  // is called. Until then a runner calls Settle every `round_ns` if there is no other work (0: it
-  // does not). With `holds_streams` the two words do not grow until ReleaseStreams is called, so
-  // that streams which wait for them do not write the memory that the piece still reads. One piece
-  // at a time.
+  // Called while the piece runs: the piece continues in the background, and completes when Release
+  // is called. Until then a runner calls Settle every `round_ns` if there is no other work (0:
+  // never). With `holds_streams` the two words do not grow until ReleaseStreams is called, so that
+  // the streams that wait for these words do not write memory that the piece still reads. Only one
+  // piece at a time may be in the background.
   void Hold(uint64_t sequence, int64_t round_ns, bool holds_streams);
   void ReleaseStreams();  // any thread may call it, also several times
   // Execute or Settle calls this when the background piece has completed. A `failure` that is not
@@ -79,12 +79,12 @@ class Timeline : private RunnerPool::Task {
   void Release(Status failure);
   // Asks for a call of Settle. Any thread may call it.
   void Wake();
-  // Execute calls this before it waits for anything but the workers, so that other runners run the
-  // work of other optimizers meanwhile. It may be called several times. Settle need not call it,
-  // nor Execute while there is a background piece.
+  // Execute calls this before it waits for anything other than the workers, so that other runners
+  // run the work of other optimizers meanwhile. Execute may call it several times, and need not
+  // call it while there is a background piece. Settle need not call it.
   void LetOthersRun() { runners_.LetOthersRun(*this); }
-  // Poisons the timeline while no work is queued: a call that is no piece of it has failed half
-  // way.
+  // Poisons the timeline while no work is queued: a call that is not one of the queued pieces has
+  // failed half way.
   void Fail(Status cause) { Poison(submitted_ + 1, std::move(cause)); }
   // Called before the piece completes: the piece has failed alone, with this status. The timeline
   // keeps the last kFailuresKept of these.
@@ -109,12 +109,12 @@ class Timeline : private RunnerPool::Task {
   // The value of the words that releases every waiting stream. It is not the largest 64-bit number,
   // because a device may compare the words as counters that wrap around.
   static constexpr uint64_t kReleased = INT64_MAX;
-  // Marks inside a piece: mark 0 is its start; all marks are reached, and issued, when it
-  // completes.
+  // Marks inside a piece. Mark 0 is the start of the piece. When the piece completes, all its marks
+  // are reached and issued.
   static constexpr uint64_t kMarks = uint64_t{1} << 24;
   static uint64_t ProgressAt(uint64_t sequence, uint64_t mark) { return sequence * kMarks + mark; }
-  // Issued: the work that leads to this mark has been queued on streams. Reached: that work is
-  // done. Any thread may call them. Issued ignores a mark below the last one.
+  // Issued: the work up to this mark has been queued on streams. Reached: that work is done. Any
+  // thread may call these. Issued ignores a mark below the last one.
   void Issued(uint64_t sequence, uint64_t mark);
   void Reached(uint64_t sequence, uint64_t mark);
   const std::atomic<uint64_t>& progress() const { return progress_; }
@@ -125,7 +125,7 @@ class Timeline : private RunnerPool::Task {
   bool ExecutePiece(uint64_t sequence);
   bool SettleBackground(bool failure);
   void Poison(uint64_t sequence, Status cause);
-  // These with mutex_ held.
+  // To be called with mutex_ held.
   Turn NextTurn() const;
   void AwaitRound(std::unique_lock<std::mutex>& lock);
   bool HasWork() const;
@@ -151,16 +151,16 @@ class Timeline : private RunnerPool::Task {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Status cause_;         // of the failure; guarded by mutex_, as all below
-  uint64_t failed_ = 0;  // the piece that failed; 0: none, or the background
+  uint64_t failed_ = 0;  // the piece that failed; 0: none, or the background piece
   bool stopping_ = false;
   bool in_turn_ = false;        // a runner runs a piece, or settles the background
   bool ended_ = false;          // a turn has failed: there are no more turns
   uint64_t executed_ = 0;       // the last piece that has run
   uint64_t held_ = 0;           // the piece that goes on in the background; 0: none
   int64_t round_ns_ = 0;        // how often Settle is called for it
-  bool awake_ = false;          // Settle has something to do
-  bool holds_streams_ = false;  // the background reads what streams may write
-  // What the two words will be: PublishWords copies these to them unless streams are held.
+  bool awake_ = false;          // Wake was called: Settle has something to do
+  bool holds_streams_ = false;  // the background piece reads memory that streams may write
+  // The next values of the two words. PublishWords copies them there unless streams are held.
   uint64_t reached_;
   uint64_t issued_mark_;
   struct Failure {

@@ -19,7 +19,7 @@ void PageWish::AddPlanned(uint64_t bytes, NodeBytes* sum) const {
   uint64_t all_parts = 0, parts = 0;
   for (const Share& share : shares) all_parts += share.parts;
   for (const Share& share : shares) {
-    // Each cut is rounded down, and the next share begins there, so that the shares add up to all
+    // Each cut is rounded down, and the next share begins at that cut, so the shares add up to all
     // bytes.
     const auto until = [&](uint64_t cut) {
       return bytes / all_parts * cut + bytes % all_parts * cut / all_parts;

@@ -35,7 +35,7 @@ struct NodeBytes {
 struct PageWish {
   struct Share {
     uint32_t node;   // kNodeNotKnown: any node
-    uint32_t parts;  // of the sum over all shares
+    uint32_t parts;  // of the sum of `parts` over all shares
   };
 
   const Numa* numa = nullptr;        // null: this system has no libnuma

@@ -18,13 +18,13 @@ class DeviceWindow {
   DeviceWindow(DeviceWindow&& other) noexcept { *this = std::move(other); }
   DeviceWindow& operator=(DeviceWindow&& other) noexcept;
 
-  // Memory for the first `bytes`, in whole pages.
+  // The bytes that the first `bytes` of a window of `range_bytes` take, in whole pages.
   static uint64_t PageBytes(const Device& device, uint64_t range_bytes, uint64_t bytes);
 
-  // Takes the memory that the window needs to grow from one size to another, or nothing if it
-  // shrinks. Any thread may call this at any time.
+  // Takes the memory that the window needs to grow from one size to another; takes none if the
+  // window shrinks. Any thread may call this at any time.
   Result<DevicePages> Take(uint64_t from_bytes, uint64_t to_bytes) const;
-  // Appends that memory to the end of the window.
+  // Appends the memory that Take has returned to the end of the window.
   Status Grow(DevicePages& pages) const;
   // Frees the memory behind the first `bytes`, which must not be in use any more.
   void Shrink(uint64_t bytes) const;

@@ -14,8 +14,8 @@ namespace hybridopt {
 
 struct NumaPolicyAsked {
   int32_t policy;                        // enum offload_numa_policy
-  std::vector<PageWish::Share> threads;  // the nodes of the update threads, ascending, and
-                                         // how many threads belong to each
+  std::vector<PageWish::Share> threads;  // the nodes of the update threads, ascending, with
+                                         // the number of threads on each
   std::vector<uint32_t> interleaved;     // nodes for OFFLOAD_NUMA_INTERLEAVED, ascending
   bool shares_chunks = false;            // threads of all nodes work on each chunk
 };

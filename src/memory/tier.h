@@ -10,15 +10,15 @@
 
 namespace hybridopt {
 
-// As the ABI numbers them.
+// The values are those of the ABI.
 enum class Tier : uint8_t { kDevice = OFFLOAD_TIER_DEVICE, kHost = OFFLOAD_TIER_HOST };
 constexpr size_t IndexOf(Tier tier) { return static_cast<size_t>(tier); }
 
 struct TierRow {
   Tier tier;
   const char* name;
-  // What the tier holds is cut into chunks, which CPU workers update where they are, or the device
-  // in its ring. What no chunk holds the device updates where it is.
+  // true: state on this tier is cut into chunks. CPU workers update a chunk in place, or the device
+  // updates it in the device's ring. false: the device updates the state of this tier in place.
   bool is_chunked;
 };
 

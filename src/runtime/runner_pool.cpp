@@ -44,15 +44,15 @@ struct RunnerPool::State {
   bool ending = false;
   Task* first_due = nullptr;
   Task* last_due = nullptr;
-  uint32_t active = 0;   // turns that run and have not let others run: 0 or 1
-  uint32_t waiting = 0;  // turns that run and have let others run
+  uint32_t active = 0;   // turns that are running and have not called LetOthersRun: 0 or 1
+  uint32_t waiting = 0;  // turns that are running and have called LetOthersRun
   uint32_t idle = 0;     // runners without a turn
-  // While no more turns wait, the next one begins at once. Grows with each turn that begins after
-  // patience_ns: those that wait for longer do not count.
+  // While `waiting` is at most this number, the next turn begins at once. Each turn that begins
+  // after patience_ns raises it to `waiting`, so the turns that wait already do not delay the next
+  // ones.
   uint32_t waiting_allowed = kWaitingTogether;
-  int64_t last_begin_ns = 0;  // of a turn
-  // When an idle runner, or one that has been alerted or started, looks for due tasks at the
-  // latest.
+  int64_t last_begin_ns = 0;  // when a turn last began
+  // The time by which a runner (idle, alerted or just started) will look for due tasks.
   int64_t next_look_ns = INT64_MAX;
 };
 
@@ -67,7 +67,7 @@ RunnerPool::State::~State() {
   for (const auto& runner : runners) runner->thread.Join();
 }
 
-// It has counted as idle since it was started.
+// The body of a runner's thread. StartRunner has counted the runner as idle.
 void RunnerPool::State::RunTurns(Runner& runner) {
   std::unique_lock lock(mutex);
   idle -= 1;
@@ -138,20 +138,21 @@ void RunnerPool::State::Rest(std::unique_lock<std::mutex>& lock) {
   next_look_ns = INT64_MAX;
 }
 
-// When the turn of the first due task begins; INT64_MAX: when another turn lets it, or never.
+// When the turn of the first due task may begin. INT64_MAX: no task is due, or another turn must
+// end or call LetOthersRun first.
 int64_t RunnerPool::State::NextBeginNs() const {
   if (first_due == nullptr || active > 0) return INT64_MAX;
   return waiting <= waiting_allowed ? 0 : last_begin_ns + patience_ns;
 }
 
-// Makes sure that an idle runner looks for due tasks in time. To be called where a turn may begin
-// earlier than before, or where a runner ends.
+// Makes sure that an idle runner looks for due tasks in time. To be called when a turn may begin
+// earlier than before, and when a runner ends.
 void RunnerPool::State::Alert() {
   if (ending || NextBeginNs() >= next_look_ns) return;
   if (idle > 0)
     alerted.notify_one();
   else if (!StartRunner().ok())
-    return;  // the runners that there are look when their turns end
+    return;  // the existing runners look when their turns end
   next_look_ns = 0;
 }
 
@@ -179,7 +180,8 @@ uint32_t RunnerPool::State::RunnerCount() const {
                                              [](const auto& runner) { return !runner->ended; }));
 }
 
-// -------------------------------------------------------------------------- for everybody else --
+// -------------------------------------------------------------------------- called by all threads
+// --
 
 RunnerPool::RunnerPool(int64_t patience_ns) : state_(std::make_unique<State>(patience_ns)) {}
 

@@ -41,29 +41,31 @@ class RunnerPool {
 
     // Guarded by the pool's mutex.
     State state_ = State::kResting;
-    bool submitted_ = false;   // while it was running
-    bool is_waiting_ = false;  // it is running and has let others run
+    bool submitted_ = false;   // Submit was called while the task was running
+    bool is_waiting_ = false;  // the task is running and has called LetOthersRun
     Task* next_ = nullptr;     // in the list of due tasks
   };
 
   explicit RunnerPool(int64_t patience_ns = kPatienceNs);
-  ~RunnerPool();  // all tasks have been withdrawn; in a forked child it leaves the threads alone
+  ~RunnerPool();  // requires that all tasks have been withdrawn; in a forked child it leaves the
+                  // threads alone
   RunnerPool(const RunnerPool&) = delete;
   RunnerPool& operator=(const RunnerPool&) = delete;
 
   // Starts the first runner. OUT_OF_HOST_MEMORY where the system refuses the thread. The pool has a
   // runner from then on; where the system refuses another one, turns begin when earlier ones end.
   Status Start();
-  // The task has a turn to run; a task that is running gets one more. Start has succeeded before.
-  // Any thread.
+  // Makes a turn of the task due. If the task is running, it gets one more turn afterwards.
+  // Requires a successful Start. Any thread may call this.
   void Submit(Task& task);
-  // Called by the turn that is running: until it ends it may wait, and other turns begin meanwhile.
-  // Every call after the first has no effect.
+  // Called by a running turn: from here until the turn ends it may wait, and other turns may begin.
+  // Further calls in the same turn have no effect.
   void LetOthersRun(Task& task);
-  // Returns when the task neither runs nor is due. Nobody submits it meanwhile or later.
+  // Returns when the task is neither running nor due. No thread may submit the task during this
+  // call or after it.
   void Withdraw(Task& task);
 
-  uint32_t runners() const;  // threads that there are now
+  uint32_t runners() const;  // the threads that exist now
 
  private:
   struct State;

@@ -36,7 +36,7 @@ SideThreads::State::~State() {
   for (system::Thread& thread : threads) thread.Join();
 }
 
-// What each thread does.
+// The body of each thread.
 void SideThreads::State::DoGiven() {
   std::unique_lock lock(mutex);
   while (true) {

@@ -1,7 +1,8 @@
-// SideThreads: threads of a context that do work beside the thread that gave it out. An owner is an
-// object that may give out work; all owners share the threads. There are as many threads as there
-// have been owners at one time, but at most kMost. If no thread is idle when work is given out,
-// Await does it on the calling thread, so that no owner waits for the work of another owner.
+// SideThreads: threads of a context that do a piece of work while the thread that gave out this
+// work goes on. An owner is an object that may give out work; all owners share the threads. The
+// number of threads is the largest number of owners that there have been at one time, but at most
+// kMost. If no thread is idle when work is given out, Await does the work on the calling thread, so
+// that no owner waits for the work of another owner.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@ namespace hybridopt {
 
 class SideThreads {
  public:
-  // As RunnerPool::kWaitingTogether, the number of turns that may wait at the same time: each may
-  // give out one piece of work.
+  // Equals RunnerPool::kWaitingTogether, the number of turns that may wait at the same time: each
+  // of these turns may give out one piece of work.
   static constexpr uint32_t kMost = 8;
 
   // A piece of work that can be given out again once it has been awaited.
@@ -36,7 +37,8 @@ class SideThreads {
   };
 
   SideThreads();
-  ~SideThreads();  // no work is given out; in a forked child it leaves the threads alone
+  ~SideThreads();  // requires that all work was awaited; in a forked child it leaves the threads
+                   // alone
   SideThreads(const SideThreads&) = delete;
   SideThreads& operator=(const SideThreads&) = delete;
 
@@ -51,7 +53,7 @@ class SideThreads {
   // each Begin.
   void Await(Work& work);
 
-  uint32_t threads() const;  // that there are
+  uint32_t threads() const;  // the threads that exist now
 
  private:
   struct State;

@@ -1,7 +1,7 @@
-// ThreadText: a text of each thread, such as that of its last failure. A thread keeps its buffer,
-// because failures also occur when memory has run out. This is not thread_local: in a library that
-// was loaded at run time, the first use of such a variable allocates, and the system ends the
-// process if it cannot.
+// ThreadText: one text for each thread, for example the text of its last failure. A thread keeps
+// its buffer, because failures also occur when memory has run out. The buffer is not thread_local:
+// in a library that was loaded at run time, the first use of a thread_local variable allocates, and
+// the system ends the process if that allocation fails.
 #pragma once
 
 #include <pthread.h>
@@ -44,7 +44,7 @@ class ThreadText {
   static void Free(void* buffer) {
     if (buffer != no_memory_) std::free(buffer);
   }
-  // Stands for the buffer of a thread that there was no memory for.
+  // The text of a thread for whose buffer there was no memory.
   static inline char no_memory_[] = "out of host memory, also for the text of the last error";
 
   pthread_key_t key_ = 0;

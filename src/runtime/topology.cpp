@@ -24,7 +24,7 @@ std::string Ids(const Nodes& nodes) {
   return text;
 }
 
-// The CPUs [begin, end) of the list of the CPUs of all nodes.
+// Cuts the CPUs [begin, end) out of the list of all nodes' CPUs.
 Nodes Cut(const Nodes& nodes, uint64_t begin, uint64_t end) {
   Nodes part;
   uint64_t first = 0;
@@ -40,7 +40,7 @@ Nodes Cut(const Nodes& nodes, uint64_t begin, uint64_t end) {
   return part;
 }
 
-// Those of `nodes` that are in `wanted` too.
+// Returns the nodes of `nodes` that `wanted` has too.
 Nodes Common(const Nodes& nodes, const Nodes& wanted) {
   Nodes common;
   for (const system::NumaNode& node : nodes)

@@ -58,7 +58,7 @@ struct Seats {
   uint32_t local_rank = 0;
   uint32_t local_world = 1;
   uint32_t cpus_allowed = 0;   // by the affinity mask
-  uint32_t nodes_allowed = 0;  // that have one of them
+  uint32_t nodes_allowed = 0;  // nodes with a CPU of that mask
   uint32_t cpu_limit = 0;      // this rank's part of the cgroup's grant; 0 = no limit
   std::string note;            // what could be better; "" if nothing
 };

@@ -1,7 +1,7 @@
 // WorkPieces: divides elements among workers while they work. Each worker begins with a part of its
-// own, always the same one, because it has touched its memory first. A worker that has finished its
-// part takes pieces of the other parts, so that the workers do not wait long for one whose CPU
-// another program uses.
+// own. A worker gets the same part in every job, because it was the first to touch the memory of
+// this part. A worker that has finished its part takes pieces of the other parts, so that the
+// workers do not wait long for a worker whose CPU is used by another program.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +37,8 @@ class WorkPieces {
     }
   }
 
-  // Has the workers do what Reset has told, and waits for them: each calls body(worker), which
-  // calls Take. What is one piece the calling thread does itself: it takes less time than to wake
-  // them.
+  // Each worker calls body(worker), which calls Take; returns when all workers have ended. If there
+  // is only one piece, the calling thread calls body(0), because waking the workers takes longer.
   Status Share(WorkerPool& workers, FunctionRef<void(uint32_t worker)> body) const {
     if (!is_one_piece_) return workers.Run(body);
     body(0);

@@ -18,10 +18,10 @@ namespace {
 
 constexpr uint32_t kThreadsMax = 1024;
 
-// About 50 us: if the next job comes soon, as those of chunks do, a worker need not sleep in
-// between. Workers spin only if there are more CPUs than threads: with as many threads as CPUs a
-// spinning worker takes the CPU that another thread needs, and a job that took 7 us takes 160
-// (measured). Under a CPU quota spinning would use the quota up.
+// About 50 us: if the next job comes soon, as the jobs of chunks do, a worker does not sleep in
+// between. Workers spin only if there are more CPUs than threads. With as many threads as CPUs a
+// spinning worker takes the CPU that another thread needs: a job of 7 us then takes 160 us
+// (measured). Under a CPU quota, spinning would use up the quota.
 constexpr uint32_t kSpins = 1000;
 
 void Pause() {

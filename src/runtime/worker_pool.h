@@ -14,8 +14,8 @@ namespace hybridopt {
 
 class WorkerPool {
  public:
-  // The threads run on the CPUs of `nodes`, of which a cgroup may grant only cpu_limit (0: all).
-  // threads 0: one per CPU; at most 1024. Starts no thread.
+  // The threads run on the CPUs of `nodes`. A cgroup may grant only the time of cpu_limit CPUs (0:
+  // no limit). threads 0: one per CPU; at most 1024. Starts no thread.
   WorkerPool(uint32_t threads, Nodes nodes, uint32_t cpu_limit);
   explicit WorkerPool(uint32_t threads);  // on all CPUs this process may use
   ~WorkerPool();  // joins the threads; in a forked child it leaves them alone
@@ -32,7 +32,7 @@ class WorkerPool {
 
   struct Work {
     FunctionRef<void(uint32_t)> body;  // every worker, 0 to threads() - 1, calls it once
-    FunctionRef<void()> finished;      // then the worker that finished its part last calls this
+    FunctionRef<void()> finished;      // the worker that is the last to finish its part calls this
   };
   // Hands out a job: each worker does its part after its parts of the earlier jobs. Begin does not
   // wait for that; it waits only while kJobsMax jobs have not finished. `*job` is written before a

@@ -56,7 +56,7 @@ class MpiRanks final : public Ranks {
   }
 
   MPI_Comm communicator_ = MPI_COMM_NULL;
-  std::vector<std::byte> buffer_;  // MPI may use it until a gather ends, and one may never end
+  std::vector<std::byte> buffer_;  // MPI may use it until a gather ends, which may be never
 };
 
 // -------------------------------------------------------------------------------------- checks --

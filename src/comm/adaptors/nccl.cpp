@@ -26,7 +26,8 @@ int32_t FailCuda(const char* call, cudaError_t error) {
     if (const cudaError_t error = (call); error != cudaSuccess) return FailCuda(#call, error); \
   } while (false)
 
-// Uses a device in its scope, and restores the calling thread's device and capture mode afterwards.
+// Makes a device current in its scope, and restores the calling thread's device and capture mode
+// afterwards.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -124,8 +125,8 @@ class NcclRanks final : public Ranks {
                 nccl_.error_string(error));
   }
 
-  // Aborts NCCL's kernels. It does not wait for other ranks, so it is used to end a good
-  // communicator too.
+  // Aborts NCCL's kernels. Unlike ncclCommDestroy it does not wait for other ranks, so it also ends
+  // a communicator that works.
   void Abort() {
     if (communicator_ != nullptr) (void)nccl_.abort(communicator_);
     communicator_ = nullptr;

@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kTextBytes = 512;
 std::mutex last_error_mutex;
 char last_error[kTextBytes];  // guarded by last_error_mutex
-ThreadText told;              // to each thread
+ThreadText told;              // what LastError() returned to each thread
 
 }  // namespace
 
@@ -34,12 +34,12 @@ const char* LastError() {
 }
 
 Clock::time_point DeadlineAfter(int64_t timeout_ns) {
-  constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
+  constexpr int64_t kYearsNs = int64_t{1} << 59;  // the clock can still add this
   return Clock::now() + std::chrono::nanoseconds(std::clamp<int64_t>(timeout_ns, 0, kYearsNs));
 }
 
-// Mostly all ranks arrive within microseconds. Otherwise a rank still has much work: then the
-// pauses leave the core to it.
+// Usually all ranks arrive within microseconds, so the first polls follow each other closely. Later
+// polls pause, to leave the core to a rank that still has work to do.
 bool Poll::Again() {
   if (Clock::now() >= deadline_) return false;
   if (pauses_++ < 1000) {
