@@ -46,8 +46,8 @@ Result<const std::byte*> BlockReader::Next() {
 void BlockReader::Loop() {
   std::unique_lock lock(mutex_);
   while (true) {
-    // Extent n is read into the block of extent n - blocks_, which is free when Next has given a
-    // later one.
+    // Extent n is read into the block of extent n - blocks_. That block is free once Next has
+    // returned a later extent.
     changed_.wait(lock, [&] {
       return stopping_ || next_to_read_ == extents_.size() ||
              next_to_read_ < std::max<uint64_t>(given_, 1) - 1 + blocks_;

@@ -25,8 +25,8 @@ struct Extent {
 
 class BlockReader {
  public:
-  // Bytes of memory of one block for extents of at most `extent_bytes`, whose ends are rounded
-  // outward.
+  // Bytes of memory of one block, for extents of at most `extent_bytes`. A read begins and ends at
+  // multiples of kDirectAlignment, so a block is larger than its extent.
   static constexpr uint64_t BlockBytes(uint64_t extent_bytes) {
     return RoundUpToDirect(extent_bytes) + kDirectAlignment;
   }
@@ -60,7 +60,7 @@ class BlockReader {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<bool> done_;  // per block: its extent has been read; guarded by mutex_, as below
+  std::vector<bool> done_;  // per block: its extent has been read; guarded by mutex_, as all below
   std::vector<Status> outcomes_;  // per block
   uint64_t next_to_read_ = 0;
   uint64_t given_ = 0;  // extents that Next has returned

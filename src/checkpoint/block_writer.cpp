@@ -66,7 +66,7 @@ void BlockWriter::Loop() {
     Status status = CatchExceptions("writing a block", [&] { return WriteOne(piece); });
     lock.lock();
     writing_ -= 1;
-    free_.insert(free_.begin(), piece.block);  // the last one stays last: Next may have returned it
+    free_.insert(free_.begin(), piece.block);  // at the front: Next may have returned the last one
     if (status.ok()) {
       bytes_written_ += piece.bytes;
       status = CatchExceptions("the progress function", [&]() -> Status {

@@ -16,8 +16,8 @@ class CallChecker {
  public:
   CallChecker(const char* what, const std::string& path) : what_(what), path_(path) {}
 
-  // `result` is the result of a call, of which `advanced` bytes count. IO_FAILED for an error that
-  // is no interruption, and after many calls in a row without progress.
+  // Takes the result of a call, of which `advanced` bytes count. IO_FAILED for an error other than
+  // an interruption, and after many calls in a row without progress.
   Status Check(int64_t result, uint64_t advanced) {
     if (result < 0 && result != -EINTR) return IoError(what_, path_, result);
     idle_calls_ = advanced > 0 ? 0 : idle_calls_ + 1;
@@ -32,7 +32,7 @@ class CallChecker {
   int idle_calls_ = 0;
 };
 
-// Closes a file at the end of a function, also of one that an exception ends.
+// Closes a file at the end of a function, also if the function ends with an exception.
 class Closing {
  public:
   Closing(Files& files, int file) : files_(files), file_(file) {}
@@ -132,7 +132,7 @@ Status File::Write(const std::byte* data, uint64_t bytes, uint64_t offset) {
     const int64_t wrote = files_->Write(file_, data + done, bytes - done, offset + done);
     if (GoThroughCache(wrote, direct)) continue;
     uint64_t advanced = BytesMoved(wrote);
-    // A write that ended inside an aligned unit writes that unit again.
+    // If a write ends inside an aligned unit, the next write writes this unit again.
     if (direct && done + advanced < bytes)
       advanced = advanced / kDirectAlignment * kDirectAlignment;
     HYBRIDOPT_TRY(checker.Check(wrote, advanced));
@@ -172,7 +172,7 @@ Status File::Sync() {
 
 Status File::Close() {
   const int error = files_->Close(std::exchange(file_, -1));
-  // After EINTR the file is closed too, and its data has been synced before.
+  // After EINTR the file is closed too, and its data was synced before.
   return error == 0 || error == -EINTR ? Status() : IoError("close", path_, error);
 }
 

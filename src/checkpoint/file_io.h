@@ -1,6 +1,6 @@
-// One file of a checkpoint, written or read in large blocks around the page cache if the file
-// system allows it, and the small files beside it. Short reads and writes and interrupted calls are
-// continued; every other failure is IO_FAILED with the path and the system's error.
+// One file of a checkpoint, written or read in large blocks that bypass the page cache if the file
+// system allows it, and small files. Short reads, short writes and interrupted calls are continued;
+// every other failure is IO_FAILED with the path and the system's error.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@
 
 namespace hybridopt::checkpoint {
 
-// Reads and writes around the page cache start and end at multiples of this, in memory and in the
-// file.
+// Reads and writes that bypass the page cache start and end at multiples of this number, in memory
+// and in the file.
 inline constexpr uint64_t kDirectAlignment = 4096;
 
 constexpr uint64_t RoundUpToDirect(uint64_t bytes) {
@@ -46,7 +46,8 @@ class File {
   Status Sync();
   Status Close();
 
-  // Reads all bytes, or those before the end of the file; returns how many. Aligned like writes.
+  // Reads all bytes, or only those before the end of the file, and returns their number. The
+  // alignment is that of writes.
   Result<uint64_t> Read(std::byte* data, uint64_t bytes, uint64_t offset);
 
  private:
@@ -54,7 +55,8 @@ class File {
       : files_(&files), path_(std::move(path)), file_(file), direct_(direct) {}
   static Result<File> Open(system::Files& files, std::string path, system::Files::Open direct,
                            system::Files::Open cached, const char* what);
-  // Whether a call that was made with `direct` must be repeated through the page cache.
+  // Whether a call that was made with `direct` must be repeated through the page cache; if so,
+  // switches the file to the page cache.
   bool GoThroughCache(int64_t error, bool direct);
 
   system::Files* files_ = nullptr;
@@ -65,16 +67,16 @@ class File {
 
 // Writes, syncs and closes a whole small file.
 Status WriteSmallFile(system::Files& files, const std::string& path, const std::string& text);
-// CHECKPOINT_CORRUPT if it has more than bytes_max.
+// CHECKPOINT_CORRUPT if the file has more than bytes_max.
 Result<std::string> ReadSmallFile(system::Files& files, const std::string& path,
                                   uint64_t bytes_max);
 
 Status SyncDirectory(system::Files& files, const std::string& path);
 
-// IO_FAILED with a text that names all three.
+// IO_FAILED with a text that names the call, the path and the error.
 Status IoError(const char* what, const std::string& path, int64_t error);
 
-// Repeats a call that a signal has interrupted, but not for ever.
+// Repeats a call that a signal has interrupted, for a bounded number of times.
 template <typename Call>
 auto Uninterrupted(Call&& call) {
   auto result = call();

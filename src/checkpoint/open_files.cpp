@@ -5,7 +5,7 @@
 namespace hybridopt::checkpoint {
 namespace {
 
-constexpr size_t kOpenMax = 64;  // as many as io_depth allows to be read at once
+constexpr size_t kOpenMax = 64;  // io_depth allows at most this number of reads at once
 
 }  // namespace
 

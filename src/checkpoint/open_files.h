@@ -1,5 +1,5 @@
-// OpenFiles: the files of a checkpoint, opened when they are read. Only some of them stay open: a
-// checkpoint has one for each rank that saved it, and a process can often open only about a
+// OpenFiles: opens the files of a checkpoint when they are read. Only some of them stay open: a
+// checkpoint has one file for each rank that saved it, and a process can often open only about a
 // thousand.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace hybridopt::checkpoint {
 
 class OpenFiles {
  public:
-  explicit OpenFiles(const Reader& reader) : reader_(reader) {}  // which must outlive this object
+  explicit OpenFiles(const Reader& reader) : reader_(reader) {}  // `reader` must outlive it
 
   // Any thread may call this. A file stays open at least as long as a caller holds the pointer.
   Result<std::shared_ptr<File>> Get(uint32_t file);

@@ -21,7 +21,7 @@ std::string ParentOf(const std::string& path) {
 
 std::string NameOf(const std::string& path) {
   const std::string plain = WithoutSlashes(path);
-  return plain.substr(plain.rfind('/') + 1);  // npos + 1 is 0
+  return plain.substr(plain.rfind('/') + 1);  // if there is no slash, npos + 1 is 0
 }
 
 int LookIn(system::Files& files, const std::string& directory) {

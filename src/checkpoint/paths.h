@@ -17,8 +17,8 @@ std::string WithoutSlashes(std::string path);  // removes slashes at its end
 // for a symbolic link to nothing.
 int LookIn(system::Files& files, const std::string& directory);
 
-// The path made absolute, so that it does not depend on the working directory at the time of its
-// use. Errors are INVALID_ARGUMENT and call it options.path, as below.
+// Makes the path absolute, so that a later change of the working directory has no effect. Errors
+// are INVALID_ARGUMENT and call the path options.path; the same goes for CheckSource.
 Result<std::string> AbsolutePath(system::Files& files, const std::string& path);
 
 // Whether a checkpoint can exist at this path: a name that is too long for the file system is

@@ -30,7 +30,8 @@ std::string PendingPath(const std::string& target, uint64_t number) {
   return ParentOf(target) + "/" + PrefixOf(target) + digits;
 }
 
-// Asks the file system whether name and path are too long; the path need not exist for that.
+// Asks the file system whether the name or the path is too long. For that question the path need
+// not exist.
 Status CheckLength(Files& files, const std::string& target) {
   const std::string pending = PendingPath(target, 0);
   const std::string longest = pending + "/" + ShardFileName(kWorldMax, kWorldMax);
@@ -60,8 +61,9 @@ bool IsFileOfSave(const std::string& name) {
          IsBetween(name, "part-", ".json");
 }
 
-// Uses the open directory and not its path, which may mean another directory now. Keeps files that
-// no save makes, and then the directory too: then this returns false.
+// Removes the files of a save, and the directory if it is empty then. Keeps all other files; if
+// there are any, returns false. Works with the open directory and not with its path, because the
+// path may name another directory now.
 bool RemoveTree(Files& files, int directory, const std::string& path) {
   const Status listed = CatchExceptions("the names in a directory", [&]() -> Status {
     std::vector<std::string> names;
@@ -177,8 +179,8 @@ PendingDirectory& PendingDirectory::operator=(PendingDirectory&& other) noexcept
   return *this;
 }
 
-// Locks the new directory. INVALID_STATE if, before the lock, another process has taken it for the
-// rest of a crashed save; then the caller tries another name.
+// Locks the new directory. INVALID_STATE if another process, before the lock, has taken the
+// directory for that of a crashed save; then the caller tries another name.
 Status PendingDirectory::Occupy() {
   const int made = Uninterrupted([&] { return files_->MakeDirectory(path_); });
   if (made == -EEXIST) return Status::Error(OFFLOAD_INVALID_STATE, "the name is taken");
@@ -216,7 +218,7 @@ Status PendingDirectory::Publish() {
 }
 
 void PendingDirectory::Remove() {
-  // A directory that has got its name is no longer pending.
+  // A directory that already has its final name is not pending.
   if (lock_ >= 0 && files_->IdentityOf(path_) == files_->Identity(lock_))
     (void)RemoveTree(*files_, lock_, path_);
 }

@@ -27,7 +27,7 @@ class PendingDirectory {
 
   // Removes the directories of crashed saves to this target, then makes a new one.
   static Result<PendingDirectory> Make(system::Files& files, const std::string& target);
-  // The directory that another rank has made under this number.
+  // Returns the directory that another rank has made with this number in its name.
   static PendingDirectory Join(system::Files& files, const std::string& target, uint64_t number);
 
   ~PendingDirectory();  // releases the lock
@@ -40,8 +40,8 @@ class PendingDirectory {
   // Gives the directory its name, durably; its files must have been synced. After a failure it is
   // still pending.
   Status Publish();
-  // Removes the directory and all files of a save in it, as far as the system allows. Only for the
-  // rank that made it.
+  // Removes the directory and all files of a save in it, as far as the system allows. Only the rank
+  // that made the directory calls this.
   void Remove();
 
  private:

@@ -1,6 +1,6 @@
-// ReadHashes: hashes of what one pass over files has read, so that a second pass can check that it
-// reads the same bytes. There is one hash for each read unit of an array; both passes cut arrays
-// into the same units.
+// ReadHashes: hashes of the bytes that one pass over files has read, so that a second pass can
+// check that it reads the same bytes. There is one hash for each read unit of an array; both passes
+// cut arrays into the same read units.
 #pragma once
 
 #include <cstddef>

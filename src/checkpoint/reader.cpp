@@ -57,8 +57,8 @@ Result<Arena> MapBuffer(uint64_t bytes) {
 // Larger manifests are checked piece by piece before memory for the whole text is taken.
 constexpr uint64_t kManifestPieceBytes = uint64_t{1} << 20;
 
-// Checks that the hash at the end of a manifest is that of its text. If it is not, the size of the
-// file may be wrong too.
+// Checks the hash at the end of a manifest against its text. If they differ, the size of the file
+// may be wrong too.
 Status CheckLargeManifest(File& file, uint64_t bytes) {
   HYBRIDOPT_ASSIGN(Arena memory, MapBuffer(kManifestPieceBytes));
   const auto* const text = reinterpret_cast<const char*>(memory.data());
@@ -111,7 +111,7 @@ class FileVerifier {
         extents.push_back(
             {0, array.tensor->offset + at, std::min(read_bytes_, array.tensor->bytes - at)});
     const auto open = [&](uint32_t) -> Result<std::shared_ptr<File>> {
-      return std::shared_ptr<File>(std::shared_ptr<void>(), &file);  // which the caller closes
+      return std::shared_ptr<File>(std::shared_ptr<void>(), &file);  // the caller closes the file
     };
     BlockReader reader(open, extents, memory.data(), blocks, read_bytes_);
     HYBRIDOPT_TRY(reader.Start());
@@ -149,7 +149,7 @@ class FileVerifier {
   const uint32_t file_;
   const std::vector<Array>& arrays_;
   VerifyResult* const result_;
-  ReadHashes* const read_;  // NULL: these arrays are not read again
+  ReadHashes* const read_;  // NULL: no second pass follows
   uint64_t read_bytes_ = 0;
 };
 
@@ -259,7 +259,7 @@ Result<std::vector<std::string>> CheckpointsIn(system::Files& files, const std::
   std::sort(names.begin(), names.end());
   std::vector<std::string> paths;
   for (const std::string& name : names) {
-    // Names with a leading point are directories of unfinished saves.
+    // Names that begin with a point are directories of unfinished saves.
     if (name[0] == '.') continue;
     const std::string path = directory + "/" + name;
     const std::string manifest_path = path + "/" + kManifestFile;

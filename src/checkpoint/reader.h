@@ -32,11 +32,11 @@ struct VerifyResult {
   uint64_t damaged_blocks = 0;
   std::vector<Damage> damages;  // the first kDamagesMax of them
 
-  // OK, or CHECKPOINT_CORRUPT that names the first few.
+  // OK, or CHECKPOINT_CORRUPT with a text that names the first damaged blocks.
   Status status() const;
 };
 inline constexpr size_t kDamagesMax = 1000;
-inline constexpr uint64_t kReadBytesMax = uint64_t{8} << 20;  // at once, for every block size
+inline constexpr uint64_t kReadBytesMax = uint64_t{8} << 20;  // of one read, for every block size
 inline constexpr uint32_t kIoDepth = 4;
 inline constexpr uint32_t kIoDepthMax = 64;
 
@@ -53,17 +53,18 @@ class Reader {
 
   Result<File> OpenFile(uint32_t file) const { return File::Open(*files_, FilePath(file)); }
 
-  // Reads every block through `io_depth` buffers (1 to 64; 0 = 4) and compares every hash;
-  // continues after damage. INVALID_ARGUMENT, or IO_FAILED if it cannot read. Unless it is NULL,
-  // `read` keeps hashes of what was read of each array; its units must divide kReadBytesMax.
+  // Reads every block through `io_depth` buffers (1 to 64; 0 means 4) and compares every hash;
+  // continues after damage. INVALID_ARGUMENT for a bad io_depth, IO_FAILED if a file cannot be
+  // read. `read`, unless it is NULL, gets hashes of the bytes that were read of each array; its
+  // units must divide kReadBytesMax.
   Result<VerifyResult> Verify(uint32_t io_depth,
                               FunctionRef<void(uint64_t done, uint64_t total)> progress,
                               ReadHashes* read = nullptr) const;
 
-  // "block 2 of layer.exp_avg (bytes 8192 to 12288)", the bytes counted in the file.
+  // "block 2 of layer.exp_avg (bytes 8192 to 12288)"; bytes count from the start of the file.
   std::string BlockText(const StoredParam& param, const StoredTensor& tensor, uint64_t block) const;
-  // CHECKPOINT_CORRUPT: the array was good when it was verified, and its bytes at offset `at` have
-  // changed since.
+  // CHECKPOINT_CORRUPT: the array was good when it was verified, but its bytes at offset `at` have
+  // changed since then.
   Status ChangedSinceVerified(const StoredParam& param, const StoredTensor& tensor,
                               uint64_t at) const;
 
@@ -77,13 +78,13 @@ class Reader {
   Manifest manifest_;
 };
 
-// The paths of what may be checkpoints in a directory, by name: directories with a manifest. Those
-// of unfinished saves are not among them.
+// The paths of the directories in `directory` that have a manifest, sorted by name. Directories of
+// unfinished saves are left out.
 Result<std::vector<std::string>> CheckpointsIn(system::Files& files, const std::string& directory);
 
-// The path of the checkpoint with the highest step among those in a directory for which Open and
-// `check` return OK; of those with equal steps the last by name. Checkpoints are tried in that
-// order. INVALID_STATE if there is none.
+// The path of the checkpoint with the highest step for which Open and `check` return OK; among
+// equal steps, the last by name. Checkpoints are tried in that order. INVALID_STATE if there is
+// none.
 Result<std::string> NewestCheckpoint(system::Files& files, const std::string& directory,
                                      FunctionRef<Status(const std::string& path)> check);
 

@@ -14,7 +14,7 @@
 
 namespace hybridopt {
 
-// A point in a stream: the one of the latest Record. The device creates it.
+// A point in a stream: where the event was last recorded. The device creates it.
 struct DeviceEvent;
 using EventHandle = DeviceEvent*;
 using StreamHandle = offload_stream_t;
@@ -117,9 +117,9 @@ class Device {
   // INVALID_ARGUMENT if the range is known not to be memory of this device now.
   virtual Status CheckRange(const void* data, uint64_t bytes) const = 0;
 
-  // Pins host memory, as this device needs it for asynchronous copies. OUT_OF_HOST_MEMORY if the
-  // system does not pin these bytes: the text says which limit was met, because callers go on with
-  // "raise that limit".
+  // Pins host memory, so that this device can copy it asynchronously. OUT_OF_HOST_MEMORY if the
+  // system does not pin these bytes: the text ends with the limit that was reached, because callers
+  // append "raise that limit".
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
   virtual void UnpinHost(void* data) = 0;
   // Large memory is pinned in pieces of this size, so that few bytes are pinned again when it
@@ -134,7 +134,7 @@ class Device {
 
   // `label` names what the stream or event is for; errors show it.
   virtual Result<StreamHandle> CreateStream(const char* label) = 0;
-  // Finishes the stream's work first, if that is possible.
+  // Finishes the stream's queued work first, if that is possible.
   virtual Status DestroyStream(StreamHandle stream) = 0;
   // Destroys a stream without finishing its queued work: commands that have not begun are dropped,
   // and a wait for another stream ends. Returns when the stream touches no memory any more.
@@ -149,7 +149,7 @@ class Device {
   // this call; an event that was never recorded is complete.
   virtual Status StreamWait(StreamHandle stream, EventHandle event) = 0;
   // Later work on `stream` waits until *flag >= value, both below 2^63. The flag must outlive the
-  // stream's work; a real device can only read flags of NewFlag.
+  // stream's work; a real device can read only flags that NewFlag has returned.
   virtual Status StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                                 uint64_t value) = 0;
   // Whether the stream has reached the event's latest record. Does not wait.
@@ -174,13 +174,13 @@ class Device {
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;
   virtual Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) = 0;
   virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;
-  // The elements of a chunk if the caller does not set chunk_elements.
+  // The default of chunk_elements.
   virtual uint64_t default_chunk_elements() const { return uint64_t{1} << 20; }
   virtual Status Run(StreamHandle stream, offload_stream_function_t function, void* user) = 0;
 };
 
-// The failure of a wait that has taken device_timeout_ns, whose value is `timeout_ns`. `subject`
-// begins the sentence and `rest` ends it.
+// The failure of a wait that has taken device_timeout_ns; `timeout_ns` is its value. The text
+// begins with `subject` and ends with `rest`.
 inline Status NoProgress(const std::string& subject, int64_t timeout_ns, const std::string& rest) {
   return Status::Error(OFFLOAD_DEVICE_FAILED,
                        "%s made no progress for %.1f s (device_timeout_ns of the context)%s",

@@ -38,7 +38,7 @@ class HostDevice final : public Device {
 
   Result<void*> Allocate(uint64_t bytes) override;
   Status Free(void* data) override;
-  // Reserved ranges are for state on the device, which the host device has not.
+  // Reserved ranges are for state on the device; the host device has no such state.
   Result<void*> Reserve(uint64_t) override { return Unsupported("Reserve"); }
   void Unreserve(void*) override {}
   uint64_t page_bytes(uint64_t) const override { return kAlignment; }

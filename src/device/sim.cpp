@@ -121,7 +121,7 @@ class SimDevice final : public Device {
   mutable std::mutex mutex_;  // guards all below; no command takes it
   // All streams that were ever made; the first is the NULL stream.
   std::vector<std::unique_ptr<SimStream>> streams_;
-  std::unordered_set<void*> live_streams_;  // handles, not NULL
+  std::unordered_set<void*> live_streams_;  // of all streams but the NULL stream
   std::deque<SimEvent> events_;
   std::vector<SimEvent*> free_events_;
   std::unordered_set<void*> live_events_;
@@ -275,7 +275,7 @@ Result<EventHandle> SimDevice::CreateEvent(const char* label) {
   HYBRIDOPT_TRY(fault_.status());
   std::lock_guard lock(mutex_);
   if (free_events_.empty()) {
-    // So that DestroyEvent, which must not fail, need not allocate.
+    // Reserves room now, so that DestroyEvent, which must not fail, need not allocate.
     free_events_.reserve(events_.size() + 1);
     free_events_.push_back(&events_.emplace_back());
   }
@@ -283,7 +283,7 @@ Result<EventHandle> SimDevice::CreateEvent(const char* label) {
   std::lock_guard event_lock(event->mutex);
   event->label = label;
   live_events_.insert(event);
-  free_events_.pop_back();  // at the end, because the calls above may throw
+  free_events_.pop_back();  // last, because the calls above may throw
   return reinterpret_cast<EventHandle>(event);
 }
 
@@ -337,7 +337,7 @@ Status SimDevice::Record(EventHandle event, StreamHandle stream) {
     std::lock_guard lock(found->mutex);
     number = ++found->number;
   }
-  // Without the lock, because Queue may block until the stream has reached an older record.
+  // After the lock is released: Queue may block until the stream has reached an older record.
   HYBRIDOPT_ASSIGN(const uint64_t sequence, Queue(stream, sim::Record{found, number}));
   std::lock_guard lock(found->mutex);
   if (found->number == number) {
@@ -419,8 +419,8 @@ Status SimDevice::Synchronize(StreamHandle stream, int64_t timeout_ns) {
   return done ? Status() : StillBusy(*found, timeout_ns);
 }
 
-// A device address in place of a host address is a bug of the caller, which real devices find at
-// once.
+// A device address where a host address is expected is a bug of the caller. Real devices report it
+// at once, so the simulation does too.
 Status SimDevice::CheckHost(const void* host, uint64_t bytes) const {
   if (bytes == 0 || (host != nullptr && !memory_->Overlaps(host, bytes))) return Status();
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,

@@ -1,5 +1,5 @@
 // The commands of the simulated device's streams: plain data, the functions that execute them, and
-// the failure that ends them all.
+// the sticky failure after which no command has an effect.
 #pragma once
 
 #include <atomic>
@@ -123,7 +123,7 @@ class SimExecutor {
   SimExecutor(const SimMemory& memory, const KernelTable& kernels, const SimFault& fault)
       : memory_(memory), kernels_(kernels), fault_(fault) {}
 
-  // If `abandoned` becomes true a wait for another stream ends.
+  // Where a command waits for another stream, that wait ends when `abandoned` becomes true.
   Status Execute(const sim::Command& command, const std::atomic<bool>& abandoned) const;
 
  private:

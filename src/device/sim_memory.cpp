@@ -15,8 +15,9 @@ namespace {
 constexpr uint64_t kBlockAlignment = 256;
 constexpr int kPoison = 0xff;
 
-// In larger blocks one cache line of every page is poisoned: to poison all bytes would take as long
-// as a copy of the block, and code that uses so large a stale block still reads NaN.
+// In blocks above this size only one cache line of every page is poisoned. To poison all bytes
+// would take as long as a copy of the block, and code that uses such a large stale block reads NaN
+// anyway.
 constexpr uint64_t kFullPoisonBytesMax = uint64_t{16} << 20;
 constexpr uint64_t kPoisonLineBytes = 64;
 constexpr uint64_t kPoisonStrideBytes = 4096;

@@ -33,8 +33,8 @@ class SimMemory {
   Result<void*> Allocate(uint64_t bytes);
   Status Free(void* data);
 
-  // Ranges of addresses outside the capacity, whose first bytes may have memory, which counts
-  // towards the capacity: see Device::Reserve. Memory is poisoned when it is appended and when it
+  // Reserved ranges of addresses (Device::Reserve) are outside the capacity. Their first bytes may
+  // have memory, which counts towards the capacity and is poisoned when it is appended and when it
   // is freed.
   static constexpr uint64_t kPageBytes = 256;
   Result<void*> Reserve(uint64_t bytes);
@@ -57,7 +57,7 @@ class SimMemory {
   struct Reserved {
     uint64_t bytes;
     char* backing;
-    uint64_t backed_bytes;  // from the begin on
+    uint64_t backed_bytes;  // from the start of the range
   };
   // The reserved range that contains the address, or the end. The caller holds mutex_.
   std::map<uintptr_t, Reserved>::const_iterator FindReserved(uintptr_t address) const;

@@ -115,8 +115,8 @@ bool SimStream::End(int64_t timeout_ns) {
 }
 
 void SimStream::RunCommands() {
-  // Delays and polls are short. A thread that sleeps gives its CPU away for the delay; one that
-  // yields loses it for a whole time slice if another program has work.
+  // Delays and polls are short. A thread that sleeps gives up its CPU for just the delay; a thread
+  // that yields loses it for a whole time slice if another program has work.
   system::SetTimerSlack(1);
   RunCommandsUntilClosed();
   std::lock_guard lock(mutex_);

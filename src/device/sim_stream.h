@@ -32,8 +32,8 @@ class SimStream {
   const std::string& label() const { return label_; }
 
   Status Start();  // starts the thread now instead of with the first command
-  // Queues a command and gives its sequence number; blocks while the queue is full, as launch
-  // queues do. DEVICE_FAILED if no command completes within options.timeout_ns then.
+  // Queues a command and returns its sequence number. Blocks while the queue is full, as the launch
+  // queues of real devices do: DEVICE_FAILED if no command completes within options.timeout_ns.
   Result<uint64_t> Push(const sim::Command& command);
   uint64_t Queued() const;  // the sequence number of the last command; 0 if there was none
   // Blocks until the command of that number has completed; false after timeout_ns (negative: no
@@ -43,8 +43,8 @@ class SimStream {
   void Close();
   // Drops the commands that have not begun, and ends the thread as Close does.
   void Abandon();
-  // For a device that has been stopped: as Abandon, but returns false if the thread still runs
-  // after timeout_ns.
+  // For a device that has been stopped: does the same as Abandon, but returns false if the thread
+  // is still running after timeout_ns.
   bool End(int64_t timeout_ns);
 
  private:

@@ -43,7 +43,8 @@ Status MasterFill::FillOnDevice(uint32_t id, void* data, bool moments) {
   for (StateSlot slot : {kMaster, kMasterLow, kMoment0, kMoment1}) {
     std::byte* const array = memory_.At(Tier::kDevice, id, slot);
     if (array == nullptr) continue;
-    // A master of 0 follows every param: the one param that this is the master of is 0.
+    // At commit a master is first set to 0. FollowParams keeps a master if it rounds to its param;
+    // a master of 0 does so only for a param of 0, so every master gets the right value.
     if (moments || slot == kMasterLow)
       HYBRIDOPT_TRY(
           device_.Fill(lanes_.compute, array, count,
@@ -84,8 +85,8 @@ Status MasterFill::FillChunk(const Chunk& chunk, std::span<const Addresses> addr
   return {};
 }
 
-// One worker's part of a chunk, whose params are in the slot or, if `staged` is NULL, at their
-// addresses. At commit this is the first touch of the memory.
+// One worker's part of a chunk. The params are in the staging slot or, if `staged` is NULL, at
+// their own addresses. At commit this is the first touch of the state's memory.
 void MasterFill::FillOnHost(const Chunk& chunk, std::byte* staged,
                             std::span<const Addresses> addresses, bool moments,
                             uint32_t worker) const {

@@ -4,7 +4,7 @@
 //   what the host holds   | the down stream copies the params of a chunk to a staging slot, the
 //                         | workers convert and fill; chunk by chunk
 //
-// Params in host memory are converted from where they are.
+// Params that are in host memory are converted where they are.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ namespace hybridopt {
 
 class MasterFill {
  public:
-  // `residence` and `chunks` are the timeline's: they change when a queued change of residence
-  // runs.
+  // `residence` and `chunks` belong to the timeline: a queued change of residence changes them when
+  // it runs.
   MasterFill(Context& context, const ParamTable& table, const StateShape& shape,
              const Residence& residence, const ChunkTable& chunks, StateMemory& memory,
              Lanes& lanes)
@@ -61,7 +61,7 @@ class MasterFill {
   StateMemory& memory_;
   Lanes& lanes_;
   std::vector<float> first_moments_;  // per group: initial values
-  std::vector<Addresses> addresses_;  // per param, NULL for params that a refresh leaves alone
+  std::vector<Addresses> addresses_;  // per param; NULL for params that a refresh does not change
 };
 
 }  // namespace hybridopt

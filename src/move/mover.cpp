@@ -8,13 +8,14 @@
 namespace hybridopt {
 namespace {
 
-// Copies are cut into pieces, which take turns on two streams: one stream copies while the other
+// Copies are cut into pieces that alternate between two streams: while one stream copies, the other
 // one begins its next copy.
 constexpr uint64_t kCopyPieceBytes = uint64_t{4} << 20;
 
-// While the context has a stash, a move to the device pauses after each kPiecesTogether pieces,
-// until the device has copied the kPiecesTogether pieces before these. So at most twice as many
-// are queued, and a prefetch that the stash queues meanwhile waits for no more than these.
+// While the context has a stash, a move to the device pauses after each kPiecesTogether pieces
+// until the device has copied the kPiecesTogether pieces before them. So at most 2 *
+// kPiecesTogether pieces are queued, and a prefetch that the stash queues meanwhile waits for at
+// most these.
 constexpr uint32_t kPiecesTogether = 8;
 
 constexpr char kMoved[] = "params, gradients or states being moved";  // in errors
@@ -87,7 +88,7 @@ Status Mover::Run(MoveRequest& request, uint64_t* bytes) {
     default:
       HYBRIDOPT_TRY(CopyResource(request, bytes));
   }
-  if (request.frees_device_memory) {  // each step and move has waited for its work on the device
+  if (request.frees_device_memory) {  // no work uses it: steps and moves wait for their own work
     memory_.FreeDevice();
     LaneScratch old;  // UseScratch swaps, so this gets the lanes' scratch memory and frees it
     lanes_.UseScratch(old);
@@ -145,8 +146,7 @@ void Mover::ListStates(const MoveRequest& request) {
   }
 }
 
-// Gives the device memory of the request to the state memory and to the lanes, which own it from
-// now on.
+// Gives the device memory of the request to StateMemory and to Lanes, which own it afterwards.
 Status Mover::UseDeviceMemory(MoveRequest& request) {
   if (!request.brings_device_memory) return {};
   HYBRIDOPT_TRY(memory_.GrowDevice(request.pages));
@@ -183,9 +183,9 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
   return {};
 }
 
-// To be called before each piece of a move to the device. `pieces` is how many pieces have been
-// queued so far. Every second piece is on lanes_.up, so an event on that stream alone tells well
-// enough how far the device is.
+// To be called before each piece of a move to the device. `pieces` is the number of pieces queued
+// so far. Every second piece is on lanes_.up, so an event on that stream alone tells with
+// sufficient precision how far the device has come.
 Status Mover::AwaitPieces(uint32_t pieces) {
   if (!context_.link().has_prefetches() || pieces == 0 || pieces % kPiecesTogether != 0) return {};
   if (pieces > kPiecesTogether) HYBRIDOPT_TRY(lanes_.Wait(lanes_.moved[0], kMoved));
@@ -258,9 +258,9 @@ void Mover::KeepBlockSums(const MoveRequest& request) {
   }
 }
 
-// Makes the workers compute the block sums of the gradients that this move has just brought to the
-// host, so that the step need not read them again: now they are still in the CPU's caches. `dtype`
-// is the one in which the host holds these gradients; 0 means each gradient's own.
+// The workers compute the block sums of the gradients that this move has just brought to the host,
+// because these gradients are still in the CPU's caches; then the step need not read them again.
+// `dtype` is the dtype in which the host holds these gradients; 0 means each gradient's own.
 Status Mover::BlockSumsOnHost(const MoveRequest& request, int32_t dtype) {
   norm_inputs_.clear();
   for (const MoveItem& item : request.items) {
@@ -293,7 +293,7 @@ Status Mover::AddInPlace(std::span<const MoveItem> items) {
   const uint32_t workers = context_.workers().threads();
   return context_.workers().Run([&](uint32_t worker) {
     const WorkRange mine = RangeOfWorker(total, kWorkGrainElements, worker, workers);
-    uint64_t first = 0;  // how many elements the params before this one have
+    uint64_t first = 0;  // the number of elements of the params before this one
     for (const MoveItem& item : items) {
       const uint64_t end = first + table_.param(item.param).count;
       const uint64_t from = std::max(mine.begin, first), to = std::min(mine.end, end);
@@ -303,8 +303,8 @@ Status Mover::AddInPlace(std::span<const MoveItem> items) {
   });
 }
 
-// The down stream copies gradients piece by piece into the slots of the ring, as many pieces ahead
-// of the workers as the ring has slots. The workers add each piece.
+// The down stream copies gradients piece by piece into the slots of the ring, ahead of the workers
+// by as many pieces as the ring has slots. The workers add each piece.
 Status Mover::AddStaged(std::span<const MoveItem> items) {
   StagingRing& ring = lanes_.ring();
   const uint64_t most_elements = ring.grad_bytes() / sizeof(float);

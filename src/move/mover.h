@@ -1,6 +1,6 @@
 // Mover: copies params, gradients and states between device and host, adds gradients up on the
-// host, and has masters filled from params. Lifecycle has already decided that a move is allowed
-// when the mover runs it.
+// host, and has MasterFill fill masters from params. When the mover runs a move, Lifecycle has
+// already decided that the move is allowed.
 //
 // One move offloads the gradients of many params. While the down stream copies them, the device
 // computes the block sums of their norms on its compute stream. A later step makes its verdict from
@@ -26,16 +26,16 @@
 
 namespace hybridopt {
 
-// A queued move, with all that it needs as of its call.
+// A queued move, with all values that it needs, as they were at the time of the call.
 struct MoveRequest {
   Move move;
   std::vector<MoveItem> items;
   std::shared_ptr<const std::vector<offload_group_t>> groups;
   uint32_t producer_count = 0;
   bool frees_device_memory = false;   // the move offloads the last states that are on the device
-  bool brings_device_memory = false;  // the move reloads the first ones: `pages`, `scratch` are set
-  // Device memory for states and for the lanes. The call takes it; when the move runs, it gives it
-  // to StateMemory and to Lanes.
+  bool brings_device_memory = false;  // the move reloads the first states: sets pages, scratch
+  // Device memory for states and for the lanes. The call takes this memory; the move, when it runs,
+  // gives it to StateMemory and to Lanes.
   TakenPages pages;
   LaneScratch scratch;
 };
@@ -51,12 +51,12 @@ class Mover {
     return table.size() * (kStateSlots * sizeof(Copy) + sizeof(NormInput));
   }
 
-  // To be called before Run. `ready` has one event for each stream of the caller's that produces
-  // what is moved. Such a stream may itself be waiting until a save has read what it borrows;
+  // To be called before Run. `ready` has one event for each stream of the caller that produces data
+  // to be moved. Such a stream may itself be waiting until a save has read borrowed memory;
   // `await_borrowed` waits for that, see Lanes::WaitForCaller.
   Status AwaitProducers(const MoveRequest& request, std::span<const EventHandle> ready,
                         FunctionRef<Result<bool>()> await_borrowed);
-  // Adds the bytes that it copied to *bytes.
+  // Adds the number of copied bytes to *bytes.
   Status Run(MoveRequest& request, uint64_t* bytes);
 
  private:
@@ -97,7 +97,7 @@ class Mover {
   const SwapMemory& swap_;
   HostNormSums& host_norm_sums_;
   MasterFill& master_fill_;
-  // Of the running move.
+  // The copies of the running move.
   std::vector<Copy> copies_;
   std::vector<NormInput> norm_inputs_;
 };

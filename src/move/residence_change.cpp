@@ -44,7 +44,8 @@ void ResidenceChanger::List(const ResidenceRequest& request) {
   }
 }
 
-// Lists the copies of a range that is on one tier before the change and on one after it.
+// Lists the copies for a range whose elements are all on one tier before the change and all on one
+// tier after it.
 void ResidenceChanger::ListArray(const ResidenceRequest& request, uint32_t id, StateSlot slot,
                                  const ElementRange& range) {
   const ParamLocation& location = request.locations[id];
@@ -53,7 +54,7 @@ void ResidenceChanger::ListArray(const ResidenceRequest& request, uint32_t id, S
                            request.swap.has_value() ? *request.swap : swap_.states());
   const StateRange from = before.At(id, slot, range.begin, range.count, location);
   const StateRange to = after.At(id, slot, range.begin, range.count, location);
-  // A param that becomes its own master has the master's value.
+  // A param that becomes its own master has the master's value already.
   if (to.is_param || from.data == to.data) return;
   std::vector<Copy>& copies = from.on_device ? down_ : to.on_device ? up_ : on_host_;
   copies.push_back({from.data, to.data, shape_.params[id].Bytes(slot, range.begin, range.count)});

@@ -5,9 +5,9 @@
 //   host -> host:   the workers copy
 //
 // The call (offload_optimizer_set_device_fraction) takes the memory that the new residence needs
-// beyond the old one. After the copies the change frees the memory that is no longer needed. On
-// each tier an element has the same address under every residence, so that elements which stay on
-// their tier are not touched.
+// and the old one does not have. After the copies the change frees the memory that is no longer
+// needed. On each tier an element has the same address under every residence, so elements that stay
+// on their tier are not touched.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +22,14 @@
 
 namespace hybridopt {
 
-// A queued change, with all that it needs as of its call.
+// A queued change, with all values that it needs, as they were at the time of the call.
 struct ResidenceRequest {
   Residence residence;
   ChunkTable chunks;
   std::vector<ParamLocation> locations;  // per param
   bool on_device = true;                 // false while states are offloaded: the device has none
   bool streams_state = false;            // whether the streamed executor needs pinned state
-  TakenPages pages;                      // memory that the state on the device grows by
+  TakenPages pages;                      // memory for the states that come to the device
   std::optional<LaneRing> ring;          // set if the new residence needs another ring
   std::optional<LaneScratch> scratch;    // set if the new residence needs other scratch memory
   std::optional<SwapStates> swap;        // set if states may be offloaded
@@ -41,7 +41,7 @@ struct ResidenceRequest {
 
 class ResidenceChanger {
  public:
-  // `residence` and `chunks` are those of the optimizer's steps; Run replaces them.
+  // `residence` and `chunks` are those that the optimizer's steps use; Run replaces them.
   ResidenceChanger(Context& context, const ParamTable& table, const StateShape& shape,
                    Residence& residence, ChunkTable& chunks, StateMemory& memory, Lanes& lanes,
                    SwapMemory& swap)
@@ -64,7 +64,7 @@ class ResidenceChanger {
     std::byte* to;
     uint64_t bytes;
   };
-  // What one staging slot takes of a copy, and the offset there.
+  // The part of a copy that goes through one staging slot, and its offset in the slot.
   struct Piece {
     Copy copy;
     uint64_t slot_offset;
@@ -93,7 +93,7 @@ class ResidenceChanger {
   Lanes& lanes_;
   SwapMemory& swap_;
 
-  // Of the running change.
+  // The copies of the running change.
   std::vector<Copy> down_;
   std::vector<Copy> up_;
   std::vector<Copy> on_host_;

@@ -1,5 +1,5 @@
-// StateLocator: the address of a param's state at some point of the timeline: on the device, in the
-// host's arena, in the swap memory for offloaded states, or in the param itself.
+// StateLocator: finds the address of a param's state at some point of the timeline: on the device,
+// in the host's arena, in the swap memory for offloaded states, or in the param itself.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace hybridopt {
 
-// Where a param and its states of the device share were when a call was made.
+// The locations of a param and of its device-share states at the time of a call.
 struct ParamLocation {
   void* data;  // the param's address; NULL while it is offloaded
   bool params_on_host;
@@ -26,7 +26,7 @@ struct StateRange {
   uint64_t count;
   bool on_device;
   bool is_param;  // the param is its own master
-  // Formats beside the param: these params, with which the range is decoded.
+  // If the format is "beside the param": the params, without which the range cannot be decoded.
   std::byte* params = nullptr;
   bool params_on_device = false;
 };
@@ -38,11 +38,11 @@ struct ParamRange {
 
 class StateLocator {
  public:
-  // `residence` is the timeline's: it changes when a queued change of residence runs.
+  // `residence` belongs to the timeline: a queued change of residence changes it when it runs.
   StateLocator(const ParamTable& table, const StateShape& shape, const Residence& residence,
                const StateMemory& memory, const SwapMemory& swap)
       : StateLocator(table, shape, residence, memory, swap, swap.states()) {}
-  // `states` are for offloaded states under the residence.
+  // `states` is the memory for offloaded states that fits `residence`.
   StateLocator(const ParamTable& table, const StateShape& shape, const Residence& residence,
                const StateMemory& memory, const SwapMemory& swap, const SwapStates& states)
       : table_(table),
@@ -74,14 +74,15 @@ class StateLocator {
     return {memory_.At(tier, id, slot, first), format, count, tier == Tier::kDevice, false};
   }
 
-  // A param from element `first` on.
+  // The elements of a param from element `first` on.
   ParamRange Params(uint32_t id, uint64_t first, const ParamLocation& location) const {
     return {ParamAt(id, location) + first * DtypeBytes(table_.param(id).dtype),
             !shape_.options.unified && !location.params_on_host};
   }
 
   int32_t KindOf(StateSlot slot) const { return StateKindOf(table_.algorithm(), slot); }
-  // Whether the param has this state. Masters count in every format.
+  // Whether the param has this state, in any format. Masters count even if they are stored beside
+  // the param.
   bool Has(uint32_t id, StateSlot slot) const {
     return table_.param(id).count > 0 && KindOf(slot) >= 0 &&
            HasState(shape_.params[id].rule, Format::kFp32, slot);

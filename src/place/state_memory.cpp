@@ -95,8 +95,8 @@ void StateMemory::AddNodeBytes(const Residence& residence, NodeBytes* sum) const
   }
 }
 
-// On the host each residence holds the end of a region or nothing of it, so what is freed is the
-// region's first bytes.
+// On the host every residence holds the end of a region, or nothing of it. So the bytes to free are
+// the first bytes of the region that `from` holds.
 void StateMemory::ShrinkHost(const Residence& from, const Residence& to) {
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};

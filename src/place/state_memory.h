@@ -14,8 +14,8 @@
 
 namespace hybridopt {
 
-// Device memory that state will need. The call that needs it takes it at once, so that a full
-// device refuses the call, instead of failing queued work later.
+// Device memory that state will need. The call that needs the memory takes it at once: if the
+// device is full, that call is refused, instead of a failure of queued work later.
 class TakenPages {
  public:
   TakenPages() = default;
@@ -64,8 +64,9 @@ class StateMemory {
   // False while all states are offloaded, or after queued work failed while it moved them.
   bool has_device() const { return has_device_; }
 
-  // Grow adds the memory that `to` needs on each tier; of the device, while it has memory, these
-  // pages. After the copies Shrink frees what only `from` needed.
+  // Grow adds the memory that `to` needs on each tier; device memory comes from `pages`, and only
+  // while states are on the device. After the copies Shrink frees the memory that only `from`
+  // needed.
   Status Grow(const Residence& to, TakenPages& pages);
   void Shrink(const Residence& from, const Residence& to);
 
@@ -75,7 +76,8 @@ class StateMemory {
   bool pinned() const { return pinned_; }
   uint64_t pinned_bytes() const;
   static uint64_t PinnedBytes(const StateShape& shape, const Residence& residence);
-  // How many bytes one copy from this address may have: a copy must not leave its pinned piece.
+  // The most bytes that one copy from this address may have: a copy must not cross the end of a
+  // pinned piece.
   uint64_t BytesOfCopy(const std::byte* host) const {
     return piece_bytes_ - static_cast<uint64_t>(host - arena_.data()) % piece_bytes_;
   }
@@ -83,8 +85,8 @@ class StateMemory {
   // Adds the bytes of the host's state on each NUMA node.
   void AddNodeBytes(const Residence& residence, NodeBytes* sum) const;
 
-  // An element's address on a tier; NULL where that tier keeps no such array. The residence says
-  // whether the address has memory.
+  // The address of an element on a tier; NULL if that tier has no such array. The residence tells
+  // whether there is memory at that address.
   std::byte* At(Tier tier, uint32_t param, StateSlot slot, uint64_t element = 0) const {
     const ParamShape& shaped = shape_.params[param];
     if (!shaped.Keeps(tier, slot)) return nullptr;
@@ -107,7 +109,8 @@ class StateMemory {
                                    uint64_t piece_bytes);
   Status GrowHost(const Residence& to);
   void ShrinkHost(const Residence& from, const Residence& to);
-  // Must unpin what ShrinkHost will free.
+  // Unpins all host memory, or all that this residence does not hold. It must unpin the memory that
+  // ShrinkHost will free.
   void UnpinHost(const Residence* but_what_this_holds);
   Status PinPiece(const Piece& piece);
   void UnpinPiece(const Piece& piece);

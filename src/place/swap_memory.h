@@ -1,6 +1,7 @@
-// SwapMemory: pinned host memory for what the offload calls bring down: params, gradients, and the
-// states of the device share. Commit takes it; its pages are first touched when they are used. It
-// has nothing to do with the operating system's swap: none of it is on a disk.
+// SwapMemory: pinned host memory for what the offload calls copy from the device: params,
+// gradients, and the states of the device share. Commit takes the memory; its pages are first
+// touched when they are used. It has nothing to do with the operating system's swap: nothing of it
+// is on a disk.
 #pragma once
 
 #include <array>

@@ -30,8 +30,8 @@ Result<SlabPool> SlabPool::Create(Context& context, const SlabSizes& sizes) {
   return pool;
 }
 
-// Maps pieces until there are all slabs, or until the system refuses: then the pool has what there
-// is by then.
+// Maps pieces until the pool has all its slabs, or until the system refuses more. In that case the
+// pool keeps the slabs that it has by then.
 Status SlabPool::Map(Context& context, bool allow_pageable) {
   const uint64_t piece_bytes = context.device().pin_piece_bytes();
   piece_slabs_ = static_cast<uint32_t>(std::max<uint64_t>(1, piece_bytes / sizes_.slab_bytes));

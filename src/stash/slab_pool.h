@@ -1,10 +1,10 @@
-// SlabPool: the host memory of a stash, in slabs of equal size. What is put aside gets a chain of
-// slabs, which need not be neighbours, so the memory does not become fragmented.
+// SlabPool: the host memory of a stash, in slabs of equal size. Each push gets a chain of slabs,
+// which need not be neighbours, so the memory does not become fragmented.
 //
 //   piece 0 | slab 0 | slab 1 | slab 2 |   piece 1 | slab 3 | slab 4 | ...
 //
-// All memory is taken when the pool is made. It is pinned piece by piece, so that the pool has as
-// much as the system pins.
+// All memory is taken when the pool is made. It is pinned piece by piece, so that the pool gets as
+// much memory as the system pins.
 #pragma once
 
 #include <cstddef>
@@ -51,8 +51,9 @@ class SlabPool {
   SlabChain Take(uint32_t count);
   void Give(const SlabChain& chain);
 
-  // Calls visit(data, offset, bytes) for the first `bytes` of the chain, in order; neighbours are
-  // one visit. `offset` is that of `data` in the chain. Ends with the first failure.
+  // Calls visit(data, offset, bytes) for the first `bytes` of the chain, in order. Neighbouring
+  // slabs are visited together. `offset` counts from the start of the chain. Stops at the first
+  // failure.
   using Visit = FunctionRef<Status(std::byte* data, uint64_t offset, uint64_t bytes)>;
   Status ForEachRun(const SlabChain& chain, uint64_t bytes, Visit visit) const;
 
@@ -61,17 +62,17 @@ class SlabPool {
   std::byte* data(uint32_t slab) const {
     return room_.pieces()[slab / piece_slabs_].data() + slab % piece_slabs_ * sizes_.slab_bytes;
   }
-  // Whether the next slab of the chain lies right behind this one.
+  // Whether the next slab of the chain follows this slab directly in memory.
   bool IsNeighbour(uint32_t slab) const {
     return next_[slab] == slab + 1 && next_[slab] % piece_slabs_ != 0;
   }
 
   SlabSizes sizes_;
   uint32_t piece_slabs_ = 1;
-  PinnedRoom room_;             // its pieces are of piece_slabs_ slabs, but the last may have fewer
-  std::vector<uint32_t> next_;  // of each slab that is not the last of its chain
-  // A stack: Take returns the slabs that Give got last. If chains are given back in the opposite
-  // order of their pushes, new chains consist of neighbours again.
+  PinnedRoom room_;             // pieces of piece_slabs_ slabs; the last may have fewer
+  std::vector<uint32_t> next_;  // per slab: the next slab of its chain
+  // A stack: Take returns the slabs that Give received last. If chains are given back in the
+  // reverse order of their pushes, new chains consist of neighbours again.
   SlabChain free_;
 };
 

@@ -12,7 +12,7 @@ constexpr uint64_t kSlabUnitBytes = 4096;
 constexpr uint64_t kDefaultSlabBytes = uint64_t{4} << 20;
 constexpr uint64_t kDefaultMinBytes = uint64_t{1} << 20;
 constexpr uint32_t kDefaultTicketsMax = 4096;
-// How often a Wait looks whether the stash is being destroyed.
+// How often a Wait checks whether the stash is being destroyed.
 constexpr int64_t kLookNs = 20'000'000;
 
 unsigned long long ForText(uint64_t value) { return value; }
@@ -21,7 +21,8 @@ uint64_t SlabsOf(uint64_t bytes, uint64_t slab_bytes) { return (bytes - 1) / sla
 
 }  // namespace
 
-// -------------------------------------------------------------------------------- what it needs --
+// -------------------------------------------------------------------------------- memory and plan
+// --
 
 Result<Stash::Settings> Stash::Check(const offload_stash_options_t& options) {
   Settings settings;
@@ -143,7 +144,7 @@ Status Stash::Close() {
   return {};
 }
 
-// Streams go first: they may still copy from and to the slabs.
+// Streams are destroyed first: they may still copy from and to the slabs.
 Stash::~Stash() {
   for (StreamHandle stream : {down_, up_}) device().AbandonStream(stream);
   const auto destroy = [this](EventHandle event) {
@@ -168,7 +169,8 @@ Status Stash::CheckUsable(StreamHandle stream) {
   return device().CheckStream(stream);
 }
 
-// After the failure of a call that has queued a part of its work.
+// For a call that has queued only a part of its work: if `cause` is a failure, the stash is
+// poisoned.
 Status Stash::Poison(Status cause) {
   if (!cause.ok()) failure_ = cause;
   return cause;
@@ -212,8 +214,9 @@ Result<offload_stash_ticket_t> Stash::Push(uint32_t lane, const void* data, uint
   return tickets_.TicketOf(entry);
 }
 
-// Gives slabs of tickets that have ended back: those of which no copy is under way, and as many
-// others as are needed for `slabs` slabs and an entry.
+// Gives back the slabs of ended tickets whose copies have ended. If `slabs` slabs and an entry are
+// not free then, also gives back slabs of other ended tickets; the down stream waits for their
+// copies.
 Status Stash::Reclaim(uint32_t slabs) {
   if (queues_) HYBRIDOPT_TRY(timings_.Collect());
   while (StashEntry* const ending = tickets_.FirstEnding()) {
@@ -329,7 +332,8 @@ void Stash::End(StashEntry& entry) {
   tickets_.End(entry);
 }
 
-// ---------------------------------------------------------------------------- what nobody needs --
+// -------------------------------------------------------------------------- dropped without a pop
+// --
 
 Status Stash::Drop(offload_stash_ticket_t ticket, StreamHandle stream) {
   std::lock_guard lock(mutex_);
@@ -338,7 +342,7 @@ Status Stash::Drop(offload_stash_ticket_t ticket, StreamHandle stream) {
   return DropEntry(*entry, stream);
 }
 
-// The copy to the device waits for that to the host.
+// It is enough to wait for the copy to the device: that copy itself waits for the copy to the host.
 Status Stash::DropEntry(StashEntry& entry, StreamHandle stream) {
   if (queues_) HYBRIDOPT_TRY(device().StreamWait(stream, entry.went_up ? entry.up : entry.down));
   counts_.drops += 1;
@@ -363,7 +367,8 @@ Status Stash::Rollback(offload_stash_mark_t mark, StreamHandle stream) {
 
 // ------------------------------------------------------------------------------------- the host --
 
-// The events behind the copies that the ticket has queued. The same event twice: there is one.
+// The events that are recorded after the ticket's copies. If there is only one event, both entries
+// are that event.
 Status Stash::EventsToAwait(offload_stash_ticket_t ticket, EventHandle (&events)[2]) {
   std::lock_guard lock(mutex_);
   HYBRIDOPT_TRY(CheckPoison());
@@ -407,7 +412,7 @@ Status Stash::Wait(offload_stash_ticket_t ticket, int64_t timeout_ns) {
 
 Result<offload_stash_stats_t> Stash::Stats() {
   std::lock_guard lock(mutex_);
-  if (queues_ && failure_.ok()) (void)timings_.Collect();  // a failure shows in other calls
+  if (queues_ && failure_.ok()) (void)timings_.Collect();  // other calls report a failure
   offload_stash_stats_t stats = counts_;
   stats.tickets = tickets_.live();
   stats.slabs_bytes = slabs_.bytes();

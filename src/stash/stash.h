@@ -3,15 +3,17 @@
 //   caller's stream   ..layer 1 | ready |  ..layer 3 | release 1 |      ...      | pop 1 | ..layer
 //   1 down stream                   | copy 1 | down | up stream prefetch 1  | copy 1 | up |
 //
-// Each copy waits for what has written or used its memory, and each user of memory for its copy: by
-// events, which every call records and waits for in the order of the calls. So no wait is for work
-// that is queued later, and no call waits on the host.
+// Every call records events and waits for events in the order of the calls. By these events a copy
+// waits for the work that has written or used its memory, and work that uses memory waits for the
+// copy of this memory. So no stream waits for work that is queued later, and no call waits on the
+// host.
 //
-// A push that finds no room is refused with ticket 0; nothing is ever evicted for it.
+// A push for which there is no room is refused with ticket 0; no other ticket's data is ever
+// evicted.
 //
-// Slabs of a ticket that has ended belong to a push again when the copy to the device that may
-// still read them has ended, or when the down stream waits for it. The caller cannot tell these
-// cases apart.
+// When a ticket has ended, a copy to the device may still be reading its slabs. A later push gets
+// these slabs when that copy has ended, or else the down stream first waits for that copy. The
+// caller cannot observe the difference.
 #pragma once
 
 #include <atomic>
@@ -34,7 +36,7 @@ class Stash {
                                                const offload_stash_options_t& options);
   ~Stash();
 
-  // See offload.h. A ticket of 0: the stash has not taken it.
+  // See offload.h. Ticket 0 means that the stash has refused the push.
   Result<offload_stash_ticket_t> Push(uint32_t lane, const void* data, uint64_t bytes,
                                       StreamHandle stream);
   Status Release(offload_stash_ticket_t ticket, StreamHandle stream);
@@ -86,8 +88,8 @@ class Stash {
   Timings timings_;
   StreamHandle down_ = nullptr;
   StreamHandle up_ = nullptr;
-  EventHandle ready_ = nullptr;  // behind the caller's work that a copy waits for
-  EventHandle all_[2] = {};      // behind all copies, of each direction
+  EventHandle ready_ = nullptr;  // recorded after the caller's work that a copy waits for
+  EventHandle all_[2] = {};      // recorded after all copies of each direction
   Status failure_;               // of a copy: the stash is poisoned
   uint64_t used_slabs_ = 0;
   offload_stash_stats_t counts_{};

@@ -1,13 +1,14 @@
-// TicketTable: the tickets of a stash. A ticket names an entry and the push that has taken it, by a
-// number that no other push of the process has (ticket_numbers.h): a ticket that has ended is
-// refused, and so is one of another stash. A mark names a lane and the last push before it:
+// TicketTable: the tickets of a stash. A ticket names an entry and a push that has taken this
+// entry. No other push of the process has the same number (ticket_numbers.h), so a ticket that has
+// ended is refused, and so is a ticket of another stash. A mark names a lane and the last push
+// before the mark:
 //
 //   63                      16 15        0
 //   |          push          |   entry    |      ticket
 //   |  lane (16)  |         push          |      mark
 //
-// An entry is free, live, or ending: then its ticket is no good any more, but the device may still
-// copy from or to its slabs. All entries are made at the beginning.
+// An entry is free, live, or ending. Ending: its ticket is no longer valid, but the device may
+// still copy from or to its slabs. All entries are allocated in the constructor.
 #pragma once
 
 #include <cstdint>
@@ -23,18 +24,18 @@ namespace hybridopt {
 struct StashEntry {
   SlabChain slabs;
   uint64_t bytes = 0;
-  EventHandle down = nullptr;  // recorded behind the copy to the host
-  EventHandle up = nullptr;    // recorded behind the copies to the device
+  EventHandle down = nullptr;  // recorded after the copy to the host
+  EventHandle up = nullptr;    // recorded after the copies to the device
   bool went_up = false;        // up has been recorded for this ticket
-  bool prefetched = false;     // and not popped since
+  bool prefetched = false;     // it was prefetched and has not been popped
 
  private:
   friend class TicketTable;
   bool live_ = false;
   uint32_t lane_ = 0;
-  uint32_t previous_ = 0;  // in its lane, while live
-  uint32_t next_ = 0;      // in its lane while live, else among the free or the ending ones
-  uint64_t push_ = 0;      // that has taken it last: the stash's first is 1
+  uint32_t previous_ = 0;  // the previous entry of its lane, while live
+  uint32_t next_ = 0;  // while live: the next entry of its lane; else: the next free or ending one
+  uint64_t push_ = 0;  // the latest push that has taken it; the stash's first push is 1
 };
 
 class TicketTable {
@@ -44,7 +45,7 @@ class TicketTable {
 
   TicketTable() = default;
   TicketTable(uint32_t entries, uint32_t lanes);
-  // To be called, and to succeed, before the first Mark and before each Begin.
+  // Must succeed before the first Mark and before each Begin.
   Status ReserveNumber() { return numbers_.Reserve(pushes_ + 1); }
 
   static uint64_t ScratchBytes(uint32_t entries, uint32_t lanes) {
@@ -53,7 +54,7 @@ class TicketTable {
 
   std::vector<StashEntry>& entries() { return entries_; }
   uint32_t live() const { return live_; }
-  // Entries that no live ticket has: free ones, and ending ones, which can be freed.
+  // The number of entries without a live ticket: free entries and ending entries.
   uint32_t not_live() const { return static_cast<uint32_t>(entries_.size()) - live_; }
   bool has_free() const { return free_ != kNone; }
 
@@ -61,21 +62,22 @@ class TicketTable {
   Result<StashEntry*> Find(uint64_t ticket);
   uint64_t TicketOf(const StashEntry& entry) const;
 
-  // has_free() is true.
+  // Requires has_free().
   StashEntry& Begin(uint32_t lane);
   void End(StashEntry& entry);
-  StashEntry* FirstEnding();  // the one that has ended first; NULL: none
+  StashEntry* FirstEnding();  // the entry that has ended first; NULL: none
   void FreeFirstEnding();
 
   uint64_t Mark(uint32_t lane) const;
   Status CheckMark(uint64_t mark) const;
-  // The latest live ticket that the mark's lane has got since; NULL: none. The mark is good.
+  // The latest live ticket that the mark's lane has got since the mark; NULL: none. CheckMark must
+  // have accepted the mark.
   StashEntry* LastSince(uint64_t mark);
 
  private:
   static constexpr uint32_t kNone = UINT32_MAX;
   struct Lane {
-    uint32_t last = kNone;  // of its live entries
+    uint32_t last = kNone;  // the last of its live entries
   };
 
   uint32_t IndexOf(const StashEntry& entry) const {

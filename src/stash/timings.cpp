@@ -58,13 +58,14 @@ Status Timings::End(StreamHandle stream) {
   return {};
 }
 
-// The link knows of the interval no longer.
+// Tells the link that the copies of the interval have ended.
 void Timings::Ended(const Pair& pair) {
   if (pair.interval == Interval::kDown) link_->PushEnded(pair.bytes);
   if (pair.interval == Interval::kUp) link_->PrefetchEnded(pair.end);
 }
 
-// In the order in which they began: an interval behind one that goes on is added up later.
+// Intervals are added up in the order in which they began: an interval waits for the intervals
+// before it.
 Status Timings::Collect() {
   for (; first_ < count_; ++first_) {
     const Pair& next = pair(first_);

@@ -1,6 +1,6 @@
-// Timings: how long streams copied and waited, as the device times it, and which copies are under
-// way, which it tells the link. A ring of pairs of events: where all pairs are still in use, an
-// interval is not timed, and the link does not know of it.
+// Timings: measures how long streams copied and waited, by the device's clock, and tells the link
+// which copies are under way. The event pairs form a ring: while all pairs are in use, a new
+// interval is not timed, and the link is not told of it.
 #pragma once
 
 #include <array>
@@ -29,15 +29,16 @@ class Timings {
 
   static constexpr uint64_t ScratchBytes() { return kPairs * sizeof(Pair); }
 
-  // An interval of a stream's work begins and ends; no other interval begins in between. Without
+  // An interval of a stream's work begins and ends; no other interval begins in between. Before
   // Create nothing is timed.
   Status Begin(Interval interval, uint64_t bytes, StreamHandle stream);
   // The same for copies to the device, which wait for the work on `caller` and for `down`.
   Status BeginUp(uint64_t bytes, StreamHandle stream, StreamHandle caller, EventHandle down);
   Status End(StreamHandle stream);
-  // Adds up the intervals that the device has come to the end of.
+  // Adds up the intervals whose end the device has reached.
   Status Collect();
-  // Bytes that steps and moves had queued to the device ahead of copies to it, over all of these.
+  // Bytes of steps and moves that were queued ahead of copies to the device, summed over all these
+  // copies.
   uint64_t ahead_bytes() const { return ahead_bytes_; }
   const Total& total(Interval interval) const { return totals_[static_cast<size_t>(interval)]; }
 
@@ -45,8 +46,8 @@ class Timings {
   struct Pair {
     EventHandle begin = nullptr;
     EventHandle end = nullptr;
-    EventHandle ready = nullptr;  // of copies to the device: behind the caller's work
-    EventHandle down = nullptr;   // the same: behind the copy to the host, an event of the ticket
+    EventHandle ready = nullptr;  // for copies to the device: recorded after the caller's work
+    EventHandle down = nullptr;   // for copies to the device: the ticket's event `down`
     Interval interval = Interval::kDown;
     uint64_t bytes = 0;
   };
@@ -57,8 +58,8 @@ class Timings {
   Link* link_ = nullptr;
   std::vector<Pair> pairs_;
   uint64_t first_ = 0;  // the number of the first interval that has not been added up
-  uint64_t count_ = 0;  // of intervals that have ended
-  bool begun_ = false;  // the interval count_ has begun
+  uint64_t count_ = 0;  // intervals that have ended
+  bool begun_ = false;  // the interval with the number count_ has begun
   std::array<Total, 4> totals_;
   uint64_t ahead_bytes_ = 0;
 };

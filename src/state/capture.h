@@ -6,9 +6,9 @@
 //                                              ^ position: the save has read all before it
 //
 // Most of what a save reads is memory of the library. Params that are masters, or upper halves of
-// masters, are memory of the caller: the save borrows them. The caller may write its params as soon
-// as a step behind the save has completed, so that step completes only after the save has read all
-// that it borrows.
+// masters, are memory of the caller: the save borrows this memory. The caller may write its params
+// as soon as a step that was queued after the save has completed. So such a step completes only
+// after the save has read all borrowed memory.
 #pragma once
 
 #include <atomic>
@@ -30,11 +30,11 @@ class Capture {
     params_[param] = {begin, element_bytes};
   }
 
-  // Sets the position behind the last borrowed byte; 0, the initial value: the save borrows
+  // Sets the position after the last borrowed byte. The initial value 0 means that the save borrows
   // nothing.
   void SetBorrowedEnd(uint64_t position) { borrowed_end_ = position; }
   bool borrows() const { return borrowed_end_ > 0; }
-  // Whether the save has read all that it borrows.
+  // Whether the save has read all borrowed memory.
   bool has_read_borrowed() const { return position_.load() >= borrowed_end_; }
 
   // The save calls this while it reads; positions only grow.
@@ -42,7 +42,7 @@ class Capture {
     position_.store(position);
     WakeWaiters();
   }
-  // The save calls this when it reads no memory any more, whether it succeeded or failed.
+  // The save calls this when it will read no more memory, whether it succeeded or failed.
   void End() {
     position_.store(UINT64_MAX);
     WakeWaiters();
@@ -54,8 +54,8 @@ class Capture {
   }
   // Returns when the save has read the first `end` elements of all of the param's arrays.
   void Await(uint32_t param, uint64_t end) { AwaitPosition(PositionOf(param, end)); }
-  // These wait for at most timeout_ns; a negative timeout waits without limit. They return whether
-  // the save has read all that it borrows, or all that it saves.
+  // These wait for at most timeout_ns; a negative timeout waits without limit. AwaitBorrowed
+  // returns whether the save has read all borrowed memory, AwaitAll whether it has read all memory.
   bool AwaitBorrowed(int64_t timeout_ns = -1) { return AwaitPosition(borrowed_end_, timeout_ns); }
   bool AwaitAll(int64_t timeout_ns) { return AwaitPosition(UINT64_MAX, timeout_ns); }
 
@@ -90,7 +90,7 @@ class Capture {
   std::vector<LastArray> params_;
   uint64_t borrowed_end_ = 0;
   std::atomic<uint64_t> position_ = 0;
-  std::atomic<uint32_t> waiting_ = 0;  // threads
+  std::atomic<uint32_t> waiting_ = 0;  // the number of waiting threads
   std::mutex mutex_;
   std::condition_variable advanced_;
 };

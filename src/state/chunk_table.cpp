@@ -11,8 +11,8 @@ namespace {
 constexpr uint64_t kSlotAlignmentBytes = 64;  // a cache line
 constexpr uint64_t kCutElements = 1024;  // chunks that are not full have whole multiples of this
 
-// Returns the elements of the next chunk. `rest` counts those that no chunk has yet, including the
-// ones of this chunk.
+// Returns the number of elements of the next chunk. `rest` is the number of elements that no chunk
+// has yet.
 uint64_t ChunkElements(const StateShape& shape, uint64_t rest) {
   if (shape.options.unified) return UINT64_MAX;
   if (!SharesChunks(shape)) return shape.options.chunk_elements;
@@ -73,8 +73,8 @@ class ChunkCutter {
   }
 
   // Places a fragment's arrays in a slot of the device's ring. An array keeps the alignment that it
-  // has on the host. Where only padding separates it from the array before it on the host, it keeps
-  // that distance too, so that both are one copy.
+  // has on the host. If on the host only padding lies between this array and the one before it, the
+  // array keeps that distance too, so that one copy moves both.
   void PlaceInRing(Fragment& fragment) {
     const ParamShape& shaped = shape_.params[fragment.param];
     for (uint32_t index = 0; index < kStateSlots; ++index) {
@@ -101,8 +101,8 @@ class ChunkCutter {
   ChunkTable& table_;
   uint64_t grad_bytes_ = 0;  // of the open chunk so far
   uint64_t param_bytes_ = 0;
-  std::array<uint64_t, kStateSlots> state_end_{};  // of the open chunk, in its areas
-  std::array<uint64_t, kStateSlots> host_end_{};   // the same, in the host's regions
+  std::array<uint64_t, kStateSlots> state_end_{};  // where the areas of the open chunk end
+  std::array<uint64_t, kStateSlots> host_end_{};   // where its arrays end in the host's regions
 };
 
 }  // namespace

@@ -7,10 +7,10 @@
 //   fragments                    |  f0  |   f1  |   f2  |    f3    |     f4      |
 //   chunks                       |  0   |       1       |         2              |
 //
-// One staging slot holds one chunk. A fragment is the range of one param in a chunk; it ends at the
-// end of a unit, and a chunk grows to hold a unit that is larger than a chunk. Where there is
-// no staging all fragments form one chunk. Where CPU workers and streams share the chunks, the last
-// chunks become smaller and smaller, so that the side that has done its last chunk waits little
+// One staging slot holds one chunk. A fragment is the range of one param in a chunk. A fragment
+// ends where a unit ends; a chunk grows if a unit is larger than a chunk. If nothing is staged, all
+// fragments form one chunk. If CPU workers and the device's streams share the chunks, the last
+// chunks become smaller and smaller, so that the side that finishes first waits only a short time
 // for the other.
 //
 // A slot of the device's ring holds the state of a chunk, one area for each array. Fragments whose
@@ -54,16 +54,16 @@ struct Chunk {
 struct ChunkTable {
   std::vector<Fragment> fragments;
   std::vector<Chunk> chunks;
-  std::vector<uint32_t> last_chunk_end;  // per param: the index behind its last chunk
+  std::vector<uint32_t> last_chunk_end;  // per param: the index after its last chunk
   uint64_t slot_grad_bytes = 0;
   uint64_t slot_param_bytes = 0;
   uint64_t grads_down_bytes = 0;
   uint64_t params_up_bytes = 0;
   std::array<uint64_t, kStateSlots> state_area_bytes{};  // of a slot of the device's ring
-  uint64_t held_grads_bytes = 0;  // the same, for gradients that the host holds
+  uint64_t held_grads_bytes = 0;  // bytes of such a slot for gradients that the host holds
 
-  // At which byte of a slot of the device's ring an area begins; kStateSlots: the area of the
-  // gradients.
+  // The byte of a slot of the device's ring at which an area begins. `slot` kStateSlots is the area
+  // of the gradients.
   uint64_t StateArea(uint32_t slot) const {
     return std::accumulate(state_area_bytes.begin(), state_area_bytes.begin() + slot, uint64_t{0});
   }
@@ -72,14 +72,14 @@ struct ChunkTable {
   std::span<const Fragment> FragmentsOf(const Chunk& chunk) const {
     return std::span(fragments).subspan(chunk.first_fragment, chunk.fragment_count);
   }
-  // Bytes of the table itself where all state is on the host, its largest size.
+  // The largest size of the table itself: its bytes when all state is on the host.
   static uint64_t BytesMax(const StateShape& shape);
 };
 
-// Calls visit(fragment, first, count) for the range of each fragment that is in `range`. `range`
-// counts active elements only, of which the fragments have `total`, and before(f) come before
-// fragment f. `first` counts from the fragment's begin. A unit belongs to the range in which its
-// end is.
+// Calls visit(fragment, first, count) for the part of each fragment that is in `range`. `range`
+// counts the active elements of all fragments, `total` in number; before(f) of them come before
+// fragment f. `first` counts from the fragment's begin. A unit belongs to the range in which the
+// unit ends.
 template <typename Before, typename Visit>
 void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& before,
                   const WorkRange& range, Visit&& visit) {
@@ -99,8 +99,8 @@ void ForEachRange(std::span<const Fragment> fragments, uint64_t total, Before&& 
   }
 }
 
-// The address of the fragment's element `first` in the param: in the params half of a staging slot,
-// or, where that is NULL, behind the param's own address.
+// The address of the fragment's element `first` in the param: in the params half of a staging slot
+// (`staged`), or in the param itself if `staged` is NULL.
 inline std::byte* ParamAt(const Fragment& fragment, uint64_t first, uint64_t element_bytes,
                           std::byte* staged, void* param) {
   if (staged != nullptr) return staged + fragment.param_offset + first * element_bytes;
@@ -116,18 +116,20 @@ ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Res
 inline bool SharesChunks(const StateShape& shape) {
   return shape.options.cpu_updates && shape.options.streams_state;
 }
-// Then a chunk is at most this part of the elements that are left. At the end of a step both
-// executors still have what they have taken ahead, by default 8 and 3 chunks: half of what is left.
+// If two executors share the chunks, a chunk has at most 1 / kChunksAhead of the elements that are
+// left. Near the end of a step both executors still have chunks that they have taken ahead, by
+// default 8 and 3: about half of what is left.
 inline constexpr uint64_t kChunksAhead = 24;
-// But it has at least these elements: fewer would not be worth the calls.
+// The least elements of such a chunk: smaller chunks would not be worth the calls.
 inline uint64_t SmallestChunkElements(const StateShape& shape) {
   return std::min(shape.options.chunk_elements,
                   std::max<uint64_t>(shape.options.chunk_elements / 16, 1024));
 }
-// Chunks that are not full: 24 * ln 16 while they become smaller, and 24 of the smallest.
+// At most this number of chunks are not full: 24 * ln 16 while chunks become smaller, then 24 of
+// the smallest size.
 inline constexpr uint64_t kSmallChunksMost = 96;
 
-// An upper bound of the number of chunks: those where all state is on the host.
+// An upper bound of the number of chunks: their number when all state is on the host.
 inline uint64_t ChunksMost(const StateShape& shape) {
   if (shape.options.unified) return 1;
   const uint64_t full = shape.element_count / shape.options.chunk_elements + 1;
@@ -135,7 +137,8 @@ inline uint64_t ChunksMost(const StateShape& shape) {
                             ? full
                             : std::min(full + kSmallChunksMost,
                                        shape.element_count / SmallestChunkElements(shape) + 1);
-  // Two neighbours together are a full chunk: the second one begins with a unit that did not fit.
+  // Two neighbours together have at least the elements of a full chunk: the second one begins with
+  // a unit that did not fit into the first.
   return shape.largest_unit == 1 ? most : 2 * most;
 }
 

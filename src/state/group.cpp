@@ -8,8 +8,8 @@ namespace hybridopt {
 namespace {
 
 Status CheckNumber(const char* name, double value, NumberRange range) {
-  // The kernels compute in fp32, so the value must be finite, and above 0 where that is required,
-  // after it is rounded to fp32 too. The comparison is written so that NaN fails it.
+  // The kernels compute in fp32. So the value must be finite, and above 0 if the field requires
+  // that, even after it is rounded to fp32. The comparison is written so that NaN fails it.
   const float rounded = static_cast<float>(value);
   if (range == kZeroToBelowOne) {
     if (value >= 0 && value < 1) return {};

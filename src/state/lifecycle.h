@@ -28,8 +28,9 @@ class Lifecycle {
   // param's states on the device.
   Lifecycle(const ParamTable& table, uint32_t movable, std::vector<uint64_t> device_state_bytes);
 
-  // Returns those params of `ids` that the move has to move: not those that are at its destination
-  // already. INVALID_STATE if the move is not allowed for one of `ids`. Changes nothing.
+  // Returns the params of `ids` that the move has to move, without those that are at its
+  // destination already. INVALID_STATE if the move is not allowed for one of `ids`. Changes
+  // nothing.
   Result<std::vector<uint32_t>> Check(Move move, std::span<const uint32_t> ids) const;
   // Records the move of `ids`, which Check has returned.
   void Apply(Move move, std::span<const uint32_t> ids);
@@ -65,11 +66,11 @@ class Lifecycle {
   ParamsAt ParamsLocation(uint32_t id) const;
   GradAt GradLocation(uint32_t id) const;
   StatesAt StatesLocation(uint32_t id) const;
-  // Returns true if the call changes the param, false if it does nothing, or the error with which
-  // it is refused.
+  // Returns true if the call changes the param, false if it has no effect, or the error with which
+  // the call is refused.
   template <typename At>
   Result<bool> Judge(const Transition<At>& transition, uint32_t id) const;
-  // The same for a move, by all three tables.
+  // The same for a move, decided by all three tables.
   Result<bool> CheckOne(Move move, uint32_t id) const;
   Status CheckMovable(Move move) const;
   void SetHostGrad(uint32_t id, HostGrad held);

@@ -1,6 +1,6 @@
-// The table of moves: what each move copies, and what it needs. Lifecycle reads from it what is
-// allowed, the mover what to copy, and the facade which addresses a call gives up and what it waits
-// for. docs/LIFECYCLE.md lists which move is allowed in which state.
+// The table of moves: what each move copies, and what it needs. Lifecycle reads from the table what
+// is allowed, the mover reads what to copy, and Optimizer reads which addresses a call gives up and
+// what it waits for. docs/LIFECYCLE.md lists which move is allowed in which state.
 #pragma once
 
 #include <array>
@@ -35,8 +35,8 @@ struct MoveRow {
                      // memory on the host
   const char* movable_name;
   bool gives_up_address;  // of the resource on the device
-  // Whether it reads, writes or frees what a save reads: masters, moments, and params that are
-  // their own masters.
+  // Whether the move reads, writes or frees memory that a save reads: masters, moments, and params
+  // that are their own masters.
   bool touches_state;
 };
 
@@ -76,7 +76,7 @@ static_assert(RowsStandInOrder());
 struct MoveItem {
   uint32_t param;
   void* address;  // the address of its data or gradient at the time of the call
-  void* data;     // that of its data
+  void* data;     // the address of its data
   bool first;     // in an accumulation: this gradient is the first, the host holds no sum yet
 };
 

@@ -85,7 +85,7 @@ Result<uint32_t> ParamTable::AddParams(std::span<const ParamInput> inputs) {
   return addition.Keep();
 }
 
-// After a failure, which may be std::bad_alloc, the param may be half added: Addition removes it.
+// If this fails, also by std::bad_alloc, the param may be half added: Addition removes it.
 Status ParamTable::AddOne(const ParamInput& input) {
   const offload_param_t& source = input.param;
   HYBRIDOPT_TRY(CheckParam(source));

@@ -69,7 +69,8 @@ class ParamTable {
   std::span<const Param> params() const { return params_; }
   std::span<const Addresses> addresses() const { return addresses_; }
   std::span<const offload_group_t> groups() const { return groups_; }
-  // The groups as they are now, for work that is queued. It is the same list until one changes.
+  // The present groups, for work that is queued. All calls return the same list until a group
+  // changes.
   std::shared_ptr<const std::vector<offload_group_t>> GroupsNow();
 
  private:
@@ -95,7 +96,7 @@ class ParamTable {
   const int32_t algorithm_;
   const Device& device_;
   std::vector<offload_group_t> groups_;
-  std::shared_ptr<const std::vector<offload_group_t>> groups_now_;  // NULL after a change
+  std::shared_ptr<const std::vector<offload_group_t>> groups_now_;  // NULL: a group has changed
   std::vector<Param> params_;
   std::vector<Addresses> addresses_;
   std::atomic<uint64_t> data_bytes_ = 0;

@@ -26,9 +26,9 @@ ByTier<uint64_t> Shares(uint64_t elements, const ByTier<double>& fractions) {
   return shares;
 }
 
-// Takes the elements of one param out of what each tier still gets, and returns where its ranges
-// end. What a tier gets is contiguous: where a unit does not fit any more, the next tier gets the
-// rest.
+// Takes the `count` elements of one param out of the `shares` of the tiers, and returns where the
+// param's range on each tier ends. Each tier gets contiguous elements over all params: when the
+// rest of its share is smaller than the next unit, this rest goes to the next tier.
 ByTier<uint64_t> Take(uint64_t count, const Unit& unit, ByTier<uint64_t>& shares) {
   ByTier<uint64_t> ends;
   uint64_t begin = 0, left_over = 0;

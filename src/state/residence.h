@@ -5,9 +5,9 @@
 //
 //   param    | device | host ............... |
 //
-// A range may be empty. Params that are placed OFFLOAD_PLACE_AUTO are shared out together: in
-// registration order the first of their elements go to the first tier. A range ends at the end of a
-// unit: what does not fill one more unit goes to the next tier.
+// A range may be empty. The elements of params that are placed OFFLOAD_PLACE_AUTO are divided
+// together: in registration order, the first elements go to the first tier. A range ends where a
+// unit ends: if the next unit does not fit, it goes to the next tier.
 #pragma once
 
 #include <algorithm>
@@ -31,8 +31,8 @@ struct ElementRange {
 class Residence {
  public:
   Residence() = default;
-  // `fractions`: which part of the elements of all params that are placed OFFLOAD_PLACE_AUTO each
-  // tier gets. That of the host is not read: it gets what the others leave.
+  // `fractions`: which part of the elements of all params that are placed OFFLOAD_PLACE_AUTO goes
+  // to each tier. The host's value is ignored: the host gets the rest.
   Residence(const ParamTable& table, const StateShape& shape, const ByTier<double>& fractions);
 
   ElementRange range(uint32_t param, Tier tier) const {
@@ -46,7 +46,7 @@ class Residence {
                                       ends.begin())];
   }
   uint64_t elements(Tier tier) const { return elements_[tier]; }
-  // Elements of tiers whose elements are cut into chunks.
+  // Elements on tiers whose elements are cut into chunks.
   uint64_t chunked_elements() const;
 
   // Calls visit(tier, range) for each tier that holds some of these elements of a param.
@@ -60,7 +60,8 @@ class Residence {
     }
   }
 
-  // The bytes of a slot's region that have memory: the hull of what the tier holds.
+  // The bytes of a slot's region that have memory: from the first to the last byte of the tier's
+  // elements.
   struct Bytes {
     uint64_t begin = 0;
     uint64_t end = 0;

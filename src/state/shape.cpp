@@ -10,11 +10,12 @@ namespace {
 
 constexpr uint64_t kSwapAlignmentBytes = 64;
 
-// A loop reads several arrays at the same index, so these must not start at similar addresses.
-// Where two addresses are equal modulo a page, the CPU takes a load of one array for a load that
-// depends on a store to the other; an odd number of cache lines between the arrays avoids that.
-// Where they are equal modulo a high power of two, all arrays use one bank of memory at a time
-// (docs/PERFORMANCE.md has what that costs). Arrays that fit into caches need only the lines.
+// A loop reads several arrays at the same index, so the arrays must not start at similar addresses.
+// If two addresses are equal modulo a page, the CPU takes a load from one array for a load that
+// depends on a store to the other; an odd number of cache lines between the arrays avoids that. If
+// the addresses are equal modulo a high power of two, all arrays use the same memory bank at the
+// same time (docs/PERFORMANCE.md says what that costs). Arrays that fit into caches need only the
+// cache lines.
 constexpr uint64_t kStaggerLinesBytes = 5 * 64;
 constexpr uint64_t kStaggerBanksBytes = uint64_t{128} << 10;
 constexpr uint64_t kBanksMatterElements = uint64_t{1} << 22;
@@ -64,7 +65,7 @@ void ChooseFormats(const Param& param, const ShapeOptions& options, StateShape& 
   shaped.stripe_count = static_cast<uint32_t>(shape.stripes.size()) - shaped.first_stripe;
 }
 
-// An array is cut where its format can be cut.
+// The units at which the formats of all state slots of a param can be cut.
 Unit UnitOfFormats(const Param& param, const ParamShape& shaped) {
   uint64_t elements = 1;
   for (const Format format : shaped.format)

@@ -2,9 +2,9 @@
 // lie. Pure: no memory, no device, no clock. Commit computes the shape once; it does not depend on
 // which tier holds which element.
 //
-// Each state slot (masters, first moments ...) has one region on each tier. Every region lists the
-// arrays of the params in the same order, so that what a tier holds is contiguous there: on the
-// device it is a prefix of the region, on the host the end of the region.
+// Each state slot (masters, first moments ...) has one region on each tier. Every region has the
+// arrays of the params in the same order, so that the elements on one tier are contiguous: on the
+// device they are the start of the region, on the host the end of the region.
 //
 //   region   | placed on the device | the device fraction decides | placed on the host |
 //                                              ^ cut: [0, cut) device, [cut, end) host
@@ -25,8 +25,9 @@
 
 namespace hybridopt {
 
-// The arrays that a param's state can have. The algorithm names the moments. A param keeps masters
-// or, where their format is beside the param, what the param lacks of them.
+// The arrays that a param's state can have. The algorithm names the moments. A param keeps whole
+// masters; or, if the format of masters is "beside the param", only the bits of the master that the
+// param does not have.
 enum StateSlot : uint32_t { kMaster = 0, kMoment0 = 1, kMoment1 = 2, kMasterLow = 3 };
 inline constexpr uint32_t kStateSlots = 4;
 
@@ -47,34 +48,36 @@ struct ShapeOptions {
   uint32_t staging_slots;
   uint32_t movable;                // a combination of enum offload_movable
   StateFormats formats = {};       // masters: of bf16 params
-  bool stochastic = false;         // what formats round is rounded at random
+  bool stochastic = false;         // values are rounded at random where a format rounds
   bool cpu_updates = true;         // CPU workers take chunks
   bool streams_state = false;      // chunks may go through a ring on the device
   uint64_t stream_ring_bytes = 0;  // of that ring; 0: kDefaultStreamSlots
-  uint64_t early_bytes = 0;        // pinned, for chunks that are updated before their step
+  uint64_t early_bytes = 0;        // pinned memory for chunks that are updated before their step
 };
 
 // The smallest ranges of a param that may be cut. Units are counted in the whole tensor: the first
-// one of a shard lacks `phase` elements, and the last one may be shorter too.
+// unit of a shard may lack `phase` elements, and its last unit may be shorter too.
 struct Unit {
   uint64_t elements = 1;
   uint64_t phase = 0;
 
-  // The last element at or before this one that begins a unit; 0 begins one too.
+  // The last element, up to this one, at which a unit begins. A unit always begins at element 0.
   uint64_t RoundDown(uint64_t element) const {
     if (elements == 1) return element;
     const uint64_t over = (element + phase) % elements;
     return element - std::min(element, over);
   }
-  // The first one at or behind it. The param may end before.
+  // The first element, from this one on, at which a unit begins. It may be beyond the end of the
+  // param.
   uint64_t RoundUp(uint64_t element) const {
     const uint64_t down = RoundDown(element);
     return down == element ? element : RoundDown(element + elements - 1);
   }
-  // That of a range which begins at `element`, the begin of a unit.
+  // The units of a range that begins at `element`, where a unit begins.
   Unit From(uint64_t element) const { return {elements, element == 0 ? phase : 0}; }
-  // Where to cut a range [begin, limit) that has more elements than fit, so that it has at most
-  // `wanted` elements, but at least one unit. Both ends are ends of units.
+  // Returns where to cut a range [begin, limit) that begins with a unit and has more elements than
+  // fit: the part before the cut has at most `wanted` elements, but at least one unit, and ends
+  // where a unit ends.
   uint64_t CutOf(uint64_t begin, uint64_t limit, uint64_t wanted) const {
     if (limit - begin <= wanted) return limit;
     const uint64_t end = RoundDown(begin + wanted);
@@ -82,13 +85,13 @@ struct Unit {
   }
 };
 
-// The units of `elements` in a shard. Where its elements have gaps that leave them out of step with
-// the units of the whole tensor, the shard is not cut at all.
+// The units, of `elements` elements each, of a shard. If the shard has gaps that are no multiple of
+// a unit, the whole shard is one unit.
 Unit UnitOf(const Shard& shard, uint64_t count, uint64_t elements);
 
-// Returns the bytes of an array before `element`, which begins a unit or is the end of the array. A
-// first unit that is short takes the room of a whole one. The units of the format divide those of
-// the param.
+// Returns the bytes of an array before `element`, where a unit begins or the array ends. If the
+// first unit is shorter, it takes the memory of a whole unit. The units of the param are multiples
+// of the format's units.
 inline uint64_t BytesBefore(const FormatRow& row, const Unit& unit, uint64_t element) {
   if (row.unit_elements == 1) return element * row.unit_bytes;
   return element == 0 ? 0 : row.Bytes(element + unit.phase % row.unit_elements);
@@ -96,11 +99,11 @@ inline uint64_t BytesBefore(const FormatRow& row, const Unit& unit, uint64_t ele
 
 struct ParamShape {
   Unit unit;
-  Rule rule;                               // of its group at commit, which decides the moments
-  std::array<Format, kStateSlots> format;  // of each slot that the param has
-  // Whether a tier keeps an array for the slot, and at which byte of the region its element 0 is.
-  // An fp32 param is its own master on the tier that has the param: on the device, and on the host
-  // where both share one memory. That tier keeps no master array for it.
+  Rule rule;  // the rule of its group at commit, which decides the moments
+  std::array<Format, kStateSlots> format;  // the format of each slot that the param has
+  // Whether a tier has an array for the slot, and at which byte of the region its element 0 is. An
+  // fp32 param is its own master on the tier where the param is: on the device, and on the host if
+  // host and device share one memory. That tier has no master array for the param.
   ByTier<std::array<bool, kStateSlots>> kept;
   ByTier<std::array<uint64_t, kStateSlots>> offset;
   // Stripes: the indices of the param's elements in the whole tensor, from which stochastic
@@ -109,10 +112,11 @@ struct ParamShape {
   uint32_t stripe_count;
   uint64_t first_norm_block;
   uint64_t swap_params_offset;  // in the host memory for offloaded params, in bytes
-  uint64_t swap_grads_offset;   // the same for gradients
+  uint64_t swap_grads_offset;   // where its gradients are in that memory
 
   bool Keeps(Tier tier, StateSlot slot) const { return kept[tier][slot]; }
-  // The slot of the array that updates take as masters, unless the param itself is that.
+  // The slot of the array that an update gets as master: kMasterLow if the format is beside the
+  // param.
   StateSlot master_slot() const {
     return RowOf(format[kMasterLow]).beside_param ? kMasterLow : kMaster;
   }
@@ -120,7 +124,7 @@ struct ParamShape {
   StateFormats formats() const {
     return {format[master_slot()], format[kMoment0], format[kMoment1]};
   }
-  // Bytes of `count` elements of an array from `begin` on, where a unit begins.
+  // Bytes of `count` elements of an array from `begin` on, where a unit must begin.
   uint64_t Bytes(StateSlot slot, uint64_t begin, uint64_t count) const {
     return BytesBefore(slot, begin + count) - BytesBefore(slot, begin);
   }
@@ -144,7 +148,7 @@ struct StateShape {
   std::array<uint64_t, kStateSlots> host_region_begin{};  // in the host's arena
   uint64_t host_arena_bytes = 0;                          // of addresses
   uint64_t element_count = 0;
-  uint64_t largest_unit = 1;  // elements of it
+  uint64_t largest_unit = 1;  // in elements
   uint64_t norm_blocks = 0;
   uint64_t swap_params_bytes = 0;
   uint64_t swap_grads_bytes = 0;
@@ -154,9 +158,9 @@ struct StateShape {
 
 StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options);
 
-// Calls visit(offset, count, order) for each range of elements [begin, begin + count) of a param
-// that is in one stripe; offset counts from `begin`. Without stripes it is called once, for all
-// elements.
+// Calls visit(offset, count, order) for each part of a param's range [begin, begin + count) that is
+// in one stripe. `offset` counts from `begin`. A param without stripes gets one call for the whole
+// range.
 template <typename Visit>
 void ForEachStripe(const StateShape& shape, const ParamShape& param, uint64_t begin, uint64_t count,
                    Visit&& visit) {

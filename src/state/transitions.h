@@ -68,7 +68,7 @@ struct Transition {
   Effect effect;
   At next;  // where the resource is after the call
   const char*
-      summary;        // for docs/LIFECYCLE.md; null: the name of `next`, or "no" without a way out
+      summary;  // for docs/LIFECYCLE.md; null: the name of `next`, or "no" if there is no way out
   const char* error;  // if the call is refused: what is wrong and the way out, appended to the
                       // param's name. Null where the caller of Lifecycle writes the error.
 };
@@ -97,7 +97,7 @@ constexpr Transition<At> Refused(At location, const char* way_out, const char* e
   return {Effect::kRefused, location, way_out, error};
 }
 
-// Null if the call does not concern the resource.
+// Null if the call has nothing to do with the resource.
 template <typename Table>
 constexpr const typename Table::value_type* FindRow(const Table& table, Call call) {
   const auto row = std::find_if(table.begin(), table.end(),

@@ -1,4 +1,5 @@
-// ShareWork: has the workers share elements, unless there are so few that one thread is faster.
+// ShareWork: the workers share elements, unless there are so few elements that one thread is
+// faster.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace hybridopt {
 // Calls work(begin, end) for parts of [0, count) that are cut at multiples of kWorkGrainElements.
 inline Status ShareWork(Context& context, uint64_t count, uint64_t element_bytes,
                         FunctionRef<void(uint64_t begin, uint64_t end)> work) {
-  // The least bytes for which it is worth to wake the workers.
+  // The fewest bytes for which it is worth waking the workers.
   constexpr uint64_t kSharedBytes = uint64_t{256} << 10;
   if (count * element_bytes < kSharedBytes) {
     work(0, count);

@@ -8,9 +8,9 @@
 namespace hybridopt {
 namespace {
 
-// How many elements are decoded at a time, of those that are copied down first: the encoded
-// elements, of at most 4 bytes, take the first half of the staging memory, the params behind them
-// the other.
+// For state that is copied from the device first: the bytes for encoded elements, of at most 4
+// bytes each, that are decoded at a time. They take the first half of the staging memory; the
+// params that go with them take the second half.
 constexpr uint64_t kHalfBytes = Transfer::kStagingBytes / 2;
 constexpr uint64_t kDecodedTogether = kHalfBytes / sizeof(float);
 
@@ -22,7 +22,7 @@ const std::byte* ParamsFrom(const StateRange& range, uint64_t element) {
   return range.params == nullptr ? nullptr : range.params + element * sizeof(uint16_t);
 }
 
-// Where all of the range is on the host.
+// Decodes a range that is wholly on the host.
 void Decode(const StateRange& range, uint64_t first, uint64_t count, float* into) {
   const FormatRow& format = RowOf(range.format);
   const std::byte* const data = range.data + format.Bytes(first);

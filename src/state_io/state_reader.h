@@ -1,5 +1,5 @@
-// StateReader: reads state, in any format and from any place, as the numbers that checkpoints store
-// and callers see.
+// StateReader: reads state in any format and from any place, and returns it as the numbers that
+// checkpoints store and callers see.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace hybridopt {
 
-// Whether an array of this format is just an array of this dtype.
+// Whether an array in this format has the same bytes as an array of this dtype.
 inline bool IsArrayOf(Format format, int32_t dtype) {
   return !RowOf(format).beside_param && RowOf(format).view_dtype == dtype;
 }
@@ -24,8 +24,8 @@ class StateReader {
   // until the transfer has been destroyed.
   Status Read(const StateRange& range, uint64_t first, uint64_t count, int32_t dtype,
               std::byte* into);
-  // The same as fp32 into memory of the caller, to which the device does not copy. The workers
-  // share what is on the host.
+  // Reads the range as fp32 into memory of the caller. The device never copies to that memory. The
+  // workers share the elements that are on the host.
   Status ReadForCaller(const StateRange& range, float* into);
 
  private:

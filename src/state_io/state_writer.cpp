@@ -11,24 +11,24 @@
 namespace hybridopt {
 namespace {
 
-// How many bytes are made at a time on their way to the device: while one half of the memory is
-// copied, values are made in the other.
+// Bytes that are made at a time for a copy to the device: while one half of the staging memory is
+// copied, the next values are made in the other half.
 constexpr uint64_t kMadeBytes = Transfer::kStagingBytes / 2;
 
-// What masters are rounded to: a param of this dtype, whose masters have this format.
+// The target of rounding a master: a param of this dtype whose masters have this format.
 struct Rounded {
   int32_t dtype;
   Format master;
 };
 
-// Each way to round has a loop of its own, so that the compiler can vectorize it.
+// Each way of rounding has its own loop, so that the compiler can vectorize it.
 template <typename RoundOne>
 void RoundEach(const std::byte* values, uint64_t count, RoundOne round_one, std::byte* rounded) {
   for (uint64_t i = 0; i < count; ++i)
     StoreElement<uint16_t>(rounded, i, round_one(LoadElement<float>(values, i)));
 }
 
-// Rounds masters, which need not be aligned, to their params.
+// Rounds masters to their params. The masters need not be aligned.
 void RoundToParams(const std::byte* masters, uint64_t count, const Rounded& to, std::byte* params) {
   if (RowOf(to.master).beside_param) return RowOf(to.master).encode_params(masters, count, params);
   switch (to.dtype) {
@@ -81,7 +81,7 @@ Status StateWriter::Write(const StateElements& elements, const ParamLocation& lo
   return {};
 }
 
-// Of masters beside params this writes the array, and WriteParams the params.
+// If masters are stored beside params, this writes only the array; WriteParams writes the params.
 Status StateWriter::WriteRange(const StateRange& range, int32_t dtype, const std::byte* values) {
   const FormatRow& format = RowOf(range.format);
   if (range.on_device && values_ == Values::kStay && IsArrayOf(range.format, dtype))
@@ -106,8 +106,8 @@ Status StateWriter::WriteParams(const StateElements& elements, const ParamLocati
              });
 }
 
-// Writes an array whose elements `make` makes: in place on the host, where the workers share it, or
-// through the transfer's memory to the device.
+// Writes an array whose elements `make` computes: in place on the host, where the workers share the
+// elements, or through the transfer's memory to the device.
 Status StateWriter::Put(std::byte* array, uint64_t count, uint64_t element_bytes, bool on_device,
                         Make make) {
   const auto make_all = [&](uint64_t first, uint64_t number, std::byte* into) {

@@ -1,5 +1,5 @@
-// StateWriter: writes state, in any format and to any place, from the numbers that checkpoints
-// store and callers give. With a master it writes the param too, which is the master, rounded.
+// StateWriter: writes state in any format and to any place, from the numbers that checkpoints store
+// and callers give. When it writes a master, it also writes the param: the master, rounded.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +21,10 @@ struct StateElements {
 
 class StateWriter {
  public:
-  // What Write may do with the values that it gets.
+  // What Write may assume about the values that it gets.
   enum class Values {
-    kStay,      // they stay until Await, and the device may copy from them
-    kOfCaller,  // the device must not touch them
+    kStay,      // they stay unchanged until Await, and the device may copy from them
+    kOfCaller,  // the device must not access them
   };
   StateWriter(Transfer& transfer, const ParamTable& table, const StateShape& shape,
               const StateLocator& locator, Values values)
@@ -36,15 +36,16 @@ class StateWriter {
     return dtype == OFFLOAD_FP32 || (slot != kMaster && dtype == OFFLOAD_BF16);
   }
 
-  // Writes the values, which need not be aligned. What the format cannot hold is rounded to
-  // nearest.
+  // Writes the values, which need not be aligned. Values that the format cannot represent are
+  // rounded to nearest.
   Status Write(const StateElements& elements, const ParamLocation& location, int32_t dtype,
                const std::byte* values);
   // Sets all elements of a moment to its initial value (InitialPattern).
   Status Reset(uint32_t param, StateSlot slot, const ParamLocation& location, float first_moment);
-  // Waits until all of it has been written.
+  // Waits until all queued writes have been done.
   Status Await() { return transfer_.AwaitUp(); }
-  // Whether something may have been written. After a failure it is partly old and partly new.
+  // Whether state may have been written. If so, after a failure the state is partly old and partly
+  // new.
   bool has_written() const { return has_written_; }
 
  private:

@@ -32,7 +32,7 @@ bool Find(const Row (&rows)[kCount], std::string_view name, int32_t* value) {
   return false;
 }
 
-constexpr char kHeadVersion[] = "1";  // of the heads, which are alike in all versions of manifests
+constexpr char kHeadVersion[] = "1";  // of the heads, which are the same in all versions
 
 // The arrays of each file, in the order of the manifest.
 std::vector<std::vector<StoredTensor*>> ArraysByFile(Manifest* manifest) {
@@ -47,7 +47,8 @@ bool SameHyperparameters(const offload_group_t& a, const offload_group_t& b) {
   return std::memcmp(&a, &b, sizeof(a)) == 0;  // no padding: the layout test pins every field
 }
 
-// Merges the groups of a part into those of the whole; returns the index of each group there.
+// Merges the groups of a part into those of the whole. Returns the index in the whole of each group
+// of the part.
 std::vector<uint32_t> MergeGroups(Manifest* whole, const std::vector<offload_group_t>& groups) {
   std::vector<uint32_t> names;
   for (const offload_group_t& group : groups) {
@@ -194,7 +195,7 @@ Result<std::vector<std::string>> LayOutFiles(Manifest* manifest) {
       tensor->offset = end;
       end += tensor->bytes;
     }
-    // Until the length of the head is known, offsets count from the begin of the data.
+    // Until the length of the head is known, offsets count from the start of the data.
     manifest->files[i].data_begin = 0;
     manifest->files[i].bytes = end;
   }

@@ -19,7 +19,8 @@
 
 namespace hybridopt::checkpoint {
 
-// A checkpoint has the lowest version that can hold it, so that older releases read what they can.
+// A checkpoint gets the lowest version that can represent it, so that older releases can read it
+// where possible.
 inline constexpr uint32_t kFormatVersion = 2;  // the highest of this release
 inline constexpr uint32_t kVersionOfEmptyShards = 2;
 inline constexpr char kManifestFile[] = "manifest.json";
@@ -42,8 +43,8 @@ struct StoredTensor {
   std::vector<uint64_t> hashes;  // XXH3 of each block, counted from the array's start
 };
 
-// What one rank stored of a param. A shard without elements is stored only where the whole param
-// has none: it has no tensors, and tells the step count.
+// What one rank stored of a param. A shard without elements is stored only if the whole param has
+// no elements; such a shard has no tensors and only carries the step count.
 struct StoredShard {
   uint32_t rank;
   uint32_t group;  // index into Manifest::groups
@@ -73,7 +74,7 @@ struct Manifest {
   uint64_t step;       // steps applied
   int32_t algorithm;   // enum offload_algorithm
   bool masters_only;   // moments were left out
-  std::string layout;  // how state is kept: "fp32" is masters and moments in fp32
+  std::string layout;  // formats of masters and moments: "fp32" for all in fp32
   uint32_t world;      // ranks that saved
   uint64_t block_bytes;
   std::vector<offload_group_t> groups;  // struct_size is this release's
@@ -81,7 +82,7 @@ struct Manifest {
   std::vector<StoredParam> params;
 };
 
-// "exp_avg" for OFFLOAD_STATE_EXP_AVG; NULL for what is no kind.
+// "exp_avg" for OFFLOAD_STATE_EXP_AVG; NULL if `kind` is none of enum offload_state_kind.
 const char* KindName(int32_t kind);
 bool FindKind(std::string_view name, int32_t* kind);
 // The array of a kind; NULL where the shard has none.
@@ -90,7 +91,7 @@ const StoredTensor* FindTensor(const StoredShard& shard, int32_t kind);
 bool HasElements(const StoredParam& param);
 // The same as FindStoredDtype, but for the dtypes of params.
 bool FindParamDtype(std::string_view name, int32_t* dtype);
-// The algorithm of a name in kernels/algorithms.h.
+// Finds the algorithm by its name in kernels/algorithms.h.
 bool FindAlgorithm(std::string_view name, int32_t* algorithm);
 
 // "shard-00000-of-00002.safetensors"
@@ -102,9 +103,10 @@ std::string TensorName(const StoredParam& param, const StoredTensor& tensor);
 // The array's shape in its file: that of the box if the shard is one whole box, else one dimension.
 std::vector<int64_t> StoredShape(const Shard& shard);
 
-// Sets the offsets of the arrays in their files: those with wider elements first, so that each is
-// aligned to its elements, else in the order of the manifest. Writes bytes, data_begin and
-// head_hash of the files and returns the bytes of their heads. All other fields except hashes must
+// Sets the offsets of the arrays in their files. Arrays with wider elements come first, so that
+// each array is aligned to its elements; otherwise the order is that of the manifest. Sets bytes,
+// data_begin and head_hash of the files, and returns the heads as bytes. All other fields except
+// hashes must be set before.
 // be set before.
 Result<std::vector<std::string>> LayOutFiles(Manifest* manifest);
 
@@ -117,16 +119,16 @@ Result<std::string> EncodeManifest(const Manifest& manifest);
 
 // The last bytes of a manifest contain the hash of all bytes before them.
 inline constexpr uint64_t kManifestTailBytes = 28;
-// CHECKPOINT_CORRUPT if no manifest ends like that, or if it contains another hash than `hash`, if
-// that is given.
+// CHECKPOINT_CORRUPT if `tail` is not the end of a manifest, or if it contains a hash other than
+// `hash` (unless that is empty).
 Status CheckManifestTail(std::string_view tail, std::optional<uint64_t> hash);
 
 // Reads and checks everything that can be checked without the shard files. Errors do not name the
 // file: CHECKPOINT_CORRUPT, or UNSUPPORTED for the version of a newer release.
 Result<Manifest> ParseManifest(std::string_view text);
 
-// Makes one manifest of those of all ranks, each of which lists that rank's files and shards.
-// Params are in the order in which they first occur. CHECKPOINT_MISMATCH where ranks disagree.
+// Merges the manifests of all ranks into one; each of them lists its rank's files and shards.
+// Params are in the order in which they first occur. CHECKPOINT_MISMATCH if ranks disagree.
 Result<Manifest> MergeManifests(std::vector<Manifest> parts);
 
 }  // namespace hybridopt::checkpoint

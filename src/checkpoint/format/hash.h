@@ -26,7 +26,7 @@ class BlockHasher {
  private:
   const uint64_t block_bytes_;
   uint64_t left_ = 0;        // bytes of the array that have not been added
-  uint64_t block_left_ = 0;  // the same of the block
+  uint64_t block_left_ = 0;  // bytes of the block that have not been added
   std::vector<uint64_t> hashes_;
   alignas(64) std::byte state_[576];
 };

@@ -61,7 +61,7 @@ bool JsonReader::Take(char expected) {
   return true;
 }
 
-// The same, and fails if it is another character.
+// Consumes the next character; fails if it is not `expected`.
 bool JsonReader::Consume(char expected) {
   if (Take(expected)) return true;
   if (at_ >= text_.size())

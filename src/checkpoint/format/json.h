@@ -1,6 +1,6 @@
-// A strict reader of JSON that returns one value after the other, in the order of the text. The
-// caller says what must come next, and no tree is built, so that memory is bounded by what the
-// caller keeps. And a few functions that write JSON.
+// A strict reader of JSON that returns one value after the other, in the order of the text, and
+// functions that write JSON. The caller of the reader says what must come next. The reader builds
+// no tree, so memory is bounded by what the caller keeps.
 #pragma once
 
 #include <cstddef>

@@ -182,7 +182,7 @@ struct ShardText {
   Numbers offsets;  // of all boxes, one after the other
   Numbers extents;
   uint32_t box_count = 0;
-  bool even = true;  // every box has as many numbers as the first
+  bool even = true;  // every box has the same number of coordinates
   uint64_t range_begin = 0;
   uint64_t range_count = 0;
 };
@@ -387,7 +387,7 @@ class ManifestReader {
 
 // ------------------------------------------------------------------------------------ checking --
 
-// Whether a name is a plain file name, which on no system leads out of the directory.
+// Whether a name is a plain file name, which cannot lead out of the directory on any system.
 bool IsFileName(std::string_view name) {
   constexpr std::string_view kLetters =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
@@ -461,7 +461,8 @@ Status CheckParam(const Manifest& manifest, const StoredParam& param) {
   return {};
 }
 
-// Checks that its arrays fill every file without gaps, from the begin of the data to the end.
+// Checks that the arrays of every file fill it without gaps, from the start of the data to the end
+// of the file.
 Status CheckFilled(const Manifest& manifest) {
   struct FileRange {
     uint32_t file;

@@ -18,7 +18,7 @@ uint64_t Product(const Sizes& sizes, uint32_t begin, uint32_t end) {
   return product;
 }
 
-// The elements that two boxes share; without any, the size of some dimension is 0.
+// The elements that two boxes share. If they share none, the size of some dimension is 0.
 Box Common(const Box& a, const Box& b, uint32_t dimensions) {
   Box common{};
   for (uint32_t d = 0; d < dimensions; ++d) {
@@ -55,8 +55,8 @@ class CommonRows {
  public:
   CommonRows(uint32_t dimensions, const Box& a, const Box& b)
       : dimensions_(dimensions), common_(Common(a, b, dimensions)) {
-    // A row spans the last dimension; while it spans a whole dimension of both boxes, it spans the
-    // one before it too.
+    // A row spans the last dimension. Where the row spans a whole dimension of both boxes, it also
+    // spans the dimension before it.
     row_begin_ = dimensions - 1;
     while (row_begin_ > 0 && common_.size[row_begin_] == a.size[row_begin_] &&
            common_.size[row_begin_] == b.size[row_begin_])
@@ -91,11 +91,12 @@ class CommonRows {
   uint64_t count_;
 };
 
-// The segments of one stored box in one wanted box, cut to the ranges of both shards.
+// Visits the segments that one stored box and one wanted box share, cut to the ranges of both
+// shards.
 Status VisitBoxes(uint32_t index, const Shard& stored, const IndexedBox& from, const Shard& wanted,
                   const IndexedBox& to, FunctionRef<Status(const Segment&)> visit) {
   const CommonRows rows(stored.dimensions, *from.box, *to.box);
-  // Finds the first row that reaches into both ranges. All rows before it end before one of the
+  // Finds the first row that overlaps both ranges. Every row before it ends before one of the
   // ranges begins.
   uint64_t first = 0;
   for (uint64_t left = rows.count(); left > 0;) {
@@ -119,7 +120,7 @@ Status VisitBoxes(uint32_t index, const Shard& stored, const IndexedBox& from, c
     const uint64_t destination_end = wanted.range_begin + wanted.range_count;
     const uint64_t end = std::min({rows.elements(), source_end - std::min(source_end, source),
                                    destination_end - std::min(destination_end, destination)});
-    if (skip >= end) break;  // this row and all later ones are behind the end of a range
+    if (skip >= end) break;  // this row and all later rows begin after the end of a range
     HYBRIDOPT_TRY(visit({index, source + skip - stored.range_begin,
                          destination + skip - wanted.range_begin, end - skip}));
   }
@@ -135,7 +136,7 @@ std::string FirstCommon(const Box& a, const Box& b, uint32_t dimensions) {
   return "(" + text + ")";
 }
 
-// The same for a row-major index in the global tensor.
+// The same text for a row-major index in the global tensor.
 std::string Coordinates(const Shard& shard, uint64_t index) {
   std::string text;
   for (uint32_t d = shard.dimensions; d-- > 0;) {
@@ -154,7 +155,7 @@ struct StoredBoxes {
   BoxTree tree;
 };
 
-// How many of the wanted elements the stored boxes hold.
+// Counts the wanted elements that the stored boxes hold.
 uint64_t CountHeld(StoredBoxes& stored, const Shard& wanted) {
   std::vector<Box> boxes;
   AppendBoxes(wanted, boxes);
@@ -166,11 +167,12 @@ uint64_t CountHeld(StoredBoxes& stored, const Shard& wanted) {
   return held;
 }
 
-// Finds, by bisection, the first wanted element that no stored box holds. At least one is missing,
-// and none is held twice, so the first n elements are all held if n of them are.
+// Finds, by bisection, the first wanted element that no stored box holds. At least one element is
+// missing and none is held twice, so the first n elements are all held if the stored boxes hold n
+// of them.
 uint64_t FirstMissing(StoredBoxes& stored, const Shard& wanted) {
   Shard part = wanted;
-  // The first `held` are all held, the first `missing` are not.
+  // The first `held` elements are all held; of the first `missing` elements at least one is not.
   uint64_t held = 0, missing = wanted.range_count;
   while (missing - held > 1) {
     part.range_count = held + (missing - held) / 2;

@@ -1,5 +1,5 @@
-// Reshard: which elements of stored shards go where in a wanted shard, for any boxes and ranges of
-// both. Pure.
+// Reshard: which elements of stored shards go to which elements of a wanted shard. All shards may
+// have any boxes and ranges. Pure.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +20,19 @@ struct Segment {
   uint64_t count;        // above 0
 };
 
-// Calls visit for every segment, stored shard by stored shard, and stops at the first failure.
-// Within a pair of boxes `source` and `destination` ascend. Does not store the segments, because
-// there may be as many as elements. All shards have one global shape.
+// Calls visit for every segment, one stored shard after the other, and stops at the first failure.
+// Within a pair of boxes `source` and `destination` ascend. The segments are not stored, because
+// there may be as many segments as elements. All shards must have the same global shape.
 Status ForEachSegment(std::span<const Shard* const> stored, const Shard& wanted,
                       FunctionRef<Status(const Segment&)> visit);
 
-// Whether the stored shards hold each element of the wanted one exactly once. Else
-// CHECKPOINT_MISMATCH names the first element that is missing, or CHECKPOINT_CORRUPT two stored
-// shards that both hold an element and where. The text does not name the param.
+// OK if the stored shards hold each element of the wanted shard exactly once. Otherwise
+// CHECKPOINT_MISMATCH names the first element that is missing, or CHECKPOINT_CORRUPT names two
+// stored shards that hold the same element, and that element. The text does not name the param.
 Status CheckCoverage(std::span<const Shard* const> stored, const Shard& wanted);
 
-// Whether no two of them hold the same element: CHECKPOINT_CORRUPT as above.
+// OK if no two stored shards hold the same element; otherwise CHECKPOINT_CORRUPT as in
+// CheckCoverage.
 Status CheckDisjoint(std::span<const Shard* const> stored);
 
 }  // namespace hybridopt::checkpoint

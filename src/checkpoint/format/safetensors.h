@@ -20,7 +20,7 @@ inline Status Corrupt(const std::string& text) {
   return Status::Error(OFFLOAD_CHECKPOINT_CORRUPT, "%s", text.c_str());
 }
 
-// The dtype of a name in safetensors files, such as OFFLOAD_BF16 of "BF16".
+// Finds the dtype by its name in safetensors files, for example OFFLOAD_BF16 for "BF16".
 bool FindStoredDtype(std::string_view name, int32_t* dtype);
 
 struct HeadTensor {
@@ -48,14 +48,15 @@ inline constexpr uint64_t kDataAlignment = 4096;
 // data to a multiple of 4096. UNSUPPORTED where names are not UTF-8 or the text is too long.
 Result<std::string> EncodeHead(const Head& head);
 
-// How many bytes a file of `file_bytes` has before its data, from its first 8 bytes. Errors are
-// CHECKPOINT_CORRUPT and do not name the file.
+// Returns the number of bytes before the data of a file with `file_bytes` bytes, read from the
+// file's first 8 bytes. Errors are CHECKPOINT_CORRUPT and do not name the file.
 Result<uint64_t> BytesBeforeData(std::string_view first_bytes, uint64_t file_bytes);
 
-// Parses the bytes before the data, of which BytesBeforeData gives the number.
+// Parses the bytes before the data; BytesBeforeData returns their number.
 Result<Head> ParseHead(std::string_view bytes, uint64_t file_bytes);
 
-// The product of a shape; false if it does not fit 63 bits or a size is negative.
+// Computes the product of a shape. Returns false if it does not fit in 63 bits or if a size is
+// negative.
 bool CountElements(const std::vector<int64_t>& shape, uint64_t* count);
 
 }  // namespace hybridopt::checkpoint

@@ -32,7 +32,8 @@ namespace {
 
 constexpr uint64_t kFlagStrideBytes = 64;  // each flag has its own cache line
 constexpr uint64_t kFlagPageBytes = 4096;
-// How long an abandoned stream may take to end: CUDA cannot stop a stream, only wait for it.
+// How long an abandoned stream may take to end. CUDA cannot stop a stream; the library can only
+// wait.
 constexpr int64_t kDrainNs = 2'000'000'000;
 
 cudaStream_t Of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
@@ -64,8 +65,8 @@ class CudaDevice final : public Device {
   const char* pci_id() const override { return pci_id_.c_str(); }
   bool unified() const override { return false; }
   bool shares_queues() const override { return true; }
-  // The driver takes about 50 us to queue the copies and events of a chunk; meanwhile no worker
-  // works.
+  // The driver takes about 50 us to queue the copies and events of a chunk, and no worker works in
+  // that time.
   uint64_t default_chunk_elements() const override { return uint64_t{1} << 22; }
 
   Result<DeviceMemory> Memory() const override;
@@ -148,9 +149,9 @@ class CudaDevice final : public Device {
   std::unique_ptr<Tables> tables_;
 
   mutable std::mutex mutex_;                     // guards all below
-  std::map<StreamHandle, std::string> streams_;  // that this device made, with their labels
-  std::byte* flags_ = nullptr;                   // the page that NewFlag takes from
-  uint64_t flags_taken_ = 0;                     // of that page
+  std::map<StreamHandle, std::string> streams_;  // created by this device, with their labels
+  std::byte* flags_ = nullptr;                   // the page from which NewFlag takes flags
+  uint64_t flags_taken_ = 0;                     // flags taken from that page
   bool stuck_ = false;                           // an abandoned stream still runs
 };
 
@@ -382,8 +383,8 @@ Result<std::atomic<uint64_t>*> CudaDevice::NewFlag() {
 
 // -------------------------------------------------------------------------------------- streams --
 
-// The pipeline's own streams have the highest priority: the caller's streams wait for their few
-// kernels.
+// The pipeline's own streams have the highest priority: they have few kernels, and the caller's
+// streams wait for these.
 Result<StreamHandle> CudaDevice::CreateStream(const char* label) {
   const Scope scope = Enter();
   int lowest = 0;
@@ -485,7 +486,7 @@ Status CudaDevice::CheckStream(StreamHandle stream) const {
   const bool special =
       stream == nullptr || Of(stream) == cudaStreamLegacy || Of(stream) == cudaStreamPerThread;
   if (!special && cudaStreamGetDevice(Of(stream), &device) != cudaSuccess) {
-    (void)cudaGetLastError();  // an older driver cannot tell
+    (void)cudaGetLastError();  // an older driver does not support the question
     device = options_.device_index;
   }
   if (device != options_.device_index)
@@ -525,8 +526,8 @@ Status CudaDevice::StreamWait(StreamHandle stream, EventHandle event) {
   return Check(cudaStreamWaitEvent(Of(stream), Of(event).event, 0), "cudaStreamWaitEvent", stream);
 }
 
-// The driver compares flags as counters that wrap around, so the value of a released flag must be
-// less than 2^63 ahead (Timeline::kReleased).
+// The driver compares flags as counters that wrap around, so the value of a released flag
+// (Timeline::kReleased) may be at most 2^63 - 1 ahead.
 Status CudaDevice::StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_t>* flag,
                                   uint64_t value) {
   HYBRIDOPT_CHECK(flag != nullptr);
@@ -584,8 +585,8 @@ Status CudaDevice::Copy(StreamHandle stream, void* to, const void* from, uint64_
   return Check(cudaMemcpyAsync(to, from, bytes, kind, Of(stream)), what, stream);
 }
 
-// A copy of memory that is not pinned blocks in the driver until the stream reaches it, without a
-// bound. So this waits for the stream first, with a bound.
+// A copy of memory that is not pinned blocks inside the driver until the stream reaches the copy,
+// without a bound. So this function first waits for the stream, with a bound.
 Status CudaDevice::AwaitIfPageable(StreamHandle stream, const void* host) {
   cudaPointerAttributes attributes{};
   HYBRIDOPT_TRY(
@@ -615,7 +616,7 @@ Status CudaDevice::SetVerdict(StreamHandle stream, const Verdict& value, Verdict
   return Check(LaunchSetVerdict(Of(stream), value, device), "set the verdict", stream);
 }
 
-// Uses as many tables as the inputs need. Without any gradient the verdict is that of a sum of 0.
+// Uses as many tables as the inputs need. Without gradients the verdict is that of a sum of 0.
 Status CudaDevice::Norm(StreamHandle stream, const NormLaunch& launch) {
   const Scope scope = Enter();
   size_t begin = 0;
@@ -662,7 +663,7 @@ Status CudaDevice::SumBlocks(StreamHandle stream, const NormLaunch& launch, size
   return status.ok() ? given_back : status;
 }
 
-// Updates of different kinds go in different launches.
+// Updates with different rules or formats need separate launches.
 Status CudaDevice::Update(StreamHandle stream, const UpdateLaunch& launch) {
   const Scope scope = Enter();
   std::bitset<kUpdateKindCount> queued;
@@ -704,8 +705,8 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch,
   return status.ok() ? given_back : status;
 }
 
-// Refused: CUDA does not call a host callback after an error of the device, so that a thread that
-// waits for it would wait for ever.
+// Not supported: after an error of the device CUDA calls no host callback, so a thread that waits
+// for the callback would wait for ever.
 Status CudaDevice::Run(StreamHandle, offload_stream_function_t, void*) {
   return Status::Error(OFFLOAD_UNSUPPORTED,
                        "functions do not run on the streams of a CUDA device; queue a kernel, or "

@@ -3,7 +3,7 @@
 namespace hybridopt::cuda {
 namespace {
 
-// The version of the functions' signatures in cuda.h.
+// The version of cuda.h whose function signatures are used.
 constexpr unsigned int kDriverVersion = 12000;
 
 template <typename Function>

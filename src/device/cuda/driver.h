@@ -12,8 +12,8 @@
 
 namespace hybridopt::cuda {
 
-// Functions that the runtime does not have: contexts without a change of device, memory that can be
-// freed while streams run, waits for a word of memory.
+// Driver functions for which the runtime has no equal: contexts without a change of device, memory
+// that can be freed while streams run, waits for a word of memory.
 struct Driver {
   decltype(&cuCtxGetCurrent) ctx_get_current;
   decltype(&cuCtxPushCurrent) ctx_push_current;

@@ -23,7 +23,7 @@ Result<void*> BlockMemory::Allocate(uint64_t bytes) {
                          "some, or lower device_fraction",
                          bytes, free_bytes, total_bytes);
   };
-  if (bytes > total_bytes) return full();  // rounding it could overflow
+  if (bytes > total_bytes) return full();  // rounding up such a number could overflow
   const uint64_t rounded = system::RoundUp(bytes, kPageBytes);
   CUdeviceptr address = 0;
   HYBRIDOPT_TRY(fault_.Check(driver_.mem_address_reserve(&address, rounded, kPageBytes, 0, 0),

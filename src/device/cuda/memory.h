@@ -13,8 +13,8 @@
 namespace hybridopt::cuda {
 
 // Blocks of whole 2 MiB pages, each mapped separately. cudaFree would wait for every stream of the
-// device, also for streams of the caller that wait for the step which frees. Here a free waits for
-// no stream. Thread-safe; callers must be inside a Scope.
+// device, even for a stream of the caller that waits for the step that calls cudaFree. A free of
+// these blocks waits for no stream. Thread-safe; callers must be inside a Scope.
 class BlockMemory {
  public:
   BlockMemory(const Driver& driver, Fault& fault, int device)
@@ -51,7 +51,7 @@ class BlockMemory {
   struct Range {
     uint64_t bytes;
     uint64_t page_bytes;
-    std::vector<CUmemGenericAllocationHandle> pages;  // in order, from the begin of the range
+    std::vector<CUmemGenericAllocationHandle> pages;  // in order, from the start of the range
   };
   void Truncate(void* address, Range& range, uint64_t bytes);
 

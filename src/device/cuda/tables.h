@@ -1,7 +1,7 @@
-// Tables: the arguments of launches, in device memory. Each table is pinned memory on the host with
-// as much memory on the device. Launches use the tables in turns: a launch fills one, copies it on
-// its stream, and the table is free again when the launch has run. A launch allocates nothing and
-// does not keep the caller's arrays.
+// Tables: the arguments of launches, in device memory. Each table is pinned host memory and the
+// same number of bytes of device memory. Launches use the tables in turns: a launch fills a table
+// and copies it on its stream, and the table is free again when the launch has run. So a launch
+// allocates nothing and does not keep the caller's arrays.
 #pragma once
 
 #include <cstdint>
@@ -28,11 +28,12 @@ class Tables {
     void* host;
     void* device;
   };
-  // Takes a table that no launch uses any more; waits for one up to timeout_ns.
+  // Takes a table that is free. If none is, waits up to timeout_ns.
   Result<Table> Take(int64_t timeout_ns);
   // Copies the table's first bytes to the device.
   Status Send(const Table& table, uint64_t bytes, cudaStream_t stream);
-  // Gives the table back. It is taken again only after the work that is on the stream now.
+  // Gives the table back. It becomes free when the stream has done the work that is queued on it
+  // now.
   Status GiveBack(const Table& table, cudaStream_t stream);
 
  private:
@@ -41,7 +42,7 @@ class Tables {
   Fault& fault_;
   void* host_ = nullptr;
   void* device_ = nullptr;
-  cudaEvent_t done_[kCount] = {};  // recorded behind a table's latest launch
+  cudaEvent_t done_[kCount] = {};  // recorded after a table's latest launch
   std::mutex mutex_;
   bool taken_[kCount] = {};  // guarded by mutex_
   uint32_t next_ = 0;        // guarded by mutex_

@@ -5,7 +5,7 @@
 namespace hybridopt::cuda {
 namespace {
 
-constexpr uint64_t kAtOnce = 4;  // elements that the kernel reads at once
+constexpr uint64_t kAtOnce = 4;  // elements that the kernel loads together
 
 bool CanReadAtOnce(const void* array, uint64_t element_bytes) {
   return reinterpret_cast<uintptr_t>(array) % (kAtOnce * element_bytes) == 0;

@@ -11,7 +11,7 @@ UpdateKind KindOf(Rule rule, const DeviceUpdate& update);
 inline constexpr uint32_t kUpdateKindCount = kIndexCount * 4;
 uint32_t NumberOf(const UpdateKind& kind);
 
-// `first_tile` is the number of tiles of the rows before.
+// `first_tile` is the number of tiles of all rows before this one.
 UpdateRow RowOf(const DeviceUpdate& update, const Coefficients& coefficients, uint32_t first_tile);
 
 }  // namespace hybridopt::cuda
