@@ -43,8 +43,8 @@ class Link {
 
   Link(Device& device, int64_t timeout_ns) : device_(device), timeout_ns_(timeout_ns) {}
 
-  // AddRoom: a stash that may have this number of prefetches at one time was created. RemoveRoom: it
-  // was destroyed.
+  // AddRoom: a stash that may have this number of prefetches at one time was created. RemoveRoom:
+  // it was destroyed.
   void AddRoom(uint32_t prefetches);
   void RemoveRoom(uint32_t prefetches) { room_ -= prefetches; }
   bool has_prefetches() const { return room_ > 0; }  // whether prefetches are possible

@@ -180,8 +180,7 @@ uint32_t RunnerPool::State::RunnerCount() const {
                                              [](const auto& runner) { return !runner->ended; }));
 }
 
-// -------------------------------------------------------------------------- called by all threads
-// --
+// ------------------------------------------------------------------------ called by all threads --
 
 RunnerPool::RunnerPool(int64_t patience_ns) : state_(std::make_unique<State>(patience_ns)) {}
 

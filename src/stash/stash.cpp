@@ -21,8 +21,7 @@ uint64_t SlabsOf(uint64_t bytes, uint64_t slab_bytes) { return (bytes - 1) / sla
 
 }  // namespace
 
-// -------------------------------------------------------------------------------- memory and plan
-// --
+// ------------------------------------------------------------------------------ memory and plan --
 
 Result<Stash::Settings> Stash::Check(const offload_stash_options_t& options) {
   Settings settings;
@@ -332,8 +331,7 @@ void Stash::End(StashEntry& entry) {
   tickets_.End(entry);
 }
 
-// -------------------------------------------------------------------------- dropped without a pop
-// --
+// ------------------------------------------------------------------------ dropped without a pop --
 
 Status Stash::Drop(offload_stash_ticket_t ticket, StreamHandle stream) {
   std::lock_guard lock(mutex_);
