@@ -397,11 +397,11 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_no_bit(value):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"lr": -1.0}, "^lr is -1, expected a number"),
-        ({"lr": float("nan")}, "^lr is nan"),
-        ({"betas": (1.0, 0.9)}, r"^betas\[0\] is 1, expected 0 <= betas\[0\] < 1"),
-        ({"eps": -1e-8}, "^eps is -1e-08"),
-        ({"weight_decay": float("inf")}, "^weight_decay is inf"),
+        ({"lr": -1.0}, "^param group 0: lr is -1, expected a number"),
+        ({"lr": float("nan")}, "^param group 0: lr is nan"),
+        ({"betas": (1.0, 0.9)}, r"^param group 0: betas\[0\] is 1, expected 0 <= betas\[0\] < 1"),
+        ({"eps": -1e-8}, "^param group 0: eps is -1e-08"),
+        ({"weight_decay": float("inf")}, "^param group 0: weight_decay is inf"),
         ({"lr": None}, "^param group 0 has lr=None, expected a number"),
         ({"eps": "small"}, "^param group 0 has eps='small', expected a number"),
         ({"betas": 0.9}, r"^param group 0 has betas=0.9, expected two numbers"),

@@ -17,13 +17,30 @@ def is_whole(value: Any, least: int, end: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < end
 
 
+def is_switch(value: Any) -> bool:
+    """Whether it is True or False, or a number that is equal to one of them."""
+    try:
+        return bool(value in (False, True))
+    except (RuntimeError, ValueError):  # several numbers
+        return False
+
+
+def shown(value: Any) -> str:
+    """A value in an error: its repr() in one line, cut if that is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as error:  # an int of more digits than Python prints, say
+        return f"a {type(value).__name__} without a repr() ({type(error).__name__})"
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
+
+
 def check_switch(name: str, value: Any) -> None:
     """Refuses what is neither True nor False. Any text would count as True."""
-    if value not in (False, True):
-        raise ValueError(f"Invalid {name}: {value!r}, expected True or False")
+    if not is_switch(value):
+        raise ValueError(f"Invalid {name}: {shown(value)}, expected True or False")
 
 
 def check_word(option: str, value: Any, words: Collection[str]) -> None:
     if not isinstance(value, str) or value not in words:
         *others, last = map(repr, words)
-        raise ValueError(f"Invalid {option}: {value!r}, expected {', '.join(others)} or {last}")
+        raise ValueError(f"Invalid {option}: {shown(value)}, expected {', '.join(others)} or {last}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import abi
 from ..base.modes import in_no_mode
-from ..params.hyperparameters import check_flags
+from ..params.hyperparameters import check_arguments, hyperparameters_of
 from ..params.tensors import like_param, local
 from ..settings.options import OffloadOptions, state_dtype_of, with_options
 from ..state.shown import count_dtype
@@ -62,7 +62,7 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         **options: Unpack[OffloadOptions],
     ) -> None:
-        self._configure(options)
+        self._configure(options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if decoupled_weight_decay and not _ADAM_HAS_DECOUPLED:
             raise TypeError(
                 f"torch {torch.__version__} has no Adam with decoupled_weight_decay; use "
@@ -133,7 +133,7 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
         cautious_weight_decay: bool = False,
         **options: Unpack[OffloadOptions],
     ) -> None:
-        self._configure(options)
+        self._configure(options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         torch.optim.AdamW.__init__(
             self,
             params,
@@ -152,7 +152,7 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
             self.defaults["cautious_weight_decay"] = cautious_weight_decay
             self._fill_groups()
             for index, group in enumerate(self.param_groups):
-                check_flags(abi.OFFLOAD_ADAMW, index, group)
+                hyperparameters_of(abi.OFFLOAD_ADAMW, index, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -202,7 +202,7 @@ class SGD(OffloadOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         **options: Unpack[OffloadOptions],
     ) -> None:
-        self._configure(options)
+        self._configure(options, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
         torch.optim.SGD.__init__(
             self,
             params,
@@ -233,6 +233,7 @@ class _FromPaper(OffloadOptimizer):
         switches: dict[str, bool | None],
         **hyperparameters: Any,
     ) -> None:
+        self._configure(options, lr=lr, weight_decay=weight_decay)
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         if not lr >= 0.0:
@@ -241,7 +242,6 @@ class _FromPaper(OffloadOptimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         if switches["foreach"] and switches["fused"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._configure(options)
         defaults = {"lr": lr, **hyperparameters, "weight_decay": weight_decay, **switches}
         OffloadOptimizer.__init__(self, params, defaults)
 
@@ -286,6 +286,7 @@ class Lion(_FromPaper):
         fused: bool | None = None,
         **options: Unpack[OffloadOptions],
     ) -> None:
+        check_arguments(betas=betas)
         for index, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
@@ -332,6 +333,7 @@ class Signum(_FromPaper):
         fused: bool | None = None,
         **options: Unpack[OffloadOptions],
     ) -> None:
+        check_arguments(momentum=momentum)
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"Invalid momentum value: {momentum}")
         switches = {
@@ -379,7 +381,14 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
         fused: bool | None = None,
         **options: Unpack[OffloadOptions],
     ) -> None:
-        self._configure(options)
+        self._configure(
+            options,
+            lr=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
+        )
         # torch's constructor would make all sums on the device; it shall only check the arguments.
         checked = torch.optim.Adagrad(
             [torch.zeros(1, device="cpu")],

@@ -20,7 +20,7 @@ from ..engine.engines import Engines
 from ..hiding.clipping import NOTHING_TO_CLIP, note_taken, note_used, taken_by
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
-from ..params.hyperparameters import check_flags, hyperparameters_of
+from ..params.hyperparameters import check_arguments, hyperparameters_of
 from ..params.members import Member, has_gradient, members_of, named
 from ..params.registered import Slot, Wanted, wide_gradients
 from ..params.tensors import set_gradient
@@ -63,8 +63,10 @@ class OffloadOptimizer(Saving, Reporting):
 
     # ---------------------------------------------------------------------------- construction --
 
-    def _configure(self, options: OffloadOptions) -> None:
-        """Stores the options that torch does not have. Constructors call this before torch's."""
+    def _configure(self, options: OffloadOptions, **hyperparameters: Any) -> None:
+        """Checks the arguments that are numbers, and stores the options that torch does not have. Constructors call
+        this before torch's."""
+        check_arguments(**hyperparameters)
         self._options = checked(options, type(self).__name__)
         self._says_whether_to_clip = "max_grad_norm" in options
         if self._options["local_world"] is None:
@@ -242,7 +244,6 @@ class OffloadOptimizer(Saving, Reporting):
         algorithm, groups = self._algorithm(), self.param_groups
         for index, group in enumerate(groups):
             check_values(index, group, type(self).__name__)
-            check_flags(algorithm, index, group)
         return Wanted(algorithm, [hyperparameters_of(algorithm, *each) for each in enumerate(groups)], groups)
 
     def _committed_engine(self, known: dict[Tensor, Slot], wanted: Wanted, always: bool) -> Engine | None:

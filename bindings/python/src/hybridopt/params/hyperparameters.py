@@ -2,49 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .. import abi
+from ..base.checks import is_number, is_switch, shown
+
+BETAS = ("beta1", "beta2")
 
 
 def hyperparameters_of(algorithm: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
-    """The fields of offload_group_t that the algorithm reads."""
-    return {name: _field(name, index, group) for name in abi.ALGORITHMS[algorithm].reads}
-
-
-def check_flags(algorithm: int, index: int, group: dict[str, Any]) -> None:
-    """Refuses a flag that is neither True nor False, and one that the algorithm does not use: torch would say
-    nothing of it."""
+    """The fields of offload_group_t that the algorithm reads. Refuses what is no number, a flag that is neither True
+    nor False, and one that the algorithm does not use: torch would say nothing of it."""
     row = abi.ALGORITHMS[algorithm]
+    fields: dict[str, Any] = {}
     for name in abi.GROUP_FLAGS:
         value = group.get(name, False)
-        if value not in (False, True):
-            raise ValueError(f"param group {index} has {name}={value!r}, expected True or False")
+        if not is_switch(value):
+            raise ValueError(f"param group {index} has {name}={shown(value)}, expected True or False")
         if value and name not in row.reads:
             raise ValueError(
                 f"param group {index} has {name}={value!r}, but {row.name} does not use it; leave it out"
             )
+    for name in row.reads:
+        if name in abi.GROUP_FLAGS:
+            fields[name] = int(group.get(name, False))
+        elif name in BETAS:
+            fields[name] = _numbers_of(index, group, "betas")[BETAS.index(name)]
+        else:
+            fields[name] = _library_number(name, *_numbers_of(index, group, name))
+    if algorithm == abi.OFFLOAD_SGD and fields["momentum"] == 0.0:  # torch's ignores what acts on momentum then
+        fields.update(dampening=0.0, nesterov=0)
+    return fields
 
 
-def _field(name: str, index: int, group: dict[str, Any]) -> float | int:
-    if name in abi.GROUP_FLAGS:
-        return int(group.get(name, False)) if _counts(name, group) else 0
-    key = "betas" if name in ("beta1", "beta2") else name
-    value = group[key]
+def check_arguments(**arguments: Any) -> None:
+    """Refuses arguments of a constructor that torch would compare with numbers and that are none. Of tensors torch itself
+    asks how many elements they have."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) and _numbers_in(name, value) is None:
+            raise ValueError(f"Invalid {name}: {shown(value)}, expected {_expected(name)}")
+
+
+def _numbers_in(name: str, value: Any) -> list[float] | None:
+    """The numbers of a hyperparameter, which is `betas` or another; None if it has not as many."""
+    if name != "betas":
+        number = _number(value)
+        return None if number is None else [number]
+    if isinstance(value, (Mapping, str, bytes)) or not hasattr(value, "__getitem__"):
+        return None
     try:
-        if key == "betas":
-            return float(value[int(name[-1]) - 1])
-        number = float(value) if _counts(name, group) else 0.0
-    except (TypeError, ValueError, IndexError):
-        expected = "two numbers" if key == "betas" else "a number"
-        raise ValueError(f"param group {index} has {key}={value!r}, expected {expected}") from None
+        numbers = [_number(each) for each in value]
+    except TypeError:  # a tensor without dimensions
+        return None
+    found = [number for number in numbers if number is not None]
+    return found if len(found) == len(numbers) == len(BETAS) else None
+
+
+def _expected(name: str) -> str:
+    return "two numbers" if name == "betas" else "a number"
+
+
+def _numbers_of(index: int, group: dict[str, Any], name: str) -> list[float]:
+    if name not in group:
+        raise ValueError(f"param group {index} has no {name!r}, expected {_expected(name)}")
+    numbers = _numbers_in(name, group[name])
+    if numbers is None:
+        raise ValueError(f"param group {index} has {name}={shown(group[name])}, expected {_expected(name)}")
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dtype == torch.bool or value.is_complex():
+            return None
+        value = value.item()
+    try:
+        return float(value) if is_number(value) else None
+    except OverflowError:
+        return None
+
+
+def _library_number(name: str, number: float) -> float:
     if name == "lr" and -1e-12 < number < 0.0:
         return 0.0  # schedulers that go to 0 in steps of their own end a rounding error below it
     if name == "eps" and number == 0.0:
         return 1e-45  # torch takes 0; the library makes the smallest fp32 number of what is below that
     return number
-
-
-def _counts(name: str, group: dict[str, Any]) -> bool:
-    """Without momentum torch's SGD ignores what acts on it."""
-    return name not in ("dampening", "nesterov") or float(group["momentum"]) > 0

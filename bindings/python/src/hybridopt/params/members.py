@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..base.callers import depth_of_caller
+from ..base.checks import shown
 from .tensors import DTYPES, gradient_of, local
 
 if TYPE_CHECKING:
@@ -30,9 +31,41 @@ class Member:
 
 def named(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The params of a param group with their names, or without names with their index."""
+    check_lists(index, group)
     names = group.get("param_names")
     for i, param in enumerate(group["params"]):
         yield names[i] if names else f"param_groups.{index}.{i}", param
+
+
+def check_lists(index: int, group: dict[str, Any]) -> None:
+    """Refuses a group whose lists of params and of their names do not fit each other: a program may change them."""
+    params, names = group.get("params"), group.get("param_names")
+    if not isinstance(params, (list, tuple)):
+        raise TypeError(f"param group {index} has params={shown(params)}, expected a list of parameters")
+    if names is None:
+        return
+    if not isinstance(names, (list, tuple)):
+        raise TypeError(f"param group {index} has param_names={shown(names)}, expected a list of names")
+    if len(names) != len(params):
+        raise ValueError(
+            f"param group {index} has {len(names)} names in 'param_names' for {len(params)} parameters in 'params', expected "
+            "one for each, in the same order; change both lists alike, or call add_param_group() for new parameters"
+        )
+
+
+def check_params(index: int, group: dict[str, Any]) -> None:
+    """Refuses what torch refuses when it gets a group, for what has come into one later."""
+    for place, (name, param) in enumerate(named(index, group)):
+        if not isinstance(param, Tensor):
+            what = f"is {shown(param)}, expected a parameter; its name belongs into the group's 'param_names'"
+            raise TypeError(f"params[{place}] of param group {index} {what}")
+        if not isinstance(name, str):
+            raise TypeError(f"param_names[{place}] of param group {index} is {shown(name)}, expected a string")
+        if not (param.is_leaf or param.retains_grad):
+            raise ValueError(
+                f"parameter {name!r} of param group {index} is the result of an operation, for which autograd keeps no "
+                "gradient; expected a parameter"
+            )
 
 
 def has_gradient(param: Tensor) -> bool:
@@ -54,19 +87,21 @@ def check_dtype(name: str, param: Tensor) -> None:
 
 def refuse_twice(index: int, group: dict[str, Any]) -> None:
     """Raises if a group has a param more than once."""
-    seen: dict[Tensor, str] = {}
+    seen: dict[Tensor, tuple[int, str]] = {}
     for name, param in named(index, group):
         _note_once(seen, param, name, index)
 
 
-def _note_once(seen: dict[Tensor, str], param: Tensor, name: str, index: int) -> None:
-    if param in seen:
-        other = "" if seen[param] == name else f", before as {seen[param]!r}"
-        raise ValueError(
-            f"parameter {name!r} is twice in param group {index}{other}, and would be updated "
-            "twice in each step; name it once"
-        )
-    seen[param] = name
+def _note_once(seen: dict[Tensor, tuple[int, str]], param: Tensor, name: str, index: int) -> None:
+    if param not in seen:
+        seen[param] = index, name
+        return
+    group_before, name_before = seen[param]
+    before = "" if name_before == name else f", before as {name_before!r}"
+    where = f"twice in param group {index}" if group_before == index else f"in param groups {group_before} and {index}"
+    raise ValueError(
+        f"parameter {name!r} is {where}{before}, and would be updated twice in each step; name it once"
+    )
 
 
 def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool]) -> list[Member]:
@@ -76,8 +111,9 @@ def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool])
     members: list[Member] = []
     names: set[str] = set()
     renamed: list[str] = []
-    seen: dict[Tensor, str] = {}
+    seen: dict[Tensor, tuple[int, str]] = {}
     for index, group in enumerate(param_groups):
+        check_params(index, group)
         for name, param in named(index, group):
             wide_gradient = known.get(param)
             if wide_gradient is None and not takes_part(param):

@@ -3,8 +3,10 @@ not change meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from .members import Member, takes_part
+from .members import Member, check_params, named, takes_part
 from .moments import moments_of
 from .strides import is_dense, is_same_order
 from .tensors import DTYPES, arranged, gradient_dtype, gradient_of, local, local_gradient
@@ -209,6 +211,15 @@ def _has_same_values(group: dict[str, Any], before: dict[str, Any]) -> bool:
     return len(group) == len(before) and all(map(is_, group, before)) and all(map(is_, group.values(), before.values()))
 
 
+@contextlib.contextmanager
+def _naming_group(index: int) -> Iterator[None]:
+    """Adds the number of the param group to what the library says of a value in it."""
+    try:
+        yield
+    except abi.InvalidArgumentError as error:
+        raise abi.InvalidArgumentError(f"param group {index}: {error}") from None
+
+
 class Registered:
     """The groups and params of one optimizer of the library."""
 
@@ -223,8 +234,9 @@ class Registered:
         self._handle = handle
         self.algorithm = wanted.algorithm
         self.groups = [dict(group) for group in wanted.groups]  # hyperparameters, as the library knows them
-        for group in wanted.groups:
-            handle.add_group(**group)
+        for index, group in enumerate(wanted.groups):
+            with _naming_group(index):
+                handle.add_group(**group)
         moments = [moments_of(self.algorithm, group) for group in wanted.groups]
         self.slots = [
             Slot(id, member, device, moments[member.group], low_dtype)
@@ -245,7 +257,8 @@ class Registered:
         """Tells the library which hyperparameters have changed. Nothing else differs."""
         for id, group in enumerate(wanted.groups):
             if group != self.groups[id]:
-                self._handle.set_group(id, **group)
+                with _naming_group(id):
+                    self._handle.set_group(id, **group)
                 self.groups[id] = dict(group)
         self._checked = list(map(_as_checked, wanted.param_groups))
 
@@ -281,20 +294,22 @@ class Registered:
 
     def _difference_of_params(self, param_groups: list[dict[str, Any]]) -> str:
         left_out: list[Tensor] = []
-        known = 0
+        known: set[int] = set()
         for index, group in enumerate(param_groups):
-            for place, param in enumerate(group["params"]):
+            check_params(index, group)
+            for name, param in named(index, group):
                 slot = self.slot_of.get(param)
                 if slot is None:
                     if takes_part(param):
-                        name = group.get("param_names", {place: f"param_groups.{index}.{place}"})[place]
                         return f"parameter {name!r} has been added or unfrozen"
                     left_out.append(param)
                 elif slot.group != index:
                     return f"parameter {slot.name!r} is in another group"
+                elif slot.id in known:
+                    return f"parameter {slot.name!r} is named twice"
                 else:
-                    known += 1
-        if known != len(self.slots):
+                    known.add(slot.id)
+        if len(known) != len(self.slots):
             return "parameters have been taken out"
         self._gone_through = [list(group["params"]) for group in param_groups]
         self._left_out = left_out

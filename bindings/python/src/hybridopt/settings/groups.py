@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..params.hyperparameters import check_flags
-from ..params.members import check_dtype, named, refuse_twice
+from ..base.checks import is_switch, shown
+from ..params.hyperparameters import hyperparameters_of
+from ..params.members import check_dtype, check_lists, named, refuse_twice
 from ..params.tensors import refuse_fsdp1
 from .options import OffloadOptions, refuse_in_group
 
@@ -21,10 +22,12 @@ REFUSING_FSDP1 = ("max_grad_norm", "process_group", "overlap")
 
 def check_values(index: int, group: dict[str, Any], owner: str) -> None:
     """Refuses what can be written into a group at any time. `owner` is the class of the optimizer."""
+    check_lists(index, group)
     for option, why in UNSUPPORTED.items():
-        if group.get(option):
+        value = group.get(option)
+        if value is not None and (not is_switch(value) or value):
             raise RuntimeError(
-                f"hybridopt.{owner} does not support {option}=True (param group {index}): {why}; set it to False"
+                f"hybridopt.{owner} does not support {option}={shown(value)} (param group {index}): {why}; set it to False"
             )
     refuse_in_group(index, group)
 
@@ -33,7 +36,7 @@ def check_group(index: int, group: dict[str, Any], algorithm: int, options: Offl
     """Refuses a group that the optimizer cannot step, before it has the group."""
     check_values(index, group, owner)
     refuse_twice(index, group)
-    check_flags(algorithm, index, group)
+    hyperparameters_of(algorithm, index, group)
     for name, param in named(index, group):
         if param.requires_grad:
             check_dtype(name, param)
