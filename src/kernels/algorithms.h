@@ -13,7 +13,7 @@ namespace hybridopt {
 
 struct Coefficients;
 
-// The formulas of an update. The kernel tables are indexed by it.
+// The formulas of an update; an index of the kernel tables.
 enum class Rule : int32_t {
   kAdam,
   kSgdMomentum,
@@ -25,8 +25,8 @@ enum class Rule : int32_t {
 };
 inline constexpr int32_t kRuleCount = static_cast<int32_t>(Rule::kCautiousAdam) + 1;
 
-// The kinds of state that checkpoints hold. Masters are stored as fp32, so that MASTER_LOW is no
-// kind here.
+// The kinds of state in checkpoints. Masters are stored as fp32, so MASTER_LOW is not one of these
+// kinds.
 struct StoredKind {
   int32_t value;  // enum offload_state_kind
   const char* name;
@@ -47,10 +47,11 @@ constexpr uint32_t Of(Values... algorithms) {
 }
 inline constexpr uint32_t kAllAlgorithms = UINT32_MAX;
 
-// The values that a number may have. All must be finite in fp32 too.
+// The values that a number may have. Each value must also be finite in fp32.
 enum NumberRange { kAtLeastZero, kAboveZero, kZeroToBelowOne };
 
-// Algorithms that read a field, and the values that it may have there. A flag has no range.
+// Algorithms that read a field, and the values that the field may have for them. A flag has no
+// range.
 struct Readers {
   uint32_t algorithms = 0;
   NumberRange range = kAtLeastZero;
@@ -59,8 +60,8 @@ struct Readers {
 using GroupNumber = double offload_group_t::*;
 using GroupFlag = int32_t offload_group_t::*;
 
-// A hyperparameter of a group: a number, or a flag, which is 0 or 1. For an algorithm that does not
-// read it, it must be 0.
+// A hyperparameter of a group: a number, or a flag, which is 0 or 1. If an algorithm does not read
+// the field, the field must be 0.
 struct GroupField {
   const char* name;  // in errors, in checkpoints and in the bindings
   GroupNumber number = nullptr;
@@ -75,7 +76,7 @@ struct GroupField {
   constexpr double In(const offload_group_t& group) const {
     return number != nullptr ? group.*number : group.*flag;
   }
-  // What the algorithm takes; NULL if it does not read the field.
+  // The readers and range for an algorithm; NULL if the algorithm does not read the field.
   constexpr const Readers* ReadersOf(int32_t algorithm) const {
     for (const Readers& one : readers)
       if ((one.algorithms & Of(algorithm)) != 0) return &one;
@@ -108,9 +109,9 @@ inline constexpr GroupField kGroupFields[] = {
     {"cautious_weight_decay", &offload_group_t::cautious_weight_decay, Of(OFFLOAD_ADAMW)},
 };
 
-// Version 1 of the checkpoint format began with the first 11 fields, which every manifest has. A
-// later field is only in the manifests of groups where it is not 0: releases that do not know it
-// read the others.
+// Version 1 of the checkpoint format began with the first 11 fields; every manifest has them. A
+// manifest has a later field only for groups in which it is not 0, so that releases that do not
+// know the field can read all other manifests.
 constexpr bool IsInEveryManifest(const GroupField& field) { return &field - kGroupFields < 11; }
 
 inline constexpr int32_t kMomentsMax = 2;
@@ -129,9 +130,9 @@ struct Algorithm {
   int32_t value;     // enum offload_algorithm: OFFLOAD_ and the name in capitals
   const char* name;  // in errors and in checkpoints
   Rule rule;
-  // The rule of a group whose momentum is 0 at commit; has no moments.
+  // The rule for a group whose momentum is 0 at commit; it has no moments.
   Rule rule_without_momentum = rule;
-  // The rule of steps of a group with cautious_weight_decay; has the same moments.
+  // The rule for a group with cautious_weight_decay; it has the same moments.
   Rule rule_if_cautious = rule;
   CoefficientsFunction set_coefficients;
   int32_t moments[kMomentsMax] = {kNoMoment, kNoMoment};  // enum offload_state_kind
@@ -187,7 +188,7 @@ constexpr const Algorithm* AlgorithmOf(int32_t value) {
   return nullptr;
 }
 
-// The first row whose params a rule updates. Rows that share a rule keep the same moments.
+// The first row that has this rule. Rows with the same rule keep the same moments.
 constexpr const Algorithm& AlgorithmOf(Rule rule) {
   for (const Algorithm& algorithm : kAlgorithms)
     if (algorithm.rule == rule || algorithm.rule_without_momentum == rule ||

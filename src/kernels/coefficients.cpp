@@ -9,9 +9,9 @@
 namespace hybridopt {
 namespace {
 
-// 1 - beta^t, exact to a few ulp for every beta, also near 1, and every t. The function computes
-// the differences to 1 of the powers, 1 - ab = (1 - a) + a(1 - b), so that no digits cancel. It
-// uses only additions and multiplications, so that the bits do not depend on libm.
+// 1 - beta^t, exact to a few ulp for every t and every beta, even near 1. The function works with 1
+// - power instead of the powers, by 1 - ab = (1 - a) + a(1 - b), so that no digits cancel. It uses
+// only additions and multiplications, so that the bits do not depend on libm.
 double OneMinusPower(double beta, uint64_t t) {
   double result = 0.0;         // 1 - beta^(the bits of t so far)
   double factor = 1.0 - beta;  // 1 - beta^(2^bit)
@@ -24,7 +24,8 @@ double OneMinusPower(double beta, uint64_t t) {
 
 float Round(double value) { return static_cast<float>(value); }
 
-// An eps below fp32's range must not become 0: with a zero gradient 0 / 0 would be NaN.
+// An eps below the range of fp32 must not become 0: with a zero gradient the result would be 0 / 0,
+// a NaN.
 float RoundAboveZero(double eps) {
   return std::max(Round(eps), std::numeric_limits<float>::denorm_min());
 }

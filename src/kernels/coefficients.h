@@ -8,8 +8,8 @@
 
 namespace hybridopt {
 
-// The coefficients of a param's step number `step`, counted from 1 with this step included.
-// grad_factor is only the sign of maximize: the caller multiplies it by the verdict's.
+// The coefficients for a param's step number `step`, counted from 1 and including this step.
+// grad_factor is only the sign of maximize; the caller multiplies it by the verdict's grad_factor.
 Coefficients MakeCoefficients(int32_t algorithm, const offload_group_t& group, uint64_t step);
 
 }  // namespace hybridopt

@@ -1,7 +1,7 @@
 // bf16 and fp16 to and from fp32, in integer arithmetic alone, so that no floating-point mode can
-// change a bit. Rounding is to nearest, ties to even; denormals are exact; NaN stays NaN with its
-// sign and the top bits of its payload. simd.cpp uses the CPU's own conversions where they give
-// these bits.
+// change a bit. Rounding is to nearest, ties to even. Denormals are converted exactly. A NaN stays
+// NaN with its sign and the top bits of its payload. simd.cpp uses the CPU's own conversions where
+// they give the same bits.
 #pragma once
 
 #include <bit>
@@ -32,8 +32,8 @@ HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16(float value) {
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-// The same with exact ties away from zero. Then the lower half, which is the rounding error read as
-// a signed number, fits 16 bits.
+// The same, but exact ties are rounded away from zero. Then the rounding error fits in 16 bits: it
+// is the lower half, read as a signed number.
 HYBRIDOPT_EVERYWHERE inline uint16_t Fp32ToBf16TiesAway(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;

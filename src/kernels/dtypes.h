@@ -1,5 +1,5 @@
-// One row a dtype of the ABI: what the host's code must know about it. The kernels convert elements
-// by templates (convert.h).
+// One row for each dtype of the ABI: what the host's code must know about the dtype. The kernels
+// convert elements by templates (convert.h).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct DtypeRow {
   uint64_t bytes;  // of an element
   const char* name;
   const char* stored_name;  // in safetensors files
-  bool is_of_params;        // and of gradients; the others are of state only
+  bool is_of_params;        // also of gradients; the other dtypes are only for state
 };
 
 inline constexpr DtypeRow kDtypeRows[] = {
@@ -23,7 +23,7 @@ inline constexpr DtypeRow kDtypeRows[] = {
     {OFFLOAD_I8, 1, "i8", "I8", false},
 };
 
-// NULL for what is no dtype.
+// NULL if `dtype` is none of enum offload_dtype.
 constexpr const DtypeRow* FindDtype(int32_t dtype) {
   for (const DtypeRow& row : kDtypeRows)
     if (row.dtype == dtype) return &row;
@@ -35,13 +35,13 @@ constexpr bool IsParamDtype(int32_t dtype) {
   return row != nullptr && row->is_of_params;
 }
 
-// For what the caller has given, which may be no dtype.
+// For values from the caller, which may be no dtype.
 constexpr const char* DtypeName(int32_t dtype) {
   const DtypeRow* const row = FindDtype(dtype);
   return row != nullptr ? row->name : "unknown";
 }
 
-// These are for dtypes only.
+// These require a valid dtype.
 constexpr uint64_t DtypeBytes(int32_t dtype) {
   const DtypeRow* const row = FindDtype(dtype);
   HYBRIDOPT_CHECK(row != nullptr);

@@ -14,11 +14,11 @@
 
 namespace hybridopt {
 
-// Norms add squares in a fixed tree. A norm block is this many elements of one param (the last may
-// be shorter). Inside a block, lane l of kNormLanes sums the squares of elements l, l + kNormLanes,
-// ... in double and in order; then the lanes are added in a tree: lane l += lane l + half, for half
-// = kNormLanes/2, ..., 1. The blocks of a param are added in order, then the params in registration
-// order.
+// Norms add squares in a fixed tree. A norm block is this number of elements of one param (the last
+// block may be shorter). Inside a block, lane l of kNormLanes sums the squares of elements l, l +
+// kNormLanes, ... in double and in order. Then the lanes are added in a tree: lane l += lane l +
+// half, for half = kNormLanes/2, ..., 1. The blocks of a param are added in order, then the params
+// in registration order.
 inline constexpr uint64_t kNormBlockElements = 4096;
 constexpr uint64_t NormBlocksOf(uint64_t count) {
   return (count + kNormBlockElements - 1) / kNormBlockElements;
@@ -47,17 +47,17 @@ struct Coefficients {
 
 // How values are rounded when they are stored.
 struct Rounding {
-  // Formats that are rounded: stochastically (stochastic_rounding.h); else to nearest.
+  // Formats that round: at random (stochastic_rounding.h), or to nearest.
   bool stochastic = false;
-  // Bf16 params: exact ties round away from zero, as formats beside the param need it.
+  // Bf16 params: exact ties round away from zero, as formats beside the param require.
   bool ties_away = false;
   uint32_t key0 = 0;  // key of this param in this step, if stochastic
   uint32_t key1 = 0;
 };
 
-// The indices of a span's elements in their whole tensor, where they form rows that are row_stride
-// apart. Element k has the index first + (c / row_length) * row_stride + c % row_length with c =
-// column + k.
+// The indices of a span's elements in their whole tensor, in which they form rows that are
+// row_stride apart. Element k has the index first + (c / row_length) * row_stride + c % row_length
+// with c = column + k.
 struct ElementOrder {
   uint64_t first = 0;
   uint64_t row_length = UINT64_MAX;
@@ -65,11 +65,11 @@ struct ElementOrder {
   uint64_t column = 0;
 };
 
-// The addresses of a contiguous range of elements. `master` has the values that are updated, or
-// what the param beside it lacks of them. `param` gets the values rounded to its dtype; for an fp32
-// param that is its own master it is the same address as `master`. `moment0` is exp_avg,
-// momentum_buffer or sum, `moment1` is exp_avg_sq; NULL if the rule has none. Arrays need only
-// their element's natural alignment (1, 2 or 4 bytes) and do not overlap otherwise.
+// The addresses of a contiguous range of elements. `master` has the masters, or what the params
+// beside them lack of them. `param` gets the new masters, rounded to its dtype; if an fp32 param is
+// its own master, `param` and `master` are the same address. `moment0` is exp_avg, momentum_buffer
+// or sum, `moment1` is exp_avg_sq; NULL if the rule has none. An array needs only the natural
+// alignment of its elements (1, 2 or 4 bytes). Otherwise arrays must not overlap.
 struct UpdateSpan {
   const void* grad;
   void* param;
@@ -100,7 +100,7 @@ constexpr void ForEachSpanTypes(Visit&& visit) {
             visit(SpanTypes{grad, param, {master.format, moment.format, moment.format}});
 }
 
-// The span without its first `begin` elements; its count is not changed.
+// The span without its first `begin` elements; `count` is not changed.
 inline UpdateSpan Advanced(const UpdateSpan& span, const SpanTypes& types, uint64_t begin) {
   const auto at = [](void* array, uint64_t bytes) -> void* {
     return array == nullptr ? nullptr : static_cast<char*>(array) + bytes;
@@ -124,19 +124,20 @@ using SumSquaresFunction = void (*)(const void* grad, uint64_t count, double* bl
 // Widens count elements to fp32, exactly.
 using ToFp32Function = void (*)(const void* source, uint64_t count, float* destination);
 
-// sum += grad, widened exactly; one fp32 addition an element.
+// sum += grad, where grad is widened exactly: one fp32 addition for each element.
 using AccumulateFunction = void (*)(const void* grad, uint64_t count, float* sum);
 
-// Where a param does not have the bits of its master, rounded, makes the master equal to the param;
-// elsewhere the master keeps all its bits. Of bf16 params either rounding of ties counts: masters
-// may come from a layout that rounds them the other way. An fp32 param is copied.
+// Makes a master equal to its param, unless the param has the bits of the rounded master; then the
+// master keeps all its bits. A bf16 param may have been rounded with ties to even or away from
+// zero, because masters may come from another layout. An fp32 param is copied.
 using FollowParamsFunction = void (*)(const void* param, uint64_t count, float* master);
 
-// Copies bytes that nobody reads soon. It writes whole cache lines without having read them.
+// Copies bytes that will not be read soon, past the caches: writes whole cache lines without
+// reading them first.
 using CopyPastCachesFunction = void (*)(void* to, const void* from, uint64_t bytes);
 
-// A number for each combination of a rule and types. The format of the first moment decides that of
-// the second.
+// A number for each combination of a rule and types. The format of the second moment follows from
+// that of the first.
 constexpr uint32_t IndexOf(Rule rule, const SpanTypes& types) {
   int32_t index = static_cast<int32_t>(types.formats.master);
   index = index * kFormatCount + static_cast<int32_t>(types.formats.moment0);
@@ -147,8 +148,8 @@ constexpr uint32_t IndexOf(Rule rule, const SpanTypes& types) {
 inline constexpr uint32_t kIndexCount =
     kFormatCount * kFormatCount * kRuleCount * kDtypeCount * kDtypeCount;
 
-// One T for each IndexOf. NULL where there is no such kernel: masters beside a param that is not
-// bf16, and formats that masters or moments cannot have.
+// One T for each IndexOf. NULL if there is no such kernel: masters beside a param that is not bf16,
+// and formats that masters or moments cannot have.
 template <typename T>
 struct ByTypes {
   T at[kIndexCount];
@@ -184,8 +185,8 @@ struct KernelTable {
 // The scalar specification (kernels/reference.cpp).
 const KernelTable& ReferenceKernels();
 
-// Every compiled SIMD implementation that this CPU runs, best first (kernels/simd.cpp). Empty if
-// the CPU has no fused multiply-add.
+// Every compiled SIMD implementation that this CPU can run, the best one first (kernels/simd.cpp).
+// Empty if the CPU has no fused multiply-add.
 std::span<const KernelTable* const> SimdKernels();
 
 // The table to use: the best one, or the one that the environment variable HYBRIDOPT_ISA names.
@@ -193,7 +194,7 @@ std::span<const KernelTable* const> SimdKernels();
 // list the names that can be used here (kernels/select.cpp).
 Result<const KernelTable*> SelectKernels();
 
-// What the norm decides about a step. The device's updates read it from device memory.
+// What a step learns from the norm. The device's updates read it from device memory.
 struct Verdict {
   double grad_norm;   // of the unscaled gradients
   double grad_clip;   // 1 if not clipped

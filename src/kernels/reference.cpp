@@ -17,7 +17,7 @@
 namespace hybridopt {
 namespace {
 
-// The operations that rules.inc is written in, on one number.
+// The operations in which rules.inc is written, on one number.
 #define HYBRIDOPT_RULE inline
 using Float = float;
 inline float Broadcast(float value) { return value; }
@@ -45,8 +45,8 @@ double SumSquaresOfBlock(const typename Element<kDtype>::Stored* grad, uint64_t 
   for (uint32_t half = kNormLanes / 2; half > 0; half /= 2) {
     for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
-  // Which of two NaNs an addition returns depends on the instruction, so all NaNs are replaced by
-  // one.
+  // If two NaNs are added, the instruction decides which of them is the result. So every NaN is
+  // replaced by the same NaN.
   return std::isnan(lanes[0]) ? std::numeric_limits<double>::quiet_NaN() : lanes[0];
 }
 

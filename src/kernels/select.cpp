@@ -8,7 +8,7 @@ namespace {
 
 constexpr const char* kNames[] = {"reference", "avx2", "avx512", "neon", "sve"};
 
-// The table of that name, or NULL if this CPU does not run it.
+// The table with that name; NULL if this CPU cannot run it.
 const KernelTable* FindUsable(const std::string& name) {
   for (const KernelTable* table : SimdKernels()) {
     if (name == table->isa) return table;

@@ -34,8 +34,8 @@
 #error "The arithmetic is exact: build without -ffast-math."
 #endif
 
-// Highway always includes the static target, which may have no fused multiply-add: then it gets no
-// code.
+// Highway always includes the static target. If that target has no fused multiply-add, no code is
+// generated for it.
 #if HWY_NATIVE_FMA
 
 HWY_BEFORE_NAMESPACE();
@@ -162,8 +162,8 @@ struct Tail {
   }
 };
 
-// The last elements, fewer than a unit, run the loop's own code on padded copies. Padding is zero,
-// which every rule maps to finite numbers.
+// The last elements, fewer than a unit, are updated by the code of the loop, on padded copies. The
+// padding is zero, which every rule maps to finite numbers.
 template <Rule kRule, SpanTypes kTypes, bool kRandomly>
 void UpdateTail(const Coefficients& c, const UpdateSpan& span, const RangeRounding& range,
                 uint64_t begin, uint64_t count) {
@@ -198,7 +198,7 @@ void UpdateRange(const Coefficients& c, const UpdateSpan& span, const RangeRound
   if (tail != 0) UpdateTail<kRule, kTypes, kRandomly>(c, span, range, units.count, tail);
 }
 
-// Whether the params of a unit are their masters, rounded.
+// Whether the params of a unit equal their rounded masters.
 template <int32_t kDtype>
 HWY_INLINE bool AreRounded(const uint16_t* param, const float* master) {
   const Float first = hn::LoadU(F32(), master), second = hn::LoadU(F32(), master + Lanes());
@@ -330,7 +330,8 @@ namespace {
 
 #if HWY_ARCH_X86
 // These check every instruction set that Highway lets the compiler use for a target, and that the
-// system saves its registers. Some compilers' __builtin_cpu_supports does not know f16c.
+// system saves the registers of these instruction sets. Some compilers' __builtin_cpu_supports does
+// not know f16c.
 bool HasF16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
@@ -350,7 +351,7 @@ bool HasAvx512() {
 }
 #endif
 
-// The tables that this CPU runs, best first.
+// The tables that this CPU can run, the best one first.
 struct Usable {
   const KernelTable* tables[3];
   size_t count = 0;

@@ -22,7 +22,8 @@ namespace hybridopt {
 namespace HWY_NAMESPACE {
 namespace {
 
-// The norm's lanes are vectors of double. An fma of an exact product rounds as the addition does.
+// The norm's lanes are vectors of double. The product is exact, so an fma rounds as the addition
+// does.
 using F64 = hn::CappedTag<double, kNormLanes>;
 using Double = hn::Vec<F64>;
 
@@ -49,9 +50,9 @@ HWY_INLINE Double AddSquares(const Stored<kDtype>* grad, Double sums) {
   return hn::MulAdd(value, value, sums);
 }
 
-// AddRows adds the squares of `count` elements of one norm block, rows of kNormLanes, to its lanes.
-// One block is summed after the other: two blocks at once would be two streams of loads, each too
-// short for the CPU's prefetcher, and run at half the speed (docs/PERFORMANCE.md).
+// AddRows adds the squares of `count` elements of one norm block, in rows of kNormLanes, to the
+// block's lanes. Blocks are summed one after the other. Two blocks at once would be two streams of
+// loads, each too short for the CPU's prefetcher, at half the speed (docs/PERFORMANCE.md).
 #if HWY_HAVE_SCALABLE
 // Adds the squares for kVectors vectors of lanes, 4, 2 or 1. SVE vectors cannot be array elements,
 // so each vector is a variable.
@@ -86,7 +87,7 @@ HWY_INLINE void AddRows(const Stored<kDtype>* grad, uint64_t count, double* lane
 }
 #else
 // Adds the squares of two vectors of elements. The cheapest way to widen bf16 is to shift the even
-// elements up and to mask the odd ones, so that its lanes alternate between both vectors.
+// elements up and to mask the odd ones. So consecutive lanes belong to the two vectors in turn.
 template <int32_t kDtype>
 HWY_INLINE void AddPairOfSquares(const Stored<kDtype>* grad, Double& sums0, Double& sums1) {
   if constexpr (kDtype == OFFLOAD_BF16) {

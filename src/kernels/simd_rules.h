@@ -1,5 +1,5 @@
-// Vectors of fp32, the operations that rules.inc is written in, and the rules. A part of simd.cpp,
-// which includes it again for each instruction set, as Highway wants it.
+// Vectors of fp32, the operations in which rules.inc is written, and the rules. A part of simd.cpp,
+// which includes it again for each instruction set, as Highway requires.
 #if defined(HYBRIDOPT_KERNELS_SIMD_RULES_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef HYBRIDOPT_KERNELS_SIMD_RULES_H
 #undef HYBRIDOPT_KERNELS_SIMD_RULES_H
@@ -32,7 +32,7 @@ using HalfU16 = hn::Rebind<uint16_t, F32>;
 using HalfF16 = hn::Rebind<hwy::float16_t, F32>;
 using Float = hn::Vec<F32>;
 
-// A constant, except for SVE, where only the CPU knows the length of its vectors. SVE vectors also
+// A constant, except for SVE, whose vector length is known only at run time. SVE vectors also
 // cannot be members of structs and arrays.
 HWY_INLINE HWY_MAYBE_UNUSED uint64_t Lanes() { return hn::Lanes(F32()); }
 // The unit that a loop handles at a time: two vectors of fp32, or one full vector of bf16 or fp16.
@@ -50,7 +50,7 @@ struct Value {
   Float& moment1;
 };
 
-// The operations that rules.inc is written in, on a vector.
+// The operations in which rules.inc is written, on a vector.
 #define HYBRIDOPT_RULE HWY_INLINE
 HWY_INLINE Float Broadcast(float value) { return hn::Set(F32(), value); }
 HWY_INLINE Float Sum(Float a, Float b) { return hn::Add(a, b); }
@@ -66,7 +66,8 @@ HWY_INLINE Float Lerp(Float old, Float next, float keep, float weight) {
                        : hn::MulAdd(factor, hn::Sub(old, next), next);
 }
 
-// value < max ? value : max. Instruction sets define Min differently for NaN; x86's is this.
+// value < max ? value : max. Instruction sets define Min differently for NaN; x86 defines it like
+// this.
 HWY_INLINE Float AtMost(Float value, Float max) {
 #if HWY_ARCH_X86
   return hn::Min(value, max);

@@ -64,7 +64,7 @@ HWY_INLINE hn::Vec<U16> PackUpper(hn::Vec<U32> first, hn::Vec<U32> second) {
     return hn::ConcatOdd(U16(), odd, hn::BitCast(U16(), first));
 }
 
-// Packs the lower halves.
+// Packs the lower halves of a unit's lanes.
 template <bool kInPairs>
 HWY_INLINE hn::Vec<U16> PackLower(hn::Vec<U32> first, hn::Vec<U32> second) {
   const auto even = hn::BitCast(U16(), first);
@@ -74,14 +74,14 @@ HWY_INLINE hn::Vec<U16> PackLower(hn::Vec<U32> first, hn::Vec<U32> second) {
     return hn::ConcatEven(U16(), hn::BitCast(U16(), second), even);
 }
 
-// Rounding a NaN needs a compare and a select for each value. So this looks at all values of a unit
-// together, and the code that follows exists twice: for units with a possible NaN, and for those
-// without. Infinities of both signs together may look like a NaN.
+// Rounding a NaN needs a compare and a select for each value. So this tests all values of a unit
+// together, and the code that follows exists twice: for units that may have a NaN, and for units
+// that have none. Infinities of both signs together may look like a NaN.
 HWY_INLINE bool MayHaveNan(Float first, Float second) {
   return !hn::AllFalse(F32(), hn::IsNaN(hn::Add(first, second)));
 }
 
-// `nan` if the value is NaN, else `bits`, which is the value rounded.
+// Returns `nan` if the value is NaN, else `bits`, which are the bits of the rounded value.
 template <bool kMayBeNan>
 HWY_INLINE hn::Vec<U32> UnlessNan(Float value, hn::Vec<U32> nan, hn::Vec<U32> bits) {
   if constexpr (!kMayBeNan) return bits;
@@ -92,7 +92,7 @@ HWY_INLINE hn::Vec<U32> Quieted(hn::Vec<U32> nan) {
   return hn::Or(nan, hn::Set(U32(), 0x00400000));
 }
 
-// Rounds to bf16 in the upper half of each lane; the lower half has no meaning. `half` and
+// Rounds to bf16 in the upper half of each lane; the lower half is undefined. `half` and
 // `ties_to_even` are 0x7FFF and 1, or 0x8000 and 0 for ties away from zero.
 template <bool kMayBeNan>
 HWY_INLINE hn::Vec<U32> RoundToBf16(Float value, hn::Vec<U32> half, hn::Vec<U32> ties_to_even) {
@@ -116,7 +116,8 @@ HWY_INLINE hn::Vec<U16> Pack(Float low, Float high, const Rounding& rounding) {
   }
 }
 
-// The roundings of a range: that of the param, and counter and tweak of its first element.
+// How the values of a range are rounded: the param's Rounding, and counter and tweak of the range's
+// first element.
 struct RangeRounding {
   Rounding rounding;
   uint32_t counter;
@@ -151,7 +152,7 @@ HWY_INLINE hn::Vec<U32> MixCounters(hn::Vec<U32> counters) {
                  hn::Mul(hn::ShiftRight<16>(counters), hn::Set(U32(), kHashFactor1)));
 }
 
-// RandomBits of a unit; `counter` is that of its first element.
+// RandomBits for a unit; `counter` belongs to the unit's first element.
 template <bool kInPairs>
 HWY_INLINE void RandomBitsOfUnit(uint32_t counter, uint32_t tweak, const Draw& draw) {
   constexpr uint32_t kStep = kInPairs ? 2 : 1;
@@ -170,14 +171,15 @@ HWY_INLINE void RandomBitsOfUnit(uint32_t counter, uint32_t tweak, const Draw& d
   FinishRandomBits(second, tweak, draw.second0, draw.second1, draw.second_master);
 }
 
-// The zero (formats/split.inc) that other code has written. Joined with a negative lower half its
-// bits would be those of a NaN, so the result is replaced by zero.
+// Handles a zero that other code has written (formats/split.inc). Joined with a negative lower
+// half, its bits would be those of a NaN, so the result is replaced by zero.
 HWY_INLINE Float KeepZero(Float upper, Float joined) {
   const auto zeroed = hn::And(hn::Eq(upper, Broadcast(0)), hn::IsNaN(joined));
   return hn::IfThenElse(zeroed, upper, joined);
 }
 
-// Masters of a unit from their bf16 params and from what rounding to these has lost.
+// The masters of a unit, from their bf16 params and from `lost`, the part that rounding to these
+// params has lost.
 template <bool kInPairs, bool kMayBeNan>
 HWY_INLINE void JoinMasters(const UpdateSpan& span, uint64_t begin, hn::Vec<I32> first_lost,
                             hn::Vec<I32> second_lost, Float& first, Float& second) {
@@ -209,14 +211,14 @@ HWY_INLINE hn::Vec<U32> WithoutLowNan(Float value, hn::Vec<U32> bits) {
   return UnlessNan<kMayBeNan>(value, nan, bits);
 }
 
-// How a unit's params and masters are stored.
+// How the params and masters of a unit are stored.
 struct ParamStore {
   bool in_place;  // the param is the master
-  bool stream;    // stored past the caches, because the step does not read the param again
+  bool stream;    // store past the caches: the step does not read the param again
 };
 
-// Stores a unit of masters, rounded to bf16, as params. These have just been read, so they are in
-// the caches, and are not stored past these.
+// Stores the masters of a unit, rounded to bf16, as params. The params have just been read and are
+// in the caches, so they are not stored past the caches.
 template <bool kInPairs>
 HWY_INLINE void StoreUpperHalves(hn::Vec<U32> first, hn::Vec<U32> second, const UpdateSpan& span,
                                  uint64_t begin) {
@@ -225,8 +227,8 @@ HWY_INLINE void StoreUpperHalves(hn::Vec<U32> first, hn::Vec<U32> second, const 
   hn::StoreU(params, U16(), static_cast<uint16_t*>(span.param) + begin);
 }
 
-// The codec of a format in vectors. Formats that masters can have define LoadMasters and
-// StoreMasters, those that moments can have LoadMoments and StoreMoments.
+// The codec of a format, in vectors. A format of masters defines LoadMasters and StoreMasters; a
+// format of moments defines LoadMoments and StoreMoments.
 template <Format kFormat>
 struct VectorCodec;
 

@@ -1,7 +1,8 @@
-// The random bits of stochastic rounding: the mean of many roundings is the number itself. A moment
-// in bf16 needs it if it changes by less than half a bf16 step per update. The random bits are a
-// function of a key and of the element's index in its whole tensor. There is no other state, so
-// that the division of the work into threads, chunks, devices or ranks does not change a bit.
+// The random bits of stochastic rounding. With it, the mean of many roundings is the number itself.
+// A moment in bf16 needs it if an update changes the moment by less than half a bf16 step. The
+// random bits are a function of a key and of the element's index in its whole tensor. There is no
+// other state, so the division of the work into threads, chunks, devices or ranks does not change a
+// bit.
 #pragma once
 
 #include <algorithm>
@@ -12,18 +13,17 @@
 
 namespace hybridopt {
 
-// Odd numbers that a search among random ones has found (docs/NUMERICS.md has its criteria).
+// Odd numbers, found by a search among random ones (docs/NUMERICS.md has the criteria).
 inline constexpr uint32_t kHashFactor0 = 0x07BE90C7;
 inline constexpr uint32_t kHashFactor1 = 0x3D73EB59;
 inline constexpr uint32_t kHashFactor2 = 0x45AA351B;
 inline constexpr uint32_t kHashFactor3 = 0x6F4A955D;
 
-// 32 random bits for one element: moment0 is rounded with the lower half, moment1 with the upper,
-// and the master with MasterBits.
-// simd_unit.h computes the same in vectors, and cuda/tile_random.h counts up the counter.
-// For counters with the same upper half, the first line is a sum that grows by a constant. The key
-// is in the counter and in the tweak, so that the sequence of one key is no shifted copy of another
-// key's.
+// 32 random bits for one element: moment0 is rounded with the lower half, moment1 with the upper
+// half, and the master with MasterBits. simd_unit.h computes the same bits in vectors;
+// cuda/tile_random.h computes the counter by counting. If counters have the same upper half, the
+// first line is a sum that grows by a constant. The key is both in the counter and in the tweak, so
+// that the sequence of one key is not a shifted copy of the sequence of another key.
 HYBRIDOPT_EVERYWHERE inline uint32_t RandomBits(uint32_t counter, uint32_t tweak) {
   uint32_t x = counter * kHashFactor0 + (counter >> 16) * kHashFactor1;
   x ^= tweak;
@@ -33,8 +33,9 @@ HYBRIDOPT_EVERYWHERE inline uint32_t RandomBits(uint32_t counter, uint32_t tweak
   return x;
 }
 
-// 8 random bits from those of RandomBits. For each lower half of these, all upper halves together
-// give each value equally often, so that rounding a master tells nothing about rounding moment0.
+// 8 random bits from those of RandomBits. For each lower half of `random`, the upper halves
+// together give each value equally often. So the rounding of a master is independent of the
+// rounding of moment0.
 HYBRIDOPT_EVERYWHERE inline uint32_t MasterBits(uint32_t random) {
   return random * kHashFactor3 >> 24;
 }

@@ -18,7 +18,8 @@ inline constexpr bool kMoment0IsSum = IsSumOfSquares(MomentOf(kRule, 0));
 template <Rule kRule>
 inline constexpr bool kMoment1IsSum = IsSumOfSquares(MomentOf(kRule, 1));
 
-// A rule without moments needs only one of the combinations that differ in moments.
+// A rule without moments needs only one of the combinations that differ only in the formats of
+// moments.
 template <Rule kRule>
 constexpr StateFormats KernelFormats(const StateFormats& formats) {
   return kHasMoment0<kRule> ? formats : StateFormats{.master = formats.master};

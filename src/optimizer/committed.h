@@ -1,5 +1,5 @@
-// Committed: what an optimizer has from commit on: its memory, the parts that work with it, the
-// requests that are queued, and the timeline that runs them.
+// Committed: everything that an optimizer has from commit on: its memory, the parts that work with
+// this memory, the queued requests, and the timeline that runs them.
 #pragma once
 
 #include <array>
@@ -27,12 +27,12 @@
 
 namespace hybridopt {
 
-// The content of one slot of the timeline. The first one does nothing.
+// The content of one slot of the timeline. A request of std::monostate does nothing.
 using Request = std::variant<std::monostate, StepRequest*, MoveRequest, ResidenceRequest,
                              SaveRequest, LoadRequest>;
 
 struct Committed {
-  // Takes the memory and makes everything but the timeline. The state has no values yet.
+  // Takes the memory and makes everything except the timeline. The state has no values yet.
   static Result<std::unique_ptr<Committed>> Make(Context& context, const ParamTable& table,
                                                  const Comm& comm,
                                                  const offload_optimizer_options_t& options,
@@ -41,20 +41,20 @@ struct Committed {
 
   // Pins the state, or adds a note to the context that says why it is not pinned.
   Status PinForStreams();
-  // Where state is, as queued work has made it so far.
+  // Finds state where it is after the work that has run so far.
   StateLocator Locator() const { return {table, shape, residence, *memory, *swap}; }
   // To be called after `decided` has changed.
   void CountStateBytes();
-  // The bytes on each NUMA node. No work may be queued, because it might change the memory.
+  // The bytes on each NUMA node. No work may be queued, because it might move the memory.
   NodeBytes FoundNodeBytes() const;
 
   Context& context;
   const ParamTable& table;
 
   const StateShape shape;
-  Arrangement decided;              // as the calls made so far have decided it
-  uint64_t residence_sequence = 0;  // of the last call that changed `decided`
-  Residence residence;              // the timeline's: as queued work has made it so far
+  Arrangement decided;              // as the calls so far have decided it
+  uint64_t residence_sequence = 0;  // the last call that changed `decided`
+  Residence residence;              // the timeline's: as it is after the work that has run
   ChunkTable chunks;                // the same
 
   std::unique_ptr<StateMemory> memory;
@@ -66,7 +66,7 @@ struct Committed {
   std::unique_ptr<Mover> mover;
   std::unique_ptr<ResidenceChanger> residence_changer;
   std::unique_ptr<Checkpoints> checkpoints;
-  std::unique_ptr<Lanes> lanes;  // after all memory that its streams may still read and write
+  std::unique_ptr<Lanes> lanes;  // declared after all memory that its streams may use
   std::unique_ptr<Lifecycle> lifecycle;
 
   std::array<Request, Timeline::kCapacity> requests;
@@ -76,7 +76,7 @@ struct Committed {
   std::atomic<uint64_t> last_step = 0;  // the sequence number of the last step
 
   std::vector<uint32_t> all_ids;
-  std::optional<uint32_t> partial_param;  // the first param that is only a part of its tensor
+  std::optional<uint32_t> partial_param;  // the first param with only a part of its tensor
   std::vector<bool> momentum_free;        // per group: committed without a momentum_buffer
   bool device_memory_held = true;         // as of the calls made so far
   std::atomic<uint64_t> planned_device_bytes = 0;

@@ -54,7 +54,7 @@ class HandleUse {
 
   Object* operator->() const { return target_->object.get(); }
   Object& operator*() const { return *target_->object; }
-  // For callers that keep the object longer than the call.
+  // For calls after which the object must stay alive.
   const std::shared_ptr<Object>& shared() const { return target_->object; }
 
  private:
@@ -68,9 +68,9 @@ class HandleTable {
  public:
   using Use = HandleUse<Object>;
 
-  // The table of this process. After fork the child gets a new one, because the parent's may have
-  // been locked at that moment. The table is never destroyed, so that threads may still use it at
-  // exit.
+  // The table of this process. After fork the child gets a new table, because another thread of the
+  // parent may have locked the old one at the time of the fork. The table is never destroyed, so
+  // that threads may still use it at exit.
   static HandleTable& Instance() {
     static std::atomic<HandleTable*> current = new HandleTable(nullptr);
     HandleTable* table = current.load();
@@ -84,7 +84,7 @@ class HandleTable {
   explicit HandleTable(HandleTable* inherited, uint64_t fork = system::ForkGeneration())
       : fork_(fork), inherited_(inherited) {}
 
-  // INVALID_STATE if there is no handle left that was not given out before.
+  // INVALID_STATE if all handles have been given out before.
   Result<void*> Insert(std::shared_ptr<Object> object) {
     if (fork_ > kForkMask)
       return Status::Error(OFFLOAD_INVALID_STATE,
@@ -102,7 +102,7 @@ class HandleTable {
                            "start a new process",
                            static_cast<unsigned long long>(kSlots));
     if (slot == entries_.size()) entries_.emplace_back();
-    // Destroy must not need memory: here is the room for all objects whose close may fail.
+    // Destroy must not allocate, so room for all objects whose close may fail is reserved here.
     const size_t room = left_behind_.size() + objects_ + 1;
     if (left_behind_.capacity() < room) left_behind_.reserve(2 * room);
     objects_ += 1;
@@ -120,9 +120,9 @@ class HandleTable {
     return Use(entry->target);
   }
 
-  // Unless may_destroy(object) returns an error, refuses the handle from now on. Then calls
-  // close(object), which makes all calls that use the object return, waits for these calls, and
-  // releases the object. If close fails the object is never destroyed, because some thread still
+  // If may_destroy(object) returns an error, returns it. Otherwise refuses the handle from now on,
+  // calls close(object), which makes all calls that use the object return, waits for these calls,
+  // and releases the object. If close fails, the object is never destroyed, because a thread still
   // uses it.
   template <typename MayDestroy, typename Close>
   Status Destroy(const void* handle, const char* name, MayDestroy&& may_destroy, Close&& close) {
@@ -160,7 +160,7 @@ class HandleTable {
     return static_cast<uint64_t>(kKind) << 56 | fork_ << 48 | generation << kSlotBits | slot;
   }
 
-  // The checks that need no look at the table.
+  // Checks the handle as far as that is possible without the table.
   Status CheckForm(const void* handle, const char* name) const {
     if (handle == nullptr)
       return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is NULL, expected a handle", name);
@@ -187,13 +187,13 @@ class HandleTable {
   }
 
   const uint64_t fork_;
-  // The table of the parent process. It is not used; the pointer tells leak checkers that it is not
-  // lost.
+  // The table of the parent process. It is not used; the pointer keeps it reachable for leak
+  // checkers.
   [[maybe_unused]] HandleTable* const inherited_;
   std::mutex mutex_;
   std::vector<Entry> entries_;
   std::vector<std::shared_ptr<Object>> left_behind_;
-  size_t objects_ = 0;  // that have not been destroyed yet
+  size_t objects_ = 0;  // objects that have not been destroyed
 };
 
 }  // namespace hybridopt

@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
 
-// The options without the caller's comm table: it has been copied, and the caller may free it.
+// The options without the caller's comm table: Comm has a copy of it, and the caller may free it.
 offload_optimizer_options_t WithoutComm(offload_optimizer_options_t options) {
   options.comm = nullptr;
   return options;
@@ -122,8 +122,8 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
                                "chunk_elements, staging_slots, movable or early_update_bytes");
 }
 
-// Whether the device's ring leaves enough memory free. Only a ring that the options do not ask for
-// must: then other memory on the device is more important.
+// Whether the device's ring leaves enough memory free. This is required only for a ring that the
+// options do not ask for: other memory on the device is more important than such a ring.
 bool Optimizer::LeavesRoom(const offload_plan_t& plan) const {
   if (options_.host_executors != OFFLOAD_EXECUTORS_AUTO || options_.stream_ring_bytes != 0)
     return true;
@@ -326,8 +326,8 @@ void Optimizer::FillStep(const offload_step_options_t& options, StepRequest& req
     request.host_grads[id] = committed_->lifecycle->host_grad(id);
 }
 
-// Records events behind the work that is queued on the streams now; the request in this slot waits
-// for them.
+// Records events after the work that is queued on the streams now; the request in this slot waits
+// for these events.
 Status Optimizer::RecordProducers(uint32_t slot, std::span<const offload_stream_t> streams) {
   Device& device = context_->device();
   if (device.unified()) return {};
@@ -336,7 +336,7 @@ Status Optimizer::RecordProducers(uint32_t slot, std::span<const offload_stream_
   return {};
 }
 
-// The slot of the next request, for which there will be a ticket.
+// The slot of the next request. The caller will get a ticket for this request.
 Result<uint32_t> Optimizer::NextSlot() {
   HYBRIDOPT_ASSIGN(const uint32_t slot, committed_->timeline->NextSlot());
   std::lock_guard lock(tickets_mutex_);
@@ -359,10 +359,10 @@ Result<offload_ticket_t> Optimizer::QueueNothing() {
 
 // ------------------------------------------------------------------------- who may use the state--
 //
-// Chunks that have been updated early (step/executors/early_updates.h) are what the next step will
-// make of them. So these updates are undone before anything but that step uses the state: in
-// ExecuteRequest for what is queued, in InTurn after a failure, because no step follows, and in
-// ClaimState for the caller's own thread. No other code asks for it.
+// Chunks that have been updated early (step/executors/early_updates.h) already have the values that
+// the next step will give them. So these updates are undone before anything other than that step
+// uses the state: in ExecuteRequest for queued requests, in InTurn after a failure, because no step
+// follows, and in ClaimState for the caller's own thread. No other code has to undo them.
 
 Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
   Request& request = committed_->requests[slot];
@@ -387,7 +387,7 @@ Status Optimizer::ExecuteRequest(uint32_t slot, uint64_t sequence) {
   return {};
 }
 
-// Chunks may be updated with the gradients as soon as these are on the host.
+// After the offload, chunks may be updated early with these gradients.
 Status Optimizer::OffloadGrads(MoveRequest& request, uint32_t slot) {
   StepPipeline& pipeline = *committed_->pipeline;
   HYBRIDOPT_TRY(AwaitBeforeMove(request, slot));
@@ -403,8 +403,8 @@ Status Optimizer::InTurn(const char* what, FunctionRef<Status()> work) {
   return status;
 }
 
-// Gives the state to the caller's thread, which a call of the caller's has until it returns.
-// INVALID_STATE if queued work uses it, or a save in the background.
+// Gives the state to the caller's thread until the present call returns. INVALID_STATE if queued
+// work or a save in the background uses the state.
 Status Optimizer::ClaimState() const {
   const Timeline& timeline = *committed_->timeline;
   if (const uint32_t queued = timeline.queued(); queued > 0)
@@ -412,7 +412,7 @@ Status Optimizer::ClaimState() const {
                          "%u calls are queued (a save counts until its ticket completes); call "
                          "offload_optimizer_wait first",
                          queued);
-  // After a failure the runner undoes, and it may still be at work.
+  // After a failure a runner undoes early updates, and it may still be doing that.
   return timeline.CheckPoison().ok() ? committed_->pipeline->UndoEarly() : Status();
 }
 
@@ -432,7 +432,8 @@ Status Optimizer::Settle(bool failure) {
   return InTurn("a save", [&] { return committed_->checkpoints->save().Settle(failure); });
 }
 
-// Whether the request may wait for more than the workers: for the device, other ranks or files.
+// Whether the request may wait for anything other than the workers: for the device, other ranks or
+// files.
 bool Optimizer::MayWait(uint32_t slot) const {
   const bool is_step = std::holds_alternative<StepRequest*>(committed_->requests[slot]);
   return !is_step || !context_->device().unified() || comm_.present();
@@ -531,7 +532,7 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
   if (context_->device().unified()) return AwaitIssued(sequence, mark);
   if (context_->device().shares_queues()) {
     HYBRIDOPT_TRY(AwaitIssued(sequence, mark));
-    // When the step has ended, a move behind it may destroy the events of its chunks.
+    // After the step has ended, a queued move may destroy the events of the step's chunks.
     const std::unique_lock<std::mutex> kept = committed_->lanes->KeepEvents();
     return timeline.HasReached(sequence, mark) ? Status()
                                                : committed_->pipeline->PutBehind(stream, mark);

@@ -36,7 +36,7 @@ class Optimizer {
   ~Optimizer();  // finishes queued work
   // Finishes queued work while other threads may still be in calls. Calls that wait for that work
   // return, and no more work can be queued. COMM_FAILED if a comm function does not return: then
-  // the thread that called it may use this optimizer without end.
+  // the thread that called the comm function may use this optimizer for ever.
   Status Close();
 
   Result<uint32_t> AddGroup(const offload_group_t& group);
@@ -54,13 +54,13 @@ class Optimizer {
   Status Commit(StreamHandle stream);
 
   Result<offload_ticket_t> Step(const offload_step_options_t& options);
-  // `params` and `streams` are those of the options; a null span of params means all params. It is
-  // implemented in optimizer_moves.cpp.
+  // `params` and `streams` come from the options; a null span of params means all params.
+  // Implemented in optimizer_moves.cpp.
   Result<offload_ticket_t> MoveResource(Move move, std::span<const uint32_t> params,
                                         std::span<const offload_stream_t> streams);
-  // Queues a request that does nothing but what the dispatcher does before any request.
+  // Queues an empty request: only the work that the dispatcher does before any request.
   Result<offload_ticket_t> QueueNothing();
-  // Changes which tier holds which state, between two steps. It is implemented in
+  // Changes, between two steps, which tier holds which state. Implemented in
   // optimizer_fraction.cpp.
   Result<offload_ticket_t> SetDeviceFraction(double device_fraction);
   // These two are implemented in optimizer_checkpoint.cpp.
@@ -135,7 +135,7 @@ class Optimizer {
   };
   std::array<Remembered, 64> results_;  // guarded by results_mutex_
   offload_stats_t stats_{};             // guarded by results_mutex_
-  // The part of the host share that was streamed through the device, in the last step that updated
+  // The part of the host share that was streamed through the device in the last step that updated
   // the host share. Guarded by results_mutex_.
   double streamed_share_ = 0;
 

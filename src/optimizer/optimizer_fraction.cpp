@@ -50,7 +50,7 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   return TicketOf(sequence.value());
 }
 
-// Takes all memory that the change needs, or none.
+// Takes all memory that the change needs, or returns an error and takes none.
 Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan_t& plan,
                                    ResidenceRequest& request) const {
   const Committed& committed = *committed_;
@@ -88,8 +88,8 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan
   return {};
 }
 
-// The mark of a step at which these params (all, if none is named) have been written whole. The
-// chunks of a step before the last change of residence are not known any more: then the caller
+// The mark of a step at which these params (all, if none is named) have been written completely.
+// For a step before the last change of residence the chunks are no longer known, so the caller
 // waits for the whole step.
 uint64_t Optimizer::MarkOf(std::span<const uint32_t> params, uint64_t sequence) const {
   if (sequence < committed_->residence_sequence) return Timeline::kMarks;
@@ -100,7 +100,7 @@ uint64_t Optimizer::MarkOf(std::span<const uint32_t> params, uint64_t sequence) 
   return StepPipeline::kDevicePart + end;
 }
 
-// On a runner.
+// Runs on a runner.
 Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
   // A running save reads states from where they are now.
   HYBRIDOPT_TRY(committed_->checkpoints->save().AwaitCapture());

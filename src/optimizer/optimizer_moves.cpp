@@ -51,13 +51,14 @@ void Optimizer::FillMove(Move move, std::span<const uint32_t> ids, MoveRequest& 
     request.items.push_back(
         {id, address, addresses.data, lifecycle.host_grad(id) == HostGrad::kNone});
   }
-  // While the states of all params are on the host, the optimizer needs no device memory.
+  // When the states of all params will be on the host, the optimizer needs no device memory.
   request.frees_device_memory = move == Move::kOffloadStates && committed_->device_memory_held &&
                                 lifecycle.states_on_host_count() + ids.size() == table_.size();
 }
 
-// Takes all memory on the device that the move needs, or none. The call takes it, and not the
-// queued move, so that a full device refuses the call instead of poisoning the optimizer.
+// Takes all device memory that the move needs, or returns an error and takes none. The call takes
+// the memory, not the queued move, so that a full device refuses the call instead of poisoning the
+// optimizer.
 Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
   if (context_->device().unified()) return {};
   HYBRIDOPT_ASSIGN(request.pages,
@@ -67,7 +68,7 @@ Status Optimizer::TakeDeviceMemory(MoveRequest& request) {
   return {};
 }
 
-// Offloading gives addresses up: the library does not use them until the caller binds new ones.
+// An offload gives addresses up: the library does not use them until the caller binds new ones.
 void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
   const MoveRow& row = RowOf(move);
   for (uint32_t id : ids) {
@@ -76,7 +77,7 @@ void Optimizer::ReleaseAddresses(Move move, std::span<const uint32_t> ids) {
   }
 }
 
-// On a runner, as the next one.
+// Runs on a runner.
 Status Optimizer::AwaitBeforeMove(const MoveRequest& request, uint32_t slot) {
   // A running save may still read params and states from where they are now.
   if (RowOf(request.move).touches_state)

@@ -68,7 +68,7 @@ std::string MomentChoices(bool rounded) {
   return FormatChoices(&FormatRow::moment_dtype, "OFFLOAD", rounded);
 }
 
-// What to set so that a step rounds state.
+// Lists the options with which a step rounds state.
 std::string RoundedChoices() {
   const std::string masters = MasterChoices(true);
   return "moment_dtype to " + MomentChoices(true) +
@@ -144,8 +144,8 @@ Status CheckExecutors(const offload_optimizer_options_t& options, const Device& 
   return {};
 }
 
-// Only CPU workers update early, only chunks whose gradients have been offloaded, and only where
-// the caller's params are not written in place.
+// Early updates need CPU workers, movable gradients, and a device with memory of its own: where
+// params are in host memory, an update would write the caller's params.
 Status CheckEarlyUpdates(const offload_optimizer_options_t& options, const Device& device) {
   if (options.early_update_bytes == 0) return {};
   const auto bytes = static_cast<unsigned long long>(options.early_update_bytes);

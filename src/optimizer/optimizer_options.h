@@ -1,5 +1,5 @@
-// Checks offload_optimizer_options_t, and fills in the defaults of those options that decide the
-// StateShape. Optimizer fills in that of comm_timeout_ns, chunk_table.h that of stream_ring_bytes.
+// Checks offload_optimizer_options_t, and sets the defaults of options that decide the StateShape.
+// Optimizer sets the default of comm_timeout_ns, chunk_table.h that of stream_ring_bytes.
 #pragma once
 
 #include "base/status.h"
@@ -13,8 +13,8 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
 
 ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const Device& device);
 
-// INVALID_ARGUMENT unless `fraction` is from 0 (all state on the host) to 1 (all on the device).
-// `what` names it in the error.
+// INVALID_ARGUMENT unless `fraction` is from 0 (all state on the host) to 1 (all state on the
+// device). The error calls the value `what`.
 Status CheckDeviceFraction(double fraction, const char* what);
 
 }  // namespace hybridopt

@@ -12,7 +12,7 @@ Status Optimizer::CheckParam(uint32_t param) const {
                        param, table_.size());
 }
 
-// The slot of a kind of state, of a param with this format of masters.
+// The slot of a kind of state, for a param whose masters have this format.
 Result<StateSlot> Optimizer::FindSlot(uint32_t param, int32_t kind, Format master) const {
   const Rule rule = committed_->shape.params[param].rule;
   for (uint32_t index = 0; index < kStateSlots; ++index) {
@@ -73,7 +73,7 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   return view;
 }
 
-// Checks all that may be wrong with a read or write.
+// Makes all checks of a read or a write.
 Result<StateElements> Optimizer::ElementsOf(const StateKindElements& asked,
                                             const float* values) const {
   HYBRIDOPT_TRY(CheckCommitted());
@@ -178,7 +178,8 @@ Status Optimizer::GradsToKeep(std::span<uint8_t> keep) const {
                          "count is %zu, but %u params have been added; give room for one byte each",
                          keep.size(), table_.size());
   const auto& options = committed_->shape.options;
-  // Without CPU workers all of it streams. Else the last step has shown how much.
+  // Without CPU workers the whole host share is streamed. Otherwise the last step has shown which
+  // part is.
   double share = options.streams_state && !options.cpu_updates ? 1 : 0;
   if (options.streams_state && options.cpu_updates) {
     std::lock_guard lock(results_mutex_);

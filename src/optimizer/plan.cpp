@@ -13,7 +13,7 @@ uint32_t StreamSlots(const StateShape& shape, const ChunkTable& chunks) {
   if (!shape.options.streams_state || chunks.chunks.empty()) return 0;
   const uint64_t most = std::min<uint64_t>(kMaxStreamSlots, chunks.chunks.size());
   if (shape.options.stream_ring_bytes == 0) return std::min<uint64_t>(kDefaultStreamSlots, most);
-  // Without momentum SGD may keep no state, so that a slot has 0 bytes.
+  // SGD without momentum may keep no state; then a slot has 0 bytes.
   const uint64_t slot_bytes = std::max<uint64_t>(chunks.stream_slot_bytes(), 1);
   return static_cast<uint32_t>(std::min(shape.options.stream_ring_bytes / slot_bytes, most));
 }
@@ -31,8 +31,8 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
   sizes.slot_grad_bytes = chunks.slot_grad_bytes;
   sizes.slot_param_bytes = chunks.slot_param_bytes;
   if ((movable & OFFLOAD_MOVABLE_ACCUMULATE) != 0) {
-    // Gradients that are accumulated on the host come down through the ring, even where all state
-    // is on the device.
+    // Gradients that are accumulated on the host are copied down through the ring, even if all
+    // state is on the device.
     sizes.staging_slots = shape.options.staging_slots;
     sizes.slot_grad_bytes =
         std::max(sizes.slot_grad_bytes, shape.options.chunk_elements * sizeof(float));

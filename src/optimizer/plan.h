@@ -10,7 +10,7 @@
 
 namespace hybridopt {
 
-// All that is decided by a device fraction.
+// Everything that follows from a device fraction.
 struct Arrangement {
   double device_fraction = 0;
   Residence residence;
@@ -18,31 +18,31 @@ struct Arrangement {
   LaneSizes lanes;
   // Whether the device has too little memory for a ring that the options do not ask for.
   bool lacks_room = false;
-  // The bytes of state that a ring on the device needs pinned, and that the cap does not allow.
+  // Bytes of state that a ring on the device needs to be pinned, but the cap does not allow.
   uint64_t unpinned_bytes = 0;
 };
 
-// The sizes from which the pipeline's lanes are made.
+// Computes the sizes from which the pipeline's lanes are made.
 LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
                       const ChunkTable& chunks);
 
 Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction);
 
-// Pinned memory that commit takes whole, beside state that is pinned for a ring.
+// Pinned memory that commit takes, without the state that is pinned for a ring.
 constexpr uint64_t PinnedBytesOf(const offload_plan_t& plan) {
   return plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
          plan.host_swap_bytes + plan.host_early_bytes;
 }
 
-// The whole plan except `fits`.
+// The whole plan except the field `fits`.
 Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
                               const StateShape& shape, const Arrangement& arrangement);
 
 // Replaces the plan's bytes on NUMA nodes.
 void SetNodeBytes(const NodeBytes& bytes, offload_plan_t& plan);
 
-// OUT_OF_DEVICE_MEMORY or OUT_OF_HOST_MEMORY if these bytes are not free; the text starts with
-// `what`, the name of what needs them.
+// OUT_OF_DEVICE_MEMORY or OUT_OF_HOST_MEMORY if these bytes are not free. The text starts with
+// `what`, which names the user of the memory.
 Status CheckDeviceRoom(const Context& context, const char* what, double device_fraction,
                        uint64_t bytes);
 Status CheckHostRoom(const char* what, uint64_t bytes);

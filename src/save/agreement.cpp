@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kRoundNs = 20'000'000;
 
-// Encodes a failure as one number, so that its rank and its code always belong together: the lower
-// bits hold the status, the bits above them the rank + 1.
+// Encodes a failure as one number, so that a maximum over all ranks keeps its rank and its code
+// together: the lower bits hold the status, the bits above them the rank + 1.
 constexpr int kCodeBits = 8;
 constexpr int32_t kCodeMask = (1 << kCodeBits) - 1;
 
@@ -68,7 +68,7 @@ class PartThread {
   }
 
   const FunctionRef<Status()> part_;
-  Status outcome_;  // only the thread uses it until the part has ended
+  Status outcome_;  // written by the part's thread until the part has ended
   system::Thread thread_;
   std::mutex mutex_;
   std::condition_variable end_changed_;

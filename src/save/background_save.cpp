@@ -17,10 +17,10 @@ using checkpoint::PendingDirectory;
 
 Status BackgroundSave::Begin(FunctionRef<Result<std::unique_ptr<Saver>>()> lay_out,
                              Timeline& timeline, uint64_t sequence) {
-  std::string path;  // of the pending directory
-  Status failure;    // of this rank; the other ranks learn it when the save has ended
+  std::string path;  // the path of the pending directory
+  Status failure;    // of this rank; the save's end tells it to the other ranks
   if (Status status = MakeDirectory(lay_out, &path, &failure); !status.ok()) {
-    RemoveOwnDirectory();  // another rank has ended
+    RemoveOwnDirectory();  // in case the ranks could not do it together
     saver_.reset();
     directory_.reset();
     return status;
@@ -35,7 +35,7 @@ Status BackgroundSave::Begin(FunctionRef<Result<std::unique_ptr<Saver>>()> lay_o
   return {};
 }
 
-// Rank 0 makes the directory and sends its number to the others.
+// Rank 0 makes the directory and sends the directory's number to the other ranks.
 Status BackgroundSave::MakeDirectory(FunctionRef<Result<std::unique_ptr<Saver>>()> lay_out,
                                      std::string* path, Status* failure) {
   const auto prepare = [&]() -> Status {
@@ -91,7 +91,7 @@ void BackgroundSave::AwaitWritten(int64_t timeout_ns) {
     written_changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), written);
 }
 
-// One round of the ranks. All ranks get the same result.
+// One round of the ranks. *step and the returned status are the same on all ranks.
 Status BackgroundSave::Meet(bool at_step, bool* step) {
   int32_t missing[2] = {written_ ? 0 : 1, at_step ? 0 : 1};
   if (Status asked = comm_.AgreeOnMax(missing, 2); !asked.ok()) return End(std::move(asked));
@@ -101,9 +101,9 @@ Status BackgroundSave::Meet(bool at_step, bool* step) {
 }
 
 Status BackgroundSave::BeforeStep() {
-  // With one rank the step follows the save chunk by chunk. With several ranks a step that waits
-  // for this rank's disk would let the others wait until they time out, so the ranks meet in rounds
-  // first.
+  // With one rank the step follows the save chunk by chunk. With several ranks, a step that waits
+  // for this rank's disk would let the other ranks wait until they time out. So the ranks first
+  // meet in rounds.
   for (bool step = false; saver_ != nullptr && !step;) {
     const bool at_step = comm_.world() == 1 || capture()->AwaitAll(agreement_.RoundNs());
     HYBRIDOPT_TRY(Meet(at_step, &step));
@@ -164,7 +164,8 @@ Status BackgroundSave::EndAlone() {
   return {};
 }
 
-// Reports the outcome for the save's ticket. Returns a failure that concerns more than files.
+// Reports the outcome for the save's ticket. Returns the failure if more than the save's files has
+// failed.
 Status BackgroundSave::End(Status outcome) {
   (void)saver_->Join();
   if (!outcome.ok()) RemoveOwnDirectory();
@@ -175,7 +176,7 @@ Status BackgroundSave::End(Status outcome) {
   return outcome;
 }
 
-// The next save to that path removes what cannot be removed now.
+// If files cannot be removed now, the next save to this path removes them.
 void BackgroundSave::RemoveOwnDirectory() {
   if (comm_.rank() == 0 && directory_.has_value())
     (void)CatchBadAlloc("save", [this]() -> Status {
@@ -184,8 +185,8 @@ void BackgroundSave::RemoveOwnDirectory() {
     });
 }
 
-// Removes the directory of a failed save, on all ranks together: a slow disk may take long for
-// that.
+// Removes the directory of a failed save. All ranks take part, because rank 0 may need long on a
+// slow disk.
 Status BackgroundSave::RemoveDirectory() {
   Status removed;
   Status asked = agreement_.DoTogether(
@@ -198,16 +199,16 @@ Status BackgroundSave::RemoveDirectory() {
   return asked;
 }
 
-// Tries to publish once only: after an exception half way a second attempt might find nothing left
-// to publish.
+// Publishes at most once: after an exception in the middle, a second attempt might find no
+// directory to publish.
 Status BackgroundSave::PublishOnce() {
   if (std::exchange(publishing_, true))
     return Status::Error(OFFLOAD_INTERNAL, "a save was given up after an exception at its end");
   return CatchBadAlloc("save", [this] { return Publish(); });
 }
 
-// All work before the rename prepares it, so that after a crash either the whole checkpoint has its
-// name, or no checkpoint has.
+// The rename comes last: after a crash at any point there is either the whole checkpoint under its
+// name, or no checkpoint.
 Status BackgroundSave::Publish() {
   const ProfilerRange range("publish save");
   system::Files& files = context_.files();
@@ -220,7 +221,7 @@ Status BackgroundSave::Publish() {
   return directory_->Publish();
 }
 
-// Merges rank 0's own part with those that the other ranks have written beside their files.
+// Merges rank 0's own part with the parts that the other ranks have written beside their files.
 Result<checkpoint::Manifest> BackgroundSave::WholeManifest() {
   std::vector<checkpoint::Manifest> parts;
   parts.push_back(saver_->TakeManifest());

@@ -1,6 +1,6 @@
 // BackgroundSave: the save that runs beside an optimizer's other work, from its place on the
-// timeline to its end. All that ends a save is here: the saver's thread only reads and writes, and
-// tells its owner, which this is, how far it is.
+// timeline to its end. All code that ends a save is here. The saver's thread only reads and writes,
+// and tells its owner, which is this object, how far it has come.
 //
 //   timeline        Begin | other work | a round | a round | a round: publish, report, release
 //   saver's thread        | read what is borrowed | read the rest | write |
@@ -17,11 +17,11 @@
 //     all that it will overwrite
 //   else                                   another round
 //
-// A rank that has nothing to do, or waits for its own disk, takes part in rounds at an interval. So
-// one disk may be slower than the others without a limit, and only a rank that has ended causes a
+// A rank that has nothing else to do, or waits for its own disk, takes part in rounds at an
+// interval. So one disk may be much slower than the others, and only a rank that has died causes a
 // timeout. All other work on files is done by Agreement::DoTogether, which has rounds of its own.
 //
-// All functions run in turns of the timeline, but for those of Saver::Owner.
+// All functions run in turns of the timeline, except those of Saver::Owner.
 #pragma once
 
 #include <atomic>
@@ -45,26 +45,27 @@ class BackgroundSave : private Saver::Owner {
   BackgroundSave(Context& context, const Comm& comm, const Agreement& agreement)
       : context_(context), comm_(comm), agreement_(agreement) {}
 
-  // Begins the save of this sequence number. No other may run. All ranks make its directory; an
-  // error means that no rank has begun.
+  // Begins the save with this sequence number. No other save may be running. All ranks agree on one
+  // directory; an error means that no rank has begun.
   Status Begin(FunctionRef<Result<std::unique_ptr<Saver>>()> lay_out, Timeline& timeline,
                uint64_t sequence);
 
   // The capture that a step must not overtake; NULL if no save runs.
   Capture* capture() const { return saver_ != nullptr ? &saver_->capture() : nullptr; }
 
-  // These return at once if no save runs. They return errors that concern more than its files.
+  // These return at once if no save runs. They return an error only if more than the save's files
+  // has failed.
 
   // To be called before every step.
   Status BeforeStep();
   // To be called before other work that changes state or the params' memory.
   Status AwaitCapture();
-  // Waits until the save has read all that it borrows; false if it borrows nothing.
+  // Waits until the save has read all borrowed memory. Returns false if the save borrows none.
   Result<bool> AwaitBorrowed();
-  // Waits for the end, before the ranks do other work together.
+  // Waits for the end of the save, before the ranks do other work together.
   Status AwaitEnd();
-  // What the timeline calls (Timeline::Settle): one round of the ranks; or the end, if later work
-  // has failed, so that other ranks can no longer be called.
+  // The timeline calls this (Timeline::Settle). It is one round of the ranks; or the end of the
+  // save, if later work has failed and comm functions may no longer be called.
   Status Settle(bool failure);
 
  private:
@@ -88,15 +89,15 @@ class BackgroundSave : private Saver::Owner {
   const Comm& comm_;
   const Agreement& agreement_;
 
-  // Of the running save.
+  // The state of the running save.
   Timeline* timeline_ = nullptr;
   uint64_t sequence_ = 0;
   std::optional<checkpoint::PendingDirectory> directory_;
-  bool publishing_ = false;  // Publish has been tried, and is not tried again
+  bool publishing_ = false;  // Publish was called; it is not called again
   std::mutex mutex_;
   std::condition_variable written_changed_;
-  std::atomic<bool> written_ = false;  // or it has failed; set with mutex_ held
-  // The last member: it is destroyed first, and its thread calls the owner until then.
+  std::atomic<bool> written_ = false;  // or the write has failed; set with mutex_ held
+  // The last member, so that it is destroyed first: until then its thread calls the owner.
   std::unique_ptr<Saver> saver_;  // NULL: no save runs
 };
 

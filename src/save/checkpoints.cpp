@@ -33,7 +33,7 @@ SavePoint Checkpoints::PointOf(EventHandle ready) const {
 Status Checkpoints::CheckRoom() const {
   SaveRequest request;
   for (uint32_t id = 0; id < table_.size(); ++id) {
-    // Only a save refuses such a name.
+    // A save refuses such a name; steps and loads do not need to.
     if (!IsUtf8(table_.param(id).name)) return {};
     request.locations.push_back({table_.addresses()[id].data, false, false});
   }
@@ -65,7 +65,7 @@ Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline
                        status.message().c_str());
 }
 
-// Makes every check that may refuse the load, on all ranks, before one of them changes anything.
+// Makes, on all ranks, every check that may refuse the load, before any rank changes anything.
 // Returns an error if the ranks could not communicate.
 Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* loader,
                             Status* refusal) {
@@ -87,8 +87,8 @@ Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* l
   return agreement_.DoTogether([&] { return CatchBadAlloc("load", verify); }, refusal);
 }
 
-// Checks that all ranks read the same checkpoint. Writes into `known` which of its params at least
-// one rank has.
+// Checks that all ranks read the same checkpoint. *known becomes, for each param of the checkpoint,
+// whether at least one rank has that param.
 Status Checkpoints::AgreeOnCheckpoint(const Loader& loader, std::vector<int32_t>* known,
                                       Status* refusal) const {
   const auto fingerprint = static_cast<int32_t>(loader.sources().fingerprint());

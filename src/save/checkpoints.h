@@ -38,7 +38,7 @@ class Checkpoints {
   // a returned error poisons it.
   Status Load(const LoadRequest& request, EventHandle ready, Timeline& timeline, uint64_t sequence);
 
-  // The save that runs, which other work waits for.
+  // The running save, for which other work waits.
   BackgroundSave& save() { return save_; }
 
  private:

@@ -1,4 +1,5 @@
-// What a failure of a save or of a load ends: its own ticket, or the optimizer.
+// The consequences of a failed save or load: its ticket reports the failure, or the optimizer is
+// poisoned.
 #pragma once
 
 #include <new>
@@ -9,8 +10,8 @@
 
 namespace hybridopt {
 
-// Turns std::bad_alloc into a status, so that this rank still takes part in the other ranks'
-// rounds, and the optimizer can be used further.
+// Turns std::bad_alloc into a status, so that this rank still takes part in the other ranks' rounds
+// and the optimizer stays usable.
 template <typename Call>
 auto CatchBadAlloc(const char* what, Call&& call) -> decltype(call()) try {
   return call();
@@ -19,8 +20,9 @@ auto CatchBadAlloc(const char* what, Call&& call) -> decltype(call()) try {
                        "out of host memory for the tables of a %s; nothing was changed", what);
 }
 
-// Reports the failure of the save or load of this sequence number. Returns OK if it ends nothing
-// else, as a full disk does; a broken device or a lost rank poisons the optimizer.
+// Reports the failure of the save or load with this sequence number. Returns OK if only that save
+// or load fails, for example because a disk is full. Returns the failure of a broken device or a
+// lost rank, which poisons the optimizer.
 inline Status ReportFailure(const Context& context, Timeline& timeline, uint64_t sequence,
                             Status failure) {
   context.Log(OFFLOAD_LOG_ERROR, failure.message().c_str());

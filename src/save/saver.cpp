@@ -12,9 +12,9 @@
 namespace hybridopt {
 namespace {
 
-// How many bytes are copied and then hashed at a time: few enough to stay in the cache in between.
+// The bytes that are copied and then hashed at a time: few enough to stay in the cache in between.
 constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
-// The same for copies from the device, each of which the saver waits for.
+// The same for copies from the device; the saver waits for each of these copies.
 constexpr uint64_t kDevicePieceBytes = uint64_t{4} << 20;
 
 }  // namespace
@@ -39,7 +39,7 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   manifest_.layout = RowOf(shape.options.formats.moment0).stored_layout;
   manifest_.files.push_back(
       {checkpoint::ShardFileName(point_.rank, point_.world), point_.rank, 0, 0, 0});
-  // Arrays are in the order in which a step overwrites them.
+  // The arrays are sorted into the order in which a step overwrites them.
   std::vector<uint32_t> ids;  // of the params in the manifest
   for (uint32_t id : shape.update_order) {
     const Param& param = table.param(id);
@@ -59,7 +59,7 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   return {};
 }
 
-// Of a param without elements there is only the step count, which is 0 where nothing is stored.
+// A param without elements has only a step count, which need not be stored if it is 0.
 bool Saver::IsStored(const Param& param, uint32_t id) const {
   if ((param.flags & OFFLOAD_PARAM_REPLICA) != 0) return false;
   return param.count > 0 || (!param.shard.partial() && point_.step_counts[id] > 0);
@@ -137,7 +137,7 @@ Status Saver::Join() {
   return outcome_;
 }
 
-// Frees the save's own stream, event and memory, before the save reports that it has ended.
+// Frees the save's own stream, event and memory, before the save reports its end.
 void Saver::FreeTransfer() {
   transfer_ = Transfer();
   memory_ = PinnedRoom();
@@ -187,7 +187,7 @@ Status Saver::WriteArrays(checkpoint::BlockWriter& writer) {
   return {};
 }
 
-// Makes room in the block that is being filled. Reduces *bytes if the block has less room.
+// Makes sure that the block being filled has room; reduces *bytes to that room.
 Status Saver::Room(uint64_t* bytes) {
   if (filled_bytes_ == block_bytes_) {
     writer_->Submit(filled_bytes_);
@@ -236,7 +236,8 @@ Status Saver::AppendRange(const StateRange& range, int32_t dtype, checkpoint::Bl
   const uint64_t element_bytes = DtypeBytes(dtype);
   StateReader reader(transfer_);
   for (uint64_t done = 0; done < range.count;) {
-    // No element is cut: arrays lie in the file at multiples of their elements.
+    // A piece never ends inside an element: arrays begin in the file at multiples of their element
+    // size.
     uint64_t bytes = std::min((range.count - done) * element_bytes,
                               range.on_device ? kDevicePieceBytes : kPieceBytes);
     HYBRIDOPT_TRY(Room(&bytes));

@@ -33,23 +33,23 @@ struct SaveRequest {
   std::vector<offload_group_t> groups;
 };
 
-// What else is saved, as of the save's order on the timeline.
+// The other values that are saved, as they are at the save's place on the timeline.
 struct SavePoint {
   uint64_t step;
   std::vector<uint64_t> step_counts;  // per param
   uint32_t rank;
   uint32_t world;
-  // Recorded behind the caller's work that the save waits for; NULL on the host device.
+  // Recorded after the caller's work that the save waits for; NULL on the host device.
   EventHandle ready;
 };
 
 class Saver {
  public:
-  // Who is told how far the save is, by the saver's thread.
+  // The object that the saver's thread tells how far it has come.
   class Owner {
    public:
-    virtual void BorrowedRead() = 0;  // all that the save borrows from the caller has been read
-    virtual void Written() = 0;       // the thread does no more; Join has the outcome
+    virtual void BorrowedRead() = 0;  // all borrowed memory has been read
+    virtual void Written() = 0;       // the thread has finished its work; Join returns the outcome
 
    protected:
     ~Owner() = default;
@@ -63,18 +63,18 @@ class Saver {
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
 
-  // Writes into an existing directory. The owner must outlive the saver; if the saver's thread
-  // cannot be started, it is told before Start returns. If `failure` is an error, that is the
-  // outcome and nothing is written.
+  // Writes into an existing directory. The owner must outlive the saver. If the saver's thread
+  // cannot be started, the owner's functions are called before Start returns. If `failure` is an
+  // error, nothing is written and `failure` is the outcome.
   void Start(std::string directory, Status failure, Owner& owner);
-  // A later step waits for this before it overwrites state.
+  // A later step waits for this capture before it overwrites state.
   Capture& capture() { return capture_; }
-  // Waits for the end of its thread. OK: this rank's file is on disk, and, on ranks other than 0,
-  // its part of the manifest too.
+  // Waits until the saver's thread has ended. OK: this rank's file is on disk; on ranks other than
+  // 0, so is the rank's part of the manifest.
   Status Join();
 
   const SaveRequest& request() const { return request_; }
-  // This rank's part of the manifest, after Join returned OK.
+  // This rank's part of the manifest. To be called after Join has returned OK.
   checkpoint::Manifest TakeManifest() { return std::move(manifest_); }
 
  private:
@@ -119,14 +119,14 @@ class Saver {
   checkpoint::Manifest manifest_;
   std::vector<Array> arrays_;  // in the order of the file
 
-  // These are used by the running thread.
+  // The members below are used by the saver's thread.
   PinnedRoom memory_;
   uint64_t block_bytes_ = 0;
   uint32_t blocks_ = 0;
-  Transfer transfer_;  // its copies may still write memory_ until it has been destroyed
+  Transfer transfer_;  // until it is destroyed its copies may write memory_
   checkpoint::BlockWriter* writer_ = nullptr;
   std::byte* block_ = nullptr;  // the block that is being filled
-  uint64_t filled_bytes_ = 0;   // of block_
+  uint64_t filled_bytes_ = 0;   // the filled bytes of block_
   uint64_t position_ = 0;       // in the file
 
   Owner* owner_ = nullptr;

@@ -112,8 +112,9 @@ void StepPipeline::ListNormInputs() {
   }
 }
 
-// Adds the params' sums: those of gradients that the host holds, and those in `landed_blocks`. Then
-// asks the other ranks. The order of the additions is the same as on the device.
+// Adds the sums of all params: sums of gradients that the host holds, and sums in `landed_blocks`.
+// Then combines the result with the other ranks. The order of the additions is the same as on the
+// device.
 Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
                                            const double* landed_blocks) {
   double sum = 0;
@@ -129,8 +130,8 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
     if ((table_.param(id).flags & OFFLOAD_PARAM_REPLICA) == 0) sum += param_sum;
   }
   HYBRIDOPT_TRY(comm_.AgreeOnNorm(&sum, &finite));
-  // The sum has no gradient of a replica or of another rank, so a value that is not finite there
-  // must be written into it. Inf stays Inf.
+  // `sum` does not include gradients of replicas or of other ranks. If one of those is not finite,
+  // `sum` becomes NaN. Inf stays Inf.
   if (!finite && std::isfinite(sum)) sum = std::numeric_limits<double>::quiet_NaN();
   return Decide(sum, request.grad_scale, request.grad_norm_max);
 }
@@ -155,8 +156,8 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   step.follow_params = (request.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0;
   const uint64_t total = plan_.active_count(0);
   result->cpu_elements = total;
-  // The update is one pass. While a save runs it is cut into ranges, and each range waits until the
-  // save has read it.
+  // The update is one pass. While a save runs, the pass is cut into ranges, and each range waits
+  // until the save has read it.
   const uint64_t most = capture_ != nullptr ? shape_.options.chunk_elements : total;
   for (WorkRange range{0, 0}; range.end < total;) {
     range = {range.end, std::min(range.end + most, total)};
@@ -178,8 +179,8 @@ void StepPipeline::AwaitCaptureOfDevice() {
     if (plan_.device_count(id) > 0) capture_->Await(id, plan_.device_count(id));
 }
 
-// After the step has completed the caller may write any param, also those that the step does not
-// update. So the step first waits until the save has read all that it borrows.
+// After the step has completed the caller may write any param, even one that the step does not
+// update. So the step first waits until the save has read all borrowed memory.
 void StepPipeline::AwaitBorrowed(offload_step_result_t* result) {
   if (capture_ == nullptr) return;
   Stopwatch total(result->total_seconds), stall(result->stall_seconds);
@@ -229,9 +230,9 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   return RunChunks(result);
 }
 
-// The two executors take the first chunks in turn, so that these chunks come back at the speed of
-// both. A chunk whose gradients are on the host costs the CPU workers less of the link, one whose
-// gradients are on the device the streamed executor.
+// The two executors take the first chunks in turn, so that the first chunks finish at the speed of
+// both together. If a chunk's gradients are on the host, the CPU workers need less of the link for
+// it; if they are on the device, the streamed executor does.
 void StepPipeline::TakeAhead() {
   queue_.Reset();
   early_.TakeFromQueue();
@@ -251,7 +252,7 @@ void StepPipeline::TakeInTurns() {
   }
 }
 
-// Chunks that have been updated early and undone are free again.
+// Chunks that were updated early and then undone are free again.
 Status StepPipeline::DecideEarly(const Verdict& verdict, offload_step_result_t* result) {
   HYBRIDOPT_ASSIGN(const bool kept, early_.Keep(verdict));
   if (kept || verdict.skip != 0) return {};
@@ -281,8 +282,8 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
 // The device's share has been queued before all chunks.
 void StepPipeline::Issued(uint32_t chunk, EventHandle written) {
   marks_->issued(kDevicePart + queue_.Issue(chunk, written));
-  // The params of chunks that were updated early go up one by one behind those of other chunks: all
-  // at once they would hold up these, for which the caller waits first.
+  // After each chunk that another executor has issued, one chunk that was updated early is sent: if
+  // all of these were sent at once, they would delay the chunks for which the caller waits first.
   if (queue_.TakenBy(chunk) != Executor::kEarly && !early_.SendNext().ok()) queue_.Stop();
 }
 
@@ -293,8 +294,8 @@ Status StepPipeline::PutBehind(StreamHandle stream, uint64_t mark) const {
   return {};
 }
 
-// One mark shows a param's progress on both tiers, so chunks count only after the device has
-// updated its share. The executor that has finished a chunk calls this.
+// One mark stands for a param's progress on both tiers, so a finished chunk counts only after the
+// device has updated its share. The executor that has finished a chunk calls this.
 Status StepPipeline::Finished(uint32_t chunk) {
   std::lock_guard lock(finished_mutex_);
   const uint32_t finished = queue_.Finish(chunk);

@@ -6,13 +6,14 @@
 //   CPU workers                                 | chunk 0 | chunk 1 | ...
 //   up stream                                             | chunk 0 | chunk 1 | ...
 //
-// Gradients of the first chunks come down before the verdict is known, as many as the staging ring
-// has slots; nothing is written before the verdict. cpu_executor.h shows how the workers update
-// these chunks. StreamedExecutor takes other chunks from the same queue and copies their state to
-// the device. EarlyUpdates may have updated some chunks before the step, which keeps that if the
-// verdict is the one assumed. If params are in host memory there are no streams: the workers
-// compute the norm, then update everything in one pass. Gradients that the host holds already
-// (move/mover.h) are read there; those that the device needs are copied up first.
+// The gradients of the first chunks are copied down before the verdict is known, at most as many
+// chunks as the staging ring has slots; nothing is written before the verdict. cpu_executor.h shows
+// how the workers update these chunks. StreamedExecutor takes other chunks from the same queue and
+// copies their state to the device. EarlyUpdates may have updated some chunks before the step; the
+// step keeps these updates if the verdict is the assumed one. If params are in host memory there
+// are no streams: the workers compute the norm, then update everything in one pass. Gradients that
+// the host holds already (move/mover.h) are read there; those that the device needs are copied up
+// first.
 #pragma once
 
 #include <cstdint>
@@ -53,9 +54,11 @@ struct StepParts {
   const Comm& comm;
 };
 
-// Where a running step tells how far it is, in marks (StepPipeline::kDevicePart). Any thread.
+// A running step reports its progress to these, in marks (StepPipeline::kDevicePart). Any thread
+// calls them.
 struct StepMarks {
-  // The work that writes the params up to this mark is queued on streams of the lanes. May go back.
+  // The work that writes the params up to this mark is queued on streams of the lanes. The mark may
+  // be below an earlier one.
   FunctionRef<void(uint64_t mark)> issued;
   // The params up to this mark are at their addresses.
   FunctionRef<void(uint64_t mark)> reached;
@@ -65,20 +68,21 @@ class StepPipeline : private ChunkProgress {
  public:
   StepPipeline(Context& context, const StepParts& parts, uint64_t rounding_seed);
 
-  // Provides for a thread that works beside the caller of Run, and takes memory for early updates.
-  // To be called once, before the first Run.
+  // Reserves a thread that works beside the caller of Run, and takes memory for early updates. To
+  // be called once, before the first Run.
   Status Start();
-  // To be called after the residence has changed, and with it the chunks and the staging ring.
+  // To be called after the residence has changed: chunks and staging ring may have changed with it.
   void UseChunks();
 
-  // `ready` is an event recorded behind the gradients; NULL if there are no streams. `capture` is
-  // that of the running save, which the step must not overtake; NULL if no save runs. Run does not
-  // allocate. After an error the state is undefined.
+  // `ready` is an event recorded after the gradients; NULL if there are no streams. `capture`
+  // belongs to the running save, which the step must not overtake; NULL if no save runs. Run does
+  // not allocate. After an error the state is undefined.
   Status Run(const StepRequest& request, EventHandle ready, Capture* capture,
              const StepMarks& marks, offload_step_result_t* result);
 
-  // To be called before and after an offload of gradients copies, and before other work that reads
-  // or changes what a step does (early_updates.h). `groups` are those of the call that offloads.
+  // These notify early_updates.h. GradsComing: before an offload copies gradients; `groups` are
+  // those at the time of the offload's call. GradsArrived: after these copies. UndoEarly: before
+  // other work that reads or changes what a step does.
   Status GradsComing(std::span<const MoveItem> grads, std::span<const offload_group_t> groups,
                      Capture* capture);
   Status GradsArrived() { return early_.BeginArrived(); }
@@ -90,18 +94,19 @@ class StepPipeline : private ChunkProgress {
   uint64_t early_elements_wanted() const { return early_.elements_wanted(); }
   void AddNodeBytes(NodeBytes* sum) const { early_.AddNodeBytes(sum); }
 
-  // Later work on that stream of the caller waits for what writes the params up to a mark that has
-  // been issued; or for more, if a later step runs. Any thread.
+  // Makes later work on that stream of the caller wait for the work that writes the params up to a
+  // mark that has been issued. If a later step runs, the stream may wait for more than that. Any
+  // thread may call this.
   Status PutBehind(StreamHandle stream, uint64_t mark) const;
 
-  // Whether the step needs the norm of all gradients, those of other ranks included, before it
-  // updates.
+  // Whether the step, before it updates, needs the norm of all gradients, including those of other
+  // ranks.
   static bool NeedsNorm(const StepRequest& request) {
     return request.grad_norm_max > 0 || (request.flags & OFFLOAD_STEP_ASSUME_FINITE) == 0;
   }
 
-  // The mark of the share that the device updates. kDevicePart + n is that of the first n chunks,
-  // too.
+  // The mark of the device share. Mark kDevicePart + n stands for the device share and the first n
+  // chunks.
   static constexpr uint64_t kDevicePart = 1;
 
   static constexpr uint32_t kMaxQueuedSteps = 8;
@@ -134,7 +139,7 @@ class StepPipeline : private ChunkProgress {
 
   Context& context_;
   Device& device_;
-  const ParamTable& table_;  // for counts, dtypes and group ids only; addresses are in the requests
+  const ParamTable& table_;  // only for counts, dtypes and group ids; addresses are in the requests
   const StateShape& shape_;
   Lanes& lanes_;
   HostNormSums& host_norm_sums_;
@@ -147,7 +152,7 @@ class StepPipeline : private ChunkProgress {
   StreamedExecutor streamed_;
   DeviceExecutor device_executor_;
   EarlyUpdates early_;
-  WorkPieces pieces_;  // of a step in host memory
+  WorkPieces pieces_;  // for a step in host memory
   bool has_replicas_ = false;
 
   // State of the running step. The constructor reserves the capacity of the lists.
@@ -155,7 +160,7 @@ class StepPipeline : private ChunkProgress {
   const StepMarks* marks_ = nullptr;
   std::mutex finished_mutex_;    // held while Finished sets a mark, so that marks only grow
   bool device_updated_ = false;  // guarded by finished_mutex_
-  std::vector<Coefficients> host_coefficients_;  // those of the plan times the verdict's factor
+  std::vector<Coefficients> host_coefficients_;  // the plan's, times the verdict's factor
   std::vector<NormInput> norm_inputs_;
 };
 

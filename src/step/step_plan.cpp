@@ -7,7 +7,7 @@
 namespace hybridopt {
 namespace {
 
-constexpr uint32_t kNoCoefficients = UINT32_MAX;  // of an empty memo
+constexpr uint32_t kNoCoefficients = UINT32_MAX;  // a memo without coefficients
 
 }  // namespace
 
@@ -68,7 +68,8 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
 }
 
 uint32_t StepPlan::CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step) {
-  // The params of a group mostly have the same step count, so their coefficients are computed once.
+  // Usually the params of a group have the same step count, so their coefficients are computed
+  // once.
   Memo& memo = memos_[group_id];
   if (memo.coefficients == kNoCoefficients || memo.step != step) {
     memo = {step, static_cast<uint32_t>(coefficients_.size())};
@@ -94,8 +95,8 @@ void StepPlan::CountActive() {
 
 void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const Residence& residence,
                        double streamed_share, uint64_t early_elements, std::span<uint8_t> keep) {
-  uint64_t left = residence.chunked_elements();  // this param's included
-  double owed = 0;  // elements that should have been kept so far, and have not
+  uint64_t left = residence.chunked_elements();  // including this param's
+  double owed = 0;  // elements that should have been kept so far, minus those that were kept
   for (uint32_t id : shape.update_order) {
     const uint64_t count = table.param(id).count;
     const uint64_t device_count = residence.range(id, Tier::kDevice).count;

@@ -1,6 +1,6 @@
 // StepPlan: what one step does: which params it updates, by which rules and coefficients, which
-// executor updates each element, and by which route gradient and param travel. Pure. It is made for
-// every step without an allocation.
+// executor updates each element, and on which tier or through which copies the executor gets the
+// gradient and the param. Pure. A plan is made for every step, without allocating.
 //
 //   executor  state is        gradient                       param
 //   device    on the device   there, or up from the host     there
@@ -40,9 +40,9 @@ struct StepParam {
   Addresses addresses;
   const std::byte* host_grad;  // the gradient if the host holds it, else NULL
   int32_t grad_dtype;          // the dtype in which it is stored there
-  Rule rule;                   // by which the step updates the param
+  Rule rule;                   // the rule of the update
   uint32_t coefficients;       // index into coefficients()
-  bool active;                 // has a gradient and elements: the step updates it
+  bool active;                 // it has a gradient and elements, so the step updates it
   Rounding rounding;
 
   bool GradComesDown() const { return active && host_grad == nullptr; }
@@ -50,8 +50,8 @@ struct StepParam {
 
 class StepPlan {
  public:
-  // `residence` and `chunks` are the timeline's; the caller calls UseChunks after they have
-  // changed.
+  // `residence` and `chunks` belong to the timeline. When they have changed, the caller calls
+  // UseChunks.
   StepPlan(const ParamTable& table, const StateShape& shape, const Residence& residence,
            const ChunkTable& chunks, const SwapMemory& swap, uint64_t rounding_seed);
   static uint64_t Bytes(const ParamTable& table, const StateShape& shape);
@@ -62,16 +62,17 @@ class StepPlan {
 
   std::span<const StepParam> params() const { return params_; }
   const StepParam& param(uint32_t id) const { return params_[id]; }
-  // For maximize grad_factor is negative.
+  // With maximize, grad_factor is negative.
   std::span<const Coefficients> coefficients() const { return coefficients_; }
-  // Those that updates on the host use: with this factor of the verdict.
+  // Computes the coefficients for updates on the host: those of the plan, multiplied by the
+  // verdict's factor.
   void ScaleCoefficients(float grad_factor, std::vector<Coefficients>* scaled) const {
     scaled->assign(coefficients_.begin(), coefficients_.end());
     for (Coefficients& coefficients : *scaled) coefficients.grad_factor *= grad_factor;
   }
   bool host_holds_grads() const { return host_holds_grads_; }
 
-  // How many elements of the param the device updates: its first ones.
+  // The number of the param's elements that the device updates: its first elements.
   uint64_t device_count(uint32_t id) const {
     return params_[id].active ? residence_.range(id, Tier::kDevice).count : 0;
   }
@@ -89,8 +90,9 @@ class StepPlan {
   }  // with the gradients of a chunk that the cpu updates
   // Whether the host holds the gradients of most of the chunk's active elements.
   bool IsHeld(uint32_t chunk) const { return 2 * held_in_chunk_[chunk] > active_in_chunk_[chunk]; }
-  // Active elements are those of active params. These return how many are in a chunk, and how many
-  // in its fragments before this one. Workers get equal parts of a chunk's active elements.
+  // Active elements are the elements of active params. These return the number of active elements
+  // in a chunk, and in the chunk's fragments before this one. Workers get equal parts of a chunk's
+  // active elements.
   uint64_t active_count(uint32_t chunk) const { return active_in_chunk_[chunk]; }
   uint64_t ActiveBefore(const Fragment& fragment) const {
     return active_before_[static_cast<size_t>(&fragment - chunks_.fragments.data())];
@@ -100,7 +102,7 @@ class StepPlan {
   uint32_t CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step);
   void CountActive();
 
-  const ParamTable& table_;  // for counts, dtypes and group ids only; addresses are in the requests
+  const ParamTable& table_;  // only for counts, dtypes and group ids; addresses are in the requests
   const StateShape& shape_;
   const Residence& residence_;
   const ChunkTable& chunks_;
@@ -113,20 +115,20 @@ class StepPlan {
     uint64_t step;
     uint32_t coefficients;
   };
-  std::vector<Memo> memos_;                // per group: the coefficients computed last
+  std::vector<Memo> memos_;                // per group: the coefficients that were computed last
   std::vector<uint64_t> active_before_;    // per fragment
   std::vector<uint64_t> active_in_chunk_;  // per chunk
-  std::vector<uint64_t> held_in_chunk_;    // of these, whose gradients the host holds
+  std::vector<uint64_t> held_in_chunk_;    // of these, elements whose gradients the host holds
   bool host_holds_grads_ = false;
   bool params_come_down_ = false;
 };
 
-// For each param whether its gradient is better left on the device until the step has read it,
-// because the device will update most of the param: it has the state, or the state is among the
-// `streamed_share` of the host share that will stream. That part is spread evenly over the order
-// of updates, so that both executors come forward at the same pace. The last `early_elements` in
-// that order are not kept: a backward pass makes their gradients first, and what is updated before
-// the step comes down.
+// Chooses, for each param, whether its gradient stays on the device until the step has read it. It
+// stays if the device will update most of the param: the state is on the device, or the state is in
+// the part `streamed_share` of the host share that will be streamed. That part is spread evenly
+// over the order of updates, so that both executors advance at the same pace. The gradients of the
+// last `early_elements` in that order do not stay: a backward pass makes them first, and they are
+// needed on the host for updates before the step.
 void ChooseGradsToKeep(const ParamTable& table, const StateShape& shape, const Residence& residence,
                        double streamed_share, uint64_t early_elements, std::span<uint8_t> keep);
 

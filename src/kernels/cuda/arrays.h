@@ -1,5 +1,5 @@
 // The arrays of a span whose types are known at compile time, and the update of several elements at
-// once.
+// a time.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ class TileBits<true> {
   __device__ TileBits(const UpdateSpan& span, uint64_t begin, uint32_t count)
       : random_(span, begin, count) {}
 
-  // Whether At can give the bits of several elements at once.
+  // Whether At can return the bits of several elements at a time.
   __device__ bool pieces() const { return random_.share_tweak(); }
   template <uint32_t kCount>
   __device__ Piece<uint32_t, kCount> At(uint64_t first) const {
@@ -45,7 +45,7 @@ class TileBits<true> {
   const TileRandom random_;
 };
 
-// kTiesAway: how params of bf16 are rounded; masters beside params need it.
+// kTiesAway: bf16 params are rounded with ties away from zero, as masters beside params require.
 template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kTiesAway>
 class TileArrays {
   using Grad = Element<kTypes.grad_dtype>;

@@ -18,7 +18,7 @@ inline constexpr uint64_t kTileElements = 8192;
 struct alignas(16) UpdateRow {
   UpdateSpan span;  // device addresses; count > 0
   Coefficients coefficients;
-  uint32_t first_tile;  // number of tiles of the rows before
+  uint32_t first_tile;  // tiles of all rows before this one
   uint32_t vectors;     // 1: all arrays are aligned so that four elements can be read at once
 };
 
@@ -35,16 +35,16 @@ struct alignas(16) NormRow {
   const void* grad;  // device address
   uint64_t count;    // > 0
   uint64_t first_block;
-  uint32_t first_group;  // number of thread blocks of the rows before
+  uint32_t first_group;  // thread blocks of all rows before this one
   uint8_t dtype;
   uint8_t vectors;  // 1: grad is a multiple of 16 bytes
 };
 
-// How many thread blocks sum a gradient.
+// The number of thread blocks that sum a gradient.
 uint32_t NormGroups(uint64_t count, int32_t dtype);
 
-// How a launch makes the verdict from block sums. A table that is too long for one launch is
-// divided among several; each passes its sum to the next one in the verdict.
+// How a launch makes the verdict from block sums. If a table is too long for one launch, several
+// launches share it; each passes its sum to the next launch in the verdict.
 struct NormTotal {
   bool first;
   bool last;
@@ -65,8 +65,8 @@ cudaError_t LaunchFill(cudaStream_t stream, void* destination, uint64_t count,
 cudaError_t LaunchFollowParams(cudaStream_t stream, const void* params, int32_t dtype,
                                uint64_t count, float* masters);
 
-// Loads all kernels into the current context. If a kernel were loaded at its first launch, loading
-// could wait for a stream that waits for that launch.
+// Loads all kernels into the current context. Otherwise a kernel would be loaded at its first
+// launch, which could wait for a stream that itself waits for that launch.
 cudaError_t LoadKernels();
 
 }  // namespace hybridopt::cuda

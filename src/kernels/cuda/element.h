@@ -1,5 +1,5 @@
-// The rules on the GPU. The intrinsics are single correctly rounded operations that the compiler
-// does not contract.
+// The rules on the GPU. Each intrinsic is one correctly rounded operation; the compiler does not
+// contract several of them into one.
 #pragma once
 
 #include <cfloat>
@@ -8,7 +8,7 @@
 
 namespace hybridopt::cuda {
 
-// The operations that rules.inc is written in, on one number.
+// The operations in which rules.inc is written, on one number.
 #define HYBRIDOPT_RULE __device__ inline
 using Float = float;
 __device__ inline float Broadcast(float value) { return value; }

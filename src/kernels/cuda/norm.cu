@@ -8,7 +8,8 @@
 namespace hybridopt::cuda {
 namespace {
 
-// Threads of a block that sums: few, so that a small param is shared by several blocks.
+// Threads of a block that sums. The number is small, so that several blocks share even a small
+// param.
 constexpr uint32_t kThreads = 64;
 constexpr uint32_t kTotalThreads = 128;
 constexpr uint32_t kTotalTile = 1024;
@@ -41,7 +42,7 @@ __device__ void SumBlock(const NormRow& row, uint32_t group, double* block_sums)
   const uint64_t block = uint64_t{group} * (kThreads / kParts) + threadIdx.x / kParts;
   const uint32_t part = threadIdx.x % kParts;
   const uint64_t begin = block * kNormBlockElements;
-  // Threads without a norm block take part too, because the threads of a warp add up together.
+  // Threads without a norm block take part too, because all threads of a warp take part in its sum.
   const uint64_t left = begin < row.count ? row.count - begin : 0;
   const auto count = static_cast<uint32_t>(min(left, kNormBlockElements));
   const Stored* const elements = static_cast<const Stored*>(row.grad) + begin + part * kLanes;
@@ -107,8 +108,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One thread block per param adds the param's block sums in order, and writes the sum over the
-// first of them.
+// One thread block per param adds the param's block sums in order. It stores the result in place of
+// the param's first block sum.
 __global__ void ParamSums(const NormRow* __restrict__ rows, double* block_sums) {
   __shared__ double tile[kTotalTile];
   const NormRow& row = rows[blockIdx.x];

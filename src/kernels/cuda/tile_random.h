@@ -11,8 +11,8 @@
 namespace hybridopt::cuda {
 
 // In nearly all tiles all indices have the same upper half. Then the elements share a tweak, and
-// their counters differ like their indices: by 1, and by a gap from row to row. Only the first
-// element needs a division of 64 bits, and only elements in later rows one of 32 bits.
+// their counters differ as their indices do: by 1, plus a gap from row to row. Only the first
+// element needs a 64-bit division, and only elements in later rows need a 32-bit division.
 class TileRandom {
  public:
   // The random bits of elements [begin, begin + count) of the span.
@@ -31,10 +31,10 @@ class TileRandom {
     tweak_ = TweakOf(span.rounding, first);
   }
 
-  // Whether At may be called; otherwise Of.
+  // Whether At may be called; otherwise Of must be called.
   __device__ bool share_tweak() const { return share_tweak_; }
 
-  // The bits of the span's elements from `first` on, which is in the tile.
+  // The bits of the span's elements from `first` on; `first` is in the tile.
   template <uint32_t kCount>
   __device__ Piece<uint32_t, kCount> At(uint64_t first) const {
     const auto offset = static_cast<uint32_t>(first) - static_cast<uint32_t>(begin_);
@@ -67,8 +67,8 @@ class TileRandom {
   const UpdateSpan& span_;
   const uint64_t begin_;
   uint32_t left_;        // elements of the first row in this tile
-  uint32_t row_length_;  // of the other rows, cut to the tile
-  uint32_t gap_;         // by how much more than 1 an index grows from one row to the next
+  uint32_t row_length_;  // of the later rows, cut to the tile
+  uint32_t gap_;         // the indices between the end of one row and the next row
   uint32_t counter_;     // of the first element
   uint32_t tweak_;
   bool share_tweak_;

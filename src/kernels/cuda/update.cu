@@ -1,6 +1,6 @@
-// The update of many params of one kind in one launch. A thread block finds the row of each tile.
-// Each combination of formats, dtypes and rounding has a kernel of its own, which needs registers
-// only for that combination.
+// The update, in one launch, of many params with the same rule and formats. A thread block finds
+// the row of each tile. Each combination of formats, dtypes and rounding has its own kernel, which
+// needs registers only for that combination.
 #include <utility>
 
 #include "kernels/cuda/arrays.h"
@@ -10,12 +10,13 @@ namespace hybridopt::cuda {
 namespace {
 
 constexpr uint32_t kThreads = 256;
-// The least number of blocks for each processor: fewer have too few loads in flight for its memory.
+// The least number of blocks for each processor: fewer blocks do not have enough loads in flight to
+// use the full memory bandwidth.
 constexpr uint32_t kBlocksOfProcessor = 4;
 constexpr uint32_t kQuad = 4;
 constexpr uint32_t kStride = kThreads * kQuad;  // elements that a thread block reads at once
 
-// The last row that starts at this tile or before.
+// The last row that starts at this tile or before it.
 __device__ const UpdateRow& RowOfTile(const UpdateRow* rows, uint32_t row_count, uint32_t tile) {
   uint32_t first = 0;
   uint32_t last = row_count - 1;

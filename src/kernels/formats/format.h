@@ -1,11 +1,11 @@
-// Format: how one array of a param's state is stored. Kernels are instantiated from formats; all
-// other code asks the format's row, or sees fp32 numbers.
+// Format: how one array of a param's state is stored. Kernels are instantiated from formats. All
+// other code asks the format's row, or works with fp32 numbers.
 //
-// Each format has one file in this folder, with its codec twice: for one number, which the
-// specification and the GPU's kernels use, and for vectors, where HYBRIDOPT_IN_VECTORS is defined
+// Each format has one file in this folder, with its codec twice: for one number, for the
+// specification and for the GPU's kernels; and for vectors, where HYBRIDOPT_IN_VECTORS is defined
 // (simd_unit.h includes table.inc again, inside the namespace of each instruction set). A new
-// format is such a file and three lines of table.inc. A format whose units have several elements
-// also needs an initial value of a whole unit (PatternOf) and kernels that read whole units.
+// format is such a file and three lines of table.inc. If its units have several elements, it also
+// needs an initial value of a whole unit (PatternOf), and kernels that read whole units.
 #pragma once
 
 #include <algorithm>
@@ -30,23 +30,24 @@ struct FormatRow {
   uint64_t unit_bytes;         // of unit_elements
   uint64_t unit_elements = 1;  // an array is cut between units only
   int32_t view_dtype;          // enum offload_dtype: the elements that a view of the array shows
-  // Checkpoints store masters as fp32, and moments in this dtype, under this name of the layout.
+  // Checkpoints store masters as fp32, and moments in this dtype; a checkpoint's "layout" has this
+  // name.
   int32_t stored_dtype = OFFLOAD_FP32;
   const char* stored_layout = "fp32";
-  // The options that ask for the format: for masters of bf16 params, and for moments.
+  // The options by which users choose the format: for masters of bf16 params, and for moments.
   int32_t master_layout = kNotOffered;  // enum offload_master_layout
   int32_t moment_dtype = kNotOffered;   // enum offload_dtype
-  // The array has what the bf16 param beside it lacks of the number. Such params round exact ties
-  // away from zero.
+  // "Beside the param": the array has only the part of the master that its bf16 param has lost by
+  // rounding. Such params round exact ties away from zero.
   bool beside_param = false;
-  // A step rounds the number when it stores it: at random or to nearest.
+  // A step rounds the number when it stores it, at random or to nearest.
   bool is_rounded = false;
 
-  // Stores fp32 numbers, rounded to nearest. These addresses need not be aligned.
+  // Stores fp32 numbers, rounded to nearest. The addresses need not be aligned.
   void (*encode)(const std::byte* values, uint64_t count, std::byte* stored);
-  // Gives the numbers that are stored. `params` is NULL unless beside_param.
+  // Returns the stored numbers in `values`. `params` is NULL unless beside_param.
   void (*decode)(const std::byte* stored, const std::byte* params, uint64_t count, float* values);
-  // beside_param: rounds numbers to the params of what encode() stores of them.
+  // Only if beside_param: rounds the numbers that encode() stores to their params.
   void (*encode_params)(const std::byte* values, uint64_t count, std::byte* params) = nullptr;
 
   constexpr uint64_t Bytes(uint64_t count) const {
@@ -120,7 +121,7 @@ constexpr bool RowsAreInOrder() {
 }
 static_assert(RowsAreInOrder());
 
-// NULL for what is no value of enum offload_master_layout.
+// NULL if `master_layout` is none of enum offload_master_layout.
 constexpr const FormatRow* FindMasterFormat(int32_t master_layout) {
   for (const FormatRow& row : kFormats)
     if (row.master_layout != kNotOffered && row.master_layout == master_layout) return &row;
@@ -142,13 +143,14 @@ struct StateFormats {
   bool operator==(const StateFormats&) const = default;
 };
 
-// An element as it is stored, to fill arrays with.
+// The stored bits of one element, with which arrays are filled.
 struct Pattern {
   uint32_t bytes;  // 1, 2 or 4
   uint32_t bits = 0;
 };
 
-// A number, rounded to nearest. Beside a param, 0 means that the param is the number.
+// The pattern of a number, rounded to nearest. If the format is "beside the param", the pattern of
+// 0 says that the param has lost nothing of the master.
 inline Pattern PatternOf(Format format, float value) {
   Pattern pattern{static_cast<uint32_t>(RowOf(format).unit_bytes)};
   HYBRIDOPT_CHECK(RowOf(format).unit_elements == 1 && pattern.bytes <= sizeof(pattern.bits));

@@ -114,7 +114,7 @@ void LoadSources::CompareArrays(uint32_t id, const StoredShard& shard) {
   }
 }
 
-// Checks that all stored shards from which a param's elements come have one step count.
+// Checks that all stored shards with elements of a param have the same step count.
 void LoadSources::CompareCounts(uint32_t id) {
   const checkpoint::StoredParam& stored = *sources_[id].stored;
   std::optional<uint32_t> first;

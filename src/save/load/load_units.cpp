@@ -81,7 +81,7 @@ Status LoadUnits::ForEachOf(uint32_t id, StateSlot slot,
   return sources_.ForEachSegment(id, visit_segment);
 }
 
-// The unit that holds a byte of an array. Blocks are cut into units, so that no unit spans two
+// The unit that holds the byte `at` of an array. Each block is cut into units, so no unit spans two
 // blocks.
 Extent LoadUnits::UnitAt(const StoredTensor& tensor, uint64_t at) const {
   const uint64_t block = at / block_bytes() * block_bytes();

@@ -12,7 +12,7 @@
 
 namespace hybridopt {
 
-// What is read at a time: a block of an array, or a part of a large block.
+// The bytes that are read at a time: a block of an array, or a part of a large block.
 struct LoadUnit {
   checkpoint::Extent extent;
   const checkpoint::StoredTensor* tensor;
@@ -23,7 +23,7 @@ struct LoadUnit {
 // Elements that are contiguous both in a unit and in the param.
 struct LoadPiece {
   StateElements elements;
-  uint64_t into;  // bytes from the unit's begin
+  uint64_t into;  // bytes from the start of the unit
   int32_t dtype;  // as stored
 };
 
@@ -32,20 +32,20 @@ class LoadUnits {
   LoadUnits(const ParamTable& table, const StateLocator& locator, const LoadSources& sources)
       : table_(table), locator_(locator), sources_(sources) {}
 
-  // Lists them; before all below.
+  // Lists the units. To be called before all functions below.
   Status List();
 
-  // Calls begin_unit for each unit that holds elements of this optimizer, and visit for each piece
-  // in it. A unit may be visited more than once if shards have several boxes.
+  // Calls begin_unit for each unit with elements of this optimizer, and visit for each piece of the
+  // unit. If shards have several boxes, a unit may be visited more than once.
   Status ForEach(FunctionRef<Status(const LoadUnit&)> begin_unit,
                  FunctionRef<Status(const LoadPiece&)> visit) const;
-  // The extents of these units, in the same order.
+  // The extents of these units, in the order in which ForEach visits them.
   const std::vector<checkpoint::Extent>& extents() const { return extents_; }
-  // One unit for each block that some unit touches, in the order of files and offsets.
+  // The blocks that contain units, each as one LoadUnit, in the order of files and offsets.
   const std::vector<LoadUnit>& blocks() const { return blocks_; }
   // The units of a whole block.
   std::vector<checkpoint::Extent> ExtentsOf(const LoadUnit& block) const;
-  uint64_t unit_bytes() const { return unit_bytes_; }  // at most, of a unit
+  uint64_t unit_bytes() const { return unit_bytes_; }  // the most bytes of a unit
 
  private:
   Status ForEachOf(uint32_t id, StateSlot slot, FunctionRef<Status(const LoadUnit&)> begin_unit,

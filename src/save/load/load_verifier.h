@@ -1,6 +1,6 @@
 // LoadVerifier: reads all blocks from which an optimizer is loaded and compares their hashes,
-// before the load changes anything. What the load reads after that it compares with what this has
-// read.
+// before the load changes anything. When the load reads the units again, the verifier checks that
+// their bytes have not changed.
 #pragma once
 
 #include <vector>
@@ -16,12 +16,12 @@ class LoadVerifier {
  public:
   LoadVerifier(const LoadSources& sources, const LoadUnits& units);
 
-  // What Verify reads, in order.
+  // The extents that Verify reads, in order.
   const std::vector<checkpoint::Extent>& extents() const { return extents_; }
-  // `reader` has these extents. Calls progress after each of them. CHECKPOINT_CORRUPT names the
-  // first block whose hash is another.
+  // `reader` has these extents. Calls progress after each extent. CHECKPOINT_CORRUPT names the
+  // first block with a wrong hash.
   Status Verify(checkpoint::BlockReader& reader, FunctionRef<void(uint64_t bytes)> progress);
-  // Whether these bytes of a unit are those that Verify has read.
+  // OK if these bytes of a unit are the bytes that Verify has read.
   Status CheckUnchanged(const LoadUnit& unit, const std::byte* data) const;
 
  private:
@@ -30,7 +30,7 @@ class LoadVerifier {
   const LoadSources& sources_;
   const LoadUnits& units_;
   std::vector<checkpoint::Extent> extents_;
-  std::vector<uint32_t> extent_counts_;  // of each block
+  std::vector<uint32_t> extent_counts_;  // per block: its number of extents
   checkpoint::ReadHashes verified_;
 };
 

@@ -86,7 +86,7 @@ void Loader::SetCounts(StepCounts& step_counts) const {
   step_counts.set_applied(fresh ? 0 : sources_.reader().manifest().step);
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const Param& param = table_.param(id);
-    if (param.count == 0 && param.shard.partial()) continue;  // other ranks step it
+    if (param.count == 0 && param.shard.partial()) continue;  // another rank updates this param
     step_counts.set(id, fresh ? 0 : sources_.StoredCount(id));
   }
 }

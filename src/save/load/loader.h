@@ -1,9 +1,9 @@
-// Loader: brings the state of a checkpoint into an optimizer; world, sharding and device fraction
-// may have been others when it was saved. Verify reads and checks all bytes and changes nothing;
-// only then Replace writes. So the files are read twice (unless the caller passes NO_VERIFY). The
-// reasons: who offloads state has no memory for a second copy of it, and if Replace found a damaged
-// block, the state that it had overwritten would be lost. Replace compares each unit with what
-// Verify has read before it uses the unit.
+// Loader: loads the state of a checkpoint into an optimizer. The optimizer that saved it may have
+// had another world, sharding or device fraction. Verify reads and checks all bytes and changes
+// nothing; only then Replace writes. So the files are read twice, unless the caller passes
+// NO_VERIFY. There are two reasons. Users who offload state have no memory for a second copy of it.
+// And if Replace found a damaged block, the state that it had already overwritten would be lost.
+// Before Replace uses a unit, it checks that the unit has the bytes that Verify has read.
 #pragma once
 
 #include <optional>
@@ -52,11 +52,11 @@ class Loader {
   // Takes the memory for reading, and compares the hashes of all blocks that will be read.
   Status Verify();
 
-  // Writes state and params, after the work behind which `ready` was recorded. After a failure they
-  // may be partly old and partly new.
+  // Writes state and params, after the caller's work before `ready`. After a failure they may be
+  // partly old and partly new.
   Status Replace(EventHandle ready);
   bool has_replaced() const { return writer_.has_written(); }
-  // Sets the step counts of the checkpoint.
+  // Sets the step counts to those of the checkpoint.
   void SetCounts(StepCounts& step_counts) const;
 
  private:
@@ -72,12 +72,12 @@ class Loader {
   const LoadRequest& request_;
   LoadSources sources_;
   LoadUnits units_;
-  std::optional<LoadVerifier> verifier_;  // unless the caller passes NO_VERIFY
+  std::optional<LoadVerifier> verifier_;  // none if the caller passes NO_VERIFY
 
   std::optional<checkpoint::OpenFiles> files_;
-  uint32_t blocks_ = 0;  // of memory
+  uint32_t blocks_ = 0;  // the number of blocks in memory_
   PinnedRoom memory_;
-  Transfer transfer_;  // its copies may still read memory_ until it has been destroyed
+  Transfer transfer_;  // until it is destroyed its copies may read memory_
   StateWriter writer_;
   uint64_t bytes_done_ = 0;
   uint64_t bytes_total_ = 0;

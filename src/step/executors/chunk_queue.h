@@ -1,10 +1,11 @@
-// ChunkQueue: which executor updates which chunk of a step, and how far the chunks are. The chunks
-// have one order; an executor takes the first one that no executor has taken, so each chunk is
-// taken once. If the gradients of some chunks are on the host and those of others on the device,
-// each executor first takes the chunks that are near it, then those of the other one. A chunk is
-// issued when the work that writes its params is queued on a stream, and finished when its params
-// and state are at their addresses. Both may happen in any order. The queue reports how many chunks
-// are issued, or finished, without a gap, because streams wait for all chunks up to some point.
+// ChunkQueue: which executor updates which chunk of a step, and how far the chunks have come. The
+// chunks have one order. An executor takes the first chunk that no executor has taken, so each
+// chunk is taken once. If the gradients of some chunks are on the host and those of others on the
+// device, each executor first takes the chunks whose gradients are near it, then the other chunks.
+// A chunk is issued when the work that writes its params is queued on a stream. A chunk is finished
+// when its params and state are at their addresses. Chunks may be issued, and finished, in any
+// order. Streams wait for all chunks up to some point; so the queue counts how many chunks, from
+// the first one on, are issued, or finished, without a gap.
 //
 //   chunks   | finished | issued | cpu | finished | streamed | cpu | free | free | ...
 //                       ^ 1      ^ 2 without a gap                 ^ the next to be taken
@@ -25,19 +26,19 @@
 
 namespace hybridopt {
 
-// Who may update the chunks.
+// The executors that may update chunks.
 enum class Executor : uint8_t {
   kCpu,
   kStreamed,
-  kEarly  // the CPU workers, which have updated them before the step
+  kEarly  // the CPU workers, before the step
 };
 template <typename T>
 using PerExecutor = std::array<T, 3>;
 
-// What executors tell of the chunks that they have taken. Any thread.
+// Executors report their progress on the chunks that they have taken. Any thread may call these.
 class ChunkProgress {
  public:
-  // `written` is recorded behind the work that writes the chunk's params.
+  // `written` is recorded after the work that writes the chunk's params.
   virtual void Issued(uint32_t chunk, EventHandle written) = 0;
   virtual Status Finished(uint32_t chunk) = 0;
 
@@ -47,7 +48,7 @@ class ChunkProgress {
 
 class ChunkQueue {
  public:
-  // The bytes of the tables of `chunks`.
+  // The bytes of the tables for `chunks` chunks.
   static uint64_t Bytes(uint64_t chunks) { return chunks * sizeof(Chunk) + 2 * (chunks / 8); }
   // Sets the number of chunks, between steps. Allocates.
   void UseChunks(uint32_t count) {
@@ -69,15 +70,15 @@ class ChunkQueue {
     issues_ = 0;
     stopped_ = false;
   }
-  // Which executor takes a chunk before others, between Reset and the first Take. By default both
-  // take it alike.
+  // Between Reset and the first Take: the executor takes the chunks that it is preferred for before
+  // other chunks. By default both executors are preferred.
   void Prefer(uint32_t chunk, Executor executor) {
     std::lock_guard lock(mutex_);
     chunks_[chunk].preferred = executor;
   }
 
-  // Takes the next chunk, which the caller must then update; none if all have been taken, or after
-  // Stop.
+  // Takes the next chunk; the caller must then update it. Returns none if all chunks have been
+  // taken, or after Stop.
   std::optional<uint32_t> Take(Executor executor) {
     std::lock_guard lock(mutex_);
     if (stopped_) return std::nullopt;
@@ -92,7 +93,8 @@ class ChunkQueue {
     chunks_[chunk].taken_by = executor;
     return chunk;
   }
-  // Takes this chunk, which is free; gives it back, before any executor is told of it.
+  // Takes this chunk, which must be free. GiveBack makes it free again; no executor may have been
+  // told of it in between.
   void TakeThis(uint32_t chunk, Executor executor) {
     std::lock_guard lock(mutex_);
     HYBRIDOPT_CHECK(!chunks_[chunk].taken_by.has_value());
@@ -104,19 +106,19 @@ class ChunkQueue {
     first_free_ = std::min(first_free_, chunk);
     for (uint32_t& preferred : first_preferred_) preferred = std::min(preferred, chunk);
   }
-  // Who has taken the chunk, which somebody has.
+  // The executor that has taken the chunk. The chunk must have been taken.
   Executor TakenBy(uint32_t chunk) const {
     std::lock_guard lock(mutex_);
     return *chunks_[chunk].taken_by;
   }
-  // To be called when an executor has failed: Take gives no more chunks, and the others finish
-  // those that they have taken.
+  // To be called when an executor has failed: Take returns no more chunks, and the other executors
+  // finish the chunks that they have taken.
   void Stop() {
     std::lock_guard lock(mutex_);
     stopped_ = true;
   }
 
-  // These give how many chunks have come as far without a gap, from the first one on.
+  // These return how many chunks, from the first one on, are issued (or finished) without a gap.
   uint32_t Issue(uint32_t chunk, EventHandle written) {
     std::lock_guard lock(mutex_);
     Chunk& issued = chunks_[chunk];
@@ -132,8 +134,8 @@ class ChunkQueue {
     std::lock_guard lock(mutex_);
     return Mark(chunk, &finished_);
   }
-  // For each executor the event behind all of its chunks among the first `count`, which have been
-  // issued; NULL if it has none. An executor's work runs in the order in which it was issued.
+  // Per executor: the event after all of its chunks among the first `count` chunks, which must have
+  // been issued; NULL if it has none. An executor's work runs in the order in which it was issued.
   PerExecutor<EventHandle> WrittenUpTo(uint64_t count) const {
     std::lock_guard lock(mutex_);
     const uint64_t issued = std::min<uint64_t>(count, issued_.count);
@@ -155,14 +157,14 @@ class ChunkQueue {
     uint32_t count = 0;      // without a gap
   };
   struct Written {
-    uint32_t issue = 0;  // counts from 1; 0: nothing has been issued
+    uint32_t issue = 0;  // issues are numbered from 1; 0: nothing has been issued
     EventHandle event = nullptr;
   };
   struct Chunk {
     std::optional<Executor> preferred;
     std::optional<Executor> taken_by;
-    // The last issue of each executor: for this chunk alone, and once all chunks before it have
-    // been issued too, for all of them.
+    // Per executor: its last issue among this chunk and, when all earlier chunks have been issued
+    // too, among all chunks up to this one.
     PerExecutor<Written> last;
   };
   uint32_t Mark(uint32_t chunk, Stage* stage) {
@@ -175,9 +177,9 @@ class ChunkQueue {
   mutable std::mutex mutex_;
   Stage issued_, finished_;
   std::vector<Chunk> chunks_;
-  uint32_t first_free_ = 0;                  // none before it is free
-  uint32_t issues_ = 0;                      // so far
-  PerExecutor<uint32_t> first_preferred_{};  // none before it is free and preferred
+  uint32_t first_free_ = 0;                  // no chunk before it is free
+  uint32_t issues_ = 0;                      // the number of issues so far
+  PerExecutor<uint32_t> first_preferred_{};  // no free chunk before it prefers the executor
   bool stopped_ = false;
 };
 

@@ -82,7 +82,7 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
         const StepParam& param = step.plan.param(id);
         const ParamShape& shaped = shape_.params[id];
         const uint64_t element = fragment.begin + first;
-        // This brings what the update reads next into the caches.
+        // The copy brings the state into the caches, from which the update then reads it.
         if (buffers.old != nullptr)
           ForEachArray(fragment, first, count, *buffers.old,
                        [&](const std::byte* state, std::byte* aside, uint64_t bytes) {

@@ -1,5 +1,6 @@
-// ChunkUpdater: what the CPU workers do with one chunk. They divide its elements among themselves;
-// each worker begins with a part of its own, whose memory it touched first.
+// ChunkUpdater: the CPU workers' update of one chunk. The workers divide its elements among
+// themselves; each worker begins with a part of its own, because it was the first to touch the
+// memory of this part.
 #pragma once
 
 #include <array>
@@ -15,24 +16,24 @@
 
 namespace hybridopt {
 
-// Where the state of a chunk is put aside: an area for each array, laid out as in a slot of the
-// device's ring.
+// A copy of the state of a chunk: an area for each array, laid out as in a slot of the device's
+// ring.
 using StateAreas = std::array<std::byte*, kStateSlots>;
 
-// Where the workers find a chunk's gradients and params: in a staging slot, or, if both are NULL,
-// at the caller's addresses. The update first copies the state to `old`, unless it is NULL.
+// The places of a chunk's gradients and params: in a staging slot, or at the caller's addresses if
+// both are NULL. If `old` is not NULL, the update first copies the state to it.
 struct ChunkBuffers {
   std::byte* grads = nullptr;
   std::byte* params = nullptr;
   const StateAreas* old = nullptr;
 };
 
-// What one step does to the state on the host.
+// The values of one step for the state on the host.
 struct HostStep {
   const StepPlan& plan;
-  std::span<const Coefficients> coefficients;  // those of the plan times the verdict's factor
-  Capture* capture;                            // of the save that runs at the same time, or NULL
-  bool follow_params = false;  // masters first become equal to params that others have written
+  std::span<const Coefficients> coefficients;  // the plan's, times the verdict's factor
+  Capture* capture;                            // of a save that runs at the same time, or NULL
+  bool follow_params = false;  // masters first follow params that other code has written
 };
 
 class ChunkUpdater {
@@ -41,13 +42,14 @@ class ChunkUpdater {
                const KernelTable& kernels)
       : table_(table), shape_(shape), memory_(memory), kernels_(kernels) {}
 
-  // One worker's part of the update of a chunk's active elements, which `pieces` hands out.
+  // One worker's part of the update of a chunk's active elements; `pieces` divides them among the
+  // workers.
   void Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers, WorkPieces& pieces,
               uint32_t worker) const;
   // One worker's part of copying the state of a chunk back.
   void Restore(std::span<const Fragment> fragments, uint64_t element_count, const StateAreas& old,
                WorkPieces& pieces, uint32_t worker) const;
-  // Returns when the running save has read what the update of these elements writes.
+  // Waits until the running save has read the state that the update of these elements writes.
   void AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const;
 
  private:

@@ -59,7 +59,7 @@ Status CpuExecutor::Run(const HostStep& step, offload_step_result_t* result) {
 }
 
 Status CpuExecutor::GiveAll() {
-  // If all taken chunks have been given, Retire may still take another one.
+  // When all taken chunks have been given, Retire may take another chunk.
   while (retired_ < taken_) {
     if (given_ == taken_) {
       HYBRIDOPT_TRY(Retire());
@@ -87,8 +87,8 @@ Status CpuExecutor::AwaitNext() {
   return {};
 }
 
-// Gives the first chunk to the workers. Unless this fails, the workers move the pipeline on from
-// here.
+// Gives the first chunk to the workers. If this succeeds, from here on the workers advance the
+// pipeline.
 Status CpuExecutor::GiveNext() {
   const WorkerPool::Work work = PrepareNext();
   busy_since_ns_ = system::NowNs();
@@ -138,7 +138,8 @@ void CpuExecutor::Update(Slot& slot, uint32_t worker) {
   updater_.Update(task_->step, slot.chunk, buffers, slot.pieces, worker);
 }
 
-// Jobs finish in the order in which they began, so this is the oldest chunk that has been given.
+// Jobs finish in the order in which they began, so the finished job is that of the oldest chunk
+// that has been given.
 void CpuExecutor::AfterUpdate() {
   const uint32_t number = sent_++;
   if (status_.ok()) status_ = CatchExceptions("a chunk", [&] { return MoveOn(number); });
@@ -158,8 +159,8 @@ Status CpuExecutor::MoveOn(uint32_t number) {
   HYBRIDOPT_TRY(SendUp(number));
   progress_.Issued(slots_[slot].chunk, lanes_.uploaded(slot).end);
   if (!plan_.params_come_down()) HYBRIDOPT_TRY(TakeAndBringDown());
-  // Retires chunks now, and not only when their slots are needed, because the caller may be waiting
-  // for these params.
+  // Retires chunks now, even if no slot is needed yet, because the caller may be waiting for their
+  // params.
   while (true) {
     HYBRIDOPT_ASSIGN(const bool may_retire, MayRetire());
     if (!may_retire) break;
@@ -169,7 +170,7 @@ Status CpuExecutor::MoveOn(uint32_t number) {
     HYBRIDOPT_ASSIGN(const bool may_give, MayGive());
     if (!may_give) return {};
     if (context_.workers().TryBegin(PrepareNext(), &job_)) continue;
-    given_ -= 1;  // other optimizers have filled the workers' queue
+    given_ -= 1;  // the workers' queue is full of jobs of other optimizers
     return {};
   }
 }
@@ -180,8 +181,8 @@ Result<bool> CpuExecutor::MayRetire() {
   return device_.Reached(lanes_.uploaded(SlotOf(retired_)).end);
 }
 
-// Whether the next chunk can be given without a wait. While a save runs no chunk is given ahead:
-// the step's own thread gives it, because it may have to wait until the save has read the chunk's
+// Whether the next chunk can be given without a wait. While a save runs, workers give no chunk:
+// only the step's own thread does, because it may have to wait until the save has read the chunk's
 // state.
 Result<bool> CpuExecutor::MayGive() {
   if (given_ == taken_ || !HasSlot() || task_->step.capture != nullptr) return false;
@@ -190,7 +191,7 @@ Result<bool> CpuExecutor::MayGive() {
 
 // -------------------------------------------------------------------------------------- copies --
 
-// Takes a chunk from the queue into the slot of the next number, which is free.
+// Takes a chunk from the queue into the slot of the chunk's number; the slot must be free.
 bool CpuExecutor::Take() {
   const std::optional<uint32_t> chunk = queue_.Take(Executor::kCpu);
   if (chunk.has_value()) slots_[SlotOf(taken_++)].taken = *chunk;
@@ -229,7 +230,8 @@ Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
   return device_.Record(lanes_.landed(slot).end, lanes_.down);
 }
 
-// Forward waits for these params, so they give way to nothing; nor could a worker wait here.
+// These copies give way to no prefetch, because the forward pass waits for the params, and because
+// a worker must not wait here.
 Status CpuExecutor::SendUp(uint32_t number) {
   const uint32_t slot = SlotOf(number);
   const uint32_t chunk = slots_[slot].chunk;

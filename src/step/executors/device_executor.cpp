@@ -8,8 +8,8 @@
 namespace hybridopt {
 namespace {
 
-// An upper bound: one update for each param, and one more for each stripe and for each piece in
-// which a gradient comes back from the host.
+// An upper bound: one update for each param, one for each stripe, and one for each piece of a
+// gradient that is copied up from the host.
 uint64_t DeviceUpdatesMost(const StateShape& shape) {
   if (shape.options.unified) return 0;
   uint64_t pieces = HostMayHoldGrads(shape)
@@ -80,7 +80,7 @@ DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
 }
 
 // Lists the update of elements [begin, begin + count) of a param, stripe by stripe. `whole` has the
-// addresses of element 0, except that its gradient is that of element `begin`.
+// addresses of element 0, except for the gradient: its address is that of element `begin`.
 void DeviceExecutor::Add(const DeviceUpdate& whole, uint32_t id, uint64_t begin, uint64_t count) {
   DeviceUpdate range = whole;
   range.span = Advanced(whole.span, whole.types(), begin);
@@ -100,8 +100,8 @@ Status DeviceExecutor::Launch(const StepPlan& plan, Rule rule, size_t first) {
   return lanes_.device().Update(lanes_.compute, launch);
 }
 
-// The gradient goes up piece by piece through one buffer. All is queued on one stream, so that a
-// piece is copied only after the update has read the piece before it.
+// The gradient is copied up piece by piece through one buffer. All work is queued on one stream, so
+// each piece is copied only after the update has read the piece before it.
 Status DeviceExecutor::QueueFromHost(const StepPlan& plan, uint32_t id) {
   const StepParam& param = plan.param(id);
   DeviceUpdate whole = UpdateOf(plan, id);

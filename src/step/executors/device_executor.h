@@ -18,7 +18,7 @@ class DeviceExecutor {
 
   // Queues all device updates of the plan on the compute stream: one launch for each rule (SGD
   // params with and without momentum have different rules), then, one by one, the params whose
-  // gradient the host holds. The plan must not change until they have run.
+  // gradients the host holds. The plan must not change until these updates have run.
   Status Queue(const StepPlan& plan);
   // Whether the updates have run.
   Result<bool> Updated() { return lanes_.device().Reached(lanes_.device_updated.end); }

@@ -11,7 +11,7 @@
 namespace hybridopt {
 namespace {
 
-// The bytes that the old state and the new params of all elements would take.
+// The bytes of old state and new params if all elements were updated early.
 uint64_t BytesOfAll(const ParamTable& table, const StateShape& shape) {
   uint64_t bytes = 0;
   for (uint32_t id = 0; id < table.size(); ++id) {
@@ -40,14 +40,14 @@ EarlyUpdates::EarlyUpdates(Context& context, const ParamTable& table, const Stat
       fork_generation_(system::ForkGeneration()) {}
 
 EarlyUpdates::~EarlyUpdates() {
-  // A child of fork has no workers, and what they held stays held there.
+  // A child of fork has no workers, so the work that they held cannot end there.
   if (!on() || fork_generation_ != system::ForkGeneration()) return;
   AwaitWorkers();
   for (EventHandle event : written_)
     if (event != nullptr) device_.DestroyEvent(event);
 }
 
-// What all chunks could use is the most that is taken. Chunks align each array of each fragment.
+// At most the bytes that all chunks need, including the alignment of each array of each fragment.
 uint64_t EarlyUpdates::RoomBytes(const ParamTable& table, const StateShape& shape) {
   if (shape.options.early_bytes == 0) return 0;
   constexpr uint64_t kPaddingBytes = 2 * kArrayAlignmentBytes * (kStateSlots + 1);
@@ -90,7 +90,7 @@ void EarlyUpdates::UseChunks() {
   Forget();
 }
 
-// Between two assumptions no worker is at work.
+// Requires that no worker is at work.
 void EarlyUpdates::Forget() {
   assumed_ = false;
   used_bytes_ = accepted_elements_ = 0;
@@ -140,8 +140,8 @@ Status EarlyUpdates::Accept(uint32_t chunk, const Capture* capture) {
   return {};
 }
 
-// Places the chunk in the room behind what is used, and returns the bytes that it needs. Each area
-// starts at an aligned address, so its arrays are aligned as they are on the host.
+// Places the chunk's data after the used part of the memory, and returns the bytes that they need.
+// Each area starts at an aligned address, so its arrays are aligned as they are on the host.
 uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
   early->chunk = chunk;
   std::array<uint64_t, kStateSlots> area_bytes{};
@@ -165,7 +165,8 @@ uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
   return offset + system::RoundUp(param_bytes, kArrayAlignmentBytes) - used_bytes_;
 }
 
-// Copies the params that are halves of masters to the room, where the update finds them.
+// If params are halves of masters, copies the params to the memory in which the update will read
+// them.
 Status EarlyUpdates::BringParams(const Early& early) {
   for (const Fragment& fragment : plan_.fragments(early.chunk)) {
     if (!plan_.ParamComesDown(fragment.param)) continue;
@@ -183,10 +184,10 @@ Status EarlyUpdates::BeginArrived() {
   {
     std::lock_guard lock(mutex_);
     ready_ = static_cast<uint32_t>(chunks_.size());
-    if (begun_ > ended_ || begun_ == ready_) return {};  // workers go on by themselves
+    if (begun_ > ended_ || begun_ == ready_) return {};  // workers begin the next chunk
     work = NextWork();
   }
-  // Begin may wait for a worker, which may wait for mutex_.
+  // Not with mutex_ held: Begin may wait for a worker that waits for mutex_.
   Status status = context_.workers().Begin(*work, &job_);
   if (!status.ok()) begun_ = ended_;
   return status;
@@ -224,7 +225,7 @@ void EarlyUpdates::Update(Job& job, uint32_t worker) {
   updater_.Update({plan_, coefficients_, nullptr}, early.chunk, buffers, job.pieces, worker);
 }
 
-// With mutex_ held.
+// Requires mutex_.
 WorkerPool::Work EarlyUpdates::NextWork() {
   Job& job = jobs_[begun_ % kJobs];
   job.number = begun_++;
@@ -238,13 +239,13 @@ void EarlyUpdates::AfterUpdate() {
   ended_ += 1;
   while (begun_ < ready_ && begun_ - ended_ < kJobs) {
     if (context_.workers().TryBegin(NextWork(), &job_)) continue;
-    begun_ -= 1;  // other optimizers have filled the workers' queue; the next arrival begins it
+    begun_ -= 1;  // the workers' queue is full; the next BeginArrived begins this chunk
     break;
   }
   if (begun_ == ended_) rested_.notify_all();
 }
 
-// Lets the workers begin no more chunks, and waits for those that they have begun.
+// Stops the workers from beginning more chunks, and waits for the chunks that they have begun.
 void EarlyUpdates::AwaitWorkers() {
   bool any = false;
   {
@@ -269,8 +270,8 @@ Status EarlyUpdates::Stop(const StepRequest& request) {
   return IsAsAssumed(request) ? Status() : Undo();
 }
 
-// If the workers have left chunks undone, no more than what they did is wanted for the next step;
-// else a quarter more.
+// Sets how many elements to update before the next step: if the workers have not finished all
+// accepted chunks, the elements that they have finished; otherwise a quarter more than now.
 void EarlyUpdates::Learn() {
   if (chunks_.empty()) return;
   uint64_t elements = 0;
@@ -279,7 +280,8 @@ void EarlyUpdates::Learn() {
   elements_wanted_ = elements + shape_.options.chunk_elements;
 }
 
-// The gradients are those that have arrived, because every other move of theirs undoes.
+// The gradients need no check: they are those that have arrived, because every other move of
+// gradients undoes.
 bool EarlyUpdates::IsAsAssumed(const StepRequest& request) const {
   if (std::memcmp(request.groups.data(), request_.groups.data(),
                   request.groups.size() * sizeof(offload_group_t)) != 0)
@@ -323,7 +325,8 @@ Status EarlyUpdates::SendNext() {
   return {};
 }
 
-// Forward waits for these params, so they give way to nothing; nor could a worker wait here.
+// These copies give way to no prefetch, because the forward pass waits for the params, and because
+// a worker must not wait here.
 Status EarlyUpdates::Send(const Early& early, EventHandle written) {
   for (const Fragment& fragment : plan_.fragments(early.chunk)) {
     const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);

@@ -9,8 +9,8 @@
 namespace hybridopt {
 namespace {
 
-// An upper bound: one update for each fragment, and one more for each stripe that begins inside
-// one.
+// An upper bound: one update for each fragment, and one more for each stripe that begins inside a
+// fragment.
 uint64_t StreamedUpdatesMost(const StateShape& shape) {
   if (!shape.options.streams_state) return 0;
   return shape.params.size() + ChunksMost(shape) + shape.stripes.size();
@@ -64,7 +64,7 @@ void StreamedExecutor::Reset() {
 
 bool StreamedExecutor::TakeAhead() { return taken_ < chunks_.size() && Take(); }
 
-// Takes a chunk from the queue into the slot of the next number, which is free.
+// Takes a chunk from the queue into the slot of the chunk's number; the slot must be free.
 bool StreamedExecutor::Take() {
   const std::optional<uint32_t> chunk = queue_.Take(Executor::kStreamed);
   if (chunk.has_value()) chunks_[SlotOf(taken_++)] = *chunk;
@@ -106,7 +106,8 @@ Status StreamedExecutor::Await(offload_step_result_t* result) {
   result->state_up_seconds = done_.state_up_seconds;
   result->streamed_update_seconds = done_.streamed_update_seconds;
   result->state_down_seconds = done_.state_down_seconds;
-  // The executor that ended first waited for the other one.
+  // The idle time is counted for the executor that ended first, because it waited for the other
+  // one.
   const double ahead_seconds = static_cast<double>(begin_ns - end_ns_) * 1e-9;
   result->streamed_idle_seconds = std::max(ahead_seconds, 0.0);
   result->cpu_idle_seconds = std::max(-ahead_seconds, 0.0);
@@ -232,7 +233,7 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slo
 
 // -------------------------------------------------------------------------------------- copies --
 
-// Fragments that are contiguous both on the host and in the slot are one copy.
+// Fragments that are contiguous both on the host and in the slot are moved by one copy.
 Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
   std::byte* const slot = lanes_.stream_slot_data(SlotOf(number));
   for (uint32_t index = 0; index < kStateSlots; ++index) {
@@ -277,7 +278,7 @@ Status StreamedExecutor::Copy(Direction direction, std::byte* host, std::byte* d
   return {};
 }
 
-// The area has 4 bytes for each element, for every dtype of gradients.
+// The area has 4 bytes for each element, enough for every dtype of gradients.
 std::byte* StreamedExecutor::HeldGrad(const Fragment& fragment, std::byte* slot) const {
   return slot + plan_.chunks().StateArea(kStateSlots) + fragment.first_element * sizeof(float);
 }

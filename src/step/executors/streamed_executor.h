@@ -1,18 +1,19 @@
-// StreamedExecutor: lets the device update chunks whose state is on the host. Their gradients and
-// params are on the device already; their state goes through a ring in device memory:
+// StreamedExecutor: the device updates chunks whose state is on the host. Their gradients and
+// params are on the device already; their state is copied through a ring in device memory:
 //
 //   state up      | 0 | 1 | 2 | 3 |          masters and moments to a slot of the ring
 //   state update      | 0 | 1 | 2 | 3 |      in place: the slot, and the caller's params
 //   state down            | 0 | 1 | 2 | 3 |  back to where they came from
 //
 // The copies up and down use the same streams as all other copies (machine/lanes.h); updates have a
-// stream of their own. Events order them; no stream here waits for the caller's. State goes up
-// before the verdict is known. The kernels read the verdict on the device; they, and the copies
-// down, are queued only when it is known that the step is not skipped. A chunk that a running save
-// has still to read waits until the save has read it: neither params nor state are written before.
+// stream of their own. Events order these streams; none of them waits for the caller's stream.
+// State is copied up before the verdict is known. The kernels read the verdict on the device.
+// Kernels and copies down are queued only when the step is known not to be skipped. If a running
+// save still has to read a chunk, the chunk waits: neither its params nor its state are written
+// before.
 //
-// A side thread of the context takes chunks (chunk_queue.h) as slots become free, so that the
-// executor and the CPU workers do not wait for each other.
+// A side thread of the context takes chunks (chunk_queue.h) as slots become free. So the executor
+// and the CPU workers do not wait for each other.
 #pragma once
 
 #include <atomic>
@@ -34,23 +35,24 @@ class StreamedExecutor final : private SideThreads::Work {
                    ChunkProgress& progress, const ChunkUpdater& updater);
   ~StreamedExecutor() override;
   static uint64_t Bytes(const StateShape& shape);
-  // Provides for a side thread if this optimizer may use the executor.
+  // Reserves a side thread if this optimizer may use the executor.
   Status Start();
 
   // To be called for a new step, before its verdict: forgets the chunks of the step before.
   void Reset();
   // Whether the executor takes chunks in this step: there is a ring, and the state is pinned.
   bool on() const { return !chunks_.empty(); }
-  // Takes a chunk ahead of the verdict; false if the ring is full or the queue is empty.
+  // Takes a chunk before the verdict is known. Returns false if the ring is full or the queue is
+  // empty.
   bool TakeAhead();
   // Queues the copies up of all chunks that were taken ahead since the last CopyAhead. Then either
   // Begin updates these chunks, or, in a step that is skipped, AwaitCopiedAhead waits for the
   // copies.
   Status CopyAhead();
   Status AwaitCopiedAhead();
-  // Updates chunks on a side thread until the queue is empty, and tells of each, in order. The
-  // device's verdict is set by the work that is on the compute stream now. `step` must live until
-  // Await, which adds times and counts to the result.
+  // Updates chunks on a side thread until the queue is empty, and reports the progress of each
+  // chunk in order. The work that is on the compute stream now sets the device's verdict. `step`
+  // must live until Await, which adds times and counts to the result.
   Status Begin(const HostStep& step);
   Status Await(offload_step_result_t* result);
 
@@ -86,14 +88,14 @@ class StreamedExecutor final : private SideThreads::Work {
   ChunkProgress& progress_;
   const ChunkUpdater& updater_;
 
-  bool owns_work_ = false;  // for the side threads
+  bool owns_work_ = false;  // whether Start has reserved a side thread
 
   // State of the running step. Chunks are numbered in the order in which they are taken, and use
   // the slots in turn.
   const HostStep* step_ = nullptr;     // null: there is nothing to do
   std::vector<uint32_t> chunks_;       // per slot; the constructor reserves the capacity
-  std::vector<uint64_t> queued_up_;    // the same: queued_up_bytes() of the link behind its copies
-  std::vector<DeviceUpdate> updates_;  // the same: launches read these while more are added
+  std::vector<uint64_t> queued_up_;    // per slot: the link's queued_up_bytes() after its copies
+  std::vector<DeviceUpdate> updates_;  // running launches read these while more are appended
   uint32_t taken_ = 0;
   uint32_t copied_ahead_ = 0;
   uint32_t finished_ = 0;
