@@ -54,9 +54,10 @@
  *            thread may call these at any time before destroy. The library starts its own threads
  *            with the first work.
  * Functions  that the caller passes in (log, progress, visit, comm, offload_stream_run) should not
- *            throw. An exception that one of them throws is a failure of what called it: INTERNAL,
- *            COMM_FAILED for comm, DEVICE_FAILED on a stream, and nothing for log. A thread that
- *            gets pthread_cancel inside a call of the library ends after that call.
+ *            throw. The library turns an exception of such a function into a failure: COMM_FAILED
+ *            for comm, DEVICE_FAILED for offload_stream_run, INTERNAL for progress and visit. It
+ *            ignores an exception of log. A thread that gets pthread_cancel inside a call of the
+ *            library ends after that call.
  * Fork.      Handles do not survive fork: in the child every call with such a handle returns
  *            INVALID_STATE and does nothing. The parent goes on undisturbed.
  * Process.   The library changes no setting of the process: no signal handler, no floating-point
@@ -73,7 +74,7 @@
  *   master      the fp32 value of a param, which the optimizer updates
  *   state       masters and moments (exp_avg, exp_avg_sq, momentum_buffer, sum)
  *   host share  the elements whose state lies in host memory; CPU threads update them, or the
- *               device to which their state is copied for that (enum offload_host_executors)
+ *               device does, to which the library copies their state (enum offload_host_executors)
  *   device share  the elements whose state lies in device memory; the device updates them
  *   chunk       the elements that one staging slot holds: the pipeline copies gradients to the host
  *               and params to the device chunk by chunk
@@ -172,8 +173,8 @@ enum offload_placement {
   OFFLOAD_PLACE_DEVICE = 2 /* all state of this param on the device */
 };
 
-/* Where state is stored. What is counted by tier stands in arrays that have room for tiers to come,
- * whose counts are 0. */
+/* The memories in which state is stored. Counts by tier are arrays with room for tiers of later
+ * releases; the counts of those are 0. */
 enum offload_tier {
   OFFLOAD_TIER_DEVICE = 0, /* the memory of the device */
   OFFLOAD_TIER_HOST = 1    /* host memory */
@@ -187,7 +188,7 @@ enum offload_state_kind {
   OFFLOAD_STATE_EXP_AVG_SQ = 2,
   OFFLOAD_STATE_MOMENTUM_BUFFER = 3,
   OFFLOAD_STATE_SUM = 4,
-  /* What the param, which holds the upper bits, rounded, lacks of its master:
+  /* The difference between a master and its param, which is the rounded upper half of the master:
    * SPLIT (OFFLOAD_U16):  master bits = (param bits << 16) + MASTER_LOW, read as a signed number
    * SPLIT24 (OFFLOAD_I8): master bits = (param bits << 16) + (MASTER_LOW << 8) */
   OFFLOAD_STATE_MASTER_LOW = 5
@@ -245,7 +246,7 @@ typedef struct offload_context_options {
                            CPU that is this rank's (docs/CONFIGURATION.md) */
   uint64_t pinned_bytes_max;  /* most pinned host memory this context may take; 0 = no limit */
   uint64_t device_timeout_ns; /* the library treats the device as failed if its work makes no
-                                 progress for so long; 0 = 600 s */
+                                 progress for this time; 0 = 600 s */
   offload_log_function_t log; /* gets all messages; NULL = warnings and errors go to stderr */
   void* log_user;             /* the library passes it to log */
   uint64_t sim_memory_bytes;  /* sim: capacity of the device; 0 = 1 GiB */
@@ -370,8 +371,8 @@ typedef struct offload_optimizer_options {
   uint32_t movable;        /* enum offload_movable, or-ed; 0 = nothing is ever offloaded */
   const offload_comm_t* comm; /* the other ranks; NULL = none. The library copies the struct; what
                                  its user points to must live until destroy */
-  uint64_t comm_timeout_ns;   /* the library treats a rank that does not answer for so long as
-                                 failed; 0 = 600 s */
+  uint64_t comm_timeout_ns;   /* the library treats a rank as failed if it does not answer for this
+                                 time; 0 = 600 s */
   int32_t master_layout;   /* enum offload_master_layout, of bf16 params. With SPLIT and SPLIT24 a
                               step copies the params of the host share to the host, with their
                               gradients */
@@ -384,9 +385,10 @@ typedef struct offload_optimizer_options {
   int32_t host_executors;      /* enum offload_host_executors */
   uint32_t reserved1;          /* 0 */
   uint64_t early_update_bytes; /* host memory, pinned, for chunks that are updated before their step
-                                  (see "Early updates" below); 0 = none are. Never more is taken
-                                  than all chunks could use. It must be 0 on the host device, with
-                                  OFFLOAD_EXECUTORS_STREAMED, and unless gradients are movable */
+                                  (see "Early updates" below); 0 = no early updates. The library
+                                  takes at most what all chunks could use. Must be 0 on the host
+                                  device, with OFFLOAD_EXECUTORS_STREAMED, and if gradients are not
+                                  movable */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
@@ -397,8 +399,8 @@ typedef struct offload_group {
   uint32_t struct_size;
   int32_t nesterov;              /* SGD; needs momentum > 0 and dampening 0 */
   int32_t maximize;              /* 1: step along the gradient; 0: against it */
-  int32_t cautious_weight_decay; /* AdamW; 1: weight decay leaves out elements that the update
-                                    without it moves away from zero */
+  int32_t cautious_weight_decay; /* AdamW; 1: an element gets no weight decay if the update,
+                                    without the decay, moves it away from zero */
   double lr;                     /* all algorithms */
   double beta1;                  /* AdamW, Adam, Lion; in [0, 1) */
   double beta2;                  /* AdamW, Adam, Lion; in [0, 1) */
@@ -420,10 +422,10 @@ enum offload_shard_flag {
   OFFLOAD_SHARD_RANGE = 1 /* use range_begin and range_count; otherwise the shard is its boxes */
 };
 
-/* The part of a global tensor that this process owns: boxes in the tensor (tensor, expert and
- * pipeline parallelism), and of the elements of these boxes, counted row by row and one box after
- * the other, a range (ZeRO, distributed optimizer). The caller gives all offsets; the library
- * derives none. A shard may be empty. */
+/* The part of a global tensor that this process owns: one or several boxes in the tensor (tensor,
+ * expert and pipeline parallelism). With OFFLOAD_SHARD_RANGE it is only a range of the elements of
+ * these boxes, counted row by row and one box after the other (ZeRO, distributed optimizer). The
+ * caller gives all offsets; the library derives none. A shard may be empty. */
 typedef struct offload_shard {
   uint32_t struct_size;
   uint32_t dimensions;         /* 1 to 8 */
@@ -488,9 +490,9 @@ typedef struct offload_plan {
                                  threads update all chunks */
   int32_t fits;               /* 1: commit would find enough memory now */
   uint32_t reserved;
-  uint64_t numa_bytes[64]; /* of host_bytes, on each NUMA node: where the context's policy will put
-                              them; after commit, while no work is queued, where they lie, from what
-                              the kernel says of up to 4,096 pages of each array */
+  uint64_t numa_bytes[64]; /* the part of host_bytes on each NUMA node: as the context's policy will
+                              place it; after commit, while no work is queued, as the kernel
+                              reports it for up to 4,096 pages of each array */
   uint64_t numa_unknown_bytes; /* the rest of host_bytes: small tables, pages that nothing has
                                   touched yet, nodes above 63; all of it without libnuma */
   uint64_t device_ring_bytes;  /* of device_scratch_bytes: the ring that state on the host goes
@@ -560,11 +562,11 @@ enum offload_step_flag {
    * then skips the pass that looks for Inf and NaN. If a gradient is not finite after all, the
    * resulting numbers are unspecified, but the behaviour is defined. */
   OFFLOAD_STEP_ASSUME_FINITE = 1,
-  /* Where an element of a bf16 or fp16 param that the step updates is not its fp32 master, rounded,
-   * other code has written it, and the step first makes the master equal to it. (Of bf16 either
-   * rounding of a tie will do.) Params without a gradient are left alone, and all are if the step
-   * is skipped: a later step follows them. Only where params are in host memory; elsewhere there is
-   * offload_optimizer_refresh_masters. Costs reading the params: 2 bytes an element. */
+  /* If an element of a bf16 or fp16 param differs from its rounded fp32 master, other code has
+   * written it: the step first makes the master equal to the element. (For bf16, ties may have been
+   * rounded to even or away from zero.) The step does this only for params that it updates, and not
+   * if it is skipped; a later step then does it. Only for params in host memory; for others call
+   * offload_optimizer_refresh_masters. The step reads 2 more bytes for each element. */
   OFFLOAD_STEP_FOLLOW_PARAMS = 2
 };
 
@@ -603,8 +605,10 @@ typedef struct offload_step_result {
   double state_up_seconds;      /* copying streamed state to the device, as the device timed it */
   double streamed_update_seconds; /* the device updating the streamed elements */
   double state_down_seconds;      /* copying streamed state back, as the device timed it */
-  double cpu_idle_seconds; /* from the CPU threads' last chunk to the last one that was streamed */
-  double streamed_idle_seconds; /* from the last streamed chunk to the CPU threads' last one */
+  double cpu_idle_seconds;        /* from the end of the CPU threads' last chunk to that of the last
+                                     streamed chunk */
+  double streamed_idle_seconds;   /* from the end of the last streamed chunk to that of the CPU
+                                     threads' last chunk */
   uint64_t early_elements; /* elements of the host share that had been updated before the step; they
                               count neither as cpu_elements nor as streamed_elements */
   uint64_t undone_elements; /* elements updated early and undone, since the step before */
@@ -642,10 +646,10 @@ OFFLOAD_API int32_t offload_optimizer_wait(offload_optimizer_t optimizer, offloa
  * been queued on the library's streams, and until no save up to the ticket reads params; then it
  * puts the stream behind that work and returns, while the work goes on. (A stream that waited for
  * work which is not queued yet could block that work: streams share the queues of the hardware.)
- * Of a ticket that is no step it blocks until the ticket completes. So call it for the params of a
- * layer shortly before the layer is queued, in the order of options.chunk_order. On the simulated
- * device this call does not block. On the host device it blocks until the params are written: there
- * is only the NULL stream. If the step fails, the stream goes on.
+ * If the ticket is not of a step, it blocks until the ticket completes. So call it for the params
+ * of a layer shortly before the layer is queued, in the order of options.chunk_order. On the
+ * simulated device this call does not block. On the host device it blocks until the params are
+ * written: there is only the NULL stream. If the step fails, the stream goes on.
  * Errors: INVALID_ARGUMENT (unknown param id, or not a ticket of this optimizer), UNSUPPORTED,
  * POISONED, COMM_FAILED (a call that blocks waits for a function of comm that has not returned 1 s
  * after comm_timeout_ns: the optimizer is poisoned, and the library touches no param or gradient
@@ -724,19 +728,19 @@ OFFLOAD_API int32_t offload_optimizer_grads_to_keep(offload_optimizer_t optimize
  * chunks of the host share whose gradients offload_grads has copied to the host. They assume that
  * the next step will have the groups of the first such call, the grad_scale of the step before, no
  * clipping and no skip. They put the old state aside, and leave the params on the device as they
- * are. If the step is that, it keeps these updates and copies their params up. Else the library
- * copies the old state back and updates as always, so all bits are those of a run without early
- * updates. Every other call that reads or changes state, params or gradients has them undone first,
- * and so does a load, a save or a change of the fraction. After an undo, 1 step gets no early
- * updates, or 2, 4 ... up to 64 where one undo follows the other.
+ * are. If the step is as assumed, it keeps these updates and copies their params to the device.
+ * Otherwise the library copies the old state back and updates as usual, so all bits are those of a
+ * run without early updates. Every other call that reads or changes state, params or gradients (a
+ * load, a save and a change of the fraction too) first undoes the early updates. After an undo the
+ * next step gets no early updates; if undos follow each other, the next 2, 4 ... up to 64 steps.
  *
- * Chunks are chosen as their gradients arrive: as many as there is room for, and little more than
- * the workers did before the last step. Gradients that ACCUMULATE has added up have no early
- * updates. From an offload_grads to the end of the next step:
+ * Chunks are chosen as their gradients arrive: at most as many as early_update_bytes has room for,
+ * and only a few more than the workers could update before the last step. Gradients that ACCUMULATE
+ * has added up get no early updates. From an offload_grads to the end of the next step:
  * - the content of a view of offload_optimizer_state that was asked for before is unspecified;
  * - the caller must not write params with split masters without calling this first, because an
- *   early update may have read them. (Other masters do not notice such a write without
- *   offload_optimizer_refresh_masters, which undoes.)
+ *   early update may have read them. (With other masters such a write has no effect without
+ *   offload_optimizer_refresh_masters, and that call undoes.)
  *
  * offload_optimizer_undo_early_updates undoes them, and there are no others before the next step
  * has ended. When its ticket completes, views and params may be read and written. It is not an
@@ -827,9 +831,9 @@ OFFLOAD_API int32_t offload_optimizer_state(offload_optimizer_t optimizer, uint3
  *   NULL if count is 0.
  *
  * Returns when the numbers have been copied, without waiting for queued work: while there is some,
- * the call is refused. Of masters that are params the call reads the params; no work of the caller
- * may write these meanwhile. It takes less than 1 MiB and a stream while it runs, where some of the
- * state is on a device.
+ * the call is refused. If a param is its own master, or a part of it, the call reads the param; no
+ * work of the caller may write it meanwhile. If some of the state is on a device, the call uses
+ * less than 1 MiB of memory and a stream while it runs.
  * Errors: INVALID_ARGUMENT (unknown param; a kind that the param does not have, or
  *   OFFLOAD_STATE_MASTER_LOW; elements beyond the last one; values is NULL or not aligned),
  *   INVALID_STATE (before commit; while work is queued, a save until its ticket completes: wait
@@ -840,8 +844,8 @@ OFFLOAD_API int32_t offload_optimizer_read_state(offload_optimizer_t optimizer, 
                                                  float* values);
 
 /* Replaces elements [first, first + count) of one kind of a param's state by the caller's numbers,
- * wherever they are, as above. What the layout cannot hold is rounded to nearest, ties to even:
- * moments in bf16, masters of 24 bits. A second read gives what was kept.
+ * wherever they are, as above. Numbers that the layout cannot represent are rounded to nearest,
+ * ties to even: moments in bf16, masters of 24 bits. A later read returns the rounded numbers.
  *
  * With a master the call writes the param too, which is its master, rounded, as a load does: on the
  * device, or in host memory while the param is offloaded. So both stay equal, and no
@@ -870,8 +874,8 @@ OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimiz
 typedef struct offload_stats {
   uint32_t struct_size;
   uint32_t queued; /* calls that are queued or running now; a save until its ticket completes */
-  uint64_t steps_applied;   /* steps that have updated params; a load leaves it as it is, and
-                               the step of a result goes on from the checkpoint's */
+  uint64_t steps_applied;   /* steps that have updated params; a load does not change it
+                               (`step` of later results continues from the checkpoint) */
   uint64_t steps_skipped;   /* steps that a gradient with an Inf or NaN has skipped */
   uint64_t host_bytes;      /* host memory that the library holds now, as in the plan */
   uint64_t device_bytes;    /* device memory that the library holds now, as in the plan */
@@ -1120,7 +1124,8 @@ OFFLOAD_API int32_t offload_checkpoint_newest(const char* directory,
  * The library copies on two streams of its own, one for each direction, in the order of the calls.
  * Any thread may call any function of a stash at any time before destroy. */
 
-/* What a push has put aside: a name that the library never gives out twice. 0 is no ticket. */
+/* The name of the bytes that a push has put aside; the library never gives it out twice. 0 is no
+ * ticket. */
 typedef uint64_t offload_stash_ticket_t;
 
 /* A point in the order of a lane's pushes. */
@@ -1129,7 +1134,7 @@ typedef uint64_t offload_stash_mark_t;
 typedef struct offload_stash_options {
   uint32_t struct_size;
   uint32_t lanes;        /* each micro-batch that is under way at the same time has a lane of its
-                            own: mark and rollback are about one lane. 1 to 4096; 0 = 1 */
+                            own: mark and rollback concern one lane. 1 to 4096; 0 = 1 */
   uint64_t budget_bytes; /* host memory for slabs, rounded up to whole slabs; required */
   uint64_t slab_bytes;   /* a multiple of 4096; 0 = 4 MiB. A larger one makes fewer copies, a
                             smaller one leaves less of the last slab of each push unused */
@@ -1158,7 +1163,7 @@ typedef struct offload_stash_stats {
   uint32_t struct_size;
   uint32_t tickets;     /* that live now */
   uint64_t slabs_bytes; /* that the stash has; less than the plan's if the system did not pin all */
-  uint64_t pinned_bytes;   /* of these */
+  uint64_t pinned_bytes;   /* of slabs_bytes */
   uint64_t used_bytes;     /* slabs of tickets that live now */
   uint64_t used_bytes_max; /* the largest used_bytes since create */
   uint64_t held_bytes;     /* bytes of tickets that live now; the rest of used_bytes is padding */
@@ -1171,16 +1176,17 @@ typedef struct offload_stash_stats {
   uint64_t prefetched_bytes;
   uint64_t pops;
   uint64_t drops; /* tickets that drop and rollback have ended */
-  /* Copies and waits as the device timed them: of tickets that have ended, as far as the library
+  /* Copies and waits as the device timed them: those of tickets that have ended, once the library
    * has seen the end of their work. All 0 on the host device. */
-  uint64_t down_timed_bytes;   /* copied to the host, in */
-  double down_seconds;         /* so long */
-  uint64_t up_timed_bytes;     /* copied to the device, in */
-  double up_seconds;           /* so long */
+  uint64_t down_timed_bytes;   /* bytes of timed copies to the host */
+  double down_seconds;         /* the time of these copies */
+  uint64_t up_timed_bytes;     /* bytes of timed copies to the device */
+  double up_seconds;           /* the time of these copies */
   double release_wait_seconds; /* streams of the caller waited in release for a copy to the host */
   double pop_wait_seconds;     /* and in pop for a copy to the device */
-  uint64_t ahead_bytes;        /* that steps and moves had queued to the device, not known to have
-                                  arrived, when a prefetch was queued: the sum over all prefetches */
+  uint64_t ahead_bytes;        /* bytes of steps and moves that were queued to the device, and not
+                                  known to have arrived, when a prefetch was queued: the sum over
+                                  all prefetches */
 } offload_stash_stats_t;
 
 /* Tells every byte that create would take. It changes nothing.
@@ -1256,8 +1262,8 @@ OFFLOAD_API int32_t offload_stash_pop(offload_stash_t stash, offload_stash_ticke
 OFFLOAD_API int32_t offload_stash_drop(offload_stash_t stash, offload_stash_ticket_t ticket,
                                        offload_stream_t stream);
 
-/* Tells the point that a lane's pushes have come to, for a later rollback: before a part of the
- * program that may fail, or that computes activations again.
+/* Returns the present point in the order of a lane's pushes, for a later rollback. To be called
+ * before a part of the program that may fail, or that computes activations again.
  * Errors: INVALID_ARGUMENT (lane, mark is NULL). */
 OFFLOAD_API int32_t offload_stash_mark(offload_stash_t stash, uint32_t lane,
                                        offload_stash_mark_t* mark);

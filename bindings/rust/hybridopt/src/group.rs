@@ -28,8 +28,8 @@ pub struct Group {
     pub nesterov: bool,
     /// `true`: step along the gradient; `false`: against it.
     pub maximize: bool,
-    /// AdamW; `true`: weight decay leaves out elements that the update without it moves away from
-    /// zero.
+    /// AdamW; `true`: an element gets no weight decay if the update, without the decay, moves it
+    /// away from zero.
     pub cautious_weight_decay: bool,
 }
 

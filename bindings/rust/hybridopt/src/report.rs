@@ -150,9 +150,9 @@ pub struct Plan {
     pub params_up_bytes: u64,
     /// `true`: commit would find enough memory now.
     pub fits: bool,
-    /// Of host_bytes, on each NUMA node: where the context's policy will put them; after commit,
-    /// while no work is queued, where they lie, from what the kernel says of up to 4,096 pages of
-    /// each array.
+    /// The part of host_bytes on each NUMA node: as the context's policy will place it; after
+    /// commit, while no work is queued, as the kernel reports it for up to 4,096 pages of each
+    /// array.
     pub numa_bytes: [u64; 64],
     /// The rest of host_bytes: small tables, pages that nothing has touched yet, nodes above 63;
     /// all of it without libnuma.
@@ -242,9 +242,9 @@ pub struct StepResult {
     pub streamed_update_seconds: f64,
     /// Copying streamed state back, as the device timed it.
     pub state_down_seconds: f64,
-    /// From the CPU threads' last chunk to the last one that was streamed.
+    /// From the end of the CPU threads' last chunk to that of the last streamed chunk.
     pub cpu_idle_seconds: f64,
-    /// From the last streamed chunk to the CPU threads' last one.
+    /// From the end of the last streamed chunk to that of the CPU threads' last chunk.
     pub streamed_idle_seconds: f64,
     /// Elements of the host share that had been updated before the step; they count neither as
     /// cpu_elements nor as streamed_elements.
@@ -291,8 +291,8 @@ impl From<&sys::offload_step_result_t> for StepResult {
 pub struct Stats {
     /// Calls that are queued or running now; a save until its ticket completes.
     pub queued: u32,
-    /// Steps that have updated params; a load leaves it as it is, and the step of a result goes on
-    /// from the checkpoint's.
+    /// Steps that have updated params; a load does not change it (`step` of later results continues
+    /// from the checkpoint).
     pub steps_applied: u64,
     /// Steps that a gradient with an Inf or NaN has skipped.
     pub steps_skipped: u64,
@@ -348,9 +348,11 @@ pub struct Stats {
     pub streamed_update_seconds: f64,
     /// Of all steps: copying streamed state back, as the device timed it.
     pub state_down_seconds: f64,
-    /// Of all steps: from the CPU threads' last chunk to the last one that was streamed.
+    /// Of all steps: from the end of the CPU threads' last chunk to that of the last streamed
+    /// chunk.
     pub cpu_idle_seconds: f64,
-    /// Of all steps: from the last streamed chunk to the CPU threads' last one.
+    /// Of all steps: from the end of the last streamed chunk to that of the CPU threads' last
+    /// chunk.
     pub streamed_idle_seconds: f64,
     /// Chunks of steps, and pieces of moves, that waited on the host until a stash's prefetches
     /// that were under way had ended (docs/STASH.md).

@@ -72,8 +72,8 @@ class PlannedMemory:
     fits: bool
     """True: commit would find enough memory now."""
     numa_bytes: dict[int, int]
-    """Of host_bytes, on each NUMA node: where the context's policy will put them; after commit,
-    while no work is queued, where they lie, from what the kernel says of up to 4,096 pages of each
+    """The part of host_bytes on each NUMA node: as the context's policy will place it; after
+    commit, while no work is queued, as the kernel reports it for up to 4,096 pages of each
     array."""
     numa_unknown_bytes: int
     """The rest of host_bytes: small tables, pages that nothing has touched yet, nodes above 63; all
@@ -133,9 +133,9 @@ class StepResult:
     state_down_seconds: float
     """Copying streamed state back, as the device timed it."""
     cpu_idle_seconds: float
-    """From the CPU threads' last chunk to the last one that was streamed."""
+    """From the end of the CPU threads' last chunk to that of the last streamed chunk."""
     streamed_idle_seconds: float
-    """From the last streamed chunk to the CPU threads' last one."""
+    """From the end of the last streamed chunk to that of the CPU threads' last chunk."""
     early_elements: int
     """Elements of the host share that had been updated before the step; they count neither as
     cpu_elements nor as streamed_elements."""
@@ -151,8 +151,8 @@ class Totals:
     queued: int = 0
     """Calls that are queued or running now; a save until its ticket completes."""
     steps_applied: int = 0
-    """Steps that have updated params; a load leaves it as it is, and the step of a result goes on
-    from the checkpoint's."""
+    """Steps that have updated params; a load does not change it (`step` of later results continues
+    from the checkpoint)."""
     steps_skipped: int = 0
     """Steps that a gradient with an Inf or NaN has skipped."""
     host_bytes: int = 0
@@ -208,9 +208,11 @@ class Totals:
     state_down_seconds: float = 0.0
     """Of all steps: copying streamed state back, as the device timed it."""
     cpu_idle_seconds: float = 0.0
-    """Of all steps: from the CPU threads' last chunk to the last one that was streamed."""
+    """Of all steps: from the end of the CPU threads' last chunk to that of the last streamed
+    chunk."""
     streamed_idle_seconds: float = 0.0
-    """Of all steps: from the last streamed chunk to the CPU threads' last one."""
+    """Of all steps: from the end of the last streamed chunk to that of the CPU threads' last
+    chunk."""
     gave_way_copies: int = 0
     """Chunks of steps, and pieces of moves, that waited on the host until a stash's prefetches that
     were under way had ended (docs/STASH.md)."""
