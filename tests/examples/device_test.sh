@@ -19,7 +19,7 @@ expect 1 "--device: got nothing, expected auto, cpu or gpu" --device
 expect 1 "--device: got tpu, expected auto, cpu or gpu" --device tpu
 expect 1 "--device gpu: $why" --device gpu
 # auto says why, and goes on.
-if [[ $program == */train_lm ]]; then
+if [[ $program == */04_train_lm ]]; then
   expect 1 "no GPU: $why" --data "$0"
   expect 1 "--data: found " --data "$0"  # which is too short: it would take long to go on
 else

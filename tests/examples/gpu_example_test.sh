@@ -11,7 +11,7 @@ fail() { echo "FAILED: $*"; exit 1; }
 ((status == 0)) || fail "$1 exited with status $status"
 grep -qF "same bits: yes" <<<"$output" || fail "no line says 'same bits: yes'"
 
-if [[ $name == train_lm ]]; then
+if [[ $name == 04_train_lm ]]; then
   # What cudaMemGetInfo sees come and go is what the plan says, in pages of 2 MiB.
   read -r measured planned < <(
     sed -n 's|^  \(.*\) MiB of device memory saved, \(.*\) MiB by the plan$|\1 \2|p' <<<"$output") || true

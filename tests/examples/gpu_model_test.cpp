@@ -1,6 +1,7 @@
-// The model of examples/train_lm on a GPU against the one on the CPU. Both round what products read
-// to bf16 here, so that only sums differ, by their order, and what is then rounded the other way:
-// 0.004 of a gradient's norm at most, where one wrong or missing term of backward is 0.05 and more.
+// The model of examples/04_train_lm on a GPU against the one on the CPU. Both round what products
+// read to bf16 here, so that only sums differ, by their order, and what is then rounded the other
+// way: 0.004 of a gradient's norm at most, where one wrong or missing term of backward is 0.05 and
+// more.
 #include <cblas.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
@@ -35,9 +36,9 @@ void ProductOfRounded(CBLAS_ORDER order, CBLAS_TRANSPOSE transpose_a, CBLAS_TRAN
 }  // namespace
 
 #define cblas_sgemm ProductOfRounded
-#include "../../examples/train_lm/byte_model.h"
+#include "../../examples/04_train_lm/byte_model.h"
 #undef cblas_sgemm
-#include "../../examples/train_lm/gpu_model.h"
+#include "../../examples/04_train_lm/gpu_model.h"
 
 namespace {
 

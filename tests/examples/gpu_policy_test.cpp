@@ -1,6 +1,6 @@
-// The policy of examples/rl_cycle on a GPU against the one on the CPU, whose second product takes
-// its errors in fp32: the GPU's are rounded to bf16, half a unit in the eighth bit.
-#include "../../examples/rl_cycle/gpu_policy.h"
+// The policy of examples/03_rl_cycle on a GPU against the one on the CPU, whose second product
+// takes its errors in fp32: the GPU's are rounded to bf16, half a unit in the eighth bit.
+#include "../../examples/03_rl_cycle/gpu_policy.h"
 
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>

@@ -5,17 +5,22 @@
 # Usage: rust_test.sh SOURCE_DIR BUILD_DIR
 set -euo pipefail
 cd "$1/bindings/rust"
+example=../../examples/06_rust/Cargo.toml
 export CARGO_TARGET_DIR=$2/rust HYBRIDOPT_LIB_DIR=$2
 
 ran=()
 if cargo fmt --version &>/dev/null; then
   cargo fmt --check || { echo "FAILED: run cargo fmt in bindings/rust"; exit 1; }
+  cargo fmt --check --manifest-path "$example" ||
+    { echo "FAILED: run cargo fmt in examples/06_rust"; exit 1; }
   ran+=(rustfmt)
 fi
 if cargo clippy --version &>/dev/null; then
   # New releases know new matters of taste; they warn.
-  cargo clippy --offline --locked --quiet --all-targets -- \
-    -D clippy::correctness -D clippy::suspicious -D unused-imports
+  for manifest in Cargo.toml "$example"; do
+    cargo clippy --offline --locked --quiet --all-targets --manifest-path "$manifest" -- \
+      -D clippy::correctness -D clippy::suspicious -D unused-imports
+  done
   ran+=(clippy)
 fi
 for crate in hybridopt-sys hybridopt; do

@@ -1,4 +1,6 @@
-// rl_cycle.cpp: the two phases of an RL trainer, taking turns on a device that holds only one.
+// 03_rl_cycle.cpp shows the two phases of an RL trainer, taking turns on a device that holds only
+// one of them. Takes 5 s on two CPUs. Expect a table of what the device holds in each phase, and at
+// its end "same bits: yes": training has not noticed that its memory was away.
 //
 //   rollout   the generator's copy of the weights, and its KV cache
 //   train     params, gradients, and the device's share of the AdamW state
@@ -7,7 +9,7 @@
 // byte on the device; afterwards it comes back, to other addresses. The gradients of the last batch
 // have not been stepped yet when that happens: they go along, and no bit of them may be lost.
 //
-// Where there is a GPU, the work runs there (rl_cycle/gpu_policy.cu), queued on a CUDA stream of
+// Where there is a GPU, the work runs there (03_rl_cycle/gpu_policy.cu), queued on a CUDA stream of
 // the program's own. A GPU has room for both phases; the table then has what cudaMemGetInfo
 // measures.
 //
@@ -18,13 +20,13 @@
 #include <utility>
 #include <vector>
 
+#include "03_rl_cycle/gpu_policy.h"
+#include "03_rl_cycle/policy.h"
+#include "03_rl_cycle/timeline.h"
 #include "device.h"
 #include "numbers.h"
 #include "offload.h"
 #include "program.h"
-#include "rl_cycle/gpu_policy.h"
-#include "rl_cycle/policy.h"
-#include "rl_cycle/timeline.h"
 
 namespace {
 
@@ -385,7 +387,7 @@ struct Options {
 };
 
 constexpr char kHelp[] =
-    "rl_cycle: rollout and training take turns on a device that holds only one of them\n"
+    "03_rl_cycle: rollout and training take turns on a device that holds only one of them\n"
     "  --iterations N  rollouts, each followed by training (default 4)\n"
     "  --device KIND   gpu, cpu, or auto: a GPU where there is one (default auto)\n"
     "  --quick         2 iterations\n";

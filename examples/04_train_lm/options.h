@@ -1,4 +1,4 @@
-// options.h: the command line of train_lm.
+// options.h: the command line of 04_train_lm.
 #ifndef HYBRIDOPT_EXAMPLES_TRAIN_LM_OPTIONS_H
 #define HYBRIDOPT_EXAMPLES_TRAIN_LM_OPTIONS_H
 
@@ -25,7 +25,7 @@ struct Options {
 };
 
 inline constexpr char kHelp[] =
-    "train_lm: trains a byte-level language model with its AdamW state offloaded\n"
+    "04_train_lm: trains a byte-level language model with its AdamW state offloaded\n"
     "  --data FILE_OR_DIR  text to learn (default: the C and C++ headers below /usr/include)\n"
     "  --steps N           train at most N steps (default: as many as the time allows)\n"
     "  --seconds N         train at most N seconds (default 120)\n"

@@ -1,7 +1,7 @@
 // byte_model.h: a small decoder-only transformer over bytes, forward and backward written out.
 //
 // Nothing here knows of hybridopt. Model::forward reads bf16 params and Model::backward writes bf16
-// gradients; how the params get their new values is train_lm.cpp's affair.
+// gradients; how the params get their new values is 04_train_lm.cpp's affair.
 #ifndef HYBRIDOPT_EXAMPLES_TRAIN_LM_BYTE_MODEL_H
 #define HYBRIDOPT_EXAMPLES_TRAIN_LM_BYTE_MODEL_H
 

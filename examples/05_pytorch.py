@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Trains a byte-level GPT with its AdamW state in host memory.
+"""Shows a byte-level GPT in PyTorch that is trained with its AdamW state in host memory.
 
     scripts/demo_python               builds the library and runs this
     scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses
     scripts/demo_python --preset 14g  14 G params on one GPU of 139 GiB with 128 GiB of host memory; small on a CPU
+
+Takes a minute on a GPU, ten minutes on two CPUs, and with --quick half a minute there. Expect a line with the
+loss for each tenth of the steps, what a step took in the library, and a validation loss.
 
 The text is that of this machine's Python standard library, or --data's. On a GPU where there is
 one, else on the CPU. (1), (2), (3) and (4) mark what other training programs need too.
@@ -29,7 +32,7 @@ import hybridopt  # (1)
 TEXT_BYTES = 8 << 20
 VALIDATION_PART = 20  # the last 1/20 of the text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Seconds of work on either: two million params on a CPU, GPT-2 small's 85 million on a GPU.
+# Two million params on a CPU, GPT-2 small's 85 million on a GPU.
 SIZES = {
     "cpu": {"steps": 300, "batch": 16, "context": 128, "layers": 4, "width": 192, "heads": 6,
             "lr": 1e-3},
@@ -52,7 +55,7 @@ PRESET_FLAGS = {
     "state_dtype": "bfloat16",
     "overlap": True,
     "stash": True,
-    "memory_plot": pathlib.Path("train_gpt_memory.png"),
+    "memory_plot": pathlib.Path("memory.png"),
 }
 GIB = 1 << 30
 WHAT = {
@@ -85,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stash-budget", type=float, help="GiB of the host for them; 8 on a GPU")
     parser.add_argument("--preset", choices=PRESETS, help="sizes and options; what else is given counts first")
     parser.add_argument("--compare", action="store_true", help="train with torch.optim.AdamW too")
-    parser.add_argument("--plot", type=pathlib.Path, default=pathlib.Path("train_gpt.png"))
+    parser.add_argument("--plot", type=pathlib.Path, default=pathlib.Path("losses.png"))
     parser.add_argument("--timeline", type=pathlib.Path, help="a picture of memory and lanes")
     parser.add_argument("--memory-plot", type=pathlib.Path, help="a picture of memory around each pass")
     parser.add_argument("--check", action="store_true", help="follow the steps in float64")

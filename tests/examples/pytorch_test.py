@@ -1,6 +1,7 @@
-"""Runs examples/train_gpt.py in its quick mode, in its ways. Usage: train_gpt_test.py PATH"""
+"""Runs examples/05_pytorch.py in its quick mode, in its ways. Usage: pytorch_test.py PATH"""
 
 import argparse
+import importlib
 import pathlib
 import re
 import subprocess
@@ -11,7 +12,7 @@ import matplotlib.image
 import torch
 
 sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))
-import train_gpt  # noqa: E402
+train_gpt = importlib.import_module("05_pytorch")
 
 
 def run(*arguments):

@@ -1,9 +1,12 @@
-// resume.cpp: a training job that may be killed at any moment. Run it, kill it, run it again: it
-// goes on from its newest checkpoint and ends with the bits of a run that nobody touched.
+// 02_resume.cpp shows a training job that may be killed at any moment. Run it, kill it, run it
+// again: it goes on from its newest checkpoint and ends with the bits of a run that nobody touched.
 //
-//   resume DIR                  train to the end, from where DIR's newest checkpoint stands
-//   resume --kill-at N DIR      kills itself, as the system would, in step N
-//   resume --test DIR           kills and resumes itself three times and compares the ends
+//   02_resume DIR               train to the end, from where DIR's newest checkpoint stands
+//   02_resume --kill-at N DIR   kills itself, as the system would, in step N
+//   02_resume --test DIR        kills and resumes itself three times and compares the ends
+//
+// Each takes no second; DIR is a folder that is there. Expect the hash of the params after step 40,
+// and of --test the line "same bits: yes".
 //
 // The ten lines it takes are in save() and resume().
 #include <signal.h>
@@ -152,7 +155,7 @@ int main(int count, char** arguments) {
     train(arguments[3], static_cast<uint64_t>(number(flag, arguments[2], 0, kSteps)));
     return 0;
   }
-  if (count != 2 || flag[0] == '-') fail("usage: resume [--kill-at N | --test] DIR");
+  if (count != 2 || flag[0] == '-') fail("usage: 02_resume [--kill-at N | --test] DIR");
   train(arguments[1], 0);
   return 0;
 }
