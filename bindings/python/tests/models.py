@@ -1,7 +1,9 @@
 """Small models and what tests say of them."""
 
 import copy
+import math
 import os
+import re
 
 import torch
 from torch import nn
@@ -21,6 +23,22 @@ PAIRS = {
     "Adagrad": (hybridopt.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "weight_decay": 0.01}),
 }
 WITH_TORCH = {name: pair for name, pair in PAIRS.items() if pair[1] is not None}
+
+
+# Values of all kinds, by their repr(): arguments must take each or tell what they expect.
+VALUES = {
+    repr(value): value
+    for value in (
+        *("", "1", "cuda:99", b"x", True, False, None, math.nan, math.inf, -1, 0, 1, 2.5, 10**23, 10**400, 1j),
+        *([], (), {}, [1.5], ["x"], [[]], range(0), torch.tensor(1.0), torch.tensor([0, 1]), torch.float16, len),
+    )
+}
+
+
+def told(value):
+    """A value in an error, as a regular expression."""
+    text = repr(value)
+    return re.escape(text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)")
 
 
 def drawn_seeds(count):

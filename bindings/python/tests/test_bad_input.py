@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi
-from models import PAIRS, bits, clone, perceptron, run, set_gradients, state_bits
+from models import PAIRS, VALUES, bits, clone, perceptron, run, set_gradients, state_bits, told
 
 
 def stepped(param, **kwargs):
@@ -798,28 +798,93 @@ def test_options_that_cannot_be_meant_are_refused_at_once(options, text):
         hybridopt.AdamW([Parameter(torch.ones(2))], **options)
 
 
-NUMBERS = {
-    "offload_fraction": {},
-    "device_budget_bytes": {"offload_fraction": "auto"},
-    "device_headroom": {"offload_fraction": "auto"},
-    "early_update_bytes": {},
-    "threads": {},
-    "local_rank": {"local_world": 2},
-    "local_world": {"local_rank": 0},
-    "numa_nodes": {},
-    "max_grad_norm": {},
-    "comm_timeout_seconds": {},
+# For each option the values of VALUES that it takes, and the options that it needs beside it.
+OPTIONS = {
+    "offload_fraction": ({"0", "1"}, {}),
+    "device_budget_bytes": ({"0", "1", "None"}, {"offload_fraction": "auto"}),
+    "device_headroom": ({"0", "None"}, {"offload_fraction": "auto"}),
+    "state_dtype": (set(), {}),
+    "master_layout": (set(), {}),
+    "host_executors": (set(), {}),
+    "early_update_bytes": ({"0", "1"}, {}),
+    "threads": ({"0", "1"}, {}),
+    "numa_policy": (set(), {}),
+    "local_rank": ({"0", "1"}, {"local_world": 2}),
+    "local_world": ({"1"}, {"local_rank": 0}),
+    "numa_nodes": ({"None"}, {}),
+    "pin": ({"True", "False"}, {}),
+    "max_grad_norm": ({"1", "2.5", repr(10**23), "None"}, {}),
+    "movable": ({"[]", "()", "{}", "range(0, 0)"}, {}),
+    "overlap": ({"None"}, {}),
+    "process_group": ({"None"}, {}),
+    "replica_group": ({"None"}, {}),
+    "comm_timeout_seconds": ({"1", "2.5"}, {}),
 }
 
 
-@pytest.mark.parametrize("option", NUMBERS)
-@pytest.mark.parametrize("value", [True, "1", math.nan, [1.5]], ids=repr)
-def test_what_is_no_number_is_refused_by_every_option_that_is_one(option, value):
-    """All options that are numbers by their defaults are among them."""
-    defaults = hybridopt.settings.options.DEFAULT_OPTIONS
-    assert {name for name, default in defaults.items() if type(default) in (int, float)} <= set(NUMBERS)
-    with pytest.raises(ValueError, match=f"{option}[=:] ?{re.escape(repr(value))}.*, expected"):
-        hybridopt.AdamW([Parameter(torch.ones(2))], **NUMBERS[option], **{option: value})
+def one_param(**options):
+    return hybridopt.AdamW([("weight", Parameter(torch.ones(2)))], **options)
+
+
+@pytest.mark.parametrize("option", hybridopt.settings.options.DEFAULT_OPTIONS)
+def test_every_option_takes_a_value_or_tells_what_it_expects(option):
+    taken, beside = OPTIONS[option]
+    for name, value in VALUES.items():
+        if name in taken:
+            one_param(**beside, **{option: value})
+            continue
+        shown = {"movable": ".*", "overlap": f"a {type(value).__name__}"}.get(option, told(value))
+        with pytest.raises((ValueError, TypeError), match=f"{option}(=|: | is ){shown}.*, expected"):
+            one_param(**beside, **{option: value})
+
+
+CALLS = {
+    "movable": lambda optimizer, value: one_param(movable=value),
+    "max_grad_norm": lambda optimizer, value: setattr(optimizer, "max_grad_norm", value),
+    "offload_fraction": lambda optimizer, value: optimizer.set_offload_fraction(value),
+    "micro_batches": lambda optimizer, value: optimizer.hook_gradients(micro_batches=value).remove(),
+    "grad_scaler": lambda optimizer, value: optimizer.hook_gradients(grad_scaler=value).remove(),
+    "overlap": lambda optimizer, value: optimizer.overlap(value),
+    "master_of": lambda optimizer, value: optimizer.master_of(value),
+    "progress": lambda optimizer, value: optimizer.load_checkpoint("/nowhere", progress=value),
+}
+WHAT_CALLS_TAKE = {
+    "movable": OPTIONS["movable"][0],
+    "max_grad_norm": OPTIONS["max_grad_norm"][0],
+    "offload_fraction": {"0", "1"},
+    "micro_batches": {"1", repr(10**23), repr(10**400), "None"},
+    "grad_scaler": {"None"},
+    "progress": {"True", "False", "None", repr(len)},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_takes_a_value_or_tells_what_it_expects(call):
+    optimizer = stepped(Parameter(torch.ones(2)), max_grad_norm=None)
+    for name, value in VALUES.items():
+        if name in WHAT_CALLS_TAKE.get(call, ()):
+            if call != "progress":
+                CALLS[call](optimizer, value)
+            continue
+        with pytest.raises((ValueError, TypeError), match=f"{call}.*, expected"):
+            CALLS[call](optimizer, value)
+
+
+@pytest.mark.parametrize(
+    ("movable", "word"),
+    [("x", "'x'"), (b"grads", "b'grads'"), (torch.tensor(1.0), r"tensor\(1.\)"), ({"params": 1, 2: 3}, "2"), ((), None)],
+)
+def test_movable_tells_the_word_that_it_does_not_know(movable, word):
+    if word is None:
+        assert one_param(movable=movable)._options["movable"] == ()
+        return
+    with pytest.raises(ValueError, match=f"^Invalid movable: {word}, expected some of params, grads, states, accumulate$"):
+        one_param(movable=movable)
+
+
+def test_movable_may_be_any_words():
+    for movable in (["grads", "params"], {"grads": 1, "params": 2}, iter(("grads", "params"))):
+        assert one_param(movable=movable)._options["movable"] == ("grads", "params")
 
 
 @pytest.mark.parametrize("value", [True, "1"])

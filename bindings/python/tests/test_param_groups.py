@@ -2,14 +2,13 @@
 the next call, and nothing has changed then."""
 
 import math
-import re
 
 import pytest
 import torch
 from torch.nn import Parameter
 
 import hybridopt
-from models import bits, clone, run, state_bits
+from models import bits, clone, run, state_bits, told
 
 NUMBERS = {
     "AdamW": ("lr", "eps", "weight_decay"),
@@ -68,11 +67,6 @@ def refuses(algorithm, key, value, text):
     with pytest.raises(ValueError, match=text.replace("group 1", "group 2")):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 2
-
-
-def told(value):
-    text = " ".join(repr(value).split())
-    return re.escape(text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)")
 
 
 @pytest.mark.parametrize(("algorithm", "key"), [(name, key) for name, keys in NUMBERS.items() for key in keys])

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from models import Block
+from models import VALUES, Block, told
 from torch import nn
 from torch.nn import functional
 
@@ -376,8 +376,8 @@ def test_settings_of_megatron_that_are_refused(settings, kind, text):
         ({"min_bytes": 0}, ValueError, "Invalid min_bytes: 0, expected at least 1"),
         ({"window_bytes": -5}, ValueError, "Invalid window_bytes: -5, expected at least 0"),
         ({"pin": "no"}, ValueError, "Invalid pin: 'no', expected True or False"),
-        ({"model": []}, TypeError, "Invalid model: a list, expected a torch.nn.Module"),
-        ({"device": "mps"}, ValueError, "are on mps, expected cpu or cuda"),
+        ({"model": []}, TypeError, r"Invalid model: \[\], expected a torch.nn.Module"),
+        ({"device": "mps"}, ValueError, "Invalid device: 'mps', expected a torch.device .* number of GPUs here"),
         ({"slab_bytes": 1000}, abi.InvalidArgumentError, "slab_bytes"),
         ({"budget": 1 << 45}, abi.OutOfMemoryError, "^budget is 35184372088832, for which"),
     ],
@@ -388,11 +388,57 @@ def test_wrong_arguments_are_refused(arguments, kind, text):
         hybridopt.ActivationStash(**{"budget": MIB, **arguments})
 
 
+ARGUMENTS = {  # and the values of VALUES that they take
+    "budget": {"1"},
+    "keep_last": {"0", "1"},
+    "fraction": {"0", "1", "None"},
+    "min_bytes": {"1"},
+    "slab_bytes": {"0"},
+    "window_bytes": {"0", "1", "None"},
+    "model": {"None"},
+    "device": {"None"},
+    "pin": {"True", "False", "0", "1", "tensor(1.)"},
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_every_argument_takes_a_value_or_tells_what_it_expects(argument):
+    for name, value in VALUES.items():
+        arguments = {"budget": MIB, argument: value}
+        if name in ARGUMENTS[argument]:
+            hybridopt.ActivationStash(**arguments)
+            continue
+        with pytest.raises((ValueError, TypeError), match=rf"{argument}(: | is ){told(value)}, expected"):
+            hybridopt.ActivationStash(**arguments)
+
+
+CALLS = {  # and the values of VALUES that they take
+    "stash()": (lambda stash, value: stash(value), {"''", "'1'", "'cuda:99'"}),
+    "choice()": (lambda stash, value: stash.choice(value), {"''", "'1'", "'cuda:99'"}),
+    "wrap()": (lambda stash, value: stash.wrap(value), {"[]", "()", "{}", "range(0, 0)"}),
+    "only()": (lambda stash, value: stash.only(value), set()),
+    "dry_run()": (lambda stash, value: stash.dry_run(value), {repr(len)}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_takes_a_value_or_tells_what_it_expects(call):
+    function, taken = CALLS[call]
+    stash = hybridopt.ActivationStash(MIB)
+    for name, value in VALUES.items():
+        if name in taken:
+            if call != "dry_run()":
+                function(stash, value)
+            continue
+        with pytest.raises((ValueError, TypeError), match=rf"^{re.escape(call)} got .*, .*expected"):
+            function(stash, value)
+
+
 def test_wrong_calls_are_refused():
     model, stash = model_and_stash()
-    with pytest.raises(TypeError, match=r"stash\(\) got a int, expected the name of a program as a string"):
+    with pytest.raises(TypeError, match=r"stash\(\) got 3, expected the name of a program as a string"):
         stash(3)
-    with pytest.raises(TypeError, match=r"wrap\(\) got a str, expected torch.nn.Module or several of them"):
+    with pytest.raises(TypeError, match=r"wrap\(\) got '0', expected torch.nn.Module or several of them"):
         stash.wrap(["0"])
     for switch in ("weights", "activations"):
         with pytest.raises(ValueError, match=rf"^Invalid {switch}: 'no', expected True or False$"):

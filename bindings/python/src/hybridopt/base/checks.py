@@ -4,7 +4,8 @@ mistake, though Python counts with them."""
 from __future__ import annotations
 
 import numbers
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -15,6 +16,21 @@ def is_number(value: Any) -> bool:
 def is_whole(value: Any, least: int, end: int) -> bool:
     """Whether it is an int from `least` to below `end`."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < end
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    return is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
+
+
+def listed(value: Any) -> list[Any] | None:
+    """What it consists of; None if it is no list, tuple, iterator or the like. A text is one thing, not its letters."""
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Iterable):
+        return None
+    try:
+        return list(value)
+    except TypeError:  # an array or a tensor without dimensions
+        return None
 
 
 def is_switch(value: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import abi
-from ..base.checks import check_switch
+from ..base.checks import check_switch, shown
 from ..engine.engine import Engine
 
 Progress = Callable[[int, int], Any] | bool | None
@@ -30,10 +30,15 @@ class Bar:
         self._bar.close()
 
 
-def shown(progress: Progress, title: str) -> Callable[[int, int], Any] | None:
+def progress_function(progress: Progress, title: str) -> Callable[[int, int], Any] | None:
     """What to call with the progress. tqdm is not needed unless it is asked for."""
     if callable(progress):
         return progress
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(
+            f"Invalid progress: {shown(progress)}, expected a function of the bytes done and the bytes in all, True or "
+            "False for a bar, or None"
+        )
     if progress is False or (progress is None and not sys.stderr.isatty()):
         return None
     try:
@@ -75,7 +80,7 @@ def save(
     check_switch("masters_only", masters_only)
     check_switch("wait", wait)
     engine.before_save()
-    function = shown(progress, f"save {os.fspath(path)}")
+    function = progress_function(progress, f"save {os.fspath(path)}")
     flags = abi.OFFLOAD_SAVE_MASTERS_ONLY if masters_only else 0
     stream = engine.stream() or None
     ticket = engine.handle.save(
@@ -101,7 +106,7 @@ def load(
     flags = 0 if verify else abi.OFFLOAD_LOAD_NO_VERIFY
     flags |= abi.OFFLOAD_LOAD_FRESH_MOMENTS if fresh_moments else 0
     flags |= abi.OFFLOAD_LOAD_KEEP_STEPS if keep_steps else 0
-    function = shown(progress, f"load {os.fspath(path)}")
+    function = progress_function(progress, f"load {os.fspath(path)}")
     stream = engine.stream() or None
     ticket = engine.handle.load(
         path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function

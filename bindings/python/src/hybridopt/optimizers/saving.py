@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
+from ..base.checks import shown
 from ..base.modes import in_no_mode
 from ..engine.engine import Engine
 from ..engine.engines import Engines
@@ -84,9 +85,9 @@ class Saving(torch.optim.Optimizer):
         value. It is a view of the library's memory if the master is stored there in fp32, otherwise a copy.
         Waits for queued work."""
         engine = self._ready_engine()
-        slot = engine.registered.slot_of.get(param)
+        slot = engine.registered.slot_of.get(param) if isinstance(param, Tensor) else None
         if slot is None:
-            raise ValueError("this parameter has no state here; is it one of the optimizer's, and trained?")
+            raise ValueError(f"master_of() got {shown(param)}, expected one of the optimizer's trained parameters")
         engine.settle()
         engine.refresh_masters()
         return like_param(slot.arrange(engine.masters.read(slot)), param)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..base.checks import is_whole
+from ..base.checks import is_whole, listed, shown
 
 MOST_RANKS = 65536  # of the library
 
@@ -79,13 +79,13 @@ def nodes_of(numa_nodes: Any) -> tuple[int, ...] | None:
     """The option `numa_nodes` as a tuple."""
     if numa_nodes is None:
         return None
-    nodes = tuple(numa_nodes) if isinstance(numa_nodes, Iterable) else (None,)
-    if not all(is_whole(node, 0, 64) for node in nodes):
+    nodes = listed(numa_nodes)
+    if not nodes or not all(is_whole(node, 0, 64) for node in nodes):
         raise ValueError(
-            f"Invalid numa_nodes: {numa_nodes!r}, expected numbers of NUMA nodes from 0 to 63, such as "
+            f"Invalid numa_nodes: {shown(numa_nodes)}, expected numbers of NUMA nodes from 0 to 63, such as "
             "[0, 1], or None for those near the device"
         )
-    return nodes
+    return tuple(nodes)
 
 
 def mask_of(nodes: Iterable[int] | None) -> int:
@@ -102,7 +102,7 @@ def check_local_rank(local_rank: int | None, local_world: int | None) -> None:
         return
     if not is_whole(local_world, 1, MOST_RANKS + 1) or not is_whole(local_rank, 0, local_world or 0):
         raise ValueError(
-            f"Invalid local_rank={local_rank!r} with local_world={local_world!r}, expected 0 <= local_rank < "
+            f"Invalid local_rank={shown(local_rank)} with local_world={shown(local_world)}, expected 0 <= local_rank < "
             f"local_world <= {MOST_RANKS}: the number of this rank among those that share the host's CPUs, and how many "
             "these are; local_world=1 alone for a rank with CPUs of its own, or leave both out"
         )

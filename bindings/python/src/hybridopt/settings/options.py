@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import abi
-from ..base.checks import check_word, is_number, is_whole
+from ..base.checks import check_word, is_finite, is_whole, listed, shown
 from ..ranks.local_ranks import check_local_rank, nodes_of
 from . import placement
 
@@ -53,7 +52,7 @@ Check = Callable[[str, Any], Any]
 def expect(is_right: Callable[[Any], bool], expected: str) -> Check:
     def check(name: str, value: Any) -> Any:
         if not is_right(value):
-            raise ValueError(f"Invalid {name}: {value!r}, expected {expected}")
+            raise ValueError(f"Invalid {name}: {shown(value)}, expected {expected}")
         return value
 
     return check
@@ -75,7 +74,7 @@ def group_of_ranks(name: str, group: Any) -> Any:
     available = torch.distributed.is_available()
     if group is not None and not (available and isinstance(group, torch.distributed.ProcessGroup)):
         raise TypeError(
-            f"Invalid {name}: {group!r}, expected a torch.distributed.ProcessGroup that this rank is in, such "
+            f"Invalid {name}: {shown(group)}, expected a torch.distributed.ProcessGroup that this rank is in, such "
             "as torch.distributed.group.WORLD, or None"
         )
     return group
@@ -83,11 +82,13 @@ def group_of_ranks(name: str, group: Any) -> Any:
 
 def movable_words(movable: Any) -> tuple[str, ...]:
     """The words of the `movable` option, which may be one word or several."""
-    words = (movable,) if isinstance(movable, str) or not isinstance(movable, Iterable) else tuple(movable)
+    words = listed(movable)
+    if words is None:
+        words = [movable]
     for word in words:
         if not isinstance(word, str) or word not in MOVABLE:
-            raise ValueError(f"Invalid movable: {word!r}, expected some of {', '.join(MOVABLE)}")
-    return words
+            raise ValueError(f"Invalid movable: {shown(word)}, expected some of {', '.join(MOVABLE)}")
+    return tuple(words)
 
 
 def state_dtype_of(state_dtype: torch.dtype | str) -> torch.dtype:
@@ -96,7 +97,7 @@ def state_dtype_of(state_dtype: torch.dtype | str) -> torch.dtype:
         if state_dtype in (dtype, name, f"torch.{name}"):
             return dtype
     raise ValueError(
-        f"Invalid state_dtype: {state_dtype!r}, expected torch.float32 or torch.bfloat16, or one of the "
+        f"Invalid state_dtype: {shown(state_dtype)}, expected torch.float32 or torch.bfloat16, or one of the "
         f"strings {', '.join(map(repr, STATE_DTYPES))}"
     )
 
@@ -258,7 +259,7 @@ class OffloadOptions(TypedDict, total=False):
             """clips the global norm of the gradients inside the step, as torch.nn.utils.clip_grad_norm_ does
             before it. None: no clipping.""",
             expect(
-                lambda v: v is None or (is_number(v) and 0 < v < math.inf),
+                lambda v: v is None or (is_finite(v) and v > 0),
                 "a finite number above 0, or None for no clipping",
             ),
             changed_by="assign optimizer.max_grad_norm",
@@ -311,7 +312,7 @@ class OffloadOptions(TypedDict, total=False):
             600.0,
             """a rank that does not answer for so long has failed.""",
             expect(
-                lambda v: is_number(v) and 0 < v < MOST_SECONDS,
+                lambda v: is_finite(v) and 0 < v < MOST_SECONDS,
                 f"a number of seconds above 0 and below {MOST_SECONDS:.0e}",
             ),
         ),

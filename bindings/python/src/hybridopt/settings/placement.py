@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import abi
-from ..base.checks import is_number, is_whole
+from ..base.checks import is_number, is_whole, shown
 from ..base.units import readable
 
 if TYPE_CHECKING:
@@ -40,26 +40,26 @@ def check(
     if device_headroom is not None:
         if offload_fraction != AUTO or device_budget_bytes is not None:
             raise ValueError(
-                f"device_headroom={device_headroom!r} is for offload_fraction='auto' without "
+                f"device_headroom={shown(device_headroom)} is for offload_fraction='auto' without "
                 f"device_budget_bytes, got offload_fraction={offload_fraction!r} and "
                 f"device_budget_bytes={device_budget_bytes!r}; leave device_headroom out"
             )
         if not is_number(device_headroom) or not 0.0 <= device_headroom < 1.0:
             raise ValueError(
-                f"Invalid device_headroom: {device_headroom!r}, expected the share of the device that is to "
+                f"Invalid device_headroom: {shown(device_headroom)}, expected the share of the device that is to "
                 "stay free, from 0.0 to below 1.0"
             )
     if offload_fraction == AUTO:
         if device_budget_bytes is not None and not is_whole(device_budget_bytes, 0, 1 << 64):
             raise ValueError(
-                f"offload_fraction='auto' with device_budget_bytes={device_budget_bytes!r}, expected "
+                f"offload_fraction='auto' with device_budget_bytes={shown(device_budget_bytes)}, expected "
                 "how many bytes of the device optimizer state may take, or None for what the device has left"
             )
         return
     check_fraction(offload_fraction)
     if device_budget_bytes is not None:
         raise ValueError(
-            f"device_budget_bytes={device_budget_bytes!r} with offload_fraction={offload_fraction}: "
+            f"device_budget_bytes={shown(device_budget_bytes)} with offload_fraction={offload_fraction}: "
             "the fraction decides already; leave one of them out, or set offload_fraction='auto'"
         )
 
@@ -67,7 +67,7 @@ def check(
 def check_fraction(offload_fraction: float | str) -> None:
     if not is_number(offload_fraction) or not 0.0 <= offload_fraction <= 1.0:  # type: ignore[operator]
         raise ValueError(
-            f"Invalid offload_fraction: {offload_fraction!r}, expected 0.0 (all state on the device) "
+            f"Invalid offload_fraction: {shown(offload_fraction)}, expected 0.0 (all state on the device) "
             "to 1.0 (all on the host), or 'auto' where the optimizer is made"
         )
 

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..abi.errors import HybridoptError
 from ..abi.stash import Stash
-from ..base.checks import check_switch
+from ..base.checks import check_switch, shown
 from ..base.modes import refuse_capture
 from ..base.units import readable
 from ..traps.away import keepers
-from .arguments import check_count, context_of, device_of, fraction_of
+from .arguments import check_count, check_key, context_of, device_of, fraction_of
 from .blocks import Block, Transfers
 from .choice import Choice, Link, choose, nothing
 from .clock import clock_of
@@ -137,7 +137,7 @@ class ActivationStash:
             check_count("window_bytes", window_bytes, 0, "bytes of copies under way, or None")
         check_switch("pin", pin)
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"Invalid model: a {type(model).__name__}, expected a torch.nn.Module")
+            raise TypeError(f"Invalid model: {shown(model)}, expected a torch.nn.Module")
         self._device = device_of(device)
         self._budget_bytes = budget
         self._keep_last = keep_last
@@ -189,8 +189,7 @@ class ActivationStash:
         """For a with statement: the same as the stash itself, for a program that saves other tensors than those
         of other keys. Each of them is measured and chosen for by itself: the chunks of a model in an
         interleaved pipeline, say."""
-        if not isinstance(key, str):
-            raise TypeError(f"stash() got a {type(key).__name__}, expected the name of a program as a string")
+        check_key("stash()", key)
         return Keyed(self, key)
 
     def wrap(
@@ -282,6 +281,8 @@ class ActivationStash:
         Args:
             step: a function without arguments that does both passes, as training does them.
         """
+        if not callable(step):
+            raise TypeError(f"dry_run() got {shown(step)}, expected a function that calls the model and then backward()")
         with self._lock:
             self._programs["dry run"] = program = Program()
         self._is_telling = True
@@ -303,6 +304,7 @@ class ActivationStash:
     def choice(self, key: str = "") -> Choice | None:
         """What goes to the host in each forward pass; None until a forward and a backward pass have been measured.
         Where a pass has saved nothing that may go (nothing of min_bytes, say) it is a choice without tensors."""
+        check_key("choice()", key)
         with self._lock:
             program = self._programs.get(key)
             if program is None:
@@ -609,7 +611,8 @@ def _hook_steps() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before the step of any optimizer."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    lists = [group.get("params") for group in optimizer.param_groups]
+    params = [param for each in lists if isinstance(each, (list, tuple)) for param in each]  # the step refuses others
     for keeper in list(keepers):
         keeper.come_for_step(params)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..base.checks import listed, shown
 from .names import Call
 
 
@@ -103,8 +104,10 @@ class Wrapping:
 def modules_of(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
         return [modules]
-    found = list(dict.fromkeys(modules))
+    found = listed(modules)
+    if found is None:
+        found = [modules]
     for each in found:
         if not isinstance(each, nn.Module):
-            raise TypeError(f"wrap() got a {type(each).__name__}, expected torch.nn.Module or several of them")
-    return found
+            raise TypeError(f"wrap() got {shown(each)}, expected torch.nn.Module or several of them")
+    return list(dict.fromkeys(found))

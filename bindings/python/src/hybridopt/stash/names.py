@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..base.checks import shown
 from ..base.owned_hooks import Uncopied
 
 # What functions save, by their role in a model.
@@ -159,6 +160,8 @@ class Names:
     def check(self, wanted: Iterable[str]) -> None:
         """Refuses a name that fits no module and no role."""
         for name in wanted:
+            if not isinstance(name, str):
+                raise TypeError(f"only() got {shown(name)}, expected parts of modules' names or roles, as strings")
             if name not in ROLES and not any(matches(known, name) for known in self._known):
                 has = "has no module of that name" if self._known else "is not known: give model="
                 raise ValueError(
