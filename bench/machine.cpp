@@ -76,7 +76,12 @@ Machine DescribeMachine() {
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0)
     machine.cpus = static_cast<uint32_t>(CPU_COUNT(&allowed));
-  machine.memory_bytes = static_cast<uint64_t>(FindKibibytes("/proc/meminfo", "MemTotal")) * 1024;
+  machine.driver = FindLine("/proc/driver/nvidia/version", "NVRM version");
+  const auto memory = [](const char* key) {
+    return static_cast<uint64_t>(FindKibibytes("/proc/meminfo", key)) * 1024;
+  };
+  machine.memory_bytes = memory("MemTotal");
+  machine.memory_available_bytes = memory("MemAvailable");
   machine.date = DateNow();
   return machine;
 }

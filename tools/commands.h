@@ -39,6 +39,15 @@ struct ExportOptions {
   std::string dtype = "fp32";
 };
 
+// Of the JSON that doctor prints and plan reads.
+inline constexpr uint32_t kDoctorVersion = 1;
+
+struct DoctorOptions {
+  std::string device;         // cuda, sim or none; empty: cuda where there is one
+  std::string directory;      // where a disk is measured; empty: nowhere
+  uint64_t memory_bytes = 0;  // the most to take; 0: an eighth of what is available, at most 4 GiB
+};
+
 struct PlanOptions {
   uint64_t elements = 0;
   std::string algorithm = "adamw";
@@ -65,6 +74,7 @@ struct Report {
 };
 
 Result<Report> Info();
+Result<Report> Doctor(const DoctorOptions& options);
 Result<Report> Plan(const PlanOptions& options);
 // A number of parameters as people write it: 7e9, 7B, 350M.
 Result<uint64_t> ElementCount(const std::string& text);

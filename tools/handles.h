@@ -6,11 +6,8 @@
 
 namespace tool {
 
-// What a call of the ABI returned, with its text.
-inline hybridopt::Status StatusOf(int32_t status) {
-  if (status == OFFLOAD_OK) return {};
-  return hybridopt::Status::Error(status, "%s", offload_last_error());
-}
+// What a call of the ABI returned, with its text in the words of this tool.
+hybridopt::Status StatusOf(int32_t status);
 
 class Context {
  public:
@@ -46,6 +43,26 @@ class Optimizer {
 
  private:
   offload_optimizer_t handle_ = nullptr;
+};
+
+class Stash {
+ public:
+  Stash() = default;
+  ~Stash() { Destroy(); }
+  Stash(const Stash&) = delete;
+  Stash& operator=(const Stash&) = delete;
+
+  hybridopt::Status Create(const Context& context, const offload_stash_options_t& options) {
+    return StatusOf(offload_stash_create(context.get(), &options, &handle_));
+  }
+  void Destroy() {
+    if (handle_ != nullptr) (void)offload_stash_destroy(handle_);
+    handle_ = nullptr;
+  }
+  offload_stash_t get() const { return handle_; }
+
+ private:
+  offload_stash_t handle_ = nullptr;
 };
 
 }  // namespace tool

@@ -1,4 +1,4 @@
-// hybridopt: tells what this machine has and what optimizer state takes; looks at checkpoints,
+// hybridopt: tells what this machine can do and what optimizer state takes; looks at checkpoints,
 // verifies, reshards and exports them. Exit codes: 0 done, 1 the checkpoint is damaged or does not
 // hold what was asked for, 2 wrong usage, 3 could not be done.
 #include <CLI/CLI.hpp>
@@ -68,9 +68,29 @@ CLI::App* AddCommand(CLI::App& app, Request& request, const char* name, const ch
   return command;
 }
 
-void AddMachineCommands(CLI::App& app, Request& request) {
-  AddCommand(app, request, "info", "tells of this library, this machine and its GPU", Info);
+// An option that is a number of bytes.
+CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const char* text) {
+  return command->add_option(name, bytes, text)
+      ->transform(CLI::AsSizeValue(true))
+      ->type_name("SIZE");
+}
 
+void AddDoctor(CLI::App& app, Request& request) {
+  const auto options = std::make_shared<DoctorOptions>();
+  CLI::App* const doctor = AddCommand(
+      app, request, "doctor", "measures what this machine can do, and says what holds it back",
+      [options] { return Doctor(*options); });
+  doctor->add_option("DIR", options->directory, "a directory whose disk is measured too");
+  doctor
+      ->add_option("--device", options->device,
+                   "else the GPU where there is one; sim shows only that it works")
+      ->check(CLI::IsMember({"cuda", "sim", "none"}));
+  AddSize(doctor, "--memory", options->memory_bytes,
+          "the most to take; else an eighth of what is available, at most 4 GiB, and half of what "
+          "is available to see how much can be pinned");
+}
+
+void AddPlan(CLI::App& app, Request& request) {
   const auto options = std::make_shared<PlanOptions>();
   CLI::App* const plan =
       AddCommand(app, request, "plan", "tells the bytes that optimizer state takes beside a GPU",
@@ -96,7 +116,7 @@ void AddMachineCommands(CLI::App& app, Request& request) {
   plan->add_flag("--hook-gradients", options->hook_gradients,
                  "gradients leave during the backward pass, which takes room on the host");
   const auto add_size = [plan](const char* name, uint64_t& bytes, const char* text) {
-    plan->add_option(name, bytes, text)->transform(CLI::AsSizeValue(true))->type_name("SIZE");
+    AddSize(plan, name, bytes, text);
   };
   add_size("--early-updates", options->early_bytes,
            "memory on the host for early updates; with --hook-gradients");
@@ -206,7 +226,9 @@ int Main(int argc, char** argv) {
     return hybridopt::Printable(error.what()) + "\nRun with --help for more information.\n";
   });
   Request request;
-  AddMachineCommands(app, request);
+  AddCommand(app, request, "info", "tells of this library, this machine and its GPU", Info);
+  AddDoctor(app, request);
+  AddPlan(app, request);
   AddCheckpointCommands(app, request);
   const std::string wrong =
       argc > 1 && argv[1][0] != '-' ? UnknownCommand(app, argv[1]) : std::string();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <ostream>
 
 #include "base/utf8.h"
@@ -16,6 +17,11 @@ namespace {
 size_t Width(const std::string& text) {
   return static_cast<size_t>(
       std::count_if(text.begin(), text.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));
+}
+
+std::string Coloured(const char* colour, const std::string& text) {
+  static const bool wanted = isatty(STDOUT_FILENO) == 1 && std::getenv("NO_COLOR") == nullptr;
+  return wanted ? std::string("\033[") + colour + "m" + text + "\033[0m" : text;
 }
 
 }  // namespace
@@ -66,6 +72,28 @@ void Table::Print(std::ostream& out) const {
   };
   print([&](size_t i) { return std::string(columns_[i].title); });
   for (const auto& row : rows_) print([&](size_t i) { return row[i]; });
+}
+
+std::string NumberText(double number) {
+  const int decimals = number >= 99.95 ? 0 : number >= 9.995 ? 1 : 2;
+  char text[64];
+  std::snprintf(text, sizeof(text), "%.*f", number < 0.1 ? 3 : decimals, number);
+  return text;
+}
+
+std::string Green(const std::string& text) { return Coloured("32", text); }
+std::string Yellow(const std::string& text) { return Coloured("33", text); }
+
+StageLine::StageLine() : terminal_(isatty(STDERR_FILENO) == 1) {}
+
+StageLine::~StageLine() {
+  if (terminal_) std::fputs("\r\033[K", stderr);
+}
+
+void StageLine::Show(const char* text) {
+  if (!terminal_) return;
+  std::fprintf(stderr, "\r%s ..\033[K", text);
+  std::fflush(stderr);
 }
 
 ProgressBar::ProgressBar(const char* what) : what_(what), terminal_(isatty(STDERR_FILENO) == 1) {}

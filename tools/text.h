@@ -35,6 +35,25 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
+// "0.62": three digits that count.
+std::string NumberText(double number);
+
+// The text in green or yellow, if standard output is a terminal and NO_COLOR is not set.
+std::string Green(const std::string& text);
+std::string Yellow(const std::string& text);
+
+// A line on standard error, while that is a terminal, that says what is being done. The next one
+// replaces it.
+class StageLine {
+ public:
+  StageLine();
+  ~StageLine();  // wipes the line
+  void Show(const char* text);
+
+ private:
+  const bool terminal_;
+};
+
 // A bar with rate and time left, on standard error while that is a terminal, else nothing.
 class ProgressBar {
  public:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pathlib
-import pty
 import re
 import resource
 import shutil
@@ -20,39 +19,13 @@ import pytest
 import read_by_the_page
 import torch
 import xxhash
+from command import BAD, DONE, FAILED, TOOL, USAGE, may_be_shown, on_a_terminal, refuse, succeed, tool
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-TOOL = os.environ["HYBRIDOPT_TOOL"]
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 GOLDENS = sorted(path for path in GOLDEN.iterdir() if path.is_dir())
 TAIL = 28
-
-DONE, BAD, USAGE, FAILED = 0, 1, 2, 3
-
-
-def tool(*arguments, **options):
-    return subprocess.run(
-        [TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
-    )
-
-
-def succeed(*arguments):
-    result = tool(*arguments)
-    assert (result.returncode, result.stderr) == (DONE, ""), result
-    return result.stdout
-
-
-def refuse(code, text, *arguments, **options):
-    """The tool fails with this code and text, as text and as JSON."""
-    result = tool(*arguments, **options)
-    assert result.returncode == code, result
-    assert text in result.stderr and result.stderr.startswith("hybridopt: "), result.stderr
-    answer = tool(*arguments, "--json", **options)
-    assert answer.returncode == code and answer.stderr == ""
-    assert text in json.loads(answer.stdout)["error"]
-    return json.loads(answer.stdout)["status"]
-
 
 def with_fault(fault):
     """The environment of a tool whose files do what faulty_files.c says."""
@@ -185,10 +158,6 @@ HOSTILE = {
 }
 
 
-def may_be_shown(text):
-    return all(letter == "\n" or letter.isprintable() for letter in text)
-
-
 @pytest.mark.parametrize("word", HOSTILE)
 def test_words_of_a_file_do_nothing_to_a_terminal(word, tmp_path):
     directory = tmp_path / "hostile"
@@ -301,29 +270,6 @@ def test_verify_names_damaged_tensors_and_blocks(sample):
         "begin": size - 304,
         "end": size,
     }
-
-
-def on_a_terminal(*arguments):
-    """What the tool writes to a terminal, standard output apart."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [TOOL, *map(str, arguments)], stdout=subprocess.PIPE, stderr=theirs, text=True
-    )
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # the last writer has gone
-            break
-        if not part:
-            break
-        shown += part
-    os.close(ours)
-    out = process.stdout.read()
-    process.stdout.close()
-    assert process.wait() == DONE
-    return shown.decode(), out
 
 
 def test_a_bar_is_shown_on_a_terminal_and_wiped(sample, tmp_path):
@@ -905,7 +851,7 @@ def test_the_docs_show_what_plan_prints():
 
 
 def test_help_and_version():
-    for command in ("info", "plan", "inspect", "verify", "reshard", "export"):
+    for command in ("info", "doctor", "plan", "inspect", "verify", "reshard", "export"):
         assert command in succeed("--help")
         assert "--json" in succeed(command, "--help")
     assert succeed("--version").startswith("hybridopt ")

@@ -1,0 +1,77 @@
+"""Runs the command-line tool, which HYBRIDOPT_TOOL names, and says how it ended."""
+
+import json
+import os
+import pty
+import subprocess
+
+TOOL = os.environ["HYBRIDOPT_TOOL"]
+
+DONE, BAD, USAGE, FAILED = 0, 1, 2, 3
+
+
+def tool(*arguments, **options):
+    return subprocess.run(
+        [TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def succeed(*arguments):
+    result = tool(*arguments)
+    assert (result.returncode, result.stderr) == (DONE, ""), result
+    return result.stdout
+
+
+def refuse(code, text, *arguments, **options):
+    """The tool fails with this code and text, as text and as JSON."""
+    result = tool(*arguments, **options)
+    assert result.returncode == code, result
+    assert text in result.stderr and result.stderr.startswith("hybridopt: "), result.stderr
+    answer = tool(*arguments, "--json", **options)
+    assert answer.returncode == code and answer.stderr == ""
+    assert text in json.loads(answer.stdout)["error"]
+    return json.loads(answer.stdout)["status"]
+
+
+def may_be_shown(text):
+    return all(letter == "\n" or letter.isprintable() for letter in text)
+
+
+def read_terminal(ours):
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the last writer has gone
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    return shown.decode()
+
+
+def on_a_terminal(*arguments):
+    """What the tool writes to a terminal, standard output apart."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [TOOL, *map(str, arguments)], stdout=subprocess.PIPE, stderr=theirs, text=True
+    )
+    os.close(theirs)
+    shown = read_terminal(ours)
+    out = process.stdout.read()
+    process.stdout.close()
+    assert process.wait() == DONE
+    return shown, out
+
+
+def shown_by_a_terminal(*arguments, **options):
+    """What the tool writes to standard output, where that is a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [TOOL, *map(str, arguments)], stdout=theirs, stderr=subprocess.DEVNULL, **options
+    )
+    os.close(theirs)
+    shown = read_terminal(ours)
+    assert process.wait() == DONE
+    return shown.replace("\r\n", "\n")

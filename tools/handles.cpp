@@ -1,0 +1,30 @@
+#include "handles.h"
+
+#include <string>
+#include <string_view>
+
+namespace tool {
+namespace {
+
+// What the library says to programs that choose a device by a field, and what a person is told.
+struct Words {
+  std::string_view abi, person;
+};
+constexpr Words kWords[] = {
+    {"options.device_kind is OFFLOAD_DEVICE_CUDA, but ", ""},
+    {", or use OFFLOAD_DEVICE_HOST or OFFLOAD_DEVICE_SIM", ""},
+    {"use OFFLOAD_DEVICE_HOST or OFFLOAD_DEVICE_SIM", "use one that has"},
+};
+
+}  // namespace
+
+hybridopt::Status StatusOf(int32_t status) {
+  if (status == OFFLOAD_OK) return {};
+  std::string text = offload_last_error();
+  for (const Words& words : kWords)
+    if (const size_t at = text.find(words.abi); at != std::string::npos)
+      text.replace(at, words.abi.size(), words.person);
+  return hybridopt::Status::Error(status, "%s", text.c_str());
+}
+
+}  // namespace tool
