@@ -34,7 +34,7 @@ _MODULES = {
     "TensorShard": "params.sharding",
 }
 
-# Spelled out for type checkers, which export nothing else.
+# Written out for type checkers, which export only these names.
 __all__ = [
     "SGD",
     "ActivationStash",
@@ -81,5 +81,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What completion and help() list, whether torch has been imported or not: the public names alone."""
+    """The names that completion and help() list, whether torch has been imported or not: only the public ones."""
     return sorted(__all__)

@@ -1,4 +1,4 @@
-"""The modes of torch and Python, of which functions here are independent, and the stream that work starts behind."""
+"""Runs functions outside of the modes of torch and Python, and finds the stream after whose work the library begins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_no_mode(function: Callable[Parameters, Result]) -> Callable[Parameters, R
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """Puts off Python's garbage collection, for code that makes objects for each param: the collection would go
-    through all of them again and again, and find none to free."""
+    through all of these objects again and again, and find no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -40,7 +40,7 @@ def without_collection() -> Iterator[None]:
 
 
 def refuse_capture(what: str = "what the optimizer does") -> None:
-    """Raises while a CUDA graph is captured. Callers ask this before anything asks the device: that
+    """Raises while a CUDA graph is captured. To be called before any call asks the device something: such a question
     would end the capture with an error about something else."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

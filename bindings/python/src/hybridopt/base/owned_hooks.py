@@ -1,6 +1,7 @@
-"""Hooks that an owner has put on modules and params. The optimizer owns its Overlap and its GradientHooks, and these
-refer to the modules and params that they hook. Hooks, and what the user gets, refer back to their owner weakly: the
-garbage collection does not see what the hooks of a param refer to, which would live as long as the param."""
+"""Hooks that an owner has put on modules and params. The optimizer owns its Overlap and its GradientHooks, which
+refer to the modules and params that they hook. Hooks refer back to their owner weakly, and so do the objects that
+users get. Otherwise the owner would live as long as the param, because Python's garbage collection does not see the
+objects to which the hooks of a param refer."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class OwnedHook(Uncopied):
 
 
 def drop_ended(hooks: dict[int, Any] | None) -> None:
-    """Removes hooks of owners that have ended from a dict of torch's. An owner does not do so at its end: that may
-    come at any place, in the middle of a loop over the dict."""
+    """Removes hooks of owners that have ended from one of torch's dicts. An owner does not remove them at its own
+    end, because that may come at any time, even in the middle of a loop over the dict."""
     if hooks:
         for id in [id for id, hook in hooks.items() if isinstance(hook, OwnedHook) and hook.has_ended]:
             del hooks[id]
@@ -87,8 +88,8 @@ class Removed(Protocol):
 
 
 class Removal:
-    """What hook_gradients() and overlap() return. remove() ends what they have begun, and so does the end of a `with`
-    block. It keeps neither the optimizer nor the model alive."""
+    """The object that hook_gradients() and overlap() return. remove(), or the end of a `with` block, ends what they
+    have begun. The object keeps neither the optimizer nor the model alive."""
 
     def __init__(self, owner: Removed) -> None:
         self._owner = weakref.ref(owner)

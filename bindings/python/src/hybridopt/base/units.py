@@ -9,7 +9,7 @@ def readable(count: int) -> str:
         return f"{count} byte" if count == 1 else f"{count} bytes"
     value, unit = count / 1024, "KiB"
     for larger in ("MiB", "GiB", "TiB"):
-        if value < 1023.95:  # what would be printed as 1024.0 is one of the larger unit
+        if value < 1023.95:  # 1024.0 is printed as 1.0 of the larger unit
             break
         value, unit = value / 1024, larger
     return f"{value:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""The words of the C ABI in the library's texts, as the words of this package.
+"""Translates the library's texts from the words of the C ABI into the words of this package.
 
-hybridopt.abi is the C ABI by its own names, and its errors speak as offload.h does. The optimizers and the stash have
-other names for the same things: what they raise and print is put into these here."""
+hybridopt.abi is the C ABI with its own names, and its errors use the words of offload.h. The optimizers and the
+stash have other names for the same things, so the texts that they raise and print are translated here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from .. import abi
 
-# What these phrases say to do is another thing here. The keys are regular expressions; they come before WORDS.
+# In these phrases the library advises a call that has another form in this package. The keys are regular expressions;
+# they are applied before WORDS.
 _PHRASES: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"\bflags is 0x[0-9a-f]+: ": "",
     r"\blower device_fraction": "raise offload_fraction",
@@ -96,7 +97,7 @@ def retold(error: abi.HybridoptError) -> abi.HybridoptError:
 
 
 def _logged(_: Any, level: int, text: bytes) -> None:
-    """Warnings go to stderr, as those of the library do by itself. What fails is raised, and not told twice."""
+    """Prints warnings to stderr, as the library itself does. Errors are not printed, because they are raised."""
     if level == abi.OFFLOAD_LOG_WARNING:
         print(f"hybridopt: {in_python(text.decode(errors='replace'))}", file=sys.stderr)
 

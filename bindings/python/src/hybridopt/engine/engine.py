@@ -72,7 +72,7 @@ class Engine:
         self._unstepped: set[Slot] = set()
 
     def is_as_checked(self, param_groups: list[dict[str, Any]]) -> bool:
-        """Whether the engine fits, and needs to be told nothing, because nothing has changed."""
+        """Whether the engine fits and nothing has changed, so that it need not be updated."""
         return self.registered.is_as_checked(param_groups) and self._wider_gradient() is None
 
     def difference(self, wanted: Wanted) -> str:
@@ -115,9 +115,9 @@ class Engine:
     # ------------------------------------------------------------------------------ step counts --
 
     def hidden_counts(self, state: dict[Tensor, Any]) -> dict[Tensor, int]:
-        """The step counts of params whose state has no `step` in torch. The random bits that round bf16
-        moments depend on the count: a count that started again would repeat them. A count of 0 is told where `state`
-        has moments of before the first step (materialize())."""
+        """The step counts of params whose state has no `step` in torch. The random bits that round bf16 moments
+        depend on the count: if the count began again, these bits would repeat. The count is 0 if materialize() has
+        put moments from before the first step into `state`."""
         if self.registered.algorithm in COUNTED:
             return {}
         self._count_loaded_moments(self.slots)
@@ -143,8 +143,8 @@ class Engine:
             self._unstepped = {slot for slot in with_moments if self._stored_count(slot) == 0}
 
     def _count_loaded_moments(self, slots: Iterable[Slot]) -> None:
-        """Counts a step of params whose moments other code has written before their first step, which would begin
-        without moments."""
+        """Counts one step for params whose moments other code has written before their first step: otherwise their
+        first step would ignore these moments."""
         unstepped = self._unstepped.intersection(slots)
         if unstepped:
             self.wait()
@@ -160,10 +160,10 @@ class Engine:
     # --------------------------------------------------------------------------------- stepping --
 
     def step(self, **options: Any) -> bool:
-        """Makes a step over the bound params and waits for it. Returns whether it was skipped.
+        """Makes a step over the bound params and waits for it. Returns whether the step was skipped.
 
-        On a GPU the host waits, not the current stream (offload_optimizer_stream_wait): behind such a wait
-        torch's copies into memory that is not pinned, such as .cpu(), did not return."""
+        On a GPU the host waits, instead of the current stream (offload_optimizer_stream_wait): after such a wait of
+        the stream, torch's copies into memory that is not pinned, such as .cpu(), did not return."""
         kept = dict(self.bound.kept)
         active, ticket = self._queue(options, list(kept.values()))
         self.bound.note_queued()  # now, since Ctrl-C may end the wait below
@@ -180,8 +180,8 @@ class Engine:
     def begin_step(
         self, aliases: Mapping[Tensor, Sequence[Tensor]], keeper: Keeper, **options: Any
     ) -> None:
-        """Queues a step over the bound params. A param may be used after under_way has waited for it, which the
-        keeper is told of. `aliases` are other tensors over the memory of params."""
+        """Queues a step over the bound params. A param may be used after under_way has waited for it; `keeper` is
+        told of each use. `aliases` are other tensors over the memory of params."""
         active, ticket = self._queue(options, [])  # under_way keeps the gradients alive
         self.bound.note_written_in_place(active)
         gradients = self.bound.gradients()
@@ -222,7 +222,7 @@ class Engine:
 
     def refresh_masters(self) -> None:
         """Updates the masters of params that other code has written. For offloaded params note_params_leave() has
-        done that."""
+        already done that."""
         if self.released_storages is not None:
             return
         self.bound.fill_copies()
@@ -237,8 +237,8 @@ class Engine:
             self.masters.refresh()
 
     def note_params_leave(self) -> None:
-        """Updates masters before params are offloaded. Where state of the device is on the host already, they follow
-        after the reload of the params."""
+        """Updates masters before params are offloaded. If the device's state is on the host already, the masters
+        follow after the params have been reloaded."""
         try:
             self.refresh_masters()
         except abi.InvalidStateError:
@@ -284,7 +284,8 @@ class Engine:
             self.history.skips.note(slots, gradients, self._has_ranks)
 
     def settle_ended(self) -> None:
-        """Records the results of queued steps if they have ended, so that a skipped one is told before the next."""
+        """If the queued steps have ended, records their results, so that a skipped step is reported before the next
+        step."""
         if self.steps.have_ended():
             self.settle()
 
@@ -313,7 +314,7 @@ class Engine:
     def undo_early_updates(self) -> None:
         """Brings state back to what it was before the library updated it early, and waits for that."""
         if self._may_update_early:
-            with contextlib.suppress(abi.PoisonedError):  # then the library has done so itself
+            with contextlib.suppress(abi.PoisonedError):  # the library has undone them itself
                 self.handle.wait(self.handle.undo_early_updates())
 
     # ------------------------------------------------------------------------------ checkpoints --

@@ -88,8 +88,8 @@ class Engines:
     # ------------------------------------------------------------------------------ transitions --
 
     def ready(self, owner: Owner, always: bool = False) -> Engine | None:
-        """Makes the present engine one that fits param_groups. Unless `always` is set, there may be none while no
-        param has a gradient."""
+        """Makes sure that the present engine fits param_groups. Unless `always` is set, there need not be an engine
+        while no param has a gradient."""
         if self.is_closed:
             raise abi.InvalidStateError(f"this {type(owner).__name__} is closed; make a new one")
         if self.present is not None and self.present.is_as_checked(owner.param_groups):
@@ -206,13 +206,14 @@ class Engines:
     # ------------------------------------------------------------------------- hidden step counts --
 
     def _leave_state(self, engine: Engine, state: dict[Tensor, Any]) -> None:
-        """Leaves the state of an engine that ends to the next one with its params, and its hidden step counts."""
+        """Keeps the state and the hidden step counts of an engine that ends, for the next engine with its params."""
         known = {param: self.counts[param] for param in self.counts if dict.__contains__(state, param)}
         self.counts = {**known, **engine.hidden_counts(state)}
         engine.shown.leave_device()
 
     def forget_unstepped(self) -> None:
-        """Moments are loaded: they have had a step, whatever those of before had."""
+        """To be called when moments have been loaded: they have had a step, even if the moments before the load had
+        none."""
         self.counts = {param: count for param, count in self.counts.items() if count > 0}
 
     def hidden_counts(self, state: dict[Tensor, Any]) -> dict[Tensor, int]:

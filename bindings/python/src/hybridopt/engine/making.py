@@ -54,9 +54,9 @@ def with_shards(
     comm: ProcessGroupComm | None,
     options: OffloadOptions,
 ) -> list[Member]:
-    """The members with their shards. `before` has the slots of the engine before. If they have the same params
-    and names as the members, this asks no other rank: this rank may be the only one that makes a new engine
-    (because one of its gradients came in a wider dtype). Otherwise all ranks must call this."""
+    """Adds their shards to the members. `before` has the slots of the previous engine. If they have the same params
+    and names as the members, this asks no other rank: this rank may be the only one that makes a new engine (because
+    one of its gradients has a wider dtype). Otherwise all ranks must call this."""
     names = {param: slot.name for param, slot in before.items()}
     if comm is not None and names == {member.param: member.name for member in members}:
         return [dataclasses.replace(m, shard=before[m.param].shard) for m in members]
@@ -68,8 +68,9 @@ def with_shards(
 
 
 def early_update_bytes(options: OffloadOptions, device: torch.device, host_executors: str) -> int:
-    """What the library is to take for early updates: nothing where it would refuse that, because gradients do
-    not leave (before hook_gradients()), or because no CPU thread could update a copy of a param."""
+    """The bytes that the library should take for early updates. 0 if the library would refuse them, because
+    gradients do not leave the device (before hook_gradients()), or because no CPU thread could update a copy of a
+    param."""
     leave = {"grads", "accumulate"} & set(options["movable"])
     usable = device.type != "cpu" and bool(leave) and host_executors != "streamed"
     return options["early_update_bytes"] if usable else 0

@@ -71,8 +71,8 @@ def offload(
 
 
 def queue_params(engine: Engine, streams: list[int]) -> None:
-    """Queues the copies of all params to the host. From here on their content is there, and reload() brings it back,
-    also if an exception such as KeyboardInterrupt ends the offload at any place."""
+    """Queues the copies of all params to the host. From here on their content is on the host, and reload() brings it
+    back, even if an exception such as KeyboardInterrupt ends the offload at any point."""
     engine.released_storages = []
     try:
         engine.handle.offload_params(streams=streams)

@@ -1,7 +1,7 @@
-"""Code that clips gradients which hook_gradients() or offload(grads=True) has taken off their params: it would find none, clip nothing and
-return a norm of 0.0. Traps on the params see that torch's functions for clipping ask for a gradient. They are there
-until the next step; no other use takes them away, so that torch.compile finds one class of params before the step and
-one after it, and compiles a model at most twice."""
+"""Refuses code that clips gradients after hook_gradients() or offload(grads=True) has taken them off their params.
+Such code would find no gradients, clip nothing and return a norm of 0.0. Traps on the params notice when one of
+torch's functions for clipping asks for a gradient. The traps stay until the next step; no other use removes them. So
+torch.compile sees one class of params before the step and one after it, and compiles a model at most twice."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NOTHING_TO_CLIP = (
 
 _GRAD: Any = Tensor.grad
 _CLIPS_IN = sys.modules[torch.nn.utils.clip_grad_norm_.__module__].__file__
-_FRAMES = 12  # between the use of a gradient and the function of torch: handlers of the trap
+_FRAMES = 12  # frames of the trap's handlers, between torch's function and the use of a gradient
 
 
 class Clips(Protocol):
-    """What the error tells of the optimizer."""
+    """The part of the optimizer that the error text mentions."""
 
     @property
     def max_grad_norm(self) -> float | None: ...
@@ -38,14 +38,14 @@ class _AllButClipping:
         return function != _GRAD.__get__ or not _is_in_clipping()
 
 
-# __contains__() has asked the same already, except for classes of params with a handler of their own for torch's
-# functions: these have no harmless ones.
+# __contains__() has already asked the same question, except for classes of params that handle torch's functions
+# themselves: for these no function is harmless.
 def _used(params: list[Tensor], operation: str) -> None:
     if operation != "grad" or not _is_in_clipping():
         return
     optimizer = next((each for each, taken in list(taken_by.items()) if taken.has(params[0])), None)
     if optimizer is None:
-        return  # its gradients have gone with it
+        return  # the optimizer has ended, and its gradients with it
     norm = optimizer.max_grad_norm
     how = "assign optimizer.max_grad_norm, by which the step clips" if norm is None else f"the step clips to {norm}"
     raise abi.InvalidStateError(
@@ -80,7 +80,7 @@ class Taken:
         self._params: list[Tensor] = []
 
     def __del__(self) -> None:
-        self.end()  # a trap that stays would keep out those of another optimizer's step
+        self.end()  # a trap that stayed would prevent the traps of another optimizer's step
 
     def has(self, param: Tensor) -> bool:
         return any(each is param for each in self._params)

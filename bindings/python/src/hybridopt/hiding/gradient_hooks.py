@@ -30,11 +30,11 @@ from ..engine.moves import send_gradients
 from ..params.registered import Slot
 from .clipping import note_taken
 
-# A batch is offloaded as soon as it has one of these.
+# A batch is offloaded as soon as it has this number of gradients, or of bytes.
 SEND_AT_BYTES = 64 << 20
 SEND_AT_PARAMS = 256
-# How many batches may be under way before a hook waits for the oldest one; the library's queue holds 256
-# calls. With accumulate=True the limit is lower, because the device is short of memory then.
+# The number of batches under way at which a hook waits for the oldest one; the library's queue holds 256 calls. With
+# accumulate=True the limit is lower, because then the device is short of memory.
 MAX_IN_FLIGHT = 64
 MAX_IN_FLIGHT_ACCUMULATING = 4
 # How many streams one call to the library may name.
@@ -43,7 +43,7 @@ _MARK = "hybridopt"
 
 
 class Final(NamedTuple):
-    """A gradient that no other backward pass of this step adds to."""
+    """A gradient that is final: no later backward pass of this step adds to it."""
 
     slot: Slot
     grad: Tensor
@@ -67,10 +67,10 @@ class Hooked(Protocol):
 
 
 def refuse_held_accumulators(params: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises if something holds the autograd node that accumulates the gradient of one of these params. What
-    averages gradients in the backward pass holds it (DistributedDataParallel, and the wrappers of Megatron-LM,
-    apex and DeepSpeed), because its own hook is on that node: it would find no gradient, and the ranks would
-    diverge silently. A graph that still exists holds the node too, and nothing tells the two apart."""
+    """Raises if other code holds the autograd node that accumulates the gradient of one of these params. Code that
+    averages gradients in the backward pass holds this node, because its own hook is on it (DistributedDataParallel,
+    and the wrappers of Megatron-LM, apex and DeepSpeed). It would find no gradient, and the ranks would diverge
+    silently. A graph that still exists also holds the node; the two cases cannot be distinguished."""
     if not dist.is_available() or not dist.is_initialized():
         return
     for name, param in params:
@@ -85,8 +85,7 @@ def refuse_held_accumulators(params: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _is_accumulator_held(param: Tensor) -> bool:
-    """Without a reference from somewhere autograd makes a new node each time, and the new node has no
-    metadata."""
+    """If nothing refers to the node, autograd makes a new node each time, which has no metadata."""
     _metadata_of_accumulator(param)[_MARK] = True
     return _metadata_of_accumulator(param).pop(_MARK, False)
 
@@ -97,7 +96,7 @@ def _metadata_of_accumulator(param: Tensor) -> dict[str, Any]:
 
 
 class GradientHooks:
-    """What moves the gradients of an optimizer, which owns it."""
+    """Moves the gradients of the optimizer that owns it."""
 
     def __init__(
         self,
@@ -117,10 +116,10 @@ class GradientHooks:
             )
         self._optimizer = weakref.ref(optimizer)
         self._accumulate = accumulate
-        # Who has no room on the device for gradients, or adds them up on the host, keeps none there.
+        # If the device has no room for gradients, or the host adds them up, no gradient is kept on the device.
         self._keeps_none = free_all or accumulate
         self._keep = b""  # per slot: whether its gradient should stay on the device in this step
-        self._owed_bytes = 0  # of gradients that share storages, and should have stayed so far
+        self._owed_bytes = 0  # gradients with shared storages that should have stayed so far, minus those that have
         self._storage = (0, False)  # the last shared storage, and whether it stays
         self._micro_batches = micro_batches
         self._is_last = False  # inside of last_micro_batch()
@@ -283,8 +282,8 @@ class GradientHooks:
             note_taken(optimizer, [each.slot.param for each in batch])
 
     def _stays(self, final: Final) -> bool:
-        """Whether a gradient stays on the device. FSDP2 makes those of one module in one storage, whose
-        memory one of them would hold for all: they stay together, or leave together."""
+        """Whether a gradient stays on the device. FSDP2 puts the gradients of one module into one storage, and a
+        single gradient that stays would keep the memory of all of them. So they all stay, or all leave."""
         should_stay = bool(self._keep[final.slot.id])
         storage = final.usable.untyped_storage()
         if storage.nbytes() == final.usable.nbytes:

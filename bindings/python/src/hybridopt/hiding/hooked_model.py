@@ -42,8 +42,8 @@ class Hook(OwnedHook):
         if waiter is not None and (torch.compiler.is_compiling() or waiter.is_wanted()):
             self._wait(waiter)
 
-    # This makes torch.compile end one graph before the wait and begin another behind it. A graph that was
-    # compiled without the wait would leave it out for ever.
+    # This makes torch.compile end one graph before the wait and begin another after it. A graph that was compiled
+    # without the wait would never wait.
     @torch._disable_dynamo
     def _wait(self, waiter: Waiter) -> None:
         self.wait(waiter)
@@ -100,8 +100,9 @@ class Method:
 
 
 class Waits(Uncopied):
-    """Waits for all params before a function that reads or writes the weights or gradients of one module. All optimizers
-    whose steps overlap share the replaced functions, so that they can end in any order, and without a word."""
+    """Waits for all params before a function that reads or writes the weights or gradients of one module. All
+    optimizers whose steps overlap share the replaced functions, so that the optimizers can end in any order, without
+    notice."""
 
     def __init__(self, module: nn.Module) -> None:
         self.waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
@@ -143,7 +144,7 @@ def groups_of(module: nn.Module) -> list[Any]:
     if get_state is None:
         return []
     state = get_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # the name has changed between torch's releases
+    groups = getattr(state, "_fsdp_param_groups", None)  # later releases of torch use this name
     return groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
@@ -201,8 +202,8 @@ class HookedModel:
         return {each.sharded_param: [each._sharded_param_data] for each in groups}
 
     def share_out(self) -> None:
-        """Gives the params of modules that were not called in the forward pass to the modules above them:
-        these use such params, so they wait for them."""
+        """Params of modules that were not called in the forward pass are used by the modules above them. So those
+        modules wait for these params from now on."""
         for module, hook in self._hooks.items():
             if hook.was_called:
                 hook.params = list(self._used_by(module, {}))
@@ -266,8 +267,8 @@ class HookedModel:
 
 
 def _hook_compiled_call(module: nn.Module) -> weakref.WeakSet[ForwardHook]:
-    """Replaces the compiled call of a module, for which torch calls no hooks, by one that first calls the hooks of a
-    set. It returns the set."""
+    """Replaces the compiled call of a module, for which torch calls no hooks, by a call that first calls the hooks
+    in a set. Returns the set."""
     hooks: weakref.WeakSet[ForwardHook] = weakref.WeakSet()
     compiled: Any = module._compiled_call_impl
 
@@ -283,7 +284,7 @@ def _hook_compiled_call(module: nn.Module) -> weakref.WeakSet[ForwardHook]:
 
 
 def _hook_unshard(group: Any) -> weakref.WeakSet[Waiter]:
-    """Makes those of a set wait before FSDP2 gathers the params of a group. It returns the set."""
+    """Makes FSDP2 call the waiters in a set before it gathers the params of a group. Returns the set."""
     waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
     unshard = group.unshard
 

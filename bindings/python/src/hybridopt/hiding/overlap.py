@@ -40,7 +40,7 @@ VARIABLE = "HYBRIDOPT_CHECK_OVERLAP"
 
 
 def is_checking() -> bool:
-    """Whether uses of params outside of modules are told."""
+    """Whether uses of params outside of modules are reported."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
@@ -100,8 +100,8 @@ class Overlap:
             optimizer._finish()
 
     def used(self, slot: Slot, operation: str) -> None:
-        """Waits for the step that writes a param, which code outside of modules uses. (Overlap is the keeper of the
-        param's trap.)"""
+        """Waits for the step that writes a param, because code outside of modules uses this param. (Overlap is the
+        keeper of the param's trap.)"""
         if operation and is_checking():
             warnings.warn(
                 f"parameter {slot.name!r} is used by {operation!r} while a step still writes it, so that this "

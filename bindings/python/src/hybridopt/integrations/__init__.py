@@ -1,2 +1,2 @@
-"""What other frameworks need beside the optimizer itself, one module a framework. Each imports its
-framework, and nothing here is imported before it is asked for. docs/FRAMEWORKS.md says how to use them."""
+"""What other frameworks need in addition to the optimizer, one module for each framework. Each module imports its
+framework, and is imported only when it is used. docs/FRAMEWORKS.md says how to use them."""

@@ -36,7 +36,7 @@ PLACES = (
 NAME = "HybridDeviceOptimizer"
 MAKER = "_get_megatron_optimizer_based_on_param_groups"
 
-# Options of this package that Megatron has a flag or a way of its own for.
+# Options of this package for which Megatron has its own flag or method.
 MEGATRONS = {
     "offload_fraction": "set --optimizer-offload-fraction",
     "device_budget_bytes": "set --optimizer-offload-fraction",
@@ -61,7 +61,7 @@ making_for: Any = None  # the OptimizerConfig while Megatron makes an optimizer
 
 
 def class_for(cpu_optimizer_cls: type[torch.optim.Optimizer] | None) -> type[HybridDeviceOptimizer]:
-    """Which algorithm is meant by the class that Megatron would step on the CPU."""
+    """The algorithm of the class with which Megatron would step on the CPU."""
     for theirs, ours in ((torch.optim.AdamW, HybridAdamW), (torch.optim.Adam, HybridAdam), (torch.optim.SGD, HybridSGD)):
         if isinstance(cpu_optimizer_cls, type) and issubclass(cpu_optimizer_cls, theirs):
             return ours
@@ -72,8 +72,8 @@ def class_for(cpu_optimizer_cls: type[torch.optim.Optimizer] | None) -> type[Hyb
 
 
 class HybridDeviceOptimizer(OffloadOptimizer):
-    """What Megatron knows under this name. It makes one for all params, and then another for this rank's
-    shards of them; memory is taken with the first step, or the first checkpoint that is loaded."""
+    """The class that Megatron knows under this name. Megatron makes one object for all params, and then another for
+    this rank's shards of them. Memory is taken by the first step, or by the first checkpoint that is loaded."""
 
     _shows_all_masters = False
     _has_wide_gradients = False
@@ -110,7 +110,8 @@ class HybridDeviceOptimizer(OffloadOptimizer):
 
     @contextlib.contextmanager
     def _torchs_defaults(self) -> Iterator[None]:
-        """What torch copies into each param group, and asks of loaded ones: hyperparameters alone."""
+        """In this context `defaults` has only hyperparameters: torch copies them into each param group, and requires
+        them of groups that are loaded."""
         whole = self.defaults
         self.defaults = {name: value for name, value in whole.items() if name not in OWN_ARGUMENTS}
         try:
@@ -125,8 +126,8 @@ class HybridDeviceOptimizer(OffloadOptimizer):
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, and state is taken over at once: Megatron writes step counts that it has read from
-        `state` before this into `state` after it."""
+        """As torch's, but the state is taken over at once: Megatron reads step counts from `state` before this call
+        and writes them into `state` after it."""
         groups = [
             {name: value for name, value in group.items() if name not in OWN_ARGUMENTS}
             for group in state_dict["param_groups"]
@@ -137,7 +138,7 @@ class HybridDeviceOptimizer(OffloadOptimizer):
             self._ready_engine()
 
     def _committed_engine(self, *args: Any) -> Engine | None:
-        """Shards of params do not say that they are trained, and get gradients just before a step."""
+        """Shards of params do not have requires_grad, and get gradients just before a step."""
         others = [p for group in self.param_groups for p in group["params"] if not takes_part(p)]
         for param in others:
             param.requires_grad_(True)
@@ -148,8 +149,7 @@ class HybridDeviceOptimizer(OffloadOptimizer):
                 param.requires_grad_(False)
 
     def _new_engine(self, members: list[Member], wanted: Wanted) -> Engine:
-        """The device takes the params that come first here; users of the flag expect the first ones on the
-        host."""
+        """This package puts the first params on the device, but users of the flag expect the first ones on the host."""
         if self._has_wide_gradients:
             members = [replace(member, wide_gradient=True) for member in members]
         engine = super()._new_engine(members[::-1], wanted)
@@ -178,11 +178,11 @@ class HybridDeviceOptimizer(OffloadOptimizer):
         engine.shown.note_due(engine.slots[::-1])
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """`state` has been loaded: it is taken over now, and what was loaded need not be kept."""
+        """Takes over `state`, which has been loaded, so that the loaded tensors need not be kept."""
         self._ready_engine()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Weights have been loaded without the optimizer's state."""
+        """To be called when weights have been loaded without the optimizer's state."""
         self.refresh_masters()
 
 
@@ -223,7 +223,7 @@ def hyperparameters_of(
 
 
 def check(config: Any) -> None:
-    """Refuses settings of an OptimizerConfig that contradict each other, or what is done here."""
+    """Refuses settings of an OptimizerConfig that contradict each other, or that this package replaces."""
     if not config.optimizer_cpu_offload:
         for flag, is_set in (
             ("--optimizer-offload-fraction", config.optimizer_offload_fraction),
@@ -279,8 +279,8 @@ def check(config: Any) -> None:
 
 
 def options_of(config: Any) -> OffloadOptions:
-    """The options that an OptimizerConfig means; those of install() hold beside them."""
-    if config.exp_avg_dtype == torch.float32:  # which may be Megatron's default
+    """The options that follow from an OptimizerConfig, in addition to those of install()."""
+    if config.exp_avg_dtype == torch.float32:  # this may just be Megatron's default
         return {}
     return {"state_dtype": config.exp_avg_dtype}
 
@@ -314,7 +314,7 @@ def found(place: str, name: str) -> ModuleType:
 
 def install(**options: Any) -> None:
     """From now on Megatron's --optimizer-cpu-offload makes optimizers of this package. `options` are some of
-    hybridopt.OffloadOptions; the last call's hold."""
+    hybridopt.OffloadOptions; a later call replaces them."""
     global installed_options
     check_options(options, MEGATRONS)
     modules = [found(place, NAME) for place in PLACES]

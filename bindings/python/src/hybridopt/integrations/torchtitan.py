@@ -26,8 +26,8 @@ class OffloadOptimizersContainer(OptimizersContainer):
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
         offload: dict[str, Any] = field(default_factory=dict)
-        """Options of this package (hybridopt.OffloadOptions) for every optimizer; what
-        optimizer_factory_kwargs_by_name has for one of them comes before these."""
+        """Options of this package (hybridopt.OffloadOptions) for every optimizer. Options in
+        optimizer_factory_kwargs_by_name, for one optimizer, take precedence."""
 
         overlap: bool = False
         """Whether steps go on beside the next forward pass (OffloadOptimizer.overlap)."""

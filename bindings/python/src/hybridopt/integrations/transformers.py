@@ -105,9 +105,9 @@ class OffloadCallback(TrainerCallback):
 
 
 def install(**options: Any) -> None:
-    """From now on Trainer makes optimizers of this package where its arguments ask for one of torch's that
-    there is here: --optim adamw_torch, adamw_torch_fused, sgd or adagrad. Learning rate, betas and the like
-    are Trainer's. `options` are some of hybridopt.OffloadOptions; the last call's hold."""
+    """From now on Trainer makes an optimizer of this package if its arguments ask for one of torch's that this
+    package has: --optim adamw_torch, adamw_torch_fused, sgd or adagrad. Learning rate, betas and so on are
+    Trainer's. `options` are some of hybridopt.OffloadOptions; a later call replaces them."""
     global installed_options
     check_options(options, OTHERS)
     is_first = installed_options is None
@@ -118,7 +118,7 @@ def install(**options: Any) -> None:
 
 
 def of_this_package(choose: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Trainer's function that gives the class of an optimizer and its arguments, with the classes here."""
+    """Trainer's function that returns the class of an optimizer and its arguments, with the classes of this package."""
 
     @functools.wraps(choose)
     def chosen(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""What the adaptors of several frameworks share: they check options, find the optimizer inside of what the
-framework wraps around it, and give it the names of params."""
+"""Code that the adaptors of several frameworks share. It checks options, finds the optimizer inside of a framework's
+wrapper, and gives it the names of params."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from ..optimizers.optimizer import OffloadOptimizer
 from ..settings.options import DEFAULT_OPTIONS
 
-# What wrappers of modules put into the names of params: DistributedDataParallel, torch.compile,
-# activation checkpointing.
+# Prefixes that wrappers of modules add to the names of params: DistributedDataParallel, torch.compile, activation
+# checkpointing.
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -29,8 +29,8 @@ def unwrapped(optimizer: Any) -> OffloadOptimizer:
 
 
 def check_options(options: dict[str, Any], others: dict[str, str]) -> None:
-    """Refuses what install() of a framework must not get: no option of the package's, or one of `others`,
-    which belong to the framework. Their values say what to do instead."""
+    """Refuses arguments of a framework's install() that are no options of this package, or that are in `others`:
+    options that belong to the framework. The values of `others` say what to do instead."""
     for name in options:
         if name in others:
             raise TypeError(f"install() got {name!r}: {others[name]}")
@@ -52,8 +52,8 @@ def check_clipped_once(
 
 
 def name_params(optimizer: OffloadOptimizer, model: nn.Module) -> None:
-    """Gives the params of groups without names those that they have in the model, before the first step:
-    checkpoints find params by name."""
+    """Gives params of groups without names the names that they have in the model, before the first step: checkpoints
+    find params by name."""
     names: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         for wrapper in WRAPPERS:

@@ -45,7 +45,7 @@ def adopt_entries(engine: Engine, state: dict[Tensor, Any]) -> None:
             (same if is_same else changed).append(slot)
     shown.take_copies(same)
     if changed:
-        engine.wait()  # once: what follows queues nothing
+        engine.wait()  # once: the code below queues no work
     for slot in changed:
         adopt_slot(engine, slot, state)
 
@@ -91,7 +91,7 @@ def adopt_entry(
         choose_master(engine, slot, entry)
         start_again(engine, slot)
         engine.masters.adopt(slot, entry, part_of)
-        # Without this the next step would reset the state again, unless somebody reads `state` before.
+        # Otherwise the next step would reset the state again, unless `state` is read before it.
         engine.shown.publish(slot, state)
         return
     loaded: dict[str, Tensor] = {}
@@ -113,8 +113,9 @@ def adopt_entry(
 
 
 def choose_master(engine: Engine, slot: Slot, entry: dict[str, Any]) -> None:
-    """Leaves a loaded master in the entry where it stands beside the one that is here. set_optimizer_state_dict() of
-    torch.distributed.checkpoint adds what it loads to the state_dict of now, where another layout has another key."""
+    """If an entry has both a loaded master and the present one, keeps the loaded one. set_optimizer_state_dict() of
+    torch.distributed.checkpoint adds the loaded values to the present state_dict, in which another master layout has
+    another key."""
     own, other = (MASTER_LOW, MASTER) if slot.split else (MASTER, MASTER_LOW)
     if entry.get(other) is not None and entry.get(own) is engine.shown.of(slot).views.get(own, slot):
         entry.pop(own)

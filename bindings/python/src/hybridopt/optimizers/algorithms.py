@@ -1,4 +1,4 @@
-"""The optimizers: torch's classes by name, arguments, checks and state_dict; Lion and Signum, which
+"""The optimizers: torch's classes with the same names, arguments, checks and state_dicts; and Lion and Signum, which
 torch does not have, in the same manner."""
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        if cautious_weight_decay is not False:  # else groups and state_dicts are those of torch
+        if cautious_weight_decay is not False:  # otherwise groups and state_dicts are the same as torch's
             self.defaults["cautious_weight_decay"] = cautious_weight_decay
             self._fill_groups()
             for index, group in enumerate(self.param_groups):
@@ -159,7 +159,7 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
         self._fill_groups()
 
     def _fill_groups(self) -> None:
-        """Adds what torch's constructor and its state_dicts do not know."""
+        """Adds the hyperparameters that torch's constructor and state_dicts do not have."""
         if "cautious_weight_decay" in self.defaults:
             for group in self.param_groups:
                 group.setdefault("cautious_weight_decay", self.defaults["cautious_weight_decay"])
@@ -247,7 +247,7 @@ class _FromPaper(OffloadOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # a state_dict of somebody else's class may lack these
+        for group in self.param_groups:  # a state_dict of another class may lack these
             group.setdefault("foreach", None)
             group.setdefault("maximize", False)
             group.setdefault("differentiable", False)
@@ -406,8 +406,8 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
 
     @in_no_mode
     def _fill_state(self) -> None:
-        """As torch's Adagrad all params have state before their first step: here as soon as somebody
-        looks, and taken over by the first step. What has been deleted since does not come back."""
+        """As in torch's Adagrad, all params have state before their first step. It is made when `state` is first
+        read, and the first step takes it over. Entries that were deleted since do not come back."""
         super()._fill_state()
         seen: set[Tensor] = vars(self).setdefault("_shown_from_the_start", set())
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""Saves and loads in the library's own format, with a bar that shows how far they are."""
+"""Saves and loads in the library's own format, with a progress bar."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bar:
 
 
 def progress_function(progress: Progress, title: str) -> Callable[[int, int], Any] | None:
-    """What to call with the progress. tqdm is not needed unless it is asked for."""
+    """The function to call with the progress. tqdm is imported only if it is needed."""
     if callable(progress):
         return progress
     if progress is not None and not isinstance(progress, bool):
@@ -62,7 +62,7 @@ class Transfer:
         return self._engine.handle.ended(self._ticket)
 
     def wait(self) -> None:
-        """Returns when everything is on disk; what went wrong is raised here."""
+        """Returns when everything is on disk; raises if the save has failed."""
         try:
             self._engine.handle.wait(self._ticket)
         finally:

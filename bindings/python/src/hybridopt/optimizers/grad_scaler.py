@@ -1,4 +1,4 @@
-"""Reads what torch.amp.GradScaler tells a step by attributes of the optimizer."""
+"""Reads the attributes of the optimizer by which torch.amp.GradScaler informs a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def is_scaling(optimizer: Any) -> bool:
 
 
 def is_skipped(optimizer: Any, engine: Engine | None, hooks: GradientHooks | None) -> bool:
-    """Whether there is no step, because the scaler has found Inf or NaN, on this rank or on another one. Raises if it
-    could not look."""
+    """Whether there is no step because the scaler has found Inf or NaN, on this rank or on another one. Raises if
+    the scaler could not look."""
     if engine is not None:
         _check(optimizer, engine, hooks is not None and hooks.grad_scaler is not None)
     verdict = getattr(optimizer, "found_inf", None)
@@ -31,8 +31,8 @@ def grad_scale(optimizer: Any) -> float:
 
 
 def _check(optimizer: Any, engine: Engine, is_named: bool) -> None:
-    """Raises if a scaler steps over gradients that are off their params: it looks for Inf and NaN in `grad`,
-    which is None then. A scaler that was given to hook_gradients() is told what the step has found."""
+    """Raises if a scaler steps over gradients that have been taken off their params: the scaler looks for Inf and
+    NaN in `grad`, which is None then. A scaler that was given to hook_gradients() learns what the step has found."""
     hosted, kept = engine.bound.hosted, engine.bound.kept
     if not is_scaling(optimizer) or not (hosted or kept):
         return

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class OffloadOptimizer(Saving, Reporting):
     """The base class. Subclasses say which algorithm it is."""
 
-    _step_supports_amp_scaling = True  # GradScaler gives step() the scale and what it has found
+    _step_supports_amp_scaling = True  # GradScaler gives step() the scale, and whether it has found Inf or NaN
     _comm: ProcessGroupComm | None = None
     _options: OffloadOptions = DEFAULT_OPTIONS
     _placement = Placement(1.0, "no step yet")
@@ -64,8 +64,8 @@ class OffloadOptimizer(Saving, Reporting):
     # ---------------------------------------------------------------------------- construction --
 
     def _configure(self, options: OffloadOptions, **hyperparameters: Any) -> None:
-        """Checks the arguments that are numbers, and stores the options that torch does not have. Constructors call
-        this before torch's."""
+        """Checks the numeric arguments, and stores the options that torch does not have. Constructors call this
+        before torch's constructor."""
         check_arguments(**hyperparameters)
         self._options = checked(options, type(self).__name__)
         self._says_whether_to_clip = "max_grad_norm" in options
@@ -138,7 +138,7 @@ class OffloadOptimizer(Saving, Reporting):
 
     def _step(self, engine: Engine, scaled: bool) -> None:
         options = self._step_options(scaled)
-        # A GradScaler must be told what the step has found before it goes on.
+        # A GradScaler must learn whether the step has found Inf or NaN before it goes on.
         is_told = scaled and self._hooks is not None and grad_scaler.is_scaling(self)
         if self._overlap is not None:
             engine.settle_ended()
@@ -184,7 +184,7 @@ class OffloadOptimizer(Saving, Reporting):
 
     @in_no_mode
     def _finish_for_use(self) -> None:
-        """As _finish, for code outside of modules that is about to use a param."""
+        """Does what _finish() does, for code outside of modules that is about to use a param."""
         if self._engine is not None and self._engine.under_way is not None:
             with self._telling_rank():
                 self._engine.under_way.finish_for_use()
@@ -197,7 +197,7 @@ class OffloadOptimizer(Saving, Reporting):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. It also drops gradients that are on the host."""
         if not set_to_none:
-            self._finish()  # a step may read what is to be zero
+            self._finish()  # a step may still read the gradients
         with without_traps() if set_to_none else contextlib.nullcontext():
             super().zero_grad(set_to_none)
         self._give_back()
@@ -219,7 +219,8 @@ class OffloadOptimizer(Saving, Reporting):
 
     def _ready_engine(self, binds_params: bool = True) -> Engine:
         """The engine, committed and up to date with params, groups and state. It is made even if there are no
-        gradients. Who reads no param need not have them bound: a stash may have put some aside."""
+        gradients. With binds_params=False it does not bind params, for callers that read none: a stash may have put
+        some aside."""
         refuse_capture()
         engine = self._prepare(always=True)
         if engine is None:
@@ -256,7 +257,7 @@ class OffloadOptimizer(Saving, Reporting):
             if self._comm is not None:
                 self._engines.end_aside(self)
         members = making.with_shards(members, known, self._comm, self._options)
-        # On several ranks all step together, those without gradients too.
+        # All ranks step together, even ranks without gradients.
         stepped = always or self._comm is not None
         if not members or not (stepped or any(has_gradient(m.param) for m in members)):
             return None
@@ -445,7 +446,7 @@ class OffloadOptimizer(Saving, Reporting):
         self._sample("set_offload_fraction")
 
     def _move_state(self, device_fraction: float) -> None:
-        engine = self._ready_engine()  # it has adopted changes of `state`
+        engine = self._ready_engine()  # this adopts changes of `state`
         engine.set_device_fraction(self._state, device_fraction)
 
     def _note_placement(self, chosen: Placement | None) -> None:

@@ -1,4 +1,4 @@
-"""Reporting: what an optimizer tells of its memory and its steps."""
+"""Reporting: an optimizer's reports about its memory and its steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reporting(torch.optim.Optimizer):
         return f"{groups}Offload\n{lines})"
 
     def _particulars(self) -> dict[str, Any]:
-        """What repr() adds. It does not wait, does not make an engine, and does not raise."""
+        """The entries that repr() adds. It does not wait, does not make an engine, and does not raise."""
         particulars: dict[str, Any] = {key: self._options.get(key) for key in OPTIONS_TOLD}
         if self._engines.is_closed:
             return {**particulars, "bytes": "none, the optimizer is closed"}

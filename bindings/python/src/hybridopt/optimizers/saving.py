@@ -30,7 +30,7 @@ OF_THIS_PROCESS = ("process_group", "replica_group", "overlap")
 
 
 class Saving(torch.optim.Optimizer):
-    """The state of an optimizer, and what it is saved to and loaded from."""
+    """The state of an optimizer, and how it is saved and loaded."""
 
     _engines: Engines
     _history: History
@@ -62,7 +62,7 @@ class Saving(torch.optim.Optimizer):
     @state.setter
     def state(self, content: dict[Any, Any]) -> None:
         if self._engines.present is not None:
-            self._engines.present.show(self._state)  # so that the next step notices what `content` replaces
+            self._engines.present.show(self._state)  # so that the next step notices the entries that `content` replaces
         self._state = State(self, content)
 
     def _fill_state(self) -> None:
@@ -73,10 +73,10 @@ class Saving(torch.optim.Optimizer):
     @in_no_mode
     def materialize(self) -> None:
         """Takes the memory for the state now, so that `state` has the entries of all trained params before their
-        first step, for code that loads into them: moments are zero (Adagrad's sum is the initial one), step counts
-        0, and masters the params. What is loaded, assigned or written there is used by the next step; without that
-        the bits are those of steps alone. Of several ranks all must call this. Call it after the model has been
-        wrapped and moved to its device."""
+        first step, for code that loads into them: moments are zero (Adagrad's sum has its initial value), step
+        counts are 0, and masters equal the params. The next step uses everything that is loaded, assigned or written
+        there. If nothing is, the call does not change the bits of steps. If there are several ranks, all must call
+        this. Call it after the model has been wrapped and moved to its device."""
         self._ready_engine().materialize(self._state)
 
     @in_no_mode
@@ -116,7 +116,7 @@ class Saving(torch.optim.Optimizer):
     # ---------------------------------------------------------------------------- state_dicts --
 
     def _refuse_left_out(self, what: str, keys: Iterable[Any]) -> None:
-        """Raises if what is to be saved would lack some of the state. `keys` are the keys of `state`."""
+        """Raises if the saved content would lack some of the state. `keys` are the keys of `state`."""
         params = {param for group in self.param_groups for param in group["params"]}
         count = sum(isinstance(key, Tensor) and key not in params for key in keys)
         if count > 0:
@@ -126,8 +126,8 @@ class Saving(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. torch's optimizer of the same name can load it. The tensors are views of live state:
-        deepcopy what must not change with the next step."""
+        """As torch's. torch's optimizer of the same name can load it. The tensors are views of live state: make a
+        deepcopy if they must not change with the next step."""
         self._refuse_left_out("state_dict()", self.state)
         state_dict = super().state_dict()
         entries = state_dict["state"].items()

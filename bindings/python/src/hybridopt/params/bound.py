@@ -84,9 +84,9 @@ class Bound:
         return [slot for batch in self._batches for slot in batch.look()]
 
     def bind(self) -> bool:
-        """Binds the params and gradients of now. Returns False if there is no gradient."""
+        """Binds the present params and gradients. Returns False if there is no gradient."""
         if away.keepers:
-            away.bring_back(self._params)  # those too that have been trained and are frozen now
+            away.bring_back(self._params)  # including params that were trained and are now frozen
         self._finish_look()
         grads: list[int] = []
         for batch in self._batches:
@@ -103,7 +103,7 @@ class Bound:
         return bool(self.active)
 
     def bind_params(self) -> None:
-        """Binds the params of now. A step or a move binds gradients itself before it reads them."""
+        """Binds the present params. A step or a move binds gradients itself before it reads them."""
         away.bring_back(self._params)
         self._finish_look()
         for batch in self._batches:
@@ -123,9 +123,10 @@ class Bound:
         self.addresses.tell(list(range(len(addresses))), addresses, [0] * len(addresses))
 
     def bind_gradients(self, gradients: dict[Slot, Tensor]) -> None:
-        """Binds some params and their gradients, which must be as the library reads them. No param is read: where
-        a stash puts some aside, all keep the addresses that the library knows, since one may have the memory now
-        that another one had. Before a step all are on the device, and bound."""
+        """Binds some params and their gradients, which must be in a form that the library can read. No param is
+        read. If a stash has put some params aside, all params keep the addresses that the library knows, because
+        another param may now have the memory of one of these addresses. Before a step all params are on the device,
+        and bound."""
         ids = [slot.id for slot in gradients]
         if any(map(away.has_been_away, self._params)):
             params = [self.addresses.params[id] for id in ids]
@@ -154,8 +155,8 @@ class Bound:
         return self._batches[slot.id // BATCH_SLOTS]
 
     def _tell_changed(self, grads: list[int] | None) -> None:
-        """Binds what has another address than the library knows. Without `grads` it also unbinds the
-        gradients of params that have moved."""
+        """Binds the params and gradients whose addresses differ from those that the library knows. Without `grads`
+        it also unbinds the gradients of params that have moved."""
         params: list[int] = []
         for batch in self._batches:
             params += batch.params
@@ -179,19 +180,19 @@ class Bound:
         self._are_others_active = True
 
     def note_kept(self, gradients: dict[Slot, Tensor]) -> None:
-        """These are off their params; the next step reads them where they are."""
+        """Notes gradients that are no longer at their params; the next step reads them where they are."""
         self.kept.update(gradients)
         self._are_others_active = True
 
     def drop_kept(self) -> None:
-        """Lets go of what note_kept() has taken, and the library of its addresses."""
+        """Drops the gradients of note_kept(), and makes the library drop their addresses."""
         if self.kept:
             ids = [slot.id for slot in self.kept]
             self.addresses.tell(ids, [self.addresses.params[id] for id in ids], [0] * len(ids))
             self.kept.clear()
 
     def has_taken(self, slot: Slot) -> bool:
-        """Whether the slot's gradient for the next step is not with its param any more."""
+        """Whether the slot's gradient for the next step has been taken off its param."""
         return slot in self.hosted or slot in self.kept
 
     def gradients(self) -> list[Tensor | None]:
@@ -200,7 +201,7 @@ class Bound:
         return [self.kept.get(slot, usable[slot.id]) for slot in self.active]
 
     def note_queued(self) -> None:
-        """A step has been queued, which uses up the gradients that were taken off their params."""
+        """Notes that a queued step uses up the gradients that were taken off their params."""
         for slot in self.active if self.hosted else ():
             self.hosted.pop(slot, None)
         self.drop_kept()
@@ -214,7 +215,8 @@ class Bound:
         torch.autograd.graph.increment_version([slot.param for slot in slots if slot.copy is None])
 
     def take_copies(self, slots: list[Slot]) -> None:
-        """Copies what the library has written back to those of these params that have gaps."""
+        """For params with gaps: copies the values that the library has written to the dense copies back to the
+        params."""
         if self._copies:
             for slot in slots:
                 if slot.copy is not None:

@@ -15,8 +15,8 @@ BETAS = ("beta1", "beta2")
 
 
 def hyperparameters_of(algorithm: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
-    """The fields of offload_group_t that the algorithm reads. Refuses what is no number, a flag that is neither True
-    nor False, and one that the algorithm does not use: torch would say nothing of it."""
+    """The fields of offload_group_t that the algorithm reads. Refuses values that are not numbers, flags that are
+    neither True nor False, and flags that the algorithm does not use: torch would accept these silently."""
     row = abi.ALGORITHMS[algorithm]
     fields: dict[str, Any] = {}
     for name in abi.GROUP_FLAGS:
@@ -34,21 +34,21 @@ def hyperparameters_of(algorithm: int, index: int, group: dict[str, Any]) -> dic
             fields[name] = _numbers_of(index, group, "betas")[BETAS.index(name)]
         else:
             fields[name] = _library_number(name, *_numbers_of(index, group, name))
-    if algorithm == abi.OFFLOAD_SGD and fields["momentum"] == 0.0:  # torch's ignores what acts on momentum then
+    if algorithm == abi.OFFLOAD_SGD and fields["momentum"] == 0.0:  # then torch ignores dampening, nesterov
         fields.update(dampening=0.0, nesterov=0)
     return fields
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Refuses arguments of a constructor that torch would compare with numbers and that are none. Of tensors torch itself
-    asks how many elements they have."""
+    """Refuses arguments of a constructor that are no numbers although torch would compare them with numbers. For
+    tensors torch itself checks the number of elements."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor) and _numbers_in(name, value) is None:
             raise ValueError(f"Invalid {name}: {shown(value)}, expected {_expected(name)}")
 
 
 def _numbers_in(name: str, value: Any) -> list[float] | None:
-    """The numbers of a hyperparameter, which is `betas` or another; None if it has not as many."""
+    """The numbers of a hyperparameter: two for `betas`, one for all others. None if their number is wrong."""
     if name != "betas":
         number = _number(value)
         return None if number is None else [number]
@@ -88,7 +88,7 @@ def _number(value: Any) -> float | None:
 
 def _library_number(name: str, number: float) -> float:
     if name == "lr" and -1e-12 < number < 0.0:
-        return 0.0  # schedulers that go to 0 in steps of their own end a rounding error below it
+        return 0.0  # schedulers that go to 0 may end below it by a rounding error
     if name == "eps" and number == 0.0:
-        return 1e-45  # torch takes 0; the library makes the smallest fp32 number of what is below that
+        return 1e-45  # torch accepts 0; the library replaces smaller values by the smallest fp32 number
     return number

@@ -38,7 +38,7 @@ def named(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_lists(index: int, group: dict[str, Any]) -> None:
-    """Refuses a group whose lists of params and of their names do not fit each other: a program may change them."""
+    """Refuses a group if its list of names does not fit its list of params: a program may change both."""
     params, names = group.get("params"), group.get("param_names")
     if not isinstance(params, (list, tuple)):
         raise TypeError(f"param group {index} has params={shown(params)}, expected a list of parameters")
@@ -54,7 +54,7 @@ def check_lists(index: int, group: dict[str, Any]) -> None:
 
 
 def check_params(index: int, group: dict[str, Any]) -> None:
-    """Refuses what torch refuses when it gets a group, for what has come into one later."""
+    """Checks params that were put into a group later, as torch checks the params of a new group."""
     for place, (name, param) in enumerate(named(index, group)):
         if not isinstance(param, Tensor):
             what = f"is {shown(param)}, expected a parameter; its name belongs into the group's 'param_names'"
@@ -105,9 +105,8 @@ def _note_once(seen: dict[Tensor, tuple[int, str]], param: Tensor, name: str, in
 
 
 def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool]) -> list[Member]:
-    """The params that are trained, and those that were members before. A frozen param without a gradient is
-    not a member and gets no state. `known` has the members of before, and whether their gradients were in
-    fp32."""
+    """The params that are trained, and those that were members before. A frozen param without a gradient is not a
+    member and gets no state. `known` has the previous members, and whether their gradients were in fp32."""
     members: list[Member] = []
     names: set[str] = set()
     renamed: list[str] = []

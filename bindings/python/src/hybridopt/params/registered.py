@@ -65,7 +65,7 @@ class Slot:
         bound = current if self.copy is None else self.copy
         self.stride = bound.stride()
         self.row_major = bound.is_contiguous()
-        # Of what is stored beside the param, which is the master rounded; None: whole masters are stored.
+        # The dtype of the low part of the master that is stored beside the param; None: whole masters are stored.
         self.low_dtype = low_dtype if self.dtype == torch.bfloat16 else None
         self.split = self.low_dtype is not None
         # The library stores a master apart from the param. When other code writes the param, the master
@@ -86,7 +86,7 @@ class Slot:
         return local(self.param).detach() if self.copy is None else self.copy
 
     def address(self) -> int:
-        """Where `bound` lies."""
+        """The address of `bound`."""
         return (local(self.param) if self.copy is None else self.copy).data_ptr()
 
     def arrange(self, flat: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ class Slot:
         return flat.as_strided(self.shape, self.stride)
 
     def takes_gradient(self) -> bool:
-        """Whether the registered dtype can hold the gradient of now, or the one that autograd will make,
-        without rounding. (check_param() refuses a param that itself has another dtype.)"""
+        """Whether the registered dtype can represent, without rounding, the present gradient, or the gradient that
+        autograd will make. (check_param() refuses a param that itself has another dtype.)"""
         if self.grad_dtype == torch.float32 or local(self.param).dtype != self.dtype:
             return True
         dtype = gradient_dtype(self.param)
@@ -104,7 +104,7 @@ class Slot:
         )
 
     def check_param(self, current: Tensor) -> None:
-        """Raises if the param's shape, dtype, device or strides have changed: only its address may."""
+        """Raises if the param's shape, dtype, device or strides have changed. Only its address may change."""
         stride = current.stride()
         # A copy can be filled from any strides. The stride of a dimension of size 1 has no effect.
         if self.copy is not None or is_same_order(self.shape, stride, self.stride):
@@ -213,7 +213,7 @@ def _has_same_values(group: dict[str, Any], before: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _naming_group(index: int) -> Iterator[None]:
-    """Adds the number of the param group to what the library says of a value in it."""
+    """Adds the number of the param group to the library's error about a value in it."""
     try:
         yield
     except abi.InvalidArgumentError as error:

@@ -97,7 +97,7 @@ def _shard_of_dtensor(param: DTensor, name: str) -> TensorShard:
             f"{extents} for {tuple(param.shape)} with {param.placements} on a mesh of "
             f"{tuple(mesh.shape)}; make it with distribute_tensor or fully_shard"
         )
-    if is_dense(local) and not local.is_contiguous():  # one with gaps is stepped in a dense copy
+    if is_dense(local) and not local.is_contiguous():  # a tensor with gaps is updated in a dense copy
         raise ValueError(
             f"param {name}: its local tensor has the strides {local.stride()}, expected a "
             "contiguous one; call contiguous() on the param before it is distributed"
@@ -116,7 +116,7 @@ def runs_of(
     placements: Sequence[Placement],
     name: str,
 ) -> list[list[Run]]:
-    """What the rank at a mesh coordinate holds along each dimension, in the order of its memory."""
+    """The runs that the rank at a mesh coordinate holds along each dimension, in the order of its memory."""
     runs = [[(0, size)] if size else [] for size in global_shape]
     for parts, part, placement in zip(mesh_shape, coordinate, placements):
         if isinstance(placement, Replicate):
@@ -136,15 +136,15 @@ def runs_of(
 
 
 def _chunks(runs: list[Run], count: int) -> list[list[Run]]:
-    """Runs cut into `count` parts as torch.chunk cuts: equal but for the last ones, which may be
-    shorter, or empty."""
+    """Runs cut into `count` parts as torch.chunk does: equal parts, except the last ones, which may be shorter or
+    empty."""
     size = sum(end - begin for begin, end in runs)
     length = -(-size // count)
     return [_slice(runs, i * length, (i + 1) * length) for i in range(count)]
 
 
 def _slice(runs: list[Run], first: int, last: int) -> list[Run]:
-    """The elements `first` to `last` of runs, counted through them."""
+    """The elements `first` to `last` of runs, counted over all runs."""
     cut, passed = [], 0
     for begin, end in runs:
         low, high = max(first - passed, 0), min(last - passed, end - begin)
@@ -155,7 +155,7 @@ def _slice(runs: list[Run], first: int, last: int) -> list[Run]:
 
 
 def _joined(runs: list[Run]) -> list[Run]:
-    """Runs that follow each other directly made one."""
+    """Merges runs that directly follow each other."""
     joined: list[Run] = []
     for begin, end in runs:
         if joined and joined[-1][1] == begin:
@@ -197,7 +197,7 @@ def as_dtensor(state: Tensor, param: DTensor) -> DTensor:
     """A tensor of this process's elements as a DTensor of the param's placements, which shares its
     memory. It stays where it is, whatever the mesh's device. It may have dimensions behind those of the param."""
     known = param._spec.tensor_meta
-    assert known is not None  # of a DTensor that is there
+    assert known is not None  # it belongs to an existing DTensor
     behind = state.shape[param.ndim :]
     stride = tuple(step * behind.numel() for step in known.stride) + state.stride()[param.ndim :]
     meta = TensorMeta(torch.Size((*known.shape, *behind)), stride, state.dtype)
@@ -206,8 +206,8 @@ def as_dtensor(state: Tensor, param: DTensor) -> DTensor:
 
 
 def local_part(value: Tensor, param: Tensor) -> Tensor:
-    """What belongs to this process of a state tensor that came from elsewhere: plain ones of the
-    global shape, and DTensors of other placements, are cut as the param is."""
+    """The part of a state tensor from elsewhere that belongs to this process: plain tensors of the global shape, and
+    DTensors of other placements, are cut as the param is."""
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if not isinstance(value, DTensor):

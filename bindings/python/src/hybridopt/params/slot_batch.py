@@ -13,7 +13,7 @@ from torch import Tensor
 from .registered import Slot
 from .tensors import gradient_of, local
 
-BATCH_SLOTS = 256  # the objects of as many tensors stay in the CPU's cache while a batch reads them
+BATCH_SLOTS = 256  # this number of tensor objects stays in the CPU's cache while a batch reads them
 
 
 def find_guards() -> Any:
@@ -91,17 +91,16 @@ class SlotBatch:
         self._slots = slots
         self._begin = slots[0].id
         self._params = [slot.param for slot in slots]
-        # Addresses in the order of slots; that of a gradient is 0 where there is none.
+        # Addresses in the order of slots; 0 where there is no gradient.
         self.params = addresses
         self.grads = [0] * len(slots)
         self.usable: list[Tensor | None] = []  # the gradients as the library reads them
         # From the last look(): torch's gradients, and the slots that must be checked one by one.
         self._found: list[Tensor | None] = []
         self._one_by_one = slots
-        # From the last time that all slots were checked one by one: which of them had a gradient; the
-        # places of slots whose param and gradient the library reads as they are, and the forms of these;
-        # the other slots; and the slots for which autograd may make a gradient of another dtype although
-        # the forms are the same.
+        # From the last time that all slots were checked one by one: the slots that had a gradient; the places of slots
+        # whose param and gradient the library reads directly, and their forms; the other slots; and the slots for which
+        # autograd may make a gradient of another dtype although the forms are the same.
         self._had_gradient: list[bool] | None = None
         self._alike: list[int] = []
         self._forms = Forms([])
@@ -111,12 +110,12 @@ class SlotBatch:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the last look() found that other params than before may have a gradient."""
+        """Whether the last look() found that the set of params with a gradient may have changed."""
         return self._one_by_one is self._slots
 
     def look(self) -> list[Slot]:
-        """Finds the gradients of now. Returns the slots whose gradient may have another dtype than before,
-        or for which autograd may make one of another dtype."""
+        """Finds the present gradients. Returns the slots whose gradient may have another dtype than before, or for
+        which autograd may make a gradient of another dtype."""
         self._found = found = gradients_of(self._params)
         if not self._is_as_before():
             self._one_by_one = self._slots
@@ -177,7 +176,7 @@ class SlotBatch:
             slot.usable_gradient(grad)
 
     def _is_as_before(self) -> bool:
-        if self._all_alike:  # no form is that of None
+        if self._all_alike:  # then no gradient is None
             return self._forms.match([*self._params, *self._found])
         has_gradient = [grad is not None for grad in self._found]
         return has_gradient == self._had_gradient and self._forms.match(self._alike_tensors())

@@ -21,7 +21,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_same_order(shape: torch.Size, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether strides put all elements at the same places: those of a dimension of one put none."""
+    """Whether two strides put all elements at the same places. The strides of dimensions of size 1 have no effect."""
     return shape.numel() == 0 or all(
         a == b for size, a, b in zip(shape, one, other) if size != 1
     )

@@ -23,7 +23,7 @@ STATE_DTYPES = {
     abi.OFFLOAD_I8: torch.int8,
 }
 
-# What is stored beside bf16 params, which are the masters rounded: the upper bits of what that lost.
+# The state that is stored beside bf16 params: the upper bits of what was lost when the master was rounded to the param.
 LOW_DTYPES = {abi.OFFLOAD_MASTER_SPLIT: torch.int16, abi.OFFLOAD_MASTER_SPLIT24: torch.int8}
 
 # In newer versions of torch a param's grad_dtype is the dtype in which autograd makes its gradient. In older
@@ -32,7 +32,7 @@ TELLS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: of a DTensor its shard, else all of it."""
+    """The part of a tensor that this process holds: the shard of a DTensor, or the whole of another tensor."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -43,7 +43,7 @@ def gradient_of(param: Tensor) -> Tensor | None:
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of the param's gradient, or of the one that autograd will make."""
+    """The dtype of the param's gradient, or of the gradient that autograd will make."""
     grad = gradient_of(param)
     if grad is not None:
         return local(grad).dtype
@@ -58,7 +58,7 @@ def set_gradient(param: Tensor, grad: Tensor | None) -> None:
 
 
 def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
-    """The part of a gradient that belongs to what this process holds of the param."""
+    """The part of a gradient for the part of the param that this process holds."""
     if not hasattr(grad, "_local_tensor"):
         return grad
     expected = getattr(param, "placements", "a plain tensor")
@@ -78,8 +78,8 @@ def is_spread(param: Tensor) -> bool:
 
 
 def refuse_fsdp1(name: str, param: Tensor, what: str) -> None:
-    """Raises for params of FullyShardedDataParallel (FSDP1): it does not tell which part of a param this rank
-    has, nor which ranks have the others."""
+    """Raises for params of FullyShardedDataParallel (FSDP1). FSDP1 does not tell which part of a param this rank
+    has, nor which ranks have the other parts."""
     if getattr(param, "_fsdp_flattened", False):
         raise ValueError(
             f"{what} with parameter {name!r}, which FullyShardedDataParallel (FSDP1) has cut into parts "

@@ -16,21 +16,22 @@ import torch.distributed as dist
 
 from .. import abi
 
-# What a rank says of a group that its optimizer still uses, or whose calls have failed.
+# The state of a group that its optimizer still uses, or whose calls have failed.
 TAKEN = -1
-# The number of groups that ranks tell each other of. More optimizers at the same time get groups that nobody uses again.
+# Ranks tell each other of this number of groups. If more optimizers exist at the same time, their groups are used only
+# once.
 MOST_GROUPS = 64
 
 
 class GlooGroup:
-    """A group, and how many calls this rank has made by it. Where ranks have made different numbers of calls, the next
-    one would meet an older one."""
+    """A group, and the number of calls that this rank has made with it. If ranks have made different numbers of
+    calls, the next call of one rank would meet an older call of another."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # torch owns the group: it ends with destroy_process_group().
         self._group = weakref.ref(group)
         self._calls = 0
-        self._last: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # what the last call has used
+        self._last: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # the tensors of the last call
         self._has_failed = False
         self._user: weakref.ref[object] | None = None
 
@@ -47,7 +48,7 @@ class GlooGroup:
 
     @property
     def state(self) -> int:
-        """The number of calls by a group that is free, else TAKEN."""
+        """The number of calls if the group is free, else TAKEN."""
         is_taken = self._user is not None and self._user() is not None
         return TAKEN if is_taken or self._has_failed else self._calls
 
@@ -55,7 +56,7 @@ class GlooGroup:
         self._user = weakref.ref(user)
 
     def fail(self) -> None:
-        """A call has failed: ranks may be at different calls."""
+        """To be called when a call has failed: ranks may be at different calls."""
         self._has_failed = True
 
     def all_gather(self, own: torch.Tensor, timeout: datetime.timedelta) -> list[torch.Tensor]:
@@ -66,8 +67,9 @@ class GlooGroup:
         options = c10d.AllgatherOptions()
         options.timeout = timeout
         self._calls += 1
-        # These live until the next call. torch's thread lets go of them a moment after the wait, and would need the
-        # interpreter if nobody else had them: at the end of the process that thread would terminate it.
+        # These tensors live until the next call. torch's thread drops its references a moment after the wait. If they
+        # were the last references, this thread would need the interpreter; at the end of the process that would
+        # terminate it.
         self._last = own, gathered
         group.allgather([gathered], [own], options).wait(timeout)
         return gathered
@@ -79,7 +81,7 @@ class GlooGroups:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
         self._groups: list[GlooGroup] = []
-        self._agreement: GlooGroup | None = None  # by which ranks agree on a group
+        self._agreement: GlooGroup | None = None  # ranks use it to agree on a group
 
     def take(self, user: object, timeout: datetime.timedelta) -> GlooGroup:
         """A group for as long as the user lives. All ranks must call this at the same point of their program."""

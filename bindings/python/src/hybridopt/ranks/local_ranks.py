@@ -1,8 +1,8 @@
-"""How many ranks share this process's CPUs, and which of them it is.
+"""Finds how many ranks share this process's CPUs, and which number this process has among them.
 
-Launchers do not always say: LOCAL_WORLD_SIZE may be 1 though there are more ranks on the host, or missing;
-and ranks that a launcher has bound to CPUs of their own share them with nobody. So each rank counts
-itself in the store of the process group, under a name that all have that may run on the same CPUs.
+Launchers do not always say: LOCAL_WORLD_SIZE may be 1 although there are more ranks on the host, or it may be
+missing. And a rank that a launcher has bound to CPUs of its own shares them with no other rank. So each rank counts
+itself in the store of the process group, under a name that is the same for all ranks that may run on the same CPUs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..base.checks import is_whole, listed, shown
 
 MOST_RANKS = 65536  # of the library
 
-# By process and name: this one's place among those who have counted themselves, and that with the
-# number of them as it was when the first context was made.
+# By process and name: the number that this process got when it counted itself, and that number together with the count
+# of all, as it was when the first context was made.
 _places: dict[tuple[int, str], int] = {}
 _known: dict[tuple[int, str], tuple[int, int]] = {}
 
 
 def count_in(numa_nodes: int) -> None:
-    """Counts this process, once. Each rank does so when it makes an optimizer: at the first step, which
-    ranks with a model in common do together, all have."""
+    """Counts this process, once. Each rank does so when it makes an optimizer. So at the first step, which ranks
+    with a common model do together, all ranks have counted themselves."""
     key = (os.getpid(), _name(numa_nodes))
     if _has_others() and key not in _places:
         count = _added(key[1], 1)
@@ -35,8 +35,8 @@ def count_in(numa_nodes: int) -> None:
 
 
 def local_rank_and_world(numa_nodes: int) -> tuple[int, int]:
-    """This process's number among those that share its CPUs, and how many these are. Both 0 where there
-    is no process group: the library then looks at LOCAL_RANK and LOCAL_WORLD_SIZE."""
+    """This process's number among the ranks that share its CPUs, and the number of these ranks. Both are 0 if there
+    is no process group: the library then reads LOCAL_RANK and LOCAL_WORLD_SIZE."""
     count_in(numa_nodes)
     key = (os.getpid(), _name(numa_nodes))
     if key not in _known and key in _places and _has_others():
@@ -56,7 +56,8 @@ def _environment_makes_sense() -> bool:
 
 
 def _name(numa_nodes: int) -> str:
-    """Of the CPUs that this process may use: host, container, affinity, and the nodes asked for."""
+    """A name for the CPUs that this process may use: host, container, affinity, and the NUMA nodes that the user
+    names."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             host = file.read().strip()
@@ -68,7 +69,7 @@ def _name(numa_nodes: int) -> str:
 
 
 def _added(name: str, value: int) -> int | None:
-    """The number of that name after something has been added; None where the store is gone."""
+    """Adds to the number of that name and returns the sum; None if the store is gone."""
     try:
         return dist.distributed_c10d._get_default_store().add(name, value)
     except (AttributeError, RuntimeError):
@@ -97,7 +98,7 @@ def mask_of(nodes: Iterable[int] | None) -> int:
 
 
 def check_local_rank(local_rank: int | None, local_world: int | None) -> None:
-    """Refuses one without the other, and a rank outside of its world."""
+    """Refuses one of the two without the other, and a rank outside of its world."""
     if local_rank is None and (local_world is None or is_whole(local_world, 1, 2)):
         return
     if not is_whole(local_world, 1, MOST_RANKS + 1) or not is_whole(local_rank, 0, local_world or 0):

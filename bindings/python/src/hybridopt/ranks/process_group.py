@@ -30,7 +30,7 @@ from .gloo_groups import groups_of
 
 _log = logging.getLogger("hybridopt")
 
-# How many values fit into the message that names the call. More values go in a second message.
+# The number of values that fit into the message that names the call. More values go in a second message.
 SHORT = 32
 
 
@@ -70,7 +70,7 @@ class ProcessGroupComm:
             )
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, expected more than 0")
-        # Sorted, because new_group() sorts ranks: before torch 2.12 it cannot be told not to.
+        # Sorted, because new_group() sorts ranks; before torch 2.12 this cannot be switched off.
         ranks = list(range(dist.get_world_size())) if ranks is None else sorted(ranks)
         if dist.get_rank() not in ranks:
             raise ValueError(
@@ -81,7 +81,7 @@ class ProcessGroupComm:
         self.world = len(ranks)
         self.timeout_ns = int(timeout_seconds * 1e9)
         self.error = ""  # why the first failed call failed
-        self.no_clipping = no_clipping  # why the norm of these ranks may not be the whole norm
+        self.no_clipping = no_clipping  # the reason why clipping is refused: these ranks may not have the whole norm
         self.no_saving = ""  # why a checkpoint cannot hold the params of these ranks
         self._gloo = groups_of(tuple(ranks)).take(self, datetime.timedelta(seconds=timeout_seconds))
 
@@ -92,7 +92,8 @@ class ProcessGroupComm:
     @property
     def table(self) -> abi.offload_comm_t:
         """The library calls the table's functions until the optimizer is destroyed. The optimizer keeps the table
-        alive, the table the functions, and these this object, which does not refer to the table."""
+        alive, the table keeps the functions alive, and the functions keep this object alive, which does not refer to
+        the table."""
         return abi.offload_comm_t(
             rank=self.rank,
             world=self.world,
@@ -185,11 +186,11 @@ class ProcessGroupComm:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """In this context ranks exchange information by the group. After an error that only some of them may have
-        got, nobody uses the group again."""
+        """In this context ranks exchange information with the group. After an error that only some ranks may have
+        got, no rank uses the group again."""
         try:
             yield
-        except ValueError:  # what they have exchanged is wrong, for all of them
+        except ValueError:  # the exchanged information is wrong, and all ranks see that
             raise
         except BaseException:
             self._gloo.fail()

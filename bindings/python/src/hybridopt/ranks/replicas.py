@@ -1,16 +1,6 @@
 """Finds which ranks hold the same tensor, so that exactly one of them counts it in the norm and saves it.
 
-The placements of a DTensor whose mesh has all ranks say so. Two other kinds of params need more:
-
-    plain tensors               with DistributedDataParallel; with tensor parallelism, params that its plan
-                                does not name
-    DTensors on a part of the   on a mesh (dp, tp), say, params that the plan of tp does not name are on a
-    ranks                       mesh of dp alone: each tp rank has its own mesh with the same shards
-
-Several ranks or meshes then have a param of the same name. It is one tensor if the bits are the same and
-all these ranks are in one device mesh of other params, or in the group that the caller names. Without such
-a mesh or group this cannot be decided: stages of a pipeline may have params of the same name and even of
-the same bits. If the caller's group lacks some of these ranks, they have different tensors.
+If a DTensor's mesh has all ranks, its placements say that. Two other kinds of params need more:
 """
 
 from __future__ import annotations
@@ -25,7 +15,7 @@ from torch import Tensor
 from ..params.sharding import SHARD_ATTRIBUTE, TensorShard
 
 Ranks = tuple[int, ...]  # numbers in the whole job
-_DIGEST_ELEMENTS = 1 << 22  # elements at once: their 64-bit copies take 64 MiB
+_DIGEST_ELEMENTS = 1 << 22  # elements that are read at a time: their 64-bit copies take 64 MiB
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

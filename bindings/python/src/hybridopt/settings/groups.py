@@ -21,7 +21,7 @@ REFUSING_FSDP1 = ("max_grad_norm", "process_group", "overlap")
 
 
 def check_values(index: int, group: dict[str, Any], owner: str) -> None:
-    """Refuses what can be written into a group at any time. `owner` is the class of the optimizer."""
+    """Checks the values that can be written into a group at any time. `owner` is the class of the optimizer."""
     check_lists(index, group)
     for option, why in UNSUPPORTED.items():
         value = group.get(option)

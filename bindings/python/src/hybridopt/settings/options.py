@@ -1,4 +1,4 @@
-"""The keyword arguments that all optimizers here have beside torch's, in one row each."""
+"""The keyword arguments that all optimizers of this package have in addition to torch's, in one row each."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Option(NamedTuple):
     kind: str  # the type, for people
     default: Any
     about: str
-    check: Check = anything  # of it alone; checked() has what options have to do with each other
+    check: Check = anything  # of this option alone; checked() compares options with each other
     changed_by: str = "give it to the constructor"  # after the optimizer has been made
 
 
@@ -310,7 +310,7 @@ class OffloadOptions(TypedDict, total=False):
         Option(
             "float",
             600.0,
-            """a rank that does not answer for so long has failed.""",
+            """a rank that does not answer within this time has failed.""",
             expect(
                 lambda v: is_finite(v) and 0 < v < MOST_SECONDS,
                 f"a number of seconds above 0 and below {MOST_SECONDS:.0e}",
@@ -355,7 +355,8 @@ def movable_bits(words: Iterable[str]) -> int:
 
 
 def refuse_in_group(index: int, group: dict[str, Any]) -> None:
-    """Options hold for the whole optimizer; torch would keep them in a param group without a word."""
+    """Refuses options in a param group: they hold for the whole optimizer, and torch would keep them in the group
+    silently."""
     if DEFAULT_OPTIONS.keys().isdisjoint(group):
         return
     name = next(name for name in DEFAULT_OPTIONS if name in group)
@@ -366,7 +367,7 @@ def refuse_in_group(index: int, group: dict[str, Any]) -> None:
 
 
 def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
-    """The options of an optimizer of that class with their defaults; refuses what is none."""
+    """The options of an optimizer of that class, completed by the defaults. Refuses unknown options."""
     for name in options:
         if name not in ROWS:
             raise TypeError(

@@ -114,9 +114,9 @@ def choose(
 
 
 class Leftover:
-    """offload_fraction="auto" without a budget: all state is on the host until two steps have shown how
-    much of the device is needed for other things. Then as much of the state goes there as the device has
-    left, less the headroom. If torch runs out of memory after that, all of it goes back for good."""
+    """offload_fraction="auto" without a budget: all state is on the host until two steps have shown how much device
+    memory other things need. Then as much of the state goes to the device as its free memory allows, less the
+    headroom. If torch runs out of memory after that, all state goes back to the host for good."""
 
     def __init__(self, memory: DeviceMemory, headroom: float) -> None:
         self._memory = memory

@@ -40,10 +40,10 @@ MIN_BYTES = 1 << 20
 
 
 class Thread(threading.local):
-    """What each thread has entered."""
+    """The contexts that each thread has entered."""
 
     def __init__(self) -> None:
-        self.passes: list[ForwardPass | None] = []  # of with statements; None: in a backward pass
+        self.passes: list[ForwardPass | None] = []  # passes of with statements; None: in a backward pass
         self.entered: list[Entered] = []
 
 
@@ -61,7 +61,7 @@ class Entered:
 
 
 class Keyed:
-    """What stash("key") gives: a forward pass of the program of that name."""
+    """What stash("key") returns: a context for a forward pass of the program with this name."""
 
     def __init__(self, stash: ActivationStash, key: str) -> None:
         self._stash = stash
@@ -157,13 +157,13 @@ class ActivationStash:
         self._names = Names()
         if model is not None:
             self._names.watch(model)
-        # Models are not held: somebody else may want their memory.
+        # Weak references: the stash must not keep the memory of models.
         self._module_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         if model is not None:
             self._module_names.update((module, name) for name, module in model.named_modules())
         self._wanted: tuple[str, ...] = ()
         self._roles = Roles(self._names.stack)
-        self._is_telling = False  # dry_run() needs roles
+        self._is_telling = False  # set during dry_run(), which needs roles
         self._programs: dict[str, Program] = {}
         self._previous: weakref.ref[ForwardPass] | None = None
         self._wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -178,7 +178,7 @@ class ActivationStash:
     # ------------------------------------------------------------------------------ what users call --
 
     def __enter__(self) -> ActivationStash:
-        """A forward pass begins: until the end of the with statement, what autograd saves may be put aside."""
+        """Begins a forward pass: until the end of the with statement, tensors that autograd saves may be put aside."""
         self._enter("")
         return self
 
@@ -186,9 +186,9 @@ class ActivationStash:
         self._exit("", kind is None)
 
     def __call__(self, key: str) -> Keyed:
-        """For a with statement: the same as the stash itself, for a program that saves other tensors than those
-        of other keys. Each of them is measured and chosen for by itself: the chunks of a model in an
-        interleaved pipeline, say."""
+        """For a with statement: like the stash itself, but for a program that saves other tensors than the programs
+        of other keys, for example a chunk of a model in an interleaved pipeline. Each program is measured by itself
+        and gets a choice of its own."""
         check_key("stash()", key)
         return Keyed(self, key)
 
@@ -259,7 +259,7 @@ class ActivationStash:
 
     @property
     def fraction(self) -> float | None:
-        """The argument of this name. It can be assigned; the next forward pass is measured again."""
+        """The argument `fraction`. It can be assigned; then the next forward pass is measured again."""
         return self._fraction
 
     @fraction.setter
@@ -268,9 +268,9 @@ class ActivationStash:
         self.measure_again()
 
     def measure_again(self) -> None:
-        """The next forward and backward passes are measured as the first ones were: for a model, a batch size or
-        a machine that has changed. The stash does so by itself where a pass saves another number of tensors than
-        before, twice the same."""
+        """Makes the stash measure the next forward and backward passes as it measured the first ones: for a changed
+        model, batch size or machine. The stash does so by itself if two passes one after the other save the same
+        number of tensors, and this number is not that of the measured pass."""
         with self._lock:
             self._programs.clear()
 
@@ -302,8 +302,9 @@ class ActivationStash:
         return Table.of(ranges, forward_seconds, self._link(), self._budget_bytes, self._keep_last)
 
     def choice(self, key: str = "") -> Choice | None:
-        """What goes to the host in each forward pass; None until a forward and a backward pass have been measured.
-        Where a pass has saved nothing that may go (nothing of min_bytes, say) it is a choice without tensors."""
+        """The choice of the tensors that go to the host in each forward pass; None until a forward and a backward
+        pass have been measured. If a pass has saved no tensor that may go (for example none of min_bytes), the
+        choice has no tensors."""
         check_key("choice()", key)
         with self._lock:
             program = self._programs.get(key)
@@ -320,8 +321,8 @@ class ActivationStash:
         return stats_of(self._handle.stats(), self._saved, weights.host_bytes(), weights.away_bytes())
 
     def close(self) -> None:
-        """Gives the host memory back. Backward passes that need what is in it raise from now on. Modules that
-        were wrapped are called as before, with their weights on the device; remove() their wrapping."""
+        """Gives the host memory back. From now on a backward pass that needs this memory raises. Modules that were
+        wrapped are called as before, with their weights on the device; call remove() of their Wrapping."""
         if not self._handle.closed:
             with self._lock:
                 self._weights.remove(self._weights.modules())
@@ -334,7 +335,7 @@ class ActivationStash:
         return f"{type(self).__name__} (\n{lines})"
 
     def _particulars(self) -> dict[str, str]:
-        """What repr() tells. It does not wait, and does not raise."""
+        """The content of repr(). It does not wait, and does not raise."""
         particulars = {"device": str(self._device), "budget": readable(self._budget_bytes)}
         if self._handle.closed:
             return {**particulars, "in use": "none, the stash is closed"}
@@ -412,7 +413,7 @@ class ActivationStash:
         )
 
     def _link(self) -> Link:
-        """As the device has timed it; on the CPU as the host has."""
+        """The speed of the link, as the device has measured it; on the CPU, as the host has."""
         return link_of(self._handle.stats()) or self._transfers.link()
 
     # ---------------------------------------------------------------------------- wrapped modules --
@@ -465,7 +466,7 @@ class ActivationStash:
             return
         thread = self._thread
         while any(each.module is layer for each in thread.entered):
-            thread.entered.pop().leave()  # Ctrl-C has ended its last call without a word
+            thread.entered.pop().leave()  # Ctrl-C has ended its last call before the hook ran
         if layer in self._weights:
             with self._lock:
                 self._weights.enter(layer, is_backward=False)
@@ -546,7 +547,7 @@ class ActivationStash:
         if kind is not Tensor and kind is not nn.Parameter:
             if not is_traceable_wrapper_subclass(tensor) or is_param(tensor):
                 return Kept(tensor, self._names.module)
-            wait = getattr(tensor, "trigger_wait", None)  # what a collective will give
+            wait = getattr(tensor, "trigger_wait", None)  # the tensor that a running collective will return
             if wait is not None:
                 return self._save(wait())
             names, context = tensor.__tensor_flatten__()
@@ -559,7 +560,7 @@ class ActivationStash:
         return self._put(tensor, this)
 
     def _save_part(self, part: Any) -> Any:
-        return self._save(part) if isinstance(part, Tensor) else part  # a DeviceMesh, say
+        return self._save(part) if isinstance(part, Tensor) else part  # for example a DeviceMesh
 
     def _pass_now(self) -> ForwardPass | None:
         if _is_in_backward():
@@ -605,19 +606,19 @@ class ActivationStash:
 
 @functools.cache
 def _hook_steps() -> None:
-    """Once, for all stashes: torch has no hook that ends with its stash."""
+    """Registers one hook for all stashes, because torch has no hook that ends with its stash."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before the step of any optimizer."""
+    """torch calls this before the step of any optimizer."""
     lists = [group.get("params") for group in optimizer.param_groups]
     params = [param for each in lists if isinstance(each, (list, tuple)) for param in each]  # the step refuses others
     for keeper in list(keepers):
         keeper.come_for_step(params)
 
 
-# Older versions of torch do not tell.
+# Older versions of torch do not have this function.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 

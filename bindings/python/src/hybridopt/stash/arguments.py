@@ -1,4 +1,4 @@
-"""The arguments of a stash: checks, and what they stand for."""
+"""The arguments of a stash: checks them and translates them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _device_or_none(device: Any) -> torch.device | None:
 
 
 def context_of(device: torch.device, pin: bool) -> Context:
-    """The one that optimizers with default options on this device have, too."""
+    """The context that optimizers with default options on this device also use."""
     return context_for(
         device,
         None,

@@ -1,4 +1,4 @@
-"""Ranges of device memory that go to the host and come back. A range goes once, however many tensors over
+"""Ranges of device memory that are copied to the host and back. A range is copied once, even if several tensors over
 it were saved."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..abi.errors import HybridoptError, InvalidStateError
 from ..base.modes import current_stream
 from .choice import Link
 
-# A range comes back to an address with the same remainder: the order in which some kernels add depends on
-# how their data is aligned.
+# A range comes back to an address with the same remainder modulo this number: the order in which some kernels add
+# depends on the alignment of their data.
 ALIGNMENT = 64
 
 
 class Handle(Protocol):
-    """What the copies are queued with: abi.stash.Stash."""
+    """The functions of abi.stash.Stash that queue copies."""
 
     @property
     def closed(self) -> bool: ...
@@ -40,8 +40,8 @@ class Handle(Protocol):
 
 
 class Counter:
-    """Bytes that a forward pass has on the device. Blocks may die at any moment, in any thread and in the
-    middle of a statement of this class: what they give back is noted and subtracted later."""
+    """Bytes that a forward pass has on the device. A block may be deleted at any moment, in any thread, even in the
+    middle of a statement of this class. So the bytes that it frees are noted, and subtracted later."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -91,15 +91,15 @@ class Block:
         self.storage: torch.UntypedStorage | None = storage
         self.address = address
         self.bytes = size_bytes
-        self.origin = StorageWeakRef(storage)  # whether somebody has the memory that it was saved from
+        self.origin = StorageWeakRef(storage)  # tells whether the memory that was saved still exists
         self.padding = address % ALIGNMENT
         self.buffer: Tensor | None = None
         self.ticket = 0
         self.stream = 0
         self.transfers: Transfers | None = None
         self.counter: Counter | None = None
-        self.forward_pass: Any = None  # which knows what comes back next
-        self.place = -1  # in the order of the pass
+        self.forward_pass: Any = None  # it decides which block comes back next
+        self.place = -1  # its index in the order of the pass
         self.was_used = False
 
     def __del__(self) -> None:
@@ -109,7 +109,7 @@ class Block:
             self.transfers.abandon(self.ticket, self.stream, (self.storage, self.buffer))
 
     def memory(self) -> tuple[torch.UntypedStorage, int]:
-        """A storage, and at which byte of it the block's address is now."""
+        """A storage, and the byte of this storage at which the block begins now."""
         if self.storage is not None:
             return self.storage, self.address - self.storage.data_ptr()
         assert self.buffer is not None
@@ -117,8 +117,8 @@ class Block:
 
 
 class Transfers:
-    """Queues copies of blocks, and keeps memory alive that copies still read or write. Never by
-    record_stream: which stream waits for which copy is said to the library."""
+    """Queues copies of blocks, and keeps memory alive while copies read or write it. It does not use
+    record_stream(): the library is told which stream waits for which copy."""
 
     def __init__(self, handle: Handle, device: torch.device) -> None:
         self.handle = handle
@@ -141,13 +141,14 @@ class Transfers:
         return block.ticket != 0
 
     def link(self) -> Link:
-        """On the CPU, where a push is the copy itself. Elsewhere the device times copies."""
+        """The speed of the link on the CPU, where a push is the copy itself. On other devices the device measures
+        copies."""
         is_timed = self._device.type == "cpu" and self._seconds > 0.0
         speed = self._pushed_bytes / self._seconds if is_timed else 1.0
         return Link(speed, speed)
 
     def release(self, block: Block) -> None:
-        """Lets the memory of a block go: its stream may use it again when the copy has ended."""
+        """Releases the device memory of a block: its stream may use the memory again when the copy has ended."""
         self.handle.release(block.ticket, block.stream)
         block.storage = None
 
@@ -161,7 +162,7 @@ class Transfers:
         block.buffer = buffer
 
     def bring_back(self, block: Block) -> None:
-        """The current stream may use the block."""
+        """Makes the current stream wait until it may use the block."""
         if block.buffer is None:
             self.prefetch(block)
         self.handle.pop(block.ticket, block.stream)
@@ -169,8 +170,8 @@ class Transfers:
         self.follow(block)
 
     def follow(self, block: Block) -> None:
-        """If the current stream is another one than that of a block which is back, copies the block:
-        memory belongs to the stream that it was taken on, which would use it again too early."""
+        """If a block is back on a stream other than the current one, copies the block: memory belongs to the stream
+        on which it was allocated, and that stream would reuse it too early."""
         stream = current_stream(self._device)
         if stream == block.stream or block.buffer is None:
             return
@@ -187,7 +188,8 @@ class Transfers:
         return 0 if self._device.type == "cpu" else torch.cuda.default_stream(self._device).cuda_stream
 
     def order(self, owner: int, user: int) -> None:
-        """Memory of one stream is let go that another one has used: the owner waits for that."""
+        """To be called when memory of the stream `owner` is released that the stream `user` has used: the owner
+        waits for the user."""
         if owner != user:
             self._stream(owner).wait_stream(self._stream(user))
 
@@ -202,13 +204,13 @@ class Transfers:
         return torch.cuda.stream(self._stream(stream))
 
     def abandon(self, ticket: int, stream: int, memory: Any) -> None:
-        """Ends a ticket that nobody needs. `memory` is let go when its stream waits for the copies."""
+        """Ends a ticket that is not needed any more. `memory` is released when its stream waits for the copies."""
         self._abandoned.append((ticket, stream, memory))
         self.end_abandoned()
 
     def end_abandoned(self) -> None:
-        """A block may die inside of this very function, by the collection of garbage: the thread that has
-        the lock ends the block too."""
+        """A block may be deleted inside of this function, by the garbage collection. Then the thread that has the
+        lock also ends that block."""
         while self._abandoned and self._ending.acquire(blocking=False):
             try:
                 while self._abandoned and not self.handle.closed:

@@ -1,4 +1,4 @@
-"""Which tensors go to the host: pure numbers of one measured pass."""
+"""Chooses the tensors that go to the host, from the numbers of one measured pass alone."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 @dataclasses.dataclass
 class Measured:
-    """A range of memory that may go, as a forward and a backward pass have shown it."""
+    """A range of memory that may go to the host, as measured in a forward and a backward pass."""
 
     bytes: int
-    name: str  # of the module that saved it
-    role: str  # of the function of torch that saved it
+    name: str  # the module that saved it
+    role: str  # the role of torch's function that saved it
     group: int  # the call of a wrapped module; without wrapped modules each range is a group
-    saved: float  # seconds that the device had computed when it was saved, waits for copies left out
-    used: float | None  # the same when the backward pass first used it; None: it did not
-    is_held: bool  # somebody else held the memory in between, so that to put it aside frees nothing
+    saved: float  # computing seconds of the device before it was saved, without waits
+    used: float | None  # the same before the backward pass first used it; None: it did not
+    is_held: bool  # other code held the memory, so putting it aside frees nothing
 
     @property
     def lifetime(self) -> float:
@@ -29,7 +29,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """How many bytes the link copies in a second, in each direction."""
+    """The bytes that the link copies in a second, in each direction."""
 
     down: float
     up: float
@@ -67,12 +67,12 @@ class Choice:
 
 
 def nothing(link: Link) -> Choice:
-    """The choice where a pass has saved nothing that may go."""
+    """The choice for a pass that has saved no tensor that may go."""
     return choose([], 0.0, link, budget_bytes=0, keep_last=0, fraction=None)
 
 
 def candidates(ranges: Sequence[Measured], keep_last: int) -> list[int]:
-    """The places of those that may go, longest lifetime first."""
+    """The places of the ranges that may go, longest lifetime first."""
     groups = sorted({each.group for each in ranges})
     last = set(groups[max(len(groups) - keep_last, 0) :])
     places = (
@@ -83,28 +83,28 @@ def candidates(ranges: Sequence[Measured], keep_last: int) -> list[int]:
     return sorted(places, key=lambda place: -ranges[place].lifetime)
 
 
-# The share of the link that is counted on: other copies use it too.
+# The share of the link that a choice may use: other copies use the link too.
 LINK_SHARE = 0.9
 
 
 class Hidden:
-    """Which copies the link can do beside what the device computes: down before the forward pass ends,
-    up after that, each before it is used."""
+    """Finds which copies the link can do while the device computes: copies down before the forward pass ends, copies
+    up after that, each before its range is used."""
 
     def __init__(self, ranges: Sequence[Measured], forward_seconds: float, link: Link) -> None:
         self._link = link
         used = [math.inf if each.used is None else each.used for each in ranges]
         by_use = sorted(range(len(ranges)), key=used.__getitem__)
         self._turn = {place: turn for turn, place in enumerate(by_use)}
-        # What the link could still copy of the ranges from each one on, in seconds.
+        # For each range: the seconds for which the link is still free for this range and all later ones.
         self._down = forward_seconds - _numbers([each.saved for each in ranges])
-        # When each use comes, and until then how long the link works for it and for those before it.
+        # For each use: its time, and how long the link works until then for its range and for the ranges before it.
         self._uses = _numbers([used[place] - forward_seconds for place in by_use])
         self._busy = torch.zeros_like(self._uses)
         self._goes = torch.zeros_like(self._uses, dtype=torch.bool)
 
     def take(self, place: int, size_bytes: int) -> bool:
-        """Takes a range whose two copies can be hidden beside those of the ranges taken before."""
+        """Takes a range if both of its copies can be hidden beside those of the ranges taken before."""
         down, up = (size_bytes / (LINK_SHARE * speed) for speed in (self._link.down, self._link.up))
         turn = self._turn[place]
         if bool(self._down[: place + 1].min() < down):
@@ -132,8 +132,8 @@ def choose(
     keep_last: int,
     fraction: float | None,
 ) -> Choice:
-    """Those that live longest go first: until the link can hide no more, or, if there is a fraction,
-    until that share of all bytes goes."""
+    """Ranges with the longest lifetime go first: until the link can hide no more; or, if there is a fraction, until
+    that share of all bytes goes."""
     eligible_bytes = sum(each.bytes for each in ranges)
     limit_bytes = budget_bytes
     if fraction is not None:
@@ -166,15 +166,15 @@ def choose(
     )
 
 
-# Copies back begin earlier than they need to, by this factor: nothing is lost if one takes longer.
+# Copies back begin earlier than necessary by this factor, so that no time is lost if a copy takes longer.
 MARGIN = 1.25
 
 
 def schedule(
     ranges: Sequence[Measured], goes: Sequence[bool], link: Link
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """In which order ranges come back, and after how many uses the copy of each begins: as late as
-    possible, because until then others have the memory."""
+    """The order in which ranges come back, and after how many uses the copy of each begins. Copies begin as late as
+    possible, because until then other tensors use the memory."""
     uses = sorted((each.used, place) for place, each in enumerate(ranges) if each.used is not None)
     times = [time for time, _ in uses]
     order, begin = [], []

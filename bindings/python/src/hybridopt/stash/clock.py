@@ -1,4 +1,4 @@
-"""When something happens on the device that computes."""
+"""Clocks that tell when work on the computing device happens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Clock(Protocol):
         """Whether the device has come to a point."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """From one point to another; waits until both have passed."""
+        """The seconds from one point to another; waits until both have passed."""
 
 
 class HostClock:
-    """On the CPU work is done when it has been called."""
+    """For the CPU, where work is done when its call returns."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -33,7 +33,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """The host queues work long before a GPU does it: events tell when that was."""
+    """For a GPU, which does work long after the host has queued it: events tell when."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

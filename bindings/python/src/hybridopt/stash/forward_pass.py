@@ -1,5 +1,5 @@
-"""One forward pass and the backward pass over it: which ranges go, when their memory is let go, and when they
-come back."""
+"""One forward pass and its backward pass: decides which ranges go, when their memory is released, and when they come
+back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .clock import Clock
 
 
 class Record:
-    """What a measured pass knows of a range: when its save and its first use began and ended, as points of the
-    clock. In between streams may have waited for copies."""
+    """The measurements of a range: when its save and its first use began and ended, as points of the clock. Between
+    these points streams may have waited for copies."""
 
     def __init__(self, block: Block, name: str, role: str, group: int) -> None:
         self.bytes = block.bytes
@@ -29,9 +29,9 @@ class Record:
 
 
 class ForwardPass:
-    """With a choice, the pass has no more on the device than what the choice keeps, and a window if the link is too
-    slow for what goes. Without one, it has no more than a window, so that a model that does not fit without a stash
-    can be measured."""
+    """With a choice, the pass has on the device at most what the choice keeps, plus a window if the link is too slow
+    for the ranges that go. Without a choice it has at most a window, so that even a model that needs the stash in
+    order to fit can be measured."""
 
     def __init__(
         self, transfers: Transfers, choice: Choice | None, clock: Clock | None, window_bytes: int | None
@@ -46,7 +46,7 @@ class ForwardPass:
         self._kept_bytes = 0
         self._largest_bytes = 0 if choice is None else choice.largest_bytes
         self._uses = 0
-        self._next: int | None = None  # the turn, in the order of coming back, of the next one
+        self._next: int | None = None  # the next block's index in the order of coming back
         self.records: list[Record] = []
         self.forward_end: Any = None
         self._last_use_end: Any = None  # a point of the clock
@@ -65,7 +65,7 @@ class ForwardPass:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody can use what was saved any more."""
+        """Whether no code can use the saved tensors any more."""
         return all(block() is None for block in self._blocks)
 
     # -------------------------------------------------------------------------------- forward --
@@ -96,12 +96,13 @@ class ForwardPass:
             self.forward_end = self._clock.now()
 
     def release_all(self) -> None:
-        """Lets all memory go that copies still read: the next forward pass needs it."""
+        """Releases all memory that copies still read: the next forward pass needs it."""
         self._release(-1)
 
     def _forward_limit_bytes(self) -> int:
-        """Copies that are hidden have ended when the last of what stays is there: they need no window. Those of a
-        fraction may be late, and what is saved last is used first: it need not have left."""
+        """The most bytes of the forward pass. Hidden copies have ended when the last range that stays is there, so
+        they need no window. The copies of a fraction may be late; the ranges saved last are used first, so they need
+        not have left."""
         is_hidden = self._choice is not None and self._choice.is_hidden
         return self._staying_bytes() if is_hidden else self._limit_bytes()
 
@@ -123,7 +124,7 @@ class ForwardPass:
     # ------------------------------------------------------------------------------- backward --
 
     def use(self, block: Block) -> None:
-        """Makes a block usable on the current stream, and brings back what comes next."""
+        """Makes a block usable on the current stream, and begins to bring back the next blocks."""
         if block.was_used:
             self._transfers.follow(block)
             return
@@ -175,13 +176,13 @@ class ForwardPass:
 
     @property
     def has_ended_on_device(self) -> bool:
-        """Whether measured() need not wait."""
+        """Whether measured() returns without a wait."""
         assert self._clock is not None
         return self._last_use_end is None or self._clock.has_passed(self._last_use_end)
 
     def measured(self) -> tuple[list[Measured], float]:
-        """All ranges, and the seconds of the forward pass. Waits that copies caused are left out. What stays here
-        shows nothing of who holds it: an earlier measurement has."""
+        """All ranges, and the seconds of the forward pass, without waits that copies caused. If a range stays in
+        this pass, the pass cannot tell whether other code holds the range; an earlier measurement has told that."""
         held = () if self._choice is None else self._choice.held
         clock, records = self._clock, self.records
         assert clock is not None and records and records[0].saved is not None

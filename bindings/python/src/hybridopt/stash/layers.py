@@ -1,4 +1,4 @@
-"""The layers that wrap() wraps: what is called around each of their calls, and what ends that."""
+"""The hooks of layers that wrap() wraps: what they call around each call of a layer, and how they are removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .names import Call
 
 
 class Wraps(Protocol):
-    """What the hooks of a layer call."""
+    """The methods that the hooks of a layer call."""
 
     def _enter_layer(self, layer: nn.Module, name: str) -> None: ...
 
@@ -23,8 +23,8 @@ class Wraps(Protocol):
 
 
 class LayerHooks:
-    """What is called before and after a wrapped module. Who has the weights of a module must not go before the module
-    does: then these keep the stash alive."""
+    """Is called before and after a wrapped module. If the stash has the weights of a module, it must live as long as
+    the module: then these hooks keep the stash alive."""
 
     def __init__(self, stash: Wraps, layer: nn.Module, name: str, keeps_stash: bool) -> None:
         self._stash = weakref.ref(stash)
@@ -32,11 +32,11 @@ class LayerHooks:
         self._layer = weakref.ref(layer)
         self._name = name
         self._has_ended = False
-        self._compiled: Callable[..., Any] | None = None  # what around() has got
-        self._call: weakref.ref[Any] | None = None  # what it has given
+        self._compiled: Callable[..., Any] | None = None  # the argument of around()
+        self._call: weakref.ref[Any] | None = None  # the result of around()
 
     def attach(self, layer: nn.Module) -> Iterator[Callable[[], None]]:
-        """Hooks the layer. Gives what undoes that."""
+        """Hooks the layer. Yields functions that undo that."""
         compiled = layer._compiled_call_impl
         if compiled is None:
             yield layer.register_forward_pre_hook(Call(self.before), prepend=True).remove
@@ -58,7 +58,7 @@ class LayerHooks:
             stash._leave_layer(layer, self._name, arguments[-1] if arguments else None)
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """For a module whose call is compiled, so that torch calls no hooks of it."""
+        """Wraps the compiled call of a module, because torch does not call the hooks of such a module."""
 
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class LayerHooks:
         return call
 
     def end(self) -> None:
-        """Undoes around(). What others have put around it since stays."""
+        """Undoes around(). Wrappers that other code has put around it since then stay."""
         self._has_ended, self._kept = True, None
         layer = self._layer()
         if layer is not None and self._call is not None and layer._compiled_call_impl is self._call():
@@ -84,15 +84,15 @@ class LayerHooks:
 
 
 class Wrapping:
-    """What wrap() gives: remove() ends it."""
+    """What wrap() returns: its remove() ends the wrapping."""
 
     def __init__(self, undo: list[Callable[[], None]], bring_back: Callable[[], None]) -> None:
         self._undo = undo
         self._bring_back = bring_back
 
     def bring_back(self) -> None:
-        """All params of the modules are on the device when this returns, for code that reads or writes them outside
-        of the modules' forward and backward passes. With weights=True they leave again after their next use."""
+        """Brings all params of the modules to the device, for code that reads or writes them outside of the modules'
+        forward and backward passes. With weights=True they leave again after their next use."""
         self._bring_back()
 
     def remove(self) -> None:

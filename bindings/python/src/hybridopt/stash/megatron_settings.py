@@ -1,4 +1,4 @@
-"""The settings by which users of Megatron-LM and Transformer Engine say what leaves the GPU, for a stash."""
+"""Translates the settings by which users of Megatron-LM and Transformer Engine choose what leaves the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module and which function of torch is at work: tensors get their names from that."""
+"""Finds which module and which function of torch is running: saved tensors get their names from that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..base.checks import shown
 from ..base.owned_hooks import Uncopied
 
-# What functions save, by their role in a model.
+# The functions that save tensors, by their role in a model.
 ROLES: dict[str, tuple[Any, ...]] = {
     "norm": (
         functional.layer_norm,
@@ -73,7 +73,7 @@ MEGATRON = {
 
 
 class Stack(threading.local):
-    """Of each thread: the modules that are at work, outermost first, and the function of torch."""
+    """For each thread: the running modules, outermost first, and the running function of torch."""
 
     def __init__(self) -> None:
         self.modules: list[str] = []
@@ -81,7 +81,7 @@ class Stack(threading.local):
 
 
 class Watch:
-    """Hooks of one module that tell when it is at work. Copies of the module do without."""
+    """Hooks of one module that tell when it runs. Copies of the module do not have them."""
 
     def __init__(self, name: str, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
         self._name = name
@@ -97,7 +97,7 @@ class Watch:
             leave(self._name)
 
     def attach(self, module: nn.Module) -> list[Callable[[], None]]:
-        """Gives what undoes it."""
+        """Returns functions that undo it."""
         return [
             module.register_forward_pre_hook(Call(self.before), prepend=True).remove,
             module.register_forward_hook(Call(self.after), always_call=True).remove,
@@ -105,7 +105,7 @@ class Watch:
 
 
 class Call(Uncopied):
-    """A hook that copies and pickles of its module have no part in."""
+    """A hook that has no effect in copies and pickles of its module."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -115,7 +115,7 @@ class Call(Uncopied):
 
 
 class Roles(TorchFunctionMode):
-    """Notes the role of the function of torch that is at work."""
+    """Notes the role of the running function of torch."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Names:
 
     def _leave(self, name: str) -> None:
         while self.stack.modules and self.stack.modules.pop() != name:
-            pass  # a module below that was left by an exception before its hook was called
+            pass  # an inner module that was left by an exception before its hook was called
 
     @property
     def module(self) -> str:
@@ -170,7 +170,7 @@ class Names:
                 )
 
     def is_one_of(self, wanted: Iterable[str]) -> bool:
-        """Whether what is at work has one of the names."""
+        """Whether a running module or function has one of the names."""
         return any(
             self.stack.role == name or matches(self.module, name) for name in wanted
         )
@@ -183,7 +183,7 @@ class Names:
 
 
 def matches(module: str, name: str) -> bool:
-    """Whether the parts of a name ("attention.core") are parts of a module's, one behind the other."""
+    """Whether the parts of a name ("attention.core") are consecutive parts of a module's name."""
     parts, wanted = module.split("."), MEGATRON.get(name, name).split(".")
     return any(
         all(map(fnmatch.fnmatchcase, parts[begin:], wanted))

@@ -1,4 +1,4 @@
-"""What autograd keeps instead of a tensor, from which the tensor comes back as it was."""
+"""The objects that autograd keeps instead of a tensor, and from which the tensor is restored."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _without_elements(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Guard:
-    """Tells whether a tensor has been changed in place since it was saved, also when its memory has been let
-    go. (torch does not look at tensors that hooks have saved.)"""
+    """Tells whether a tensor has been changed in place since it was saved, even if its memory has been released.
+    (torch does not check this for tensors that hooks have saved.)"""
 
     __slots__ = ("_counter", "_kind", "_maker", "_module", "_version")
 
@@ -55,7 +55,8 @@ class Kept:
     __slots__ = ("guard", "tensor")
 
     def __init__(self, tensor: Tensor, module: str) -> None:
-        # A saved result refers to the node that saves it: to hold it would be a circle.
+        # The result of a node refers to the node that saves it, so keeping the tensor itself would be a reference
+        # cycle.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.guard = Guard(tensor, module, self.tensor)
 
@@ -80,7 +81,7 @@ class Put:
         self.guard = Guard(tensor, module, counter)
 
     def restore(self) -> Tensor:
-        """Once the block is on the device."""
+        """To be called when the block is on the device."""
         storage, begin = self.block.memory()
         offset = (begin + self.offset_bytes) // self.dtype.itemsize
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -88,7 +89,7 @@ class Put:
 
 
 class Wrapped:
-    """A tensor made of others (a DTensor, say), each of which was saved by itself."""
+    """A tensor that consists of others (for example a DTensor), each of which was saved by itself."""
 
     __slots__ = ("context", "guard", "parts", "shape", "stride", "type")
 
@@ -112,8 +113,8 @@ class Wrapped:
 
 
 def is_param(tensor: Tensor) -> bool:
-    """Whether a tensor is a param or a view of one, or something else that the caller holds and wants a
-    gradient of."""
+    """Whether a tensor is a param, a view of a param, or another tensor of the caller for which the caller wants a
+    gradient."""
     base = tensor._base
     return _is_wanted(tensor) or (base is not None and _is_wanted(base))
 
@@ -134,19 +135,20 @@ def may_go(tensor: Tensor, device: torch.device, min_bytes: int) -> bool:
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of its elements, and how many bytes there are from it to the last one."""
+    """The address of its first element, and the number of bytes from there to the end of its last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-# A view with holes goes with what lies between its elements, if that is at most this many times larger.
+# A view with holes goes together with the bytes between its elements, if its span is at most this many times larger
+# than its elements.
 HOLES = 4
 
 
 def range_of(tensor: Tensor) -> tuple[int, int] | None:
-    """The range that goes for a tensor: its span, or that of the whole tensor it is a view of, so that views
-    between each other's elements (queries, keys and values in one matrix) go together, once. None: there are
-    too many holes."""
+    """The range that is put aside for a tensor: its span, or that of the whole tensor of which it is a view. So
+    views between each other's elements (queries, keys and values in one matrix) are put aside together, once. None:
+    there are too many holes."""
     begin, size = span_of(tensor)
     dense = tensor.numel() * tensor.element_size()
     if size <= dense:

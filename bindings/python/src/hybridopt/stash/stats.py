@@ -1,4 +1,4 @@
-"""What a stash has done, and how fast the link to the host is."""
+"""Statistics of a stash, and the speed of the link to the host."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class StashStats:
 
 @dataclasses.dataclass
 class Saved:
-    """Tensors that autograd has saved while the stash looked on, and those over memory that was put aside already."""
+    """Counts of the tensors that autograd has saved while the stash was active, and of those over memory that was
+    put aside already."""
 
     count: int = 0
     bytes: int = 0
@@ -58,7 +59,7 @@ class Saved:
 
 
 def link_of(stats: Any) -> Link | None:
-    """The link as the device has timed copies; None before it has timed any."""
+    """The speed of the link, as the device has measured it; None before any copy has been measured."""
     if stats.down_seconds <= 0.0 or stats.up_seconds <= 0.0:
         return None
     return Link(stats.down_timed_bytes / stats.down_seconds, stats.up_timed_bytes / stats.up_seconds)

@@ -34,7 +34,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows, largest first; the last one is about all of them together. str() is a text to print."""
+    """Rows, largest first; the last row is the sum. str() is a text to print."""
 
     rows: tuple[Row, ...]
     forward_seconds: float

@@ -1,4 +1,4 @@
-"""Weights that are put aside: the params of a layer lie on the host while other layers compute."""
+"""Weights that are put aside: the params of a layer are on the host while other layers compute."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..traps.away import note_away
 from ..traps.trap import spring, take_back, without_traps
 from .blocks import Transfers
 
-# The number of used layers that stay on the device: the one at work, and the one before it, whose params are
-# being copied to the host. Beside them the next one comes back.
+# The number of used layers that stay on the device: the running layer, and the one before it, whose params are being
+# copied to the host. In addition the next layer is copied back.
 RESIDENT_LAYERS = 2
 
 
@@ -36,9 +36,9 @@ class Weight:
         self.storage = next(iter(params.values())).untyped_storage()
         self.bytes = self.storage.nbytes()
         self._transfers = transfers
-        self._copied_version = 0  # of the bits on the host
-        self._stream = transfers.default_stream()  # which its memory belongs to
-        self._user = self._stream  # which has used it last
+        self._copied_version = 0  # the version of the bits on the host
+        self._stream = transfers.default_stream()  # its memory belongs to this stream
+        self._user = self._stream  # the stream that has used it last
         self.ticket = 0
         self._is_leaving = False
         self.is_coming = False
@@ -56,7 +56,8 @@ class Weight:
         return self.bytes > 0 and self.storage.nbytes() == 0
 
     def push(self) -> None:
-        """Queues the copy to the host, unless there is one of these bits. Without room there is none."""
+        """Queues the copy to the host, unless the host has these bits already. If the stash has no room there is no
+        copy."""
         if self.is_away or self.is_coming or self._stays:
             return
         if self.ticket and self._version() != self._copied_version:
@@ -69,7 +70,7 @@ class Weight:
         self._is_leaving = True
 
     def leave(self) -> None:
-        """Lets the memory go. The stream that has used it waits for the copy."""
+        """Releases the device memory. The stream that has used it waits for the copy."""
         self.push()
         if not self.ticket or self.is_away or self._stays:
             return
@@ -91,12 +92,12 @@ class Weight:
             try:
                 self._transfers.handle.prefetch(self.ticket, self.storage.data_ptr(), self.bytes, self._stream)
             except BaseException:
-                self.storage.resize_(0)  # nobody may take what is there for the weights
+                self.storage.resize_(0)  # the memory does not have the weights yet
                 raise
             self.is_coming = True
 
     def come(self) -> None:
-        """The current stream may use it."""
+        """Makes the current stream wait until it may use the weights."""
         self.prefetch()
         if self.is_coming:
             self._arrive()
@@ -104,8 +105,8 @@ class Weight:
         self._user = self._transfers.stream()
 
     def come_for_backward(self) -> None:
-        """A backward pass that is differentiated (create_graph=True) saves params where no hook sees it: they stay
-        from now on."""
+        """For a backward pass. If it is differentiated (create_graph=True), it saves params where no hook sees it:
+        from then on these params stay."""
         self.come()
         self._stays = self._stays or torch.is_grad_enabled()
 
@@ -116,7 +117,7 @@ class Weight:
         self.is_coming = False
 
     def forget_copy(self) -> None:
-        """Its bits are about to change, or have."""
+        """To be called when the weights change: the copy on the host is no longer valid."""
         self.come()
         if self.ticket:
             self._transfers.handle.drop(self.ticket, self._user)
@@ -141,7 +142,7 @@ class Layer:
         self.look()
 
     def look(self) -> None:
-        """Finds the storages of now: params may have been given other memory, or others may be there."""
+        """Finds the present storages: params may have got other memory, or there may be other params."""
         module = self.module()
         found: dict[int, dict[str, Tensor]] = {}
         if module is not None:
@@ -163,16 +164,16 @@ class Layer:
 
 
 class Weights:
-    """Which layers' params are on the device. Each method is called under the lock of the stash."""
+    """Decides which layers' params are on the device. Each method is called under the lock of the stash."""
 
     def __init__(self, transfers: Transfers, device: torch.device) -> None:
         self._transfers = transfers
         self._device = device
         self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
         self._of_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
-        self._used: list[weakref.ref[Layer]] = []  # on the device, the latest one last
+        self._used: list[weakref.ref[Layer]] = []  # layers on the device, the last used one last
         self._last: tuple[bool, weakref.ref[Layer]] | None = None
-        # By direction (whether backward) and layer: the one that was used next.
+        # By direction (True: backward) and layer: the layer that was used next.
         self._next: dict[bool, weakref.WeakKeyDictionary[Layer, weakref.ref[Layer]]] = {
             False: weakref.WeakKeyDictionary(),
             True: weakref.WeakKeyDictionary(),
@@ -185,7 +186,7 @@ class Weights:
         return bool(self._layers)
 
     def add(self, modules: Mapping[nn.Module, str], others: Iterable[tuple[str, nn.Module]]) -> None:
-        """Refuses what cannot leave, before anything is changed. `others` are all modules of the model."""
+        """Raises for params that cannot leave, before anything is changed. `others` are all modules of the model."""
         owners: dict[int, str] = {
             weight.storage._cdata: name
             for layer in self._layers.values()
@@ -236,13 +237,13 @@ class Weights:
     # ------------------------------------------------------------------------------ what hooks call --
 
     def enter(self, module: nn.Module, is_backward: bool) -> None:
-        """The module's params are used from now on; those of the module before the last leave."""
+        """The module's params are used from now on. Those of the layer before the previous one leave."""
         layer = self._layers.get(module)
         if layer is None:
             return
         refuse_capture("an activation stash")
         if not is_backward:
-            layer.look()  # before tensors are saved, of which holds() is asked
+            layer.look()  # before tensors are saved, because holds() is asked about them
         for weight in layer.weights:
             if is_backward:
                 weight.come_for_backward()
@@ -286,12 +287,12 @@ class Weights:
             weight.push()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether its memory is a weight's, which comes and goes as a whole. A tensor tells that of itself only
-        where autograd knows it for a view of a param: of `weight.detach()` it does not."""
+        """Whether the tensor's memory belongs to a weight, which leaves and comes back as a whole. The tensor itself
+        tells this only if autograd knows it as a view of a param, and for `weight.detach()` autograd does not."""
         return bool(self._of_storage) and tensor.untyped_storage()._cdata in self._of_storage
 
     def come_for(self, tensor: Tensor) -> None:
-        """Brings the storage of a tensor back that a backward pass uses."""
+        """Brings back the storage of a tensor that a backward pass uses."""
         with without_traps():  # it may be on the host
             storage = tensor.untyped_storage()
         weight = self._of_storage.get(storage._cdata)
@@ -301,8 +302,8 @@ class Weights:
     # ------------------------------------------------------------------------------------- others --
 
     def come_back(self, modules: Iterable[nn.Module]) -> None:
-        """All params of these modules are on the device when this returns, and leave after their next use. They
-        may be written: copies on the host count no longer."""
+        """Brings all params of these modules to the device; they leave after their next use. They may be written, so
+        the copies on the host are no longer valid."""
         weights = [weight for module in modules if module in self._layers for weight in self._layers[module].weights]
         for weight in weights:
             weight.prefetch()
@@ -310,13 +311,13 @@ class Weights:
             weight.forget_copy()
 
     def come_for_step(self, params: Iterable[Tensor]) -> None:
-        """What an optimizer steps is on the device, where the step leaves the new params."""
+        """Brings the params that an optimizer updates to the device, where the step leaves the new values."""
         weights = self._weights_of(param for param in params if takes_part(param))
         for weight in weights:
             weight.prefetch()
         for weight in weights:
             weight.forget_copy()
-        self._used.clear()  # a step may go on beside the forward pass: only who waits for it may let params leave
+        self._used.clear()  # a step may still write them, so only code that waits for the step may let them leave
 
     def come_to_be_read(self, params: Iterable[Tensor]) -> None:
         """Brings these params to the device, to be read. Their copies on the host stay valid until somebody writes

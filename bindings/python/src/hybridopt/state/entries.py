@@ -70,7 +70,7 @@ class Entry(dict):
             return False
         self._handle.drain()
         own, given = local(view), local_part(value.detach(), view).to(local(view).device)
-        if key in (MASTER, MASTER_LOW):  # another master may belong to a param that has been written
+        if key in (MASTER, MASTER_LOW):  # the param may have been written since this master was made
             return own.dtype == given.dtype and same_content(own, given)
         own.copy_(given)
         return True
@@ -136,7 +136,7 @@ for name in (
     setattr(State, name, filled(name))
 
 
-PART_ENTRIES = 256  # the objects of as many entries stay in the CPU's cache while they are compared
+PART_ENTRIES = 256  # this number of entries stays in the CPU's cache while they are compared
 
 
 def are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:

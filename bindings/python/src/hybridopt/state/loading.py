@@ -61,7 +61,7 @@ def check_group(kind: str, index: int, group: dict[str, Any], defaults: dict[str
 
 
 def check_entry(kind: str, key: object, entry: Any, algorithm: int) -> None:
-    """Raises if the state of a param is another algorithm's."""
+    """Raises if the state of a param belongs to another algorithm."""
     if not isinstance(entry, dict):
         return
     moments = MOMENTS[algorithm]

@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def lost_bits(low_dtype: torch.dtype) -> int:
-    """How many of the lower bits of fp32 numbers masters do not have."""
+    """The number of lower bits of fp32 numbers that masters do not have."""
     return 16 - 8 * low_dtype.itemsize
 
 
 def joined(param: Tensor, low: Tensor) -> Tensor:
-    """Split masters as numbers: the bf16 param is the upper half, rounded. A zero that others have
-    written over a larger number stays one, though the lower half may be negative."""
+    """Split masters as numbers: the bf16 param is the rounded upper half. If other code has written a zero over a
+    larger number, the result is zero, although the lower half may be negative."""
     upper = param.view(torch.int16).to(torch.int32) << 16
     lost = low.to(torch.int32) << lost_bits(low.dtype)
     zeroed = (upper << 1 == 0) & (lost < 0)
@@ -21,9 +21,9 @@ def joined(param: Tensor, low: Tensor) -> Tensor:
 
 
 def halves(master: Tensor, low_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Upper halves of masters as int16, and what is stored of the lower ones. Masters that have fewer bits
-    are rounded to nearest, ties to even, before. The upper half rounds ties away from zero, so that what
-    this has changed fits into the lower half."""
+    """Upper halves of masters as int16, and the part of the lower halves that is stored. Masters with fewer bits are
+    first rounded to nearest, ties to even. The upper half rounds ties away from zero, so that the change that this
+    rounding makes fits into the lower half."""
     bits = master.contiguous().view(torch.int32)
     lost = lost_bits(low_dtype)
     if lost > 0:
@@ -51,9 +51,9 @@ def as_halves(stored: Tensor) -> Tensor:
 def split(
     master: Tensor, param: Tensor, low_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """The lower halves of masters, and params that fit them where these do not (else None). Where a
-    param is not its master's upper half, others have written it since, and it is right; but a master
-    between two bf16 numbers may have been rounded the other way."""
+    """The lower halves of masters, and, if the params do not fit these masters, new params (else None). If a param
+    is not the upper half of its master, other code has written the param since, and the param is right. There is one
+    exception: if a master is halfway between two bf16 numbers, the param may have been rounded the other way."""
     upper, low = halves(master, low_dtype)
     bits = param.view(torch.int16)
     as_even = master.bfloat16().view(torch.int16) == bits

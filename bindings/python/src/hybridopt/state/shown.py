@@ -119,7 +119,7 @@ class Shown:
             self._follow_params()
 
     def _follow_params(self) -> None:
-        """Makes the views of params that are shown as masters point to the params' memory of now."""
+        """Makes the views of params that are shown as masters point to the params' present memory."""
         for slot, exhibit in self._of.items():
             if slot.dtype == torch.float32 and MASTER in exhibit.views:
                 view = local(exhibit.views[MASTER])
@@ -153,7 +153,7 @@ class Shown:
         self._snapshot = Snapshot(state, [(e, views) for e, views in both if e is not None])
 
     def is_as_published(self, slot: Slot, entry: dict[str, Any]) -> bool:
-        """Whether an entry is as it was published. The content of its tensors may have been written."""
+        """Whether an entry has the objects that were published. The content of its tensors may have been written."""
         exhibit = self.of(slot)
         return entry is exhibit.entry and all(
             entry.get(key) is view and local(view).data_ptr() == exhibit.places[key]
@@ -177,7 +177,7 @@ class Shown:
                     self.count_views[slot.id] = self.counts[slot.id]
 
     def is_as_left(self, state: dict[Tensor, Any]) -> bool:
-        """Whether other code has changed nothing that the library must take over, so far as a quick look tells."""
+        """Whether, as far as a quick look tells, other code has changed nothing that the library must take over."""
         return not (self._with_copies or self.have_counts_moved() or self.have_counts_changed()) and self.is_untouched(
             state
         )
@@ -226,7 +226,7 @@ class Shown:
         self._counts_version = self.counts._version
 
     def count(self, slots: list[Slot]) -> None:
-        """Counts a step of the slots, which have state to publish from then on."""
+        """Counts a step of the slots. From then on they have state to publish."""
         if slots is not self._counted_last:
             self.note_due(slots)
             self._counted_last = slots
@@ -271,8 +271,9 @@ class Shown:
         return any(view.device_count > 0 for view in views)
 
     def show_hidden(self) -> None:
-        """Has the state of the slots that hide() has noted published when `state` is read next: a copy of state
-        that lies partly on the host takes longer to make than the device memory takes to come back."""
+        """Makes the slots that hide() has noted publish their state when `state` is read next. Not now: if state is
+        partly on the host it is shown as a copy, which takes longer to make than the device memory takes to come
+        back."""
         hidden, self._hidden = self._hidden, []
         self.note_due(hidden)
 

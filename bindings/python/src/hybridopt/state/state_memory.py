@@ -23,12 +23,12 @@ class StateMemory:
         self._handle.drain()
 
     def view_of(self, slot: Slot, kind: int) -> abi.offload_state_view_t:
-        """Where one kind of state lies."""
+        """The addresses of one kind of state."""
         return self._handle.state(slot.id, kind)
 
     def show(self, slot: Slot, kind: int) -> tuple[Tensor, bool]:
-        """One kind of state as `state` shows it, in the shape of the param, and whether that is a view of the
-        memory that steps use: it is not where a part lies on the host and a part on the device."""
+        """One kind of state as `state` shows it, in the shape of the param, and whether the tensor is a view of the
+        memory that steps use. It is a copy if a part is on the host and a part on the device."""
         view = self.view_of(slot, kind)
         if view.device_count == slot.count and slot.count > 0:
             flat, is_live = cuda_view(view, self._handle, self._device), True

@@ -30,9 +30,8 @@ TOTALS = [
 
 @dataclass(frozen=True)
 class MemorySample:
-    """How much memory is in use, and for what: before a step (`gradients`) and after it (`step`), and after
-    each move (`offload`, `reload`, `set_offload_fraction`, and `auto` if offload_fraction="auto" moved
-    state)."""
+    """How much memory is in use, and for what. Samples are taken before a step (`gradients`), after it (`step`), and
+    after each move (`offload`, `reload`, `set_offload_fraction`, and `auto` if offload_fraction="auto" moved state)."""
 
     seconds: float  # since the optimizer was made
     label: str
@@ -52,7 +51,8 @@ HELD = [field.name for field in dataclasses.fields(Stats) if field.name not in T
 
 
 class Sampled(NamedTuple):
-    """The parts of a MemorySample. Few samples are looked at: a step keeps the parts, and told() makes the sample."""
+    """The parts of a MemorySample. Few samples are ever read, so a step keeps only the parts, and told() makes the
+    sample."""
 
     seconds: float
     label: str
@@ -83,7 +83,7 @@ class History:
         self.skips = Skips()
         self._before = Stats()  # totals without the present engine
         self._counted = Stats()  # the part of the present engine's totals that _before includes
-        # By the engines that are aside. Samples refer to this dict, so that it is replaced, never changed.
+        # For the engines that are aside. Samples refer to this dict, so it is replaced and never changed.
         self._held_aside = {name: getattr(Stats(), name) for name in HELD}
         self._steps_before = 0  # steps that the present engine does not count
         self._steps_now = 0  # steps in the latest result, or in the checkpoint loaded since

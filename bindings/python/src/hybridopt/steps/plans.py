@@ -1,4 +1,4 @@
-"""What the library will take, has taken and has done, as dataclasses."""
+"""The library's plans and statistics as dataclasses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Described = TypeVar("Described", Plan, Stats, StepResult)
 
 
 def described(cls: type[Described], struct: abi.Struct, **extra: Any) -> Described:
-    """The dataclass of a struct: fields of the same names, more readable where that is possible."""
+    """The dataclass of a struct, with fields of the same names, in a more readable form if there is one."""
     values = dict(extra)
     for name, converted in _CONVERSIONS[cls]:
         if name not in values:

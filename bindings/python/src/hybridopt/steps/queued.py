@@ -17,8 +17,8 @@ class Steps:
         self._handle = handle
         self._unsettled: list[tuple[int, list[Slot]]] = []  # tickets, and the slots of each step
         self._known: dict[int, abi.offload_step_result_t] = {}  # results of some of them, by ticket
-        self._read: dict[int, list[Tensor]] = {}  # gradients that steps read and nobody else keeps alive
-        self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it is told
+        self._read: dict[int, list[Tensor]] = {}  # gradients that steps read, kept alive here
+        self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it has been reported
 
     def __len__(self) -> int:
         return len(self._unsettled)
@@ -65,7 +65,7 @@ class Steps:
             self._handle.wait(self._unsettled[-1][0])
 
     def have_ended(self) -> bool:
-        """Whether wait() would return at once. An error is left to it."""
+        """Whether wait() would return at once. If there is an error, wait() raises it."""
         if not self._unsettled:
             return False
         try:

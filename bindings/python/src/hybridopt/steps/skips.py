@@ -16,14 +16,14 @@ MOST_NAMES = 3
 
 
 class Skips:
-    """Counts skipped steps. It warns of the first one, and of each one whose number is a power of two: a run in which
-    every step is skipped says so, and does not drown in it."""
+    """Counts skipped steps. Warns of the first one, and of each one whose number is a power of two: so a run in
+    which every step is skipped shows it, without too many warnings."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def note(self, slots: Sequence[Slot], gradients: Mapping[Slot, Tensor | None], has_ranks: bool) -> None:
-        """A step over these slots was skipped. `gradients` are those of its gradients that are still there."""
+        """Notes that a step over these slots was skipped. `gradients` are those of its gradients that still exist."""
         self._count += 1
         if self._count & (self._count - 1) != 0:
             return

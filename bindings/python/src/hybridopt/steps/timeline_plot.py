@@ -1,5 +1,4 @@
-"""A picture of memory_timeline(), and of what the lanes of each step did. Needs matplotlib, the
-optional extra "plots"."""
+"""A picture of memory_timeline(), and of the lanes of each step. Needs matplotlib, the optional extra "plots"."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ LANE_COLORS = (
     *("#aa3377", "#ee6677", "#4477aa", "#66ccee", "#228833"),
     *("#882255", "#117733", "#88ccee", "#ccbb44", "#bbbbbb"),
 )
-STEPS = 12  # as many have room
+STEPS = 12  # the picture has room for these
 KINDS = ("params", "grads", "state")
 COLORS = ("#4477aa", "#ee6677", "#228833")
 
@@ -90,7 +89,7 @@ def _unit(bytes_max: int) -> tuple[int, str]:
 
 
 def _plot_lanes(axes: Any, results: list[StepResult]) -> None:
-    """One row a lane. Steps follow each other; within one each bar begins with it and is as long as
+    """One row for each lane. Steps follow each other; inside a step each bar begins at its start and is as long as
     the lane was busy."""
     start_ms = 0.0
     for result in results[-STEPS:]:

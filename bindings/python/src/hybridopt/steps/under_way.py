@@ -29,10 +29,11 @@ def version_of(tensor: Tensor) -> int:
 
 
 class Keeper(Protocol):
-    """Whom a use of a param outside of modules is told."""
+    """Is called when code outside of modules uses a param."""
 
     def used(self, slot: Slot, operation: str) -> None:
-        """An operation of torch, "" if it is this package's, is about to use this param. Waits for the step."""
+        """An operation of torch is about to use this param; `operation` is "" for a use by this package. Waits for
+        the step."""
 
 
 def _used(tensors: list[Tensor], operation: str) -> None:
@@ -81,8 +82,9 @@ class UnderWay:
         self._versions: list[int] = []  # of the params of all slots, at begin()
         self._lock = threading.RLock()  # a param may be used in any thread
         _all.add(self)
-        # The end of the optimizer or of the process would free memory that the step uses. What is to happen then must
-        # not refer to a param, which may refer to the optimizer: the process would keep both.
+        # The end of the optimizer or of the process would free memory that the step uses, so a finalizer waits for the
+        # step. The finalizer must not refer to a param: a param may refer to the optimizer, and then the process would
+        # keep both.
         self._memory: Memory = {}
         self._wait_at_end = weakref.finalize(self, _end, handle, self._memory, os.getpid())
 
@@ -145,7 +147,7 @@ class UnderWay:
             self._give_back(waiting)
 
     def _keep_skipped(self) -> None:
-        """Keeps the gradients of a step that was skipped, since one of them is why."""
+        """Keeps the gradients of a skipped step, because one of them is the reason for the skip."""
         if not self._is_ended and self._steps.was_last_skipped():
             self._steps.skipped_gradients = {slot: used.gradient for slot, used in self._pending.items()}
         self._is_ended = True
@@ -155,9 +157,9 @@ class UnderWay:
         self.wait(list(self._pending))
 
     def finish_for_use(self) -> None:
-        """Waits for all params of the step, of which code outside of modules uses one. It may write that through
-        `.data`, which leaves no trace, so that the step must have ended before. On a GPU it may use another stream
-        than modules, which would not wait again. Then the caller waits."""
+        """Waits for all params of the step, because code outside of modules uses one of them. That code may write
+        the param through `.data`, which leaves no trace, so the step must have ended before. On a GPU the code may
+        use a stream other than that of the modules, which would not wait again; then the caller waits."""
         self.finish()
         if self._device.type == "cuda":
             current = torch.cuda.current_stream(self._device)
@@ -166,12 +168,12 @@ class UnderWay:
 
     @in_no_mode
     def finish_before_fork(self) -> None:
-        """Waits for all params: a child process has them as they are now, and no thread that writes them."""
+        """Waits for all params: a child process gets them as they are now, without a thread that writes them."""
         if self._pending and self._device.type == "cpu":
             try:
                 self._handle.wait(self._ticket)
             except abi.HybridoptError:
-                return  # the next wait raises it
+                return  # the next wait raises the error
             self.finish()
 
     def _wait_on_streams(self, slots: list[Slot], others: Iterable[torch.cuda.Stream]) -> None:

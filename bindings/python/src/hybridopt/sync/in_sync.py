@@ -1,5 +1,5 @@
-"""InSync: which params other code may have written. The library makes their masters follow, and leaves a master
-alone whose param is its rounded value."""
+"""InSync: finds the params that other code may have written. The library makes their masters follow; it does not
+change a master whose rounded value is the param."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .samples import Samples
 class InSync(Protocol):
     """Finds the params that other code may have written."""
 
-    # Whether a step itself finds what other code has written to params that it updates.
+    # Whether a step itself finds the params that other code has written, among those that it updates.
     steps_follow_params: bool
 
     def begin(self) -> None:
@@ -34,13 +34,12 @@ class InSync(Protocol):
         """Treats this param as written until the next note()."""
 
     def written(self, among: set[Slot] | None = None) -> list[Slot]:
-        """The params that other code may have written since note(). Others than those of `among` need not be
-        looked at."""
+        """The params that other code may have written since note(). Only the slots in `among` must be checked."""
 
 
 class Followed:
-    """Params in host memory. A step makes the masters of the params that it updates follow, so nothing is noted, and
-    any param may have been written."""
+    """Params in host memory. A step makes the masters of the params that it updates follow, so this class notes
+    nothing: it says of every param that it may have been written."""
 
     steps_follow_params = True
 
@@ -139,7 +138,7 @@ class Watched:
         return [self._addresses.params[slot.id] for slot in self._slots]
 
     def _find_in_other_memory(self) -> list[Slot]:
-        """The params that lie in other memory than at note(). An address alone is proof only while the
+        """The params that are in other memory than at note(). An address alone proves something only while the
         storage that was there still exists: later another tensor may get the same address."""
         found = []
         if self._moves != self._addresses.moves:
@@ -163,7 +162,7 @@ class Watched:
 
 
 def is_away(device: torch.device) -> bool:
-    """Whether params are where the host cannot read them."""
+    """Whether params are in memory that the host cannot read."""
     return device.type != "cpu"
 
 

@@ -35,8 +35,8 @@ class Masters:
         self.written_before_offload: set[Slot] = set()
 
     def refresh(self, among: set[Slot] | None = None) -> int:
-        """Makes the masters of params that other code has written (by loading weights, say) follow these
-        params. Of others than those of `among` it need not. Returns the ticket, 0 if nothing was to be done."""
+        """Makes the masters of params that other code has written (for example by loading weights) follow these
+        params. Params outside of `among` may be left out. Returns the ticket, or 0 if there was nothing to do."""
         written = self._in_sync.written(among)
         if not written:
             return 0
@@ -61,8 +61,8 @@ class Masters:
         return self._handle.refresh_masters(params=params, streams=[current_stream(self._device)])
 
     def drop_low_halves(self) -> None:
-        """Sets the lower halves of split masters so that the masters equal their params. A write to such a
-        param changes the upper half of the master itself, so the lower half would belong to another value."""
+        """Sets the lower halves of split masters so that the masters equal their params. A write to such a param
+        changes the upper half of the master itself, so the lower half no longer belongs to it."""
         self._refresh([slot for slot in self._slots if slot.split])
         self._handle.drain()
 

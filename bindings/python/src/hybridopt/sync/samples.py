@@ -23,7 +23,7 @@ def stride_of(size_bytes: int) -> int:
 
 
 class Samples:
-    """They are taken and kept where the params are, by two operations for all params together, and one
+    """Samples are taken and kept on the device of the params, by two operations for all params together; one more
     operation compares them."""
 
     def __init__(self, slots: list[Slot], addresses: Addresses, device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Tensors that tell an owner before torch uses them, and the owners that refuse."""
+"""Traps on tensors, which call an owner before torch uses the tensor, and the owners that raise."""

@@ -42,7 +42,7 @@ _traps = Traps(_refuse)
 def note_away(weight: Tensor, name: str) -> None:
     """Makes operations on the weight raise an error that names it. traps.take_back() ends that."""
     _names[weight] = name
-    take_back([weight])  # one of another kind would stay instead of this one
+    take_back([weight])  # a trap of another kind would stay instead of this one
     _traps.set([weight])
 
 
@@ -52,7 +52,7 @@ def has_been_away(tensor: Tensor) -> bool:
 
 
 def bring_back(params: Iterable[Tensor]) -> None:
-    """Those of these params that are on the host come back, for code of this package that reads them."""
+    """Brings back those of these params that are on the host, for code of this package that reads them."""
     if keepers:
         away = [param for param in params if getattr(type(param), "traps", None) is _traps]
         for keeper in list(keepers) if away else ():

@@ -38,7 +38,7 @@ def _note_view(tensor: Tensor, view: Tensor) -> list[Tensor]:
     return parts
 
 
-# What tells where the memory is.
+# These functions only tell where the memory is.
 _PLACES = {Tensor.data_ptr, Tensor.untyped_storage}
 _traps = Traps(_refuse, HARMLESS | _PLACES | VIEWS, _note_view)
 

@@ -1,14 +1,5 @@
-"""Traps: tensors that torch does not use before somebody has been told.
-
-While a trap is set, the tensor has another class. The first function of torch that gets the tensor, alone or in a
-list, calls the owner of the trap. The owner waits until the tensor may be used, or raises. After the wait the tensor
-has its own class again, and the function runs. The tensor's memory, address and elements do not change.
-
-A step that is under way sets traps on the params that it writes (steps/under_way.py), an activation stash on weights that
-are on the host and have no memory on the device (away.py beside this file).
-
-Only functions that torch offers in Python see the trap. Memory of a param that is reached in another way does not
-have one: docs/PYTORCH.md lists these ways."""
+"""Traps: while a trap is set on a tensor, torch does not use the tensor before the owner of the trap has been
+called."""
 
 from __future__ import annotations
 
@@ -22,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
-# Functions and attributes that read no element of a tensor, and after which no other code can. They spring no trap.
+# Functions and attributes that read no element of a tensor and return nothing by which other code could read one. They
+# spring no trap.
 _HARMLESS_FUNCTIONS = (
     "element_size", "is_contiguous", "is_inference", "nelement", "numel", "register_hook",
     "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
@@ -57,22 +49,22 @@ class Traps:
         harmless: Container[Any] | None = None,
         viewed: Callable[[Tensor, Tensor], Iterable[Tensor]] | None = None,
     ) -> None:
-        """An operation of torch that is about to use tensors calls used(tensors, its name), which returns when it
-        may, or raises. The name is "" for a use by this package. Functions in `harmless` (None: HARMLESS) spring no
-        trap of this kind. If VIEWS are among these, viewed(tensor, view) is called for each view that they make, and
-        returns tensors that get the trap too."""
+        """An operation of torch that is about to use tensors calls used(tensors, its name). That returns when the
+        operation may go on, or raises. The name is "" for a use by this package. Functions in `harmless` (None:
+        HARMLESS) spring no trap of this kind. If VIEWS are among them, viewed(tensor, view) is called for each view
+        that they make, and returns the tensors that get the trap too."""
         self.used = used
         self._harmless = HARMLESS if harmless is None else harmless
         self._viewed = viewed
         self._trap_of: dict[type, type[Tensor]] = {}  # by the class of a tensor: a subclass of it and of Trap
 
     def set(self, tensors: Iterable[Tensor]) -> None:
-        """Sets traps on tensors. One that has a trap already keeps that."""
+        """Sets traps on tensors. A tensor that has a trap already keeps that trap."""
         for tensor in tensors:
             tensor.__class__ = self._trap_of.get(type(tensor)) or self._made_trap_of(type(tensor))
 
     def view(self, tensor: Tensor, view: Tensor) -> Tensor:
-        """The view of a tensor, which VIEWS have made without springing the tensor's trap."""
+        """Returns the view that one of VIEWS has made of a tensor without springing the tensor's trap."""
         if self._viewed is not None:
             self.set(self._viewed(tensor, view))
         return view
@@ -83,7 +75,7 @@ class Traps:
         fields = {
             "readable": readable,
             "traps": self,
-            # A class with a handler of its own decides itself what these do.
+            # A class that handles torch's functions itself decides what these functions do.
             "harmless": self._harmless if readable.__torch_function__ in _OF_TORCH else set(),
             "__slots__": (),
             "__module__": readable.__module__,  # programs that compare names of classes find the same
@@ -105,7 +97,7 @@ class Trap:
     harmless: Container[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls.readable(*args, **kwargs)  # a tensor that is made of the type of a param has no trap
+        return cls.readable(*args, **kwargs)  # code that makes a tensor by type(param) gets one without a trap
 
     @classmethod
     def __torch_function__(
@@ -118,7 +110,7 @@ class Trap:
         spring(_tensors_in((args, kwargs)), _name_of(function))
         return function(*args, **(kwargs or {}))
 
-    # What reads the class of a param before a function of torch has given it back.
+    # These methods are called before a function of torch has given the param its own class back.
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         spring([self], "deepcopy")
@@ -144,14 +136,14 @@ class Trap:
                 view = Tensor.detach(self)
             return self.traps.view(self, view)
         spring([self], "detach")
-        if makes_parameter:  # which has seen the class of the trap, and wants it again
+        if makes_parameter:  # torch has seen the trap's class, and expects it again
             return readable._make_subclass(readable, self)
         return self.detach()
 
 
 HARMLESS = _harmless()
 _DATA: Any = Tensor.data
-VIEWS = {Tensor.detach, _DATA.__get__}  # other tensors over the memory of one
+VIEWS = {Tensor.detach, _DATA.__get__}  # they make another tensor over the same memory
 # Handlers of torch's own classes.
 _OF_TORCH = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _MAKE_PARAMETER = nn.Parameter.__new__.__code__
@@ -172,7 +164,7 @@ def take_back(tensors: Iterable[Tensor]) -> None:
 
 @torch._disable_dynamo
 def spring(tensors: Iterable[Tensor], operation: str = "") -> None:
-    """Waits until these tensors may be used, or raises. "" as the operation: this package uses them."""
+    """Waits until these tensors may be used, or raises. `operation` is "" if this package uses them."""
     trapped: dict[Traps, list[Tensor]] = {}
     for tensor in tensors:
         trap = type(tensor)
@@ -184,7 +176,7 @@ def spring(tensors: Iterable[Tensor], operation: str = "") -> None:
 
 
 def without_traps() -> contextlib.AbstractContextManager[Any]:
-    """Inside of this context functions of torch spring no trap: for code that uses no element."""
+    """Inside of this context functions of torch spring no trap: for code that reads no element."""
     guard: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
     return guard
 
