@@ -1,5 +1,5 @@
-// The devices that a test program runs on: host and sim, or what HYBRIDOPT_TEST_DEVICES names.
-// ctest has an entry of its own for "cuda" (tests/gpu), which is skipped where there is no GPU.
+// The devices on which a test program runs: host and sim, or those in HYBRIDOPT_TEST_DEVICES. ctest
+// has a separate entry for "cuda" (tests/gpu), which is skipped if there is no GPU.
 #pragma once
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// A tree that stands for / : what a test writes is there, and nothing else.
+// A directory that replaces the root of the file system: it has only what the test writes.
 #pragma once
 
 #include <gtest/gtest.h>

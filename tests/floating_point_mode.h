@@ -1,4 +1,4 @@
-// What an application built with fast math does to its threads: denormals become zero.
+// The floating-point mode of an application that was built with fast math: denormals become zero.
 #pragma once
 
 #if defined(__x86_64__)
@@ -19,7 +19,7 @@ inline void SetFlushToZero() {
 #endif
 }
 
-// Looks at results, not at the mode: a denormal operand and a denormal result.
+// Tests results instead of the mode: a denormal operand and a denormal result.
 inline bool FlushesToZero() {
   volatile float smallest = 1e-40f, half = 0.5f, normal = 1.5e-38f;
   volatile float from_denormal = smallest * 1e10f, to_denormal = normal * half;

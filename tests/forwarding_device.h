@@ -1,5 +1,5 @@
-// ForwardingDevice: passes every call on to another device. Tests derive from it and override what
-// they want to see, refuse or leave out; ForwardingDevice::X is then what the wrapped device does.
+// ForwardingDevice: passes every call on to another device. Tests derive from it and override the
+// calls that they observe, refuse or leave out; ForwardingDevice::X calls the wrapped device.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// HeldFiles: a disk that takes its time, at two places of a save, until it is told to go on.
+// HeldFiles: a disk that stops at two points of a save until the test lets it go on.
 #pragma once
 
 #include <atomic>

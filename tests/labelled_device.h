@@ -1,5 +1,5 @@
 // LabelledDevice: remembers the labels with which streams and events were made, so that tests can
-// tell what a call is about. Thread-safe.
+// tell for what a call is. Thread-safe.
 #pragma once
 
 #include <map>

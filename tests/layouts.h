@@ -1,5 +1,5 @@
-// Random ways to share a tensor out over ranks, and what they mean, computed in a slow and simple
-// way: tests compare the library's own reading of a shard with it.
+// Random ways to divide a tensor among ranks, and the elements that each rank gets, computed in a
+// slow and simple way. Tests compare the library's interpretation of a shard with it.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Piece {
   bool ranged = false;
   uint64_t range_begin = 0;
   uint64_t count = 0;
-  bool replica = false;  // another rank holds the same and counts it
+  bool replica = false;  // another rank has the same elements and counts them
 
   offload_shard_t Abi() const {
     offload_shard_t shard{};
@@ -57,8 +57,8 @@ inline bool Holds(const Piece& piece, uint32_t box, uint64_t index) {
   return true;
 }
 
-// The row-major global indices of a piece's elements, in its order: every element of the tensor is
-// asked about for every box.
+// The row-major global indices of a piece's elements, in its order: for every box every element of
+// the tensor is tested.
 inline std::vector<uint64_t> GlobalIndices(const Piece& piece) {
   std::vector<uint64_t> indices;
   const uint64_t elements = ElementsOf(piece.shape);
@@ -93,7 +93,7 @@ std::vector<Interval> Cut(int64_t begin, int64_t end, uint64_t parts, Random& ra
   return intervals;
 }
 
-// Deals one dimension out to the members of one mesh axis.
+// Divides one dimension among the members of one mesh axis.
 template <typename Random>
 Deal DealDimension(int64_t extent, uint64_t members, Random& random) {
   Deal deal(members);
@@ -134,8 +134,8 @@ inline std::vector<Interval> Intersect(const std::vector<Interval>& a,
   return common;
 }
 
-// Every combination of one interval per dimension is a box. None at all: one empty box. Now and
-// then an empty box lies among the others.
+// Every combination of one interval per dimension is a box; if there is no combination, there is
+// one empty box. Sometimes there is an empty box among the others.
 template <typename Random>
 Piece MakeBoxes(const std::vector<int64_t>& shape,
                 const std::vector<std::vector<Interval>>& intervals, Random& random) {

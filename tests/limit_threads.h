@@ -1,4 +1,4 @@
-// A process that the system gives no more threads.
+// Makes the system refuse further threads to this process.
 #pragma once
 
 #include <sys/resource.h>
@@ -6,8 +6,8 @@
 
 namespace hybridopt {
 
-// Leaves this process room for `threads` more threads. The system counts threads by user, and
-// root's not at all, so the process becomes `user`: one that no other process is.
+// Allows this process `threads` more threads. The system counts threads by user, and does not count
+// root's, so the process becomes `user`, which must have no other process.
 inline bool LimitThreads(rlim_t threads, uid_t user) {
   if (geteuid() == 0 && setresuid(user, user, user) != 0) return false;
   rlimit limit;

@@ -1,7 +1,8 @@
-// MallocHooks: every allocation of a test program, of all its threads and libraries, is told, and
-// may be made to fail. For one source of a program, which defines all functions. glibc lets a
-// program bring malloc and the others; operator new of libstdc++ ends there. Sanitizers have an
-// allocator of their own, which is left alone: HYBRIDOPT_SEES_MALLOC is 0 then.
+// MallocHooks: reports every allocation of a test program, in all its threads and libraries, and
+// can make it fail. To be used in one source file of a program, which defines all functions. glibc
+// lets a program replace malloc and its relatives; operator new of libstdc++ calls malloc.
+// Sanitizers have an allocator of their own, which is not replaced: HYBRIDOPT_SEES_MALLOC is 0
+// then.
 #pragma once
 
 #include <cerrno>
@@ -15,7 +16,7 @@ namespace malloc_hooks {
 
 bool Fails();                // the allocation that is asked for now
 void Allocated(void* data);  // NULL where there was no memory
-void Freeing(void* data);    // not NULL; it is there still
+void Freeing(void* data);    // not NULL; the memory is still valid
 
 }  // namespace malloc_hooks
 

@@ -28,7 +28,8 @@ inline uint64_t& TestSeed() {
   return seed;
 }
 
-// While it lives the seed is 0, whatever the environment says: for results that are written down.
+// While this object lives, the seed is 0 and the environment is ignored: for results that are
+// recorded.
 class PinnedSeed {
  public:
   PinnedSeed() : seed_(std::exchange(TestSeed(), 0)) {}
@@ -44,8 +45,8 @@ class PinnedSeed {
 class Random {
  public:
   explicit Random(uint64_t stream) : state_(Mix(TestSeed()) + Mix(stream + kStep)) {}
-  // Each number comes from two of the bytes, which live as long as this; once they are used up all
-  // follow from the last.
+  // Each number comes from two of the bytes, which live as long as this object. When they are used
+  // up, all further numbers follow from the last one.
   Random(const uint8_t* bytes, uint64_t count) : bytes_(bytes), bytes_left_(count) {}
   bool has_bytes() const { return bytes_left_ >= 2; }
 

@@ -18,7 +18,7 @@
 
 namespace hybridopt::checkpoint {
 
-// The value of an element: tells its param, kind and place, and has few digits.
+// The value of an element. It shows the element's param, kind and index, and has few digits.
 inline float Element(size_t param, int32_t kind, uint64_t global_index) {
   return static_cast<float>(4 * (param + 1)) + static_cast<float>(kind) / 2 +
          static_cast<float>(global_index) / 4096;
@@ -95,7 +95,7 @@ class HandMade {
     manifest.params.push_back({name, dtype, shape, {}});
   }
 
-  // To the last param; without a range, the whole of the boxes.
+  // Adds a shard to the last param; without a range it has all elements of the boxes.
   void AddShard(uint32_t rank, uint32_t group, const std::vector<Box>& boxes, uint64_t begin = 0,
                 uint64_t count = UINT64_MAX) {
     StoredParam& param = manifest.params.back();
@@ -122,7 +122,7 @@ class HandMade {
   }
 
   std::vector<int32_t> kinds = {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG,
-                                OFFLOAD_STATE_EXP_AVG_SQ};  // of the shards that are added
+                                OFFLOAD_STATE_EXP_AVG_SQ};  // the kinds of shards that are added
   Manifest manifest{};
   std::string text;                // of the manifest
   std::vector<std::string> files;  // whole, as manifest.files

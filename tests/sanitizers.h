@@ -1,4 +1,5 @@
-// Which sanitizer a test program is built with: 0 or 1. gcc and clang say it each in their own way.
+// The sanitizers with which a test program is built: 0 or 1 for each. gcc and clang tell it in
+// different ways.
 #pragma once
 
 #if defined(__has_feature)

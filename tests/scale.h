@@ -1,5 +1,5 @@
-// How much of a long test a run does: HYBRIDOPT_TEST_SCALE in the environment, else what the build
-// says (1, or 0.1 under the sanitizers and in the emulator).
+// The share of a long test that a run does: HYBRIDOPT_TEST_SCALE in the environment, otherwise the
+// build's default (1, or 0.1 under the sanitizers and in the emulator).
 #pragma once
 
 #include <algorithm>

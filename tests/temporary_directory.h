@@ -1,4 +1,4 @@
-// TemporaryDirectory: a fresh directory that goes with its content.
+// TemporaryDirectory: a new directory that is removed with its content.
 #pragma once
 
 #include <stdlib.h>
@@ -31,7 +31,7 @@ class TemporaryDirectory {
   const std::string& path() const { return path_; }
   std::string operator/(const std::string& name) const { return path_ + "/" + name; }
 
-  // What lies in it, hidden names too, in order.
+  // The names in it, sorted, hidden ones too.
   std::vector<std::string> Names() const { return NamesIn(path_); }
   static std::vector<std::string> NamesIn(const std::string& path) {
     std::vector<std::string> names;

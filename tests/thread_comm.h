@@ -18,7 +18,7 @@ class ThreadComm {
  public:
   enum class Fault {
     kNone,
-    kDie,   // from this call on the rank is gone, and the others are told so at once
+    kDie,   // from this call on the rank is gone, and the others get an error at once
     kHang,  // this call returns only after Release(), and the others hear nothing
     kFail,  // this call and later ones give the rank a status, and the others hear nothing
     kLose,  // this call times out, and the others hear nothing of it
@@ -76,7 +76,7 @@ class ThreadComm {
     return members_[static_cast<size_t>(rank)].calls;
   }
 
-  // What the ranks brought to the last sum, in rank order.
+  // The values of all ranks in the last sum, in rank order.
   std::vector<double> summands() const {
     std::lock_guard lock(mutex_);
     std::vector<double> summands;
@@ -154,7 +154,7 @@ class ThreadComm {
     const bool told =
         changed_.wait_for(lock, timeout, [&] { return meetings_ != meeting || dead_; });
     if (meetings_ != meeting) return OFFLOAD_OK;
-    arrived_ -= 1;  // who comes later must not take these values for an answer
+    arrived_ -= 1;  // a later call must not take these values for its own
     return told ? OFFLOAD_COMM_FAILED : OFFLOAD_TIMED_OUT;
   }
 
@@ -167,7 +167,7 @@ class ThreadComm {
     }
   }
 
-  static constexpr int64_t kYearsNs = int64_t{1} << 59;  // far, but the clock can still count there
+  static constexpr int64_t kYearsNs = int64_t{1} << 59;  // the clock can still add this
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

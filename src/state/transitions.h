@@ -105,7 +105,7 @@ constexpr const typename Table::value_type* FindRow(const Table& table, Call cal
   return row == table.end() ? nullptr : &*row;
 }
 
-// ----------------------------------------------------------------------------------------- params
+// --------------------------------------------------------------------------------------- params --
 
 namespace params_table {
 using enum ParamsAt;
@@ -166,7 +166,7 @@ inline constexpr std::array<Row, 11> kRows = {{
 }};
 }  // namespace params_table
 
-// -------------------------------------------------------------------------------------- gradients
+// ------------------------------------------------------------------------------------ gradients --
 
 namespace grad_table {
 using enum GradAt;
@@ -245,7 +245,7 @@ inline constexpr std::array<Row, 9> kRows = {{
 }};
 }  // namespace grad_table
 
-// ----------------------------------------------------------------------------------------- states
+// --------------------------------------------------------------------------------------- states --
 
 namespace states_table {
 using enum StatesAt;

@@ -1,5 +1,5 @@
-// Programs whose ranks are processes: the answers that a table must give, and whole steps over a
-// table, with the bits of ranks that are threads.
+// Checks for programs whose ranks are processes: the results that a comm table must return, and
+// whole steps over a table, whose bits must be those of ranks that are threads.
 #pragma once
 
 #include <unistd.h>
@@ -18,7 +18,7 @@ namespace hybridopt {
 
 inline int world = 0;
 inline int rank = -1;
-inline std::function<const char*()> adaptor_error;  // what the table's library says went wrong
+inline std::function<const char*()> adaptor_error;  // the error text of the table's library
 inline std::function<void()> end_all_ranks;
 
 // Ends all ranks.
@@ -48,7 +48,7 @@ inline std::vector<double> Values(int of_rank, uint32_t count, uint64_t seed) {
   return values;
 }
 
-// The sums in rank order, of all ranks' values as each of them can make.
+// The expected sums, in rank order. Every rank can compute the values of all ranks.
 inline void CheckSums(const offload_comm_t& table, uint32_t count, uint64_t seed) {
   std::vector<double> expected = Values(0, count, seed);
   for (int other = 1; other < world; ++other) {
@@ -77,7 +77,8 @@ inline void CheckReductions(const offload_comm_t& table) {
   }
 }
 
-// Nobody leaves the barrier before all have come: a counter that all processes see tells. It is 0.
+// No rank leaves the barrier before all ranks have reached it: a counter shared by all processes, 0
+// at first, shows that.
 inline void CheckBarrier(const offload_comm_t& table, int* counter) {
   for (int round = 1; round <= 50; ++round) {
     if (round % world == rank) usleep(2000);
@@ -108,8 +109,8 @@ inline uint64_t Hash(ShardedRank& rank_of) {
   return hash;
 }
 
-// This process's rank of a model that is shared out: after every step its bits are those of the
-// whole model. Returns its hash.
+// This process's rank of a sharded model: after every step its bits are those of the whole model.
+// Returns its hash.
 inline uint64_t TakeSteps(const Sharded& sharded, const Setting& setting,
                           const offload_comm_t& table) {
   ShardedRank own(sharded, static_cast<uint32_t>(rank), table, setting.context, setting.optimizer);
@@ -123,7 +124,7 @@ inline uint64_t TakeSteps(const Sharded& sharded, const Setting& setting,
   return Hash(own);
 }
 
-// The same program with this process's threads for ranks.
+// The same program, whose ranks are threads of this process.
 inline std::vector<uint64_t> HashesOfThreads(const Sharded& sharded, const Setting& setting) {
   ThreadComm comm(world);
   std::vector<std::unique_ptr<ShardedRank>> ranks;
@@ -140,7 +141,7 @@ inline std::vector<uint64_t> HashesOfThreads(const Sharded& sharded, const Setti
   return hashes;
 }
 
-// What rank 0 says and checks about a run whose processes ended with these hashes.
+// Rank 0 prints and checks the hashes with which the processes ended.
 inline void CheckHashes(const Sharded& sharded, const Setting& setting, uint64_t seed,
                         const std::vector<uint64_t>& hashes) {
   EXPECT(hashes == HashesOfThreads(sharded, setting));
@@ -151,8 +152,8 @@ inline void CheckHashes(const Sharded& sharded, const Setting& setting, uint64_t
 
 // --------------------------------------------------------------------------------- bad endings --
 
-// Rank 1 makes one step with the others and then vanishes; they are told so, change nothing and
-// refuse more.
+// Rank 1 makes one step with the others and then exits. The other ranks get an error, have changed
+// nothing and refuse further calls.
 inline void LoseRank1(const Setting& setting, const offload_comm_t& table,
                       const std::function<void()>& vanish, const char* words) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, static_cast<uint32_t>(world), kSteps, 5);

@@ -23,7 +23,7 @@ class HoldingDevice final : public LabelledDevice {
     std::lock_guard lock(mutex_);
     left_ = until;
   }
-  // Each slot has two such events, of which the second ends.
+  // Each slot has two such events; the second one marks its end.
   Status Record(EventHandle event, StreamHandle stream) override {
     HYBRIDOPT_TRY(ForwardingDevice::Record(event, stream));
     std::lock_guard lock(mutex_);
@@ -37,7 +37,7 @@ class HoldingDevice final : public LabelledDevice {
   }
 
  private:
-  // However slow the machine is, the other comes to its next event within a minute.
+  // Even on a slow machine the other executor reaches its next event within a minute.
   Status AwaitTheOther() {
     std::unique_lock lock(mutex_);
     for (int left = left_; left > 0; left = left_) {

@@ -17,30 +17,30 @@
 
 namespace hybridopt {
 
-// A step has one more wait for the gradients, kReady. There it only starts the clock: later work of
-// the step waits for later events on streams that are behind the gradients anyway. A move of
-// gradients needs this wait.
+// A step has one more wait for the gradients, kReady. In a step this wait only starts the clock:
+// later work of the step waits for later events, on streams that already wait for the gradients. A
+// move of gradients does need this wait.
 enum class Leak {
   kNone,
   kDownBehindGradients,     // StreamWait of the down stream on the caller's gradients
   kComputeBehindGradients,  // StreamWait of the compute stream on them
-  kLanded,                  // Wait for a chunk's gradients, or a look whether they are there
-  kUploaded,                // the same for its params, before its slot and its mark are given free
+  kLanded,                  // Wait for a chunk's gradients, or a check whether they are there
+  kUploaded,                // the same for its params, before its slot and its mark are released
   kVerdict,                 // Wait for norm and verdict
-  kDeviceUpdated,           // Wait for the device's own update, or a look
+  kDeviceUpdated,           // Wait for the device's own update, or a check
   kCallersStream,           // StreamWaitFlag of the caller's stream
   kBehindDeviceUpdate,      // StreamWait of the caller's stream on the device's own update,
-  kBehindParamsUp,          // on params that go up,
+  kBehindParamsUp,          // on the copy of params to the device,
   kBehindStreamedUpdate,    // and on the update of chunks whose state streams
   kReady,                   // Wait for the gradients by the timeline's thread
-  kMoved,                   // Wait for gradients that leave
+  kMoved,                   // Wait for gradients that are offloaded
   kSummed,                  // Wait for the sums of their norms
   // The waits of the streamed executor. It has one more, for state that goes up in a step that is
   // then skipped: only the lifetime of memory depends on it (ASkippedStepEndsBehindItsCopies).
   kUpdateBehindVerdict,  // StreamWait of the streamed update on the verdict
-  kUpdateBehindState,    // StreamWait of the streamed update on the state that goes up
-  kDownBehindUpdate,     // StreamWait of the state's way down on the update
-  kStateDown,            // Wait for the state that comes down
+  kUpdateBehindState,    // StreamWait of the streamed update on the state's copy to the device
+  kDownBehindUpdate,     // StreamWait of the state's copy to the host on the update
+  kStateDown,            // Wait for the state's copy to the host
 };
 
 class LeakyDevice final : public LabelledDevice {
@@ -55,7 +55,7 @@ class LeakyDevice final : public LabelledDevice {
         shares_queues_(shares_queues),
         slow_event_(std::move(slow_event)) {}
 
-  // Then the caller's streams are put behind steps by the host, as on a real device.
+  // Returns true so that the host makes the caller's streams wait for steps, as on a real device.
   bool shares_queues() const override {
     return shares_queues_ || ForwardingDevice::shares_queues();
   }
@@ -98,8 +98,9 @@ class LeakyDevice final : public LabelledDevice {
     if (Leaks(Leak::kSummed, event, "gradients summed")) return {};
     return ForwardingDevice::Wait(event, timeout_ns);
   }
-  // With a wait missing, the caller of a launch may rewrite the memory that it works on: this must
-  // show in the computed bits, and not in lists that the device goes through meanwhile.
+  // If a wait is missing, the caller of a launch may overwrite the launch's lists while the device
+  // reads them. The device gets copies of these lists, so that a missing wait shows in the computed
+  // bits only.
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
     if (!leaking_) return ForwardingDevice::Update(stream, launch);
     if (leak_ == Leak::kBehindDeviceUpdate) HYBRIDOPT_TRY(HoldUp(stream));
@@ -114,19 +115,21 @@ class LeakyDevice final : public LabelledDevice {
     kept.inputs = Keep(launch.inputs, norm_inputs_);
     return ForwardingDevice::Norm(stream, kept);
   }
-  // Late, where somebody does not wait for it: state that goes up takes its time too.
+  // Delayed, so that a missing wait for the verdict shows: copies of state to the device take time
+  // too.
   Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override {
     if (leaking_ && leak_ == Leak::kUpdateBehindVerdict) HYBRIDOPT_TRY(HoldUp(stream));
     return ForwardingDevice::SetVerdict(stream, value, device);
   }
-  // An event that was not waited for has no time yet: that must not be what gives the leak away.
+  // An event for which no thread has waited has no time yet; returning an error for it would reveal
+  // the leak.
   Result<double> Elapsed(EventHandle begin, EventHandle end) override {
     if (leak_ != Leak::kNone) return 0.0;
     return ForwardingDevice::Elapsed(begin, end);
   }
 
  private:
-  // Queues commands that do nothing but take their delays.
+  // Queues commands that have no effect, only delays.
   Status HoldUp(StreamHandle stream) {
     HYBRIDOPT_ASSIGN(const EventHandle nobodys, ForwardingDevice::CreateEvent("nobody's"));
     for (int i = 0; i < 50; ++i) HYBRIDOPT_TRY(ForwardingDevice::Record(nobodys, stream));
@@ -150,7 +153,7 @@ class LeakyDevice final : public LabelledDevice {
   const bool shares_queues_;
   const std::string slow_event_;
   std::mutex mutex_;
-  // What launches were given; guarded by mutex_.
+  // The lists of all launches; guarded by mutex_.
   std::deque<std::vector<DeviceUpdate>> updates_;
   std::deque<std::vector<Coefficients>> coefficients_;
   std::deque<std::vector<NormInput>> norm_inputs_;

@@ -1,6 +1,6 @@
-// LifecycleRig: a framework around the library under test. It owns every param's and gradient's
-// buffer, frees and makes them anew, moves things with the library's calls, and compares all bits
-// with a Model, which knows nothing of residency.
+// LifecycleRig: plays the framework that uses the library. It owns the buffers of all params and
+// gradients, frees and allocates them, moves them with the library's calls, and compares all bits
+// with a Model, which knows nothing of residence.
 #pragma once
 
 #include <chrono>
@@ -35,10 +35,10 @@ struct LifecycleSetting {
   uint32_t movable = kMoveAll;
   std::vector<int32_t> chunk_orders;  // per param; empty: all 0
   const offload_comm_t* comm = nullptr;
-  std::string name_prefix = {};  // of params: ranks that share nothing have different names
-  // Puts a device of the test's between the library and the real one.
+  std::string name_prefix = {};  // prefix of params' names: independent ranks have different names
+  // Puts a device of the test between the library and the real device.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
-  // The same; *made is that device once there is a rig.
+  // The same; *made becomes that device when the rig is made.
   template <typename Wrapper, typename... Arguments>
   void WrapIn(Wrapper** made, Arguments... arguments) {
     wrap = [=](std::unique_ptr<Device> device) {
@@ -52,7 +52,8 @@ struct LifecycleSetting {
   std::string slow_event = {};
 };
 
-// The other executor then does most chunks: the device, the CPU workers, or the first to come.
+// Draws which waits are slow. Then the other executor updates most chunks; without slow waits, the
+// faster one does.
 inline std::string DrawSlowEvent(Random& random) {
   constexpr const char* kEvents[] = {"gradients landed", "state down", "", ""};
   return kEvents[random.Below(4)];
@@ -82,7 +83,7 @@ struct MoveArguments {
   std::vector<offload_stream_t> streams = {};
 };
 
-// A kernel of the caller's that runs until it is let go.
+// A kernel of the caller that runs until Open().
 class Gate {
  public:
   void Open() {
@@ -141,8 +142,8 @@ class LifecycleRig {
 
   // ---- buffers
 
-  std::vector<void*> data;  // per param: where it is, or NULL
-  std::vector<void*> grad;  // per param: what Bind gives; NULL: no gradient
+  std::vector<void*> data;  // per param: its address, or NULL
+  std::vector<void*> grad;  // per param: the address for Bind; NULL: no gradient
 
   // At least one element, so that empty params have addresses too.
   void* Allocate(uint64_t bytes) {
@@ -168,7 +169,7 @@ class LifecycleRig {
     return read;
   }
 
-  // The gradient goes into a buffer of its own; the old one stays as it is, or is freed.
+  // The gradient gets a buffer of its own; the old buffer stays as it is, or is freed.
   void NewGrad(uint32_t id, const Bytes& bytes) {
     grad[id] = Allocate(bytes.size());
     Write(grad[id], bytes);
@@ -185,7 +186,8 @@ class LifecycleRig {
       Free(grad[id]);
     }
   }
-  // New buffers, in random order and with gaps in between, so that no address stays.
+  // Allocates new buffers, in random order and with gaps in between, so that no address stays the
+  // same.
   void AllocateAll(bool grads_too, Random& random) {
     std::vector<uint32_t> order;
     for (uint32_t id = 0; id < size(); ++id) order.push_back(id);
@@ -198,7 +200,7 @@ class LifecycleRig {
     }
     for (void* gap : gaps) Free(gap);
   }
-  // What the device counts as the caller's.
+  // The bytes that the device counts as the caller's.
   uint64_t allocated_bytes() const {
     uint64_t sum = 0;
     const uint64_t unit = setting_.device_kind == OFFLOAD_DEVICE_CUDA ? 2 << 20 : 256;
@@ -275,7 +277,7 @@ class LifecycleRig {
     MUST(offload_optimizer_save(optimizer_, &options, &ticket));
     return ticket;
   }
-  // Loads and waits: the outcome.
+  // Loads, waits, and returns the outcome.
   int32_t TryLoad(const std::string& path, uint32_t flags = 0) {
     auto options = Make<offload_load_options_t>();
     options.path = path.c_str();
@@ -315,7 +317,8 @@ class LifecycleRig {
 
   // ---- bits
 
-  // Empty if every bit of params, states and counts is the model's; else what differs first.
+  // Empty if every bit of params, states and counts is the model's; otherwise describes the first
+  // difference.
   std::string Difference(const Model& model) const {
     for (uint32_t id = 0; id < size(); ++id) {
       const std::string where =
@@ -330,7 +333,7 @@ class LifecycleRig {
     return "";
   }
 
-  // What the result of a step must say, by the model that has just made it.
+  // Compares the result of a step with the model that has just made the same step.
   std::string ResultDifference(const Model& model, offload_ticket_t ticket = 0) const {
     auto result = Make<offload_step_result_t>();
     MUST(offload_optimizer_step_result(optimizer_, ticket, &result));
@@ -431,7 +434,7 @@ class LifecycleRig {
   uint64_t idle_bytes_ = 0;            // what a real device's driver takes for itself
 };
 
-// ------------------------------------------------------------------------------- helpers of models
+// ---------------------------------------------------------------------------- helpers of models --
 
 // A gradient widened to fp32, exactly.
 inline std::vector<float> Widened(int32_t dtype, const Bytes& array) {

@@ -1,4 +1,4 @@
-// Model: does what the optimizer must do in the simplest way: whole params, one after the other, in
+// Model: computes the expected values in the simplest way: whole params, one after the other, in
 // plain loops over the scalar specification. It shares nothing else with the library: it has its
 // own tree for the norm, its own step counts and its own skip.
 #pragma once
@@ -56,8 +56,8 @@ class Model {
       if (input.grads[id].has_value() && problem_->params[id].count > 0) Update(id, input);
   }
 
-  // What offload_optimizer_refresh_masters does with a param. A param beside half a master is the
-  // master's other half: nobody can tell whether it has been written.
+  // The effect of offload_optimizer_refresh_masters on a param. If a param is one half of its
+  // master, no code can tell whether the param has been written.
   void Refresh(size_t id) {
     if (is_half(id) || problem_->params[id].dtype == OFFLOAD_FP32)
       params[id].master =
@@ -107,7 +107,8 @@ class Model {
     return problem_->params[id].dtype == OFFLOAD_BF16 && problem_->state.split();
   }
 
-  // Where a param of 16 bits is not its master, rounded in either way, it is the master.
+  // If a 16-bit param differs from its master rounded in both ways, the master becomes equal to the
+  // param.
   void Follow(size_t id) {
     const ParamSpec& spec = problem_->params[id];
     Param& param = params[id];
@@ -163,7 +164,7 @@ class Model {
     param.moment1 = Widen(OFFLOAD_BF16, moment1);
   }
 
-  // Rounds away the lower 8 bits of fp32 masters that a step has made, and gives the params.
+  // Rounds away the lower 8 bits of fp32 masters that a step has computed, and sets the params.
   void RoundMasters(size_t id, const Rounding& rounding) {
     Param& param = params[id];
     for (uint64_t i = 0; i < param.master.size(); ++i) {
@@ -177,7 +178,7 @@ class Model {
     }
   }
 
-  // FNV-1a of "param0" and so on, which all rigs call them.
+  // FNV-1a of "param0" and so on, the names in all rigs.
   static uint64_t HashOfName(size_t id) {
     uint64_t hash = 14695981039346656037u;
     for (char c : "param" + std::to_string(id)) hash = (hash ^ uint64_t(c)) * 1099511628211u;

@@ -1,5 +1,6 @@
-// A seeded random training problem: params of every dtype mix and awkward counts, and what each
-// step brings: gradients (some missing), hyperparameters, loss scale, clipping.
+// A random training problem, drawn from a seed: params of every combination of dtypes and awkward
+// counts, and the inputs of each step: gradients (some missing), hyperparameters, loss scale,
+// clipping.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +33,7 @@ inline constexpr auto kAlgorithmValues = [] {
   for (size_t i = 0; i < values.size(); ++i) values[i] = kAlgorithms[i].value;
   return values;
 }();
-// Seeds take turns.
+// The algorithms take turns from seed to seed.
 inline int32_t AlgorithmOfSeed(uint64_t seed) {
   return kAlgorithmValues[seed % kAlgorithmValues.size()];
 }
@@ -133,8 +134,9 @@ inline uint32_t RandomDenormal(int32_t dtype, Random& random) {
   return 1 + static_cast<uint32_t>(random.Below(mantissas - 1));
 }
 
-// Ordinary numbers, with zeros and denormals of both signs among them. Huge ones stay so far below
-// overflow that no state becomes Inf: what NaN an operation then makes is not specified.
+// Ordinary numbers, with zeros and denormals of both signs among them. Huge numbers stay so far
+// below overflow that no state becomes Inf, because it is not specified which NaN an operation with
+// Inf then makes.
 inline uint32_t RandomBits(int32_t dtype, bool huge, Random& random) {
   const uint32_t sign = random.OneIn(2) ? SignBit(dtype) : 0;
   switch (random.Below(16)) {
@@ -161,8 +163,8 @@ inline Bytes RandomArray(int32_t dtype, uint64_t count, bool huge, Random& rando
 
 // ------------------------------------------------------------------------------------- problems --
 
-// Groups 0, 1 and 2 differ in the switches; the numbers are random. `first` of a problem decides
-// which SGD groups have a momentum_buffer.
+// Groups 0, 1 and 2 differ in their flags; the numbers are random. The first groups of a problem
+// (`first`) decide which SGD groups have a momentum_buffer.
 inline offload_group_t RandomGroup(int32_t algorithm, uint32_t index, bool first, Random& random) {
   offload_group_t group{};
   group.struct_size = sizeof(group);
@@ -199,7 +201,7 @@ inline std::vector<offload_group_t> RandomGroups(int32_t algorithm, bool first, 
   return groups;
 }
 
-// Step kinds take turns: norm without clipping; unscaled and clipped; vouched finite.
+// Kinds of steps take turns: norm without clipping; loss scale and clipping; ASSUME_FINITE.
 inline StepInput RandomStep(const Problem& problem, size_t number, Random& random) {
   StepInput input;
   input.groups = number == 0 ? problem.groups : RandomGroups(problem.algorithm, false, random);
@@ -209,7 +211,7 @@ inline StepInput RandomStep(const Problem& problem, size_t number, Random& rando
     input.grad_norm_max = random.Between(0.1, 2);
   }
   if (kind == 2) input.flags = OFFLOAD_STEP_ASSUME_FINITE;
-  const bool huge = kind != 1;  // the clip factor would flush all else
+  const bool huge = kind != 1;  // the clip factor would make all other gradients 0
   for (const ParamSpec& param : problem.params) {
     input.grads.emplace_back();
     if (random.OneIn(8)) continue;

@@ -10,8 +10,8 @@
 
 namespace hybridopt {
 
-// Ranks that wait for each other for ever are told soon: where one does not come, by its comm
-// timeout; where they go on meeting without end, by a wait that aborts.
+// Bounds for ranks that would wait for each other for ever. If one rank does not come, its comm
+// timeout ends the test; if ranks meet again and again without end, a wait aborts.
 constexpr uint64_t kRankTimeoutNs = 20'000'000'000;
 constexpr int64_t kHangNs = 60'000'000'000;
 

@@ -1,5 +1,5 @@
-// Rig: the library under test, driven through its ABI, beside a Model that says what every byte
-// must be.
+// Rig: the library under test, called through its ABI, together with a Model that tells what every
+// byte must be.
 #pragma once
 
 #include <cinttypes>
@@ -115,15 +115,15 @@ class TestContext {
   offload_context_t handle_ = nullptr;
 };
 
-// The instruction sets that can run here; the scalar specification is always one.
+// The instruction sets that this CPU can run; the scalar specification is always among them.
 inline std::vector<std::string> UsableIsas() {
   std::vector<std::string> isas = {ReferenceKernels().isa};
   for (const KernelTable* table : SimdKernels()) isas.push_back(table->isa);
   return isas;
 }
 
-// Where a problem's arrays lie in one block of memory: in random order, each at an odd element,
-// with guard bytes between. Params come before gradients.
+// The places of a problem's arrays in one block of memory: in random order, each at an odd element,
+// with guard bytes between them. Params come before gradients.
 struct Layout {
   Layout(const Problem& problem, uint64_t seed)
       : data(problem.params.size()), grad(problem.params.size()) {
@@ -196,7 +196,7 @@ class Rig {
   }
   const Layout& layout(size_t block) const { return blocks_[block].layout; }
 
-  // A block of arrays of its own layout; gives its number.
+  // Adds a block of arrays with its own layout; returns its number.
   size_t AddBlock(uint64_t seed) {
     Layout layout(problem_, seed);
     Block block{layout, nullptr, Bytes(layout.bytes, kGuard)};
@@ -206,13 +206,14 @@ class Rig {
     return blocks_.size() - 1;
   }
 
-  // Frees the block, as a framework frees gradients that nobody needs any more.
+  // Frees the block, as a framework frees gradients that are no longer needed.
   void FreeBlock(size_t block) {
     MUST(offload_device_free(context_, blocks_[block].device));
     blocks_[block].device = nullptr;
   }
 
-  // Two params of equal bytes trade their places in a block; bind and fill it afterwards.
+  // Exchanges the places of two params of the same size in a block; bind and fill the block
+  // afterwards.
   void SwapPlaces(size_t block, size_t a, size_t b) {
     std::swap(blocks_[block].layout.data[a], blocks_[block].layout.data[b]);
   }
@@ -228,7 +229,7 @@ class Rig {
     Upload(block, layout.grads_begin, layout.bytes - layout.grads_begin);
   }
 
-  // The block will hold these; the library may put them there too.
+  // The block will hold these gradients, written by the caller or by the library.
   void ExpectGrads(size_t block, const StepInput& input) {
     for (size_t id = 0; id < input.grads.size(); ++id) {
       if (!input.grads[id].has_value()) continue;
@@ -277,7 +278,8 @@ class Rig {
   }
 
   // Empty if every bit is the model's: the last step's result, the totals, every byte of every
-  // block (guards and gradients included), masters, moments and counts. Else what differs first.
+  // block (guards and gradients included), masters, moments and counts. Otherwise describes the
+  // first difference.
   std::string Difference(const Model& model) {
     const std::string difference = ResultDifference(model);
     return difference.empty() ? BitsDifference(model) : difference;
@@ -294,7 +296,7 @@ class Rig {
     return difference;
   }
 
-  // What a step's result must say, by the model that has just made that step.
+  // Compares a step's result with the model that has just made the same step.
   std::string ResultDifference(const Model& model, offload_ticket_t ticket = 0) {
     if (model.steps_applied + model.steps_skipped == 0) return "";
     auto result = Make<offload_step_result_t>();

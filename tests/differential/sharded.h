@@ -1,5 +1,5 @@
-// A model of whole tensors, shared out over ranks: each rank is a Rig with its shards, beside the
-// Model of the whole that says what every byte of every rank must be.
+// A model of whole tensors, divided among ranks. Each rank is a Rig with its shards; one Model of
+// the whole tells what every byte of every rank must be.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace hybridopt {
 
-// Gradients whose squares any order of addition sums exactly, in double: small multiples of 2^-10.
+// Gradients whose squares are summed exactly in double, in any order: small multiples of 2^-10.
 inline Bytes ExactGrads(int32_t dtype, uint64_t count, Random& random) {
   Bytes array(count * DtypeBytes(dtype));
   for (uint64_t i = 0; i < count; ++i) {
@@ -53,10 +53,10 @@ class Sharded {
   const Problem& local(uint32_t rank) const { return locals_[rank]; }
   const Piece& piece(size_t id, uint32_t rank) const { return pieces_[id][rank]; }
 
-  // What the rank must hold after `steps` steps.
+  // The values that the rank must have after `steps` steps.
   Model Expected(uint32_t rank, size_t steps) const {
     Model model = trace[steps];
-    // What a skipped step calls its norm depends on whether ranks were asked.
+    // The norm that a skipped step reports depends on whether other ranks were asked.
     if (model.verdict.skip != 0)
       model.verdict = Decide(std::numeric_limits<double>::quiet_NaN(), 1, 0);
     for (size_t id = 0; id < whole.params.size(); ++id) {
@@ -108,7 +108,8 @@ inline std::unique_ptr<Sharded> RandomSharded(int32_t algorithm, uint32_t world,
   Problem problem = RandomProblem(algorithm, specs, steps, seed);
   problem.state = StateChoices()[seed / kAlgorithmValues.size() % 6];
   std::vector<std::vector<Piece>> pieces;
-  // RandomProblem has put the params in an order of its own: any shape of as many elements will do.
+  // RandomProblem has changed the order of the params, so any shape with the same number of
+  // elements will do.
   for (const ParamSpec& spec : problem.params) {
     const auto shape = std::find_if(shapes.begin(), shapes.end(), [&](const auto& candidate) {
       return ElementsOf(candidate) == spec.count;
@@ -147,7 +148,7 @@ class ShardedRank {
   offload_context_t context() const { return context_.handle(); }
   const Problem& local() const { return sharded_.local(rank_); }
 
-  // Gives the rank a step's inputs.
+  // Sets a step's inputs on the rank.
   void Put(const StepInput& input, size_t block = 0) {
     rig_->PutGrads(block, input);
     rig_->Bind(0, block, input);

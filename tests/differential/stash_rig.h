@@ -26,30 +26,30 @@ namespace hybridopt {
 using fault::Gate;
 using fault::Make;
 
-// Where a wait never ends, the test shall fail and not stand still.
+// If a wait never ends, the test must fail instead of hanging.
 constexpr int64_t kLongNs = 120'000'000'000;
 
 // The waits of the stash.
 enum class StashLeak {
   kNone,
-  kDownBehindProducer,  // the copy to the host waits for what writes the memory
+  kDownBehindProducer,  // the copy to the host waits for the work that writes the memory
   kDownBehindUp,        // ..and for the last copy out of its slabs
-  kUpBehindUsers,       // the copy to the device waits for what used its destination
+  kUpBehindUsers,       // the copy to the device waits for the work that used its destination
   kUpBehindDown,        // ..and for the copy to the host
   kBehindDown,          // the caller's stream waits for the copy to the host: release, drop
   kBehindUp,            // ..and for the copy to the device: pop, drop
-  kReached,             // a look whether slabs may be used again
+  kReached,             // a check whether slabs may be used again
   kWait,                // a wait on the host
   kSynchronize,         // destroy waits for the copies
 };
 
-// The device without one kind of wait, while `leaking`, which outlives it.
+// Leaves out one kind of wait of a device while `leaking` is true; `leaking` outlives this object.
 class StashLeakyDevice final : public LabelledDevice {
  public:
   StashLeakyDevice(std::unique_ptr<Device> device, StashLeak leak, const std::atomic<bool>& leaking)
       : LabelledDevice(std::move(device)), leak_(leak), leaking_(leaking) {}
 
-  // How often memory was pinned, or an event or a stream made.
+  // The number of times that memory was pinned or an event or a stream was made.
   int taken() const { return taken_; }
 
   Status PinHost(void* data, uint64_t bytes) override {

@@ -1,5 +1,5 @@
-// Reads a param's state through the ABI, whatever its layout, as the fp32 numbers that it stands
-// for.
+// Reads a param's state through the ABI, in any layout, and returns the fp32 numbers that it
+// represents.
 #pragma once
 
 #include <bit>

@@ -1,5 +1,5 @@
-// WatchedDevice: passes everything on to another device, and lets a test see what the library asked
-// for, or leaves out the wait for one producer.
+// WatchedDevice: passes every call on to another device. A test can see which calls the library has
+// made, or leave out the wait for one producer.
 #pragma once
 
 #include <atomic>
@@ -14,18 +14,17 @@
 
 namespace hybridopt {
 
-// What a WatchedDevice has seen and is told to do. Outlives the device.
+// The observations of a WatchedDevice and the test's orders to it. Outlives the device.
 class Watch {
  public:
-  // Counts, from now on, the calls of this thread that block it until the device has come to some
-  // point.
+  // From now on counts the calls of this thread that block until the device has reached some point.
   void CountHostWaits() { caller_ = std::this_thread::get_id(); }
   int host_waits() const { return host_waits_; }
   // Waits by any thread for an event or a stream, and norms that the device was to make.
   int waits() const { return waits_; }
   int norms() const { return norms_; }
 
-  // Work that waits for this stream no longer does.
+  // From now on work does not wait for this stream.
   void DropWaitsFor(StreamHandle stream) { dropped_ = stream; }
 
   // Where host memory was copied to, and what flags streams were made to wait for, in order.

@@ -1,6 +1,7 @@
-// Bad input through the public ABI: one row each. A row says which call, which status, and which
-// words the message must have: the field, what was got, what was expected. Then a valid sequence
-// must go on as if nothing had happened: same plan, same bits as a run that was left alone.
+// Bad input through the public ABI, one row for each case. A row has the call, the status, and the
+// words that the message must have: the field, what was got, what was expected. Afterwards a valid
+// sequence must go on as if the call had not been made: same plan, and the same bits as a run
+// without it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -37,7 +38,7 @@ struct Row {
 inline std::string RowName(const testing::TestParamInfo<Row>& info) { return info.param.name; }
 inline void PrintTo(const Row& row, std::ostream* out) { *out << row.name; }
 
-// What a run ends in: the bytes it planned, and the bits.
+// The outcome of a run: the bytes of its plan, and its bits.
 struct Outcome {
   offload_plan_t plan;
   std::vector<unsigned char> bits;
@@ -49,7 +50,7 @@ inline Outcome Finish(Trainer& trainer, Phase phase) {
     trainer.Commit();
     trainer.Steps(0, 1);
   }
-  // A bind of the same gradients: nothing of a refused bind may be left behind.
+  // Binds the same gradients: a refused bind must leave no trace.
   std::vector<offload_binding_t> bindings;
   for (uint32_t i = 0; i < trainer.size(); ++i) {
     bindings.push_back(Make<offload_binding_t>());
@@ -113,7 +114,7 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Committed);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OnSim);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Anytime);
 
-// A struct with `extra` bytes behind it, of which the last is not zero.
+// A struct followed by `extra` bytes, the last of which is not zero.
 template <typename Struct>
 struct WithTail {
   Struct value = Make<Struct>();

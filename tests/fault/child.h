@@ -1,5 +1,5 @@
-// Runs a part of a test in a child process, which may give up what it can never get back: system
-// calls, limits, CPUs.
+// Runs a part of a test in a child process, which may give up things that a process can never get
+// back: system calls, limits, CPUs.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ namespace hybridopt::fault {
 
 inline constexpr int kSkipped = 77;
 
-// body's failures print what they print and fail the parent's test; _Exit(kSkipped) skips it. The
+// Failures of `body` print their text and fail the parent's test; _Exit(kSkipped) skips it. The
 // parent must have no other threads.
 template <typename Body>
 void InChild(Body&& body) {
@@ -39,14 +39,15 @@ void InChild(Body&& body) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "wait status " << status;
 }
 
-// What becomes of one system call, of all its uses or only where its third argument is `third`.
+// The result of a forbidden system call: of all its uses, or only of those whose third argument is
+// `third`.
 struct Restriction {
   long call;
   unsigned action;
   int third = -1;
 };
 
-// For this process and for good.
+// Applies to this process, until its end.
 inline void Restrict(const std::vector<Restriction>& restrictions) {
   std::vector<sock_filter> program;
   const auto load = [&](size_t offset) {

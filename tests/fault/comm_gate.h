@@ -1,4 +1,4 @@
-// A comm table on which the work of a step stands still.
+// A comm table that blocks the work of a step.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,8 @@
 
 namespace hybridopt::fault {
 
-// A comm table of one rank whose functions return when the gate is open: the work of a step stands
-// still inside them.
+// A comm table of one rank whose functions return only while the gate is open. Until then they
+// block the work of a step.
 struct CommGate {
   offload_comm_t Table() {
     auto table = Make<offload_comm_t>();

@@ -1,5 +1,5 @@
-// Files that do to a checkpoint what disks, quotas and signals do: one call fails, or all of its
-// kind from then on.
+// Files that fail as disks, quotas and signals make them fail: one call fails, or all later calls
+// of its kind.
 #pragma once
 
 #include <algorithm>
@@ -71,7 +71,7 @@ class FaultyFiles : public system::Files {
   }
   int Close(int file) override {
     const int error = Fault(Operation::kClose);
-    const int closed = Files::Close(file);  // as the system does, whatever it says
+    const int closed = Files::Close(file);  // as the system does, even if it returns an error
     return error > 0 ? -error : closed;
   }
   int64_t Size(int file) override {
@@ -140,7 +140,8 @@ class FaultyFiles : public system::Files {
   }
 
  private:
-  // What this call is to fail with: above 0 an errno, kShort, kChanged, or -1 for not at all.
+  // The error with which this call must fail: an errno above 0, kShort, kChanged, or -1 if it must
+  // not fail.
   int Fault(Operation operation) {
     std::lock_guard lock(mutex_);
     const uint64_t call = counts_[static_cast<int>(operation)]++;

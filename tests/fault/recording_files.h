@@ -1,5 +1,5 @@
-// RecordingFiles: does what it is asked and remembers it, so that a test can say what a disk may
-// hold after a crash at any moment: what was synced, and of the rest anything or nothing.
+// RecordingFiles: passes every call on and records it, so that a test can compute what a disk may
+// have after a crash at any moment: everything that was synced, and any part of the rest.
 #pragma once
 
 #include <cstring>
@@ -19,7 +19,7 @@ class RecordingFiles : public system::Files {
   static constexpr Inode kRoot = 0;
 
   struct Change {
-    Inode target;  // a file whose bytes, or a directory whose names change: its sync makes it last
+    Inode target;  // the file or directory that changes; a sync of it makes the change durable
     enum Kind { kWrite, kSize, kAdd, kRemove, kRename, kSync } kind;
     std::string name;   // kAdd, kRemove, kRename: in the directory
     std::string name2;  // kRename: the new one
@@ -27,7 +27,7 @@ class RecordingFiles : public system::Files {
     uint64_t offset;    // kWrite; kSize: the new size
     std::string bytes;  // kWrite
   };
-  // What a disk holds: bytes of files and names in directories.
+  // The content of a disk: bytes of files and names in directories.
   struct Disk {
     std::map<Inode, std::string> files;
     std::map<Inode, std::map<std::string, Inode>> directories{{kRoot, {}}};
@@ -37,8 +37,8 @@ class RecordingFiles : public system::Files {
 
   const std::vector<Change>& changes() const { return changes_; }
 
-  // The disk after a crash behind the first `count` changes. keep(i) decides on what was not synced
-  // by then: whether change i, or one sector of it, is there.
+  // The disk after a crash that follows the first `count` changes. For changes that were not
+  // synced, keep(i) decides whether change i, or one sector of it, is on the disk.
   template <typename Keep>
   Disk After(size_t count, Keep&& keep) const {
     std::map<Inode, size_t> last_sync;
@@ -138,7 +138,7 @@ class RecordingFiles : public system::Files {
 
   template <typename Keep>
   static void Apply(const Change& change, Disk& disk, Keep&& keep) {
-    constexpr size_t kSector = 512;  // the least that a disk writes whole
+    constexpr size_t kSector = 512;  // the smallest unit that a disk writes completely
     std::map<std::string, Inode> none;
     const auto directory = disk.directories.find(change.target);
     auto& names = directory == disk.directories.end() ? none : directory->second;

@@ -1,5 +1,5 @@
-// A small training run through the public ABI. Two runs of the same setup give the same bits, so a
-// test can compare a run to which it did something bad with one that it left alone.
+// A small training run through the public ABI. Two runs with the same setup have the same bits, so
+// a test can compare a run with a fault to a run without one.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 
 namespace hybridopt::fault {
 
-// A struct as rule one of the header asks: zero but for its size.
+// A struct as the header requires it: zero except for struct_size.
 template <typename Struct>
 Struct Make() {
   Struct value{};
@@ -27,7 +27,7 @@ Struct Make() {
 #define ASSERT_OFFLOAD_OK(call) ASSERT_EQ(call, OFFLOAD_OK) << ::offload_last_error()
 #define EXPECT_OFFLOAD_OK(call) EXPECT_EQ(call, OFFLOAD_OK) << ::offload_last_error()
 
-// A call gave that status, and the text of this thread's last error has all the words.
+// Expects that a call returned this status, and that this thread's last error has all these words.
 inline void ExpectError(int32_t got, int32_t status, const std::vector<std::string>& words) {
   const std::string text = offload_last_error();
   EXPECT_STREQ(offload_status_name(got), offload_status_name(status)) << text;
@@ -53,7 +53,7 @@ inline void FillPattern(std::vector<unsigned char>& bytes, int32_t dtype, uint64
   }
 }
 
-// A function for offload_stream_run that holds its stream until told.
+// A function for offload_stream_run that blocks its stream until the test opens it.
 struct Gate {
   std::atomic<bool> open = false;
   static void Hold(void* gate) {
@@ -63,14 +63,14 @@ struct Gate {
 
 inline void DropLog(void*, int32_t, const char*) {}
 
-// The options of the optimizer, and what else a run has.
+// The options of the optimizer and the other settings of a run.
 struct RunOptions : offload_optimizer_options_t {
   RunOptions() : offload_optimizer_options_t(Make<offload_optimizer_options_t>()) {
     algorithm = OFFLOAD_ADAMW;
     device_fraction = 0.3;
     chunk_elements = 1024;
     staging_slots = 2;
-    comm_timeout_ns = 20'000'000'000;  // so that ranks which hang are told soon
+    comm_timeout_ns = 20'000'000'000;  // so that a test with a hanging rank ends soon
   }
 
   int32_t device_kind = OFFLOAD_DEVICE_SIM;
@@ -93,7 +93,7 @@ class Trainer {
     CreateContext();
     CreateOptimizer();
   }
-  // In a context of somebody else's.
+  // In a context that another trainer owns.
   Trainer(const RunOptions& options, offload_context_t shared_context)
       : context(shared_context), options_(options), owns_context_(false) {
     CreateOptimizer();
@@ -109,7 +109,7 @@ class Trainer {
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  // What registering param `index` takes.
+  // The struct with which param `index` is registered.
   offload_param_t Param(uint32_t index) const {
     auto param = Make<offload_param_t>();
     param.group = 0;

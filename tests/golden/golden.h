@@ -1,6 +1,6 @@
-// What the golden checkpoints hold: one small checkpoint of each algorithm, world size and way to
-// shard. make_golden.cpp wrote them once, each with the first release of its format version; every
-// later release must load them.
+// The content of the golden checkpoints: one small checkpoint for each algorithm, world size and
+// way of sharding. make_golden.cpp wrote them once, each with the first release of its format
+// version; every later release must load them.
 #pragma once
 
 #include <string>

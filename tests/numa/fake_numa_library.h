@@ -1,5 +1,5 @@
-// The libraries that stand for libnuma (tests/numa/fake_numa.c), for tests in C++. Where a test is
-// built, FAKE_NUMA names the folder that holds them.
+// The libraries that replace libnuma (tests/numa/fake_numa.c), for tests in C++. When a test is
+// built, FAKE_NUMA names the folder with these libraries.
 #pragma once
 
 #include <dlfcn.h>
@@ -16,7 +16,7 @@ inline std::string FakeNumaPath(const std::string& which) {
   return FAKE_NUMA "/" + which + "/libnuma.so.1";
 }
 
-// The good one, on a machine of the test's making; one at a time.
+// The library without faults, on a machine that the test describes. One object at a time.
 class FakeNuma {
  public:
   explicit FakeNuma(unsigned long memory_nodes)

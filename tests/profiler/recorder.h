@@ -1,4 +1,4 @@
-// What the recorder has written down.
+// The events that the recorder has written.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
-// Array: memory of the caller's, on the context's device. On the host device it lies in pages of
-// its own, which nobody can access while the library has no right to: what touches them then ends
-// the run. On the simulated device freed memory is filled with NaNs, and an access to it fails.
+// Array: memory of the caller, on the context's device. On the host device it has pages of its own,
+// which cannot be accessed while the library has no right to use them: an access then ends the run.
+// On the simulated device freed memory is filled with NaNs, and an access to it fails.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace hybridopt::schedule {
 
-// Thrown by the functions of an array where the device has failed.
+// Thrown by the functions of an array when the device has failed.
 struct DeviceFailed {};
 
 class Array {

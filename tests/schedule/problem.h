@@ -1,6 +1,7 @@
-// What the programs train: three params, gradients that depend on the number of steps alone, and
-// the bits that must be there after each number of steps, which a trainer on the host device finds
-// step by step, waiting for each, with no scheduler. So the state of an optimizer is one number.
+// The training problem of the programs: three params, gradients that depend only on the number of
+// steps, and the expected bits after each number of steps. A trainer on the host device computes
+// these step by step, waiting for each, without the scheduler. So the state of an optimizer is one
+// number.
 #pragma once
 
 #include <cstddef>
@@ -70,7 +71,7 @@ inline offload_optimizer_options_t OptimizerOptions(uint32_t variant) {
   return options;
 }
 
-// The first variants clip in each step, the others in none.
+// The first variants clip in each step, the others never clip.
 inline double NormMax(uint32_t variant) { return variant < 2 ? 1 : 1000; }
 
 inline offload_group_t Group() {
@@ -83,8 +84,8 @@ inline offload_group_t Group() {
   return group;
 }
 
-// What a rank has after a number of steps: for each param the bits of the param, and those of its
-// states with their step counts.
+// The expected content of a rank after a number of steps: for each param its bits, and the bits of
+// its states with their step counts.
 struct Expected {
   Bytes data[kParams];
   Bytes states[kParams];

@@ -1,7 +1,7 @@
 // Program: a short random use of the public ABI, drawn from a number: how the contexts are made,
-// and what each thread of the caller calls. It can be printed, and calls can be left out of it:
-// those that remain still make a program, since a trainer (trainer.h) knows what each call must
-// give in the state that it finds.
+// and which calls each thread of the caller makes. It can be printed, and calls can be left out.
+// The remaining calls still form a program, because a trainer (trainer.h) knows which result each
+// call must have in the present state.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,7 @@ struct Call {
       0;  // decides what the call needs: which ticket, which checkpoint, which fraction
 };
 
-// The calls of one thread: those of a trainer may all be there, an observer's do not queue work,
+// The calls of one thread. A trainer may make all calls, an observer makes none that queue work,
 // and a user of the stash has calls of its own.
 struct Script {
   uint32_t trainer = 0;  // or the number of the user
@@ -58,7 +58,7 @@ struct Script {
 };
 
 struct Program {
-  // Draws it. `family` decides what it is about.
+  // Draws a program. `family` decides what it tests.
   enum class Family { kHost, kSim, kRanks };
   Program(Family drawn_family, uint64_t drawn_number);
 
@@ -81,11 +81,11 @@ struct Program {
   offload_optimizer_options_t options{};  // but for the comm
   uint64_t sim_delay_ns_max = 0;
   bool waits_at_end = true;  // before destroy
-  // What happens to rank 1 at its n-th call of the comm. A call that hangs returns at last.
+  // The fault of rank 1 at its n-th call of the comm. A call that hangs returns in the end.
   ThreadComm::Fault comm_fault = ThreadComm::Fault::kNone;
   uint64_t comm_fault_call = 0;
   std::vector<Script> owners;     // one for each trainer
-  std::vector<Script> observers;  // threads that wait and look
+  std::vector<Script> observers;  // threads that wait and poll
   // The users of one stash in the trainers' context, on the simulated device.
   std::vector<Script> stash_users;
 };

@@ -1,5 +1,5 @@
-// What libc.cpp stands in front of: the C library's own functions, for threads that are no tasks
-// and for the scheduler itself.
+// The C library's own functions that libc.cpp replaces, for threads that are no tasks and for the
+// scheduler itself.
 #pragma once
 
 #include <pthread.h>

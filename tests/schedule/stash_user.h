@@ -1,6 +1,6 @@
 // StashUser: a thread that puts arrays aside in a stash, beside trainers of the same context and
-// other users of the same stash, and checks that their bytes come back. What it has pushed it
-// overwrites as soon as it may.
+// other users of the same stash, and checks that their bytes come back. It overwrites a pushed
+// array as soon as that is allowed.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace hybridopt::schedule {
 
-// One stash, and how many still use it. The last one destroys it.
+// One stash, and the number of its users. The last user destroys it.
 struct SharedStash {
   SharedStash(offload_context_t owner, uint32_t users);
   const offload_context_t context;
@@ -35,7 +35,7 @@ class StashUser {
   void Run();
 
  private:
-  // A ticket that lives, and the memory that it is about.
+  // A live ticket and its memory.
   struct Item {
     offload_stash_ticket_t ticket;
     Bytes bytes;

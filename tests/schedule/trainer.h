@@ -1,7 +1,7 @@
-// Trainer: one optimizer of a program, the thread that owns it, and the checker beside it. The
-// checker knows docs/LIFECYCLE.md by itself: from what has been called it says what the next call
-// must return, which bits are there when a ticket completes, and which arrays the library may
-// access. It ends the run where something else happens.
+// Trainer: one optimizer of a program, the thread that owns it, and a checker. The checker has its
+// own knowledge of docs/LIFECYCLE.md: from the calls so far it computes what the next call must
+// return, which bits must be there when a ticket completes, and which arrays the library may
+// access. If something else happens, it ends the run.
 #pragma once
 
 #include <atomic>
@@ -18,21 +18,22 @@
 
 namespace hybridopt::schedule {
 
-// What other threads know of a trainer.
+// The information that other threads have of a trainer.
 struct Watched {
-  std::atomic<offload_optimizer_t> optimizer = nullptr;  // until it is committed
+  std::atomic<offload_optimizer_t> optimizer = nullptr;  // NULL until commit
   std::atomic<uint64_t> applied_min = 0;                 // steps that have been waited for
   std::atomic<bool> destroyed = false;                   // or about to be
-  // A thread that watches has been told of a failure. Of one that poisons nothing nobody else is.
+  // An observer has got the error of a failure. A failure that does not poison is returned only
+  // once.
   std::atomic<bool> told = false;
 };
 
-// The calls of a thread that watches.
+// The calls of an observer.
 void Observe(const Script& script, Watched& watched, bool may_fail);
 
 class Trainer {
  public:
-  // `directory` is where it saves; comm may be NULL.
+  // It saves in `directory`. comm may be NULL.
   Trainer(const Program& program, uint32_t number, offload_context_t context, ThreadComm* comm,
           std::string directory);
   ~Trainer();
@@ -43,8 +44,8 @@ class Trainer {
   void Run(std::latch& committed);
   Watched& watched() { return watched_; }
   bool failed() const { return failed_; }
-  // Its destroy has ended although a function of the comm had not returned: optimizer and context
-  // stay as long as the process.
+  // Whether destroy has ended although a function of the comm had not returned: then optimizer and
+  // context stay as long as the process.
   bool left_behind() const { return left_behind_; }
 
  private:
@@ -84,10 +85,10 @@ class Trainer {
   void Destroy();
   void ReturnLate();
 
-  // Judges what a call that queues work has returned; true: it has queued it.
+  // Checks the status of a call that queues work. Returns true if it has queued work.
   bool Queued(const char* call, int32_t status, bool allowed, offload_ticket_t ticket);
   void CheckText(const char* call, int32_t status) const;
-  // The same of a call that waits.
+  // The same for a call that waits.
   bool Waited(const char* call, int32_t status);
   bool WaitedForWork(const char* call, int32_t status);
   void Completed(offload_ticket_t ticket);
@@ -108,12 +109,12 @@ class Trainer {
   offload_optimizer_t optimizer_ = nullptr;
   offload_stream_t stream_ = nullptr;
   Arrays data_;
-  Arrays grads_;  // that are bound, and hold nothing that is needed
+  Arrays grads_;  // bound arrays whose content is not needed
   std::vector<Retired> retired_;
   std::vector<Saved> saved_;
   std::vector<offload_ticket_t> tickets_;
 
-  // The state that all queued work leads to.
+  // The state after all queued work.
   uint64_t steps_ = 0;
   bool params_out_ = false;
   bool states_out_ = false;
@@ -123,8 +124,8 @@ class Trainer {
   uint64_t skipped_ = 0;
   uint64_t queued_steps_ = 0;  // at most
   bool left_behind_ = false;
-  bool failed_ = false;    // this thread has been told of a failure
-  bool poisoned_ = false;  // one of queued work
+  bool failed_ = false;    // this thread has got an error
+  bool poisoned_ = false;  // the error of queued work
 };
 
 }  // namespace hybridopt::schedule

@@ -51,7 +51,7 @@ fn from_pkg_config() -> Option<PathBuf> {
     (output.status.success() && directory.join(LIBRARY).exists()).then_some(directory)
 }
 
-/// Of the builds that a program can link (a sanitizer's cannot), the newest.
+/// The newest of the builds that a program can link (not those with a sanitizer).
 fn from_build_tree() -> Option<PathBuf> {
     let builds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../build");
     let modified = |directory: &PathBuf| fs::metadata(directory.join(LIBRARY))?.modified();

@@ -1,5 +1,5 @@
-// What random_calls_test.cpp knows of contexts, optimizers, params and stashes: it is counted and
-// remembered beside the library, and compared with what the library says.
+// The model of random_calls_test.cpp: contexts, optimizers, params and stashes as they must be. The
+// test updates it with each call and compares it with what the library reports.
 #pragma once
 
 #include <algorithm>
@@ -58,10 +58,10 @@ struct OptimizerModel {
   // No count of applied steps is above this: a load brings the counts of another optimizer.
   uint64_t steps_counted_max = 0;
   std::string checkpoint;  // its last save's
-  bool saving = false;     // a save has been queued since all was last seen done
-  // Queued since all was last seen done: no more than these are queued now.
+  bool saving = false;     // a save has been queued since all work was last known to be done
+  // Queued since all work was last known to be done: an upper bound of what is queued now.
   uint64_t calls_queued_max = 0, steps_queued_max = 0;
-  uint64_t device_state_bytes = 0;  // as stats said after commit
+  uint64_t device_state_bytes = 0;  // as in the stats after commit
   std::vector<void*> data;
   std::vector<offload_ticket_t> tickets;
 
@@ -118,7 +118,7 @@ struct StashModel {
     for (const Ticket& t : live) bytes += t.bytes.size();
     return bytes;
   }
-  // What lies at this address, which is in one of the sources.
+  // The content at this address, which is in one of the sources.
   std::vector<unsigned char> ContentAt(const void* data, uint64_t bytes) const {
     const auto& [source, content] = *std::prev(contents.upper_bound(const_cast<void*>(data)));
     const auto offset = static_cast<const char*>(data) - static_cast<const char*>(source);

@@ -1,5 +1,5 @@
-// What state/transitions.h says of the params that random_calls_test.cpp remembers. unit.lifecycle
-// has each cell of those tables once more.
+// Applies the tables of state/transitions.h to the params of random_calls_test.cpp. unit.lifecycle
+// tests each cell of these tables by itself.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace hybridopt::fault::random_calls {
 
 // kDone, kNothing or kRefused.
 Effect EffectOf(Move move, const ParamModel& param);
-// Does to `param` what the move does, if it does anything.
+// Applies the effect of the move, if there is one, to `param`.
 void Apply(Move move, ParamModel& param);
 // Whether an optimizer with these `movable` flags may be asked for the move.
 bool MovableAllows(Move move, uint32_t movable);

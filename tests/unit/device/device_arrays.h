@@ -1,4 +1,4 @@
-// Arrays of any numbers in a device's memory, for tests that compare every bit.
+// Arrays of arbitrary numbers in a device's memory, for tests that compare every bit.
 #pragma once
 
 #include <bit>
@@ -15,7 +15,8 @@
 
 namespace hybridopt {
 
-// Finite numbers of every magnitude, zeros and denormals among them. Lower halves are any.
+// Finite numbers of every magnitude, zeros and denormals among them. Lower halves have arbitrary
+// bits.
 inline uint32_t AnyFiniteBits(int32_t dtype, Random& random) {
   const auto bits = random.Bits();
   if (bits % 16 == 0) return 0;
@@ -52,7 +53,8 @@ inline std::vector<uint32_t> BitsOf(const std::vector<std::byte>& array, int32_t
 
 inline constexpr uint64_t kGuardElements = 8;
 
-// An array on the device, `skew` elements past what vectors need, with guards around.
+// An array on the device that begins `skew` elements after an address that is aligned for vectors,
+// with guards around it.
 struct SkewedArray {
   SkewedArray(Device& device, int32_t dtype, uint64_t skew, std::vector<std::byte> values)
       : dtype(dtype), skew(skew), image(GuardBytes(skew), std::byte{0x5a}) {
@@ -67,7 +69,7 @@ struct SkewedArray {
 
   int32_t dtype;
   uint64_t skew;
-  std::vector<std::byte> image;  // what it must hold
+  std::vector<std::byte> image;  // the expected content
   std::byte* block = nullptr;
 };
 

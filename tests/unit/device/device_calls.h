@@ -1,4 +1,4 @@
-// Calls of the device port as its tests make them.
+// Helpers that call the device port, for its tests.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -48,7 +48,7 @@ AssertionResult Fails(const Result<T>& result, int32_t code,
   return Fails(result.status(), code, words);
 }
 
-// A test of what every device with memory of its own promises.
+// For tests of promises of every device with memory of its own.
 class AcceleratorTest : public testing::TestWithParam<int32_t> {
  protected:
   static std::unique_ptr<Device> Make() {
@@ -106,7 +106,7 @@ inline std::vector<float> RandomValues(uint64_t count, uint64_t seed) {
   return values;
 }
 
-// The tree of kernels.h, written down once more.
+// A second implementation of the tree in kernels.h.
 inline double TreeSum(const std::vector<float>& grad) {
   double of_param = 0;
   for (uint64_t begin = 0; begin < grad.size(); begin += kNormBlockElements) {

@@ -26,7 +26,7 @@ use crate::state::StateKind;
 pub struct SaveOptions<'p> {
     /// Saves no moments. Such a checkpoint can only be loaded with `fresh_moments`.
     pub masters_only: bool,
-    /// How many blocks of 8 MiB are under way at a time, 1 to 64; 0 means 4.
+    /// The number of blocks of 8 MiB that are written at the same time, 1 to 64; 0 means 4.
     pub io_depth: u32,
     /// Params that are their own masters are read after the work that is on this stream now; None
     /// is the NULL stream.
@@ -345,7 +345,7 @@ impl fmt::Debug for VerifyOptions<'_> {
     }
 }
 
-/// Calls with the raw form of the options; a panic of progress goes on behind the call.
+/// Makes a call with the raw form of the options; a panic of `progress` is resumed after the call.
 fn with_raw_options<T>(
     mut options: VerifyOptions<'_>,
     call: impl FnOnce(&sys::offload_verify_options_t) -> Result<T>,
@@ -372,14 +372,14 @@ pub fn verify(path: impl AsRef<Path>, options: VerifyOptions<'_>) -> Result<()> 
     })
 }
 
-/// Among the checkpoints in a directory the one with the highest step whose manifest and headers
-/// are good.
+/// The checkpoint with the highest step in a directory, among those whose manifest and headers are
+/// good.
 pub fn newest(directory: impl AsRef<Path>) -> Result<PathBuf> {
     newest_of(directory.as_ref(), std::ptr::null())
 }
 
-/// The same, and the data is good too: it is read, from the highest step down until a whole
-/// checkpoint is found.
+/// The same, but the data must be good too: it is read, beginning with the highest step, until a
+/// checkpoint without damage is found.
 pub fn newest_verified(directory: impl AsRef<Path>, options: VerifyOptions<'_>) -> Result<PathBuf> {
     with_raw_options(options, |raw| newest_of(directory.as_ref(), raw))
 }

@@ -35,7 +35,7 @@ struct Functions<'a> {
 pub struct Comm<'a> {
     rank: i32,
     world: i32,
-    /// 'static stands for 'a, which a mutex would not let shrink.
+    /// The real lifetime is 'a; it is 'static here because a mutex is invariant over its lifetimes.
     functions: Arc<Mutex<Functions<'static>>>,
     borrowed: PhantomData<Functions<'a>>,
 }

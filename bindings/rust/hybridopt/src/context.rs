@@ -49,7 +49,7 @@ pub enum NumaPolicy {
 pub enum LogLevel {
     /// Information.
     Info,
-    /// Something is worse than it could be.
+    /// Something works, but not as well as possible.
     Warning,
     /// Something failed.
     Error,
@@ -90,7 +90,7 @@ impl ContextBuilder {
         self
     }
 
-    /// Device work that makes no progress for so long counts as failed; 600 s by default.
+    /// The time without progress after which the device counts as failed; 600 s by default.
     pub fn device_timeout(mut self, timeout: Duration) -> Self {
         self.options.device_timeout_ns = nanoseconds(timeout);
         self
@@ -108,8 +108,8 @@ impl ContextBuilder {
         self
     }
 
-    /// Where host memory lies; near the update threads by default. Where the system refuses, the log
-    /// and [`ContextInfo::notes`] say so.
+    /// The NUMA nodes of host memory; near the update threads by default. If the system refuses,
+    /// the log and [`ContextInfo::notes`] say so.
     pub fn numa_policy(mut self, policy: NumaPolicy) -> Self {
         self.options.numa_policy = match policy {
             NumaPolicy::Near => sys::OFFLOAD_NUMA_NEAR,
@@ -118,8 +118,8 @@ impl ContextBuilder {
         self
     }
 
-    /// The number of this rank among those on this host, so that no two run on the same CPUs. By
-    /// default the environment variables LOCAL_RANK and LOCAL_WORLD_SIZE say it.
+    /// The number of this rank among the ranks of this host, so that no two ranks run on the same
+    /// CPU. By default LOCAL_RANK and LOCAL_WORLD_SIZE of the environment are used.
     pub fn local_rank(mut self, rank: u32, world: u32) -> Self {
         self.options.local_rank = rank;
         self.options.local_world = world;
@@ -132,7 +132,7 @@ impl ContextBuilder {
         self
     }
 
-    /// Each command on a stream of the simulated device is delayed by up to this, at random.
+    /// Delays each command on a stream of the simulated device by a random time up to this.
     pub fn sim_delay_max(mut self, delay: Duration, seed: u64) -> Self {
         self.options.sim_delay_ns_max = nanoseconds(delay);
         self.options.sim_seed = seed;
@@ -186,7 +186,7 @@ unsafe extern "C" fn call_log(user: *mut c_void, level: i32, text: *const c_char
     contain_and_forget(|| log(level, &text.to_string_lossy()));
 }
 
-/// The library that was found at run time must be of the header this crate was written for.
+/// Checks that the library found at run time is of the same version as the header of this crate.
 fn check_abi_version() -> Result<()> {
     const MAJOR: u32 = 0;
     const MINOR: u32 = 1;
@@ -237,7 +237,7 @@ impl Context {
         Context::builder().create()
     }
 
-    /// The threads, the memory and the device that the context has got.
+    /// The threads, the memory and the device of the context.
     pub fn info(&self) -> Result<ContextInfo> {
         let mut info = sys::offload_context_info_t::default();
         self.with(|handle| {

@@ -87,8 +87,8 @@ impl<'c, T: Element> DeviceBuffer<'c, T> {
         unsafe { download(self.memory.context, self.memory.address, values) }
     }
 
-    /// Where a function given to [`Stream::run`] sees the memory. Only such functions may follow
-    /// the address, in the order of their streams.
+    /// The address at which a function given to [`Stream::run`] sees the memory. Only such
+    /// functions may dereference it, in the order of their streams.
     pub fn map(&self) -> Result<*mut T> {
         let mut mapped = ptr::null_mut();
         let bytes = (self.count * size_of::<T>()) as u64;
@@ -146,8 +146,8 @@ pub(crate) unsafe fn download<T: Element>(
     }))
 }
 
-/// A stream of the context's device: work on it is done in order. Its work is finished when it is
-/// dropped.
+/// A stream of the context's device: its work is done in order. Dropping it first finishes its
+/// work.
 pub struct Stream<'c> {
     context: &'c Context,
     pub(crate) raw: sys::offload_stream_t,

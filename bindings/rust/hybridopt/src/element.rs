@@ -1,4 +1,4 @@
-//! What params, gradients and states are made of.
+//! The element types of params, gradients and states.
 
 use hybridopt_sys as sys;
 

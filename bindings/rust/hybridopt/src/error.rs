@@ -95,12 +95,12 @@ impl Error {
         self.code
     }
 
-    /// Which parameter, what was got, what was expected, what to do about it.
+    /// Names the parameter, what was got, what was expected, and what to do.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// For what this crate finds before the library is asked.
+    /// For errors that this crate finds before it calls the library.
     pub(crate) fn invalid_argument(message: String) -> Self {
         Error { code: Code::InvalidArgument, message }
     }

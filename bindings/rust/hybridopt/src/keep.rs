@@ -9,7 +9,7 @@ use crate::memory::Memory;
 /// An object that queued work needs until it is done.
 pub(crate) enum Keep<'a> {
     /// An address that the library gives up.
-    #[allow(dead_code)] // kept alive, not looked at
+    #[allow(dead_code)] // only kept alive
     Memory(Memory<'a>),
     /// A progress closure that the library calls.
     Progress(Arc<Progress>, PhantomData<ProgressFunction<'a>>),

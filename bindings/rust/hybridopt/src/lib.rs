@@ -20,7 +20,7 @@
 //! }
 //! ```
 //!
-//! # What the compiler holds
+//! # What the compiler checks
 //!
 //! The library works on the caller's memory, from threads of its own. So an optimizer borrows (or
 //! owns) the memory of its params and gradients for as long as it lives, and is the only way to

@@ -13,7 +13,8 @@ use crate::optimizer::Optimizer;
 use crate::param::ParamId;
 use crate::queue::Queue;
 
-/// What is moved, and behind which work. The default is all params, behind the NULL stream.
+/// What is moved, and the work after which it is moved. The default is all params, after the NULL
+/// stream's work.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Move<'m> {
     /// Which params; None is all.
@@ -36,7 +37,7 @@ type Call = unsafe extern "C" fn(
     *mut sys::offload_ticket_t,
 ) -> i32;
 
-/// Whose address the call gives up.
+/// The kind of address that the call gives up.
 #[derive(Clone, Copy, PartialEq)]
 enum GivesUp {
     Nothing,
@@ -45,8 +46,8 @@ enum GivesUp {
 }
 
 impl<'q, 'a> Queue<'q, 'a> {
-    /// The params' bits go to the host and their addresses are given up; buffers that the optimizer
-    /// owns are freed when the queue is done.
+    /// Copies params to the host and gives their addresses up; buffers that the optimizer owns are
+    /// freed when the queue is done.
     pub fn offload_params(&mut self, what: &Move<'_>) -> Result<Ticket> {
         let ticket =
             self.move_resource(sys::offload_optimizer_offload_params, what, 0, GivesUp::Data)?;
@@ -54,7 +55,7 @@ impl<'q, 'a> Queue<'q, 'a> {
         Ok(ticket)
     }
 
-    /// The params' bits come back, to the addresses that `bind_data` has told.
+    /// Copies params back, to the addresses that `bind_data` has set.
     pub fn reload_params(&mut self, what: &Move<'_>) -> Result<Ticket> {
         let ticket =
             self.move_resource(sys::offload_optimizer_reload_params, what, 0, GivesUp::Nothing)?;
@@ -62,48 +63,47 @@ impl<'q, 'a> Queue<'q, 'a> {
         Ok(ticket)
     }
 
-    /// Gradients go to the host and keep their values; the next step reads them there and uses
-    /// them up.
+    /// Copies gradients to the host. The next step reads them there and uses them up.
     pub fn offload_grads(&mut self, what: &Move<'_>) -> Result<Ticket> {
         self.move_resource(sys::offload_optimizer_offload_grads, what, 0, GivesUp::Grad)
     }
 
-    /// Gradients are added, in fp32, to what the host holds.
+    /// Adds gradients, in fp32, to those on the host.
     pub fn accumulate_grads(&mut self, what: &Move<'_>) -> Result<Ticket> {
         let flags = sys::OFFLOAD_MOVE_ACCUMULATE;
         self.move_resource(sys::offload_optimizer_offload_grads, what, flags, GivesUp::Grad)
     }
 
-    /// Gradients are forgotten, wherever they are.
+    /// Drops gradients, wherever they are.
     pub fn drop_grads(&mut self, what: &Move<'_>) -> Result<Ticket> {
         let flags = sys::OFFLOAD_MOVE_DROP;
         self.move_resource(sys::offload_optimizer_offload_grads, what, flags, GivesUp::Grad)
     }
 
-    /// Gradients come back, to the addresses that `bind_grad` has told.
+    /// Copies gradients back, to the addresses that `bind_grad` has set.
     pub fn reload_grads(&mut self, what: &Move<'_>) -> Result<Ticket> {
         self.move_resource(sys::offload_optimizer_reload_grads, what, 0, GivesUp::Nothing)
     }
 
-    /// The device share of masters and moments goes to the host. When all are out the library
-    /// holds no byte on the device.
+    /// Copies the device share of masters and moments to the host. When all params' states are
+    /// there, the library has no memory on the device.
     pub fn offload_states(&mut self, what: &Move<'_>) -> Result<Ticket> {
         self.move_resource(sys::offload_optimizer_offload_states, what, 0, GivesUp::Nothing)
     }
 
-    /// The device share comes back; its memory is taken before this returns.
+    /// Copies the device share back. Its memory is taken before this returns.
     pub fn reload_states(&mut self, what: &Move<'_>) -> Result<Ticket> {
         self.move_resource(sys::offload_optimizer_reload_states, what, 0, GivesUp::Nothing)
     }
 
-    /// Weights were written from outside: masters follow. Where a param still is its master,
-    /// rounded, the master stays as it is.
+    /// Makes masters follow params that other code has written. A master whose rounded value is the
+    /// param does not change.
     pub fn refresh_masters(&mut self, what: &Move<'_>) -> Result<Ticket> {
         self.move_resource(sys::offload_optimizer_refresh_masters, what, 0, GivesUp::Nothing)
     }
 
-    /// Changes which state is on the device: from 0.0 (all of it on the host) to 1.0. Refused as a
-    /// whole, with nothing changed, where there is no room.
+    /// Changes how much state is on the device, from 0.0 (all on the host) to 1.0. If there is not
+    /// enough memory, the call is refused and nothing has changed.
     pub fn set_device_fraction(&mut self, device_fraction: f64) -> Result<Ticket> {
         let mut ticket = 0;
         // SAFETY: the handle is alive, and the ticket is written during the call.
@@ -147,7 +147,8 @@ impl<'q, 'a> Queue<'q, 'a> {
             let given_up = match gives_up {
                 GivesUp::Nothing => None,
                 GivesUp::Grad => slot.grad.take(),
-                // Where the params are out already the call does nothing, and the address stays.
+                // If the param is on the host already, the call has no effect and the address
+                // stays.
                 GivesUp::Data if slot.offloaded => None,
                 GivesUp::Data => slot.data.take(),
             };
@@ -171,7 +172,7 @@ impl<'q, 'a> Queue<'q, 'a> {
     }
 }
 
-/// The same calls, waited for.
+/// The same calls; each returns when its work is done.
 impl<'a> Optimizer<'a> {
     /// See [`Queue::offload_params`].
     pub fn offload_params(&mut self, what: &Move<'_>) -> Result<()> {

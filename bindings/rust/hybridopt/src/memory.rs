@@ -1,4 +1,4 @@
-//! The memory that params and gradients are in: borrowed, owned, or the caller's word.
+//! The memory of params and gradients: borrowed, owned, or promised by the caller.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 enum Owner<'a> {
     /// A `&'a mut` slice.
     Borrowed,
-    /// A vector, kept as its parts: the library writes to it behind our back.
+    /// A vector, kept as its parts, because the library writes to it without Rust's knowledge.
     Vector {
         capacity: usize,
         free: unsafe fn(*mut c_void, usize, usize),
@@ -57,7 +57,8 @@ impl<'a> Memory<'a> {
         Memory::new(address, dtype, count, Owner::Caller)
     }
 
-    /// For add_params and bind: an empty slice dangles, which a device would not know.
+    /// For add_params and bind. NULL for an empty slice: its dangling address is not known to a
+    /// device.
     pub(crate) fn data_address(&self) -> *mut c_void {
         match self.count {
             0 => std::ptr::null_mut(),
@@ -65,7 +66,7 @@ impl<'a> Memory<'a> {
         }
     }
 
-    /// A device's address means nothing elsewhere.
+    /// Refuses memory of another context's device.
     pub(crate) fn check_context(&self, context: &Context, what: &str) -> Result<()> {
         match &self.owner {
             Owner::Device(memory) if !std::ptr::eq(memory.context, context) => {
@@ -77,7 +78,7 @@ impl<'a> Memory<'a> {
         }
     }
 
-    /// Whether this process can follow the address.
+    /// Whether this process can dereference the address.
     pub(crate) fn in_host_memory(&self) -> bool {
         matches!(self.owner, Owner::Borrowed | Owner::Vector { .. })
     }

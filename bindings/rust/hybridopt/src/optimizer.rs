@@ -50,18 +50,18 @@ fn check_len(got: usize, expected: usize, name: &str) -> Result<()> {
     )))
 }
 
-/// How a step is to be done.
+/// The options of a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepOptions<'s> {
     /// The loss scale: gradients are divided by it; 0 stands for 1.
     pub grad_scale: f64,
     /// The global norm of the unscaled gradients is clipped to this; 0 stands for no clipping.
     pub grad_norm_max: f64,
-    /// Every gradient is finite, so nobody needs to look. If one is not, numbers come out
-    /// undefined.
+    /// The caller guarantees that every gradient is finite, so the step does not check it. If one
+    /// is not, the resulting numbers are unspecified.
     pub assume_finite: bool,
-    /// What other code has written to params of 16 bits that the step updates goes to their masters
-    /// first. Only with params in host memory.
+    /// If other code has written 16-bit params that the step updates, the step first makes their
+    /// masters equal to them. Only with params in host memory.
     pub follow_params: bool,
     /// Gradients and params are ready after the work that is on this stream now; None is the NULL
     /// stream.
@@ -101,11 +101,11 @@ impl StepOptions<'_> {
 /// # Ok::<(), hybridopt::Error>(())
 /// ```
 pub struct Optimizer<'a> {
-    // In this order: the handle goes before what the library may still reach.
+    // The order matters: the handle is dropped before the memory that the library may still use.
     pub(crate) handle: Handle,
     pub(crate) context: &'a Context,
     pub(crate) slots: Vec<Slot<'a>>,
-    /// What queued work needs until it is done.
+    /// Objects that queued work needs until it is done.
     pub(crate) kept: Vec<Keep<'a>>,
     comm: Option<Comm<'a>>,
 }
@@ -176,8 +176,8 @@ impl<'a> Optimizer<'a> {
         Ok(unsafe { data.slice() })
     }
 
-    /// The same to write to; call [`refresh_masters`](Optimizer::refresh_masters) afterwards, or
-    /// step with `follow_params`; else the next step brings the old values back.
+    /// The same, writable. Afterwards call [`refresh_masters`](Optimizer::refresh_masters), or step
+    /// with `follow_params`; otherwise the next step restores the old values.
     pub fn data_mut<T: Element>(&mut self, id: ParamId) -> Result<&mut [T]> {
         let slot = self.slot(id)?;
         let data = slot.data()?;
@@ -195,7 +195,7 @@ impl<'a> Optimizer<'a> {
         Ok(unsafe { grad.slice() })
     }
 
-    /// The same to write to.
+    /// The same, writable.
     pub fn grad_mut<T: Element>(&mut self, id: ParamId) -> Result<&mut [T]> {
         let slot = self.slot(id)?;
         let grad = slot.grad()?;
@@ -244,7 +244,8 @@ impl<'a> Optimizer<'a> {
         unsafe { copy_out(self.context, grad, values) }
     }
 
-    /// A new address for a param, with the param's content or, after offload_params, for it.
+    /// Binds a new address for a param: it has the param's content already or, after
+    /// offload_params, will get it.
     pub fn bind_data(&mut self, id: ParamId, data: impl Into<Memory<'a>>) -> Result<()> {
         let data = data.into();
         data.check_context(self.context, "data")?;
@@ -261,7 +262,7 @@ impl<'a> Optimizer<'a> {
         Ok(())
     }
 
-    /// A new gradient for a param.
+    /// Binds a new gradient for a param.
     pub fn bind_grad(&mut self, id: ParamId, grad: impl Into<Memory<'a>>) -> Result<()> {
         let grad = grad.into();
         grad.check_context(self.context, "grad")?;
@@ -286,8 +287,9 @@ impl<'a> Optimizer<'a> {
         Ok(())
     }
 
-    /// For each param, in the order of ids, whether its gradient is better left on the device than
-    /// given to [`offload_grads`](Optimizer::offload_grads): the next step reads it there.
+    /// For each param, in the order of ids: whether its gradient should stay on the device, where
+    /// the next step reads it, instead of being given to
+    /// [`offload_grads`](Optimizer::offload_grads).
     pub fn grads_to_keep(&self) -> Result<Vec<bool>> {
         let mut keep = vec![0u8; self.slots.len()];
         // SAFETY: the handle is alive; `keep` has room for one byte a param.
@@ -301,7 +303,7 @@ impl<'a> Optimizer<'a> {
         Ok(keep.into_iter().map(|byte| byte != 0).collect())
     }
 
-    /// How many steps a param has taken part in, for state that comes from elsewhere and was
+    /// Sets how many steps have updated a param, for state that comes from elsewhere and was
     /// written through [`state`](Optimizer::state).
     pub fn set_step_count(&mut self, id: ParamId, count: u64) -> Result<()> {
         // SAFETY: the handle is alive.

@@ -16,7 +16,7 @@ pub struct GroupId(pub(crate) u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ParamId(pub(crate) u32);
 
-/// Where the state of one param lives.
+/// Where the state of one param is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// `device_fraction` decides.
@@ -124,7 +124,7 @@ pub struct Param<'a> {
 }
 
 impl<'a> Param<'a> {
-    /// `name` is the stable key across runs; `data` is a `&mut [T]`, a `Vec<T>` or a
+    /// `name` identifies the param in checkpoints; `data` is a `&mut [T]`, a `Vec<T>` or a
     /// [`DeviceBuffer`](crate::DeviceBuffer).
     pub fn new(name: &str, group: GroupId, data: impl Into<Memory<'a>>) -> Self {
         let data = data.into();
@@ -141,8 +141,8 @@ impl<'a> Param<'a> {
         }
     }
 
-    /// Where gradients are written to; as many elements as `data`. Without one the param waits for
-    /// `bind_grad`.
+    /// The memory of the gradient, with as many elements as `data`. Without it the param has no
+    /// gradient until `bind_grad`.
     pub fn grad(mut self, grad: impl Into<Memory<'a>>) -> Self {
         let grad = grad.into();
         self.grad_dtype = grad.dtype;
@@ -156,7 +156,7 @@ impl<'a> Param<'a> {
         self
     }
 
-    /// Where its state lives.
+    /// Where its state is.
     pub fn placement(mut self, placement: Placement) -> Self {
         self.placement = placement;
         self

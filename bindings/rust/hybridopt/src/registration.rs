@@ -106,7 +106,7 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// Elements a pipeline chunk holds at most; 2^20 by default, on CUDA 2^22.
+    /// The most elements of a chunk; 2^20 by default, on CUDA 2^22.
     pub fn chunk_elements(mut self, elements: u64) -> Self {
         self.options.chunk_elements = elements;
         self
@@ -128,7 +128,7 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// Device memory for the ring that state on the host goes through; the state of 3 chunks by
+    /// Device memory for the ring through which state on the host streams; the state of 3 chunks by
     /// default.
     pub fn stream_ring_bytes(mut self, bytes: u64) -> Self {
         self.options.stream_ring_bytes = bytes;
@@ -159,7 +159,7 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
-    /// What moments are kept in, fp32 or bf16; fp32 by default.
+    /// The dtype of moments, fp32 or bf16; fp32 by default.
     pub fn moment_dtype(mut self, dtype: Dtype) -> Self {
         self.options.moment_dtype = dtype.raw();
         self
@@ -208,9 +208,9 @@ impl fmt::Debug for OptimizerBuilder<'_> {
     }
 }
 
-/// An optimizer that groups and params are added to, up to [`commit`](Registration::commit).
+/// An optimizer to which groups and params are added, until [`commit`](Registration::commit).
 pub struct Registration<'a> {
-    // In this order: the handle goes before what the library may still reach.
+    // The order matters: the handle is dropped before the memory that the library may still use.
     handle: Handle,
     context: &'a Context,
     slots: Vec<Slot<'a>>,
@@ -226,8 +226,8 @@ impl<'a> Registration<'a> {
         Ok(GroupId(id))
     }
 
-    /// Registers a param. Its memory is the optimizer's from now on, until that is dropped or the
-    /// address is given up.
+    /// Registers a param. From now on its memory belongs to the optimizer, until the optimizer is
+    /// dropped or the address is given up.
     pub fn add_param(&mut self, param: Param<'a>) -> Result<ParamId> {
         param.data.check_context(self.context, "data")?;
         if let Some(grad) = &param.grad {
@@ -248,8 +248,8 @@ impl<'a> Registration<'a> {
         self.handle.plan()
     }
 
-    /// Takes the memory of the plan, copies masters in from the params and zeroes the moments.
-    /// On an error everything is given back; begin anew with other settings.
+    /// Takes the memory of the plan, copies masters from the params and sets the moments to zero.
+    /// After an error all memory has been given back; start again with other settings.
     pub fn commit(self) -> Result<Optimizer<'a>> {
         // SAFETY: the handle is alive; NULL is a stream of every device.
         check(unsafe { sys::offload_optimizer_commit(self.handle.0, ptr::null_mut::<c_void>()) })?;

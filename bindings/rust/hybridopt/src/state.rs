@@ -23,8 +23,8 @@ pub enum StateKind {
     MomentumBuffer,
     /// Adagrad.
     Sum,
-    /// What bf16 params lack of their masters, where [`MasterLayout`](crate::MasterLayout) keeps only
-    /// that.
+    /// The part of masters that their bf16 params lack, if [`MasterLayout`](crate::MasterLayout)
+    /// stores only that part.
     MasterLow,
 }
 
@@ -80,8 +80,8 @@ impl<'a> Optimizer<'a> {
 }
 
 impl Optimizer<'_> {
-    /// Copies elements of one kind of state out, from `first` on, as the numbers that steps use:
-    /// in every layout, wherever they are, and of [`StateKind::Master`] the whole masters.
+    /// Copies elements of one kind of state, from `first` on, as the numbers that steps use: in
+    /// every layout, wherever they are. For [`StateKind::Master`] these are the whole masters.
     pub fn read_state(
         &mut self,
         id: ParamId,
@@ -103,8 +103,8 @@ impl Optimizer<'_> {
         })
     }
 
-    /// Replaces elements of one kind of state, from `first` on. What the layout cannot hold is
-    /// rounded to nearest. With a master its param is written too.
+    /// Replaces elements of one kind of state, from `first` on. Numbers that the layout cannot
+    /// represent are rounded to nearest. With a master its param is written too.
     pub fn write_state(
         &mut self,
         id: ParamId,
@@ -165,7 +165,7 @@ impl State<'_, '_> {
         })
     }
 
-    /// The same to write to.
+    /// The same, writable.
     pub fn host_mut<T: Element>(&mut self) -> Result<&mut [T]> {
         self.check_type::<T>()?;
         if self.view.host_count == 0 {

@@ -1,6 +1,6 @@
 //! Compares sizes, offsets and values with the table that a C compiler makes of offload.h, in both
-//! directions: the repository's tests/abi/layout_test.c prints that table, and its header_test.sh
-//! checks that nothing is missing there.
+//! directions. The repository's tests/abi/layout_test.c prints that table, and its header_test.sh
+//! checks that the table is complete.
 
 use std::collections::BTreeMap;
 use std::mem::{size_of, MaybeUninit};
