@@ -52,8 +52,8 @@ struct LifecycleSetting {
   std::string slow_event = {};
 };
 
-// Draws which waits are slow. Then the other executor updates most chunks; without slow waits, the
-// faster one does.
+// Draws which waits are slow. Then the other executor updates most chunks; without slow waits, each
+// executor takes chunks at its own speed.
 inline std::string DrawSlowEvent(Random& random) {
   constexpr const char* kEvents[] = {"gradients landed", "state down", "", ""};
   return kEvents[random.Below(4)];
