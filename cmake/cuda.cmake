@@ -52,7 +52,8 @@ set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 
 # Every operation is spelt out, so there is nothing to contract; relaxed constexpr is for std::bit_cast.
-set(HYBRIDOPT_NVCC_FLAGS --expt-relaxed-constexpr -fmad=false -Xcompiler=-Wall,-Wextra)
+# The architectures are compiled side by side: one after the other, they are what a build waits for.
+set(HYBRIDOPT_NVCC_FLAGS --expt-relaxed-constexpr -fmad=false --threads=0 -Xcompiler=-Wall,-Wextra)
 if(HYBRIDOPT_WERROR)
   list(APPEND HYBRIDOPT_NVCC_FLAGS -Werror=all-warnings -Xcompiler=-Werror)
 endif()

@@ -14,7 +14,7 @@ endif()
 set(mpi_map ${PROJECT_SOURCE_DIR}/src/comm/adaptors/mpi.map)
 add_library(hybridopt_mpi SHARED src/comm/adaptors/mpi.cpp src/comm/adaptors/ranks.cpp)
 set_target_properties(hybridopt_mpi PROPERTIES
-  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINK_DEPENDS ${mpi_map})
+  VERSION ${PROJECT_VERSION} SOVERSION ${HYBRIDOPT_ABI} LINK_DEPENDS ${mpi_map})
 target_include_directories(hybridopt_mpi PUBLIC include PRIVATE src)
 # Only MPI's C interface is used.
 target_compile_definitions(hybridopt_mpi PUBLIC OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)

@@ -8,7 +8,7 @@ set(nccl_map ${PROJECT_SOURCE_DIR}/src/comm/adaptors/nccl.map)
 add_library(hybridopt_nccl SHARED
   src/comm/adaptors/nccl.cpp src/comm/adaptors/nccl_functions.cpp src/comm/adaptors/ranks.cpp)
 set_target_properties(hybridopt_nccl PROPERTIES
-  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINK_DEPENDS ${nccl_map})
+  VERSION ${PROJECT_VERSION} SOVERSION ${HYBRIDOPT_ABI} LINK_DEPENDS ${nccl_map})
 target_include_directories(hybridopt_nccl PUBLIC include PRIVATE src)
 target_include_directories(hybridopt_nccl SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 target_link_libraries(hybridopt_nccl PRIVATE hybridopt_flags CUDA::cudart_static ${CMAKE_DL_LIBS})

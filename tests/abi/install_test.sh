@@ -45,3 +45,14 @@ cmake -S "$consumer" -B "$scratch/build" -G Ninja -DCMAKE_PREFIX_PATH="$prefix"
 cmake --build "$scratch/build"
 "$scratch/build/consumer"
 echo "C++20 consumer by find_package"
+
+# The Debian package holds the same files, and names what it needs.
+(cd "$scratch" && cpack -G DEB --config "$build/CPackConfig.cmake" >"$scratch/cpack" 2>&1) ||
+  { cat "$scratch/cpack"; exit 1; }
+package=$(echo "$scratch"/hybridopt_*.deb)
+dpkg-deb --extract "$package" "$scratch/package"
+diff <(cd "$prefix" && find . -type f,l | sort) <(cd "$scratch/package/usr" && find . -type f,l | sort) ||
+  { echo "FAILED: left: installed; right: in the Debian package"; exit 1; }
+[[ $(dpkg-deb --field "$package" Depends) == *libc6* ]] ||
+  { echo "FAILED: the Debian package does not say that it needs libc6"; exit 1; }
+echo "Debian package: $(basename "$package")"

@@ -21,7 +21,7 @@ grep -o 'offload_[a-z0-9_]*;' "$source/src/abi.map" | tr -d ';' | sort >"$scratc
 # only absolute symbol is the version itself.
 readelf --dyn-syms --wide "$library" |
   awk '$1 ~ /^[0-9]+:$/ && $7 != "UND" && $7 != "ABS" { print $8 }' | sort >"$scratch/exported"
-sed 's/$/@@HYBRIDOPT_0/' "$scratch/mapped" >"$scratch/expected"
+sed 's/$/@@HYBRIDOPT_0.1/' "$scratch/mapped" >"$scratch/expected"
 
 [[ -s $scratch/declared ]] || fail "no function found in offload.h"
 diff "$scratch/declared" "$scratch/mapped" || fail "left: in offload.h; right: in src/abi.map"
@@ -29,8 +29,8 @@ diff "$scratch/expected" "$scratch/exported" || fail "left: in src/abi.map; righ
 echo "exports exactly the $(wc -l <"$scratch/declared") functions of offload.h"
 
 readelf --dynamic --wide "$library" >"$scratch/dynamic"
-grep -q 'Library soname: \[libhybridopt.so.0\]' "$scratch/dynamic" ||
-  fail "SONAME is not libhybridopt.so.0: $(grep SONAME "$scratch/dynamic")"
+grep -q 'Library soname: \[libhybridopt\.so\.0\.1\]' "$scratch/dynamic" ||
+  fail "SONAME is not libhybridopt.so.0.1: $(grep SONAME "$scratch/dynamic")"
 needed=$(sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' "$scratch/dynamic")
 for name in $needed; do
   [[ $name =~ ^(libstdc\+\+|libm|libgcc_s|libc|ld-linux.*)\.so\.[0-9]+$ ]] ||

@@ -93,12 +93,12 @@ def test_holds_the_package_one_library_and_the_command(wheel):
         if path.suffix in (".py", ".typed")
     }
     ours = {name for name in files if ".dist-info/" not in name and not name.endswith("/")}
-    assert ours == modules | {"hybridopt/libhybridopt.so.0", "hybridopt/bin/hybridopt"}
+    assert ours == modules | {"hybridopt/libhybridopt.so.0.1", "hybridopt/bin/hybridopt"}
 
 
 def test_holds_the_library_once(wheel):
     program = zipfile.ZipFile(wheel).read("hybridopt/bin/hybridopt")
-    assert b"\0libhybridopt.so.0\0" in program  # among the libraries that the loader opens for it
+    assert b"\0libhybridopt.so.0.1\0" in program  # among the libraries that the loader opens for it
 
 
 def test_holds_its_description_and_all_licenses(wheel):
@@ -121,7 +121,7 @@ def test_is_of_the_librarys_version(wheel):
 
 def test_trains_where_nothing_else_is(environment):
     library, package = map(pathlib.Path, ran(environment, "python", "-c", TRAINING).split())
-    assert package.parent == library.parent and library.name == "libhybridopt.so.0"
+    assert package.parent == library.parent and library.name == "libhybridopt.so.0.1"
     assert package.is_relative_to(environment)
 
 

@@ -192,12 +192,12 @@ fn check_abi_version() -> Result<()> {
     const MINOR: u32 = 1;
     // SAFETY: takes nothing, never fails.
     let version = unsafe { sys::offload_abi_version() };
-    if version / 1000 == MAJOR && version % 1000 >= MINOR {
+    if version == MAJOR * 1000 + MINOR {
         return Ok(());
     }
     Err(Error::invalid_argument(format!(
-        "libhybridopt has ABI {}.{}, this crate needs {MAJOR}.{MINOR} or later of the same major; \
-         update the older of the two",
+        "libhybridopt has ABI {}.{}, this crate needs {MAJOR}.{MINOR}; install the library and the \
+         crate from one release",
         version / 1000,
         version % 1000
     )))

@@ -11,9 +11,9 @@ from typing import Any
 from . import generated as c
 from .errors import HybridoptError, UnsupportedError, error_of
 
-# This package works with every library of this major version.
-ABI_MAJOR = 0
-SONAME = f"libhybridopt.so.{ABI_MAJOR}"
+# This package works with every library of this version: before 1.0 a minor version may break it.
+ABI_MAJOR, ABI_MINOR = 0, 1
+SONAME = f"libhybridopt.so.{ABI_MAJOR}.{ABI_MINOR}"
 
 
 def library_path() -> str:
@@ -36,9 +36,9 @@ def library() -> ctypes.CDLL:
             "or name a libhybridopt.so in HYBRIDOPT_LIBRARY"
         ) from error
     version = loaded.offload_abi_version()
-    if version // 1000 != ABI_MAJOR:
+    if divmod(version, 1000) != (ABI_MAJOR, ABI_MINOR):
         raise ImportError(
-            f"{path} implements ABI {version // 1000}.{version % 1000}, expected {ABI_MAJOR}.x; "
+            f"{path} implements ABI {version // 1000}.{version % 1000}, expected {ABI_MAJOR}.{ABI_MINOR}; "
             "install the library and this package from one release"
         )
     return loaded
