@@ -5,29 +5,8 @@ set -euo pipefail
 mode=$1
 program=${2:-}
 
-if [[ -z $program ]]; then
-  echo "skipped: built without MPI (HYBRIDOPT_MPI)"
-  exit 77
-fi
-if ! command -v mpirun >/dev/null; then
-  echo "skipped: no mpirun"
-  exit 77
-fi
-
-options=()
-if mpirun --version 2>/dev/null | grep -q 'Open MPI'; then
-  # One machine, no network; more ranks than cores; perhaps root, perhaps without ssh.
-  options=(--allow-run-as-root --oversubscribe --bind-to none
-    --mca pml ob1 --mca btl self,vader --mca plm isolated)
-fi
-
-# Processes of a lost run must not outlive it: timeout ends mpirun, and mpirun its ranks.
-run() {
-  local status=0
-  timeout --kill-after=10 "$1" mpirun "${options[@]}" -n "$2" "$program" "$mode" || status=$?
-  ((status != 124 && status != 137)) || { echo "FAILED: hangs"; exit 1; }
-  return "$status"
-}
+source "$(dirname "$0")/mpirun.sh"
+run() { mpi_run "$1" "$2" "$program" "$mode"; }
 
 fail() {
   echo "FAILED: $*"
