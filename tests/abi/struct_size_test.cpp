@@ -1,6 +1,6 @@
-// Callers of older and of newer releases hand in shorter and longer structs. Each struct of each
-// call of offload.h has a row in a table, and the rules are written once for all rows. Every struct
-// lies directly before a page that faults, so that one byte too many read or written ends the test.
+// Callers of older and of newer releases pass shorter and longer structs. Each struct of each call
+// of offload.h has a row in a table, and the rules are written once for all rows. Every struct lies
+// directly before a page that faults, so reading or writing one byte too many ends the test.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -28,8 +28,8 @@ namespace {
 constexpr uint32_t kRefusedSizes[] = {0, 1, 2, 3, uint32_t{1} << 30, UINT32_MAX};
 constexpr uint32_t kExtraBytes[] = {8, 64, 256};
 
-// `bytes` bytes, filled and aligned to 8, that end where a page without access begins (the next
-// multiple of 8 does, to be exact).
+// `bytes` bytes, filled and aligned to 8, that end where a page without access begins (more
+// exactly, the next multiple of 8 does).
 class GuardedBytes {
  public:
   GuardedBytes(size_t bytes, unsigned char fill)
@@ -202,7 +202,7 @@ struct Row {
   std::string type;  // of the struct, without _t
   Bytes valid;       // an input that the call accepts and in which every field matters
   std::function<int32_t(World&, void*)> run;
-  size_t moving = SIZE_MAX;  // where an output has 8 bytes that change from call to call
+  size_t moving = SIZE_MAX;  // the offset in an output of 8 bytes that change from call to call
 };
 
 void PrintTo(const Row& row, std::ostream* stream) { *stream << row.call << " " << row.type; }
@@ -240,13 +240,13 @@ Row Out(const char* call, int32_t (*function)(Handle, Struct*), Handle World::*h
   });
 }
 
-// Lent to structs that need an address.
+// Memory for structs that need an address.
 std::array<float, 4> lent_data;
 std::array<float, 3> lent_bias;
 const float kLentGrad[4] = {1, 1, 1, 1};
 int progress_calls = 0;
 
-// A name in a directory that goes with the program.
+// A name in a directory that is removed with the program.
 std::string InDirectory(const char* name) {
   static const hybridopt::TemporaryDirectory directory;
   return directory / name;
@@ -372,7 +372,7 @@ void SaveOnce() {
 using MoveFunction = int32_t (*)(offload_optimizer_t, const offload_move_options_t*,
                                  offload_ticket_t*);
 
-// `before` brings about that there is something to move.
+// `before` prepares something to move.
 Row Move(const char* call, MoveFunction move, uint32_t flags = 0, MoveFunction before = nullptr) {
   static const uint32_t params[] = {0};
   static const offload_stream_t streams[] = {nullptr};
@@ -561,8 +561,8 @@ TEST(Tables, HaveARowForEachStructOfEachCall) {
 
 // --------------------------------------------------------------------------------------- inputs --
 
-// Adds what an input struct may change to the text of an outcome: what the call has made or moved,
-// and how params look after a step. The text of a refused call says why.
+// Adds the effects of an input struct to the text of an outcome: what the call has made or moved,
+// and the values of params after a step. The text of a refused call says why.
 std::string Effect(World& world, int32_t status) {
   std::ostringstream effect;
   effect << Outcome(status) << ", progress " << progress_calls;
@@ -648,7 +648,8 @@ TEST_P(InputStructSize, AnyNonzeroByteInTheTailIsUnsupported) {
   }
 }
 
-// An effect that no field changes would not show what the end of a shorter struct reads as.
+// If no field changes an effect, the test would not notice what the missing end of a shorter struct
+// is read as.
 TEST(Tables, HaveForEachInputStructACallThatShowsItsFields) {
   std::set<std::string> structs, shown;
   for (const Row& row : Inputs()) {

@@ -1,5 +1,6 @@
-// What mpi_test.sh runs under mpirun, one mode a run: the table itself, whole steps over it, what
-// it refuses, and ranks that exit or hang. Ends with 0 if all is as it must be.
+// The program that mpi_test.sh runs under mpirun, one mode in each run: the table itself, whole
+// steps over it, refused calls, and ranks that exit or hang. Its exit status is 0 if all results
+// are right.
 #include <offload_mpi.h>
 #include <unistd.h>
 
@@ -82,7 +83,7 @@ int Table() {
   for (uint64_t seed = 50; seed < 100; ++seed) CheckSums(table, 5, seed);
   thread.join();
   EXPECT(offload_mpi_destroy(&other) == OFFLOAD_OK);
-  EXPECT(offload_mpi_destroy(&other) == OFFLOAD_INVALID_ARGUMENT);  // it has been
+  EXPECT(offload_mpi_destroy(&other) == OFFLOAD_INVALID_ARGUMENT);  // it has been destroyed
   CheckRefusals();
   CheckSums(table, 3, 200);
   EXPECT(offload_mpi_destroy(&table) == OFFLOAD_OK);
@@ -145,7 +146,7 @@ void HangForEver() {
 
 void ExitEarly() { _exit(5); }
 
-// Rank 1 makes one step with the others and then none; `vanish` is how.
+// Rank 1 makes one step with the others and then stops; `vanish` is the way in which it stops.
 int Lose(void (*vanish)()) {
   Init();
   offload_comm_t table = MakeTable();

@@ -1,5 +1,4 @@
-// The NCCL adaptor, one thing a run, for a process keeps the libnccl that it has found.
-// Usage: comm_nccl_modes MODE [LIBNCCL]...
+// The NCCL adaptor, one mode in each run, because a process keeps the libnccl that it has found.
 #include <dlfcn.h>
 #include <offload_nccl.h>
 
@@ -57,7 +56,7 @@ void Incomplete(const char* library) {
   EXPECT(LastErrorHas("has no ncclGetErrorString"));
 }
 
-// What is loaded already is used, whatever else is named.
+// A libnccl that is loaded already is used, even if another one is named.
 void Loaded(const char* loaded, const char* other) {
   EXPECT(dlopen(loaded, RTLD_NOW | RTLD_LOCAL) != nullptr);
   NameLibrary(other);
@@ -110,7 +109,8 @@ void OneRank() {
   EXPECT(offload_nccl_destroy(&table) == OFFLOAD_INVALID_ARGUMENT);
 }
 
-// A gather that never ends, or ends in an error: told in time, aborted once, refused from then on.
+// A gather that never ends, or ends in an error: the call fails in time, the communicator is
+// aborted once, and later calls are refused.
 void Broken(const char* library, const char* how, int32_t code, const char* words) {
   setenv("FAKE_NCCL", how, 1);
   NameLibrary(library);

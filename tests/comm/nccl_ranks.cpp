@@ -1,6 +1,6 @@
-// The NCCL adaptor with processes for ranks, each on a GPU of its own, one mode a run: the table
-// itself, whole steps over it, and ranks that exit or hang. Ends with 0 if all is as it must be,
-// with 77 (skipped) where there are not two GPUs.
+// The NCCL adaptor with processes as ranks, each on a GPU of its own, one mode in each run: the
+// table itself, whole steps over it, and ranks that exit or hang. The exit status is 0 if all
+// results are right, and 77 (skipped) if there are not two GPUs.
 #include <cuda_runtime_api.h>
 #include <offload_nccl.h>
 #include <signal.h>
@@ -21,7 +21,7 @@ namespace {
 constexpr int kRanksMax = 4;
 constexpr size_t kTablesMax = 64;  // of one run
 
-// What all processes see.
+// The memory that all processes share.
 struct Shared {
   offload_nccl_id_t ids[kTablesMax];
   std::atomic<size_t> ids_made;  // by rank 0
@@ -51,7 +51,7 @@ void ExpectDevice(int expected) {
   EXPECT(cudaGetDevice(&device) == cudaSuccess && device == expected);
 }
 
-// Another device is current in the calling thread than the table's, and stays so.
+// In the calling thread a device other than the table's is current, and stays current.
 int Table() {
   EXPECT(cudaSetDevice((rank + 1) % world) == cudaSuccess);
   offload_comm_t table = MakeTable();
@@ -142,7 +142,7 @@ int StatusOf(pid_t child) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// Asked in a process of its own: CUDA does not survive fork.
+// Runs in a process of its own, because CUDA does not survive fork.
 int CountGpus() {
   return StatusOf(Start([] {
     int count = 0;
@@ -150,7 +150,7 @@ int CountGpus() {
   }));
 }
 
-// The test expects nothing of the rank that vanishes.
+// The test ignores the exit status of the rank that vanishes.
 int RunRanks(const std::string& mode) {
   std::vector<pid_t> ranks;
   for (int each = 0; each < world; ++each) {

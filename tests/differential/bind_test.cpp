@@ -26,7 +26,7 @@ ContextSetting OnDevice(int32_t device) {
   return setting;
 }
 
-// Holds up the stream it is queued on until it is opened.
+// Blocks the stream on which it is queued until it is opened.
 class Gate {
  public:
   void Close(const TestContext& context, offload_stream_t stream) {
@@ -87,8 +87,8 @@ TEST_P(BindTest, NewAddressesEveryStep) {
   }
 }
 
-// Two params of the same kind trade places: Bind's check for overlaps must allow it, and each must
-// go on with its own state.
+// Two params of the same kind exchange their addresses: Bind's check for overlaps must allow it,
+// and each param must keep its own state.
 TEST_P(BindTest, TwoParamsSwapTheirBuffers) {
   std::vector<ParamSpec> params;
   for (int32_t dtype : kDtypes)
@@ -109,8 +109,8 @@ TEST_P(BindTest, TwoParamsSwapTheirBuffers) {
   }
 }
 
-// Counts come from elsewhere, each param's its own: the next step goes by them, the first one of
-// momentum buffers included.
+// Each param's step count is set by the caller: the next step uses these counts, also to decide
+// whether it is the first step of a momentum buffer.
 TEST_P(BindTest, StepCountsAreSet) {
   const Problem problem = RandomProblem(algorithm(), AllDtypePairs(), 4, 5);
   const TestContext context(OnDevice(device()));
@@ -127,8 +127,8 @@ TEST_P(BindTest, StepCountsAreSet) {
   }
 }
 
-// A count that changed under a queued step would be that step's or the next one's, as timing has
-// it.
+// If a count could change while a step is queued, timing would decide whether that step or the next
+// one uses the new count.
 TEST(StepCountTest, RefusedWhileAStepIsQueued) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 6);
   const TestContext context(OnDevice(OFFLOAD_DEVICE_SIM));
@@ -225,7 +225,7 @@ std::vector<ParamSpec> TwelveParams() {
   return params;
 }
 
-// A stream behind some params sees their new values, whatever the schedule.
+// A stream that waits for some params sees their new values, in every schedule.
 TEST(StreamWaitTest, NamedParamsAreNewBehindTheirChunks) {
   for (int seed = 0; seed < Scaled(60); ++seed) {
     Problem problem = RandomProblem(AlgorithmOfSeed(seed), TwelveParams(), 2, 40);
@@ -254,7 +254,7 @@ TEST(StreamWaitTest, NamedParamsAreNewBehindTheirChunks) {
   }
 }
 
-// Holds the call that copies to one address until the test opens it.
+// Blocks the call that copies to one address until the test opens it.
 class HoldingDevice final : public ForwardingDevice {
  public:
   HoldingDevice(std::unique_ptr<Device> device, const std::atomic<const void*>& held)
@@ -325,7 +325,7 @@ TEST(StreamWaitTest, NamedParamsAreNotHeldUpByLaterChunks) {
   EXPECT_EQ(values, std::vector<float>(values.size(), 0.5f));
 }
 
-// NULL for the params means all of them; ticket 0 the last step queued.
+// NULL as `params` means all params; ticket 0 means the last queued step.
 TEST(StreamWaitTest, AllParamsAreNewBehindTheWholeStep) {
   for (int seed = 0; seed < Scaled(20); ++seed) {
     Problem problem = RandomProblem(AlgorithmOfSeed(seed), TwelveParams(), 1, 41);
@@ -350,8 +350,8 @@ TEST(StreamWaitTest, AllParamsAreNewBehindTheWholeStep) {
   }
 }
 
-// A step whose gradients never become ready fails after device_timeout_ns. Nothing is wrong with
-// the device itself, so only the poisoned timeline can let the waiting stream go.
+// A step whose gradients never become ready fails after device_timeout_ns. The device itself is all
+// right, so only the poisoned timeline can release the waiting stream.
 TEST(StreamWaitTest, AFailedStepReleasesWaitingStreams) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, TwelveParams(), 1, 42);
   ContextSetting setting = OnDevice(OFFLOAD_DEVICE_SIM);

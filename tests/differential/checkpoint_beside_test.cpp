@@ -1,6 +1,6 @@
-// A save that takes its time: what is queued behind it runs, completes and tells what it did, any
-// number of calls, and the files hold the state of the save's own point all the same. What the save
-// reads of the caller's memory is the caller's again when a later step has completed.
+// A slow save: work that is queued after it runs, completes and reports its results, for any number
+// of calls, and still the files have the state of the save's own point. The caller gets the memory
+// that the save reads back when a later step has completed.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -16,12 +16,12 @@
 namespace hybridopt {
 namespace {
 
-constexpr int64_t kAWhileNs = 20'000'000;  // for what must not happen; nothing is late by it
+constexpr int64_t kAWhileNs = 20'000'000;  // nothing may happen in this time
 
-constexpr int64_t kLongNs = 300'000'000'000;  // a hang, if ever it is reached
+constexpr int64_t kLongNs = 300'000'000'000;  // only a hang takes this long
 
-// Some params have masters of their own and some, where the step is in place, are theirs. With
-// split masters all are in bf16, and halves of them.
+// Some params have separate masters; some, if the step is in place, are their own masters. With
+// split masters all params are in bf16 and are halves of their masters.
 Problem SmallProblem(size_t steps, StateChoice state = {}) {
   const std::vector<ParamSpec> params = {
       {OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 1500},
@@ -40,11 +40,11 @@ struct Place {
 
 class BesideASave : public testing::Test {
  protected:
-  // After a failed assertion too the save must end, or destroy would wait for it.
+  // Even after a failed assertion the save must end, or destroy would wait for it.
   void TearDown() override { files_.before_reading = files_.before_end = false; }
 
-  // A save of the state after one step, which stands still before it has read anything, or when it
-  // has read all.
+  // A save of the state after one step, which stops before it has read anything, or when it has
+  // read everything.
   void Start(const Problem& problem, const Place& place, bool before_reading,
              offload_stream_t* stream = nullptr) {
     solved_.emplace(problem);
@@ -73,7 +73,7 @@ class BesideASave : public testing::Test {
   offload_ticket_t DropGrads() {
     return rig_->Move(offload_optimizer_offload_grads, {{}, OFFLOAD_MOVE_DROP});
   }
-  // What the save holds, against the state of its point.
+  // Compares the content of the save with the state at its point.
   std::string SavedDifference() {
     LifecycleSetting setting;
     setting.device_kind = OFFLOAD_DEVICE_HOST;
@@ -158,8 +158,8 @@ TEST_F(BesideASave, StateIsNotToBeSeenUntilItHasEnded) {
             OFFLOAD_OK);
 }
 
-// Params that are masters, or their halves, are read where they are. A caller that has waited for
-// a step behind the save may write them, though the step left them alone.
+// Params that are masters, or halves of masters, are read where they are. A caller that has waited
+// for a step after the save may write them, even if the step did not update them.
 TEST_F(BesideASave, AStepCompletesWhenNothingOfTheCallersIsReadAnyMore) {
   const StateChoice split{OFFLOAD_MASTER_SPLIT};
   for (const StateChoice& state : {StateChoice(), split}) {
@@ -215,7 +215,7 @@ TEST_F(BesideASave, AStreamBehindItWaitsUntilItHasRead) {
                                       : behind == 1 ? DropGrads()
                                       : behind == 2 ? EmptyStep()
                                                     : 0;
-      if (behind == 1) rig_->Wait(ticket);  // says nothing of params
+      if (behind == 1) rig_->Wait(ticket);  // does not concern params
       offload_stream_t stream = nullptr;
       MUST(offload_stream_create(rig_->context(), &stream));
       const std::vector<uint32_t> ids = {0, 1, 2};
@@ -261,7 +261,7 @@ TEST_F(BesideASave, OnTheHostTheCallerWaitsUntilItHasRead) {
   EXPECT_EQ(SavedDifference(), "");
 }
 
-// Stops the first thread that comes by, or the second, and so on, once told to.
+// Stops the first thread that passes, or the second, and so on, after it has been armed.
 struct StopPoint {
   std::atomic<int> passes_left = 0;
   std::atomic<bool> reached = false, held = true;
@@ -343,7 +343,7 @@ class StoppingCopies final : public ForwardingDevice {
   std::atomic<StreamHandle> of_save_ = nullptr;
 };
 
-// Whatever it reads at that moment stays where it is. Memory that the device gives back is
+// The memory that the save is reading stays where it is. Memory that the device gets back is
 // overwritten.
 TEST_F(BesideASave, AChangeOfTheFractionWaitsUntilItHasRead) {
   for (int copy = 1; copy <= 9; ++copy) {  // three states of three params
@@ -383,7 +383,7 @@ TEST_F(BesideASave, AFailureOfItIsItsOwn) {
   Start(SmallProblem(1), {OFFLOAD_DEVICE_HOST, 0}, false);
   const offload_ticket_t step = EmptyStep();
   rig_->Wait(step);
-  std::filesystem::create_directory(path_);  // somebody has taken the name
+  std::filesystem::create_directory(path_);  // another program has taken the name
   files_.before_end = false;
   EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, -1), OFFLOAD_IO_FAILED);
   rig_->Wait(step);
@@ -408,10 +408,10 @@ TEST_F(BesideASave, AStepThatWaitsForItGoesOnWhenItFails) {
   }
 }
 
-// The time that a device may take runs out at once in one wait for the work on a stream.
+// In one wait for work on a stream the device's timeout is over at once.
 struct Impatience {
   std::atomic<StreamHandle> stream = nullptr;
-  std::atomic<EventHandle> event = nullptr;  // behind that work
+  std::atomic<EventHandle> event = nullptr;  // recorded after that work
   std::atomic<bool> ran_out = false;
 };
 class ImpatientDevice final : public ForwardingDevice {
@@ -434,7 +434,8 @@ class ImpatientDevice final : public ForwardingDevice {
   Impatience& impatience_;
 };
 
-// A stream given to a step or move may wait for the save: then the disk takes the time.
+// The stream that a step or move waits for may itself wait for the save: then the disk is slow, not
+// the device.
 TEST_F(BesideASave, ADeviceThatWaitsForASlowDiskHasNotFailed) {
   using Call = std::function<offload_ticket_t(offload_stream_t)>;
   const auto move = [&](MoveFunction function, uint32_t flags) -> Call {
@@ -478,7 +479,7 @@ TEST_F(BesideASave, ADeviceThatWaitsForASlowDiskHasNotFailed) {
         << offload_last_error();
     EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, -1), OFFLOAD_OK);
     EXPECT_EQ(SavedDifference(), "");
-    rig_.reset();  // it uses the device's impatience
+    rig_.reset();  // it uses the device's short timeout
   }
 }
 

@@ -1,5 +1,5 @@
-// Step counts of params without elements: a save and a load keep them, though nothing else of these
-// params is stored.
+// Step counts of params without elements: a save and a load keep them, although nothing else of
+// these params is stored.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -82,7 +82,7 @@ TEST(CheckpointCounts, WithFreshMomentsAreKeptIfAskedFor) {
   EXPECT_EQ(other.StepCounts(), steps);
 }
 
-// Releases that read version 1 only read what they can.
+// Releases that know only version 1 can read such checkpoints only where possible.
 TEST(CheckpointCounts, OfZeroTakeNoLaterFormat) {
   const TemporaryDirectory directory;
   EXPECT_EQ(Counted({40, 0}, {2, 0}).Save(directory / "saved"), 1u);

@@ -1,5 +1,5 @@
-// A save stands at one point of the timeline: whatever is queued behind it, the files hold the
-// state of that point, and what is queued behind it gives the bits it would give without the save.
+// A save is at one point of the timeline: the files have the state of that point, in spite of work
+// that is queued after it, and that work gives the same bits as without the save.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -14,7 +14,7 @@
 namespace hybridopt {
 namespace {
 
-// Files that take their time, each call another.
+// Files whose calls take random times.
 class SlowFiles : public system::Files {
  public:
   explicit SlowFiles(uint64_t delay_us_max) : delay_us_max_(delay_us_max) {}
@@ -103,7 +103,8 @@ TEST(CheckpointOrder, StepsQueuedBehindASaveDoNotShowInIt) {
   }
 }
 
-// Larger than the blocks of one save: the step follows while the file is being written.
+// Larger than the blocks of one save: the step runs behind the save while the file is being
+// written.
 TEST(CheckpointOrder, AStepFollowsASaveOfManyBlocks) {
   const TemporaryDirectory directory;
   const std::vector<ParamSpec> params = {{OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 1 << 20},
@@ -141,7 +142,7 @@ class HeldSave : public testing::Test {
     path_ = directory_ / (std::to_string(device) + "-" + std::to_string(fraction));
     save_ = rig_->Save(path_);
   }
-  // Gives what is queued behind it the time to go wrong, then lets it go.
+  // Gives work after the save the time to go wrong, then lets the save go on.
   void Finish() {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, 0), OFFLOAD_TIMED_OUT);
@@ -226,7 +227,7 @@ TEST_F(HeldSave, AnotherSaveAndALoad) {
   EXPECT_EQ(rig_->Difference(solved_.trace[2]), "");
 }
 
-// Every place that states can be in when a save is called.
+// Every place where states can be when a save is called.
 TEST(CheckpointOrder, SavesFromWhereverStatesAndParamsAre) {
   const TemporaryDirectory directory;
   const Solved solved(RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 2, 11));

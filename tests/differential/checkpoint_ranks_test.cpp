@@ -1,5 +1,5 @@
 // Several ranks save one checkpoint, and any number of ranks with any sharding load it: the bits
-// are those of the whole model, stepped by one without a stop.
+// are those of the whole model, trained by one rank without an interruption.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -42,7 +42,7 @@ class SavingRanks : public Ranks {
               uint64_t comm_timeout_ns = kRankTimeoutNs)
       : Ranks(sharded, setting, 0, comm_timeout_ns) {}
 
-  // In blocks of its own, so that the gradients of a queued step stay.
+  // Uses blocks of its own, so that the gradients of a queued step stay unchanged.
   std::vector<offload_ticket_t> QueueApart(size_t step) {
     return OnEach([&](uint32_t index, offload_ticket_t* ticket) {
       ShardedRank& rank = (*this)[index];
@@ -70,7 +70,7 @@ class SavingRanks : public Ranks {
       MUST(offload_optimizer_load(handle(rank), &options, ticket));
     });
   }
-  // The outcome on each rank, and the texts of failures.
+  // Returns the outcome on each rank, and the texts of failures.
   std::vector<int32_t> Outcomes(const std::vector<offload_ticket_t>& tickets,
                                 std::vector<std::string>* texts = nullptr) {
     std::vector<int32_t> outcomes;
@@ -110,7 +110,7 @@ std::vector<int32_t> AllOf(uint32_t world, int32_t status) {
   return std::vector<int32_t>(world, status);
 }
 
-// The same tensors, dealt out to another world in another way.
+// The same tensors, divided among another world in another way.
 std::unique_ptr<Sharded> Resharded(const Sharded& sharded, uint32_t world, uint64_t seed) {
   Random random(seed);
   std::vector<std::vector<Piece>> pieces;
@@ -158,8 +158,9 @@ TEST(CheckpointRanks, AnyWorldLoadsWhatAnyOtherHasSaved) {
   }
 }
 
-// Saves and steps are queued on one rank after the other, so that some ranks have written all when
-// others have not begun: whatever comes first everywhere, the order of the calls is the same.
+// Saves and steps are queued on one rank after the other, so that some ranks have written
+// everything when others have not begun. The order of the calls is the same on all ranks in every
+// schedule.
 TEST(CheckpointRanks, StepsQueuedBehindASaveDoNotShowInIt) {
   uint64_t seed = 2000;
   for (int round = 0; round < Scaled(10); ++round) {
@@ -185,7 +186,7 @@ TEST(CheckpointRanks, StepsQueuedBehindASaveDoNotShowInIt) {
   }
 }
 
-// A rank whose part cannot be written: here something has its file's name already.
+// A rank whose part cannot be written: here a directory already has the name of its file.
 TEST(CheckpointRanks, ARankThatFailsFailsTheSaveOnAllAndNothingIsLeft) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 3, kSteps, 3000);
   const TemporaryDirectory directory;
@@ -200,7 +201,7 @@ TEST(CheckpointRanks, ARankThatFailsFailsTheSaveOnAllAndNothingIsLeft) {
     std::vector<std::string> texts;
     EXPECT_EQ(ranks.Outcomes(ranks.SaveEach(paths), &texts), AllOf(3, OFFLOAD_IO_FAILED))
         << "rank " << bad;
-    const uint32_t blamed = bad == 0 ? 2 : bad;  // all but rank 0 then look in the wrong place
+    const uint32_t blamed = bad == 0 ? 2 : bad;  // all but rank 0 then use the wrong path
     for (uint32_t rank = 0; rank < 3; ++rank) {
       const bool own = bad == 0 ? rank != 0 : rank == bad;
       const std::string expected =
@@ -236,7 +237,7 @@ TEST(CheckpointRanks, ARankThatRefusesALoadRefusesItForAll) {
   EXPECT_EQ(ranks.Difference(3), "");
 }
 
-// If several ranks fail, the others are told of one failure: its rank and its code.
+// If several ranks fail, the others get one of these failures: its rank and its code.
 TEST(CheckpointRanks, TheRankThatIsToldOfIsTheOneThatFailedSo) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 3, kSteps, 3005);
   const TemporaryDirectory directory;
@@ -281,7 +282,7 @@ class FailingFiles : public system::Files {
   std::set<int> shards_;
 };
 
-// Where no rank has replaced anything, a load that fails late is still one that is refused.
+// If no rank has replaced anything, a load that fails late still counts as refused.
 TEST(CheckpointRanks, StateIsAMixtureOnlyIfSomeRankHasReplacedSome) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3006);
   const TemporaryDirectory directory;
@@ -314,9 +315,9 @@ TEST(CheckpointRanks, StateIsAMixtureOnlyIfSomeRankHasReplacedSome) {
   }
 }
 
-// A rank that takes its time is one that goes on answering, so a test need not wait for a timeout:
-// the others must have met it several times meanwhile. Without that they would be stuck in one
-// call: then this returns false, after the timeout of that call.
+// A slow rank keeps answering, so a test need not wait for a timeout: the other ranks must have met
+// it several times meanwhile. Otherwise they would be stuck in one call, and this returns false,
+// after the timeout of that call.
 
 bool AwaitMeetings(const ThreadComm& comm, int32_t rank) {
   const uint64_t before = comm.calls(rank);
@@ -389,9 +390,10 @@ class SlowFiles : public system::Files {
     return Files::Read(file, data, bytes, offset);
   }
 
-  std::atomic<bool> name_is_lost = false;  // somebody else takes it just before
+  std::atomic<bool> name_is_lost = false;  // another program takes it just before
 
-  // Calls that have taken their time, by name. Only the first ones do, or the test would.
+  // Slow calls so far, by name. Only the first calls are slow, so that the test does not take too
+  // long.
   std::map<std::string, int> taken() {
     std::lock_guard lock(mutex_);
     return taken_;
@@ -438,7 +440,7 @@ TEST(CheckpointRanks, NoWorkOnFilesOfOneRankCountsAgainstTheTimeoutOfAnother) {
   EXPECT_EQ(ranks.Outcomes(ranks.Save(directory / "taken")), AllOf(2, OFFLOAD_IO_FAILED));
   EXPECT_EQ(directory.Names(), (std::vector<std::string>{"new", "taken"}));
   EXPECT_GT(first.taken()["remove"], 0);
-  // A load: each rank is slower than the other by turns.
+  // A load: the two ranks are the slower one in turn.
   ranks.Step(1);
   for (SlowFiles* slow : {&first, &second}) {
     UseFiles(ranks[0], slow == &first ? first : system::SystemFiles());
@@ -454,7 +456,7 @@ TEST(CheckpointRanks, NoWorkOnFilesOfOneRankCountsAgainstTheTimeoutOfAnother) {
   }
 }
 
-// A lost rank is more than a failed save.
+// A lost rank poisons the optimizer, unlike a failed save.
 TEST(CheckpointRanks, ARankThatIsGonePoisonsAfterTheTimeout) {
   const auto sharded = RandomSharded(OFFLOAD_ADAMW, 2, kSteps, 3002);
   const TemporaryDirectory directory;

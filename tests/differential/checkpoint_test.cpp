@@ -1,5 +1,5 @@
-// Saved at any step and loaded into any other setting, a run goes on with the bits of one that was
-// never interrupted.
+// A run that is saved at any step and loaded into any other setting goes on with the bits of a run
+// without an interruption.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -87,7 +87,7 @@ TEST_P(CheckpointTest, SavedAnywhereAndLoadedAnywhereGoesOnWithTheSameBits) {
       const Setting to = RandomSetting(random);
       const TestContext context(to.context);
       Rig rig(context, solved.problem, to.optimizer);
-      // Whatever was there before is gone.
+      // The earlier content is gone.
       if (random.OneIn(2)) rig.Step(solved.problem.steps[0]);
       Load(rig, path, random.OneIn(4) ? OFFLOAD_LOAD_NO_VERIFY : 0);
       for (size_t step = saved_after; step < kSteps; ++step) {
@@ -100,8 +100,8 @@ TEST_P(CheckpointTest, SavedAnywhereAndLoadedAnywhereGoesOnWithTheSameBits) {
   }
 }
 
-// What a load into another layout must bring: the same masters (to nearest, where they have 24
-// bits), params as that layout rounds them, moments widened or rounded to nearest.
+// The expected result of a load into another layout: the same masters (rounded to nearest if they
+// have 24 bits), params as that layout rounds them, moments widened or rounded to nearest.
 Model Converted(const Model& saved, const Problem& problem) {
   Model model = saved;
   for (size_t id = 0; id < problem.params.size(); ++id) {
@@ -177,7 +177,7 @@ std::string AlgorithmText(const testing::TestParamInfo<int32_t>& info) {
 INSTANTIATE_TEST_SUITE_P(Algorithms, CheckpointTest, testing::ValuesIn(kAlgorithmValues),
                          AlgorithmText);
 
-// What the copies of a load read, seen when their stream is given up.
+// The memory that the copies of a load read, as recorded when their stream is given up.
 struct WatchedCopies {
   StreamHandle stream = nullptr;
   std::map<const std::byte*, uint64_t> pinned, copied;  // bytes
@@ -227,7 +227,8 @@ class CopyWatchingDevice final : public ForwardingDevice {
   WatchedCopies& watched_;
 };
 
-// A device that hangs may read it until then, though the load has long failed.
+// A device that hangs may read the memory until its stream is given up, although the load has
+// failed long before.
 TEST(CheckpointCopies, ReadMemoryThatIsThereUntilTheirStreamIsGivenUp) {
   const StateChoice full, split{OFFLOAD_MASTER_SPLIT},
       narrow{OFFLOAD_MASTER_FP32, OFFLOAD_BF16, OFFLOAD_ROUND_NEAREST};

@@ -1,5 +1,5 @@
-// Chunks are updated before their step comes. Whether the step keeps them or something undoes them
-// first: the bits are those of a run without early updates.
+// Chunks are updated before their step is called. The step keeps these updates, or another call
+// undoes them first: in both cases the bits are those of a run without early updates.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -224,7 +224,7 @@ TEST(EarlyUpdatesTest, WhatComesBetweenUndoesThem) {
   });
 }
 
-// The norm that the other ranks are asked for never comes. The state can still be read.
+// The other ranks never answer with the norm. The state can still be read.
 TEST(EarlyUpdatesTest, AFailureUndoesThem) {
   bool fails = false;
   auto comm = Make<offload_comm_t>();
@@ -440,8 +440,8 @@ size_t GradsToKeep(const LifecycleRig& rig) {
   return static_cast<size_t>(std::count(keep.begin(), keep.end(), 1));
 }
 
-// Gradients come to the host for early updates only if these will use them: the room holds one
-// chunk of 16, and a chunk more is wanted than the last step has shown.
+// Gradients are copied to the host for early updates only if early updates will use them: the
+// memory has room for one chunk of 16, and one chunk more is wanted than in the last step.
 TEST(EarlyUpdatesTest, NoMoreGradientsAreWantedThanTheLastStepHasUsed) {
   const ParamSpec spec{OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, 1024};
   Problem problem = RandomProblem(OFFLOAD_ADAMW, std::vector<ParamSpec>(16, spec), 3, 5);
@@ -457,7 +457,7 @@ TEST(EarlyUpdatesTest, NoMoreGradientsAreWantedThanTheLastStepHasUsed) {
   setting.device_kind = AcceleratorUnderTest();
   setting.optimizer.early_update_bytes = 1024 * 14;
   LifecycleRig rig(solved.problem, setting);
-  EXPECT_EQ(GradsToKeep(rig), 0u);  // nobody knows yet how much will stream
+  EXPECT_EQ(GradsToKeep(rig), 0u);  // it is not known yet how much will stream
   for (size_t step = 0; step < 3; ++step) {
     const StepInput& input = solved.problem.steps[step];
     Backward(rig, input, random);

@@ -1,6 +1,6 @@
-// Who updates the host share never shows in the bits, only in what the step results count: CPU
-// workers alone, the device alone, or both at one queue, where an executor that is held up leaves
-// the rest to the other.
+// The executor that updates the host share does not change the bits, only the counts in step
+// results: CPU workers alone, the device alone, or both with one queue, where a slow executor
+// leaves the rest to the other.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -75,7 +75,7 @@ TEST(Executors, TheDeviceAloneDoesAllAndCopiesStateOnly) {
         EXPECT_EQ(result.cpu_elements, 0u);
         EXPECT_EQ(result.grads_down_bytes, 0u);
         EXPECT_EQ(result.params_up_bytes, 0u);
-        // All of it, and at most the padding besides.
+        // All state, plus at most the padding.
         EXPECT_GT(result.state_up_bytes, 0u);
         EXPECT_LE(result.state_up_bytes, state_bytes);
         EXPECT_EQ(result.state_down_bytes, result.state_up_bytes);
@@ -162,7 +162,8 @@ class PrefetchDevice final : public ForwardingDevice {
   std::vector<EventHandle> events_;
 };
 
-// When its ticket has completed, the caller may free gradients, and the state may move or go.
+// When the step's ticket has completed, the caller may free gradients, and state may be moved or
+// offloaded.
 TEST(Executors, ASkippedStepEndsBehindItsCopies) {
   Problem problem = MakeProblem(OFFLOAD_ADAMW, {}, 1);
   PutElement(*problem.steps[0].grads[3], problem.params[3].grad_dtype, 0,
@@ -187,8 +188,9 @@ TEST(Executors, ASkippedStepEndsBehindItsCopies) {
   }
 }
 
-// State that lies apart on the host is copied apart: of params that are updated in another order
-// than that of registration, and of those around a param that the step leaves alone.
+// State that is not contiguous on the host needs separate copies: state of params that are updated
+// in an order other than that of registration, and of params around a param that the step does not
+// update.
 TEST(Executors, StateThatIsApartIsCopiedApart) {
   const ParamSpec spec{OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, 64};
   for (const StateChoice& state : StateChoices()) {
@@ -226,8 +228,8 @@ TEST(Executors, HeldGradientsGoUpWithTheState) {
 
 // ---------------------------------------------------------------------------------- who is slow --
 
-// Lets one executor wait, with chunks in its ring, until the other has done all others. The step's
-// result then shows this.
+// Makes one executor wait, with chunks in its ring, until the other one has updated all other
+// chunks. The step's result then shows this.
 offload_step_result_t StepHolding(const Solved& solved, const char* held, const char* counted,
                                   uint32_t ring_of_held) {
   LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_AUTO);
@@ -264,7 +266,7 @@ std::vector<uint8_t> GradsToKeep(const LifecycleRig& rig, size_t count) {
   return keep;
 }
 
-// A step whose gradients are offloaded but for those to keep.
+// A step whose gradients are offloaded, except those to keep.
 offload_step_result_t StepKeeping(LifecycleRig& rig, const StepInput& input,
                                   const std::vector<uint8_t>& keep) {
   rig.NewGrads(input);
@@ -322,7 +324,7 @@ TEST(Executors, GradientsThatTheDeviceWillReadAreToBeKept) {
       if (executors == OFFLOAD_EXECUTORS_STREAMED) {
         EXPECT_EQ(keep, all);
       } else if (executors == OFFLOAD_EXECUTORS_CPU || i == 0) {
-        EXPECT_EQ(keep, none);  // nothing streams, or nobody knows yet how much will
+        EXPECT_EQ(keep, none);  // nothing streams, or it is not known yet how much will
       }
       for (uint8_t one : keep) EXPECT_LE(one, 1);
       StepKeeping(rig, solved.problem.steps[i], keep);
@@ -408,8 +410,8 @@ TEST(Executors, EveryCopyKeepsToOnePinnedRangeWhateverTheFraction) {
 // ------------------------------------------------------- streams that wait while a ring changes --
 
 // A device whose streams share hardware queues, so that they wait for events and not for a flag.
-// The step's last events count as not ended until a stream of the test's waits for the first one:
-// what the test wants done in that moment comes then.
+// The step's last events count as not reached until a stream of the test waits for the first one:
+// at that moment the test can act.
 class LateDevice final : public LabelledDevice {
  public:
   LateDevice(std::unique_ptr<Device> device, std::string late)
@@ -461,8 +463,8 @@ struct RingChange {
 
 class RingChangeTest : public testing::TestWithParam<RingChange> {};
 
-// The step ends, and a move behind it wants to destroy the events of the chunks, while a stream is
-// being put behind these events.
+// The step ends, and a later move wants to destroy the events of the chunks, while a call makes a
+// stream wait for these events.
 TEST_P(RingChangeTest, AwaitsAStreamThatIsPutBehindTheStep) {
   // All elements are in the first chunks, which are queued before a thread waits for their end.
   const ParamSpec small = {OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, kChunkElements};

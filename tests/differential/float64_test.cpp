@@ -1,5 +1,5 @@
-// The updates of 1,000 steps against a straightforward optimizer in float64: PyTorch's formulas
-// (Lion: its paper's), written down as they stand there.
+// The updates of 1,000 steps against a straightforward optimizer in float64, with PyTorch's
+// formulas (Lion: its paper's) as they are written there.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -156,9 +156,9 @@ std::vector<Case> Cases() {
           {"Signum", OFFLOAD_SIGNUM, signum}};
 }
 
-// A drift that differs from element to element and turns around, under noise. If it did not turn,
-// masters would grow until the rounding of the master itself, which no optimizer with fp32 masters
-// escapes, were all that is measured: 1.2e-5 of an update of AdamW's at a master of 0.5.
+// A drift that differs from element to element and changes its direction, with noise. Without the
+// change masters would grow until the test measured only the rounding of the master itself, which
+// every optimizer with fp32 masters has: 1.2e-5 of an update of AdamW at a master of 0.5.
 Bytes NoisyGrad(int32_t dtype, size_t step, double scale, Random& random) {
   Bytes grad(kCount * DtypeBytes(dtype));
   for (uint64_t i = 0; i < kCount; ++i) {

@@ -1,5 +1,5 @@
-// Other code writes params: the masters of what it has written follow, all others keep their bits,
-// in steps with OFFLOAD_STEP_FOLLOW_PARAMS over params in host memory, and in a refresh of masters
+// Other code writes params: the masters of written elements follow, all others keep their bits. In
+// steps with OFFLOAD_STEP_FOLLOW_PARAMS over params in host memory, and in a refresh of masters
 // wherever params and states are.
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ void WriteParams(const Rig& rig, const Problem& problem, Random& random, Model& 
   }
 }
 
-// A param with a split master holds the upper half of it: there is nothing to follow.
+// A param with a split master is the upper half of it, so nothing has to follow.
 std::vector<StateChoice> WithWholeMasters() {
   std::vector<StateChoice> choices = StateChoices();
   std::erase_if(choices, [](const StateChoice& choice) { return choice.split(); });
@@ -101,7 +101,7 @@ std::vector<RefreshCase> RefreshCases() {
 
 class RefreshTest : public testing::TestWithParam<RefreshCase> {
  protected:
-  // Trains beside a model. After each step `between` does something with both.
+  // Trains the library and a model. After each step `between` changes both.
   template <typename Between>
   void Train(const Problem& problem, Between between) {
     LifecycleSetting setting;

@@ -1,5 +1,5 @@
-// What a caller sees of state layouts: the plan's bytes, views, and that they learn what fp32 state
-// learns.
+// State layouts as a caller sees them: the plan's bytes, views, and that training in every layout
+// gives the results of fp32 state.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -137,13 +137,14 @@ TEST(LayoutsTest, TheSeedDecidesTheBits) {
   EXPECT_NE(masters[0], masters[1]);
 }
 
-// 200 steps downhill on (w - target)^2 / 2 in every layout. The way that the weights go differs
-// from that of AdamW in double by a few per cent; an optimizer that does nothing differs by 100 %.
+// 200 steps of gradient descent on (w - target)^2 / 2 in every layout. The path of the weights
+// differs from that of AdamW in double by a few per cent; an optimizer that does nothing differs by
+// 100 %.
 TEST(LayoutsTest, UpdatesFollowDoublePrecision) {
   constexpr uint64_t kWeights = 2000;
   constexpr int kSteps = 200;
   for (const StateChoice& choice : StateChoices()) {
-    if (choice.moment_rounding == OFFLOAD_ROUND_NEAREST) continue;  // it is known to fall behind
+    if (choice.moment_rounding == OFFLOAD_ROUND_NEAREST) continue;  // it is known to be slower
     Problem problem;
     problem.algorithm = OFFLOAD_ADAMW;
     offload_group_t group{};

@@ -1,6 +1,6 @@
-// Random programs of lifecycle calls on an accelerator, queued behind each other with random
-// delays, against a sequential model that knows nothing of residency: it sees gradients, weights,
-// hyperparameters and steps, and the bits must be its.
+// Random programs of lifecycle calls on an accelerator, queued one after the other with random
+// delays, against a sequential model that knows nothing of residence: it sees gradients, weights,
+// hyperparameters and steps, and the bits must be those of the model.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -46,8 +46,8 @@ LifecycleSetting ProgramSetting(uint64_t seed) {
   return setting;
 }
 
-// Makes random calls on the library, and tells the model those that change numbers. It remembers
-// where params, gradients and states are, to know which calls are legal.
+// Makes random calls of the library, and repeats in the model those that change numbers. It
+// remembers where params, gradients and states are, so that it knows which calls are legal.
 class Program {
  public:
   explicit Program(uint64_t seed)
@@ -68,11 +68,11 @@ class Program {
 
   uint64_t steps() const { return model_.steps_applied; }
 
-  // Empty, or what is not the model's.
+  // Empty, or the difference to the model.
   std::string Run() {
     for (int call = 0; call < kCalls && error_.empty(); ++call) MakeCall();
     ComeHome();
-    for (int last = 0; last < 2; ++last) {  // what is left of gradients, then once more
+    for (int last = 0; last < 2; ++last) {  // the remaining gradients, then once more
       Step();
       WriteGrads();
     }
@@ -87,9 +87,9 @@ class Program {
   }
 
  private:
-  // With everything out, all that is left on the device is the test's.
+  // When everything is offloaded, the device has only memory of the test.
   std::string BytesLeft() {
-    if (TestsRunOnCuda()) return "";  // its driver takes memory for itself as it likes
+    if (TestsRunOnCuda()) return "";  // its driver takes memory for its own use
     rig_.Move(offload_optimizer_offload_grads, {{}, OFFLOAD_MOVE_DROP, {}});
     rig_.Move(offload_optimizer_offload_params);
     Move(offload_optimizer_offload_states, Some());
@@ -101,12 +101,12 @@ class Program {
 
   struct ParamState {
     bool away = false;    // params
-    bool address = true;  // of the params; given up when they go
+    bool address = true;  // of the params; given up when they are offloaded
     bool states_away = false;
     HostGrad held = HostGrad::kNone;
-    std::vector<float> sum;      // what is held, widened
-    Bytes stored;                // what is held, as it was
-    std::optional<Bytes> bound;  // what lies at the bound address
+    std::vector<float> sum;      // the host's gradient, widened
+    Bytes stored;                // the host's gradient, unchanged
+    std::optional<Bytes> bound;  // the content at the bound address
   };
 
   void MakeCall() {
@@ -189,7 +189,7 @@ class Program {
   }
   void CollectGarbage() {
     rig_.Wait();
-    for (offload_stream_t stream : streams_)  // a gradient that nobody took may still be made
+    for (offload_stream_t stream : streams_)  // an unused gradient may still be being written
       MUST(offload_stream_synchronize(rig_.context(), stream, -1));
     for (void* buffer : garbage_) rig_.Free(buffer);
     garbage_.clear();
@@ -334,7 +334,7 @@ class Program {
     for (uint32_t id : ids) params_[id].away = false;
   }
   void ReloadParams() {
-    if (random_.OneIn(3)) {  // an address now, the bits later
+    if (random_.OneIn(3)) {  // the address now, the bits later
       for (uint32_t id : SomeOf([](const ParamState& state) { return state.away; }))
         BindNewData(id);
       return;
@@ -389,7 +389,7 @@ class Program {
     });
   }
 
-  // Whatever a step needs, as few things as possible moved.
+  // Prepares a step with as few moves as possible.
   void ComeHome() {
     ReloadParams(AllOf([](const ParamState& state) { return state.away; }));
     std::vector<uint32_t> ids = AllOf([](const ParamState& state) { return state.states_away; });
@@ -443,7 +443,7 @@ class Program {
     if (!difference.empty()) error_ = "result: " + difference;
   }
 
-  // The step waits for one stream only: that one goes behind the others.
+  // The step waits for one stream only, so that stream waits for the others.
   void JoinStreams() {
     for (offload_stream_t stream : {streams_[1], streams_[2]})
       MUST(offload_stream_synchronize(rig_.context(), stream, -1));

@@ -42,7 +42,8 @@ LifecycleSetting SettingOf(int32_t device_kind, double fraction) {
 
 class CycleTest : public testing::TestWithParam<CycleCase> {};
 
-// Step; everything out; all of the device for something else; everything back at new addresses.
+// Step; offload everything; use the whole device for other data; reload everything at new
+// addresses.
 TEST_P(CycleTest, GivesTheBitsOfNeverMoving) {
   const CycleCase& c = GetParam();
   const Problem problem = RandomProblem(c.algorithm, AllDtypePairs(), 6, 17);
@@ -64,7 +65,7 @@ TEST_P(CycleTest, GivesTheBitsOfNeverMoving) {
     rig.Wait();
     ASSERT_EQ(rig.ResultDifference(model), "") << "cycle " << cycle;
     rig.FreeAll();
-    // A real driver takes something for the streams themselves, once.
+    // A real driver takes some memory for the streams themselves, once.
     if (cycle == 0 && c.device_kind == OFFLOAD_DEVICE_CUDA) drivers_bytes = rig.DeviceBytesUsed();
     ASSERT_EQ(rig.DeviceBytesUsed(), drivers_bytes) << "cycle " << cycle;
     ASSERT_EQ(rig.Stats().device_bytes, 0u);
@@ -207,7 +208,8 @@ TEST_P(FractionTest, TheLibraryHoldsThePlansBytes) {
   EXPECT_GE(plan.host_bytes, host_bytes);  // which may be rounded up
 }
 
-// Part of the states out: the memory stays. The last one frees it, the first one back takes it.
+// Some states are offloaded: the memory stays. Offloading the last one frees the memory, reloading
+// the first one takes it.
 TEST_P(FractionTest, StatesOfSomeParams) {
   const Problem problem = RoundProblem();
   LifecycleRig rig(problem, SettingOf(OFFLOAD_DEVICE_SIM, GetParam()));
@@ -306,7 +308,7 @@ TEST_P(DeviceTest, GradientsKeepTheirBits) {
   }
 }
 
-// Which of a step's gradients are on the host.
+// Decides which of a step's gradients are on the host.
 enum class Held { kAll, kSome, kOne };
 
 // A step reads gradients where they are: every dtype, clipped or not, some of them missing.
@@ -430,7 +432,7 @@ TEST_P(DeviceTest, AccumulatesInFp32InTheOrderOfTheCalls) {
   }
 }
 
-// A sum of fp32 gradients can go back to the device, and be added to there.
+// A sum of fp32 gradients can be reloaded to the device, and the caller can add to it there.
 TEST_P(DeviceTest, AnFp32SumComesBackWithItsBits) {
   const ParamSpec spec = {OFFLOAD_BF16, OFFLOAD_FP32, OFFLOAD_PLACE_AUTO, 0, 5000};
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, {spec}, 1, 61);
@@ -470,8 +472,9 @@ TEST_P(DeviceTest, MinusZeroStaysMinusZero) {
   }
 }
 
-// Dropped on the device, on the host, in mid-accumulation: the next step leaves the param, its
-// moments and its count alone, and the step after a new gradient does not.
+// Gradients that are dropped on the device, on the host, or in the middle of an accumulation: the
+// next step leaves the param, its moments and its count unchanged, and the step after a new
+// gradient does not.
 TEST_P(DeviceTest, DroppedGradientsAreAbsentUntilBoundAgain) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 3, 71);
   LifecycleRig rig(problem, Setting());
@@ -505,7 +508,7 @@ TEST_P(DeviceTest, DroppedGradientsAreAbsentUntilBoundAgain) {
   }
 }
 
-// Whole cycles queued without a wait in between; the tickets say when buffers may go.
+// Whole cycles queued without a wait in between; the tickets tell when buffers may be freed.
 TEST_P(DeviceTest, MovesQueuedBackToBack) {
   for (uint64_t seed = 0; seed < 10; ++seed) {
     const Problem problem = RandomProblem(AlgorithmOfSeed(seed), AllDtypePairs(), 3, seed);
@@ -540,7 +543,7 @@ TEST_P(DeviceTest, MovesQueuedBackToBack) {
 
 // ---------------------------------------------------------------------------- weights from outside
 
-// A step that changes nothing but moments and counts: the masters are rounded into the params.
+// A step that changes only moments and counts: the masters are rounded into the params.
 StepInput StandingStep(const Problem& problem, size_t number) {
   StepInput input = problem.steps[number];
   input.groups = problem.groups;
@@ -554,7 +557,7 @@ StepInput StandingStep(const Problem& problem, size_t number) {
   return input;
 }
 
-// Weights that some other program has left, zeros of both signs among them.
+// Weights that another program has written, zeros of both signs among them.
 std::vector<Bytes> OtherWeights(const Problem& problem) {
   Random random(73);
   std::vector<Bytes> weights;
@@ -596,8 +599,8 @@ TEST_P(DeviceTest, RefreshMakesLoadedWeightsStay) {
   }
 }
 
-// Only the params named are refreshed; of the others, and of all without refresh, the old weights
-// come back with the next step (docs/LIFECYCLE.md).
+// Only the named params are refreshed; the others, and all without a refresh, get their old weights
+// back with the next step (docs/LIFECYCLE.md).
 TEST_P(DeviceTest, WithoutRefreshTheOldWeightsComeBack) {
   std::vector<ParamSpec> params;
   for (int32_t dtype : {OFFLOAD_BF16, OFFLOAD_FP16})
@@ -633,7 +636,7 @@ TEST(FullDevice, ReloadStatesIsRefusedAndWorksOnceThereIsRoom) {
   rig.Wait(rig.Move(offload_optimizer_offload_states));
   auto info = Make<offload_context_info_t>();
   MUST(offload_context_get_info(rig.context(), &info));
-  // No room at all; room for one of its two allocations; room for all but one unit.
+  // No free memory; memory for one of its two allocations; memory for all but one unit.
   for (uint64_t left : {uint64_t{0}, block_bytes, plan.device_bytes - 256}) {
     void* rollout = rig.Allocate(info.device_memory_free_bytes - left);
     const offload_stats_t before = rig.Stats();
@@ -655,7 +658,7 @@ TEST(FullDevice, ReloadStatesIsRefusedAndWorksOnceThereIsRoom) {
   EXPECT_EQ(rig.Difference(model), "");
 }
 
-// A reload that is queued when other work fails has its memory already: destroy frees it.
+// A reload that is queued when other work fails already has its memory: destroy frees it.
 TEST(FullDevice, AFailureLeavesNoMemoryBehind) {
   auto comm = Make<offload_comm_t>();
   comm.world = 2;
@@ -738,7 +741,7 @@ std::string StepBehindFourProducers(uint32_t late, bool accumulate, bool drop_it
   const offload_ticket_t ticket =
       rig.Move(offload_optimizer_offload_grads,
                {{}, accumulate ? uint32_t{OFFLOAD_MOVE_ACCUMULATE} : 0, producers.All()});
-  if (drop_its_wait) rig.Wait(ticket);  // comes back although the producer has not even begun
+  if (drop_its_wait) rig.Wait(ticket);  // completes although the producer has not even begun
   std::thread later([&gate] {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     gate.Open();
@@ -770,7 +773,7 @@ TEST(ProducersTest, AMissingWaitGivesWrongBits) {
       EXPECT_NE(StepBehindFourProducers(late, accumulate, true), "") << "late: " << late;
 }
 
-// Lets the gate's stream go on a while after this, and waits for the ticket and then the stream.
+// Opens the gate some time after this call, and waits for the ticket and then for the stream.
 void OpenLater(const LifecycleRig& rig, Gate& gate, offload_ticket_t ticket,
                offload_stream_t stream) {
   std::thread later([&gate] {
@@ -782,8 +785,8 @@ void OpenLater(const LifecycleRig& rig, Gate& gate, offload_ticket_t ticket,
   MUST(offload_stream_synchronize(rig.context(), stream, -1));
 }
 
-// What reload writes to may still be in use by a stream of the caller's, and the weights that a
-// refresh reads may still be on their way: both wait.
+// The memory to which a reload copies may still be used by a stream of the caller, and the weights
+// that a refresh reads may still be being written: both calls wait.
 TEST(ProducersTest, ReloadAndRefreshWaitToo) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 103);
   LifecycleRig rig(problem, SettingOf(OFFLOAD_DEVICE_SIM, 0.3));
@@ -803,7 +806,7 @@ TEST(ProducersTest, ReloadAndRefreshWaitToo) {
   const std::vector<Bytes> weights = OtherWeights(problem);
   Gate gate;
   gate.Close(rig.context(), stream);
-  for (uint32_t id = 0; id < rig.size(); ++id) {  // somebody else's last use of the new buffers
+  for (uint32_t id = 0; id < rig.size(); ++id) {  // another user's last use of the new buffers
     rig.data[id] = rig.Allocate(problem.params[id].data_bytes());
     write_data(writes[id], id, weights[id]);
   }
@@ -865,7 +868,7 @@ TEST(LeavingGradients, ManyParamsTakeNoMoreWaitsThanOne) {
   }
 }
 
-// The device's scratch has been given up with its states: the sums are made on the host then.
+// The device's scratch memory was freed with its states, so the host computes the sums.
 TEST(LeavingGradients, WhileStatesAreOnTheHost) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 127);
   const StepInput input = StandingStep(problem, 0);
@@ -887,7 +890,7 @@ TEST(LeavingGradients, WhileStatesAreOnTheHost) {
 
 // ---------------------------------------------------------------------------------- overlap, order
 
-// While the caller's stream stands still, everything can be queued behind it.
+// While the caller's stream is blocked, everything can be queued after it.
 TEST(Overlap, NoCallWaitsForTheCallersStream) {
   const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 2, 107);
   Watch watch;
@@ -970,8 +973,8 @@ TEST(ChunkOrder, ChangesNoBit) {
   }
 }
 
-// The param that was registered last but ordered first goes up first, and is what a stream can
-// wait for without waiting for the others.
+// The param that was registered last but has the lowest chunk_order is copied up first, and a
+// stream can wait for it without waiting for the others.
 TEST(ChunkOrder, TheLowestIsReadyFirst) {
   const Problem problem = OrderProblem();
   for (bool ordered : {false, true}) {
@@ -1042,7 +1045,7 @@ TEST(Queue, HoldsTwoHundredAndFiftySixCalls) {
   EXPECT_EQ(rig.Difference(model), "");
 }
 
-// Remembers every stream that anybody has made on it.
+// Remembers every stream that was made on it.
 class ListingDevice final : public ForwardingDevice {
  public:
   ListingDevice(std::unique_ptr<Device> device, std::vector<StreamHandle>& made)
@@ -1057,7 +1060,7 @@ class ListingDevice final : public ForwardingDevice {
   std::vector<StreamHandle>& made_;
 };
 
-// A handle of a context that is gone may have the address of such a one.
+// A stale handle of a destroyed context may equal the address of such a stream.
 TEST(ForeignStreams, OfTheOptimizerAreNotTheCallersToDestroy) {
   const Solved solved(RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 1, 5));
   std::vector<StreamHandle> made;

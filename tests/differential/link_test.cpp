@@ -1,6 +1,6 @@
-// Steps and moves beside the copies of a stash: they give way to a prefetch that is under way, to
-// no other, and nothing but the order of the copies changes. Streams stand still where it matters,
-// so that nothing here depends on time.
+// Steps and moves beside the copies of a stash: they give way to a prefetch that is under way and
+// to no other, and only the order of the copies changes. Streams are blocked at the important
+// points, so that nothing here depends on time.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -10,7 +10,7 @@
 namespace hybridopt {
 namespace {
 
-// Counts copies, by the label of their stream, and holds one back.
+// Counts copies, by the label of their stream, and blocks one of them.
 class LinkWatch final : public LabelledDevice {
  public:
   using LabelledDevice::LabelledDevice;
@@ -30,7 +30,7 @@ class LinkWatch final : public LabelledDevice {
   uint64_t bytes(const char* stream) { return SumOf(bytes_, stream); }
   uint64_t records(const char* event) { return SumOf(records_, event); }
   uint64_t waits(const char* event) { return SumOf(waits_, event); }
-  // How often a thread of the library has asked how far the stash's copies are.
+  // How often a thread of the library has checked the stash's copies.
   int looks() const { return looks_; }
 
   Status Record(EventHandle event, StreamHandle stream) override {
@@ -150,7 +150,7 @@ struct LinkTest : public testing::Test {
     rig->Synchronize(rig->streams[0]);
     EXPECT_EQ(std::memcmp(got, content.data(), kBytes), 0);
   }
-  // A prefetch that stands still in the middle of its copies.
+  // A prefetch that is blocked in the middle of its copies.
   offload_stash_ticket_t PrefetchHeld() {
     const offload_stash_ticket_t ticket = Push();
     watch->HoldNext("stash up");
@@ -170,7 +170,7 @@ struct LinkTest : public testing::Test {
   void Await(offload_ticket_t ticket) {
     EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer->optimizer, ticket, kLongNs));
   }
-  // Until the library has looked at the prefetch several times, or has not and is done.
+  // Waits until the library has checked the prefetch several times, or is done without that.
   void AwaitLooks(offload_ticket_t ticket) {
     for (const int before = watch->looks(); watch->looks() < before + 6 && !HasEnded(ticket);)
       std::this_thread::yield();
@@ -212,7 +212,7 @@ TEST_F(LinkTest, StateThatStreamsGivesWayToAPrefetch) {
   Await(step);
   EXPECT_GT(watch->copies("up"), before);
   EXPECT_EQ(trainer->Bits(), alone);
-  EXPECT_EQ(Stats().gave_way_copies, 1u);  // the chunks behind it found nobody to give way to
+  EXPECT_EQ(Stats().gave_way_copies, 1u);  // the later chunks had no prefetch to give way to
   EXPECT_GT(Stats().gave_way_seconds, 0.0);
   ExpectBack(prefetched);
 }
@@ -269,8 +269,8 @@ TEST_F(LinkTest, StatesThatComeBackGiveWayToAPrefetch) {
   ExpectBack(prefetched);
 }
 
-// What has been queued gives way to nothing. So where a prefetch may come, a move is at most 64 MiB
-// ahead of the device: 8 pieces on each of its two streams.
+// Queued copies give way to nothing. So if a prefetch is possible, a move is at most 64 MiB ahead
+// of the device: 8 pieces on each of its two streams.
 TEST_F(LinkTest, AMoveRunsFarAheadOfTheDeviceOnlyWithoutAStash) {
   fault::RunOptions run;
   run.device_fraction = 1;
@@ -398,7 +398,7 @@ TEST_F(LinkTest, AStepCountsPushesThatStandAheadOfItsChunks) {
   watch->Open();
   Prefetch(ticket);
   ExpectBack(ticket);
-  rig->Stats();  // sees the end of the push
+  rig->Stats();  // notes the end of the push
   Await(Step());
   EXPECT_EQ(Stats().pushes_ahead_bytes, chunks * kBytes);
 }

@@ -1,6 +1,6 @@
-// The device fraction changes while training runs. Whatever it is, whenever it changes and whatever
-// goes on beside it: the bits are those of a run that never changed it, and the memory is that of
-// an optimizer that was made with it.
+// The device fraction changes while training runs, to any value, at any time, with any other work
+// going on: the bits are those of a run that never changed it, and the memory is that of an
+// optimizer that was made with this fraction.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -104,7 +104,7 @@ TEST(LiveFractionTest, OffloadedStatesKeepTheirBits) {
   }
 }
 
-// What is no longer needed is given back, on both sides.
+// Memory that is no longer needed is freed, on both sides.
 TEST(LiveFractionTest, MemoryIsThatOfAnOptimizerMadeWithTheFraction) {
   for (uint64_t seed = 0; seed < 30; ++seed) {
     const Problem problem = ProblemOf(seed);
@@ -132,7 +132,7 @@ TEST(LiveFractionTest, MemoryIsThatOfAnOptimizerMadeWithTheFraction) {
   }
 }
 
-// The pages of what has gone to the device are the system's again: a touch would fault.
+// The pages of state that has moved to the device belong to the system again: a touch would fault.
 TEST(LiveFractionTest, HostPagesOfWhatIsOnTheDeviceAreGivenBack) {
   Problem problem = RandomProblem(
       OFFLOAD_ADAMW, {{OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, 1 << 20}}, 1, 1);
@@ -149,7 +149,7 @@ TEST(LiveFractionTest, HostPagesOfWhatIsOnTheDeviceAreGivenBack) {
     const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + 4095) / 4096 * 4096;
     const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) / 4096 * 4096;
     std::vector<unsigned char> present((last - first) / 4096);
-    // mincore refuses what is not mapped; what has no memory is not present.
+    // mincore refuses addresses that are not mapped; pages without memory are not present.
     EXPECT_EQ(mincore(reinterpret_cast<void*>(first), last - first, present.data()), 0);
     uint64_t count = 0;
     for (unsigned char one : present) count += one & 1;

@@ -14,7 +14,7 @@ struct Setting {
   OptimizerSetting optimizer;
 };
 
-// One of each kind; the first is the plainest.
+// One setting of each kind; the first one is the simplest.
 std::vector<Setting> Settings() {
   std::vector<Setting> settings;
   for (int32_t device : DevicesUnderTest()) {
@@ -59,7 +59,7 @@ double NormOf(const Problem& problem, const StepInput& input) {
   return model.verdict.grad_norm;
 }
 
-// The sum of squares as it must not be added: all blocks of all params in one chain.
+// The sum of squares in the wrong order: all blocks of all params in one chain.
 double ChainedSumSquares(const Problem& problem, const StepInput& input) {
   double sum = 0;
   for (size_t id = 0; id < problem.params.size(); ++id) {
@@ -256,8 +256,8 @@ TEST(SkipTest, QueuedStepsGoOnBehindASkippedOne) {
   }
 }
 
-// What a complete ticket promises: nobody reads these gradients any more. Devices
-// with memory of their own fail when a copy meets freed memory.
+// When a ticket has completed, these gradients are not read any more. Devices with memory of their
+// own fail if a copy meets freed memory.
 TEST(SkipTest, GradientsMayBeFreedOnceTheirStepIsComplete) {
   for (int seed = 0; seed < Scaled(40); ++seed) {
     Setting setting;

@@ -1,5 +1,5 @@
-// Several ranks that share one model: clipping, loss scale and skip agree on all of them, and every
-// byte of every rank is that of the whole model stepped by one.
+// Several ranks that share one model: all of them agree on clipping, loss scale and skip, and every
+// byte of every rank is that of the whole model, trained by one.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -78,7 +78,7 @@ TEST(RanksTest, TheProblemsClipAndReplicate) {
 
 // ------------------------------------------------------------------------------------ the norm --
 
-// One tensor a rank can be told by: tensor i of the problem belongs to rank i % world alone.
+// A tensor that identifies a rank: tensor i of the problem belongs only to rank i % world.
 std::unique_ptr<Sharded> Pipeline(uint32_t world, size_t steps, uint64_t seed) {
   std::vector<ParamSpec> specs;
   for (uint64_t count : {4099, 33, 1000, 5000, 1, 700})
@@ -199,7 +199,7 @@ TEST(RanksTest, ARankWithoutAnyGradientTakesPart) {
   }
 }
 
-// Nothing to agree on: no call may cost a round trip.
+// There is nothing to agree on, so the step must make no comm call.
 TEST(RanksTest, VouchedFiniteWithoutClippingAsksNobody) {
   for (const Setting& setting : Settings()) {
     const auto base = Pipeline(2, 3, 30);
@@ -273,7 +273,7 @@ TEST(RanksSkipTest, ANonFiniteGradientOfOneRankSkipsOnAll) {
     EXPECT_EQ(SkipEverywhere(*Pipeline(3, 2, 40), setting), "");
 }
 
-// A replica does not count in the norm, but its Inf and NaN do.
+// A replica does not count in the norm, but its Inf and NaN make the step skip.
 TEST(RanksSkipTest, ANonFiniteGradientOfAReplicaSkipsOnAll) {
   for (const Setting& setting : Settings())
     EXPECT_EQ(SkipEverywhere(*Replicated(3, 2, 41), setting), "");

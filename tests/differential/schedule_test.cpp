@@ -1,6 +1,6 @@
-// The timing of streams does not show: a thousand random schedules of the simulated device, and on
-// a real one the caller's stream held up at random; and a test of that test, in which one kind of
-// wait is left out and wrong bits must be seen.
+// The timing of streams does not change the bits: a thousand random schedules of the simulated
+// device, and on a real one the caller's stream delayed at random; and a test of that test, in
+// which one kind of wait is left out and wrong bits must be seen.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -37,8 +37,8 @@ constexpr size_t kSteps = 2;
 // Chunks of 1024 of these wrap around every ring; the small params make chunks of many fragments.
 const std::vector<uint64_t> kCounts = {1500, 33, 700, 2100, 1, 1300, 1024};
 
-// From this one on the step that is not clipped, in problems of even numbers the second, is vouched
-// finite: its verdict comes from the host.
+// From this problem on the step without clipping (in problems of even numbers the second one) has
+// ASSUME_FINITE: its verdict comes from the host.
 constexpr uint64_t kVouchedProblems = 30;
 
 // One of the steps is clipped and one is not, so that a verdict of another step shows; in some
@@ -70,7 +70,7 @@ const Solved& SolvedProblem(uint64_t seed) {
   return solved.try_emplace(seed, MakeProblem(seed)).first->second;
 }
 
-// What becomes of gradients before the step.
+// What happens to gradients before the step.
 enum class Grads { kStay, kLeave, kAddUp };
 
 struct Schedule {
@@ -87,8 +87,8 @@ struct Schedule {
 
 enum class Outcome { kRight, kWrongBits, kFailed };
 
-// A training loop with nothing but streams to order it. The host thread queues everything, waits
-// once, and looks at once.
+// A training loop that is ordered only by streams. The host thread queues everything, waits once,
+// and compares at once.
 class Training {
  public:
   Training(const Solved& solved, const Schedule& schedule)
@@ -123,7 +123,7 @@ class Training {
 
   ~Training() {
     optimizer_.reset();
-    (void)device().Synchronize(stream_, -1);  // it copies from and to what is destroyed next
+    (void)device().Synchronize(stream_, -1);  // it still uses the memory that is freed next
   }
 
   Outcome Run(std::string* difference) {
@@ -151,7 +151,7 @@ class Training {
   }
 
  private:
-  // A param as the caller's stream has read it, and as it was to be.
+  // A param as the caller's stream has read it, and as expected.
   struct Read {
     const std::byte* got;
     const Bytes* expected;
@@ -204,8 +204,8 @@ class Training {
     return taken;
   }
 
-  // What the caller's stream does besides. On a real device it takes up to some milliseconds, so
-  // that code which does not wait for it comes too early.
+  // Other work of the caller's stream. On a real device it takes up to some milliseconds, so that
+  // code that does not wait for it comes too early.
   void WorkOnStream() {
     if (idle_work_ == nullptr) return;
     const uint64_t rounds = std::max<uint64_t>(1, schedule_.delay_ns_max / 100'000);
@@ -264,7 +264,7 @@ class Training {
     return optimizer_->Bind(bindings);
   }
 
-  // Once the tickets have completed, somebody else uses the memory.
+  // After the tickets have completed, other code uses the memory.
   Status Leave(size_t block, const StepInput& input) {
     const Move move =
         schedule_.grads == Grads::kAddUp ? Move::kAccumulateGrads : Move::kOffloadGrads;
@@ -422,7 +422,8 @@ class LeakTest : public testing::TestWithParam<LeakCase> {};
 TEST_P(LeakTest, AMissingWaitGivesWrongBits) {
   if (HYBRIDOPT_TSAN)
     GTEST_SKIP() << "a missing wait is a data race: the thread sanitizer would end the program";
-  // Whether a schedule shows a missing wait is chance, so delays grow until a schedule shows it.
+  // It is a matter of chance whether a schedule shows a missing wait, so the test lengthens the
+  // delays until some schedule shows it.
   constexpr int kSchedulesMax = 400;
   bool shown = false;
   int failed = 0;
@@ -460,7 +461,7 @@ std::vector<LeakCase> LeakCases() {
                                  {"ParamsLandedInCommit", Leak::kLanded, true}};
   cases.push_back({"LeavingGradients", Leak::kReady, false, false, Grads::kLeave});
   cases.push_back({"GradientsToAddUp", Leak::kReady, false, false, Grads::kAddUp});
-  // A real device makes copies and updates as small as these before anybody can come too early.
+  // A real device finishes such small copies and updates before other work can come too early.
   if (TestsRunOnCuda()) return cases;
   cases.push_back({"ChunkLanded", Leak::kLanded, false});
   cases.push_back({"LeavingGradientsLanded", Leak::kMoved, false, false, Grads::kLeave});

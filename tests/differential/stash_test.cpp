@@ -1,6 +1,6 @@
-// What a stash gives back are the bytes that were put aside, whatever else is going on: random
-// programs of a caller with several streams and lanes, beside optimizer steps. And each wait of the
-// stash is needed: without it a program that shows this gives wrong bytes.
+// A stash returns the bytes that were put aside, in spite of all other work: random programs of a
+// caller with several streams and lanes, beside optimizer steps. And each wait of the stash is
+// needed: without it a program that shows this gets wrong bytes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace {
 
 // ------------------------------------------------------------------------------ random programs --
 
-// A caller that uses device memory again as soon as the stash lets it: behind release, drop and pop
-// it is overwritten at once, on the stream that has been told.
+// A caller that reuses device memory as soon as the stash allows it: after release, drop and pop it
+// overwrites the memory at once, on the stream of that call.
 class Program {
  public:
   Program(StashRig& rig, uint64_t seed, uint32_t lanes, uint32_t slabs)
@@ -96,7 +96,7 @@ class Program {
       if (!buffer.used) free.push_back(&buffer);
     return free.empty() ? nullptr : free[random_.Below(free.size())];
   }
-  // Somebody else uses the memory, and finds there what he wrote.
+  // Another user overwrites the memory, and reads its own values there.
   void GiveBack(Buffer* buffer) {
     if (buffer == nullptr) return;
     const std::vector<std::byte> others = StashRig::RandomBytes(kBytesMax, random_);
@@ -157,7 +157,7 @@ class Program {
     Prefetch(live_[index]);
     Live& live = live_[index];
     if (live.destination == nullptr) return;
-    // The pop of one stream says nothing to another.
+    // A pop on one stream does not order another stream.
     if (live.source != nullptr && live.source->stream != live.destination->stream) Release(live);
     ASSERT_OFFLOAD_OK(offload_stash_pop(rig_.stash, live.ticket, live.destination->stream,
                                         keep ? uint32_t{OFFLOAD_STASH_KEEP} : 0));
@@ -278,8 +278,8 @@ INSTANTIATE_TEST_SUITE_P(Devices, StashProgram, testing::ValuesIn(DevicesUnderTe
 
 // ------------------------------------------------------------------------- each wait, left out --
 
-// A caller whose streams stand still where it matters. With a wait left out the side that
-// should have waited is done before the streams go on; else the streams go on at once.
+// A caller whose streams are blocked at the important points. With a wait left out, the side that
+// should have waited is done before the streams go on; otherwise the streams go on at once.
 struct LeftOut : public testing::Test {
   static constexpr uint64_t kBytes = 3000;
 
@@ -290,7 +290,7 @@ struct LeftOut : public testing::Test {
   enum class Seen { kRight, kWrongBytes, kFailed };
   using Scene = Seen (LeftOut::*)();
 
-  // The scene gives the right bytes, and without the wait it does not.
+  // The scenario gives the right bytes, and without the wait wrong ones.
   void ExpectNeeded(StashLeak leak, Scene scene, uint32_t slabs = 4,
                     Seen without = Seen::kWrongBytes) {
     for (const bool leaking : {false, true}) {
@@ -350,7 +350,7 @@ struct LeftOut : public testing::Test {
     rig_->Write(a_, source_, x_);
     rig_->Synchronize(a_);
   }
-  // Puts x aside from a stream that nothing holds up.
+  // Puts x aside from a stream that is not blocked.
   offload_stash_ticket_t PutAside() {
     WriteSource();
     const offload_stash_ticket_t ticket = Push(a_, source_);

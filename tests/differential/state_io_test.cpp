@@ -33,7 +33,7 @@ std::vector<float>& ValuesOf(Model& model, const Problem& problem, size_t id, in
   return AlgorithmOf(problem.algorithm)->moments[0] == kind ? param.moment0 : param.moment1;
 }
 
-// What is kept of a number.
+// The stored value of a number.
 float Kept(float value, const Problem& problem, size_t id, int32_t kind) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if (kind != OFFLOAD_STATE_MASTER)
@@ -77,7 +77,7 @@ Range RandomRange(uint64_t count, Random& random) {
   return {first, random.Below(count - first + 1)};
 }
 
-// Empty if a range of each state is what the model has, and nothing beside it is written.
+// Empty if a range of each state equals the model's, and no byte outside of the range is written.
 std::string ReadDifference(const Rig& rig, Model& model, const Problem& problem, Random& random) {
   constexpr float kUntouched = -123.5f;
   for (size_t id = 0; id < problem.params.size(); ++id)
@@ -139,7 +139,7 @@ std::string Text(const Setting& setting) {
          (setting.offloads_states ? ", states offloaded" : "");
 }
 
-// Moves away what the setting says, or brings it back.
+// Offloads what the setting names, or reloads it.
 void MoveAway(const Rig& rig, const Setting& setting) {
   if (setting.offloads_states)
     MUST(offload_optimizer_offload_states(rig.handle(), nullptr, nullptr));

@@ -1,4 +1,4 @@
-// The same bits whatever the setting: algorithm x dtypes x instruction set x threads x chunk size x
+// The same bits in every setting: algorithm x dtypes x instruction set x threads x chunk size x
 // device fraction x device x executors, each against the model, after every step.
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
-// Two processes share a host, as two ranks do: each one's executors find their own split, with
-// nothing said between them, and the bits are the same. On GPUs each process has one of its own if
-// there are two, else both use the first.
+// Two processes share a host, as two ranks do: the executors of each process find their own
+// division of the work, without any communication, and the bits are the same. If there are two GPUs
+// each process has its own, otherwise both use the first one.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -51,7 +51,7 @@ LifecycleSetting SettingOf(size_t process) {
 // One of two processes. Neither has threads of its parent.
 class Process {
  public:
-  // `run` gives what is wrong, or nothing.
+  // `run` returns an error text, or an empty one.
   explicit Process(const std::function<std::string()>& run) {
     std::fflush(nullptr);
     pid_ = fork();
@@ -96,8 +96,8 @@ class Meeting {
   std::array<std::array<int, 2>, 2> pipes_;
 };
 
-// In one process the workers are held up and in the other the device: the other executor of the
-// same process does what they leave, in each step.
+// In one process the workers are slow and in the other the device: in each step the other executor
+// of the same process updates the rest.
 std::string TrainWithOneHeldUp(size_t process, const Meeting& meeting) {
   const Solved solved = SolvedProblem();
   const bool workers = process == 0;

@@ -1,5 +1,5 @@
-// Prints the tables of src/state/transitions.h and move_table.h into docs/LIFECYCLE.md, or says
-// that the file has other ones. Usage: lifecycle_tables [--write] FILE
+// Prints the tables of src/state/transitions.h and move_table.h into docs/LIFECYCLE.md, or reports
+// that the file's tables differ. Usage: lifecycle_tables [--write] FILE
 #include <array>
 #include <cstring>
 #include <fstream>

@@ -1,7 +1,8 @@
 // Memory runs out: each allocation is made to fail once, in the library's own threads and in the
-// caller's calls. No process ends, every call says what happened, what was not told to have failed
-// has the bits of a run with memory enough, and a checkpoint is whole or not there. A call that the
-// caller's thread had no memory for has changed nothing: made again, it does its work.
+// caller's calls. No process ends, every call returns an error that says what happened, everything
+// that was not reported as failed has the bits of a run with enough memory, and a checkpoint is
+// whole or does not exist. A call that failed because the caller's thread had no memory has changed
+// nothing: when it is repeated, it does its work.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -30,7 +31,7 @@ std::atomic<uint64_t> allocations = 0;
 // The test's own thread, and library threads that run the test's functions, always have memory.
 thread_local bool has_memory = false;
 
-// Where only the calls of the caller count: in such a call.
+// Inside of a call of the caller, if only these count.
 std::atomic<bool> counts_calls = false;
 thread_local bool in_call = false;
 
@@ -84,7 +85,7 @@ namespace {
 
 constexpr uint32_t kRanks = 2;
 
-// The functions of one rank, with memory enough on every thread.
+// The functions of one rank, with enough memory on every thread.
 struct CommWithMemory {
   explicit CommWithMemory(const offload_comm_t& functions) : inner(functions) {}
 
@@ -118,14 +119,14 @@ struct CommWithMemory {
   const offload_comm_t inner;
 };
 
-// What came of one run.
+// The outcome of one run.
 struct Outcome {
   std::vector<std::string> errors;  // of calls that failed
-  std::vector<unsigned char> bits;  // of all ranks, where no call failed
+  std::vector<unsigned char> bits;  // of all ranks, if no call failed
   uint64_t allocations = 0;         // that the library's threads made
 };
 
-// Calls that are made in order, on all ranks; a rank that one has failed on makes no more of them.
+// Calls that are made in order, on all ranks. After a failed call a rank makes no more calls.
 class Program {
  public:
   Program(const RunOptions& run, uint32_t ranks, uint64_t comm_timeout_ns)
@@ -278,7 +279,7 @@ const Scenario kScenarios[] = {
 
 Outcome RunScenario(const Scenario& scenario, uint64_t failing) {
   const TemporaryDirectory directory;
-  // The others wait this long for a rank that is lost for want of memory.
+  // The other ranks wait this long for a rank that is lost because it had no memory.
   const uint64_t comm_timeout_ns = failing == kNone ? 60'000'000'000 : 100'000'000;
   Program program(scenario.run, scenario.ranks, comm_timeout_ns);
   allocations = 0;
@@ -293,7 +294,8 @@ Outcome RunScenario(const Scenario& scenario, uint64_t failing) {
   return outcome;
 }
 
-// Whether a call may fail so: for want of memory here or on another rank, or as that one is lost.
+// Whether a call may fail with this status: because memory ran out here or on another rank, or
+// because that rank is lost.
 bool IsExplained(const std::string& error, bool ranks) {
   for (const char* cause : {"out of host memory", "OUT_OF_HOST_MEMORY"})
     if (error.find(cause) != std::string::npos) return true;
@@ -326,7 +328,7 @@ TEST(AllocationFailure, InALibraryThreadIsToldAndEndsNoProcess) {
 
 // ------------------------------------------------------------------------- the caller's thread --
 
-// Makes a call until it succeeds. Only one allocation fails, so it does so the second time.
+// Repeats a call until it succeeds. Only one allocation fails, so the second try succeeds.
 class Retrier {
  public:
   template <typename Call>
@@ -357,7 +359,7 @@ class Retrier {
 constexpr uint32_t kParams = 40;  // enough for tables to grow
 constexpr uint64_t kElements = 64;
 
-// What a program has on one device: two places for params and one for gradients.
+// The memory of a program on one device: two places for params and one for gradients.
 struct Memory {
   explicit Memory(int32_t device_kind) {
     auto options = Make<offload_context_options_t>();
@@ -425,7 +427,7 @@ void AddParams(Retrier& retry, offload_optimizer_t optimizer, const Memory& memo
           [&] { return offload_optimizer_add_params(optimizer, &params[i], 1, nullptr); });
 }
 
-// All params but the first, which stays, go to the other place; the last two trade theirs.
+// All params except the first one move to the other place; the last two exchange their addresses.
 void Bind(Retrier& retry, offload_optimizer_t optimizer, const Memory& memory) {
   std::vector<offload_binding_t> bindings;
   for (uint32_t i = 1; i < kParams; ++i) {
@@ -537,8 +539,8 @@ uint64_t FreeBytes(offload_context_t context) {
   return info.device_memory_free_bytes;
 }
 
-// Device memory or a stream that cannot be listed is not taken either. On the host a leak checker
-// sees it, on sim the memory that is free does.
+// Device memory or a stream that cannot be recorded is not taken either. On the host a leak checker
+// sees this, on sim the amount of free memory.
 TEST(AllocationFailure, OfWhatACallerIsGivenTakesNothing) {
   has_memory = true;
   for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {

@@ -32,7 +32,7 @@ struct Case {
   int32_t algorithm;
 };
 
-// All that a training loop calls, allocating nothing itself.
+// All calls of a training loop, without allocations of its own.
 class Loop {
  public:
   explicit Loop(Trainer& trainer) : trainer_(trainer), bindings_(trainer.size()) {
@@ -127,7 +127,7 @@ TEST(Allocation, DoesNotHappenInSteps) {
     }
 }
 
-// All that a training loop calls of a stash, with pushes that find no room among it.
+// All calls of a stash in a training loop, including pushes for which there is no room.
 void UseStash(offload_context_t context, offload_stash_t stash, char* data, int32_t* failed) {
   constexpr uint64_t kBytes = 9000;
   offload_stash_ticket_t tickets[4] = {};

@@ -55,7 +55,7 @@ TEST(Handle, NullWrongKindGarbageAndDestroyedAreRefusedByEveryCall) {
   ASSERT_OFFLOAD_OK(offload_stash_destroy(stash));
   ExpectHandleRefused(StashCalls(), stash, "stash is 0x", "has been destroyed");
 
-  // A new object in the place of a destroyed one does not bring the old handle back to life.
+  // An old handle stays invalid when a new object takes the place of the destroyed one.
   offload_optimizer_t newer = nullptr;
   ASSERT_OFFLOAD_OK(offload_optimizer_create(trainer.context, &optimizer_options, &newer));
   EXPECT_NE(newer, optimizer);

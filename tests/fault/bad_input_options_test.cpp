@@ -1,5 +1,5 @@
-// Options of contexts, optimizers and groups that are refused; docs/CONFIGURATION.md has those that
-// configuration_test.cpp asks for.
+// Options of contexts, optimizers and groups that are refused. docs/CONFIGURATION.md lists others,
+// which configuration_test.cpp tests.
 #include <gtest/gtest.h>
 
 #include "bad_input.h"

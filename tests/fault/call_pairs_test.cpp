@@ -1,5 +1,5 @@
-// Calls that any thread may make, in all pairs and each beside itself, while steps are under way:
-// each returns what the header says, and the steps write the same bits as without these calls.
+// Calls that any thread may make, in all pairs and each with itself, while steps are running: each
+// returns what the header says, and the steps write the same bits as without these calls.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint64_t kSteps = 3;
 
-// What a call is made with.
+// The arguments of a call.
 struct Target {
   offload_context_t context;
   offload_optimizer_t optimizer;
@@ -85,7 +85,7 @@ RunOptions Options(int32_t device_kind, uint64_t seed) {
   return run;
 }
 
-// Makes both calls at once. Gives the params that the steps left.
+// Makes both calls at the same time. Returns the params after the steps.
 std::vector<std::vector<unsigned char>> RunPair(const Call& one, const Call& other,
                                                 const RunOptions& run) {
   Trainer trainer(run);

@@ -1,5 +1,5 @@
-// After a crash at any moment of a save a checkpoint is whole or not there: processes that are
-// killed, and disks that have lost whatever was not synced.
+// After a crash at any moment of a save a checkpoint is whole or does not exist: processes are
+// killed, and disks lose data that was not synced.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -49,9 +49,9 @@ void Step(LifecycleRig& rig, size_t step) {
 
 // ----------------------------------------------------------------------------------- the judge --
 
-// The step of the newest checkpoint in a directory; 0 if there is none. Whatever has a name must be
-// whole, to the last byte: a damaged one is no excuse to take the one before. Whatever has none
-// must be recognised by its own, ".<name>.saving-<16 digits>".
+// The step of the newest checkpoint in a directory; 0 if there is none. Every checkpoint with its
+// final name must be whole, to the last byte; a damaged one fails the test even if an older one is
+// good. Every other directory must have a pending name, ".<name>.saving-<16 digits>".
 uint64_t NewestStep(const std::string& directory) {
   uint64_t newest = 0;
   for (const std::string& name : TemporaryDirectory::NamesIn(directory)) {
@@ -90,9 +90,9 @@ bool Saved(LifecycleRig& rig, const std::string& path) {
   return queued && status == OFFLOAD_OK;
 }
 
-// A training job: goes on from the newest checkpoint, which must hold the bits of its step and be
-// no older than `promised`, saves after every step and tells `pipe` when a save has completed. Only
-// where there are other jobs in the directory may a save fail.
+// A training job. It continues from the newest checkpoint, which must have the bits of its step and
+// be no older than `promised`. It saves after every step and writes to `pipe` when a save has
+// completed. A save may fail only if there are other jobs in the directory.
 int Train(const std::string& directory, size_t promised, int pipe, system::Files& files,
           bool alone) {
   const Solved& solved = TheProblem();
@@ -139,7 +139,7 @@ Job StartJob(const std::string& directory, size_t promised, bool alone,
   return {child, ends[0]};
 }
 
-// Its status; what it has promised is never less than what was promised before.
+// The status of the job. The step that it reports is never lower than an earlier one.
 int EndJob(const Job& job, size_t* promised) {
   int status = 0;
   waitpid(job.child, &status, 0);
@@ -149,7 +149,7 @@ int EndJob(const Job& job, size_t* promised) {
   return status;
 }
 
-// Runs a job until it ends or `interrupt` has had its way; gives its status.
+// Runs a job until it ends or `interrupt` kills it; returns its status.
 int RunJob(const std::string& directory, size_t* promised,
            const std::function<void(pid_t)>& interrupt,
            const std::function<std::unique_ptr<system::Files>()>& make_files) {
@@ -171,7 +171,7 @@ void ExpectNothingLeft(TemporaryDirectory& directory) {
 
 std::unique_ptr<system::Files> SystemFilesOfAJob() { return std::make_unique<system::Files>(); }
 
-// How long a job takes here that nobody kills.
+// The time of a job that is not killed.
 uint64_t WholeJobUs() {
   const TemporaryDirectory directory;
   size_t promised = 0;
@@ -212,8 +212,8 @@ TEST(CheckpointCrash, AJobThatIsKilledAtAnyMomentGoesOnFromItsLastCheckpoint) {
   ExpectNothingLeft(*directory);
 }
 
-// Somebody has started the same training several times. The jobs race for each checkpoint's name;
-// the first one to come has it, and a checkpoint that is there is always whole.
+// The same training was started several times. The jobs race for each checkpoint's name: the first
+// one gets it, and an existing checkpoint is always whole.
 TEST(CheckpointCrash, SeveralJobsThatAreKilledInOneDirectoryLoseNothing) {
   constexpr size_t kJobs = 3;
   Random random(37);
@@ -245,7 +245,7 @@ TEST(CheckpointCrash, SeveralJobsThatAreKilledInOneDirectoryLoseNothing) {
   }
 }
 
-// Kills its process in place of one call.
+// Kills its process instead of making one call.
 class DeadlyFiles : public system::Files {
  public:
   explicit DeadlyFiles(uint64_t call) : left_(call) {}
@@ -331,8 +331,8 @@ void Put(const RecordingFiles::Disk& disk, RecordingFiles::Inode inode, const st
 // Where a crash leaves the disk.
 std::string DiskDirectory() { return std::filesystem::exists("/dev/shm") ? "/dev/shm" : "/tmp"; }
 
-// Goes on with what a crash has left: the newest checkpoint is loaded, and a save to the name at
-// which the crash happened is whole and removes what was left of it.
+// Continues after a crash: the newest checkpoint is loaded, and a save to the name of the
+// interrupted save is whole and removes the rest of that save.
 void GoOn(const std::string& directory, uint64_t newest) {
   LifecycleRig rig(TheProblem().problem, SettingWith(&system::SystemFiles()));
   ASSERT_EQ(rig.TryLoad(directory + (newest == 1 ? "/old" : "/new")), OFFLOAD_OK)
@@ -346,9 +346,9 @@ void GoOn(const std::string& directory, uint64_t newest) {
   ASSERT_EQ(TemporaryDirectory::NamesIn(directory), (std::vector<std::string>{"new", "old"}));
 }
 
-// What the disk may hold after a crash behind each change between two saves, the first of which had
-// completed: the old checkpoint or the new one, always whole, and the new one once its save has
-// completed. Now and then go_on(directory, step) goes on from what is there.
+// The possible content of the disk after a crash, for each change between two saves, the first of
+// which had completed: the old checkpoint or the new one, always whole, and the new one once its
+// save has completed. Sometimes go_on(directory, step) continues from that content.
 void CrashEverywhere(const RecordingFiles& files, size_t old_end, int wanted_states,
                      const std::function<void(const std::string&, uint64_t)>& go_on = GoOn) {
   const size_t end = files.changes().size();
@@ -359,7 +359,7 @@ void CrashEverywhere(const RecordingFiles& files, size_t old_end, int wanted_sta
   const int rounds = std::max(3, wanted_states / static_cast<int>(end - old_end + 1) + 1);
   for (size_t count = old_end; count <= end; ++count) {
     for (int round = 0; round < rounds; ++round) {
-      // None, all, or some of what was not synced is there.
+      // Of the changes that were not synced none, all or some are there.
       const uint64_t chance = round == 0 ? 0 : round == 1 ? 4 : 1 + random.Below(3);
       const auto disk = files.After(count, [&] { return random.Below(4) < chance; });
       const std::string directory = replayed / "disk";
@@ -397,8 +397,7 @@ TEST(CheckpointCrash, ADiskThatLostWhatWasNotSyncedHoldsTheOldCheckpointOrTheNew
   CrashEverywhere(files, old_end, Scaled(1000));
 }
 
-// The save removes what an earlier one has left, so that a crash may also come in the middle of
-// that.
+// The save removes the rest of an earlier save, so a crash may also come during this removal.
 TEST(CheckpointCrash, ACrashWhileTheRestOfAnotherIsRemovedLosesNothingEither) {
   const TemporaryDirectory saved;
   RecordingFiles files(saved.path());

@@ -166,7 +166,7 @@ TEST_F(InspectTest, TheNewestIsVerifiedIfAskedFor) {
   ASSERT_EQ(newest(&verify), OFFLOAD_OK) << offload_last_error();
   EXPECT_EQ(path.c_str(), root_.path() + "/later");
 
-  // One byte of its data: only who reads the data sees it.
+  // Changes one byte of its data: only a call that reads the data notices this.
   const std::string shard = root_.path() + "/later/" + later.manifest.files[0].name;
   std::string bytes = later.files[0];
   bytes.back() = static_cast<char>(bytes.back() ^ 1);

@@ -1,6 +1,6 @@
-// Every call of the file system that a save or load makes fails in every way. The ticket tells what
-// failed and where, nothing is left behind, the earlier checkpoint is still good, and training goes
-// on with the bits of a run without failures.
+// Every call of the file system in a save or load fails in every way. The ticket's error names what
+// failed and the file, nothing is left behind, the earlier checkpoint is still good, and training
+// continues with the bits of a run without failures.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -63,17 +63,18 @@ std::string CaseName(Operation operation, uint64_t call, int error, bool sticky)
          (error == kShort ? "short" : system::ErrorText(error)) + (sticky ? ", from then on" : "");
 }
 
-// What a save may survive: a signal and a short write, once; and what it asks for without need.
+// The failures that a save survives: a signal and a short write, once; and failures of calls that
+// it does not need.
 bool MaySurvive(Operation operation, int error, bool sticky) {
   if (operation == Operation::kLock || operation == Operation::kRemove ||
       operation == Operation::kRemoveDirectory || operation == Operation::kClose)
-    return true;                                    // of a directory, say
+    return true;                                    // for example of a directory
   if (operation == Operation::kSync) return false;  // never tried again
   if (error == EINTR || error == kShort) return !sticky || error == kShort;
   return false;
 }
 
-// A signal, and a disk that took less than it was given, are no failures.
+// A signal and a short write are no failures.
 bool MustSurvive(Operation operation, int error, bool sticky) {
   return !sticky && (error == EINTR || error == kShort) && operation != Operation::kSync;
 }
@@ -121,7 +122,7 @@ TEST_F(CheckpointIoTest, EveryFailureOfEveryCallOfASaveIsToldAndLeavesNothing) {
               EXPECT_NE(text.find("free space there"), std::string::npos) << text;
             }
           }
-          // What could not be removed then is removed by the next save.
+          // The next save removes the files that could not be removed before.
           if (directory_.Names().size() > 1) {
             rig_->Wait(rig_->Save(directory_ / "next"));
             std::filesystem::remove_all(directory_ / "next");
@@ -149,7 +150,8 @@ TEST_F(CheckpointIoTest, EveryFailureOfEveryCallOfASaveIsToldAndLeavesNothing) {
   EXPECT_EQ(rig_->Difference(solved_.trace[1]), "");
 }
 
-// What a load may survive: a signal or a short read, once; and what it asks for without need.
+// The failures that a load survives: a signal or a short read, once; and failures of calls that it
+// does not need.
 bool LoadMaySurvive(Operation operation, int error, bool sticky) {
   if (operation == Operation::kClose || operation == Operation::kLook) return true;
   return !sticky && (error == EINTR || error == kShort) && operation != Operation::kSize;
@@ -252,8 +254,8 @@ void RehashInBlocksOf(const std::string& path, uint64_t block_bytes) {
   std::ofstream(manifest_path, std::ios::binary | std::ios::trunc) << text.value();
 }
 
-// The file changes while it is loaded: whatever a read gives is either refused or known not to be
-// what was verified, and never becomes state that counts as good.
+// The file changes while it is loaded: the bytes of every read are either refused or known to
+// differ from the verified ones, and never become state that counts as good.
 TEST_F(CheckpointIoTest, BytesThatChangeBeforeAnyReadAreNeverLoadedAsGood) {
   Start();
   for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
@@ -380,7 +382,7 @@ TEST_F(CheckpointIoTest, OnlyWhatASaveHasMadeIsRemoved) {
   EXPECT_EQ(TemporaryDirectory::NamesIn(directory_ / "elsewhere"), made);
 }
 
-// Two saves to one name: the first has it.
+// Two saves to one name: the first save gets it.
 TEST_F(CheckpointIoTest, ASaveNeverReplacesAnything) {
   Start(OFFLOAD_DEVICE_SIM);
   auto options = Make<offload_save_options_t>();
@@ -388,7 +390,7 @@ TEST_F(CheckpointIoTest, ASaveNeverReplacesAnything) {
   options.path = old.c_str();
   EXPECT_EQ(offload_optimizer_save(rig_->optimizer(), &options, nullptr), OFFLOAD_INVALID_ARGUMENT);
   EXPECT_NE(Text().find("exists"), std::string::npos) << Text();
-  // Made behind the call, before the save gets to its end.
+  // Made after the call, before the end of the save.
   const offload_ticket_t first = rig_->Save(directory_ / "new");
   auto again = Make<offload_save_options_t>();
   const std::string path = directory_ / "new";

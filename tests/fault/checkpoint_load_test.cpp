@@ -1,5 +1,6 @@
-// What a load refuses, with which words, and that nothing changes then: damage anywhere, another
-// model, flags that do not go together. And what the flags that it takes do.
+// The loads that are refused, the words of their errors, and that nothing changes then: damage
+// anywhere, another model, flags that exclude each other. And the effects of flags that are
+// accepted.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -48,7 +49,7 @@ class CheckpointLoad : public testing::Test {
   int32_t LoadInto(const Problem& problem, uint32_t flags = 0) {
     LifecycleRig other(problem, Setting());
     const int32_t status = other.TryLoad(path_, flags);
-    refusal_ = Text();  // the comparison asks for states that there are not
+    refusal_ = Text();  // the comparison looks for states that do not exist
     if (status != OFFLOAD_OK) {
       EXPECT_EQ(other.Difference(Model(problem)), "");
     }
@@ -113,7 +114,7 @@ TEST_F(CheckpointLoad, EveryTruncationAndEveryLongerFileIsRefused) {
   EXPECT_EQ(rig_.Difference(solved_.trace[2]), "");
 }
 
-// Without the hashes a damaged element is not noticed; with them the text says where it is.
+// Without the hashes damage is not noticed; with them the error names the place.
 TEST_F(CheckpointLoad, DamageIsNamedByTensorAndBlock) {
   const std::string file = path_ + "/" + "shard-00000-of-00001.safetensors";
   std::string bytes = ReadFile(file);
@@ -154,7 +155,7 @@ TEST_F(CheckpointLoad, AnotherModelIsRefusedWithItsDifferences) {
   problem.algorithm = OFFLOAD_ADAM;
   ExpectMismatch(problem, {"saved by AdamW, this optimizer is Adam", "OFFLOAD_LOAD_FRESH_MOMENTS"});
 
-  // Only the first few are told.
+  // The error lists only the first few.
   problem = solved_.problem;
   for (int i = 0; i < 9; ++i) {
     problem.params.push_back(problem.params[0]);

@@ -1,5 +1,5 @@
-// What a save or load takes beside the model: its blocks and less than 1 MiB, however large the
-// model is. Every allocation and every mapping of this program is counted while one runs.
+// The memory of a save or load beside the model: its blocks and less than 1 MiB, for a model of any
+// size. Every allocation and every mapping of this program is counted while a save or load runs.
 #include <gtest/gtest.h>
 #include <malloc.h>
 #include <sys/mman.h>
@@ -17,7 +17,7 @@
 
 namespace {
 
-// Bytes that are held, and the most that were since the count began.
+// The allocated bytes, and their maximum since the count began.
 std::atomic<int64_t> held = 0;
 std::atomic<int64_t> most = 0;
 
@@ -38,8 +38,8 @@ void malloc_hooks::Freeing(void* data) { Add(-static_cast<int64_t>(malloc_usable
 
 #if HYBRIDOPT_SEES_MALLOC
 extern "C" {
-// The ends of a mapping for huge pages are given back before anybody touches it; then the library
-// tells the system which pages it wants, and that is when to look.
+// The ends of a mapping for huge pages are unmapped before a thread touches them; then the library
+// tells the system which pages it wants. That is the moment to look.
 void* mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset) {
   const long mapped = syscall(SYS_mmap, address, bytes, protection, flags, file, offset);
   if (mapped != -1) held += static_cast<int64_t>(bytes);
@@ -75,7 +75,7 @@ struct Case {
   Layout saved, loaded;
 };
 
-// A model of two bf16 params, and nothing trained: what is in the state makes no difference.
+// A model of two bf16 params without training, because the values of the state make no difference.
 class Model {
  public:
   Model(const Case& one, const Layout& layout, uint64_t elements) {
@@ -137,7 +137,7 @@ class Model {
   std::vector<void*> data_;
 };
 
-// The most that `work` holds at a time beside what is held before it.
+// The most memory that `work` holds at one time in addition to the memory held before.
 template <typename Work>
 int64_t ExtraBytes(Work&& work) {
   const int64_t before = held;

@@ -1,4 +1,5 @@
-// What of a save reads the caller's memory, and what of a load comes from several ranks.
+// The parts of a save that read the caller's memory, and the parts of a load that come from several
+// ranks.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -120,7 +121,7 @@ class Part {
   std::vector<float> values_;
 };
 
-// Bias corrections go by a param's count, and a shard has one.
+// Bias corrections depend on a param's step count, and each shard has a count.
 TEST(CheckpointPartsTest, PartsThatWereSteppedDifferentlyMakeNoWhole) {
   for (const uint64_t count : {7, 8}) {
     const TemporaryDirectory directory;

@@ -1,5 +1,4 @@
-// What the path of a save or load means is settled by the call, and what can never work is refused
-// there.
+// The call of a save or load decides what its path means, and refuses paths that can never work.
 #include <gtest/gtest.h>
 
 #include <condition_variable>
@@ -18,7 +17,7 @@ Problem SmallProblem() {
   return RandomProblem(OFFLOAD_ADAMW, {{OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 500}}, 2, 5);
 }
 
-// The first thing that queued work asks of the disk waits until it is let go.
+// The first file operation of queued work waits until the test lets it go on.
 class HeldFiles : public system::Files {
  public:
   int List(const std::string& path, std::vector<std::string>* names) override {
@@ -129,7 +128,7 @@ TEST_F(CheckpointPathsTest, NamesThatCanNeverWorkAreRefusedByTheCall) {
   EXPECT_NE(std::string(offload_last_error()).find("so no checkpoint can be there"),
             std::string::npos)
       << offload_last_error();
-  // The longest there may be.
+  // The longest possible path.
   const std::string longest = here_ / std::string(230, 'n');
   rig_->Wait(rig_->Save(longest));
   EXPECT_EQ(rig_->TryLoad(longest), OFFLOAD_OK);
@@ -145,7 +144,7 @@ TEST_F(CheckpointPathsTest, WhatIsInTheWayIsToldByTheCall) {
     RefuseSave(name + "/step-1", "its parent '" + name + "' cannot be used: ");
   }
   EXPECT_EQ(there_.Names(), (std::vector<std::string>{"dangling", "file"}));
-  // Slashes behind a name that is free are no part of it.
+  // Slashes after a free name are not a part of the name.
   rig_->Wait(rig_->Save(here_ / "step-1//"));
   EXPECT_EQ(here_.Names(), std::vector<std::string>{"step-1"});
 }
@@ -161,7 +160,7 @@ TEST_F(CheckpointPathsTest, AWorkingDirectoryThatIsGoneIsTold) {
   EXPECT_EQ(offload_optimizer_load(rig_->optimizer(), &options, nullptr), OFFLOAD_INVALID_ARGUMENT);
 }
 
-// A name of a param that is no text steps as well as any other, but cannot be saved.
+// A param whose name is not UTF-8 can be stepped, but not saved.
 TEST(CheckpointNames, AParamThatIsNotUtf8IsRefusedByTheSave) {
   auto context_options = Make<offload_context_options_t>();
   context_options.device_kind = OFFLOAD_DEVICE_HOST;

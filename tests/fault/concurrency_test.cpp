@@ -22,7 +22,7 @@ RunOptions Options(int32_t device_kind, int32_t algorithm) {
   return run;
 }
 
-// Asks all that any thread may ask, until told to stop.
+// Makes all queries that any thread may make, until it is stopped.
 void Ask(offload_optimizer_t optimizer, const std::atomic<bool>& stop) {
   uint64_t applied = 0, offloaded = 0, reloaded = 0;
   while (!stop) {
@@ -109,8 +109,8 @@ TEST(Concurrency, OptimizersOfOneContextGiveTheBitsOfARunAlone) {
       [&](const RunOptions& run) { return TrainAlone(run, steps); });
 }
 
-// Optimizers that together, and one that nearly alone, would give the workers more chunks ahead
-// than they take.
+// Several optimizers that together, and one that nearly alone, give the workers more chunks ahead
+// than their queue takes.
 TEST(Concurrency, StepsWhoseChunksFillTheWorkersQueueGiveTheSameBits) {
   struct {
     uint32_t slots;
@@ -147,7 +147,7 @@ void Bind(const Trainer& trainer, bool with_grads) {
   EXPECT_OFFLOAD_OK(offload_optimizer_bind(trainer.optimizer, bindings.data(), trainer.size()));
 }
 
-// The rollout writes over all that the device held of params and gradients.
+// The rollout overwrites all params and gradients that were on the device.
 void Rollout(const Trainer& trainer) {
   for (uint32_t i = 0; i < trainer.size(); ++i) {
     const offload_param_t param = trainer.Param(i);
@@ -211,7 +211,7 @@ std::vector<unsigned char> CycleWhileAsked(Trainer& trainer, uint64_t cycles) {
   });
 }
 
-// The same steps of an optimizer that never gives anything away.
+// The same steps of an optimizer that never offloads anything.
 std::vector<unsigned char> StayAlone(const RunOptions& run, uint64_t steps) {
   Trainer trainer(run);
   trainer.AddParams();
@@ -225,8 +225,7 @@ std::vector<unsigned char> StayAlone(const RunOptions& run, uint64_t steps) {
   return trainer.Bits();
 }
 
-// Each optimizer gives all its memory away and takes it back while others are in the middle of a
-// step.
+// Each optimizer offloads everything and reloads it while others are in the middle of a step.
 TEST(Concurrency, CyclesOfOptimizersOfOneContextGiveTheBitsOfOneThatStays) {
   const uint64_t cycles = 4 + Scaled(40);
   ExpectTheBitsOfEachAlone(
@@ -255,7 +254,7 @@ TEST(Concurrency, ContextsComeAndGo) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Each destroy succeeds once, however many threads try, and late calls are refused.
+// Of many threads that destroy the same handle exactly one succeeds, and late calls are refused.
 TEST(Concurrency, DestroyIsForOneThreadOnly) {
   for (int round = 0; round < 2 + Scaled(50); ++round) {
     auto options = Make<offload_context_options_t>();

@@ -1,5 +1,5 @@
-// The table of docs/CONFIGURATION.md, one test a row: a wrong setting is refused where it is made,
-// the text says what would be right, and what it says helps.
+// The table of docs/CONFIGURATION.md, one test for each row: a wrong setting is refused by the call
+// that makes it, the text says what would be right, and following this advice works.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
@@ -24,7 +24,7 @@ namespace {
 
 // --- Contexts ---
 
-// What a handle holds that no call has written.
+// The value of a handle that no call has written.
 void* const kUnwritten = reinterpret_cast<void*>(uint64_t{0x5a5a});
 
 int32_t CreateAndDestroy(const offload_context_options_t& options) {
@@ -67,7 +67,7 @@ TEST(Configuration, DeviceIndexWithoutSuchADevice) {
       [](auto& o) { o.device_index = 1; }, [](auto& o) { o.device_index = 0; });
 }
 
-// Where there is a GPU, it is hidden: no other test of this program looks for one.
+// Hides the GPU, if there is one: no other test of this program uses it.
 TEST(Configuration, CudaThatIsNotThere) {
   setenv("CUDA_VISIBLE_DEVICES", "", 1);
   ExpectContextRefused(
@@ -169,7 +169,7 @@ TEST(Configuration, LocalRankOutsideItsWorld) {
 
 // --- The environment ---
 
-// A variable for the length of a test.
+// Sets a variable for the duration of a test.
 class Variable {
  public:
   Variable(const char* name, const char* value) : name_(name) {
@@ -402,7 +402,7 @@ offload_plan_t Plan(offload_optimizer_t optimizer) {
   return plan;
 }
 
-// The bytes of state, staging and the like that the stats say are held.
+// The bytes of state, staging and so on in the stats.
 uint64_t BytesHeld(offload_optimizer_t optimizer) {
   auto stats = Make<offload_stats_t>();
   EXPECT_OFFLOAD_OK(offload_optimizer_get_stats(optimizer, &stats));
@@ -415,7 +415,7 @@ offload_context_info_t Info(offload_context_t context) {
   return info;
 }
 
-// Each try to commit is refused, as the plan has told, and nothing is kept.
+// Each commit is refused, as the plan has predicted, and no memory is kept.
 void ExpectCommitRefused(const Trainer& trainer, int32_t status,
                          const std::vector<std::string>& words) {
   EXPECT_EQ(Plan(trainer.optimizer).fits, 0);
@@ -519,7 +519,7 @@ TEST(Configuration, StreamRingTooSmall) {
   raised.Commit();
 }
 
-// A ring that nobody has asked for is left out, one that was is refused.
+// A ring that the options do not ask for is left out; one that they ask for is refused.
 TEST(Configuration, StreamRingLargerThanTheDevice) {
   RunOptions options = OnSim();
   options.device_fraction = 0;
@@ -538,7 +538,7 @@ TEST(Configuration, StreamRingLargerThanTheDevice) {
   ExpectCommitRefused(asked, OFFLOAD_OUT_OF_DEVICE_MEMORY, {"free device memory"});
 }
 
-// What the cap leaves does not let the state be pinned.
+// The rest of the cap is too small to pin the state.
 TEST(Configuration, PinnedCapTooSmallForState) {
   CappedTrainer free(UINT64_MAX, 0);
   free.trainer->AddParams();
@@ -602,7 +602,7 @@ TEST(Configuration, DeviceMemoryTooSmall) {
   lowered.Commit();
 }
 
-// On the host device nobody reads an address before commit, so a param can be larger than memory.
+// On the host device no address is read before commit, so a param can be larger than memory.
 TEST(Configuration, HostMemoryNotEnoughForThePlan) {
   RunOptions options;
   options.device_kind = OFFLOAD_DEVICE_HOST;

@@ -1,5 +1,5 @@
-// Destroy against the calls that other threads are in: it ends the work itself,
-// though others use the handle, and tells the threads that wait.
+// Destroy while other threads are in calls: it ends the work itself, although others use the
+// handle, and waiting threads get an error.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ bool IsDestroyed(offload_optimizer_t optimizer) {
   return offload_optimizer_get_stats(optimizer, &stats) == OFFLOAD_INVALID_ARGUMENT;
 }
 
-// A step that stands still in a comm function while `call` waits for it on another thread. Destroy
+// A step that is blocked in a comm function while `call` waits for it on another thread. Destroy
 // must wait for the step too.
 void DestroyWhileCalled(int32_t device_kind, const std::function<int32_t(const Trainer&)>& call) {
   CommGate comm;
@@ -53,7 +53,7 @@ void DestroyWhileCalled(int32_t device_kind, const std::function<int32_t(const T
   // The call does not use the object any more, but its thread may not have returned yet.
   EXPECT_EQ(caller.Join(), OFFLOAD_OK) << caller.error();
   trainer.optimizer = nullptr;
-  // All arrays are the caller's again, and the context has no optimizer any more.
+  // The caller may use all arrays again, and the context has no optimizer any more.
   for (uint32_t i = 0; i < trainer.size(); ++i) {
     EXPECT_OFFLOAD_OK(offload_device_free(trainer.context, trainer.data[i]));
     EXPECT_OFFLOAD_OK(offload_device_free(trainer.context, trainer.grads[i]));
@@ -80,7 +80,7 @@ TEST(Destroy, EndsTheWorkThatAThreadWaitsForInStreamWait) {
 struct Query {
   const char* name;
   int32_t (*call)(const Trainer& trainer);
-  std::vector<int32_t> answers;  // that it may give before destroy
+  std::vector<int32_t> answers;  // statuses that it may return before destroy
 };
 
 const Query kQueries[] = {
@@ -136,7 +136,7 @@ class OwnArrays {
   std::vector<std::vector<float>> data_, grads_;
 };
 
-// Steps are queued, threads ask, the optimizer and the context are destroyed.
+// Steps are queued, threads make queries, the optimizer and the context are destroyed.
 void DestroyWhileAsked(const RunOptions& run, const Query& query) {
   SCOPED_TRACE(query.name);
   auto trainer = std::make_unique<Trainer>(run);

@@ -1,5 +1,5 @@
-// The device fails, refuses, or stops: threads that wait learn the cause, none hangs, nothing
-// leaks, and a call that failed before it began can be made again.
+// The device fails, refuses, or stops: waiting threads learn the cause, none hangs, nothing leaks,
+// and a call that failed before it began can be repeated.
 #include <execinfo.h>
 #include <gtest/gtest.h>
 
@@ -61,7 +61,7 @@ TEST(AsynchronousFailure, ReachesTheWaiterWithItsCauseAndPoisonsTheRest) {
   EXPECT_EQ(offload_optimizer_wait(trainer.optimizer, 0, kLongNs), OFFLOAD_DEVICE_FAILED);
   EXPECT_EQ(cause, offload_last_error());
 
-  // What changes anything is refused with the cause.
+  // Calls that change something are refused with the cause.
   auto binding = Make<offload_binding_t>();
   const std::vector<std::function<int32_t()>> poisoned = {
       [&] { return offload_optimizer_step(trainer.optimizer, nullptr, nullptr); },
@@ -77,7 +77,7 @@ TEST(AsynchronousFailure, ReachesTheWaiterWithItsCauseAndPoisonsTheRest) {
     EXPECT_TRUE(Contains(offload_last_error(), cause)) << offload_last_error();
   }
 
-  // What only looks still works.
+  // Calls that only read still work.
   auto plan = Make<offload_plan_t>();
   EXPECT_OFFLOAD_OK(offload_optimizer_plan(trainer.optimizer, &plan));
   EXPECT_EQ(plan.element_count, 5501u);
@@ -98,7 +98,7 @@ TEST(AsynchronousFailure, ReachesTheWaiterWithItsCauseAndPoisonsTheRest) {
   EXPECT_TRUE(Contains(offload_last_error(), "freed or never allocated")) << offload_last_error();
 }
 
-// Where a write fails half way, nothing may step on what it has left.
+// If a write fails half way, no step may use its result.
 TEST(WriteState, ThatFailsOnTheDevicePoisonsAndSaysWhy) {
   Trainer trainer({});
   trainer.AddParams();
@@ -174,7 +174,7 @@ TEST(StuckStream, FailsTheStepAfterDeviceTimeoutAndReleasesWhoWaits) {
     EXPECT_TRUE(Contains(offload_last_error(), word)) << offload_last_error();
   EXPECT_EQ(offload_optimizer_step(trainer.optimizer, nullptr, nullptr), OFFLOAD_POISONED);
   EXPECT_OFFLOAD_OK(offload_stream_synchronize(trainer.context, waiting, kLongNs));
-  other.Steps(0, 1);  // another context does not care
+  other.Steps(0, 1);  // another context is not affected
 
   // The copies queued behind the stuck stream never run: destroy drops them and returns.
   ASSERT_OFFLOAD_OK(offload_optimizer_destroy(trainer.optimizer));
@@ -233,7 +233,7 @@ TEST(Destroy, WithStepsQueuedAppliesThemFirst) {
 
 // ----------------------------------------------------------------------------- through the port --
 
-// The lines of code that a call comes from, as return addresses.
+// The place in the code from which a call comes, as return addresses.
 using Place = std::vector<void*>;
 
 Place PlaceOfCaller() {
@@ -268,7 +268,7 @@ struct Plan {
   }
 };
 
-// Forwards to a device, and fails one call as the plan says. Giving back never fails.
+// Forwards to a device, and fails one call as planned. Calls that free something never fail.
 class FaultyDevice final : public ForwardingDevice {
  public:
   FaultyDevice(std::unique_ptr<Device> device, Plan& plan)
@@ -384,8 +384,8 @@ class FaultyDevice final : public ForwardingDevice {
 constexpr uint64_t kCount = 2500;
 constexpr int kSteps = 3;
 
-// Who updates the host share: one executor at a time, so that the calls of each try are the same.
-// In the last mode the CPU workers update one chunk early, because there is room for one only.
+// The executor of the host share: one at a time, so that the calls of each try are the same. In the
+// last mode the CPU workers update one chunk early, because there is room for only one.
 enum class Mode { kCpu, kStreamed, kEarly };
 
 // An optimizer on a faulty device: an SGD param with momentum and one without, device and host

@@ -1,5 +1,5 @@
-// Functions of the caller's that throw, and threads that are cancelled inside of a call: no process
-// ends, the call or ticket says what happened, and the library goes on.
+// Functions of the caller that throw, and threads that are cancelled inside of a call: no process
+// ends, the call or ticket reports what happened, and the library goes on.
 #include <gtest/gtest.h>
 #include <pthread.h>
 

@@ -31,7 +31,7 @@ constexpr uint64_t kNone = UINT64_MAX;
 std::atomic<bool> counting = false;
 std::atomic<uint64_t> allocations = 0;
 std::atomic<uint64_t> failing = kNone;  // counted from 0
-std::atomic<bool> all_fail = false;     // from that one on
+std::atomic<bool> all_fail = false;     // all allocations from that one on
 
 }  // namespace
 
@@ -79,7 +79,7 @@ namespace {
   F(offload_stash_wait)            \
   F(offload_status_name)
 
-// The library, which is loaded and of which nothing has been called.
+// The library: loaded, but no function of it has been called.
 struct Library {
   Library() {
     void* const library = dlopen(HYBRIDOPT_LIBRARY, RTLD_NOW | RTLD_LOCAL);
@@ -107,7 +107,7 @@ Struct Make() {
   return value;
 }
 
-// What a child tells its parent.
+// The report of a child to its parent.
 struct Outcome {
   uint64_t allocations;
   int32_t status;  // of the first try
@@ -115,11 +115,11 @@ struct Outcome {
   char wrong[1280];  // "" if all is well
 };
 
-// What a program works on. Nothing here allocates: only the library's allocations count.
+// The data of a program. Nothing here allocates: only the library's allocations count.
 struct World {
   char golden[PATH_MAX];  // a checkpoint
   char folder[PATH_MAX];  // with that checkpoint in it
-  char target[PATH_MAX];  // where nothing is
+  char target[PATH_MAX];  // a path at which nothing exists
   int32_t device_kind = OFFLOAD_DEVICE_HOST;
   offload_context_t context = nullptr;
   offload_optimizer_t optimizer = nullptr;
@@ -197,7 +197,7 @@ int32_t Inspect(World& world) {
 
 int32_t Verify(World& world) { return CALL(offload_checkpoint_verify, world.golden, nullptr); }
 
-// Finds the one that is there, or says that it could not look.
+// Finds the existing checkpoint, or returns an error.
 int32_t FindNewest(World& world, const offload_verify_options_t* verify) {
   char newest[PATH_MAX];
   TRY(CALL(offload_checkpoint_newest, world.folder, verify, newest, sizeof(newest)));
@@ -258,7 +258,7 @@ int32_t Fail(World&) {
     const char* const text = CALL(offload_last_error);
     const bool told = std::strcmp(text, "optimizer is NULL, expected a handle") == 0;
     const bool short_of_memory = std::strncmp(text, "out of host memory", 18) == 0;
-    // NULL is no status: it stands for a text that is neither.
+    // NULL means that the text is neither of them.
     if (status != OFFLOAD_INVALID_ARGUMENT || (!told && !short_of_memory)) return nullptr;
     static char good, no_text;
     return told ? &good : &no_text;
@@ -271,7 +271,7 @@ int32_t Fail(World&) {
   return of_thread != nullptr && fail(nullptr) != nullptr ? OFFLOAD_OK : OFFLOAD_INTERNAL;
 }
 
-// Gives back what a program has made, as far as it came. That needs no memory.
+// Destroys everything that a program has made. That needs no memory.
 int32_t End(World& world) {
   if (world.stash != nullptr) TRY(CALL(offload_stash_destroy, world.stash));
   world.stash = nullptr;

@@ -1,5 +1,5 @@
-// A child of fork is refused by every call on a handle it inherited, may make handles of its own,
-// and leaves through exit(); the parent goes on as if nothing had happened.
+// Every call refuses a child of fork that uses an inherited handle. The child may make handles of
+// its own, and leaves through exit(); the parent goes on as if nothing had happened.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -27,8 +27,7 @@ constexpr bool kThreadsInChild = !HYBRIDOPT_TSAN;
 // of threads that allocate.
 constexpr bool kAllocatorSurvivesFork = !HYBRIDOPT_ASAN;
 
-// How often the threads of this process other than the caller have been given a CPU; 0 if one of
-// them has work.
+// How often the other threads of this process have been given a CPU; 0 if one of them has work.
 uint64_t SwitchesOfSleepers() {
   uint64_t switches = 1;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -144,7 +143,7 @@ TEST_P(Fork, ChildMayTrainOnHandlesOfItsOwn) {
     ExpectAllInherited(trainer);
     EXPECT_EQ(Train(run_), expected);
     ExpectAllInherited(trainer);
-    // And so on: handles of the child are foreign to its own child.
+    // In the same way handles of the child are foreign to the child's own child.
     Trainer own(run_);
     own.AddParams();
     own.Commit();

@@ -1,5 +1,5 @@
-// What may go wrong between a lifecycle call and the streams it is ordered with: work that is still
-// queued when memory goes, streams that never move, tickets that complete too early.
+// Possible errors in the order of lifecycle calls and streams: work that is still queued when
+// memory is freed, streams that never advance, tickets that complete too early.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -85,8 +85,8 @@ struct Rig {
   Gate gate;
 };
 
-// The verdict on gradients that the host holds goes up to the device. A skipped step must not leave
-// that copy behind it: the next call may give the memory away.
+// The verdict on gradients on the host is copied to the device. A skipped step must wait for this
+// copy: the next call may free the memory.
 TEST(SkippedStep, LeavesNothingQueuedOnMemoryThatGoesNext) {
   Rig rig(1, 3000, 0, 3'000'000, 0);
   std::vector<float> grad(3000, std::numeric_limits<float>::infinity());
@@ -108,8 +108,8 @@ TEST(SkippedStep, LeavesNothingQueuedOnMemoryThatGoesNext) {
   }
 }
 
-// More copies than a launch queue holds, behind a stream that stands still: the step and the move
-// fail in their time, and destroy comes back.
+// More copies than a launch queue holds, after a stream that is blocked: the step and the move fail
+// in time, and destroy returns.
 TEST(StuckStream, WithMoreCopiesThanALaunchQueueHolds) {
   for (const bool move : {false, true}) {
     Rig rig(3000, 8, 0, 0, 1'000'000'000);

@@ -1,5 +1,5 @@
-// Limits: what cannot be saved is refused at commit, and what only commit uses stays as it was
-// then.
+// Limits: a model that cannot be saved is refused at commit, and values that only commit uses stay
+// as they were then.
 #include <gtest/gtest.h>
 
 #include <string>

@@ -1,5 +1,5 @@
-// Many optimizers of one context: they share a few threads, and none waits for what another one
-// waits for.
+// Many optimizers of one context: they share a few threads, and none waits for something that only
+// another one waits for.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -180,7 +180,7 @@ TEST(ManyOptimizersTest, CommFunctionsOfAllMayWaitForEachOther) {
   }
 }
 
-// 70,000 others may come in between: a ticket has no 16 bits that could come back.
+// 70,000 other optimizers may come in between: their tickets differ in more than 16 bits.
 TEST(ManyOptimizersTest, NoneTakesTheTicketOfAnother) {
   constexpr size_t kOthers = 70'000;
   constexpr size_t kSameIn16Bits = 65'535;

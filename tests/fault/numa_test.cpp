@@ -1,4 +1,4 @@
-// Where threads and memory sit, and that a system which refuses any of it costs speed and no bit.
+// The places of threads and memory; a system that refuses any of it costs speed and changes no bit.
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -63,7 +63,7 @@ Outcome RunSteps(const RunOptions& options) {
   return {trainer.Bits(), Info(trainer.context)};
 }
 
-// Both devices give the bits they give without the restriction.
+// Both devices give the same bits as without the restriction.
 struct Reference {
   std::vector<unsigned char> host = RunSteps(OptionsFor(OFFLOAD_DEVICE_HOST)).bits;
   std::vector<unsigned char> sim = RunSteps(OptionsFor(OFFLOAD_DEVICE_SIM)).bits;
@@ -72,7 +72,7 @@ struct Reference {
   }
 };
 
-// Runs on both devices in a restricted child; check(info) looks at what was reached.
+// Runs on both devices in a restricted child; check(info) examines the context's info.
 template <typename Restrict, typename Check>
 void ExpectSameBitsUnder(Restrict&& restrict, Check&& check, uint32_t threads = 2) {
   const Reference reference;
@@ -176,7 +176,7 @@ TEST(NumaLadder, WithoutAffinityMemoryOfOneNodeIsStillPlaced) {
       });
 }
 
-// Yours stays yours: the process's policy is not touched, and a node that is full never refuses.
+// The process's own policy does not change, and a full node never refuses a page.
 TEST(NumaLadder, NeverSetsAPolicyOfTheProcessAndNeverBindsStrictly) {
   ExpectSameBitsUnder(
       [] {
@@ -187,7 +187,7 @@ TEST(NumaLadder, NeverSetsAPolicyOfTheProcessAndNeverBindsStrictly) {
       [](const offload_context_info_t&) {});
 }
 
-// The test above, tested.
+// A test of the test above.
 TEST(NumaLadder, AStrictBindWouldHaveBeenNoticed) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
@@ -234,7 +234,7 @@ TEST(NumaLadder, WithoutLibnumaThreadsStillTouchTheirPagesFirst) {
   EXPECT_TRUE(bits == expected);
 }
 
-// What the test above runs.
+// The program that the test above runs.
 TEST(WithoutLibnuma, DISABLED_SaysSoAndWritesItsBits) {
   EXPECT_FALSE(Numa::Open().ok());
   std::ofstream file(std::getenv(kBitsVariable), std::ios::binary);
@@ -491,7 +491,7 @@ TEST(Placement, ThePlanSaysHowMuchLiesOnWhichNode) {
     EXPECT_EQ(before.numa_bytes[0], pages_bytes / 2);
     EXPECT_EQ(before.numa_bytes[2], pages_bytes - pages_bytes / 2);
     EXPECT_EQ(before.numa_unknown_bytes, before.host_scratch_bytes);
-    // Threads of node 2 alone: nothing in this process really runs there, so the fake says so.
+    // Threads of node 2 alone: this process does not really run there, so the fake library says so.
     fake.machine().toucher = 2;
     const offload_plan_t after = optimizer.Plan().value();
     const uint64_t state_bytes =

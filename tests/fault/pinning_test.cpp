@@ -1,5 +1,5 @@
-// The ladder of pinned memory: all slots, fewer slots, none where that is allowed. Every rung says
-// so and gives the same bits.
+// The ladder of pinned memory: all slots, fewer slots, none if that is allowed. On every rung a
+// note says so and the bits are the same.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -92,7 +92,7 @@ TEST(Pinning, PageableWhereThatIsAllowed) {
   EXPECT_EQ(trainer.Bits(), bits);
 }
 
-// Room for what is movable: pinned, or pageable and said so.
+// Memory for movable content: pinned, or pageable with a note.
 TEST(Pinning, OffloadedStatesMayBePageable) {
   std::vector<unsigned char> bits[2];
   for (const bool limited : {false, true}) {
@@ -130,7 +130,7 @@ RunOptions Streaming(int32_t host_executors, uint64_t sim_pinned_bytes_max) {
   return options;
 }
 
-// Enough for all but the state.
+// Enough for everything except the state.
 uint64_t LimitBelowState() {
   Trainer trainer(Streaming(OFFLOAD_EXECUTORS_AUTO, 0));
   trainer.AddParams();
